@@ -39,7 +39,7 @@ from hf_fsdp_plugin.runs.restarts import Restarts
 from hf_fsdp_plugin.torch_private.functions import default_store
 
 
-class Attempt:
+class ProcessAttempt:
     """The attempt of this process.
 
     Args:
@@ -130,5 +130,5 @@ class Attempt:
         return int(number) if number.isdecimal() else 0
 
 
-_attempt = Attempt()
+_attempt = ProcessAttempt()
 begin_attempt, agree_on_attempt, end_attempt = _attempt.begin, _attempt.agree, _attempt.end

@@ -192,8 +192,6 @@ def unit_method(original: Function) -> Function:
     """Record for which FSDP2 unit the collectives of a method are called."""
 
     def call(unit: Any, *args: Any, **kwargs: Any) -> Any:
-        if not record.is_open:
-            return original(unit, *args, **kwargs)
         return _of_unit(unit, original, unit, *args, **kwargs)
 
     return call
@@ -201,33 +199,26 @@ def unit_method(original: Function) -> Function:
 
 def gather_of_unit(original: Function) -> Function:
     """Record, and mark in a profile, for which FSDP1 unit a function of its state gathers parameters."""
-
-    def call(state: Any, unit: Any, *args: Any, **kwargs: Any) -> Any:
-        mark = call_marks.gather
-        with mark(state) if mark is not None else nullcontext():
-            return _of_recorded_unit(unit, original, state, unit, *args, **kwargs)
-
-    return call
+    return _function_of_state(original, "gather")
 
 
 def reduction_of_unit(original: Function) -> Function:
     """Record, and mark in a profile, for which FSDP1 unit a function of its state reduces gradients."""
+    return _function_of_state(original, "reduction")
 
+
+def _function_of_state(original: Function, name: str) -> Function:
     def call(state: Any, unit: Any, *args: Any, **kwargs: Any) -> Any:
-        mark = call_marks.reduction
+        mark = getattr(call_marks, name)
         with mark(state) if mark is not None else nullcontext():
-            return _of_recorded_unit(unit, original, state, unit, *args, **kwargs)
+            return _of_unit(unit, original, state, unit, *args, **kwargs)
 
     return call
 
 
-def _of_recorded_unit(unit: Any, original: Function, *args: Any, **kwargs: Any) -> Any:
+def _of_unit(unit: Any, original: Function, *args: Any, **kwargs: Any) -> Any:
     if not record.is_open:
         return original(*args, **kwargs)
-    return _of_unit(unit, original, *args, **kwargs)
-
-
-def _of_unit(unit: Any, original: Function, *args: Any, **kwargs: Any) -> Any:
     before = record.unit
     record.unit = unit_name(unit)
     try:

@@ -27,12 +27,12 @@ from hf_fsdp_plugin.supported import installed_versions, release_of
 from hf_fsdp_plugin.torch_private.live_objects import has_part, live_objects
 
 Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
-Status = Literal["holds", "changed", "missing", "not installed", "not in this version"]
+ContractStatus = Literal["holds", "changed", "missing", "not installed", "not in this version"]
 
 PRIVATE_FILES: Final = (
     *(f"torch_private.{name}" for name in ("elastic", "fake", "fsdp1", "fsdp2", "functions", "grad_scaler", "modules")),
     *(f"torch_private.{name}" for name in ("process_groups", "tracing")),
-    *(f"integrations.{name}" for name in ("accelerate.private", "torchao", "transformers.private")),
+    *(f"integrations.{name}.private" for name in ("accelerate", "transformers")),
 )
 """The modules that use private names. Each has a tuple ``CONTRACTS``."""
 
@@ -47,7 +47,7 @@ class ProbedContract:
     """
 
     contract: Contract
-    status: Status
+    status: ContractStatus
     hook: Hook | None = None
 
     def to_json(self) -> dict[str, Any]:
@@ -72,7 +72,7 @@ def probe_contracts() -> list[ProbedContract]:
     return probed + [ProbedContract(contract=hook.contract, status=probe_hook(hook), hook=hook) for hook in hook_rows()]
 
 
-def probe_hook(hook: Hook) -> Status:
+def probe_hook(hook: Hook) -> ContractStatus:
     """Return whether a replaced function exists, with the source of a tested version."""
     module, _, path = hook.target.partition(":")
     if file_of(module.partition(".")[0]) is None:
@@ -94,7 +94,7 @@ def tested_hashes() -> dict[str, list[str]]:
     return hashes
 
 
-def _probe(row: Contract) -> Status:
+def _probe(row: Contract) -> ContractStatus:
     if file_of(row.library) is None:
         return "not installed"
     if _exists(row):

@@ -70,14 +70,13 @@ class Hook:
         return self.target.partition(":")[2].rpartition(".")[2]
 
 
-Group = Literal["accelerate", "saving", "transformers", "loading", "trl", "preflight", "calls", "hangs", "profile"]
+Group = Literal["accelerate", "transformers", "loading", "preflight", "calls", "hangs", "profile"]
 GROUPS: Final[dict[Group, str]] = {
-    "accelerate": "Installed by `install()`, `accelerator()` and `FsdpTrainer`.",
-    "saving": "Installed together with the group `accelerate`. They replace nothing for models that are not sharded.",
+    "accelerate": "Installed by `install()`, `accelerator()` and `FsdpTrainer`, with those of torch, PEFT, TRL and "
+    "sentence-transformers. The functions that save and load run as they are for models that are not sharded.",
     "transformers": "Installed by `install()`. `FsdpTrainer`, `FsdpTrainerMixin` and `FsdpTrainingArguments` override "
     "the same methods in a subclass instead.",
     "loading": "Installed by `install()`, and when a spec enables FSDP.",
-    "trl": "Installed together with the hooks of Accelerate. TRL is optional.",
     "preflight": "Installed in the ranks of `hf-fsdp check --run` only.",
     "calls": "Installed together with the groups `hangs` and `profile`.",
     "hangs": "Installed in ranks, unless `--hang_timeout 0` or `HF_FSDP_HANG_TIMEOUT=0` is set. They call the "
@@ -182,6 +181,10 @@ _ACCELERATE_HOOKS = (
              without="refused" if name == "save_fsdp_model" else "off")
         for name in ("save_fsdp_model", "load_fsdp_model", "save_fsdp_optimizer", "load_fsdp_optimizer")
     ),
+    Hook("trl.models.utils:prepare_fsdp", "accelerate.prepare:prepare_fsdp",
+         reason="The function shards a second model with the plugin's fields: under FSDP2 as one unit, and under both "
+                "versions without mesh, ignored modules and broadcast.",
+         until="TRL prepares such models with the Accelerator."),
 )
 
 _PEFT_HOOKS = tuple(
@@ -325,13 +328,6 @@ _LOADING_HOOKS = (
          reason=f"{_DAMAGED} Checkpoints with shards are not read.", until=_NAMES_FILES),
 )
 
-_TRL_HOOKS = (
-    Hook("trl.models.utils:prepare_fsdp", "accelerate.prepare:prepare_fsdp",
-         reason="The function shards a second model with the plugin's fields: under FSDP2 as one unit, and under both "
-                "versions without mesh, ignored modules and broadcast.",
-         until="TRL prepares such models with the Accelerator."),
-)
-
 _PREFLIGHT_HOOKS = (
     Hook(f"{_ARGUMENTS}._validate_args", "preflight.arguments:validate_args",
          reason="A preflight writes to temporary folders, has small batches, and leaves out what needs a GPU.",
@@ -393,11 +389,9 @@ _PROFILE_HOOKS = (
 # fmt: on
 
 HOOKS: Final[dict[Group, tuple[Hook, ...]]] = {
-    "accelerate": (*_ACCELERATE_HOOKS, *_PEFT_HOOKS),
-    "saving": _SAVING_HOOKS,
+    "accelerate": (*_ACCELERATE_HOOKS, *_PEFT_HOOKS, *_SAVING_HOOKS),
     "transformers": _TRANSFORMERS_HOOKS,
     "loading": _LOADING_HOOKS,
-    "trl": _TRL_HOOKS,
     "preflight": _PREFLIGHT_HOOKS,
     "calls": _CALL_HOOKS,
     "hangs": _HANG_HOOKS,

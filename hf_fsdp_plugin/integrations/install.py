@@ -76,7 +76,7 @@ def install(
     if newer := untested_versions():
         message = f"newer than the tested versions: {', '.join(newer)}."
         printer.print_once(Problem(code="FSDP-W622", message=message, fix="`hf-fsdp doctor` shows what changed."))
-    install_hooks("accelerate", "saving", "transformers", "loading", "trl")
+    install_hooks("accelerate", "transformers", "loading")
     # The session has read the environment by now, so variables that are set here are not settings of the user.
     set_variables(**slurm_variables(os.environ))
     begin_attempt()
@@ -93,10 +93,11 @@ def install(
     if session.ambient is not None:
         set_loading_variables(spec)
         if spec.loading.ram_efficient and "RANK" in os.environ:
-            from hf_fsdp_plugin.integrations.accelerate.state import start_process_group
+            from accelerate import PartialState
 
-            # Scripts and libraries that load a model first ask torch.distributed or PartialState() for their rank.
-            start_process_group(cpu=cpu)
+            # Scripts and libraries that load a model first ask torch.distributed or PartialState() for their rank. The
+            # time-out is applied when a script gives one.
+            PartialState(cpu=cpu)
     start_reporting()
     return session.ambient
 

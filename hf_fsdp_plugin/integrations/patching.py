@@ -224,26 +224,26 @@ class ProcessEnvironment:
         return name in self._before
 
     def restore(self) -> None:
-        _restore(self._before)
+        _set_or_remove(self._before)
         self._before.clear()
 
 
-def _restore(before: Mapping[str, str | None]) -> None:
-    for name, value in before.items():
+def _set_or_remove(variables: Mapping[str, str | None]) -> None:
+    for name, value in variables.items():
         os.environ.pop(name, None)
         if value is not None:
             os.environ[name] = value
 
 
 @contextmanager
-def variables_in_block(**variables: str) -> Iterator[None]:
-    """Set environment variables in the block."""
+def variables_in_block(**variables: str | None) -> Iterator[None]:
+    """Set environment variables in the block, or remove them (``None``)."""
     before = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
+    _set_or_remove(variables)
     try:
         yield
     finally:
-        _restore(before)
+        _set_or_remove(before)
 
 
 _environment = ProcessEnvironment()
@@ -272,4 +272,9 @@ def loading_ram_efficiently() -> AbstractContextManager[None]:
 
 def loads_ram_efficiently() -> bool:
     """Return whether a launcher, a plugin or :func:`set_loading_variables` has enabled RAM-efficient loading."""
-    return all(os.environ.get(name, "").lower() in TRUE_WORDS for name in _EFFICIENT)
+    return all(map(is_true, _EFFICIENT))
+
+
+def is_true(name: str) -> bool:
+    """Return whether an environment variable is set to a word for true."""
+    return os.environ.get(name, "").lower() in TRUE_WORDS

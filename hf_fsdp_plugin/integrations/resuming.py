@@ -66,7 +66,10 @@ def find_checkpoint(
         CheckpointError: the selected checkpoint is incomplete, or all checkpoints of the run are. Or a file is damaged,
             or contains a pickle that may execute code.
     """
-    found = _select(lambda: _selected(selected, fix) if selected is not None else _highest(run, prefix))
+    if selected is not None:
+        found = _select_on_rank_0(lambda: _check_selected(selected, fix))
+    else:
+        found = _select_on_rank_0(lambda: _highest_numbered(run, prefix))
     if found is not None:
         check_states(found, dist.get_rank(), dist.get_world_size(), verify=verify, allow_pickles=allow_pickles)
     return found
@@ -93,7 +96,7 @@ def newest_checkpoint(folder: str | os.PathLike[str], *, this_run: bool = False)
         fix = "Call it on all ranks, after the Accelerator has been created."
         raise SpecError([Problem(code="FSDP-E718", message=message, fix=fix)])
     agree_on_attempt("newest_checkpoint")
-    return _select(lambda: _last_saved(Path(folder), "", this_run, None))
+    return _select_on_rank_0(lambda: _last_saved(Path(folder), "", this_run, None))
 
 
 def checkpoint_after_restart(folder: Path, prefix: str) -> Path | None:
@@ -104,7 +107,7 @@ def checkpoint_after_restart(folder: Path, prefix: str) -> Path | None:
     """
     if not is_started_again():
         return None
-    found = _select(lambda: _last_saved(folder, prefix, True, session.num_trainings))
+    found = _select_on_rank_0(lambda: _last_saved(folder, prefix, True, session.num_trainings))
     attempt = session.restarts.title if session.restarts.count else f"run {session.restarts.run_id}"
     if found is not None:
         count_from(found)
@@ -116,7 +119,7 @@ def checkpoint_after_restart(folder: Path, prefix: str) -> Path | None:
     return found
 
 
-def _select(look: Callable[[], _Found]) -> Path | None:
+def _select_on_rank_0(look: Callable[[], _Found]) -> Path | None:
     """Let rank 0 select a checkpoint for all ranks, and report the incomplete ones that it skipped. Collective."""
     manager.wait()  # looking removes the staging folders of interrupted saves
     # Only rank 0 asks for the files of the checkpoints, which are several for each rank.
@@ -140,7 +143,7 @@ def _on_rank_0(look: Callable[[], T], otherwise: T) -> T:
     return broadcast_object(found)
 
 
-def _selected(checkpoint: Path, fix: str) -> _Found:
+def _check_selected(checkpoint: Path, fix: str) -> _Found:
     recover_interrupted_commit(checkpoint)
     reason = why_incomplete(checkpoint) if checkpoint.is_dir() else "the folder does not exist"
     if reason is None:
@@ -149,7 +152,7 @@ def _selected(checkpoint: Path, fix: str) -> _Found:
     return None, [], Problem(code="FSDP-E431", message=message, fix=fix)
 
 
-def _highest(run: Path | None, prefix: str) -> _Found:
+def _highest_numbered(run: Path | None, prefix: str) -> _Found:
     """Return the complete checkpoint with the highest number."""
     if run is None:
         return None, [], None

@@ -122,7 +122,7 @@ def stop_reporting() -> None:
     _reporter = None
 
 
-def track(accelerator: Any) -> None:
+def track_run(accelerator: Any) -> None:
     """Record the first step of an accelerator's models for the report. Call it after each ``prepare``."""
     if _reporter is not None:
         _reporter.add_prepared(accelerator)
@@ -243,18 +243,10 @@ def report_accelerator(
         [*prepared_models(accelerator), *getattr(plugin, "evaluated_models", ())],
         prepared_optimizers(accelerator),
         batch=batch or _loader_batch(accelerator),
-        state_dict=common_value(sorted(kinds)) or _next_state_dict(accelerator),
+        state_dict=common_value(sorted(kinds)) or getattr(plugin, "state_dict_kind", None),
         saved_asynchronously=saved_asynchronously,
     )
     return replace(report, restarts=session.restarts, steps_before=step_count.before)
-
-
-def _next_state_dict(accelerator: Any) -> str | None:
-    """Return the state dict type of the accelerator's next save: ``full``, ``sharded`` or ``local``."""
-    state_dict_type = getattr(getattr(accelerator.state, "fsdp_plugin", None), "state_dict_type", None)
-    if state_dict_type is None:
-        return None
-    return str(getattr(state_dict_type, "name", state_dict_type)).upper().removesuffix("_STATE_DICT").lower()
 
 
 def _loader_batch(accelerator: Any) -> BatchShape | None:

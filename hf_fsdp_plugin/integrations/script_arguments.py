@@ -13,8 +13,8 @@ from typing import Any, Final, Literal
 from hf_fsdp_plugin.messages import print_once
 from hf_fsdp_plugin.problems import Origin, Problem, SpecError, has_errors
 
-Verdict = Literal["applied", "library", "note", "refused"]
-VERDICTS: Final[dict[Verdict, str]] = {
+ArgumentVerdict = Literal["applied", "library", "note", "refused"]
+VERDICTS: Final[dict[ArgumentVerdict, str]] = {
     "applied": "Applied: it changes the settings of this package, or what it runs.",
     "library": "Left to the library: Accelerate or Transformers applies it, as without this package.",
     "note": "No meaning under FSDP: a note names it (FSDP-N613).",
@@ -23,7 +23,7 @@ VERDICTS: Final[dict[Verdict, str]] = {
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Row:
+class ArgumentRow:
     """Arguments of one class that have the same verdict for the same reason.
 
     Attributes:
@@ -36,7 +36,7 @@ class Row:
     """
 
     owner: str
-    verdict: Verdict
+    verdict: ArgumentVerdict
     names: frozenset[str]
     about: str
     fix: str = ""
@@ -44,8 +44,8 @@ class Row:
     elsewhere: bool = False
 
 
-def _row(owner: str, verdict: Verdict, names: str, about: str, **more: Any) -> Row:
-    return Row(owner=owner, verdict=verdict, names=frozenset(names.split()), about=about, **more)
+def _row(owner: str, verdict: ArgumentVerdict, names: str, about: str, **more: Any) -> ArgumentRow:
+    return ArgumentRow(owner=owner, verdict=verdict, names=frozenset(names.split()), about=about, **more)
 
 
 _DDP: Final = "configures DistributedDataParallel, which FSDP replaces"
@@ -174,7 +174,7 @@ def check_arguments(owner: str, given: Mapping[str, Any], *, source: str) -> Ite
         yield Problem(code=row.code or "FSDP-N613", message=message, fix=row.fix, origin=origin)
 
 
-def report(problems: list[Problem]) -> None:
+def print_or_raise(problems: list[Problem]) -> None:
     """Print the notes, or raise ``SpecError`` if there are errors."""
     if has_errors(problems):
         raise SpecError(problems)

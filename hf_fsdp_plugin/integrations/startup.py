@@ -63,7 +63,7 @@ def _install_hooks(module: ModuleType) -> None:
     from hf_fsdp_plugin.spellings import TRUE_WORDS
 
     launched_with_fsdp = os.environ.get("ACCELERATE_USE_FSDP", "").lower() in TRUE_WORDS
-    install_hooks("accelerate", "saving", "transformers", "trl")
+    install_hooks("accelerate", "transformers")
     if launched_with_fsdp:
         install_hooks("loading")  # a script may load its model before anything else
     session.defer(_install, until_call=launched_with_fsdp)

@@ -141,9 +141,9 @@ def with_whole_weights(function: str, obj: Any, *, keep: bool = True) -> Any:
         for parameter in model.parameters()
         if isinstance(parameter, DTensor)
     }
-    if not meshes or not any(isinstance(tensor, DTensor) for _, tensor in _tensors(obj, skip=_is_written_as_it_is)):
+    tensors = _named_tensors(obj, skip=_is_written_as_it_is)
+    if not meshes or not any(isinstance(tensor, DTensor) for _, tensor in tensors):
         return obj
-
     written: dict[object, torch.Tensor] = {}
 
     def gather(tensor: Any) -> Any:
@@ -195,7 +195,7 @@ def check_no_shards(function: str, obj: Any, *, dtensors: bool = False) -> None:
     storages = flat_storages()
     found = [
         name
-        for name, tensor in _tensors(obj)
+        for name, tensor in _named_tensors(obj)
         if is_shard(tensor, storages) or (dtensors and isinstance(tensor, DTensor))
     ]
     if found:
@@ -236,7 +236,7 @@ def flat_storages() -> set[int]:
     return storages
 
 
-def _tensors(obj: Any, skip: Callable[[Any], bool] = lambda _: False) -> Iterator[tuple[str, torch.Tensor]]:
+def _named_tensors(obj: Any, skip: Callable[[Any], bool] = lambda _: False) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the tensors in nested containers and modules, with a name for messages. ``skip``: what is not entered."""
     waiting: list[tuple[str, Any]] = [("", obj)]
     seen: set[int] = set()

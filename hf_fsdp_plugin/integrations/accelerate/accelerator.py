@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -66,7 +65,7 @@ def accelerator(spec: FsdpSpec, **kwargs: Any) -> Accelerator:
     if not spec.enabled:
         print_warnings([fsdp_is_off(spec)])
         return Accelerator(mixed_precision=spec.launch.mixed_precision, **kwargs)
-    install_hooks("accelerate", "saving", "trl")
+    install_hooks("accelerate")
     set_variables(**slurm_variables(os.environ))
     set_loading_variables(spec)
     return Accelerator(fsdp_plugin=PlannedFsdpPlugin(spec), **kwargs)
@@ -83,29 +82,27 @@ def init_accelerator(original: Callable[..., None], accelerator: Any, *args: Any
         # The spec of a Trainer already contains the precision of its arguments.
         given = None if session.trainer_spec is not None else arguments.get("mixed_precision")
         plugin = PlannedFsdpPlugin.replacing(plugin, with_mixed_precision(spec, given))
-    if isinstance(plugin, PlannedFsdpPlugin):
-        check_accelerator(arguments, plugin.spec)
-        arguments["fsdp_plugin"] = plugin
-        arguments.pop("parallelism_config", None)  # Accelerate would refuse it under FSDP1
-        plugin.parallelism_config = mesh
-        if (dynamo := dynamo_plugin(plugin.spec)) and not arguments.keys() & {"dynamo_plugin", "dynamo_backend"}:
-            arguments["dynamo_plugin"] = dynamo
-        param = plugin.spec.precision.param
-        arguments["mixed_precision"] = param if param in ("bf16", "fp16") else "no"
-    with without_stock_mesh() if isinstance(plugin, PlannedFsdpPlugin) else nullcontext():
+    if not isinstance(plugin, PlannedFsdpPlugin):
         original(**arguments)
-    if isinstance(plugin, PlannedFsdpPlugin):
-        set_mesh(accelerator, mesh, plugin.spec)
-        replace_scaler(accelerator)
-    if plugin is None and accelerator.num_processes > 1 and session.installed:
-        print_once(
-            Problem(
-                code="FSDP-W602",
-                message="neither the launcher, nor the environment, nor the script enables FSDP: this Accelerator runs "
-                f"{accelerator.distributed_type.value} on {accelerator.num_processes} ranks.",
-                fix="Pass a config: --config_file CONFIG.",
+        if plugin is None and accelerator.num_processes > 1 and session.installed:
+            message = (
+                "neither the launcher, nor the environment, nor the script enables FSDP: this Accelerator runs "
+                f"{accelerator.distributed_type.value} on {accelerator.num_processes} ranks."
             )
-        )
+            print_once(Problem(code="FSDP-W602", message=message, fix="Pass a config: --config_file CONFIG."))
+        return
+    check_accelerator(arguments, plugin.spec)
+    arguments["fsdp_plugin"] = plugin
+    arguments.pop("parallelism_config", None)  # Accelerate would refuse it under FSDP1
+    plugin.parallelism_config = mesh
+    if (dynamo := dynamo_plugin(plugin.spec)) and not arguments.keys() & {"dynamo_plugin", "dynamo_backend"}:
+        arguments["dynamo_plugin"] = dynamo
+    param = plugin.spec.precision.param
+    arguments["mixed_precision"] = param if param in ("bf16", "fp16") else "no"
+    with without_stock_mesh():
+        original(**arguments)
+    set_mesh(accelerator, mesh, plugin.spec)
+    replace_scaler(accelerator)
 
 
 def _spec_of(plugin: Any, mesh: Any) -> FsdpSpec | None:

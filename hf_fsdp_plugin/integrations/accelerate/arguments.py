@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, suppress
 from typing import Any, Final
 
 from accelerate.utils import InitProcessGroupKwargs, KwargsHandler, ParallelismConfig
@@ -13,7 +12,8 @@ from hf_fsdp_plugin.integrations.accelerate import private
 from hf_fsdp_plugin.integrations.accelerate.plugin import PlannedFsdpPlugin, planned_plugin
 from hf_fsdp_plugin.integrations.accelerate.specs import with_mixed_precision
 from hf_fsdp_plugin.integrations.accelerate.state import adjust_process_group
-from hf_fsdp_plugin.integrations.script_arguments import check_arguments, check_object, report
+from hf_fsdp_plugin.integrations.patching import is_true, variables_in_block
+from hf_fsdp_plugin.integrations.script_arguments import check_arguments, check_object, print_or_raise
 from hf_fsdp_plugin.integrations.session import session
 from hf_fsdp_plugin.messages import print_once, print_warnings
 from hf_fsdp_plugin.plan.presharded import distributed_config_of
@@ -23,7 +23,6 @@ from hf_fsdp_plugin.sources.model import Sources
 from hf_fsdp_plugin.sources.parallelism_config import DATA_SIZES, fields_of
 from hf_fsdp_plugin.spec.load import assess, with_distributed_config
 from hf_fsdp_plugin.spec.model import FsdpSpec
-from hf_fsdp_plugin.spellings import TRUE_WORDS
 from hf_fsdp_plugin.torch_private.grad_scaler import ShardedGradScaler
 
 SOURCE: Final = "Accelerator()"
@@ -43,7 +42,7 @@ def check_accelerator(arguments: Mapping[str, Any], spec: FsdpSpec) -> None:
     """
     given = {name: value for name, value in arguments.items() if value is not None}
     problems = [*check_arguments("Accelerator", given, source=SOURCE)]
-    report([*problems, *_check_mesh(given.get("parallelism_config"), spec)])
+    print_or_raise([*problems, *_check_mesh(given.get("parallelism_config"), spec)])
     handlers = given.get("kwargs_handlers", ())
     check_handlers(handlers)
     for handler in handlers:
@@ -57,7 +56,7 @@ def check_handlers(objects: Iterable[Any]) -> None:
     problems = [problem for handler in handlers for problem in check_object(handler, source=SOURCE)]
     if session.trainer_spec is not None:  # the Trainer creates a handler in every run
         problems = [problem for problem in problems if problem.severity == "error"]
-    report(problems)
+    print_or_raise(problems)
 
 
 def _check_mesh(config: Any, spec: FsdpSpec) -> Iterator[Problem]:
@@ -86,15 +85,9 @@ def _is_overridden(spec: FsdpSpec, setting: str) -> bool:
     )
 
 
-@contextmanager
-def without_stock_mesh() -> Iterator[None]:
+def without_stock_mesh() -> AbstractContextManager[None]:
     """Keep Accelerate from making a mesh from variables in the block. It would refuse FSDP1 and replicas alone."""
-    before = os.environ.pop(_USE_MESH, None)
-    try:
-        yield
-    finally:
-        if before is not None:
-            os.environ[_USE_MESH] = before
+    return variables_in_block(**{_USE_MESH: None})
 
 
 def set_mesh(accelerator: Any, config: Any, spec: FsdpSpec) -> None:
@@ -102,7 +95,7 @@ def set_mesh(accelerator: Any, config: Any, spec: FsdpSpec) -> None:
 
     Without a shard axis and under FSDP1, Accelerate would refuse them in the next Accelerator.
     """
-    if config is None and os.environ.get(_USE_MESH, "").lower() in TRUE_WORDS:
+    if config is None and is_true(_USE_MESH):
         with suppress(ValueError):
             config = ParallelismConfig()
     if config is None or spec.fsdp.version == 1 or config.dp_shard_size == 1:

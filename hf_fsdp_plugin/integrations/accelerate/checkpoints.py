@@ -85,7 +85,7 @@ def save_state(
         batch=batch_of(accelerator),
         run=run_fact(),
     )
-    manager.finish(save, manifest, after=lambda: _rotate(run, project.total_limit) if run is not None else None)
+    manager.finish(save, manifest, after=lambda: _remove_oldest(run, project.total_limit) if run is not None else None)
     return final
 
 
@@ -102,7 +102,7 @@ def _write_config(model: Any, folder: Path) -> None:
             inner.generation_config.save_pretrained(str(folder))
 
 
-def _rotate(run: Path, limit: int | None) -> None:
+def _remove_oldest(run: Path, limit: int | None) -> None:
     for path in numbered_checkpoints(run, ACCELERATE_PREFIX)[limit:] if limit else ():
         remove_checkpoint(path)
 

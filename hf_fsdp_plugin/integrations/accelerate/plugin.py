@@ -27,7 +27,7 @@ from hf_fsdp_plugin.backends.shard import plan_of
 from hf_fsdp_plugin.backends.torch_types import torch_dtype
 from hf_fsdp_plugin.devices import accelerator_type
 from hf_fsdp_plugin.integrations.accelerate.private import prepared_models, shared_state
-from hf_fsdp_plugin.integrations.accelerate.specs import FIELDS, is_of_peft, refused, spec_with_assignments
+from hf_fsdp_plugin.integrations.accelerate.specs import FIELDS, is_of_peft, refused_assignment, spec_with_assignments
 from hf_fsdp_plugin.integrations.patching import set_loading_variables
 from hf_fsdp_plugin.integrations.session import session
 from hf_fsdp_plugin.messages import print_once, print_warnings
@@ -60,9 +60,11 @@ class PlannedFsdpPlugin(FullyShardedDataParallelPlugin):
     Attributes:
         spec: the settings, from which the plan is resolved when a model is prepared.
         first_calls: the collective calls of the Accelerator whose first call waits for all ranks.
+        later_optimizers: optimizers with the parameters of a model that is sharded before they are prepared.
         parallelism_config: the script's ``ParallelismConfig``, whose sizes are in ``spec``.
     """
 
+    later_optimizers: weakref.WeakSet[torch.optim.Optimizer]
     parallelism_config: Any = None
 
     def __init__(self, spec: FsdpSpec) -> None:
@@ -89,7 +91,7 @@ class PlannedFsdpPlugin(FullyShardedDataParallelPlugin):
             if not own["_is_in_use"]:
                 own["_assigned"][name] = value
             elif not (is_of_peft(value) and self.spec.wrap.policy == "transformer"):
-                raise refused(name, "a model has been prepared already", "Assign it before prepare().")
+                raise refused_assignment(name, "a model has been prepared already", "Assign it before prepare().")
         if name in STATE_DICT_CONFIGS and (options := state_dict_options(value)):
             print_once(Problem(code="FSDP-N136", message=unused_options(name, options), origin=Origin(source=SOURCE)))
         own[name] = value
@@ -131,6 +133,7 @@ class PlannedFsdpPlugin(FullyShardedDataParallelPlugin):
         session.uses_fsdp = True
         own = self.__dict__
         own.setdefault("_assigned", {})
+        own.setdefault("later_optimizers", weakref.WeakSet())
         own.update(_is_changing=True, _is_in_use=False)
         self._set_fields(spec)
         own["_is_changing"] = False
@@ -173,12 +176,6 @@ class PlannedFsdpPlugin(FullyShardedDataParallelPlugin):
     def add_evaluated(self, model: nn.Module) -> None:
         """Add a model to :attr:`evaluated_models`. Only a weak reference is kept, so that it can be deleted."""
         self._evaluated.append(weakref.ref(model))
-
-    @property
-    def later_optimizers(self) -> weakref.WeakSet[torch.optim.Optimizer]:
-        """Optimizers that are prepared after their model is sharded, but have its parameters from before."""
-        found: weakref.WeakSet[torch.optim.Optimizer] = self.__dict__.setdefault("_later", weakref.WeakSet())
-        return found
 
     @property
     def state_dict_kind(self) -> StateDictKind:

@@ -28,7 +28,6 @@ from hf_fsdp_plugin.backends.submodule_calls import free_after_forward, free_bef
 from hf_fsdp_plugin.devices import get_device
 from hf_fsdp_plugin.estimate.padding import with_padding_warning
 from hf_fsdp_plugin.hangs.step_count import step_count
-from hf_fsdp_plugin.integrations import torchao
 from hf_fsdp_plugin.integrations.accelerate import private
 from hf_fsdp_plugin.integrations.accelerate.batches import check_even_batches, notice_accumulation
 from hf_fsdp_plugin.integrations.accelerate.plugin import planned_plugin
@@ -37,7 +36,7 @@ from hf_fsdp_plugin.integrations.call_hooks import name_units
 from hf_fsdp_plugin.integrations.peft import check_adapters
 from hf_fsdp_plugin.integrations.preflight.run import preflight
 from hf_fsdp_plugin.integrations.profiling.run import profiling
-from hf_fsdp_plugin.integrations.run_report import track
+from hf_fsdp_plugin.integrations.run_report import track_run
 from hf_fsdp_plugin.integrations.saving import prepare_buffers_after_first_step
 from hf_fsdp_plugin.integrations.watch import watch
 from hf_fsdp_plugin.messages import print_warnings
@@ -92,7 +91,7 @@ def prepare_objects(accelerator: Any, objects: Sequence[Any]) -> Any:
         _prepare_optimizers(accelerator, new_optimizers, models)
     # 4. What the ranks do from now on is watched: batches, the report, the memory of asynchronous saves.
     print_warnings(problem for obj in prepared if (problem := check_even_batches(obj)) is not None)
-    track(accelerator)
+    track_run(accelerator)
     if plugin is not None and plugin.spec.checkpoint.asynchronous and new_optimizers:
         prepare_buffers_after_first_step(accelerator, plugin.state_dict_kind)
     private.mark_prepared(accelerator, *prepared)
@@ -242,8 +241,8 @@ def _prepare_optimizers(
     problems = []
     for optimizer in optimizers:
         plan = next((plan_of(model) for model in models if has_parameters_of(model, optimizer)), None)
-        if torchao.can_create_state(optimizer):
-            set_state_factory(optimizer, torchao.create_state)
+        if private.can_create_state(optimizer):
+            set_state_factory(optimizer, private.create_state)
         if plan is not None and (problem := apply_step_mode(optimizer, plan)) is not None:
             problems.append(problem)
     print_warnings(problems)

@@ -43,18 +43,19 @@ def spec_with_assignments(spec: FsdpSpec, assigned: Mapping[str, Any]) -> FsdpSp
     given: dict[str, Any] = {}
     for name, value in assigned.items():
         if name == "cpu_ram_efficient_loading":
-            raise refused(name, "the model is loaded already", "Set fsdp_cpu_ram_efficient_loading in the config.")
+            fix = "Set fsdp_cpu_ram_efficient_loading in the config."
+            raise refused_assignment(name, "the model is loaded already", fix)
         if value is None and name not in _MEANING_OF_NONE:
-            raise refused(name, "None is not a value of this setting", "Assign the value that is meant.")
+            raise refused_assignment(name, "None is not a value of this setting", "Assign the value that is meant.")
         given[name] = _MEANING_OF_NONE[name] if value is None else value
     changed = with_plugin_object(spec, given)
     if changed.precision.param == "fp16" != spec.precision.param:
         reason = "fp16 needs a gradient scaler, which the Accelerator creates in its constructor"
-        raise refused("mixed_precision_policy", reason, "Set mixed_precision: fp16 in the config.")
+        raise refused_assignment("mixed_precision_policy", reason, "Set mixed_precision: fp16 in the config.")
     return changed
 
 
-def refused(name: str, reason: str, fix: str) -> SpecError:
+def refused_assignment(name: str, reason: str, fix: str) -> SpecError:
     """Return the error that an assignment would have no effect."""
     message = f"accelerator.state.fsdp_plugin.{name} was assigned, but {reason}."
     return SpecError([Problem(code="FSDP-E632", message=message, fix=fix)])

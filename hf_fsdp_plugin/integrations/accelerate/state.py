@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from accelerate import PartialState
 from accelerate.utils import DistributedType, check_cuda_p2p_ib_support
 
 from hf_fsdp_plugin.backends.cluster import gloo_interface, gloo_variables, raise_file_limit
@@ -83,20 +82,12 @@ def _disable_unsupported_transports(device_type: str) -> None:
     With other launchers, Accelerate raises and asks for these variables.
     """
     # The check starts nvidia-smi, which takes seconds while many ranks start, so it is made for these GPUs only.
-    if device_type == "cuda" and _has_consumer_gpu() and not check_cuda_p2p_ib_support():
+    devices = range(torch.cuda.device_count() if device_type == "cuda" else 0)
+    if any("RTX 40" in torch.cuda.get_device_name(each) for each in devices) and not check_cuda_p2p_ib_support():
         names = [name for name in ("NCCL_P2P_DISABLE", "NCCL_IB_DISABLE") if name not in os.environ]
         set_variables(**dict.fromkeys(names, "1"))
         if names:
             print_once(f"{' and '.join(names)} set to 1: these GPUs do not support the transport with this driver.")
-
-
-def _has_consumer_gpu() -> bool:
-    return any("RTX 40" in torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count()))
-
-
-def start_process_group(*, cpu: bool) -> None:
-    """Start the process group before a script has given a time-out, which is applied when it does."""
-    PartialState(cpu=cpu)
 
 
 def _is_early_group() -> bool:

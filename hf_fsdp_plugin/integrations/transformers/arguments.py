@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
-from hf_fsdp_plugin.integrations.patching import install_hooks, set_loading_variables
-from hf_fsdp_plugin.integrations.script_arguments import check_object, report
+from hf_fsdp_plugin.integrations.patching import install_hooks, is_true, set_loading_variables
+from hf_fsdp_plugin.integrations.script_arguments import check_object, print_or_raise
 from hf_fsdp_plugin.integrations.session import session
 from hf_fsdp_plugin.integrations.transformers.old_arguments import apply_old_arguments
 from hf_fsdp_plugin.messages import print_warnings
@@ -27,13 +28,13 @@ def validate_arguments(original: Callable[..., None], arguments: Any, *args: Any
 
     Without ``use_cpu``, Transformers rejects bf16. With it, Transformers ignores ``ddp_timeout``.
     """
-    install_hooks("accelerate", "saving")
+    install_hooks("accelerate")
     apply_old_arguments(arguments)
     session.uses_fsdp |= any(getattr(arguments, name, None) for name in ("fsdp", "fsdp_config", *OLD_KEYS))
     if not session.uses_fsdp:
         original(*args, **kwargs)
         return
-    if os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes", "on"):
+    if is_true("ACCELERATE_USE_CPU"):
         arguments.use_cpu = True
     with session.in_arguments(arguments.ddp_timeout_delta):
         original(*args, **kwargs)
@@ -56,7 +57,7 @@ def process_fsdp_args(original: Callable[[], Any], arguments: Any) -> Any:
             arguments.fsdp = None  # Transformers turns FSDP on for any text, "false" included
         return original()
     print_warnings(spec.problems)
-    report([*check_object(arguments, source=SOURCE)])
+    print_or_raise([*check_object(arguments, source=SOURCE)])
     session.remember(arguments, spec)
     if arguments.fsdp:
         arguments.fsdp = True
@@ -101,32 +102,18 @@ def prepare_distribute_model(
         unknown = [problem for problem in read.problems if problem.code == "FSDP-E020"] if read is not None else []
         if unknown:
             raise SpecError(unknown)
-    device_map = kwargs.get("device_map", args[0] if args else None)
-    sizes = [_size(distributed_config, name) for name in ("fsdp_size", "dp_replicate_size")]
-    if max(sizes) > 1:
-        if device_map is not None:
-            raise SpecError([_with_device_map(device_map)])
-        _start_process_group()
-    return original(distributed_config, *args, **kwargs)
-
-
-def _size(config: Any, name: str) -> int:
-    value = config.get(name) if isinstance(config, dict) else getattr(config, name, None)
-    return value if isinstance(value, int) else 1
-
-
-def _with_device_map(device_map: Any) -> Problem:
-    return Problem(
-        code="FSDP-E651",
-        message=f"from_pretrained was called with device_map={device_map!r} and a distributed_config.",
-        fix="Remove device_map: each rank loads its shards to its own device.",
-        origin=Origin(source=source.SOURCE),
+    read_field = (
+        distributed_config.get if isinstance(distributed_config, dict) else partial(getattr, distributed_config)
     )
+    sizes = [read_field(name, None) for name in ("fsdp_size", "dp_replicate_size")]
+    if any(isinstance(size, int) and size > 1 for size in sizes):
+        device_map = kwargs.get("device_map", args[0] if args else None)
+        if device_map is not None:
+            message = f"from_pretrained was called with device_map={device_map!r} and a distributed_config."
+            fix = "Remove device_map: each rank loads its shards to its own device."
+            raise SpecError([Problem(code="FSDP-E651", message=message, fix=fix, origin=Origin(source=source.SOURCE))])
+        if "RANK" in os.environ:  # as the first PartialState does, with a backend for CPU tensors too
+            from accelerate import PartialState
 
-
-def _start_process_group() -> None:
-    """Create the process group as the first ``PartialState`` does, with a backend for CPU tensors too."""
-    if "RANK" in os.environ:
-        from accelerate import PartialState
-
-        PartialState(cpu=os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes", "on"))
+            PartialState(cpu=is_true("ACCELERATE_USE_CPU"))
+    return original(distributed_config, *args, **kwargs)

@@ -32,20 +32,12 @@ from hf_fsdp_plugin.checkpoint.names import (
     trainer_rng_file,
 )
 from hf_fsdp_plugin.devices import available_device
+from hf_fsdp_plugin.integrations import resuming
 from hf_fsdp_plugin.integrations.accelerate.plugin import PlannedFsdpPlugin, if_planned, if_sharded
 from hf_fsdp_plugin.integrations.accelerate.private import prepared_models
 from hf_fsdp_plugin.integrations.moving_average import save_averages
 from hf_fsdp_plugin.integrations.peft import adapter_state, as_unsharded
 from hf_fsdp_plugin.integrations.profiling.marking import marked
-from hf_fsdp_plugin.integrations.resuming import (
-    batch_before_restart,
-    checkpoint_after_restart,
-    find_checkpoint,
-    kept_accumulation,
-    print_accumulation,
-    run_fact,
-    warn_differences,
-)
 from hf_fsdp_plugin.integrations.saving import gathered, manager, open_save, remove_stale_weights, saving
 from hf_fsdp_plugin.integrations.session import session
 from hf_fsdp_plugin.integrations.transformers import private
@@ -81,10 +73,10 @@ def save_checkpoint(original: Callable[..., None], trainer: Any, model: Any, tri
         step=trainer.state.global_step,
         asynchronous=asynchronous,
         batch=_batch(trainer),
-        run=run_fact(),
+        run=resuming.run_fact(),
         adapter_only=is_peft_model(trainer.model),
     )
-    manager.finish(save, manifest, after=lambda: _rotate(trainer, run, final))
+    manager.finish(save, manifest, after=lambda: _remove_oldest(trainer, run, final))
 
 
 def _kind_of_checkpoints(trainer: Any) -> StateDictKind:
@@ -102,7 +94,7 @@ def _rename_best(trainer: Any, *, staged: Path, final: Path) -> None:
             state.save_to_json(str(staged / TRAINER_STATE))
 
 
-def _rotate(trainer: Any, run: Path, newest: Path) -> None:
+def _remove_oldest(trainer: Any, run: Path, newest: Path) -> None:
     """Delete the oldest checkpoints as the Trainer does, but each one atomically.
 
     An interrupted deletion would leave a partial folder with a new date, and folders with newer dates are kept longer.
@@ -152,10 +144,10 @@ def _keep_samples_per_step(trainer: Any, saved: Mapping[str, Any]) -> None:
     given = arguments.gradient_accumulation_steps
     if arguments.auto_find_batch_size and "per_device" in saved:  # the Trainer continues with the saved batch size
         now["samples_per_step"] = now["samples_per_step"] * saved["per_device"] // now["per_device"]
-    arguments.gradient_accumulation_steps = kept_accumulation(saved, now)
+    arguments.gradient_accumulation_steps = resuming.kept_accumulation(saved, now)
     samples = now["samples_per_step"] * arguments.gradient_accumulation_steps // given
     now |= {"accumulation": arguments.gradient_accumulation_steps, "samples_per_step": samples}
-    print_accumulation(saved, now, given)
+    resuming.print_accumulation(saved, now, given)
 
 
 @if_sharded
@@ -172,27 +164,24 @@ def save_model(
         manager.save_model(trainer.model, save.folder, kind, adapter_only=is_peft_model(trainer.model))
         return None
     with together(f"save_model of {type(trainer).__name__}", fix="Call it on all ranks."):
-        _export(original, trainer, folder)
+        _export(trainer, folder)
     if trainer.args.push_to_hub and not _internal_call:
         trainer.push_to_hub(commit_message="Model save", revision=trainer.args.hub_revision)
     return None
 
 
-def _export(original: Callable[..., Any], trainer: Any, folder: Path) -> None:
+def _export(trainer: Any, folder: Path) -> None:
     """Write a Hugging Face folder. Every rank writes its shards, except for models that Transformers converts."""
-    if private.overrides_save(trainer):
-        _write_companions(trainer, folder)
-        return
-    if _is_converted(trainer):
-        with trainer.accelerator.state.fsdp_plugin.with_state_dict_type("full"):
-            original(str(folder), True)
+    model, adapters = trainer.model, _stores_adapters(trainer)
+    is_converted = not adapters and is_stored_differently(unwrapped(model), model_shards(model))
+    if is_converted or private.overrides_save(trainer):
+        _save_on_rank_0(trainer, folder)
         return
     with manager.saving(folder, into=True) as save:
         _write_companions(trainer, save.folder)
-        adapters = _stores_adapters(trainer)
         if not adapters:
-            manager.save_model(trainer.model, save.folder, "full")
-    manifest = manifest_of(trainer.model, "full", step=trainer.state.global_step, batch=_batch(trainer))
+            manager.save_model(model, save.folder, "full")
+    manifest = manifest_of(model, "full", step=trainer.state.global_step, batch=_batch(trainer))
     if adapters:
         manifest = replace(manifest, parameters=_adapter_parameters(save.folder), ties=())
     manager.finish(save, manifest, after=lambda: remove_stale_weights(folder))
@@ -206,12 +195,7 @@ def _write_companions(trainer: Any, folder: Path) -> None:
     format: the model is gathered on rank 0 for it.
     """
     if private.overrides_save(trainer):
-        place = place_of(trainer.model)
-        assert place is not None, "the replacement is for sharded models"
-        with gathered.on_rank_0(place) as writes, on_all_ranks(f"writing {folder}"):
-            if writes:
-                with _linked_run_folder(folder):
-                    private.save_files(trainer, folder, gathered.state_of(trainer.model) or {})
+        _save_on_rank_0(trainer, folder)
         return
     adapters = adapter_state(trainer.model, model_shards(trainer.model)) if _stores_adapters(trainer) else None
     with on_all_ranks(f"writing {folder}"), gathered.pause():
@@ -225,6 +209,16 @@ def _write_companions(trainer: Any, folder: Path) -> None:
             with without_progress_bar():
                 private.save_files(trainer, folder, {})
             (folder / safetensors_file(HF_MODEL)).unlink(missing_ok=True)
+
+
+def _save_on_rank_0(trainer: Any, folder: Path) -> None:
+    """Write the whole weights and their companions with the Trainer's method for one process. Collective."""
+    place = place_of(trainer.model)
+    assert place is not None, "the replacement is for sharded models"
+    with gathered.on_rank_0(place) as writes, on_all_ranks(f"writing {folder}"):
+        if writes:
+            with _linked_run_folder(folder):
+                private.save_files(trainer, folder, gathered.state_of(trainer.model) or {})
 
 
 @contextmanager
@@ -270,12 +264,6 @@ def _adapter_parameters(folder: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
         return {name: (tensor.dtype, tensor.shape) for name, tensor in read_stored_model(folder).tensors.items()}
 
 
-def _is_converted(trainer: Any) -> bool:
-    return not _stores_adapters(trainer) and is_stored_differently(
-        unwrapped(trainer.model), model_shards(trainer.model)
-    )
-
-
 @if_planned
 def finalize_training(original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:
     """Wait for the last save, because the Trainer then loads the best checkpoint and may delete others."""
@@ -293,8 +281,8 @@ def checkpoint_to_resume(trainer: Any, resume: Any) -> Any:
         CheckpointError: the selected checkpoint is incomplete, or all checkpoints are.
     """
     session.first_samples_per_step = None  # of an earlier training in this script
-    if (own := checkpoint_after_restart(Path(trainer.args.output_dir), TRAINER_PREFIX)) is not None:
-        if saved := batch_before_restart(own):
+    if (own := resuming.checkpoint_after_restart(Path(trainer.args.output_dir), TRAINER_PREFIX)) is not None:
+        if saved := resuming.batch_before_restart(own):
             _keep_samples_per_step(trainer, saved)
         return str(own)
     if not resume:
@@ -302,7 +290,7 @@ def checkpoint_to_resume(trainer: Any, resume: Any) -> Any:
     selected = None if resume is True else Path(resume)
     fix = "Pass a complete checkpoint, or resume_from_checkpoint=True for the newest one."
     verify = trainer.accelerator.state.fsdp_plugin.spec.checkpoint.verify
-    found = find_checkpoint(Path(trainer.args.output_dir), TRAINER_PREFIX, selected, fix=fix, verify=verify)
+    found = resuming.find_checkpoint(Path(trainer.args.output_dir), TRAINER_PREFIX, selected, fix=fix, verify=verify)
     if resume is not True or found is None:
         return resume
     print_once(f"resuming from {found}, the newest complete checkpoint.")
@@ -313,7 +301,7 @@ def checkpoint_to_resume(trainer: Any, resume: Any) -> Any:
 def load_rng_state(original: Callable[..., None], trainer: Any, checkpoint: str | None) -> None:
     """Load the RNG state, and report whether random numbers or data differ from the uninterrupted run."""
     if checkpoint is not None:
-        warn_differences(Path(checkpoint), _batch(trainer))
+        resuming.warn_differences(Path(checkpoint), _batch(trainer))
         # The Trainer's file has different names for a single rank and for rank 0 of several ranks.
         saved_by_one, mine = Path(checkpoint) / trainer_rng_file(None), Path(checkpoint) / trainer_rng_file(0)
         if dist.get_rank() == 0 and saved_by_one.exists() != mine.exists():

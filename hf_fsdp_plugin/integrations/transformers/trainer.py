@@ -17,12 +17,14 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.utils import find_labels
 
 from hf_fsdp_plugin.backends.arrivals import TRAINING_LIMIT, preparation_limit, wait_for_all_ranks
 from hf_fsdp_plugin.backends.fsdp2 import reshard
+from hf_fsdp_plugin.backends.replicated import replicate
 from hf_fsdp_plugin.backends.shard import plan_of
 from hf_fsdp_plugin.checkpoint.names import TRAINER_PREFIX
 from hf_fsdp_plugin.integrations.accelerate.arguments import is_left_to_transformers
@@ -34,7 +36,6 @@ from hf_fsdp_plugin.integrations.patching import install_hooks, override_hooked_
 from hf_fsdp_plugin.integrations.resuming import is_started_again
 from hf_fsdp_plugin.integrations.run_report import report_run, set_output_dir
 from hf_fsdp_plugin.integrations.saving import manager
-from hf_fsdp_plugin.integrations.sentence_transformers import replicate_parameters_of_losses
 from hf_fsdp_plugin.integrations.session import session
 from hf_fsdp_plugin.integrations.transformers import private
 from hf_fsdp_plugin.integrations.transformers.arguments import fsdp_arguments
@@ -46,6 +47,7 @@ from hf_fsdp_plugin.plan.presharded import distributed_config_of
 from hf_fsdp_plugin.problems import Problem, SpecError
 from hf_fsdp_plugin.spec.load import with_distributed_config
 from hf_fsdp_plugin.spec.model import FsdpSpec
+from hf_fsdp_plugin.text import format_names
 from hf_fsdp_plugin.torch_private.fsdp1 import flat_shapes
 
 
@@ -55,7 +57,7 @@ def create_accelerator(original: Callable[[], None], trainer: Any) -> None:
     The Trainer refuses ``save_only_model`` together with a sharded state dict or ``load_best_model_at_end``, because it
     would not save the model. The checkpoints of this package contain the model for every state dict type.
     """
-    install_hooks("accelerate", "saving", "trl")
+    install_hooks("accelerate")
     spec = _spec_of_trainer(trainer)
     only_model = trainer.args.save_only_model
     trainer.args.save_only_model = only_model and spec is None
@@ -295,3 +297,39 @@ def prediction_step(original: Callable[..., Any], trainer: Any, *args: Any, **kw
         return original(*args, **kwargs)
     finally:
         trainer.model = wrapped
+
+
+def replicate_parameters_of_losses(trainer: Any) -> None:
+    """Keep the parameters of a Trainer's losses on every rank, such as those of ``SoftmaxLoss``. Collective.
+
+    The model in a loss is sharded as the Trainer's model. In a further trial of a hyperparameter search, the Trainer
+    has no model yet, and the losses are those of the first trial.
+
+    Raises:
+        SpecError: a loss has modules with weights of the model, which are not sharded with it.
+    """
+    if trainer.model is None:
+        return
+    inside = {id(module) for module in trainer.model.modules()} | {id(unwrapped(trainer.model))}
+    own = {id(parameter) for parameter in trainer.model.parameters()}
+    given = vars(trainer).get("loss")  # it may be one for each data set
+    for loss in given.values() if isinstance(given, dict) else (given,):
+        if not isinstance(loss, nn.Module):
+            continue
+        found = {
+            f"{path}.{name}".lstrip("."): parameter
+            for path, module in loss.named_modules()
+            if id(module) not in inside
+            for name, parameter in module.named_parameters(recurse=False)
+        }
+        if tied := [name for name, parameter in found.items() if id(parameter) in own]:
+            message = (
+                f"{type(loss).__name__} has modules with weights of the model ({format_names(tied)}). The model is "
+                "sharded, so these modules would keep the untrained weights."
+            )
+            fix = (
+                "Untie them (DenoisingAutoEncoderLoss: tie_encoder_decoder=False with a decoder_name_or_path), or "
+                "train without FSDP."
+            )
+            raise SpecError([Problem(code="FSDP-E654", message=message, fix=fix)])
+        replicate(found.values(), trainer.accelerator.device)

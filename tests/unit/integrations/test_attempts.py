@@ -90,7 +90,7 @@ class World:
         logs = f"/logs/none_{machine}/attempt_0/{local_rank}/error.json"
         own = {"RANK": str(rank), "LOCAL_RANK": str(local_rank), "LOCAL_WORLD_SIZE": str(self.local)}
         environ = {**more, **own, "TORCHELASTIC_ERROR_FILE": logs}
-        attempt = subject.Attempt(environ)
+        attempt = subject.ProcessAttempt(environ)
         folder = attempt_folder(identify(environ, tuple(sys.argv)), environ)
         folder.mkdir(parents=True, exist_ok=True)
         attempt.begin(RankFiles(folder / f"rank_{rank}"))
@@ -157,7 +157,7 @@ def test_file_of_the_launcher_is_taken_without_messages(tmp_path: Path, monkeypa
     files = RankFiles(tmp_path / "rank_0")
     files.restarts.write_text(json.dumps(known.to_json()))
     world = World(monkeypatch)
-    attempt = subject.Attempt(AGENT)
+    attempt = subject.ProcessAttempt(AGENT)
     attempt.begin(files)
     attempt.agree("Trainer.train")
     assert session.restarts == known and not world.store.messages and files.steps.exists()
@@ -165,5 +165,5 @@ def test_file_of_the_launcher_is_taken_without_messages(tmp_path: Path, monkeypa
 
 def test_process_without_a_launcher_has_no_attempts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     world = World(monkeypatch)
-    subject.Attempt({"RANK": "0", "WORLD_SIZE": "1"}).agree("Trainer.train")
+    subject.ProcessAttempt({"RANK": "0", "WORLD_SIZE": "1"}).agree("Trainer.train")
     assert session.restarts == Restarts() and not list(tmp_path.iterdir()) and not world.store.messages

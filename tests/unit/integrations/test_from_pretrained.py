@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from hf_fsdp_plugin.integrations.transformers import from_pretrained
+from hf_fsdp_plugin.integrations.accelerate.prepare import resolve_for
 from hf_fsdp_plugin.spec.model import FsdpSection, FsdpSpec, ShardingSection
 
 
@@ -18,5 +18,5 @@ def test_hybrid_shard_group_is_the_machine_under_mpirun(monkeypatch: pytest.Monk
     monkeypatch.setenv("OMPI_COMM_WORLD_LOCAL_SIZE", "2")
     spec = replace(FsdpSpec(fsdp=FsdpSection(version=2)), sharding=ShardingSection(strategy="hybrid_shard"))
     state = SimpleNamespace(num_processes=8, device=torch.device("cpu"))
-    plan = from_pretrained._resolve(spec, nn.Linear(4, 4), state)
+    plan = resolve_for(state, spec, nn.Linear(4, 4))
     assert (plan.mesh.replicate, plan.mesh.shard) == (4, 2)

@@ -114,7 +114,7 @@ def test_function_is_replaced_where_it_was_imported(stock: dict[str, Any], monke
         monkeypatch.setitem(sys.modules, module.__name__, module)
     original = stock["trl.models.utils:prepare_fsdp"]
     early.prepare_fsdp = original  # type: ignore[attr-defined]
-    install_hooks("trl")
+    install_hooks("accelerate")
     late.prepare_fsdp = replacing = early.prepare_fsdp
     assert replacing.__wrapped__ is original
     hfp.uninstall()

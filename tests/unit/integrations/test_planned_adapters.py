@@ -10,7 +10,7 @@ import transformers as hf
 import hf_fsdp_plugin as hfp
 from hf_fsdp_plugin.estimate.memory import estimate_memory
 from hf_fsdp_plugin.estimate.workload import Workload
-from hf_fsdp_plugin.integrations.planned_adapters import with_lora
+from hf_fsdp_plugin.integrations.peft import with_lora
 from hf_fsdp_plugin.problems import SpecError
 
 sys.path.append(str(Path(__file__).resolve().parents[3] / "scripts" / "bench"))

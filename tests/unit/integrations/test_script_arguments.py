@@ -33,7 +33,7 @@ from transformers import TrainingArguments
 import hf_fsdp_plugin as hfp
 from hf_fsdp_plugin.integrations.accelerate.arguments import replace_scaler
 from hf_fsdp_plugin.integrations.accelerate.prepare import _compile_units
-from hf_fsdp_plugin.integrations.script_arguments import ROWS, SINCE, Row
+from hf_fsdp_plugin.integrations.script_arguments import ROWS, SINCE, ArgumentRow
 from hf_fsdp_plugin.integrations.session import session
 from hf_fsdp_plugin.messages import printer
 from hf_fsdp_plugin.problems import SpecError
@@ -126,7 +126,7 @@ def other_value(kind: type, name: str) -> Any:
     return {"a": 1} if field.default is dataclasses.MISSING else True
 
 
-def pairs(verdict: str, condition: Callable[[Row], bool]) -> list[Any]:
+def pairs(verdict: str, condition: Callable[[ArgumentRow], bool]) -> list[Any]:
     return [
         pytest.param(row, name, id=f"{row.owner}-{name}")
         for row in ROWS
@@ -154,7 +154,7 @@ SPECIAL: dict[str, Any] = {
 
 @pytest.mark.usefixtures("rank")
 @pytest.mark.parametrize(("row", "name"), pairs("refused", lambda row: row.owner in HANDLERS))
-def test_handler_is_refused(row: Row, name: str) -> None:
+def test_handler_is_refused(row: ArgumentRow, name: str) -> None:
     kind = HANDLERS[row.owner]
     value = SPECIAL.get(name) or other_value(kind, name)
     assert raised(lambda: Accelerator(kwargs_handlers=[made(kind, name, value)])) == [row.code]
@@ -162,7 +162,7 @@ def test_handler_is_refused(row: Row, name: str) -> None:
 
 @pytest.mark.usefixtures("rank")
 @pytest.mark.parametrize(("row", "name"), pairs("refused", lambda row: row.owner not in HANDLERS))
-def test_argument_is_refused(row: Row, name: str, tmp_path: Path) -> None:
+def test_argument_is_refused(row: ArgumentRow, name: str, tmp_path: Path) -> None:
     value = SPECIAL.get(name, SimpleNamespace(tp_size=2))
     calls: dict[str, Callable[[], Any]] = {
         "Accelerator": lambda: Accelerator(**{name: value}),
@@ -191,7 +191,7 @@ def printed(rank: None) -> Iterator[Callable[[], list[str]]]:
 
 @pytest.mark.parametrize(("row", "name"), pairs("note", lambda row: not row.elsewhere))
 def test_argument_without_meaning_is_noted(
-    row: Row, name: str, tmp_path: Path, printed: Callable[[], list[str]]
+    row: ArgumentRow, name: str, tmp_path: Path, printed: Callable[[], list[str]]
 ) -> None:
     if row.owner == "TrainingArguments":
         arguments_of(tmp_path, **{name: 1})
@@ -202,7 +202,7 @@ def test_argument_without_meaning_is_noted(
 
 
 @pytest.mark.parametrize(("row", "name"), pairs("note", lambda row: row.elsewhere))
-def test_note_of_a_source_is_a_problem_of_the_spec(row: Row, name: str) -> None:
+def test_note_of_a_source_is_a_problem_of_the_spec(row: ArgumentRow, name: str) -> None:
     value = SPECIAL.get(name, SimpleNamespace())
     source = "plugin_object" if row.owner == "FullyShardedDataParallelPlugin" else "parallelism_config"
     spec = hfp.load_spec({"distributed_type": "FSDP"}, **{source: {name: value}}, environ={})
@@ -433,7 +433,7 @@ def test_every_applied_argument_has_a_test() -> None:
 
 @pytest.mark.usefixtures("rank")
 @pytest.mark.parametrize(("row", "name"), pairs("applied", lambda row: True))
-def test_argument_is_applied(row: Row, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_argument_is_applied(row: ArgumentRow, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     test = TESTS[row.owner, name]
     if not isinstance(test, str):

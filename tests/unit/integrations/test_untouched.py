@@ -20,7 +20,7 @@ from hf_fsdp_plugin.integrations.session import session
 
 INSTALLED = [
     hook
-    for group in ("accelerate", "saving", "transformers", "loading", "trl")
+    for group in ("accelerate", "transformers", "loading")
     for hook in HOOKS[group]  # type: ignore[index]
     if importlib.util.find_spec(hook.module.partition(".")[0])
 ]
