@@ -1,12 +1,29 @@
-"""What is known of the collectives of one rank, for the diagnosis and between machines."""
+"""What is known of the collectives of one rank, for the diagnosis and between machines, and the files that contain it.
+
+A rank records its collectives in two files (see ``record``). The file ``calls`` is mapped into the memory of the rank:
+a header and a ring of the newest collectives, all words of 64 bits in the byte order of the machine. The file ``names``
+has one JSON value per line; the ring refers to the lines.
+
+::
+
+    header   FORMAT, slots in the ring, recorded calls, 1 + number of the call that is waited for (0: none), since when,
+             last heartbeat of the thread that watches the rank
+    call     number in its group, elements, line of the group << 48 | operation << 32 | dtype << 16 | unit, begin
+
+Times are those of the monotonic clock in nanoseconds, which all processes of a machine share.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+import json
+import struct
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-LIMIT_VARIABLE: Final = "HF_FSDP_HANG_TIMEOUT"
+HANG_LIMIT_VARIABLE: Final = "HF_FSDP_HANG_TIMEOUT"
 """Environment variable with the limit in seconds; 0 switches the watch and the records of the ranks off."""
 ARRIVALS: Final = "arrivals"
 """The group of the plugin's own calls, before which it waits for all ranks (``backends.arrivals``)."""
@@ -27,12 +44,14 @@ class Call(NamedTuple):
         num_elements: elements of the tensor that this rank passes; 0 without one.
         dtype: torch's name of its dtype; empty without a tensor.
         unit: the FSDP unit for which torch calls it, such as ``model.layers.3``; empty for other calls.
+        peer: the other rank of a send or a receive.
     """
 
     operation: str
     num_elements: int = 0
     dtype: str = ""
     unit: str = ""
+    peer: int | None = None
 
     def __str__(self) -> str:
         of_unit = f" of {self.unit}" if self.unit else ""
@@ -102,7 +121,7 @@ class RankCalls:
         state: ``running``, ``halted`` (by SIGSTOP or a debugger), ``ended`` (its script), ``exited`` (its process),
             or ``unreachable`` (its machine does not answer).
         detail: the machine that does not answer.
-        place: where it is, as text (see ``hangs.places``); empty if that is unknown.
+        place: where it is, as text (see ``hangs.rank_stacks``); empty if that is unknown.
         call: the library function that it is in, such as ``generate``; empty outside of known ones.
         cpu: share of one core that its processes have used lately; ``None`` if that was not measured.
         cpu_of_children: the part of it that other processes than the rank's first one have used.
@@ -134,26 +153,18 @@ class RankCalls:
         return any(group.enqueues for group in self.groups.values())
 
     def to_json(self) -> dict[str, Any]:
-        """Return a value for JSON. :func:`from_json` reads it."""
-        groups = {
-            name: [g.ranks, g.last, [list(call) for call in g.calls], g.enqueues, g.timeout]
-            for name, g in self.groups.items()
-        }
-        wait = self.wait and [self.wait.group, self.wait.number, list(self.wait.call), round(self.wait.seconds, 3)]
-        names = ("rank", "last_group", "state", "detail", "place", "call", "cpu", "cpu_of_children", "moved", "reads")
-        rest = {name: getattr(self, name) for name in (*names, "steps", "forwards")}
-        return {**rest, "idle": min(self.idle, 1e9), "wait": wait, "groups": groups}
+        """Return a value for JSON. :func:`rank_from_json` reads it."""
+        return {**asdict(self), "idle": min(self.idle, 1e9)}
 
 
-def from_json(content: Mapping[str, Any]) -> RankCalls:
+def rank_from_json(content: Mapping[str, Any]) -> RankCalls:
     """Return what :meth:`RankCalls.to_json` has written."""
-    rest = {name: value for name, value in content.items() if name not in ("groups", "wait")}
-    wait = content["wait"]
+    wait = content["wait"] and Wait(**{**content["wait"], "call": Call(*content["wait"]["call"])})
     groups = {
-        name: GroupCalls(ranks, last, tuple(Call(*call) for call in calls), enqueues, timeout)
-        for name, (ranks, last, calls, enqueues, timeout) in content["groups"].items()
+        name: GroupCalls(**{**group, "calls": tuple(Call(*call) for call in group["calls"])})
+        for name, group in content["groups"].items()
     }
-    return RankCalls(groups=groups, wait=wait and Wait(wait[0], wait[1], Call(*wait[2]), wait[3]), **rest)
+    return RankCalls(**{**content, "wait": wait, "groups": groups})
 
 
 def pack_ranks(ranks: Sequence[int]) -> str:
@@ -172,3 +183,147 @@ def unpack_ranks(text: str) -> list[int]:
     first, _, rest = text.partition("-")
     last, _, step = rest.partition(":")
     return list(range(int(first), int(last) + 1, int(step or 1)))
+
+
+FORMAT: Final = 1
+WORD: Final = 8
+HEADER_WORDS: Final = 8
+CALL_WORDS: Final = 4
+NUM_SLOTS: Final = 512
+"""Calls in the ring: those of several steps of a model with some dozens of units."""
+SLOTS_AT, COUNT_AT, WAITING_AT, SINCE_AT, BEAT_AT = 1, 2, 3, 4, 5
+"""Positions in the header."""
+
+
+class CallFiles(NamedTuple):
+    """The two files of one rank."""
+
+    calls: Path
+    names: Path
+
+
+@dataclass(frozen=True, slots=True)
+class RecordHeader:
+    """The header of a record.
+
+    Attributes:
+        count: recorded calls.
+        waiting: seconds for which the rank waits in a collective; 0 if it does not.
+        beat: seconds since the last heartbeat of the rank's watcher; infinite before the first.
+    """
+
+    count: int
+    waiting: float
+    beat: float = float("inf")
+
+
+def read_header(path: Path) -> RecordHeader | None:
+    """Return the header of a record; ``None`` if there is none yet. Reads a few bytes."""
+    try:
+        with path.open("rb", buffering=0) as file:
+            words = struct.unpack(f"{HEADER_WORDS}Q", file.read(HEADER_WORDS * WORD))
+    except (OSError, struct.error):
+        return None
+    if words[0] != FORMAT:
+        return None
+    return RecordHeader(
+        words[COUNT_AT],
+        _seconds_since(words[SINCE_AT]) if words[WAITING_AT] else 0.0,
+        _seconds_since(words[BEAT_AT]) if words[BEAT_AT] else float("inf"),
+    )
+
+
+def read_calls(rank: int, files: CallFiles) -> RankCalls:
+    """Return what a rank has recorded; without groups if it has recorded nothing. Never raises for a torn record."""
+    try:
+        content = files.calls.read_bytes()
+        words = struct.unpack(f"{len(content) // WORD}Q", content[: len(content) // WORD * WORD])
+        names = list(_names(files.names))
+    except OSError:
+        return RankCalls(rank=rank)
+    if len(words) < HEADER_WORDS or words[0] != FORMAT:
+        return RankCalls(rank=rank)
+    entries = list(_entries(words, names))
+    return RankCalls(
+        rank=rank,
+        groups=_by_group(entries),
+        last_group=_group_name(entries[-1].group) if entries else "",
+        wait=_wait(words, names),
+        idle=_seconds_since(entries[-1].begun) if entries else float("inf"),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    group: dict[str, Any]
+    number: int
+    call: Call
+    begun: int
+
+
+def _entries(words: Sequence[int], names: Sequence[Any]) -> Iterator[_Entry]:
+    """Yield the recorded calls, the oldest first."""
+    count, slots = words[COUNT_AT], words[SLOTS_AT]
+    for position in range(max(0, count - slots), count):
+        if (entry := _entry(words, names, position)) is not None:
+            yield entry
+
+
+def _entry(words: Sequence[int], names: Sequence[Any], position: int) -> _Entry | None:
+    start = HEADER_WORDS + position % words[SLOTS_AT] * CALL_WORDS
+    if start + CALL_WORDS > len(words):
+        return None
+    number, num_elements, packed, begun = words[start : start + CALL_WORDS]
+    lines = [packed >> 48, packed >> 32 & 0xFFFF, packed >> 16 & 0xFFFF, packed & 0xFFFF]
+    if max(lines) >= len(names) or not isinstance(names[lines[0]], dict):
+        return None  # the rank is writing it
+    group, operation, dtype, unit = (names[line] for line in lines)
+    named = operation if isinstance(operation, dict) else {"operation": str(operation)}
+    return _Entry(group, number, Call(**named, num_elements=num_elements, dtype=str(dtype), unit=str(unit)), begun)
+
+
+def _by_group(entries: Iterable[_Entry]) -> dict[str, GroupCalls]:
+    """Return the calls of each group, without those before a gap."""
+    found: dict[str, list[_Entry]] = {}
+    for entry in entries:
+        calls = found.setdefault(_group_name(entry.group), [])
+        if calls and entry.number != calls[-1].number + 1:
+            calls.clear()
+        calls.append(entry)
+    return {
+        name: GroupCalls(
+            calls[-1].group["ranks"],
+            calls[-1].number,
+            tuple(entry.call for entry in calls),
+            bool(calls[-1].group.get("enqueues")),
+            float(calls[-1].group.get("timeout", 0)),
+        )
+        for name, calls in found.items()
+    }
+
+
+def _group_name(group: Mapping[str, Any]) -> str:
+    """Return a name that differs from that of every other set of ranks."""
+    return f"{group['group']} of ranks {group['ranks']}" if group["ranks"] else str(group["group"])
+
+
+def _wait(words: Sequence[int], names: Sequence[Any]) -> Wait | None:
+    if not words[WAITING_AT]:
+        return None
+    entry = _entry(words, names, words[WAITING_AT] - 1)
+    if entry is None:
+        return None
+    return Wait(_group_name(entry.group), entry.number, entry.call, _seconds_since(words[SINCE_AT]))
+
+
+def _names(path: Path) -> Iterator[Any]:
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True):
+        if line.endswith("\n"):  # the last line may be incomplete
+            try:
+                yield json.loads(line)
+            except ValueError:
+                yield ""
+
+
+def _seconds_since(nanoseconds: int) -> float:
+    return max(0.0, (time.monotonic_ns() - nanoseconds) / 1e9)

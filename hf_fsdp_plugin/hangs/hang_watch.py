@@ -9,22 +9,17 @@ import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Final, Protocol
+from typing import Final
 
-from hf_fsdp_plugin.hangs.call_files import Glance, glance, read_calls
-from hf_fsdp_plugin.hangs.calls import LIMIT_VARIABLE, RankCalls
-from hf_fsdp_plugin.hangs.describe import describe, describe_busy, describe_standstill
-from hf_fsdp_plugin.hangs.diagnose import Diagnosis, diagnose
-from hf_fsdp_plugin.hangs.failures import read_failure, stack_of
-from hf_fsdp_plugin.hangs.inquiries import Inquiries
-from hf_fsdp_plugin.hangs.places import Frame, find_place, read_stack, waits_for_data
-from hf_fsdp_plugin.hangs.processes import Use, is_halted, processor_use
-from hf_fsdp_plugin.hangs.rank_files import RankFiles
-from hf_fsdp_plugin.hangs.step_count import read_counts
-from hf_fsdp_plugin.problems import Problem
+from hf_fsdp_plugin.hangs.calls import HANG_LIMIT_VARIABLE, RankCalls, RecordHeader, read_calls, read_header
+from hf_fsdp_plugin.hangs.diagnose import diagnose_hang
+from hf_fsdp_plugin.hangs.hang_queries import HangQueries
+from hf_fsdp_plugin.hangs.hang_report import Hang, describe_busy, describe_hang, describe_standstill
+from hf_fsdp_plugin.hangs.processes import Peer, ProcessorUse, is_halted, processor_use
+from hf_fsdp_plugin.hangs.rank_exit import read_failure, stack_of
+from hf_fsdp_plugin.hangs.rank_stacks import Frame, find_place, read_stack, waits_for_data
+from hf_fsdp_plugin.hangs.record import read_counts
 
-HANG: Final = 75
-"""Exit code of a run that was ended because of a hang. EX_TEMPFAIL of sysexits.h: try again."""
 DEFAULT_LIMIT: Final = 120.0
 _TIMEOUT_SHARE: Final = 0.5
 """Longest limit, as a part of the time-out of the process groups."""
@@ -44,41 +39,12 @@ _SAMPLE_SECONDS: Final = 1.0
 """Seconds for which the processor time is measured if no rank waits on this machine."""
 
 
-class WatchedRank(Protocol):
-    """A rank of this machine."""
-
-    @property
-    def rank(self) -> int: ...
-    @property
-    def files(self) -> RankFiles: ...
-    @property
-    def pid(self) -> int: ...
-    def is_gone(self) -> bool: ...
-    def request_stacks(self) -> None: ...
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Hang:
-    """A hang that ends the run.
-
-    Attributes:
-        problem: the message.
-        ranks: what is known of all ranks of the run, by rank.
-        stacks: the Python stacks of the ranks of this machine, outermost frame first.
-    """
-
-    problem: Problem
-    diagnosis: Diagnosis
-    ranks: Mapping[int, RankCalls]
-    stacks: Mapping[int, Sequence[Frame]]
-
-
 @dataclass(slots=True)
 class _Sample:
     """Processor time and stacks of the ranks of this machine at one time."""
 
     time: float
-    use: Mapping[int, Use]
+    use: Mapping[int, ProcessorUse]
     stacks: Mapping[int, Sequence[Frame]]
 
 
@@ -96,7 +62,7 @@ class HangWatch:
         is_strict: whether the limit also holds for late ranks that are busy or wait for files. Otherwise these are
             named in a notice, and the limit is 0.9 of the time-out of the process groups; for files, at most five
             limits.
-        inquiries: asks the other machines.
+        hang_queries: asks the other machines.
         notice: prints a message for the user.
     """
 
@@ -105,12 +71,12 @@ class HangWatch:
         *,
         limit: float,
         is_strict: bool,
-        inquiries: Inquiries,
+        hang_queries: HangQueries,
         notice: Callable[[object], None],
     ) -> None:
         self._limit = limit
         self._is_strict = is_strict
-        self._inquiries = inquiries
+        self._queries = hang_queries
         self._notice = notice
         self._pause = min(1.0, limit / 8)
         self._next_poll = 0.0
@@ -120,16 +86,16 @@ class HangWatch:
         self._progress: dict[int, _Progress] = {}
         self._has_stood_still = False
 
-    def poll(self, ranks: Sequence[WatchedRank]) -> Hang | None:
+    def poll(self, ranks: Sequence[Peer]) -> Hang | None:
         """Return a hang that ends the run, if there is one. Reads some bytes per rank and second until ranks wait."""
         self.answer(ranks)
         now = time.monotonic()
         if now < self._next_poll:
             return None
         self._next_poll = now + self._pause
-        glances = {rank.rank: found for rank in ranks if (found := glance(rank.files.calls.calls)) is not None}
-        longest = self._longest_wait(glances, now)
-        limit = self._effective_limit(ranks, glances) if longest >= min(1.0, self._limit / 2) else self._limit
+        headers = {rank.rank: found for rank in ranks if (found := read_header(rank.files.calls.calls)) is not None}
+        longest = self._longest_wait(headers, now)
+        limit = self._effective_limit(ranks, headers) if longest >= min(1.0, self._limit / 2) else self._limit
         if longest < limit / 2:
             self._sample = None
             return None
@@ -140,36 +106,36 @@ class HangWatch:
         self._next_diagnosis = now + limit / 4
         return self._diagnose(ranks, limit, longest)
 
-    def answer(self, ranks: Sequence[WatchedRank]) -> None:
+    def answer(self, ranks: Sequence[Peer]) -> None:
         """Answer the questions of other machines."""
-        if self._inquiries.is_asked():
-            self._inquiries.answer(self._read(ranks)[0])
+        if self._queries.is_asked():
+            self._queries.answer(self._read(ranks)[0])
 
-    def _longest_wait(self, glances: Mapping[int, Glance], now: float) -> float:
+    def _longest_wait(self, headers: Mapping[int, RecordHeader], now: float) -> float:
         """Return the longest wait in a collective or, if no rank is in one, the shortest time without a new one."""
-        for number, found in glances.items():
+        for number, found in headers.items():
             progress = self._progress.setdefault(number, _Progress())
             if progress.count != found.count:
                 self._progress[number] = _Progress(found.count, now)
-        waiting = max((found.waiting for found in glances.values()), default=0.0)
-        has_begun = [number for number, found in glances.items() if found.count]
+        waiting = max((found.waiting for found in headers.values()), default=0.0)
+        has_begun = [number for number, found in headers.items() if found.count]
         if waiting or not has_begun:
             return waiting
         return min(now - self._progress[number].since for number in has_begun)
 
-    def _effective_limit(self, ranks: Sequence[WatchedRank], glances: Mapping[int, Glance]) -> float:
+    def _effective_limit(self, ranks: Sequence[Peer], headers: Mapping[int, RecordHeader]) -> float:
         """Return the limit for the rank that waits the longest. Groups have different time-outs."""
-        longest = max(ranks, key=lambda rank: glances[rank.rank].waiting if rank.rank in glances else 0.0)
+        longest = max(ranks, key=lambda rank: headers[rank.rank].waiting if rank.rank in headers else 0.0)
         timeout = _timeout(read_calls(longest.rank, longest.files.calls))
         return min(self._limit, _TIMEOUT_SHARE * timeout) if timeout else self._limit
 
-    def _diagnose(self, ranks: Sequence[WatchedRank], limit: float, longest: float) -> Hang | None:
+    def _diagnose(self, ranks: Sequence[Peer], limit: float, longest: float) -> Hang | None:
         own, stacks = self._read(ranks)
-        others = self._inquiries.ask(own)
+        others = self._queries.ask(own)
         if others is None:
             return None
         known = {rank.rank: rank for rank in (*own, *others)}
-        diagnosis = diagnose(known.values(), limit=limit)
+        diagnosis = diagnose_hang(known.values(), limit=limit)
         if diagnosis is None:
             self._note_standstill(own, limit, longest)
             return None
@@ -184,14 +150,14 @@ class HangWatch:
             self._sample = self._take_sample(ranks)
             self._next_diagnosis = time.monotonic() + limit / 2  # measures the processor time for that long
             return None
-        return Hang(problem=describe(diagnosis, known), diagnosis=diagnosis, ranks=known, stacks=stacks)
+        return Hang(problem=describe_hang(diagnosis, known), diagnosis=diagnosis, ranks=known, stacks=stacks)
 
     def _note_standstill(self, own: Sequence[RankCalls], limit: float, longest: float) -> None:
         if longest >= _STANDSTILL_LIMITS * limit and not self._has_stood_still:
             self._has_stood_still = True
             self._notice(describe_standstill(own, longest))
 
-    def _read(self, ranks: Sequence[WatchedRank]) -> tuple[list[RankCalls], dict[int, Sequence[Frame]]]:
+    def _read(self, ranks: Sequence[Peer]) -> tuple[list[RankCalls], dict[int, Sequence[Frame]]]:
         """Return what is known of the ranks of this machine, and their stacks."""
         before = self._sample
         if before is None:
@@ -212,7 +178,7 @@ class HangWatch:
             stack = stack_of(read_failure(rank.files.failure)) or after.stacks[rank.rank]
             counts = read_counts(rank.files.steps)
             place = find_place(stack, counts)
-            old, new = before.use.get(rank.pid, Use()), after.use.get(rank.pid, Use())
+            old, new = before.use.get(rank.pid, ProcessorUse()), after.use.get(rank.pid, ProcessorUse())
             works = old.runs and new.runs
             if rank.rank in on_accelerator:
                 works = new.faults - old.faults >= _FAULTS * seconds
@@ -236,7 +202,7 @@ class HangWatch:
             )
         return found, dict(after.stacks)
 
-    def _take_sample(self, ranks: Sequence[WatchedRank]) -> _Sample:
+    def _take_sample(self, ranks: Sequence[Peer]) -> _Sample:
         now, use = time.monotonic(), processor_use([rank.pid for rank in ranks])  # before the ranks handle a signal
         for rank in ranks:
             if not rank.is_gone():
@@ -261,7 +227,7 @@ def _busy_limit(waiting: Iterable[RankCalls]) -> float:
     return _BUSY_TIMEOUT_SHARE * min(timeouts) if timeouts else float("inf")
 
 
-def _state(rank: WatchedRank) -> str:
+def _state(rank: Peer) -> str:
     if rank.files.ended.exists():
         return "ended"
     if rank.is_gone():
@@ -275,10 +241,10 @@ def hang_limit(given: str | None) -> tuple[float, bool]:
     Raises:
         ValueError: the value is not a number of at least 0. Its text is the name of the flag or the variable.
     """
-    text = given if given is not None else os.environ.get(LIMIT_VARIABLE, "").strip()
+    text = given if given is not None else os.environ.get(HANG_LIMIT_VARIABLE, "").strip()
     if not text:
         return DEFAULT_LIMIT, False
-    name = "--hang_timeout" if given is not None else LIMIT_VARIABLE
+    name = "--hang_timeout" if given is not None else HANG_LIMIT_VARIABLE
     try:
         limit = float(text)
     except ValueError:

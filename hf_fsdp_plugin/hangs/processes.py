@@ -1,11 +1,18 @@
-"""What the system knows of processes: parents, states, and the processor time that they have used. Linux."""
+"""The processes of ranks: what the system knows of them, and how the ranks of one machine find each other. Linux."""
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
+import socket
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
+
+from hf_fsdp_plugin.hangs.rank_files import RankFiles, write_atomically
+from hf_fsdp_plugin.hangs.rank_stacks import request_stack, stack_file
 
 _PARENT, _SESSION, _MINOR_FAULTS, _MAJOR_FAULTS, _START = 1, 3, 7, 9, 19
 _OWN_TIMES, _TIMES_OF_CHILDREN = slice(11, 13), slice(13, 15)
@@ -48,7 +55,7 @@ def environment_of(pid: int) -> frozenset[str]:
     return frozenset(text.decode(errors="replace").split("\0"))
 
 
-class Use(NamedTuple):
+class ProcessorUse(NamedTuple):
     """What a rank and the processes that it has started have used.
 
     Attributes:
@@ -66,9 +73,9 @@ class Use(NamedTuple):
     in_file_system: bool = False
 
 
-def processor_use(ranks: Collection[int]) -> dict[int, Use]:
+def processor_use(ranks: Collection[int]) -> dict[int, ProcessorUse]:
     """Return what each rank, its descendants and its session have used. Reads one file per process of the machine."""
-    used = dict.fromkeys(ranks, Use())
+    used = dict.fromkeys(ranks, ProcessorUse())
     ticks = os.sysconf("SC_CLK_TCK")
     read = {int(folder.name): fields for folder in Path("/proc").glob("[0-9]*") if (fields := _stat(folder))}
     for pid, fields in read.items():
@@ -76,7 +83,7 @@ def processor_use(ranks: Collection[int]) -> dict[int, Use]:
         if rank:
             before, is_rank = used[rank], pid == rank
             own, of_children = (sum(map(int, fields[part])) / ticks for part in (_OWN_TIMES, _TIMES_OF_CHILDREN))
-            used[rank] = Use(
+            used[rank] = ProcessorUse(
                 before.seconds + own + of_children,
                 before.runs or fields[0] == "R",
                 before.seconds_of_children + of_children + (0.0 if is_rank else own),
@@ -100,3 +107,50 @@ def _stat(folder: Path) -> list[str]:
         return (folder / "stat").read_text().rpartition(")")[2].split()
     except OSError:
         return []
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """A rank of this machine; also the calling one.
+
+    Attributes:
+        start: when its process has started (see ``processes.start_of``).
+    """
+
+    rank: int
+    files: RankFiles
+    pid: int
+    start: int
+
+    def is_gone(self) -> bool:
+        """Return whether its process has exited."""
+        return is_gone(self.pid, self.start)
+
+    def request_stacks(self) -> None:
+        """Make it record its stack."""
+        if self.pid == os.getpid():
+            stack_file.record()
+        elif not self.is_gone():
+            request_stack(self.files.stacks, self.pid)
+
+    def send(self, number: int) -> None:
+        if not self.is_gone():
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(self.pid, number)
+
+
+def register_rank(rank: int, files: RankFiles) -> None:
+    """Write the file with which the other ranks of the machine find this process."""
+    own = {"rank": rank, "pid": os.getpid(), "start": start_of(os.getpid()), "host": socket.gethostname()}
+    write_atomically(files.process, json.dumps(own))
+
+
+def find_peers(folder: Path) -> list[Peer]:
+    """Return the ranks of this machine that have registered, by rank. The folder can be one that machines share."""
+    found = []
+    for path in folder.glob("rank_*.pid"):
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            content = json.loads(path.read_text())
+            if content["host"] == socket.gethostname():
+                found.append(Peer(content["rank"], RankFiles(path.with_suffix("")), content["pid"], content["start"]))
+    return sorted(found, key=lambda peer: peer.rank)

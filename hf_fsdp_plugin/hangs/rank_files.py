@@ -8,9 +8,12 @@ import stat
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
-from hf_fsdp_plugin.hangs.call_files import CallFiles
+from hf_fsdp_plugin.hangs.calls import CallFiles
 
+HANG: Final = 75
+"""Exit code of a run that was ended because of a hang. EX_TEMPFAIL of sysexits.h: try again."""
 FILES_VARIABLE = "HF_FSDP_RANK_FILES"
 """Environment variable with the path of a rank's files, without their suffix; set by ``hf-fsdp launch``."""
 LAUNCHER_VARIABLE = "HF_FSDP_LAUNCHER_PID"
@@ -33,7 +36,7 @@ class RankFiles:
 
     @property
     def failure(self) -> Path:
-        """JSON: how the script failed, written before the rank exits (see ``hangs.failures``)."""
+        """JSON: how the script failed, written before the rank exits (see ``hangs.rank_exit``)."""
         return self.stem.with_suffix(".json")
 
     @property
@@ -48,7 +51,7 @@ class RankFiles:
 
     @property
     def process(self) -> Path:
-        """JSON: the rank's process, its start and its machine (see ``hangs.peers``)."""
+        """JSON: the rank's process, its start and its machine (see ``hangs.processes``)."""
         return self.stem.with_suffix(".pid")
 
     @property
@@ -63,17 +66,17 @@ class RankFiles:
 
     @property
     def stacks(self) -> Path:
-        """Stacks of the rank's threads (see ``places``)."""
+        """Stacks of the rank's threads (see ``hangs.rank_stacks``)."""
         return self.stem.with_suffix(".stacks")
 
     @property
     def steps(self) -> Path:
-        """The numbers of optimizer steps and forwards (see ``hangs.step_count``)."""
+        """The numbers of optimizer steps and forwards (see ``hangs.record``)."""
         return self.stem.with_suffix(".steps")
 
     @property
     def restarts(self) -> Path:
-        """JSON: the failed attempts of the run (``runs.restarts``). The launcher writes it for all its ranks."""
+        """JSON: the failed attempts of the run (``runs.restart_policy``). The launcher writes it for all its ranks."""
         return self.stem.with_name("restarts.json")
 
     @property

@@ -1,6 +1,7 @@
-"""Records the collectives of this process in memory that other ranks read, also while the process is stopped or dead.
+"""Records the collectives, optimizer steps and forwards of this process in memory that others read.
 
-:mod:`calls` describes the files. A record takes about a microsecond. Nothing is recorded before ``open``.
+Other ranks and the launcher read it also while the process is stopped or dead. :mod:`calls` describes the files of the
+collectives. A record takes about a microsecond. Nothing is recorded before ``open``.
 """
 
 from __future__ import annotations
@@ -8,13 +9,17 @@ from __future__ import annotations
 import itertools
 import json
 import mmap
+import struct
 import threading
 from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from threading import get_ident
 from time import monotonic_ns
 from typing import TYPE_CHECKING, Any, BinaryIO, Final
 
-from hf_fsdp_plugin.hangs.call_files import (
+from hf_fsdp_plugin.hangs.calls import (
+    ARRIVALS,
     BEAT_AT,
     CALL_WORDS,
     COUNT_AT,
@@ -26,12 +31,14 @@ from hf_fsdp_plugin.hangs.call_files import (
     WAITING_AT,
     WORD,
     CallFiles,
+    pack_ranks,
 )
-from hf_fsdp_plugin.hangs.calls import ARRIVALS, pack_ranks
 
 if TYPE_CHECKING:  # torch is imported with the first process group
     import torch
     import torch.distributed as dist
+if TYPE_CHECKING:  # the launcher reads the file without torch
+    import torch
 
 _MAX_LINES: Final = 0xFFFF
 _MAX_PENDING: Final = 4096
@@ -116,11 +123,11 @@ class CallRecord:
             self._names.close()
         self._reset()
 
-    def _line(self, name: str) -> int:
+    def _line(self, name: str, peer: int | None = None) -> int:
         """Return the line of a name in the table, which is appended if it is new; 0 if the table is full."""
         line = self._lines.get(name)
         if line is None:
-            line = self._lines[name] = self._append(name)
+            line = self._lines[name] = self._append(name if peer is None else {"operation": name, "peer": peer})
         return line
 
     def _append(self, content: Any) -> int:
@@ -152,12 +159,16 @@ class CallRecord:
         except Exception:  # a full disk, or tensors of an unknown kind: the collective itself must not fail
             return self._last
 
-    def begin_named(self, group: str, operation: str) -> int:
-        """Record a call of all ranks that is no collective of torch. See :meth:`begin`."""
+    def begin_named(self, group: str, operation: str, peer: int | None = None) -> int:
+        """Record a call that is no collective of torch, or a send or a receive. See :meth:`begin`.
+
+        Args:
+            peer: the other rank of a send or a receive.
+        """
         count = self._groups.get(group)
         if count is None:
             count = self._groups[group] = _GroupCount(self._append({"group": group, "ranks": "", "timeout": 0}))
-        return self._write(count, 0, self._line(operation) << 32)
+        return self._write(count, 0, self._line(operation, peer) << 32)
 
     def _write(self, count: _GroupCount, num_elements: int, packed: int) -> int:
         position = next(self._positions)  # atomic: other threads have collectives too
@@ -240,3 +251,98 @@ class CallRecord:
 
 record = CallRecord()
 """The record of this process."""
+
+
+_FORMAT: Final = "<QQQ"
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """What a process has counted.
+
+    Attributes:
+        steps: optimizer steps.
+        forwards: forwards of sharded models that have begun, also without gradients; 0 if they are compiled.
+        before: optimizer steps of the run that earlier processes had counted when they saved the checkpoint from which
+            this process has resumed after a restart.
+    """
+
+    steps: int
+    forwards: int
+    before: int = 0
+
+
+class StepCount:
+    """Counts optimizer steps and forwards in the file that ``open`` maps into memory. Before, nothing is counted."""
+
+    def __init__(self) -> None:
+        self._memory: mmap.mmap | None = None
+        self._num_steps = self._num_forwards = self._before = 0
+
+    def open(self, path: Path) -> None:
+        """Count from now on. The page survives a crash of the process, because the file backs it."""
+        with path.open("w+b") as file:
+            file.write(struct.pack(_FORMAT, 0, 0, 0))
+            file.flush()
+            self._memory = mmap.mmap(file.fileno(), struct.calcsize(_FORMAT))
+        self._num_steps = self._num_forwards = self._before = 0
+
+    def forget(self) -> None:
+        """Stop counting in a forked child, which must not change what its parent has counted."""
+        self._memory = None
+
+    def close(self) -> None:
+        if self._memory is not None:
+            self._memory.close()
+        self._memory = None
+
+    @property
+    def total(self) -> int:
+        """Optimizer steps of the run, without those that were trained again."""
+        return self._before + self._num_steps
+
+    @property
+    def before(self) -> int:
+        return self._before
+
+    def resume_at(self, total: int) -> None:
+        """Count on from the optimizer steps of the run that a checkpoint contains."""
+        self._before = total - self._num_steps
+        self._write()
+
+    def watch(self, optimizer: torch.optim.Optimizer) -> None:
+        """Count the steps of an optimizer. Takes less than a microsecond per step."""
+        if self._memory is not None:
+            optimizer.register_step_post_hook(self._add_step)
+
+    def watch_forwards(self, model: torch.nn.Module) -> None:
+        """Count the forwards of a model, before they gather parameters. Takes about a microsecond per forward."""
+        if self._memory is not None:
+            model.register_forward_pre_hook(self._add_forward, prepend=True)
+
+    def _add_step(self, *_: Any) -> None:
+        self._num_steps += 1
+        self._write()
+
+    def _add_forward(self, *_: Any) -> None:
+        import torch
+
+        if not torch.compiler.is_compiling():
+            self._num_forwards += 1
+            self._write()
+
+    def _write(self) -> None:
+        if self._memory is not None:
+            struct.pack_into(_FORMAT, self._memory, 0, self._num_steps, self._num_forwards, self._before)
+
+
+step_count = StepCount()
+"""The count of this process."""
+
+
+def read_counts(path: Path) -> Counts | None:
+    """Return what a process has counted in ``path``; ``None`` if it did not count."""
+    try:
+        return Counts(*struct.unpack(_FORMAT, path.read_bytes()))
+    except (OSError, struct.error):
+        return None

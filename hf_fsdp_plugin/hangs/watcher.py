@@ -2,8 +2,8 @@
 
 Each watcher records a heartbeat. The one of the lowest rank whose heartbeat is fresh looks for hangs of all ranks of
 the machine, so that another rank takes over if that rank is stopped, or has a call that holds the interpreter's lock.
-It asks the other machines (``inquiries``). Without a hang, a watcher reads a few bytes of each rank of its machine, and
-one of each machine sends one message per second to the store.
+It asks the other machines (``hang_queries``). Without a hang, a watcher reads a few bytes of each rank of its
+machine, and one of each machine sends one message per second to the store.
 """
 
 from __future__ import annotations
@@ -21,19 +21,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from hf_fsdp_plugin.hangs.call_files import glance
-from hf_fsdp_plugin.hangs.calls import RankCalls
-from hf_fsdp_plugin.hangs.exit_watch import ExitWatch
-from hf_fsdp_plugin.hangs.failures import write_error_file
-from hf_fsdp_plugin.hangs.hang_report import FoundHang, found_hang, write_hang
-from hf_fsdp_plugin.hangs.hang_watch import HANG, Hang, HangWatch
-from hf_fsdp_plugin.hangs.inquiries import Inquiries, JobStore, StoreInquiries
-from hf_fsdp_plugin.hangs.peers import Peer, find_peers
-from hf_fsdp_plugin.hangs.place_in_store import PlaceInStore
-from hf_fsdp_plugin.hangs.processes import is_halted
-from hf_fsdp_plugin.hangs.rank_files import RUN_ID_VARIABLE, RankFiles, write_atomically
+from hf_fsdp_plugin.hangs.calls import RankCalls, read_header
+from hf_fsdp_plugin.hangs.hang_queries import HangQueries, JobStore, PlaceInStore, StoreQueries
+from hf_fsdp_plugin.hangs.hang_report import FoundHang, Hang, found_hang, write_hang
+from hf_fsdp_plugin.hangs.hang_watch import HangWatch
+from hf_fsdp_plugin.hangs.processes import Peer, find_peers, is_halted
+from hf_fsdp_plugin.hangs.rank_exit import ExitWatch, HeldSigterm, hold_sigterm, write_error_file
+from hf_fsdp_plugin.hangs.rank_files import HANG, RUN_ID_VARIABLE, RankFiles, write_atomically
 from hf_fsdp_plugin.hangs.record import record
-from hf_fsdp_plugin.hangs.sigterm import HeldSigterm, hold_sigterm
 from hf_fsdp_plugin.problems import SpecError
 
 _PAUSE: Final = 0.5
@@ -94,7 +89,7 @@ class Watcher:
         self._places = JobStore(_clone_of_store, self._beat)
         self._peers: dict[int, Peer] = {}
         self._hangs: HangWatch | None = None
-        self._inquiries = Inquiries()
+        self._queries = HangQueries()
         self._group_since = self._last_turn = self._hold_until = 0.0
         self._place: PlaceInStore | None = None
 
@@ -197,9 +192,9 @@ class Watcher:
             self._hangs = None
             return
         if self._hangs is None:
-            self._inquiries = self._make_inquiries(self._questions, [peer.rank for peer in peers])
+            self._queries = self._make_queries(self._questions, [peer.rank for peer in peers])
             self._hangs = HangWatch(
-                limit=watched.limit, is_strict=watched.is_strict, inquiries=self._inquiries, notice=self.notice
+                limit=watched.limit, is_strict=watched.is_strict, hang_queries=self._queries, notice=self.notice
             )
         is_failing = any(_age(peer.files.failure) < _FAILURE_SECONDS for peer in peers)
         hang = None
@@ -209,7 +204,7 @@ class Watcher:
             hang = self._hangs.poll(peers)
         if hang is not None and not self._stopped.is_set():
             self._report(hang)
-        if self._inquiries.announced:
+        if self._queries.announced:
             self._end(self._announced_hang())
 
     def ask_others(self, ranks: Sequence[RankCalls]) -> list[RankCalls]:
@@ -217,13 +212,13 @@ class Watcher:
         if not self._watched.limit or not _has_group():
             return []
         store = JobStore(_store_of_questions)
-        found = self._make_inquiries(store, [rank.rank for rank in ranks]).ask(ranks, _FAILURE_ANSWER_SECONDS)
+        found = self._make_queries(store, [rank.rank for rank in ranks]).ask(ranks, _FAILURE_ANSWER_SECONDS)
         store.join(_STOP_SECONDS)
         return found or []
 
-    def _make_inquiries(self, store: JobStore, ranks: Sequence[int]) -> Inquiries:
+    def _make_queries(self, store: JobStore, ranks: Sequence[int]) -> HangQueries:
         if len(ranks) >= self._watched.world_size:
-            return Inquiries()
+            return HangQueries()
         host = socket.gethostname()
         # A rank that takes over goes on with the machine's number.
         file = self._watched.files.stem.with_name(f"machine_{host}")
@@ -231,7 +226,7 @@ class Watcher:
         with contextlib.suppress(OSError, ValueError):
             number = int(file.read_text())
         machine = os.environ.get("GROUP_RANK") or os.environ.get("SLURM_NODEID")
-        return StoreInquiries(
+        return StoreQueries(
             store,
             name=f"machine {machine} ({host})" if machine else f"machine {host}",
             ranks=ranks,
@@ -244,12 +239,12 @@ class Watcher:
         dump = write_hang(hang, self._watched.log_dir, limit=self._watched.limit)
         found = found_hang(hang, dump)
         announced = {"machine": socket.gethostname(), "text": found.message, "code": found.code, "same": found.same_as}
-        if not self._inquiries.announce(announced):
+        if not self._queries.announce(announced):
             found = self._announced_hang()
         self._end(found)
 
     def _announced_hang(self) -> FoundHang:
-        told = self._inquiries.announced
+        told = self._queries.announced
         message = f"{told.get('machine', 'another machine')}: {told.get('text', '')}"
         return FoundHang(
             text=f"hf-fsdp: the ranks of this machine were stopped because another failed: {message}",
@@ -325,7 +320,7 @@ def _clone_of_store() -> Any:
 
 
 def _beat_age(peer: Peer) -> float:
-    found = glance(peer.files.calls.calls)
+    found = read_header(peer.files.calls.calls)
     return found.beat if found is not None and not peer.is_gone() else float("inf")
 
 

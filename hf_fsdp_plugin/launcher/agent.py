@@ -3,7 +3,7 @@
 Torch's agent meets the other machines, sets torch's variables, starts the processes and handles signals. Added to it
 are what users miss in it: ranks have a moment to fail by themselves before they are stopped, so that the summary names
 the first cause; all machines stop at once; a failure that would come again is not tried again; the processes that ranks
-leave behind end (see ``leftovers``); and the exit code is that of the script.
+leave behind end (see ``orphan_processes``); and the exit code is that of the script.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
-from hf_fsdp_plugin.hangs.failures import ERROR_FILE_VARIABLE
 from hf_fsdp_plugin.hangs.hang_report import FoundHang
+from hf_fsdp_plugin.hangs.rank_exit import ERROR_FILE_VARIABLE
 from hf_fsdp_plugin.hangs.rank_files import (
     FILES_VARIABLE,
     LAUNCHER_VARIABLE,
@@ -30,21 +30,20 @@ from hf_fsdp_plugin.hangs.rank_files import (
     RankFiles,
     write_atomically,
 )
-from hf_fsdp_plugin.launcher.leftovers import RUN_VARIABLE, Guard, Leftover, end_processes, run_name
 from hf_fsdp_plugin.launcher.machines import Announced, Machines
+from hf_fsdp_plugin.launcher.orphan_processes import (
+    RUN_VARIABLE,
+    Guard,
+    OrphanProcess,
+    end_processes,
+    run_name,
+)
 from hf_fsdp_plugin.launcher.output import RankOutput
 from hf_fsdp_plugin.launcher.ranks import RankProcess, Ranks
 from hf_fsdp_plugin.launcher.rendezvous import Rendezvous  # imports torch with less output
 from hf_fsdp_plugin.problems import Problem
-from hf_fsdp_plugin.runs.exits import RunResult
-from hf_fsdp_plugin.runs.failure_summary import (
-    first_failure,
-    has_lost_connection,
-    needs_places,
-    places_of,
-    summarize,
-)
-from hf_fsdp_plugin.runs.restarts import RESTART_VARIABLE
+from hf_fsdp_plugin.runs.exits import RunResult, first_failure, summarize_exit
+from hf_fsdp_plugin.runs.restart_policy import RESTART_VARIABLE
 from hf_fsdp_plugin.text import plural
 from hf_fsdp_plugin.torch_private.elastic import AttemptAgent
 
@@ -248,14 +247,14 @@ class Attempt(LogsSpecs):
             return
         hang = FoundHang.read(self._files.hang)
         first = first_failure(rank.result() for rank in self.ranks if rank.has_failed)
-        if hang is not None:
-            text = hang.message
-        elif first is not None:
-            text = f"rank {first.rank}: {summarize(first)}"
-        else:
+        if hang is None and first is None:
             return
-        may_follow = hang.elsewhere if hang is not None else first is not None and has_lost_connection(first)
-        self._announced = self._machines.failure() if wait and may_follow else self._machines.announce(text)
+        if wait and (hang.elsewhere if hang is not None else first is not None and first.has_lost_connection):
+            self._announced = self._machines.failure()
+        elif hang is not None:
+            self._announced = self._machines.announce(hang.message, "hung")
+        elif first is not None:
+            self._announced = self._machines.announce(f"rank {first.rank}: {summarize_exit(first)}")
 
     def _wait_for_others(self) -> None:
         """Wait for machines whose ranks end later. Returns if those of one fail."""
@@ -283,7 +282,7 @@ class Attempt(LogsSpecs):
         has_ended = not signal_number and not any(rank.is_running or rank.has_failed for rank in self.ranks)
         if not has_ended:
             self.ranks.kill()
-        end_processes(self._run, on_term=self._warn_leftovers if has_ended else None)
+        end_processes(self._run, on_term=self._warn_orphans if has_ended else None)
         self._output.finish()
         self._print_notices()
         announced = self._announced
@@ -292,11 +291,12 @@ class Attempt(LogsSpecs):
             exits=tuple(rank.result() for rank in self.ranks),
             signal_number=signal_number,
             remote_failure=self._stopped_by or (str(announced) if is_remote else None),
+            has_remote_hang=announced is not None and is_remote and announced.kind == "hung",
             hang=FoundHang.read(self._files.hang),
             joins=announced is not None and announced.kind == "joins",
         )
-        if needs_places(result) and not result.joins:
-            elsewhere, notes = self._machines.share_places(places_of(result.exits))
+        if result.needs_places and not result.joins:
+            elsewhere, notes = self._machines.share_places(result.places)
             result = replace(result, elsewhere=tuple(elsewhere), notes=tuple(notes))
         return result
 
@@ -308,7 +308,7 @@ class Attempt(LogsSpecs):
                 self._noticed.add(text)
                 self._job.notice(f"rank {rank.rank}: {text}")
 
-    def _warn_leftovers(self, left: Sequence[Leftover]) -> None:
+    def _warn_orphans(self, left: Sequence[OrphanProcess]) -> None:
         shown = ", ".join(f"{process.pid} ({process.command[:80]}) of rank {process.rank}" for process in left[:3])
         message = f"the script has ended and left {plural(len(left), 'process', 'processes')} running: {shown}."
         fix = "They are stopped now. Wait for them in the script."

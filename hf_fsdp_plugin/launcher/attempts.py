@@ -12,10 +12,8 @@ from dataclasses import replace
 from hf_fsdp_plugin.launcher.agent import Job, run_once
 from hf_fsdp_plugin.launcher.rendezvous import Rendezvous, SignalException
 from hf_fsdp_plugin.runs.exits import RunResult
-from hf_fsdp_plugin.runs.failure_summary import exit_code, first_failure, format_failures
-from hf_fsdp_plugin.runs.restart_rule import decide
-from hf_fsdp_plugin.runs.restarts import FailedAttempt, Restarts
-from hf_fsdp_plugin.runs.verdicts import assess_attempt
+from hf_fsdp_plugin.runs.failure_summary import format_failures
+from hf_fsdp_plugin.runs.restart_policy import FailedAttempt, Restarts, assess_attempt, decide_restart
 
 
 def first_restarts(max_restarts: int, run_id: str = "") -> Restarts:
@@ -50,7 +48,7 @@ def _run_attempt(job: Job, rendezvous: Rendezvous, on_start: Callable[[], None])
         job.notice("the run has ended without this machine, which was a spare")
         return 0
     seconds = time.monotonic() - began
-    code = exit_code(result)
+    code = result.exit_code
     restarts, machines = rendezvous.restarts, rendezvous.machines
     if result.joins and not result.signal_number:
         rendezvous.restarts = restarts.after(FailedAttempt(failure="a machine joined", seconds=seconds, counts=False))
@@ -62,7 +60,7 @@ def _run_attempt(job: Job, rendezvous: Rendezvous, on_start: Callable[[], None])
     verdict = assess_attempt(result, restarts, machine=machines.machine, seconds=seconds)
     if machines.num_ended() and not verdict.final:
         verdict = replace(verdict, final="the ranks of another machine have ended.")
-    decision = decide([machines.agree(verdict)], restarts)
+    decision = decide_restart([machines.agree(verdict)], restarts)
     rendezvous.restarts = decision.restarts
     if decision.problem is not None:
         print(f"hf-fsdp: {decision.problem}", file=sys.stderr, flush=True)
@@ -87,5 +85,5 @@ def _print_failures(job: Job, result: RunResult) -> None:
     sys.stdout.flush()
     if text := format_failures(result, debug=job.debug, shown_live=live):
         print(text, file=sys.stderr, flush=True)
-        if job.log_dir is not None and first_failure(result.exits) is not None:
+        if job.log_dir is not None and result.first is not None:
             print(f"hf-fsdp: all output is in {job.log_dir}{os.sep}rank_*.log", file=sys.stderr)

@@ -1,9 +1,10 @@
-"""What the launchers of several machines tell each other during an attempt, through the store of its rendezvous.
+"""What the launchers of several machines tell each other through the store of their rendezvous.
 
-The machine that sees a failure first announces it, and all stop their ranks. Then it writes its verdict, which all use:
-so every launcher knows the same failed attempts and decides the same by itself (``runs.restart_rule``). A machine shows
-once per second that it lives; machine 0 watches the others, and these watch machine 0. The number of messages grows
-with the number of machines only.
+Before they start a run, they compare what each is about to run. During an attempt, the machine that sees a failure
+first announces it, and all stop their ranks. Then it writes its verdict, which all use: so every launcher knows the
+same failed attempts and decides the same by itself (``runs.restart_policy``). A machine shows once per second that it
+lives; machine 0 watches the others, and these watch machine 0. The number of messages grows with the number of machines
+only.
 """
 
 from __future__ import annotations
@@ -11,20 +12,90 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, astuple, dataclass, field
 from typing import Any, Final, Literal, TypeVar
 
-from hf_fsdp_plugin.hangs.places import RanksAt
-from hf_fsdp_plugin.runs.restart_rule import Verdict, lost_machine
-from hf_fsdp_plugin.text import printable
+from hf_fsdp_plugin.hangs.rank_stacks import RanksAt
+from hf_fsdp_plugin.problems import Problem
+from hf_fsdp_plugin.runs.restart_policy import AttemptVerdict, lost_machine
+from hf_fsdp_plugin.text import plural, printable
 
-LIMIT_VARIABLE: Final = "HF_FSDP_MACHINE_TIMEOUT"
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunFacts:
+    """What all machines of a run must have in common.
+
+    Attributes:
+        ranks: on each machine.
+        run: the id that the user or the batch system gave the run; empty without one.
+        command: script and arguments.
+        settings: from outside the script, without those that may differ between machines.
+    """
+
+    ranks: int
+    device: str
+    max_restarts: int
+    machines: str
+    version: str = ""
+    run: str = ""
+    command: str = ""
+    settings: Mapping[str, str] = field(default_factory=dict)
+
+    def to_text(self) -> str:
+        return json.dumps(asdict(self))
+
+
+_FIX: Final = "Give every machine the same command, config and package. Give each run a port of its own."
+_MAX_DIFFERENCES: Final = 4
+_MAX_FACT: Final = 200
+
+
+def compare_facts(mine: RunFacts, text: bytes) -> Problem | None:
+    """Return a problem unless this machine is about to run what another one runs.
+
+    Args:
+        text: the facts of the other machine (:meth:`RunFacts.to_text`).
+    """
+    try:
+        other = RunFacts(**json.loads(text))
+        found = _differences(mine, other)
+    except (ValueError, TypeError, AttributeError):
+        found = ["another machine has another version of this package"]
+    if not found:
+        return None
+    more = f", and {plural(len(found) - _MAX_DIFFERENCES, 'more difference')}" * (len(found) > _MAX_DIFFERENCES)
+    message = f"the machines are about to run different things: {'; '.join(found[:_MAX_DIFFERENCES])}{more}."
+    return Problem(code="FSDP-E708", message=message, fix=_FIX)
+
+
+def _differences(mine: RunFacts, other: RunFacts) -> list[str]:
+    pairs = [
+        ("", _ranks(mine), _ranks(other)),
+        ("the run ", mine.run or "without an id", other.run or "without an id"),
+        ("hf_fsdp_plugin ", mine.version, other.version),
+        ("--num_machines ", mine.machines, other.machines),
+        ("--max_restarts ", mine.max_restarts, other.max_restarts),
+        ("", f"`{mine.command}`", f"`{other.command}`"),
+        *((f"{name} ", value, other.settings.get(name, value)) for name, value in mine.settings.items()),
+    ]
+    return [
+        f"this machine has {name}{str(here)[:_MAX_FACT]}, another one {printable(str(there)[:_MAX_FACT])}"
+        for name, here, there in pairs
+        if here != there
+    ]
+
+
+def _ranks(facts: RunFacts) -> str:
+    return f"{plural(facts.ranks, 'rank')} on {facts.device}"
+
+
+MACHINE_LIMIT_VARIABLE: Final = "HF_FSDP_MACHINE_TIMEOUT"
 """Environment variable with the seconds after which a silent machine counts as lost."""
 DEFAULT_LIMIT: Final = 15.0
 """As in torchrun's c10d rendezvous: three missed signs of life, one every five seconds."""
 POLL_SECONDS: Final = 0.1
-Kind = Literal["failed", "lost", "joins"]
+AnnouncedKind = Literal["failed", "hung", "lost", "joins"]
 _T = TypeVar("_T")
 _BEAT_SECONDS: Final = 1.0
 _VERDICT_SECONDS: Final = 60.0
@@ -39,7 +110,7 @@ _MAX_TEXT: Final = 1000
 
 def silence_limit() -> float:
     """Return the limit in seconds. Raises ``ValueError`` if the environment variable is not a positive number."""
-    limit = float(os.environ.get(LIMIT_VARIABLE, "").strip() or DEFAULT_LIMIT)
+    limit = float(os.environ.get(MACHINE_LIMIT_VARIABLE, "").strip() or DEFAULT_LIMIT)
     if not limit > 0:
         raise ValueError
     return limit
@@ -50,17 +121,18 @@ class Announced:
     """Why a machine has ended the attempt of all.
 
     Attributes:
-        kind: ``failed`` if one of its ranks has failed, ``lost`` for another machine, ``joins`` if one wants to join.
+        kind: ``failed`` if one of its ranks has failed, ``hung`` if they have ended because of a hang, ``lost`` if
+            another machine is lost, ``joins`` if one wants to join.
         lost: the machine that is lost.
     """
 
     machine: int
     text: str
-    kind: Kind = "failed"
+    kind: AnnouncedKind = "failed"
     lost: int = -1
 
     def __str__(self) -> str:
-        return f"machine {self.machine}: {self.text}" if self.kind == "failed" else self.text
+        return f"machine {self.machine}: {self.text}" if self.kind in ("failed", "hung") else self.text
 
 
 class Machines:
@@ -121,7 +193,7 @@ class Machines:
                 return self.announce(f"machine {other} has not answered for {self._limit:g} s", "lost", lost=other)
         return None
 
-    def announce(self, text: str, kind: Kind = "failed", *, lost: int = -1) -> Announced:
+    def announce(self, text: str, kind: AnnouncedKind = "failed", *, lost: int = -1) -> Announced:
         """End the attempt on all machines. Returns what was announced first."""
         if self._announced is None:
             mine = Announced(self.machine, text[:_MAX_TEXT], kind, lost)
@@ -168,7 +240,7 @@ class Machines:
         if not self.is_first:
             self._store.set(
                 f"places/{self.machine}",
-                json.dumps([(each.ranks, each.state, each.place) for each in places[:_MAX_SHARED]]),
+                json.dumps([astuple(each) for each in places[:_MAX_SHARED]]),
             )
             return [], [f"machine {first.machine} failed first: see the output of its launcher"]
         others = [each for each in range(self.num_machines) if each not in (self.machine, first.lost)]
@@ -179,13 +251,13 @@ class Machines:
         for each, key in zip(others, keys, strict=True):
             if self._store.check([key]):
                 rows = json.loads(self._store.get(key))
-                found += [RanksAt(tuple(ranks), printable(state), printable(place)) for ranks, state, place in rows]
+                found += [RanksAt(tuple(ranks), *map(printable, texts)) for ranks, *texts in rows]
             else:
                 missing.append(str(each))
         notes = [f"the ranks of machines {', '.join(missing)} are not included: see their launchers' output"]
         return found, notes if missing else []
 
-    def agree(self, verdict: Verdict) -> Verdict:
+    def agree(self, verdict: AttemptVerdict) -> AttemptVerdict:
         """Return the verdict of the machine that has announced the failure. Each machine brings its own."""
         first = self._announced
         if first is not None and first.lost >= 0:
@@ -194,12 +266,12 @@ class Machines:
             return verdict
         return self._ask(lambda: self._agree(verdict, first), lost_machine(0, verdict.attempt))
 
-    def _agree(self, verdict: Verdict, first: Announced) -> Verdict:
+    def _agree(self, verdict: AttemptVerdict, first: Announced) -> AttemptVerdict:
         if self.is_first:
             self._store.set("verdict", verdict.to_text())
             return verdict
         if self._wait(lambda: bool(self._store.check(["verdict"])), _VERDICT_SECONDS):
-            return Verdict.from_text(self._store.get("verdict").decode())
+            return AttemptVerdict.from_text(self._store.get("verdict").decode())
         return lost_machine(first.machine, verdict.attempt)
 
     def end(self) -> None:

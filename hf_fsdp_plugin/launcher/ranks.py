@@ -13,12 +13,11 @@ from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from hf_fsdp_plugin.hangs.failures import stack_of
-from hf_fsdp_plugin.hangs.places import STACK_SIGNAL, read_stack
 from hf_fsdp_plugin.hangs.processes import is_halted
 from hf_fsdp_plugin.hangs.rank_files import RankFiles
+from hf_fsdp_plugin.hangs.rank_stacks import STACK_SIGNAL
 from hf_fsdp_plugin.launcher.output import last_lines
-from hf_fsdp_plugin.runs.exits import RankExit, read_record
+from hf_fsdp_plugin.runs.exits import RankExit, read_exit
 
 _STACK_SECONDS = 0.05
 """Seconds that ranks have to record their stacks, which takes milliseconds, before they receive another signal."""
@@ -100,16 +99,14 @@ class RankProcess:
 
     def result(self) -> RankExit:
         """Return how the rank exited."""
-        record = read_record(self.rank, self.files)
-        failure = record["failure"]
-        return RankExit(
-            **record,
-            pid=self.pid,
+        return read_exit(
+            self.rank,
+            self.files,
             code=self.code or 0,
+            time=self.exit_time or time.time(),
+            pid=self.pid,
             stopped=self.stopped,
-            time=failure["time"] if failure is not None else self.exit_time or time.time(),
             tail=tuple(last_lines(self.tail)),
-            stack=tuple(stack_of(failure) if failure or self.code == 0 else read_stack(self.files.stacks)),
             halted=self.halted,
         )
 

@@ -19,11 +19,10 @@ from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any, Final
 
-from hf_fsdp_plugin.launcher.facts import Facts, compare
-from hf_fsdp_plugin.launcher.machines import Machines, silence_limit
-from hf_fsdp_plugin.launcher.world import World, endpoint
+from hf_fsdp_plugin.launcher.machines import Machines, RunFacts, compare_facts, silence_limit
+from hf_fsdp_plugin.launcher.world import World, rendezvous_address
 from hf_fsdp_plugin.problems import Problem, SpecError
-from hf_fsdp_plugin.runs.restarts import Restarts
+from hf_fsdp_plugin.runs.restart_policy import Restarts, problem_fields
 from hf_fsdp_plugin.spec.model import LaunchSection
 from hf_fsdp_plugin.text import plural, printable
 
@@ -166,7 +165,7 @@ class MachinesRendezvous(Rendezvous):
         self,
         launch: LaunchSection,
         world: World,
-        facts: Facts,
+        facts: RunFacts,
         restarts: Restarts,
         *,
         conf: str = "",
@@ -229,7 +228,7 @@ class MachinesRendezvous(Rendezvous):
         limit = max(3, round(silence_limit()))
         parameters = RendezvousParameters(
             backend="c10d",
-            endpoint=endpoint(self._launch),
+            endpoint=rendezvous_address(self._launch),
             run_id=_NAME,
             min_nodes=self._min_machines,
             max_nodes=self._world.num_machines,
@@ -255,7 +254,7 @@ class MachinesRendezvous(Rendezvous):
         self._store = PrefixStore(_NAME, store)
         handler = create_handler(store, backend, parameters)
         mine = self._facts.to_text()
-        if problem := compare(self._facts, self._store.compare_set("facts", "", mine)):
+        if problem := compare_facts(self._facts, self._store.compare_set("facts", "", mine)):
             if not self._store.check(["met"]):  # a run that goes on is left alone; machines that wait learn it, too
                 self._store.set("refused", mine)
                 handler.set_closed()
@@ -265,7 +264,7 @@ class MachinesRendezvous(Rendezvous):
 
     def _raise_refused(self) -> None:
         with contextlib.suppress(RuntimeError):
-            if self._store.check(["refused"]) and (problem := compare(self._facts, self._store.get("refused"))):
+            if self._store.check(["refused"]) and (problem := compare_facts(self._facts, self._store.get("refused"))):
                 raise RendezvousError([problem])
 
     @contextlib.contextmanager
@@ -334,7 +333,7 @@ class MachinesRendezvous(Rendezvous):
         problem = _already_here(double) if double is not None else None
         numbers = {rank: number for number, rank in enumerate(in_order)}
         go: dict[str, Any] = {
-            "problem": problem and {"code": problem.code, "message": problem.message, "fix": problem.fix},
+            "problem": problem_fields(problem),
             "restarts": restarts.to_json(),
             "token": secrets.token_hex(16),
         }
@@ -368,7 +367,7 @@ class MachinesRendezvous(Rendezvous):
             time.sleep(0.1)
 
     def _not_met(self, reason: str, again: bool) -> RendezvousError:
-        at = endpoint(self._launch)
+        at = rendezvous_address(self._launch)
         if again:
             message = f"the machines did not meet again at {at}: {reason}."
             fix = (
@@ -396,7 +395,7 @@ def _check_address(launch: LaunchSection, *, is_host: bool, seconds: float) -> N
     Args:
         seconds: how long to wait for the name in a pod of Kubernetes, which has no name before it runs.
     """
-    host, port = endpoint(launch).rsplit(":", 1)
+    host, port = rendezvous_address(launch).rsplit(":", 1)
     deadline = time.monotonic() + (seconds if "KUBERNETES_SERVICE_HOST" in os.environ else 0.0)
     while True:
         try:
@@ -415,7 +414,7 @@ def _check_address(launch: LaunchSection, *, is_host: bool, seconds: float) -> N
         try:
             probe.bind(address)
         except OSError as error:
-            message = f"machine 0 cannot listen at {endpoint(launch)}: {error.strerror or error}."
+            message = f"machine 0 cannot listen at {rendezvous_address(launch)}: {error.strerror or error}."
             fix = "Pass an address of this machine as --main_process_ip, and a free port as --main_process_port."
             raise _error("FSDP-E707", message, fix) from None
 

@@ -1,7 +1,7 @@
 """Runs the user's script as a rank, with the plugin installed: ``python -m … [-m] SCRIPT ARGS…``.
 
 ``hf-fsdp launch`` starts this module. ``python -m hf_fsdp_plugin``, for other launchers, uses it too. The failure of
-the script is recorded (see ``hangs.failures``). Under ``hf-fsdp launch`` no traceback is printed, because the launcher
+the script is recorded (see ``hangs.rank_exit``). Under ``hf-fsdp launch`` no traceback is printed, because the launcher
 prints one summary for all ranks.
 """
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 import builtins
 import contextlib
 import ctypes
+import importlib.util
 import io
 import os
 import runpy
@@ -18,14 +19,12 @@ import sys
 import types
 from collections.abc import Callable, Sequence
 from importlib.machinery import SourceFileLoader
+from pathlib import Path
 from typing import Any
 
-import hf_fsdp_plugin
-from hf_fsdp_plugin.hangs.failures import is_failure
+from hf_fsdp_plugin.hangs.rank_exit import is_failure
 from hf_fsdp_plugin.hangs.rank_files import LAUNCHER_VARIABLE
-from hf_fsdp_plugin.integrations.preflight.run import preflight
-from hf_fsdp_plugin.integrations.profiling.in_rank import profiled_run
-from hf_fsdp_plugin.integrations.watch import watch
+from hf_fsdp_plugin.launcher.flags import LaunchArguments, UsageError
 from hf_fsdp_plugin.problems import SpecError
 
 _PR_SET_PDEATHSIG = 1
@@ -48,6 +47,12 @@ def run_rank(script: str, args: Sequence[str], *, module: bool = False, **option
     Args:
         options: those of ``install``.
     """
+    # lazy: the launcher and `check` import this module
+    import hf_fsdp_plugin
+    from hf_fsdp_plugin.integrations.preflight.run import preflight
+    from hf_fsdp_plugin.integrations.profiling.in_rank import profiled_run
+    from hf_fsdp_plugin.integrations.watch import watch
+
     try:
         watch.arm()
         hf_fsdp_plugin.install(**options)
@@ -59,7 +64,6 @@ def run_rank(script: str, args: Sequence[str], *, module: bool = False, **option
         if not is_failure(error):
             watch.script_ended()
             raise
-        # lazy: the launcher imports this module
         from hf_fsdp_plugin.integrations.run_report import stop_reporting
         from hf_fsdp_plugin.integrations.shard_errors import add_remedy
 
@@ -123,3 +127,53 @@ def _without_stderr(hook: Callable[..., Any]) -> Callable[..., None]:
 
 if __name__ == "__main__":
     main()
+
+
+_NUM_BYTES_CHECKED = 4096
+
+
+def check_script(arguments: LaunchArguments) -> None:
+    """Raise ``UsageError`` for a script or module that does not exist or cannot be run."""
+    script = arguments.script
+    if "module" in arguments.options:
+        _check_module(script)
+        return
+    path = Path(script)
+    try:
+        exists = path.exists()
+    except (OSError, ValueError):  # the name is too long for the file system, or contains a null byte
+        exists = False
+    if not exists:
+        hint = (
+            " If it is the value of a flag, leave it out: the flag takes no value."
+            if script.lower() in ("true", "false")
+            else ""
+        )
+        raise UsageError(f"{script[:200]}: no such script.{hint}")
+    if not os.access(path, os.R_OK):
+        raise UsageError(f"{script}: permission denied.")
+    if path.is_dir():
+        if not (path / "__main__.py").exists():
+            raise UsageError(f"{script} is a directory without a __main__.py. Pass a script in it.")
+    elif path.suffix in (".yaml", ".yml", ".json"):
+        raise UsageError(f"{script} is a config, not a script. Write --config_file {script} SCRIPT.")
+    elif path.is_file() and path.suffix not in (".pyc", ".zip", ".pyz") and _is_binary(path):
+        raise UsageError(f"{script} is binary, not a Python script.")
+
+
+def _is_binary(path: Path) -> bool:
+    with path.open("rb") as file:
+        return b"\0" in file.read(_NUM_BYTES_CHECKED)
+
+
+def _check_module(name: str) -> None:
+    sys.path.insert(0, os.getcwd())  # python -m does this; the console script does not
+    try:
+        found = importlib.util.find_spec(name.partition(".")[0]) is not None
+    except (ImportError, ValueError):
+        found = False
+    finally:
+        del sys.path[0]
+    if not found:
+        hint = " Leave -m out to run a file." if Path(name).exists() else ""
+        raise UsageError(f"no module named {name}.{hint}")

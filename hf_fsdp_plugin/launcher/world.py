@@ -7,7 +7,7 @@ import os
 from dataclasses import dataclass, replace
 
 from hf_fsdp_plugin.devices import get_device
-from hf_fsdp_plugin.launcher.accelerators import Accelerators
+from hf_fsdp_plugin.launcher.device_search import FoundDevices
 from hf_fsdp_plugin.problems import Problem, SpecError
 from hf_fsdp_plugin.spec.model import FsdpSpec, LaunchSection
 from hf_fsdp_plugin.spec.rules import check_mesh_size
@@ -50,7 +50,7 @@ class World:
         return get_device(self.device).collectives
 
 
-def resolve_world(spec: FsdpSpec, found: Accelerators) -> World:
+def resolve_world(spec: FsdpSpec, found: FoundDevices) -> World:
     """Decide the number of ranks and their device.
 
     Raises:
@@ -86,7 +86,7 @@ def resolve_world(spec: FsdpSpec, found: Accelerators) -> World:
     )
 
 
-def describe(world: World, launch: LaunchSection, *, machine: int | None = None, address: str = "") -> str:
+def describe_world(world: World, launch: LaunchSection, *, machine: int | None = None, address: str = "") -> str:
     """Return one line: ``rendezvous: 1 machine, 2 ranks, 127.0.0.1:41234, static, gloo on cpu``.
 
     Args:
@@ -103,13 +103,13 @@ def describe(world: World, launch: LaunchSection, *, machine: int | None = None,
             ranks += f" runs rank {first}" if first == last else f" runs ranks {first} to {last}"
     if not address:
         single = f"127.0.0.1:{launch.main_process_port or 'a free port'}"
-        address = endpoint(launch) if world.num_machines > 1 else single
+        address = rendezvous_address(launch) if world.num_machines > 1 else single
     backend = launch.rdzv_backend if world.num_machines > 1 else "static"
     machines = plural(world.num_machines, "machine")
     return f"rendezvous: {machines}, {ranks}, {address}, {backend}, {world.backend} on {world.device}"
 
 
-def endpoint(launch: LaunchSection) -> str:
+def rendezvous_address(launch: LaunchSection) -> str:
     """Return the address at which several machines meet: ``10.0.0.1:29500``."""
     return f"{launch.main_process_ip}:{launch.main_process_port or DEFAULT_PORT}"
 
@@ -124,7 +124,7 @@ def num_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _gpu_ids(spec: FsdpSpec, found: Accelerators) -> list[str]:
+def _gpu_ids(spec: FsdpSpec, found: FoundDevices) -> list[str]:
     """Return the devices in ``launch.gpu_ids``; an empty list means all devices."""
     ids = [word for word in spec.launch.gpu_ids.replace(" ", "").split(",") if word]
     if [word.lower() for word in ids] == ["all"]:

@@ -24,7 +24,7 @@ from hf_fsdp_plugin.observe.tables import (
 )
 from hf_fsdp_plugin.observe.units import UnitObservation
 from hf_fsdp_plugin.problems import Problem
-from hf_fsdp_plugin.runs.restarts import Restarts
+from hf_fsdp_plugin.runs.restart_policy import Restarts
 from hf_fsdp_plugin.text import plural
 from hf_fsdp_plugin.version import SCHEMA_VERSION
 

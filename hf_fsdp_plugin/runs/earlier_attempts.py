@@ -1,7 +1,7 @@
 """The attempts of a run before this one, from the files that their ranks have left on each machine.
 
 ``hf-fsdp launch`` tells its ranks what has happened before. Under other launchers each machine reads the files of its
-own ranks, and offers what it knows; :func:`merge` makes one history of the offers of all machines.
+own ranks, and offers what it knows; :func:`merge_offers` makes one history of the offers of all machines.
 """
 
 from __future__ import annotations
@@ -17,16 +17,19 @@ from itertools import pairwise, zip_longest
 from pathlib import Path
 from typing import Any, Final
 
-from hf_fsdp_plugin.hangs.failures import read_crash, read_failure
 from hf_fsdp_plugin.hangs.hang_report import FoundHang
-from hf_fsdp_plugin.hangs.places import read_stack
+from hf_fsdp_plugin.hangs.rank_exit import read_crash
 from hf_fsdp_plugin.hangs.rank_files import RankFiles, write_atomically
-from hf_fsdp_plugin.hangs.step_count import read_counts
-from hf_fsdp_plugin.runs.exits import RankExit, RunResult
+from hf_fsdp_plugin.runs.exits import RankExit, RunResult, read_exit
 from hf_fsdp_plugin.runs.identity import RunIdentity, attempt_number
-from hf_fsdp_plugin.runs.restart_rule import Decision, Verdict, decide
-from hf_fsdp_plugin.runs.restarts import FailedAttempt, Restarts
-from hf_fsdp_plugin.runs.verdicts import assess_attempt
+from hf_fsdp_plugin.runs.restart_policy import (
+    AttemptVerdict,
+    FailedAttempt,
+    RestartDecision,
+    Restarts,
+    assess_attempt,
+    decide_restart,
+)
 
 _MEMORY: Final = "run.json"
 """File in the folder of the run: what the machines have agreed on at the begin of its last attempt."""
@@ -52,10 +55,10 @@ class Offer:
     """
 
     rank: int
-    known: Decision
+    known: RestartDecision
     num_agreed: int = 0
     attempt: int = 0
-    verdicts: tuple[Verdict | None, ...] = ()
+    verdicts: tuple[AttemptVerdict | None, ...] = ()
 
     def to_text(self) -> str:
         numbers = {"rank": self.rank, "num_agreed": self.num_agreed, "attempt": self.attempt}
@@ -65,8 +68,8 @@ class Offer:
     @classmethod
     def from_text(cls, text: str) -> Offer:
         tree = json.loads(text)
-        verdicts = tuple(each and Verdict.from_text(each) for each in tree.pop("verdicts"))
-        return cls(known=Decision.from_text(tree.pop("known")), verdicts=verdicts, **tree)
+        verdicts = tuple(each and AttemptVerdict.from_text(each) for each in tree.pop("verdicts"))
+        return cls(known=RestartDecision.from_text(tree.pop("known")), verdicts=verdicts, **tree)
 
 
 def make_offer(folder: Path | None, identity: RunIdentity, *, rank: int, machine: int) -> Offer:
@@ -75,19 +78,19 @@ def make_offer(folder: Path | None, identity: RunIdentity, *, rank: int, machine
     Args:
         folder: that of the files of this attempt; ``None`` if there are none.
     """
-    new = Decision(restarts=Restarts(run_id=identity.id, max_restarts=identity.max_restarts))
+    new = RestartDecision(restarts=Restarts(run_id=identity.id, max_restarts=identity.max_restarts))
     offer = Offer(rank=rank, known=new, attempt=identity.attempt)
     if folder is None:
         return offer
     memory = _read_memory(folder.parent)
-    known = Decision.from_text(memory["known"]) if memory is not None else new
+    known = RestartDecision.from_text(memory["known"]) if memory is not None else new
     is_later = memory is not None and identity.attempt > memory["attempt"]  # of the launcher whose attempt was refused
     if known.problem is not None and (identity.requeued or (identity.given and not is_later)):
         # A user may have removed the cause and started the run again, so the attempt that was refused is forgotten.
         last = replace(known.restarts.failures[-1], same_as="")
         failures = (*known.restarts.failures[:-1], last)
-        known = Decision(restarts=replace(known.restarts, failures=failures))
-        verdicts: list[Verdict | None] = []
+        known = RestartDecision(restarts=replace(known.restarts, failures=failures))
+        verdicts: list[AttemptVerdict | None] = []
     else:
         first = memory["attempt"] if memory is not None else 0
         verdicts = list(_verdicts(folder, first, known.restarts, machine))
@@ -95,7 +98,7 @@ def make_offer(folder: Path | None, identity: RunIdentity, *, rank: int, machine
     return replace(offer, known=known, num_agreed=num_agreed, verdicts=tuple(verdicts))
 
 
-def merge(offers: Sequence[Offer]) -> Offer:
+def merge_offers(offers: Sequence[Offer]) -> Offer:
     """Return what all machines agree on: the run with the attempt before, and why there must be none after it.
 
     The id and the history are those of the machine that was in the most attempts; with equal numbers, of rank 0.
@@ -105,20 +108,20 @@ def merge(offers: Sequence[Offer]) -> Offer:
     informed = [offer.verdicts for offer in offers if offer.num_agreed == best.num_agreed]
     failed = [[each for each in row if each is not None] for row in zip_longest(*map(reversed, informed))][::-1]
     missing = max(offer.attempt for offer in offers) - restarts.count - len(failed)
-    unknown: list[list[Verdict]] = [[]] * missing
+    unknown: list[list[AttemptVerdict]] = [[]] * missing
     for verdicts in unknown + failed:
         if verdicts:
             # The launcher has started this attempt, so there was a restart left.
-            decision = decide(verdicts, replace(restarts, max_restarts=restarts.count + 1))
+            decision = decide_restart(verdicts, replace(restarts, max_restarts=restarts.count + 1))
             restarts, problem = decision.restarts, problem or decision.problem
         else:
             restarts = restarts.after(_UNKNOWN)
     restarts = replace(restarts, max_restarts=max(offer.known.restarts.max_restarts for offer in offers))
-    known = Decision(restarts=restarts, problem=problem)
+    known = RestartDecision(restarts=restarts, problem=problem)
     return replace(best, known=known, num_agreed=best.num_agreed + 1, verdicts=())
 
 
-def remember(folder: Path, agreed: Offer, attempt: int) -> None:
+def remember_run(folder: Path, agreed: Offer, attempt: int) -> None:
     """Keep what the machines have agreed on for the next attempt, and remove the files of the attempts before."""
     memory = {"known": agreed.known.to_text(), "num_agreed": agreed.num_agreed, "attempt": attempt}
     write_atomically(folder.parent / _MEMORY, json.dumps(memory))
@@ -132,7 +135,7 @@ def remember(folder: Path, agreed: Offer, attempt: int) -> None:
 def _read_memory(run: Path) -> dict[str, Any] | None:
     with suppress(*_DAMAGED):
         tree = json.loads((run / _MEMORY).read_text())
-        Decision.from_text(tree["known"])
+        RestartDecision.from_text(tree["known"])
         return {"known": tree["known"], "num_agreed": int(tree["num_agreed"]), "attempt": int(tree["attempt"])}
     return None
 
@@ -150,7 +153,7 @@ def mark_begin(folder: Path) -> None:
     write_atomically(folder / _BEGAN, str(time.time()))
 
 
-def forget(folder: Path) -> None:
+def forget_run(folder: Path) -> None:
     """Remove what this machine remembers of an attempt, and of its run: it has ended without a failure."""
     (folder / _BEGAN).unlink(missing_ok=True)
     (folder.parent / _MEMORY).unlink(missing_ok=True)
@@ -162,7 +165,7 @@ def _began(folder: Path) -> float:
     return folder.stat().st_mtime
 
 
-def _verdicts(folder: Path, first: int, known: Restarts, machine: int) -> Iterator[Verdict | None]:
+def _verdicts(folder: Path, first: int, known: Restarts, machine: int) -> Iterator[AttemptVerdict | None]:
     """Return a verdict for each attempt from the number ``first`` on, and ``None`` for those without files.
 
     An attempt whose ranks were killed before they could write a file is only in the numbers of the others.
@@ -188,25 +191,16 @@ def _exits(folder: Path) -> list[RankExit]:
 
 
 def _exit_of(rank: int, files: RankFiles) -> RankExit:
-    failure, fatal = read_failure(files.failure), read_crash(files.stacks)
-    stack, ended, stopped = read_stack(files.stacks), files.ended.exists(), False
-    code = 0 if ended and failure is None else 1
     last = max((path.stat().st_mtime for path in files.stem.parent.glob(f"{files.stem.name}.*")), default=0.0)
-    if failure is None and not ended:
-        # The stack of a rank that the launcher has ended with SIGTERM is recorded. SIGKILL and os._exit leave nothing.
-        stopped = bool(stack) and not fatal
-        code = -fatal or (-signal.SIGTERM if stopped else -signal.SIGKILL)
-        if not fatal and not stopped:
-            failure = _NO_RECORD | {"message": "ended without an error record", "time": last}
-    return RankExit(
-        rank=rank,
-        pid=0,
-        code=code,
-        stopped=stopped,
-        time=failure["time"] if failure is not None else last,
-        failure=failure,
-        tail=(),
-        stack=tuple(stack),
-        counts=read_counts(files.steps),
-        ended=ended,
-    )
+    found = read_exit(rank, files, code=1, time=last)
+    if found.failure is not None:
+        return found
+    if found.ended:
+        return replace(found, code=0)
+    if crash := read_crash(files.stacks):
+        return replace(found, code=-crash)
+    # The stack of a rank that the launcher has ended with SIGTERM is recorded. SIGKILL and os._exit leave nothing.
+    if found.stack:
+        return replace(found, code=-signal.SIGTERM, stopped=True)
+    failure = _NO_RECORD | {"message": "ended without an error record", "time": last}
+    return replace(found, code=-signal.SIGKILL, failure=failure)

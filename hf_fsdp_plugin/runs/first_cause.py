@@ -8,12 +8,12 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from hf_fsdp_plugin.hangs.calls import RankCalls
-from hf_fsdp_plugin.hangs.failures import read_crash, stack_of
-from hf_fsdp_plugin.hangs.peers import Peer, find_peers
-from hf_fsdp_plugin.hangs.places import RanksAt, read_stack
+from hf_fsdp_plugin.hangs.processes import Peer, find_peers
+from hf_fsdp_plugin.hangs.rank_exit import read_crash
 from hf_fsdp_plugin.hangs.rank_files import RankFiles
-from hf_fsdp_plugin.runs.exits import RankExit, RunResult, read_record
-from hf_fsdp_plugin.runs.failure_summary import explain, first_failure, has_lost_connection, summarize
+from hf_fsdp_plugin.hangs.rank_stacks import RanksAt
+from hf_fsdp_plugin.runs.exits import RankExit, RunResult, first_failure, read_exit, summarize_exit
+from hf_fsdp_plugin.runs.failure_summary import explain_failure
 
 _SECONDS: Final = 2.0
 """Seconds that the ranks of the machine have to record their failures."""
@@ -42,10 +42,10 @@ def find_first_cause(
     while True:
         exits = [exit_of(peer) for peer in find_peers(files.stem.parent)]
         own = next((each for each in exits if each.rank == rank), None)
-        if own is None or not has_lost_connection(own) or files.hang.exists():
+        if own is None or not own.has_lost_connection or files.hang.exists():
             return ""
         first = first_failure(exits)
-        is_known = first is not None and not has_lost_connection(first)
+        is_known = first is not None and not first.has_lost_connection
         others = [each for each in exits if each is not own]
         is_known |= any(each.left_silently for each in others) or all(each.failure is not None for each in others)
         if is_known or time.monotonic() > deadline:
@@ -57,10 +57,10 @@ def find_first_cause(
     is_answered = any(each.left_silently or (each.failure is not None and each.rank < rank) for each in others)
     if not is_answered and not is_told_to_end():
         elsewhere = ask_others([each.calls for each in exits if each.calls is not None])
-    places = [RanksAt((each.rank,), _state(each), each.place) for each in elsewhere if each.place or _state(each)]
+    places = [place for each in elsewhere if (place := _place_elsewhere(each)).place or place.state != "running"]
     result = RunResult(exits=(*exits, *map(_exit_elsewhere, elsewhere)), elsewhere=tuple(places))
-    if first is None or has_lost_connection(first):
-        return str(explain(first or own, result) or "")
+    if first is None or first.has_lost_connection:
+        return str(explain_failure(first or own, result) or "")
     return _first_failed(first, result)
 
 
@@ -73,53 +73,41 @@ def cause_of_end(files: RankFiles) -> str:
         files: of this process, which is ended.
     """
     result = RunResult(exits=tuple(exit_of(peer) for peer in find_peers(files.stem.parent)))
-    first = first_failure(result.exits)
+    first = result.first
     return _first_failed(first, result) if first is not None and first.code < 0 else ""
 
 
 def _first_failed(first: RankExit, result: RunResult) -> str:
     place = f" {first.place}" if first.place is not None else ""
-    text = str(explain(first, result) or "")
+    text = str(explain_failure(first, result) or "")
     more = f". {text[0].upper()}{text[1:]}" if text else ""
-    return f"rank {first.rank} failed first{place}: {summarize(first)}{more}"
+    return f"rank {first.rank} failed first{place}: {summarize_exit(first)}{more}"
 
 
 def exit_of(peer: Peer) -> RankExit:
     """Return what another rank can know of how a rank exited, or that it runs."""
-    record = read_record(peer.rank, peer.files)
-    failure, is_gone = record["failure"], peer.is_gone()
-    crash = read_crash(peer.files.stacks) if is_gone and failure is None else 0
-    if failure is None and not is_gone and peer.pid != os.getpid():
+    is_gone, has_failed = peer.is_gone(), peer.files.failure.exists()
+    crash = read_crash(peer.files.stacks) if is_gone and not has_failed else 0
+    if not has_failed and not is_gone and peer.pid != os.getpid():
         peer.request_stacks()
         time.sleep(0.05)
-    return RankExit(
-        **record,
-        pid=peer.pid,
-        code=-crash,
-        code_is_known=bool(crash),
-        stopped=not is_gone,
-        time=failure["time"] if failure is not None else time.time(),
-        tail=(),
-        stack=tuple(stack_of(failure) or read_stack(peer.files.stacks)),
-    )
+    facts = {"pid": peer.pid, "code_is_known": bool(crash), "stopped": not is_gone}
+    return read_exit(peer.rank, peer.files, code=-crash, time=time.time(), **facts)
 
 
 def _exit_elsewhere(rank: RankCalls) -> RankExit:
     """Return the same of a rank of another machine. Its place is not in it."""
     return RankExit(
         rank=rank.rank,
-        pid=0,
         code=0,
         code_is_known=False,
         stopped=rank.state != "exited",
         time=time.time(),
-        failure=None,
-        tail=(),
         calls=rank if rank.state != "unreachable" else None,
     )
 
 
-def _state(rank: RankCalls) -> str:
-    if rank.state == "unreachable":
-        return f"is on {rank.detail}, which does not answer"
-    return "had ended the script" if rank.state == "ended" else ""
+def _place_elsewhere(rank: RankCalls) -> RanksAt:
+    """Return where a rank of another machine was. That it had exited is a part of the explanation itself."""
+    state = rank.state if rank.state in ("ended", "unreachable") else "running"
+    return RanksAt((rank.rank,), rank.place, state, rank.detail)

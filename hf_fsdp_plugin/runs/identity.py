@@ -33,8 +33,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from hf_fsdp_plugin.hangs.failures import ERROR_FILE_VARIABLE
 from hf_fsdp_plugin.hangs.processes import environment_of, parent_of, start_of
+from hf_fsdp_plugin.hangs.rank_exit import ERROR_FILE_VARIABLE
 from hf_fsdp_plugin.hangs.rank_files import RUN_ID_VARIABLE
 
 POD_ID_VARIABLE: Final = "PET_RDZV_ID"
@@ -70,7 +70,7 @@ class RunIdentity:
         return bool(self.id) and (self.given or self.attempt > 0)
 
 
-def identify(environ: Mapping[str, str], argv: tuple[str, ...] = ()) -> RunIdentity:
+def identify_run(environ: Mapping[str, str], argv: tuple[str, ...] = ()) -> RunIdentity:
     """Return the run of a rank with these variables.
 
     Args:

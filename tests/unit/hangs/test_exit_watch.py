@@ -7,12 +7,12 @@ import sys
 
 import pytest
 
-from hf_fsdp_plugin.hangs.exit_watch import LIMIT_VARIABLE, exit_limit
+from hf_fsdp_plugin.hangs.rank_exit import EXIT_LIMIT_VARIABLE, exit_limit
 
 CODE = """
 import sys, threading, time
 from concurrent.futures import ThreadPoolExecutor
-from hf_fsdp_plugin.hangs.exit_watch import ExitWatch
+from hf_fsdp_plugin.hangs.rank_exit import ExitWatch
 exits = ExitWatch(0.3, notice=print, fail=print)
 def poll():
     while True:
@@ -50,8 +50,8 @@ def test_idle_executors_do_not_hold_a_process() -> None:
 
 @pytest.mark.parametrize("value", ["long", "0", "-1", "nan"])
 def test_invalid_limit_is_refused(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
-    monkeypatch.setenv(LIMIT_VARIABLE, value)
+    monkeypatch.setenv(EXIT_LIMIT_VARIABLE, value)
     with pytest.raises(ValueError):
         exit_limit()
-    monkeypatch.setenv(LIMIT_VARIABLE, "2.5")
+    monkeypatch.setenv(EXIT_LIMIT_VARIABLE, "2.5")
     assert exit_limit() == 2.5

@@ -9,8 +9,13 @@ from dataclasses import replace
 import pytest
 
 from hf_fsdp_plugin.hangs.calls import ARRIVALS, POINT_TO_POINT, Call, GroupCalls, RankCalls, Wait
-from hf_fsdp_plugin.hangs.describe import describe, describe_busy, describe_comparison, describe_standstill
-from hf_fsdp_plugin.hangs.diagnose import Difference, compare, diagnose
+from hf_fsdp_plugin.hangs.diagnose import Difference, compare_calls, diagnose_hang
+from hf_fsdp_plugin.hangs.hang_report import (
+    describe_busy,
+    describe_comparison,
+    describe_hang,
+    describe_standstill,
+)
 
 GROUP = "0 of ranks 0-3"
 LIMIT = 4.0
@@ -40,10 +45,10 @@ def others_wait(late: RankCalls, *, seconds: float = 5.0) -> list[RankCalls]:
 
 def test_late_rank_and_the_unit_that_others_wait_for_are_named() -> None:
     late = rank_calls(2, STEP[:5])
-    found = diagnose(others_wait(late), limit=LIMIT)
+    found = diagnose_hang(others_wait(late), limit=LIMIT)
     assert found is not None and (found.kind, found.ranks) == ("late", (2,))
     assert found.waiting.ranks == (0, 1, 3) and found.waiting.call == STEP[-1]
-    problem = describe(found, {rank.rank: rank for rank in others_wait(late)})
+    problem = describe_hang(found, {rank.rank: rank for rank in others_wait(late)})
     assert problem.code == "FSDP-E728"
     assert (
         "rank 2 is late" in problem.message and "at line 2" in problem.message and "reduce-scatter" in problem.message
@@ -51,40 +56,40 @@ def test_late_rank_and_the_unit_that_others_wait_for_are_named() -> None:
 
 
 def test_rank_without_any_collective_is_late() -> None:
-    found = diagnose(others_wait(RankCalls(rank=1)), limit=LIMIT)
+    found = diagnose_hang(others_wait(RankCalls(rank=1)), limit=LIMIT)
     assert found is not None and found.ranks == (1,)
 
 
 @pytest.mark.parametrize("seconds", [0.0, 3.9])
 def test_wait_below_the_limit_is_no_hang(seconds: float) -> None:
-    assert diagnose(others_wait(rank_calls(2, STEP[:5]), seconds=seconds), limit=LIMIT) is None
+    assert diagnose_hang(others_wait(rank_calls(2, STEP[:5]), seconds=seconds), limit=LIMIT) is None
 
 
 @pytest.mark.parametrize("state", ["halted", "exited", "unreachable", "ended"])
 def test_state_of_the_late_rank_is_in_the_message(state: str) -> None:
     late = replace(rank_calls(2, STEP[:5]), state=state, detail="machine 1")
     known = others_wait(late)
-    found = diagnose(known, limit=LIMIT)
+    found = diagnose_hang(known, limit=LIMIT)
     assert found is not None and found.ranks == (2,)
-    text = describe(found, {rank.rank: rank for rank in known}).message
+    text = describe_hang(found, {rank.rank: rank for rank in known}).message
     words = {"halted": "SIGSTOP", "exited": "had exited", "unreachable": "does not answer", "ended": "had ended"}
     assert words[state] in text
 
 
 def test_rank_that_was_stopped_inside_the_collective_is_named() -> None:
     halted = replace(rank_calls(2, STEP, waits=5.0), state="halted")
-    found = diagnose(others_wait(halted), limit=LIMIT)
+    found = diagnose_hang(others_wait(halted), limit=LIMIT)
     assert found is not None and (found.kind, found.ranks) == ("late", (2,))
 
 
 def test_skipped_layer_is_found_although_sizes_are_equal() -> None:
     skips = (*STEP[:2], *STEP[3:])
     known = [rank_calls(rank, STEP, waits=5.0) for rank in (0, 1, 3)] + [rank_calls(2, skips, waits=5.0)]
-    found = diagnose(known, limit=LIMIT)
+    found = diagnose_hang(known, limit=LIMIT)
     assert found is not None and (found.kind, found.ranks) == ("different", (2,))
     assert found.difference is not None and found.difference.number == 3
     assert found.difference.skipped == ((2,), (gather(2),))
-    problem = describe(found, {rank.rank: rank for rank in known})
+    problem = describe_hang(found, {rank.rank: rank for rank in known})
     assert problem.code == "FSDP-E729" and "Rank 2 left out all-gather of layers.2 (64 × fp32)" in problem.message
 
 
@@ -92,7 +97,7 @@ def test_skipped_layer_is_found_although_sizes_are_equal() -> None:
 def test_skipping_rank_of_two_is_found(skips: int) -> None:
     calls = {skips: (*STEP[:2], *STEP[4:]), 1 - skips: STEP}
     known = [rank_calls(rank, calls[rank], waits=5.0, group="0 of ranks 0,1") for rank in (0, 1)]
-    found = diagnose(known, limit=LIMIT)
+    found = diagnose_hang(known, limit=LIMIT)
     assert found is not None and found.difference is not None
     assert found.ranks == (skips,) and found.difference.skipped[1] == (gather(2), gather(3))
 
@@ -102,7 +107,7 @@ def test_earlier_steps_show_who_skipped_before_a_failure(skips: int) -> None:
     """gloo ends the ranks at the first difference if the sizes differ, so that no later call can be compared."""
     past = (*STEP, *STEP[:2])
     calls = {1 - skips: (*past, STEP[2]), skips: (*past, STEP[4])}
-    found = compare([rank_calls(rank, calls[rank]) for rank in (0, 1)])
+    found = compare_calls([rank_calls(rank, calls[rank]) for rank in (0, 1)])
     assert isinstance(found, Difference)
     assert found.ranks == (skips,) and found.skipped[1] == (gather(2), gather(3))
 
@@ -117,9 +122,9 @@ def two_ranks(calls: Sequence[Call], other: Sequence[Call], *forwards: int | Non
 def test_rank_of_two_that_calls_the_model_alone_is_named(past: tuple[Call, ...]) -> None:
     """Its forward is mixed with that of the other rank, which then calls backward where it calls forward again."""
     known = two_ranks((*past, *STEP[:6], STEP[0]), (*past, *STEP[:7]), 6, 5)
-    found = diagnose(known, limit=LIMIT)
+    found = diagnose_hang(known, limit=LIMIT)
     assert found is not None and (found.kind, found.ranks) == ("different", (0,))
-    text = describe(found, {rank.rank: rank for rank in known}).message
+    text = describe_hang(found, {rank.rank: rank for rank in known}).message
     assert "Rank 0 had called the model 6 times, the others 5 times." in text and "left out" not in text
 
 
@@ -127,9 +132,12 @@ def test_rank_that_leaves_a_forward_out_is_named() -> None:
     alone = replace(rank_calls(2, STEP[:7], waits=5.0), steps=0, forwards=1)
     calls = (*STEP[:6], STEP[0])
     known = [replace(rank_calls(rank, calls, waits=5.0), steps=0, forwards=2) for rank in (0, 1, 3)] + [alone]
-    found = diagnose(known, limit=LIMIT)
+    found = diagnose_hang(known, limit=LIMIT)
     assert found is not None and found.ranks == (2,)
-    assert "Rank 2 had called the model once, the others twice." in describe(found, {r.rank: r for r in known}).message
+    assert (
+        "Rank 2 had called the model once, the others twice."
+        in describe_hang(found, {r.rank: r for r in known}).message
+    )
 
 
 @pytest.mark.parametrize("odd", [0, 1])
@@ -140,16 +148,16 @@ def test_rank_of_two_with_an_unusual_call_is_named(odd: int, call: Call) -> None
     forwards = [3, 3]
     forwards[1 - odd] = 4  # the other rank has begun its next forward
     known = two_ranks(*calls, *forwards)
-    found = diagnose(known, limit=LIMIT)
+    found = diagnose_hang(known, limit=LIMIT)
     assert found is not None and found.ranks == (odd,)
-    text = describe(found, {rank.rank: rank for rank in known}).message
+    text = describe_hang(found, {rank.rank: rank for rank in known}).message
     assert f"In earlier steps, the call before was not followed by that of rank {odd}." in text
 
 
 @pytest.mark.parametrize(("call", "forwards"), [(STEP[0], (1, 1)), (Call("barrier"), (2, 1))])
 def test_both_are_named_if_nothing_decides(call: Call, forwards: tuple[int, int]) -> None:
     known = two_ranks(STEP[:7], (*STEP[:6], call), *forwards)
-    found = diagnose(known, limit=LIMIT)
+    found = diagnose_hang(known, limit=LIMIT)
     assert found is not None and found.ranks == (0, 1)
 
 
@@ -165,17 +173,17 @@ def test_both_are_named_if_nothing_decides(call: Call, forwards: tuple[int, int]
 def test_each_attribute_of_a_call_is_compared(other: Call) -> None:
     calls = (*STEP[:3], other, *STEP[4:])
     known = [rank_calls(rank, STEP, waits=5.0) for rank in range(3)] + [rank_calls(3, calls, waits=5.0)]
-    found = diagnose(known, limit=LIMIT)
+    found = diagnose_hang(known, limit=LIMIT)
     assert found is not None and found.ranks == (3,)
     assert found.difference is not None and [call for call, _ in found.difference.calls] == [gather(3), other]
 
 
 def test_sizes_of_uneven_operations_are_not_compared() -> None:
     lists = [(*STEP, Call("all-gather (list)", 8 + rank, "int64")) for rank in range(4)]
-    assert compare(rank_calls(rank, lists[rank], waits=5.0) for rank in range(4)) is None
-    found = diagnose([rank_calls(rank, lists[rank], waits=5.0) for rank in range(4)], limit=LIMIT)
+    assert compare_calls(rank_calls(rank, lists[rank], waits=5.0) for rank in range(4)) is None
+    found = diagnose_hang([rank_calls(rank, lists[rank], waits=5.0) for rank in range(4)], limit=LIMIT)
     assert found is not None and (found.kind, found.ranks) == ("stuck", ())
-    assert describe(found, {}).code == "FSDP-E731"
+    assert describe_hang(found, {}).code == "FSDP-E731"
 
 
 def test_dtypes_of_uneven_operations_are_compared() -> None:
@@ -185,7 +193,7 @@ def test_dtypes_of_uneven_operations_are_compared() -> None:
     text = describe_comparison(rank_calls(rank, calls[rank], group="0 of ranks 0,1") for rank in range(2))
     assert "rank 0: all-gather (list) (1 × int64); rank 1: all-gather (list) (1 × fp32)" in text
     empty = [(*STEP, Call("all-to-all", size, dtype)) for size, dtype in ((4, "float32"), (0, ""))]
-    assert compare(rank_calls(rank, empty[rank], group="0 of ranks 0,1") for rank in range(2)) is None
+    assert compare_calls(rank_calls(rank, empty[rank], group="0 of ranks 0,1") for rank in range(2)) is None
 
 
 def test_cause_is_followed_through_groups() -> None:
@@ -200,7 +208,7 @@ def test_cause_is_followed_through_groups() -> None:
     ]
     waits_for_1 = Wait(replicas, 7, Call("all-reduce", 8, "float32"), 8.0)
     known[3] = replace(known[3], wait=waits_for_1, groups={**known[3].groups, replicas: GroupCalls("1,3", 7)})
-    found = diagnose(sorted(known, key=lambda rank: -rank.rank), limit=LIMIT)
+    found = diagnose_hang(sorted(known, key=lambda rank: -rank.rank), limit=LIMIT)
     assert found is not None and (found.kind, found.ranks) == ("late", (1,))
     assert len(found.others) == 2
 
@@ -212,23 +220,23 @@ def test_ranks_that_wait_for_each_other_are_a_circle() -> None:
     )
     save = replace(save, groups={**save.groups, ARRIVALS: GroupCalls("", 1, (Call("Accelerator.save_state"),))})
     known = [save, *(rank_calls(rank, STEP[:6], waits=5.0) for rank in (1, 2, 3))]
-    found = diagnose(known, limit=LIMIT)
+    found = diagnose_hang(known, limit=LIMIT)
     assert found is not None and (found.kind, found.ranks) == ("circle", (0, 1, 2, 3))
-    problem = describe(found, {rank.rank: rank for rank in known})
+    problem = describe_hang(found, {rank.rank: rank for rank in known})
     assert problem.code == "FSDP-E730" and "Accelerator.save_state" in problem.message and "layers.5" in problem.message
 
 
 def test_peer_of_a_receive_is_late() -> None:
-    receive = Wait(POINT_TO_POINT, 1, Call("recv from rank 3"), 5.0)
+    receive = Wait(POINT_TO_POINT, 1, Call("recv from rank 3", peer=3), 5.0)
     known = [RankCalls(rank=0, wait=receive), *(rank_calls(rank, STEP) for rank in (1, 2, 3))]
-    found = diagnose(known, limit=LIMIT)
+    found = diagnose_hang(known, limit=LIMIT)
     assert found is not None and (found.kind, found.ranks) == ("late", (3,))
 
 
 @pytest.mark.parametrize(("cpu", "moved", "is_busy"), [(0.5, False, True), (0.01, False, False), (0.01, True, True)])
 def test_late_rank_with_progress_is_busy(cpu: float, moved: bool, is_busy: bool) -> None:
     late = replace(rank_calls(2, STEP[:5]), cpu=cpu, moved=moved)
-    found = diagnose(others_wait(late), limit=LIMIT)
+    found = diagnose_hang(others_wait(late), limit=LIMIT)
     assert found is not None and found.is_busy == is_busy
     problem = describe_busy(found, {rank.rank: rank for rank in others_wait(late)}, 540.0)
     assert problem.code == "FSDP-W732" and "540 s" in str(problem)
@@ -241,16 +249,16 @@ def enqueued(rank: int, calls: Sequence[Call], *, idle: float, enqueues: bool = 
 
 def test_rank_behind_in_enqueued_collectives_is_late() -> None:
     known = [enqueued(rank, STEP, idle=9.0) for rank in range(3)] + [enqueued(3, STEP[:4], idle=10.0)]
-    found = diagnose(known, limit=LIMIT)
+    found = diagnose_hang(known, limit=LIMIT)
     assert found is not None and (found.kind, found.ranks) == ("late", (3,))
     assert found.waiting.call == STEP[4]
-    assert diagnose([replace(rank, idle=3.0) for rank in known], limit=LIMIT) is None
+    assert diagnose_hang([replace(rank, idle=3.0) for rank in known], limit=LIMIT) is None
 
 
 def test_rank_behind_that_does_not_enqueue_is_no_hang() -> None:
     """On CPU, a rank waits in each collective: one that is in none is loading data, and nobody waits for it."""
     known = [enqueued(rank, STEP, idle=9.0, enqueues=False) for rank in range(3)]
-    assert diagnose([*known, enqueued(3, STEP[:4], idle=9.0, enqueues=False)], limit=LIMIT) is None
+    assert diagnose_hang([*known, enqueued(3, STEP[:4], idle=9.0, enqueues=False)], limit=LIMIT) is None
 
 
 def test_comparison_after_a_failure_names_who_had_begun() -> None:
@@ -270,7 +278,7 @@ def test_thousand_ranks_take_seconds_and_name_one() -> None:
         for rank in range(world_size)
     ]
     began = time.process_time()
-    found = diagnose(known, limit=120.0)
+    found = diagnose_hang(known, limit=120.0)
     assert time.process_time() - began < 20.0
     assert found is not None and (found.kind, found.ranks) == ("different", (517,))
     assert found.difference is not None
@@ -294,16 +302,16 @@ def test_own_cpu_time_is_no_progress_on_accelerator(
     """A thread that waits for its GPU in a loop uses a core. Workers of a data loader do not wait for the GPU."""
     known = [enqueued(rank, STEP, idle=9.0) for rank in range(3)]
     late = replace(enqueued(3, STEP[:4], idle=10.0), cpu=cpu, cpu_of_children=of_children, moved=moved)
-    found = diagnose([*known, late], limit=LIMIT)
+    found = diagnose_hang([*known, late], limit=LIMIT)
     assert found is not None and (found.kind, found.ranks, found.is_busy) == ("late", (3,), is_busy)
 
 
 def test_rank_that_waits_for_files_has_its_own_notice() -> None:
     late = replace(rank_calls(2, STEP[:5]), cpu=0.0, reads=True)
-    found = diagnose(others_wait(late), limit=LIMIT)
+    found = diagnose_hang(others_wait(late), limit=LIMIT)
     assert found is not None and found.reads and not found.is_busy
     problem = describe_busy(found, {rank.rank: rank for rank in others_wait(late)}, 600.0)
     assert problem.code == "FSDP-W732" and "waits for files or data" in str(problem) and "600 s" in str(problem)
     other = replace(rank_calls(2, STEP[:5]), cpu=0.0)
-    found = diagnose(others_wait(other), limit=LIMIT)
+    found = diagnose_hang(others_wait(other), limit=LIMIT)
     assert found is not None and not found.reads

@@ -14,8 +14,17 @@ import pytest
 import torch
 
 from hf_fsdp_plugin.hangs import calls as layout
-from hf_fsdp_plugin.hangs.call_files import NUM_SLOTS, WORD, CallFiles, glance, read_calls
-from hf_fsdp_plugin.hangs.calls import Call, from_json, pack_ranks, unpack_ranks
+from hf_fsdp_plugin.hangs.calls import (
+    NUM_SLOTS,
+    WORD,
+    Call,
+    CallFiles,
+    pack_ranks,
+    rank_from_json,
+    read_calls,
+    read_header,
+    unpack_ranks,
+)
 from hf_fsdp_plugin.hangs.record import CallRecord
 
 
@@ -62,7 +71,7 @@ def test_calls_are_read_with_their_unit_and_size(record: CallRecord, files: Call
         Call("broadcast"),
     )
     assert (calls.last, calls.ranks, calls.enqueues, calls.timeout) == (5, "0,1", False, 90.0)
-    assert from_json(json.loads(json.dumps(found.to_json()))).groups == found.groups
+    assert rank_from_json(json.loads(json.dumps(found.to_json()))).groups == found.groups
 
 
 def test_wait_is_read_until_it_ends(record: CallRecord, files: CallFiles) -> None:
@@ -73,7 +82,7 @@ def test_wait_is_read_until_it_ends(record: CallRecord, files: CallFiles) -> Non
     time.sleep(0.02)
     wait = read_calls(0, files).wait
     assert wait is not None and (wait.number, wait.call.operation) == (1, "all-reduce") and wait.seconds >= 0.02
-    seen = glance(files.calls)
+    seen = read_header(files.calls)
     assert seen is not None and seen.waiting >= 0.02 and seen.count == 2
     record.waited()
     assert read_calls(0, files).wait is None
@@ -111,7 +120,7 @@ def test_arrivals_are_recorded_as_a_group(record: CallRecord, files: CallFiles) 
 
 def test_closed_record_ignores_arrivals(files: CallFiles) -> None:
     CallRecord().on_arrival("Accelerator.save_state")
-    assert glance(files.calls) is None and read_calls(0, files).groups == {}
+    assert read_header(files.calls) is None and read_calls(0, files).groups == {}
 
 
 def test_unknown_tensors_do_not_stop_a_collective(record: CallRecord, files: CallFiles) -> None:

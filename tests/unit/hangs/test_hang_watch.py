@@ -23,17 +23,16 @@ import pytest
 import torch.distributed as dist
 
 from hf_fsdp_plugin.cli.exit_codes import HANG
-from hf_fsdp_plugin.hangs import hang_report, hang_watch, inquiries, processes
-from hf_fsdp_plugin.hangs.call_files import read_calls
-from hf_fsdp_plugin.hangs.calls import RankCalls
-from hf_fsdp_plugin.hangs.hang_report import FoundHang, found_hang, write_hang
-from hf_fsdp_plugin.hangs.hang_watch import DEFAULT_LIMIT, LIMIT_VARIABLE, Hang, HangWatch, hang_limit
-from hf_fsdp_plugin.hangs.inquiries import Inquiries, JobStore, StoreInquiries, StoreLost
-from hf_fsdp_plugin.hangs.processes import Use, is_halted, processor_use
+from hf_fsdp_plugin.hangs import hang_queries, hang_report, hang_watch, processes
+from hf_fsdp_plugin.hangs.calls import HANG_LIMIT_VARIABLE, RankCalls, read_calls
+from hf_fsdp_plugin.hangs.hang_queries import HangQueries, JobStore, StoreLost, StoreQueries
+from hf_fsdp_plugin.hangs.hang_report import FoundHang, Hang, found_hang, write_hang
+from hf_fsdp_plugin.hangs.hang_watch import DEFAULT_LIMIT, HangWatch, hang_limit
+from hf_fsdp_plugin.hangs.processes import ProcessorUse, is_halted, processor_use
 from hf_fsdp_plugin.hangs.rank_files import RankFiles
 from hf_fsdp_plugin.hangs.record import CallRecord
 from hf_fsdp_plugin.runs.exits import RunResult
-from hf_fsdp_plugin.runs.failure_summary import exit_code, format_failures
+from hf_fsdp_plugin.runs.failure_summary import format_failures
 
 LIMIT = 0.4
 SLEEPS = "import time; time.sleep(60)"
@@ -107,7 +106,7 @@ def watch_for(ranks: list[Rank], seconds: float, **options: object) -> tuple[Han
         **{  # type: ignore[arg-type]
             "limit": LIMIT,
             "is_strict": True,
-            "inquiries": Inquiries(),
+            "hang_queries": HangQueries(),
             "notice": lambda notice: notices.append(str(notice)),
             **options,
         }
@@ -138,8 +137,8 @@ def test_late_rank_is_reported_after_the_limit(ranks: Make, tmp_path: Path) -> N
     assert not found.claim(file), "only one rank reports the hang"
     assert list(tmp_path.glob("hang.json*")) == [file]
     result = RunResult(exits=(), hang=found)
-    assert exit_code(result) == HANG and format_failures(result) == found.text
-    assert exit_code(RunResult(exits=(), remote_failure=f"machine 1: {found.message}")) == HANG
+    assert result.exit_code == HANG and format_failures(result) == found.text
+    assert RunResult(exits=(), remote_failure=found.message, has_remote_hang=True).exit_code == HANG
 
 
 def test_wait_that_ends_is_not_reported(ranks: Make) -> None:
@@ -185,8 +184,8 @@ def test_use_of_a_session_contains_its_children(monkeypatch: pytest.MonkeyPatch,
     for pid in known:
         (tmp_path / str(pid)).mkdir()
     monkeypatch.setattr(processes, "Path", lambda path: tmp_path)
-    assert processor_use([7]) == {7: Use(9.0, False, 4.0, 34, True)}
-    assert processor_use([9]) == {9: Use(4.0, True, 0.0, 2, False)}
+    assert processor_use([7]) == {7: ProcessorUse(9.0, False, 4.0, 34, True)}
+    assert processor_use([9]) == {9: ProcessorUse(4.0, True, 0.0, 2, False)}
 
 
 def test_rank_that_reads_files_has_five_limits(ranks: Make, tmp_path: Path) -> None:
@@ -242,22 +241,22 @@ def test_standstill_is_noticed_once(ranks: Make) -> None:
     assert hang is None and len(notices) == 1 and "FSDP-W733" in notices[0]
 
 
-def inquiries_of(store: dist.Store, machine: int, world_size: int) -> StoreInquiries:
+def queries_of(store: dist.Store, machine: int, world_size: int) -> StoreQueries:
     """Of a machine with one rank, which registers."""
-    made = StoreInquiries(JobStore(lambda: store), name=f"machine {machine}", ranks=[machine], world_size=world_size)
+    made = StoreQueries(JobStore(lambda: store), name=f"machine {machine}", ranks=[machine], world_size=world_size)
     assert not made.is_asked()
     return made
 
 
 @pytest.fixture(autouse=True)
 def looks_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(inquiries, "_LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(hang_queries, "_LOOK_SECONDS", 0.0)
 
 
 def test_machines_answer_each_other_and_name_silent_ones() -> None:
     seconds = 2.0
     store = dist.HashStore()
-    machines = [inquiries_of(store, machine, 4) for machine in range(3)]
+    machines = [queries_of(store, machine, 4) for machine in range(3)]
     found: list[list[RankCalls] | None] = []
     thread = threading.Thread(target=lambda: found.append(machines[0].ask([RankCalls(rank=0)], seconds)))
     thread.start()
@@ -277,7 +276,7 @@ def test_waiting_machines_ask_for_one_number() -> None:
     """All machines of a job ask at the same time when it hangs, and the store has one process."""
     seconds = 1.0
     store = dist.HashStore()
-    others = [inquiries_of(store, machine, 64) for machine in range(64)]
+    others = [queries_of(store, machine, 64) for machine in range(64)]
     checks: list[str] = []
 
     class Counted:
@@ -294,11 +293,13 @@ def test_waiting_machines_ask_for_one_number() -> None:
     assert len([key for key in checks if key.startswith("1/")]) <= 63, "they are looked for when their number changes"
 
 
-@pytest.mark.parametrize("data", [zlib.compress(bytes(inquiries._MAX_ANSWER + 1)), b"no zlib", zlib.compress(b"[1]")])
+@pytest.mark.parametrize(
+    "data", [zlib.compress(bytes(hang_queries._MAX_ANSWER + 1)), b"no zlib", zlib.compress(b"[1]")]
+)
 def test_machine_with_an_invalid_answer_is_silent(data: bytes) -> None:
     seconds = 0.3
     store = dist.HashStore()
-    first, _ = inquiries_of(store, 0, 2), inquiries_of(store, 1, 2)
+    first, _ = queries_of(store, 0, 2), queries_of(store, 1, 2)
     store.set("1/1", base64.b64encode(data).decode())
     store.add("1/answers", 1)
     assert first.ask([RankCalls(rank=0)], seconds) == [RankCalls(rank=1, state="unreachable", detail="machine 1")]
@@ -308,7 +309,7 @@ def test_machine_with_an_invalid_answer_is_silent(data: bytes) -> None:
 def test_machine_with_an_invalid_name_is_unreachable(content: str) -> None:
     seconds = 0.3
     store = dist.HashStore()
-    first, _ = inquiries_of(store, 0, 2), inquiries_of(store, 1, 2)
+    first, _ = queries_of(store, 0, 2), queries_of(store, 1, 2)
     store.set("machine/1", content)
     assert first.ask([RankCalls(rank=0)], seconds) == [RankCalls(rank=1, state="unreachable", detail="another machine")]
 
@@ -322,7 +323,7 @@ def test_request_that_does_not_end_blocks_no_other() -> None:
         with pytest.raises(StoreLost):
             store.ask(lambda _: None, 0.3)
     assert time.monotonic() - begin < 5
-    assert len([each for each in threading.enumerate() if each.name == inquiries.THREAD]) == 1
+    assert len([each for each in threading.enumerate() if each.name == hang_queries.THREAD]) == 1
     assert not store.join(0.1)
     released.set()
     assert store.join(10) and store.ask(lambda _: 1) == 1
@@ -342,7 +343,7 @@ def test_hang_dump_in_a_shared_folder_has_no_known_name(tmp_path: Path, monkeypa
 def test_machines_that_ask_at_once_answer_each_other() -> None:
     store = dist.HashStore()
     found: dict[int, list[RankCalls] | None] = {}
-    machines = [inquiries_of(store, machine, 2) for machine in (0, 1)]
+    machines = [queries_of(store, machine, 2) for machine in (0, 1)]
 
     def ask(machine: int) -> None:
         own = [RankCalls(rank=machine)]
@@ -363,17 +364,17 @@ def test_machines_that_ask_at_once_answer_each_other() -> None:
 
 def test_first_announcement_ends_all_machines(ranks: Make) -> None:
     store = dist.HashStore()
-    mine, other = inquiries_of(store, 0, 4), inquiries_of(store, 1, 4)
+    mine, other = queries_of(store, 0, 4), queries_of(store, 1, 4)
     assert other.announce({"text": "rank 3 hangs"})
     assert not mine.announce({"text": "rank 0 hangs"}) and mine.announced == {"text": "rank 3 hangs"}
     both = ranks()
     both[1].record.begin(Group(), "all-reduce", None)  # type: ignore[arg-type]
-    hang, _ = watch_for(both, LIMIT * 3, inquiries=inquiries_of(store, 2, 4))
+    hang, _ = watch_for(both, LIMIT * 3, hang_queries=queries_of(store, 2, 4))
     assert hang is None, "the machine that has announced a hang does not answer any more"
 
 
 def test_silent_machine_is_late(ranks: Make) -> None:
-    class Silent(Inquiries):
+    class Silent(HangQueries):
         def ask(self, ranks: object, seconds: float = 0.0) -> list[RankCalls]:
             return [RankCalls(rank=rank, state="unreachable", detail="machine 1 (b)") for rank in (2, 3)]
 
@@ -381,7 +382,7 @@ def test_silent_machine_is_late(ranks: Make) -> None:
     both[1].record.begin(Group(), "all-reduce", None)  # type: ignore[arg-type]
     for rank in both:
         rank.files.calls.names.write_text(rank.files.calls.names.read_text().replace("0,1", "0-3"))
-    hang, _ = watch_for(both, 20.0, inquiries=Silent())
+    hang, _ = watch_for(both, 20.0, hang_queries=Silent())
     assert hang is not None and hang.diagnosis.ranks == (2, 3)
     assert "is on machine 1 (b), which does not answer" in hang.problem.message
 
@@ -398,7 +399,7 @@ def test_silent_machine_is_late(ranks: Make) -> None:
 def test_limit_is_read_from_flag_then_environment(
     monkeypatch: pytest.MonkeyPatch, flag: str | None, variable: str, expected: tuple[float, bool]
 ) -> None:
-    monkeypatch.setenv(LIMIT_VARIABLE, variable)
+    monkeypatch.setenv(HANG_LIMIT_VARIABLE, variable)
     assert hang_limit(flag) == expected
 
 
@@ -406,8 +407,8 @@ def test_limit_is_read_from_flag_then_environment(
 def test_wrong_limit_is_refused(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
     with pytest.raises(ValueError, match="--hang_timeout"):
         hang_limit(value)
-    monkeypatch.setenv(LIMIT_VARIABLE, value)
-    with pytest.raises(ValueError, match=LIMIT_VARIABLE):
+    monkeypatch.setenv(HANG_LIMIT_VARIABLE, value)
+    with pytest.raises(ValueError, match=HANG_LIMIT_VARIABLE):
         hang_limit(None)
 
 

@@ -13,13 +13,13 @@ from pathlib import Path
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from hf_fsdp_plugin.hangs.failures import ERROR_FILE_VARIABLE, write_error_file
-from hf_fsdp_plugin.hangs.places import read_stack
+from hf_fsdp_plugin.hangs.rank_exit import ERROR_FILE_VARIABLE, write_error_file
+from hf_fsdp_plugin.hangs.rank_stacks import read_stack
 
 HELD = """
 import os, signal, sys, threading, time
 from pathlib import Path
-from hf_fsdp_plugin.hangs.sigterm import delayed_sigterm, hold_sigterm
+from hf_fsdp_plugin.hangs.rank_exit import delayed_sigterm, hold_sigterm
 stacks = Path(sys.argv[1])
 held = hold_sigterm(stacks)
 def end(): os.kill(os.getpid(), signal.SIGTERM)

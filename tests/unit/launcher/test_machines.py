@@ -9,11 +9,10 @@ from typing import Any
 import pytest
 from torch.distributed import HashStore
 
-from hf_fsdp_plugin.hangs.places import RanksAt
+from hf_fsdp_plugin.hangs.rank_stacks import RanksAt
 from hf_fsdp_plugin.launcher import machines as module
 from hf_fsdp_plugin.launcher.machines import Machines
-from hf_fsdp_plugin.runs.restart_rule import Verdict
-from hf_fsdp_plugin.runs.restarts import FailedAttempt
+from hf_fsdp_plugin.runs.restart_policy import AttemptVerdict, FailedAttempt
 
 
 @pytest.fixture(autouse=True)
@@ -29,8 +28,8 @@ def store() -> Any:
     return store
 
 
-def verdict(failure: str) -> Verdict:
-    return Verdict(attempt=FailedAttempt(failure=failure, steps=3))
+def verdict(failure: str) -> AttemptVerdict:
+    return AttemptVerdict(attempt=FailedAttempt(failure=failure, steps=3))
 
 
 def test_first_announcement_holds_on_all_machines() -> None:
@@ -54,7 +53,7 @@ def test_machine_that_announced_and_is_gone_was_lost() -> None:
 
 
 def test_silent_machine_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(module.LIMIT_VARIABLE, "0.2")
+    monkeypatch.setenv(module.MACHINE_LIMIT_VARIABLE, "0.2")
     shared = store()
     one, two = Machines(shared, 0, 2), Machines(shared, 1, 2)
     two.failure()
@@ -69,9 +68,9 @@ def test_places_of_other_machines_come_to_the_first(monkeypatch: pytest.MonkeyPa
     one, two = (Machines(shared, machine, 3) for machine in range(2))
     one.announce("rank 0: boom")
     two.failure()
-    assert two.share_places([RanksAt((1,), "", "in forward")])[1][0].startswith("machine 0 failed first")
+    assert two.share_places([RanksAt((1,), "in forward")])[1][0].startswith("machine 0 failed first")
     found, notes = one.share_places([])
-    assert found == [RanksAt((1,), "", "in forward")]
+    assert found == [RanksAt((1,), "in forward")]
     assert notes == ["the ranks of machines 2 are not included: see their launchers' output"]
 
 

@@ -16,15 +16,17 @@ import pytest
 
 from hf_fsdp_plugin import SpecError
 from hf_fsdp_plugin.launcher.attempts import first_restarts
-from hf_fsdp_plugin.launcher.facts import Facts, compare
+from hf_fsdp_plugin.launcher.machines import RunFacts, compare_facts
 from hf_fsdp_plugin.launcher.rendezvous import MachinesRendezvous, Rendezvous, _check_address
 from hf_fsdp_plugin.launcher.world import World
-from hf_fsdp_plugin.runs.restarts import FailedAttempt, Restarts
+from hf_fsdp_plugin.runs.restart_policy import FailedAttempt, Restarts
 from hf_fsdp_plugin.spec.model import LaunchSection
 
 RUN = Restarts(run_id="a", max_restarts=3)
 ONCE = RUN.after(FailedAttempt(failure="rank 0: exit code 1"))
-FACTS = Facts(ranks=1, device="cpu", max_restarts=3, machines="2:2", command="train.py", settings={"fsdp.version": "2"})
+FACTS = RunFacts(
+    ranks=1, device="cpu", max_restarts=3, machines="2:2", command="train.py", settings={"fsdp.version": "2"}
+)
 
 
 @pytest.fixture(autouse=True)
@@ -40,7 +42,7 @@ def port() -> int:
 
 
 def machine(
-    number: int, port: int, restarts: Restarts = RUN, facts: Facts = FACTS, size: int = 2, **more: Any
+    number: int, port: int, restarts: Restarts = RUN, facts: RunFacts = FACTS, size: int = 2, **more: Any
 ) -> MachinesRendezvous:
     launch = LaunchSection(
         num_machines=size, machine_rank=number, main_process_ip="127.0.0.1", main_process_port=port, use_cpu=True
@@ -215,10 +217,10 @@ def test_port_in_use_is_refused_at_once(port: int) -> None:
     ],
 )
 def test_differences_are_named(change: dict[str, Any], text: str) -> None:
-    problem = compare(replace(FACTS, **change), FACTS.to_text().encode())
+    problem = compare_facts(replace(FACTS, **change), FACTS.to_text().encode())
     assert problem is not None and problem.code == "FSDP-E708" and text in problem.message
-    assert compare(FACTS, FACTS.to_text().encode()) is None
-    assert compare(FACTS, b"[1]") is not None
+    assert compare_facts(FACTS, FACTS.to_text().encode()) is None
+    assert compare_facts(FACTS, b"[1]") is not None
 
 
 def met_a_killed_host(port: int) -> MachinesRendezvous:

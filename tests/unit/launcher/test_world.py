@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from hf_fsdp_plugin import FsdpSpec, Origin, SpecError
-from hf_fsdp_plugin.launcher.accelerators import Accelerators
+from hf_fsdp_plugin.launcher.device_search import FoundDevices
 from hf_fsdp_plugin.launcher.world import resolve_world
 from hf_fsdp_plugin.spec.model import LaunchSection, MeshSection
 
-GPUS = {count: Accelerators(kind="cuda", count=count) for count in (1, 2, 3, 4, 8)}
-CPU = Accelerators()
+GPUS = {count: FoundDevices(kind="cuda", count=count) for count in (1, 2, 3, 4, 8)}
+CPU = FoundDevices()
 TWO_MACHINES = {"num_machines": 2, "num_processes": 2, "main_process_ip": "127.0.0.1", "use_cpu": True}
 
 
@@ -33,7 +33,7 @@ def spec(**launch: object) -> FsdpSpec:
         ({**TWO_MACHINES, "num_processes": 8, "use_cpu": False}, GPUS[4], ("cuda", 4, 8, "")),
     ],
 )
-def test_resolve_world_without_problems(launch: dict[str, Any], found: Accelerators, expected: tuple) -> None:
+def test_resolve_world_without_problems(launch: dict[str, Any], found: FoundDevices, expected: tuple) -> None:
     resolved = resolve_world(spec(**launch), found)
     assert (resolved.device, resolved.num_local, resolved.size, resolved.gpu_ids) == expected
     assert resolved.problems == ()
@@ -50,7 +50,7 @@ def test_resolve_world_without_problems(launch: dict[str, Any], found: Accelerat
         ({**TWO_MACHINES, "main_process_port": 0}, CPU, "FSDP-E705", "29500"),
     ],
 )
-def test_resolve_world_reports_a_code(launch: dict[str, Any], found: Accelerators, code: str, part: str) -> None:
+def test_resolve_world_reports_a_code(launch: dict[str, Any], found: FoundDevices, code: str, part: str) -> None:
     origins = {f"launch.{name}": Origin(source="fsdp.yaml", line=1) for name in launch}
     asked = replace(spec(**launch), origins=origins)
     with pytest.raises(SpecError) as caught:
@@ -60,7 +60,7 @@ def test_resolve_world_reports_a_code(launch: dict[str, Any], found: Accelerator
 
 
 def test_unsupported_accelerator_is_refused_unless_cpu_is_used() -> None:
-    npus = Accelerators(kind="npu", count=8)
+    npus = FoundDevices(kind="npu", count=8)
     assert resolve_world(spec(use_cpu=True), npus).device == "cpu"
     with pytest.raises(SpecError) as caught:
         resolve_world(spec(), npus)

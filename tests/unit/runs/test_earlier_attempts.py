@@ -15,16 +15,15 @@ import pytest
 
 from hf_fsdp_plugin.hangs.hang_report import FoundHang
 from hf_fsdp_plugin.hangs.rank_files import RankFiles
-from hf_fsdp_plugin.runs.earlier_attempts import Offer, make_offer, mark_begin, merge, remember
+from hf_fsdp_plugin.runs.earlier_attempts import Offer, make_offer, mark_begin, merge_offers, remember_run
 from hf_fsdp_plugin.runs.identity import RunIdentity
-from hf_fsdp_plugin.runs.restart_rule import Decision
-from hf_fsdp_plugin.runs.restarts import Restarts
+from hf_fsdp_plugin.runs.restart_policy import RestartDecision, Restarts
 
 KILLED = "ended without an error record"
 CRASH = """\
 import os, sys
 from pathlib import Path
-from hf_fsdp_plugin.hangs.places import stack_file
+from hf_fsdp_plugin.hangs.rank_stacks import stack_file
 stack_file.open(Path(sys.argv[1]), crashes="record", takes_over=True)
 os.kill(os.getpid(), int(sys.argv[2]))
 """
@@ -61,9 +60,9 @@ class Machine:
             files.failure.write_text(json.dumps(how))
         return files
 
-    def agree(self, *offers: Offer) -> Decision:
-        agreed = Offer.from_text(merge(offers).to_text())
-        remember(self.folder, agreed, self.attempt)
+    def agree(self, *offers: Offer) -> RestartDecision:
+        agreed = Offer.from_text(merge_offers(offers).to_text())
+        remember_run(self.folder, agreed, self.attempt)
         return agreed.known
 
 
@@ -73,7 +72,7 @@ def texts(restarts: Restarts) -> list[str]:
 
 def test_killed_rank_is_the_cause_and_its_steps_are_counted(tmp_path: Path) -> None:
     one = Machine(tmp_path)
-    assert one.agree(one.start(0)) == Decision(restarts=Restarts(run_id="run0", max_restarts=5))
+    assert one.agree(one.start(0)) == RestartDecision(restarts=Restarts(run_id="run0", max_restarts=5))
     one.leave(0, failure(message="RuntimeError: Connection closed by peer"), steps=5)
     one.leave(1, steps=5)
     found = one.agree(one.start(1)).restarts
@@ -160,7 +159,7 @@ def test_attempts_without_files_are_counted(tmp_path: Path) -> None:
     other = Machine(tmp_path, 1)
     assert texts(other.agree(other.start(2)).restarts) == ["an attempt of which no record is left"] * 2
     identity = RunIdentity(id="a", attempt=1)
-    assert merge([make_offer(None, identity, rank=0, machine=0)]).known.restarts.count == 1
+    assert merge_offers([make_offer(None, identity, rank=0, machine=0)]).known.restarts.count == 1
 
 
 def test_attempts_without_an_agreement_are_counted(tmp_path: Path) -> None:
@@ -255,8 +254,8 @@ def test_folder_that_is_gone_does_not_end_the_training(tmp_path: Path) -> None:
     one.agree(one.start(0))
     identity = RunIdentity(id="run0", attempt=1, max_restarts=5)
     offer = make_offer(tmp_path / "gone" / "1-1", identity, rank=0, machine=0)
-    remember(tmp_path / "gone" / "1-1", merge([offer]), 1)
-    assert merge([offer]).known.restarts.count == 1
+    remember_run(tmp_path / "gone" / "1-1", merge_offers([offer]), 1)
+    assert merge_offers([offer]).known.restarts.count == 1
 
 
 def test_message_of_a_machine_does_not_grow_with_its_ranks(tmp_path: Path) -> None:

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from hf_fsdp_plugin.hangs.calls import Call, GroupCalls, RankCalls
-from hf_fsdp_plugin.hangs.places import Frame, RanksAt
-from hf_fsdp_plugin.hangs.step_count import Counts
+from hf_fsdp_plugin.hangs.rank_stacks import Frame, RanksAt
+from hf_fsdp_plugin.hangs.record import Counts
 from hf_fsdp_plugin.launcher.run_script import __file__ as LIBRARY_FILE
 from hf_fsdp_plugin.runs.exits import RankExit, RunResult
-from hf_fsdp_plugin.runs.failure_summary import exit_code, format_failures
+from hf_fsdp_plugin.runs.failure_summary import format_failures
 
 SAVE = (Frame("/work/train.py", 30, "main"), Frame(LIBRARY_FILE, 9, "save_state"))
 BACKWARD = (Frame("/work/train.py", 20, "main"), Frame(LIBRARY_FILE, 9, "backward"))
@@ -44,7 +44,7 @@ def test_aborted_rank_names_all_places() -> None:
     assert "ranks 1, 2 was in backward" not in text
     assert "ranks 1, 2 were in backward at /work/train.py:20 after 7 optimizer steps." in text
     assert "/work/train.py:30, in main" in text, "the stack of the aborted rank"
-    assert exit_code(result) == 134
+    assert result.exit_code == 134
 
 
 def test_rank_that_has_ended_is_named() -> None:
@@ -76,8 +76,8 @@ def test_halted_rank_is_named() -> None:
 
 def test_places_of_other_machines_are_merged() -> None:
     lost, note = rank(0, failure=LOST, stack=BACKWARD, counts=Counts(7, 0)), "machine 2 is not included"
-    same = RanksAt((4, 5), "", "in backward at /work/train.py:20 after 7 optimizer steps")
-    other = RanksAt((6,), "", "in save_state")
+    same = RanksAt((4, 5), "in backward at /work/train.py:20 after 7 optimizer steps")
+    other = RanksAt((6,), "in save_state")
     text = format_failures(RunResult(exits=(lost,), elsewhere=(same, other), notes=(note,)))
     assert "ranks 0, 4, 5 were in backward" in text and "; rank 6 was in save_state." in text and note in text
     assert "FSDP-E743" not in format_failures(RunResult(exits=(lost,), elsewhere=(same,), notes=(note,)))
@@ -85,7 +85,7 @@ def test_places_of_other_machines_are_merged() -> None:
 
 def test_many_places_are_shortened() -> None:
     lost = rank(0, failure=LOST, stack=BACKWARD)
-    text = format_failures(RunResult(exits=(lost,), elsewhere=tuple(RanksAt((n,), "", f"in {n}") for n in range(9))))
+    text = format_failures(RunResult(exits=(lost,), elsewhere=tuple(RanksAt((n,), f"in {n}") for n in range(9))))
     assert "; rank 6 was in 6; and 2 more places." in text and "rank 7" not in text
 
 
@@ -102,7 +102,7 @@ def test_stopped_run_names_different_places(stack: tuple[Frame, ...]) -> None:
 
 @pytest.mark.parametrize(("code", "named"), [("FSDP-E670", True), ("FSDP-E201", False)])
 def test_places_explain_a_call_that_ranks_did_not_make(code: str, named: bool) -> None:
-    failure = {**LOST, "kind": "spec", "message": f"rank 1 did not call it. [{code}]"}
+    failure = {**LOST, "kind": "spec", "message": "rank 1 did not call it.", "codes": [code]}
     text = summary(
         rank(0, failure=failure), rank(1, -signal.SIGTERM, stopped=True, stack=BACKWARD, counts=Counts(1, 0))
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hf_fsdp_plugin.runs.restarts import FailedAttempt, Restarts
+from hf_fsdp_plugin.runs.restart_policy import FailedAttempt, Restarts
 
 
 def attempt(began: int | None, steps: int | None) -> FailedAttempt:

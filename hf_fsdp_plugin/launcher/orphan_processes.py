@@ -30,7 +30,7 @@ _DONE = b"done"
 
 
 @dataclass(frozen=True, slots=True)
-class Leftover:
+class OrphanProcess:
     """A process that still runs although its rank has exited.
 
     Attributes:
@@ -48,7 +48,7 @@ def run_name() -> str:
     return f"{os.getpid()}-{time.time_ns()}"
 
 
-def processes_of(run: str) -> list[Leftover]:
+def processes_of(run: str) -> list[OrphanProcess]:
     """Return the running processes whose environment names this run. Zombies are not included."""
     wanted = f"{RUN_VARIABLE}={run}".encode()
     found = []
@@ -58,13 +58,13 @@ def processes_of(run: str) -> list[Leftover]:
             if wanted in environ:
                 rank = next((line[5:] for line in environ if line.startswith(b"RANK=")), b"?")
                 command = (folder / "cmdline").read_bytes().replace(b"\0", b" ").strip()
-                found.append(Leftover(int(folder.name), rank.decode(), command.decode(errors="replace")))
+                found.append(OrphanProcess(int(folder.name), rank.decode(), command.decode(errors="replace")))
         except OSError:  # it has exited, or it belongs to another user
             continue
     return found
 
 
-def end_processes(run: str, *, on_term: Callable[[list[Leftover]], None] | None = None) -> None:
+def end_processes(run: str, *, on_term: Callable[[list[OrphanProcess]], None] | None = None) -> None:
     """End the processes of a run whose ranks have exited.
 
     Args:
@@ -84,7 +84,7 @@ def end_processes(run: str, *, on_term: Callable[[list[Leftover]], None] | None 
         time.sleep(_POLL_SECONDS)
 
 
-def _wait(run: str) -> list[Leftover]:
+def _wait(run: str) -> list[OrphanProcess]:
     """Return the processes that have not exited in time."""
     deadline = time.monotonic() + _PATIENCE_SECONDS
     while (left := processes_of(run)) and time.monotonic() < deadline:
@@ -92,7 +92,7 @@ def _wait(run: str) -> list[Leftover]:
     return left
 
 
-def _send(processes: list[Leftover], number: int) -> None:
+def _send(processes: list[OrphanProcess], number: int) -> None:
     for process in processes:
         try:
             os.kill(process.pid, number)

@@ -25,7 +25,10 @@ import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, TypeVar
 
-from hf_fsdp_plugin.hangs.calls import RankCalls, from_json
+from hf_fsdp_plugin.hangs.calls import RankCalls, rank_from_json
+from hf_fsdp_plugin.hangs.rank_files import RankFiles
+from hf_fsdp_plugin.hangs.rank_stacks import current_stack, find_place
+from hf_fsdp_plugin.hangs.record import read_counts, record
 from hf_fsdp_plugin.text import printable
 
 THREAD: Final = "hf_fsdp_store"
@@ -93,7 +96,7 @@ class JobStore:
         return self._thread is None or not self._thread.is_alive()
 
 
-class Inquiries:
+class HangQueries:
     """The questions of a single machine: there is nobody to ask.
 
     Attributes:
@@ -125,7 +128,7 @@ class Inquiries:
         return True
 
 
-class StoreInquiries(Inquiries):
+class StoreQueries(HangQueries):
     """The questions of several machines that share a store.
 
     Args:
@@ -273,7 +276,7 @@ def _unpack(text: str) -> list[RankCalls]:
         data = inflated.decompress(base64.b64decode(text), _MAX_ANSWER)
         if not inflated.eof:
             raise ValueError(f"an answer with more than {_MAX_ANSWER:,} bytes, or a part of one")
-        return [from_json(content) for content in _escaped(json.loads(data))]
+        return [rank_from_json(content) for content in _escaped(json.loads(data))]
     except (zlib.error, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise ValueError(str(error)) from error
 
@@ -285,3 +288,47 @@ def _escaped(content: Any) -> Any:
     if isinstance(content, list):
         return [_escaped(each) for each in content]
     return {key: _escaped(value) for key, value in content.items()} if isinstance(content, dict) else content
+
+
+class PlaceInStore:
+    """Writes where this rank is to the store of the job, while it does not move: other ranks may wait for it in a call.
+
+    Args:
+        limit: seconds without a change after which the place is written.
+    """
+
+    def __init__(self, store: JobStore, rank: int, files: RankFiles, limit: float) -> None:
+        self._store, self._rank, self._files, self._limit = store, rank, files, limit
+        self._position: tuple[Any, ...] = ()
+        self._since = self._next_poll = 0.0
+        self._is_written = False
+
+    def poll(self) -> None:
+        now = time.monotonic()
+        if now < self._next_poll:
+            return
+        self._next_poll = now + min(1.0, self._limit / 4)
+        stack, position = current_stack(record.main)
+        if position != self._position:
+            self._position, self._since = position, now
+            if self._is_written:
+                self._is_written = False
+                self._send(None)
+        elif not self._is_written and now - self._since >= self._limit:
+            self._is_written = True
+            self._send(str(find_place(stack, read_counts(self._files.steps)) or ""))
+
+    def _send(self, place: str | None) -> None:
+        from hf_fsdp_plugin.backends.arrival_rounds import place_key, place_store
+
+        key = place_key(self._rank)
+
+        def request(store: Any) -> None:
+            places = place_store(store)
+            if place is None:
+                places.delete_key(key)
+            else:
+                places.set(key, json.dumps({"place": place}))
+
+        with contextlib.suppress(StoreLost):
+            self._store.ask(request)

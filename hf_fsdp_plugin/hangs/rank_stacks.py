@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal
 
-from hf_fsdp_plugin.hangs.step_count import Counts
+from hf_fsdp_plugin.hangs.record import Counts
 from hf_fsdp_plugin.text import format_names, plural
 
 STACK_SIGNAL: Final = getattr(signal, "SIGRTMAX", 0) - 3 if hasattr(signal, "SIGRTMAX") else None
@@ -79,7 +79,7 @@ class Frame:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class RankPlace:
     """Where a rank was.
 
     Attributes:
@@ -100,7 +100,7 @@ class Place:
             parts.append(f"({self.collective})" if self.call else f"in {self.collective}")
         if self.frame is not None:
             code = linecache.getline(self.frame.file, self.frame.line).strip()
-            parts.append(f"at {relative(self.frame.file)}:{self.frame.line}" + (f" `{code}`" if code else ""))
+            parts.append(f"at {relative_path(self.frame.file)}:{self.frame.line}" + (f" `{code}`" if code else ""))
         if self.counts is not None:
             parts.append(f"after {plural(self.counts.steps, 'optimizer step')}")
             if self.counts.forwards:
@@ -108,31 +108,46 @@ class Place:
         return " ".join(parts)
 
 
+_STATES: Final = {
+    "ended": "had ended the script",
+    "exited": "had exited before the end of its script",
+    "halted": "did not run, because its process was stopped by SIGSTOP or a debugger",
+    "unreachable": "is on {detail}, which does not answer",
+}
+
+
+def describe_state(state: str, detail: str = "") -> str:
+    """Return what has happened to a rank that does not run (see ``RankCalls.state``); empty for one that runs."""
+    return _STATES.get(state, "").format(detail=detail)
+
+
 @dataclass(frozen=True, slots=True)
 class RanksAt:
     """Ranks that were at the same place.
 
     Attributes:
-        state: what had happened to them before, such as ``had ended the script``; may be empty.
-        place: the text of their :class:`Place`; empty if it is unknown.
+        state, detail: as in ``RankCalls``.
+        place: the text of their :class:`RankPlace`; empty if it is unknown.
     """
 
     ranks: tuple[int, ...]
-    state: str
     place: str
+    state: str = "running"
+    detail: str = ""
 
     def __str__(self) -> str:
         is_one = len(self.ranks) == 1
         was = f"{'was' if is_one else 'were'} {self.place}" if self.place else ""
         ranks = f"rank {self.ranks[0]}" if is_one else f"ranks {format_names(self.ranks, 16)}"
-        return f"{ranks} {' and '.join(part for part in (self.state, was) if part)}"
+        state = describe_state(self.state, self.detail)
+        return f"{ranks} {' and '.join(part for part in (state, was) if part)}"
 
 
-def merged(groups: Iterable[RanksAt]) -> list[RanksAt]:
+def merge_places(groups: Iterable[RanksAt]) -> list[RanksAt]:
     """Return one group for each state and place."""
-    ranks: dict[tuple[str, str], list[int]] = {}
+    ranks: dict[tuple[str, str, str], list[int]] = {}
     for group in groups:
-        ranks.setdefault((group.state, group.place), []).extend(group.ranks)
+        ranks.setdefault((group.place, group.state, group.detail), []).extend(group.ranks)
     return [RanksAt(tuple(sorted(numbers)), *where) for where, numbers in ranks.items()]
 
 
@@ -245,7 +260,7 @@ def current_stack(thread: int) -> tuple[list[Frame], tuple[Any, ...]]:
     return stack[::-1], tuple(position)
 
 
-def find_place(stack: Sequence[Frame], counts: Counts | None = None) -> Place | None:
+def find_place(stack: Sequence[Frame], counts: Counts | None = None) -> RankPlace | None:
     """Return the place that a stack, outermost frame first, shows; ``None`` for an empty stack."""
     # A collective of objects calls those of tensors: the outer one is named.
     collective = next((frame.name for frame in stack if _is_collective(frame)), "")
@@ -254,8 +269,8 @@ def find_place(stack: Sequence[Frame], counts: Counts | None = None) -> Place | 
         if not is_library(frame.file):
             own = frame
         elif (call := _call_of(frame)) is not None:
-            return Place(call, own, counts, collective)
-    return Place("", own, counts, collective) if own is not None else None
+            return RankPlace(call, own, counts, collective)
+    return RankPlace("", own, counts, collective) if own is not None else None
 
 
 def waits_for_data(stack: Sequence[Frame]) -> bool:
@@ -295,7 +310,7 @@ def _call_of(frame: Frame) -> str | None:
     return _CALLS.get(frame.name)
 
 
-def relative(path: str) -> str:
+def relative_path(path: str) -> str:
     """Return a path relative to the working directory if it is in it."""
     shorter = os.path.relpath(path)
     return path if shorter.startswith("..") else shorter
@@ -325,7 +340,7 @@ def format_frames(frames: Sequence[Mapping[str, Any]]) -> list[str]:
         if num_skipped:
             lines.append(f"  … {plural(num_skipped, 'frame')} in libraries (--debug shows them)")
             num_skipped = 0
-        lines.append(f"  {relative(frame['file'])}:{frame['line']}, in {frame['name']}")
+        lines.append(f"  {relative_path(frame['file'])}:{frame['line']}, in {frame['name']}")
         if frame["code"]:
             lines.append(f"    {frame['code']}")
     return lines

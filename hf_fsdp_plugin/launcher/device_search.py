@@ -24,7 +24,7 @@ _DEVICE_FILES = (
     "/dev/hl[0-9]*",  # Gaudi
     "/dev/neuron[0-9]*",
 )
-_PRINT_ACCELERATORS = """
+_PRINT_DEVICES = """
 import json, torch
 device = torch.accelerator.current_accelerator(check_available=True)
 found = {"kind": device.type, "count": torch.accelerator.device_count()} if device else {"kind": "cpu", "count": 0}
@@ -38,7 +38,7 @@ print(json.dumps(found))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Accelerators:
+class FoundDevices:
     """Type and number of accelerators that torch can use on this machine: ``cuda`` and 8, or ``cpu`` and 0.
 
     Attributes:
@@ -52,7 +52,7 @@ class Accelerators:
     memory_bytes: int = 0
 
 
-class AcceleratorSearch:
+class DeviceSearch:
     """A search that runs in the background.
 
     It starts a process only if the machine has a device file, or a package with a device type that torch loads.
@@ -60,18 +60,18 @@ class AcceleratorSearch:
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[str] | None = None
-        self._found: Accelerators | None = None
+        self._found: FoundDevices | None = None
         has_device_file = any(glob.glob(pattern) for pattern in _DEVICE_FILES)
         if has_device_file or importlib.metadata.entry_points(group="torch.backends"):
             self._process = subprocess.Popen(
-                [sys.executable, "-c", _PRINT_ACCELERATORS],
+                [sys.executable, "-c", _PRINT_DEVICES],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
                 text=True,
             )
 
-    def result(self) -> Accelerators:
+    def result(self) -> FoundDevices:
         """Wait for the search, and return the accelerators."""
         if self._found is None:
             self._found = self._read()
@@ -84,18 +84,18 @@ class AcceleratorSearch:
             self._process.communicate()
             self._process = None
 
-    def _read(self) -> Accelerators:
+    def _read(self) -> FoundDevices:
         if self._process is None:
-            return Accelerators()
+            return FoundDevices()
         process, self._process = self._process, None
         printed, _ = process.communicate()
         lines = printed.splitlines()
         if process.returncode != 0 or not lines:
-            return Accelerators()
-        found = Accelerators(**json.loads(lines[-1]))
-        return Accelerators() if found.kind in ("cpu", "mps") else found
+            return FoundDevices()
+        found = FoundDevices(**json.loads(lines[-1]))
+        return FoundDevices() if found.kind in ("cpu", "mps") else found
 
 
-def find_accelerators() -> Accelerators:
+def find_devices() -> FoundDevices:
     """Return the accelerators of this machine. Apple's GPU serves one process only and is not counted."""
-    return AcceleratorSearch().result()
+    return DeviceSearch().result()

@@ -1,4 +1,4 @@
-"""The search for accelerators of this machine starts a process with torch only if there may be some."""
+"""The search for the devices of this machine starts a process with torch only if there may be some."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from hf_fsdp_plugin.launcher import accelerators
-from hf_fsdp_plugin.launcher.accelerators import Accelerators, AcceleratorSearch, find_accelerators
+from hf_fsdp_plugin.launcher import device_search
+from hf_fsdp_plugin.launcher.device_search import DeviceSearch, FoundDevices, find_devices
 
 
 class Finished:
@@ -26,15 +26,15 @@ class Finished:
 
 @pytest.fixture(autouse=True)
 def no_device_files(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(accelerators, "_DEVICE_FILES", ())
+    monkeypatch.setattr(device_search, "_DEVICE_FILES", ())
     monkeypatch.setattr(subprocess, "Popen", Finished)
 
 
 def test_package_with_a_device_type_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: [group])
-    assert find_accelerators() == Accelerators(kind="sdaa", count=4)
+    assert find_devices() == FoundDevices(kind="sdaa", count=4)
 
 
 def test_nothing_is_started_without_files_and_packages(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: [])
-    assert AcceleratorSearch().result() == Accelerators()
+    assert DeviceSearch().result() == FoundDevices()

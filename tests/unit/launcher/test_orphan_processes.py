@@ -11,8 +11,15 @@ from pathlib import Path
 
 import pytest
 
-from hf_fsdp_plugin.launcher import leftovers
-from hf_fsdp_plugin.launcher.leftovers import RUN_VARIABLE, Guard, Leftover, end_processes, processes_of, run_name
+from hf_fsdp_plugin.launcher import orphan_processes
+from hf_fsdp_plugin.launcher.orphan_processes import (
+    RUN_VARIABLE,
+    Guard,
+    OrphanProcess,
+    end_processes,
+    processes_of,
+    run_name,
+)
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="finds processes in /proc")
 
@@ -61,8 +68,8 @@ def test_processes_are_killed_at_once(child: subprocess.Popen[bytes], other: sub
 
 @pytest.mark.parametrize(("code", "signal_number"), [(SLEEP, 15), (IGNORES_SIGTERM, 9)])
 def test_processes_are_reported_before_sigterm(monkeypatch: pytest.MonkeyPatch, code: str, signal_number: int) -> None:
-    monkeypatch.setattr(leftovers, "_PATIENCE_SECONDS", 0.2)
-    reported: list[list[Leftover]] = []
+    monkeypatch.setattr(orphan_processes, "_PATIENCE_SECONDS", 0.2)
+    reported: list[list[OrphanProcess]] = []
     with start(code) as process:
         end_processes(RUN, on_term=reported.append)
         assert process.wait(10) == -signal_number
@@ -70,7 +77,7 @@ def test_processes_are_reported_before_sigterm(monkeypatch: pytest.MonkeyPatch, 
 
 
 def test_process_that_exits_in_time_is_not_reported() -> None:
-    reported: list[list[Leftover]] = []
+    reported: list[list[OrphanProcess]] = []
     with start("import time; print(flush=True); time.sleep(0.2)") as process:
         end_processes(RUN, on_term=reported.append)
         assert (process.wait(10), reported) == (0, [])
@@ -85,7 +92,7 @@ def test_guard_kills_the_run_of_a_killed_launcher(child: subprocess.Popen[bytes]
     scratch = tmp_path / "scratch"
     scratch.mkdir()
     code = (
-        "import os, sys; from pathlib import Path; from hf_fsdp_plugin.launcher.leftovers import Guard;"
+        "import os, sys; from pathlib import Path; from hf_fsdp_plugin.launcher.orphan_processes import Guard;"
         "Guard(sys.argv[1], Path(sys.argv[2])); os.kill(os.getpid(), 9)"
     )
     subprocess.run([sys.executable, "-c", code, RUN, str(scratch)], check=False)

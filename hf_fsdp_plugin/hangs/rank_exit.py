@@ -1,0 +1,258 @@
+"""How a rank ends: the record of its failure, SIGTERM, and threads that keep its process running."""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import json
+import os
+import select
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from types import FrameType
+from typing import Any, Final
+
+from hf_fsdp_plugin.hangs.rank_files import write_atomically
+from hf_fsdp_plugin.hangs.rank_stacks import Frame, is_library
+from hf_fsdp_plugin.problems import Problem, SpecError
+
+ERROR_FILE_VARIABLE: Final = "TORCHELASTIC_ERROR_FILE"
+"""Environment variable of torch's agent, which prints what the file contains at the end of its output."""
+_PROGRAMS: Final = (os.path.join("launcher", "run_script.py"), os.path.join("hf_fsdp_plugin", "__main__.py"))
+"""Files of this package that run the script: their frames are not shown."""
+_MAX_FRAMES: Final = 300
+_CRASHES: Final = {
+    "Segmentation fault": signal.SIGSEGV,
+    "Aborted": signal.SIGABRT,
+    "Bus error": signal.SIGBUS,
+    "Floating-point exception": signal.SIGFPE,
+    "Floating point exception": signal.SIGFPE,
+    "Illegal instruction": signal.SIGILL,
+}
+"""What ``faulthandler`` writes before the stack of a crash -> its signal."""
+
+
+def is_failure(error: BaseException) -> bool:
+    """Return whether the process exits with a nonzero code. The system keeps the last eight bits of the code."""
+    if not isinstance(error, SystemExit):
+        return True
+    return error.code % 256 != 0 if isinstance(error.code, int) else error.code is not None
+
+
+def failure_of(error: BaseException) -> dict[str, Any]:
+    """Return the failure as JSON."""
+    content: dict[str, Any] = {"time": time.time(), "type": type(error).__name__, "frames": [], "traceback": ""}
+    if isinstance(error, SystemExit):
+        return content | {"kind": "exit", "message": "" if isinstance(error.code, int) else str(error.code)}
+    details = traceback.TracebackException.from_exception(error, limit=-_MAX_FRAMES)
+    content["frames"] = [
+        {"file": f.filename, "line": f.lineno, "name": f.name, "code": f.line or "", "library": is_library(f.filename)}
+        for f in details.stack
+        if not f.filename.endswith(_PROGRAMS) and not f.filename.startswith("<frozen ")
+    ]
+    if isinstance(error, SpecError):
+        codes = [problem.code for problem in error.problems]
+        return content | {"kind": "spec", "message": str(error), "codes": codes}
+    return content | {
+        "kind": "interrupt" if isinstance(error, KeyboardInterrupt) else "exception",
+        "message": "".join(details.format_exception_only()).strip(),
+        "traceback": "".join(details.format()),
+    }
+
+
+def read_failure(path: Path) -> dict[str, Any] | None:
+    """Return the failure that a rank has recorded; ``None`` if it has recorded none."""
+    try:
+        content: dict[str, Any] = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return None
+    return content
+
+
+def read_crash(stacks: Path) -> int:
+    """Return the signal of a crash in native code, whose stack a rank has recorded; 0 without one."""
+    try:
+        text = stacks.read_text(errors="replace")
+    except OSError:
+        return 0
+    return next((number for words, number in _CRASHES.items() if f"Fatal Python error: {words}" in text), 0)
+
+
+def stack_of(failure: Mapping[str, Any] | None) -> list[Frame]:
+    """Return the stack of a failure, outermost frame first; empty without one."""
+    return [Frame(each["file"], each["line"], each["name"]) for each in failure["frames"]] if failure else []
+
+
+def write_error_file(message: str, details: str = "", seconds_ago: int = 0) -> None:
+    """Write the error file of torch's agent, if there is an agent and the script has not written it.
+
+    Args:
+        message: one line.
+        details: what the agent prints; by default the message.
+        seconds_ago: when it happened. The agent names the earliest failure, in whole seconds, as the cause.
+    """
+    path = Path(os.environ.get(ERROR_FILE_VARIABLE, ""))
+    if path.name and not path.exists():
+        more = {"py_callstack": details or message, "timestamp": str(int(time.time()) - seconds_ago)}
+        write_atomically(path, json.dumps({"message": {"message": message, "extraInfo": more}}))
+
+
+_WAKE: Final = b"\n"
+
+
+class HeldSigterm:
+    """Holds SIGTERM for another thread until :meth:`release`, also while the main thread is in native code.
+
+    There, handlers of Python do not run. ``faulthandler`` writes the stack to a pipe, which wakes up the other thread.
+
+    Args:
+        stacks: the file to which this stack is added (see ``hangs.rank_stacks``).
+    """
+
+    def __init__(self, stacks: Path) -> None:
+        self._stacks = stacks
+        self._has_come = False
+        self._read, self._write = os.pipe()
+        os.set_blocking(self._read, False)
+        os.set_blocking(self._write, False)
+        faulthandler.register(signal.SIGTERM, self._write, all_threads=False, chain=False)
+
+    def wait(self, seconds: float) -> bool:
+        """Wait for SIGTERM, or for :meth:`wake`. Returns whether SIGTERM has come."""
+        select.select([self._read], [], [], seconds)
+        with contextlib.suppress(BlockingIOError):
+            text = os.read(self._read, 1 << 16).lstrip(_WAKE)
+            if text:
+                self._has_come = True
+                with contextlib.suppress(OSError), self._stacks.open("ab") as file:
+                    file.write(text)
+        return self._has_come
+
+    def wake(self) -> None:
+        with contextlib.suppress(OSError):
+            os.write(self._write, _WAKE)
+
+    def release(self) -> None:
+        """End this process by SIGTERM if it has come, and otherwise let the next one end it at once."""
+        if _ends_at_once():  # otherwise the script has a handler by now, which has received it
+            faulthandler.unregister(signal.SIGTERM)
+        has_come = self.wait(0)
+        write, self._write = self._write, -1
+        os.close(write)
+        os.close(self._read)
+        if has_come:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def hold_sigterm(stacks: Path) -> HeldSigterm | None:
+    """Hold SIGTERM if it would end this process at once; otherwise return ``None``."""
+    return HeldSigterm(stacks) if hasattr(faulthandler, "register") and _ends_at_once() else None
+
+
+def _ends_at_once() -> bool:
+    return signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+@contextlib.contextmanager
+def delayed_sigterm() -> Iterator[Callable[[], bool]]:
+    """Yield a function that returns whether SIGTERM has come, which ends this process only after the block.
+
+    A launcher sends it as soon as another rank has exited: then the cause, which this rank looks for, is there.
+    """
+    received: list[int] = []
+    if threading.current_thread() is not threading.main_thread() or not _ends_at_once():
+        yield lambda: False
+        return
+    signal.signal(signal.SIGTERM, lambda number, _: received.append(number))
+    try:
+        yield lambda: bool(received)
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+EXIT_LIMIT_VARIABLE = "HF_FSDP_EXIT_TIMEOUT"
+"""Environment variable with the seconds for which threads may keep a rank running after its script has ended."""
+DEFAULT_LIMIT = 300.0
+_NOTICE_SECONDS = 5.0
+_SCRIPT: Final = ("<module>", "_run_module_as_main")
+"""Outermost functions of the main thread while it runs a script."""
+
+
+def exit_limit() -> float:
+    """Return the limit in seconds. Raises ``ValueError`` if the environment variable is not a positive number."""
+    limit = float(os.environ.get(EXIT_LIMIT_VARIABLE, "").strip() or DEFAULT_LIMIT)
+    if not limit > 0:
+        raise ValueError
+    return limit
+
+
+class ExitWatch:
+    """Reports the threads for which the interpreter waits at its exit.
+
+    Args:
+        limit: seconds after which the process ends with ``fail``.
+        notice: called once with a warning that names the threads.
+        fail: records the error. The process exits with 1 afterwards, without exit handlers.
+    """
+
+    def __init__(self, limit: float, *, notice: Callable[[Problem], None], fail: Callable[[Problem], None]) -> None:
+        self._limit, self._notice, self._fail = limit, notice, fail
+        self._since: float | None = None
+        self._is_noticed = False
+
+    def poll(self) -> bool:
+        """Return whether the script has ended. Call it in a thread, again and again."""
+        outermost = _outermost_of_main()
+        if outermost is None or outermost.f_code.co_name in _SCRIPT:
+            return False
+        # Exit handlers, such as the report, run after the threads have ended.
+        if outermost.f_code.co_filename != threading.__file__ or not (held_by := _blocking_threads()):
+            self._since = None
+            return True
+        self._since = self._since or time.monotonic()
+        seconds = time.monotonic() - self._since
+        message = f"the script has ended, but {_describe(held_by)} keep the process running."
+        fix = "Stop these threads in the script, or create them with daemon=True."
+        if seconds >= min(_NOTICE_SECONDS, self._limit) and not self._is_noticed:
+            self._is_noticed = True
+            more = f"{fix} The run fails after {self._limit:g} seconds ({EXIT_LIMIT_VARIABLE})."
+            self._notice(Problem(code="FSDP-W741", message=message, fix=more))
+        if seconds >= self._limit:
+            rank = int(os.environ.get("RANK", "0"))
+            message = f"{message} They did not end in {self._limit:g} seconds."
+            self._fail(Problem(code="FSDP-E742", rank=rank, message=message, fix=fix))
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(1)
+        return True
+
+
+def _outermost_of_main() -> FrameType | None:
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    while frame is not None and frame.f_back is not None:
+        frame = frame.f_back
+    return frame
+
+
+def _blocking_threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if not thread.daemon and thread is not threading.main_thread()]
+
+
+def _describe(threads: list[threading.Thread]) -> str:
+    frames = sys._current_frames()
+    shown = [f"{thread.name} ({_place(frames.get(thread.ident or 0))})" for thread in threads[:3]]
+    more = f" and {len(threads) - 3} more" if len(threads) > 3 else ""
+    return f"non-daemon threads {', '.join(shown)}{more}"
+
+
+def _place(frame: FrameType | None) -> str:
+    """Return file, line and function of the innermost frame outside the standard library."""
+    library = os.path.dirname(threading.__file__)
+    stack = traceback.extract_stack(frame)
+    frames = [each for each in stack if os.path.dirname(each.filename) != library] or stack
+    return f"{frames[-1].filename}:{frames[-1].lineno}, in {frames[-1].name}" if frames else "starting"

@@ -1,0 +1,318 @@
+"""Decides whether the ranks of a failed run are started again, from what is known of its failed attempts.
+
+A restart helps if the cause was outside of the program: a killed rank, a lost machine, a broken connection. An error
+of the program comes again, after minutes of loading. Therefore a run is not restarted
+
+- after a signal to a launcher;
+- if no attempt has made an optimizer step and the failure is a problem of the config, a wrong usage of the script, or
+  an exception of the kinds in ``PROGRAM_ERRORS``;
+- if two attempts in succession have failed with the same exception, exit code or crash at the same place after the
+  same optimizer step of the run. A rank that was killed from outside, and a lost connection, never count as the same
+  failure.
+"""
+
+from __future__ import annotations
+
+import builtins
+import json
+import signal
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Final
+
+from hf_fsdp_plugin.problems import Problem
+from hf_fsdp_plugin.runs.exits import RankExit, RunResult, summarize_exit
+from hf_fsdp_plugin.text import plural
+
+RESTART_VARIABLE: Final = "HF_FSDP_RESTART_COUNT"
+"""Environment variable of the ranks with the number of restarts so far; 0 on the first start."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FailedAttempt:
+    """One attempt of a run that failed.
+
+    Attributes:
+        failure: one line, such as ``rank 1: killed by SIGKILL``.
+        machine: number of the machine whose rank failed first, or that was lost.
+        began: optimizer steps of the run that its checkpoint contained, 0 without one; ``None`` if it trained nothing.
+        steps: optimizer steps of the run when it failed; ``None`` if it trained nothing.
+        seconds: duration of the attempt.
+        same_as: what identifies the same failure in another attempt: type and place; empty for one from outside.
+        counts: whether it counts as a restart: not if the attempt was ended because a machine joined the run.
+    """
+
+    failure: str
+    machine: int = 0
+    began: int | None = None
+    steps: int | None = None
+    seconds: float = 0.0
+    same_as: str = ""
+    counts: bool = True
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Restarts:
+    """The failed attempts of a run, oldest first.
+
+    Attributes:
+        run_id: identifies the run in the manifests of its checkpoints; empty if nothing does (``runs.identity``).
+        max_restarts: the limit of the launcher; 0 if it says none. Machines that join start the ranks again, too, but
+            torch does not count that.
+    """
+
+    run_id: str = ""
+    max_restarts: int = 0
+    failures: tuple[FailedAttempt, ...] = field(default=())
+
+    @property
+    def count(self) -> int:
+        """Number of attempts before this one."""
+        return len(self.failures)
+
+    @property
+    def num_failures(self) -> int:
+        """Number of attempts that have failed; each allows one restart less."""
+        return sum(attempt.counts for attempt in self.failures)
+
+    @property
+    def title(self) -> str:
+        """Such as ``restart 1 of 3``."""
+        limit = f" of {self.max_restarts}" if self.num_failures <= self.max_restarts else ""
+        return f"restart {self.num_failures}{limit}"
+
+    @property
+    def last_failure(self) -> str:
+        """The failure before this attempt, with its steps."""
+        last = self.failures[-1]
+        return last.failure + (f" after step {last.steps} of the run" if last.steps is not None else "")
+
+    def after(self, attempt: FailedAttempt) -> Restarts:
+        """Return the restarts after one more failed attempt."""
+        return replace(self, failures=(*self.failures, attempt))
+
+    def lost_steps(self, began: int | None) -> list[int]:
+        """Return for each failed attempt the optimizer steps that were trained again after it.
+
+        Args:
+            began: as in :class:`FailedAttempt`, for the present attempt; ``None`` counts no steps after the last one.
+        """
+        lost = [0] * len(self.failures)
+        last: int | None = None
+        for number, attempt in enumerate(self.failures):
+            if attempt.began is None or attempt.steps is None:
+                continue
+            if last is not None:
+                lost[last] = max(0, (self.failures[last].steps or 0) - attempt.began)
+            last = number
+        if last is not None and began is not None:
+            lost[last] = max(0, (self.failures[last].steps or 0) - began)
+        return lost
+
+    def to_report(self, began: int | None) -> dict[str, Any]:
+        """Return the object ``restarts`` of ``fsdp_report.json``."""
+        lost = self.lost_steps(began)
+        rows = [
+            {
+                "failure": attempt.failure,
+                "machine": attempt.machine,
+                "steps": attempt.steps,
+                "lost_steps": steps,
+                "seconds": round(attempt.seconds, 1),
+            }
+            for attempt, steps in zip(self.failures, lost, strict=True)
+        ]
+        return {"count": self.num_failures, "max": self.max_restarts, "lost_steps": sum(lost), "failures": rows}
+
+    def summary(self, began: int | None) -> str:
+        """Return one line; empty without restarts."""
+        if not self.failures:
+            return ""
+        lost = plural(sum(self.lost_steps(began)), "optimizer step")
+        limit = f" of at most {self.max_restarts}" if self.num_failures <= self.max_restarts else ""
+        return f"{plural(self.num_failures, 'restart')}{limit}, {lost} trained again"
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what :meth:`from_json` reads."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, tree: Mapping[str, Any] | None) -> Restarts:
+        if tree is None:
+            return cls()
+        failures = tuple(FailedAttempt(**attempt) for attempt in tree["failures"])
+        return cls(run_id=tree["run_id"], max_restarts=tree["max_restarts"], failures=failures)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AttemptVerdict:
+    """What the launcher of one machine knows about a failed attempt.
+
+    Attributes:
+        final: why the run must not be started again; empty if it may be.
+        order: sorts the verdicts of all machines: the cause comes first.
+    """
+
+    attempt: FailedAttempt
+    final: str = ""
+    order: tuple[bool, bool, float] = (False, False, 0.0)
+
+    def to_text(self) -> str:
+        return json.dumps({"attempt": asdict(self.attempt), "final": self.final, "order": self.order})
+
+    @classmethod
+    def from_text(cls, text: str) -> AttemptVerdict:
+        tree = json.loads(text)
+        stopped, lost, time = tree["order"]
+        return cls(attempt=FailedAttempt(**tree["attempt"]), final=tree["final"], order=(stopped, lost, time))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RestartDecision:
+    """Whether the ranks are started again.
+
+    Attributes:
+        restarts: with the failed attempt.
+        problem: why they are not; ``None`` if they are.
+    """
+
+    restarts: Restarts
+    problem: Problem | None = None
+
+    def to_text(self) -> str:
+        return json.dumps({"restarts": self.restarts.to_json(), "problem": problem_fields(self.problem)})
+
+    @classmethod
+    def from_text(cls, text: str) -> RestartDecision:
+        tree = json.loads(text)
+        problem = Problem(**tree["problem"]) if tree["problem"] is not None else None
+        return cls(restarts=Restarts.from_json(tree["restarts"]), problem=problem)
+
+
+def problem_fields(problem: Problem | None) -> dict[str, str] | None:
+    """Return the fields from which another launcher makes this problem; ``None`` without one."""
+    return None if problem is None else {"code": problem.code, "message": problem.message, "fix": problem.fix}
+
+
+def lost_machine(machine: int, known: FailedAttempt | None = None) -> AttemptVerdict:
+    """Return the verdict for a machine whose launcher has gone.
+
+    Args:
+        known: the attempt as another machine knows it.
+    """
+    attempt = known or FailedAttempt(failure="")
+    return AttemptVerdict(attempt=replace(attempt, failure=f"machine {machine} was lost", machine=machine, same_as=""))
+
+
+def decide_restart(verdicts: Sequence[AttemptVerdict], restarts: Restarts) -> RestartDecision:
+    """Decide for all machines.
+
+    Args:
+        verdicts: one for each machine.
+        restarts: without this attempt.
+    """
+    cause = min(verdicts, key=lambda verdict: verdict.order)
+    known = [each.attempt for each in verdicts if each.attempt.steps is not None]
+    attempt = cause.attempt
+    if known:  # machines that were lost do not know their steps
+        furthest = max(known, key=lambda each: each.steps or 0)
+        attempt = FailedAttempt(**(asdict(attempt) | {"began": furthest.began, "steps": furthest.steps}))
+    after = restarts.after(attempt)
+    if final := next((each.final for each in verdicts if each.final), ""):
+        return RestartDecision(restarts=after, problem=_not_again(final))
+    last = restarts.failures[-1] if restarts.failures else None
+    if last is not None and attempt.same_as and (last.same_as, last.steps) == (attempt.same_as, attempt.steps):
+        where = f"after step {attempt.steps}" if attempt.steps is not None else "before the first optimizer step"
+        return RestartDecision(restarts=after, problem=_not_again(f"two attempts have failed in the same way {where}."))
+    if restarts.num_failures >= restarts.max_restarts:
+        message = (
+            f"the run has failed {plural(after.num_failures, 'time')}: no restart is left of {restarts.max_restarts}."
+        )
+        fix = "Read the failures above. Start the run again with resume_from_checkpoint=True."
+        return RestartDecision(restarts=after, problem=Problem(code="FSDP-E716", message=message, fix=fix))
+    return RestartDecision(restarts=after)
+
+
+def _not_again(reason: str) -> Problem:
+    fix = "Remove the cause, then start the run again with resume_from_checkpoint=True."
+    return Problem(code="FSDP-E714", message=f"the run is not restarted: {reason}", fix=fix)
+
+
+PROGRAM_ERRORS: Final = (ImportError, SyntaxError, NameError, AttributeError, TypeError)
+"""Exceptions that a program raises whenever it is started."""
+_USAGE: Final = 2
+"""Exit code of argparse."""
+_CRASHES: Final = ("SIGSEGV", "SIGABRT", "SIGBUS", "SIGFPE", "SIGILL", "SIGTRAP", "SIGSYS")
+"""Signals that a process receives because of what it does. The others are sent to it."""
+_MAX_TEXT: Final = 200
+
+
+def assess_attempt(result: RunResult, restarts: Restarts, *, machine: int, seconds: float) -> AttemptVerdict:
+    """Return the verdict of this machine. The attempt must have failed, here or on another machine."""
+    began, steps = _progress(result.exits)
+    final = ""
+    if result.signal_number:
+        final = f"the launcher of machine {machine} received {signal.Signals(result.signal_number).name}."
+    if result.hang is not None and not final:
+        # The same code in the same unit after the same step comes from the program.
+        text, same_as = result.hang.message[:_MAX_TEXT], result.hang.same_as
+        attempt = FailedAttempt(
+            failure=text, machine=machine, began=began, steps=steps, seconds=seconds, same_as=same_as
+        )
+        return AttemptVerdict(attempt=attempt)
+    first = result.first
+    is_cause = first is not None and not first.only_stopped and not first.has_lost_connection
+    text = f"rank {first.rank}: {summarize_exit(first)}" if first is not None else ""
+    if result.remote_failure and not is_cause:
+        text = result.remote_failure
+    attempt = FailedAttempt(
+        failure=text[:_MAX_TEXT],
+        machine=machine,
+        began=began,
+        steps=steps,
+        seconds=seconds,
+        same_as=_identity(first) if first is not None and is_cause else "",
+    )
+    if not final and first is not None and is_cause and not steps and not any(each.steps for each in restarts.failures):
+        final = _comes_again(first)
+    return AttemptVerdict(
+        attempt=attempt,
+        final=final,
+        order=(not is_cause, first is None, first.time if first is not None else 0.0),
+    )
+
+
+def _comes_again(first: RankExit) -> str:
+    """Return why a failure before the first optimizer step would come again; empty if it may not."""
+    failure = first.failure
+    if failure is None:
+        return "the script's usage is wrong (exit code 2)." if first.code == _USAGE else ""
+    if failure["kind"] == "spec":
+        return "" if first.has_waited else "the config has errors."
+    if failure["kind"] == "exit":
+        return "the script's usage is wrong (exit code 2)." if first.code == _USAGE else ""
+    kind = getattr(builtins, failure["type"], None)
+    if isinstance(kind, type) and issubclass(kind, PROGRAM_ERRORS):
+        return f"it has failed with {failure['type']} before the first optimizer step."
+    return ""
+
+
+def _identity(first: RankExit) -> str:
+    """Return what identifies a failure: exception and place, exit code, or crash; empty for one from outside."""
+    if first.failure is not None and first.failure["frames"]:
+        places = [f"{frame['file']}:{frame['line']}" for frame in first.failure["frames"]]
+        own = [f"{frame['file']}:{frame['line']}" for frame in first.failure["frames"] if not frame["library"]]
+        return f"{first.failure['type']} at {' '.join([*own, places[-1]])}"
+    if first.code < 0:
+        names = [name for name in _CRASHES if getattr(signal, name, None) == -first.code]
+        return names[0] if names else ""
+    return f"exit code {first.code}"
+
+
+def _progress(exits: Iterable[RankExit]) -> tuple[int | None, int | None]:
+    """Return the optimizer steps of the run before this attempt and at its end; ``None`` if it trained nothing."""
+    counts = [rank.counts for rank in exits if rank.counts is not None]
+    furthest = max(counts, key=lambda each: each.before + each.steps, default=None)
+    if furthest is None or furthest.before + furthest.steps == 0:
+        return None, None
+    return furthest.before, furthest.before + furthest.steps
