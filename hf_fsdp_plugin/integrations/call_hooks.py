@@ -107,8 +107,9 @@ def message(original: Function) -> Function:
     def call(group: Any, *args: Any, **kwargs: Any) -> Any:
         if not record.is_open:
             return original(group, *args, **kwargs)
-        peer = f" {'to' if name == 'send' else 'from'} rank {_peer(group, args)}"
-        number = record.begin_named(POINT_TO_POINT, f"{name.partition('_')[0]}{peer}")
+        peer = _peer(group, args)
+        operation = f"{name.partition('_')[0]} {'to' if name == 'send' else 'from'} rank {peer}"
+        number = record.begin_named(POINT_TO_POINT, operation, peer)
         work = original(group, *args, **kwargs)
         record.started(work, number)
         return work
