@@ -15,19 +15,28 @@ from torch import nn
 
 from hf_fsdp_plugin.backends.agreement import gather_equal_objects, gather_objects, on_all_ranks
 from hf_fsdp_plugin.backends.shard import plan_of
-from hf_fsdp_plugin.contracts import off_warning, off_without
-from hf_fsdp_plugin.observe.first_step import FirstStep, recorded_first_step, unchanged_parameters
-from hf_fsdp_plugin.observe.live_run import LiveRun
-from hf_fsdp_plugin.observe.memory import observe_memory, unmanaged_parameters
-from hf_fsdp_plugin.observe.optimizer import check_optimizers, optimizers_of, trained_pair, unwrapped_optimizer
+from hf_fsdp_plugin.contracts import off_without
+from hf_fsdp_plugin.observe.checks import check_structure, check_training, unobservable_facts
+from hf_fsdp_plugin.observe.first_step import FirstStep, recorded_first_step
+from hf_fsdp_plugin.observe.memory import observe_memory
+from hf_fsdp_plugin.observe.observed_run import ObservedRun
+from hf_fsdp_plugin.observe.optimizers import (
+    check_optimizers,
+    optimizers_of,
+    trained_pair,
+    unwrapped_optimizer,
+)
 from hf_fsdp_plugin.observe.report import BatchShape, RankObservation, Report, TrainingObservation
 from hf_fsdp_plugin.observe.settings import SettingObservation, check_settings, observe_settings
-from hf_fsdp_plugin.observe.structure import StructureComparison, compare_structure
-from hf_fsdp_plugin.observe.training_checks import check_training
-from hf_fsdp_plugin.observe.units import UnitObservation, observe_units
-from hf_fsdp_plugin.observe.weights import compare_weights
+from hf_fsdp_plugin.observe.units import (
+    StructureComparison,
+    UnitObservation,
+    compare_structure,
+    observe_units,
+    unmanaged_parameters,
+)
+from hf_fsdp_plugin.observe.weights import compare_weights, unchanged_parameters
 from hf_fsdp_plugin.plan.model import FsdpPlan
-from hf_fsdp_plugin.plan.names import canonical_name
 from hf_fsdp_plugin.problems import Problem, SpecError
 
 _PACKAGES = ("torch", "transformers", "accelerate")
@@ -59,7 +68,7 @@ def build_report(
     with on_all_ranks("reading the live model"):
         first_step = recorded_first_step(model)
         units = observe_units(model)
-        unchanged = unchanged_parameters(first_step, units)
+        unchanged = unchanged_parameters(first_step.shard_hashes, first_step.later_hashes, units)
         own = _observe_rank(model, units, inner, unchanged)
     ranks = tuple(gather_objects(own))
     training = _observe_training(first_step, unchanged)
@@ -70,7 +79,7 @@ def build_report(
     compared = compare(model, units, first_step.first_bit_sum) if loads or replicated else None
     with on_all_ranks("comparing the live model with the plan"):
         structure = StructureComparison() if plan.pre_sharded else compare_structure(model, units, plan)
-        run = LiveRun(
+        run = ObservedRun(
             model=model,
             plan=plan,
             units=units,
@@ -87,12 +96,10 @@ def build_report(
         )
         settings = observe_settings(run)
         problems = [
-            *_unobservable_facts(units),
+            *unobservable_facts(units),
             *check_structure(units, plan),
             *check_optimizers(model, units, inner, prepared_ids=first_step.optimized_ids),
-            *check_training(
-                first_step, structure, training, prepared=bool(inner), mode_dependent=_mode_dependent(model)
-            ),
+            *check_training(model, first_step, structure, training, prepared=bool(inner)),
         ]
     settings, problems = _merge_ranks(settings, problems)
     return Report(
@@ -154,38 +161,6 @@ def _find_plan(model: Any) -> FsdpPlan | None:
     return next((plan for module in model.modules() if (plan := plan_of(module)) is not None), None)
 
 
-def check_structure(units: Sequence[UnitObservation], plan: FsdpPlan) -> list[Problem]:
-    """Check that the model has units, and that their weights have the planned dtype."""
-    if not units:
-        return [
-            Problem(
-                code="FSDP-E501",
-                message=f"nothing is sharded: no module of {plan.model_class} is an FSDP unit, so every rank has the "
-                "whole model.",
-                fix="Call install() before the Accelerator or Trainer is created, so that the plugin shards the model.",
-            )
-        ]
-    master = plan.precision.master
-    differing = [unit for unit in units if unit.num_frozen < unit.num_params and unit.master_dtype != master]
-    if master == "unchanged" or not differing or plan.pre_sharded:
-        return []
-    return [
-        Problem(
-            code="FSDP-E502",
-            setting="precision.param",
-            message=f"{len(differing)} units keep and update their weights in {differing[0].master_dtype} instead of "
-            f"{master}, for example {differing[0].name or 'the root'}.",
-            fix=f"Load the model in {master}, and do not cast it after prepare().",
-        )
-    ]
-
-
-def _unobservable_facts(units: Sequence[UnitObservation]) -> list[Problem]:
-    """Return a warning for each attribute of torch that does not exist, so that a fact of the units is unknown."""
-    errors = {error.reason: error for unit in units for error in unit.live.unknown.values()}
-    return [off_warning(error) for error in errors.values()]
-
-
 def _observe_rank(
     model: nn.Module,
     units: Sequence[UnitObservation],
@@ -207,22 +182,6 @@ def _has_changed(first_step: FirstStep, unchanged: frozenset[tuple[int, int]]) -
     """Return whether any of this rank's trained parts has changed; ``None`` if the rank has none."""
     own = {key for key, value in (first_step.shard_hashes or {}).items() if value is not None}
     return bool(own - unchanged) if own else None
-
-
-def _mode_dependent(model: nn.Module) -> list[str]:
-    """Return the names of the modules that compute something else in training mode: dropout and batch norm."""
-    norms = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
-    dropouts = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout)
-    return [
-        canonical_name(name)
-        for name, module in model.named_modules()
-        if isinstance(module, norms) or (isinstance(module, dropouts) and module.p > 0) or _has_dropout_rate(module)
-    ]
-
-
-def _has_dropout_rate(module: nn.Module) -> bool:
-    """Return whether the module has a rate that it passes to ``nn.functional.dropout``, as BART, OPT and Llama do."""
-    return any("dropout" in name and isinstance(value, float) and value > 0 for name, value in vars(module).items())
 
 
 def _observe_training(first_step: FirstStep, unchanged: frozenset[tuple[int, int]] | None) -> TrainingObservation:

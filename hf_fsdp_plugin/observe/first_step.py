@@ -7,15 +7,15 @@ that the cost of a long run does not grow with its length. Nothing here waits fo
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 from weakref import WeakSet
 
 import torch
 from torch import nn
 
-from hf_fsdp_plugin.backends.bits import hash_bits, sum_bits
+from hf_fsdp_plugin.backends.bits import sum_bits
 from hf_fsdp_plugin.backends.inputs import is_activation
 from hf_fsdp_plugin.backends.load import BROADCAST_ATTRIBUTE
 from hf_fsdp_plugin.backends.outputs import float_outputs
@@ -23,19 +23,91 @@ from hf_fsdp_plugin.backends.shard import plan_of
 from hf_fsdp_plugin.backends.torch_types import torch_dtype
 from hf_fsdp_plugin.contracts import off_without
 from hf_fsdp_plugin.observe.memory import gradient_bytes
-from hf_fsdp_plugin.observe.optimizer import parameters_in, unwrapped_optimizer
-from hf_fsdp_plugin.observe.recomputation import Recomputation, checkpointed_modules
-from hf_fsdp_plugin.observe.runs import Runs
-from hf_fsdp_plugin.observe.step_watch import GradientWatch, UselessStepWatch, call_in_backward
-from hf_fsdp_plugin.observe.units import UnitObservation, checkpoints_natively, observe_units
-from hf_fsdp_plugin.plan.names import unwrapped
-from hf_fsdp_plugin.torch_private.functions import tree_leaves
+from hf_fsdp_plugin.observe.optimizers import (
+    GradientWatch,
+    UselessStepWatch,
+    call_in_backward,
+    parameters_in,
+    unwrapped_optimizer,
+)
+from hf_fsdp_plugin.observe.units import checkpoints_natively, observe_units
+from hf_fsdp_plugin.observe.weights import ShardHashes, hash_again, hash_trained
+from hf_fsdp_plugin.plan.model import FsdpPlan
+from hf_fsdp_plugin.plan.names import canonical_name, unwrapped
+from hf_fsdp_plugin.torch_private.functions import in_backward, tree_leaves
 from hf_fsdp_plugin.torch_private.modules import calls_compiled
 
 _ATTRIBUTE = "_hf_fsdp_first_step"
 
-ShardHashes = dict[tuple[int, int], torch.Tensor | None]
-"""Number of the unit and of the parameter in it -> hash of this rank's part; ``None`` if the rank has no part of it."""
+
+class Recomputation:
+    """Counts calls of modules by hooks, until :meth:`close` is called.
+
+    Attributes:
+        not_recomputed: names of the modules that were computed with a graph in the forward, and not again in backward.
+        num_recomputed: number of modules that were computed again.
+    """
+
+    def __init__(self, modules: Mapping[str, nn.Module]) -> None:
+        self._forwards = dict.fromkeys(modules, 0)
+        self._recomputed = dict.fromkeys(modules, 0)
+        self._handles = []
+        for name, module in modules.items():
+            self._handles.append(module.register_forward_hook(self._after(name)))
+            self._handles += [part.register_forward_pre_hook(self._before(name)) for part in _called_inside(module)]
+
+    @property
+    def not_recomputed(self) -> tuple[str, ...]:
+        return tuple(name for name, count in self._forwards.items() if count and not self._recomputed[name])
+
+    @property
+    def num_recomputed(self) -> int:
+        return sum(count > 0 for count in self._recomputed.values())
+
+    def close(self) -> None:
+        """Remove the hooks."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    def _before(self, name: str) -> Any:
+        def before(module: nn.Module, args: Any) -> None:
+            # The recompute of a checkpoint may end early, so that no hook runs after it.
+            if in_backward():
+                self._recomputed[name] += 1
+
+        return before
+
+    def _after(self, name: str) -> Any:
+        def after(module: nn.Module, args: Any, output: Any) -> None:
+            # Without trainable parameters before or in a module, nothing of it is saved or computed again. A reentrant
+            # checkpoint computes the forward without a graph.
+            if module.training and not in_backward() and torch.is_grad_enabled():
+                leaves = tree_leaves(output)
+                self._forwards[name] += any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves)
+
+        return after
+
+
+@dataclass(slots=True)
+class StableValues:
+    """StableValues of equal numbers in a sequence. Keeps only the values of stable runs and the current run.
+
+    Attributes:
+        values: the distinct values of runs of at least three equal numbers, in order of their first occurrence.
+    """
+
+    values: list[int] = field(default_factory=list)
+    _current: int | None = None
+    _length: int = 0
+
+    def add(self, number: int) -> None:
+        """Append a number to the sequence."""
+        if number != self._current:
+            self._current, self._length = number, 0
+        self._length += 1
+        if self._length == _STABLE and number not in self.values and len(self.values) < _MAX_VALUES:
+            self.values.append(number)
 
 
 @dataclass(kw_only=True)
@@ -77,8 +149,8 @@ class FirstStep:
     recomputation: Recomputation | None = None
     cast_inputs: list[str] = field(default_factory=list)
     kept_inputs: list[str] = field(default_factory=list)
-    batch_sizes: Runs = field(default_factory=Runs)
-    accumulation: Runs = field(default_factory=Runs)
+    batch_sizes: StableValues = field(default_factory=StableValues)
+    accumulation: StableValues = field(default_factory=StableValues)
     optimized_ids: set[int] = field(default_factory=set)
     shard_hashes: ShardHashes | None = None
     later_hashes: list[ShardHashes] = field(default_factory=list)
@@ -239,61 +311,53 @@ def recorded_first_step(model: nn.Module) -> FirstStep:
     return model.__dict__.get(_ATTRIBUTE) or FirstStep()
 
 
-def unchanged_parameters(first_step: FirstStep, units: Sequence[UnitObservation]) -> frozenset[tuple[int, int]] | None:
-    """Return the trained parameters of which this rank's part is as before the first step; ``None`` if this is unknown.
-
-    The weights after the steps that are examined count, and those at the end of the run. A parameter of which the rank
-    has no part is one of them. Keys as in ``ShardHashes``.
-    """
-    before = first_step.shard_hashes
-    if not before:
-        return None
-    found = frozenset(before)
-    for later in (*first_step.later_hashes, hash_again(before, units)):
-        found &= _unchanged(before, later)
-    return found
-
-
-def _unchanged(before: ShardHashes, later: ShardHashes) -> frozenset[tuple[int, int]]:
-    without = frozenset(key for key, value in before.items() if value is None)
-    keys = [key for key, value in before.items() if value is not None and later.get(key) is not None]
-    if not keys:
-        return without
-    equal = _stacked(before, keys) == _stacked(later, keys)
-    return without.union(key for key, same in zip(keys, equal.tolist(), strict=True) if same)
-
-
-def _stacked(hashes: ShardHashes, keys: Sequence[tuple[int, int]]) -> torch.Tensor:
-    """Return hashes in one tensor on the CPU, which is one copy from an accelerator."""
-    found = [value.view(torch.int64) for key in keys if (value := hashes[key]) is not None]
-    return torch.stack([value.to(found[0].device) for value in found]).cpu()
-
-
-def hash_trained(units: Iterable[UnitObservation]) -> ShardHashes:
-    """Return hashes of the bits of this rank's part of each trained parameter, on the parameters' devices."""
-    return {
-        (number, index): hash_bits(part) if part.numel() else None
-        for number, unit in enumerate(units)
-        for index, (part, (_, _, trained)) in enumerate(zip(unit.live.parts, unit.live.places, strict=False))
-        if trained and _is_hashable(part)
-    }
-
-
-def hash_again(before: ShardHashes, units: Sequence[UnitObservation]) -> ShardHashes:
-    """Return hashes of the same parts, without those that do not exist any more."""
-    hashes: ShardHashes = {}
-    for (number, index), value in before.items():
-        parts = units[number].live.parts if number < len(units) else ()
-        if value is not None and index < len(parts) and _is_hashable(parts[index]) and parts[index].numel():
-            hashes[number, index] = hash_bits(parts[index])
-    return hashes
-
-
-def _is_hashable(shard: torch.Tensor) -> bool:
-    return type(shard.detach()) is torch.Tensor and not shard.is_meta
-
-
 def _updates(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether any learning rate is above 0. Warm-up begins at 0. One in a tensor is not read."""
     rates = [group.get("lr", 1.0) for group in optimizer.param_groups]
     return any(isinstance(rate, torch.Tensor) or rate for rate in rates)
+
+
+_NATIVE_LAYER = "GradientCheckpointingLayer"
+"""Transformers' base class of layers that checkpoint themselves."""
+
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict)
+"""Modules that are never called."""
+
+
+def _called_inside(module: nn.Module) -> list[nn.Module]:
+    """Return the children of a module; the module itself if it has none.
+
+    Transformers checkpoints the function ``forward`` of a layer, outside of which the layer's own hooks run.
+    """
+    children = list(module.children())
+    inner = [part for child in children for part in (child.children() if type(child) in _CONTAINERS else [child])]
+    return [part for part in inner if not calls_compiled(part)] or [module]
+
+
+def checkpointed_modules(model: nn.Module, plan: FsdpPlan) -> dict[str, nn.Module]:
+    """Return the innermost modules that the plan, or Transformers, checkpoints, by name.
+
+    Calls of compiled modules cannot be counted, because hooks would break their graphs.
+    """
+    activation = plan.activation
+    if activation.native:
+        found = dict(native_layers(model))
+    elif activation.checkpointing == "none" or plan.pre_sharded:
+        found = {}
+    else:
+        chosen = {canonical_name(name) for unit in plan.units if unit.from_policy for name in unit.modules}
+        modules = ((canonical_name(name), module) for name, module in model.named_modules())
+        found = {name: unwrapped(module) for name, module in modules if name in chosen}
+    return {name: module for name, module in found.items() if not calls_compiled(module)}
+
+
+def native_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the names and layers that Transformers can checkpoint."""
+    for name, module in model.named_modules():
+        if any(cls.__name__ == _NATIVE_LAYER for cls in type(module).__mro__):
+            yield canonical_name(name), module
+
+
+_STABLE: Final = 3
+"""Length from which a run counts. The last batch or step of an epoch may be smaller: a run of length one."""
+_MAX_VALUES: Final = 8

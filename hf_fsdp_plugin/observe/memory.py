@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from hf_fsdp_plugin.backends.optimizer_step import step_mode
 from hf_fsdp_plugin.devices import DEVICES, available_device
-from hf_fsdp_plugin.observe.units import UnitObservation
+from hf_fsdp_plugin.observe.units import UnitObservation, unmanaged_parameters
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,12 +103,6 @@ def observe_memory(
         * (sum(_num_trainable(unit) * _master_itemsize(unit) for unit in units) + sum(map(_dense_bytes, trained))),
         ddp_optimizer_bytes=_whole_optimizer_bytes(units, trained, optimizers, optimizer_bytes),
     )
-
-
-def unmanaged_parameters(model: nn.Module, units: Iterable[UnitObservation]) -> list[nn.Parameter]:
-    """Return the parameters that no unit shards: those of ignored modules, or all if the model is not sharded."""
-    managed = frozenset[int]().union(*(unit.live.parameter_ids for unit in units))
-    return [parameter for parameter in model.parameters() if id(parameter) not in managed]
 
 
 def gradient_bytes(model: nn.Module, units: Sequence[UnitObservation]) -> int:

@@ -1,8 +1,8 @@
-"""Compares weights and buffers that must be equal on several ranks."""
+"""Compares weights across the ranks, where they must be equal, and over the steps, which must change them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 from hf_fsdp_plugin.backends.agreement import gather_objects, on_all_ranks
+from hf_fsdp_plugin.backends.bits import hash_bits
 from hf_fsdp_plugin.backends.load import BROADCAST_ATTRIBUTE, BroadcastRecord, ReceivedWeights
 from hf_fsdp_plugin.backends.memory_maps import ParameterMemory
-from hf_fsdp_plugin.observe.memory import unmanaged_parameters
-from hf_fsdp_plugin.observe.units import UnitObservation
+from hf_fsdp_plugin.observe.units import UnitObservation, unmanaged_parameters
 from hf_fsdp_plugin.plan.names import canonical_name
 from hf_fsdp_plugin.torch_private.modules import buffers, non_persistent_buffers
 
@@ -21,6 +21,9 @@ _TOLERANCE = 1e-6
 _PART = 1 << 22
 """Elements that are added at a time, of which two copies in double precision are made: 64 MiB."""
 _Checksum = tuple[float, float]
+
+ShardHashes = dict[tuple[int, int], torch.Tensor | None]
+"""Number of the unit and of the parameter in it -> hash of this rank's part; ``None`` if the rank has no part of it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,3 +161,61 @@ def _close(one: _Checksum | None, other: _Checksum | None) -> bool:
         return one is other
     scale = max(one[1], other[1], 1e-30)
     return all(abs(a - b) <= _TOLERANCE * scale for a, b in zip(one, other, strict=True))
+
+
+def unchanged_parameters(
+    before: ShardHashes | None, later: Sequence[ShardHashes], units: Sequence[UnitObservation]
+) -> frozenset[tuple[int, int]] | None:
+    """Return the trained parameters of which this rank's part is as before the first step; ``None`` if this is unknown.
+
+    The weights after the steps that are examined count, and those at the end of the run. A parameter of which the rank
+    has no part is one of them. Keys as in ``ShardHashes``.
+
+    Args:
+        before, later: hashes before the first step, and after the steps that are examined.
+    """
+    if not before:
+        return None
+    found = frozenset(before)
+    for hashes in (*later, hash_again(before, units)):
+        found &= _unchanged(before, hashes)
+    return found
+
+
+def _unchanged(before: ShardHashes, later: ShardHashes) -> frozenset[tuple[int, int]]:
+    without = frozenset(key for key, value in before.items() if value is None)
+    keys = [key for key, value in before.items() if value is not None and later.get(key) is not None]
+    if not keys:
+        return without
+    equal = _stacked(before, keys) == _stacked(later, keys)
+    return without.union(key for key, same in zip(keys, equal.tolist(), strict=True) if same)
+
+
+def _stacked(hashes: ShardHashes, keys: Sequence[tuple[int, int]]) -> torch.Tensor:
+    """Return hashes in one tensor on the CPU, which is one copy from an accelerator."""
+    found = [value.view(torch.int64) for key in keys if (value := hashes[key]) is not None]
+    return torch.stack([value.to(found[0].device) for value in found]).cpu()
+
+
+def hash_trained(units: Iterable[UnitObservation]) -> ShardHashes:
+    """Return hashes of the bits of this rank's part of each trained parameter, on the parameters' devices."""
+    return {
+        (number, index): hash_bits(part) if part.numel() else None
+        for number, unit in enumerate(units)
+        for index, (part, (_, _, trained)) in enumerate(zip(unit.live.parts, unit.live.places, strict=False))
+        if trained and _is_hashable(part)
+    }
+
+
+def hash_again(before: ShardHashes, units: Sequence[UnitObservation]) -> ShardHashes:
+    """Return hashes of the same parts, without those that do not exist any more."""
+    hashes: ShardHashes = {}
+    for (number, index), value in before.items():
+        parts = units[number].live.parts if number < len(units) else ()
+        if value is not None and index < len(parts) and _is_hashable(parts[index]) and parts[index].numel():
+            hashes[number, index] = hash_bits(parts[index])
+    return hashes
+
+
+def _is_hashable(shard: torch.Tensor) -> bool:
+    return type(shard.detach()) is torch.Tensor and not shard.is_meta

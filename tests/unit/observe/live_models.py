@@ -6,7 +6,7 @@ from typing import Any
 from torch import nn
 
 from hf_fsdp_plugin import load_spec, resolve
-from hf_fsdp_plugin.observe.live_run import LiveRun
+from hf_fsdp_plugin.observe.observed_run import ObservedRun
 from hf_fsdp_plugin.observe.units import UnitObservation
 from hf_fsdp_plugin.plan.model import FsdpPlan
 from hf_fsdp_plugin.torch_private.live_unit import LiveUnit
@@ -48,8 +48,8 @@ def make_unit(name: str, **facts: Any) -> UnitObservation:
     return replace(unit, **own, live=replace(unit.live, **live))
 
 
-def make_run(plan: FsdpPlan | None = None, **facts: Any) -> LiveRun:
+def make_run(plan: FsdpPlan | None = None, **facts: Any) -> ObservedRun:
     """Return a run on two CPU ranks with two units and a root."""
     units = (make_unit("0"), make_unit("1"), make_unit(""))
     defaults = {"model": make_model(), "units": units, "world_size": 2, "device_type": "cpu"}
-    return LiveRun(**{"plan": plan or make_plan(), **defaults, **facts})
+    return ObservedRun(**{"plan": plan or make_plan(), **defaults, **facts})

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from hf_fsdp_plugin.observe.recomputation import Recomputation
+from hf_fsdp_plugin.observe.first_step import Recomputation
 
 
 def run(*, neutralized: bool = False, reentrant: bool = False, frozen: bool = False) -> Recomputation:

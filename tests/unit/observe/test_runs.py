@@ -2,7 +2,7 @@
 
 import pytest
 
-from hf_fsdp_plugin.observe.runs import Runs
+from hf_fsdp_plugin.observe.first_step import StableValues
 
 
 @pytest.mark.parametrize(
@@ -16,7 +16,7 @@ from hf_fsdp_plugin.observe.runs import Runs
     ],
 )
 def test_runs_have_the_values_of_three_equal_numbers(numbers: list[int], values: list[int]) -> None:
-    runs = Runs()
+    runs = StableValues()
     for number in numbers:
         runs.add(number)
     assert runs.values == values

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from live_models import make_model, make_plan, make_unit
 
-from hf_fsdp_plugin.observe.structure import StructureComparison, compare_structure
+from hf_fsdp_plugin.observe.units import StructureComparison, compare_structure
 
 
 def compare(**changed: Any) -> StructureComparison:

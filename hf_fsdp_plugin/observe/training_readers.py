@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from hf_fsdp_plugin.devices import accelerator_type
-from hf_fsdp_plugin.observe.live_run import LiveRun, ObservedValue, common_value, unobservable
-from hf_fsdp_plugin.observe.numerics import unplanned_cast
-from hf_fsdp_plugin.observe.recomputation import native_layers
+from hf_fsdp_plugin.observe.first_step import native_layers
+from hf_fsdp_plugin.observe.observed_run import ObservedRun, ObservedValue, common_value, unobservable, unplanned_cast
 from hf_fsdp_plugin.observe.units import checkpoints_natively
 from hf_fsdp_plugin.observe.weights import WeightComparison
 from hf_fsdp_plugin.plan.names import canonical_name, is_inside
@@ -22,23 +21,23 @@ from hf_fsdp_plugin.torch_private.functions import (
 from hf_fsdp_plugin.torch_private.modules import calls_compiled
 
 
-def read_state_dict(run: LiveRun) -> ObservedValue:
+def read_state_dict(run: ObservedRun) -> ObservedValue:
     if run.state_dict is None:
         return unobservable("no checkpoint was saved, and the report has no Accelerator")
     return ObservedValue(value=run.state_dict)
 
 
-def read_asynchronous(run: LiveRun) -> ObservedValue:
+def read_asynchronous(run: ObservedRun) -> ObservedValue:
     if run.saved_asynchronously is None:
         return unobservable("no checkpoint was saved")
     return ObservedValue(value=run.saved_asynchronously, reason="of the last checkpoint")
 
 
-def read_verify(run: LiveRun) -> ObservedValue:
+def read_verify(run: ObservedRun) -> ObservedValue:
     return unobservable("only a resume uses this setting; the model does not record it")
 
 
-def read_checkpointing(run: LiveRun) -> ObservedValue:
+def read_checkpointing(run: ObservedRun) -> ObservedValue:
     wrappers = [module for module in run.model.modules() if isinstance(module, CheckpointWrapper)]
     native = any(map(checkpoints_natively, run.model.modules()))
     if len(switched := run.first_step.native_checkpointing | {native}) > 1 and not wrappers:
@@ -68,7 +67,7 @@ def read_checkpointing(run: LiveRun) -> ObservedValue:
     return ObservedValue(value=kind, reason=f"{len(wrappers)} modules")
 
 
-def _not_recomputed(run: LiveRun) -> tuple[str, ...]:
+def _not_recomputed(run: ObservedRun) -> tuple[str, ...]:
     """Return the checkpointed modules that the first step did not compute again, if it had a backward."""
     first_step = run.first_step
     if first_step.recomputation is None or not first_step.num_steps:
@@ -76,7 +75,7 @@ def _not_recomputed(run: LiveRun) -> tuple[str, ...]:
     return first_step.recomputation.not_recomputed
 
 
-def read_native(run: LiveRun) -> ObservedValue:
+def read_native(run: ObservedRun) -> ObservedValue:
     """Read whether Transformers' checkpointing is enabled, in all layers that support it."""
     layers = [module for _, module in native_layers(run.model)]
     num_enabled = sum(map(checkpoints_natively, layers))
@@ -87,7 +86,7 @@ def read_native(run: LiveRun) -> ObservedValue:
     return ObservedValue(value=any(map(checkpoints_natively, run.model.modules())))
 
 
-def read_activation_offload(run: LiveRun) -> ObservedValue:
+def read_activation_offload(run: ObservedRun) -> ObservedValue:
     """Read whether the activations of all planned units are offloaded."""
     wrappers = [module for module in run.model.modules() if isinstance(module, ActivationWrapper)]
     found = sum(not isinstance(wrapper, CheckpointWrapper) and "forward" not in vars(wrapper) for wrapper in wrappers)
@@ -97,11 +96,11 @@ def read_activation_offload(run: LiveRun) -> ObservedValue:
     return ObservedValue(value=found > 0)
 
 
-def read_sync_module_states(run: LiveRun) -> ObservedValue:
+def read_sync_module_states(run: ObservedRun) -> ObservedValue:
     return _read_loading(run, planned=run.plan.sync_module_states)
 
 
-def read_ram_efficient(run: LiveRun) -> ObservedValue:
+def read_ram_efficient(run: ObservedRun) -> ObservedValue:
     """Check that the ranks share memory: the parameters were mapped, shared or not loaded before they were sharded."""
     observed = _read_loading(run, planned=run.plan.ram_efficient)
     weights = run.weights
@@ -124,7 +123,7 @@ def read_ram_efficient(run: LiveRun) -> ObservedValue:
     return replace(observed, reason=f"{observed.reason}; before, {memory}: parameters {kinds}")
 
 
-def _read_loading(run: LiveRun, *, planned: bool) -> ObservedValue:
+def _read_loading(run: ObservedRun, *, planned: bool) -> ObservedValue:
     """Check that every rank has rank 0's weights and that no tensor is on the meta device."""
     if not planned:
         return unobservable("every rank loads all weights; this cannot be read off the model")
@@ -166,11 +165,11 @@ def _origin_of_weights(weights: WeightComparison) -> str:
     return " ".join(parts)
 
 
-def read_num_processes(run: LiveRun) -> ObservedValue:
+def read_num_processes(run: ObservedRun) -> ObservedValue:
     return ObservedValue(value=run.world_size)
 
 
-def read_num_machines(run: LiveRun) -> ObservedValue:
+def read_num_machines(run: ObservedRun) -> ObservedValue:
     if run.num_hosts == run.plan.spec.launch.num_machines:
         return ObservedValue(value=run.num_hosts)
     return unobservable(
@@ -178,7 +177,7 @@ def read_num_machines(run: LiveRun) -> ObservedValue:
     )
 
 
-def read_mixed_precision(run: LiveRun) -> ObservedValue:
+def read_mixed_precision(run: ObservedRun) -> ObservedValue:
     asked, param = str(run.plan.spec.launch.mixed_precision).lower(), run.plan.spec.precision.param
     if (asked in ("bf16", "fp16") or param in ("bf16", "fp16")) and param != asked:
         return unobservable(f"overridden by precision.param={param}")
@@ -193,18 +192,18 @@ def read_mixed_precision(run: LiveRun) -> ObservedValue:
     return ObservedValue(value="no" if value == "fp32" else value)
 
 
-def read_use_cpu(run: LiveRun) -> ObservedValue:
+def read_use_cpu(run: ObservedRun) -> ObservedValue:
     if run.device_type == "cpu" and not run.plan.spec.launch.use_cpu:
         reason = "this machine has no accelerator"
         return ObservedValue(value=True, reason=reason, matches=accelerator_type() == "cpu")
     return ObservedValue(value=run.device_type == "cpu")
 
 
-def read_distributed_type(run: LiveRun) -> ObservedValue:
+def read_distributed_type(run: ObservedRun) -> ObservedValue:
     return ObservedValue(value="FSDP")
 
 
-def read_dynamo(run: LiveRun) -> ObservedValue:
+def read_dynamo(run: ObservedRun) -> ObservedValue:
     asked = {str(key).removeprefix("dynamo_"): value for key, value in run.plan.spec.launch.dynamo_config.items()}
     compiles = str(asked.get("backend", "NO")).upper() != "NO"
     compiled = {canonical_name(name) for name, module in run.model.named_modules() if calls_compiled(module)}

@@ -1,12 +1,13 @@
 """Problems of a run that belong to no setting."""
 
 import pytest
+from torch import nn
 
+from hf_fsdp_plugin.observe.checks import check_training
 from hf_fsdp_plugin.observe.first_step import FirstStep
 from hf_fsdp_plugin.observe.report import TrainingObservation
-from hf_fsdp_plugin.observe.structure import StructureComparison
 from hf_fsdp_plugin.observe.tables import difference_lines
-from hf_fsdp_plugin.observe.training_checks import check_training
+from hf_fsdp_plugin.observe.units import StructureComparison
 
 
 def codes(
@@ -18,7 +19,7 @@ def codes(
     training = TrainingObservation(
         steps=steps, changed_parameters=changed, trained_parameters=None if changed is None else 4
     )
-    problems = check_training(first_step, StructureComparison(frozen=frozen), training, prepared=prepared)
+    problems = check_training(nn.Linear(1, 1), first_step, StructureComparison(frozen=frozen), training, prepared=prepared)
     return [problem.code for problem in problems]
 
 
@@ -40,7 +41,7 @@ def test_frozen_parameters_and_changed_batches_are_warnings() -> None:
 
 def test_warnings_of_the_run_are_in_the_summary() -> None:
     problems = check_training(
-        FirstStep(), StructureComparison(frozen=("0.weight",)), TrainingObservation(), prepared=True
+        nn.Linear(1, 1), FirstStep(), StructureComparison(frozen=("0.weight",)), TrainingObservation(), prepared=True
     )
     [line] = difference_lines([], problems)
     assert line.startswith("WARNING") and "FSDP-W511" in line

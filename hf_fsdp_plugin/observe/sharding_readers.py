@@ -5,20 +5,25 @@ from __future__ import annotations
 from collections.abc import Iterable
 from itertools import pairwise
 
-from hf_fsdp_plugin.observe.live_run import LiveRun, ObservedValue, common_value, unobservable
-from hf_fsdp_plugin.observe.memory import unmanaged_parameters
-from hf_fsdp_plugin.observe.numerics import not_reduced, unplanned_cast
-from hf_fsdp_plugin.observe.units import UnitObservation, dtype_name
+from hf_fsdp_plugin.observe.observed_run import (
+    ObservedRun,
+    ObservedValue,
+    common_value,
+    not_reduced,
+    unobservable,
+    unplanned_cast,
+)
+from hf_fsdp_plugin.observe.units import UnitObservation, dtype_name, unmanaged_parameters
 from hf_fsdp_plugin.plan.names import canonical_name, is_inside
 from hf_fsdp_plugin.strategies import STRATEGIES, strategy_of
 from hf_fsdp_plugin.text import format_names
 
 
-def read_version(run: LiveRun) -> ObservedValue:
+def read_version(run: ObservedRun) -> ObservedValue:
     return ObservedValue(value=common_value(unit.live.version for unit in run.units))
 
 
-def read_strategy(run: LiveRun) -> ObservedValue:
+def read_strategy(run: ObservedRun) -> ObservedValue:
     """Read FSDP1's strategy; under FSDP2, derive it from the mesh and the reshard flag of the layers."""
     value = common_value(unit.live.strategy or _strategy_of_mesh(unit) for unit in run.layers)
     if run.structure.unsharded:
@@ -53,7 +58,7 @@ def _strategy_of_mesh(unit: UnitObservation) -> str:
     return strategy_of(sharded=unit.live.shard_size > 1, hybrid=unit.live.hybrid, reshard=reshard).name
 
 
-def read_mesh_shard(run: LiveRun) -> ObservedValue:
+def read_mesh_shard(run: ObservedRun) -> ObservedValue:
     """Read the size of the shard groups, and check that the ranks of a group are consecutive, as planned."""
     size = common_value(unit.live.shard_size for unit in run.units_with_params)
     if size == run.plan.mesh.shard and not run.plan.pre_sharded:
@@ -67,7 +72,7 @@ def read_mesh_shard(run: LiveRun) -> ObservedValue:
     return ObservedValue(value=size)
 
 
-def read_mesh_replicate(run: LiveRun) -> ObservedValue:
+def read_mesh_replicate(run: ObservedRun) -> ObservedValue:
     size = common_value(unit.live.replicate_size for unit in run.units_with_params)
     local = [unit.name or "(root)" for unit in run.units_with_params if size != 1 and not unit.live.all_reduces]
     reason = f"gradients are not reduced over the replicas: {format_names(local, 2)}" if local else ""
@@ -76,7 +81,7 @@ def read_mesh_replicate(run: LiveRun) -> ObservedValue:
     return ObservedValue(value=size, reason=reason, matches=False if reason else None)
 
 
-def read_wrap_policy(run: LiveRun) -> ObservedValue:
+def read_wrap_policy(run: ObservedRun) -> ObservedValue:
     """Check that the modules that the policy selected are units, because FSDP does not store the policy."""
     if run.plan.sharded_at_load:
         return ObservedValue(value="fsdp_plan", reason="from_pretrained chose the units", matches=True)
@@ -102,7 +107,7 @@ def read_wrap_policy(run: LiveRun) -> ObservedValue:
     return ObservedValue(value="none", reason="no policy chose the units below the root")
 
 
-def read_wrap_classes(run: LiveRun) -> ObservedValue:
+def read_wrap_classes(run: ObservedRun) -> ObservedValue:
     """Read which requested classes are units. The plan has already reported classes that the model does not contain."""
     asked = run.plan.spec.wrap.classes
     found = {name for unit in run.units for name in unit.class_name.split(" + ")}
@@ -119,7 +124,7 @@ def read_wrap_classes(run: LiveRun) -> ObservedValue:
     return ObservedValue(value=observed, reason=reason, matches=not missing if planned else not absent)
 
 
-def read_min_num_params(run: LiveRun) -> ObservedValue:
+def read_min_num_params(run: ObservedRun) -> ObservedValue:
     planned = {name for unit in run.plan.units if unit.from_policy for name in unit.modules}
     sizes = [unit.num_params for unit in run.units if planned.intersection(unit.module_names)]
     if not sizes:
@@ -133,7 +138,7 @@ def read_min_num_params(run: LiveRun) -> ObservedValue:
     )
 
 
-def read_ignored_modules(run: LiveRun) -> ObservedValue:
+def read_ignored_modules(run: ObservedRun) -> ObservedValue:
     unmanaged = {id(parameter) for parameter in unmanaged_parameters(run.model, run.units)}
     found: list[str] = []
     with_params = set()
@@ -152,7 +157,7 @@ def _inside_any(name: str, outers: Iterable[str]) -> bool:
     return any(is_inside(name, outer) for outer in outers)
 
 
-def read_offload(run: LiveRun) -> ObservedValue:
+def read_offload(run: ObservedRun) -> ObservedValue:
     offloaded = common_value(unit.offloaded for unit in run.units_with_params)
     devices = {shard.device.type for unit in run.units_with_params for shard in unit.live.shards}
     if offloaded is True and devices != {"cpu"}:
@@ -163,7 +168,7 @@ def read_offload(run: LiveRun) -> ObservedValue:
     return ObservedValue(value=offloaded)
 
 
-def read_pin_memory(run: LiveRun) -> ObservedValue:
+def read_pin_memory(run: ObservedRun) -> ObservedValue:
     if not any(unit.offloaded for unit in run.units_with_params):
         return unobservable("no parameters are offloaded")
     if run.device_type == "cpu":
@@ -172,7 +177,7 @@ def read_pin_memory(run: LiveRun) -> ObservedValue:
     return ObservedValue(value=pinned)
 
 
-def read_param_dtype(run: LiveRun) -> ObservedValue:
+def read_param_dtype(run: ObservedRun) -> ObservedValue:
     value = common_value(unit.param_dtype for unit in run.units_in_policy_dtype)
     if value is not None and (reason := unplanned_cast(run)):
         return ObservedValue(value=value, reason=reason, matches=False)
@@ -185,7 +190,7 @@ def read_param_dtype(run: LiveRun) -> ObservedValue:
     return ObservedValue(value=value, reason=", ".join(parts))
 
 
-def read_fp32_modules(run: LiveRun) -> ObservedValue:
+def read_fp32_modules(run: ObservedRun) -> ObservedValue:
     """Read which modules have parameters that are gathered in fp32 while the policy's dtype is another one."""
     planned = set(run.plan.fp32_parameters)
     found, others = [], []
@@ -208,14 +213,14 @@ def read_fp32_modules(run: LiveRun) -> ObservedValue:
     return ObservedValue(value=modules, reason=reason, matches=not others)
 
 
-def read_reduce_dtype(run: LiveRun) -> ObservedValue:
+def read_reduce_dtype(run: ObservedRun) -> ObservedValue:
     dtypes = [unit.reduce_dtype for unit in run.units_with_params if unit.reduce_dtype]
     if not dtypes:
         return unobservable("no parameter is trained, so no gradient is reduced")
     return ObservedValue(value=common_value(dtypes), matches=_true_if_unchanged(run.plan.precision.reduce))
 
 
-def read_output_dtype(run: LiveRun) -> ObservedValue:
+def read_output_dtype(run: ObservedRun) -> ObservedValue:
     """Read the dtype of a recorded forward or, if there is none, of the root's policy."""
     matches = _true_if_unchanged(run.plan.precision.output)
     if run.first_step.output_dtype is not None:
@@ -229,7 +234,7 @@ def read_output_dtype(run: LiveRun) -> ObservedValue:
     return unobservable("FSDP1 does not store an output dtype, and no forward was recorded")
 
 
-def read_buffer_dtype(run: LiveRun) -> ObservedValue:
+def read_buffer_dtype(run: ObservedRun) -> ObservedValue:
     dtypes = [dtype_name(buffer.dtype) for buffer in run.model.buffers() if buffer.is_floating_point()]
     if not dtypes:
         return unobservable("the model has no floating-point buffers")
@@ -245,13 +250,13 @@ def _true_if_unchanged(planned: str) -> bool | None:
 _NO_PREFETCH = "fewer than two units below the root, so there is nothing to prefetch"
 
 
-def read_backward_prefetch(run: LiveRun) -> ObservedValue:
+def read_backward_prefetch(run: ObservedRun) -> ObservedValue:
     if len(run.units_below_root) < 2:
         return unobservable(_NO_PREFETCH)
     return ObservedValue(value=common_value(unit.live.backward_prefetch for unit in run.units_below_root))
 
 
-def read_forward_prefetch(run: LiveRun) -> ObservedValue:
+def read_forward_prefetch(run: ObservedRun) -> ObservedValue:
     num_units = len(run.units_below_root)
     if num_units < 2:
         return unobservable(_NO_PREFETCH)
@@ -266,7 +271,7 @@ def read_forward_prefetch(run: LiveRun) -> ObservedValue:
     return ObservedValue(value=f"in {num_prefetching} of {num_units} units", matches=False)
 
 
-def _prefetching_others(run: LiveRun) -> list[str]:
+def _prefetching_others(run: ObservedRun) -> list[str]:
     """Return the FSDP2 units that prefetch another unit than the next one in the module tree."""
     units = [unit for unit in run.units if not unit.live.is_root]
     return [
@@ -276,13 +281,13 @@ def _prefetching_others(run: LiveRun) -> list[str]:
     ]
 
 
-def read_limit_all_gathers(run: LiveRun) -> ObservedValue:
+def read_limit_all_gathers(run: ObservedRun) -> ObservedValue:
     if any(unit.live.version == 2 for unit in run.units):
         return ObservedValue(value=True, reason="FSDP2 always limits all-gathers")
     return ObservedValue(value=common_value(unit.live.limit_all_gathers for unit in run.units))
 
 
-def read_use_orig(run: LiveRun) -> ObservedValue:
+def read_use_orig(run: ObservedRun) -> ObservedValue:
     if any(unit.live.version == 2 for unit in run.units):
         return ObservedValue(value=True, reason="FSDP2 always keeps the original parameters")
     return ObservedValue(value=common_value(unit.live.use_orig for unit in run.units))

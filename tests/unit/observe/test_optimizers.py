@@ -7,7 +7,12 @@ import torch
 from live_models import make_model, make_unit
 from torch import nn
 
-from hf_fsdp_plugin.observe.optimizer import check_optimizers, optimizers_of, trained_pair, unwrapped_optimizer
+from hf_fsdp_plugin.observe.optimizers import (
+    check_optimizers,
+    optimizers_of,
+    trained_pair,
+    unwrapped_optimizer,
+)
 
 
 @pytest.fixture
