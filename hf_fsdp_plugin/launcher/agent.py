@@ -1,7 +1,7 @@
-"""The ranks of this machine under torch's elastic agent, in one attempt of a run.
+"""The ranks of this machine under torch's elastic agent, in one attempt of a run (see ``attempts``).
 
 Torch's agent meets the other machines, sets torch's variables, starts the processes and handles signals. Added to it
-are what users miss in it: ranks have a moment to fail by themselves before they are stopped, so that the summary names
+is what users miss in it: ranks have a moment to fail by themselves before they are stopped, so that the summary names
 the first cause; all machines stop at once; a failure that would come again is not tried again; the processes that ranks
 leave behind end (see ``orphan_processes``); and the exit code is that of the script.
 """
@@ -9,10 +9,8 @@ leave behind end (see ``orphan_processes``); and the exit code is that of the sc
 from __future__ import annotations
 
 import json
-import logging
 import os
 import signal
-import tempfile
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -24,15 +22,12 @@ from typing import Final
 from hf_fsdp_plugin.hangs.hang_report import FoundHang
 from hf_fsdp_plugin.hangs.rank_exit import ERROR_FILE_VARIABLE
 from hf_fsdp_plugin.hangs.rank_files import (
-    FILES_VARIABLE,
-    LAUNCHER_VARIABLE,
-    RUN_ID_VARIABLE,
     RankFiles,
     write_atomically,
 )
+from hf_fsdp_plugin.launcher.environment import rank_env
 from hf_fsdp_plugin.launcher.machines import Announced, Machines
 from hf_fsdp_plugin.launcher.orphan_processes import (
-    RUN_VARIABLE,
     Guard,
     OrphanProcess,
     end_processes,
@@ -43,12 +38,9 @@ from hf_fsdp_plugin.launcher.ranks import RankProcess, Ranks
 from hf_fsdp_plugin.launcher.rendezvous import Rendezvous  # imports torch with less output
 from hf_fsdp_plugin.problems import Problem
 from hf_fsdp_plugin.runs.exits import RunResult, first_failure, summarize_exit
-from hf_fsdp_plugin.runs.restart_policy import RESTART_VARIABLE
 from hf_fsdp_plugin.text import plural
-from hf_fsdp_plugin.torch_private.elastic import AttemptAgent
 
 # isort: split
-from torch.distributed.elastic.agent.server.api import WorkerSpec
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, SignalException
 
 _POLL_SECONDS: Final = 0.05
@@ -56,7 +48,6 @@ _SETTLE_SECONDS: Final = 2.0
 """Seconds that a machine whose rank has only lost a connection waits for the cause on another machine."""
 _EXIT_BARRIER_SECONDS: Final = 300.0
 """Seconds that a launcher waits for machines whose ranks exit later. Same as torchrun's exit barrier."""
-_STOPPING: Final = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")
 _FORWARDED: Final = ("SIGUSR1", "SIGUSR2")
 
 
@@ -67,7 +58,7 @@ class Job:
     Attributes:
         command: program and arguments of a rank.
         num_local: ranks on this machine.
-        env: further variables of the ranks.
+        env: the variables that all ranks have (``environment.launch_env``).
         role: role name of the ranks, as in torchrun.
         grace: seconds that ranks have to exit after a signal to the launcher.
         notice: prints a message for the user.
@@ -88,37 +79,7 @@ class Job:
     should_stop: Callable[[], str | None] = lambda: None
 
 
-def run_once(job: Job, rendezvous: Rendezvous, on_start: Callable[[], None] = lambda: None) -> RunResult | None:
-    """Run the ranks of this machine once. No process of theirs is left afterwards.
-
-    Returns:
-        How they exited; ``None`` if the run has ended while this machine was a spare.
-
-    Raises:
-        RendezvousError: the machines did not meet.
-    """
-    _prepare_torch()
-    with tempfile.TemporaryDirectory(prefix="hf_fsdp_") as scratch:
-        attempt = Attempt(job, rendezvous, Path(scratch), on_start)
-        spec = WorkerSpec(
-            role=job.role,
-            local_world_size=job.num_local,
-            rdzv_handler=rendezvous,
-            max_restarts=0,  # an attempt has an agent of its own
-            monitor_interval=_POLL_SECONDS,
-            entrypoint=job.command[0],
-            args=tuple(job.command[1:]),
-        )
-        with attempt:
-            try:
-                return attempt.result() if AttemptAgent(spec, attempt, attempt).run() is not None else None
-            except SignalException as stop:
-                return attempt.result(signal_number=stop.sigval)
-            except _BrokenPipe:
-                return attempt.result(signal_number=signal.SIGPIPE)
-
-
-class _BrokenPipe(Exception):
+class OutputClosed(Exception):
     """Nobody reads the output of the launcher any more."""
 
 
@@ -182,18 +143,8 @@ class Attempt(LogsSpecs):
         for local_rank, env in envs.items():
             rank = self._numbers[local_rank] = int(env["RANK"])
             files = RankFiles(self._scratch / f"rank_{rank}")
-            streams.error_files[local_rank] = str(files.stem.with_suffix(".error"))
-            env |= {
-                **self._job.env,
-                LAUNCHER_VARIABLE: str(os.getpid()),
-                FILES_VARIABLE: str(files.stem),
-                RUN_VARIABLE: self._run,
-                RUN_ID_VARIABLE: restarts.run_id,
-                RESTART_VARIABLE: str(restarts.count),
-                "TORCHELASTIC_RESTART_COUNT": str(restarts.count),
-                "TORCHELASTIC_MAX_RESTARTS": str(restarts.max_restarts),
-                ERROR_FILE_VARIABLE: streams.error_files[local_rank],
-            }
+            env |= {**self._job.env, **rank_env(files, self._run, restarts)}
+            streams.error_files[local_rank] = env[ERROR_FILE_VARIABLE]
             opened = self._output.open(rank, is_first=local_rank == 0)
             streams.stdouts[local_rank], streams.stderrs[local_rank], self._tails[local_rank] = opened
         return streams
@@ -208,7 +159,7 @@ class Attempt(LogsSpecs):
     def is_over(self) -> bool:
         """Return whether all ranks have exited. Stops them if one has failed, and waits for the other machines."""
         if self._has_failed():
-            self._stop()
+            self._stop_after_failure()
         elif self.ranks.running():
             return False
         else:
@@ -219,7 +170,7 @@ class Attempt(LogsSpecs):
         """Return whether the ranks have to be stopped: one has failed, here or elsewhere, or a machine joins."""
         self._print_notices()
         if self._output.reader_exited:
-            raise _BrokenPipe
+            raise OutputClosed
         self._announced = self._machines.failure()
         self._stopped_by = self._job.should_stop() or ""
         if self._announced is None and self._rendezvous.is_waiting():
@@ -227,7 +178,7 @@ class Attempt(LogsSpecs):
         has_failed = any(rank.has_failed for rank in self.ranks)
         return has_failed or self._announced is not None or bool(self._stopped_by) or self._files.hang.exists()
 
-    def _stop(self) -> None:
+    def _stop_after_failure(self) -> None:
         """Stop all ranks, after they had time to fail by themselves, and tell the other machines why."""
         began = time.monotonic()
         self.ranks.request_stacks()
@@ -321,12 +272,3 @@ def _print_stopping(number: int, num_ranks: int, grace: float) -> None:
     how = f"they have {grace:g} s, and the next {name} kills them" if grace else "they are killed"
     with suppress(OSError):
         os.write(2, f"hf-fsdp: {name}: stopping {plural(num_ranks, 'rank')}; {how}\n".encode())
-
-
-def _prepare_torch() -> None:
-    """Let torch's agent handle no signal that this process ignores, as under nohup, and print no log of its own."""
-    handled = [name for name in _STOPPING if signal.getsignal(getattr(signal, name)) is not signal.SIG_IGN]
-    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ",".join(handled)
-    if "LOGLEVEL" not in os.environ:
-        for name in ("agent.server.api", "agent.server.local_elastic_agent", "multiprocessing.api", "rendezvous"):
-            logging.getLogger(f"torch.distributed.elastic.{name}").setLevel(logging.CRITICAL)

@@ -1,13 +1,60 @@
-"""The environment of a rank beside torch's variables: settings that libraries read when they are imported."""
+"""The environment of a rank beside torch's variables.
+
+All ranks of a launch have the settings that libraries read when they are imported, what the launcher hands over, and
+the variables that the user has given (:func:`launch_env`). Each rank has its own files, run and attempt besides
+(:func:`rank_env`).
+"""
 
 from __future__ import annotations
 
 import os
 
 from hf_fsdp_plugin.devices import get_device
+from hf_fsdp_plugin.hangs.calls import HANG_LIMIT_VARIABLE
+from hf_fsdp_plugin.hangs.rank_exit import ERROR_FILE_VARIABLE
+from hf_fsdp_plugin.hangs.rank_files import FILES_VARIABLE, LAUNCHER_VARIABLE, LOG_VARIABLE, RUN_ID_VARIABLE, RankFiles
 from hf_fsdp_plugin.launcher.flags import LaunchArguments
+from hf_fsdp_plugin.launcher.orphan_processes import RUN_VARIABLE
 from hf_fsdp_plugin.launcher.world import World, num_threads
+from hf_fsdp_plugin.runs.restart_policy import RESTART_VARIABLE, Restarts
+from hf_fsdp_plugin.sources.handover import LaunchHandover
 from hf_fsdp_plugin.spec.model import FsdpSpec
+
+
+def launch_env(
+    spec: FsdpSpec, world: World, handover: LaunchHandover, arguments: LaunchArguments | None = None
+) -> dict[str, str]:
+    """Return the variables that all ranks have. Later ones override earlier ones.
+
+    Args:
+        arguments: those of the launcher; by default none.
+    """
+    arguments = arguments or LaunchArguments()
+    options = {HANG_LIMIT_VARIABLE: "hang_timeout", LOG_VARIABLE: "log_dir"}
+    return {
+        **settings_env(spec, world, arguments),
+        **{name: arguments.options[option] for name, option in options.items() if option in arguments.options},
+        **handover.to_env(),
+        **arguments.env,
+    }
+
+
+def rank_env(files: RankFiles, run: str, restarts: Restarts) -> dict[str, str]:
+    """Return the variables of one rank in one attempt.
+
+    Args:
+        run: name with which the processes of the run are found (``orphan_processes.run_name``).
+    """
+    return {
+        LAUNCHER_VARIABLE: str(os.getpid()),
+        FILES_VARIABLE: str(files.stem),
+        RUN_VARIABLE: run,
+        RUN_ID_VARIABLE: restarts.run_id,
+        RESTART_VARIABLE: str(restarts.count),
+        "TORCHELASTIC_RESTART_COUNT": str(restarts.count),
+        "TORCHELASTIC_MAX_RESTARTS": str(restarts.max_restarts),
+        ERROR_FILE_VARIABLE: str(files.stem.with_suffix(".error")),
+    }
 
 
 def settings_env(spec: FsdpSpec, world: World, arguments: LaunchArguments) -> dict[str, str]:

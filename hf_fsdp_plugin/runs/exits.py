@@ -6,7 +6,6 @@ import re
 import signal
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any, Final
 
 from hf_fsdp_plugin.hangs.calls import RankCalls, read_calls
@@ -118,7 +117,7 @@ def read_exit(rank: int, files: RankFiles, *, code: int, time: float, **facts: A
     return found
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class RunResult:
     """How the ranks of this machine exited.
 
@@ -130,6 +129,7 @@ class RunResult:
         notes: what is not known of other machines.
         hang: why the run was ended, if ranks waited for too long.
         joins: whether the attempt was ended because a machine joins the run.
+        first: the rank whose failure caused the others, determined from ``exits``; ``None`` if none has failed.
     """
 
     exits: tuple[RankExit, ...]
@@ -140,11 +140,11 @@ class RunResult:
     notes: tuple[str, ...] = ()
     hang: FoundHang | None = None
     joins: bool = False
+    first: RankExit | None = None
 
-    @cached_property
-    def first(self) -> RankExit | None:
-        """The rank whose failure caused the others; ``None`` if none has failed."""
-        return first_failure(self.exits)
+    def __post_init__(self) -> None:
+        if self.first is None:
+            object.__setattr__(self, "first", first_failure(self.exits))
 
     @property
     def exit_code(self) -> int:

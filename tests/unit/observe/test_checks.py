@@ -19,7 +19,9 @@ def codes(
     training = TrainingObservation(
         steps=steps, changed_parameters=changed, trained_parameters=None if changed is None else 4
     )
-    problems = check_training(nn.Linear(1, 1), first_step, StructureComparison(frozen=frozen), training, prepared=prepared)
+    problems = check_training(
+        nn.Linear(1, 1), first_step, StructureComparison(frozen=frozen), training, prepared=prepared
+    )
     return [problem.code for problem in problems]
 
 
