@@ -16,8 +16,7 @@ from hf_fsdp_plugin.hangs.calls import LIMIT_VARIABLE
 from hf_fsdp_plugin.integrations.bench.cases import Case, Setting
 from hf_fsdp_plugin.integrations.bench.jobs import Events, Job, Task
 from hf_fsdp_plugin.integrations.bench.results import Results
-from hf_fsdp_plugin.launcher.environment import settings_env
-from hf_fsdp_plugin.launcher.flags import LaunchArguments
+from hf_fsdp_plugin.launcher.environment import launch_env
 from hf_fsdp_plugin.launcher.world import World
 from hf_fsdp_plugin.problems import Problem
 from hf_fsdp_plugin.runs.exits import RunResult
@@ -90,7 +89,7 @@ class Bench:
 
         handover = LaunchHandover(sources=self.sources, quiet=True)
         spec = replace(self.spec, launch=replace(self.spec.launch, num_processes=world.size))
-        env = {**settings_env(spec, world, LaunchArguments()), **handover.to_env()}
+        env = launch_env(spec, world, handover)
         env[LIMIT_VARIABLE] = "0"  # records of collectives would be a part of what is measured
         env |= {"OMP_NUM_THREADS": str(self.threads), "TMPDIR": str(folder)}
         command = [sys.executable, "-u", "-m", "hf_fsdp_plugin.launcher.run_script", "-m", _RANK, str(folder)]

@@ -15,12 +15,11 @@ import hf_fsdp_plugin
 from hf_fsdp_plugin.cli.dry_run import show_run
 from hf_fsdp_plugin.cli.exit_codes import USAGE, exit_code
 from hf_fsdp_plugin.cli.terminal import in_line_order, print_problems
-from hf_fsdp_plugin.hangs.calls import LIMIT_VARIABLE as HANG_VARIABLE
 from hf_fsdp_plugin.hangs.exit_watch import LIMIT_VARIABLE, exit_limit
 from hf_fsdp_plugin.hangs.hang_watch import hang_limit
-from hf_fsdp_plugin.hangs.rank_files import LOG_VARIABLE, RUN_ID_VARIABLE
+from hf_fsdp_plugin.hangs.rank_files import RUN_ID_VARIABLE
 from hf_fsdp_plugin.launcher.accelerators import find_accelerators
-from hf_fsdp_plugin.launcher.environment import settings_env
+from hf_fsdp_plugin.launcher.environment import launch_env
 from hf_fsdp_plugin.launcher.facts import Facts
 from hf_fsdp_plugin.launcher.flags import LaunchArguments, UsageError, add_help, parse_launch_arguments
 from hf_fsdp_plugin.launcher.machines import LIMIT_VARIABLE as MACHINE_VARIABLE
@@ -131,16 +130,10 @@ def _run_ranks(arguments: LaunchArguments, spec: FsdpSpec, world: World, handove
         machine, address = rendezvous.machines.machine, rendezvous.address
         _print_notices(arguments, describe(met, launch, machine=machine, address=address))
 
-    given = {HANG_VARIABLE: options.get("hang_timeout"), LOG_VARIABLE: options.get("log_dir")}
     job = Job(
         command=_command(arguments),
         num_local=world.num_local,
-        env={
-            **settings_env(spec, world, arguments),
-            **{name: value for name, value in given.items() if value is not None},
-            **handover.to_env(),
-            **arguments.env,
-        },
+        env=launch_env(spec, world, handover, arguments),
         role=options.get("role", "default"),
         grace=float(options.get("grace", DEFAULT_GRACE)),
         show_all=options.get("show_ranks") == "all" or options.get("tee", "0") != "0",

@@ -26,7 +26,7 @@ from hf_fsdp_plugin.integrations.preflight.stages import (
     running_stages,
     stage_results,
 )
-from hf_fsdp_plugin.launcher.environment import settings_env
+from hf_fsdp_plugin.launcher.environment import launch_env
 from hf_fsdp_plugin.launcher.flags import LaunchArguments
 from hf_fsdp_plugin.launcher.world import World
 from hf_fsdp_plugin.problems import Problem, has_errors
@@ -232,7 +232,7 @@ def _run_ranks(
     from hf_fsdp_plugin.launcher.attempts import run_locally
 
     limit = _Limit(request.limit, folder)
-    env = {**settings_env(spec, world, LaunchArguments()), **handover.to_env()}
+    env = launch_env(spec, world, handover)
     env |= {FOLDER_VARIABLE: str(folder), "TMPDIR": str(scratch), "WANDB_MODE": "disabled", "OMP_NUM_THREADS": "1"}
     # Accelerators are hidden, so that a script cannot take them.
     env |= {device.visible_variable: "" for device in DEVICES.values() if device.visible_variable}
