@@ -15,7 +15,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -247,8 +247,7 @@ class Attempt(LogsSpecs):
             joins=announced is not None and announced.kind == "joins",
         )
         if result.needs_places and not result.joins:
-            elsewhere, notes = self._machines.share_places(result.places)
-            result = replace(result, elsewhere=tuple(elsewhere), notes=tuple(notes))
+            result.elsewhere, result.notes = self._machines.share_places(result.places)
         return result
 
     def _print_notices(self) -> None:

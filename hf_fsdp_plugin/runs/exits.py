@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 import signal
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from hf_fsdp_plugin.hangs.calls import RankCalls, read_calls
@@ -117,7 +117,7 @@ def read_exit(rank: int, files: RankFiles, *, code: int, time: float, **facts: A
     return found
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(kw_only=True, slots=True)
 class RunResult:
     """How the ranks of this machine exited.
 
@@ -125,7 +125,7 @@ class RunResult:
         signal_number: the signal that stopped the launcher, or 0.
         remote_failure: the failure of a rank on another machine, if any.
         has_remote_hang: whether this failure is a hang.
-        elsewhere: where the ranks of other machines were.
+        elsewhere: where the ranks of other machines were, after the machines have shared that.
         notes: what is not known of other machines.
         hang: why the run was ended, if ranks waited for too long.
         joins: whether the attempt was ended because a machine joins the run.
@@ -136,15 +136,14 @@ class RunResult:
     signal_number: int = 0
     remote_failure: str | None = None
     has_remote_hang: bool = False
-    elsewhere: tuple[RanksAt, ...] = ()
-    notes: tuple[str, ...] = ()
+    elsewhere: Sequence[RanksAt] = ()
+    notes: Sequence[str] = ()
     hang: FoundHang | None = None
     joins: bool = False
-    first: RankExit | None = None
+    first: RankExit | None = field(init=False)
 
     def __post_init__(self) -> None:
-        if self.first is None:
-            object.__setattr__(self, "first", first_failure(self.exits))
+        self.first = first_failure(self.exits)
 
     @property
     def exit_code(self) -> int:

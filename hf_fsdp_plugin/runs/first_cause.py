@@ -58,7 +58,7 @@ def find_first_cause(
     if not is_answered and not is_told_to_end():
         elsewhere = ask_others([each.calls for each in exits if each.calls is not None])
     places = [place for each in elsewhere if (place := _place_elsewhere(each)).place or place.state != "running"]
-    result = RunResult(exits=(*exits, *map(_exit_elsewhere, elsewhere)), elsewhere=tuple(places))
+    result = RunResult(exits=(*exits, *map(_exit_elsewhere, elsewhere)), elsewhere=places)
     if first is None or first.has_lost_connection:
         return str(explain_failure(first or own, result) or "")
     return _first_failed(first, result)
