@@ -10,13 +10,18 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Mapping
 from types import ModuleType
 from typing import Final
 
 from hf_fsdp_plugin.integrations.import_hooks import ImportCallbacks
 
 RANK_VARIABLE: Final = "HF_FSDP_RANK_PID"
-"""The process that the launcher has started. Its children inherit the variables of a rank, but have other numbers."""
+"""Environment variable with the process that is the rank, and the address at which the ranks of its job meet.
+
+The children of a rank inherit its variables, but have other process numbers: they are no ranks, unless they are started
+as ranks of another job, which meet at another address.
+"""
 _LAUNCHERS: Final = frozenset(
     (
         *("accelerate", "accelerate-launch", "hf-fsdp", "torchrun"),
@@ -33,12 +38,24 @@ def start() -> None:
     if _imports in sys.meta_path:  # Python reads the files of a virtual environment twice
         return
     program = _program()
-    if "RANK" not in os.environ or program in _LAUNCHERS or sys.flags.ignore_environment:
+    if program in _LAUNCHERS or sys.flags.ignore_environment or not may_be_rank(os.environ):
         return
-    rank = os.environ.setdefault(RANK_VARIABLE, str(os.getpid()))
-    if rank == str(os.getpid()) and program.partition(".")[0] != "hf_fsdp_plugin":  # these call install()
+    os.environ[RANK_VARIABLE] = rank_process(os.environ)
+    if program.partition(".")[0] != "hf_fsdp_plugin":  # these call install()
         _imports.add("accelerate", _install_hooks)
         _imports.add("transformers", _install_hooks)
+
+
+def rank_process(environ: Mapping[str, str]) -> str:
+    """Return the value of ``RANK_VARIABLE`` for this process."""
+    return f"{os.getpid()} {environ.get('MASTER_ADDR', '')}:{environ.get('MASTER_PORT', '')}"
+
+
+def may_be_rank(environ: Mapping[str, str]) -> bool:
+    """Return whether this process has the variables of a rank, and did not inherit them from a rank of the same job."""
+    own = rank_process(environ)
+    marked = environ.get(RANK_VARIABLE, own)
+    return "RANK" in environ and (marked == own or marked.partition(" ")[2] != own.partition(" ")[2])
 
 
 def _program() -> str:
@@ -80,4 +97,4 @@ def _install() -> None:
 
 def _is_rank() -> bool:
     """Return whether this process is the rank itself, and not one that it has forked."""
-    return os.environ.get(RANK_VARIABLE) == str(os.getpid())
+    return os.environ.get(RANK_VARIABLE, "").partition(" ")[0] == str(os.getpid())

@@ -13,7 +13,6 @@ import os
 import sys
 import threading
 from pathlib import Path
-from typing import Final
 
 from hf_fsdp_plugin.backends.cluster import slurm_variables
 from hf_fsdp_plugin.hangs.calls import LIMIT_VARIABLE
@@ -39,13 +38,11 @@ from hf_fsdp_plugin.hangs.watcher import Watched, Watcher, has_failed, print_blo
 from hf_fsdp_plugin.integrations.attempts import begin_attempt, end_attempt
 from hf_fsdp_plugin.integrations.call_hooks import record_calls
 from hf_fsdp_plugin.integrations.session import session
+from hf_fsdp_plugin.integrations.startup import RANK_VARIABLE, may_be_rank, rank_process
 from hf_fsdp_plugin.problems import Problem, SpecError
 from hf_fsdp_plugin.runs.earlier_attempts import forget
 from hf_fsdp_plugin.runs.first_cause import cause_of_end, find_first_cause
 from hf_fsdp_plugin.runs.identity import attempt_folder, identify
-
-_PROCESS_VARIABLE: Final = "HF_FSDP_RANK_PROCESS"
-"""Environment variable with the process that is the rank: its children have the rank's environment, and are none."""
 
 
 class Watch:
@@ -61,7 +58,7 @@ class Watch:
         self.has_launcher = False
         self._rank = 0
         self._pid = 0
-        self._is_given = False
+        self._is_given = self._is_marked = False
         self._watcher: Watcher | None = None
         self._failed: BaseException | None = None
         self._knows_forks = False
@@ -76,9 +73,7 @@ class Watch:
             self.follow_thread()
             return
         environ = {**os.environ, **slurm_variables(os.environ)}
-        own = f"{os.getpid()} {environ.get('MASTER_ADDR', '')}:{environ.get('MASTER_PORT', '')}"
-        parent = environ.get(_PROCESS_VARIABLE, own)
-        if "RANK" not in environ or (parent != own and parent.partition(" ")[2] == own.partition(" ")[2]):
+        if not may_be_rank(environ):
             return
         limit, is_strict, exit_seconds = _limits()
         self._rank, world_size = int(environ["RANK"]), int(environ.get("WORLD_SIZE", "1"))
@@ -94,7 +89,8 @@ class Watch:
             print_block(f"hf-fsdp: rank {self._rank}: hangs are not diagnosed: {error.filename}: {error.strerror}")
             return
         self.files, self._pid = files, os.getpid()
-        os.environ[_PROCESS_VARIABLE] = own
+        self._is_marked = RANK_VARIABLE in environ
+        os.environ[RANK_VARIABLE] = rank_process(environ)
         atexit.register(self._at_exit)
         if not self._knows_forks:
             self._knows_forks = True
@@ -215,7 +211,8 @@ class Watch:
             self.files.hang.unlink(missing_ok=True)
             self.files.cause.unlink(missing_ok=True)
             _remove_folders(self.files.stem.parent)
-        os.environ.pop(_PROCESS_VARIABLE, None)
+        if not self._is_marked:
+            os.environ.pop(RANK_VARIABLE, None)
         self.files = self._failed = session.in_flight_file = None
 
     def _close(self) -> None:

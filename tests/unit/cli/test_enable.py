@@ -96,7 +96,7 @@ def test_rank_of_a_launcher_runs_the_plugin(enabled: Environment) -> None:
         (["-I"], RANK),
         (["-S"], RANK),
         ([], {**RANK, "HF_FSDP_LAUNCH": "{}"}),
-        ([], {**RANK, "HF_FSDP_RANK_PID": "1"}),
+        ([], {**RANK, "HF_FSDP_RANK_PID": "1 :"}),
     ],
 )
 def test_other_processes_do_not_run_the_plugin(
