@@ -229,7 +229,8 @@ def _grouped(waits: Mapping[int, Wait]) -> list[Waiting]:
 def _late(waiting: Waiting, known: Mapping[int, RankCalls], members: Mapping[str, Sequence[int]]) -> tuple[int, ...]:
     """Return the ranks that have not begun a collective."""
     if waiting.group == POINT_TO_POINT:
-        return (waiting.call.peer,) if waiting.call.peer in known else ()
+        peer = waiting.call.peer
+        return (peer,) if peer is not None and peer in known else ()
     return tuple(rank for rank in members[waiting.group] if _last(known[rank], waiting.group) < waiting.number)
 
 

@@ -159,10 +159,10 @@ class StoreQueries(HangQueries):
         if now >= self._next_look:
             self._next_look = now + _LOOK_SECONDS
             with contextlib.suppress(StoreLost):
-                self._store.ask(self._look)
+                self._store.ask(self._read_news)
         return self._asked > self._answered
 
-    def _look(self, store: Any) -> None:
+    def _read_news(self, store: Any) -> None:
         if self._number is None or not (self._is_registered or store.check([f"machine/{self._number}"])):
             number = store.add("machines", 1) - 1
             store.set(f"machine/{number}", json.dumps({"name": self._name, "ranks": self._ranks}))
@@ -214,7 +214,7 @@ class StoreQueries(HangQueries):
         deadline: float,
     ) -> bool:
         """Add the ranks of the machines that answer to ``found``. Returns whether no hang was announced."""
-        self._look(store)
+        self._read_news(store)
         for machine in range(store.add("machines", 0)):
             if machine != self._number and store.check([f"machine/{machine}"]):
                 silent[machine] = _machine(store.get(f"machine/{machine}"))

@@ -24,6 +24,23 @@ LOG_VARIABLE = "HF_FSDP_LOG_DIR"
 """Environment variable with the folder of ``--log_dir``."""
 
 
+class _RankFile:
+    """A file of one rank."""
+
+    def __init__(self, suffix: str) -> None:
+        self.suffix = suffix
+
+    def __get__(self, files: RankFiles, owner: type) -> Path:
+        return files.stem.with_suffix(self.suffix)
+
+
+class _MachineFile(_RankFile):
+    """A file that all ranks of a machine have in common."""
+
+    def __get__(self, files: RankFiles, owner: type) -> Path:
+        return files.stem.with_name(self.suffix)
+
+
 @dataclass(frozen=True, slots=True)
 class RankFiles:
     """The files of one rank.
@@ -33,71 +50,40 @@ class RankFiles:
     """
 
     stem: Path
-
-    @property
-    def failure(self) -> Path:
-        """JSON: how the script failed, written before the rank exits (see ``hangs.rank_exit``)."""
-        return self.stem.with_suffix(".json")
-
-    @property
-    def notice(self) -> Path:
-        """A text that the launcher prints."""
-        return self.stem.with_suffix(".notice")
-
-    @property
-    def ended(self) -> Path:
-        """Exists if the script has ended without an error."""
-        return self.stem.with_suffix(".ended")
-
-    @property
-    def process(self) -> Path:
-        """JSON: the rank's process, its start and its machine (see ``hangs.processes``)."""
-        return self.stem.with_suffix(".pid")
-
-    @property
-    def hang(self) -> Path:
-        """JSON: the hang that ends the ranks of this machine (``hangs.hang_report.FoundHang``). One for all of them."""
-        return self.stem.with_name("hang.json")
-
-    @property
-    def cause(self) -> Path:
-        """Exists if a rank that SIGTERM has ended has said why. One for all ranks of this machine."""
-        return self.stem.with_name("cause")
-
-    @property
-    def stacks(self) -> Path:
-        """Stacks of the rank's threads (see ``hangs.rank_stacks``)."""
-        return self.stem.with_suffix(".stacks")
-
-    @property
-    def steps(self) -> Path:
-        """The numbers of optimizer steps and forwards (see ``hangs.record``)."""
-        return self.stem.with_suffix(".steps")
-
-    @property
-    def restarts(self) -> Path:
-        """JSON: the failed attempts of the run (``runs.restart_policy``). The launcher writes it for all its ranks."""
-        return self.stem.with_name("restarts.json")
+    failure = _RankFile(".json")
+    """JSON: how the script failed, written before the rank exits (see ``hangs.rank_exit``)."""
+    notice = _RankFile(".notice")
+    """A text that the launcher prints."""
+    ended = _RankFile(".ended")
+    """Exists if the script has ended without an error."""
+    process = _RankFile(".pid")
+    """JSON: the rank's process, its start and its machine (see ``hangs.processes``)."""
+    hang = _MachineFile("hang.json")
+    """JSON: the hang that ends the ranks of this machine (``hangs.hang_report.FoundHang``). One for all of them."""
+    cause = _MachineFile("cause")
+    """Exists if a rank that SIGTERM has ended has said why. One for all ranks of this machine."""
+    stacks = _RankFile(".stacks")
+    """Stacks of the rank's threads (see ``hangs.rank_stacks``)."""
+    steps = _RankFile(".steps")
+    """The numbers of optimizer steps and forwards (see ``hangs.record``)."""
+    restarts = _MachineFile("restarts.json")
+    """JSON: the failed attempts of the run (``runs.restart_policy``). The launcher writes it for all its ranks."""
+    saving = _RankFile(".saving")
+    """Exists while a checkpoint is written in the background."""
+    _calls = _RankFile(".calls")
+    _names = _RankFile(".names")
 
     @property
     def calls(self) -> CallFiles:
-        """The rank's collectives (see ``hangs``)."""
-        return CallFiles(self.stem.with_suffix(".calls"), self.stem.with_suffix(".names"))
-
-    @property
-    def saving(self) -> Path:
-        """Exists while a checkpoint is written in the background."""
-        return self.stem.with_suffix(".saving")
-
-
-SUFFIXES = (".json", ".notice", ".ended", ".pid", ".stacks", ".steps", ".calls", ".names", ".saving")
-"""Those of the files of one rank."""
+        """The rank's collectives (see ``hangs.calls``)."""
+        return CallFiles(self._calls, self._names)
 
 
 def remove_files(stem: Path) -> None:
     """Remove the files of one rank."""
-    for suffix in SUFFIXES:
-        stem.with_suffix(suffix).unlink(missing_ok=True)
+    for file in vars(RankFiles).values():
+        if type(file) is _RankFile:
+            stem.with_suffix(file.suffix).unlink(missing_ok=True)
 
 
 def private_folder(folder: Path) -> None:

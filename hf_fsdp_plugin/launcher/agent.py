@@ -26,14 +26,14 @@ from hf_fsdp_plugin.hangs.rank_files import (
     write_atomically,
 )
 from hf_fsdp_plugin.launcher.environment import rank_env
-from hf_fsdp_plugin.launcher.machines import Announced, Machines
 from hf_fsdp_plugin.launcher.orphan_processes import (
     Guard,
     OrphanProcess,
     end_processes,
     run_name,
 )
-from hf_fsdp_plugin.launcher.output import RankOutput
+from hf_fsdp_plugin.launcher.other_machines import Announced, OtherMachines
+from hf_fsdp_plugin.launcher.rank_output import RankOutput
 from hf_fsdp_plugin.launcher.ranks import RankProcess, Ranks
 from hf_fsdp_plugin.launcher.rendezvous import Rendezvous  # imports torch with less output
 from hf_fsdp_plugin.problems import Problem
@@ -52,7 +52,7 @@ _FORWARDED: Final = ("SIGUSR1", "SIGUSR2")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Job:
+class RankJob:
     """What all attempts have in common.
 
     Attributes:
@@ -83,10 +83,10 @@ class OutputClosed(Exception):
     """Nobody reads the output of the launcher any more."""
 
 
-class Attempt(LogsSpecs):
+class AttemptRanks(LogsSpecs):
     """The ranks of this machine from their start to their end. Also tells torch's agent where their output goes."""
 
-    def __init__(self, job: Job, rendezvous: Rendezvous, scratch: Path, on_start: Callable[[], None]) -> None:
+    def __init__(self, job: RankJob, rendezvous: Rendezvous, scratch: Path, on_start: Callable[[], None]) -> None:
         super().__init__()
         self._job, self._rendezvous, self._scratch, self._on_start = job, rendezvous, scratch, on_start
         self._output = RankOutput(
@@ -107,7 +107,7 @@ class Attempt(LogsSpecs):
         self._stopped_by = ""
         self.ranks = Ranks()
 
-    def __enter__(self) -> Attempt:
+    def __enter__(self) -> AttemptRanks:
         for name in _FORWARDED:
             number = getattr(signal, name, None)
             if number is not None and signal.getsignal(number) is not signal.SIG_IGN:
@@ -128,7 +128,7 @@ class Attempt(LogsSpecs):
         return str(self._scratch)
 
     @property
-    def _machines(self) -> Machines:
+    def _machines(self) -> OtherMachines:
         return self._rendezvous.machines
 
     def begin(self) -> None:

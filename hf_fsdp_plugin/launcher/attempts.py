@@ -18,7 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
-from hf_fsdp_plugin.launcher.agent import Attempt, Job, OutputClosed
+from hf_fsdp_plugin.launcher.agent import AttemptRanks, OutputClosed, RankJob
 from hf_fsdp_plugin.launcher.rendezvous import Rendezvous, SignalException
 from hf_fsdp_plugin.runs.exits import RunResult
 from hf_fsdp_plugin.runs.failure_summary import format_failures
@@ -37,7 +37,7 @@ def first_restarts(max_restarts: int, run_id: str = "") -> Restarts:
     return Restarts(run_id=run_id or uuid.uuid4().hex, max_restarts=max_restarts)
 
 
-def run_attempts(job: Job, rendezvous: Rendezvous, on_start: Callable[[], None] = lambda: None) -> int:
+def run_attempts(job: RankJob, rendezvous: Rendezvous, on_start: Callable[[], None] = lambda: None) -> int:
     """Run the ranks until they succeed, or until no restart is left or helps. Returns the exit code of the launcher.
 
     Args:
@@ -56,7 +56,7 @@ def run_attempts(job: Job, rendezvous: Rendezvous, on_start: Callable[[], None] 
         rendezvous.shutdown()
 
 
-def run_locally(job: Job) -> RunResult:
+def run_locally(job: RankJob) -> RunResult:
     """Run ranks on this machine only, once, with hidden output. Returns how they exited."""
     rendezvous = Rendezvous(first_restarts(0))
     try:
@@ -67,7 +67,7 @@ def run_locally(job: Job) -> RunResult:
     return result
 
 
-def _run_attempt(job: Job, rendezvous: Rendezvous, on_start: Callable[[], None]) -> int | None:
+def _run_attempt(job: RankJob, rendezvous: Rendezvous, on_start: Callable[[], None]) -> int | None:
     """Run the ranks once. Returns the exit code, or ``None`` if they are to be started again.
 
     The steps after a failure:
@@ -75,9 +75,9 @@ def _run_attempt(job: Job, rendezvous: Rendezvous, on_start: Callable[[], None])
     1. The rank records its exception before it exits (``hangs.rank_exit.failure_of``); a hang is recorded by the rank
        that has found it (``hangs.watcher``).
     2. The launcher sees the record or the exit, asks the other ranks for their stacks, gives them time to fail by
-       themselves, announces the failure to the other machines, and stops its ranks (``Attempt.is_over``).
+       themselves, announces the failure to the other machines, and stops its ranks (``AttemptRanks.is_over``).
     3. How each rank exited is read from its files; the first failure is determined, and the machine that has it gets
-       the places of the ranks of other machines (``Attempt.result``).
+       the places of the ranks of other machines (``AttemptRanks.result``).
     4. The summary is printed.
     5. All machines use the verdict of the one that failed first, and decide whether the ranks are started again.
     """
@@ -108,16 +108,16 @@ def _run_attempt(job: Job, rendezvous: Rendezvous, on_start: Callable[[], None])
     return None
 
 
-def run_once(job: Job, rendezvous: Rendezvous, on_start: Callable[[], None] = lambda: None) -> RunResult | None:
+def run_once(job: RankJob, rendezvous: Rendezvous, on_start: Callable[[], None] = lambda: None) -> RunResult | None:
     """Run the ranks of this machine once. No process of theirs is left afterwards.
 
     Torch's agent takes these steps:
 
-    1. The machines meet (``Rendezvous.next_rendezvous``), and ``on_start`` is called (``Attempt.begin``).
-    2. Each rank gets its variables and the files of its output (``Attempt.reify``, ``environment.rank_env``).
-    3. The processes of the ranks are started (``Attempt.watch``); each runs ``run_script``.
-    4. Every 50 ms, the ranks are looked at, until all have exited or were stopped (``Attempt.is_over``).
-    5. A signal to the launcher is sent on to the ranks, which have time to exit (``Attempt.end``).
+    1. The machines meet (``Rendezvous.next_rendezvous``), and ``on_start`` is called (``AttemptRanks.begin``).
+    2. Each rank gets its variables and the files of its output (``AttemptRanks.reify``, ``environment.rank_env``).
+    3. The processes of the ranks are started (``AttemptRanks.watch``); each runs ``run_script``.
+    4. Every 50 ms, the ranks are looked at, until all have exited or were stopped (``AttemptRanks.is_over``).
+    5. A signal to the launcher is sent on to the ranks, which have time to exit (``AttemptRanks.end``).
 
     Returns:
         How they exited; ``None`` if the run has ended while this machine was a spare.
@@ -127,7 +127,7 @@ def run_once(job: Job, rendezvous: Rendezvous, on_start: Callable[[], None] = la
     """
     _prepare_torch()
     with tempfile.TemporaryDirectory(prefix="hf_fsdp_") as scratch:
-        attempt = Attempt(job, rendezvous, Path(scratch), on_start)
+        attempt = AttemptRanks(job, rendezvous, Path(scratch), on_start)
         spec = WorkerSpec(
             role=job.role,
             local_world_size=job.num_local,
@@ -146,7 +146,7 @@ def run_once(job: Job, rendezvous: Rendezvous, on_start: Callable[[], None] = la
                 return attempt.result(signal_number=signal.SIGPIPE)
 
 
-def _print_failures(job: Job, result: RunResult) -> None:
+def _print_failures(job: RankJob, result: RunResult) -> None:
     live = [rank.rank for rank in (result.exits if job.show_all else result.exits[:1])]
     sys.stdout.flush()
     if text := format_failures(result, debug=job.debug, shown_live=live):

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from hf_fsdp_plugin.hangs.processes import is_halted
 from hf_fsdp_plugin.hangs.rank_files import RankFiles
 from hf_fsdp_plugin.hangs.rank_stacks import STACK_SIGNAL
-from hf_fsdp_plugin.launcher.output import last_lines
+from hf_fsdp_plugin.launcher.rank_output import last_lines
 from hf_fsdp_plugin.runs.exits import RankExit, read_exit
 
 _STACK_SECONDS = 0.05

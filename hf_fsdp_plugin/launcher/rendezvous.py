@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any, Final
 
-from hf_fsdp_plugin.launcher.machines import Machines, RunFacts, compare_facts, silence_limit
+from hf_fsdp_plugin.launcher.other_machines import OtherMachines, RunFacts, compare_facts, silence_limit
 from hf_fsdp_plugin.launcher.world import World, rendezvous_address
 from hf_fsdp_plugin.problems import Problem, SpecError
 from hf_fsdp_plugin.runs.restart_policy import Restarts, problem_fields
@@ -84,7 +84,7 @@ class Rendezvous(RendezvousHandler):
 
     def __init__(self, restarts: Restarts, port: int = 0) -> None:
         self.restarts = restarts
-        self.machines = Machines(None, 0, 1)
+        self.machines = OtherMachines(None, 0, 1)
         self.address = ""
         self._rank_store: Store | None = None
         self._listening: socket.socket | None = None
@@ -108,7 +108,7 @@ class Rendezvous(RendezvousHandler):
             host, port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach()
         )
         self.address = f"{host}:{port}"
-        self.machines = Machines(None, 0, 1)
+        self.machines = OtherMachines(None, 0, 1)
         return RendezvousInfo(HashStore(), 0, 1, RendezvousStoreInfo(host, port))
 
     def is_waiting(self) -> bool:
@@ -319,7 +319,7 @@ class MachinesRendezvous(Rendezvous):
             attempt.set("address", json.dumps([local, self._rank_store.port]))
         host, port = json.loads(attempt.get("address"))
         self.address = f"{host}:{port}"
-        self.machines = Machines(attempt, number, size, on_beat=lambda: self._store.add(self._alive, 1))
+        self.machines = OtherMachines(attempt, number, size, on_beat=lambda: self._store.add(self._alive, 1))
         self._num_met = size
         return RendezvousInfo(attempt, number, size, RendezvousStoreInfo(host, port))
 

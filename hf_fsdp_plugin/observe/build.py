@@ -134,15 +134,9 @@ def build_report_of_trained(models: Sequence[Any], optimizers: Sequence[Any] = (
     plans = {model: plan for model in models if (plan := _find_plan(model)) is not None}
     if not plans:
         names = ", ".join(type(model).__name__ for model in models) or "it has no model"
-        raise SpecError(
-            [
-                Problem(
-                    code="FSDP-E508",
-                    message=f"report() found no model that hf_fsdp_plugin prepared ({names}).",
-                    fix="Call install() before the Accelerator or Trainer is created, and report() after prepare().",
-                )
-            ]
-        )
+        message = f"report() found no model that hf_fsdp_plugin prepared ({names})."
+        fix = "Call install() before the Accelerator or Trainer is created, and report() after prepare()."
+        raise SpecError([Problem(code="FSDP-E508", message=message, fix=fix)])
     model, own = trained_pair([*plans], optimizers)
     report = build_report(model, plans[model], optimizers=own, **facts)
     others = [

@@ -85,23 +85,21 @@ def check_optimizers(
     if problems or not left_out:
         return problems
     if num_removed := len(left_out.intersection(prepared_ids)):
-        return [
-            Problem(
-                code="FSDP-E509",
-                message=f"{num_removed} of {len(trained)} trainable parameters are no longer in {names}, which had "
-                "them when it was prepared: they are not updated.",
-                fix="Do not change the parameter groups after prepare(). If the parameters are meant to stay constant, "
-                "set requires_grad = False before prepare().",
-            )
-        ]
-    return [
-        Problem(
-            code="FSDP-W505",
-            message=f"{len(left_out)} of {len(trained)} trainable parameters are in no parameter group of {names}: "
-            "they are not updated.",
-            fix="Pass all trainable parameters to the optimizer, or set requires_grad = False on the others.",
+        message = (
+            f"{num_removed} of {len(trained)} trainable parameters are no longer in {names}, which had them when it "
         )
-    ]
+        message += "was prepared: they are not updated."
+        fix = (
+            "Do not change the parameter groups after prepare(). If the parameters are meant to stay constant, set "
+            "requires_grad = False before prepare()."
+        )
+        return [Problem(code="FSDP-E509", message=message, fix=fix)]
+    message = (
+        f"{len(left_out)} of {len(trained)} trainable parameters are in no parameter group of {names}: "
+        "they are not updated."
+    )
+    fix = "Pass all trainable parameters to the optimizer, or set requires_grad = False on the others."
+    return [Problem(code="FSDP-W505", message=message, fix=fix)]
 
 
 def _foreign(optimizer: torch.optim.Optimizer, own: Collection[int]) -> Problem | None:
@@ -115,13 +113,12 @@ def _foreign(optimizer: torch.optim.Optimizer, own: Collection[int]) -> Problem 
     num_foreign = sum(id(parameter) not in others for parameter in foreign)
     if not num_foreign:
         return None
-    return Problem(
-        code="FSDP-E504",
-        message=f"{num_foreign} of the {len(held)} parameters of {type(optimizer).__name__} do not belong to the "
-        "sharded model. The optimizer was created before wrapping, so it updates parameters that the model does not "
-        "use.",
-        fix="Create the optimizer after preparing the model, or pass both to one prepare() call.",
+    message = (
+        f"{num_foreign} of the {len(held)} parameters of {type(optimizer).__name__} do not belong to the sharded "
+        "model. The optimizer was created before wrapping, so it updates parameters that the model does not use."
     )
+    fix = "Create the optimizer after preparing the model, or pass both to one prepare() call."
+    return Problem(code="FSDP-E504", message=message, fix=fix)
 
 
 def _copied(optimizer: torch.optim.Optimizer, copies: Collection[int]) -> Problem | None:
@@ -129,12 +126,12 @@ def _copied(optimizer: torch.optim.Optimizer, copies: Collection[int]) -> Proble
     num_copies = sum(id(parameter) in copies for parameter in held)
     if not num_copies:
         return None
-    return Problem(
-        code="FSDP-E504",
-        message=f"{num_copies} of the {len(held)} parameters of {type(optimizer).__name__} are gathered copies, which "
-        "FSDP frees. Updates of them are lost.",
-        fix="Create the optimizer before the first forward, or pass model and optimizer to one prepare() call.",
+    message = (
+        f"{num_copies} of the {len(held)} parameters of {type(optimizer).__name__} are gathered copies, which FSDP "
+        "frees. Updates of them are lost."
     )
+    fix = "Create the optimizer before the first forward, or pass model and optimizer to one prepare() call."
+    return Problem(code="FSDP-E504", message=message, fix=fix)
 
 
 def parameters_in(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
@@ -275,19 +272,21 @@ def _has_gradient(parameters: Any) -> bool:
 
 def _useless(optimizer: torch.optim.Optimizer, model: nn.Module) -> Problem:
     name = type(optimizer).__name__
-    return Problem(
-        code="FSDP-E513",
-        message=f"two steps of {name} have changed nothing: none of its {len(parameters_in(optimizer))} parameters has "
-        f"a gradient or belongs to the prepared {type(model).__name__}.",
-        fix=f"Pass the model and the optimizer to one accelerator.prepare(model, optimizer), or create {name} with "
-        "model.parameters() after prepare().",
+    message = (
+        f"two steps of {name} have changed nothing: none of its {len(parameters_in(optimizer))} parameters has a "
+        f"gradient or belongs to the prepared {type(model).__name__}."
     )
+    fix = (
+        f"Pass the model and the optimizer to one accelerator.prepare(model, optimizer), or create {name} with "
+        "model.parameters() after prepare()."
+    )
+    return Problem(code="FSDP-E513", message=message, fix=fix)
 
 
 def _never_zeroed(optimizer: torch.optim.Optimizer) -> Problem:
-    return Problem(
-        code="FSDP-E514",
-        message=f"the gradients of the first step of {type(optimizer).__name__} were not set to zero before the second "
-        "one, which adds those of both steps.",
-        fix="Call optimizer.zero_grad() after each optimizer.step().",
+    message = (
+        f"the gradients of the first step of {type(optimizer).__name__} were not set to zero before the second one, "
+        "which adds those of both steps."
     )
+    fix = "Call optimizer.zero_grad() after each optimizer.step()."
+    return Problem(code="FSDP-E514", message=message, fix=fix)

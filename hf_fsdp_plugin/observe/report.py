@@ -150,21 +150,13 @@ class Report:
         """Return the content of ``fsdp_report.json``. ``docs/json.schema.json`` describes it as ``report``."""
         return {
             "schema_version": SCHEMA_VERSION,
-            "backend": self.backend,
-            "model_class": self.model_class,
+            **self._model_json(),
             "world_size": self.world_size,
-            "mesh": self.mesh,
             "device": self.device,
-            "num_params": self.num_params,
-            "units": [unit.to_json() for unit in self.units],
-            "settings": [row.to_json() for row in self.settings],
-            "memory": self.memory.to_json(),
-            "training": asdict(self.training),
             "ranks": [row.to_json() for row in self.ranks],
             "effective_batch_size": self.effective_batch_size,
             "tokens": self.tokens,
             "versions": self.versions,
-            "problems": [problem.to_json() for problem in self.problems],
             "other_models": [other._model_json() for other in self.other_models],
             "restarts": self.restarts.to_report(self.steps_before),
         }

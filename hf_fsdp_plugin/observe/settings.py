@@ -125,16 +125,14 @@ def check_settings(settings: tuple[SettingObservation, ...], plan: FsdpPlan) -> 
             continue
         expected = plan.pre_sharded or row.setting in not_supported
         reason = f" ({row.reason})" if row.reason else ""
-        problems.append(
-            Problem(
-                code="FSDP-W506" if expected else "FSDP-E503",
-                setting=row.setting,
-                origin=plan.spec.origin(row.setting),
-                message=f"{format_value(row.asked)} was requested, but the live model has "
-                f"{format_value(row.observed)}{reason}.",
-                fix="" if expected else "Do not change the model after prepare(). If nothing changes it, report a bug.",
-            )
+        message = (
+            f"{format_value(row.asked)} was requested, but the live model has {format_value(row.observed)}{reason}."
         )
+        code, fix = "FSDP-E503", "Do not change the model after prepare(). If nothing changes it, report a bug."
+        if expected:
+            code, fix = "FSDP-W506", ""
+        origin = plan.spec.origin(row.setting)
+        problems.append(Problem(code=code, setting=row.setting, origin=origin, message=message, fix=fix))
     return problems
 
 

@@ -21,6 +21,8 @@ _TOLERANCE = 1e-6
 _PART = 1 << 22
 """Elements that are added at a time, of which two copies in double precision are made: 64 MiB."""
 _Checksum = tuple[float, float]
+_Key = tuple[str, str, int]
+"""Kind of a tensor (unit, parameter or buffer), its name, and the number of its shard."""
 
 ShardHashes = dict[tuple[int, int], torch.Tensor | None]
 """Number of the unit and of the parameter in it -> hash of this rank's part; ``None`` if the rank has no part of it."""
@@ -69,16 +71,17 @@ def compare_weights(
     with on_all_ranks("computing checksums of the weights"):
         own = _checksums(model, units)
     checksums_by_rank = gather_objects(own)
-    first: dict[str, _Checksum | None] = {}
-    differing, replicated = set(), False
+    first: dict[_Key, _Checksum | None] = {}
+    differing: set[tuple[str, str]] = set()
+    replicated = False
     for checksums in checksums_by_rank:
         for key, checksum in checksums.items():
             if key not in first:
                 first[key] = checksum
                 continue
-            replicated = replicated or key.startswith("unit ")
+            replicated = replicated or key[0] == "unit"
             if not _close(first[key], checksum):
-                differing.add(key.partition(" shard ")[0])
+                differing.add(key[:2])
     record: BroadcastRecord | None = model.__dict__.get(BROADCAST_ATTRIBUTE)
     broadcasts: list[Any] = gather_objects(None if record is None else record.read())
     if None in broadcasts:
@@ -86,11 +89,11 @@ def compare_weights(
     memories = [broadcast.before for broadcast in broadcasts if broadcast.before is not None]
     received = {(broadcast.num_tensors, broadcast.checksum) for broadcast in broadcasts}
     if len(received) > 1:
-        differing.add("weights received from rank 0")
+        differing.add(("weights", "received from rank 0"))
     return WeightComparison(
         num_on_meta=max(sum(checksum is None for checksum in checksums.values()) for checksums in checksums_by_rank),
-        differing=tuple(sorted(differing)),
-        diverged=tuple(sorted(key.removeprefix("unit ") for key in differing if key.startswith("unit "))),
+        differing=tuple(sorted(map(" ".join, differing))),
+        diverged=tuple(sorted(name for kind, name in differing if kind == "unit")),
         replicated=replicated,
         num_broadcast=min((broadcast.num_tensors for broadcast in broadcasts), default=None),
         changed=_changed(broadcasts, gather_objects(None if first_bit_sum is None else int(first_bit_sum)), units),
@@ -113,19 +116,19 @@ def _changed(
     return (sum(found) - sum(taken) - replicas * broadcasts[0].bit_sum) % (1 << 64) != 0
 
 
-def _checksums(model: nn.Module, units: Sequence[UnitObservation]) -> dict[str, _Checksum | None]:
-    sums: dict[str, torch.Tensor | None] = {}
+def _checksums(model: nn.Module, units: Sequence[UnitObservation]) -> dict[_Key, _Checksum | None]:
+    sums: dict[_Key, torch.Tensor | None] = {}
     for unit in units:
         if unit.live.shards:
-            sums[f"unit {unit.name or 'root'} shard {unit.live.shard_rank}"] = _sums(unit.live.shards)
+            sums["unit", unit.name or "root", unit.live.shard_rank] = _sums(unit.live.shards)
     unmanaged = {id(parameter) for parameter in unmanaged_parameters(model, units)}
     for name, parameter in model.named_parameters():
         if id(parameter) in unmanaged:
-            sums[f"parameter {canonical_name(name)}"] = _sums([parameter])
+            sums["parameter", canonical_name(name), 0] = _sums([parameter])
     for name, module in model.named_modules():
         for attribute in sorted(non_persistent_buffers(module)):
             if (buffer := buffers(module).get(attribute)) is not None:
-                sums[f"buffer {canonical_name(f'{name}.{attribute}'.lstrip('.'))}"] = _sums([buffer])
+                sums["buffer", canonical_name(f"{name}.{attribute}".lstrip(".")), 0] = _sums([buffer])
     return _read(sums)
 
 
@@ -143,10 +146,10 @@ def _sums(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
     return total
 
 
-def _read(sums: Mapping[str, torch.Tensor | None]) -> dict[str, _Checksum | None]:
+def _read(sums: Mapping[_Key, torch.Tensor | None]) -> dict[_Key, _Checksum | None]:
     """Read sums from their devices, with one copy per device."""
-    found: dict[str, _Checksum | None] = dict.fromkeys(sums)
-    by_device: dict[torch.device, dict[str, torch.Tensor]] = {}
+    found: dict[_Key, _Checksum | None] = dict.fromkeys(sums)
+    by_device: dict[torch.device, dict[_Key, torch.Tensor]] = {}
     for key, value in sums.items():
         if value is not None:
             by_device.setdefault(value.device, {})[key] = value

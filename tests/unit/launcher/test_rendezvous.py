@@ -16,7 +16,7 @@ import pytest
 
 from hf_fsdp_plugin import SpecError
 from hf_fsdp_plugin.launcher.attempts import first_restarts
-from hf_fsdp_plugin.launcher.machines import RunFacts, compare_facts
+from hf_fsdp_plugin.launcher.other_machines import RunFacts, compare_facts
 from hf_fsdp_plugin.launcher.rendezvous import MachinesRendezvous, Rendezvous, _check_address
 from hf_fsdp_plugin.launcher.world import World
 from hf_fsdp_plugin.runs.restart_policy import FailedAttempt, Restarts

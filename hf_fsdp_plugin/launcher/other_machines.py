@@ -135,7 +135,7 @@ class Announced:
         return f"machine {self.machine}: {self.text}" if self.kind in ("failed", "hung") else self.text
 
 
-class Machines:
+class OtherMachines:
     """The other machines, as the launcher of one sees them during one attempt.
 
     Attributes:
@@ -164,7 +164,7 @@ class Machines:
         """Return the failure that a machine has announced, or a machine that is lost. Asks once per second."""
         now = time.monotonic()
         if self._announced is None and now >= self._next_beat:
-            found = self._ask(lambda: self._look(now), None)
+            found = self._ask(lambda: self._check_others(now), None)
             self._announced = self._announced or found  # the store may have been lost meanwhile
         return self._announced
 
@@ -180,7 +180,7 @@ class Machines:
                 self._announced = Announced(self.machine, "the launcher that hosts the rendezvous is gone", "lost", 0)
             return otherwise
 
-    def _look(self, now: float) -> Announced | None:
+    def _check_others(self, now: float) -> Announced | None:
         self._next_beat = now + _BEAT_SECONDS
         self._store.add(f"beat/{self.machine}", 1)
         self._on_beat()

@@ -10,8 +10,8 @@ import pytest
 from torch.distributed import HashStore
 
 from hf_fsdp_plugin.hangs.rank_stacks import RanksAt
-from hf_fsdp_plugin.launcher import machines as module
-from hf_fsdp_plugin.launcher.machines import Machines
+from hf_fsdp_plugin.launcher import other_machines as module
+from hf_fsdp_plugin.launcher.other_machines import OtherMachines
 from hf_fsdp_plugin.runs.restart_policy import AttemptVerdict, FailedAttempt
 
 
@@ -34,7 +34,7 @@ def verdict(failure: str) -> AttemptVerdict:
 
 def test_first_announcement_holds_on_all_machines() -> None:
     shared = store()
-    one, two, three = (Machines(shared, machine, 3) for machine in range(3))
+    one, two, three = (OtherMachines(shared, machine, 3) for machine in range(3))
     two.announce("rank 2: boom")
     one.announce("rank 0: lost the connection")
     assert {str(each.failure()) for each in (one, two, three)} == {"machine 1: rank 2: boom"}
@@ -45,7 +45,7 @@ def test_first_announcement_holds_on_all_machines() -> None:
 
 def test_machine_that_announced_and_is_gone_was_lost() -> None:
     shared = store()
-    one, two = Machines(shared, 0, 2), Machines(shared, 1, 2)
+    one, two = OtherMachines(shared, 0, 2), OtherMachines(shared, 1, 2)
     two.announce("rank 2: boom")
     one.failure()
     found = one.agree(verdict("rank 0: lost the connection")).attempt
@@ -55,7 +55,7 @@ def test_machine_that_announced_and_is_gone_was_lost() -> None:
 def test_silent_machine_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(module.MACHINE_LIMIT_VARIABLE, "0.2")
     shared = store()
-    one, two = Machines(shared, 0, 2), Machines(shared, 1, 2)
+    one, two = OtherMachines(shared, 0, 2), OtherMachines(shared, 1, 2)
     two.failure()
     while (found := one.failure()) is None:
         pass
@@ -65,7 +65,7 @@ def test_silent_machine_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_places_of_other_machines_come_to_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
     shared = store()
-    one, two = (Machines(shared, machine, 3) for machine in range(2))
+    one, two = (OtherMachines(shared, machine, 3) for machine in range(2))
     one.announce("rank 0: boom")
     two.failure()
     assert two.share_places([RanksAt((1,), "in forward")])[1][0].startswith("machine 0 failed first")
@@ -77,7 +77,7 @@ def test_places_of_other_machines_come_to_the_first(monkeypatch: pytest.MonkeyPa
 def test_text_of_another_program_is_escaped() -> None:
     shared = store()
     shared.set("failed", "anything")
-    found = Machines(shared, 0, 2).failure()
+    found = OtherMachines(shared, 0, 2).failure()
     assert found is not None and "another program" in str(found)
 
 
@@ -92,7 +92,7 @@ class CutStore:
 
 
 def test_cut_store_is_the_loss_of_its_host() -> None:
-    machines = Machines(CutStore(), 1, 2)
+    machines = OtherMachines(CutStore(), 1, 2)
     found = machines.failure()
     assert found is not None and (found.kind, found.lost, machines.is_cut) == ("lost", 0, True)
     assert machines.agree(verdict("x")).attempt.failure == "machine 0 was lost"
@@ -101,7 +101,7 @@ def test_cut_store_is_the_loss_of_its_host() -> None:
 
 def test_failure_beside_a_cut_store_is_announced_as_the_loss() -> None:
     """The ranks of this machine end before it has noticed that the store is gone."""
-    machines = Machines(CutStore(), 1, 2)
+    machines = OtherMachines(CutStore(), 1, 2)
     found = machines.announce("rank 3: Connection reset by peer")
     assert (found.kind, found.lost, machines.is_cut) == ("lost", 0, True)
     assert machines.agree(verdict("x")).attempt.failure == "machine 0 was lost"
@@ -124,6 +124,6 @@ def test_number_of_messages_of_a_machine_does_not_grow() -> None:
     counts = []
     for machine in (0, 1, 1023):
         Counting.num = 0
-        Machines(shared, machine, 1024).failure()
+        OtherMachines(shared, machine, 1024).failure()
         counts.append(Counting.num)
     assert counts[1] == counts[2] <= 4 and counts[0] <= 1024 + 4
