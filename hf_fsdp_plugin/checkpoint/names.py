@@ -33,7 +33,7 @@ DCP_SUFFIX: Final = ".distcp"
 ENTRY_ALIGNMENT: Final = 64
 """Each archive in a ``.distcp`` file of this package begins at a multiple of this number of bytes, after zeros."""
 INDEX_FILE: Final = ".fsdp_index"
-"""The index of a large DCP folder, beside ``.metadata``. The state dict type ``local`` has one for each model."""
+"""The index of a large DCP folder, beside ``.metadata``."""
 CHECKPOINT_STEMS: Final = (
     FSDP_MODEL, HF_MODEL_BIN, HF_MODEL, OPTIMIZER, ADAPTER, TRAINER_RNG, ACCELERATE_RNG, "scheduler", "scaler",
     "sampler", TRAINER_STATE, "training_args.bin", MOVING_AVERAGE, MANIFEST_NAME, BLOCK_FILE,
@@ -83,20 +83,6 @@ def safetensors_file(stem: str) -> str:
 def index_file(name: str) -> str:
     """Return the name of the index of a model file that was split."""
     return f"{name}.index.json"
-
-
-def local_folder(stem: str) -> str:
-    """Return the name of the folder with one file per rank, for the state dict type ``local``."""
-    return f"{stem}_local"
-
-
-def local_file(number: int, rank: int) -> str:
-    return f"{number}_rank{rank}.safetensors"
-
-
-def local_index(number: int) -> str:
-    """Return the name of the index of a model or an optimizer with one file per rank."""
-    return f".{number}{INDEX_FILE}"
 
 
 def dcp_file(rank: int) -> str:

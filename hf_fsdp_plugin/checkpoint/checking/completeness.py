@@ -27,14 +27,11 @@ from hf_fsdp_plugin.checkpoint.names import (
     TRAINER_PREFIX,
     TRAINER_STATE,
     accelerate_rng_file,
-    local_folder,
 )
 from hf_fsdp_plugin.problems import CheckpointError, Problem
 from hf_fsdp_plugin.text import format_names, plural
 
-_OWN_FOLDERS = (local_folder(FSDP_MODEL), local_folder(OPTIMIZER))
-"""Folders that only this package writes. A checkpoint that contains one has a manifest."""
-_PART = re.compile(rf"({FSDP_MODEL}|{OPTIMIZER})_(\d+|local)")
+_PART = re.compile(rf"({FSDP_MODEL}|{OPTIMIZER})_\d+")
 _ARCHIVES = ("*.pt", "*.pth", "*.bin", "*.pkl")
 _RESUME_EARLIER = "Resume from an earlier checkpoint."
 _UNFINISHED = "the save was not finished."
@@ -114,13 +111,6 @@ def structure_problems(folder: Path) -> list[Problem]:
     if SAVING in (Path(name).suffix for name in (folder.resolve().name, folder.resolve().parent.name)):
         message = "is the staging folder of a save that is running or was interrupted."
         return [problem("FSDP-E452", folder, message, _RESUME_EARLIER)]
-    unfinished = [
-        problem("FSDP-E452", folder / name, f"exists, but {MANIFEST_NAME} does not: {_UNFINISHED}", _RESUME_EARLIER)
-        for name in _OWN_FOLDERS
-        if ((folder / name).is_dir() and not (folder / MANIFEST_NAME).exists()) or folder.resolve().name == name
-    ]
-    if unfinished:
-        return unfinished
     # The readers follow every reference, and reject references beyond the end of a file.
     read_stored_model(folder)
     read_stored_optimizer(folder)

@@ -25,7 +25,6 @@ from hf_fsdp_plugin.checkpoint.formats.table import (
     format_named,
     read_stored_model,
     read_stored_optimizer,
-    written_format,
 )
 from hf_fsdp_plugin.checkpoint.names import (
     ACCELERATE_RNG,
@@ -158,7 +157,7 @@ def summarize(path: Path) -> Summary:
     parameters = {name: (tensor.dtype, tensor.shape) for name, tensor in model.tensors.items()} if model else {}
     return Summary(
         path=folder,
-        format=model.format if model else written_format(manifest.kind if manifest else "full").name,
+        format=model.format if model else ("full" if manifest is None or manifest.kind == "full" else "dcp"),
         incomplete=incomplete,
         step=manifest.step if manifest else _trainer_step(folder),
         world_size=manifest.world_size if manifest else _ranks(files),

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 import struct
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -100,7 +100,6 @@ def index_bytes(
     aliases: Sequence[tuple[Path_, Path_]],
     files: Sequence[str],
     metadata: tuple[int, str],
-    plain: Mapping[str, Any],
 ) -> bytes:
     """Return the bytes of an index.
 
@@ -110,7 +109,6 @@ def index_bytes(
         aliases: path of a tied name, and path of the entry that holds its tensor.
         files: the names of the files, relative to the folder.
         metadata: size and last bytes (in hexadecimal) of the ``.metadata`` to which the index belongs.
-        plain: other contents, which JSON supports.
     """
     packed, listed, first = [], [], 0
     for path, dtype, shape, segments in tensors:
@@ -126,7 +124,6 @@ def index_bytes(
         "tensors": listed,
         "values": values,
         "aliases": aliases,
-        "plain": plain,
     }
     header = json.dumps(tree, separators=(",", ":")).encode()
     header += b" " * (-(_PREFIX.size + len(header)) % 8)
@@ -139,16 +136,15 @@ class IndexFile:
     Attributes:
         tensors, values, aliases: as in :func:`index_bytes`.
         metadata: size and last bytes of ``.metadata`` when the index was written.
-        plain: other contents, not checked.
 
     Raises:
         CheckpointError: the index is damaged, or refers to files outside the folder.
     """
 
-    def __init__(self, folder: Path, prefix: str, name: str = INDEX_FILE) -> None:
+    def __init__(self, folder: Path, prefix: str) -> None:
         """``prefix``: path of the folder relative to the checkpoint with ``/`` at its end, or empty."""
         self._folder, self._prefix = folder, prefix
-        self.path = folder / name
+        self.path = folder / INDEX_FILE
         self._sizes: dict[int, int] = {}
         descriptor = open_regular(self.path)
         try:
@@ -178,7 +174,6 @@ class IndexFile:
             raise ValueError(f"format {tree['format']!r}, version {tree['version']!r}")
         size, last = tree["metadata"]
         self.metadata = _count(size), str(last)
-        self.plain: Any = tree.get("plain", {})
         self.files = tuple(str(name) for name in tree["files"])
         self.tensors = tuple(self._tensor(*entry) for entry in tree["tensors"])
         self.values = tuple(

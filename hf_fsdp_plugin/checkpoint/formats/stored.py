@@ -135,7 +135,7 @@ class StoredModel:
 
     Attributes:
         root: the folder that the files of the pieces are relative to.
-        format: name of the :class:`CheckpointFormat`: ``dcp``, ``local``, ``full``, ``bin`` or ``per_rank``.
+        format: name of the :class:`CheckpointFormat`: ``dcp``, ``full``, ``bin`` or ``per_rank``.
         tensors: name -> tensor.
         files: every file that the reader opened, as in :class:`StoredPiece`.
         objects: name -> value, of the entries that are not tensors.

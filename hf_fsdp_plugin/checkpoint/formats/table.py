@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
-from hf_fsdp_plugin.checkpoint.formats import bin, dcp, full, local, per_rank
+from hf_fsdp_plugin.checkpoint.formats import bin, dcp, full, per_rank
 from hf_fsdp_plugin.checkpoint.formats.errors import raise_if_any, refuse
 from hf_fsdp_plugin.checkpoint.formats.stored import (
     CheckpointFormat,
@@ -20,36 +20,33 @@ from hf_fsdp_plugin.checkpoint.formats.stored import (
     coverage_problems,
     labelled_tensors,
 )
+from hf_fsdp_plugin.checkpoint.formats.strict_json import object_in
+from hf_fsdp_plugin.checkpoint.names import MANIFEST_NAME
 from hf_fsdp_plugin.spec.model import StateDictKind
 
 FORMATS: Final[tuple[CheckpointFormat, ...]] = (
     dcp.FORMAT,
-    local.FORMAT,
     full.FORMAT,
     bin.FORMAT,
     per_rank.FORMAT,
     full.ADAPTER_FORMAT,
 )
-"""All formats, in the order in which a checkpoint is searched for them. Rows with the same name differ in file names.
-
-The first format of each state dict type is the one that this package writes.
-"""
+"""All formats, in the order in which a checkpoint is searched for them. Rows with equal names differ in file names."""
 
 
 def format_named(name: str) -> CheckpointFormat:
     return next(form for form in FORMATS if form.name == name)
 
 
-def written_format(state_dict_type: str) -> CheckpointFormat:
-    """Return the format that this package writes for a state dict type."""
-    return next(form for form in FORMATS if form.state_dict_type == state_dict_type)
-
-
 def stored_state_dict_type(checkpoint: Path) -> StateDictKind | None:
-    """Return the state dict type of the first model in a folder, by its file names; ``None`` if there is none."""
+    """Return the state dict type of the first model in a folder, by its file names; ``None`` if there is none.
+
+    The manifest distinguishes ``local`` from ``sharded``, because their files are the same.
+    """
     for form in FORMATS:
         if any(True for pattern in form.patterns(0) for _ in checkpoint.glob(pattern)):
-            return form.state_dict_type
+            is_local = form is dcp.FORMAT and object_in(checkpoint / MANIFEST_NAME).get("kind") == "local"
+            return "local" if is_local else form.state_dict_type
     return None
 
 

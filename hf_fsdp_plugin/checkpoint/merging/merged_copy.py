@@ -18,7 +18,6 @@ from hf_fsdp_plugin.checkpoint.names import (
     HF_MODEL,
     HF_MODEL_BIN,
     index_file,
-    local_folder,
     merged_copies,
     merged_copy,
     numbered,
@@ -67,7 +66,7 @@ def with_whole_weights(folder: Path) -> Path:
 def _state_of(folder: Path) -> str:
     """Return a hash that changes when the weights of a checkpoint are written again."""
     model = folder / numbered(FSDP_MODEL, 0)
-    paths = [model, model / DCP_METADATA, folder / local_folder(FSDP_MODEL)]
+    paths = [model, model / DCP_METADATA]
     return hash_bytes(repr([path.stat().st_mtime_ns for path in paths if path.exists()]).encode())[:12]
 
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy
 from numpy.typing import NDArray
-
-from hf_fsdp_plugin.checkpoint.names import INDEX_FILE
 
 StatePath = tuple[str | int, ...]
 """Path of an entry in the nested state dict: ``("optimizer", "state", "lm_head.weight", "exp_avg")``."""
@@ -30,7 +28,7 @@ class SmallEntry:
 
 @dataclass(slots=True)
 class FolderEntries:
-    """The entries that one rank adds to one folder, in the format of DCP or ``local``.
+    """The entries that one rank adds to one folder.
 
     Attributes:
         folder: path relative to the checkpoint.
@@ -40,8 +38,6 @@ class FolderEntries:
             offset of the chunk's first element, offsets, sizes. Unused dims are 0.
         smalls: entries that are not in this rank's file: rank 0 writes them when it commits.
         aliases: (path of a tied name, path of the entry that holds its tensor).
-        index: name of the index of the folder, which is different for each local model.
-        plain: ``local`` only: ``values`` and ``groups`` of the optimizer, as in the header of the file.
     """
 
     folder: str
@@ -50,8 +46,6 @@ class FolderEntries:
     chunks: NDArray[Any]
     smalls: Sequence[SmallEntry] = ()
     aliases: Sequence[tuple[StatePath, StatePath]] = ()
-    index: str = INDEX_FILE
-    plain: Mapping[str, Any] = field(default_factory=dict)
 
 
 def flat_name(path: StatePath) -> str:

@@ -14,7 +14,7 @@ import struct
 import tempfile
 import uuid
 import zipfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -90,7 +90,20 @@ def plain_value(path: StatePath, value: Any) -> SmallEntry:
     return SmallEntry(path, buffer.getvalue())
 
 
-def final_files(ranks: Sequence[FolderEntries]) -> list[FilePart]:
+def final_files(ranks: Sequence[Sequence[FolderEntries]]) -> Iterator[list[FilePart]]:
+    """Yield the files that rank 0 adds to each folder that the ranks have written to.
+
+    Args:
+        ranks: what each rank has written.
+    """
+    by_folder: dict[str, list[FolderEntries]] = {}
+    for own in ranks:
+        for entries in own:
+            by_folder.setdefault(entries.folder, []).append(entries)
+    yield from map(_files_of_folder, by_folder.values())
+
+
+def _files_of_folder(ranks: Sequence[FolderEntries]) -> list[FilePart]:
     """Return the files that complete a folder, from the entries of all ranks: small entries, ``.metadata``, the index.
 
     If several ranks have the same small entry, the first one is written. A small folder has no index.

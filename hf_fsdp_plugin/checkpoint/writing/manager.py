@@ -24,10 +24,10 @@ from hf_fsdp_plugin.checkpoint.io import write_text
 from hf_fsdp_plugin.checkpoint.shards import ModelShards, model_shards, optimizer_shards, trainable_shards
 from hf_fsdp_plugin.checkpoint.writing.buffers import StagingBuffers
 from hf_fsdp_plugin.checkpoint.writing.chunk_tables import FolderEntries
+from hf_fsdp_plugin.checkpoint.writing.dcp import final_files
 from hf_fsdp_plugin.checkpoint.writing.errors import os_errors_as_problems
 from hf_fsdp_plugin.checkpoint.writing.exit_hooks import SaveHooks
 from hf_fsdp_plugin.checkpoint.writing.file_parts import on_accelerator
-from hf_fsdp_plugin.checkpoint.writing.final_files import final_files
 from hf_fsdp_plugin.checkpoint.writing.part_writer import PartWriter
 from hf_fsdp_plugin.checkpoint.writing.safetensors_files import MAX_SHARD_SIZE
 from hf_fsdp_plugin.checkpoint.writing.save import POLL_INTERVAL, Save
@@ -182,7 +182,7 @@ class CheckpointManager:
     ) -> None:
         """Write an optimizer's state, keyed by parameter names, to ``folder`` in the same way as :meth:`save_model`."""
         with on_all_ranks("reading the layout of the optimizer"):
-            files = optimizer_files(optimizer_shards(model, optimizer), kind, index)
+            files = optimizer_files(optimizer_shards(model, optimizer), index)
         self._write(folder, files)
         for owner in model.values() if isinstance(model, JointModels) else (model,):
             self._kinds.setdefault(owner, set()).add(kind)
@@ -207,7 +207,7 @@ class CheckpointManager:
             optimizers: pairs of model and optimizer, after the optimizer's first step, which creates its state.
         """
         files = [model_files(model_shards(model), kind) for model in models]
-        files += [optimizer_files(optimizer_shards(model, optimizer), kind) for model, optimizer in optimizers]
+        files += [optimizer_files(optimizer_shards(model, optimizer)) for model, optimizer in optimizers]
         pinned = any(on_accelerator(state.parts) for state in files)
         self._buffers.prepare([sum(part.span for part in state.parts) for state in files], pinned=pinned)
 

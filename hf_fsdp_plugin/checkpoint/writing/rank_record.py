@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import struct
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,11 +36,11 @@ def record_bytes(record: RankRecord) -> bytes:
     blocks = [_block(list(names)), *ranges]
     for entries in record.entries:
         smalls = [[small.path, small.data.hex(), small.dtype, small.shape] for small in entries.smalls]
-        blocks += [_block(value) for value in (entries.tensors, smalls, entries.aliases, entries.plain)]
+        blocks += [_block(value) for value in (entries.tensors, smalls, entries.aliases)]
         blocks.append(entries.chunks.tobytes())
     header = {
         "files": [[file.path, file.size] for file in record.files],
-        "entries": [[own.folder, own.file, own.index, own.chunks.shape[1]] for own in record.entries],
+        "entries": [[own.folder, own.file, own.chunks.shape[1]] for own in record.entries],
         "lengths": [len(block) for block in blocks],
     }
     data = json.dumps(header).encode()
@@ -62,11 +62,11 @@ class RecordReader:
             FileRecord(path=path, size=size, ranges=PackedRanges(next(blocks), names)) for path, size in header["files"]
         )
         found = []
-        for folder, file, index, width in header["entries"]:
+        for folder, file, width in header["entries"]:
             tensors, smalls = self._shared(_tensors, next(blocks)), self._shared(_smalls, next(blocks))
-            aliases, plain = self._shared(_aliases, next(blocks)), self._shared(dict, next(blocks))
+            aliases = self._shared(_aliases, next(blocks))
             chunks = numpy.frombuffer(next(blocks), dtype=numpy.int64).reshape(-1, width)
-            found.append(FolderEntries(folder, file, tensors, chunks, smalls, aliases, index, plain))
+            found.append(FolderEntries(folder, file, tensors, chunks, smalls, aliases))
         return RankRecord(files, tuple(found))
 
     def _shared(self, convert: Callable[[Any], Any], block: memoryview) -> Any:
@@ -76,7 +76,7 @@ class RecordReader:
         return self._known[key]
 
 
-def _block(value: Sequence[Any] | Mapping[str, Any]) -> bytes:
+def _block(value: Sequence[Any]) -> bytes:
     return zlib.compress(json.dumps(value).encode(), level=1)
 
 

@@ -42,8 +42,8 @@ from hf_fsdp_plugin.checkpoint.names import (
     trainer_rng_file,
 )
 from hf_fsdp_plugin.checkpoint.visibility import check_visible
+from hf_fsdp_plugin.checkpoint.writing.dcp import final_files
 from hf_fsdp_plugin.checkpoint.writing.errors import os_errors_as_problems
-from hf_fsdp_plugin.checkpoint.writing.final_files import final_files
 from hf_fsdp_plugin.checkpoint.writing.part_writer import PartWriter
 from hf_fsdp_plugin.checkpoint.writing.rank_record import RankRecord, RecordReader, record_bytes
 from hf_fsdp_plugin.problems import CheckpointError

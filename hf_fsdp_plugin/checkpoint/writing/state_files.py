@@ -8,8 +8,7 @@ state dict   model                                           optimizer
 ``sharded``  ``pytorch_model_fsdp_0/``, DCP format           ``optimizer_0/``, DCP format
 ``full``     ``model.safetensors`` (and its index), as       ``optimizer_0/``, DCP format: no reader
              ``from_pretrained`` reads it                    needs it in one file
-``local``    ``pytorch_model_fsdp_local/``, a safetensors    ``optimizer_local/``, likewise
-             file for each rank
+``local``    as ``sharded``                                  as ``sharded``
 ===========  ==============================================  ==========================================
 
 Each rank writes its own shards. No communication.
@@ -27,7 +26,6 @@ from hf_fsdp_plugin.checkpoint.names import (
     HF_MODEL,
     OPTIMIZER,
     index_file,
-    local_folder,
     numbered,
     numbered_from_one,
     safetensors_file,
@@ -37,12 +35,7 @@ from hf_fsdp_plugin.checkpoint.shards import ModelShards, OptimizerShards, shard
 from hf_fsdp_plugin.checkpoint.writing.chunk_tables import FolderEntries, StatePath
 from hf_fsdp_plugin.checkpoint.writing.dcp import plain_value, rank_file, scalars
 from hf_fsdp_plugin.checkpoint.writing.file_parts import FilePart
-from hf_fsdp_plugin.checkpoint.writing.safetensors_files import (
-    MAX_SHARD_SIZE,
-    full_files,
-    local_model_file,
-    local_optimizer_file,
-)
+from hf_fsdp_plugin.checkpoint.writing.safetensors_files import MAX_SHARD_SIZE, full_files
 from hf_fsdp_plugin.spec.model import StateDictKind
 
 
@@ -66,9 +59,6 @@ def model_files(
     rank = dist.get_rank()
     if kind == "full":
         return whole_files(shards, numbered_from_one(HF_MODEL, index), max_shard_size=max_shard_size)
-    if kind == "local":
-        part, entries = local_model_file(local_folder(FSDP_MODEL), index, shards)
-        return StateFiles([part], (entries,))
     tensors: list[tuple[StatePath, LocalShard]] = [
         (("model", shard.name), shard) for shard in shards_to_write(shards.tensors) if shard.shape
     ]
@@ -86,12 +76,9 @@ def whole_files(shards: ModelShards, stem: str, *, max_shard_size: int = MAX_SHA
     return StateFiles(parts, texts=((index_file(safetensors_file(stem)), index_text),) if index_text else ())
 
 
-def optimizer_files(shards: OptimizerShards, kind: StateDictKind, index: int = 0) -> StateFiles:
+def optimizer_files(shards: OptimizerShards, index: int = 0) -> StateFiles:
     """Return this rank's part of the files of optimizer ``index``."""
     rank = dist.get_rank()
-    if kind == "local":
-        part, entries = local_optimizer_file(local_folder(OPTIMIZER), index, shards)
-        return StateFiles([part], (entries,))
     tensors: dict[str, tuple[StatePath, LocalShard]] = {}
     smalls = []
     numbers: dict[StatePath, torch.Tensor] = {}

@@ -13,10 +13,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-FOLDERS = {
-    "sharded": ("pytorch_model_fsdp_0", "optimizer_0"),
-    "local": ("pytorch_model_fsdp_local", "optimizer_local"),
-}
+FOLDERS = ("pytorch_model_fsdp_0", "optimizer_0")
 HIDDEN, INTERMEDIATE, KEY_VALUE, VOCABULARY, LAYERS = 8192, 28672, 1024, 128256, 80
 STEP = 20.0
 
@@ -47,20 +44,15 @@ def rows_of(size: int, rank: int, world: int) -> tuple[int, int]:
     return start, min(start + step, size) - start
 
 
-def _file_name(kind: str, rank: int) -> str:
-    return f"__{rank}_0.distcp" if kind == "sharded" else f"0_rank{rank}.safetensors"
-
-
 class MadeUpRun:
     """The ranks of a run that has saved a checkpoint, and the files of its staging folder.
 
     Args:
         version: of FSDP: 2 shards the rows of each tensor, 1 the elements of each layer.
-        kind: state dict type, ``sharded`` or ``local``.
     """
 
-    def __init__(self, world: int, shapes: dict[str, tuple[int, ...]], version: int = 2, kind: Any = "sharded") -> None:
-        self.world, self.shapes, self.version, self.kind = world, shapes, version, kind
+    def __init__(self, world: int, shapes: dict[str, tuple[int, ...]], version: int = 2) -> None:
+        self.world, self.shapes, self.version = world, shapes, version
         units: dict[str, list[str]] = {}
         for name in shapes:
             units.setdefault(name.split("self_attn")[0].split("mlp")[0].split("input")[0].split("post")[0], []).append(
@@ -120,7 +112,7 @@ class MadeUpRun:
         from hf_fsdp_plugin.checkpoint.formats.manifest import Manifest
 
         return Manifest(
-            kind=self.kind, backend=f"fsdp{self.version}", world_size=self.world, strategy="full_shard",
+            kind="sharded", backend=f"fsdp{self.version}", world_size=self.world, strategy="full_shard",
             mesh={"replicate": 1, "shard": self.world}, step=int(STEP), asynchronous=True,
             created="2026-01-02T03:04:05+00:00", versions={}, settings={},
             parameters={name: ("float32", shape) for name, shape in self.shapes.items()}, ties=(), files=(), batch={},
@@ -129,11 +121,11 @@ class MadeUpRun:
     def write(self, staging: Any) -> float:
         """Write sparse files and the records of all ranks. Return the CPU seconds of the record of one rank."""
         import numpy
-        import torch
         import torch.distributed as dist
 
         from hf_fsdp_plugin.checkpoint.formats.block_file import PackedRanges, pack_all
         from hf_fsdp_plugin.checkpoint.formats.ranges import FileRange, FileRecord
+        from hf_fsdp_plugin.checkpoint.names import dcp_file
         from hf_fsdp_plugin.checkpoint.writing import part_writer, state_files
         from hf_fsdp_plugin.checkpoint.writing.folder_index import MIN_INDEXED
         from hf_fsdp_plugin.checkpoint.writing.rank_record import RankRecord
@@ -148,8 +140,8 @@ class MadeUpRun:
                 model, optimizer = self.shards(rank)
                 with mock.patch.multiple(dist, get_rank=lambda at=rank: at, get_world_size=lambda: self.world):
                     states = [
-                        state_files.model_files(model, self.kind),
-                        state_files.optimizer_files(optimizer, self.kind),
+                        state_files.model_files(model, "sharded"),
+                        state_files.optimizer_files(optimizer),
                     ]
                 bounds = [hashes(state.parts[0])._bounds for state in states]
                 if self.version == 1:
@@ -163,7 +155,7 @@ class MadeUpRun:
                 sizes = numpy.array([(*shape, 0)[0] for _, _, shape in entries.tensors])[chunks[:, 0]]
                 if self.version == 2:
                     chunks[:, 4] = -(-sizes // self.world) * rank
-                name = _file_name(self.kind, rank)
+                name = dcp_file(rank)
                 path = f"{entries.folder}/{name}"
                 names: dict[str, int] = {}
                 ranges = [FileRange(start=low, stop=high, hash="0" * 32, name=name) for low, high, name in own]
@@ -175,12 +167,7 @@ class MadeUpRun:
                 with (staging.folder / path).open("wb") as file:
                     file.truncate(part.size)
                     items = part.extents[0].items
-                    if self.kind == "local":  # scalars are in the files
-                        for item in items:
-                            if isinstance(item.contents[0], torch.Tensor) and item.contents[0].device.type == "cpu":
-                                file.seek(item.offset)
-                                file.write(item.contents[0].numpy().tobytes())
-                    elif len(chunks) * self.world < MIN_INDEXED:  # the headers of the archives are read
+                    if len(chunks) * self.world < MIN_INDEXED:  # the headers of the archives are read
                         for item in items:
                             file.seek(item.offset)
                             file.write(item.contents[0])
@@ -234,13 +221,9 @@ class Counts:
 def sparse_data(world: int) -> Iterator[None]:
     """Do not compare the bytes of the data files of ``world`` ranks with their hashes."""
     from hf_fsdp_plugin.checkpoint.checking.verified_files import VerifiedFiles
+    from hf_fsdp_plugin.checkpoint.names import dcp_file
 
-    sparse = {
-        f"{folder}/{_file_name(kind, rank)}"
-        for kind, folders in FOLDERS.items()
-        for folder in folders
-        for rank in range(world)
-    }
+    sparse = {f"{folder}/{dcp_file(rank)}" for folder in FOLDERS for rank in range(world)}
     compare: Any = VerifiedFiles._compare
 
     def compare_real(self: Any, file: str, *arguments: Any) -> None:

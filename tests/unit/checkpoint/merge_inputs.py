@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy
 import pytest
 import saved
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import load_file
 
 from hf_fsdp_plugin.checkpoint.merging.merge import Merged
 
-LOCAL = "pytorch_model_fsdp_local"
+MODEL = "pytorch_model_fsdp_0"
 TENSORS = {
     "lm_head.weight": numpy.linspace(-1e5, 1e5, 60, dtype="<f4").reshape(12, 5),
     "model.norm.weight": numpy.linspace(-3, 3, 7, dtype="<f4"),
@@ -24,22 +23,13 @@ CONFIG = {"model_type": "llama", "dtype": "float32", "text_config": {"torch_dtyp
 
 
 def save(folder: Path, tensors: dict[str, numpy.ndarray] = TENSORS, ties: Sequence[tuple[str, ...]] = ()) -> Path:
-    """Write a local checkpoint of two ranks, with every tensor sharded in its first dim, and a manifest."""
-    (folder / LOCAL).mkdir(parents=True)
-    for rank in (0, 1):
-        entries, pieces = {}, {}
-        for name, whole in tensors.items():
-            parts = numpy.array_split(whole, 2) if whole.ndim else [whole, whole]
-            offsets = [len(parts[0]) * rank, *[0] * (whole.ndim - 1)] if whole.ndim else []
-            entries[name] = numpy.array(parts[rank], order="C")
-            pieces[name] = {"name": name, "shape": list(whole.shape), "offsets": offsets}
-        aliases = {name: kept for kept, *rest in ties for name in rest}
-        description = {"rank": rank, "world_size": 2, "pieces": pieces, "aliases": aliases}
-        save_file(entries, folder / LOCAL / f"0_rank{rank}.safetensors", {"fsdp_local": json.dumps(description)})
+    """Write a checkpoint of two ranks, with every tensor sharded in its first dim, and a manifest."""
+    aliases = {name: kept for kept, *rest in ties for name in rest}
+    places = saved.write_shards(folder, tensors, aliases=aliases)
     (folder / "optimizer.pt").write_bytes(b"moments")
     parameters = {name: (str(whole.dtype), whole.shape) for name, whole in tensors.items()}
     parameters |= {name: parameters[kept] for kept, *rest in ties for name in rest}
-    saved.write_manifest(folder, parameters=parameters, ties=tuple(ties))
+    saved.write_manifest(folder, places=places, parameters=parameters, ties=tuple(ties))
     return folder
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy
 from safetensors.numpy import save_file
@@ -74,27 +75,82 @@ def write_safetensors(
     return [(begin + start, begin + stop, name) for name, (start, stop) in offsets.items()]
 
 
+def write_shards(
+    folder: Path,
+    tensors: Mapping[str, Any],
+    *,
+    state: Mapping[str, Mapping[str, Any]] | None = None,
+    groups: tuple[dict[str, Any], ...] = (),
+    aliases: Mapping[str, str] | None = None,
+    world_size: int = 2,
+    ranks: Iterable[int] | None = None,
+) -> Places:
+    """Write a model, and an optimizer if there is state, as the ranks of a run do: rows of each tensor on each rank.
+
+    Args:
+        tensors: name -> array. Scalars are whole on every rank.
+        state: parameter -> key -> array or plain value.
+        ranks: the ranks that write; by default, all.
+    """
+    import torch.distributed as dist
+
+    from hf_fsdp_plugin.checkpoint.shards import ModelShards, OptimizerShards
+    from hf_fsdp_plugin.checkpoint.writing.dcp import final_files
+    from hf_fsdp_plugin.checkpoint.writing.part_writer import PartWriter
+    from hf_fsdp_plugin.checkpoint.writing.state_files import model_files, optimizer_files
+
+    records, entries = [], []
+    for rank in range(world_size) if ranks is None else ranks:
+        with mock.patch.multiple(dist, get_rank=lambda at=rank: at, get_world_size=lambda: world_size):
+            shards = tuple(_shard(name, whole, rank, world_size) for name, whole in tensors.items())
+            files = [model_files(ModelShards(shards, aliases or {}), "local")]
+            if state is not None:
+                held = {
+                    name: {
+                        key: _shard(f"state.{name}.{key}", value, rank, world_size)
+                        if hasattr(value, "shape")
+                        else value
+                        for key, value in entry.items()
+                    }
+                    for name, entry in state.items()
+                }
+                files.append(optimizer_files(OptimizerShards(held, groups)))
+        for each in files:
+            records += PartWriter().write(folder, each.parts)
+        entries.append([own for each in files for own in each.entries])
+    for parts in final_files(entries):
+        records += PartWriter().write(folder, parts)
+    return {record.path: [(part.start, part.stop, part.name) for part in record.ranges] for record in records}
+
+
+def _shard(name: str, whole: Any, rank: int, world_size: int) -> Any:
+    import torch
+
+    from hf_fsdp_plugin.checkpoint.formats.boxes import Box
+    from hf_fsdp_plugin.checkpoint.shard_layout import LocalShard, Piece
+
+    tensor = torch.from_numpy(numpy.array(whole))
+    parts = numpy.array_split(numpy.arange(len(whole)), world_size) if whole.ndim else []
+    box, own = Box((), ()), tensor
+    if whole.ndim:
+        start, count = sum(map(len, parts[:rank])), len(parts[rank])
+        own = tensor[start : start + count]
+        box = Box((start, *(0 for _ in whole.shape[1:])), tuple(own.shape))
+    return LocalShard(name, tensor.dtype, tuple(tensor.shape), (Piece(box, own.contiguous()),))
+
+
 def local_checkpoint(folder: Path, world_size: int = 2) -> Path:
     """Write a checkpoint with ``fsdp_state_dict_type: LOCAL``: rows of each tensor, and Adam's first moment."""
-    places: dict[str, list[tuple[int, int, str]]] = {}
+    draw = numpy.random.default_rng(len(str(folder)))
     names = [name for name in SHAPES if name != "head.weight"]
-    for rank in range(world_size):
-        for part, key in (("pytorch_model_fsdp", ""), ("optimizer", "exp_avg")):
-            path = folder / f"{part}_local" / f"0_rank{rank}.safetensors"
-            pieces, sizes = {}, {}
-            for name in names:
-                rows, *rest = SHAPES[name]
-                sizes[name] = (rows // world_size, *rest)
-                offsets = [rank * rows // world_size, *(0 for _ in rest)]
-                pieces[name] = {"name": name, "shape": SHAPES[name], "offsets": offsets, "key": key}
-            description: dict[str, Any] = {"rank": rank, "world_size": world_size, "pieces": pieces}
-            if not key:
-                description["aliases"] = {"head.weight": "embed.weight"}
-            else:
-                description["values"] = {name: {"step": 20.0} for name in names}
-                description["groups"] = [{"params": names, "lr": 0.001}]
-            found = write_safetensors(path, sizes, {"fsdp_local": json.dumps(description)})
-            places[path.relative_to(folder).as_posix()] = found
+    places = write_shards(
+        folder,
+        {name: draw.random(SHAPES[name], dtype="f4") for name in names},
+        state={name: {"exp_avg": draw.random(SHAPES[name], dtype="f4"), "step": 20.0} for name in names},
+        groups=({"params": names, "lr": 0.001},),
+        aliases={"head.weight": "embed.weight"},
+        world_size=world_size,
+    )
     (folder / "trainer_state.json").write_text(json.dumps({"global_step": 20}))
     write_manifest(
         folder,

@@ -18,7 +18,7 @@ from hf_fsdp_plugin.checkpoint.names import DCP_METADATA, INDEX_FILE, MANIFEST_N
 from hf_fsdp_plugin.checkpoint.writing import folder_index
 from hf_fsdp_plugin.checkpoint.writing.staging import StagingFolder
 
-WORLDS = {"sharded": (256, 1024), "local": (64, 256)}
+WORLDS = (256, 1024)
 NUM_TENSORS = 3 * len(llama_shapes(1))
 """Parameters, and the moments of AdamW."""
 
@@ -41,12 +41,12 @@ class Saved:
         return counts, calls, len(work), held
 
 
-def save(folder: Path, world: int, layers: int = 1, *, indexed: bool = True, kind: str = "sharded") -> Saved:
+def save(folder: Path, world: int, layers: int = 1, *, indexed: bool = True) -> Saved:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", lambda _: None)
         if indexed:
             patch.setattr(folder_index, "MIN_INDEXED", 0)  # few layers
-        run = MadeUpRun(world, llama_shapes(layers), kind=kind)
+        run = MadeUpRun(world, llama_shapes(layers))
         staging = StagingFolder(folder / "checkpoint-20")
         staging._create()
         run.write(staging)
@@ -54,10 +54,10 @@ def save(folder: Path, world: int, layers: int = 1, *, indexed: bool = True, kin
     return Saved(staging.final, run, calls)
 
 
-@pytest.fixture(scope="module", params=WORLDS)
-def worlds(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Saved, Saved]:
+@pytest.fixture(scope="module")
+def worlds(tmp_path_factory: pytest.TempPathFactory) -> tuple[Saved, Saved]:
     """A checkpoint of a large world, and one of a quarter of the ranks."""
-    small, large = (save(tmp_path_factory.mktemp("w"), world, kind=request.param) for world in WORLDS[request.param])
+    small, large = (save(tmp_path_factory.mktemp("w"), world) for world in WORLDS)
     return small, large
 
 
@@ -126,7 +126,7 @@ def test_inspect_has_no_loop_over_chunks(worlds: Worlds) -> None:
 def test_commit_has_no_loop_over_chunks(worlds: Worlds, tmp_path: Path) -> None:
     small, large = worlds
     assert large.commit_calls < 4.4 * small.commit_calls, "linear in the ranks"
-    more = save(tmp_path, small.run.world, layers=3, kind=small.run.kind)
+    more = save(tmp_path, small.run.world, layers=3)
     num_tensors = 3 * (len(more.run.shapes) - len(small.run.shapes))
     # At 256 ranks, each of them has 256 chunks.
     assert more.commit_calls - small.commit_calls < 1000 * num_tensors

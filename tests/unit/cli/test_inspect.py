@@ -9,7 +9,7 @@ import saved
 import torch
 
 from hf_fsdp_plugin.checkpoint.checking.inspection import summarize
-from hf_fsdp_plugin.checkpoint.names import MANIFEST_NAME
+from hf_fsdp_plugin.checkpoint.names import DCP_METADATA, MANIFEST_NAME
 
 
 @pytest.fixture
@@ -28,7 +28,7 @@ def test_checkpoint_with_manifest_is_described(local, inspect_json):
     files = found.pop("files")
     assert code == 0 and found == {
         **saved.FACTS, "schema_version": 1, "checkpoint": str(local), "complete": True, "incomplete": None,
-        "format": "local",
+        "format": "dcp",
         "manifest": True, "num_parameters": 2, "num_elements": 10, "dtypes": {"float32": 10}, "model_bytes": 40,
         "optimizer_bytes": 40, "ties": [["embed.weight", "head.weight"]],
     }  # fmt: skip
@@ -112,7 +112,7 @@ def test_text_contains_all_facts(local, hf_fsdp):
     assert code == 0 and err == "" and out.startswith(f"{local}: complete\n")
     lines = [" ".join(line.split()) for line in out.splitlines()]
     for line in (
-        "format local",
+        "format dcp, local",
         "step 20",
         "backend fsdp2, full_shard, mesh shard 2",
         "written 2026-01-02T03:04:05+00:00, in the background",
@@ -136,16 +136,16 @@ def test_long_settings_are_wrapped_at_commas(local, hf_fsdp):
 
 
 def test_incomplete_checkpoint_exits_1_with_the_reason(local, hf_fsdp):
-    (local / "optimizer_local" / "0_rank1.safetensors").unlink()
+    (local / "optimizer_0" / "__1_0.distcp").unlink()
     code, out, err = hf_fsdp("inspect", local)
     assert code == 1 and f"{local}: incomplete" in out and "step       20" in out
-    assert err.startswith(f"{local}: optimizer_local/0_rank1.safetensors: is missing")
+    assert err.startswith(f"{local}: optimizer_0/__1_0.distcp: is missing")
 
 
 def test_damaged_model_is_described_by_the_manifest(local, inspect_json):
-    shutil.rmtree(local / "pytorch_model_fsdp_local")
+    shutil.rmtree(local / "pytorch_model_fsdp_0")
     code, found = inspect_json(local)
-    assert code == 1 and found["complete"] is False and (found["format"], found["num_elements"]) == ("local", 10)
+    assert code == 1 and found["complete"] is False and (found["format"], found["num_elements"]) == ("dcp", 10)
 
 
 def test_damaged_manifest_is_reported(local, inspect_json):
@@ -169,6 +169,7 @@ def test_missing_folder_exits_2(tmp_path, hf_fsdp):
 
 def test_run_lists_checkpoints_newest_first(local, stock, tmp_path, hf_fsdp):
     saved.local_checkpoint(tmp_path / "checkpoint-100")
+    (tmp_path / "checkpoint-100" / "pytorch_model_fsdp_0" / DCP_METADATA).unlink()
     (tmp_path / "checkpoint-100" / MANIFEST_NAME).unlink()
     (tmp_path / ".checkpoint-120.saving").mkdir()
     code, out, _ = hf_fsdp("inspect", tmp_path)
@@ -206,7 +207,7 @@ def test_accelerate_checkpoints_are_found_in_the_project(tmp_path, hf_fsdp):
 def test_finished_run_shows_model_and_checkpoints(local, tmp_path, hf_fsdp):
     saved.tiny_llama().save_pretrained(tmp_path)
     code, out, _ = hf_fsdp("inspect", tmp_path)
-    assert code == 0 and out.startswith(f"{tmp_path}: complete") and "\ncheckpoint-20 " in out and "0_rank0" not in out
+    assert code == 0 and out.startswith(f"{tmp_path}: complete") and "\ncheckpoint-20 " in out and "__0_0" not in out
 
 
 def test_world_size_of_single_rng_file_is_1(stock):

@@ -7,18 +7,18 @@ from pathlib import Path
 
 import damages
 
-FILES = ["pytorch_model_fsdp_local/0_rank1.safetensors", "trainer_state.json"]
+FILES = ["pytorch_model_fsdp_0/__1_0.distcp", "trainer_state.json"]
 
 
 def test_undamaged_checkpoint_exits_0(local, hf_fsdp):
     code, out, err = hf_fsdp("verify", local)
-    assert code == 0 and out.startswith(f"{local}: undamaged; 5 files, ") and "[FSDP-N475]" in err
+    assert code == 0 and out.startswith(f"{local}: undamaged; 8 files, ") and "[FSDP-N475]" in err
 
 
 def test_damage_exits_1_with_problems_on_stderr(local, hf_fsdp):
     damages.flip(local / FILES[1], 0)
     code, out, err = hf_fsdp("verify", local)
-    assert code == 1 and "1 problem; 5 files" in out
+    assert code == 1 and "1 problem; 8 files" in out
     assert "trainer_state.json: error: bytes 0 to 19 " in err and "[FSDP-E471]" in err
 
 
@@ -27,7 +27,7 @@ def test_json_is_one_object(local, hf_fsdp):
     code, out, err = hf_fsdp("verify", "--json", local)
     printed = json.loads(out)
     assert (code, err) == (1, "") and printed["bytes_with_checksum"] == printed["bytes"]
-    assert printed["ok"] is False and printed["checkpoint"] == str(local) and printed["files"] == 5
+    assert printed["ok"] is False and printed["checkpoint"] == str(local) and printed["files"] == 8
     problem = next(problem for problem in printed["problems"] if problem["severity"] == "error")
     assert problem["origin"]["file"] == str(local / FILES[0]) and "norm.weight" in problem["message"] and problem["fix"]
 

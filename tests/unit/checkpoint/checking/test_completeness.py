@@ -32,7 +32,7 @@ def test_complete_checkpoints_have_no_reason(local, stock, hf):
     assert why_incomplete(hf) is None
 
 
-@pytest.mark.parametrize("file", ["trainer_state.json", "pytorch_model_fsdp_local/0_rank1.safetensors"])
+@pytest.mark.parametrize("file", ["trainer_state.json", "pytorch_model_fsdp_0/__1_0.distcp"])
 def test_missing_file_of_the_manifest_is_reported(local, file):
     (local / file).unlink()
     assert codes(local) == ["FSDP-E457"] and (why_incomplete(local) or "").startswith(f"{file}: ")
@@ -45,13 +45,8 @@ def test_file_of_other_size_is_reported_with_both_sizes(local):
 
 
 def test_several_problems_are_counted(local):
-    shutil.rmtree(local / "optimizer_local")
-    assert codes(local) == ["FSDP-E457"] * 2 and (why_incomplete(local) or "").endswith("(and 1 more problem)")
-
-
-def test_local_format_without_manifest_is_unfinished(local):
-    (local / MANIFEST_NAME).unlink()
-    assert codes(local) == ["FSDP-E452"] * 2 and MANIFEST_NAME in (why_incomplete(local) or "")
+    shutil.rmtree(local / "optimizer_0")
+    assert codes(local) == ["FSDP-E457"] * 4 and (why_incomplete(local) or "").endswith("(and 3 more problems)")
 
 
 def test_staging_folder_is_incomplete(tmp_path, stock_once):
@@ -122,7 +117,7 @@ def test_newest_complete_checkpoint_is_found(tmp_path):
     run = tmp_path / "run"
     for number in (9, 10, 100, 101):
         saved.local_checkpoint(run / f"checkpoint-{number}")
-    (run / "checkpoint-100" / MANIFEST_NAME).unlink()
+    (run / "checkpoint-100" / MANIFEST_NAME).write_text("{}")
     (run / "checkpoint-101" / "trainer_state.json").unlink()
     (run / "checkpoint-200").touch()
     (run / "checkpoint-best").mkdir()
@@ -147,7 +142,7 @@ def test_checkpoints_are_found_by_prefix(tmp_path):
 
 
 def test_part_belongs_to_enclosing_checkpoint(local, stock, tmp_path):
-    assert checkpoint_of(local / "optimizer_local") == local
+    assert checkpoint_of(local / "optimizer_0") == local
     assert checkpoint_of(stock / "pytorch_model_fsdp_0") == stock
     assert checkpoint_of(stock) == stock
     alone = Path(shutil.copytree(stock / "pytorch_model_fsdp_0", tmp_path / "alone" / "pytorch_model_fsdp_0"))

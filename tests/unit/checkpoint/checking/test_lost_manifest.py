@@ -17,7 +17,7 @@ from hf_fsdp_plugin.checkpoint.formats.boxes import whole
 from hf_fsdp_plugin.checkpoint.names import ENTRY_ALIGNMENT
 from hf_fsdp_plugin.checkpoint.shard_layout import LocalShard, Piece
 from hf_fsdp_plugin.checkpoint.shards import ModelShards, OptimizerShards
-from hf_fsdp_plugin.checkpoint.writing.final_files import final_files
+from hf_fsdp_plugin.checkpoint.writing.dcp import final_files
 from hf_fsdp_plugin.checkpoint.writing.part_writer import PartWriter
 from hf_fsdp_plugin.checkpoint.writing.state_files import model_files, optimizer_files
 
@@ -36,7 +36,7 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pyte
     state = {shard.name: {"exp_avg": shard, "rounds": 3} for shard in shards}
     written = [
         model_files(ModelShards(shards, {}), request.param),
-        optimizer_files(OptimizerShards(state, ({"params": list(TENSORS), "lr": 0.1},)), request.param),
+        optimizer_files(OptimizerShards(state, ({"params": list(TENSORS), "lr": 0.1},))),
     ]
     for files in written:
         PartWriter().write(tmp_path / "ck", files.parts)

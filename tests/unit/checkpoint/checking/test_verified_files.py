@@ -111,11 +111,11 @@ def test_headers_are_compared_by_one_rank_each(tmp_path: Path, world_size: int) 
     manifest = verified_files.read_manifest(folder)
     assert manifest is not None
     for stored in (model, optimizer):
-        for file in stored.files:
+        # The others contain nothing but tensors and their frames, which are compared when the tensors are read.
+        for file in [file for file in stored.files if file.endswith((".metadata", "__2_0.distcp"))]:
             path = folder / file
             data = path.read_bytes()
-            header = data.index(b"float32") if b"float32" in data else data.index(b'"F32"')
-            damages.flip(path, header)
+            damages.flip(path)
             caught = []
             for rank in range(world_size):
                 with input_files(stored, folder, manifest) as files:

@@ -1,10 +1,12 @@
 """Verification with a manifest: every kind of damage is found with its file and parameter."""
 
 import random
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
 import damages
+import numpy
 import pytest
 import saved
 from saved import errors, notes, only_error
@@ -15,8 +17,10 @@ from hf_fsdp_plugin.checkpoint.formats.manifest_reader import read_manifest
 from hf_fsdp_plugin.checkpoint.names import MANIFEST_NAME
 
 FILES = ["fsdp_manifest.json"]
-FILES += [f"{part}_local/0_rank{rank}.safetensors" for part in ("optimizer", "pytorch_model_fsdp") for rank in (0, 1)]
+FILES += [f"optimizer_0/{name}" for name in (".metadata", "__0_0.distcp", "__1_0.distcp", "__2_0.distcp")]
+FILES += [f"pytorch_model_fsdp_0/{name}" for name in (".metadata", "__0_0.distcp", "__1_0.distcp")]
 FILES += ["trainer_state.json"]
+OF_TENSORS = ("__0_0.distcp", "__1_0.distcp")
 
 
 def manifest_of(folder: Path) -> Manifest:
@@ -56,15 +60,15 @@ def test_flipped_byte_names_the_parameter(local):
             assert (f"contain {piece.name}." if piece.name else "contain no tensor.") in text
             (local / record.path).write_bytes(whole)
             tried += bool(piece.name)
-    assert tried == 8
+    assert tried == 12
 
 
 def test_damage_in_one_file_is_one_problem(local):
-    record = next(record for record in manifest_of(local).files if record.path == FILES[3])
+    record = next(record for record in manifest_of(local).files if record.path == FILES[6])
     for piece in record.ranges[-2:]:
         damages.flip(local / record.path, piece.start)
     text = only_error(local, "FSDP-E471")
-    assert "2 of 3 byte ranges" in text and "contain embed.weight, norm.weight." in text
+    assert "2 of 2 byte ranges" in text and "contain embed.weight, norm.weight." in text
 
 
 @pytest.mark.parametrize("file", FILES[1:])
@@ -74,18 +78,18 @@ def test_truncated_file_is_found(local, file):
     path.write_bytes(path.read_bytes()[:-1])
     text = only_error(local, "FSDP-E470")
     assert f"{file}: has {size - 1:,} bytes; {size:,} were saved" in text
-    assert ("norm.weight" in text) == file.endswith("safetensors")
+    assert ("norm.weight" in text) == file.endswith(OF_TENSORS)
 
 
 def test_swapped_files_are_recognised(local):
-    first, second = (local / "optimizer_local" / f"0_rank{rank}.safetensors" for rank in range(2))
+    first, second = (local / "optimizer_0" / f"__{rank}_0.distcp" for rank in range(2))
     first.rename(local / "other")
     second.rename(first)
     (local / "other").rename(second)
     found = errors(verify(local))
     assert len(found) == 2
-    assert "contents of optimizer_local/0_rank1.safetensors." in found[0]
-    assert "contents of optimizer_local/0_rank0.safetensors." in found[1]
+    assert "contents of optimizer_0/__1_0.distcp." in found[0]
+    assert "contents of optimizer_0/__0_0.distcp." in found[1]
 
 
 @pytest.mark.parametrize("file", FILES[1:])
@@ -93,12 +97,12 @@ def test_missing_file_is_found_with_its_tensors(local, file):
     (local / file).unlink()
     text = only_error(local, "FSDP-E457")
     assert f"{file}: " in text
-    assert ("embed.weight, norm.weight." in text) == file.endswith("safetensors")
+    assert ("it contained" in text) == file.endswith(".distcp")
 
 
 def test_folder_with_name_of_file_is_a_missing_file(local):
-    (local / FILES[5]).unlink()
-    (local / FILES[5]).mkdir()
+    (local / FILES[8]).unlink()
+    (local / FILES[8]).mkdir()
     assert "trainer_state.json: " in only_error(local, "FSDP-E457")
 
 
@@ -119,9 +123,8 @@ def test_later_manifest_version_is_reported(local):
 
 def test_unfinished_save_is_reported(local):
     (local / MANIFEST_NAME).unlink()
-    found = errors(verify(local))
-    assert len(found) == 2
-    assert all(MANIFEST_NAME in text and text.endswith("[FSDP-E452]") for text in found)
+    (local / "pytorch_model_fsdp_0" / ".metadata").unlink()
+    assert "the save was not finished" in only_error(local, "FSDP-E452")
 
 
 def test_manifest_of_other_parameters_is_reported(local):
@@ -137,17 +140,15 @@ def test_manifest_of_other_parameters_is_reported(local):
 
 
 def test_tensor_with_missing_elements_is_reported(local):
-    path = local / FILES[3]
-    data = path.read_bytes()
-    moved = data.replace(rb"\"offsets\": [0, 0]", rb"\"offsets\": [2, 0]")
-    assert moved != data
-    path.write_bytes(moved)
     manifest = manifest_of(local)
+    shutil.rmtree(local / "pytorch_model_fsdp_0")
+    tensors = {name: numpy.zeros(saved.SHAPES[name], "f4") for name in ("embed.weight", "norm.weight")}
+    saved.write_shards(local, tensors, aliases={"head.weight": "embed.weight"}, ranks=(0,))
     saved.write_manifest(local, parameters=manifest.parameters, ties=manifest.ties)
-    assert "4 elements of 1 tensor are in none of the files: embed.weight." in only_error(local, "FSDP-E458")
+    assert "9 elements of 3 tensors are in none of the files: model.embed.weight" in only_error(local, "FSDP-E458")
 
 
 def test_whole_checkpoint_is_verified_when_given_a_part(local):
-    damages.flip(local / FILES[5], 3)
-    verdict = verify(local / "pytorch_model_fsdp_local")
+    damages.flip(local / FILES[8], 3)
+    verdict = verify(local / "pytorch_model_fsdp_0")
     assert verdict.checkpoint == local and "trainer_state.json" in errors(verdict)[0]

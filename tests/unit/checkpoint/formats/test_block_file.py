@@ -82,8 +82,8 @@ def test_block_file_of_other_size_or_kind_is_refused(local: Path, code: str) -> 
 
 
 def test_damage_names_the_block_and_its_tensor(local: Path, tmp_path: Path) -> None:
-    path = local / "pytorch_model_fsdp_local" / "0_rank1.safetensors"
-    damages.flip(path, -1)
+    piece = read_stored_model(local).tensors["norm.weight"].pieces[1]
+    damages.flip(local / piece.file, piece.offset)
     text = saved.only_error(local, "FSDP-E471", config_check=False)
     with pytest.raises(CheckpointError) as caught:
         merge(local, tmp_path / "out", MergeOptions())

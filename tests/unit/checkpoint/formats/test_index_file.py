@@ -31,13 +31,12 @@ from hf_fsdp_plugin.checkpoint.names import DCP_METADATA, INDEX_FILE
 from hf_fsdp_plugin.checkpoint.shard_layout import LocalShard, Piece
 from hf_fsdp_plugin.checkpoint.shards import ModelShards, OptimizerShards
 from hf_fsdp_plugin.checkpoint.writing import folder_index
-from hf_fsdp_plugin.checkpoint.writing.final_files import final_files
+from hf_fsdp_plugin.checkpoint.writing.dcp import final_files
 from hf_fsdp_plugin.checkpoint.writing.part_writer import PartWriter
 from hf_fsdp_plugin.checkpoint.writing.state_files import model_files, optimizer_files
 from hf_fsdp_plugin.problems import CheckpointError
 
 WORLD = 5
-NO_GROUPS = [{"groups": [{"params": params}]} for params in (5, None, "w", [1], {"w": 1})]
 WHOLE = {
     "even": torch.arange(60.0).reshape(10, 6),
     "uneven": torch.arange(77.0).reshape(11, 7).bfloat16(),
@@ -69,7 +68,7 @@ def columns(shape: tuple[int, ...], rank: int) -> list[Box]:
 LAYOUTS: dict[str, Callable[[tuple[int, ...], int], list[Box]]] = {"rows": rows, "flat": flat, "columns": columns}
 
 
-def write(folder: Path, boxes: Callable[[tuple[int, ...], int], list[Box]], kind: Any = "sharded") -> Path:
+def write(folder: Path, boxes: Callable[[tuple[int, ...], int], list[Box]]) -> Path:
     """Write the model as ``WORLD`` ranks do, with an index. Return the folder of the checkpoint."""
     entries = []
     with pytest.MonkeyPatch.context() as patch:
@@ -82,7 +81,7 @@ def write(folder: Path, boxes: Callable[[tuple[int, ...], int], list[Box]], kind
                 own = boxes(tuple(tensor.shape), rank) if tensor.ndim else [whole(())]
                 pieces = tuple(Piece(box, tensor[tuple(map(_slice, box.offsets, box.sizes))]) for box in own)
                 tensors.append(LocalShard(name, tensor.dtype, tuple(tensor.shape), pieces))
-            files = model_files(ModelShards(tuple(tensors), {"tied": "even"}), kind)
+            files = model_files(ModelShards(tuple(tensors), {"tied": "even"}), "sharded")
             PartWriter().write(folder, files.parts)
             entries.append(files.entries)
         for parts in final_files(entries):
@@ -94,10 +93,9 @@ def _slice(offset: int, size: int) -> slice:
     return slice(offset, offset + size)
 
 
-@pytest.fixture(params=[(kind, layout) for kind in ("sharded", "local") for layout in LAYOUTS], ids="-".join)
+@pytest.fixture(params=LAYOUTS)
 def saved(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
-    kind, layout = request.param
-    return write(tmp_path / "checkpoint", LAYOUTS[layout], kind)
+    return write(tmp_path / "checkpoint", LAYOUTS[request.param])
 
 
 def index_of(folder: Path) -> Path:
@@ -132,7 +130,7 @@ def test_index_has_the_pieces_of_the_metadata(saved: Path) -> None:
 def test_every_box_finds_the_pieces_that_it_crosses(saved: Path, monkeypatch: pytest.MonkeyPatch, limit: int) -> None:
     monkeypatch.setattr(reader, "MAX_EAGER", limit)
     plain = without_index(saved).tensors["uneven"]
-    if not limit and index_of(saved).name == INDEX_FILE:
+    if not limit:
         index_of(saved).unlink()
     tensor = read_stored_model(saved, partial=True).tensors["uneven"]
     for row in range(11):
@@ -152,13 +150,10 @@ def test_elements_are_those_that_were_saved(saved: Path, tmp_path: Path) -> None
         with InputFiles(saved) as files:
             read_run(files, model.tensors[name], 0, tensor.numel(), out)
         assert bytes(out) == raw
-    if (saved / "pytorch_model_fsdp_0").exists():  # a local checkpoint needs a manifest
-        merge(saved, tmp_path / "out", MergeOptions())
+    merge(saved, tmp_path / "out", MergeOptions())
 
 
 def test_torch_reads_the_metadata(saved: Path) -> None:
-    if not (saved / "pytorch_model_fsdp_0").exists():
-        return
     state = {"model": {name: torch.zeros_like(tensor) for name, tensor in {**WHOLE, "tied": WHOLE["even"]}.items()}}
     torch_dcp.load(state, checkpoint_id=saved / "pytorch_model_fsdp_0", no_dist=True)
     for name, tensor in WHOLE.items():
@@ -166,7 +161,7 @@ def test_torch_reads_the_metadata(saved: Path) -> None:
     assert torch.equal(state["model"]["tied"], WHOLE["even"])
 
 
-def write_optimizer(folder: Path, kind: Any) -> None:
+def write_optimizer(folder: Path) -> None:
     """Write the optimizer of ``WORLD`` ranks, with a tensor, a scalar and plain values, and an index."""
     entries = []
     moment = torch.arange(60.0).reshape(10, 6)
@@ -184,16 +179,15 @@ def write_optimizer(folder: Path, kind: Any) -> None:
             if rank == 1:
                 state["only_here"] = "text"
             groups = ({"params": ["w"], "lr": 0.1, "betas": (0.9, 0.95)},)
-            files = optimizer_files(OptimizerShards({"w": state}, groups), kind)
+            files = optimizer_files(OptimizerShards({"w": state}, groups))
             PartWriter().write(folder, files.parts)
             entries.append(files.entries)
         for parts in final_files(entries):
             PartWriter().write(folder, parts)
 
 
-@pytest.mark.parametrize("kind", ["sharded", "local"])
-def test_optimizer_is_read_from_the_index(tmp_path: Path, kind: str) -> None:
-    write_optimizer(tmp_path, kind)
+def test_optimizer_is_read_from_the_index(tmp_path: Path) -> None:
+    write_optimizer(tmp_path)
     indexed = read_stored_optimizer(tmp_path)
     index_of(tmp_path).unlink()
     plain = read_stored_optimizer(tmp_path)
@@ -204,14 +198,6 @@ def test_optimizer_is_read_from_the_index(tmp_path: Path, kind: str) -> None:
     assert one.keys() == other.keys() and one["rounds"] == 3 and one["only_here"] == "text"
     for key in ("exp_avg", "step"):
         assert assembled(tmp_path, one[key]).tolist() == assembled(tmp_path, other[key]).tolist()
-
-
-@pytest.mark.parametrize("plain", [{"values": []}, {"values": {"w": 1}}, {"groups": {}}, {"groups": [1]}, *NO_GROUPS])
-def test_invalid_plain_values_of_the_index_are_refused(tmp_path: Path, plain: Any) -> None:
-    write_optimizer(tmp_path, "local")
-    rewrite(index_of(tmp_path), set_field("plain", plain))
-    with pytest.raises(CheckpointError, match="FSDP-E453"):
-        read_stored_optimizer(tmp_path)
 
 
 def test_index_of_another_save_is_ignored(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ def test_folder_without_model_reports_searched_names(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError) as raised:
         read_stored_model(tmp_path, 1)
     for sought in (
-        "pytorch_model_fsdp_1/.metadata", "pytorch_model_fsdp_local/1_rank*.safetensors", "model_1.safetensors",
+        "pytorch_model_fsdp_1/.metadata", "model_1.safetensors",
         "pytorch_model_fsdp_1.bin", "pytorch_model_fsdp_1_rank*.bin",
     ):  # fmt: skip
         assert sought in str(raised.value)
@@ -55,7 +55,7 @@ def test_formats_are_searched_in_table_order(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("file", "expected"),
     [
-        ("pytorch_model_fsdp_local/0_rank3.safetensors", "local"), ("model.safetensors.index.json", "full"),
+        ("model.safetensors.index.json", "full"),
         ("pytorch_model_fsdp.bin", "full"), ("pytorch_model_fsdp_0_rank0.bin", "sharded"), ("optimizer.bin", None),
     ],
 )  # fmt: skip

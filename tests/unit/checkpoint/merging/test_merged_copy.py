@@ -7,7 +7,7 @@ import threading
 from pathlib import Path
 
 import pytest
-from merge_inputs import LOCAL, TENSORS, assert_same, read
+from merge_inputs import MODEL, TENSORS, assert_same, read
 
 from hf_fsdp_plugin.checkpoint.merging.merged_copy import with_whole_weights
 from hf_fsdp_plugin.checkpoint.merging.staging import staging_path
@@ -24,7 +24,7 @@ def test_copy_is_written_once(checkpoint: Path, capfd: pytest.CaptureFixture[str
 
 def test_copy_follows_the_checkpoint(checkpoint: Path) -> None:
     before = with_whole_weights(checkpoint)
-    os.utime(checkpoint / LOCAL, ns=(1, 1))
+    os.utime(checkpoint / MODEL, ns=(1, 1))
     after = with_whole_weights(checkpoint)
     assert after != before and merged_copies(checkpoint) == [after]
 
@@ -64,7 +64,7 @@ def test_folder_that_cannot_be_written_is_an_error(checkpoint: Path) -> None:
 
 
 def test_damaged_checkpoint_is_an_error(checkpoint: Path) -> None:
-    (checkpoint / LOCAL / "0_rank1.safetensors").unlink()
+    (checkpoint / MODEL / "__1_0.distcp").unlink()
     with pytest.raises(CheckpointError):
         with_whole_weights(checkpoint)
     assert not merged_copies(checkpoint)

@@ -8,9 +8,10 @@ from typing import Any
 import damages
 import pytest
 import saved
-from merge_inputs import LOCAL, TENSORS, assert_same, codes, read, tree
+from merge_inputs import MODEL, TENSORS, assert_same, codes, read, tree
 from safetensors.numpy import save_file
 
+from hf_fsdp_plugin.checkpoint.formats.table import read_stored_model
 from hf_fsdp_plugin.checkpoint.merging.merge import MergeOptions, merge
 from hf_fsdp_plugin.checkpoint.merging.staging import MergeStaging, staging_path
 from hf_fsdp_plugin.problems import CheckpointError
@@ -49,8 +50,9 @@ def test_verify_finds_a_flipped_bit_of_the_output(checkpoint: Path, out: Path, m
 
 
 def test_verify_finds_a_flipped_bit_of_the_input(checkpoint: Path, out: Path) -> None:
-    damages.flip(checkpoint / LOCAL / "0_rank1.safetensors", -1)
-    with pytest.raises(CheckpointError, match=r"0_rank1\.safetensors: .*FSDP-E471"):
+    piece = read_stored_model(checkpoint).tensors["model.norm.weight"].pieces[1]
+    damages.flip(checkpoint / piece.file, piece.offset)
+    with pytest.raises(CheckpointError, match=r"__1_0\.distcp: .*FSDP-E471"):
         merge(checkpoint, out, MergeOptions(verify=True))
     assert not out.exists()
 
@@ -72,8 +74,8 @@ def test_delete_input_deletes_the_merged_files_only(checkpoint: Path, out: Path)
     merged = merge(checkpoint, out, MergeOptions(delete_input=True))
     assert (merged.verified, merged.deleted) == (True, True)
     assert_same(read(out))
-    assert tree(checkpoint) == {name: data for name, data in before.items() if not name.startswith(LOCAL)}
-    assert not (checkpoint / LOCAL).exists()
+    assert tree(checkpoint) == {name: data for name, data in before.items() if not name.startswith(MODEL)}
+    assert not (checkpoint / MODEL).exists()
 
 
 def test_input_is_kept_without_a_model_to_compare(tmp_path: Path, out: Path) -> None:

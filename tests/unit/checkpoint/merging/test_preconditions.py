@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 import pytest
-from merge_inputs import LOCAL, tree
+from merge_inputs import MODEL, tree
 
 from hf_fsdp_plugin.checkpoint.merging.merge import MergeOptions, merge
 from hf_fsdp_plugin.checkpoint.merging.staging import staging_path
@@ -53,7 +53,7 @@ def test_all_folder_problems_are_reported(tmp_path: Path) -> None:
 
 
 def test_incomplete_checkpoint_is_refused(checkpoint: Path, out: Path) -> None:
-    (checkpoint / LOCAL / "0_rank1.safetensors").unlink()
-    with pytest.raises(CheckpointError, match=r"0_rank1\.safetensors.*FSDP-E483"):
+    (checkpoint / MODEL / "__1_0.distcp").unlink()
+    with pytest.raises(CheckpointError, match=r"__1_0\.distcp.*FSDP-E483"):
         merge(checkpoint, out, MergeOptions())
     assert not staging_path(out).exists()

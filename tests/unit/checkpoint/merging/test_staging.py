@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from merge_inputs import LOCAL, TENSORS, assert_same, codes, messages, read, tree
+from merge_inputs import MODEL, TENSORS, assert_same, codes, messages, read, tree
 
 from hf_fsdp_plugin.checkpoint.commit import replaced_path
 from hf_fsdp_plugin.checkpoint.merging.merge import MergeOptions, merge
@@ -48,7 +48,7 @@ def test_files_of_another_merge_are_not_used(change: str, checkpoint: Path, out:
     with pytest.raises(KeyboardInterrupt):
         merge(checkpoint, out, MergeOptions(max_shard_size=250), interrupt_after(2))
     if change == "input":
-        os.utime(checkpoint / LOCAL / "0_rank0.safetensors", ns=(1, 1))
+        os.utime(checkpoint / MODEL / "__0_0.distcp", ns=(1, 1))
     dtype = None if change == "input" else "float64"
     merged = merge(checkpoint, out, MergeOptions(max_shard_size=250, dtype=dtype))
     assert merged.resumed == []
