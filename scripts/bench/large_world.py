@@ -36,14 +36,12 @@ from made_up_runs import HIDDEN, LAYERS, Counts, MadeUpRun, llama_shapes, plan_r
 
 WORLDS = (2, 8, 64, 256, 1024, 4096)
 FSDP1_WORLDS = (64, 1024)
-LOCAL_WORLDS = (64, 1024)
 
 
 def parse_args() -> argparse.Namespace:
     parser = make_parser(__doc__, "large_world")
     parser.add_argument("--worlds", type=int, nargs="*", default=WORLDS)
     parser.add_argument("--fsdp1-worlds", type=int, nargs="*", default=FSDP1_WORLDS)
-    parser.add_argument("--local-worlds", type=int, nargs="*", default=LOCAL_WORLDS)
     parser.add_argument("--layers", type=int, default=LAYERS)
     parser.add_argument("--folder", type=Path, help="folder for the checkpoints; default: the system's")
     return parser.parse_args()
@@ -140,18 +138,18 @@ def commit(staging: Any, run: MadeUpRun) -> dict[str, Any]:
     }
 
 
-def measure(world: int, version: int, kind: str, layers: int, work: Path) -> dict[str, Any]:
+def measure(world: int, version: int, layers: int, work: Path) -> dict[str, Any]:
     from hf_fsdp_plugin.checkpoint import StagingFolder
     from hf_fsdp_plugin.checkpoint.names import BLOCK_FILE, DCP_METADATA, INDEX_FILE, MANIFEST_NAME
 
     shapes = llama_shapes(layers)
-    run = MadeUpRun(world, shapes, version, kind)
+    run = MadeUpRun(world, shapes, version)
     staging = StagingFolder(work / "checkpoint-20")
     staging._create()
     record = run.write(staging)
     committed = commit(staging, run)
     checkpoint = staging.final
-    other = MadeUpRun(max(1, world * 3 // 4), shapes, version, kind)
+    other = MadeUpRun(max(1, world * 3 // 4), shapes, version)
     return {
         "record_cpu_seconds": round(record, 2),
         "commit": committed,
@@ -169,10 +167,10 @@ def size_of(path: Path) -> int:
     return path.stat().st_size if path.exists() else 0
 
 
-def run_world(world: int, version: int, kind: str, layers: int, folder: Path | None, results: Any) -> None:
+def run_world(world: int, version: int, layers: int, folder: Path | None, results: Any) -> None:
     work = Path(tempfile.mkdtemp(dir=folder))
     try:
-        results.put(measure(world, version, kind, layers, work))
+        results.put(measure(world, version, layers, work))
     finally:
         shutil.rmtree(work)
 
@@ -181,19 +179,14 @@ def main() -> int:
     args = parse_args()
     found = []
     context = multiprocessing.get_context("spawn")
-    runs = [
-        *((2, "sharded", world) for world in args.worlds),
-        *((1, "sharded", world) for world in args.fsdp1_worlds),
-        *((2, "local", world) for world in args.local_worlds),
-    ]
-    for version, kind, world in runs:
+    for version, world in [*((2, world) for world in args.worlds), *((1, world) for world in args.fsdp1_worlds)]:
         results = context.SimpleQueue()
-        process = context.Process(target=run_world, args=(world, version, kind, args.layers, args.folder, results))
+        process = context.Process(target=run_world, args=(world, version, args.layers, args.folder, results))
         process.start()
         process.join()
         if process.exitcode != 0:
             raise SystemExit(f"the measurement of {world} ranks failed")
-        found.append({"ranks": world, "version": version, "kind": kind, **results.get()})
+        found.append({"ranks": world, "version": version, "kind": "sharded", **results.get()})
         print(json.dumps(found[-1]), file=sys.stderr)
     result = {"model": f"Llama, {args.layers} layers, hidden {HIDDEN}, fp32, AdamW", "worlds": found}
     write_result("large_world", args.out, result)

@@ -80,7 +80,7 @@ def test_full_checkpoint_is_a_hugging_face_folder(two_ranks: Ranks, tmp_path: Pa
 @pytest.mark.parametrize("name", SETTINGS)
 def test_local_checkpoint_is_complete(two_ranks: Ranks, tmp_path: Path, name: str) -> None:
     folder, _ = train_and_save(two_ranks, tmp_path, name, "LOCAL")
-    assert {"pytorch_model_fsdp_local", "optimizer_local"} <= {path.name for path in folder.iterdir()}
+    assert {"pytorch_model_fsdp_0", "optimizer_0"} <= {path.name for path in folder.iterdir()}
 
 
 @pytest.mark.parametrize("kind", ["FULL", "SHARDED"])

@@ -13,7 +13,7 @@ from ranks import Ranks
 MODEL_FILES = {
     "full": {"model.safetensors", "optimizer_0", "config.json"},
     "sharded": {"pytorch_model_fsdp_0", "optimizer_0", "config.json"},
-    "local": {"pytorch_model_fsdp_local", "optimizer_local", "config.json"},
+    "local": {"pytorch_model_fsdp_0", "optimizer_0", "config.json"},
 }
 both_versions = pytest.mark.parametrize("version", [1, 2])
 
