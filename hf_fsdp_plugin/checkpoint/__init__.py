@@ -12,75 +12,67 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 _EXPORTS = {
-    "checking.against_config": ("required_names",),
-    "checking.completeness": ("newest_complete", "numbered_checkpoints", "why_incomplete"),
-    "checking.inspection": ("Summary", "checkpoints_of_run", "summarize"),
-    "checking.model_files": (
+    "checking.against_model": (
         "ModelTensor",
         "ShapeMismatch",
         "check_model_index",
         "raise_absent_tensors",
         "raise_shape_mismatches",
         "read_model_headers",
+        "required_names",
     ),
+    "checking.completeness": ("newest_complete", "numbered_checkpoints", "why_incomplete"),
+    "checking.inspection": ("Summary", "checkpoints_of_run", "summarize"),
     "checking.verify": ("Verdict", "verify"),
+    "folders": ("check_visible", "recover_interrupted_commit", "recover_run", "remove_checkpoint"),
     "formats.manifest": ("Manifest", "record_file", "write_manifest"),
     "formats.manifest_reader": ("read_manifest",),
-    "formats.strict_json": ("object_in",),
     "formats.table": ("read_stored_model", "stored_state_dict_type"),
-    "io": ("InputFiles",),
-    "merging.merge": ("MergeOptions", "Merged", "merge"),
-    "merging.merged_copy": ("with_whole_weights",),
-    "merging.output_checks": ("same_elements",),
-    "reading.model": ("load_model",),
+    "io": ("InputFiles", "object_in"),
+    "merging.copying": ("same_elements",),
+    "merging.merge": ("MergeOptions", "Merged", "merge", "with_whole_weights"),
+    "reading.model": ("copy_whole_tensors", "load_model", "load_tensors"),
     "reading.optimizer": ("load_optimizer",),
     "reading.states": ("check_states", "load_state"),
-    "reading.tensors": ("copy_whole_tensors", "load_tensors"),
     "shards": ("ModelShards", "model_shards", "parameter_shards", "shards_below"),
-    "visibility": ("check_visible",),
-    "writing.gather": ("gathered_state",),
     "writing.manager": ("CheckpointManager",),
-    "writing.manifest": ("manifest_of",),
-    "writing.staging": ("StagingFolder", "recover_interrupted_commit", "recover_run", "remove_checkpoint"),
+    "writing.staging": ("StagingFolder",),
+    "writing.state_files": ("gathered_state", "manifest_of"),
 }
 """Module below this package -> the names that it provides."""
 
 if TYPE_CHECKING:
-    from hf_fsdp_plugin.checkpoint.checking.against_config import required_names
-    from hf_fsdp_plugin.checkpoint.checking.completeness import newest_complete, numbered_checkpoints, why_incomplete
-    from hf_fsdp_plugin.checkpoint.checking.inspection import Summary, checkpoints_of_run, summarize
-    from hf_fsdp_plugin.checkpoint.checking.model_files import (
+    from hf_fsdp_plugin.checkpoint.checking.against_model import (
         ModelTensor,
         ShapeMismatch,
         check_model_index,
         raise_absent_tensors,
         raise_shape_mismatches,
         read_model_headers,
+        required_names,
     )
+    from hf_fsdp_plugin.checkpoint.checking.completeness import newest_complete, numbered_checkpoints, why_incomplete
+    from hf_fsdp_plugin.checkpoint.checking.inspection import Summary, checkpoints_of_run, summarize
     from hf_fsdp_plugin.checkpoint.checking.verify import Verdict, verify
-    from hf_fsdp_plugin.checkpoint.formats.manifest import Manifest, record_file, write_manifest
-    from hf_fsdp_plugin.checkpoint.formats.manifest_reader import read_manifest
-    from hf_fsdp_plugin.checkpoint.formats.strict_json import object_in
-    from hf_fsdp_plugin.checkpoint.formats.table import read_stored_model, stored_state_dict_type
-    from hf_fsdp_plugin.checkpoint.io import InputFiles
-    from hf_fsdp_plugin.checkpoint.merging.merge import Merged, MergeOptions, merge
-    from hf_fsdp_plugin.checkpoint.merging.merged_copy import with_whole_weights
-    from hf_fsdp_plugin.checkpoint.merging.output_checks import same_elements
-    from hf_fsdp_plugin.checkpoint.reading.model import load_model
-    from hf_fsdp_plugin.checkpoint.reading.optimizer import load_optimizer
-    from hf_fsdp_plugin.checkpoint.reading.states import check_states, load_state
-    from hf_fsdp_plugin.checkpoint.reading.tensors import copy_whole_tensors, load_tensors
-    from hf_fsdp_plugin.checkpoint.shards import ModelShards, model_shards, parameter_shards, shards_below
-    from hf_fsdp_plugin.checkpoint.visibility import check_visible
-    from hf_fsdp_plugin.checkpoint.writing.gather import gathered_state
-    from hf_fsdp_plugin.checkpoint.writing.manager import CheckpointManager
-    from hf_fsdp_plugin.checkpoint.writing.manifest import manifest_of
-    from hf_fsdp_plugin.checkpoint.writing.staging import (
-        StagingFolder,
+    from hf_fsdp_plugin.checkpoint.folders import (
+        check_visible,
         recover_interrupted_commit,
         recover_run,
         remove_checkpoint,
     )
+    from hf_fsdp_plugin.checkpoint.formats.manifest import Manifest, record_file, write_manifest
+    from hf_fsdp_plugin.checkpoint.formats.manifest_reader import read_manifest
+    from hf_fsdp_plugin.checkpoint.formats.table import read_stored_model, stored_state_dict_type
+    from hf_fsdp_plugin.checkpoint.io import InputFiles, object_in
+    from hf_fsdp_plugin.checkpoint.merging.copying import same_elements
+    from hf_fsdp_plugin.checkpoint.merging.merge import Merged, MergeOptions, merge, with_whole_weights
+    from hf_fsdp_plugin.checkpoint.reading.model import copy_whole_tensors, load_model, load_tensors
+    from hf_fsdp_plugin.checkpoint.reading.optimizer import load_optimizer
+    from hf_fsdp_plugin.checkpoint.reading.states import check_states, load_state
+    from hf_fsdp_plugin.checkpoint.shards import ModelShards, model_shards, parameter_shards, shards_below
+    from hf_fsdp_plugin.checkpoint.writing.manager import CheckpointManager
+    from hf_fsdp_plugin.checkpoint.writing.staging import StagingFolder
+    from hf_fsdp_plugin.checkpoint.writing.state_files import gathered_state, manifest_of
 
 
 def __getattr__(name: str) -> Any:

@@ -1,4 +1,4 @@
-"""File I/O for checkpoints: reads and writes that bypass the page cache, and syncs. Does not import torch.
+"""Files of checkpoints: reads and writes that bypass the page cache, syncs, hashes and JSON. Does not import torch.
 
 A write through the page cache uses three to eight times as much CPU time as a direct write of the same bytes, and
 evicts other data from the cache.
@@ -7,15 +7,20 @@ evicts other data from the cache.
 from __future__ import annotations
 
 import errno
+import json
 import mmap
 import os
 import stat
-from collections import OrderedDict
+import threading
+from collections import Counter, OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import BinaryIO, NoReturn, Self
+from typing import Any, BinaryIO, NoReturn, Self
 
+import xxhash
+
+from hf_fsdp_plugin.checkpoint.errors import refuse
 from hf_fsdp_plugin.problems import CheckpointError, Origin, Problem
 
 PAGE = 4096
@@ -268,3 +273,86 @@ class _InputFile:
         count = min(max(count, 0), len(out))
         out[:count] = self._block[skipped : skipped + count]
         return count
+
+
+HASH = "xxh3_128"
+
+_BLOCK = 4 << 20
+"""Bytes read at once: large enough for a disk, and small enough to be in the CPU cache when they are hashed."""
+
+
+_thread = threading.local()
+
+
+def _block_of_thread() -> memoryview:
+    """Return memory that the thread reuses: new memory for each range takes as long as hashing it."""
+    if not hasattr(_thread, "block"):
+        _thread.block = memoryview(bytearray(_BLOCK))
+    block: memoryview = _thread.block
+    return block
+
+
+def hash_bytes(data: Any) -> str:
+    """Return the xxh3_128 of contiguous bytes (bytes, memoryview, an array), in hexadecimal."""
+    return xxhash.xxh3_128_hexdigest(data)
+
+
+def hash_file(path: Path, start: int = 0, stop: int | None = None) -> str:
+    """Return the xxh3_128 of the bytes ``[start, stop)`` of a file; without ``stop``, up to its end.
+
+    The GIL is released while bytes are read and hashed.
+
+    Raises:
+        CheckpointError: the file ends before ``stop``.
+    """
+    hasher = xxhash.xxh3_128()
+    block = _block_of_thread()
+    with reading(path) as file:
+        position = start
+        while stop is None or position < stop:
+            wanted = len(block) if stop is None else min(len(block), stop - position)
+            count = os.preadv(file.fileno(), [block[:wanted]], position)
+            if count == 0:
+                break
+            hasher.update(block[:count])
+            position += count
+    if stop is not None and position < stop:
+        refuse("FSDP-E453", path, f"ends at byte {position:,}; expected {stop:,} bytes.")
+    return hasher.hexdigest()
+
+
+def parse_json(text: str | bytes, *, only_finite: bool = False) -> Any:
+    """Return the value of a JSON text.
+
+    Args:
+        only_finite: refuse ``NaN`` and ``Infinity``, which are not JSON.
+
+    Raises:
+        ValueError: it is not valid, or an object has a key twice.
+        RecursionError: it is nested too deeply.
+    """
+    return json.loads(
+        text, object_pairs_hook=without_duplicates, parse_constant=_refuse_constant if only_finite else None
+    )
+
+
+def object_in(path: Path) -> dict[str, Any]:
+    """Return the JSON object in a file that is only described; empty if it cannot be read or is no object."""
+    try:
+        tree = json.loads(read_file(path))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return tree if isinstance(tree, dict) else {}
+
+
+def without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return the object with these members. Raises ``ValueError`` if a key is there twice."""
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        ((key, _),) = Counter(key for key, _ in pairs).most_common(1)
+        raise ValueError(f"duplicate key {key!r}")
+    return found
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not a JSON number")

@@ -12,8 +12,8 @@ import stat
 from collections.abc import Iterator
 from pathlib import Path
 
-from hf_fsdp_plugin.checkpoint.checking.checksums import NotAnArchive, is_archive, stored_entries
-from hf_fsdp_plugin.checkpoint.formats.errors import problem
+from hf_fsdp_plugin.checkpoint.errors import problem
+from hf_fsdp_plugin.checkpoint.formats.archives import NotAnArchive, is_archive, stored_entries
 from hf_fsdp_plugin.checkpoint.formats.manifest import Manifest
 from hf_fsdp_plugin.checkpoint.formats.manifest_reader import read_manifest
 from hf_fsdp_plugin.checkpoint.formats.table import read_stored_model, read_stored_optimizer

@@ -16,16 +16,16 @@ from hf_fsdp_plugin.checkpoint.checking.completeness import (
     own_files,
     why_incomplete,
 )
-from hf_fsdp_plugin.checkpoint.formats.element_types import dtype_size
+from hf_fsdp_plugin.checkpoint.formats.boxes import dtype_size
 from hf_fsdp_plugin.checkpoint.formats.manifest import Manifest
 from hf_fsdp_plugin.checkpoint.formats.manifest_reader import read_manifest
 from hf_fsdp_plugin.checkpoint.formats.stored import StoredOptimizer, StoredTensor, shared_tensors
-from hf_fsdp_plugin.checkpoint.formats.strict_json import object_in
 from hf_fsdp_plugin.checkpoint.formats.table import (
     format_named,
     read_stored_model,
     read_stored_optimizer,
 )
+from hf_fsdp_plugin.checkpoint.io import object_in
 from hf_fsdp_plugin.checkpoint.names import (
     ACCELERATE_RNG,
     ACCELERATE_RUN,

@@ -8,27 +8,133 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hf_fsdp_plugin.checkpoint.checking.against_config import config_problems
-from hf_fsdp_plugin.checkpoint.checking.against_crc import crc_problems
-from hf_fsdp_plugin.checkpoint.checking.against_manifest import manifest_problems
-from hf_fsdp_plugin.checkpoint.checking.byte_ranges import ByteRange, Progress, damage_problem, find_damaged
+from hf_fsdp_plugin.checkpoint.checking.against_model import config_problems
 from hf_fsdp_plugin.checkpoint.checking.completeness import checkpoint_of, file_problems, own_files, structure_problems
-from hf_fsdp_plugin.checkpoint.formats.block_file import BlockTable
+from hf_fsdp_plugin.checkpoint.checking.verified_files import (
+    REPLACE_FILE,
+    ByteRange,
+    Progress,
+    damage_problem,
+    find_damaged,
+)
+from hf_fsdp_plugin.checkpoint.errors import COPY_AGAIN, problem
+from hf_fsdp_plugin.checkpoint.formats.archives import NotAnArchive, crc_file, is_archive, stored_entries
 from hf_fsdp_plugin.checkpoint.formats.dcp import index_problems
-from hf_fsdp_plugin.checkpoint.formats.errors import problem
-from hf_fsdp_plugin.checkpoint.formats.hashing import hash_file
-from hf_fsdp_plugin.checkpoint.formats.manifest import Manifest
+from hf_fsdp_plugin.checkpoint.formats.manifest import BlockTable, FileRecord, Manifest
 from hf_fsdp_plugin.checkpoint.formats.manifest_reader import read_manifest
-from hf_fsdp_plugin.checkpoint.formats.ranges import FileRecord
+from hf_fsdp_plugin.checkpoint.formats.optimizer_state import state_layout
+from hf_fsdp_plugin.checkpoint.formats.stored import StoredModel, StoredOptimizer, labelled_tensors
 from hf_fsdp_plugin.checkpoint.formats.table import read_stored_model, read_stored_optimizer
-from hf_fsdp_plugin.checkpoint.names import BLOCK_FILE, MANIFEST_NAME, OPTIMIZER
+from hf_fsdp_plugin.checkpoint.io import hash_file
+from hf_fsdp_plugin.checkpoint.names import BLOCK_FILE, MANIFEST_NAME, OPTIMIZER, is_adapter, is_wrapped_by_peft
 from hf_fsdp_plugin.problems import CheckpointError, Problem, has_errors
-from hf_fsdp_plugin.text import format_names
+from hf_fsdp_plugin.text import format_names, format_shape, plural
+
+
+def manifest_problems(model: StoredModel, optimizer: StoredOptimizer | None, manifest: Manifest) -> list[Problem]:
+    """Return errors for missing names, unexpected names, and dtypes and shapes that differ from the manifest."""
+    group_of = {name: tie for tie in manifest.ties for name in tie}
+    # The files and the manifest need to contain only one name of each group of tied names.
+    stored = {other for name in model.tensors for other in group_of.get(name, (name,))}
+    known = {other for name in manifest.parameters for other in group_of.get(name, (name,))}
+    missing = [name for name in manifest.parameters if name not in stored]
+    if is_adapter(model.tensors) and is_wrapped_by_peft(manifest.parameters):
+        # Earlier versions listed the base model of an adapter too, which the Trainer does not save.
+        missing = [name for name in missing if ".lora_" in name]
+    unexpected = [name for name in model.tensors if name not in known]
+    other = [
+        f"{name} ({tensor.dtype} {format_shape(tensor.shape)}, in the manifest {dtype} {format_shape(shape)})"
+        for name, tensor in model.tensors.items()
+        for dtype, shape in [manifest.parameters.get(name, (tensor.dtype, tensor.shape))]
+        if (dtype, shape) != (tensor.dtype, tensor.shape)
+    ]
+    if optimizer is not None:
+        shapes = {name: shape for name, (_, shape) in manifest.parameters.items()}
+        unexpected += [f"optimizer state of {name}" for name in optimizer.state if name not in known]
+        other += [
+            f"{label} ({format_shape(tensor.shape)}, the parameter {format_shape(shapes[tensor.name])})"
+            for label, tensor in labelled_tensors(optimizer)
+            if tensor.name in shapes
+            and state_layout(label.partition(" of ")[0], tensor.shape, shapes[tensor.name]) == "unsupported"
+        ]
+    total = len(manifest.parameters)
+    found = [
+        ("FSDP-E477", missing, f"does not contain {len(missing)} of the {total} parameters of its manifest"),
+        ("FSDP-E478", unexpected, f"contains {plural(len(unexpected), 'parameter')} that its manifest does not list"),
+        (
+            "FSDP-E479",
+            other,
+            f"contains {plural(len(other), 'tensor')} with another dtype or shape than in its manifest",
+        ),
+    ]
+    return [problem(code, model.root, f"{text}: {format_names(n, 3)}.", COPY_AGAIN) for code, n, text in found if n]
+
+
+_Offsets = list[tuple[int, str]]
+"""Byte offset and name of every tensor in a file, in ascending order."""
+
+
+def crc_problems(folder: Path, files: Iterable[Path], progress: Progress | None) -> tuple[int, list[Problem]]:
+    """Return the number of bytes with a CRC-32, and a problem for each archive that is damaged or incomplete."""
+    return _compare_archives(files, _tensor_offsets(folder), progress)
+
+
+def archive_problems(files: Iterable[Path]) -> list[Problem]:
+    """Return a problem for each archive without tensors of a model that is damaged or incomplete."""
+    return _compare_archives(files, {}, None)[1]
+
+
+def _compare_archives(
+    files: Iterable[Path], offsets: Mapping[Path, _Offsets], progress: Progress | None
+) -> tuple[int, list[Problem]]:
+    problems: list[Problem] = []
+    ranges: list[ByteRange] = []
+    for path in files:
+        try:
+            ranges += _byte_ranges(path, offsets.get(path, [])) if is_archive(path) else []
+        except NotAnArchive as error:
+            lost = sorted({name for start, name in offsets.get(path, []) if start < error.stop})
+            contents = f"; they contain {format_names(lost, 3)}" if lost else ""
+            problems.append(problem("FSDP-E453", path, f"is truncated or damaged: {error}{contents}.", REPLACE_FILE))
+        except OSError as error:
+            problems.append(problem("FSDP-E472", path, f"cannot be read: {error.strerror}.", REPLACE_FILE))
+    damaged, unreadable = find_damaged(ranges, crc_file, progress)
+    counts = Counter(item.path for item in ranges)
+    problems += unreadable + [damage_problem(items, counts[path]) for path, items in damaged.items()]
+    return sum(item.stop - item.start for item in ranges), problems
+
+
+def _byte_ranges(path: Path, offsets: _Offsets) -> list[ByteRange]:
+    """Return the entries of a file's archives that have a checksum, with the tensors that begin in them."""
+    return [
+        ByteRange(path, entry.start, entry.stop, entry.crc, tuple(name for _, name in offsets[low:high]))
+        for entry in stored_entries(path)
+        if entry.crc
+        for low, high in [(bisect_left(offsets, (entry.start,)), bisect_left(offsets, (entry.stop,)))]
+    ]
+
+
+def _tensor_offsets(folder: Path) -> dict[Path, _Offsets]:
+    """Return the offsets of tensors by file; unreadable models and optimizers are skipped."""
+    found: dict[Path, _Offsets] = {}
+    for read in (read_stored_model, read_stored_optimizer):
+        try:
+            stored = read(folder)
+        except CheckpointError:
+            continue
+        if stored is None:
+            continue
+        for label, tensor in labelled_tensors(stored):
+            for piece in tensor.pieces:
+                found.setdefault(stored.root / piece.file, []).append((piece.offset, label))
+    return {path: sorted(offsets) for path, offsets in found.items()}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

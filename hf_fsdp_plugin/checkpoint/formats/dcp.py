@@ -15,11 +15,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from hf_fsdp_plugin.checkpoint.formats.boxes import Box, intersect, whole, within
-from hf_fsdp_plugin.checkpoint.formats.element_types import SIZES
-from hf_fsdp_plugin.checkpoint.formats.errors import COPY_AGAIN, problem, raise_if_any, refuse
+from hf_fsdp_plugin.checkpoint.errors import COPY_AGAIN, file_problems_inside, problem, raise_if_any, refuse
+from hf_fsdp_plugin.checkpoint.formats.archives import TensorZips
+from hf_fsdp_plugin.checkpoint.formats.boxes import SIZES, Box, intersect, whole, within
 from hf_fsdp_plugin.checkpoint.formats.index_file import METADATA_TAIL, IndexFile
-from hf_fsdp_plugin.checkpoint.formats.nested import nested_value, optimizer_parts
+from hf_fsdp_plugin.checkpoint.formats.optimizer_state import nested_value, optimizer_parts
 from hf_fsdp_plugin.checkpoint.formats.pickles import (
     BytesMetadata,
     Metadata,
@@ -36,10 +36,8 @@ from hf_fsdp_plugin.checkpoint.formats.stored import (
     StoredPiece,
     StoredTensor,
     coverage_problems,
-    file_problems_inside,
     without_replicas,
 )
-from hf_fsdp_plugin.checkpoint.formats.torch_zip import TensorZips
 from hf_fsdp_plugin.checkpoint.io import MAX_OPEN, open_regular, read_file, reading
 from hf_fsdp_plugin.checkpoint.names import DCP_METADATA, DCP_SUFFIX, FSDP_MODEL, INDEX_FILE, OPTIMIZER, numbered
 from hf_fsdp_plugin.plan.names import canonical_name

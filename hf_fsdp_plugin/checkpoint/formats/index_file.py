@@ -15,13 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hf_fsdp_plugin.checkpoint.formats.boxes import Box, flat_start, row_major
-from hf_fsdp_plugin.checkpoint.formats.element_types import SIZES
-from hf_fsdp_plugin.checkpoint.formats.errors import COPY_AGAIN, raise_if_any, refuse
-from hf_fsdp_plugin.checkpoint.formats.hashing import hash_bytes
-from hf_fsdp_plugin.checkpoint.formats.stored import PieceTable, StoredPiece, file_problems_inside, name_problem
-from hf_fsdp_plugin.checkpoint.formats.strict_json import parse_json
-from hf_fsdp_plugin.checkpoint.io import open_regular
+from hf_fsdp_plugin.checkpoint.errors import COPY_AGAIN, file_problems_inside, name_problem, raise_if_any, refuse
+from hf_fsdp_plugin.checkpoint.formats.boxes import SIZES, Box, flat_start, row_major
+from hf_fsdp_plugin.checkpoint.formats.stored import PieceTable, StoredPiece
+from hf_fsdp_plugin.checkpoint.io import hash_bytes, open_regular, parse_json
 from hf_fsdp_plugin.checkpoint.names import INDEX_FILE
 
 if TYPE_CHECKING:

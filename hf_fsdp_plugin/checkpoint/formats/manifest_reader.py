@@ -9,13 +9,18 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, get_args
 
-from hf_fsdp_plugin.checkpoint.formats.block_file import RECORD_SIZE, BlockTable
-from hf_fsdp_plugin.checkpoint.formats.errors import COPY_AGAIN, problem, raise_if_any, refuse
-from hf_fsdp_plugin.checkpoint.formats.hashing import HASH, hash_bytes
-from hf_fsdp_plugin.checkpoint.formats.manifest import FORMAT, VERSION, Manifest, hash_entry
-from hf_fsdp_plugin.checkpoint.formats.ranges import FileRange, FileRecord
-from hf_fsdp_plugin.checkpoint.formats.strict_json import parse_json
-from hf_fsdp_plugin.checkpoint.io import read_file
+from hf_fsdp_plugin.checkpoint.errors import COPY_AGAIN, problem, raise_if_any, refuse
+from hf_fsdp_plugin.checkpoint.formats.manifest import (
+    FORMAT,
+    RECORD_SIZE,
+    VERSION,
+    BlockTable,
+    FileRange,
+    FileRecord,
+    Manifest,
+    hash_entry,
+)
+from hf_fsdp_plugin.checkpoint.io import HASH, hash_bytes, parse_json, read_file
 from hf_fsdp_plugin.checkpoint.names import BLOCK_FILE, MANIFEST_NAME
 from hf_fsdp_plugin.problems import Problem
 from hf_fsdp_plugin.spec.model import StateDictKind

@@ -17,8 +17,8 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from hf_fsdp_plugin.checkpoint.formats.element_types import SIZES
-from hf_fsdp_plugin.checkpoint.formats.errors import refuse
+from hf_fsdp_plugin.checkpoint.errors import refuse
+from hf_fsdp_plugin.checkpoint.formats.boxes import SIZES
 from hf_fsdp_plugin.checkpoint.formats.pickle_scan import excessive
 
 

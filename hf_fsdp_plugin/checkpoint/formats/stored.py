@@ -1,28 +1,38 @@
 """Where the tensors of a checkpoint are stored: names, boxes, files and byte offsets, in the same form for all formats.
 
-The readers of the formats read headers and metadata only. Code that needs the elements reads them with the file, byte
+The readers of the formats read headers and metadata only. :func:`read_run` reads the elements, with the file, byte
 offset and strides that are recorded here.
 """
 
 from __future__ import annotations
 
 import math
-import os
 from abc import abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path, PurePosixPath
-from typing import Any, overload
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, overload
 
-from hf_fsdp_plugin.checkpoint.formats.boxes import Box, intersect, uncovered
-from hf_fsdp_plugin.checkpoint.formats.errors import COPY_AGAIN, problem
+from hf_fsdp_plugin.checkpoint.errors import COPY_AGAIN, problem
+from hf_fsdp_plugin.checkpoint.formats.boxes import (
+    Box,
+    dtype_size,
+    flat_range,
+    flat_start,
+    intersect,
+    row_major,
+    slices,
+    span,
+    uncovered,
+)
+from hf_fsdp_plugin.checkpoint.io import MAX_SPAN, InputFiles
 from hf_fsdp_plugin.problems import CheckpointError, Problem
 from hf_fsdp_plugin.spec.model import StateDictKind
 from hf_fsdp_plugin.text import format_names, plural
 
-MAX_PATH = 4096
-"""Maximum length of a file name in Linux."""
-_TRUSTED = "Use a copy of the checkpoint from a source that you trust."
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
 MAX_PROBLEMS = 8
 """Maximum number of problems of the same kind that are reported, such as one per missing file."""
 
@@ -223,45 +233,6 @@ def labelled_tensors(stored: StoredModel | StoredOptimizer) -> Iterator[tuple[st
         yield from ((f"{key} of {name}", value) for key, value in entry.items() if isinstance(value, StoredTensor))
 
 
-def file_problems_inside(root: Path, files: Iterable[str], place: Path | str) -> list[Problem]:
-    """Return a problem for each file that ``place`` refers to, if it is missing or outside the folder ``root``.
-
-    Absolute paths, ``..`` and symbolic links that leave the folder are outside. Links from a snapshot of the Hugging
-    Face cache to its ``blobs`` are allowed.
-    """
-    return [found for file in files if (found := _file_problem(root, file, place)) is not None]
-
-
-def name_problem(relative: str, place: Path | str) -> Problem | None:
-    """Return a problem if ``place`` refers to a file by a name that is invalid or leaves its folder."""
-    if "\0" in relative or len(relative) > MAX_PATH:
-        return problem("FSDP-E456", place, f"refers to {relative[:80]!r}, which is not a valid file name.", _TRUSTED)
-    if PurePosixPath(relative).is_absolute() or ".." in PurePosixPath(relative).parts or "\\" in relative:
-        return problem("FSDP-E456", place, f"refers to {relative!r}, which is outside its folder.", _TRUSTED)
-    return None
-
-
-def missing_problem(relative: str, place: Path | str) -> Problem:
-    """Return the problem that ``place`` refers to a file that does not exist."""
-    return problem("FSDP-E457", place, f"refers to {relative!r}, which is missing.", COPY_AGAIN)
-
-
-def _file_problem(root: Path, relative: str, place: Path | str) -> Problem | None:
-    if (found := name_problem(relative, place)) is not None:
-        return found
-    # `os.path.realpath`, because `Path.resolve` raises an error for links in a circle.
-    allowed = [os.path.realpath(root)]
-    if root.parent.name == "snapshots":
-        allowed.append(os.path.realpath(root.parent.parent / "blobs"))
-    real = Path(os.path.realpath(root / relative))
-    if not any(real.is_relative_to(folder) for folder in allowed):
-        message = f"refers to {relative!r}, a link to {real}, which is outside its folder."
-        return problem("FSDP-E456", place, message, _TRUSTED)
-    if not real.is_file():
-        return missing_problem(relative, place)
-    return None
-
-
 def coverage_problems(place: Path | str, tensors: Iterable[StoredTensor], fix: str = COPY_AGAIN) -> list[Problem]:
     """Return one problem for all tensors of which some elements are in no file."""
     missing = {tensor.name: tensor.uncovered() for tensor in tensors}
@@ -270,3 +241,59 @@ def coverage_problems(place: Path | str, tensors: Iterable[StoredTensor], fix: s
         return []
     amount = f"{plural(sum(missing.values()), 'element')} of {plural(len(names), 'tensor')}"
     return [problem("FSDP-E458", place, f"{amount} are in none of the files: {format_names(names, 3)}.", fix)]
+
+
+_MIN_SPLIT = 64 << 10
+"""Ranges of at most this many bytes are read at once, even if most bytes are not needed."""
+
+
+def read_run(files: InputFiles, tensor: StoredTensor, start: int, stop: int, out: memoryview) -> None:
+    """Read the elements ``[start, stop)`` of the row-major tensor into ``out``, which has the same size in bytes."""
+    size = dtype_size(tensor.dtype)
+    for box in flat_range(tensor.shape, start, stop):
+        part, out = out[: box.numel * size], out[box.numel * size :]
+        for piece in tensor.within(box):
+            common = intersect(box, piece.box)
+            if common is not None:
+                _read_common(files, piece, common, box, part, size)
+
+
+def _read_common(files: InputFiles, piece: StoredPiece, common: Box, box: Box, out: memoryview, size: int) -> None:
+    """Read ``common``, the intersection of ``box`` and ``piece``, into ``out``, which holds the bytes of ``box``."""
+    ahead = zip(common.offsets, piece.box.offsets, piece.strides, strict=True)
+    offset = piece.offset + size * sum((here - origin) * stride for here, origin, stride in ahead)
+    within = Box(tuple(part.start for part in slices(common, box)), common.sizes)
+    first = flat_start(within, box.sizes)
+    if first is not None and _is_contiguous(common.sizes, piece.strides):
+        files.read(piece.file, offset, out[first * size : (first + common.numel) * size])
+        return
+    import numpy
+
+    target = numpy.frombuffer(out, f"u{size}").reshape(box.sizes)[slices(common, box)]
+    _read_strided(files, piece.file, offset, piece.strides, target)
+
+
+def _is_contiguous(sizes: Sequence[int], strides: Sequence[int]) -> bool:
+    steps = zip(sizes, strides, row_major(sizes), strict=True)
+    return all(size == 1 or stride == dense for size, stride, dense in steps)
+
+
+def _read_strided(files: InputFiles, file: str, offset: int, strides: Sequence[int], target: NDArray[Any]) -> None:
+    """Fill ``target`` with elements that are ``strides`` apart in the file.
+
+    The range from the first to the last element is read at once, unless it is large or most of it is not needed.
+    """
+    import numpy
+
+    count = span(strides, target.shape)
+    num_bytes = count * target.itemsize
+    if num_bytes > MAX_SPAN or (num_bytes > _MIN_SPLIT and count > 4 * target.size):
+        dim = max((d for d, size in enumerate(target.shape) if size > 1), key=lambda d: strides[d])
+        low, high = numpy.array_split(target, 2, axis=dim)
+        _read_strided(files, file, offset, strides, low)
+        _read_strided(files, file, offset + low.shape[dim] * strides[dim] * target.itemsize, strides, high)
+        return
+    stored = numpy.empty(count, target.dtype)
+    files.read(file, offset, stored.data.cast("B"))
+    steps = [stride * target.itemsize for stride in strides]
+    target[...] = numpy.lib.stride_tricks.as_strided(stored, target.shape, steps)

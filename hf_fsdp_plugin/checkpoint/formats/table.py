@@ -10,8 +10,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
-from hf_fsdp_plugin.checkpoint.formats import bin, dcp, full, per_rank
-from hf_fsdp_plugin.checkpoint.formats.errors import raise_if_any, refuse
+from hf_fsdp_plugin.checkpoint.errors import raise_if_any, refuse
+from hf_fsdp_plugin.checkpoint.formats import dcp
+from hf_fsdp_plugin.checkpoint.formats.safetensors import ADAPTER_FORMAT, FULL_FORMAT
 from hf_fsdp_plugin.checkpoint.formats.stored import (
     CheckpointFormat,
     PieceTable,
@@ -20,16 +21,17 @@ from hf_fsdp_plugin.checkpoint.formats.stored import (
     coverage_problems,
     labelled_tensors,
 )
-from hf_fsdp_plugin.checkpoint.formats.strict_json import object_in
+from hf_fsdp_plugin.checkpoint.formats.torch_files import BIN_FORMAT, PER_RANK_FORMAT
+from hf_fsdp_plugin.checkpoint.io import object_in
 from hf_fsdp_plugin.checkpoint.names import MANIFEST_NAME
 from hf_fsdp_plugin.spec.model import StateDictKind
 
 FORMATS: Final[tuple[CheckpointFormat, ...]] = (
     dcp.FORMAT,
-    full.FORMAT,
-    bin.FORMAT,
-    per_rank.FORMAT,
-    full.ADAPTER_FORMAT,
+    FULL_FORMAT,
+    BIN_FORMAT,
+    PER_RANK_FORMAT,
+    ADAPTER_FORMAT,
 )
 """All formats, in the order in which a checkpoint is searched for them. Rows with equal names differ in file names."""
 

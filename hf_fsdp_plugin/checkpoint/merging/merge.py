@@ -8,36 +8,130 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
+import time
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, Final
 
-from hf_fsdp_plugin.checkpoint.checking.against_config import read_config
-from hf_fsdp_plugin.checkpoint.checking.against_manifest import manifest_problems
-from hf_fsdp_plugin.checkpoint.checking.byte_ranges import Progress
+from hf_fsdp_plugin.checkpoint.checking.against_model import ConfigCheck, read_config
 from hf_fsdp_plugin.checkpoint.checking.completeness import checkpoint_of
-from hf_fsdp_plugin.checkpoint.checking.verified_files import check_headers, input_files
-from hf_fsdp_plugin.checkpoint.commit import restore_replaced
-from hf_fsdp_plugin.checkpoint.formats.errors import problem, raise_if_any
+from hf_fsdp_plugin.checkpoint.checking.verified_files import Progress, check_headers, input_files
+from hf_fsdp_plugin.checkpoint.checking.verify import manifest_problems
+from hf_fsdp_plugin.checkpoint.errors import problem, raise_if_any
+from hf_fsdp_plugin.checkpoint.folders import restore_replaced
 from hf_fsdp_plugin.checkpoint.formats.manifest_reader import read_manifest
-from hf_fsdp_plugin.checkpoint.formats.safetensors_layout import index_text
-from hf_fsdp_plugin.checkpoint.formats.table import FORMATS, read_stored_model
-from hf_fsdp_plugin.checkpoint.io import InputFiles, sync
-from hf_fsdp_plugin.checkpoint.merging.companions import companions, copy_companions, find_config_folder
-from hf_fsdp_plugin.checkpoint.merging.config_check import ConfigCheck
-from hf_fsdp_plugin.checkpoint.merging.copy_tensors import copy_file
-from hf_fsdp_plugin.checkpoint.merging.file_writer import FileWriter
-from hf_fsdp_plugin.checkpoint.merging.options import Merged, MergeOptions
-from hf_fsdp_plugin.checkpoint.merging.output_checks import (
+from hf_fsdp_plugin.checkpoint.formats.safetensors import index_text
+from hf_fsdp_plugin.checkpoint.formats.table import FORMATS, read_stored_model, stored_state_dict_type
+from hf_fsdp_plugin.checkpoint.io import InputFiles, hash_bytes, sync
+from hf_fsdp_plugin.checkpoint.merging.copying import (
+    FileWriter,
     byte_problems,
+    copy_file,
     header_problems,
     same_elements,
 )
-from hf_fsdp_plugin.checkpoint.merging.plan import likely_ties, plan_merge
-from hf_fsdp_plugin.checkpoint.merging.preconditions import check_places, check_space
-from hf_fsdp_plugin.checkpoint.merging.staging import MergeStaging, fingerprint
-from hf_fsdp_plugin.checkpoint.names import HF_MODEL, index_file, is_adapter, is_wrapped_by_peft, safetensors_file
+from hf_fsdp_plugin.checkpoint.merging.plan import (
+    companions,
+    copy_companions,
+    find_config_folder,
+    likely_ties,
+    plan_merge,
+)
+from hf_fsdp_plugin.checkpoint.merging.staging import MergeStaging, check_places, check_space, fingerprint
+from hf_fsdp_plugin.checkpoint.names import (
+    DCP_METADATA,
+    FSDP_MODEL,
+    HF_MODEL,
+    HF_MODEL_BIN,
+    index_file,
+    is_adapter,
+    is_wrapped_by_peft,
+    merged_copies,
+    merged_copy,
+    numbered,
+    safetensors_file,
+)
+from hf_fsdp_plugin.messages import print_once
 from hf_fsdp_plugin.problems import CheckpointError, Problem, has_errors
 from hf_fsdp_plugin.text import format_names, plural
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MergeOptions:
+    """Options of a merge.
+
+    Attributes:
+        dtype: torch's name of the dtype for all floating-point tensors; ``None`` keeps their dtypes.
+        max_shard_size: maximum number of bytes of tensors per file.
+        config: the folder with the config and the tokenizer; ``None`` searches the checkpoint and the run folder above
+            it.
+        number: index of the model in the checkpoint, if ``Accelerator.prepare`` was called with several models.
+        force: replace an existing output folder.
+        verify_input: compare the bytes that are read with the hashes of the manifest.
+        verify: compare every byte of the output with the checkpoint.
+        delete_input: verify, and delete the merged files of the checkpoint if all checks pass.
+    """
+
+    dtype: str | None = None
+    max_shard_size: int = 5 * 10**9
+    config: Path | None = None
+    number: int = 0
+    force: bool = False
+    verify_input: bool = True
+    verify: bool = False
+    delete_input: bool = False
+
+
+@dataclass(kw_only=True, slots=True)
+class Merged:
+    """The result of a merge.
+
+    Attributes:
+        format: name of the checkpoint's format: ``dcp``, ``full``, ``bin`` or ``per_rank``.
+        num_tensors: number of tensors written; tied ones count once.
+        num_bytes: size of all weight files in bytes.
+        files: the weight files; ``resumed`` lists those that an earlier, interrupted merge had finished.
+        companions: config, tokenizer and other files copied from ``config_folder``.
+        aliases: omitted tied name -> the name under which its tensor is written.
+        compared_with: what names and shapes were compared with: ``manifest``, ``model`` or empty.
+        verified: whether every byte was compared.
+        deleted: whether the checkpoint's files were deleted.
+        problems: warnings and notes; an error only if ``delete_input`` could not delete the input.
+    """
+
+    out: Path
+    format: str
+    num_tensors: int
+    num_bytes: int
+    files: list[str]
+    resumed: list[str]
+    config_folder: Path | None
+    companions: list[str]
+    aliases: dict[str, str]
+    compared_with: str = ""
+    verified: bool = False
+    deleted: bool = False
+    problems: list[Problem] = field(default_factory=list)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "ok": not has_errors(self.problems),
+            "out": str(self.out),
+            "format": self.format,
+            "num_tensors": self.num_tensors,
+            "num_bytes": self.num_bytes,
+            "files": self.files,
+            "resumed": self.resumed,
+            "config_folder": str(self.config_folder) if self.config_folder is not None else None,
+            "companions": self.companions,
+            "aliases": self.aliases,
+            "compared_with": self.compared_with or None,
+            "verified": self.verified,
+            "deleted": self.deleted,
+            "problems": [problem.to_json() for problem in self.problems],
+        }
 
 
 def merge(checkpoint: Path, out: Path, options: MergeOptions, progress: Progress | None = None) -> Merged:
@@ -231,3 +325,61 @@ class _Job:
 
     def _report(self, code: str, message: str, fix: str = "") -> None:
         self.problems.append(problem(code, self.checkpoint, message, fix))
+
+
+_IN_USE: Final = "FSDP-E485"
+_POLL_INTERVAL: Final = 0.2
+_READABLE: Final = (
+    *(name for file in (safetensors_file(HF_MODEL), f"{HF_MODEL_BIN}.bin") for name in (file, index_file(file))),
+    "adapter_config.json",
+)
+"""Files of which ``from_pretrained`` reads the weights, or learns that they are those of an adapter."""
+
+
+def with_whole_weights(folder: Path) -> Path:
+    """Return a folder that ``from_pretrained`` can read: a merged copy if the weights of ``folder`` are in shards only.
+
+    The copy is a hidden folder next to the checkpoint, which later calls use, and which is removed with the checkpoint.
+    One process writes it, and the others wait. No communication.
+
+    Raises:
+        CheckpointError: the checkpoint is damaged or incomplete, or the copy cannot be written.
+    """
+    if any((folder / name).exists() for name in _READABLE):
+        return folder
+    if not folder.is_dir() or stored_state_dict_type(folder) not in ("sharded", "local"):
+        return folder
+    copy = merged_copy(folder, _state_of(folder))
+    if not copy.is_dir():
+        message = f"from_pretrained cannot read the shards of {folder}: they are merged into {copy}, which it reads."
+        fix = "For a folder that can be moved, use `hf-fsdp export`; save_only_model=True writes whole weights."
+        print_once(Problem(code="FSDP-N436", message=message, fix=fix))
+    while not copy.is_dir():
+        try:
+            _write_copy(folder, copy)
+        except CheckpointError as error:
+            if not copy.is_dir() and any(each.code != _IN_USE for each in error.problems):
+                raise
+            time.sleep(_POLL_INTERVAL)  # another process is writing the copy, or has just written it
+    return copy
+
+
+def _state_of(folder: Path) -> str:
+    """Return a hash that changes when the weights of a checkpoint are written again."""
+    model = folder / numbered(FSDP_MODEL, 0)
+    paths = [model, model / DCP_METADATA]
+    return hash_bytes(repr([path.stat().st_mtime_ns for path in paths if path.exists()]).encode())[:12]
+
+
+def _write_copy(folder: Path, copy: Path) -> None:
+    try:
+        merge(folder, copy, MergeOptions())
+    except OSError as error:
+        message = (
+            f"cannot be written, so from_pretrained cannot read the shards of {folder}: {error.strerror or error}."
+        )
+        fix = f"Run `hf-fsdp merge {folder} OUT`, with OUT on another disk, and pass OUT to from_pretrained."
+        raise CheckpointError([problem("FSDP-E437", copy, message, fix)]) from error
+    for old in merged_copies(folder):
+        if old != copy:
+            shutil.rmtree(old, ignore_errors=True)

@@ -24,15 +24,29 @@ from hf_fsdp_plugin.backends.optimizer_step import step_mode
 from hf_fsdp_plugin.backends.pinned_windows import PinnedWindows, copy_to_device
 from hf_fsdp_plugin.backends.torch_types import dtensor_like
 from hf_fsdp_plugin.checkpoint.checking.verified_files import check_headers, files_of_checkpoint
+from hf_fsdp_plugin.checkpoint.folders import check_visible
 from hf_fsdp_plugin.checkpoint.formats.boxes import whole
+from hf_fsdp_plugin.checkpoint.formats.optimizer_state import (
+    range_of,
+    split_inner_key,
+    split_key,
+    state_layout,
+)
 from hf_fsdp_plugin.checkpoint.formats.stored import StoredOptimizer, StoredTensor
 from hf_fsdp_plugin.checkpoint.formats.table import read_stored_optimizer
 from hf_fsdp_plugin.checkpoint.io import InputFiles
-from hf_fsdp_plugin.checkpoint.optimizer_state import range_of, split_inner_key, split_key, state_layout
-from hf_fsdp_plugin.checkpoint.reading import mismatch
-from hf_fsdp_plugin.checkpoint.reading.fill import Transfer, fill, transfers
-from hf_fsdp_plugin.checkpoint.shard_layout import ModelLayout, ParameterLayout, Piece, local_tensor, model_layout
-from hf_fsdp_plugin.checkpoint.visibility import check_visible
+from hf_fsdp_plugin.checkpoint.reading.model import (
+    Shapes,
+    Transfer,
+    different_groups,
+    fill,
+    no_optimizer,
+    other_quantization,
+    state_of_other_shards,
+    transfers,
+    unsupported_state,
+)
+from hf_fsdp_plugin.checkpoint.shards import ModelLayout, ParameterLayout, Piece, local_tensor, model_layout
 from hf_fsdp_plugin.problems import CheckpointError
 from hf_fsdp_plugin.text import format_names
 
@@ -64,7 +78,7 @@ def load_optimizer(
             check_visible(checkpoint, "reads")
         stored = read_stored_optimizer(checkpoint, number, partial=True)
         if stored is None:
-            raise CheckpointError([mismatch.no_optimizer(checkpoint)])
+            raise CheckpointError([no_optimizer(checkpoint)])
         files = files_of_checkpoint(checkpoint, stored, verify=verify)
         with files:
             check_headers(files, stored, dist.get_rank(), dist.get_world_size())
@@ -144,7 +158,7 @@ def _pair_groups(
     ]
     saved = [frozenset(group["params"]) for group in stored.groups]
     if {group for group in own if group} != {group for group in saved if group}:
-        raise CheckpointError([mismatch.different_groups(checkpoint, own, saved)])
+        raise CheckpointError([different_groups(checkpoint, own, saved)])
     indices: dict[frozenset[str], list[int]] = {}
     for index, group in enumerate(saved):
         indices.setdefault(group, []).append(index)
@@ -156,7 +170,7 @@ def _check_state(
 ) -> None:
     """Check that all state can be loaded."""
     any_shape = step_mode(optimizer) == "whole"
-    unsupported: dict[str, mismatch.Shapes] = {}
+    unsupported: dict[str, Shapes] = {}
     other_shards: dict[str, set[str]] = {}
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for own in (part for parameter in parameters for part in layout.by_id.get(id(parameter), ())):
@@ -169,8 +183,8 @@ def _check_state(
         if ranges and own.boxes and (own.start is not None or range_of(own.boxes, own.shape) not in ranges):
             other_shards[own.name] = ranges
     problems = [
-        *mismatch.unsupported_state(checkpoint, unsupported),
-        *mismatch.state_of_other_shards(checkpoint, other_shards),
+        *unsupported_state(checkpoint, unsupported),
+        *state_of_other_shards(checkpoint, other_shards),
     ]
     if problems:
         raise CheckpointError(problems)
@@ -216,7 +230,7 @@ def _read_subclasses(
             state[key] = factory(optimizer, parameter.detach(), key)
         inner = getattr(local_tensor(state[key]), attribute, None) if key in state else None
         if inner is None or tuple(inner.shape) != per_shard.stored.shape:
-            raise CheckpointError([mismatch.other_quantization(reads.root, name)])
+            raise CheckpointError([other_quantization(reads.root, name)])
         reads.transfers += transfers(per_shard.stored, [Piece(whole(per_shard.stored.shape), inner)])
     return state
 

@@ -20,13 +20,12 @@ import numpy
 import torch
 
 from hf_fsdp_plugin.backends.agreement import broadcast_object, on_all_ranks
-from hf_fsdp_plugin.checkpoint.checking.against_crc import archive_problems
-from hf_fsdp_plugin.checkpoint.checking.checksums import is_archive, stored_pickles
 from hf_fsdp_plugin.checkpoint.checking.verified_files import VerifiedFiles
-from hf_fsdp_plugin.checkpoint.formats.errors import raise_if_any, refuse
+from hf_fsdp_plugin.checkpoint.checking.verify import archive_problems
+from hf_fsdp_plugin.checkpoint.errors import raise_if_any, refuse
+from hf_fsdp_plugin.checkpoint.formats.archives import ZipError, is_archive, stored_pickles
 from hf_fsdp_plugin.checkpoint.formats.manifest_reader import read_manifest
 from hf_fsdp_plugin.checkpoint.formats.pickle_scan import excessive
-from hf_fsdp_plugin.checkpoint.formats.zip_directory import ZipError
 from hf_fsdp_plugin.checkpoint.io import read_file
 from hf_fsdp_plugin.checkpoint.names import (
     ACCELERATE_RNG,

@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from hf_fsdp_plugin.checkpoint.writing.chunk_tables import StatePath, flat_name
+from hf_fsdp_plugin.checkpoint.writing.rank_record import StatePath, flat_name
 from hf_fsdp_plugin.torch_private.functions import StorageInfo
 
 _POP, _NEW, _TUPLE = b"0", b")\x81}(", {0: b")", 1: b"\x85", 2: b"\x86", 3: b"\x87"}

@@ -19,19 +19,23 @@ from torch import nn
 from hf_fsdp_plugin.backends.agreement import on_all_ranks
 from hf_fsdp_plugin.backends.buffers import send_buffers
 from hf_fsdp_plugin.backends.optimizer import JointModels
+from hf_fsdp_plugin.checkpoint.errors import os_errors_as_problems
 from hf_fsdp_plugin.checkpoint.formats.manifest import Manifest
 from hf_fsdp_plugin.checkpoint.io import write_text
 from hf_fsdp_plugin.checkpoint.shards import ModelShards, model_shards, optimizer_shards, trainable_shards
 from hf_fsdp_plugin.checkpoint.writing.buffers import StagingBuffers
-from hf_fsdp_plugin.checkpoint.writing.chunk_tables import FolderEntries
-from hf_fsdp_plugin.checkpoint.writing.dcp import final_files
-from hf_fsdp_plugin.checkpoint.writing.errors import os_errors_as_problems
+from hf_fsdp_plugin.checkpoint.writing.dcp_files import final_files
 from hf_fsdp_plugin.checkpoint.writing.exit_hooks import SaveHooks
-from hf_fsdp_plugin.checkpoint.writing.file_parts import on_accelerator
-from hf_fsdp_plugin.checkpoint.writing.part_writer import PartWriter
-from hf_fsdp_plugin.checkpoint.writing.safetensors_files import MAX_SHARD_SIZE
+from hf_fsdp_plugin.checkpoint.writing.parts import PartWriter, on_accelerator
+from hf_fsdp_plugin.checkpoint.writing.rank_record import FolderEntries
 from hf_fsdp_plugin.checkpoint.writing.save import POLL_INTERVAL, Save
-from hf_fsdp_plugin.checkpoint.writing.state_files import StateFiles, model_files, optimizer_files, whole_files
+from hf_fsdp_plugin.checkpoint.writing.state_files import (
+    MAX_SHARD_SIZE,
+    StateFiles,
+    model_files,
+    optimizer_files,
+    whole_files,
+)
 from hf_fsdp_plugin.spec.model import StateDictKind
 
 

@@ -16,14 +16,11 @@ import torch
 import torch.distributed as dist
 
 from hf_fsdp_plugin.backends.agreement import on_all_ranks
-from hf_fsdp_plugin.checkpoint.formats.manifest import Manifest
-from hf_fsdp_plugin.checkpoint.formats.ranges import FileRecord
+from hf_fsdp_plugin.checkpoint.errors import os_errors_as_problems
+from hf_fsdp_plugin.checkpoint.formats.manifest import FileRecord, Manifest
 from hf_fsdp_plugin.checkpoint.writing.buffers import StagingBuffers, lower_thread_priority
-from hf_fsdp_plugin.checkpoint.writing.chunk_tables import FolderEntries
-from hf_fsdp_plugin.checkpoint.writing.errors import os_errors_as_problems
-from hf_fsdp_plugin.checkpoint.writing.file_parts import FilePart, on_accelerator
-from hf_fsdp_plugin.checkpoint.writing.part_writer import PartWriter, stage
-from hf_fsdp_plugin.checkpoint.writing.rank_record import RankRecord
+from hf_fsdp_plugin.checkpoint.writing.parts import FilePart, PartWriter, on_accelerator, stage
+from hf_fsdp_plugin.checkpoint.writing.rank_record import FolderEntries, RankRecord
 from hf_fsdp_plugin.checkpoint.writing.staging import StagingFolder
 from hf_fsdp_plugin.problems import CheckpointError, Problem
 

@@ -24,27 +24,31 @@ from pathlib import Path
 import torch.distributed as dist
 
 from hf_fsdp_plugin.backends.agreement import on_all_ranks
-from hf_fsdp_plugin.checkpoint.commit import put_in_place, replaced_path, restore_replaced
-from hf_fsdp_plugin.checkpoint.formats.block_file import joined_ranges
-from hf_fsdp_plugin.checkpoint.formats.manifest import Manifest, record_file, write_manifest
-from hf_fsdp_plugin.checkpoint.formats.manifest_reader import read_manifest
-from hf_fsdp_plugin.checkpoint.formats.ranges import FileRange, FileRecord
+from hf_fsdp_plugin.checkpoint.errors import os_errors_as_problems
+from hf_fsdp_plugin.checkpoint.folders import (
+    check_visible,
+    move_files,
+    put_in_place,
+    recover_interrupted_commit,
+    remove_replaced,
+)
+from hf_fsdp_plugin.checkpoint.formats.manifest import (
+    FileRange,
+    FileRecord,
+    Manifest,
+    joined_ranges,
+    record_file,
+    write_manifest,
+)
 from hf_fsdp_plugin.checkpoint.io import sync, write_bytes, write_text
 from hf_fsdp_plugin.checkpoint.names import (
-    BLOCK_FILE,
-    CHECKPOINT_STEMS,
-    MANIFEST_NAME,
-    REPLACED,
     SAVING,
     accelerate_rng_file,
     hidden,
-    merged_copies,
     trainer_rng_file,
 )
-from hf_fsdp_plugin.checkpoint.visibility import check_visible
-from hf_fsdp_plugin.checkpoint.writing.dcp import final_files
-from hf_fsdp_plugin.checkpoint.writing.errors import os_errors_as_problems
-from hf_fsdp_plugin.checkpoint.writing.part_writer import PartWriter
+from hf_fsdp_plugin.checkpoint.writing.dcp_files import final_files
+from hf_fsdp_plugin.checkpoint.writing.parts import PartWriter
 from hf_fsdp_plugin.checkpoint.writing.rank_record import RankRecord, RecordReader, record_bytes
 from hf_fsdp_plugin.problems import CheckpointError
 
@@ -156,39 +160,11 @@ class StagingFolder:
         for folder_path in (self.folder, *(path for path in self.folder.rglob("*") if path.is_dir())):
             sync(folder_path)
         if self._into:
-            _move_files(self.folder, self.final)
+            move_files(self.folder, self.final)
         elif (replaced := put_in_place(self.folder, self.final)) is not None:
-            _remove_replaced(replaced, self.final)
+            remove_replaced(replaced, self.final)
         sync(self.final.parent)
         self.discard()
-
-
-def recover_interrupted_commit(final: Path) -> None:
-    """Undo a commit that was interrupted before its second rename, or complete one that was interrupted after it."""
-    restore_replaced(final)
-    if replaced_path(final).is_dir():
-        _remove_replaced(replaced_path(final), final)
-
-
-def recover_run(run: Path, prefix: str) -> None:
-    """Recover the interrupted commits of a run's checkpoints, and remove the staging folders of interrupted saves."""
-    for path in run.glob(f".{prefix}*{REPLACED}"):
-        recover_interrupted_commit(run / path.name.removeprefix(".").removesuffix(REPLACED))
-    for path in run.glob(f".{prefix}*{SAVING}"):
-        shutil.rmtree(path, ignore_errors=True)
-
-
-def remove_checkpoint(checkpoint: Path) -> None:
-    """Rename a checkpoint to a staging folder, then delete it, so that no incomplete checkpoint has its name.
-
-    Its merged copies are deleted too.
-    """
-    for copy in merged_copies(checkpoint):
-        shutil.rmtree(copy, ignore_errors=True)
-    removed = hidden(checkpoint.with_name(checkpoint.name.removeprefix(".")), f".removed{SAVING}")
-    shutil.rmtree(removed, ignore_errors=True)
-    checkpoint.rename(removed)
-    shutil.rmtree(removed, ignore_errors=True)
 
 
 def joined_records(written: Sequence[FileRecord]) -> dict[str, FileRecord]:
@@ -200,47 +176,3 @@ def joined_records(written: Sequence[FileRecord]) -> dict[str, FileRecord]:
     return {
         path: FileRecord(path=path, size=sizes[path], ranges=joined_ranges(found)) for path, found in ranges.items()
     }
-
-
-def _remove_replaced(before: Path, final: Path) -> None:
-    """Move the user's files from a replaced folder to ``final``, and remove the rest."""
-    for relative in _files_of_user(before):
-        target = final / relative
-        if not target.exists():
-            target.parent.mkdir(parents=True, exist_ok=True)
-            (before / relative).rename(target)
-    remove_checkpoint(before)
-
-
-def _files_of_user(folder: Path) -> list[Path]:
-    """Return the files in a checkpoint's folder that were not written by a save."""
-    manifest = _read_manifest(folder)
-    files = [path.relative_to(folder) for path in folder.rglob("*") if path.is_file()]
-    if manifest is not None:
-        listed = {record.path for record in manifest.files} | {MANIFEST_NAME, BLOCK_FILE}
-        return [path for path in files if path.as_posix() not in listed]
-    return [path for path in files if not path.parts[0].startswith(CHECKPOINT_STEMS)]
-
-
-def _move_files(folder: Path, final: Path) -> None:
-    """Move all files, with the manifest last, and remove the files that only the previous manifest lists."""
-    final.mkdir(parents=True, exist_ok=True)
-    before = _read_manifest(final)
-    (final / MANIFEST_NAME).unlink(missing_ok=True)
-    (final / BLOCK_FILE).unlink(missing_ok=True)
-    new = sorted(path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
-    for relative in sorted(new, key=lambda path: path.name == MANIFEST_NAME):
-        (final / relative).parent.mkdir(parents=True, exist_ok=True)
-        (folder / relative).replace(final / relative)
-    for record in before.files if before is not None else ():
-        if Path(record.path) not in new:
-            (final / record.path).unlink(missing_ok=True)
-    sync(final)
-
-
-def _read_manifest(folder: Path) -> Manifest | None:
-    """Return the manifest of a folder; ``None`` if it is missing or damaged."""
-    try:
-        return read_manifest(folder)
-    except CheckpointError:
-        return None

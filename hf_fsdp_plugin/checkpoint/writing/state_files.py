@@ -16,11 +16,22 @@ Each rank writes its own shards. No communication.
 
 from __future__ import annotations
 
+import datetime
+import itertools
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from importlib.metadata import version
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
+from hf_fsdp_plugin.backends.shard import plan_of
+from hf_fsdp_plugin.checkpoint.formats.boxes import Box, row_major, slices, whole
+from hf_fsdp_plugin.checkpoint.formats.manifest import Manifest
+from hf_fsdp_plugin.checkpoint.formats.safetensors import index_text, plan_files
 from hf_fsdp_plugin.checkpoint.names import (
     FSDP_MODEL,
     HF_MODEL,
@@ -30,13 +41,65 @@ from hf_fsdp_plugin.checkpoint.names import (
     numbered_from_one,
     safetensors_file,
 )
-from hf_fsdp_plugin.checkpoint.shard_layout import LocalShard
-from hf_fsdp_plugin.checkpoint.shards import ModelShards, OptimizerShards, shards_to_write
-from hf_fsdp_plugin.checkpoint.writing.chunk_tables import FolderEntries, StatePath
-from hf_fsdp_plugin.checkpoint.writing.dcp import plain_value, rank_file, scalars
-from hf_fsdp_plugin.checkpoint.writing.file_parts import FilePart
-from hf_fsdp_plugin.checkpoint.writing.safetensors_files import MAX_SHARD_SIZE, full_files
+from hf_fsdp_plugin.checkpoint.shards import (
+    LocalShard,
+    ModelShards,
+    OptimizerShards,
+    model_shards,
+    shards_to_write,
+    trainable_shards,
+)
+from hf_fsdp_plugin.checkpoint.writing.dcp_files import plain_value, rank_file, scalars
+from hf_fsdp_plugin.checkpoint.writing.parts import FilePart, Item, shared_file
+from hf_fsdp_plugin.checkpoint.writing.rank_record import FolderEntries, StatePath
+from hf_fsdp_plugin.messages import print_once
+from hf_fsdp_plugin.problems import Problem
 from hf_fsdp_plugin.spec.model import StateDictKind
+from hf_fsdp_plugin.text import format_names
+from hf_fsdp_plugin.version import __version__
+
+MAX_SHARD_SIZE = 50 * 10**9
+"""Maximum number of bytes of tensors in one safetensors file; the default of Transformers 5."""
+
+
+def full_files(
+    tensors: Sequence[LocalShard], rank: int, *, stem: str = HF_MODEL, max_shard_size: int = MAX_SHARD_SIZE
+) -> tuple[list[FilePart], str | None]:
+    """Return this rank's parts of the Hugging Face files of ``tensors``, and the text of the index for several files.
+
+    All ranks pass the same tensors in the same order. Rank 0 adds the headers.
+    """
+    files = plan_files([(shard.name, shard.dtype_name, shard.shape) for shard in tensors], max_shard_size, stem)
+    mine = shards_to_write(tensors)
+    parts = []
+    for file in files:
+        items = [Item(0, (file.header,))] if rank == 0 else []
+        for shard in mine:
+            if shard.name in file.offsets:
+                items += _runs(shard, file.offsets[shard.name])
+        parts.append(shared_file(file.name, file.size, items))
+    return parts, index_text(files)
+
+
+def _runs(shard: LocalShard, begin: int) -> Iterator[Item]:
+    """Yield the contiguous byte ranges of the shard in the file. The whole tensor begins at ``begin`` in the file."""
+    strides = row_major(shard.shape)
+    for piece in shard.pieces:
+        dim = _first_contiguous_dim(piece.box, shard.shape)
+        for index in itertools.product(*(range(size) for size in piece.box.sizes[:dim])):
+            place = [*piece.box.offsets]
+            for number, offset in enumerate(index):
+                place[number] += offset
+            element = sum(offset * stride for offset, stride in zip(place, strides, strict=True))
+            yield Item(begin + element * shard.dtype.itemsize, (piece.tensor[index],), name=shard.name)
+
+
+def _first_contiguous_dim(box: Box, shape: tuple[int, ...]) -> int:
+    """Return the first dim from which the box is contiguous in the whole tensor, at fixed indices of earlier dims."""
+    dim = len(shape)
+    while dim > 0 and box.sizes[dim - 1] == shape[dim - 1]:
+        dim -= 1
+    return max(dim - 1, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,3 +164,120 @@ def optimizer_files(shards: OptimizerShards, index: int = 0) -> StateFiles:
         ]
     part, entries = rank_file(numbered(OPTIMIZER, index), rank, [tensors[shard.name] for shard in mine], smalls)
     return StateFiles([part], (entries,))
+
+
+def manifest_of(
+    model: nn.Module,
+    kind: StateDictKind,
+    *,
+    step: int | None,
+    asynchronous: bool = False,
+    batch: dict[str, Any],
+    run: dict[str, Any] | None = None,
+    adapter_only: bool = False,
+) -> Manifest:
+    """Return the manifest for ``model``, which must have a plan. ``files`` is empty. No communication.
+
+    Args:
+        adapter_only: the checkpoint contains the parameters that are trained, and not those of the base model.
+    """
+    plan = plan_of(model)
+    assert plan is not None, "models without a plan are saved by Accelerate"
+    shards = trainable_shards(model_shards(model)) if adapter_only else model_shards(model)
+    parameters = {shard.name: (shard.dtype_name, shard.shape) for shard in shards.tensors}
+    parameters |= {alias: parameters[name] for alias, name in shards.aliases.items()}
+    versions = {name: version(name) for name in ("torch", "transformers", "accelerate")}
+    return Manifest(
+        kind=kind,
+        backend=plan.backend,
+        world_size=dist.get_world_size(),
+        mesh={"replicate": plan.mesh.replicate, "shard": plan.mesh.shard},
+        strategy=plan.strategy,
+        step=step,
+        asynchronous=asynchronous,
+        created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        versions={"hf_fsdp_plugin": __version__, **versions},
+        settings={name: value for name, value in plan.settings() if not name.startswith("launch.")},
+        parameters=parameters,
+        ties=shards.ties,
+        files=(),
+        batch=batch,
+        run=run or {},
+    )
+
+
+_BATCH_BYTES: Final = 1 << 30
+"""Size of the whole tensors that are gathered at once."""
+_LARGE: Final = 32 << 30
+"""Bytes from which the ranks wait for about a minute or longer: gloo sends 1 to 3 GB per second to one rank."""
+_Piece = tuple[str, Box, torch.Tensor]
+
+
+def gathered_state(shards: ModelShards) -> dict[str, torch.Tensor]:
+    """Return whole tensors by name, on the CPU of rank 0; empty on other ranks. Collective.
+
+    Each byte is sent once, to rank 0, in batches of ``_BATCH_BYTES``. Names of a tied weight share one tensor.
+    """
+    state: dict[str, torch.Tensor] = {}
+    missing: dict[str, int] = {}
+    mine = {shard.name for shard in shards_to_write(shards.tensors)}
+    _note_size(sum(_whole_bytes(shard) for shard in shards.tensors))
+    for batch in _batches(shards.tensors):
+        pieces = [
+            (shard.name, piece.box, piece.tensor.detach().cpu().contiguous())
+            for shard in batch
+            if shard.name in mine
+            for piece in shard.pieces
+        ]
+        if (gathered := _on_rank_0(pieces)) is not None:
+            _place(state, batch, gathered, missing)
+    incomplete = [name for name, count in missing.items() if count]
+    assert not incomplete, f"elements of {format_names(incomplete)} are missing"
+    state.update({alias: state[name] for alias, name in shards.aliases.items() if name in state})
+    return state
+
+
+def _note_size(num_bytes: int) -> None:
+    """Name the faster way to whole tensors if these are many. Printed by rank 0."""
+    if num_bytes >= _LARGE and dist.get_world_size() > 1:
+        message = f"{num_bytes / 1e9:.0f} GB are gathered in the memory of rank 0, while all other ranks wait."
+        fix = "Save a checkpoint of the type sharded instead, and run `hf-fsdp merge` on it, or `hf-fsdp export`."
+        print_once(Problem(code="FSDP-N407", message=message, fix=fix))
+
+
+def _whole_bytes(shard: LocalShard) -> int:
+    return math.prod(shard.shape) * shard.dtype.itemsize
+
+
+def _batches(shards: Sequence[LocalShard]) -> Iterator[list[LocalShard]]:
+    """Divide tensors into batches of about ``_BATCH_BYTES`` of whole tensors, with the same result on every rank."""
+    batch: list[LocalShard] = []
+    size = 0
+    for shard in shards:
+        batch.append(shard)
+        size += _whole_bytes(shard)
+        if size >= _BATCH_BYTES:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+def _on_rank_0(pieces: list[_Piece]) -> list[_Piece] | None:
+    """Return the pieces of all ranks on rank 0, ``None`` on the others. Collective."""
+    rank = dist.get_rank()
+    gathered: list[Any] | None = [None] * dist.get_world_size() if rank == 0 else None
+    dist.gather_object(pieces, gathered)
+    return None if gathered is None else [piece for theirs in gathered for piece in theirs]
+
+
+def _place(
+    state: dict[str, torch.Tensor], batch: Sequence[LocalShard], pieces: Sequence[_Piece], missing: dict[str, int]
+) -> None:
+    """Copy the pieces of one batch to whole tensors in ``state``, and subtract them from the ``missing`` elements."""
+    for shard in batch:
+        state[shard.name] = torch.empty(shard.shape, dtype=shard.dtype, device="cpu")
+        missing[shard.name] = math.prod(shard.shape)
+    for name, box, tensor in pieces:
+        state[name][slices(box, whole(state[name].shape))] = tensor
+        missing[name] -= box.numel

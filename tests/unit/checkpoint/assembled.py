@@ -6,8 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from hf_fsdp_plugin.checkpoint.formats.boxes import slices, whole
-from hf_fsdp_plugin.checkpoint.formats.element_types import numpy_dtype
+from hf_fsdp_plugin.checkpoint.formats.boxes import numpy_dtype, slices, whole
 from hf_fsdp_plugin.checkpoint.formats.stored import StoredTensor
 
 

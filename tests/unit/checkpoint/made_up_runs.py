@@ -89,8 +89,7 @@ class MadeUpRun:
         import torch
 
         from hf_fsdp_plugin.checkpoint.formats.boxes import whole
-        from hf_fsdp_plugin.checkpoint.shard_layout import LocalShard, Piece
-        from hf_fsdp_plugin.checkpoint.shards import ModelShards, OptimizerShards
+        from hf_fsdp_plugin.checkpoint.shards import LocalShard, ModelShards, OptimizerShards, Piece
 
         tensors, state = [], {}
         for name, shape in self.shapes.items():
@@ -123,14 +122,13 @@ class MadeUpRun:
         import numpy
         import torch.distributed as dist
 
-        from hf_fsdp_plugin.checkpoint.formats.block_file import PackedRanges, pack_all
-        from hf_fsdp_plugin.checkpoint.formats.ranges import FileRange, FileRecord
+        from hf_fsdp_plugin.checkpoint.formats.manifest import FileRange, FileRecord, PackedRanges, pack_all
         from hf_fsdp_plugin.checkpoint.names import dcp_file
-        from hf_fsdp_plugin.checkpoint.writing import part_writer, state_files
-        from hf_fsdp_plugin.checkpoint.writing.folder_index import MIN_INDEXED
+        from hf_fsdp_plugin.checkpoint.writing import parts, state_files
+        from hf_fsdp_plugin.checkpoint.writing.dcp_files import MIN_INDEXED
         from hf_fsdp_plugin.checkpoint.writing.rank_record import RankRecord
 
-        hashes: Any = part_writer._RangeHashes  # the ranges that a rank hashes
+        hashes: Any = parts._RangeHashes  # the ranges that a rank hashes
         known: dict[Any, Any] = {}
         seconds = []
         for rank in range(self.world):
@@ -245,7 +243,7 @@ def plan_resume(checkpoint: Path, shards: Any, rank: int, world: int) -> tuple[l
     """
     from hf_fsdp_plugin.checkpoint.checking.verified_files import check_headers, files_of_checkpoint
     from hf_fsdp_plugin.checkpoint.formats.table import read_stored_model, read_stored_optimizer
-    from hf_fsdp_plugin.checkpoint.reading.fill import transfers
+    from hf_fsdp_plugin.checkpoint.reading.model import transfers
 
     model, optimizer = shards
     held, work = 0, []

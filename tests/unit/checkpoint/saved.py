@@ -13,9 +13,8 @@ from safetensors.numpy import save_file
 
 from hf_fsdp_plugin.checkpoint.checking.verify import Verdict, verify
 from hf_fsdp_plugin.checkpoint.formats import manifest as manifests
-from hf_fsdp_plugin.checkpoint.formats.hashing import hash_file
-from hf_fsdp_plugin.checkpoint.formats.manifest import Manifest, record_file
-from hf_fsdp_plugin.checkpoint.formats.ranges import FileRange, FileRecord
+from hf_fsdp_plugin.checkpoint.formats.manifest import FileRange, FileRecord, Manifest, record_file
+from hf_fsdp_plugin.checkpoint.io import hash_file
 from hf_fsdp_plugin.checkpoint.names import MANIFEST_NAME
 
 Places = Mapping[str, list[tuple[int, int, str]]]
@@ -95,8 +94,8 @@ def write_shards(
     import torch.distributed as dist
 
     from hf_fsdp_plugin.checkpoint.shards import ModelShards, OptimizerShards
-    from hf_fsdp_plugin.checkpoint.writing.dcp import final_files
-    from hf_fsdp_plugin.checkpoint.writing.part_writer import PartWriter
+    from hf_fsdp_plugin.checkpoint.writing.dcp_files import final_files
+    from hf_fsdp_plugin.checkpoint.writing.parts import PartWriter
     from hf_fsdp_plugin.checkpoint.writing.state_files import model_files, optimizer_files
 
     records, entries = [], []
@@ -127,7 +126,7 @@ def _shard(name: str, whole: Any, rank: int, world_size: int) -> Any:
     import torch
 
     from hf_fsdp_plugin.checkpoint.formats.boxes import Box
-    from hf_fsdp_plugin.checkpoint.shard_layout import LocalShard, Piece
+    from hf_fsdp_plugin.checkpoint.shards import LocalShard, Piece
 
     tensor = torch.from_numpy(numpy.array(whole))
     parts = numpy.array_split(numpy.arange(len(whole)), world_size) if whole.ndim else []

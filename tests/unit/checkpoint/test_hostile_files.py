@@ -18,14 +18,14 @@ from merge_inputs import CONFIG, TENSORS
 from merge_inputs import save as save_local
 from safetensors.numpy import save_file
 
+from hf_fsdp_plugin.checkpoint.checking.against_model import ConfigCheck
 from hf_fsdp_plugin.checkpoint.checking.completeness import _last_file_problems
 from hf_fsdp_plugin.checkpoint.checking.verify import verify
-from hf_fsdp_plugin.checkpoint.formats.strict_json import parse_json
 from hf_fsdp_plugin.checkpoint.formats.table import read_stored_model
-from hf_fsdp_plugin.checkpoint.merging.config_check import ConfigCheck
+from hf_fsdp_plugin.checkpoint.io import parse_json
 from hf_fsdp_plugin.checkpoint.merging.merge import MergeOptions, merge
 from hf_fsdp_plugin.checkpoint.names import MANIFEST_NAME
-from hf_fsdp_plugin.checkpoint.reading.mismatch import _model_type
+from hf_fsdp_plugin.checkpoint.reading.model import _model_type
 from hf_fsdp_plugin.checkpoint.reading.states import load_state
 from hf_fsdp_plugin.cli.export import find_checkpoint
 from hf_fsdp_plugin.problems import CheckpointError

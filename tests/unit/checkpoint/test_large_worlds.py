@@ -15,7 +15,7 @@ from made_up_runs import Counts, MadeUpRun, llama_shapes, plan_resume, sparse_da
 from hf_fsdp_plugin.checkpoint import summarize
 from hf_fsdp_plugin.checkpoint.formats import dcp as reader
 from hf_fsdp_plugin.checkpoint.names import DCP_METADATA, INDEX_FILE, MANIFEST_NAME
-from hf_fsdp_plugin.checkpoint.writing import folder_index
+from hf_fsdp_plugin.checkpoint.writing import dcp_files
 from hf_fsdp_plugin.checkpoint.writing.staging import StagingFolder
 
 WORLDS = (256, 1024)
@@ -45,7 +45,7 @@ def save(folder: Path, world: int, layers: int = 1, *, indexed: bool = True) -> 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", lambda _: None)
         if indexed:
-            patch.setattr(folder_index, "MIN_INDEXED", 0)  # few layers
+            patch.setattr(dcp_files, "MIN_INDEXED", 0)  # few layers
         run = MadeUpRun(world, llama_shapes(layers))
         staging = StagingFolder(folder / "checkpoint-20")
         staging._create()

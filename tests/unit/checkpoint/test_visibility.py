@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hf_fsdp_plugin.checkpoint import visibility
+from hf_fsdp_plugin.checkpoint import folders
 from hf_fsdp_plugin.problems import CheckpointError
 
 
@@ -23,15 +23,15 @@ def test_delayed_name_is_awaited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     path.mkdir()
     monkeypatch.setattr(Path, "exists", lambda self: exists(self) and (self != path or len(listed) > 2))
     monkeypatch.setattr(os, "listdir", listing)
-    visibility.check_visible(path, "created")
+    folders.check_visible(path, "created")
     assert listed == [tmp_path] * 3
 
 
 def test_name_that_stays_invisible_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(visibility, "TIMEOUT", 0.05)
-    monkeypatch.setattr(visibility, "_ANNOUNCED", 0.02)
+    monkeypatch.setattr(folders, "TIMEOUT", 0.05)
+    monkeypatch.setattr(folders, "_ANNOUNCED", 0.02)
     with pytest.raises(CheckpointError, match=r"rank 0 created .*checkpoint-4, but this rank cannot see it.*FSDP-E405"):
-        visibility.check_visible(tmp_path / "absent" / "checkpoint-4", "created")
+        folders.check_visible(tmp_path / "absent" / "checkpoint-4", "created")
     assert capsys.readouterr().err.count("checkpoint-4, which rank 0 sees, for up to 0.05 seconds") == 1

@@ -6,8 +6,8 @@ import damages
 import pytest
 from saved import errors, notes, only_error
 
-from hf_fsdp_plugin.checkpoint.checking.checksums import stored_entries
 from hf_fsdp_plugin.checkpoint.checking.verify import verify
+from hf_fsdp_plugin.checkpoint.formats.archives import stored_entries
 
 
 def test_stock_checkpoint_is_verified_by_its_checksums(stock):

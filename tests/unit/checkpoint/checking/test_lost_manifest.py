@@ -10,15 +10,14 @@ import saved
 import torch
 import torch.distributed as dist
 
-from hf_fsdp_plugin.checkpoint.checking.checksums import NotAnArchive, stored_entries
 from hf_fsdp_plugin.checkpoint.checking.completeness import why_incomplete
 from hf_fsdp_plugin.checkpoint.checking.verify import verify
+from hf_fsdp_plugin.checkpoint.formats.archives import NotAnArchive, stored_entries
 from hf_fsdp_plugin.checkpoint.formats.boxes import whole
 from hf_fsdp_plugin.checkpoint.names import ENTRY_ALIGNMENT
-from hf_fsdp_plugin.checkpoint.shard_layout import LocalShard, Piece
-from hf_fsdp_plugin.checkpoint.shards import ModelShards, OptimizerShards
-from hf_fsdp_plugin.checkpoint.writing.dcp import final_files
-from hf_fsdp_plugin.checkpoint.writing.part_writer import PartWriter
+from hf_fsdp_plugin.checkpoint.shards import LocalShard, ModelShards, OptimizerShards, Piece
+from hf_fsdp_plugin.checkpoint.writing.dcp_files import final_files
+from hf_fsdp_plugin.checkpoint.writing.parts import PartWriter
 from hf_fsdp_plugin.checkpoint.writing.state_files import model_files, optimizer_files
 
 TENSORS = {"a": torch.arange(7.0), "b": torch.arange(100.0).reshape(10, 10), "c": torch.tensor(3, dtype=torch.int8)}

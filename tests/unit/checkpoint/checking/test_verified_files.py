@@ -13,10 +13,9 @@ import saved
 
 from hf_fsdp_plugin.checkpoint.checking import verified_files
 from hf_fsdp_plugin.checkpoint.checking.verified_files import VerifiedFiles, check_headers, input_files
-from hf_fsdp_plugin.checkpoint.formats.hashing import hash_bytes
-from hf_fsdp_plugin.checkpoint.formats.ranges import FileRange, FileRecord
+from hf_fsdp_plugin.checkpoint.formats.manifest import FileRange, FileRecord
 from hf_fsdp_plugin.checkpoint.formats.table import read_stored_model, read_stored_optimizer
-from hf_fsdp_plugin.checkpoint.io import InputFiles
+from hf_fsdp_plugin.checkpoint.io import InputFiles, hash_bytes
 from hf_fsdp_plugin.problems import CheckpointError
 
 BOUNDS = (0, 7, 8, 40, 41, 100, 164)

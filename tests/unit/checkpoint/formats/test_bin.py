@@ -10,7 +10,7 @@ import torch
 from assembled import assembled as read
 from torch import nn
 
-from hf_fsdp_plugin.checkpoint.formats.element_types import SIZES
+from hf_fsdp_plugin.checkpoint.formats.boxes import SIZES
 from hf_fsdp_plugin.checkpoint.formats.table import read_stored_model, read_stored_optimizer
 from hf_fsdp_plugin.problems import CheckpointError
 

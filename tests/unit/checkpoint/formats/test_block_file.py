@@ -11,10 +11,9 @@ import saved
 from hf_fsdp_plugin.checkpoint.checking.completeness import why_incomplete
 from hf_fsdp_plugin.checkpoint.checking.verified_files import files_of_checkpoint
 from hf_fsdp_plugin.checkpoint.checking.verify import verify
-from hf_fsdp_plugin.checkpoint.formats import block_file, manifest
-from hf_fsdp_plugin.checkpoint.formats.block_file import RECORD_SIZE, BlockTable
+from hf_fsdp_plugin.checkpoint.formats import manifest
+from hf_fsdp_plugin.checkpoint.formats.manifest import RECORD_SIZE, BlockTable, FileRange, FileRecord
 from hf_fsdp_plugin.checkpoint.formats.manifest_reader import read_manifest
-from hf_fsdp_plugin.checkpoint.formats.ranges import FileRange, FileRecord
 from hf_fsdp_plugin.checkpoint.formats.table import read_stored_model
 from hf_fsdp_plugin.checkpoint.merging.merge import MergeOptions, merge
 from hf_fsdp_plugin.checkpoint.names import BLOCK_FILE, MANIFEST_NAME
@@ -24,7 +23,7 @@ from hf_fsdp_plugin.problems import CheckpointError
 @pytest.fixture(autouse=True)
 def small_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(manifest, "MAX_INLINE", 0)
-    monkeypatch.setattr(block_file, "_PAGE", 3)
+    monkeypatch.setattr(manifest, "_PAGE", 3)
 
 
 @pytest.fixture

@@ -20,19 +20,16 @@ from assembled import assembled
 from hf_fsdp_plugin.checkpoint.checking.verify import verify
 from hf_fsdp_plugin.checkpoint.formats import dcp as reader
 from hf_fsdp_plugin.checkpoint.formats.boxes import Box, flat_range, intersect, whole
-from hf_fsdp_plugin.checkpoint.formats.hashing import hash_bytes
 from hf_fsdp_plugin.checkpoint.formats.index_file import IndexedPieces
-from hf_fsdp_plugin.checkpoint.formats.stored import StoredModel, shared_tensors
+from hf_fsdp_plugin.checkpoint.formats.stored import StoredModel, read_run, shared_tensors
 from hf_fsdp_plugin.checkpoint.formats.table import read_stored_model, read_stored_optimizer
-from hf_fsdp_plugin.checkpoint.formats.tensor_reader import read_run
-from hf_fsdp_plugin.checkpoint.io import InputFiles
+from hf_fsdp_plugin.checkpoint.io import InputFiles, hash_bytes
 from hf_fsdp_plugin.checkpoint.merging.merge import MergeOptions, merge
 from hf_fsdp_plugin.checkpoint.names import DCP_METADATA, INDEX_FILE
-from hf_fsdp_plugin.checkpoint.shard_layout import LocalShard, Piece
-from hf_fsdp_plugin.checkpoint.shards import ModelShards, OptimizerShards
-from hf_fsdp_plugin.checkpoint.writing import folder_index
-from hf_fsdp_plugin.checkpoint.writing.dcp import final_files
-from hf_fsdp_plugin.checkpoint.writing.part_writer import PartWriter
+from hf_fsdp_plugin.checkpoint.shards import LocalShard, ModelShards, OptimizerShards, Piece
+from hf_fsdp_plugin.checkpoint.writing import dcp_files
+from hf_fsdp_plugin.checkpoint.writing.dcp_files import final_files
+from hf_fsdp_plugin.checkpoint.writing.parts import PartWriter
 from hf_fsdp_plugin.checkpoint.writing.state_files import model_files, optimizer_files
 from hf_fsdp_plugin.problems import CheckpointError
 
@@ -72,7 +69,7 @@ def write(folder: Path, boxes: Callable[[tuple[int, ...], int], list[Box]]) -> P
     """Write the model as ``WORLD`` ranks do, with an index. Return the folder of the checkpoint."""
     entries = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(folder_index, "MIN_INDEXED", 0)
+        patch.setattr(dcp_files, "MIN_INDEXED", 0)
         patch.setattr(dist, "get_world_size", lambda: WORLD)
         for rank in range(WORLD):
             patch.setattr(dist, "get_rank", lambda rank=rank: rank)
@@ -166,7 +163,7 @@ def write_optimizer(folder: Path) -> None:
     entries = []
     moment = torch.arange(60.0).reshape(10, 6)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(folder_index, "MIN_INDEXED", 0)
+        patch.setattr(dcp_files, "MIN_INDEXED", 0)
         patch.setattr(dist, "get_world_size", lambda: WORLD)
         for rank in range(WORLD):
             patch.setattr(dist, "get_rank", lambda rank=rank: rank)

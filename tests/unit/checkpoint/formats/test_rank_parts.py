@@ -21,7 +21,7 @@ from hf_fsdp_plugin.checkpoint.formats.pickles import (
     Shard,
     StridedShard,
 )
-from hf_fsdp_plugin.checkpoint.formats.rank_parts import parts_of
+from hf_fsdp_plugin.checkpoint.formats.torch_files import parts_of
 
 SHAPES = [(7, 5), (1, 3), (2, 2), (8, 6), (3, 1)]
 MESHES = [(2,), (3,), (4,), (2, 2), (3, 2)]

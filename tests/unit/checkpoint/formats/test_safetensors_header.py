@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from hf_fsdp_plugin.checkpoint.formats.safetensors_header import read_header
+from hf_fsdp_plugin.checkpoint.formats.safetensors import read_header
 from hf_fsdp_plugin.problems import CheckpointError
 
 

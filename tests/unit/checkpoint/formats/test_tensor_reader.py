@@ -10,10 +10,9 @@ import numpy
 import pytest
 
 from hf_fsdp_plugin.checkpoint import io
-from hf_fsdp_plugin.checkpoint.formats import tensor_reader as merge_read
+from hf_fsdp_plugin.checkpoint.formats import stored as merge_read
 from hf_fsdp_plugin.checkpoint.formats.boxes import Box, flat_range, row_major, whole
-from hf_fsdp_plugin.checkpoint.formats.stored import StoredPiece, StoredTensor
-from hf_fsdp_plugin.checkpoint.formats.tensor_reader import read_run
+from hf_fsdp_plugin.checkpoint.formats.stored import StoredPiece, StoredTensor, read_run
 from hf_fsdp_plugin.checkpoint.io import InputFiles
 from hf_fsdp_plugin.problems import CheckpointError
 

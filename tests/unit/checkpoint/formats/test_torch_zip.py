@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hf_fsdp_plugin.checkpoint.formats.torch_zip import TensorZips, TorchZip
+from hf_fsdp_plugin.checkpoint.formats.archives import TensorZips, TorchZip
 from hf_fsdp_plugin.problems import CheckpointError
 
 

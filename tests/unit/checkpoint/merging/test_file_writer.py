@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from hf_fsdp_plugin.checkpoint import io
-from hf_fsdp_plugin.checkpoint.merging import file_writer as merge_write
-from hf_fsdp_plugin.checkpoint.merging.file_writer import FileWriter
+from hf_fsdp_plugin.checkpoint.merging import copying as merge_write
+from hf_fsdp_plugin.checkpoint.merging.copying import FileWriter
 
 BUFFER = 8192
 

@@ -13,7 +13,7 @@ from merge_inputs import CONFIG, TENSORS, assert_same, codes, messages, read, sa
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
-from hf_fsdp_plugin.checkpoint.merging import copy_tensors
+from hf_fsdp_plugin.checkpoint.merging import copying
 from hf_fsdp_plugin.checkpoint.merging.merge import MergeOptions, merge
 from hf_fsdp_plugin.checkpoint.merging.staging import staging_path
 from hf_fsdp_plugin.problems import CheckpointError
@@ -131,14 +131,14 @@ def test_each_read_fits_in_one_buffer(tmp_path: Path, out: Path, monkeypatch: py
     large = {"weight": numpy.arange(90 * 101, dtype="<f4").reshape(90, 101)}
     folder = save(tmp_path / "ck", large)
     sizes = []
-    read_run = copy_tensors.read_run
+    read_run = copying.read_run
 
     def watched(files: Any, tensor: Any, start: int, stop: int, target: memoryview) -> None:
         sizes.append(len(target))
         read_run(files, tensor, start, stop, target)
 
-    monkeypatch.setattr("hf_fsdp_plugin.checkpoint.merging.file_writer.BUFFER", 8192)
-    monkeypatch.setattr(copy_tensors, "read_run", watched)
+    monkeypatch.setattr("hf_fsdp_plugin.checkpoint.merging.copying.BUFFER", 8192)
+    monkeypatch.setattr(copying, "read_run", watched)
     merge(folder, out, MergeOptions())
     assert_same(read(out), large)
     assert max(sizes) <= 8192

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from merge_inputs import MODEL, TENSORS, assert_same, read
 
-from hf_fsdp_plugin.checkpoint.merging.merged_copy import with_whole_weights
+from hf_fsdp_plugin.checkpoint.merging.merge import with_whole_weights
 from hf_fsdp_plugin.checkpoint.merging.staging import staging_path
 from hf_fsdp_plugin.checkpoint.names import merged_copies
 from hf_fsdp_plugin.problems import CheckpointError

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from merge_inputs import MODEL, TENSORS, assert_same, codes, messages, read, tree
 
-from hf_fsdp_plugin.checkpoint.commit import replaced_path
+from hf_fsdp_plugin.checkpoint.folders import replaced_path
 from hf_fsdp_plugin.checkpoint.merging.merge import MergeOptions, merge
 from hf_fsdp_plugin.checkpoint.merging.staging import MergeStaging, staging_path
 from hf_fsdp_plugin.problems import CheckpointError

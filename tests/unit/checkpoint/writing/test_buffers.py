@@ -11,8 +11,7 @@ import torch
 
 from hf_fsdp_plugin.checkpoint.writing import buffers
 from hf_fsdp_plugin.checkpoint.writing.buffers import StagingBuffers
-from hf_fsdp_plugin.checkpoint.writing.file_parts import Item, whole_file
-from hf_fsdp_plugin.checkpoint.writing.part_writer import stage
+from hf_fsdp_plugin.checkpoint.writing.parts import Item, stage, whole_file
 from hf_fsdp_plugin.devices import Device
 
 SIZE = 1 << 20

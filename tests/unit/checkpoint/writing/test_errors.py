@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from hf_fsdp_plugin.checkpoint.writing import errors
-from hf_fsdp_plugin.checkpoint.writing.errors import os_errors_as_problems
+from hf_fsdp_plugin.checkpoint import errors
+from hf_fsdp_plugin.checkpoint.errors import os_errors_as_problems
 from hf_fsdp_plugin.problems import CheckpointError
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch.distributed as dist
 
-from hf_fsdp_plugin.checkpoint.writing import gather
+from hf_fsdp_plugin.checkpoint.writing import state_files
 
 
 @pytest.mark.parametrize(
@@ -15,8 +15,8 @@ def test_large_models_are_noted(
     monkeypatch: pytest.MonkeyPatch, num_bytes: float, world_size: int, noted: bool
 ) -> None:
     printed: list[str] = []
-    monkeypatch.setattr(gather, "print_once", lambda problem: printed.append(str(problem)))
+    monkeypatch.setattr(state_files, "print_once", lambda problem: printed.append(str(problem)))
     monkeypatch.setattr(dist, "get_world_size", lambda: world_size)
-    gather._note_size(int(num_bytes))
+    state_files._note_size(int(num_bytes))
     assert len(printed) == noted
     assert all("FSDP-N407" in text and "280 GB" in text and "hf-fsdp merge" in text for text in printed)

@@ -20,7 +20,7 @@ from torch import nn
 from hf_fsdp_plugin.checkpoint import CheckpointManager, load_model, why_incomplete
 from hf_fsdp_plugin.checkpoint.shards import optimizer_shards
 from hf_fsdp_plugin.checkpoint.writing import exit_hooks
-from hf_fsdp_plugin.checkpoint.writing.part_writer import PartWriter
+from hf_fsdp_plugin.checkpoint.writing.parts import PartWriter
 from hf_fsdp_plugin.problems import CheckpointError
 
 

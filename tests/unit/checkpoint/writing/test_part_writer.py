@@ -10,9 +10,8 @@ import pytest
 import torch
 
 from hf_fsdp_plugin.checkpoint.io import PAGE
-from hf_fsdp_plugin.checkpoint.writing import part_writer
-from hf_fsdp_plugin.checkpoint.writing.file_parts import FilePart, Item, shared_file, whole_file
-from hf_fsdp_plugin.checkpoint.writing.part_writer import PartWriter, _PartFile
+from hf_fsdp_plugin.checkpoint.writing import parts
+from hf_fsdp_plugin.checkpoint.writing.parts import FilePart, Item, PartWriter, _PartFile, shared_file, whole_file
 
 NUM_WINDOWS = 3
 
@@ -35,17 +34,17 @@ class Stream:
 
 @pytest.fixture
 def stream(monkeypatch: pytest.MonkeyPatch) -> Stream:
-    stream, fill = Stream(), part_writer.fill
+    stream, fill = Stream(), parts.fill
 
     def record() -> Callable[[], None]:
         number = stream.num_started
         return lambda: stream.finish(number)
 
-    monkeypatch.setattr(part_writer, "fill", lambda *args: stream.start(lambda: fill(*args)))
-    monkeypatch.setattr(part_writer, "record_copies", record)
-    monkeypatch.setattr(part_writer, "wait_for_copies", stream.finish)
-    monkeypatch.setattr(part_writer, "on_accelerator", lambda parts: True)
-    monkeypatch.setattr(part_writer, "WINDOW", PAGE)
+    monkeypatch.setattr(parts, "fill", lambda *args: stream.start(lambda: fill(*args)))
+    monkeypatch.setattr(parts, "record_copies", record)
+    monkeypatch.setattr(parts, "wait_for_copies", stream.finish)
+    monkeypatch.setattr(parts, "on_accelerator", lambda parts: True)
+    monkeypatch.setattr(parts, "WINDOW", PAGE)
     return stream
 
 
@@ -108,7 +107,7 @@ def test_any_layout_is_written_and_gaps_are_zero(tmp_path: Path, size: int, gap:
 def test_items_of_a_window_are_found_without_a_walk(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     num_items, num_reads = 4000, 0
     part = whole_file("file", [Item(64 * number, (bytes(64),)) for number in range(num_items)])
-    monkeypatch.setattr(part_writer, "WINDOW", PAGE)
+    monkeypatch.setattr(parts, "WINDOW", PAGE)
     offsets = Item.stop.fget
 
     def counted(item: Item) -> int:

@@ -7,13 +7,9 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from hf_fsdp_plugin.checkpoint import visibility
-from hf_fsdp_plugin.checkpoint.writing.staging import (
-    StagingFolder,
-    recover_interrupted_commit,
-    recover_run,
-    remove_checkpoint,
-)
+from hf_fsdp_plugin.checkpoint import folders
+from hf_fsdp_plugin.checkpoint.folders import recover_interrupted_commit, recover_run, remove_checkpoint
+from hf_fsdp_plugin.checkpoint.writing.staging import StagingFolder
 from hf_fsdp_plugin.problems import CheckpointError
 
 
@@ -21,7 +17,7 @@ from hf_fsdp_plugin.problems import CheckpointError
 def test_staging_folder_is_seen_by_all_ranks(rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """There is no process group, so rank 1 is the only rank, and no rank 0 creates the folder."""
     monkeypatch.setattr(dist, "get_rank", lambda: rank)
-    monkeypatch.setattr(visibility, "TIMEOUT", 0.0)
+    monkeypatch.setattr(folders, "TIMEOUT", 0.0)
     staging = StagingFolder(tmp_path / "checkpoint-4")
     if rank == 0:
         staging.create()

@@ -22,12 +22,13 @@ import numpy
 import torch
 from torch.serialization import skip_data
 
-from hf_fsdp_plugin.checkpoint.formats.index_file import METADATA_TAIL
+from hf_fsdp_plugin.checkpoint.formats.index_file import METADATA_TAIL, index_bytes, pack_segments
 from hf_fsdp_plugin.checkpoint.io import round_up
 from hf_fsdp_plugin.checkpoint.names import DCP_METADATA, ENTRY_ALIGNMENT, INDEX_FILE, dcp_file
-from hf_fsdp_plugin.checkpoint.shard_layout import LocalShard
-from hf_fsdp_plugin.checkpoint.writing import folder_index
-from hf_fsdp_plugin.checkpoint.writing.chunk_tables import (
+from hf_fsdp_plugin.checkpoint.shards import LocalShard
+from hf_fsdp_plugin.checkpoint.writing.dcp_metadata import MetadataPickle
+from hf_fsdp_plugin.checkpoint.writing.parts import FilePart, Item, bytes_of, whole_file
+from hf_fsdp_plugin.checkpoint.writing.rank_record import (
     FolderEntries,
     JoinedChunks,
     SmallEntry,
@@ -36,9 +37,37 @@ from hf_fsdp_plugin.checkpoint.writing.chunk_tables import (
     chunk_table,
     flat_name,
 )
-from hf_fsdp_plugin.checkpoint.writing.dcp_metadata import MetadataPickle
-from hf_fsdp_plugin.checkpoint.writing.file_parts import FilePart, Item, bytes_of, whole_file
-from hf_fsdp_plugin.checkpoint.writing.folder_index import Value, index_part, joined_aliases
+
+MIN_INDEXED = 5_000
+"""Minimum number of chunks of a folder with an index. Each rank reads the metadata of all ranks of smaller ones."""
+
+Value = tuple[StatePath, int, int, int]
+"""Path of a small entry, number of its file, first byte and number of bytes."""
+
+
+def index_part(
+    path: str,
+    joined: JoinedChunks,
+    files: Sequence[str],
+    aliases: Mapping[StatePath, StatePath],
+    *,
+    values: Sequence[Value],
+    metadata: tuple[int, str],
+) -> FilePart:
+    """Return the index. The arguments are those of :func:`index_bytes`."""
+    tensors = []
+    for (tensor, dtype, shape), chunks in joined:
+        places = numpy.delete(chunks[:, : 4 + len(shape)], (1, 2), axis=1)
+        tensors.append((tensor, dtype, shape, pack_segments(places, chunks[:, 4 + len(shape) :])))
+    data = index_bytes(tensors, values, list(aliases.items()), files, metadata)
+    return whole_file(path, [Item(0, (data,))])
+
+
+def joined_aliases(ranks: Sequence[FolderEntries]) -> dict[StatePath, StatePath]:
+    """Return the aliases of all ranks, most of which share one sequence."""
+    distinct = {id(entries.aliases): entries.aliases for entries in ranks}
+    return {alias: path for aliases in distinct.values() for alias, path in aliases}
+
 
 _LOCAL_HEADER = struct.Struct("<26xHH")
 """Header of a record in a zip archive, which contains the lengths of the name and the extra field that follow."""
@@ -122,7 +151,7 @@ def _files_of_folder(ranks: Sequence[FolderEntries]) -> list[FilePart]:
     parts = _metadata(joined, smalls.values(), values, aliases, files, save_id)
     metadata = whole_file(f"{folder}/{DCP_METADATA}", [Item(0, parts)])
     found = [whole_file(f"{folder}/{files[-1]}", items), metadata] if items else [metadata]
-    if len(joined) >= folder_index.MIN_INDEXED:
+    if len(joined) >= MIN_INDEXED:
         last = b"".join(parts[-2:])[-METADATA_TAIL:].hex()
         path = f"{folder}/{INDEX_FILE}"
         found.append(index_part(path, joined, files, aliases, values=values, metadata=(metadata.size, last)))

@@ -1,0 +1,298 @@
+"""Comparisons with a model: of a checkpoint with the model of ``config.json``, and of the files of ``from_pretrained``.
+
+Only the comparison with a config imports torch and Transformers. :class:`ConfigCheck` runs it in a child process:
+``python -m hf_fsdp_plugin.checkpoint.checking.against_model CHECKPOINT NUMBER CONFIG_FOLDER`` prints a JSON list.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from hf_fsdp_plugin.checkpoint.errors import (
+    COPY_AGAIN,
+    LFS_POINTER_SIZE,
+    missing_problem,
+    name_problem,
+    problem,
+    raise_if_any,
+    refuse,
+    refuse_lfs_pointer,
+)
+from hf_fsdp_plugin.checkpoint.formats.safetensors import parse_weight_map, read_header
+from hf_fsdp_plugin.checkpoint.formats.stored import MAX_PROBLEMS, StoredModel
+from hf_fsdp_plugin.checkpoint.formats.table import format_named
+from hf_fsdp_plugin.checkpoint.io import read_file, reading
+from hf_fsdp_plugin.problems import CheckpointError, Problem
+from hf_fsdp_plugin.text import format_names, format_shape, plural
+
+_NOT_COMPARED = "names and shapes were not compared with a model"
+_OTHER = "Use the config.json of the checkpoint's model, or a checkpoint of this config's model."
+_REPLACE = "Replace it with the config.json of the model."
+
+
+def config_problems(stored: StoredModel, folder: Path) -> list[Problem]:
+    """Return errors for missing names, unexpected names and different shapes; a note if the model cannot be built."""
+    path = folder / "config.json"
+    try:
+        config = read_config(folder)
+    except CheckpointError as error:
+        return list(error.problems)
+    if config is None:
+        return [problem("FSDP-N475", folder, f"has no config.json; {_NOT_COMPARED}.")]
+    if any(name.startswith("base_model.model.") for name in stored.tensors):
+        return [problem("FSDP-N475", path, f"the checkpoint contains the weights of an adapter; {_NOT_COMPARED}.")]
+    if "quantization_config" in config:
+        return [problem("FSDP-N475", path, f"the model is quantized when it is loaded; {_NOT_COMPARED}.")]
+    from hf_fsdp_plugin.plan.load_model import meta_model
+
+    try:
+        model = meta_model(folder)
+    except ValueError as error:
+        reason = " ".join(str(error).removeprefix(f"{folder}: ").split())
+        return [problem("FSDP-N475", path, f"{_NOT_COMPARED}: {reason}")]
+    return _differences(stored, model, path)
+
+
+def read_config(folder: Path, fix: str = _REPLACE) -> dict[str, Any] | None:
+    """Return the ``config.json`` of a folder, or ``None`` if there is none.
+
+    Raises:
+        CheckpointError: it is not a JSON object.
+    """
+    path = folder / "config.json"
+    try:
+        config = json.loads(read_file(path))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, RecursionError) as error:
+        refuse("FSDP-E476", path, f"cannot be read as JSON: {error}.", fix)
+    if not isinstance(config, dict):
+        refuse("FSDP-E476", path, "is not a JSON object.", fix)
+    return config
+
+
+def _differences(stored: StoredModel, model: Any, path: Path) -> list[Problem]:
+    state = model.state_dict(keep_vars=True)
+    expected = {name: tuple(tensor.shape) for name, tensor in state.items()}
+    names, merged = _loaded_names(stored, model)
+    # Tensors that Transformers merges or splits when it loads them have different shapes in the files.
+    shapes = {names[name]: tensor.shape for name, tensor in stored.tensors.items() if names[name] not in merged}
+    present = set(names.values())
+    tied: dict[int, set[str]] = {}
+    for name, tensor in state.items():
+        tied.setdefault(id(tensor), set()).add(name)
+    missing = [name for name, tensor in state.items() if present.isdisjoint(tied[id(tensor)])]
+    missing = required_names(model, missing)
+    unexpected = [name for name in stored.tensors if names[name] not in expected]
+    unexpected = _not_matching(unexpected, getattr(model, "_keys_to_ignore_on_load_unexpected", None))
+    other = [
+        f"{name} ({format_shape(shape)} in the checkpoint, {format_shape(expected[name])} in the model)"
+        for name, shape in shapes.items()
+        if expected.get(name, shape) != shape
+    ]
+    target = f"the {type(model).__name__} of its config.json"
+    found = [
+        ("FSDP-E477", missing, f"does not contain {len(missing)} of the {len(expected)} parameters of {target}"),
+        ("FSDP-E478", unexpected, f"contains {plural(len(unexpected), 'parameter')} that {target} does not have"),
+        ("FSDP-E479", other, f"contains {plural(len(other), 'parameter')} with other shapes than in {target}"),
+    ]
+    return [problem(code, path.parent, f"{text}: {format_names(n, 3)}.", _OTHER) for code, n, text in found if n]
+
+
+def _loaded_names(stored: StoredModel, model: Any) -> tuple[dict[str, str], set[str]]:
+    """Return stored name -> name in the model, and the names in the model that are merged from several stored tensors.
+
+    Hugging Face folders keep the names of the architecture's first release; other formats have the names of the model.
+    """
+    own = {name: name for name in stored.tensors}
+    if not format_named(stored.format).hugging_face_names or own.keys() <= model.state_dict().keys():
+        return own, set()
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+
+    mapping = get_model_conversion_mapping(model)
+    renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
+    converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
+    names, merged = {}, set()
+    for name in own:
+        loaded, pattern = rename_source_key(
+            name, renamings, converters, base_model_prefix=model.base_model_prefix, meta_state_dict=model.state_dict()
+        )
+        names[name] = loaded
+        if pattern is not None:
+            merged.add(loaded)
+    return names, merged
+
+
+def required_names(model: Any, names: Iterable[str]) -> list[str]:
+    """Return the names that a checkpoint of the model must contain."""
+    return _not_matching(names, getattr(model, "_keys_to_ignore_on_load_missing", None))
+
+
+def _not_matching(names: Iterable[str], patterns: Iterable[str] | None) -> list[str]:
+    """Return the names that match none of the patterns that the model's class ignores."""
+    return [name for name in names if not any(re.search(pattern, name) for pattern in patterns or ())]
+
+
+_OTHER_MODEL = (
+    "Load the files of this model, or the config.json that belongs to them. To initialize such weights anew, pass "
+    "ignore_mismatched_sizes=True."
+)
+
+
+class ModelTensor(NamedTuple):
+    """A tensor in a file of a model. ``file`` is the file's path, ``dtype`` torch's name, or the file's if unknown."""
+
+    file: str
+    shape: tuple[int, ...]
+    dtype: str
+
+
+class ShapeMismatch(NamedTuple):
+    """A weight whose shape does not fit. ``file`` is empty if the weight is computed from several tensors."""
+
+    name: str
+    file: str
+    stored: tuple[int, ...]
+    expected: tuple[int, ...]
+
+
+def check_model_index(index: Path, *, is_local: bool) -> None:
+    """Check the index of a model, and that all of its files exist in the same folder.
+
+    Args:
+        is_local: whether the files are in the folder of the index. Otherwise they are looked up later.
+
+    Raises:
+        CheckpointError: the index is damaged, or refers to missing files or to files outside the folder.
+    """
+    files = sorted(parse_weight_map(index))
+    problems = [found for file in files if (found := name_problem(file, index)) is not None]
+    if not problems and is_local:
+        # The names only, not where links lead: model folders with links to other disks are common.
+        problems = [missing_problem(file, index) for file in files if not (index.parent / file).is_file()]
+    raise_if_any(problems[:MAX_PROBLEMS])
+
+
+def read_model_headers(files: Iterable[str]) -> dict[str, ModelTensor]:
+    """Return name -> tensor of a model's files. Only the headers of safetensors files are read, each of them once.
+
+    Raises:
+        CheckpointError: a file is missing, empty, truncated, not a safetensors file, or a pointer of Git LFS.
+    """
+    tensors: dict[str, ModelTensor] = {}
+    for file in files:
+        path = Path(file)
+        try:
+            if file.endswith(".safetensors"):
+                entries, _ = read_header(path, any_dtype=True)
+                tensors |= {name: ModelTensor(file, entry.shape, entry.dtype) for name, entry in entries.items()}
+            else:
+                _check_other_file(path)
+        except OSError as error:
+            refuse("FSDP-E472", path, f"cannot be read: {error.strerror}.", "Check its permissions and the disk.")
+    return tensors
+
+
+def _check_other_file(path: Path) -> None:
+    with reading(path) as file:
+        if not os.fstat(file.fileno()).st_size:
+            refuse("FSDP-E453", path, "is empty.")
+        refuse_lfs_pointer(path, file.read(LFS_POINTER_SIZE))
+
+
+def raise_absent_tensors(absent: Iterable[str], weight_map: Mapping[str, str], files: Iterable[str]) -> None:
+    """Raise a ``CheckpointError`` with one problem for each file that lacks tensors; do nothing if there are none.
+
+    Args:
+        absent: names of tensors that the model needs and that are in none of the files. Transformers would initialize
+            these weights anew.
+        weight_map: name -> name of the file, from the index.
+        files: paths of the files.
+    """
+    by_file: dict[str, list[str]] = {}
+    for name in sorted(absent):
+        by_file.setdefault(weight_map[name], []).append(name)
+    paths = {os.path.basename(file): file for file in files}
+    problems = [
+        problem(
+            "FSDP-E459",
+            paths.get(os.path.basename(file), file),
+            f"does not contain {plural(len(names), 'tensor')} that the index of the model lists there: "
+            f"{format_names(names, 3)}.",
+            COPY_AGAIN,
+        )
+        for file, names in by_file.items()
+    ]
+    raise_if_any(problems[:MAX_PROBLEMS])
+
+
+def raise_shape_mismatches(mismatches: Iterable[ShapeMismatch], model_class: str, folder: str) -> None:
+    """Raise a ``CheckpointError`` with one problem for each file; do nothing if there are no mismatches."""
+    by_file: dict[str, list[ShapeMismatch]] = {}
+    for mismatch in sorted(mismatches):
+        by_file.setdefault(mismatch.file, []).append(mismatch)
+    raise_if_any([_shape_problem(file or folder, each, model_class) for file, each in by_file.items()][:MAX_PROBLEMS])
+
+
+def _shape_problem(place: str, mismatches: list[ShapeMismatch], model_class: str) -> Problem:
+    shown = [
+        f"{each.name} ({format_shape(each.stored)} in the file, {format_shape(each.expected)} in the model)"
+        for each in mismatches
+    ]
+    message = (
+        f"contains {plural(len(mismatches), 'tensor')} with other shapes than in {model_class}: "
+        f"{format_names(shown, 3)}."
+    )
+    return problem("FSDP-E479", place, message, _OTHER_MODEL)
+
+
+class ConfigCheck:
+    """Compares a checkpoint's names and shapes with the model of a config, in the background."""
+
+    def __init__(self, checkpoint: Path, number: int, config: Path) -> None:
+        self._config = config
+        command = [sys.executable, "-m", __name__, str(checkpoint), str(number), str(config)]
+        environ = {"OMP_NUM_THREADS": "1", **os.environ, "HF_HUB_OFFLINE": "1"}
+        pipe = subprocess.PIPE
+        self._process = subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=environ)
+
+    def __enter__(self) -> ConfigCheck:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.kill()
+        self._process.communicate()
+
+    def problems(self) -> list[Problem]:
+        """Wait for the child process, and return its problems, or a note if it failed."""
+        output, errors = self._process.communicate()
+        if self._process.returncode == 0:
+            return [
+                problem(found["code"], found["origin"]["file"], found["message"], found["fix"])
+                for found in json.loads(output)
+            ]
+        reason = (errors.strip().splitlines() or [f"exit code {self._process.returncode}"])[-1]
+        message = f"names and shapes were not compared with a model: {reason}"
+        return [problem("FSDP-N475", self._config, f"{message}.")]
+
+
+def _config_problems_as_json(checkpoint: str, number: str, config: str) -> str:
+    from hf_fsdp_plugin.checkpoint.checking.against_model import config_problems
+    from hf_fsdp_plugin.checkpoint.formats.table import read_stored_model
+
+    found = config_problems(read_stored_model(Path(checkpoint), int(number)), Path(config))
+    return json.dumps([each.to_json() for each in found])
+
+
+if __name__ == "__main__":
+    standard_output = sys.stdout
+    sys.stdout = sys.stderr  # libraries may have printed other lines
+    print(_config_problems_as_json(*sys.argv[1:]), file=standard_output)

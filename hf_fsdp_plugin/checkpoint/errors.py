@@ -1,0 +1,134 @@
+"""Problems of a checkpoint's files and folders."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path, PurePosixPath
+from typing import NoReturn
+
+from hf_fsdp_plugin.problems import CheckpointError, Origin, Problem
+
+MAX_PATH = 4096
+"""Maximum length of a file name in Linux."""
+_TRUSTED = "Use a copy of the checkpoint from a source that you trust."
+COPY_AGAIN = "Copy the checkpoint again, or use another checkpoint."
+"""What to do about damaged and missing files."""
+LFS_POINTER_SIZE = 1024
+"""Maximum size in bytes of a pointer of Git LFS (https://github.com/git-lfs/git-lfs/blob/main/docs/spec.md)."""
+COPY_ALL_RANKS = "Copy the files of all ranks into one folder; they may be on other machines."
+
+
+def problem(code: str, place: Path | str, message: str, fix: str = "") -> Problem:
+    """Return a problem of the file or folder ``place``."""
+    return Problem(code=code, message=message, fix=fix, origin=Origin(source=str(place)))
+
+
+def refuse(code: str, place: Path | str, message: str, fix: str = COPY_AGAIN) -> NoReturn:
+    """Raise a ``CheckpointError`` with a single problem."""
+    raise CheckpointError([problem(code, place, message, fix)])
+
+
+def raise_if_any(problems: list[Problem]) -> None:
+    """Raise all problems as one ``CheckpointError``; do nothing if there are none."""
+    if problems:
+        raise CheckpointError(problems)
+
+
+def refuse_lfs_pointer(path: Path, content: bytes) -> None:
+    """Raise a ``CheckpointError`` if ``content``, the file's first bytes, is a pointer of Git LFS."""
+    if not content.startswith(b"version https://git-lfs.github.com/spec/"):
+        return
+    lines = content[:LFS_POINTER_SIZE].decode(errors="replace").splitlines()
+    size = next((line.removeprefix("size ") for line in lines if line.startswith("size ")), "unknown")
+    refuse(
+        "FSDP-E469",
+        path,
+        f"is a pointer of Git LFS instead of the file, whose size is {size} bytes.",
+        "Run `git lfs pull` in its folder, or download the model again with `hf download`.",
+    )
+
+
+def file_problems_inside(root: Path, files: Iterable[str], place: Path | str) -> list[Problem]:
+    """Return a problem for each file that ``place`` refers to, if it is missing or outside the folder ``root``.
+
+    Absolute paths, ``..`` and symbolic links that leave the folder are outside. Links from a snapshot of the Hugging
+    Face cache to its ``blobs`` are allowed.
+    """
+    return [found for file in files if (found := _file_problem(root, file, place)) is not None]
+
+
+def name_problem(relative: str, place: Path | str) -> Problem | None:
+    """Return a problem if ``place`` refers to a file by a name that is invalid or leaves its folder."""
+    if "\0" in relative or len(relative) > MAX_PATH:
+        return problem("FSDP-E456", place, f"refers to {relative[:80]!r}, which is not a valid file name.", _TRUSTED)
+    if PurePosixPath(relative).is_absolute() or ".." in PurePosixPath(relative).parts or "\\" in relative:
+        return problem("FSDP-E456", place, f"refers to {relative!r}, which is outside its folder.", _TRUSTED)
+    return None
+
+
+def missing_problem(relative: str, place: Path | str) -> Problem:
+    """Return the problem that ``place`` refers to a file that does not exist."""
+    return problem("FSDP-E457", place, f"refers to {relative!r}, which is missing.", COPY_AGAIN)
+
+
+def _file_problem(root: Path, relative: str, place: Path | str) -> Problem | None:
+    if (found := name_problem(relative, place)) is not None:
+        return found
+    # `os.path.realpath`, because `Path.resolve` raises an error for links in a circle.
+    allowed = [os.path.realpath(root)]
+    if root.parent.name == "snapshots":
+        allowed.append(os.path.realpath(root.parent.parent / "blobs"))
+    real = Path(os.path.realpath(root / relative))
+    if not any(real.is_relative_to(folder) for folder in allowed):
+        message = f"refers to {relative!r}, a link to {real}, which is outside its folder."
+        return problem("FSDP-E456", place, message, _TRUSTED)
+    if not real.is_file():
+        return missing_problem(relative, place)
+    return None
+
+
+_CODES_AND_FIXES = {
+    **dict.fromkeys(
+        (errno.ENOSPC, errno.EDQUOT),
+        ("FSDP-E401", "Free space on this disk, or keep fewer checkpoints (save_total_limit)."),
+    ),
+    **dict.fromkeys((errno.EROFS, errno.EACCES, errno.EPERM), ("FSDP-E402", "Save to a folder with write permission.")),
+    errno.ENOTDIR: ("FSDP-E403", "Save to a folder."),
+}
+_OTHER = ("FSDP-E404", "Check the disk, or save to another one.")
+_FULL = 1 << 20
+"""A disk with less free space (bytes) counts as full, if a writer does not report why it failed."""
+
+
+@contextmanager
+def os_errors_as_problems(final: Path) -> Iterator[None]:
+    """Raise ``CheckpointError`` for disk errors in the block, which writes the checkpoint ``final``."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError([_disk_problem(final, error)]) from error
+    except RuntimeError as error:  # torch.save does not report the reason
+        if not _is_full(final.parent):
+            raise
+        full = OSError(errno.ENOSPC, "No space left on device")
+        raise CheckpointError([_disk_problem(final, full)]) from error
+
+
+def _disk_problem(final: Path, error: OSError) -> Problem:
+    code, fix = _CODES_AND_FIXES.get(error.errno or 0, _OTHER)
+    place = f" ({error.filename})" if error.filename is not None else ""
+    message = (
+        f"{final} could not be written: {error.strerror or error}{place}. Checkpoints that were saved before are "
+        "unchanged."
+    )
+    return Problem(code=code, message=message, fix=fix)
+
+
+def _is_full(folder: Path) -> bool:
+    with suppress(OSError):
+        return shutil.disk_usage(folder).free < _FULL
+    return False

@@ -1,0 +1,175 @@
+"""The folders of checkpoints: their commit by a rename, recovery from interrupted commits, removal, and visibility.
+
+Clients of network file systems cache the names in a folder, also of files that did not exist, for up to a minute (NFS:
+``acdirmax``). A wait for such a name that takes longer than a few seconds is announced on stderr.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+from hf_fsdp_plugin.checkpoint.formats.manifest import (
+    Manifest,
+)
+from hf_fsdp_plugin.checkpoint.formats.manifest_reader import read_manifest
+from hf_fsdp_plugin.checkpoint.io import sync
+from hf_fsdp_plugin.checkpoint.names import (
+    BLOCK_FILE,
+    CHECKPOINT_STEMS,
+    MANIFEST_NAME,
+    REPLACED,
+    SAVING,
+    hidden,
+    merged_copies,
+)
+from hf_fsdp_plugin.problems import CheckpointError, Problem
+
+
+def replaced_path(final: Path) -> Path:
+    """The path to which a commit renames the folder that it replaces."""
+    return hidden(final, REPLACED)
+
+
+def put_in_place(folder: Path, final: Path) -> Path | None:
+    """Rename ``folder`` to ``final``.
+
+    Returns:
+        The new path of the folder that was at ``final``, which the caller deletes; ``None`` if there was none. If the
+        second rename fails, the first one is undone.
+    """
+    if not final.exists():
+        folder.rename(final)
+        return None
+    replaced = replaced_path(final)
+    final.rename(replaced)
+    try:
+        folder.rename(final)
+    except OSError:
+        replaced.rename(final)
+        raise
+    return replaced
+
+
+def restore_replaced(final: Path) -> None:
+    """Undo a replacement that was interrupted between its two renames."""
+    replaced = replaced_path(final)
+    if replaced.is_dir() and not final.exists():
+        replaced.rename(final)
+
+
+def recover_interrupted_commit(final: Path) -> None:
+    """Undo a commit that was interrupted before its second rename, or complete one that was interrupted after it."""
+    restore_replaced(final)
+    if replaced_path(final).is_dir():
+        remove_replaced(replaced_path(final), final)
+
+
+def recover_run(run: Path, prefix: str) -> None:
+    """Recover the interrupted commits of a run's checkpoints, and remove the staging folders of interrupted saves."""
+    for path in run.glob(f".{prefix}*{REPLACED}"):
+        recover_interrupted_commit(run / path.name.removeprefix(".").removesuffix(REPLACED))
+    for path in run.glob(f".{prefix}*{SAVING}"):
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def remove_checkpoint(checkpoint: Path) -> None:
+    """Rename a checkpoint to a staging folder, then delete it, so that no incomplete checkpoint has its name.
+
+    Its merged copies are deleted too.
+    """
+    for copy in merged_copies(checkpoint):
+        shutil.rmtree(copy, ignore_errors=True)
+    removed = hidden(checkpoint.with_name(checkpoint.name.removeprefix(".")), f".removed{SAVING}")
+    shutil.rmtree(removed, ignore_errors=True)
+    checkpoint.rename(removed)
+    shutil.rmtree(removed, ignore_errors=True)
+
+
+def remove_replaced(before: Path, final: Path) -> None:
+    """Move the user's files from a replaced folder to ``final``, and remove the rest."""
+    for relative in _files_of_user(before):
+        target = final / relative
+        if not target.exists():
+            target.parent.mkdir(parents=True, exist_ok=True)
+            (before / relative).rename(target)
+    remove_checkpoint(before)
+
+
+def _files_of_user(folder: Path) -> list[Path]:
+    """Return the files in a checkpoint's folder that were not written by a save."""
+    manifest = _read_manifest(folder)
+    files = [path.relative_to(folder) for path in folder.rglob("*") if path.is_file()]
+    if manifest is not None:
+        listed = {record.path for record in manifest.files} | {MANIFEST_NAME, BLOCK_FILE}
+        return [path for path in files if path.as_posix() not in listed]
+    return [path for path in files if not path.parts[0].startswith(CHECKPOINT_STEMS)]
+
+
+def move_files(folder: Path, final: Path) -> None:
+    """Move all files, with the manifest last, and remove the files that only the previous manifest lists."""
+    final.mkdir(parents=True, exist_ok=True)
+    before = _read_manifest(final)
+    (final / MANIFEST_NAME).unlink(missing_ok=True)
+    (final / BLOCK_FILE).unlink(missing_ok=True)
+    new = sorted(path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
+    for relative in sorted(new, key=lambda path: path.name == MANIFEST_NAME):
+        (final / relative).parent.mkdir(parents=True, exist_ok=True)
+        (folder / relative).replace(final / relative)
+    for record in before.files if before is not None else ():
+        if Path(record.path) not in new:
+            (final / record.path).unlink(missing_ok=True)
+    sync(final)
+
+
+def _read_manifest(folder: Path) -> Manifest | None:
+    """Return the manifest of a folder; ``None`` if it is missing or damaged."""
+    try:
+        return read_manifest(folder)
+    except CheckpointError:
+        return None
+
+
+TIMEOUT = 75.0
+"""Seconds: longer than a client of NFS caches the names in a folder."""
+_ANNOUNCED = 3.0
+"""Seconds after which a wait is announced."""
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.01, 1.0
+
+
+def await_path(path: Path) -> bool:
+    """Return whether a path exists that exists on another machine, after at most ``TIMEOUT`` seconds."""
+    start, pause, announced = time.monotonic(), _FIRST_PAUSE, False
+    while not path.exists():
+        waited = time.monotonic() - start
+        if waited > TIMEOUT:
+            return False
+        if waited > _ANNOUNCED and not announced:
+            rank = os.environ.get("RANK", "0")
+            text = f"rank {rank} waits for {path}, which rank 0 sees, for up to {TIMEOUT:g} seconds."
+            print(f"hf-fsdp: {text}", file=sys.stderr, flush=True)
+            announced = True
+        with suppress(OSError):
+            os.listdir(path.parent)  # lets the client ask the server
+        time.sleep(pause)
+        pause = min(2 * pause, _LONGEST_PAUSE)
+    return True
+
+
+def check_visible(path: Path, did: str) -> None:
+    """Wait for a path that rank 0 sees.
+
+    Args:
+        did: what rank 0 did, for the message: ``created``.
+
+    Raises:
+        CheckpointError: this rank does not see it after ``TIMEOUT`` seconds.
+    """
+    if not await_path(path):
+        message = f"rank 0 {did} {path}, but this rank cannot see it: the ranks have no common file system."
+        fix = "Save to a folder that all machines share, and resume from there."
+        raise CheckpointError([Problem(code="FSDP-E405", message=message, fix=fix)])

@@ -1,0 +1,332 @@
+"""The zip archives that ``torch.save`` writes: their directories, records, pickles and CRC-32 checksums. No torch.
+
+Records are uncompressed, so the file contains a tensor's bytes as they were in memory. A ``.bin`` or ``.pt`` file is
+one archive; a ``.distcp`` file of DCP is a sequence of archives. The directory is at the end of an archive:
+https://pkware.cachefly.net/webdocs/casestudies/APPNOTE.TXT
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn
+
+from hf_fsdp_plugin.checkpoint.errors import refuse
+from hf_fsdp_plugin.checkpoint.formats.boxes import dtype_size
+from hf_fsdp_plugin.checkpoint.formats.pickles import PickledTensor, read_pickle
+from hf_fsdp_plugin.checkpoint.io import reading
+from hf_fsdp_plugin.checkpoint.names import ENTRY_ALIGNMENT
+
+_END = struct.Struct("<4s4H2LH")
+END_SIZE = _END.size
+"""Size in bytes of the record at the end of an archive."""
+END_SIGNATURE = b"PK\5\6"
+_END64 = struct.Struct("<4sQ2H2L4Q")
+_END64_LOCATOR_SIZE = 20
+_ENTRY = struct.Struct("<4s6H3L5H2L")
+_LOCAL = struct.Struct("<4s5H3L2H")
+_MAX32 = 0xFFFFFFFF
+"""A 32-bit field contains this number if its value is in the zip64 field."""
+
+Read = Callable[[int, int], bytes]
+"""(byte offset, number of bytes) -> bytes; fewer bytes if the file is shorter."""
+
+
+class ZipError(Exception):
+    """The bytes are not a complete zip archive."""
+
+
+class ZipEntry(NamedTuple):
+    """An entry of the directory; its header is at the byte offset ``header`` in the archive."""
+
+    name: bytes
+    header: int
+    size: int
+    packed_size: int
+    crc: int
+    compressed: bool
+
+
+def read_directory(read: Read, stop: int) -> tuple[int, int, list[ZipEntry]]:
+    """Return the entries of the archive that ends at ``stop``, after the offsets of the archive and of its directory.
+
+    Raises:
+        ZipError, struct.error: there is no complete archive.
+    """
+    at = stop - _END.size
+    if at < 0:
+        raise ZipError("it has fewer bytes than an archive")
+    end = _END.unpack(read(at, _END.size))
+    size, offset = end[5:7]
+    locator = at - _END64_LOCATOR_SIZE
+    if locator >= _END64.size and read(locator, 4) == b"PK\6\7":
+        at = locator - _END64.size
+        end64 = _END64.unpack(read(at, _END64.size))
+        if end64[0] != b"PK\6\6":
+            raise ZipError("its zip64 directory is not at the recorded offset")
+        size, offset = end64[8:10]
+    if end[0] != END_SIGNATURE or end[7] != 0:
+        raise ZipError("it does not end with the directory of an archive")
+    if size + offset > at:
+        raise ZipError("its directory is not at the recorded offset")
+    return at - size - offset, at - size, _entries(read(at - size, size))
+
+
+def data_offset(read: Read, archive: int, entry: ZipEntry) -> int:
+    """Return the byte offset of an entry's data, which follow its local header.
+
+    Raises:
+        ZipError, struct.error: the header is missing, or belongs to another entry.
+    """
+    header = archive + entry.header
+    data = read(header, _LOCAL.size + len(entry.name))
+    fields = _LOCAL.unpack(data[: _LOCAL.size])
+    if fields[0] != b"PK\3\4" or data[_LOCAL.size :] != entry.name:
+        raise ZipError(f"no entry {entry.name.decode('utf-8', 'replace')!r} begins at byte {header:,}")
+    return header + _LOCAL.size + fields[9] + fields[10]
+
+
+def _entries(data: bytes) -> list[ZipEntry]:
+    entries = []
+    at = 0
+    while at < len(data):
+        fields = _ENTRY.unpack_from(data, at)
+        name_at = at + _ENTRY.size
+        extra_at = name_at + fields[10]
+        at = extra_at + fields[11] + fields[12]
+        if fields[0] != b"PK\1\2" or at > len(data):
+            raise ZipError("its directory is damaged")
+        extra = data[extra_at : extra_at + fields[11]]
+        size, packed_size, header = _wide(extra, (fields[9], fields[8], fields[16]))
+        entries.append(ZipEntry(data[name_at:extra_at], header, size, packed_size, fields[7], fields[4] != 0))
+    return entries
+
+
+def _wide(extra: bytes, values: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the values, with those of more than 32 bits read from the zip64 field. It contains no other values."""
+    at = 0
+    while at + 4 <= len(extra):
+        kind, length = struct.unpack_from("<2H", extra, at)
+        if kind == 1:
+            wide = iter(struct.unpack_from(f"<{length // 8}Q", extra, at + 4))
+            return tuple(next(wide, value) if value == _MAX32 else value for value in values)
+        at += 4 + length
+    return values
+
+
+_EDGE = 2048
+"""Bytes read at once from each end of a zip. They contain all headers of a zip with one tensor."""
+_END_SIZE = 22
+"""Size in bytes of the record at the end of a zip."""
+
+
+class TorchZip:
+    """The records of a zip in the bytes ``[start, start + length)`` of an open file.
+
+    Record names do not include the folder inside the zip: ``data.pkl``, ``data/0``.
+
+    Raises:
+        CheckpointError: from every method, if the zip is truncated, compressed or damaged.
+    """
+
+    def __init__(self, descriptor: int, start: int, length: int, place: Path | str) -> None:
+        self._descriptor = descriptor
+        self._start = start
+        self._length = length
+        self._place = place
+        self._head = os.pread(descriptor, min(length, _EDGE), start)
+        self._tail = os.pread(descriptor, min(length, _EDGE), start + length - min(length, _EDGE))
+        self._records = self._read_directory()
+        if "byteorder" in self._records and self.read("byteorder") != b"little":
+            refuse("FSDP-E460", place, "is big-endian.", "Load and save it on a little-endian machine.")
+
+    def read(self, name: str) -> bytes:
+        """Return a record's bytes."""
+        return self._bytes(self.offset(name) - self._start, self._records[name].size)
+
+    def size(self, name: str) -> int:
+        """Return the number of bytes of a record."""
+        return self._records[name].size
+
+    def offset(self, name: str) -> int:
+        """Return the byte offset of a record's data in the file."""
+        if name not in self._records:
+            self._damaged(f"it has no record {name!r}")
+        record = self._records[name]
+        try:
+            begin = data_offset(self._bytes, 0, record)
+        except (ZipError, struct.error) as error:
+            self._damaged(f"{error}")
+        if begin + record.size > self._length:
+            self._damaged(f"record {name!r} ends after the end of the zip")
+        return self._start + begin
+
+    def value(self) -> Any:
+        """Return the object that was saved, with a :class:`PickledTensor` for each tensor."""
+        return read_pickle(self.read("data.pkl"), self._place)
+
+    def tensor_offset(self, tensor: PickledTensor) -> int:
+        """Return the byte offset of a tensor's first element in the file. Checks that the last one is in the record."""
+        if 0 in tensor.shape:
+            # torch does not write a record for an empty storage.
+            return self._start
+        name = f"data/{tensor.storage.key}"
+        begin = self.offset(name)
+        reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.strides, strict=True))
+        width = dtype_size(tensor.dtype)
+        needed = (tensor.offset + reach + 1) * width
+        if needed > self.size(name):
+            self._damaged(f"record {name!r} has {self.size(name)} bytes, and its tensor needs {needed}")
+        return begin + tensor.offset * width
+
+    def _read_directory(self) -> dict[str, ZipEntry]:
+        if self._head[:1] == b"\x80":
+            fix = "Load it with torch and save it again."
+            refuse("FSDP-E460", self._place, "is in the format of torch versions before 1.6, without a zip.", fix)
+        try:
+            archive, _, entries = read_directory(self._bytes, self._length)
+        except (ZipError, struct.error) as error:
+            self._damaged(f"{error}")
+        if archive != 0:
+            self._damaged("its directory is not at the recorded offset")
+        records = {entry.name.decode("utf-8", "replace").partition("/")[2]: entry for entry in entries}
+        for name, entry in records.items():
+            if entry.compressed or entry.size != entry.packed_size:
+                self._damaged(f"record {name!r} is compressed or invalid")
+        return records
+
+    def _bytes(self, at: int, size: int) -> bytes:
+        if at < 0 or at + size > self._length:
+            self._damaged(f"its directory refers to bytes {at} to {at + size} of {self._length}")
+        if at + size <= len(self._head):
+            return self._head[at : at + size]
+        before_tail = self._length - len(self._tail)
+        if at >= before_tail:
+            return self._tail[at - before_tail :][:size]
+        return os.pread(self._descriptor, size, self._start + at)
+
+    def _damaged(self, how: str) -> NoReturn:
+        refuse("FSDP-E453", self._place, f"is damaged: {how}.")
+
+
+class TensorZips:
+    """A reader of zips with one tensor each. DCP writes thousands of them, so equal headers are parsed only once."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[int, bytes], tuple[bytes, PickledTensor, int]] = {}
+
+    def read(self, descriptor: int, start: int, length: int, place: Path | str) -> tuple[Any, int]:
+        """Return the tensor (or other saved object), and the byte offset of its first element in the file."""
+        end = os.pread(descriptor, _END_SIZE, start + max(0, length - _END_SIZE))
+        known = self._known.get((length, end))
+        if known is not None:
+            headers, tensor, offset = known
+            if os.pread(descriptor, len(headers), start) == headers:
+                return tensor, start + offset
+        zipped = TorchZip(descriptor, start, length, place)
+        value = zipped.value()
+        if not isinstance(value, PickledTensor):
+            return value, start
+        offset = zipped.tensor_offset(value) - start
+        # Everything that describes the tensor precedes its bytes; the directory repeats it.
+        self._known[length, end] = os.pread(descriptor, offset, start), value, offset
+        return value, start + offset
+
+
+_CRC_BLOCK = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class StoredEntry:
+    """An uncompressed entry: bytes ``[start, stop)`` of the file. ``crc`` is 0 if the writer did not compute it."""
+
+    start: int
+    stop: int
+    crc: int
+
+
+class NotAnArchive(ValueError):
+    """The bytes before ``stop`` are not a complete zip archive."""
+
+    def __init__(self, stop: int) -> None:
+        super().__init__(f"the bytes before {stop:,} are not a complete zip archive")
+        self.stop = stop
+
+
+def is_archive(path: Path) -> bool:
+    """Whether a file has the signature of a zip archive."""
+    with reading(path) as file:
+        return file.read(4) == b"PK\x03\x04"
+
+
+def stored_pickles(path: Path) -> list[bytes]:
+    """Return the pickles in an archive that ``torch.save`` has written.
+
+    Raises:
+        ZipError, struct.error, OverflowError: an entry is compressed, so it could fill the memory, or the archive
+            cannot be read.
+    """
+    with reading(path) as file:
+        end = os.fstat(file.fileno()).st_size
+
+        def read(start: int, size: int) -> bytes:
+            if start + size > end:
+                raise ZipError("an entry ends after the end of the archive")
+            return os.pread(file.fileno(), size, start)
+
+        archive, _, entries = read_directory(read, end)
+        if any(entry.compressed or entry.size != entry.packed_size for entry in entries):
+            raise ZipError("it has compressed entries, which torch does not write")
+        # torch finds its pickle in letters of any case.
+        found = [entry for entry in entries if entry.name.lower().endswith(b".pkl")]
+        return [read(data_offset(read, archive, entry), entry.size) for entry in found]
+
+
+def crc_file(path: Path, start: int, stop: int) -> int:
+    """Return the CRC-32 of the bytes ``[start, stop)`` of a file, or up to the end of the file if it is shorter."""
+    crc = 0
+    with reading(path) as file:
+        while start < stop and (block := os.pread(file.fileno(), min(_CRC_BLOCK, stop - start), start)):
+            crc = zlib.crc32(block, crc)
+            start += len(block)
+    return crc
+
+
+def stored_entries(path: Path) -> Iterator[StoredEntry]:
+    """Yield every uncompressed entry of every archive in the file, the last archive first.
+
+    Raises:
+        NotAnArchive: some bytes of the file do not belong to a complete archive.
+    """
+    with reading(path) as file:
+
+        def read(start: int, size: int) -> bytes:
+            return os.pread(file.fileno(), size, start)
+
+        stop = os.fstat(file.fileno()).st_size
+        while stop > 0:
+            try:
+                archive, directory, entries = read_directory(read, stop)
+                starts = [data_offset(read, archive, entry) for entry in entries]
+            except (ZipError, struct.error, OverflowError):  # OverflowError: an offset outside the file
+                raise NotAnArchive(stop) from None
+            for start, entry in zip(starts, entries, strict=True):
+                if start + entry.packed_size > directory:
+                    raise NotAnArchive(stop)
+                if not entry.compressed:
+                    yield StoredEntry(start, start + entry.size, entry.crc)
+            stop = _end_before(read, archive)
+
+
+def _end_before(read: Read, start: int) -> int:
+    """Return the end of the archive before the one at ``start``: this package aligns archives, with zeros between."""
+    if start % ENTRY_ALIGNMENT:
+        return start
+    begin = max(0, start - ENTRY_ALIGNMENT - END_SIZE + 1)
+    data = read(begin, start - begin)
+    end = data.rfind(END_SIGNATURE) + END_SIZE
+    return begin + end if end >= END_SIZE and not any(data[end:]) else start

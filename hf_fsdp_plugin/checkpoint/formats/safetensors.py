@@ -1,0 +1,312 @@
+"""The formats ``full``: the safetensors files of a Hugging Face folder and of a PEFT adapter, read and laid out.
+
+A file is 8 bytes (little-endian length of the header), the header (JSON, padded with spaces) and the tensors without
+gaps, row-major and little-endian: https://github.com/huggingface/safetensors#format. The layout is known before a file
+is written, so that several writers can fill it concurrently. File names and the index are those of Hugging Face.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import struct
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from hf_fsdp_plugin.checkpoint.errors import (
+    COPY_AGAIN,
+    LFS_POINTER_SIZE,
+    file_problems_inside,
+    problem,
+    raise_if_any,
+    refuse,
+    refuse_lfs_pointer,
+)
+from hf_fsdp_plugin.checkpoint.formats.boxes import SAFETENSORS_NAMES, SIZES, dtype_size, row_major, whole
+from hf_fsdp_plugin.checkpoint.formats.stored import (
+    CheckpointFormat,
+    StoredModel,
+    StoredPiece,
+    StoredTensor,
+    without_replicas,
+)
+from hf_fsdp_plugin.checkpoint.io import parse_json, read_file, reading, without_duplicates
+from hf_fsdp_plugin.checkpoint.names import ADAPTER, HF_MODEL, index_file, numbered_from_one, safetensors_file
+from hf_fsdp_plugin.plan.names import canonical_name
+from hf_fsdp_plugin.problems import Problem
+from hf_fsdp_plugin.text import format_names, plural
+
+MAX_HEADER = 100_000_000
+"""Maximum size of a header in bytes; the limit of the safetensors library."""
+
+DTYPES = {
+    **{name: dtype for dtype, name in SAFETENSORS_NAMES.items()},
+    "F8_E4M3FNUZ": "float8_e4m3fnuz",
+    "F8_E5M2FNUZ": "float8_e5m2fnuz",
+}
+"""The element types of safetensors files -> torch's."""
+
+
+class Entry(NamedTuple):
+    """A tensor in a safetensors file; ``offset`` is the byte offset of its first element in the file."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+
+
+def read_header(path: Path, *, any_dtype: bool = False) -> tuple[dict[str, Entry], dict[str, str]]:
+    """Return a safetensors file's entries and metadata. Checks that the tensors tile the bytes after the header.
+
+    Args:
+        any_dtype: accept element types that this package does not know, such as the packed ones of quantized weights.
+
+    Raises:
+        CheckpointError: the file is truncated, longer than its header allows, or its header is damaged.
+    """
+    with reading(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        head = file.read(8)
+        length = struct.unpack("<Q", head)[0] if len(head) == 8 else 0
+        if not 2 <= length <= min(size - 8, MAX_HEADER):
+            refuse_lfs_pointer(path, head + file.read(LFS_POINTER_SIZE))
+            message = f"has {size} bytes and a header of {length} bytes; it is truncated or not a safetensors file."
+            refuse("FSDP-E453", path, message)
+        text = file.read(length)
+    begin = 8 + length
+    try:
+        header = _parse_json(text)
+        metadata = header.pop("__metadata__", {})
+        found = sorted(_parse_entry(name, entry, begin, any_dtype) for name, entry in header.items())
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        refuse("FSDP-E453", path, f"has a damaged header ({type(error).__name__}: {error}).")
+    at = 0
+    for start, stop, name, entry in found:
+        num_bytes = math.prod(entry.shape) * SIZES[entry.dtype] if entry.dtype in SIZES else stop - start
+        if start != at or stop - start != num_bytes:
+            message = (
+                f"tensor {name!r}, {entry.dtype} {entry.shape}, has the data offsets {start} to {stop}, and the next "
+                f"free byte is {at}: tensors overlap, leave gaps or have the wrong size."
+            )
+            refuse("FSDP-E453", path, message)
+        at = stop
+    if begin + at != size:
+        cut = [(stop, name) for _, stop, name, _ in found if begin + stop > size]
+        missing = f": the bytes of {min(cut)[1]!r} are incomplete" if cut else ""
+        others = f", and so are {plural(len(cut) - 1, 'other tensor')}" if len(cut) > 1 else ""
+        refuse("FSDP-E453", path, f"has {size} bytes; its header requires {begin + at}{missing}{others}.")
+    return {name: entry for _, _, name, entry in found}, metadata
+
+
+def read_weight_map(root: Path, index: Path) -> dict[str, set[str]]:
+    """Return file -> names of its tensors, from a Hugging Face index. Checks that all files exist inside the folder."""
+    shards = parse_weight_map(index)
+    raise_if_any(file_problems_inside(root, shards, index))
+    return shards
+
+
+def parse_weight_map(index: Path) -> dict[str, set[str]]:
+    """Return file -> names of its tensors, from a Hugging Face index. The files are not looked at.
+
+    Raises:
+        CheckpointError: the index is damaged.
+    """
+    text = read_file(index)
+    refuse_lfs_pointer(index, text)
+    try:
+        weight_map = parse_json(text)["weight_map"]
+        shards: dict[str, set[str]] = {}
+        for name, file in weight_map.items():
+            if not isinstance(file, str):
+                raise TypeError(f"{name!r} is in {file!r}")
+            shards.setdefault(file, set()).add(name)
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        message = (
+            f"is not a valid index of weights ({type(error).__name__}: {error}). Expected: a JSON object whose "
+            "weight_map contains the file of each tensor."
+        )
+        refuse("FSDP-E453", index, message)
+    return shards
+
+
+def _parse_json(text: bytes) -> dict[str, Any]:
+    """Return the JSON object of a header. Raises ``ValueError`` if an object in it has a key twice."""
+    header = json.loads(text)
+    # Each key has a colon after it. If there are no more colons than keys that were found, no key was there twice.
+    num_keys = len(header) + sum(len(entry) for entry in header.values() if type(entry) is dict)
+    return header if text.count(b":") == num_keys else json.loads(text, object_pairs_hook=without_duplicates)
+
+
+def _parse_entry(name: str, entry: Mapping[str, Any], begin: int, any_dtype: bool) -> tuple[int, int, str, Entry]:
+    """Return start and stop after ``begin``, name and entry of a tensor."""
+    dtype = DTYPES.get(entry["dtype"])
+    if dtype is None:
+        if not any_dtype or not isinstance(entry["dtype"], str):
+            raise ValueError(f"unknown element type {entry['dtype']!r}")
+        dtype = entry["dtype"]
+    shape = tuple(entry["shape"])
+    for size in shape:
+        if type(size) is not int or size < 0:
+            raise ValueError(f"shape {shape}")
+    start, stop = entry["data_offsets"]
+    if not (type(start) is int and type(stop) is int and 0 <= start <= stop):
+        raise ValueError(f"data_offsets {entry['data_offsets']}")
+    return start, stop, name, Entry(dtype, shape, begin + start)
+
+
+DATA_ALIGNMENT = 4096
+"""The tensors begin at a multiple of this many bytes, so that direct I/O and memory maps start at a page."""
+
+Tensor = tuple[str, str, tuple[int, ...]]
+"""Name, torch's name of the dtype, shape."""
+
+
+@dataclass(frozen=True, slots=True)
+class SafetensorsFile:
+    """The layout of one file.
+
+    Attributes:
+        name: ``model.safetensors`` or ``model-00001-of-00003.safetensors``.
+        header: all bytes before the first tensor.
+        size: size of the whole file in bytes.
+        offsets: tensor -> byte offset in the file, in ascending order.
+    """
+
+    name: str
+    header: bytes
+    size: int
+    offsets: dict[str, int]
+
+
+def num_bytes(dtype: str, shape: tuple[int, ...]) -> int:
+    return math.prod(shape) * dtype_size(dtype)
+
+
+def plan_files(
+    tensors: Sequence[Tensor], max_shard_size: int, stem: str = "model", metadata: Mapping[str, str] | None = None
+) -> list[SafetensorsFile]:
+    """Return the files that contain ``tensors``, each with at most ``max_shard_size`` bytes of tensors.
+
+    Tensors are assigned in order. A tensor larger than ``max_shard_size`` gets a separate file. Within a
+    file, large dtypes come first, so that tensors are aligned to their element size.
+
+    Raises:
+        CheckpointError: a name is duplicate or reserved, or safetensors does not support a dtype.
+    """
+    _check(tensors)
+    shards = _assign(tensors, max_shard_size)
+    names = [f"{stem}.safetensors"]
+    if len(shards) > 1:
+        names = [f"{stem}-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
+    return [_file(name, shard, metadata or {}) for name, shard in zip(names, shards, strict=True)]
+
+
+def index_text(files: Sequence[SafetensorsFile]) -> str | None:
+    """Return the text of ``model.safetensors.index.json``; ``None`` for a single file, which has no index."""
+    if len(files) == 1:
+        return None
+    index = {
+        "metadata": {"total_size": sum(file.size - len(file.header) for file in files)},
+        "weight_map": {name: file.name for file in files for name in file.offsets},
+    }
+    return json.dumps(index, indent=2, sort_keys=True) + "\n"
+
+
+def _check(tensors: Sequence[Tensor]) -> None:
+    problems = []
+    seen = set()
+    for name, dtype, _ in tensors:
+        if dtype not in SAFETENSORS_NAMES:
+            fix = f"Convert it to one of {', '.join(SAFETENSORS_NAMES)}."
+            message = f"'{name}' is {dtype}, which safetensors does not support."
+            problems.append(Problem(code="FSDP-E466", message=message, fix=fix))
+        if name in seen or name == "__metadata__":
+            reason = "is the name of two tensors" if name in seen else "is a reserved name of safetensors"
+            problems.append(Problem(code="FSDP-E467", message=f"'{name}' {reason}.", fix="Rename the tensor."))
+        seen.add(name)
+    raise_if_any(problems)
+
+
+def _assign(tensors: Sequence[Tensor], max_shard_size: int) -> list[list[Tensor]]:
+    shards: list[list[Tensor]] = []
+    alone: list[list[Tensor]] = []
+    free = -1
+    for tensor in tensors:
+        size = num_bytes(*tensor[1:])
+        if size > max_shard_size:
+            alone.append([tensor])
+            continue
+        if size > free:
+            shards.append([])
+            free = max_shard_size
+        shards[-1].append(tensor)
+        free -= size
+    return shards + alone or [[]]
+
+
+def _file(name: str, tensors: Sequence[Tensor], metadata: Mapping[str, str]) -> SafetensorsFile:
+    entries: dict[str, object] = {"__metadata__": {"format": "pt", **metadata}}
+    starts = {}
+    end = 0
+    for tensor, dtype, shape in sorted(tensors, key=lambda entry: -dtype_size(entry[1])):
+        starts[tensor], begin = end, end
+        end += num_bytes(dtype, shape)
+        entries[tensor] = {"dtype": SAFETENSORS_NAMES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
+    text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-(8 + len(text)) % DATA_ALIGNMENT)
+    header = struct.pack("<Q", len(text)) + text
+    return SafetensorsFile(name, header, len(header) + end, {key: len(header) + at for key, at in starts.items()})
+
+
+def read_safetensors_model(root: Path, name: str) -> StoredModel | None:
+    """Return the model in the file ``name``, or in the shards that its index lists; ``None`` if neither exists."""
+    index = root / index_file(name)
+    shards: Mapping[str, Set[str] | None]
+    files: tuple[str, ...]
+    if (root / name).is_file():
+        raise_if_any(file_problems_inside(root, [name], root))
+        shards, files = {name: None}, (name,)
+    elif index.is_file():
+        shards = read_weight_map(root, index)
+        files = index.name, *shards
+    else:
+        return None
+    tensors: dict[str, StoredTensor] = {}
+    problems: list[Problem] = []
+    for shard, names in shards.items():
+        entries, _ = read_header(root / shard)
+        names = entries.keys() if names is None else names
+        absent = sorted(names - entries.keys())
+        if absent:
+            message = f"lists {plural(len(absent), 'tensor')} that {shard} does not contain: "
+            problems.append(problem("FSDP-E459", index, f"{message}{format_names(absent, 3)}.", COPY_AGAIN))
+        for key in (key for key in entries if key in names):
+            entry = entries[key]
+            piece = StoredPiece(whole(entry.shape), shard, entry.offset, row_major(entry.shape))
+            plain = canonical_name(key)
+            tensors[plain] = StoredTensor(plain, entry.dtype, entry.shape, without_replicas([piece]))
+    raise_if_any(problems)
+    return StoredModel(root, FULL_FORMAT.name, tensors, files)
+
+
+_MODEL_FILE = safetensors_file(f"{HF_MODEL}{{suffix}}")
+_ADAPTER_FILE = safetensors_file(ADAPTER)
+
+FULL_FORMAT = CheckpointFormat(
+    name="full",
+    state_dict_type="full",
+    model_files=(_MODEL_FILE, index_file(_MODEL_FILE)),
+    read_model=lambda root, number: read_safetensors_model(root, safetensors_file(numbered_from_one(HF_MODEL, number))),
+    hugging_face_names=True,
+    index_files=(index_file(safetensors_file(HF_MODEL)),),
+)
+ADAPTER_FORMAT = CheckpointFormat(
+    name="full",
+    state_dict_type="full",
+    model_files=(_ADAPTER_FILE, index_file(_ADAPTER_FILE)),
+    read_model=lambda root, number: read_safetensors_model(root, _ADAPTER_FILE),
+    hugging_face_names=True,
+)

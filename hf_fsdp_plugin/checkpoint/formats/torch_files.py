@@ -1,0 +1,250 @@
+"""The formats of ``torch.save``: ``bin``, a state dict in one file, and ``per_rank``, a file per rank with its parts.
+
+Accelerate writes the second with ``use_dcp=False``.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from hf_fsdp_plugin.checkpoint.errors import COPY_ALL_RANKS, problem, raise_if_any, refuse
+from hf_fsdp_plugin.checkpoint.formats.archives import TorchZip
+from hf_fsdp_plugin.checkpoint.formats.boxes import Box, whole, within
+from hf_fsdp_plugin.checkpoint.formats.optimizer_state import optimizer_parts
+from hf_fsdp_plugin.checkpoint.formats.pickles import Distributed, PickledTensor, Replicate, Shard, StridedShard
+from hf_fsdp_plugin.checkpoint.formats.safetensors import read_weight_map
+from hf_fsdp_plugin.checkpoint.formats.stored import (
+    MAX_PROBLEMS,
+    CheckpointFormat,
+    StoredModel,
+    StoredOptimizer,
+    StoredPiece,
+    StoredTensor,
+    coverage_problems,
+    without_replicas,
+)
+from hf_fsdp_plugin.checkpoint.io import open_regular
+from hf_fsdp_plugin.checkpoint.names import FSDP_MODEL, HF_MODEL_BIN, OPTIMIZER, index_file, numbered, numbered_from_one
+from hf_fsdp_plugin.plan.names import canonical_name
+from hf_fsdp_plugin.problems import CheckpointError
+from hf_fsdp_plugin.torch_private.modules import LOCAL_TENSOR_ATTRIBUTE
+
+
+def parts_of(value: Distributed) -> tuple[tuple[int, ...], list[tuple[Box, PickledTensor]]]:
+    """Return the global shape, and this rank's non-empty boxes with their tensors.
+
+    Raises:
+        ValueError: the placement is not supported, or sizes contradict each other.
+        AttributeError, KeyError, TypeError: the pickle is not in the form that torch 2.13 writes.
+    """
+    return _of_dtensor(value.state) if value.kind == "DTensor" else _of_sharded_tensor(value.state)
+
+
+def _of_dtensor(state: Any) -> tuple[tuple[int, ...], list[tuple[Box, PickledTensor]]]:
+    attributes = state[1] if isinstance(state, tuple) else state
+    local, spec = attributes[LOCAL_TENSOR_ATTRIBUTE], attributes["_spec"]
+    shape = tuple(spec.tensor_meta.shape)
+    begins, ends = [0] * len(shape), list(shape)
+    sizes = [math.prod(_flat(axis.shape)) for axis in spec.mesh._layout.axes]
+    for size, coordinate, placement in zip(sizes, spec.mesh._coordinate_on_dim, spec.placements, strict=True):
+        if isinstance(placement, Replicate):
+            continue
+        if not isinstance(placement, Shard) or isinstance(placement, StridedShard):
+            raise ValueError(f"placement {type(placement).__name__} is not supported")
+        dim = placement.dim
+        length = ends[dim] - begins[dim]
+        # Like torch.chunk: the chunks are equal, except that the last ones may be smaller or empty.
+        chunk = -(-length // size)
+        start = min(chunk * coordinate, length)
+        begins[dim], ends[dim] = begins[dim] + start, begins[dim] + min(start + chunk, length)
+    box = Box(tuple(begins), tuple(end - begin for begin, end in zip(begins, ends, strict=True)))
+    return shape, _non_empty(shape, [(box, local)])
+
+
+def _flat(shape: Any) -> Sequence[int]:
+    return [n for part in shape for n in _flat(part)] if isinstance(shape, tuple) else [shape]
+
+
+def _of_sharded_tensor(state: Any) -> tuple[tuple[int, ...], list[tuple[Box, PickledTensor]]]:
+    shards, metadata = state[0], state[1]
+    boxes = [(Box(tuple(s.metadata.shard_offsets), tuple(s.metadata.shard_sizes)), s.tensor) for s in shards]
+    shape = tuple(metadata.size)
+    return shape, _non_empty(shape, boxes)
+
+
+def _non_empty(shape: tuple[int, ...], parts: list[tuple[Box, PickledTensor]]) -> list[tuple[Box, PickledTensor]]:
+    """Return the parts that are not empty. Raises ``ValueError`` for a tensor that does not match its box."""
+    for box, tensor in parts:
+        if not isinstance(tensor, PickledTensor) or tensor.shape != box.sizes or not within(box, shape):
+            raise ValueError(f"a part of shape {getattr(tensor, 'shape', None)} does not match {box} of {shape}")
+    return [(box, tensor) for box, tensor in parts if box.numel]
+
+
+FLAT_PARAMETER = "flat_param"
+"""Suffix of the names in a local state dict of FSDP1."""
+
+
+_FLAT = "is a LOCAL_STATE_DICT of stock FSDP1, which lacks the names and shapes of the original parameters."
+_FLAT_FIX = (
+    "Load it with the script and the number of ranks that wrote it, and save it with fsdp_state_dict_type: "
+    "SHARDED_STATE_DICT."
+)
+
+
+class _File(NamedTuple):
+    relative: str
+    zip: TorchZip
+
+
+def read_state_dict(root: Path, names: list[str]) -> dict[Any, Any]:
+    """Merge the state dicts of all files into one, with a :class:`StoredTensor` for each tensor."""
+    with ExitStack() as stack:
+        found: list[tuple[_File, Any]] = []
+        for name in names:
+            path = root / name
+            descriptor = open_regular(path)
+            stack.callback(os.close, descriptor)
+            zipped = TorchZip(descriptor, 0, os.fstat(descriptor).st_size, path)
+            value = zipped.value()
+            if not isinstance(value, dict):
+                refuse("FSDP-E460", path, f"contains a {type(value).__name__} instead of a state dict.")
+            if any(str(key).endswith(FLAT_PARAMETER) for key in value):
+                refuse("FSDP-E460", path, _FLAT, _FLAT_FIX)
+            found.append((_File(name, zipped), value))
+        try:
+            return _merge("", found)
+        except (AttributeError, KeyError, TypeError, ValueError, IndexError, ArithmeticError, RecursionError) as error:
+            if isinstance(error, CheckpointError):
+                raise
+            message = f"is not a state dict in the form that torch 2.13 writes ({type(error).__name__}: {error})."
+            fix = "Save it again with fsdp_state_dict_type: SHARDED_STATE_DICT and use_dcp=True."
+            refuse("FSDP-E460", root / names[0], message, fix)
+
+
+def model_entries(state: dict[Any, Any]) -> tuple[dict[str, StoredTensor], dict[str, Any]]:
+    """Split a model's state dict into tensors and other values, by canonical name."""
+    tensors: dict[str, StoredTensor] = {}
+    objects: dict[str, Any] = {}
+    for key, value in state.items():
+        name = canonical_name(str(key))
+        if isinstance(value, StoredTensor):
+            tensors[name] = StoredTensor(name, value.dtype, value.shape, value.pieces)
+        else:
+            objects[name] = value
+    return tensors, objects
+
+
+def _merge(name: str, found: list[tuple[_File, Any]]) -> Any:
+    """Merge the values of one name from several files. A value that is not a tensor is taken from the first file."""
+    file, first = found[0]
+    if isinstance(first, dict):
+        keys = {key: None for _, value in found for key in value}
+        return {key: _merge(str(key), [(f, value[key]) for f, value in found if key in value]) for key in keys}
+    if isinstance(first, list):
+        return [_merge(name, [(file, item)]) for item in first]
+    if not isinstance(first, (PickledTensor, Distributed)):
+        return first
+    shape, dtype = None, None
+    pieces = []
+    for file, value in found:
+        global_shape, parts = _boxes(value)
+        if shape not in (None, global_shape):
+            raise ValueError(f"{name!r} has the shape {global_shape} in {file.relative} and {shape} in another file")
+        shape = global_shape
+        for box, tensor in parts:
+            dtype = dtype or tensor.dtype
+            pieces.append(StoredPiece(box, file.relative, file.zip.tensor_offset(tensor), tensor.strides))
+    return StoredTensor(name, dtype or "float32", shape or (), without_replicas(pieces))
+
+
+def _boxes(value: PickledTensor | Distributed) -> tuple[tuple[int, ...], list[tuple[Box, PickledTensor]]]:
+    if isinstance(value, PickledTensor):
+        return value.shape, [(whole(value.shape), value)]
+    return parts_of(value)
+
+
+def _read_bin_model(root: Path, number: int) -> StoredModel | None:
+    """Return the model in Accelerate's file, or in the file or shards of a Hugging Face folder."""
+    for stem in (FSDP_MODEL, HF_MODEL_BIN):
+        name = f"{numbered_from_one(stem, number)}.bin"
+        index = root / index_file(name)
+        if (root / name).is_file() or index.is_file():
+            names = [name] if (root / name).is_file() else list(read_weight_map(root, index))
+            tensors, objects = model_entries(read_state_dict(root, names))
+            listed = (index.name,) if index.name not in names and index.is_file() else ()
+            return StoredModel(root, BIN_FORMAT.name, tensors, (*listed, *names), objects)
+    return None
+
+
+def _read_bin_optimizer(root: Path, number: int) -> StoredOptimizer | None:
+    """Return the optimizer in Accelerate's file; ``None`` if the file does not exist."""
+    path = root / f"{numbered_from_one(OPTIMIZER, number)}.bin"
+    if not path.is_file():
+        return None
+    state, groups = optimizer_parts(read_state_dict(root, [path.name]), root, path)
+    return StoredOptimizer(root, BIN_FORMAT.name, state, groups, (path.name,))
+
+
+_HF_FILE = f"{HF_MODEL_BIN}{{suffix}}.bin"
+
+BIN_FORMAT = CheckpointFormat(
+    name="bin",
+    state_dict_type="full",
+    model_files=(f"{FSDP_MODEL}{{suffix}}.bin", _HF_FILE, index_file(_HF_FILE)),
+    read_model=_read_bin_model,
+    read_optimizer=_read_bin_optimizer,
+    hugging_face_names=True,
+    index_files=(index_file(f"{HF_MODEL_BIN}.bin"),),
+)
+
+
+def _read_per_rank_model(root: Path, number: int) -> StoredModel | None:
+    """Return the model in ``{stem}_rank{R}.bin`` of all ranks, or ``None`` if there are no such files."""
+    for stem in dict.fromkeys((numbered(FSDP_MODEL, number), numbered_from_one(FSDP_MODEL, number))):
+        if names := _rank_files(root, stem):
+            tensors, objects = model_entries(read_state_dict(root, names))
+            _check_coverage(root, stem, names, tensors.values())
+            return StoredModel(root, PER_RANK_FORMAT.name, tensors, tuple(names), objects)
+    return None
+
+
+def _read_per_rank_optimizer(root: Path, number: int) -> StoredOptimizer | None:
+    """Return the optimizer in ``{stem}_rank{R}.bin`` of all ranks, or ``None`` if there are no such files."""
+    stem = numbered(OPTIMIZER, number)
+    names = _rank_files(root, stem)
+    if not names:
+        return None
+    state, groups = optimizer_parts(read_state_dict(root, names), root, root / names[0])
+    tensors = (value for entry in state.values() for value in entry.values() if isinstance(value, StoredTensor))
+    _check_coverage(root, stem, names, tensors)
+    return StoredOptimizer(root, PER_RANK_FORMAT.name, state, groups, tuple(names))
+
+
+def _check_coverage(root: Path, stem: str, names: list[str], tensors: Iterable[StoredTensor]) -> None:
+    fix = f"Only {', '.join(names)} are in the folder. {COPY_ALL_RANKS}"
+    raise_if_any(coverage_problems(root / f"{stem}_rank*.bin", tensors, fix))
+
+
+def _rank_files(root: Path, stem: str) -> list[str]:
+    """Return the files in rank order. Raises ``CheckpointError`` if a file below the highest rank is missing."""
+    pattern = re.compile(rf"{re.escape(stem)}_rank(\d{{1,7}})\.bin")
+    ranks = {int(match[1]) for path in root.iterdir() if (match := pattern.fullmatch(path.name))}
+    missing = [root / f"{stem}_rank{rank}.bin" for rank in range(max(ranks, default=0)) if rank not in ranks]
+    message = "is missing, although files of higher ranks exist."
+    raise_if_any([problem("FSDP-E457", path, message, COPY_ALL_RANKS) for path in missing[:MAX_PROBLEMS]])
+    return [f"{stem}_rank{rank}.bin" for rank in sorted(ranks)]
+
+
+PER_RANK_FORMAT = CheckpointFormat(
+    name="per_rank",
+    state_dict_type="sharded",
+    model_files=(f"{FSDP_MODEL}_{{number}}_rank*.bin", f"{FSDP_MODEL}{{suffix}}_rank*.bin"),
+    read_model=_read_per_rank_model,
+    read_optimizer=_read_per_rank_optimizer,
+)
