@@ -12,6 +12,7 @@ import mmap
 import os
 import stat
 import threading
+import weakref
 from collections import Counter, OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -21,7 +22,6 @@ from typing import Any, BinaryIO, NoReturn, Self
 import xxhash
 
 from hf_fsdp_plugin.checkpoint.errors import refuse
-from hf_fsdp_plugin.problems import CheckpointError, Origin, Problem
 
 PAGE = 4096
 """Alignment in bytes of direct reads and writes, in the file and in memory."""
@@ -103,8 +103,7 @@ def read_file(path: Path) -> bytes:
     message = (
         f"has {size:,} bytes, too many to read it into memory; files with metadata have at most {_MAX_METADATA:,}."
     )
-    fix = "Copy the checkpoint again, or use another checkpoint."
-    raise CheckpointError([Problem(code="FSDP-E412", message=message, fix=fix, origin=Origin(source=str(path)))])
+    refuse("FSDP-E412", path, message)
 
 
 def write_text(path: Path, text: str) -> None:
@@ -192,14 +191,13 @@ class InputFiles:
         self._root = root
         self._open: OrderedDict[str, _InputFile] = OrderedDict()
         self._block = memoryview(mmap.mmap(-1, MAX_SPAN))  # uses no memory until the first read
+        weakref.finalize(self, _close_all, self._open)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for file in self._open.values():
-            file.close()
-        self._open.clear()
+        _close_all(self._open)
 
     def read(self, file: str, offset: int, out: memoryview) -> None:
         """Fill ``out`` from byte ``offset`` on. Raises ``CheckpointError`` if the file ends earlier."""
@@ -208,11 +206,12 @@ class InputFiles:
             count = opened.read(position, out)
             if count == 0:
                 message = f"ends at byte {position:,}; {position + len(out):,} bytes were expected."
-                fix = "Copy the checkpoint again, or use another checkpoint."
-                raise CheckpointError(
-                    [Problem(code="FSDP-E453", message=message, fix=fix, origin=Origin(source=str(self._root / file)))]
-                )
+                refuse("FSDP-E453", self._root / file, message)
             out, position = out[count:], position + count
+
+    def descriptor(self, file: str) -> int:
+        """Return the descriptor of a file, which other files may replace."""
+        return self._opened(file).descriptor
 
     def _opened(self, file: str) -> _InputFile:
         if file in self._open:
@@ -224,22 +223,28 @@ class InputFiles:
         return self._open[file]
 
 
+def _close_all(files: dict[str, _InputFile]) -> None:
+    for file in files.values():
+        file.close()
+    files.clear()
+
+
 class _InputFile:
     """An open file. Large reads of bytes that are not in the page cache bypass it, since they are needed only once."""
 
     def __init__(self, path: Path, block: memoryview) -> None:
         self._path, self._block = path, block
-        self._cached = open_regular(path)
+        self.descriptor = open_regular(path)
         self._direct: int | None = None if DIRECT and _ONLY_CACHED else -1
 
     def close(self) -> None:
-        os.close(self._cached)
+        os.close(self.descriptor)
         self._close_direct()
 
     def read(self, offset: int, out: memoryview) -> int:
         """Read some bytes into ``out`` and return their number, which is 0 only at the end of the file."""
         if len(out) < _LARGE or self._direct == -1:
-            return os.preadv(self._cached, [out], offset)
+            return os.preadv(self.descriptor, [out], offset)
         for attempt in (self._read_cached, self._read_directly):
             try:
                 count = attempt(offset, out)
@@ -252,10 +257,10 @@ class _InputFile:
                 break
             if count:
                 return count
-        return os.preadv(self._cached, [out], offset)
+        return os.preadv(self.descriptor, [out], offset)
 
     def _read_cached(self, offset: int, out: memoryview) -> int:
-        return os.preadv(self._cached, [out], offset, _ONLY_CACHED)
+        return os.preadv(self.descriptor, [out], offset, _ONLY_CACHED)
 
     def _close_direct(self) -> None:
         """Use the page cache from now on, because the file system does not support direct reads."""

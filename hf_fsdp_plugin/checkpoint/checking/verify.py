@@ -62,7 +62,7 @@ def manifest_problems(model: StoredModel, optimizer: StoredOptimizer | None, man
             f"{label} ({format_shape(tensor.shape)}, the parameter {format_shape(shapes[tensor.name])})"
             for label, tensor in labelled_tensors(optimizer)
             if tensor.name in shapes
-            and state_layout(label.partition(" of ")[0], tensor.shape, shapes[tensor.name]) == "unsupported"
+            and state_layout(label.partition(" of ")[0], tensor.shape, shapes[tensor.name]) == "other"
         ]
     total = len(manifest.parameters)
     found = [

@@ -140,13 +140,18 @@ class TorchZip:
         self._place = place
         self._head = os.pread(descriptor, min(length, _EDGE), start)
         self._tail = os.pread(descriptor, min(length, _EDGE), start + length - min(length, _EDGE))
-        self._records = self._read_directory()
+        self._entries = self._read_directory()
+        self._records = {entry.name.decode("utf-8", "replace").partition("/")[2]: entry for entry in self._entries}
         if "byteorder" in self._records and self.read("byteorder") != b"little":
             refuse("FSDP-E460", place, "is big-endian.", "Load and save it on a little-endian machine.")
 
     def read(self, name: str) -> bytes:
         """Return a record's bytes."""
-        return self._bytes(self.offset(name) - self._start, self._records[name].size)
+        return self._read(self._record(name))
+
+    def pickles(self) -> list[bytes]:
+        """Return the bytes of all pickles. torch finds its pickle in letters of any case."""
+        return [self._read(entry) for entry in self._entries if entry.name.lower().endswith(b".pkl")]
 
     def size(self, name: str) -> int:
         """Return the number of bytes of a record."""
@@ -154,16 +159,7 @@ class TorchZip:
 
     def offset(self, name: str) -> int:
         """Return the byte offset of a record's data in the file."""
-        if name not in self._records:
-            self._damaged(f"it has no record {name!r}")
-        record = self._records[name]
-        try:
-            begin = data_offset(self._bytes, 0, record)
-        except (ZipError, struct.error) as error:
-            self._damaged(f"{error}")
-        if begin + record.size > self._length:
-            self._damaged(f"record {name!r} ends after the end of the zip")
-        return self._start + begin
+        return self._start + self._begin(self._record(name))
 
     def value(self) -> Any:
         """Return the object that was saved, with a :class:`PickledTensor` for each tensor."""
@@ -183,7 +179,25 @@ class TorchZip:
             self._damaged(f"record {name!r} has {self.size(name)} bytes, and its tensor needs {needed}")
         return begin + tensor.offset * width
 
-    def _read_directory(self) -> dict[str, ZipEntry]:
+    def _record(self, name: str) -> ZipEntry:
+        if name not in self._records:
+            self._damaged(f"it has no record {name!r}")
+        return self._records[name]
+
+    def _begin(self, entry: ZipEntry) -> int:
+        """Return the byte offset of an entry's data in the zip."""
+        try:
+            begin = data_offset(self._bytes, 0, entry)
+        except (ZipError, struct.error) as error:
+            self._damaged(f"{error}")
+        if begin + entry.size > self._length:
+            self._damaged(f"record {entry.name!r} ends after the end of the zip")
+        return begin
+
+    def _read(self, entry: ZipEntry) -> bytes:
+        return self._bytes(self._begin(entry), entry.size)
+
+    def _read_directory(self) -> list[ZipEntry]:
         if self._head[:1] == b"\x80":
             fix = "Load it with torch and save it again."
             refuse("FSDP-E460", self._place, "is in the format of torch versions before 1.6, without a zip.", fix)
@@ -193,11 +207,10 @@ class TorchZip:
             self._damaged(f"{error}")
         if archive != 0:
             self._damaged("its directory is not at the recorded offset")
-        records = {entry.name.decode("utf-8", "replace").partition("/")[2]: entry for entry in entries}
-        for name, entry in records.items():
+        for entry in entries:
             if entry.compressed or entry.size != entry.packed_size:
-                self._damaged(f"record {name!r} is compressed or invalid")
-        return records
+                self._damaged(f"record {entry.name!r} is compressed or invalid")
+        return entries
 
     def _bytes(self, at: int, size: int) -> bytes:
         if at < 0 or at + size > self._length:
@@ -264,26 +277,9 @@ def is_archive(path: Path) -> bool:
 
 
 def stored_pickles(path: Path) -> list[bytes]:
-    """Return the pickles in an archive that ``torch.save`` has written.
-
-    Raises:
-        ZipError, struct.error, OverflowError: an entry is compressed, so it could fill the memory, or the archive
-            cannot be read.
-    """
+    """Return the pickles in an archive that ``torch.save`` has written. Raises the errors of :class:`TorchZip`."""
     with reading(path) as file:
-        end = os.fstat(file.fileno()).st_size
-
-        def read(start: int, size: int) -> bytes:
-            if start + size > end:
-                raise ZipError("an entry ends after the end of the archive")
-            return os.pread(file.fileno(), size, start)
-
-        archive, _, entries = read_directory(read, end)
-        if any(entry.compressed or entry.size != entry.packed_size for entry in entries):
-            raise ZipError("it has compressed entries, which torch does not write")
-        # torch finds its pickle in letters of any case.
-        found = [entry for entry in entries if entry.name.lower().endswith(b".pkl")]
-        return [read(data_offset(read, archive, entry), entry.size) for entry in found]
+        return TorchZip(file.fileno(), 0, os.fstat(file.fileno()).st_size, path).pickles()
 
 
 def crc_file(path: Path, start: int, stop: int) -> int:

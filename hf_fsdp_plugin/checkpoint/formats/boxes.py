@@ -89,6 +89,12 @@ def row_major(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(reversed(strides))
 
 
+def is_row_major(strides: Iterable[int], shape: Sequence[int]) -> bool:
+    """Whether elements with these strides are contiguous in row-major order. In a dim of size 1, any stride is."""
+    steps = zip(shape, strides, row_major(shape), strict=True)
+    return all(size == 1 or stride == dense for size, stride, dense in steps)
+
+
 def span(strides: Iterable[int], shape: Iterable[int]) -> int:
     """Return the number of elements of a file from the first to the last element of a box with these strides."""
     return 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))

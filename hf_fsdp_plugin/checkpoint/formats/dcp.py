@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import os
 import reprlib
-import weakref
-from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -38,7 +36,7 @@ from hf_fsdp_plugin.checkpoint.formats.stored import (
     coverage_problems,
     without_replicas,
 )
-from hf_fsdp_plugin.checkpoint.io import MAX_OPEN, open_regular, read_file, reading
+from hf_fsdp_plugin.checkpoint.io import InputFiles, read_file, reading
 from hf_fsdp_plugin.checkpoint.names import DCP_METADATA, DCP_SUFFIX, FSDP_MODEL, INDEX_FILE, OPTIMIZER, numbered
 from hf_fsdp_plugin.plan.names import canonical_name
 from hf_fsdp_plugin.problems import CheckpointError, Problem
@@ -283,32 +281,22 @@ def _split(name: str) -> _Path:
     return (top, rest) if top in ("model", "optimizer") and rest else (name,)
 
 
-@dataclass(frozen=True, slots=True)
-class _File:
-    path: Path
-    relative: str
-    """Path relative to the checkpoint."""
-    descriptor: int
-    size: int
-
-
 class _Zips:
     """Reads the headers of the archives in a folder's files. At most 64 files stay open, until this is deleted."""
 
     def __init__(self, root: Path, folder: Path, place: Path) -> None:
         """``place``: the file that refers to the archives, for messages."""
         self._root, self._folder, self._place = root, folder, place
-        self._open: OrderedDict[str, _File] = OrderedDict()
+        self._files = InputFiles(folder)
         self._checked: set[str] = set()
         self._zips = TensorZips()
         self._pieces: dict[tuple[str, int], StoredPiece] = {}
-        weakref.finalize(self, _close, self._open)
 
     def __enter__(self) -> _Zips:
         return self
 
     def __exit__(self, *_: object) -> None:
-        _close(self._open)
+        self._files.__exit__()
 
     def read_all(self, entries: Iterable[_Entry]) -> list[str]:
         """Read all pieces, one file after the other. Return the files, relative to the checkpoint."""
@@ -322,7 +310,7 @@ class _Zips:
             for entry, number in by_file[file]:
                 if entry.dtype:
                     self._piece(entry, number)
-        return sorted((self._folder / file).relative_to(self._root).as_posix() for file in by_file)
+        return sorted(map(self._relative, by_file))
 
     def pieces(self, entry: _Entry, numbers: Iterable[int] | None = None) -> tuple[StoredPiece, ...]:
         """Return the pieces with these numbers, or all, without replicas."""
@@ -332,12 +320,10 @@ class _Zips:
 
     def value(self, entry: _Entry) -> Any:
         """Return an entry that ``.metadata`` does not describe: an object, or a tensor."""
-        region = entry.regions[0]
-        file = self._file_of(region)
-        value, offset = self._zips.read(file.descriptor, region.start, region.length, file.path)
+        value, offset = self._read(entry.regions[0])
         if not isinstance(value, PickledTensor):
             return value
-        piece = StoredPiece(whole(value.shape), file.relative, offset, value.strides)
+        piece = StoredPiece(whole(value.shape), self._relative(entry.regions[0].file), offset, value.strides)
         return StoredTensor(entry.name, value.dtype, value.shape, without_replicas([piece]))
 
     def _piece(self, entry: _Entry, number: int) -> StoredPiece:
@@ -346,45 +332,35 @@ class _Zips:
         return self._pieces[entry.name, number]
 
     def _read_piece(self, entry: _Entry, box: Box, region: _Bytes) -> StoredPiece:
-        file = self._file_of(region)
-        tensor, offset = self._zips.read(file.descriptor, region.start, region.length, file.path)
+        tensor, offset = self._read(region)
         if not isinstance(tensor, PickledTensor) or (tensor.dtype, tensor.shape) != (entry.dtype, box.sizes):
             found = f"{tensor.dtype} {tensor.shape}" if isinstance(tensor, PickledTensor) else type(tensor).__name__
             message = (
                 f"contains {found} at byte {region.start}, but {DCP_METADATA} expects {entry.dtype} {box.sizes} of "
                 f"{entry.name!r} there."
             )
-            refuse("FSDP-E459", file.path, message, f"The files are of different checkpoints. {COPY_AGAIN}")
-        return StoredPiece(box, file.relative, offset, tensor.strides)
+            refuse(
+                "FSDP-E459",
+                self._folder / region.file,
+                message,
+                f"The files are of different checkpoints. {COPY_AGAIN}",
+            )
+        return StoredPiece(box, self._relative(region.file), offset, tensor.strides)
 
-    def _file_of(self, region: _Bytes) -> _File:
-        file = self._opened(region.file)
-        if region.start + region.length > file.size:
-            stop = region.start + region.length
-            message = f"has {file.size} bytes, but {DCP_METADATA} refers to bytes {region.start} to {stop}."
-            refuse("FSDP-E453", file.path, message)
-        return file
+    def _read(self, region: _Bytes) -> tuple[Any, int]:
+        """Return the saved object, and the byte offset of its first element in the file."""
+        if region.file not in self._checked:
+            raise_if_any(file_problems_inside(self._folder, [region.file], self._place))
+            self._checked.add(region.file)
+        path, descriptor = self._folder / region.file, self._files.descriptor(region.file)
+        size, stop = os.fstat(descriptor).st_size, region.start + region.length
+        if stop > size:
+            message = f"has {size} bytes, but {DCP_METADATA} refers to bytes {region.start} to {stop}."
+            refuse("FSDP-E453", path, message)
+        return self._zips.read(descriptor, region.start, region.length, path)
 
-    def _opened(self, name: str) -> _File:
-        if name in self._open:
-            self._open.move_to_end(name)
-            return self._open[name]
-        if name not in self._checked:
-            raise_if_any(file_problems_inside(self._folder, [name], self._place))
-            self._checked.add(name)
-        if len(self._open) == MAX_OPEN:
-            os.close(self._open.popitem(last=False)[1].descriptor)
-        path = self._folder / name
-        descriptor = open_regular(path)
-        size = os.fstat(descriptor).st_size
-        self._open[name] = _File(path, path.relative_to(self._root).as_posix(), descriptor, size)
-        return self._open[name]
-
-
-def _close(files: dict[str, _File]) -> None:
-    for file in files.values():
-        os.close(file.descriptor)
-    files.clear()
+    def _relative(self, file: str) -> str:
+        return (self._folder / file).relative_to(self._root).as_posix()
 
 
 class _PiecesInZips(PieceTable):

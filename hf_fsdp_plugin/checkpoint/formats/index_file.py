@@ -242,7 +242,7 @@ class IndexFile:
             refuse("FSDP-E453", self._folder / name, message)
         return self._prefix + name
 
-    def names(self, numbers: NDArray[Any]) -> set[str]:
+    def paths(self, numbers: NDArray[Any]) -> set[str]:
         """Return the paths of files relative to the checkpoint."""
         return {self._prefix + self.files[number] for number in set(numbers.tolist())}
 
@@ -300,7 +300,7 @@ class IndexedPieces(PieceTable):
         starts = [flat_start(box, shape) for box in boxes]
         if None in starts or Box((), tuple(shape)).numel > _LARGEST:
             return super().uncovered(shape)
-        # All chunks are contiguous in the tensor: as in ``boxes.uncovered``, for all at once.
+        # All chunks are contiguous in the tensor: compute what ``boxes.uncovered`` does, for all chunks at once.
         counts, _, _, steps = _columns(rows, ndim)
         which, member = _members(counts)
         flat_steps = steps[:, 2:] @ numpy.array(row_major(shape), dtype=numpy.int64)
@@ -313,7 +313,7 @@ class IndexedPieces(PieceTable):
         return Box((), tuple(shape)).numel - covered
 
     def files(self) -> set[str]:
-        return self._index.names(self._expanded(self._segments())[0])
+        return self._index.paths(self._expanded(self._segments())[0])
 
     def key(self) -> Hashable:
         return id(self)  # tied tensors have the same table

@@ -59,23 +59,6 @@ _PAGE = 1024
 """Number of records that are read at once."""
 
 
-def pack(ranges: Iterable[FileRange], names: dict[str, int]) -> bytes:
-    """Return the records of the ranges that are not empty. New names are added to ``names``, with their index."""
-    return b"".join(
-        _RECORD.pack(item.start, item.stop, names.setdefault(item.name, len(names)), bytes.fromhex(item.hash))
-        for item in ranges
-        if item.start < item.stop
-    )
-
-
-def pack_all(ranges: Iterable[FileRange], names: dict[str, int]) -> bytes:
-    """Return the records of all ranges, also of the empty ones."""
-    return b"".join(
-        _RECORD.pack(item.start, item.stop, names.setdefault(item.name, len(names)), bytes.fromhex(item.hash))
-        for item in ranges
-    )
-
-
 class _Ranges(Sequence[FileRange]):
     """Ranges of one file that are created when they are accessed."""
 
@@ -93,33 +76,48 @@ class _Ranges(Sequence[FileRange]):
 
 
 class PackedRanges(_Ranges):
-    """The ranges of one file as the records of :func:`pack_all`: a range is created only when it is accessed."""
+    """The ranges of one file as records: a range is created only when it is accessed."""
 
     def __init__(self, data: bytes | memoryview, names: Sequence[str]) -> None:
-        self._data, self._names = data, names
+        self.data, self.names = data, names
+
+    @classmethod
+    def of(cls, ranges: Iterable[FileRange], names: dict[str, int]) -> PackedRanges:
+        """Return ranges as records. New names are added to ``names``, with their index."""
+        records = [
+            _RECORD.pack(item.start, item.stop, names.setdefault(item.name, len(names)), bytes.fromhex(item.hash))
+            for item in ranges
+        ]
+        return cls(b"".join(records), list(names))
 
     def __len__(self) -> int:
-        return len(self._data) // RECORD_SIZE
+        return len(self.data) // RECORD_SIZE
 
     def _at(self, number: int) -> FileRange:
-        start, stop, name, digest = _RECORD.unpack_from(self._data, number * RECORD_SIZE)
-        return FileRange(start=start, stop=stop, hash=digest.hex(), name=self._names[name])
+        start, stop, name, digest = _RECORD.unpack_from(self.data, number * RECORD_SIZE)
+        return FileRange(start=start, stop=stop, hash=digest.hex(), name=self.names[name])
 
     def packed(self, names: dict[str, int], numbers: dict[int, Any]) -> bytes:
-        """Return what :func:`pack` returns for these ranges.
+        """Return the records of the ranges that are not empty, with other numbers of the names.
 
         Args:
+            names: name -> its number in the result. New names are added.
             numbers: the numbers of the names of earlier calls with the same ``names``, by the id of the sequence.
         """
         import numpy
 
-        if id(self._names) not in numbers:
-            numbers[id(self._names)] = numpy.array([names.setdefault(name, len(names)) for name in self._names], "<u4")
-        records = numpy.frombuffer(self._data, _FIELDS)
+        if id(self.names) not in numbers:  # the sequence is kept, so that no other one gets its id
+            found = numpy.array([names.setdefault(name, len(names)) for name in self.names], "<u4")
+            numbers[id(self.names)] = self.names, found
+        records = numpy.frombuffer(self.data, _FIELDS)
         records = records[records["start"] < records["stop"]]
         if len(records):
-            records["name"] = numbers[id(self._names)][records["name"]]
+            records["name"] = numbers[id(self.names)][1][records["name"]]
         return records.tobytes()
+
+
+def _packed(ranges: Sequence[FileRange]) -> PackedRanges:
+    return ranges if isinstance(ranges, PackedRanges) else PackedRanges.of(ranges, {})
 
 
 def joined_ranges(parts: Sequence[Sequence[FileRange]]) -> Sequence[FileRange]:
@@ -132,7 +130,7 @@ def joined_ranges(parts: Sequence[Sequence[FileRange]]) -> Sequence[FileRange]:
     numbers: dict[int, Any] = {}
     packed = []
     for part in parts:
-        packed.append(part.packed(names, numbers) if isinstance(part, PackedRanges) else pack(part, names))
+        packed.append(_packed(part).packed(names, numbers))
     records = numpy.frombuffer(b"".join(packed), _FIELDS)
     return PackedRanges(records[numpy.argsort(records["start"], kind="stable")].tobytes(), tuple(names))
 
@@ -260,10 +258,7 @@ def _with_block_file(m: Manifest) -> tuple[str, list[bytes]]:
         if len(record.ranges) < 2:
             files.append(_file_tree(record))
             continue
-        if isinstance(record.ranges, PackedRanges):  # of a rank: with many ranks, no loop over ranges
-            data = record.ranges.packed(names, numbers)
-        else:
-            data = pack(record.ranges, names)
+        data = _packed(record.ranges).packed(names, numbers)
         count = len(data) // RECORD_SIZE
         files.append({"path": record.path, "size": record.size, "blocks": [first, count], "hash": hash_bytes(data)})
         packed.append(data)

@@ -1,12 +1,14 @@
-"""The layouts of an optimizer's state tensors, for saving, loading and verification.
+"""The layouts of an optimizer's state tensors, for saving, loading and verification, and the parts of its state dict.
+
+:func:`state_layout` decides by the shapes of a state tensor and its parameter:
 
 ``like_parameter``: sharded like its parameter. Loaded with any number of ranks.
 ``scalar``: one number that is equal on all ranks.
-``whole``: the state of an optimizer that steps on whole parameters (Adafactor's rows and columns under FSDP2), equal on
-all ranks, of any shape. Loaded with any number of ranks.
-``per_shard``: any other state, such as the codes and scales of 8-bit optimizers, which belongs to one shard's elements.
-The key contains the range of these elements, as in ``absmax1@0+2048``. Only a rank with the same elements can load it.
-A tensor subclass (torchao's quantized state) is stored as its inner tensors: ``exp_avg.codes@0+2048``.
+``other``: any other shape. How it is stored depends on the optimizer. If it steps on whole parameters (Adafactor's rows
+and columns under FSDP2), the state is whole and equal on all ranks, and loaded with any number of ranks. Else it
+belongs to the elements of one shard, such as the codes and scales of 8-bit optimizers: the key contains the range of
+these elements, as in ``absmax1@0+2048``, and only a rank with the same elements can load it. A tensor subclass (torchao's
+quantized state) is stored as its inner tensors: ``exp_avg.codes@0+2048``.
 
 To support state with another layout, add it here, and its case in ``shards.py`` and ``reading/optimizer.py``.
 """
@@ -26,7 +28,7 @@ from hf_fsdp_plugin.checkpoint.formats.stored import StoredTensor
 from hf_fsdp_plugin.checkpoint.io import open_regular
 from hf_fsdp_plugin.plan.names import canonical_name
 
-StateLayout = Literal["like_parameter", "scalar", "unsupported"]
+StateLayout = Literal["like_parameter", "scalar", "other"]
 _RANGE, _INNER = "@", "."
 
 
@@ -34,7 +36,7 @@ def state_layout(key: str, shape: tuple[int, ...], parameter_shape: tuple[int, .
     """Return the layout of the state tensor ``key``. Both shapes are of whole tensors, or both are of local tensors."""
     if math.prod(shape) == 1 and (key == "step" or shape != parameter_shape):
         return "scalar"
-    return "like_parameter" if shape == parameter_shape else "unsupported"
+    return "like_parameter" if shape == parameter_shape else "other"
 
 
 def is_plain(value: Any) -> bool:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
+from types import FunctionType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hf_fsdp_plugin.checkpoint.errors import refuse
@@ -31,24 +32,11 @@ class _Constant(type):
     __delattr__ = __setattr__  # type: ignore[assignment]
 
 
-class _Function:
-    """A stand-in function, without attributes that a pickle could set."""
-
-    __slots__ = ("_function",)
-    _function: Callable[..., Any]
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        object.__setattr__(self, "_function", function)
-
-    def __call__(self, *arguments: Any) -> Any:
-        return self._function(*arguments)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        raise AttributeError(f"{name} of a stand-in function cannot be set")
-
-
 class _Counted:
-    """A function that a pickle calls. It counts the lengths of its arguments, of which it may make copies."""
+    """A function that a pickle calls, without attributes that the pickle could set.
+
+    It counts the lengths of its arguments, of which it may make copies.
+    """
 
     __slots__ = ("_function", "_reader")
     _function: Callable[..., Any]
@@ -163,12 +151,10 @@ class ShardOrderEntry(_ShardOrderEntry, metaclass=_Constant):
     __slots__ = ()
 
 
-@_Function
 def _tensor_v2(storage: PickledStorage, offset: int, size: Any, strides: Any, *_: Any) -> PickledTensor:
     return _tensor(storage, storage.dtype, offset, size, strides)
 
 
-@_Function
 def _tensor_v3(storage: PickledStorage, offset: int, size: Any, strides: Any, *rest: Any) -> PickledTensor:
     """Stand-in for dtypes without a storage class: the storage is untyped, and the dtype is an argument."""
     return _tensor(storage, rest[2], offset, size, strides)
@@ -182,18 +168,15 @@ def _tensor(storage: PickledStorage, dtype: str, offset: int, size: Any, strides
     return PickledTensor(storage, dtype, offset, tuple(size), tuple(strides))
 
 
-@_Function
 def _first(value: Any, *_: Any) -> Any:
     """Stand-in for calls of which only the first argument is needed: ``Parameter``, ``torch.device``, enums."""
     return value
 
 
-@_Function
 def _kept_arguments(*arguments: Any) -> Any:
     return arguments
 
 
-@_Function
 def _from_type(_function: Any, kind: Any, arguments: Any, state: Any) -> Any:
     """Stand-in for the function that rebuilds a subclass of ``Tensor``, or a ``Tensor`` with attributes."""
     if isinstance(kind, str):
@@ -203,13 +186,11 @@ def _from_type(_function: Any, kind: Any, arguments: Any, state: Any) -> Any:
     return _function(*arguments)
 
 
-@_Function
 def _attribute(owner: Any, name: str) -> Any:
     """Stand-in for ``getattr``, with which enum members and nested classes are pickled. Does not read any attribute."""
     return Kept if (owner, name) == ("ShardedTensor", "ProcessGroupState") else name
 
 
-@_Function
 def _latin(text: str, encoding: str = "latin1") -> bytes:
     """Stand-in for ``_codecs.encode``, with which protocol 2 encodes bytes."""
     if encoding != "latin1":
@@ -217,18 +198,15 @@ def _latin(text: str, encoding: str = "latin1") -> bytes:
     return text.encode("latin1")
 
 
-@_Function
 def _no_bytes() -> bytes:
     """Stand-in for ``bytes()``, which protocol 2 calls for empty bytes. ``bytes(n)`` would allocate ``n`` bytes."""
     return b""
 
 
-@_Function
 def _path(*parts: str) -> str:
     return "/".join(parts)
 
 
-@_Function
 def _size(numbers: Any = ()) -> tuple[int, ...]:
     """Stand-in for ``torch.Size``."""
     if not isinstance(numbers, (list, tuple)) or not all(type(number) is int for number in numbers):
@@ -339,7 +317,7 @@ class _Reader(pickle.Unpickler):
             found = ALLOWED[module][name]
         except KeyError:
             raise _RefusedName(f"{module}.{name}") from None
-        return _Counted(found, self) if isinstance(found, _Function) or found in _COPYING else found
+        return _Counted(found, self) if isinstance(found, FunctionType) or found in _COPYING else found
 
     def count(self, num_copied: int) -> None:
         """Count the elements and characters that a call copies. Raises ``_Excess`` if they are too many."""

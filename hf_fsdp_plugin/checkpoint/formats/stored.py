@@ -20,7 +20,7 @@ from hf_fsdp_plugin.checkpoint.formats.boxes import (
     flat_range,
     flat_start,
     intersect,
-    row_major,
+    is_row_major,
     slices,
     span,
     uncovered,
@@ -78,7 +78,7 @@ class PieceTable(Sequence[StoredPiece]):
         return {piece.file for piece in self.load()}
 
     def key(self) -> Hashable:
-        """Return a key that is equal for tables of the same bytes."""
+        """Return a key that is equal for two tables whose pieces are the same bytes of the same files."""
         return frozenset(self.load())
 
     def __len__(self) -> int:
@@ -137,6 +137,17 @@ class StoredTensor:
             message = f"{plural(missing, 'element')} of {self.name} are in none of the files."
             raise CheckpointError([Problem(code="FSDP-E458", message=message, fix=COPY_AGAIN)])
         return found
+
+    def parts_of(self, box: Box) -> Iterator[tuple[StoredPiece, Box, int]]:
+        """Yield each piece with elements of ``box``, these elements, and the byte offset of the first one in its file.
+
+        Raises the errors of :meth:`within`.
+        """
+        for piece in self.within(box):
+            if (common := intersect(box, piece.box)) is not None:
+                ahead = zip(common.offsets, piece.box.offsets, piece.strides, strict=True)
+                first = sum((here - origin) * stride for here, origin, stride in ahead)
+                yield piece, common, piece.offset + first * dtype_size(self.dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,30 +263,16 @@ def read_run(files: InputFiles, tensor: StoredTensor, start: int, stop: int, out
     size = dtype_size(tensor.dtype)
     for box in flat_range(tensor.shape, start, stop):
         part, out = out[: box.numel * size], out[box.numel * size :]
-        for piece in tensor.within(box):
-            common = intersect(box, piece.box)
-            if common is not None:
-                _read_common(files, piece, common, box, part, size)
+        for piece, common, offset in tensor.parts_of(box):
+            within = Box(tuple(each.start for each in slices(common, box)), common.sizes)
+            first = flat_start(within, box.sizes)
+            if first is not None and is_row_major(piece.strides, common.sizes):
+                files.read(piece.file, offset, part[first * size : (first + common.numel) * size])
+                continue
+            import numpy
 
-
-def _read_common(files: InputFiles, piece: StoredPiece, common: Box, box: Box, out: memoryview, size: int) -> None:
-    """Read ``common``, the intersection of ``box`` and ``piece``, into ``out``, which holds the bytes of ``box``."""
-    ahead = zip(common.offsets, piece.box.offsets, piece.strides, strict=True)
-    offset = piece.offset + size * sum((here - origin) * stride for here, origin, stride in ahead)
-    within = Box(tuple(part.start for part in slices(common, box)), common.sizes)
-    first = flat_start(within, box.sizes)
-    if first is not None and _is_contiguous(common.sizes, piece.strides):
-        files.read(piece.file, offset, out[first * size : (first + common.numel) * size])
-        return
-    import numpy
-
-    target = numpy.frombuffer(out, f"u{size}").reshape(box.sizes)[slices(common, box)]
-    _read_strided(files, piece.file, offset, piece.strides, target)
-
-
-def _is_contiguous(sizes: Sequence[int], strides: Sequence[int]) -> bool:
-    steps = zip(sizes, strides, row_major(sizes), strict=True)
-    return all(size == 1 or stride == dense for size, stride, dense in steps)
+            target = numpy.frombuffer(part, f"u{size}").reshape(box.sizes)[slices(common, box)]
+            _read_strided(files, piece.file, offset, piece.strides, target)
 
 
 def _read_strided(files: InputFiles, file: str, offset: int, strides: Sequence[int], target: NDArray[Any]) -> None:

@@ -11,7 +11,7 @@ import os
 import shutil
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Final
 
@@ -118,18 +118,10 @@ class Merged:
     def to_json(self) -> dict[str, Any]:
         return {
             "ok": not has_errors(self.problems),
+            **{each.name: getattr(self, each.name) for each in fields(self)},
             "out": str(self.out),
-            "format": self.format,
-            "num_tensors": self.num_tensors,
-            "num_bytes": self.num_bytes,
-            "files": self.files,
-            "resumed": self.resumed,
             "config_folder": str(self.config_folder) if self.config_folder is not None else None,
-            "companions": self.companions,
-            "aliases": self.aliases,
             "compared_with": self.compared_with or None,
-            "verified": self.verified,
-            "deleted": self.deleted,
             "problems": [problem.to_json() for problem in self.problems],
         }
 

@@ -14,17 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from hf_fsdp_plugin.backends.agreement import broadcast_object, on_all_ranks
 from hf_fsdp_plugin.backends.optimizer_state_factory import state_factory
 from hf_fsdp_plugin.backends.optimizer_step import step_mode
 from hf_fsdp_plugin.backends.pinned_windows import PinnedWindows, copy_to_device
 from hf_fsdp_plugin.backends.torch_types import dtensor_like
-from hf_fsdp_plugin.checkpoint.checking.verified_files import check_headers, files_of_checkpoint
-from hf_fsdp_plugin.checkpoint.folders import check_visible
+from hf_fsdp_plugin.checkpoint.errors import raise_if_any
 from hf_fsdp_plugin.checkpoint.formats.boxes import whole
 from hf_fsdp_plugin.checkpoint.formats.optimizer_state import (
     range_of,
@@ -35,20 +32,10 @@ from hf_fsdp_plugin.checkpoint.formats.optimizer_state import (
 from hf_fsdp_plugin.checkpoint.formats.stored import StoredOptimizer, StoredTensor
 from hf_fsdp_plugin.checkpoint.formats.table import read_stored_optimizer
 from hf_fsdp_plugin.checkpoint.io import InputFiles
-from hf_fsdp_plugin.checkpoint.reading.model import (
-    Shapes,
-    Transfer,
-    different_groups,
-    fill,
-    no_optimizer,
-    other_quantization,
-    state_of_other_shards,
-    transfers,
-    unsupported_state,
-)
+from hf_fsdp_plugin.checkpoint.reading.loading import Transfer, fill, load_stored, mismatch, transfers
 from hf_fsdp_plugin.checkpoint.shards import ModelLayout, ParameterLayout, Piece, local_tensor, model_layout
-from hf_fsdp_plugin.problems import CheckpointError
-from hf_fsdp_plugin.text import format_names
+from hf_fsdp_plugin.problems import CheckpointError, Problem
+from hf_fsdp_plugin.text import format_names, plural
 
 logger = logging.getLogger(__name__)
 
@@ -72,28 +59,33 @@ def load_optimizer(
             all problems, and nothing has been changed. Or bytes differ from those that were saved; then state tensors
             may have been changed.
     """
-    on_rank_0 = broadcast_object(checkpoint.exists())
-    with on_all_ranks(f"reading {checkpoint}"):
-        if on_rank_0:
-            check_visible(checkpoint, "reads")
+
+    def read() -> StoredOptimizer:
         stored = read_stored_optimizer(checkpoint, number, partial=True)
         if stored is None:
-            raise CheckpointError([no_optimizer(checkpoint)])
-        files = files_of_checkpoint(checkpoint, stored, verify=verify)
-        with files:
-            check_headers(files, stored, dist.get_rank(), dist.get_world_size())
-    with on_all_ranks(f"comparing {checkpoint} with the optimizer"):
+            fix = (
+                "Resume from a checkpoint with optimizer state (save_only_model: false), or start with a new optimizer."
+            )
+            raise CheckpointError([mismatch("FSDP-E424", checkpoint, "has no optimizer state.", fix)])
+        return stored
+
+    def match(stored: StoredOptimizer) -> Callable[[InputFiles], None]:
         layout = model_layout(model)
         stored = _with_names_of_model(stored, layout)
         groups = _pair_groups(checkpoint, optimizer, layout, stored)
         _check_state(checkpoint, optimizer, layout, stored)
-    with on_all_ranks(f"reading {checkpoint}"), files:
-        reads = _Reads(files, stored.root)
-        state = _read_state(reads, optimizer, layout, stored)
-        param_groups = _param_groups(reads, optimizer, stored, groups)
-        fill(files, reads.transfers)
-        _move_scalars(optimizer, state)
-        optimizer.load_state_dict({"state": state, "param_groups": param_groups})
+
+        def load(files: InputFiles) -> None:
+            reads = _Reads(files, stored.root)
+            state = _read_state(reads, optimizer, layout, stored)
+            param_groups = _param_groups(reads, optimizer, stored, groups)
+            fill(files, reads.transfers)
+            _move_scalars(optimizer, state)
+            optimizer.load_state_dict({"state": state, "param_groups": param_groups})
+
+        return load
+
+    load_stored(checkpoint, "optimizer", read, match, verify=verify)
 
 
 def _move_scalars(optimizer: torch.optim.Optimizer, state: dict[int, dict[str, Any]]) -> None:
@@ -158,11 +150,31 @@ def _pair_groups(
     ]
     saved = [frozenset(group["params"]) for group in stored.groups]
     if {group for group in own if group} != {group for group in saved if group}:
-        raise CheckpointError([different_groups(checkpoint, own, saved)])
+        raise CheckpointError([_different_groups(checkpoint, own, saved)])
     indices: dict[frozenset[str], list[int]] = {}
     for index, group in enumerate(saved):
         indices.setdefault(group, []).append(index)
     return [indices[group].pop(0) if indices.get(group) else None for group in own]
+
+
+def _different_groups(checkpoint: Path, own: list[frozenset[str]], saved: list[frozenset[str]]) -> Problem:
+    """Return the problem of parameter groups that do not contain the same parameters."""
+    here, there = frozenset[str]().union(*own), frozenset[str]().union(*saved)
+    found = [f"the optimizer has {_sizes(own)}, but the checkpoint has {_sizes(saved)}"]
+    if here - there:
+        found.append(f"not in the checkpoint: {format_names(sorted(here - there))}")
+    if there - here:
+        found.append(f"only in the checkpoint: {format_names(sorted(there - here))}")
+    if here == there:
+        split = [name for group in own for name in sorted(group)[:1] if group not in saved]
+        found.append(f"the same parameters are grouped differently, such as {format_names(split)}")
+    fix = "Create the optimizer with the same trainable parameters and parameter groups as in the run that was saved."
+    return mismatch("FSDP-E425", checkpoint, f"{'; '.join(found)}.", fix)
+
+
+def _sizes(groups: list[frozenset[str]]) -> str:
+    sizes = " + ".join(str(len(group)) for group in groups) or "0"
+    return f"{plural(len(groups), 'parameter group')} of {sizes} parameters"
 
 
 def _check_state(
@@ -170,24 +182,29 @@ def _check_state(
 ) -> None:
     """Check that all state can be loaded."""
     any_shape = step_mode(optimizer) == "whole"
-    unsupported: dict[str, Shapes] = {}
+    unsupported: list[str] = []
     other_shards: dict[str, set[str]] = {}
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for own in (part for parameter in parameters for part in layout.by_id.get(id(parameter), ())):
         entry = stored.state.get(own.name, {})
         for key, value in entry.items():
             is_tensor = isinstance(value, StoredTensor) and split_key(key)[1] is None
-            if is_tensor and not any_shape and state_layout(key, value.shape, own.shape) == "unsupported":
-                unsupported[f"{key} of {own.name}"] = (own.shape, value.shape)
+            if is_tensor and not any_shape and state_layout(key, value.shape, own.shape) == "other":
+                unsupported.append(f"{key} of {own.name} {list(value.shape)}, parameter {list(own.shape)}")
         ranges = {elements for _, elements in map(split_key, entry) if elements is not None}
         if ranges and own.boxes and (own.start is not None or range_of(own.boxes, own.shape) not in ranges):
             other_shards[own.name] = ranges
-    problems = [
-        *unsupported_state(checkpoint, unsupported),
-        *state_of_other_shards(checkpoint, other_shards),
-    ]
-    if problems:
-        raise CheckpointError(problems)
+    problems = []
+    if unsupported:
+        message = f"has optimizer state that cannot be sharded like its parameters: {format_names(unsupported)}."
+        problems.append(mismatch("FSDP-E426", checkpoint, message))
+    if other_shards:  # quantized, for example
+        count = plural(max(len(elements) for elements in other_shards.values()), "shard")
+        names = format_names(list(other_shards))
+        message = f"has optimizer state that only fits its own {count} per parameter; this rank has others: {names}."
+        fix = "Resume with the same FSDP version, strategy and number of ranks, or start with a new optimizer."
+        problems.append(mismatch("FSDP-E426", checkpoint, message, fix))
+    raise_if_any(problems)
 
 
 _Saved = list[tuple[ParameterLayout, dict[str, Any]]]
@@ -230,7 +247,9 @@ def _read_subclasses(
             state[key] = factory(optimizer, parameter.detach(), key)
         inner = getattr(local_tensor(state[key]), attribute, None) if key in state else None
         if inner is None or tuple(inner.shape) != per_shard.stored.shape:
-            raise CheckpointError([other_quantization(reads.root, name)])
+            fix = "Create the optimizer with the settings of the run that was saved (block_size)."
+            message = f"has quantized optimizer state that differs in {name}."
+            raise CheckpointError([mismatch("FSDP-E426", reads.root, message, fix)])
         reads.transfers += transfers(per_shard.stored, [Piece(whole(per_shard.stored.shape), inner)])
     return state
 
@@ -268,7 +287,7 @@ def _read_entry(reads: _Reads, parameter: torch.Tensor, key: str, saved: _Saved,
     kind = state_layout(key, value.shape, first.shape)
     if kind == "scalar":
         return _common_scalar(reads, key, present)
-    if kind == "unsupported":  # state of whole parameters
+    if kind == "other":  # state of whole parameters
         return reads.whole(value)
     dtype, padded = getattr(torch, value.dtype), first.start is not None
     local, as_state = _held_like_shard(parameter, dtype, held, padded=padded) or _empty_like_shard(

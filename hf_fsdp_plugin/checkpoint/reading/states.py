@@ -10,7 +10,6 @@ import datetime
 import pathlib
 import pickle
 import re
-import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,7 +22,7 @@ from hf_fsdp_plugin.backends.agreement import broadcast_object, on_all_ranks
 from hf_fsdp_plugin.checkpoint.checking.verified_files import VerifiedFiles
 from hf_fsdp_plugin.checkpoint.checking.verify import archive_problems
 from hf_fsdp_plugin.checkpoint.errors import raise_if_any, refuse
-from hf_fsdp_plugin.checkpoint.formats.archives import ZipError, is_archive, stored_pickles
+from hf_fsdp_plugin.checkpoint.formats.archives import is_archive, stored_pickles
 from hf_fsdp_plugin.checkpoint.formats.manifest_reader import read_manifest
 from hf_fsdp_plugin.checkpoint.formats.pickle_scan import excessive
 from hf_fsdp_plugin.checkpoint.io import read_file
@@ -138,11 +137,7 @@ def load_state(path: Path, *, only_check: bool = False) -> Any:
 
 def _check_pickles(path: Path) -> None:
     """Refuse what would exhaust memory, time or the stack of ``torch.load``: compressed entries, and such pickles."""
-    try:
-        pickles = stored_pickles(path) if is_archive(path) else [read_file(path)]
-    except (ZipError, struct.error, OverflowError) as error:
-        refuse("FSDP-E453", path, f"is not a complete archive of torch: {error}.")
-    for data in pickles:
+    for data in stored_pickles(path) if is_archive(path) else [read_file(path)]:
         if (excess := excessive(data, count=_MAX_PICKLES)) is not None:
             refuse("FSDP-E455", path, f"contains a pickle with {excess}.")
 

@@ -27,9 +27,10 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from hf_fsdp_plugin.checkpoint.writing.rank_record import StatePath, flat_name
 from hf_fsdp_plugin.torch_private.functions import StorageInfo
 
+StatePath = tuple[str | int, ...]
+"""Path of an entry in the nested state dict: ``("optimizer", "state", "lm_head.weight", "exp_avg")``."""
 _POP, _NEW, _TUPLE = b"0", b")\x81}(", {0: b")", 1: b"\x85", 2: b"\x86", 3: b"\x87"}
 """``_NEW`` creates an object of the class on the stack without arguments, and begins the dict of its attributes."""
 _MANY = 64
@@ -37,6 +38,11 @@ _PART = 4 << 20
 """Minimum number of bytes of a part of the pickle."""
 _BUILD = b"ub"
 """Ends the dict, and sets the attributes of the object."""
+
+
+def flat_name(path: StatePath) -> str:
+    """Return the name of an entry in ``.metadata``."""
+    return ".".join(map(str, path))
 
 
 class MetadataPickle:

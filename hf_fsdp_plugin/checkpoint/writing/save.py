@@ -1,26 +1,32 @@
 """One save: from this rank's shards in memory to a committed checkpoint, in the foreground or in the background.
 
-All methods are collective unless stated otherwise. An error on one rank is raised on all of them; the staging folder is
-removed, and earlier checkpoints are unchanged.
+:meth:`CheckpointManager.saving` calls the methods in the order of the steps of a save. All methods are collective
+unless stated otherwise. :class:`SaveHooks` are installed while a save is in flight.
 """
 
 from __future__ import annotations
 
+import atexit
+import itertools
+import os
+import signal
 import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import FrameType
 
 import torch
 import torch.distributed as dist
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from hf_fsdp_plugin.backends.agreement import on_all_ranks
 from hf_fsdp_plugin.checkpoint.errors import os_errors_as_problems
 from hf_fsdp_plugin.checkpoint.formats.manifest import FileRecord, Manifest
 from hf_fsdp_plugin.checkpoint.writing.buffers import StagingBuffers, lower_thread_priority
+from hf_fsdp_plugin.checkpoint.writing.dcp_files import FolderEntries, RankRecord
 from hf_fsdp_plugin.checkpoint.writing.parts import FilePart, PartWriter, on_accelerator, stage
-from hf_fsdp_plugin.checkpoint.writing.rank_record import FolderEntries, RankRecord
 from hf_fsdp_plugin.checkpoint.writing.staging import StagingFolder
 from hf_fsdp_plugin.problems import CheckpointError, Problem
 
@@ -32,6 +38,10 @@ _LOOK_AGAIN = 1.0
 """Seconds between reads of the times of all files."""
 _EXIT_TIMEOUT = 60.0
 """A process that exits abandons a save if no rank has written a byte for this many seconds."""
+_MANY_RANKS, _STEPS = 16, 8
+"""A poll is a collective that waits for the slowest rank. More ranks than ``_MANY_RANKS`` poll every 8 steps."""
+_SIGTERM_TIMEOUT = 20.0
+"""Seconds that the SIGTERM handler waits for a save. Batch systems send SIGKILL 30 seconds after SIGTERM."""
 _WRITING, _DONE, _FAILED = 0, 1, 2
 
 
@@ -51,9 +61,9 @@ class Save:
         self, final: Path, *, asynchronous: bool, into: bool, writer: PartWriter, buffers: StagingBuffers
     ) -> None:
         self.staging = StagingFolder(final, into=into)
-        self.asynchronous = asynchronous
         self.models: set[int] = set()
         self.started = time.monotonic()
+        self._asynchronous = asynchronous
         self._writer, self._buffers = writer, buffers
         # Stored, because a save may outlive the process group.
         self._rank, self.world_size = dist.get_rank(), dist.get_world_size()
@@ -80,32 +90,25 @@ class Save:
         parts = list(parts)
         with on_all_ranks(f"writing {self.final}"), os_errors_as_problems(self.final):
             self._entries += entries
-            if self.asynchronous:
+            if self._asynchronous:
                 size = sum(part.span for part in parts)
                 memory = self._buffers.take(len(self._staged), size, pinned=on_accelerator(parts))
                 self._staged.append((parts, memory, stage(parts, memory)))
             else:
                 self._records += self._writer.write(self.folder, parts)
 
-    def commit(self, manifest: Manifest, after: Callable[[], None] | None = None) -> None:
-        """Commit the checkpoint now.
+    def write_record(self) -> None:
+        """Write what this rank has written, for rank 0."""
+        with on_all_ranks(f"writing {self.final}"), os_errors_as_problems(self.final):
+            self._write_record()
 
-        Args:
-            manifest: the manifest, complete except for ``files``. Rank 0 writes it.
-            after: callback that rank 0 runs after the commit.
-        """
-        try:
-            with on_all_ranks(f"writing {self.final}"), os_errors_as_problems(self.final):
-                self._write_record()
-            with on_all_ranks(f"committing {self.final}"), os_errors_as_problems(self.final):
-                if self._rank == 0:
-                    self._commit(manifest, after)
-        except Exception:
-            self.discard()
-            raise
+    def commit(self, manifest: Manifest, after: Callable[[], None] | None) -> None:
+        """Commit the checkpoint on rank 0, then call ``after`` there."""
+        with on_all_ranks(f"committing {self.final}"), os_errors_as_problems(self.final):
+            self._commit(manifest, after)
 
-    def start(self, manifest: Manifest, after: Callable[[], None] | None = None) -> None:
-        """Write and commit in the background, with the arguments of :meth:`commit`."""
+    def start(self, manifest: Manifest, after: Callable[[], None] | None) -> None:
+        """Write the copies and commit them in the background."""
         self._thread = threading.Thread(target=self._run, args=(manifest, after), name="hf-fsdp-save", daemon=True)
         self._thread.start()
 
@@ -118,8 +121,7 @@ class Save:
                     wait_for_copies()
                     self._records += self._writer.write_staged(self.folder, parts, memory)
                 self._write_record()
-                if self._rank == 0:
-                    self._commit(manifest, after)
+                self._commit(manifest, after)
             self._state = _DONE
         except Exception as error:
             with suppress(OSError):
@@ -131,6 +133,8 @@ class Save:
         self._record_written = True
 
     def _commit(self, manifest: Manifest, after: Callable[[], None] | None) -> None:
+        if self._rank != 0:
+            return
         rank = 0
         interval = max(POLL_INTERVAL, self.world_size * _POLL_COST)
         while (rank := self.staging.missing_record(rank, self.world_size)) < self.world_size:
@@ -170,6 +174,15 @@ class Save:
         if self._rank == 0:
             self.staging.discard()
 
+    @contextmanager
+    def discarded_on_error(self) -> Iterator[None]:
+        """Remove the written files if the block, in which all ranks agree on errors, raises one."""
+        try:
+            yield
+        except Exception:
+            self.discard()
+            raise
+
     def join(self, timeout: float) -> None:
         """Wait at most ``timeout`` seconds until this rank has written its part. Not collective."""
         if self._thread is not None:
@@ -199,3 +212,44 @@ def _abandoned(final: Path, failures: dict[int, str]) -> Problem:
         message=f"the save of {final} was abandoned because {who} could not write its part.{why}",
         fix="Fix the error of that rank, and resume from the previous checkpoint.",
     )
+
+
+class SaveHooks:
+    """Polls a save after optimizer steps, and delays the end of the process until the save is written."""
+
+    def __init__(self, save: Save, poll: Callable[[], object], marker: Path | None = None) -> None:
+        """``marker``: a file that exists while the save is in flight, so that the launcher gives it time."""
+        interval = 1 if save.world_size <= _MANY_RANKS else _STEPS
+        steps = itertools.count(1)
+
+        def poll_after_step(*_: object) -> None:
+            if next(steps) % interval == 0:  # at the same step on all ranks
+                poll()
+
+        self._save, self._marker = save, marker
+        if marker is not None:
+            with suppress(OSError):
+                marker.touch()
+        self._step_hook = register_optimizer_step_post_hook(poll_after_step)
+        atexit.register(save.join_at_exit)  # no collective: the other ranks may have exited
+        self._previous = None
+        if threading.current_thread() is threading.main_thread():
+            self._previous = signal.signal(signal.SIGTERM, self._on_sigterm)
+
+    def remove(self) -> None:
+        if self._marker is not None:
+            with suppress(OSError):
+                self._marker.unlink(missing_ok=True)
+        self._step_hook.remove()
+        atexit.unregister(self._save.join_at_exit)
+        if self._previous is not None and signal.getsignal(signal.SIGTERM) == self._on_sigterm:
+            signal.signal(signal.SIGTERM, self._previous)
+
+    def _on_sigterm(self, number: int, frame: FrameType | None) -> None:
+        """Wait until this rank has written its part or the timeout expires, then call the previous handler."""
+        self._save.join(_SIGTERM_TIMEOUT)
+        if callable(self._previous):
+            self._previous(number, frame)
+        elif self._previous is not signal.SIG_IGN:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            os.kill(os.getpid(), signal.SIGTERM)

@@ -47,9 +47,8 @@ from hf_fsdp_plugin.checkpoint.names import (
     hidden,
     trainer_rng_file,
 )
-from hf_fsdp_plugin.checkpoint.writing.dcp_files import final_files
+from hf_fsdp_plugin.checkpoint.writing.dcp_files import RankRecord, RecordReader, final_files, record_bytes
 from hf_fsdp_plugin.checkpoint.writing.parts import PartWriter
-from hf_fsdp_plugin.checkpoint.writing.rank_record import RankRecord, RecordReader, record_bytes
 from hf_fsdp_plugin.problems import CheckpointError
 
 

@@ -49,9 +49,8 @@ from hf_fsdp_plugin.checkpoint.shards import (
     shards_to_write,
     trainable_shards,
 )
-from hf_fsdp_plugin.checkpoint.writing.dcp_files import plain_value, rank_file, scalars
+from hf_fsdp_plugin.checkpoint.writing.dcp_files import FolderEntries, StatePath, plain_value, rank_file, scalars
 from hf_fsdp_plugin.checkpoint.writing.parts import FilePart, Item, shared_file
-from hf_fsdp_plugin.checkpoint.writing.rank_record import FolderEntries, StatePath
 from hf_fsdp_plugin.messages import print_once
 from hf_fsdp_plugin.problems import Problem
 from hf_fsdp_plugin.spec.model import StateDictKind

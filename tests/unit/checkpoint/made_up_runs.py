@@ -122,11 +122,10 @@ class MadeUpRun:
         import numpy
         import torch.distributed as dist
 
-        from hf_fsdp_plugin.checkpoint.formats.manifest import FileRange, FileRecord, PackedRanges, pack_all
+        from hf_fsdp_plugin.checkpoint.formats.manifest import FileRange, FileRecord, PackedRanges
         from hf_fsdp_plugin.checkpoint.names import dcp_file
         from hf_fsdp_plugin.checkpoint.writing import parts, state_files
-        from hf_fsdp_plugin.checkpoint.writing.dcp_files import MIN_INDEXED
-        from hf_fsdp_plugin.checkpoint.writing.rank_record import RankRecord
+        from hf_fsdp_plugin.checkpoint.writing.dcp_files import MIN_INDEXED, RankRecord
 
         hashes: Any = parts._RangeHashes  # the ranges that a rank hashes
         known: dict[Any, Any] = {}
@@ -157,7 +156,7 @@ class MadeUpRun:
                 path = f"{entries.folder}/{name}"
                 names: dict[str, int] = {}
                 ranges = [FileRange(start=low, stop=high, hash="0" * 32, name=name) for low, high, name in own]
-                packed = numpy.frombuffer(bytearray(pack_all(ranges, names)), "u1").reshape(-1, 36)
+                packed = numpy.frombuffer(bytearray(PackedRanges.of(ranges, names).data), "u1").reshape(-1, 36)
                 packed[:, 20:] = numpy.random.default_rng(rank).integers(0, 256, (len(packed), 16), dtype="u1")
                 files.append(FileRecord(path=path, size=part.size, ranges=PackedRanges(packed.tobytes(), tuple(names))))
                 written.append(replace(entries, file=name, chunks=chunks))
@@ -243,7 +242,7 @@ def plan_resume(checkpoint: Path, shards: Any, rank: int, world: int) -> tuple[l
     """
     from hf_fsdp_plugin.checkpoint.checking.verified_files import check_headers, files_of_checkpoint
     from hf_fsdp_plugin.checkpoint.formats.table import read_stored_model, read_stored_optimizer
-    from hf_fsdp_plugin.checkpoint.reading.model import transfers
+    from hf_fsdp_plugin.checkpoint.reading.loading import transfers
 
     model, optimizer = shards
     held, work = 0, []

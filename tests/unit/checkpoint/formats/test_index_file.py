@@ -334,7 +334,7 @@ def test_large_folder_opens_few_files_at_once(tmp_path: Path, monkeypatch: pytes
     """A checkpoint has more files than a process may open; one without an index is read file by file."""
     write(tmp_path, rows)
     index_of(tmp_path).unlink()
-    monkeypatch.setattr(reader, "MAX_OPEN", 2)
+    monkeypatch.setattr("hf_fsdp_plugin.checkpoint.io.MAX_OPEN", 2)
     model = read_stored_model(tmp_path)
     assert assembled(tmp_path, model.tensors["even"]).tobytes() == WHOLE["even"].numpy().tobytes()
 

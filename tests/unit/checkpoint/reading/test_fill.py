@@ -10,8 +10,8 @@ import torch
 from hf_fsdp_plugin.checkpoint.formats.boxes import Box, flat_range, row_major, slices, whole
 from hf_fsdp_plugin.checkpoint.formats.stored import StoredPiece, StoredTensor
 from hf_fsdp_plugin.checkpoint.io import InputFiles
-from hf_fsdp_plugin.checkpoint.reading import model as filling
-from hf_fsdp_plugin.checkpoint.reading.model import fill, transfers
+from hf_fsdp_plugin.checkpoint.reading import loading as filling
+from hf_fsdp_plugin.checkpoint.reading.loading import fill, transfers
 from hf_fsdp_plugin.checkpoint.shards import Piece
 from hf_fsdp_plugin.problems import CheckpointError
 

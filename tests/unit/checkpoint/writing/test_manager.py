@@ -9,6 +9,7 @@ import signal
 import stat
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,9 @@ import torch
 from saved import manifest
 from torch import nn
 
-from hf_fsdp_plugin.checkpoint import CheckpointManager, load_model, why_incomplete
+from hf_fsdp_plugin.checkpoint import CheckpointManager, Manifest, load_model, why_incomplete
 from hf_fsdp_plugin.checkpoint.shards import optimizer_shards
-from hf_fsdp_plugin.checkpoint.writing import exit_hooks
+from hf_fsdp_plugin.checkpoint.writing import save as saves
 from hf_fsdp_plugin.checkpoint.writing.parts import PartWriter
 from hf_fsdp_plugin.problems import CheckpointError
 
@@ -44,9 +45,8 @@ def manager(one_rank: None) -> Iterator[CheckpointManager]:
 
 
 def save(manager: CheckpointManager, final: Path, model: nn.Module, *, asynchronous: bool = False) -> None:
-    with manager.saving(final, asynchronous=asynchronous) as save:
+    with manager.saving(final, partial(manifest, kind="full"), asynchronous=asynchronous) as save:
         manager.save_model(model, save.folder, "full")
-    manager.finish(save, manifest(kind="full"))
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
@@ -86,7 +86,7 @@ def test_hooks_exist_while_a_save_is_in_flight(
 def test_many_ranks_poll_after_every_eighth_step(
     manager: CheckpointManager, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(exit_hooks, "_MANY_RANKS", 0)
+    monkeypatch.setattr(saves, "_MANY_RANKS", 0)
     optimizer = torch.optim.SGD(nn.Linear(4, 3).parameters())
     save(manager, tmp_path / "checkpoint", nn.Linear(4, 3), asynchronous=True)
     assert manager.save_in_flight is not None
@@ -175,10 +175,34 @@ def test_checkpoint_stays_if_its_replacement_fails(
 
 
 def test_error_in_a_save_removes_its_files(manager: CheckpointManager, tmp_path: Path) -> None:
-    with pytest.raises(KeyError), manager.saving(tmp_path / "checkpoint") as save:
+    with pytest.raises(KeyError), manager.saving(tmp_path / "checkpoint", manifest) as save:
         raise KeyError("user code")
     assert manager.open_save(save.folder) is None
     assert list(tmp_path.iterdir()) == []
+
+
+def test_error_in_the_manifest_removes_the_files(manager: CheckpointManager, tmp_path: Path) -> None:
+    def failing() -> Manifest:
+        raise KeyError("batch")
+
+    with pytest.raises(KeyError), manager.saving(tmp_path / "checkpoint", failing):
+        pass
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_open_save_is_found_by_any_path_of_its_folder(
+    manager: CheckpointManager, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "link").symlink_to(tmp_path, target_is_directory=True)
+    monkeypatch.chdir(tmp_path)
+    with manager.saving(tmp_path / "checkpoint", manifest) as save:
+        inside = save.folder.relative_to(tmp_path)
+        assert manager.open_save(inside) is manager.open_save(tmp_path / "link" / inside) is save
+        assert manager.open_save(tmp_path) is manager.open_save(tmp_path / "nowhere") is None
+        with manager.saving(tmp_path / "export", manifest, into=True) as other:
+            assert manager.open_save(other.folder) is other and manager.open_save(save.folder) is None
+        assert manager.open_save(save.folder) is save
+    assert manager.open_save(tmp_path / "checkpoint") is None
 
 
 @pytest.mark.parametrize(("shape", "key"), [((3, 4), "rows"), ((1,), "rows"), ((3,), "rows@0+12")])

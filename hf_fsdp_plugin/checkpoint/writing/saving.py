@@ -1,6 +1,8 @@
-"""The checkpoint manager: starts, commits and waits for the saves of a process, and owns their shared resources.
+"""Saves of a process, from the call to the commit: in the foreground, or in the background during training.
 
-All methods are collective unless stated otherwise.
+:meth:`CheckpointManager.saving` is the whole story: its lines are the steps of a save, in their order. All methods are
+collective unless stated otherwise. An error on one rank is raised on all of them; the staging folder is removed, and
+earlier checkpoints are unchanged.
 """
 
 from __future__ import annotations
@@ -24,11 +26,9 @@ from hf_fsdp_plugin.checkpoint.formats.manifest import Manifest
 from hf_fsdp_plugin.checkpoint.io import write_text
 from hf_fsdp_plugin.checkpoint.shards import ModelShards, model_shards, optimizer_shards, trainable_shards
 from hf_fsdp_plugin.checkpoint.writing.buffers import StagingBuffers
-from hf_fsdp_plugin.checkpoint.writing.dcp_files import final_files
-from hf_fsdp_plugin.checkpoint.writing.exit_hooks import SaveHooks
+from hf_fsdp_plugin.checkpoint.writing.dcp_files import FolderEntries, final_files
 from hf_fsdp_plugin.checkpoint.writing.parts import PartWriter, on_accelerator
-from hf_fsdp_plugin.checkpoint.writing.rank_record import FolderEntries
-from hf_fsdp_plugin.checkpoint.writing.save import POLL_INTERVAL, Save
+from hf_fsdp_plugin.checkpoint.writing.save import POLL_INTERVAL, Save, SaveHooks
 from hf_fsdp_plugin.checkpoint.writing.state_files import (
     MAX_SHARD_SIZE,
     StateFiles,
@@ -68,52 +68,54 @@ class CheckpointManager:
         self.save_in_flight: Save | None = None
         self.last_outcome: SaveOutcome | None = None
         self._kinds: WeakKeyDictionary[nn.Module, set[StateDictKind]] = WeakKeyDictionary()
-        self._open: dict[Path, Save] = {}
+        self._open: Save | None = None
         self._buffers = StagingBuffers()  # reused by all saves
         self._hooks: SaveHooks | None = None
         self._group: dist.ProcessGroup | None = None
 
     @contextmanager
-    def saving(self, final: Path, *, asynchronous: bool = False, into: bool = False) -> Iterator[Save]:
-        """Start a save. The block adds files to the save's folder. Call :meth:`finish` after the block.
-
-        An error in the block, on any rank, is raised on all ranks, and the written files are removed.
+    def saving(
+        self,
+        final: Path,
+        manifest: Callable[[], Manifest],
+        *,
+        asynchronous: bool = False,
+        into: bool = False,
+        after: Callable[[], None] | None = None,
+    ) -> Iterator[Save]:
+        """Save a checkpoint. The block adds files to the folder of the save; then the save is committed.
 
         Args:
+            manifest: returns the manifest, complete except for ``files``; called after the block.
+            asynchronous: write and commit in the background.
             into: add the files to the folder ``final`` instead of replacing it.
+            after: rank 0 calls it after the commit.
         """
-        self.wait()
+        self.wait()  # for the save in flight
         save = Save(final.absolute(), asynchronous=asynchronous, into=into, writer=self.writer, buffers=self._buffers)
-        save.staging.create()
-        self._open[save.folder] = save
+        save.staging.create()  # rank 0 creates an empty folder beside the checkpoint, and all ranks see it
         try:
-            with on_all_ranks(f"writing {final}"), os_errors_as_problems(save.final):
+            with self._opened(save), on_all_ranks(f"writing {final}"), os_errors_as_problems(save.final):
+                # Accelerate and the Trainer write their files. Their calls that save a model or an optimizer come to
+                # save_model and save_optimizer, in which each rank writes its shards, or copies them to memory.
                 yield save
+            contents = manifest()
         except Exception:
-            del self._open[save.folder]
             save.discard()
             raise
-
-    def finish(self, save: Save, manifest: Manifest, after: Callable[[], None] | None = None) -> None:
-        """Commit a save, now or in the background.
-
-        Args:
-            manifest: the manifest, complete except for ``files``. Rank 0 writes it.
-            after: callback that rank 0 runs after the commit.
-        """
-        del self._open[save.folder]
-        if save.asynchronous:
-            self._cpu_group()  # created here, because that is collective
-            self.save_in_flight = save
-            self._hooks = SaveHooks(save, self._poll, self._in_flight_file())
-            save.start(manifest, after)
+        if asynchronous:
+            self._watch(save)  # after each optimizer step, at exit and at SIGTERM
+            save.start(contents, after)  # in a thread: write the copies, then write_record and commit, as below
         else:
-            save.commit(manifest, after)
-        self.last_outcome = SaveOutcome(save.final, save.asynchronous, time.monotonic() - save.started)
+            with save.discarded_on_error():
+                save.write_record()  # what this rank has written, and synced
+                save.commit(contents, after)  # rank 0: all records, the manifest, syncs, and the rename to ``final``
+        self.last_outcome = SaveOutcome(save.final, asynchronous, time.monotonic() - save.started)
 
     def open_save(self, folder: Path) -> Save | None:
-        """Return the open save of ``folder``, between :meth:`saving` and :meth:`finish`. Not collective."""
-        return self._open.get(folder)
+        """Return the save whose block is running, if ``folder`` is its folder. Not collective."""
+        save = self._open
+        return save if save is not None and folder.exists() and folder.samefile(save.folder) else None
 
     def wait(self) -> None:
         """Wait until the save in flight is committed. An error of one rank is raised on all ranks."""
@@ -130,35 +132,11 @@ class CheckpointManager:
                 self.save_in_flight.join_at_exit()
         finally:
             self._retire()
-            self._open.clear()
             self._buffers.close()
             self.writer.close()
             if self._group is not None and dist.is_initialized():
                 dist.destroy_process_group(self._group)
             self._group = None
-
-    def _poll(self) -> bool:
-        if self.save_in_flight is None:
-            return True
-        done = True
-        try:
-            done = self.save_in_flight.poll(self._cpu_group())
-        finally:
-            if done:
-                self._retire()
-        return done
-
-    def _retire(self) -> None:
-        self.save_in_flight = None
-        if self._hooks is not None:
-            self._hooks.remove()
-            self._hooks = None
-
-    def _cpu_group(self) -> dist.ProcessGroup | None:
-        """Return a process group for CPU tensors; ``None`` for the default group."""
-        if self._group is None and "gloo" not in str(dist.get_backend_config()):
-            self._group = dist.new_group(backend="gloo")
-        return self._group
 
     def save_model(
         self,
@@ -236,3 +214,40 @@ class CheckpointManager:
             if dist.get_rank() == 0:
                 for parts in final_files(ranks):
                     self.writer.write(folder, parts)
+
+    @contextmanager
+    def _opened(self, save: Save) -> Iterator[None]:
+        """Make ``save`` the open save during the block, in which another one may be opened and finished."""
+        outer, self._open = self._open, save
+        try:
+            yield
+        finally:
+            self._open = outer
+
+    def _watch(self, save: Save) -> None:
+        self._cpu_group()  # created here, because that is collective
+        self.save_in_flight = save
+        self._hooks = SaveHooks(save, self._poll, self._in_flight_file())
+
+    def _poll(self) -> bool:
+        if self.save_in_flight is None:
+            return True
+        done = True
+        try:
+            done = self.save_in_flight.poll(self._cpu_group())
+        finally:
+            if done:
+                self._retire()
+        return done
+
+    def _retire(self) -> None:
+        self.save_in_flight = None
+        if self._hooks is not None:
+            self._hooks.remove()
+            self._hooks = None
+
+    def _cpu_group(self) -> dist.ProcessGroup | None:
+        """Return a process group for CPU tensors; ``None`` for the default group."""
+        if self._group is None and "gloo" not in str(dist.get_backend_config()):
+            self._group = dist.new_group(backend="gloo")
+        return self._group
