@@ -1,7 +1,6 @@
 """What the saving code of Accelerate, Transformers and other libraries shares in this process.
 
-``manager`` writes checkpoints, and ``open_save`` returns the one that is being written. ``gathered`` has the whole
-state of sharded models, from which their ``state_dict`` and ``save_pretrained`` answer for a while: a library's own
+``manager`` writes checkpoints. ``gathered`` has the whole state of sharded models, from which their ``state_dict`` and ``save_pretrained`` answer for a while: a library's own
 saving code, such as ``SentenceTransformer.save``, runs on rank 0 and asks the modules of the model for their weights.
 All ranks gather the model first.
 """
@@ -13,7 +12,7 @@ import re
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from contextvars import ContextVar
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -36,7 +35,7 @@ from hf_fsdp_plugin.checkpoint import (
 )
 from hf_fsdp_plugin.checkpoint.names import HF_MODEL
 from hf_fsdp_plugin.integrations.accelerate.private import prepared_models, prepared_optimizers
-from hf_fsdp_plugin.integrations.session import holding, session
+from hf_fsdp_plugin.integrations.session import session
 from hf_fsdp_plugin.plan.names import unwrapped
 from hf_fsdp_plugin.spec.model import StateDictKind
 
@@ -44,29 +43,14 @@ _HF_WEIGHTS: Final = re.compile(rf"{HF_MODEL}(-\d{{5}}-of-\d{{5}})?\.safetensors
 
 manager = CheckpointManager(in_flight_file=lambda: session.in_flight_file)
 """Writes the checkpoints of every Accelerator and Trainer in this process."""
-_open_save: ContextVar[Any] = ContextVar("hf_fsdp_open_save", default=None)
-
-
-@contextmanager
-def saving(final: Path, *, asynchronous: bool) -> Iterator[Any]:
-    """Start the save of a checkpoint, to which the library that is called in the block adds files. Collective."""
-    with manager.saving(final, asynchronous=asynchronous) as save, holding(_open_save, save):
-        yield save
-
-
-def open_save(folder: str | Path) -> Any:
-    """Return the save that is open, if ``folder`` is its folder in any spelling; ``None`` for another folder."""
-    save = _open_save.get()
-    return save if save is not None and Path(folder).resolve() == save.folder.resolve() else None
 
 
 @contextmanager
 def exporting(model: nn.Module, folder: Path, *, step: int | None = None) -> Iterator[Any]:
     """Add the files that the block writes for a model, for ``from_pretrained``, to a folder. Collective."""
-    with manager.saving(folder, into=True) as save:
+    manifest = partial(manifest_of, model, "full", step=step, batch={})
+    with manager.saving(folder, manifest, into=True, after=partial(remove_stale_weights, folder)) as save:
         yield save
-    manifest = manifest_of(model, "full", step=step, batch={})
-    manager.finish(save, manifest, after=lambda: remove_stale_weights(folder))
 
 
 def remove_stale_weights(folder: Path) -> None:

@@ -89,7 +89,7 @@ def run_ranks(args: argparse.Namespace, work: Path) -> None:
     import torch
     import torch.distributed as dist
 
-    part_writer: Any = importlib.import_module("hf_fsdp_plugin.checkpoint.writing.part_writer")  # varies its constant
+    parts: Any = importlib.import_module("hf_fsdp_plugin.checkpoint.writing.parts")  # varies its constant
 
     def timed(function: Any) -> float:
         dist.barrier()
@@ -103,7 +103,7 @@ def run_ranks(args: argparse.Namespace, work: Path) -> None:
     accelerator, model, optimizer = prepared(args, 2)
     times["parameters"] = sum(parameter.numel() for parameter in model.parameters())
     for name, size in SIZES.items():
-        part_writer.MAX_RANGE = size
+        parts.MAX_RANGE = size
         folder = work / name.replace(" ", "_")
         times["saves"][name] = timed(functools.partial(accelerator.save_state, str(folder)))
     for layout, version in LAYOUTS.items():

@@ -19,7 +19,14 @@ from hf_fsdp_plugin.backends.agreement import on_all_ranks
 from hf_fsdp_plugin.backends.arrivals import TRAINING_LIMIT, together, wait_for_all_ranks
 from hf_fsdp_plugin.backends.optimizer import owner_of
 from hf_fsdp_plugin.backends.shard import place_of, plan_of
-from hf_fsdp_plugin.checkpoint import load_model, load_optimizer, manifest_of, numbered_checkpoints, remove_checkpoint
+from hf_fsdp_plugin.checkpoint import (
+    Manifest,
+    load_model,
+    load_optimizer,
+    manifest_of,
+    numbered_checkpoints,
+    remove_checkpoint,
+)
 from hf_fsdp_plugin.checkpoint import load_state as load_state_file
 from hf_fsdp_plugin.checkpoint.names import ACCELERATE_PREFIX, ACCELERATE_RUN, custom_state_file
 from hf_fsdp_plugin.integrations.accelerate.batches import batch_of, keep_samples_per_step
@@ -40,7 +47,7 @@ from hf_fsdp_plugin.integrations.resuming import (
     run_fact,
     warn_differences,
 )
-from hf_fsdp_plugin.integrations.saving import exporting, manager, open_save, saving
+from hf_fsdp_plugin.integrations.saving import exporting, manager
 from hf_fsdp_plugin.integrations.session import holding
 from hf_fsdp_plugin.plan.names import unwrapped
 
@@ -68,7 +75,19 @@ def save_state(
         )
     asynchronous = plugin.spec.checkpoint.asynchronous
     wait_for_all_ranks("Accelerator.save_state", fix=_FIX, limit=TRAINING_LIMIT)
-    with saving(final, asynchronous=asynchronous) as save:
+
+    def manifest() -> Manifest:
+        return manifest_of(
+            model,
+            plugin.state_dict_kind,
+            step=accelerator.step or None,
+            asynchronous=asynchronous,
+            batch=batch_of(accelerator),
+            run=run_fact(),
+        )
+
+    rotate = functools.partial(_remove_oldest, run, project.total_limit) if run is not None else None
+    with manager.saving(final, manifest, asynchronous=asynchronous, after=rotate) as save:
         project.automatic_checkpoint_naming = False
         try:
             original(str(save.folder), *args, **kwargs)
@@ -77,15 +96,6 @@ def save_state(
         save_averages(prepared_models(accelerator), save.folder)
         model = next(model for model in prepared_models(accelerator) if plan_of(model) is not None)
         _write_config(model, save.folder)
-    manifest = manifest_of(
-        model,
-        plugin.state_dict_kind,
-        step=accelerator.step or None,
-        asynchronous=asynchronous,
-        batch=batch_of(accelerator),
-        run=run_fact(),
-    )
-    manager.finish(save, manifest, after=lambda: _remove_oldest(run, project.total_limit) if run is not None else None)
     return final
 
 
@@ -203,7 +213,7 @@ def save_fsdp_model(
     adapter_only: bool = False,
     **_: Any,
 ) -> None:
-    save = open_save(output_dir)
+    save = manager.open_save(Path(output_dir))
     if save is None or model_index not in save.models:  # the replacement of Trainer.save_model has already written it
         folder = Path(output_dir) if save is None else save.folder
         adapters = _only_adapters(adapter_only, model)
@@ -234,7 +244,7 @@ def save_fsdp_optimizer(
     optimizer_index: int = 0,
     **_: Any,
 ) -> None:
-    save = open_save(output_dir)
+    save = manager.open_save(Path(output_dir))
     folder = Path(output_dir) if save is None else save.folder
     optimizer, owner = _with_owner(accelerator, optimizer, model)
     manager.save_optimizer(owner, optimizer, folder, plugin.state_dict_kind, optimizer_index)

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from hf_fsdp_plugin.backends.agreement import on_all_ranks
 from hf_fsdp_plugin.backends.arrivals import TRAINING_LIMIT, together, wait_for_all_ranks
 from hf_fsdp_plugin.backends.shard import place_of
 from hf_fsdp_plugin.checkpoint import (
+    Manifest,
     manifest_of,
     model_shards,
     read_stored_model,
@@ -38,7 +40,7 @@ from hf_fsdp_plugin.integrations.accelerate.private import prepared_models
 from hf_fsdp_plugin.integrations.moving_average import save_averages
 from hf_fsdp_plugin.integrations.peft import adapter_state, as_unsharded
 from hf_fsdp_plugin.integrations.profiling.marking import marked
-from hf_fsdp_plugin.integrations.saving import gathered, manager, open_save, remove_stale_weights, saving
+from hf_fsdp_plugin.integrations.saving import gathered, manager, remove_stale_weights
 from hf_fsdp_plugin.integrations.session import session
 from hf_fsdp_plugin.integrations.transformers import private
 from hf_fsdp_plugin.integrations.transformers.loading import without_progress_bar
@@ -62,21 +64,24 @@ def save_checkpoint(original: Callable[..., None], trainer: Any, model: Any, tri
         fix="Set `control.should_save` on all ranks, not only on `state.is_world_process_zero`.",
         limit=TRAINING_LIMIT,
     )
-    with saving(final, asynchronous=asynchronous) as save:
+
+    def manifest() -> Manifest:
+        return manifest_of(
+            trainer.model,
+            _kind_of_checkpoints(trainer),
+            step=trainer.state.global_step,
+            asynchronous=asynchronous,
+            batch=_batch(trainer),
+            run=resuming.run_fact(),
+            adapter_only=is_peft_model(trainer.model),
+        )
+
+    rotate = partial(_remove_oldest, trainer, run, final)
+    with manager.saving(final, manifest, asynchronous=asynchronous, after=rotate) as save:
         with private.using_run_folder(trainer, save.staging.root):
             original(model, trial)
         save_averages(prepared_models(trainer.accelerator), save.folder)
         _rename_best(trainer, staged=save.folder, final=final)
-    manifest = manifest_of(
-        trainer.model,
-        _kind_of_checkpoints(trainer),
-        step=trainer.state.global_step,
-        asynchronous=asynchronous,
-        batch=_batch(trainer),
-        run=resuming.run_fact(),
-        adapter_only=is_peft_model(trainer.model),
-    )
-    manager.finish(save, manifest, after=lambda: _remove_oldest(trainer, run, final))
 
 
 def _kind_of_checkpoints(trainer: Any) -> StateDictKind:
@@ -156,7 +161,7 @@ def save_model(
 ) -> Any:
     """Write the model and its companions to an open checkpoint or a Hugging Face folder. Collective."""
     folder = Path(output_dir if output_dir is not None else trainer.args.output_dir)
-    if (save := open_save(folder)) is not None:
+    if (save := manager.open_save(folder)) is not None:
         _write_companions(trainer, save.folder)
         kind = _kind_of_checkpoints(trainer)
         if kind == "full" and (_stores_adapters(trainer) or private.overrides_save(trainer)):
@@ -177,14 +182,15 @@ def _export(trainer: Any, folder: Path) -> None:
     if is_converted or private.overrides_save(trainer):
         _save_on_rank_0(trainer, folder)
         return
-    with manager.saving(folder, into=True) as save:
+
+    def manifest() -> Manifest:
+        found = manifest_of(model, "full", step=trainer.state.global_step, batch=_batch(trainer))
+        return replace(found, parameters=_adapter_parameters(save.folder), ties=()) if adapters else found
+
+    with manager.saving(folder, manifest, into=True, after=partial(remove_stale_weights, folder)) as save:
         _write_companions(trainer, save.folder)
         if not adapters:
             manager.save_model(model, save.folder, "full")
-    manifest = manifest_of(model, "full", step=trainer.state.global_step, batch=_batch(trainer))
-    if adapters:
-        manifest = replace(manifest, parameters=_adapter_parameters(save.folder), ties=())
-    manager.finish(save, manifest, after=lambda: remove_stale_weights(folder))
 
 
 def _write_companions(trainer: Any, folder: Path) -> None:
@@ -228,7 +234,7 @@ def _linked_run_folder(folder: Path) -> Iterator[None]:
     A method of a Trainer's class may read or copy files beside the checkpoint, whose parent is a staging folder.
     Entries that the method writes there are moved to the run's folder. A folder that is not staged is not changed.
     """
-    save = open_save(folder)
+    save = manager.open_save(folder)
     if save is None or save.staging.root != folder.parent:
         yield
         return
