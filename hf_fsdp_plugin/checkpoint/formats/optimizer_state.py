@@ -7,8 +7,8 @@
 ``other``: any other shape. How it is stored depends on the optimizer. If it steps on whole parameters (Adafactor's rows
 and columns under FSDP2), the state is whole and equal on all ranks, and loaded with any number of ranks. Else it
 belongs to the elements of one shard, such as the codes and scales of 8-bit optimizers: the key contains the range of
-these elements, as in ``absmax1@0+2048``, and only a rank with the same elements can load it. A tensor subclass (torchao's
-quantized state) is stored as its inner tensors: ``exp_avg.codes@0+2048``.
+these elements, as in ``absmax1@0+2048``, and only a rank with the same elements can load it. A tensor subclass
+(torchao's quantized state) is stored as its inner tensors: ``exp_avg.codes@0+2048``.
 
 To support state with another layout, add it here, and its case in ``shards.py`` and ``reading/optimizer.py``.
 """
