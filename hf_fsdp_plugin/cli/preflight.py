@@ -1,9 +1,12 @@
-"""``hf-fsdp check --run``: a tiny clone of the model trains on CPU ranks, through every stage of a run."""
+"""``hf-fsdp check --run``: a tiny clone of the model trains on CPU ranks, through every stage of a run.
+
+The ranks record their stages in a temporary folder (:mod:`hf_fsdp_plugin.integrations.preflight.stages`).
+"""
 
 from __future__ import annotations
 
 import os
-import sys
+import signal
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -14,11 +17,14 @@ from typing import Any, Final
 
 from hf_fsdp_plugin.cli.dry_run import model_of_script
 from hf_fsdp_plugin.cli.progress import StageProgress
+from hf_fsdp_plugin.cli.rank_jobs import run_job
 from hf_fsdp_plugin.cli.run_words import Request
+from hf_fsdp_plugin.cli.terminal import Color, colored, text_width
 from hf_fsdp_plugin.devices import DEVICES
 from hf_fsdp_plugin.integrations.preflight.stages import (
     FOLDER_VARIABLE,
     REPORT_FILE,
+    STAGES,
     Options,
     StageResult,
     problems_of,
@@ -26,7 +32,6 @@ from hf_fsdp_plugin.integrations.preflight.stages import (
     running_stages,
     stage_results,
 )
-from hf_fsdp_plugin.launcher.environment import launch_env
 from hf_fsdp_plugin.launcher.flags import LaunchArguments
 from hf_fsdp_plugin.launcher.world import World
 from hf_fsdp_plugin.problems import Problem, has_errors
@@ -37,11 +42,10 @@ from hf_fsdp_plugin.sources.handover import LaunchHandover, user_variables
 from hf_fsdp_plugin.sources.model import Sources
 from hf_fsdp_plugin.spec.model import FsdpSpec
 from hf_fsdp_plugin.strategies import STRATEGIES
-from hf_fsdp_plugin.text import format_names
+from hf_fsdp_plugin.text import fit_table, format_count, format_names, plural
 
 _STAGE_LIMIT: Final = 60.0
 """Seconds without any progress after which a run is stopped, once the training has begun."""
-_GRACE: Final = 3.0
 _MAX_TAIL: Final = 5
 _NUM_RANKS: Final = 2
 _NUM_HYBRID_RANKS: Final = 4
@@ -122,10 +126,17 @@ def run_preflight(spec: FsdpSpec, sources: Sources, request: Request) -> Preflig
             ),
             report=str(folder / REPORT_FILE),
         )
-        began = time.monotonic()
-        result, reason = _run_ranks(spec, world, handover, request, Path(scratch), folder)
+        env = {FOLDER_VARIABLE: str(folder), "TMPDIR": scratch, "WANDB_MODE": "disabled", "OMP_NUM_THREADS": "1"}
+        # Accelerators are hidden, so that a script cannot take them.
+        env |= {device.visible_variable: "" for device in DEVICES.values() if device.visible_variable}
+        began, limit = time.monotonic(), _Limit(request.limit, folder)
+        try:
+            words = list(request.script) or ["-m", _BUILTIN]
+            result = run_job(words, spec, world, handover, env=env, should_stop=limit.reached)
+        finally:
+            limit.close()
         seconds = time.monotonic() - began
-        preflight = _read(result, reason, folder)
+        preflight = _read(result, limit.reason, folder)
     return replace(preflight, seconds=seconds, world_size=size, problems=(*changes, *preflight.problems))
 
 
@@ -225,29 +236,6 @@ class _Limit:
         return self.reason or None
 
 
-def _run_ranks(
-    spec: FsdpSpec, world: World, handover: LaunchHandover, request: Request, scratch: Path, folder: Path
-) -> tuple[RunResult, str]:
-    from hf_fsdp_plugin.launcher.agent import Job  # lazy: imports torch
-    from hf_fsdp_plugin.launcher.attempts import run_locally
-
-    limit = _Limit(request.limit, folder)
-    env = launch_env(spec, world, handover)
-    env |= {FOLDER_VARIABLE: str(folder), "TMPDIR": str(scratch), "WANDB_MODE": "disabled", "OMP_NUM_THREADS": "1"}
-    # Accelerators are hidden, so that a script cannot take them.
-    env |= {device.visible_variable: "" for device in DEVICES.values() if device.visible_variable}
-    job = Job(command=_command(request), num_local=world.size, env=env, grace=_GRACE, should_stop=limit.reached)
-    try:
-        return run_locally(job), limit.reason
-    finally:
-        limit.close()
-
-
-def _command(request: Request) -> list[str]:
-    script = list(request.script) or ["-m", _BUILTIN]
-    return [sys.executable, "-u", "-m", "hf_fsdp_plugin.launcher.run_script", *script]
-
-
 def _read(result: RunResult, reason: str, folder: Path) -> Preflight:
     """Return what the ranks have recorded, and why they were stopped."""
     events = read_events(folder)
@@ -282,3 +270,35 @@ def _stood_still(events: Sequence[Sequence[Mapping[str, Any]]], reason: str) -> 
         "processing more time with --limit."
     )
     return Problem(code="FSDP-E755", message=message, fix=fix)
+
+
+def stage_table(preflight: Preflight) -> str:
+    """Return the table of stages, with colors on a terminal, and one line with the result."""
+    rows = [("stage", "result", "seconds", "")]
+    for stage in preflight.stages:
+        seconds = f"{stage.seconds:.1f}" if stage.seconds else ""
+        rows.append((stage.stage, stage.result, seconds, stage.reason or STAGES[stage.stage]))
+    head, *lines = fit_table(rows, text_width()).split("\n")
+    colors: dict[str, Color] = {"failed": "red", "stood still": "red", "not tested": "dim"}
+    shown = [
+        colored(line, colors[stage.result]) if stage.result in colors else line
+        for line, stage in zip(lines, preflight.stages, strict=False)
+    ]
+    return "\n".join([colored(head, "bold"), *shown, "", _summary(preflight)])
+
+
+def _summary(preflight: Preflight) -> str:
+    failed = [stage.stage for stage in preflight.stages if stage.result in ("failed", "stood still")]
+    model = preflight.model
+    of = (
+        f" of a clone of {model['name']} with {format_count(model['num_params'])} of "
+        f"{format_count(model['real_num_params'])} parameters"
+        if model
+        else ""
+    )
+    ran = f"{plural(preflight.world_size, 'CPU rank')}{of} in {preflight.seconds:.0f} s"
+    if preflight.signal_number:
+        return f"preflight: stopped by {signal.Signals(preflight.signal_number).name}"
+    if failed:
+        return f"preflight: {colored(f'failed: {format_names(failed)}', 'red')} ({ran})"
+    return f"preflight: {colored('passed', 'green')} ({ran})"

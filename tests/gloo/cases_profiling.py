@@ -15,9 +15,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from transformers.trainer_callback import TrainerCallback
 
 import hf_fsdp_plugin as hfp
+from hf_fsdp_plugin.integrations.profiling.files import rank_files, read_ranks
 from hf_fsdp_plugin.integrations.profiling.marking import marks
-from hf_fsdp_plugin.integrations.profiling.options import rank_files
-from hf_fsdp_plugin.integrations.profiling.reading import read_ranks
 from hf_fsdp_plugin.integrations.profiling.run import profiling
 from hf_fsdp_plugin.torch_private.functions import default_store
 

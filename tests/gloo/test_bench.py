@@ -80,7 +80,7 @@ def test_hybrid_and_prefetch_of_the_product_run(folder):
     assert max(row["relative_loss_difference"] for row in tree["comparisons"]) < 1e-6
     head = next(line for line in done.stdout.splitlines() if line.startswith("ranks"))
     assert re.split(" {2,}", head)[1:] == [f"FSDP{v} hybrid ZeRO-3 {p}" for v in (1, 2) for p in ("pre", "forward")]
-    assert re.search("policy +speed +peak memory", done.stdout) and (folder / "out.html").exists()
+    assert (folder / "out.html").exists()
     assert "4 ranks, FSDP2 hybrid_shard, prefetch forward  hand-written loop" in done.stdout
 
 

@@ -11,9 +11,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from json_schema import assert_valid
 from launching import environment, finish, write
 from matrices import slow
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import hf_fsdp_plugin as hfp
+from hf_fsdp_plugin.estimate.communication import estimate_communication
+from hf_fsdp_plugin.estimate.memory import estimate_memory
+from hf_fsdp_plugin.estimate.workload import Workload
 
 PROFILE = [sys.executable, "-m", "hf_fsdp_plugin.cli.main", "profile", "--config_file", "fsdp.yaml", "--json"]
 SCRIPT = """
@@ -92,11 +99,23 @@ def test_phases_add_up_to_the_wall_clock(profiled):
     assert tree["overhead"]["unprofiled_seconds"] > 0
 
 
-def test_collectives_equal_the_prediction(profiled):
-    _, tree = profiled
-    rows = {row["name"]: row for row in tree["predicted"]}
-    for name in ("collectives", "all-gather bytes", "reduce-scatter bytes", "peak memory"):
-        assert rows[name]["ratio"] == pytest.approx(1, abs=0.15 if name == "peak memory" else 0), rows[name]
+def test_collectives_equal_the_estimate(profiled):
+    folder, tree = profiled
+    config = LlamaConfig(
+        hidden_size=64, intermediate_size=128, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=4,
+        vocab_size=256,
+    )  # fmt: skip
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config)
+    sync = "profile_2" in folder.name
+    workload = Workload(micro_batch=2, seq_len=16, accumulation=2, sync_each_batch=sync, update_loop="for_loop")
+    plan = hfp.resolve(hfp.load_spec(str(folder / "fsdp.yaml"), environ={}), model, world_size=2, device_type="cpu")
+    estimated = estimate_communication(plan, model, workload)
+    measured = tree["collectives"]
+    assert sum(sums["calls"] for sums in measured.values()) == estimated.to_json()["calls"]
+    for kind in ("all_gather", "reduce_scatter"):
+        assert measured[kind]["bytes"] == estimated.bytes_of(kind)
+    assert tree["memory"]["peak_bytes"] == pytest.approx(estimate_memory(plan, model, workload).peak.bytes, rel=0.15)
 
 
 def test_units_have_their_collectives(profiled):
@@ -116,11 +135,9 @@ def test_rank_that_sleeps_is_the_straggler(profiled):
     assert late[1] > 0.7 and late[1] > late[0]  # it sleeps for 0.4 s in each of two micro-batches
 
 
-def test_page_and_traces_are_written(profiled):
+def test_traces_and_memory_are_written(profiled):
     folder, tree = profiled
     assert [Path(path).name for path in tree["files"]["traces"]] == ["rank_0.json.gz", "rank_1.json.gz"]
-    page = (folder / "fsdp_profile/profile.html").read_text()
-    assert "model.layers.2" in page and "http" not in page.replace("http://www.w3.org/2000/svg", "")
     assert len(tree["memory"]["moments"]) > 5
     assert not list(folder.rglob("*.part"))
 

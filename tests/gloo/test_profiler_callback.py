@@ -10,7 +10,7 @@ import pytest
 from matrices import slow
 from ranks import Ranks
 
-COMPLETE = ["profile.html", "ranks/rank_0.json", "ranks/rank_1.json", "traces/rank_0.json.gz", "traces/rank_1.json.gz"]
+COMPLETE = ["profile.json", "ranks/rank_0.json", "ranks/rank_1.json", "traces/rank_0.json.gz", "traces/rank_1.json.gz"]
 
 
 def settings(version: int) -> dict[str, Any]:
@@ -29,12 +29,12 @@ def test_profile_of_whole_resumed_and_short_runs(two_ranks: Ranks, tmp_path: Pat
         layers = [calls for name, calls in each["units"].items() if "layers" in name]
         assert len(layers) == 3 and set(layers) == {(1, 1)}
         assert each["facts"]["plan"]["backend"] == f"fsdp{version}"
-    assert f"profile: {tmp_path}/profile/profile.html" in whole["printed"]  # printed once for a folder
+    assert f"profile: {tmp_path}/profile/profile.json" in whole["printed"]  # printed once for a folder
     assert (len(whole["losses"]), whole["num_steps"], resumed["num_steps"]) == (10, 6, 5)
     assert resumed["losses"] == whole["losses"]
     assert fewer["files"] == COMPLETE and fewer["num_steps"] == 2 and "[FSDP-W771]" in fewer["printed"]
     assert "no profile" in none["printed"] and "[FSDP-E770]" in none["printed"]
-    assert "profile.html" not in none["files"]
+    assert "profile.json" not in none["files"]
 
 
 def test_failed_profile_leaves_training_and_no_files(two_ranks: Ranks, tmp_path: Path) -> None:

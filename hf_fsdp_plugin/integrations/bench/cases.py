@@ -1,15 +1,18 @@
-"""The cases of a benchmark: number of ranks × strategy × FSDP version × prefetch, and the loops that run each of them.
+"""The cases of a benchmark: number of ranks × strategy × FSDP version × prefetch, and the systems that run each.
 
-Imports no torch: the command line reads it.
+Also what the ranks get: the workload and the tasks. Imports no torch, because the command line reads it.
 """
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final, Literal
 
+from hf_fsdp_plugin.integrations.preflight.stages import EventLog
 from hf_fsdp_plugin.strategies import STRATEGIES
 from hf_fsdp_plugin.text import plural
 
@@ -41,6 +44,8 @@ SYSTEMS: Final[Mapping[str, str]] = MappingProxyType(
 )
 """What runs a case -> its name in a table."""
 _SMALLEST_HYBRID: Final = 4
+_JOB_FILE: Final = "job.pickle"
+_EVENTS_FILE: Final = "events.jsonl"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,19 +78,17 @@ class Setting:
     def overrides(self) -> list[str]:
         """``NAME=VALUE`` of every setting that the case sets, with the precedence of ``--set``."""
         values: dict[str, Any] = {"launch.num_processes": self.world_size, "launch.num_machines": 1}
-        if self.strategy == DDP:
-            return [f"{name}={value}" for name, value in values.items()]
-        backward, forward = PREFETCHES[self.prefetch]
-        sharding = "full_shard" if self.strategy == OFFLOAD else self.strategy
-        values |= {
-            "launch.distributed_type": "FSDP",
-            "fsdp.version": self.version,
-            "sharding.strategy": sharding,
-            "offload.params": str(self.strategy == OFFLOAD).lower(),
-            "prefetch.backward": backward,
-            "prefetch.forward": str(forward).lower(),
-        }
-        if STRATEGIES[sharding].hybrid:
+        if self.strategy != DDP:
+            backward, forward = PREFETCHES[self.prefetch]
+            values |= {
+                "launch.distributed_type": "FSDP",
+                "fsdp.version": self.version,
+                "sharding.strategy": "full_shard" if self.strategy == OFFLOAD else self.strategy,
+                "offload.params": str(self.strategy == OFFLOAD).lower(),
+                "prefetch.backward": backward,
+                "prefetch.forward": str(forward).lower(),
+            }
+        if self.is_hybrid:
             values |= {"mesh.replicate": 2, "mesh.shard": self.world_size // 2}
         return [f"{name}={value}" for name, value in values.items()]
 
@@ -97,10 +100,13 @@ class Setting:
         return Setting(world_size=self.world_size, strategy="no_shard", version=2, prefetch="pre")
 
     @property
+    def is_hybrid(self) -> bool:
+        return self.strategy in STRATEGIES and STRATEGIES[self.strategy].hybrid
+
+    @property
     def impossible(self) -> str:
         """Why no plan of this number of ranks has the strategy; empty if one may have it."""
-        hybrid = self.strategy in STRATEGIES and STRATEGIES[self.strategy].hybrid
-        if hybrid and (self.world_size < _SMALLEST_HYBRID or self.world_size % 2):
+        if self.is_hybrid and (self.world_size < _SMALLEST_HYBRID or self.world_size % 2):
             return f"two replicas of at least two ranks need an even number of at least {_SMALLEST_HYBRID} ranks"
         return ""
 
@@ -120,11 +126,57 @@ class Case:
     def to_json(self) -> dict[str, Any]:
         return {"case": self.name, **asdict(self.setting), "system": self.system}
 
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Workload:
+    """What every case trains, and how often.
+
+    Attributes:
+        micro_batch: samples of a rank in a step.
+        seq_len: tokens of a sample.
+        steps: steps of a block, which is timed as a whole.
+        warm_up: steps of a case before its first block in a round.
+        blocks: blocks of a case in a round.
+        rounds: times that each case is built and measured.
+    """
+
+    micro_batch: int
+    seq_len: int
+    steps: int
+    warm_up: int
+    blocks: int
+    rounds: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Task:
+    """Cases of one setting that are built together, so that their blocks alternate, in one round."""
+
+    cases: tuple[Case, ...]
+    round: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Job:
+    """What the ranks of one world measure."""
+
+    model: str
+    device: str
+    workload: Workload
+    tasks: tuple[Task, ...]
+
+    def write(self, folder: Path) -> None:
+        (folder / _JOB_FILE).write_bytes(pickle.dumps(self))
+
     @classmethod
-    def from_json(cls, tree: Mapping[str, Any]) -> Case:
-        """Return the case of an object that contains its fields."""
-        fields = {name: tree[name] for name in ("world_size", "strategy", "version", "prefetch")}
-        return cls(setting=Setting(**fields), system=tree["system"])
+    def read(cls, folder: Path) -> Job:
+        job: Job = pickle.loads((folder / _JOB_FILE).read_bytes())
+        return job
+
+
+def events_of(folder: Path) -> EventLog:
+    """Return the events of the ranks: ``begin``, ``measured`` and ``failed``."""
+    return EventLog(folder / _EVENTS_FILE)
 
 
 def product(
@@ -145,8 +197,7 @@ def inexpressible(setting: Setting, system: System, device: str) -> str:
     """Return why a system cannot run a setting on a type of device; empty if it can."""
     if setting.strategy == DDP:
         return "DDP is run by stock Accelerate itself" if system != "plugin" else ""
-    hybrid = setting.strategy in STRATEGIES and STRATEGIES[setting.strategy].hybrid
-    if system == "stock" and hybrid:
+    if system == "stock" and setting.is_hybrid:
         # Its parallelism_config makes a mesh for FSDP2 on accelerators, but is refused on CPU ranks.
         return "Accelerate passes no mesh to FSDP1, and has no hybrid strategy under FSDP2"
     if setting.version == 1:

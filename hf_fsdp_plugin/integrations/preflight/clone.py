@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from collections.abc import Iterator
@@ -24,7 +23,6 @@ from hf_fsdp_plugin.text import format_count, format_names
 MAX_PARAMS: Final = 200_000_000
 """Maximum parameters of a clone: a rank needs some 16 bytes for each."""
 _NUM_LAYERS: Final = (2, 3, 4, 6, 8, 12)
-_INFO: Final = "preflight.json"
 _SEED: Final = 0
 
 
@@ -142,7 +140,7 @@ def _why_it_does_not_run(model_class: Any, config: Any) -> str:
     try:
         with torch.random.fork_rng(devices=[]), default_dtype(config), torch.no_grad():
             model = model_class(config)
-            data = MadeData(model, 2, images=True)
+            data = MadeData(model, 2)
             model(**collate([data[0], data[1]]))
     except ValueError as error:
         return "" if "no made data" in str(error) else str(error)
@@ -211,8 +209,6 @@ def write_clone(model_class: Any, clone: Clone, folder: Path) -> None:
     with torch.random.fork_rng(devices=[]), default_dtype(clone.config):
         torch.manual_seed(_SEED)
         model_class(clone.config).save_pretrained(partial)
-    info = {"num_params": clone.num_params, "real_num_params": clone.real_num_params, "class": model_class.__name__}
-    (partial / _INFO).write_text(json.dumps(info))
     os.replace(partial, folder)
 
 

@@ -11,76 +11,53 @@ import torch
 from hf_fsdp_plugin.backends.agreement import broadcast_object
 from hf_fsdp_plugin.checkpoint import MergeOptions, merge
 from hf_fsdp_plugin.checkpoint.names import HF_MODEL, safetensors_file
+from hf_fsdp_plugin.integrations.preflight.replacements import not_tested
 from hf_fsdp_plugin.integrations.preflight.run import preflight, problems_of_error
 from hf_fsdp_plugin.plan.names import unwrapped
 from hf_fsdp_plugin.problems import Problem, SpecError
 from hf_fsdp_plugin.text import format_names
 
 _TOLERANCE: Final = 1e-5
-"""Largest relative difference of losses and weights after resuming. On the CPU they are usually equal."""
-_COMPARED_LOGS: Final = ("loss", "grad_norm", "learning_rate")
+"""Largest relative difference of weights after resuming. On the CPU they are usually equal."""
 _ADAPTER: Final = ".default"
 _ADAPTER_FILE: Final = "adapter_model.safetensors"
 
 
 class Trained:
-    """What one run has logged, and the weights of rank 0, by step.
+    """What one run has trained.
+
+    Args:
+        owner: a Trainer, or an object with the attributes ``accelerator`` and ``model``.
 
     Attributes:
-        logs: step -> what the Trainer has logged for it.
-        weights: step -> name -> tensor; without entries on other ranks.
+        weights: step -> name -> tensor; without tensors on other ranks than 0.
     """
 
-    def __init__(self, trainer: Any) -> None:
-        self.trainer = trainer
-        self.logs: dict[int, dict[str, Any]] = {}
+    def __init__(self, owner: Any) -> None:
+        self.owner = owner
         self.weights: dict[int, dict[str, torch.Tensor]] = {}
 
     def capture(self, step: int) -> None:
         """Keep the weights after a step. Collective."""
-        state = self.trainer.accelerator.get_state_dict(self.trainer.model) or {}
+        state = self.owner.accelerator.get_state_dict(self.owner.model) or {}
         found = {name: value.detach().to("cpu", copy=True) for name, value in state.items() if torch.is_tensor(value)}
         self.weights[step] = found
 
 
 def compare_runs(first: Trained, resumed: Trained, step: int) -> None:
-    """Check that a resumed run has the logs and weights of the uninterrupted one. Collective.
+    """Check that a resumed run has the weights of the uninterrupted one after a step. Collective.
 
     Raises:
         SpecError: they differ.
     """
-    if step not in first.logs:  # the first run has failed before, so there is nothing to compare
+    if step not in first.weights:  # the first run has failed before, so there is nothing to compare
         return
-    problems = []
-    wanted, found = first.logs.get(step, {}), resumed.logs.get(step, {})
-    for name in _COMPARED_LOGS:
-        if name in wanted and not _is_close(wanted[name], found.get(name)):
-            message = (
-                f"{name} of step {step} is {found.get(name)} after resuming, and {wanted[name]} without interruption."
-            )
-            problems.append(Problem(code="FSDP-E753", message=message, fix=_advice(name)))
-    different = broadcast_object(differing(first.weights.get(step, {}), resumed.weights.get(step, {}), _TOLERANCE))
+    different = broadcast_object(differing(first.weights[step], resumed.weights.get(step, {}), _TOLERANCE))
     if different:
         message = f"weights of step {step} differ after resuming: {format_names(different)}."
-        problems.append(Problem(code="FSDP-E753", message=message, fix=_advice("weights")))
-    if problems:
-        raise SpecError(problems)
-
-
-def _advice(what: str) -> str:
-    if what == "learning_rate":
-        return "The state of the scheduler is not restored: store all of it in its state_dict."
-    return (
-        "Something that the training depends on is not in the checkpoint: state of the optimizer, of a callback or of "
-        "the data, or random numbers that are not torch's, NumPy's or Python's."
-    )
-
-
-def _is_close(one: Any, other: Any) -> bool:
-    if one is None or other is None:
-        return one is other
-    a, b = float(one), float(other)
-    return a == b or abs(a - b) <= _TOLERANCE * max(abs(a), abs(b)) or (a != a and b != b)
+        fix = "Store all that the training depends on in the checkpoint: the state of the optimizer, of the scheduler, "
+        fix += "of callbacks and of the data, and random numbers that are not torch's, NumPy's or Python's."
+        raise SpecError([Problem(code="FSDP-E753", message=message, fix=fix)])
 
 
 def differing(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor], tolerance: float) -> list[str]:
@@ -88,17 +65,11 @@ def differing(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]
     names = sorted(one.keys() ^ other.keys())
     for name in one.keys() & other.keys():
         a, b = one[name].float(), other[name].float()
-        if a.shape != b.shape or not _are_close(a, b, tolerance):
+        largest = float(a.nan_to_num(0.0).abs().max()) if a.numel() else 0.0
+        # Quantized weights that are stored as bf16 contain NaN.
+        if a.shape != b.shape or not torch.allclose(a, b, rtol=0.0, atol=tolerance * largest, equal_nan=True):
             names.append(name)
     return names
-
-
-def _are_close(a: torch.Tensor, b: torch.Tensor, tolerance: float) -> bool:
-    if not a.numel():
-        return True
-    same = (a == b) | (a.isnan() & b.isnan())  # quantized weights that are stored as bf16 contain NaN
-    difference = torch.where(same, 0.0, (a - b).abs()).max()
-    return bool(difference <= tolerance * a.nan_to_num(0.0).abs().max())
 
 
 def check_export(trained: Trained, source: Path, step: int) -> None:
@@ -123,7 +94,7 @@ def check_export(trained: Trained, source: Path, step: int) -> None:
 
 
 def _check_export(trained: Trained, source: Path, step: int) -> None:
-    model: Any = unwrapped(trained.trainer.model)
+    model: Any = unwrapped(trained.owner.model)
     folder = source
     if not any((source / name).is_file() for name in (_ADAPTER_FILE, safetensors_file(HF_MODEL))):
         folder = preflight.folder / "merged"
@@ -137,12 +108,7 @@ def _check_export(trained: Trained, source: Path, step: int) -> None:
         tolerance = max([_TOLERANCE, *(torch.finfo(dtype).eps for dtype in dtypes)])
         different = differing(wanted, loaded.state_dict(), tolerance)
     else:
-        preflight.recorder.note(
-            Problem(
-                code="FSDP-W756",
-                message=f"not tested: loading the export, {type(model).__name__} has no from_pretrained.",
-            )
-        )
+        not_tested(f"loading the export, {type(model).__name__} has no from_pretrained")
         return
     if different and wanted:
         message = f"the exported model differs from the trained one in {format_names(different)}."

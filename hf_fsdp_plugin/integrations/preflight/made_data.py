@@ -10,12 +10,10 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset, default_collate
 
-from hf_fsdp_plugin.integrations.preflight.made_images import MadeImages, reads_images
 from hf_fsdp_plugin.integrations.preflight.sizes import config_parts
 
 NUM_TOKENS: Final = 16
 """Tokens per sample of a preflight."""
-_PATCHES: Final = ("pixel_values", "image_grid_thw")
 _NUM_SOUND_SAMPLES: Final = 4000
 _CLASS_TASKS: Final = ("ForSequenceClassification", "ForImageClassification", "ForAudioClassification")
 
@@ -23,40 +21,24 @@ _CLASS_TASKS: Final = ("ForSequenceClassification", "ForImageClassification", "F
 class MadeData(Dataset[dict[str, torch.Tensor]]):
     """Samples for a model. Sample number ``index`` is the same in every process.
 
+    A model that reads text with images gets text only.
+
     Args:
         length: number of samples. They are made when they are read.
         num_tokens: tokens of a sample; a model with fewer positions gets fewer.
-        images: whether the samples of a model that reads text with images have an image, if the model runs with it. The
-            model must not be sharded.
-
-    Attributes:
-        no_images: why the samples of such a model have no image; empty if they have.
 
     Raises:
         ValueError: there is no made data for the model's inputs.
     """
 
-    def __init__(self, model: nn.Module, length: int, *, num_tokens: int = NUM_TOKENS, images: bool = False) -> None:
+    def __init__(self, model: nn.Module, length: int, *, num_tokens: int = NUM_TOKENS) -> None:
         self._config: Any = model.config
         self._name = type(model).__name__
         self._inputs = set(inspect.signature(model.forward).parameters)
         self._main = str(getattr(model, "main_input_name", "input_ids"))
         self._length, self._num_tokens = length, num_tokens
         self._downsampling = getattr(self._config, "inputs_to_logits_ratio", 1)
-        self._images: MadeImages | None = None
-        self.no_images = ""
         _ = self[0]
-        if images and reads_images(model):
-            self._add_images(model)
-
-    def _add_images(self, model: nn.Module) -> None:
-        """Add images if the model computes a loss with them."""
-        try:
-            self._images = MadeImages(model)
-            with torch.random.fork_rng(devices=[]), torch.no_grad():
-                model(**collate([self[0]]))
-        except Exception as error:  # whatever the code of the model raises
-            self._images, self.no_images = None, str(error) or type(error).__name__
 
     def __len__(self) -> int:
         return self._length
@@ -65,9 +47,7 @@ class MadeData(Dataset[dict[str, torch.Tensor]]):
         if not 0 <= index < self._length:
             raise IndexError(index)
         generator = torch.Generator().manual_seed(index)
-        sample = self._input(generator)
-        sample |= self._labels(generator)
-        return sample if self._images is None else self._images.add_to(sample, generator)
+        return self._input(generator) | self._labels(generator)
 
     def _input(self, generator: torch.Generator) -> dict[str, torch.Tensor]:
         if "input_ids" in self._inputs:
@@ -139,10 +119,8 @@ class MadeData(Dataset[dict[str, torch.Tensor]]):
 
 
 def collate(samples: list[Mapping[str, torch.Tensor]]) -> dict[str, Any]:
-    """Return a batch. The patches of all images are one tensor. Contrastive models return a loss only if asked to."""
-    joined = {name for name in _PATCHES if "image_grid_thw" in samples[0]}
-    batch: dict[str, Any] = default_collate([{k: v for k, v in each.items() if k not in joined} for each in samples])
-    batch |= {name: torch.cat([each[name] for each in samples]) for name in joined}
+    """Return a batch. Contrastive models return a loss only if asked to."""
+    batch: dict[str, Any] = default_collate(samples)
     if "pixel_values" in batch and "input_ids" in batch and "labels" not in batch:
         batch["return_loss"] = True
     return batch

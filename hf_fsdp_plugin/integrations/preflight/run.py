@@ -64,7 +64,6 @@ class Preflight:
 
     Attributes:
         phase: ``script`` until the training begins; the hooks record stages in the first run only.
-        doing: the call of the script that the preflight makes itself, for messages: ``trainer.predict in train.py:12``.
     """
 
     def __init__(self) -> None:
@@ -73,7 +72,6 @@ class Preflight:
         self._reported: BaseException | None = None
         self.options = Options()
         self.phase: Phase = "script"
-        self.doing = ""
         self.rank, self.world_size = 0, 1
 
     def begin_in_rank(self) -> None:
@@ -149,10 +147,18 @@ class Preflight:
                 Problem(code="FSDP-W756", message=f"{stage} is not tested on the CPU: {_short(str(error))}")
             )
             return
-        self.recorder.fail(problems_of_error(error, stage or "start", self.doing))
+        self.recorder.fail(problems_of_error(error, stage or "start"))
 
-    def wait_for_same_failure(self) -> bool:
-        """Wait until all ranks have failed as often as this one. If not, their collectives no longer match."""
+    def stage_failed(self, error: Exception) -> None:
+        """Record a failure, and raise it again unless all ranks fail as often as this one.
+
+        If they do not, their collectives no longer match, and the run ends.
+        """
+        self.failed(error)
+        if not self._all_have_failed():
+            raise error
+
+    def _all_have_failed(self) -> bool:
         own = _num_failures(read_events(self.folder)[self.rank])
         deadline = time.monotonic() + _AGREEMENT_SECONDS
         while time.monotonic() < deadline:
@@ -167,18 +173,13 @@ def _num_failures(events: Iterable[dict[str, object]]) -> int:
     return sum(event["event"] == "failed" for event in events)
 
 
-def problems_of_error(error: BaseException, stage: str, doing: str = "") -> list[Problem]:
-    """Return the problems of a failed stage: those of this package, or one that describes the exception.
-
-    Args:
-        doing: the call of the script that has failed, if the preflight has made it.
-    """
+def problems_of_error(error: BaseException, stage: str) -> list[Problem]:
+    """Return the problems of a failed stage: those of this package, or one that describes the exception."""
     if isinstance(error, SpecError):
         return [problem for problem in error.problems if problem.severity == "error"]
     text = _short(f"{type(error).__name__}: {error}")
     fix = next((fix for pattern, fix in _CAUSES if pattern.search(text)), "")
-    place = f" in the call of {doing}" if doing else _place_of(error)
-    message = f"the stage '{stage}' failed{place}: {text}"
+    message = f"the stage '{stage}' failed{_place_of(error)}: {text}"
     return [Problem(code="FSDP-E750", message=message, fix=fix)]
 
 
@@ -187,15 +188,13 @@ def _short(text: str) -> str:
     return text if len(text) <= _MAX_MESSAGE else f"{text[: _MAX_MESSAGE - 1]}…"
 
 
-def is_of_user(filename: str) -> bool:
-    """Whether a file of a stack is neither of this package nor of an installed library nor of Python."""
-    return not filename.startswith(_NOT_OF_USER) and _LIBRARIES not in filename
-
-
 def _place_of(error: BaseException) -> str:
-    """Return where the user's code was, or else the last line of code."""
+    """Return where the user's code was, or else the last line of code.
+
+    The user's code is neither of this package nor of an installed library nor of Python.
+    """
     frames = traceback.extract_tb(error.__traceback__)
-    own = [each for each in frames if is_of_user(each.filename)]
+    own = [each for each in frames if not each.filename.startswith(_NOT_OF_USER) and _LIBRARIES not in each.filename]
     return "".join(f" in {os.path.basename(frame.filename)}:{frame.lineno}" for frame in (own or frames)[-1:])
 
 

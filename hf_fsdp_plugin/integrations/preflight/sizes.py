@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
@@ -32,8 +32,6 @@ _MIN_NARROW_WIDTH: Final = 64
 _HEAD_SIZES: Final = {"head_dim", "d_kv", "qk_nope_head_dim", "attention_head_size"}
 _MIN_HEADS: Final = 2
 SMALL_VOCABULARY: Final = 512
-_PATCHES_PER_SIDE: Final = (8, 32)
-"""Fewest and most patches per side of a reduced image."""
 Widths = Literal["narrow", "common", "each", "none"]
 
 
@@ -45,7 +43,7 @@ class Reduction:
         num_layers: number of layers of each stack; a smaller number is kept.
         widths: ``narrow``: one factor for all heads of the model, and a larger one for widths; ``common``: one factor
             for both; ``each``: one for each sub-config; ``none``.
-        vocabulary: maximum size of the vocabulary; ``None`` keeps it and the size of images, for real data.
+        vocabulary: maximum size of the vocabulary; ``None`` keeps it, for real data.
     """
 
     num_layers: int
@@ -68,8 +66,6 @@ def small_config(config: Any, reduction: Reduction) -> Any:
         _divide(part, factor, factor * further)
         if reduction.vocabulary is not None:
             _reduce_vocabulary(part, reduction.vocabulary, tokens)
-            if part is not small:  # the vision tower of a model that also reads text
-                _reduce_images(part)
     if getattr(small, "quantization_config", None) is not None:
         del small.quantization_config
     return small
@@ -192,15 +188,6 @@ def _reduce_vocabulary(config: Any, size: int, tokens: dict[int, int]) -> None:
             _set(config, name, [_small_token(each, size, tokens) for each in value])
 
 
-def _reduce_images(config: Any) -> None:
-    """Reduce images with many patches to a divisor of their side, because attention grows with the square."""
-    size, patch = (vars(config).get(name) for name in ("image_size", "patch_size"))
-    if isinstance(size, int) and isinstance(patch, int) and patch > 0 and size // patch > _PATCHES_PER_SIDE[1]:
-        sides = [n for n in range(_PATCHES_PER_SIDE[1], _PATCHES_PER_SIDE[0] - 1, -1) if size // patch % n == 0]
-        if sides:
-            _set(config, "image_size", sides[0] * patch)
-
-
 def _small_token(token: int, size: int, tokens: dict[int, int]) -> int:
     """Return the new number of a special token: the last numbers of the vocabulary, from the end."""
     if token < size:
@@ -211,23 +198,3 @@ def _small_token(token: int, size: int, tokens: dict[int, int]) -> int:
 def _set(config: Any, name: str, value: Any) -> None:
     if vars(config).get(name) != value:
         setattr(config, name, value)
-
-
-def describe(before: Any, after: Any) -> Mapping[str, tuple[Any, Any]]:
-    """Return name -> (value, reduced value) of what differs, for display; names of sub-configs have a prefix."""
-    changed: dict[str, tuple[Any, Any]] = {}
-    names = {id(part): prefix for prefix, part in _named_parts(before)}
-    for part, small in zip(config_parts(before), config_parts(after), strict=True):
-        for name, value in vars(part).items():
-            if isinstance(value, int) and not _TOKEN_ID.search(name) and vars(small).get(name, value) != value:
-                changed[f"{names[id(part)]}{name}"] = (value, vars(small)[name])
-    return changed
-
-
-def _named_parts(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    from transformers import PreTrainedConfig
-
-    yield prefix, config
-    for name, value in vars(config).items():
-        if isinstance(value, PreTrainedConfig):
-            yield from _named_parts(value, f"{prefix}{name}.")

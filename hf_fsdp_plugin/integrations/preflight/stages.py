@@ -1,4 +1,4 @@
-"""The stages of a preflight, and the file in which each rank records them for the launcher. Imports no torch."""
+"""The stages of a preflight, and the log in which each rank records them for the launcher. Imports no torch."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -29,7 +29,6 @@ STAGES: Final[Mapping[str, str]] = {
     "load best": "load_best_model_at_end",
     "resume": "a fresh model and optimizer continue from the checkpoint",
     "export": "merge of the checkpoint, and from_pretrained",
-    "after training": "methods of the Trainer that the script calls after its training",
 }
 _STAGES_OF_RANK_0: Final = ("clone",)
 Result = Literal["passed", "failed", "stood still", "not tested"]
@@ -54,41 +53,70 @@ class StageResult:
         return {**row, "reason": self.reason or None}
 
 
-class Recorder:
-    """Records the stages of one rank. One stage runs at a time; a stage that runs again adds to its time."""
+class EventLog:
+    """A file of events that ranks write and the launcher reads: one JSON object a line, in the order of writing."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+        self._read = 0
+
+    def write(self, **event: Any) -> None:
+        """Append an event. A line is written at once, so that lines of several ranks are not mixed."""
+        line = json.dumps({"time": time.time(), **event}, default=str) + "\n"
+        number = os.open(self._file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        try:
+            os.write(number, line.encode())
+        finally:
+            os.close(number)
+
+    def new(self) -> list[dict[str, Any]]:
+        """Return the complete events since the last call."""
+        if not self._file.exists():
+            return []
+        with self._file.open("rb") as file:
+            file.seek(self._read)
+            data = file.read()
+        complete = data[: data.rfind(b"\n") + 1]
+        self._read += len(complete)
+        return [json.loads(line) for line in complete.splitlines()]
+
+
+class Recorder(EventLog):
+    """Records the stages of one rank. One stage runs at a time; a stage that runs again adds to its time.
+
+    Attributes:
+        current: the stage that runs; ``None`` between two stages.
+        done: stages that have ended without a failure.
+    """
 
     def __init__(self, folder: Path, rank: int) -> None:
-        self._file = folder / f"rank_{rank}.jsonl"
-        self._current: str | None = None
+        super().__init__(folder / f"rank_{rank}.jsonl")
+        self.current: str | None = None
         self._began = 0.0
         self._failed: set[str] = set()
         self.done: set[str] = set()
 
-    @property
-    def current(self) -> str | None:
-        return self._current
-
     def enter(self, stage: str) -> None:
         """End the current stage and begin another one."""
-        if stage == self._current:
+        if stage == self.current:
             return
         self.leave()
-        self._current, self._began = stage, time.monotonic()
+        self.current, self._began = stage, time.monotonic()
         self.write(event="begin", stage=stage)
 
     def leave(self) -> None:
         """End the current stage."""
-        if self._current is not None:
-            self.write(event="end", stage=self._current, seconds=time.monotonic() - self._began)
-            self.done.add(self._current)
-        self._current = None
+        if self.current is not None:
+            self.write(event="end", stage=self.current, seconds=time.monotonic() - self._began)
+            self.done.add(self.current)
+        self.current = None
 
     def fail(self, problems: Iterable[Problem]) -> None:
         """Record a failure of the current stage with its problems, and end the stage."""
-        stage = self._current or "start"
+        stage = self.current or "start"
         self._failed.add(stage)
         for problem in problems:
-            self.write(event="problem", stage=stage, problem=_to_json(problem))
+            self.write(event="problem", stage=stage, problem=asdict(problem))
         self.write(event="failed", stage=stage)
         self.leave()
         self.done.discard(stage)
@@ -100,14 +128,14 @@ class Recorder:
 
     def skip_current(self, reason: str) -> None:
         """Record that the current stage cannot be tested here, and end it."""
-        stage, self._current = self._current or "start", None
+        stage, self.current = self.current or "start", None
         self._failed.add(stage)
         self.write(event="skip", stage=stage, reason=reason)
         self.write(event="failed", stage=stage)
 
     def note(self, problem: Problem) -> None:
         """Record a warning or note, which fails no stage."""
-        self.write(event="note", stage=self._current, problem=_to_json(problem))
+        self.write(event="note", stage=self.current, problem=asdict(problem))
 
     def skip(self, stage: str, reason: str) -> None:
         """Record that a stage is not tested."""
@@ -118,22 +146,10 @@ class Recorder:
     def has_failed(self, stage: str) -> bool:
         return stage in self._failed
 
-    @property
-    def any_failed(self) -> bool:
-        return bool(self._failed)
-
-    def write(self, **event: Any) -> None:
-        with self._file.open("a") as file:
-            file.write(json.dumps({"time": time.time(), **event}, default=str) + "\n")
-
 
 def read_events(folder: Path) -> list[list[dict[str, Any]]]:
     """Return the events of every rank that has recorded any, in rank order."""
-    found = []
-    for file in sorted(folder.glob("rank_*.jsonl")):
-        lines = file.read_text().splitlines(keepends=True)
-        found.append([json.loads(line) for line in lines if line.endswith("\n")])
-    return found
+    return [EventLog(file).new() for file in sorted(folder.glob("rank_*.jsonl"))]
 
 
 def running_stages(events: Sequence[Sequence[Mapping[str, Any]]]) -> list[str | None]:
@@ -178,7 +194,7 @@ def problems_of(events: Sequence[Sequence[Mapping[str, Any]]]) -> list[Problem]:
     for rank, of_rank in enumerate(events):
         for event in of_rank:
             if event["event"] in ("problem", "note"):
-                problem = _from_json(event["problem"])
+                problem = _problem_of(event["problem"])
                 key = problem.code, problem.message
                 found.setdefault(key, problem)
                 if event["event"] == "problem" and event["stage"] not in _STAGES_OF_RANK_0:
@@ -189,17 +205,9 @@ def problems_of(events: Sequence[Sequence[Mapping[str, Any]]]) -> list[Problem]:
     return list(found.values())
 
 
-def _to_json(problem: Problem) -> dict[str, Any]:
-    origin = problem.origin
-    place = [origin.source, origin.line, origin.spelling, origin.text] if origin is not None else None
-    fields = ("code", "message", "fix", "setting", "rank")
-    return {**{name: getattr(problem, name) for name in fields}, "origin": place}
-
-
-def _from_json(tree: Mapping[str, Any]) -> Problem:
-    place = tree["origin"]
-    origin = Origin(source=place[0], line=place[1], spelling=place[2], text=place[3]) if place else None
-    return Problem(**{**tree, "origin": origin})
+def _problem_of(tree: Mapping[str, Any]) -> Problem:
+    origin = tree["origin"]
+    return Problem(**{**tree, "origin": Origin(**origin) if origin is not None else None})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -219,8 +227,7 @@ class Options:
     arguments_file: str = ""
 
     def write(self, folder: Path) -> None:
-        content = {name: getattr(self, name) for name in self.__slots__}
-        (folder / OPTIONS_FILE).write_text(json.dumps(content))
+        (folder / OPTIONS_FILE).write_text(json.dumps(asdict(self)))
 
 
 def folder_of_preflight() -> Path | None:

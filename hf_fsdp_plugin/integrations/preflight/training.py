@@ -1,4 +1,7 @@
-"""Replacement of the training of the Trainer: the stages of a preflight are recorded while the training runs."""
+"""The training of a preflight: of the Trainer, and of a script with its own loop and an ``Accelerator``.
+
+The stages are recorded while two steps run. The stages that follow them run after the second step.
+"""
 
 from __future__ import annotations
 
@@ -6,24 +9,25 @@ import json
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Final, NoReturn
 
+import torch
 from transformers.trainer_callback import TrainerCallback
 
 from hf_fsdp_plugin.backends.shard import plan_of
 from hf_fsdp_plugin.checkpoint.names import TRAINER_PREFIX
-from hf_fsdp_plugin.integrations.preflight.after_training import AfterTraining, run_calls
-from hf_fsdp_plugin.integrations.preflight.arguments import note_change
+from hf_fsdp_plugin.integrations.accelerate.private import prepared_models
 from hf_fsdp_plugin.integrations.preflight.clone import MAX_PARAMS, num_params_of
 from hf_fsdp_plugin.integrations.preflight.comparison import Trained, check_export, compare_runs
-from hf_fsdp_plugin.integrations.preflight.loading import first_samples
+from hf_fsdp_plugin.integrations.preflight.replacements import first_samples, note_change
 from hf_fsdp_plugin.integrations.preflight.run import preflight
 from hf_fsdp_plugin.integrations.preflight.stages import REPORT_FILE
 from hf_fsdp_plugin.integrations.profiling.marking import marks
 from hf_fsdp_plugin.integrations.run_report import report_run
 from hf_fsdp_plugin.integrations.saving import manager
 from hf_fsdp_plugin.integrations.transformers.private import save_checkpoint, untrained_copy
-from hf_fsdp_plugin.observe.profile.marks import Phase
+from hf_fsdp_plugin.observe.profile.trace import Phase
 from hf_fsdp_plugin.problems import Problem, SpecError
 from hf_fsdp_plugin.text import format_count
 
@@ -35,10 +39,7 @@ _STAGES_OF_PHASES: Final[dict[Phase, str]] = {"clipping": "clip", "checkpoint": 
 
 
 class PreflightEnd(SystemExit):
-    """Ends the script after its training, because what follows may write to the folders of the user.
-
-    Calls of the Trainer that follow are made by :mod:`.after_training`.
-    """
+    """Ends the script after its training, because what follows may write to the folders of the user."""
 
     def __init__(self) -> None:
         super().__init__(0)
@@ -70,7 +71,6 @@ class StageCallback(TrainerCallback):
     def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         logs = kwargs.get("logs") or {}
         if "loss" in logs:
-            self._trained.logs[state.global_step] = dict(logs)
             if control.should_evaluate:  # the Trainer evaluates, and saves, right after it has logged the loss
                 self._enter("evaluate")
             elif control.should_save:
@@ -81,7 +81,7 @@ class StageCallback(TrainerCallback):
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._enter("step")
 
-    def _enter(self, stage: Any) -> None:
+    def _enter(self, stage: str) -> None:
         if self._is_first:
             preflight.recorder.enter(stage)
 
@@ -106,12 +106,11 @@ class _FirstRun:
         self.trainer, self.recorder = trainer, preflight.recorder
         self.trained = Trained(trainer)
         self.fresh: Any = None
-        self.after = AfterTraining(trainer, _NUM_EVALUATED * preflight.world_size)
 
     def run(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> NoReturn:
         trainer, recorder = self.trainer, self.recorder
         _check_size(trainer)
-        _limit_evaluation(trainer)
+        trainer.eval_dataset = first_samples(trainer.eval_dataset, _NUM_EVALUATED * preflight.world_size)
         if kwargs.get("resume_from_checkpoint") is not None:
             note_change("the training begins anew instead of resuming from the given checkpoint")
             kwargs["resume_from_checkpoint"] = None
@@ -127,7 +126,7 @@ class _FirstRun:
             recorder.leave()
             _note_report(trainer)
         except Exception as error:
-            self._failed(error)
+            preflight.stage_failed(error)
         trainer.remove_callback(callback)
         self._further_stages()
         preflight.phase = "after it"
@@ -141,11 +140,6 @@ class _FirstRun:
             self.fresh = untrained_copy(self.trainer)
         except Exception as error:
             self.recorder.skip("resume", f"the Trainer cannot be copied: {type(error).__name__}: {error}")
-
-    def _failed(self, error: Exception) -> None:
-        preflight.failed(error)
-        if not preflight.wait_for_same_failure():
-            raise error
 
     def _further_stages(self) -> None:
         """Run the stages that a failure has skipped, and those after the training."""
@@ -172,25 +166,17 @@ class _FirstRun:
         elif is_prepared and _text(args.save_strategy) == "no":
             recorder.skip("resume", "save_strategy is no")
             self._try("export", self._export_model)
-        if {"prepare", "update"} <= recorder.done:
-            run_calls(self.after, self._try)
 
     def _export_model(self) -> None:
         folder = preflight.folder / "exported"
         self.trainer.save_model(str(folder))
         check_export(self.trained, folder, self.trainer.state.global_step)
 
-    def _try(self, stage: Any, run: Callable[[], Any]) -> None:
-        if stage in self.recorder.done or self.recorder.has_failed(stage):
-            return
-        self.recorder.enter(stage)
-        preflight.phase = "second run"  # the hooks record no stages inside this one
-        try:
-            run()
-            self.recorder.leave()
-        except Exception as error:
-            self._failed(error)
-        preflight.phase = "first run"
+    def _try(self, stage: str, run: Callable[[], Any]) -> None:
+        if stage not in self.recorder.done and not self.recorder.has_failed(stage):
+            preflight.phase = "second run"  # the hooks record no stages inside this one
+            _attempt(stage, run)
+            preflight.phase = "first run"
 
     def _resume(self, checkpoint: Path) -> None:
         fresh = self.fresh
@@ -234,10 +220,103 @@ def _check_size(trainer: Any) -> None:
         raise SpecError([Problem(code="FSDP-E752", message=message, fix=fix)])
 
 
-def _limit_evaluation(trainer: Any) -> None:
-    number = _NUM_EVALUATED * preflight.world_size
-    data = trainer.eval_dataset
-    if isinstance(data, dict) and not hasattr(data, "take"):
-        trainer.eval_dataset = {name: first_samples(each, number) for name, each in data.items()}
-    elif data is not None:
-        trainer.eval_dataset = first_samples(data, number)
+def _attempt(stage: str, run: Callable[[], Any]) -> bool:
+    """Run a stage, and return whether it has succeeded. Raises its error if other ranks do not fail too."""
+    preflight.recorder.enter(stage)
+    try:
+        run()
+        preflight.recorder.leave()
+    except Exception as error:
+        preflight.stage_failed(error)
+        return False
+    return True
+
+
+class OwnLoop:
+    """The steps of a script with its own loop. A Trainer begins its own run before its first forward pass."""
+
+    def __init__(self) -> None:
+        self._accelerator: Any = None
+        self._began = False
+        self._num_steps = 0
+
+    def watch_model(self, accelerator: Any, model: torch.nn.Module) -> None:
+        """Record the stage ``step`` from the training forwards of a prepared model on."""
+        self._accelerator = accelerator
+        model.register_forward_pre_hook(self._begin_step, prepend=True)
+
+    def watch_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Record the stage ``update`` of a prepared optimizer, and end the script after the last step."""
+        optimizer.register_step_pre_hook(self._begin_update)
+        optimizer.register_step_post_hook(self._end_update)
+
+    def _begin_step(self, model: torch.nn.Module, *_: Any) -> None:
+        if _is_watched() and not torch.compiler.is_compiling() and model.training and torch.is_grad_enabled():
+            self._began = True
+            preflight.recorder.enter("step")
+
+    def _begin_update(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        # torch creates the state of an optimizer, for a checkpoint, with a step whose learning rate is 0. It is no step
+        # of the script. A compiled or partial model may have no forward that is seen.
+        if _is_watched() and (self._began or any(group["lr"] for group in optimizer.param_groups)):
+            self._began = True
+            preflight.recorder.enter("update")
+
+    def _end_update(self, *_: Any) -> None:
+        if _is_watched() and self._began:
+            preflight.recorder.enter("step")
+            self._end_step()
+
+    def _end_step(self) -> None:
+        """Count a step. After the last one, run the further stages and end the script."""
+        accelerator = self._accelerator
+        if accelerator is None or not accelerator.sync_gradients:
+            return
+        self._num_steps += 1
+        if self._num_steps == LAST_STEP:
+            preflight.phase = "after it"
+            preflight.recorder.leave()
+            preflight.recorder.mark("prepare")  # part of the stage start, because the script calls it there
+            _stages_after_loop(accelerator)
+            raise PreflightEnd
+
+
+def _stages_after_loop(accelerator: Any) -> None:
+    recorder, folder = preflight.recorder, preflight.folder / "out" / "checkpoint_0"
+    models = prepared_models(accelerator)
+    model = models[0]
+    trained = Trained(SimpleNamespace(accelerator=accelerator, model=model))
+    for stage in ("clip", "evaluate", "load best"):
+        recorder.skip(stage, "the script has its own loop")
+
+    def save() -> None:
+        trained.capture(LAST_STEP)
+        accelerator.save_state(str(folder))
+        manager.wait()
+
+    def load() -> None:
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.zero_()
+        accelerator.load_state(str(folder))
+        loaded = Trained(trained.owner)
+        loaded.capture(LAST_STEP)
+        compare_runs(trained, loaded, LAST_STEP)
+
+    def export() -> None:
+        if len(models) > 1:
+            recorder.skip_current("the script has prepared several models")
+        else:
+            check_export(trained, folder, LAST_STEP)
+
+    for stage, run in (("save", save), ("resume", load), ("export", export)):
+        if not _attempt(stage, run):
+            return
+
+
+def _is_watched() -> bool:
+    return preflight.active and preflight.phase == "script"
+
+
+own_loop = OwnLoop()
+"""The loop of this process."""

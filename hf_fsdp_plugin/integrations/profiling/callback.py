@@ -9,12 +9,11 @@ from typing import Any, Final
 from transformers.trainer_callback import TrainerCallback
 
 from hf_fsdp_plugin.backends.agreement import on_all_ranks
-from hf_fsdp_plugin.integrations.profiling.options import MAX_TRACES, PAGE, ProfileOptions, rank_files, write_file
-from hf_fsdp_plugin.integrations.profiling.reading import read_ranks
+from hf_fsdp_plugin.integrations.profiling.files import RESULT, rank_files, read_ranks, write_profile
+from hf_fsdp_plugin.integrations.profiling.options import MAX_TRACES, ProfileOptions
 from hf_fsdp_plugin.integrations.profiling.result import remove_files
 from hf_fsdp_plugin.integrations.profiling.run import profiling
 from hf_fsdp_plugin.messages import print_once
-from hf_fsdp_plugin.observe.profile.page import page
 from hf_fsdp_plugin.observe.profile.suggestions import suggest
 from hf_fsdp_plugin.problems import SpecError
 from hf_fsdp_plugin.sources.handover import absolute
@@ -27,7 +26,7 @@ _MAX_PRINTED: Final = 4
 class ProfilerCallback(TrainerCallback):
     """Profiles some steps of ``Trainer.train``. The training continues after them.
 
-    Every rank writes its file when its steps are done. At the end of the training, rank 0 writes ``profile.html`` and
+    Every rank writes its file when its steps are done. At the end of the training, rank 0 writes ``profile.json`` and
     prints the suggestions. An earlier profile in the folder is deleted when the training begins. A profile that fails
     is printed, leaves no files, and does not end the training. In a script that ``hf-fsdp profile`` runs, the callback
     does nothing.
@@ -79,9 +78,9 @@ class ProfilerCallback(TrainerCallback):
                 print_once(f"no profile: and {plural(more, 'more rank')}")
             return
         if args.process_index == 0:
-            self._write_page(Path(self._options.folder))
+            self._write_result(Path(self._options.folder))
 
-    def _write_page(self, folder: Path) -> None:
+    def _write_result(self, folder: Path) -> None:
         try:
             results = read_ranks(folder)
             if not results.paths:
@@ -89,13 +88,13 @@ class ProfilerCallback(TrainerCallback):
                 return
             run, problems = results.merge(self._options)
             suggestions = suggest(run)
-            write_file(folder / PAGE, page(run, suggestions))
+            write_profile(folder, run, suggestions, problems)
         except (OSError, ValueError) as error:
-            print_once(f"no profile: {folder / PAGE} cannot be written: {error}.")
+            print_once(f"no profile: {folder / RESULT} cannot be written: {error}.")
             return
         for each in (*problems, *(f"profile: {suggestion}" for suggestion in suggestions)):
             print_once(each)
-        print_once(f"profile: {folder / PAGE}")
+        print_once(f"profile: {folder / RESULT}")
 
 
 def _is_profiled_by_command() -> bool:
@@ -103,11 +102,11 @@ def _is_profiled_by_command() -> bool:
 
 
 def _remove_earlier(options: ProfileOptions, rank: int, world_size: int) -> None:
-    """Delete this rank's files of an earlier profile; on rank 0 also the page, and files of a larger world."""
+    """Delete this rank's files of an earlier profile; on rank 0 also the result, and files of a larger world."""
     remove_files(options, rank)
     if rank == 0:
         for other in [int(path.stem.partition("_")[2]) for path in rank_files(Path(options.folder))]:
             if other >= world_size:
                 remove_files(options, other)
         with contextlib.suppress(OSError):
-            (Path(options.folder) / PAGE).unlink()
+            (Path(options.folder) / RESULT).unlink()

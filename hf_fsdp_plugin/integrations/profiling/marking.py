@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.profiler import record_function
 
-from hf_fsdp_plugin.observe.profile.marks import GATHER, PREFIX, REDUCE, UNIT, Phase
+from hf_fsdp_plugin.observe.profile.trace import GATHER, PREFIX, REDUCE, UNIT, Phase
 from hf_fsdp_plugin.observe.units import observe_units
 from hf_fsdp_plugin.plan.names import unwrapped
 
@@ -130,3 +130,9 @@ def marked(phase: Phase) -> Callable[[Callable[P, R]], Callable[P, R]]:
         return call
 
     return decorate
+
+
+def backward(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Mark a backward pass: the replacement of ``torch.autograd.backward``."""
+    with marks.phase("backward"):
+        return original(*args, **kwargs)

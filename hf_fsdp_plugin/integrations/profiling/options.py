@@ -1,24 +1,21 @@
-"""What ``hf-fsdp profile`` passes to its ranks, and the files that they write."""
+"""What ``hf-fsdp profile`` passes to its ranks, and how a rank begins and ends its profile. Imports no torch."""
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Mapping
+import os
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 OPTIONS_VARIABLE: Final = "HF_FSDP_PROFILE"
 """Environment variable with :class:`ProfileOptions` as JSON."""
 MAX_TRACES: Final = 8
 """Ranks that keep their trace by default."""
-MAX_TRACE_BYTES: Final = 512 * 2**20
-"""Size of a trace, before compression, above which it is not kept."""
 RANKS_FOLDER: Final = "ranks"
 TRACES_FOLDER: Final = "traces"
-PAGE: Final = "profile.html"
-PARTIAL: Final = ".part"
-"""Suffix of a file that is being written."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -82,26 +79,27 @@ class ProfileOptions:
         return Path(self.folder) / TRACES_FOLDER / f"rank_{rank}.json.gz"
 
 
-def rank_files(folder: Path) -> list[Path]:
-    """Return the files of all ranks that have written theirs, in rank order."""
-    return sorted((folder / RANKS_FOLDER).glob("rank_*.json"), key=lambda path: int(path.stem.partition("_")[2]))
-
-
-def write_file(path: Path, content: Any) -> None:
-    """Write text, or copy from a function that gets the binary file, so that the file is complete or absent.
+@contextlib.contextmanager
+def profiled_run() -> Iterator[None]:
+    """Profile the script that runs in this context, if the launcher asks for it.
 
     Raises:
-        OSError: it cannot be written. Nothing is left behind.
+        SpecError: the profile cannot be made or written.
     """
-    partial = path.with_name(path.name + PARTIAL)
+    options = ProfileOptions.from_env(os.environ)
+    if options is None:
+        yield
+        return
+    os.environ.pop(OPTIONS_VARIABLE)  # processes that the script starts are not ranks
+    from hf_fsdp_plugin.integrations.profiling.run import profiling
+
+    profiling.begin(options)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with partial.open("wb") as file:
-            if callable(content):
-                content(file)
-            else:
-                file.write(content.encode())
-        partial.replace(path)
-    except BaseException:
-        partial.unlink(missing_ok=True)
+        yield
+    except SystemExit as error:
+        profiling.end(failed=error.code not in (None, 0))
         raise
+    except BaseException:
+        profiling.end(failed=True)
+        raise
+    profiling.end()

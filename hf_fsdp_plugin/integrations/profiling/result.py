@@ -12,7 +12,7 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
@@ -21,13 +21,15 @@ from torch import nn
 from hf_fsdp_plugin.backends.shard import plan_of
 from hf_fsdp_plugin.devices import DEVICES, available_device
 from hf_fsdp_plugin.estimate.results import Moment
-from hf_fsdp_plugin.integrations.profiling.options import MAX_TRACE_BYTES, ProfileOptions, write_file
-from hf_fsdp_plugin.integrations.profiling.predicted import predict
-from hf_fsdp_plugin.observe.profile.names import canonical_units, rank_range
-from hf_fsdp_plugin.observe.profile.rank_profile import RankProfile, profile_of
+from hf_fsdp_plugin.integrations.profiling.files import write_file
+from hf_fsdp_plugin.integrations.profiling.options import ProfileOptions
+from hf_fsdp_plugin.observe.profile.rank_profile import RankProfile, canonical_units, profile_of, rank_range
 from hf_fsdp_plugin.observe.profile.trace import Trace, read_trace
 from hf_fsdp_plugin.observe.units import UnitObservation, observe_units
 from hf_fsdp_plugin.problems import Problem, SpecError
+
+MAX_TRACE_BYTES: Final = 512 * 2**20
+"""Size of a trace, before compression, above which it is not kept."""
 
 
 @dataclass(kw_only=True)
@@ -43,7 +45,6 @@ class Recorded:
 
     num_steps: int = 0
     model: nn.Module | None = None
-    optimizer: torch.optim.Optimizer | None = None
     scratch: tempfile.TemporaryDirectory[str] | None = None
     profiled: list[float] = field(default_factory=list)
     unprofiled: list[float] = field(default_factory=list)
@@ -100,7 +101,7 @@ def temporary_files() -> Iterator[None]:
         raise SpecError([Problem(code="FSDP-E772", message=message, fix=fix, rank=_rank())]) from error
 
 
-def write_result(recorded: Recorded, options: ProfileOptions) -> None:
+def write_rank_files(recorded: Recorded, options: ProfileOptions) -> None:
     """Write the files of this rank.
 
     Raises:
@@ -110,6 +111,7 @@ def write_result(recorded: Recorded, options: ProfileOptions) -> None:
     world_size = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
     content: dict[str, Any] = {"rank": rank, "world_size": world_size, "num_steps": recorded.num_steps, "profile": None}
     try:
+        options.rank_file(rank).parent.mkdir(parents=True, exist_ok=True)
         if recorded.trace is not None:
             with temporary_files():
                 trace = read_trace(recorded.trace)
@@ -143,6 +145,7 @@ def _keep_trace(path: Path, options: ProfileOptions, rank: int) -> str | None:
     if rank >= options.traces or path.stat().st_size > MAX_TRACE_BYTES:
         return None
     target = options.trace_file(rank)
+    target.parent.mkdir(parents=True, exist_ok=True)
     write_file(target, lambda file: _compress(path, file))
     return str(target.relative_to(options.folder))
 
@@ -160,7 +163,7 @@ def _analyze(
     units = observe_units(recorded.model) if recorded.model is not None else ()
     profile = replace(
         profile, profiled=tuple(recorded.profiled), unprofiled=tuple(recorded.unprofiled),
-        memory=tuple(recorded.memory), facts=_facts(recorded, units, rank, profile.reductions_per_step),
+        memory=tuple(recorded.memory), facts=_facts(recorded, units, rank),
     )  # fmt: skip
     is_list = profile.device == "cpu"
     parts = {unit.name: unit.live.shard_size for unit in units if is_list and unit.live.version == 1}
@@ -186,39 +189,27 @@ def _device_bytes() -> int | None:
     return device.total_memory()
 
 
-def _facts(
-    recorded: Recorded, units: Sequence[UnitObservation], rank: int, reductions_per_step: float
-) -> dict[str, Any]:
-    """Return what the trace does not contain: settings and sizes of units and, on rank 0, the prediction."""
-    device = available_device()
+def _facts(recorded: Recorded, units: Sequence[UnitObservation], rank: int) -> dict[str, Any]:
+    """Return what the trace does not contain: groups of ranks and, on rank 0, settings and sizes of units."""
     facts: dict[str, Any] = {
         "device_bytes": _device_bytes(),
-        "peak_bytes": device.peak_memory(), "peak_source": device.peak_source, "batch": list(recorded.batch),
-        "forwards_per_step": recorded.forwards_per_step, "cpu_count": os.cpu_count() or 1,
-        "threads": torch.get_num_threads(), "local_world_size": int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
+        "batch": list(recorded.batch),
+        "forwards_per_step": recorded.forwards_per_step,
         "groups": {unit.name: rank_range(unit.live.shard_ranks) for unit in units},
-    }  # fmt: skip
-    if rank or recorded.model is None:
+    }
+    plan = plan_of(recorded.model) if recorded.model is not None else None
+    if rank or plan is None:
         return facts
     facts["units"] = {
-        unit.name: {
-            "class": unit.class_name, "num_params": unit.num_params, "reshards": unit.reshard_after_forward,
-            "checkpointed": unit.checkpointed, "is_root": unit.live.is_root, "reduce_dtype": unit.reduce_dtype,
-            "param_dtype": unit.param_dtype,
-        }
+        unit.name: {"num_params": unit.num_params, "is_root": unit.live.is_root, "reduce_dtype": unit.reduce_dtype}
         for unit in units
-    }  # fmt: skip
-    plan = plan_of(recorded.model)
-    if plan is not None:
-        facts["plan"] = {
-            "backend": plan.backend, "strategy": plan.strategy, "model": plan.model_class,
-            "num_params": plan.num_params, "shard": plan.mesh.shard, "replicate": plan.mesh.replicate,
-            "prefetch.forward": plan.prefetch.forward, "prefetch.backward": plan.prefetch.backward,
-            "prefetch.limit_all_gathers": plan.prefetch.limit_all_gathers,
-            "activation.checkpointing": plan.activation.checkpointing,
-        }  # fmt: skip
-        facts |= predict(
-            plan, recorded.model, recorded.optimizer, recorded.batch,
-            forwards_per_step=recorded.forwards_per_step, reductions_per_step=reductions_per_step,
-        )  # fmt: skip
+    }
+    facts["plan"] = {
+        "backend": plan.backend,
+        "strategy": plan.strategy,
+        "model": plan.model_class,
+        "prefetch.forward": plan.prefetch.forward,
+        "prefetch.backward": plan.prefetch.backward,
+        "prefetch.limit_all_gathers": plan.prefetch.limit_all_gathers,
+    }
     return facts

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import tempfile
 import time
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Final
 
 import torch
 from torch import nn
@@ -14,16 +16,22 @@ from torch.profiler import ProfilerActivity, supported_activities
 from torch.profiler import profile as torch_profile
 
 from hf_fsdp_plugin.devices import available_device
+from hf_fsdp_plugin.estimate.results import Moment
 from hf_fsdp_plugin.integrations.call_hooks import call_marks
 from hf_fsdp_plugin.integrations.patching import install_hooks
 from hf_fsdp_plugin.integrations.profiling.marking import marks
-from hf_fsdp_plugin.integrations.profiling.memory_step import MemoryStep
 from hf_fsdp_plugin.integrations.profiling.options import ProfileOptions
-from hf_fsdp_plugin.integrations.profiling.result import Recorded, temporary_files, write_result
+from hf_fsdp_plugin.integrations.profiling.result import Recorded, temporary_files, write_rank_files
 from hf_fsdp_plugin.integrations.run_report import stop_reporting
-from hf_fsdp_plugin.observe.profile.marks import BOUNDARY, WAIT
+from hf_fsdp_plugin.observe.memory import gradient_bytes, state_tensors, storage_bytes, unmanaged_parameters
+from hf_fsdp_plugin.observe.profile.activity import Sample, memory_moments
+from hf_fsdp_plugin.observe.profile.trace import BOUNDARY, SAMPLE, WAIT, read_trace
+from hf_fsdp_plugin.observe.units import observe_units
 from hf_fsdp_plugin.problems import Problem, SpecError
 from hf_fsdp_plugin.torch_private.functions import profiler_is_running
+
+_MAX_SAMPLES: Final = 100
+"""Samples of memory in one step. A sample reads all units, so that a step of a large model has few of them."""
 
 
 class ProfileEnd(SystemExit):
@@ -31,6 +39,63 @@ class ProfileEnd(SystemExit):
 
     def __init__(self) -> None:
         super().__init__(0)
+
+
+class MemoryStep:
+    """One step that is slower than others, because every allocation is recorded.
+
+    Args:
+        num_collectives: of a step, by which the samples are distributed.
+    """
+
+    def __init__(self, model: nn.Module | None, optimizer: torch.optim.Optimizer, num_collectives: int) -> None:
+        self._model, self._optimizer = model, optimizer
+        self._every = -(-num_collectives // _MAX_SAMPLES) or 1
+        self._num_calls = 0
+        self._samples: list[Sample] = []
+        # Kernels are not traced: memory is allocated by the CPU thread that launches them.
+        self._profiler = torch_profile(activities=[ProfilerActivity.CPU], profile_memory=True)
+
+    def start(self) -> None:
+        self._profiler.start()
+        marks.enabled = True
+        marks.instant(BOUNDARY)
+        self.sample()
+
+    def sample(self) -> None:
+        """Read the memory of the units. Call it after each collective."""
+        self._num_calls += 1
+        if self._model is not None and (self._num_calls - 1) % self._every == 0:
+            sample = self._read(self._model)
+            marks.instant(SAMPLE)
+            self._samples.append(sample)
+
+    def discard(self) -> None:
+        """Stop without a result."""
+        marks.enabled = False
+        self._profiler.stop()
+
+    def stop(self) -> Sequence[Moment]:
+        """Return the memory of the step, the last boundary of which is marked.
+
+        Raises:
+            OSError, ValueError: the trace cannot be written to the folder of temporary files.
+        """
+        self.discard()
+        with tempfile.TemporaryDirectory(prefix="hf_fsdp_profile_") as scratch:
+            path = Path(scratch) / "memory.json"
+            self._profiler.export_chrome_trace(str(path))
+            return memory_moments(read_trace(path), self._samples)
+
+    def _read(self, model: nn.Module) -> Sample:
+        units = observe_units(model)
+        shards = [shard for unit in units for shard in unit.live.shards if not unit.offloaded]
+        return Sample(
+            params=storage_bytes([*shards, *unmanaged_parameters(model, units)]),
+            grads=gradient_bytes(model, units),
+            optimizer=storage_bytes(state_tensors([self._optimizer])),
+            gathered=storage_bytes([tensor for unit in units for tensor in unit.live.gathered], excluding=shards),
+        )
 
 
 class Profiling:
@@ -120,7 +185,6 @@ class Profiling:
         options = self.options
         self._num_steps += 1
         self._recorded.num_steps = self._num_steps
-        self._recorded.optimizer = optimizer
         if self._step_began is not None:
             self._recorded.add_step(self._num_steps, now - self._step_began, options)
         marks.instant(BOUNDARY)
@@ -185,7 +249,7 @@ class Profiling:
 
     def _write(self) -> None:
         recorded, self._recorded = self._recorded, Recorded()
-        write_result(recorded, self.options)
+        write_rank_files(recorded, self.options)
 
 
 def _check_only_profiler() -> None:

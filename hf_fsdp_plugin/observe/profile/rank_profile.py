@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from itertools import pairwise
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
+from types import MappingProxyType
 from typing import Any
 
 from hf_fsdp_plugin.estimate.intervals import clip, measure
 from hf_fsdp_plugin.estimate.results import Moment
-from hf_fsdp_plugin.observe.profile.calls import Activity, Call, read_activity
-from hf_fsdp_plugin.observe.profile.marks import RATE_LIMITER, UNIT, Phase
-from hf_fsdp_plugin.observe.profile.phases import DeviceClock, Segment, on_device, read_boundaries, read_steps
-from hf_fsdp_plugin.observe.profile.trace import Trace
-
-_DIGITS = 7
-"""Digits of seconds in the file: tenths of a microsecond."""
+from hf_fsdp_plugin.observe.profile.activity import (
+    Activity,
+    Call,
+    DeviceClock,
+    Segment,
+    on_device,
+    read_activity,
+    read_boundaries,
+    read_steps,
+)
+from hf_fsdp_plugin.observe.profile.trace import RATE_LIMITER, UNIT, Phase, Trace
+from hf_fsdp_plugin.plan.names import canonical_name
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,6 +59,9 @@ class StepCall(Call):
     phase: Phase
 
 
+_CALL_FIELDS = tuple(each.name for each in fields(StepCall))
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UnitSeconds:
     """Seconds of one unit in one step, without its collectives: kernels of a device, or time of the CPU thread."""
@@ -69,7 +76,6 @@ class RankProfile:
 
     Attributes:
         began: when the first profiled step began, in seconds since the epoch.
-        steps: phases of each profiled step, in the order of the step, in seconds since ``began``.
         times: seconds of each phase, averaged over the steps.
         units: computation of each unit, averaged over the steps.
         rate_limited: seconds of a step in which FSDP1 waits before an all-gather (``limit_all_gathers``).
@@ -83,7 +89,7 @@ class RankProfile:
     host: str
     device: str
     began: float
-    steps: Sequence[Sequence[Segment]]
+    num_steps: int
     times: Mapping[Phase, Times]
     calls: Sequence[StepCall]
     units: Mapping[str, UnitSeconds] = field(default_factory=dict)
@@ -97,56 +103,27 @@ class RankProfile:
     def total(self) -> Times:
         return sum(self.times.values(), Times())
 
-    @property
-    def reductions_per_step(self) -> float:
-        """How often the gradients of a unit are reduced in a step: more than once if each micro-batch reduces them."""
-        kinds = ("reduce_scatter", "all_reduce")
-        counts = Counter((call.unit, call.kind) for call in self.calls if call.unit is not None and call.kind in kinds)
-        return max(counts.values(), default=0) / max(1, len(self.steps))
-
     def to_json(self) -> dict[str, Any]:
-        """Return the content of the file: calls as rows of numbers, and units by their index."""
-        names = list(dict.fromkeys(call.unit for call in self.calls if call.unit is not None))
-        index = {name: at for at, name in enumerate(names)}
-        rows = [
-            [call.step, call.phase, call.kind, index.get(call.unit, -1) if call.unit is not None else -1]
-            + [round(getattr(call, key), _DIGITS) for key in ("issued", "arrived", "start", "end", "exposed")]
-            + [call.bytes]
-            for call in self.calls
-        ]
+        """Return the content of the file of a rank, with a row of values for each call."""
         return {
-            "rank": self.rank, "world_size": self.world_size, "host": self.host, "device": self.device,
-            "began": self.began,
-            "steps": [[[s.phase, round(s.start, _DIGITS), round(s.end, _DIGITS)] for s in step] for step in self.steps],
+            **{each.name: getattr(self, each.name) for each in fields(self)},
             "times": {phase: asdict(times) for phase, times in self.times.items()},
-            "unit_names": names, "calls": rows,
-            "units": {name: asdict(unit) for name, unit in self.units.items()}, "rate_limited": self.rate_limited,
-            "profiled": list(self.profiled), "unprofiled": list(self.unprofiled),
-            "memory": [[moment.where, moment.seconds, dict(moment.bytes_by_kind)] for moment in self.memory],
-            "facts": dict(self.facts),
-        }  # fmt: skip
+            "calls": [[getattr(call, name) for name in _CALL_FIELDS] for call in self.calls],
+            "units": {name: asdict(unit) for name, unit in self.units.items()},
+            "memory": [asdict(moment) for moment in self.memory],
+        }
 
     @classmethod
     def from_json(cls, tree: Mapping[str, Any]) -> RankProfile:
-        names = tree["unit_names"]
-        fields = ("issued", "arrived", "start", "end", "exposed")
-        calls = [
-            StepCall(
-                step=step, phase=phase, kind=kind, unit=names[unit] if unit >= 0 else None, bytes=size,
-                **dict(zip(fields, seconds, strict=True)),
-            )
-            for step, phase, kind, unit, *seconds, size in tree["calls"]
-        ]  # fmt: skip
         return cls(
-            rank=tree["rank"], world_size=tree["world_size"], host=tree["host"], device=tree["device"],
-            began=tree["began"], steps=[[Segment(*row) for row in step] for step in tree["steps"]],
-            times={phase: Times(**times) for phase, times in tree["times"].items()}, calls=calls,
-            units={name: UnitSeconds(**unit) for name, unit in tree["units"].items()},
-            rate_limited=tree["rate_limited"], profiled=tuple(tree["profiled"]),
-            unprofiled=tuple(tree["unprofiled"]),
-            memory=tuple(Moment(where=row[0], seconds=row[1], bytes_by_kind=row[2]) for row in tree["memory"]),
-            facts=tree["facts"],
-        )  # fmt: skip
+            **{
+                **tree,
+                "times": {phase: Times(**times) for phase, times in tree["times"].items()},
+                "calls": [StepCall(**dict(zip(_CALL_FIELDS, row, strict=True))) for row in tree["calls"]],
+                "units": {name: UnitSeconds(**unit) for name, unit in tree["units"].items()},
+                "memory": tuple(Moment(**moment) for moment in tree["memory"]),
+            }
+        )
 
 
 def profile_of(
@@ -172,7 +149,7 @@ def profile_of(
         times[segment.phase] = times.get(segment.phase, Times()) + _times_of(segment, activity)
     return RankProfile(
         rank=rank, world_size=world_size, host=host, device=device, began=began,
-        steps=[[Segment(s.phase, s.start - began, s.end - began) for s in step] for step in device_steps],
+        num_steps=len(steps),
         times={phase: each.scaled(1 / len(steps)) for phase, each in times.items()},
         calls=list(_calls_in(activity.calls, steps, began)), units=_unit_seconds(trace, steps, activity, clock),
         rate_limited=sum(
@@ -238,6 +215,44 @@ def _unit_seconds(
     return found
 
 
-def wall_seconds(times: Sequence[float]) -> list[float]:
-    """Return the seconds between consecutive times."""
-    return [later - earlier for earlier, later in pairwise(times)]
+def canonical_units(
+    profile: RankProfile, units: Iterable[str], parts: Mapping[str, int] = MappingProxyType({})
+) -> RankProfile:
+    """Return the profile with the names of `units`. FSDP2 joins the names of several modules by commas.
+
+    Args:
+        parts: number of shards of the units whose all-gathers have the size of a shard in the trace: those of FSDP1
+            with gloo, which gathers into a list of tensors, of which the trace has no shapes.
+    """
+    known = {frozenset(name.split(" + ")): name for name in units}
+
+    def name_of(written: str | None) -> str | None:
+        if written is None:
+            return None
+        parts = [canonical_name(part) for part in written.split(", ")]
+        return known.get(frozenset(parts), " + ".join(parts))
+
+    def place(where: str) -> str:
+        phase, joined, unit = where.partition(" of ")
+        return f"{phase} of {name_of(unit)}" if joined and unit != "the root" else where
+
+    def renamed(call: StepCall) -> StepCall:
+        unit = name_of(call.unit)
+        factor = parts.get(unit, 1) if unit is not None and call.kind == "all_gather" else 1
+        return replace(call, unit=unit, bytes=call.bytes * factor)
+
+    return replace(
+        profile,
+        calls=[renamed(call) for call in profile.calls],
+        memory=tuple(replace(moment, where=place(moment.where)) for moment in profile.memory),
+    )
+
+
+def rank_range(ranks: Sequence[int]) -> str:
+    """Return a name of constant length for ranks at equal distances: ``first:step:size``; empty for none."""
+    if not ranks:
+        return ""
+    step = ranks[1] - ranks[0] if len(ranks) > 1 else 1
+    if list(ranks) == list(range(ranks[0], ranks[0] + step * len(ranks), step)):
+        return f"{ranks[0]}:{step}:{len(ranks)}"
+    return f"{ranks[0]}:?:{len(ranks)}"

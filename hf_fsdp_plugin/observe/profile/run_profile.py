@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from statistics import mean, median
-from typing import Any, Final
+from typing import Any
 
 from hf_fsdp_plugin.estimate.results import CollectiveKind, Moment
-from hf_fsdp_plugin.observe.profile.marks import PHASES, Phase
-from hf_fsdp_plugin.observe.profile.phases import Segment
 from hf_fsdp_plugin.observe.profile.rank_profile import RankProfile, StepCall, Times, UnitSeconds
+from hf_fsdp_plugin.observe.profile.trace import PHASES, Phase
 
-MAX_SHOWN_RANKS: Final = 8
-"""Ranks whose timeline is kept for the page."""
 Sort = tuple[CollectiveKind, str | None, bool]
 """Kind, unit, and whether it is called in forward."""
 Key = tuple[str, int, Sort, int]
@@ -47,7 +44,7 @@ class UnitProfile:
 
     Attributes:
         order: its position in the order of the first all-gathers.
-        compute: averages over the ranks.
+        forward_seconds, recomputed_seconds: its forward, and its forward in backward, averaged over the ranks.
     """
 
     name: str
@@ -55,7 +52,8 @@ class UnitProfile:
     gather_forward: CallSums
     gather_backward: CallSums
     reduce: CallSums
-    compute: UnitSeconds
+    forward_seconds: float
+    recomputed_seconds: float
 
     @property
     def communication(self) -> CallSums:
@@ -67,26 +65,17 @@ class RankWait:
     """One rank as the others see it.
 
     Attributes:
-        late: seconds per step by which it arrives after all other ranks of a collective, so that all of them wait.
-        last: share of the collectives at which it arrives last.
-        seconds: its step.
-        compute: its computation in a step.
+        step_seconds: its step.
+        compute_seconds: its computation in a step.
+        late_seconds: time of a step by which it arrives after all other ranks of a collective, so that all others wait.
+        last_share: share of the collectives at which it arrives last.
     """
 
     rank: int
-    late: float
-    last: float
-    seconds: float
-    compute: float
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RankTimeline:
-    """Phases and collectives of one rank, in seconds since the first step began on any rank."""
-
-    rank: int
-    steps: Sequence[Sequence[Segment]]
-    calls: Sequence[StepCall]
+    step_seconds: float
+    compute_seconds: float
+    late_seconds: float
+    last_share: float
 
 
 @dataclass(kw_only=True)
@@ -94,7 +83,6 @@ class RunProfile:
     """The profile of a run. Seconds and bytes are those of one step and one rank, averaged.
 
     Attributes:
-        missing: ranks that have written no profile.
         collectives: by kind.
         unprofiled_seconds: median step without the profiler; ``None`` if there was none.
         profiled_seconds: median step with the profiler, by the wall clock.
@@ -110,7 +98,6 @@ class RunProfile:
     units: Sequence[UnitProfile]
     collectives: Mapping[CollectiveKind, CallSums]
     ranks: Sequence[RankWait]
-    timelines: Sequence[RankTimeline] = ()
     profiled_seconds: float | None = None
     unprofiled_seconds: float | None = None
     rate_limited: float = 0.0
@@ -129,8 +116,9 @@ class RunProfile:
         return self.profiled_seconds - self.unprofiled_seconds
 
     @property
-    def missing(self) -> int:
-        return self.world_size - self.num_ranks
+    def peak(self) -> Moment | None:
+        """The moment of the recorded step with the most memory of tensors; ``None`` if no memory was recorded."""
+        return max(self.memory, key=lambda moment: moment.bytes, default=None)
 
 
 def merge_ranks(profiles: Iterable[RankProfile]) -> RunProfile:
@@ -178,7 +166,6 @@ class _Merge:
         self._order: dict[str, int] = {}
         self._units: dict[str, list[UnitSeconds]] = {}
         self._ranks: list[tuple[int, float, float]] = []
-        self._timelines: list[RankTimeline] = []
         self._wall: tuple[list[float], list[float]] = ([], [])
         self._rate_limited: list[float] = []
 
@@ -195,8 +182,6 @@ class _Merge:
         self._rate_limited.append(profile.rate_limited)
         for sink, seconds in zip(self._wall, (profile.profiled, profile.unprofiled), strict=True):
             sink += [median(seconds)] if seconds else []
-        if len(self._timelines) < MAX_SHOWN_RANKS:
-            self._timelines.append(_moved(profile, profile.began - shift - self._first.began))
 
     def _clock_shift(self, profile: RankProfile) -> float:
         """Return the seconds by which the clock of another host is ahead: ranks finish a collective together."""
@@ -209,10 +194,10 @@ class _Merge:
         if call.unit is not None:
             self._order.setdefault(call.unit, len(self._order))
         sums = self._sums.setdefault(key[2], CallSums())
-        sums.calls += 1 / len(profile.steps)
-        sums.bytes += call.bytes / len(profile.steps)
-        sums.seconds += call.seconds / len(profile.steps)
-        sums.exposed += call.exposed / len(profile.steps)
+        sums.calls += 1 / profile.num_steps
+        sums.bytes += call.bytes / profile.num_steps
+        sums.seconds += call.seconds / profile.num_steps
+        sums.exposed += call.exposed / profile.num_steps
         if key in self._arrivals:
             self._arrivals[key].add(arrived, profile.rank, call.exposed)
         else:
@@ -224,14 +209,14 @@ class _Merge:
             for name in ("calls", "bytes", "seconds", "exposed"):
                 setattr(sums, name, getattr(sums, name) / count)
         for (_, _, sort, _), arrivals in self._arrivals.items():
-            self._sums[sort].transfer += arrivals.transfer * arrivals.ranks / len(first.steps) / count
+            self._sums[sort].transfer += arrivals.transfer * arrivals.ranks / first.num_steps / count
         collectives: dict[CollectiveKind, CallSums] = {}
         for (kind, _, _), sums in self._sums.items():
             collectives[kind] = collectives.get(kind, CallSums()) + sums
         return RunProfile(
-            world_size=first.world_size, num_ranks=count, num_steps=len(first.steps), device=first.device,
+            world_size=first.world_size, num_ranks=count, num_steps=first.num_steps, device=first.device,
             times={phase: self._times[phase].scaled(1 / count) for phase in PHASES if phase in self._times},
-            units=self._unit_profiles(), collectives=collectives, ranks=self._waits(), timelines=self._timelines,
+            units=self._unit_profiles(), collectives=collectives, ranks=self._waits(),
             profiled_seconds=mean(self._wall[0]) if self._wall[0] else None,
             unprofiled_seconds=mean(self._wall[1]) if self._wall[1] else None,
             rate_limited=mean(self._rate_limited), memory=first.memory, facts=first.facts,
@@ -249,10 +234,8 @@ class _Merge:
                     gather_forward=self._sums.get(("all_gather", name, True), CallSums()),
                     gather_backward=self._sums.get(("all_gather", name, False), CallSums()),
                     reduce=reductions[0] + reductions[1],
-                    compute=UnitSeconds(
-                        forward=mean(unit.forward for unit in computes),
-                        recomputed=mean(unit.recomputed for unit in computes),
-                    ),
+                    forward_seconds=mean(unit.forward for unit in computes),
+                    recomputed_seconds=mean(unit.recomputed for unit in computes),
                 )
             )
         return found
@@ -264,9 +247,15 @@ class _Merge:
             if arrivals.ranks > 1:
                 late[arrivals.rank] += arrivals.last - arrivals.before  # type: ignore[assignment]
                 last[arrivals.rank] += 1
-        steps, calls = len(self._first.steps), sum(last.values()) or 1
+        steps, calls = self._first.num_steps, sum(last.values()) or 1
         return [
-            RankWait(rank=rank, late=late[rank] / steps, last=last[rank] / calls, seconds=seconds, compute=compute)
+            RankWait(
+                rank=rank,
+                step_seconds=seconds,
+                compute_seconds=compute,
+                late_seconds=late[rank] / steps,
+                last_share=last[rank] / calls,
+            )
             for rank, seconds, compute in self._ranks
         ]
 
@@ -281,15 +270,3 @@ def _keyed(profile: RankProfile) -> Iterable[tuple[Key, StepCall]]:
         sort: Sort = (call.kind, call.unit, call.phase not in ("backward", "clipping", "optimizer"))
         counts[group, call.step, sort] += 1
         yield (group, call.step, sort, counts[group, call.step, sort]), call
-
-
-def _moved(profile: RankProfile, seconds: float) -> RankTimeline:
-    steps = [[Segment(s.phase, s.start + seconds, s.end + seconds) for s in step] for step in profile.steps]
-    calls = [
-        replace(
-            call,
-            **{name: getattr(call, name) + seconds for name in ("issued", "arrived", "start", "end")},
-        )
-        for call in profile.calls
-    ]
-    return RankTimeline(rank=profile.rank, steps=steps, calls=calls)

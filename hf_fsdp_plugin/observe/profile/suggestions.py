@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from statistics import mean
 from typing import Any, Final
 
+from hf_fsdp_plugin.estimate.results import Moment
 from hf_fsdp_plugin.observe.profile.run_profile import RunProfile, UnitProfile
 from hf_fsdp_plugin.text import format_bytes, format_seconds
 
@@ -14,14 +15,14 @@ _LEAST_SHARE: Final = 0.01
 """Share of a step below which a gain is not worth a suggestion."""
 _LEAST_SECONDS: Final = 1e-4
 _MEMORY_SHARE: Final = 0.9
-"""Share of a device's memory that a predicted peak may take."""
+"""Share of a device's memory that an estimated peak may take."""
 _SHORT_CALL: Final = 2e-3
 """Seconds of an all-gather below which its latency matters."""
 _MERGED: Final = 4
 """Units that are merged into one by the suggested unit size."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Suggestion:
     """One setting.
 
@@ -31,7 +32,7 @@ class Suggestion:
         seconds: promised gain of a step.
         of_seconds: the time of a step of which the gain is a part.
         reason: what was measured.
-        memory_bytes: predicted peak of memory with it; ``None`` if unknown or unchanged.
+        memory_bytes: estimated peak of memory with it, from the measured one; ``None`` if unknown or unchanged.
     """
 
     setting: str
@@ -47,7 +48,7 @@ class Suggestion:
     def __str__(self) -> str:
         gain, whole = format_seconds(self.seconds), format_seconds(self.of_seconds)
         text = f"{self.setting}: {self.value} would save about {gain} of {whole}: "
-        memory = f" Predicted peak: {format_bytes(self.memory_bytes, binary=True)}." if self.memory_bytes else ""
+        memory = f" Estimated peak: {format_bytes(self.memory_bytes, binary=True)}." if self.memory_bytes else ""
         return text + self.reason + memory
 
 
@@ -60,7 +61,7 @@ def suggest(run: RunProfile) -> list[Suggestion]:
     collectives block the thread that trains.
     """
     least = max(_LEAST_SECONDS, _LEAST_SHARE * run.total.seconds)
-    found = [each for rule in _RULES for each in rule(run) if each.seconds >= least]
+    found = [each for rule in _RULES for each in rule(run) if each.seconds >= least and _fits(run, each)]
     share = 1.0
     if run.unprofiled_seconds and run.profiled_seconds:
         share = min(1.0, run.unprofiled_seconds / run.profiled_seconds)
@@ -75,9 +76,7 @@ def _sync(run: RunProfile) -> Iterator[Suggestion]:
         whole = sum(unit.reduce.transfer for unit in run.units)
         reason = f"gradients are reduced after each of {count} micro-batches. Without it, ranks keep whole gradients."
         gain = whole * (calls - 1) / calls
-        yield Suggestion(
-            setting="training.sync_each_batch", value="false", seconds=gain, of_seconds=whole, reason=reason
-        )
+        yield Suggestion("training.sync_each_batch", "false", gain, whole, reason)
 
 
 def _reshard(run: RunProfile) -> Iterator[Suggestion]:
@@ -86,26 +85,21 @@ def _reshard(run: RunProfile) -> Iterator[Suggestion]:
     if gathered and plan.get("strategy") in ("full_shard", "hybrid_shard"):
         value = "shard_grad_op" if plan["strategy"] == "full_shard" else "hybrid_shard_zero2"
         exposed = sum(unit.gather_backward.transfer for unit in gathered)
-        gain = exposed
-        if (peak := _peak_that_fits(run, "sharding.strategy=shard_grad_op")) is not False:
-            reason = f"{_units(gathered)} are gathered again in backward."
-            yield Suggestion(
-                setting="sharding.strategy", value=value, seconds=gain, of_seconds=exposed, reason=reason,
-                memory_bytes=peak,
-            )  # fmt: skip
+        whole = sum(unit.gather_backward.bytes / unit.gather_backward.calls for unit in gathered)
+        peak = _peak_with(run, lambda moment: whole - moment.bytes_by_kind.get("gathered", 0))
+        reason = f"{_units(gathered)} are gathered again in backward."
+        yield Suggestion("sharding.strategy", value, exposed, exposed, reason, memory_bytes=peak)
 
 
 def _micro_batch(run: RunProfile) -> Iterator[Suggestion]:
     count, batch = _accumulation(run), run.facts.get("batch") or [0]
-    if count < 2 or count % 2 or (peak := _peak_that_fits(run, "micro_batch=2")) is False:
+    if count < 2 or count % 2:
         return
+    peak = _peak_with(run, _activations)
     whole = sum(u.gather_forward.transfer + u.gather_backward.transfer for u in run.units)
     reason = f"the units are gathered for each of {count} micro-batches of {batch[0]} samples."
     value = f"{2 * batch[0]}, with gradient_accumulation_steps {count // 2}"
-    yield Suggestion(
-        setting="training.per_device_train_batch_size", value=value, seconds=whole / 2, of_seconds=whole,
-        reason=reason, memory_bytes=peak,
-    )  # fmt: skip
+    yield Suggestion("training.per_device_train_batch_size", value, whole / 2, whole, reason, memory_bytes=peak)
 
 
 def _prefetch_forward(run: RunProfile) -> Iterator[Suggestion]:
@@ -114,9 +108,9 @@ def _prefetch_forward(run: RunProfile) -> Iterator[Suggestion]:
     gain, exposed = 0.0, 0.0
     for before, unit in zip(run.units, run.units[1:], strict=False):
         exposed += unit.gather_forward.exposed
-        gain += min(unit.gather_forward.transfer, before.compute.forward)
+        gain += min(unit.gather_forward.transfer, before.forward_seconds)
     reason = f"all-gathers of {_units([u for u in run.units[1:] if u.gather_forward.exposed])} are exposed in forward."
-    yield Suggestion(setting="prefetch.forward", value="true", seconds=gain, of_seconds=exposed, reason=reason)
+    yield Suggestion("prefetch.forward", "true", gain, exposed, reason)
 
 
 def _prefetch_backward(run: RunProfile) -> Iterator[Suggestion]:
@@ -129,7 +123,7 @@ def _prefetch_backward(run: RunProfile) -> Iterator[Suggestion]:
     each = backward.compute / max(1, len(units))
     gain = sum(min(unit.gather_backward.transfer, each) for unit in units[:-1])
     reason = f"all-gathers of {_units(units)} begin when the unit's backward needs them ({now})."
-    yield Suggestion(setting="prefetch.backward", value="pre", seconds=gain, of_seconds=exposed, reason=reason)
+    yield Suggestion("prefetch.backward", "pre", gain, exposed, reason)
 
 
 def _rate_limit(run: RunProfile) -> Iterator[Suggestion]:
@@ -139,9 +133,7 @@ def _rate_limit(run: RunProfile) -> Iterator[Suggestion]:
     exposed = sum(unit.gather_forward.transfer + unit.gather_backward.transfer for unit in run.units)
     reason = f"FSDP1 waits {format_seconds(run.rate_limited)} before all-gathers because two units are gathered."
     gain = min(run.rate_limited, exposed)
-    yield Suggestion(
-        setting="prefetch.limit_all_gathers", value="false", seconds=gain, of_seconds=exposed, reason=reason
-    )
+    yield Suggestion("prefetch.limit_all_gathers", "false", gain, exposed, reason)
 
 
 def _unit_size(run: RunProfile) -> Iterator[Suggestion]:
@@ -157,10 +149,7 @@ def _unit_size(run: RunProfile) -> Iterator[Suggestion]:
     gain = latency(units) * calls * (1 - 1 / _MERGED)
     size = round(mean(facts.get(unit.name, {}).get("num_params", 0) for unit in units)) * _MERGED
     reason = f"{len(units)} units have all-gathers of {format_seconds(short)}. Larger units make fewer calls."
-    yield Suggestion(
-        setting="wrap.min_num_params", value=f"{size}, with wrap.policy size", seconds=gain, of_seconds=whole,
-        reason=reason,
-    )  # fmt: skip
+    yield Suggestion("wrap.min_num_params", f"{size}, with wrap.policy size", gain, whole, reason)
 
 
 def latency(units: list[UnitProfile]) -> float:
@@ -183,23 +172,19 @@ def _data_loader(run: RunProfile) -> Iterator[Suggestion]:
     times = run.times.get("data")
     if times is not None:
         reason = "the ranks wait for their data loaders. Workers load batches during the computation."
-        yield Suggestion(
-            setting="training.dataloader_num_workers", value="2", seconds=times.seconds, of_seconds=times.seconds,
-            reason=reason,
-        )  # fmt: skip
+        yield Suggestion("training.dataloader_num_workers", "2", times.seconds, times.seconds, reason)
 
 
 def _checkpointing(run: RunProfile) -> Iterator[Suggestion]:
-    units = [unit for unit in run.units if unit.compute.recomputed]
-    peak = _peak_that_fits(run, "activation.checkpointing=none")
-    if units and peak is not False:
-        gain = sum(unit.compute.recomputed for unit in units)
+    units = [unit for unit in run.units if unit.recomputed_seconds]
+    if units:
+        in_backward = [_activations(moment) for moment in run.memory if moment.where.startswith("backward")]
+        kept = len(units) * mean(in_backward) if in_backward else 0.0
+        peak = _peak_with(run, lambda moment: kept - _activations(moment))
+        gain = sum(unit.recomputed_seconds for unit in units)
         backward = run.times["backward"].seconds if "backward" in run.times else gain
         reason = f"{_units(units)} are computed again in backward."
-        yield Suggestion(
-            setting="activation.checkpointing", value="none", seconds=gain, of_seconds=backward, reason=reason,
-            memory_bytes=peak,
-        )  # fmt: skip
+        yield Suggestion("activation.checkpointing", "none", gain, backward, reason, memory_bytes=peak)
 
 
 def _reduce_dtype(run: RunProfile) -> Iterator[Suggestion]:
@@ -210,7 +195,7 @@ def _reduce_dtype(run: RunProfile) -> Iterator[Suggestion]:
     whole = sum(unit.reduce.transfer for unit in units)
     gain = max(0.0, whole - latency(units) * sum(unit.reduce.calls for unit in units)) / 2
     reason = "gradients are reduced in fp32. Sums over many ranks lose digits in bf16."
-    yield Suggestion(setting="precision.reduce", value="bf16", seconds=gain, of_seconds=whole, reason=reason)
+    yield Suggestion("precision.reduce", "bf16", gain, whole, reason)
 
 
 _RULES: Final[tuple[Callable[[RunProfile], Iterator[Suggestion]], ...]] = (
@@ -235,14 +220,19 @@ def _accumulation(run: RunProfile) -> int:
     return int(run.facts.get("forwards_per_step", 1))
 
 
-def _peak_that_fits(run: RunProfile, change: str) -> int | bool | None:
-    """Return the predicted peak with a change; ``None`` if it is unknown, ``False`` if it does not fit."""
-    peak, memory = run.facts.get("peaks", {}).get(change), run.facts.get("device_bytes")
-    if peak is None:
-        return None
-    if memory is not None and peak > _MEMORY_SHARE * memory:
-        return False
-    return int(peak)
+def _peak_with(run: RunProfile, more: Callable[[Moment], float]) -> int | None:
+    """Return the largest memory of the recorded step with more bytes at each moment; ``None`` if none was recorded."""
+    return max((round(moment.bytes + max(0.0, more(moment))) for moment in run.memory), default=None)
+
+
+def _activations(moment: Moment) -> float:
+    return float(moment.bytes_by_kind.get("activations", 0))
+
+
+def _fits(run: RunProfile, suggestion: Suggestion) -> bool:
+    """Whether the device has memory for a suggested setting, or one of both is unknown."""
+    peak, memory = suggestion.memory_bytes, run.facts.get("device_bytes")
+    return peak is None or memory is None or peak <= _MEMORY_SHARE * memory
 
 
 def _units(units: list[UnitProfile]) -> str:

@@ -1,4 +1,7 @@
-"""Reads the Chrome trace that torch's profiler writes. The fields are those of Kineto (``output_json.cpp``)."""
+"""Reads the Chrome trace that torch's profiler writes. The fields are those of Kineto (``output_json.cpp``).
+
+The first part contains the names of the marks that a profiled rank writes into the trace, and of torch's own marks.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +11,70 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Literal, get_args
 
 from hf_fsdp_plugin.estimate.results import CollectiveKind
-from hf_fsdp_plugin.observe.profile.marks import ISSUES, NCCL_KINDS, WORK_PREFIX
 
+Phase = Literal["forward", "backward", "clipping", "optimizer", "data", "checkpoint", "evaluation", "other"]
+PHASES: Final[tuple[Phase, ...]] = get_args(Phase)
+"""Parts of a step. ``forward`` includes the computation of the loss; ``data`` is the time in the data loader on the
+main thread; ``other`` is what no mark covers.
+"""
+PHASE_NAMES: Final[dict[Phase, str]] = {phase: phase for phase in PHASES} | {"data": "data loading"}
+
+PREFIX: Final = "hf_fsdp::"
+BOUNDARY: Final = f"{PREFIX}step"
+"""An instant: the end of an optimizer step."""
+WAIT: Final = f"{PREFIX}wait"
+"""The main thread waits for a collective."""
+UNIT: Final = f"{PREFIX}unit "
+"""Followed by the name of a unit: its forward, also when it is recomputed."""
+SAMPLE: Final = f"{PREFIX}sample"
+"""An instant at which the memory was sampled."""
+GATHER: Final = f"{PREFIX}gather "
+REDUCE: Final = f"{PREFIX}reduce "
+"""Followed by the name of a unit of FSDP1, which does not name its units in a trace."""
+PHASE_MARKS: Final[dict[str, Phase]] = {f"{PREFIX}{phase}": phase for phase in PHASES}
+"""Marks of this package -> phase."""
+TORCH_PHASE_MARKS: Final[tuple[tuple[str, Phase], ...]] = (
+    ("Optimizer.step#", "optimizer"),
+    ("Optimizer.zero_grad#", "optimizer"),
+    ("enumerate(DataLoader)#", "data"),
+)
+"""Prefixes of the marks that torch writes itself (``torch/optim/optimizer.py``, ``torch/utils/data/dataloader.py``)."""
+TORCH_UNIT_MARKS: Final[tuple[tuple[str, str], ...]] = (
+    ("FSDP::all_gather", "gather"),
+    ("FSDP::post_backward_reduce", "reduce"),
+)
+"""Marks of FSDP2 around the calls of a unit's collectives, followed by `` (name)`` unless it is the root
+(``torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py``).
+"""
+RATE_LIMITER: Final = "FullyShardedDataParallel.rate_limiter"
+"""FSDP1 waits because two units are gathered (``limit_all_gathers``)."""
+
+ISSUES: Final[dict[str, CollectiveKind]] = {
+    "c10d::allgather_": "all_gather",
+    "c10d::_allgather_base_": "all_gather",
+    "c10d::allgather_into_tensor_coalesced_": "all_gather",
+    "c10d::_reduce_scatter_base_": "reduce_scatter",
+    "c10d::reduce_scatter_": "reduce_scatter",
+    "c10d::reduce_scatter_tensor_coalesced_": "reduce_scatter",
+    "c10d::allreduce_": "all_reduce",
+    "c10d::allreduce_coalesced_": "all_reduce",
+    "c10d::broadcast_": "broadcast",
+}
+"""Operations that start a collective (``torch/csrc/distributed/c10d/Ops.cpp``) -> kind."""
+WORK_PREFIX: Final = "gloo:"
+"""gloo's threads mark the execution of a collective, for example ``gloo:all_gather``. They run a reduce-scatter as
+``gloo:all_reduce``.
+"""
+NCCL_KINDS: Final[tuple[tuple[str, CollectiveKind], ...]] = (
+    ("AllGather", "all_gather"),
+    ("ReduceScatter", "reduce_scatter"),
+    ("AllReduce", "all_reduce"),
+    ("Broadcast", "broadcast"),
+)
+"""Parts of the names of NCCL's kernels, such as ``ncclDevKernel_AllGather_RING_LL``, which RCCL has too."""
 _DTYPE_BYTES: Final[Mapping[str, int]] = {
     **{"float": 4, "double": 8, "c10::Half": 2, "c10::BFloat16": 2, "int": 4, "long": 8, "unsigned char": 1, "bool": 1},
     **{"Float": 4, "Double": 8, "Half": 2, "BFloat16": 2, "Int": 4, "Long": 8, "Byte": 1, "Char": 1, "Bool": 1},
@@ -70,18 +132,16 @@ class Kernel:
         launched: when a CPU thread launched it; its start if that is unknown.
         kind: of a collective of NCCL or RCCL; ``None`` for computation.
         copies: whether it copies between host and device.
-        bytes, group: of a collective; 0 and empty if the trace does not contain them.
+        bytes: of a collective; 0 if the trace does not contain its size.
     """
 
     name: str
     start: float
     end: float
-    stream: int
     launched: float
     kind: CollectiveKind | None = None
     copies: bool = False
     bytes: int = 0
-    group: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +230,7 @@ class _Reader:
                 trace.marks.append(Event(begin, end, thread, name=name))
             elif kind != "cpu_op":
                 launched = self.launches.get(int(args.get("correlation", -1)), start)
-                trace.kernels.append(_kernel(kind, name, begin, end, thread, base + launched / 1e6, args))
+                trace.kernels.append(_kernel(kind, name, begin, end, base + launched / 1e6, args))
             elif name in ISSUES:
                 largest = max((_elements(dims) for dims in args.get("Input Dims", ()) if dims), default=0)
                 items = max(_item_sizes(args), default=0)
@@ -184,9 +244,7 @@ class _Reader:
         return trace
 
 
-def _kernel(
-    kind: str, name: str, start: float, end: float, stream: int, launched: float, args: Mapping[str, Any]
-) -> Kernel:
+def _kernel(kind: str, name: str, start: float, end: float, launched: float, args: Mapping[str, Any]) -> Kernel:
     collective: CollectiveKind | None = None
     if kind == "kernel" and name.startswith(("nccl", "rccl")):
         collective = next((found for part, found in NCCL_KINDS if part in name), "broadcast")
@@ -195,12 +253,10 @@ def _kernel(
         name=name,
         start=start,
         end=end,
-        stream=int(args.get("stream", stream)),
         launched=launched,
         kind=collective,
         copies=name.startswith(_COPIES_BETWEEN_DEVICES),
         bytes=elements * _DTYPE_BYTES.get(str(args.get("dtype", "")), 0),
-        group=str(args.get("Process Group Name", "")),
     )
 
 

@@ -7,11 +7,11 @@ import pytest
 from json_schema import assert_valid
 
 from hf_fsdp_plugin.cli import launch, profile
-from hf_fsdp_plugin.cli.profile_arguments import parse_profile_arguments
-from hf_fsdp_plugin.integrations.profiling import options as options_module
-from hf_fsdp_plugin.integrations.profiling.options import ProfileOptions, rank_files, write_file
+from hf_fsdp_plugin.cli.profile.arguments import parse_profile_arguments
+from hf_fsdp_plugin.integrations.profiling import files
+from hf_fsdp_plugin.integrations.profiling.files import rank_files, write_file
+from hf_fsdp_plugin.integrations.profiling.options import MAX_TRACES, ProfileOptions
 from hf_fsdp_plugin.launcher.flags import UsageError
-from hf_fsdp_plugin.observe.profile.phases import Segment
 from hf_fsdp_plugin.observe.profile.rank_profile import RankProfile, Times
 
 
@@ -62,10 +62,11 @@ def in_folder(tmp_path, monkeypatch):
 
 def rank_file(folder, rank: int, *, steps: int = 12, profiled: bool = True) -> None:
     made = RankProfile(
-        rank=rank, world_size=2, host="a", device="cpu", began=5.0, steps=[[Segment("forward", 0.0, 1.0)]],
+        rank=rank, world_size=2, host="a", device="cpu", began=5.0, num_steps=1,
         times={"forward": Times(seconds=1.0, compute=0.6)}, calls=[], profiled=(1.0,), unprofiled=(0.9,),
     )  # fmt: skip
     tree = {"rank": rank, "world_size": 2, "num_steps": steps, "profile": made.to_json() if profiled else None}
+    (folder / "ranks").mkdir(exist_ok=True)
     write_file(ProfileOptions(folder=str(folder)).rank_file(rank), json.dumps(tree))
 
 
@@ -78,10 +79,9 @@ def run(monkeypatch, capsys, code: int, *flags: str, ranks=lambda: None):
     return found, [problem["code"] for problem in tree["problems"]]
 
 
-def test_complete_profile_has_page_json_and_no_problem(in_folder, monkeypatch, capsys):
+def test_complete_profile_has_json_and_no_problem(in_folder, monkeypatch, capsys):
     ranks = lambda: [rank_file(in_folder, rank) for rank in (0, 1)] and None  # noqa: E731
     assert run(monkeypatch, capsys, 0, ranks=ranks) == (0, [])
-    assert "<svg" in (in_folder / "profile.html").read_text()
     assert_valid("profile", json.loads((in_folder / "profile.json").read_text()))
     assert run(monkeypatch, capsys, 0, ranks=ranks) == (1, ["FSDP-E774"])
     assert run(monkeypatch, capsys, 0, "--force", ranks=ranks) == (0, [])
@@ -117,13 +117,13 @@ def test_folder_that_cannot_be_written_is_refused_first(in_folder, monkeypatch, 
     assert not started
 
 
-def test_full_disk_leaves_no_page(in_folder, monkeypatch, capsys):
+def test_full_disk_leaves_no_result(in_folder, monkeypatch, capsys):
     def full(path, content):
-        if path.suffix == ".html":
+        if path.name == "profile.json":
             raise OSError(errno.ENOSPC, "No space left on device")
         write_file(path, content)
 
-    monkeypatch.setattr(profile, "write_file", full)
+    monkeypatch.setattr(files, "write_file", full)
     ranks = lambda: [rank_file(in_folder, rank) for rank in (0, 1)] and None  # noqa: E731
     assert run(monkeypatch, capsys, 0, ranks=ranks) == (1, ["FSDP-E772"])
     assert not (in_folder / "profile.json").exists()
@@ -134,15 +134,16 @@ def test_file_is_complete_or_absent(tmp_path):
         file.write(b"half")
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    write_file(tmp_path / "a/b.json", "{}")
+    write_file(tmp_path / "b.json", "{}")
     with pytest.raises(OSError):
-        write_file(tmp_path / "a/b.json", failing)
-    assert [path.name for path in (tmp_path / "a").iterdir()] == ["b.json"]
-    assert (tmp_path / "a/b.json").read_text() == "{}"
+        write_file(tmp_path / "b.json", failing)
+    assert [path.name for path in tmp_path.iterdir()] == ["b.json"]
+    assert (tmp_path / "b.json").read_text() == "{}"
 
 
 def test_files_of_ranks_are_in_rank_order(tmp_path):
+    (tmp_path / "ranks").mkdir()
     for rank in (10, 2):
         write_file(ProfileOptions(folder=str(tmp_path)).rank_file(rank), "{}")
     assert [path.stem for path in rank_files(tmp_path)] == ["rank_2", "rank_10"]
-    assert options_module.MAX_TRACES == 8
+    assert MAX_TRACES == 8

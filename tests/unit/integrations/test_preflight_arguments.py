@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 from transformers import TrainingArguments
 
-from hf_fsdp_plugin.integrations.preflight.arguments import validate_args
 from hf_fsdp_plugin.integrations.preflight.builtin_script import parse_arguments
-from hf_fsdp_plugin.integrations.preflight.loading import first_samples
+from hf_fsdp_plugin.integrations.preflight.replacements import first_samples, validate_args
 from hf_fsdp_plugin.integrations.preflight.run import preflight
 from hf_fsdp_plugin.integrations.preflight.stages import Options, problems_of, read_events
 from hf_fsdp_plugin.problems import SpecError

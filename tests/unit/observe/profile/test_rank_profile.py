@@ -1,10 +1,24 @@
 """The profile of a rank, computed from made-up intervals with known answers."""
 
+import json
+from dataclasses import replace
+
 import pytest
 
-from hf_fsdp_plugin.observe.profile.marks import BOUNDARY, GATHER, UNIT, WAIT
-from hf_fsdp_plugin.observe.profile.rank_profile import RankProfile, profile_of
-from hf_fsdp_plugin.observe.profile.trace import Event, Issue, Kernel, Trace, Work
+from hf_fsdp_plugin.estimate.results import Moment
+from hf_fsdp_plugin.observe.profile.activity import DeviceClock, on_device, read_boundaries, read_steps
+from hf_fsdp_plugin.observe.profile.rank_profile import RankProfile, canonical_units, profile_of
+from hf_fsdp_plugin.observe.profile.trace import (
+    BOUNDARY,
+    GATHER,
+    UNIT,
+    WAIT,
+    Event,
+    Issue,
+    Kernel,
+    Trace,
+    Work,
+)
 
 MAIN, GLOO = 1, 2
 RANK = {"rank": 0, "world_size": 2, "host": "a", "device": "cpu"}
@@ -71,10 +85,10 @@ def test_unit_inside_backward_is_recomputed():
 
 
 def test_warmup_steps_are_skipped_unless_there_are_no_others():
-    assert len(profile_of(cpu_trace(), **RANK, skip=1).steps) == 1
+    assert profile_of(cpu_trace(), **RANK, skip=1).num_steps == 1
     assert profile_of(cpu_trace(), **RANK, skip=1).began == pytest.approx(100)
-    assert len(profile_of(cpu_trace(), **RANK, skip=5).steps) == 1
-    assert len(profile_of(cpu_trace(), **RANK, skip=0, most=1).steps) == 1
+    assert profile_of(cpu_trace(), **RANK, skip=5).num_steps == 1
+    assert profile_of(cpu_trace(), **RANK, skip=0, most=1).num_steps == 1
 
 
 def test_trace_without_a_complete_step_has_no_profile():
@@ -85,7 +99,19 @@ def test_trace_without_a_complete_step_has_no_profile():
 
 def test_profile_survives_its_file():
     profile = profile_of(cpu_trace(), **RANK)
-    assert RankProfile.from_json(profile.to_json()) == profile
+    moment = Moment(where="forward", bytes_by_kind={"params": 1}, seconds=0.5)
+    profile = replace(profile, memory=(moment,), profiled=[1.0], unprofiled=[])
+    assert RankProfile.from_json(json.loads(json.dumps(profile.to_json()))) == profile
+
+
+def test_names_of_units_are_those_of_the_model():
+    """FSDP2 joins the modules of a unit by commas; gloo gathers FSDP1's units into lists, without their whole size."""
+    profile = profile_of(cpu_trace(), **RANK)
+    calls = [replace(call, unit="_orig_mod.norm, head", bytes=1000) for call in profile.calls[:1]]
+    memory = [Moment(where=where, bytes_by_kind={}) for where in ("forward of norm, head", "optimizer")]
+    named = canonical_units(replace(profile, calls=calls, memory=memory), ["norm + head"], {"norm + head": 4})
+    assert [(call.unit, call.bytes) for call in named.calls] == [("norm + head", 4000)]
+    assert [moment.where for moment in named.memory] == ["forward of norm + head", "optimizer"]
 
 
 def device_trace() -> Trace:
@@ -100,18 +126,20 @@ def device_trace() -> Trace:
             Event(40, 40, MAIN, name=BOUNDARY),
         ],
         kernels=[
-            Kernel("ncclDevKernel_AllGather_RING_LL", 2, 12, 20, 2, "all_gather", False, 64),
-            Kernel("gemm", 12, 40, 7, 4),
-            Kernel("gemm", 40, 80, 7, 21),
-            Kernel("ncclDevKernel_ReduceScatter_RING_LL", 70, 90, 24, 22, "reduce_scatter", False, 64),
-            Kernel("adam", 90, 100, 7, 36),
+            Kernel("ncclDevKernel_AllGather_RING_LL", 2, 12, 2, "all_gather", False, 64),
+            Kernel("gemm", 12, 40, 4),
+            Kernel("gemm", 40, 80, 21),
+            Kernel("ncclDevKernel_ReduceScatter_RING_LL", 70, 90, 22, "reduce_scatter", False, 64),
+            Kernel("adam", 90, 100, 36),
         ],
     )
 
 
 def test_phases_of_a_device_follow_its_kernels():
     profile = profile_of(device_trace(), **(RANK | {"device": "cuda"}))
-    segments = [(s.phase, s.start, s.end) for s in profile.steps[0]]
+    trace = device_trace()
+    (step,) = read_steps(trace, read_boundaries(trace))
+    segments = [(s.phase, s.start, s.end) for s in on_device(step, DeviceClock(trace))]
     assert segments == [("forward", 0, 40), ("backward", 40, 90), ("optimizer", 90, 100)]
     forward, backward = profile.times["forward"], profile.times["backward"]
     assert (forward.compute, forward.communication, forward.exposed, forward.idle) == (28, 10, 10, 2)

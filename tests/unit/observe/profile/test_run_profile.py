@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from hf_fsdp_plugin.observe.profile.phases import Segment
+from hf_fsdp_plugin.estimate.results import Moment
 from hf_fsdp_plugin.observe.profile.rank_profile import RankProfile, StepCall, Times, UnitSeconds
 from hf_fsdp_plugin.observe.profile.run_profile import merge_ranks
 from hf_fsdp_plugin.observe.profile.suggestions import suggest
@@ -30,7 +30,7 @@ def rank_profile(rank: int, calls: list[StepCall], *, device: str = "cuda", host
     }  # fmt: skip
     times = {"forward": Times(seconds=0.5, compute=0.3), "backward": Times(seconds=0.5, compute=0.3)}
     return RankProfile(
-        rank=rank, world_size=2, host=host, device=device, began=1000.0, steps=[[Segment("forward", 0.0, 1.0)]],
+        rank=rank, world_size=2, host=host, device=device, began=1000.0, num_steps=1,
         times=more.pop("times", times), calls=calls, units=more.pop("units", {}), facts=facts,
         profiled=more.pop("profiled", (1.0,)), unprofiled=more.pop("unprofiled", (0.9,)), **more,
     )  # fmt: skip
@@ -40,7 +40,7 @@ def test_late_rank_is_named_with_the_time_the_others_wait():
     early = rank_profile(0, [call("a", "all_gather", "forward", 0.10, 0.32)])
     late = rank_profile(1, [call("a", "all_gather", "forward", 0.30, 0.32)])
     run = merge_ranks([early, late])
-    assert [(rank.rank, rank.late, rank.last) for rank in run.ranks] == [
+    assert [(rank.rank, rank.late_seconds, rank.last_share) for rank in run.ranks] == [
         (0, pytest.approx(0), 0.0),
         (1, pytest.approx(0.2), 1.0),
     ]
@@ -53,7 +53,7 @@ def test_clock_of_another_host_does_not_make_a_rank_late():
     one = rank_profile(0, [call("a", "all_gather", "forward", 0.1, 0.2)])
     other = rank_profile(1, [call("a", "all_gather", "forward", 0.1, 0.2)], host="b")
     run = merge_ranks([one, replace(other, began=1005.0)])
-    assert max(rank.late for rank in run.ranks) == pytest.approx(0, abs=1e-6)
+    assert max(rank.late_seconds for rank in run.ranks) == pytest.approx(0, abs=1e-6)
 
 
 def test_overhead_is_the_difference_of_the_wall_clock_steps():
@@ -87,10 +87,11 @@ def test_backward_prefetch_is_suggested_if_it_is_off():
 
 def test_gathers_in_backward_can_be_saved_if_memory_allows():
     calls = [call("a", "all_gather", "backward", 0.5, 0.6)]
-    peak = "sharding.strategy=shard_grad_op"
     assert both(calls)["sharding.strategy"] == pytest.approx(0.1)
-    assert "sharding.strategy" in both(calls, facts={"peaks": {peak: 80}, "device_bytes": 100})
-    assert "sharding.strategy" not in both(calls, facts={"peaks": {peak: 95}, "device_bytes": 100})
+    memory = [Moment(where="forward", bytes_by_kind={"params": 50_000_000, "gathered": 2_000_000})]
+    # The unit's 8 MB stay gathered instead of the 2 MB of the recorded moment.
+    assert "sharding.strategy" in both(calls, memory=memory, facts={"device_bytes": 65_000_000})
+    assert "sharding.strategy" not in both(calls, memory=memory, facts={"device_bytes": 60_000_000})
 
 
 def test_reduction_of_each_micro_batch_is_found_by_its_calls():
@@ -105,6 +106,9 @@ def test_larger_micro_batch_halves_the_gathers():
     calls = [call("a", "all_gather", "forward", at, at + 0.1) for at in (0.0, 0.4)]
     assert both(calls, facts={"forwards_per_step": 2})["training.per_device_train_batch_size"] == pytest.approx(0.1)
     assert "training.per_device_train_batch_size" not in both(calls)
+    memory = [Moment(where="forward", bytes_by_kind={"params": 50, "activations": 40})]
+    facts = {"forwards_per_step": 2, "device_bytes": 130}
+    assert "training.per_device_train_batch_size" not in both(calls, memory=memory, facts=facts)
 
 
 def test_promise_is_a_part_of_the_step_without_the_profiler():
@@ -121,6 +125,11 @@ def test_recomputation_and_data_loading_have_their_seconds():
     times = {"data": Times(seconds=0.2), "backward": Times(seconds=0.5), "forward": Times(seconds=0.3)}
     found = both([], times=times, units={"a": UnitSeconds(recomputed=0.15)})
     assert found == {"training.dataloader_num_workers": 0.2, "activation.checkpointing": pytest.approx(0.15)}
+    memory = [Moment(where="backward of a", bytes_by_kind={"params": 50, "activations": 60})]
+    facts = {"device_bytes": 100}
+    assert "activation.checkpointing" not in both(
+        [], times=times, units={"a": UnitSeconds(recomputed=0.15)}, memory=memory, facts=facts
+    )
 
 
 def test_latency_of_small_units_is_promised_for_larger_ones():

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from hf_fsdp_plugin.observe.profile.calls import read_activity
+from hf_fsdp_plugin.observe.profile.activity import read_activity
 from hf_fsdp_plugin.observe.profile.rank_profile import profile_of
 from hf_fsdp_plugin.observe.profile.trace import read_trace
 
@@ -85,11 +85,11 @@ def cuda(tmp_path):
     return read_trace(write(tmp_path / "trace.json", cuda_events()))
 
 
-def test_kernels_have_stream_launch_and_collective(cuda):
+def test_kernels_have_launch_and_collective(cuda):
     gather, gemm = cuda.kernels[:2]
-    assert (gather.kind, gather.stream, gather.bytes, gather.group) == ("all_gather", 28, 16000, "1")
+    assert (gather.kind, gather.bytes) == ("all_gather", 16000)
     assert (gather.launched - 1e9) * 1e6 == pytest.approx(14, abs=0.3)
-    assert (gemm.kind, gemm.stream, gemm.copies) == (None, 7, False)
+    assert (gemm.kind, gemm.copies) == (None, False)
     assert [k.copies for k in cuda.kernels if k.name.startswith("Memcpy")] == [True]
 
 

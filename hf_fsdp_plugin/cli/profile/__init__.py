@@ -4,33 +4,25 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import os
-import shutil
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any
 
 from hf_fsdp_plugin.cli import launch
 from hf_fsdp_plugin.cli.exit_codes import PROBLEMS, USAGE
 from hf_fsdp_plugin.cli.output import print_json
-from hf_fsdp_plugin.cli.profile_arguments import ProfileArguments, help_lines, parse_profile_arguments
+from hf_fsdp_plugin.cli.profile.arguments import ProfileArguments, help_lines, parse_profile_arguments
 from hf_fsdp_plugin.cli.terminal import print_problems
-from hf_fsdp_plugin.integrations.profiling.options import (
-    PAGE,
-    PARTIAL,
-    RANKS_FOLDER,
-    TRACES_FOLDER,
-    ProfileOptions,
-    write_file,
-)
+from hf_fsdp_plugin.integrations.profiling.files import PARTIAL, RESULT, read_ranks, remove, write_profile
+from hf_fsdp_plugin.integrations.profiling.options import RANKS_FOLDER, TRACES_FOLDER, ProfileOptions
 from hf_fsdp_plugin.launcher.flags import UsageError
+from hf_fsdp_plugin.observe.profile.output import profile_text
+from hf_fsdp_plugin.observe.profile.run_profile import RunProfile
+from hf_fsdp_plugin.observe.profile.suggestions import Suggestion, suggest
 from hf_fsdp_plugin.problems import Problem, SpecError
 from hf_fsdp_plugin.text import plural
-
-if TYPE_CHECKING:
-    from hf_fsdp_plugin.observe.profile.run_profile import RunProfile
 
 HELP = (
     "Run a script for a few steps on every rank, and show where the time of a step goes: computation, communication, "
@@ -40,7 +32,6 @@ EXAMPLES = (
     "hf-fsdp profile --config_file fsdp.yaml train.py --per_device_train_batch_size 4",
     "hf-fsdp profile --config_file fsdp.yaml --active 8 --output profiles/first --json train.py",
 )
-RESULT: Final = "profile.json"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -69,23 +60,20 @@ def run(args: ProfileArguments) -> int:
         with _stdout_to_stderr() if args.json else contextlib.nullcontext():
             code = launch.run(args.launch)
         profile, problems = _read(args.options, code)
-        files = _write(profile, folder, problems)
+        if profile is None:
+            return _fail(args, problems, code or PROBLEMS)
+        suggestions = suggest(profile)
+        tree = _write(folder, profile, suggestions, problems)
     except SpecError as error:
         return _fail(args, error.problems, PROBLEMS)
     finally:
         _remove_partial(folder)
-    if profile is None:
-        return _fail(args, problems, code or PROBLEMS)
-    from hf_fsdp_plugin.cli.profile_output import profile_json, profile_text
-    from hf_fsdp_plugin.observe.profile.suggestions import suggest
-
-    suggestions = suggest(profile)
     if args.json:
-        print_json(profile_json(profile, suggestions, files, problems))
+        print_json(tree)
     else:
         print_problems(problems)
-        print(f"\n{profile_text(profile, suggestions)}\n\nwritten: {folder / PAGE}, {folder / RESULT}", end="")
-        print(f", and {plural(len(files['traces']), 'trace')} for chrome://tracing or ui.perfetto.dev")
+        print(f"\n{profile_text(profile, suggestions)}\n\nwritten: {folder / RESULT}", end="")
+        print(f" and {plural(len(tree['files']['traces']), 'trace')} for ui.perfetto.dev or chrome://tracing")
     return code
 
 
@@ -95,14 +83,14 @@ def _prepare(folder: Path, *, force: bool) -> None:
     Raises:
         SpecError: it cannot be written, or has a result and ``--force`` is not given (FSDP-E772, FSDP-E774).
     """
-    earlier = [folder / name for name in (RANKS_FOLDER, TRACES_FOLDER, RESULT, PAGE) if (folder / name).exists()]
+    earlier = [folder / name for name in (RANKS_FOLDER, TRACES_FOLDER, RESULT) if (folder / name).exists()]
     if earlier and not force:
         message = f"{folder} contains an earlier profile."
         fix = "Pass --force to replace it, or --output with another folder."
         raise SpecError([Problem(code="FSDP-E774", message=message, fix=fix)])
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        _remove(earlier)
+        remove(earlier)
         probe = folder / f"probe{PARTIAL}"
         probe.write_bytes(b" " * 4096)
         probe.unlink()
@@ -115,25 +103,18 @@ def _not_writable(folder: Path, error: OSError) -> Problem:
     return Problem(code="FSDP-E772", message=message, fix="Free space, or write to another folder: --output DIR.")
 
 
-def _remove(paths: Sequence[Path]) -> None:
-    for path in paths:
-        shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
-
-
 def _remove_partial(folder: Path) -> None:
     """Delete files that a rank could not complete, for example because it was killed."""
     with contextlib.suppress(OSError):
-        _remove(list(folder.rglob(f"*{PARTIAL}")))
+        remove(list(folder.rglob(f"*{PARTIAL}")))
 
 
 def _read(options: ProfileOptions, code: int) -> tuple[RunProfile | None, list[Problem]]:
     """Return the profile of all ranks. Without the files of all ranks there is none, and nothing is kept."""
-    from hf_fsdp_plugin.integrations.profiling.reading import read_ranks
-
     folder = Path(options.folder)
     results = read_ranks(folder)
     if not results.paths or (code and not results.is_complete):
-        _remove([folder / RANKS_FOLDER, folder / TRACES_FOLDER])
+        remove([folder / RANKS_FOLDER, folder / TRACES_FOLDER])
         return None, [_failure(code) or results.nothing(options)]
     return results.merge(options)
 
@@ -149,26 +130,12 @@ def _failure(code: int) -> Problem | None:
     return None
 
 
-def _write(profile: RunProfile | None, folder: Path, problems: list[Problem]) -> dict[str, Any]:
-    """Write the page and the JSON, and return the paths of all files."""
-    if profile is None:
-        return {}
-    from hf_fsdp_plugin.cli.profile_output import profile_json
-    from hf_fsdp_plugin.observe.profile.page import page
-    from hf_fsdp_plugin.observe.profile.suggestions import suggest
-    from hf_fsdp_plugin.version import SCHEMA_VERSION
-
-    traces = sorted(str(path) for path in (folder / TRACES_FOLDER).glob("*.json.gz"))
-    files = {"folder": str(folder), "page": str(folder / PAGE), "result": str(folder / RESULT), "traces": traces}
-    suggestions = suggest(profile)
-    tree = {"schema_version": SCHEMA_VERSION, **profile_json(profile, suggestions, files, problems)}
+def _write(folder: Path, run: RunProfile, suggestions: Sequence[Suggestion], problems: Sequence[Problem]) -> Any:
+    """Write ``profile.json`` and return its content. Raises ``SpecError`` (FSDP-E772)."""
     try:
-        write_file(folder / RESULT, json.dumps(tree, indent=1))
-        write_file(folder / PAGE, page(profile, suggestions))
+        return write_profile(folder, run, suggestions, problems)
     except OSError as error:
-        _remove([folder / RESULT, folder / PAGE])
         raise SpecError([_not_writable(folder, error)]) from error
-    return files
 
 
 def _fail(args: ProfileArguments, problems: Sequence[Problem], code: int) -> int:

@@ -1,15 +1,104 @@
-"""The collectives of one rank in its trace: kind, unit, times, bytes, and how long the computation waited for each."""
+"""What a rank did in its trace: the phases of its steps, its computation, its collectives, and its memory."""
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 
 from hf_fsdp_plugin.estimate.intervals import Interval, clip, measure, subtract, union
-from hf_fsdp_plugin.estimate.results import CollectiveKind
-from hf_fsdp_plugin.observe.profile.marks import GATHER, REDUCE, TORCH_UNIT_MARKS, WAIT
-from hf_fsdp_plugin.observe.profile.trace import Event, Issue, Trace, Work
+from hf_fsdp_plugin.estimate.results import CollectiveKind, MemoryKind, Moment
+from hf_fsdp_plugin.observe.profile.trace import (
+    BOUNDARY,
+    GATHER,
+    PHASE_MARKS,
+    REDUCE,
+    SAMPLE,
+    TORCH_PHASE_MARKS,
+    TORCH_UNIT_MARKS,
+    WAIT,
+    Event,
+    Issue,
+    MemoryPoint,
+    Phase,
+    Trace,
+    Work,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """A part of a step in one phase, in seconds since the epoch."""
+
+    phase: Phase
+    start: float
+    end: float
+
+
+class DeviceClock:
+    """Maps a time of the CPU to the time at which the device has finished what was launched until then.
+
+    A device runs behind the CPU that launches its kernels. On the CPU, and while a device is idle, both are the same.
+    """
+
+    def __init__(self, trace: Trace) -> None:
+        kernels = sorted(trace.kernels, key=lambda kernel: kernel.launched)
+        self._launched = [kernel.launched for kernel in kernels]
+        self._ends = list(accumulate((kernel.end for kernel in kernels), max))
+
+    def at(self, time: float) -> float:
+        index = bisect_right(self._launched, time)
+        return max(time, self._ends[index - 1]) if index else time
+
+
+def read_boundaries(trace: Trace) -> list[float]:
+    """Return the times of the CPU at which steps ended, the last of which ends the last complete step."""
+    return [mark.end for mark in trace.marks if mark.name == BOUNDARY]
+
+
+def read_steps(trace: Trace, boundaries: Sequence[float]) -> list[list[Segment]]:
+    """Return the phases of each step between two boundaries, without gaps and in order, in times of the CPU."""
+    marks = [(phase, mark) for mark in trace.marks if (phase := _phase_of(mark)) is not None]
+    return [_divide(marks, start, end) for start, end in pairwise(boundaries)]
+
+
+def on_device(segments: Sequence[Segment], clock: DeviceClock) -> list[Segment]:
+    """Return phases in times of the device."""
+    mapped = [Segment(each.phase, clock.at(each.start), clock.at(each.end)) for each in segments]
+    return [segment for segment in mapped if segment.end > segment.start]
+
+
+def _divide(marks: Sequence[tuple[Phase, Event]], start: float, end: float) -> list[Segment]:
+    """Fill the time between the outermost marks: between a forward and its backward, the loss is computed."""
+    segments: list[Segment] = []
+    outer = _outermost_phases(marks, start, end)
+    position = start
+    for index, segment in enumerate(outer):
+        if segment.start > position:
+            after_forward = index > 0 and outer[index - 1].phase == "forward" and segment.phase == "backward"
+            segments.append(Segment("forward" if after_forward else "other", position, segment.start))
+        segments.append(segment)
+        position = segment.end
+    if end > position:
+        segments.append(Segment("other", position, end))
+    return segments
+
+
+def _outermost_phases(marks: Sequence[tuple[Phase, Event]], start: float, end: float) -> list[Segment]:
+    """Return the parts of the marks between two times, without those that are inside of another one."""
+    found: list[Segment] = []
+    for phase, mark in sorted(marks, key=lambda each: (each[1].start, -each[1].end)):
+        low = max(mark.start, found[-1].end if found else start)
+        if min(mark.end, end) > low:
+            found.append(Segment(phase, low, min(mark.end, end)))
+    return found
+
+
+def _phase_of(mark: Event) -> Phase | None:
+    if (phase := PHASE_MARKS.get(mark.name)) is not None:
+        return phase
+    return next((phase for prefix, phase in TORCH_PHASE_MARKS if mark.name.startswith(prefix)), None)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -82,7 +171,7 @@ def _device_activity(trace: Trace) -> Activity:
 
 def _cpu_activity(trace: Trace) -> Activity:
     waits = union([*_spans(trace.waits), *_spans(mark for mark in trace.marks if mark.name == WAIT)])
-    issues = _outermost(trace.issues)
+    issues = _outermost_issues(trace.issues)
     blocked = union([*waits, *((issue.start, issue.end) for issue in issues)])
     compute = subtract(union(_spans(trace.ops)), blocked)
     units = UnitMarks(trace.marks)
@@ -104,7 +193,7 @@ def _cpu_activity(trace: Trace) -> Activity:
     return Activity(compute=compute, communication=communication, exposed=blocked, calls=calls)
 
 
-def _outermost(issues: Sequence[Issue]) -> list[Issue]:
+def _outermost_issues(issues: Sequence[Issue]) -> list[Issue]:
     """Return the issues that are not made by another one."""
     found: list[Issue] = []
     ends: dict[int, float] = {}
@@ -167,3 +256,53 @@ def _unit_of(mark: str) -> str | None:
 
 def _spans(events: Iterable[Event]) -> list[Interval]:
     return [(event.start, event.end) for event in events]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sample:
+    """Bytes that a rank has on its device at one moment."""
+
+    params: int
+    grads: int
+    optimizer: int
+    gathered: int
+
+
+def memory_moments(trace: Trace, samples: Sequence[Sample]) -> list[Moment]:
+    """Return, for the time between each two samples, the moment with the most memory.
+
+    On a device the allocator's total is known; what is neither sharded nor gathered nor a gradient counts as
+    activations. On the CPU only allocations since the step began are known, so that memory which existed before is that
+    of the samples.
+
+    Args:
+        trace: of one step, with the memory of each allocation and an instant for each sample.
+        samples: in the order of their instants.
+    """
+    boundaries = read_boundaries(trace)
+    if len(boundaries) < 2 or not samples:
+        return []
+    began, ended = boundaries[0], boundaries[-1]
+    on_device = any(point.on_device for point in trace.memory)
+    points = [point for point in trace.memory if point.on_device == on_device and began <= point.time <= ended]
+    times = [point.time for point in points]
+    instants = [mark.start for mark in trace.marks if mark.name.startswith(SAMPLE)]
+    phases = [segment for step in read_steps(trace, boundaries) for segment in step]
+    units, moments = UnitMarks(trace.marks), []
+    gathered = grads = float("inf")
+    for index, (sample, time) in enumerate(zip(samples, instants, strict=False)):
+        gathered, grads = min(gathered, sample.gathered), min(grads, sample.grads)
+        until = instants[index + 1] if index + 1 < len(instants) else ended
+        inside = points[bisect_left(times, time) : bisect_left(times, until)]
+        peak = max(inside, key=lambda point: point.bytes, default=MemoryPoint(time, 0, on_device))
+        new = int(sample.gathered - gathered + sample.grads - grads)
+        known = sample.params + sample.grads + sample.optimizer + sample.gathered if on_device else new
+        kinds: dict[MemoryKind, int] = {
+            "params": sample.params, "grads": sample.grads, "optimizer": sample.optimizer,
+            "activations": max(0, peak.bytes - known), "gathered": sample.gathered,
+        }  # fmt: skip
+        phase = next((segment.phase for segment in phases if segment.end > peak.time), "other")
+        unit = units.at(time, None)
+        where = f"{phase} of {unit or 'the root'}" if unit is not None else phase
+        moments.append(Moment(where=where, bytes_by_kind=kinds, seconds=peak.time - began))
+    return moments

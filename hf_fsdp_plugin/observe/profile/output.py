@@ -6,13 +6,12 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any, Final
 
-from hf_fsdp_plugin.observe.profile.comparison import Compared, compare, measured_peak
-from hf_fsdp_plugin.observe.profile.marks import PHASE_NAMES
 from hf_fsdp_plugin.observe.profile.rank_profile import Times
 from hf_fsdp_plugin.observe.profile.run_profile import RankWait, RunProfile, UnitProfile
 from hf_fsdp_plugin.observe.profile.suggestions import Suggestion
+from hf_fsdp_plugin.observe.profile.trace import PHASE_NAMES
 from hf_fsdp_plugin.problems import Problem
-from hf_fsdp_plugin.text import format_bytes, format_count, format_seconds, format_table, plural
+from hf_fsdp_plugin.text import format_bytes, format_seconds, format_table, plural
 
 _MOST_UNITS: Final = 8
 _MOST_RANKS: Final = 8
@@ -21,7 +20,7 @@ _LEAST_LATE: Final = 0.01
 
 
 def profile_text(run: RunProfile, suggestions: Sequence[Suggestion]) -> str:
-    """Return the tables: phases, units, ranks, predictions and suggestions."""
+    """Return the tables: phases, units, ranks, memory and suggestions."""
     plan = run.facts.get("plan", {})
     model = f"{plan['model']}, {plan['backend']} {plan['strategy']}, " if plan else ""
     title = f"{model}{plural(run.world_size, 'rank')} on {run.device}: average of {plural(run.num_steps, 'step')}"
@@ -29,12 +28,7 @@ def profile_text(run: RunProfile, suggestions: Sequence[Suggestion]) -> str:
     if any(unit.communication.calls for unit in run.units):
         parts.append(_units(run.units))
     parts.append(_waits(run))
-    if rows := compare(run):
-        parts.append(_predictions(rows))
-    elif reason := run.facts.get("not_predicted"):
-        parts.append(f"no prediction: {reason}")
-    if run.memory:
-        peak = max(run.memory, key=lambda moment: moment.bytes)
+    if (peak := run.peak) is not None:
         kinds = ", ".join(f"{kind} {format_bytes(size, binary=True)}" for kind, size in peak.bytes_by_kind.items())
         parts.append(f"memory of rank 0: {format_bytes(peak.bytes, binary=True)} in {peak.where}: {kinds}")
     parts.append(
@@ -43,7 +37,7 @@ def profile_text(run: RunProfile, suggestions: Sequence[Suggestion]) -> str:
     return "\n\n".join(parts)
 
 
-def share(times: Times) -> float:
+def _share(times: Times) -> float:
     """Return the share of communication in computation plus communication, as in the usual table of a profile."""
     whole = times.compute + times.communication
     return times.communication / whole if whole else 0.0
@@ -55,7 +49,7 @@ def _phases(run: RunProfile) -> str:
         seconds = (times.compute, times.communication)
         rows.append(
             (
-                name, format_seconds(times.seconds), *map(format_seconds, seconds), f"{share(times):.0%}",
+                name, format_seconds(times.seconds), *map(format_seconds, seconds), f"{_share(times):.0%}",
                 format_seconds(times.exposed), format_seconds(times.idle),
             )
         )  # fmt: skip
@@ -81,7 +75,7 @@ def _units(units: Sequence[UnitProfile]) -> str:
         rows.append(
             (
                 unit.name or "(root)", str(unit.order), *(format_seconds(each.seconds) for each in sums),
-                format_seconds(unit.communication.exposed), format_seconds(unit.compute.forward),
+                format_seconds(unit.communication.exposed), format_seconds(unit.forward_seconds),
                 format_bytes(round(unit.communication.bytes)),
             )
         )  # fmt: skip
@@ -90,44 +84,24 @@ def _units(units: Sequence[UnitProfile]) -> str:
 
 
 def _waits(run: RunProfile) -> str:
-    late = late_ranks(run)
+    late = _late_ranks(run)
     if not late:
         return "stragglers: none. No rank keeps the others waiting for 1% of a step."
     rows = [("stragglers", "others wait", "share of step", "last in", "computation")]
     for rank in late:
         rows.append(
             (
-                f"rank {rank.rank}", format_seconds(rank.late), f"{rank.late / run.total.seconds:.0%}",
-                f"{rank.last:.0%} of the calls", format_seconds(rank.compute),
+                f"rank {rank.rank}", format_seconds(rank.late_seconds), f"{rank.late_seconds / run.total.seconds:.0%}",
+                f"{rank.last_share:.0%} of the calls", format_seconds(rank.compute_seconds),
             )
         )  # fmt: skip
     return format_table(rows, right=range(1, 5))
 
 
-def late_ranks(run: RunProfile) -> list[RankWait]:
+def _late_ranks(run: RunProfile) -> list[RankWait]:
     """Return the ranks for which all others wait, the latest first."""
-    late = [rank for rank in run.ranks if rank.late >= _LEAST_LATE * run.total.seconds]
-    return sorted(late, key=lambda rank: -rank.late)[:_MOST_RANKS]
-
-
-def _predictions(rows: Sequence[Compared]) -> str:
-    table = [("a step of a rank", "predicted", "measured", "ratio")]
-    for row in rows:
-        ratio = f"{row.ratio:.2f}" if row.ratio is not None else "–"
-        table.append((row.name, _figure(row, row.predicted), _figure(row, row.measured), ratio))
-    has_time = rows[0].predicted is not None
-    hint = [] if has_time else ["for predicted times, calibrate this machine: hf-fsdp plan --calibrate"]
-    return "\n".join([format_table(table, right=(1, 2, 3)), *hint])
-
-
-def _figure(row: Compared, value: float | None) -> str:
-    if value is None:
-        return "unknown"
-    if row.unit == "seconds":
-        return format_seconds(value)
-    return (
-        format_bytes(round(value), binary="memory" in row.name) if row.unit == "bytes" else format_count(round(value))
-    )
+    late = [rank for rank in run.ranks if rank.late_seconds >= _LEAST_LATE * run.total.seconds]
+    return sorted(late, key=lambda rank: -rank.late_seconds)[:_MOST_RANKS]
 
 
 def profile_json(
@@ -142,24 +116,10 @@ def profile_json(
         "total": _times_json(run.total),
         "overhead": {**overhead, "seconds": run.overhead_seconds},
         "collectives": {kind: asdict(sums) for kind, sums in run.collectives.items()},
-        "units": [
-            {
-                "name": unit.name, "order": unit.order, "gather_forward": asdict(unit.gather_forward),
-                "gather_backward": asdict(unit.gather_backward), "reduce": asdict(unit.reduce),
-                "forward_seconds": unit.compute.forward, "recomputed_seconds": unit.compute.recomputed,
-            }
-            for unit in run.units
-        ],
-        "ranks": [
-            {
-                "rank": rank.rank, "step_seconds": rank.seconds, "compute_seconds": rank.compute,
-                "late_seconds": rank.late, "last_share": rank.last,
-            }
-            for rank in run.ranks
-        ],
-        "predicted": [{**asdict(row), "ratio": row.ratio} for row in compare(run)],
+        "units": [asdict(unit) for unit in run.units],
+        "ranks": [asdict(rank) for rank in run.ranks],
         "memory": {
-            "peak_bytes": measured_peak(run),
+            "peak_bytes": run.peak.bytes if run.peak is not None else None,
             "moments": [
                 {"where": moment.where, "seconds": moment.seconds, "bytes": dict(moment.bytes_by_kind)}
                 for moment in run.memory
@@ -174,5 +134,5 @@ def profile_json(
 def _times_json(times: Times) -> dict[str, float]:
     return {
         "seconds": times.seconds, "compute_seconds": times.compute, "communication_seconds": times.communication,
-        "exposed_seconds": times.exposed, "idle_seconds": times.idle, "communication_share": share(times),
+        "exposed_seconds": times.exposed, "idle_seconds": times.idle, "communication_share": _share(times),
     }  # fmt: skip

@@ -2,54 +2,87 @@
 
 from __future__ import annotations
 
+import datetime
 import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
-from hf_fsdp_plugin.cli.bench_arguments import Request
+from hf_fsdp_plugin.cli.bench.arguments import Request
+from hf_fsdp_plugin.cli.rank_jobs import run_job
 from hf_fsdp_plugin.hangs.calls import LIMIT_VARIABLE
-from hf_fsdp_plugin.integrations.bench.cases import Case, Setting
-from hf_fsdp_plugin.integrations.bench.jobs import Events, Job, Task
+from hf_fsdp_plugin.integrations.bench.cases import Case, Job, Setting, Task, events_of
 from hf_fsdp_plugin.integrations.bench.results import Results
-from hf_fsdp_plugin.launcher.environment import launch_env
+from hf_fsdp_plugin.launcher.accelerators import Accelerators
 from hf_fsdp_plugin.launcher.world import World
 from hf_fsdp_plugin.problems import Problem
 from hf_fsdp_plugin.runs.exits import RunResult
 from hf_fsdp_plugin.runs.failure_summary import first_failure, summarize
 from hf_fsdp_plugin.sources.handover import LaunchHandover
 from hf_fsdp_plugin.sources.model import Sources
+from hf_fsdp_plugin.spec.load import assess
 from hf_fsdp_plugin.spec.model import FsdpSpec
 
-_GRACE: Final = 3.0
+if TYPE_CHECKING:
+    from torch import nn
+
 _RANK: Final = "hf_fsdp_plugin.integrations.bench.rank"
 _MAX_ERROR: Final = 1000
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bench:
-    """What the worlds of a benchmark have in common.
+    """What a benchmark measures, and where.
 
     Attributes:
-        model: an id, or the absolute path of a folder.
-        gpu_ids: as in ``World``.
         spec, sources: the settings that all cases share.
+        model: on the meta device.
+        model_name: an id, or the absolute path of a folder.
+        gpu_ids: as in ``World``.
+        found: the accelerators of this machine.
         threads: of a CPU rank, the same in all worlds.
-        progress: prints what runs now.
     """
 
-    model: str
-    device: str
-    gpu_ids: str
+    request: Request
     spec: FsdpSpec
     sources: Sources
-    request: Request
+    model: nn.Module
+    model_name: str
+    device: str
+    gpu_ids: str
+    found: Accelerators
     threads: int
-    progress: Callable[[str], None]
+
+    def cases(self) -> Iterable[Case]:
+        return (case for setting in self.request.settings for case in self.request.cases(setting))
+
+    def spec_of(self, setting: Setting) -> FsdpSpec:
+        """Return the spec of a setting. Raises ``SpecError`` if it has errors."""
+        overrides = (*self.sources.overrides, *setting.planned.overrides)
+        return assess(replace(self.sources, overrides=overrides)).checked_spec()
+
+    def head(self) -> dict[str, Any]:
+        """Return what is measured, as JSON: the part of the result before the cases."""
+        config: Any = getattr(self.model, "config", None)
+        return {
+            "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),
+            "model": {
+                "name": self.model_name,
+                "class": type(self.model).__name__,
+                "model_type": getattr(config, "model_type", None),
+                "num_params": sum(parameter.numel() for parameter in self.model.parameters()),
+            },
+            "device": {"type": self.device, "name": self.found.name or None},
+            "threads": self.threads,
+            "workload": asdict(self.request.workload),
+            "settings": {name: str(value) for name, value, _ in self.spec.settings() if self.spec.asked(name)},
+            "versions": {name: version(name) for name in ("torch", "transformers", "accelerate")},
+        }
 
     def run(self, settings: Sequence[Setting], results: Results) -> int:
         """Measure what is missing in the results, and return the number of the signal that stopped it, or 0."""
@@ -75,27 +108,20 @@ class Bench:
         world = World(device=self.device, num_machines=1, machine_rank=0, num_local=world_size, gpu_ids=self.gpu_ids)
         with tempfile.TemporaryDirectory(prefix="hf_fsdp_bench_", ignore_cleanup_errors=True) as scratch:
             folder = Path(scratch)
-            Job(model=self.model, device=self.device, workload=self.request.workload, tasks=tuple(tasks)).write(folder)
-            follower = _Follower(folder, results, self.request.limit, self.progress, tasks)
-            result = self._run_ranks(world, folder, follower)
+            Job(model=self.model_name, device=self.device, workload=self.request.workload, tasks=tuple(tasks)).write(
+                folder
+            )
+            follower = _Follower(folder, results, self.request.limit, tasks)
+            handover = LaunchHandover(sources=self.sources, quiet=True)
+            spec = replace(self.spec, launch=replace(self.spec.launch, num_processes=world.size))
+            env = {"OMP_NUM_THREADS": str(self.threads), "TMPDIR": str(folder)}
+            env[LIMIT_VARIABLE] = "0"  # records of collectives would be a part of what is measured
+            words = ["-m", _RANK, str(folder)]
+            result = run_job(words, spec, world, handover, env=env, should_stop=follower.reason_to_stop)
             follower.read(stopped=bool(result.signal_number))
             if not result.signal_number:
                 follower.fail_after(result)
             return result.signal_number
-
-    def _run_ranks(self, world: World, folder: Path, follower: _Follower) -> RunResult:
-        from hf_fsdp_plugin.launcher.agent import Job as RankJob  # lazy: imports torch
-        from hf_fsdp_plugin.launcher.attempts import run_locally
-
-        handover = LaunchHandover(sources=self.sources, quiet=True)
-        spec = replace(self.spec, launch=replace(self.spec.launch, num_processes=world.size))
-        env = launch_env(spec, world, handover)
-        env[LIMIT_VARIABLE] = "0"  # records of collectives would be a part of what is measured
-        env |= {"OMP_NUM_THREADS": str(self.threads), "TMPDIR": str(folder)}
-        command = [sys.executable, "-u", "-m", "hf_fsdp_plugin.launcher.run_script", "-m", _RANK, str(folder)]
-        return run_locally(
-            RankJob(command=command, num_local=world.size, env=env, grace=_GRACE, should_stop=follower.reason_to_stop)
-        )
 
 
 class _Follower:
@@ -105,11 +131,8 @@ class _Follower:
         failed: the cases that have failed.
     """
 
-    def __init__(
-        self, folder: Path, results: Results, limit: float, progress: Callable[[str], None], tasks: Sequence[Task]
-    ) -> None:
-        self._events, self._results, self._limit, self._progress = Events(folder), results, limit, progress
-        self._tasks = tasks
+    def __init__(self, folder: Path, results: Results, limit: float, tasks: Sequence[Task]) -> None:
+        self._events, self._results, self._limit, self._tasks = events_of(folder), results, limit, tasks
         self._changed = time.monotonic()
         self._measured: set[tuple[str, int]] = set()
         self.failed: list[str] = []
@@ -128,7 +151,8 @@ class _Follower:
         for event in self._events.new():
             self._changed = time.monotonic()
             if event["event"] == "begin":
-                self._progress(f"round {event['round'] + 1}: {event['case']}")
+                text = f"hf-fsdp bench: round {event['round'] + 1}: {event['case']}"
+                print(text, file=sys.stderr, flush=True)
             elif event["event"] == "measured":
                 self._measured.add((event["case"], event["round"]))
                 self._results.add(event)

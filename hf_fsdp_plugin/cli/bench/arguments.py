@@ -15,10 +15,10 @@ from hf_fsdp_plugin.integrations.bench.cases import (
     Case,
     Setting,
     System,
+    Workload,
     inexpressible,
     product,
 )
-from hf_fsdp_plugin.integrations.bench.jobs import Workload
 from hf_fsdp_plugin.problems import Origin, Problem
 
 _LARGEST: Final = 1 << 20

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from hf_fsdp_plugin.estimate.machines import Machine
-    from hf_fsdp_plugin.integrations.bench.jobs import Workload as Measured
+    from hf_fsdp_plugin.integrations.bench.cases import Workload as Measured
     from hf_fsdp_plugin.launcher.accelerators import Accelerators
     from hf_fsdp_plugin.plan.model import FsdpPlan
     from hf_fsdp_plugin.spec.model import FsdpSpec

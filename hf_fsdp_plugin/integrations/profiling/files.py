@@ -1,18 +1,26 @@
-"""Reads the files that the ranks have written, as the profile of the run. Imports no torch."""
+"""The files of a profile: those of the ranks, and ``profile.json`` of all ranks together. Imports no torch."""
 
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Final
 
-from hf_fsdp_plugin.integrations.profiling.options import ProfileOptions, rank_files
+from hf_fsdp_plugin.integrations.profiling.options import RANKS_FOLDER, TRACES_FOLDER, ProfileOptions
+from hf_fsdp_plugin.observe.profile.output import profile_json
 from hf_fsdp_plugin.observe.profile.rank_profile import RankProfile
 from hf_fsdp_plugin.observe.profile.run_profile import RunProfile, merge_ranks
+from hf_fsdp_plugin.observe.profile.suggestions import Suggestion
 from hf_fsdp_plugin.problems import Problem
 from hf_fsdp_plugin.text import plural
+from hf_fsdp_plugin.version import SCHEMA_VERSION
 
+RESULT: Final = "profile.json"
+PARTIAL: Final = ".part"
+"""Suffix of a file that is being written."""
 _FEWER: str = "or profile fewer: wait, warmup and active (of `hf-fsdp profile`: --wait, --warmup, --active)."
 
 
@@ -65,3 +73,44 @@ def read_ranks(folder: Path) -> RankResults:
         steps, world_size = max(steps, head["num_steps"]), head["world_size"]
         paths += [path] if head["profile"] is not None else []
     return RankResults(paths, steps, world_size)
+
+
+def write_profile(
+    folder: Path, run: RunProfile, suggestions: Sequence[Suggestion], problems: Sequence[Problem]
+) -> dict[str, Any]:
+    """Write ``profile.json`` and return its content. Raises ``OSError``; then nothing is left behind."""
+    traces = sorted(str(path) for path in (folder / TRACES_FOLDER).glob("*.json.gz"))
+    files = {"folder": str(folder), "result": str(folder / RESULT), "traces": traces}
+    tree = {"schema_version": SCHEMA_VERSION, **profile_json(run, suggestions, files, problems)}
+    write_file(folder / RESULT, json.dumps(tree, indent=1))
+    return tree
+
+
+def remove(paths: Sequence[Path]) -> None:
+    """Delete files and folders. Those that are missing are no error."""
+    for path in paths:
+        shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+
+
+def rank_files(folder: Path) -> list[Path]:
+    """Return the files of all ranks that have written theirs, in rank order."""
+    return sorted((folder / RANKS_FOLDER).glob("rank_*.json"), key=lambda path: int(path.stem.partition("_")[2]))
+
+
+def write_file(path: Path, content: Any) -> None:
+    """Write text, or copy from a function that gets the binary file, so that the file is complete or absent.
+
+    Raises:
+        OSError: it cannot be written. Nothing is left behind.
+    """
+    partial = path.with_name(path.name + PARTIAL)
+    try:
+        with partial.open("wb") as file:
+            if callable(content):
+                content(file)
+            else:
+                file.write(content.encode())
+        partial.replace(path)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise

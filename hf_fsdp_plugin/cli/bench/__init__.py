@@ -3,26 +3,24 @@
 from __future__ import annotations
 
 import argparse
-import datetime
 import os
 import sys
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
-from hf_fsdp_plugin.cli.bench_arguments import OWN_FLAGS, Request, not_compared, read_request, words_of
-from hf_fsdp_plugin.cli.bench_arguments import add_arguments as add_arguments
-from hf_fsdp_plugin.cli.bench_output import bench_text
-from hf_fsdp_plugin.cli.bench_prediction import available, fit_problems, machine_of, predict, too_large
-from hf_fsdp_plugin.cli.bench_worlds import Bench, failures
+from hf_fsdp_plugin.cli.bench.arguments import OWN_FLAGS, Request, not_compared, read_request, words_of
+from hf_fsdp_plugin.cli.bench.arguments import add_arguments as add_arguments
+from hf_fsdp_plugin.cli.bench.output import bench_text, write_pictures
+from hf_fsdp_plugin.cli.bench.prediction import available, fit_problems, machine_of, predict, too_large
+from hf_fsdp_plugin.cli.bench.worlds import Bench, failures
 from hf_fsdp_plugin.cli.exit_codes import OK, PROBLEMS, USAGE
 from hf_fsdp_plugin.cli.model_plan import load_model
 from hf_fsdp_plugin.cli.output import print_json
 from hf_fsdp_plugin.cli.parser import make_parser
 from hf_fsdp_plugin.cli.plan_arguments import sequence_length
 from hf_fsdp_plugin.cli.terminal import print_problems
-from hf_fsdp_plugin.integrations.bench.cases import Case, Setting
+from hf_fsdp_plugin.integrations.bench.cases import Setting
 from hf_fsdp_plugin.integrations.bench.results import Results, read_results
 from hf_fsdp_plugin.launcher.accelerators import Accelerators, find_accelerators
 from hf_fsdp_plugin.launcher.flags import UsageError, split_setting_flags
@@ -34,9 +32,6 @@ from hf_fsdp_plugin.sources.model import Sources
 from hf_fsdp_plugin.spec.load import assess
 from hf_fsdp_plugin.spec.model import FsdpSpec
 from hf_fsdp_plugin.text import printable
-
-if TYPE_CHECKING:
-    from torch import nn
 
 HELP = (
     "Measure throughput, memory and scaling of a model over numbers of ranks, strategies, prefetch and FSDP versions."
@@ -66,71 +61,22 @@ def run(args: argparse.Namespace) -> int:
         return USAGE
     problems: list[Problem] = []
     try:
-        subject = _read(args, problems)
-        if subject is None:
+        bench = _read(args, problems)
+        if bench is None:
             return _fail(args, problems)
-        results = _results(args, subject)
-        settings = _runnable(args, subject, results, problems)
+        results = _results(args, bench)
+        settings = _runnable(args, bench, results, problems)
         _show(args, problems)
         if has_errors(problems):
             return _fail(args, problems)
         results.write()
-        number = subject.bench(_progress).run(settings, results)
+        number = bench.run(settings, results)
         return _finish(args, results, problems, number)
     except SpecError as error:
         return _fail(args, [*problems, *error.problems])
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Subject:
-    """What is measured, and where."""
-
-    request: Request
-    spec: FsdpSpec
-    sources: Sources
-    model: nn.Module
-    model_name: str
-    device: str
-    gpu_ids: str
-    found: Accelerators
-    threads: int
-
-    def bench(self, progress: Any) -> Bench:
-        return Bench(
-            model=self.model_name, device=self.device, spec=self.spec, sources=self.sources, request=self.request,
-            threads=self.threads, gpu_ids=self.gpu_ids, progress=progress,
-        )  # fmt: skip
-
-    def cases(self) -> Iterable[Case]:
-        return (case for setting in self.request.settings for case in self.request.cases(setting))
-
-    def spec_of(self, setting: Setting) -> FsdpSpec:
-        """Return the spec of a setting. Raises ``SpecError`` if it has errors."""
-        overrides = (*self.sources.overrides, *setting.planned.overrides)
-        return assess(replace(self.sources, overrides=overrides)).checked_spec()
-
-    def head(self) -> dict[str, Any]:
-        from importlib.metadata import version
-
-        asked = {name: str(value) for name, value, _ in self.spec.settings() if self.spec.asked(name)}
-        config: Any = getattr(self.model, "config", None)
-        return {
-            "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),
-            "model": {
-                "name": self.model_name,
-                "class": type(self.model).__name__,
-                "model_type": getattr(config, "model_type", None),
-                "num_params": sum(parameter.numel() for parameter in self.model.parameters()),
-            },
-            "device": {"type": self.device, "name": self.found.name or None},
-            "threads": self.threads,
-            "workload": self.request.workload.to_json(),
-            "settings": asked,
-            "versions": {name: version(name) for name in ("torch", "transformers", "accelerate")},
-        }
-
-
-def _read(args: argparse.Namespace, problems: list[Problem]) -> _Subject | None:
+def _read(args: argparse.Namespace, problems: list[Problem]) -> Bench | None:
     """Return what to measure; ``None`` after errors, which are all reported."""
     request = read_request(args, problems)
     problems += _existing(args)
@@ -159,7 +105,7 @@ def _read(args: argparse.Namespace, problems: list[Problem]) -> _Subject | None:
         return None
     folder = Path(args.model).expanduser()
     threads = 1 if device == "cpu" else max(1, num_cores() // max(s.world_size for s in request.settings))
-    return _Subject(
+    return Bench(
         request=request, spec=assessment.spec, sources=sources, model=model, device=device, gpu_ids=gpu_ids,
         found=found,
         model_name=str(folder.absolute()) if folder.exists() else args.model,
@@ -201,26 +147,26 @@ def _existing(args: argparse.Namespace) -> list[Problem]:
     ]
 
 
-def _results(args: argparse.Namespace, subject: _Subject) -> Results:
+def _results(args: argparse.Namespace, bench: Bench) -> Results:
     path = Path(args.output) if args.output is not None else None
-    results = Results(path, subject.head(), subject.cases())
+    results = Results(path, bench.head(), bench.cases())
     if args.resume and path is not None and path.exists():
         results.resume(read_results(path))
     return results
 
 
-def _runnable(args: argparse.Namespace, subject: _Subject, results: Results, problems: list[Problem]) -> list[Setting]:
+def _runnable(args: argparse.Namespace, bench: Bench, results: Results, problems: list[Problem]) -> list[Setting]:
     """Return the settings to run. Marks the others with their reason, and predicts memory and FLOPs."""
-    machine = machine_of(args.machine, subject.found, subject.device)
-    free = available(subject.found, subject.device)
+    machine = machine_of(args.machine, bench.found, bench.device)
+    free = available(bench.found, bench.device)
     runnable, large = [], {}
-    for setting in subject.request.settings:
-        cases = subject.request.cases(setting)
+    for setting in bench.request.settings:
+        cases = bench.request.cases(setting)
         reason, prediction = setting.impossible, None
         if not reason:
             try:
-                spec = subject.spec_of(setting)
-                prediction = predict(setting, spec, subject.model, subject.request.workload, subject.device, machine)
+                spec = bench.spec_of(setting)
+                prediction = predict(setting, spec, bench.model, bench.request.workload, bench.device, machine)
             except SpecError as error:
                 reason = " ".join(f"{p.code}: {p.message}" for p in error.problems if p.severity == "error")
         if reason:
@@ -230,8 +176,12 @@ def _runnable(args: argparse.Namespace, subject: _Subject, results: Results, pro
             continue
         assert prediction is not None
         for case in cases:
-            results.predict(case.name, prediction.peak_bytes)
-            results.set_flops(case.name, prediction.flops, prediction.peak_flops)
+            results.predict(
+                case.name,
+                num_bytes=prediction.peak_bytes,
+                flops=prediction.flops,
+                peak_flops=prediction.peak_flops,
+            )
         if reason := too_large(prediction, free, len(cases)):
             large[setting] = reason
             if not args.force:
@@ -239,7 +189,7 @@ def _runnable(args: argparse.Namespace, subject: _Subject, results: Results, pro
                     results.end(case.name, "does not fit", reason)
                 continue
         runnable.append(setting)
-    problems += fit_problems(large, len(subject.request.settings), force=args.force)
+    problems += fit_problems(large, len(bench.request.settings), force=args.force)
     if not runnable and not has_errors(problems):
         message = "none of the settings can run, for the reasons above."
         problems.append(Problem(code="FSDP-E781", message=message, fix="Choose others."))
@@ -256,7 +206,8 @@ def _finish(args: argparse.Namespace, results: Results, problems: list[Problem],
         print(f"hf-fsdp bench: stopped by a signal.{left}", file=sys.stderr)
         return 128 + number
     written = [str(results.path)] if results.path is not None else []
-    written += _write_pictures(args, tree)
+    if args.html is not None or args.png is not None:
+        written += write_pictures(tree, args.html, args.png)
     if args.json:
         print_json(tree)
     else:
@@ -265,18 +216,6 @@ def _finish(args: argparse.Namespace, results: Results, problems: list[Problem],
         for name in written:
             print(printable(f"written: {name}"))
     return OK if tree["ok"] else PROBLEMS
-
-
-def _write_pictures(args: argparse.Namespace, tree: dict[str, Any]) -> list[str]:
-    if args.html is None and args.png is None:
-        return []
-    from hf_fsdp_plugin.cli.bench_pictures import write_pictures
-
-    return write_pictures(args, tree)
-
-
-def _progress(text: str) -> None:
-    print(f"hf-fsdp bench: {text}", file=sys.stderr, flush=True)
 
 
 def _show(args: argparse.Namespace, problems: Sequence[Problem]) -> None:

@@ -1,4 +1,4 @@
-"""Replacements of the functions that load models and data sets: a preflight gets the clone, and a few samples."""
+"""Replacements of functions in a preflight: it gets the clone, few samples, small batches and temporary folders."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
-from hf_fsdp_plugin.integrations.preflight.arguments import not_tested
 from hf_fsdp_plugin.integrations.preflight.clone import find_clone, wait_for_clone, write_clone
 from hf_fsdp_plugin.integrations.preflight.run import preflight
 from hf_fsdp_plugin.integrations.session import session
@@ -21,6 +20,20 @@ _PLACE_ARGUMENTS: Final = (
     "use_safetensors", "weights_only", "adapter_kwargs", "from_tf", "from_flax", "trust_remote_code", "code_revision",
 )  # fmt: skip
 """Arguments of ``from_pretrained`` that select files, which a clone does not have."""
+_NOT_ON_CPU: Final = {
+    "torch_compile": (False, "torch.compile"),
+    "torch_compile_backend": (None, ""),
+    "torch_compile_mode": (None, ""),
+    "use_liger_kernel": (False, "Liger's kernels"),
+    "tf32": (None, "TF32"),
+}
+"""Field -> (value in a preflight, what is not tested)."""
+_LIMITS: Final = {
+    "per_device_train_batch_size": 2,
+    "per_device_eval_batch_size": 2,
+    "gradient_accumulation_steps": 2,
+    "dataloader_num_workers": 1,
+}
 
 
 def from_pretrained(
@@ -53,23 +66,22 @@ def from_config(original: Callable[..., Any], cls: Any, config: Any, **kwargs: A
     if not preflight.active or preflight.phase != "script" or preflight.recorder.current == "clone":
         return original(config, **kwargs)
     with preflight.stage("clone"):
-        return original(_clone_config(cls, config), **kwargs)
+        return original(_find(cls, config).config, **kwargs)
 
 
 def load_dataset(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Return the first samples of each split."""
     loaded = original(*args, **kwargs)
-    if not preflight.active or preflight.phase != "script":
-        return loaded
-    if isinstance(loaded, dict):
-        for split, data in loaded.items():
-            loaded[split] = first_samples(data)
-        return loaded
-    return first_samples(loaded)
+    return first_samples(loaded) if preflight.active and preflight.phase == "script" else loaded
 
 
 def first_samples(data: Any, number: int = NUM_SAMPLES) -> Any:
-    """Return the first samples of a data set, of the same type if it is one of the library ``datasets``."""
+    """Return the first samples of a data set, or of each one in a dictionary.
+
+    Data sets of the library ``datasets`` keep their type.
+    """
+    if isinstance(data, dict) and not hasattr(data, "take"):
+        return type(data)({name: first_samples(each, number) for name, each in data.items()})
     if hasattr(data, "take"):
         return data.take(min(number, len(data)) if hasattr(data, "__len__") else number)
     if hasattr(data, "__getitem__") and hasattr(data, "__len__") and len(data) > number:
@@ -87,8 +99,7 @@ def _config_of(cls: Any, name: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[s
     if isinstance(given, PreTrainedConfig):
         return given, kwargs
     config, left = cls.config_class.from_pretrained(given or name, return_unused_kwargs=True, **kwargs)
-    files = {key: kwargs[key] for key in ("gguf_file",) if key in kwargs}
-    return config, {**left, **files}
+    return config, {**left, **({"gguf_file": kwargs["gguf_file"]} if "gguf_file" in kwargs else {})}
 
 
 def _clone_folder(cls: Any, config: Any) -> Path:
@@ -103,10 +114,6 @@ def _clone_folder(cls: Any, config: Any) -> Path:
         message = f"rank 0 did not write the clone of {cls.__name__} in {_CLONE_SECONDS:g} s."
         raise SpecError([Problem(code="FSDP-E752", message=message, fix="See the problem of rank 0.")])
     return folder
-
-
-def _clone_config(cls: Any, config: Any) -> Any:
-    return _find(cls, config).config
 
 
 def _find(cls: Any, config: Any) -> Any:
@@ -127,3 +134,40 @@ def _find(cls: Any, config: Any) -> Any:
         event="model", name=cls.__name__, num_params=clone.num_params, real_num_params=clone.real_num_params
     )
     return clone
+
+
+def validate_args(original: Callable[[], None], arguments: Any) -> None:
+    """Let Transformers validate the values of the user, then change them for the preflight."""
+    if not preflight.active:
+        return original()
+    if arguments.fp16:
+        arguments.fp16, arguments.bf16 = False, True
+        note_change("bf16 is used instead of fp16, which FSDP cannot run on the CPU")
+    for name, (value, what) in _NOT_ON_CPU.items():
+        if getattr(arguments, name, None):
+            setattr(arguments, name, value)
+            if what:
+                not_tested(f"{what} ({name})")
+    original()
+    for name, limit in _LIMITS.items():
+        value = getattr(arguments, name, None)
+        if isinstance(value, int) and value > limit:
+            setattr(arguments, name, limit)
+            note_change(f"{name} is {limit} instead of {value}")
+    arguments.output_dir = str(preflight.folder / "out")
+    arguments.report_to = []
+    arguments.disable_tqdm = True
+    if arguments.push_to_hub:
+        arguments.push_to_hub = False
+        not_tested("pushes to the Hub")
+    return None
+
+
+def note_change(text: str) -> None:
+    """Record what the preflight has changed."""
+    preflight.recorder.note(Problem(code="FSDP-N757", message=f"{text}."))
+
+
+def not_tested(what: str) -> None:
+    """Record what a preflight cannot test."""
+    preflight.recorder.note(Problem(code="FSDP-W756", message=f"not tested: {what}."))

@@ -1,12 +1,17 @@
-"""The text of ``hf-fsdp bench``: throughput, memory, efficiency, prefetch, and comparisons with other systems."""
+"""What ``hf-fsdp bench`` shows: tables of throughput, memory, efficiency and other systems, and pictures."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final
+from html import escape
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
 
 from hf_fsdp_plugin.integrations.bench.cases import DDP, SYSTEMS, TITLES
 from hf_fsdp_plugin.text import format_bytes, format_count, format_table, plural
+
+if TYPE_CHECKING:
+    from hf_fsdp_plugin.estimate.charts import Chart
 
 Row = Mapping[str, Any]
 Table = list[list[str]]
@@ -24,12 +29,12 @@ def bench_text(tree: Mapping[str, Any]) -> str:
         f"{plural(workload['rounds'] * workload['blocks'], 'block')} of {plural(workload['steps'], 'step')}"
     )
     parts = [head]
-    for title, table in tables(tree):
+    for title, table in _tables(tree):
         parts += ["", title, format_table(table, right=range(1, len(table[0])))]
     return "\n".join(parts)
 
 
-def tables(tree: Mapping[str, Any]) -> list[tuple[str, Table]]:
+def _tables(tree: Mapping[str, Any]) -> list[tuple[str, Table]]:
     """Return the tables as (title, rows); the first row is the head."""
     rows = [row for row in tree["cases"] if row["system"] == "plugin"]
     source = next((row["peak_source"] for row in rows if row["peak_source"]), "")
@@ -43,13 +48,12 @@ def tables(tree: Mapping[str, Any]) -> list[tuple[str, Table]]:
         found.append(("efficiency: throughput of a rank over that in the smallest world", _grid(rows, _efficiency)))
     if any(row["mfu"] is not None for row in rows):
         found.append(("model FLOP/s utilization", _grid(rows, _mfu)))
-    found += [(f"prefetch, {name}", table) for name, table in _prefetch_tables(rows)]
     if tree["comparisons"]:
         found.append(("this package against others, on the same settings", _comparisons(tree["comparisons"])))
     return found
 
 
-def label_of(row: Row, rows: Sequence[Row]) -> str:
+def _label_of(row: Row, rows: Sequence[Row]) -> str:
     """Return the column of a case: the strategy, with version and prefetch where the benchmark has several."""
     if row["strategy"] == DDP:
         return TITLES[DDP]
@@ -64,9 +68,9 @@ def label_of(row: Row, rows: Sequence[Row]) -> str:
 
 def _grid(rows: Sequence[Row], cell: Callable[[Row, Row | None], str]) -> Table:
     """Return a table with a row per number of ranks and a column per strategy."""
-    columns = list(dict.fromkeys(label_of(row, rows) for row in rows))
+    columns = list(dict.fromkeys(_label_of(row, rows) for row in rows))
     worlds = list(dict.fromkeys(row["world_size"] for row in rows))
-    by_place = {(row["world_size"], label_of(row, rows)): row for row in rows}
+    by_place = {(row["world_size"], _label_of(row, rows)): row for row in rows}
     table = [["ranks", *columns]]
     for world in worlds:
         baseline = by_place.get((world, TITLES[DDP]))
@@ -105,27 +109,6 @@ def _mfu(row: Row, _: Row | None) -> str:
     return "–" if row["mfu"] is None else f"{row['mfu']:.1%}"
 
 
-def _prefetch_tables(rows: Sequence[Row]) -> list[tuple[str, Table]]:
-    """Return a table for each setting that was measured with several prefetch policies."""
-    groups: dict[tuple[Any, ...], list[Row]] = {}
-    for row in rows:
-        if row["strategy"] != DDP and row["step_seconds"] is not None:
-            groups.setdefault((row["world_size"], row["strategy"], row["version"]), []).append(row)
-    found = []
-    for (world, strategy, version), group in groups.items():
-        if len(group) < 2:
-            continue
-        fastest = min(row["step_seconds"] for row in group)
-        peaks = [row["peak_bytes"] for row in group if row["peak_bytes"] is not None]
-        table = [["policy", "speed", "peak memory"]]
-        for row in group:
-            known = row["peak_bytes"] is not None and min(peaks) > 0
-            peak = f"{row['peak_bytes'] / min(peaks) - 1:+.0%}" if known else "–"
-            table.append([row["prefetch"], f"{fastest / row['step_seconds']:.0%}", peak])
-        found.append((f"{plural(world, 'rank')}, FSDP{version} {strategy}", table))
-    return found
-
-
 def _comparisons(comparisons: Sequence[Row]) -> Table:
     table = [["case", "against", "throughput", "95% interval", "in CPU time", "losses differ by"]]
     for row in comparisons:
@@ -134,3 +117,54 @@ def _comparisons(comparisons: Sequence[Row]) -> Table:
         difference = f"{row['relative_loss_difference']:.1e}"
         table.append([row["case"], SYSTEMS[row["vs"]], ratio, interval, f"× {row['cpu_ratio']:.3f}", difference])
     return table
+
+
+def write_pictures(tree: Mapping[str, Any], html: str | None, png: str | None) -> list[str]:
+    """Write an HTML page and a PNG with the plots, and return the names of the files.
+
+    Raises:
+        SpecError: matplotlib is missing (FSDP-E834), or a file cannot be written (FSDP-E835).
+    """
+    from hf_fsdp_plugin.cli.plan.output import write_file
+    from hf_fsdp_plugin.estimate.charts import charts_image
+
+    if html is not None:
+        write_file(Path(html), _page(tree).encode())
+    if png is not None:
+        write_file(Path(png), charts_image(_title(tree), [_charts_of(tree)]))
+    return [name for name in (html, png) if name is not None]
+
+
+def _charts_of(tree: Mapping[str, Any]) -> list[Chart]:
+    """Return throughput and efficiency over the number of ranks, with a line per strategy."""
+    from hf_fsdp_plugin.estimate.charts import rank_chart
+
+    rows = [row for row in tree["cases"] if row["system"] == "plugin"]
+    return [
+        rank_chart(title="Throughput of all ranks", lines=_lines(rows, "tokens_per_second"), unit="tokens/s"),
+        rank_chart(title="Efficiency", lines=_lines(rows, "efficiency"), unit="of the smallest world", rule=1.0),
+    ]
+
+
+def _lines(rows: Sequence[Mapping[str, Any]], name: str) -> dict[str, dict[int, float]]:
+    lines: dict[str, dict[int, float]] = {}
+    for row in rows:
+        if row[name] is not None:
+            lines.setdefault(_label_of(row, rows), {})[row["world_size"]] = row[name]
+    return lines
+
+
+def _title(tree: Mapping[str, Any]) -> str:
+    model, workload = tree["model"], tree["workload"]
+    size = f"{model['class']}, {format_count(model['num_params'])} parameters"
+    return f"{size}, {workload['micro_batch']} × {workload['seq_len']:,} tokens per rank"
+
+
+def _page(tree: Mapping[str, Any]) -> str:
+    from hf_fsdp_plugin.estimate.charts import chart_html, html_document, table_html
+
+    where = ", ".join(filter(None, [tree["device"]["name"] or tree["device"]["type"], tree["date"]]))
+    parts = [f"<h1>{escape(_title(tree))}</h1><p>{escape(where)}</p>"]
+    parts += map(chart_html, _charts_of(tree))
+    parts += [table_html(title[:1].upper() + title[1:], table) for title, table in _tables(tree)]
+    return html_document(_title(tree), "\n".join(parts))
