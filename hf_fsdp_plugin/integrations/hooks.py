@@ -329,14 +329,14 @@ _LOADING_HOOKS = (
 )
 
 _PREFLIGHT_HOOKS = (
-    Hook(f"{_ARGUMENTS}._validate_args", "preflight.arguments:validate_args",
+    Hook(f"{_ARGUMENTS}._validate_args", "preflight.replacements:validate_args",
          reason="A preflight writes to temporary folders, has small batches, and leaves out what needs a GPU.",
          always=True, until=_PREFLIGHT),
-    Hook(f"{_MODEL}.from_pretrained", "preflight.loading:from_pretrained",
+    Hook(f"{_MODEL}.from_pretrained", "preflight.replacements:from_pretrained",
          reason="A preflight loads the tiny clone of the model.", always=True, until=_PREFLIGHT),
-    Hook(f"{_MODEL}._from_config", "preflight.loading:from_config",
+    Hook(f"{_MODEL}._from_config", "preflight.replacements:from_config",
          reason="A preflight builds the tiny clone of the model.", always=True, until=_PREFLIGHT),
-    Hook("datasets.load:load_dataset", "preflight.loading:load_dataset",
+    Hook("datasets.load:load_dataset", "preflight.replacements:load_dataset",
          reason="A preflight reads a few samples.", always=True, until=_PREFLIGHT),
     Hook(f"{_TRAINER}._inner_training_loop", "preflight.training:inner_training_loop",
          reason="A preflight runs two steps, resumes, and exports.", always=True, until=_PREFLIGHT),
@@ -382,7 +382,7 @@ _HANG_HOOKS = (
 )
 
 _PROFILE_HOOKS = (
-    Hook("torch.autograd:backward", "profiling.replacements:backward",
+    Hook("torch.autograd:backward", "profiling.marking:backward",
          reason="The trace does not contain where a backward pass begins and ends.",
          until="`hf-fsdp profile` is removed from this package.", always=True),
 )
