@@ -1,11 +1,9 @@
-"""What ``hf-fsdp profile`` passes to its ranks, and how a rank begins and ends its profile. Imports no torch."""
+"""What ``hf-fsdp profile`` passes to its ranks."""
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Final
@@ -77,29 +75,3 @@ class ProfileOptions:
 
     def trace_file(self, rank: int) -> Path:
         return Path(self.folder) / TRACES_FOLDER / f"rank_{rank}.json.gz"
-
-
-@contextlib.contextmanager
-def profiled_run() -> Iterator[None]:
-    """Profile the script that runs in this context, if the launcher asks for it.
-
-    Raises:
-        SpecError: the profile cannot be made or written.
-    """
-    options = ProfileOptions.from_env(os.environ)
-    if options is None:
-        yield
-        return
-    os.environ.pop(OPTIONS_VARIABLE)  # processes that the script starts are not ranks
-    from hf_fsdp_plugin.integrations.profiling.run import profiling
-
-    profiling.begin(options)
-    try:
-        yield
-    except SystemExit as error:
-        profiling.end(failed=error.code not in (None, 0))
-        raise
-    except BaseException:
-        profiling.end(failed=True)
-        raise
-    profiling.end()
