@@ -60,7 +60,7 @@ _DTYPES: Final = (
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Preflight:
+class PreflightResult:
     """The result of a preflight.
 
     Attributes:
@@ -91,7 +91,7 @@ class Preflight:
         }
 
 
-def run_preflight(spec: FsdpSpec, sources: Sources, request: Request) -> Preflight:
+def run_preflight(spec: FsdpSpec, sources: Sources, request: Request) -> PreflightResult:
     """Run a preflight. Writes to a temporary folder only, and leaves no process.
 
     Args:
@@ -236,7 +236,7 @@ class _Limit:
         return self.reason or None
 
 
-def _read(result: RunResult, reason: str, folder: Path) -> Preflight:
+def _read(result: RunResult, reason: str, folder: Path) -> PreflightResult:
     """Return what the ranks have recorded, and why they were stopped."""
     events = read_events(folder)
     stages, problems = stage_results(events, stopped=bool(reason)), problems_of(events)
@@ -253,7 +253,7 @@ def _read(result: RunResult, reason: str, folder: Path) -> Preflight:
         stages = [replace(s, result="failed", reason="") if s.stage == running else s for s in stages]
     model = next((event for of_rank in events for event in of_rank if event["event"] == "model"), {})
     model = {key: value for key, value in model.items() if key in ("name", "num_params", "real_num_params")}
-    return Preflight(stages=stages, problems=problems, model=model, signal_number=result.signal_number)
+    return PreflightResult(stages=stages, problems=problems, model=model, signal_number=result.signal_number)
 
 
 def _with_reason(problem: Problem, last_line: str) -> Problem:
@@ -272,7 +272,7 @@ def _stood_still(events: Sequence[Sequence[Mapping[str, Any]]], reason: str) -> 
     return Problem(code="FSDP-E755", message=message, fix=fix)
 
 
-def stage_table(preflight: Preflight) -> str:
+def stage_table(preflight: PreflightResult) -> str:
     """Return the table of stages, with colors on a terminal, and one line with the result."""
     rows = [("stage", "result", "seconds", "")]
     for stage in preflight.stages:
@@ -287,7 +287,7 @@ def stage_table(preflight: Preflight) -> str:
     return "\n".join([colored(head, "bold"), *shown, "", _summary(preflight)])
 
 
-def _summary(preflight: Preflight) -> str:
+def _summary(preflight: PreflightResult) -> str:
     failed = [stage.stage for stage in preflight.stages if stage.result in ("failed", "stood still")]
     model = preflight.model
     of = (

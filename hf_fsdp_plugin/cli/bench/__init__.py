@@ -12,15 +12,15 @@ from pathlib import Path
 from hf_fsdp_plugin.cli.bench.arguments import OWN_FLAGS, Request, not_compared, read_request, words_of
 from hf_fsdp_plugin.cli.bench.arguments import add_arguments as add_arguments
 from hf_fsdp_plugin.cli.bench.output import bench_text, write_pictures
-from hf_fsdp_plugin.cli.bench.prediction import available, fit_problems, machine_of, predict, too_large
-from hf_fsdp_plugin.cli.bench.worlds import Bench, failures
+from hf_fsdp_plugin.cli.bench.prediction import available_memory, fit_problems, machine_of, predict, too_large
+from hf_fsdp_plugin.cli.bench.worlds import Bench, failure_problems
 from hf_fsdp_plugin.cli.exit_codes import OK, PROBLEMS, USAGE
 from hf_fsdp_plugin.cli.model_plan import load_model
 from hf_fsdp_plugin.cli.output import print_json
 from hf_fsdp_plugin.cli.parser import make_parser
 from hf_fsdp_plugin.cli.plan_arguments import sequence_length
 from hf_fsdp_plugin.cli.terminal import print_problems
-from hf_fsdp_plugin.integrations.bench.cases import Setting
+from hf_fsdp_plugin.integrations.bench.cases import CaseSetting
 from hf_fsdp_plugin.integrations.bench.results import Results, read_results
 from hf_fsdp_plugin.launcher.accelerators import Accelerators, find_accelerators
 from hf_fsdp_plugin.launcher.flags import UsageError, split_setting_flags
@@ -155,10 +155,10 @@ def _results(args: argparse.Namespace, bench: Bench) -> Results:
     return results
 
 
-def _runnable(args: argparse.Namespace, bench: Bench, results: Results, problems: list[Problem]) -> list[Setting]:
+def _runnable(args: argparse.Namespace, bench: Bench, results: Results, problems: list[Problem]) -> list[CaseSetting]:
     """Return the settings to run. Marks the others with their reason, and predicts memory and FLOPs."""
     machine = machine_of(args.machine, bench.found, bench.device)
-    free = available(bench.found, bench.device)
+    free = available_memory(bench.found, bench.device)
     runnable, large = [], {}
     for setting in bench.request.settings:
         cases = bench.request.cases(setting)
@@ -199,7 +199,7 @@ def _runnable(args: argparse.Namespace, bench: Bench, results: Results, problems
 def _finish(args: argparse.Namespace, results: Results, problems: list[Problem], number: int) -> int:
     """Print the tables and write the pictures. Returns the exit code."""
     tree = results.to_json()
-    failed = failures(tree)
+    failed = failure_problems(tree)
     tree |= {"ok": tree["ok"] and not number, "problems": [problem.to_json() for problem in (*problems, *failed)]}
     if number:
         left = f" {results.path} has what was measured; --resume continues." if results.path is not None else ""

@@ -12,12 +12,12 @@ from hf_fsdp_plugin.integrations.bench.cases import (
     PREFETCHES,
     SYSTEMS,
     TITLES,
+    BenchWorkload,
     Case,
-    Setting,
+    CaseSetting,
     System,
-    Workload,
-    inexpressible,
-    product,
+    all_settings,
+    why_inexpressible,
 )
 from hf_fsdp_plugin.problems import Origin, Problem
 
@@ -44,15 +44,15 @@ class Request:
         device: the type on which the ranks run; empty until it is known.
     """
 
-    settings: tuple[Setting, ...]
+    settings: tuple[CaseSetting, ...]
     others: tuple[System, ...]
-    workload: Workload
+    workload: BenchWorkload
     limit: float
     device: str = ""
 
-    def cases(self, setting: Setting) -> list[Case]:
+    def cases(self, setting: CaseSetting) -> list[Case]:
         """Return the case of this package, and those of the other systems that can run the setting."""
-        others = [name for name in self.others if not inexpressible(setting, name, self.device)]
+        others = [name for name in self.others if not why_inexpressible(setting, name, self.device)]
         return [Case(setting=setting), *(Case(setting=setting, system=name) for name in others)]
 
 
@@ -106,8 +106,8 @@ def read_request(args: argparse.Namespace, problems: list[Problem]) -> Request |
     if len(problems) > before:
         return None
     limit = numbers.pop("limit")
-    workload = Workload(**{name.replace("-", "_"): number for name, number in numbers.items()})
-    settings = tuple(product(worlds, strategies, [int(version) for version in versions], prefetches))
+    workload = BenchWorkload(**{name.replace("-", "_"): number for name, number in numbers.items()})
+    settings = tuple(all_settings(worlds, strategies, [int(version) for version in versions], prefetches))
     return Request(settings=settings, others=tuple(dict.fromkeys(others)), workload=workload, limit=float(limit))
 
 
@@ -116,7 +116,7 @@ def not_compared(request: Request) -> list[Problem]:
     reasons: dict[tuple[str, str], list[str]] = {}
     for setting in request.settings:
         for name in request.others:
-            if reason := inexpressible(setting, name, request.device):
+            if reason := why_inexpressible(setting, name, request.device):
                 labels = reasons.setdefault((name, reason), [])
                 labels += [setting.label] if setting.label not in labels else []
     return [

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from hf_fsdp_plugin.integrations.bench.cases import DDP, Setting
+from hf_fsdp_plugin.integrations.bench.cases import DDP, CaseSetting
 from hf_fsdp_plugin.problems import Problem, SpecError
 from hf_fsdp_plugin.text import format_bytes, plural
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from hf_fsdp_plugin.estimate.machines import Machine
-    from hf_fsdp_plugin.integrations.bench.cases import Workload as Measured
+    from hf_fsdp_plugin.integrations.bench.cases import BenchWorkload
     from hf_fsdp_plugin.launcher.accelerators import Accelerators
     from hf_fsdp_plugin.plan.model import FsdpPlan
     from hf_fsdp_plugin.spec.model import FsdpSpec
@@ -55,12 +55,17 @@ class Available:
     host: int
 
 
-def available(found: Accelerators, device_type: str) -> Available:
+def available_memory(found: Accelerators, device_type: str) -> Available:
     return Available(device=0 if device_type == "cpu" else found.memory_bytes, host=_free_memory())
 
 
 def predict(
-    setting: Setting, spec: FsdpSpec, model: nn.Module, workload: Measured, device: str, machine: Machine | None
+    setting: CaseSetting,
+    spec: FsdpSpec,
+    model: nn.Module,
+    workload: BenchWorkload,
+    device: str,
+    machine: Machine | None,
 ) -> Prediction:
     """Return the prediction of a setting.
 
@@ -118,7 +123,7 @@ def too_large(prediction: Prediction, free: Available, num_systems: int) -> str:
     return ""
 
 
-def fit_problems(reasons: Mapping[Setting, str], num_settings: int, *, force: bool) -> list[Problem]:
+def fit_problems(reasons: Mapping[CaseSetting, str], num_settings: int, *, force: bool) -> list[Problem]:
     """Return an error if no setting fits, else a warning for each that does not."""
     if not reasons:
         return []

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 from hf_fsdp_plugin.cli.bench.arguments import Request
 from hf_fsdp_plugin.cli.rank_jobs import run_job
 from hf_fsdp_plugin.hangs.calls import LIMIT_VARIABLE
-from hf_fsdp_plugin.integrations.bench.cases import Case, Job, Setting, Task, events_of
+from hf_fsdp_plugin.integrations.bench.cases import Case, CaseSetting, Task, WorldJob, events_of
 from hf_fsdp_plugin.integrations.bench.results import Results
 from hf_fsdp_plugin.launcher.accelerators import Accelerators
 from hf_fsdp_plugin.launcher.world import World
@@ -61,7 +61,7 @@ class Bench:
     def cases(self) -> Iterable[Case]:
         return (case for setting in self.request.settings for case in self.request.cases(setting))
 
-    def spec_of(self, setting: Setting) -> FsdpSpec:
+    def spec_of(self, setting: CaseSetting) -> FsdpSpec:
         """Return the spec of a setting. Raises ``SpecError`` if it has errors."""
         overrides = (*self.sources.overrides, *setting.planned.overrides)
         return assess(replace(self.sources, overrides=overrides)).checked_spec()
@@ -84,7 +84,7 @@ class Bench:
             "versions": {name: version(name) for name in ("torch", "transformers", "accelerate")},
         }
 
-    def run(self, settings: Sequence[Setting], results: Results) -> int:
+    def run(self, settings: Sequence[CaseSetting], results: Results) -> int:
         """Measure what is missing in the results, and return the number of the signal that stopped it, or 0."""
         for world_size in sorted({setting.world_size for setting in settings}):
             own = [setting for setting in settings if setting.world_size == world_size]
@@ -93,7 +93,7 @@ class Bench:
                     return number
         return 0
 
-    def _missing(self, settings: Sequence[Setting], results: Results) -> list[Task]:
+    def _missing(self, settings: Sequence[CaseSetting], results: Results) -> list[Task]:
         """Return the tasks that are left, round by round, so that the settings alternate."""
         tasks = []
         for number in range(self.request.workload.rounds):
@@ -108,9 +108,9 @@ class Bench:
         world = World(device=self.device, num_machines=1, machine_rank=0, num_local=world_size, gpu_ids=self.gpu_ids)
         with tempfile.TemporaryDirectory(prefix="hf_fsdp_bench_", ignore_cleanup_errors=True) as scratch:
             folder = Path(scratch)
-            Job(model=self.model_name, device=self.device, workload=self.request.workload, tasks=tuple(tasks)).write(
-                folder
-            )
+            WorldJob(
+                model=self.model_name, device=self.device, workload=self.request.workload, tasks=tuple(tasks)
+            ).write(folder)
             follower = _Follower(folder, results, self.request.limit, tasks)
             handover = LaunchHandover(sources=self.sources, quiet=True)
             spec = replace(self.spec, launch=replace(self.spec.launch, num_processes=world.size))
@@ -188,7 +188,7 @@ class _Follower:
         self._results.write()
 
 
-def failures(results: Mapping[str, Any]) -> list[Problem]:
+def failure_problems(results: Mapping[str, Any]) -> list[Problem]:
     """Return an error for each case that has failed."""
     rows = [row for row in results["cases"] if row["status"] == "failed"]
     fix = "The other cases are measured. --resume runs only what is missing, and this case again."

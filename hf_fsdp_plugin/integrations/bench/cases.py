@@ -49,7 +49,7 @@ _EVENTS_FILE: Final = "events.jsonl"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Setting:
+class CaseSetting:
     """One point of the product.
 
     Attributes:
@@ -93,11 +93,11 @@ class Setting:
         return [f"{name}={value}" for name, value in values.items()]
 
     @property
-    def planned(self) -> Setting:
+    def planned(self) -> CaseSetting:
         """The setting whose plan predicts this one: for DDP that without sharding, which has the same tensors."""
         if self.strategy != DDP:
             return self
-        return Setting(world_size=self.world_size, strategy="no_shard", version=2, prefetch="pre")
+        return CaseSetting(world_size=self.world_size, strategy="no_shard", version=2, prefetch="pre")
 
     @property
     def is_hybrid(self) -> bool:
@@ -115,7 +115,7 @@ class Setting:
 class Case:
     """A setting and what runs it."""
 
-    setting: Setting
+    setting: CaseSetting
     system: System = "plugin"
 
     @property
@@ -128,7 +128,7 @@ class Case:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Workload:
+class BenchWorkload:
     """What every case trains, and how often.
 
     Attributes:
@@ -157,20 +157,20 @@ class Task:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Job:
+class WorldJob:
     """What the ranks of one world measure."""
 
     model: str
     device: str
-    workload: Workload
+    workload: BenchWorkload
     tasks: tuple[Task, ...]
 
     def write(self, folder: Path) -> None:
         (folder / _JOB_FILE).write_bytes(pickle.dumps(self))
 
     @classmethod
-    def read(cls, folder: Path) -> Job:
-        job: Job = pickle.loads((folder / _JOB_FILE).read_bytes())
+    def read(cls, folder: Path) -> WorldJob:
+        job: WorldJob = pickle.loads((folder / _JOB_FILE).read_bytes())
         return job
 
 
@@ -179,21 +179,21 @@ def events_of(folder: Path) -> EventLog:
     return EventLog(folder / _EVENTS_FILE)
 
 
-def product(
+def all_settings(
     world_sizes: Sequence[int], strategies: Sequence[str], versions: Sequence[int], prefetches: Sequence[str]
-) -> Iterator[Setting]:
+) -> Iterator[CaseSetting]:
     """Yield every setting, the numbers of ranks in increasing order. DDP has neither versions nor prefetch."""
     for world_size in sorted(set(world_sizes)):
         for strategy in dict.fromkeys(strategies):
             if strategy == DDP:
-                yield Setting(world_size=world_size, strategy=DDP)
+                yield CaseSetting(world_size=world_size, strategy=DDP)
                 continue
             for version in dict.fromkeys(versions):
                 for prefetch in dict.fromkeys(prefetches):
-                    yield Setting(world_size=world_size, strategy=strategy, version=version, prefetch=prefetch)
+                    yield CaseSetting(world_size=world_size, strategy=strategy, version=version, prefetch=prefetch)
 
 
-def inexpressible(setting: Setting, system: System, device: str) -> str:
+def why_inexpressible(setting: CaseSetting, system: System, device: str) -> str:
     """Return why a system cannot run a setting on a type of device; empty if it can."""
     if setting.strategy == DDP:
         return "DDP is run by stock Accelerate itself" if system != "plugin" else ""

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import nn
 
 from hf_fsdp_plugin.devices import Device, get_device
-from hf_fsdp_plugin.integrations.bench.cases import Case, Job, Task, Workload, events_of
+from hf_fsdp_plugin.integrations.bench.cases import BenchWorkload, Case, Task, WorldJob, events_of
 from hf_fsdp_plugin.integrations.bench.loops import Batch, Loop, make_loop
 from hf_fsdp_plugin.integrations.install import uninstall
 from hf_fsdp_plugin.integrations.preflight.made_data import MadeData, collate
@@ -63,7 +63,9 @@ class Measuring:
         report: writes an event; called on rank 0 only.
     """
 
-    def __init__(self, model: str, device: torch.device, workload: Workload, sources: Sources, report: Report) -> None:
+    def __init__(
+        self, model: str, device: torch.device, workload: BenchWorkload, sources: Sources, report: Report
+    ) -> None:
         self._model, self._device, self._workload, self._sources = model, device, workload, sources
         self._report = report if dist.get_rank() == 0 else lambda **event: None
         self._table = get_device(device.type)
@@ -225,7 +227,7 @@ def _resident(name: str) -> int | None:
 
 
 def main(folder: Path) -> None:
-    job, events = Job.read(folder), events_of(folder)
+    job, events = WorldJob.read(folder), events_of(folder)
     handover = LaunchHandover.from_env(os.environ)
     assert handover is not None, "hf-fsdp bench starts its ranks with a handover"
     uninstall()  # each case installs what it needs

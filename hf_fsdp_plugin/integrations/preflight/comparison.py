@@ -52,7 +52,7 @@ def compare_runs(first: Trained, resumed: Trained, step: int) -> None:
     """
     if step not in first.weights:  # the first run has failed before, so there is nothing to compare
         return
-    different = broadcast_object(differing(first.weights[step], resumed.weights.get(step, {}), _TOLERANCE))
+    different = broadcast_object(differing_names(first.weights[step], resumed.weights.get(step, {}), _TOLERANCE))
     if different:
         message = f"weights of step {step} differ after resuming: {format_names(different)}."
         fix = "Store all that the training depends on in the checkpoint: the state of the optimizer, of the scheduler, "
@@ -60,7 +60,7 @@ def compare_runs(first: Trained, resumed: Trained, step: int) -> None:
         raise SpecError([Problem(code="FSDP-E753", message=message, fix=fix)])
 
 
-def differing(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor], tolerance: float) -> list[str]:
+def differing_names(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor], tolerance: float) -> list[str]:
     """Return the names of tensors that are in one mapping only, or that differ by more than a relative tolerance."""
     names = sorted(one.keys() ^ other.keys())
     for name in one.keys() & other.keys():
@@ -106,7 +106,7 @@ def _check_export(trained: Trained, source: Path, step: int) -> None:
         loaded = type(model).from_pretrained(folder)
         dtypes = {value.dtype for value in loaded.state_dict().values() if value.is_floating_point()}
         tolerance = max([_TOLERANCE, *(torch.finfo(dtype).eps for dtype in dtypes)])
-        different = differing(wanted, loaded.state_dict(), tolerance)
+        different = differing_names(wanted, loaded.state_dict(), tolerance)
     else:
         not_tested(f"loading the export, {type(model).__name__} has no from_pretrained")
         return
@@ -124,5 +124,5 @@ def _differing_adapters(folder: Path, wanted: Mapping[str, torch.Tensor]) -> lis
     return [
         name
         for name, value in stored.items()
-        if differing({name: trained.get(name, torch.empty(0))}, {name: value}, 1e-2)
+        if differing_names({name: trained.get(name, torch.empty(0))}, {name: value}, 1e-2)
     ]

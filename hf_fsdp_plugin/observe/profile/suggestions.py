@@ -146,13 +146,13 @@ def _unit_size(run: RunProfile) -> Iterator[Suggestion]:
     if short > _SHORT_CALL:
         return
     whole = sum(unit.communication.transfer for unit in units)
-    gain = latency(units) * calls * (1 - 1 / _MERGED)
+    gain = call_latency(units) * calls * (1 - 1 / _MERGED)
     size = round(mean(facts.get(unit.name, {}).get("num_params", 0) for unit in units)) * _MERGED
     reason = f"{len(units)} units have all-gathers of {format_seconds(short)}. Larger units make fewer calls."
     yield Suggestion("wrap.min_num_params", f"{size}, with wrap.policy size", gain, whole, reason)
 
 
-def latency(units: list[UnitProfile]) -> float:
+def call_latency(units: list[UnitProfile]) -> float:
     """Return the seconds of a collective that do not depend on its size: the intercept of a line through all units.
 
     With units of one size, the line goes through the shortest of their calls and half of its time.
@@ -193,7 +193,7 @@ def _reduce_dtype(run: RunProfile) -> Iterator[Suggestion]:
     if not _overlaps(run) or not units:  # gloo adds bf16 more slowly than it saves time
         return
     whole = sum(unit.reduce.transfer for unit in units)
-    gain = max(0.0, whole - latency(units) * sum(unit.reduce.calls for unit in units)) / 2
+    gain = max(0.0, whole - call_latency(units) * sum(unit.reduce.calls for unit in units)) / 2
     reason = "gradients are reduced in fp32. Sums over many ranks lose digits in bf16."
     yield Suggestion("precision.reduce", "bf16", gain, whole, reason)
 

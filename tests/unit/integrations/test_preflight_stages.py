@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hf_fsdp_plugin.integrations.preflight.comparison import Trained, compare_runs, differing
+from hf_fsdp_plugin.integrations.preflight.comparison import Trained, compare_runs, differing_names
 from hf_fsdp_plugin.integrations.preflight.run import problems_of_error
 from hf_fsdp_plugin.integrations.preflight.stages import (
     STAGES,
@@ -105,5 +105,5 @@ def test_run_that_differs_after_resuming_is_reported(weights: tuple[float, ...])
 def test_differing_names_missing_and_changed_tensors() -> None:
     one = {"same": torch.ones(2), "changed": torch.ones(2), "missing": torch.ones(1), "empty": torch.empty(0)}
     other = {"same": torch.ones(2), "changed": torch.zeros(2), "empty": torch.empty(0)}
-    assert differing(one, other, 1e-5) == ["missing", "changed"]
-    assert differing({"w": torch.ones(2)}, {"w": torch.ones(3)}, 1e-5) == ["w"]
+    assert differing_names(one, other, 1e-5) == ["missing", "changed"]
+    assert differing_names({"w": torch.ones(2)}, {"w": torch.ones(3)}, 1e-5) == ["w"]
