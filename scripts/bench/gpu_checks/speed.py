@@ -37,7 +37,7 @@ def make_system(case: Case, system: str, size: Size) -> Any:
     from hf_fsdp_plugin.integrations.bench import cases as bench
     from hf_fsdp_plugin.integrations.bench.loops import make_loop
 
-    setting = bench.Setting(
+    setting = bench.CaseSetting(
         world_size=case["ranks"], strategy=case["strategy"], version=case["version"], prefetch="pre"
     )
     device = torch_device(case)
