@@ -225,13 +225,14 @@ class _Limit:
     def reached(self) -> str | None:
         """Return why the ranks are stopped; ``None`` if they are not."""
         now = time.monotonic()
-        self._progress.show(next(iter(running_stages(read_events(self._folder))), None))
+        running = running_stages(read_events(self._folder))
+        self._progress.show(next(iter(running), None))
         size = sum(file.stat().st_size for file in self._folder.glob("rank_*.jsonl"))
         if size != self._size:
             self._size, self._changed = size, now
         if now - self._began > self._limit:
             self.reason = f"{self._limit:g} s (--limit)"
-        elif now - self._changed > _STAGE_LIMIT and "start" not in running_stages(read_events(self._folder)):
+        elif now - self._changed > _STAGE_LIMIT and running and "start" not in running:
             self.reason = f"{_STAGE_LIMIT:g} s without progress"
         return self.reason or None
 
