@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from hf_fsdp_plugin.cli.check_output import settings_table, to_json, verdict
-from hf_fsdp_plugin.cli.exit_codes import OK, PROBLEMS, USAGE, exit_code
+from hf_fsdp_plugin.cli.exit_codes import OK, PROBLEMS, exit_code
 from hf_fsdp_plugin.cli.model_plan import plan_of_model
 from hf_fsdp_plugin.cli.output import print_json
-from hf_fsdp_plugin.cli.parser import make_parser, needless_flag
-from hf_fsdp_plugin.cli.run_words import RUN_FLAG, add_run_arguments, request_of, split_run_words, why_refused
+from hf_fsdp_plugin.cli.parser import check_needs, make_parser
+from hf_fsdp_plugin.cli.run_words import RUN_FLAG, add_run_arguments, check_run_usage, request_of, split_run_words
 from hf_fsdp_plugin.cli.terminal import in_line_order, print_problems, text_width
-from hf_fsdp_plugin.launcher.flags import UsageError, split_setting_flags
+from hf_fsdp_plugin.launcher.flags import Parser, UsageError, add_setting_flags
 from hf_fsdp_plugin.problems import Problem, has_errors
 from hf_fsdp_plugin.sources.accelerate_launch import default_config_file
 from hf_fsdp_plugin.sources.config_file import MAX_BYTES, ConfigFile, read_text
@@ -39,7 +39,7 @@ MAX_WORLD_SIZE = 1 << 20
 STDIN: Final = "-"
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: Parser) -> None:
     add_config_arguments(parser, several=True)
     parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else on stdout")
     parser.add_argument("--fix", action="store_true", help="print the config with misspelled keys and values corrected")
@@ -49,6 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--device", metavar="TYPE", help="plan for cuda, cpu, … (default: the device that launch uses on this machine)"
     )
+    add_setting_flags(parser)
     parser.epilog = (
         "also all setting flags of `hf-fsdp launch`: --mixed_precision bf16, --fsdp_version 2, --cpu, …\n"
         "with --run after CONFIG: --model and arguments of TrainingArguments, or SCRIPT ARGS"
@@ -90,31 +91,18 @@ def add_config_arguments(parser: argparse.ArgumentParser, *, several: bool) -> N
     )
 
 
-OWN_FLAGS: Final = frozenset(
-    {
-        "config_file", "json", "fix", "fsdp", "fsdp_config", "set", "distributed_config", "model", "world_size",
-        "device", "help", "run", "training_args", "limit",
-    }
-)  # fmt: skip
-
-
 _NEEDS: Final = {"device": ("model",), "training_args": ("run",), "limit": ("run",)}
 """Flag -> flags without which it has no effect."""
 
 
 def parse_argv(argv: Sequence[str]) -> argparse.Namespace:
-    """Parse the arguments after ``check``, among them flags of launch. Raises ``SystemExit`` for wrong usage."""
+    """Parse the arguments after ``check``, with ``--run`` also those of ``TrainingArguments`` or of a script."""
+    parser = make_parser("check", sys.modules[__name__])
     training: list[str] = []
     script: list[str] = []
-    try:
-        if RUN_FLAG in argv:
-            argv, training, script = split_run_words(argv, OWN_FLAGS)
-        command_line, words = split_setting_flags(argv, OWN_FLAGS)
-    except UsageError as error:
-        print(f"hf-fsdp check: {error}", file=sys.stderr)
-        raise SystemExit(USAGE) from None
-    args = make_parser("check", sys.modules[__name__]).parse_args(words)
-    args.command_line = tuple(command_line)
+    if RUN_FLAG in argv:
+        argv, training, script = split_run_words(argv, parser)
+    args = parser.parse_args(argv)
     args.training, args.script = training, script
     return args
 
@@ -142,13 +130,10 @@ class Checked:
 
 def run(args: argparse.Namespace) -> int:
     """Print the problems, settings and verdict. Returns 0 without errors, 1 with errors, 2 for a missing config."""
-    if reason := needless_flag(args, _NEEDS):
-        print(f"hf-fsdp check: {reason}", file=sys.stderr)
-        return USAGE
+    check_needs(args, _NEEDS)
     files = _config_files(args)
-    if args.run and (reason := why_refused(args, len(files))):
-        print(f"hf-fsdp check: {reason}", file=sys.stderr)
-        return USAGE
+    if args.run:
+        check_run_usage(args, len(files))
     if args.fix:
         return _fix(args, files)
     checked = [_with_run(args, file) if args.run else check_config(args, file) for file in files]
@@ -257,8 +242,7 @@ def _fix(args: argparse.Namespace, files: Sequence[ConfigFile | None]) -> int:
     from hf_fsdp_plugin.cli.fix import apply_edits, corrections
 
     if args.json or len(files) != 1 or files[0] is None:
-        print("hf-fsdp check: --fix needs one config, and prints no JSON.", file=sys.stderr)
-        return USAGE
+        raise UsageError("--fix needs one config, and prints no JSON.")
     file = files[0]
     checked = check_config(args, file)
     try:

@@ -14,17 +14,13 @@ from types import MappingProxyType
 from typing import Final
 
 from hf_fsdp_plugin.cli.parser import make_parser
-from hf_fsdp_plugin.cli.profile_arguments import FLAG_ROWS
 from hf_fsdp_plugin.cli.verbs import VERBS
-from hf_fsdp_plugin.launcher import flags as launch_flags
-from hf_fsdp_plugin.vocabulary import BY_KEY, PREFIXES, ROWS, Row
 
 HELP = "Print a script that completes the verbs, flags and values of hf-fsdp in bash, zsh or fish."
 EXAMPLES = (
     "hf-fsdp completion bash > ~/.local/share/bash-completion/completions/hf-fsdp",
     "hf-fsdp completion fish > ~/.config/fish/completions/hf-fsdp.fish",
 )
-_BOOL: Final = ("true", "false")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,49 +67,21 @@ def verbs() -> list[Verb]:
     """Return all verbs with their flags."""
     found = []
     for name, about in VERBS.items():
-        module = importlib.import_module(f"hf_fsdp_plugin.cli.{name}")
-        flags: dict[str, Flag] = {}
+        flags: list[Flag] = []
         words: tuple[str, ...] = ()
-        for action in make_parser(name, module)._actions:
-            choices = tuple(map(str, action.choices or ()))
+        has_script = False
+        for action in make_parser(name, importlib.import_module(f"hf_fsdp_plugin.cli.{name}"))._actions:
+            choices, about_flag = tuple(map(str, action.choices or ())), getattr(action, "about", action.help)
+            if about_flag == argparse.SUPPRESS:
+                continue
             for option in (option for option in action.option_strings if option.startswith("--")):
-                takes_value = action.nargs != 0
-                flags[option] = Flag(name=option, takes_value=takes_value, values=choices, help=_first(action.help))
+                flag = Flag(name=option, takes_value=action.nargs != 0, values=choices, help=_first(about_flag))
+                flags.append(flag)
             if not action.option_strings:
                 words = words or choices
-        has_script = name in ("launch", "profile")
-        if has_script or name == "check":
-            flags = {flag.name: flag for flag in _launch_flags(everything=has_script)} | flags
-        if name == "profile":
-            rows = ((written.partition(" "), text) for written, text in FLAG_ROWS)
-            flags |= {flag: Flag(name=flag, takes_value=bool(value), help=text) for (flag, _, value), text in rows}
-        if name == "help":
-            words = tuple(VERBS)
-        found.append(Verb(name=name, help=about, flags=tuple(flags.values()), words=words, has_script=has_script))
+                has_script |= action.nargs == argparse.REMAINDER
+        found.append(Verb(name=name, help=about, flags=tuple(flags), words=words, has_script=has_script))
     return found
-
-
-def _launch_flags(*, everything: bool) -> Iterable[Flag]:
-    """Yield the flags of launch, or only those that are settings."""
-    for flag in launch_flags.FLAGS:
-        if flag.kind == "setting" or (everything and flag.kind == "launcher"):
-            row = BY_KEY.get(("launch", flag.name))
-            yield Flag(
-                name=f"--{flag.name}",
-                takes_value=flag.takes_value,
-                values=_values(row) if row is not None else {"show_ranks": ("main", "all")}.get(flag.name, ()),
-                help=_first(flag.help),
-            )
-    for row in ROWS:
-        if row.scope in ("fsdp", "parallelism") and row.opens is None and row.spellings:
-            name = PREFIXES[row.scope] + row.spellings[0]
-            yield Flag(name=f"--{name}", takes_value=True, values=_values(row), help=_first(row.about))
-
-
-def _values(row: Row) -> tuple[str, ...]:
-    if row.kind in ("bool", "reshard"):
-        return _BOOL
-    return tuple(value for value in row.choices if value not in ("auto", "fp8"))
 
 
 def _first(text: str | None) -> str:

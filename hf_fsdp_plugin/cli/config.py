@@ -32,6 +32,7 @@ from hf_fsdp_plugin.cli.wizard.settings import (
 from hf_fsdp_plugin.cli.wizard.target import Target, assess_text, find_target, write
 from hf_fsdp_plugin.cli.wizard.training_arguments import arguments_of, code_of
 from hf_fsdp_plugin.launcher.accelerators import AcceleratorSearch
+from hf_fsdp_plugin.launcher.flags import Suggested
 from hf_fsdp_plugin.problems import Origin, Problem, SpecError, has_errors
 from hf_fsdp_plugin.spec.load import Assessment
 from hf_fsdp_plugin.text import printable
@@ -52,13 +53,6 @@ EXAMPLES = (
 _WRONG_OPTIONS: Final = frozenset({"FSDP-E031", "FSDP-E032", "FSDP-E762", "FSDP-E763"})
 
 
-class _Suggested(tuple[str, ...]):
-    """Values for completion in a shell. The question checks the answer and accepts more spellings."""
-
-    def __contains__(self, value: object) -> bool:
-        return True
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "-o", "--config-file", metavar="PATH",
@@ -75,7 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     answers = parser.add_argument_group("answers", "each replaces a question")
     for question in QUESTIONS:
-        labels = _Suggested(choice.label for choice in question.choices(State(answers={"gpus": 2})))
+        labels = Suggested(choice.label for choice in question.choices(State(answers={"gpus": 2})))
         answers.add_argument(
             question.flag, metavar="|".join(labels) or question.name.rpartition("_")[2].upper(), help=question.help,
             choices=labels or None,

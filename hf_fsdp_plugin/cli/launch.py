@@ -7,13 +7,13 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
 import hf_fsdp_plugin
 from hf_fsdp_plugin.cli.dry_run import show_run
-from hf_fsdp_plugin.cli.exit_codes import USAGE, exit_code
+from hf_fsdp_plugin.cli.exit_codes import exit_code
 from hf_fsdp_plugin.cli.terminal import in_line_order, print_problems
 from hf_fsdp_plugin.hangs.exit_watch import LIMIT_VARIABLE, exit_limit
 from hf_fsdp_plugin.hangs.hang_watch import hang_limit
@@ -21,7 +21,7 @@ from hf_fsdp_plugin.hangs.rank_files import RUN_ID_VARIABLE
 from hf_fsdp_plugin.launcher.accelerators import find_accelerators
 from hf_fsdp_plugin.launcher.environment import launch_env
 from hf_fsdp_plugin.launcher.facts import Facts
-from hf_fsdp_plugin.launcher.flags import LaunchArguments, UsageError, add_help, parse_launch_arguments
+from hf_fsdp_plugin.launcher.flags import LaunchArguments, Parser, UsageError, add_launch_flags, read_launch_arguments
 from hf_fsdp_plugin.launcher.machines import LIMIT_VARIABLE as MACHINE_VARIABLE
 from hf_fsdp_plugin.launcher.machines import silence_limit
 from hf_fsdp_plugin.launcher.script_path import check_script
@@ -46,29 +46,20 @@ _OF_ONE_MACHINE = frozenset({"launch.machine_rank", "launch.main_process_ip", "l
 _NUMBERS = (("grace", r"\d+(\.\d+)?"), ("num_cpu_threads_per_process", r"\d+"), ("max_restarts", r"\d{1,6}"))
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the help only. :func:`parse_argv` parses, because the arguments after SCRIPT belong to the script."""
-    add_help(parser)
+def add_arguments(parser: Parser) -> None:
+    add_launch_flags(parser)
 
 
-def parse_argv(argv: Sequence[str]) -> LaunchArguments:
-    """Parse the arguments after ``launch``. Raises ``SystemExit`` for wrong usage."""
-    try:
-        return parse_launch_arguments(argv)
-    except UsageError as error:
-        print(f"hf-fsdp launch: {error}", file=sys.stderr)
-        raise SystemExit(USAGE) from None
+def run(args: argparse.Namespace) -> int:
+    return run_launch(read_launch_arguments(args))
 
 
-def run(arguments: LaunchArguments) -> int:
-    """Run the script. Returns its exit code, 1 for a config with errors, or 2 for wrong usage."""
+def run_launch(arguments: LaunchArguments) -> int:
+    """Run the script. Returns its exit code, or 1 for a config with errors. Raises ``UsageError``."""
     try:
         arguments = _with_variables(arguments)
         _check_usage(arguments)
         return _launch(arguments)
-    except UsageError as error:
-        print(f"hf-fsdp launch: {error}", file=sys.stderr)
-        return USAGE
     except SpecError as error:
         print_problems(problem for problem in in_line_order(error.problems) if problem.severity != "note")
         return exit_code(error.problems, arguments.options.get("config_file"))

@@ -1,8 +1,8 @@
 """``hf-fsdp VERB``: imports the verb's module and runs it.
 
 A verb is a module of this package with ``HELP``, two ``EXAMPLES``, ``add_arguments(parser)`` and ``run(args) -> int``.
-A verb that also accepts the arguments of another program has ``parse_argv(argv)``, which replaces argparse and returns
-the argument of ``run``. The exit codes are in :mod:`hf_fsdp_plugin.cli.exit_codes`.
+A verb whose arguments one parser cannot read has ``parse_argv(argv)``, which returns the argument of ``run``. Both may
+raise ``UsageError``. The exit codes are in :mod:`hf_fsdp_plugin.cli.exit_codes`.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from hf_fsdp_plugin.cli.exit_codes import INTERRUPTED, OK, PROBLEMS, USAGE
 from hf_fsdp_plugin.cli.help import usage
 from hf_fsdp_plugin.cli.parser import PROG, make_parser
 from hf_fsdp_plugin.cli.verbs import VERBS
+from hf_fsdp_plugin.launcher.flags import UsageError
 from hf_fsdp_plugin.supported import unsupported_versions
 from hf_fsdp_plugin.text import printable
 
@@ -46,8 +47,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parse_arguments(verb: str, module: ModuleType, argv: Sequence[str]) -> Any:
-    """Parse the arguments of a verb. Raises ``SystemExit`` for wrong usage and after ``--help``."""
-    if hasattr(module, "parse_argv") and not (argv and argv[0] in _HELP_FLAGS):
+    """Parse the arguments of a verb. Raises ``UsageError`` for wrong usage, and ``SystemExit`` after ``--help``."""
+    if hasattr(module, "parse_argv"):
         return module.parse_argv(argv)
     return make_parser(verb, module).parse_args(argv)
 
@@ -58,8 +59,11 @@ def _run(verb: str, argv: Sequence[str]) -> int:
         code = module.run(parse_arguments(verb, module, argv))
         sys.stdout.flush()
         return int(code)
-    except SystemExit as stop:  # argparse has printed the reason
+    except SystemExit as stop:  # after --help
         return stop.code if isinstance(stop.code, int) else USAGE
+    except UsageError as error:
+        print(f"{PROG} {verb}: {error}", file=sys.stderr)
+        return USAGE
     except BrokenPipeError:  # the process that reads stdout (head, less) has exited
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return PROBLEMS

@@ -1,114 +1,86 @@
-"""The flags of ``hf-fsdp launch``, as a table, and the parser of the arguments before SCRIPT.
+"""The flags of ``hf-fsdp launch``, as tables, and the parser that reads them.
 
-argparse cannot parse them: all arguments after SCRIPT belong to the script, an unknown flag before it must be an error
-with a suggestion, and finding SCRIPT requires knowing which flags take a value.
+The flags that set FSDP (:func:`add_setting_flags`) also belong to other verbs, as ``check`` and ``plan``.
 """
 
 from __future__ import annotations
 
 import argparse
 import difflib
-from collections.abc import Collection, Mapping, Sequence
+import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Final, NoReturn
 
 from hf_fsdp_plugin.sources.command_line import RENAMED, SWITCHES, flag_name, machine_range, remedy_of_switch
 from hf_fsdp_plugin.text import printable
-from hf_fsdp_plugin.vocabulary import Scope, find, suggest
+from hf_fsdp_plugin.vocabulary import BY_KEY, ROWS, Row, Scope, suggest
 
-Kind = Literal["launcher", "setting", "ignored", "unsupported"]
-
-
-class UsageError(ValueError):
-    """Wrong usage of the command line: exit code 2."""
-
-    def __str__(self) -> str:
-        return printable(super().__str__())
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Flag:
-    """One flag.
-
-    Attributes:
-        name: with underscores, without the leading dashes. Hyphens are accepted too.
-        kind: ``launcher`` is an option of the launcher, ``setting`` is passed to ``load_spec``, ``ignored`` has no
-            effect, ``unsupported`` is an error.
-        help: one line; for an unsupported flag, the reason and what to do.
-    """
-
-    name: str
-    kind: Kind = "setting"
-    help: str = ""
-
-    @property
-    def takes_value(self) -> bool:
-        return self.name not in ("dry_run", "json", "report_table") and self.name not in SWITCHES
-
-
-def _unsupported(reason: str, *names: str) -> tuple[Flag, ...]:
-    return tuple(Flag(name=name, kind="unsupported", help=reason) for name in names)
-
-
-_NOT_FSDP = "this launcher runs FSDP only. Use `accelerate launch` for other engines."
-
-FLAGS: tuple[Flag, ...] = (
-    Flag(name="config_file", kind="launcher", help="Accelerate YAML or JSON with an fsdp_config"),
-    Flag(name="module", kind="launcher", help="SCRIPT is a module name, as in python -m (also -m)"),
-    Flag(name="set", kind="launcher", help="override one setting, with the highest precedence; repeatable"),
-    Flag(name="report", kind="launcher", help="file of the report of the run"),
-    Flag(name="report_table", kind="launcher", help="print the tables of the report, instead of a summary"),
-    Flag(name="dry_run", kind="launcher", help="print settings, units, rendezvous and command; start nothing"),
-    Flag(name="json", kind="launcher", help="with --dry_run: print one JSON object and nothing else on stdout"),
-    Flag(name="model", kind="launcher", help="with --dry_run: the model (default: --model_name_or_path of the script)"),
-    Flag(name="show_ranks", kind="launcher", help="main (default): rank 0's output; all: every rank's, with its rank"),
-    Flag(name="log_dir", kind="launcher", help="also write each rank's output to DIR/rank_N.log"),
-    Flag(name="grace", kind="launcher", help="seconds until ranks are killed after SIGINT or SIGTERM (default: 30)"),
-    Flag(
-        name="hang_timeout",
-        kind="launcher",
-        help="seconds that a rank may wait in a collective (default: 120, longer for busy ranks; 0: off)",
+_LAUNCHER: Final = (
+    ("config_file", "CONFIG", "Accelerate YAML or JSON with an fsdp_config"),
+    ("module", "", "SCRIPT is a module name, as in python -m"),
+    ("report", "PATH", "file of the report of the run"),
+    ("report_table", "", "print the tables of the report, instead of a summary"),
+    ("dry_run", "", "print settings, units, rendezvous and command; start nothing"),
+    ("json", "", "with --dry_run: print one JSON object and nothing else on stdout"),
+    ("model", "DIR|ID", "with --dry_run: the model (default: --model_name_or_path of the script)"),
+    ("show_ranks", "main|all", "main (default): rank 0's output; all: every rank's, with its rank"),
+    ("log_dir", "DIR", "also write each rank's output to DIR/rank_N.log"),
+    ("grace", "SECONDS", "seconds until ranks are killed after SIGINT or SIGTERM (default: 30)"),
+    (
+        "hang_timeout",
+        "SECONDS",
+        "seconds that a rank may wait in a collective (default: 120, longer for busy ranks; 0: off)",
     ),
-    Flag(name="num_cpu_threads_per_process", kind="launcher", help="OMP_NUM_THREADS of a rank"),
-    Flag(name="rdzv_conf", kind="launcher", help="options of the rendezvous of several machines, such as timeout=600"),
-    Flag(name="role", kind="launcher", help="role name of the ranks, as in torchrun"),
-    Flag(name="tee", kind="launcher", help="0 (default); any other value means --show_ranks all (also -t)"),
-    Flag(name="max_restarts", kind="launcher", help="restarts after failures, from the newest checkpoint (default: 0)"),
-    Flag(name="run_id", kind="launcher", help="name of the run, the same in all its starts (default: random)"),
-    Flag(name="quiet", kind="launcher", help="print errors only, no notices (also -q)"),
-    Flag(name="monitor_interval", kind="ignored"),
-    Flag(name="use_parallelism_config", kind="ignored"),
-    Flag(name="use_fsdp", help="enable FSDP with its defaults if nothing else does"),
-    Flag(name="fsdp", help='as in TrainingArguments: "full_shard auto_wrap"'),
-    Flag(name="fsdp_config", help="as in TrainingArguments: JSON, or the path of a JSON or YAML file"),
-    Flag(name="num_processes", help="total ranks of all machines; auto: one per accelerator, or 2 on CPU"),
-    Flag(name="num_machines", help="number of machines, or MIN:MAX if some may be missing"),
-    Flag(name="machine_rank", help="number of this machine, from 0"),
-    Flag(name="main_process_ip", help="address of machine 0"),
-    Flag(name="main_process_port", help="port on machine 0; 0 selects a free one (one machine only)"),
-    Flag(name="rdzv_backend", help="static (default) or c10d, for several machines"),
-    Flag(name="same_network", help="as in Accelerate"),
-    Flag(name="mixed_precision", help="no, bf16 or fp16"),
-    Flag(name="cpu", help="CPU ranks with gloo, even if there are GPUs"),
-    Flag(name="gpu_ids", help="GPUs to use: a comma-separated list, or all"),
-    Flag(name="debug", help="check the shapes of collectives, and print full tracebacks"),
-    Flag(name="enable_cpu_affinity", help="as in Accelerate"),
-    Flag(name="downcast_bf16", help="as in Accelerate"),
-    Flag(name="main_training_function", help="as in Accelerate"),
-    Flag(name="dynamo_backend", help="backend of torch.compile"),
-    Flag(name="dynamo_mode", help="mode of torch.compile"),
-    Flag(name="dynamo_use_fullgraph"),
-    Flag(name="dynamo_use_dynamic"),
-    Flag(name="dynamo_use_regional_compilation"),
-    *_unsupported(_NOT_FSDP, "multi_gpu", "tpu", "use_deepspeed", "use_megatron_lm"),
-    *_unsupported(_NOT_FSDP, "tpu_cluster", "no_tpu_cluster", "tpu_use_sudo"),
-    *_unsupported(_NOT_FSDP, "vm", "env", "aws_access_key_id", "aws_secret_access_key", "zero_stage"),
-    *_unsupported(_NOT_FSDP, "deepspeed_config_file", "offload_optimizer_device", "offload_param_device"),
-    *_unsupported("every rank runs Python with the plugin installed. Leave the flag out.", "no_python"),
+    ("num_cpu_threads_per_process", "N", "OMP_NUM_THREADS of a rank"),
+    ("rdzv_conf", "KEY=VALUE,…", "options of the rendezvous of several machines, such as timeout=600"),
+    ("role", "NAME", "role name of the ranks, as in torchrun"),
+    ("tee", "N", "0 (default); any other value means --show_ranks all"),
+    ("max_restarts", "N", "restarts after failures, from the newest checkpoint (default: 0)"),
+    ("run_id", "NAME", "name of the run, the same in all its starts (default: random)"),
+    ("quiet", "", "print errors only, no notices"),
 )
-
-_BY_NAME = {flag.name: flag for flag in FLAGS}
-OTHER_LAUNCHERS: Mapping[str, str] = {
+"""Options of the launcher: name, value (empty for a switch), help."""
+_SETTINGS: Final = (
+    ("use_fsdp", "", "enable FSDP with its defaults if nothing else does"),
+    ("fsdp", "WORDS", 'as in TrainingArguments: "full_shard auto_wrap"'),
+    ("fsdp_config", "JSON|PATH", "as in TrainingArguments: JSON, or the path of a JSON or YAML file"),
+    ("num_processes", "N", "total ranks of all machines; auto: one per accelerator, or 2 on CPU"),
+    ("num_machines", "N", "number of machines, or MIN:MAX if some may be missing"),
+    ("machine_rank", "N", "number of this machine, from 0"),
+    ("main_process_ip", "ADDRESS", "address of machine 0"),
+    ("main_process_port", "PORT", "port on machine 0; 0 selects a free one (one machine only)"),
+    ("rdzv_backend", "KIND", "static (default) or c10d, for several machines"),
+    ("same_network", "", "as in Accelerate"),
+    ("mixed_precision", "KIND", "no, bf16 or fp16"),
+    ("cpu", "", "CPU ranks with gloo, even if there are GPUs"),
+    ("gpu_ids", "IDS", "GPUs to use: a comma-separated list, or all"),
+    ("debug", "", "check the shapes of collectives, and print full tracebacks"),
+    ("enable_cpu_affinity", "", "as in Accelerate"),
+    ("downcast_bf16", "", "as in Accelerate"),
+    ("main_training_function", "NAME", "as in Accelerate"),
+    ("monitor_interval", "SECONDS", argparse.SUPPRESS),
+    ("use_parallelism_config", "", argparse.SUPPRESS),
+)
+"""Settings beside those of the vocabulary with a prefix, in the same form; the last two have no effect."""
+_PREFIXED: Final[tuple[Scope, ...]] = ("fsdp", "parallelism", "dynamo")
+_SHORT: Final = {"module": "-m", "quiet": "-q", "tee": "-t"}
+_NOT_FSDP: Final = "this launcher runs FSDP only. Use `accelerate launch` for other engines."
+_UNSUPPORTED: Final[Mapping[str, str]] = {
+    **dict.fromkeys(
+        (
+            "multi_gpu", "tpu", "use_deepspeed", "use_megatron_lm", "tpu_cluster", "no_tpu_cluster", "tpu_use_sudo",
+            "vm", "env", "aws_access_key_id", "aws_secret_access_key", "zero_stage",
+        ),
+        _NOT_FSDP,
+    ),
+    "no_python": "every rank runs Python with the plugin installed. Leave the flag out.",
+}  # fmt: skip
+"""Flag of other launchers -> why it is refused."""
+_UNSUPPORTED_PREFIXES: Final = (
+    "deepspeed_", "megatron_lm_", "fp8_", "zero3_", "offload_optimizer_", "offload_param_",
+)  # fmt: skip
+_OTHER_LAUNCHERS: Final[Mapping[str, str]] = {
     "config": "config_file",
     "nproc": "num_processes",
     "nproc_per_node": "num_processes",
@@ -122,10 +94,207 @@ OTHER_LAUNCHERS: Mapping[str, str] = {
     "fp16": "mixed_precision fp16",
 }
 """Flags of torchrun, deepspeed and training scripts -> the flag of launch with this meaning."""
-_SHORT = {"-m": "module", "-q": "quiet", "-t": "tee"}
-_SCOPES: tuple[Scope, ...] = ("fsdp", "parallelism")
-_SETTING_PREFIXES = ("fsdp_", "parallelism_config_")
-_UNSUPPORTED_PREFIXES = ("deepspeed_", "megatron_lm_", "fp8_", "zero3_", "offload_optimizer_", "offload_param_")
+
+
+class UsageError(ValueError):
+    """Wrong usage of the command line: exit code 2."""
+
+    def __str__(self) -> str:
+        return printable(super().__str__())
+
+
+class Suggested(tuple[str, ...]):
+    """Values for completion in a shell. The reader of the value checks it, and accepts more spellings."""
+
+    def __contains__(self, value: object) -> bool:
+        return True
+
+
+class SettingFlag(argparse.Action):
+    """Appends the flag as it is written, with its value after ``=``, to ``command_line``, for ``load_spec``.
+
+    Args:
+        about: the meaning of the setting, also where the help does not list it.
+        aliases: names that are accepted too, with underscores.
+    """
+
+    def __init__(
+        self, option_strings: Sequence[str], dest: str, about: str, aliases: Sequence[str] = (), **options: Any
+    ) -> None:
+        super().__init__(option_strings, dest, default=(), **options)
+        self.about, self.aliases = about, aliases
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        flag = str(option_string) if self.nargs == 0 else f"{option_string}={values}"
+        namespace.command_line = (*namespace.command_line, flag)
+
+
+class _LauncherFlag(argparse.Action):
+    """Stores a value that may be given once."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        present = getattr(namespace, self.dest)
+        if not values:
+            parser.error(f"{option_string} needs a value.")
+        if present not in (None, values):
+            parser.error(f"{option_string} {values} conflicts with {option_string} {present}. Keep one of them.")
+        setattr(namespace, self.dest, values)
+
+
+class Parser(argparse.ArgumentParser):
+    """Accepts flags in any case, with hyphens or underscores, and raises ``UsageError`` with one line.
+
+    A value may begin with one dash. If an argument takes the rest of the line (``nargs=REMAINDER``), as SCRIPT with its
+    arguments, no word of the rest is read as a flag. ``given`` of the result has the flags that were written, except
+    settings: attribute -> flag.
+    """
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        words, given = self._join_values(sys.argv[1:] if args is None else args)
+        namespace, rest = super().parse_known_args(words, namespace)
+        namespace.given = given
+        return namespace, rest
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        namespace, rest = self.parse_known_args(args, namespace)
+        if unknown := next((word for word in rest if word.startswith("-")), ""):
+            self.error(self._why_unknown(unknown.partition("=")[0]))
+        if rest:
+            self.error(f"unrecognized arguments: {' '.join(rest)}")
+        return namespace
+
+    def find(self, written: str) -> argparse.Action | None:
+        """Return the action of a flag in any spelling; ``None`` if there is none."""
+        return self._by_name().get(flag_name(written)) or self._option_string_actions.get(written)
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{message} `{self.prog} --help` lists the arguments.")
+
+    def _by_name(self) -> dict[str, argparse.Action]:
+        """Return name -> action of the long flags and their aliases."""
+        found = {}
+        for action in self._actions:
+            names = [flag_name(flag) for flag in action.option_strings if flag.startswith("--")]
+            found |= dict.fromkeys((*names, *getattr(action, "aliases", ())), action)
+        return found
+
+    def _join_values(self, words: Sequence[str]) -> tuple[list[str], dict[str, str]]:
+        """Return the words with each flag joined to its value by ``=``, and the flags that were written."""
+        waiting, joined, given = list(words), [], {}
+        by_name, has_script = self._by_name(), self._has_script()
+        while waiting and waiting[0] != "--" and not (has_script and not waiting[0].startswith("-")):
+            word = waiting.pop(0)
+            written, equals, value = word.partition("=")
+            is_long = written.startswith("--")
+            action = by_name.get(flag_name(written)) if is_long else self._option_string_actions.get(written)
+            if action is not None:
+                self._option_string_actions[written] = action  # in the spelling that was used
+                if action.nargs == 0 and equals:
+                    self.error(f"{written} takes no value, but is given {value!r}. {remedy_of_switch(written)}")
+                if action.nargs is None and not equals:
+                    if not waiting or waiting[0].startswith("--"):
+                        self.error(f"{written} needs a value.")
+                    word = f"{written}={waiting.pop(0)}"
+                if not isinstance(action, SettingFlag):
+                    given[action.dest] = written
+            joined.append(word)
+        return [*joined, *waiting], given
+
+    def _has_script(self) -> bool:
+        return any(action.nargs == argparse.REMAINDER for action in self._actions)
+
+    def _why_unknown(self, written: str) -> str:
+        name = flag_name(written) if written.startswith("--") else ""
+        near = ""
+        if any(isinstance(action, SettingFlag) for action in self._actions):
+            if reason := why_refused(name):
+                return f"{written} {reason}"
+            near = _OTHER_LAUNCHERS.get(name) or RENAMED.get(name, "")
+            near = near or (suggest(name, _PREFIXED) if name.startswith(("fsdp_", "parallelism_config_")) else "")
+        if not near:
+            known = [flag[2:] for action in self._actions for flag in action.option_strings if flag.startswith("--")]
+            names = {flag_name(flag): flag for flag in known}
+            near = names.get(next(iter(difflib.get_close_matches(name, names, n=1)), ""), "")
+        place, rest = (" before the script", " Flags of the script go after it.") if self._has_script() else ("", "")
+        return f"unknown flag {written}{place}.{f' Did you mean --{near}?' if near else ''}{rest}"
+
+
+def why_refused(name: str) -> str:
+    """Return why a verb that takes settings refuses a flag; empty if the flag is no flag of any launcher."""
+    if name in _UNSUPPORTED or name.startswith(_UNSUPPORTED_PREFIXES):
+        return f"is not supported: {_UNSUPPORTED.get(name, _NOT_FSDP)}"
+    if any(name == flag for flag, _, _ in _LAUNCHER):
+        return "is a flag of hf-fsdp launch only."
+    return ""
+
+
+def add_launch_flags(parser: Parser) -> None:
+    """Add the flags of launch that the parser does not have yet, and SCRIPT with its arguments."""
+    for name, value, about in _LAUNCHER:
+        if parser.find(f"--{name}") is None:
+            flags = [f"--{name}", *([_SHORT[name]] if name in _SHORT else [])]
+            kind: dict[str, Any] = {"action": _LauncherFlag, "metavar": value, "choices": _choices_of(value)}
+            if not value:
+                kind = {"action": "store_const", "const": "true"}
+            parser.add_argument(*flags, dest=f"launch.{name}", help=about, **kind)
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        dest="overrides",
+        help="override one setting, with the highest precedence; repeatable",
+    )
+    add_setting_flags(parser, is_shown=True)
+    parser.add_argument("command", nargs=argparse.REMAINDER, metavar="SCRIPT ...", help="script and its arguments")
+    parser.usage = f"{parser.prog} [FLAGS] SCRIPT [ARGS ...]"
+
+
+def add_setting_flags(parser: Parser, *, is_shown: bool = False) -> None:
+    """Add all flags that set FSDP and that the parser does not have yet. They are collected in ``command_line``.
+
+    Args:
+        is_shown: whether the help lists them.
+    """
+    more = "with hyphens or underscores; also all flags --fsdp_*, --parallelism_config_* and --dynamo_* of Accelerate"
+    group = parser.add_argument_group("settings", more) if is_shown else parser
+    for name, value, about in _SETTINGS:
+        if parser.find(f"--{name}") is None:
+            row = BY_KEY.get(("launch", name))
+            group.add_argument(
+                f"--{name}",
+                action=SettingFlag,
+                dest="command_line",
+                nargs=None if value else 0,
+                metavar=value,
+                choices=_values_of(row) if row is not None and value else None,
+                about=about,
+                help=about if is_shown else argparse.SUPPRESS,
+            )
+    for row in ROWS:
+        if row.scope in _PREFIXED and row.opens is None and parser.find(f"--{row.key}") is None:
+            prefix = row.key.removesuffix(row.spellings[0])
+            is_switch = row.key in SWITCHES
+            parser.add_argument(
+                f"--{row.key}",
+                action=SettingFlag,
+                dest="command_line",
+                aliases=[prefix + spelling for spelling in row.spellings],
+                nargs=0 if is_switch else None,
+                choices=None if is_switch else _values_of(row),
+                about=row.about,
+                help=argparse.SUPPRESS,
+            )
+
+
+def _choices_of(value: str) -> Suggested | None:
+    return Suggested(value.split("|")) if "|" in value and value.islower() else None
+
+
+def _values_of(row: Row) -> Suggested | None:
+    if row.kind in ("bool", "reshard"):
+        return Suggested(("true", "false"))
+    return Suggested(value for value in row.choices if value not in ("auto", "fp8")) or None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -149,148 +318,38 @@ class LaunchArguments:
     env: Mapping[str, str] = field(default_factory=dict)
 
 
-def parse_launch_arguments(argv: Sequence[str]) -> LaunchArguments:
-    """Parse the arguments after ``launch``.
+def parse_launch_arguments(argv: Sequence[str], prog: str = "hf-fsdp launch") -> LaunchArguments:
+    """Parse flags of launch, SCRIPT and its arguments.
 
     Raises:
         UsageError: an unknown or unsupported flag (``-h`` included), or a missing value.
     """
-    rest = list(argv)
-    options: dict[str, str] = {}
-    overrides: list[str] = []
-    command_line: list[str] = []
-    while rest and rest[0].startswith("-"):
-        argument = rest.pop(0)
-        if argument == "--":
-            break
-        written, equals, value = argument.partition("=")
-        flag = _find_flag(written)
-        if flag.kind == "unsupported":
-            raise UsageError(f"{written} is not supported: {flag.help}")
-        value = _take_value(flag, written, value if equals else None, rest)
-        if flag.name == "num_machines" and ":" in value:
-            options["min_machines"], value = _machine_range(value)
-        if flag.kind == "setting":
-            command_line.append(f"{written}={value}" if flag.takes_value else written)
-        elif flag.name == "set":
-            overrides.append(value)
-        elif flag.kind == "launcher" and options.setdefault(flag.name, value) != value:
-            raise UsageError(f"{written} {value} conflicts with {written} {options[flag.name]}. Keep one of them.")
-        if flag.name == "module":
-            break  # as in python -m, the next argument is the module
+    parser = Parser(prog=prog, add_help=False, allow_abbrev=False)
+    add_launch_flags(parser)
+    return read_launch_arguments(parser.parse_args(argv))
+
+
+def read_launch_arguments(args: argparse.Namespace) -> LaunchArguments:
+    """Return what a parser with :func:`add_launch_flags` has parsed. Raises ``UsageError`` for a wrong ``MIN:MAX``."""
+    options = {
+        dest.removeprefix("launch."): value
+        for dest, value in vars(args).items()
+        if dest.startswith("launch.") and value is not None
+    }
+    command_line = []
+    for flag in args.command_line:
+        name, equals, value = flag.partition("=")
+        if flag_name(name) == "num_machines" and ":" in value:
+            machines = machine_range(value)
+            if machines is None:
+                raise UsageError(f"{name} is {value!r}; expected a number, or MIN:MAX with MIN from 1 to MAX.")
+            options["min_machines"], value = machines
+        command_line.append(f"{name}{equals}{value}")
+    words = args.command[1:] if args.command[:1] == ["--"] else args.command
     return LaunchArguments(
         options=options,
-        overrides=tuple(overrides),
+        overrides=tuple(args.overrides),
         command_line=tuple(command_line),
-        script=rest[0] if rest else "",
-        script_args=tuple(rest[1:]),
+        script=words[0] if words else "",
+        script_args=tuple(words[1:]),
     )
-
-
-def _machine_range(text: str) -> tuple[str, str]:
-    """Return the limits of ``MIN:MAX``. Raises ``UsageError``."""
-    machines = machine_range(text)
-    if machines is None:
-        raise UsageError(f"--num_machines is {text!r}; expected a number, or MIN:MAX with MIN from 1 to MAX.")
-    return machines
-
-
-def takes_value(written: str) -> bool:
-    """Return whether a flag of launch takes a value. Raises ``UsageError`` for an unknown flag."""
-    return _find_flag(written).takes_value
-
-
-def split_setting_flags(argv: Sequence[str], own: Collection[str]) -> tuple[list[str], list[str]]:
-    """Split the arguments of another verb into the setting flags of launch, and its own words.
-
-    Args:
-        own: names of the verb's own flags, with underscores.
-
-    Raises:
-        UsageError: a flag that neither the verb nor ``launch`` has, or one that only ``launch`` has.
-    """
-    settings: list[str] = []
-    words = list(argv)
-    rest: list[str] = []
-    while words:
-        word = words.pop(0)
-        written, equals, value = word.partition("=")
-        if word == "--":
-            rest += [word, *words]
-            break
-        if not word.startswith("--") or _plain(written) in own:
-            rest.append(word)
-            continue
-        flag = _find_flag(written, own)
-        if flag.kind == "unsupported":
-            raise UsageError(f"{written} is not supported: {flag.help}")
-        if flag.kind == "launcher":
-            raise UsageError(f"{written} is a flag of hf-fsdp launch only.")
-        value = _take_value(flag, written, value if equals else None, words)
-        if flag.kind == "setting":
-            settings.append(f"{written}={value}" if flag.takes_value else written)
-    return settings, rest
-
-
-def _take_value(flag: Flag, written: str, value: str | None, following: list[str]) -> str:
-    """Return the value of a flag, after its ``=`` or as the next word, which is removed; ``"true"`` if it takes none.
-
-    Raises:
-        UsageError: the value is missing, or the flag takes none.
-    """
-    if not flag.takes_value:
-        if value is not None:
-            raise UsageError(f"{written} takes no value, but is given {value!r}. {remedy_of_switch(written)}")
-        return "true"
-    if value is None and following and not following[0].startswith("--"):
-        value = following.pop(0)
-    if value is None or (flag.kind == "launcher" and not value):
-        raise UsageError(f"{written} needs a value")
-    return value
-
-
-def _plain(written: str) -> str:
-    return flag_name(written) if written.startswith("--") else ""
-
-
-def _find_flag(written: str, own: Collection[str] | None = None) -> Flag:
-    """Return a flag of launch. `own` are the flags of the verb that has these arguments, if it is another one."""
-    if written in _SHORT:
-        return _BY_NAME[_SHORT[written]]
-    name = _plain(written)
-    if name in _BY_NAME:
-        return _BY_NAME[name]
-    if name.startswith(_UNSUPPORTED_PREFIXES):
-        return Flag(name=name, kind="unsupported", help=_NOT_FSDP)
-    if name.startswith(_SETTING_PREFIXES) and find(name, _SCOPES) is not None:
-        return Flag(name=name)
-    supported = [flag.name for flag in FLAGS if flag.kind != "unsupported" and (own is None or flag.kind == "setting")]
-    near = OTHER_LAUNCHERS.get(name) or RENAMED.get(name, "")
-    near = near or (suggest(name, _SCOPES) if name.startswith(_SETTING_PREFIXES) else "")
-    near = near or next(iter(difflib.get_close_matches(name, [*(own or ()), *supported], n=1, cutoff=0.6)), "")
-    verb = "launch" if own is None else "check"
-    remedy = f"Did you mean --{near}?" if near else f"`hf-fsdp {verb} --help` lists the flags."
-    if own is None:
-        raise UsageError(f"unknown flag {written} before the script. {remedy} Flags of the script go after it.")
-    raise UsageError(f"unknown flag {written}. {remedy}")
-
-
-_METAVARS = {
-    "set": "NAME=VALUE", "report": "PATH", "show_ranks": "main|all", "grace": "SECONDS", "hang_timeout": "SECONDS",
-    "role": "NAME", "tee": "N", "run_id": "NAME",
-    "num_cpu_threads_per_process": "N", "rdzv_conf": "KEY=VALUE,…", "max_restarts": "N", "fsdp": "WORDS",
-    "fsdp_config": "JSON|PATH", "num_processes": "N", "num_machines": "N", "machine_rank": "N",
-    "main_process_ip": "ADDRESS", "mixed_precision": "KIND", "log_dir": "DIR", "model": "DIR|ID",
-}  # fmt: skip
-
-
-def add_help(parser: argparse.ArgumentParser) -> None:
-    """Add the table of flags to a parser's help. :func:`parse_launch_arguments` does the parsing."""
-    lines = ["flags, with hyphens or underscores:"]
-    for flag in FLAGS:
-        if flag.help and flag.kind != "unsupported":
-            value = f" {_METAVARS.get(flag.name, flag.name.upper().rsplit('_', 1)[-1])}" if flag.takes_value else ""
-            lines.append(f"  --{flag.name}{value}".ljust(38) + flag.help)
-    lines.append("  --fsdp_*, --parallelism_config_*".ljust(38) + "all of these flags of Accelerate")
-    parser.usage = "hf-fsdp launch [FLAGS] SCRIPT [ARGS ...]"
-    parser.epilog = "\n".join(lines)

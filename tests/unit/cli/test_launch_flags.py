@@ -182,6 +182,12 @@ def test_hyphens_equals_signs_and_any_suffix_are_accepted() -> None:
     assert (parsed.script, parsed.options) == ("--odd.py", {"quiet": "true", "tee": "3"})
 
 
+def test_values_may_begin_with_a_dash() -> None:
+    parsed = parse_launch_arguments(["--role", "-odd", "--FSDP-cpu-offload", "-1", "-t", "-2", "train.py", "--role"])
+    assert parsed.options == {"role": "-odd", "tee": "-2"} and parsed.command_line == ("--FSDP-cpu-offload=-1",)
+    assert parsed.script_args == ("--role",)
+
+
 def test_arguments_after_the_script_are_unchanged() -> None:
     parsed = parse_launch_arguments(["--num_processes", "2", "train.py", "--num_processes", "3", "--", "-m"])
     assert parsed.command_line == ("--num_processes=2",)
