@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from hf_fsdp_plugin.launcher.flags import FLAGS, LaunchArguments, UsageError
+from hf_fsdp_plugin.launcher.flags import LaunchArguments, Parser, UsageError, why_refused
 from hf_fsdp_plugin.launcher.script_path import check_script
 from hf_fsdp_plugin.sources.command_line import flag_name
 
 RUN_FLAG: Final = "--run"
 DEFAULT_LIMIT: Final = 240.0
 """Seconds until the ranks of a preflight are stopped."""
-_SETTING_PREFIXES: Final = ("fsdp_", "parallelism_config_")
-_WITHOUT_VALUE: Final = frozenset({"run", "json", "fix", "help"})
 _CONFIG_SUFFIXES: Final = (".yaml", ".yml", ".json")
-_LAUNCH: Final = {flag.name: flag for flag in FLAGS}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,14 +52,14 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def split_run_words(argv: Sequence[str], own: Collection[str]) -> tuple[list[str], list[str], list[str]]:
+def split_run_words(argv: Sequence[str], parser: Parser) -> tuple[list[str], list[str], list[str]]:
     """Return the words of ``check`` and of settings, those of ``TrainingArguments``, and SCRIPT with its arguments.
 
     SCRIPT is the first word after CONFIG that is no flag or value, or the first one that ends in ``.py``. A flag that
     neither ``check`` nor ``launch`` has belongs to ``TrainingArguments``, with the words up to the next flag.
 
     Args:
-        own: names of the flags of ``check``, with underscores.
+        parser: the parser of ``check``.
     """
     words, training, script = list(argv), [], []
     checked: list[str] = []
@@ -70,26 +67,23 @@ def split_run_words(argv: Sequence[str], own: Collection[str]) -> tuple[list[str
     while words:
         word = words.pop(0)
         written, equals, _ = word.partition("=")
-        name = flag_name(written) if word.startswith("--") else ""
-        if word == "-m" or (not name and not word.startswith("-") and (has_config or word.endswith(".py"))):
+        action = parser.find(written)
+        if word == "-m" or (not word.startswith("-") and (has_config or word.endswith(".py"))):
             script = [word, *words]
             break
-        if not name:
+        if not word.startswith("--"):
             checked.append(word)
             has_config |= not word.startswith("-") or word == "-"
-        elif name in own or name in _LAUNCH or name.startswith(_SETTING_PREFIXES):
+        elif action is not None or why_refused(flag_name(written)):
             checked.append(word)
-            if not equals and _takes_value(name) and words and not words[0].startswith("--"):
+            takes_value = not equals and action is not None and action.nargs != 0
+            if takes_value and words and not words[0].startswith("--"):
                 checked.append(words.pop(0))
         else:
             training.append(word)
             while not equals and words and not words[0].startswith("--") and not _is_file(words[0]):
                 training.append(words.pop(0))
     return checked, training, script
-
-
-def _takes_value(name: str) -> bool:
-    return name not in _WITHOUT_VALUE and (name not in _LAUNCH or _LAUNCH[name].takes_value)
 
 
 def _is_file(word: str) -> bool:
@@ -110,22 +104,19 @@ def request_of(args: argparse.Namespace) -> Request:
     )
 
 
-def why_refused(args: argparse.Namespace, num_configs: int) -> str:
-    """Return why the usage of ``--run`` is wrong; empty if it is not."""
+def check_run_usage(args: argparse.Namespace, num_configs: int) -> None:
+    """Raise ``UsageError`` if the usage of ``--run`` is wrong."""
     if num_configs != 1 or args.fix or args.distributed_config:
-        return "--run needs one config, and does not combine with --fix and --distributed-config."
+        raise UsageError("--run needs one config, and does not combine with --fix and --distributed-config.")
     if not args.model and not args.script:
-        return "--run needs --model DIR|ID or a SCRIPT."
+        raise UsageError("--run needs --model DIR|ID or a SCRIPT.")
     if args.script and (args.training or args.training_args):
-        return f"{(args.training or ['--training-args'])[0]} is an argument of the script: write it after SCRIPT."
+        flag = (args.training or ["--training-args"])[0]
+        raise UsageError(f"{flag} is an argument of the script: write it after SCRIPT.")
     if args.limit is not None and not args.limit > 0:
-        return f"--limit is {args.limit:g}; expected a positive number of seconds."
+        raise UsageError(f"--limit is {args.limit:g}; expected a positive number of seconds.")
     if args.script:
         is_module = args.script[0] == "-m"
         words = args.script[1:] if is_module else args.script
         options = {"module": "true"} if is_module else {}
-        try:
-            check_script(LaunchArguments(script=words[0] if words else "", options=options))
-        except UsageError as error:
-            return str(error)
-    return ""
+        check_script(LaunchArguments(script=words[0] if words else "", options=options))

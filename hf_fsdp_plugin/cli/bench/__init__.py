@@ -9,21 +9,20 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from hf_fsdp_plugin.cli.bench.arguments import OWN_FLAGS, Request, not_compared, read_request, words_of
+from hf_fsdp_plugin.cli.bench.arguments import Request, not_compared, read_request
 from hf_fsdp_plugin.cli.bench.arguments import add_arguments as add_arguments
 from hf_fsdp_plugin.cli.bench.output import bench_text, write_pictures
 from hf_fsdp_plugin.cli.bench.prediction import available_memory, fit_problems, machine_of, predict, too_large
 from hf_fsdp_plugin.cli.bench.worlds import Bench, failure_problems
-from hf_fsdp_plugin.cli.exit_codes import OK, PROBLEMS, USAGE
+from hf_fsdp_plugin.cli.exit_codes import OK, PROBLEMS
 from hf_fsdp_plugin.cli.model_plan import load_model
 from hf_fsdp_plugin.cli.output import print_json
-from hf_fsdp_plugin.cli.parser import make_parser
 from hf_fsdp_plugin.cli.plan_arguments import sequence_length
 from hf_fsdp_plugin.cli.terminal import print_problems
 from hf_fsdp_plugin.integrations.bench.cases import CaseSetting
 from hf_fsdp_plugin.integrations.bench.results import Results, read_results
 from hf_fsdp_plugin.launcher.accelerators import Accelerators, find_accelerators
-from hf_fsdp_plugin.launcher.flags import UsageError, split_setting_flags
+from hf_fsdp_plugin.launcher.flags import UsageError
 from hf_fsdp_plugin.launcher.world import num_cores, resolve_world
 from hf_fsdp_plugin.problems import Problem, SpecError, has_errors
 from hf_fsdp_plugin.sources.config_file import ConfigFile
@@ -42,23 +41,10 @@ EXAMPLES = (
 )
 
 
-def parse_argv(argv: Sequence[str]) -> argparse.Namespace:
-    """Parse the arguments after ``bench``, among them flags of launch. Raises ``SystemExit`` for wrong usage."""
-    try:
-        command_line, words = split_setting_flags(words_of(argv), OWN_FLAGS)
-    except UsageError as error:
-        print(f"hf-fsdp bench: {error}", file=sys.stderr)
-        raise SystemExit(USAGE) from None
-    args = make_parser("bench", sys.modules[__name__]).parse_args(words)
-    args.command_line = tuple(command_line)
-    return args
-
-
 def run(args: argparse.Namespace) -> int:
     """Measure, print and write. Returns 0 if every case that fits was measured, else 1; 130 after Ctrl-C."""
     if args.model is None:
-        print("hf-fsdp bench: give --model.", file=sys.stderr)
-        return USAGE
+        raise UsageError("give --model.")
     problems: list[Problem] = []
     try:
         bench = _read(args, problems)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -19,6 +19,7 @@ from hf_fsdp_plugin.integrations.bench.cases import (
     all_settings,
     why_inexpressible,
 )
+from hf_fsdp_plugin.launcher.flags import Parser, add_setting_flags
 from hf_fsdp_plugin.problems import Origin, Problem
 
 _LARGEST: Final = 1 << 20
@@ -26,13 +27,6 @@ _MAX_WORLD: Final = 4096
 _VERSIONS: Final = ("1", "2")
 _PAIRS: Final = 5
 """Blocks of a round by default, if systems are compared."""
-OWN_FLAGS: Final = frozenset(
-    {
-        "model", "config", "config_file", "set", "world_sizes", "strategies", "prefetch", "versions", "micro_batch",
-        "seq_len", "steps", "warm_up", "rounds", "blocks", "vs", "output", "resume", "force", "json", "html", "png",
-        "limit", "machine", "help",
-    }
-)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,7 +50,7 @@ class Request:
         return [Case(setting=setting), *(Case(setting=setting, system=name) for name in others)]
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: Parser) -> None:
     parser.add_argument("--model", metavar="DIR|ID", help="folder with a config.json, or a model id")
     parser.add_argument("--config-file", "--config", metavar="CONFIG", help="Accelerate YAML or JSON of other settings")
     parser.add_argument(
@@ -86,6 +80,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     out.add_argument("--png", metavar="OUT", help="write the plots as a PNG; needs matplotlib")
     out.add_argument("--force", action="store_true", help="replace existing files; run cases that do not fit")
     out.add_argument("--json", action="store_true", help="print one JSON object and nothing else on stdout")
+    add_setting_flags(parser)
     parser.epilog = "also all setting flags of `hf-fsdp launch`: --mixed_precision bf16, --cpu, …"
 
 
@@ -164,8 +159,3 @@ def _one_of(known: Collection[str]) -> Parse:
         raise ValueError(f"one of {', '.join(known)}", hint)
 
     return parse
-
-
-def words_of(argv: Sequence[str]) -> list[str]:
-    """Return the command line with ``-o`` as a long flag, because only long flags are searched for a verb's own."""
-    return [f"--output{word[2:]}" if word == "-o" or word.startswith("-o=") else word for word in argv]

@@ -3,32 +3,28 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from hf_fsdp_plugin.cli import check
-from hf_fsdp_plugin.cli.exit_codes import OK, PROBLEMS, USAGE, exit_code
+from hf_fsdp_plugin.cli.exit_codes import OK, PROBLEMS, exit_code
 from hf_fsdp_plugin.cli.output import print_json
-from hf_fsdp_plugin.cli.parser import make_parser
 from hf_fsdp_plugin.cli.plan.arguments import (
-    FLAGS,
-    PICTURE_FLAGS,
     Planned,
     add_picture_arguments,
     add_time_arguments,
     add_workload_arguments,
+    check_flags,
     check_targets,
     read_size,
     read_subject,
-    refused_flags,
 )
 from hf_fsdp_plugin.cli.plan.output import Prediction, plan_json, plan_text, write_file
 from hf_fsdp_plugin.cli.plan.zero_table import print_zero_table
 from hf_fsdp_plugin.cli.terminal import in_line_order, print_problems
-from hf_fsdp_plugin.launcher.flags import UsageError, split_setting_flags
+from hf_fsdp_plugin.launcher.flags import Parser, UsageError, add_setting_flags
 from hf_fsdp_plugin.problems import Origin, Problem, SpecError
 from hf_fsdp_plugin.text import plural, printable
 
@@ -51,7 +47,7 @@ _NO_MEMORY: Final = Problem(
 )
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: Parser) -> None:
     parser.add_argument("--model", metavar="DIR|ID", help="folder with a config.json, or a model id")
     parser.add_argument("--config", metavar="CONFIG", dest="config_option", help="the same as CONFIG")
     check.add_config_arguments(parser, several=False)
@@ -67,37 +63,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--params", metavar="COUNT", help="with --zero-table: parameters, such as 7e9 or 7B")
     parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else on stdout")
+    add_setting_flags(parser)
     parser.epilog = "also all setting flags of `hf-fsdp launch`: --mixed_precision bf16, --fsdp_version 2, --cpu, …"
-
-
-OWN_FLAGS: Final = frozenset(
-    {
-        "model", "config", "config_file", "fsdp", "fsdp_config", "set", "distributed_config", "world_size",
-        "micro_batch", "seq_len", "global_batch", "accumulation", "sync_each_batch", "optimizer", "for_loop", "foreach",
-        "fused", "no_clip", "attention", "gpu_memory", "device", "trace", "json", "help", "zero_table", "params",
-        "advise", "lora_rank", "qlora", *FLAGS, *PICTURE_FLAGS,
-    }
-)  # fmt: skip
-
-
-def parse_argv(argv: Sequence[str]) -> argparse.Namespace:
-    """Parse the arguments after ``plan``, among them flags of launch. Raises ``SystemExit`` for wrong usage."""
-    try:
-        command_line, words = split_setting_flags(argv, OWN_FLAGS)
-    except UsageError as error:
-        print(f"hf-fsdp plan: {error}", file=sys.stderr)
-        raise SystemExit(USAGE) from None
-    args = make_parser("plan", sys.modules[__name__]).parse_args(words)
-    args.command_line = tuple(command_line)
-    return args
 
 
 def run(args: argparse.Namespace) -> int:
     """Print the prediction. Returns 0 if it fits or the memory is unknown, 1 if it does not fit or after errors."""
     names = [name for name in (args.configs, args.config_option, args.config_file) if name is not None]
-    if reason := refused_flags(args, names):
-        print(f"hf-fsdp plan: {reason}", file=sys.stderr)
-        return USAGE
+    check_flags(args, names)
     problems, shown = check_targets(args), None
     try:
         if args.zero_table and args.model is None:

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Final, get_args
 
 from hf_fsdp_plugin.cli import check
 from hf_fsdp_plugin.cli.model_plan import load_model, plan_of
-from hf_fsdp_plugin.cli.parser import needless_flag
+from hf_fsdp_plugin.cli.parser import check_needs
+from hf_fsdp_plugin.launcher.flags import UsageError
 from hf_fsdp_plugin.estimate.workload import Attention, Optimizer, UpdateLoop, Workload
 from hf_fsdp_plugin.problems import Origin, Problem, SpecError, has_errors
 from hf_fsdp_plugin.sources.accelerate_launch import default_config_file
@@ -23,8 +24,7 @@ if TYPE_CHECKING:
     from hf_fsdp_plugin.estimate.machines import Machine
     from hf_fsdp_plugin.plan.model import FsdpPlan
 
-FLAGS: Final = frozenset({"machine", "calibrate", "scaling"})
-PICTURE_FLAGS: Final = frozenset({"html", "png", "force"})
+_PICTURES: Final = frozenset({"html", "png", "force"})
 _CONFIG: Final = frozenset(
     {"model", "config_option", "config_file", "fsdp", "fsdp_config", "overrides", "distributed_config"}
 )
@@ -37,8 +37,8 @@ _STEP: Final = frozenset(
 _MODES: Final = {
     "calibrate": frozenset({"world_size", "device", "json"}),
     "zero_table": _CONFIG | _STEP | {"params", "sync_each_batch", "device", "json"},
-    "advise": _CONFIG | _STEP | PICTURE_FLAGS | {"gpu_memory", "machine", "json"},
-    "": _CONFIG | _STEP | PICTURE_FLAGS | {
+    "advise": _CONFIG | _STEP | _PICTURES | {"gpu_memory", "machine", "json"},
+    "": _CONFIG | _STEP | _PICTURES | {
         "sync_each_batch", "gpu_memory", "machine", "device", "scaling", "json",
     },
 }  # fmt: skip
@@ -128,13 +128,14 @@ def check_targets(args: argparse.Namespace) -> list[Problem]:
     ]
 
 
-def refused_flags(args: argparse.Namespace, names: Sequence[str]) -> str:
-    """Return why a combination of flags is refused; empty if it is not.
-
-    A flag is refused that would have no effect, so that none is ignored silently.
+def check_flags(args: argparse.Namespace, names: Sequence[str]) -> None:
+    """Refuse a combination of flags of which one would have no effect, so that none is ignored silently.
 
     Args:
         names: the configs that were named.
+
+    Raises:
+        UsageError: the combination is refused.
     """
     given: dict[str, str] = args.given
     mode = next((name for name in _MODES if name in given), "")
@@ -144,16 +145,16 @@ def refused_flags(args: argparse.Namespace, names: Sequence[str]) -> str:
         applies, shown = (applies - {"params"}, f"{shown} --model") if args.model else (_FORMULAS, f"{shown} alone")
     for name, flag in given.items():
         if name != mode and name not in applies:
-            return f"{flag} has no effect with {shown}." if mode else f"{flag} is only for --zero-table."
-    if reason := needless_flag(args, _NEEDS):
-        return reason
+            raise UsageError(f"{flag} has no effect with {shown}." if mode else f"{flag} is only for --zero-table.")
+    check_needs(args, _NEEDS)
     if mode == "zero_table" and args.model is None and None in (args.params, args.world_size):
-        return "--zero-table needs --params and --world-size, or --model."
+        raise UsageError("--zero-table needs --params and --world-size, or --model.")
     if mode not in ("zero_table", "calibrate") and (args.model is None or len(names) > 1):
-        return "give --model, and at most one config."
+        raise UsageError("give --model, and at most one config.")
     takes_settings = mode != "calibrate" and applies is not _FORMULAS
     rest = () if takes_settings else (*([args.configs] if args.configs else []), *args.command_line)
-    return f"{rest[0]} has no effect with {shown}." if rest else ""
+    if rest:
+        raise UsageError(f"{rest[0]} has no effect with {shown}.")
 
 
 def read_subject(

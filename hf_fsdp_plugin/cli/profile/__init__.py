@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from hf_fsdp_plugin.cli import launch
-from hf_fsdp_plugin.cli.exit_codes import PROBLEMS, USAGE
+from hf_fsdp_plugin.cli.exit_codes import PROBLEMS
 from hf_fsdp_plugin.cli.output import print_json
-from hf_fsdp_plugin.cli.profile.arguments import ProfileArguments, help_lines, parse_profile_arguments
+from hf_fsdp_plugin.cli.profile.arguments import ProfileArguments, add_profile_flags, read_profile_arguments
 from hf_fsdp_plugin.cli.terminal import print_problems
 from hf_fsdp_plugin.integrations.profiling.files import PARTIAL, RESULT, read_ranks, remove, write_profile
 from hf_fsdp_plugin.integrations.profiling.options import RANKS_FOLDER, TRACES_FOLDER, ProfileOptions
-from hf_fsdp_plugin.launcher.flags import UsageError
+from hf_fsdp_plugin.launcher.flags import Parser
 from hf_fsdp_plugin.observe.profile.output import profile_text
 from hf_fsdp_plugin.observe.profile.run_profile import RunProfile
 from hf_fsdp_plugin.observe.profile.suggestions import Suggestion, suggest
@@ -34,31 +34,18 @@ EXAMPLES = (
 )
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the help only. :func:`parse_argv` parses, because the arguments after SCRIPT belong to the script."""
-    parser.usage = "hf-fsdp profile [FLAGS] SCRIPT [ARGS ...]"
-    parser.epilog = "\n".join(["flags, also all of `hf-fsdp launch`:", *help_lines()])
+def add_arguments(parser: Parser) -> None:
+    add_profile_flags(parser)
 
 
-def parse_argv(argv: Sequence[str]) -> ProfileArguments:
-    """Parse the arguments after ``profile``. Raises ``SystemExit`` for wrong usage."""
-    try:
-        return parse_profile_arguments(argv, os.environ)
-    except UsageError as error:
-        print(f"hf-fsdp profile: {error}", file=sys.stderr)
-        raise SystemExit(USAGE) from None
-
-
-def run(args: ProfileArguments) -> int:
+def run(arguments: argparse.Namespace) -> int:
     """Run the script and print its profile. Returns 1 if there is none, or the exit code of the script."""
-    if not args.launch.script:
-        print("hf-fsdp profile: no script. Usage: hf-fsdp profile [FLAGS] SCRIPT [ARGS ...]", file=sys.stderr)
-        return USAGE
+    args = read_profile_arguments(arguments, os.environ)
     folder = args.folder
     try:
         _prepare(folder, force=args.force)
         with _stdout_to_stderr() if args.json else contextlib.nullcontext():
-            code = launch.run(args.launch)
+            code = launch.run_launch(args.launch)
         profile, problems = _read(args.options, code)
         if profile is None:
             return _fail(args, problems, code or PROBLEMS)

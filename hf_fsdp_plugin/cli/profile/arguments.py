@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import argparse
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
 from hf_fsdp_plugin.integrations.profiling.options import ProfileOptions
-from hf_fsdp_plugin.launcher.flags import LaunchArguments, UsageError, parse_launch_arguments, takes_value
-from hf_fsdp_plugin.sources.command_line import flag_name
+from hf_fsdp_plugin.launcher.flags import (
+    LaunchArguments,
+    Parser,
+    UsageError,
+    add_launch_flags,
+    read_launch_arguments,
+)
 
 DEFAULT_FOLDER: Final = "fsdp_profile"
+_OUTPUT: Final = f"folder for the result (default: {DEFAULT_FOLDER})"
 NUMBERS: Final[Mapping[str, tuple[str, int, str]]] = {
     "wait": ("wait", 0, "optimizer steps before the profiler starts (default: 1)"),
     "warmup": ("warmup", 0, "steps with the profiler that are not analyzed (default: 2)"),
@@ -51,71 +58,49 @@ class ProfileArguments:
         return Path(self.options.folder)
 
 
-def parse_profile_arguments(argv: Sequence[str], environ: Mapping[str, str]) -> ProfileArguments:
-    """Parse the arguments after ``profile``.
+def add_profile_flags(parser: Parser) -> None:
+    """Add the flags of this verb and those of ``launch``, and SCRIPT with its arguments."""
+    group = parser.add_argument_group("profile")
+    group.add_argument("--output", metavar="DIR", default=DEFAULT_FOLDER, help=_OUTPUT)
+    for name, (field, least, text) in NUMBERS.items():
+        group.add_argument(f"--{name}", metavar="N", type=_number(least), dest=f"profile.{field}", help=text)
+    for name, text in SWITCHES.items():
+        group.add_argument(f"--{name}", action="store_true", help=text)
+    add_launch_flags(parser)
 
-    Raises:
-        UsageError: an unknown flag, or an invalid value.
-    """
-    own, rest = _split(argv)
-    numbers = {field: _number(name, own[name], least) for name, (field, least, _) in NUMBERS.items() if name in own}
-    options = ProfileOptions(
-        folder=str(Path(own.get("output", DEFAULT_FOLDER)).expanduser().absolute()),
-        memory="no_memory" not in own,
-        stops="to_end" not in own,
-        **numbers,  # type: ignore[arg-type]
-    )
-    launch = parse_launch_arguments(rest)
+
+def read_profile_arguments(args: argparse.Namespace, environ: Mapping[str, str]) -> ProfileArguments:
+    """Return what the verb does. Raises ``UsageError`` without a script, or with a flag for ``launch`` alone."""
+    launch = read_launch_arguments(args)
     if "dry_run" in launch.options:
         raise UsageError("--dry_run is a flag of hf-fsdp launch. A profile needs a run.")
+    if not launch.script:
+        raise UsageError("no script. Usage: hf-fsdp profile [FLAGS] SCRIPT [ARGS ...]")
+    numbers = {field: vars(args)[f"profile.{field}"] for field, _, _ in NUMBERS.values()}
+    options = ProfileOptions(
+        folder=str(Path(args.output).expanduser().absolute()),
+        memory=not args.no_memory,
+        stops=not args.to_end,
+        **{field: number for field, number in numbers.items() if number is not None},
+    )
     variables = {name: value for name, value in (_KINETO | _MALLOC).items() if name not in environ}
     return ProfileArguments(
-        launch=replace(launch, env={**variables, **options.to_env()}),
-        options=options,
-        json="json" in own,
-        force="force" in own,
+        launch=replace(launch, env={**variables, **options.to_env()}), options=options, json=args.json, force=args.force
     )
 
 
-def _split(argv: Sequence[str]) -> tuple[dict[str, str], list[str]]:
-    """Return the values of the flags of this verb, and the other words."""
-    own: dict[str, str] = {}
-    rest, words = [], list(argv)
-    while words and words[0].startswith("-"):
-        word = words.pop(0)
-        written, equals, value = word.partition("=")
-        name = flag_name(written) if written.startswith("--") else ""
-        if name in SWITCHES:
-            if equals:
-                raise UsageError(f"{written} takes no value, but is given {value!r}.")
-            own[name] = "true"
-        elif name in NUMBERS or name == "output":
-            if not equals and (not words or words[0].startswith("--")):
-                raise UsageError(f"{written} needs a value")
-            own[name] = value if equals else words.pop(0)
-        else:
-            rest.append(word)
-            if word == "--" or name == "module" or word == "-m":
-                break
-            if not equals and takes_value(written) and words and not words[0].startswith("--"):
-                rest.append(words.pop(0))
-    return own, [*rest, *words]
+def _number(least: int) -> Callable[[str], int]:
+    def read(text: str) -> int:
+        if not text.isdecimal() or int(text) < least:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from {least}")
+        return int(text)
 
-
-def _number(name: str, value: str, least: int) -> int:
-    if not value.isdecimal() or int(value) < least:
-        raise UsageError(f"--{name} is {value!r}; expected a whole number from {least}.")
-    return int(value)
+    return read
 
 
 FLAG_ROWS: Final = (
-    ("--output DIR", f"folder for the result (default: {DEFAULT_FOLDER})"),
+    ("--output DIR", _OUTPUT),
     *((f"--{name} N", text) for name, (_, _, text) in NUMBERS.items()),
     *((f"--{name}", text) for name, text in SWITCHES.items()),
 )
 """Flag with its value, and its help."""
-
-
-def help_lines() -> list[str]:
-    """Return the table of flags for the help."""
-    return [f"  {flag}".ljust(18) + text for flag, text in FLAG_ROWS]

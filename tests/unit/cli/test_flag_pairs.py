@@ -87,7 +87,7 @@ def options_of(verb: str) -> set[str]:
     """Return the attributes of all optional flags of a verb's parser."""
     module = importlib.import_module(f"hf_fsdp_plugin.cli.{verb}")
     actions: list[argparse.Action] = make_parser(verb, module)._actions
-    return {action.dest for action in actions if action.option_strings} - {"help"}
+    return {action.dest for action in actions if action.option_strings} - {"help", "command_line"}
 
 
 def test_every_flag_of_plan_has_a_case() -> None:

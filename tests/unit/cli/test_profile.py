@@ -2,12 +2,14 @@
 
 import errno
 import json
+from types import MappingProxyType
 
 import pytest
 from json_schema import assert_valid
 
 from hf_fsdp_plugin.cli import launch, profile
-from hf_fsdp_plugin.cli.profile.arguments import parse_profile_arguments
+from hf_fsdp_plugin.cli.parser import make_parser
+from hf_fsdp_plugin.cli.profile.arguments import read_profile_arguments
 from hf_fsdp_plugin.integrations.profiling import files
 from hf_fsdp_plugin.integrations.profiling.files import rank_files, write_file
 from hf_fsdp_plugin.integrations.profiling.options import MAX_TRACES, ProfileOptions
@@ -15,8 +17,12 @@ from hf_fsdp_plugin.launcher.flags import UsageError
 from hf_fsdp_plugin.observe.profile.rank_profile import RankProfile, Times
 
 
-def parse(*words: str):
-    return parse_profile_arguments(words, {})
+def namespace(*words: str):
+    return make_parser("profile", profile).parse_args(words)
+
+
+def parse(*words: str, environ=MappingProxyType({})):
+    return read_profile_arguments(namespace(*words), environ)
 
 
 def test_own_flags_and_those_of_launch_precede_the_script():
@@ -29,7 +35,7 @@ def test_own_flags_and_those_of_launch_precede_the_script():
 
 def test_variables_of_the_user_are_kept():
     assert "glibc.malloc.mmap_threshold" in parse("train.py").launch.env["GLIBC_TUNABLES"]
-    own = parse_profile_arguments(["train.py"], {"GLIBC_TUNABLES": "glibc.malloc.check=3", "KINETO_LOG_LEVEL": "0"})
+    own = parse("train.py", environ={"GLIBC_TUNABLES": "glibc.malloc.check=3", "KINETO_LOG_LEVEL": "0"})
     assert not own.launch.env.keys() & {"GLIBC_TUNABLES", "KINETO_LOG_LEVEL"}
 
 
@@ -72,8 +78,8 @@ def rank_file(folder, rank: int, *, steps: int = 12, profiled: bool = True) -> N
 
 def run(monkeypatch, capsys, code: int, *flags: str, ranks=lambda: None):
     """Run the verb with `ranks` in the place of the launcher, which returns `code`."""
-    monkeypatch.setattr(launch, "run", lambda arguments: ranks() or code)
-    found = profile.run(parse("--json", *flags, "train.py"))
+    monkeypatch.setattr(launch, "run_launch", lambda arguments: ranks() or code)
+    found = profile.run(namespace("--json", *flags, "train.py"))
     tree = json.loads(capsys.readouterr().out)
     assert_valid("profile", tree)
     return found, [problem["code"] for problem in tree["problems"]]

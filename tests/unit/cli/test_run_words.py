@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from hf_fsdp_plugin.cli.check import OWN_FLAGS
+from hf_fsdp_plugin.cli import check
 from hf_fsdp_plugin.cli.main import main
+from hf_fsdp_plugin.cli.parser import make_parser
 from hf_fsdp_plugin.cli.preflight import overrides_for_cpu
 from hf_fsdp_plugin.cli.run_words import split_run_words
 from hf_fsdp_plugin.spec.load import load_spec
@@ -31,7 +32,8 @@ from hf_fsdp_plugin.spec.load import load_spec
     ],
 )
 def test_words_are_split_by_their_owner(words: str, checked: str, training: str, script: str) -> None:
-    assert split_run_words(words.split(), OWN_FLAGS) == (checked.split(), training.split(), script.split())
+    parser = make_parser("check", check)
+    assert split_run_words(words.split(), parser) == (checked.split(), training.split(), script.split())
 
 
 @pytest.mark.parametrize(

@@ -16,9 +16,9 @@ from accelerate import PartialState
 from transformers import TrainingArguments
 
 import hf_fsdp_plugin as hfp
-from hf_fsdp_plugin.cli.launch import parse_argv
 from hf_fsdp_plugin.cli.main import main
 from hf_fsdp_plugin.integrations.session import session
+from hf_fsdp_plugin.launcher.flags import parse_launch_arguments
 from hf_fsdp_plugin.sources.handover import LAUNCH_VARIABLE
 
 NAMES = ("fsdp.version", "sharding.strategy", "wrap.policy", "wrap.classes", "wrap.min_num_params", "offload.params")
@@ -100,7 +100,7 @@ def by_launch(monkeypatch: pytest.MonkeyPatch, *argv: str) -> Decision:
     """Return what ``install`` decides in a rank of ``hf-fsdp launch`` with these flags."""
     from hf_fsdp_plugin.cli.launch import _handover
 
-    handover = _handover(parse_argv([*argv, "train.py"]))
+    handover = _handover(parse_launch_arguments([*argv, "train.py"]))
     monkeypatch.setenv(LAUNCH_VARIABLE, handover.to_env()[LAUNCH_VARIABLE])
     decision = decided(hfp.install())
     hfp.uninstall()
