@@ -239,7 +239,7 @@ def _print(checked: Checked) -> None:
 
 def _fix(args: argparse.Namespace, files: Sequence[ConfigFile | None]) -> int:
     """Print the corrected config on stdout; the corrections, the remaining problems and the verdict on stderr."""
-    from hf_fsdp_plugin.cli.fix import apply_edits, corrections
+    from hf_fsdp_plugin.cli.yaml_edit import apply_edits, corrections
 
     if args.json or len(files) != 1 or files[0] is None:
         raise UsageError("--fix needs one config, and prints no JSON.")

@@ -13,14 +13,15 @@ from typing import TYPE_CHECKING, Any, Final
 from hf_fsdp_plugin.cli.exit_codes import OK, PROBLEMS, USAGE
 from hf_fsdp_plugin.cli.output import print_json
 from hf_fsdp_plugin.cli.terminal import print_problems
-from hf_fsdp_plugin.cli.wizard.conversation import QUESTIONS, Asker, converse
+from hf_fsdp_plugin.cli.wizard.conversation import answers_of_options, converse, predicted_memory
 from hf_fsdp_plugin.cli.wizard.file_text import changed_text, new_text, with_header
-from hf_fsdp_plugin.cli.wizard.given import answers_of_options
-from hf_fsdp_plugin.cli.wizard.hooks import HOOKS, predicted
-from hf_fsdp_plugin.cli.wizard.prompts import make_asker
+from hf_fsdp_plugin.cli.wizard.fsdp_questions import QUESTIONS
+from hf_fsdp_plugin.cli.wizard.prompts import Asker, make_asker
 from hf_fsdp_plugin.cli.wizard.question import YES_NO, Default, Question, State
 from hf_fsdp_plugin.cli.wizard.settings import (
     Entry,
+    arguments_of,
+    code_of,
     entries_of,
     fixed_entries,
     header_of,
@@ -30,7 +31,6 @@ from hf_fsdp_plugin.cli.wizard.settings import (
     unused_settings,
 )
 from hf_fsdp_plugin.cli.wizard.target import Target, assess_text, find_target, write
-from hf_fsdp_plugin.cli.wizard.training_arguments import arguments_of, code_of
 from hf_fsdp_plugin.launcher.accelerators import AcceleratorSearch
 from hf_fsdp_plugin.launcher.flags import Suggested
 from hf_fsdp_plugin.problems import Origin, Problem, SpecError, has_errors
@@ -69,7 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     answers = parser.add_argument_group("answers", "each replaces a question")
     for question in QUESTIONS:
-        labels = Suggested(choice.label for choice in question.choices(State(answers={"gpus": 2})))
+        labels = Suggested(choice.label for choice in question.choices_in(State(answers={"gpus": 2})))
         answers.add_argument(
             question.flag, metavar="|".join(labels) or question.name.rpartition("_")[2].upper(), help=question.help,
             choices=labels or None,
@@ -111,11 +111,11 @@ def _run(args: argparse.Namespace) -> int:
         if not args.yes:
             where = "prints the file" if target.shown == "-" else f"writes {target.shown}"
             asker.show(f"This {where}. Ctrl-C at any question writes nothing.")
-        converse(state, asker, given, HOOKS)
+        converse(state, asker, given)
     finally:
         search.close()
     settings = settings_of(state, extra)
-    memory, memory_line = predicted(state, settings)
+    memory, memory_line = predicted_memory(state, settings)
     if memory_line:
         asker.show(f"Predicted memory of these settings: {memory_line}.")
     text = _text(target, state, settings, memory_line)
@@ -165,14 +165,9 @@ def _may_write(args: argparse.Namespace, target: Target, text: str, asker: Asker
     print("", *map(printable, lines), sep="\n", file=sys.stderr)
     if args.force:
         return True
-    question = Question(
-        name="force",
-        text=f"Change {target.shown}",
-        help="",
-        default=lambda state: Default(value=True),
-        choices=lambda state: YES_NO,
-    )
-    return bool(asker.ask(question, Default(value=True), state))
+    default = Default(value=True)
+    question = Question(name="force", text=f"Change {target.shown}", default=default, choices=YES_NO)
+    return bool(asker.ask(question, default, state))
 
 
 def _print_result(

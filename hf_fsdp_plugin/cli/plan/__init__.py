@@ -24,7 +24,7 @@ from hf_fsdp_plugin.cli.plan.arguments import (
 from hf_fsdp_plugin.cli.plan.output import Prediction, plan_json, plan_text, write_file
 from hf_fsdp_plugin.cli.plan.zero_table import print_zero_table
 from hf_fsdp_plugin.cli.terminal import in_line_order, print_problems
-from hf_fsdp_plugin.launcher.flags import Parser, UsageError, add_setting_flags
+from hf_fsdp_plugin.launcher.flags import Parser, add_setting_flags
 from hf_fsdp_plugin.problems import Origin, Problem, SpecError
 from hf_fsdp_plugin.text import plural, printable
 

@@ -9,7 +9,7 @@ from typing import Any, Final
 import yaml
 
 from hf_fsdp_plugin.cli.wizard.settings import Entry
-from hf_fsdp_plugin.cli.wizard.yaml_edit import Key, YamlText, line_of
+from hf_fsdp_plugin.cli.yaml_edit import Key, YamlText, line_of
 from hf_fsdp_plugin.spec.model import FsdpSpec
 from hf_fsdp_plugin.vocabulary import Scope, find, plain_key
 

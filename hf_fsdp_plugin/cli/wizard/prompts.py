@@ -11,7 +11,6 @@ import sys
 from typing import Any, TextIO
 
 from hf_fsdp_plugin.cli.terminal import colored, text_width
-from hf_fsdp_plugin.cli.wizard.conversation import Asker
 from hf_fsdp_plugin.cli.wizard.question import Default, Question, State
 from hf_fsdp_plugin.problems import Problem, SpecError
 from hf_fsdp_plugin.text import wrap_words
@@ -22,12 +21,12 @@ NO_LIBRARY = "Arrow keys need questionary: pip install questionary. Answers are 
 def make_asker(*, yes: bool) -> Asker:
     """Return the way to ask: menus on a terminal with questionary, else plain prompts; the defaults for ``--yes``."""
     if yes:
-        return Defaults()
+        return Asker()
     is_terminal = sys.stdin.isatty() and sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
     if is_terminal and importlib.util.find_spec("questionary") is not None:
         return Menus()
     if is_terminal:
-        _print_text(NO_LIBRARY)
+        Asker().show(NO_LIBRARY)
     return PlainPrompts(sys.stdin)
 
 
@@ -38,27 +37,32 @@ def ended(question: str) -> SpecError:
     return SpecError([Problem(code="FSDP-E760", message=message, fix=fix)])
 
 
-class Defaults:
-    """Takes every default, for ``--yes``."""
+class Asker:
+    """Takes every default, for ``--yes``. Its subclasses ask a person."""
 
     def ask(self, question: Question, default: Default, state: State) -> Any:
+        """Return the answer. Raises ``SpecError`` if there are no more answers."""
         return read_default(question, default, state)
 
     def show(self, text: str) -> None:
-        _print_text(text)
+        """Show a text between two questions."""
+        width = text_width(sys.stderr)
+        lines = [part for line in text.splitlines() for part in wrap_words(line, width) or [""]]
+        print("", *lines, sep="\n", file=sys.stderr)
 
     def refuse(self, question: Question, problem: Problem) -> None:
+        """Show why an answer is not valid, if the question can be asked again. Otherwise raise ``SpecError``."""
         raise SpecError([problem])
 
 
-class PlainPrompts:
+class PlainPrompts(Asker):
     """Prints numbered choices and reads a line per question, from a terminal, a pipe or a file."""
 
     def __init__(self, lines: TextIO) -> None:
         self._lines = lines
 
     def ask(self, question: Question, default: Default, state: State) -> Any:
-        choices = question.choices(state)
+        choices = question.choices_in(state)
         is_list = any(choice.about for choice in choices)
         _print_question(question.text)
         for number, choice in enumerate(choices if is_list else (), start=1):
@@ -79,21 +83,18 @@ class PlainPrompts:
             except ValueError as error:
                 _print_error(str(error))
 
-    def show(self, text: str) -> None:
-        _print_text(text)
-
     def refuse(self, question: Question, problem: Problem) -> None:
         _print_error(str(problem))
 
 
-class Menus:
+class Menus(Asker):
     """Menus with arrow keys, and lines that can be edited, by questionary."""
 
     def ask(self, question: Question, default: Default, state: State) -> Any:
         _print_question(question.text)
         _print_reason(question, default, state)
         while True:
-            if question.choices(state):
+            if question.choices_in(state):
                 answer = self._menu(question, default, state)
                 print(colored(f" > {question.label(answer, state)}", "bold", sys.stderr), file=sys.stderr)
                 return answer
@@ -103,16 +104,13 @@ class Menus:
             except ValueError as error:
                 _print_error(str(error))
 
-    def show(self, text: str) -> None:
-        _print_text(text)
-
     def refuse(self, question: Question, problem: Problem) -> None:
         _print_error(str(problem))
 
     def _menu(self, question: Question, default: Default, state: State) -> Any:
         import questionary
 
-        choices = question.choices(state)
+        choices = question.choices_in(state)
         width = max(len(choice.label) for choice in choices)
         columns = (text_width(sys.stderr) or 80) - 4
         titles = [f"{choice.label:<{width}}  {choice.about}".rstrip() for choice in choices]
@@ -128,8 +126,7 @@ class Menus:
             default=items[start],
             qmark="",
             instruction="arrow keys, then Enter:",
-            style=_style(),
-            output=_output(),
+            **_look(),
             erase_when_done=True,
         ).unsafe_ask()
         return choices[chosen].value
@@ -138,17 +135,9 @@ class Menus:
         import questionary
 
         try:
-            return str(questionary.text(">", default=shown, qmark="", style=_style(), output=_output()).unsafe_ask())
+            return str(questionary.text(">", default=shown, qmark="", **_look()).unsafe_ask())
         except EOFError:
             raise ended(question.text) from None
-
-
-def _print_text(text: str) -> None:
-    width = text_width(sys.stderr)
-    print(
-        "\n" + "\n".join(part for line in text.splitlines() for part in wrap_words(line, width) or [""]),
-        file=sys.stderr,
-    )
 
 
 def _print_question(text: str) -> None:
@@ -182,13 +171,10 @@ def _print_error(text: str) -> None:
     print(colored("\n".join(lines), "red", sys.stderr), file=sys.stderr, flush=True)
 
 
-def _style() -> Any:
+def _look() -> dict[str, Any]:
+    """Return the style of a menu or line, and its output on stderr."""
     import questionary
-
-    return questionary.Style([("highlighted", "bold"), ("answer", "bold"), ("pointer", "bold"), ("instruction", "")])
-
-
-def _output() -> Any:
     from prompt_toolkit.output import create_output
 
-    return create_output(stdout=sys.stderr)
+    styles = [("highlighted", "bold"), ("answer", "bold"), ("pointer", "bold"), ("instruction", "")]
+    return {"style": questionary.Style(styles), "output": create_output(stdout=sys.stderr)}

@@ -2,33 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hf_fsdp_plugin.launcher.accelerators import Accelerators
 from hf_fsdp_plugin.spec.model import FsdpSpec
+from hf_fsdp_plugin.spec.values import InvalidValue, parse_value
 from hf_fsdp_plugin.spellings import FALSE_WORDS, TRUE_WORDS
+from hf_fsdp_plugin.vocabulary import BY_NAME
 
 if TYPE_CHECKING:
-    from hf_fsdp_plugin.cli.wizard.model_facts import ModelFacts
+    from hf_fsdp_plugin.cli.wizard.prediction import ModelFacts
     from hf_fsdp_plugin.estimate.machines import Machine
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Choice:
+class Choice(NamedTuple):
     """One answer of a list. ``about`` is one line that describes it."""
 
     value: Any
-    label: str
     about: str = ""
 
+    @property
+    def label(self) -> str:
+        return {True: "yes", False: "no"}[self.value] if isinstance(self.value, bool) else str(self.value)
 
-YES_NO = (Choice(value=True, label="yes"), Choice(value=False, label="no"))
+
+YES_NO = (Choice(value=True), Choice(value=False))
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Default:
+class Default(NamedTuple):
     """The default answer, and its reason in one line."""
 
     value: Any
@@ -70,6 +73,16 @@ class State:
     def world_size(self) -> int:
         return self.num_machines * self.gpus
 
+    @property
+    def accumulation(self) -> int:
+        """Forward passes of a rank per optimizer step."""
+        micro_batch = int(self.answers.get("micro_batch", 1))
+        return int(self.answers["global_batch"]) // (micro_batch * self.world_size)
+
+    @property
+    def version(self) -> int:
+        return int(self.answers.get("fsdp_version", 2))
+
     def named_machine(self) -> Machine | None:
         """Return the kind of machine that was named; ``None`` without one."""
         name = str(self.answers.get("machine", ""))
@@ -79,10 +92,6 @@ class State:
 
         return machine_named(name)
 
-    @property
-    def version(self) -> int:
-        return int(self.answers.get("fsdp_version", 2))
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Question:
@@ -91,10 +100,9 @@ class Question:
     Attributes:
         name: name of the answer, and of the option with hyphens.
         text: the question.
-        help: description of the option.
-        default: the default answer in a state.
+        default: the default answer, or a function that returns it in a state.
         setting: canonical name of the setting that the answer is; empty if it is not one setting.
-        choices: the answers of a list; empty for an answer that is typed.
+        choices: the answers of a list, or a function that returns them; empty for an answer that is typed.
         parse: converts typed text. Raises ``ValueError`` with what is expected.
         asked: whether the question applies in a state.
         detail: whether it is asked only after ``details`` is answered with yes.
@@ -103,10 +111,9 @@ class Question:
 
     name: str
     text: str
-    help: str
-    default: Callable[[State], Default]
+    default: Default | Callable[[State], Default]
     setting: str = ""
-    choices: Callable[[State], Sequence[Choice]] = lambda state: ()
+    choices: tuple[Choice, ...] | Callable[[State], tuple[Choice, ...]] = ()
     parse: Callable[[str, State], Any] = lambda text, state: text
     asked: Callable[[State], bool] = lambda state: True
     detail: bool = False
@@ -116,9 +123,18 @@ class Question:
     def flag(self) -> str:
         return f"--{self.name.replace('_', '-')}"
 
+    @property
+    def help(self) -> str:
+        """Description of the option."""
+        return self.text[0].lower() + self.text[1:] if self.text[1].islower() else self.text
+
+    def choices_in(self, state: State) -> tuple[Choice, ...]:
+        """Return the answers of the list in a state."""
+        return self.choices(state) if callable(self.choices) else self.choices
+
     def read(self, text: str, state: State) -> Any:
         """Return the answer that a text means. Raises ``ValueError`` with what is expected."""
-        choices = self.choices(state)
+        choices = self.choices_in(state)
         if not choices:
             return self.parse(text.strip(), state)
         if (found := _chosen(text, choices)) is not None:
@@ -128,50 +144,53 @@ class Question:
 
     def default_in(self, state: State) -> Default:
         """Return the default: the planner's advice, else the value of the existing file, else the general default."""
-        general, advised = self.default(state), self.setting or self.name
+        advised = self.setting or self.name
         if advised in state.advice and self._offers(state.advice[advised], state):
-            return Default(value=state.advice[advised], reason="recommended for this model, batch and memory")
-        if not self.setting:
-            return general
-        if state.existing.asked(self.setting):
+            return Default(state.advice[advised], "recommended for this model, batch and memory")
+        if self.setting and state.existing.asked(self.setting):
             value = state.existing.get(self.setting)
             if isinstance(value, tuple):
                 value = ",".join(value)
             if value != "auto" and self._offers(value, state):
-                return Default(value=value, reason=f"as in {state.path}")
-        return general
+                return Default(value, f"as in {state.path}")
+        return self.default(state) if callable(self.default) else self.default
 
     def label(self, value: Any, state: State) -> str:
         """Return an answer as text."""
-        for choice in self.choices(state):
-            if choice.value == value:
-                return choice.label
-        return str(value)
+        return next((choice.label for choice in self.choices_in(state) if choice.value == value), str(value))
 
     def comment(self, value: Any, state: State) -> str:
         """Return the comment for an answer in the file: the reason of a default, else what the answer means."""
         default = self.default_in(state)
         if default.value == value and default.reason and not default.reason.startswith("as in "):
             return default.reason
-        return next((choice.about for choice in self.choices(state) if choice.value == value), "") or self.about
+        return next((choice.about for choice in self.choices_in(state) if choice.value == value), "") or self.about
 
     def _offers(self, value: Any, state: State) -> bool:
-        choices = self.choices(state)
+        choices = self.choices_in(state)
         return not choices or any(choice.value == value for choice in choices)
 
 
-def _chosen(text: str, choices: Sequence[Choice]) -> Choice | None:
+def _chosen(text: str, choices: tuple[Choice, ...]) -> Choice | None:
     """Return the choice with this number, from 1, or with this label."""
     word = text.strip().lower().replace("-", "_")
     labels = [choice.label.lower().replace("-", "_") for choice in choices]
     if word in labels:
         return choices[labels.index(word)]
-    if {choice.value for choice in choices} == {True, False} and word in {*TRUE_WORDS, *FALSE_WORDS, "y", "n"}:
-        return next(choice for choice in choices if choice.value == (word in {*TRUE_WORDS, "y"}))
+    if choices == YES_NO and word in {*TRUE_WORDS, *FALSE_WORDS, "y", "n"}:
+        return YES_NO[0 if word in {*TRUE_WORDS, "y"} else 1]
     if word.isdecimal() and 1 <= int(word) <= len(choices):
         return choices[int(word) - 1]
     near = [number for number, label in enumerate(labels) if word and label.startswith(word)]
     return choices[near[0]] if len(near) == 1 else None
+
+
+def parse_setting(name: str, text: str) -> Any:
+    """Return the value of a setting that a text means. Raises ``ValueError`` with what is expected."""
+    try:
+        return parse_value(BY_NAME[name], text)
+    except InvalidValue as error:
+        raise ValueError(f"{text[:80]!r} is not valid; expected {error.expected}.") from None
 
 
 def whole_number(text: str, *, minimum: int = 1, maximum: int = 1 << 20) -> int:

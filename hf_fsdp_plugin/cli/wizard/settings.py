@@ -1,15 +1,17 @@
-"""The settings that the answers mean, and how they are written in Accelerate's file."""
+"""The settings that the answers mean, as they are written in Accelerate's file and as ``TrainingArguments(...)``."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from hf_fsdp_plugin.cli.wizard.conversation import BY_SETTING
-from hf_fsdp_plugin.cli.wizard.fsdp_questions import is_hybrid
+from hf_fsdp_plugin.cli.wizard.fsdp_questions import BY_SETTING, is_hybrid
 from hf_fsdp_plugin.cli.wizard.question import State
+from hf_fsdp_plugin.spec.model import FsdpSpec
 from hf_fsdp_plugin.strategies import STRATEGIES
+from hf_fsdp_plugin.supported import installed_versions, release_of
 from hf_fsdp_plugin.vocabulary import BY_NAME, PREFIXES
 
 STOCK_VALUES: Final[Mapping[str, Mapping[Any, Any]]] = {
@@ -25,6 +27,10 @@ SECTIONS: Final[Mapping[str, str]] = {
     "fsdp": "fsdp_config", "precision": "fsdp_config", "parallelism": "parallelism_config", "dynamo": "dynamo_config",
 }  # fmt: skip
 """Scope of a key -> its section in the file."""
+
+_KEYS: Final = {"offload.params": "cpu_offload"}
+_OPTIMIZERS: Final = {"adafactor": "adafactor", "adamw_8bit": "adamw_bnb_8bit", "sgd": "sgd"}
+"""Optimizer -> ``optim`` of TrainingArguments, if it is not the default."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -198,11 +204,75 @@ def header_of(state: State, memory: str = "") -> list[str]:
     """Return the comment at the beginning of the file: model, batch, the arguments of the script and the memory."""
     lines = [state.model.text] if state.model is not None else []
     answers = state.answers
-    micro_batch, global_batch = int(answers["micro_batch"]), int(answers["global_batch"])
-    accumulation = global_batch // (micro_batch * state.world_size)
     tokens = f" of {answers['seq_len']:,} tokens" if "seq_len" in answers else ""
-    lines.append(f"{global_batch:,} samples{tokens} per step on {state.world_size:,} ranks:")
-    lines.append(f"--per_device_train_batch_size {micro_batch} --gradient_accumulation_steps {accumulation}")
+    lines.append(f"{answers['global_batch']:,} samples{tokens} per step on {state.world_size:,} ranks:")
+    lines.append(
+        f"--per_device_train_batch_size {answers['micro_batch']} --gradient_accumulation_steps {state.accumulation}"
+    )
     if answers.get("sync_each_batch"):
         lines.append("""--accelerator_config '{"gradient_accumulation_kwargs": {"sync_each_batch": true}}'""")
     return [*lines, *([f"predicted memory: {memory}"] if memory else [])]
+
+
+def arguments_of(state: State, spec: FsdpSpec) -> dict[str, Any]:
+    """Return the keyword arguments of ``TrainingArguments`` for the settings of the file and for the batch."""
+    settings = {name: value for name, value, _ in spec.settings() if spec.asked(name) and name in BY_NAME}
+    if spec.origin("precision.param") == spec.origin("launch.mixed_precision"):
+        settings.pop("precision.param", None)  # bf16=True sets it
+    if spec.activation.native:
+        del settings["activation.checkpointing"]
+    arguments: dict[str, Any] = {"fsdp": True, "fsdp_config": _config(settings)}
+    if spec.launch.mixed_precision in ("bf16", "fp16"):
+        arguments[spec.launch.mixed_precision] = True
+    if spec.launch.use_cpu:
+        arguments["use_cpu"] = True
+    if spec.activation.native:
+        transformers = release_of(installed_versions().get("transformers", ""))
+        arguments["activation_checkpointing" if transformers >= (5, 23) else "gradient_checkpointing"] = True
+    arguments["per_device_train_batch_size"] = int(state.answers["micro_batch"])
+    arguments["gradient_accumulation_steps"] = state.accumulation
+    if state.answers.get("sync_each_batch"):
+        arguments["accelerator_config"] = {"gradient_accumulation_kwargs": {"sync_each_batch": True}}
+    if optimizer := _OPTIMIZERS.get(state.answers.get("optimizer", "")):
+        arguments["optim"] = optimizer
+    return arguments
+
+
+def code_of(arguments: Mapping[str, Any]) -> str:
+    """Return the call as Python code, with one argument per line."""
+    lines = ["TrainingArguments("]
+    for name, value in arguments.items():
+        if isinstance(value, dict):
+            lines += [f"    {name}={{", *(f"        {_python(key)}: {_python(item)}," for key, item in value.items())]
+            lines += ["    },"]
+        else:
+            lines.append(f"    {name}={_python(value)},")
+    return "\n".join([*lines, ")"])
+
+
+def _python(value: Any) -> str:
+    """Return a value as Python code, with double quotes."""
+    if isinstance(value, str):
+        return json.dumps(value, ensure_ascii=False)
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{_python(key)}: {_python(item)}' for key, item in value.items())}}}"
+    return f"[{', '.join(map(_python, value))}]" if isinstance(value, list) else repr(value)
+
+
+def _config(settings: Mapping[str, Any]) -> dict[str, Any]:
+    config: dict[str, Any] = {"version": settings["fsdp.version"]}
+    strategy = STRATEGIES[settings["sharding.strategy"]]
+    if settings["fsdp.version"] == 1:
+        config["reshard_after_forward"] = strategy.name  # the key that Transformers reads under version 1
+    elif strategy.is_sharded and not (strategy.hybrid and strategy.reshards_after_forward):
+        config["reshard_after_forward"] = strategy.reshards_after_forward
+    else:
+        config["sharding_strategy"] = strategy.name
+    for name, value in settings.items():
+        row = BY_NAME[name]
+        if name in ("fsdp.version", "sharding.strategy") or name.startswith("launch.") or value in ("", ()):
+            continue
+        key = f"dp_{name.partition('.')[2]}_size" if name.startswith("mesh.") else _KEYS.get(name, row.spellings[0])
+        written = STOCK_VALUES.get(name, {}).get(value, value) if not isinstance(value, tuple) else list(value)
+        config[key] = dict(written) if isinstance(written, Mapping) else written
+    return config

@@ -16,9 +16,9 @@ from matrices import slow
 
 from hf_fsdp_plugin import Problem, SpecError, load_spec
 from hf_fsdp_plugin.cli.config import add_arguments
-from hf_fsdp_plugin.cli.parser import Parser
-from hf_fsdp_plugin.cli.wizard.conversation import QUESTIONS
-from hf_fsdp_plugin.cli.wizard.training_arguments import code_of
+from hf_fsdp_plugin.cli.wizard.fsdp_questions import QUESTIONS
+from hf_fsdp_plugin.cli.wizard.settings import code_of
+from hf_fsdp_plugin.launcher.flags import Parser
 from hf_fsdp_plugin.spec.model import SECTIONS, FsdpSpec
 from hf_fsdp_plugin.strategies import STRATEGIES
 

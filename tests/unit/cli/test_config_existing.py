@@ -11,7 +11,7 @@ from hf_fsdp_plugin import SpecError, load_spec
 from hf_fsdp_plugin.cli.config import _check
 from hf_fsdp_plugin.cli.wizard.settings import Entry
 from hf_fsdp_plugin.cli.wizard.target import Target
-from hf_fsdp_plugin.cli.wizard.yaml_edit import YamlText
+from hf_fsdp_plugin.cli.yaml_edit import YamlText
 from hf_fsdp_plugin.spec.model import SECTIONS
 
 STOCK = """\

@@ -14,12 +14,12 @@ import pytest
 from terminal import CTRL_C, CTRL_D, DOWN, ENTER, UP, Terminal
 
 from hf_fsdp_plugin import load_spec
-from hf_fsdp_plugin.cli.wizard.conversation import QUESTIONS
+from hf_fsdp_plugin.cli.wizard.fsdp_questions import QUESTIONS
 from hf_fsdp_plugin.cli.wizard.question import State
 
 ROOT = Path(__file__).resolve().parents[3]
 LABELS = {question.name: question.text for question in QUESTIONS}
-MENUS = {question.name for question in QUESTIONS if question.choices(State(answers={"gpus": 4}))}
+MENUS = {question.name for question in QUESTIONS if question.choices_in(State(answers={"gpus": 4}))}
 WITHOUT_MODEL = [
     "model", "num_machines", "gpus", "precision", "global_batch", "fsdp_version", "micro_batch", "strategy",
     "wrap_policy", "wrap_classes", "offload", "checkpointing", "state_dict", "ram_efficient_loading", "details",
