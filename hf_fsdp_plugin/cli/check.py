@@ -12,12 +12,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from hf_fsdp_plugin.cli.check_output import settings_table, to_json, verdict
-from hf_fsdp_plugin.cli.exit_codes import OK, PROBLEMS, exit_code
 from hf_fsdp_plugin.cli.model_plan import plan_of_model
-from hf_fsdp_plugin.cli.output import print_json
-from hf_fsdp_plugin.cli.parser import check_needs, make_parser
+from hf_fsdp_plugin.cli.output import OK, PROBLEMS, exit_code, in_line_order, print_json, print_problems, text_width
 from hf_fsdp_plugin.cli.run_words import RUN_FLAG, add_run_arguments, check_run_usage, request_of, split_run_words
-from hf_fsdp_plugin.cli.terminal import in_line_order, print_problems, text_width
+from hf_fsdp_plugin.cli.verbs import check_needs, make_parser
 from hf_fsdp_plugin.launcher.flags import Parser, UsageError, add_setting_flags
 from hf_fsdp_plugin.problems import Problem, has_errors
 from hf_fsdp_plugin.sources.accelerate_launch import default_config_file
@@ -97,7 +95,7 @@ _NEEDS: Final = {"device": ("model",), "training_args": ("run",), "limit": ("run
 
 def parse_argv(argv: Sequence[str]) -> argparse.Namespace:
     """Parse the arguments after ``check``, with ``--run`` also those of ``TrainingArguments`` or of a script."""
-    parser = make_parser("check", sys.modules[__name__])
+    parser = make_parser("check")
     training: list[str] = []
     script: list[str] = []
     if RUN_FLAG in argv:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
-from hf_fsdp_plugin.cli.terminal import Color, colored, text_width
+from hf_fsdp_plugin.cli.output import Color, colored, text_width
 from hf_fsdp_plugin.problems import DEFAULT_ORIGIN, Origin, Problem, has_errors
 from hf_fsdp_plugin.spec.model import FsdpSpec
 from hf_fsdp_plugin.spec.rules import defaults_of_script

@@ -6,15 +6,13 @@ The scripts are static: pressing TAB starts no Python process.
 from __future__ import annotations
 
 import argparse
-import importlib
 import shlex
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Final
 
-from hf_fsdp_plugin.cli.parser import make_parser
-from hf_fsdp_plugin.cli.verbs import VERBS
+from hf_fsdp_plugin.cli.verbs import VERBS, make_parser
 
 HELP = "Print a script that completes the verbs, flags and values of hf-fsdp in bash, zsh or fish."
 EXAMPLES = (
@@ -70,7 +68,7 @@ def verbs() -> list[Verb]:
         flags: list[Flag] = []
         words: tuple[str, ...] = ()
         has_script = False
-        for action in make_parser(name, importlib.import_module(f"hf_fsdp_plugin.cli.{name}"))._actions:
+        for action in make_parser(name)._actions:
             choices, about_flag = tuple(map(str, action.choices or ())), getattr(action, "about", action.help)
             if about_flag == argparse.SUPPRESS:
                 continue

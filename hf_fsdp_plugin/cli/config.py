@@ -10,9 +10,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
-from hf_fsdp_plugin.cli.exit_codes import OK, PROBLEMS, USAGE
-from hf_fsdp_plugin.cli.output import print_json
-from hf_fsdp_plugin.cli.terminal import print_problems
+from hf_fsdp_plugin.cli.output import OK, PROBLEMS, USAGE, print_json, print_problems
 from hf_fsdp_plugin.cli.wizard.conversation import answers_of_options, converse, predicted_memory
 from hf_fsdp_plugin.cli.wizard.file_text import changed_text, new_text, with_header
 from hf_fsdp_plugin.cli.wizard.fsdp_questions import QUESTIONS

@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from hf_fsdp_plugin.cli.enable import Enabled, check, find
-from hf_fsdp_plugin.cli.exit_codes import OK, PROBLEMS
-from hf_fsdp_plugin.cli.output import print_json
+from hf_fsdp_plugin.cli.output import OK, PROBLEMS, print_json
 from hf_fsdp_plugin.launcher.accelerators import AcceleratorSearch
 from hf_fsdp_plugin.problems import Problem, has_errors
 from hf_fsdp_plugin.supported import SUPPORTED, unsupported_versions, untested_versions

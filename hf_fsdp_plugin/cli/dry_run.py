@@ -8,10 +8,8 @@ from itertools import pairwise
 from typing import Any, Final
 
 from hf_fsdp_plugin.cli.check_output import settings_table, to_json, verdict
-from hf_fsdp_plugin.cli.exit_codes import exit_code
 from hf_fsdp_plugin.cli.model_plan import plan_of_model
-from hf_fsdp_plugin.cli.output import print_json
-from hf_fsdp_plugin.cli.terminal import in_line_order, print_problems, text_width
+from hf_fsdp_plugin.cli.output import exit_code, in_line_order, print_json, print_problems, text_width
 from hf_fsdp_plugin.launcher.accelerators import find_accelerators
 from hf_fsdp_plugin.launcher.environment import settings_env
 from hf_fsdp_plugin.launcher.flags import LaunchArguments

@@ -17,9 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from hf_fsdp_plugin.cli.exit_codes import OK, PROBLEMS
-from hf_fsdp_plugin.cli.output import print_json
-from hf_fsdp_plugin.cli.terminal import print_problems
+from hf_fsdp_plugin.cli.output import OK, PROBLEMS, print_json, print_problems
 from hf_fsdp_plugin.integrations.startup import RANK_VARIABLE
 from hf_fsdp_plugin.problems import Problem, has_errors
 from hf_fsdp_plugin.sources.handover import LAUNCH_VARIABLE

@@ -9,8 +9,7 @@ import sys
 from dataclasses import asdict, dataclass
 from importlib.resources import files
 
-from hf_fsdp_plugin.cli.exit_codes import OK, USAGE
-from hf_fsdp_plugin.cli.output import print_json
+from hf_fsdp_plugin.cli.output import OK, USAGE, print_json
 from hf_fsdp_plugin.problems import AREAS, CODE
 from hf_fsdp_plugin.text import format_table, printable
 

@@ -13,8 +13,7 @@ from pathlib import Path
 
 import hf_fsdp_plugin
 from hf_fsdp_plugin.cli.dry_run import show_run
-from hf_fsdp_plugin.cli.exit_codes import exit_code
-from hf_fsdp_plugin.cli.terminal import in_line_order, print_problems
+from hf_fsdp_plugin.cli.output import exit_code, in_line_order, print_problems
 from hf_fsdp_plugin.hangs.exit_watch import LIMIT_VARIABLE, exit_limit
 from hf_fsdp_plugin.hangs.hang_watch import hang_limit
 from hf_fsdp_plugin.hangs.rank_files import RUN_ID_VARIABLE

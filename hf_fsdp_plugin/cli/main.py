@@ -2,23 +2,19 @@
 
 A verb is a module of this package with ``HELP``, two ``EXAMPLES``, ``add_arguments(parser)`` and ``run(args) -> int``.
 A verb whose arguments one parser cannot read has ``parse_argv(argv)``, which returns the argument of ``run``. Both may
-raise ``UsageError``. The exit codes are in :mod:`hf_fsdp_plugin.cli.exit_codes`.
+raise ``UsageError``. The exit codes are in :mod:`hf_fsdp_plugin.cli.output`.
 """
 
 from __future__ import annotations
 
-import importlib
 import os
 import sys
 from collections.abc import Sequence
-from types import ModuleType
 from typing import Any
 
 import hf_fsdp_plugin
-from hf_fsdp_plugin.cli.exit_codes import INTERRUPTED, OK, PROBLEMS, USAGE
-from hf_fsdp_plugin.cli.help import usage
-from hf_fsdp_plugin.cli.parser import PROG, make_parser
-from hf_fsdp_plugin.cli.verbs import VERBS
+from hf_fsdp_plugin.cli.output import INTERRUPTED, OK, PROBLEMS, USAGE
+from hf_fsdp_plugin.cli.verbs import PROG, VERBS, make_parser, usage, verb_module
 from hf_fsdp_plugin.launcher.flags import UsageError
 from hf_fsdp_plugin.supported import unsupported_versions
 from hf_fsdp_plugin.text import printable
@@ -46,17 +42,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     return _run(argv[0], argv[1:])
 
 
-def parse_arguments(verb: str, module: ModuleType, argv: Sequence[str]) -> Any:
+def parse_arguments(verb: str, argv: Sequence[str]) -> Any:
     """Parse the arguments of a verb. Raises ``UsageError`` for wrong usage, and ``SystemExit`` after ``--help``."""
-    if hasattr(module, "parse_argv"):
-        return module.parse_argv(argv)
-    return make_parser(verb, module).parse_args(argv)
+    module = verb_module(verb)
+    return module.parse_argv(argv) if hasattr(module, "parse_argv") else make_parser(verb).parse_args(argv)
 
 
 def _run(verb: str, argv: Sequence[str]) -> int:
-    module = importlib.import_module(f"hf_fsdp_plugin.cli.{verb}")
     try:
-        code = module.run(parse_arguments(verb, module, argv))
+        code = verb_module(verb).run(parse_arguments(verb, argv))
         sys.stdout.flush()
         return int(code)
     except SystemExit as stop:  # after --help

@@ -1,12 +1,119 @@
-"""The JSON objects that the verbs print. docs/json.md describes them."""
+"""What the verbs share: exit codes, problems and JSON that are printed, and progress; width and colors of the terminal.
+
+docs/json.md describes the JSON objects.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+import os
+import sys
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, Literal, TextIO
 
-from hf_fsdp_plugin.text import printable
+from hf_fsdp_plugin.hangs.hang_watch import HANG as HANG
+from hf_fsdp_plugin.problems import Problem, has_errors, shown_problems
+from hf_fsdp_plugin.text import printable, wrap_words
 from hf_fsdp_plugin.version import SCHEMA_VERSION
+
+if TYPE_CHECKING:
+    from tqdm import tqdm
+
+OK: Final = 0
+PROBLEMS: Final = 1
+USAGE: Final = 2
+"""Wrong usage: an unknown flag, a missing argument, or an argument that is not the path of a file or folder."""
+INTERRUPTED: Final = 130
+"""128 plus the number of SIGINT, as in a shell."""
+_NO_FILE: Final = frozenset({"FSDP-E001", "FSDP-E002", "FSDP-E042"})
+"""Problems of a config that is not a file. Origins: the config of the command line, or none for the default one."""
+Color = Literal["red", "yellow", "green", "cyan", "dim", "bold"]
+_CODES: Final[Mapping[Color, str]] = {"red": "31", "yellow": "33", "green": "32", "cyan": "36", "dim": "2", "bold": "1"}
+_SEVERITY_COLORS: Final[Mapping[str, Color]] = {"error": "red", "warning": "yellow", "note": "cyan"}
+
+
+def exit_code(problems: Iterable[Problem], config: str | None) -> int:
+    """Return the exit code for the problems of a config.
+
+    Args:
+        config: the config as the user named it; ``None`` without one.
+    """
+    problems = list(problems)
+    for problem in problems:
+        source = problem.origin.source if problem.origin is not None else None
+        if problem.code in _NO_FILE and source == config:
+            return USAGE
+    return PROBLEMS if has_errors(problems) else OK
+
+
+def check_folder(verb: str, folder: Path) -> bool:
+    """Return whether `folder` exists. Otherwise print what is wrong."""
+    if folder.is_dir():
+        return True
+    what = "is not a folder" if folder.exists() else "does not exist"
+    print(f"hf-fsdp {verb}: {printable(str(folder))} {what}. Give the folder of a checkpoint.", file=sys.stderr)
+    return False
+
+
+def has_color(stream: TextIO) -> bool:
+    """Return whether to print colors. ``NO_COLOR`` has precedence over ``FORCE_COLOR``, as in Python itself."""
+    if os.environ.get("NO_COLOR"):
+        return False
+    if os.environ.get("FORCE_COLOR"):
+        return True
+    return stream.isatty() and os.environ.get("TERM") != "dumb"
+
+
+def colored(text: str, color: Color, stream: TextIO | None = None) -> str:
+    """Return the text with the escape codes of a color, if `stream` (by default stdout) shows colors."""
+    return f"\033[{_CODES[color]}m{text}\033[0m" if has_color(stream or sys.stdout) else text
+
+
+def text_width(stream: TextIO | None = None) -> int | None:
+    """Return the number of columns of a terminal, or ``COLUMNS``; ``None`` for a file or a pipe: no limit."""
+    stream = stream or sys.stdout
+    given = os.environ.get("COLUMNS", "")
+    if given.isdecimal() and int(given) > 0:
+        return int(given)
+    try:
+        return (os.get_terminal_size(stream.fileno()).columns or None) if stream.isatty() else None
+    except (OSError, ValueError):
+        return None
+
+
+def in_line_order(problems: Iterable[Problem]) -> list[Problem]:
+    """Sort the problems of each file by line. Files are in the order of their first problem, before other sources."""
+    problems = list(problems)
+    files = {origin.file: None for problem in problems if (origin := problem.origin) is not None and origin.file}
+    order = {file: number for number, file in enumerate(files)}
+
+    def place(problem: Problem) -> tuple[int, int]:
+        origin = problem.origin
+        if origin is None or origin.file is None:
+            return len(order), 0
+        return order[origin.file], origin.line or 0
+
+    return sorted(problems, key=place)
+
+
+def print_problems(problems: Iterable[Problem]) -> None:
+    """Print problems to stderr, each with its severity: in color, and wrapped, on a terminal."""
+    width = text_width(sys.stderr)
+    shown, rest = shown_problems(problems)
+    for problem in shown:
+        print(_problem_text(problem, width), file=sys.stderr)
+    for line in rest:
+        print(line, file=sys.stderr)
+    sys.stderr.flush()  # before what the verb prints to stdout
+
+
+def _problem_text(problem: Problem, width: int | None) -> str:
+    label = f"{problem.severity}: "
+    text = "\n".join(wrap_words(problem.text(label), width))
+    place = text.find(label)
+    if place < 0:
+        return text
+    return text[:place] + colored(label, _SEVERITY_COLORS[problem.severity], sys.stderr) + text[place + len(label) :]
 
 
 def print_json(tree: Mapping[str, Any]) -> None:
@@ -15,3 +122,41 @@ def print_json(tree: Mapping[str, Any]) -> None:
 
     text = json.dumps({"schema_version": SCHEMA_VERSION, **tree}, indent=2, ensure_ascii=False, default=str)
     print("\n".join(map(printable, text.split("\n"))))  # JSON itself allows C1 control characters and surrogates
+
+
+class ProgressBars:
+    """A progress bar for each step of a verb; none if stderr is not a terminal."""
+
+    def __init__(self) -> None:
+        self._bars: dict[str, tqdm[Any]] = {}
+
+    def __enter__(self) -> ProgressBars:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for bar in self._bars.values():
+            bar.close()
+
+    def __call__(self, step: str, count: int, total: int) -> None:
+        """Add ``count`` of ``total`` bytes to the bar of a step."""
+        if not sys.stderr.isatty():
+            return
+        from tqdm import tqdm
+
+        if step not in self._bars:
+            self._bars[step] = tqdm(total=total, desc=step, unit="B", unit_scale=True, leave=False)
+        self._bars[step].update(count)
+
+
+class StageProgress:
+    """One line with the running stage of a preflight; none if stderr is not a terminal."""
+
+    def __init__(self) -> None:
+        self._shown: str | None = None
+
+    def show(self, stage: str | None) -> None:
+        """Replace the line; ``None`` removes it."""
+        if stage == self._shown or not sys.stderr.isatty():
+            return
+        self._shown = stage
+        print(f"\r\033[K{f'preflight: {stage} …' if stage else ''}", end="", file=sys.stderr, flush=True)

@@ -1,11 +1,18 @@
-"""The verbs of ``hf-fsdp``."""
+"""The verbs of ``hf-fsdp``, their parsers, and the text of ``hf-fsdp help``."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from types import MappingProxyType
+import argparse
+import importlib
+import textwrap
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType, ModuleType
 from typing import Final
 
+from hf_fsdp_plugin.cli.output import text_width
+from hf_fsdp_plugin.launcher.flags import Parser, UsageError
+
+PROG: Final = "hf-fsdp"
 VERBS: Final[Mapping[str, str]] = MappingProxyType(
     {
         "check": "check a config: show every setting, its origin, and every problem",
@@ -28,3 +35,51 @@ VERBS: Final[Mapping[str, str]] = MappingProxyType(
     }
 )
 """Verb -> description. Each verb is the module with this name, which is imported when the verb is called."""
+
+
+def verb_module(verb: str) -> ModuleType:
+    """Import and return the module of a verb."""
+    return importlib.import_module(f"hf_fsdp_plugin.cli.{verb}")
+
+
+def make_parser(verb: str) -> Parser:
+    """Return the parser of a verb's arguments."""
+    module = verb_module(verb)
+    parser = Parser(
+        prog=f"{PROG} {verb}",
+        description=textwrap.fill(module.HELP, 100),
+        formatter_class=_formatter,
+        allow_abbrev=False,
+    )
+    module.add_arguments(parser)
+    examples = "\n".join(["examples:", *(f"  {example}" for example in module.EXAMPLES)])
+    parser.epilog = "\n\n".join(filter(None, [parser.epilog, examples]))
+    return parser
+
+
+def _formatter(prog: str) -> argparse.HelpFormatter:
+    """Return the formatter of help. Without a width, argparse imports shutil and its compression libraries."""
+    return argparse.RawDescriptionHelpFormatter(prog, width=min(text_width() or 100, 100))
+
+
+def check_needs(args: argparse.Namespace, needs: Mapping[str, Sequence[str]]) -> None:
+    """Raise ``UsageError`` for a flag that has no effect, because none of the flags that it needs was written.
+
+    Args:
+        needs: attribute of a flag -> attributes of which it needs one.
+    """
+    for name, others in needs.items():
+        if name in args.given and not any(other in args.given for other in others):
+            flags = " or ".join(f"--{other.replace('_', '-')}" for other in others)
+            raise UsageError(f"{args.given[name]} needs {flags}.")
+
+
+def usage() -> str:
+    """Return the list of verbs and the exit codes."""
+    width = max(map(len, VERBS))
+    lines = [f"usage: {PROG} VERB [ARGUMENTS]", "", "verbs:"]
+    lines += [f"  {verb:<{width}}  {about}" for verb, about in VERBS.items()]
+    lines += ["", "exit codes: 0 fine, 1 problems found, 2 wrong usage or a path that does not exist, 130 interrupted;"]
+    lines += ["launch exits with the code of the script."]
+    lines += ["", f"{PROG} VERB --help describes a verb, with examples. {PROG} --version prints the version."]
+    return "\n".join(lines)

@@ -8,13 +8,13 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
-from hf_fsdp_plugin.cli.terminal import text_width
+from hf_fsdp_plugin.cli.output import text_width
 from hf_fsdp_plugin.cli.wizard import prediction
 from hf_fsdp_plugin.cli.wizard.fsdp_questions import BY_NAME, BY_SETTING, QUESTIONS
 from hf_fsdp_plugin.cli.wizard.prompts import Asker
 from hf_fsdp_plugin.cli.wizard.question import Question, State
 from hf_fsdp_plugin.problems import Problem, SpecError
-from hf_fsdp_plugin.sources import overrides
+from hf_fsdp_plugin.sources.command_line import read_overrides
 from hf_fsdp_plugin.sources.model import Sources
 from hf_fsdp_plugin.spec.parse import parse_settings
 
@@ -56,7 +56,7 @@ def answers_of_options(args: argparse.Namespace) -> tuple[dict[str, str], dict[s
 
 def _settings_of(pairs: Sequence[str]) -> dict[str, Any]:
     """Return the settings of ``--set``. Raises ``SpecError`` for those that follow from answers."""
-    read = overrides.read(Sources(overrides=pairs, environ={}))
+    read = read_overrides(Sources(overrides=pairs, environ={}))
     level = parse_settings(read) if read is not None else None
     if level is None:
         return {}

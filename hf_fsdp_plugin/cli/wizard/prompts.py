@@ -10,7 +10,7 @@ import os
 import sys
 from typing import Any, TextIO
 
-from hf_fsdp_plugin.cli.terminal import colored, text_width
+from hf_fsdp_plugin.cli.output import colored, text_width
 from hf_fsdp_plugin.cli.wizard.question import Default, Question, State
 from hf_fsdp_plugin.problems import Problem, SpecError
 from hf_fsdp_plugin.text import wrap_words

@@ -161,7 +161,7 @@ def test_colors_follow_the_variables(capsys, config, monkeypatch, variables, is_
 
 
 def test_terminal_is_colored_unless_dumb(monkeypatch):
-    from hf_fsdp_plugin.cli.terminal import has_color
+    from hf_fsdp_plugin.cli.output import has_color
 
     class Terminal(io.StringIO):
         def isatty(self):

@@ -19,7 +19,7 @@ def test_help_ends_with_two_examples_that_parse(verb, capsys):
     for example in module.EXAMPLES:
         program, name, *argv = shlex.split(example.partition(" > ")[0].partition(" | ")[0])
         assert (program, name) == ("hf-fsdp", verb)
-        parse_arguments(verb, module, argv)
+        parse_arguments(verb, argv)
     assert main([verb, "--help"]) == 0
     assert capsys.readouterr().out.splitlines()[-3:] == ["examples:", *(f"  {example}" for example in module.EXAMPLES)]
     assert len(module.EXAMPLES) == 2
