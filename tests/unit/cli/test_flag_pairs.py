@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import importlib
 import itertools
 import json
 import shutil
@@ -15,8 +14,8 @@ from typing import Any
 import pytest
 from merge_inputs import save
 
-from hf_fsdp_plugin.cli.exit_codes import USAGE
-from hf_fsdp_plugin.cli.parser import make_parser
+from hf_fsdp_plugin.cli.output import USAGE
+from hf_fsdp_plugin.cli.verbs import make_parser
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64, "intermediate_size": 128,
@@ -85,8 +84,7 @@ def outcome(hf_fsdp: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ca
 
 def options_of(verb: str) -> set[str]:
     """Return the attributes of all optional flags of a verb's parser."""
-    module = importlib.import_module(f"hf_fsdp_plugin.cli.{verb}")
-    actions: list[argparse.Action] = make_parser(verb, module)._actions
+    actions: list[argparse.Action] = make_parser(verb)._actions
     return {action.dest for action in actions if action.option_strings} - {"help", "command_line"}
 
 

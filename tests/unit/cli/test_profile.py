@@ -8,7 +8,7 @@ import pytest
 from json_schema import assert_valid
 
 from hf_fsdp_plugin.cli import launch, profile
-from hf_fsdp_plugin.cli.parser import make_parser
+from hf_fsdp_plugin.cli.verbs import make_parser
 from hf_fsdp_plugin.cli.profile.arguments import read_profile_arguments
 from hf_fsdp_plugin.integrations.profiling import files
 from hf_fsdp_plugin.integrations.profiling.files import rank_files, write_file
@@ -18,7 +18,7 @@ from hf_fsdp_plugin.observe.profile.rank_profile import RankProfile, Times
 
 
 def namespace(*words: str):
-    return make_parser("profile", profile).parse_args(words)
+    return make_parser("profile").parse_args(words)
 
 
 def parse(*words: str, environ=MappingProxyType({})):

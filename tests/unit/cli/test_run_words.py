@@ -6,11 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from hf_fsdp_plugin.cli import check
 from hf_fsdp_plugin.cli.main import main
-from hf_fsdp_plugin.cli.parser import make_parser
 from hf_fsdp_plugin.cli.preflight import overrides_for_cpu
 from hf_fsdp_plugin.cli.run_words import split_run_words
+from hf_fsdp_plugin.cli.verbs import make_parser
 from hf_fsdp_plugin.spec.load import load_spec
 
 
@@ -32,7 +31,7 @@ from hf_fsdp_plugin.spec.load import load_spec
     ],
 )
 def test_words_are_split_by_their_owner(words: str, checked: str, training: str, script: str) -> None:
-    parser = make_parser("check", check)
+    parser = make_parser("check")
     assert split_run_words(words.split(), parser) == (checked.split(), training.split(), script.split())
 
 
