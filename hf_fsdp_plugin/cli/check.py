@@ -7,13 +7,13 @@ import math
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from hf_fsdp_plugin.cli.check_output import settings_table, to_json, verdict
+from hf_fsdp_plugin.cli.check_output import Checked, check_sources, verdict
 from hf_fsdp_plugin.cli.model_plan import plan_of_model
-from hf_fsdp_plugin.cli.output import OK, PROBLEMS, exit_code, in_line_order, print_json, print_problems, text_width
+from hf_fsdp_plugin.cli.output import OK, PROBLEMS, in_line_order, print_json, print_problems, text_width
 from hf_fsdp_plugin.cli.run_words import RUN_FLAG, add_run_arguments, check_run_usage, request_of, split_run_words
 from hf_fsdp_plugin.cli.verbs import check_needs, make_parser
 from hf_fsdp_plugin.launcher.flags import Parser, UsageError, add_setting_flags
@@ -22,13 +22,10 @@ from hf_fsdp_plugin.sources.accelerate_launch import default_config_file
 from hf_fsdp_plugin.sources.config_file import MAX_BYTES, ConfigFile, read_text
 from hf_fsdp_plugin.sources.model import Sources, config_of
 from hf_fsdp_plugin.sources.yaml_tree import ConfigFileError
-from hf_fsdp_plugin.spec.load import assess
 from hf_fsdp_plugin.spec.model import FsdpSpec
-from hf_fsdp_plugin.spec.rules import check_defaults_without_script, fsdp_is_off
 from hf_fsdp_plugin.text import printable
 
 if TYPE_CHECKING:
-    from hf_fsdp_plugin.cli.preflight import Preflight
     from hf_fsdp_plugin.plan.model import FsdpPlan
 
 HELP = "Check FSDP configs: print every problem, every setting with its origin, and a verdict."
@@ -105,27 +102,6 @@ def parse_argv(argv: Sequence[str]) -> argparse.Namespace:
     return args
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Checked:
-    """One config and its problems.
-
-    Attributes:
-        config: ``None`` if only flags and the environment are checked.
-        exit_code: 0 without errors, 1 with errors, 2 if there is no such config.
-    """
-
-    config: ConfigFile | None
-    spec: FsdpSpec
-    problems: tuple[Problem, ...]
-    plan: FsdpPlan | None
-    exit_code: int
-    run: Preflight | None = None
-
-    @property
-    def shown(self) -> str:
-        return self.config.shown if self.config is not None else "flags"
-
-
 def run(args: argparse.Namespace) -> int:
     """Print the problems, settings and verdict. Returns 0 without errors, 1 with errors, 2 for a missing config."""
     check_needs(args, _NEEDS)
@@ -182,18 +158,9 @@ def _sources(args: argparse.Namespace, config: ConfigFile | None) -> Sources:
 
 def check_config(args: argparse.Namespace, config: ConfigFile | None, *, with_plan: bool = True) -> Checked:
     """Return the spec of one config with all problems, and the plan if a model is named."""
-    assessment = assess(_sources(args, config))
-    spec = assessment.spec
-    problems, plan = list(assessment.problems), None
-    if assessment.ok and not spec.enabled and not spec.uses_xla and fsdp_is_off(spec) not in problems:
-        problems.append(fsdp_is_off(spec))
-    if args.model and with_plan and assessment.ok and spec.enabled:
-        plan, more = _plan(spec, args)
-        problems += [problem for problem in more if problem not in problems]
-    if not has_errors(problems):
-        problems += check_defaults_without_script(spec)
-    code = exit_code(problems, config.shown if config is not None else None)
-    return Checked(config=config, spec=spec, problems=tuple(in_line_order(problems)), plan=plan, exit_code=code)
+    if not args.model or not with_plan:
+        return check_sources(_sources(args, config))
+    return check_sources(_sources(args, config), lambda spec: _plan(spec, args) if spec.enabled else (None, ()))
 
 
 def _with_run(args: argparse.Namespace, config: ConfigFile | None) -> Checked:
@@ -211,8 +178,7 @@ def _with_run(args: argparse.Namespace, config: ConfigFile | None) -> Checked:
 
 
 def _result(args: argparse.Namespace, checked: Checked) -> dict[str, Any]:
-    shown = checked.config.shown if checked.config is not None else None
-    result = to_json(checked.spec, checked.problems, shown)
+    result = checked.to_json()
     if args.model:
         result["plan"] = checked.plan.to_json() if checked.plan is not None else None
     if args.run:
@@ -222,17 +188,14 @@ def _result(args: argparse.Namespace, checked: Checked) -> dict[str, Any]:
 
 
 def _print(checked: Checked) -> None:
-    print_problems(checked.problems)
-    # If the config could not be read, a table of defaults would hide the reason.
-    if checked.spec.origins:
-        print(settings_table(checked.spec, checked.problems, checked.config.shown if checked.config else None))
+    checked.print_settings()
     if checked.plan is not None:
         print(f"\n{checked.plan.text(width=text_width())}")
     if checked.run is not None:
         from hf_fsdp_plugin.cli.preflight_output import stage_table
 
         print(f"\n{stage_table(checked.run)}")
-    print("\n" if checked.spec.origins else "", verdict(checked.spec, checked.problems, checked.shown), sep="")
+    checked.print_verdict()
 
 
 def _fix(args: argparse.Namespace, files: Sequence[ConfigFile | None]) -> int:

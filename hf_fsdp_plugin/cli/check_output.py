@@ -1,22 +1,98 @@
-"""What ``hf-fsdp check`` prints: a table of settings, a verdict, or JSON."""
+"""``Checked``: a config with its problems and plan, and what ``check`` and ``launch --dry_run`` print of it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Final
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
 
-from hf_fsdp_plugin.cli.output import Color, colored, text_width
+from hf_fsdp_plugin.cli.output import Color, colored, exit_code, in_line_order, print_problems, text_width
 from hf_fsdp_plugin.problems import DEFAULT_ORIGIN, Origin, Problem, has_errors
+from hf_fsdp_plugin.sources.config_file import ConfigFile
+from hf_fsdp_plugin.sources.model import Sources
+from hf_fsdp_plugin.spec.load import assess
 from hf_fsdp_plugin.spec.model import FsdpSpec
-from hf_fsdp_plugin.spec.rules import defaults_of_script
+from hf_fsdp_plugin.spec.rules import check_defaults_without_script, defaults_of_script, fsdp_is_off
 from hf_fsdp_plugin.text import fit_table, plural, printable, wrap_items, wrap_words
 from hf_fsdp_plugin.vocabulary import BY_NAME, ROWS, canonical, find
+
+if TYPE_CHECKING:
+    from hf_fsdp_plugin.cli.preflight import Preflight
+    from hf_fsdp_plugin.plan.model import FsdpPlan
 
 _UNKNOWN_KEYS: Final = frozenset({"FSDP-E020", "FSDP-E030", "FSDP-E032"})
 _REFUSED: Final = "refused"
 _PARAGRAPH: Final = 110
 _ROW_INDENT: Final = 4
 """Width of the line numbers before the keys."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Checked:
+    """The settings of all sources, and their problems.
+
+    Attributes:
+        config: the config as the user named it; ``None`` if only flags and the environment are checked.
+        exit_code: 0 without errors, 1 with errors, 2 if there is no such config.
+        run: what ``check --run`` has found.
+    """
+
+    config: str | None
+    spec: FsdpSpec
+    problems: tuple[Problem, ...]
+    plan: FsdpPlan | None
+    exit_code: int
+    run: Preflight | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the object that ``--json`` prints, without plan and run."""
+        refused = refused_settings(self.spec, self.problems)
+        settings = {
+            name: {"value": None, "refused": True, "origin": refused[name].to_json()}
+            if name in refused
+            else {"value": jsonable(value), "refused": False, "origin": origin.to_json()}
+            for name, value, origin in self.spec.settings()
+        }
+        return {
+            "ok": not has_errors(self.problems),
+            "config": self.config,
+            "enabled": self.spec.enabled,
+            "settings": settings,
+            "problems": [problem.to_json() for problem in self.problems],
+        }
+
+    def print_settings(self) -> None:
+        """Print the problems and the table of settings."""
+        print_problems(self.problems)
+        # If the config could not be read, a table of defaults would hide the reason.
+        if self.spec.origins:
+            print(settings_table(self.spec, self.problems, self.config))
+
+    def print_verdict(self) -> None:
+        print("\n" if self.spec.origins else "", verdict(self.spec, self.problems, self.config or "flags"), sep="")
+
+
+def check_sources(
+    sources: Sources,
+    find_plan: Callable[[FsdpSpec], tuple[FsdpPlan | None, Sequence[Problem]]] = lambda spec: (None, ()),
+) -> Checked:
+    """Return the spec of the sources with all problems.
+
+    Args:
+        find_plan: returns the plan, if there is one, and its problems. It is called for a spec without errors.
+    """
+    assessment = assess(sources)
+    spec, problems, plan = assessment.spec, list(assessment.problems), None
+    if assessment.ok:
+        if not spec.enabled and not spec.uses_xla:
+            problems.append(fsdp_is_off(spec))
+        plan, more = find_plan(spec)
+        problems += more
+    if not has_errors(problems):
+        problems += check_defaults_without_script(spec)
+    config = sources.config.shown if isinstance(sources.config, ConfigFile) else None
+    problems = in_line_order(dict.fromkeys(problems))
+    return Checked(config=config, spec=spec, problems=tuple(problems), plan=plan, exit_code=exit_code(problems, config))
 
 
 def settings_table(spec: FsdpSpec, problems: Sequence[Problem], shown: str | None) -> str:
@@ -127,24 +203,6 @@ def _units(spec: FsdpSpec) -> str:
         "size": f"units of at least {spec.wrap.min_num_params:,} parameters",
         "none": "the whole model is one unit",
     }[spec.wrap.policy]
-
-
-def to_json(spec: FsdpSpec, problems: Sequence[Problem], shown: str | None) -> dict[str, Any]:
-    """Return the object that ``--json`` prints for one config."""
-    refused = refused_settings(spec, problems)
-    settings = {
-        name: {"value": None, "refused": True, "origin": refused[name].to_json()}
-        if name in refused
-        else {"value": jsonable(value), "refused": False, "origin": origin.to_json()}
-        for name, value, origin in spec.settings()
-    }
-    return {
-        "ok": not has_errors(problems),
-        "config": shown,
-        "enabled": spec.enabled,
-        "settings": settings,
-        "problems": [problem.to_json() for problem in problems],
-    }
 
 
 def jsonable(value: Any) -> Any:

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, Final
 
 from hf_fsdp_plugin.cli.output import OK, PROBLEMS, USAGE, print_json, print_problems
 from hf_fsdp_plugin.cli.wizard.conversation import answers_of_options, converse, predicted_memory
-from hf_fsdp_plugin.cli.wizard.file_text import changed_text, new_text, with_header
 from hf_fsdp_plugin.cli.wizard.fsdp_questions import QUESTIONS
 from hf_fsdp_plugin.cli.wizard.prompts import Asker, make_asker
 from hf_fsdp_plugin.cli.wizard.question import YES_NO, Default, Question, State
@@ -28,7 +27,15 @@ from hf_fsdp_plugin.cli.wizard.settings import (
     stock_limits,
     unused_settings,
 )
-from hf_fsdp_plugin.cli.wizard.target import Target, assess_text, find_target, write
+from hf_fsdp_plugin.cli.wizard.target import (
+    Target,
+    assess_text,
+    changed_text,
+    find_target,
+    new_text,
+    with_header,
+    write,
+)
 from hf_fsdp_plugin.launcher.accelerators import AcceleratorSearch
 from hf_fsdp_plugin.launcher.flags import Suggested
 from hf_fsdp_plugin.problems import Origin, Problem, SpecError, has_errors

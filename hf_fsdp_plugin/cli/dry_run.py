@@ -5,21 +5,22 @@ from __future__ import annotations
 import shlex
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
-from hf_fsdp_plugin.cli.check_output import settings_table, to_json, verdict
+from hf_fsdp_plugin.cli.check_output import check_sources
 from hf_fsdp_plugin.cli.model_plan import plan_of_model
-from hf_fsdp_plugin.cli.output import exit_code, in_line_order, print_json, print_problems, text_width
+from hf_fsdp_plugin.cli.output import print_json, text_width
 from hf_fsdp_plugin.launcher.accelerators import find_accelerators
 from hf_fsdp_plugin.launcher.environment import settings_env
 from hf_fsdp_plugin.launcher.flags import LaunchArguments
 from hf_fsdp_plugin.launcher.world import World, describe, resolve_world
-from hf_fsdp_plugin.problems import SpecError, has_errors
-from hf_fsdp_plugin.sources.config_file import ConfigFile
+from hf_fsdp_plugin.problems import Problem, SpecError, has_errors
 from hf_fsdp_plugin.sources.model import Sources
-from hf_fsdp_plugin.spec.load import assess
-from hf_fsdp_plugin.spec.rules import check_defaults_without_script, fsdp_is_off
+from hf_fsdp_plugin.spec.model import FsdpSpec
 from hf_fsdp_plugin.text import printable
+
+if TYPE_CHECKING:
+    from hf_fsdp_plugin.plan.model import FsdpPlan
 
 _MODEL_FLAGS: Final = ("--model_name_or_path", "--model_name", "--model")
 """Flags of training scripts that name the model."""
@@ -31,44 +32,37 @@ def show_run(arguments: LaunchArguments, sources: Sources, command: Sequence[str
     Args:
         command: the command of a rank.
     """
-    config = sources.config.shown if isinstance(sources.config, ConfigFile) else None
-    assessment = assess(sources)
-    spec, problems = assessment.spec, list(assessment.problems)
-    world, plan = None, None
-    if assessment.ok:
+    world: World | None = None
+    model, is_own = model_of_script(arguments)
+
+    def find_plan(spec: FsdpSpec) -> tuple[FsdpPlan | None, Sequence[Problem]]:
+        nonlocal world
         try:
             world = resolve_world(spec, find_accelerators())
-            problems += world.problems
         except SpecError as error:
-            problems += error.problems
-    model, is_own = model_of_script(arguments)
-    if assessment.ok and not spec.enabled:
-        problems.append(fsdp_is_off(spec))
-    if not has_errors(problems):
-        problems += check_defaults_without_script(spec)
-    if world is not None and model and spec.enabled:
+            return None, error.problems
+        if not model or not spec.enabled:
+            return None, world.problems
         plan, found = plan_of_model(spec, model, world_size=world.size, device_type=world.device)
         # The script may know a model that is unknown here, for example its own folder.
         unknown = not is_own and any(problem.code == "FSDP-E709" for problem in found)
-        problems += [problem for problem in found if problem not in problems and not unknown]
-    problems = in_line_order(dict.fromkeys(problems))
+        return plan, world.problems if unknown else (*world.problems, *found)
+
+    checked = check_sources(sources, find_plan)
+    spec, plan = checked.spec, checked.plan
     env = settings_env(spec, world, arguments) if world is not None else {}
     if "json" in arguments.options:
-        result = to_json(spec, problems, config)
-        started = _world_json(world) if world is not None else None
         print_json(
             {
-                **result,
+                **checked.to_json(),
                 "plan": plan.to_json() if plan is not None else None,
-                "world": started,
+                "world": _world_json(world) if world is not None else None,
                 "command": list(command),
                 "environment": env,
             }
         )
-        return exit_code(problems, config)
-    print_problems(problems)
-    if spec.origins:
-        print(settings_table(spec, problems, config))
+        return checked.exit_code
+    checked.print_settings()
     if world is not None and spec.enabled:
         print(f"\n{plan.text(width=text_width()) if plan is not None else _no_units(model)}")
     if world is not None:
@@ -76,10 +70,10 @@ def show_run(arguments: LaunchArguments, sources: Sources, command: Sequence[str
         variables = " ".join(f"{name}={shlex.quote(value)}" for name, value in env.items())
         print(printable(f"command of a rank: {shlex.join(command)}"))
         print(printable(f"variables of a rank: {variables}"))
-    print("\n" if spec.origins else "", verdict(spec, problems, config or "flags"), sep="")
-    if not has_errors(problems):
+    checked.print_verdict()
+    if not has_errors(checked.problems):
         print("Nothing was started (--dry_run).")
-    return exit_code(problems, config)
+    return checked.exit_code
 
 
 def model_of_script(arguments: LaunchArguments) -> tuple[str, bool]:

@@ -6,7 +6,6 @@ The verb writes one ``.pth`` file to the environment. Python runs the line of su
 from __future__ import annotations
 
 import argparse
-import contextlib
 import os
 import re
 import site
@@ -17,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from hf_fsdp_plugin.cli.output import OK, PROBLEMS, print_json, print_problems
+from hf_fsdp_plugin.cli.output import OK, PROBLEMS, print_json, print_problems, write_atomically
 from hf_fsdp_plugin.integrations.startup import RANK_VARIABLE
 from hf_fsdp_plugin.problems import Problem, has_errors
 from hf_fsdp_plugin.sources.handover import LAUNCH_VARIABLE
@@ -140,13 +139,9 @@ def _folder(*, user: bool) -> Path:
 
 
 def _write(file: Path) -> list[Problem]:
-    partial = file.with_name(f"{FILE_NAME}.part")  # Python does not read it
     try:
-        partial.write_text(TEXT, encoding="utf-8")
-        os.replace(partial, file)
+        write_atomically(file, TEXT.encode())
     except OSError as error:
-        with contextlib.suppress(OSError):
-            partial.unlink()
         return [cannot_change(file, error)]
     return []
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, TextIO
 
@@ -122,6 +123,30 @@ def print_json(tree: Mapping[str, Any]) -> None:
 
     text = json.dumps({"schema_version": SCHEMA_VERSION, **tree}, indent=2, ensure_ascii=False, default=str)
     print("\n".join(map(printable, text.split("\n"))))  # JSON itself allows C1 control characters and surrogates
+
+
+def write_atomically(path: Path, content: bytes) -> None:
+    """Replace a file, complete or not at all, and keep its permissions. A link stays a link.
+
+    Raises:
+        OSError: it cannot be written. The present file is unchanged.
+    """
+    import shutil  # imports compression libraries
+
+    path = Path(os.path.realpath(path))
+    partial = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        with partial.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        if path.exists():
+            shutil.copymode(path, partial)
+        os.replace(partial, path)
+    except BaseException:
+        with suppress(OSError):
+            partial.unlink(missing_ok=True)
+        raise
 
 
 class ProgressBars:
