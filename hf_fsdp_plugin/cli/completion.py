@@ -91,54 +91,35 @@ def _words(words: Iterable[str]) -> str:
     return shlex.quote(" ".join(words))
 
 
-def bash_script(verbs: Iterable[Verb]) -> str:
-    verbs = list(verbs)
+def _script(template: str, names: str, verbs: Iterable[Verb]) -> str:
+    """Return a template of bash or zsh with the names of the verbs, and a case for the flags of each verb."""
     cases = []
     for verb in verbs:
+        by_values: dict[tuple[str, ...], list[str]] = {}
+        for flag in verb.flags:
+            if flag.takes_value:
+                by_values.setdefault(flag.values, []).append(flag.name.replace("_", "-"))
         cases += [
             f"    {verb.name})",
             f"      flags={_words(flag.name for flag in verb.flags)}",
-            f"      valued={_words(_valued(verb))}",
+            f"      valued={_words(flag for flags in by_values.values() for flag in flags)}",
             f"      script={int(verb.has_script)} positional={_words(verb.words)}",
             '      case "${prev//_/-}" in',
-            *(f"        {pattern}) words={_words(values)} ;;" for pattern, values in _by_values(verb) if values),
-            *(f"        {pattern}) files=1 ;;" for pattern, values in _by_values(verb) if not values),
+            *(
+                f"        {'|'.join(flags)}) {f'values={_words(values)}' if values else 'files=1'} ;;"
+                for values, flags in by_values.items()
+            ),
             "      esac ;;",
         ]
-    return _BASH.replace("@VERBS@", " ".join(verb.name for verb in verbs)).replace("@CASES@", "\n".join(cases))
+    return template.replace("@VERBS@", names).replace("@CASES@", "\n".join(cases))
+
+
+def bash_script(verbs: Iterable[Verb]) -> str:
+    return _script(_BASH, " ".join(VERBS), verbs)
 
 
 def zsh_script(verbs: Iterable[Verb]) -> str:
-    verbs = list(verbs)
-    cases = []
-    for verb in verbs:
-        positional = f"compadd -- {' '.join(verb.words)}" if verb.words else "_files"
-        cases += [
-            f"    {verb.name})",
-            f"      flags=({' '.join(flag.name for flag in verb.flags)})",
-            f"      valued=({' '.join(_valued(verb))})",
-            *(["      _hf_fsdp_has_script && { _files; return }"] if verb.has_script else []),
-            "      case ${words[CURRENT-1]//_/-} in",
-            *(f"        {p}) compadd -- {' '.join(values)}; return ;;" for p, values in _by_values(verb) if values),
-            *(f"        {p}) _files; return ;;" for p, values in _by_values(verb) if not values),
-            "      esac",
-            f"      if [[ ${{words[CURRENT]}} == -* ]]; then compadd -- $flags; else {positional}; fi ;;",
-        ]
-    described = " ".join(shlex.quote(f"{verb.name}:{verb.help}") for verb in verbs)
-    return _ZSH.replace("@VERBS@", described).replace("@CASES@", "\n".join(cases))
-
-
-def _valued(verb: Verb) -> list[str]:
-    return [flag.name for flag in verb.flags if flag.takes_value]
-
-
-def _by_values(verb: Verb) -> list[tuple[str, tuple[str, ...]]]:
-    """Return patterns of flags, with hyphens, and the values of these flags; no values stand for files."""
-    names: dict[tuple[str, ...], list[str]] = {}
-    for flag in verb.flags:
-        if flag.takes_value:
-            names.setdefault(flag.values, []).append(flag.name.replace("_", "-"))
-    return [("|".join(flags), values) for values, flags in names.items()]
+    return _script(_ZSH, " ".join(shlex.quote(f"{name}:{about}") for name, about in VERBS.items()), verbs)
 
 
 def fish_script(verbs: Iterable[Verb]) -> str:
@@ -163,7 +144,7 @@ def fish_script(verbs: Iterable[Verb]) -> str:
 _BASH = """\
 _hf_fsdp() {
   local cur="${COMP_WORDS[COMP_CWORD]}" prev="${COMP_WORDS[COMP_CWORD-1]}"
-  local flags="" valued="" positional="" words="" files="" script=0 i word
+  local flags="" valued="" positional="" values="" files="" script=0 i word
   if ((COMP_CWORD == 1)); then
     COMPREPLY=($(compgen -W "@VERBS@ --help --version" -- "$cur"))
     return
@@ -178,11 +159,11 @@ _hf_fsdp() {
         COMPREPLY=($(compgen -f -- "$cur"))
         return
       fi
-      [[ " $valued " == *" $word "* || " $valued " == *" ${word//-/_} "* ]] && ((i++))
+      [[ " $valued " == *" ${word//_/-} "* ]] && ((i++))
     done
   fi
-  if [[ -n $words ]]; then
-    COMPREPLY=($(compgen -W "$words" -- "$cur"))
+  if [[ -n $values ]]; then
+    COMPREPLY=($(compgen -W "$values" -- "$cur"))
   elif [[ -z $files && $cur == -* ]]; then
     COMPREPLY=($(compgen -W "$flags" -- "$cur"))
   elif [[ -z $files && -n $positional ]]; then
@@ -196,24 +177,35 @@ complete -o filenames -F _hf_fsdp hf-fsdp
 
 _ZSH = """\
 #compdef hf-fsdp
-_hf_fsdp_has_script() {
-  local i
-  for ((i = 3; i < CURRENT; i++)); do
-    [[ ${words[i]} == -* ]] || return 0
-    (( ${valued[(Ie)${words[i]}]} )) && ((i++))
-  done
-  return 1
-}
 _hf_fsdp() {
-  local -a verbs flags valued
+  local -a verbs
+  local prev="${words[CURRENT-1]}" flags="" valued="" positional="" values="" files="" script=0 i
   if ((CURRENT == 2)); then
     verbs=(@VERBS@)
     _describe verb verbs
     return
   fi
-  case ${words[2]} in
+  case "${words[2]}" in
 @CASES@
   esac
+  if ((script)); then
+    for ((i = 3; i < CURRENT; i++)); do
+      if [[ ${words[i]} != -* ]]; then  # the script: its arguments are its own
+        _files
+        return
+      fi
+      [[ " $valued " == *" ${words[i]//_/-} "* ]] && ((i++))
+    done
+  fi
+  if [[ -n $values ]]; then
+    compadd -- ${=values}
+  elif [[ -z $files && ${words[CURRENT]} == -* ]]; then
+    compadd -- ${=flags}
+  elif [[ -z $files && -n $positional ]]; then
+    compadd -- ${=positional}
+  else
+    _files
+  fi
 }
 if [[ ${funcstack[1]} == _hf-fsdp ]]; then _hf_fsdp "$@"; else compdef _hf_fsdp hf-fsdp; fi
 """

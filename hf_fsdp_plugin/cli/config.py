@@ -14,7 +14,7 @@ from hf_fsdp_plugin.cli.output import OK, PROBLEMS, USAGE, print_json, print_pro
 from hf_fsdp_plugin.cli.wizard.conversation import answers_of_options, converse, predicted_memory
 from hf_fsdp_plugin.cli.wizard.fsdp_questions import QUESTIONS
 from hf_fsdp_plugin.cli.wizard.prompts import Asker, make_asker
-from hf_fsdp_plugin.cli.wizard.question import YES_NO, Default, Question, State
+from hf_fsdp_plugin.cli.wizard.question import Default, Question, State
 from hf_fsdp_plugin.cli.wizard.settings import (
     Entry,
     arguments_of,
@@ -171,7 +171,7 @@ def _may_write(args: argparse.Namespace, target: Target, text: str, asker: Asker
     if args.force:
         return True
     default = Default(value=True)
-    question = Question(name="force", text=f"Change {target.shown}", default=default, choices=YES_NO)
+    question = Question(name="force", text=f"Change {target.shown}", default=default)
     return bool(asker.ask(question, default, state))
 
 

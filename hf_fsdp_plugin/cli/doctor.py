@@ -10,13 +10,12 @@ import re
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, files, version
 from itertools import groupby
 from pathlib import Path
 from typing import Any, Final
 
-from hf_fsdp_plugin.cli.enable import Enabled, check, find
+from hf_fsdp_plugin.cli.enable import check, find
 from hf_fsdp_plugin.cli.output import OK, PROBLEMS, print_json
 from hf_fsdp_plugin.launcher.accelerators import AcceleratorSearch
 from hf_fsdp_plugin.problems import Problem, has_errors
@@ -45,46 +44,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else on stdout")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Diagnosis:
-    """What the verb has found.
-
-    Attributes:
-        versions: package -> version; packages that are not installed are left out.
-        devices: kind, number, name and memory of the accelerators.
-        enabled: the file of ``hf-fsdp enable``.
-        contracts: the rows of :func:`hf_fsdp_plugin.integrations.contract_probe.probe_contracts`, as JSON objects.
-    """
-
-    versions: Mapping[str, str]
-    devices: Mapping[str, Any]
-    enabled: Enabled
-    contracts: Sequence[Mapping[str, Any]]
-    problems: Sequence[Problem]
-
-
 def run(args: argparse.Namespace) -> int:
     """Print the diagnosis. Returns 1 if a version, torch or a needed contract does not hold."""
-    found = diagnose()
+    found, problems = diagnose()
     if args.json:
-        print_json(
-            {
-                "ok": not has_errors(found.problems),
-                "platform": _platform(),
-                "versions": found.versions,
-                "devices": found.devices,
-                "enabled": found.enabled.to_json(),
-                "contracts": found.contracts,
-                "problems": [problem.to_json() for problem in found.problems],
-            }
-        )
+        listed = [problem.to_json() for problem in problems]
+        print_json({"ok": not has_errors(problems), **found, "problems": listed})
     else:
-        print(_text(found))
-    return PROBLEMS if has_errors(found.problems) else OK
+        print(_text(found, problems))
+    return PROBLEMS if has_errors(problems) else OK
 
 
-def diagnose() -> Diagnosis:
-    """Read the versions, and probe torch and the contracts in another process, which a broken torch may end."""
+def diagnose() -> tuple[dict[str, Any], list[Problem]]:
+    """Return what ``--json`` prints, and all problems.
+
+    Torch and the contracts are probed in another process, which a broken torch may end.
+    """
     versions = {name: found for name in _PACKAGES if (found := _version(name)) is not None}
     problems = [Problem(code="FSDP-E623", message=text.removesuffix(" [FSDP-E623]")) for text in unsupported_versions()]
     if newer := untested_versions():
@@ -93,20 +68,20 @@ def diagnose() -> Diagnosis:
     search = AcceleratorSearch()
     contracts, failure = _probe()
     if failure:
-        problems.append(
-            Problem(
-                code="FSDP-E624",
-                message=f"torch cannot be imported: {failure}",
-                fix="Reinstall it: pip install --force-reinstall torch. Use one index for torch, torchvision and "
-                "torchaudio.",
-            )
-        )
-    problems += check_contracts(contracts)
+        fix = "Reinstall it: pip install --force-reinstall torch. Use one index for torch, torchvision and torchaudio."
+        problems.append(Problem(code="FSDP-E624", message=f"torch cannot be imported: {failure}", fix=fix))
     enabled = find()
-    problems += check(enabled)
+    problems += [*check_contracts(contracts), *check(enabled)]
     accelerators = search.result()
-    devices = {name: getattr(accelerators, name) for name in accelerators.__slots__}
-    return Diagnosis(versions=versions, devices=devices, enabled=enabled, contracts=contracts, problems=problems)
+    system = {"python": platform.python_version(), "system": platform.platform(), "machine": platform.machine()}
+    found = {
+        "platform": system,
+        "versions": versions,
+        "devices": {name: getattr(accelerators, name) for name in accelerators.__slots__},
+        "enabled": enabled.to_json(),
+        "contracts": contracts,
+    }
+    return found, problems
 
 
 def check_contracts(contracts: Sequence[Mapping[str, Any]]) -> list[Problem]:
@@ -191,23 +166,18 @@ def _environment() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name not in names} | {"CUDA_VISIBLE_DEVICES": ""}
 
 
-def _platform() -> dict[str, str]:
-    return {"python": platform.python_version(), "system": platform.platform(), "machine": platform.machine()}
-
-
-def _text(found: Diagnosis) -> str:
+def _text(found: Mapping[str, Any], problems: Sequence[Problem]) -> str:
     supported = {name: f"supported: {oldest} to {newest}" for name, (oldest, newest) in SUPPORTED.items()}
-    versions = [("python", platform.python_version(), ""), ("system", platform.platform(), "")]
-    versions += [(name, number, supported.get(name, "")) for name, number in found.versions.items()]
-    blocks = [format_table(versions), "devices: " + _devices_text(found.devices)]
-    file = f"yes, by {found.enabled.file}" if found.enabled.file is not None else "no"
-    blocks[-1] += f"\nenabled for stock launchers in {sys.prefix}: {file}"
-    if found.contracts:
-        blocks.append(_contracts_text(found.contracts))
-    shown = [str(problem) if problem.severity != "error" else problem.text("error: ") for problem in found.problems]
-    missing = [row for row in found.contracts if row["status"] == "missing"]
-    verdict = "Everything that this package relies on is there." if found.contracts and not missing else ""
-    return "\n\n".join(block for block in [*blocks, "\n".join(shown) or verdict] if block)
+    versions = [(name, found["platform"][name], "") for name in ("python", "system")]
+    versions += [(name, number, supported.get(name, "")) for name, number in found["versions"].items()]
+    file, contracts = found["enabled"]["file"], found["contracts"]
+    enabled = f"yes, by {file}" if file is not None else "no"
+    devices = f"devices: {_devices_text(found['devices'])}\nenabled for stock launchers in {sys.prefix}: {enabled}"
+    shown = [str(problem) if problem.severity != "error" else problem.text("error: ") for problem in problems]
+    missing = [row for row in contracts if row["status"] == "missing"]
+    verdict = "Everything that this package relies on is there." if contracts and not missing else ""
+    blocks = [format_table(versions), devices, _contracts_text(contracts) if contracts else ""]
+    return "\n\n".join(filter(None, [*blocks, "\n".join(shown) or verdict]))
 
 
 def _devices_text(devices: Mapping[str, Any]) -> str:

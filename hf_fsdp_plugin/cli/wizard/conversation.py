@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from hf_fsdp_plugin.cli.output import text_width
 from hf_fsdp_plugin.cli.wizard import prediction
-from hf_fsdp_plugin.cli.wizard.fsdp_questions import BY_NAME, BY_SETTING, QUESTIONS
+from hf_fsdp_plugin.cli.wizard.fsdp_questions import BY_NAME, BY_SETTING, DETAILS, QUESTIONS
 from hf_fsdp_plugin.cli.wizard.prompts import Asker
 from hf_fsdp_plugin.cli.wizard.question import Question, State
 from hf_fsdp_plugin.problems import Problem, SpecError
@@ -94,7 +94,7 @@ def converse(state: State, asker: Asker, given: Mapping[str, str]) -> None:
         elif question.name in given:
             state.answers[question.name] = _read_option(question, given[question.name], state)
             _follow(question, state, asker)
-        elif question.detail and not state.answers["details"]:
+        elif question in DETAILS and not state.answers["details"]:
             if state.version == 1 and question.name in FSDP1_WRITTEN:
                 state.answers[question.name] = question.default_in(state).value
         else:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Final
 
-from hf_fsdp_plugin.cli.wizard.question import YES_NO, Choice, Default, Question, State, parse_setting, whole_number
+from hf_fsdp_plugin.cli.wizard.question import Choice, Default, Question, State, parse_setting, whole_number
 from hf_fsdp_plugin.cli.wizard.run_questions import RUN_QUESTIONS
 from hf_fsdp_plugin.spec.values import is_class_name
 from hf_fsdp_plugin.strategies import STRATEGIES
@@ -151,7 +151,6 @@ _FSDP: Final = (
         text="Offload parameters, gradients and optimizer state to the CPU",
         setting="offload.params",
         default=Default(value=False, reason="faster; the optimizer would run on the CPU"),
-        choices=YES_NO,
         about="frees GPU memory; the optimizer runs on the CPU, which is slow",
     ),
     Question(
@@ -170,7 +169,6 @@ _FSDP: Final = (
         text="Offload checkpointed activations to the CPU",
         setting="activation.offload",
         default=Default(value=False, reason="the inputs of the units stay on the GPU"),
-        choices=YES_NO,
         asked=lambda state: state.answers["checkpointing"] != "none",
         about="for long sequences: the inputs of the units are kept in CPU memory",
     ),
@@ -190,17 +188,15 @@ _FSDP: Final = (
         text="RAM-efficient loading",
         setting="loading.ram_efficient",
         default=Default(value=True, reason="a machine holds the weights once, not once per GPU"),
-        choices=YES_NO,
         about="each rank loads all weights",
     ),
     Question(
         name="details",
         text="Review the remaining settings (prefetching, asynchronous checkpoints, ...)",
         default=Default(value=False, reason="their defaults fit most runs"),
-        choices=YES_NO,
     ),
 )
-_DETAILS: Final = (
+DETAILS: Final = (
     Question(
         name="backward_prefetch",
         text="Backward prefetch",
@@ -211,15 +207,12 @@ _DETAILS: Final = (
             Choice("post", "gathers the next unit after the gradients: less memory"),
             Choice("none", "gathers a unit when it is needed: least memory"),
         ),
-        detail=True,
     ),
     Question(
         name="forward_prefetch",
         text="Forward prefetch",
         setting="prefetch.forward",
         default=Default(value=False, reason="helps only if the CPU is slower than the GPU"),
-        choices=YES_NO,
-        detail=True,
         about="the next unit is gathered during the forward of the current one",
     ),
     Question(
@@ -227,9 +220,7 @@ _DETAILS: Final = (
         text="Limit the all-gathers in flight (FSDP1)",
         setting="prefetch.limit_all_gathers",
         default=Default(value=True, reason="at most two units are gathered at a time"),
-        choices=YES_NO,
         asked=_is_fsdp1,
-        detail=True,
         about="more memory: the CPU may start any number of all-gathers",
     ),
     Question(
@@ -237,9 +228,7 @@ _DETAILS: Final = (
         text="Keep the original parameters (use_orig_params of FSDP1)",
         setting="params.use_orig",
         default=Default(value=True, reason="for frozen parameters, parameter groups and torch.compile"),
-        choices=YES_NO,
         asked=_is_fsdp1,
-        detail=True,
         about="the optimizer sees one flat parameter per unit",
     ),
     Question(
@@ -247,9 +236,7 @@ _DETAILS: Final = (
         text="Broadcast the weights of rank 0 before sharding (FSDP1)",
         setting="loading.sync_module_states",
         default=Default(value=True, reason="all ranks begin with the weights of rank 0"),
-        choices=YES_NO,
         asked=lambda state: _is_fsdp1(state) and not state.answers["ram_efficient_loading"],
-        detail=True,
         about="every rank must load the same weights",
     ),
     Question(
@@ -257,9 +244,7 @@ _DETAILS: Final = (
         text="Pin the CPU memory of offloaded parameters",
         setting="offload.pin_memory",
         default=Default(value=True, reason="copies overlap with computation"),
-        choices=YES_NO,
         asked=lambda state: bool(state.answers["offload"]),
-        detail=True,
         about="for machines with little CPU memory",
     ),
     Question(
@@ -267,11 +252,9 @@ _DETAILS: Final = (
         text="Write checkpoints in the background",
         setting="checkpoint.asynchronous",
         default=Default(value=False, reason="needs a copy of the shards in CPU memory"),
-        choices=YES_NO,
-        detail=True,
         about="training pauses only for the copy to CPU memory",
     ),
 )
-QUESTIONS: Final = (*RUN_QUESTIONS, *_FSDP, *_DETAILS)
+QUESTIONS: Final = (*RUN_QUESTIONS, *_FSDP, *DETAILS)
 BY_NAME: Final[Mapping[str, Question]] = {question.name: question for question in QUESTIONS}
 BY_SETTING: Final[Mapping[str, Question]] = {question.setting: question for question in QUESTIONS if question.setting}

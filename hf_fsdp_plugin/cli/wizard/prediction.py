@@ -3,61 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from hf_fsdp_plugin.cli.model_plan import load_model
 from hf_fsdp_plugin.cli.wizard.fsdp_questions import USUAL_MIN_NUM_PARAMS
-from hf_fsdp_plugin.cli.wizard.question import State
+from hf_fsdp_plugin.cli.wizard.question import ModelFacts, State
 from hf_fsdp_plugin.cli.wizard.settings import stock_limits
 from hf_fsdp_plugin.estimate.sizes import parse_size
 from hf_fsdp_plugin.problems import SpecError
 from hf_fsdp_plugin.spec.load import load_spec
 from hf_fsdp_plugin.strategies import STRATEGIES
-from hf_fsdp_plugin.text import fit_table, format_bytes, format_count, format_table, wrap_words
+from hf_fsdp_plugin.text import fit_table, format_bytes, format_table, wrap_words
 
 if TYPE_CHECKING:
-    from torch import nn
-
     from hf_fsdp_plugin.estimate.planner_rows import Advice, AdviceRow
     from hf_fsdp_plugin.estimate.results import MemoryEstimate
     from hf_fsdp_plugin.estimate.workload import Workload
     from hf_fsdp_plugin.plan.model import FsdpPlan
 
 MAX_ROWS: Final = 8
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ModelFacts:
-    """A model on the meta device, and what the questions need to know of it.
-
-    Attributes:
-        name: as the user named it.
-        classes: class name -> number of modules, without containers.
-        layers: the classes that become units by default.
-        declares_layers: whether the model itself declares these classes (``_no_split_modules``).
-        max_seq_len: number of positions; 0 if the config has none.
-    """
-
-    name: str
-    model: nn.Module
-    class_name: str
-    num_params: int
-    classes: Mapping[str, int]
-    layers: tuple[str, ...]
-    declares_layers: bool
-    max_seq_len: int
-
-    @property
-    def layers_text(self) -> str:
-        """``LlamaDecoderLayer ×32``."""
-        return ", ".join(f"{name} ×{self.classes[name]}" for name in self.layers)
-
-    @property
-    def text(self) -> str:
-        """One line: class, number of parameters and layers."""
-        layers = f", {self.layers_text}" if self.layers else ""
-        return f"{self.class_name}: {format_count(self.num_params)} parameters{layers}"
 
 
 def read_model(path_or_id: str) -> ModelFacts:

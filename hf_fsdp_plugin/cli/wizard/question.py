@@ -10,10 +10,12 @@ from hf_fsdp_plugin.launcher.accelerators import Accelerators
 from hf_fsdp_plugin.spec.model import FsdpSpec
 from hf_fsdp_plugin.spec.values import InvalidValue, parse_value
 from hf_fsdp_plugin.spellings import FALSE_WORDS, TRUE_WORDS
+from hf_fsdp_plugin.text import format_count
 from hf_fsdp_plugin.vocabulary import BY_NAME
 
 if TYPE_CHECKING:
-    from hf_fsdp_plugin.cli.wizard.prediction import ModelFacts
+    from torch import nn
+
     from hf_fsdp_plugin.estimate.machines import Machine
 
 
@@ -36,6 +38,39 @@ class Default(NamedTuple):
 
     value: Any
     reason: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelFacts:
+    """A model on the meta device, and what the questions need to know of it.
+
+    Attributes:
+        name: as the user named it.
+        classes: class name -> number of modules, without containers.
+        layers: the classes that become units by default.
+        declares_layers: whether the model itself declares these classes (``_no_split_modules``).
+        max_seq_len: number of positions; 0 if the config has none.
+    """
+
+    name: str
+    model: nn.Module
+    class_name: str
+    num_params: int
+    classes: Mapping[str, int]
+    layers: tuple[str, ...]
+    declares_layers: bool
+    max_seq_len: int
+
+    @property
+    def layers_text(self) -> str:
+        """``LlamaDecoderLayer ×32``."""
+        return ", ".join(f"{name} ×{self.classes[name]}" for name in self.layers)
+
+    @property
+    def text(self) -> str:
+        """One line: class, number of parameters and layers."""
+        layers = f", {self.layers_text}" if self.layers else ""
+        return f"{self.class_name}: {format_count(self.num_params)} parameters{layers}"
 
 
 @dataclass(kw_only=True, slots=True)
@@ -102,10 +137,10 @@ class Question:
         text: the question.
         default: the default answer, or a function that returns it in a state.
         setting: canonical name of the setting that the answer is; empty if it is not one setting.
-        choices: the answers of a list, or a function that returns them; empty for an answer that is typed.
+        choices: the answers of a list, or a function that returns them; empty for an answer that is typed, and for yes
+            and no.
         parse: converts typed text. Raises ``ValueError`` with what is expected.
         asked: whether the question applies in a state.
-        detail: whether it is asked only after ``details`` is answered with yes.
         about: comment of an answer in the file, if neither the reason of the default nor the choice describes it.
     """
 
@@ -116,7 +151,6 @@ class Question:
     choices: tuple[Choice, ...] | Callable[[State], tuple[Choice, ...]] = ()
     parse: Callable[[str, State], Any] = lambda text, state: text
     asked: Callable[[State], bool] = lambda state: True
-    detail: bool = False
     about: str = ""
 
     @property
@@ -130,6 +164,8 @@ class Question:
 
     def choices_in(self, state: State) -> tuple[Choice, ...]:
         """Return the answers of the list in a state."""
+        if isinstance(self.default, Default) and isinstance(self.default.value, bool):
+            return YES_NO
         return self.choices(state) if callable(self.choices) else self.choices
 
     def read(self, text: str, state: State) -> Any:

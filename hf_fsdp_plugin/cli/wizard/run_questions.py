@@ -243,7 +243,6 @@ RUN_QUESTIONS: Final = (
         name="sync_each_batch",
         text="Reduce gradients after every micro-batch (sync_each_batch)",
         default=Default(value=False, reason="less communication; gradients are kept unsharded meanwhile"),
-        choices=YES_NO,
         asked=lambda state: _has_model(state) and state.accumulation > 1,
     ),
 )

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from hf_fsdp_plugin.cli.wizard.fsdp_questions import BY_SETTING, is_hybrid
+from hf_fsdp_plugin.cli.wizard.fsdp_questions import BY_SETTING, DETAILS, is_hybrid
 from hf_fsdp_plugin.cli.wizard.question import State
 from hf_fsdp_plugin.spec.model import FsdpSpec
 from hf_fsdp_plugin.strategies import STRATEGIES
@@ -83,7 +83,7 @@ def unused_settings(state: State, settings: Mapping[str, Any]) -> set[str]:
     return {
         name
         for name, question in BY_SETTING.items()
-        if name not in kept and (details or not question.detail or not question.asked(state))
+        if name not in kept and (details or question not in DETAILS or not question.asked(state))
     } | _unused_mesh(state, settings)
 
 

@@ -12,6 +12,7 @@ CASES = [
     ("hf-fsdp ver", "verify"),
     ("hf-fsdp check --mixed_precision b", "bf16"),
     ("hf-fsdp launch --num_proc", "--num_processes"),
+    ("hf-fsdp launch --machine-rank 1 --num_proc", "--num_processes"),
     ("hf-fsdp launch --fsdp_state_dict_type sh", "sharded"),
     ("hf-fsdp launch --show_ranks a", "all"),
     ("hf-fsdp merge --delete", "--delete-input"),
