@@ -165,7 +165,7 @@ def new_text(entries: Sequence[Entry], header: Iterable[str], *, is_json: bool =
         tree: dict[str, Any] = {entry.key: entry.value for entry in entries if not entry.section}
         for section in filter(None, sections):
             tree[section] = {entry.key: entry.value for entry in entries if entry.section == section}
-        return json.dumps(tree, indent=2, ensure_ascii=False) + "\n"
+        return _json_text(tree)
     lines = [f"{HEADER}{line}" for line in header]
     for section in sections:
         lines += [f"{section}:"] if section else []
@@ -198,11 +198,12 @@ def changed_text(
         present: the settings that the file has.
     """
     new = [entry for entry in entries if not (present.asked(entry.name) and present.get(entry.name) == entry.means)]
-    if is_json or text.lstrip().startswith("{"):
-        tree = _changed_tree(yaml.safe_load(text.replace("\t", " ")), new, unused)
-        if is_json or _is_json(text):
-            return json.dumps(tree, indent=2, ensure_ascii=False) + "\n"
-        return yaml.safe_dump(tree, sort_keys=False, allow_unicode=True)
+    if is_json or text.lstrip().startswith("{"):  # in flow style, which has no comments
+        is_json |= _is_json(text)
+        tree = yaml.safe_load(text.replace("\t", " "))
+        if not tree:
+            return new_text(new, (), is_json=is_json)
+        text = yaml.safe_dump(tree, sort_keys=False, allow_unicode=True, width=1 << 20)
     edited = YamlText(text)
     for name in unused:
         while (key := next(_keys_of(edited, name), None)) is not None:
@@ -217,7 +218,7 @@ def changed_text(
         for key in [key for key in edited.all_keys() if not key.section and plain_key(key.name, "launch") == engine]:
             if getattr(key.value, "value", None):
                 edited.comment_out(key, "Not used with distributed_type: FSDP:")
-    return edited.text
+    return _json_text(yaml.safe_load(edited.text)) if is_json else edited.text
 
 
 def _keys_of(text: YamlText, name: str) -> Iterator[Key]:
@@ -243,23 +244,5 @@ def _is_json(text: str) -> bool:
     return True
 
 
-def _changed_tree(tree: dict[str, Any], new: Iterable[Entry], unused: Collection[str]) -> dict[str, Any]:
-    """Change the content of a file in JSON or in flow style, which has no comments."""
-    for name in [*unused, *(entry.name for entry in new)]:
-        names = _SAME.get(name, (name,))
-        for section, scopes in _SCOPES.items():
-            keys = tree if not section else tree.get(section)
-            if isinstance(keys, dict):
-                rows = {key: find(key, scopes) for key in keys}
-                for key in [key for key, row in rows.items() if row is not None and row.name in names]:
-                    del keys[key]
-    for entry in new:
-        if not entry.section:
-            tree[entry.key] = entry.value
-            continue
-        if not isinstance(tree.get(entry.section), dict):
-            tree[entry.section] = {}
-        tree[entry.section][entry.key] = entry.value
-    for engine in OTHER_ENGINES:
-        tree.pop(engine, None)
-    return tree
+def _json_text(tree: dict[str, Any]) -> str:
+    return json.dumps(tree, indent=2, ensure_ascii=False) + "\n"
