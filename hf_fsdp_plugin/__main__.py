@@ -88,7 +88,7 @@ def _rank() -> str | None:
 
 
 def _parse_arguments(argv: list[str]) -> LaunchArguments:
-    arguments = parse_launch_arguments(argv)
+    arguments = parse_launch_arguments(argv, "python -m hf_fsdp_plugin")
     if _rank() is None:
         # The only variable that `accelerate launch` sets in every mode.
         raise UsageError(_PLAIN_PROCESS if "ACCELERATE_MIXED_PRECISION" in os.environ else _USAGE)
