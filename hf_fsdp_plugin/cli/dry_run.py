@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Sequence
-from itertools import pairwise
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 from hf_fsdp_plugin.cli.check_output import check_sources
 from hf_fsdp_plugin.cli.model_plan import plan_of_model
 from hf_fsdp_plugin.cli.output import print_json, text_width
 from hf_fsdp_plugin.launcher.accelerators import find_accelerators
 from hf_fsdp_plugin.launcher.environment import settings_env
-from hf_fsdp_plugin.launcher.flags import LaunchArguments
+from hf_fsdp_plugin.launcher.flags import LaunchArguments, model_of_script
 from hf_fsdp_plugin.launcher.world import World, describe, resolve_world
 from hf_fsdp_plugin.problems import Problem, SpecError, has_errors
 from hf_fsdp_plugin.sources.model import Sources
@@ -21,9 +20,6 @@ from hf_fsdp_plugin.text import printable
 
 if TYPE_CHECKING:
     from hf_fsdp_plugin.plan.model import FsdpPlan
-
-_MODEL_FLAGS: Final = ("--model_name_or_path", "--model_name", "--model")
-"""Flags of training scripts that name the model."""
 
 
 def show_run(arguments: LaunchArguments, sources: Sources, command: Sequence[str]) -> int:
@@ -74,19 +70,6 @@ def show_run(arguments: LaunchArguments, sources: Sources, command: Sequence[str
     if not has_errors(checked.problems):
         print("Nothing was started (--dry_run).")
     return checked.exit_code
-
-
-def model_of_script(arguments: LaunchArguments) -> tuple[str, bool]:
-    """Return the model, or "", and whether ``--model`` of the launcher names it, not an argument of the script."""
-    if "model" in arguments.options:
-        return arguments.options["model"], True
-    for name in _MODEL_FLAGS:
-        for word, following in pairwise((*arguments.script_args, "")):
-            if word == name and following:
-                return following, False
-            if word.startswith(f"{name}="):
-                return word.removeprefix(f"{name}="), False
-    return "", False
 
 
 def _no_units(model: str) -> str:
