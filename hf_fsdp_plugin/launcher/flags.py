@@ -169,13 +169,15 @@ class Parser(argparse.ArgumentParser):
 
     def find(self, written: str) -> argparse.Action | None:
         """Return the action of a flag in any spelling; ``None`` if there is none."""
-        return self._by_name().get(flag_name(written)) or self._option_string_actions.get(written)
+        if not written.startswith("--"):
+            return self._option_string_actions.get(written)
+        return self.by_name().get(flag_name(written))
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"{message} `{self.prog} --help` lists the arguments.")
 
-    def _by_name(self) -> dict[str, argparse.Action]:
-        """Return name -> action of the long flags and their aliases."""
+    def by_name(self) -> dict[str, argparse.Action]:
+        """Return name, with underscores -> action of the long flags and their aliases."""
         found = {}
         for action in self._actions:
             names = [flag_name(flag) for flag in action.option_strings if flag.startswith("--")]
@@ -185,12 +187,11 @@ class Parser(argparse.ArgumentParser):
     def _join_values(self, words: Sequence[str]) -> tuple[list[str], dict[str, str]]:
         """Return the words with each flag joined to its value by ``=``, and the flags that were written."""
         waiting, joined, given = list(words), [], {}
-        by_name, has_script = self._by_name(), self._has_script()
+        has_script = self._has_script()
         while waiting and waiting[0] != "--" and not (has_script and not waiting[0].startswith("-")):
             word = waiting.pop(0)
             written, equals, value = word.partition("=")
-            is_long = written.startswith("--")
-            action = by_name.get(flag_name(written)) if is_long else self._option_string_actions.get(written)
+            action = self.find(written)
             if action is not None:
                 self._option_string_actions[written] = action  # in the spelling that was used
                 if action.nargs == 0 and equals:
@@ -234,8 +235,9 @@ def why_refused(name: str) -> str:
 
 def add_launch_flags(parser: Parser) -> None:
     """Add the flags of launch that the parser does not have yet, and SCRIPT with its arguments."""
+    known = parser.by_name()
     for name, value, about in _LAUNCHER:
-        if parser.find(f"--{name}") is None:
+        if name not in known:
             flags = [f"--{name}", *([_SHORT[name]] if name in _SHORT else [])]
             kind: dict[str, Any] = {"action": _LauncherFlag, "metavar": value, "choices": _choices_of(value)}
             if not value:
@@ -262,8 +264,9 @@ def add_setting_flags(parser: Parser, *, is_shown: bool = False) -> None:
     """
     more = "with hyphens or underscores; also all flags --fsdp_*, --parallelism_config_* and --dynamo_* of Accelerate"
     group = parser.add_argument_group("settings", more) if is_shown else parser
+    known = parser.by_name()
     for name, value, about in _SETTINGS:
-        if parser.find(f"--{name}") is None:
+        if name not in known:
             row = BY_KEY.get(("launch", name))
             group.add_argument(
                 f"--{name}",
@@ -276,7 +279,7 @@ def add_setting_flags(parser: Parser, *, is_shown: bool = False) -> None:
                 help=about if is_shown else argparse.SUPPRESS,
             )
     for row in ROWS:
-        if row.scope in _PREFIXED and row.opens is None and parser.find(f"--{row.key}") is None:
+        if row.scope in _PREFIXED and row.opens is None and row.key not in known:
             prefix = row.key.removesuffix(row.spellings[0])
             is_switch = row.key in SWITCHES
             parser.add_argument(
