@@ -16,7 +16,7 @@ from hf_fsdp_plugin.cli.model_plan import plan_of_model
 from hf_fsdp_plugin.cli.output import OK, PROBLEMS, in_line_order, print_json, print_problems, text_width
 from hf_fsdp_plugin.cli.run_words import RUN_FLAG, add_run_arguments, check_run_usage, request_of, split_run_words
 from hf_fsdp_plugin.cli.verbs import check_needs, make_parser
-from hf_fsdp_plugin.launcher.flags import Parser, UsageError, add_setting_flags
+from hf_fsdp_plugin.launcher.flags import Parser, UsageError, add_override_flag, add_setting_flags
 from hf_fsdp_plugin.problems import Problem, has_errors
 from hf_fsdp_plugin.sources.accelerate_launch import default_config_file
 from hf_fsdp_plugin.sources.config_file import MAX_BYTES, ConfigFile, read_text
@@ -71,14 +71,7 @@ def add_config_arguments(parser: argparse.ArgumentParser, *, several: bool) -> N
     parser.add_argument(
         "--fsdp-config", metavar="JSON|PATH", help="as in TrainingArguments: JSON, or the path of a JSON or YAML file"
     )
-    parser.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="NAME=VALUE",
-        dest="overrides",
-        help="override one setting, with the highest precedence; repeatable",
-    )
+    add_override_flag(parser)
     parser.add_argument(
         "--distributed-config",
         metavar="PATH",
@@ -156,21 +149,22 @@ def _sources(args: argparse.Namespace, config: ConfigFile | None) -> Sources:
     )
 
 
-def check_config(args: argparse.Namespace, config: ConfigFile | None, *, with_plan: bool = True) -> Checked:
+def check_config(args: argparse.Namespace, config: ConfigFile | None) -> Checked:
     """Return the spec of one config with all problems, and the plan if a model is named."""
-    if not args.model or not with_plan:
+    if not args.model:
         return check_sources(_sources(args, config))
     return check_sources(_sources(args, config), lambda spec: _plan(spec, args) if spec.enabled else (None, ()))
 
 
 def _with_run(args: argparse.Namespace, config: ConfigFile | None) -> Checked:
     """Check a config and, if it has no errors, run the preflight."""
-    checked = check_config(args, config, with_plan=False)
+    sources = _sources(args, config)
+    checked = check_sources(sources)
     if has_errors(checked.problems):
         return checked
     from hf_fsdp_plugin.cli.preflight import run_preflight  # imports torch
 
-    run = run_preflight(checked.spec, _sources(args, config), request_of(args))
+    run = run_preflight(checked.spec, sources, request_of(args))
     problems = in_line_order(dict.fromkeys((*checked.problems, *run.problems)))
     code = max(checked.exit_code, OK if run.ok and not has_errors(problems) else PROBLEMS)
     code = 128 + run.signal_number if run.signal_number else code

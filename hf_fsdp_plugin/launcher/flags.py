@@ -243,6 +243,13 @@ def add_launch_flags(parser: Parser) -> None:
             if not value:
                 kind = {"action": "store_const", "const": "true"}
             parser.add_argument(*flags, dest=f"launch.{name}", help=about, **kind)
+    add_override_flag(parser)
+    add_setting_flags(parser, is_shown=True)
+    parser.add_argument("command", nargs=argparse.REMAINDER, metavar="SCRIPT ...", help="script and its arguments")
+    parser.usage = f"{parser.prog} [FLAGS] SCRIPT [ARGS ...]"
+
+
+def add_override_flag(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--set",
         action="append",
@@ -251,9 +258,6 @@ def add_launch_flags(parser: Parser) -> None:
         dest="overrides",
         help="override one setting, with the highest precedence; repeatable",
     )
-    add_setting_flags(parser, is_shown=True)
-    parser.add_argument("command", nargs=argparse.REMAINDER, metavar="SCRIPT ...", help="script and its arguments")
-    parser.usage = f"{parser.prog} [FLAGS] SCRIPT [ARGS ...]"
 
 
 def add_setting_flags(parser: Parser, *, is_shown: bool = False) -> None:
