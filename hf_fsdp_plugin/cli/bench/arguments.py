@@ -19,7 +19,7 @@ from hf_fsdp_plugin.integrations.bench.cases import (
     all_settings,
     why_inexpressible,
 )
-from hf_fsdp_plugin.launcher.flags import Parser, add_setting_flags
+from hf_fsdp_plugin.launcher.flags import Parser, add_override_flag, add_setting_flags
 from hf_fsdp_plugin.problems import Origin, Problem
 
 _LARGEST: Final = 1 << 20
@@ -53,9 +53,7 @@ class Request:
 def add_arguments(parser: Parser) -> None:
     parser.add_argument("--model", metavar="DIR|ID", help="folder with a config.json, or a model id")
     parser.add_argument("--config-file", "--config", metavar="CONFIG", help="Accelerate YAML or JSON of other settings")
-    parser.add_argument(
-        "--set", action="append", default=[], metavar="NAME=VALUE", dest="overrides", help="override one setting"
-    )
+    add_override_flag(parser)
     what = parser.add_argument_group("cases, each a list with commas")
     what.add_argument("--world-sizes", metavar="N,…", default="2", help="numbers of ranks on this machine (default: 2)")
     what.add_argument(
