@@ -178,7 +178,7 @@ class Parser(argparse.ArgumentParser):
 
     def by_name(self) -> dict[str, argparse.Action]:
         """Return name, with underscores -> action of the long flags and their aliases."""
-        found = {}
+        found: dict[str, argparse.Action] = {}
         for action in self._actions:
             names = [flag_name(flag) for flag in action.option_strings if flag.startswith("--")]
             found |= dict.fromkeys((*names, *getattr(action, "aliases", ())), action)
