@@ -15,7 +15,7 @@ import os
 import sys
 
 from hf_fsdp_plugin.launcher.flags import LaunchArguments, UsageError, parse_launch_arguments
-from hf_fsdp_plugin.launcher.script_path import check_script
+from hf_fsdp_plugin.launcher.run_script import check_script
 from hf_fsdp_plugin.sources.command_line import flag_name
 
 _USAGE = """\

@@ -17,11 +17,11 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
-from hf_fsdp_plugin.cli import exit_codes
+from hf_fsdp_plugin.cli import output
 from hf_fsdp_plugin.cli.main import main
-from hf_fsdp_plugin.cli.profile_arguments import FLAG_ROWS
+from hf_fsdp_plugin.cli.profile.arguments import FLAG_ROWS
 from hf_fsdp_plugin.cli.verbs import VERBS
-from hf_fsdp_plugin.plan.load_model import meta_model
+from hf_fsdp_plugin.plan.meta_model import meta_model
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENT = ROOT / "docs/command_line.md"
@@ -122,11 +122,11 @@ Flags may have hyphens or underscores. `hf-fsdp help VERB` and `hf-fsdp VERB --h
 
 | code | meaning, in all verbs |
 |---|---|
-| {exit_codes.OK} | fine: no errors; warnings and notes may be printed |
-| {exit_codes.PROBLEMS} | problems found: errors in a config, a damaged checkpoint, output that could not be written |
-| {exit_codes.USAGE} | wrong usage: an unknown flag, a missing argument, a path that does not exist |
-| {exit_codes.HANG} | `launch`: ranks waited in a collective for too long ([hangs.md](hangs.md)) |
-| {exit_codes.INTERRUPTED} | interrupted with Ctrl-C |
+| {output.OK} | fine: no errors; warnings and notes may be printed |
+| {output.PROBLEMS} | problems found: errors in a config, a damaged checkpoint, output that could not be written |
+| {output.USAGE} | wrong usage: an unknown flag, a missing argument, a path that does not exist |
+| {output.HANG} | `launch`: ranks waited in a collective for too long ([hangs.md](hangs.md)) |
+| {output.INTERRUPTED} | interrupted with Ctrl-C |
 
 `launch` returns the exit code of the script: that of the rank that failed first, or 128 plus the number of its signal.
 

@@ -14,8 +14,7 @@ import sys
 from pathlib import Path
 
 import hf_fsdp_plugin
-from hf_fsdp_plugin.integrations.contract_probe import hook_rows, tested_hashes
-from hf_fsdp_plugin.integrations.library_sources import source_hash
+from hf_fsdp_plugin.integrations.contract_probe import hook_rows, source_hash, tested_hashes
 
 FILE = Path(hf_fsdp_plugin.__file__).parent / "integrations" / "tested_sources.json"
 

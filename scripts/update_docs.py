@@ -23,10 +23,10 @@ from hf_fsdp_plugin.integrations.script_arguments import ROWS as SCRIPT_ROWS
 from hf_fsdp_plugin.integrations.script_arguments import VERDICTS
 from hf_fsdp_plugin.problems import AREAS
 from hf_fsdp_plugin.sources.command_line import LAUNCHER_FLAGS, OPTIONAL_VALUE, SWITCHES
-from hf_fsdp_plugin.spec.model import DIALECT_DEFAULTS, VERSION_DEFAULTS, FsdpSpec
+from hf_fsdp_plugin.spec.fsdp_spec import DIALECT_DEFAULTS, VERSION_DEFAULTS, FsdpSpec
 from hf_fsdp_plugin.spec.values import MAX_DIGITS, UNITS
 from hf_fsdp_plugin.spellings import FALSE_WORDS, TRUE_WORDS
-from hf_fsdp_plugin.vocabulary import PREFIXES, ROWS, TRAINING_FILE_MARKS, Row
+from hf_fsdp_plugin.vocabulary import PREFIXES, ROWS, TRAINING_FILE_MARKS, SettingRow
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 
@@ -245,7 +245,7 @@ def _quoted(words: Iterable[str]) -> str:
     return ", ".join(f"`{word}`" for word in sorted(words))
 
 
-def _setting_row(row: Row, spec: FsdpSpec) -> str:
+def _setting_row(row: SettingRow, spec: FsdpSpec) -> str:
     keys = ", ".join(f"`{spelling}`" for spelling in row.spellings) or "–"
     values = ", ".join(" = ".join(f"`{way}`" for way in (value, *others)) for value, others in row.choices.items())
     if row.prefixes:

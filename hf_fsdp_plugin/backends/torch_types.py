@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from hf_fsdp_plugin.plan.model import FsdpPlan, PlannedDtype
+from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan, PlannedDtype
 from hf_fsdp_plugin.strategies import STRATEGIES
 from hf_fsdp_plugin.torch_private.functions import tree_map_only, with_local_tensor
 from hf_fsdp_plugin.torch_private.process_groups import set_timeout, timeout_of

@@ -18,13 +18,11 @@ from torch.distributed.fsdp import FlatParameter
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.tensor import DTensor, Replicate
 
-from hf_fsdp_plugin.backends.buffers import persistent_buffers
-from hf_fsdp_plugin.backends.fsdp2 import reshard
-from hf_fsdp_plugin.backends.optimizer import JointModels
-from hf_fsdp_plugin.backends.optimizer_kinds import has_per_shard_state
-from hf_fsdp_plugin.backends.optimizer_state_factory import state_factory
-from hf_fsdp_plugin.backends.optimizer_step import step_mode
-from hf_fsdp_plugin.backends.whole_state import check_not_whole
+from hf_fsdp_plugin.backends.optimizers.known_optimizers import has_per_shard_state
+from hf_fsdp_plugin.backends.optimizers.parameters import JointModels
+from hf_fsdp_plugin.backends.optimizers.plain_steps import state_factory, step_mode
+from hf_fsdp_plugin.backends.sharding.forward_hooks import persistent_buffers
+from hf_fsdp_plugin.backends.sharding.submodule_calls import check_not_whole, free_gathered
 from hf_fsdp_plugin.checkpoint.formats.boxes import Box, flat_range, whole
 from hf_fsdp_plugin.checkpoint.formats.optimizer_state import (
     inner_key,
@@ -131,7 +129,7 @@ def model_layout(model: nn.Module) -> ModelLayout:
     """Return the layouts of this rank's shards of all parameters. Gathered parameters are resharded first."""
     for each in model.values() if isinstance(model, JointModels) else (model,):
         check_not_whole(each, "the model was saved, loaded or averaged")
-        reshard(each)
+        free_gathered(each)
     layout = ModelLayout()
     module_names: dict[int, list[str]] = {}
     for name, module in model.named_modules(remove_duplicate=False):

@@ -18,15 +18,14 @@ from hf_fsdp_plugin.cli.run_words import RUN_FLAG, add_run_arguments, check_run_
 from hf_fsdp_plugin.cli.verbs import check_needs, make_parser
 from hf_fsdp_plugin.launcher.flags import Parser, UsageError, add_override_flag, add_setting_flags
 from hf_fsdp_plugin.problems import Problem, has_errors
-from hf_fsdp_plugin.sources.accelerate_launch import default_config_file
-from hf_fsdp_plugin.sources.config_file import MAX_BYTES, ConfigFile, read_text
-from hf_fsdp_plugin.sources.model import Sources, config_of
-from hf_fsdp_plugin.sources.yaml_tree import ConfigFileError
-from hf_fsdp_plugin.spec.model import FsdpSpec
+from hf_fsdp_plugin.sources.interface import MAX_BYTES, ConfigFile, Sources, config_of, read_text
+from hf_fsdp_plugin.sources.launchers import default_config_file
+from hf_fsdp_plugin.sources.tree import ConfigFileError
+from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec
 from hf_fsdp_plugin.text import printable
 
 if TYPE_CHECKING:
-    from hf_fsdp_plugin.plan.model import FsdpPlan
+    from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan
 
 HELP = "Check FSDP configs: print every problem, every setting with its origin, and a verdict."
 EXAMPLES = ("hf-fsdp check fsdp.yaml --world-size 8", 'hf-fsdp check --fsdp "full_shard auto_wrap" --json')
@@ -186,7 +185,7 @@ def _print(checked: Checked) -> None:
     if checked.plan is not None:
         print(f"\n{checked.plan.text(width=text_width())}")
     if checked.run is not None:
-        from hf_fsdp_plugin.cli.preflight_output import stage_table
+        from hf_fsdp_plugin.cli.preflight import stage_table
 
         print(f"\n{stage_table(checked.run)}")
     checked.print_verdict()
@@ -222,9 +221,9 @@ def _fix(args: argparse.Namespace, files: Sequence[ConfigFile | None]) -> int:
 
 def _plan(spec: FsdpSpec, args: argparse.Namespace) -> tuple[FsdpPlan | None, tuple[Problem, ...]]:
     """Return the plan for the device that ``launch`` would use on this machine, and its problems."""
-    from hf_fsdp_plugin.launcher.accelerators import find_accelerators
+    from hf_fsdp_plugin.launcher.device_search import find_devices
 
-    device_type = args.device or ("cpu" if spec.launch.use_cpu else find_accelerators().kind)
+    device_type = args.device or ("cpu" if spec.launch.use_cpu else find_devices().kind)
     world_size = args.world_size or smallest_world_size(spec)
     return plan_of_model(spec, args.model, world_size=world_size, device_type=device_type)
 

@@ -8,17 +8,16 @@ from typing import TYPE_CHECKING, Any, Final
 
 from hf_fsdp_plugin.cli.output import Color, colored, exit_code, in_line_order, print_problems, text_width
 from hf_fsdp_plugin.problems import DEFAULT_ORIGIN, Origin, Problem, has_errors
-from hf_fsdp_plugin.sources.config_file import ConfigFile
-from hf_fsdp_plugin.sources.model import Sources
+from hf_fsdp_plugin.sources.interface import ConfigFile, Sources
+from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec
 from hf_fsdp_plugin.spec.load import assess
-from hf_fsdp_plugin.spec.model import FsdpSpec
 from hf_fsdp_plugin.spec.rules import check_defaults_without_script, defaults_of_script, fsdp_is_off
 from hf_fsdp_plugin.text import fit_table, plural, printable, wrap_items, wrap_words
 from hf_fsdp_plugin.vocabulary import BY_NAME, ROWS, canonical, find
 
 if TYPE_CHECKING:
-    from hf_fsdp_plugin.cli.preflight import Preflight
-    from hf_fsdp_plugin.plan.model import FsdpPlan
+    from hf_fsdp_plugin.cli.preflight import PreflightResult
+    from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan
 
 _UNKNOWN_KEYS: Final = frozenset({"FSDP-E020", "FSDP-E030", "FSDP-E032"})
 _REFUSED: Final = "refused"
@@ -42,7 +41,7 @@ class Checked:
     problems: tuple[Problem, ...]
     plan: FsdpPlan | None
     exit_code: int
-    run: Preflight | None = None
+    run: PreflightResult | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Return the object that ``--json`` prints, without plan and run."""

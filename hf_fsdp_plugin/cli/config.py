@@ -36,7 +36,7 @@ from hf_fsdp_plugin.cli.wizard.target import (
     with_header,
     write,
 )
-from hf_fsdp_plugin.launcher.accelerators import AcceleratorSearch
+from hf_fsdp_plugin.launcher.device_search import DeviceSearch
 from hf_fsdp_plugin.launcher.flags import Suggested
 from hf_fsdp_plugin.problems import Origin, Problem, SpecError, has_errors
 from hf_fsdp_plugin.spec.load import Assessment
@@ -104,7 +104,7 @@ def _run(args: argparse.Namespace) -> int:
         message = "the file exists. --yes does not change it."
         fix = "Pass --force to change it, or another path with -o."
         raise SpecError([Problem(code="FSDP-E761", message=message, fix=fix, origin=Origin(source=target.shown))])
-    search = AcceleratorSearch()
+    search = DeviceSearch()
     try:
         state = State(path=target.shown, machine=search.result)
         if target.present is not None:

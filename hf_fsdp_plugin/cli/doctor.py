@@ -17,7 +17,7 @@ from typing import Any, Final
 
 from hf_fsdp_plugin.cli.enable import check, find
 from hf_fsdp_plugin.cli.output import OK, PROBLEMS, print_json
-from hf_fsdp_plugin.launcher.accelerators import AcceleratorSearch
+from hf_fsdp_plugin.launcher.device_search import DeviceSearch
 from hf_fsdp_plugin.problems import Problem, has_errors
 from hf_fsdp_plugin.supported import SUPPORTED, unsupported_versions, untested_versions
 from hf_fsdp_plugin.text import format_table, plural
@@ -65,7 +65,7 @@ def diagnose() -> tuple[dict[str, Any], list[Problem]]:
     if newer := untested_versions():
         problems.append(Problem(code="FSDP-W622", message=f"newer than the tested versions: {', '.join(newer)}."))
     problems += check_builds(versions, cuda_of_torch(), has_nvidia_driver())
-    search = AcceleratorSearch()
+    search = DeviceSearch()
     contracts, failure = _probe()
     if failure:
         fix = "Reinstall it: pip install --force-reinstall torch. Use one index for torch, torchvision and torchaudio."

@@ -9,17 +9,17 @@ from typing import TYPE_CHECKING, Any
 from hf_fsdp_plugin.cli.check_output import check_sources
 from hf_fsdp_plugin.cli.model_plan import plan_of_model
 from hf_fsdp_plugin.cli.output import print_json, text_width
-from hf_fsdp_plugin.launcher.accelerators import find_accelerators
+from hf_fsdp_plugin.launcher.device_search import find_devices
 from hf_fsdp_plugin.launcher.environment import settings_env
 from hf_fsdp_plugin.launcher.flags import LaunchArguments, model_of_script
-from hf_fsdp_plugin.launcher.world import World, describe, resolve_world
+from hf_fsdp_plugin.launcher.world import World, describe_world, resolve_world
 from hf_fsdp_plugin.problems import Problem, SpecError, has_errors
-from hf_fsdp_plugin.sources.model import Sources
-from hf_fsdp_plugin.spec.model import FsdpSpec
+from hf_fsdp_plugin.sources.interface import Sources
+from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec
 from hf_fsdp_plugin.text import printable
 
 if TYPE_CHECKING:
-    from hf_fsdp_plugin.plan.model import FsdpPlan
+    from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan
 
 
 def show_run(arguments: LaunchArguments, sources: Sources, command: Sequence[str]) -> int:
@@ -34,7 +34,7 @@ def show_run(arguments: LaunchArguments, sources: Sources, command: Sequence[str
     def find_plan(spec: FsdpSpec) -> tuple[FsdpPlan | None, Sequence[Problem]]:
         nonlocal world
         try:
-            world = resolve_world(spec, find_accelerators())
+            world = resolve_world(spec, find_devices())
         except SpecError as error:
             return None, error.problems
         if not model or not spec.enabled:
@@ -62,7 +62,7 @@ def show_run(arguments: LaunchArguments, sources: Sources, command: Sequence[str
     if world is not None and spec.enabled:
         print(f"\n{plan.text(width=text_width()) if plan is not None else _no_units(model)}")
     if world is not None:
-        print(f"\n{describe(world, spec.launch)}")
+        print(f"\n{describe_world(world, spec.launch)}")
         variables = " ".join(f"{name}={shlex.quote(value)}" for name, value in env.items())
         print(printable(f"command of a rank: {shlex.join(command)}"))
         print(printable(f"variables of a rank: {variables}"))

@@ -11,7 +11,7 @@ from typing import NoReturn
 from hf_fsdp_plugin.checkpoint import newest_complete, object_in
 from hf_fsdp_plugin.checkpoint.names import PREFIXES, TRAINER_STATE
 from hf_fsdp_plugin.cli import merge
-from hf_fsdp_plugin.cli.exit_codes import USAGE, check_folder
+from hf_fsdp_plugin.cli.output import USAGE, check_folder
 from hf_fsdp_plugin.problems import CheckpointError, Origin, Problem
 from hf_fsdp_plugin.text import printable
 

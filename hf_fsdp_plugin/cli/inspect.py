@@ -10,9 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_fsdp_plugin.checkpoint import Summary, checkpoints_of_run, summarize, why_incomplete
-from hf_fsdp_plugin.cli.exit_codes import OK, PROBLEMS, USAGE, check_folder
-from hf_fsdp_plugin.cli.output import print_json
-from hf_fsdp_plugin.cli.terminal import print_problems, text_width
+from hf_fsdp_plugin.cli.output import OK, PROBLEMS, USAGE, check_folder, print_json, print_problems, text_width
 from hf_fsdp_plugin.problems import CheckpointError
 from hf_fsdp_plugin.text import (
     fit_table,

@@ -14,25 +14,29 @@ from pathlib import Path
 import hf_fsdp_plugin
 from hf_fsdp_plugin.cli.dry_run import show_run
 from hf_fsdp_plugin.cli.output import exit_code, in_line_order, print_problems
-from hf_fsdp_plugin.hangs.exit_watch import LIMIT_VARIABLE, exit_limit
 from hf_fsdp_plugin.hangs.hang_watch import hang_limit
+from hf_fsdp_plugin.hangs.rank_exit import EXIT_LIMIT_VARIABLE, exit_limit
 from hf_fsdp_plugin.hangs.rank_files import RUN_ID_VARIABLE
-from hf_fsdp_plugin.launcher.accelerators import find_accelerators
+from hf_fsdp_plugin.launcher.device_search import find_devices
 from hf_fsdp_plugin.launcher.environment import launch_env
-from hf_fsdp_plugin.launcher.facts import Facts
 from hf_fsdp_plugin.launcher.flags import LaunchArguments, Parser, UsageError, add_launch_flags, read_launch_arguments
-from hf_fsdp_plugin.launcher.machines import LIMIT_VARIABLE as MACHINE_VARIABLE
-from hf_fsdp_plugin.launcher.machines import silence_limit
-from hf_fsdp_plugin.launcher.script_path import check_script
-from hf_fsdp_plugin.launcher.world import World, check_elastic, describe, endpoint, resolve_world
+from hf_fsdp_plugin.launcher.other_machines import MACHINE_LIMIT_VARIABLE as MACHINE_VARIABLE
+from hf_fsdp_plugin.launcher.other_machines import RunFacts, silence_limit
+from hf_fsdp_plugin.launcher.run_script import check_script
+from hf_fsdp_plugin.launcher.world import (
+    World,
+    check_elastic,
+    describe_world,
+    rendezvous_address,
+    resolve_world,
+)
 from hf_fsdp_plugin.problems import Problem, SpecError
 from hf_fsdp_plugin.runs.identity import POD_ID_VARIABLE
 from hf_fsdp_plugin.sources.command_line import flag_name, parse_flags
-from hf_fsdp_plugin.sources.config_file import ConfigFile
 from hf_fsdp_plugin.sources.environment import torchrun_options, torchrun_variables
-from hf_fsdp_plugin.sources.handover import LaunchHandover, absolute, user_variables
-from hf_fsdp_plugin.sources.model import Sources
-from hf_fsdp_plugin.spec.model import FsdpSpec
+from hf_fsdp_plugin.sources.interface import ConfigFile, Sources
+from hf_fsdp_plugin.sources.launchers import LaunchHandover, absolute, user_variables
+from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec
 
 HELP = "Check a config, then run an unmodified script on every rank with the plugin installed."
 EXAMPLES = (
@@ -86,7 +90,7 @@ def _launch(arguments: LaunchArguments) -> int:
         return show_run(arguments, sources, _command(arguments))
     spec = assess(sources).checked_spec()
     _print_notices(arguments, *(problem for problem in spec.problems if problem.severity == "warning"))
-    world = resolve_world(spec, find_accelerators())
+    world = resolve_world(spec, find_devices())
     _print_notices(arguments, *world.problems)
     check_elastic(spec, world, int(arguments.options.get("min_machines", world.num_machines)))
     _note_missing_config(arguments, sources)
@@ -94,7 +98,7 @@ def _launch(arguments: LaunchArguments) -> int:
 
 
 def _run_ranks(arguments: LaunchArguments, spec: FsdpSpec, world: World, handover: LaunchHandover) -> int:
-    from hf_fsdp_plugin.launcher.agent import Job  # lazy: imports torch
+    from hf_fsdp_plugin.launcher.agent import RankJob
     from hf_fsdp_plugin.launcher.attempts import first_restarts, run_attempts
     from hf_fsdp_plugin.launcher.rendezvous import MachinesRendezvous, Rendezvous
 
@@ -109,7 +113,7 @@ def _run_ranks(arguments: LaunchArguments, spec: FsdpSpec, world: World, handove
             launch, world, facts, restarts, conf=options.get("rdzv_conf", ""), min_machines=min_machines
         )
         some = f"{min_machines} to " if min_machines < world.num_machines else ""
-        _print_notices(arguments, f"waiting for {some}{world.num_machines} machines at {endpoint(launch)}")
+        _print_notices(arguments, f"waiting for {some}{world.num_machines} machines at {rendezvous_address(launch)}")
     else:
         rendezvous = Rendezvous(restarts, launch.main_process_port)
         if problem := rendezvous.reserve():
@@ -118,9 +122,9 @@ def _run_ranks(arguments: LaunchArguments, spec: FsdpSpec, world: World, handove
     def describe_start() -> None:
         met = replace(world, num_machines=rendezvous.machines.num_machines)
         machine, address = rendezvous.machines.machine, rendezvous.address
-        _print_notices(arguments, describe(met, launch, machine=machine, address=address))
+        _print_notices(arguments, describe_world(met, launch, machine=machine, address=address))
 
-    job = Job(
+    job = RankJob(
         command=_command(arguments),
         num_local=world.num_local,
         env=launch_env(spec, world, handover, arguments),
@@ -140,11 +144,11 @@ def _run_id(options: Mapping[str, str]) -> str:
     return options.get("run_id") or os.environ.get(RUN_ID_VARIABLE) or os.environ.get(POD_ID_VARIABLE, "")
 
 
-def _facts(arguments: LaunchArguments, spec: FsdpSpec, world: World) -> Facts:
+def _facts(arguments: LaunchArguments, spec: FsdpSpec, world: World) -> RunFacts:
     """Return what must be the same on all machines."""
     options = arguments.options
     settings = {name: repr(value) for name, value, _ in spec.settings() if name not in _OF_ONE_MACHINE}
-    return Facts(
+    return RunFacts(
         ranks=world.num_local,
         device=world.device,
         max_restarts=int(options.get("max_restarts", 0)),
@@ -180,7 +184,7 @@ def _check_usage(arguments: LaunchArguments) -> None:
         hang_limit(options.get("hang_timeout"))
     except ValueError as error:
         raise UsageError(f"{error}") from None
-    for name, read in ((LIMIT_VARIABLE, exit_limit), (MACHINE_VARIABLE, silence_limit)):
+    for name, read in ((EXIT_LIMIT_VARIABLE, exit_limit), (MACHINE_VARIABLE, silence_limit)):
         try:
             read()
         except ValueError:
@@ -203,7 +207,7 @@ def _check_writable(options: Mapping[str, str]) -> None:
 
 
 def _handover(arguments: LaunchArguments) -> LaunchHandover:
-    from hf_fsdp_plugin.sources.accelerate_launch import default_config_file
+    from hf_fsdp_plugin.sources.launchers import default_config_file
 
     if given := arguments.options.get("config_file"):
         config: ConfigFile | None = ConfigFile.at(given)

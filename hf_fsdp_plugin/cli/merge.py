@@ -9,10 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hf_fsdp_plugin.checkpoint import Merged, MergeOptions, merge
-from hf_fsdp_plugin.cli.exit_codes import OK, PROBLEMS, USAGE, check_folder
-from hf_fsdp_plugin.cli.output import print_json
-from hf_fsdp_plugin.cli.progress import ProgressBars
-from hf_fsdp_plugin.cli.terminal import print_problems
+from hf_fsdp_plugin.cli.output import OK, PROBLEMS, USAGE, ProgressBars, check_folder, print_json, print_problems
 from hf_fsdp_plugin.problems import CheckpointError, Origin, Problem, has_errors
 from hf_fsdp_plugin.text import format_bytes, plural, printable
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from hf_fsdp_plugin.problems import Origin, Problem, SpecError
-from hf_fsdp_plugin.spec.model import FsdpSpec
+from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from hf_fsdp_plugin.plan.model import FsdpPlan
+    from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan
 
 
 def plan_of_model(
@@ -41,7 +41,7 @@ def plan_of(
 
 def load_model(model: str) -> tuple[nn.Module | None, tuple[Problem, ...]]:
     """Return the model on the meta device; ``None`` and the reason if it does not exist or cannot be built."""
-    from hf_fsdp_plugin.plan.load_model import meta_model
+    from hf_fsdp_plugin.plan.meta_model import meta_model
 
     try:
         return meta_model(model), ()

@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, TextIO
 
-from hf_fsdp_plugin.hangs.hang_watch import HANG as HANG
+from hf_fsdp_plugin.hangs.rank_files import HANG as HANG
 from hf_fsdp_plugin.problems import Problem, has_errors, shown_problems
 from hf_fsdp_plugin.text import printable, wrap_words
 from hf_fsdp_plugin.version import SCHEMA_VERSION

@@ -15,11 +15,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
 
-from hf_fsdp_plugin.cli.dry_run import model_of_script
-from hf_fsdp_plugin.cli.progress import StageProgress
+from hf_fsdp_plugin.cli.output import Color, StageProgress, colored, text_width
 from hf_fsdp_plugin.cli.rank_jobs import run_job
 from hf_fsdp_plugin.cli.run_words import Request
-from hf_fsdp_plugin.cli.terminal import Color, colored, text_width
 from hf_fsdp_plugin.devices import DEVICES
 from hf_fsdp_plugin.integrations.preflight.stages import (
     FOLDER_VARIABLE,
@@ -32,15 +30,13 @@ from hf_fsdp_plugin.integrations.preflight.stages import (
     running_stages,
     stage_results,
 )
-from hf_fsdp_plugin.launcher.flags import LaunchArguments
+from hf_fsdp_plugin.launcher.flags import LaunchArguments, model_of_script
 from hf_fsdp_plugin.launcher.world import World
 from hf_fsdp_plugin.problems import Problem, has_errors
-from hf_fsdp_plugin.runs.exits import RunResult
-from hf_fsdp_plugin.runs.failure_summary import first_failure, summarize
-from hf_fsdp_plugin.sources.config_file import ConfigFile
-from hf_fsdp_plugin.sources.handover import LaunchHandover, user_variables
-from hf_fsdp_plugin.sources.model import Sources
-from hf_fsdp_plugin.spec.model import FsdpSpec
+from hf_fsdp_plugin.runs.exits import RunResult, first_failure, summarize_exit
+from hf_fsdp_plugin.sources.interface import ConfigFile, Sources
+from hf_fsdp_plugin.sources.launchers import LaunchHandover, user_variables
+from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec
 from hf_fsdp_plugin.strategies import STRATEGIES
 from hf_fsdp_plugin.text import fit_table, format_count, format_names, plural
 
@@ -248,7 +244,7 @@ def _read(result: RunResult, reason: str, folder: Path) -> PreflightResult:
         problems.append(_stood_still(events, reason))
     elif first is not None and not result.signal_number and not has_errors(problems):
         running = next((stage for stage in running_stages(events) if stage is not None), "start")
-        message = f"rank {first.rank} failed in the stage '{running}': {summarize(first)}"
+        message = f"rank {first.rank} failed in the stage '{running}': {summarize_exit(first)}"
         message += "".join(f"\n  | {line}" for line in first.tail[-_MAX_TAIL:])
         problems.append(Problem(code="FSDP-E750", message=message))
         stages = [replace(s, result="failed", reason="") if s.stage == running else s for s in stages]

@@ -9,8 +9,8 @@ from typing import Final
 from hf_fsdp_plugin.launcher.environment import launch_env
 from hf_fsdp_plugin.launcher.world import World
 from hf_fsdp_plugin.runs.exits import RunResult
-from hf_fsdp_plugin.sources.handover import LaunchHandover
-from hf_fsdp_plugin.spec.model import FsdpSpec
+from hf_fsdp_plugin.sources.launchers import LaunchHandover
+from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec
 
 _GRACE: Final = 3.0
 """Seconds between SIGTERM and SIGKILL."""
@@ -32,9 +32,9 @@ def run_job(
         env: variables of the ranks in addition to those of the spec.
         should_stop: called again and again while the ranks run. Returns why they are stopped; ``None`` if they are not.
     """
-    from hf_fsdp_plugin.launcher.agent import Job  # lazy: imports torch
+    from hf_fsdp_plugin.launcher.agent import RankJob
     from hf_fsdp_plugin.launcher.attempts import run_locally
 
     command = [sys.executable, "-u", "-m", "hf_fsdp_plugin.launcher.run_script", *words]
     env = {**launch_env(spec, world, handover), **env}
-    return run_locally(Job(command=command, num_local=world.size, env=env, grace=_GRACE, should_stop=should_stop))
+    return run_locally(RankJob(command=command, num_local=world.size, env=env, grace=_GRACE, should_stop=should_stop))

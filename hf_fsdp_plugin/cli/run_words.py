@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from hf_fsdp_plugin.launcher.flags import LaunchArguments, Parser, UsageError, why_refused
-from hf_fsdp_plugin.launcher.script_path import check_script
+from hf_fsdp_plugin.launcher.run_script import check_script
 from hf_fsdp_plugin.sources.command_line import flag_name
 
 RUN_FLAG: Final = "--run"

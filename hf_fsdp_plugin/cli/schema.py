@@ -7,7 +7,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from hf_fsdp_plugin.vocabulary import PREFIXES, ROWS, STRATEGY_CHOICES, Row, Scope
+from hf_fsdp_plugin.vocabulary import PREFIXES, ROWS, STRATEGY_CHOICES, Scope, SettingRow
 
 HELP = "Print a JSON Schema (draft 2020-12) of the YAML config, for completion and validation in editors."
 EXAMPLES = ("hf-fsdp schema > fsdp.schema.json", "hf-fsdp schema | jq .properties")
@@ -60,16 +60,16 @@ def _section(scope: Scope) -> dict[str, Any]:
     }
 
 
-def _keys(row: Row) -> list[str]:
+def _keys(row: SettingRow) -> list[str]:
     prefix = PREFIXES[row.scope]
     return [key for spelling in row.spellings for key in dict.fromkeys((prefix + spelling, spelling))]
 
 
-def _property(row: Row, *, deprecated: bool) -> dict[str, Any]:
+def _property(row: SettingRow, *, deprecated: bool) -> dict[str, Any]:
     return {"description": row.about, **({"deprecated": True} if deprecated else {}), **_values(row)}
 
 
-def _values(row: Row) -> dict[str, Any]:
+def _values(row: SettingRow) -> dict[str, Any]:
     if row.opens is not None:
         section: dict[str, Any] = {"$ref": f"#/$defs/{row.opens}"}
         return section if row.opens != "precision" else {"anyOf": [section, {"type": "string"}]}

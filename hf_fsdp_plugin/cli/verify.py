@@ -7,10 +7,16 @@ from pathlib import Path
 
 from hf_fsdp_plugin.checkpoint import Verdict, checkpoints_of_run, read_stored_model, verify
 from hf_fsdp_plugin.checkpoint.names import MANIFEST_NAME
-from hf_fsdp_plugin.cli.exit_codes import OK, PROBLEMS, USAGE, check_folder
-from hf_fsdp_plugin.cli.output import print_json
-from hf_fsdp_plugin.cli.progress import ProgressBars
-from hf_fsdp_plugin.cli.terminal import colored, print_problems
+from hf_fsdp_plugin.cli.output import (
+    OK,
+    PROBLEMS,
+    USAGE,
+    ProgressBars,
+    check_folder,
+    colored,
+    print_json,
+    print_problems,
+)
 from hf_fsdp_plugin.problems import CheckpointError
 from hf_fsdp_plugin.text import plural, printable
 

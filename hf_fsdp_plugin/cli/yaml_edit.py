@@ -43,7 +43,7 @@ class Key:
 
 
 class YamlText:
-    """A YAML text whose top level is a mapping in block style, as :mod:`hf_fsdp_plugin.sources.yaml_tree` accepts it.
+    """A YAML text whose top level is a mapping in block style, as :mod:`hf_fsdp_plugin.sources.tree` accepts it.
 
     Keys of the top level and of its sections can be changed, added and removed. Sections in flow style
     (``{a: 1}``) are written in block style first.

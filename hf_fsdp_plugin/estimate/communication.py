@@ -8,14 +8,13 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from hf_fsdp_plugin.backends.load import master_dtype
+from hf_fsdp_plugin.backends.loading.weight_loader import master_dtype
 from hf_fsdp_plugin.estimate.results import Collective, CommunicationEstimate
 from hf_fsdp_plugin.estimate.unit_sizes import UnitSizes, unit_sizes
 from hf_fsdp_plugin.estimate.workload import Workload
-from hf_fsdp_plugin.plan.model import FsdpPlan
-from hf_fsdp_plugin.plan.modules import ancestors, is_inside, parent_of
-from hf_fsdp_plugin.plan.policy import class_names
-from hf_fsdp_plugin.plan.units import UnitPlan
+from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan, UnitPlan
+from hf_fsdp_plugin.plan.modules import class_names
+from hf_fsdp_plugin.plan.names import ancestors, is_inside, parent_of
 from hf_fsdp_plugin.strategies import STRATEGIES
 
 _NATIVE_LAYER = "GradientCheckpointingLayer"

@@ -14,7 +14,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils.module_tracker import ModuleTracker
 
-from hf_fsdp_plugin.backends.fp32_modules import compute_in_fp32, fp32_ids
+from hf_fsdp_plugin.backends.sharding.module_forwards import compute_in_fp32, fp32_ids
 from hf_fsdp_plugin.backends.torch_types import torch_dtype
 from hf_fsdp_plugin.estimate.machines import OpKind
 from hf_fsdp_plugin.estimate.memory.meta_model import (
@@ -28,8 +28,8 @@ from hf_fsdp_plugin.estimate.memory.meta_model import (
 )
 from hf_fsdp_plugin.estimate.memory.meta_model import cast as cast_floats
 from hf_fsdp_plugin.estimate.workload import Workload
-from hf_fsdp_plugin.plan.model import FsdpPlan
-from hf_fsdp_plugin.plan.modules import ancestors, parent_of
+from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan
+from hf_fsdp_plugin.plan.names import ancestors, parent_of
 from hf_fsdp_plugin.problems import Problem, SpecError
 from hf_fsdp_plugin.torch_private.functions import tree_leaves
 from hf_fsdp_plugin.torch_private.tracing import READ_VALUE, TorchDispatchMode, flops_of, is_view, operator_name

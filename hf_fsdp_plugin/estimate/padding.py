@@ -12,7 +12,7 @@ from typing import Final
 from torch import nn
 
 from hf_fsdp_plugin.estimate.unit_sizes import padded_shape
-from hf_fsdp_plugin.plan.model import FsdpPlan
+from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan
 from hf_fsdp_plugin.problems import Problem
 from hf_fsdp_plugin.text import format_count, format_names, plural
 

@@ -26,10 +26,9 @@ from hf_fsdp_plugin.estimate.results import KIND_NAMES, MEMORY_KINDS, MemoryEsti
 from hf_fsdp_plugin.estimate.schedule import Span
 from hf_fsdp_plugin.estimate.time import ScalingRow
 from hf_fsdp_plugin.estimate.workload import Workload
-from hf_fsdp_plugin.plan.model import FsdpPlan
-from hf_fsdp_plugin.plan.modules import ancestors, parent_of
+from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan, UnitPlan
+from hf_fsdp_plugin.plan.names import ancestors, parent_of
 from hf_fsdp_plugin.plan.resolve import resolve
-from hf_fsdp_plugin.plan.units import UnitPlan
 from hf_fsdp_plugin.problems import SpecError
 from hf_fsdp_plugin.strategies import STRATEGIES
 from hf_fsdp_plugin.text import format_bytes, format_count, plural, shorten

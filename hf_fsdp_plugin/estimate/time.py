@@ -10,7 +10,7 @@ from typing import Final, NamedTuple
 
 from torch import nn
 
-from hf_fsdp_plugin.backends.load import master_dtype
+from hf_fsdp_plugin.backends.loading.weight_loader import master_dtype
 from hf_fsdp_plugin.estimate.communication import (
     UnitSchedule,
     checkpointed_modules,
@@ -22,11 +22,9 @@ from hf_fsdp_plugin.estimate.op_costs import OpCost, unit_costs
 from hf_fsdp_plugin.estimate.results import Collective, TimeEstimate
 from hf_fsdp_plugin.estimate.schedule import Timeline, UnitTimes, exposed, simulate
 from hf_fsdp_plugin.estimate.workload import Workload, update_loop
+from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan, MeshPlan, ProblemCollector, UnitPlan
 from hf_fsdp_plugin.plan.mesh import resolve_mesh
-from hf_fsdp_plugin.plan.model import FsdpPlan, MeshPlan
-from hf_fsdp_plugin.plan.modules import ancestors, is_inside
-from hf_fsdp_plugin.plan.problem_collector import ProblemCollector
-from hf_fsdp_plugin.plan.units import UnitPlan
+from hf_fsdp_plugin.plan.names import ancestors, is_inside
 from hf_fsdp_plugin.problems import Problem, SpecError, has_errors
 from hf_fsdp_plugin.strategies import STRATEGIES
 

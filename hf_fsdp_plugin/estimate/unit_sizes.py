@@ -12,10 +12,9 @@ from math import ceil, prod
 import torch
 from torch import nn
 
-from hf_fsdp_plugin.backends.load import master_dtype
+from hf_fsdp_plugin.backends.loading.weight_loader import master_dtype
 from hf_fsdp_plugin.backends.torch_types import torch_dtype
-from hf_fsdp_plugin.plan.model import FsdpPlan
-from hf_fsdp_plugin.plan.units import UnitPlan
+from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan, UnitPlan
 from hf_fsdp_plugin.strategies import STRATEGIES
 
 _ALIGNMENT = 16

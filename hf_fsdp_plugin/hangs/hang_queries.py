@@ -319,7 +319,7 @@ class PlaceInStore:
             self._send(str(find_place(stack, read_counts(self._files.steps)) or ""))
 
     def _send(self, place: str | None) -> None:
-        from hf_fsdp_plugin.backends.arrival_rounds import place_key, place_store
+        from hf_fsdp_plugin.backends.ranks.collective_entry import place_key, place_store
 
         key = place_key(self._rank)
 

@@ -170,7 +170,7 @@ class Watcher:
 
     def _write_place(self) -> None:
         if self._place is None:
-            from hf_fsdp_plugin.backends.arrivals import DEFAULT_LIMIT, arrival_limit
+            from hf_fsdp_plugin.backends.ranks.collective_entry import DEFAULT_LIMIT, arrival_limit
 
             limit = DEFAULT_LIMIT
             with contextlib.suppress(SpecError):  # the first call that needs it raises this error

@@ -24,18 +24,17 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from hf_fsdp_plugin.backends.agreement import broadcast_object
-from hf_fsdp_plugin.backends.arrivals import preparation_limit, together
-from hf_fsdp_plugin.backends.cluster import ranks_per_machine
-from hf_fsdp_plugin.backends.load_failures import load_failures
+from hf_fsdp_plugin.backends.ranks.agreement import broadcast_object
+from hf_fsdp_plugin.backends.ranks.cluster import ranks_per_machine
+from hf_fsdp_plugin.backends.ranks.collective_entry import collective_call, load_failures, preparation_limit
 from hf_fsdp_plugin.hangs.rank_files import RankFiles
-from hf_fsdp_plugin.hangs.step_count import step_count
+from hf_fsdp_plugin.hangs.record import step_count
 from hf_fsdp_plugin.integrations.session import session
 from hf_fsdp_plugin.messages import print_once
 from hf_fsdp_plugin.problems import Problem, SpecError
-from hf_fsdp_plugin.runs.earlier_attempts import Offer, make_offer, mark_begin, merge, remember
-from hf_fsdp_plugin.runs.identity import RunIdentity, identify
-from hf_fsdp_plugin.runs.restarts import Restarts
+from hf_fsdp_plugin.runs.earlier_attempts import Offer, make_offer, mark_begin, merge_offers, remember_run
+from hf_fsdp_plugin.runs.identity import RunIdentity, identify_run
+from hf_fsdp_plugin.runs.restart_policy import Restarts
 from hf_fsdp_plugin.torch_private.functions import default_store
 
 
@@ -61,7 +60,7 @@ class ProcessAttempt:
         if self._has_begun and (files is None or self._has_files):
             return
         self._has_begun, self._has_files = True, files is not None
-        identity = session.identity = self._identity = identify(self._environ, tuple(sys.argv))
+        identity = session.identity = self._identity = identify_run(self._environ, tuple(sys.argv))
         if files is not None:
             with suppress(OSError):
                 step_count.open(files.steps)
@@ -93,12 +92,12 @@ class ProcessAttempt:
         self.begin()
         if self._is_open and dist.is_initialized():
             load_failures.close()  # this rank continues, even if a load failed
-            with together(call, limit=preparation_limit(), given_up=load_failures.raise_announced):
+            with collective_call(call, limit=preparation_limit(), given_up=load_failures.raise_announced):
                 agreed = self._exchange()
             self._is_open = False
             session.restarts, self._refusal = agreed.known.restarts, agreed.known.problem
             if self._folder is not None and self._is_lowest:
-                remember(self._folder, agreed, self._identity.attempt)
+                remember_run(self._folder, agreed, self._identity.attempt)
             if session.restarts.count:
                 print_once(f"{session.restarts.title}: {session.restarts.last_failure}")
         if self._refusal is not None:
@@ -116,7 +115,7 @@ class ProcessAttempt:
         if rank == 0:
             store.wait(["complete"])
             machines = range(store.add("machines", 0))
-            text = merge([Offer.from_text(store.get(f"machine{n}").decode()) for n in machines]).to_text()
+            text = merge_offers([Offer.from_text(store.get(f"machine{n}").decode()) for n in machines]).to_text()
         return Offer.from_text(broadcast_object(text))
 
     @property

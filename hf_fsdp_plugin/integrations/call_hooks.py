@@ -15,11 +15,10 @@ from contextlib import nullcontext
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Final
 
-from hf_fsdp_plugin.hangs.call_files import CallFiles
-from hf_fsdp_plugin.hangs.calls import POINT_TO_POINT
+from hf_fsdp_plugin.hangs.calls import POINT_TO_POINT, CallFiles
 from hf_fsdp_plugin.hangs.record import record
 from hf_fsdp_plugin.integrations.patching import install_hooks
-from hf_fsdp_plugin.torch_private.unit_names import set_unit_names, unit_name
+from hf_fsdp_plugin.torch_private.modules import set_unit_names, unit_name
 
 Function = Callable[..., Any]
 
@@ -242,11 +241,11 @@ if TYPE_CHECKING:  # the launcher imports this module without torch
 
 def record_calls(files: CallFiles) -> None:
     """Record all collectives from now on. Does nothing if the files cannot be written."""
-    from hf_fsdp_plugin.backends.arrivals import arrivals
+    from hf_fsdp_plugin.backends.ranks.collective_entry import collective_waits
 
     with contextlib.suppress(OSError):
         record.open(files)
-        arrivals.listen(record.on_arrival)
+        collective_waits.listen(record.on_arrival)
         install_hooks("calls", "hangs")
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from hf_fsdp_plugin.backends.cluster import slurm_variables
+from hf_fsdp_plugin.backends.ranks.cluster import slurm_variables
 from hf_fsdp_plugin.devices import accelerator_type, select_device
 from hf_fsdp_plugin.integrations.attempts import begin_attempt
 from hf_fsdp_plugin.integrations.patching import (
@@ -23,9 +23,9 @@ from hf_fsdp_plugin.integrations.watch import watch
 from hf_fsdp_plugin.messages import printer
 from hf_fsdp_plugin.problems import Problem
 from hf_fsdp_plugin.sources.environment import rank_variables
-from hf_fsdp_plugin.sources.handover import LaunchHandover, absolute
-from hf_fsdp_plugin.sources.model import Sources, config_of
-from hf_fsdp_plugin.spec.model import FsdpSpec
+from hf_fsdp_plugin.sources.interface import Sources, config_of
+from hf_fsdp_plugin.sources.launchers import LaunchHandover, absolute
+from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec
 from hf_fsdp_plugin.supported import untested_versions
 
 
@@ -108,8 +108,8 @@ def uninstall() -> None:
     Collective if a checkpoint is being written in the background: the call waits for it. Existing models, Accelerators
     and Trainers keep their plan, and the process group remains.
     """
-    from hf_fsdp_plugin.backends.load_failures import load_failures
-    from hf_fsdp_plugin.backends.shared_weights import exchange
+    from hf_fsdp_plugin.backends.loading.shared_weights import exchange
+    from hf_fsdp_plugin.backends.ranks.collective_entry import load_failures
     from hf_fsdp_plugin.integrations.saving import manager
 
     watch.disarm()

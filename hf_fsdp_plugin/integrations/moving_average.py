@@ -12,9 +12,9 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from hf_fsdp_plugin.backends.arrivals import together
-from hf_fsdp_plugin.backends.pinned_windows import wait_for_reads
-from hf_fsdp_plugin.backends.shard import place_of
+from hf_fsdp_plugin.backends.loading.pinned_windows import wait_for_reads
+from hf_fsdp_plugin.backends.ranks.collective_entry import collective_call
+from hf_fsdp_plugin.backends.sharding.shard import locate_module
 from hf_fsdp_plugin.checkpoint import (
     ModelShards,
     copy_whole_tensors,
@@ -56,7 +56,7 @@ class ExponentialMovingAverage:
     def __init__(self, model: nn.Module, decay: float = 0.999) -> None:
         if not 0 <= decay <= 1:
             raise ValueError(f"decay={decay} is not between 0 and 1.")
-        place = place_of(model)
+        place = locate_module(model)
         if place is None:
             message = f"ExponentialMovingAverage was called with a {type(model).__name__} that FSDP has not sharded."
             fix = "Pass the model after accelerator.prepare(); without FSDP, use torch.optim.swa_utils.AveragedModel."
@@ -115,7 +115,9 @@ class ExponentialMovingAverage:
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Return the whole averages by the names of the parameters, on the CPU of rank 0; else nothing. Collective."""
-        with together(f"ExponentialMovingAverage.state_dict of {self._model_class}", fix="Call it on all ranks."):
+        with collective_call(
+            f"ExponentialMovingAverage.state_dict of {self._model_class}", fix="Call it on all ranks."
+        ):
             return gathered_state(self._averages)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:

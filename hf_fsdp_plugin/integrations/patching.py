@@ -19,7 +19,7 @@ from hf_fsdp_plugin.contracts import missing, warn_off
 from hf_fsdp_plugin.integrations.hooks import HOOKS, Group, Hook
 from hf_fsdp_plugin.integrations.import_hooks import ImportCallbacks
 from hf_fsdp_plugin.integrations.session import session
-from hf_fsdp_plugin.spec.model import FsdpSpec
+from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec
 from hf_fsdp_plugin.spellings import TRUE_WORDS
 
 _OVERRIDDEN: Final = "_hf_fsdp_overridden_class"

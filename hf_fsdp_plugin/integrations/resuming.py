@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from hf_fsdp_plugin.backends.agreement import broadcast_object, on_all_ranks
+from hf_fsdp_plugin.backends.ranks.agreement import broadcast_object, on_all_ranks
 from hf_fsdp_plugin.checkpoint import (
     Manifest,
     check_states,
@@ -26,7 +26,7 @@ from hf_fsdp_plugin.checkpoint import (
     recover_run,
     why_incomplete,
 )
-from hf_fsdp_plugin.hangs.step_count import step_count
+from hf_fsdp_plugin.hangs.record import step_count
 from hf_fsdp_plugin.integrations.attempts import agree_on_attempt
 from hf_fsdp_plugin.integrations.saving import manager
 from hf_fsdp_plugin.integrations.session import session

@@ -12,11 +12,11 @@ from weakref import WeakKeyDictionary, WeakSet
 
 import torch.distributed as dist
 
-from hf_fsdp_plugin.backends.agreement import gather_objects
-from hf_fsdp_plugin.backends.arrivals import announce_end
-from hf_fsdp_plugin.backends.shard import plan_of
+from hf_fsdp_plugin.backends.ranks.agreement import gather_objects
+from hf_fsdp_plugin.backends.ranks.collective_entry import announce_end
+from hf_fsdp_plugin.backends.sharding.shard import plan_of
 from hf_fsdp_plugin.checkpoint import stored_state_dict_type
-from hf_fsdp_plugin.hangs.step_count import step_count
+from hf_fsdp_plugin.hangs.record import step_count
 from hf_fsdp_plugin.integrations.accelerate.private import (
     is_accelerator,
     prepared_dataloaders,
@@ -29,8 +29,8 @@ from hf_fsdp_plugin.integrations.transformers.private import is_trainer, train_b
 from hf_fsdp_plugin.messages import print_once
 from hf_fsdp_plugin.observe.build import build_report_of_trained
 from hf_fsdp_plugin.observe.first_step import record_first_step
-from hf_fsdp_plugin.observe.live_run import common_value
-from hf_fsdp_plugin.observe.optimizer import optimizers_of
+from hf_fsdp_plugin.observe.observed_run import common_value
+from hf_fsdp_plugin.observe.optimizers import optimizers_of
 from hf_fsdp_plugin.observe.report import BatchShape, Report
 from hf_fsdp_plugin.text import plural
 

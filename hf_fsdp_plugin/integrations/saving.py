@@ -20,10 +20,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from hf_fsdp_plugin.backends.agreement import gather_objects, on_all_ranks
-from hf_fsdp_plugin.backends.arrivals import together
-from hf_fsdp_plugin.backends.optimizer import owner_of
-from hf_fsdp_plugin.backends.shard import Place, place_of, plan_of
+from hf_fsdp_plugin.backends.optimizers.parameters import owner_of
+from hf_fsdp_plugin.backends.ranks.agreement import gather_objects, on_all_ranks
+from hf_fsdp_plugin.backends.ranks.collective_entry import collective_call
+from hf_fsdp_plugin.backends.sharding.shard import ModuleLocation, locate_module, plan_of
 from hf_fsdp_plugin.checkpoint import (
     CheckpointManager,
     ModelShards,
@@ -37,7 +37,7 @@ from hf_fsdp_plugin.checkpoint.names import HF_MODEL
 from hf_fsdp_plugin.integrations.accelerate.private import prepared_models, prepared_optimizers
 from hf_fsdp_plugin.integrations.session import session
 from hf_fsdp_plugin.plan.names import unwrapped
-from hf_fsdp_plugin.spec.model import StateDictKind
+from hf_fsdp_plugin.spec.fsdp_spec import StateDictKind
 
 _HF_WEIGHTS: Final = re.compile(rf"{HF_MODEL}(-\d{{5}}-of-\d{{5}})?\.safetensors(\.index\.json)?")
 
@@ -96,7 +96,7 @@ class GatheredModels:
         self.paused = False
 
     @contextmanager
-    def on_rank_0(self, place: Place) -> Iterator[bool]:
+    def on_rank_0(self, place: ModuleLocation) -> Iterator[bool]:
         """Gather the module at ``place``, and answer from its state on rank 0. Collective.
 
         A forward of the model raises ``RuntimeError`` in the block, because only this rank is in it. For example, a
@@ -129,7 +129,7 @@ class GatheredModels:
 
     def state_of(self, module: nn.Module) -> OrderedDict[str, torch.Tensor] | None:
         """Return the gathered state of a module by its own names; ``None`` if its model is not being answered."""
-        place = place_of(module) if self._states else None
+        place = locate_module(module) if self._states else None
         if place is None:
             return None
         for root, state in reversed(self._states):
@@ -146,18 +146,18 @@ def _refuse_forward(module: nn.Module, args: Any) -> None:
     raise RuntimeError("a sharded model cannot run on one rank, while this rank writes its files.")
 
 
-def part_of(state: Mapping[str, Any], place: Place) -> OrderedDict[str, Any]:
+def part_of(state: Mapping[str, Any], place: ModuleLocation) -> OrderedDict[str, Any]:
     """Return the part of the root's state dict that belongs to the module at ``place``, by the module's names."""
     prefix = place.prefix
     return OrderedDict((name.removeprefix(prefix), value) for name, value in state.items() if name.startswith(prefix))
 
 
-def shards_at(place: Place) -> ModelShards:
+def shards_at(place: ModuleLocation) -> ModelShards:
     """Return this rank's shards of the module at ``place``, by the module's names."""
     return shards_below(model_shards(place.root), place.prefix)
 
 
-def state_at(place: Place) -> dict[str, torch.Tensor]:
+def state_at(place: ModuleLocation) -> dict[str, torch.Tensor]:
     """Return the whole tensors of the module at ``place`` on the CPU of rank 0; empty on other ranks. Collective."""
     return gathered_state(shards_at(place))
 
@@ -196,10 +196,10 @@ def push_to_hub(original: Callable[..., Any], model: Any, *args: Any, **kwargs: 
 
 def _call_on_rank_0(original: Callable[..., Any], model: Any, args: Any, kwargs: Any, name: str) -> Any:
     """Call a method on rank 0 with the gathered model, and return rank 0's result on all ranks."""
-    place = None if gathered.paused or gathered.state_of(model) is not None else place_of(model)
+    place = None if gathered.paused or gathered.state_of(model) is not None else locate_module(model)
     if place is None:
         return original(*args, **kwargs)
-    with together(call_name(name, model), fix="Call it on all ranks; rank 0 writes or uploads the model."):
+    with collective_call(call_name(name, model), fix="Call it on all ranks; rank 0 writes or uploads the model."):
         with gathered.on_rank_0(place) as writes, on_all_ranks(f"running {name}"):
             result = original(*args, **kwargs) if writes else None
         return gather_objects(result)[0]

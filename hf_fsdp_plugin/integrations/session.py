@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any, Final, TypeVar
 
 from hf_fsdp_plugin.runs.identity import RunIdentity
-from hf_fsdp_plugin.runs.restarts import Restarts
-from hf_fsdp_plugin.sources.accelerate_launch import locate_config
-from hf_fsdp_plugin.sources.model import Sources
+from hf_fsdp_plugin.runs.restart_policy import Restarts
+from hf_fsdp_plugin.sources.interface import Sources
+from hf_fsdp_plugin.sources.launchers import locate_config
+from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec
 from hf_fsdp_plugin.spec.load import assess
-from hf_fsdp_plugin.spec.model import FsdpSpec
 
 T = TypeVar("T")
 _OTHER_RUNS: Final = frozenset({"FSDP-E120", "FSDP-E121", "FSDP-E122"})
@@ -145,7 +145,7 @@ class Session:
         """Whether FSDP was asked for, or a model is sharded. Called at each call of a replaced function."""
         if self._uses_fsdp:
             return True
-        shard = sys.modules.get("hf_fsdp_plugin.backends.shard")  # which imports torch
+        shard = sys.modules.get("hf_fsdp_plugin.backends.sharding.shard")  # which imports torch
         return shard is not None and shard.has_sharded_models()
 
     def remember(self, arguments: Any, spec: FsdpSpec) -> None:

@@ -24,11 +24,16 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.tensor import DTensor
 
-from hf_fsdp_plugin.backends.arrivals import together
-from hf_fsdp_plugin.backends.clipping import check_whole_gradients, clip_grad_norm
-from hf_fsdp_plugin.backends.fsdp2 import reshard, shard_like
-from hf_fsdp_plugin.backends.shard import Place, place_of, sharded_models, sharded_optimizers
-from hf_fsdp_plugin.backends.submodule_calls import gathers
+from hf_fsdp_plugin.backends.optimizers.clipping import check_whole_gradients, clip_grad_norm
+from hf_fsdp_plugin.backends.ranks.collective_entry import collective_call
+from hf_fsdp_plugin.backends.sharding.shard import (
+    ModuleLocation,
+    locate_module,
+    sharded_models,
+    sharded_optimizers,
+)
+from hf_fsdp_plugin.backends.sharding.submodule_calls import free_gathered, gathers
+from hf_fsdp_plugin.backends.torch_types import shard_like
 from hf_fsdp_plugin.integrations.saving import gathered, part_of
 from hf_fsdp_plugin.problems import Problem, SpecError
 from hf_fsdp_plugin.strategies import STRATEGIES
@@ -50,7 +55,7 @@ def state_dict(original: Callable[..., Any], module: nn.Module, *args: Any, **kw
     answer = gathered.state_of(module)
     if answer is not None:
         return OrderedDict((prefix + name, tensor) for name, tensor in answer.items())
-    place = place_of(module)
+    place = locate_module(module)
     if place is None or place.plan.backend != "fsdp1" or place.plan.pre_sharded:
         return original(**kwargs)
     if not STRATEGIES[place.plan.strategy].is_sharded:
@@ -58,11 +63,13 @@ def state_dict(original: Callable[..., Any], module: nn.Module, *args: Any, **kw
             if isinstance(unit, FSDP):
                 fsdp1.register_parameters(unit)
         return _fsdp1_state_dict(original, module, place, kwargs)
-    with together(f"state_dict of {type(module).__name__}", fix=FIX):
+    with collective_call(f"state_dict of {type(module).__name__}", fix=FIX):
         return _fsdp1_state_dict(original, module, place, kwargs)
 
 
-def _fsdp1_state_dict(original: Callable[..., Any], module: nn.Module, place: Place, kwargs: dict[str, Any]) -> Any:
+def _fsdp1_state_dict(
+    original: Callable[..., Any], module: nn.Module, place: ModuleLocation, kwargs: dict[str, Any]
+) -> Any:
     if module is place.root:
         return original(**kwargs)
     prefix = kwargs.pop("prefix", "")
@@ -77,9 +84,9 @@ def load_state_dict(
 
     Under FSDP2, each rank loads its shards of whole tensors, which all ranks pass.
     """
-    place = place_of(module) if is_fsdp_managed(module) else None
+    place = locate_module(module) if is_fsdp_managed(module) else None
     if place is not None and place.plan.backend == "fsdp2":
-        reshard(place.root)
+        free_gathered(place.root)
         state_dict = _as_shards(module, state_dict)
     if place is None or place.plan.backend != "fsdp1" or place.name or module is place.root:
         return original(state_dict, *args, **kwargs)
@@ -160,7 +167,7 @@ def with_whole_weights(function: str, obj: Any, *, keep: bool = True) -> Any:
         shard = local.untyped_storage().data_ptr(), local.storage_offset(), local.stride(), tensor.shape
         return written.setdefault(shard, whole.cpu())
 
-    with together(f"{function} of the weights of a model", fix=FIX):
+    with collective_call(f"{function} of the weights of a model", fix=FIX):
         return _replace_leaves(obj, gather)
 
 

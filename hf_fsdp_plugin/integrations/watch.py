@@ -14,14 +14,12 @@ import sys
 import threading
 from pathlib import Path
 
-from hf_fsdp_plugin.backends.cluster import slurm_variables
-from hf_fsdp_plugin.hangs.calls import LIMIT_VARIABLE
-from hf_fsdp_plugin.hangs.exit_watch import LIMIT_VARIABLE as EXIT_VARIABLE
-from hf_fsdp_plugin.hangs.exit_watch import ExitWatch, exit_limit
-from hf_fsdp_plugin.hangs.failures import failure_of, write_error_file
+from hf_fsdp_plugin.backends.ranks.cluster import slurm_variables
+from hf_fsdp_plugin.hangs.calls import HANG_LIMIT_VARIABLE
 from hf_fsdp_plugin.hangs.hang_watch import hang_limit
-from hf_fsdp_plugin.hangs.peers import find_peers, register
-from hf_fsdp_plugin.hangs.places import format_frames, stack_file
+from hf_fsdp_plugin.hangs.processes import find_peers, register_rank
+from hf_fsdp_plugin.hangs.rank_exit import EXIT_LIMIT_VARIABLE as EXIT_VARIABLE
+from hf_fsdp_plugin.hangs.rank_exit import ExitWatch, delayed_sigterm, exit_limit, failure_of, write_error_file
 from hf_fsdp_plugin.hangs.rank_files import (
     FILES_VARIABLE,
     LAUNCHER_VARIABLE,
@@ -31,18 +29,17 @@ from hf_fsdp_plugin.hangs.rank_files import (
     remove_files,
     write_atomically,
 )
-from hf_fsdp_plugin.hangs.record import record
-from hf_fsdp_plugin.hangs.sigterm import delayed_sigterm
-from hf_fsdp_plugin.hangs.step_count import step_count
+from hf_fsdp_plugin.hangs.rank_stacks import format_frames, stack_file
+from hf_fsdp_plugin.hangs.record import record, step_count
 from hf_fsdp_plugin.hangs.watcher import Watched, Watcher, has_failed, print_block
 from hf_fsdp_plugin.integrations.attempts import begin_attempt, end_attempt
 from hf_fsdp_plugin.integrations.call_hooks import record_calls
 from hf_fsdp_plugin.integrations.session import session
 from hf_fsdp_plugin.integrations.startup import RANK_VARIABLE, may_be_rank, rank_process
 from hf_fsdp_plugin.problems import Problem, SpecError
-from hf_fsdp_plugin.runs.earlier_attempts import forget
+from hf_fsdp_plugin.runs.earlier_attempts import forget_run
 from hf_fsdp_plugin.runs.first_cause import cause_of_end, find_first_cause
-from hf_fsdp_plugin.runs.identity import attempt_folder, identify
+from hf_fsdp_plugin.runs.identity import attempt_folder, identify_run
 
 
 class Watch:
@@ -126,7 +123,7 @@ class Watch:
         if records:
             record_calls(files.calls)
         self.follow_thread()
-        register(self._rank, files)
+        register_rank(self._rank, files)
 
     def follow_thread(self) -> None:
         """Take the calling thread as the one that trains, which is not always the main thread of the process."""
@@ -216,10 +213,10 @@ class Watch:
         self.files = self._failed = session.in_flight_file = None
 
     def _close(self) -> None:
-        from hf_fsdp_plugin.backends.arrivals import arrivals
+        from hf_fsdp_plugin.backends.ranks.collective_entry import collective_waits
 
         stack_file.close()
-        arrivals.listen(lambda call: None)
+        collective_waits.listen(lambda call: None)
         record.close()
         step_count.close()
 
@@ -238,7 +235,7 @@ watch = Watch()
 
 def _limits() -> tuple[float, bool, float]:
     """Return the limit of hangs, whether it is strict, and the limit of the exit."""
-    name = LIMIT_VARIABLE
+    name = HANG_LIMIT_VARIABLE
     try:
         limit, is_strict = hang_limit(None)
         name = EXIT_VARIABLE
@@ -249,7 +246,7 @@ def _limits() -> tuple[float, bool, float]:
 
 
 def _own_stem(environ: dict[str, str], rank: int) -> Path:
-    return attempt_folder(identify(environ, tuple(sys.argv)), environ) / f"rank_{rank}"
+    return attempt_folder(identify_run(environ, tuple(sys.argv)), environ) / f"rank_{rank}"
 
 
 def _remove_folders(folder: Path) -> None:
@@ -257,6 +254,6 @@ def _remove_folders(folder: Path) -> None:
     with contextlib.suppress(OSError):
         for path in folder.glob("machine_*"):
             path.unlink()
-        forget(folder)
+        forget_run(folder)
         for each in (folder, *folder.parents[:2]):
             each.rmdir()

@@ -17,8 +17,8 @@ from hf_fsdp_plugin.launcher.flags import LaunchArguments
 from hf_fsdp_plugin.launcher.orphan_processes import RUN_VARIABLE
 from hf_fsdp_plugin.launcher.world import World, num_threads
 from hf_fsdp_plugin.runs.restart_policy import RESTART_VARIABLE, Restarts
-from hf_fsdp_plugin.sources.handover import LaunchHandover
-from hf_fsdp_plugin.spec.model import FsdpSpec
+from hf_fsdp_plugin.sources.launchers import LaunchHandover
+from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec
 
 
 def launch_env(

@@ -15,7 +15,7 @@ from typing import Any, Final, NoReturn
 
 from hf_fsdp_plugin.sources.command_line import RENAMED, SWITCHES, flag_name, machine_range, remedy_of_switch
 from hf_fsdp_plugin.text import printable
-from hf_fsdp_plugin.vocabulary import BY_KEY, ROWS, Row, Scope, suggest
+from hf_fsdp_plugin.vocabulary import BY_KEY, ROWS, Scope, SettingRow, suggest
 
 _LAUNCHER: Final = (
     ("config_file", "CONFIG", "Accelerate YAML or JSON with an fsdp_config"),
@@ -302,7 +302,7 @@ def _choices_of(value: str) -> Suggested | None:
     return Suggested(value.split("|")) if "|" in value and value.islower() else None
 
 
-def _values_of(row: Row) -> Suggested | None:
+def _values_of(row: SettingRow) -> Suggested | None:
     if row.kind in ("bool", "reshard"):
         return Suggested(("true", "false"))
     return Suggested(value for value in row.choices if value not in ("auto", "fp8")) or None

@@ -23,7 +23,7 @@ from hf_fsdp_plugin.launcher.other_machines import OtherMachines, RunFacts, comp
 from hf_fsdp_plugin.launcher.world import World, rendezvous_address
 from hf_fsdp_plugin.problems import Problem, SpecError
 from hf_fsdp_plugin.runs.restart_policy import Restarts, problem_fields
-from hf_fsdp_plugin.spec.model import LaunchSection
+from hf_fsdp_plugin.spec.fsdp_spec import LaunchSection
 from hf_fsdp_plugin.text import plural, printable
 
 MEET_SECONDS: Final = 600.0

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from hf_fsdp_plugin.devices import get_device
 from hf_fsdp_plugin.launcher.device_search import FoundDevices
 from hf_fsdp_plugin.problems import Problem, SpecError
-from hf_fsdp_plugin.spec.model import FsdpSpec, LaunchSection
+from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec, LaunchSection
 from hf_fsdp_plugin.spec.rules import check_mesh_size
 from hf_fsdp_plugin.text import plural
 

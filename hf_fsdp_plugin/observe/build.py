@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from hf_fsdp_plugin.backends.agreement import gather_equal_objects, gather_objects, on_all_ranks
-from hf_fsdp_plugin.backends.shard import plan_of
+from hf_fsdp_plugin.backends.ranks.agreement import gather_equal_objects, gather_objects, on_all_ranks
+from hf_fsdp_plugin.backends.sharding.shard import plan_of
 from hf_fsdp_plugin.contracts import off_without
 from hf_fsdp_plugin.observe.checks import check_structure, check_training, unobservable_facts
 from hf_fsdp_plugin.observe.first_step import FirstStep, recorded_first_step
@@ -36,7 +36,7 @@ from hf_fsdp_plugin.observe.units import (
     unmanaged_parameters,
 )
 from hf_fsdp_plugin.observe.weights import compare_weights, unchanged_parameters
-from hf_fsdp_plugin.plan.model import FsdpPlan
+from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan
 from hf_fsdp_plugin.problems import Problem, SpecError
 
 _PACKAGES = ("torch", "transformers", "accelerate")

@@ -10,7 +10,7 @@ from hf_fsdp_plugin.contracts import off_warning
 from hf_fsdp_plugin.observe.first_step import FirstStep
 from hf_fsdp_plugin.observe.report import TrainingObservation
 from hf_fsdp_plugin.observe.units import StructureComparison, UnitObservation
-from hf_fsdp_plugin.plan.model import FsdpPlan
+from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan
 from hf_fsdp_plugin.plan.names import canonical_name
 from hf_fsdp_plugin.problems import Problem
 from hf_fsdp_plugin.text import format_names

@@ -15,11 +15,10 @@ from weakref import WeakSet
 import torch
 from torch import nn
 
-from hf_fsdp_plugin.backends.bits import sum_bits
-from hf_fsdp_plugin.backends.inputs import is_activation
-from hf_fsdp_plugin.backends.load import BROADCAST_ATTRIBUTE
-from hf_fsdp_plugin.backends.outputs import float_outputs
-from hf_fsdp_plugin.backends.shard import plan_of
+from hf_fsdp_plugin.backends.loading.tensor_checksums import sum_bits
+from hf_fsdp_plugin.backends.loading.weight_loader import BROADCAST_ATTRIBUTE
+from hf_fsdp_plugin.backends.sharding.forward_hooks import float_outputs, is_activation
+from hf_fsdp_plugin.backends.sharding.shard import plan_of
 from hf_fsdp_plugin.backends.torch_types import torch_dtype
 from hf_fsdp_plugin.contracts import off_without
 from hf_fsdp_plugin.observe.memory import gradient_bytes
@@ -32,7 +31,7 @@ from hf_fsdp_plugin.observe.optimizers import (
 )
 from hf_fsdp_plugin.observe.units import checkpoints_natively, observe_units
 from hf_fsdp_plugin.observe.weights import ShardHashes, hash_again, hash_trained
-from hf_fsdp_plugin.plan.model import FsdpPlan
+from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan
 from hf_fsdp_plugin.plan.names import canonical_name, unwrapped
 from hf_fsdp_plugin.torch_private.functions import in_backward, tree_leaves
 from hf_fsdp_plugin.torch_private.modules import calls_compiled

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from hf_fsdp_plugin.backends.optimizer_step import step_mode
+from hf_fsdp_plugin.backends.optimizers.plain_steps import step_mode
 from hf_fsdp_plugin.devices import DEVICES, available_device
 from hf_fsdp_plugin.observe.units import UnitObservation, unmanaged_parameters
 

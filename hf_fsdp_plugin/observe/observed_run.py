@@ -11,7 +11,7 @@ from torch import nn
 from hf_fsdp_plugin.observe.first_step import FirstStep
 from hf_fsdp_plugin.observe.units import StructureComparison, UnitObservation, dtype_name
 from hf_fsdp_plugin.observe.weights import WeightComparison
-from hf_fsdp_plugin.plan.model import FsdpPlan
+from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan
 
 
 @dataclass(frozen=True, kw_only=True)

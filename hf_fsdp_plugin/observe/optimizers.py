@@ -17,9 +17,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from hf_fsdp_plugin.backends.outputs import float_outputs
-from hf_fsdp_plugin.backends.replicated import is_replicated
-from hf_fsdp_plugin.backends.shard import sharded_models
+from hf_fsdp_plugin.backends.optimizers.parameters import is_replicated
+from hf_fsdp_plugin.backends.sharding.forward_hooks import float_outputs
+from hf_fsdp_plugin.backends.sharding.shard import sharded_models
 from hf_fsdp_plugin.observe.units import UnitObservation
 from hf_fsdp_plugin.problems import Problem, SpecError
 from hf_fsdp_plugin.torch_private.functions import current_backward

@@ -11,7 +11,7 @@ from hf_fsdp_plugin.contracts import ContractError
 from hf_fsdp_plugin.observe import sharding_readers as sharding
 from hf_fsdp_plugin.observe import training_readers as training
 from hf_fsdp_plugin.observe.observed_run import ObservedRun, ObservedValue, unobservable
-from hf_fsdp_plugin.plan.model import FsdpPlan
+from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan
 from hf_fsdp_plugin.problems import Origin, Problem
 
 

@@ -9,10 +9,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_fsdp_plugin.backends.agreement import gather_objects, on_all_ranks
-from hf_fsdp_plugin.backends.bits import hash_bits
-from hf_fsdp_plugin.backends.load import BROADCAST_ATTRIBUTE, BroadcastRecord, ReceivedWeights
-from hf_fsdp_plugin.backends.memory_maps import ParameterMemory
+from hf_fsdp_plugin.backends.loading.mapped_files import ParameterMemory
+from hf_fsdp_plugin.backends.loading.tensor_checksums import hash_bits
+from hf_fsdp_plugin.backends.loading.weight_loader import (
+    BROADCAST_ATTRIBUTE,
+    BroadcastRecord,
+)
+from hf_fsdp_plugin.backends.ranks.agreement import gather_objects, on_all_ranks
 from hf_fsdp_plugin.observe.units import UnitObservation, unmanaged_parameters
 from hf_fsdp_plugin.plan.names import canonical_name
 from hf_fsdp_plugin.torch_private.modules import buffers, non_persistent_buffers
@@ -105,7 +108,7 @@ def compare_weights(
 
 
 def _changed(
-    broadcasts: Sequence[ReceivedWeights], bit_sums: Sequence[int | None], units: Sequence[UnitObservation]
+    broadcasts: Sequence[BroadcastRecord], bit_sums: Sequence[int | None], units: Sequence[UnitObservation]
 ) -> bool | None:
     """Compare the sum over the shards of all ranks with the sum of what was broadcast or taken from files."""
     found = [bit_sum for bit_sum in bit_sums if bit_sum is not None]

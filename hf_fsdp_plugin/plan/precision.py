@@ -15,7 +15,7 @@ from hf_fsdp_plugin.plan.wrap_policy import matching_modules
 from hf_fsdp_plugin.spec.fsdp_spec import DtypeName, FsdpSpec
 from hf_fsdp_plugin.spec.rules import FP16_ON_CPU
 from hf_fsdp_plugin.text import format_names, plural
-from hf_fsdp_plugin.torch_private.fsdp2_behavior import first_version_with_dtype_per_parameter, installed_behavior
+from hf_fsdp_plugin.torch_private.fsdp2 import first_version_with_dtype_per_parameter, installed_behavior
 
 _FP32_MODULES: Final = "precision.fp32_modules"
 

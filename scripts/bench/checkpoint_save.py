@@ -60,7 +60,7 @@ def as_stock(trainer: Any, kind: str) -> Iterator[None]:
     """Save as the stock stack does: replace the plugin by Accelerate's and detach the plan from the model."""
     from accelerate.utils import FullyShardedDataParallelPlugin
 
-    from hf_fsdp_plugin.backends.shard import PLAN_ATTRIBUTE
+    from hf_fsdp_plugin.backends.sharding.shard import PLAN_ATTRIBUTE
 
     state, plan = trainer.accelerator.state, getattr(trainer.model, PLAN_ATTRIBUTE)
     ours = state.fsdp_plugin

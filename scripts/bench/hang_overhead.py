@@ -63,7 +63,7 @@ def measure(args: argparse.Namespace) -> None:
     import torch
     import torch.distributed as dist
 
-    from hf_fsdp_plugin.hangs.call_files import glance
+    from hf_fsdp_plugin.hangs.calls import read_header
     from hf_fsdp_plugin.hangs.record import record
     from hf_fsdp_plugin.integrations.watch import watch
 
@@ -74,9 +74,9 @@ def measure(args: argparse.Namespace) -> None:
     calls = watch.files.calls.calls
     step, _ = plugin_loop(args, rank)
     block(step, args.warmup)
-    before = glance(calls)
+    before = read_header(calls)
     block(step, args.block)
-    after = glance(calls)
+    after = read_header(calls)
     assert before is not None and after is not None
     calls_per_step = (after.count - before.count - 2) / args.block  # without the two barriers of a block
     times = alternate(args, step, lambda is_open: setattr(record, "is_open", is_open), rank)

@@ -29,8 +29,8 @@ from torch import nn
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_MAPPING
 
-from hf_fsdp_plugin.plan.modules import ModuleTree, ancestors
-from hf_fsdp_plugin.plan.policy import class_names, no_split_classes
+from hf_fsdp_plugin.plan.modules import ModuleTree, class_names, no_split_classes
+from hf_fsdp_plugin.plan.names import ancestors
 
 SECONDS = 60
 """Limit for one model."""

@@ -14,7 +14,7 @@ import transformers as hf
 from common import make_parser
 from update_results import write_result
 
-from hf_fsdp_plugin.estimate.machine_file import machine_named
+from hf_fsdp_plugin.estimate.machines import machine_named
 from hf_fsdp_plugin.estimate.planner import advise
 
 _LLAMA = hf.LlamaForCausalLM, hf.LlamaConfig

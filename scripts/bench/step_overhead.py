@@ -91,7 +91,7 @@ def plugin_loop(args: argparse.Namespace, rank: int) -> tuple[Step, list[str]]:
     import torch
 
     import hf_fsdp_plugin as hfp
-    from hf_fsdp_plugin.backends.shard import plan_of
+    from hf_fsdp_plugin.backends.sharding.shard import plan_of
 
     accelerator = hfp.accelerator(hfp.load_spec(CONFIG))
     model = make_model(args)

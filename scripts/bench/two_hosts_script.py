@@ -16,7 +16,7 @@ from accelerate import Accelerator
 from two_hosts_link import transferred
 
 import hf_fsdp_plugin as hfp
-from hf_fsdp_plugin.backends.shard import plan_of
+from hf_fsdp_plugin.backends.sharding.shard import plan_of
 from hf_fsdp_plugin.estimate.communication import estimate_communication
 from hf_fsdp_plugin.estimate.workload import Workload
 

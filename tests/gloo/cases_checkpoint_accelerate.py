@@ -13,7 +13,7 @@ from ranks import on_accelerator
 from tiny import global_batch, my_part, parallel_config, tiny_llama
 
 import hf_fsdp_plugin as hfp
-from hf_fsdp_plugin.backends.shard import PLAN_ATTRIBUTE
+from hf_fsdp_plugin.backends.sharding.shard import PLAN_ATTRIBUTE
 from hf_fsdp_plugin.integrations.saving import manager
 
 

@@ -20,7 +20,7 @@ from cases_trainer import make_trainer
 from transformers import TrainerCallback
 
 from hf_fsdp_plugin.checkpoint import why_incomplete
-from hf_fsdp_plugin.checkpoint.writing.part_writer import PartWriter
+from hf_fsdp_plugin.checkpoint.writing.parts import PartWriter
 from hf_fsdp_plugin.integrations.accelerate import checkpoints as accelerate_checkpoints
 from hf_fsdp_plugin.integrations.saving import manager
 from hf_fsdp_plugin.integrations.transformers import checkpoints as trainer_checkpoints

@@ -23,14 +23,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from training import fresh_accelerator
 
-from hf_fsdp_plugin.checkpoint import visibility
+from hf_fsdp_plugin.checkpoint import folders
 from hf_fsdp_plugin.checkpoint.checking.verified_files import VerifiedFiles
 from hf_fsdp_plugin.checkpoint.names import INDEX_FILE
 from hf_fsdp_plugin.checkpoint.reading.model import load_model
 from hf_fsdp_plugin.checkpoint.reading.optimizer import load_optimizer
-from hf_fsdp_plugin.checkpoint.shard_layout import LocalShard, local_tensor
-from hf_fsdp_plugin.checkpoint.shards import optimizer_shards
-from hf_fsdp_plugin.checkpoint.writing import folder_index
+from hf_fsdp_plugin.checkpoint.shards import LocalShard, local_tensor, optimizer_shards
+from hf_fsdp_plugin.checkpoint.writing import dcp_files
 from hf_fsdp_plugin.integrations.saving import manager
 from hf_fsdp_plugin.problems import SpecError
 
@@ -116,7 +115,7 @@ def write(folder: str, layout: Layout, kind: str, *, tied: bool = False) -> dict
         dcp.save(state, storage_writer=dcp.FileSystemWriter(Path(folder) / "optimizer_0"))
     elif kind in ("full", "sharded", "local"):  # written by this package
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(folder_index, "MIN_INDEXED", 0)  # as in a large world
+            patch.setattr(dcp_files, "MIN_INDEXED", 0)  # as in a large world
             manager.save_model(run.model, Path(folder), kind)
             manager.save_optimizer(run.model, run.inner, Path(folder), kind)
         assert dist.get_rank() or (2 if kind != "full" else 1) == len([*Path(folder).rglob(f"*{INDEX_FILE}")])
@@ -251,7 +250,7 @@ def read_mismatch(folder: str, layout: Layout, *, layers: int = 2, optimizer: An
     ):
         try:
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(visibility, "TIMEOUT", 0.1)
+                patch.setattr(folders, "TIMEOUT", 0.1)
                 load()
         except SpecError as error:
             failed[what] = ([problem.code for problem in error.problems], str(error))

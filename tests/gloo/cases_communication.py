@@ -10,11 +10,11 @@ from collective_counter import CollectiveCounter
 from tiny import MODELS
 from training import MAX_NORM, fresh_accelerator, loss_of, sgd
 
-from hf_fsdp_plugin.backends.shard import plan_of
+from hf_fsdp_plugin.backends.sharding.shard import plan_of
 from hf_fsdp_plugin.estimate.communication import estimate_communication
 from hf_fsdp_plugin.estimate.results import Collective
 from hf_fsdp_plugin.estimate.workload import Workload
-from hf_fsdp_plugin.plan.model import FsdpPlan
+from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan
 
 Calls = Counter[tuple[str, tuple[int, ...], int, str]]
 

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from training import fresh_accelerator
 
-from hf_fsdp_plugin.checkpoint.shard_layout import local_tensor
+from hf_fsdp_plugin.checkpoint.shards import local_tensor
 
 
 def count_in_steps(version: int, case: str) -> dict[str, list[int]]:

@@ -111,7 +111,7 @@ def scaler_of_accelerator(version: int) -> tuple[str, dict[str, Any]]:
     """The class and the state of the scaler that replaces one of Accelerate, which CPU ranks do not have."""
     from accelerate.utils import GradScalerKwargs
 
-    from hf_fsdp_plugin.integrations.accelerate.scaler import replace_scaler
+    from hf_fsdp_plugin.integrations.accelerate.arguments import replace_scaler
 
     accelerator = fresh_accelerator(parallel_config("full_shard", version, 2))
     accelerator.scaler = torch.amp.GradScaler("cpu")

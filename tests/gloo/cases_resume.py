@@ -15,10 +15,10 @@ from torch.utils.data import DataLoader
 from transformers import TrainerCallback, get_scheduler
 
 import hf_fsdp_plugin as hfp
-from hf_fsdp_plugin.hangs.step_count import step_count
+from hf_fsdp_plugin.hangs.record import step_count
 from hf_fsdp_plugin.integrations.session import session
 from hf_fsdp_plugin.messages import printer
-from hf_fsdp_plugin.runs.restarts import FailedAttempt, Restarts
+from hf_fsdp_plugin.runs.restart_policy import FailedAttempt, Restarts
 
 NUM_STEPS = 14
 """Steps of the whole run. It is interrupted at several steps; ten steps are compared after the last interruption."""

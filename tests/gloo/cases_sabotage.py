@@ -25,7 +25,8 @@ from torch.distributed.tensor import DTensor
 from training import fresh_accelerator
 
 import hf_fsdp_plugin as hfp
-from hf_fsdp_plugin.backends import fsdp1, fsdp2, load
+from hf_fsdp_plugin.backends.loading import weight_loader
+from hf_fsdp_plugin.backends.sharding import fsdp1, fsdp2
 from hf_fsdp_plugin.torch_private.functions import ActivationWrapper, CheckpointWrapper
 
 NUM_STEPS = 6
@@ -160,7 +161,7 @@ PREPARING: dict[str, dict[tuple[Any, str], Any]] = {
         (fsdp2, "fully_shard"): _fully_shard_without_attention,
     },
     "extra unit": {(fsdp1, "FSDP"): _ExtraUnit, (fsdp2, "fully_shard"): _fully_shard_extra},
-    "no broadcast": {(load, "_broadcast"): _without_broadcast},
+    "no broadcast": {(weight_loader, "_broadcast"): _without_broadcast},
     "transposed mesh": {(fsdp1, "device_mesh"): _transposed_mesh, (fsdp2, "device_mesh"): _transposed_mesh},
 }
 """Sabotages of the preparation: what is replaced, and by what."""

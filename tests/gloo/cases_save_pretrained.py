@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from training import adamw, fresh_accelerator, loss_of
 
 import hf_fsdp_plugin as hfp
-from hf_fsdp_plugin.backends.arrivals import LIMIT_VARIABLE
+from hf_fsdp_plugin.backends.ranks.collective_entry import LIMIT_VARIABLE
 
 LIMIT_S = "2"
 

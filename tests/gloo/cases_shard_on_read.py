@@ -18,8 +18,8 @@ from torch import nn
 from training import fresh_accelerator
 
 import hf_fsdp_plugin as hfp
-from hf_fsdp_plugin.backends.load import BROADCAST_ATTRIBUTE, WeightLoader
-from hf_fsdp_plugin.checkpoint.shard_layout import local_tensor
+from hf_fsdp_plugin.backends.loading.weight_loader import BROADCAST_ATTRIBUTE, WeightLoader
+from hf_fsdp_plugin.checkpoint.shards import local_tensor
 from hf_fsdp_plugin.plan.names import unwrapped
 
 

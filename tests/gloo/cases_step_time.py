@@ -9,7 +9,7 @@ import torch
 from tiny import parallel_config, tiny_llama
 from training import fresh_accelerator, sgd
 
-from hf_fsdp_plugin.backends.shard import plan_of
+from hf_fsdp_plugin.backends.sharding.shard import plan_of
 from hf_fsdp_plugin.estimate.calibration import Measuring, calibrate
 from hf_fsdp_plugin.estimate.time import estimate_time
 from hf_fsdp_plugin.estimate.workload import Workload

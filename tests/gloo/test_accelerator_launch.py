@@ -13,7 +13,7 @@ from json_schema import assert_valid
 from launching import LAUNCH, Done, finish, run, start, write
 from matrices import slow
 
-from hf_fsdp_plugin.cli.exit_codes import HANG
+from hf_fsdp_plugin.cli.output import HANG
 
 ROOT = BACKEND.parents[2]
 SCRIPT = """

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from launching import LAUNCH, Done, run, write
 
-from hf_fsdp_plugin.cli.exit_codes import HANG
+from hf_fsdp_plugin.cli.output import HANG
 
 SCRIPT = """
     import sys, time, torch

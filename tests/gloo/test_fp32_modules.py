@@ -13,7 +13,7 @@ from ranks import Ranks
 from tiny import MODELS
 from training import assert_same_training, differing
 
-from hf_fsdp_plugin.torch_private.fsdp2_behavior import first_version_with_dtype_per_parameter, installed_behavior
+from hf_fsdp_plugin.torch_private.fsdp2 import first_version_with_dtype_per_parameter, installed_behavior
 
 NEEDS_OVERRIDES = pytest.mark.skipif(
     not installed_behavior().dtype_per_parameter,

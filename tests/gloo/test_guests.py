@@ -16,7 +16,7 @@ import pytest
 from json_schema import assert_valid
 from launching import Done, environment, finish, free_port, wait_for, write
 
-from hf_fsdp_plugin.cli.exit_codes import HANG
+from hf_fsdp_plugin.cli.output import HANG
 
 LOOP = r"""
     import os, signal, sys, threading, time

@@ -14,7 +14,7 @@ sys.path.append(str(Path(__file__).resolve().parents[2] / "scripts" / "bench"))
 
 from hangs import EXPECTED, LAUNCHERS, WAYS, provoke, train_healthily  # type: ignore[import-not-found]
 
-from hf_fsdp_plugin.cli.exit_codes import HANG
+from hf_fsdp_plugin.cli.output import HANG
 
 QUICK = {
     ("sleep", 1, "loop", "hf-fsdp"),

@@ -10,7 +10,7 @@ import pytest
 import torch
 from ranks import Ranks
 
-from hf_fsdp_plugin.backends.inputs import cast_activations
+from hf_fsdp_plugin.backends.sharding.forward_hooks import cast_activations
 
 VERSIONS = pytest.mark.parametrize("version", [1, 2])
 BF16, FP32 = "torch.bfloat16", "torch.float32"

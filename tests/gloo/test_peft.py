@@ -19,7 +19,7 @@ pytest.importorskip("peft")
 import cases_peft as cases
 
 from hf_fsdp_plugin.checkpoint import read_manifest, read_stored_model, verify
-from hf_fsdp_plugin.checkpoint.checking.against_manifest import manifest_problems
+from hf_fsdp_plugin.checkpoint.checking.verify import manifest_problems
 
 BACKENDS = {
     "fsdp1": {"version": 1},

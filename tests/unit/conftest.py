@@ -10,7 +10,7 @@ import saved
 from merge_inputs import checkpoint, out  # noqa: F401 (fixtures)
 
 from hf_fsdp_plugin.problems import Problem
-from hf_fsdp_plugin.sources.model import Sources, config_of
+from hf_fsdp_plugin.sources.interface import Sources, config_of
 from hf_fsdp_plugin.spec import load
 
 

@@ -7,7 +7,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp._fully_shard import _fsdp_param
 
 from hf_fsdp_plugin.contracts import SUPPORTED, release_of
-from hf_fsdp_plugin.torch_private.fsdp2_behavior import BEHAVIORS, behavior_of, installed_behavior
+from hf_fsdp_plugin.torch_private.fsdp2 import BEHAVIORS, behavior_of, installed_behavior
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from transformers.training_args import OptimizerNames
 
-from hf_fsdp_plugin.backends.optimizer_kinds import KINDS, Kind
+from hf_fsdp_plugin.backends.optimizers.known_optimizers import KNOWN_OPTIMIZERS, KnownOptimizer
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "optimizers.md"
 ROW = re.compile(r"(?m)^\| `(\w+)` \| (`[\w.]+`|–) \| ([^|]+) \| ([^|]+) \| ([^|]+) \|$")
@@ -16,10 +16,10 @@ ROWS = {name: (cls.strip("`"), results) for name, cls, *results in ROW.findall(D
 PER_SHARD = re.compile(r".*(8bit|4bit|ademamix).*")
 
 
-def kind(cls: str) -> Kind | None:
+def kind(cls: str) -> KnownOptimizer | None:
     """The row of the class's package, or of the class itself."""
     package, name = cls.partition(".")[0], cls.rpartition(".")[2]
-    rows = [kind for kind in KINDS if kind.name.partition(".")[0] == package]
+    rows = [kind for kind in KNOWN_OPTIMIZERS if kind.name.partition(".")[0] == package]
     named = [kind for kind in rows if kind.name.rpartition(".")[2] == name]
     return (named or [kind for kind in rows if kind.needs == "blocks" or "." not in kind.name] or [None])[0]
 

@@ -7,7 +7,7 @@ import pytest
 
 from hf_fsdp_plugin import progress
 from hf_fsdp_plugin.checkpoint import verify
-from hf_fsdp_plugin.checkpoint.checking.byte_ranges import Progress
+from hf_fsdp_plugin.checkpoint.checking.verified_files import Progress
 from hf_fsdp_plugin.cli.main import main
 from hf_fsdp_plugin.progress import progress_bar
 

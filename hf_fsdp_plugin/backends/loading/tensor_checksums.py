@@ -13,7 +13,7 @@ from torch import nn
 
 from hf_fsdp_plugin.backends.loading.mapped_files import find_mapped_parameters
 from hf_fsdp_plugin.backends.ranks.agreement import gather_objects
-from hf_fsdp_plugin.plan.model import FsdpPlan
+from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan
 from hf_fsdp_plugin.plan.names import canonical_name
 from hf_fsdp_plugin.problems import Problem
 from hf_fsdp_plugin.text import format_names, plural

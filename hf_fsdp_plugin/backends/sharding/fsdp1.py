@@ -21,9 +21,8 @@ from hf_fsdp_plugin.backends.loading.weight_loader import (
 from hf_fsdp_plugin.backends.sharding.forward_hooks import cast_inputs_of
 from hf_fsdp_plugin.backends.sharding.module_forwards import apply_activation_checkpointing
 from hf_fsdp_plugin.backends.torch_types import cast_floats, device_mesh, torch_dtype
-from hf_fsdp_plugin.plan.model import FsdpPlan
+from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan, UnitPlan
 from hf_fsdp_plugin.plan.names import unwrapped
-from hf_fsdp_plugin.plan.units import UnitPlan
 from hf_fsdp_plugin.strategies import STRATEGIES
 from hf_fsdp_plugin.torch_private.fsdp1 import allow_gradients_of_compute_dtype, flattening
 from hf_fsdp_plugin.torch_private.modules import replace_module

@@ -29,7 +29,7 @@ from hf_fsdp_plugin.backends.loading.weight_loader import (
 from hf_fsdp_plugin.backends.sharding.forward_hooks import cast_inputs_of
 from hf_fsdp_plugin.backends.sharding.module_forwards import apply_activation_checkpointing, fp32_ids
 from hf_fsdp_plugin.backends.torch_types import device_mesh, dtensor_like, torch_dtype
-from hf_fsdp_plugin.plan.model import FsdpPlan
+from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan
 from hf_fsdp_plugin.torch_private.fsdp2 import (
     keep_requires_grad,
     mark_backward_prefetch,

@@ -19,7 +19,7 @@ from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from hf_fsdp_plugin.backends.torch_types import cast_floats, torch_dtype
-from hf_fsdp_plugin.plan.model import FsdpPlan
+from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan
 from hf_fsdp_plugin.torch_private.functions import (
     ATTENTION_OPS,
     ActivationWrapper,

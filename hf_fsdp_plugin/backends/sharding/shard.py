@@ -28,7 +28,7 @@ from hf_fsdp_plugin.backends.sharding.parameter_access import (
     refuse_copies,
 )
 from hf_fsdp_plugin.backends.sharding.submodule_calls import free_gathered, support_submodule_calls
-from hf_fsdp_plugin.plan.model import FsdpPlan
+from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan
 from hf_fsdp_plugin.plan.names import canonical_name
 from hf_fsdp_plugin.torch_private.modules import is_fsdp_managed, mark_fsdp_managed
 

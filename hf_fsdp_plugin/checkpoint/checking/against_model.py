@@ -50,7 +50,7 @@ def config_problems(stored: StoredModel, folder: Path) -> list[Problem]:
         return [problem("FSDP-N475", path, f"the checkpoint contains the weights of an adapter; {_NOT_COMPARED}.")]
     if "quantization_config" in config:
         return [problem("FSDP-N475", path, f"the model is quantized when it is loaded; {_NOT_COMPARED}.")]
-    from hf_fsdp_plugin.plan.load_model import meta_model
+    from hf_fsdp_plugin.plan.meta_model import meta_model
 
     try:
         model = meta_model(folder)

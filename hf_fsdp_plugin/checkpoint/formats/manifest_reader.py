@@ -23,7 +23,7 @@ from hf_fsdp_plugin.checkpoint.formats.manifest import (
 from hf_fsdp_plugin.checkpoint.io import HASH, hash_bytes, parse_json, read_file
 from hf_fsdp_plugin.checkpoint.names import BLOCK_FILE, MANIFEST_NAME
 from hf_fsdp_plugin.problems import Problem
-from hf_fsdp_plugin.spec.model import StateDictKind
+from hf_fsdp_plugin.spec.fsdp_spec import StateDictKind
 
 _NO_LINKS = "Copy the checkpoint with its links resolved (cp -rL), and use the copy."
 

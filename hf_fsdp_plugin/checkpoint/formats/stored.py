@@ -27,7 +27,7 @@ from hf_fsdp_plugin.checkpoint.formats.boxes import (
 )
 from hf_fsdp_plugin.checkpoint.io import MAX_SPAN, InputFiles
 from hf_fsdp_plugin.problems import CheckpointError, Problem
-from hf_fsdp_plugin.spec.model import StateDictKind
+from hf_fsdp_plugin.spec.fsdp_spec import StateDictKind
 from hf_fsdp_plugin.text import format_names, plural
 
 if TYPE_CHECKING:

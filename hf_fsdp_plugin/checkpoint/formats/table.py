@@ -24,7 +24,7 @@ from hf_fsdp_plugin.checkpoint.formats.stored import (
 from hf_fsdp_plugin.checkpoint.formats.torch_files import BIN_FORMAT, PER_RANK_FORMAT
 from hf_fsdp_plugin.checkpoint.io import object_in
 from hf_fsdp_plugin.checkpoint.names import MANIFEST_NAME
-from hf_fsdp_plugin.spec.model import StateDictKind
+from hf_fsdp_plugin.spec.fsdp_spec import StateDictKind
 
 FORMATS: Final[tuple[CheckpointFormat, ...]] = (
     dcp.FORMAT,

@@ -16,8 +16,8 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from hf_fsdp_plugin.backends.agreement import broadcast_object, on_all_ranks
-from hf_fsdp_plugin.backends.pinned_windows import PinnedWindows, wait_for_reads
+from hf_fsdp_plugin.backends.loading.pinned_windows import PinnedWindows, wait_for_reads
+from hf_fsdp_plugin.backends.ranks.agreement import broadcast_object, on_all_ranks
 from hf_fsdp_plugin.checkpoint.checking.verified_files import check_headers, files_of_checkpoint
 from hf_fsdp_plugin.checkpoint.folders import check_visible
 from hf_fsdp_plugin.checkpoint.formats.boxes import is_row_major, slices, span

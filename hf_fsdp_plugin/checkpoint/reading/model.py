@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from hf_fsdp_plugin.backends.agreement import broadcast_object
-from hf_fsdp_plugin.backends.buffers import persistent_buffers
+from hf_fsdp_plugin.backends.ranks.agreement import broadcast_object
+from hf_fsdp_plugin.backends.sharding.forward_hooks import persistent_buffers
 from hf_fsdp_plugin.checkpoint.errors import raise_if_any
 from hf_fsdp_plugin.checkpoint.formats.boxes import slices, whole
 from hf_fsdp_plugin.checkpoint.formats.safetensors import read_safetensors_model

@@ -17,9 +17,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from hf_fsdp_plugin.backends.optimizer_state_factory import state_factory
-from hf_fsdp_plugin.backends.optimizer_step import step_mode
-from hf_fsdp_plugin.backends.pinned_windows import PinnedWindows, copy_to_device
+from hf_fsdp_plugin.backends.loading.pinned_windows import PinnedWindows, copy_to_device
+from hf_fsdp_plugin.backends.optimizers.plain_steps import state_factory, step_mode
 from hf_fsdp_plugin.backends.torch_types import dtensor_like
 from hf_fsdp_plugin.checkpoint.errors import raise_if_any
 from hf_fsdp_plugin.checkpoint.formats.boxes import whole

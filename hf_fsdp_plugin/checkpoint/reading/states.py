@@ -18,7 +18,7 @@ from typing import Any
 import numpy
 import torch
 
-from hf_fsdp_plugin.backends.agreement import broadcast_object, on_all_ranks
+from hf_fsdp_plugin.backends.ranks.agreement import broadcast_object, on_all_ranks
 from hf_fsdp_plugin.checkpoint.checking.verified_files import VerifiedFiles
 from hf_fsdp_plugin.checkpoint.checking.verify import archive_problems
 from hf_fsdp_plugin.checkpoint.errors import raise_if_any, refuse

@@ -18,9 +18,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from hf_fsdp_plugin.backends.agreement import on_all_ranks
-from hf_fsdp_plugin.backends.buffers import send_buffers
-from hf_fsdp_plugin.backends.optimizer import JointModels
+from hf_fsdp_plugin.backends.optimizers.parameters import JointModels
+from hf_fsdp_plugin.backends.ranks.agreement import on_all_ranks
+from hf_fsdp_plugin.backends.sharding.forward_hooks import send_buffers
 from hf_fsdp_plugin.checkpoint.errors import os_errors_as_problems
 from hf_fsdp_plugin.checkpoint.formats.manifest import Manifest
 from hf_fsdp_plugin.checkpoint.io import write_text
@@ -36,7 +36,7 @@ from hf_fsdp_plugin.checkpoint.writing.state_files import (
     optimizer_files,
     whole_files,
 )
-from hf_fsdp_plugin.spec.model import StateDictKind
+from hf_fsdp_plugin.spec.fsdp_spec import StateDictKind
 
 
 @dataclass(frozen=True, slots=True)

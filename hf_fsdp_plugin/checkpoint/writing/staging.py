@@ -23,7 +23,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from hf_fsdp_plugin.backends.agreement import on_all_ranks
+from hf_fsdp_plugin.backends.ranks.agreement import on_all_ranks
 from hf_fsdp_plugin.checkpoint.errors import os_errors_as_problems
 from hf_fsdp_plugin.checkpoint.folders import (
     check_visible,

@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from hf_fsdp_plugin.backends.shard import plan_of
+from hf_fsdp_plugin.backends.sharding.shard import plan_of
 from hf_fsdp_plugin.checkpoint.formats.boxes import Box, row_major, slices, whole
 from hf_fsdp_plugin.checkpoint.formats.manifest import Manifest
 from hf_fsdp_plugin.checkpoint.formats.safetensors import index_text, plan_files
@@ -53,7 +53,7 @@ from hf_fsdp_plugin.checkpoint.writing.dcp_files import FolderEntries, StatePath
 from hf_fsdp_plugin.checkpoint.writing.parts import FilePart, Item, shared_file
 from hf_fsdp_plugin.messages import print_once
 from hf_fsdp_plugin.problems import Problem
-from hf_fsdp_plugin.spec.model import StateDictKind
+from hf_fsdp_plugin.spec.fsdp_spec import StateDictKind
 from hf_fsdp_plugin.text import format_names
 from hf_fsdp_plugin.version import __version__
 

@@ -14,22 +14,19 @@ from hf_fsdp_plugin.cli.bench.arguments import add_arguments as add_arguments
 from hf_fsdp_plugin.cli.bench.output import bench_text, write_pictures
 from hf_fsdp_plugin.cli.bench.prediction import available_memory, fit_problems, machine_of, predict, too_large
 from hf_fsdp_plugin.cli.bench.worlds import Bench, failure_problems
-from hf_fsdp_plugin.cli.exit_codes import OK, PROBLEMS
 from hf_fsdp_plugin.cli.model_plan import load_model
-from hf_fsdp_plugin.cli.output import print_json
-from hf_fsdp_plugin.cli.plan_arguments import sequence_length
-from hf_fsdp_plugin.cli.terminal import print_problems
+from hf_fsdp_plugin.cli.output import OK, PROBLEMS, print_json, print_problems
+from hf_fsdp_plugin.cli.plan.arguments import sequence_length
 from hf_fsdp_plugin.integrations.bench.cases import CaseSetting
 from hf_fsdp_plugin.integrations.bench.results import Results, read_results
-from hf_fsdp_plugin.launcher.accelerators import Accelerators, find_accelerators
+from hf_fsdp_plugin.launcher.device_search import FoundDevices, find_devices
 from hf_fsdp_plugin.launcher.flags import UsageError
 from hf_fsdp_plugin.launcher.world import num_cores, resolve_world
 from hf_fsdp_plugin.problems import Problem, SpecError, has_errors
-from hf_fsdp_plugin.sources.config_file import ConfigFile
-from hf_fsdp_plugin.sources.handover import user_variables
-from hf_fsdp_plugin.sources.model import Sources
+from hf_fsdp_plugin.sources.interface import ConfigFile, Sources
+from hf_fsdp_plugin.sources.launchers import user_variables
+from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec
 from hf_fsdp_plugin.spec.load import assess
-from hf_fsdp_plugin.spec.model import FsdpSpec
 from hf_fsdp_plugin.text import printable
 
 HELP = (
@@ -81,7 +78,7 @@ def _read(args: argparse.Namespace, problems: list[Problem]) -> Bench | None:
     problems += model_problems
     if request is None or model is None or has_errors(problems):
         return None
-    found = find_accelerators()
+    found = find_devices()
     device, gpu_ids = _check_worlds(request, assessment.spec, found, problems)
     length, too_long = sequence_length(request.workload, model)  # type: ignore[arg-type]
     problems += [too_long] if too_long is not None and length else []
@@ -99,7 +96,7 @@ def _read(args: argparse.Namespace, problems: list[Problem]) -> Bench | None:
     )  # fmt: skip
 
 
-def _check_worlds(request: Request, spec: FsdpSpec, found: Accelerators, problems: list[Problem]) -> tuple[str, str]:
+def _check_worlds(request: Request, spec: FsdpSpec, found: FoundDevices, problems: list[Problem]) -> tuple[str, str]:
     """Return the device type and ``gpu_ids``. Reports worlds that this machine cannot run or has no cores for."""
     device, gpu_ids = "cpu", ""
     sizes = sorted({setting.world_size for setting in request.settings})

@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 
     from hf_fsdp_plugin.estimate.machines import Machine
     from hf_fsdp_plugin.integrations.bench.cases import BenchWorkload
-    from hf_fsdp_plugin.launcher.accelerators import Accelerators
-    from hf_fsdp_plugin.plan.model import FsdpPlan
-    from hf_fsdp_plugin.spec.model import FsdpSpec
+    from hf_fsdp_plugin.launcher.device_search import FoundDevices
+    from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan
+    from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec
 
 _LIBRARIES: Final = 450_000_000
 """Resident bytes of a CPU rank with torch, Transformers and Accelerate, before the model; measured with torch 2.13."""
@@ -55,7 +55,7 @@ class Available:
     host: int
 
 
-def available_memory(found: Accelerators, device_type: str) -> Available:
+def available_memory(found: FoundDevices, device_type: str) -> Available:
     return Available(device=0 if device_type == "cpu" else found.memory_bytes, host=_free_memory())
 
 
@@ -138,13 +138,13 @@ def fit_problems(reasons: Mapping[CaseSetting, str], num_settings: int, *, force
     return [Problem(code="FSDP-W782", message=f"left out, because it does not fit: {each}.", fix=fix) for each in shown]
 
 
-def machine_of(name: str | None, found: Accelerators, device_type: str) -> Machine | None:
+def machine_of(name: str | None, found: FoundDevices, device_type: str) -> Machine | None:
     """Return the machine of ``--machine``, else the known one of this accelerator; on the CPU the calibrated one.
 
     Raises:
         SpecError: ``--machine`` is unknown.
     """
-    from hf_fsdp_plugin.estimate.machine_file import calibration_path, machine_named
+    from hf_fsdp_plugin.estimate.machines import calibration_path, machine_named
 
     if name is not None:
         return machine_named(name)
@@ -157,7 +157,7 @@ def machine_of(name: str | None, found: Accelerators, device_type: str) -> Machi
 
 
 def _calibrated(path: Path) -> Machine | None:
-    from hf_fsdp_plugin.estimate.machine_file import read_machine
+    from hf_fsdp_plugin.estimate.machines import read_machine
 
     try:
         return read_machine(path) if path.exists() else None

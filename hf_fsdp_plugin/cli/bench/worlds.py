@@ -15,18 +15,17 @@ from typing import TYPE_CHECKING, Any, Final
 
 from hf_fsdp_plugin.cli.bench.arguments import Request
 from hf_fsdp_plugin.cli.rank_jobs import run_job
-from hf_fsdp_plugin.hangs.calls import LIMIT_VARIABLE
+from hf_fsdp_plugin.hangs.calls import HANG_LIMIT_VARIABLE
 from hf_fsdp_plugin.integrations.bench.cases import Case, CaseSetting, Task, WorldJob, events_of
 from hf_fsdp_plugin.integrations.bench.results import Results
-from hf_fsdp_plugin.launcher.accelerators import Accelerators
+from hf_fsdp_plugin.launcher.device_search import FoundDevices
 from hf_fsdp_plugin.launcher.world import World
 from hf_fsdp_plugin.problems import Problem
-from hf_fsdp_plugin.runs.exits import RunResult
-from hf_fsdp_plugin.runs.failure_summary import first_failure, summarize
-from hf_fsdp_plugin.sources.handover import LaunchHandover
-from hf_fsdp_plugin.sources.model import Sources
+from hf_fsdp_plugin.runs.exits import RunResult, first_failure, summarize_exit
+from hf_fsdp_plugin.sources.interface import Sources
+from hf_fsdp_plugin.sources.launchers import LaunchHandover
+from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec
 from hf_fsdp_plugin.spec.load import assess
-from hf_fsdp_plugin.spec.model import FsdpSpec
 
 if TYPE_CHECKING:
     from torch import nn
@@ -55,7 +54,7 @@ class Bench:
     model_name: str
     device: str
     gpu_ids: str
-    found: Accelerators
+    found: FoundDevices
     threads: int
 
     def cases(self) -> Iterable[Case]:
@@ -115,7 +114,7 @@ class Bench:
             handover = LaunchHandover(sources=self.sources, quiet=True)
             spec = replace(self.spec, launch=replace(self.spec.launch, num_processes=world.size))
             env = {"OMP_NUM_THREADS": str(self.threads), "TMPDIR": str(folder)}
-            env[LIMIT_VARIABLE] = "0"  # records of collectives would be a part of what is measured
+            env[HANG_LIMIT_VARIABLE] = "0"  # records of collectives would be a part of what is measured
             words = ["-m", _RANK, str(folder)]
             result = run_job(words, spec, world, handover, env=env, should_stop=follower.reason_to_stop)
             follower.read(stopped=bool(result.signal_number))
@@ -179,7 +178,7 @@ class _Follower:
         tail = f" {' '.join(first.tail[-3:])}" if first.tail else ""
         names = self.failed or [case.name for case in self._running]
         names = names or [case.name for task in self._tasks for case in task.cases]
-        self._fail(names, f"rank {first.rank}: {summarize(first)}.{tail}")
+        self._fail(names, f"rank {first.rank}: {summarize_exit(first)}.{tail}")
 
     def _fail(self, names: Sequence[str], reason: str) -> None:
         self.failed = list(names)

@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from hf_fsdp_plugin.cli import check
-from hf_fsdp_plugin.cli.exit_codes import OK, PROBLEMS, exit_code
-from hf_fsdp_plugin.cli.output import print_json
+from hf_fsdp_plugin.cli.output import OK, PROBLEMS, exit_code, in_line_order, print_json, print_problems
 from hf_fsdp_plugin.cli.plan.arguments import (
     Planned,
     add_picture_arguments,
@@ -23,7 +22,6 @@ from hf_fsdp_plugin.cli.plan.arguments import (
 )
 from hf_fsdp_plugin.cli.plan.output import Prediction, plan_json, plan_text, write_file
 from hf_fsdp_plugin.cli.plan.zero_table import print_zero_table
-from hf_fsdp_plugin.cli.terminal import in_line_order, print_problems
 from hf_fsdp_plugin.launcher.flags import Parser, add_setting_flags
 from hf_fsdp_plugin.problems import Origin, Problem, SpecError
 from hf_fsdp_plugin.text import plural, printable

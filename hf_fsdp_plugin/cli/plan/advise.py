@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from hf_fsdp_plugin.cli.terminal import colored, text_width
+from hf_fsdp_plugin.cli.output import colored, text_width
 from hf_fsdp_plugin.launcher.world import DEFAULT_PORT
 from hf_fsdp_plugin.strategies import STRATEGIES
 from hf_fsdp_plugin.text import fit_table, format_bytes, plural, truncate_lines, wrap_words
@@ -14,7 +14,7 @@ from hf_fsdp_plugin.text import fit_table, format_bytes, plural, truncate_lines,
 if TYPE_CHECKING:
     from hf_fsdp_plugin.estimate.machines import Machine
     from hf_fsdp_plugin.estimate.planner.advice import Advice, AdviceRow
-    from hf_fsdp_plugin.spec.model import FsdpSpec
+    from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec
 
 _ROWS: Final = 10
 _RANKS_PER_MACHINE: Final = 8

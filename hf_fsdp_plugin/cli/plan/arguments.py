@@ -11,18 +11,18 @@ from typing import TYPE_CHECKING, Final, get_args
 
 from hf_fsdp_plugin.cli import check
 from hf_fsdp_plugin.cli.model_plan import load_model, plan_of
-from hf_fsdp_plugin.cli.parser import check_needs
-from hf_fsdp_plugin.launcher.flags import UsageError
+from hf_fsdp_plugin.cli.verbs import check_needs
 from hf_fsdp_plugin.estimate.workload import Attention, Optimizer, UpdateLoop, Workload
+from hf_fsdp_plugin.launcher.flags import UsageError
 from hf_fsdp_plugin.problems import Origin, Problem, SpecError, has_errors
-from hf_fsdp_plugin.sources.accelerate_launch import default_config_file
+from hf_fsdp_plugin.sources.launchers import default_config_file
 from hf_fsdp_plugin.text import SIZE_SPELLINGS, parse_bytes
 
 if TYPE_CHECKING:
     from torch import nn
 
     from hf_fsdp_plugin.estimate.machines import Machine
-    from hf_fsdp_plugin.plan.model import FsdpPlan
+    from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan
 
 _PICTURES: Final = frozenset({"html", "png", "force"})
 _CONFIG: Final = frozenset(
@@ -201,7 +201,7 @@ def _adapted(
     """Return the model with LoRA adapters if they are asked for; ``None`` after errors."""
     if model is None or lora_rank is None:
         return model
-    from hf_fsdp_plugin.integrations.peft.planned_adapters import with_lora
+    from hf_fsdp_plugin.integrations.peft import with_lora
 
     try:
         return with_lora(model, rank=lora_rank, quantized=args.qlora)

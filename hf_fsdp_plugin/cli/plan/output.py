@@ -8,8 +8,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from hf_fsdp_plugin.cli.output import colored, text_width
 from hf_fsdp_plugin.cli.plan.arguments import Planned
-from hf_fsdp_plugin.cli.terminal import colored, text_width
 from hf_fsdp_plugin.estimate.results import (
     KIND_NAMES,
     MEMORY_KINDS,
@@ -22,7 +22,7 @@ from hf_fsdp_plugin.estimate.results import (
     TimeEstimate,
 )
 from hf_fsdp_plugin.estimate.workload import Workload
-from hf_fsdp_plugin.plan.model import FsdpPlan
+from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan
 from hf_fsdp_plugin.problems import Problem, SpecError
 from hf_fsdp_plugin.text import format_bytes, format_count, format_seconds, format_table, plural, wrap_words
 

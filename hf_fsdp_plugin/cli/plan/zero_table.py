@@ -6,10 +6,8 @@ import argparse
 import re
 from typing import TYPE_CHECKING, Final
 
-from hf_fsdp_plugin.cli.exit_codes import OK
-from hf_fsdp_plugin.cli.output import print_json
+from hf_fsdp_plugin.cli.output import OK, print_json, text_width
 from hf_fsdp_plugin.cli.plan.arguments import Planned, read_size
-from hf_fsdp_plugin.cli.terminal import text_width
 from hf_fsdp_plugin.estimate.zero import DIFFERENCES, SHARDED, ZeroRow, zero_table
 from hf_fsdp_plugin.problems import Origin, Problem, SpecError
 from hf_fsdp_plugin.text import format_table, wrap_words

@@ -11,10 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from hf_fsdp_plugin.cli import launch
-from hf_fsdp_plugin.cli.exit_codes import PROBLEMS
-from hf_fsdp_plugin.cli.output import print_json
+from hf_fsdp_plugin.cli.output import PROBLEMS, print_json, print_problems
 from hf_fsdp_plugin.cli.profile.arguments import ProfileArguments, add_profile_flags, read_profile_arguments
-from hf_fsdp_plugin.cli.terminal import print_problems
 from hf_fsdp_plugin.integrations.profiling.files import PARTIAL, RESULT, read_ranks, remove, write_profile
 from hf_fsdp_plugin.integrations.profiling.options import RANKS_FOLDER, TRACES_FOLDER, ProfileOptions
 from hf_fsdp_plugin.launcher.flags import Parser

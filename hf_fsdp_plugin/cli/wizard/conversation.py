@@ -15,8 +15,8 @@ from hf_fsdp_plugin.cli.wizard.prompts import Asker
 from hf_fsdp_plugin.cli.wizard.question import Question, State
 from hf_fsdp_plugin.problems import Problem, SpecError
 from hf_fsdp_plugin.sources.command_line import read_overrides
-from hf_fsdp_plugin.sources.model import Sources
-from hf_fsdp_plugin.spec.parse import parse_settings
+from hf_fsdp_plugin.sources.interface import Sources
+from hf_fsdp_plugin.spec.values import parse_settings
 
 if TYPE_CHECKING:
     from hf_fsdp_plugin.estimate.results import MemoryEstimate

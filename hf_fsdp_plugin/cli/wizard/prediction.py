@@ -9,25 +9,23 @@ from hf_fsdp_plugin.cli.model_plan import load_model
 from hf_fsdp_plugin.cli.wizard.fsdp_questions import USUAL_MIN_NUM_PARAMS
 from hf_fsdp_plugin.cli.wizard.question import ModelFacts, State
 from hf_fsdp_plugin.cli.wizard.settings import stock_limits
-from hf_fsdp_plugin.estimate.sizes import parse_size
 from hf_fsdp_plugin.problems import SpecError
 from hf_fsdp_plugin.spec.load import load_spec
 from hf_fsdp_plugin.strategies import STRATEGIES
-from hf_fsdp_plugin.text import fit_table, format_bytes, format_table, wrap_words
+from hf_fsdp_plugin.text import fit_table, format_bytes, format_table, parse_bytes, wrap_words
 
 if TYPE_CHECKING:
-    from hf_fsdp_plugin.estimate.planner_rows import Advice, AdviceRow
+    from hf_fsdp_plugin.estimate.planner.advice import Advice, AdviceRow
     from hf_fsdp_plugin.estimate.results import MemoryEstimate
     from hf_fsdp_plugin.estimate.workload import Workload
-    from hf_fsdp_plugin.plan.model import FsdpPlan
+    from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan
 
 MAX_ROWS: Final = 8
 
 
 def read_model(path_or_id: str) -> ModelFacts:
     """Return the facts of a model. Raises ``SpecError`` (FSDP-E709) if it does not exist or cannot be built."""
-    from hf_fsdp_plugin.plan.modules import ModuleTree
-    from hf_fsdp_plugin.plan.policy import no_split_classes
+    from hf_fsdp_plugin.plan.modules import ModuleTree, no_split_classes
 
     model, problems = load_model(path_or_id)
     if model is None:
@@ -87,7 +85,7 @@ def _model(state: State) -> ModelFacts:
 
 def _memory_of_gpu(state: State) -> int | None:
     """Return the bytes of a GPU; ``None`` if they are unknown."""
-    return parse_size(state.answers["gpu_memory"]) if state.answers.get("gpu_memory") else None
+    return parse_bytes(state.answers["gpu_memory"]) if state.answers.get("gpu_memory") else None
 
 
 def advice_of(state: State, gpu_memory: int) -> Advice:

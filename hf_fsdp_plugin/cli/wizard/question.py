@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from hf_fsdp_plugin.launcher.accelerators import Accelerators
-from hf_fsdp_plugin.spec.model import FsdpSpec
+from hf_fsdp_plugin.launcher.device_search import FoundDevices
+from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec
 from hf_fsdp_plugin.spec.values import InvalidValue, parse_value
 from hf_fsdp_plugin.spellings import FALSE_WORDS, TRUE_WORDS
 from hf_fsdp_plugin.text import format_count
@@ -89,7 +89,7 @@ class State:
     answers: dict[str, Any] = field(default_factory=dict)
     existing: FsdpSpec = field(default_factory=FsdpSpec)
     path: str = ""
-    machine: Callable[[], Accelerators] = Accelerators
+    machine: Callable[[], FoundDevices] = FoundDevices
     model: ModelFacts | None = None
     cpu: bool = False
     recommended: Mapping[str, Any] = field(default_factory=dict)
@@ -123,7 +123,7 @@ class State:
         name = str(self.answers.get("machine", ""))
         if not name:
             return None
-        from hf_fsdp_plugin.estimate.machine_file import machine_named
+        from hf_fsdp_plugin.estimate.machines import machine_named
 
         return machine_named(name)
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Final
 
 from hf_fsdp_plugin.cli.wizard.question import YES_NO, Choice, Default, Question, State, parse_setting, whole_number
-from hf_fsdp_plugin.estimate.sizes import SPELLINGS, parse_size
 from hf_fsdp_plugin.problems import SpecError
-from hf_fsdp_plugin.text import format_bytes
+from hf_fsdp_plugin.text import SIZE_SPELLINGS, format_bytes, parse_bytes
 
 USUAL_GPUS: Final = 8
 USUAL_SEQ_LEN: Final = 4096
@@ -27,7 +26,7 @@ def _machine(state: State) -> Default:
 
 
 def _parse_machine(text: str, state: State) -> str:
-    from hf_fsdp_plugin.estimate.machine_file import machine_named
+    from hf_fsdp_plugin.estimate.machines import machine_named
 
     try:
         return text if text and machine_named(text).name else ""
@@ -62,8 +61,8 @@ def _gpu_memory(state: State) -> Default:
 
 
 def _parse_memory(text: str, state: State) -> str:
-    if text and parse_size(text) is None:
-        raise ValueError(f"{text[:40]!r} is not a size of memory. Write {SPELLINGS}.")
+    if text and parse_bytes(text) is None:
+        raise ValueError(f"{text[:40]!r} is not a size of memory. Write {SIZE_SPELLINGS}.")
     return text
 
 

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from hf_fsdp_plugin.cli.wizard.fsdp_questions import BY_SETTING, DETAILS, is_hybrid
 from hf_fsdp_plugin.cli.wizard.question import State
-from hf_fsdp_plugin.spec.model import FsdpSpec
+from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec
 from hf_fsdp_plugin.strategies import STRATEGIES
 from hf_fsdp_plugin.supported import installed_versions, release_of
 from hf_fsdp_plugin.vocabulary import BY_NAME, PREFIXES

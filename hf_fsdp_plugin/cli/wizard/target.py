@@ -16,12 +16,11 @@ from hf_fsdp_plugin.cli.wizard.settings import Entry
 from hf_fsdp_plugin.cli.yaml_edit import Key, YamlText, line_of
 from hf_fsdp_plugin.problems import Origin, Problem, SpecError
 from hf_fsdp_plugin.sources import environment
-from hf_fsdp_plugin.sources.accelerate_launch import default_config_file
-from hf_fsdp_plugin.sources.config_file import ConfigFile, ConfigFiles, read_text
-from hf_fsdp_plugin.sources.model import Sources
-from hf_fsdp_plugin.sources.yaml_tree import ConfigFileError
+from hf_fsdp_plugin.sources.interface import ConfigFile, ConfigFiles, Sources, read_text
+from hf_fsdp_plugin.sources.launchers import default_config_file
+from hf_fsdp_plugin.sources.tree import ConfigFileError
+from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec
 from hf_fsdp_plugin.spec.load import Assessment, assess
-from hf_fsdp_plugin.spec.model import FsdpSpec
 from hf_fsdp_plugin.vocabulary import TRAINING_FILE_MARKS, Scope, find, plain_key
 
 STDOUT: Final = "-"

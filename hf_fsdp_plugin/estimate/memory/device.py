@@ -12,7 +12,7 @@ from typing import Final
 from hf_fsdp_plugin.estimate.machines import Machine
 from hf_fsdp_plugin.estimate.results import DeviceMemory
 from hf_fsdp_plugin.estimate.workload import Workload, update_loop
-from hf_fsdp_plugin.plan.model import FsdpPlan
+from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan
 from hf_fsdp_plugin.strategies import STRATEGIES
 from hf_fsdp_plugin.text import format_bytes, plural
 

@@ -17,7 +17,7 @@ from hf_fsdp_plugin.estimate.results import MemoryEstimate
 from hf_fsdp_plugin.estimate.unit_sizes import Shard, UnitSizes, ignored_bytes, unit_sizes
 from hf_fsdp_plugin.estimate.workload import Workload, state_bytes, update_bytes
 from hf_fsdp_plugin.estimate.zero import SHARDED
-from hf_fsdp_plugin.plan.model import FsdpPlan, MeshPlan
+from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan, MeshPlan
 from hf_fsdp_plugin.plan.resolve import resolve
 
 _REPLICAS: Final = (

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from hf_fsdp_plugin.estimate.memory.step import Engine, Ledger
 from hf_fsdp_plugin.estimate.unit_sizes import UnitSizes
-from hf_fsdp_plugin.plan.model import FsdpPlan
+from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan
 from hf_fsdp_plugin.strategies import STRATEGIES
 
 

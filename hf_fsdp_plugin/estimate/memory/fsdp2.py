@@ -1,6 +1,6 @@
 """Memory of FSDP2's units during a step: ``torch/distributed/fsdp/_fully_shard/`` of torch 2.13 and 2.15.
 
-What the versions do differently follows :class:`hf_fsdp_plugin.torch_private.fsdp2_behavior.Fsdp2Behavior`.
+What the versions do differently follows :class:`hf_fsdp_plugin.torch_private.fsdp2.Fsdp2Behavior`.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from collections.abc import Sequence
 
 from hf_fsdp_plugin.estimate.memory.step import Engine, Ledger, Stage, Usage
 from hf_fsdp_plugin.estimate.unit_sizes import UnitSizes
-from hf_fsdp_plugin.plan.model import FsdpPlan
-from hf_fsdp_plugin.torch_private.fsdp2_behavior import installed_behavior
+from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan
+from hf_fsdp_plugin.torch_private.fsdp2 import installed_behavior
 
 
 class Fsdp2Engine(Engine):

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from hf_fsdp_plugin.backends.activations import save_every_second_matmul
+from hf_fsdp_plugin.backends.sharding.module_forwards import save_every_second_matmul
 from hf_fsdp_plugin.backends.torch_types import torch_dtype
 from hf_fsdp_plugin.estimate.memory.meta_model import (
     Border,
@@ -25,7 +25,7 @@ from hf_fsdp_plugin.estimate.memory.meta_model import (
 )
 from hf_fsdp_plugin.estimate.memory.step import Stage, StageKind, Usage
 from hf_fsdp_plugin.estimate.memory.tracker import DeviceAttention, Tracker
-from hf_fsdp_plugin.plan.model import FsdpPlan
+from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan
 from hf_fsdp_plugin.torch_private.functions import tree_leaves
 from hf_fsdp_plugin.torch_private.modules import parameters as own_parameters
 
@@ -188,7 +188,7 @@ class Recorder:
         replace_forward(module, forward, self._undo)
 
     def _checkpoint(self, skipped: tuple[str, ...]) -> None:
-        """Checkpoint the layers that run, as :mod:`hf_fsdp_plugin.backends.activations` does."""
+        """Checkpoint the layers that run, as :mod:`hf_fsdp_plugin.backends.sharding.module_forwards` does."""
         activation = self._plan.activation
         if activation.checkpointing == "none":
             return

@@ -9,17 +9,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_fsdp_plugin.backends.activations import configs_with_cache
-from hf_fsdp_plugin.backends.fp32_modules import fp32_forwards
-from hf_fsdp_plugin.backends.load import master_dtype
+from hf_fsdp_plugin.backends.loading.weight_loader import master_dtype
+from hf_fsdp_plugin.backends.sharding.module_forwards import configs_with_cache, fp32_forwards
 from hf_fsdp_plugin.backends.torch_types import torch_dtype
 from hf_fsdp_plugin.estimate.memory.meta_model import cast, equal_layers, meta_batch, replace_forward
 from hf_fsdp_plugin.estimate.memory.recorder import Recorder
 from hf_fsdp_plugin.estimate.memory.step import StepProfile, expand
 from hf_fsdp_plugin.estimate.memory.tracker import DeviceAttention
 from hf_fsdp_plugin.estimate.workload import Workload
-from hf_fsdp_plugin.plan.model import FsdpPlan
-from hf_fsdp_plugin.plan.modules import is_inside
+from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan
+from hf_fsdp_plugin.plan.names import is_inside
 from hf_fsdp_plugin.problems import Problem, SpecError
 from hf_fsdp_plugin.torch_private.modules import parameters as own_parameters
 

@@ -9,7 +9,7 @@ from typing import Final, Literal, NamedTuple
 
 from hf_fsdp_plugin.estimate.results import MEMORY_KINDS, MemoryKind, Moment
 from hf_fsdp_plugin.estimate.unit_sizes import UnitSizes
-from hf_fsdp_plugin.plan.model import FsdpPlan
+from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan
 
 StageKind = Literal[
     "start", "pre_forward", "post_forward", "loss", "pre_backward", "post_backward", "enter", "leave", "enter_backward",

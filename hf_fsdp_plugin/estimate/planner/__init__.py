@@ -21,7 +21,7 @@ from hf_fsdp_plugin.estimate.planner.choices import GIVEN, Choice, Sharding, mem
 from hf_fsdp_plugin.estimate.planner.evaluator import Evaluator, Subject, remedies
 from hf_fsdp_plugin.estimate.workload import Attention, Optimizer, UpdateLoop, Workload
 from hf_fsdp_plugin.problems import Problem, SpecError
-from hf_fsdp_plugin.spec.model import DtypeName, Version
+from hf_fsdp_plugin.spec.fsdp_spec import DtypeName, Version
 from hf_fsdp_plugin.strategies import STRATEGIES
 
 HEADROOM: Final = 0.95

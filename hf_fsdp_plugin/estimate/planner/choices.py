@@ -12,10 +12,10 @@ from typing import Any, Final, Literal
 
 from torch import nn
 
-from hf_fsdp_plugin.plan.model import FsdpPlan
-from hf_fsdp_plugin.plan.modules import ancestors, parent_of
-from hf_fsdp_plugin.plan.policy import no_split_classes
-from hf_fsdp_plugin.spec.model import Checkpointing, Version
+from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan
+from hf_fsdp_plugin.plan.modules import no_split_classes
+from hf_fsdp_plugin.plan.names import ancestors, parent_of
+from hf_fsdp_plugin.spec.fsdp_spec import Checkpointing, Version
 from hf_fsdp_plugin.strategies import STRATEGIES
 from hf_fsdp_plugin.text import format_count
 

@@ -21,11 +21,11 @@ from hf_fsdp_plugin.estimate.results import MemoryEstimate, TimeEstimate
 from hf_fsdp_plugin.estimate.time import TimeModel, no_time
 from hf_fsdp_plugin.estimate.unit_sizes import UnitSizes, ignored_bytes, unit_sizes
 from hf_fsdp_plugin.estimate.workload import Workload
-from hf_fsdp_plugin.plan.model import FsdpPlan
+from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan
 from hf_fsdp_plugin.plan.resolve import resolve
 from hf_fsdp_plugin.problems import Problem, SpecError
+from hf_fsdp_plugin.spec.fsdp_spec import DtypeName, Version
 from hf_fsdp_plugin.spec.load import load_spec
-from hf_fsdp_plugin.spec.model import DtypeName, Version
 from hf_fsdp_plugin.text import format_bytes
 
 Value = TypeVar("Value")

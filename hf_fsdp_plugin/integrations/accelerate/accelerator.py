@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 
-from hf_fsdp_plugin.backends.arrivals import DEFAULT_LIMIT, TRAINING_LIMIT, together
-from hf_fsdp_plugin.backends.clipping import clip_grad_norm
-from hf_fsdp_plugin.backends.cluster import slurm_variables
-from hf_fsdp_plugin.backends.shard import place_of
+from hf_fsdp_plugin.backends.optimizers.clipping import clip_grad_norm
+from hf_fsdp_plugin.backends.ranks.cluster import slurm_variables
+from hf_fsdp_plugin.backends.ranks.collective_entry import DEFAULT_LIMIT, TRAINING_LIMIT, collective_call
+from hf_fsdp_plugin.backends.sharding.shard import locate_module
 from hf_fsdp_plugin.integrations.accelerate import prepare as planned
 from hf_fsdp_plugin.integrations.accelerate.arguments import (
     adopt_models,
@@ -41,7 +41,7 @@ from hf_fsdp_plugin.messages import print_once, print_warnings
 from hf_fsdp_plugin.plan.names import unwrapped
 from hf_fsdp_plugin.plan.presharded import distributed_config_of
 from hf_fsdp_plugin.problems import Problem
-from hf_fsdp_plugin.spec.model import FsdpSpec
+from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec
 from hf_fsdp_plugin.spec.rules import fsdp_is_off
 
 _CLIP_FIX = "Call it on all ranks, outside of `if accelerator.is_main_process:`. It clips by the norm of all shards."
@@ -146,9 +146,9 @@ def get_state_dict(original: Callable[..., Any], accelerator: Any, model: Any, *
     answer = gathered.state_of(model)
     if answer is not None:
         return answer
-    place = place_of(model)
+    place = locate_module(model)
     if place is not None:
-        with together(f"Accelerator.get_state_dict of {type(unwrapped(model)).__name__}", fix=FIX):
+        with collective_call(f"Accelerator.get_state_dict of {type(unwrapped(model)).__name__}", fix=FIX):
             return state_at(place)
     if planned_plugin(accelerator) is not None and not has_shards(model):
         return model.state_dict()

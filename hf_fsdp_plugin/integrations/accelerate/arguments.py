@@ -18,11 +18,11 @@ from hf_fsdp_plugin.integrations.session import session
 from hf_fsdp_plugin.messages import print_once, print_warnings
 from hf_fsdp_plugin.plan.presharded import distributed_config_of
 from hf_fsdp_plugin.problems import Origin, Problem
+from hf_fsdp_plugin.sources.accelerate_objects import DATA_SIZES, parallelism_fields
 from hf_fsdp_plugin.sources.distributed_config import OTHER_AXES
-from hf_fsdp_plugin.sources.model import Sources
-from hf_fsdp_plugin.sources.parallelism_config import DATA_SIZES, fields_of
+from hf_fsdp_plugin.sources.interface import Sources
+from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec
 from hf_fsdp_plugin.spec.load import assess, with_distributed_config
-from hf_fsdp_plugin.spec.model import FsdpSpec
 from hf_fsdp_plugin.torch_private.grad_scaler import ShardedGradScaler
 
 SOURCE: Final = "Accelerator()"
@@ -67,7 +67,7 @@ def _check_mesh(config: Any, spec: FsdpSpec) -> Iterator[Problem]:
     if not alone.ok:
         yield from (problem for problem in alone.problems if problem.severity == "error")
         return
-    sizes = fields_of(config)
+    sizes = parallelism_fields(config)
     for name, setting in zip(DATA_SIZES, _SETTINGS, strict=True):
         size = sizes.get(name)
         # The session has read a config, and has reported the source that overrides it.

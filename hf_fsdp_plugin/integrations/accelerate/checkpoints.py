@@ -15,10 +15,10 @@ import torch.distributed as dist
 from accelerate.utils import convert_file_size_to_int
 from accelerate.utils.modeling import is_peft_model
 
-from hf_fsdp_plugin.backends.agreement import on_all_ranks
-from hf_fsdp_plugin.backends.arrivals import TRAINING_LIMIT, together, wait_for_all_ranks
-from hf_fsdp_plugin.backends.optimizer import owner_of
-from hf_fsdp_plugin.backends.shard import place_of, plan_of
+from hf_fsdp_plugin.backends.optimizers.parameters import owner_of
+from hf_fsdp_plugin.backends.ranks.agreement import on_all_ranks
+from hf_fsdp_plugin.backends.ranks.collective_entry import TRAINING_LIMIT, collective_call, wait_for_all_ranks
+from hf_fsdp_plugin.backends.sharding.shard import locate_module, plan_of
 from hf_fsdp_plugin.checkpoint import (
     Manifest,
     load_model,
@@ -173,11 +173,11 @@ def save_model(
 
     A part of a sharded model is gathered on rank 0. A model that is not sharded is written by the main process.
     """
-    place = place_of(model)
+    place = locate_module(model)
     if place is None or place.name or not safe_serialization:
         original(model, save_directory, max_shard_size, safe_serialization)
         return
-    with together(f"Accelerator.save_model of {type(unwrapped(model)).__name__}", fix=_FIX):
+    with collective_call(f"Accelerator.save_model of {type(unwrapped(model)).__name__}", fix=_FIX):
         size, final, root = convert_file_size_to_int(max_shard_size), Path(save_directory), place.root
         with exporting(root, final, step=accelerator.step or None) as save:
             _write_config(root, save.folder)

@@ -22,8 +22,8 @@ from torch import nn
 from torch.distributed import fsdp
 from torch.distributed.fsdp.wrap import lambda_auto_wrap_policy
 
-from hf_fsdp_plugin.backends.arrivals import FirstCalls
-from hf_fsdp_plugin.backends.shard import plan_of
+from hf_fsdp_plugin.backends.ranks.collective_entry import FirstCalls
+from hf_fsdp_plugin.backends.sharding.shard import plan_of
 from hf_fsdp_plugin.backends.torch_types import torch_dtype
 from hf_fsdp_plugin.devices import accelerator_type
 from hf_fsdp_plugin.integrations.accelerate.private import prepared_models, shared_state
@@ -31,13 +31,18 @@ from hf_fsdp_plugin.integrations.accelerate.specs import FIELDS, is_of_peft, ref
 from hf_fsdp_plugin.integrations.patching import set_loading_variables
 from hf_fsdp_plugin.integrations.session import session
 from hf_fsdp_plugin.messages import print_once, print_warnings
-from hf_fsdp_plugin.plan.further import spec_of_further_model
 from hf_fsdp_plugin.plan.presharded import distributed_config_of
 from hf_fsdp_plugin.plan.resolve import resolve
+from hf_fsdp_plugin.plan.wrap_policy import spec_of_further_model
 from hf_fsdp_plugin.problems import Origin, Problem, SpecError
-from hf_fsdp_plugin.sources.plugin_object import SOURCE, STATE_DICT_CONFIGS, state_dict_options, unused_options
+from hf_fsdp_plugin.sources.accelerate_objects import (
+    PLUGIN,
+    STATE_DICT_CONFIGS,
+    state_dict_options,
+    unused_options,
+)
+from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec, StateDictKind
 from hf_fsdp_plugin.spec.load import with_distributed_config
-from hf_fsdp_plugin.spec.model import FsdpSpec, StateDictKind
 from hf_fsdp_plugin.strategies import STRATEGIES
 
 _ARGUMENTS = "_hf_fsdp_arguments"
@@ -93,7 +98,7 @@ class PlannedFsdpPlugin(FullyShardedDataParallelPlugin):
             elif not (is_of_peft(value) and self.spec.wrap.policy == "transformer"):
                 raise refused_assignment(name, "a model has been prepared already", "Assign it before prepare().")
         if name in STATE_DICT_CONFIGS and (options := state_dict_options(value)):
-            print_once(Problem(code="FSDP-N136", message=unused_options(name, options), origin=Origin(source=SOURCE)))
+            print_once(Problem(code="FSDP-N136", message=unused_options(name, options), origin=Origin(source=PLUGIN)))
         own[name] = value
 
     @property

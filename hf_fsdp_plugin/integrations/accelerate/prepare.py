@@ -13,21 +13,27 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from hf_fsdp_plugin.backends.agreement import on_all_ranks, same_on_all_ranks
-from hf_fsdp_plugin.backends.arrivals import first_step, preparation_limit, together
-from hf_fsdp_plugin.backends.cluster import ranks_per_machine
-from hf_fsdp_plugin.backends.load_failures import load_failures
-from hf_fsdp_plugin.backends.optimizer import foreign_parameters, has_parameters_of
-from hf_fsdp_plugin.backends.optimizer_mode import apply_step_mode
-from hf_fsdp_plugin.backends.optimizer_state_factory import set_state_factory
-from hf_fsdp_plugin.backends.parameter_hooks import check_parameter_hooks
-from hf_fsdp_plugin.backends.same_weights import check_same_weights
-from hf_fsdp_plugin.backends.shard import place_of, plan_of, rebind, remember_optimizers, reshard_and_rebind, shard
-from hf_fsdp_plugin.backends.shared_weights import exchange
-from hf_fsdp_plugin.backends.submodule_calls import free_after_forward, free_before_step
+from hf_fsdp_plugin.backends.loading.shared_weights import exchange
+from hf_fsdp_plugin.backends.loading.tensor_checksums import check_same_weights
+from hf_fsdp_plugin.backends.optimizers.known_optimizers import apply_step_mode
+from hf_fsdp_plugin.backends.optimizers.parameters import foreign_parameters, has_parameters_of
+from hf_fsdp_plugin.backends.optimizers.plain_steps import set_state_factory
+from hf_fsdp_plugin.backends.ranks.agreement import on_all_ranks, same_on_all_ranks
+from hf_fsdp_plugin.backends.ranks.cluster import ranks_per_machine
+from hf_fsdp_plugin.backends.ranks.collective_entry import collective_call, first_step, load_failures, preparation_limit
+from hf_fsdp_plugin.backends.sharding.parameter_access import check_parameter_hooks
+from hf_fsdp_plugin.backends.sharding.shard import (
+    locate_module,
+    plan_of,
+    rebind,
+    remember_optimizers,
+    reshard_and_rebind,
+    shard,
+)
+from hf_fsdp_plugin.backends.sharding.submodule_calls import free_after_forward, free_before_step
 from hf_fsdp_plugin.devices import get_device
 from hf_fsdp_plugin.estimate.padding import with_padding_warning
-from hf_fsdp_plugin.hangs.step_count import step_count
+from hf_fsdp_plugin.hangs.record import step_count
 from hf_fsdp_plugin.integrations.accelerate import private
 from hf_fsdp_plugin.integrations.accelerate.batches import check_even_batches, notice_accumulation
 from hf_fsdp_plugin.integrations.accelerate.plugin import planned_plugin
@@ -40,16 +46,16 @@ from hf_fsdp_plugin.integrations.run_report import track_run
 from hf_fsdp_plugin.integrations.saving import prepare_buffers_after_first_step
 from hf_fsdp_plugin.integrations.watch import watch
 from hf_fsdp_plugin.messages import print_warnings
-from hf_fsdp_plugin.plan.model import FsdpPlan
+from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan
 from hf_fsdp_plugin.plan.names import unwrapped
 from hf_fsdp_plugin.plan.presharded import sharded_backend
 from hf_fsdp_plugin.plan.resolve import resolve
 from hf_fsdp_plugin.problems import Problem, SpecError
-from hf_fsdp_plugin.spec.model import FsdpSpec
+from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec
 from hf_fsdp_plugin.torch_private.modules import compile_call, compiled_module
 
 if TYPE_CHECKING:
-    from hf_fsdp_plugin.integrations.preflight.own_loop import OwnLoop
+    from hf_fsdp_plugin.integrations.preflight.training import OwnLoop
 
 logger = logging.getLogger(__name__)
 _FIX = (
@@ -104,7 +110,7 @@ def prepare_model(accelerator: Any, model: nn.Module, optimizers: Sequence[torch
     So is a script's own variable, which is the module inside the prepared model under FSDP1.
     """
     models = private.prepared_models(accelerator)
-    place = place_of(model)
+    place = locate_module(model)
     if place is not None and not place.name:
         model = place.root
     is_prepared = private.is_prepared(model)
@@ -278,11 +284,11 @@ def _check_parameters(optimizers: Sequence[torch.optim.Optimizer], models: Seque
 
 def _together(names: str) -> AbstractContextManager[None]:
     call = f"Accelerator.prepare of {names}"
-    return together(call, fix=_FIX, limit=preparation_limit(), given_up=load_failures.raise_announced)
+    return collective_call(call, fix=_FIX, limit=preparation_limit(), given_up=load_failures.raise_announced)
 
 
 def _own_loop() -> OwnLoop:
-    from hf_fsdp_plugin.integrations.preflight.own_loop import own_loop  # imports the Trainer
+    from hf_fsdp_plugin.integrations.preflight.training import own_loop
 
     return own_loop
 

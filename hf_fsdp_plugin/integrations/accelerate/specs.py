@@ -15,8 +15,8 @@ from typing import Any, Final
 from accelerate.utils import FullyShardedDataParallelPlugin
 
 from hf_fsdp_plugin.problems import Origin, Problem, SpecError
+from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec
 from hf_fsdp_plugin.spec.load import with_plugin_object
-from hf_fsdp_plugin.spec.model import FsdpSpec
 
 STATE_DICT_FIELDS: Final = frozenset({"state_dict_type", "state_dict_config", "optim_state_dict_config"})
 """Fields that scripts may change at any time. Each save reads the type; the options of torch have no effect."""

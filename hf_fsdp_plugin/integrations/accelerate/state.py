@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from accelerate.utils import DistributedType, check_cuda_p2p_ib_support
 
-from hf_fsdp_plugin.backends.cluster import gloo_interface, gloo_variables, raise_file_limit
+from hf_fsdp_plugin.backends.ranks.cluster import gloo_interface, gloo_variables, raise_file_limit
 from hf_fsdp_plugin.devices import DEVICES, accelerator_type, select_device
 from hf_fsdp_plugin.integrations.accelerate import private
 from hf_fsdp_plugin.integrations.accelerate.plugin import PlannedFsdpPlugin
@@ -22,7 +22,7 @@ from hf_fsdp_plugin.integrations.patching import set_variables
 from hf_fsdp_plugin.integrations.session import session
 from hf_fsdp_plugin.messages import print_once, print_warnings
 from hf_fsdp_plugin.problems import Origin, Problem, SpecError
-from hf_fsdp_plugin.spec.model import FsdpSpec
+from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec
 from hf_fsdp_plugin.torch_private.process_groups import set_timeout, timeout_of
 
 

@@ -33,9 +33,9 @@ from hf_fsdp_plugin.integrations.accelerate.accelerator import accelerator as pl
 from hf_fsdp_plugin.integrations.accelerate.private import SharedStates, set_device, set_fsdp
 from hf_fsdp_plugin.integrations.bench.cases import DDP, Case
 from hf_fsdp_plugin.integrations.patching import install_hooks, remove_hooks
-from hf_fsdp_plugin.plan.model import FsdpPlan
+from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan
 from hf_fsdp_plugin.plan.resolve import resolve
-from hf_fsdp_plugin.spec.model import FsdpSpec
+from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec
 from hf_fsdp_plugin.strategies import STRATEGIES
 
 MAX_GRAD_NORM: Final = 1.0

@@ -29,10 +29,10 @@ from hf_fsdp_plugin.integrations.bench.loops import Batch, Loop, make_loop
 from hf_fsdp_plugin.integrations.install import uninstall
 from hf_fsdp_plugin.integrations.preflight.made_data import MadeData, collate
 from hf_fsdp_plugin.messages import printer
-from hf_fsdp_plugin.plan.load_model import config_and_class
+from hf_fsdp_plugin.plan.meta_model import config_and_class
 from hf_fsdp_plugin.problems import SpecError
-from hf_fsdp_plugin.sources.handover import LaunchHandover
-from hf_fsdp_plugin.sources.model import Sources
+from hf_fsdp_plugin.sources.interface import Sources
+from hf_fsdp_plugin.sources.launchers import LaunchHandover
 from hf_fsdp_plugin.spec.load import assess
 
 _NUM_BATCHES: Final = 4

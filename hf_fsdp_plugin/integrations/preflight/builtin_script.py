@@ -16,7 +16,7 @@ from hf_fsdp_plugin.integrations.preflight.made_data import MadeData, collate
 from hf_fsdp_plugin.integrations.preflight.replacements import not_tested
 from hf_fsdp_plugin.integrations.preflight.run import preflight
 from hf_fsdp_plugin.integrations.preflight.stages import Options
-from hf_fsdp_plugin.plan.load_model import config_and_class
+from hf_fsdp_plugin.plan.meta_model import config_and_class
 from hf_fsdp_plugin.problems import Origin, Problem, SpecError
 
 _NUM_SAMPLES: Final = 100_000

@@ -14,10 +14,10 @@ from torch import nn
 
 from hf_fsdp_plugin.integrations.preflight.made_data import MadeData, collate
 from hf_fsdp_plugin.integrations.preflight.sizes import Reduction, Widths, num_layers_of, small_config
-from hf_fsdp_plugin.plan.load_model import config_and_class, default_dtype
+from hf_fsdp_plugin.plan.meta_model import config_and_class, default_dtype
 from hf_fsdp_plugin.plan.resolve import resolve
 from hf_fsdp_plugin.problems import Problem, SpecError
-from hf_fsdp_plugin.spec.model import FsdpSpec
+from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec
 from hf_fsdp_plugin.text import format_count, format_names
 
 MAX_PARAMS: Final = 200_000_000

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 import torch
 
-from hf_fsdp_plugin.backends.agreement import broadcast_object
+from hf_fsdp_plugin.backends.ranks.agreement import broadcast_object
 from hf_fsdp_plugin.checkpoint import MergeOptions, merge
 from hf_fsdp_plugin.checkpoint.names import HF_MODEL, safetensors_file
 from hf_fsdp_plugin.integrations.preflight.replacements import not_tested

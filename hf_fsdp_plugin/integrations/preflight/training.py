@@ -15,7 +15,7 @@ from typing import Any, Final, NoReturn
 import torch
 from transformers.trainer_callback import TrainerCallback
 
-from hf_fsdp_plugin.backends.shard import plan_of
+from hf_fsdp_plugin.backends.sharding.shard import plan_of
 from hf_fsdp_plugin.checkpoint.names import TRAINER_PREFIX
 from hf_fsdp_plugin.integrations.accelerate.private import prepared_models
 from hf_fsdp_plugin.integrations.preflight.clone import MAX_PARAMS, num_params_of

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from transformers.trainer_callback import TrainerCallback
 
-from hf_fsdp_plugin.backends.agreement import on_all_ranks
+from hf_fsdp_plugin.backends.ranks.agreement import on_all_ranks
 from hf_fsdp_plugin.integrations.profiling.files import RESULT, rank_files, read_ranks, write_profile
 from hf_fsdp_plugin.integrations.profiling.options import MAX_TRACES, ProfileOptions
 from hf_fsdp_plugin.integrations.profiling.result import remove_files
@@ -16,7 +16,7 @@ from hf_fsdp_plugin.integrations.profiling.run import profiling
 from hf_fsdp_plugin.messages import print_once
 from hf_fsdp_plugin.observe.profile.suggestions import suggest
 from hf_fsdp_plugin.problems import SpecError
-from hf_fsdp_plugin.sources.handover import absolute
+from hf_fsdp_plugin.sources.launchers import absolute
 from hf_fsdp_plugin.text import plural
 
 _MAX_PRINTED: Final = 4

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from hf_fsdp_plugin.backends.shard import plan_of
+from hf_fsdp_plugin.backends.sharding.shard import plan_of
 from hf_fsdp_plugin.devices import DEVICES, available_device
 from hf_fsdp_plugin.estimate.results import Moment
 from hf_fsdp_plugin.integrations.profiling.files import write_file

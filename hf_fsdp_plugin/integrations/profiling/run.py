@@ -23,10 +23,10 @@ from hf_fsdp_plugin.integrations.profiling.marking import marks
 from hf_fsdp_plugin.integrations.profiling.options import ProfileOptions
 from hf_fsdp_plugin.integrations.profiling.result import Recorded, temporary_files, write_rank_files
 from hf_fsdp_plugin.integrations.run_report import stop_reporting
-from hf_fsdp_plugin.observe.memory import gradient_bytes, state_tensors, storage_bytes, unmanaged_parameters
+from hf_fsdp_plugin.observe.memory import gradient_bytes, state_tensors, storage_bytes
 from hf_fsdp_plugin.observe.profile.activity import Sample, memory_moments
 from hf_fsdp_plugin.observe.profile.trace import BOUNDARY, SAMPLE, WAIT, read_trace
-from hf_fsdp_plugin.observe.units import observe_units
+from hf_fsdp_plugin.observe.units import observe_units, unmanaged_parameters
 from hf_fsdp_plugin.problems import Problem, SpecError
 from hf_fsdp_plugin.torch_private.functions import profiler_is_running
 

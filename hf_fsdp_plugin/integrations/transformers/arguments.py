@@ -14,9 +14,10 @@ from hf_fsdp_plugin.integrations.transformers.old_arguments import apply_old_arg
 from hf_fsdp_plugin.messages import print_warnings
 from hf_fsdp_plugin.problems import Origin, Problem, SpecError
 from hf_fsdp_plugin.sources import distributed_config as source
-from hf_fsdp_plugin.sources.model import Sources
-from hf_fsdp_plugin.sources.training_arguments import OLD_KEYS, SOURCE, read_config
-from hf_fsdp_plugin.spec.model import FsdpSpec
+from hf_fsdp_plugin.sources.accelerate_file import read_fsdp_config
+from hf_fsdp_plugin.sources.interface import Sources
+from hf_fsdp_plugin.sources.training_arguments import OLD_KEYS, SOURCE
+from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec
 from hf_fsdp_plugin.strategies import STRATEGIES
 
 _SWITCHES = ("bf16", "fp16", "gradient_checkpointing", "activation_checkpointing")
@@ -68,7 +69,7 @@ def process_fsdp_args(original: Callable[[], Any], arguments: Any) -> Any:
 
 def _completed_config(config: Any, spec: FsdpSpec) -> dict[str, Any]:
     """Return ``fsdp_config`` as Transformers leaves it, for code that reads it: without prefixes, with its defaults."""
-    completed = {name.removeprefix("fsdp_"): value for name, value in read_config(config).items()}
+    completed = {name.removeprefix("fsdp_"): value for name, value in read_fsdp_config(config).items()}
     if isinstance(layers := completed.get("transformer_layer_cls_to_wrap"), str):
         completed["transformer_layer_cls_to_wrap"] = [layers]
     strategy = spec.sharding.strategy

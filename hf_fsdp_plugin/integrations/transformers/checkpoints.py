@@ -15,9 +15,9 @@ import torch.distributed as dist
 from accelerate.utils.modeling import is_peft_model
 from transformers.trainer_utils import has_length
 
-from hf_fsdp_plugin.backends.agreement import on_all_ranks
-from hf_fsdp_plugin.backends.arrivals import TRAINING_LIMIT, together, wait_for_all_ranks
-from hf_fsdp_plugin.backends.shard import place_of
+from hf_fsdp_plugin.backends.ranks.agreement import on_all_ranks
+from hf_fsdp_plugin.backends.ranks.collective_entry import TRAINING_LIMIT, collective_call, wait_for_all_ranks
+from hf_fsdp_plugin.backends.sharding.shard import locate_module
 from hf_fsdp_plugin.checkpoint import (
     Manifest,
     manifest_of,
@@ -47,7 +47,7 @@ from hf_fsdp_plugin.integrations.transformers.loading import without_progress_ba
 from hf_fsdp_plugin.integrations.transformers.save_pretrained import is_stored_differently
 from hf_fsdp_plugin.messages import print_once
 from hf_fsdp_plugin.plan.names import unwrapped
-from hf_fsdp_plugin.spec.model import StateDictKind
+from hf_fsdp_plugin.spec.fsdp_spec import StateDictKind
 
 
 @if_sharded
@@ -168,7 +168,7 @@ def save_model(
             kind = "sharded"  # the file for `from_pretrained` is written by PEFT, or by the Trainer's own method
         manager.save_model(trainer.model, save.folder, kind, adapter_only=is_peft_model(trainer.model))
         return None
-    with together(f"save_model of {type(trainer).__name__}", fix="Call it on all ranks."):
+    with collective_call(f"save_model of {type(trainer).__name__}", fix="Call it on all ranks."):
         _export(trainer, folder)
     if trainer.args.push_to_hub and not _internal_call:
         trainer.push_to_hub(commit_message="Model save", revision=trainer.args.hub_revision)
@@ -219,7 +219,7 @@ def _write_companions(trainer: Any, folder: Path) -> None:
 
 def _save_on_rank_0(trainer: Any, folder: Path) -> None:
     """Write the whole weights and their companions with the Trainer's method for one process. Collective."""
-    place = place_of(trainer.model)
+    place = locate_module(trainer.model)
     assert place is not None, "the replacement is for sharded models"
     with gathered.on_rank_0(place) as writes, on_all_ranks(f"writing {folder}"):
         if writes:

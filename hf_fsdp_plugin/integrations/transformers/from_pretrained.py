@@ -7,16 +7,16 @@ from typing import Any
 
 from torch import nn
 
-from hf_fsdp_plugin.backends.agreement import on_all_ranks
-from hf_fsdp_plugin.backends.shard import shard
+from hf_fsdp_plugin.backends.ranks.agreement import on_all_ranks
+from hf_fsdp_plugin.backends.sharding.shard import shard
 from hf_fsdp_plugin.integrations.accelerate.accelerator import accelerator
 from hf_fsdp_plugin.integrations.accelerate.prepare import agree_on_plan, resolve_for, watch_model
 from hf_fsdp_plugin.integrations.accelerate.private import mark_model_prepared
 from hf_fsdp_plugin.integrations.patching import loading_ram_efficiently
-from hf_fsdp_plugin.plan.load_model import model_class_of
-from hf_fsdp_plugin.plan.model import FsdpPlan
+from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan
+from hf_fsdp_plugin.plan.meta_model import model_class_of
 from hf_fsdp_plugin.problems import Problem, SpecError
-from hf_fsdp_plugin.spec.model import FsdpSpec
+from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec
 
 
 def from_pretrained(

@@ -3,7 +3,7 @@
 Transformers maps the files of a checkpoint, and all processes of a machine share the pages of a mapped file. A rank
 needs private memory only for weights that differ from the file: another dtype, or weights that Transformers converts,
 such as fused experts and tensors of GGUF files. One rank of a machine computes these, one after the other, and the
-others map the result (:mod:`hf_fsdp_plugin.backends.shared_weights`).
+others map the result (:mod:`hf_fsdp_plugin.backends.loading.shared_weights`).
 
 Transformers leaves the weights that a checkpoint lacks, such as a new head, on the meta device on all
 ranks but the first. With these replacements, every rank initializes them.
@@ -26,8 +26,8 @@ from transformers import modeling_utils
 from transformers.core_model_loading import WeightConverter
 from transformers.utils import logging
 
-from hf_fsdp_plugin.backends.memory_maps import parameter_memory
-from hf_fsdp_plugin.backends.shared_weights import Publication, Received, exchange
+from hf_fsdp_plugin.backends.loading.mapped_files import parameter_memory
+from hf_fsdp_plugin.backends.loading.shared_weights import Publication, Received, exchange
 from hf_fsdp_plugin.checkpoint import ModelTensor
 from hf_fsdp_plugin.integrations.patching import has_fsdp_settings, loads_ram_efficiently, variables_in_block
 from hf_fsdp_plugin.integrations.session import holding

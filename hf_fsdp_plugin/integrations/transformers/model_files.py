@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from hf_fsdp_plugin.backends.load_failures import load_failures
+from hf_fsdp_plugin.backends.ranks.collective_entry import load_failures
 from hf_fsdp_plugin.checkpoint import (
     ModelTensor,
     ShapeMismatch,

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +18,10 @@ import torch
 import torch.distributed as dist
 from accelerate.utils import convert_file_size_to_int
 
-from hf_fsdp_plugin.backends.agreement import gather_objects, on_all_ranks
-from hf_fsdp_plugin.backends.arrivals import together
-from hf_fsdp_plugin.backends.buffers import send_buffers
-from hf_fsdp_plugin.backends.shard import Place, place_of
+from hf_fsdp_plugin.backends.ranks.agreement import gather_objects, on_all_ranks
+from hf_fsdp_plugin.backends.ranks.collective_entry import collective_call
+from hf_fsdp_plugin.backends.sharding.forward_hooks import send_buffers
+from hf_fsdp_plugin.backends.sharding.shard import ModuleLocation, locate_module
 from hf_fsdp_plugin.checkpoint import ModelShards, gathered_state
 from hf_fsdp_plugin.checkpoint.names import HF_MODEL, safetensors_file
 from hf_fsdp_plugin.integrations.peft import adapter_state, as_unsharded
@@ -59,12 +58,12 @@ def save_peft_model(original: Callable[..., Any], model: Any, *args: Any, **kwar
 
 
 def _save(original: Callable[..., Any], model: Any, args: Any, kwargs: Any, *, is_peft: bool) -> Any:
-    place = None if gathered.paused else place_of(model)
+    place = None if gathered.paused else locate_module(model)
     if place is None:
         return original(*args, **kwargs)
     call, answer = bind_call(original, args, kwargs), gathered.state_of(model)
     if call.get("distributed_checkpoint"):  # every rank writes its shards to a checkpoint of torch
-        with together(call_name("save_pretrained", model), fix=FIX):
+        with collective_call(call_name("save_pretrained", model), fix=FIX):
             send_buffers(place.root)
             return original(**call)
     if (given := call.get("state_dict")) is not None:
@@ -76,13 +75,13 @@ def _save(original: Callable[..., Any], model: Any, args: Any, kwargs: Any, *, i
         return _write(original, model, call, given, is_peft=is_peft)
     if answer is not None:
         return _write(original, model, call, answer, is_peft=is_peft)
-    with together(call_name("save_pretrained", model), fix=FIX):
+    with collective_call(call_name("save_pretrained", model), fix=FIX):
         _save_together(original, model, place, call, is_peft=is_peft)
     return None
 
 
 def _save_together(
-    original: Callable[..., Any], model: Any, place: Place, call: dict[str, Any], *, is_peft: bool
+    original: Callable[..., Any], model: Any, place: ModuleLocation, call: dict[str, Any], *, is_peft: bool
 ) -> None:
     """Write the weights of all ranks to the folders of the main processes. Collective."""
     with on_all_ranks("reading the layout of the model"):
@@ -105,7 +104,7 @@ def _save_together(
             _write(original, model, call, state, is_peft=is_peft)
 
 
-def _write_side_by_side(original: Callable[..., Any], model: Any, place: Place, call: dict[str, Any]) -> bool:
+def _write_side_by_side(original: Callable[..., Any], model: Any, place: ModuleLocation, call: dict[str, Any]) -> bool:
     """Write the original's files without weights on rank 0, and this rank's shards of the weights.
 
     Returns:
@@ -145,7 +144,7 @@ def _buffer_names(model: Any) -> set[str]:
     return {canonical_name(name) for name, _ in model.named_buffers()}
 
 
-def _needs_whole_tensors(model: Any, place: Place, shards: ModelShards, call: Mapping[str, Any]) -> bool:
+def _needs_whole_tensors(model: Any, place: ModuleLocation, shards: ModelShards, call: Mapping[str, Any]) -> bool:
     """Return whether only the original method can write the weights."""
     if place.name or call["push_to_hub"] or call["variant"] or private.has_adapters(model):
         return True
@@ -173,7 +172,9 @@ def is_stored_differently(model: Any, shards: ModelShards, *, convert: bool = Tr
     return {name: tensor.shape for name, tensor in stored.items()} != {n: t.shape for n, t in on_meta.items()}
 
 
-def _check_given_state(model: Any, place: Place, state: Mapping[str, Any], *, only_trainable: bool = False) -> None:
+def _check_given_state(
+    model: Any, place: ModuleLocation, state: Mapping[str, Any], *, only_trainable: bool = False
+) -> None:
     """Raise ``SpecError`` if a given state dict lacks weights of the model, or has shards instead of whole tensors."""
     shards = shards_at(place)
     storages = flat_storages()

@@ -22,10 +22,14 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.utils import find_labels
 
-from hf_fsdp_plugin.backends.arrivals import TRAINING_LIMIT, preparation_limit, wait_for_all_ranks
-from hf_fsdp_plugin.backends.fsdp2 import reshard
-from hf_fsdp_plugin.backends.replicated import replicate
-from hf_fsdp_plugin.backends.shard import plan_of
+from hf_fsdp_plugin.backends.optimizers.parameters import replicate
+from hf_fsdp_plugin.backends.ranks.collective_entry import (
+    TRAINING_LIMIT,
+    preparation_limit,
+    wait_for_all_ranks,
+)
+from hf_fsdp_plugin.backends.sharding.shard import plan_of
+from hf_fsdp_plugin.backends.sharding.submodule_calls import free_gathered
 from hf_fsdp_plugin.checkpoint.names import TRAINER_PREFIX
 from hf_fsdp_plugin.integrations.accelerate.arguments import is_left_to_transformers
 from hf_fsdp_plugin.integrations.accelerate.plugin import if_planned, if_sharded, planned_plugin
@@ -45,8 +49,8 @@ from hf_fsdp_plugin.observe.report import BatchShape
 from hf_fsdp_plugin.plan.names import unwrapped
 from hf_fsdp_plugin.plan.presharded import distributed_config_of
 from hf_fsdp_plugin.problems import Problem, SpecError
+from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec
 from hf_fsdp_plugin.spec.load import with_distributed_config
-from hf_fsdp_plugin.spec.model import FsdpSpec
 from hf_fsdp_plugin.text import format_names
 from hf_fsdp_plugin.torch_private.fsdp1 import flat_shapes
 
@@ -151,7 +155,7 @@ def evaluation_loop(original: Callable[..., Any], trainer: Any, *args: Any, **kw
         for callback in moving_averages(trainer):
             stack.enter_context(callback.evaluating())
         output = original(*args, **kwargs)
-    reshard(trainer.model)
+    free_gathered(trainer.model)
     return output
 
 

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
-from hf_fsdp_plugin.estimate.intervals import Interval, clip, measure, subtract, union
 from hf_fsdp_plugin.estimate.results import CollectiveKind, MemoryKind, Moment
+from hf_fsdp_plugin.estimate.schedule import Interval, clip, measure, subtract, union
 from hf_fsdp_plugin.observe.profile.trace import (
     BOUNDARY,
     GATHER,

@@ -8,8 +8,8 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from types import MappingProxyType
 from typing import Any
 
-from hf_fsdp_plugin.estimate.intervals import clip, measure
 from hf_fsdp_plugin.estimate.results import Moment
+from hf_fsdp_plugin.estimate.schedule import clip, measure
 from hf_fsdp_plugin.observe.profile.activity import (
     Activity,
     Call,

@@ -51,7 +51,7 @@ def process_groups(case: Case) -> Case:
 
     import torch.distributed as dist
 
-    from hf_fsdp_plugin.backends.shard import plan_of
+    from hf_fsdp_plugin.backends.sharding.shard import plan_of
     from hf_fsdp_plugin.backends.torch_types import device_mesh
     from hf_fsdp_plugin.torch_private.process_groups import set_timeout, timeout_of
 
@@ -84,7 +84,7 @@ def ranks_per_machine(case: Case) -> Case:
     """Resolve a hybrid mesh without LOCAL_WORLD_SIZE, as under plain srun (C12)."""
     import torch.distributed as dist
 
-    from hf_fsdp_plugin.backends.cluster import ranks_per_machine as resolve
+    from hf_fsdp_plugin.backends.ranks.cluster import ranks_per_machine as resolve
 
     environ = {name: value for name, value in os.environ.items() if "LOCAL" not in name and "SLURM" not in name}
     size = resolve(environ, dist.get_world_size(), device_of(case).count())
@@ -98,11 +98,10 @@ def collectives(case: Case) -> Case:
     import torch
     import torch.distributed as dist
 
-    from hf_fsdp_plugin.hangs.call_files import CallFiles, read_calls
-    from hf_fsdp_plugin.hangs.calls import from_json
-    from hf_fsdp_plugin.hangs.diagnose import compare
+    from hf_fsdp_plugin.hangs.calls import CallFiles, rank_from_json, read_calls
+    from hf_fsdp_plugin.hangs.diagnose import compare_calls
     from hf_fsdp_plugin.hangs.record import record
-    from hf_fsdp_plugin.integrations.call_record import record_calls
+    from hf_fsdp_plugin.integrations.call_hooks import record_calls
 
     with tempfile.TemporaryDirectory() as folder:
         files = CallFiles(Path(folder) / "calls", Path(folder) / "names")
@@ -114,8 +113,8 @@ def collectives(case: Case) -> Case:
             own = read_calls(dist.get_rank(), files)
         finally:
             record.close()
-    ranks = [from_json(content) for content in on_all(own.to_json())]
-    expect(compare(ranks) is None, f"the records differ: {compare(ranks)}")
+    ranks = [rank_from_json(content) for content in on_all(own.to_json())]
+    expect(compare_calls(ranks) is None, f"the records differ: {compare_calls(ranks)}")
     units = {call.unit for group in own.groups.values() for call in group.calls if call.unit}
     if case["ranks"] > 1 and case["strategy"] == "full_shard":
         expect(any("layers.3" in unit for unit in units), f"units: {sorted(units)}")

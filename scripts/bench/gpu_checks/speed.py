@@ -120,13 +120,13 @@ def throughput(case: Case) -> Case:
 
     All systems are built in one process, and their blocks of steps alternate.
     """
-    from hf_fsdp_plugin.integrations.bench.cases import Setting, inexpressible
-    from hf_fsdp_plugin.integrations.bench.memory import PeakMemory
+    from hf_fsdp_plugin.integrations.bench.cases import CaseSetting, why_inexpressible
+    from hf_fsdp_plugin.integrations.bench.rank import PeakMemory
 
     # Each system holds weights and optimizer state (12 bytes), one of them gradients and temporary memory (16).
     size, device = size_for(case, 3 * 12 + 16), device_of(case)
-    setting = Setting(world_size=case["ranks"], strategy=case["strategy"], version=case["version"], prefetch="pre")
-    systems = ["plugin", *(s for s in ("stock", "raw") if not inexpressible(setting, s, case["device"]))]  # type: ignore[arg-type]
+    setting = CaseSetting(world_size=case["ranks"], strategy=case["strategy"], version=case["version"], prefetch="pre")
+    systems = ["plugin", *(s for s in ("stock", "raw") if not why_inexpressible(setting, s, case["device"]))]  # type: ignore[arg-type]
     batches = size.batches(torch_device(case))
     memory, loops, peaks, losses = PeakMemory(device), {}, {}, {}
     for system in systems:

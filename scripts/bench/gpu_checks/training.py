@@ -23,7 +23,7 @@ from gpu_checks.base import (
 @check(seconds=5, limit=120)
 def training(case: Case) -> Case:
     """Train, save a checkpoint of each state dict type in the background, verify it, and continue from it."""
-    from hf_fsdp_plugin.backends.shard import plan_of
+    from hf_fsdp_plugin.backends.sharding.shard import plan_of
 
     run = Run(case)
     losses = run.train()

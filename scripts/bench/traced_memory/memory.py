@@ -16,7 +16,7 @@ from hf_fsdp_plugin.backends.torch_types import device_mesh
 from hf_fsdp_plugin.estimate.memory.device import UNKNOWN, Gpu
 from hf_fsdp_plugin.estimate.results import MEMORY_KINDS, MemoryKind, Moment
 from hf_fsdp_plugin.estimate.workload import Workload
-from hf_fsdp_plugin.plan.model import FsdpPlan
+from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan
 from hf_fsdp_plugin.problems import SpecError
 from traced_memory.device import Device
 from traced_memory.places import Places

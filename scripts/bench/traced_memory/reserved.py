@@ -13,7 +13,7 @@ from allocator.caching_allocator import Block as Allocation
 
 from hf_fsdp_plugin.estimate.memory.device import Gpu, device_memory, workspaces
 from hf_fsdp_plugin.estimate.results import DeviceMemory
-from hf_fsdp_plugin.plan.model import FsdpPlan
+from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan
 from traced_memory.recorder import Block, Event
 
 _REPEATS: Final = 4

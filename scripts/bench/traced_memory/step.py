@@ -11,16 +11,16 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from hf_fsdp_plugin.backends.activations import configs_with_cache
-from hf_fsdp_plugin.backends.clipping import clip_grad_norm
-from hf_fsdp_plugin.backends.optimizer_mode import decide
-from hf_fsdp_plugin.backends.optimizer_step import set_step_mode
-from hf_fsdp_plugin.backends.shard import shard
-from hf_fsdp_plugin.backends.submodule_calls import free_before_step
+from hf_fsdp_plugin.backends.optimizers.clipping import clip_grad_norm
+from hf_fsdp_plugin.backends.optimizers.known_optimizers import decide
+from hf_fsdp_plugin.backends.optimizers.plain_steps import set_step_mode
+from hf_fsdp_plugin.backends.sharding.module_forwards import configs_with_cache
+from hf_fsdp_plugin.backends.sharding.shard import shard
+from hf_fsdp_plugin.backends.sharding.submodule_calls import free_before_step
 from hf_fsdp_plugin.backends.torch_types import torch_dtype
 from hf_fsdp_plugin.estimate.memory.meta_model import meta_batch
 from hf_fsdp_plugin.estimate.workload import Workload
-from hf_fsdp_plugin.plan.model import FsdpPlan
+from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan
 from hf_fsdp_plugin.problems import SpecError
 from hf_fsdp_plugin.strategies import STRATEGIES
 from hf_fsdp_plugin.torch_private.modules import buffers as own_buffers

@@ -10,7 +10,7 @@ from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from hf_fsdp_plugin.backends.sharding.module_forwards import ActivationOffload, apply_activation_checkpointing
-from hf_fsdp_plugin.plan.model import FsdpPlan
+from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan
 from hf_fsdp_plugin.plan.names import unwrapped
 from hf_fsdp_plugin.torch_private.functions import CheckpointWrapper
 

@@ -14,7 +14,7 @@ from hf_fsdp_plugin.backends.optimizers.parameters import (
     foreign_parameters,
 )
 from hf_fsdp_plugin.backends.sharding.shard import plan_of, shard
-from hf_fsdp_plugin.plan.model import FsdpPlan
+from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan
 from hf_fsdp_plugin.problems import SpecError
 
 CPU = torch.device("cpu")

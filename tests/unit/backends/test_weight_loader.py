@@ -13,7 +13,7 @@ from hf_fsdp_plugin.backends.loading.weight_loader import (
     cast_to_master,
     materialize,
 )
-from hf_fsdp_plugin.plan.model import FsdpPlan
+from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan
 
 CPU = torch.device("cpu")
 

@@ -10,10 +10,9 @@ import pytest
 from hf_fsdp_plugin.cli.main import main
 from hf_fsdp_plugin.cli.verbs import VERBS
 from hf_fsdp_plugin.launcher import device_search
-from hf_fsdp_plugin.sources.config_file import ConfigFile
-from hf_fsdp_plugin.sources.model import Sources
+from hf_fsdp_plugin.sources.interface import ConfigFile, Sources
+from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec
 from hf_fsdp_plugin.spec.load import assess
-from hf_fsdp_plugin.spec.model import FsdpSpec
 
 GOOD = """\
 distributed_type: FSDP

@@ -19,7 +19,7 @@ from hf_fsdp_plugin.cli.config import add_arguments
 from hf_fsdp_plugin.cli.wizard.fsdp_questions import QUESTIONS
 from hf_fsdp_plugin.cli.wizard.settings import code_of
 from hf_fsdp_plugin.launcher.flags import Parser
-from hf_fsdp_plugin.spec.model import SECTIONS, FsdpSpec
+from hf_fsdp_plugin.spec.fsdp_spec import SECTIONS, FsdpSpec
 from hf_fsdp_plugin.strategies import STRATEGIES
 
 LLAMA = {

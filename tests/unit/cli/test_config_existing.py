@@ -12,7 +12,7 @@ from hf_fsdp_plugin.cli.config import _check
 from hf_fsdp_plugin.cli.wizard.settings import Entry
 from hf_fsdp_plugin.cli.wizard.target import Target
 from hf_fsdp_plugin.cli.yaml_edit import YamlText
-from hf_fsdp_plugin.spec.model import SECTIONS
+from hf_fsdp_plugin.spec.fsdp_spec import SECTIONS
 
 STOCK = """\
 # my cluster

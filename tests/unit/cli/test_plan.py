@@ -224,9 +224,9 @@ def test_picture_in_a_missing_folder_is_a_problem(plan):
 
 
 def test_operations_that_are_not_counted_are_a_warning(plan, monkeypatch):
-    from hf_fsdp_plugin.plan import load_model
+    from hf_fsdp_plugin.plan import meta_model
 
-    make, calls = load_model.meta_model, []
+    make, calls = meta_model.meta_model, []
 
     def read_a_value(module, args):
         """Fail in the first forward pass, which counts the operations, as code that depends on values does."""
@@ -239,7 +239,7 @@ def test_operations_that_are_not_counted_are_a_warning(plan, monkeypatch):
         model.register_forward_pre_hook(read_a_value)
         return model
 
-    monkeypatch.setattr(load_model, "meta_model", make_with_hook)
+    monkeypatch.setattr(meta_model, "meta_model", make_with_hook)
     code, out, err = plan("--model llama fsdp.yaml --seq-len 128 --machine h100-sxm --gpu-memory 80GB")
     assert code == 0 and "FSDP-W836" in err
     assert "time: unknown on" in out and "all-gather" in out and out.startswith("It fits")

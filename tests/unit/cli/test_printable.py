@@ -12,7 +12,7 @@ import saved
 from merge_inputs import save as save_local
 from torch.distributed import HashStore
 
-from hf_fsdp_plugin.launcher.machines import Machines
+from hf_fsdp_plugin.launcher.other_machines import OtherMachines
 from hf_fsdp_plugin.problems import MAX_SHOWN, CheckpointError, Problem
 from hf_fsdp_plugin.text import fit_table, format_table, printable
 
@@ -138,8 +138,8 @@ def test_escapes_in_a_config_are_escaped_in_output(tmp_path: Path, hf_fsdp: Any,
 
 def test_text_of_other_launchers_is_escaped() -> None:
     store = HashStore()
-    Machines(store, 1, 2).announce(ESCAPES)
-    text = str(Machines(store, 0, 2).failure())
+    OtherMachines(store, 1, 2).announce(ESCAPES)
+    text = str(OtherMachines(store, 0, 2).failure())
     assert text.startswith("machine 1: ")
     assert_printable(text)
 

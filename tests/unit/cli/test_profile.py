@@ -8,8 +8,8 @@ import pytest
 from json_schema import assert_valid
 
 from hf_fsdp_plugin.cli import launch, profile
-from hf_fsdp_plugin.cli.verbs import make_parser
 from hf_fsdp_plugin.cli.profile.arguments import read_profile_arguments
+from hf_fsdp_plugin.cli.verbs import make_parser
 from hf_fsdp_plugin.integrations.profiling import files
 from hf_fsdp_plugin.integrations.profiling.files import rank_files, write_file
 from hf_fsdp_plugin.integrations.profiling.options import MAX_TRACES, ProfileOptions

@@ -15,8 +15,7 @@ import yaml
 from matrices import slow
 from terminal import DOWN, ENTER, Terminal
 
-from hf_fsdp_plugin.sources.config_file import ConfigFile
-from hf_fsdp_plugin.sources.model import Sources
+from hf_fsdp_plugin.sources.interface import ConfigFile, Sources
 from hf_fsdp_plugin.spec.load import assess
 from hf_fsdp_plugin.strategies import STRATEGIES
 

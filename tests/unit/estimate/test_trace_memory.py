@@ -17,12 +17,12 @@ from traced_memory import CannotTrace, TracedMemory, trace_memory
 
 from hf_fsdp_plugin.estimate.memory import estimate_memory
 from hf_fsdp_plugin.estimate.workload import Workload
-from hf_fsdp_plugin.plan.model import FsdpPlan
+from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan
 from hf_fsdp_plugin.plan.resolve import resolve
 from hf_fsdp_plugin.problems import SpecError
 from hf_fsdp_plugin.spec.load import load_spec
 from hf_fsdp_plugin.torch_private.fake import fake_process_group
-from hf_fsdp_plugin.torch_private.fsdp2_behavior import installed_behavior
+from hf_fsdp_plugin.torch_private.fsdp2 import installed_behavior
 
 STEP = Workload(micro_batch=2, seq_len=4, update_loop="for_loop", clip_norm=False)
 

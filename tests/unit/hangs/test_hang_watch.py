@@ -22,7 +22,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from hf_fsdp_plugin.cli.exit_codes import HANG
+from hf_fsdp_plugin.cli.output import HANG
 from hf_fsdp_plugin.hangs import hang_queries, hang_report, hang_watch, processes
 from hf_fsdp_plugin.hangs.calls import HANG_LIMIT_VARIABLE, RankCalls, read_calls
 from hf_fsdp_plugin.hangs.hang_queries import HangQueries, JobStore, StoreLost, StoreQueries

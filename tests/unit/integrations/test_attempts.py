@@ -17,11 +17,11 @@ import torch.distributed as dist
 
 import hf_fsdp_plugin as hfp
 from hf_fsdp_plugin.hangs.rank_files import RankFiles
-from hf_fsdp_plugin.hangs.step_count import step_count
+from hf_fsdp_plugin.hangs.record import step_count
 from hf_fsdp_plugin.integrations import attempts as subject
 from hf_fsdp_plugin.integrations.session import session
-from hf_fsdp_plugin.runs.identity import RunIdentity, attempt_folder, identify
-from hf_fsdp_plugin.runs.restarts import FailedAttempt, Restarts
+from hf_fsdp_plugin.runs.identity import RunIdentity, attempt_folder, identify_run
+from hf_fsdp_plugin.runs.restart_policy import FailedAttempt, Restarts
 
 AGENT = {"TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_MAX_RESTARTS": "3"}
 
@@ -91,7 +91,7 @@ class World:
         own = {"RANK": str(rank), "LOCAL_RANK": str(local_rank), "LOCAL_WORLD_SIZE": str(self.local)}
         environ = {**more, **own, "TORCHELASTIC_ERROR_FILE": logs}
         attempt = subject.ProcessAttempt(environ)
-        folder = attempt_folder(identify(environ, tuple(sys.argv)), environ)
+        folder = attempt_folder(identify_run(environ, tuple(sys.argv)), environ)
         folder.mkdir(parents=True, exist_ok=True)
         attempt.begin(RankFiles(folder / f"rank_{rank}"))
         for _ in range(agreements):

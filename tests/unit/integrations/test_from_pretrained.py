@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from hf_fsdp_plugin.integrations.accelerate.prepare import resolve_for
-from hf_fsdp_plugin.spec.model import FsdpSection, FsdpSpec, ShardingSection
+from hf_fsdp_plugin.spec.fsdp_spec import FsdpSection, FsdpSpec, ShardingSection
 
 
 def test_hybrid_shard_group_is_the_machine_under_mpirun(monkeypatch: pytest.MonkeyPatch) -> None:

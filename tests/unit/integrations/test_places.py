@@ -10,22 +10,22 @@ from pathlib import Path
 
 import pytest
 
-from hf_fsdp_plugin.hangs.places import (
+from hf_fsdp_plugin.hangs.rank_stacks import (
     STACK_SIGNAL,
     Frame,
-    Place,
+    RankPlace,
     find_place,
     is_library,
     read_stack,
     waits_for_data,
 )
-from hf_fsdp_plugin.hangs.step_count import Counts, StepCount, read_counts
+from hf_fsdp_plugin.hangs.record import Counts, StepCount, read_counts
 
 LIBRARY = str(Path(os.__file__).parent / "site-packages" / "torch")
 CODE = """
 import os, sys, threading
 from pathlib import Path
-from hf_fsdp_plugin.hangs.places import StackFile, request_stack
+from hf_fsdp_plugin.hangs.rank_stacks import StackFile, request_stack
 stacks = StackFile()
 stacks.open(Path(sys.argv[1]), crashes="record")
 stop = threading.Event()
@@ -93,23 +93,23 @@ SCRIPT = Frame("/work/train.py", 30, "main")
 @pytest.mark.parametrize(
     ("stack", "expected"),
     [
-        ([SCRIPT], Place("", SCRIPT)),
-        ([SCRIPT, Frame(f"{LIBRARY}/nn/modules/module.py", 9, "_call_impl")], Place("forward", SCRIPT)),
-        ([SCRIPT, Frame("/work/module.py", 9, "_call_impl")], Place("", Frame("/work/module.py", 9, "_call_impl"))),
+        ([SCRIPT], RankPlace("", SCRIPT)),
+        ([SCRIPT, Frame(f"{LIBRARY}/nn/modules/module.py", 9, "_call_impl")], RankPlace("forward", SCRIPT)),
+        ([SCRIPT, Frame("/work/module.py", 9, "_call_impl")], RankPlace("", Frame("/work/module.py", 9, "_call_impl"))),
         (
             [
                 SCRIPT,
                 Frame(f"{LIBRARY}/accelerate/accelerator.py", 9, "save_state"),
                 Frame(f"{LIBRARY}/distributed/distributed_c10d.py", 9, "barrier"),
             ],
-            Place("save_state", SCRIPT, None, "barrier"),
+            RankPlace("save_state", SCRIPT, None, "barrier"),
         ),
-        ([Frame(f"{LIBRARY}/optim/optimizer.py", 9, "step")], Place("optimizer.step", None)),
+        ([Frame(f"{LIBRARY}/optim/optimizer.py", 9, "step")], RankPlace("optimizer.step", None)),
         ([Frame(f"{LIBRARY}/unknown.py", 9, "unknown")], None),
         ([], None),
     ],
 )
-def test_outermost_known_call_is_the_place(stack: list[Frame], expected: Place | None) -> None:
+def test_outermost_known_call_is_the_place(stack: list[Frame], expected: RankPlace | None) -> None:
     assert find_place(stack) == expected
 
 
@@ -118,11 +118,11 @@ def test_place_is_printed_with_code_and_steps(tmp_path: Path, monkeypatch: pytes
     (tmp_path / "train.py").write_text("\nloss = model(batch)\n")
     frame = Frame(str(tmp_path / "train.py"), 2, "main")
     shown = "in forward at train.py:2 `loss = model(batch)` after 7 optimizer steps"
-    assert str(Place("forward", frame, Counts(7, 0))) == shown
-    place = Place("backward", frame, Counts(7, 8), "all_reduce")
+    assert str(RankPlace("forward", frame, Counts(7, 0))) == shown
+    place = RankPlace("backward", frame, Counts(7, 8), "all_reduce")
     assert str(place) == f"{shown} (8 forwards)".replace("forward at", "backward (all_reduce) at")
-    assert str(Place("barrier", None, None, "barrier")) == "in barrier"
-    assert str(Place("", frame, None, "all_reduce")) == "in all_reduce at train.py:2 `loss = model(batch)`"
+    assert str(RankPlace("barrier", None, None, "barrier")) == "in barrier"
+    assert str(RankPlace("", frame, None, "all_reduce")) == "in all_reduce at train.py:2 `loss = model(batch)`"
 
 
 def test_library_is_told_from_user_code(tmp_path: Path) -> None:

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 import hf_fsdp_plugin as hfp
-from hf_fsdp_plugin.hangs.step_count import step_count
+from hf_fsdp_plugin.hangs.record import step_count
 from hf_fsdp_plugin.integrations import resuming as subject
 from hf_fsdp_plugin.integrations.session import session
 from hf_fsdp_plugin.runs.identity import RunIdentity
-from hf_fsdp_plugin.runs.restarts import FailedAttempt, Restarts
+from hf_fsdp_plugin.runs.restart_policy import FailedAttempt, Restarts
 
 
 @pytest.fixture

@@ -44,7 +44,9 @@ def test_replaced_function_calls_the_original_alone(hook: Hook, monkeypatch: pyt
     monkeypatch.setattr(owner, hook.name, original)
     restore = patching._replace(hook, owner)
     session.uses_fsdp = False
-    monkeypatch.setattr("hf_fsdp_plugin.backends.shard._sharded_models", WeakSet())  # other tests may keep models
+    monkeypatch.setattr(
+        "hf_fsdp_plugin.backends.sharding.shard._sharded_models", WeakSet()
+    )  # other tests may keep models
     calls: list[str] = []
     try:
         function = vars(owner)[hook.name]

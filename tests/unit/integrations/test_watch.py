@@ -16,16 +16,14 @@ from pathlib import Path
 import pytest
 
 from hf_fsdp_plugin import SpecError
-from hf_fsdp_plugin.hangs.failures import ERROR_FILE_VARIABLE
-from hf_fsdp_plugin.hangs.peers import find_peers
-from hf_fsdp_plugin.hangs.processes import start_of
+from hf_fsdp_plugin.hangs.processes import find_peers, start_of
+from hf_fsdp_plugin.hangs.rank_exit import ERROR_FILE_VARIABLE
 from hf_fsdp_plugin.hangs.rank_files import FILES_VARIABLE, LAUNCHER_VARIABLE, RankFiles
-from hf_fsdp_plugin.hangs.record import record
-from hf_fsdp_plugin.hangs.step_count import read_counts, step_count
+from hf_fsdp_plugin.hangs.record import read_counts, record, step_count
 from hf_fsdp_plugin.integrations.session import session
 from hf_fsdp_plugin.integrations.watch import watch
 from hf_fsdp_plugin.problems import Problem
-from hf_fsdp_plugin.runs.restarts import Restarts
+from hf_fsdp_plugin.runs.restart_policy import Restarts
 
 RANK = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
 

@@ -20,7 +20,7 @@ from hf_fsdp_plugin.launcher.other_machines import RunFacts, compare_facts
 from hf_fsdp_plugin.launcher.rendezvous import MachinesRendezvous, Rendezvous, _check_address
 from hf_fsdp_plugin.launcher.world import World
 from hf_fsdp_plugin.runs.restart_policy import FailedAttempt, Restarts
-from hf_fsdp_plugin.spec.model import LaunchSection
+from hf_fsdp_plugin.spec.fsdp_spec import LaunchSection
 
 RUN = Restarts(run_id="a", max_restarts=3)
 ONCE = RUN.after(FailedAttempt(failure="rank 0: exit code 1"))

@@ -10,7 +10,7 @@ import pytest
 from hf_fsdp_plugin import FsdpSpec, Origin, SpecError
 from hf_fsdp_plugin.launcher.device_search import FoundDevices
 from hf_fsdp_plugin.launcher.world import resolve_world
-from hf_fsdp_plugin.spec.model import LaunchSection, MeshSection
+from hf_fsdp_plugin.spec.fsdp_spec import LaunchSection, MeshSection
 
 GPUS = {count: FoundDevices(kind="cuda", count=count) for count in (1, 2, 3, 4, 8)}
 CPU = FoundDevices()

@@ -14,7 +14,7 @@ from torch import nn
 from hf_fsdp_plugin.estimate.unit_sizes import unit_sizes
 from hf_fsdp_plugin.plan import precision
 from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec
-from hf_fsdp_plugin.torch_private.fsdp2_behavior import BEHAVIORS
+from hf_fsdp_plugin.torch_private.fsdp2 import BEHAVIORS
 
 
 @pytest.fixture
