@@ -15,7 +15,7 @@ if not runs_command_line() and (_messages := unsupported_versions()):
     raise ImportError("\n".join(_messages))
 
 _EXPORTS = {
-    "backends.whole_parameters": ("full_parameters",),
+    "backends.sharding.whole_parameters": ("full_parameters",),
     "integrations.accelerate.accelerator": ("accelerator",),
     "integrations.install": ("install", "uninstall"),
     "integrations.moving_average": ("ExponentialMovingAverage",),

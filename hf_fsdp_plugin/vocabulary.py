@@ -183,7 +183,7 @@ _FSDP_ROWS = (
         spellings=("state_dict_type", "state_dict"),
         choices={"full": ("1", "full_state_dict"), "local": ("2", "local_state_dict"),
                  "sharded": ("3", "sharded_state_dict")},
-        about="Content of checkpoints: one full state dict, DCP shards, or one local file per rank."),
+        about="Content of checkpoints: one full state dict, or DCP shards; local writes the files of sharded."),
     SettingRow(name="checkpoint.asynchronous", kind="bool", spellings=("async_save",),
         about="Write checkpoints in the background; training pauses only for the copy."),
     SettingRow(name="checkpoint.verify", kind="bool", spellings=("verify_checkpoint",),

@@ -74,14 +74,14 @@ def diagnose() -> tuple[dict[str, Any], list[Problem]]:
     problems += [*check_contracts(contracts), *check(enabled)]
     accelerators = search.result()
     system = {"python": platform.python_version(), "system": platform.platform(), "machine": platform.machine()}
-    found = {
+    tree: dict[str, Any] = {
         "platform": system,
         "versions": versions,
         "devices": {name: getattr(accelerators, name) for name in accelerators.__slots__},
         "enabled": enabled.to_json(),
         "contracts": contracts,
     }
-    return found, problems
+    return tree, problems
 
 
 def check_contracts(contracts: Sequence[Mapping[str, Any]]) -> list[Problem]:

@@ -119,7 +119,9 @@ def plan_image(data: PictureData) -> bytes:
         SpecError: matplotlib is not installed (FSDP-E834).
     """
     largest = sorted(data.units.children, key=lambda node: -node.total)[:_MOST_UNITS]
-    units = {f"{shorten(node.name, 44)}: {format_count(node.total)}": {"params": node.total} for node in largest}
+    units: dict[str, Mapping[MemoryKind, int]] = {
+        f"{shorten(node.name, 44)}: {format_count(node.total)}": {"params": node.total} for node in largest
+    }
     strategies = {
         f"{row.name}{' (planned)' * row.is_planned}": row.memory.peak.bytes_by_kind for row in data.strategies
     }
@@ -167,7 +169,7 @@ def _bar_chart(
     """Return horizontal bars of the kinds of memory, the first one at the top."""
     width = 1.05 * max([rule or 0, *(sum(bar.values()) for bar in bars.values())]) or 1.0
     shapes = []
-    for at, bar in enumerate(reversed(bars.values())):
+    for at, bar in enumerate(reversed(list(bars.values()))):
         left = 0.0
         for kind in MEMORY_KINDS:
             shapes.append(rectangle(left, at + 0.1, bar.get(kind, 0), 0.8, COLORS[kind]))
@@ -176,7 +178,7 @@ def _bar_chart(
         shapes.append(Shape(points=((rule, 0), (rule, len(bars))), color=_MARK, is_line=True))
     text = format_count if unit == "parameters" else partial(format_bytes, binary=True)
     ticks = tuple((width * part / 4, text(int(width * part / 4))) for part in range(5))
-    rows = tuple((at + 0.5, name) for at, name in enumerate(reversed(bars)))
+    rows = tuple((at + 0.5, name) for at, name in enumerate(reversed(list(bars))))
     return Chart(
         title=title, shapes=tuple(shapes), width=width, height=len(bars), ticks=ticks, rows=rows, legend=legend or {}
     )

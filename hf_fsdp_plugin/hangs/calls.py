@@ -26,7 +26,7 @@ from typing import Any, Final, NamedTuple
 HANG_LIMIT_VARIABLE: Final = "HF_FSDP_HANG_TIMEOUT"
 """Environment variable with the limit in seconds; 0 switches the watch and the records of the ranks off."""
 ARRIVALS: Final = "arrivals"
-"""The group of the plugin's own calls, before which it waits for all ranks (``backends.arrivals``)."""
+"""The group of the plugin's own calls, before which it waits for all ranks (``backends.ranks.collective_entry``)."""
 POINT_TO_POINT: Final = "point to point"
 """The group of sends and receives, which have no common order."""
 _UNEVEN: Final = "all-gather (list)", "gather", "scatter"

@@ -123,7 +123,8 @@ def _select_on_rank_0(look: Callable[[], _Found]) -> Path | None:
     """Let rank 0 select a checkpoint for all ranks, and report the incomplete ones that it skipped. Collective."""
     manager.wait()  # looking removes the staging folders of interrupted saves
     # Only rank 0 asks for the files of the checkpoints, which are several for each rank.
-    checkpoint, skipped, failure = _on_rank_0(look, (None, [], None))
+    nothing: _Found = None, [], None
+    checkpoint, skipped, failure = _on_rank_0(look, nothing)
     for path, reason in skipped:
         print_once(Problem(code="FSDP-W432", message=f"{path} is skipped: {reason}"))
     if failure is not None:
@@ -236,7 +237,8 @@ def _before_restart(checkpoint: Path) -> tuple[int, dict[str, Any]]:
             return 0, {}
         return _run_steps(manifest), manifest.batch
 
-    return _on_rank_0(read, (0, {}))
+    nothing: tuple[int, dict[str, Any]] = 0, {}
+    return _on_rank_0(read, nothing)
 
 
 def _read(path: Path) -> Manifest | None:

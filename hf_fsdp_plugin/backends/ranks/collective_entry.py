@@ -241,7 +241,7 @@ def _describe(missing: Sequence[tuple[int, str]]) -> str:
 
 
 def _place_of(rank: int) -> str:
-    """Return where a rank has waited, if it has written that; see ``hangs.place_in_store``."""
+    """Return where a rank has waited, if it has written that; see ``hangs.hang_queries``."""
     store, key = place_store(), place_key(rank)
     return str(json.loads(store.get(key))["place"]) if store.check([key]) else ""
 

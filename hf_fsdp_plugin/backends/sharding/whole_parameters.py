@@ -163,7 +163,7 @@ class _WholeOfFsdp2:
     """The whole parameters of a module, gathered one by one."""
 
     def __init__(self, module: nn.Module) -> None:
-        self._places: list[tuple[dict[str, Any], str, DTensor]] = [
+        self._places: list[tuple[dict[str, Any], str, Any]] = [
             (registered, name, parameter)
             for registered in map(own_parameters, module.modules())
             for name, parameter in registered.items()

@@ -99,7 +99,7 @@ def expand(
 
 def _span(stages: Sequence[Stage], name: str, enter: str) -> Sequence[Stage]:
     """Return the stages of one layer, from its first event to what follows its last."""
-    events = [(stage.kind, stage.name) for stage in stages]
+    events: list[tuple[str, str]] = [(stage.kind, stage.name) for stage in stages]
     if (enter, name) not in events:
         return ()
     first, leave = events.index((enter, name)), (enter.replace("enter", "leave"), name)
