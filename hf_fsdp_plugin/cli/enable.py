@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from hf_fsdp_plugin.cli.output import OK, PROBLEMS, print_json, print_problems, write_atomically
-from hf_fsdp_plugin.integrations.startup import RANK_VARIABLE
+from hf_fsdp_plugin.integrations.rank_process import RANK_VARIABLE
 from hf_fsdp_plugin.problems import Problem, has_errors
 from hf_fsdp_plugin.sources.launchers import LAUNCH_VARIABLE
 from hf_fsdp_plugin.version import __version__

@@ -1,8 +1,8 @@
 """What the saving code of Accelerate, Transformers and other libraries shares in this process.
 
 ``manager`` writes checkpoints. ``gathered`` has the whole state of sharded models, from which their ``state_dict`` and
-``save_pretrained`` answer for a while: a library's own saving code, such as ``SentenceTransformer.save``, runs on rank 0
-and asks the modules of the model for their weights. All ranks gather the model first.
+``save_pretrained`` answer for a while: a library's own saving code, such as ``SentenceTransformer.save``, runs on rank
+0 and asks the modules of the model for their weights. All ranks gather the model first.
 """
 
 from __future__ import annotations

@@ -10,18 +10,12 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
 from types import ModuleType
 from typing import Final
 
 from hf_fsdp_plugin.integrations.import_hooks import ImportCallbacks
+from hf_fsdp_plugin.integrations.rank_process import RANK_VARIABLE, is_rank, may_be_rank, rank_process
 
-RANK_VARIABLE: Final = "HF_FSDP_RANK_PID"
-"""Environment variable with the process that is the rank, and the address at which the ranks of its job meet.
-
-The children of a rank inherit its variables, but have other process numbers: they are no ranks, unless they are started
-as ranks of another job, which meet at another address.
-"""
 _LAUNCHERS: Final = frozenset(
     (
         *("accelerate", "accelerate-launch", "hf-fsdp", "torchrun"),
@@ -46,18 +40,6 @@ def start() -> None:
         _imports.add("transformers", _install_hooks)
 
 
-def rank_process(environ: Mapping[str, str]) -> str:
-    """Return the value of ``RANK_VARIABLE`` for this process."""
-    return f"{os.getpid()} {environ.get('MASTER_ADDR', '')}:{environ.get('MASTER_PORT', '')}"
-
-
-def may_be_rank(environ: Mapping[str, str]) -> bool:
-    """Return whether this process has the variables of a rank, and did not inherit them from a rank of the same job."""
-    own = rank_process(environ)
-    marked = environ.get(RANK_VARIABLE, own)
-    return "RANK" in environ and (marked == own or marked.partition(" ")[2] != own.partition(" ")[2])
-
-
 def _program() -> str:
     """Return the module, or the name of the script, that this process runs. ``sys.argv`` is not complete yet."""
     words = iter(sys.orig_argv[1:])
@@ -73,7 +55,7 @@ def _program() -> str:
 
 def _install_hooks(module: ModuleType) -> None:
     _imports.close()
-    if not _is_rank():
+    if not is_rank():
         return
     from hf_fsdp_plugin.integrations.patching import install_hooks
     from hf_fsdp_plugin.integrations.session import session
@@ -87,14 +69,9 @@ def _install_hooks(module: ModuleType) -> None:
 
 
 def _install() -> None:
-    if _is_rank():
+    if is_rank():
         from hf_fsdp_plugin.integrations.install import install
         from hf_fsdp_plugin.integrations.session import session
 
         install()
         session.is_automatic = True
-
-
-def _is_rank() -> bool:
-    """Return whether this process is the rank itself, and not one that it has forked."""
-    return os.environ.get(RANK_VARIABLE, "").partition(" ")[0] == str(os.getpid())

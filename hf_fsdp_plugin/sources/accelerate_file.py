@@ -159,9 +159,8 @@ def equivalent_settings(config: Mapping[str, Any]) -> list[str]:
     if stage in _STRATEGIES:
         settings.append(f"fsdp_sharding_strategy: {_STRATEGIES[stage]}")
     offloads = ("offload_optimizer", "offload_param")
-    devices = [_section(zero, key).get("device") for key in offloads] + [
-        config.get(f"{key}_device") for key in offloads
-    ]
+    devices = [_section(zero, key).get("device") for key in offloads]
+    devices += [config.get(key) for key in ("offload_optimizer_device", "offload_param_device")]
     if any(str(device).strip().lower() in ("cpu", "nvme") for device in devices) or zero.get("cpu_offload") is True:
         settings.append("fsdp_offload_params: true")
     enabled = [dtype for dtype in ("bf16", "fp16") if _is_true(_section(config, dtype).get("enabled", False))]

@@ -23,7 +23,7 @@ from common import ROOT, make_parser
 from update_results import write_result
 
 from hf_fsdp_plugin.cli.enable import FILE_NAME, TEXT
-from hf_fsdp_plugin.integrations.startup import RANK_VARIABLE
+from hf_fsdp_plugin.integrations.rank_process import RANK_VARIABLE
 
 RANK = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
 CASES: dict[str, tuple[str, dict[str, str], int]] = {

@@ -51,7 +51,8 @@ def test_every_imported_library_is_declared() -> None:
         imported = _imported(path)
         # An optional library is imported by its own adapter only, or by the file that the table names.
         within = path.relative_to(package)
-        adapter = within.parts[1] if within.parts[0] == "integrations" else _OPTIONAL_IN.get(within.as_posix(), "")
+        is_adapter = within.parts[0] == "integrations"
+        adapter = within.parts[1].removesuffix(".py") if is_adapter else _OPTIONAL_IN.get(within.as_posix(), "")
         assert imported - declared <= {adapter} & optional, path
         assert _imported(path, at_import=True) <= declared, path
         used |= imported

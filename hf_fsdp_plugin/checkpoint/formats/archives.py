@@ -209,7 +209,8 @@ class TorchZip:
             self._damaged("its directory is not at the recorded offset")
         for entry in entries:
             if entry.compressed or entry.size != entry.packed_size:
-                self._damaged(f"record {entry.name!r} is compressed or invalid")
+                name = entry.name.decode("utf-8", "replace").partition("/")[2]
+                self._damaged(f"record {name!r} is compressed or invalid")
         return entries
 
     def _bytes(self, at: int, size: int) -> bytes:

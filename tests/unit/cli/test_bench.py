@@ -188,7 +188,7 @@ def test_pictures_have_a_line_per_strategy(bench):
     assert (
         code == 0
         and "written: out.html" in out
-        and page.count("<polyline") == 4
+        and page.count("<polyline") == 5  # two lines in each plot, and the rule of the efficiency
         and "http://" not in page.replace("http://www.w3.org", "")
     )
     assert Path("out.png").read_bytes()[:4] == b"\x89PNG"

@@ -196,7 +196,7 @@ def test_no_verify_conflicts_with_delete_input(hf_fsdp: Any, tmp_path: Path, ver
     place = folder if verb == "merge" else folder.parent
     code, _, error = hf_fsdp(verb, place, tmp_path / "out", "--no-verify", "--delete-input")
     assert code == USAGE and "--no-verify conflicts with --delete-input" in error
-    assert not (tmp_path / "out").exists() and list(folder.rglob("*.safetensors"))
+    assert not (tmp_path / "out").exists() and list(folder.rglob("*.distcp"))
 
 
 @pytest.mark.parametrize("words", ["--device cuda", "--limit 5", "--training-args a.json", "--fix --json"])

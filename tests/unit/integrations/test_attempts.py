@@ -64,7 +64,7 @@ class World:
         patch.setattr(dist, "get_world_size", lambda: self.size)
         patch.setattr(dist, "get_rank", lambda: self.known.rank)
         patch.setattr(subject, "preparation_limit", lambda: 1.0)
-        patch.setattr(subject, "together", lambda *args, **kwargs: nullcontext())
+        patch.setattr(subject, "collective_call", lambda *args, **kwargs: nullcontext())
         patch.setattr(subject, "broadcast_object", self._broadcast)
 
     def run(self, attempt: int = 0, *, agreements: int = 1, **more: str) -> list[Any]:

@@ -46,7 +46,7 @@ def test_exited_reader_is_noticed_and_pipe_is_read(tmp_path: Path) -> None:
 import subprocess, sys
 from pathlib import Path
 sys.path.insert(0, {str(Path(__file__).parent)!r})
-from test_output import RankOutput, run_rank
+from test_rank_output import RankOutput, run_rank
 output = RankOutput(show_all=True, log_dir=None, scratch=Path({str(tmp_path)!r}), notice=print)
 run_rank(output, "print('x\\\\n' * {NUM_BYTES})")
 sys.exit(0 if output.reader_exited else 1)
