@@ -106,5 +106,4 @@ def test_profile_on_devices_has_a_result(tmp_path: Path, version: int) -> None:
     tree = json.loads(done.stdout)
     assert_valid("profile", tree)
     assert tree["ok"] and tree["num_ranks"] == 2
-    rows = {row["name"]: row["ratio"] for row in tree["predicted"]}
-    assert rows["all-gather bytes"] == pytest.approx(1, rel=1e-3)  # units are padded
+    assert tree["collectives"]["all_gather"]["bytes"] > tree["collectives"]["reduce_scatter"]["bytes"] > 0
