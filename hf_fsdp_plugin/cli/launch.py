@@ -98,7 +98,7 @@ def _launch(arguments: LaunchArguments) -> int:
 
 
 def _run_ranks(arguments: LaunchArguments, spec: FsdpSpec, world: World, handover: LaunchHandover) -> int:
-    from hf_fsdp_plugin.launcher.agent import RankJob
+    from hf_fsdp_plugin.launcher.agent import RankJob  # lazy: imports torch
     from hf_fsdp_plugin.launcher.attempts import first_restarts, run_attempts
     from hf_fsdp_plugin.launcher.rendezvous import MachinesRendezvous, Rendezvous
 

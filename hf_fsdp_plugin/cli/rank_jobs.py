@@ -32,7 +32,7 @@ def run_job(
         env: variables of the ranks in addition to those of the spec.
         should_stop: called again and again while the ranks run. Returns why they are stopped; ``None`` if they are not.
     """
-    from hf_fsdp_plugin.launcher.agent import RankJob
+    from hf_fsdp_plugin.launcher.agent import RankJob  # lazy: imports torch
     from hf_fsdp_plugin.launcher.attempts import run_locally
 
     command = [sys.executable, "-u", "-m", "hf_fsdp_plugin.launcher.run_script", *words]

@@ -124,7 +124,7 @@ def uninstall() -> None:
 
 
 def _add_remedy(error: BaseException) -> None:
-    from hf_fsdp_plugin.integrations.torch_functions import add_remedy
+    from hf_fsdp_plugin.integrations.torch_functions import add_remedy  # imports FSDP
 
     add_remedy(error)
 

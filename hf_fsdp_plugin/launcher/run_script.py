@@ -65,7 +65,7 @@ def run_rank(script: str, args: Sequence[str], *, module: bool = False, **option
             watch.script_ended()
             raise
         from hf_fsdp_plugin.integrations.run_report import stop_reporting
-        from hf_fsdp_plugin.integrations.torch_functions import add_remedy
+        from hf_fsdp_plugin.integrations.torch_functions import add_remedy  # imports FSDP
 
         stop_reporting()
         add_remedy(error)

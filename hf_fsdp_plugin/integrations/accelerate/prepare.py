@@ -288,7 +288,7 @@ def _together(names: str) -> AbstractContextManager[None]:
 
 
 def _own_loop() -> OwnLoop:
-    from hf_fsdp_plugin.integrations.preflight.training import own_loop
+    from hf_fsdp_plugin.integrations.preflight.training import own_loop  # lazy: imports the Trainer
 
     return own_loop
 
