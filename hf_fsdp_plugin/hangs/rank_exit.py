@@ -118,13 +118,15 @@ class HeldSigterm:
         self._stacks = stacks
         self._has_come = False
         self._read, self._write = os.pipe()
+        self._poll = select.poll()  # select() refuses descriptors above 1023
+        self._poll.register(self._read, select.POLLIN)
         os.set_blocking(self._read, False)
         os.set_blocking(self._write, False)
         faulthandler.register(signal.SIGTERM, self._write, all_threads=False, chain=False)
 
     def wait(self, seconds: float) -> bool:
         """Wait for SIGTERM, or for :meth:`wake`. Returns whether SIGTERM has come."""
-        select.select([self._read], [], [], seconds)
+        self._poll.poll(1000 * seconds)
         with contextlib.suppress(BlockingIOError):
             text = os.read(self._read, 1 << 16).lstrip(_WAKE)
             if text:
@@ -183,12 +185,17 @@ _SCRIPT: Final = ("<module>", "_run_module_as_main")
 """Outermost functions of the main thread while it runs a script."""
 
 
-def exit_limit() -> float:
-    """Return the limit in seconds. Raises ``ValueError`` if the environment variable is not a positive number."""
-    limit = float(os.environ.get(EXIT_LIMIT_VARIABLE, "").strip() or DEFAULT_LIMIT)
+def positive_seconds(variable: str, default: float) -> float:
+    """Return the seconds in an environment variable. Raises ``ValueError`` if it is not a positive number."""
+    limit = float(os.environ.get(variable, "").strip() or default)
     if not limit > 0:
         raise ValueError
     return limit
+
+
+def exit_limit() -> float:
+    """Return the limit in seconds. Raises ``ValueError`` if the environment variable is not a positive number."""
+    return positive_seconds(EXIT_LIMIT_VARIABLE, DEFAULT_LIMIT)
 
 
 class ExitWatch:

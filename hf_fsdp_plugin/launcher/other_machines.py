@@ -10,12 +10,12 @@ only.
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass, field
 from typing import Any, Final, Literal, TypeVar
 
+from hf_fsdp_plugin.hangs.rank_exit import positive_seconds
 from hf_fsdp_plugin.hangs.rank_stacks import RanksAt
 from hf_fsdp_plugin.problems import Problem
 from hf_fsdp_plugin.runs.restart_policy import AttemptVerdict, lost_machine
@@ -110,10 +110,7 @@ _MAX_TEXT: Final = 1000
 
 def silence_limit() -> float:
     """Return the limit in seconds. Raises ``ValueError`` if the environment variable is not a positive number."""
-    limit = float(os.environ.get(MACHINE_LIMIT_VARIABLE, "").strip() or DEFAULT_LIMIT)
-    if not limit > 0:
-        raise ValueError
-    return limit
+    return positive_seconds(MACHINE_LIMIT_VARIABLE, DEFAULT_LIMIT)
 
 
 @dataclass(frozen=True, slots=True)

@@ -90,7 +90,7 @@ class Recomputation:
 
 @dataclass(slots=True)
 class StableValues:
-    """StableValues of equal numbers in a sequence. Keeps only the values of stable runs and the current run.
+    """Runs of equal numbers in a sequence. Keeps only the values of stable runs and the current run.
 
     Attributes:
         values: the distinct values of runs of at least three equal numbers, in order of their first occurrence.

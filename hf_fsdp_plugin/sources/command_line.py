@@ -44,7 +44,7 @@ RENAMED: Mapping[str, str] = {
         "backward_prefetch_policy", "state_dict_type",
     )
 }  # fmt: skip
-"""GivenFlag of ``accelerate launch`` before version 0.14 -> its present name."""
+"""Flag of ``accelerate launch`` before version 0.14 -> its present name."""
 
 
 class GivenFlag(NamedTuple):

@@ -180,7 +180,7 @@ _FSDP: Final = (
         choices=(
             Choice("sharded", "every rank writes its part: fast, for any number of GPUs"),
             Choice("full", "rank 0 gathers and writes the whole model: slow for large models"),
-            Choice("local", "every rank writes one file, without communication"),
+            Choice("local", "the same files as sharded, for configs that name it"),
         ),
     ),
     Question(

@@ -50,6 +50,19 @@ def test_thread_says_why_while_the_main_thread_is_in_native_code(tmp_path: Path,
     assert [frame.name for frame in read_stack(tmp_path / "stacks")] == ["<module>", "end"]
 
 
+def test_sigterm_is_held_beside_many_open_files(tmp_path: Path) -> None:
+    code = HELD.replace(
+        "stacks = Path(sys.argv[1])",
+        "stacks = Path(sys.argv[1])\nimport resource\n"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (2048, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))\n"
+        "files = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]",
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code + "end(); thread.join()", str(tmp_path / "stacks")], capture_output=True, text=True
+    )
+    assert (done.returncode, done.stdout) == (-signal.SIGTERM, "why\n"), done.stderr
+
+
 def test_signal_at_the_end_of_the_thread_is_not_lost(tmp_path: Path) -> None:
     line = "held.wake(); thread.join(); print('free', flush=True); end()"
     assert run(line, tmp_path / "stacks") == (-signal.SIGTERM, "free\n")
