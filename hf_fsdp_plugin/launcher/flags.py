@@ -148,9 +148,9 @@ class _LauncherFlag(argparse.Action):
 class Parser(argparse.ArgumentParser):
     """Accepts flags in any case, with hyphens or underscores, and raises ``UsageError`` with one line.
 
-    A value may begin with one dash. If an argument takes the rest of the line (``nargs=REMAINDER``), as SCRIPT with its
-    arguments, no word of the rest is read as a flag. ``given`` of the result has the flags that were written, except
-    settings: attribute -> flag.
+    A value may begin with one dash. SCRIPT takes the rest of the line (``nargs=REMAINDER``): the words after it are its
+    arguments, also those that look like flags. The result's attribute ``given`` maps the attribute of each flag that
+    was written, apart from settings, to the flag as written.
     """
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
