@@ -31,5 +31,5 @@ esac
 export OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 status=0
 "$python" scripts/run_ecosystem.py "$@" || status=$?
-"$python" scripts/bench/update_results.py
+"$python" scripts/bench/tables/update_results.py
 exit $status

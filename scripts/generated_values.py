@@ -28,7 +28,7 @@ from checking import disagreement  # noqa: E402
 from common import make_parser  # noqa: E402
 from oracle import Oracle  # noqa: E402
 from settings_document import read_document  # noqa: E402
-from update_results import write_result  # noqa: E402
+from scripts.bench.tables.update_results import write_result  # noqa: E402
 
 KINDS = (*BUILDERS, *(3 * ("whole file", "whole dict", "environment", "command line")))
 """Kinds with many values in a case are built more often."""

@@ -21,7 +21,7 @@ import yaml
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "scripts" / "bench"))
 
-from common import describe_machine, write_block  # noqa: E402
+from scripts.bench.common import describe_machine, write_block  # noqa: E402
 
 FILE = ROOT / "scripts" / "matrix.yaml"
 RESULT = ROOT / "docs" / "results" / "matrix.json"

@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from bench.common import describe_machine, write_block
+from scripts.bench.common import describe_machine, write_block
 from peers.outcomes import compare, count, explain, read_outcomes, table, unexplained
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -1,5 +1,5 @@
 #!/bin/bash
-# Two machines on one: two network namespaces with a link of limited rate between them. See scripts/bench/two_hosts.py.
+# Two machines on one: two network namespaces with a link of limited rate between them. See scripts/bench/measure/two_hosts.py.
 #
 #     scripts/two_hosts.sh                      five minutes on 2 cores; writes docs/results/two_hosts.json
 #     scripts/two_hosts.sh --rate 1gbit --delay 2ms

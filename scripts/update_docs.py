@@ -191,7 +191,7 @@ The private names and behaviors of other libraries that this package uses, and w
 - *refused*: what needs the name is refused with FSDP-E620, because a setting would be lost or a wrong file written.
 
 `hf-fsdp doctor` probes all of them on the installed versions, and the replaced functions ([hooks.md](hooks.md)).
-`python scripts/bench/renamed_names.py` trains, saves and resumes without each of them.
+`python -m scripts.bench renamed_names` trains, saves and resumes without each of them.
 """
 
 _PROBLEMS_HEAD = """# Problem codes
@@ -310,7 +310,7 @@ def contracts() -> str:
 
 
 def _renamed_names() -> str:
-    """Return one sentence about the last run of ``scripts/bench/renamed_names.py``."""
+    """Return one sentence about the last run of ``scripts/bench/measure/renamed_names.py``."""
     result = json.loads((DOCS / "results" / "renamed_names.json").read_text(encoding="utf-8"))
     counts, versions = result["counts"], result["versions"]
     return (

@@ -13,7 +13,7 @@ from hf_fsdp_plugin.plan.names import is_inside, parent_of
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 _LEAST_SHARE = 0.0005
-"""Of the parameters of a model, for a class of layers that it does not declare. ``scripts/bench/layer_classes.py``."""
+"""Of the parameters of a model, for a class of layers that it does not declare. ``scripts/bench/measure/layer_classes.py``."""
 _LEAST_COUNT = 1 / 8
 """The same, of the number of modules in the longest list."""
 

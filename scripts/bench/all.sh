@@ -59,13 +59,13 @@ declare -A QUICK=(
 # name -> command of a benchmark that is not scripts/bench/NAME.py
 declare -A OTHERS=(
   [generated_values]="$python scripts/generated_values.py --cases 1000000 --seed 1"
-  [hangs_healthy]="$python scripts/bench/hangs.py --healthy 30"
+  [hangs_healthy]="$python -m scripts.bench hangs --healthy 30"
   [ecosystem]="bash scripts/ecosystem.sh"
   [matrix]="bash scripts/matrix.sh"
   [peers]="$python scripts/run_peers.py ${PEERS:-}"
 )
 # name -> program of --quick that is not scripts/bench/NAME.py
-declare -A PROGRAMS=([generated_values]=scripts/generated_values.py [hangs_healthy]=scripts/bench/hangs.py)
+declare -A PROGRAMS=([generated_values]=scripts/generated_values.py [hangs_healthy]=scripts/bench/measure/hangs.py)
 
 quick=0 list=0 only=()
 while [ $# -gt 0 ]; do
@@ -137,7 +137,7 @@ for name in "${names[@]}"; do
 done
 trap - INT TERM
 
-[ $quick = 1 ] || [ $stopped = 1 ] || "$python" scripts/bench/update_results.py || failed=1
+[ $quick = 1 ] || [ $stopped = 1 ] || "$python" scripts/bench/tables/update_results.py || failed=1
 printf '\n%s\n' "summary:"
 printf '  %s\n' "${summary[@]}"
 echo "logs: $out"

@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from bench.common import describe_machine
+from scripts.bench.common import describe_machine
 
 from ecosystem import grouped
 from ecosystem.cases import CASES

@@ -22,7 +22,7 @@ def run(case: dict[str, Any], fault: str = "") -> Any:
 
     sys.path.insert(0, str(BENCH))
     try:
-        from gpu_checks import Skipped, run_check
+        from scripts.bench.gpu_checks import Skipped, run_check
 
         try:
             with _faulty(fault):
@@ -38,7 +38,7 @@ def run(case: dict[str, Any], fault: str = "") -> Any:
 @contextmanager
 def _faulty(fault: str) -> Iterator[None]:
     import torch
-    from gpu_checks import loading, memory
+    from scripts.bench.gpu_checks import loading, memory
 
     from hf_fsdp_plugin.integrations.bench.loops import Loop
 

@@ -38,7 +38,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """The modules of the program."""
     monkeypatch.syspath_prepend(str(BENCH))
     import gpu_check
-    from gpu_checks import base, cases, results, workers
+    from scripts.bench.gpu_checks import base, cases, results, workers
 
     return SimpleNamespace(check=gpu_check, base=base, cases=cases, results=results, workers=workers)
 

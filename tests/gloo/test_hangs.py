@@ -1,4 +1,4 @@
-"""Hangs of every kind, provoked on real ranks by scripts/bench/hangs.py: the output names rank, unit and place."""
+"""Hangs of every kind, provoked on real ranks by scripts/bench/measure/hangs.py: the output names rank, unit and place."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import cases_host_waits as cases
 import pytest
-from bench.host_waits_ranks import STEP_CASES
+from scripts.bench.ranks.host_waits import STEP_CASES
 from ranks import Ranks
 from tiny import parallel_config
 

@@ -1,4 +1,4 @@
-"""Predicted memory against the peak of torch's allocator on real ranks, by scripts/bench/memory_error.py."""
+"""Predicted memory against the peak of torch's allocator on real ranks, by scripts/bench/measure/memory_error.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Predicted memory against the counter of the simulated accelerator, by scripts/bench/memory_on_device.py."""
+"""Predicted memory against the counter of the simulated accelerator, by scripts/bench/measure/memory_on_device.py."""
 
 from __future__ import annotations
 

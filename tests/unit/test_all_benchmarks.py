@@ -1,4 +1,4 @@
-"""``scripts/bench/all.sh``: what it runs, its summary, and its exit codes."""
+"""``python -m scripts.bench``: what it runs, its summary, and its exit codes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-ALL = ROOT / "scripts/bench/all.sh"
+ALL = ROOT / "python -m scripts.bench"
 
 
 @pytest.fixture(autouse=True)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 sys.path.append(str(Path(__file__).parents[2] / "scripts" / "bench"))
-from allocator import AllocatorCounter, NoCounter, build, preloaded
+from scripts.bench.allocator import AllocatorCounter, NoCounter, build, preloaded
 
 pytestmark = pytest.mark.skipif(
     not sys.platform.startswith("linux") or not any(map(shutil.which, ("cc", "gcc", "clang"))),
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(
 ALLOCATE_BY_HAND = """
 import random, sys, threading
 sys.path.append(sys.argv[1])
-from allocator import AllocatorCounter
+from scripts.bench.allocator import AllocatorCounter
 import torch
 
 counter = AllocatorCounter()

@@ -9,7 +9,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts/bench/allocator"))
 import replay as script
-from allocator.caching_allocator import CachingAllocator
+from scripts.bench.allocator.caching_allocator import CachingAllocator
 
 MIB = 1 << 20
 

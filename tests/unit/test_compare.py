@@ -1,4 +1,4 @@
-"""``scripts/bench/compare.py``: which figures count as worse, and what it reads."""
+"""``scripts/bench/tables/compare.py``: which figures count as worse, and what it reads."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "scripts" / "bench"))
 
 import compare  # noqa: E402
-from directions import direction_of  # noqa: E402
+from scripts.bench.tables.directions import direction_of  # noqa: E402
 
 
 def worse(old: Any, new: Any, threshold: float = 0.1) -> list[str]:
@@ -91,7 +91,7 @@ def test_figure_without_a_direction_is_named() -> None:
 
 
 def run(*words: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(ROOT / "scripts/bench/compare.py"), *map(str, words)]
+    command = [sys.executable, str(ROOT / "scripts/bench/tables/compare.py"), *map(str, words)]
     return subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=ROOT)
 
 

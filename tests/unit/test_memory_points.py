@@ -1,4 +1,4 @@
-"""The points of scripts/bench/memory_error.py."""
+"""The points of scripts/bench/measure/memory_error.py."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 sys.path.append(str(Path(__file__).parents[2] / "scripts" / "bench"))
-from memory_points import POINTS, Point, parse_point
+from scripts.bench.measure.memory_points import POINTS, Point, parse_point
 
 
 @pytest.mark.parametrize("point", POINTS, ids=str)

@@ -67,7 +67,7 @@ def test_result_has_machine_and_command(tmp_path: Path) -> None:
 
 def test_gpu_check_has_a_row_for_each_case(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(SCRIPT.parent))
-    from update_results import gpu_check
+    from scripts.bench.tables.update_results import gpu_check
 
     row = {"name": "scaler fp16", "version": 2, "ranks": 1, "status": "passed", "reason": "scale 65536", "code": "a"}
     rows = [

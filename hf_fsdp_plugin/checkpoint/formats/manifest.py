@@ -24,7 +24,7 @@ from hf_fsdp_plugin.checkpoint.names import BLOCK_FILE, MANIFEST_NAME
 MAX_RANGE = 1 << 20
 """Maximum size in bytes of a range of a file with tensors. It ends at a multiple of this number, or with its tensor.
 
-A rank that needs a part of a range reads and hashes all of it. Measured by ``scripts/bench/verified_reads.py``.
+A rank that needs a part of a range reads and hashes all of it. Measured by ``scripts/bench/measure/verified_reads.py``.
 """
 
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from allocator.caching_allocator import AllocatorSettings, Block, CachingAllocator
+from scripts.bench.allocator.caching_allocator import AllocatorSettings, Block, CachingAllocator
 
 _SMALL_SEGMENT = 2 << 20
 _SMALL = 1 << 20

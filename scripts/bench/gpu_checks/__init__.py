@@ -5,8 +5,8 @@ from __future__ import annotations
 import copy
 import gc
 
-from gpu_checks import adapters, groups, launched, loading, memory, saving, speed, training  # noqa: F401  (add checks)
-from gpu_checks.base import CHECKS, Case, Check, Skipped, device_module, on_accelerator, reset_process
+from scripts.bench.gpu_checks import adapters, groups, launched, loading, memory, saving, speed, training  # noqa: F401  (add checks)
+from scripts.bench.gpu_checks.base import CHECKS, Case, Check, Skipped, device_module, on_accelerator, reset_process
 
 __all__ = ["CHECKS", "Case", "Check", "Skipped", "run_check"]
 

@@ -6,9 +6,9 @@ import importlib.util
 from dataclasses import replace
 from typing import Any
 
-from memory_points import Point, make_model
+from scripts.bench.measure.memory_points import Point, make_model
 
-from gpu_checks.base import (
+from scripts.bench.gpu_checks.base import (
     Case,
     Skipped,
     check,

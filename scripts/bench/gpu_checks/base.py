@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from common import make_llama
+from scripts.bench.common import make_llama
 
 Case = dict[str, Any]
 NUM_STEPS = 10

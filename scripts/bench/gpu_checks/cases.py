@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
 from typing import Any
 
-from gpu_checks.base import CHECKS, Case
+from scripts.bench.gpu_checks.base import CHECKS, Case
 from hf_fsdp_plugin.devices import get_device
 from hf_fsdp_plugin.strategies import STRATEGIES
 

@@ -6,7 +6,7 @@ import os
 import tempfile
 from pathlib import Path
 
-from gpu_checks.base import (
+from scripts.bench.gpu_checks.base import (
     Case,
     Run,
     check,

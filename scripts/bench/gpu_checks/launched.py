@@ -10,9 +10,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from common import ROOT
+from scripts.bench.common import ROOT
 
-from gpu_checks.base import TINY, Case, Size, check, config, device_of, expect, on_rank_0, size_for
+from scripts.bench.gpu_checks.base import TINY, Case, Size, check, config, device_of, expect, on_rank_0, size_for
 
 _HANG_LIMIT = 8.0
 """Seconds: longer than the first steps of the small model, for which NCCL starts and kernels are compiled."""

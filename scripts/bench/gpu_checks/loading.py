@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from gpu_checks.base import (
+from scripts.bench.gpu_checks.base import (
     TINY,
     Case,
     Run,

@@ -11,10 +11,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from common import ROOT
-from memory_points import Point
+from scripts.bench.common import ROOT
+from scripts.bench.measure.memory_points import Point
 
-from gpu_checks.base import (
+from scripts.bench.gpu_checks.base import (
     Case,
     Run,
     Size,

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import sys
 
-from memory_points import Point, make_model, make_spec, make_workload, parse_point
+from scripts.bench.measure.memory_points import Point, make_model, make_spec, make_workload, parse_point
 
 
 def predict(point: Point, device_type: str, capability: float | None = None) -> dict[str, dict[str, int | None]]:
@@ -17,7 +17,7 @@ def predict(point: Point, device_type: str, capability: float | None = None) -> 
     Allocated and reserved memory are without the workspaces of cuBLAS; the total has all that the driver counts.
     """
     import torch
-    from traced_memory import trace_memory
+    from scripts.bench.traced_memory import trace_memory
 
     import hf_fsdp_plugin as hfp
     from hf_fsdp_plugin.estimate.memory import estimate_memory

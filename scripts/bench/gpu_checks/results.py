@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from common import ROOT
+from scripts.bench.common import ROOT
 
 Row = dict[str, Any]
 NOT_SHOWN = (
@@ -16,8 +16,8 @@ NOT_SHOWN = (
     "shard. Not shown: NCCL, the overlap of communication and computation, prefetch, memory of gathered units, hybrid "
     "sharding, the diagnosis of hangs, and contexts on the GPUs of other ranks. They need two GPUs."
 )
-_CODE = ("hf_fsdp_plugin/**/*.py", "scripts/bench/gpu_checks/*.py", "scripts/bench/gpu_check.py",
-         "scripts/bench/common.py", "scripts/bench/memory_points.py")  # fmt: skip
+_CODE = ("hf_fsdp_plugin/**/*.py", "scripts/bench/gpu_checks/*.py", "scripts/bench/measure/gpu_check.py",
+         "scripts/bench/common.py", "scripts/bench/measure/memory_points.py")  # fmt: skip
 
 
 def code_version() -> str:

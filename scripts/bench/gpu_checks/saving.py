@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from gpu_checks.base import (
+from scripts.bench.gpu_checks.base import (
     TINY,
     Case,
     Run,

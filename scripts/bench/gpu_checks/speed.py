@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from gpu_checks.base import (
+from scripts.bench.gpu_checks.base import (
     TINY,
     Case,
     Size,

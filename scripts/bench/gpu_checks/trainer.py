@@ -6,10 +6,10 @@ import sys
 import time
 from typing import Any
 
-from common import make_dataset, make_llama
+from scripts.bench.common import make_dataset, make_llama
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
-from gpu_checks.base import SIZES, TINY
+from scripts.bench.gpu_checks.base import SIZES, TINY
 
 output_dir, precision, name, *faults = sys.argv[1:]
 size = next(size for size in SIZES if size.name == name)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 
-from gpu_checks.base import (
+from scripts.bench.gpu_checks.base import (
     Case,
     Run,
     Skipped,

@@ -15,7 +15,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-from gpu_checks.base import (
+from scripts.bench.gpu_checks.base import (
     CHECKS,
     Case,
     Skipped,
@@ -178,7 +178,7 @@ def _serve(rank: int, port: int, case: Case, pipe: Connection, log: str) -> None
 
 
 def _run(case: Case) -> Case:
-    from gpu_checks import run_check
+    from scripts.bench.gpu_checks import run_check
 
     return run_check(case)
 

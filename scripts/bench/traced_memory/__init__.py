@@ -3,6 +3,6 @@
 The tests and the benchmarks check the closed form with it (``hf_fsdp_plugin.estimate.memory``), on every torch version.
 """
 
-from traced_memory.memory import CannotTrace, TracedMemory, trace_memory
+from scripts.bench.traced_memory.memory import CannotTrace, TracedMemory, trace_memory
 
 __all__ = ["CannotTrace", "TracedMemory", "trace_memory"]

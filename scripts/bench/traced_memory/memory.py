@@ -18,12 +18,12 @@ from hf_fsdp_plugin.estimate.results import MEMORY_KINDS, MemoryKind, Moment
 from hf_fsdp_plugin.estimate.workload import Workload
 from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan
 from hf_fsdp_plugin.problems import SpecError
-from traced_memory.device import Device
-from traced_memory.places import Places
-from traced_memory.private import FakeTensorMode, fake_tensor_group
-from traced_memory.recorder import Event, Recorder
-from traced_memory.reserved import DeviceMemory, simulated_memory
-from traced_memory.step import Step
+from scripts.bench.traced_memory.device import Device
+from scripts.bench.traced_memory.places import Places
+from scripts.bench.traced_memory.private import FakeTensorMode, fake_tensor_group
+from scripts.bench.traced_memory.recorder import Event, Recorder
+from scripts.bench.traced_memory.reserved import DeviceMemory, simulated_memory
+from scripts.bench.traced_memory.step import Step
 
 
 class CannotTrace(Exception):

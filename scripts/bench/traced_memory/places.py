@@ -12,7 +12,7 @@ from torch import nn
 from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan
 from hf_fsdp_plugin.plan.names import canonical_name
 from hf_fsdp_plugin.torch_private.functions import in_backward
-from traced_memory.private import next_sequence_number, running_sequence_number
+from scripts.bench.traced_memory.private import next_sequence_number, running_sequence_number
 
 
 class Places:

@@ -14,8 +14,8 @@ from torch.distributed.tensor import DTensor
 from hf_fsdp_plugin.torch_private.fake import called_by_engine
 from hf_fsdp_plugin.torch_private.functions import in_backward, tree_leaves
 from hf_fsdp_plugin.torch_private.tracing import TorchDispatchMode, storage_key
-from traced_memory.kernels import collective_bytes, run, scratch_bytes
-from traced_memory.private import watch_propagation, watch_resizes
+from scripts.bench.traced_memory.kernels import collective_bytes, run, scratch_bytes
+from scripts.bench.traced_memory.private import watch_propagation, watch_resizes
 
 Label = Literal["params", "grads", "optimizer", "buffers", "gathered", "host"]
 ShardCopies = Literal["none", "until_gathered", "while_gathered"]

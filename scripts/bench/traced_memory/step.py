@@ -25,10 +25,10 @@ from hf_fsdp_plugin.problems import SpecError
 from hf_fsdp_plugin.strategies import STRATEGIES
 from hf_fsdp_plugin.torch_private.modules import buffers as own_buffers
 from hf_fsdp_plugin.torch_private.modules import parameters as own_parameters
-from traced_memory.device import Device
-from traced_memory.optimizers import make_optimizers
-from traced_memory.places import Places
-from traced_memory.recorder import Recorder
+from scripts.bench.traced_memory.device import Device
+from scripts.bench.traced_memory.optimizers import make_optimizers
+from scripts.bench.traced_memory.places import Places
+from scripts.bench.traced_memory.recorder import Recorder
 
 _MAX_NORM = 1.0
 

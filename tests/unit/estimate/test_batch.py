@@ -7,7 +7,7 @@ import pytest
 import torch
 import transformers as hf
 from peft import LoraConfig, get_peft_model
-from traced_memory import trace_memory
+from scripts.bench.traced_memory import trace_memory
 
 import hf_fsdp_plugin as hfp
 from hf_fsdp_plugin.estimate.memory import estimate_memory

@@ -8,7 +8,7 @@ import random
 from itertools import pairwise
 
 import pytest
-from allocator.caching_allocator import AllocatorSettings, CachingAllocator, OutOfDeviceMemory
+from scripts.bench.allocator.caching_allocator import AllocatorSettings, CachingAllocator, OutOfDeviceMemory
 
 MIB = 1 << 20
 

@@ -5,10 +5,10 @@ from dataclasses import replace
 import pytest
 import torch
 import transformers as hf
-from allocator.caching_allocator import CachingAllocator
-from traced_memory import trace_memory
-from traced_memory.recorder import Block, Event
-from traced_memory.reserved import Replay
+from scripts.bench.allocator.caching_allocator import CachingAllocator
+from scripts.bench.traced_memory import trace_memory
+from scripts.bench.traced_memory.recorder import Block, Event
+from scripts.bench.traced_memory.reserved import Replay
 
 import hf_fsdp_plugin as hfp
 from hf_fsdp_plugin.cli.plan.arguments import Planned

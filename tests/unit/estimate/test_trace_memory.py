@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 import transformers as hf
 from torch import nn
-from traced_memory import CannotTrace, TracedMemory, trace_memory
+from scripts.bench.traced_memory import CannotTrace, TracedMemory, trace_memory
 
 from hf_fsdp_plugin.estimate.memory import estimate_memory
 from hf_fsdp_plugin.estimate.workload import Workload

@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.fsdp  # registers the operators of FSDP2
-from traced_memory.private import FakeTensorMode, fake_tensor_group
-from traced_memory.recorder import Event, Recorder, ShardCopies
+from scripts.bench.traced_memory.private import FakeTensorMode, fake_tensor_group
+from scripts.bench.traced_memory.recorder import Event, Recorder, ShardCopies
 
 FLOAT, BF16 = 4, 2
 

@@ -14,7 +14,7 @@ from hf_fsdp_plugin.integrations.peft import with_lora
 from hf_fsdp_plugin.problems import SpecError
 
 sys.path.append(str(Path(__file__).resolve().parents[3] / "scripts" / "bench"))
-from traced_memory import trace_memory
+from scripts.bench.traced_memory import trace_memory
 
 HIDDEN, INNER, LAYERS, RANK = 64, 128, 6, 4
 LINEARS = 4 * HIDDEN * HIDDEN + 3 * HIDDEN * INNER

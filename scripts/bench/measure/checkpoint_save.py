@@ -1,0 +1,249 @@
+"""Compare how long training pauses for a checkpoint with the plugin and with the stock Trainer, on the same live model.
+
+A Trainer trains a Llama with half a billion parameters on two gloo ranks. After some steps a callback saves,
+alternately with the stock functions and plugin of the Trainer and Accelerate, and with this plugin. A stall is the time
+that ``_save_checkpoint`` takes on the slowest rank. Before each save the disk is synced and the previous checkpoint is
+removed, so that the page cache is the same for both. Memory is the peak resident size of rank 0 during a save.
+
+    python -m scripts.bench checkpoint_save       (ten minutes on 2 cores; writes docs/results/checkpoint_save.json)
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from scripts.bench.common import make_dataset, make_llama, make_parser, run_two_ranks
+from scripts.bench.tables.update_results import write_result
+
+GB = 1e9
+# The saves of a round. After an asynchronous save a step follows, during which it is written.
+ROUNDS = ("sharded stock", "sharded ours", "sharded ours, asynchronous")
+FULL = ("full stock", "full ours")
+
+
+def parse_args() -> argparse.Namespace:
+    parser = make_parser(__doc__, "checkpoint_save")
+    parser.add_argument("--rounds", type=int, default=4, help="saves of each sharded kind, after the first")
+    parser.add_argument("--full-rounds", type=int, default=2)
+    parser.add_argument("--layers", type=int, default=18)
+    parser.add_argument("--hidden", type=int, default=1280)
+    parser.add_argument("--vocabulary", type=int, default=32000)
+    parser.add_argument("--length", type=int, default=64)
+    parser.add_argument("--folder", type=Path, help="folder for checkpoints, on the disk to measure")
+    return parser.parse_args()
+
+
+def schedule(args: argparse.Namespace) -> list[str | None]:
+    """Return the save after each step, or ``None``. The first asynchronous save follows soon after the first step."""
+    plan: list[str | None] = [None, None, "sharded ours, asynchronous", None, None]
+    for number in range(args.rounds):
+        for kind in ROUNDS if number % 2 == 0 else ROUNDS[::-1]:
+            plan += [kind, None] if kind.endswith("asynchronous") else [kind]
+        plan += [None]
+    for number in range(args.full_rounds):
+        plan += FULL if number % 2 == 0 else FULL[::-1]
+    return plan
+
+
+@contextlib.contextmanager
+def as_stock(trainer: Any, kind: str) -> Iterator[None]:
+    """Save as the stock stack does: replace the plugin by Accelerate's and detach the plan from the model."""
+    from accelerate.utils import FullyShardedDataParallelPlugin
+
+    from hf_fsdp_plugin.backends.sharding.shard import PLAN_ATTRIBUTE
+
+    state, plan = trainer.accelerator.state, getattr(trainer.model, PLAN_ATTRIBUTE)
+    ours = state.fsdp_plugin
+    stock = FullyShardedDataParallelPlugin(fsdp_version=2, state_dict_type=f"{kind.upper()}_STATE_DICT")
+    delattr(trainer.model, PLAN_ATTRIBUTE)
+    state.fsdp_plugin = stock
+    try:
+        yield
+    finally:
+        state.fsdp_plugin = ours
+        setattr(trainer.model, PLAN_ATTRIBUTE, plan)
+
+
+@contextlib.contextmanager
+def as_ours(trainer: Any, kind: str, *, asynchronous: bool) -> Iterator[None]:
+    from dataclasses import replace
+
+    plugin = trainer.accelerator.state.fsdp_plugin
+    spec = plugin.spec
+    plugin.set_state_dict_type(kind)
+    plugin.spec = replace(spec, checkpoint=replace(spec.checkpoint, asynchronous=asynchronous))
+    try:
+        yield
+    finally:
+        plugin.set_state_dict_type("sharded")
+        plugin.spec = spec
+
+
+def reset_peak() -> int:
+    """Reset the peak resident size and return the current one, in bytes."""
+    with contextlib.suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")
+    return peak_bytes()
+
+
+def peak_bytes() -> int:
+    """Return the peak resident size since :func:`reset_peak`, in bytes."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("VmHWM"):
+            return int(line.split()[1]) * 1024
+    return 0
+
+
+def measured_callback(args: argparse.Namespace, folder: Path, results: dict[str, Any]) -> Any:
+    import torch
+    import torch.distributed as dist
+    from transformers import Trainer, TrainerCallback
+
+    from hf_fsdp_plugin.integrations.saving import manager
+
+    plan = schedule(args)
+
+    def slowest(seconds: float) -> float:
+        value = torch.tensor([seconds])
+        dist.all_reduce(value, op=dist.ReduceOp.MAX)
+        return float(value)
+
+    def save(trainer: Any, what: str) -> float:
+        kind = what.split()[0]
+        ours = "ours" in what
+        way = as_ours(trainer, kind, asynchronous="asynchronous" in what) if ours else as_stock(trainer, kind)
+        with way:
+            dist.barrier()
+            start = time.perf_counter()
+            if ours:
+                trainer._save_checkpoint(trainer.model, None)
+            else:
+                Trainer._save_checkpoint(trainer, trainer.model, None)
+            return slowest(time.perf_counter() - start)
+
+    class Measure(TrainerCallback):
+        trainer: Any = None
+        writing = False
+
+        def on_step_begin(self, *_: Any, **__: Any) -> None:
+            dist.barrier()
+            self.writing = manager.save_in_flight is not None
+            self.start = time.perf_counter()
+
+        def on_step_end(self, arguments: Any, state: Any, control: Any, **_: Any) -> None:
+            seconds = slowest(time.perf_counter() - self.start)
+            number = state.global_step - 1
+            if number > 0:
+                results["steps"].append({"seconds": seconds, "writing": self.writing, "number": number})
+            what = plan[number] if number < len(plan) else None
+            if what is None:
+                return
+            manager.wait()
+            if dist.get_rank() == 0:
+                for path in folder.glob("checkpoint-*"):
+                    shutil.rmtree(path)
+                os.sync()
+            dist.barrier()
+            before = reset_peak()
+            stall = save(self.trainer, what)
+            entry = {"stall": stall, "rank0_grew": peak_bytes() - before}
+            results["saves"].setdefault(what, []).append(entry)
+            if dist.get_rank() == 0:
+                grew = entry["rank0_grew"] / GB
+                print(f"step {state.global_step}: {what}: {stall:.2f} s, rank 0 +{grew:.2f} GB", flush=True)
+
+    return Measure()
+
+
+def measure(args: argparse.Namespace, folder: Path) -> None:
+    """Train and measure. Runs on each rank; rank 0 prints and writes the result."""
+    import torch
+    import torch.distributed as dist
+
+    import hf_fsdp_plugin as hfp
+
+    torch.set_num_threads(1)
+    results: dict[str, Any] = {"saves": {}, "steps": []}
+    callback = measured_callback(args, folder, results)
+    trainer = hfp.FsdpTrainer(
+        model=make_llama(
+            vocab_size=args.vocabulary,
+            hidden_size=args.hidden,
+            intermediate_size=args.hidden * 4,
+            num_hidden_layers=args.layers,
+            num_attention_heads=16,
+            num_key_value_heads=16,
+        ),
+        args=hfp.FsdpTrainingArguments(
+            output_dir=str(folder),
+            fsdp="full_shard auto_wrap",
+            fsdp_config={"fsdp_version": 2, "state_dict_type": "SHARDED", "async_save": True},
+            per_device_train_batch_size=1,
+            max_steps=len(schedule(args)) + 1,
+            learning_rate=1e-5,
+            save_strategy="no",
+            report_to="none",
+            disable_tqdm=True,
+            use_cpu=True,
+        ),
+        train_dataset=make_dataset(vocab_size=args.vocabulary, length=args.length),
+        callbacks=[callback],
+    )
+    callback.trainer = trainer
+    weights = sum(parameter.numel() for parameter in trainer.model.parameters()) * 4
+    trainer.train()
+    if dist.get_rank() == 0:
+        write(args, results, weights)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def write(args: argparse.Namespace, results: dict[str, Any], weights: int) -> None:
+    saves = results["saves"]
+    stalls = {what: [entry["stall"] for entry in entries] for what, entries in saves.items()}
+    first, *later = stalls["sharded ours, asynchronous"]
+    stock, full_stock = statistics.median(stalls["sharded stock"]), statistics.median(stalls["full stock"])
+    grew = {what: max(entry["rank0_grew"] for entry in entries) for what, entries in saves.items()}
+    free = [step["seconds"] for step in results["steps"] if not step["writing"]]
+    busy = [step["seconds"] for step in results["steps"] if step["writing"]]
+    result = {
+        "model": f"Llama, {args.layers} layers, hidden {args.hidden}, {weights / 4e6:.0f} M parameters, fp32",
+        "weights_bytes": weights,
+        "ranks": 2,
+        "stall_seconds": {what: [round(value, 3) for value in values] for what, values in stalls.items()},
+        "rank0_growth_bytes": grew,
+        "step_seconds": {"free": round(statistics.median(free), 3), "while_writing": round(statistics.median(busy), 3)},
+        "steps": [{**step, "seconds": round(step["seconds"], 3)} for step in results["steps"]],
+        "ratios": {
+            "asynchronous_first": round(first / stock, 3),
+            "asynchronous_later": round(statistics.median(later) / stock, 3),
+            "synchronous_sharded": round(statistics.median(stalls["sharded ours"]) / stock, 3),
+            "full": round(statistics.median(stalls["full ours"]) / full_stock, 3),
+            "step_while_writing": round(statistics.median(busy) / statistics.median(free), 3),
+        },
+        "full_memory_saved_bytes": grew["full stock"] - grew["full ours"],
+    }
+    write_result("checkpoint_save", args.out, result)
+
+
+def main() -> int:
+    args = parse_args()
+    if "RANK" in os.environ:
+        measure(args, args.folder)
+        return 0
+    with tempfile.TemporaryDirectory(dir=args.folder, prefix="checkpoint_save_") as folder:
+        return run_two_ranks(__file__, [*sys.argv[1:], f"--folder={folder}"])
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

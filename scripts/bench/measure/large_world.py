@@ -1,0 +1,197 @@
+"""What resuming and committing cost in large worlds, counted on made-up checkpoints of 70 billion parameters.
+
+A checkpoint has the metadata of a Llama of 70 billion parameters with AdamW in fp32, as the ranks of FSDP2 or FSDP1
+write it: every chunk of every tensor, with the hashes of its bytes. The data files are sparse. The package's own code
+commits the checkpoint as rank 0, and plans and reads the shards of one rank, in the same and in a smaller world. Reads
+of the data are counted instead of executed: their time is that of the disk, and grows with the bytes that a rank holds.
+
+Each world is measured in a process of its own. The CPU seconds of a resume are those of everything but the data:
+manifest, index, scalars and plan. While rank 0 commits, another thread counts in a loop: the time for which it waits
+for the GIL is the time by which the commit can delay training.
+
+    python -m scripts.bench large_world    (ten minutes on 2 cores; writes docs/results/large_world.json)
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import multiprocessing
+import resource
+import shutil
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from scripts.bench.common import ROOT, make_parser
+from scripts.bench.tables.update_results import write_result
+
+sys.path.append(str(ROOT / "tests" / "unit" / "checkpoint"))
+
+from made_up_runs import HIDDEN, LAYERS, Counts, MadeUpRun, llama_shapes, plan_resume, sparse_data
+
+WORLDS = (2, 8, 64, 256, 1024, 4096)
+FSDP1_WORLDS = (64, 1024)
+
+
+def parse_args() -> argparse.Namespace:
+    parser = make_parser(__doc__, "large_world")
+    parser.add_argument("--worlds", type=int, nargs="*", default=WORLDS)
+    parser.add_argument("--fsdp1-worlds", type=int, nargs="*", default=FSDP1_WORLDS)
+    parser.add_argument("--layers", type=int, default=LAYERS)
+    parser.add_argument("--folder", type=Path, help="folder for the checkpoints; default: the system's")
+    return parser.parse_args()
+
+
+class NoBytes:
+    """Memory of a size, without memory."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __setitem__(self, part: slice, _: NoBytes) -> None:
+        assert len(range(*part.indices(self._size))) == self._size
+
+    def __getitem__(self, part: slice) -> NoBytes:
+        return NoBytes(len(range(*part.indices(self._size))))
+
+
+def resume(checkpoint: Path, saved: int, run: MadeUpRun, rank: int) -> dict[str, Any]:
+    """Plan and read the shards of one rank, from the checkpoint of ``saved`` ranks."""
+    verified: Any = importlib.import_module("hf_fsdp_plugin.checkpoint.checking.verified_files")
+    shards = run.shards(rank)
+    before = resource.getrusage(resource.RUSAGE_SELF)
+    with Counts(checkpoint) as counts, sparse_data(saved):
+        work, held = plan_resume(checkpoint, shards, rank, run.world)
+        planned = resource.getrusage(resource.RUSAGE_SELF)
+        read, hash_bytes = verified.InputFiles.read, verified.hash_bytes
+        verified.InputFiles.read = lambda _files, _file, _offset, out: counts.data(len(out))
+        verified.hash_bytes = lambda _: ""
+        verified.bytearray, verified.memoryview = NoBytes, lambda memory: memory
+        try:
+            for opened, transfer in work:
+                opened.read(transfer.file, transfer.offset, NoBytes(transfer.into.nbytes))  # type: ignore[arg-type]
+        finally:
+            verified.InputFiles.read, verified.hash_bytes = read, hash_bytes
+            del verified.bytearray, verified.memoryview
+    return {
+        "cpu_seconds": round(cpu_seconds(before, planned), 3),
+        "read_planning_seconds": round(cpu_seconds(planned, resource.getrusage(resource.RUSAGE_SELF)), 3),
+        "opened_files": len(counts.opens),
+        "metadata_reads": counts.reads,
+        "metadata_bytes": counts.num_bytes,
+        "data_reads": counts.data_reads,
+        "held_bytes": held,
+        "read_over_held": round((counts.data_bytes + counts.num_bytes) / held, 4),
+    }
+
+
+def cpu_seconds(before: Any, after: Any) -> float:
+    return float(after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime)
+
+
+def waited() -> float:
+    """Return the seconds for which this thread has neither run nor been ready to run: it waited for the GIL."""
+    running, ready, _ = map(int, Path("/proc/thread-self/schedstat").read_text().split())
+    return time.perf_counter() - (running + ready) / 1e9
+
+
+def commit(staging: Any, run: MadeUpRun) -> dict[str, Any]:
+    """Commit as rank 0 in a thread, while this thread counts."""
+    done, used, failures = threading.Event(), [0.0], []
+
+    def work() -> None:
+        try:
+            begin = time.thread_time()
+            staging.commit(staging.read_records(run.world), run.manifest())
+            used[0] = time.thread_time() - begin
+        except BaseException as error:
+            failures.append(error)
+        finally:
+            done.set()
+
+    thread = threading.Thread(target=work)
+    begin, before = time.perf_counter(), waited()
+    thread.start()
+    longest = 0.0
+    while not done.is_set():
+        start = waited()
+        for _ in range(2000):
+            pass
+        longest = max(longest, waited() - start)
+    blocked, seconds = waited() - before, time.perf_counter() - begin
+    thread.join()
+    if failures:
+        raise failures[0]
+    return {
+        "cpu_seconds": round(used[0], 2),
+        "seconds": round(seconds, 2),
+        "gil_seconds": round(blocked, 2),
+        "longest_gil_seconds": round(longest, 3),
+    }
+
+
+def measure(world: int, version: int, layers: int, work: Path) -> dict[str, Any]:
+    from hf_fsdp_plugin.checkpoint import StagingFolder
+    from hf_fsdp_plugin.checkpoint.names import BLOCK_FILE, DCP_METADATA, INDEX_FILE, MANIFEST_NAME
+
+    shapes = llama_shapes(layers)
+    run = MadeUpRun(world, shapes, version)
+    staging = StagingFolder(work / "checkpoint-20")
+    staging._create()
+    record = run.write(staging)
+    committed = commit(staging, run)
+    checkpoint = staging.final
+    other = MadeUpRun(max(1, world * 3 // 4), shapes, version)
+    return {
+        "record_cpu_seconds": round(record, 2),
+        "commit": committed,
+        "manifest_bytes": (checkpoint / MANIFEST_NAME).stat().st_size,
+        "hash_file_bytes": size_of(checkpoint / BLOCK_FILE),
+        "metadata_bytes": sum(path.stat().st_size for path in checkpoint.rglob(DCP_METADATA)),
+        "index_bytes": sum(path.stat().st_size for path in checkpoint.rglob(f"*{INDEX_FILE}")),
+        "same": resume(checkpoint, world, run, world // 2),
+        "fewer": {"ranks": other.world, **resume(checkpoint, world, other, other.world // 2)},
+        "peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+    }
+
+
+def size_of(path: Path) -> int:
+    return path.stat().st_size if path.exists() else 0
+
+
+def run_world(world: int, version: int, layers: int, folder: Path | None, results: Any) -> None:
+    work = Path(tempfile.mkdtemp(dir=folder))
+    try:
+        results.put(measure(world, version, layers, work))
+    finally:
+        shutil.rmtree(work)
+
+
+def main() -> int:
+    args = parse_args()
+    found = []
+    context = multiprocessing.get_context("spawn")
+    for version, world in [*((2, world) for world in args.worlds), *((1, world) for world in args.fsdp1_worlds)]:
+        results = context.SimpleQueue()
+        process = context.Process(target=run_world, args=(world, version, args.layers, args.folder, results))
+        process.start()
+        process.join()
+        if process.exitcode != 0:
+            raise SystemExit(f"the measurement of {world} ranks failed")
+        found.append({"ranks": world, "version": version, "kind": "sharded", **results.get()})
+        print(json.dumps(found[-1]), file=sys.stderr)
+    result = {"model": f"Llama, {args.layers} layers, hidden {HIDDEN}, fp32, AdamW", "worlds": found}
+    write_result("large_world", args.out, result)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

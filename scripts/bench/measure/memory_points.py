@@ -1,0 +1,349 @@
+"""The points at which predicted memory is compared with measured memory: models, settings, and a training step."""
+
+from __future__ import annotations
+
+import dataclasses
+import typing
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+Family = Literal["llama", "gpt2", "bert", "mixtral", "t5", "whisper", "clip"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Point:
+    """A model, its settings and a workload. ``heads`` divides ``hidden``; ``experts`` is of Mixtral only.
+
+    ``lora`` is the rank of adapters on all linear layers; with ``qlora`` their weights are bitsandbytes' NF4 with
+    nested scales, and the others have the dtype of the precision. Whisper's sounds and CLIP's images have fixed sizes.
+    ``fp32`` is the pattern of ``fsdp_fp32_modules``, which needs torch 2.15.
+    """
+
+    family: Family = "llama"
+    version: Literal[1, 2] = 2
+    strategy: str = "full_shard"
+    ranks: int = 2
+    checkpointing: bool = False
+    selective: bool = False
+    offload_activations: bool = False
+    offload_params: bool = False
+    lora: int = 0
+    qlora: bool = False
+    wrap: Literal["layers", "parts", "none"] = "layers"
+    precision: Literal["no", "bf16"] = "no"
+    fp32: str = ""
+    loop: Literal["for_loop", "foreach", "fused"] = "for_loop"
+    optimizer: Literal["adamw", "sgd", "adafactor", "muon", "adamw_8bit"] = "adamw"
+    batch: int = 2
+    seq: int = 256
+    accumulation: int = 1
+    sync: bool = False
+    clip: bool = True
+    attention: Literal["sdpa", "eager"] = "sdpa"
+    prefetch: Literal["pre", "post", "none"] = "pre"
+    forward_prefetch: bool = False
+    use_orig: bool = True
+    layers: int = 4
+    hidden: int = 256
+    inter: int = 768
+    vocab: int = 4096
+    heads: int = 8
+    kv_heads: int = 4
+    experts: int = 4
+
+    def __str__(self) -> str:
+        """Return what differs from the default, in the form that :func:`parse_point` reads."""
+        return ",".join(
+            f"{field.name}={getattr(self, field.name)}"
+            for field in dataclasses.fields(self)
+            if getattr(self, field.name) != field.default or field.name in ("family", "version", "strategy")
+        )
+
+
+def parse_point(text: str) -> Point:
+    """Return the point of a text such as ``family=gpt2,version=1,checkpointing=True,hidden=512``.
+
+    Raises:
+        ValueError: a key is unknown, or a value is invalid.
+    """
+    hints = typing.get_type_hints(Point)
+    kinds = {field.name: type(field.default) for field in dataclasses.fields(Point)}
+    values: dict[str, Any] = {}
+    for item in filter(None, text.split(",")):
+        key, _, value = item.partition("=")
+        if key not in kinds:
+            raise ValueError(f"{key!r} is not one of {', '.join(kinds)}")
+        values[key] = value in ("True", "true", "1") if kinds[key] is bool else kinds[key](value)
+        if (known := typing.get_args(hints[key])) and values[key] not in known:
+            raise ValueError(f"{key}={value} is not one of {', '.join(map(str, known))}")
+    return Point(**values)
+
+
+_CLASSES = {
+    "llama": "LlamaForCausalLM", "gpt2": "GPT2LMHeadModel", "bert": "BertForMaskedLM", "mixtral": "MixtralForCausalLM",
+    "t5": "T5ForConditionalGeneration", "whisper": "WhisperForConditionalGeneration", "clip": "CLIPModel",
+}  # fmt: skip
+_PARTS = {
+    "llama": "LlamaDecoderLayer,LlamaMLP", "gpt2": "GPT2Block,GPT2MLP", "bert": "BertLayer,BertIntermediate,BertOutput",
+    "mixtral": "MixtralDecoderLayer,MixtralSparseMoeBlock", "t5": "T5Block,T5LayerFF",
+}  # fmt: skip
+"""Layers and the largest modules inside them, as units."""
+
+
+def make_config(point: Point) -> Any:
+    """Return the config of the point's model."""
+    import transformers
+
+    sizes: dict[str, Any] = {"vocab_size": point.vocab, "use_cache": False}
+    if point.family == "gpt2":
+        sizes |= {"n_layer": point.layers, "n_embd": point.hidden, "n_inner": point.inter, "n_head": point.heads}
+        return transformers.GPT2Config(**sizes, n_positions=max(1024, point.seq), bos_token_id=0, eos_token_id=0)
+    if point.family in ("t5", "whisper", "clip"):
+        return _config_of_two_stacks(point)
+    sizes |= {
+        "num_hidden_layers": point.layers, "hidden_size": point.hidden, "intermediate_size": point.inter,
+        "num_attention_heads": point.heads, "max_position_embeddings": max(512, point.seq),
+    }  # fmt: skip
+    if point.family == "bert":
+        return transformers.BertConfig(**sizes)
+    sizes["num_key_value_heads"] = point.kv_heads
+    if point.family == "mixtral":
+        return transformers.MixtralConfig(**sizes, num_local_experts=point.experts, num_experts_per_tok=2)
+    return transformers.LlamaConfig(**sizes)
+
+
+def _config_of_two_stacks(point: Point) -> Any:
+    import transformers
+
+    if point.family == "t5":
+        sizes = {"d_model": point.hidden, "d_ff": point.inter, "d_kv": point.hidden // point.heads}
+        return transformers.T5Config(
+            **sizes, num_layers=point.layers, num_heads=point.heads, vocab_size=point.vocab, decoder_start_token_id=0
+        )
+    if point.family == "whisper":
+        sides = {
+            f"{side}_{name}": value
+            for side in ("encoder", "decoder")
+            for name, value in (("layers", point.layers), ("ffn_dim", point.inter), ("attention_heads", point.heads))
+        }
+        tokens = {"pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 1, "decoder_start_token_id": 2}
+        return transformers.WhisperConfig(**sides, **tokens, d_model=point.hidden, vocab_size=point.vocab)
+    tower = {
+        "hidden_size": point.hidden, "intermediate_size": point.inter, "num_hidden_layers": point.layers,
+        "num_attention_heads": point.heads,
+    }  # fmt: skip
+    text = {**tower, "vocab_size": point.vocab, "max_position_embeddings": 77, "eos_token_id": 2}
+    return transformers.CLIPConfig(text_config=text, vision_config=tower)
+
+
+def make_model(point: Point) -> Any:
+    """Return the point's model, on torch's default device."""
+    import torch
+    import transformers
+
+    torch.manual_seed(0)
+    config = make_config(point)
+    config._attn_implementation = point.attention
+    model = getattr(transformers, _CLASSES[point.family])(config)
+    if point.qlora:
+        return _with_packed_weights(model, point)
+    return _with_adapters(model, point) if point.lora else model
+
+
+def _with_adapters(model: Any, point: Point) -> Any:
+    from peft import LoraConfig, get_peft_model
+
+    return get_peft_model(model, LoraConfig(r=point.lora, target_modules="all-linear", task_type="CAUSAL_LM"))
+
+
+def _with_packed_weights(model: Any, point: Point) -> Any:
+    """Return the model as bitsandbytes loads it, or on the meta device as ``hf-fsdp plan --qlora`` predicts it."""
+    import torch
+
+    from hf_fsdp_plugin.integrations.peft import with_lora
+
+    dtype = torch.bfloat16 if point.precision == "bf16" else torch.float32
+    model.to(dtype)
+    if model.device.type == "meta":
+        return with_lora(model, rank=point.lora, quantized=True)
+    from transformers import BitsAndBytesConfig
+
+    packing = BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_quant_storage=dtype,
+        bnb_4bit_compute_dtype=dtype,
+    )  # fmt: skip
+    loaded = type(model).from_pretrained(
+        None, config=model.config, state_dict=model.state_dict(), quantization_config=packing, dtype=dtype,
+        attn_implementation=point.attention,
+    )  # fmt: skip
+    return _with_adapters(loaded, point)
+
+
+def make_batch(shapes: dict[str, Any], vocab: int, generator: Any) -> dict[str, Any]:
+    """Return random values for tensors on the meta device. Inputs that are one tensor, such as labels, stay one."""
+    import torch
+
+    made: dict[int, Any] = {}
+    for value in shapes.values():
+        if not isinstance(value, torch.Tensor):
+            made[id(value)] = value
+        elif id(value) not in made and value.is_floating_point():
+            made[id(value)] = torch.randn(value.shape, generator=generator)
+        elif id(value) not in made:
+            made[id(value)] = torch.randint(0, vocab, value.shape, generator=generator)
+    return {name: made[id(value)] for name, value in shapes.items()}
+
+
+def make_spec(point: Point, *, use_cpu: bool = True) -> Any:
+    import hf_fsdp_plugin as hfp
+
+    fsdp = {
+        "fsdp_version": point.version,
+        "fsdp_sharding_strategy": point.strategy.upper(),
+        "fsdp_auto_wrap_policy": "NO_WRAP" if point.wrap == "none" else "TRANSFORMER_BASED_WRAP",
+        "fsdp_activation_checkpointing": "selective" if point.selective else point.checkpointing,
+        "fsdp_offload_params": point.offload_params,
+        "fsdp_backward_prefetch": {"pre": "BACKWARD_PRE", "post": "BACKWARD_POST", "none": "NO_PREFETCH"}[
+            point.prefetch
+        ],
+        "fsdp_forward_prefetch": point.forward_prefetch,
+    }
+    if point.wrap == "parts":
+        fsdp["fsdp_transformer_layer_cls_to_wrap"] = _PARTS[point.family]
+    if point.offload_activations:
+        fsdp["fsdp_activation_checkpointing_offload"] = True
+    if point.fp32:
+        fsdp["fsdp_fp32_modules"] = point.fp32
+    if point.version == 1:
+        fsdp["fsdp_use_orig_params"] = point.use_orig
+    if point.strategy.startswith("hybrid"):
+        fsdp |= {"fsdp_dp_shard_size": 2}
+    return hfp.load_spec(
+        {
+            "distributed_type": "FSDP",
+            "num_processes": point.ranks,
+            "use_cpu": use_cpu,
+            "mixed_precision": point.precision,
+            "fsdp_config": fsdp,
+        }
+    )
+
+
+def make_workload(point: Point) -> Any:
+    from hf_fsdp_plugin.estimate.workload import Workload
+
+    return Workload(
+        micro_batch=point.batch, seq_len=point.seq, accumulation=point.accumulation, sync_each_batch=point.sync,
+        optimizer=point.optimizer, update_loop=point.loop, clip_norm=point.clip, attention=point.attention,
+    )  # fmt: skip
+
+
+def measure(rank: int, report: Callable[..., None], point: Point, steps: int) -> None:
+    """Train and report the allocator's peak of each step from the second on, above what it held before the model."""
+    import torch
+    from scripts.bench.allocator import AllocatorCounter
+    from scripts.bench.traced_memory.optimizers import make_optimizers
+
+    import hf_fsdp_plugin as hfp
+    from hf_fsdp_plugin.estimate.memory.meta_model import meta_batch
+
+    counter = AllocatorCounter()
+    before = counter.current
+    accelerator = hfp.accelerator(make_spec(point), gradient_accumulation_steps=point.accumulation)
+    if point.sync:
+        accelerator.gradient_state.plugin_kwargs["sync_each_batch"] = True
+    model = make_model(point)
+    shapes = meta_batch(model, micro_batch=point.batch, seq_len=point.seq)
+    optimizers = make_optimizers(model, make_workload(point), "cpu")
+    model, *optimizers = accelerator.prepare(model.train(), *optimizers)
+    generator = torch.Generator().manual_seed(1 + rank)
+    peaks = []
+    for _ in range(1 + steps):
+        counter.reset_peak()
+        train_step(point, accelerator, model, optimizers, shapes, generator)
+        peaks.append(counter.peak - before)
+        accelerator.wait_for_everyone()
+    report("peaks", peaks[1:])
+
+
+def train_step(point: Point, accelerator: Any, model: Any, optimizers: Any, shapes: Any, generator: Any) -> None:
+    """One optimizer step, with a new batch for each micro-batch."""
+    for _ in range(point.accumulation):
+        with accelerator.accumulate(model):
+            batch = make_batch(shapes, point.vocab, generator)
+            moved = {id(value): value.to(accelerator.device) for value in batch.values()}  # labels may be inputs
+            batch = {name: moved[id(value)] for name, value in batch.items()}
+            accelerator.backward(model(**batch).loss)
+            if accelerator.sync_gradients and point.clip:
+                accelerator.clip_grad_norm_(model.parameters(), 1.0)
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+
+
+_LLAMA = Point(family="llama")
+_GPT2 = Point(family="gpt2")
+_BERT = Point(family="bert")
+_MIXTRAL = Point(family="mixtral")
+
+POINTS = (
+    _LLAMA,
+    replace(_LLAMA, version=1),
+    replace(_LLAMA, precision="bf16"),
+    replace(_LLAMA, version=1, precision="bf16"),
+    replace(_LLAMA, checkpointing=True),
+    replace(_LLAMA, version=1, checkpointing=True, batch=8),
+    replace(_LLAMA, precision="bf16", checkpointing=True, batch=8, layers=8),
+    replace(_LLAMA, strategy="shard_grad_op", loop="foreach"),
+    replace(_LLAMA, version=1, strategy="shard_grad_op", loop="foreach", hidden=512, inter=1536, seq=64),
+    replace(_LLAMA, strategy="no_shard", hidden=512, inter=1536, seq=64),
+    replace(_LLAMA, version=1, strategy="no_shard", precision="bf16", hidden=512, inter=1536, seq=64),
+    replace(_LLAMA, strategy="hybrid_shard", ranks=4, loop="foreach", hidden=512, inter=1536, seq=64),
+    replace(_LLAMA, version=1, strategy="hybrid_shard", ranks=4, precision="bf16"),
+    replace(_LLAMA, loop="foreach", hidden=768, inter=2304, seq=32, checkpointing=True),
+    replace(_LLAMA, loop="fused", hidden=768, inter=2304, seq=32, version=1),
+    replace(_GPT2),
+    replace(_GPT2, version=1, batch=6),
+    replace(_GPT2, precision="bf16", checkpointing=True, layers=8, batch=4),
+    replace(_GPT2, version=1, strategy="shard_grad_op", precision="bf16"),
+    replace(_GPT2, strategy="hybrid_shard", ranks=4, checkpointing=True, batch=4),
+    replace(_GPT2, strategy="no_shard", loop="foreach", hidden=512, inter=2048, seq=64),
+    replace(_BERT),
+    replace(_BERT, version=1, precision="bf16", batch=4),
+    replace(_BERT, checkpointing=True, precision="bf16", batch=8),
+    replace(_BERT, version=1, strategy="hybrid_shard", ranks=4, loop="foreach", hidden=512, inter=2048, seq=64),
+    replace(_BERT, strategy="shard_grad_op", loop="fused", seq=512),
+    replace(_MIXTRAL),
+    replace(_MIXTRAL, version=1, precision="bf16"),
+    replace(_MIXTRAL, precision="bf16", checkpointing=True),
+    replace(_MIXTRAL, version=1, strategy="no_shard", loop="foreach", seq=64),
+    replace(_MIXTRAL, strategy="hybrid_shard", ranks=4, checkpointing=True, loop="foreach", batch=1),
+    replace(_LLAMA, accumulation=3, precision="bf16"),
+    replace(_LLAMA, version=1, accumulation=2, sync=True),
+    replace(_LLAMA, attention="eager", prefetch="post"),
+    replace(_GPT2, optimizer="muon"),
+    replace(_LLAMA, optimizer="muon", precision="bf16", loop="foreach", checkpointing=True),
+    replace(_BERT, optimizer="adafactor", ranks=4, batch=4),
+    replace(_MIXTRAL, optimizer="adafactor", checkpointing=True, batch=1, seq=64),
+    replace(_LLAMA, version=1, use_orig=False, prefetch="none", forward_prefetch=True, optimizer="sgd"),
+    replace(_LLAMA, lora=16),
+    replace(_LLAMA, lora=16, version=1, precision="bf16", checkpointing=True),
+    replace(_LLAMA, lora=16, version=1),
+    replace(_LLAMA, lora=16, qlora=True, hidden=512, inter=1536, seq=64),
+    replace(_LLAMA, lora=16, qlora=True, precision="bf16", checkpointing=True),
+    replace(_LLAMA, lora=16, qlora=True, version=1, precision="bf16"),
+    replace(_LLAMA, optimizer="adamw_8bit"),
+    replace(_LLAMA, selective=True, batch=4),
+    replace(_LLAMA, checkpointing=True, offload_activations=True, batch=4),
+    replace(_LLAMA, offload_params=True),
+    replace(_MIXTRAL, wrap="parts", precision="bf16"),
+    replace(_GPT2, wrap="none"),
+    replace(_MIXTRAL, ranks=4, experts=3, seq=64),
+    replace(_MIXTRAL, ranks=4, experts=2, seq=64, precision="bf16"),
+    Point(family="t5", checkpointing=True),
+    Point(family="t5", version=1, precision="bf16"),
+    Point(family="whisper", checkpointing=True, seq=64),
+    Point(family="clip", seq=64, batch=8),
+)
+"""The points of the table."""

@@ -1,0 +1,607 @@
+"""Write the results in docs/results/*.json as tables into docs/results.md.
+
+    python -m scripts.bench.tables.update_results             write the tables
+    python -m scripts.bench.tables.update_results --check     change nothing; exit code 1 if the document is out of date
+
+A table goes between ``results:begin NAME`` and ``results:end NAME``; NAME is the stem of a file in docs/results. A NAME
+without a function in ``TABLES`` gets a plain table of its values.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import statistics
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from scripts.bench.common import RESULTS, ROOT, describe_machine
+from scripts.bench.gpu_checks.results import table
+from scripts.bench.tables.hangs import hang_overhead, hangs, hangs_healthy
+from scripts.bench.tables.memory import memory_error, memory_on_device
+from scripts.bench.tables.planning import closed_against_trace, planner_time, preflight_time, reserved_memory
+from scripts.bench.tables.profile import suggestions
+
+BLOCK = re.compile(r"(<!-- results:begin (?P<name>[\w-]+) -->\n).*?(<!-- results:end (?P=name) -->)", re.DOTALL)
+HEAD = ("date", "machine", "versions", "load_average_of_15_minutes", "command", "device")
+
+Result = dict[str, Any]
+
+
+def step_overhead(result: Result) -> list[str]:
+    low, high = result["ratio_median_95"]
+    first, third = result["ratio_quartiles"]
+    return [
+        "| step time | |",
+        "|---|---|",
+        f"| hand-written `fully_shard` loop | {result['hand_step_seconds']:.3f} s |",
+        f"| through the plugin | {result['plugin_step_seconds']:.3f} s |",
+        f"| ratio, median of {result['pairs']} alternating pairs | {result['ratio_median']:.4f} "
+        f"(95%: {low:.4f} to {high:.4f}; quartiles {first:.4f} to {third:.4f}) |",
+        "",
+        f"{result['model']}; {result['ranks']} CPU ranks, one thread each.",
+    ]
+
+
+def checkpoint_save(result: Result) -> list[str]:
+    stalls, ratios, grew = result["stall_seconds"], result["ratios"], result["rank0_growth_bytes"]
+
+    def row(name: str, what: str, stock: str, ratio: str) -> str:
+        theirs, ours = statistics.median(stalls[stock]), statistics.median(stalls[what])
+        return f"| {name} | {theirs:.2f} s | {ours:.2f} s | {ratios[ratio]:.2f} |"
+
+    first, *later = stalls["sharded ours, asynchronous"]
+    sharded = statistics.median(stalls["sharded stock"])
+    return [
+        "| training pauses | stock | plugin | ratio |",
+        "|---|---|---|---|",
+        f"| sharded, asynchronous, first save | {sharded:.2f} s | {first:.2f} s | {ratios['asynchronous_first']:.2f} |",
+        f"| sharded, asynchronous, later saves | {sharded:.2f} s | {statistics.median(later):.2f} s | "
+        f"{ratios['asynchronous_later']:.2f} |",
+        row("sharded, synchronous", "sharded ours", "sharded stock", "synchronous_sharded"),
+        row("full, synchronous", "full ours", "full stock", "full"),
+        "",
+        f"During a full save the memory of rank 0 grows by {grew['full stock'] / 1e9:.2f} GB in the stock stack and by "
+        f"{grew['full ours'] / 1e9:.2f} GB with the plugin (the weights are {result['weights_bytes'] / 1e9:.2f} GB). "
+        f"While a checkpoint is written in the background, a step takes {ratios['step_while_writing']:.3f} times its "
+        "usual time.",
+        "",
+        f"{result['model']}; {result['ranks']} CPU ranks, one thread each; `Trainer._save_checkpoint` on the same live "
+        "model.",
+    ]
+
+
+def merge(result: Result) -> list[str]:
+    names = {
+        "ours": "`hf-fsdp merge`",
+        "ours_and_model": "`hf-fsdp merge` of a stock checkpoint, compared with the model",
+        "cp": "`cp`",
+    }
+    faster, peak = result["times_as_fast_as_stock"], result["peak_mb"]
+    seconds = {name: statistics.median(found) for name, found in result["seconds"].items()}
+    lines = ["| 2 GB | time | speedup | peak memory at 1, 2, 4 GB |", "|---|---|---|---|"]
+    stock = " / ".join(str(value) for value in peak["stock"].values())
+    lines.append(f"| `accelerate merge-weights` | {seconds['stock']:.1f} s | 1 | {stock} MB |")
+    for name, shown in names.items():
+        memory = f"{' / '.join(str(value) for value in peak[name].values())} MB" if name in peak else ""
+        lines.append(f"| {shown} | {seconds[name]:.1f} s | {faster[name]:.1f} | {memory} |")
+    return [*lines, "", f"{result['model']}; medians of {result['pairs']} alternating pairs."]
+
+
+def verified_reads(result: Result) -> list[str]:
+    """One row per size of the ranges; the size that the package writes is marked."""
+    same, other, grown = result["resume"]["same"], result["resume"]["other"], result["bytes_read_per_byte"]
+    readers = list(next(iter(grown.values())))
+    head = ["range", "resume, same layout", "resume, another layout", *(f"bytes read, {case}" for case in readers)]
+    lines = [f"| {' | '.join(head)} |", "|" + "---|" * len(head)]
+    for size, row in same.items():
+        name = f"{size} (used)" if size == result["range"] else size
+        cells = [name, *map(_ratio, (row, other[size])), *(f"{grown[size][case]:.2f}" for case in readers)]
+        lines.append(f"| {' | '.join(cells)} |")
+    used, merged = same[result["range"]], result["merge"]
+    size = f"{result['checkpoint_bytes'] / 1e9:.2f} GB"
+    return [
+        *lines,
+        "",
+        f"Times with the comparison divided by times without it: medians and ranges of {result['pairs']} alternating "
+        f"pairs. A resume of {size} from the page cache takes {used['seconds']:.2f} s "
+        f"with it and {used['seconds_without']:.2f} s without; `hf-fsdp merge` takes {merged['seconds']:.2f} s and "
+        f"{merged['seconds_without']:.2f} s ({_ratio(merged)}).",
+        "",
+        f"{result['model']}; one thread each. Bytes read: for one byte that is needed, of shards of 64 MiB.",
+    ]
+
+
+def _ratio(found: Result) -> str:
+    return f"{found['ratio']:.2f} ({found['lowest']:.2f} to {found['highest']:.2f})"
+
+
+def resume_parity(result: Result) -> list[str]:
+    rows = [
+        f"| {row['case']} | {row['largest_relative_difference']:.1e} | {row['limit']:.0e} |" for row in result["cases"]
+    ]
+    return ["| resumed as | largest relative difference of ten losses | limit |", "|---|---|---|", *rows]
+
+
+def survival(result: Result) -> list[str]:
+    lines = ["| | |", "|---|---|"]
+    lines += [f"| kills in phase: {phase} | {count} |" for phase, count in result["kills_by_phase"].items()]
+    flipped = result["flipped_bytes"]
+    lines += [
+        f"| disks filled | {result['full_disks']} |",
+        f"| trials without a complete checkpoint, or with an older one than expected | {len(result['lost'])} |",
+        f"| most steps lost since the start of the last save (a save every {result['steps_between_saves']} steps) | "
+        f"{result['most_steps_lost_since_the_last_save_began']} |",
+        f"| files with a flipped byte | {sum(row['files'] for row in flipped)} |",
+        f"| of these, found by `verify` | {sum(row['found'] for row in flipped)} |",
+    ]
+    ways = ", ".join(f"{count} {way}" for way, count in result["kills_by_way"].items())
+    return [
+        *lines,
+        "",
+        f"{result['kills']} kills ({ways}), both FSDP versions, all state dict types; {result['model']}.",
+    ]
+
+
+def restarts(result: Result) -> list[str]:
+    lines = [
+        "| launcher | version | script | kills | during imports, training, a save | exit code | restarts | "
+        "steps trained again | equal bit for bit | largest relative difference | measured |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for run in result["runs"]:
+        moments = [
+            sum(kill["moment"] == moment for kill in run["kills"]) for moment in ("imports", "training", "saving")
+        ]
+        lines.append(
+            f"| {run['launcher']} | FSDP{run['version']} | {run['way']} | {len(run['kills'])} | "
+            f"{', '.join(map(str, moments))} | {run['exit_code']} | {run['restarts']} | {run['lost_steps']} | "
+            f"{run['bitwise_equal']} of {run['losses']} losses | "
+            f"{run['largest_relative_difference']:.1g} | {run['date']} |"
+        )
+    what = f"{result['steps']} steps, a checkpoint every {result['steps_between_saves']}"
+    return [
+        *lines,
+        "",
+        f"{result['model']}; {what}; an unmodified Trainer script, or a loop of Accelerate, "
+        f"`--max_restarts {len(run['kills'])}`.",
+    ]
+
+
+def two_hosts(result: Result) -> list[str]:
+    lines = [
+        "| strategy | version | sent by a host in a step | predicted | ratio | step |",
+        "|---|---|---|---|---|---|",
+        *(
+            f"| {row['strategy']} | FSDP{row['version']} | {row['sent_bytes'] / 1e6:.2f} MB | "
+            f"{row['predicted_bytes'] / 1e6:.2f} MB | {row['measured_over_predicted']:.3f} | {row['step_seconds']} s |"
+            for row in result["bytes"]
+        ),
+        "",
+        "| host 1 is lost by | ranks of host 0 ended after | next step after its return | lost steps | same losses |",
+        "|---|---|---|---|---|",
+        *(
+            f"| {'SIGKILL to its launcher' if row['how'] == 'kill' else 'its link'} | "
+            f"{row['seconds_until_the_others_ended']} s | {row['seconds_until_the_first_step_after_return']} s | "
+            f"{row['lost_steps']} | {'yes' if row['losses_equal'] else 'no'} |"
+            for row in result["losses"]
+        ),
+    ]
+    if row := result.get("elastic"):
+        ranks = " → ".join(map(str, row["ranks"]))
+        lines += [
+            "",
+            f"With `--num_machines 1:2`, the run went on with {ranks} ranks: the first step on one host came "
+            f"{row['seconds_until_the_first_step_on_one_host']} s after the SIGKILL, the first one on both "
+            f"{row['seconds_until_the_first_step_on_both']} s after the return of host 1; {row['restarts']} restart, "
+            f"{row['lost_steps']} steps trained again; losses differ from those of an uninterrupted run by at most "
+            f"{row['largest_relative_difference_of_losses']:g} of their value.",
+        ]
+    factors = result["bytes"][0]["factors"] if result["bytes"] else {}
+    measured = ", ".join(f"{name} {value:.2f}" for name, value in factors.items())
+    return [
+        *lines,
+        "",
+        f"{result['model']}; link {result['rate']}, delay {result['delay']}. Bytes over the link for a "
+        f"byte of the tensor (world: four ranks; pair: one rank on each host), measured: {measured}.",
+    ]
+
+
+def gpu_check(result: Result) -> list[str]:
+    return table(result["rows"])
+
+
+def ecosystem(result: Result) -> list[str]:
+    """One row per script, one column per FSDP version; skipped scripts are counted only."""
+    by_case: dict[str, dict[int, Result]] = {}
+    for row in result["cases"]:
+        if "group" not in row:
+            by_case.setdefault(row["case"], {})[row["version"]] = row
+    lines = ["| script | FSDP1 | FSDP2 | compared with | losses differ by |", "|---|---|---|---|---|"]
+    counts: dict[str, int] = {}
+    for name, rows in by_case.items():
+        for row in rows.values():
+            counts[row["status"]] = counts.get(row["status"], 0) + 1
+        if all(row["status"] == "skipped" for row in rows.values()):
+            continue
+        differences = [row["loss_difference"] for row in rows.values() if row.get("loss_difference") is not None]
+        largest = f"{max(differences):.1e}" if differences else "–"
+        compared = next(iter(rows.values()))["compared"]
+        lines.append(f"| {name} | {_outcome(rows.get(1))} | {_outcome(rows.get(2))} | {compared} | {largest} |")
+    total = ", ".join(f"{count} {status}" for status, count in sorted(counts.items(), reverse=True))
+    lines += ["", f"{len(by_case)} scripts and variants, both FSDP versions, 2 CPU ranks: {total}."]
+    return [*lines, *_behaviors([row for row in result["cases"] if "group" in row])]
+
+
+def _behaviors(rows: list[Result]) -> list[str]:
+    """One row per group of behaviors, and one for each behavior that does not work under both FSDP versions."""
+    if not rows:
+        return []
+    lines = ["", "| group of behaviors | behaviors | FSDP1 | FSDP2 | losses differ by |", "|---|---|---|---|---|"]
+    others: dict[str, dict[int, Result]] = {}
+    for group in dict.fromkeys(row["group"] for row in rows):
+        mine = [row for row in rows if row["group"] == group]
+        cells = []
+        for number in (1, 2):
+            statuses = [row["status"] for row in mine if row["version"] == number]
+            found = {status: statuses.count(status) for status in ("works", "refused", "fails", "skipped")}
+            cells.append(", ".join(f"{count} {status}" for status, count in found.items() if count) or "–")
+        working = [row["loss_difference"] for row in mine if row["status"] == "works"]
+        largest = f"{max(working):.1e}" if working else "–"
+        lines.append(f"| {group} | {len({row['case'] for row in mine})} | {cells[0]} | {cells[1]} | {largest} |")
+        for row in mine:
+            if row["status"] in ("refused", "fails"):
+                others.setdefault(row["case"], {})[row["version"]] = row
+    total = len({row["case"] for row in rows})
+    lines += ["", f"{total} behaviors, compared with two unsharded processes. Not working under both versions:"]
+    works = {"status": "works"}
+    for name, found in others.items():
+        cells = [_outcome(found.get(number, works)) for number in (1, 2)]
+        lines.append(f"- {name}: FSDP1 {cells[0]}; FSDP2 {cells[1]}.")
+    return lines if others else [*lines[:-1], f"{total} behaviors, compared with two unsharded processes."]
+
+
+def _outcome(row: Result | None) -> str:
+    if row is None:
+        return "–"
+    if row["status"] == "works":
+        return "works"
+    reason = row.get("code") or row["detail"].replace("|", "\\|")[:120]
+    if row["status"] == "refused":
+        return f"refused: {row['note'] or 'see'} ([{reason}](problems.md#{reason.lower()}))"
+    return f"{row['status']}: {reason}"
+
+
+def generated_values(result: Result) -> list[str]:
+    lines = ["| kind of case | cases | keys and values |", "|---|---|---|"]
+    lines += [f"| {kind} | {row['cases']:,} | {row['values']:,} |" for kind, row in result["kinds"].items()]
+    return [
+        *lines,
+        f"| all | {result['num_cases']:,} | {result['num_values']:,} |",
+        "",
+        f"Results that differ from the document, tracebacks and hangs: {result['num_disagreements']}.",
+    ]
+
+
+def command_start(result: Result) -> list[str]:
+    lines = ["| command | median | fastest |", "|---|---|---|"]
+    return lines + [
+        f"| `{name}` | {row['seconds']:.3f} s | {row['fastest']:.3f} s |" for name, row in result["commands"].items()
+    ]
+
+
+def enabled_start(result: Result) -> list[str]:
+    lines = ["| process | not enabled | added | added CPU time | its quartiles |", "|---|---|---|---|---|"]
+    return lines + [
+        f"| {name} | {row['disabled_ms']:.1f} ms | {row['added_ms']:+.2f} ms | {row['added_cpu_ms']:+.2f} ms "
+        f"| {row['added_cpu_ms_low']:+.2f} to {row['added_cpu_ms_high']:+.2f} ms |"
+        for name, row in result["cases"].items()
+    ]
+
+
+def start(result: Result) -> list[str]:
+    titles = {
+        "script": "first line of the script",
+        "imports": "torch and the Trainer are imported",
+        "preparation": "model and optimizer are prepared",
+        "first step": "end of the first step",
+    }
+    seconds = result["seconds"]
+    lines = [f"| seconds until | {' | '.join(f'`{name}`' for name in seconds)} |", "|---" * (len(seconds) + 1) + "|"]
+    lines += [
+        f"| {title} | {' | '.join(f'{row[point]:.2f}' for row in seconds.values())} |"
+        for point, title in titles.items()
+    ]
+    rounds = ", ".join(f"{ratio:.2f}" for ratio in result["ratios_of_rounds"])
+    ours, *_ = result["imported"].values()
+    return [
+        *lines,
+        "",
+        f"Ratio of the medians: {result['ratio']:.2f}; of each round: {rounds}.",
+        "",
+        f"Modules that Transformers and Accelerate import before the first step and that it does not need: "
+        f"{', '.join(f'`{name}`' for name in ours)}. Modules of other packages that only this package imports: "
+        f"{', '.join(f'`{name}`' for name in result['only_ours']) or 'none'}.",
+    ]
+
+
+def load(result: Result) -> list[str]:
+    lines = [
+        "| model | ranks | | sharded after | of it `from_pretrained` | updated once after | shard | private memory | "
+        "mapped files | shared memory |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for size, worlds in result["sizes"].items():
+        for world, ways in worlds.items():
+            for way, run in ways.items():
+                times = " | ".join(f"{run[key]:.2f} s" for key in ("seconds", "from_pretrained", "updated"))
+                sizes = ("shard_bytes", "RssAnon", "RssFile", "RssShmem")
+                memory = " | ".join(f"{run[key] / 1e9:.2f} GB" for key in sizes)
+                lines.append(f"| {size} | {world} | {way} | {times} | {memory} |")
+    return lines
+
+
+def many_ranks(result: Result) -> list[str]:
+    phases = list(next(iter(result["worlds"].values()))["phases"])
+    lines = [
+        f"| ranks | {' | '.join(phases)} | all, wall time | memory of a rank | manifest |",
+        f"|{'---|' * (len(phases) + 4)}",
+    ]
+    for world, run in result["worlds"].items():
+        times = " | ".join(f"{run['phases'][phase]['cpu_of_a_rank']:.2f} s" for phase in phases)
+        memory = f"{run['private_bytes'] / 1e6:.0f} MB | {run['manifest_bytes'] / 1e3:.0f} kB"
+        lines.append(f"| {world} | {times} | {run['seconds']:.0f} s | {memory} |")
+    return [
+        *lines,
+        "",
+        f"CPU time of a rank (median) in each phase, and the memory that only this rank has; {result['model']}, FSDP2.",
+    ]
+
+
+def gloo_connections(result: Result) -> list[str]:
+    lines = [
+        "| ranks | connections | start | sockets of a rank at its start | after all collectives | through the store |",
+        "|---|---|---|---|---|---|",
+    ]
+    for world, ways in result["worlds"].items():
+        for way, run in ways.items():
+            sockets = f"{run['start_sockets']:.0f} | {run['used_sockets']:.0f}"
+            sent = run["store_bytes"] / 1e6
+            lines.append(f"| {world} | {way} | {run['seconds']:.1f} s | {sockets} | {sent:.2f} MB |")
+    return [
+        *lines,
+        "",
+        "The default group and the groups of a hybrid mesh; medians of the ranks, the bytes of all ranks.",
+    ]
+
+
+def resume(result: Result) -> list[str]:
+    lines = [
+        "| loaded by | CPU time | time | private memory grows by | kept | bound | bytes read | loaded |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for way, run in result["ways"].items():
+        times = " | ".join(f"{run[key]:.2f} s" for key in ("cpu_seconds", "seconds"))
+        keys = ("private_bytes", "held_bytes", "bound_bytes", "read_bytes", "loaded_bytes")
+        lines.append(f"| {way} | {times} | {' | '.join(f'{run[key] / 1e9:.3f} GB' for key in keys)} |")
+    return [*lines, "", f"{result['model']}; {result['ranks']} CPU ranks, one thread each."]
+
+
+def computed_weights(result: Result) -> list[str]:
+    lines = [
+        "| computed | by | CPU time of a rank | time | private memory grows by | largest weight | model |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for kind, ways in result["kinds"].items():
+        for way, run in ways.items():
+            sizes = " | ".join(f"{run[f'{key}_bytes'] / 1e6:.0f} MB" for key in ("private", "largest", "model"))
+            lines.append(f"| {kind} | {way} | {run['cpu_seconds']:.2f} s | {run['seconds']:.2f} s | {sizes} |")
+    return [*lines, "", f"{result['ranks']} CPU ranks, one thread each."]
+
+
+def readers(result: Result) -> list[str]:
+    lines = ["| way | time | CPU time | peak memory grows by |", "|---|---|---|---|"]
+    for way, run in result["ways"].items():
+        peak = f"{run['peak_growth_bytes'] / 1e9:.2f} GB"
+        lines.append(f"| {way} | {run['seconds']:.2f} s | {run['cpu_seconds']:.2f} s | {peak} |")
+    return lines
+
+
+def large_world(result: Result) -> list[str]:
+    head = [
+        "ranks", "CPU time of a resume, a rank", "reads", "bytes read, without data", "opened files",
+        "bytes read over bytes held", "the same, in 3/4 of the ranks", "commit, CPU time of rank 0",
+        "another thread waits for the GIL, at most at once", "manifest", "index", "`.metadata`", "peak memory",
+    ]  # fmt: skip
+    lines = [f"| {' | '.join(head)} |", "|" + "---|" * len(head)]
+    for run in result["worlds"]:
+        world = (
+            f"{run['ranks']:,}{', FSDP1' if run['version'] == 1 else ''}{', local' if run['kind'] == 'local' else ''}"
+        )
+        same, fewer, commit = run["same"], run["fewer"], run["commit"]
+        sizes = [f"{run[key] / 1e6:.1f} MB" for key in ("manifest_bytes", "index_bytes", "metadata_bytes")]
+        cells = [
+            world, f"{same['cpu_seconds']:.2f} s", f"{same['metadata_reads'] + same['data_reads']:,}",
+            f"{same['metadata_bytes'] / 1e6:.1f} MB", str(same["opened_files"]), f"{same['read_over_held']:.2f}",
+            f"{fewer['cpu_seconds']:.2f} s, {fewer['read_over_held']:.2f}", f"{commit['cpu_seconds']:.1f} s",
+            f"{commit['gil_seconds']:.1f} s, {commit['longest_gil_seconds']:.2f} s", *sizes,
+            f"{run['peak_bytes'] / 1e9:.1f} GB",
+        ]  # fmt: skip
+        lines.append(f"| {' | '.join(cells)} |")
+    return [*lines, "", f"{result['model']}; made-up checkpoints with sparse data files. CPU times without the data."]
+
+
+def plain(result: Result) -> list[str]:
+    rows = [f"| {key.replace('_', ' ')} | {value} |" for key, value in result.items() if key not in HEAD]
+    return ["| | |", "|---|---|", *rows]
+
+
+def step_time(result: Result) -> list[str]:
+    head = [
+        "| ranks | model, workload and settings | measured | predicted | interval | error |",
+        "|---|---|---|---|---|---|",
+    ]
+    rows = []
+    for row in result["rows"]:
+        interval = f"{row['low_seconds']:.3f} to {row['high_seconds']:.3f} s" if "low_seconds" in row else "none"
+        rows.append(
+            f"| {row['ranks']} | {row['point']} | {row['measured_seconds']:.3f} s | {row['step_seconds']:.3f} s | "
+            f"{interval} | {row['error']:+.1%} |"
+        )
+    clock = "CPU time of a rank" if result["clock"] == "cpu" else "wall time"
+    summary = f"Median error {result['median_error']:.1%}, worst {result['worst_error']:.1%}; {clock}, "
+    return [*head, *rows, "", f"{summary}medians of {result['rounds']} round(s) of calibration and measurement."]
+
+
+def published_runs(result: Result) -> list[str]:
+    """One row per source and group, the fitted parameters, and one row per run of sources with few runs."""
+    lines = ["| runs | number | median error | median with its sign | inside the interval |", "|---|---|---|---|---|"]
+    for name, group in result["groups"].items():
+        share = f"{group['inside']} of {group['runs']}"
+        errors = f"{group['median_error']:.1%} | {group['median_signed_error']:+.1%}"
+        lines.append(f"| {name} | {group['runs']} | {errors} | {share} |")
+    lines += [
+        "",
+        f"All {result['runs']} runs: median error {result['median_error']:.1%} (mean of the sources' medians "
+        f"{result['mean_of_sources']:.1%}), {result['inside']} inside. The interval of all sources is "
+        f"{result['low']:.2f} to {result['high']:.2f} of the predicted time.",
+        "",
+        "| parameter | fitted | prior | source of the prior |",
+        "|---|---|---|---|",
+    ]
+    for name, each in result["parameters"].items():
+        lines.append(f"| {name} | {each['value']:.3g} | {each['prior']:.3g} | {each['source']} |")
+    lines += ["", "| source | run | published | predicted | error | inside |", "|---|---|---|---|---|---|"]
+    for row in result["rows"]:
+        if result["groups"][row["source"]]["runs"] <= 20:
+            figures = f"{row['published']:,.0f} | {row['predicted']:,.0f} | {row['error']:+.0%}"
+            lines.append(f"| {row['source']} | {row['run']} | {figures} | {'yes' if row['inside'] else 'no'} |")
+    other = [f"- {name}: {reason}" for name, reason in result["not_compared"].items()]
+    return [*lines, "", "Tokens/s per GPU. Not compared:", "", *other]
+
+
+def unexpressed(result: Result) -> list[str]:
+    counts = list(result["gradient_error"])
+    errors = [f"error of gradients, {count} micro-batch{'es' if count != '1' else ''}" for count in counts]
+    lines = [f"| policy | {' | '.join(errors)} | loss above fp32, each seed |", "|---" * (len(counts) + 2) + "|"]
+    for policy, gaps in result["loss_gap"].items():
+        cells = [f"{result['gradient_error'][count][policy]:.2%}" for count in counts]
+        lines.append(f"| {policy} | {' | '.join(cells)} | {', '.join(f'{gap:+.4f}' for gap in gaps)} |")
+    final = ", ".join(f"{loss:.3f}" for loss in result["final_loss"]["fp32"])
+    return [
+        *lines,
+        "",
+        f"{result['model']}; {result['ranks']} CPU ranks, FSDP2. Errors: L2 distance from the fp32 gradients over "
+        f"their norm. Losses: means of the last {result['last_steps']} of {result['steps']} steps; in fp32 {final}.",
+    ]
+
+
+def throughput(result: Result) -> list[str]:
+    """One row per case and system that this package is compared with."""
+    lines = [
+        "| case | against | throughput | 95% interval | CPU time of a rank | losses differ by |",
+        "|---|---|---|---|---|---|",
+    ]
+    for name, run in result["runs"].items():
+        for row in run["comparisons"]:
+            low, high = row["ratio_95"]
+            lines.append(
+                f"| {name}, {row['case']} | {row['vs']} | × {row['ratio']:.3f} | {low:.3f} to {high:.3f} | "
+                f"× {row['cpu_ratio']:.3f} | {row['relative_loss_difference']:.0e} |"
+            )
+    models = "; ".join(f"{name}: {run['about']}" for name, run in result["runs"].items())
+    return [*lines, "", f"Larger is better: throughput of this package over that of the other. {models}."]
+
+
+def host_waits(result: Result) -> list[str]:
+    def text(counts: list[int] | None) -> str:
+        if counts is None:
+            return "–"
+        first, *later = counts
+        return str(first) if not later or set(later) == {first} else f"{first}, then {', '.join(map(str, {*later}))}"
+
+    rows = {(row["version"], row["case"]): row for row in result["rows"]}
+    lines = [
+        "| host waits of rank 0 | FSDP1 stock | FSDP1 plugin | FSDP2 stock | FSDP2 plugin | allowed |",
+        "|---|---|---|---|---|---|",
+    ]
+    for version, case in rows:
+        if version == 1:
+            cells = [text(rows[each, case][who]) for each in (1, 2) for who in ("stock", "plugin")]
+            allowed = rows[1, case]["allowed"]
+            limit = allowed if allowed is not None else "as stock" if case.startswith("step") else ""
+            lines.append(f"| {case} | {' | '.join(cells)} | {limit} |")
+    return [*lines, "", "A tiny Llama on two ranks of a simulated accelerator ([devices.md](devices.md)), in bf16."]
+
+
+_ALL = (
+    step_overhead, checkpoint_save, merge, verified_reads, resume_parity, survival, gpu_check, ecosystem,
+    generated_values, command_start, enabled_start, start, load, resume, computed_weights, readers, many_ranks,
+    gloo_connections, large_world, memory_error, memory_on_device, step_time, published_runs, unexpressed, throughput,
+    restarts, two_hosts, hangs, hangs_healthy, hang_overhead, suggestions,
+    planner_time, closed_against_trace, preflight_time, reserved_memory, host_waits,
+)  # fmt: skip
+TABLES: dict[str, Callable[[Result], list[str]]] = {table.__name__: table for table in _ALL}
+
+
+def source(result: Result) -> str:
+    """The line under a table: command, date, machine and versions."""
+    where = ", ".join(str(result[key]) for key in ("device", "machine") if key in result)
+    versions = ", ".join(f"{name} {number}" for name, number in result["versions"].items())
+    return f"`{result['command']}`, {result['date']}, {where}; {versions}."
+
+
+def render(text: str, results: Path) -> str:
+    """Return `text` with every block filled. A block without a file in `results` becomes ``Not measured yet.``"""
+
+    def fill(block: re.Match[str]) -> str:
+        path = results / f"{block['name']}.json"
+        if not path.exists():
+            body = ["Not measured yet."]
+        else:
+            result = json.loads(path.read_text())
+            body = [*TABLES.get(block["name"], plain)(result), "", source(result)]
+        return f"{block[1]}{chr(10).join(body)}\n{block[3]}"
+
+    return BLOCK.sub(fill, text)
+
+
+def write_result(name: str, path: Path, result: Result) -> None:
+    """Write a result with the date, machine, versions and command of the measurement, and print its table.
+
+    The result may contain another command, with arguments.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    head = {
+        **describe_machine(),
+        "load_average_of_15_minutes": round(os.getloadavg()[2], 1),
+        "command": f"python scripts/bench/{name}.py",
+    }
+    path.write_text(json.dumps({**head, **result}, indent=2) + "\n")
+    print("\n".join(["", *TABLES[name](result), "", f"written: {path}"]))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="change nothing; exit 1 if the document is out of date")
+    parser.add_argument("--document", type=Path, default=ROOT / "docs" / "results.md")
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    args = parser.parse_args()
+    text = args.document.read_text()
+    filled = render(text, args.results)
+    if filled == text:
+        return 0
+    if args.check:
+        print(f"{args.document} is out of date. Run: python -m scripts.bench.tables.update_results", file=sys.stderr)
+        return 1
+    args.document.write_text(filled)
+    print(f"wrote {args.document}")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
