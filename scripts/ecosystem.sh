@@ -30,6 +30,6 @@ esac
 
 export OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 status=0
-"$python" scripts/run_ecosystem.py "$@" || status=$?
-"$python" scripts/bench/tables/update_results.py
+PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} "$python" scripts/run_ecosystem.py "$@" || status=$?
+"$python" -m scripts.bench.tables.update_results
 exit $status

@@ -21,13 +21,14 @@ from pathlib import Path
 from random import Random
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT / "tests" / "unit" / "generated"), str(ROOT / "scripts" / "bench")]
+sys.path[:0] = [str(ROOT / "tests" / "unit" / "generated"), str(ROOT)]
 
 from cases import BUILDERS, Builder, Case, pick  # noqa: E402
 from checking import disagreement  # noqa: E402
-from common import make_parser  # noqa: E402
 from oracle import Oracle  # noqa: E402
 from settings_document import read_document  # noqa: E402
+
+from scripts.bench.common import make_parser  # noqa: E402
 from scripts.bench.tables.update_results import write_result  # noqa: E402
 
 KINDS = (*BUILDERS, *(3 * ("whole file", "whole dict", "environment", "command line")))

@@ -26,7 +26,7 @@ usable=""
 for python in "${PYTHON:-}" .venv/bin/python python3; do
   [ -n "$python" ] && command -v "$python" > /dev/null || continue
   if "$python" -c 'import torch; raise SystemExit(not torch.accelerator.is_available())' 2> /dev/null; then
-    exec "$python" scripts/bench/measure/gpu_check.py "$@"
+    exec "$python" -m scripts.bench gpu_check "$@"
   fi
   if [ -z "$usable" ] && "$python" -c 'import accelerate, torch, transformers' 2> /dev/null; then
     usable=$python
@@ -36,4 +36,4 @@ if [ -z "$usable" ]; then
   echo "gpu_check: no Python with torch, transformers and accelerate was found. Set PYTHON to one." >&2
   exit 1
 fi
-exec "$usable" scripts/bench/measure/gpu_check.py "$@" # --cpu and --list need no device; else it prints why there is none
+exec "$usable" -m scripts.bench gpu_check "$@" # --cpu and --list need no device; else it prints why there is none

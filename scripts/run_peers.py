@@ -34,10 +34,13 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from scripts.bench.common import describe_machine, write_block
 from peers.outcomes import compare, count, explain, read_outcomes, table, unexplained
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from scripts.bench.common import describe_machine, write_block  # noqa: E402
+
 FILE = ROOT / "scripts" / "peers" / "suites.yaml"
 INSIDE = ROOT / "scripts" / "peers" / "inside"
 RESULT = ROOT / "docs" / "results" / "peers.json"

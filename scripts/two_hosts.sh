@@ -1,5 +1,6 @@
 #!/bin/bash
-# Two machines on one: two network namespaces with a link of limited rate between them. See scripts/bench/measure/two_hosts.py.
+# Two machines on one: two network namespaces with a link of limited rate between them. See
+# scripts/bench/measure/two_hosts.py.
 #
 #     scripts/two_hosts.sh                      five minutes on 2 cores; writes docs/results/two_hosts.json
 #     scripts/two_hosts.sh --rate 1gbit --delay 2ms
@@ -15,4 +16,5 @@ for tool in unshare nsenter ip tc mount; do
 done
 unshare -rnm true 2> /dev/null || { echo "two_hosts.sh: namespaces are not allowed here" >&2; exit 3; }
 export HF_FSDP_TWO_HOSTS=1
-exec unshare -rnm --propagation private "$python" "$here/bench/two_hosts.py" "$@"
+export PYTHONPATH="${here%/scripts}${PYTHONPATH:+:$PYTHONPATH}"
+exec unshare -rnm --propagation private "$python" -m scripts.bench two_hosts "$@"

@@ -13,9 +13,11 @@ from hf_fsdp_plugin.plan.names import is_inside, parent_of
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 _LEAST_SHARE = 0.0005
-"""Of the parameters of a model, for a class of layers that it does not declare. ``scripts/bench/measure/layer_classes.py``."""
+"""The least part of a model's parameters in a class of layers that the model does not declare.
+
+``scripts/bench/measure/layer_classes.py`` compares the choices of all models of Transformers."""
 _LEAST_COUNT = 1 / 8
-"""The same, of the number of modules in the longest list."""
+"""The least number of modules in such a class, as a part of the modules in the longest list."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -15,6 +15,8 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "docs" / "results"
+RANKS = ROOT / "scripts" / "bench" / "ranks"
+"""Scripts that launched ranks run."""
 
 
 def make_parser(description: str | None, name: str) -> argparse.ArgumentParser:
@@ -48,11 +50,16 @@ def make_dataset(*, vocab_size: int, length: int) -> Any:
     return Tokens()
 
 
+def child_environment(environ: Mapping[str, str] = os.environ, *folders: Path) -> dict[str, str]:
+    """Return the environment of a program that imports this checkout, and modules of further folders."""
+    paths = [*map(str, folders), str(ROOT), *filter(None, [environ.get("PYTHONPATH")])]
+    return {"OMP_NUM_THREADS": "1", **environ, "PYTHONPATH": os.pathsep.join(paths)}
+
+
 def run_two_ranks(script: str, arguments: Sequence[str], environ: Mapping[str, str] = os.environ) -> int:
     """Run a script on two ranks, one thread each, and return the exit code."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    command = [*torchrun, script, *arguments]
-    return subprocess.run(command, env={"OMP_NUM_THREADS": "1", **environ}, check=False).returncode
+    return subprocess.run([*torchrun, script, *arguments], env=child_environment(environ), check=False).returncode
 
 
 def main_of_two_ranks(script: str, measure: Callable[[], None]) -> int:

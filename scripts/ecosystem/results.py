@@ -9,14 +9,13 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from scripts.bench.common import describe_machine
-
 from ecosystem import grouped
 from ecosystem.cases import CASES
 from ecosystem.checks import check_model, check_report, compare_numbers, compare_weights, read_error, read_numbers
 from ecosystem.grouped import BEHAVIORS, Behavior
 from ecosystem.model import OWN_CHECKS, TWO_PROCESSES, Case
 from ecosystem.runs import Run, Suite, run_reference, run_sharded, script_words
+from scripts.bench.common import describe_machine
 
 Row = dict[str, Any]
 WORKS, REFUSED, FAILS, SKIPPED = "works", "refused", "fails", "skipped"

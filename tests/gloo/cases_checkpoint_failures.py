@@ -24,10 +24,7 @@ from hf_fsdp_plugin.checkpoint.writing.parts import PartWriter
 from hf_fsdp_plugin.integrations.accelerate import checkpoints as accelerate_checkpoints
 from hf_fsdp_plugin.integrations.saving import manager
 from hf_fsdp_plugin.integrations.transformers import checkpoints as trainer_checkpoints
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts" / "bench"))
-
-import forked_ranks
+from scripts.bench.ranks import forked as forked_ranks
 
 USER_EXIT_CODE = 7
 LEFT_FREE = 40 << 10

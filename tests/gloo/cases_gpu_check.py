@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
-
-BENCH = Path(__file__).parents[2] / "scripts" / "bench"
 
 
 def run(case: dict[str, Any], fault: str = "") -> Any:
@@ -19,28 +15,23 @@ def run(case: dict[str, Any], fault: str = "") -> Any:
         fault: what is wrong in this package: a ``wait`` in each step, loaded ``weights``, or predicted ``memory``.
     """
     import hf_fsdp_plugin as hfp
+    from scripts.bench.gpu_checks import Skipped, run_check
 
-    sys.path.insert(0, str(BENCH))
     try:
-        from scripts.bench.gpu_checks import Skipped, run_check
-
-        try:
-            with _faulty(fault):
-                return run_check(case)
-        except Skipped as error:
-            return str(error)
+        with _faulty(fault):
+            return run_check(case)
+    except Skipped as error:
+        return str(error)
     except hfp.SpecError as error:
         return [problem.code for problem in error.problems]
-    finally:
-        sys.path.remove(str(BENCH))
 
 
 @contextmanager
 def _faulty(fault: str) -> Iterator[None]:
     import torch
-    from scripts.bench.gpu_checks import loading, memory
 
     from hf_fsdp_plugin.integrations.bench.loops import Loop
+    from scripts.bench.gpu_checks import loading, memory
 
     step, load, measure = Loop.step, loading._load, memory.measure
 

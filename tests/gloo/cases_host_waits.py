@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from bench import host_waits_ranks as bench
 from model_families import FAMILIES
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from training import fresh_accelerator
 
 from hf_fsdp_plugin.checkpoint.shards import local_tensor
+from scripts.bench.ranks import host_waits as bench
 
 
 def count_in_steps(version: int, case: str) -> dict[str, list[int]]:

@@ -20,7 +20,7 @@ from ranks import Ranks
 
 from hf_fsdp_plugin.checkpoint import verify, why_incomplete
 
-SURVIVAL = Path(__file__).resolve().parents[2] / "scripts" / "bench" / "survival.py"
+ROOT = Path(__file__).resolve().parents[2]
 # Both versions fail in the same way, so FSDP1 is a slow test.
 BOTH_VERSIONS = [slow(1), 2]
 IN_BOTH_WAYS = pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
@@ -74,10 +74,10 @@ def assert_refused(outcomes: list[dict[str, Any]], run: Path, *words: str) -> No
 @pytest.mark.slow
 def test_killed_ranks_and_full_disks_lose_no_checkpoint(tmp_path: Path) -> None:
     result = tmp_path / "survival.json"
-    command = [sys.executable, str(SURVIVAL), "--trials", "2", "--seed", "11", "--out", str(result)]
+    command = [sys.executable, "-m", "scripts.bench", "survival", "--trials", "2", "--seed", "11", "--out", str(result)]
     command += ["--folder", str(tmp_path)] + ([] if os.geteuid() == 0 else ["--no-disk-full"])
     environ = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    run = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=600, check=False)
+    run = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=600, check=False)
     assert run.returncode == 0, run.stdout + run.stderr
     found = json.loads(result.read_text())
     assert found["lost"] == []

@@ -9,14 +9,18 @@ from pathlib import Path
 
 import pytest
 
-PROGRAM = Path(__file__).parents[2] / "scripts" / "bench" / "renamed_names.py"
+ROOT = Path(__file__).parents[2]
 
 
 def outcomes(folder: Path, *arguments: str) -> dict[str, str]:
     """Return target -> how the run without it has ended."""
     out = folder / "names.json"
     done = subprocess.run(
-        [sys.executable, str(PROGRAM), "--out", str(out), *arguments], capture_output=True, text=True, check=False
+        [sys.executable, "-m", "scripts.bench", "renamed_names", "--out", str(out), *arguments],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
     return {row["target"].rpartition(".")[2]: row["outcome"] for row in json.loads(out.read_text())["names"]}

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from cases_gpu_check import BENCH, run
+from cases_gpu_check import run
 from matrices import slow
 from ranks import RankError, Ranks
 
@@ -34,11 +34,10 @@ ON_ACCELERATORS = ("sync_free_steps", "pinning", "contexts")
 
 
 @pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+def gpu() -> SimpleNamespace:
     """The modules of the program."""
-    monkeypatch.syspath_prepend(str(BENCH))
-    import gpu_check
     from scripts.bench.gpu_checks import base, cases, results, workers
+    from scripts.bench.measure import gpu_check
 
     return SimpleNamespace(check=gpu_check, base=base, cases=cases, results=results, workers=workers)
 

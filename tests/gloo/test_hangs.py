@@ -1,4 +1,4 @@
-"""Hangs of every kind, provoked on real ranks by scripts/bench/measure/hangs.py: the output names rank, unit and place."""
+"""Hangs of every kind, provoked on real ranks by ``scripts.bench hangs``: the output names rank, unit and place."""
 
 from __future__ import annotations
 
@@ -10,11 +10,8 @@ from typing import Any
 import pytest
 from launching import Done, launch, run, write
 
-sys.path.append(str(Path(__file__).resolve().parents[2] / "scripts" / "bench"))
-
-from hangs import EXPECTED, LAUNCHERS, WAYS, provoke, train_healthily  # type: ignore[import-not-found]
-
 from hf_fsdp_plugin.cli.output import HANG
+from scripts.bench.measure.hangs import EXPECTED, LAUNCHERS, WAYS, provoke, train_healthily
 
 QUICK = {
     ("sleep", 1, "loop", "hf-fsdp"),

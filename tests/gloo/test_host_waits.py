@@ -6,9 +6,10 @@ from pathlib import Path
 
 import cases_host_waits as cases
 import pytest
-from scripts.bench.ranks.host_waits import STEP_CASES
 from ranks import Ranks
 from tiny import parallel_config
+
+from scripts.bench.ranks.host_waits import STEP_CASES
 
 
 @pytest.mark.parametrize("version", [1, 2])

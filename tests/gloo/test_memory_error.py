@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from matrices import slow
 
-SCRIPT = Path(__file__).parents[2] / "scripts" / "bench" / "memory_error.py"
+ROOT = Path(__file__).parents[2]
 SMALL = "layers=2,hidden=128,inter=256,heads=4,kv_heads=2,vocab=500,seq=128"
 QUICK = (f"family=llama,version=2,precision=bf16,checkpointing=1,{SMALL}", f"family=bert,version=1,{SMALL}")
 LONG = (
@@ -31,8 +31,8 @@ pytestmark = pytest.mark.skipif(
 @pytest.mark.parametrize("points", [QUICK, slow(LONG)], ids=["quick", "long"])
 def test_predicted_peak_is_near_the_measured_one(points: tuple[str, ...], tmp_path: Path) -> None:
     out = tmp_path / "memory_error.json"
-    command = [sys.executable, str(SCRIPT), "--out", str(out), "--points", *points]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    command = [sys.executable, "-m", "scripts.bench", "memory_error", "--out", str(out), "--points", *points]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     rows = json.loads(out.read_text())["points"]
     assert len(rows) == len(points)

@@ -12,7 +12,7 @@ import pytest
 from accelerator_build import available
 from matrices import slow
 
-SCRIPT = Path(__file__).parents[2] / "scripts" / "bench" / "memory_on_device.py"
+ROOT = Path(__file__).parents[2]
 SMALL = "layers=2,hidden=256,inter=512,heads=4,kv_heads=2,vocab=1000,seq=64,attention=eager"
 QUICK = (
     f"version=1,offload_params=1,{SMALL}",
@@ -34,9 +34,9 @@ def test_predicted_peak_equals_the_counter(points: tuple[str, ...], tmp_path: Pa
     if reason := available():
         pytest.skip(f"no simulated accelerator: {reason}")
     out = tmp_path / "memory_on_device.json"
-    command = [sys.executable, str(SCRIPT), "--out", str(out), "--points", *points]
+    command = [sys.executable, "-m", "scripts.bench", "memory_on_device", "--out", str(out), "--points", *points]
     environ = {**os.environ, "TMPDIR": str(tmp_path)}  # torchrun leaves an empty folder
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environ)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, env=environ)
     assert done.returncode == 0, done.stderr[-3000:]
     rows = json.loads(out.read_text())["points"]
     assert len(rows) == len(points)

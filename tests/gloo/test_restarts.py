@@ -18,9 +18,7 @@ from json_schema import assert_valid
 from launching import Done, environment, finish, free_port, is_gone, launch, run, start, wait_for, write
 from matrices import slow
 
-sys.path.append(str(Path(__file__).resolve().parents[2] / "scripts" / "bench"))
-
-from restarts import STEPS, measure  # type: ignore[import-not-found]
+from scripts.bench.measure.restarts import STEPS, measure
 
 LOOP = r"""
     import os, signal, sys

@@ -16,5 +16,5 @@ def test_calibrated_ranks_predict_their_step_time(two_ranks: Ranks, version: int
     assert not machine.overlaps
     assert {row.kind for row in machine.collectives} == {"all_gather", "reduce_scatter", "all_reduce"}
     assert all(value > 0 for curve in machine.curves.values() for _, value in curve)
-    # scripts/bench/measure/step_time.py measures the accuracy; this is a short calibration on a machine that runs other tests.
+    # "python -m scripts.bench step_time" measures the accuracy; this short calibration runs beside other tests.
     assert 1 / 3 < predicted / measured < 3

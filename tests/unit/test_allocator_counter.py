@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-sys.path.append(str(Path(__file__).parents[2] / "scripts" / "bench"))
 from scripts.bench.allocator import AllocatorCounter, NoCounter, build, preloaded
 
 pytestmark = pytest.mark.skipif(
@@ -57,7 +56,7 @@ assert (counter.current, counter.blocks) == (held, blocks)
 
 
 def test_counter_equals_allocations_by_hand(tmp_path: Path) -> None:
-    scripts = str(Path(__file__).parents[2] / "scripts" / "bench")
+    scripts = str(Path(__file__).parents[2])
     command = [sys.executable, "-c", ALLOCATE_BY_HAND, scripts]
     done = subprocess.run(command, env=preloaded(build(tmp_path)), capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

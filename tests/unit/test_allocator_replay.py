@@ -3,12 +3,10 @@
 import pickle
 import random
 import sys
-from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "scripts/bench/allocator"))
-import replay as script
+from scripts.bench.allocator import replay as script
 from scripts.bench.allocator.caching_allocator import CachingAllocator
 
 MIB = 1 << 20

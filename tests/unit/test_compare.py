@@ -10,11 +10,10 @@ from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "scripts" / "bench"))
+from scripts.bench.tables import compare
+from scripts.bench.tables.directions import direction_of
 
-import compare  # noqa: E402
-from scripts.bench.tables.directions import direction_of  # noqa: E402
+ROOT = Path(__file__).parents[2]
 
 
 def worse(old: Any, new: Any, threshold: float = 0.1) -> list[str]:
@@ -91,7 +90,7 @@ def test_figure_without_a_direction_is_named() -> None:
 
 
 def run(*words: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(ROOT / "scripts/bench/tables/compare.py"), *map(str, words)]
+    command = [sys.executable, "-m", "scripts.bench.tables.compare", *map(str, words)]
     return subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=ROOT)
 
 

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
 
-sys.path.append(str(Path(__file__).parents[2] / "scripts" / "bench"))
 from scripts.bench.measure.memory_points import POINTS, Point, parse_point
 
 

@@ -10,13 +10,14 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-SCRIPT = ROOT / "scripts" / "bench" / "update_results.py"
+SCRIPT = "scripts.bench.tables.update_results"
 HEAD = {"date": "2026-01-01", "machine": "a machine", "versions": {"torch": "2.13.0"}, "command": "measure it"}
 
 
 def update(tmp_path: Path, *flags: str) -> subprocess.CompletedProcess[str]:
     paths = ["--document", str(tmp_path / "results.md"), "--results", str(tmp_path)]
-    return subprocess.run([sys.executable, str(SCRIPT), *paths, *flags], capture_output=True, text=True, check=False)
+    command = [sys.executable, "-m", SCRIPT, *paths, *flags]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
 
 
 @pytest.fixture
@@ -50,23 +51,23 @@ def test_check_detects_an_outdated_document(tmp_path: Path, document: Path) -> N
 
 
 def test_project_results_are_up_to_date() -> None:
-    done = subprocess.run([sys.executable, str(SCRIPT), "--check"], capture_output=True, text=True, check=False)
+    command = [sys.executable, "-m", SCRIPT, "--check"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 
 
 def test_result_has_machine_and_command(tmp_path: Path) -> None:
     program = (
-        f"import sys, pathlib; sys.path.insert(0, {str(SCRIPT.parent)!r}); import update_results as u\n"
+        f"import pathlib; from {SCRIPT.rpartition('.')[0]} import update_results as u\n"
         f"u.TABLES['speed'] = u.plain; u.write_result('speed', pathlib.Path({str(tmp_path / 'a.json')!r}), {{'x': 1}})"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
     found = json.loads((tmp_path / "a.json").read_text())
-    assert found["command"] == "python scripts/bench/speed.py" and found["load_average_of_15_minutes"] >= 0
+    assert found["command"] == "python -m scripts.bench speed" and found["load_average_of_15_minutes"] >= 0
     assert {"date", "machine", "versions"} <= found.keys() and "| x | 1 |" in done.stdout
 
 
 def test_gpu_check_has_a_row_for_each_case(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(SCRIPT.parent))
     from scripts.bench.tables.update_results import gpu_check
 
     row = {"name": "scaler fp16", "version": 2, "ranks": 1, "status": "passed", "reason": "scale 65536", "code": "a"}

@@ -8,7 +8,7 @@ training script:
     ...                                                     # some steps
     torch.cuda.memory._dump_snapshot("snapshot.pickle")
 
-    python scripts/bench/allocator/replay.py snapshot.pickle
+    python -m scripts.bench.allocator.replay snapshot.pickle
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from scripts.bench.allocator.caching_allocator import AllocatorSettings, Block, CachingAllocator
 
 _SMALL_SEGMENT = 2 << 20

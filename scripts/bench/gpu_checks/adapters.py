@@ -6,8 +6,6 @@ import importlib.util
 from dataclasses import replace
 from typing import Any
 
-from scripts.bench.measure.memory_points import Point, make_model
-
 from scripts.bench.gpu_checks.base import (
     Case,
     Skipped,
@@ -20,6 +18,7 @@ from scripts.bench.gpu_checks.base import (
     on_rank_0,
     shared_folder,
 )
+from scripts.bench.measure.memory_points import Point, make_model
 
 _POINT = Point(lora=8, hidden=256, inter=512, layers=2, vocab=1024, heads=4, kv_heads=2, seq=64, batch=4)
 

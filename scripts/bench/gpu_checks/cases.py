@@ -6,9 +6,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
 from typing import Any
 
-from scripts.bench.gpu_checks.base import CHECKS, Case
 from hf_fsdp_plugin.devices import get_device
 from hf_fsdp_plugin.strategies import STRATEGIES
+from scripts.bench.gpu_checks.base import CHECKS, Case
 
 _FIRST: Sequence[str | tuple[str, Mapping[str, Any]]] = (
     "training", "sync_free_steps", "throughput", "prediction", "load_speed", "save_stall", "fused_resume",

@@ -10,8 +10,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from scripts.bench.common import ROOT
-
+from scripts.bench.common import child_environment
 from scripts.bench.gpu_checks.base import TINY, Case, Size, check, config, device_of, expect, on_rank_0, size_for
 
 _HANG_LIMIT = 8.0
@@ -136,8 +135,7 @@ def environment() -> dict[str, str]:
     """Return the variables of this rank for a program that starts ranks of its own."""
     set_by_launchers = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "GROUP_", "ROLE_", "TORCHELASTIC", "ACCELERATE")
     environ = {name: value for name, value in os.environ.items() if not name.startswith(set_by_launchers)}
-    paths = [str(ROOT), str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
-    return {**environ, "PYTHONPATH": os.pathsep.join(paths)}
+    return child_environment(environ)
 
 
 @check(seconds=30, limit=150)

@@ -8,12 +8,9 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
-from scripts.bench.common import ROOT
-from scripts.bench.measure.memory_points import Point
-
+from scripts.bench.common import child_environment
 from scripts.bench.gpu_checks.base import (
     Case,
     Run,
@@ -28,6 +25,7 @@ from scripts.bench.gpu_checks.base import (
     size_for,
     torch_device,
 )
+from scripts.bench.measure.memory_points import Point
 
 _ERROR = {"closed_form": 0.2, "traced": 0.05}
 """Largest relative error of a predicted peak of allocated memory."""
@@ -136,9 +134,8 @@ def start_prediction(point: Point, case: Case) -> subprocess.Popen[str]:
     """Start predict.py, which runs beside the measurement."""
     set_for_ranks = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     environ = {name: value for name, value in os.environ.items() if name not in set_for_ranks}
-    paths = [str(Path(__file__).parents[1]), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environ |= {"PYTHONPATH": os.pathsep.join(paths), "CUDA_VISIBLE_DEVICES": ""}
+    environ = child_environment(environ) | {"CUDA_VISIBLE_DEVICES": ""}
     return subprocess.Popen(
-        [sys.executable, "-m", "gpu_checks.predict", str(point), case["device"], *capability(case)],
+        [sys.executable, "-m", "scripts.bench.gpu_checks.predict", str(point), case["device"], *capability(case)],
         env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip

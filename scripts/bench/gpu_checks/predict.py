@@ -17,11 +17,11 @@ def predict(point: Point, device_type: str, capability: float | None = None) -> 
     Allocated and reserved memory are without the workspaces of cuBLAS; the total has all that the driver counts.
     """
     import torch
-    from scripts.bench.traced_memory import trace_memory
 
     import hf_fsdp_plugin as hfp
     from hf_fsdp_plugin.estimate.memory import estimate_memory
     from hf_fsdp_plugin.estimate.memory.device import Gpu, framework_bytes
+    from scripts.bench.traced_memory import trace_memory
 
     with torch.device("meta"):
         model = make_model(point)

@@ -6,9 +6,9 @@ import sys
 import time
 from typing import Any
 
-from scripts.bench.common import make_dataset, make_llama
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
+from scripts.bench.common import make_dataset, make_llama
 from scripts.bench.gpu_checks.base import SIZES, TINY
 
 output_dir, precision, name, *faults = sys.argv[1:]

@@ -70,10 +70,10 @@ def random_point(numbers: random.Random) -> Point:
 def compared(point: Point, device: str) -> dict[str, Any]:
     """Return the peaks of both methods; if one is refused, the code of its problem, or ``trace``."""
     import torch
-    from scripts.bench.traced_memory import CannotTrace, trace_memory
 
     import hf_fsdp_plugin as hfp
     from hf_fsdp_plugin.estimate.memory import estimate_memory
+    from scripts.bench.traced_memory import CannotTrace, trace_memory
 
     start = time.process_time()
     row: dict[str, Any] = {"point": str(point), "device": device}

@@ -9,13 +9,12 @@ rounds. Bytecode files are in use, as in an installed package; ``PYTHONDONTWRITE
 
 from __future__ import annotations
 
-import os
 import statistics
 import subprocess
 import sys
 import time
 
-from scripts.bench.common import ROOT, make_parser
+from scripts.bench.common import ROOT, child_environment, make_parser
 from scripts.bench.tables.update_results import write_result
 
 CONFIG = "configs/fsdp2_full_shard.yaml"
@@ -36,8 +35,8 @@ def main() -> int:
     parser = make_parser(__doc__, "command_start")
     parser.add_argument("--rounds", type=int, default=41)
     args = parser.parse_args()
-    environ = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
-    environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    environ = child_environment()
+    environ.pop("PYTHONDONTWRITEBYTECODE", None)
     seconds: dict[str, list[float]] = {name: [] for name in COMMANDS}
     for number in range(args.rounds + 1):  # the first round writes the bytecode files
         for name, arguments in COMMANDS.items():

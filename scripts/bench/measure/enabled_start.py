@@ -19,11 +19,10 @@ import time
 import venv
 from pathlib import Path
 
-from scripts.bench.common import ROOT, make_parser
-from scripts.bench.tables.update_results import write_result
-
 from hf_fsdp_plugin.cli.enable import FILE_NAME, TEXT
 from hf_fsdp_plugin.integrations.rank_process import RANK_VARIABLE
+from scripts.bench.common import ROOT, make_parser
+from scripts.bench.tables.update_results import write_result
 
 RANK = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
 CASES: dict[str, tuple[str, dict[str, str], int]] = {

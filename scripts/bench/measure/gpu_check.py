@@ -22,13 +22,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from hf_fsdp_plugin.problems import SpecError
 from scripts.bench.common import RESULTS, ROOT, describe_machine
 from scripts.bench.gpu_checks.base import CHECKS, Case, Unusable
 from scripts.bench.gpu_checks.cases import cases, full_name, key
 from scripts.bench.gpu_checks.results import NOT_SHOWN, Results, code_version, row_key
 from scripts.bench.gpu_checks.workers import Workers
-
-from hf_fsdp_plugin.problems import SpecError
 
 RESULT = RESULTS / "gpu_check.json"
 _START_SECONDS = 15.0

@@ -5,7 +5,7 @@
     python -m scripts.bench hangs --kinds skip --replace   # measures one kind again
     python -m scripts.bench hangs --healthy 30         # minutes of slow training without faults: counts alarms
 
-Each run is a real launch of ``hang_ranks.py``; srun is imitated by Slurm's variables. The result goes to
+Each run is a real launch of ``scripts/bench/ranks/hangs.py``; srun is imitated by Slurm's variables. The result goes to
 docs/results/hangs.json. FSDP1 and FSDP2 take turns under the launchers except ``hf-fsdp launch`` and torchrun.
 """
 
@@ -26,10 +26,10 @@ from dataclasses import asdict, dataclass
 from itertools import product
 from pathlib import Path
 
-from scripts.bench.common import ROOT, make_parser
+from scripts.bench.common import RANKS, child_environment, make_parser
 from scripts.bench.tables.update_results import write_result
 
-SCRIPT = Path(__file__).with_name("hang_ranks.py")
+SCRIPT = RANKS / "hangs.py"
 LIMIT = 4.0
 MARGIN = 10.0
 """Seconds from the limit to the message; all ranks share two cores."""
@@ -157,8 +157,7 @@ def launch(
         their stderr, and the time of the first problem in it.
     """
     (folder / "fsdp.yaml").write_text(CONFIG)
-    base = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    base |= {"ACCELERATE_USE_CPU": "true", "TMPDIR": str(folder)}
+    base = child_environment() | {"HF_HUB_OFFLINE": "1", "ACCELERATE_USE_CPU": "true", "TMPDIR": str(folder)}
     read, write = os.pipe()  # of all processes, as a terminal
     processes = [
         subprocess.Popen(

@@ -20,7 +20,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from scripts.bench.common import ROOT, make_parser, run_two_ranks
+from scripts.bench.common import RANKS, ROOT, child_environment, make_parser, run_two_ranks
 from scripts.bench.tables.update_results import write_result
 
 sys.path.insert(0, str(ROOT / "tests" / "accelerator"))
@@ -65,13 +65,13 @@ def _run(who: str, version: int, only: list[str]) -> dict[str, Any]:
     """Return the waits of rank 0 by case: a list of places per step, or one list."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "waits.json"
+        inherited = {name: text for name, text in os.environ.items() if not name.startswith(("FSDP_", "ACCELERATE_"))}
         environ = {
-            **{name: value for name, value in os.environ.items() if not name.startswith(("FSDP_", "ACCELERATE_"))},
-            "PYTHONPATH": os.pathsep.join([str(BACKEND), str(ROOT), os.environ.get("PYTHONPATH", "")]),
+            **child_environment(inherited, BACKEND),
             "HF_HUB_OFFLINE": "1",
             "TRANSFORMERS_VERBOSITY": "error",
         }
-        script = str(Path(__file__).with_name("host_waits_ranks.py"))
+        script = str(RANKS / "host_waits.py")
         code = run_two_ranks(script, [who, str(version), folder, *only], environ)
         if code != 0:
             raise SystemExit(f"{who}, FSDP{version}: exit code {code}")

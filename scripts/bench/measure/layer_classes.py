@@ -24,13 +24,13 @@ from typing import Any
 
 import torch
 import transformers
-from scripts.bench.common import describe_machine, make_parser
 from torch import nn
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_MAPPING
 
 from hf_fsdp_plugin.plan.modules import ModuleTree, class_names, no_split_classes
 from hf_fsdp_plugin.plan.names import ancestors
+from scripts.bench.common import describe_machine, make_parser
 
 SECONDS = 60
 """Limit for one model."""

@@ -36,7 +36,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from scripts.bench.common import ROOT, make_llama, make_parser
+from scripts.bench.common import child_environment, make_llama, make_parser
 from scripts.bench.tables.update_results import write_result
 
 WAYS = ("plugin", "plugin, FSDP1", "stock", "stock, RAM-efficient", "Transformers")
@@ -185,11 +185,9 @@ def run_ranks(way: str, world: int, folder: Path, script: str = __file__) -> dic
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     environ = {
-        **os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "MASTER_ADDR": "127.0.0.1",
-        "WORLD_SIZE": str(world),
+        **child_environment(), "HF_HUB_OFFLINE": "1", "MASTER_ADDR": "127.0.0.1", "WORLD_SIZE": str(world),
         "MASTER_PORT": str(port), "LOCAL_WORLD_SIZE": str(world), "ACCELERATE_USE_CPU": "true", "TQDM_DISABLE": "1",
     }  # fmt: skip
-    environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     ranks = [
         subprocess.Popen(
             [sys.executable, script, "--rank", way, str(folder)],

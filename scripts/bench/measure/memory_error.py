@@ -28,7 +28,15 @@ from typing import Any
 
 from scripts.bench.allocator import NoCounter, restart_with_counter
 from scripts.bench.common import make_parser
-from scripts.bench.measure.memory_points import POINTS, Point, make_model, make_spec, make_workload, measure, parse_point
+from scripts.bench.measure.memory_points import (
+    POINTS,
+    Point,
+    make_model,
+    make_spec,
+    make_workload,
+    measure,
+    parse_point,
+)
 from scripts.bench.tables.update_results import write_result
 
 STEPS = 3
@@ -47,10 +55,10 @@ def parse_args() -> argparse.Namespace:
 def predict(point: Point) -> dict[str, Any]:
     """Return the peaks that the methods predict, in bytes, and how long this took."""
     import torch
-    from scripts.bench.traced_memory import CannotTrace, trace_memory
 
     import hf_fsdp_plugin as hfp
     from hf_fsdp_plugin.estimate.memory import estimate_memory
+    from scripts.bench.traced_memory import CannotTrace, trace_memory
 
     with torch.device("meta"):
         model = make_model(point)

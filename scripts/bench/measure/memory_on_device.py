@@ -22,7 +22,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from scripts.bench.common import ROOT, make_parser, run_two_ranks
+from scripts.bench.common import ROOT, child_environment, make_parser, run_two_ranks
 from scripts.bench.measure.memory_points import Point, make_model, make_spec, make_workload, parse_point, train_step
 from scripts.bench.tables.update_results import write_result
 
@@ -74,7 +74,7 @@ def main() -> int:
     if reason := available():
         print(f"The simulated accelerator cannot be built: {reason}.", file=sys.stderr)
         return 1
-    environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(BACKEND), str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    environ = child_environment(os.environ, BACKEND)
     chosen = ["--points", *map(str, points)]
     with tempfile.TemporaryDirectory(prefix="memory_on_device_") as folder:
         predicted, measured = Path(folder) / "predicted.json", Path(folder) / "measured.json"
@@ -96,10 +96,10 @@ def main() -> int:
 def predict(point: Point) -> dict[str, Any]:
     """Return the peaks that the methods predict in bytes, and where they are in the step."""
     import torch
-    from scripts.bench.traced_memory import trace_memory
 
     import hf_fsdp_plugin as hfp
     from hf_fsdp_plugin.estimate.memory import estimate_memory
+    from scripts.bench.traced_memory import trace_memory
 
     with torch.device("meta"):
         model = make_model(point)
@@ -136,10 +136,10 @@ def measure(point: Point) -> int:
     import gc
 
     import torch
-    from scripts.bench.traced_memory.optimizers import make_optimizers
 
     import hf_fsdp_plugin as hfp
     from hf_fsdp_plugin.estimate.memory.meta_model import meta_batch
+    from scripts.bench.traced_memory.optimizers import make_optimizers
 
     accelerator = hfp.accelerator(make_spec(point, use_cpu=False), gradient_accumulation_steps=point.accumulation)
     memory = torch.get_device_module(DEVICE)

@@ -242,11 +242,11 @@ def make_workload(point: Point) -> Any:
 def measure(rank: int, report: Callable[..., None], point: Point, steps: int) -> None:
     """Train and report the allocator's peak of each step from the second on, above what it held before the model."""
     import torch
-    from scripts.bench.allocator import AllocatorCounter
-    from scripts.bench.traced_memory.optimizers import make_optimizers
 
     import hf_fsdp_plugin as hfp
     from hf_fsdp_plugin.estimate.memory.meta_model import meta_batch
+    from scripts.bench.allocator import AllocatorCounter
+    from scripts.bench.traced_memory.optimizers import make_optimizers
 
     counter = AllocatorCounter()
     before = counter.current

@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 import transformers as hf
-from scripts.bench.common import make_parser
-from scripts.bench.tables.update_results import write_result
 
 from hf_fsdp_plugin.estimate.machines import machine_named
 from hf_fsdp_plugin.estimate.planner import advise
+from scripts.bench.common import make_parser
+from scripts.bench.tables.update_results import write_result
 
 _LLAMA = hf.LlamaForCausalLM, hf.LlamaConfig
 MODELS: dict[str, tuple[Any, Any, dict[str, int], int]] = {

@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import transformers as hf
-from scripts.bench.common import ROOT, make_parser
+
+from scripts.bench.common import ROOT, child_environment, make_parser
 from scripts.bench.tables.update_results import write_result
 
 MODELS: dict[str, tuple[str, type[hf.PreTrainedConfig], dict[str, Any]]] = {
@@ -57,8 +58,7 @@ def main() -> int:
 
 
 def environment() -> dict[str, str]:
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    return {**os.environ, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1"}
+    return {**child_environment(), "HF_HUB_OFFLINE": "1"}
 
 
 def timed(command: list[str]) -> dict[str, Any]:

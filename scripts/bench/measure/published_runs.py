@@ -19,15 +19,26 @@ from typing import Any
 
 import numpy as np
 import yaml
-from scripts.bench.measure.clock_fit import PRIORS, Array, Linear, fit, folds, held_out, interval, linearize, start, values_of
-from scripts.bench.common import make_parser
-from scripts.bench.tables.update_results import write_result
 
 import hf_fsdp_plugin as hfp
 from hf_fsdp_plugin.estimate.machines import Link, Machine, machine_named
 from hf_fsdp_plugin.estimate.op_costs import OpCost, UnitCosts
 from hf_fsdp_plugin.estimate.time import TimeModel
 from hf_fsdp_plugin.estimate.workload import Workload
+from scripts.bench.common import make_parser
+from scripts.bench.measure.clock_fit import (
+    PRIORS,
+    Array,
+    Linear,
+    fit,
+    folds,
+    held_out,
+    interval,
+    linearize,
+    start,
+    values_of,
+)
+from scripts.bench.tables.update_results import write_result
 
 DATA = Path(__file__).with_suffix(".yaml")
 COVERAGE = 0.9

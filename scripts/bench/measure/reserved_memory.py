@@ -56,9 +56,9 @@ def main() -> int:
 def simulated(point: Point) -> dict[str, Any]:
     """Return the allocated peak of a point in bytes, and the memory of the allocator over it."""
     import torch
-    from scripts.bench.traced_memory import trace_memory
 
     import hf_fsdp_plugin as hfp
+    from scripts.bench.traced_memory import trace_memory
 
     with torch.device("meta"):
         model = make_model(point)

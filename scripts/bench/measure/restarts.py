@@ -26,10 +26,9 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-from scripts.bench.common import ROOT, make_parser
-from scripts.bench.tables.update_results import write_result
-
 from hf_fsdp_plugin.text import format_table
+from scripts.bench.common import RANKS, child_environment, make_parser
+from scripts.bench.tables.update_results import write_result
 
 STEPS, SAVE_STEPS = 60, 5
 MOMENTS = ("imports", "training", "saving")
@@ -65,8 +64,8 @@ def start(folder: Path, launcher: str, version: int, way: str, max_restarts: int
     (folder / "fsdp.yaml").write_text(CONFIG.format(version=version))
     words = ["--max_restarts", str(max_restarts), *(["-m", "hf_fsdp_plugin"] if launcher == "torchrun" else [])]
     words += ["--config_file", str(folder / "fsdp.yaml"), "--report", str(folder / "fsdp_report.json")]
-    script = [str(ROOT / "scripts" / "bench" / "restarts_script.py"), str(folder), str(STEPS), str(SAVE_STEPS), way]
-    environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    script = [str(RANKS / "restarts.py"), str(folder), str(STEPS), str(SAVE_STEPS), way]
+    environ = child_environment()
     # Otherwise the ranks of an attempt may find the addresses of those before in the store, and torchrun fails.
     environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     with (folder / "log").open("wb") as log:

@@ -20,7 +20,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from scripts.bench.common import ROOT, make_parser
+from scripts.bench.common import child_environment, make_parser
 from scripts.bench.tables.update_results import write_result
 
 SCRIPT = """
@@ -116,8 +116,8 @@ def main() -> int:
 def measure(name: str, folder: Path) -> tuple[dict[str, float], set[str]]:
     """Run a command, and return point -> seconds since its start without the model's, and the imported modules."""
     environ = {key: value for key, value in os.environ.items() if key != "PYTHONDONTWRITEBYTECODE"}
-    environ |= {"START_OUT": str(folder / "out"), "START_MARKS": str(folder / "marks.json"), "OMP_NUM_THREADS": "1"}
-    environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    environ |= {"START_OUT": str(folder / "out"), "START_MARKS": str(folder / "marks.json")}
+    environ = child_environment(environ)
     start = time.time()
     command = [sys.executable, *COMMANDS[name], "train.py"]
     subprocess.run(command, cwd=folder, env=environ, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, check=True)

@@ -146,6 +146,7 @@ def train() -> None:
     import torch
     from accelerate import Accelerator
     from accelerate.utils import GradientAccumulationPlugin
+
     from scripts.bench.common import make_llama
 
     parser = argparse.ArgumentParser()

@@ -27,7 +27,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from scripts.bench.common import ROOT, make_parser
+from scripts.bench.common import RANKS, ROOT, make_parser
 from scripts.bench.ranks.two_hosts_link import ADDRESSES, FOLDER, Hosts
 from scripts.bench.tables.update_results import write_result
 
@@ -50,7 +50,7 @@ fsdp_config:
   fsdp_auto_wrap_policy: SIZE_BASED_WRAP
   fsdp_min_num_params: 100000
 """
-SCRIPT = str(ROOT / "scripts" / "bench" / "two_hosts_script.py")
+SCRIPT = str(RANKS / "two_hosts.py")
 
 
 class Run:

@@ -1,7 +1,7 @@
 """A training script that hangs in a given way. ``hangs.py`` and tests/gloo/test_hangs.py launch it on two ranks.
 
-``python hang_ranks.py KIND loop|trainer``: an own loop with Accelerate, or the Trainer. The time of the fault is
-written to the file ``provoked``. ``python hang_ranks.py healthy SECONDS`` trains slowly without faults.
+``python hangs.py KIND loop|trainer``: an own loop with Accelerate, or the Trainer. The time of the fault is
+written to the file ``provoked``. ``python hangs.py healthy SECONDS`` trains slowly without faults.
 """
 
 from __future__ import annotations

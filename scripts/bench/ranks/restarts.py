@@ -15,8 +15,9 @@ FOLDER, MAX_STEPS, SAVE_STEPS, WAY = Path(sys.argv[1]), int(sys.argv[2]), int(sy
 RANK, ATTEMPT = os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"]
 (FOLDER / f"pid_{ATTEMPT}_{RANK}").write_text(str(os.getpid()))  # before the imports, which take seconds
 
-from scripts.bench.common import make_dataset, make_llama  # noqa: E402
 from transformers import Trainer, TrainerCallback, TrainingArguments  # noqa: E402
+
+from scripts.bench.common import make_dataset, make_llama  # noqa: E402
 
 
 class WriteLosses(TrainerCallback):

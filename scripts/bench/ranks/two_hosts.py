@@ -13,12 +13,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
-from scripts.bench.ranks.two_hosts_link import transferred
 
 import hf_fsdp_plugin as hfp
 from hf_fsdp_plugin.backends.sharding.shard import plan_of
 from hf_fsdp_plugin.estimate.communication import estimate_communication
 from hf_fsdp_plugin.estimate.workload import Workload
+from scripts.bench.ranks.two_hosts_link import transferred
 
 WIDTH, LAYERS, WARM_UP, STEPS, SAVE_STEPS = 512, 6, 2, 4, 3
 PROBE_BYTES = 4_000_000

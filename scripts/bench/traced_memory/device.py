@@ -8,7 +8,6 @@ from typing import Any, Final
 
 import torch
 import torch.nn.functional as F
-from scripts.bench.allocator.caching_allocator import MIN_BLOCK
 from torch.autograd.graph import saved_tensors_hooks
 
 from hf_fsdp_plugin.backends.sharding import module_forwards as checkpointing
@@ -16,6 +15,7 @@ from hf_fsdp_plugin.estimate.memory.device import Gpu, framework_bytes
 from hf_fsdp_plugin.estimate.memory.tracker import dropout_with_byte_mask, run_attention
 from hf_fsdp_plugin.estimate.results import MemoryKind
 from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan
+from scripts.bench.allocator.caching_allocator import MIN_BLOCK
 from scripts.bench.traced_memory.recorder import Block, Recorder, ShardCopies
 
 _KINDS: Final[dict[str, MemoryKind]] = {

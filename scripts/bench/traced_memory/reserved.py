@@ -8,12 +8,11 @@ from dataclasses import replace
 from itertools import takewhile
 from typing import Final
 
-from scripts.bench.allocator.caching_allocator import AllocatorSettings, CachingAllocator, OutOfDeviceMemory
-from scripts.bench.allocator.caching_allocator import Block as Allocation
-
 from hf_fsdp_plugin.estimate.memory.device import Gpu, device_memory, workspaces
 from hf_fsdp_plugin.estimate.results import DeviceMemory
 from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan
+from scripts.bench.allocator.caching_allocator import AllocatorSettings, CachingAllocator, OutOfDeviceMemory
+from scripts.bench.allocator.caching_allocator import Block as Allocation
 from scripts.bench.traced_memory.recorder import Block, Event
 
 _REPEATS: Final = 4

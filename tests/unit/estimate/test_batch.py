@@ -7,7 +7,6 @@ import pytest
 import torch
 import transformers as hf
 from peft import LoraConfig, get_peft_model
-from scripts.bench.traced_memory import trace_memory
 
 import hf_fsdp_plugin as hfp
 from hf_fsdp_plugin.estimate.memory import estimate_memory
@@ -15,6 +14,7 @@ from hf_fsdp_plugin.estimate.memory.meta_model import meta_batch
 from hf_fsdp_plugin.estimate.op_costs import unit_costs
 from hf_fsdp_plugin.estimate.workload import Workload
 from hf_fsdp_plugin.problems import SpecError
+from scripts.bench.traced_memory import trace_memory
 
 SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
 

@@ -8,6 +8,7 @@ import random
 from itertools import pairwise
 
 import pytest
+
 from scripts.bench.allocator.caching_allocator import AllocatorSettings, CachingAllocator, OutOfDeviceMemory
 
 MIB = 1 << 20

@@ -5,10 +5,6 @@ from dataclasses import replace
 import pytest
 import torch
 import transformers as hf
-from scripts.bench.allocator.caching_allocator import CachingAllocator
-from scripts.bench.traced_memory import trace_memory
-from scripts.bench.traced_memory.recorder import Block, Event
-from scripts.bench.traced_memory.reserved import Replay
 
 import hf_fsdp_plugin as hfp
 from hf_fsdp_plugin.cli.plan.arguments import Planned
@@ -26,6 +22,10 @@ from hf_fsdp_plugin.estimate.memory.device import (
     workspaces,
 )
 from hf_fsdp_plugin.estimate.workload import Workload, update_loop
+from scripts.bench.allocator.caching_allocator import CachingAllocator
+from scripts.bench.traced_memory import trace_memory
+from scripts.bench.traced_memory.recorder import Block, Event
+from scripts.bench.traced_memory.reserved import Replay
 
 MIB = 1 << 20
 STEP = Workload(micro_batch=1, seq_len=64)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,12 +15,10 @@ from hf_fsdp_plugin.estimate.machines import machine_named
 from hf_fsdp_plugin.estimate.time import interval_of
 from hf_fsdp_plugin.plan.resolve import resolve
 from hf_fsdp_plugin.spec.load import load_spec
+from scripts.bench.measure import clock_fit
+from scripts.bench.measure import published_runs as published
 
 ROOT = Path(__file__).resolve().parents[3]
-sys.path.insert(0, str(ROOT / "scripts" / "bench"))
-
-import clock_fit  # noqa: E402
-import published_runs as published  # noqa: E402
 
 RESULT = json.loads((ROOT / "docs" / "results" / "published_runs.json").read_text(encoding="utf-8"))
 DENSE = [row for row in RESULT["rows"] if row["source"] not in published.SPECIAL]

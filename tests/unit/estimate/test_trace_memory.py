@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 import transformers as hf
 from torch import nn
-from scripts.bench.traced_memory import CannotTrace, TracedMemory, trace_memory
 
 from hf_fsdp_plugin.estimate.memory import estimate_memory
 from hf_fsdp_plugin.estimate.workload import Workload
@@ -23,6 +22,7 @@ from hf_fsdp_plugin.problems import SpecError
 from hf_fsdp_plugin.spec.load import load_spec
 from hf_fsdp_plugin.torch_private.fake import fake_process_group
 from hf_fsdp_plugin.torch_private.fsdp2 import installed_behavior
+from scripts.bench.traced_memory import CannotTrace, TracedMemory, trace_memory
 
 STEP = Workload(micro_batch=2, seq_len=4, update_loop="for_loop", clip_norm=False)
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.fsdp  # registers the operators of FSDP2
+
 from scripts.bench.traced_memory.private import FakeTensorMode, fake_tensor_group
 from scripts.bench.traced_memory.recorder import Event, Recorder, ShardCopies
 

@@ -1,7 +1,6 @@
 """LoRA and QLoRA: which parameters are trained, and what packed weights take."""
 
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -12,8 +11,6 @@ from hf_fsdp_plugin.estimate.memory import estimate_memory
 from hf_fsdp_plugin.estimate.workload import Workload
 from hf_fsdp_plugin.integrations.peft import with_lora
 from hf_fsdp_plugin.problems import SpecError
-
-sys.path.append(str(Path(__file__).resolve().parents[3] / "scripts" / "bench"))
 from scripts.bench.traced_memory import trace_memory
 
 HIDDEN, INNER, LAYERS, RANK = 64, 128, 6, 4

@@ -1,0 +1,123 @@
+"""The benchmarks, one row each: the program that writes ``docs/results/NAME.json``, its time limit and small sizes."""
+
+from __future__ import annotations
+
+import ast
+import shutil
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from scripts.bench.common import ROOT
+
+QUICK_MINUTES = 10.0
+"""Time limit of a benchmark with small sizes."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Benchmark:
+    """One row.
+
+    Attributes:
+        quick: the arguments for small sizes; ``None`` if the program has none.
+        minutes: time limit with the sizes of docs/results.
+        program: words after the Python interpreter; empty for ``scripts/bench/measure/NAME.py``.
+        shell: words of a command that is no Python program. It replaces ``program``.
+        arguments: the arguments for the sizes of docs/results.
+    """
+
+    name: str
+    quick: str | None = None
+    minutes: float = 45.0
+    program: str = ""
+    shell: str = ""
+    arguments: str = ""
+
+    def command(self, *, quick: bool, out: str) -> list[str] | None:
+        """Return the words that run the benchmark; ``None`` if it has no small sizes and ``quick`` asks for them."""
+        if quick and self.quick is None:
+            return None
+        program = [sys.executable, *(self.program or f"-m scripts.bench {self.name}").split()]
+        if quick:
+            return [*program, *(self.quick or "").split(), "--out", out]
+        return [*(self.shell.split() or program), *self.arguments.split()]
+
+    def subject(self) -> str:
+        """Return the first line of the program's docstring, which says what it measures."""
+        words = self.program or f"scripts/bench/measure/{self.name}.py"
+        path = ROOT / words.removeprefix("-m scripts.bench ").split()[0]
+        if not path.suffix:
+            path = ROOT / f"scripts/bench/measure/{path.name}.py"
+        return (ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or "").partition("\n")[0]
+
+
+_SMALL_MODEL = "--layers 2 --hidden 64 --length 32"
+BENCHMARKS = (
+    Benchmark(
+        name="checkpoint_save", minutes=60, quick="--rounds 1 --full-rounds 1 --layers 2 --hidden 128 --vocabulary 1000"
+    ),
+    Benchmark(name="closed_against_trace", quick="--settings 2"),
+    Benchmark(name="command_start", quick="--rounds 3"),
+    Benchmark(name="computed_weights", quick="--rounds 1"),
+    Benchmark(name="enabled_start", quick="--pairs 60"),
+    Benchmark(name="gloo_connections", quick="--worlds 16"),
+    Benchmark(name="hang_overhead", quick=f"--pairs 2 {_SMALL_MODEL}"),
+    Benchmark(name="hangs", quick="--kinds sleep skip --versions 2 --ways loop"),
+    Benchmark(
+        name="hangs_healthy",
+        minutes=90,
+        program="-m scripts.bench hangs",
+        arguments="--healthy 30",
+        quick="--healthy 0.2 --versions 2",
+    ),
+    Benchmark(name="host_waits"),
+    Benchmark(name="large_world", minutes=60, quick="--worlds 2 --fsdp1-worlds --layers 2"),
+    Benchmark(name="layer_classes", quick="--only bert"),
+    Benchmark(name="load", quick="--rounds 1 --worlds 2"),
+    Benchmark(name="many_ranks", quick="--worlds 4"),
+    Benchmark(name="memory_error", minutes=90, quick="--only family=llama,version=1,strategy=full_shard"),
+    Benchmark(name="memory_on_device"),
+    Benchmark(name="merge", quick="--pairs 1"),
+    Benchmark(name="planner_time", quick=""),
+    Benchmark(name="preflight_time", quick="--only BERT"),
+    Benchmark(name="published_runs", quick=""),
+    Benchmark(name="readers", quick="--rounds 1"),
+    Benchmark(name="renamed_names", quick="--only FSDPParam.sharded_param"),
+    Benchmark(name="reserved_memory", quick="--points 1"),
+    Benchmark(name="restarts", quick="--kills 1 --versions 2"),
+    Benchmark(name="resume", quick="--rounds 1"),
+    Benchmark(name="resume_parity", quick=""),
+    Benchmark(name="start", quick="--rounds 1"),
+    Benchmark(name="step_overhead", quick=f"--pairs 2 {_SMALL_MODEL}"),
+    Benchmark(name="step_time", quick="--ranks 2 --rounds 1 --only bert"),
+    Benchmark(name="suggestions", quick="--cases data --rounds 1"),
+    Benchmark(name="survival", minutes=120, quick="--trials 4 --no-disk-full"),
+    Benchmark(name="throughput", minutes=90, quick="--quick"),
+    Benchmark(name="two_hosts", quick="--only bytes --versions 2"),
+    Benchmark(name="unexpressed", quick="--quick"),
+    Benchmark(name="verified_reads", quick="--pairs 1 --layers 2 --hidden 128"),
+    Benchmark(
+        name="generated_values",
+        program="scripts/generated_values.py",
+        arguments="--cases 1000000 --seed 1",
+        quick="--cases 2000",
+    ),
+    Benchmark(name="ecosystem", minutes=240, program="scripts/run_ecosystem.py", shell="bash scripts/ecosystem.sh"),
+    Benchmark(name="matrix", minutes=240, program="scripts/run_matrix.py", shell="bash scripts/matrix.sh"),
+    Benchmark(name="peers", minutes=480, program="scripts/run_peers.py"),
+)
+
+
+def chosen(names: Sequence[str]) -> list[Benchmark]:
+    """Return the named benchmarks, by default all that this machine can run.
+
+    Raises:
+        KeyError: there is no benchmark of a name.
+    """
+    gpu = Benchmark(
+        name="gpu_check", program="-m scripts.bench gpu_check", shell="bash scripts/gpu_check.sh", arguments="--again"
+    )
+    known = {row.name: row for row in (*BENCHMARKS, gpu)}
+    if names:
+        return [known[name] for name in names]
+    return [row for row in known.values() if row is not gpu or shutil.which("nvidia-smi")]
