@@ -81,8 +81,9 @@ def measure(args: argparse.Namespace) -> None:
     calls_per_step = (after.count - before.count - 2) / args.block  # without the two barriers of a block
     times = alternate(args, step, lambda is_open: setattr(record, "is_open", is_open), rank)
     per_call = record_seconds(record)
-    watcher_share = idle_share()
+    watched = idle_share()
     watch.disarm()
+    watcher_share = watched - idle_share()  # without the threads of gloo
     if rank == 0:
         write(args, times, calls_per_step, per_call, watcher_share)
     dist.barrier()
