@@ -30,6 +30,6 @@ esac
 
 export OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 status=0
-PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} "$python" scripts/run_ecosystem.py "$@" || status=$?
+"$python" -m scripts.run_ecosystem "$@" || status=$?
 "$python" -m scripts.bench.tables.update_results
 exit $status

@@ -1,7 +1,7 @@
 """Compare generated values, keys, words and files with what docs/settings.md states about them.
 
-    python scripts/generated_values.py --cases 1000000 --seed 1 --processes 2
-    python scripts/generated_values.py --seed 1 --replay 31415        # print one case and its result
+    python -m scripts.generated_values --cases 1000000 --seed 1 --processes 2
+    python -m scripts.generated_values --seed 1 --replay 31415        # print one case and its result
 
 A case is one call of ``spec.load.assess`` with generated sources. Its expected result comes from
 ``tests/unit/generated/oracle.py``, which reads the document and does not import the package. The exit code is 1 if a
@@ -21,7 +21,7 @@ from pathlib import Path
 from random import Random
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT / "tests" / "unit" / "generated"), str(ROOT)]
+sys.path.insert(0, str(ROOT / "tests" / "unit" / "generated"))
 
 from cases import BUILDERS, Builder, Case, pick  # noqa: E402
 from checking import disagreement  # noqa: E402
@@ -107,7 +107,7 @@ def main() -> int:
             if time.monotonic() - began > 60 * args.minutes:
                 break
     result = {
-        "command": f"python scripts/generated_values.py --cases {cases.total()} --seed {args.seed}",
+        "command": f"python -m scripts.generated_values --cases {cases.total()} --seed {args.seed}",
         "num_cases": cases.total(),
         "num_values": values.total(),
         "kinds": {kind: {"cases": cases[kind], "values": values[kind]} for kind in sorted(cases)},

@@ -24,4 +24,4 @@ esac
 
 . scripts/environment.sh
 make_environment
-exec "$python" scripts/run_matrix.py "$@"
+exec "$python" -m scripts.run_matrix "$@"

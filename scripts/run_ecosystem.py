@@ -16,12 +16,12 @@ import sys
 import time
 from pathlib import Path
 
-from ecosystem.assets import make_assets
-from ecosystem.cases import CASES
-from ecosystem.grouped import BEHAVIORS, Behavior
-from ecosystem.model import VERSIONS, Case
-from ecosystem.results import SKIPPED, Row, is_expected, merge_rows, run_behaviors, run_case, select, write_rows
-from ecosystem.runs import Suite
+from scripts.ecosystem.assets import make_assets
+from scripts.ecosystem.cases import CASES
+from scripts.ecosystem.grouped import BEHAVIORS, Behavior
+from scripts.ecosystem.model import VERSIONS, Case
+from scripts.ecosystem.results import SKIPPED, Row, is_expected, merge_rows, run_behaviors, run_case, select, write_rows
+from scripts.ecosystem.runs import Suite
 
 ROOT = Path(__file__).resolve().parents[1]
 

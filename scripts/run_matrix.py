@@ -18,10 +18,9 @@ from typing import Any
 
 import yaml
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+from scripts.bench.common import describe_machine, write_block
 
-from scripts.bench.common import describe_machine, write_block  # noqa: E402
+ROOT = Path(__file__).resolve().parents[1]
 
 FILE = ROOT / "scripts" / "matrix.yaml"
 RESULT = ROOT / "docs" / "results" / "matrix.json"

@@ -1,10 +1,10 @@
 """Runs the tests of other libraries from their checkouts, without and with the plugin, and compares the outcomes.
 
-    python scripts/run_peers.py accelerate=DIR transformers=DIR       all files of these suites
-    python scripts/run_peers.py accelerate=DIR --only fsdp launch     files whose path contains a word
-    python scripts/run_peers.py accelerate=DIR --missing              only files without a result, or with a difference
+    python -m scripts.run_peers accelerate=DIR transformers=DIR       all files of these suites
+    python -m scripts.run_peers accelerate=DIR --only fsdp launch     files whose path contains a word
+    python -m scripts.run_peers accelerate=DIR --missing              only files without a result, or with a difference
                                                                       that scripts/peers/suites.yaml does not explain
-    python scripts/run_peers.py --table                               only write the table of docs/compatibility.md
+    python -m scripts.run_peers --table                               only write the table of docs/compatibility.md
 
 DIR is a checkout of the version that is installed. Nothing of it is changed or installed. The suites need
 ``pip install parameterized evaluate diffusers``, and no network: small models with random weights take the place of
@@ -34,12 +34,11 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from peers.outcomes import compare, count, explain, read_outcomes, table, unexplained
+
+from scripts.bench.common import describe_machine, write_block
+from scripts.peers.outcomes import compare, count, explain, read_outcomes, table, unexplained
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
-
-from scripts.bench.common import describe_machine, write_block  # noqa: E402
 
 FILE = ROOT / "scripts" / "peers" / "suites.yaml"
 INSIDE = ROOT / "scripts" / "peers" / "inside"
@@ -206,7 +205,7 @@ def run_suite(
     args: argparse.Namespace,
 ) -> None:
     """Run the chosen files of a suite, and write the results after each."""
-    from peers.hub import make_hub
+    from scripts.peers.hub import make_hub
 
     make_hub(args.hub.resolve(), models)
     known = results.setdefault(name, {"files": {}})

@@ -1,7 +1,7 @@
 """Adds the source hashes of the replaced functions of the installed libraries to the tested ones.
 
-    python scripts/update_contracts.py           after the tests have passed with these versions
-    python scripts/update_contracts.py --check   only compare: exit code 1 if a replaced function has an unknown source
+    python -m scripts.update_contracts           after the tests have passed with these versions
+    python -m scripts.update_contracts --check   only compare: exit code 1 if a replaced function has an unknown source
 
 `hf-fsdp doctor` reports a replaced function whose source is in none of the tested versions.
 """

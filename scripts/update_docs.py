@@ -1,8 +1,8 @@
 """Write the generated documents in docs/: settings, hooks, problem codes, the command line, a table of launchers.
 
-python scripts/update_docs.py            write them
-python scripts/update_docs.py --check    change nothing; exit code 1 if a document is out of date
-python scripts/update_docs.py --runs     also start ranks for the output of a run in docs/command_line.md
+python -m scripts.update_docs            write them
+python -m scripts.update_docs --check    change nothing; exit code 1 if a document is out of date
+python -m scripts.update_docs --runs     also start ranks for the output of a run in docs/command_line.md
 """
 
 from __future__ import annotations
@@ -12,9 +12,6 @@ import json
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
-
-from launcher_features import clusters
-from screenshots import command_line
 
 from hf_fsdp_plugin.cli.explain import read_entries
 from hf_fsdp_plugin.integrations.contract_probe import private_contracts
@@ -27,6 +24,8 @@ from hf_fsdp_plugin.spec.fsdp_spec import DIALECT_DEFAULTS, VERSION_DEFAULTS, Fs
 from hf_fsdp_plugin.spec.values import MAX_DIGITS, UNITS
 from hf_fsdp_plugin.spellings import FALSE_WORDS, TRUE_WORDS
 from hf_fsdp_plugin.vocabulary import PREFIXES, ROWS, TRAINING_FILE_MARKS, SettingRow
+from scripts.launcher_features import clusters
+from scripts.screenshots import command_line
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 
@@ -363,7 +362,7 @@ def main() -> int:
     changed = outdated()
     for path, text in changed.items():
         if check:
-            print(f"{path} is out of date. Run: python scripts/update_docs.py", file=sys.stderr)
+            print(f"{path} is out of date. Run: python -m scripts.update_docs", file=sys.stderr)
         else:
             path.write_text(text, encoding="utf-8")
             print(f"wrote {path}")

@@ -44,10 +44,8 @@ class Benchmark:
 
     def subject(self) -> str:
         """Return the first line of the program's docstring, which says what it measures."""
-        words = self.program or f"scripts/bench/measure/{self.name}.py"
-        path = ROOT / words.removeprefix("-m scripts.bench ").split()[0]
-        if not path.suffix:
-            path = ROOT / f"scripts/bench/measure/{path.name}.py"
+        module = (self.program or f"-m scripts.bench {self.name}").removeprefix("-m ")
+        path = ROOT / f"{module.replace('scripts.bench ', 'scripts.bench.measure.').replace('.', '/')}.py"
         return (ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or "").partition("\n")[0]
 
 
@@ -98,13 +96,13 @@ BENCHMARKS = (
     Benchmark(name="verified_reads", quick="--pairs 1 --layers 2 --hidden 128"),
     Benchmark(
         name="generated_values",
-        program="scripts/generated_values.py",
+        program="-m scripts.generated_values",
         arguments="--cases 1000000 --seed 1",
         quick="--cases 2000",
     ),
-    Benchmark(name="ecosystem", minutes=240, program="scripts/run_ecosystem.py", shell="bash scripts/ecosystem.sh"),
-    Benchmark(name="matrix", minutes=240, program="scripts/run_matrix.py", shell="bash scripts/matrix.sh"),
-    Benchmark(name="peers", minutes=480, program="scripts/run_peers.py"),
+    Benchmark(name="ecosystem", minutes=240, program="-m scripts.run_ecosystem", shell="bash scripts/ecosystem.sh"),
+    Benchmark(name="matrix", minutes=240, program="-m scripts.run_matrix", shell="bash scripts/matrix.sh"),
+    Benchmark(name="peers", minutes=480, program="-m scripts.run_peers"),
 )
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from ecosystem.runs import Run
+from scripts.ecosystem.runs import Run
 
 Numbers = dict[str, float]
 

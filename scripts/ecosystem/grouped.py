@@ -18,10 +18,10 @@ from typing import Any
 
 import yaml
 
-from ecosystem import assets
-from ecosystem.checks import CODE, check_report, read_weights
-from ecosystem.model import TWO_PROCESSES, Case
-from ecosystem.runs import UNSHARDED, Run, Suite, make_config, run_command
+from scripts.ecosystem import assets
+from scripts.ecosystem.checks import CODE, check_report, read_weights
+from scripts.ecosystem.model import TWO_PROCESSES, Case
+from scripts.ecosystem.runs import UNSHARDED, Run, Suite, make_config, run_command
 
 HERE = Path(__file__).resolve().parent / "behaviors"
 RUNNER = HERE / "run.py"

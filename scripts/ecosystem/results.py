@@ -9,13 +9,20 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from ecosystem import grouped
-from ecosystem.cases import CASES
-from ecosystem.checks import check_model, check_report, compare_numbers, compare_weights, read_error, read_numbers
-from ecosystem.grouped import BEHAVIORS, Behavior
-from ecosystem.model import OWN_CHECKS, TWO_PROCESSES, Case
-from ecosystem.runs import Run, Suite, run_reference, run_sharded, script_words
 from scripts.bench.common import describe_machine
+from scripts.ecosystem import grouped
+from scripts.ecosystem.cases import CASES
+from scripts.ecosystem.checks import (
+    check_model,
+    check_report,
+    compare_numbers,
+    compare_weights,
+    read_error,
+    read_numbers,
+)
+from scripts.ecosystem.grouped import BEHAVIORS, Behavior
+from scripts.ecosystem.model import OWN_CHECKS, TWO_PROCESSES, Case
+from scripts.ecosystem.runs import Run, Suite, run_reference, run_sharded, script_words
 
 Row = dict[str, Any]
 WORKS, REFUSED, FAILS, SKIPPED = "works", "refused", "fails", "skipped"

@@ -16,8 +16,8 @@ from pathlib import Path
 
 import yaml
 
-from ecosystem import assets
-from ecosystem.model import TWO_PROCESSES, Case
+from scripts.ecosystem import assets
+from scripts.ecosystem.model import TWO_PROCESSES, Case
 
 HERE = Path(__file__).resolve().parent / "scripts"
 UNSHARDED = HERE.parent / "unsharded.py"

@@ -9,12 +9,13 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from ecosystem.assets import make_assets
-from ecosystem.cases import CASES
-from ecosystem.grouped import BEHAVIORS
-from ecosystem.model import VERSIONS, Case
-from ecosystem.results import SKIPPED, find_missing, is_expected, run_behaviors, run_case
-from ecosystem.runs import Suite
+
+from scripts.ecosystem.assets import make_assets
+from scripts.ecosystem.cases import CASES
+from scripts.ecosystem.grouped import BEHAVIORS
+from scripts.ecosystem.model import VERSIONS, Case
+from scripts.ecosystem.results import SKIPPED, find_missing, is_expected, run_behaviors, run_case
+from scripts.ecosystem.runs import Suite
 
 # Quick, because they run in one start of the ranks per version.
 QUICK_BEHAVIORS = (

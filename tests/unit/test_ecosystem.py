@@ -7,16 +7,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from ecosystem.cases import CASES
-from ecosystem.checks import check_report, compare_numbers, compare_weights, read_error, read_numbers
-from ecosystem.grouped import BEHAVIORS, REFUSED, Behavior, compare_folders, compare_values
-from ecosystem.grouped import HERE as BEHAVIOR_FILES
-from ecosystem.model import Case
-from ecosystem.results import find_missing, is_expected, merge_rows, select
-from ecosystem.runs import HERE, Run, Suite, make_config
 from safetensors.torch import save_file
 
 from hf_fsdp_plugin.spec.load import load_spec
+from scripts.ecosystem.cases import CASES
+from scripts.ecosystem.checks import check_report, compare_numbers, compare_weights, read_error, read_numbers
+from scripts.ecosystem.grouped import BEHAVIORS, REFUSED, Behavior, compare_folders, compare_values
+from scripts.ecosystem.grouped import HERE as BEHAVIOR_FILES
+from scripts.ecosystem.model import Case
+from scripts.ecosystem.results import find_missing, is_expected, merge_rows, select
+from scripts.ecosystem.runs import HERE, Run, Suite, make_config
 
 
 def finished(folder: Path, log: str = "", *, code: int = 0, timed_out: bool = False) -> Run:

@@ -60,9 +60,8 @@ def test_both_kinds_of_jobs_are_shown() -> None:
     assert ["elasticPolicy" in job["spec"] for job in JOBS] == [True, False]
 
 
-def test_cells_name_tests_that_are_collected(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
-    from launcher_features import FEATURES, LAUNCHERS, NO, OWN, Shown
+def test_cells_name_tests_that_are_collected() -> None:
+    from scripts.launcher_features import FEATURES, LAUNCHERS, NO, OWN, Shown
 
     assert all(tuple(cells) == LAUNCHERS for cells in FEATURES.values())
     cells = [cell for row in FEATURES.values() for cell in row.values()]

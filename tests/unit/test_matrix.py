@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from run_matrix import QUICKSTART, Matrix, count_tests, select, summary, table, write_document
 
 from hf_fsdp_plugin.supported import SUPPORTED, release_of
+from scripts.run_matrix import QUICKSTART, Matrix, count_tests, select, summary, table, write_document
 
 ROOT = Path(__file__).parents[2]
 SMALL = Matrix(

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from peers.outcomes import compare, count, explain, read_outcomes, table, unexplained
-from run_peers import INSIDE, RESULT, ROOT, Suite, checkout_version, compare_file, read_suites, run_file, select
+
+from scripts.peers.outcomes import compare, count, explain, read_outcomes, table, unexplained
+from scripts.run_peers import INSIDE, RESULT, ROOT, Suite, checkout_version, compare_file, read_suites, run_file, select
 
 DIFFERENCE = {"test": "tests/a.py::T::test_x[b-1]", "without": "passed", "with": "failed (ValueError)", "message": "…"}
 

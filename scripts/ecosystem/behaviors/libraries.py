@@ -17,7 +17,7 @@ from sentence_transformers import (
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, Trainer
 from trl import DPOConfig, DPOTrainer, RewardConfig, RewardTrainer, SFTConfig, SFTTrainer
 
-from ecosystem.behaviors.common import argument_values, arguments, llama, texts, trained
+from scripts.ecosystem.behaviors.common import argument_values, arguments, llama, texts, trained
 
 TARGETS = ["q_proj", "v_proj"]
 

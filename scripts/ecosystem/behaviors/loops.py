@@ -12,7 +12,7 @@ from accelerate.utils import GradientAccumulationPlugin, set_seed
 from torch import nn
 from torch.utils.data import DataLoader
 
-from ecosystem.behaviors.common import EPSILON, Regression, llama, numbers, texts
+from scripts.ecosystem.behaviors.common import EPSILON, Regression, llama, numbers, texts
 
 Loss = Callable[[Any, dict[str, Any]], torch.Tensor]
 

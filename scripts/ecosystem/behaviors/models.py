@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import transformers as t
 
-from ecosystem.behaviors.common import (
+from scripts.ecosystem.behaviors.common import (
     SMALL,
     VOCABULARY,
     Regression,

@@ -21,7 +21,7 @@ from transformers import set_seed
 
 HERE = Path(__file__).resolve().parent
 # Modules in this folder have names of packages.
-sys.path[:] = [str(HERE.parents[1]), *(path for path in sys.path if Path(path).resolve() != HERE)]
+sys.path[:] = [str(HERE.parents[2]), *(path for path in sys.path if Path(path).resolve() != HERE)]
 
 
 def main() -> None:
@@ -52,7 +52,7 @@ def main() -> None:
 
 def call(name: str) -> Any:
     group, function = name.split("/")
-    return getattr(importlib.import_module(f"ecosystem.behaviors.{group}"), function)()
+    return getattr(importlib.import_module(f"scripts.ecosystem.behaviors.{group}"), function)()
 
 
 def numbers_of(result: Any) -> dict[str, float]:

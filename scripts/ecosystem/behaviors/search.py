@@ -6,7 +6,7 @@ from typing import Any
 
 from transformers import Trainer
 
-from ecosystem.behaviors.common import arguments, llama, texts
+from scripts.ecosystem.behaviors.common import arguments, llama, texts
 
 
 def optuna_over_learning_rates() -> Any:

@@ -22,7 +22,7 @@ from transformers import (
     default_data_collator,
 )
 
-from ecosystem.behaviors.common import (
+from scripts.ecosystem.behaviors.common import (
     Regression,
     Rows,
     arguments,

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from ecosystem.cases import accelerate, documented, swift, transformers, trl
-from ecosystem.model import Case
+from scripts.ecosystem.cases import accelerate, documented, swift, transformers, trl
+from scripts.ecosystem.model import Case
 
 CASES: list[Case] = [
     *trl.CASES,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ecosystem.model import OWN_CHECKS, TWO_PROCESSES, Case
+from scripts.ecosystem.model import OWN_CHECKS, TWO_PROCESSES, Case
 
 _METRIC = ("evaluate", "sklearn")
 # Models without layer classes.

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from ecosystem.cases.arguments import BEST, BF16, EVALUATED, PEFT_FSDP1, SEQUENTIAL, TRAINER
-from ecosystem.model import TWO_PROCESSES, Case
+from scripts.ecosystem.cases.arguments import BEST, BF16, EVALUATED, PEFT_FSDP1, SEQUENTIAL, TRAINER
+from scripts.ecosystem.model import TWO_PROCESSES, Case
 
 
 def _case(name: str, script: str, arguments: str = "", *, package: str = "transformers", **more: Any) -> Case:

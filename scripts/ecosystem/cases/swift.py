@@ -6,7 +6,7 @@ ms-swift 4.6 names older TRL and PEFT as requirements than this package supports
 
 from __future__ import annotations
 
-from ecosystem.model import Case
+from scripts.ecosystem.model import Case
 
 _ARGUMENTS = (
     "--model models/qwen3 --model_type qwen3 --template qwen3 --dataset data/chat/train.jsonl --use_hf true"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from ecosystem.cases.arguments import BEST, SEQUENTIAL, TRAINER
-from ecosystem.model import ONE_PROCESS, TWO_PROCESSES, Case
+from scripts.ecosystem.cases.arguments import BEST, SEQUENTIAL, TRAINER
+from scripts.ecosystem.model import ONE_PROCESS, TWO_PROCESSES, Case
 
 _TRAINER = f"--do_train --do_eval {TRAINER} {SEQUENTIAL}"
 _LOOP = (

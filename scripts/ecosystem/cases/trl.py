@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from ecosystem.cases.arguments import BEST, BF16, EVALUATED, PEFT_FSDP1, SEQUENTIAL, TRAINER
-from ecosystem.model import TWO_PROCESSES, Case
+from scripts.ecosystem.cases.arguments import BEST, BF16, EVALUATED, PEFT_FSDP1, SEQUENTIAL, TRAINER
+from scripts.ecosystem.model import TWO_PROCESSES, Case
 
 _RESUME = "--resume_from_checkpoint out/checkpoint-2"
 _SHORT = f"--max_length 48 {SEQUENTIAL}"

@@ -38,7 +38,7 @@ def test_every_private_name_has_a_row(module: str) -> None:
 
 
 def test_replaced_functions_have_a_tested_source() -> None:
-    """After a test with new versions: ``python scripts/update_contracts.py``."""
+    """After a test with new versions: ``python -m scripts.update_contracts``."""
     statuses = {hook.target: probe_hook(hook) for hook in hook_rows()}
     assert {target: status for target, status in statuses.items() if status in ("missing", "changed")} == {}
 
