@@ -28,6 +28,7 @@ from hf_fsdp_plugin.hangs.hang_watch import HangWatch
 from hf_fsdp_plugin.hangs.processes import Peer, find_peers, is_halted
 from hf_fsdp_plugin.hangs.rank_exit import ExitWatch, HeldSigterm, hold_sigterm, write_error_file
 from hf_fsdp_plugin.hangs.rank_files import HANG, RUN_ID_VARIABLE, RankFiles, write_atomically
+from hf_fsdp_plugin.hangs.rank_stacks import HeldAbort, stack_file
 from hf_fsdp_plugin.hangs.record import record
 from hf_fsdp_plugin.problems import SpecError
 
@@ -38,7 +39,7 @@ _MISSING_SECONDS: Final = 60.0
 """Seconds from the start of the process group until ranks that have not registered are not waited for."""
 _FAILURE_SECONDS: Final = 30.0
 """Seconds that the ranks have to exit after the exception of one, before a hang is looked for again."""
-_FAILURE_ANSWER_SECONDS: Final = 5.0
+_FAILURE_ANSWER_SECONDS: Final = 4.0
 """Seconds that other machines have to answer after a failure: a rank that has failed too exits soon."""
 _LEAD: Final = 1.0
 """Seconds that the rank which reports a hang exits before the others: a launcher reports what exits first."""
@@ -74,14 +75,21 @@ class Watcher:
     Args:
         exits: watches the exit of this process.
         cause_of_end: returns why another rank has exited, if the files of this machine show it.
+        cause_of_abort: returns why native code aborts this process. It may ask the other machines.
     """
 
     def __init__(
-        self, watched: Watched, exits: Callable[[Watcher], ExitWatch], cause_of_end: Callable[[], str] = str
+        self,
+        watched: Watched,
+        exits: Callable[[Watcher], ExitWatch],
+        *,
+        cause_of_end: Callable[[], str] = str,
+        cause_of_abort: Callable[[Callable[[Sequence[RankCalls]], Sequence[RankCalls]]], str] = lambda ask_others: "",
     ) -> None:
         self._watched = watched
         self._exits = exits(self)
         self._cause_of_end = cause_of_end
+        self._cause_of_abort = cause_of_abort
         self._sigterm: HeldSigterm | None = None
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="hf_fsdp_watch", daemon=True)
@@ -152,6 +160,8 @@ class Watcher:
             # All processes were suspended, or a call held the interpreter's lock: the waits say nothing yet.
             self._hold_until, self._hangs = now + self._watched.limit, None
         self._beat()
+        if stack_file.held_abort is not None and stack_file.held_abort.has_begun():
+            self._abort(stack_file.held_abort)
         files = self._watched.files
         if files.hang.exists():
             self.exit_after_hang()
@@ -164,6 +174,14 @@ class Watcher:
                 self._watch(now)
         self._beat()
         self._last_turn = time.monotonic()
+
+    def _abort(self, held: HeldAbort) -> None:
+        """Print why native code aborts this process, and end it."""
+        stack_file.record()
+        if cause := self._cause_of_abort(self.ask_others):
+            write_error_file(cause)
+            print_block(f"hf-fsdp: {cause}")
+        held.end()
 
     def _beat(self) -> None:
         record.beat()

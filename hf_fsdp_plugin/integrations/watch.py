@@ -38,7 +38,7 @@ from hf_fsdp_plugin.integrations.rank_process import RANK_VARIABLE, may_be_rank,
 from hf_fsdp_plugin.integrations.session import session
 from hf_fsdp_plugin.problems import Problem, SpecError
 from hf_fsdp_plugin.runs.earlier_attempts import forget_run
-from hf_fsdp_plugin.runs.first_cause import cause_of_end, find_first_cause
+from hf_fsdp_plugin.runs.first_cause import cause_of_abort, cause_of_end, find_first_cause
 from hf_fsdp_plugin.runs.identity import attempt_folder, identify_run
 
 
@@ -104,7 +104,10 @@ class Watch:
                 log_dir=Path(environ[LOG_VARIABLE]) if environ.get(LOG_VARIABLE) else None,
             )
             self._watcher = Watcher(
-                watched, lambda watcher: self._exit_watch(exit_seconds, watcher), lambda: cause_of_end(files)
+                watched,
+                lambda watcher: self._exit_watch(exit_seconds, watcher),
+                cause_of_end=lambda: cause_of_end(files),
+                cause_of_abort=lambda ask_others: cause_of_abort(self._rank, files, ask_others),
             )
             self._watcher.start()
 
@@ -117,7 +120,12 @@ class Watch:
                 for path in (files.hang, files.cause, *files.stem.parent.glob("machine_*")):
                     path.unlink(missing_ok=True)
         is_read = self.has_launcher or not is_alone
-        stack_file.open(files.stacks, crashes="record" if is_read else "print", takes_over=self.has_launcher)
+        stack_file.open(
+            files.stacks,
+            crashes="record" if is_read else "print",
+            takes_over=self.has_launcher,
+            holds_abort=records and not is_read,
+        )
         session.in_flight_file = files.saving
         begin_attempt(files)
         if records:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Final
 
 from hf_fsdp_plugin.hangs.calls import RankCalls
@@ -57,8 +59,7 @@ def find_first_cause(
     is_answered = any(each.left_silently or (each.failure is not None and each.rank < rank) for each in others)
     if not is_answered and not is_told_to_end():
         elsewhere = ask_others([each.calls for each in exits if each.calls is not None])
-    places = [place for each in elsewhere if (place := _place_elsewhere(each)).place or place.state != "running"]
-    result = RunResult(exits=(*exits, *map(_exit_elsewhere, elsewhere)), elsewhere=places)
+    result = RunResult(exits=(*exits, *map(_exit_elsewhere, elsewhere)), elsewhere=_places_elsewhere(elsewhere))
     if first is None or first.has_lost_connection:
         return str(explain_failure(first or own, result) or "")
     return _first_failed(first, result)
@@ -75,6 +76,19 @@ def cause_of_end(files: RankFiles) -> str:
     result = RunResult(exits=tuple(exit_of(peer) for peer in find_peers(files.stem.parent)))
     first = result.first
     return _first_failed(first, result) if first is not None and first.code < 0 else ""
+
+
+def cause_of_abort(
+    rank: int, files: RankFiles, ask_others: Callable[[Sequence[RankCalls]], Sequence[RankCalls]]
+) -> str:
+    """Return where native code aborts this rank, which is alone on its machine, and what other machines know of it."""
+    exits = [exit_of(peer) for peer in find_peers(files.stem.parent) if peer.rank == rank]
+    if not exits:
+        return ""
+    own = replace(exits[0], code=-signal.SIGABRT, code_is_known=True, stopped=False)
+    elsewhere = ask_others([own.calls] if own.calls is not None else [])
+    result = RunResult(exits=(own, *map(_exit_elsewhere, elsewhere)), elsewhere=_places_elsewhere(elsewhere))
+    return _first_failed(own, result)
 
 
 def _first_failed(first: RankExit, result: RunResult) -> str:
@@ -105,6 +119,10 @@ def _exit_elsewhere(rank: RankCalls) -> RankExit:
         time=time.time(),
         calls=rank if rank.state != "unreachable" else None,
     )
+
+
+def _places_elsewhere(ranks: Sequence[RankCalls]) -> list[RanksAt]:
+    return [place for each in ranks if (place := _place_elsewhere(each)).place or place.state != "running"]
 
 
 def _place_elsewhere(rank: RankCalls) -> RanksAt:

@@ -17,6 +17,7 @@ QUICK = {
     ("sleep", 1, "loop", "hf-fsdp"),
     ("stop", 2, "loop", "torchrun"),
     ("skip", 1, "loop", "srun"),
+    ("skip", 2, "loop", "two agents"),
 }
 CASES = [
     (kind, version, way, launcher)

@@ -1,0 +1,1 @@
+"""Programs of this repository, which ``python -m scripts.NAME`` runs."""

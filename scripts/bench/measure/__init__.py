@@ -1,0 +1,1 @@
+"""The programs that measure, one for each result."""

@@ -1,0 +1,1 @@
+"""Scripts that launched ranks run."""
