@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType, ModuleType
 from typing import Final
 
@@ -83,3 +83,14 @@ def usage() -> str:
     lines += ["launch exits with the code of the script."]
     lines += ["", f"{PROG} VERB --help describes a verb, with examples. {PROG} --version prints the version."]
     return "\n".join(lines)
+
+
+def whole_number(least: int) -> Callable[[str], int]:
+    """Return the reader of a flag whose value is a whole number from `least` on, for ``add_argument(type=…)``."""
+
+    def read(text: str) -> int:
+        if not (text.isascii() and text.isdecimal()) or int(text) < least:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from {least} on.")
+        return int(text)
+
+    return read
