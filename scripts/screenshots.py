@@ -19,7 +19,7 @@ from pathlib import Path
 
 from hf_fsdp_plugin.cli import output
 from hf_fsdp_plugin.cli.main import main
-from hf_fsdp_plugin.cli.profile.arguments import FLAG_ROWS
+from hf_fsdp_plugin.cli.profile import FLAGS
 from hf_fsdp_plugin.cli.verbs import VERBS
 from hf_fsdp_plugin.plan.meta_model import meta_model
 
@@ -104,7 +104,9 @@ def _document(shot: Callable[..., str], run: str, doctor: str) -> str:
     explain = shot("hf-fsdp explain w711")
     schema = shot("hf-fsdp schema", lines=8)
     usage = shot("hf-fsdp help")
-    profile_flags = "\n".join(f"| `{flag}` | {text} |" for flag, text in FLAG_ROWS)
+    profile_flags = "\n".join(
+        f"| `--{flag} {value}`".rstrip("` ") + f"` | {text} |" for flag, (value, text) in FLAGS.items()
+    )
     return f"""\
 # Command line
 
@@ -225,16 +227,14 @@ Measures throughput, memory and scaling on real ranks of this machine ([benchmar
 list with commas multiplies the cases. Model, config and setting flags are those of `plan`.
 
 ```bash
-hf-fsdp bench --model llama --world-sizes 1,2 --strategies ddp,shard_grad_op,full_shard -o bench.json --html bench.html
-hf-fsdp bench --model llama --strategies full_shard --versions 1,2 --vs stock,raw -o bench.json --resume
+hf-fsdp bench --model llama --world-sizes 1,2 --strategies ddp,shard_grad_op,full_shard
+hf-fsdp bench --model llama --strategies full_shard --versions 1,2 --vs stock --json > bench.json
 ```
 
-- `--world-sizes`, `--strategies`, `--versions`, `--prefetch`: the cases. `--vs stock,raw` runs the same settings in
-  stock Accelerate and in a hand-written loop, in alternation.
+- `--world-sizes`, `--strategies`, `--versions`: the cases. `--vs stock` runs the same settings in stock Accelerate, in
+  alternation.
 - `--micro-batch`, `--seq-len`, `--steps`, `--warm-up`, `--blocks`, `--rounds`: what a case trains, and how often.
-- `-o OUT` is written after each case; `--resume` continues it. `--html` and `--png` write plots. `--force` replaces
-  files, and runs cases that are predicted not to fit.
-- `--limit SECONDS` ends a case without progress; `--machine NAME` sets the peak for the MFU.
+- `--force` runs cases whose models do not fit into CPU memory.
 
 ## profile
 

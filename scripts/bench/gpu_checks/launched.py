@@ -90,7 +90,7 @@ def bench(case: Case) -> Case:
         expect(row["step_seconds"] > 0 and row["peak_bytes"] and row["peak_source"] == source, f"{row}")
     ddp, sharded = tree["cases"]
     expect(abs(sharded["loss"] / ddp["loss"] - 1) < 1e-2, f"losses {ddp['loss']} and {sharded['loss']}")
-    names = ("case", "step_seconds", "peak_bytes", "predicted_bytes", "mfu")
+    names = ("case", "step_seconds", "peak_bytes")
     return {"cases": [{name: row[name] for name in names} for row in tree["cases"]]}
 
 
@@ -110,7 +110,7 @@ def run_bench(case: Case, folder: Path) -> tuple[int, Case, str]:
 def run_profile(case: Case, folder: Path, size: Size = TINY) -> Case:
     """Run ``hf-fsdp profile`` on the ranks of a case, and return its result, or its last messages after a failure."""
     flags = ["--json", "--output", f"{folder}/profile", "--warmup", "1", "--active", "2", "--after", "1"]
-    done = run_verb(case, folder, "profile", [*flags, "--no_memory"], size=size)
+    done = run_verb(case, folder, "profile", flags, size=size)
     tree: Case = json.loads(done.stdout) if done.returncode == 0 else {"failed": (done.stdout + done.stderr)[-600:]}
     return tree
 

@@ -34,15 +34,115 @@ _LEAST_RATIO = 0.9
 
 def make_system(case: Case, system: str, size: Size) -> Any:
     """Return the training loop of this package, of stock Accelerate or of plain torch (``raw``)."""
-    from hf_fsdp_plugin.integrations.bench import cases as bench
+    from hf_fsdp_plugin.integrations import bench
     from hf_fsdp_plugin.integrations.bench.loops import make_loop
 
-    setting = bench.CaseSetting(
-        world_size=case["ranks"], strategy=case["strategy"], version=case["version"], prefetch="pre"
-    )
     device = torch_device(case)
-    one = bench.Case(setting=setting, system=system)  # type: ignore[arg-type]
+    if system == "raw":
+        return PlainLoop(case, size.model(device), device)
+    one = bench.Case(world_size=case["ranks"], strategy=case["strategy"], version=case["version"], system=system)  # type: ignore[arg-type]
     return make_loop(one, spec_of(case), size.model(device), device)
+
+
+class PlainLoop:
+    """The training loop of plain torch, with the units and settings of the plan. Collective."""
+
+    def __init__(self, case: Case, model: Any, device: Any) -> None:
+        import torch
+
+        from hf_fsdp_plugin.integrations.bench.loops import LEARNING_RATE
+        from hf_fsdp_plugin.plan.resolve import resolve
+
+        plan = resolve(spec_of(case), model, world_size=case["ranks"], device_type=device.type)
+        self.model = _fsdp1(plan, model, device) if plan.version == 1 else _fsdp2(plan, model)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=LEARNING_RATE)
+        self.clips_itself = plan.version == 1
+
+    def step(self, batch: Any) -> Any:
+        import torch
+
+        from hf_fsdp_plugin.integrations.bench.loops import MAX_GRAD_NORM
+
+        loss = self.model(**batch).loss
+        loss.backward()
+        if self.clips_itself:
+            self.model.clip_grad_norm_(MAX_GRAD_NORM)
+        else:
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), MAX_GRAD_NORM)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss.detach()
+
+    def enter(self) -> None:
+        from hf_fsdp_plugin.integrations.patching import remove_hooks
+
+        remove_hooks()
+
+    def leave(self) -> None:
+        """Leave nothing: plain torch has no state of the process."""
+
+
+def _fsdp2(plan: Any, model: Any) -> Any:
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+
+    from hf_fsdp_plugin.backends.torch_types import torch_dtype
+
+    casts = {f"{name}_dtype": torch_dtype(getattr(plan.precision, name)) for name in ("param", "reduce")}
+    last = MixedPrecisionPolicy(**casts, output_dtype=torch_dtype(plan.precision.output))
+    offload = CPUOffloadPolicy(pin_memory=plan.pin_memory) if plan.offload_params else OffloadPolicy()
+    options: dict[str, Any] = {"mesh": _mesh(plan), "offload_policy": offload}
+    for unit in plan.units:
+        modules = [model.get_submodule(name) for name in unit.modules]
+        policy = last if unit.modules == ("",) else MixedPrecisionPolicy(**casts)
+        fully_shard(modules, reshard_after_forward=unit.reshard_after_forward, mp_policy=policy, **options)
+    if plan.units[-1].modules != ("",):
+        fully_shard(model, mp_policy=last, **options)
+    return model
+
+
+def _fsdp1(plan: Any, model: Any, device: Any) -> Any:
+    from torch.distributed.fsdp import (
+        BackwardPrefetch,
+        CPUOffload,
+        FullyShardedDataParallel,
+        MixedPrecision,
+        ShardingStrategy,
+    )
+    from torch.distributed.fsdp.wrap import CustomPolicy
+
+    from hf_fsdp_plugin.backends.torch_types import torch_dtype
+    from hf_fsdp_plugin.strategies import STRATEGIES
+
+    wrapped = {id(model.get_submodule(name)) for unit in plan.units for name in unit.modules if name}
+    casts = {f"{name}_dtype": torch_dtype(getattr(plan.precision, name)) for name in ("param", "reduce", "buffer")}
+    changes = plan.precision.param != "unchanged" or plan.precision.buffer != "unchanged"
+    return FullyShardedDataParallel(
+        model,
+        auto_wrap_policy=CustomPolicy(lambda module: id(module) in wrapped),
+        sharding_strategy=ShardingStrategy[STRATEGIES[plan.strategy].torch_name],
+        device_mesh=_mesh(plan) if STRATEGIES[plan.strategy].is_sharded else None,
+        cpu_offload=CPUOffload(offload_params=plan.offload_params and device.type != "cpu"),
+        mixed_precision=MixedPrecision(**casts) if changes else None,
+        backward_prefetch={
+            "pre": BackwardPrefetch.BACKWARD_PRE, "post": BackwardPrefetch.BACKWARD_POST, "none": None,
+        }[plan.prefetch.backward],
+        forward_prefetch=plan.prefetch.forward,
+        limit_all_gathers=plan.prefetch.limit_all_gathers,
+        use_orig_params=plan.use_orig,
+        device_id=device,
+    )  # fmt: skip
+
+
+def _mesh(plan: Any) -> Any:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    from hf_fsdp_plugin.strategies import STRATEGIES
+
+    strategy = STRATEGIES[plan.strategy]
+    if strategy.is_sharded and not strategy.hybrid:
+        return init_device_mesh(plan.device_type, (plan.mesh.shard,))
+    sizes = (plan.mesh.replicate, plan.mesh.shard)
+    return init_device_mesh(plan.device_type, sizes, mesh_dim_names=("replicate", "shard"))
 
 
 # ---- host waits -----------------------------------------------------------------------------------------------------
@@ -120,13 +220,13 @@ def throughput(case: Case) -> Case:
 
     All systems are built in one process, and their blocks of steps alternate.
     """
-    from hf_fsdp_plugin.integrations.bench.cases import CaseSetting, why_inexpressible
+    from hf_fsdp_plugin.integrations import bench
     from hf_fsdp_plugin.integrations.bench.rank import PeakMemory
 
     # Each system holds weights and optimizer state (12 bytes), one of them gradients and temporary memory (16).
     size, device = size_for(case, 3 * 12 + 16), device_of(case)
-    setting = CaseSetting(world_size=case["ranks"], strategy=case["strategy"], version=case["version"], prefetch="pre")
-    systems = ["plugin", *(s for s in ("stock", "raw") if not why_inexpressible(setting, s, case["device"]))]  # type: ignore[arg-type]
+    one = bench.Case(world_size=case["ranks"], strategy=case["strategy"], version=case["version"])
+    systems = ["plugin", *(["stock"] if not bench.why_not_in_stock(one, case["device"]) else []), "raw"]
     batches = size.batches(torch_device(case))
     memory, loops, peaks, losses = PeakMemory(device), {}, {}, {}
     for system in systems:
