@@ -21,7 +21,7 @@ from hf_fsdp_plugin.integrations.profiling.run import profiling
 from hf_fsdp_plugin.torch_private.functions import default_store
 
 SHORT: dict[str, Any] = {"wait": 1, "warmup": 1, "active": 1, "after": 1}
-"""Step 3 is analyzed, step 5 records the memory, and step 6 is the last one that is measured."""
+"""Step 3 is analyzed, and step 4 is the last one."""
 
 
 def profile(folder: str, *, num_bytes: int | None = None, short: dict[str, Any], **arguments: Any) -> dict[str, Any]:
@@ -37,7 +37,7 @@ def profile(folder: str, *, num_bytes: int | None = None, short: dict[str, Any],
     handle = register_optimizer_step_post_hook(lambda *_: ends.append(time.perf_counter()))
     callback = hfp.ProfilerCallback(f"{folder}/profile", **short)
     resume = arguments.pop("resume_from_checkpoint", None)
-    trainer = make_trainer(f"{folder}/out", callbacks=[callback], **arguments)
+    trainer = make_trainer(f"{folder}/out", callbacks=[callback, *arguments.pop("callbacks", ())], **arguments)
     with contextlib.redirect_stderr(io.StringIO()) as printed, _full_disk(num_bytes):
         trainer.train(resume_from_checkpoint=resume)
     handle.remove()
@@ -61,14 +61,13 @@ def _full_disk(num_bytes: int | None) -> Any:
 
 def _files(folder: Path) -> dict[str, Any]:
     results = read_ranks(folder)
-    run = results.merge(hfp.ProfilerCallback()._options)[0] if results.paths else None
+    run = results.merge() if results.paths else None
     return {
         "files": sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()),
         "num_steps": results.num_steps,
         "seconds": run.total.seconds if run is not None else None,
         "phases": sorted(run.times) if run is not None else [],
         "units": {unit.name: (unit.gather_forward.calls, unit.reduce.calls) for unit in run.units} if run else {},
-        "memory": len(run.memory) if run is not None else 0,
         "facts": dict(run.facts) if run is not None else {},
     }
 
@@ -90,10 +89,7 @@ def profile_with_failures(folder: str, **arguments: Any) -> dict[str, Any]:
     plain = make_trainer(f"{folder}/plain", **arguments)
     plain.train()
     full = profile(f"{folder}/full", num_bytes=200_000, short=SHORT, **arguments)
-    blocked = Path(folder) / "blocked" / "profile" / "ranks" / "rank_1.json.part"
-    blocked.mkdir(parents=True, exist_ok=True)
-    torch.distributed.barrier()
-    one = profile(f"{folder}/blocked", short=SHORT, **arguments)
+    one = profile(f"{folder}/blocked", short=SHORT, callbacks=[_Block()], **arguments)
     with contextlib.suppress(ZeroDivisionError):
         failing = make_trainer(
             f"{folder}/out", callbacks=[hfp.ProfilerCallback(f"{folder}/again"), _Fail()], **arguments
@@ -106,6 +102,13 @@ def profile_with_failures(folder: str, **arguments: Any) -> dict[str, Any]:
         "failed": [str(path) for path in rank_files(Path(folder) / "again")],
         "is_over": not (profiling.active or marks.enabled),
     }  # fmt: skip
+
+
+class _Block(TrainerCallback):
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Let rank 1 not write its file of the profile beside the output folder."""
+        blocked = Path(args.output_dir).parent / "profile" / "ranks" / "rank_1.json.part"
+        blocked.mkdir(parents=True, exist_ok=True)
 
 
 class _Fail(TrainerCallback):

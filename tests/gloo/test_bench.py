@@ -30,58 +30,49 @@ def folder(tmp_path: Path) -> Path:
 
 
 def start(folder: Path, words: str) -> subprocess.Popen[str]:
-    command = [*BENCH, "--seq-len", "32", "--steps", "1", "-o", "out.json", *words.split()]
+    command = [*BENCH, "--seq-len", "32", "--steps", "1", "--json", *words.split()]
     pipe = subprocess.PIPE
     return subprocess.Popen(command, cwd=folder, env=environment(folder), stdout=pipe, stderr=pipe, text=True)
 
 
-def result(folder: Path) -> dict[str, Any]:
-    tree: dict[str, Any] = json.loads((folder / "out.json").read_text())
+def result(done: Any) -> dict[str, Any]:
+    tree: dict[str, Any] = json.loads(done.stdout)
     assert_valid("bench", tree)
     return tree
 
 
 def test_bench_measures_two_cases_on_real_ranks(folder):
-    done = finish(start(folder, "--strategies ddp,full_shard --rounds 1 --warm-up 1 --json"), timeout=400)
+    done = finish(start(folder, "--strategies ddp,full_shard --rounds 1 --warm-up 1"), timeout=400)
     assert done.returncode == 0, done.stderr
-    printed = json.loads(done.stdout)
-    assert_valid("bench", printed)
-    ddp, sharded = printed["cases"]
+    ddp, sharded = result(done)["cases"]
     assert [row["status"] for row in (ddp, sharded)] == ["measured", "measured"]
     for row in (ddp, sharded):
         assert 0 < row["step_seconds"] < 10 and 0 < row["cpu_step_seconds"] < 10 and row["peak_bytes"] > 0
         assert row["samples_per_second"] == pytest.approx(2 / row["step_seconds"])
         assert row["tokens_per_second"] == pytest.approx(32 * row["samples_per_second"])
     assert sharded["loss"] == pytest.approx(ddp["loss"], rel=1e-5)  # the same weights, batches and steps
-    assert {key: value for key, value in printed.items() if key != "problems"} == result(folder)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("precision", ["no", "bf16"])
 def test_systems_train_the_same_way(folder, precision):
-    words = "--strategies shard_grad_op,full_shard,offload --versions 1,2 --vs stock,raw --rounds 2 --blocks 2"
+    words = "--strategies shard_grad_op,full_shard,offload --versions 1,2 --vs stock --rounds 2 --blocks 2"
     done = finish(start(folder, f"{words} --mixed_precision {precision}"), timeout=400)
     assert done.returncode == 0, done.stderr
-    found = result(folder)["comparisons"]
+    tree = result(done)
+    found = tree["comparisons"]
     # Stock Accelerate cannot offload under FSDP2 on the CPU.
-    assert len(found) == 11 and all(row["pairs"] == 4 and row["relative_loss_difference"] < 1e-6 for row in found)
-    assert "not compared in FSDP2 offload, prefetch pre" in done.stdout + done.stderr
+    assert len(found) == 5 and all(row["pairs"] == 4 and row["relative_loss_difference"] < 1e-6 for row in found)
+    assert "not compared in FSDP2 offload" in tree["problems"][0]["message"]
 
 
 @pytest.mark.slow
-def test_hybrid_and_prefetch_of_the_product_run(folder):
-    words = "--world-sizes 4,2 --strategies hybrid_shard --versions 1,2 --prefetch pre,forward --rounds 1 --blocks 1"
-    done = finish(start(folder, f"{words} --vs stock,raw --html out.html"), timeout=500)
+def test_hybrid_of_the_product_runs(folder):
+    words = "--world-sizes 4,2 --strategies hybrid_shard --versions 1,2 --rounds 1 --blocks 1"
+    done = finish(start(folder, words), timeout=500)
     assert done.returncode == 0, done.stderr
-    tree = result(folder)
-    statuses = {(row["world_size"], row["status"]) for row in tree["cases"]}
-    assert statuses == {(2, "impossible"), (4, "measured")}
-    assert {row["vs"] for row in tree["comparisons"]} == {"raw"} and len(tree["comparisons"]) == 4
-    assert max(row["relative_loss_difference"] for row in tree["comparisons"]) < 1e-6
-    head = next(line for line in done.stdout.splitlines() if line.startswith("ranks"))
-    assert re.split(" {2,}", head)[1:] == [f"FSDP{v} hybrid ZeRO-3 {p}" for v in (1, 2) for p in ("pre", "forward")]
-    assert (folder / "out.html").exists()
-    assert "4 ranks, FSDP2 hybrid_shard, prefetch forward  hand-written loop" in done.stdout
+    statuses = {(row["world_size"], row["status"]) for row in result(done)["cases"]}
+    assert statuses == {(2, "left out"), (4, "measured")}
 
 
 def ranks_of(process: subprocess.Popen[str]) -> list[int]:
@@ -113,20 +104,17 @@ def test_killed_rank_fails_its_case_only(folder):
     os.kill(ranks_of(process)[0], signal.SIGKILL)
     wait_for_case(folder, process, "full_shard")
     process.send_signal(signal.SIGINT)
-    assert finish(process).returncode == 130
-    first, second = result(folder)["cases"]
+    done = finish(process)
+    assert done.returncode == 130
+    first, second = result(done)["cases"]
     assert first["status"] == "failed" and "SIGKILL" in first["reason"] and second["status"] == "pending"
 
 
 @pytest.mark.slow
-def test_interrupt_keeps_measured_cases_and_resume_continues(folder):
+def test_interrupt_keeps_measured_cases(folder):
     process = start(folder, "--strategies ddp,full_shard --rounds 40")
     wait_for_case(folder, process, "round 3")
     process.send_signal(signal.SIGINT)
-    assert finish(process).returncode == 130
-    kept = {row["case"]: len(row["samples"]) for row in result(folder)["cases"]}
-    assert min(kept.values()) >= 2
-    done = finish(start(folder, "--strategies ddp,full_shard --rounds 3 --resume"), timeout=400)
-    assert done.returncode == 0, done.stderr
-    assert [len(row["samples"]) for row in result(folder)["cases"]] == [3, 3]
-    assert not list(folder.glob(".out.json*"))
+    done = finish(process)
+    assert done.returncode == 130
+    assert min(len(row["samples"]) for row in result(done)["cases"]) >= 2

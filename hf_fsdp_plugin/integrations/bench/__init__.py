@@ -1,1 +1,171 @@
-"""``hf-fsdp bench``: measures steps of one model under several strategies, settings and numbers of ranks."""
+"""The cases of ``hf-fsdp bench``: numbers of ranks × strategies × FSDP versions, and the systems that run each.
+
+Also what the ranks get: the workload and the tasks. Imports no torch, because the command line reads it.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Final, Literal
+
+from hf_fsdp_plugin.integrations.preflight.stages import EventLog
+from hf_fsdp_plugin.strategies import STRATEGIES
+from hf_fsdp_plugin.text import plural
+
+System = Literal["plugin", "stock"]
+"""This package, or Accelerate without it."""
+DDP: Final = "ddp"
+OFFLOAD: Final = "offload"
+TITLES: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        DDP: "DDP",
+        "shard_grad_op": "ZeRO-2",
+        "full_shard": "ZeRO-3",
+        "no_shard": "no_shard",
+        "hybrid_shard": "hybrid ZeRO-3",
+        "hybrid_shard_zero2": "hybrid ZeRO-2",
+        OFFLOAD: "ZeRO-3, offload",
+    }
+)
+"""Name of a strategy in ``--strategies`` -> its name in a table."""
+_SMALLEST_HYBRID: Final = 4
+_JOB_FILE: Final = "job.pickle"
+_EVENTS_FILE: Final = "events.jsonl"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One point of the product, and what runs it.
+
+    Attributes:
+        strategy: a key of :data:`TITLES`.
+        version: FSDP version; 0 for DDP.
+    """
+
+    world_size: int
+    strategy: str
+    version: int = 0
+    system: System = "plugin"
+
+    @property
+    def label(self) -> str:
+        """The case without the number of ranks: ``FSDP2 full_shard``."""
+        return "DDP" if self.strategy == DDP else f"FSDP{self.version} {self.strategy}"
+
+    @property
+    def name(self) -> str:
+        """Unique in a benchmark: ``2 ranks, FSDP2 full_shard, stock``."""
+        return f"{plural(self.world_size, 'rank')}, {self.label}{'' if self.system == 'plugin' else ', stock'}"
+
+    @property
+    def overrides(self) -> list[str]:
+        """``NAME=VALUE`` of every setting that the case sets, with the precedence of ``--set``."""
+        values: dict[str, Any] = {"launch.num_processes": self.world_size, "launch.num_machines": 1}
+        if self.strategy != DDP:
+            values |= {
+                "launch.distributed_type": "FSDP",
+                "fsdp.version": self.version,
+                "sharding.strategy": "full_shard" if self.strategy == OFFLOAD else self.strategy,
+                "offload.params": str(self.strategy == OFFLOAD).lower(),
+            }
+        if self.is_hybrid:
+            values |= {"mesh.replicate": 2, "mesh.shard": self.world_size // 2}
+        return [f"{name}={value}" for name, value in values.items()]
+
+    @property
+    def is_hybrid(self) -> bool:
+        return self.strategy in STRATEGIES and STRATEGIES[self.strategy].hybrid
+
+    @property
+    def impossible(self) -> str:
+        """Why no plan of this number of ranks has the strategy; empty if one may have it."""
+        if self.is_hybrid and (self.world_size < _SMALLEST_HYBRID or self.world_size % 2):
+            return f"two replicas of at least two ranks need an even number of at least {_SMALLEST_HYBRID} ranks"
+        return ""
+
+    def to_json(self) -> dict[str, Any]:
+        return {"case": self.name, **asdict(self)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchWorkload:
+    """What every case trains, and how often.
+
+    Attributes:
+        micro_batch: samples of a rank in a step.
+        seq_len: tokens of a sample.
+        steps: steps of a block, which is timed as a whole.
+        warm_up: steps of a case before its first block in a round.
+        blocks: blocks of a case in a round.
+        rounds: times that each case is built and measured.
+    """
+
+    micro_batch: int
+    seq_len: int
+    steps: int
+    warm_up: int
+    blocks: int
+    rounds: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """Cases that differ only in the system, and are built together, so that their blocks alternate, in one round."""
+
+    cases: tuple[Case, ...]
+    round: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorldJob:
+    """What the ranks of one world measure."""
+
+    model: str
+    device: str
+    workload: BenchWorkload
+    tasks: tuple[Task, ...]
+
+    def write(self, folder: Path) -> None:
+        (folder / _JOB_FILE).write_bytes(pickle.dumps(self))
+
+    @classmethod
+    def read(cls, folder: Path) -> WorldJob:
+        job: WorldJob = pickle.loads((folder / _JOB_FILE).read_bytes())
+        return job
+
+
+def events_of(folder: Path) -> EventLog:
+    """Return the events of the ranks: ``begin`` and ``measured``."""
+    return EventLog(folder / _EVENTS_FILE)
+
+
+def all_cases(world_sizes: Sequence[int], strategies: Sequence[str], versions: Sequence[int]) -> Iterator[Case]:
+    """Yield every case of this package, the numbers of ranks in increasing order. DDP has no versions."""
+    for world_size in sorted(set(world_sizes)):
+        for strategy in dict.fromkeys(strategies):
+            for version in dict.fromkeys(versions) if strategy != DDP else (0,):
+                yield Case(world_size=world_size, strategy=strategy, version=version)
+
+
+def why_not_in_stock(case: Case, device: str, *, prefetches: bool = False) -> str:
+    """Return why stock Accelerate cannot run a case on a type of device; empty if it can.
+
+    Args:
+        prefetches: whether the settings have another prefetch than FSDP's default.
+    """
+    if case.strategy == DDP:
+        return "DDP is run by stock Accelerate itself"
+    if case.is_hybrid:
+        # Its parallelism_config makes a mesh for FSDP2 on accelerators, but is refused on CPU ranks.
+        return "Accelerate passes no mesh to FSDP1, and has no hybrid strategy under FSDP2"
+    if case.version == 1:
+        return ""
+    if prefetches:
+        return "Accelerate has no prefetch setting under FSDP2"
+    if case.strategy == OFFLOAD and device == "cpu":
+        return "Accelerate pins the memory of FSDP2's offload, which needs an accelerator"
+    return "Accelerate has no no_shard under FSDP2" if case.strategy == "no_shard" else ""

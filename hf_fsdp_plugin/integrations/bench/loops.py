@@ -1,37 +1,23 @@
-"""A training step of each system: this package, stock Accelerate, a loop with torch alone, and DDP.
+"""A training step of each system: this package, stock Accelerate, and DDP, which is stock Accelerate's own.
 
-The other systems get the units and settings of the plan of this package.
+Stock Accelerate gets the units and settings of the plan of this package.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from itertools import pairwise
+from collections.abc import Mapping
 from typing import Any, Final
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import FullyShardedDataParallelPlugin
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import (
-    BackwardPrefetch,
-    CPUOffload,
-    CPUOffloadPolicy,
-    FullyShardedDataParallel,
-    MixedPrecision,
-    MixedPrecisionPolicy,
-    OffloadPolicy,
-    ShardingStrategy,
-    fully_shard,
-)
-from torch.distributed.fsdp.wrap import CustomPolicy
+from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy
 
 from hf_fsdp_plugin.backends.torch_types import torch_dtype
 from hf_fsdp_plugin.integrations.accelerate.accelerator import accelerator as planned_accelerator
 from hf_fsdp_plugin.integrations.accelerate.private import SharedStates, set_device, set_fsdp
-from hf_fsdp_plugin.integrations.bench.cases import DDP, Case
+from hf_fsdp_plugin.integrations.bench import DDP, Case
 from hf_fsdp_plugin.integrations.patching import install_hooks, remove_hooks
 from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan
 from hf_fsdp_plugin.plan.resolve import resolve
@@ -39,34 +25,31 @@ from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec
 from hf_fsdp_plugin.strategies import STRATEGIES
 
 MAX_GRAD_NORM: Final = 1.0
-_LEARNING_RATE: Final = 1e-4
+LEARNING_RATE: Final = 1e-4
 
 Batch = Mapping[str, Any]
 
 
-@dataclass(kw_only=True, slots=True)
 class Loop:
-    """One built case.
+    """One built case. Collective.
 
-    Attributes:
+    Args:
         hooked: whether the hooks of this package are installed while it runs.
-        states: Accelerate's state of the process while it runs.
     """
 
-    model: nn.Module
-    optimizer: Any
-    backward: Callable[[torch.Tensor], None]
-    clip: Callable[[], Any]
-    hooked: bool = False
-    states: SharedStates = field(default_factory=SharedStates)
+    def __init__(self, accelerator: Any, model: nn.Module, *, hooked: bool = False) -> None:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
+        self._accelerator, self.hooked, self._states = accelerator, hooked, SharedStates()
+        self._model, self._optimizer = accelerator.prepare(model, optimizer)
+        self.leave()
 
     def step(self, batch: Batch) -> torch.Tensor:
         """Run one optimizer step and return its loss, without waiting for the device."""
-        loss: torch.Tensor = self.model(**batch).loss
-        self.backward(loss)
-        self.clip()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        loss: torch.Tensor = self._model(**batch).loss
+        self._accelerator.backward(loss)
+        self._accelerator.clip_grad_norm_(self._model.parameters(), MAX_GRAD_NORM)
+        self._optimizer.step()
+        self._optimizer.zero_grad()
         return loss.detach()
 
     def enter(self) -> None:
@@ -74,10 +57,10 @@ class Loop:
         remove_hooks()
         if self.hooked:
             install_hooks("accelerate")
-        self.states.restore()
+        self._states.restore()
 
     def leave(self) -> None:
-        self.states.keep()
+        self._states.keep()
 
 
 def make_loop(case: Case, spec: FsdpSpec, model: nn.Module, device: torch.device) -> Loop:
@@ -91,40 +74,12 @@ def make_loop(case: Case, spec: FsdpSpec, model: nn.Module, device: torch.device
     """
     remove_hooks()
     SharedStates().restore()
-    if case.setting.strategy == DDP:
-        accelerator = Accelerator(cpu=device.type == "cpu", mixed_precision=spec.launch.mixed_precision)
-        return _accelerated(accelerator, model)
+    if case.strategy == DDP:
+        return Loop(Accelerator(cpu=device.type == "cpu", mixed_precision=spec.launch.mixed_precision), model)
     if case.system == "plugin":
-        return _accelerated(planned_accelerator(spec), model, hooked=True)
-    plan = resolve(spec, model, world_size=case.setting.world_size, device_type=device.type)
-    if case.system == "stock":
-        return _accelerated(stock_accelerator(plan, device), model)
-    sharded: Any = _sharded_by_hand(plan, model, device)
-    parameters = list(sharded.parameters())
-
-    def clip() -> Any:
-        if plan.version == 1:
-            return sharded.clip_grad_norm_(MAX_GRAD_NORM)
-        return nn.utils.clip_grad_norm_(parameters, MAX_GRAD_NORM)
-
-    return Loop(model=sharded, optimizer=_adamw(sharded), backward=torch.Tensor.backward, clip=clip)
-
-
-def _accelerated(accelerator: Any, model: nn.Module, *, hooked: bool = False) -> Loop:
-    prepared, optimizer = accelerator.prepare(model, _adamw(model))
-    loop = Loop(
-        model=prepared,
-        optimizer=optimizer,
-        backward=accelerator.backward,
-        clip=lambda: accelerator.clip_grad_norm_(prepared.parameters(), MAX_GRAD_NORM),
-        hooked=hooked,
-    )
-    loop.leave()
-    return loop
-
-
-def _adamw(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=_LEARNING_RATE)
+        return Loop(planned_accelerator(spec), model, hooked=True)
+    plan = resolve(spec, model, world_size=case.world_size, device_type=device.type)
+    return Loop(stock_accelerator(plan, device), model)
 
 
 def stock_accelerator(plan: FsdpPlan, device: torch.device) -> Accelerator:
@@ -180,74 +135,3 @@ def _stock_fsdp2(plan: FsdpPlan) -> dict[str, Any]:
         "reshard_after_forward": STRATEGIES[plan.strategy].reshards_after_forward,
         "cpu_offload": plan.offload_params,
     }
-
-
-def _sharded_by_hand(plan: FsdpPlan, model: nn.Module, device: torch.device) -> nn.Module:
-    """Shard a model on the CPU and return it. Collective."""
-    return _raw_fsdp1(plan, model, device) if plan.version == 1 else _raw_fsdp2(plan, model)
-
-
-def _raw_fsdp2(plan: FsdpPlan, model: nn.Module) -> nn.Module:
-    casts = {name: torch_dtype(getattr(plan.precision, name)) for name in ("param", "reduce", "output")}
-    between = MixedPrecisionPolicy(param_dtype=casts["param"], reduce_dtype=casts["reduce"])
-    last = MixedPrecisionPolicy(param_dtype=casts["param"], reduce_dtype=casts["reduce"], output_dtype=casts["output"])
-    kwargs: dict[str, Any] = {
-        "mesh": _mesh(plan),
-        "offload_policy": CPUOffloadPolicy(pin_memory=plan.pin_memory) if plan.offload_params else OffloadPolicy(),
-    }
-    firsts: list[Any] = []
-    for unit in plan.units:
-        modules = [model.get_submodule(name) for name in unit.modules]
-        policy = last if unit.modules == ("",) else between
-        reshard = unit.reshard_after_forward
-        fully_shard(modules, reshard_after_forward=reshard, mp_policy=policy, **kwargs)
-        firsts += [modules[0]] if unit.modules != ("",) else []
-    if plan.units[-1].modules != ("",):
-        fully_shard(model, mp_policy=last, **kwargs)
-    position = {id(module): index for index, module in enumerate(model.modules())}
-    firsts.sort(key=lambda module: position[id(module)])
-    if plan.prefetch.forward:
-        for first, following in pairwise(firsts):
-            first.set_modules_to_forward_prefetch([following])
-    if plan.prefetch.backward == "none":
-        for each in firsts:
-            each.set_modules_to_backward_prefetch([each])
-    return model
-
-
-def _raw_fsdp1(plan: FsdpPlan, model: nn.Module, device: torch.device) -> nn.Module:
-    strategy, precision = STRATEGIES[plan.strategy], plan.precision
-    wrapped = {id(model.get_submodule(name)) for unit in plan.units for name in unit.modules if name}
-    casts = precision.param != "unchanged" or precision.buffer != "unchanged"
-    return FullyShardedDataParallel(
-        model,
-        auto_wrap_policy=CustomPolicy(lambda module: id(module) in wrapped),
-        sharding_strategy=ShardingStrategy[strategy.torch_name],
-        device_mesh=_mesh(plan) if strategy.is_sharded else None,
-        cpu_offload=CPUOffload(offload_params=plan.offload_params and device.type != "cpu"),
-        mixed_precision=MixedPrecision(
-            param_dtype=torch_dtype(precision.param),
-            reduce_dtype=torch_dtype(precision.reduce),
-            buffer_dtype=torch_dtype(precision.buffer),
-        )
-        if casts
-        else None,
-        backward_prefetch={
-            "pre": BackwardPrefetch.BACKWARD_PRE,
-            "post": BackwardPrefetch.BACKWARD_POST,
-            "none": None,
-        }[plan.prefetch.backward],
-        forward_prefetch=plan.prefetch.forward,
-        limit_all_gathers=plan.prefetch.limit_all_gathers,
-        use_orig_params=plan.use_orig,
-        device_id=torch.device("cpu") if device.type == "cpu" else device,
-    )
-
-
-def _mesh(plan: FsdpPlan) -> DeviceMesh:
-    strategy = STRATEGIES[plan.strategy]
-    if strategy.is_sharded and not strategy.hybrid:
-        return init_device_mesh(plan.device_type, (plan.mesh.shard,))
-    return init_device_mesh(
-        plan.device_type, (plan.mesh.replicate, plan.mesh.shard), mesh_dim_names=("replicate", "shard")
-    )

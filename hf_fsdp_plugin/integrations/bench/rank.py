@@ -11,26 +11,24 @@ import gc
 import os
 import sys
 import time
-import traceback
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from hf_fsdp_plugin.devices import Device, get_device
-from hf_fsdp_plugin.integrations.bench.cases import BenchWorkload, Case, Task, WorldJob, events_of
+from hf_fsdp_plugin.integrations.bench import BenchWorkload, Case, Task, WorldJob, events_of
 from hf_fsdp_plugin.integrations.bench.loops import Batch, Loop, make_loop
 from hf_fsdp_plugin.integrations.install import uninstall
 from hf_fsdp_plugin.integrations.preflight.made_data import MadeData, collate
 from hf_fsdp_plugin.messages import printer
 from hf_fsdp_plugin.plan.meta_model import config_and_class
-from hf_fsdp_plugin.problems import SpecError
 from hf_fsdp_plugin.sources.interface import Sources
 from hf_fsdp_plugin.sources.launchers import LaunchHandover
 from hf_fsdp_plugin.spec.load import assess
@@ -38,7 +36,8 @@ from hf_fsdp_plugin.spec.load import assess
 _NUM_BATCHES: Final = 4
 """Different batches of a rank. They are made before the steps, so that no data loading is measured."""
 _SEED: Final = 0
-_TIMEOUT: Final = timedelta(minutes=30)
+_TIMEOUT: Final = timedelta(minutes=10)
+"""Time without progress after which a case fails."""
 _STATUS: Final = Path("/proc/self/status")
 _RESET: Final = Path("/proc/self/clear_refs")
 _PREFIXES: Final = ("ACCELERATE_", "FSDP_", "PARALLELISM_")
@@ -46,8 +45,7 @@ _PREFIXES: Final = ("ACCELERATE_", "FSDP_", "PARALLELISM_")
 Report = Callable[..., None]
 
 
-@dataclass(frozen=True, slots=True)
-class Timed:
+class Timed(NamedTuple):
     """A block of steps: wall time of all ranks and mean CPU time of a rank, per step, and the mean last loss."""
 
     seconds: float
@@ -102,13 +100,14 @@ class Measuring:
             for case in order:
                 timed[case].append(self._block(loops[case], block))
         for case, blocks in timed.items():
+            seconds, cpu_seconds, losses = zip(*blocks, strict=True)
             self._report(
                 event="measured",
                 case=case.name,
                 round=task.round,
-                seconds=[each.seconds for each in blocks],
-                cpu_seconds=[each.cpu_seconds for each in blocks],
-                losses=[each.loss for each in blocks],
+                seconds=seconds,
+                cpu_seconds=cpu_seconds,
+                losses=losses,
                 peak_bytes=peaks[case],
                 peak_source=self._memory.source,
             )
@@ -118,7 +117,7 @@ class Measuring:
     def _build(self, case: Case) -> Loop:
         for name in _settings_in(os.environ).keys() - self._environ.keys():
             del os.environ[name]  # set by an Accelerator of another case
-        sources = replace(self._sources, overrides=(*self._sources.overrides, *case.setting.overrides))
+        sources = replace(self._sources, overrides=(*self._sources.overrides, *case.overrides))
         spec = assess(sources).checked_spec()
         model = build_model(self._model)
         if not self._batches:
@@ -227,6 +226,7 @@ def _resident(name: str) -> int | None:
 
 
 def main(folder: Path) -> None:
+    """Measure the tasks of a job. A failure ends this world, because the ranks may be in different collectives then."""
     job, events = WorldJob.read(folder), events_of(folder)
     handover = LaunchHandover.from_env(os.environ)
     assert handover is not None, "hf-fsdp bench starts its ranks with a handover"
@@ -235,18 +235,9 @@ def main(folder: Path) -> None:
     warnings.simplefilter("ignore")
     device = _join(job.device)
     measuring = Measuring(job.model, device, job.workload, handover.sources, events.write)
-    for number, task in enumerate(job.tasks):
-        try:
-            if number == 0:
-                measuring.prepare(task)
-            measuring.run(task)
-        except Exception as error:
-            # The ranks may be in different collectives now, so that this world cannot go on.
-            names = [case.name for case in task.cases]
-            events.write(event="failed", cases=names, rank=dist.get_rank(), error=_text(error))
-            traceback.print_exc()
-            sys.stderr.flush()
-            os._exit(1)
+    measuring.prepare(job.tasks[0])
+    for task in job.tasks:
+        measuring.run(task)
     dist.barrier()
     dist.destroy_process_group()
 
@@ -258,15 +249,6 @@ def _join(device_type: str) -> torch.device:
     if not dist.is_initialized():  # install() starts one for some settings
         dist.init_process_group(table.process_group_backend, timeout=_TIMEOUT)
     return torch.device("cpu") if device_type == "cpu" else torch.device(device_type, local_rank)
-
-
-def _text(error: Exception) -> str:
-    """Return the message of an error: of a refusal, its codes and texts."""
-    if isinstance(error, SpecError):
-        return " ".join(
-            f"{problem.code}: {problem.message}" for problem in error.problems if problem.severity == "error"
-        )
-    return " ".join(f"{type(error).__name__}: {error}".split())
 
 
 if __name__ == "__main__":

@@ -9,12 +9,10 @@ from typing import Any, Final
 from transformers.trainer_callback import TrainerCallback
 
 from hf_fsdp_plugin.backends.ranks.agreement import on_all_ranks
-from hf_fsdp_plugin.integrations.profiling.files import RESULT, rank_files, read_ranks, write_profile
-from hf_fsdp_plugin.integrations.profiling.options import MAX_TRACES, ProfileOptions
-from hf_fsdp_plugin.integrations.profiling.result import remove_files
-from hf_fsdp_plugin.integrations.profiling.run import profiling
+from hf_fsdp_plugin.integrations.profiling import ProfileOptions
+from hf_fsdp_plugin.integrations.profiling.files import RESULT, files_of_profile, read_ranks, remove, write_profile
+from hf_fsdp_plugin.integrations.profiling.run import profiling, remove_files
 from hf_fsdp_plugin.messages import print_once
-from hf_fsdp_plugin.observe.profile.suggestions import suggest
 from hf_fsdp_plugin.problems import SpecError
 from hf_fsdp_plugin.sources.launchers import absolute
 from hf_fsdp_plugin.text import plural
@@ -34,29 +32,23 @@ class ProfilerCallback(TrainerCallback):
     Args:
         output_dir: the folder for the result.
         wait: optimizer steps before the profiler starts; in a resumed training, those after the checkpoint.
-        warmup, active, after, memory, traces: see ``hf-fsdp profile``.
+        warmup, active, after: see ``hf-fsdp profile``.
     """
 
     def __init__(
-        self,
-        output_dir: str = "fsdp_profile",
-        *,
-        wait: int = 1,
-        warmup: int = 2,
-        active: int = 4,
-        after: int = 3,
-        memory: bool = True,
-        traces: int = MAX_TRACES,
+        self, output_dir: str = "fsdp_profile", *, wait: int = 1, warmup: int = 2, active: int = 4, after: int = 3
     ) -> None:
+        self._folder = Path(absolute(output_dir) or output_dir)
         self._options = ProfileOptions(
-            folder=absolute(output_dir) or output_dir, wait=wait, warmup=warmup, active=active, after=after,
-            memory=memory, traces=traces, stops=False, raises=False,
-        )  # fmt: skip
+            folder=str(self._folder), wait=wait, warmup=warmup, active=active, after=after, stops=False, raises=False
+        )
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         if _is_profiled_by_command():
             return
-        _remove_earlier(self._options, args.process_index, args.world_size)
+        if args.process_index == 0:
+            with contextlib.suppress(OSError):
+                remove(files_of_profile(self._folder))  # no rank writes before the collectives of the first steps
         profiling.begin(self._options)
         if model is not None:
             profiling.watch(model)
@@ -78,35 +70,23 @@ class ProfilerCallback(TrainerCallback):
                 print_once(f"no profile: and {plural(more, 'more rank')}")
             return
         if args.process_index == 0:
-            self._write_result(Path(self._options.folder))
+            self._write_result()
 
-    def _write_result(self, folder: Path) -> None:
+    def _write_result(self) -> None:
         try:
-            results = read_ranks(folder)
-            if not results.paths:
-                print_once(f"no profile: {results.nothing(self._options)}")
+            ranks = read_ranks(self._folder)
+            problems = ranks.problems(self._options)
+            if not ranks.paths:
+                print_once(f"no profile: {problems[0]}")
                 return
-            run, problems = results.merge(self._options)
-            suggestions = suggest(run)
-            write_profile(folder, run, suggestions, problems)
+            suggestions, _ = write_profile(self._folder, ranks.merge(), problems)
         except (OSError, ValueError) as error:
-            print_once(f"no profile: {folder / RESULT} cannot be written: {error}.")
+            print_once(f"no profile: {self._folder / RESULT} cannot be written: {error}.")
             return
         for each in (*problems, *(f"profile: {suggestion}" for suggestion in suggestions)):
             print_once(each)
-        print_once(f"profile: {folder / RESULT}")
+        print_once(f"profile: {self._folder / RESULT}")
 
 
 def _is_profiled_by_command() -> bool:
     return profiling.active and profiling.options.raises
-
-
-def _remove_earlier(options: ProfileOptions, rank: int, world_size: int) -> None:
-    """Delete this rank's files of an earlier profile; on rank 0 also the result, and files of a larger world."""
-    remove_files(options, rank)
-    if rank == 0:
-        for other in [int(path.stem.partition("_")[2]) for path in rank_files(Path(options.folder))]:
-            if other >= world_size:
-                remove_files(options, other)
-        with contextlib.suppress(OSError):
-            (Path(options.folder) / RESULT).unlink()

@@ -1,37 +1,47 @@
-"""The profile of this process: starts and stops torch's profiler by the optimizer's steps."""
+"""The profile of this process: starts and stops torch's profiler by the optimizer's steps, and writes its files.
+
+The trace of a rank is analyzed in the rank, so that the launcher reads a small file per rank.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import gzip
+import json
+import os
+import shutil
+import socket
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.profiler import ProfilerActivity, supported_activities
 from torch.profiler import profile as torch_profile
 
+from hf_fsdp_plugin.backends.sharding.shard import plan_of
 from hf_fsdp_plugin.devices import available_device
-from hf_fsdp_plugin.estimate.results import Moment
 from hf_fsdp_plugin.integrations.call_hooks import call_marks
 from hf_fsdp_plugin.integrations.patching import install_hooks
+from hf_fsdp_plugin.integrations.profiling import NUM_TRACES, ProfileOptions
+from hf_fsdp_plugin.integrations.profiling.files import remove, write_file
 from hf_fsdp_plugin.integrations.profiling.marking import marks
-from hf_fsdp_plugin.integrations.profiling.options import ProfileOptions
-from hf_fsdp_plugin.integrations.profiling.result import Recorded, temporary_files, write_rank_files
 from hf_fsdp_plugin.integrations.run_report import stop_reporting
-from hf_fsdp_plugin.observe.memory import gradient_bytes, state_tensors, storage_bytes
-from hf_fsdp_plugin.observe.profile.activity import Sample, memory_moments
-from hf_fsdp_plugin.observe.profile.trace import BOUNDARY, SAMPLE, WAIT, read_trace
-from hf_fsdp_plugin.observe.units import observe_units, unmanaged_parameters
+from hf_fsdp_plugin.observe.profile.rank_profile import RankProfile, profile_of
+from hf_fsdp_plugin.observe.profile.trace import BOUNDARY, WAIT, read_trace
+from hf_fsdp_plugin.observe.units import observe_units
 from hf_fsdp_plugin.problems import Problem, SpecError
 from hf_fsdp_plugin.torch_private.functions import profiler_is_running
 
-_MAX_SAMPLES: Final = 100
-"""Samples of memory in one step. A sample reads all units, so that a step of a large model has few of them."""
+_ITEM_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
+_MEMORY_SHARE = 0.9
+"""Share of a device's memory that a suggested setting may use."""
 
 
 class ProfileEnd(SystemExit):
@@ -39,63 +49,6 @@ class ProfileEnd(SystemExit):
 
     def __init__(self) -> None:
         super().__init__(0)
-
-
-class MemoryStep:
-    """One step that is slower than others, because every allocation is recorded.
-
-    Args:
-        num_collectives: of a step, by which the samples are distributed.
-    """
-
-    def __init__(self, model: nn.Module | None, optimizer: torch.optim.Optimizer, num_collectives: int) -> None:
-        self._model, self._optimizer = model, optimizer
-        self._every = -(-num_collectives // _MAX_SAMPLES) or 1
-        self._num_calls = 0
-        self._samples: list[Sample] = []
-        # Kernels are not traced: memory is allocated by the CPU thread that launches them.
-        self._profiler = torch_profile(activities=[ProfilerActivity.CPU], profile_memory=True)
-
-    def start(self) -> None:
-        self._profiler.start()
-        marks.enabled = True
-        marks.instant(BOUNDARY)
-        self.sample()
-
-    def sample(self) -> None:
-        """Read the memory of the units. Call it after each collective."""
-        self._num_calls += 1
-        if self._model is not None and (self._num_calls - 1) % self._every == 0:
-            sample = self._read(self._model)
-            marks.instant(SAMPLE)
-            self._samples.append(sample)
-
-    def discard(self) -> None:
-        """Stop without a result."""
-        marks.enabled = False
-        self._profiler.stop()
-
-    def stop(self) -> Sequence[Moment]:
-        """Return the memory of the step, the last boundary of which is marked.
-
-        Raises:
-            OSError, ValueError: the trace cannot be written to the folder of temporary files.
-        """
-        self.discard()
-        with tempfile.TemporaryDirectory(prefix="hf_fsdp_profile_") as scratch:
-            path = Path(scratch) / "memory.json"
-            self._profiler.export_chrome_trace(str(path))
-            return memory_moments(read_trace(path), self._samples)
-
-    def _read(self, model: nn.Module) -> Sample:
-        units = observe_units(model)
-        shards = [shard for unit in units for shard in unit.live.shards if not unit.offloaded]
-        return Sample(
-            params=storage_bytes([*shards, *unmanaged_parameters(model, units)]),
-            grads=gradient_bytes(model, units),
-            optimizer=storage_bytes(state_tensors([self._optimizer])),
-            gathered=storage_bytes([tensor for unit in units for tensor in unit.live.gathered], excluding=shards),
-        )
 
 
 class Profiling:
@@ -120,15 +73,20 @@ class Profiling:
         self.end(failed=True)
         self.options = options
         self.failure = None
-        self._recorded = Recorded()
-        self._profiler: Any = None
-        self._memory: MemoryStep | None = None
+        self._model: nn.Module | None = None
         self._optimizer: torch.optim.Optimizer | None = None
+        self._profiler: Any = None
+        self._profile: RankProfile | None = None
         self._num_steps = 0
         self._step_began: float | None = None
+        self._profiled: list[float] = []
+        self._unprofiled: list[float] = []
+        self._num_forwards = 0
+        self._forwards_per_step = 1
+        self._batch: tuple[int, ...] = ()
         self.active = True
         install_hooks("calls", "profile")
-        call_marks.wait, call_marks.gather, call_marks.reduction = self._wait, marks.gather, marks.reduction
+        call_marks.wait, call_marks.gather, call_marks.reduction = lambda: marks(WAIT), marks.gather, marks.reduction
         marks.on_forward = self._see_forward
         self._hook = register_optimizer_step_post_hook(self._after_step)
 
@@ -136,8 +94,7 @@ class Profiling:
         """Mark the forwards of a sharded model. Call it after the model is sharded."""
         if self.active:
             marks.watch(model)
-            if self._recorded.model is None:
-                self._recorded.model = model
+            self._model = model if self._model is None else self._model
 
     def end(self, *, failed: bool = False) -> None:
         """Write the result of the steps that were made, if it is not written yet; nothing after a failure.
@@ -147,31 +104,23 @@ class Profiling:
         """
         if not self.active:
             return
-        memory, self._memory = self._memory, None
-        if memory is not None:
-            memory.discard()
         try:
             self._stop_tracing(discard=failed)
         finally:
             self._close()
             if failed:
-                self._recorded.close()
+                remove_files(self.options, _rank())
         if not failed:
             self._write()
 
-    @contextlib.contextmanager
-    def _wait(self) -> Iterator[None]:
-        """Mark a wait for a collective. In the step that records the memory, sample it after the wait."""
-        with marks(WAIT):
-            yield
-        if self.active and self._memory is not None:
-            self._memory.sample()
-
     def _see_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Count the training forwards, and keep the shape of the first tensor with two dims: samples and tokens."""
         if self._num_steps == 0 and self.options.wait == 0 and self._profiler is None:
             with self._failures():
                 self._start_tracing()
-        self._recorded.add_forward(args, kwargs)
+        self._num_forwards += 1
+        tensors = (value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor))
+        self._batch = next((tuple(tensor.shape) for tensor in tensors if tensor.dim() >= 2), self._batch)
 
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if self._optimizer is None:
@@ -179,27 +128,18 @@ class Profiling:
         if not self.active or optimizer is not self._optimizer:
             return
         with self._failures():
-            self._end_step(optimizer, time.perf_counter())
+            self._end_step(time.perf_counter())
 
-    def _end_step(self, optimizer: torch.optim.Optimizer, now: float) -> None:
+    def _end_step(self, now: float) -> None:
         options = self.options
         self._num_steps += 1
-        self._recorded.num_steps = self._num_steps
+        self._forwards_per_step, self._num_forwards = max(1, self._num_forwards), 0
         if self._step_began is not None:
-            self._recorded.add_step(self._num_steps, now - self._step_began, options)
+            self._add_seconds(now - self._step_began)
         marks.instant(BOUNDARY)
         if self._num_steps == options.last_traced:
             self._stop_tracing()
-        elif options.memory and self._num_steps == options.last_traced + 1 and not profiler_is_running():
-            # Not in the step that stops the other profiler: torch's mark around this step is still open, and would
-            # write into the events of the wrong profiler when it ends.
-            self._memory = MemoryStep(self._recorded.model, optimizer, self._recorded.num_waits)
-            self._memory.start()
-        elif self._memory is not None:
-            memory, self._memory = self._memory, None
-            with temporary_files():
-                self._recorded.memory = memory.stop()
-        elif self._num_steps == options.first_traced:
+        elif self._num_steps == options.wait:
             self._start_tracing()
         if self._num_steps == options.last:
             self._close()
@@ -208,6 +148,14 @@ class Profiling:
                 stop_reporting()  # the run is not complete
                 raise ProfileEnd
         self._step_began = time.perf_counter()
+
+    def _add_seconds(self, seconds: float) -> None:
+        """Add a step, of which the first and the one after the analysis of the trace are not representative."""
+        options = self.options
+        if options.wait + options.warmup < self._num_steps <= options.last_traced:
+            self._profiled.append(seconds)
+        elif 1 < self._num_steps <= options.wait or self._num_steps > options.last_traced + 1:
+            self._unprofiled.append(seconds)
 
     @contextlib.contextmanager
     def _failures(self) -> Iterator[None]:
@@ -221,22 +169,52 @@ class Profiling:
             self.failure = error
 
     def _start_tracing(self) -> None:
-        activities = {ProfilerActivity.CPU}
-        if available_device().is_initialized() and available_device().type != "cpu":
-            activities = set(supported_activities())
-        _check_only_profiler()
-        self._profiler = torch_profile(activities=activities, record_shapes=True)
+        if profiler_is_running():
+            message = "the script runs torch's profiler itself, and a process can have one at a time."
+            fix = "Remove the script's own profiler for this run."
+            raise SpecError([Problem(code="FSDP-E776", message=message, fix=fix)])
+        on_device = available_device().is_initialized() and available_device().type != "cpu"
+        activities = set(supported_activities()) if on_device else {ProfilerActivity.CPU}
+        self._profiler = torch_profile(activities=activities)
         self._profiler.start()
         marks.enabled = True
         marks.instant(BOUNDARY)
 
     def _stop_tracing(self, *, discard: bool = False) -> None:
-        if marks.enabled and self._profiler is not None:
-            marks.enabled = False
-            profiler, self._profiler = self._profiler, None
-            profiler.stop()
-            if not discard:  # a later profiler invalidates the events of this one
-                self._recorded.export(profiler)
+        if not marks.enabled or self._profiler is None:
+            return
+        marks.enabled = False
+        profiler, self._profiler = self._profiler, None
+        profiler.stop()
+        if discard:
+            return
+        with tempfile.TemporaryDirectory(prefix="hf_fsdp_profile_") as scratch:
+            trace = Path(scratch) / "trace.json"
+            try:
+                profiler.export_chrome_trace(str(trace))
+                self._profile = self._analyze(trace)
+            except (OSError, ValueError) as error:
+                # torch ignores errors when it writes a trace, so that a full disk shows as incomplete JSON.
+                reason = error.strerror if isinstance(error, OSError) and error.strerror else "the disk may be full"
+                place = os.environ.get("TMPDIR") or "/tmp"
+                message = f"a trace in {place} is incomplete or cannot be written: {reason}."
+                raise _not_written(message, "Free space there, or set TMPDIR to another folder.") from error
+            if _rank() < NUM_TRACES:
+                self._write_file(self.options.trace_file(_rank()), lambda file: _compress(trace, file))
+
+    def _analyze(self, trace: Path) -> RankProfile | None:
+        """Return the profile of the steps in a trace; ``None`` without a complete step."""
+        plan = plan_of(self._model) if self._model is not None else None
+        return profile_of(
+            read_trace(trace),
+            rank=_rank(),
+            world_size=_world_size(),
+            host=socket.gethostname(),
+            device=plan.device_type if plan is not None else "cpu",
+            units=[unit.name for unit in observe_units(self._model)] if self._model is not None else [],
+            skip=self.options.warmup,
+            most=self.options.active,
+        )
 
     def _close(self) -> None:
         self.active = False
@@ -248,15 +226,85 @@ class Profiling:
             self._hook = None
 
     def _write(self) -> None:
-        recorded, self._recorded = self._recorded, Recorded()
-        write_rank_files(recorded, self.options)
+        rank, profile = _rank(), self._profile
+        content: dict[str, Any] = {"rank": rank, "world_size": _world_size(), "num_steps": self._num_steps}
+        if profile is not None:
+            profile = replace(profile, profiled=self._profiled, unprofiled=self._unprofiled, facts=self._facts(rank))
+        content["profile"] = profile.to_json() if profile is not None else None
+        self._write_file(self.options.rank_file(rank), json.dumps(content))
+
+    def _write_file(self, path: Path, content: Any) -> None:
+        """Write a file, see ``write_file``. Raises ``SpecError`` (FSDP-E772), and leaves no file of this rank then."""
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_file(path, content)
+        except OSError as error:
+            remove_files(self.options, _rank())
+            message = f"the profile cannot be written to {self.options.folder}: {error.strerror or error}."
+            fix = "Free space, or write to another folder: --output DIR, or output_dir of ProfilerCallback."
+            raise _not_written(message, fix) from error
+
+    def _facts(self, rank: int) -> dict[str, Any]:
+        """Return what the trace does not contain: groups of ranks and, on rank 0, settings and sizes of units."""
+        units = observe_units(self._model) if self._model is not None else ()
+        groups = {
+            unit.name: f"{len(unit.live.shard_ranks)} from {min(unit.live.shard_ranks, default=0)}" for unit in units
+        }
+        facts: dict[str, Any] = {
+            "free_bytes": _free_bytes(),
+            "batch": list(self._batch),
+            "forwards_per_step": self._forwards_per_step,
+            "groups": groups,
+        }
+        plan = plan_of(self._model) if self._model is not None else None
+        if rank or plan is None:
+            return facts
+        facts["units"] = {
+            unit.name: {
+                "bytes": unit.num_params * _ITEM_BYTES.get(unit.param_dtype, 4),
+                "reduce_dtype": unit.reduce_dtype,
+            }
+            for unit in units
+        }
+        facts["plan"] = {
+            "backend": plan.backend,
+            "strategy": plan.strategy,
+            "model": plan.model_class,
+            "prefetch.forward": plan.prefetch.forward,
+            "prefetch.backward": plan.prefetch.backward,
+        }
+        return facts
 
 
-def _check_only_profiler() -> None:
-    if profiler_is_running():
-        message = "the script runs torch's profiler itself, and a process can have one at a time."
-        fix = "Remove the script's own profiler for this run."
-        raise SpecError([Problem(code="FSDP-E776", message=message, fix=fix)])
+def remove_files(options: ProfileOptions, rank: int) -> None:
+    """Delete the files of a rank, of this profile or of an earlier one."""
+    with contextlib.suppress(OSError):
+        remove([options.rank_file(rank), options.trace_file(rank)])
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
+
+
+def _world_size() -> int:
+    return dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def _not_written(message: str, fix: str) -> SpecError:
+    return SpecError([Problem(code="FSDP-E772", message=message, fix=fix, rank=_rank())])
+
+
+def _compress(source: Path, target: Any) -> None:
+    with source.open("rb") as file, gzip.GzipFile(fileobj=target, mode="wb", compresslevel=3, mtime=0) as compressed:
+        shutil.copyfileobj(file, compressed, 2**20)
+
+
+def _free_bytes() -> int | None:
+    """Return the memory of this rank's device that no step has used; ``None`` if unknown, and on the CPU."""
+    device = available_device()
+    if device.type == "cpu" or not device.is_initialized() or (memory := device.total_memory()) is None:
+        return None
+    return int(_MEMORY_SHARE * memory) - device.peak_memory()
 
 
 profiling = Profiling()

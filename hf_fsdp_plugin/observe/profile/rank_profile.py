@@ -1,31 +1,44 @@
-"""The profile of one rank: what it writes to its file, a few numbers for each phase and each collective."""
+"""The profile of one rank: the phases of its steps, its computation and its collectives, read from its trace."""
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
-from types import MappingProxyType
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from itertools import accumulate, pairwise
+from typing import Any, NamedTuple, Self
 
-from hf_fsdp_plugin.estimate.results import Moment
-from hf_fsdp_plugin.estimate.schedule import clip, measure
-from hf_fsdp_plugin.observe.profile.activity import (
-    Activity,
-    Call,
-    DeviceClock,
-    Segment,
-    on_device,
-    read_activity,
-    read_boundaries,
-    read_steps,
+from hf_fsdp_plugin.estimate.results import CollectiveKind
+from hf_fsdp_plugin.estimate.schedule import Interval, clip, measure, subtract, union
+from hf_fsdp_plugin.observe.profile.trace import (
+    BOUNDARY,
+    GATHER,
+    ISSUES,
+    PHASE_MARKS,
+    REDUCE,
+    TORCH_UNIT_MARKS,
+    UNIT,
+    WAIT,
+    Event,
+    Phase,
+    Trace,
 )
-from hf_fsdp_plugin.observe.profile.trace import RATE_LIMITER, UNIT, Phase, Trace
 from hf_fsdp_plugin.plan.names import canonical_name
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Times:
+@dataclass
+class Sums:
+    """Base of dataclasses of numbers that are added and scaled field by field."""
+
+    def __add__(self, other: Self) -> Self:
+        return type(self)(**{each.name: getattr(self, each.name) + getattr(other, each.name) for each in fields(self)})
+
+    def scaled(self, factor: float) -> Self:
+        return type(self)(**{each.name: getattr(self, each.name) * factor for each in fields(self)})
+
+
+@dataclass(kw_only=True)
+class Times(Sums):
     """Seconds of a phase.
 
     Attributes:
@@ -44,59 +57,63 @@ class Times:
         """Neither computation nor communication: Python, launches of kernels, waiting for data."""
         return max(0.0, self.seconds - self.compute - self.exposed)
 
-    def __add__(self, other: Times) -> Times:
-        return Times(**{name: getattr(self, name) + getattr(other, name) for name in self.__slots__})
+    @property
+    def communication_share(self) -> float:
+        """The share of communication in computation plus communication, as in the usual table of a profile."""
+        whole = self.compute + self.communication
+        return self.communication / whole if whole else 0.0
 
-    def scaled(self, factor: float) -> Times:
-        return Times(**{name: getattr(self, name) * factor for name in self.__slots__})
 
+class Call(NamedTuple):
+    """One collective of a profiled step on one rank. Times are in seconds since the epoch.
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StepCall(Call):
-    """One collective of a profiled step, in seconds since the first profiled step began on this rank."""
+    Attributes:
+        unit: empty for the root; ``None`` if it belongs to no unit.
+        phase: in which it was called.
+        arrived: when this rank took part in it: with gloo at the call, on a device when its kernel began.
+        end: of its kernel; with gloo, of the call and of the wait for it.
+        seconds: of its kernel, or of the call and the wait. A rank that arrives early waits for the last one.
+        exposed: seconds of it during which nothing is computed.
+    """
 
+    kind: CollectiveKind
+    unit: str | None
     step: int
     phase: Phase
+    arrived: float
+    end: float
+    seconds: float
+    exposed: float
 
 
-_CALL_FIELDS = tuple(each.name for each in fields(StepCall))
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class UnitSeconds:
+class UnitSeconds(NamedTuple):
     """Seconds of one unit in one step, without its collectives: kernels of a device, or time of the CPU thread."""
 
     forward: float = 0.0
     recomputed: float = 0.0
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class RankProfile:
     """One rank's profile.
 
     Attributes:
-        began: when the first profiled step began, in seconds since the epoch.
         times: seconds of each phase, averaged over the steps.
         units: computation of each unit, averaged over the steps.
-        rate_limited: seconds of a step in which FSDP1 waits before an all-gather (``limit_all_gathers``).
         profiled, unprofiled: wall-clock seconds of steps with and without the profiler.
-        memory: moments of one step, ``Moment.seconds`` since the step began.
-        facts: what is needed beside the trace; see ``integrations.profiling``.
+        facts: what the trace does not contain; see ``integrations.profiling.run``.
     """
 
     rank: int
     world_size: int
     host: str
     device: str
-    began: float
     num_steps: int
     times: Mapping[Phase, Times]
-    calls: Sequence[StepCall]
+    calls: Sequence[Call]
     units: Mapping[str, UnitSeconds] = field(default_factory=dict)
-    rate_limited: float = 0.0
     profiled: Sequence[float] = ()
     unprofiled: Sequence[float] = ()
-    memory: Sequence[Moment] = ()
     facts: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -105,154 +122,253 @@ class RankProfile:
 
     def to_json(self) -> dict[str, Any]:
         """Return the content of the file of a rank, with a row of values for each call."""
-        return {
-            **{each.name: getattr(self, each.name) for each in fields(self)},
-            "times": {phase: asdict(times) for phase, times in self.times.items()},
-            "calls": [[getattr(call, name) for name in _CALL_FIELDS] for call in self.calls],
-            "units": {name: asdict(unit) for name, unit in self.units.items()},
-            "memory": [asdict(moment) for moment in self.memory],
-        }
+        times = {phase: asdict(each) for phase, each in self.times.items()}
+        return {**{each.name: getattr(self, each.name) for each in fields(self)}, "times": times}
 
     @classmethod
     def from_json(cls, tree: Mapping[str, Any]) -> RankProfile:
-        return cls(
-            **{
-                **tree,
-                "times": {phase: Times(**times) for phase, times in tree["times"].items()},
-                "calls": [StepCall(**dict(zip(_CALL_FIELDS, row, strict=True))) for row in tree["calls"]],
-                "units": {name: UnitSeconds(**unit) for name, unit in tree["units"].items()},
-                "memory": tuple(Moment(**moment) for moment in tree["memory"]),
-            }
-        )
+        times = {phase: Times(**each) for phase, each in tree["times"].items()}
+        units = {name: UnitSeconds(*each) for name, each in tree["units"].items()}
+        return cls(**{**tree, "times": times, "calls": [Call(*row) for row in tree["calls"]], "units": units})
 
 
 def profile_of(
-    trace: Trace, *, rank: int, world_size: int, host: str, device: str, skip: int = 0, most: int | None = None
+    trace: Trace,
+    *,
+    rank: int,
+    world_size: int,
+    host: str,
+    device: str,
+    units: Iterable[str] = (),
+    skip: int = 0,
+    most: int = 1000,
 ) -> RankProfile | None:
     """Return the profile of a rank's trace; ``None`` if the trace contains no complete step.
 
     Args:
+        units: names of the units.
         skip: steps of the trace that warm the profiler up. They are used only if there are no others.
         most: number of steps after them that are used.
     """
-    boundaries = read_boundaries(trace)
-    if len(boundaries) < 2:
+    ends = [mark.end for mark in trace.marks if mark.name == BOUNDARY]
+    if len(ends) < 2:
         return None
-    skip = min(skip, len(boundaries) - 2)
-    boundaries = boundaries[skip:] if most is None else boundaries[skip : skip + most + 1]
-    clock, activity = DeviceClock(trace), read_activity(trace)
-    steps = read_steps(trace, boundaries)
-    device_steps = [on_device(segments, clock) for segments in steps]
-    began = device_steps[0][0].start
+    skip = min(skip, len(ends) - 2)
+    steps, clock = Steps(trace, ends[skip : skip + most + 1]), DeviceClock(trace)
+    unit_of = UnitMarks(trace.marks, units)
+
+    def context_of(time: float, thread: int | None) -> CallContext | None:
+        segment = steps.at(time)
+        return None if segment is None else (unit_of.at(time, thread), segment.step, segment.phase)
+
+    activity = (_device_activity if trace.kernels else _cpu_activity)(trace, context_of)
     times: dict[Phase, Times] = {}
-    for segment in (segment for step in device_steps for segment in step):
-        times[segment.phase] = times.get(segment.phase, Times()) + _times_of(segment, activity)
+    for segment in steps.segments:
+        found = activity.times_between(clock.at(segment.start), clock.at(segment.end))
+        times[segment.phase] = times.get(segment.phase, Times()) + found
     return RankProfile(
-        rank=rank, world_size=world_size, host=host, device=device, began=began,
-        num_steps=len(steps),
-        times={phase: each.scaled(1 / len(steps)) for phase, each in times.items()},
-        calls=list(_calls_in(activity.calls, steps, began)), units=_unit_seconds(trace, steps, activity, clock),
-        rate_limited=sum(
-            mark.end - mark.start
-            for mark in trace.marks
-            if mark.name == RATE_LIMITER and boundaries[0] <= mark.start < boundaries[-1]
-        ) / len(steps),
-    )  # fmt: skip
-
-
-def _times_of(segment: Segment, activity: Activity) -> Times:
-    def within(intervals: Sequence[tuple[float, float]]) -> float:
-        return measure(clip(intervals, segment.start, segment.end))
-
-    return Times(
-        seconds=segment.end - segment.start,
-        compute=within(activity.compute),
-        communication=within(activity.communication),
-        exposed=within(activity.exposed),
+        rank=rank,
+        world_size=world_size,
+        host=host,
+        device=device,
+        num_steps=steps.count,
+        times={phase: each.scaled(1 / steps.count) for phase, each in times.items()},
+        calls=activity.calls,
+        units=_unit_seconds(trace, steps, activity, clock),
     )
 
 
-def _calls_in(calls: Sequence[Call], steps: Sequence[Sequence[Segment]], began: float) -> list[StepCall]:
-    """Return the collectives that were called in a step, with the phase in which they were called."""
-    segments = [(segment, number) for number, step in enumerate(steps) for segment in step]
-    starts = [segment.start for segment, _ in segments]
-    found = []
-    for call in calls:
-        at = bisect_right(starts, call.issued) - 1
-        if at < 0 or call.issued >= segments[at][0].end:
-            continue
-        found.append(
-            StepCall(
-                step=segments[at][1], phase=segments[at][0].phase, kind=call.kind, unit=call.unit, bytes=call.bytes,
-                issued=call.issued - began, arrived=call.arrived - began, start=call.start - began,
-                end=call.end - began, exposed=call.exposed,
-            )
-        )  # fmt: skip
-    return found
+class Segment(NamedTuple):
+    """A part of a step in one phase, in times of the CPU."""
+
+    phase: Phase
+    step: int
+    start: float
+    end: float
 
 
-def _unit_seconds(
-    trace: Trace, steps: Sequence[Sequence[Segment]], activity: Activity, clock: DeviceClock
-) -> dict[str, UnitSeconds]:
-    """Return the computation in the marks of each unit, which cover its forward and its recomputed forward."""
-    segments = [segment for step in steps for segment in step]
-    starts = [segment.start for segment in segments]
-    found: dict[str, UnitSeconds] = {}
-    for mark in trace.marks:
-        at = bisect_right(starts, mark.start) - 1
-        if not mark.name.startswith(UNIT) or at < 0 or mark.start >= segments[at].end:
-            continue
-        start, end = clock.at(mark.start), clock.at(mark.end)
-        if trace.kernels:
-            seconds = measure(clip(activity.compute, start, end)) / len(steps)
-        else:
-            seconds = (end - start - measure(clip(activity.exposed, start, end))) / len(steps)
-        name, unit = mark.name.removeprefix(UNIT), found.get(mark.name.removeprefix(UNIT), UnitSeconds())
-        if segments[at].phase == "backward":
-            found[name] = replace(unit, recomputed=unit.recomputed + seconds)
-        elif segments[at].phase == "forward":
-            found[name] = replace(unit, forward=unit.forward + seconds)
-    return found
-
-
-def canonical_units(
-    profile: RankProfile, units: Iterable[str], parts: Mapping[str, int] = MappingProxyType({})
-) -> RankProfile:
-    """Return the profile with the names of `units`. FSDP2 joins the names of several modules by commas.
+class Steps:
+    """The phases of the steps between boundaries, without gaps and in order.
 
     Args:
-        parts: number of shards of the units whose all-gathers have the size of a shard in the trace: those of FSDP1
-            with gloo, which gathers into a list of tensors, of which the trace has no shapes.
+        boundaries: times of the CPU at which steps ended.
     """
-    known = {frozenset(name.split(" + ")): name for name in units}
 
-    def name_of(written: str | None) -> str | None:
-        if written is None:
-            return None
-        parts = [canonical_name(part) for part in written.split(", ")]
-        return known.get(frozenset(parts), " + ".join(parts))
+    def __init__(self, trace: Trace, boundaries: Sequence[float]) -> None:
+        marks = [(phase, mark) for mark in trace.marks for begin, phase in PHASE_MARKS if mark.name.startswith(begin)]
+        marks.sort(key=lambda each: (each[1].start, -each[1].end))
+        self.count = len(boundaries) - 1
+        self.segments = [
+            Segment(phase, step, low, high)
+            for step, (start, end) in enumerate(pairwise(boundaries))
+            for phase, low, high in _phases_between(marks, start, end)
+        ]
+        self._starts = [segment.start for segment in self.segments]
 
-    def place(where: str) -> str:
-        phase, joined, unit = where.partition(" of ")
-        return f"{phase} of {name_of(unit)}" if joined and unit != "the root" else where
-
-    def renamed(call: StepCall) -> StepCall:
-        unit = name_of(call.unit)
-        factor = parts.get(unit, 1) if unit is not None and call.kind == "all_gather" else 1
-        return replace(call, unit=unit, bytes=call.bytes * factor)
-
-    return replace(
-        profile,
-        calls=[renamed(call) for call in profile.calls],
-        memory=tuple(replace(moment, where=place(moment.where)) for moment in profile.memory),
-    )
+    def at(self, time: float) -> Segment | None:
+        """Return the segment that contains a time; ``None`` outside of the steps."""
+        index = bisect_right(self._starts, time) - 1
+        return self.segments[index] if index >= 0 and time < self.segments[index].end else None
 
 
-def rank_range(ranks: Sequence[int]) -> str:
-    """Return a name of constant length for ranks at equal distances: ``first:step:size``; empty for none."""
-    if not ranks:
-        return ""
-    step = ranks[1] - ranks[0] if len(ranks) > 1 else 1
-    if list(ranks) == list(range(ranks[0], ranks[0] + step * len(ranks), step)):
-        return f"{ranks[0]}:{step}:{len(ranks)}"
-    return f"{ranks[0]}:?:{len(ranks)}"
+def _phases_between(
+    marks: Iterable[tuple[Phase, Event]], start: float, end: float
+) -> Iterator[tuple[Phase, float, float]]:
+    """Fill the time between the outermost marks: between a forward and its backward, the loss is computed."""
+    position, last = start, ""
+    for phase, mark in marks:
+        low, high = max(mark.start, position), min(mark.end, end)
+        if high <= low:
+            continue  # in another step, or inside of another mark
+        if low > position:
+            yield "forward" if (last, phase) == ("forward", "backward") else "other", position, low
+        yield phase, low, high
+        position, last = high, phase
+    if end > position:
+        yield "other", position, end
+
+
+class DeviceClock:
+    """Maps a time of the CPU to the time at which the device has finished what was launched until then.
+
+    A device runs behind the CPU that launches its kernels. On the CPU, and while a device is idle, both are the same.
+    """
+
+    def __init__(self, trace: Trace) -> None:
+        kernels = sorted(trace.kernels, key=lambda kernel: kernel.launched)
+        self._launched = [kernel.launched for kernel in kernels]
+        self._ends = list(accumulate((kernel.end for kernel in kernels), max))
+
+    def at(self, time: float) -> float:
+        index = bisect_right(self._launched, time)
+        return max(time, self._ends[index - 1]) if index else time
+
+
+CallContext = tuple[str | None, int, Phase]
+"""Unit, step and phase of a collective."""
+ContextOf = Callable[[float, int | None], CallContext | None]
+"""Returns the context of a call from its time and its thread (``None`` for any); ``None`` outside of the steps."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Activity:
+    """What a rank did, as sets of intervals: of its device if the trace has kernels, else of the CPU.
+
+    Attributes:
+        compute: operations of CPU threads, or kernels of the device.
+        communication: execution of collectives. On the CPU, the time that the thread which trains is inside of one.
+        exposed: the part of ``communication`` during which nothing is computed.
+    """
+
+    compute: Sequence[Interval]
+    communication: Sequence[Interval]
+    exposed: Sequence[Interval]
+    calls: Sequence[Call]
+
+    def times_between(self, start: float, end: float) -> Times:
+        sets = (self.compute, self.communication, self.exposed)
+        compute, communication, exposed = (measure(clip(each, start, end)) for each in sets)
+        return Times(seconds=end - start, compute=compute, communication=communication, exposed=exposed)
+
+
+def _device_activity(trace: Trace, context_of: ContextOf) -> Activity:
+    collectives = [(kernel, kind) for kernel in trace.kernels if (kind := kernel.nccl_kind) is not None]
+    compute = union(_spans(kernel for kernel in trace.kernels if kernel.nccl_kind is None and not kernel.copies))
+    communication = union(_spans(kernel for kernel, _ in collectives))
+    calls = []
+    for kernel, kind in collectives:
+        if (context := context_of(kernel.launched, None)) is not None:
+            seconds = kernel.end - kernel.start
+            exposed = seconds - measure(clip(compute, kernel.start, kernel.end))
+            calls.append(Call(kind, *context, kernel.start, kernel.end, seconds, exposed))
+    return Activity(compute=compute, communication=communication, exposed=subtract(communication, compute), calls=calls)
+
+
+def _cpu_activity(trace: Trace, context_of: ContextOf) -> Activity:
+    """Read the calls with gloo: a wait belongs to the last call before it that nothing has waited for."""
+    waits = union(_spans([*trace.waits, *(mark for mark in trace.marks if mark.name == WAIT)]))
+    issues = _outermost(trace.issues)
+    spans = [_spans([issue]) for issue in issues]
+    called, pending = 0, []
+    for wait in waits:
+        while called < len(issues) and issues[called].start < wait[1]:
+            pending.append(called)
+            called += 1
+        if pending:
+            spans[pending.pop()].append(wait)
+    calls = []
+    for issue, blocked in zip(issues, spans, strict=True):
+        if (context := context_of(issue.start, issue.thread)) is not None:
+            seconds, end = measure(union(blocked)), blocked[-1][1]
+            calls.append(Call(ISSUES[issue.name], *context, issue.start, end, seconds, seconds))
+    inside = union([*waits, *_spans(issues)])
+    compute = subtract(union(_spans(trace.ops)), inside)
+    return Activity(compute=compute, communication=inside, exposed=inside, calls=calls)
+
+
+def _outermost(issues: Iterable[Event]) -> list[Event]:
+    """Return the issues that are not made by another one."""
+    found: list[Event] = []
+    ends: dict[int, float] = {}
+    for issue in issues:
+        if issue.end > ends.get(issue.thread, 0.0):
+            found.append(issue)
+            ends[issue.thread] = issue.end
+    return found
+
+
+class UnitMarks:
+    """Finds the unit whose collective is called at a time.
+
+    Args:
+        units: the names of all units, to which FSDP2's names are mapped: it joins several modules by commas.
+    """
+
+    def __init__(self, marks: Iterable[Event], units: Iterable[str]) -> None:
+        known = {frozenset(name.split(" + ")): name for name in units}
+        self._marks: list[tuple[Event, str]] = []
+        for mark in marks:
+            if (written := _written_unit(mark.name)) is not None:
+                modules = [canonical_name(part) for part in written.split(", ")]
+                self._marks.append((mark, known.get(frozenset(modules), " + ".join(modules))))
+        self._starts = [mark.start for mark, _ in self._marks]
+
+    def at(self, time: float, thread: int | None) -> str | None:
+        """Return the unit of the innermost mark; ``None`` if there is none."""
+        last = bisect_right(self._starts, time)
+        inside = (
+            name
+            for mark, name in reversed(self._marks[max(0, last - 4) : last])
+            if mark.end >= time and thread in (None, mark.thread)
+        )
+        return next(inside, None)
+
+
+def _written_unit(mark: str) -> str | None:
+    for prefix in (GATHER, REDUCE):
+        if mark.startswith(prefix):
+            return mark.removeprefix(prefix)
+    name, _, rest = mark.partition(" (")
+    return rest.partition(")")[0] if name.strip() in TORCH_UNIT_MARKS else None
+
+
+def _unit_seconds(trace: Trace, steps: Steps, activity: Activity, clock: DeviceClock) -> dict[str, UnitSeconds]:
+    """Return the computation in the marks of each unit, which cover its forward and its recomputed forward."""
+    found: dict[str, UnitSeconds] = {}
+    for mark in trace.marks:
+        segment = steps.at(mark.start) if mark.name.startswith(UNIT) else None
+        if segment is None:
+            continue
+        times = activity.times_between(clock.at(mark.start), clock.at(mark.end))
+        seconds = (times.compute if trace.kernels else times.seconds - times.exposed) / steps.count
+        name = mark.name.removeprefix(UNIT)
+        forward, recomputed = found.get(name, UnitSeconds())
+        if segment.phase == "backward":
+            found[name] = UnitSeconds(forward, recomputed + seconds)
+        elif segment.phase == "forward":
+            found[name] = UnitSeconds(forward + seconds, recomputed)
+    return found
+
+
+def _spans(events: Iterable[Event]) -> list[Interval]:
+    return [(event.start, event.end) for event in events]

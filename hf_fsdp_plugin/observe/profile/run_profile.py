@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from statistics import mean, median
 from typing import Any
 
-from hf_fsdp_plugin.estimate.results import CollectiveKind, Moment
-from hf_fsdp_plugin.observe.profile.rank_profile import RankProfile, StepCall, Times, UnitSeconds
+from hf_fsdp_plugin.estimate.results import CollectiveKind
+from hf_fsdp_plugin.observe.profile.rank_profile import Call, RankProfile, Sums, Times, UnitSeconds
 from hf_fsdp_plugin.observe.profile.trace import PHASES, Phase
 
 Sort = tuple[CollectiveKind, str | None, bool]
@@ -18,8 +18,8 @@ Key = tuple[str, int, Sort, int]
 """Group of ranks, step, sort, and number of the call with these: the same collective on every rank."""
 
 
-@dataclass(kw_only=True, slots=True)
-class CallSums:
+@dataclass(kw_only=True)
+class CallSums(Sums):
     """Collectives of one kind and phase, per step.
 
     Attributes:
@@ -29,26 +29,22 @@ class CallSums:
     """
 
     calls: float = 0.0
-    bytes: float = 0.0
     seconds: float = 0.0
     exposed: float = 0.0
     transfer: float = 0.0
 
-    def __add__(self, other: CallSums) -> CallSums:
-        return CallSums(**{name: getattr(self, name) + getattr(other, name) for name in self.__slots__})
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class UnitProfile:
     """One unit.
 
     Attributes:
-        order: its position in the order of the first all-gathers.
+        bytes: of its gathered parameters.
         forward_seconds, recomputed_seconds: its forward, and its forward in backward, averaged over the ranks.
     """
 
     name: str
-    order: int
+    bytes: int
     gather_forward: CallSums
     gather_backward: CallSums
     reduce: CallSums
@@ -60,7 +56,7 @@ class UnitProfile:
         return self.gather_forward + self.gather_backward + self.reduce
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class RankWait:
     """One rank as the others see it.
 
@@ -80,13 +76,13 @@ class RankWait:
 
 @dataclass(kw_only=True)
 class RunProfile:
-    """The profile of a run. Seconds and bytes are those of one step and one rank, averaged.
+    """The profile of a run. Seconds are those of one step and one rank, averaged.
 
     Attributes:
+        units: in the order of their first all-gathers.
         collectives: by kind.
-        unprofiled_seconds: median step without the profiler; ``None`` if there was none.
-        profiled_seconds: median step with the profiler, by the wall clock.
-        memory: of the first rank.
+        profiled_seconds, unprofiled_seconds: median step with and without the profiler, by the wall clock; ``None`` if
+            there was none.
         facts: of the first rank.
     """
 
@@ -98,11 +94,9 @@ class RunProfile:
     units: Sequence[UnitProfile]
     collectives: Mapping[CollectiveKind, CallSums]
     ranks: Sequence[RankWait]
-    profiled_seconds: float | None = None
-    unprofiled_seconds: float | None = None
-    rate_limited: float = 0.0
-    memory: Sequence[Moment] = ()
-    facts: Mapping[str, Any] = field(default_factory=dict)
+    profiled_seconds: float | None
+    unprofiled_seconds: float | None
+    facts: Mapping[str, Any]
 
     @property
     def total(self) -> Times:
@@ -114,11 +108,6 @@ class RunProfile:
         if self.unprofiled_seconds is None or self.profiled_seconds is None:
             return None
         return self.profiled_seconds - self.unprofiled_seconds
-
-    @property
-    def peak(self) -> Moment | None:
-        """The moment of the recorded step with the most memory of tensors; ``None`` if no memory was recorded."""
-        return max(self.memory, key=lambda moment: moment.bytes, default=None)
 
 
 def merge_ranks(profiles: Iterable[RankProfile]) -> RunProfile:
@@ -136,14 +125,14 @@ def merge_ranks(profiles: Iterable[RankProfile]) -> RunProfile:
     return merged.finish()
 
 
-@dataclass(slots=True)
+@dataclass
 class _Arrivals:
     """One collective over all ranks: the last two arrivals, and the least exposed time."""
 
     last: float
     rank: int
-    before: float
     transfer: float
+    before: float = float("-inf")
     ranks: int = 1
 
     def add(self, arrived: float, rank: int, exposed: float) -> None:
@@ -158,109 +147,98 @@ class _Arrivals:
 class _Merge:
     def __init__(self, first: RankProfile) -> None:
         self._first = first
-        self._ends = {key: first.began + call.end for key, call in _keyed(first)}
-        self._num_ranks = 0
-        self._times: dict[Phase, Times] = {}
-        self._sums: dict[Sort, CallSums] = {}
+        self._ends = {key: call.end for key, call in _keyed(first)}
+        self._times: dict[Phase, Times] = defaultdict(Times)
+        self._sums: dict[Sort, CallSums] = defaultdict(CallSums)
         self._arrivals: dict[Key, _Arrivals] = {}
-        self._order: dict[str, int] = {}
         self._units: dict[str, list[UnitSeconds]] = {}
-        self._ranks: list[tuple[int, float, float]] = []
-        self._wall: tuple[list[float], list[float]] = ([], [])
-        self._rate_limited: list[float] = []
+        self._ranks: list[tuple[int, Times]] = []
+        self._profiled: list[float] = []
+        self._unprofiled: list[float] = []
 
     def add(self, profile: RankProfile) -> None:
-        self._num_ranks += 1
-        shift = self._clock_shift(profile)
+        ahead = self._clock_ahead(profile)
         for phase, times in profile.times.items():
-            self._times[phase] = self._times.get(phase, Times()) + times
+            self._times[phase] += times
         for key, call in _keyed(profile):
-            self._add_call(key, call, profile, profile.began + call.arrived - shift)
+            if call.unit is not None:
+                self._units.setdefault(call.unit, [])
+            sums = self._sums[key[2]]
+            sums.calls += 1
+            sums.seconds += call.seconds
+            sums.exposed += call.exposed
+            if key in self._arrivals:
+                self._arrivals[key].add(call.arrived - ahead, profile.rank, call.exposed)
+            else:
+                self._arrivals[key] = _Arrivals(call.arrived - ahead, profile.rank, call.exposed)
         for name, unit in profile.units.items():
             self._units.setdefault(name, []).append(unit)
-        self._ranks.append((profile.rank, profile.total.seconds, profile.total.compute))
-        self._rate_limited.append(profile.rate_limited)
-        for sink, seconds in zip(self._wall, (profile.profiled, profile.unprofiled), strict=True):
-            sink += [median(seconds)] if seconds else []
+        self._ranks.append((profile.rank, profile.total))
+        self._profiled += [median(profile.profiled)] if profile.profiled else []
+        self._unprofiled += [median(profile.unprofiled)] if profile.unprofiled else []
 
-    def _clock_shift(self, profile: RankProfile) -> float:
+    def _clock_ahead(self, profile: RankProfile) -> float:
         """Return the seconds by which the clock of another host is ahead: ranks finish a collective together."""
         if profile.host == self._first.host:
             return 0.0
-        shifts = [profile.began + call.end - self._ends[key] for key, call in _keyed(profile) if key in self._ends]
+        shifts = [call.end - self._ends[key] for key, call in _keyed(profile) if key in self._ends]
         return median(shifts) if shifts else 0.0
 
-    def _add_call(self, key: Key, call: StepCall, profile: RankProfile, arrived: float) -> None:
-        if call.unit is not None:
-            self._order.setdefault(call.unit, len(self._order))
-        sums = self._sums.setdefault(key[2], CallSums())
-        sums.calls += 1 / profile.num_steps
-        sums.bytes += call.bytes / profile.num_steps
-        sums.seconds += call.seconds / profile.num_steps
-        sums.exposed += call.exposed / profile.num_steps
-        if key in self._arrivals:
-            self._arrivals[key].add(arrived, profile.rank, call.exposed)
-        else:
-            self._arrivals[key] = _Arrivals(arrived, profile.rank, float("-inf"), call.exposed)
-
     def finish(self) -> RunProfile:
-        first, count = self._first, self._num_ranks
-        for sums in self._sums.values():
-            for name in ("calls", "bytes", "seconds", "exposed"):
-                setattr(sums, name, getattr(sums, name) / count)
+        first, count = self._first, len(self._ranks)
         for (_, _, sort, _), arrivals in self._arrivals.items():
-            self._sums[sort].transfer += arrivals.transfer * arrivals.ranks / first.num_steps / count
+            self._sums[sort].transfer += arrivals.transfer * arrivals.ranks
+        sums = {sort: each.scaled(1 / count / first.num_steps) for sort, each in self._sums.items()}
         collectives: dict[CollectiveKind, CallSums] = {}
-        for (kind, _, _), sums in self._sums.items():
-            collectives[kind] = collectives.get(kind, CallSums()) + sums
+        for (kind, _, _), each in sums.items():
+            collectives[kind] = collectives.get(kind, CallSums()) + each
         return RunProfile(
-            world_size=first.world_size, num_ranks=count, num_steps=first.num_steps, device=first.device,
+            world_size=first.world_size,
+            num_ranks=count,
+            num_steps=first.num_steps,
+            device=first.device,
             times={phase: self._times[phase].scaled(1 / count) for phase in PHASES if phase in self._times},
-            units=self._unit_profiles(), collectives=collectives, ranks=self._waits(),
-            profiled_seconds=mean(self._wall[0]) if self._wall[0] else None,
-            unprofiled_seconds=mean(self._wall[1]) if self._wall[1] else None,
-            rate_limited=mean(self._rate_limited), memory=first.memory, facts=first.facts,
-        )  # fmt: skip
+            units=[self._unit_profile(name, sums) for name in self._units],
+            collectives=collectives,
+            ranks=list(self._waits()),
+            profiled_seconds=mean(self._profiled) if self._profiled else None,
+            unprofiled_seconds=mean(self._unprofiled) if self._unprofiled else None,
+            facts=first.facts,
+        )
 
-    def _unit_profiles(self) -> list[UnitProfile]:
-        found = []
-        for name in sorted({*self._order, *self._units}, key=lambda name: self._order.get(name, len(self._order))):
-            computes = self._units.get(name, [UnitSeconds()])
-            reductions = [self._sums.get((kind, name, False), CallSums()) for kind in ("reduce_scatter", "all_reduce")]
-            found.append(
-                UnitProfile(
-                    name=name,
-                    order=self._order.get(name, len(self._order)),
-                    gather_forward=self._sums.get(("all_gather", name, True), CallSums()),
-                    gather_backward=self._sums.get(("all_gather", name, False), CallSums()),
-                    reduce=reductions[0] + reductions[1],
-                    forward_seconds=mean(unit.forward for unit in computes),
-                    recomputed_seconds=mean(unit.recomputed for unit in computes),
-                )
-            )
-        return found
+    def _unit_profile(self, name: str, sums: Mapping[Sort, CallSums]) -> UnitProfile:
+        def of(kind: CollectiveKind, in_forward: bool = False) -> CallSums:
+            return sums.get((kind, name, in_forward), CallSums())
 
-    def _waits(self) -> list[RankWait]:
-        late: Counter[int] = Counter()
-        last: Counter[int] = Counter()
+        seconds = self._units[name] or [UnitSeconds()]
+        return UnitProfile(
+            name=name,
+            bytes=self._first.facts.get("units", {}).get(name, {}).get("bytes", 0),
+            gather_forward=of("all_gather", True),
+            gather_backward=of("all_gather"),
+            reduce=of("reduce_scatter") + of("all_reduce"),
+            forward_seconds=mean(unit.forward for unit in seconds),
+            recomputed_seconds=mean(unit.recomputed for unit in seconds),
+        )
+
+    def _waits(self) -> Iterator[RankWait]:
+        late: dict[int, float] = defaultdict(float)
+        last = Counter[int]()
         for arrivals in self._arrivals.values():
             if arrivals.ranks > 1:
-                late[arrivals.rank] += arrivals.last - arrivals.before  # type: ignore[assignment]
+                late[arrivals.rank] += arrivals.last - arrivals.before
                 last[arrivals.rank] += 1
-        steps, calls = self._first.num_steps, sum(last.values()) or 1
-        return [
-            RankWait(
+        for rank, total in self._ranks:
+            yield RankWait(
                 rank=rank,
-                step_seconds=seconds,
-                compute_seconds=compute,
-                late_seconds=late[rank] / steps,
-                last_share=last[rank] / calls,
+                step_seconds=total.seconds,
+                compute_seconds=total.compute,
+                late_seconds=late[rank] / self._first.num_steps,
+                last_share=last[rank] / max(1, last.total()),
             )
-            for rank, seconds, compute in self._ranks
-        ]
 
 
-def _keyed(profile: RankProfile) -> Iterable[tuple[Key, StepCall]]:
+def _keyed(profile: RankProfile) -> Iterator[tuple[Key, Call]]:
     """Yield the collectives with keys that are equal on all ranks that take part in one."""
     groups, counts = profile.facts.get("groups", {}), Counter[tuple[str, int, Sort]]()
     for call in profile.calls:

@@ -2,18 +2,20 @@
 
 import json
 import re
-from pathlib import Path
 
 import pytest
 from json_schema import assert_valid
 
 from hf_fsdp_plugin.cli.bench.output import bench_text
 from hf_fsdp_plugin.cli.bench.worlds import Bench
+from hf_fsdp_plugin.runs.exits import RankExit, RunResult
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 32, "intermediate_size": 64,
     "num_attention_heads": 2, "num_hidden_layers": 2, "num_key_value_heads": 2, "vocab_size": 64,
 }  # fmt: skip
+
+OUT_OF_MEMORY = {"kind": "exception", "type": "OutOfMemoryError", "message": "OutOfMemoryError: 8 GiB"}
 
 
 @pytest.fixture
@@ -32,20 +34,19 @@ def bench(hf_fsdp, tmp_path, monkeypatch):
 
 
 def run_world(self, world_size, tasks, results):
-    """Add samples: 10 ms per rank, 20 ms for the hand-written loop, and a failure of offload."""
+    """Add samples: 10 ms per rank, 20 ms for stock Accelerate. A world ends at a case with offload."""
     for task in tasks:
         for case in task.cases:
-            if case.setting.strategy == "offload":
-                results.end(case.name, "failed", "rank 0: out of memory")
-                return 0
-            seconds = [world_size * (0.02 if case.system == "raw" else 0.01)] * self.request.workload.blocks
+            if case.strategy == "offload":
+                return RunResult(exits=(RankExit(rank=0, code=1, time=0.0, failure=OUT_OF_MEMORY),))
+            seconds = [world_size * (0.02 if case.system == "stock" else 0.01)] * self.workload.blocks
             results.add(
                 {
                     "case": case.name, "round": task.round, "seconds": seconds, "cpu_seconds": seconds,
                     "losses": [1.0] * len(seconds), "peak_bytes": 1 << 20, "peak_source": "resident memory",
                 }
             )  # fmt: skip
-    return 0
+    return RunResult(exits=())
 
 
 def codes(text: str) -> list[str]:
@@ -55,17 +56,6 @@ def codes(text: str) -> list[str]:
 @pytest.mark.parametrize(
     ("words", "code"),
     [
-        ("--strategies zero3", "FSDP-E780"),
-        ("--prefetch early", "FSDP-E780"),
-        ("--versions 3", "FSDP-E780"),
-        ("--vs stok", "FSDP-E780"),
-        ("--strategies full_shard,", "FSDP-E780"),
-        ("--world-sizes 2,four", "FSDP-E788"),
-        ("--rounds 0", "FSDP-E788"),
-        ("--warm-up -1", "FSDP-E788"),
-        ("--resume", "FSDP-E784"),
-        ("-o missing/bench.json", "FSDP-E789"),
-        ("--world-sizes 100000", "FSDP-E788"),
         ("--world-sizes 2000", "FSDP-E702"),
         ("--set sharding.stratgy=full_shard", "FSDP-E032"),
         ("--strategies hybrid_shard --world-sizes 2", "FSDP-E781"),
@@ -74,20 +64,29 @@ def codes(text: str) -> list[str]:
 def test_bad_input_has_a_code_and_starts_nothing(bench, words, code):
     exit_code, out, err = bench(f"--model llama --seq-len 16 {words}")
     assert (exit_code, out) == (1, "") and code in codes(err)
-    assert not list(Path().glob("*.json"))
 
 
-def test_unknown_word_lists_the_known_ones_and_a_near_one(bench):
-    _, _, err = bench("--model llama --strategies full_shrad")
-    assert "ddp, shard_grad_op, full_shard" in err and "Did you mean full_shard?" in err
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("--strategies zero3", "'zero3' is not one of ddp, shard_grad_op, full_shard"),
+        ("--strategies full_shard,", "'' is not one of ddp"),
+        ("--versions 3", "'3' is not one of 1, 2"),
+        ("--vs stok", "invalid choice: 'stok'"),
+        ("--world-sizes 2,four", "'four' is not a whole number from 1 on"),
+        ("--rounds 0", "'0' is not a whole number from 1 on"),
+        ("--warm-up -1", "'-1' is not a whole number from 1 on"),
+    ],
+)
+def test_wrong_word_is_wrong_usage(bench, words, expected):
+    code, out, err = bench(f"--model llama {words}")
+    assert (code, out) == (2, "") and expected in err
 
 
 def test_model_that_does_not_fit_is_refused_with_figures(bench):
-    code, _, err = bench("--model large --strategies full_shard --seq-len 16 -o out.json")
-    assert (code, codes(err)[-1]) == (1, "FSDP-E781") and re.search(r"need [\d.]+ TiB, and .* has [\d.]+ GiB free", err)
-    assert not Path("out.json").exists()
-    code, _, err = bench("--model large --strategies full_shard --seq-len 16 --force")
-    assert code == 0 and "FSDP-W782" in err
+    code, _, err = bench("--model large --strategies full_shard --seq-len 16")
+    assert (code, codes(err)[-1]) == (1, "FSDP-E781") and re.search(r"need [\d.]+ TiB of .* has [\d.]+ GiB free", err)
+    assert bench("--model large --strategies full_shard --seq-len 16 --force")[0] == 0
 
 
 def test_impossible_case_is_left_out_and_others_run(bench):
@@ -102,7 +101,7 @@ def test_more_ranks_than_cores_is_noted(bench):
 
 
 def test_json_has_the_schema(bench):
-    for words, code in (("--versions 1,2 --vs stock,raw", 0), ("--strategies offload,ddp", 1), ("--rounds x", 1)):
+    for words, code in (("--versions 1,2 --vs stock", 0), ("--strategies offload,ddp", 1), ("--set a=1", 1)):
         found, out, _ = bench(f"--model llama --seq-len 16 --json {words}")
         tree = json.loads(out)
         assert_valid("bench", tree)
@@ -110,65 +109,40 @@ def test_json_has_the_schema(bench):
 
 
 def test_failed_case_does_not_end_the_others(bench):
-    code, out, err = bench("--model llama --strategies offload,full_shard --seq-len 16 -o out.json")
-    assert code == 1 and "FSDP-E786" in err and "failed" in out
-    statuses = {row["strategy"]: row["status"] for row in json.loads(Path("out.json").read_text())["cases"]}
+    words = "--model llama --strategies offload,full_shard --seq-len 16"
+    code, out, err = bench(words)
+    assert code == 1 and "FSDP-E786" in err and "out of memory" in out
+    statuses = {row["strategy"]: row["status"] for row in json.loads(bench(f"{words} --json")[1])["cases"]}
     assert statuses == {"offload": "failed", "full_shard": "measured"}
 
 
-def test_existing_file_needs_force_or_resume(bench):
-    words = "--model llama --strategies full_shard --seq-len 16 -o out.json"
-    assert bench(words)[0] == 0
-    before = Path("out.json").read_text()
-    code, _, err = bench(words)
-    assert (code, codes(err)[-1]) == (1, "FSDP-E784") and Path("out.json").read_text() == before
-    assert bench(f"{words} --resume")[0] == 0
-    assert bench(f"{words} --force")[0] == 0
-
-
-def test_resume_measures_only_what_is_missing(bench, monkeypatch):
-    words = "--model llama --seq-len 16 -o out.json --world-sizes 2"
-    assert bench(f"{words} --strategies ddp --rounds 2")[0] == 0
+def test_new_ranks_measure_what_a_failure_has_left(bench, monkeypatch):
     ran = []
 
     def record(self, world_size, tasks, results):
-        ran.extend((case.name, task.round) for task in tasks for case in task.cases)
+        ran.append([(task.cases[0].label, task.round) for task in tasks])
         return run_world(self, world_size, tasks, results)
 
     monkeypatch.setattr(Bench, "_run_world", record)
-    assert bench(f"{words} --strategies ddp,full_shard --rounds 2 --resume")[0] == 0
-    assert ran == [("2 ranks, FSDP2 full_shard, prefetch pre", number) for number in (0, 1)]
-    ran.clear()
-    assert bench(f"{words} --strategies full_shard --rounds 3 --resume")[0] == 0
-    assert ran == [("2 ranks, FSDP2 full_shard, prefetch pre", 2)]
-    rows = {row["strategy"]: len(row["samples"]) for row in json.loads(Path("out.json").read_text())["cases"]}
-    assert rows == {"full_shard": 3, "ddp": 2}
+    assert bench("--model llama --seq-len 16 --strategies ddp,offload,full_shard --rounds 2")[0] == 1
+    first, second = "DDP", "FSDP2 full_shard"
+    assert ran[0] == [(label, number) for number in (0, 1) for label in (first, "FSDP2 offload", second)]
+    assert ran[1:] == [[(second, 0), (first, 1), (second, 1)]]
 
 
-@pytest.mark.parametrize("text", ["", "[]", '{"cases": 3}', '{"kind": "hf-fsdp bench", "cases": [{"case": 1}]}'])
-def test_resume_of_another_file_is_refused(bench, text):
-    Path("out.json").write_text(text)
-    code, _, err = bench("--model llama --strategies ddp --seq-len 16 -o out.json --resume")
-    assert (code, codes(err)[-1]) == (1, "FSDP-E785") and Path("out.json").read_text() == text
-
-
-def test_resume_of_another_benchmark_is_refused(bench):
-    assert bench("--model llama --strategies ddp --seq-len 16 -o out.json")[0] == 0
-    code, _, err = bench("--model llama --strategies ddp --seq-len 32 -o out.json --resume")
-    assert code == 1 and "FSDP-E785" in err and "workload differ" in err
-
-
-def test_signal_leaves_the_file_and_exits_130(bench, monkeypatch):
-    monkeypatch.setattr(Bench, "_run_world", lambda *args: 2)
-    code, out, err = bench("--model llama --strategies ddp --seq-len 16 -o out.json")
-    assert (code, out) == (130, "") and "--resume continues" in err
-    assert json.loads(Path("out.json").read_text())["cases"][0]["status"] == "pending"
+def test_signal_exits_130_with_the_results_until_then(bench, monkeypatch):
+    monkeypatch.setattr(Bench, "_run_world", lambda *args: RunResult(exits=(), signal_number=2))
+    code, out, err = bench("--model llama --strategies ddp --seq-len 16 --json")
+    assert code == 130 and "stopped by a signal" in err
+    assert json.loads(out)["cases"][0]["status"] == "pending"
 
 
 def test_comparisons_that_cannot_be_made_are_named(bench):
-    code, out, err = bench("--model llama --strategies ddp,full_shard --prefetch pre,post --seq-len 16 --vs stock,raw")
-    assert code == 0 and codes(err).count("FSDP-W787") == 4
-    assert re.search(r"prefetch pre +hand-written loop +× 2\.000 +2\.000 to 2\.000", out)
+    code, out, err = bench("--model llama --strategies ddp,full_shard,no_shard --seq-len 16 --vs stock")
+    assert code == 0 and codes(err).count("FSDP-W787") == 2
+    assert re.search(r"FSDP2 full_shard +× 2\.000 +2\.000 to 2\.000", out)
+    _, out, err = bench("--model llama --strategies full_shard --set prefetch.forward=true --seq-len 16 --vs stock")
+    assert "no prefetch setting" in err and "stock Accelerate" not in out
 
 
 def test_tables_have_the_shape_of_a_scaling_test(bench):
@@ -177,27 +151,12 @@ def test_tables_have_the_shape_of_a_scaling_test(bench):
     assert first[1].split("  ")[0] == "ranks" and first[1].split() == ["ranks", "DDP", "ZeRO-2", "ZeRO-3"]
     assert first[2].split() == ["1", "100", "100", "(+0%)", "100", "(+0%)"]
     assert "efficiency" in out and "50%" in out.split("efficiency")[1]
-    _, out, _ = bench("--model llama --strategies full_shard --prefetch pre,post --seq-len 16")
-    assert out.split("\n\n")[1].splitlines()[1].split() == ["ranks", "ZeRO-3", "pre", "ZeRO-3", "post"]
-
-
-def test_pictures_have_a_line_per_strategy(bench):
-    words = "--model llama --world-sizes 1,2 --strategies ddp,full_shard --seq-len 16 --html out.html --png out.png"
-    code, out, _ = bench(words)
-    page = Path("out.html").read_text()
-    assert (
-        code == 0
-        and "written: out.html" in out
-        and page.count("<polyline") == 5  # two lines in each plot, and the rule of the efficiency
-        and "http://" not in page.replace("http://www.w3.org", "")
-    )
-    assert Path("out.png").read_bytes()[:4] == b"\x89PNG"
-    assert bench(words)[0] == 1
+    _, out, _ = bench("--model llama --strategies full_shard --versions 1,2 --seq-len 16")
+    assert out.split("\n\n")[1].splitlines()[1].split() == ["ranks", "FSDP1", "ZeRO-3", "FSDP2", "ZeRO-3"]
 
 
 def test_text_of_a_result_without_memory(bench):
-    bench("--model llama --strategies full_shard --seq-len 16 -o out.json")
-    tree = json.loads(Path("out.json").read_text())
+    tree = json.loads(bench("--model llama --strategies full_shard --seq-len 16 --json")[1])
     for row in tree["cases"]:
         row.update(peak_bytes=None, peak_source=None)
     assert "not measured" in bench_text(tree)

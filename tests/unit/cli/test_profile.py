@@ -8,11 +8,9 @@ import pytest
 from json_schema import assert_valid
 
 from hf_fsdp_plugin.cli import launch, profile
-from hf_fsdp_plugin.cli.profile.arguments import read_profile_arguments
 from hf_fsdp_plugin.cli.verbs import make_parser
-from hf_fsdp_plugin.integrations.profiling import files
+from hf_fsdp_plugin.integrations.profiling import ProfileOptions, files
 from hf_fsdp_plugin.integrations.profiling.files import rank_files, write_file
-from hf_fsdp_plugin.integrations.profiling.options import MAX_TRACES, ProfileOptions
 from hf_fsdp_plugin.launcher.flags import UsageError
 from hf_fsdp_plugin.observe.profile.rank_profile import RankProfile, Times
 
@@ -22,27 +20,29 @@ def namespace(*words: str):
 
 
 def parse(*words: str, environ=MappingProxyType({})):
-    return read_profile_arguments(namespace(*words), environ)
+    return profile.read_arguments(namespace(*words), environ)
 
 
 def test_own_flags_and_those_of_launch_precede_the_script():
-    args = parse("--config_file", "a.yaml", "--active", "2", "--no-memory", "--cpu", "train.py", "--active", "9")
-    assert (args.options.active, args.options.memory, args.options.stops) == (2, False, True)
-    assert args.launch.script == "train.py" and args.launch.script_args == ("--active", "9")
-    assert args.launch.options == {"config_file": "a.yaml"} and args.launch.command_line == ("--cpu",)
-    assert ProfileOptions.from_env(args.launch.env) == args.options
+    launched, options = parse(
+        "--config_file", "a.yaml", "--active", "2", "--to-end", "--cpu", "train.py", "--active", "9"
+    )
+    assert (options.active, options.stops) == (2, False)
+    assert launched.script == "train.py" and launched.script_args == ("--active", "9")
+    assert launched.options == {"config_file": "a.yaml"} and launched.command_line == ("--cpu",)
+    assert ProfileOptions.from_env(launched.env) == options
 
 
 def test_variables_of_the_user_are_kept():
-    assert "glibc.malloc.mmap_threshold" in parse("train.py").launch.env["GLIBC_TUNABLES"]
-    own = parse("train.py", environ={"GLIBC_TUNABLES": "glibc.malloc.check=3", "KINETO_LOG_LEVEL": "0"})
-    assert not own.launch.env.keys() & {"GLIBC_TUNABLES", "KINETO_LOG_LEVEL"}
+    assert "glibc.malloc.mmap_threshold" in parse("train.py")[0].env["GLIBC_TUNABLES"]
+    own, _ = parse("train.py", environ={"GLIBC_TUNABLES": "glibc.malloc.check=3", "KINETO_LOG_LEVEL": "0"})
+    assert not own.env.keys() & {"GLIBC_TUNABLES", "KINETO_LOG_LEVEL"}
 
 
 def test_module_and_equals_signs_are_parsed():
-    args = parse("--wait=0", "--to_end", "-m", "package.train", "--json")
-    assert (args.options.wait, args.options.stops, args.json) == (0, False, False)
-    assert args.launch.script == "package.train" and args.launch.script_args == ("--json",)
+    launched, options = parse("--wait=0", "--to_end", "-m", "package.train", "--json")
+    assert (options.wait, options.stops) == (0, False)
+    assert launched.script == "package.train" and launched.script_args == ("--json",)
 
 
 @pytest.mark.parametrize(
@@ -55,8 +55,7 @@ def test_wrong_flags_are_refused(words):
 
 def test_steps_of_the_schedule_do_not_overlap():
     options = ProfileOptions(folder="f", wait=1, warmup=2, active=4, after=3)
-    assert (options.first_traced, options.last_traced, options.before_after, options.last) == (1, 7, 9, 12)
-    assert ProfileOptions(folder="f", memory=False).last == 10
+    assert (options.last_traced, options.last) == (7, 10)
 
 
 @pytest.fixture
@@ -68,7 +67,7 @@ def in_folder(tmp_path, monkeypatch):
 
 def rank_file(folder, rank: int, *, steps: int = 12, profiled: bool = True) -> None:
     made = RankProfile(
-        rank=rank, world_size=2, host="a", device="cpu", began=5.0, num_steps=1,
+        rank=rank, world_size=2, host="a", device="cpu", num_steps=1,
         times={"forward": Times(seconds=1.0, compute=0.6)}, calls=[], profiled=(1.0,), unprofiled=(0.9,),
     )  # fmt: skip
     tree = {"rank": rank, "world_size": 2, "num_steps": steps, "profile": made.to_json() if profiled else None}
@@ -152,4 +151,3 @@ def test_files_of_ranks_are_in_rank_order(tmp_path):
     for rank in (10, 2):
         write_file(ProfileOptions(folder=str(tmp_path)).rank_file(rank), "{}")
     assert [path.stem for path in rank_files(tmp_path)] == ["rank_2", "rank_10"]
-    assert MAX_TRACES == 8

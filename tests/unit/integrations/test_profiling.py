@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from hf_fsdp_plugin.integrations.patching import remove_hooks
+from hf_fsdp_plugin.integrations.profiling import ProfileOptions
 from hf_fsdp_plugin.integrations.profiling.marking import marks
-from hf_fsdp_plugin.integrations.profiling.options import ProfileOptions
 from hf_fsdp_plugin.integrations.profiling.run import ProfileEnd, Profiling
 from hf_fsdp_plugin.problems import SpecError
 
@@ -32,7 +32,7 @@ def train(num_steps: int) -> None:
 
 
 def options(tmp_path, **more) -> ProfileOptions:
-    return ProfileOptions(folder=str(tmp_path), memory=False, **more)
+    return ProfileOptions(folder=str(tmp_path), **more)
 
 
 def test_script_ends_after_the_last_step(profiling, tmp_path):
@@ -43,7 +43,7 @@ def test_script_ends_after_the_last_step(profiling, tmp_path):
     assert tree["num_steps"] == 6 and tree["profile"]["num_steps"] == 2
     assert {"backward", "optimizer"} <= set(tree["profile"]["times"])
     assert len(tree["profile"]["profiled"]) == 2 and len(tree["profile"]["unprofiled"]) == 1
-    assert (tmp_path / tree["trace"]).exists()
+    assert (tmp_path / "traces/rank_0.json.gz").exists()
 
 
 def test_script_that_ends_early_is_profiled_by_its_steps(profiling, tmp_path):

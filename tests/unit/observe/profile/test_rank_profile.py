@@ -5,22 +5,10 @@ from dataclasses import replace
 
 import pytest
 
-from hf_fsdp_plugin.estimate.results import Moment
-from hf_fsdp_plugin.observe.profile.activity import DeviceClock, on_device, read_boundaries, read_steps
-from hf_fsdp_plugin.observe.profile.rank_profile import RankProfile, canonical_units, profile_of
-from hf_fsdp_plugin.observe.profile.trace import (
-    BOUNDARY,
-    GATHER,
-    UNIT,
-    WAIT,
-    Event,
-    Issue,
-    Kernel,
-    Trace,
-    Work,
-)
+from hf_fsdp_plugin.observe.profile.rank_profile import RankProfile, profile_of
+from hf_fsdp_plugin.observe.profile.trace import BOUNDARY, GATHER, UNIT, WAIT, Event, Trace
 
-MAIN, GLOO = 1, 2
+MAIN = 1
 RANK = {"rank": 0, "world_size": 2, "host": "a", "device": "cpu"}
 
 
@@ -29,32 +17,28 @@ def cpu_trace() -> Trace:
     trace = Trace()
     for step in (0, 100):
         trace.marks += [
-            Event(step + 0, step + 10, MAIN, name="enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__"),
-            Event(step + 10, step + 40, MAIN, name="hf_fsdp::forward"),
-            Event(step + 11, step + 20, MAIN, name=f"{GATHER}layers.0"),
-            Event(step + 13, step + 19, MAIN, name=WAIT),
-            Event(step + 10, step + 40, MAIN, name=f"{UNIT}layers.0"),
-            Event(step + 45, step + 80, MAIN, name="hf_fsdp::backward"),
-            Event(step + 46, step + 56, MAIN, name=f"{UNIT}layers.0"),
-            Event(step + 71, step + 79, MAIN, name=WAIT),
-            Event(step + 85, step + 100, MAIN, name="Optimizer.step#AdamW.step"),
-            Event(step + 100, step + 100, MAIN, name=BOUNDARY),
+            Event("enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__", step + 0, step + 10, MAIN),
+            Event("hf_fsdp::forward", step + 10, step + 40, MAIN),
+            Event(f"{GATHER}layers.0", step + 11, step + 20, MAIN),
+            Event(WAIT, step + 13, step + 19, MAIN),
+            Event(f"{UNIT}layers.0", step + 10, step + 40, MAIN),
+            Event("hf_fsdp::backward", step + 45, step + 80, MAIN),
+            Event(f"{UNIT}layers.0", step + 46, step + 56, MAIN),
+            Event(WAIT, step + 71, step + 79, MAIN),
+            Event("Optimizer.step#AdamW.step", step + 85, step + 100, MAIN),
+            Event(BOUNDARY, step + 100, step + 100, MAIN),
         ]
         trace.ops += [
-            Event(step + 20, step + 38, MAIN, name="aten::addmm"),
-            Event(step + 46, step + 70, MAIN, name="aten::mul"),
-            Event(step + 50, step + 60, MAIN, name="aten::mul"),
-            Event(step + 86, step + 96, MAIN, name="aten::_foreach_add_"),
+            Event("aten::addmm", step + 20, step + 38, MAIN),
+            Event("aten::mul", step + 46, step + 70, MAIN),
+            Event("aten::mul", step + 50, step + 60, MAIN),
+            Event("aten::_foreach_add_", step + 86, step + 96, MAIN),
         ]
         trace.issues += [
-            Issue(step + 12, step + 13, MAIN, kind="all_gather", elements=1000),
-            Issue(step + 70, step + 71, MAIN, kind="reduce_scatter", elements=500, item_bytes=4),
+            Event("c10d::_allgather_base_", step + 12, step + 13, MAIN),
+            Event("c10d::_reduce_scatter_base_", step + 70, step + 71, MAIN),
         ]
-        trace.works += [
-            Work(step + 12.5, step + 18, GLOO, item_bytes=2),
-            Work(step + 72, step + 78, GLOO, item_bytes=4),
-        ]
-    trace.marks.append(Event(0, 0, MAIN, name=BOUNDARY))
+    trace.marks.append(Event(BOUNDARY, 0, 0, MAIN))
     trace.marks.sort(key=lambda mark: mark.start)
     return trace
 
@@ -70,13 +54,13 @@ def test_phases_of_a_cpu_rank_have_known_times():
     assert profile.total.seconds == pytest.approx(100)
 
 
-def test_calls_have_unit_phase_bytes_and_exposed_part():
+def test_calls_have_unit_phase_and_exposed_part():
     profile = profile_of(cpu_trace(), **RANK)
     gather, reduce = [call for call in profile.calls if call.step == 1]
-    assert (gather.kind, gather.unit, gather.phase, gather.bytes) == ("all_gather", "layers.0", "forward", 2000)
-    assert (reduce.kind, reduce.unit, reduce.phase, reduce.bytes) == ("reduce_scatter", None, "backward", 2000)
+    assert (gather.kind, gather.unit, gather.phase) == ("all_gather", "layers.0", "forward")
+    assert (reduce.kind, reduce.unit, reduce.phase) == ("reduce_scatter", None, "backward")
     assert (gather.exposed, reduce.exposed) == pytest.approx((7, 9))
-    assert (gather.issued, gather.start, gather.end) == pytest.approx((112, 112.5, 118))
+    assert (gather.arrived, gather.seconds, gather.end) == pytest.approx((112, 7, 119))
 
 
 def test_unit_inside_backward_is_recomputed():
@@ -86,7 +70,7 @@ def test_unit_inside_backward_is_recomputed():
 
 def test_warmup_steps_are_skipped_unless_there_are_no_others():
     assert profile_of(cpu_trace(), **RANK, skip=1).num_steps == 1
-    assert profile_of(cpu_trace(), **RANK, skip=1).began == pytest.approx(100)
+    assert min(call.arrived for call in profile_of(cpu_trace(), **RANK, skip=1).calls) > 100
     assert profile_of(cpu_trace(), **RANK, skip=5).num_steps == 1
     assert profile_of(cpu_trace(), **RANK, skip=0, most=1).num_steps == 1
 
@@ -99,48 +83,46 @@ def test_trace_without_a_complete_step_has_no_profile():
 
 def test_profile_survives_its_file():
     profile = profile_of(cpu_trace(), **RANK)
-    moment = Moment(where="forward", bytes_by_kind={"params": 1}, seconds=0.5)
-    profile = replace(profile, memory=(moment,), profiled=[1.0], unprofiled=[])
+    profile = replace(profile, profiled=[1.0], unprofiled=[])
     assert RankProfile.from_json(json.loads(json.dumps(profile.to_json()))) == profile
 
 
 def test_names_of_units_are_those_of_the_model():
-    """FSDP2 joins the modules of a unit by commas; gloo gathers FSDP1's units into lists, without their whole size."""
-    profile = profile_of(cpu_trace(), **RANK)
-    calls = [replace(call, unit="_orig_mod.norm, head", bytes=1000) for call in profile.calls[:1]]
-    memory = [Moment(where=where, bytes_by_kind={}) for where in ("forward of norm, head", "optimizer")]
-    named = canonical_units(replace(profile, calls=calls, memory=memory), ["norm + head"], {"norm + head": 4})
-    assert [(call.unit, call.bytes) for call in named.calls] == [("norm + head", 4000)]
-    assert [moment.where for moment in named.memory] == ["forward of norm + head", "optimizer"]
+    """FSDP2 joins the modules of a unit by commas, and has names of wrappers in them."""
+    trace = cpu_trace()
+    trace.marks = [
+        replace(mark, name="FSDP::all_gather (_orig_mod.norm, head)") if mark.name.startswith(GATHER) else mark
+        for mark in trace.marks
+    ]
+    calls = profile_of(trace, **RANK, units=["", "norm + head"]).calls
+    assert {call.unit for call in calls if call.kind == "all_gather"} == {"norm + head"}
 
 
 def device_trace() -> Trace:
     """One step of 100 s. The device runs behind the CPU, which has launched everything after 40 s."""
     return Trace(
         marks=[
-            Event(0, 0, MAIN, name=BOUNDARY),
-            Event(0, 20, MAIN, name="hf_fsdp::forward"),
-            Event(1, 3, MAIN, name="FSDP::all_gather (layers.0)"),
-            Event(20, 35, MAIN, name="hf_fsdp::backward"),
-            Event(35, 40, MAIN, name="Optimizer.step#AdamW.step"),
-            Event(40, 40, MAIN, name=BOUNDARY),
+            Event(BOUNDARY, 0, 0, MAIN),
+            Event("hf_fsdp::forward", 0, 20, MAIN),
+            Event("FSDP::all_gather (layers.0)", 1, 3, MAIN),
+            Event("hf_fsdp::backward", 20, 35, MAIN),
+            Event("Optimizer.step#AdamW.step", 35, 40, MAIN),
+            Event(BOUNDARY, 40, 40, MAIN),
         ],
         kernels=[
-            Kernel("ncclDevKernel_AllGather_RING_LL", 2, 12, 2, "all_gather", False, 64),
-            Kernel("gemm", 12, 40, 4),
-            Kernel("gemm", 40, 80, 21),
-            Kernel("ncclDevKernel_ReduceScatter_RING_LL", 70, 90, 22, "reduce_scatter", False, 64),
-            Kernel("adam", 90, 100, 36),
+            Event("ncclDevKernel_AllGather_RING_LL", 2, 12, launched=2),
+            Event("gemm", 12, 40, launched=4),
+            Event("gemm", 40, 80, launched=21),
+            Event("ncclDevKernel_ReduceScatter_RING_LL", 70, 90, launched=22),
+            Event("adam", 90, 100, launched=36),
         ],
     )
 
 
 def test_phases_of_a_device_follow_its_kernels():
     profile = profile_of(device_trace(), **(RANK | {"device": "cuda"}))
-    trace = device_trace()
-    (step,) = read_steps(trace, read_boundaries(trace))
-    segments = [(s.phase, s.start, s.end) for s in on_device(step, DeviceClock(trace))]
-    assert segments == [("forward", 0, 40), ("backward", 40, 90), ("optimizer", 90, 100)]
+    seconds = {phase: times.seconds for phase, times in profile.times.items()}
+    assert seconds == {"forward": 40, "backward": 50, "optimizer": 10}
     forward, backward = profile.times["forward"], profile.times["backward"]
     assert (forward.compute, forward.communication, forward.exposed, forward.idle) == (28, 10, 10, 2)
     assert (backward.compute, backward.communication, backward.exposed) == (40, 20, 10)

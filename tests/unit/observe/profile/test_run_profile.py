@@ -4,33 +4,29 @@ from dataclasses import replace
 
 import pytest
 
-from hf_fsdp_plugin.estimate.results import Moment
-from hf_fsdp_plugin.observe.profile.rank_profile import RankProfile, StepCall, Times, UnitSeconds
+from hf_fsdp_plugin.observe.profile.rank_profile import Call, RankProfile, Times, UnitSeconds
 from hf_fsdp_plugin.observe.profile.run_profile import merge_ranks
 from hf_fsdp_plugin.observe.profile.suggestions import suggest
 
 PLAN = {
     "backend": "fsdp2", "strategy": "full_shard", "model": "M", "prefetch.forward": False, "prefetch.backward": "pre",
-    "prefetch.limit_all_gathers": True, "activation.checkpointing": "none",
+    "activation.checkpointing": "none",
 }  # fmt: skip
 
 
-def call(unit: str, kind: str, phase: str, issued: float, end: float, *, size: int = 8_000_000) -> StepCall:
-    return StepCall(
-        step=0, phase=phase, kind=kind, unit=unit, issued=issued, arrived=issued, start=issued, end=end,
-        exposed=end - issued, bytes=size,
-    )  # fmt: skip
+def call(unit: str, kind: str, phase: str, arrived: float, end: float) -> Call:
+    return Call(kind, unit, 0, phase, arrived, end, end - arrived, end - arrived)
 
 
-def rank_profile(rank: int, calls: list[StepCall], *, device: str = "cuda", host: str = "a", **more) -> RankProfile:
+def rank_profile(rank: int, calls: list[Call], *, device: str = "cuda", host: str = "a", **more) -> RankProfile:
     facts = {
         "groups": {"a": "0:1:2", "b": "0:1:2"}, "plan": PLAN, "forwards_per_step": 1, "batch": [2, 16],
-        "units": {name: {"num_params": 10, "is_root": False, "reduce_dtype": "bf16"} for name in ("a", "b")},
+        "units": {name: {"bytes": 8_000_000, "reduce_dtype": "bf16"} for name in ("a", "b")},
         **more.pop("facts", {}),
     }  # fmt: skip
     times = {"forward": Times(seconds=0.5, compute=0.3), "backward": Times(seconds=0.5, compute=0.3)}
     return RankProfile(
-        rank=rank, world_size=2, host=host, device=device, began=1000.0, num_steps=1,
+        rank=rank, world_size=2, host=host, device=device, num_steps=1,
         times=more.pop("times", times), calls=calls, units=more.pop("units", {}), facts=facts,
         profiled=more.pop("profiled", (1.0,)), unprofiled=more.pop("unprofiled", (0.9,)), **more,
     )  # fmt: skip
@@ -51,8 +47,8 @@ def test_late_rank_is_named_with_the_time_the_others_wait():
 
 def test_clock_of_another_host_does_not_make_a_rank_late():
     one = rank_profile(0, [call("a", "all_gather", "forward", 0.1, 0.2)])
-    other = rank_profile(1, [call("a", "all_gather", "forward", 0.1, 0.2)], host="b")
-    run = merge_ranks([one, replace(other, began=1005.0)])
+    other = rank_profile(1, [call("a", "all_gather", "forward", 5.1, 5.2)], host="b")
+    run = merge_ranks([one, other])
     assert max(rank.late_seconds for rank in run.ranks) == pytest.approx(0, abs=1e-6)
 
 
@@ -63,7 +59,7 @@ def test_overhead_is_the_difference_of_the_wall_clock_steps():
     assert merge_ranks([replace(rank_profile(0, []), unprofiled=())]).overhead_seconds is None
 
 
-def both(calls: list[StepCall], **more) -> dict[str, float]:
+def both(calls: list[Call], **more) -> dict[str, float]:
     more = {"unprofiled": (1.0,), **more}
     run = merge_ranks([rank_profile(0, calls, **more), rank_profile(1, calls, **more)])
     return {each.setting: each.seconds for each in suggest(run)}
@@ -88,10 +84,15 @@ def test_backward_prefetch_is_suggested_if_it_is_off():
 def test_gathers_in_backward_can_be_saved_if_memory_allows():
     calls = [call("a", "all_gather", "backward", 0.5, 0.6)]
     assert both(calls)["sharding.strategy"] == pytest.approx(0.1)
-    memory = [Moment(where="forward", bytes_by_kind={"params": 50_000_000, "gathered": 2_000_000})]
-    # The unit's 8 MB stay gathered instead of the 2 MB of the recorded moment.
-    assert "sharding.strategy" in both(calls, memory=memory, facts={"device_bytes": 65_000_000})
-    assert "sharding.strategy" not in both(calls, memory=memory, facts={"device_bytes": 60_000_000})
+    assert "sharding.strategy" in both(calls, facts={"free_bytes": 8_000_000})
+    assert "sharding.strategy" not in both(calls, facts={"free_bytes": 7_000_000})
+
+
+def test_reduction_in_bf16_halves_its_time_on_devices():
+    calls = [call("a", "reduce_scatter", "backward", 0.5, 0.6)]
+    facts = {"units": {"a": {"bytes": 8, "reduce_dtype": "fp32"}}}
+    assert both(calls, facts=facts)["precision.reduce"] == pytest.approx(0.05)
+    assert "precision.reduce" not in both(calls) and "precision.reduce" not in both(calls, facts=facts, device="cpu")
 
 
 def test_reduction_of_each_micro_batch_is_found_by_its_calls():
@@ -106,9 +107,6 @@ def test_larger_micro_batch_halves_the_gathers():
     calls = [call("a", "all_gather", "forward", at, at + 0.1) for at in (0.0, 0.4)]
     assert both(calls, facts={"forwards_per_step": 2})["training.per_device_train_batch_size"] == pytest.approx(0.1)
     assert "training.per_device_train_batch_size" not in both(calls)
-    memory = [Moment(where="forward", bytes_by_kind={"params": 50, "activations": 40})]
-    facts = {"forwards_per_step": 2, "device_bytes": 130}
-    assert "training.per_device_train_batch_size" not in both(calls, memory=memory, facts=facts)
 
 
 def test_promise_is_a_part_of_the_step_without_the_profiler():
@@ -125,26 +123,6 @@ def test_recomputation_and_data_loading_have_their_seconds():
     times = {"data": Times(seconds=0.2), "backward": Times(seconds=0.5), "forward": Times(seconds=0.3)}
     found = both([], times=times, units={"a": UnitSeconds(recomputed=0.15)})
     assert found == {"training.dataloader_num_workers": 0.2, "activation.checkpointing": pytest.approx(0.15)}
-    memory = [Moment(where="backward of a", bytes_by_kind={"params": 50, "activations": 60})]
-    facts = {"device_bytes": 100}
-    assert "activation.checkpointing" not in both(
-        [], times=times, units={"a": UnitSeconds(recomputed=0.15)}, memory=memory, facts=facts
-    )
-
-
-def test_latency_of_small_units_is_promised_for_larger_ones():
-    # 1 ms + 0.1 ms for each million bytes
-    sizes = {f"u{index}": 1_000_000 * (1 + index % 2) for index in range(10)}
-    calls = [
-        call(name, "all_gather", "forward", 0.05 * index, 0.05 * index + 0.001 + size * 1e-10, size=size)
-        for index, (name, size) in enumerate(sizes.items())
-    ]
-    facts = {
-        "groups": dict.fromkeys(sizes, "0:1:2"),
-        "units": {name: {"num_params": 100, "is_root": False} for name in sizes},
-    }
-    times = {"forward": Times(seconds=0.5)}
-    assert both(calls, facts=facts, times=times)["wrap.min_num_params"] == pytest.approx(0.001 * 10 * 0.75)
 
 
 def test_gain_below_a_hundredth_of_a_step_is_not_suggested():

@@ -1,0 +1,256 @@
+"""``hf-fsdp profile``: runs a script for a few steps on every rank, and shows where the time of a step goes."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Final
+
+from hf_fsdp_plugin.cli import launch
+from hf_fsdp_plugin.cli.output import PROBLEMS, print_json, print_problems
+from hf_fsdp_plugin.cli.verbs import whole_number
+from hf_fsdp_plugin.integrations.profiling import ProfileOptions
+from hf_fsdp_plugin.integrations.profiling.files import (
+    PARTIAL,
+    RESULT,
+    files_of_profile,
+    read_ranks,
+    remove,
+    write_profile,
+)
+from hf_fsdp_plugin.launcher.flags import (
+    LaunchArguments,
+    Parser,
+    UsageError,
+    add_launch_flags,
+    read_launch_arguments,
+)
+from hf_fsdp_plugin.observe.profile.run_profile import RunProfile
+from hf_fsdp_plugin.observe.profile.suggestions import Suggestion
+from hf_fsdp_plugin.problems import Problem, SpecError
+from hf_fsdp_plugin.text import format_bytes, format_seconds, format_table, plural
+
+HELP = (
+    "Run a script for a few steps on every rank, and show where the time of a step goes: computation, communication, "
+    "units, slow ranks, and which settings would change it."
+)
+EXAMPLES = (
+    "hf-fsdp profile --config_file fsdp.yaml train.py --per_device_train_batch_size 4",
+    "hf-fsdp profile --config_file fsdp.yaml --active 8 --output profiles/first --json train.py",
+)
+FLAGS: Final[Mapping[str, tuple[str, str]]] = {
+    "output": ("DIR", "folder for the result (default: fsdp_profile)"),
+    "wait": ("N", "optimizer steps before the profiler starts (default: 1)"),
+    "warmup": ("N", "steps with the profiler that are not analyzed (default: 2)"),
+    "active": ("N", "steps that are analyzed (default: 4)"),
+    "after": ("N", "steps without the profiler, to measure its overhead (default: 3; the first is not counted)"),
+    "json": ("", "print one JSON object and nothing else on stdout; the script's output goes to stderr"),
+    "to_end": ("", "let the script run to its end; by default it ends after these steps"),
+    "force": ("", "replace an earlier profile in the folder"),
+}
+"""Flag -> its value (empty for none) and its meaning. Flags with a number are fields of :class:`ProfileOptions`."""
+_VARIABLES: Final = {
+    # Kineto prints a line for each start and end, torch a warning for each freed block that is older than the profile.
+    "KINETO_LOG_LEVEL": "6",
+    "TORCH_CPP_LOG_LEVEL": "ERROR",
+    # Tensors of 1 MiB or more get memory of their own, in huge pages where the system has them. The profiler allocates
+    # small blocks between the tensors. Before glibc 2.38, the heap does not reuse the gap between two blocks for an
+    # aligned tensor of the same size, so it would grow by all tensors of a step, and a step on CPU ranks would take
+    # twice as long.
+    "GLIBC_TUNABLES": "glibc.malloc.mmap_threshold=1048576:glibc.malloc.hugetlb=1",
+}
+"""Variables of the ranks, unless the user has set them."""
+_MAX_ROWS: Final = 8
+"""Units and ranks in a table."""
+_LEAST_LATE: Final = 0.01
+"""Share of a step by which a rank must be late to be listed."""
+
+
+def add_arguments(parser: Parser) -> None:
+    """Add the flags of this verb and those of ``launch``, and SCRIPT with its arguments."""
+    group = parser.add_argument_group("profile")
+    for name, (value, text) in FLAGS.items():
+        if value == "N":
+            number = whole_number(1 if name == "active" else 0)
+            group.add_argument(f"--{name}", metavar="N", type=number, dest=f"profile.{name}", help=text)
+        elif value:
+            group.add_argument(f"--{name}", metavar=value, default="fsdp_profile", help=text)
+        else:
+            group.add_argument(f"--{name}", action="store_true", help=text)
+    add_launch_flags(parser)
+
+
+def read_arguments(args: argparse.Namespace, environ: Mapping[str, str]) -> tuple[LaunchArguments, ProfileOptions]:
+    """Return how the ranks are launched, and what they profile, which is also in the environment of the ranks.
+
+    Raises:
+        UsageError: there is no script, or a flag is one of ``launch`` alone.
+    """
+    launched = read_launch_arguments(args)
+    if "dry_run" in launched.options:
+        raise UsageError("--dry_run is a flag of hf-fsdp launch. A profile needs a run.")
+    if not launched.script:
+        raise UsageError("no script. Usage: hf-fsdp profile [FLAGS] SCRIPT [ARGS ...]")
+    numbers = {name: vars(args)[f"profile.{name}"] for name, (value, _) in FLAGS.items() if value == "N"}
+    options = ProfileOptions(
+        folder=str(Path(args.output).expanduser().absolute()),
+        stops=not args.to_end,
+        **{name: number for name, number in numbers.items() if number is not None},
+    )
+    variables = {name: value for name, value in _VARIABLES.items() if name not in environ}
+    return replace(launched, env={**variables, **options.to_env()}), options
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the script and print its profile. Returns 1 if there is none, or the exit code of the script."""
+    launched, options = read_arguments(args, os.environ)
+    folder = Path(options.folder)
+    try:
+        _prepare(folder, force=args.force)
+        with _stdout_to_stderr() if args.json else contextlib.nullcontext():
+            code = launch.run_launch(launched)
+        ranks = read_ranks(folder)
+        problems = ranks.problems(options)
+        if not ranks.paths or (code and not ranks.is_complete):
+            remove(files_of_profile(folder))
+            return _fail([_failure(code)] if code else problems, code or PROBLEMS, as_json=args.json)
+        profile = ranks.merge()
+        try:
+            suggestions, tree = write_profile(folder, profile, problems)
+        except OSError as error:
+            raise _not_writable(folder, error) from error
+    except SpecError as error:
+        return _fail(error.problems, PROBLEMS, as_json=args.json)
+    finally:
+        with contextlib.suppress(OSError):  # files that a rank could not complete, for example because it was killed
+            remove(list(folder.rglob(f"*{PARTIAL}")))
+    if args.json:
+        print_json(tree)
+    else:
+        print_problems(problems)
+        print(f"\n{profile_text(profile, suggestions)}\n\nwritten: {folder / RESULT}", end="")
+        print(f" and {plural(len(tree['files']['traces']), 'trace')} for ui.perfetto.dev or chrome://tracing")
+    return code
+
+
+def _prepare(folder: Path, *, force: bool) -> None:
+    """Create the folder for the result, and delete an earlier result.
+
+    Raises:
+        SpecError: it cannot be written, or has a result and ``--force`` is not given (FSDP-E772, FSDP-E774).
+    """
+    earlier = [path for path in files_of_profile(folder) if path.exists()]
+    if earlier and not force:
+        message = f"{folder} contains an earlier profile."
+        fix = "Pass --force to replace it, or --output with another folder."
+        raise SpecError([Problem(code="FSDP-E774", message=message, fix=fix)])
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        remove(earlier)
+        probe = folder / f"probe{PARTIAL}"
+        probe.write_bytes(b" " * 4096)
+        probe.unlink()
+    except OSError as error:
+        raise _not_writable(folder, error) from error
+
+
+def _not_writable(folder: Path, error: OSError) -> SpecError:
+    message = f"the profile cannot be written to {folder}: {error.strerror or error}."
+    fix = "Free space, or write to another folder: --output DIR."
+    return SpecError([Problem(code="FSDP-E772", message=message, fix=fix)])
+
+
+def _failure(code: int) -> Problem:
+    """Return the problem of a script that did not succeed."""
+    if code > 128:
+        message = "the run was interrupted before the profile was complete. Nothing was written."
+        return Problem(code="FSDP-E775", message=message, fix="Run it again, or profile fewer steps: --active 1.")
+    message = f"the script failed with exit code {code} before the profile was complete. Nothing was written."
+    return Problem(code="FSDP-E773", message=message, fix="Correct the failure above, then profile again.")
+
+
+def _fail(problems: Sequence[Problem], code: int, *, as_json: bool) -> int:
+    if as_json:
+        print_json({"ok": False, "problems": [problem.to_json() for problem in problems]})
+    else:
+        print_problems(problems)
+    return code
+
+
+@contextlib.contextmanager
+def _stdout_to_stderr() -> Iterator[None]:
+    """Send the output of the script to stderr, because stdout contains one JSON object."""
+    sys.stdout.flush()
+    saved = os.dup(1)
+    try:
+        os.dup2(2, 1)
+        yield
+    finally:
+        sys.stdout.flush()
+        os.dup2(saved, 1)
+        os.close(saved)
+
+
+def profile_text(profile: RunProfile, suggestions: Sequence[Suggestion]) -> str:
+    """Return the tables: phases, units and ranks, and the suggestions."""
+    plan = profile.facts.get("plan")
+    model = f"{plan['model']}, {plan['backend']} {plan['strategy']}, " if plan else ""
+    ranks = plural(profile.world_size, "rank")
+    title = f"{model}{ranks} on {profile.device}: average of {plural(profile.num_steps, 'step')}"
+    parts = [f"{title}\n{_phases(profile)}\n{_overhead(profile)}"]
+    if any(unit.communication.calls for unit in profile.units):
+        parts.append(_units(profile))
+    parts.append(_stragglers(profile))
+    parts.append("\n  ".join(["suggestions:", *map(str, suggestions)]) if suggestions else "suggestions: none")
+    return "\n\n".join(parts)
+
+
+def _phases(profile: RunProfile) -> str:
+    rows = [("phase", "time", "computation", "communication", "share", "exposed", "idle")]
+    for phase, times in [*profile.times.items(), ("total", profile.total)]:
+        seconds = (times.seconds, times.compute, times.communication, times.exposed, times.idle)
+        whole, compute, communication, exposed, idle = map(format_seconds, seconds)
+        name = "data loading" if phase == "data" else phase
+        rows.append((name, whole, compute, communication, f"{times.communication_share:.0%}", exposed, idle))
+    return format_table(rows, right=range(1, 7))
+
+
+def _overhead(profile: RunProfile) -> str:
+    if profile.overhead_seconds is None or not profile.unprofiled_seconds:
+        return "overhead of the profiler: unknown, because there was no step without it."
+    relative = profile.overhead_seconds / profile.unprofiled_seconds
+    return (
+        f"overhead of the profiler: {format_seconds(profile.overhead_seconds)} per step ({relative:+.1%}); a step "
+        f"without it takes {format_seconds(profile.unprofiled_seconds)}."
+    )
+
+
+def _units(profile: RunProfile) -> str:
+    slowest = sorted(profile.units, key=lambda unit: -unit.communication.exposed)[:_MAX_ROWS]
+    rows = [("slowest units", "forward gather", "backward gather", "reduction", "exposed", "forward", "size")]
+    for unit in slowest:
+        sums = (unit.gather_forward, unit.gather_backward, unit.reduce)
+        gather_forward, gather_backward, reduce = (format_seconds(each.seconds) for each in sums)
+        exposed, forward = format_seconds(unit.communication.exposed), format_seconds(unit.forward_seconds)
+        name, size = unit.name or "(root)", format_bytes(unit.bytes)
+        rows.append((name, gather_forward, gather_backward, reduce, exposed, forward, size))
+    more = len(profile.units) - len(slowest)
+    return format_table(rows, right=range(1, 7)) + (f"\n… and {more:,} more" if more else "")
+
+
+def _stragglers(profile: RunProfile) -> str:
+    """Return the table of the ranks for which all others wait, the latest first."""
+    late = [rank for rank in profile.ranks if rank.late_seconds >= _LEAST_LATE * profile.total.seconds]
+    if not late:
+        return "stragglers: none. No rank keeps the others waiting for 1% of a step."
+    rows = [("stragglers", "others wait", "share of step", "last in", "computation")]
+    for rank in sorted(late, key=lambda rank: -rank.late_seconds)[:_MAX_ROWS]:
+        share = f"{rank.late_seconds / profile.total.seconds:.0%}"
+        waits, compute = format_seconds(rank.late_seconds), format_seconds(rank.compute_seconds)
+        rows.append((f"rank {rank.rank}", waits, share, f"{rank.last_share:.0%} of the calls", compute))
+    return format_table(rows, right=range(1, 5))
