@@ -3,38 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from hf_fsdp_plugin.backends.loading.weight_loader import master_dtype
-from hf_fsdp_plugin.estimate.results import Collective, CommunicationEstimate
-from hf_fsdp_plugin.estimate.unit_sizes import UnitSizes, unit_sizes
+from hf_fsdp_plugin.estimate.results import Axis, Collective, CollectiveKind, CommunicationEstimate, Phase
+from hf_fsdp_plugin.estimate.unit_sizes import unit_sizes
 from hf_fsdp_plugin.estimate.workload import Workload
-from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan, UnitPlan
+from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan
 from hf_fsdp_plugin.plan.modules import class_names
 from hf_fsdp_plugin.plan.names import ancestors, is_inside, parent_of
 from hf_fsdp_plugin.strategies import STRATEGIES
 
 _NATIVE_LAYER = "GradientCheckpointingLayer"
 """Transformers' base class of layers that ``gradient_checkpointing_enable`` checkpoints."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class UnitSchedule:
-    """How often one unit communicates in one optimizer step.
-
-    Attributes:
-        forward_gathers, backward_gathers: number of all-gathers in the forward and backward passes.
-        reductions: number of gradient reductions: reduce-scatters, or all-reduces if the model is not sharded.
-    """
-
-    unit: UnitPlan
-    sizes: UnitSizes
-    forward_gathers: int
-    backward_gathers: int
-    reductions: int
 
 
 def estimate_communication(plan: FsdpPlan, model: nn.Module, workload: Workload) -> CommunicationEstimate:
@@ -48,33 +31,37 @@ def estimate_communication(plan: FsdpPlan, model: nn.Module, workload: Workload)
     Args:
         model: the model that was planned, on any device.
     """
-    found = [call for schedule in unit_schedules(plan, model, workload) for call in _unit_collectives(plan, schedule)]
-    found += _ignored_parameters(plan, model, workload)
-    found += _clipping(plan, model, workload)
-    return CommunicationEstimate(collectives=tuple(found))
+    found = [*_unit_collectives(plan, model, workload), *_ignored_parameters(plan, model, workload)]
+    return CommunicationEstimate(collectives=(*found, *_clipping(plan, model, workload)))
 
 
-def unit_schedules(plan: FsdpPlan, model: nn.Module, workload: Workload) -> tuple[UnitSchedule, ...]:
-    """Return how often each unit communicates, in the order of the plan."""
-    micro_batches = workload.accumulation
+def _unit_collectives(plan: FsdpPlan, model: nn.Module, workload: Workload) -> Iterator[Collective]:
+    """Yield the all-gathers of each unit, in the order of the plan, and the reductions of its gradients."""
+    strategy, micro_batches, shards = STRATEGIES[plan.strategy], workload.accumulation, plan.mesh.shard
+    keeps_gathered = plan.backend == "fsdp1" and not strategy.reshards_after_forward
+    # FSDP1 keeps parameters that it does not free after forward until a backward that reduces gradients.
+    forward = 1 if keeps_gathered and not workload.sync_each_batch else micro_batches
+    reductions = micro_batches if workload.sync_each_batch else 1
+    # Gradients are reduced over replicas also if there is only one (see :func:`device_mesh`).
+    has_replicas = plan.mesh.replicate > 1 or strategy.hybrid or not strategy.is_sharded
     in_backward = _gathered_in_backward(plan, model)
-    keeps_gathered = plan.backend == "fsdp1" and not STRATEGIES[plan.strategy].reshards_after_forward
-    schedules = []
-    for unit, sizes, backward_gathers in zip(plan.units, unit_sizes(plan, model), in_backward, strict=True):
-        # FSDP1 keeps parameters that it does not free after forward until a backward that reduces gradients.
-        forward_gathers = 1 if keeps_gathered and not workload.sync_each_batch else micro_batches
-        is_sharded = plan.mesh.shard > 1 and bool(unit.parameters)
-        reductions = micro_batches if workload.sync_each_batch else 1
-        schedules.append(
-            UnitSchedule(
-                unit=unit,
-                sizes=sizes,
-                forward_gathers=forward_gathers if is_sharded else 0,
-                backward_gathers=backward_gathers * micro_batches if is_sharded else 0,
-                reductions=reductions if sizes.reduce_input else 0,
-            )
-        )
-    return tuple(schedules)
+    for unit, sizes, backward in zip(plan.units, unit_sizes(plan, model), in_backward, strict=True):
+        name, reduced = unit.name, sizes.reduce_input
+        if shards > 1 and unit.parameters:
+            yield _call(plan, "all_gather", "shard", sizes.gathered, forward, "forward", name)
+            if backward:
+                yield _call(plan, "all_gather", "shard", sizes.gathered, backward * micro_batches, "backward", name)
+        if reduced and shards > 1:
+            yield _call(plan, "reduce_scatter", "shard", reduced, reductions, "backward", name)
+        if reduced and has_replicas:
+            yield _call(plan, "all_reduce", "replicate", reduced // shards, reductions, "backward", name)
+
+
+def _call(
+    plan: FsdpPlan, kind: CollectiveKind, axis: Axis, num_bytes: int, calls: int, phase: Phase, unit: str = ""
+) -> Collective:
+    size = {"shard": plan.mesh.shard, "replicate": plan.mesh.replicate, "world": plan.world_size}[axis]
+    return Collective(kind=kind, axis=axis, group_size=size, bytes=num_bytes, calls=calls, unit=unit, phase=phase)
 
 
 def _gathered_in_backward(plan: FsdpPlan, model: nn.Module) -> list[int]:
@@ -142,59 +129,20 @@ def _last_parameter(path: str, layer: nn.Module) -> str:
     return f"{path}.{names[-1]}" if names else ""
 
 
-def _unit_collectives(plan: FsdpPlan, schedule: UnitSchedule) -> Iterator[Collective]:
-    shards, name = plan.mesh.shard, schedule.unit.name
-    sizes = schedule.sizes
-    for phase, calls in (("forward", schedule.forward_gathers), ("backward", schedule.backward_gathers)):
-        if calls:
-            yield Collective(
-                kind="all_gather", axis="shard", group_size=shards, bytes=sizes.gathered, calls=calls,
-                unit=name, phase=phase,  # type: ignore[arg-type]
-            )  # fmt: skip
-    if not schedule.reductions:
-        return
-    if shards > 1:
-        yield Collective(
-            kind="reduce_scatter", axis="shard", group_size=shards, bytes=sizes.reduce_input,
-            calls=schedule.reductions, unit=name, phase="backward",
-        )  # fmt: skip
-    if _has_replicate_axis(plan):
-        yield Collective(
-            kind="all_reduce", axis="replicate", group_size=plan.mesh.replicate, bytes=sizes.reduce_input // shards,
-            calls=schedule.reductions, unit=name, phase="backward",
-        )  # fmt: skip
-
-
-def _has_replicate_axis(plan: FsdpPlan) -> bool:
-    """Whether gradients are reduced over replicas, also if there is only one (see :func:`device_mesh`)."""
-    strategy = STRATEGIES[plan.strategy]
-    return plan.mesh.replicate > 1 or strategy.hybrid or not strategy.is_sharded
-
-
 def _ignored_parameters(plan: FsdpPlan, model: nn.Module, workload: Workload) -> Iterator[Collective]:
     """Yield the averages of the gradients of parameters that are not sharded, after every backward pass."""
-    for name in plan.ignored_parameters:
-        parameter = model.get_parameter(name)
+    for parameter in map(model.get_parameter, plan.ignored_parameters):
         if parameter.requires_grad:
-            yield Collective(
-                kind="all_reduce", axis="world", group_size=plan.world_size,
-                bytes=parameter.numel() * master_dtype(plan, parameter).itemsize, calls=workload.accumulation,
-                unit="", phase="backward",
-            )  # fmt: skip
+            num_bytes = parameter.numel() * master_dtype(plan, parameter).itemsize
+            yield _call(plan, "all_reduce", "world", num_bytes, workload.accumulation, "backward")
 
 
 def _clipping(plan: FsdpPlan, model: nn.Module, workload: Workload) -> Iterator[Collective]:
     """Yield the reduction of the gradient norm, and that of the gradient scaler of fp16."""
     if plan.precision.param == "fp16":
-        yield Collective(
-            kind="all_reduce", axis="world", group_size=plan.world_size, bytes=4, calls=1, unit="",
-            phase="clipping" if workload.clip_norm else "update",
-        )  # fmt: skip
+        yield _call(plan, "all_reduce", "world", 4, 1, "clipping" if workload.clip_norm else "update")
     parameters = [model.get_parameter(name) for unit in plan.units for name in unit.parameters]
     is_sharded = plan.mesh.shard > 1 or plan.backend == "fsdp2"  # FSDP2 has a shard axis of size 1, too
     if workload.clip_norm and parameters and is_sharded:
         widest = any(master_dtype(plan, parameter) is torch.float64 for parameter in parameters)
-        yield Collective(
-            kind="all_reduce", axis="shard", group_size=plan.mesh.shard, bytes=8 if widest else 4, calls=1, unit="",
-            phase="clipping",
-        )  # fmt: skip
+        yield _call(plan, "all_reduce", "shard", 8 if widest else 4, 1, "clipping")

@@ -1,6 +1,6 @@
 """Machines: throughput of devices and of the links between them.
 
-Known machines are in the table machines.yaml, calibrated ones in JSON files.
+Known machines are in the table machines.yaml, those that scripts/bench/calibration.py has measured in JSON files.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import difflib
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from functools import cache
 from importlib.resources import files
 from itertools import pairwise
@@ -26,6 +26,8 @@ OpKind = Literal["matmul", "attention", "memory", "function", "fused"]
 ``fused`` is the traffic of kernels that ``torch.compile`` generates."""
 Curve = tuple[tuple[float, float], ...]
 """Points (size, throughput), sorted by size."""
+RANKS_PER_MACHINE: Final = 8
+"""Ranks of a machine that nothing describes."""
 NCCL_BASE_SECONDS: Final = 8.4e-6
 ATTENTION_RAMP: Final = 400
 """Tokens per sample at which fused attention reaches half of its throughput of long samples (machines.yaml)."""
@@ -200,15 +202,14 @@ def machine_named(name: str) -> Machine:
     base, _, network = name.lower().partition(":")
     if base not in table["machines"]:
         raise SpecError([_unknown("machine", base, [*table["machines"], "calibrated"])])
-    row = table["machines"][base]
-    network = network or row["network"]
-    if network not in table["networks"]:
+    row = dict(table["machines"][base])
+    usual, compared = row.pop("network"), row.pop("compared")
+    if network and network not in table["networks"]:
         raise SpecError([_unknown("network", network, list(table["networks"]))])
-    link = table["networks"][network]
-    figures = {key: value for key, value in row.items() if key not in ("network", "compared")}
-    figures["evidence"] = Evidence(**table["evidence"][row["compared"]]) if row["compared"] else None
-    figures |= {"intra": Link(**row["intra"]), "inter": Link(bandwidth=link["bandwidth"], latency=link["latency"])}
-    return Machine(**{**figures, "name": base if network == row["network"] else f"{base}:{network}"})
+    link = table["networks"][network or usual]
+    row["evidence"] = Evidence(**table["evidence"][compared]) if compared else None
+    row |= {"intra": Link(**row["intra"]), "inter": Link(bandwidth=link["bandwidth"], latency=link["latency"])}
+    return Machine(**row, name=base if network in ("", usual) else f"{base}:{network}")
 
 
 def machine_names() -> tuple[str, ...]:
@@ -237,13 +238,6 @@ def calibration_path() -> Path:
     return Path(folder) / "hf_fsdp_plugin" / "machine.json"
 
 
-def write_machine(machine: Machine, path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    staging = path.with_name(path.name + ".tmp")
-    staging.write_text(json.dumps(asdict(machine), indent=1), encoding="utf-8")
-    staging.replace(path)
-
-
 def read_machine(path: Path) -> Machine:
     """Return the machine in a file.
 
@@ -257,7 +251,7 @@ def read_machine(path: Path) -> Machine:
         reason = f"cannot read the machine file {path}: {error.strerror or error}."
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         reason = f"{path} is not a machine file: {error}."
-    fix = "Run hf-fsdp plan --calibrate, or name a known machine."
+    fix = "Name a known machine, or measure this one with scripts/bench/calibration.py of the repository."
     raise SpecError([Problem(code="FSDP-E831", message=reason, fix=fix)])
 
 
@@ -266,8 +260,7 @@ def _machine(data: dict[str, Any]) -> Machine:
     read = {
         "curves": {name: _points(curve) for name, curve in data["curves"].items()},
         "collectives": tuple(
-            MeasuredCollective(kind=each["kind"], group_size=int(each["group_size"]), seconds=_points(each["seconds"]))
-            for each in data["collectives"]
+            MeasuredCollective(**{**each, "seconds": _points(each["seconds"])}) for each in data["collectives"]
         ),
         "intra": Link(**data["intra"]),
         "inter": Link(**data["inter"]),
@@ -277,5 +270,5 @@ def _machine(data: dict[str, Any]) -> Machine:
     return Machine(**{name: value for name, value in {**data, **read}.items() if name in known})
 
 
-def _points(curve: Any) -> tuple[tuple[float, float], ...]:
+def _points(curve: Any) -> Curve:
     return tuple((float(size), float(value)) for size, value in curve)

@@ -113,6 +113,8 @@ class MemoryEstimate:
 
 
 CollectiveKind = Literal["all_gather", "reduce_scatter", "all_reduce", "broadcast"]
+Axis = Literal["shard", "replicate", "world"]
+Phase = Literal["forward", "backward", "clipping", "update"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -130,12 +132,12 @@ class Collective:
     """
 
     kind: CollectiveKind
-    axis: Literal["shard", "replicate", "world"]
+    axis: Axis
     group_size: int
     bytes: int
     calls: int
     unit: str
-    phase: Literal["forward", "backward", "clipping", "update"]
+    phase: Phase
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -147,14 +149,11 @@ class CommunicationEstimate:
     def bytes_of(self, kind: CollectiveKind) -> int:
         return sum(each.bytes * each.calls for each in self.collectives if each.kind == kind)
 
-    @property
-    def calls(self) -> int:
-        return sum(each.calls for each in self.collectives)
-
     def to_json(self) -> dict[str, int]:
         """Return the object ``communication`` of ``plan --json``."""
         kinds: tuple[CollectiveKind, ...] = ("all_gather", "reduce_scatter", "all_reduce")
-        return {**{f"{kind}_bytes": self.bytes_of(kind) for kind in kinds}, "calls": self.calls}
+        calls = sum(each.calls for each in self.collectives)
+        return {**{f"{kind}_bytes": self.bytes_of(kind) for kind in kinds}, "calls": calls}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -175,16 +175,11 @@ def clip(intervals: Sequence[Interval], start: float, end: float) -> list[Interv
 def subtract(intervals: Sequence[Interval], removed: Sequence[Interval]) -> list[Interval]:
     """Return the part of a set that is not in another set."""
     rest: list[Interval] = []
-    at = 0
     for start, end in intervals:
-        while at < len(removed) and removed[at][1] <= start:
-            at += 1
-        index, position = at, start
-        while index < len(removed) and removed[index][0] < end:
-            if removed[index][0] > position:
-                rest.append((position, removed[index][0]))
-            position = max(position, removed[index][1])
-            index += 1
-        if position < end:
-            rest.append((position, end))
+        for low, high in clip(removed, start, end):
+            if low > start:
+                rest.append((start, low))
+            start = high
+        if start < end:
+            rest.append((start, end))
     return rest

@@ -127,3 +127,9 @@ def _adamw(loop: UpdateLoop, sizes: list[int]) -> int:
     if loop == "foreach":
         return sum(sizes)
     return max([2 * sizes[0], *(before + 2 * size for before, size in pairwise(sizes))])
+
+
+def nearest_multiples(count: int, divisor: int) -> str:
+    """Return the multiples of a divisor below and above a number that is none, as ``64 or 72``."""
+    below = count - count % divisor
+    return f"{below} or {below + divisor}" if below > 0 else str(divisor)

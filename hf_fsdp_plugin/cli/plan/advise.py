@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from hf_fsdp_plugin.cli.output import colored, text_width
+from hf_fsdp_plugin.cli.wizard.settings import STOCK_VALUES, stock_limits
+from hf_fsdp_plugin.estimate.machines import RANKS_PER_MACHINE
 from hf_fsdp_plugin.launcher.world import DEFAULT_PORT
 from hf_fsdp_plugin.strategies import STRATEGIES
 from hf_fsdp_plugin.text import fit_table, format_bytes, plural, truncate_lines, wrap_words
@@ -17,37 +18,22 @@ if TYPE_CHECKING:
     from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec
 
 _ROWS: Final = 10
-_RANKS_PER_MACHINE: Final = 8
-"""Ranks of a machine that neither the config nor ``--machine`` describes."""
 _SYNC: Final = '--accelerator_config \'{"gradient_accumulation_kwargs": {"sync_each_batch": true}}\''
 
 
-@dataclass(frozen=True, slots=True)
-class Launched:
-    """The ranks and the machines on which they run."""
-
-    world_size: int
-    num_machines: int
-
-    @property
-    def ranks_per_machine(self) -> int:
-        return self.world_size // self.num_machines
-
-
-def advice_text(advice: Advice, spec: FsdpSpec, launched: Launched, tree: str) -> str:
+def advice_text(advice: Advice, chosen: AdviceRow | None, spec: FsdpSpec, tree: str) -> str:
     """Return the text: the best settings, a table, the rejected settings, and the config.
 
     Args:
+        chosen: the row whose config is printed, see :func:`written_row`.
         spec: the launch settings and the wrap policy of the config.
-        launched: the ranks and machines that were asked for.
         tree: how the best settings compare with the rule of thumb.
     """
     width = text_width()
     lines = [*wrap_words(_answer(advice), width, ""), ""]
     if advice.fitting:
         head = ("settings", "micro-batches", "memory", "tokens/s", "")
-        table = [head, *(_cells(row) for row in advice.fitting[:_ROWS])]
-        lines += [fit_table(table, width)]
+        lines += [fit_table([head, *(_cells(row) for row in advice.fitting[:_ROWS])], width)]
         rest = len(advice.fitting) - _ROWS
         lines += [f"… and {rest} more that fit"] if rest > 0 else []
         lines += [""]
@@ -55,15 +41,18 @@ def advice_text(advice: Advice, spec: FsdpSpec, launched: Launched, tree: str) -
         rows = (f"  {_settings(row)}, {_batches(row)}: {row.reason}" for row in advice.rejected)
         lines += ["rejected, the closest first", *truncate_lines(rows, _ROWS), ""]
     lines += wrap_words(tree, width, "")
-    chosen = written_row(advice)
-    if chosen is not None:
-        lines += ["", *_config_lines(advice, chosen, spec, launched)]
+    if chosen is None:
+        return "\n".join(lines)
+    lines += [""]
+    if chosen is not advice.best:
+        limits = " ".join(_stock_limits(advice.rows[0]))
+        lines += wrap_words(f"The config is that of the best row that stock Accelerate runs too. {limits}", width, "")
+    lines += [*(f"# {argument}" for argument in _arguments(chosen)), config_text(chosen, spec).rstrip()]
     return "\n".join(lines)
 
 
-def advice_json(advice: Advice, spec: FsdpSpec, launched: Launched, tree: str) -> dict[str, Any]:
-    """Return the object of ``plan --advise --json``."""
-    chosen = written_row(advice)
+def advice_json(advice: Advice, chosen: AdviceRow | None, spec: FsdpSpec, tree: str) -> dict[str, Any]:
+    """Return the object of ``plan --advise --json``. Arguments are those of :func:`advice_text`."""
     return {
         "ok": advice.best is not None,
         "gpu_memory_bytes": advice.gpu_memory,
@@ -72,99 +61,78 @@ def advice_json(advice: Advice, spec: FsdpSpec, launched: Launched, tree: str) -
         "rows": [_row_json(row) for row in advice.rows],
         "remedies": list(advice.remedies),
         "decision_tree": tree,
-        "config": config_text(chosen, spec, launched) if chosen is not None else None,
+        "config": config_text(chosen, spec) if chosen is not None else None,
         "arguments": list(_arguments(chosen)) if chosen is not None else [],
     }
 
 
 def written_row(advice: Advice) -> AdviceRow | None:
     """Return the first row that fits and that stock ``accelerate launch`` runs too; else the best row."""
-    from hf_fsdp_plugin.cli.wizard.settings import stock_limits
-
-    stock = (row for row in advice.fitting if not any(stock_limits(row.settings, row.settings["fsdp.version"])))
-    return next(stock, advice.best)
+    return next((row for row in advice.fitting if not _stock_limits(row)), advice.best)
 
 
-def launched_of(spec: FsdpSpec, world_size: int, machine: Machine | None) -> Launched:
-    """Return the machines for a number of ranks: those of the config, else as few equal ones as hold the ranks."""
-    launch, limit = spec.launch, max(_RANKS_PER_MACHINE, machine.ranks_per_machine if machine is not None else 0)
+def _stock_limits(row: AdviceRow) -> list[str]:
+    return list(stock_limits(row.settings, row.settings["fsdp.version"]))
+
+
+def num_machines_of(spec: FsdpSpec, world_size: int, machine: Machine | None) -> int:
+    """Return the number of machines: that of the config, else as few equal ones as hold the ranks."""
+    launch, limit = spec.launch, max(RANKS_PER_MACHINE, machine.ranks_per_machine if machine is not None else 0)
     if spec.asked("launch.num_machines"):
         given = world_size if launch.num_processes == "auto" else launch.num_processes
         if given == world_size and world_size % launch.num_machines == 0:
-            return Launched(world_size, launch.num_machines)
+            return launch.num_machines
         limit = max(1, given // launch.num_machines)
     fewest = -(-world_size // limit)
-    return Launched(world_size, next(n for n in range(fewest, world_size + 1) if world_size % n == 0))
+    return next(number for number in range(fewest, world_size + 1) if world_size % number == 0)
 
 
-def config_text(row: AdviceRow, spec: FsdpSpec, launched: Launched) -> str:
-    """Return the Accelerate YAML of a row."""
-    lines = [
-        "compute_environment: LOCAL_MACHINE",
-        "distributed_type: FSDP",
-        *_launch_lines(spec, launched),
-        f"mixed_precision: {_precision(spec)}",
-        "fsdp_config:",
-        *(f"  {key}: {_text(value)}" for key, value in _fsdp_keys(row.settings, spec)),
-    ]
-    if "mesh.shard" in row.settings:
-        sizes = {"replicate": row.settings["mesh.replicate"], "shard": row.settings["mesh.shard"]}
-        lines += ["parallelism_config:", *(f"  parallelism_config_dp_{axis}_size: {n}" for axis, n in sizes.items())]
-    return "\n".join(lines) + "\n"
-
-
-def _launch_lines(spec: FsdpSpec, launched: Launched) -> Iterator[str]:
-    launch, num_machines = spec.launch, launched.num_machines
-    yield f"num_machines: {num_machines}"
-    yield f"num_processes: {launched.world_size}"
-    if num_machines == 1:
-        yield "machine_rank: 0"
-    else:
+def config_text(row: AdviceRow, spec: FsdpSpec) -> str:
+    """Return the Accelerate YAML of a row, with the address and the wrap policy of `spec`."""
+    settings, strategy = row.settings, STRATEGIES[row.settings["sharding.strategy"]]
+    wrap, policy = spec.wrap, spec.wrap.policy if spec.asked("wrap.policy") else "transformer"
+    num_machines = row.plan.spec.launch.num_machines
+    launch: dict[str, Any] = {
+        "compute_environment": "LOCAL_MACHINE", "distributed_type": "FSDP", "num_machines": num_machines,
+        "num_processes": row.plan.world_size, "machine_rank": 0,
+    }  # fmt: skip
+    if num_machines > 1:
         others = "machine: 1" if num_machines == 2 else f"machines: 1 to {num_machines - 1}"
-        yield f"machine_rank: 0  # on the other {others}"
-        address = launch.main_process_ip or "ADDRESS  # of the machine with machine_rank 0"
-        yield f"main_process_ip: {address}"
-        yield f"main_process_port: {launch.main_process_port or DEFAULT_PORT}"
-    if launch.use_cpu:
-        yield "use_cpu: true"
-
-
-def _fsdp_keys(settings: Mapping[str, Any], spec: FsdpSpec) -> Iterator[tuple[str, Any]]:
-    strategy = STRATEGIES[settings["sharding.strategy"]]
-    yield "fsdp_version", settings["fsdp.version"]
+        launch["machine_rank"] = f"0  # on the other {others}"
+        launch["main_process_ip"] = spec.launch.main_process_ip or "ADDRESS  # of the machine with machine_rank 0"
+        launch["main_process_port"] = spec.launch.main_process_port or DEFAULT_PORT
+    if spec.launch.use_cpu:
+        launch["use_cpu"] = True
+    precision = spec.precision.param
+    launch["mixed_precision"] = precision if precision in ("bf16", "fp16") else "no"
+    fsdp: dict[str, Any] = {"fsdp_version": settings["fsdp.version"]}
     if settings["fsdp.version"] == 2 and strategy.is_sharded:
-        yield "fsdp_reshard_after_forward", strategy.reshards_after_forward
+        fsdp["fsdp_reshard_after_forward"] = strategy.reshards_after_forward
     else:
-        yield "fsdp_sharding_strategy", strategy.name.upper()
-    yield from _wrap_keys(settings, spec)
+        fsdp["fsdp_sharding_strategy"] = strategy.name.upper()
+    fsdp["fsdp_auto_wrap_policy"] = STOCK_VALUES["wrap.policy"][policy]
+    if policy == "size":
+        fsdp["fsdp_min_num_params"] = wrap.min_num_params
+    elif policy == "transformer" and wrap.classes:
+        fsdp["fsdp_transformer_layer_cls_to_wrap"] = ",".join(wrap.classes)
     checkpointing = settings["activation.checkpointing"]
-    yield "fsdp_activation_checkpointing", {"none": False, "full": True}.get(checkpointing, checkpointing)
+    fsdp["fsdp_activation_checkpointing"] = {"none": False, "full": True}.get(checkpointing, checkpointing)
     if settings["activation.offload"]:
-        yield "fsdp_activation_checkpointing_offload", True
-    yield "fsdp_offload_params", settings["offload.params"]
-    yield "fsdp_state_dict_type", "SHARDED_STATE_DICT"
+        fsdp["fsdp_activation_checkpointing_offload"] = True
+    fsdp |= {"fsdp_offload_params": settings["offload.params"], "fsdp_state_dict_type": "SHARDED_STATE_DICT"}
+    mesh = {
+        f"parallelism_config_dp_{axis}_size": settings[f"mesh.{axis}"]
+        for axis in ("replicate", "shard")
+        if f"mesh.{axis}" in settings
+    }
+    sections = [_yaml(launch), "fsdp_config:", _yaml(fsdp, "  ")]
+    sections += ["parallelism_config:", _yaml(mesh, "  ")] if mesh else []
+    return "\n".join(sections) + "\n"
 
 
-def _wrap_keys(settings: Mapping[str, Any], spec: FsdpSpec) -> Iterator[tuple[str, Any]]:
-    """Yield the keys of the row's units, else those of the config."""
-    policy = settings.get("wrap.policy", spec.wrap.policy)
-    if policy == "none" and "wrap.policy" in settings:
-        yield "fsdp_auto_wrap_policy", "NO_WRAP"
-    elif policy == "size":
-        yield "fsdp_auto_wrap_policy", "SIZE_BASED_WRAP"
-        yield "fsdp_min_num_params", settings.get("wrap.min_num_params", spec.wrap.min_num_params)
-    else:
-        yield "fsdp_auto_wrap_policy", "TRANSFORMER_BASED_WRAP"
-        if classes := settings.get("wrap.classes", spec.wrap.classes):
-            yield "fsdp_transformer_layer_cls_to_wrap", ",".join(classes)
-
-
-def _precision(spec: FsdpSpec) -> str:
-    return {"bf16": "bf16", "fp16": "fp16"}.get(spec.precision.param, "no")
-
-
-def _text(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
+def _yaml(values: Mapping[str, Any], indent: str = "") -> str:
+    texts = {key: str(value).lower() if isinstance(value, bool) else value for key, value in values.items()}
+    return "\n".join(f"{indent}{key}: {text}" for key, text in texts.items())
 
 
 def _arguments(row: AdviceRow) -> Iterator[str]:
@@ -173,18 +141,6 @@ def _arguments(row: AdviceRow) -> Iterator[str]:
     yield f"--gradient_accumulation_steps {row.choice.accumulation}"
     if row.choice.sync_each_batch:
         yield _SYNC
-
-
-def _config_lines(advice: Advice, row: AdviceRow, spec: FsdpSpec, launched: Launched) -> Iterator[str]:
-    from hf_fsdp_plugin.cli.wizard.settings import stock_limits
-
-    if advice.best is not None and row is not advice.best:
-        limits = " ".join(stock_limits(advice.best.settings, advice.best.settings["fsdp.version"]))
-        yield from wrap_words(
-            f"The config is that of the best row that stock Accelerate runs too. {limits}", text_width()
-        )
-    yield from (f"# {argument}" for argument in _arguments(row))
-    yield config_text(row, spec, launched).rstrip()
 
 
 def _answer(advice: Advice) -> str:
@@ -207,7 +163,6 @@ def _settings(row: AdviceRow) -> str:
     parts += [f"{choice.checkpointing} checkpointing"] if choice.checkpointing != "none" else ["no checkpointing"]
     parts += ["offload of activations"] if choice.offload_activations else []
     parts += ["offload of parameters"] if choice.offload_params else []
-    parts += [choice.units.label] if choice.units.label else []
     parts += ["sync each batch"] if choice.sync_each_batch else []
     return ", ".join(parts)
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
+import argparse
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from hf_fsdp_plugin.cli.output import colored, text_width
+from hf_fsdp_plugin.cli.output import colored, text_width, write_atomically
 from hf_fsdp_plugin.cli.plan.arguments import Planned
 from hf_fsdp_plugin.estimate.results import (
     KIND_NAMES,
@@ -24,14 +24,13 @@ from hf_fsdp_plugin.estimate.results import (
 from hf_fsdp_plugin.estimate.workload import Workload
 from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan
 from hf_fsdp_plugin.problems import Problem, SpecError
-from hf_fsdp_plugin.text import format_bytes, format_count, format_seconds, format_table, plural, wrap_words
+from hf_fsdp_plugin.text import format_bytes, format_count, format_seconds, format_table, plural, printable, wrap_words
 
 if TYPE_CHECKING:
-    from hf_fsdp_plugin.estimate.time import ScalingRow
+    from hf_fsdp_plugin.estimate.time import TimeModel
 
 _HEADROOM: Final = 0.9
 """Part of a device's memory above which a peak that fits is called close, if only allocated memory is predicted."""
-_SCALING_FIGURES: Final = ("step_seconds", "tokens_per_second", "exposed_seconds", "mfu")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,21 +38,37 @@ class Prediction:
     """Everything that the verb predicts.
 
     Attributes:
-        time: ``None`` if no machine is given, or if the operations of the model cannot be counted.
-        scaling: the time on other numbers of ranks.
+        times: the counted operations, and `time` what they take; ``None`` if no machine is given.
     """
 
     planned: Planned
     memory: MemoryEstimate
     communication: CommunicationEstimate
+    times: TimeModel | None = None
     time: TimeEstimate | None = None
-    scaling: tuple[ScalingRow, ...] = ()
 
     @property
     def fits(self) -> bool | None:
         """Whether the device has the memory that a step needs at least; ``None`` if that is unknown."""
         gpu_memory = self.planned.gpu_memory
         return None if gpu_memory is None else self.memory.needed_bytes <= gpu_memory
+
+
+def predict(planned: Planned) -> Prediction:
+    """Return the memory and communication of a step, and the time if a machine is given."""
+    from hf_fsdp_plugin.estimate.communication import estimate_communication
+    from hf_fsdp_plugin.estimate.memory import estimate_memory, profile_step
+    from hf_fsdp_plugin.estimate.memory.device import gpu_of
+    from hf_fsdp_plugin.estimate.time import TimeModel, unit_costs
+
+    plan, machine, subject = planned.plan, planned.machine, (planned.plan, planned.model, planned.workload)
+    profile = profile_step(*subject)
+    memory = estimate_memory(*subject, profile=profile, gpu=gpu_of(machine))
+    prediction = Prediction(planned=planned, memory=memory, communication=estimate_communication(*subject))
+    if machine is None:
+        return prediction
+    times = TimeModel(*subject, unit_costs(plan, profile))
+    return replace(prediction, times=times, time=times.estimate(machine))
 
 
 def plan_json(prediction: Prediction, problems: Iterable[Problem]) -> dict[str, Any]:
@@ -84,13 +99,6 @@ def plan_json(prediction: Prediction, problems: Iterable[Problem]) -> dict[str, 
             "evidence": time.evidence,
             "mfu": time.mfu,
         },
-        "scaling": [
-            {
-                **{name: getattr(row, name) for name in ("world_size", "efficiency")},
-                **{name: getattr(row.estimate, name) for name in _SCALING_FIGURES},
-            }
-            for row in prediction.scaling
-        ],
         "assumptions": list(memory.assumptions),
         "workload": asdict(planned.workload),
         "plan": planned.plan.to_json(),
@@ -108,8 +116,6 @@ def plan_text(prediction: Prediction) -> str:
         *wrap_words(_subject(planned.plan, planned.workload), width, ""),
         "",
         _kinds_table(memory),
-        "",
-        _moments_table(memory),
         *([] if memory.device is None else ["", _device_table(memory.device)]),
         *(["", f"CPU memory per rank: {_size(memory.host_bytes)}"] if memory.host_bytes else []),
         "",
@@ -135,12 +141,9 @@ def _communication_table(communication: CommunicationEstimate) -> str:
 
 def _time_lines(prediction: Prediction) -> Iterator[str]:
     """Yield the lines about time."""
-    estimate, rows, planned = prediction.time, prediction.scaling, prediction.planned
-    if estimate is None and planned.machine is not None:
-        yield f"time: unknown on {planned.machine.label}, because the operations of the model cannot be counted."
-    elif estimate is None:
-        yield "time: unknown. Set --machine, such as h100-sxm, or measure this one with --calibrate."
+    estimate = prediction.time
     if estimate is None:
+        yield "time: unknown. Set --machine, such as h100-sxm, or the file of a machine."
         return
     low, high = estimate.low_seconds, estimate.high_seconds
     interval = "none" if low is None or high is None else f"{format_seconds(low)} to {format_seconds(high)}"
@@ -151,39 +154,27 @@ def _time_lines(prediction: Prediction) -> Iterator[str]:
         ("communication", format_seconds(estimate.communication_seconds)),
         ("not overlapped", format_seconds(estimate.exposed_seconds)),
         ("tokens/s", f"{estimate.tokens_per_second:,.0f}"),
-        ("tokens/s per rank", f"{estimate.tokens_per_second / planned.plan.world_size:,.0f}"),
+        ("tokens/s per rank", f"{estimate.tokens_per_second / prediction.planned.plan.world_size:,.0f}"),
         ("model FLOP/s utilization", f"{estimate.mfu:.1%}" if estimate.mfu is not None else "unknown"),
     ]
     yield from (format_table(table, right=(1,)), f"  {estimate.evidence}", f"  on {estimate.machine}")
-    if rows:
-        head = ("ranks", "mesh", "step", "not overlapped", "tokens/s", "efficiency")
-        yield from ("", format_table([head, *map(_scaling_cells, rows)], right=(0, 2, 3, 4, 5)))
-
-
-def _scaling_cells(row: ScalingRow) -> tuple[str, ...]:
-    estimate = row.estimate
-    return (
-        f"{row.world_size:,}", f"{row.mesh.replicate} × {row.mesh.shard}", format_seconds(estimate.step_seconds),
-        format_seconds(estimate.exposed_seconds), f"{estimate.tokens_per_second:,.0f}", f"{row.efficiency:.0%}",
-    )  # fmt: skip
 
 
 def _verdict(memory: MemoryEstimate, gpu_memory: int | None) -> str:
     """Return whether it fits, and what limits it."""
-    peak = memory.peak
-    largest = KIND_NAMES[_largest(peak)]
-    size = _size(peak.bytes_by_kind[_largest(peak)])
-    why = f"Allocated memory has its peak in the {peak.where}; most of it is {largest} ({size})."
+    peak, largest = memory.peak, _largest(memory.peak)
+    why = f"Allocated memory has its peak in the {peak.where}; most of it is {KIND_NAMES[largest]} "
+    why += f"({_size(peak.bytes_by_kind[largest])})."
+    needed = memory.needed_bytes
     if gpu_memory is None:
-        return f"Each rank needs {_size(memory.needed_bytes)}. {why} Set --gpu-memory to see whether it fits."
-    part = memory.needed_bytes / gpu_memory
-    need = f"each rank needs {_size(memory.needed_bytes)} of {_size(gpu_memory)}"
-    if part > 1:
-        missing = _size(memory.needed_bytes - gpu_memory)
-        return f"{colored('It does not fit', 'red')}: {need}, {missing} too much. {why}"
+        return f"Each rank needs {_size(needed)}. {why} Set --gpu-memory to see whether it fits."
+    need = f"each rank needs {_size(needed)} of {_size(gpu_memory)}"
+    if needed > gpu_memory:
+        return f"{colored('It does not fit', 'red')}: {need}, {_size(needed - gpu_memory)} too much. {why}"
+    part = needed / gpu_memory
     enough = memory.total_bytes <= gpu_memory and (memory.device is not None or part <= _HEADROOM)
     answer = colored("It fits", "green") if enough else colored("It just fits", "yellow")
-    left = f"{_size(gpu_memory - memory.needed_bytes)} are left"
+    left = f"{_size(gpu_memory - needed)} are left"
     if memory.total_bytes > gpu_memory:
         left += f", but {_size(memory.total_bytes)} would be used: torch's allocator must return cached memory in each "
         left += "step, which waits for the GPU"
@@ -225,17 +216,6 @@ def _kinds_table(memory: MemoryEstimate) -> str:
     return format_table(rows, right=(1, 2))
 
 
-def _moments_table(memory: MemoryEstimate) -> str:
-    """Return the largest moment of each part of a step."""
-    rows = [("largest in", "size", "at")]
-    for part in ("forward", "backward", "clipping", "optimizer step"):
-        moments = [moment for moment in memory.timeline if moment.where.startswith(part)]
-        if moments:
-            most = max(moments, key=lambda moment: moment.bytes)
-            rows.append((part, _size(most.bytes), most.where.removeprefix(f"{part} of ")))
-    return format_table(rows, right=(1,))
-
-
 def _largest(moment: Moment) -> MemoryKind:
     return max(MEMORY_KINDS, key=lambda kind: moment.bytes_by_kind[kind])
 
@@ -244,14 +224,27 @@ def _size(size: int) -> str:
     return format_bytes(size, binary=True)
 
 
+def write_page(args: argparse.Namespace, prediction: Prediction) -> list[str]:
+    """Write the page of ``--html``, if it is asked for, and return the line that names it."""
+    if args.html is None:
+        return []
+    from hf_fsdp_plugin.estimate.pictures import plan_page
+
+    planned = prediction.planned
+    page = plan_page(
+        planned.plan, planned.model, planned.workload, prediction.memory,
+        subject=_subject(planned.plan, planned.workload), gpu_memory=planned.gpu_memory, machine=planned.machine,
+        times=prediction.times,
+    )  # fmt: skip
+    write_file(Path(args.html), page.encode())
+    return [printable(f"written: {args.html}")]
+
+
 def write_file(path: Path, content: bytes) -> None:
     """Write a file, complete or not at all. Raises ``SpecError`` (FSDP-E835)."""
-    staging = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        staging.write_bytes(content)
-        staging.replace(path)
+        write_atomically(path, content)
     except OSError as error:
-        staging.unlink(missing_ok=True)
         message = f"cannot write {path}: {error.strerror or error}."
         fix = "Choose a file in a folder that exists and is writable."
         raise SpecError([Problem(code="FSDP-E835", message=message, fix=fix)]) from error

@@ -107,41 +107,31 @@ def device_memory(plan: FsdpPlan, gpu: Gpu, allocated: int) -> DeviceMemory | No
     )  # fmt: skip
 
 
-def assumptions(plan: FsdpPlan, workload: Workload, gpu: Gpu = UNKNOWN) -> tuple[str, ...]:
-    """Return what an estimate assumes, one sentence each."""
-    return tuple(_assumptions(plan, workload, gpu))
-
-
-def _assumptions(plan: FsdpPlan, workload: Workload, gpu: Gpu) -> Iterator[str]:
-    loop = update_loop(workload, plan.device_type)
+def assumptions(plan: FsdpPlan, workload: Workload, gpu: Gpu = UNKNOWN) -> Iterator[str]:
+    """Yield what an estimate assumes, one sentence each."""
+    loop, device = update_loop(workload, plan.device_type), plan.device_type
     is_default = workload.update_loop is None and loop == "fused"
     default = ", the Trainer's default (adamw_torch_fused); --foreach or --for-loop for others" if is_default else ""
     yield "All samples have the full sequence length."
-    if plan.device_type == "cpu":
-        yield "Memory that torch's allocator has reserved but not allocated (fragmentation) is not included."
     yield f"The optimizer is {workload.optimizer} with {loop} updates{default}."
-    if plan.device_type == "cpu":
+    if device == "cpu":
+        yield "Memory that torch's allocator has reserved but not allocated (fragmentation) is not included."
         if plan.offload_params:
             yield "Parameter offload has no effect on CPU ranks."
-        return
-    if plan.device_type != "cuda":
+    elif device != "cuda":
         yield (
-            f"What the allocator of {plan.device_type} devices reserves beyond the allocated memory, their context, "
+            f"What the allocator of {device} devices reserves beyond the allocated memory, their context, "
             "and the buffers of their collectives are not known, and not included."
         )
-        return
-    yield (
-        f"The allocator reserves {RESERVED_RATIO:g} times the allocated memory, and needs {NEEDED_RATIO:g} times: "
-        "medians of simulated steps, which vary from 1.1 to 1.6 and from 1.03 to 1.23."
-    )
-    size, of = format_bytes(workspaces("cuda", gpu)[0], binary=True), "the GPU"
-    if gpu.capability is None:
-        of = "GPUs from compute capability 9.0 on; name a --machine for others"
-    yield f"cuBLAS has two workspaces of {size}, for the threads of forward and backward, as on {of}."
-    groups = communicators(plan)
-    buffers = ""
-    if groups:
-        channels = _CHANNELS[gpu.has_nvlink is not False]
-        count = plural(len(groups), "communicator")
-        buffers = f" NCCL's buffers ({count}, {channels} channels each) are computed, without NVLink SHARP."
-    yield f"The CUDA context has {format_bytes(_CONTEXT, binary=True)}, the largest published figure.{buffers}"
+    else:
+        size = format_bytes(workspaces("cuda", gpu)[0], binary=True)
+        of = "GPUs from compute capability 9.0 on; name a --machine for others" if gpu.capability is None else "the GPU"
+        yield (
+            f"The allocator reserves {RESERVED_RATIO:g} times the allocated memory, and needs {NEEDED_RATIO:g} times: "
+            "medians of simulated steps, which vary from 1.1 to 1.6 and from 1.03 to 1.23."
+        )
+        yield f"cuBLAS has two workspaces of {size}, for the threads of forward and backward, as on {of}."
+        yield f"The CUDA context has {format_bytes(_CONTEXT, binary=True)}, the largest published figure."
+        if groups := communicators(plan):
+            count, channels = plural(len(groups), "communicator"), _CHANNELS[gpu.has_nvlink is not False]
+            yield f"NCCL has {count} with {channels} channels each, without NVLink SHARP."

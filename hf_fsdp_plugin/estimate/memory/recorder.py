@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
@@ -26,8 +26,7 @@ from hf_fsdp_plugin.estimate.memory.meta_model import (
 from hf_fsdp_plugin.estimate.memory.step import Stage, StageKind, Usage
 from hf_fsdp_plugin.estimate.memory.tracker import DeviceAttention, Tracker
 from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan
-from hf_fsdp_plugin.torch_private.functions import tree_leaves
-from hf_fsdp_plugin.torch_private.modules import parameters as own_parameters
+from hf_fsdp_plugin.torch_private.functions import in_backward, tree_leaves
 
 
 class Recorder:
@@ -40,26 +39,16 @@ class Recorder:
         self.stages: list[Stage] = []
         self.tracker = Tracker([*model.parameters(), *model.buffers()])
         self.representatives = {name: group.representative for group in groups for name in group.copies}
-        self.unit_names = _unit_names(plan, self.representatives)
         self._undo = undo
         self._open: tuple[StageKind, str, int, Usage, int] | None = None
         self._entered: set[str] = set()
         self._missing: dict[str, set[str]] = {}
         self._in_backward: dict[str, None] = {}
-        self._gradients = {unit.name: self._trainable(unit.parameters) for unit in plan.units}
+        parameters = {unit.name: map(model.get_parameter, unit.parameters) for unit in plan.units}
+        self._gradients = {name: [p for p in own if p.requires_grad] for name, own in parameters.items()}
         self._outputs: dict[str, Any] = {}
         self._layers_in_backward: dict[str, bool] = {}
         self._add_hooks(groups)
-
-    def _trainable(self, names: tuple[str, ...]) -> list[nn.Parameter]:
-        found = (self._parameter(name) for name in names)
-        return [parameter for parameter in found if parameter.requires_grad]
-
-    def _parameter(self, name: str) -> nn.Parameter:
-        path, _, attribute = name.rpartition(".")
-        parameter = own_parameters(self._modules[path])[attribute]
-        assert parameter is not None
-        return parameter
 
     def mark(self, kind: StageKind, name: str, freed_grads: int = 0) -> None:
         """Close the current stage and begin another."""
@@ -68,11 +57,13 @@ class Recorder:
         if self._open is not None:
             opened, of, grads, start, host_before = self._open
             most = self.tracker.most_activations - start.activations
-            self.stages.append(Stage(opened, of, peak.minus(start), live.minus(start), grads, host - host_before, most))
+            usage = peak.minus(start), live.minus(start)
+            self.stages.append(Stage(opened, of, *usage, grads, host - host_before, most, self.tracker.ops))
         if freed_grads:
-            self._free_gradients(name)
+            for parameter in self._gradients[name]:
+                parameter.grad = None
         self._open = (kind, name, freed_grads, self.tracker.live, host)
-        self.tracker.restart_peak()
+        self.tracker.restart()
 
     def finish(self) -> None:
         """Close the last stages: units whose inputs need no gradient complete their backward at the end."""
@@ -81,13 +72,10 @@ class Recorder:
                 self._post_backward(unit.name)
         self.mark("leave", "")
 
-    def _free_gradients(self, unit: str) -> None:
-        for parameter in self._gradients[unit]:
-            parameter.grad = None
-
     def _post_backward(self, unit: str) -> None:
         self._in_backward.pop(unit, None)
-        self.mark("post_backward", unit, sum(_grad_bytes(parameter) for parameter in self._gradients[unit]))
+        grads = (parameter.grad for parameter in self._gradients[unit])
+        self.mark("post_backward", unit, sum(grad.untyped_storage().nbytes() for grad in grads if grad is not None))
 
     def _pre_backward(self, unit: str) -> None:
         for layer in self._layers_in_backward:
@@ -206,8 +194,12 @@ class Recorder:
         options: dict[str, Any] = {"context_fn": save_every_second_matmul} if selective else {}
 
         def on_device(*args: Any, **kwargs: Any) -> Any:
-            with DeviceAttention(self._plan.device_type):  # backward leaves the outer context
-                return forward(*args, **kwargs)
+            self.tracker.recomputes = in_backward()
+            try:
+                with DeviceAttention(self._plan.device_type):  # backward leaves the outer context
+                    return forward(*args, **kwargs)
+            finally:
+                self.tracker.recomputes = False
 
         def checkpointed(*args: Any, **kwargs: Any) -> Any:
             return checkpoint(on_device, *args, use_reentrant=False, preserve_rng_state=False, **options, **kwargs)
@@ -232,19 +224,3 @@ class Recorder:
                 return forward(*args, **kwargs)
 
         return offloaded
-
-
-def _unit_names(plan: FsdpPlan, representatives: Mapping[str, str]) -> dict[tuple[str, str], str]:
-    """Return layer that does not run, unit in its representative -> the layer's corresponding unit."""
-    inside: dict[str, list[str]] = {}
-    for name in set(representatives.values()):
-        inside[name] = [u.name for u in plan.units if u.name == name or u.name.startswith(f"{name}.")]
-    return {
-        (layer, unit): layer + unit.removeprefix(representative)
-        for layer, representative in representatives.items()
-        for unit in inside[representative]
-    }
-
-
-def _grad_bytes(parameter: nn.Parameter) -> int:
-    return 0 if parameter.grad is None else parameter.grad.untyped_storage().nbytes()

@@ -65,7 +65,7 @@ def _profile(plan: FsdpPlan, model: nn.Module, workload: Workload, batch: dict[s
         loss.backward()
         recorder.finish()
     return StepProfile(
-        stages=tuple(expand(recorder.stages, recorder.representatives, recorder.unit_names)),
+        stages=tuple(expand(recorder.stages, recorder.representatives)),
         input_bytes=sum(x.untyped_storage().nbytes() for x in batch.values() if isinstance(x, torch.Tensor)),
     )
 

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Final, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
+from hf_fsdp_plugin.estimate.machines import OpKind
 from hf_fsdp_plugin.estimate.results import MEMORY_KINDS, MemoryKind, Moment
 from hf_fsdp_plugin.estimate.unit_sizes import UnitSizes
 from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan
+from hf_fsdp_plugin.plan.names import is_inside
 
 StageKind = Literal[
     "start", "pre_forward", "post_forward", "loss", "pre_backward", "post_backward", "enter", "leave", "enter_backward",
     "leave_backward",
 ]  # fmt: skip
 """What happens at the start of a stage. ``enter`` and ``leave`` are the borders of layers that may not be units."""
-_UNIT_KINDS: Final = ("pre_forward", "post_forward", "pre_backward", "post_backward")
 
 
 class Usage(NamedTuple):
@@ -29,11 +30,19 @@ class Usage(NamedTuple):
     def total(self) -> int:
         return self.activations + self.grads
 
-    def plus(self, other: Usage) -> Usage:
-        return Usage(self.activations + other.activations, self.grads + other.grads)
-
     def minus(self, other: Usage) -> Usage:
         return Usage(self.activations - other.activations, self.grads - other.grads)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OpCost:
+    """One operation: FLOPs, bytes read and written, dtype of the computation, and tokens per sample of attention."""
+
+    kind: OpKind
+    flops: int
+    bytes: int
+    dtype: str
+    length: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +58,7 @@ class Stage:
         host_bytes: what activation offload moves to CPU memory, relative to the start.
         most_activations: the most activations of the stage, relative to the start, with each gradient until it is
             accumulated.
+        ops: operations and how often each runs, without those that checkpointing repeats.
     """
 
     kind: StageKind
@@ -58,6 +68,7 @@ class Stage:
     freed_grads: int
     host_bytes: int
     most_activations: int
+    ops: Mapping[OpCost, int]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,28 +84,37 @@ class StepProfile:
     input_bytes: int
 
 
-def expand(
-    stages: Sequence[Stage], representatives: Mapping[str, str], unit_names: Mapping[tuple[str, str], str]
-) -> Iterable[Stage]:
+def positions(stages: Iterable[Stage]) -> Iterator[tuple[Literal["forward", "backward"], tuple[str, ...]]]:
+    """Yield the pass in which each stage runs, and the units and layers around it: the root (empty) first."""
+    phase: Literal["forward", "backward"] = "forward"
+    inside: tuple[str, ...] = ("",)
+    for stage in stages:
+        if stage.kind == "loss":
+            phase, inside = "backward", ("",)
+        elif stage.kind in ("pre_forward", "enter", "pre_backward", "enter_backward"):
+            inside = (*inside, stage.name)
+        elif stage.kind != "start":
+            inside = ("", *(name for name in inside[1:] if name != stage.name))
+        yield phase, inside
+
+
+def expand(stages: Sequence[Stage], representatives: Mapping[str, str]) -> Iterator[Stage]:
     """Yield the stages, with those of each layer that did not run, copied from its representative.
 
     Args:
         representatives: layer that did not run -> layer that ran.
-        unit_names: layer that did not run, unit in the representative -> the corresponding unit.
     """
-    spans = {
-        (name, enter): _span(stages, name, enter)
-        for name in set(representatives.values())
-        for enter in ("enter", "enter_backward")
-    }
+    spans: dict[tuple[str, str], Sequence[Stage]] = {}
     for stage in stages:
         yield stage
-        if stage.name in representatives and stage.kind in ("enter", "enter_backward"):
-            layer = stage.name
-            for copied in spans[representatives[layer], stage.kind]:
-                is_border = copied.name == representatives[layer] and copied.kind not in _UNIT_KINDS
-                name = layer if is_border else unit_names.get((layer, copied.name), copied.name)
-                yield replace(copied, name=name)
+        if stage.name not in representatives or stage.kind not in ("enter", "enter_backward"):
+            continue
+        layer, original = stage.name, representatives[stage.name]
+        if (original, stage.kind) not in spans:
+            spans[original, stage.kind] = _span(stages, original, stage.kind)
+        for copied in spans[original, stage.kind]:
+            is_of_layer = is_inside(copied.name, original)
+            yield replace(copied, name=layer + copied.name.removeprefix(original)) if is_of_layer else copied
 
 
 def _span(stages: Sequence[Stage], name: str, enter: str) -> Sequence[Stage]:
@@ -107,31 +127,30 @@ def _span(stages: Sequence[Stage], name: str, enter: str) -> Sequence[Stage]:
 
 
 class Ledger:
-    """Bytes in use now by kind. Records the largest usage of each place of the step."""
+    """Bytes in use now by kind. Records the largest usage of each place of the step.
+
+    Attributes:
+        places: place, such as ``forward of model.layers.3``, its largest usage, and that by kind.
+    """
 
     def __init__(self) -> None:
         self._live: dict[MemoryKind, int] = dict.fromkeys(MEMORY_KINDS, 0)
         self._total = 0
-        self._places: list[tuple[str, int, Mapping[MemoryKind, int]]] = []
-        """Place, such as ``forward of model.layers.3``, its largest usage, and that by kind."""
-
-    @property
-    def num_places(self) -> int:
-        return len(self._places)
+        self.places: list[tuple[str, int, Mapping[MemoryKind, int]]] = []
 
     def moments(self, start: int = 0) -> tuple[Moment, ...]:
         """Return the largest moment of each place from `start` on, in the order of the step."""
-        return tuple(Moment(where=where, bytes_by_kind=kinds) for where, _, kinds in self._places[start:])
+        return tuple(Moment(where=where, bytes_by_kind=kinds) for where, _, kinds in self.places[start:])
 
     def peak(self) -> Moment:
         """Return the largest moment of all."""
-        where, _, kinds = max(self._places, key=lambda place: place[1])
+        where, _, kinds = max(self.places, key=lambda place: place[1])
         return Moment(where=where, bytes_by_kind=kinds)
 
     def at(self, where: str) -> None:
         """Begin another place."""
-        if not self._places or where != self._places[-1][0]:
-            self._places.append((where, self._total, self._live.copy()))
+        if not self.places or where != self.places[-1][0]:
+            self.places.append((where, self._total, self._live.copy()))
 
     def add(self, kind: MemoryKind, size: int) -> None:
         """Allocate memory."""
@@ -159,8 +178,8 @@ class Ledger:
         self._total += usage.total
 
     def _record(self) -> None:
-        if self._total > self._places[-1][1]:
-            self._places[-1] = (self._places[-1][0], self._total, self._live.copy())
+        if self._total > self.places[-1][1]:
+            self.places[-1] = (self.places[-1][0], self._total, self._live.copy())
 
 
 class Engine(ABC):
@@ -183,9 +202,6 @@ class Engine(ABC):
         self.order: list[str] = []
         self.accumulated: dict[str, int] = {}
         self.reduced: set[str] = set()
-
-    def begin(self) -> None:  # noqa: B027 (FSDP has nothing)
-        """Allocate what is there during the whole step, besides the shards."""
 
     @abstractmethod
     def pre_forward(self, name: str) -> None: ...
@@ -220,14 +236,10 @@ class Engine(ABC):
 
     def act(self, stage: Stage) -> None:
         """Do what happens at the start of a stage."""
-        if stage.kind == "pre_forward":
-            self.pre_forward(stage.name)
-        elif stage.kind == "post_forward":
-            self.post_forward(stage.name)
+        if stage.kind in ("pre_forward", "post_forward", "pre_backward"):
+            getattr(self, stage.kind)(stage.name)
         elif stage.kind == "loss":
             self.end_forward()
-        elif stage.kind == "pre_backward":
-            self.pre_backward(stage.name)
         elif stage.kind == "post_backward":
             self.post_backward(stage.name, stage.freed_grads)
 

@@ -1,4 +1,4 @@
-"""Counts the memory of tensors while a model runs on the meta device: what is allocated, and what is freed when.
+"""Counts what a model allocates, frees and computes while it runs on the meta device.
 
 A tensor on ``meta`` has a storage with a size but without memory. Autograd keeps and frees these storages as it keeps
 and frees real ones, so the count is what the operators of the model really save, for any architecture. Attention and
@@ -9,8 +9,10 @@ keeps the whole matrix of weights, while a CPU or GPU runs a kernel that keeps o
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Iterable
 from contextlib import nullcontext
+from functools import cache
 from typing import Any, Final
 
 import torch
@@ -18,7 +20,8 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
-from hf_fsdp_plugin.estimate.memory.step import Usage
+from hf_fsdp_plugin.estimate.machines import OpKind
+from hf_fsdp_plugin.estimate.memory.step import OpCost, Usage
 from hf_fsdp_plugin.torch_private.fake import called_by_engine
 from hf_fsdp_plugin.torch_private.functions import in_backward, tree_leaves
 from hf_fsdp_plugin.torch_private.tracing import (
@@ -28,20 +31,80 @@ from hf_fsdp_plugin.torch_private.tracing import (
     cpu_attention,
     efficient_attention,
     flash_attention,
+    flops_of,
+    is_view,
+    operator_name,
     storage_key,
 )
 
 _MAX_FLASH_HEAD_DIM: Final = 256
+_FUNCTIONS: Final = frozenset(
+    {
+        "_log_softmax", "_log_softmax_backward_data", "_softmax", "_softmax_backward_data", "gelu", "gelu_backward",
+        "silu", "silu_backward", "tanh", "tanh_backward", "exp", "sigmoid", "sigmoid_backward", "pow", "rsqrt", "cos",
+        "sin", "native_dropout", "bernoulli_",
+    }
+)  # fmt: skip
+"""Operators that compute exponentials and the like for each element."""
+_DTYPES: Final = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64"}
+
+
+_START: Final = OpCost(kind="memory", flops=0, bytes=0, dtype="fp32")
+"""An operation that only takes the time to start it."""
+
+
+@cache
+def _attention_operators() -> dict[str, tuple[int, int]]:
+    """Return operator -> where ``is_causal`` is in the arguments of its forward, and in those of its backward."""
+    operators = {flash_attention: (4, 11), cpu_attention: (4, 7), efficient_attention: (6, 11)}
+    return {operator.__name__: indices for operator, indices in operators.items()}
+
+
+def op_cost(func: Any, args: Any, kwargs: Any, out: Any) -> OpCost | None:
+    """Return the cost of an operator that has run; ``None`` if it neither computes nor starts anything.
+
+    Attention is one operation that does not write the scores to memory.
+    """
+    name = operator_name(func)
+    if name.removesuffix("_backward") in _attention_operators():
+        return _attention_cost(name, args)
+    if is_view(func):
+        return _START
+    leaves = tree_leaves((args, out))
+    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.device.type == "meta"]
+    num_bytes, flops = sum(tensor.nbytes for tensor in tensors), flops_of(func, args, kwargs, out)
+    if not num_bytes and not flops:
+        return None
+    if name == "embedding":
+        num_bytes = 2 * out.nbytes  # only the rows that are looked up
+    kind: OpKind = "matmul" if flops else "function" if name in _FUNCTIONS else "memory"
+    dtype = next((_DTYPES[tensor.dtype] for tensor in tensors if tensor.dtype in _DTYPES), "fp32")
+    return OpCost(kind=kind, flops=flops, bytes=num_bytes, dtype=dtype)
+
+
+def _attention_cost(name: str, args: Any) -> OpCost:
+    """Return the cost of two products of the forward or five of the backward; half of them if it is causal."""
+    is_backward = name.endswith("_backward")
+    query, key, value = args[1:4] if is_backward else args[:3]
+    causal = _attention_operators()[name.removesuffix("_backward")][is_backward]
+    flops, num_bytes = 4 * query.numel() * key.shape[-2], 2 * query.nbytes + key.nbytes + value.nbytes
+    if len(args) > causal and args[causal]:
+        flops //= 2
+    if is_backward:
+        flops, num_bytes = flops * 5 // 2, num_bytes * 2
+    dtype = _DTYPES.get(query.dtype, "fp32")
+    return OpCost(kind="attention", flops=flops, bytes=num_bytes, dtype=dtype, length=key.shape[-2])
 
 
 class Tracker(TorchDispatchMode):
-    """Follows the storages that operators allocate.
+    """Follows the storages that operators allocate, and counts the operators.
 
     Attributes:
         live: bytes in use now.
         host_bytes: bytes that activation offload keeps in CPU memory now.
-        peak: the usage with the largest total since :meth:`restart_peak`.
+        peak: the usage with the largest total since :meth:`restart`.
         most_activations: the largest number of bytes of activations since then.
+        ops: operations since then, and how often each ran, without those that run while `recomputes` is set.
     """
 
     def __init__(self, ignored: Iterable[torch.Tensor]) -> None:
@@ -50,28 +113,31 @@ class Tracker(TorchDispatchMode):
         self.peak = Usage()
         self.most_activations = 0
         self.host_bytes = 0
+        self.ops: Counter[OpCost] = Counter()
+        self.recomputes = False
         self._known: dict[int, Any] = {storage_key(tensor): None for tensor in ignored}
         self._grads: set[int] = set()
         self._last_op: str = ""
 
-    def restart_peak(self) -> None:
+    def restart(self) -> None:
         self.peak = self.live
         self.most_activations = self.live.activations
+        self.ops = Counter()
 
     def count_gradient(self, gradient: torch.Tensor) -> None:
         """Count a storage, which was allocated as an activation, as the gradient of a parameter."""
         key, size = storage_key(gradient), gradient.untyped_storage().nbytes()
         if key in self._known and key not in self._grads and self._known[key] is not None:
             self._grads.add(key)
-            self.live = self.live.plus(Usage(-size, size))
+            self.live = Usage(self.live.activations - size, self.live.grads + size)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is READ_VALUE:
             return self._value(args[0])
-        if func is GROUPED_PRODUCT:
-            out: Any = _grouped_product(*args, **(kwargs or {}))
-        else:
-            out = func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        out: Any = (_grouped_product if func is GROUPED_PRODUCT else func)(*args, **kwargs)
+        if not self.recomputes and (cost := op_cost(func, args, kwargs, out)) is not None:
+            self.ops[cost] += 1
         self._last_op = str(func)
         for tensor in tree_leaves(out):
             if isinstance(tensor, torch.Tensor):
@@ -86,8 +152,7 @@ class Tracker(TorchDispatchMode):
     def update_peak(self) -> None:
         if self.live.total > self.peak.total:
             self.peak = self.live
-        if self.live.activations > self.most_activations:
-            self.most_activations = self.live.activations
+        self.most_activations = max(self.most_activations, self.live.activations)
 
     def _value(self, tensor: torch.Tensor) -> Any:
         """Return a value for ``item()``, which meta tensors do not have.

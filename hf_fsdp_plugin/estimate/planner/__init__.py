@@ -1,35 +1,49 @@
-"""The planner: compares strategies, meshes, units, checkpointing, offload and micro-batches, and ranks what fits.
-
-Other units than the layers are tried where they can be better. Smaller units need less memory for gathered parameters,
-so they are tried for strategies that free units after forward, if a row does not fit but would without any gathered
-unit. They, and larger units, also change the communication that is not overlapped, so both are tried for the fastest
-rows, if such communication is predicted.
-"""
+"""The planner: compares strategies, meshes, checkpointing, offload and micro-batches, and ranks what fits."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any, Final
 
 from torch import nn
 
+from hf_fsdp_plugin.estimate.communication import estimate_communication
 from hf_fsdp_plugin.estimate.machines import Machine
-from hf_fsdp_plugin.estimate.memory.device import NEEDED_RATIO
-from hf_fsdp_plugin.estimate.planner.advice import Advice, AdviceRow, in_order, rejection, row_cost, with_reasons
-from hf_fsdp_plugin.estimate.planner.choices import GIVEN, Choice, Sharding, memory_savings, micro_batches, shardings
-from hf_fsdp_plugin.estimate.planner.evaluator import Evaluator, Subject, remedies
-from hf_fsdp_plugin.estimate.workload import Attention, Optimizer, UpdateLoop, Workload
+from hf_fsdp_plugin.estimate.memory import follow_step, profile_step
+from hf_fsdp_plugin.estimate.memory.step import StepProfile
+from hf_fsdp_plugin.estimate.planner.advice import (
+    Advice,
+    AdviceRow,
+    Choice,
+    Sharding,
+    in_order,
+    micro_batches,
+    rejection,
+    shardings,
+    with_reasons,
+)
+from hf_fsdp_plugin.estimate.results import MemoryEstimate, TimeEstimate
+from hf_fsdp_plugin.estimate.time import TimeModel, UnitCosts, unit_costs
+from hf_fsdp_plugin.estimate.unit_sizes import UnitSizes, ignored_bytes, unit_sizes
+from hf_fsdp_plugin.estimate.workload import Attention, Optimizer, UpdateLoop, Workload, nearest_multiples
+from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan
+from hf_fsdp_plugin.plan.resolve import resolve
 from hf_fsdp_plugin.problems import Problem, SpecError
-from hf_fsdp_plugin.spec.fsdp_spec import DtypeName, Version
-from hf_fsdp_plugin.strategies import STRATEGIES
+from hf_fsdp_plugin.spec.fsdp_spec import Checkpointing, DtypeName, Version
+from hf_fsdp_plugin.spec.load import load_spec
+from hf_fsdp_plugin.text import format_bytes
 
 HEADROOM: Final = 0.95
 """Part of a device's memory that a row may need. The rest is for the error of the prediction."""
-_FASTEST: Final = 3
-"""Number of rows that are compared with the same settings and other units."""
-_MIN_EXPOSED: Final = 0.01
-"""Smallest part of a step in which nothing is computed during communication, for which other units are tried."""
+_SAVINGS: Final[tuple[tuple[Checkpointing, bool], ...]] = (
+    ("none", False), ("selective", False), ("full", False), ("full", True),
+)  # fmt: skip
+"""Checkpointing, and whether activations are offloaded: from the fastest to what needs least memory."""
+_MAX_DOUBLINGS: Final = 6
+"""How often the number of machines is doubled at most."""
+_MIN_LENGTH: Final = 256
 
 
 def advise(
@@ -54,7 +68,7 @@ def advise(
 
     Offload of parameters is tried only if nothing fits without it. A combination that does not fit is not tried with a
     larger micro-batch, and a strategy that does not fit with full checkpointing and offloaded activations is not tried
-    with less. Other units than the layers are tried where they can be better: see the module.
+    with less.
 
     Args:
         model: on the meta device, not sharded. It is unchanged afterwards.
@@ -64,16 +78,13 @@ def advise(
             recomputation and communication.
         precision: ``bf16`` or ``fp16`` with fp32 master weights, or ``auto`` for the model's dtype.
         wrap: settings of the wrap policy, such as ``{"wrap.policy": "size", "wrap.min_num_params": 10**8}``. Default:
-            the layer classes that the model declares. Other units are compared with these.
+            the layer classes that the model declares.
         headroom: part of the device's memory that may be used, above 0 and at most 1.
 
     Raises:
         SpecError: the global batch is not divisible by the number of ranks (FSDP-E812), the model cannot be planned, or
             it has other inputs than a batch of text or images (FSDP-E811).
     """
-    world_size = num_machines * gpus_per_machine
-    if global_batch < 1 or global_batch % world_size:
-        raise SpecError([_indivisible(global_batch, world_size)])
     step = Workload(
         micro_batch=1, seq_len=seq_len, optimizer=optimizer, update_loop=update_loop, clip_norm=clip_norm,
         attention=attention,
@@ -82,125 +93,201 @@ def advise(
         model=model, step=step, version=version, precision=precision, wrap=wrap or {}, num_machines=num_machines,
         gpus_per_machine=gpus_per_machine,
     )  # fmt: skip
+    if global_batch < 1 or global_batch % subject.world_size:
+        raise SpecError([_indivisible(global_batch, subject.world_size)])
     evaluator = Evaluator(subject, machine)
     limit = int(gpu_memory * headroom)
-    search = Search(evaluator, global_batch, limit)
-    rows = list(search.rows(offload=False))
+    rows = list(_rows(evaluator, global_batch, limit, offload=False))
     if not any(row.fits for row in rows):
-        rows += search.rows(offload=True)
-    rows += search.with_other_units(sorted((row for row in rows if row.fits), key=row_cost))
+        rows += _rows(evaluator, global_batch, limit, offload=True)
     fitting = in_order([row for row in rows if row.fits], limit)
     rejected = sorted((row for row in rows if not row.fits), key=lambda row: row.needed_bytes)
     return Advice(
         rows=(*with_reasons(fitting), *rejected),
         gpu_memory=gpu_memory,
         limit=limit,
-        remedies=() if fitting else tuple(remedies(subject, global_batch, limit)),
-        problems=tuple(evaluator.problems),
+        remedies=() if fitting else tuple(_remedies(subject, global_batch, limit)),
     )
 
 
 def _indivisible(global_batch: int, world_size: int) -> Problem:
-    smaller = global_batch - global_batch % world_size
-    near = f"{smaller} or {smaller + world_size}" if smaller > 0 else str(world_size)
     return Problem(
         code="FSDP-E812",
         message=f"a global batch of {global_batch} is not divisible by {world_size} ranks.",
-        fix=f"Use a global batch of {near}, or another number of ranks.",
+        fix=f"Use a global batch of {nearest_multiples(global_batch, world_size)}, or another number of ranks.",
     )
 
 
-@dataclass(frozen=True, slots=True)
-class Search:
-    """The rows of one subject.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Subject:
+    """What all choices have in common.
 
     Attributes:
-        limit: bytes that a rank may need.
+        step: the workload, without the sizes that a choice sets.
     """
 
-    evaluator: Evaluator
-    global_batch: int
-    limit: int
+    model: nn.Module
+    step: Workload
+    version: Version
+    precision: DtypeName
+    wrap: Mapping[str, Any]
+    num_machines: int
+    gpus_per_machine: int
 
-    def rows(self, *, offload: bool) -> Iterator[AdviceRow]:
-        """Yield the rows with or without offload of parameters."""
-        subject = self.evaluator.subject
-        for sharding in shardings(subject.num_machines, subject.gpus_per_machine):
-            if offload and sharding.strategy != "full_shard":
-                continue
-            *others, most_saving = memory_savings(offload=offload)
-            smallest = list(self._micro_batches(sharding, most_saving))
-            yield from smallest
-            if any(row.fits for row in smallest):
-                for saving in others:
-                    yield from self._micro_batches(sharding, saving)
+    @property
+    def world_size(self) -> int:
+        return self.num_machines * self.gpus_per_machine
 
-    def _micro_batches(self, sharding: Sharding, saving: Mapping[str, Any]) -> Iterator[AdviceRow]:
-        """Yield the rows for growing micro-batches, up to the first that does not fit, also with smaller units."""
-        # FSDP1 cannot add gradients on the CPU to new ones on the device (``prepare_gradient_for_backward``).
-        can_sync = self.evaluator.subject.version == 2 or not saving["offload_params"]
-        per_rank = self.global_batch // self.evaluator.subject.world_size
-        for syncs in (False, True) if can_sync else (False,):
-            units = GIVEN
-            for micro_batch in micro_batches(self.global_batch, self.evaluator.subject.world_size):
-                accumulation = per_rank // micro_batch
-                if syncs and accumulation == 1:
-                    continue
-                choice = Choice(
-                    sharding=sharding, micro_batch=micro_batch, accumulation=accumulation, sync_each_batch=syncs,
-                    units=units, **saving,
-                )  # fmt: skip
-                row = self._row(choice)
-                yield row
-                if row.fits:
-                    continue
-                smaller = list(self._with_smaller_units(row))
-                yield from smaller
-                fitting = [each for each in smaller if each.fits]
-                if not fitting:
-                    break
-                units = min(fitting, key=lambda each: each.needed_bytes).choice.units
+    def workload(self, choice: Choice) -> Workload:
+        return replace(
+            self.step, micro_batch=choice.micro_batch, accumulation=choice.accumulation,
+            sync_each_batch=choice.sync_each_batch,
+        )  # fmt: skip
 
-    def _with_smaller_units(self, row: AdviceRow) -> Iterator[AdviceRow]:
-        """Yield the same settings with smaller units, if they can fit."""
-        if row.choice.units != GIVEN or not STRATEGIES[row.choice.sharding.strategy].reshards_after_forward:
-            return
-        if self._without_units(row) > self.limit:
-            return
-        for units in self.evaluator.units:
-            if units.size == "smaller":
-                yield self._row(replace(row.choice, units=units))
 
-    def _without_units(self, row: AdviceRow) -> int:
-        """Return a lower bound of the memory for any units: without gathered ones, buffers and gradients of a unit."""
-        choice, kinds = row.choice, row.memory.peak.bytes_by_kind
-        of_unit = kinds["grads"] - sum(unit.grad_shard for unit in self.evaluator.sizes(choice))
-        keeps_whole = choice.accumulation > 1 and not choice.sync_each_batch
-        without = kinds["gathered"] + (0 if keeps_whole else max(0, of_unit))
-        return row.needed_bytes - int(NEEDED_RATIO * without)
+class Evaluator:
+    """Computes memory and time of choices for one subject. What several choices share is computed once."""
 
-    def with_other_units(self, fastest: Sequence[AdviceRow]) -> Iterator[AdviceRow]:
-        """Yield the fastest rows with other units, where these can overlap more communication."""
-        for row in fastest[:_FASTEST]:
-            if row.time is None or row.time.exposed_seconds < _MIN_EXPOSED * row.time.step_seconds:
-                continue
-            for units in self.evaluator.units:
-                # Larger units are no layers, which checkpointing needs.
-                loses_checkpoints = units.size == "larger" and row.choice.checkpointing != "none"
-                if row.choice.units == GIVEN and not loses_checkpoints:
-                    yield self._row(replace(row.choice, units=units))
+    def __init__(self, subject: Subject, machine: Machine | None = None) -> None:
+        """Compute no times without a machine."""
+        self.subject, self._machine = subject, machine
+        self._any_sharding = Sharding(strategy="full_shard", shard=subject.world_size, replicate=1)
+        self._resolved, self._sizes = cache(self._resolve), cache(self._find_sizes)
+        self._profile, self._costs = cache(self._run), cache(self._count)
 
-    def _row(self, choice: Choice) -> AdviceRow:
-        memory = self.evaluator.memory(choice)
-        fits = memory.needed_bytes <= self.limit
+    def row(self, choice: Choice, limit: int) -> AdviceRow:
+        """Return what a choice needs, and whether that is at most `limit` bytes."""
+        model, plan, memory = self.subject.model, self.plan(choice), self.memory(choice)
+        workload = self.subject.workload(choice)
+        fits, communicated = memory.needed_bytes <= limit, 0
+        time: TimeEstimate | None = None
+        if fits:
+            calls = estimate_communication(plan, model, workload).collectives
+            communicated = sum(each.bytes * each.calls for each in calls)
+        if fits and self._machine is not None:
+            time = TimeModel(plan, model, workload, self._costs(choice.micro_batch)).estimate(self._machine)
         return AdviceRow(
-            choice=choice,
-            settings=choice.settings(self.evaluator.subject.version),
-            plan=self.evaluator.plan(choice),
-            workload=self.evaluator.subject.workload(choice),
-            fits=fits,
-            memory=memory,
-            time=self.evaluator.time(choice) if fits else None,
-            communicated=self.evaluator.communicated(choice) if fits else 0,
-            reason="" if fits else rejection(memory, self.limit),
+            choice=choice, settings=choice.settings(self.subject.version), plan=plan, workload=workload, fits=fits,
+            memory=memory, time=time, communicated=communicated, reason="" if fits else rejection(memory, limit),
+        )  # fmt: skip
+
+    def plan(self, choice: Choice) -> FsdpPlan:
+        """Return the plan of a choice. Its units do not depend on checkpointing and offload."""
+        plan = self._resolved(choice.sharding)
+        activation = replace(
+            plan.activation, checkpointing=choice.checkpointing, offload=choice.offload_activations, native=False
         )
+        return replace(plan, activation=activation, offload_params=choice.offload_params)
+
+    def memory(self, choice: Choice) -> MemoryEstimate:
+        """Return the memory of a choice. The model runs once for each micro-batch and way to save activations."""
+        sizes, ignored = self._sizes(choice.sharding)
+        profile = self._profile(
+            replace(choice, sharding=self._any_sharding, accumulation=1, sync_each_batch=False, offload_params=False)
+        )
+        return follow_step(self.plan(choice), sizes, ignored, self.subject.workload(choice), profile)
+
+    def _resolve(self, sharding: Sharding) -> FsdpPlan:
+        subject = self.subject
+        settings = {
+            "launch.distributed_type": "FSDP",
+            "launch.num_processes": subject.world_size,
+            "launch.num_machines": subject.num_machines,
+            "precision.param": subject.precision,
+            "wrap.policy": "transformer",
+            **subject.wrap,
+            **Choice(sharding=sharding).settings(subject.version),
+        }
+        written = {name: list(value) if isinstance(value, tuple) else value for name, value in settings.items()}
+        spec, ranks = load_spec(overrides=written, environ={}), subject.gpus_per_machine
+        return resolve(
+            spec, subject.model, world_size=subject.world_size, device_type="cuda", local_world_size=ranks
+        )  # fmt: skip
+
+    def _find_sizes(self, sharding: Sharding) -> tuple[tuple[UnitSizes, ...], Mapping[str, int]]:
+        plan = self._resolved(sharding)
+        return unit_sizes(plan, self.subject.model), ignored_bytes(plan, self.subject.model)
+
+    def _run(self, choice: Choice) -> StepProfile:
+        return profile_step(self.plan(choice), self.subject.model, self.subject.workload(choice))
+
+    def _count(self, micro_batch: int) -> dict[str, UnitCosts]:
+        choice = Choice(sharding=self._any_sharding, micro_batch=micro_batch)
+        return unit_costs(self.plan(choice), self._profile(choice))
+
+
+def _rows(evaluator: Evaluator, global_batch: int, limit: int, *, offload: bool) -> Iterator[AdviceRow]:
+    """Yield the rows with or without offload of parameters."""
+    subject = evaluator.subject
+    for sharding in shardings(subject.num_machines, subject.gpus_per_machine):
+        if offload and sharding.strategy != "full_shard":
+            continue
+        for saving in reversed(_SAVINGS):
+            choice = Choice(
+                sharding=sharding, checkpointing=saving[0], offload_activations=saving[1], offload_params=offload
+            )
+            rows = list(_growing_batches(evaluator, choice, global_batch, limit))
+            yield from rows
+            if saving == _SAVINGS[-1] and not any(row.fits for row in rows):
+                break
+
+
+def _growing_batches(evaluator: Evaluator, choice: Choice, global_batch: int, limit: int) -> Iterator[AdviceRow]:
+    """Yield a choice with growing micro-batches, up to the first that does not fit."""
+    per_rank = global_batch // evaluator.subject.world_size
+    # FSDP1 cannot add gradients on the CPU to new ones on the device (``prepare_gradient_for_backward``).
+    can_sync = evaluator.subject.version == 2 or not choice.offload_params
+    for syncs in (False, True) if can_sync else (False,):
+        for micro_batch in micro_batches(per_rank):
+            accumulation = per_rank // micro_batch
+            if syncs and accumulation == 1:
+                continue
+            sizes = {"micro_batch": micro_batch, "accumulation": accumulation}
+            row = evaluator.row(replace(choice, **sizes, sync_each_batch=syncs), limit)
+            yield row
+            if not row.fits:
+                break
+
+
+def _remedies(subject: Subject, global_batch: int, limit: int) -> Iterator[str]:
+    """Yield the smallest changes of one thing after which the settings with the least memory fit, one sentence each.
+
+    The settings are full_shard, full checkpointing with offloaded activations and micro-batches of one sample; with and
+    without offload of parameters.
+    """
+    machines = [subject.num_machines << power for power in range(1, _MAX_DOUBLINGS + 1)]
+    lengths = [subject.step.seq_len >> power for power in range(1, subject.step.seq_len.bit_length())]
+    for offload in (False, True):
+        with_offload = " and offload of parameters" if offload else ""
+        more = (replace(subject, num_machines=number) for number in machines)
+        if (found := _first_fitting(more, limit, offload=offload)) is not None:
+            ranks, number = found[0].world_size, found[0].num_machines
+            batch = f", with a global batch of at least {ranks}" if global_batch < ranks else ""
+            yield (
+                f"{ranks} GPUs on {number} machines{with_offload} would fit with {found[1]} per GPU{batch}: "
+                "full_shard, full activation checkpointing with offload."
+            )
+        shorter = (_with_step(subject, seq_len=length) for length in lengths if length >= _MIN_LENGTH)
+        if (found := _first_fitting(shorter, limit, offload=offload)) is not None:
+            yield f"Sequences of {found[0].step.seq_len:,} tokens{with_offload} would fit with {found[1]} per GPU."
+    if subject.step.optimizer == "adamw":
+        packed = [_with_step(subject, optimizer="adamw_8bit")]
+        if (found := _first_fitting(packed, limit, offload=False)) is not None:
+            yield f"AdamW with 8-bit state (adamw_8bit) would fit with {found[1]} per GPU."
+
+
+def _with_step(subject: Subject, **changed: Any) -> Subject:
+    return replace(subject, step=replace(subject.step, **changed))
+
+
+def _first_fitting(subjects: Iterable[Subject], limit: int, *, offload: bool) -> tuple[Subject, str] | None:
+    """Return the first subject for which the settings with the least memory fit, and what they need."""
+    for subject in subjects:
+        sharding = Sharding(strategy="full_shard", shard=subject.world_size, replicate=1)
+        choice = Choice(
+            sharding=sharding, checkpointing="full", offload_activations=True, offload_params=offload
+        )  # fmt: skip
+        needed = Evaluator(subject).memory(choice).needed_bytes
+        if needed <= limit:
+            return subject, format_bytes(needed, binary=True)
+    return None

@@ -1,4 +1,4 @@
-"""What the planner returns: rows of settings with what they need, their order, and the reason of each rank.
+"""What the planner compares and returns: choices of settings, what each needs, their order and its reasons.
 
 The best row is compared with the rule of thumb that guides print: a strategy by the number of parameters alone.
 """
@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import inf
 from typing import Any, Final
 
-from hf_fsdp_plugin.estimate.planner.choices import Choice
 from hf_fsdp_plugin.estimate.results import KIND_NAMES, MEMORY_KINDS, MemoryEstimate, TimeEstimate
 from hf_fsdp_plugin.estimate.workload import Workload
 from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan
-from hf_fsdp_plugin.problems import Problem
+from hf_fsdp_plugin.spec.fsdp_spec import Checkpointing, Version
+from hf_fsdp_plugin.strategies import STRATEGIES
 from hf_fsdp_plugin.text import format_bytes, format_count
 
 SAME_SPEED: Final = 0.05
@@ -27,11 +28,74 @@ _TREE: Final = (
     (3 * 10**9, "no_shard", False),
     (13 * 10**9, "shard_grad_op", False),
     (70 * 10**9, "full_shard", False),
-    (None, "full_shard", True),
+    (inf, "full_shard", True),
 )
 """Largest number of parameters, strategy, and whether parameters are offloaded."""
 _ROUNDED: Final = 1.03
 """A model is named by its rounded size: Llama 70B has 70.6 billion parameters."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sharding:
+    """A strategy and the sizes of its mesh."""
+
+    strategy: str
+    shard: int
+    replicate: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Choice:
+    """One combination of settings.
+
+    Attributes:
+        offload_activations: whether what is saved for backward is moved to CPU memory.
+        sync_each_batch: whether gradients are reduced after every micro-batch.
+    """
+
+    sharding: Sharding
+    checkpointing: Checkpointing = "none"
+    offload_activations: bool = False
+    offload_params: bool = False
+    micro_batch: int = 1
+    accumulation: int = 1
+    sync_each_batch: bool = False
+
+    def settings(self, version: Version) -> dict[str, Any]:
+        """Return the FSDP settings by canonical name, as the spec has them."""
+        sharding = self.sharding
+        is_hybrid = STRATEGIES[sharding.strategy].hybrid
+        mesh = {"mesh.shard": sharding.shard, "mesh.replicate": sharding.replicate} if is_hybrid else {}
+        return {
+            "fsdp.version": version,
+            "sharding.strategy": sharding.strategy,
+            **mesh,
+            "activation.checkpointing": self.checkpointing,
+            "activation.offload": self.offload_activations,
+            "offload.params": self.offload_params,
+        }
+
+
+def shardings(num_machines: int, gpus_per_machine: int) -> Iterator[Sharding]:
+    """Yield the strategies, hybrid ones for each shard size that divides a machine or is a number of machines."""
+    world = num_machines * gpus_per_machine
+    inside = {size for size in _powers(gpus_per_machine) if gpus_per_machine % size == 0} | {gpus_per_machine}
+    across = {count * gpus_per_machine for count in _powers(num_machines) if num_machines % count == 0}
+    for row in STRATEGIES.values():
+        sizes = [world if row.is_sharded else 1]
+        if row.hybrid:
+            sizes = sorted(size for size in inside | across if 1 < size < world)
+        for shard in sizes:
+            yield Sharding(strategy=row.name, shard=shard, replicate=world // shard)
+
+
+def micro_batches(samples: int) -> tuple[int, ...]:
+    """Return the powers of two that divide a rank's samples per step, and all of its samples."""
+    return tuple(sorted({size for size in _powers(samples) if samples % size == 0} | {samples}))
+
+
+def _powers(largest: int) -> list[int]:
+    return [1 << exponent for exponent in range(largest.bit_length())]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,14 +143,12 @@ class Advice:
         rows: those that fit, the best first (see :func:`in_order`), then one for each combination that does not fit.
         limit: bytes of a device without headroom.
         remedies: what would fit, one sentence each, if nothing does.
-        problems: warnings, such as that no times can be predicted.
     """
 
     rows: tuple[AdviceRow, ...]
     gpu_memory: int
     limit: int
     remedies: tuple[str, ...] = ()
-    problems: tuple[Problem, ...] = ()
 
     @property
     def fitting(self) -> tuple[AdviceRow, ...]:
@@ -115,15 +177,14 @@ def rejection(memory: MemoryEstimate, limit: int) -> str:
 def row_cost(row: AdviceRow) -> tuple[float, ...]:
     """Return the order of rows that fit: by predicted speed, else by what is known to cost time."""
     choice = row.choice
-    known = (*_extra_work(choice), row.communicated, choice.accumulation, bool(choice.units.label))
-    return (-(row.tokens_per_second or 0.0), *known)
+    return (-(row.tokens_per_second or 0.0), *_extra_work(choice), row.communicated, choice.accumulation)
 
 
 def in_order(fitting: Sequence[AdviceRow], limit: int) -> list[AdviceRow]:
     """Return the rows that fit, the best first.
 
     The fastest rows whose predicted times are equal within the error of the prediction are ordered by what is known to
-    cost time, then by memory, then by the complexity of mesh and units. All others are ordered by :func:`row_cost`.
+    cost time, then by memory, then by the complexity of the mesh. All others are ordered by :func:`row_cost`.
 
     Args:
         limit: bytes that a row may need.
@@ -144,11 +205,11 @@ def _extra_work(choice: Choice) -> tuple[int, ...]:
 
 
 def _complexity(row: AdviceRow, limit: int) -> tuple[int, ...]:
-    """Return the order of rows that are equally fast: memory in steps of :data:`_SAME_MEMORY`, then mesh and units."""
+    """Return the order of rows that are equally fast: memory in steps of :data:`_SAME_MEMORY`, then mesh."""
     choice = row.choice
     is_hybrid = choice.sharding.replicate > 1 and choice.sharding.shard > 1
     memory = int(row.needed_bytes / (limit * _SAME_MEMORY)) if limit else row.needed_bytes
-    return (memory, int(is_hybrid), int(bool(choice.units.label)), int(choice.sync_each_batch))
+    return (memory, int(is_hybrid), int(choice.sync_each_batch))
 
 
 def with_reasons(fitting: list[AdviceRow]) -> Iterator[AdviceRow]:
@@ -187,10 +248,7 @@ def _difference(row: AdviceRow, best: AdviceRow) -> str:
 
 def tree_choice(num_params: int) -> tuple[str, bool]:
     """Return strategy and offload: DDP up to 3 B parameters, ZeRO-2 to 13 B, ZeRO-3 to 70 B, then with offload."""
-    for largest, strategy, offload in _TREE:
-        if largest is None or num_params <= largest * _ROUNDED:
-            return strategy, offload
-    raise AssertionError("the last row has no limit")
+    return next((strategy, offload) for largest, strategy, offload in _TREE if num_params <= largest * _ROUNDED)
 
 
 def compare_with_tree(advice: Advice, num_params: int) -> str:
@@ -205,9 +263,7 @@ def compare_with_tree(advice: Advice, num_params: int) -> str:
         return f"{rule}, as the planner does."
     if offload:
         return f"{rule}. It fits without offload here, which would copy all parameters over the host link in each pass."
-    of_tree = next((row for row in advice.rows if row.choice.sharding.strategy == strategy), None)
-    if of_tree is None:
-        return f"{rule}, which was not compared."
+    of_tree = next(row for row in advice.rows if row.choice.sharding.strategy == strategy)
     if not of_tree.fits:
         return f"{rule}. It does not fit: it {of_tree.reason}."
     reason = f"it {'is ' if of_tree.tokens_per_second else ''}{of_tree.reason}"

@@ -3,10 +3,9 @@
 import json
 
 import pytest
-import torch
 import yaml
 
-from hf_fsdp_plugin.cli.plan.advise import launched_of
+from hf_fsdp_plugin.cli.plan.advise import num_machines_of
 from hf_fsdp_plugin.estimate.machines import machine_named
 from hf_fsdp_plugin.spec.load import load_spec
 from hf_fsdp_plugin.text import parse_bytes
@@ -56,7 +55,7 @@ def test_answer_comes_first_and_exit_code_says_it(plan):
     assert code == 0 and out.startswith("It fits: each rank needs ")
     code, out, _ = plan("--model llama --config fsdp.yaml --seq-len 128 --gpu-memory 2MiB")
     assert code == 1 and out.startswith("It does not fit: each rank needs ")
-    assert "activations" in out and "largest in" in out
+    assert "activations" in out and "peak in the" in out
 
 
 def test_json_has_the_kinds_of_the_peak(plan):
@@ -194,10 +193,9 @@ def test_memory_sizes_are_read_as_written(text, size):
 def test_time_needs_a_machine(plan):
     without = json.loads(plan("--model llama --config fsdp.yaml --seq-len 128 --json")[1])
     assert without["step_seconds"] is without["tokens_per_second"] is without["machine"] is None
-    given = json.loads(plan("--model llama --config fsdp.yaml --seq-len 128 --machine h100-sxm --scaling --json")[1])
+    given = json.loads(plan("--model llama --config fsdp.yaml --seq-len 128 --machine h100-sxm --json")[1])
     assert given["step_seconds"] > 0
     assert given["tokens_per_second"] == pytest.approx(4 * 128 / given["step_seconds"])
-    assert [row["world_size"] for row in given["scaling"]][-1] == 4096
     assert "h100-sxm" in given["machine"]
 
 
@@ -221,33 +219,6 @@ def test_pictures_are_written_and_not_overwritten(plan, tmp_path):
 def test_picture_in_a_missing_folder_is_a_problem(plan):
     result = plan("--model llama --config fsdp.yaml --seq-len 128 --html nowhere/plan.html --json")
     assert codes_of(result) == {"FSDP-E835"}
-
-
-def test_operations_that_are_not_counted_are_a_warning(plan, monkeypatch):
-    from hf_fsdp_plugin.plan import meta_model
-
-    make, calls = meta_model.meta_model, []
-
-    def read_a_value(module, args):
-        """Fail in the first forward pass, which counts the operations, as code that depends on values does."""
-        calls.append(module)
-        if len(calls) == 1:
-            torch.nonzero(torch.zeros(1, device="meta"))
-
-    def make_with_hook(name):
-        model = make(name)
-        model.register_forward_pre_hook(read_a_value)
-        return model
-
-    monkeypatch.setattr(meta_model, "meta_model", make_with_hook)
-    code, out, err = plan("--model llama fsdp.yaml --seq-len 128 --machine h100-sxm --gpu-memory 80GB")
-    assert code == 0 and "FSDP-W836" in err
-    assert "time: unknown on" in out and "all-gather" in out and out.startswith("It fits")
-    calls.clear()
-    found = json.loads(plan("--model llama fsdp.yaml --seq-len 128 --machine h100-sxm --scaling --json")[1])
-    assert "FSDP-W836" in {problem["code"] for problem in found["problems"]}
-    assert (found["ok"], found["step_seconds"], found["time"], found["scaling"]) == (True, None, None, [])
-    assert found["per_rank"]["peak_bytes"] > 0
 
 
 @pytest.mark.parametrize(
@@ -293,8 +264,7 @@ def test_config_has_the_machines_of_the_world(written, world_size, machine, mach
         f"launch.{key}": int(value) for key, _, value in (line.partition(":") for line in written.split("\n") if line)
     }
     spec = load_spec(overrides={"launch.distributed_type": "FSDP", **overrides}, environ={})
-    found = launched_of(spec, world_size, machine_named(machine) if machine else None)
-    assert (found.num_machines, found.ranks_per_machine * found.num_machines) == (machines, world_size)
+    assert num_machines_of(spec, world_size, machine_named(machine) if machine else None) == machines
 
 
 def test_advised_config_of_several_machines_is_valid(plan):

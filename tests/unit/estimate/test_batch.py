@@ -11,7 +11,7 @@ from peft import LoraConfig, get_peft_model
 import hf_fsdp_plugin as hfp
 from hf_fsdp_plugin.estimate.memory import estimate_memory
 from hf_fsdp_plugin.estimate.memory.meta_model import meta_batch
-from hf_fsdp_plugin.estimate.op_costs import unit_costs
+from hf_fsdp_plugin.estimate.time import TimeModel
 from hf_fsdp_plugin.estimate.workload import Workload
 from hf_fsdp_plugin.problems import SpecError
 from scripts.bench.traced_memory import trace_memory
@@ -65,7 +65,7 @@ def test_two_stacks_with_checkpointing_are_as_traced(family):
     workload = Workload(micro_batch=2, seq_len=16)
     closed, traced = estimate_memory(plan, model, workload).peak, trace_memory(plan, model, workload).peak
     assert closed.bytes == pytest.approx(traced.bytes, rel=0.02)
-    assert set(unit_costs(plan, model, workload)) == {unit.name for unit in plan.units} | {""}
+    assert set(TimeModel(plan, model, workload).costs) == {unit.name for unit in plan.units} | {""}
 
 
 @pytest.mark.parametrize("family", ["t5", "llama"])
@@ -81,7 +81,7 @@ def test_adapters_do_not_change_the_batch(family):
     }
     plan = hfp.resolve(hfp.load_spec(overrides={"fsdp.version": 2}, environ={}), adapted, world_size=4)
     workload = Workload(micro_batch=2, seq_len=16)
-    assert unit_costs(plan, adapted, workload) and estimate_memory(plan, adapted, workload).peak.bytes > 0
+    assert TimeModel(plan, adapted, workload).costs and estimate_memory(plan, adapted, workload).peak.bytes > 0
 
 
 def test_labels_have_the_shape_of_the_task():

@@ -9,10 +9,15 @@ import transformers as hf
 
 from hf_fsdp_plugin.estimate.machines import machine_named
 from hf_fsdp_plugin.estimate.memory import estimate_memory
-from hf_fsdp_plugin.estimate.planner import advise
-from hf_fsdp_plugin.estimate.planner.advice import SAME_SPEED, compare_with_tree, in_order, tree_choice
-from hf_fsdp_plugin.estimate.planner.choices import micro_batches, shardings
-from hf_fsdp_plugin.estimate.planner.evaluator import Evaluator, Subject
+from hf_fsdp_plugin.estimate.planner import Evaluator, Subject, advise
+from hf_fsdp_plugin.estimate.planner.advice import (
+    SAME_SPEED,
+    compare_with_tree,
+    in_order,
+    micro_batches,
+    shardings,
+    tree_choice,
+)
 from hf_fsdp_plugin.estimate.workload import Workload
 from hf_fsdp_plugin.problems import SpecError
 
@@ -81,9 +86,6 @@ def test_rows_that_fit_are_within_the_headroom():
 
 def test_offload_is_tried_only_if_nothing_else_fits():
     smallest = min(row.needed_bytes for row in advice().rows)
-    rows = advice(memory=smallest - 1, headroom=1.0).rows
-    units = [row.needed_bytes for row in rows if not row.choice.offload_params]
-    smallest = min(smallest, *units)
     found = advice(memory=smallest - 1, headroom=1.0)
     assert {row.choice.offload_params for row in found.fitting} == {True}
     assert all(row.memory.host_bytes for row in found.fitting)
@@ -100,65 +102,11 @@ def test_nothing_fits_names_a_change_that_does():
     assert "does not fit either" in compare_with_tree(found, 10**9)
 
 
-@pytest.mark.parametrize("version", [1, 2])
-def test_smaller_units_fit_where_layers_do_not(version):
-    config = hf.MixtralConfig(
-        hidden_size=256, intermediate_size=512, num_hidden_layers=6, num_attention_heads=8, num_key_value_heads=2,
-        vocab_size=256, num_local_experts=8,
-    )  # fmt: skip
-    with torch.device("meta"):
-        mixtral = hf.MixtralForCausalLM(config)
-    options = {"seq_len": 16, "global_batch": 64, "gpus_per_machine": 64, "num_machines": 1, "version": version}
-    found = advise(mixtral, gpu_memory=1 << 33, **options)
-    assert not any(row.choice.units.label for row in found.rows)  # everything fits with layers
-    smallest = min(row.needed_bytes for row in found.rows)
-    found = advise(mixtral, gpu_memory=smallest - 1, headroom=1.0, **options)
-    fitting = {row.choice.units.label for row in found.fitting if not row.choice.offload_params}
-    assert "units of MixtralSparseMoeBlock" in fitting and "" not in fitting
-    assert all(row.reason for row in found.rows[1:])
-    row = next(row for row in found.fitting if row.choice.units.label == "units of MixtralSparseMoeBlock")
-    assert row.settings["wrap.classes"] == ("MixtralDecoderLayer", "MixtralSparseMoeBlock")
-
-
-def units_of(subject):
-    return {units.label: dict(units.settings) for units in Evaluator(subject).units}
-
-
 def subject_of(family, version, **wrap):
     return Subject(
         model=model(family), step=Workload(micro_batch=1, seq_len=64), version=version, precision="bf16", wrap=wrap,
         num_machines=1, gpus_per_machine=4,
     )  # fmt: skip
-
-
-def test_other_units_are_those_that_differ():
-    parts = "units of LlamaAttention, LlamaMLP"
-    assert set(units_of(subject_of("llama", 2))) == {parts, "one unit"}
-    assert set(units_of(subject_of("llama", 1))) == {parts, "units of Embedding", "one unit"}
-    assert "units of GPT2Attention, GPT2MLP" in units_of(subject_of("gpt2", 1))
-    assert "units of Embedding" not in units_of(subject_of("gpt2", 1))  # the input embedding is tied to the head
-    by_size = subject_of("llama", 2, **{"wrap.policy": "size", "wrap.min_num_params": 600_000})
-    assert {"wrap.policy": "size", "wrap.min_num_params": 150_000} in units_of(by_size).values()
-
-
-def test_slow_networks_are_compared_with_larger_units():
-    found = advice(machine=machine_named("a100-80gb:ethernet-25"), num_machines=2, gpus_per_machine=8, global_batch=32)
-    labels = {row.choice.units.label for row in found.rows}
-    assert "one unit" in labels and found.best is not None
-    rows = {(row.choice, row.tokens_per_second) for row in found.fitting}
-    assert len(rows) == len(found.fitting)
-
-
-def test_rows_have_no_times_if_operations_are_not_counted():
-    known, choice = model("gpt2"), advice("gpt2").rows[0].choice
-    evaluator = Evaluator(subject_of("gpt2", 2), machine_named("h100-sxm"))
-    handle = known.register_forward_pre_hook(lambda *_: torch.nonzero(torch.zeros(1, device="meta")))
-    try:
-        assert evaluator.time(choice) is None and evaluator.time(choice) is None
-    finally:
-        handle.remove()
-    assert [problem.code for problem in evaluator.problems] == ["FSDP-W836"]
-    assert evaluator.memory(choice).peak.bytes > 0
 
 
 def test_global_batch_must_be_divisible():
@@ -172,7 +120,7 @@ def test_meshes_divide_the_world():
     assert {each.shard * each.replicate for each in found} == {24}
     hybrid = {each.shard for each in found if each.strategy == "hybrid_shard"}
     assert hybrid == {2, 4, 8}
-    assert micro_batches(48, 4) == (1, 2, 4, 12)
+    assert micro_batches(12) == (1, 2, 4, 12)
 
 
 @pytest.mark.parametrize(
@@ -196,8 +144,6 @@ def test_difference_to_the_tree_has_a_reason():
     text = compare_with_tree(found, 10**9)
     same = best.choice.sharding.strategy == of_tree
     assert text.endswith("as the planner does.") if same else "but it" in text
-    only_best = replace(found, rows=(best,))
-    assert "was not compared" in compare_with_tree(only_best, 8 * 10**9) or same
 
 
 def test_equally_fast_rows_prefer_memory_and_simple_meshes():
@@ -206,7 +152,7 @@ def test_equally_fast_rows_prefer_memory_and_simple_meshes():
     fastest = max(row.tokens_per_second for row in found.fitting)
     tied = [row for row in found.fitting if row.tokens_per_second >= fastest * (1 - SAME_SPEED)]
     assert found.fitting[: len(tied)] == tuple(tied) and len(tied) > 1
-    assert best.choice.checkpointing == "none" and not best.choice.units.label
+    assert best.choice.checkpointing == "none"
     assert best.choice.sharding.replicate == 1 or best.choice.sharding.shard == 1
     assert best.tokens_per_second < fastest or best.peak_bytes <= min(row.peak_bytes for row in tied) + limit * 0.02
     speeds = [row.tokens_per_second for row in found.fitting[len(tied) :]]

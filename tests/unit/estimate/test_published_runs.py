@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -97,16 +96,9 @@ def small(make, config, **sizes):
 
 def test_dense_decoder_has_an_interval_with_its_evidence():
     model = small(LlamaForCausalLM, LlamaConfig)
-    found = interval_of(H100, planned(model), model, "bf16")
-    assert found.low < 1 < found.high
-    assert found.words.startswith(f"{H100.evidence.inside} of {H100.evidence.runs} published runs on H100")
-
-
-@pytest.mark.parametrize("name", ["b200", "h100-pcie"])
-def test_device_without_published_runs_has_no_interval(name):
-    model = small(LlamaForCausalLM, LlamaConfig)
-    found = interval_of(machine_named(name), planned(model), model, "bf16")
-    assert found[:2] == (None, None) and "no published run on" in found.words
+    low, high, words = interval_of(H100, planned(model), model, "bf16")
+    assert low < 1 < high
+    assert words.startswith(f"{H100.evidence.inside} of {H100.evidence.runs} published runs on H100")
 
 
 def test_kinds_without_published_runs_have_no_interval():
@@ -115,16 +107,9 @@ def test_kinds_without_published_runs_have_no_interval():
     encoder = small(BertForMaskedLM, BertConfig)
     frozen = small(LlamaForCausalLM, LlamaConfig)
     frozen.model.embed_tokens.requires_grad_(False)
-    cases = [(experts, "bf16", "experts"), (encoder, "bf16", "BertForMaskedLM"), (frozen, "bf16", "frozen")]
-    for model, dtype, word in [*cases, (dense, "fp16", "fp16")]:
-        found = interval_of(H100, planned(model), model, dtype)
-        assert found[:2] == (None, None) and word in found.words
-    offloaded = planned(dense, fsdp_offload_params=True)
-    assert "offloaded" in interval_of(H100, offloaded, dense, "bf16").words
-
-
-def test_calibrated_machine_has_no_interval():
-    model = small(LlamaForCausalLM, LlamaConfig)
-    measured = replace(H100, curves={"memory.fp32": ((1.0, 1.0),)})
-    found = interval_of(measured, planned(model), model, "bf16")
-    assert found[:2] == (None, None) and "calibrated" in found.words
+    cases = [(H100, model, "bf16") for model in (experts, encoder, frozen)]
+    cases += [(H100, dense, "fp16"), *((machine_named(name), dense, "bf16") for name in ("b200", "h100-pcie"))]
+    for machine, model, dtype in cases:
+        low, high, words = interval_of(machine, planned(model), model, dtype)
+        assert (low, high) == (None, None) and words.startswith("no interval: ")
+    assert interval_of(H100, planned(dense, fsdp_offload_params=True), dense, "bf16")[0] is None
