@@ -11,10 +11,6 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 _DISTRIBUTIONS = {"yaml": "pyyaml"}
-_OPTIONAL_IN = {
-    "estimate/charts.py": "matplotlib",
-}
-"""File outside of the integrations -> the optional library that it imports inside functions."""
 
 
 def _setup() -> configparser.ConfigParser:
@@ -52,7 +48,7 @@ def test_every_imported_library_is_declared() -> None:
         # An optional library is imported by its own adapter only, or by the file that the table names.
         within = path.relative_to(package)
         is_adapter = within.parts[0] == "integrations"
-        adapter = within.parts[1].removesuffix(".py") if is_adapter else _OPTIONAL_IN.get(within.as_posix(), "")
+        adapter = within.parts[1].removesuffix(".py") if is_adapter else ""
         assert imported - declared <= {adapter} & optional, path
         assert _imported(path, at_import=True) <= declared, path
         used |= imported
