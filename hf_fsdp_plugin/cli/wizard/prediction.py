@@ -243,8 +243,7 @@ def _strategy(row: AdviceRow) -> str:
     sharding = row.choice.sharding
     mesh = f" {sharding.replicate}×{sharding.shard}" if STRATEGIES[sharding.strategy].hybrid else ""
     offload = ", offload" if row.choice.offload_params else ""
-    units = f", {row.choice.units.label}" if row.choice.units.label else ""
-    return f"{sharding.strategy}{mesh}{offload}{units}"
+    return f"{sharding.strategy}{mesh}{offload}"
 
 
 def _checkpointing(row: AdviceRow) -> str:
