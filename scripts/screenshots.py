@@ -209,17 +209,15 @@ Flags of other launchers are recognized:
 ## plan
 
 Predicts a step without a GPU; [planning.md](planning.md) describes how. The configs and flags are those of `check`.
-A flag without effect is refused (exit code 2): `--scaling` without `--machine`, `--force` without `--html` or `--png`,
-`--advise` with `--scaling`, `--device` or `--sync-each-batch`, `--zero-table` with pictures or machines,
-and `--calibrate` with all but `--world-size`, `--device` and `--json`:
+A flag without effect is refused (exit code 2): `--force` without `--html`, `--advise` with `--device` or
+`--sync-each-batch`, and `--zero-table` with all but `--params`, `--world-size` and `--json`:
 
 {planned}
 
 - `--machine NAME` also predicts time, tokens/s and MFU on a known machine (`h100-sxm`), with another network
-  (`h100-sxm:efa-3200`), on the machine of a file, or on the `calibrated` one.
-- `--calibrate` measures the present machine with `--world-size` ranks for `--machine calibrated`, and stops.
-- `--scaling` also prints the time on 8 to 4,096 ranks of the machine.
-- `--html OUT` and `--png OUT` write pictures. Existing files are overwritten only with `--force`.
+  (`h100-sxm:efa-3200`), on the machine of a file, or on the `calibrated` one
+  ([planning.md](planning.md#machines-and-calibration)).
+- `--html OUT` writes a page with pictures. An existing file is overwritten only with `--force`.
 
 ## bench
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,9 +12,11 @@ from tiny import parallel_config, tiny_llama
 from training import fresh_accelerator, sgd
 
 from hf_fsdp_plugin.backends.sharding.shard import plan_of
-from hf_fsdp_plugin.estimate.calibration import Measuring, calibrate
 from hf_fsdp_plugin.estimate.time import estimate_time
 from hf_fsdp_plugin.estimate.workload import Workload
+
+sys.path.append(str(Path(__file__).resolve().parents[2] / "scripts" / "bench"))
+from calibration import Measuring, calibrate
 
 
 def calibrated_and_measured(version: int) -> tuple[Any, float, float]:
@@ -35,5 +39,7 @@ def calibrated_and_measured(version: int) -> tuple[Any, float, float]:
     plan = plan_of(model)
     assert plan is not None
     workload = Workload(micro_batch=4, seq_len=64, optimizer="sgd")
-    estimate = estimate_time(plan, tiny_llama(**sizes), workload, machine)
+    with torch.device("meta"):
+        planned = tiny_llama(**sizes)
+    estimate = estimate_time(plan, planned, workload, machine)
     return machine, estimate.step_seconds, min(times[1:])

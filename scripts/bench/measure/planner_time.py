@@ -57,12 +57,10 @@ def _advise(model: torch.nn.Module, version: Any, machines: int, machine: str | 
         )  # fmt: skip
 
     seconds, advice = _cpu_seconds(run)
-    others = [row for row in advice.rows if row.choice.units.label]
     best = advice.best
     return {
         "times": machine is not None, "cpu_seconds": round(seconds, 2), "rows": len(advice.rows),
-        "rows_with_other_units": len(others), "fit": len(advice.fitting),
-        "best": f"{best.choice.sharding.strategy}, {best.choice.units.label or 'layers'}" if best else None,
+        "fit": len(advice.fitting), "best": best.choice.sharding.strategy if best else None,
     }  # fmt: skip
 
 

@@ -11,7 +11,7 @@ def planner_time(result: dict[str, Any]) -> list[str]:
     for row in result["rows"]:
         cells = (
             row["model"], row["version"], "yes" if row["times"] else "no", f"{row['cpu_seconds']:.1f} s", row["rows"],
-            row["rows_with_other_units"], row["fit"], row["best"] or "–",
+            row.get("rows_with_other_units", "–"), row["fit"], row["best"] or "–",
         )  # fmt: skip
         lines.append(f"| {' | '.join(map(str, cells))} |")
     note = f"Sequences of {result['seq_len']:,} tokens, 80 GB per GPU; times: with the figures of "

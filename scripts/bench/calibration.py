@@ -1,0 +1,352 @@
+"""Measures the present machine: throughput, start of operations and collectives, while all ranks are busy.
+
+python scripts/bench/calibration.py --ranks 4      (one to two minutes; hf-fsdp plan --machine calibrated reads it)
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import tempfile
+import time
+import warnings
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from itertools import cycle
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as multiprocessing
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.nn import functional
+
+from hf_fsdp_plugin.devices import accelerator_type, get_device
+from hf_fsdp_plugin.estimate.machines import (
+    Curve,
+    Link,
+    Machine,
+    MeasuredCollective,
+    calibration_path,
+    read_machine,
+)
+from hf_fsdp_plugin.estimate.results import CollectiveKind
+from hf_fsdp_plugin.torch_private.tracing import TorchDispatchMode
+
+_DTYPES: Final = {"fp32": torch.float32, "bf16": torch.bfloat16}
+_MATMUL_SIZES: Final = (32, 64, 128, 256, 512, 1024)
+_LARGE_MATMUL_SIZES: Final = (512, 1024, 2048, 4096, 8192)
+_BYTES: Final = tuple(1 << power for power in range(14, 27, 2))
+_ATTENTION: Final = ((1, 64), (4, 128), (4, 256), (4, 512))
+_COLD_BYTES: Final = 64 << 20
+_COLLECTIVES: Final[tuple[CollectiveKind, ...]] = ("all_gather", "reduce_scatter", "all_reduce")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Measuring:
+    """How each figure is measured: the mean of ``repeats`` blocks of at least ``block_seconds`` on the slowest rank.
+
+    It is a mean because other load on the machine, which delays some blocks, also delays some parts of a step. It is
+    the slowest rank of each block because ranks wait for each other in every collective of a step: of ranks that share
+    a core, one that ends a block early would have to wait for the others.
+    ``clock`` may be ``time.process_time``, which does not count the time of other processes.
+    """
+
+    device: torch.device
+    clock: Callable[[], float] = time.perf_counter
+    repeats: int = 5
+    block_seconds: float = 0.02
+
+    def seconds(self, call: Callable[[], Any]) -> float:
+        """Return the mean time of a call on the slowest rank. Collective: all ranks measure at the same time."""
+        call()
+        number = self._number_of_calls(call)
+        times = []
+        for _ in range(self.repeats):
+            dist.barrier()
+            self._synchronize()
+            start = self.clock()
+            for _ in range(number):
+                call()
+            self._synchronize()
+            times.append((self.clock() - start) / number)
+        return statistics.mean(map(max, zip(*_of_ranks(times), strict=True)))
+
+    def _number_of_calls(self, call: Callable[[], Any]) -> int:
+        self._synchronize()
+        start = self.clock()
+        call()
+        self._synchronize()
+        number = max(1, int(self.block_seconds / max(1e-7, self.clock() - start)))
+        return int(max(_of_ranks(number)))
+
+    def _synchronize(self) -> None:
+        if self.device.type != "cpu":
+            get_device(self.device.type).synchronize()
+
+
+def calibrate_ranks(num_ranks: int, device_type: str, path: Path) -> Machine:
+    """Measure the present machine with this number of ranks, write the result to ``path``, and return it.
+
+    CPU ranks have one thread each, as the launcher sets. Takes one to two minutes.
+    """
+    with tempfile.TemporaryDirectory(prefix="hf_fsdp_calibrate_") as folder:
+        arguments = (num_ranks, device_type, folder)
+        multiprocessing.spawn(_rank, args=arguments, nprocs=num_ranks)
+        machine = read_machine(Path(folder) / "machine.json")
+    write_machine(machine, path)
+    return machine
+
+
+def write_machine(machine: Machine, path: Path) -> None:
+    """Write a file for ``hf-fsdp plan --machine``, complete or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    staging = path.with_name(path.name + ".tmp")
+    staging.write_text(json.dumps(asdict(machine), indent=1), encoding="utf-8")
+    staging.replace(path)
+
+
+def _rank(rank: int, num_ranks: int, device_type: str, folder: str) -> None:
+    warnings.simplefilter("ignore", FutureWarning)  # torch 2.13 renames collectives; 2.11 has only the old names
+    torch.set_num_threads(1)
+    device = torch.device(device_type, rank) if device_type != "cpu" else torch.device("cpu")
+    if device_type != "cpu":
+        get_device(device_type).set_current(rank)
+    dist.init_process_group(
+        get_device(device_type).process_group_backend, init_method=f"file://{folder}/rendezvous", rank=rank,
+        world_size=num_ranks, timeout=timedelta(minutes=5),
+    )  # fmt: skip
+    machine = calibrate(Measuring(device=device))
+    if rank == 0:
+        write_machine(machine, Path(folder) / "machine.json")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def calibrate(measuring: Measuring, *, name: str = "calibrated") -> Machine:
+    """Return the present machine, with figures of the ranks of the default process group. Collective.
+
+    All ranks measure at the same time, so that ranks that share cores or memory are measured as they train.
+    """
+    device = measuring.device
+    on_cpu = device.type == "cpu"
+    curves: dict[str, Curve] = {}
+    for dtype in _DTYPES:
+        curves[f"matmul.{dtype}"] = _matmul_curve(measuring, dtype)
+        curves[f"memory.{dtype}"] = _elementwise_curve(measuring, dtype, torch.add, 3)
+        curves[f"function.{dtype}"] = _elementwise_curve(measuring, dtype, lambda x, _: functional.silu(x), 2)
+        curves[f"attention.{dtype}"] = _attention_curve(measuring, dtype)
+    large = curves["memory.fp32"][-1][1]
+    world = dist.get_world_size()
+    link = Link(bandwidth=large, latency=0.0)
+    return Machine(
+        name=name,
+        device=platform.processor() or platform.machine() if on_cpu else torch.cuda.get_device_name(device),
+        ranks_per_machine=world,
+        peak={dtype: max(value for _, value in curves[f"matmul.{dtype}"]) for dtype in _DTYPES},
+        memory_bandwidth=large,
+        memory_bytes=float(_memory_bytes(device)),
+        intra=link,
+        inter=link,
+        host_bandwidth=large,
+        op_seconds=_op_seconds(measuring),
+        update_op_seconds=_update_op_seconds(measuring),
+        unit_seconds={version: _unit_seconds(measuring, version) for version in ("fsdp1", "fsdp2")},
+        overlaps=not on_cpu,
+        curves=curves,
+        collectives=tuple(_collectives(measuring)),
+    )
+
+
+def _matmul_curve(measuring: Measuring, dtype: str) -> Curve:
+    points = []
+    for size in _MATMUL_SIZES if measuring.device.type == "cpu" else _LARGE_MATMUL_SIZES:
+        seconds = measuring.seconds(_over_cold_memory(measuring, (size, size), dtype, torch.matmul))
+        points.append((2.0 * size**3, 2.0 * size**3 / seconds))
+    return tuple(points)
+
+
+def _elementwise_curve(measuring: Measuring, dtype: str, function: Callable[..., Any], sides: int) -> Curve:
+    """Return throughput in bytes read and written, with the allocation of the result as in training."""
+    points = []
+    for size in _BYTES:
+        numel = size // _DTYPES[dtype].itemsize // sides
+        seconds = measuring.seconds(_over_cold_memory(measuring, (numel,), dtype, function))
+        points.append((float(size), size / seconds))
+    return tuple(points)
+
+
+def _over_cold_memory(
+    measuring: Measuring, shape: tuple[int, ...], dtype: str, function: Callable[..., Any]
+) -> Callable[[], Any]:
+    """Return a call whose operands are not those of the last calls, as in training, so that they are not in a cache.
+
+    The last results are kept, so that each result gets other memory.
+    """
+    num_bytes = torch.Size(shape).numel() * _DTYPES[dtype].itemsize
+    number = max(2, min(256, _COLD_BYTES // num_bytes))
+    operands = [torch.randn(shape, device=measuring.device).to(_DTYPES[dtype]) for _ in range(number)]
+    results: deque[Any] = deque(maxlen=number // 2)
+    order = cycle(range(number))
+
+    def call() -> None:
+        at = next(order)
+        results.append(function(operands[at], operands[at - 1]))
+
+    return call
+
+
+def _attention_curve(measuring: Measuring, dtype: str) -> Curve:
+    """Return FLOP/s of causal attention, forward and backward together (3.5 times the forward)."""
+    points = []
+    for batch, length in _ATTENTION:
+        shape = (batch, 4, length, 64)
+        q, k, v = (
+            torch.randn(shape, device=measuring.device, dtype=_DTYPES[dtype], requires_grad=True) for _ in range(3)
+        )
+
+        def step(q: torch.Tensor = q, k: torch.Tensor = k, v: torch.Tensor = v) -> None:
+            functional.scaled_dot_product_attention(q, k, v, is_causal=True).sum().backward()
+
+        flops = 2.0 * q.numel() * length
+        points.append((flops, 3.5 * flops / measuring.seconds(step)))
+    return tuple(points)
+
+
+class _Block(nn.Module):
+    """A block of tiny operations, of which only the time to start them matters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.norm = nn.Linear(8, 8), nn.Linear(8, 8), nn.LayerNorm(8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.second(functional.silu(self.first(self.norm(x))))
+
+
+def _op_seconds(measuring: Measuring) -> float:
+    """Return the time to start one operation of forward and backward, with the overhead of modules and autograd.
+
+    Measured with a Transformers model that is so small that only this time matters.
+    """
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=4, num_attention_heads=2, use_cache=False
+    )
+    model: Any = LlamaForCausalLM(config)
+    model.to(measuring.device)
+    ids = torch.zeros(1, 4, dtype=torch.int64, device=measuring.device)
+
+    def step() -> None:
+        model.zero_grad()
+        model(input_ids=ids, labels=ids).loss.backward()
+
+    step()
+    counted = _CountedOps()
+    with counted:
+        step()
+    return measuring.seconds(step) / counted.number
+
+
+class _CountedOps(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.number = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.number += 1
+        return func(*args, **(kwargs or {}))
+
+
+def _update_op_seconds(measuring: Measuring, num_tensors: int = 20) -> float:
+    tensors = [nn.Parameter(torch.randn(8, device=measuring.device)) for _ in range(num_tensors)]
+    for tensor in tensors:
+        tensor.grad = torch.ones_like(tensor)
+    optimizer = torch.optim.AdamW(tensors, foreach=False)
+    return measuring.seconds(optimizer.step) / num_tensors / 12
+
+
+def _unit_seconds(measuring: Measuring, backend: str, num_units: int = 8) -> float:
+    """Return the time of torch's hooks and copies per unit and pass: of tiny units, without their collectives."""
+    x = torch.randn(4, 8, device=measuring.device)
+    blocks: list[nn.Module] = [_Block().to(measuring.device) for _ in range(num_units)]
+    plain = nn.Sequential(*(_Block() for _ in range(num_units))).to(measuring.device)
+    if backend == "fsdp2":
+        for block in blocks:
+            fully_shard(block)
+        sharded: nn.Module = nn.Sequential(*blocks)
+        fully_shard(sharded)
+    else:
+        device_id = measuring.device
+        wrapped = [FullyShardedDataParallel(b, device_id=device_id, use_orig_params=True) for b in blocks]
+        sharded = FullyShardedDataParallel(nn.Sequential(*wrapped), device_id=device_id, use_orig_params=True)
+
+    def step(model: nn.Module) -> Callable[[], None]:
+        def run() -> None:
+            model.zero_grad()
+            model(x).sum().backward()
+
+        return run
+
+    calls = [_collective(kind, 1024, dist.get_world_size(), None, measuring.device) for kind in _COLLECTIVES[:2]]
+    gather, reduce = (measuring.seconds(call) for call in calls)
+    extra = measuring.seconds(step(sharded)) - measuring.seconds(step(plain))
+    return max(0.0, extra / num_units - 2 * gather - reduce) / 2
+
+
+def _collectives(measuring: Measuring) -> Iterator[MeasuredCollective]:
+    world = dist.get_world_size()
+    for size in [size for size in range(2, world + 1) if world % size == 0]:
+        groups = [dist.new_group(range(first, first + size)) for first in range(0, world, size)]
+        group = groups[dist.get_rank() // size]
+        for kind in _COLLECTIVES:
+            points = tuple(
+                (float(num_bytes), measuring.seconds(_collective(kind, num_bytes, size, group, measuring.device)))
+                for num_bytes in _BYTES[:-1]
+            )
+            yield MeasuredCollective(kind=kind, group_size=size, seconds=points)
+        dist.destroy_process_group(group)
+
+
+def _collective(kind: CollectiveKind, num_bytes: int, size: int, group: Any, device: torch.device) -> Callable[[], Any]:
+    whole = torch.ones(num_bytes // 4 // size * size, device=device)
+    part = torch.ones(whole.numel() // size, device=device)
+    if kind == "all_gather":
+        return lambda: dist.all_gather_into_tensor(whole, part, group=group)
+    if kind == "reduce_scatter":
+        return lambda: dist.reduce_scatter_tensor(part, whole, group=group)
+    return lambda: dist.all_reduce(whole, group=group)
+
+
+def _of_ranks(value: Any) -> Sequence[Any]:
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def _memory_bytes(device: torch.device) -> int:
+    if device.type == "cpu":
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return int(torch.cuda.get_device_properties(device).total_memory)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=2, help="number of ranks (default: 2)")
+    parser.add_argument("--device", default=accelerator_type() or "cpu", help="type of the devices")
+    parser.add_argument("--out", type=Path, default=calibration_path(), help="the file (default: %(default)s)")
+    args = parser.parse_args()
+    machine = calibrate_ranks(args.ranks, args.device, args.out)
+    print(f"{machine.label}\nWritten to {args.out}. Use it with --machine calibrated, or --machine and its path.")
+
+
+if __name__ == "__main__":
+    main()
