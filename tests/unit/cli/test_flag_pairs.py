@@ -38,8 +38,8 @@ PLAN = {
     "micro_batch": "--micro-batch 4", "seq_len": "--seq-len 32", "global_batch": "--global-batch 128",
     "accumulation": "--accumulation 4", "sync_each_batch": "--sync-each-batch", "optimizer": "--optimizer sgd",
     "update_loop": "--for-loop", "no_clip": "--no-clip", "attention": "--attention eager",
-    "gpu_memory": "--gpu-memory 1GiB", "machine": "--machine h100-sxm", "calibrate": "--calibrate",
-    "scaling": "--scaling", "html": "--html out.html", "png": "--png out.png", "force": "--force",
+    "gpu_memory": "--gpu-memory 1GiB", "machine": "--machine h100-sxm",
+    "html": "--html out.html", "force": "--force",
     "device": "--device cpu", "advise": "--advise", "zero_table": "--zero-table", "params": "--params 7B",
     "lora_rank": "--lora-rank 4", "qlora": "--qlora", "json": "--json", "model": "--model other",
 }  # fmt: skip
@@ -48,8 +48,6 @@ EFFECTLESS = {
     *("model", "json"),
     # Sources of settings, which follow the order of precedence.
     *("config_option", "config_file", "fsdp", "fsdp_config", "overrides", "distributed_config"),
-    # It takes seconds.
-    "png",
 }
 """Flags that are not compared in all pairs."""
 HIDDEN = {"update_loop", "no_clip", "force"}
@@ -92,32 +90,29 @@ def test_every_flag_of_plan_has_a_case() -> None:
     assert set(PLAN) == options_of("plan")
 
 
-@pytest.mark.parametrize("mode", [pytest.param("advise", marks=pytest.mark.slow), "zero_table"])
-def test_flags_have_an_effect_in_each_mode(outcome: Any, mode: str) -> None:
-    """A flag that is not refused changes the result of the mode, or what is written."""
-    base = ["--gpu-memory 80GB"] if mode == "advise" else []
-    alone = outcome(PLAN[mode], *base)
+@pytest.mark.slow
+def test_flags_have_an_effect_on_the_advice(outcome: Any) -> None:
+    """A flag that is not refused changes the advice, or what is written."""
+    base = ["--advise", "--gpu-memory 80GB"]
+    alone = outcome(*base)
     assert alone[0] == 0, alone
     refused = set()
     for name, flag in PLAN.items():
-        if name in {mode, "calibrate", "qlora"} | EFFECTLESS - {"json"}:
+        if name in {"advise", "qlora"} | EFFECTLESS - {"json"}:
             continue
         needs = NEEDS.get(name, [])
-        found = outcome(PLAN[mode], *base, *needs, flag)
-        before = outcome(PLAN[mode], *base, *needs) if needs else alone
+        found = outcome(*base, *needs, flag)
+        before = outcome(*base, *needs) if needs else alone
         if found[0] == USAGE:
             refused.add(name)
         elif name not in HIDDEN:
             assert found != before, name
-    assert "scaling" in refused
-    assert "html" in refused if mode == "zero_table" else "html" not in refused
+    assert "device" in refused and "html" not in refused
 
 
-@pytest.mark.parametrize("flag", [PLAN["html"], pytest.param(PLAN["png"], marks=pytest.mark.slow)])
-def test_advise_writes_the_pictures_of_the_printed_config(outcome: Any, flag: str) -> None:
-    code, out, _, written = outcome("--advise --gpu-memory 80GB --machine h100-sxm", flag)
-    name = flag.split()[1]
-    assert code == 0 and [file for file, _ in written] == [name] and f"written: {name}" in out
+def test_advise_writes_the_page_of_the_printed_config(outcome: Any) -> None:
+    code, out, _, written = outcome("--advise --gpu-memory 80GB --machine h100-sxm --html out.html")
+    assert code == 0 and [file for file, _ in written] == ["out.html"] and "written: out.html" in out
 
 
 def test_advise_without_a_row_writes_no_pictures(outcome: Any) -> None:
@@ -127,8 +122,8 @@ def test_advise_without_a_row_writes_no_pictures(outcome: Any) -> None:
 
 @pytest.mark.slow
 def test_pairs_of_workload_flags_have_both_effects(outcome: Any) -> None:
-    names = [name for name in PLAN if name not in EFFECTLESS | {"advise", "zero_table", "calibrate", "params", "force"}]
-    names = [name for name in names if name not in ("scaling", "qlora", "global_batch", "html")]
+    names = [name for name in PLAN if name not in EFFECTLESS | {"advise", "zero_table", "params", "force"}]
+    names = [name for name in names if name not in ("qlora", "global_batch", "html")]
     single = {name: outcome(PLAN[name], "--json") for name in names}
     base = outcome("--json")
     visible = [name for name in names if single[name] != base]
@@ -142,8 +137,8 @@ def test_pairs_of_workload_flags_have_both_effects(outcome: Any) -> None:
 @pytest.mark.parametrize(
     "words",
     [
-        "--scaling", "--force", "--params 7B", "--advise --scaling", "--advise --sync-each-batch",
-        "--advise --device cpu", "--zero-table --html out.html", "--zero-table --params 7B", "--calibrate --advise",
+        "--force", "--params 7B", "--advise --sync-each-batch",
+        "--advise --device cpu", "--zero-table --html out.html", "--zero-table --params 7B",
         "--zero-table --gpu-memory 80GB", "--advise --zero-table",
     ],
 )  # fmt: skip
