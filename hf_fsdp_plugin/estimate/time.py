@@ -110,7 +110,8 @@ class TimeModel:
         """Return the simulated streams of a step."""
         plan, workload = self._plan, self._workload
         keeps_gathered = plan.backend == "fsdp1" and not STRATEGIES[plan.strategy].reshards_after_forward
-        known = {id(costs): self._compute_seconds(costs, machine) for costs in self.costs.values()}
+        different = {id(costs): costs for costs in self.costs.values()}
+        known = {key: self._compute_seconds(costs, machine) for key, costs in different.items()}
         units = [self._unit_times(sizes, known[id(self.costs[sizes.name])], machine) for sizes in self._sizes]
         return simulate(
             _in_order(units, plan.units),
