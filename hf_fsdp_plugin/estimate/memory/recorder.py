@@ -169,9 +169,12 @@ class Recorder:
         def forward(*args: Any, **kwargs: Any) -> Any:
             hidden = hidden_of(args, kwargs)
             self.mark("enter", name)
+            self.tracker.counts_ops = False  # the operations of the layer are those of its representative
             (hidden,) = Border.apply(lambda: self.mark("enter_backward", name), hidden)
             others = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
-            return filled(self._outputs[representative], hidden, others)
+            output = filled(self._outputs[representative], hidden, others)
+            self.tracker.counts_ops = True
+            return output
 
         replace_forward(module, forward, self._undo)
 
@@ -194,12 +197,12 @@ class Recorder:
         options: dict[str, Any] = {"context_fn": save_every_second_matmul} if selective else {}
 
         def on_device(*args: Any, **kwargs: Any) -> Any:
-            self.tracker.recomputes = in_backward()
+            self.tracker.counts_ops = not in_backward()  # not those of a recomputation
             try:
                 with DeviceAttention(self._plan.device_type):  # backward leaves the outer context
                     return forward(*args, **kwargs)
             finally:
-                self.tracker.recomputes = False
+                self.tracker.counts_ops = True
 
         def checkpointed(*args: Any, **kwargs: Any) -> Any:
             return checkpoint(on_device, *args, use_reentrant=False, preserve_rng_state=False, **options, **kwargs)

@@ -104,7 +104,7 @@ class Tracker(TorchDispatchMode):
         host_bytes: bytes that activation offload keeps in CPU memory now.
         peak: the usage with the largest total since :meth:`restart`.
         most_activations: the largest number of bytes of activations since then.
-        ops: operations since then, and how often each ran, without those that run while `recomputes` is set.
+        ops: operations since then, and how often each ran, without those that run while `counts_ops` is not set.
     """
 
     def __init__(self, ignored: Iterable[torch.Tensor]) -> None:
@@ -114,7 +114,7 @@ class Tracker(TorchDispatchMode):
         self.most_activations = 0
         self.host_bytes = 0
         self.ops: Counter[OpCost] = Counter()
-        self.recomputes = False
+        self.counts_ops = True
         self._known: dict[int, Any] = {storage_key(tensor): None for tensor in ignored}
         self._grads: set[int] = set()
         self._last_op: str = ""
@@ -136,7 +136,7 @@ class Tracker(TorchDispatchMode):
             return self._value(args[0])
         kwargs = kwargs or {}
         out: Any = (_grouped_product if func is GROUPED_PRODUCT else func)(*args, **kwargs)
-        if not self.recomputes and (cost := op_cost(func, args, kwargs, out)) is not None:
+        if self.counts_ops and (cost := op_cost(func, args, kwargs, out)) is not None:
             self.ops[cost] += 1
         self._last_op = str(func)
         for tensor in tree_leaves(out):

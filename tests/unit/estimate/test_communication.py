@@ -147,6 +147,6 @@ def test_bytes_do_not_grow_with_world_beyond_padding(version: int, strategy: str
     few, many = (
         estimate_communication(plan_for(model, version, strategy, world), model, STEP) for world in (2, 2**power)
     )
-    assert few.calls == many.calls
+    assert few.to_json()["calls"] == many.to_json()["calls"]
     padding = 4 * 2 * (2**power) * (5 + 1)
     assert many.bytes_of("reduce_scatter") <= few.bytes_of("reduce_scatter") + padding
