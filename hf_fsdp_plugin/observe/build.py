@@ -15,8 +15,7 @@ from torch import nn
 
 from hf_fsdp_plugin.backends.ranks.agreement import gather_equal_objects, gather_objects, on_all_ranks
 from hf_fsdp_plugin.backends.sharding.shard import plan_of
-from hf_fsdp_plugin.contracts import off_without
-from hf_fsdp_plugin.observe.checks import check_structure, check_training, unobservable_facts
+from hf_fsdp_plugin.contracts import off_warning, off_without
 from hf_fsdp_plugin.observe.first_step import FirstStep, recorded_first_step
 from hf_fsdp_plugin.observe.memory import observe_memory
 from hf_fsdp_plugin.observe.observed_run import ObservedRun
@@ -37,7 +36,9 @@ from hf_fsdp_plugin.observe.units import (
 )
 from hf_fsdp_plugin.observe.weights import compare_weights, unchanged_parameters
 from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan
+from hf_fsdp_plugin.plan.names import canonical_name
 from hf_fsdp_plugin.problems import Problem, SpecError
+from hf_fsdp_plugin.text import format_names
 
 _PACKAGES = ("torch", "transformers", "accelerate")
 
@@ -162,20 +163,16 @@ def _observe_rank(
     unchanged: frozenset[tuple[int, int]] | None,
 ) -> RankObservation:
     first_step = recorded_first_step(model)
+    # The parts of this rank that are trained: a rank may have none.
+    trained = {key for key, value in (first_step.shard_hashes or {}).items() if value is not None}
     return RankObservation(
         rank=dist.get_rank() if dist.is_initialized() else 0,
         host=socket.gethostname(),
         device=str(_compute_device(model, units)),
         num_local_params=sum(unit.num_local_params for unit in units) + _num_unmanaged(model, units),
         memory=observe_memory(model, units, optimizers, recorded_grads_bytes=first_step.grads_bytes),
-        weights_changed=None if unchanged is None else _has_changed(first_step, unchanged),
+        weights_changed=bool(trained - unchanged) if trained and unchanged is not None else None,
     )
-
-
-def _has_changed(first_step: FirstStep, unchanged: frozenset[tuple[int, int]]) -> bool | None:
-    """Return whether any of this rank's trained parts has changed; ``None`` if the rank has none."""
-    own = {key for key, value in (first_step.shard_hashes or {}).items() if value is not None}
-    return bool(own - unchanged) if own else None
 
 
 def _observe_training(first_step: FirstStep, unchanged: frozenset[tuple[int, int]] | None) -> TrainingObservation:
@@ -188,6 +185,98 @@ def _observe_training(first_step: FirstStep, unchanged: frozenset[tuple[int, int
         trained_parameters=num_trained if known else None,
         changed_parameters=num_trained - len(frozenset.intersection(*known)) if known else None,
     )
+
+
+def check_training(
+    model: nn.Module,
+    first_step: FirstStep,
+    structure: StructureComparison,
+    training: TrainingObservation,
+    *,
+    prepared: bool,
+) -> list[Problem]:
+    """Check that the run trained what the plan trains, with constant batches.
+
+    Args:
+        training: what the steps changed, on all ranks.
+        prepared: whether an optimizer of the model was prepared.
+    """
+    problems = []
+
+    def add(code: str, message: str, fix: str = "") -> None:
+        problems.append(Problem(code=code, message=message, fix=fix))
+
+    if prepared and not training.steps and first_step.num_backwards > 1:
+        add(
+            "FSDP-E515",
+            f"{first_step.num_backwards} backwards, but no optimizer step was observed: the weights are those of the "
+            "beginning.",
+            "Call step() of the prepared optimizer after each backward, or after the last one of those whose gradients "
+            "are accumulated.",
+        )
+    if training.trained_parameters and not training.changed_parameters:
+        fix = "Check that step() of the prepared optimizer updates the parameters of the prepared model."
+        add("FSDP-E510", f"{first_step.num_steps} optimizer steps have changed no weight of the model.", fix)
+    if first_step.num_evaluating and (mode_dependent := _mode_dependent(model)):
+        message = f"the model was in eval mode in {first_step.num_evaluating} of {training.steps} steps, in which "
+        message += f"{format_names(mode_dependent, 2)} did not act as in training."
+        add("FSDP-W516", message, "Call model.train() before the training, and again after each evaluation.")
+    if structure.frozen:
+        message = f"{len(structure.frozen)} parameters were trainable in prepare() and are frozen now: "
+        message += f"{format_names(structure.frozen, 2)}."
+        add(
+            "FSDP-W511",
+            message,
+            "Freeze parameters before prepare(): FSDP then reserves no memory for their gradients.",
+        )
+    for numbers, what in (
+        (first_step.batch_sizes.values, "the batch size of a forward"),
+        (first_step.accumulation.values, "the number of forwards per optimizer step"),
+    ):
+        if len(numbers) > 1:
+            changed = f"{what} changed during the run: {', then '.join(map(str, numbers))}."
+            add("FSDP-W512", f"{changed} The report's effective batch size holds for a part of it.")
+    return problems
+
+
+def check_structure(units: Sequence[UnitObservation], plan: FsdpPlan) -> list[Problem]:
+    """Check that the model has units, and that their weights have the planned dtype."""
+    if not units:
+        message = f"nothing is sharded: {plan.model_class} has no FSDP unit, so every rank has the whole model."
+        fix = "Call install() before the Accelerator or Trainer is created, so that the plugin shards the model."
+        return [Problem(code="FSDP-E501", message=message, fix=fix)]
+    master = plan.precision.master
+    differing = [unit for unit in units if unit.num_frozen < unit.num_params and unit.master_dtype != master]
+    if master == "unchanged" or not differing or plan.pre_sharded:
+        return []
+    message = (
+        f"{len(differing)} units keep and update their weights in {differing[0].master_dtype} instead of {master}, "
+    )
+    message += f"for example {differing[0].name or 'the root'}."
+    fix = f"Load the model in {master}, and do not cast it after prepare()."
+    return [Problem(code="FSDP-E502", setting="precision.param", message=message, fix=fix)]
+
+
+def unobservable_facts(units: Sequence[UnitObservation]) -> list[Problem]:
+    """Return a warning for each attribute of torch that does not exist, so that a fact of the units is unknown."""
+    errors = {error.reason: error for unit in units for error in unit.live.unknown.values()}
+    return [off_warning(error) for error in errors.values()]
+
+
+def _mode_dependent(model: nn.Module) -> list[str]:
+    """Return the names of the modules that compute something else in training mode: dropout and batch norm."""
+    norms = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+    dropouts = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout)
+    return [
+        canonical_name(name)
+        for name, module in model.named_modules()
+        if isinstance(module, norms) or (isinstance(module, dropouts) and module.p > 0) or _has_dropout_rate(module)
+    ]
+
+
+def _has_dropout_rate(module: nn.Module) -> bool:
+    """Return whether the module has a rate that it passes to ``nn.functional.dropout``, as BART, OPT and Llama do."""
+    return any("dropout" in name and isinstance(value, float) and value > 0 for name, value in vars(module).items())
 
 
 def _num_unmanaged(model: nn.Module, units: Sequence[UnitObservation]) -> int:
@@ -203,19 +292,18 @@ def _merge_ranks(
     A setting differs if it differs on any rank. A problem that only some ranks have names the first of them.
     """
     results = gather_equal_objects((settings, problems))
-    rows = []
-    for index, row in enumerate(results[0][0]):
-        rows.append(next((other[index] for other, _ in results if other[index].status == "differs"), row))
+    rows = [
+        next((row for row in of_ranks if row.status == "differs"), of_ranks[0])
+        for of_ranks in zip(*(found for found, _ in results), strict=True)
+    ]
     num_ranks = Counter(problem for _, found in results for problem in dict.fromkeys(found))
     merged: dict[tuple[str, str], Problem] = {}
     for rank, (_, found) in enumerate(results):
         if rank and found is results[0][1]:
             continue  # the same object: equal to that of rank 0
         for problem in found:
-            on_every_rank = num_ranks[problem] == len(results)
-            merged.setdefault(
-                (problem.code, problem.message), problem if on_every_rank else replace(problem, rank=rank)
-            )
+            shown = problem if num_ranks[problem] == len(results) else replace(problem, rank=rank)
+            merged.setdefault((problem.code, problem.message), shown)
     return tuple(rows), list(merged.values())
 
 

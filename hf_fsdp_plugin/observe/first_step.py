@@ -7,16 +7,18 @@ that the cost of a long run does not grow with its length. Nothing here waits fo
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Final
 from weakref import WeakSet
 
 import torch
 from torch import nn
 
-from hf_fsdp_plugin.backends.loading.tensor_checksums import sum_bits
+from hf_fsdp_plugin.backends.loading.equal_weights import sum_bits
 from hf_fsdp_plugin.backends.loading.weight_loader import BROADCAST_ATTRIBUTE
+from hf_fsdp_plugin.backends.optimizers.parameters import parameters_in
 from hf_fsdp_plugin.backends.sharding.forward_hooks import float_outputs, is_activation
 from hf_fsdp_plugin.backends.sharding.shard import plan_of
 from hf_fsdp_plugin.backends.torch_types import torch_dtype
@@ -26,7 +28,6 @@ from hf_fsdp_plugin.observe.optimizers import (
     GradientWatch,
     UselessStepWatch,
     call_in_backward,
-    parameters_in,
     unwrapped_optimizer,
 )
 from hf_fsdp_plugin.observe.units import checkpoints_natively, observe_units
@@ -52,8 +53,9 @@ class Recomputation:
         self._recomputed = dict.fromkeys(modules, 0)
         self._handles = []
         for name, module in modules.items():
-            self._handles.append(module.register_forward_hook(self._after(name)))
-            self._handles += [part.register_forward_pre_hook(self._before(name)) for part in _called_inside(module)]
+            self._handles.append(module.register_forward_hook(partial(self._after, name)))
+            for part in _called_inside(module):
+                self._handles.append(part.register_forward_pre_hook(partial(self._before, name)))
 
     @property
     def not_recomputed(self) -> tuple[str, ...]:
@@ -69,23 +71,16 @@ class Recomputation:
             handle.remove()
         self._handles = []
 
-    def _before(self, name: str) -> Any:
-        def before(module: nn.Module, args: Any) -> None:
-            # The recompute of a checkpoint may end early, so that no hook runs after it.
-            if in_backward():
-                self._recomputed[name] += 1
+    def _before(self, name: str, module: nn.Module, args: Any) -> None:
+        # The recompute of a checkpoint may end early, so that no hook runs after it.
+        self._recomputed[name] += in_backward()
 
-        return before
-
-    def _after(self, name: str) -> Any:
-        def after(module: nn.Module, args: Any, output: Any) -> None:
-            # Without trainable parameters before or in a module, nothing of it is saved or computed again. A reentrant
-            # checkpoint computes the forward without a graph.
-            if module.training and not in_backward() and torch.is_grad_enabled():
-                leaves = tree_leaves(output)
-                self._forwards[name] += any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves)
-
-        return after
+    def _after(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
+        # Without trainable parameters before or in a module, nothing of it is saved or computed again. A reentrant
+        # checkpoint computes the forward without a graph.
+        if module.training and not in_backward() and torch.is_grad_enabled():
+            leaves = tree_leaves(output)
+            self._forwards[name] += any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves)
 
 
 @dataclass(slots=True)
@@ -129,6 +124,7 @@ class FirstStep:
         kept_inputs: names of arguments with other floating-point tensors, which are not cast.
         batch_sizes: first dimension of the model's first input tensor, in training forwards.
         accumulation: numbers of training forwards per optimizer step.
+        evaluates: whether a forward in eval mode, with gradients, has run since the last optimizer step.
         observed: the optimizers whose steps are observed.
         optimized_ids: ``id`` of the parameters that the optimizers had when they were prepared.
         shard_hashes: hashes of the trained shards before the first optimizer step with a learning rate above 0.
@@ -153,8 +149,8 @@ class FirstStep:
     optimized_ids: set[int] = field(default_factory=set)
     shard_hashes: ShardHashes | None = None
     later_hashes: list[ShardHashes] = field(default_factory=list)
+    evaluates: bool = False
     _num_forwards: int = 0
-    _evaluates: bool = False
     observed: WeakSet[torch.optim.Optimizer] = field(default_factory=WeakSet)
 
     def before_forward(self, device_type: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -166,10 +162,6 @@ class FirstStep:
             if isinstance(value, torch.Tensor) and value.dim():
                 self.batch_sizes.add(value.shape[0])
                 break
-
-    def begin_evaluation(self) -> None:
-        """Record a forward in eval mode with gradients."""
-        self._evaluates = True
 
     def before_cast(self, model: nn.Module, compute: torch.dtype, args: tuple[Any, ...], kwargs: Any) -> None:
         """Record which inputs of a forward are cast to the dtype of the computation, and which are not."""
@@ -191,9 +183,9 @@ class FirstStep:
         self.num_steps += 1
         if self._num_forwards:
             self.accumulation.add(self._num_forwards)
-        elif self._evaluates:
-            self.num_evaluating += 1
-        self._num_forwards, self._evaluates = 0, False
+        else:
+            self.num_evaluating += self.evaluates
+        self._num_forwards, self.evaluates = 0, False
         if self.recomputation is not None:
             self.recomputation.close()
         if self.num_steps & (self.num_steps - 1):  # not a power of two
@@ -212,16 +204,9 @@ class FirstStep:
         if self.shard_hashes is not None and not self.num_steps & (self.num_steps - 1):
             self.later_hashes.append(hash_again(self.shard_hashes, observe_units(model)))
 
-    def _add_backward(self, _: torch.Tensor) -> None:
-        if not self.num_steps:
-            self.num_backwards += 1
-
-    def count_backward(self, outputs: Sequence[torch.Tensor]) -> bool:
-        """Count the backward from the outputs of a forward, if it comes before the first optimizer step."""
-        if self.num_steps:
-            return False
-        call_in_backward(outputs, self._add_backward)
-        return True
+    def begin_backward(self, _: torch.Tensor) -> None:
+        """Count a backward before the first optimizer step. A hook of a forward's output."""
+        self.num_backwards += not self.num_steps
 
 
 def record_first_step(model: nn.Module, *optimizers: Any) -> FirstStep:
@@ -259,6 +244,7 @@ def _keeps_offloaded_gradients(model: nn.Module) -> bool:
 def _observe_forward(model: nn.Module, first_step: FirstStep) -> None:
     device_type = next((parameter.device.type for parameter in model.parameters()), "cpu")
     plan = plan_of(model)
+    compute = torch_dtype(plan.precision.param) if plan is not None else None
     watch = UselessStepWatch(model, lambda: bool(first_step.num_steps), record_first_step)
     if plan is not None:
         device_type = plan.device_type
@@ -276,8 +262,6 @@ def _observe_forward(model: nn.Module, first_step: FirstStep) -> None:
         if calls_compiled(model):
             before_first_forward()  # the hook would be compiled
 
-    compute = torch_dtype(plan.precision.param) if plan is not None else None
-
     def before_cast(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if compute is not None and not torch.compiler.is_compiling():
             first_step.before_cast(module, compute, args, kwargs)
@@ -287,7 +271,7 @@ def _observe_forward(model: nn.Module, first_step: FirstStep) -> None:
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return
         if not module.training:
-            first_step.begin_evaluation()
+            first_step.evaluates = True
         else:
             first_step.before_forward(device_type, args, kwargs)
             if first_step.num_steps == 1:
@@ -297,8 +281,10 @@ def _observe_forward(model: nn.Module, first_step: FirstStep) -> None:
         floats = float_outputs(output)
         if module.training and floats:
             first_step.output_dtype = floats[0].dtype
-            if torch.compiler.is_compiling() or not first_step.count_backward(floats):
+            if torch.compiler.is_compiling() or first_step.num_steps:
                 output_handle.remove()
+            else:
+                call_in_backward(floats, first_step.begin_backward)
 
     model.register_forward_pre_hook(before_forward, with_kwargs=True)
     cast_handle = model.register_forward_pre_hook(before_cast, prepend=True, with_kwargs=True)

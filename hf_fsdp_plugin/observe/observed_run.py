@@ -14,21 +14,21 @@ from hf_fsdp_plugin.observe.weights import WeightComparison
 from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class ObservedValue:
     """The value of one setting on the live model.
 
     Attributes:
         value: the canonical value; ``None`` if ``unobservable``.
         reason: why the setting is unobservable, or an explanation of the value.
-        unobservable: whether the setting cannot be read from the live model.
         matches: whether the value matches the request; ``None`` if the caller compares them for equality.
+        unobservable: whether the setting cannot be read from the live model.
     """
 
     value: Any = None
     reason: str = ""
-    unobservable: bool = False
     matches: bool | None = None
+    unobservable: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,16 +88,17 @@ def unobservable(reason: str) -> ObservedValue:
     return ObservedValue(reason=reason, unobservable=True)
 
 
+def differing(value: Any, reason: str = "") -> ObservedValue:
+    """Return a value that is not the requested one, whatever that is."""
+    return ObservedValue(value, reason, matches=False)
+
+
 def common_value(values: Iterable[Any]) -> Any:
     """Return the value if all values are equal, else ``mixed: a, b``; ``None`` if there are no values."""
     distinct = list(dict.fromkeys(values))
     if not distinct:
         return None
     return distinct[0] if len(distinct) == 1 else "mixed: " + ", ".join(sorted(map(str, distinct)))
-
-
-_TORCH_NAMES = {"fp32": "float32"}
-"""A plan's name of a dtype -> torch's name."""
 
 
 def unplanned_cast(run: ObservedRun) -> str:
@@ -115,11 +116,9 @@ def _unplanned_dtypes(run: ObservedRun) -> list[str]:
     if run.plan.pre_sharded:
         return []
     planned = {dtype for unit in run.plan.units for dtype in unit.dtypes}
-    planned.add(_TORCH_NAMES.get(run.plan.precision.master, run.plan.precision.master))
     shards = (shard for unit in run.units_with_params for shard in unit.live.shards if shard.is_floating_point())
-    return sorted(
-        {dtype_name(shard.dtype) for shard in shards if str(shard.dtype).removeprefix("torch.") not in planned}
-    )
+    found = {dtype for dtype in {shard.dtype for shard in shards} if str(dtype).removeprefix("torch.") not in planned}
+    return sorted({dtype_name(dtype) for dtype in found} - {run.plan.precision.master})
 
 
 def not_reduced(run: ObservedRun) -> list[str]:
@@ -127,7 +126,7 @@ def not_reduced(run: ObservedRun) -> list[str]:
 
     Between two micro-batches, Accelerate sets this for all units.
     """
-    switched_off = [unit.name or "(root)" for unit in run.units_with_params if not unit.live.reduces]
+    switched_off = [unit.label for unit in run.units_with_params if not unit.live.reduces]
     if len(switched_off) == len(run.units_with_params):
         switched_off = []
     return sorted({*run.first_step.unreduced, *switched_off})

@@ -8,7 +8,7 @@ accelerator unless gradients were kept between two steps.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet, finalize, ref
 
@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from hf_fsdp_plugin.backends.optimizers.parameters import is_replicated
+from hf_fsdp_plugin.backends.optimizers.parameters import has_parameters_of, is_replicated, parameters_in
 from hf_fsdp_plugin.backends.sharding.forward_hooks import float_outputs
 from hf_fsdp_plugin.backends.sharding.shard import sharded_models
 from hf_fsdp_plugin.observe.units import UnitObservation
@@ -35,12 +35,7 @@ def unwrapped_optimizer(optimizer: Any) -> torch.optim.Optimizer | None:
 
 def optimizers_of(model: nn.Module, optimizers: Sequence[Any]) -> list[Any]:
     """Return the optimizers that update parameters of this model."""
-    own = {id(parameter) for parameter in model.parameters()}
-    return [
-        optimizer
-        for optimizer in optimizers
-        if any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"])
-    ]
+    return [optimizer for optimizer in optimizers if has_parameters_of(model, optimizer)]
 
 
 def trained_pair(models: Sequence[nn.Module], optimizers: Sequence[Any]) -> tuple[nn.Module, Sequence[Any]]:
@@ -72,71 +67,58 @@ def check_optimizers(
     copies = frozenset[int]().union(*(unit.live.known("copy_ids", frozenset()) for unit in units))
     own = {id(parameter) for parameter in model.parameters()}.union(*(unit.live.parameter_ids for unit in units))
     held = {id(parameter) for optimizer in optimizers for parameter in parameters_in(optimizer)}
-    problems = [
-        problem
-        for optimizer in optimizers
-        for problem in (_foreign(optimizer, own), _copied(optimizer, copies))
-        if problem is not None
-    ]
+    problems = [problem for optimizer in optimizers for problem in _unused_parameters(optimizer, own, copies)]
     # A model whose parameters are gathered now, for example after an evaluation, has the shards all the same.
     trained = {id(p) for p in model.parameters() if p.requires_grad and id(p) not in copies}
     left_out = trained - held
-    names = ", ".join(dict.fromkeys(type(optimizer).__name__ for optimizer in optimizers))
     if problems or not left_out:
         return problems
+    names = ", ".join(dict.fromkeys(type(optimizer).__name__ for optimizer in optimizers))
     if num_removed := len(left_out.intersection(prepared_ids)):
         message = (
             f"{num_removed} of {len(trained)} trainable parameters are no longer in {names}, which had them when it "
         )
         message += "was prepared: they are not updated."
-        fix = (
-            "Do not change the parameter groups after prepare(). If the parameters are meant to stay constant, set "
-            "requires_grad = False before prepare()."
-        )
+        fix = "Do not change the parameter groups after prepare(). If the parameters are meant to stay constant, set "
+        fix += "requires_grad = False before prepare()."
         return [Problem(code="FSDP-E509", message=message, fix=fix)]
-    message = (
-        f"{len(left_out)} of {len(trained)} trainable parameters are in no parameter group of {names}: "
-        "they are not updated."
-    )
+    message = f"{len(left_out)} of {len(trained)} trainable parameters are in no parameter group of {names}: "
+    message += "they are not updated."
     fix = "Pass all trainable parameters to the optimizer, or set requires_grad = False on the others."
     return [Problem(code="FSDP-W505", message=message, fix=fix)]
 
 
-def _foreign(optimizer: torch.optim.Optimizer, own: Collection[int]) -> Problem | None:
-    """Return a problem for parameters of no live model.
+def _unused_parameters(
+    optimizer: torch.optim.Optimizer, own: Collection[int], copies: Collection[int]
+) -> Iterator[Problem]:
+    """Yield a problem for parameters of no live model, and one for gathered copies.
 
     An optimizer that was created before wrapping updates the old, unsharded parameters, and the loss stays constant.
     """
     held = parameters_in(optimizer)
     foreign = [parameter for parameter in held if id(parameter) not in own and not is_replicated(parameter)]
-    others = {id(parameter) for model in sharded_models() for parameter in model.parameters()} if foreign else ()
-    num_foreign = sum(id(parameter) not in others for parameter in foreign)
-    if not num_foreign:
-        return None
-    message = (
-        f"{num_foreign} of the {len(held)} parameters of {type(optimizer).__name__} do not belong to the sharded "
-        "model. The optimizer was created before wrapping, so it updates parameters that the model does not use."
-    )
-    fix = "Create the optimizer after preparing the model, or pass both to one prepare() call."
-    return Problem(code="FSDP-E504", message=message, fix=fix)
+    if num_foreign := len(foreign) - _num_of_sharded_models(foreign):
+        message = (
+            f"{num_foreign} of the {len(held)} parameters of {type(optimizer).__name__} do not belong to the sharded "
+        )
+        message += (
+            "model. The optimizer was created before wrapping, so it updates parameters that the model does not use."
+        )
+        fix = "Create the optimizer after preparing the model, or pass both to one prepare() call."
+        yield Problem(code="FSDP-E504", message=message, fix=fix)
+    if num_copies := sum(id(parameter) in copies for parameter in held):
+        message = (
+            f"{num_copies} of the {len(held)} parameters of {type(optimizer).__name__} are gathered copies, which "
+        )
+        message += "FSDP frees. Updates of them are lost."
+        fix = "Create the optimizer before the first forward, or pass model and optimizer to one prepare() call."
+        yield Problem(code="FSDP-E504", message=message, fix=fix)
 
 
-def _copied(optimizer: torch.optim.Optimizer, copies: Collection[int]) -> Problem | None:
-    held = parameters_in(optimizer)
-    num_copies = sum(id(parameter) in copies for parameter in held)
-    if not num_copies:
-        return None
-    message = (
-        f"{num_copies} of the {len(held)} parameters of {type(optimizer).__name__} are gathered copies, which FSDP "
-        "frees. Updates of them are lost."
-    )
-    fix = "Create the optimizer before the first forward, or pass model and optimizer to one prepare() call."
-    return Problem(code="FSDP-E504", message=message, fix=fix)
-
-
-def parameters_in(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """Return the parameters of all groups of an optimizer."""
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+def _num_of_sharded_models(parameters: Sequence[torch.Tensor]) -> int:
+    """Return how many of the parameters belong to any sharded model. This rank may have no gradients of its shards."""
+    known = {id(parameter) for model in sharded_models() for parameter in model.parameters()} if parameters else ()
+    return sum(id(parameter) in known for parameter in parameters)
 
 
 def call_in_backward(outputs: Sequence[torch.Tensor], hook: Callable[[torch.Tensor], None]) -> None:
@@ -179,15 +161,23 @@ class UselessStepWatch:
         held = parameters_in(optimizer)
         if optimizer in self._unrelated and _has_gradient(held):
             return
-        own = {id(parameter) for parameter in model.parameters()}
-        if any(id(parameter) in own for parameter in held):
+        if has_parameters_of(model, optimizer):
             self._observe(model, optimizer)
             return
         self._unrelated.add(optimizer)
-        if not _has_gradient(held) and not _is_of_sharded_model(held) and _has_gradient(model.parameters()):
+        if not _has_gradient(held) and not _num_of_sharded_models(held) and _has_gradient(model.parameters()):
             self._num_useless += 1
             if self._num_useless == 2:
-                raise SpecError([_useless(optimizer, model)])
+                name = type(optimizer).__name__
+                message = (
+                    f"two steps of {name} have changed nothing: none of its {len(held)} parameters has a gradient "
+                )
+                message += f"or belongs to the prepared {type(model).__name__}."
+                fix = (
+                    f"Pass the model and the optimizer to one accelerator.prepare(model, optimizer), or create {name} "
+                )
+                fix += "with model.parameters() after prepare()."
+                raise SpecError([Problem(code="FSDP-E513", message=message, fix=fix)])
 
 
 _last_backward = WeakKeyDictionary[torch.optim.Optimizer, int]()
@@ -243,7 +233,10 @@ class GradientWatch:
         self._is_done = True
         self._forward_handle.remove()
         if all(_is_same(norms, self._stepped) for norms in self._kept):
-            raise SpecError([_never_zeroed(optimizer)])
+            message = f"the gradients of the first step of {type(optimizer).__name__} were not set to zero before the "
+            message += "second one, which adds those of both steps."
+            fix = "Call optimizer.zero_grad() after each optimizer.step()."
+            raise SpecError([Problem(code="FSDP-E514", message=message, fix=fix)])
 
 
 @torch.no_grad()
@@ -260,33 +253,5 @@ def _is_same(norms: torch.Tensor | None, stepped: torch.Tensor | None) -> bool:
     return norms is not None and stepped is not None and bool(norms.any()) and torch.equal(norms, stepped)
 
 
-def _is_of_sharded_model(held: Sequence[torch.Tensor]) -> bool:
-    """Return whether a parameter belongs to any sharded model. This rank may have no gradients of its own shards."""
-    known = {id(parameter) for model in sharded_models() for parameter in model.parameters()}
-    return any(id(parameter) in known for parameter in held)
-
-
 def _has_gradient(parameters: Any) -> bool:
     return any(parameter.grad is not None for parameter in parameters if parameter.is_leaf)
-
-
-def _useless(optimizer: torch.optim.Optimizer, model: nn.Module) -> Problem:
-    name = type(optimizer).__name__
-    message = (
-        f"two steps of {name} have changed nothing: none of its {len(parameters_in(optimizer))} parameters has a "
-        f"gradient or belongs to the prepared {type(model).__name__}."
-    )
-    fix = (
-        f"Pass the model and the optimizer to one accelerator.prepare(model, optimizer), or create {name} with "
-        "model.parameters() after prepare()."
-    )
-    return Problem(code="FSDP-E513", message=message, fix=fix)
-
-
-def _never_zeroed(optimizer: torch.optim.Optimizer) -> Problem:
-    message = (
-        f"the gradients of the first step of {type(optimizer).__name__} were not set to zero before the second one, "
-        "which adds those of both steps."
-    )
-    fix = "Call optimizer.zero_grad() after each optimizer.step()."
-    return Problem(code="FSDP-E514", message=message, fix=fix)

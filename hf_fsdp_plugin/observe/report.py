@@ -87,11 +87,10 @@ class TrainingObservation:
         if not self.steps:
             return "training: no optimizer step was observed"
         text = f"training: {plural(self.steps, 'optimizer step')}"
-        if self.changed_parameters is None:
-            return text
-        return (
-            f"{text}; {self.changed_parameters} of {plural(self.trained_parameters or 0, 'trained parameter')} changed"
-        )
+        if self.changed_parameters is not None:
+            trained = plural(self.trained_parameters or 0, "trained parameter")
+            text += f"; {self.changed_parameters} of {trained} changed"
+        return text
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -223,11 +222,9 @@ class Report:
             *difference_lines(self.settings, self.problems),
         ]
         for other in self.other_models:
-            own = [problem for problem in other.problems if problem not in self.problems]
-            lines.append(
-                f"other model: {other.model_class}, {status_line(other.settings, trained=other.training.steps > 0)}"
-            )
-            lines += difference_lines(other.settings, own)
+            status = status_line(other.settings, trained=other.training.steps > 0)
+            lines.append(f"other model: {other.model_class}, {status}")
+            lines += difference_lines(other.settings, [p for p in other.problems if p not in self.problems])
         return "\n".join(map(wrap, lines))
 
     def _as_other_model(self, trained: Report) -> str:

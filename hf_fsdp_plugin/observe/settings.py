@@ -10,72 +10,63 @@ from typing import Any, Final, Literal
 from hf_fsdp_plugin.contracts import ContractError
 from hf_fsdp_plugin.observe import sharding_readers as sharding
 from hf_fsdp_plugin.observe import training_readers as training
-from hf_fsdp_plugin.observe.observed_run import ObservedRun, ObservedValue, unobservable
+from hf_fsdp_plugin.observe.observed_run import ObservedRun, ObservedValue, common_value, differing, unobservable
 from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan
 from hf_fsdp_plugin.problems import Origin, Problem
 
+Reader = Callable[[ObservedRun], ObservedValue]
+_ALWAYS_SHOWN: Final[dict[str, Reader]] = {
+    "fsdp.version": lambda run: ObservedValue(common_value(unit.live.version for unit in run.units)),
+    "sharding.strategy": sharding.read_strategy,
+    "mesh.shard": sharding.read_mesh_shard,
+    "mesh.replicate": sharding.read_mesh_replicate,
+    "wrap.policy": sharding.read_wrap_policy,
+    "offload.params": sharding.read_offload,
+    "precision.param": sharding.read_param_dtype,
+    "precision.reduce": sharding.read_reduce_dtype,
+    "prefetch.backward": sharding.read_backward_prefetch,
+    "prefetch.forward": sharding.read_forward_prefetch,
+    "activation.checkpointing": training.read_checkpointing,
+}
+"""Settings that determine the memory, the speed or the numerics of the run: the report contains them in any case."""
 
-@dataclass(frozen=True, slots=True)
-class SettingReader:
-    """Describes how one setting is read.
-
-    Attributes:
-        read: function that reads the value from the live model.
-        default_shown: whether the report contains the setting even if no source sets it, because it determines the
-            memory, the speed or the numerics of the run.
-    """
-
-    read: Callable[[ObservedRun], ObservedValue]
-    default_shown: bool = False
-
-
-READERS: Final[Mapping[str, SettingReader]] = MappingProxyType(
+READERS: Final[Mapping[str, Reader]] = MappingProxyType(
     {
-        "fsdp.version": SettingReader(sharding.read_version, default_shown=True),
-        "sharding.strategy": SettingReader(sharding.read_strategy, default_shown=True),
-        "mesh.shard": SettingReader(sharding.read_mesh_shard, default_shown=True),
-        "mesh.replicate": SettingReader(sharding.read_mesh_replicate, default_shown=True),
-        "wrap.policy": SettingReader(sharding.read_wrap_policy, default_shown=True),
-        "wrap.classes": SettingReader(sharding.read_wrap_classes),
-        "wrap.min_num_params": SettingReader(sharding.read_min_num_params),
-        "wrap.ignored_modules": SettingReader(sharding.read_ignored_modules),
-        "offload.params": SettingReader(sharding.read_offload, default_shown=True),
-        "offload.pin_memory": SettingReader(sharding.read_pin_memory),
-        "precision.param": SettingReader(sharding.read_param_dtype, default_shown=True),
-        "precision.reduce": SettingReader(sharding.read_reduce_dtype, default_shown=True),
-        "precision.fp32_modules": SettingReader(sharding.read_fp32_modules),
-        "precision.output": SettingReader(sharding.read_output_dtype),
-        "precision.buffer": SettingReader(sharding.read_buffer_dtype),
-        "prefetch.backward": SettingReader(sharding.read_backward_prefetch, default_shown=True),
-        "prefetch.forward": SettingReader(sharding.read_forward_prefetch, default_shown=True),
-        "prefetch.limit_all_gathers": SettingReader(sharding.read_limit_all_gathers),
-        "params.use_orig": SettingReader(sharding.read_use_orig),
-        "checkpoint.state_dict": SettingReader(training.read_state_dict),
-        "checkpoint.asynchronous": SettingReader(training.read_asynchronous),
-        "checkpoint.verify": SettingReader(training.read_verify),
-        "activation.checkpointing": SettingReader(training.read_checkpointing, default_shown=True),
-        "activation.native": SettingReader(training.read_native),
-        "activation.offload": SettingReader(training.read_activation_offload),
-        "loading.ram_efficient": SettingReader(training.read_ram_efficient),
-        "loading.sync_module_states": SettingReader(training.read_sync_module_states),
-        "launch.num_processes": SettingReader(training.read_num_processes),
-        "launch.num_machines": SettingReader(training.read_num_machines),
-        "launch.mixed_precision": SettingReader(training.read_mixed_precision),
-        "launch.use_cpu": SettingReader(training.read_use_cpu),
-        "launch.distributed_type": SettingReader(training.read_distributed_type),
-        "launch.dynamo_config": SettingReader(training.read_dynamo),
+        **_ALWAYS_SHOWN,
+        "wrap.classes": sharding.read_wrap_classes,
+        "wrap.min_num_params": sharding.read_min_num_params,
+        "wrap.ignored_modules": sharding.read_ignored_modules,
+        "offload.pin_memory": sharding.read_pin_memory,
+        "precision.fp32_modules": sharding.read_fp32_modules,
+        "precision.output": sharding.read_output_dtype,
+        "precision.buffer": sharding.read_buffer_dtype,
+        "prefetch.limit_all_gathers": sharding.read_limit_all_gathers,
+        "params.use_orig": sharding.read_use_orig,
+        "checkpoint.state_dict": training.read_state_dict,
+        "checkpoint.asynchronous": training.read_asynchronous,
+        "checkpoint.verify": lambda run: unobservable("only a resume uses this setting; the model does not record it"),
+        "activation.native": training.read_native,
+        "activation.offload": training.read_activation_offload,
+        "loading.ram_efficient": training.read_ram_efficient,
+        "loading.sync_module_states": lambda run: training.read_loading(run, planned=run.plan.sync_module_states),
+        "launch.num_processes": lambda run: ObservedValue(run.world_size),
+        "launch.num_machines": training.read_num_machines,
+        "launch.mixed_precision": training.read_mixed_precision,
+        "launch.use_cpu": training.read_use_cpu,
+        "launch.distributed_type": lambda run: ObservedValue("FSDP"),
+        "launch.dynamo_config": training.read_dynamo,
     }
 )
+"""Canonical name of a setting -> function that reads its value from the live model."""
 
 
 def read_setting(name: str, run: ObservedRun) -> ObservedValue:
     """Read one setting from the live model, by canonical name."""
     if name in READERS:
-        return READERS[name].read(run)
+        return READERS[name](run)
     if name.startswith("xla."):
         asked = run.plan.spec.get(name)
-        value = False if asked else asked
-        return ObservedValue(value=value, reason="the model is not on an XLA device", matches=not asked)
+        return ObservedValue(False if asked else asked, "the model is not on an XLA device", matches=not asked)
     return unobservable("only the launcher uses this setting; the model does not record it")
 
 
@@ -123,13 +114,11 @@ def check_settings(settings: tuple[SettingObservation, ...], plan: FsdpPlan) -> 
     for row in settings:
         if row.status != "differs":
             continue
-        expected = plan.pre_sharded or row.setting in not_supported
         reason = f" ({row.reason})" if row.reason else ""
-        message = (
-            f"{format_value(row.asked)} was requested, but the live model has {format_value(row.observed)}{reason}."
-        )
+        asked, observed = format_value(row.asked), format_value(row.observed)
+        message = f"{asked} was requested, but the live model has {observed}{reason}."
         code, fix = "FSDP-E503", "Do not change the model after prepare(). If nothing changes it, report a bug."
-        if expected:
+        if plan.pre_sharded or row.setting in not_supported:
             code, fix = "FSDP-W506", ""
         origin = plan.spec.origin(row.setting)
         problems.append(Problem(code=code, setting=row.setting, origin=origin, message=message, fix=fix))
@@ -138,9 +127,8 @@ def check_settings(settings: tuple[SettingObservation, ...], plan: FsdpPlan) -> 
 
 def _shown_settings(plan: FsdpPlan) -> Iterator[str]:
     for name, _, _ in plan.spec.settings():
-        by_default = name in READERS and READERS[name].default_shown
         decides_units = name == "wrap.classes" and plan.spec.wrap.policy == "transformer"
-        if by_default or decides_units or plan.spec.asked(name):
+        if name in _ALWAYS_SHOWN or decides_units or plan.spec.asked(name):
             yield name
 
 
@@ -150,7 +138,7 @@ def _observe_setting(name: str, run: ObservedRun) -> SettingObservation:
     asked = plan.spec.get(name) if plan.spec.asked(name) else planned
     expected = planned if asked == "auto" else asked
     if not run.units and not name.startswith("launch."):
-        found = ObservedValue(value="not sharded", reason="no module of the live model is an FSDP unit", matches=False)
+        found = differing("not sharded", "no module of the live model is an FSDP unit")
     else:
         try:
             found = read_setting(name, run)

@@ -9,6 +9,7 @@ from hf_fsdp_plugin.observe.observed_run import (
     ObservedRun,
     ObservedValue,
     common_value,
+    differing,
     not_reduced,
     unobservable,
     unplanned_cast,
@@ -19,31 +20,26 @@ from hf_fsdp_plugin.strategies import STRATEGIES, strategy_of
 from hf_fsdp_plugin.text import format_names
 
 
-def read_version(run: ObservedRun) -> ObservedValue:
-    return ObservedValue(value=common_value(unit.live.version for unit in run.units))
-
-
 def read_strategy(run: ObservedRun) -> ObservedValue:
     """Read FSDP1's strategy; under FSDP2, derive it from the mesh and the reshard flag of the layers."""
     value = common_value(unit.live.strategy or _strategy_of_mesh(unit) for unit in run.layers)
     if run.structure.unsharded:
-        return ObservedValue(value=f"{value}, except some parameters", reason=run.structure.reason, matches=False)
+        return differing(f"{value}, except some parameters", run.structure.reason)
     if unreduced := not_reduced(run):
         reason = f"gradients are not reduced: {format_names(unreduced, 2)}"
-        return ObservedValue(value=f"{value} without gradient reduction", reason=reason, matches=False)
-    gathered = [unit.name or "(root)" for unit in run.units_with_params if not unit.live.reshards_after_backward]
+        return differing(f"{value} without gradient reduction", reason)
+    gathered = [unit.label for unit in run.units_with_params if not unit.live.reshards_after_backward]
     if gathered and run.world_size > 1:
         reason = f"set_reshard_after_backward(False) keeps gathered parameters: {format_names(gathered, 2)}"
-        return ObservedValue(value=f"{value} without reshard after backward", reason=reason, matches=False)
+        return differing(f"{value} without reshard after backward", reason)
     if run.world_size == 1:
-        return ObservedValue(value=value, reason="with one rank, all strategies are the same", matches=True)
+        return ObservedValue(value, "with one rank, all strategies are the same", matches=True)
     if all(unit.live.is_root for unit in run.layers) and _differs_in_reshard_only(value, run.plan.strategy):
         # Both FSDP versions keep the root's gathered parameters until backward under every strategy.
-        reason = f"if the root is the only unit, {value} is the same"
-        return ObservedValue(value=run.plan.strategy, reason=reason, matches=True)
+        return ObservedValue(run.plan.strategy, f"if the root is the only unit, {value} is the same", matches=True)
     if value in STRATEGIES and not STRATEGIES[value].is_sharded and run.plan.mesh.shard == 1:
-        return ObservedValue(value=value, reason="a shard group of one rank does not shard", matches=True)
-    return ObservedValue(value=value)
+        return ObservedValue(value, "a shard group of one rank does not shard", matches=True)
+    return ObservedValue(value)
 
 
 def _differs_in_reshard_only(value: str, planned: str) -> bool:
@@ -68,43 +64,43 @@ def read_mesh_shard(run: ObservedRun) -> ObservedValue:
             if unit.live.shard_ranks not in ((), planned):
                 group, expected = (", ".join(map(str, ranks)) for ranks in (unit.live.shard_ranks, planned))
                 reason = f"the shards of {unit.name or 'the root'} are on ranks {group} instead of {expected}"
-                return ObservedValue(value=size, reason=reason, matches=False)
-    return ObservedValue(value=size)
+                return differing(size, reason)
+    return ObservedValue(size)
 
 
 def read_mesh_replicate(run: ObservedRun) -> ObservedValue:
     size = common_value(unit.live.replicate_size for unit in run.units_with_params)
-    local = [unit.name or "(root)" for unit in run.units_with_params if size != 1 and not unit.live.all_reduces]
-    reason = f"gradients are not reduced over the replicas: {format_names(local, 2)}" if local else ""
+    local = [unit.label for unit in run.units_with_params if size != 1 and not unit.live.all_reduces]
     if run.diverged:
-        reason = f"the replicas have different weights: {format_names(run.diverged, 2)}"
-    return ObservedValue(value=size, reason=reason, matches=False if reason else None)
+        return differing(size, f"the replicas have different weights: {format_names(run.diverged, 2)}")
+    if local:
+        return differing(size, f"gradients are not reduced over the replicas: {format_names(local, 2)}")
+    return ObservedValue(size)
 
 
 def read_wrap_policy(run: ObservedRun) -> ObservedValue:
     """Check that the modules that the policy selected are units, because FSDP does not store the policy."""
     if run.plan.sharded_at_load:
-        return ObservedValue(value="fsdp_plan", reason="from_pretrained chose the units", matches=True)
+        return ObservedValue("fsdp_plan", "from_pretrained chose the units", matches=True)
     if run.plan.pre_sharded:
-        return ObservedValue(value="by hand", reason="the script wrapped the model")
+        return ObservedValue("by hand", "the script wrapped the model")
     wrapped = {name for unit in run.units for name in unit.module_names}
     chosen = [name for unit in run.plan.units if unit.from_policy for name in unit.modules]
     missing = [name for name in chosen if name not in wrapped]
-    has_units_below_root = any(not unit.live.is_root for unit in run.units)
+    below_root = {name for unit in run.units if not unit.live.is_root for name in unit.module_names}
     if missing:
         reason = f"{len(missing)} of {len(chosen)} planned units are missing, for example {missing[0]}"
-        return ObservedValue(value="other units" if has_units_below_root else "none", reason=reason)
+        return ObservedValue("other units" if below_root else "none", reason)
     if not run.structure.is_equal:
-        return ObservedValue(value="other units", reason=run.structure.reason)
+        return ObservedValue("other units", run.structure.reason)
     if chosen:
         reason = f"all {len(chosen)} modules that the policy chose are units"
-        return ObservedValue(value=run.plan.spec.wrap.policy, reason=reason, matches=True)
-    below_root = {name for unit in run.units if not unit.live.is_root for name in unit.module_names}
-    if below_root <= {name for unit in run.plan.units for name in unit.modules}:
+    elif below_root <= {name for unit in run.plan.units for name in unit.modules}:
         # FSDP2 makes units of modules that the policy does not choose, such as embeddings.
         reason = "the policy chose no unit, as planned" if below_root else "the root is the only unit, as planned"
-        return ObservedValue(value=run.plan.spec.wrap.policy, reason=reason, matches=True)
-    return ObservedValue(value="none", reason="no policy chose the units below the root")
+    else:
+        return ObservedValue("none", "no policy chose the units below the root")
+    return ObservedValue(run.plan.spec.wrap.policy, reason, matches=True)
 
 
 def read_wrap_classes(run: ObservedRun) -> ObservedValue:
@@ -115,13 +111,13 @@ def read_wrap_classes(run: ObservedRun) -> ObservedValue:
     observed = tuple(name for name in asked if name in found) or tuple(sorted(found & planned))
     missing = sorted(planned - found)
     absent = sorted(set(asked) - found - planned)
-    reason = f"not wrapped: {', '.join(missing)}" if missing else ""
-    if absent and not missing:
-        reason = f"not in the model: {', '.join(absent)}"
+    reason = f"not in the model: {', '.join(absent)}" if absent else ""
+    if missing:
+        reason = f"not wrapped: {', '.join(missing)}"
     if not run.structure.is_equal:
-        return ObservedValue(value=observed, reason=reason or run.structure.reason, matches=False)
+        return differing(observed, reason or run.structure.reason)
     # Without planned units, only the requested names can be compared.
-    return ObservedValue(value=observed, reason=reason, matches=not missing if planned else not absent)
+    return ObservedValue(observed, reason, matches=not missing if planned else not absent)
 
 
 def read_min_num_params(run: ObservedRun) -> ObservedValue:
@@ -130,12 +126,11 @@ def read_min_num_params(run: ObservedRun) -> ObservedValue:
     if not sizes:
         return unobservable("the size policy chose no unit")
     # The threshold itself is not on the live model.
+    value = f"smallest unit {min(sizes):,}"
     if not run.structure.is_equal:
-        return ObservedValue(value=f"smallest unit {min(sizes):,}", reason=run.structure.reason, matches=False)
+        return differing(value, run.structure.reason)
     reason = f"the smallest unit that the size policy chose has {min(sizes)} parameters"
-    return ObservedValue(
-        value=f"smallest unit {min(sizes):,}", reason=reason, matches=min(sizes) >= run.plan.spec.wrap.min_num_params
-    )
+    return ObservedValue(value, reason, matches=min(sizes) >= run.plan.spec.wrap.min_num_params)
 
 
 def read_ignored_modules(run: ObservedRun) -> ObservedValue:
@@ -150,7 +145,7 @@ def read_ignored_modules(run: ObservedRun) -> ObservedValue:
                 found.append(name)
     sharded = [name for name in run.plan.ignored_modules if name in with_params and not _inside_any(name, found)]
     reason = f"sharded: {', '.join(sharded[:3])}" if sharded else f"not sharded: {', '.join(found) or 'nothing'}"
-    return ObservedValue(value=found, reason=reason, matches=not sharded)
+    return ObservedValue(found, reason, matches=not sharded)
 
 
 def _inside_any(name: str, outers: Iterable[str]) -> bool:
@@ -161,11 +156,10 @@ def read_offload(run: ObservedRun) -> ObservedValue:
     offloaded = common_value(unit.offloaded for unit in run.units_with_params)
     devices = {shard.device.type for unit in run.units_with_params for shard in unit.live.shards}
     if offloaded is True and devices != {"cpu"}:
-        reason = f"the offload policy is set, but the shards are on {', '.join(sorted(devices))}"
-        return ObservedValue(value=False, reason=reason)
+        return ObservedValue(False, f"the offload policy is set, but the shards are on {', '.join(sorted(devices))}")
     if run.plan.offload_params and run.device_type == "cpu" and devices == {"cpu"}:
-        return ObservedValue(value=True, reason="CPU ranks keep their shards in host memory", matches=True)
-    return ObservedValue(value=offloaded)
+        return ObservedValue(True, "CPU ranks keep their shards in host memory", matches=True)
+    return ObservedValue(offloaded)
 
 
 def read_pin_memory(run: ObservedRun) -> ObservedValue:
@@ -173,21 +167,21 @@ def read_pin_memory(run: ObservedRun) -> ObservedValue:
         return unobservable("no parameters are offloaded")
     if run.device_type == "cpu":
         return unobservable("CPU ranks do not pin memory")
-    pinned = common_value(shard.is_pinned() for unit in run.units_with_params for shard in unit.live.shards)
-    return ObservedValue(value=pinned)
+    shards = (shard for unit in run.units_with_params for shard in unit.live.shards)
+    return ObservedValue(common_value(shard.is_pinned() for shard in shards))
 
 
 def read_param_dtype(run: ObservedRun) -> ObservedValue:
     value = common_value(unit.param_dtype for unit in run.units_in_policy_dtype)
     if value is not None and (reason := unplanned_cast(run)):
-        return ObservedValue(value=value, reason=reason, matches=False)
+        return differing(value, reason)
     if run.plan.precision.param == "unchanged":
         casts = any(unit.live.casts for unit in run.units_with_params)
-        return ObservedValue(value=value, reason="the dtype of the parameters, without a cast", matches=not casts)
+        return ObservedValue(value, "the dtype of the parameters, without a cast", matches=not casts)
     cast, kept = run.first_step.cast_inputs, run.first_step.kept_inputs
     parts = [f"activations in {format_names(cast, 3)} are cast to it"] if cast else []
     parts += [f"numbers in {format_names(kept, 3)} keep their dtype"] if kept else []
-    return ObservedValue(value=value, reason=", ".join(parts))
+    return ObservedValue(value, ", ".join(parts))
 
 
 def read_fp32_modules(run: ObservedRun) -> ObservedValue:
@@ -204,33 +198,30 @@ def read_fp32_modules(run: ObservedRun) -> ObservedValue:
             if is_fp32 != (name in planned) and dtype.is_floating_point:
                 others.append(name)
     if not planned:
-        reason = "without mixed precision, no parameter is cast"
-        return ObservedValue(value=run.plan.spec.precision.fp32_modules, reason=reason, matches=True)
+        asked = run.plan.spec.precision.fp32_modules
+        return ObservedValue(asked, "without mixed precision, no parameter is cast", matches=True)
     modules = list(dict.fromkeys(name.rpartition(".")[0] for name in found))
-    reason = f"{len(found)} parameters are gathered in fp32"
     if others:
         reason = f"{len(others)} parameters are not gathered in the planned dtype: {format_names(others, 3)}"
-    return ObservedValue(value=modules, reason=reason, matches=not others)
+        return differing(modules, reason)
+    return ObservedValue(modules, f"{len(found)} parameters are gathered in fp32", matches=True)
 
 
 def read_reduce_dtype(run: ObservedRun) -> ObservedValue:
     dtypes = [unit.reduce_dtype for unit in run.units_with_params if unit.reduce_dtype]
     if not dtypes:
         return unobservable("no parameter is trained, so no gradient is reduced")
-    return ObservedValue(value=common_value(dtypes), matches=_true_if_unchanged(run.plan.precision.reduce))
+    return ObservedValue(common_value(dtypes), matches=_true_if_unchanged(run.plan.precision.reduce))
 
 
 def read_output_dtype(run: ObservedRun) -> ObservedValue:
     """Read the dtype of a recorded forward or, if there is none, of the root's policy."""
     matches = _true_if_unchanged(run.plan.precision.output)
     if run.first_step.output_dtype is not None:
-        return ObservedValue(
-            value=dtype_name(run.first_step.output_dtype), reason="of a recorded forward", matches=matches
-        )
+        return ObservedValue(dtype_name(run.first_step.output_dtype), "of a recorded forward", matches)
     policies = [unit.live.output_dtype for unit in run.units if unit.live.is_root and unit.live.version == 2]
     if policies:
-        value = dtype_name(policies[0]) or "unchanged"
-        return ObservedValue(value=value, reason="from the policy of the root", matches=matches)
+        return ObservedValue(dtype_name(policies[0]) or "unchanged", "from the policy of the root", matches)
     return unobservable("FSDP1 does not store an output dtype, and no forward was recorded")
 
 
@@ -240,7 +231,7 @@ def read_buffer_dtype(run: ObservedRun) -> ObservedValue:
         return unobservable("the model has no floating-point buffers")
     if any(unit.live.version == 1 and unit.live.lazy for unit in run.units):
         return unobservable("FSDP1 casts buffers in the first forward, which has not run yet")
-    return ObservedValue(value=common_value(dtypes), matches=_true_if_unchanged(run.plan.precision.buffer))
+    return ObservedValue(common_value(dtypes), matches=_true_if_unchanged(run.plan.precision.buffer))
 
 
 def _true_if_unchanged(planned: str) -> bool | None:
@@ -253,7 +244,7 @@ _NO_PREFETCH = "fewer than two units below the root, so there is nothing to pref
 def read_backward_prefetch(run: ObservedRun) -> ObservedValue:
     if len(run.units_below_root) < 2:
         return unobservable(_NO_PREFETCH)
-    return ObservedValue(value=common_value(unit.live.backward_prefetch for unit in run.units_below_root))
+    return ObservedValue(common_value(unit.live.backward_prefetch for unit in run.units_below_root))
 
 
 def read_forward_prefetch(run: ObservedRun) -> ObservedValue:
@@ -266,9 +257,9 @@ def read_forward_prefetch(run: ObservedRun) -> ObservedValue:
         wrong = [] if run.plan.pre_sharded else _prefetching_others(run)
         if wrong:
             reason = f"{wrong[0]} prefetches another unit than the next one"
-            return ObservedValue(value=f"of another unit in {len(wrong)} units", reason=reason, matches=False)
-        return ObservedValue(value=num_prefetching > 0)
-    return ObservedValue(value=f"in {num_prefetching} of {num_units} units", matches=False)
+            return differing(f"of another unit in {len(wrong)} units", reason)
+        return ObservedValue(num_prefetching > 0)
+    return differing(f"in {num_prefetching} of {num_units} units")
 
 
 def _prefetching_others(run: ObservedRun) -> list[str]:
@@ -283,11 +274,11 @@ def _prefetching_others(run: ObservedRun) -> list[str]:
 
 def read_limit_all_gathers(run: ObservedRun) -> ObservedValue:
     if any(unit.live.version == 2 for unit in run.units):
-        return ObservedValue(value=True, reason="FSDP2 always limits all-gathers")
-    return ObservedValue(value=common_value(unit.live.limit_all_gathers for unit in run.units))
+        return ObservedValue(True, "FSDP2 always limits all-gathers")
+    return ObservedValue(common_value(unit.live.limit_all_gathers for unit in run.units))
 
 
 def read_use_orig(run: ObservedRun) -> ObservedValue:
     if any(unit.live.version == 2 for unit in run.units):
-        return ObservedValue(value=True, reason="FSDP2 always keeps the original parameters")
-    return ObservedValue(value=common_value(unit.live.use_orig for unit in run.units))
+        return ObservedValue(True, "FSDP2 always keeps the original parameters")
+    return ObservedValue(common_value(unit.live.use_orig for unit in run.units))

@@ -6,6 +6,7 @@ import re
 import textwrap
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
+from itertools import groupby
 
 from hf_fsdp_plugin.observe.memory import MemoryObservation
 from hf_fsdp_plugin.observe.settings import SettingObservation, format_value
@@ -24,40 +25,22 @@ def units_table(units: Sequence[UnitObservation]) -> str:
     if not units:
         return "units: none, the model is not sharded"
     rows = [("unit", "class", "parameters", "compute", "reduce", "master", "reshard", "")]
-    for similar in _similar_units(units):
+    for similar in (list(group) for _, group in groupby(units, _similarity_key)):
         unit = similar[0]
         notes = [name for name, holds in (("checkpointed", unit.checkpointed), ("offloaded", unit.offloaded)) if holds]
         if unit.num_frozen:
             notes.append("frozen" if unit.num_frozen == unit.num_params else f"{unit.num_frozen:,} frozen")
         times = f" ×{len(similar)}" if len(similar) > 1 else ""
-        rows.append(
-            (
-                shorten(_common_name(similar) or "(root)", 30),
-                shorten(unit.class_name, 30 - len(times)) + times,
-                f"{unit.num_params:,}",
-                unit.param_dtype,
-                unit.reduce_dtype,
-                unit.master_dtype,
-                "yes" if unit.reshard_after_forward else "no",
-                ", ".join(notes),
-            )
-        )
+        name = shorten(_common_name(similar) or "(root)", 30)
+        class_name = shorten(unit.class_name, 30 - len(times)) + times
+        dtypes = unit.param_dtype, unit.reduce_dtype, unit.master_dtype
+        reshards = "yes" if unit.reshard_after_forward else "no"
+        rows.append((name, class_name, f"{unit.num_params:,}", *dtypes, reshards, ", ".join(notes)))
     return format_table(rows, right={2})
 
 
-def _similar_units(units: Sequence[UnitObservation]) -> Iterable[list[UnitObservation]]:
-    """Group consecutive units whose names differ only in the number."""
-    group: list[UnitObservation] = []
-    for unit in units:
-        if group and _similarity_key(unit) != _similarity_key(group[-1]):
-            yield group
-            group = []
-        group.append(unit)
-    if group:
-        yield group
-
-
 def _similarity_key(unit: UnitObservation) -> tuple[object, ...]:
+    """Return what is equal for units whose names differ only in the number."""
     facts = {key: value for key, value in unit.to_json().items() if key not in ("name", "num_local_params")}
     return re.sub(r"\d+", "#", unit.name), *facts.values()
 
@@ -109,9 +92,8 @@ def difference_lines(settings: Sequence[SettingObservation], problems: Sequence[
     rows = [row for row in settings if row.status == "differs"]
     names = {row.setting for row in rows}
     errors = [f"ERROR    {p}" for p in problems if p.severity == "error" and p.setting not in names]
-    lines = [
-        f"DIFFERS  {r.setting}: {format_value(r.asked)} requested, {format_value(r.observed)} observed" for r in rows
-    ]
+    values = ((row.setting, format_value(row.asked), format_value(row.observed)) for row in rows)
+    lines = [f"DIFFERS  {name}: {asked} requested, {observed} observed" for name, asked, observed in values]
     warnings = [f"WARNING  {p}" for p in problems if p.code in _OF_RUN]
     return [*truncate_lines(errors, _MAX_LINES), *truncate_lines(lines, _MAX_LINES), *warnings]
 

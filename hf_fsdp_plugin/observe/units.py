@@ -51,6 +51,11 @@ class UnitObservation:
     live: LiveUnit = field(repr=False, compare=False)
 
     @property
+    def label(self) -> str:
+        """The name in messages and tables."""
+        return self.name or "(root)"
+
+    @property
     def module_names(self) -> tuple[str, ...]:
         return tuple(self.name.split(" + "))
 
@@ -103,10 +108,9 @@ def _observe_unit(live: LiveUnit, names: dict[int, str], checkpointed: set[str])
     # torch stores a group's modules in the order of the call; reports use the order of the module tree.
     modules = sorted(live.modules, key=lambda module: order[names[id(module)]])
     module_names = [names[id(module)] for module in modules]
-    inner = [unwrapped(module) for module in modules]
     return UnitObservation(
         name=" + ".join(module_names),
-        class_name=" + ".join(_plain_class_name(module) for module in inner),
+        class_name=" + ".join(_plain_class_name(unwrapped(module)) for module in modules),
         num_params=live.num_params,
         num_local_params=live.num_local_params,
         num_frozen=live.num_frozen,
@@ -194,34 +198,31 @@ class StructureComparison:
 
 def compare_structure(model: nn.Module, units: Sequence[UnitObservation], plan: FsdpPlan) -> StructureComparison:
     """Compare units and parameters, in both directions. Without collectives."""
-    first_name = {name: _canonical(names)[0] for names in plan.ties for name in _canonical(names)}
-    planned = {
-        first_name.get(name, name): frozenset(_canonical(unit.modules))
-        for unit in plan.units
-        for name in _canonical(unit.parameters)
-    }
+    first_name = {canonical_name(name): canonical_name(names[0]) for names in plan.ties for name in names}
+
+    def first(name: str) -> str:
+        name = canonical_name(name)
+        return first_name.get(name, name)
+
+    modules_of = [frozenset(map(canonical_name, unit.modules)) for unit in plan.units]
+    planned = {first(n): modules for unit, modules in zip(plan.units, modules_of, strict=True) for n in unit.parameters}
     live: dict[str, frozenset[str]] = {}
     frozen = set()
-    names = {id(module): canonical_name(name) for name, module in model.named_modules()}
+    paths = {id(module): path for path, module in model.named_modules()}
     for unit in units:
         for module, attribute, requires_grad in unit.live.places:
-            if id(module) in names:  # otherwise the module has been replaced
-                name = f"{names[id(module)]}.{attribute}".lstrip(".")
-                name = first_name.get(name, name)
+            if id(module) in paths:  # otherwise the module has been replaced
+                name = first(f"{paths[id(module)]}.{attribute}".lstrip("."))
                 live[name] = frozenset(unit.module_names)
                 if not requires_grad:
                     frozen.add(name)
-    frozen_before = {first_name.get(name, name) for unit in plan.units for name in _canonical(unit.frozen)}
+    frozen_before = {first(name) for unit in plan.units for name in unit.frozen}
     # The root is a unit even if all parameters belong to others.
-    planned_units = {frozenset(_canonical(unit.modules)) for unit in plan.units} - {frozenset([""])}
+    planned_units = set(modules_of) - {frozenset([""])}
     live_units = {frozenset(unit.module_names) for unit in units} - {frozenset([""])}
     unmanaged = {id(parameter) for parameter in unmanaged_parameters(model, units)}
-    ignored = set(_canonical(plan.ignored_parameters))
-    unsharded = {
-        first_name.get(canonical_name(name), canonical_name(name))
-        for name, parameter in model.named_parameters()
-        if id(parameter) in unmanaged
-    }
+    ignored = set(map(canonical_name, plan.ignored_parameters))
+    unsharded = {first(name) for name, parameter in model.named_parameters() if id(parameter) in unmanaged}
     return StructureComparison(
         missing=_unit_names(planned_units - live_units),
         extra=_unit_names(live_units - planned_units),
@@ -230,10 +231,6 @@ def compare_structure(model: nn.Module, units: Sequence[UnitObservation], plan: 
         sharded=tuple(sorted(live.keys() & ignored)),
         frozen=tuple(sorted(frozen & planned.keys() - frozen_before)),
     )
-
-
-def _canonical(names: Sequence[str]) -> list[str]:
-    return [canonical_name(name) for name in names]
 
 
 def _unit_names(units: set[frozenset[str]]) -> tuple[str, ...]:

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from hf_fsdp_plugin.backends.loading.mapped_files import ParameterMemory
-from hf_fsdp_plugin.backends.loading.tensor_checksums import hash_bits
-from hf_fsdp_plugin.backends.loading.weight_loader import (
-    BROADCAST_ATTRIBUTE,
-    BroadcastRecord,
-)
+from hf_fsdp_plugin.backends.loading.equal_weights import ParameterMemory, hash_bits
+from hf_fsdp_plugin.backends.loading.weight_loader import BROADCAST_ATTRIBUTE, BroadcastRecord
 from hf_fsdp_plugin.backends.ranks.agreement import gather_objects, on_all_ranks
 from hf_fsdp_plugin.observe.units import UnitObservation, unmanaged_parameters
 from hf_fsdp_plugin.plan.names import canonical_name
@@ -120,24 +116,24 @@ def _changed(
 
 
 def _checksums(model: nn.Module, units: Sequence[UnitObservation]) -> dict[_Key, _Checksum | None]:
-    sums: dict[_Key, torch.Tensor | None] = {}
+    found: dict[_Key, _Checksum | None] = {}
     for unit in units:
         if unit.live.shards:
-            sums["unit", unit.name or "root", unit.live.shard_rank] = _sums(unit.live.shards)
+            found["unit", unit.name or "root", unit.live.shard_rank] = _checksum(unit.live.shards)
     unmanaged = {id(parameter) for parameter in unmanaged_parameters(model, units)}
     for name, parameter in model.named_parameters():
         if id(parameter) in unmanaged:
-            sums["parameter", canonical_name(name), 0] = _sums([parameter])
+            found["parameter", canonical_name(name), 0] = _checksum([parameter])
     for name, module in model.named_modules():
         for attribute in sorted(non_persistent_buffers(module)):
             if (buffer := buffers(module).get(attribute)) is not None:
-                sums["buffer", canonical_name(f"{name}.{attribute}".lstrip(".")), 0] = _sums([buffer])
-    return _read(sums)
+                found["buffer", canonical_name(f"{name}.{attribute}".lstrip(".")), 0] = _checksum([buffer])
+    return found
 
 
 @torch.no_grad()
-def _sums(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
-    """Return the sum and the sum of magnitudes in double precision, on the tensors' device; ``None`` on meta."""
+def _checksum(tensors: Sequence[torch.Tensor]) -> _Checksum | None:
+    """Return the sum and the sum of magnitudes, computed in double precision; ``None`` on meta."""
     if any(tensor.is_meta for tensor in tensors):
         return None
     total = torch.zeros(2, dtype=torch.float64, device=next((each.device for each in tensors), None))
@@ -146,20 +142,8 @@ def _sums(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
         for part in tensor.reshape(-1).split(_PART) if tensor.numel() else ():
             doubles = part.double()
             total += torch.stack([doubles.sum(), doubles.abs().sum()])
-    return total
-
-
-def _read(sums: Mapping[_Key, torch.Tensor | None]) -> dict[_Key, _Checksum | None]:
-    """Read sums from their devices, with one copy per device."""
-    found: dict[_Key, _Checksum | None] = dict.fromkeys(sums)
-    by_device: dict[torch.device, dict[_Key, torch.Tensor]] = {}
-    for key, value in sums.items():
-        if value is not None:
-            by_device.setdefault(value.device, {})[key] = value
-    for values in by_device.values():
-        pairs = torch.stack(list(values.values())).tolist()
-        found |= {key: (signed, absolute) for key, (signed, absolute) in zip(values, pairs, strict=True)}
-    return found
+    signed, absolute = total.tolist()
+    return signed, absolute
 
 
 def _close(one: _Checksum | None, other: _Checksum | None) -> bool:

@@ -1,7 +1,8 @@
-"""Functions and classes that torch provides only with private names."""
+"""Functions and classes that torch provides only with private names, among them those for tracing operators."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -15,12 +16,15 @@ from hf_fsdp_plugin.contracts import contracts_of, guard, load
 if TYPE_CHECKING:
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import ActivationWrapper as ActivationWrapper
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper as CheckpointWrapper
+    from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
 _CHECKPOINT = "torch.distributed.algorithms._checkpoint.checkpoint_wrapper"
 _FILES = "torch.distributed.checkpoint.filesystem"
 _STORE = "torch.distributed.distributed_c10d"
 _LAYOUT = "torch.distributed.tensor._utils"
 _TREE = "torch.utils._pytree"
+_DISPATCH = "torch.utils._python_dispatch"
+_PREDICTION = "the prediction of memory and time"
 _ATTENTION = (
     "_scaled_dot_product_efficient_attention",
     "_scaled_dot_product_flash_attention",
@@ -49,12 +53,20 @@ CONTRACTS = (
                   "_version"),
     *contracts_of("torch:Tensor", "off", "hooks of a script on parameters",
                   "_backward_hooks", "_post_accumulate_grad_hooks"),
+    *contracts_of(_DISPATCH, "refused", _PREDICTION, "TorchDispatchMode"),
+    *contracts_of("torch:ops.aten", "refused", _PREDICTION, "_grouped_mm.default", "_local_scalar_dense.default",
+                  "_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention",
+                  "_scaled_dot_product_efficient_attention"),
+    *contracts_of("torch:UntypedStorage", "refused", _PREDICTION, "_cdata"),
+    *contracts_of("torch._ops:OpOverload", "refused", _PREDICTION, "_schema", "_overloadpacket"),
+    *contracts_of("torch.autograd.graph", "refused", "the prediction of memory", "_engine_run_backward"),
 )  # fmt: skip
 _NO_HOOKS: Mapping[int, Any] = {}
 
 if not TYPE_CHECKING:
     ActivationWrapper = load(f"{_CHECKPOINT}:ActivationWrapper", CONTRACTS)
     CheckpointWrapper = load(f"{_CHECKPOINT}:CheckpointWrapper", CONTRACTS)
+    TorchDispatchMode = load(f"{_DISPATCH}:TorchDispatchMode", CONTRACTS)
 checkpoint_wrapper = load(f"{_CHECKPOINT}:checkpoint_wrapper", CONTRACTS)
 StorageInfo = load(f"{_FILES}:_StorageInfo", CONTRACTS)
 default_store = load(f"{_STORE}:_get_default_store", CONTRACTS)
@@ -69,6 +81,11 @@ ATTENTION_OPS = tuple(load(f"torch:ops.aten.{name}.default", CONTRACTS) for name
 """The operators that ``scaled_dot_product_attention`` calls."""
 GROUPED_MM = load("torch:ops.aten._grouped_mm.default", CONTRACTS)
 """The operator that ``torch.nn.functional.grouped_mm`` calls."""
+READ_VALUE = load("torch:ops.aten._local_scalar_dense.default", CONTRACTS)
+"""The operator of ``Tensor.item()``."""
+cpu_attention = load("torch:ops.aten._scaled_dot_product_flash_attention_for_cpu", CONTRACTS)
+flash_attention = load("torch:ops.aten._scaled_dot_product_flash_attention", CONTRACTS)
+efficient_attention = load("torch:ops.aten._scaled_dot_product_efficient_attention", CONTRACTS)
 
 
 def checkpointed_module(wrapper: ActivationWrapper) -> nn.Module:
@@ -141,6 +158,42 @@ def gradient_hooks(tensor: torch.Tensor) -> Mapping[int, Any]:
 def runs_after_accumulation(tensor: torch.Tensor) -> bool:
     """Return whether the tensor has hooks of ``register_post_accumulate_grad_hook``."""
     return bool(tensor._post_accumulate_grad_hooks)
+
+
+def storage_key(of: torch.Tensor | torch.UntypedStorage) -> int:
+    """Return a number that identifies a storage, or a tensor's, while it exists. Views have the key of their base."""
+    storage = of.untyped_storage() if isinstance(of, torch.Tensor) else of
+    return int(storage._cdata)
+
+
+def operator_name(func: Any) -> str:
+    """Return the name of a dispatched operator without namespace: ``mm``."""
+    return str(func._schema.name).partition("::")[2]
+
+
+def is_view(func: Any) -> bool:
+    """Whether a dispatched operator returns a view of an argument."""
+    aliases = [returned.alias_info for returned in func._schema.returns]
+    return any(alias is not None and not alias.is_write for alias in aliases)
+
+
+def flops_of(func: Any, args: Any, kwargs: Any, out: Any) -> int:
+    """Return the FLOPs of a dispatched operator; 0 if torch does not count it."""
+    from torch.utils.flop_counter import flop_registry  # it imports torch's decompositions
+
+    count = flop_registry.get(func._overloadpacket)
+    if count is None and operator_name(func) == "_grouped_mm":  # rows of an operand times both sizes of a group's other
+        return 2 * int(args[0].shape[0] * args[0].shape[1] * args[1].shape[-1])
+    return int(count(*args, **kwargs, out_val=out)) if count is not None else 0
+
+
+def called_by_engine(depth: int) -> bool:
+    """Return whether the autograd engine has called a function without Python in between.
+
+    Args:
+        depth: number of frames between the caller and that function's own.
+    """
+    return sys._getframe(depth + 1).f_code.co_name == "_engine_run_backward"
 
 
 guard(

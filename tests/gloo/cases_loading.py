@@ -22,7 +22,7 @@ from training import fresh_accelerator
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 import hf_fsdp_plugin as hfp
-from hf_fsdp_plugin.backends.loading.mapped_files import parameter_memory
+from hf_fsdp_plugin.backends.loading.equal_weights import parameter_memory
 from hf_fsdp_plugin.backends.loading.shared_weights import Publication
 from hf_fsdp_plugin.backends.loading.weight_loader import BROADCAST_ATTRIBUTE
 from hf_fsdp_plugin.plan.names import unwrapped

@@ -6,7 +6,7 @@ would without this module, and a waiting process continues when the publisher fa
 on a disk: the rendezvous is an abstract Unix socket (``man 7 unix``), and the weights are in a sealed memory file
 (:class:`MemoryFile`). Every process maps it privately (copy-on-write), so a change in place stays in the process that
 makes it. The name of the memory file is a hash of the key, by which ranks recognize equal weights
-(:func:`hf_fsdp_plugin.backends.loading.mapped_files.find_mapped_parameters`).
+(:func:`hf_fsdp_plugin.backends.loading.equal_weights.find_mapped_parameters`).
 
 The publisher moves each tensor to the memory file as soon as it is computed (:meth:`Publication.move`), so that its
 private memory does not grow with the model.
@@ -23,6 +23,7 @@ import ctypes
 import errno
 import hashlib
 import json
+import math
 import mmap
 import os
 import socket
@@ -30,14 +31,13 @@ import struct
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from io import BufferedIOBase
 from typing import Any
 
 import torch
 
-from hf_fsdp_plugin.backends.loading.mapped_files import SHARED_NAME, MemoryMaps
+from hf_fsdp_plugin.backends.loading.equal_weights import SHARED_NAME, MemoryMaps
 
-_SIZES = struct.Struct("<QQ")
-"""Message of the publisher: bytes of the weights, and of the table that follows them in the memory file."""
 _CREDENTIALS = struct.Struct("3i")
 _WAIT_SECONDS = 1800.0
 """Longest time that a process waits for a publisher that is still computing, as long as torch's collectives do."""
@@ -64,7 +64,7 @@ class MemoryFile:
     """
 
     def __init__(self, name: str) -> None:
-        self._file = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        self._file = os.fdopen(os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING), "r+b")
         self._end = self._num_untrimmed = 0
         self._chunk: mmap.mmap | None = None
         self._chunk_offset = 0
@@ -77,12 +77,13 @@ class MemoryFile:
             OSError: there is no memory.
             RuntimeError, TypeError: the dtype has no bytes.
         """
-        flat: Any = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
-        content = memoryview(flat)
+        content: Any = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
         if self._chunk is None or self._end + len(content) > self._chunk_offset + len(self._chunk):
             self._add_chunk(len(content))
         offset = self._end
-        write_at(self._file, content, offset)
+        self._file.seek(offset)
+        self._file.write(memoryview(content))
+        self._file.flush()
         # No page has two tensors: this process would not see what is written to a page that it has a changed copy of.
         self._end += -(-len(content) // mmap.PAGESIZE) * mmap.PAGESIZE
         self._num_untrimmed += len(content)
@@ -97,30 +98,26 @@ class MemoryFile:
         unit = mmap.ALLOCATIONGRANULARITY
         self._end = self._chunk_offset = -(-self._end // unit) * unit
         length = max(_CHUNK, -(-num_bytes // unit) * unit)
-        os.ftruncate(self._file, self._chunk_offset + length)
-        self._chunk = mmap.mmap(self._file, length, access=mmap.ACCESS_COPY, offset=self._chunk_offset)
+        os.ftruncate(self._file.fileno(), self._chunk_offset + length)
+        self._chunk = mmap.mmap(self._file.fileno(), length, access=mmap.ACCESS_COPY, offset=self._chunk_offset)
 
-    def seal(self, text: bytes) -> tuple[int, int]:
-        """Append a text, and make the file immutable, so that no process can change the weights of another one.
-
-        Returns:
-            The file, which the caller closes, and the bytes of the tensors, after which the text begins.
-        """
+    def seal(self) -> None:
+        """Make the file immutable, so that no process can change the weights of another one."""
         import fcntl
 
-        os.ftruncate(self._file, self._end + len(text))
-        write_at(self._file, memoryview(text), self._end)
+        os.ftruncate(self._file.fileno(), self._end)
         seals = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
         fcntl.fcntl(self._file, fcntl.F_ADD_SEALS, seals)
-        file, self._file = self._file, -1
         return_freed_memory()
-        return file, self._end
+
+    def send(self, connection: socket.socket) -> None:
+        """Give the file to the process at the other end of a connection."""
+        socket.send_fds(connection, [b"."], [self._file.fileno()])
 
     def close(self) -> None:
         """Close the file. Its tensors stay valid."""
-        if self._file >= 0:
-            os.close(self._file)
-        self._file = -1
+        with contextlib.suppress(OSError):  # what could not be written
+            self._file.close()
 
 
 def return_freed_memory() -> None:
@@ -129,22 +126,15 @@ def return_freed_memory() -> None:
         ctypes.CDLL(None).malloc_trim(0)
 
 
-def write_at(file: int, content: memoryview, offset: int) -> None:
-    while len(content):
-        written = os.pwrite(file, content[: 1 << 30], offset)
-        content, offset = content[written:], offset + written
-
-
-def map_privately(file: int, size: int) -> mmap.mmap | None:
+def map_privately(file: BufferedIOBase) -> mmap.mmap | None:
     """Map a file privately. The mapping is released with the last tensor that is a view of it."""
-    return mmap.mmap(file, size, access=mmap.ACCESS_COPY) if size else None
+    size = os.fstat(file.fileno()).st_size
+    return mmap.mmap(file.fileno(), size, access=mmap.ACCESS_COPY) if size else None
 
 
 def view_of(memory: mmap.mmap | None, offset: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     """Return the tensor at a byte offset of a mapping."""
-    num_bytes = dtype.itemsize
-    for length in shape:
-        num_bytes *= length
+    num_bytes = dtype.itemsize * math.prod(shape)
     if memory is None or not num_bytes:
         return torch.empty(shape, dtype=dtype, device="cpu")
     return torch.frombuffer(memory, dtype=torch.uint8, count=num_bytes, offset=offset).view(dtype).view(shape)
@@ -241,17 +231,15 @@ class Publication:
             in both cases.
         """
         try:
-            table = self._table(tensors, files)
-            text = json.dumps({"facts": facts, "tensors": table}).encode()
-            file, size = self._memory.seal(text)
+            text = json.dumps({"facts": facts, "tensors": self._table(tensors, files)}).encode()
+            self._memory.seal()
         except (OSError, RuntimeError, TypeError):  # no memory, or a dtype that has no bytes
             self.close()
             return False
         except BaseException:
             self.close()
             raise
-        sizes = _SIZES.pack(size, len(text))
-        self._thread = threading.Thread(target=self._serve, args=(file, sizes), name="hf_fsdp_weights", daemon=True)
+        self._thread = threading.Thread(target=self._serve, args=(text,), name="hf_fsdp_weights", daemon=True)
         self._thread.start()
         return True
 
@@ -277,7 +265,7 @@ class Publication:
             table[name] = [source, offset, list(tensor.shape), str(tensor.dtype).removeprefix("torch.")]
         return table
 
-    def _serve(self, file: int, sizes: bytes) -> None:
+    def _serve(self, text: bytes) -> None:
         """Send the memory file to every process that connects, until all other processes of the machine have it."""
         served: set[int] = set()
         try:
@@ -286,14 +274,15 @@ class Publication:
                 with connection, contextlib.suppress(OSError):
                     pid, user = _peer(connection)
                     if user == os.geteuid():
-                        socket.send_fds(connection, [sizes], [file])
+                        self._memory.send(connection)
+                        connection.sendall(text)
                         served |= {pid} - {os.getpid()}
         except OSError:
             pass  # closed
         finally:
             self.is_open = False
             self._listener.close()
-            os.close(file)
+            self._memory.close()
 
     def close(self) -> None:
         """Stop publishing. Processes that are waiting continue without the weights."""
@@ -310,15 +299,10 @@ class Publication:
 class Received:
     """Weights that another process of this machine has computed."""
 
-    def __init__(self, file: int, size: int, table_size: int) -> None:
-        try:
-            text = os.pread(file, table_size, size)
-            content = json.loads(text)
-            self.facts: Any = content["facts"]
-            self._table: dict[str, list[Any]] = content["tensors"]
-            self._memory = map_privately(file, size)
-        finally:
-            os.close(file)
+    def __init__(self, file: BufferedIOBase, content: Any) -> None:
+        self.facts: Any = content["facts"]
+        self._table: dict[str, list[Any]] = content["tensors"]
+        self._memory = map_privately(file)
 
     def tensors(self, files: Sequence[str]) -> dict[str, torch.Tensor]:
         """Return name -> tensor. A change in place is not seen by other processes.
@@ -334,7 +318,7 @@ class Received:
         for name, (source, offset, shape, dtype) in self._table.items():
             if source not in sources:
                 with open(files[source], "rb") as file:
-                    sources[source] = map_privately(file.fileno(), os.fstat(file.fileno()).st_size)
+                    sources[source] = map_privately(file)
             found[name] = view_of(sources[source], offset, shape, getattr(torch, dtype))
         return found
 
@@ -372,12 +356,13 @@ def _receive(address: str) -> Received | None:
             connection.connect(address)
             if _peer(connection)[1] != os.geteuid():
                 raise PermissionError(f"{address!r} belongs to another user")
-            message, files, _, _ = socket.recv_fds(connection, _SIZES.size, 1)
-        except ConnectionError:
-            return None  # it is not listening yet, or it has withdrawn
-    if len(message) < _SIZES.size or not files:
-        return None
-    return Received(files[0], *_SIZES.unpack(message))
+            _, files, _, _ = socket.recv_fds(connection, 1, 1)
+            if files:
+                with open(files[0], "rb") as file, connection.makefile("rb") as stream:
+                    return Received(file, json.load(stream))
+        except (ConnectionError, json.JSONDecodeError):
+            pass  # it is not listening yet, has withdrawn, or has ended
+    return None
 
 
 def _peer(connection: socket.socket) -> tuple[int, int]:

@@ -1,6 +1,6 @@
 """Prepare parameters and buffers for sharding: allocate, broadcast from rank 0, cast.
 
-Parameters that all ranks have mapped from equal files (:mod:`hf_fsdp_plugin.backends.loading.mapped_files`) are not
+Parameters that all ranks have mapped from equal files (:mod:`hf_fsdp_plugin.backends.loading.equal_weights`) are not
 broadcast: each rank reads its own part of them only.
 
 This implements ``sync_module_states`` and the second half of ``cpu_ram_efficient_loading``. One unit is broadcast at a
@@ -18,9 +18,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from hf_fsdp_plugin.backends.loading.mapped_files import ParameterMemory, find_mapped_parameters, parameter_memory
+from hf_fsdp_plugin.backends.loading.equal_weights import (
+    ParameterMemory,
+    find_mapped_parameters,
+    hash_bits,
+    is_plain_on_cpu,
+    parameter_memory,
+    sum_bits,
+)
 from hf_fsdp_plugin.backends.loading.pinned_windows import PinnedWindows, copy_to_device
-from hf_fsdp_plugin.backends.loading.tensor_checksums import hash_bits, sum_bits
 from hf_fsdp_plugin.backends.optimizers.parameters import average_gradient
 from hf_fsdp_plugin.backends.ranks.agreement import same_on_all_ranks
 from hf_fsdp_plugin.backends.torch_types import torch_dtype
@@ -42,7 +48,7 @@ _PACKS_ON_CPU = "support_avx512bf16_for_cpu"
 class BroadcastRecord:
     """Collects what this rank receives from rank 0.
 
-    Hashes and sums stay on the device until :meth:`read`, because the host would wait for each.
+    Checksum and sums are integers on the device until :meth:`read`, because the host would wait for each.
 
     Attributes:
         num_tensors: number of parameters and buffers.
@@ -60,45 +66,33 @@ class BroadcastRecord:
     num_filled: int = 0
     num_from_files: int = 0
     before: ParameterMemory | None = None
-    checksum: int = 0
-    bit_sum: int | None = None
-    shard_bit_sum: int | None = None
-    _checksum: torch.Tensor | int = 0
-    _unit_sum: torch.Tensor | int | None = 0
-    _shard_sum: torch.Tensor | int | None = 0
+    checksum: Any = 0
+    bit_sum: Any = 0
+    shard_bit_sum: Any = 0
 
     def add(self, tensor: torch.Tensor) -> None:
         self.num_tensors += 1
         if tensor.numel():
             # Rotate before each XOR: otherwise two equal tensors would leave the checksum unchanged.
-            self._checksum = hash_bits(tensor) ^ (self._checksum << 1) ^ (self._checksum >> 63 & 1)
+            self.checksum = hash_bits(tensor) ^ (self.checksum << 1) ^ (self.checksum >> 63 & 1)
 
     def add_unit(self, parameters: Iterable[torch.Tensor]) -> None:
         """Add the parameters of a unit to the sum that the sum over all shards must equal."""
-        added = sum_bits(parameters)
-        self._unit_sum = None if self._unit_sum is None or added is None else self._unit_sum + added
+        self.bit_sum = _added(self.bit_sum, parameters)
 
     def add_shard(self, shard: torch.Tensor) -> None:
         """Add a shard that this rank took from a whole weight."""
-        added = sum_bits([shard])
-        self._shard_sum = None if self._shard_sum is None or added is None else self._shard_sum + added
+        self.shard_bit_sum = _added(self.shard_bit_sum, [shard])
 
     def read(self) -> BroadcastRecord:
-        """Return the record with its hashes and sums as numbers, with one copy from the device."""
-        totals = [self._checksum, self._unit_sum, self._shard_sum]
-        known = [torch.as_tensor(total, dtype=torch.int64) for total in totals if total is not None]
-        device = next((total.device for total in known if total.device.type != "cpu"), torch.device("cpu"))
-        numbers = iter(torch.stack([total.to(device) for total in known]).tolist())
-        checksum, bit_sum, shard_bit_sum = (None if total is None else next(numbers) for total in totals)
-        return replace(
-            self,
-            checksum=checksum or 0,
-            bit_sum=bit_sum,
-            shard_bit_sum=shard_bit_sum,
-            _checksum=0,
-            _unit_sum=0,
-            _shard_sum=0,
-        )
+        """Return the record with its checksum and sums as numbers. The host waits for the device."""
+        sums = [None if total is None else int(total) for total in (self.bit_sum, self.shard_bit_sum)]
+        return replace(self, checksum=int(self.checksum), bit_sum=sums[0], shard_bit_sum=sums[1])
+
+
+def _added(total: Any, tensors: Iterable[torch.Tensor]) -> Any:
+    added = sum_bits(tensors)
+    return None if total is None or added is None else total + added
 
 
 def broadcasts(plan: FsdpPlan) -> bool:
@@ -187,9 +181,8 @@ class WeightLoader:
 
     def can_read_parts(self, parameter: nn.Parameter) -> bool:
         """Whether each rank can take its own part from the whole parameter in host memory, which is not broadcast."""
-        is_plain = type(parameter.data) is torch.Tensor and parameter.device.type == "cpu"
         is_own = not broadcasts(self._plan) or id(parameter) in self._mapped
-        return is_own and is_plain and parameter.is_contiguous()
+        return is_own and is_plain_on_cpu(parameter) and parameter.is_contiguous()
 
     def copy_part(self, into: torch.Tensor, part: torch.Tensor) -> None:
         """Copy this rank's part of a parameter, cast it, and record its bits."""

@@ -76,7 +76,7 @@ def clip_grad_norm(
     total = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]), norm_type)
     if math.isfinite(max_norm):
         factor = torch.clamp(max_norm / (total + _EPSILON), max=1.0)
-        for device, gradients in _by_device(groups).items():
+        for device, gradients in _by_device(gradient for group in groups for gradient in group.gradients).items():
             scale_tensors(gradients, factor.to(device))
     return total
 
@@ -96,12 +96,11 @@ def _address(tensor: torch.Tensor) -> int | None:
     return None if isinstance(tensor, DTensor) else tensor.untyped_storage().data_ptr()
 
 
-def _by_device(groups: Iterable[_Group]) -> dict[torch.device, list[torch.Tensor]]:
-    """Group gradients by device, so that each device needs one kernel launch instead of one per gradient."""
+def _by_device(tensors: Iterable[torch.Tensor]) -> dict[torch.device, list[torch.Tensor]]:
+    """Group tensors by device, so that each device needs one kernel launch instead of one per tensor."""
     found: dict[torch.device, list[torch.Tensor]] = {}
-    for group in groups:
-        for gradient in group.gradients:
-            found.setdefault(gradient.device, []).append(gradient)
+    for tensor in tensors:
+        found.setdefault(tensor.device, []).append(tensor)
     return found
 
 
@@ -119,30 +118,20 @@ def _groups(models: Sequence[nn.Module], parameters: Iterable[nn.Parameter]) -> 
             if layout not in known:
                 known[layout] = _shards_of(*layout)
             over, device = known[layout]
-            device = _norm_device(over, parameter, device)
             gradient = gradient.to_local() if isinstance(gradient, DTensor) else gradient
         else:
             over, device = flat.get(id(parameter), ((), None))
             if device is None and fsdp1.is_flattened(parameter):
                 raise SpecError([_PARAMETER_OF_OTHER_MODEL])
-            device = _norm_device(over, parameter, device)
-        if over not in groups:
-            groups[over] = _Group(process_groups=over, device=device)
-        group = groups[over]
+        # Norms of offloaded gradients are added up in host memory: the host need not wait for the device.
+        if parameter.device.type == "cpu" and all(map(supports_cpu, over)):
+            device = parameter.device
+        group = groups.setdefault(over, _Group(process_groups=over, device=device))
         if parameter.dtype is torch.float64:
             group.dtype = torch.float64
         if gradient is not None and gradient.numel():  # an empty tensor has no largest magnitude
             group.gradients.append(torch.view_as_real(gradient) if gradient.is_complex() else gradient)
     return list(groups.values())
-
-
-def _norm_device(
-    over: tuple[dist.ProcessGroup, ...], parameter: torch.Tensor, device: torch.device | None
-) -> torch.device | None:
-    """Return where norms are added up: in host memory for offloaded gradients, which the device need not wait for."""
-    if parameter.device.type == "cpu" and all(supports_cpu(group) for group in over):
-        return parameter.device
-    return device
 
 
 def _shards_of(mesh: DeviceMesh, placements: tuple[Placement, ...]) -> _Shards:
@@ -157,7 +146,7 @@ def _flat_shards(models: Sequence[nn.Module]) -> dict[int, _Shards]:
     for model in models:
         if isinstance(model, FSDPModule):
             continue  # it has no FSDP1 units, and a search in each step takes time
-        for unit in (module for module in model.modules() if isinstance(module, FullyShardedDataParallel)):
+        for unit in FullyShardedDataParallel.fsdp_modules(model):
             flat, group = fsdp1.flat_parameter(unit), fsdp1.shard_group(unit)
             if flat is not None:
                 over = (group,) if group is not None else ()
@@ -170,11 +159,8 @@ def _norm(group: _Group, norm_type: float) -> torch.Tensor:
     device = group.device or (group.gradients[0].device if group.gradients else torch.device("cpu"))
     norm = torch.zeros((), dtype=group.dtype, device=device)
     if group.gradients:
-        norms = tensor_norms(group.gradients, norm_type, group.dtype)
-        by_device: dict[torch.device, list[torch.Tensor]] = {}
-        for one in norms:
-            by_device.setdefault(one.device, []).append(one)
-        stacked = [torch.stack(each).to(device) for each in by_device.values()]
+        norms = _by_device(tensor_norms(group.gradients, norm_type, group.dtype))
+        stacked = [torch.stack(each).to(device) for each in norms.values()]
         norm = torch.linalg.vector_norm(stacked[0] if len(stacked) == 1 else torch.cat(stacked), norm_type)
     for process_group in group.process_groups:
         if math.isinf(norm_type):

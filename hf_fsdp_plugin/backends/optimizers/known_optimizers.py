@@ -15,6 +15,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from hf_fsdp_plugin.backends.optimizers import shard_probe as probe
+from hf_fsdp_plugin.backends.optimizers.parameters import parameters_in
 from hf_fsdp_plugin.backends.optimizers.plain_steps import StepMode, set_step_mode
 from hf_fsdp_plugin.backends.ranks.agreement import same_on_all_ranks
 from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan
@@ -139,39 +140,35 @@ def _names(cls: type[torch.optim.Optimizer]) -> Iterator[str]:
             return
 
 
-@dataclass(frozen=True, slots=True)
-class StepDecision:
-    """How an optimizer's steps run, or the problem: an error, or a warning with which it runs."""
-
-    mode: StepMode = "unchanged"
-    problem: Problem | None = None
-
-
 def apply_step_mode(optimizer: torch.optim.Optimizer, plan: FsdpPlan) -> Problem | None:
     """Decide how the steps of an optimizer of a sharded model run, and set it. Collective.
 
     Returns:
         The reason why it cannot run, or a warning.
     """
-    decision = decide(optimizer, plan)
-    code = "" if decision.problem is None else decision.problem.code
-    same_on_all_ranks(f"how {type(optimizer).__name__} runs", f"{decision.mode} {code}")
-    if decision.problem is None or decision.problem.severity != "error":
-        set_step_mode(optimizer, decision.mode)
-    return decision.problem
+    mode, problem = decide(optimizer, plan)
+    code = "" if problem is None else problem.code
+    same_on_all_ranks(f"how {type(optimizer).__name__} runs", f"{mode} {code}")
+    if problem is None or problem.severity != "error":
+        set_step_mode(optimizer, mode)
+    return problem
 
 
-def decide(optimizer: torch.optim.Optimizer, plan: FsdpPlan) -> StepDecision:
-    """Decide how the optimizer runs. Collective for an unknown optimizer under FSDP2."""
-    known = known_optimizer(optimizer)
-    name = _name(optimizer)
+def decide(optimizer: torch.optim.Optimizer, plan: FsdpPlan) -> tuple[StepMode, Problem | None]:
+    """Return how the optimizer's steps run, and the reason why they cannot, or a warning.
+
+    Collective for an unknown optimizer under FSDP2.
+    """
+    known, name = known_optimizer(optimizer), _name(optimizer)
     if known is not None and known.needs in ("backward", "closure"):
-        return StepDecision(problem=_never(name, known))
+        message = f"{name} cannot run with FSDP: it {known.because}."
+        fix = f"{_USE_ELEMENTWISE.capitalize()}, or train without FSDP."
+        return "unchanged", Problem(code="FSDP-E321", message=message, fix=fix)
     if plan.backend == "fsdp2":
         return _decide_fsdp2(optimizer, name, known)
     if plan.use_orig and (plan.mesh.shard == 1 or not STRATEGIES[plan.strategy].is_sharded):
-        return StepDecision()
-    return _decide_fsdp1(optimizer, name, known, plan)
+        return "unchanged", None
+    return "unchanged", _check_flat_shards(optimizer, name, known, plan)
 
 
 def _name(optimizer: torch.optim.Optimizer) -> str:
@@ -181,93 +178,65 @@ def _name(optimizer: torch.optim.Optimizer) -> str:
     return cls.__name__ if package in ("torch", "__main__") else f"{cls.__name__} of {package}"
 
 
-def _decide_fsdp1(
+def _check_flat_shards(
     optimizer: torch.optim.Optimizer, name: str, known: KnownOptimizer | None, plan: FsdpPlan
-) -> StepDecision:
-    if known is not None:
-        if known.needs == "tensors":
-            return StepDecision(problem=_needs_tensors(name, known.because))
-        if has_per_shard_state(optimizer) and not plan.use_orig:
-            return StepDecision(problem=_needs_original_parameters(name))
-        return StepDecision()
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    if not parameters:
-        return StepDecision()
-    outcome = probe.probe_flat_shards(optimizer, parameters[0].device)
-    if outcome.result == "different":
-        because = "computes another update on shards of a test tensor than on the whole tensor"
-        return StepDecision(problem=_needs_tensors(name, because))
-    if outcome.result == "fails":
-        return StepDecision(problem=_needs_tensors(name, f"fails on shards of a test tensor ({outcome.error})"))
-    return StepDecision(problem=_untested(name, outcome) if outcome.result == "unknown" else None)
+) -> Problem | None:
+    """Return the reason why the optimizer cannot run on flat shards of FSDP1, or the warning that it is not known."""
+    because = ""
+    if known is None:
+        parameters = parameters_in(optimizer)
+        outcome = probe.probe_flat_shards(optimizer, parameters[0].device) if parameters else probe.Outcome("equal")
+        if outcome.result == "unknown":
+            return _untested(name, outcome)
+        if outcome.result == "different":
+            because = "computes another update on shards of a test tensor than on the whole tensor"
+        elif outcome.result == "fails":
+            because = f"fails on shards of a test tensor ({outcome.error})"
+    elif known.needs == "tensors":
+        because = known.because
+    elif has_per_shard_state(optimizer) and not plan.use_orig:
+        message = f"{name} has state of another shape than its parameters, which cannot be saved for a flat parameter."
+        fix = "Set fsdp_use_orig_params: true, or fsdp_version: 2."
+        return Problem(code="FSDP-E322", setting="params.use_orig", message=message, fix=fix)
+    if not because:
+        return None
+    message = f"{name} cannot run on FSDP1's flat shards: it {because}. Training would continue with wrong updates."
+    return Problem(code="FSDP-E320", message=message, fix=f"Set fsdp_version: 2, or {_USE_ELEMENTWISE}.")
 
 
-def _decide_fsdp2(optimizer: torch.optim.Optimizer, name: str, known: KnownOptimizer | None) -> StepDecision:
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+def _decide_fsdp2(
+    optimizer: torch.optim.Optimizer, name: str, known: KnownOptimizer | None
+) -> tuple[StepMode, Problem | None]:
+    parameters = parameters_in(optimizer)
     sharded = [parameter for parameter in parameters if isinstance(parameter, DTensor)]
     if not sharded:
-        return StepDecision()
+        return "unchanged", None
     # One kernel for several parameters cannot run on DTensors of different meshes, or on DTensors and tensors.
     is_mixed = len({p.device_mesh if isinstance(p, DTensor) else None for p in parameters}) > 1
     if known is not None:
         is_fused = any(group.get("fused") for group in optimizer.param_groups)
         mode = known.fused if known.fused is not None and is_fused else known.fsdp2
-        return StepDecision("local" if mode == "unchanged" and is_mixed and known.needs == "elements" else mode)
+        return "local" if mode == "unchanged" and is_mixed and known.needs == "elements" else mode, None
     outcome = probe.probe_dtensors(optimizer, sharded[0])
     if outcome.result == "equal" and not is_mixed:
-        return StepDecision()
+        return "unchanged", None
     if outcome.result == "unknown":
-        return StepDecision(problem=_untested(name, outcome))
+        return "unchanged", _untested(name, outcome)
     device = sharded[0].to_local().device
     if probe.probe_flat_shards(optimizer, device).result == "equal":
-        return StepDecision("local")
+        return "local", None
     if outcome.result == "equal":  # it updates one parameter at a time, or torch names the mix of kinds in its error
-        return StepDecision()
+        return "unchanged", None
     if probe.probe_single_tensors(optimizer, device).result == "equal":
-        return StepDecision("whole")
-    return StepDecision(problem=_not_on_dtensors(name, outcome))
-
-
-def _needs_tensors(name: str, because: str) -> Problem:
-    return Problem(
-        code="FSDP-E320",
-        message=f"{name} cannot run on FSDP1's flat shards: it {because}. Training would continue with wrong updates.",
-        fix=f"Set fsdp_version: 2, or {_USE_ELEMENTWISE}.",
-    )
-
-
-def _never(name: str, known: KnownOptimizer) -> Problem:
-    return Problem(
-        code="FSDP-E321",
-        message=f"{name} cannot run with FSDP: it {known.because}.",
-        fix=f"{_USE_ELEMENTWISE.capitalize()}, or train without FSDP.",
-    )
-
-
-def _needs_original_parameters(name: str) -> Problem:
-    return Problem(
-        code="FSDP-E322",
-        setting="params.use_orig",
-        message=f"{name} has state of another shape than its parameters, which cannot be saved for a flat parameter.",
-        fix="Set fsdp_use_orig_params: true, or fsdp_version: 2.",
-    )
-
-
-def _not_on_dtensors(name: str, outcome: probe.Outcome) -> Problem:
+        return "whole", None
     found = f"fails ({outcome.error})" if outcome.result == "fails" else "computes another update"
-    return Problem(
-        code="FSDP-E323",
-        message=f"{name} cannot run on FSDP2's sharded parameters: on shards of test tensors it {found}, and it needs "
-        "several whole parameters at once.",
-        fix=f"{_USE_ELEMENTWISE.capitalize()}.",
-    )
+    message = f"{name} cannot run on FSDP2's sharded parameters: on shards of test tensors it {found}, and it needs "
+    message += "several whole parameters at once."
+    return "unchanged", Problem(code="FSDP-E323", message=message, fix=f"{_USE_ELEMENTWISE.capitalize()}.")
 
 
 def _untested(name: str, outcome: probe.Outcome) -> Problem:
-    return Problem(
-        code="FSDP-W324",
-        message=f"{name} is unknown, and it could not be tested whether its updates are the same on shards "
-        f"({outcome.error}).",
-        fix="If it uses norms or products of whole parameters, compare the losses with a run on one process, or "
-        f"{_USE_ELEMENTWISE}.",
-    )
+    message = f"{name} is unknown, and it could not be tested whether its updates are the same on shards "
+    message += f"({outcome.error})."
+    fix = "If it uses norms or products of whole parameters, compare the losses with a run on one process, or "
+    return Problem(code="FSDP-W324", message=message, fix=f"{fix}{_USE_ELEMENTWISE}.")

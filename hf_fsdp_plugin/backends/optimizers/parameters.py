@@ -65,9 +65,8 @@ def detach_optimizers(optimizers: Iterable[torch.optim.Optimizer], model: nn.Mod
             continue
         initial = _initial_state(optimizer)
         if initial is None:
-            message = (
-                f"{type(optimizer).__name__} has stepped before sharding: its state belongs to unsharded parameters."
-            )
+            name = type(optimizer).__name__
+            message = f"{name} has stepped before sharding: its state belongs to unsharded parameters."
             fix = "Prepare the model before the first step, and load the optimizer's state afterwards."
             raise SpecError([Problem(code="FSDP-E305", message=message, fix=fix)])
         groups = tuple(tuple(names.get(id(p), p) for p in group["params"]) for group in optimizer.param_groups)
@@ -95,14 +94,13 @@ def _initial_state(optimizer: torch.optim.Optimizer) -> dict[torch.Tensor, dict[
         if not isinstance(state, dict):
             return None
         for key, value in state.items():
-            is_step = key == "step"
-            if is_step and float(value) != 0:
-                return None
-            if isinstance(value, torch.Tensor) and not is_step:
-                filled = _filled(value, parameter.shape, optimizer)
-                if filled is None:
+            if key == "step":
+                if float(value) != 0:
                     return None
-                value = filled
+            elif isinstance(value, torch.Tensor):
+                value = _filled(value, parameter.shape, optimizer)
+                if value is None:
+                    return None
             initial.setdefault(parameter, {})[key] = value
     return initial
 
@@ -132,7 +130,12 @@ def attach_optimizers(detached: Iterable[DetachedOptimizer], model: nn.Module) -
             for member in members:
                 parameter = found[member] if isinstance(member, str) else member
                 if isinstance(member, str) and group_of.setdefault(id(parameter), index) != index:
-                    raise SpecError([_split_flat_parameter(member)])
+                    message = (
+                        f"the flat parameter that contains {member} has parameters of several parameter groups of "
+                    )
+                    message += "the optimizer."
+                    fix = "Set fsdp_use_orig_params: true, or create the optimizer after preparing the model."
+                    raise SpecError([Problem(code="FSDP-E306", setting="params.use_orig", message=message, fix=fix)])
                 parameters[id(parameter)] = parameter
             group["params"] = list(parameters.values())
         for name, state in item.initial.items():
@@ -160,14 +163,18 @@ def _sharded_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 def foreign_parameters(optimizer: torch.optim.Optimizer, models: Sequence[nn.Module]) -> int:
     """Return the number of the optimizer's parameters that belong to none of the models. Replicated ones may."""
     own = {id(p) for model in models for p in model.parameters()}
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    return sum(id(p) not in own and not is_replicated(p) for p in parameters)
+    return sum(id(p) not in own and not is_replicated(p) for p in parameters_in(optimizer))
+
+
+def parameters_in(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
+    """Return the parameters of all groups of an optimizer."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def has_parameters_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> bool:
     """Return whether an optimizer has parameters of the model."""
     own = {id(parameter) for parameter in model.parameters()}
-    return any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"])
+    return any(id(parameter) in own for parameter in parameters_in(optimizer))
 
 
 class JointModels(nn.ModuleDict):
@@ -180,19 +187,9 @@ class JointModels(nn.ModuleDict):
 def owner_of(optimizer: torch.optim.Optimizer, models: Sequence[nn.Module]) -> nn.Module | None:
     """Return the model whose parameters an optimizer has: :class:`JointModels` for several, ``None`` for none."""
     owners = {f"model_{i}": model for i, model in enumerate(models) if has_parameters_of(model, optimizer)}
-    replicated = [p for group in optimizer.param_groups for p in group["params"] if is_replicated(p)]
-    if replicated:
+    if replicated := list(filter(is_replicated, parameters_in(optimizer))):
         owners["loss"] = nn.ParameterList(replicated)
     return JointModels(owners) if len(owners) > 1 else next(iter(owners.values()), None)
-
-
-def _split_flat_parameter(name: str) -> Problem:
-    return Problem(
-        code="FSDP-E306",
-        setting="params.use_orig",
-        message=f"the flat parameter that contains {name} has parameters of several parameter groups of the optimizer.",
-        fix="Set fsdp_use_orig_params: true, or create the optimizer after preparing the model.",
-    )
 
 
 def replicate(parameters: Iterable[nn.Parameter], device: torch.device) -> None:

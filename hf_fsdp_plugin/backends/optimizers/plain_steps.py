@@ -21,6 +21,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from hf_fsdp_plugin.backends.optimizers.parameters import parameters_in
 from hf_fsdp_plugin.backends.torch_types import shard_like
 
 StepMode = Literal["unchanged", "local", "whole"]
@@ -82,12 +83,12 @@ class _PlainSteps:
             return changed
         if places:
             self._step_plain_parameters(optimizer)
-        for place in places:
+        for number, (own_group, _, parameter) in enumerate(places):
             self._restore(optimizer)
             for group in optimizer.param_groups:
                 group["params"] = []
-            place[0]["params"] = [self._swap(optimizer, place[2])]
-            if place is not places[-1]:
+            own_group["params"] = [self._swap(optimizer, parameter)]
+            if number < len(places) - 1:
                 _step_without_hooks(optimizer)
         return changed
 
@@ -96,11 +97,9 @@ class _PlainSteps:
 
     def _step_plain_parameters(self, optimizer: torch.optim.Optimizer) -> None:
         """Update the parameters that FSDP2 does not shard, such as scalars, as usual."""
-        any_grad = False
         for group, parameters in zip(optimizer.param_groups, self._groups, strict=True):
             group["params"] = [p for p in parameters if not isinstance(p, DTensor)]
-            any_grad = any_grad or any(p.grad is not None for p in group["params"])
-        if any_grad:
+        if any(parameter.grad is not None for parameter in parameters_in(optimizer)):
             _step_without_hooks(optimizer)
 
     def _swap(self, optimizer: torch.optim.Optimizer, parameter: DTensor) -> nn.Parameter:
@@ -153,17 +152,15 @@ def _write_back(parameter: DTensor, updated: torch.Tensor, *, whole: bool) -> No
 def _with_evaluated_closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
     """Evaluate the closure of a step before the gradients are read. Return the new arguments; ``None`` without one."""
     # torch passes the optimizer itself as the first of ``args``.
-    in_args = len(args) > 1
-    closure = args[1] if in_args else kwargs.get("closure")
+    optimizer, *others = args
+    closure = others[0] if others else kwargs.get("closure")
     if closure is None:
         return None
     with torch.enable_grad():
         loss = closure()
-
-    def evaluated() -> Any:
-        return loss
-
-    return ((args[0], evaluated, *args[2:]), kwargs) if in_args else (args, {**kwargs, "closure": evaluated})
+    if others:
+        return (optimizer, lambda: loss, *others[1:]), kwargs
+    return args, {**kwargs, "closure": lambda: loss}
 
 
 def _run_checks_on_parameters(optimizer: Any) -> None:

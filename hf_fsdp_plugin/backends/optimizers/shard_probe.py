@@ -23,8 +23,8 @@ _NUM_STEPS = 7
 _LR = 1e-2
 _TOLERANCE = 1e-3
 """Relative difference of two updates. Updates with the same sums differ by less than 1e-5 in fp32."""
-_CUTS = (0.6, 1.0)
-"""The ends of a flattened tensor's two shards. They do not coincide with a row of the matrix."""
+_CUT = 0.6
+"""The end of the first of a flattened tensor's two shards. It does not coincide with a row of the matrix."""
 
 Tensors = list[torch.Tensor]
 Run = Callable[[torch.optim.Optimizer, dict[str, Any], Tensors, list[Tensors]], Tensors]
@@ -111,8 +111,7 @@ def _compare_group(
 
 
 def _same_update(start: torch.Tensor, whole: torch.Tensor, other: torch.Tensor) -> bool:
-    update = (whole - start).norm()
-    return bool((whole - other).norm() <= _TOLERANCE * update)
+    return bool((whole - other).norm() <= _TOLERANCE * (whole - start).norm())
 
 
 def _run(
@@ -128,9 +127,9 @@ def _run(
     Args:
         one_by_one: step once for each tensor.
     """
-    parameters = [nn.Parameter(tensor.clone()) for tensor in start]
     error: Exception | None = None
     for make in (_copy, _construct):
+        parameters = [nn.Parameter(tensor.clone()) for tensor in start]
         try:
             trained = make(optimizer, group, parameters)
             torch.manual_seed(0)
@@ -142,7 +141,6 @@ def _run(
             return [parameter.detach() for parameter in parameters]
         except Exception as failure:
             error = error or failure
-            parameters = [nn.Parameter(tensor.clone()) for tensor in start]
     assert error is not None
     raise error
 
@@ -151,17 +149,14 @@ def _run_on_pieces(
     optimizer: torch.optim.Optimizer, group: dict[str, Any], start: Tensors, grads: list[Tensors]
 ) -> Tensors:
     """Train the first pieces of all flattened tensors, then the second ones, as two ranks do."""
-    ends: list[Tensors] = []
-    for rank in range(len(_CUTS)):
-        ends.append(
-            _run(optimizer, group, [_piece(t, rank) for t in start], [[_piece(t, rank) for t in s] for s in grads])
-        )
-    return [torch.cat(pieces).view_as(whole) for *pieces, whole in zip(*ends, start, strict=True)]
+    ends = []
+    for rank in (0, 1):
 
+        def pieces(wholes: Tensors, rank: int = rank) -> Tensors:
+            return [whole.reshape(-1).tensor_split([round(_CUT * whole.numel())])[rank] for whole in wholes]
 
-def _piece(tensor: torch.Tensor, rank: int) -> torch.Tensor:
-    first = round(_CUTS[rank - 1] * tensor.numel()) if rank else 0
-    return tensor.reshape(-1)[first : round(_CUTS[rank] * tensor.numel())]
+        ends.append(_run(optimizer, group, pieces(start), list(map(pieces, grads))))
+    return [torch.cat(parts).view_as(whole) for *parts, whole in zip(*ends, start, strict=True)]
 
 
 def _copy(

@@ -23,7 +23,7 @@ dict are constants and caches, and are not sent.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final
 
 import torch
@@ -31,6 +31,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
+from hf_fsdp_plugin.backends.loading.equal_weights import hash_bits
 from hf_fsdp_plugin.messages import print_once
 from hf_fsdp_plugin.plan.names import canonical_name, unwrapped
 from hf_fsdp_plugin.problems import Problem, SpecError
@@ -63,8 +64,8 @@ def cast_inputs(
     unit: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return the inputs of a unit, with its activations in the compute dtype."""
-    inputs: tuple[tuple[Any, ...], dict[str, Any]] = cast_activations((args, kwargs), vars(unit).get(_DTYPE))
-    return inputs
+    args, kwargs = cast_activations((args, kwargs), vars(unit).get(_DTYPE))
+    return args, kwargs
 
 
 def cast_activations(inputs: Any, dtype: torch.dtype | None) -> Any:
@@ -110,26 +111,27 @@ def support_mapping_outputs(model: nn.Module) -> None:
 
 def watch_mappings(unit: Any, output: Any) -> None:
     """Register the unit's hooks for backward on the tensors of its output that FSDP has not found."""
-    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
-        return
-    tensors = [tensor for tensor in _unseen_tensors(output) if tensor.requires_grad]
-    if not tensors:
-        return
-    private = fsdp1 if isinstance(unit, FullyShardedDataParallel) else fsdp2
-    private.start_backward_at(unit, tensors)
+    if not torch.compiler.is_compiling() and torch.is_grad_enabled():
+        tensors = [tensor for tensor in _unseen_tensors(output) if tensor.requires_grad]
+        if tensors:
+            private_api(unit).start_backward_at(unit, tensors)
+
+
+def private_api(unit: nn.Module) -> Any:
+    """Return the file of ``torch_private`` for the FSDP version of a unit."""
+    return fsdp1 if isinstance(unit, FullyShardedDataParallel) else fsdp2
 
 
 def _unseen_tensors(output: Any, unseen: bool = False) -> Iterator[torch.Tensor]:
+    values: Iterable[Any] = ()
     if isinstance(output, torch.Tensor):
         if unseen:
             yield output
-        return
-    values: list[Any] = []
-    if isinstance(output, Mapping):
+    elif isinstance(output, Mapping):
         unseen = unseen or not isinstance(output, dict)
-        values = list(output.values())
+        values = output.values()
     elif isinstance(output, (list, tuple)):
-        values = list(output)
+        values = output
     elif dataclasses.is_dataclass(output) and not isinstance(output, type):
         values = [getattr(output, field.name) for field in dataclasses.fields(output)]
     for value in values:
@@ -204,8 +206,8 @@ def _refuse_graph(_: torch.Tensor) -> None:
         message = "a backward through a sharded model has create_graph=True. FSDP has no gradients of gradients."
         fix = (
             "Call backward without create_graph. For a gradient penalty, train without FSDP, or use the difference of "
-            "two forwards."
         )
+        fix += "two forwards."
         raise SpecError([Problem(code="FSDP-E313", message=message, fix=fix)])
 
 
@@ -242,38 +244,21 @@ def send_buffers(model: nn.Module) -> None:
     own = {n: b for n, b in persistent_buffers(model) if type(b) is torch.Tensor and b.numel() and not b.is_meta}
     if not own or dist.get_world_size() == 1:
         return
-    differs = _receive_buffers(list(own.values()))
-    dist.all_reduce(differs, dist.ReduceOp.MAX)
-    differing = [name for name, is_different in zip(own, differs.tolist(), strict=True) if is_different]
+    device = next(iter(own.values())).device
+    changes = torch.stack([_receive(buffer).to(device) for buffer in own.values()])  # one wait for all of them
+    dist.all_reduce(changes, dist.ReduceOp.MAX)
+    differing = [name for name, has_changed in zip(own, changes.tolist(), strict=True) if has_changed]
     if differing:
-        print_once(
-            Problem(
-                code="FSDP-N640",
-                message=f"the ranks have different values in {plural(len(differing), 'buffer')} of "
-                f"{type(model).__name__} ({format_names(differing, 2)}). Evaluations and saved models have those of "
-                "rank 0, as under DDP.",
-                fix="For statistics over all ranks, use torch.nn.SyncBatchNorm.convert_sync_batchnorm(model).",
-            )
+        message = (
+            f"the ranks have different values in {plural(len(differing), 'buffer')} of {type(model).__name__} "
+            f"({format_names(differing, 2)}). Evaluations and saved models have those of rank 0, as under DDP."
         )
+        fix = "For statistics over all ranks, use torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)."
+        print_once(Problem(code="FSDP-N640", message=message, fix=fix))
 
 
-def _receive_buffers(tensors: list[torch.Tensor]) -> torch.Tensor:
-    """Overwrite tensors with those of rank 0, with one broadcast for each device. Return 1 for each that changes.
-
-    The result is a tensor, so that the host waits for a device only once.
-    """
-    by_device: dict[torch.device, list[int]] = {}
-    for index, tensor in enumerate(tensors):
-        by_device.setdefault(tensor.device, []).append(index)
-    changes = torch.zeros(len(tensors), dtype=torch.int32, device=tensors[0].device)
-    for indices in by_device.values():
-        parts = [tensors[index].contiguous().view(-1).view(torch.uint8) for index in indices]
-        data = torch.cat(parts)
-        dist.broadcast(data, 0)
-        received = data.split([part.numel() for part in parts])
-        differing = torch.stack([(part != new).any() for part, new in zip(parts, received, strict=True)])
-        changes[indices] = differing.to(changes)
-        for index, new in zip(indices, received, strict=True):
-            # A clone, because a view as a wider type needs an aligned address.
-            tensors[index].copy_(new.clone().view(tensors[index].dtype).view(tensors[index].shape))
-    return changes
+def _receive(buffer: torch.Tensor) -> torch.Tensor:
+    """Overwrite a buffer with that of rank 0. Return a scalar that is 1 if its bits change, else 0. Collective."""
+    before, received = hash_bits(buffer), buffer.clone(memory_format=torch.contiguous_format)
+    dist.broadcast(received, 0)
+    return (hash_bits(buffer.copy_(received)) != before).int()

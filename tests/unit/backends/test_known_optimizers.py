@@ -174,7 +174,7 @@ def fsdp1(**changes: Any) -> Any:
 
 
 def code(optimizer: torch.optim.Optimizer, plan: Any) -> str | None:
-    problem = decide(optimizer, plan).problem
+    _, problem = decide(optimizer, plan)
     return None if problem is None else problem.code
 
 

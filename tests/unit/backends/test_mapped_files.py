@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import safe_open, save_file
 from torch import nn
 
-from hf_fsdp_plugin.backends.loading.mapped_files import MemoryMaps, find_mapped_parameters
+from hf_fsdp_plugin.backends.loading.equal_weights import MemoryMaps, find_mapped_parameters
 
 CPU = torch.device("cpu")
 pytestmark = pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="the kernel lists no mappings")

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from hf_fsdp_plugin.backends.loading import shared_weights
-from hf_fsdp_plugin.backends.loading.mapped_files import MemoryMaps, parameter_memory
+from hf_fsdp_plugin.backends.loading.equal_weights import MemoryMaps, parameter_memory
 from hf_fsdp_plugin.backends.loading.shared_weights import Publication, Received, WeightExchange
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="memory is shared on Linux only")

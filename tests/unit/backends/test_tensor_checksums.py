@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from hf_fsdp_plugin.backends.loading.tensor_checksums import hash_bits
+from hf_fsdp_plugin.backends.loading.equal_weights import hash_bits
 
 
 class OfOtherDevice(torch.Tensor):

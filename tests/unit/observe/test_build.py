@@ -8,8 +8,7 @@ from live_models import make_model, make_plan, make_unit
 
 from hf_fsdp_plugin import SpecError, report
 from hf_fsdp_plugin.observe import build
-from hf_fsdp_plugin.observe.build import build_report
-from hf_fsdp_plugin.observe.checks import check_structure
+from hf_fsdp_plugin.observe.build import build_report, check_structure
 from hf_fsdp_plugin.problems import Problem
 
 

@@ -3,7 +3,7 @@
 import pytest
 from torch import nn
 
-from hf_fsdp_plugin.observe.checks import check_training
+from hf_fsdp_plugin.observe.build import check_training
 from hf_fsdp_plugin.observe.first_step import FirstStep
 from hf_fsdp_plugin.observe.report import TrainingObservation
 from hf_fsdp_plugin.observe.tables import difference_lines

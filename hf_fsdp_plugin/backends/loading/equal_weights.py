@@ -1,5 +1,6 @@
-"""Which memory the parameters of a model are in, and which of them all ranks have mapped from equal files.
+"""Which memory the parameters of a model are in, and which weights are equal on all ranks.
 
+The bits of tensors are compared by their hashes and sums. Parameters that are views of files need not be read for this.
 ``from_pretrained`` maps safetensors files, so a parameter is mostly a view of a file. If all ranks have the same view,
 each of them can take its own shard from it, and no broadcast is needed. For each parameter the ranks compare a hash of
 what it is a view of: the file's path, size and modification time, and the position in the file. Machines with file
@@ -15,7 +16,7 @@ import hashlib
 import os
 import re
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -24,6 +25,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from xxhash import xxh3_128_digest
+
+from hf_fsdp_plugin.backends.ranks.agreement import gather_objects
+from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan
+from hf_fsdp_plugin.plan.names import canonical_name
+from hf_fsdp_plugin.problems import Problem
+from hf_fsdp_plugin.text import format_names, plural
 
 SHARED_NAME = "hf_fsdp"
 """Name of the memory files of :mod:`hf_fsdp_plugin.backends.loading.shared_weights`, which the kernel lists."""
@@ -37,6 +44,11 @@ _MASK = (1 << 62) - 1
 _NO_VIEW = 0
 _NOT_READ = -(1 << 62)
 """Result of a rank for a parameter that another rank with the same file reads. A reduction with MAX ignores it."""
+INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Bytes of an element -> the integer type with the same size."""
+_ADDED = 1 << 15
+_ADDED_ON_ACCELERATOR = 1 << 24
+"""Elements that are added at a time, of which torch makes a copy with 8 bytes each."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -166,25 +178,10 @@ def find_mapped_parameters(model: nn.Module, device: torch.device) -> set[int]:
     parameters = list(model.parameters())
     if not parameters:
         return set()
-    maps = MemoryMaps.read()
-    file_status = cache(_status)
-    files, copies = [], []
-    for parameter in parameters:
-        is_plain = type(parameter.data) is torch.Tensor and parameter.device.type == "cpu"
-        region = maps.find(parameter) if is_plain and parameter.is_contiguous() else None
-        status = None
-        if region is not None and region.is_unchanged_file:
-            # The name of shared memory depends on its content.
-            status = (0, 0) if region.is_shared_memory else file_status(region.path)
-        if region is None or status is None:
-            files.append(_NO_VIEW)
-            copies.append(_NO_VIEW)
-            continue
-        (size, modified), offset = status, parameter.data_ptr() - region.start + region.offset
-        form = str(parameter.dtype), str(list(parameter.shape))
-        files.append(_hash(region.path, size, modified, offset, *form))
-        copies.append(_hash(os.path.basename(region.path), size, offset, *form))
-    equal = _equal_on_all_ranks([*files, *copies], device)
+    maps, file_status = MemoryMaps.read(), cache(_status)
+    views = [_hashes_of_view(parameter, maps, file_status) for parameter in parameters]
+    files = [of_file for of_file, _ in views]
+    equal = _equal_on_all_ranks([*files, *(of_copy for _, of_copy in views)], device)
     is_equal, is_copied = equal[: len(files)], equal[len(files) :]
     compared = [index for index, copied in enumerate(is_copied) if copied and not is_equal[index]]
     if compared:
@@ -192,6 +189,27 @@ def find_mapped_parameters(model: nn.Module, device: torch.device) -> set[int]:
         for index, equal_content in zip(compared, _equal_on_all_ranks(contents, device), strict=True):
             is_equal[index] = equal_content
     return {id(parameter) for parameter, found in zip(parameters, is_equal, strict=True) if found}
+
+
+def _hashes_of_view(
+    parameter: nn.Parameter, maps: MemoryMaps, file_status: Callable[[str], tuple[int, int] | None]
+) -> tuple[int, int]:
+    """Return hashes of what a parameter is a view of: of the file, and of what copies of the file have, too."""
+    region = maps.find(parameter) if is_plain_on_cpu(parameter) and parameter.is_contiguous() else None
+    if region is None or not region.is_unchanged_file:
+        return _NO_VIEW, _NO_VIEW
+    # The name of shared memory depends on its content.
+    status = (0, 0) if region.is_shared_memory else file_status(region.path)
+    if status is None:
+        return _NO_VIEW, _NO_VIEW
+    offset = parameter.data_ptr() - region.start + region.offset
+    view = status[0], offset, str(parameter.dtype), str(list(parameter.shape))
+    return _hash(region.path, status[1], *view), _hash(os.path.basename(region.path), *view)
+
+
+def is_plain_on_cpu(parameter: nn.Parameter) -> bool:
+    """Whether the data of a parameter is an ordinary tensor in host memory."""
+    return type(parameter.data) is torch.Tensor and parameter.device.type == "cpu"
 
 
 def _status(path: str) -> tuple[int, int] | None:
@@ -236,3 +254,69 @@ def _equal_on_all_ranks(values: Sequence[int], device: torch.device) -> list[boo
     extremes = torch.tensor([values, negatives], dtype=torch.int64, device=device)
     dist.all_reduce(extremes, dist.ReduceOp.MAX)
     return [highest == -lowest != _NO_VIEW for highest, lowest in zip(*extremes.tolist(), strict=True)]
+
+
+def sum_bits(tensors: Iterable[torch.Tensor]) -> torch.Tensor | None:
+    """Return the sum of the tensors' elements, read as integers, modulo 2**64; ``None`` if there are none to read.
+
+    The sums of the parts of a tensor add up to the sum of the tensor. The result is on the device of the tensors.
+    """
+    total = None
+    for tensor in tensors:
+        tensor = tensor.detach()
+        if type(tensor) is not torch.Tensor or tensor.element_size() not in INTEGERS or tensor.is_meta:
+            return None
+        added = _sum(tensor.contiguous().view(-1).view(INTEGERS[tensor.element_size()]))
+        total = added if total is None else total + added.to(total.device)
+    return total
+
+
+def _sum(integers: torch.Tensor) -> torch.Tensor:
+    # torch makes a copy of 64-bit integers first. On the CPU a small one stays in the processor's cache, and leaves
+    # no hole between the shards in memory. numpy needs none, but FSDP1 cannot resize a storage that numpy has seen.
+    size = _ADDED if integers.device.type == "cpu" else _ADDED_ON_ACCELERATOR
+    parts = integers.split(size) if integers.numel() else [integers]
+    total = parts[0].sum(dtype=torch.int64)
+    for part in parts[1:]:
+        total += part.sum(dtype=torch.int64)
+    return total
+
+
+def hash_bits(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a hash of a tensor's bits as an int64 scalar on its device; the sum of its bits if that has no kernel."""
+    tensor = tensor.detach()
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor.resolve_conj())
+    if tensor.element_size() in INTEGERS:  # torch has no kernel for complex numbers, fp8 and unsigned integers
+        tensor = tensor.contiguous().view(INTEGERS[tensor.element_size()])
+    try:
+        return torch.hash_tensor(tensor).view(torch.int64)
+    except NotImplementedError:  # torch 2.13 has kernels for CPU and CUDA
+        return _sum(tensor.reshape(-1))
+
+
+def check_same_weights(plan: FsdpPlan, model: nn.Module, device: torch.device) -> Problem | None:
+    """Return a warning if the parameters of the model that is to be sharded differ between ranks. Collective.
+
+    Every parameter is read once, except those that all ranks have mapped from equal files. Two numbers are reduced over
+    all ranks; names are exchanged only if these differ.
+    """
+    if plan.pre_sharded or plan.ram_efficient or plan.sync_module_states or plan.world_size == 1:
+        return None
+    mapped = find_mapped_parameters(model, device)
+    hashes = {
+        canonical_name(name): int(hash_bits(parameter))
+        for name, parameter in model.named_parameters()
+        if id(parameter) not in mapped and type(parameter.data) is torch.Tensor and not parameter.is_meta
+        if parameter.numel()
+    }
+    if all(_equal_on_all_ranks([_hash(*hashes.values())], device)):
+        return None
+    of_ranks = gather_objects(hashes)
+    differing = [name for name, bits in of_ranks[0].items() if any(other.get(name) != bits for other in of_ranks)]
+    message = f"the ranks have different weights in {plural(len(differing), 'parameter')} of {plan.model_class}: "
+    message += f"{format_names(differing, 2)}. The sharded model gets a part of each rank's weights."
+    message += " The replicas will stay different." if plan.mesh.replicate > 1 else ""
+    fix = "Set fsdp_sync_module_states: true to use rank 0's weights, or set the same seed on all ranks before the "
+    fix += "model is created."
+    return Problem(code="FSDP-W325", setting="loading.sync_module_states", message=message, fix=fix)
