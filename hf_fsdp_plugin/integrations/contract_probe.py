@@ -24,14 +24,14 @@ from typing import Any, Final, Literal
 from hf_fsdp_plugin.contracts import Contract
 from hf_fsdp_plugin.integrations.hooks import HOOKS, Hook
 from hf_fsdp_plugin.supported import installed_versions, release_of
-from hf_fsdp_plugin.torch_private.live_objects import has_part, live_objects
+from hf_fsdp_plugin.torch_private.process_groups import has_part, live_objects
 
 Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 ContractStatus = Literal["holds", "changed", "missing", "not installed", "not in this version"]
 
 PRIVATE_FILES: Final = (
-    *(f"torch_private.{name}" for name in ("elastic", "fake", "fsdp1", "fsdp2", "functions", "grad_scaler", "modules")),
-    *(f"torch_private.{name}" for name in ("process_groups", "tracing")),
+    *(f"torch_private.{name}" for name in ("elastic", "fsdp1", "fsdp2", "functions", "grad_scaler", "modules")),
+    "torch_private.process_groups",
     *(f"integrations.{name}.private" for name in ("accelerate", "transformers")),
 )
 """The modules that use private names. Each has a tuple ``CONTRACTS``."""
