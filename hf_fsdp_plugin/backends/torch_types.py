@@ -1,8 +1,11 @@
-"""Torch's dtypes and device meshes for the dtype names and mesh sizes of a plan, and tensors in them."""
+"""Torch's dtypes and device meshes for the dtype names and mesh sizes of a plan, and copies of tensors to a device.
+
+Host memory is copied to an accelerator through page-locked memory, so that the host does not wait for each copy.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final
 
 import torch
@@ -10,6 +13,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from hf_fsdp_plugin.devices import available_device
 from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan, PlannedDtype
 from hf_fsdp_plugin.strategies import STRATEGIES
 from hf_fsdp_plugin.torch_private.functions import tree_map_only, with_local_tensor
@@ -19,6 +23,10 @@ REPLICATE_AXIS: Final = "dp_replicate"
 SHARD_AXIS: Final = "dp_shard"
 """Accelerate's names for the axes of the mesh."""
 
+WINDOW: Final = 32 << 20
+"""Bytes of one window of page-locked memory."""
+_ALIGNMENT: Final = 64
+"""Offsets in a window are multiples of this, which is enough for elements of every dtype."""
 _DTYPES: Final = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "unchanged": None}
 
 
@@ -88,3 +96,67 @@ class _Meshes:
 
 
 _meshes = _Meshes()
+
+
+class PinnedWindows:
+    """Two windows of page-locked memory: the host fills one while the accelerator copies from the other.
+
+    The host waits only before it fills a window again, which is once per ``WINDOW`` bytes. Copies run in the order of
+    the current stream. For one thread.
+    """
+
+    def __init__(self) -> None:
+        self._window: torch.Tensor | None = None
+        self._used = 0
+        self._other: torch.Tensor | None = None
+        self._wait_for_other: Callable[[], None] | None = None
+
+    def take(self, num_bytes: int) -> torch.Tensor:
+        """Return ``num_bytes`` of a window, at most ``WINDOW``, to fill and to copy from with ``non_blocking=True``."""
+        if self._window is None or self._used + num_bytes > WINDOW:
+            self._change_windows()
+        assert self._window is not None
+        start = self._used
+        self._used += -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+        return self._window[start : start + num_bytes]
+
+    def copy(self, into: torch.Tensor, source: torch.Tensor) -> None:
+        """Copy a tensor in host memory to a tensor with its shape on the accelerator, which casts the elements."""
+        if source.nbytes <= WINDOW:
+            window = self.take(source.nbytes).view(source.dtype).view(source.shape)
+            into.copy_(window.copy_(source), non_blocking=True)
+            return
+        dim = max(range(source.dim()), key=source.size)
+        num_parts = -(-source.nbytes // WINDOW)
+        for part, of_source in zip(into.chunk(num_parts, dim), source.chunk(num_parts, dim), strict=True):
+            self.copy(part, of_source)
+
+    def _change_windows(self) -> None:
+        full, wait = self._window, self._wait_for_other
+        self._window, self._used = self._other, 0
+        if full is not None:
+            self._other, self._wait_for_other = full, available_device().record_event()
+        if self._window is None:
+            self._window = torch.empty(WINDOW, dtype=torch.uint8, pin_memory=True, device="cpu")
+        elif wait is not None:
+            wait()
+
+
+def wait_for_reads(tensors: Iterable[torch.Tensor]) -> None:
+    """Wait until the device has read offloaded shards, before they are changed in host memory.
+
+    A forward without a backward ends while the device still copies them. FSDP waits at the end of a backward only.
+    """
+    device = available_device()
+    if device.type != "cpu" and device.is_initialized() and any(tensor.is_pinned() for tensor in tensors):
+        device.synchronize()
+
+
+def copy_to_device(tensor: torch.Tensor, device: torch.device, windows: PinnedWindows) -> torch.Tensor:
+    """Return a tensor on ``device``; the tensor itself if it is there."""
+    # The copy of a subclass may consist of several tensors.
+    if type(tensor) is not torch.Tensor or tensor.device.type != "cpu" or device.type == "cpu" or not tensor.nbytes:
+        return tensor.to(device)
+    copied = torch.empty_like(tensor, device=device)
+    windows.copy(copied, tensor)
+    return copied

@@ -18,15 +18,15 @@ from hf_fsdp_plugin.backends.sharding.shard import plan_of
 from hf_fsdp_plugin.contracts import off_warning, off_without
 from hf_fsdp_plugin.observe.first_step import FirstStep, recorded_first_step
 from hf_fsdp_plugin.observe.memory import observe_memory
-from hf_fsdp_plugin.observe.observed_run import ObservedRun
 from hf_fsdp_plugin.observe.optimizers import (
     check_optimizers,
     optimizers_of,
     trained_pair,
     unwrapped_optimizer,
 )
+from hf_fsdp_plugin.observe.readers import observe_settings
 from hf_fsdp_plugin.observe.report import BatchShape, RankObservation, Report, TrainingObservation
-from hf_fsdp_plugin.observe.settings import SettingObservation, check_settings, observe_settings
+from hf_fsdp_plugin.observe.settings import ObservedRun, SettingObservation, check_settings
 from hf_fsdp_plugin.observe.units import (
     StructureComparison,
     UnitObservation,
@@ -140,10 +140,10 @@ def build_report_of_trained(models: Sequence[Any], optimizers: Sequence[Any] = (
         raise SpecError([Problem(code="FSDP-E508", message=message, fix=fix)])
     model, own = trained_pair([*plans], optimizers)
     report = build_report(model, plans[model], optimizers=own, **facts)
+    del plans[model]
     others = [
         build_report(other, plan, optimizers=optimizers_of(other, optimizers), state_dict=facts.get("state_dict"))
         for other, plan in plans.items()
-        if other is not model
     ]
     return replace(report, other_models=tuple(others))
 
@@ -223,12 +223,8 @@ def check_training(
         add("FSDP-W516", message, "Call model.train() before the training, and again after each evaluation.")
     if structure.frozen:
         message = f"{len(structure.frozen)} parameters were trainable in prepare() and are frozen now: "
-        message += f"{format_names(structure.frozen, 2)}."
-        add(
-            "FSDP-W511",
-            message,
-            "Freeze parameters before prepare(): FSDP then reserves no memory for their gradients.",
-        )
+        fix = "Freeze parameters before prepare(): FSDP then reserves no memory for their gradients."
+        add("FSDP-W511", f"{message}{format_names(structure.frozen, 2)}.", fix)
     for numbers, what in (
         (first_step.batch_sizes.values, "the batch size of a forward"),
         (first_step.accumulation.values, "the number of forwards per optimizer step"),
@@ -246,13 +242,11 @@ def check_structure(units: Sequence[UnitObservation], plan: FsdpPlan) -> list[Pr
         fix = "Call install() before the Accelerator or Trainer is created, so that the plugin shards the model."
         return [Problem(code="FSDP-E501", message=message, fix=fix)]
     master = plan.precision.master
-    differing = [unit for unit in units if unit.num_frozen < unit.num_params and unit.master_dtype != master]
+    differing = [unit for unit in units if unit.num_trainable and unit.master_dtype != master]
     if master == "unchanged" or not differing or plan.pre_sharded:
         return []
-    message = (
-        f"{len(differing)} units keep and update their weights in {differing[0].master_dtype} instead of {master}, "
-    )
-    message += f"for example {differing[0].name or 'the root'}."
+    message = f"{len(differing)} units keep and update their weights in {differing[0].master_dtype} instead of "
+    message += f"{master}, for example {differing[0].name or 'the root'}."
     fix = f"Load the model in {master}, and do not cast it after prepare()."
     return [Problem(code="FSDP-E502", setting="precision.param", message=message, fix=fix)]
 

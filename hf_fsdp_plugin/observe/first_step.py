@@ -7,6 +7,7 @@ that the cost of a long run does not grow with its length. Nothing here waits fo
 from __future__ import annotations
 
 import inspect
+from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -20,6 +21,7 @@ from hf_fsdp_plugin.backends.loading.equal_weights import sum_bits
 from hf_fsdp_plugin.backends.loading.weight_loader import BROADCAST_ATTRIBUTE
 from hf_fsdp_plugin.backends.optimizers.parameters import parameters_in
 from hf_fsdp_plugin.backends.sharding.forward_hooks import float_outputs, is_activation
+from hf_fsdp_plugin.backends.sharding.module_forwards import checkpoints_itself
 from hf_fsdp_plugin.backends.sharding.shard import plan_of
 from hf_fsdp_plugin.backends.torch_types import torch_dtype
 from hf_fsdp_plugin.contracts import off_without
@@ -31,7 +33,7 @@ from hf_fsdp_plugin.observe.optimizers import (
     unwrapped_optimizer,
 )
 from hf_fsdp_plugin.observe.units import checkpoints_natively, observe_units
-from hf_fsdp_plugin.observe.weights import ShardHashes, hash_again, hash_trained
+from hf_fsdp_plugin.observe.weights import ShardHashes, hash_parts
 from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan
 from hf_fsdp_plugin.plan.names import canonical_name, unwrapped
 from hf_fsdp_plugin.torch_private.functions import in_backward, tree_leaves
@@ -85,22 +87,19 @@ class Recomputation:
 
 @dataclass(slots=True)
 class StableValues:
-    """Runs of equal numbers in a sequence. Keeps only the values of stable runs and the current run.
+    """Runs of equal numbers in a sequence. Keeps only the values of stable runs and the last numbers.
 
     Attributes:
         values: the distinct values of runs of at least three equal numbers, in order of their first occurrence.
     """
 
     values: list[int] = field(default_factory=list)
-    _current: int | None = None
-    _length: int = 0
+    _last: deque[int] = field(default_factory=lambda: deque(maxlen=_STABLE))
 
     def add(self, number: int) -> None:
         """Append a number to the sequence."""
-        if number != self._current:
-            self._current, self._length = number, 0
-        self._length += 1
-        if self._length == _STABLE and number not in self.values and len(self.values) < _MAX_VALUES:
+        self._last.append(number)
+        if self._last.count(number) == _STABLE and number not in self.values and len(self.values) < _MAX_VALUES:
             self.values.append(number)
 
 
@@ -196,13 +195,13 @@ class FirstStep:
             self.grads_bytes = gradient_bytes(model, units)
         self.unreduced.update(unit.name or "(root)" for unit in units if unit.live.unreduced)
         if self.shard_hashes is None and _updates(optimizer):
-            self.shard_hashes = hash_trained(units)
+            self.shard_hashes = hash_parts(units)
 
     @off_without(None)
     def after_step(self, model: nn.Module) -> None:
         """Record the state of the units after an optimizer step."""
         if self.shard_hashes is not None and not self.num_steps & (self.num_steps - 1):
-            self.later_hashes.append(hash_again(self.shard_hashes, observe_units(model)))
+            self.later_hashes.append(hash_parts(observe_units(model), only=self.shard_hashes))
 
     def begin_backward(self, _: torch.Tensor) -> None:
         """Count a backward before the first optimizer step. A hook of a forward's output."""
@@ -302,9 +301,6 @@ def _updates(optimizer: torch.optim.Optimizer) -> bool:
     return any(isinstance(rate, torch.Tensor) or rate for rate in rates)
 
 
-_NATIVE_LAYER = "GradientCheckpointingLayer"
-"""Transformers' base class of layers that checkpoint themselves."""
-
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict)
 """Modules that are never called."""
 
@@ -339,7 +335,7 @@ def checkpointed_modules(model: nn.Module, plan: FsdpPlan) -> dict[str, nn.Modul
 def native_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Yield the names and layers that Transformers can checkpoint."""
     for name, module in model.named_modules():
-        if any(cls.__name__ == _NATIVE_LAYER for cls in type(module).__mro__):
+        if checkpoints_itself(module):
             yield canonical_name(name), module
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from hf_fsdp_plugin.backends.optimizers.plain_steps import step_mode
+from hf_fsdp_plugin.backends.optimizers.parameters import step_mode
 from hf_fsdp_plugin.devices import DEVICES, available_device
 from hf_fsdp_plugin.observe.units import UnitObservation, unmanaged_parameters
 
@@ -73,34 +73,31 @@ def observe_memory(
     """
     unmanaged = unmanaged_parameters(model, units)
     trained = [parameter for parameter in unmanaged if parameter.requires_grad]
-    # Not in a process that only evaluates.
-    has_gradients = bool(optimizers or recorded_grads_bytes or model.training)
+    shards = [shard for unit in units for shard in unit.live.shards]
+    gathered = [tensor for unit in units for tensor in unit.live.known("gathered", ())]
+    ddp_params_bytes = sum(unit.num_params * _master_itemsize(unit) for unit in units)
+    ddp_grads_bytes = sum(unit.num_trainable * _master_itemsize(unit) for unit in units) + _nbytes(trained)
     grads_bytes, grads_source = gradient_bytes(model, units), "alive"
+    if not (optimizers or recorded_grads_bytes or model.training):  # a process that only evaluates
+        ddp_grads_bytes = 0
+    elif grads_bytes == 0 and recorded_grads_bytes is None:
+        grads_bytes = sum(unit.live.known("num_local_trainable", 0) * _master_itemsize(unit) for unit in units)
+        grads_bytes, grads_source = grads_bytes + _nbytes(trained), "trainable shards"
     if grads_bytes == 0 and recorded_grads_bytes is not None:
         grads_bytes, grads_source = recorded_grads_bytes, "optimizer step"
-    elif grads_bytes == 0 and has_gradients:
-        grads_bytes = sum(unit.live.known("num_local_trainable", 0) * _master_itemsize(unit) for unit in units)
-        grads_bytes, grads_source = grads_bytes + sum(map(_dense_bytes, trained)), "trainable shards"
-    device = available_device()
-    if not device.is_initialized():
-        device = DEVICES["cpu"]
+    device = available_device() if available_device().is_initialized() else DEVICES["cpu"]
     optimizer_bytes = storage_bytes(state_tensors(optimizers))
     return MemoryObservation(
-        params_bytes=storage_bytes([*(shard for unit in units for shard in unit.live.shards), *unmanaged]),
+        params_bytes=storage_bytes([*shards, *unmanaged]),
         grads_bytes=grads_bytes,
         optimizer_bytes=optimizer_bytes,
-        gathered_bytes=storage_bytes(
-            [tensor for unit in units for tensor in unit.live.known("gathered", ())],
-            excluding=[shard for unit in units for shard in unit.live.shards],
-        ),
+        gathered_bytes=storage_bytes(gathered, excluding=shards),
         buffers_bytes=storage_bytes(model.buffers()),
         peak_bytes=device.peak_memory(),
         grads_source=grads_source,
         peak_source=device.peak_source,
-        ddp_params_bytes=sum(unit.num_params * _master_itemsize(unit) for unit in units)
-        + sum(map(_dense_bytes, unmanaged)),
-        ddp_grads_bytes=has_gradients
-        * (sum(_num_trainable(unit) * _master_itemsize(unit) for unit in units) + sum(map(_dense_bytes, trained))),
+        ddp_params_bytes=ddp_params_bytes + _nbytes(unmanaged),
+        ddp_grads_bytes=ddp_grads_bytes,
         ddp_optimizer_bytes=_whole_optimizer_bytes(units, trained, optimizers, optimizer_bytes),
     )
 
@@ -141,12 +138,8 @@ def _storage(local: torch.Tensor) -> tuple[tuple[str, int], int]:
     return key, 0 if local.is_meta else storage.nbytes()
 
 
-def _dense_bytes(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
-
-
-def _num_trainable(unit: UnitObservation) -> int:
-    return unit.num_params - unit.num_frozen
+def _nbytes(tensors: Iterable[torch.Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in tensors)
 
 
 def _master_itemsize(unit: UnitObservation) -> int:
@@ -164,8 +157,8 @@ def _whole_optimizer_bytes(
     if any(step_mode(optimizer) == "whole" for optimizer in optimizers):
         return optimizer_bytes
     if any(isinstance(tensor, DTensor) and type(tensor.to_local()) is torch.Tensor for tensor in tensors):
-        return sum(map(_dense_bytes, tensors))
+        return _nbytes(tensors)
     num_unmanaged = sum(parameter.numel() for parameter in unmanaged)
-    whole = sum(map(_num_trainable, units)) + num_unmanaged
+    whole = sum(unit.num_trainable for unit in units) + num_unmanaged
     local = sum(unit.live.num_local_trainable for unit in units) + num_unmanaged
     return round(optimizer_bytes * whole / local) if local else 0

@@ -75,10 +75,8 @@ def check_optimizers(
         return problems
     names = ", ".join(dict.fromkeys(type(optimizer).__name__ for optimizer in optimizers))
     if num_removed := len(left_out.intersection(prepared_ids)):
-        message = (
-            f"{num_removed} of {len(trained)} trainable parameters are no longer in {names}, which had them when it "
-        )
-        message += "was prepared: they are not updated."
+        message = f"{num_removed} of {len(trained)} trainable parameters are no longer in {names}, which had them when "
+        message += "it was prepared: they are not updated."
         fix = "Do not change the parameter groups after prepare(). If the parameters are meant to stay constant, set "
         fix += "requires_grad = False before prepare()."
         return [Problem(code="FSDP-E509", message=message, fix=fix)]
@@ -95,21 +93,15 @@ def _unused_parameters(
 
     An optimizer that was created before wrapping updates the old, unsharded parameters, and the loss stays constant.
     """
-    held = parameters_in(optimizer)
+    held, name = parameters_in(optimizer), type(optimizer).__name__
     foreign = [parameter for parameter in held if id(parameter) not in own and not is_replicated(parameter)]
     if num_foreign := len(foreign) - _num_of_sharded_models(foreign):
-        message = (
-            f"{num_foreign} of the {len(held)} parameters of {type(optimizer).__name__} do not belong to the sharded "
-        )
-        message += (
-            "model. The optimizer was created before wrapping, so it updates parameters that the model does not use."
-        )
+        message = f"{num_foreign} of the {len(held)} parameters of {name} do not belong to the sharded model. The "
+        message += "optimizer was created before wrapping, so it updates parameters that the model does not use."
         fix = "Create the optimizer after preparing the model, or pass both to one prepare() call."
         yield Problem(code="FSDP-E504", message=message, fix=fix)
     if num_copies := sum(id(parameter) in copies for parameter in held):
-        message = (
-            f"{num_copies} of the {len(held)} parameters of {type(optimizer).__name__} are gathered copies, which "
-        )
+        message = f"{num_copies} of the {len(held)} parameters of {name} are gathered copies, which "
         message += "FSDP frees. Updates of them are lost."
         fix = "Create the optimizer before the first forward, or pass model and optimizer to one prepare() call."
         yield Problem(code="FSDP-E504", message=message, fix=fix)
@@ -137,12 +129,7 @@ class UselessStepWatch:
         observe: called with an optimizer that has parameters of the model although it was not prepared.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        is_trained: Callable[[], bool],
-        observe: Callable[[nn.Module, torch.optim.Optimizer], Any],
-    ) -> None:
+    def __init__(self, model: nn.Module, is_trained: Callable[[], bool], observe: Callable[..., Any]) -> None:
         self._model, self._is_trained, self._observe = ref(model), is_trained, observe
         self._num_useless = 0
         self._unrelated = WeakSet[torch.optim.Optimizer]()
@@ -169,14 +156,10 @@ class UselessStepWatch:
             self._num_useless += 1
             if self._num_useless == 2:
                 name = type(optimizer).__name__
-                message = (
-                    f"two steps of {name} have changed nothing: none of its {len(held)} parameters has a gradient "
-                )
-                message += f"or belongs to the prepared {type(model).__name__}."
-                fix = (
-                    f"Pass the model and the optimizer to one accelerator.prepare(model, optimizer), or create {name} "
-                )
-                fix += "with model.parameters() after prepare()."
+                message = f"two steps of {name} have changed nothing: none of its {len(held)} parameters has a "
+                message += f"gradient or belongs to the prepared {type(model).__name__}."
+                fix = "Pass the model and the optimizer to one accelerator.prepare(model, optimizer), or create "
+                fix += f"{name} with model.parameters() after prepare()."
                 raise SpecError([Problem(code="FSDP-E513", message=message, fix=fix)])
 
 

@@ -1,73 +1,136 @@
-"""Comparison of the requested value of each setting with its value on the live model."""
+"""A run as it is observed, the values of settings that are read off it, and the problems of those that differ."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
-from types import MappingProxyType
-from typing import Any, Final, Literal
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
-from hf_fsdp_plugin.contracts import ContractError
-from hf_fsdp_plugin.observe import sharding_readers as sharding
-from hf_fsdp_plugin.observe import training_readers as training
-from hf_fsdp_plugin.observe.observed_run import ObservedRun, ObservedValue, common_value, differing, unobservable
+from torch import nn
+
+from hf_fsdp_plugin.observe.first_step import FirstStep
+from hf_fsdp_plugin.observe.units import StructureComparison, UnitObservation, dtype_name
+from hf_fsdp_plugin.observe.weights import WeightComparison
 from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan
 from hf_fsdp_plugin.problems import Origin, Problem
 
-Reader = Callable[[ObservedRun], ObservedValue]
-_ALWAYS_SHOWN: Final[dict[str, Reader]] = {
-    "fsdp.version": lambda run: ObservedValue(common_value(unit.live.version for unit in run.units)),
-    "sharding.strategy": sharding.read_strategy,
-    "mesh.shard": sharding.read_mesh_shard,
-    "mesh.replicate": sharding.read_mesh_replicate,
-    "wrap.policy": sharding.read_wrap_policy,
-    "offload.params": sharding.read_offload,
-    "precision.param": sharding.read_param_dtype,
-    "precision.reduce": sharding.read_reduce_dtype,
-    "prefetch.backward": sharding.read_backward_prefetch,
-    "prefetch.forward": sharding.read_forward_prefetch,
-    "activation.checkpointing": training.read_checkpointing,
-}
-"""Settings that determine the memory, the speed or the numerics of the run: the report contains them in any case."""
 
-READERS: Final[Mapping[str, Reader]] = MappingProxyType(
-    {
-        **_ALWAYS_SHOWN,
-        "wrap.classes": sharding.read_wrap_classes,
-        "wrap.min_num_params": sharding.read_min_num_params,
-        "wrap.ignored_modules": sharding.read_ignored_modules,
-        "offload.pin_memory": sharding.read_pin_memory,
-        "precision.fp32_modules": sharding.read_fp32_modules,
-        "precision.output": sharding.read_output_dtype,
-        "precision.buffer": sharding.read_buffer_dtype,
-        "prefetch.limit_all_gathers": sharding.read_limit_all_gathers,
-        "params.use_orig": sharding.read_use_orig,
-        "checkpoint.state_dict": training.read_state_dict,
-        "checkpoint.asynchronous": training.read_asynchronous,
-        "checkpoint.verify": lambda run: unobservable("only a resume uses this setting; the model does not record it"),
-        "activation.native": training.read_native,
-        "activation.offload": training.read_activation_offload,
-        "loading.ram_efficient": training.read_ram_efficient,
-        "loading.sync_module_states": lambda run: training.read_loading(run, planned=run.plan.sync_module_states),
-        "launch.num_processes": lambda run: ObservedValue(run.world_size),
-        "launch.num_machines": training.read_num_machines,
-        "launch.mixed_precision": training.read_mixed_precision,
-        "launch.use_cpu": training.read_use_cpu,
-        "launch.distributed_type": lambda run: ObservedValue("FSDP"),
-        "launch.dynamo_config": training.read_dynamo,
-    }
-)
-"""Canonical name of a setting -> function that reads its value from the live model."""
+@dataclass(frozen=True)
+class ObservedValue:
+    """The value of one setting on the live model.
+
+    Attributes:
+        value: the canonical value; ``None`` if ``unobservable``.
+        reason: why the setting is unobservable, or an explanation of the value.
+        matches: whether the value matches the request; ``None`` if the caller compares them for equality.
+        unobservable: whether the setting cannot be read from the live model.
+    """
+
+    value: Any = None
+    reason: str = ""
+    matches: bool | None = None
+    unobservable: bool = False
 
 
-def read_setting(name: str, run: ObservedRun) -> ObservedValue:
-    """Read one setting from the live model, by canonical name."""
-    if name in READERS:
-        return READERS[name](run)
-    if name.startswith("xla."):
-        asked = run.plan.spec.get(name)
-        return ObservedValue(False if asked else asked, "the model is not on an XLA device", matches=not asked)
-    return unobservable("only the launcher uses this setting; the model does not record it")
+@dataclass(frozen=True, kw_only=True)
+class ObservedRun:
+    """The live model, facts about its run, and the plan.
+
+    Attributes:
+        rank: this rank.
+        structure: the comparison of the units with the plan's; nothing differs in a model that the script sharded.
+        num_hosts: number of distinct host names of the ranks.
+        first_step: what was recorded while the model was trained.
+        state_dict: state dict type of the last or the next checkpoint; ``None`` if unknown.
+        saved_asynchronously: whether the last checkpoint was written asynchronously; ``None`` if there is none.
+        weights: the comparison of weights across ranks; ``None`` if they were not compared.
+        diverged: units whose replicas have different weights.
+    """
+
+    model: nn.Module
+    plan: FsdpPlan
+    units: Sequence[UnitObservation]
+    world_size: int
+    device_type: str
+    rank: int = 0
+    structure: StructureComparison = field(default_factory=StructureComparison)
+    num_hosts: int = 1
+    first_step: FirstStep = field(default_factory=FirstStep)
+    state_dict: str | None = None
+    saved_asynchronously: bool | None = None
+    weights: WeightComparison | None = None
+    diverged: Sequence[str] = ()
+
+    @property
+    def units_with_params(self) -> list[UnitObservation]:
+        """The units that own parameters. A root may own none."""
+        return [unit for unit in self.units if unit.num_params]
+
+    @property
+    def units_in_policy_dtype(self) -> list[UnitObservation]:
+        """The units that own parameters, without those whose parameters are all planned to be gathered in fp32."""
+        fp32 = set(self.plan.fp32_parameters)
+        planned = {unit.name for unit in self.plan.units if unit.parameters and fp32.issuperset(unit.parameters)}
+        return [unit for unit in self.units_with_params if unit.name not in planned] or self.units_with_params
+
+    @property
+    def units_below_root(self) -> list[UnitObservation]:
+        return [unit for unit in self.units_with_params if not unit.live.is_root]
+
+    @property
+    def layers(self) -> list[UnitObservation]:
+        """The units that the wrap policy selected. If there are none: all units except the root, or else the root."""
+        planned = {name for unit in self.plan.units if unit.from_policy for name in unit.modules}
+        chosen = [unit for unit in self.units_with_params if planned.intersection(unit.module_names)]
+        return chosen or self.units_below_root or self.units_with_params
+
+
+def unobservable(reason: str) -> ObservedValue:
+    return ObservedValue(reason=reason, unobservable=True)
+
+
+def differing(value: Any, reason: str = "") -> ObservedValue:
+    """Return a value that is not the requested one, whatever that is."""
+    return ObservedValue(value, reason, matches=False)
+
+
+def common_value(values: Iterable[Any]) -> Any:
+    """Return the value if all values are equal, else ``mixed: a, b``; ``None`` if there are no values."""
+    distinct = list(dict.fromkeys(values))
+    if not distinct:
+        return None
+    return distinct[0] if len(distinct) == 1 else "mixed: " + ", ".join(sorted(map(str, distinct)))
+
+
+def unplanned_cast(run: ObservedRun) -> str:
+    """Describe a cast of the weights after they were sharded, or autocast to another dtype; empty without either."""
+    if stored := _unplanned_dtypes(run):
+        return f"the weights have been cast to {', '.join(stored)} after they were sharded"
+    autocast = {dtype_name(dtype) for dtype in run.first_step.autocast_dtypes} - {run.plan.precision.param}
+    # Accelerate's autocast of a setting that the policy overrides is not of the script.
+    autocast -= {str(run.plan.spec.launch.mixed_precision).lower()}
+    return f"the model was called in an autocast context of {', '.join(sorted(autocast))}" if autocast else ""
+
+
+def _unplanned_dtypes(run: ObservedRun) -> list[str]:
+    """Return the floating-point dtypes of shards that no planned unit has, before or after the cast to the master."""
+    if run.plan.pre_sharded:
+        return []
+    planned = {dtype for unit in run.plan.units for dtype in unit.dtypes}
+    shards = (shard for unit in run.units_with_params for shard in unit.live.shards if shard.is_floating_point())
+    found = {dtype for dtype in {shard.dtype for shard in shards} if str(dtype).removeprefix("torch.") not in planned}
+    return sorted({dtype_name(dtype) for dtype in found} - {run.plan.precision.master})
+
+
+def not_reduced(run: ObservedRun) -> list[str]:
+    """Return the units whose gradients an optimizer step ignored, or of which some are set not to be reduced.
+
+    Between two micro-batches, Accelerate sets this for all units.
+    """
+    switched_off = [unit.label for unit in run.units_with_params if not unit.live.reduces]
+    if len(switched_off) == len(run.units_with_params):
+        switched_off = []
+    return sorted({*run.first_step.unreduced, *switched_off})
 
 
 Status = Literal["applied", "differs", "unobservable"]
@@ -99,11 +162,6 @@ class SettingObservation:
         return {**vars(self), "origin": self.origin.to_json()}
 
 
-def observe_settings(run: ObservedRun) -> tuple[SettingObservation, ...]:
-    """Compare the settings that the report shows with the live model, in the order of the spec."""
-    return tuple(_observe_setting(name, run) for name in _shown_settings(run.plan))
-
-
 def check_settings(settings: tuple[SettingObservation, ...], plan: FsdpPlan) -> list[Problem]:
     """Return a problem for each setting that differs.
 
@@ -125,45 +183,6 @@ def check_settings(settings: tuple[SettingObservation, ...], plan: FsdpPlan) -> 
     return problems
 
 
-def _shown_settings(plan: FsdpPlan) -> Iterator[str]:
-    for name, _, _ in plan.spec.settings():
-        decides_units = name == "wrap.classes" and plan.spec.wrap.policy == "transformer"
-        if name in _ALWAYS_SHOWN or decides_units or plan.spec.asked(name):
-            yield name
-
-
-def _observe_setting(name: str, run: ObservedRun) -> SettingObservation:
-    plan = run.plan
-    planned = plan.get(name)
-    asked = plan.spec.get(name) if plan.spec.asked(name) else planned
-    expected = planned if asked == "auto" else asked
-    if not run.units and not name.startswith("launch."):
-        found = differing("not sharded", "no module of the live model is an FSDP unit")
-    else:
-        try:
-            found = read_setting(name, run)
-        except ContractError as error:
-            found = unobservable(error.reason)
-        if found.value is None and not found.unobservable:
-            # For example, scalars are not sharded, so the units of a model of scalars have no parameters.
-            reasons = (error.reason for unit in run.units for error in unit.live.unknown.values())
-            found = unobservable(next(reasons, "no unit has parameters"))
-    if plan.pre_sharded and not plan.spec.asked(name) and not found.unobservable:
-        found = replace(found, reason=found.reason or "set by the script when it wrapped the model", matches=True)
-    matches = found.matches if found.matches is not None else _json_value(found.value) == _json_value(expected)
-    status: Status = "unobservable" if found.unobservable else "applied" if matches else "differs"
-    return SettingObservation(
-        setting=name,
-        # JSON values, because ranks exchange rows by pickle, which does not support a mapping proxy.
-        asked=_json_value(asked),
-        planned=_json_value(planned),
-        observed=_json_value(found.value),
-        status=status,
-        origin=plan.spec.origin(name),
-        reason=found.reason,
-    )
-
-
 def format_value(value: Any) -> str:
     """Format a value for tables and messages."""
     if isinstance(value, bool):
@@ -171,11 +190,3 @@ def format_value(value: Any) -> str:
     if isinstance(value, (tuple, list)):
         return ", ".join(map(str, value)) or "nothing"
     return "" if value is None else str(value)
-
-
-def _json_value(value: Any) -> Any:
-    if isinstance(value, (tuple, list)):
-        return [_json_value(item) for item in value]
-    if hasattr(value, "items"):
-        return {str(key): _json_value(item) for key, item in value.items()}
-    return value if isinstance(value, (bool, int, float, str)) or value is None else str(value)

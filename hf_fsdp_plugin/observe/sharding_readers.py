@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from itertools import pairwise
 
-from hf_fsdp_plugin.observe.observed_run import (
+from hf_fsdp_plugin.observe.settings import (
     ObservedRun,
     ObservedValue,
     common_value,

@@ -56,6 +56,10 @@ class UnitObservation:
         return self.name or "(root)"
 
     @property
+    def num_trainable(self) -> int:
+        return self.num_params - self.num_frozen
+
+    @property
     def module_names(self) -> tuple[str, ...]:
         return tuple(self.name.split(" + "))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -167,7 +167,7 @@ def unchanged_parameters(
     if not before:
         return None
     found = frozenset(before)
-    for hashes in (*later, hash_again(before, units)):
+    for hashes in (*later, hash_parts(units, only=before)):
         found &= _unchanged(before, hashes)
     return found
 
@@ -187,25 +187,17 @@ def _stacked(hashes: ShardHashes, keys: Sequence[tuple[int, int]]) -> torch.Tens
     return torch.stack([value.to(found[0].device) for value in found]).cpu()
 
 
-def hash_trained(units: Iterable[UnitObservation]) -> ShardHashes:
-    """Return hashes of the bits of this rank's part of each trained parameter, on the parameters' devices."""
+def hash_parts(units: Iterable[UnitObservation], only: Collection[tuple[int, int]] | None = None) -> ShardHashes:
+    """Return hashes of the bits of this rank's part of each trained parameter, on the parameters' devices.
+
+    Args:
+        only: hash the parameters with these keys instead of the trained ones.
+    """
     return {
         (number, index): hash_bits(part) if part.numel() else None
         for number, unit in enumerate(units)
         for index, (part, (_, _, trained)) in enumerate(zip(unit.live.parts, unit.live.places, strict=False))
-        if trained and _is_hashable(part)
+        if (trained if only is None else (number, index) in only)
+        and type(part.detach()) is torch.Tensor
+        and not part.is_meta
     }
-
-
-def hash_again(before: ShardHashes, units: Sequence[UnitObservation]) -> ShardHashes:
-    """Return hashes of the same parts, without those that do not exist any more."""
-    hashes: ShardHashes = {}
-    for (number, index), value in before.items():
-        parts = units[number].live.parts if number < len(units) else ()
-        if value is not None and index < len(parts) and _is_hashable(parts[index]) and parts[index].numel():
-            hashes[number, index] = hash_bits(parts[index])
-    return hashes
-
-
-def _is_hashable(shard: torch.Tensor) -> bool:
-    return type(shard.detach()) is torch.Tensor and not shard.is_meta

@@ -15,7 +15,7 @@ from torch.distributed.fsdp.fully_sharded_data_parallel import FullyShardedDataP
 
 from hf_fsdp_plugin.contracts import Contract, contracts_of, guard, load
 from hf_fsdp_plugin.strategies import BY_TORCH_NAME, Strategy
-from hf_fsdp_plugin.torch_private.live_unit import Facts, LiveUnit, attribute_or, merge_facts, read_facts
+from hf_fsdp_plugin.torch_private.live_unit import Facts, LiveUnit, attribute_or, read_facts
 from hf_fsdp_plugin.torch_private.modules import parameters as own_parameters
 
 _FSDP1 = "torch.distributed.fsdp.fully_sharded_data_parallel"
@@ -140,12 +140,16 @@ def flat_parameter(unit: Any) -> Any | None:
     return unit._handle.flat_param if unit._handle is not None else None
 
 
+def flat_units(root: nn.Module) -> list[tuple[Any, Any]]:
+    """Return the units of a model that have parameters, with their flat parameters."""
+    units = [(unit, flat_parameter(unit)) for unit in FullyShardedDataParallel.fsdp_modules(root)]
+    return [(unit, flat) for unit, flat in units if flat is not None]
+
+
 def flat_shapes(root: nn.Module) -> Iterator[tuple[torch.Size, ...]]:
     """Yield the shapes of the parameters in each flat parameter of a model."""
-    for unit in FullyShardedDataParallel.fsdp_modules(root):
-        flat = flat_parameter(unit)
-        if flat is not None:
-            yield flat._shapes
+    for _, flat in flat_units(root):
+        yield flat._shapes
 
 
 def members(flat: Any) -> list[Member]:
@@ -195,9 +199,8 @@ def allow_gradients_of_compute_dtype(root: nn.Module) -> None:
     Without synchronization, such a unit keeps gradients in the dtype of the computation. torch assigns them to the
     first name of a parameter through ``.data``, but to the other names without it, which raises for fp32 parameters.
     """
-    for unit in FullyShardedDataParallel.fsdp_modules(root):
-        flat = flat_parameter(unit)
-        for parameter in (flat._shared_params or ()) if flat is not None else ():
+    for _, flat in flat_units(root):
+        for parameter in flat._shared_params or ():
             if parameter.requires_grad and hasattr(parameter, "grad_dtype"):
                 parameter.grad_dtype = None
 
@@ -218,10 +221,9 @@ def local_shard(flat: Any) -> torch.Tensor:
     return flat.data if shard is None else shard
 
 
-def compute_device(unit: Any) -> torch.device:
+def compute_device(unit: Any) -> Any:
     """Return the device on which the unit is computed; offloaded shards are in CPU memory."""
-    device: torch.device = unit.compute_device
-    return device
+    return unit.compute_device
 
 
 def shard_group(unit: Any) -> dist.ProcessGroup | None:
@@ -302,11 +304,8 @@ def read_unit(unit: Any, *, is_root: bool) -> LiveUnit:
     """Return the unit of one ``FullyShardedDataParallel`` module."""
     # _post_forward keeps the root's parameters under every strategy.
     own: Facts = {"reshards": lambda unit: strategy_of(unit).reshards_after_forward and not is_root}
-    of_unit = read_facts(unit, {**_UNIT_FACTS, **own}, CONTRACTS)
-    if unit._handle is None:
-        return LiveUnit(version=1, is_root=is_root, **of_unit)
-    of_handle = read_facts(unit._handle, _HANDLE_FACTS, CONTRACTS)
-    return LiveUnit(version=1, is_root=is_root, **merge_facts(of_unit, of_handle))
+    parts = [(unit, {**_UNIT_FACTS, **own})] + ([(unit._handle, _HANDLE_FACTS)] if unit._handle is not None else [])
+    return LiveUnit(version=1, is_root=is_root, **read_facts(parts, CONTRACTS))
 
 
 def _is_sharded(unit: Any) -> bool:
@@ -322,9 +321,7 @@ def _gradients(handle: Any) -> tuple[torch.Tensor, ...]:
 
 def _parts(handle: Any) -> tuple[torch.Tensor, ...]:
     shard = local_shard(handle.flat_param)
-    return tuple(
-        shard[member.offset : member.offset + member.stop - member.start] for member in members(handle.flat_param)
-    )
+    return tuple(shard.narrow(0, each.offset, each.stop - each.start) for each in members(handle.flat_param))
 
 
 def _is_unreduced(handle: Any) -> bool:

@@ -7,6 +7,7 @@ What differs between torch's versions in how FSDP2 handles dtypes and frees grad
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, Final
@@ -18,7 +19,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 
 from hf_fsdp_plugin.contracts import contracts_of, guard, load, release_of
-from hf_fsdp_plugin.torch_private.live_unit import Facts, LiveUnit, attribute_or, merge_facts, read_facts
+from hf_fsdp_plugin.torch_private.live_unit import Facts, LiveUnit, attribute_or, read_facts
 from hf_fsdp_plugin.torch_private.modules import LOCAL_TENSOR_ATTRIBUTE, forward_pre_hooks
 
 _COMMON = "torch.distributed.fsdp._fully_shard._fsdp_common"
@@ -165,7 +166,7 @@ def mark_backward_prefetch(hook: Any, kind: str) -> None:
     setattr(hook, _BACKWARD_PREFETCH_MARK, kind)
 
 
-def keep_requires_grad(root: FSDPModule) -> None:
+def keep_requires_grad(root: Any) -> None:
     """Copy ``requires_grad`` of gathered parameters to their shards.
 
     A script sets it on the parameters in the module tree, as PEFT does when an adapter is disabled. If these are
@@ -230,18 +231,15 @@ def start_backward_at(module: FSDPModule, tensors: list[torch.Tensor]) -> None:
 
 def read_units(state: Any, *, is_root: bool) -> Iterator[LiveUnit]:
     """Return the units of one ``fully_shard`` call: one per mesh, or one empty unit if there are no parameters."""
-    of_state = read_facts(state, _STATE_FACTS, CONTRACTS)
-    groups = _parameter_groups(state)
-    if not groups:
-        yield LiveUnit(version=2, is_root=is_root, **of_state)
-    for group in groups:
-        # If the root's flag is unset, the root keeps its parameters from the first forward on.
-        reshard: Facts = {
-            "reshard_asked": lambda group: None if state._auto_reshard_after_forward else _reshards(group),
-            "reshards": lambda group: _reshards(group) and not (is_root and state._auto_reshard_after_forward),
-        }
-        of_group = read_facts(group, {**_GROUP_FACTS, **reshard}, CONTRACTS)
-        yield LiveUnit(version=2, is_root=is_root, **merge_facts(of_state, of_group))
+    # If the root's flag is unset, the root keeps its parameters from the first forward on.
+    reshard: Facts = {
+        "reshard_asked": lambda group: None if state._auto_reshard_after_forward else _reshards(group),
+        "reshards": lambda group: _reshards(group) and not (is_root and state._auto_reshard_after_forward),
+    }
+    of_state = (state, _STATE_FACTS)
+    of_groups = [[(group, {**_GROUP_FACTS, **reshard})] for group in _parameter_groups(state)]
+    for of_group in of_groups or [[]]:
+        yield LiveUnit(version=2, is_root=is_root, **read_facts([of_state, *of_group], CONTRACTS))
 
 
 def _reshards(group: Any) -> bool:
@@ -278,13 +276,6 @@ def _wholes(group: Any) -> list[nn.Parameter]:
     """Return the gathered parameters, which exist from the first all-gather on."""
     wholes = (attribute_or(item, "_unsharded_param", None) for item in group.fsdp_params)
     return [whole for whole in wholes if whole is not None]
-
-
-def _wholes_if_known(group: Any) -> list[nn.Parameter]:
-    try:
-        return _wholes(group)
-    except AttributeError:
-        return []
 
 
 def _master_dtypes(group: Any) -> tuple[torch.dtype, ...]:
@@ -350,24 +341,28 @@ def _reduce_dtype(group: Any) -> torch.dtype | None:
 
 def _policy(group: Any, item: Any = None) -> MixedPrecisionPolicy:
     """Return the policy of a group; from torch 2.15 on, of one of its parameters, by default of the first."""
-    policy: MixedPrecisionPolicy = (
-        group.mp_policy if hasattr(group, "mp_policy") else (item or group.fsdp_params[0]).mp_policy
-    )
+    owner = group if hasattr(group, "mp_policy") else item or group.fsdp_params[0]
+    policy: MixedPrecisionPolicy = owner.mp_policy
     return policy
 
 
-def _sharded_mesh(group: Any) -> Any:
-    """Return the mesh of a group if it has a shard axis, else ``None``."""
-    return group.mesh_info if isinstance(group.mesh_info, _FSDP_MESH) else None
+def _is_sharded(group: Any) -> bool:
+    return isinstance(group.mesh_info, _FSDP_MESH)
 
 
-def _replicated_mesh(group: Any) -> Any:
-    return group.mesh_info if isinstance(group.mesh_info, _DDP_MESH) else None
+def _is_replicated(group: Any) -> bool:
+    return isinstance(group.mesh_info, _DDP_MESH)
 
 
 def _shard_ranks(group: Any) -> tuple[int, ...]:
-    mesh = _sharded_mesh(group)
-    return tuple(dist.get_process_group_ranks(mesh.shard_process_group)) if mesh is not None else ()
+    return tuple(dist.get_process_group_ranks(group.mesh_info.shard_process_group)) if _is_sharded(group) else ()
+
+
+def _parameter_ids(group: Any) -> frozenset[int]:
+    found: list[torch.Tensor] = [*_parameters(group)]
+    with suppress(AttributeError):  # the ids of the shards are known, whatever torch lacks
+        found += _wholes(group)
+    return frozenset(map(id, found))
 
 
 _STATE_FACTS: Facts = {
@@ -394,11 +389,11 @@ _GROUP_FACTS: Facts = {
     "compute_dtypes": _compute_dtypes,
     "reduce_dtype": _reduce_dtype,
     "casts": lambda group: _policy(group).param_dtype is not None,
-    "shard_size": lambda group: mesh.shard_mesh_size if (mesh := _sharded_mesh(group)) is not None else 1,
-    "shard_rank": lambda group: mesh.shard_mesh_rank if (mesh := _sharded_mesh(group)) is not None else 0,
+    "shard_size": lambda group: group.mesh_info.shard_mesh_size if _is_sharded(group) else 1,
+    "shard_rank": lambda group: group.mesh_info.shard_mesh_rank if _is_sharded(group) else 0,
     "shard_ranks": _shard_ranks,
-    "replicate_size": lambda group: mesh.replicate_mesh_size if (mesh := _replicated_mesh(group)) is not None else 1,
-    "hybrid": lambda group: _sharded_mesh(group) is not None and _replicated_mesh(group) is not None,
+    "replicate_size": lambda group: group.mesh_info.replicate_mesh_size if _is_replicated(group) else 1,
+    "hybrid": lambda group: _is_sharded(group) and _is_replicated(group),
     "reduces": lambda group: bool(group.reduce_grads),
     "all_reduces": lambda group: bool(group.all_reduce_grads),
     "reshards_after_backward": lambda group: bool(group.reshard_after_backward),
@@ -412,7 +407,7 @@ _GROUP_FACTS: Facts = {
         (item._module_info.module, item._module_info.param_name, item.sharded_param.requires_grad)
         for item in group.fsdp_params
     ),
-    "parameter_ids": lambda group: frozenset(id(p) for p in [*_parameters(group), *_wholes_if_known(group)]),
+    "parameter_ids": _parameter_ids,
     "copy_ids": lambda group: frozenset(map(id, _wholes(group))),
 }
 

@@ -1,14 +1,17 @@
-"""Functions and classes that torch provides only with private names, among them those for tracing operators."""
+"""Functions and classes that torch provides only with private names, among them for tracing and scaled gradients."""
 
 from __future__ import annotations
 
 import sys
+from collections import defaultdict
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 import torch.utils.checkpoint
 from torch import nn
+from torch.amp.grad_scaler import GradScaler
 from torch.distributed.tensor import DTensor
 
 from hf_fsdp_plugin.contracts import contracts_of, guard, load
@@ -24,6 +27,7 @@ _STORE = "torch.distributed.distributed_c10d"
 _LAYOUT = "torch.distributed.tensor._utils"
 _TREE = "torch.utils._pytree"
 _DISPATCH = "torch.utils._python_dispatch"
+_SCALER = "the gradient scaler of fp16"
 _PREDICTION = "the prediction of memory and time"
 _ATTENTION = (
     "_scaled_dot_product_efficient_attention",
@@ -53,6 +57,8 @@ CONTRACTS = (
                   "_version"),
     *contracts_of("torch:Tensor", "off", "hooks of a script on parameters",
                   "_backward_hooks", "_post_accumulate_grad_hooks"),
+    *contracts_of("torch.amp.grad_scaler:GradScaler", "refused", _SCALER, "_unscale_grads_"),
+    *contracts_of("torch", "refused", _SCALER, "_amp_foreach_non_finite_check_and_unscale_"),
     *contracts_of(_DISPATCH, "refused", _PREDICTION, "TorchDispatchMode"),
     *contracts_of("torch:ops.aten", "refused", _PREDICTION, "_grouped_mm.default", "_local_scalar_dense.default",
                   "_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention",
@@ -76,6 +82,7 @@ tree_map = load(f"{_TREE}:tree_map", CONTRACTS)
 tree_map_only = load(f"{_TREE}:tree_map_only", CONTRACTS)
 _foreach_mul_ = load("torch:_foreach_mul_", CONTRACTS)
 _foreach_norm = load("torch:_foreach_norm", CONTRACTS)
+_check_and_unscale_ = load("torch:_amp_foreach_non_finite_check_and_unscale_", CONTRACTS)
 
 ATTENTION_OPS = tuple(load(f"torch:ops.aten.{name}.default", CONTRACTS) for name in _ATTENTION)
 """The operators that ``scaled_dot_product_attention`` calls."""
@@ -194,6 +201,55 @@ def called_by_engine(depth: int) -> bool:
         depth: number of frames between the caller and that function's own.
     """
     return sys._getframe(depth + 1).f_code.co_name == "_engine_run_backward"
+
+
+class ShardedGradScaler(GradScaler):
+    """Unscales this rank's part of each gradient, and skips a step on all ranks if any rank has an infinite gradient.
+
+    torch's scalers pass all gradients of a dtype to one kernel, which raises for DTensors beside plain tensors. FSDP1's
+    ``ShardedGradScaler`` does not reduce the result over the ranks if the optimizer is fused and nothing is clipped, so
+    that some ranks would skip a step. :meth:`unscale_` and :meth:`step` are collective.
+    """
+
+    def _unscale_grads_(
+        self,
+        optimizer: torch.optim.Optimizer,
+        inv_scale: torch.Tensor,
+        found_inf: torch.Tensor,
+        allow_fp16: bool,
+    ) -> dict[torch.device, torch.Tensor]:
+        """Multiply the gradients by ``inv_scale`` in place. Collective.
+
+        Returns:
+            Whether any rank has an infinite gradient, as 1.0 or 0.0, on the device of the scale only: torch adds the
+            values of all devices, and fused optimizers skip a step if the sum is exactly 1.
+        """
+        for (device, _), gradients in _local_gradients(optimizer).items():
+            on_device = torch.zeros_like(found_inf, device=device)
+            _check_and_unscale_(gradients, on_device, inv_scale.to(device))
+            found_inf.copy_(torch.maximum(found_inf, on_device.to(found_inf.device)))
+        # Ranks with empty shards have gradients on fewer devices, so there is one collective for all of them.
+        dist.all_reduce(found_inf, dist.ReduceOp.MAX)
+        return {found_inf.device: found_inf}
+
+
+def _local_gradients(
+    optimizer: torch.optim.Optimizer,
+) -> dict[tuple[torch.device, torch.dtype], list[torch.Tensor]]:
+    """Return the memory of this rank's gradients, by device and dtype: each kernel takes one of both."""
+    found: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = defaultdict(list)
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            gradient = parameter.grad
+            if gradient is None:
+                continue
+            local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+            if local.is_sparse:
+                parameter.grad = local = local.coalesce()  # duplicates of an index could overflow as a sum
+                local = local.values()
+            if local.numel():
+                found[local.device, local.dtype].append(local)
+    return found
 
 
 guard(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -113,10 +113,11 @@ Facts = Mapping[str, Callable[[Any], Any]]
 """Attribute of :class:`LiveUnit` -> the function that reads it off an object of torch."""
 
 
-def read_facts(source: Any, facts: Facts, rows: tuple[Contract, ...]) -> dict[str, Any]:
-    """Read each fact off an object of torch.
+def read_facts(parts: Sequence[tuple[Any, Facts]], rows: tuple[Contract, ...]) -> dict[str, Any]:
+    """Read the facts of a unit off objects of torch. Later ones replace earlier ones, unless they cannot be read.
 
     Args:
+        parts: each object, and the facts that are read off it.
         rows: the contracts of the file that defines the facts.
 
     Returns:
@@ -124,7 +125,7 @@ def read_facts(source: Any, facts: Facts, rows: tuple[Contract, ...]) -> dict[st
     """
     found: dict[str, Any] = {}
     unknown: dict[str, ContractError] = {}
-    for fact, read in facts.items():
+    for fact, read, source in ((fact, read, source) for source, facts in parts for fact, read in facts.items()):
         try:
             found[fact] = read(source)
         except ContractError as error:
@@ -134,14 +135,7 @@ def read_facts(source: Any, facts: Facts, rows: tuple[Contract, ...]) -> dict[st
             if row is None:
                 raise
             unknown[fact] = missing(row)
-    return {**found, "unknown": unknown}
-
-
-def merge_facts(*parts: dict[str, Any]) -> dict[str, Any]:
-    """Return the facts of several objects. Later ones replace earlier ones, except those that could not be read."""
-    found = {name: value for part in parts for name, value in part.items() if name != "unknown"}
-    unknown = {name: error for part in parts for name, error in part["unknown"].items() if name not in found}
-    return {**found, "unknown": unknown}
+    return {**found, "unknown": {fact: error for fact, error in unknown.items() if fact not in found}}
 
 
 def attribute_or(source: Any, name: str, default: Any, declared_by: type | None = None) -> Any:

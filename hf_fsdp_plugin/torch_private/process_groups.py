@@ -16,10 +16,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, MixedPrecisionPolicy, fully_shard
 
 from hf_fsdp_plugin.contracts import contracts_of, guard
-from hf_fsdp_plugin.torch_private.functions import checkpoint_wrapper
 
 _C10D: Final = "torch.distributed.distributed_c10d"
 _TIMEOUTS: Final = "the time-out of process groups"
@@ -100,6 +98,8 @@ def _live_objects() -> Iterator[Any]:
 
 
 def _fsdp2_objects() -> Iterator[Any]:
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp_replicate", "dp_shard"))
     for module in (model[0], model):
@@ -112,6 +112,8 @@ def _fsdp2_objects() -> Iterator[Any]:
 
 
 def _fsdp1_objects() -> Iterator[Any]:
+    from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision
+
     precision = MixedPrecision(param_dtype=torch.bfloat16)
     model = FullyShardedDataParallel(
         nn.Sequential(nn.Linear(4, 4)), device_id=torch.device("cpu"), mixed_precision=precision, use_orig_params=True
@@ -122,6 +124,8 @@ def _fsdp1_objects() -> Iterator[Any]:
 
 
 def _other_objects() -> Iterator[Any]:
+    from hf_fsdp_plugin.torch_private.functions import checkpoint_wrapper
+
     yield torch.ops.aten.mm.default
     yield checkpoint_wrapper(nn.Linear(1, 1))
 

@@ -16,6 +16,7 @@ import hashlib
 import os
 import re
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -143,28 +144,22 @@ class ParameterMemory:
 def parameter_memory(parameters: Iterable[torch.Tensor]) -> ParameterMemory:
     """Read off the addresses of the parameters which memory they are in. No collectives."""
     maps = MemoryMaps.read()
-    counts = dict.fromkeys(("mapped", "shared", "private", "on_meta", "on_device"), 0)
+    counts: Counter[str] = Counter()
     touched: dict[int, Region] = {}
     private_bytes = total_bytes = 0
     for parameter in {id(parameter): parameter for parameter in parameters}.values():
-        num_bytes = parameter.numel() * parameter.element_size()
-        total_bytes += num_bytes
+        total_bytes += parameter.nbytes
+        region = maps.find(parameter) if parameter.device.type == "cpu" else None
         if parameter.device.type != "cpu":
-            counts["on_meta" if parameter.is_meta else "on_device"] += 1
-            continue
-        region = maps.find(parameter)
-        if region is None or not region.is_file:
-            counts["private"] += 1
-            private_bytes += num_bytes
-            continue
-        counts["shared" if region.is_shared_memory else "mapped"] += 1
-        touched[region.start] = region
+            counts["num_on_meta" if parameter.is_meta else "num_on_device"] += 1
+        elif region is None or not region.is_file:
+            counts["num_private"] += 1
+            private_bytes += parameter.nbytes
+        else:
+            counts["num_shared" if region.is_shared_memory else "num_mapped"] += 1
+            touched[region.start] = region
     private_bytes += sum(region.private_bytes for region in touched.values())
-    return ParameterMemory(
-        **{f"num_{kind}": count for kind, count in counts.items()},
-        private_bytes=min(private_bytes, total_bytes),
-        total_bytes=total_bytes,
-    )
+    return ParameterMemory(**counts, private_bytes=min(private_bytes, total_bytes), total_bytes=total_bytes)
 
 
 def find_mapped_parameters(model: nn.Module, device: torch.device) -> set[int]:
@@ -240,12 +235,9 @@ def _hashes_of_content(parameters: Sequence[torch.Tensor], files: Sequence[int],
     dist.all_gather_into_tensor(of_ranks, own)
     readers = torch.nonzero(of_ranks == own).view(-1).tolist()
     index, count = readers.index(dist.get_rank()), len(readers)
-    return [
-        _hash(xxh3_128_digest(parameter.detach().reshape(-1).view(torch.uint8).numpy().data))
-        if number % count == index
-        else _NOT_READ
-        for number, parameter in enumerate(parameters)
-    ]
+    contents = (parameter.detach().reshape(-1).view(torch.uint8).numpy().data for parameter in parameters)
+    mine = (number % count == index for number in range(len(parameters)))
+    return [_hash(xxh3_128_digest(data)) if own else _NOT_READ for own, data in zip(mine, contents, strict=True)]
 
 
 def _equal_on_all_ranks(values: Sequence[int], device: torch.device) -> list[bool]:

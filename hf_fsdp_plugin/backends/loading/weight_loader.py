@@ -26,10 +26,9 @@ from hf_fsdp_plugin.backends.loading.equal_weights import (
     parameter_memory,
     sum_bits,
 )
-from hf_fsdp_plugin.backends.loading.pinned_windows import PinnedWindows, copy_to_device
 from hf_fsdp_plugin.backends.optimizers.parameters import average_gradient
 from hf_fsdp_plugin.backends.ranks.agreement import same_on_all_ranks
-from hf_fsdp_plugin.backends.torch_types import torch_dtype
+from hf_fsdp_plugin.backends.torch_types import PinnedWindows, copy_to_device, torch_dtype
 from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan, UnitPlan
 from hf_fsdp_plugin.plan.names import canonical_name
 from hf_fsdp_plugin.progress import progress_bar

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Placement
 
 from hf_fsdp_plugin.problems import Problem, SpecError
@@ -146,11 +146,10 @@ def _flat_shards(models: Sequence[nn.Module]) -> dict[int, _Shards]:
     for model in models:
         if isinstance(model, FSDPModule):
             continue  # it has no FSDP1 units, and a search in each step takes time
-        for unit in FullyShardedDataParallel.fsdp_modules(model):
-            flat, group = fsdp1.flat_parameter(unit), fsdp1.shard_group(unit)
-            if flat is not None:
-                over = (group,) if group is not None else ()
-                found.update((id(p), (over, fsdp1.compute_device(unit))) for p in fsdp1.parameter_objects(flat))
+        for unit, flat in fsdp1.flat_units(model):
+            group = fsdp1.shard_group(unit)
+            shards = (group,) if group is not None else (), fsdp1.compute_device(unit)
+            found.update((id(parameter), shards) for parameter in fsdp1.parameter_objects(flat))
     return found
 
 

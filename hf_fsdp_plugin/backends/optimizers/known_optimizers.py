@@ -15,8 +15,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from hf_fsdp_plugin.backends.optimizers import shard_probe as probe
-from hf_fsdp_plugin.backends.optimizers.parameters import parameters_in
-from hf_fsdp_plugin.backends.optimizers.plain_steps import StepMode, set_step_mode
+from hf_fsdp_plugin.backends.optimizers.parameters import StepMode, parameters_in, set_step_mode
 from hf_fsdp_plugin.backends.ranks.agreement import same_on_all_ranks
 from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan
 from hf_fsdp_plugin.problems import Problem

@@ -27,8 +27,10 @@ _CUT = 0.6
 """The end of the first of a flattened tensor's two shards. It does not coincide with a row of the matrix."""
 
 Tensors = list[torch.Tensor]
-Run = Callable[[torch.optim.Optimizer, dict[str, Any], Tensors, list[Tensors]], Tensors]
-"""(optimizer, settings of a group, initial tensors, gradients of each step) -> the tensors after the last step."""
+Train = Callable[..., Tensors]
+"""(initial tensors, gradients of each step) -> the tensors after the last step."""
+Run = Callable[[Train, Tensors, list[Tensors]], Tensors]
+"""The same, by calls of a :data:`Train`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +54,7 @@ def probe_flat_shards(optimizer: torch.optim.Optimizer, device: torch.device) ->
 
 def probe_single_tensors(optimizer: torch.optim.Optimizer, device: torch.device) -> Outcome:
     """Compare one step for all tensors with one step for each tensor. No communication."""
-    return _compare(optimizer, device, partial(_run, one_by_one=True))
+    return _compare(optimizer, device, lambda train, start, grads: train(start, grads, singly=True))
 
 
 def probe_dtensors(optimizer: torch.optim.Optimizer, like: DTensor) -> Outcome:
@@ -65,11 +67,11 @@ def probe_dtensors(optimizer: torch.optim.Optimizer, like: DTensor) -> Outcome:
     replicate: list[Placement] = [Replicate()] * mesh.ndim
     placements = [Shard(0) if placement.is_shard() else Replicate() for placement in like.placements]
 
-    def run(optimizer: torch.optim.Optimizer, group: dict[str, Any], start: Tensors, grads: list[Tensors]) -> Tensors:
+    def run(train: Train, start: Tensors, grads: list[Tensors]) -> Tensors:
         def sharded(whole: torch.Tensor) -> DTensor:
             return DTensor.from_local(whole, mesh, replicate, run_check=False).redistribute(mesh, placements)
 
-        end = _run(optimizer, group, list(map(sharded, start)), [list(map(sharded, step)) for step in grads])
+        end = train(list(map(sharded, start)), [list(map(sharded, step)) for step in grads])
         return [tensor.full_tensor() if isinstance(tensor, DTensor) else tensor for tensor in end]
 
     return _compare(optimizer, torch.device(like.to_local().device), run, rows=2 * mesh.size())
@@ -89,12 +91,12 @@ def _compare(optimizer: torch.optim.Optimizer, device: torch.device, run: Run, r
 def _compare_group(
     optimizer: torch.optim.Optimizer, group: dict[str, Any], device: torch.device, run: Run, rows: int
 ) -> Outcome:
-    error = ""
+    error, train = "", partial(_train, optimizer, group)
     # Some optimizers accept matrices only.
     for shapes in ([(rows, 10), (rows,)], [(rows, 10), (rows, 4)]):
         start, grads = _random_tensors(shapes, device)
         try:
-            whole = _run(optimizer, group, start, grads)
+            whole = train(start, grads)
         except Exception as failure:
             error = error or _text(failure)
             continue
@@ -102,7 +104,7 @@ def _compare_group(
             error = error or "the step changes nothing"
             continue
         try:
-            other = run(optimizer, group, start, grads)
+            other = run(train, start, grads)
         except Exception as failure:
             return Outcome("fails", _text(failure))
         same = all(map(_same_update, start, whole, other))
@@ -114,18 +116,13 @@ def _same_update(start: torch.Tensor, whole: torch.Tensor, other: torch.Tensor) 
     return bool((whole - other).norm() <= _TOLERANCE * (whole - start).norm())
 
 
-def _run(
-    optimizer: torch.optim.Optimizer,
-    group: dict[str, Any],
-    start: Tensors,
-    grads: list[Tensors],
-    *,
-    one_by_one: bool = False,
+def _train(
+    optimizer: torch.optim.Optimizer, group: dict[str, Any], start: Tensors, grads: list[Tensors], singly: bool = False
 ) -> Tensors:
     """Return the tensors after training all of them with one copy of the optimizer.
 
     Args:
-        one_by_one: step once for each tensor.
+        singly: step once for each tensor.
     """
     error: Exception | None = None
     for make in (_copy, _construct):
@@ -136,7 +133,7 @@ def _run(
             for step in grads:
                 for parameter, grad in zip(parameters, step, strict=True):
                     parameter.grad = grad.clone()
-                for trained.param_groups[0]["params"] in [[p] for p in parameters] if one_by_one else [parameters]:
+                for trained.param_groups[0]["params"] in [[p] for p in parameters] if singly else [parameters]:
                     type(trained).step(trained)
             return [parameter.detach() for parameter in parameters]
         except Exception as failure:
@@ -145,18 +142,14 @@ def _run(
     raise error
 
 
-def _run_on_pieces(
-    optimizer: torch.optim.Optimizer, group: dict[str, Any], start: Tensors, grads: list[Tensors]
-) -> Tensors:
+def _run_on_pieces(train: Train, start: Tensors, grads: list[Tensors]) -> Tensors:
     """Train the first pieces of all flattened tensors, then the second ones, as two ranks do."""
-    ends = []
-    for rank in (0, 1):
-
-        def pieces(wholes: Tensors, rank: int = rank) -> Tensors:
-            return [whole.reshape(-1).tensor_split([round(_CUT * whole.numel())])[rank] for whole in wholes]
-
-        ends.append(_run(optimizer, group, pieces(start), list(map(pieces, grads))))
+    ends = [train(_pieces(start, rank), [_pieces(step, rank) for step in grads]) for rank in (0, 1)]
     return [torch.cat(parts).view_as(whole) for *parts, whole in zip(*ends, start, strict=True)]
+
+
+def _pieces(wholes: Tensors, rank: int) -> Tensors:
+    return [whole.reshape(-1).tensor_split([round(_CUT * whole.numel())])[rank] for whole in wholes]
 
 
 def _copy(

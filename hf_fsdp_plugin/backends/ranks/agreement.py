@@ -56,10 +56,9 @@ def broadcast_object(own: T, source: int = 0) -> T:
     """Return the object of the rank ``source``. Collective."""
     if not dist.is_initialized():
         return own
-    objects = [own if dist.get_rank() == source else None]
+    objects = [own]
     dist.broadcast_object_list(objects, src=source)
-    received = own if dist.get_rank() == source else objects[0]
-    return received  # type: ignore[return-value]
+    return objects[0]
 
 
 def _hash(data: bytes) -> bytes:
@@ -110,7 +109,10 @@ def on_all_ranks(doing: str) -> Iterator[None]:
     if failure is not None and len(set(failures)) == 1:
         setattr(failure, _AGREED, True)
         raise failure
-    problems = [problem for rank, other in failed.items() for problem in _problems(rank, other, doing)]
+    problems = []
+    for rank, (kind, text, own_problems) in failed.items():
+        found = own_problems or (Problem(code="FSDP-E303", message=f"{kind} while {doing}: {text}"),)
+        problems += [problem if problem.rank is not None else replace(problem, rank=rank) for problem in found]
     is_checkpoint = any(kind == CheckpointError.__name__ for kind, _, _ in failed.values())
     agreed = (CheckpointError if is_checkpoint else SpecError)(problems)
     setattr(agreed, _AGREED, True)
@@ -129,11 +131,3 @@ def _any_rank_failed(failed: bool) -> bool:
     flag = torch.tensor([failed], dtype=torch.int32, device="cpu")  # whatever the default device is
     dist.all_reduce(flag, dist.ReduceOp.MAX)
     return bool(flag)
-
-
-def _problems(rank: int, failure: _Failure, doing: str) -> list[Problem]:
-    """Return the problems of a ``SpecError``, or one problem that describes any other exception."""
-    kind, text, problems = failure
-    if problems:
-        return [problem if problem.rank is not None else replace(problem, rank=rank) for problem in problems]
-    return [Problem(code="FSDP-E303", rank=rank, message=f"{kind} while {doing}: {text}")]

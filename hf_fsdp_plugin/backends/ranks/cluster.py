@@ -73,13 +73,9 @@ def ranks_per_machine(environ: Mapping[str, str], world_size: int, num_devices: 
     Args:
         num_devices: accelerators that this process sees. It is 1 if the launcher shows each rank its own only.
     """
-    for name in _LOCAL_SIZES:
-        if (size := _integer(environ.get(name))) is not None:
-            return size
-    size = _slurm_local_size(environ, world_size)
-    if size is not None:
-        return size
-    return num_devices if num_devices > 1 and world_size % num_devices == 0 else world_size
+    default = num_devices if num_devices > 1 and world_size % num_devices == 0 else world_size
+    sizes = [*(_integer(environ.get(name)) for name in _LOCAL_SIZES), _slurm_local_size(environ, world_size)]
+    return next((size for size in sizes if size is not None), default)
 
 
 def _slurm_local_size(environ: Mapping[str, str], world_size: int) -> int | None:
@@ -133,13 +129,10 @@ def gloo_interface(environ: Mapping[str, str]) -> tuple[str, Problem | None]:
     if local and not _is_loopback(local) and (name := _interface_of(local)):
         return name, None
     found = f"resolves to {own[0]}" if own else "cannot be resolved"
-    return "", Problem(
-        code="FSDP-W710",
-        message=f"the name of this machine, {host}, {found}, so gloo would listen where other machines cannot connect, "
-        f"and the route to MASTER_ADDR={master} names no other interface.",
-        fix="Set GLOO_SOCKET_IFNAME to the interface that the machines share (see `ip -brief address`), or correct "
-        "/etc/hosts.",
-    )
+    message = f"the name of this machine, {host}, {found}, so gloo would listen where other machines cannot connect, "
+    message += f"and the route to MASTER_ADDR={master} names no other interface."
+    fix = "Set GLOO_SOCKET_IFNAME to the interface that the machines share (see `ip -brief address`), or correct "
+    return "", Problem(code="FSDP-W710", message=message, fix=f"{fix}/etc/hosts.")
 
 
 def _addresses(host: str) -> list[str]:
@@ -203,10 +196,7 @@ def raise_file_limit(world_size: int) -> Problem | None:
         soft = max(soft, reachable)
     if soft >= needed:
         return None
-    return Problem(
-        code="FSDP-W706",
-        message=f"this process may open {soft} files (hard limit {hard}), but a rank of {world_size} needs about "
-        f"{needed}: gloo connects each pair of ranks. It would fail with 'Too many open files'.",
-        fix=f"Raise the hard limit: `ulimit -Hn {needed}`, LimitNOFILE of the service that starts the ranks (slurmd), "
-        "or `--ulimit nofile` of a container.",
-    )
+    message = f"this process may open {soft} files (hard limit {hard}), but a rank of {world_size} needs about "
+    message += f"{needed}: gloo connects each pair of ranks. It would fail with 'Too many open files'."
+    fix = f"Raise the hard limit: `ulimit -Hn {needed}`, LimitNOFILE of the service that starts the ranks (slurmd), "
+    return Problem(code="FSDP-W706", message=message, fix=f"{fix}or `--ulimit nofile` of a container.")

@@ -36,7 +36,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
-from dataclasses import replace
+from dataclasses import asdict
 from datetime import timedelta
 from typing import Any, Final, NoReturn
 
@@ -88,6 +88,10 @@ def place_key(rank: int) -> str:
     return f"rank{rank}"
 
 
+def _never() -> bool:
+    return False
+
+
 def _has_other_ranks() -> bool:
     return dist.is_initialized() and dist.get_world_size() > 1
 
@@ -137,7 +141,7 @@ collective_waits = CollectiveWaits()
 
 
 def wait_for_all_ranks(
-    call: str, *, fix: str = "", limit: float = DEFAULT_LIMIT, given_up: Callable[[], bool] = lambda: False
+    call: str, *, fix: str = "", limit: float = DEFAULT_LIMIT, given_up: Callable[[], bool] = _never
 ) -> None:
     """Wait until every rank has called this function with the same ``call``.
 
@@ -168,7 +172,7 @@ def wait_for_all_ranks(
 
 @contextmanager
 def collective_call(
-    call: str, *, fix: str = "", limit: float = DEFAULT_LIMIT, given_up: Callable[[], bool] = lambda: False
+    call: str, *, fix: str = "", limit: float = DEFAULT_LIMIT, given_up: Callable[[], bool] = _never
 ) -> Iterator[None]:
     """Run the block, which contains collectives, after :func:`wait_for_all_ranks`. Inner blocks do not wait again."""
     if not _inside.get():
@@ -201,10 +205,9 @@ class FirstCalls:
         """
         if call in self._checked or not _has_other_ranks() or _inside.get():
             return
-        if before_step and not first_step.is_made:
-            wait_for_all_ranks(call, fix=fix, limit=limit, given_up=lambda: bool(arrival_store().check([_STEPPED])))
-        else:
-            wait_for_all_ranks(call, fix=fix, limit=limit)
+        watches = before_step and not first_step.is_made
+        given_up = (lambda: bool(arrival_store().check([_STEPPED]))) if watches else _never
+        wait_for_all_ranks(call, fix=fix, limit=limit, given_up=given_up)
         self._checked.add(call)
 
 
@@ -265,7 +268,7 @@ class Round:
         call: str,
         rank: int | None = None,
         world_size: int | None = None,
-        given_up: Callable[[], bool] = lambda: False,
+        given_up: Callable[[], bool] = _never,
     ) -> None:
         self._store, self._call, self._given_up = store, call, given_up
         self._rank = dist.get_rank() if rank is None else rank
@@ -292,7 +295,8 @@ class Round:
             except BaseException:  # for example KeyboardInterrupt: this rank must not be counted twice if it retries
                 self._end(number, complete=False)
                 raise
-            result = self._result(number)
+            self._store.wait([f"{number}/result"], timedelta(seconds=60))
+            result: dict[str, Any] = json.loads(self._store.get(f"{number}/result"))
             missing = [(rank, call) for rank, call in result["missing"]]
             mine = dict(missing).get(self._rank)
             if mine is None:
@@ -326,29 +330,18 @@ class Round:
         self._store.add("round", 1)
         result = {"rank": self._rank, "call": self._call, "missing": missing}
         self._store.set(f"{number}/result", json.dumps(result))
-        if complete:
-            self._delete(number - 1)  # every rank is in this round, so none reads the previous one
+        if complete and number:  # every rank is in this round, so none reads the previous one
+            keys = [f"rank{rank}" for rank in range(self._world_size)]
+            for key in (*keys, "first", f"count/{self._call}", "ended", "result"):
+                self._store.delete_key(f"{number - 1}/{key}")
 
     def _missing(self, number: int) -> list[tuple[int, str]]:
         calls = []
         for rank in range(self._world_size):
-            key = f"{number}/rank{rank}"
-            if self._store.check([key]):
-                calls.append(self._store.get(key).decode())
-            else:
-                calls.append(LEFT if self._store.check([f"{LEFT}/rank{rank}"]) else "")
-        return [(rank, call) for rank, call in enumerate(calls) if call != self._call]
-
-    def _delete(self, number: int) -> None:
-        keys = [f"{number}/rank{rank}" for rank in range(self._world_size)]
-        for key in (*keys, f"{number}/first", f"{number}/count/{self._call}", f"{number}/ended", f"{number}/result"):
-            if number >= 0:
-                self._store.delete_key(key)
-
-    def _result(self, number: int) -> dict[str, Any]:
-        self._store.wait([f"{number}/result"], timedelta(seconds=60))
-        result: dict[str, Any] = json.loads(self._store.get(f"{number}/result"))
-        return result
+            has_called, has_left = (self._store.check([f"{where}/rank{rank}"]) for where in (number, LEFT))
+            call = self._store.get(f"{number}/rank{rank}").decode() if has_called else LEFT if has_left else ""
+            calls.append((rank, call))
+        return [(rank, call) for rank, call in calls if call != self._call]
 
 
 class LoadFailures:
@@ -368,7 +361,7 @@ class LoadFailures:
         """
         if not _has_other_ranks():
             raise error
-        problems = [_to_json(problem) for problem in error.problems]
+        problems = [asdict(problem) for problem in error.problems]
         own = {"id": os.urandom(8).hex(), "rank": dist.get_rank(), "problems": problems}
         first = json.loads(_failure_store().compare_set("failure", "", json.dumps(own)))
         self._announced = first["id"] == own["id"]
@@ -417,15 +410,9 @@ def _failure_store() -> dist.Store:
     return dist.PrefixStore("hf_fsdp_load", default_store())
 
 
-def _to_json(problem: Problem) -> list[Any]:
-    return [problem.code, problem.origin.source if problem.origin is not None else None, problem.message, problem.fix]
-
-
 def _error_of(failure: dict[str, Any]) -> CheckpointError:
-    return CheckpointError(
-        replace(
-            Problem(code=code, message=message, fix=fix, rank=failure["rank"]),
-            origin=None if source is None else Origin(source=source),
-        )
-        for code, source, message, fix in failure["problems"]
-    )
+    def problem_of(fields: dict[str, Any]) -> Problem:
+        origin = Origin(**fields["origin"]) if fields["origin"] is not None else None
+        return Problem(**{**fields, "origin": origin, "rank": failure["rank"]})
+
+    return CheckpointError(map(problem_of, failure["problems"]))

@@ -53,11 +53,10 @@ def cast_inputs_of(unit: nn.Module, dtype: torch.dtype | None) -> None:
         dtype: ``None`` if the unit computes in the dtype of its shards.
     """
     if dtype is not None:
-        is_new = _DTYPE not in vars(unit)
-        setattr(unit, _DTYPE, dtype)
-        if is_new:
+        if _DTYPE not in vars(unit):
             # Before FSDP2's own hook, which looks for tensors that require gradients.
             unit.register_forward_pre_hook(_cast_before_forward, prepend=True, with_kwargs=True)
+        setattr(unit, _DTYPE, dtype)
 
 
 def cast_inputs(
@@ -197,17 +196,16 @@ def refuse_double_backward(model: nn.Module) -> None:
 
 def _watch_backward_of(module: nn.Module, args: Any, output: Any) -> None:
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-        for tensor in (tensor for tensor in float_outputs(output) if tensor.requires_grad):
-            tensor.register_hook(_refuse_graph)
+        for tensor in float_outputs(output):
+            if tensor.requires_grad:
+                tensor.register_hook(_refuse_graph)
 
 
 def _refuse_graph(_: torch.Tensor) -> None:
     if torch.is_grad_enabled():  # in a backward: create_graph=True
         message = "a backward through a sharded model has create_graph=True. FSDP has no gradients of gradients."
-        fix = (
-            "Call backward without create_graph. For a gradient penalty, train without FSDP, or use the difference of "
-        )
-        fix += "two forwards."
+        fix = "Call backward without create_graph. For a gradient penalty, train without FSDP, or use the difference "
+        fix += "of two forwards."
         raise SpecError([Problem(code="FSDP-E313", message=message, fix=fix)])
 
 

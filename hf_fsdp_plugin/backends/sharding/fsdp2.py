@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from itertools import pairwise
@@ -10,13 +10,7 @@ from typing import Any, cast
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import (
-    CPUOffloadPolicy,
-    FSDPModule,
-    MixedPrecisionPolicy,
-    OffloadPolicy,
-    fully_shard,
-)
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from hf_fsdp_plugin.backends.loading.weight_loader import (
@@ -30,14 +24,7 @@ from hf_fsdp_plugin.backends.sharding.forward_hooks import cast_inputs_of
 from hf_fsdp_plugin.backends.sharding.module_forwards import apply_activation_checkpointing, fp32_ids
 from hf_fsdp_plugin.backends.torch_types import device_mesh, dtensor_like, torch_dtype
 from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan
-from hf_fsdp_plugin.torch_private.fsdp2 import (
-    keep_requires_grad,
-    mark_backward_prefetch,
-    modules_of,
-    own_shards,
-    set_mixed_precision,
-    state_of,
-)
+from hf_fsdp_plugin.torch_private import fsdp2 as private
 from hf_fsdp_plugin.torch_private.modules import parameters as own_parameters
 
 _Places = list[tuple[dict[str, Any], str]]
@@ -59,27 +46,28 @@ def apply_fsdp2(plan: FsdpPlan, model: nn.Module, device: torch.device) -> nn.Mo
         "offload_policy": CPUOffloadPolicy(pin_memory=plan.pin_memory) if plan.offload_params else OffloadPolicy(),
         "ignored_params": set(loader.prepare_ignored()),
     }
-    shards = _ShardsOnRead(plan, model, loader, device)
+    places = _readable_places(model, loader)
     for unit in with_progress(plan.units, model):
-        shards.detach(loader.prepare_unit(unit, shards.parameters))
+        on_read = [(parameter, places.pop(id(parameter))) for parameter in loader.prepare_unit(unit, places.keys())]
         modules = [model.get_submodule(name) for name in unit.modules]
-        fully_shard(
-            modules if len(modules) > 1 else modules[0],
-            reshard_after_forward=unit.reshard_after_forward,
-            mp_policy=_mixed_precision(
-                plan, is_root=unit.modules == ("",), fp32=fp32_ids(plan, model, unit.parameters)
-            ),
-            **kwargs,
-        )
+        with _sharded_on_read(plan, loader, on_read, device):
+            fp32 = fp32_ids(plan, model, unit.parameters)  # of the parameters that stand in
+            fully_shard(
+                modules if len(modules) > 1 else modules[0],
+                reshard_after_forward=unit.reshard_after_forward,
+                mp_policy=_mixed_precision(plan, is_root=unit.modules == ("",), fp32=fp32),
+                **kwargs,
+            )
+        if on_read:
+            private.own_shards(private.state_of(cast(FSDPModule, modules[0])))
         for module in modules:
             cast_inputs_of(module, torch_dtype(plan.precision.param))
-        shards.attach(state_of(cast(FSDPModule, modules[0])))
     if not isinstance(model, FSDPModule):
         # Every parameter belongs to an inner unit. A root unit is still needed: it orders the hooks of the others.
         fully_shard(model, mp_policy=_mixed_precision(plan, is_root=True), **kwargs)
         cast_inputs_of(model, torch_dtype(plan.precision.param))
     # Before FSDP2's own hook, which gathers the parameters.
-    model.register_forward_pre_hook(lambda model, args: keep_requires_grad(cast(FSDPModule, model)), prepend=True)
+    model.register_forward_pre_hook(lambda model, args: private.keep_requires_grad(model), prepend=True)
     _set_forward_prefetch(plan, model)
     _set_backward_prefetch(plan, model)
     _add_no_sync(model)
@@ -87,59 +75,44 @@ def apply_fsdp2(plan: FsdpPlan, model: nn.Module, device: torch.device) -> nn.Mo
     return model
 
 
-class _ShardsOnRead:
-    """Shards parameters without a whole copy of any of them: each rank takes its own part from the whole weights.
+def _readable_places(model: nn.Module, loader: WeightLoader) -> dict[int, _Places]:
+    """Return id -> places of the parameters of which each rank can take its part from the whole weights."""
+    places: dict[int, _Places] = {}
+    for module in model.modules():
+        registered = own_parameters(module)
+        for attribute, parameter in registered.items():
+            if parameter is not None and parameter.dim() > 0 and loader.can_read_parts(parameter):
+                places.setdefault(id(parameter), []).append((registered, attribute))
+    return places
 
-    While a unit is sharded, meta tensors stand for its parameters, so that ``fully_shard`` moves nothing to the device.
-    Then this rank's part of each whole weight, mostly of a mapped file, is copied to the device, and cast to the dtype
-    in which the optimizer updates it.
 
-    Args:
-        device: where the shards are computed on. Offloaded shards stay in host memory.
+def _register(parameter: nn.Parameter, places: _Places) -> None:
+    for registered, attribute in places:
+        registered[attribute] = parameter
+
+
+@contextmanager
+def _sharded_on_read(
+    plan: FsdpPlan, loader: WeightLoader, whole: list[tuple[nn.Parameter, _Places]], device: torch.device
+) -> Iterator[None]:
+    """Shard parameters in the block without a whole copy of any of them: each rank takes its part from whole weights.
+
+    In the block, meta tensors stand for the parameters, so that ``fully_shard`` moves nothing to the device. Then this
+    rank's part of each whole weight, mostly of a mapped file, is copied to the device, and cast to the dtype in which
+    the optimizer updates it. Offloaded shards stay in host memory. Ties are kept.
     """
-
-    def __init__(self, plan: FsdpPlan, model: nn.Module, loader: WeightLoader, device: torch.device) -> None:
-        self._plan = plan
-        self._loader = loader
-        self._device = torch.device("cpu") if plan.offload_params else device
-        self._places: dict[int, _Places] = {}
-        self._whole: list[tuple[nn.Parameter, _Places]] = []
-        for module in model.modules():
-            registered = own_parameters(module)
-            for attribute, parameter in registered.items():
-                if parameter is not None and parameter.dim() > 0 and loader.can_read_parts(parameter):
-                    self._places.setdefault(id(parameter), []).append((registered, attribute))
-
-    @property
-    def parameters(self) -> Collection[int]:
-        """The ids of the parameters that are not sharded yet."""
-        return self._places.keys()
-
-    def detach(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Replace parameters of the unit that is sharded next by meta tensors. Ties are kept."""
-        for parameter in parameters:
-            places = self._places.pop(id(parameter))
-            empty = torch.empty_like(parameter, dtype=master_dtype(self._plan, parameter), device="meta")
-            stand_in = nn.Parameter(empty, requires_grad=parameter.requires_grad)
-            for registered, attribute in places:
-                registered[attribute] = stand_in
-            self._whole.append((parameter, places))
-
-    @torch.no_grad()
-    def attach(self, state: Any) -> None:
-        """Give the unit its shards. ``state`` is the state of the ``fully_shard`` call."""
-        for parameter, places in self._whole:
-            registered, attribute = places[0]
-            sharded: DTensor = registered[attribute]
-            part = _part(parameter.detach(), sharded)
-            local = torch.empty(part.shape, dtype=sharded.dtype, device=self._device)
-            self._loader.copy_part(local, part)
-            new = nn.Parameter(dtensor_like(local, sharded), requires_grad=parameter.requires_grad)
-            for registered, attribute in places:
-                registered[attribute] = new
-        if self._whole:
-            own_shards(state)
-        self._whole = []
+    for parameter, places in whole:
+        empty = torch.empty_like(parameter, dtype=master_dtype(plan, parameter), device="meta")
+        _register(nn.Parameter(empty, requires_grad=parameter.requires_grad), places)
+    yield
+    for parameter, places in whole:
+        registered, attribute = places[0]
+        sharded: DTensor = registered[attribute]
+        part = _part(parameter.detach(), sharded)
+        local = torch.empty(part.shape, dtype=sharded.dtype, device="cpu" if plan.offload_params else device)
+        with torch.no_grad():
+            loader.copy_part(local, part)
+        _register(nn.Parameter(dtensor_like(local, sharded), requires_grad=parameter.requires_grad), places)
 
 
 def _part(whole: torch.Tensor, sharded: DTensor) -> torch.Tensor:
@@ -162,12 +135,13 @@ def adopt_fsdp2(plan: FsdpPlan, model: nn.Module, device: torch.device) -> nn.Mo
     WeightLoader(plan, model, device).prepare_ignored()
     cast_buffers(plan, model)
     _replace_by_masters(plan, model)
-    states = {id(state): state for m in model.modules() if isinstance(m, FSDPModule) for state in [state_of(m)]}
+    states = {id(state): state for m in model.modules() if isinstance(m, FSDPModule) for state in [private.state_of(m)]}
     fp32 = fp32_ids(plan, model)
     for state in states.values():
-        own_shards(state)
-        set_mixed_precision(state, _mixed_precision(plan, is_root=model in modules_of(state), fp32=fp32))
-        for module in modules_of(state):
+        private.own_shards(state)
+        modules = private.modules_of(state)
+        private.set_mixed_precision(state, _mixed_precision(plan, is_root=model in modules, fp32=fp32))
+        for module in modules:
             cast_inputs_of(module, torch_dtype(plan.precision.param))
     _set_forward_prefetch(plan, model)
     _set_backward_prefetch(plan, model)
@@ -251,7 +225,7 @@ def _unshard_after_backward(unit: Any, predecessor: FSDPModule | None) -> None:
             if needs_gradient:
                 needs_gradient[0].register_hook(on_input_gradient)
 
-    mark_backward_prefetch(before_forward, "post")
+    private.mark_backward_prefetch(before_forward, "post")
     # Registered after fully_shard's hook, so that it receives the tensor that FSDP2 passes to forward.
     unit.register_forward_pre_hook(before_forward, with_kwargs=True)
 

@@ -47,12 +47,9 @@ def fp32_forwards(plan: FsdpPlan, model: nn.Module) -> Iterator[tuple[nn.Module,
     """
     compute = torch_dtype(plan.precision.param)
     head = _head(model)
-    for name in plan.fp32_modules:
-        module = model.get_submodule(name)
-        yield (
-            module,
-            _computing_in(torch.float32, module.forward, plan.device_type, None if module is head else compute),
-        )
+    for module in map(model.get_submodule, plan.fp32_modules):
+        output_dtype = None if module is head else compute
+        yield module, _computing_in(torch.float32, module.forward, plan.device_type, output_dtype)
 
 
 def fp32_ids(plan: FsdpPlan, model: nn.Module, names: Iterable[str] | None = None) -> frozenset[int]:
@@ -92,14 +89,11 @@ def _outermost(plan: FsdpPlan, model: nn.Module) -> list[nn.Module]:
     """Return the ignored modules that are not in another one, and other modules that have a parameter of them."""
     ignored = [model.get_submodule(name) for name in plan.ignored_modules]
     inner = {id(module) for outer in ignored for module in outer.modules() if module is not outer}
-    all_inside = {id(module) for outer in ignored for module in outer.modules()}
+    outermost = [module for module in ignored if id(module) not in inner]
     parameters = {id(parameter) for outer in ignored for parameter in outer.parameters()}
-    tied = [
-        module
-        for module in model.modules()
-        if id(module) not in all_inside and any(id(p) in parameters for p in module.parameters(recurse=False))
-    ]
-    return [module for module in ignored if id(module) not in inner] + tied
+    others = (module for module in model.modules() if id(module) not in inner and module not in outermost)
+    tied = [module for module in others if any(id(p) in parameters for p in module.parameters(recurse=False))]
+    return outermost + tied
 
 
 def _computing_in(dtype: torch.dtype, forward: Forward, device_type: str, output_dtype: torch.dtype | None) -> Forward:
@@ -167,24 +161,21 @@ def apply_activation_checkpointing(plan: FsdpPlan, model: nn.Module) -> None:
     if activation.checkpointing == "selective":
         wrap = functools.partial(checkpoint_wrapper, context_fn=save_every_second_matmul)
     can_drop_cache = True
-    for unit in plan.units:
-        if not unit.from_policy:
-            continue
-        for name in unit.modules:
-            module = model.get_submodule(name)
-            wrapped = wrap(module)
-            wrapped.register_forward_pre_hook(_without_cache, with_kwargs=True)
-            can_drop_cache &= _takes_cache_by_keyword(module)
-            if activation.offload:
-                wrapped = ActivationOffload(wrapped, device_type=plan.device_type)
-            replace_module(model, module, wrapped)
+    for name in [name for unit in plan.units if unit.from_policy for name in unit.modules]:
+        module = model.get_submodule(name)
+        wrapped = wrap(module)
+        wrapped.register_forward_pre_hook(_without_cache, with_kwargs=True)
+        can_drop_cache &= checkpoints_itself(module)  # it gets the cache under a known name
+        if activation.offload:
+            wrapped = ActivationOffload(wrapped, device_type=plan.device_type)
+        replace_module(model, module, wrapped)
     if not can_drop_cache:
         for config in configs_with_cache(model):
             config.use_cache = False
 
 
-def _takes_cache_by_keyword(module: nn.Module) -> bool:
-    """Whether Transformers passes the cache to a layer under a known name, as its own checkpointing requires."""
+def checkpoints_itself(module: nn.Module) -> bool:
+    """Whether a layer has Transformers' base class of layers that can checkpoint themselves."""
     return any(base.__name__ == "GradientCheckpointingLayer" for base in type(module).__mro__)
 
 

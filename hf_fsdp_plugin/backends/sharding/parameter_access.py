@@ -36,21 +36,16 @@ def check_parameter_hooks(model: nn.Module) -> None:
     """Raise ``SpecError`` if a parameter has a hook that runs after its gradient was accumulated."""
     names = [name for name, parameter in named_parameters(model) if runs_after_accumulation(parameter)]
     if names:
-        message = (
-            f"register_post_accumulate_grad_hook was called for {format_names(names)}. torch would not call the hook: "
-            "FSDP accumulates the gradients of shards itself."
-        )
+        message = f"register_post_accumulate_grad_hook was called for {format_names(names)}. torch would not call the "
+        message += "hook: FSDP accumulates the gradients of shards itself."
         fix = "Use register_hook to change a gradient, and the optimizer's own step instead of steps in the backward."
         raise SpecError([Problem(code="FSDP-E307", message=message, fix=fix)])
 
 
 def find_parameter_hooks(model: nn.Module) -> Hooks:
     """Return the hooks on the parameters of a model that is not sharded yet."""
-    return {
-        name: (hooks, parameter.dtype)
-        for name, parameter in named_parameters(model)
-        if (hooks := gradient_hooks(parameter))
-    }
+    found = ((name, parameter, gradient_hooks(parameter)) for name, parameter in named_parameters(model))
+    return {name: (hooks, parameter.dtype) for name, parameter, hooks in found if hooks}
 
 
 def carry_parameter_hooks(model: nn.Module, found: Hooks) -> None:
@@ -116,15 +111,25 @@ def correct_flat_reads(model: nn.Module) -> None:
         if hasattr(type(module), "get_nb_trainable_parameters"):  # PEFT
             module.get_nb_trainable_parameters = partial(_trainable_and_all, model, module)  # type: ignore[assignment]
     names = {id(module): canonical_name(name) for name, module in model.named_modules()}
-    warn = _Warning()
-    for unit in FSDP.fsdp_modules(model):
-        group, flat = fsdp1.shard_group(unit), fsdp1.flat_parameter(unit)
-        if flat is not None and group is not None and group.size() > 1:
+    warned: list[str] = []
+    for unit, flat in fsdp1.flat_units(model):
+        group = fsdp1.shard_group(unit)
+        if group is not None and group.size() > 1:
             for member in fsdp1.members(flat):
                 if member.parameter is not None and member.requires_grad:
                     name = f"{names[id(member.module)]}.{member.attribute}".lstrip(".")
                     # FSDP's own gradients do not pass through this parameter, which is a view of the shard.
-                    member.parameter.register_hook(partial(warn.on_gradient, name))
+                    member.parameter.register_hook(partial(_warn_of_read_shard, warned, name))
+
+
+def _warn_of_read_shard(warned: list[str], name: str, gradient: torch.Tensor) -> None:
+    """Warn once for a model, whose parameters share the list ``warned``. A gradient hook of a parameter."""
+    if not warned:
+        warned.append(name)
+        message = f"a loss reads {name} outside of its module's forward. Under FSDP1 this is the rank's own part: a "
+        message += "sum over it, such as a penalty, is a part of the sum, and a norm has a wrong gradient."
+        fix = "Use FSDP2, where it is a DTensor of the whole, or the optimizer's weight_decay for an L2 penalty."
+        print_once(Problem(code="FSDP-W311", message=message, fix=fix))
 
 
 def _num_parameters(
@@ -150,37 +155,17 @@ def _sizes(root: nn.Module, module: nn.Module) -> Iterator[tuple[nn.Module, int,
     """
     inside = {id(inner) for inner in module.modules()}
     flattened: set[int] = set()
-    for unit in FSDP.fsdp_modules(root):
-        flat = fsdp1.flat_parameter(unit)
-        if flat is not None:
-            flattened.update(map(id, fsdp1.parameter_objects(flat)))
-            for member in fsdp1.members(flat):
-                if id(member.module) in inside:
-                    yield member.module, member.shape.numel(), member.requires_grad
+    for _, flat in fsdp1.flat_units(root):
+        flattened.update(map(id, fsdp1.parameter_objects(flat)))
+        for member in fsdp1.members(flat):
+            if id(member.module) in inside:
+                yield member.module, member.shape.numel(), member.requires_grad
     seen: set[int] = set()
     for owner in module.modules():
         for parameter in owner.parameters(recurse=False):
             if id(parameter) not in flattened | seen and not fsdp1.is_flattened(parameter):
                 seen.add(id(parameter))
                 yield owner, parameter.numel(), parameter.requires_grad
-
-
-class _Warning:
-    """Warns once for a model."""
-
-    def __init__(self) -> None:
-        self._is_printed = False
-
-    def on_gradient(self, name: str, gradient: torch.Tensor) -> Any:
-        """A gradient hook of a parameter."""
-        if not self._is_printed:
-            self._is_printed = True
-            message = (
-                f"a loss reads {name} outside of its module's forward. Under FSDP1 this is the rank's own part: a sum "
-                "over it, such as a penalty, is a part of the sum, and a norm has a wrong gradient."
-            )
-            fix = "Use FSDP2, where it is a DTensor of the whole, or the optimizer's weight_decay for an L2 penalty."
-            print_once(Problem(code="FSDP-W311", message=message, fix=fix))
 
 
 def refuse_copies(model: nn.Module) -> None:
@@ -200,8 +185,6 @@ def _is_sharded(parameter: Any) -> bool:
 
 def _refuse_copy(name: str, memo: Any) -> NoReturn:
     message = f"copy.deepcopy was called with a {name} that FSDP has sharded, or with an object that contains it."
-    fix = (
-        "For an average of the weights (AveragedModel), use hfp.ExponentialMovingAverage. For a snapshot, call "
-        "accelerator.get_state_dict(model) on all ranks. For a second model, copy it before prepare()."
-    )
+    fix = "For an average of the weights (AveragedModel), use hfp.ExponentialMovingAverage. For a snapshot, call "
+    fix += "accelerator.get_state_dict(model) on all ranks. For a second model, copy it before prepare()."
     raise SpecError([Problem(code="FSDP-E310", message=message, fix=fix)])

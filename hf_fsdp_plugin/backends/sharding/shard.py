@@ -1,36 +1,43 @@
-"""Shard one model and its optimizers as planned: the interface of this package."""
+"""Shard one model and its optimizers as planned, find modules in sharded models, and read whole parameters."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 from weakref import WeakSet
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from torch.distributed.tensor import DTensor
 
 from hf_fsdp_plugin.backends.optimizers.parameters import attach_optimizers, detach_optimizers, has_stepped
-from hf_fsdp_plugin.backends.sharding.forward_hooks import (
-    refuse_double_backward,
-    return_changed_inputs,
-    support_mapping_outputs,
-    watch_buffers,
-)
+from hf_fsdp_plugin.backends.ranks.agreement import on_all_ranks
+from hf_fsdp_plugin.backends.ranks.collective_entry import collective_call
+from hf_fsdp_plugin.backends.sharding import forward_hooks, parameter_access
 from hf_fsdp_plugin.backends.sharding.fsdp1 import apply_fsdp1
 from hf_fsdp_plugin.backends.sharding.fsdp2 import adopt_fsdp2, apply_fsdp2
 from hf_fsdp_plugin.backends.sharding.module_forwards import apply_autocast, compute_in_fp32
-from hf_fsdp_plugin.backends.sharding.parameter_access import (
-    carry_parameter_hooks,
-    correct_flat_reads,
-    find_parameter_hooks,
-    refuse_copies,
+from hf_fsdp_plugin.backends.sharding.submodule_calls import (
+    WHOLE_ATTRIBUTE,
+    check_not_whole,
+    free_gathered,
+    misuse,
+    support_submodule_calls,
 )
-from hf_fsdp_plugin.backends.sharding.submodule_calls import free_gathered, support_submodule_calls
+from hf_fsdp_plugin.backends.torch_types import shard_like, wait_for_reads
 from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan
-from hf_fsdp_plugin.plan.names import canonical_name
+from hf_fsdp_plugin.plan.names import canonical_name, named_parameters, unwrapped
+from hf_fsdp_plugin.problems import Problem, SpecError
+from hf_fsdp_plugin.text import format_names
+from hf_fsdp_plugin.torch_private import fsdp1
+from hf_fsdp_plugin.torch_private.functions import num_changes
 from hf_fsdp_plugin.torch_private.modules import is_fsdp_managed, mark_fsdp_managed
+from hf_fsdp_plugin.torch_private.modules import parameters as own_parameters
 
 PLAN_ATTRIBUTE = "_hf_fsdp_plan"
 """Attribute of a sharded model that contains its plan."""
@@ -71,10 +78,11 @@ def shard(
         The sharded model: under FSDP1 a new root module.
     """
     if plan.sharded_at_load:
-        detached = detach_optimizers([optimizer for optimizer in optimizers if not has_stepped(optimizer)], model)
-    else:
-        detached = [] if plan.pre_sharded else detach_optimizers(optimizers, model)
-    parameter_hooks = find_parameter_hooks(model)
+        optimizers = [optimizer for optimizer in optimizers if not has_stepped(optimizer)]
+    elif plan.pre_sharded:
+        optimizers = []
+    detached = detach_optimizers(optimizers, model)
+    parameter_hooks = parameter_access.find_parameter_hooks(model)
     if not plan.pre_sharded:
         apply_autocast(plan, model)
     compute_in_fp32(plan, model)
@@ -87,15 +95,15 @@ def shard(
     else:
         sharded = apply_fsdp1(plan, model, device)
     _keep_class_names(sharded)
-    watch_buffers(sharded)
+    forward_hooks.watch_buffers(sharded)
     mark_fsdp_managed(sharded)
     support_submodule_calls(sharded)
-    support_mapping_outputs(sharded)
-    return_changed_inputs(sharded)
-    carry_parameter_hooks(sharded, parameter_hooks)
-    refuse_copies(sharded)
-    correct_flat_reads(sharded)
-    refuse_double_backward(sharded)
+    forward_hooks.support_mapping_outputs(sharded)
+    forward_hooks.return_changed_inputs(sharded)
+    parameter_access.carry_parameter_hooks(sharded, parameter_hooks)
+    parameter_access.refuse_copies(sharded)
+    parameter_access.correct_flat_reads(sharded)
+    forward_hooks.refuse_double_backward(sharded)
     attach_optimizers(detached, sharded)
     setattr(sharded, PLAN_ATTRIBUTE, plan)
     _sharded_models.add(sharded)
@@ -169,8 +177,157 @@ def locate_module(module: nn.Module) -> ModuleLocation | None:
         return ModuleLocation(module, plan, "")
     if not is_fsdp_managed(module):
         return None
-    for root in sharded_models():
-        for name, other in root.named_modules():
-            if other is module and (plan := plan_of(root)) is not None:
-                return ModuleLocation(root, plan, canonical_name(name))
-    return None
+    named = ((root, name, other) for root in sharded_models() for name, other in root.named_modules())
+    root, name = next(((root, name) for root, name, other in named if other is module), (module, ""))
+    plan = plan_of(root)
+    return ModuleLocation(root, plan, canonical_name(name)) if plan is not None else None
+
+
+_FIX: Final = "Call it on all ranks, outside of `if accelerator.is_main_process:`."
+
+
+@contextmanager
+def full_parameters(module: nn.Module, modify: bool = False) -> Iterator[dict[str, nn.Parameter]]:
+    """Let a prepared model, or a module of it, have its whole parameters in the block. Collective.
+
+    In the block, ``module.weight`` and ``module.parameters()`` are whole tensors in the dtype of the shards, under both
+    FSDP versions. The block runs under ``torch.no_grad()``. Each rank holds all parameters of ``module`` in the
+    block: pass a module of the model, such as ``model.get_input_embeddings()``, to limit the memory. FSDP1 gathers the
+    whole units that contain the module's parameters.
+
+    Gradients and optimizers are not affected; an optimizer continues from the changed values. The model can neither be
+    called nor saved in the block. A model that is not sharded has whole parameters already, and is left unchanged.
+
+    Args:
+        module: a model that ``accelerator.prepare`` or the Trainer has prepared, or a module of it.
+        modify: write rank 0's values to the shards of all ranks at the end of the block. So the ranks may change them
+            differently, or only rank 0. If the block raises, nothing is written.
+
+    Yields:
+        The whole parameters, by their names in ``module`` without FSDP.
+
+    Raises:
+        SpecError: parameters were changed without ``modify``; the model is in a forward, a backward or another such
+            block; it is sharded, but not by this package; or some ranks do not make the call.
+    """
+    place = locate_module(module)
+    if place is None:
+        _check_not_sharded(module)
+        with torch.no_grad():
+            yield dict(named_parameters(module))
+        return
+    root = place.root
+    with collective_call(f"full_parameters of {type(unwrapped(module)).__name__}", fix=_FIX), torch.no_grad():
+        check_not_whole(root, "full_parameters was called")
+        if isinstance(root, (FSDP, FSDPModule)) and not forward_hooks.private_api(root).is_idle(root):
+            raise misuse(
+                "full_parameters was called while the model is in a forward or a backward",
+                "Call it between steps, for example in `on_step_end` of a callback.",
+            )
+        free_gathered(root)
+        whole: _WholeOfFsdp1 | _WholeOfFsdp2
+        whole = _WholeOfFsdp1(root, module) if isinstance(root, FSDP) else _WholeOfFsdp2(module)
+        with whole.gathered():
+            parameters = dict(named_parameters(module))
+            with on_all_ranks("running the block of full_parameters"), _in_block(root, module):
+                before = {name: num_changes(parameter) for name, parameter in parameters.items()}
+                yield parameters
+                changed = [name for name, parameter in parameters.items() if num_changes(parameter) != before[name]]
+                if changed and not modify:
+                    what = f"{format_names(changed, 3)} was changed in a block of full_parameters, which does not keep"
+                    raise misuse(f"{what} changes", "Call full_parameters(module, modify=True).")
+            if modify:
+                for parameter in {id(parameter): parameter for parameter in parameters.values()}.values():
+                    dist.broadcast(parameter.data, 0)
+                whole.write()
+
+
+def _check_not_sharded(module: nn.Module) -> None:
+    if any(isinstance(each, (FSDP, DTensor)) for each in (*module.modules(), *module.parameters())):
+        message = f"{type(module).__name__} is sharded, but was not prepared by an Accelerator or a Trainer."
+        fix = "Pass the model to accelerator.prepare(), after hfp.install()."
+        raise SpecError([Problem(code="FSDP-E309", message=message, fix=fix)])
+
+
+@contextmanager
+def _in_block(root: nn.Module, module: nn.Module) -> Iterator[None]:
+    """Refuse what would use the shards, or gather them again, in the block."""
+    modules = {id(inner): inner for inner in (root, *module.modules())}
+
+    def before_forward(*_: Any) -> None:
+        check_not_whole(root, "the model was called")
+
+    hooks = [inner.register_forward_pre_hook(before_forward, prepend=True) for inner in modules.values()]
+    setattr(root, WHOLE_ATTRIBUTE, True)
+    try:
+        yield
+    finally:
+        setattr(root, WHOLE_ATTRIBUTE, False)
+        for hook in hooks:
+            hook.remove()
+
+
+class _WholeOfFsdp1:
+    """The whole parameters of a module: those of the units of FSDP1 that contain one of them."""
+
+    def __init__(self, root: FSDP, module: nn.Module) -> None:
+        root.check_is_root()  # otherwise a unit that is gathered before the first forward takes itself for the root
+        wanted = {id(inner) for inner in module.modules()}
+        self._units = [(unit, flat) for unit, flat in fsdp1.flat_units(root) if wanted & _owners(flat)]
+
+    @contextmanager
+    def gathered(self) -> Iterator[None]:
+        """Let the module have whole parameters in the block. Collective."""
+        with ExitStack() as stack:
+            for unit, _ in self._units:
+                stack.enter_context(FSDP.summon_full_params(unit, recurse=False, writeback=False))
+            yield
+
+    def write(self) -> None:
+        """Copy this rank's part of the whole parameters to its shards."""
+        wait_for_reads(fsdp1.local_shard(flat) for _, flat in self._units)
+        for _, flat in self._units:
+            shard = fsdp1.local_shard(flat)
+            for member in fsdp1.members(flat):
+                whole = getattr(member.module, member.attribute).detach().reshape(-1)
+                own = whole[member.start : member.stop]
+                shard.narrow(0, member.offset, own.numel()).copy_(own)
+
+
+def _owners(flat: Any) -> set[int]:
+    """Return the ids of the modules in which the parameters of a flat parameter are registered."""
+    tied = (other for other, _ in fsdp1.tied_places(flat))
+    return {id(member.module) for member in fsdp1.members(flat)} | {id(module) for module, _ in tied}
+
+
+class _WholeOfFsdp2:
+    """The whole parameters of a module, gathered one by one."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._places: list[tuple[dict[str, Any], str, Any]] = [
+            (registered, name, parameter)
+            for registered in map(own_parameters, module.modules())
+            for name, parameter in registered.items()
+            if isinstance(parameter, DTensor)
+        ]
+        self._wholes: dict[int, nn.Parameter] = {}
+
+    @contextmanager
+    def gathered(self) -> Iterator[None]:
+        """Let the module have whole parameters in the block. Collective."""
+        for _, _, shard in self._places:
+            if id(shard) not in self._wholes:  # a tied parameter is one object
+                self._wholes[id(shard)] = nn.Parameter(shard.full_tensor(), requires_grad=shard.requires_grad)
+        for registered, name, shard in self._places:
+            registered[name] = self._wholes[id(shard)]
+        try:
+            yield
+        finally:
+            for registered, name, shard in self._places:
+                registered[name] = shard
+
+    def write(self) -> None:
+        """Copy this rank's part of the whole parameters to its shards."""
+        wait_for_reads(shard.to_local() for _, _, shard in self._places)
+        for _, _, shard in self._places:
+            shard.to_local().copy_(shard_like(shard, self._wholes[id(shard)].data).to_local())

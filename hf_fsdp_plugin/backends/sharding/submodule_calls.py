@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
 from hf_fsdp_plugin.backends.ranks.collective_entry import FirstCalls
-from hf_fsdp_plugin.backends.sharding.forward_hooks import cast_activations, cast_inputs, watch_mappings
+from hf_fsdp_plugin.backends.sharding.forward_hooks import cast_activations, cast_inputs, private_api, watch_mappings
 from hf_fsdp_plugin.backends.torch_types import cast_floats
 from hf_fsdp_plugin.plan.names import unwrapped
 from hf_fsdp_plugin.problems import Problem, SpecError
@@ -130,7 +130,7 @@ class _SubmoduleCalls:
 
     def __init__(self, root: Any) -> None:
         self._root = root
-        self._fsdp: Any = fsdp1 if isinstance(root, FullyShardedDataParallel) else fsdp2
+        self._fsdp = private_api(root)
         self._entered: nn.Module | None = None
         self._keeps_gathered = False
         self._first_calls = FirstCalls()
@@ -159,7 +159,7 @@ class _SubmoduleCalls:
         if self._entered is not module:
             return None
         self._entered = None
-        output = self._leave(module, args, output)
+        output = self._fsdp.after_forward(self._root, module, args, output)
         watch_mappings(self._root, output)
         if not torch.is_grad_enabled() and not self._keeps_gathered:
             # No backward will free the parameters. An optimizer step would leave the gathered copy outdated.
@@ -174,38 +174,30 @@ class _SubmoduleCalls:
             if self._keeps_gathered or not self._is_idle():
                 return generate(*args, **kwargs)
             self._first_calls.wait(f"generate of {type(unwrapped(module)).__name__.removeprefix('FSDP')}", fix=_FIX)
-            return self._generate(module, generate, args, kwargs)
+            self._keeps_gathered = True
+            try:
+                with torch.no_grad():
+                    # It may read the root's own parameters before it calls a module. FSDP2's root leaves its forward
+                    # after the first token, and enters it again for each further token.
+                    args, kwargs = self._enter_with_tensors(module, args, kwargs)
+                return generate(*args, **kwargs)
+            finally:
+                self._keeps_gathered = False
+                if not self._is_idle():
+                    with torch.no_grad():
+                        self._fsdp.after_forward(self._root, module, (), None)
+                free_gathered(self._root)
 
         setattr(gathered, _GATHERS, True)
         return gathered
 
-    def _generate(
-        self, module: nn.Module, generate: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        """Enter the root's forward, because ``generate`` may read the root's own parameters before it calls a module.
-
-        FSDP2's root leaves its forward after the first token, and enters it again for each further token.
-        """
-        self._keeps_gathered = True
-        try:
-            with torch.no_grad():
-                args, kwargs = self._enter_with_tensors(module, args, kwargs)
-            return generate(*args, **kwargs)
-        finally:
-            self._keeps_gathered = False
-            if not self._is_idle():
-                with torch.no_grad():
-                    self._leave(module, (), None)
-            free_gathered(self._root)
-
     def _enter_with_tensors(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Enter with the tensors among the arguments: FSDP would rebuild other objects to look for tensors in them."""
-        is_tensor = [isinstance(value, torch.Tensor) for value in args]
         tensors = tuple(value for value in args if isinstance(value, torch.Tensor))
         named = {name: value for name, value in kwargs.items() if isinstance(value, torch.Tensor)}
         entered, entered_named = self._enter(module, tensors, named)
         remaining = iter(entered)
-        positional = tuple(next(remaining) if flag else value for flag, value in zip(is_tensor, args, strict=True))
+        positional = tuple(next(remaining) if isinstance(value, torch.Tensor) else value for value in args)
         return positional, {**kwargs, **entered_named}
 
     def _is_idle(self) -> bool:
@@ -214,9 +206,6 @@ class _SubmoduleCalls:
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return self._fsdp.before_forward(self._root, module, *cast_inputs(self._root, args, kwargs))
-
-    def _leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        return self._fsdp.after_forward(self._root, module, args, output)
 
 
 def _forward_if_sharded(root: Any, unit: Any) -> Callable[..., Any]:

@@ -5,8 +5,7 @@ from torch import nn
 
 from hf_fsdp_plugin.observe.build import check_training
 from hf_fsdp_plugin.observe.first_step import FirstStep
-from hf_fsdp_plugin.observe.report import TrainingObservation
-from hf_fsdp_plugin.observe.tables import difference_lines
+from hf_fsdp_plugin.observe.report import TrainingObservation, difference_lines
 from hf_fsdp_plugin.observe.units import StructureComparison
 
 

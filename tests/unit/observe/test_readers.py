@@ -11,7 +11,7 @@ from live_models import make_plan, make_run
 
 from hf_fsdp_plugin.backends.loading.equal_weights import ParameterMemory
 from hf_fsdp_plugin.observe.first_step import FirstStep
-from hf_fsdp_plugin.observe.settings import READERS, read_setting
+from hf_fsdp_plugin.observe.readers import READERS, read_setting
 from hf_fsdp_plugin.observe.weights import WeightComparison
 
 

@@ -5,7 +5,8 @@ from typing import Any
 import pytest
 from live_models import make_plan, make_run, make_unit
 
-from hf_fsdp_plugin.observe.settings import SettingObservation, check_settings, format_value, observe_settings
+from hf_fsdp_plugin.observe.readers import observe_settings
+from hf_fsdp_plugin.observe.settings import SettingObservation, check_settings, format_value
 
 
 def rows_of(plan: Any, **facts: Any) -> dict[str, SettingObservation]:

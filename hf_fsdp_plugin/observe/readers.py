@@ -1,14 +1,24 @@
-"""Functions that read the settings of checkpoints, activations, loading and the launch from the live model."""
+"""Reads each setting from the live model and compares it with the requested value.
+
+The readers of checkpoints, activations, loading and the launch are here, the others in ``sharding_readers``.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from types import MappingProxyType
+from typing import Any, Final
 
+from hf_fsdp_plugin.contracts import ContractError
 from hf_fsdp_plugin.devices import accelerator_type
+from hf_fsdp_plugin.observe import sharding_readers as sharding
 from hf_fsdp_plugin.observe.first_step import native_layers
-from hf_fsdp_plugin.observe.observed_run import (
+from hf_fsdp_plugin.observe.settings import (
     ObservedRun,
     ObservedValue,
+    SettingObservation,
+    Status,
     common_value,
     differing,
     unobservable,
@@ -16,15 +26,11 @@ from hf_fsdp_plugin.observe.observed_run import (
 )
 from hf_fsdp_plugin.observe.units import checkpoints_natively
 from hf_fsdp_plugin.observe.weights import WeightComparison
+from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan
 from hf_fsdp_plugin.plan.names import canonical_name, is_inside
 from hf_fsdp_plugin.text import format_bytes, format_names, plural
-from hf_fsdp_plugin.torch_private.functions import (
-    ActivationWrapper,
-    CheckpointWrapper,
-    checkpoint_keywords,
-    compilation_is_disabled,
-    uses_torch_checkpoint,
-)
+from hf_fsdp_plugin.torch_private import functions
+from hf_fsdp_plugin.torch_private.functions import ActivationWrapper, CheckpointWrapper
 from hf_fsdp_plugin.torch_private.modules import calls_compiled
 
 
@@ -60,9 +66,9 @@ def read_checkpointing(run: ObservedRun) -> ObservedValue:
         layers = read_native(run)
         reason = layers.reason or "Transformers' gradient checkpointing"
         return ObservedValue("full" if layers.value is True else layers.value, reason, layers.matches)
-    keywords = [checkpoint_keywords(module) for module in wrappers]
+    keywords = [functions.checkpoint_keywords(module) for module in wrappers]
     kind = common_value("selective" if "context_fn" in names else "full" for names in keywords)
-    if broken := [module for module in wrappers if not uses_torch_checkpoint(module)]:
+    if broken := [module for module in wrappers if not functions.uses_torch_checkpoint(module)]:
         return differing(f"{kind} in {len(wrappers) - len(broken)} of {len(wrappers)} units")
     not_checkpointed = [unit.name for unit in run.layers if not unit.checkpointed]
     if not_checkpointed and len(wrappers) < len(run.layers):
@@ -192,9 +198,117 @@ def read_dynamo(run: ObservedRun) -> ObservedValue:
     compiled = {canonical_name(name) for name, module in run.model.named_modules() if calls_compiled(module)}
     chosen = [name for unit in run.plan.units if unit.from_policy for name in map(canonical_name, unit.modules)]
     called = [name for name in chosen if any(is_inside(name, outer) for outer in compiled)]
-    if compiled and compilation_is_disabled():
+    if compiled and functions.compilation_is_disabled():
         reason = "TORCHDYNAMO_DISABLE or torch._dynamo.config.disable is set"
         return ObservedValue("not compiled", reason, matches=not compiles)
     if compiles and compiled and len(called) < len(chosen):
         return differing(f"compiled in {len(called)} of {len(chosen)} units")
     return ObservedValue("compiled" if compiled else "not compiled", matches=bool(compiled) == compiles)
+
+
+Reader = Callable[[ObservedRun], ObservedValue]
+_ALWAYS_SHOWN: Final[dict[str, Reader]] = {
+    "fsdp.version": lambda run: ObservedValue(common_value(unit.live.version for unit in run.units)),
+    "sharding.strategy": sharding.read_strategy,
+    "mesh.shard": sharding.read_mesh_shard,
+    "mesh.replicate": sharding.read_mesh_replicate,
+    "wrap.policy": sharding.read_wrap_policy,
+    "offload.params": sharding.read_offload,
+    "precision.param": sharding.read_param_dtype,
+    "precision.reduce": sharding.read_reduce_dtype,
+    "prefetch.backward": sharding.read_backward_prefetch,
+    "prefetch.forward": sharding.read_forward_prefetch,
+    "activation.checkpointing": read_checkpointing,
+}
+"""Settings that determine the memory, the speed or the numerics of the run: the report contains them in any case."""
+
+READERS: Final[Mapping[str, Reader]] = MappingProxyType(
+    {
+        **_ALWAYS_SHOWN,
+        "wrap.classes": sharding.read_wrap_classes,
+        "wrap.min_num_params": sharding.read_min_num_params,
+        "wrap.ignored_modules": sharding.read_ignored_modules,
+        "offload.pin_memory": sharding.read_pin_memory,
+        "precision.fp32_modules": sharding.read_fp32_modules,
+        "precision.output": sharding.read_output_dtype,
+        "precision.buffer": sharding.read_buffer_dtype,
+        "prefetch.limit_all_gathers": sharding.read_limit_all_gathers,
+        "params.use_orig": sharding.read_use_orig,
+        "checkpoint.state_dict": read_state_dict,
+        "checkpoint.asynchronous": read_asynchronous,
+        "checkpoint.verify": lambda run: unobservable("only a resume uses this setting; the model does not record it"),
+        "activation.native": read_native,
+        "activation.offload": read_activation_offload,
+        "loading.ram_efficient": read_ram_efficient,
+        "loading.sync_module_states": lambda run: read_loading(run, planned=run.plan.sync_module_states),
+        "launch.num_processes": lambda run: ObservedValue(run.world_size),
+        "launch.num_machines": read_num_machines,
+        "launch.mixed_precision": read_mixed_precision,
+        "launch.use_cpu": read_use_cpu,
+        "launch.distributed_type": lambda run: ObservedValue("FSDP"),
+        "launch.dynamo_config": read_dynamo,
+    }
+)
+"""Canonical name of a setting -> function that reads its value from the live model."""
+
+
+def read_setting(name: str, run: ObservedRun) -> ObservedValue:
+    """Read one setting from the live model, by canonical name."""
+    if name in READERS:
+        return READERS[name](run)
+    if name.startswith("xla."):
+        asked = run.plan.spec.get(name)
+        return ObservedValue(False if asked else asked, "the model is not on an XLA device", matches=not asked)
+    return unobservable("only the launcher uses this setting; the model does not record it")
+
+
+def observe_settings(run: ObservedRun) -> tuple[SettingObservation, ...]:
+    """Compare the settings that the report shows with the live model, in the order of the spec."""
+    return tuple(_observe_setting(name, run) for name in _shown_settings(run.plan))
+
+
+def _shown_settings(plan: FsdpPlan) -> Iterator[str]:
+    for name, _, _ in plan.spec.settings():
+        decides_units = name == "wrap.classes" and plan.spec.wrap.policy == "transformer"
+        if name in _ALWAYS_SHOWN or decides_units or plan.spec.asked(name):
+            yield name
+
+
+def _observe_setting(name: str, run: ObservedRun) -> SettingObservation:
+    plan = run.plan
+    planned = plan.get(name)
+    asked = plan.spec.get(name) if plan.spec.asked(name) else planned
+    expected = planned if asked == "auto" else asked
+    if not run.units and not name.startswith("launch."):
+        found = differing("not sharded", "no module of the live model is an FSDP unit")
+    else:
+        try:
+            found = read_setting(name, run)
+        except ContractError as error:
+            found = unobservable(error.reason)
+        if found.value is None and not found.unobservable:
+            # For example, scalars are not sharded, so the units of a model of scalars have no parameters.
+            reasons = (error.reason for unit in run.units for error in unit.live.unknown.values())
+            found = unobservable(next(reasons, "no unit has parameters"))
+    if plan.pre_sharded and not plan.spec.asked(name) and not found.unobservable:
+        found = replace(found, reason=found.reason or "set by the script when it wrapped the model", matches=True)
+    matches = found.matches if found.matches is not None else _json_value(found.value) == _json_value(expected)
+    status: Status = "unobservable" if found.unobservable else "applied" if matches else "differs"
+    return SettingObservation(
+        setting=name,
+        # JSON values, because ranks exchange rows by pickle, which does not support a mapping proxy.
+        asked=_json_value(asked),
+        planned=_json_value(planned),
+        observed=_json_value(found.value),
+        status=status,
+        origin=plan.spec.origin(name),
+        reason=found.reason,
+    )
+
+
+def _json_value(value: Any) -> Any:
+    if isinstance(value, (tuple, list)):
+        return [_json_value(item) for item in value]
+    if hasattr(value, "items"):
+        return {str(key): _json_value(item) for key, item in value.items()}
+    return value if isinstance(value, (bool, int, float, str)) or value is None else str(value)
