@@ -15,7 +15,7 @@ if not runs_command_line() and (_messages := unsupported_versions()):
     raise ImportError("\n".join(_messages))
 
 _EXPORTS = {
-    "backends.sharding.whole_parameters": ("full_parameters",),
+    "backends.sharding.shard": ("full_parameters",),
     "integrations.accelerate.accelerator": ("accelerator",),
     "integrations.install": ("install", "uninstall"),
     "integrations.moving_average": ("ExponentialMovingAverage",),
@@ -41,7 +41,7 @@ __all__ = ["__version__"]
 __all__ += [name for names in _EXPORTS.values() for name in names]
 
 if TYPE_CHECKING:
-    from hf_fsdp_plugin.backends.sharding.whole_parameters import full_parameters as full_parameters
+    from hf_fsdp_plugin.backends.sharding.shard import full_parameters as full_parameters
     from hf_fsdp_plugin.integrations.accelerate.accelerator import accelerator as accelerator
     from hf_fsdp_plugin.integrations.install import install as install
     from hf_fsdp_plugin.integrations.install import uninstall as uninstall
