@@ -169,19 +169,19 @@ def unreadable_on_one_rank(config: dict[str, Any]) -> str:
 
 def failing_report(config: dict[str, Any], folder: str) -> str:
     """End a run for whose report one rank has not enough memory, then take part in another collective."""
-    sums, model = weights._sums, make_sharded(config)[0]
+    checksum, model = weights._checksum, make_sharded(config)[0]
     accelerator = SimpleNamespace(_models=[model], _optimizers=[], _dataloaders=[], state=None)
 
     def out_of_memory(tensors: Any) -> Any:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     if dist.get_rank() == 1:
-        weights._sums = out_of_memory
+        weights._checksum = out_of_memory
     try:
         with redirect_stderr(StringIO()) as printed:
             report_run(accelerator, output_dir=folder)
     finally:
-        weights._sums = sums
+        weights._checksum = checksum
     dist.barrier()
     return printed.getvalue()
 
