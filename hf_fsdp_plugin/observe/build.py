@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from importlib.metadata import version
@@ -18,12 +17,7 @@ from hf_fsdp_plugin.backends.sharding.shard import plan_of
 from hf_fsdp_plugin.contracts import off_warning, off_without
 from hf_fsdp_plugin.observe.first_step import FirstStep, recorded_first_step
 from hf_fsdp_plugin.observe.memory import observe_memory
-from hf_fsdp_plugin.observe.optimizers import (
-    check_optimizers,
-    optimizers_of,
-    trained_pair,
-    unwrapped_optimizer,
-)
+from hf_fsdp_plugin.observe.optimizers import check_optimizers, optimizers_of, trained_pair, unwrapped_optimizer
 from hf_fsdp_plugin.observe.readers import observe_settings
 from hf_fsdp_plugin.observe.report import BatchShape, RankObservation, Report, TrainingObservation
 from hf_fsdp_plugin.observe.settings import ObservedRun, SettingObservation, check_settings
@@ -290,14 +284,14 @@ def _merge_ranks(
         next((row for row in of_ranks if row.status == "differs"), of_ranks[0])
         for of_ranks in zip(*(found for found, _ in results), strict=True)
     ]
-    num_ranks = Counter(problem for _, found in results for problem in dict.fromkeys(found))
-    merged: dict[tuple[str, str], Problem] = {}
+    ranks_with: dict[Problem, list[int]] = {}
     for rank, (_, found) in enumerate(results):
-        if rank and found is results[0][1]:
-            continue  # the same object: equal to that of rank 0
-        for problem in found:
-            shown = problem if num_ranks[problem] == len(results) else replace(problem, rank=rank)
-            merged.setdefault((problem.code, problem.message), shown)
+        for problem in dict.fromkeys(found):
+            ranks_with.setdefault(problem, []).append(rank)
+    merged: dict[tuple[str, str], Problem] = {}
+    for problem, ranks in ranks_with.items():
+        shown = problem if len(ranks) == len(results) else replace(problem, rank=ranks[0])
+        merged.setdefault((problem.code, problem.message), shown)
     return tuple(rows), list(merged.values())
 
 

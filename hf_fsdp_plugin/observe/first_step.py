@@ -26,12 +26,7 @@ from hf_fsdp_plugin.backends.sharding.shard import plan_of
 from hf_fsdp_plugin.backends.torch_types import torch_dtype
 from hf_fsdp_plugin.contracts import off_without
 from hf_fsdp_plugin.observe.memory import gradient_bytes
-from hf_fsdp_plugin.observe.optimizers import (
-    GradientWatch,
-    UselessStepWatch,
-    call_in_backward,
-    unwrapped_optimizer,
-)
+from hf_fsdp_plugin.observe.optimizers import GradientWatch, UselessStepWatch, call_in_backward, unwrapped_optimizer
 from hf_fsdp_plugin.observe.units import checkpoints_natively, observe_units
 from hf_fsdp_plugin.observe.weights import ShardHashes, hash_parts
 from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan

@@ -67,9 +67,16 @@ def compare_weights(
     Args:
         first_bit_sum: the sum of the bits of this rank's shards at the first forward.
     """
+    record: BroadcastRecord | None = model.__dict__.get(BROADCAST_ATTRIBUTE)
     with on_all_ranks("computing checksums of the weights"):
         own = _checksums(model, units)
-    checksums_by_rank = gather_objects(own)
+        bit_sum = None if first_bit_sum is None else int(first_bit_sum)
+        received_here = None if record is None else record.read()
+    gathered = gather_objects((own, received_here, bit_sum))
+    checksums_by_rank = [checksums for checksums, _, _ in gathered]
+    broadcasts: list[Any] = [broadcast for _, broadcast, _ in gathered]
+    if None in broadcasts:
+        broadcasts = []
     first: dict[_Key, _Checksum | None] = {}
     differing: set[tuple[str, str]] = set()
     replicated = False
@@ -81,10 +88,6 @@ def compare_weights(
             replicated = replicated or key[0] == "unit"
             if not _close(first[key], checksum):
                 differing.add(key[:2])
-    record: BroadcastRecord | None = model.__dict__.get(BROADCAST_ATTRIBUTE)
-    broadcasts: list[Any] = gather_objects(None if record is None else record.read())
-    if None in broadcasts:
-        broadcasts = []
     memories = [broadcast.before for broadcast in broadcasts if broadcast.before is not None]
     received = {(broadcast.num_tensors, broadcast.checksum) for broadcast in broadcasts}
     if len(received) > 1:
@@ -95,7 +98,7 @@ def compare_weights(
         diverged=tuple(sorted(name for kind, name in differing if kind == "unit")),
         replicated=replicated,
         num_broadcast=min((broadcast.num_tensors for broadcast in broadcasts), default=None),
-        changed=_changed(broadcasts, gather_objects(None if first_bit_sum is None else int(first_bit_sum)), units),
+        changed=_changed(broadcasts, [bit_sum for _, _, bit_sum in gathered], units),
         num_filled=max((broadcast.num_filled for broadcast in broadcasts), default=0),
         num_from_files=min((broadcast.num_from_files for broadcast in broadcasts), default=0),
         before=max(memories, key=lambda memory: memory.private_bytes, default=None),

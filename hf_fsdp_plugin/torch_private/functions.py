@@ -212,11 +212,7 @@ class ShardedGradScaler(GradScaler):
     """
 
     def _unscale_grads_(
-        self,
-        optimizer: torch.optim.Optimizer,
-        inv_scale: torch.Tensor,
-        found_inf: torch.Tensor,
-        allow_fp16: bool,
+        self, optimizer: torch.optim.Optimizer, inv_scale: torch.Tensor, found_inf: torch.Tensor, allow_fp16: bool
     ) -> dict[torch.device, torch.Tensor]:
         """Multiply the gradients by ``inv_scale`` in place. Collective.
 
@@ -233,9 +229,7 @@ class ShardedGradScaler(GradScaler):
         return {found_inf.device: found_inf}
 
 
-def _local_gradients(
-    optimizer: torch.optim.Optimizer,
-) -> dict[tuple[torch.device, torch.dtype], list[torch.Tensor]]:
+def _local_gradients(optimizer: torch.optim.Optimizer) -> dict[tuple[torch.device, torch.dtype], list[torch.Tensor]]:
     """Return the memory of this rank's gradients, by device and dtype: each kernel takes one of both."""
     found: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = defaultdict(list)
     for group in optimizer.param_groups:

@@ -12,12 +12,7 @@ from torch import nn
 from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
-from hf_fsdp_plugin.backends.loading.weight_loader import (
-    BROADCAST_ATTRIBUTE,
-    WeightLoader,
-    master_dtype,
-    with_progress,
-)
+from hf_fsdp_plugin.backends.loading.weight_loader import BROADCAST_ATTRIBUTE, WeightLoader, master_dtype, with_progress
 from hf_fsdp_plugin.backends.sharding.forward_hooks import cast_inputs_of
 from hf_fsdp_plugin.backends.sharding.module_forwards import apply_activation_checkpointing
 from hf_fsdp_plugin.backends.torch_types import cast_floats, device_mesh, torch_dtype

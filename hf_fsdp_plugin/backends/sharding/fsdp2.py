@@ -68,9 +68,7 @@ def apply_fsdp2(plan: FsdpPlan, model: nn.Module, device: torch.device) -> nn.Mo
         cast_inputs_of(model, torch_dtype(plan.precision.param))
     # Before FSDP2's own hook, which gathers the parameters.
     model.register_forward_pre_hook(lambda model, args: private.keep_requires_grad(model), prepend=True)
-    _set_forward_prefetch(plan, model)
-    _set_backward_prefetch(plan, model)
-    _add_no_sync(model)
+    _complete(plan, model)
     setattr(model, BROADCAST_ATTRIBUTE, loader.record)
     return model
 
@@ -143,9 +141,7 @@ def adopt_fsdp2(plan: FsdpPlan, model: nn.Module, device: torch.device) -> nn.Mo
         private.set_mixed_precision(state, _mixed_precision(plan, is_root=model in modules, fp32=fp32))
         for module in modules:
             cast_inputs_of(module, torch_dtype(plan.precision.param))
-    _set_forward_prefetch(plan, model)
-    _set_backward_prefetch(plan, model)
-    _add_no_sync(model)
+    _complete(plan, model)
     return model
 
 
@@ -164,12 +160,6 @@ def _replace_by_masters(plan: FsdpPlan, model: nn.Module) -> None:
                 registered[name] = replaced[id(parameter)]
 
 
-def _add_no_sync(model: nn.Module) -> None:
-    """Add the method ``no_sync`` of DistributedDataParallel and FSDP1, which scripts for them call."""
-    if not hasattr(model, "no_sync"):
-        model.no_sync = partial(_no_sync, cast(FSDPModule, model))  # type: ignore[assignment]
-
-
 @contextmanager
 def _no_sync(model: FSDPModule) -> Iterator[None]:
     """Accumulate gradients on each rank, without reducing them, in the backwards of the block."""
@@ -180,32 +170,31 @@ def _no_sync(model: FSDPModule) -> Iterator[None]:
         model.set_requires_gradient_sync(True)
 
 
-def _set_forward_prefetch(plan: FsdpPlan, model: nn.Module) -> None:
-    """Make each unit start the all-gather of the next unit before its own forward.
+def _complete(plan: FsdpPlan, model: nn.Module) -> None:
+    """Set which units are gathered ahead of their use, and add ``no_sync``, which scripts for DDP and FSDP1 call.
 
-    The next unit is the next one in the module tree. If the model executes its modules in another order, prefetch
-    costs memory but does not change results.
+    Forward prefetch: each unit starts the all-gather of the next unit in the module tree before its own forward. If the
+    model executes its modules in another order, prefetch costs memory but does not change results.
+
+    Backward prefetch is when the all-gather of the preceding unit starts in backward. ``pre``: during this unit's
+    backward, which is FSDP2's default. ``none``: when the preceding unit needs its parameters; a prefetch list that
+    contains only the unit itself disables FSDP2's default. ``post``: after this unit's gradients are computed and
+    before their reduce-scatter, so that at most one unit is gathered at a time.
     """
+    position = {id(module): index for index, module in enumerate(model.modules())}
+    firsts: list[Any] = [model.get_submodule(unit.modules[0]) for unit in plan.units if unit.modules != ("",)]
+    units = sorted((m for m in firsts if isinstance(m, FSDPModule)), key=lambda m: position[id(m)])
     if plan.prefetch.forward:
-        for unit, successor in pairwise(_units_in_order(plan, model)):
+        for unit, successor in pairwise(units):
             unit.set_modules_to_forward_prefetch([successor])
-
-
-def _set_backward_prefetch(plan: FsdpPlan, model: nn.Module) -> None:
-    """Set when the all-gather of the preceding unit starts in backward.
-
-    ``pre``: during this unit's backward, which is FSDP2's default. ``none``: when the preceding unit needs its
-    parameters; a prefetch list that contains only the unit itself disables FSDP2's default. ``post``: after this unit's
-    gradients are computed and before their reduce-scatter, so that at most one unit is gathered at a time.
-    """
-    if plan.prefetch.backward == "pre":
-        return
-    units = _units_in_order(plan, model)
-    for unit in units:
-        unit.set_modules_to_backward_prefetch([unit])
+    if plan.prefetch.backward != "pre":
+        for unit in units:
+            unit.set_modules_to_backward_prefetch([unit])
     if plan.prefetch.backward == "post":
         for predecessor, unit in zip([None, *units], units, strict=False):
             _unshard_after_backward(unit, predecessor)
+    if not hasattr(model, "no_sync"):
+        model.no_sync = partial(_no_sync, cast(FSDPModule, model))  # type: ignore[assignment]
 
 
 def _unshard_after_backward(unit: Any, predecessor: FSDPModule | None) -> None:
@@ -228,13 +217,6 @@ def _unshard_after_backward(unit: Any, predecessor: FSDPModule | None) -> None:
     private.mark_backward_prefetch(before_forward, "post")
     # Registered after fully_shard's hook, so that it receives the tensor that FSDP2 passes to forward.
     unit.register_forward_pre_hook(before_forward, with_kwargs=True)
-
-
-def _units_in_order(plan: FsdpPlan, model: nn.Module) -> list[Any]:
-    """Return the first module of each unit except the root, in the order of the module tree."""
-    position = {id(module): index for index, module in enumerate(model.modules())}
-    firsts = [model.get_submodule(unit.modules[0]) for unit in plan.units if unit.modules != ("",)]
-    return sorted((m for m in firsts if isinstance(m, FSDPModule)), key=lambda m: position[id(m)])
 
 
 def _mixed_precision(plan: FsdpPlan, *, is_root: bool, fp32: frozenset[int] = frozenset()) -> MixedPrecisionPolicy:
