@@ -12,18 +12,10 @@ from typing import Any, Final
 
 from hf_fsdp_plugin.contracts import ContractError
 from hf_fsdp_plugin.devices import accelerator_type
+from hf_fsdp_plugin.observe import settings
 from hf_fsdp_plugin.observe import sharding_readers as sharding
 from hf_fsdp_plugin.observe.first_step import native_layers
-from hf_fsdp_plugin.observe.settings import (
-    ObservedRun,
-    ObservedValue,
-    SettingObservation,
-    Status,
-    common_value,
-    differing,
-    unobservable,
-    unplanned_cast,
-)
+from hf_fsdp_plugin.observe.settings import ObservedRun, ObservedValue, common_value, differing, unobservable
 from hf_fsdp_plugin.observe.units import checkpoints_natively
 from hf_fsdp_plugin.observe.weights import WeightComparison
 from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan
@@ -180,7 +172,7 @@ def read_mixed_precision(run: ObservedRun) -> ObservedValue:
     if not run.units_with_params:
         return unobservable("no parameter belongs to a unit")
     value = common_value(unit.param_dtype for unit in run.units_in_policy_dtype)
-    if reason := unplanned_cast(run):
+    if reason := sharding.unplanned_cast(run):
         return differing(value, reason)
     casts = any(unit.live.casts for unit in run.units_with_params)
     return ObservedValue(value if casts and value != "fp32" else "no")
@@ -262,7 +254,7 @@ def read_setting(name: str, run: ObservedRun) -> ObservedValue:
     return unobservable("only the launcher uses this setting; the model does not record it")
 
 
-def observe_settings(run: ObservedRun) -> tuple[SettingObservation, ...]:
+def observe_settings(run: ObservedRun) -> tuple[settings.SettingObservation, ...]:
     """Compare the settings that the report shows with the live model, in the order of the spec."""
     return tuple(_observe_setting(name, run) for name in _shown_settings(run.plan))
 
@@ -274,7 +266,7 @@ def _shown_settings(plan: FsdpPlan) -> Iterator[str]:
             yield name
 
 
-def _observe_setting(name: str, run: ObservedRun) -> SettingObservation:
+def _observe_setting(name: str, run: ObservedRun) -> settings.SettingObservation:
     plan = run.plan
     planned = plan.get(name)
     asked = plan.spec.get(name) if plan.spec.asked(name) else planned
@@ -293,8 +285,8 @@ def _observe_setting(name: str, run: ObservedRun) -> SettingObservation:
     if plan.pre_sharded and not plan.spec.asked(name) and not found.unobservable:
         found = replace(found, reason=found.reason or "set by the script when it wrapped the model", matches=True)
     matches = found.matches if found.matches is not None else _json_value(found.value) == _json_value(expected)
-    status: Status = "unobservable" if found.unobservable else "applied" if matches else "differs"
-    return SettingObservation(
+    status: settings.Status = "unobservable" if found.unobservable else "applied" if matches else "differs"
+    return settings.SettingObservation(
         setting=name,
         # JSON values, because ranks exchange rows by pickle, which does not support a mapping proxy.
         asked=_json_value(asked),

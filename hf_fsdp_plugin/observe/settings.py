@@ -9,7 +9,7 @@ from typing import Any, Literal
 from torch import nn
 
 from hf_fsdp_plugin.observe.first_step import FirstStep
-from hf_fsdp_plugin.observe.units import StructureComparison, UnitObservation, dtype_name
+from hf_fsdp_plugin.observe.units import StructureComparison, UnitObservation
 from hf_fsdp_plugin.observe.weights import WeightComparison
 from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan
 from hf_fsdp_plugin.problems import Origin, Problem
@@ -100,37 +100,6 @@ def common_value(values: Iterable[Any]) -> Any:
     if not distinct:
         return None
     return distinct[0] if len(distinct) == 1 else "mixed: " + ", ".join(sorted(map(str, distinct)))
-
-
-def unplanned_cast(run: ObservedRun) -> str:
-    """Describe a cast of the weights after they were sharded, or autocast to another dtype; empty without either."""
-    if stored := _unplanned_dtypes(run):
-        return f"the weights have been cast to {', '.join(stored)} after they were sharded"
-    autocast = {dtype_name(dtype) for dtype in run.first_step.autocast_dtypes} - {run.plan.precision.param}
-    # Accelerate's autocast of a setting that the policy overrides is not of the script.
-    autocast -= {str(run.plan.spec.launch.mixed_precision).lower()}
-    return f"the model was called in an autocast context of {', '.join(sorted(autocast))}" if autocast else ""
-
-
-def _unplanned_dtypes(run: ObservedRun) -> list[str]:
-    """Return the floating-point dtypes of shards that no planned unit has, before or after the cast to the master."""
-    if run.plan.pre_sharded:
-        return []
-    planned = {dtype for unit in run.plan.units for dtype in unit.dtypes}
-    shards = (shard for unit in run.units_with_params for shard in unit.live.shards if shard.is_floating_point())
-    found = {dtype for dtype in {shard.dtype for shard in shards} if str(dtype).removeprefix("torch.") not in planned}
-    return sorted({dtype_name(dtype) for dtype in found} - {run.plan.precision.master})
-
-
-def not_reduced(run: ObservedRun) -> list[str]:
-    """Return the units whose gradients an optimizer step ignored, or of which some are set not to be reduced.
-
-    Between two micro-batches, Accelerate sets this for all units.
-    """
-    switched_off = [unit.label for unit in run.units_with_params if not unit.live.reduces]
-    if len(switched_off) == len(run.units_with_params):
-        switched_off = []
-    return sorted({*run.first_step.unreduced, *switched_off})
 
 
 Status = Literal["applied", "differs", "unobservable"]

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_fsdp_plugin.backends.loading.equal_weights import ParameterMemory, hash_bits
+from hf_fsdp_plugin.backends.loading.equal_weights import ParameterMemory, hash_bits, read_together
 from hf_fsdp_plugin.backends.loading.weight_loader import BROADCAST_ATTRIBUTE, BroadcastRecord
 from hf_fsdp_plugin.backends.ranks.agreement import gather_objects, on_all_ranks
 from hf_fsdp_plugin.observe.units import UnitObservation, unmanaged_parameters
@@ -19,7 +19,8 @@ from hf_fsdp_plugin.torch_private.modules import buffers, non_persistent_buffers
 _TOLERANCE = 1e-6
 _PART = 1 << 22
 """Elements that are added at a time, of which two copies in double precision are made: 64 MiB."""
-_Checksum = tuple[float, float]
+_Checksum = list[float]
+"""The sum of the elements, and that of their magnitudes."""
 _Key = tuple[str, str, int]
 """Kind of a tensor (unit, parameter or buffer), its name, and the number of its shard."""
 
@@ -119,7 +120,7 @@ def _changed(
 
 
 def _checksums(model: nn.Module, units: Sequence[UnitObservation]) -> dict[_Key, _Checksum | None]:
-    found: dict[_Key, _Checksum | None] = {}
+    found: dict[_Key, torch.Tensor | None] = {}
     for unit in units:
         if unit.live.shards:
             found["unit", unit.name or "root", unit.live.shard_rank] = _checksum(unit.live.shards)
@@ -131,12 +132,13 @@ def _checksums(model: nn.Module, units: Sequence[UnitObservation]) -> dict[_Key,
         for attribute in sorted(non_persistent_buffers(module)):
             if (buffer := buffers(module).get(attribute)) is not None:
                 found["buffer", canonical_name(f"{name}.{attribute}".lstrip(".")), 0] = _checksum([buffer])
-    return found
+    sums = {key: checksum for key, checksum in found.items() if checksum is not None}
+    return {**dict.fromkeys(found), **read_together(sums)}
 
 
 @torch.no_grad()
-def _checksum(tensors: Sequence[torch.Tensor]) -> _Checksum | None:
-    """Return the sum and the sum of magnitudes, computed in double precision; ``None`` on meta."""
+def _checksum(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    """Return the sum and the sum of magnitudes in double precision, on the tensors' device; ``None`` on meta."""
     if any(tensor.is_meta for tensor in tensors):
         return None
     total = torch.zeros(2, dtype=torch.float64, device=next((each.device for each in tensors), None))
@@ -145,8 +147,7 @@ def _checksum(tensors: Sequence[torch.Tensor]) -> _Checksum | None:
         for part in tensor.reshape(-1).split(_PART) if tensor.numel() else ():
             doubles = part.double()
             total += torch.stack([doubles.sum(), doubles.abs().sum()])
-    signed, absolute = total.tolist()
-    return signed, absolute
+    return total
 
 
 def _close(one: _Checksum | None, other: _Checksum | None) -> bool:
@@ -176,18 +177,11 @@ def unchanged_parameters(
 
 
 def _unchanged(before: ShardHashes, later: ShardHashes) -> frozenset[tuple[int, int]]:
-    without = frozenset(key for key, value in before.items() if value is None)
-    keys = [key for key, value in before.items() if value is not None and later.get(key) is not None]
-    if not keys:
-        return without
-    equal = _stacked(before, keys) == _stacked(later, keys)
-    return without.union(key for key, same in zip(keys, equal.tolist(), strict=True) if same)
-
-
-def _stacked(hashes: ShardHashes, keys: Sequence[tuple[int, int]]) -> torch.Tensor:
-    """Return hashes in one tensor on the CPU, which is one copy from an accelerator."""
-    found = [value.view(torch.int64) for key in keys if (value := hashes[key]) is not None]
-    return torch.stack([value.to(found[0].device) for value in found]).cpu()
+    """Return the keys with equal hashes, and those of which the rank has no part."""
+    first, second = ({key: value for key, value in each.items() if value is not None} for each in (before, later))
+    one = read_together({key: value for key, value in first.items() if key in second})
+    other = read_together({key: second[key] for key in one})
+    return frozenset(before.keys() - first.keys()).union(key for key in one if one[key] == other[key])
 
 
 def hash_parts(units: Iterable[UnitObservation], only: Collection[tuple[int, int]] | None = None) -> ShardHashes:

@@ -17,10 +17,11 @@ import os
 import re
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -287,6 +288,13 @@ def hash_bits(tensor: torch.Tensor) -> torch.Tensor:
         return _sum(tensor.reshape(-1))
 
 
+def read_together(tensors: Mapping[Any, torch.Tensor]) -> dict[Any, Any]:
+    """Return the values of tensors of one shape, for which the host waits for the device once."""
+    device = next((tensor.device for tensor in tensors.values()), None)
+    values = torch.stack([tensor.to(device) for tensor in tensors.values()]).tolist() if tensors else []
+    return dict(zip(tensors, values, strict=True))
+
+
 def check_same_weights(plan: FsdpPlan, model: nn.Module, device: torch.device) -> Problem | None:
     """Return a warning if the parameters of the model that is to be sharded differ between ranks. Collective.
 
@@ -296,12 +304,13 @@ def check_same_weights(plan: FsdpPlan, model: nn.Module, device: torch.device) -
     if plan.pre_sharded or plan.ram_efficient or plan.sync_module_states or plan.world_size == 1:
         return None
     mapped = find_mapped_parameters(model, device)
-    hashes = {
-        canonical_name(name): int(hash_bits(parameter))
+    found = {
+        canonical_name(name): hash_bits(parameter)
         for name, parameter in model.named_parameters()
         if id(parameter) not in mapped and type(parameter.data) is torch.Tensor and not parameter.is_meta
         if parameter.numel()
     }
+    hashes = read_together(found)
     if all(_equal_on_all_ranks([_hash(*hashes.values())], device)):
         return None
     of_ranks = gather_objects(hashes)

@@ -18,14 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from hf_fsdp_plugin.backends.loading.equal_weights import (
-    ParameterMemory,
-    find_mapped_parameters,
-    hash_bits,
-    is_plain_on_cpu,
-    parameter_memory,
-    sum_bits,
-)
+from hf_fsdp_plugin.backends.loading import equal_weights
 from hf_fsdp_plugin.backends.optimizers.parameters import average_gradient
 from hf_fsdp_plugin.backends.ranks.agreement import same_on_all_ranks
 from hf_fsdp_plugin.backends.torch_types import PinnedWindows, copy_to_device, torch_dtype
@@ -64,7 +57,7 @@ class BroadcastRecord:
     num_tensors: int = 0
     num_filled: int = 0
     num_from_files: int = 0
-    before: ParameterMemory | None = None
+    before: equal_weights.ParameterMemory | None = None
     checksum: Any = 0
     bit_sum: Any = 0
     shard_bit_sum: Any = 0
@@ -73,7 +66,7 @@ class BroadcastRecord:
         self.num_tensors += 1
         if tensor.numel():
             # Rotate before each XOR: otherwise two equal tensors would leave the checksum unchanged.
-            self.checksum = hash_bits(tensor) ^ (self.checksum << 1) ^ (self.checksum >> 63 & 1)
+            self.checksum = equal_weights.hash_bits(tensor) ^ (self.checksum << 1) ^ (self.checksum >> 63 & 1)
 
     def add_unit(self, parameters: Iterable[torch.Tensor]) -> None:
         """Add the parameters of a unit to the sum that the sum over all shards must equal."""
@@ -90,7 +83,7 @@ class BroadcastRecord:
 
 
 def _added(total: Any, tensors: Iterable[torch.Tensor]) -> Any:
-    added = sum_bits(tensors)
+    added = equal_weights.sum_bits(tensors)
     return None if total is None or added is None else total + added
 
 
@@ -122,10 +115,15 @@ class WeightLoader:
         self._model = model
         self._device = device
         self._has_meta_parameters = any(parameter.is_meta for parameter in model.parameters())
-        self.record = BroadcastRecord(before=parameter_memory(model.parameters()) if plan.ram_efficient else None)
+        before = equal_weights.parameter_memory(model.parameters()) if plan.ram_efficient else None
+        self.record = BroadcastRecord(before=before)
         self._windows = PinnedWindows()
         # Without the parameters that were prepared: a new parameter may get the id of one that was freed.
-        self._mapped = find_mapped_parameters(model, device) if broadcasts(plan) else set()
+        self._mapped = equal_weights.find_mapped_parameters(model, device) if broadcasts(plan) else set()
+
+    def attach_record(self, sharded: nn.Module) -> None:
+        """Let the report find what this rank received."""
+        setattr(sharded, BROADCAST_ATTRIBUTE, self.record)
 
     def prepare_buffers(self) -> None:
         """Move all buffers to the device, and overwrite them with rank 0's values if the plan broadcasts.
@@ -181,7 +179,7 @@ class WeightLoader:
     def can_read_parts(self, parameter: nn.Parameter) -> bool:
         """Whether each rank can take its own part from the whole parameter in host memory, which is not broadcast."""
         is_own = not broadcasts(self._plan) or id(parameter) in self._mapped
-        return is_own and is_plain_on_cpu(parameter) and parameter.is_contiguous()
+        return is_own and equal_weights.is_plain_on_cpu(parameter) and parameter.is_contiguous()
 
     def copy_part(self, into: torch.Tensor, part: torch.Tensor) -> None:
         """Copy this rank's part of a parameter, cast it, and record its bits."""

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
-from hf_fsdp_plugin.backends.loading.weight_loader import BROADCAST_ATTRIBUTE, WeightLoader, master_dtype, with_progress
+from hf_fsdp_plugin.backends.loading.weight_loader import WeightLoader, master_dtype, with_progress
 from hf_fsdp_plugin.backends.sharding.forward_hooks import cast_inputs_of
 from hf_fsdp_plugin.backends.sharding.module_forwards import apply_activation_checkpointing
 from hf_fsdp_plugin.backends.torch_types import cast_floats, device_mesh, torch_dtype
@@ -66,7 +66,7 @@ def apply_fsdp1(plan: FsdpPlan, model: nn.Module, device: torch.device) -> nn.Mo
     if output_dtype is not None:  # FSDP1 has no argument like FSDP2's ``output_dtype``
         root.register_forward_hook(lambda module, args, output: cast_floats(output, output_dtype))
     allow_gradients_of_compute_dtype(root)
-    setattr(root, BROADCAST_ATTRIBUTE, loader.record)
+    loader.attach_record(root)
     return root
 
 

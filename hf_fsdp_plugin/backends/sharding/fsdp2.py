@@ -13,13 +13,7 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from hf_fsdp_plugin.backends.loading.weight_loader import (
-    BROADCAST_ATTRIBUTE,
-    WeightLoader,
-    cast_buffers,
-    master_dtype,
-    with_progress,
-)
+from hf_fsdp_plugin.backends.loading.weight_loader import WeightLoader, cast_buffers, master_dtype, with_progress
 from hf_fsdp_plugin.backends.sharding.forward_hooks import cast_inputs_of
 from hf_fsdp_plugin.backends.sharding.module_forwards import apply_activation_checkpointing, fp32_ids
 from hf_fsdp_plugin.backends.torch_types import device_mesh, dtensor_like, torch_dtype
@@ -68,8 +62,8 @@ def apply_fsdp2(plan: FsdpPlan, model: nn.Module, device: torch.device) -> nn.Mo
         cast_inputs_of(model, torch_dtype(plan.precision.param))
     # Before FSDP2's own hook, which gathers the parameters.
     model.register_forward_pre_hook(lambda model, args: private.keep_requires_grad(model), prepend=True)
-    _complete(plan, model)
-    setattr(model, BROADCAST_ATTRIBUTE, loader.record)
+    _set_prefetch_and_no_sync(plan, model)
+    loader.attach_record(model)
     return model
 
 
@@ -141,7 +135,7 @@ def adopt_fsdp2(plan: FsdpPlan, model: nn.Module, device: torch.device) -> nn.Mo
         private.set_mixed_precision(state, _mixed_precision(plan, is_root=model in modules, fp32=fp32))
         for module in modules:
             cast_inputs_of(module, torch_dtype(plan.precision.param))
-    _complete(plan, model)
+    _set_prefetch_and_no_sync(plan, model)
     return model
 
 
@@ -170,7 +164,7 @@ def _no_sync(model: FSDPModule) -> Iterator[None]:
         model.set_requires_gradient_sync(True)
 
 
-def _complete(plan: FsdpPlan, model: nn.Module) -> None:
+def _set_prefetch_and_no_sync(plan: FsdpPlan, model: nn.Module) -> None:
     """Set which units are gathered ahead of their use, and add ``no_sync``, which scripts for DDP and FSDP1 call.
 
     Forward prefetch: each unit starts the all-gather of the next unit in the module tree before its own forward. If the

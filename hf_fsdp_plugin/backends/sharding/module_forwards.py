@@ -20,12 +20,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 
 from hf_fsdp_plugin.backends.torch_types import cast_floats, torch_dtype
 from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan
-from hf_fsdp_plugin.torch_private.functions import (
-    ATTENTION_OPS,
-    ActivationWrapper,
-    checkpoint_wrapper,
-    checkpointed_module,
-)
+from hf_fsdp_plugin.torch_private import functions
 from hf_fsdp_plugin.torch_private.modules import replace_module
 
 Forward = Callable[..., Any]
@@ -111,7 +106,7 @@ def _computing_in(dtype: torch.dtype, forward: Forward, device_type: str, output
     return computing
 
 
-class ActivationOffload(ActivationWrapper):
+class ActivationOffload(functions.ActivationWrapper):
     """Moves what the wrapped module saves for backward to CPU memory until backward needs it.
 
     A checkpointed unit saves only its input. If the input is in CPU memory, the device memory for activations does not
@@ -124,7 +119,7 @@ class ActivationOffload(ActivationWrapper):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         with save_on_cpu(pin_memory=self.device_type != "cpu", device_type=self.device_type):
-            return checkpointed_module(self)(*args, **kwargs)
+            return functions.checkpointed_module(self)(*args, **kwargs)
 
 
 def save_every_second_matmul() -> Any:
@@ -135,7 +130,7 @@ def save_every_second_matmul() -> Any:
     seen = {True: 0, False: 0}
 
     def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        if op in ATTENTION_OPS:
+        if op in functions.ATTENTION_OPS:
             return CheckpointPolicy.MUST_SAVE
         if op in _MATMULS:
             # Forward and recompute have separate counters, so that both make the same decision for each matmul.
@@ -157,9 +152,9 @@ def apply_activation_checkpointing(plan: FsdpPlan, model: nn.Module) -> None:
     activation = plan.activation
     if activation.native or activation.checkpointing == "none":
         return
-    wrap: Callable[[nn.Module], nn.Module] = functools.partial(checkpoint_wrapper, preserve_rng_state=True)
+    wrap: Callable[[nn.Module], nn.Module] = functools.partial(functions.checkpoint_wrapper, preserve_rng_state=True)
     if activation.checkpointing == "selective":
-        wrap = functools.partial(checkpoint_wrapper, context_fn=save_every_second_matmul)
+        wrap = functools.partial(functions.checkpoint_wrapper, context_fn=save_every_second_matmul)
     can_drop_cache = True
     for name in [name for unit in plan.units if unit.from_policy for name in unit.modules]:
         module = model.get_submodule(name)

@@ -18,17 +18,10 @@ from torch.distributed.tensor import DTensor
 from hf_fsdp_plugin.backends.optimizers.parameters import attach_optimizers, detach_optimizers, has_stepped
 from hf_fsdp_plugin.backends.ranks.agreement import on_all_ranks
 from hf_fsdp_plugin.backends.ranks.collective_entry import collective_call
-from hf_fsdp_plugin.backends.sharding import forward_hooks, parameter_access
+from hf_fsdp_plugin.backends.sharding import forward_hooks, parameter_access, submodule_calls
 from hf_fsdp_plugin.backends.sharding.fsdp1 import apply_fsdp1
 from hf_fsdp_plugin.backends.sharding.fsdp2 import adopt_fsdp2, apply_fsdp2
 from hf_fsdp_plugin.backends.sharding.module_forwards import apply_autocast, compute_in_fp32
-from hf_fsdp_plugin.backends.sharding.submodule_calls import (
-    WHOLE_ATTRIBUTE,
-    check_not_whole,
-    free_gathered,
-    misuse,
-    support_submodule_calls,
-)
 from hf_fsdp_plugin.backends.torch_types import shard_like, wait_for_reads
 from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan
 from hf_fsdp_plugin.plan.names import canonical_name, named_parameters, unwrapped
@@ -97,7 +90,7 @@ def shard(
     _keep_class_names(sharded)
     forward_hooks.watch_buffers(sharded)
     mark_fsdp_managed(sharded)
-    support_submodule_calls(sharded)
+    submodule_calls.support_submodule_calls(sharded)
     forward_hooks.support_mapping_outputs(sharded)
     forward_hooks.return_changed_inputs(sharded)
     parameter_access.carry_parameter_hooks(sharded, parameter_hooks)
@@ -142,7 +135,7 @@ def rebind(model: nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> Non
 def reshard_and_rebind(model: nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> None:
     """Free the gathered parameters of FSDP2 units, and replace them by their shards in optimizers without state."""
     detached = detach_optimizers([optimizer for optimizer in optimizers if not has_stepped(optimizer)], model)
-    free_gathered(model)
+    submodule_calls.free_gathered(model)
     attach_optimizers(detached, model)
 
 
@@ -218,13 +211,13 @@ def full_parameters(module: nn.Module, modify: bool = False) -> Iterator[dict[st
         return
     root = place.root
     with collective_call(f"full_parameters of {type(unwrapped(module)).__name__}", fix=_FIX), torch.no_grad():
-        check_not_whole(root, "full_parameters was called")
+        submodule_calls.check_not_whole(root, "full_parameters was called")
         if isinstance(root, (FSDP, FSDPModule)) and not forward_hooks.private_api(root).is_idle(root):
-            raise misuse(
+            raise submodule_calls.misuse(
                 "full_parameters was called while the model is in a forward or a backward",
                 "Call it between steps, for example in `on_step_end` of a callback.",
             )
-        free_gathered(root)
+        submodule_calls.free_gathered(root)
         whole: _WholeOfFsdp1 | _WholeOfFsdp2
         whole = _WholeOfFsdp1(root, module) if isinstance(root, FSDP) else _WholeOfFsdp2(module)
         with whole.gathered():
@@ -235,7 +228,7 @@ def full_parameters(module: nn.Module, modify: bool = False) -> Iterator[dict[st
                 changed = [name for name, parameter in parameters.items() if num_changes(parameter) != before[name]]
                 if changed and not modify:
                     what = f"{format_names(changed, 3)} was changed in a block of full_parameters, which does not keep"
-                    raise misuse(f"{what} changes", "Call full_parameters(module, modify=True).")
+                    raise submodule_calls.misuse(f"{what} changes", "Call full_parameters(module, modify=True).")
             if modify:
                 for parameter in {id(parameter): parameter for parameter in parameters.values()}.values():
                     dist.broadcast(parameter.data, 0)
@@ -255,14 +248,14 @@ def _in_block(root: nn.Module, module: nn.Module) -> Iterator[None]:
     modules = {id(inner): inner for inner in (root, *module.modules())}
 
     def before_forward(*_: Any) -> None:
-        check_not_whole(root, "the model was called")
+        submodule_calls.check_not_whole(root, "the model was called")
 
     hooks = [inner.register_forward_pre_hook(before_forward, prepend=True) for inner in modules.values()]
-    setattr(root, WHOLE_ATTRIBUTE, True)
+    setattr(root, submodule_calls.WHOLE_ATTRIBUTE, True)
     try:
         yield
     finally:
-        setattr(root, WHOLE_ATTRIBUTE, False)
+        setattr(root, submodule_calls.WHOLE_ATTRIBUTE, False)
         for hook in hooks:
             hook.remove()
 
