@@ -44,10 +44,8 @@ def trained_pair(models: Sequence[nn.Module], optimizers: Sequence[Any]) -> tupl
     If no optimizer updates any of the models, return the first model and all optimizers, so that the report contains
     the problem.
     """
-    for model in models:
-        if own := optimizers_of(model, optimizers):
-            return model, own
-    return models[0], optimizers
+    pairs = ((model, optimizers_of(model, optimizers)) for model in models)
+    return next(((model, own) for model, own in pairs if own), (models[0], optimizers))
 
 
 def check_optimizers(

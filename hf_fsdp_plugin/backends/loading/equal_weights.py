@@ -54,7 +54,7 @@ _ADDED_ON_ACCELERATOR = 1 << 24
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Region:
+class MappedRegion:
     """One mapping.
 
     Attributes:
@@ -87,7 +87,7 @@ class Region:
 class MemoryMaps:
     """All mappings of this process at one moment."""
 
-    def __init__(self, regions: Iterable[Region]) -> None:
+    def __init__(self, regions: Iterable[MappedRegion]) -> None:
         self._regions = sorted(regions, key=lambda region: region.start)
         self._starts = [region.start for region in self._regions]
 
@@ -97,15 +97,15 @@ class MemoryMaps:
             text = Path("/proc/self/smaps").read_text(errors="replace")
         except OSError:
             return cls([])
-        regions: list[Region] = []
+        regions: list[MappedRegion] = []
         for start, end, offset, path, kilobytes in _LINE.findall(text):
             if start:
-                regions.append(Region(start=int(start, 16), end=int(end, 16), path=path, offset=int(offset, 16)))
+                regions.append(MappedRegion(start=int(start, 16), end=int(end, 16), path=path, offset=int(offset, 16)))
             elif kilobytes != "0":
                 regions[-1] = replace(regions[-1], private_bytes=regions[-1].private_bytes + int(kilobytes) * 1024)
         return cls(regions)
 
-    def find(self, tensor: torch.Tensor) -> Region | None:
+    def find(self, tensor: torch.Tensor) -> MappedRegion | None:
         """Return the mapping that contains the whole tensor, or ``None``."""
         storage = tensor.untyped_storage()
         index = bisect_right(self._starts, storage.data_ptr()) - 1
@@ -146,7 +146,7 @@ def parameter_memory(parameters: Iterable[torch.Tensor]) -> ParameterMemory:
     """Read off the addresses of the parameters which memory they are in. No collectives."""
     maps = MemoryMaps.read()
     counts: Counter[str] = Counter()
-    touched: dict[int, Region] = {}
+    touched: dict[int, MappedRegion] = {}
     private_bytes = total_bytes = 0
     for parameter in {id(parameter): parameter for parameter in parameters}.values():
         total_bytes += parameter.nbytes
@@ -238,7 +238,7 @@ def _hashes_of_content(parameters: Sequence[torch.Tensor], files: Sequence[int],
     index, count = readers.index(dist.get_rank()), len(readers)
     contents = (parameter.detach().reshape(-1).view(torch.uint8).numpy().data for parameter in parameters)
     mine = (number % count == index for number in range(len(parameters)))
-    return [_hash(xxh3_128_digest(data)) if own else _NOT_READ for own, data in zip(mine, contents, strict=True)]
+    return [_hash(xxh3_128_digest(data)) if is_own else _NOT_READ for is_own, data in zip(mine, contents, strict=True)]
 
 
 def _equal_on_all_ranks(values: Sequence[int], device: torch.device) -> list[bool]:

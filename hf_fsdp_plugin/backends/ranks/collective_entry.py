@@ -211,7 +211,7 @@ class FirstCalls:
         self._checked.add(call)
 
 
-class FirstStep:
+class FirstStepAnnouncer:
     """Announces the first optimizer step of this process.
 
     Attributes:
@@ -229,7 +229,7 @@ class FirstStep:
                 arrival_store().set(_STEPPED, "1")
 
 
-first_step = FirstStep()
+first_step = FirstStepAnnouncer()
 """The first optimizer step of this process."""
 
 

@@ -94,8 +94,8 @@ def test_only_the_first_call_waits(world: dist.Store, monkeypatch: pytest.Monkey
 
 def test_first_step_of_another_rank_ends_the_wait(world: dist.Store, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(collective_entry, "_SETTLE", SHORT)
-    monkeypatch.setattr(collective_entry, "first_step", collective_entry.FirstStep())
-    collective_entry.FirstStep().announce()  # by another rank
+    monkeypatch.setattr(collective_entry, "first_step", collective_entry.FirstStepAnnouncer())
+    collective_entry.FirstStepAnnouncer().announce()  # by another rank
     with pytest.raises(SpecError):
         collective_entry.FirstCalls().wait("clip", fix="", limit=LONG, before_step=True)
 
