@@ -184,8 +184,7 @@ class Report:
         target = Path(path)
         text = json.dumps(self.to_json(), indent=2) + "\n"
         if target.exists() and not target.is_file():
-            with target.open("w", encoding="utf-8") as stream:
-                stream.write(text)
+            target.write_text(text, encoding="utf-8")
             return target
         target.parent.mkdir(parents=True, exist_ok=True)
         temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
