@@ -59,10 +59,10 @@ class Step:
         self.optimizers = make_optimizers(model, workload, device.type)
         self.model = shard(plan, model, torch.device("cpu"), self.optimizers)
         for optimizer in self.optimizers:
-            decision = decide(optimizer, plan)
-            if decision.problem is not None and decision.problem.severity == "error":
-                raise SpecError([decision.problem])
-            set_step_mode(optimizer, decision.mode)
+            mode, problem = decide(optimizer, plan)
+            if problem is not None and problem.severity == "error":
+                raise SpecError([problem])
+            set_step_mode(optimizer, mode)
             free_before_step(self.model, optimizer)
         if device.offloads:
             self._free_reduced_gradients()
