@@ -43,23 +43,19 @@ _OPERATIONS: Final = {
 }
 """Method of a process group -> the operation in messages, and the position of this rank's tensors."""
 _FUNCTIONAL: Final = {
-    "all_gather_single": "all-gather",
-    "all_gather_tensor": "all-gather",
-    "all_gather_tensor_autograd": "all-gather",
-    "reduce_scatter_single": "reduce-scatter",
-    "reduce_scatter_tensor": "reduce-scatter",
-    "reduce_scatter_tensor_autograd": "reduce-scatter",
+    "all_gather": "all-gather",
+    "reduce_scatter": "reduce-scatter",
     "all_reduce": "all-reduce",
     "broadcast": "broadcast",
-    "all_to_all_single": "all-to-all",
-    "all_to_all_single_autograd": "all-to-all",
-    "all_reduce_coalesced": "all-reduce (coalesced)",
-    "all_gather_single_coalesced": "all-gather (coalesced)",
-    "all_gather_into_tensor_coalesced": "all-gather (coalesced)",
-    "reduce_scatter_single_coalesced": "reduce-scatter (coalesced)",
-    "reduce_scatter_tensor_coalesced": "reduce-scatter (coalesced)",
+    "all_to_all": "all-to-all",
 }
-"""Functional collective -> the operation in messages. torch 2.11 and 2.12 have other names than 2.13."""
+"""Begin of the name of a functional collective -> the operation in messages."""
+
+
+def functional_operation(name: str) -> str | None:
+    """Return the operation in messages of a functional collective; ``None`` for other functions."""
+    operation = next((operation for begin, operation in _FUNCTIONAL.items() if name.startswith(begin)), None)
+    return f"{operation} (coalesced)" if operation is not None and name.endswith("_coalesced") else operation
 
 
 class CallMarks:
@@ -106,7 +102,9 @@ def message(original: Function) -> Function:
     def call(group: Any, *args: Any, **kwargs: Any) -> Any:
         if not record.is_open:
             return original(group, *args, **kwargs)
-        peer = _peer(group, args)
+        import torch.distributed
+
+        peer = torch.distributed.get_global_rank(group, args[1])
         operation = f"{name.partition('_')[0]} {'to' if name == 'send' else 'from'} rank {peer}"
         number = record.begin_named(POINT_TO_POINT, operation, peer)
         work = original(group, *args, **kwargs)
@@ -116,24 +114,13 @@ def message(original: Function) -> Function:
     return call
 
 
-def _peer(group: Any, args: tuple[Any, ...]) -> int:
-    import torch.distributed
-
-    rank: int = torch.distributed.get_global_rank(group, args[1])
-    return rank
-
-
 def wait(original: Function) -> Function:
     """Record that this rank waits for a ``Work``, and mark the wait in a profile."""
 
     def recorded(work: Any, *args: Any, **kwargs: Any) -> Any:
         if not record.is_open:
             return original(work, *args, **kwargs)
-        record.waits(record.position_of(work))
-        try:
-            return original(work, *args, **kwargs)
-        finally:
-            record.waited()
+        return _waiting(record.position_of(work), original, work, *args, **kwargs)
 
     def call(work: Any, *args: Any, **kwargs: Any) -> Any:
         if call_marks.wait is None:
@@ -164,7 +151,7 @@ def _record_caller(frame: FrameType | None, resolved: Any) -> None:
     A frame is not kept in a variable of its own, which would be a reference cycle.
     """
     caller = frame.f_back if frame is not None else None
-    operation = _FUNCTIONAL.get(caller.f_code.co_name) if caller is not None else None
+    operation = functional_operation(caller.f_code.co_name) if caller is not None else None
     if caller is None or operation is None:
         return
     from hf_fsdp_plugin.torch_private.process_groups import resolve_group
@@ -197,23 +184,20 @@ def unit_method(original: Function) -> Function:
     return call
 
 
-def gather_of_unit(original: Function) -> Function:
+def gather_of_unit(original: Function, name: str = "gather") -> Function:
     """Record, and mark in a profile, for which FSDP1 unit a function of its state gathers parameters."""
-    return _function_of_state(original, "gather")
 
-
-def reduction_of_unit(original: Function) -> Function:
-    """Record, and mark in a profile, for which FSDP1 unit a function of its state reduces gradients."""
-    return _function_of_state(original, "reduction")
-
-
-def _function_of_state(original: Function, name: str) -> Function:
     def call(state: Any, unit: Any, *args: Any, **kwargs: Any) -> Any:
         mark = getattr(call_marks, name)
         with mark(state) if mark is not None else nullcontext():
             return _of_unit(unit, original, state, unit, *args, **kwargs)
 
     return call
+
+
+def reduction_of_unit(original: Function) -> Function:
+    """Record, and mark in a profile, for which FSDP1 unit a function of its state reduces gradients."""
+    return gather_of_unit(original, "reduction")
 
 
 def _of_unit(unit: Any, original: Function, *args: Any, **kwargs: Any) -> Any:

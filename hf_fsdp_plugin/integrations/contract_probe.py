@@ -42,16 +42,16 @@ class ProbedContract:
 
     Attributes:
         status: ``changed`` is a replaced function whose source differs from that of every tested version.
-        hook: the row of the replaced function; ``None`` for other contracts.
+        replaced: whether it is the contract of a replaced function.
     """
 
     contract: Contract
     status: ContractStatus
-    hook: Hook | None = None
+    replaced: bool = False
 
     def to_json(self) -> dict[str, Any]:
         row = {"target": self.contract.target, "status": self.status, "without": self.contract.without}
-        return {**row, "use": self.contract.use, "replaced": self.hook is not None}
+        return {**row, "use": self.contract.use, "replaced": self.replaced}
 
 
 def private_contracts() -> list[Contract]:
@@ -68,7 +68,8 @@ def hook_rows() -> list[Hook]:
 def probe_contracts() -> list[ProbedContract]:
     """Probe all contracts. Imports torch, and creates and destroys a process group."""
     probed = [ProbedContract(contract=row, status=_probe(row)) for row in private_contracts()]
-    return probed + [ProbedContract(contract=hook.contract, status=probe_hook(hook), hook=hook) for hook in hook_rows()]
+    hooks = [ProbedContract(contract=row.contract, status=probe_hook(row), replaced=True) for row in hook_rows()]
+    return probed + hooks
 
 
 def probe_hook(hook: Hook) -> ContractStatus:
@@ -156,33 +157,37 @@ def _tree_of(module: str) -> ast.Module:
 
 
 def defines(module: str, path: str) -> bool:
-    """Whether a module has a name, or a class of it an attribute.
+    """Whether the code of a module, or of a class in it and of its bases whose source is found, contains a name.
 
     Args:
-        path: ``name`` or ``Class.attribute``. The attribute may be one that a method sets on ``self``, or inherited
-            from a class whose source is found.
+        path: ``name`` or ``Class.attribute``.
     """
-    owner, _, attribute = path.rpartition(".")
+    owner, _, name = path.rpartition(".")
     if not owner:
-        return attribute in _module_names(module)
-    return any(attribute in _class_names(found) for _, found in _located_bases(module, owner))
+        return name in _names_in(_tree_of(module))
+    bases = [cls for _, cls in _located_bases(module, owner)]
+    return any(name in _names_in(cls) or (name == "__init__" and _is_dataclass(cls)) for cls in bases)
+
+
+@cache
+def _names_in(tree: ast.AST) -> frozenset[str]:
+    """Return the names that code defines, imports, reads or sets: also those of attributes and of parameters."""
+    fields = ("name", "asname", "id", "attr", "arg")
+    found = (getattr(node, field, None) for node in ast.walk(tree) for field in fields)
+    return frozenset(name for name in found if isinstance(name, str))
 
 
 def source_hash(module: str, path: str) -> str | None:
     """Return a hash of the source of a function or method, without comments and indentation; ``None`` if not found."""
     owner, _, name = path.rpartition(".")
-    if not owner:
-        found = _resolve(module, name)
-        nodes = [found] if found is not None else []
-    else:
-        nodes = [
-            (where, node)
-            for where, cls in _located_bases(module, owner)
-            for node in cls.body
-            if isinstance(node, Definition) and node.name == name
-        ]
-    if not nodes and name == "__init__":
-        nodes = [(where, cls) for where, cls in _located_bases(module, owner)[:1] if _is_dataclass(cls)]
+    bases = _located_bases(module, owner) if owner else []
+    nodes: list[tuple[str, Definition]] = [
+        (where, node) for where, cls in bases for node in cls.body if isinstance(node, Definition) and node.name == name
+    ]
+    if not owner and (found := _resolve(module, name)) is not None:
+        nodes = [found]
+    elif not nodes and name == "__init__":
+        nodes = [(where, cls) for where, cls in bases[:1] if _is_dataclass(cls)]
     if not nodes:
         return None
     where, node = nodes[0]
@@ -197,39 +202,11 @@ def _is_dataclass(cls: ast.ClassDef) -> bool:
     return any("dataclass" in ast.unparse(decorator) for decorator in cls.decorator_list)
 
 
-@cache
-def _module_names(module: str) -> frozenset[str]:
-    """Return the names that a module defines or imports, at the top level or in a condition or ``try``."""
-    return frozenset(name for node in _top_level(_tree_of(module)) for name in _bound_names(node))
-
-
 def _top_level(node: ast.AST) -> Iterator[ast.AST]:
     for child in ast.iter_child_nodes(node):
         yield child
         if isinstance(child, ast.If | ast.Try | ast.With | ast.ExceptHandler):
             yield from _top_level(child)
-
-
-def _bound_names(node: ast.AST) -> Iterator[str]:
-    if isinstance(node, Definition):
-        yield node.name
-    elif isinstance(node, ast.Import | ast.ImportFrom):
-        yield from (alias.asname or alias.name for alias in node.names)
-    elif isinstance(node, ast.Assign | ast.AnnAssign):
-        targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-        for target in targets:
-            yield from (name.id for name in ast.walk(target) if isinstance(name, ast.Name))
-
-
-@cache
-def _class_names(cls: ast.ClassDef) -> frozenset[str]:
-    """Return the names in the body of a class, and those that its methods set on ``self``."""
-    names = {name for node in _top_level(cls) for name in _bound_names(node)}
-    names |= {"__init__"} if _is_dataclass(cls) else set()
-    for node in ast.walk(cls):
-        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and isinstance(node.value, ast.Name):
-            names |= {node.attr} if node.value.id in ("self", "cls") else set()
-    return frozenset(names)
 
 
 def _located_bases(module: str, name: str, depth: int = 4) -> list[tuple[str, ast.ClassDef]]:

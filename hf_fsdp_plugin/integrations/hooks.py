@@ -39,7 +39,7 @@ class Hook:
     target: str
     replacement: str
     reason: str
-    until: str
+    until: str = "The library no longer does this."
     always: bool = False
     direct: bool = False
     without: Without = "off"
@@ -67,7 +67,7 @@ class Hook:
 
     @property
     def name(self) -> str:
-        return self.target.partition(":")[2].rpartition(".")[2]
+        return self.contract.name
 
 
 Group = Literal["accelerate", "transformers", "loading", "preflight", "calls", "hangs", "profile"]
@@ -88,19 +88,18 @@ _ACCELERATOR = "accelerate.accelerator:Accelerator"
 _MODEL = "transformers.modeling_utils:PreTrainedModel"
 _ARGUMENTS = "transformers.training_args:TrainingArguments"
 _TRAINER = "transformers.trainer:Trainer"
-_WITH_INSTALL = "`install()` is removed from this package."
-_WITHOUT_OLD = "Commands for Transformers 4 are no longer in use."
-_STAGED = "Accelerate writes checkpoints to a staging folder and renames them."
-_WHOLE_TENSORS = "The library refuses shards."
-_DAMAGED = "Errors of damaged or missing files name neither file nor tensor, or occur after weights were read."
-_NAMES_FILES = "Transformers checks the files of a model first, and its errors name file and tensor."
-_PREFLIGHT = "`hf-fsdp check --run` is removed from this package."
-_TRAINER_STAGED = "The Trainer writes checkpoints to a staging folder and renames them."
+_GGUF = "transformers.modeling_gguf_pytorch_utils"
+_BASE_MODEL = "sentence_transformers.base.model:BaseModel"
 _COLLECTIVES = "torch.distributed.distributed_c10d:ProcessGroup"
 _FUNCTIONAL = "torch.distributed._functional_collectives"
 _FSDP1 = "torch.distributed.fsdp._runtime_utils"
-_UNIT = "The record of a collective names the FSDP unit that needs it."
-_WITH_RECORD = "torch's flight recorder covers every backend, names FSDP units, and is readable after a crash."
+_FSDP2 = "torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup"
+
+_WITH_INSTALL = "`install()` is removed from this package."
+_WITHOUT_OLD = "Commands for Transformers 4 are no longer in use."
+_PREFLIGHT = "`hf-fsdp check --run` is removed from this package."
+_RECORD = "torch's flight recorder covers every backend, names FSDP units, and is readable after a crash."
+_DAMAGED = "Errors of damaged or missing files name neither file nor tensor, or occur after weights were read."
 _OLD_NAMES = {
     "all_gather_single": ("_allgather_base",),
     "reduce_scatter_single": ("_reduce_scatter_base",),
@@ -111,253 +110,165 @@ _OLD_NAMES = {
 # fmt: off
 _ACCELERATE_HOOKS = (
     Hook("accelerate.state:PartialState.__init__", "accelerate.state:init_partial_state",
-         reason="A process group with NCCL alone cannot clip or save offloaded parameters, which are on the CPU. On "
-                "CPU ranks, Transformers ignores `ddp_timeout`.",
-         until="Accelerate starts `cpu:gloo,cuda:nccl` for FSDP plugins, not only for its own environment variables, "
-               "and Transformers passes the time-out."),
-    Hook("accelerate.state:AcceleratorState.__init__", "accelerate.state:init_accelerator_state",
-         reason="On CPU ranks Accelerate ignores the FSDP plugin and uses DDP. It starts no process group for CPU "
-                "ranks of `torchrun` or for a single rank.",
-         until="Accelerate accepts an FSDP plugin for `MULTI_CPU` and recognizes CPU ranks without an accelerator.",
-         without="refused"),
+         "NCCL alone cannot clip or save offloaded parameters. On CPU ranks, Transformers ignores `ddp_timeout`."),
+    Hook("accelerate.state:AcceleratorState.__init__", "accelerate.state:init_accelerator_state", without="refused",
+         reason="CPU ranks ignore the FSDP plugin, and those of `torchrun` or a single one get no process group."),
     Hook("accelerate.utils.dataclasses:FullyShardedDataParallelPlugin.__init__", "accelerate.plugin:init_plugin",
-         reason="The constructor refuses supported settings, and afterwards given values and defaults look the same.",
-         always=True, until=_WITH_INSTALL, without="refused"),
+         "The constructor refuses supported settings, and afterwards given values and defaults look the same.",
+         _WITH_INSTALL, always=True, without="refused"),
     Hook(f"{_ACCELERATOR}.__init__", "accelerate.accelerator:init_accelerator",
-         reason="An Accelerator without a plugin gets the spec of `install()`. A stock plugin is replaced by one that "
-                "is made from a spec.",
-         always=True, until=_WITH_INSTALL, without="refused"),
-    *(
-        Hook(f"{_ACCELERATOR}.{name}", f"accelerate.accelerator:{name}",
-             reason="Units, mesh, strategy and prefetch follow the plan.",
-             until="Accelerate shards a model by a plan.", without="refused")
-        for name in ("prepare", "prepare_model")
-    ),
+         "An Accelerator gets the spec of `install()`, or a plugin that is made from a spec instead of a stock one.",
+         _WITH_INSTALL, always=True, without="refused"),
+    Hook(f"{_ACCELERATOR}.prepare", "accelerate.accelerator:prepare", without="refused",
+         reason="Units, mesh, strategy and prefetch follow the plan.", until="Accelerate shards a model by a plan."),
+    Hook(f"{_ACCELERATOR}.prepare_model", "accelerate.accelerator:prepare_model", without="refused",
+         reason="Units, mesh, strategy and prefetch follow the plan.", until="Accelerate shards a model by a plan."),
     Hook(f"{_ACCELERATOR}.get_state_dict", "accelerate.accelerator:get_state_dict",
-         reason="FSDP1's full state dict fails on CPU ranks.",
-         until="torch supports it."),
-    Hook(f"{_ACCELERATOR}.clip_grad_norm_", "accelerate.accelerator:clip_grad_norm_",
-         reason="Accelerate chooses the algorithm by the version in the config and by whether the parameters are all "
-                "the parameters of one model. For other parameters, FSDP1's norm covers the shards of one rank only.",
-         until="Accelerate chooses by the parameters.",
-         without="refused"),
+         "FSDP1's full state dict fails on CPU ranks."),
+    Hook(f"{_ACCELERATOR}.clip_grad_norm_", "accelerate.accelerator:clip_grad_norm_", without="refused",
+         reason="For parameters that are not all those of one model, FSDP1's norm covers one rank's shards only."),
     Hook(f"{_ACCELERATOR}.clip_grad_value_", "accelerate.accelerator:clip_grad_value_",
-         reason="Accelerate refuses it under FSDP, although it clips each element alone.",
-         until="Accelerate accepts it under FSDP."),
+         "Accelerate refuses it under FSDP, although it clips each element alone."),
     # Modules that have imported it by name get the replacement, too.
-    Hook("torch.nn.utils.clip_grad:clip_grad_norm_", "torch_functions:clip_grad_norm_",
-         reason="For parameters of FSDP1, each rank clips by the norm of its own shards.",
-         until="torch computes the norm of all shards of FSDP1, as it does for `DTensor`.",
-         without="refused"),
+    Hook("torch.nn.utils.clip_grad:clip_grad_norm_", "torch_functions:clip_grad_norm_", without="refused",
+         reason="For parameters of FSDP1, each rank clips by the norm of its own shards."),
     Hook("torch.nn.utils:get_total_norm", "torch_functions:get_total_norm",
-         reason="For gradients of FSDP1, the result is the norm of one rank's shards.",
-         until="torch computes the norm of all shards of FSDP1, as it does for `DTensor`."),
-    Hook(f"{_ACCELERATOR}.save_state", "accelerate.checkpoints:save_state",
-         reason="Accelerate writes in place and deletes older checkpoints before the new one is complete.",
-         until=_STAGED, without="refused"),
-    Hook(f"{_ACCELERATOR}.load_state", "accelerate.checkpoints:load_state",
-         reason="Accelerate loads an incomplete checkpoint.",
-         until=_STAGED, without="refused"),
+         "For gradients of FSDP1, the result is the norm of one rank's shards."),
+    Hook(f"{_ACCELERATOR}.save_state", "accelerate.checkpoints:save_state", without="refused",
+         reason="Accelerate writes in place and deletes older checkpoints before the new one is complete."),
+    Hook(f"{_ACCELERATOR}.load_state", "accelerate.checkpoints:load_state", without="refused",
+         reason="Accelerate loads an incomplete checkpoint."),
     # Accelerate's module imports the function by name.
     Hook("accelerate.accelerator:load_custom_state", "accelerate.checkpoints:load_custom_state",
-         reason="The state of a registered object is unpickled without a limit: the file can execute any code.",
-         until="Accelerate loads it with `weights_only=True`."),
+         "The state of a registered object is unpickled without a limit: the file can execute any code."),
     Hook(f"{_ACCELERATOR}.save_model", "accelerate.checkpoints:save_model",
-         reason="Accelerate gathers the whole model on one rank.",
-         until=_STAGED),
+         "Accelerate gathers the whole model on one rank."),
     Hook(f"{_ACCELERATOR}.end_training", "accelerate.accelerator:end_training",
-         reason="The report is written before the process group is destroyed.",
-         until="Accelerate offers a callback at the end of training."),
+         "The report is written before the process group is destroyed.", "Accelerate has a callback at the end."),
     # The Trainer calls it for `generate` through the module.
     Hook("torch.distributed.fsdp:register_fsdp_forward_method", "torch_functions:register_forward_method",
-         reason="Around `generate`, torch gathers the root before the other ranks have made the call. A call on one "
-                "rank waits without end.",
-         until="The Trainer leaves `generate` of a prepared model unchanged."),
+         "Around `generate`, torch gathers the root before the other ranks have made the call: one rank alone waits."),
     *(
         Hook(f"accelerate.utils.fsdp_utils:{name}", f"accelerate.checkpoints:{name}",
-             reason="The state dict type `local` is refused under FSDP2; FSDP1's full state dict fails on CPU ranks.",
-             until="torch and Accelerate support both.",
+             "The state dict type `local` is refused under FSDP2; FSDP1's full state dict fails on CPU ranks.",
              # Stock would write its own files over those that the manifest names.
              without="refused" if name == "save_fsdp_model" else "off")
         for name in ("save_fsdp_model", "load_fsdp_model", "save_fsdp_optimizer", "load_fsdp_optimizer")
     ),
     Hook("trl.models.utils:prepare_fsdp", "accelerate.prepare:prepare_fsdp",
-         reason="The function shards a second model with the plugin's fields: under FSDP2 as one unit, and under both "
-                "versions without mesh, ignored modules and broadcast.",
-         until="TRL prepares such models with the Accelerator."),
-)
-
-_PEFT_HOOKS = tuple(
-    Hook(f"peft.tuners.tuners_utils:BaseTuner.{name}", "peft:refuse_if_sharded",
-         reason="PEFT merges one rank's shards, and replaces modules that FSDP manages.",
-         until="PEFT merges adapters into sharded models.",
-         without="refused")
-    for name in ("merge_adapter", "merge_and_unload", "unload")
-)
-
-_SAVING_HOOKS = (
+         "A second model is sharded by the plugin's fields: without mesh and broadcast, under FSDP2 as one unit."),
+    *(
+        Hook(f"peft.tuners.tuners_utils:BaseTuner.{name}", "peft:refuse_if_sharded", without="refused",
+             reason="PEFT merges one rank's shards, and replaces modules that FSDP manages.")
+        for name in ("merge_adapter", "merge_and_unload", "unload")
+    ),
     Hook("torch.nn.modules.module:Module.state_dict", "torch_functions:state_dict",
-         reason="Under FSDP1, a module inside a wrapper returns flat shards and empty tensors for the parameters of "
-                "outer units. A call on one rank waits without end.",
-         until="torch returns a complete state dict or raises an error."),
+         "Under FSDP1, a module inside a wrapper returns flat shards and empty tensors. A call on one rank waits."),
     Hook("torch.nn.modules.module:Module.load_state_dict", "torch_functions:load_state_dict",
-         reason="Under FSDP1, the module in the root's wrapper cannot load the complete state dict that it returns; "
-                "under FSDP2, no module can load whole tensors.",
-         until="torch loads whole tensors into shards."),
-    Hook("torch:save", "torch_functions:torch_save",
-         reason="torch writes one rank's shards without an error.",
-         until=_WHOLE_TENSORS, without="refused"),
-    Hook("safetensors.torch:_find_shared_tensors", "torch_functions:find_shared_tensors",
-         reason="safetensors fails with an error about data pointers for a `DTensor`, and writes flat shards of FSDP1. "
-                "All of its functions that write call this one, also where they were imported by name.",
-         until=_WHOLE_TENSORS, without="refused"),
+         "FSDP1's root module cannot load the state dict that it returns, and no module of FSDP2 loads whole tensors."),
+    Hook("torch:save", "torch_functions:torch_save", without="refused",
+         reason="torch writes one rank's shards without an error."),
+    Hook("safetensors.torch:_find_shared_tensors", "torch_functions:find_shared_tensors", without="refused",
+         reason="safetensors fails for a `DTensor` and writes flat shards. All of its functions that write call this."),
     Hook(f"{_ACCELERATOR}.save", "torch_functions:accelerator_save",
-         reason="Only the main process writes, so the other ranks would neither gather shards nor refuse them.",
-         until=_WHOLE_TENSORS),
-    Hook(f"{_MODEL}.save_pretrained", "transformers.save_pretrained:save_pretrained",
-         reason="Transformers writes empty tensors or fails for a model that was sharded after loading.",
-         until="`save_pretrained` writes such models completely, or raises an error if a rank does not call it.",
-         without="refused"),
-    Hook("peft.peft_model:PeftModel.save_pretrained", "transformers.save_pretrained:save_peft_model",
-         reason="PEFT writes empty tensors or fails for a model that is sharded.",
-         until="`save_pretrained` writes such models completely, or raises an error if a rank does not call it.",
-         without="refused"),
+         "Only the main process writes, so the other ranks would neither gather shards nor refuse them."),
+    Hook(f"{_MODEL}.save_pretrained", "transformers.save_pretrained:save_pretrained", without="refused",
+         reason="Transformers writes empty tensors or fails for a model that was sharded after loading."),
+    Hook("peft.peft_model:PeftModel.save_pretrained", "transformers.save_pretrained:save_pretrained",
+         "PEFT writes empty tensors or fails for a model that is sharded.", without="refused"),
     Hook("transformers.utils.hub:PushToHubMixin.push_to_hub", "saving:push_to_hub",
-         reason="Each rank saves to its own temporary folder and uploads it.",
-         until="`push_to_hub` gathers such models and uploads them once."),
-    Hook("sentence_transformers.base.model:BaseModel.save", "saving:save_on_rank_0",
-         reason="Each rank writes the same files, and modules of the library write their shards.",
-         until="`save` gathers such models and writes them once.",
-         without="refused"),
-    Hook("sentence_transformers.base.model:BaseModel.push_to_hub", "saving:push_to_hub",
-         reason="Each rank saves to its own temporary folder and uploads it.",
-         until="`push_to_hub` gathers such models and uploads them once."),
+         "Each rank saves to its own temporary folder and uploads it."),
+    Hook(f"{_BASE_MODEL}.save", "saving:save_on_rank_0", without="refused",
+         reason="Each rank writes the same files, and modules of the library write their shards."),
+    Hook(f"{_BASE_MODEL}.push_to_hub", "saving:push_to_hub",
+         "Each rank saves to its own temporary folder and uploads it."),
 )
 
 _TRANSFORMERS_HOOKS = (
-    Hook(f"{_ARGUMENTS}.__new__", "transformers.old_arguments:new_arguments",
-         reason="A subclass that is a dataclass has a constructor of its own, which refuses the arguments of "
-                "Transformers 4.",
-         always=True, until=_WITHOUT_OLD),
-    Hook(f"{_ARGUMENTS}.__init__", "transformers.old_arguments:init_arguments",
-         reason="Transformers 5 removed `fsdp_min_num_params` and `fsdp_transformer_layer_cls_to_wrap`, which scripts "
-                "for Transformers 4 pass.",
-         always=True, until=_WITHOUT_OLD),
+    Hook(f"{_ARGUMENTS}.__new__", "transformers.arguments:new_arguments",
+         "The own constructor of a subclass that is a dataclass refuses the arguments of Transformers 4.",
+         _WITHOUT_OLD, always=True),
+    Hook(f"{_ARGUMENTS}.__init__", "transformers.arguments:init_arguments",
+         "Transformers 5 removed `fsdp_min_num_params` and `fsdp_transformer_layer_cls_to_wrap`.",
+         _WITHOUT_OLD, always=True),
     *(
-        Hook(f"{module}:HfArgumentParser.__init__", "transformers.old_arguments:init_parser",
-             reason="Commands for Transformers 4 contain these two arguments. TRL has a copy of the parser.",
-             always=True, until=_WITHOUT_OLD)
+        Hook(f"{module}:HfArgumentParser.__init__", "transformers.arguments:init_parser",
+             "Commands for Transformers 4 contain these two arguments. TRL has a copy of the parser.",
+             _WITHOUT_OLD, always=True)
         for module in ("transformers.hf_argparser", "trl.scripts._hf_argparser")
     ),
     Hook(f"{_ARGUMENTS}.__post_init__", "transformers.arguments:validate_arguments",
-         reason="Transformers refuses `bf16` on CPU ranks that a launcher selected.",
-         always=True,
-         until="Transformers reads `ACCELERATE_USE_CPU` in this method."),
+         "Transformers refuses `bf16` on CPU ranks that a launcher selected.", always=True),
     Hook(f"{_ARGUMENTS}._process_fsdp_args", "transformers.arguments:process_fsdp_args",
-         reason="Transformers drops some FSDP settings and refuses others.",
-         always=True, until=_WITH_INSTALL, without="refused"),
+         "Transformers drops some FSDP settings and refuses others.", _WITH_INSTALL, always=True, without="refused"),
     Hook("transformers.distributed.mixin:DistributedMixin.prepare_distribute_model",
-         "transformers.arguments:prepare_distribute_model",
-         reason="Transformers ignores a `device_map` and unknown keys of a `distributed_config`, and starts a process "
-                "group for one device type only.",
-         always=True,
-         until="Transformers refuses both, and starts `cpu:gloo,cuda:nccl`."),
+         "transformers.arguments:prepare_distribute_model", always=True,
+         reason="`device_map` and unknown keys of `distributed_config` are ignored, and CPU tensors get no backend."),
     Hook(f"{_TRAINER}.create_accelerator_and_postprocess", "transformers.trainer:create_accelerator",
-         reason="The Accelerator gets the spec of the Trainer's arguments.",
-         until=_WITH_INSTALL, without="refused"),
+         "The Accelerator gets the spec of the Trainer's arguments.", _WITH_INSTALL, without="refused"),
     Hook(f"{_TRAINER}._validate_args", "transformers.trainer:validate_args",
-         reason="The Trainer refuses `optimizers` under FSDP, which replaces parameters. `prepare` replaces those of "
-                "the optimizer too.",
-         until="The Trainer prepares a given optimizer together with the model."),
+         "The Trainer refuses `optimizers` under FSDP. `prepare` replaces their parameters too."),
     Hook(f"{_TRAINER}._set_signature_columns_if_needed", "transformers.trainer:set_signature_columns",
-         reason="The signature of FSDP1's wrapper accepts any argument, so the Trainer keeps no dataset column.",
-         until="The Trainer inspects the unwrapped model."),
+         "The signature of FSDP1's wrapper accepts any argument, so the Trainer keeps no dataset column."),
     Hook(f"{_TRAINER}.evaluation_loop", "transformers.trainer:evaluation_loop",
-         reason="Evaluation before training raises under FSDP2. Under FSDP1, the training that follows it uses "
-                "unsharded parameters.",
-         until="The Trainer prepares the model once, before the first evaluation."),
+         "Evaluation before training raises under FSDP2; under FSDP1, unsharded parameters are trained after it."),
     Hook("transformers.trainer:update_fsdp_plugin_peft", "peft:update_fsdp_plugin_peft",
-         reason="The function overrides the user's wrap policy for every PEFT model.",
-         until="The function keeps a wrap policy that is set."),
+         "The function overrides the user's wrap policy for every PEFT model."),
     Hook(f"{_TRAINER}.train", "transformers.trainer:train",
-         reason="Training resumes from complete checkpoints only, and ends with the report.",
-         until=_TRAINER_STAGED),
-    Hook(f"{_TRAINER}.save_model", "transformers.checkpoints:save_model",
-         reason="The Trainer gathers the whole model on one rank, and writes a sharded model without its config.",
-         until=_TRAINER_STAGED, without="refused"),
-    Hook(f"{_TRAINER}._save_checkpoint", "transformers.checkpoints:save_checkpoint",
-         reason="The Trainer writes in place and deletes older checkpoints in place.",
-         until=_TRAINER_STAGED, without="refused"),
+         "Training resumes from complete checkpoints only, and ends with the report.", _WITH_INSTALL),
+    Hook(f"{_TRAINER}.save_model", "transformers.checkpoints:save_model", without="refused",
+         reason="The Trainer gathers the whole model on one rank, and writes a sharded model without its config."),
+    Hook(f"{_TRAINER}._save_checkpoint", "transformers.checkpoints:save_checkpoint", without="refused",
+         reason="The Trainer writes in place and deletes older checkpoints in place."),
     Hook(f"{_TRAINER}._finalize_training", "transformers.checkpoints:finalize_training",
-         reason="The method loads the best checkpoint and deletes others, while the last one may still be written in "
-                "the background.",
-         until="This package has no asynchronous saves."),
+         "The best checkpoint is loaded, and others deleted, while the last one may still be written.",
+         "This package has no asynchronous saves."),
     Hook(f"{_TRAINER}._load_rng_state", "transformers.checkpoints:load_rng_state",
-         reason="The file of the RNG state has one name for a single rank and another for several ranks. A change of "
-                "the world size or of the batch is reported.",
-         until="The Trainer reads both names."),
+         "The file of the RNG state has another name for a single rank. Differences of a resumed run are reported."),
     Hook("transformers.trainer_seq2seq:Seq2SeqTrainer.prediction_step", "transformers.trainer:prediction_step",
-         reason="The method gathers the whole FSDP1 model in fp32 on every rank for each batch.",
-         until="The method calls `generate` of a sharded model."),
+         "The method gathers the whole FSDP1 model in fp32 on every rank for each batch."),
 )
 
 _LOADING_HOOKS = (
     Hook("transformers.modeling_utils:is_fsdp_enabled", "transformers.loading:is_fsdp_enabled",
-         reason="With RAM-efficient loading, Transformers leaves weights that a checkpoint lacks on the meta device on "
-                "all ranks but the first, so a script cannot use the model before it is prepared.",
-         until="Transformers initializes them on every rank."),
+         "With RAM-efficient loading, weights that a checkpoint lacks stay on the meta device on all ranks but one."),
     Hook(f"{_MODEL}._load_pretrained_model", "transformers.loading:load_pretrained_model",
-         reason="Every rank casts and converts weights into its own memory, although the ranks of a machine can map "
-                "the result of one rank. Every rank shows a progress bar.",
-         until="Transformers shares the memory."),
+         "Every rank converts weights into its own memory instead of that of one rank, and shows a progress bar."),
     Hook("transformers.core_model_loading:set_param_for_module", "transformers.loading:set_param_for_module",
-         reason="The rank that computes the weights for its machine would have all of them in private memory before it "
-                "shares the first.",
-         until="Transformers shares the memory."),
-    Hook("transformers.modeling_gguf_pytorch_utils:load_gguf_checkpoint", "transformers.loading:load_gguf_checkpoint",
-         reason="Every rank dequantizes the whole file into its own memory.",
-         until="Transformers shares the memory."),
-    Hook("transformers.modeling_gguf_pytorch_utils:get_gguf_hf_weights_map",
-         "transformers.loading:get_gguf_hf_weights_map",
-         reason="The rank that dequantizes for its machine would have all weights in private memory before it shares "
-                "the first.",
-         until="Transformers shares the memory."),
-    Hook("transformers.utils.hub:get_checkpoint_shard_files", "transformers.model_files:get_shard_files",
-         reason=_DAMAGED, until=_NAMES_FILES),
+         "The rank that computes the weights for its machine would have all of them in private memory first."),
+    Hook(f"{_GGUF}:load_gguf_checkpoint", "transformers.loading:load_gguf_checkpoint",
+         "Every rank dequantizes the whole file into its own memory."),
+    Hook(f"{_GGUF}:get_gguf_hf_weights_map", "transformers.loading:get_gguf_hf_weights_map",
+         "The rank that dequantizes for its machine would have all weights in private memory first."),
+    Hook("transformers.utils.hub:get_checkpoint_shard_files", "transformers.model_files:get_shard_files", _DAMAGED),
     Hook("transformers.modeling_utils:_get_resolved_checkpoint_files", "transformers.model_files:resolve_files",
-         reason=f"{_DAMAGED} Checkpoints with shards are not read.", until=_NAMES_FILES),
+         f"{_DAMAGED} Checkpoints with shards are not read."),
 )
 
-_PREFLIGHT_HOOKS = (
-    Hook(f"{_ARGUMENTS}._validate_args", "preflight.replacements:validate_args",
-         reason="A preflight writes to temporary folders, has small batches, and leaves out what needs a GPU.",
-         always=True, until=_PREFLIGHT),
-    Hook(f"{_MODEL}.from_pretrained", "preflight.replacements:from_pretrained",
-         reason="A preflight loads the tiny clone of the model.", always=True, until=_PREFLIGHT),
-    Hook(f"{_MODEL}._from_config", "preflight.replacements:from_config",
-         reason="A preflight builds the tiny clone of the model.", always=True, until=_PREFLIGHT),
-    Hook("datasets.load:load_dataset", "preflight.replacements:load_dataset",
-         reason="A preflight reads a few samples.", always=True, until=_PREFLIGHT),
-    Hook(f"{_TRAINER}._inner_training_loop", "preflight.training:inner_training_loop",
-         reason="A preflight runs two steps, resumes, and exports.", always=True, until=_PREFLIGHT),
+_PREFLIGHT_HOOKS = tuple(
+    Hook(target, f"preflight.{replacement}", f"A preflight {does}.", _PREFLIGHT, always=True)
+    for target, replacement, does in (
+        (f"{_ARGUMENTS}._validate_args", "replacements:validate_args",
+         "writes to temporary folders, has small batches, and leaves out what needs a GPU"),
+        (f"{_MODEL}.from_pretrained", "replacements:from_pretrained", "loads the tiny clone of the model"),
+        (f"{_MODEL}._from_config", "replacements:from_config", "builds the tiny clone of the model"),
+        ("datasets.load:load_dataset", "replacements:load_dataset", "reads a few samples"),
+        (f"{_TRAINER}._inner_training_loop", "training:inner_training_loop", "runs two steps, resumes, and exports"),
+    )
 )
 
 _CALL_HOOKS = (
     Hook("torch.distributed.distributed_c10d:Work.wait", "call_hooks:wait",
-         reason="The time since which a rank waits in a collective is recorded, and marked in the trace of a profile.",
-         until=_WITH_RECORD, direct=True),
+         "The time since which a rank waits is recorded, and marked in a profile.", _RECORD, direct=True),
     Hook(f"{_FSDP1}:_unshard", "call_hooks:gather_of_unit",
-         reason="FSDP1 names the unit that it gathers neither for a record of collectives nor in a trace, as FSDP2 "
-                "does.",
-         until=_WITH_RECORD, direct=True),
+         "FSDP1 names the unit that it gathers neither for a record nor in a trace.", _RECORD, direct=True),
     Hook(f"{_FSDP1}:_post_backward_hook", "call_hooks:reduction_of_unit",
-         reason="FSDP1 names the unit whose gradients it reduces neither for a record of collectives nor in a trace.",
-         until=_WITH_RECORD, direct=True),
+         "FSDP1 names the unit that it reduces neither for a record nor in a trace.", _RECORD, direct=True),
 )
 _HANG_HOOKS = (
     *(
         Hook(f"{_COLLECTIVES}.{name}", "call_hooks:collective",
-             reason="The order of the collectives of each rank is recorded.", until=_WITH_RECORD, direct=True,
+             "The order of the collectives of each rank is recorded.", _RECORD, direct=True,
              instead=_OLD_NAMES.get(name, ()))
         for name in (
             *("allreduce", "broadcast", "reduce", "allgather", "reduce_scatter", "gather", "scatter", "alltoall"),
@@ -366,30 +277,30 @@ _HANG_HOOKS = (
     ),
     *(
         Hook(f"{_COLLECTIVES}.{name}", "call_hooks:message",
-             reason="A rank that waits for a message names its peer.", until=_WITH_RECORD, direct=True)
+             "A rank that waits for a message names its peer.", _RECORD, direct=True)
         for name in ("send", "recv")
     ),
     Hook(f"{_FUNCTIONAL}:_resolve_group", "call_hooks:functional",
-         reason="Collectives of `DTensor` call no method of a process group in Python. All of them call this function.",
-         until=_WITH_RECORD, direct=True, instead=("_resolve_group_name",)),
+         "Collectives of `DTensor` call no method of a process group in Python. All of them call this function.",
+         _RECORD, direct=True, instead=("_resolve_group_name",)),
     Hook(f"{_FUNCTIONAL}:wait_tensor", "call_hooks:wait_tensor",
-         reason="The time since which a rank waits in a collective is recorded.", until=_WITH_RECORD, direct=True),
+         "The time since which a rank waits in a collective is recorded.", _RECORD, direct=True),
     *(
-        Hook(f"torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup.{name}", "call_hooks:unit_method",
-             reason=_UNIT, until=_WITH_RECORD, direct=True)
+        Hook(f"{_FSDP2}.{name}", "call_hooks:unit_method",
+             "The record of a collective names the FSDP unit that needs it.", _RECORD, direct=True)
         for name in ("unshard", "post_backward")
     ),
 )
 
 _PROFILE_HOOKS = (
     Hook("torch.autograd:backward", "profiling.marking:backward",
-         reason="The trace does not contain where a backward pass begins and ends.",
-         until="`hf-fsdp profile` is removed from this package.", always=True),
+         "The trace does not contain where a backward pass begins and ends.",
+         "`hf-fsdp profile` is removed from this package.", always=True),
 )
 # fmt: on
 
 HOOKS: Final[dict[Group, tuple[Hook, ...]]] = {
-    "accelerate": (*_ACCELERATE_HOOKS, *_PEFT_HOOKS, *_SAVING_HOOKS),
+    "accelerate": _ACCELERATE_HOOKS,
     "transformers": _TRANSFORMERS_HOOKS,
     "loading": _LOADING_HOOKS,
     "preflight": _PREFLIGHT_HOOKS,

@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from hf_fsdp_plugin.backends.loading.shared_weights import exchange
 from hf_fsdp_plugin.backends.ranks.cluster import slurm_variables
+from hf_fsdp_plugin.backends.ranks.collective_entry import load_failures
 from hf_fsdp_plugin.devices import accelerator_type, select_device
-from hf_fsdp_plugin.integrations.attempts import begin_attempt
 from hf_fsdp_plugin.integrations.patching import (
     install_hooks,
     remove_hooks,
@@ -17,7 +18,9 @@ from hf_fsdp_plugin.integrations.patching import (
     set_loading_variables,
     set_variables,
 )
+from hf_fsdp_plugin.integrations.resuming import begin_attempt
 from hf_fsdp_plugin.integrations.run_report import start_reporting, stop_reporting
+from hf_fsdp_plugin.integrations.saving import manager
 from hf_fsdp_plugin.integrations.session import session
 from hf_fsdp_plugin.integrations.watch import watch
 from hf_fsdp_plugin.messages import printer
@@ -64,14 +67,18 @@ def install(
     handover = LaunchHandover.from_env(os.environ)
     if handover is not None and handover.quiet:
         printer.quiet = True
-    before, report_before, table_before = _before(handover)
+    # The sources and the options of the report are those of an earlier `install`, or else of the launcher, and these.
+    before: Any = session if session.installed else handover
+    given = Sources(environ=rank_variables(os.environ), as_launched=True) if before is None else before.sources
     sources = replace(
-        before,
-        config=before.config if config is None else config_of(config),
-        command_line=(*before.command_line, *command_line),
-        overrides=(*before.overrides, *overrides),
+        given,
+        config=given.config if config is None else config_of(config),
+        command_line=(*given.command_line, *command_line),
+        overrides=(*given.overrides, *overrides),
     )
-    spec = session.begin(sources, report=absolute(report) or report_before, report_table=report_table or table_before)
+    report = absolute(report) or getattr(before, "report", None)
+    report_table = report_table or getattr(before, "report_table", False)
+    spec = session.begin(sources, report=report, report_table=report_table)
     printer.print_warnings(spec.problems, printed_by_launcher=handover is not None)
     if newer := untested_versions():
         message = f"newer than the tested versions: {', '.join(newer)}."
@@ -108,10 +115,6 @@ def uninstall() -> None:
     Collective if a checkpoint is being written in the background: the call waits for it. Existing models, Accelerators
     and Trainers keep their plan, and the process group remains.
     """
-    from hf_fsdp_plugin.backends.loading.shared_weights import exchange
-    from hf_fsdp_plugin.backends.ranks.collective_entry import load_failures
-    from hf_fsdp_plugin.integrations.saving import manager
-
     watch.disarm()
     manager.close()
     exchange.close()
@@ -127,12 +130,3 @@ def _add_remedy(error: BaseException) -> None:
     from hf_fsdp_plugin.integrations.torch_functions import add_remedy  # imports FSDP
 
     add_remedy(error)
-
-
-def _before(handover: LaunchHandover | None) -> tuple[Sources, str | None, bool]:
-    """Return the sources and the options of the report of an earlier ``install``, or else of the launcher."""
-    if session.installed:
-        return session.sources, session.report, session.report_table
-    if handover is not None:
-        return handover.sources, handover.report, handover.report_table
-    return Sources(environ=rank_variables(os.environ), as_launched=True), None, False

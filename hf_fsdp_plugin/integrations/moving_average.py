@@ -49,6 +49,9 @@ class ExponentialMovingAverage:
         decay: the weight of the average in an update: ``average = decay * average + (1 - decay) * parameter``. It may
             be changed between updates.
 
+    Attributes:
+        is_applied: whether the model has the averages now.
+
     Raises:
         SpecError: the model is not sharded.
     """
@@ -61,17 +64,11 @@ class ExponentialMovingAverage:
             message = f"ExponentialMovingAverage was called with a {type(model).__name__} that FSDP has not sharded."
             fix = "Pass the model after accelerator.prepare(); without FSDP, use torch.optim.swa_utils.AveragedModel."
             raise SpecError([Problem(code="FSDP-E312", message=message, fix=fix)])
-        self.decay = decay
-        self._place = place
-        self._is_applied = False
+        self.decay, self._place = decay, place
+        self.is_applied = False
         self.reset()
         known = [reference for reference in getattr(place.root, _ATTRIBUTE, ()) if reference() is not None]
         setattr(place.root, _ATTRIBUTE, [*known, weakref.ref(self)])
-
-    @property
-    def is_applied(self) -> bool:
-        """Whether the model has the averages now."""
-        return self._is_applied
 
     @torch.no_grad()
     def reset(self) -> None:
@@ -83,15 +80,11 @@ class ExponentialMovingAverage:
         """Include the values of the parameters. Call it on all ranks after each optimizer step."""
         self._check_not_applied("updated")
         parameters = self._parameters()
-        averages = {shard.name: shard for shard in self._averages.tensors}
-        new = [shard for shard in parameters.tensors if shard.name not in averages]
-        if new:
-            more = _copies(replace(parameters, tensors=tuple(new)))
+        known = {shard.name for shard in self._averages.tensors}
+        _copy(parameters, self._averages, weight=1 - self.decay)
+        if new := tuple(shard for shard in parameters.tensors if shard.name not in known):
+            more = _copies(replace(parameters, tensors=new))
             self._averages = replace(more, tensors=(*self._averages.tensors, *more.tensors))
-        for shard in parameters.tensors:
-            if shard.name in averages:
-                for average, piece in zip(averages[shard.name].pieces, shard.pieces, strict=True):
-                    average.tensor.lerp_(piece.tensor.to(average.tensor.dtype), 1 - self.decay)
 
     @contextmanager
     def applied(self) -> Iterator[None]:
@@ -105,19 +98,18 @@ class ExponentialMovingAverage:
             parameters = self._parameters()
             kept = _copies(parameters, same_dtype=True)
             _copy(self._averages, parameters)
-        self._is_applied = True
+        self.is_applied = True
         try:
             yield
         finally:
-            self._is_applied = False
+            self.is_applied = False
             with torch.no_grad():
                 _copy(kept, self._parameters())
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Return the whole averages by the names of the parameters, on the CPU of rank 0; else nothing. Collective."""
-        with collective_call(
-            f"ExponentialMovingAverage.state_dict of {self._model_class}", fix="Call it on all ranks."
-        ):
+        call = f"ExponentialMovingAverage.state_dict of {self._model_class}"
+        with collective_call(call, fix="Call it on all ranks."):
             return gathered_state(self._averages)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -157,7 +149,7 @@ class ExponentialMovingAverage:
         return shards_below(ModelShards(tuple(trained), aliases), self._place.prefix)
 
     def _check_not_applied(self, doing: str) -> None:
-        if self._is_applied:
+        if self.is_applied:
             message = f"the average of {self._model_class} is {doing} while the model has the averages as its weights."
             raise SpecError([Problem(code="FSDP-E312", message=message, fix="Do it after the block of applied().")])
 
@@ -172,29 +164,32 @@ def _copies(shards: ModelShards, *, same_dtype: bool = False) -> ModelShards:
     return ModelShards(tuple(tensors), shards.aliases)
 
 
-def _copy(source: ModelShards, into: ModelShards) -> None:
-    """Copy the values of shards to those with the same names."""
+def _copy(source: ModelShards, into: ModelShards, *, weight: float = 1.0) -> None:
+    """Copy the values of shards to those with the same names, or move these by a part of the difference."""
     values = {shard.name: shard for shard in source.tensors}
     wait_for_reads(piece.tensor for shard in into.tensors for piece in shard.pieces)
     for shard in into.tensors:
         if shard.name in values:
             for old, new in zip(shard.pieces, values[shard.name].pieces, strict=True):
-                old.tensor.copy_(new.tensor)
+                if weight == 1.0:
+                    old.tensor.copy_(new.tensor)
+                else:
+                    old.tensor.lerp_(new.tensor.to(old.tensor.dtype), weight)
 
 
-def averages_of(models: Iterable[nn.Module]) -> list[ExponentialMovingAverage]:
-    """Return the averages of sharded models that exist."""
+def _averages_of(models: Iterable[nn.Module]) -> Iterator[tuple[int, ExponentialMovingAverage]]:
+    """Return the averages of sharded models that exist, with their numbers in a checkpoint."""
     references = [reference for model in models for reference in getattr(model, _ATTRIBUTE, ())]
-    return [average for reference in references if (average := reference()) is not None]
+    return enumerate(average for reference in references if (average := reference()) is not None)
 
 
 def save_averages(models: Iterable[nn.Module], folder: Path) -> None:
     """Write the averages of the models to a checkpoint that is being written. Collective."""
-    for index, average in enumerate(averages_of(models)):
+    for index, average in _averages_of(models):
         average.save(folder, index)
 
 
 def load_averages(models: Iterable[nn.Module], checkpoint: Path, *, verify: bool = True) -> None:
     """Load the averages of the models from a checkpoint. Collective."""
-    for index, average in enumerate(averages_of(models)):
+    for index, average in _averages_of(models):
         average.load(checkpoint, index, verify=verify)

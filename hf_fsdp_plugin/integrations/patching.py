@@ -17,8 +17,8 @@ from typing import Any, Final, TypeVar
 
 from hf_fsdp_plugin.contracts import missing, warn_off
 from hf_fsdp_plugin.integrations.hooks import HOOKS, Group, Hook
-from hf_fsdp_plugin.integrations.import_hooks import ImportCallbacks
 from hf_fsdp_plugin.integrations.session import session
+from hf_fsdp_plugin.integrations.startup import ImportCallbacks
 from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec
 from hf_fsdp_plugin.spellings import TRUE_WORDS
 
@@ -26,13 +26,14 @@ _OVERRIDDEN: Final = "_hf_fsdp_overridden_class"
 """Attribute of a subclass that already overrides the hooked methods. Its value is the hooked class."""
 
 
-class InstalledHooks:
-    """The hooks of one process. A hook is installed once, now or right after its module is imported."""
+class ProcessChanges:
+    """The hooks and variables of one process. A hook is installed once, now or right after its module is imported."""
 
     def __init__(self) -> None:
         self._imports = ImportCallbacks()
         self._requested: set[tuple[str | type, str]] = set()
         self._restorers: list[Callable[[], None]] = []
+        self._variables: dict[str, str | None] = {}
 
     def install(self, *groups: Group) -> None:
         for hook in (hook for group in groups for hook in HOOKS[group]):
@@ -46,7 +47,7 @@ class InstalledHooks:
         Args:
             target: the target of the hook, a method of a base class.
         """
-        hook = next(hook for hooks in HOOKS.values() for hook in hooks if hook.target == target)
+        hook = next(hook for hook in HOOKS["transformers"] if hook.target == target)
         if (subclass, target) not in self._requested:
             self._requested.add((subclass, target))
             self._restorers.append(_replace(hook, subclass))
@@ -56,11 +57,10 @@ class InstalledHooks:
         found = hook.of(owner)
         if found is not None:
             self._restorers.append(_replace(found, owner))
-            return
-        error = missing(hook.contract)
-        if hook.without == "refused":
-            raise error
-        warn_off(error)
+        elif hook.without == "refused":
+            raise missing(hook.contract)
+        else:
+            warn_off(missing(hook.contract))
 
     def remove(self) -> None:
         """Restore every original."""
@@ -69,6 +69,20 @@ class InstalledHooks:
             restore()
         self._restorers.clear()
         self._requested.clear()
+
+    def set_variables(self, **variables: str) -> None:
+        """Set environment variables until :meth:`restore_variables`."""
+        for name in variables:
+            self._variables.setdefault(name, os.environ.get(name))
+        _set_or_remove(variables)
+
+    def has_set(self, name: str) -> bool:
+        """Return whether :meth:`set_variables` has set a variable, and it was not restored since."""
+        return name in self._variables
+
+    def restore_variables(self) -> None:
+        _set_or_remove(self._variables)
+        self._variables.clear()
 
 
 def _replace(hook: Hook, owner: Any) -> Callable[[], None]:
@@ -102,10 +116,10 @@ def _replacing_attribute(hook: Hook, owner: Any, original: Any, installed: list[
         installed: empty after the hook was removed. Other code may have wrapped the replacement, which calls only the
             original from then on.
     """
-    is_static, is_class = isinstance(original, staticmethod), isinstance(original, classmethod)
-    is_method = bool(hook.class_name) and not is_static
+    is_wrapped = isinstance(original, staticmethod | classmethod)
+    is_method = bool(hook.class_name) and not isinstance(original, staticmethod)
     is_overridable = is_method and hook in HOOKS["transformers"]
-    function: Callable[..., Any] = original.__func__ if is_static or is_class else original
+    function: Callable[..., Any] = original.__func__ if is_wrapped else original
     always = hook.always
 
     @functools.wraps(function)
@@ -121,7 +135,7 @@ def _replacing_attribute(hook: Hook, owner: Any, original: Any, installed: list[
         bound = functools.partial(function, args[0]) if is_method else function
         return _replacement(hook)(bound, *args, **kwargs)
 
-    return type(original)(replacing) if is_static or is_class else replacing
+    return type(original)(replacing) if is_wrapped else replacing
 
 
 def _importers(hook: Hook, function: Any) -> list[ModuleType]:
@@ -131,12 +145,15 @@ def _importers(hook: Hook, function: Any) -> list[ModuleType]:
     """
     if hook.class_name or function.__module__ != hook.module:
         return []
-    modules = [each for each in list(sys.modules.values()) if isinstance(each, ModuleType)]
-    importers = [each for each in modules if vars(each).get(hook.name) is function]
-    # Objects that a library puts in place of a module may have no name.
-    names = {id(each): str(vars(each).get("__name__", "")) for each in importers}
     own = __name__.partition(".")[0]
-    return [each for each in importers if names[id(each)] != hook.module and names[id(each)].partition(".")[0] != own]
+    found = []
+    for module in list(sys.modules.values()):
+        # Objects that a library puts in place of a module may have no name.
+        if isinstance(module, ModuleType) and vars(module).get(hook.name) is function:
+            name = str(vars(module).get("__name__", ""))
+            if name != hook.module and name.partition(".")[0] != own:
+                found.append(module)
+    return found
 
 
 def define_new(owner: Any) -> None:
@@ -158,10 +175,9 @@ def _show_arguments(new: Any, owner: Any) -> None:
     new.__wrapped__ = owner.__init__
 
 
-_installed = InstalledHooks()
-install_hooks = _installed.install
-install_in_subclass = _installed.install_in_subclass
-remove_hooks = _installed.remove
+_changes = ProcessChanges()
+install_hooks, install_in_subclass, remove_hooks = _changes.install, _changes.install_in_subclass, _changes.remove
+set_variables, restore_variables = _changes.set_variables, _changes.restore_variables
 
 T = TypeVar("T", bound=type)
 
@@ -208,26 +224,6 @@ _EFFICIENT: Final = ("ACCELERATE_USE_FSDP", _RAM_EFFICIENT)
 """Variables that are true while ``from_pretrained`` loads RAM-efficiently."""
 
 
-class ProcessEnvironment:
-    """Sets environment variables and restores their earlier values."""
-
-    def __init__(self) -> None:
-        self._before: dict[str, str | None] = {}
-
-    def set(self, **variables: str) -> None:
-        for name, value in variables.items():
-            self._before.setdefault(name, os.environ.get(name))
-            os.environ[name] = value
-
-    def has_set(self, name: str) -> bool:
-        """Return whether :meth:`set` has set a variable, and it was not restored since."""
-        return name in self._before
-
-    def restore(self) -> None:
-        _set_or_remove(self._before)
-        self._before.clear()
-
-
 def _set_or_remove(variables: Mapping[str, str | None]) -> None:
     for name, value in variables.items():
         os.environ.pop(name, None)
@@ -246,11 +242,6 @@ def variables_in_block(**variables: str | None) -> Iterator[None]:
         _set_or_remove(before)
 
 
-_environment = ProcessEnvironment()
-set_variables = _environment.set
-restore_variables = _environment.restore
-
-
 def set_loading_variables(spec: FsdpSpec) -> None:
     """Set whether ``from_pretrained``, which reads environment variables only, loads RAM-efficiently."""
     set_variables(**{_RAM_EFFICIENT: str(spec.loading.ram_efficient).lower()})
@@ -261,7 +252,7 @@ def set_loading_variables(spec: FsdpSpec) -> None:
 
 def has_fsdp_settings() -> bool:
     """Return whether this process has read FSDP settings, so that ``from_pretrained`` loads a model for them."""
-    return _environment.has_set(_RAM_EFFICIENT) or loads_ram_efficiently()
+    return _changes.has_set(_RAM_EFFICIENT) or loads_ram_efficiently()
 
 
 def loading_ram_efficiently() -> AbstractContextManager[None]:

@@ -19,9 +19,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from hf_fsdp_plugin.backends.ranks.agreement import on_all_ranks
+from hf_fsdp_plugin.backends.ranks.agreement import broadcast_object, on_all_ranks
 from hf_fsdp_plugin.checkpoint import ModelShards, gathered_state
 from hf_fsdp_plugin.integrations.accelerate.plugin import planned_plugin
+from hf_fsdp_plugin.integrations.session import having
 from hf_fsdp_plugin.messages import print_once
 from hf_fsdp_plugin.plan.names import canonical_name, unwrapped
 from hf_fsdp_plugin.problems import Problem, SpecError
@@ -34,7 +35,6 @@ from hf_fsdp_plugin.torch_private.modules import (
 )
 
 _PROMPT_ENCODER = "prompt_encoder"
-_PROMPT_METHOD = "get_prompt_embedding_to_save"
 
 
 def adapter_state(model: nn.Module, shards: ModelShards, **settings: Any) -> dict[str, torch.Tensor]:
@@ -46,13 +46,13 @@ def adapter_state(model: nn.Module, shards: ModelShards, **settings: Any) -> dic
         settings: arguments of ``get_peft_model_state_dict``, which decide about the embeddings.
     """
     shards = _with_shared_buffers(model, shards)
-    names: list[Any] = [None]
+    names: set[str] = set()
     with on_all_ranks("selecting the weights of the adapters"):
         if dist.get_rank() == 0:
-            names = [_selected_by_peft(unwrapped(model), shards, settings)]
-    dist.broadcast_object_list(names, src=0)
-    aliases = {alias: name for alias, name in shards.aliases.items() if name in names[0]}
-    return gathered_state(ModelShards(tuple(held for held in shards.tensors if held.name in names[0]), aliases))
+            names = _selected_by_peft(unwrapped(model), shards, settings)
+    names = broadcast_object(names)
+    aliases = {alias: name for alias, name in shards.aliases.items() if name in names}
+    return gathered_state(ModelShards(tuple(held for held in shards.tensors if held.name in names), aliases))
 
 
 def _with_shared_buffers(model: nn.Module, shards: ModelShards) -> ModelShards:
@@ -78,19 +78,20 @@ def _selected_by_peft(model: Any, shards: ModelShards, settings: Mapping[str, An
     prompts = tuple(f"{_PROMPT_ENCODER}.{adapter}." for adapter in model.peft_config)
     selected = {owners[id(tensor)] for name, tensor in state.items() if name.startswith(prompts)}
     no_prompt = torch.empty(0)
-    with warnings.catch_warnings(), as_unsharded(model, state):
+    saved: list[torch.Tensor] = []
+    with (
+        warnings.catch_warnings(),
+        as_unsharded(model, state),
+        having(model, get_prompt_embedding_to_save=lambda adapter_name: no_prompt),
+    ):
         warnings.simplefilter("ignore")  # PEFT repeats its warnings when it saves
-        with _replaced(model, _PROMPT_METHOD, lambda adapter_name: no_prompt):
+        try:
             for adapter in model.peft_config:
-                try:
-                    saved = get_peft_model_state_dict(model, dict(state), adapter, **settings)
-                except Exception:  # PEFT computes with the values
-                    return set(on_meta)
-                found = [tensor for tensor in saved.values() if tensor is not no_prompt]
-                if any(id(tensor) not in owners for tensor in found):
-                    return set(on_meta)
-                selected.update(owners[id(tensor)] for tensor in found)
-    return selected
+                saved += get_peft_model_state_dict(model, dict(state), adapter, **settings).values()
+        except Exception:  # PEFT computes with the values
+            return set(on_meta)
+    found = {owners.get(id(tensor)) for tensor in saved if tensor is not no_prompt}
+    return set(on_meta) if None in found else selected | {name for name in found if name is not None}
 
 
 @contextmanager
@@ -108,9 +109,8 @@ def as_unsharded(model: Any, state: Mapping[str, torch.Tensor]) -> Iterator[None
             if isinstance(saved, nn.ModuleDict):
                 for adapter, inner in saved.items():
                     part = _below(state, f"{name}.modules_to_save.{adapter}.")
-                    stack.enter_context(_replaced(inner, "state_dict", partial(dict, part)))
-        encoders = getattr(model, _PROMPT_ENCODER, {})
-        for adapter, encoder in encoders.items():
+                    stack.enter_context(having(inner, state_dict=partial(dict, part)))
+        for adapter, encoder in getattr(model, _PROMPT_ENCODER, {}).items():
             weights = _below(state, f"{_PROMPT_ENCODER}.{adapter}.")
             stack.enter_context(with_tensors(encoder, weights))
             stack.enter_context(without_forward_hooks(encoder))
@@ -138,16 +138,6 @@ def _without_wrappers(model: nn.Module) -> Iterator[None]:
 
 def _below(state: Mapping[str, torch.Tensor], prefix: str) -> dict[str, torch.Tensor]:
     return {name.removeprefix(prefix): tensor for name, tensor in state.items() if name.startswith(prefix)}
-
-
-@contextmanager
-def _replaced(module: nn.Module, method: str, replacement: Any) -> Iterator[None]:
-    """Replace a method of one module."""
-    vars(module)[method] = replacement
-    try:
-        yield
-    finally:
-        del vars(module)[method]
 
 
 _READS_MATRICES: Final = ("ADALORA",)
@@ -255,16 +245,15 @@ class PackedLinear(nn.Linear):
     """A linear layer with a weight of 4 bits per element, stored in a tensor of the compute dtype."""
 
     def __init__(self, layer: nn.Linear) -> None:
+        numel, itemsize = layer.weight.numel(), layer.weight.element_size()
+        scales = -(-numel // _BLOCK)
         with torch.device("meta"):
             super().__init__(layer.in_features, layer.out_features, bias=False, dtype=layer.weight.dtype)
-        numel, itemsize = layer.weight.numel(), layer.weight.element_size()
-        packed = torch.empty(-(-numel // (2 * itemsize)), 1, dtype=layer.weight.dtype, device="meta")
+            packed = torch.empty(-(-numel // (2 * itemsize)), 1, dtype=layer.weight.dtype)
+            self.register_buffer("scales", torch.empty(scales, dtype=torch.uint8), persistent=False)
+            self.register_buffer("nested_scales", torch.empty(-(-scales // _NESTED_BLOCK)), persistent=False)
         self.weight = nn.Parameter(packed, requires_grad=False)
         self.bias = layer.bias
-        scales = -(-numel // _BLOCK)
-        self.register_buffer("scales", torch.empty(scales, dtype=torch.uint8, device="meta"), persistent=False)
-        nested = torch.empty(-(-scales // _NESTED_BLOCK), device="meta")
-        self.register_buffer("nested_scales", nested, persistent=False)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         output: torch.Tensor = _Expand.apply(inputs, self.out_features)

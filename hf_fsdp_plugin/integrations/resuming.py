@@ -1,4 +1,8 @@
-"""Selects the checkpoint to resume from, and reports what differs from the saved run.
+"""What was before this process: the failed attempts of its run, and the checkpoint from which it resumes.
+
+``hf-fsdp launch`` writes a file for its ranks. Under other launchers, the lowest rank of each machine writes what its
+machine knows (``runs.earlier_attempts``) to the store of the process group. Rank 0 reads one message per machine, and
+broadcasts what all agree on.
 
 The manifest of each checkpoint names the run that wrote it. After a launcher has started a run again, it resumes from
 the newest complete checkpoint with that name, so that older checkpoints in the same folder, of other runs, are never
@@ -7,15 +11,21 @@ used.
 
 from __future__ import annotations
 
+import json
 import os
 import re
+import sys
+import uuid
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 
 from hf_fsdp_plugin.backends.ranks.agreement import broadcast_object, on_all_ranks
+from hf_fsdp_plugin.backends.ranks.cluster import ranks_per_machine
+from hf_fsdp_plugin.backends.ranks.collective_entry import collective_call, load_failures, preparation_limit
 from hf_fsdp_plugin.checkpoint import (
     Manifest,
     check_states,
@@ -26,16 +36,110 @@ from hf_fsdp_plugin.checkpoint import (
     recover_run,
     why_incomplete,
 )
+from hf_fsdp_plugin.hangs.rank_files import RankFiles
 from hf_fsdp_plugin.hangs.record import step_count
-from hf_fsdp_plugin.integrations.attempts import agree_on_attempt
 from hf_fsdp_plugin.integrations.saving import manager
 from hf_fsdp_plugin.integrations.session import session
 from hf_fsdp_plugin.messages import print_once
 from hf_fsdp_plugin.problems import CheckpointError, Problem, SpecError
+from hf_fsdp_plugin.runs.earlier_attempts import Offer, make_offer, mark_begin, merge_offers, remember_run
+from hf_fsdp_plugin.runs.identity import RunIdentity, identify_run
+from hf_fsdp_plugin.runs.restart_policy import Restarts
+from hf_fsdp_plugin.torch_private.functions import default_store
 
 T = TypeVar("T")
-_Found = tuple[Path | None, list[tuple[Path, str]], Problem | None]
-"""The checkpoint, the newer ones that are incomplete with the reasons, and the error."""
+
+
+class ProcessAttempt:
+    """The attempt of this process in its run.
+
+    Args:
+        environ: the variables of its launcher.
+    """
+
+    def __init__(self, environ: Mapping[str, str] = os.environ) -> None:
+        self._environ = environ
+        self._is_lowest = environ.get("LOCAL_RANK", "0") == "0"  # of its machine
+        self.end()
+
+    def begin(self, files: RankFiles | None = None) -> None:
+        """Find out the run of this process and count its steps. Does nothing if that was done before.
+
+        Args:
+            files: those of this rank, which the next attempt on this machine finds; ``None`` without any.
+        """
+        if self._has_begun and (files is None or self._has_files):
+            return
+        self._has_begun, self._has_files = True, files is not None
+        identity = session.identity = self._identity = identify_run(self._environ, tuple(sys.argv))
+        if files is not None:
+            with suppress(OSError):
+                step_count.open(files.steps)
+            with suppress(OSError, ValueError):
+                session.restarts = Restarts.from_json(json.loads(files.restarts.read_text()))
+                return
+            self._folder = files.stem.parent
+            if self._is_lowest:
+                mark_begin(self._folder)
+        if identity.id:
+            session.restarts = Restarts(run_id=identity.id, max_restarts=identity.max_restarts)
+            self._is_open = True
+
+    def end(self) -> None:
+        """Forget the attempt: the plugin is uninstalled in this process, and may be installed again."""
+        self._identity = RunIdentity()
+        self._has_begun = self._has_files = self._is_open = False
+        self._folder: Path | None = None
+        self._refusal: Problem | None = None
+
+    def agree(self, call: str) -> None:
+        """Complete ``session.restarts`` with what the machines know. Collective, at the first call.
+
+        Args:
+            call: the collective call that needs it, for the message about ranks that do not make it.
+
+        Raises:
+            SpecError: on all ranks, if another attempt would fail as those before.
+        """
+        self.begin()
+        if self._is_open and dist.is_initialized():
+            load_failures.close()  # this rank continues, even if a load failed
+            with collective_call(call, limit=preparation_limit(), given_up=load_failures.raise_announced):
+                agreed = self._exchange()
+            self._is_open = False
+            session.restarts, self._refusal = agreed.known.restarts, agreed.known.problem
+            if self._folder is not None and self._is_lowest:
+                remember_run(self._folder, agreed, self._identity.attempt)
+            if session.restarts.count:
+                print_once(f"{session.restarts.title}: {session.restarts.last_failure}")
+        if self._refusal is not None:
+            raise SpecError([self._refusal])
+
+    def _exchange(self) -> Offer:
+        """Return what all machines know together.
+
+        torch's agent may keep the store of the attempt before, so the keys have a new prefix: ``machine<n>`` for what a
+        machine knows, the numbers ``machines`` and ``ranks`` of those that have written, and ``complete`` at the end.
+        """
+        rank, world_size = dist.get_rank(), dist.get_world_size()
+        store = dist.PrefixStore(broadcast_object(f"hf_fsdp_attempt_{uuid.uuid4().hex}"), default_store())
+        if self._is_lowest:
+            machine = self._environ.get("GROUP_RANK") or self._environ.get("SLURM_NODEID") or "0"
+            number = int(machine) if machine.isdecimal() else 0
+            mine = make_offer(self._folder, self._identity, rank=rank, machine=number)
+            store.set(f"machine{store.add('machines', 1) - 1}", mine.to_text())
+            if store.add("ranks", ranks_per_machine(self._environ, world_size, 0)) >= world_size:
+                store.set("complete", "1")
+        text = ""
+        if rank == 0:
+            store.wait(["complete"])
+            machines = range(store.add("machines", 0))
+            text = merge_offers([Offer.from_text(store.get(f"machine{n}").decode()) for n in machines]).to_text()
+        return Offer.from_text(broadcast_object(text))
+
+
+_attempt = ProcessAttempt()
+begin_attempt, agree_on_attempt, end_attempt = _attempt.begin, _attempt.agree, _attempt.end
 
 
 def find_checkpoint(
@@ -66,10 +170,18 @@ def find_checkpoint(
         CheckpointError: the selected checkpoint is incomplete, or all checkpoints of the run are. Or a file is damaged,
             or contains a pickle that may execute code.
     """
-    if selected is not None:
-        found = _select_on_rank_0(lambda: _check_selected(selected, fix))
-    else:
-        found = _select_on_rank_0(lambda: _highest_numbered(run, prefix))
+
+    def select() -> Path | None:
+        if selected is None:
+            return None if run is None else _highest_numbered(run, prefix)
+        recover_interrupted_commit(selected)
+        reason = why_incomplete(selected) if selected.is_dir() else "the folder does not exist"
+        if reason is not None:
+            message = f"{selected} is not a complete checkpoint: {reason}"
+            raise CheckpointError([Problem(code="FSDP-E431", message=message, fix=fix)])
+        return selected
+
+    found = _select_on_rank_0(select)
     if found is not None:
         check_states(found, dist.get_rank(), dist.get_world_size(), verify=verify, allow_pickles=allow_pickles)
     return found
@@ -96,7 +208,7 @@ def newest_checkpoint(folder: str | os.PathLike[str], *, this_run: bool = False)
         fix = "Call it on all ranks, after the Accelerator has been created."
         raise SpecError([Problem(code="FSDP-E718", message=message, fix=fix)])
     agree_on_attempt("newest_checkpoint")
-    return _select_on_rank_0(lambda: _last_saved(Path(folder), "", this_run, None))
+    return _select_on_rank_0(lambda: _last_saved(Path(folder), "", this_run=this_run))
 
 
 def checkpoint_after_restart(folder: Path, prefix: str) -> Path | None:
@@ -107,10 +219,9 @@ def checkpoint_after_restart(folder: Path, prefix: str) -> Path | None:
     """
     if not is_started_again():
         return None
-    found = _select_on_rank_0(lambda: _last_saved(folder, prefix, True, session.num_trainings))
+    found = _select_on_rank_0(lambda: _last_saved(folder, prefix, this_run=True, training=session.num_trainings))
     attempt = session.restarts.title if session.restarts.count else f"run {session.restarts.run_id}"
     if found is not None:
-        count_from(found)
         print_once(f"{attempt}: resuming from {found}, the newest complete checkpoint of this run.")
     elif session.restarts.count:
         print_once(
@@ -119,16 +230,10 @@ def checkpoint_after_restart(folder: Path, prefix: str) -> Path | None:
     return found
 
 
-def _select_on_rank_0(look: Callable[[], _Found]) -> Path | None:
-    """Let rank 0 select a checkpoint for all ranks, and report the incomplete ones that it skipped. Collective."""
-    manager.wait()  # looking removes the staging folders of interrupted saves
-    # Only rank 0 asks for the files of the checkpoints, which are several for each rank.
-    nothing: _Found = None, [], None
-    checkpoint, skipped, failure = _on_rank_0(look, nothing)
-    for path, reason in skipped:
-        print_once(Problem(code="FSDP-W432", message=f"{path} is skipped: {reason}"))
-    if failure is not None:
-        raise CheckpointError([failure])
+def _select_on_rank_0(select: Callable[[], Path | None]) -> Path | None:
+    """Let rank 0, which asks for the files of the checkpoints, select one for all ranks. Collective."""
+    manager.wait()  # selecting removes the staging folders of interrupted saves
+    checkpoint = _on_rank_0(select, None)
     if checkpoint is not None:
         with on_all_ranks("looking for a checkpoint"):
             check_visible(checkpoint, "resumes from")
@@ -144,32 +249,23 @@ def _on_rank_0(look: Callable[[], T], otherwise: T) -> T:
     return broadcast_object(found)
 
 
-def _check_selected(checkpoint: Path, fix: str) -> _Found:
-    recover_interrupted_commit(checkpoint)
-    reason = why_incomplete(checkpoint) if checkpoint.is_dir() else "the folder does not exist"
-    if reason is None:
-        return checkpoint, [], None
-    message = f"{checkpoint} is not a complete checkpoint: {reason}"
-    return None, [], Problem(code="FSDP-E431", message=message, fix=fix)
-
-
-def _highest_numbered(run: Path | None, prefix: str) -> _Found:
-    """Return the complete checkpoint with the highest number."""
-    if run is None:
-        return None, [], None
+def _highest_numbered(run: Path, prefix: str) -> Path | None:
+    """Return the complete checkpoint with the highest number. Raises ``CheckpointError`` if all are incomplete."""
     recover_run(run, prefix)
     found, skipped = newest_complete(run, prefix)
-    if found is not None or not skipped:
-        return found, skipped, None
-    message = f"none of the {len(skipped)} checkpoints in {run} is complete."
-    fix = "Restore one from a backup, or start without resuming."
-    return None, skipped, Problem(code="FSDP-E606", message=message, fix=fix)
+    for path, reason in skipped:
+        _report_skipped(path, reason)
+    if found is None and skipped:
+        message = f"none of the {len(skipped)} checkpoints in {run} is complete."
+        fix = "Restore one from a backup, or start without resuming."
+        raise CheckpointError([Problem(code="FSDP-E606", message=message, fix=fix)])
+    return found
 
 
-def _last_saved(folder: Path, prefix: str, this_run: bool, training: int | None) -> _Found:
+def _last_saved(folder: Path, prefix: str, *, this_run: bool, training: int | None = None) -> Path | None:
     """Return the complete checkpoint with a manifest that was saved last, whatever its name."""
     if not folder.is_dir():
-        return None, [], None
+        return None
     recover_run(folder, prefix)
     candidates = []
     for path in folder.iterdir():
@@ -180,13 +276,16 @@ def _last_saved(folder: Path, prefix: str, this_run: bool, training: int | None)
             number = re.search(r"(\d+)$", path.name)
             order = (manifest.created, int(number[1]) if number is not None else -1, path)
             candidates.append((_run_steps(manifest) if this_run else 0, *order))
-    skipped: list[tuple[Path, str]] = []
     for *_, path in sorted(candidates, reverse=True):
         reason = why_incomplete(path)
         if reason is None:
-            return path, skipped, None
-        skipped.append((path, reason))
-    return None, skipped, None
+            return path
+        _report_skipped(path, reason)
+    return None
+
+
+def _report_skipped(path: Path, reason: str) -> None:
+    print_once(Problem(code="FSDP-W432", message=f"{path} is skipped: {reason}"))
 
 
 def run_fact() -> dict[str, Any]:
@@ -202,43 +301,26 @@ def is_started_again() -> bool:
     return bool(session.restarts.count) or session.identity.may_have_checkpoints
 
 
-def count_from(checkpoint: Path) -> None:
-    """Count the optimizer steps of the run from those that a checkpoint of this run contains, after a restart."""
-    steps, _ = _before_restart(checkpoint)
-    if steps > step_count.total:  # otherwise the script goes back to an earlier checkpoint by itself
-        step_count.resume_at(steps)
-
-
-def batch_before_restart(checkpoint: Path) -> dict[str, Any]:
-    """Return the field ``batch`` of a checkpoint that this run has written before a restart. Collective.
+def continue_run(checkpoint: Path) -> dict[str, Any]:
+    """After a restart, count the steps of the run from those of a checkpoint that it has written. Collective.
 
     Returns:
-        Empty without a restart, and for a checkpoint of another run.
+        The field ``batch`` of the checkpoint; empty without a restart, and for a checkpoint of another run.
     """
     if not is_started_again():
         return {}
-    _, batch = _before_restart(checkpoint)
-    session.first_samples_per_step = batch.get("first_samples_per_step", batch.get("samples_per_step"))
-    return batch
-
-
-def _before_restart(checkpoint: Path) -> tuple[int, dict[str, Any]]:
-    """Return the optimizer steps of this run and the field ``batch`` of a checkpoint that it has written. Collective.
-
-    Returns:
-        0 and an empty dict without a restart, and for a checkpoint of another run.
-    """
-    if not is_started_again():
-        return 0, {}
 
     def read() -> tuple[int, dict[str, Any]]:
         manifest = _read(checkpoint)
-        if manifest is None or not _is_of_this_run(manifest, None):
-            return 0, {}
-        return _run_steps(manifest), manifest.batch
+        is_own = manifest is not None and _is_of_this_run(manifest, None)
+        return (_run_steps(manifest), manifest.batch) if manifest is not None and is_own else (0, {})
 
     nothing: tuple[int, dict[str, Any]] = 0, {}
-    return _on_rank_0(read, nothing)
+    steps, batch = _on_rank_0(read, nothing)
+    if steps > step_count.total:  # otherwise the script goes back to an earlier checkpoint by itself
+        step_count.resume_at(steps)
+    session.first_samples_per_step = batch.get("first_samples_per_step", batch.get("samples_per_step"))
+    return batch
 
 
 def _read(path: Path) -> Manifest | None:
@@ -259,7 +341,7 @@ def _is_of_this_run(manifest: Manifest, training: int | None) -> bool:
 
 def _run_steps(manifest: Manifest) -> int:
     steps = manifest.run.get("steps")
-    return steps if isinstance(steps, int) and not isinstance(steps, bool) and steps >= 0 else 0
+    return steps if type(steps) is int and steps >= 0 else 0
 
 
 def warn_differences(checkpoint: Path, batch: dict[str, Any]) -> None:
@@ -326,11 +408,8 @@ def samples_problem(
     before, size, unit = _step_sizes(saved, now)
     fix = "The training continues; only these steps differ."
     if before and size and before != size:
-        differences.insert(
-            0,
-            f"it was saved with {before} {unit} per step, but this run has {size}: data is skipped by steps, so "
-            "the training resumes at another sample",
-        )
+        other = f"it was saved with {before} {unit} per step, but this run has {size}: data is skipped by steps, so "
+        differences.insert(0, f"{other}the training resumes at another sample")
         fix = f"Set batch size x gradient accumulation x ranks to {before} to resume at the same sample."
     if any(saved.get(name) != now.get(name) for name in ("accumulation", "world_size") if name in saved):
         lengths = saved.get("steps_per_epoch"), now.get("steps_per_epoch")

@@ -8,7 +8,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
@@ -47,28 +47,28 @@ class RunReporter:
 
     def __init__(self) -> None:
         self._numbers: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
-        self._reported: WeakSet[Any] = WeakSet()
+        self._unreported: set[int] = set()
         self._newest: Any = None
-        self._num_prepared = self._num_reported = 0
+        self._num_prepared = 0
         atexit.register(self._at_exit)
 
     def add_prepared(self, accelerator: Any) -> None:
         """Add an accelerator that has prepared a model."""
         if accelerator not in self._numbers:
             self._numbers[accelerator] = self._num_prepared
+            self._unreported.add(self._num_prepared)
             self._num_prepared += 1
-        self._newest = None if accelerator in self._reported else accelerator
+        self._newest = accelerator if self.awaits(accelerator) else None
 
     def add_reported(self, accelerator: Any) -> None:
         """Add an accelerator whose run has been reported. The run may have begun before this reporter."""
-        self._num_reported += self.awaits(accelerator)
-        self._reported.add(accelerator)
+        self._unreported.discard(self._numbers.setdefault(accelerator, -1))
         if self._newest is accelerator:
             self._newest = None
 
     def awaits(self, accelerator: Any) -> bool:
         """Return whether the accelerator has prepared a model and its run has not been reported."""
-        return accelerator in self._numbers and accelerator not in self._reported
+        return self._numbers.get(accelerator) in self._unreported
 
     def close(self) -> None:
         """Cancel the reports at exit."""
@@ -79,23 +79,20 @@ class RunReporter:
         if getattr(sys, "last_type", None) is not None:
             return
         announce_end()
-        missing = {number: accelerator for accelerator, number in self._numbers.items() if self.awaits(accelerator)}
-        num_missing = self._num_prepared - self._num_reported
-        num_kept = len(missing)
+        existing = {number: accelerator for accelerator, number in self._numbers.items() if self.awaits(accelerator)}
+        num_missing, found = len(self._unreported), sorted(existing)
         if not dist.is_initialized():
-            if missing:
-                print_once(
-                    "no report: the process group was destroyed first. Call accelerator.end_training() before it."
-                )
+            if existing:
+                message = "the process group was destroyed first. Call accelerator.end_training() before it."
+                print_once(f"no report: {message}")
         elif num_missing:
             # The garbage collector may have deleted an accelerator on some ranks only.
-            kept = sorted(set(missing).intersection(*gather_objects(list(missing))))
-            num_kept = len(kept)
-            for number in kept:
-                report_run(missing[number])
-        if num_missing > num_kept:
+            found = sorted(set(existing).intersection(*gather_objects(list(existing))))
+            for number in found:
+                report_run(existing[number])
+        if num_missing > len(found):
             print_once(
-                f"no report of {plural(num_missing - num_kept, 'run')}: the Accelerator or Trainer no longer exists. "
+                f"no report of {plural(num_missing - len(found), 'run')}: the Accelerator or Trainer no longer exists. "
                 "Call accelerator.end_training() while it does."
             )
         self._newest = None
@@ -156,23 +153,17 @@ def report_run(
     """
     if not any(plan_of(model) is not None for model in prepared_models(accelerator)):
         if _reporter is not None and _reporter.awaits(accelerator):
-            print_once(
-                "no report: the prepared model was released before the end of the run, by free_memory(), which a "
-                "Trainer calls before each training. Call accelerator.end_training() before it."
+            message = (
+                "the prepared model was released before the end of the run, by free_memory(), which a Trainer calls"
             )
+            print_once(f"no report: {message} before each training. Call accelerator.end_training() before it.")
             _reporter.add_reported(accelerator)
         return
     manager.wait()
-    outcome = manager.last_outcome
     if _reporter is not None:
         _reporter.add_reported(accelerator)
     try:
-        report = report_accelerator(
-            accelerator,
-            batch=batch,
-            checkpoint=checkpoint,
-            saved_asynchronously=outcome.asynchronous if outcome is not None else None,
-        )
+        report = report_accelerator(accelerator, batch=batch, checkpoint=checkpoint)
     except Exception as error:
         print_once(f"no report: {type(error).__name__}: {error}. The run itself is not affected.")
         return
@@ -193,12 +184,13 @@ def _publish(report: Report, path: Path) -> None:
     except OSError as error:
         print_once(f"cannot write the report to {path}: {error.strerror or error}. Pass a writable path as --report.")
         return
-    if written is not None:
-        with contextlib.suppress(OSError):  # stdout may be a pipe whose reader (head, less) has exited
-            if session.report_table:
-                print(f"\n{report}\n\nreport: {written}", flush=True)
-            else:
-                print(f"\n{report.summary()}\nreport: {written} (--report_table prints its tables)", flush=True)
+    if written is None:
+        return
+    text = f"{report}\n\nreport: {written}"
+    if not session.report_table:
+        text = f"{report.summary()}\nreport: {written} (--report_table prints its tables)"
+    with contextlib.suppress(OSError):  # stdout may be a pipe whose reader (head, less) has exited
+        print(f"\n{text}", flush=True)
 
 
 def report(subject: Any) -> Report:
@@ -210,41 +202,32 @@ def report(subject: Any) -> Report:
     accelerator = getattr(subject, "accelerator", subject)
     if not is_accelerator(accelerator):
         return build_report_of_trained([subject])
-    batch = None
-    if is_trainer(subject):
-        batch = BatchShape(per_device=train_batch_size(subject), accumulation=subject.args.gradient_accumulation_steps)
+    if not is_trainer(subject):
+        return report_accelerator(accelerator)
+    batch = BatchShape(per_device=train_batch_size(subject), accumulation=subject.args.gradient_accumulation_steps)
     return report_accelerator(accelerator, batch=batch)
 
 
-def report_accelerator(
-    accelerator: Any,
-    *,
-    batch: BatchShape | None = None,
-    checkpoint: Path | None = None,
-    saved_asynchronously: bool | None = None,
-) -> Report:
+def report_accelerator(accelerator: Any, *, batch: BatchShape | None = None, checkpoint: Path | None = None) -> Report:
     """Return the report of an ``Accelerator``. Collective.
 
     Args:
         batch: the input of one optimizer step. Default: derived from the first data loader with a batch size.
         checkpoint: a checkpoint of this run. If checkpoints were saved, their state dict types are reported, else that
             of the accelerator.
-        saved_asynchronously: whether the last checkpoint was written asynchronously; ``None`` if there is none.
 
     Raises:
         SpecError: the plugin has prepared no model of this accelerator.
     """
-    saved = stored_state_dict_type(checkpoint) if checkpoint is not None else None
-    plugin = getattr(accelerator.state, "fsdp_plugin", None)
-    kinds = {kind for model in prepared_models(accelerator) for kind in manager.saved_kinds(model)}
-    if saved is not None:
-        kinds.add(saved)
+    plugin, outcome = getattr(accelerator.state, "fsdp_plugin", None), manager.last_outcome
+    kinds: set[Any] = {kind for model in prepared_models(accelerator) for kind in manager.saved_kinds(model)}
+    kinds.add(stored_state_dict_type(checkpoint) if checkpoint is not None else None)
     report = build_report_of_trained(
         [*prepared_models(accelerator), *getattr(plugin, "evaluated_models", ())],
         prepared_optimizers(accelerator),
         batch=batch or _loader_batch(accelerator),
-        state_dict=common_value(sorted(kinds)) or getattr(plugin, "state_dict_kind", None),
-        saved_asynchronously=saved_asynchronously,
+        state_dict=common_value(sorted(filter(None, kinds))) or getattr(plugin, "state_dict_kind", None),
+        saved_asynchronously=outcome.asynchronous if outcome is not None else None,
     )
     return replace(report, restarts=session.restarts, steps_before=step_count.before)
 

@@ -118,15 +118,6 @@ class GatheredModels:
                 hook.remove()
             self._states.pop()
 
-    @contextmanager
-    def pause(self) -> Iterator[None]:
-        """Call the original ``save_pretrained`` in the block."""
-        before, self.paused = self.paused, True
-        try:
-            yield
-        finally:
-            self.paused = before
-
     def state_of(self, module: nn.Module) -> OrderedDict[str, torch.Tensor] | None:
         """Return the gathered state of a module by its own names; ``None`` if its model is not being answered."""
         place = locate_module(module) if self._states else None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
 from datetime import timedelta
@@ -34,6 +34,20 @@ def holding(variable: ContextVar[T], value: T) -> Iterator[None]:
         variable.reset(token)
 
 
+@contextmanager
+def having(owner: Any, **attributes: Any) -> Iterator[None]:
+    """Give an object other values of attributes in the block. Those that it only inherits are removed afterwards."""
+    own = vars(owner)
+    before = {name: own[name] for name in attributes if name in own}
+    own.update(attributes)
+    try:
+        yield
+    finally:
+        for name in attributes:
+            own.pop(name, None)
+        own.update(before)
+
+
 class Session:
     """The sources outside the script, and the specs that were read so far.
 
@@ -45,8 +59,10 @@ class Session:
         is_automatic: whether ``hf-fsdp enable`` started the session, which an ``install`` of the script replaces.
         waits_for_call: whether the next call of a hooked function starts the deferred session.
         ambient: the spec of the sources; ``None`` if they do not enable FSDP.
+        trainer_spec: the spec of the Trainer that is creating an Accelerator, from its arguments; ``None`` otherwise.
+        group_timeout: the time-out of the ``TrainingArguments`` that are being created; ``None`` otherwise.
         identity: the run of this process, from the variables of its launcher.
-        restarts: the failed attempts of the run. Under launchers that do not say them, ``integrations.attempts`` adds
+        restarts: the failed attempts of the run. Under launchers that do not say them, ``integrations.resuming`` adds
             them when the process group exists.
         num_trainings: number of calls of the Trainer's ``train`` so far.
         first_samples_per_step: samples of an optimizer step in the first attempt of the run, after a restart.
@@ -57,15 +73,16 @@ class Session:
     def __init__(self) -> None:
         # Keyed by id: TrainingArguments is unhashable, and its attributes are pickled into every checkpoint.
         self._of_arguments: dict[int, FsdpSpec] = {}
-        self._of_trainer: ContextVar[FsdpSpec | None] = ContextVar("hf_fsdp_spec", default=None)
-        self._timeout: ContextVar[timedelta | None] = ContextVar("hf_fsdp_timeout", default=None)
+        self.report: str | None = None
         self.ambient: FsdpSpec | None = None
+        self.early_group: Any = None
+        self.trainer_spec: FsdpSpec | None = None
+        self.group_timeout: timedelta | None = None
         self.in_flight_file: Path | None = None
         self.identity = RunIdentity()
         self.restarts = Restarts()
         self.num_trainings = 0
         self.first_samples_per_step: int | None = None
-        self.early_group: Any = None
         self.close()
 
     def begin(self, sources: Sources, *, report: str | None = None, report_table: bool = False) -> FsdpSpec:
@@ -73,17 +90,19 @@ class Session:
 
         If the sources enable FSDP, Accelerators that are created without an FSDP plugin use this spec.
         """
-        self._set(sources, installed=True, report=report, report_table=report_table)
+        self.installed, self.sources, self.report, self.report_table = True, sources, report, report_table
+        self.ambient = None
+        self._located = locate_config(sources)  # located once, because the launcher's config does not change
         spec = self.load()
         self.ambient = spec if spec.enabled else None
         return spec
 
     def close(self) -> None:
         """End the session, and restore the state before ``install``."""
-        self._set(Sources(environ={}), installed=False)
+        self.installed = self.report_table = self._uses_fsdp = self.is_automatic = False
+        self.sources = self._located = Sources(environ={})
+        self.report = self.ambient = self.early_group = None
         self._of_arguments.clear()
-        self.early_group = None
-        self._uses_fsdp = self.is_automatic = False
         self.defer(None)
 
     def defer(self, install: Callable[[], None] | None, *, until_call: bool = False) -> None:
@@ -111,11 +130,6 @@ class Session:
         self._uses_fsdp = value
         if value:
             self.start_deferred()
-
-    def _set(self, sources: Sources, *, installed: bool, report: str | None = None, report_table: bool = False) -> None:
-        self.installed, self.sources, self.report, self.ambient = installed, sources, report, None
-        self.report_table = report_table
-        self._located = locate_config(sources)  # located once, because the launcher's config does not change
 
     def load(
         self,
@@ -155,24 +169,6 @@ class Session:
 
     def spec_of_arguments(self, arguments: Any) -> FsdpSpec | None:
         return self._of_arguments.get(id(arguments))
-
-    def in_trainer(self, spec: FsdpSpec | None) -> AbstractContextManager[None]:
-        """Use ``spec``, from a Trainer's arguments, for Accelerators that are created in this context."""
-        return holding(self._of_trainer, spec)
-
-    def in_arguments(self, timeout: timedelta) -> AbstractContextManager[None]:
-        """Use the time-out of a ``TrainingArguments`` for a process group that is started in this context."""
-        return holding(self._timeout, timeout)
-
-    @property
-    def group_timeout(self) -> timedelta | None:
-        """The time-out of the ``TrainingArguments`` that is being created, if there is one."""
-        return self._timeout.get()
-
-    @property
-    def trainer_spec(self) -> FsdpSpec | None:
-        """The spec of the Trainer that is creating an Accelerator, if there is one."""
-        return self._of_trainer.get()
 
 
 session = Session()

@@ -17,6 +17,7 @@ import copy
 import re
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from contextlib import nullcontext
 from typing import Any, Final
 
 import torch
@@ -26,12 +27,7 @@ from torch.distributed.tensor import DTensor
 
 from hf_fsdp_plugin.backends.optimizers.clipping import check_whole_gradients, clip_grad_norm
 from hf_fsdp_plugin.backends.ranks.collective_entry import collective_call
-from hf_fsdp_plugin.backends.sharding.shard import (
-    ModuleLocation,
-    locate_module,
-    sharded_models,
-    sharded_optimizers,
-)
+from hf_fsdp_plugin.backends.sharding.shard import locate_module, sharded_models, sharded_optimizers
 from hf_fsdp_plugin.backends.sharding.submodule_calls import free_gathered, gathers
 from hf_fsdp_plugin.backends.torch_types import shard_like
 from hf_fsdp_plugin.integrations.saving import gathered, part_of
@@ -58,23 +54,16 @@ def state_dict(original: Callable[..., Any], module: nn.Module, *args: Any, **kw
     place = locate_module(module)
     if place is None or place.plan.backend != "fsdp1" or place.plan.pre_sharded:
         return original(**kwargs)
-    if not STRATEGIES[place.plan.strategy].is_sharded:
-        for unit in place.root.modules():
-            if isinstance(unit, FSDP):
-                fsdp1.register_parameters(unit)
-        return _fsdp1_state_dict(original, module, place, kwargs)
-    with collective_call(f"state_dict of {type(module).__name__}", fix=FIX):
-        return _fsdp1_state_dict(original, module, place, kwargs)
-
-
-def _fsdp1_state_dict(
-    original: Callable[..., Any], module: nn.Module, place: ModuleLocation, kwargs: dict[str, Any]
-) -> Any:
-    if module is place.root:
-        return original(**kwargs)
-    prefix = kwargs.pop("prefix", "")
-    state = part_of(place.root.state_dict(**kwargs), place)
-    return OrderedDict((prefix + name, tensor) for name, tensor in state.items())
+    is_sharded = STRATEGIES[place.plan.strategy].is_sharded
+    if not is_sharded:
+        for unit in FSDP.fsdp_modules(place.root):
+            fsdp1.register_parameters(unit)
+    call = f"state_dict of {type(module).__name__}"
+    with collective_call(call, fix=FIX) if is_sharded else nullcontext():
+        if module is place.root:
+            return original(**kwargs)
+        state = part_of(place.root.state_dict(**{**kwargs, "prefix": ""}), place)
+        return OrderedDict((prefix + name, tensor) for name, tensor in state.items())
 
 
 def load_state_dict(
@@ -148,8 +137,8 @@ def with_whole_weights(function: str, obj: Any, *, keep: bool = True) -> Any:
         for parameter in model.parameters()
         if isinstance(parameter, DTensor)
     }
-    tensors = _named_tensors(obj, skip=_is_written_as_it_is)
-    if not meshes or not any(isinstance(tensor, DTensor) for _, tensor in tensors):
+    tensors = _named_tensors(obj, _is_written_as_it_is) if meshes else ()
+    if not any(isinstance(tensor, DTensor) for _, tensor in tensors):
         return obj
     written: dict[object, torch.Tensor] = {}
 
@@ -206,10 +195,8 @@ def check_no_shards(function: str, obj: Any, *, dtensors: bool = False) -> None:
         if is_shard(tensor, storages) or (dtensors and isinstance(tensor, DTensor))
     ]
     if found:
-        message = (
-            f"{function} would write one rank's part of {plural(len(found), 'tensor')} instead of the whole tensors: "
-            f"{format_names(found, 3)}."
-        )
+        shards = f"one rank's part of {plural(len(found), 'tensor')}"
+        message = f"{function} would write {shards} instead of the whole tensors: {format_names(found, 3)}."
         raise SpecError([Problem(code="FSDP-E672", message=message, fix=f"{FIX} For optimizers: {_OPTIMIZER_FIX}")])
 
 
@@ -230,7 +217,7 @@ def flat_storages() -> set[int]:
     """Return the addresses of the memory of all flat shards of FSDP1, and of their optimizer state."""
     storages: set[int] = set()
     parameters: set[int] = set()
-    for unit in (module for model in sharded_models() for module in model.modules() if isinstance(module, FSDP)):
+    for unit in (unit for model in sharded_models() for unit in FSDP.fsdp_modules(model)):
         flat, group = fsdp1.flat_parameter(unit), fsdp1.shard_group(unit)
         if flat is not None and group is not None and group.size() > 1:
             storages.add(fsdp1.local_shard(flat).untyped_storage().data_ptr())
@@ -243,30 +230,23 @@ def flat_storages() -> set[int]:
     return storages
 
 
-def _named_tensors(obj: Any, skip: Callable[[Any], bool] = lambda _: False) -> Iterator[tuple[str, torch.Tensor]]:
+def _named_tensors(
+    obj: Any, skip: Callable[[Any], bool] = lambda _: False, *, name: str = "", seen: set[int] | None = None
+) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the tensors in nested containers and modules, with a name for messages. ``skip``: what is not entered."""
-    waiting: list[tuple[str, Any]] = [("", obj)]
-    seen: set[int] = set()
-    while waiting:
-        name, value = waiting.pop()
-        if isinstance(value, torch.Tensor):
-            yield name or "a tensor", value
-            continue
-        if (
-            not isinstance(value, Mapping | list | tuple | set | frozenset | nn.Module)
-            or id(value) in seen
-            or skip(value)
-        ):
-            continue
-        seen.add(id(value))
-        if isinstance(value, nn.Module):
-            items: Any = value.named_parameters()
-        elif isinstance(value, Mapping):
-            items = value.items()
+    seen = set() if seen is None else seen
+    if isinstance(obj, torch.Tensor):
+        yield name or "a tensor", obj
+    elif (
+        isinstance(obj, Mapping | list | tuple | set | frozenset | nn.Module) and id(obj) not in seen and not skip(obj)
+    ):
+        seen.add(id(obj))
+        if isinstance(obj, nn.Module):
+            items: Any = obj.named_parameters()
         else:
-            items = enumerate(value)
-        children = [(f"{name}.{key}" if name else str(key), child) for key, child in items]
-        waiting.extend(reversed(children))
+            items = obj.items() if isinstance(obj, Mapping) else enumerate(obj)
+        for key, child in items:
+            yield from _named_tensors(child, skip, name=f"{name}.{key}" if name else str(key), seen=seen)
 
 
 def clip_grad_norm_(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import json
 import os
 import sys
@@ -15,6 +16,7 @@ import threading
 from pathlib import Path
 
 from hf_fsdp_plugin.backends.ranks.cluster import slurm_variables
+from hf_fsdp_plugin.backends.ranks.collective_entry import collective_waits
 from hf_fsdp_plugin.hangs.calls import HANG_LIMIT_VARIABLE
 from hf_fsdp_plugin.hangs.hang_watch import hang_limit
 from hf_fsdp_plugin.hangs.processes import find_peers, register_rank
@@ -32,10 +34,10 @@ from hf_fsdp_plugin.hangs.rank_files import (
 from hf_fsdp_plugin.hangs.rank_stacks import format_frames, stack_file
 from hf_fsdp_plugin.hangs.record import record, step_count
 from hf_fsdp_plugin.hangs.watcher import Watched, Watcher, has_failed, print_block
-from hf_fsdp_plugin.integrations.attempts import begin_attempt, end_attempt
 from hf_fsdp_plugin.integrations.call_hooks import record_calls
-from hf_fsdp_plugin.integrations.rank_process import RANK_VARIABLE, may_be_rank, rank_process
+from hf_fsdp_plugin.integrations.resuming import begin_attempt, end_attempt
 from hf_fsdp_plugin.integrations.session import session
+from hf_fsdp_plugin.integrations.startup import RANK_VARIABLE, may_be_rank, rank_process
 from hf_fsdp_plugin.problems import Problem, SpecError
 from hf_fsdp_plugin.runs.earlier_attempts import forget_run
 from hf_fsdp_plugin.runs.first_cause import cause_of_abort, cause_of_end, find_first_cause
@@ -52,13 +54,10 @@ class Watch:
 
     def __init__(self) -> None:
         self.files: RankFiles | None = None
-        self.has_launcher = False
-        self._rank = 0
-        self._pid = 0
-        self._is_given = self._is_marked = False
+        self.has_launcher = self._is_given = self._is_marked = self._knows_forks = False
+        self._rank = self._pid = 0
         self._watcher: Watcher | None = None
         self._failed: BaseException | None = None
-        self._knows_forks = False
 
     def arm(self) -> None:
         """Arm the diagnosis. Does nothing in a process that is no rank, and little if it is armed.
@@ -80,7 +79,8 @@ class Watch:
         local_text = environ.get("LOCAL_WORLD_SIZE", "")
         local_size = int(local_text) if local_text.isdecimal() else world_size
         try:
-            files = RankFiles(Path(given) if given else _own_stem(environ, self._rank))
+            own = attempt_folder(identify_run(environ, tuple(sys.argv)), environ) / f"rank_{self._rank}"
+            files = RankFiles(Path(given) if given else own)
             self._open(files, records=bool(limit) and world_size > 1, is_alone=local_size == 1)
         except OSError as error:
             print_block(f"hf-fsdp: rank {self._rank}: hangs are not diagnosed: {error.filename}: {error.strerror}")
@@ -105,9 +105,9 @@ class Watch:
             )
             self._watcher = Watcher(
                 watched,
-                lambda watcher: self._exit_watch(exit_seconds, watcher),
-                cause_of_end=lambda: cause_of_end(files),
-                cause_of_abort=lambda ask_others: cause_of_abort(self._rank, files, ask_others),
+                functools.partial(self._exit_watch, exit_seconds),
+                cause_of_end=functools.partial(cause_of_end, files),
+                cause_of_abort=functools.partial(cause_of_abort, self._rank, files),
             )
             self._watcher.start()
 
@@ -165,13 +165,11 @@ class Watch:
     def _record(self, error: BaseException) -> str:
         if self.files is None:
             return ""
-        failure = failure_of(error)
+        failure, note = failure_of(error), ""
         write_atomically(self.files.failure, json.dumps(failure))
-        watcher = self._watcher
-        note = ""
-        if not self.has_launcher and watcher is not None:
+        if not self.has_launcher and self._watcher is not None:
             with delayed_sigterm() as is_told:
-                note = find_first_cause(self._rank, self.files, watcher.ask_others, is_told)
+                note = find_first_cause(self._rank, self.files, self._watcher.ask_others, is_told)
         message = failure["message"] or f"exit code {getattr(error, 'code', 1)}"
         is_spec = failure["kind"] == "spec"  # the same on all ranks; one of the machine writes it, as one prints it
         frames = [] if is_spec else format_frames(failure["frames"])
@@ -210,23 +208,18 @@ class Watch:
             return
         self._stop_watcher()
         atexit.unregister(self._at_exit)
-        self._close()
-        if not self._is_given:
-            remove_files(self.files.stem)
-            self.files.hang.unlink(missing_ok=True)
-            self.files.cause.unlink(missing_ok=True)
-            _remove_folders(self.files.stem.parent)
-        if not self._is_marked:
-            os.environ.pop(RANK_VARIABLE, None)
-        self.files = self._failed = session.in_flight_file = None
-
-    def _close(self) -> None:
-        from hf_fsdp_plugin.backends.ranks.collective_entry import collective_waits
-
         stack_file.close()
         collective_waits.listen(lambda call: None)
         record.close()
         step_count.close()
+        if not self._is_given:
+            remove_files(self.files.stem)
+            for path in (self.files.hang, self.files.cause):
+                path.unlink(missing_ok=True)
+            _remove_folders(self.files.stem.parent)
+        if not self._is_marked:
+            os.environ.pop(RANK_VARIABLE, None)
+        self.files = self._failed = session.in_flight_file = None
 
     def _forget(self) -> None:
         """Leave the records to the parent of this forked process."""
@@ -251,10 +244,6 @@ def _limits() -> tuple[float, bool, float]:
     except ValueError:
         message = f"{name}={os.environ.get(name)} is not a number of seconds."
         raise SpecError([Problem(code="FSDP-E674", message=message, fix="Set it to a number such as 300.")]) from None
-
-
-def _own_stem(environ: dict[str, str], rank: int) -> Path:
-    return attempt_folder(identify_run(environ, tuple(sys.argv)), environ) / f"rank_{rank}"
 
 
 def _remove_folders(folder: Path) -> None:

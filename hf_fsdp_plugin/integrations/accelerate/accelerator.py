@@ -20,7 +20,6 @@ from hf_fsdp_plugin.integrations.accelerate.arguments import (
     check_accelerator,
     replace_scaler,
     set_mesh,
-    with_mixed_precision,
     without_stock_mesh,
 )
 from hf_fsdp_plugin.integrations.accelerate.plugin import (
@@ -29,6 +28,7 @@ from hf_fsdp_plugin.integrations.accelerate.plugin import (
     if_planned,
     planned_plugin,
     spec_of_stock_plugin,
+    with_mixed_precision,
 )
 from hf_fsdp_plugin.integrations.accelerate.private import prepared_models, prepared_optimizers, shared_state
 from hf_fsdp_plugin.integrations.patching import install_hooks, set_loading_variables, set_variables

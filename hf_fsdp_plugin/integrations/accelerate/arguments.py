@@ -9,8 +9,7 @@ from typing import Any, Final
 from accelerate.utils import InitProcessGroupKwargs, KwargsHandler, ParallelismConfig
 
 from hf_fsdp_plugin.integrations.accelerate import private
-from hf_fsdp_plugin.integrations.accelerate.plugin import PlannedFsdpPlugin, planned_plugin
-from hf_fsdp_plugin.integrations.accelerate.specs import with_mixed_precision
+from hf_fsdp_plugin.integrations.accelerate.plugin import PlannedFsdpPlugin, planned_plugin, with_mixed_precision
 from hf_fsdp_plugin.integrations.accelerate.state import adjust_process_group
 from hf_fsdp_plugin.integrations.patching import is_true, variables_in_block
 from hf_fsdp_plugin.integrations.script_arguments import check_arguments, check_object, print_or_raise
@@ -27,8 +26,8 @@ from hf_fsdp_plugin.torch_private.grad_scaler import ShardedGradScaler
 
 SOURCE: Final = "Accelerator()"
 _USE_MESH: Final = "ACCELERATE_USE_PARALLELISM_CONFIG"
-_SETTINGS: Final = ("mesh.replicate", "mesh.shard")
-"""The settings of ``DATA_SIZES``."""
+_SETTINGS: Final = dict(zip(DATA_SIZES, ("mesh.replicate", "mesh.shard"), strict=True))
+"""Size of a ``ParallelismConfig`` -> its setting."""
 
 
 def check_accelerator(arguments: Mapping[str, Any], spec: FsdpSpec) -> None:
@@ -41,8 +40,8 @@ def check_accelerator(arguments: Mapping[str, Any], spec: FsdpSpec) -> None:
         SpecError: an argument is refused.
     """
     given = {name: value for name, value in arguments.items() if value is not None}
-    problems = [*check_arguments("Accelerator", given, source=SOURCE)]
-    print_or_raise([*problems, *_check_mesh(given.get("parallelism_config"), spec)])
+    mesh = given.get("parallelism_config")
+    print_or_raise([*check_arguments("Accelerator", given, source=SOURCE), *_check_mesh(mesh, spec)])
     handlers = given.get("kwargs_handlers", ())
     check_handlers(handlers)
     for handler in handlers:
@@ -68,21 +67,15 @@ def _check_mesh(config: Any, spec: FsdpSpec) -> Iterator[Problem]:
         yield from (problem for problem in alone.problems if problem.severity == "error")
         return
     sizes = parallelism_fields(config)
-    for name, setting in zip(DATA_SIZES, _SETTINGS, strict=True):
+    # The session has read a config, and has reported the sources that override it.
+    reported = {each.setting for each in spec.problems if each.origin and each.origin.source == "ParallelismConfig"}
+    for name, setting in _SETTINGS.items():
         size = sizes.get(name)
-        # The session has read a config, and has reported the source that overrides it.
-        if size not in (None, spec.get(setting)) and not _is_overridden(spec, setting):
+        if size not in (None, spec.get(setting)) and setting not in reported:
             message = f"{name} is {size}, but the spec of this Accelerator has {setting}={spec.get(setting)}."
             fix = "Pass it to load_spec: load_spec(config, parallelism_config=…)."
             origin = Origin(source=SOURCE, spelling="parallelism_config", text=f"{name}={size}")
             yield Problem(code="FSDP-E612", setting=setting, message=message, fix=fix, origin=origin)
-
-
-def _is_overridden(spec: FsdpSpec, setting: str) -> bool:
-    return any(
-        problem.setting == setting and problem.origin is not None and problem.origin.source == "ParallelismConfig"
-        for problem in spec.problems
-    )
 
 
 def without_stock_mesh() -> AbstractContextManager[None]:
@@ -100,8 +93,7 @@ def set_mesh(accelerator: Any, config: Any, spec: FsdpSpec) -> None:
             config = ParallelismConfig()
     if config is None or spec.fsdp.version == 1 or config.dp_shard_size == 1:
         return
-    sizes = {name: spec.get(setting) for name, setting in zip(DATA_SIZES, _SETTINGS, strict=True)}
-    is_same = all(getattr(config, name) == size for name, size in sizes.items())
+    is_same = all(getattr(config, name) == spec.get(setting) for name, setting in _SETTINGS.items())
     if is_same and config.total_size == accelerator.num_processes:
         accelerator.state.device_mesh = config.get_device_mesh(accelerator.device.type)
         accelerator.state.parallelism_config = config
@@ -148,8 +140,7 @@ def replace_scaler(accelerator: Any) -> None:
     Accelerate's scalers raise, or skip a step on some ranks only, for parameters that FSDP does not shard and for fused
     optimizers.
     """
-    if accelerator.scaler is None or isinstance(accelerator.scaler, ShardedGradScaler):
-        return
-    handler = accelerator.scaler_handler
-    settings = handler.to_kwargs() if handler is not None else {}
-    accelerator.scaler = ShardedGradScaler(accelerator.device.type, **settings)
+    if accelerator.scaler is not None and not isinstance(accelerator.scaler, ShardedGradScaler):
+        handler = accelerator.scaler_handler
+        settings = handler.to_kwargs() if handler is not None else {}
+        accelerator.scaler = ShardedGradScaler(accelerator.device.type, **settings)

@@ -76,15 +76,12 @@ def notice_accumulation(accelerator: Any, optimizer: torch.optim.Optimizer) -> N
 def batch_of(accelerator: Any) -> dict[str, Any]:
     """Return the samples of an optimizer step, and the schedules of the learning rate, for the manifest."""
     accumulation = accelerator.gradient_accumulation_steps
-    batch: dict[str, Any] = {
-        "world_size": dist.get_world_size(),
-        "accumulation": accumulation,
-        "accumulates": getattr(accelerator, _ACCUMULATES, False),
-        "schedules": [
-            {"steps": _scheduler_steps(each), "factors": _factors(each, _scheduler_steps(each))}
-            for each in private.prepared_schedulers(accelerator)
-        ],
-    }
+    schedulers = private.prepared_schedulers(accelerator)
+    batch: dict[str, Any] = {"world_size": dist.get_world_size(), "accumulation": accumulation}
+    batch["accumulates"] = getattr(accelerator, _ACCUMULATES, False)
+    steps = [_scheduler_steps(each) for each in schedulers]
+    factors = map(_factors, schedulers, steps)
+    batch["schedules"] = [{"steps": num, "factors": found} for num, found in zip(steps, factors, strict=True)]
     if (samples := next(filter(None, map(_samples, private.prepared_dataloaders(accelerator))), None)) is not None:
         batch["samples_per_step"] = samples * accumulation
     if session.first_samples_per_step is not None:

@@ -40,13 +40,7 @@ from hf_fsdp_plugin.integrations.accelerate.plugin import (
 from hf_fsdp_plugin.integrations.accelerate.private import prepared_models
 from hf_fsdp_plugin.integrations.moving_average import load_averages, save_averages
 from hf_fsdp_plugin.integrations.profiling.marking import marked
-from hf_fsdp_plugin.integrations.resuming import (
-    batch_before_restart,
-    count_from,
-    find_checkpoint,
-    run_fact,
-    warn_differences,
-)
+from hf_fsdp_plugin.integrations.resuming import continue_run, find_checkpoint, run_fact, warn_differences
 from hf_fsdp_plugin.integrations.saving import exporting, manager
 from hf_fsdp_plugin.integrations.session import holding
 from hf_fsdp_plugin.plan.names import unwrapped
@@ -64,9 +58,7 @@ def save_state(
     The path is ``checkpoints/checkpoint_<iteration>`` in the project folder with automatic naming, else ``output_dir``.
     """
     plugin: PlannedFsdpPlugin = accelerator.state.fsdp_plugin
-    project = accelerator.project_configuration
-    automatic = project.automatic_checkpoint_naming
-    run = Path(accelerator.project_dir) / ACCELERATE_RUN if automatic else None
+    project, run = accelerator.project_configuration, _run_folder(accelerator)
     final = Path(output_dir).expanduser() if run is None else run / f"{ACCELERATE_PREFIX}{accelerator.save_iteration}"
     if run is not None and final.exists():
         raise ValueError(
@@ -77,14 +69,8 @@ def save_state(
     wait_for_all_ranks("Accelerator.save_state", fix=_FIX, limit=TRAINING_LIMIT)
 
     def manifest() -> Manifest:
-        return manifest_of(
-            model,
-            plugin.state_dict_kind,
-            step=accelerator.step or None,
-            asynchronous=asynchronous,
-            batch=batch_of(accelerator),
-            run=run_fact(),
-        )
+        facts: dict[str, Any] = {"asynchronous": asynchronous, "batch": batch_of(accelerator), "run": run_fact()}
+        return manifest_of(model, plugin.state_dict_kind, step=accelerator.step or None, **facts)
 
     rotate = functools.partial(_remove_oldest, run, project.total_limit) if run is not None else None
     with manager.saving(final, manifest, asynchronous=asynchronous, after=rotate) as save:
@@ -92,11 +78,17 @@ def save_state(
         try:
             original(str(save.folder), *args, **kwargs)
         finally:
-            project.automatic_checkpoint_naming = automatic
+            project.automatic_checkpoint_naming = run is not None
         save_averages(prepared_models(accelerator), save.folder)
         model = next(model for model in prepared_models(accelerator) if plan_of(model) is not None)
         _write_config(model, save.folder)
     return final
+
+
+def _run_folder(accelerator: Any) -> Path | None:
+    """Return the folder of the checkpoints with automatic names; ``None`` without these."""
+    is_automatic = accelerator.project_configuration.automatic_checkpoint_naming
+    return Path(accelerator.project_dir) / ACCELERATE_RUN if is_automatic else None
 
 
 def _write_config(model: Any, folder: Path) -> None:
@@ -126,23 +118,21 @@ def load_state(original: Callable[..., Any], accelerator: Any, input_dir: Any = 
     wait_for_all_ranks("Accelerator.load_state", fix=_FIX, limit=TRAINING_LIMIT)
     # 1. Select a complete checkpoint, and check its small files.
     selected = Path(input_dir).expanduser() if input_dir is not None else None
-    run = None
-    if selected is None and accelerator.project_configuration.automatic_checkpoint_naming:
-        run = Path(accelerator.project_dir) / ACCELERATE_RUN
     load_kwargs = (args[0] if args else kwargs.get("load_kwargs")) or {}
     allow_pickles = load_kwargs.get("weights_only") is False
     verify = accelerator.state.fsdp_plugin.spec.checkpoint.verify
     fix = "Load a complete checkpoint."
+    run = _run_folder(accelerator)
     path = find_checkpoint(run, ACCELERATE_PREFIX, selected, fix=fix, verify=verify, allow_pickles=allow_pickles)
     # 2. Accelerate loads its parts: load_fsdp_model and load_fsdp_optimizer below read the shards of this rank.
     if path is None:
         return original(None, *args, **kwargs)
     warn_differences(path, {})
-    count_from(path)
+    saved = continue_run(path)
     with holding(_pickles_allowed, allow_pickles):
         result = original(str(path), *args, **kwargs)
     # 3. After a restart with another number of ranks, an optimizer step keeps its samples.
-    if saved := batch_before_restart(path):
+    if saved:
         keep_samples_per_step(accelerator, path, saved)
     load_averages(prepared_models(accelerator), path, verify=verify)
     return result
@@ -192,11 +182,12 @@ def _if_planned(function: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(function)
     def replacement(original: Callable[..., Any], fsdp_plugin: Any, accelerator: Any, *args: Any, **kwargs: Any) -> Any:
-        if isinstance(fsdp_plugin, PlannedFsdpPlugin):
-            return function(fsdp_plugin, accelerator, *args, **kwargs)
         planned = planned_plugin(accelerator)
         if planned is None:
             return original(fsdp_plugin, accelerator, *args, **kwargs)
+        kwargs.pop("use_dcp", None)  # each rank writes and reads its shards
+        if fsdp_plugin is planned:
+            return function(planned, accelerator, *args, **kwargs)
         with planned.with_state_dict_type(assigned_state_dict_type(fsdp_plugin)):
             return function(planned, accelerator, *args, **kwargs)
 
@@ -205,30 +196,17 @@ def _if_planned(function: Callable[..., Any]) -> Callable[..., Any]:
 
 @_if_planned
 def save_fsdp_model(
-    plugin: PlannedFsdpPlugin,
-    accelerator: Any,
-    model: Any,
-    output_dir: Any,
-    model_index: int = 0,
-    adapter_only: bool = False,
-    **_: Any,
+    plugin: Any, accelerator: Any, model: Any, output_dir: Any, model_index: int = 0, adapter_only: bool = False
 ) -> None:
-    save = manager.open_save(Path(output_dir))
+    folder, save = Path(output_dir), manager.open_save(Path(output_dir))
     if save is None or model_index not in save.models:  # the replacement of Trainer.save_model has already written it
-        folder = Path(output_dir) if save is None else save.folder
         adapters = _only_adapters(adapter_only, model)
         manager.save_model(model, folder, plugin.state_dict_kind, model_index, adapter_only=adapters)
 
 
 @_if_planned
 def load_fsdp_model(
-    plugin: PlannedFsdpPlugin,
-    accelerator: Any,
-    model: Any,
-    input_dir: Any,
-    model_index: int = 0,
-    adapter_only: bool = False,
-    **_: Any,
+    plugin: Any, accelerator: Any, model: Any, input_dir: Any, model_index: int = 0, adapter_only: bool = False
 ) -> Any:
     adapters, verify = _only_adapters(adapter_only, model), plugin.spec.checkpoint.verify
     return load_model(model, Path(input_dir), model_index, adapter_only=adapters, verify=verify)
@@ -236,29 +214,15 @@ def load_fsdp_model(
 
 @_if_planned
 def save_fsdp_optimizer(
-    plugin: PlannedFsdpPlugin,
-    accelerator: Any,
-    optimizer: Any,
-    model: Any,
-    output_dir: Any,
-    optimizer_index: int = 0,
-    **_: Any,
+    plugin: Any, accelerator: Any, optimizer: Any, model: Any, output_dir: Any, optimizer_index: int = 0
 ) -> None:
-    save = manager.open_save(Path(output_dir))
-    folder = Path(output_dir) if save is None else save.folder
     optimizer, owner = _with_owner(accelerator, optimizer, model)
-    manager.save_optimizer(owner, optimizer, folder, plugin.state_dict_kind, optimizer_index)
+    manager.save_optimizer(owner, optimizer, Path(output_dir), plugin.state_dict_kind, optimizer_index)
 
 
 @_if_planned
 def load_fsdp_optimizer(
-    plugin: PlannedFsdpPlugin,
-    accelerator: Any,
-    optimizer: Any,
-    model: Any,
-    input_dir: Any,
-    optimizer_index: int = 0,
-    **_: Any,
+    plugin: Any, accelerator: Any, optimizer: Any, model: Any, input_dir: Any, optimizer_index: int = 0, **_: Any
 ) -> Any:
     optimizer, owner = _with_owner(accelerator, optimizer, model)
     return load_optimizer(owner, optimizer, Path(input_dir), optimizer_index, verify=plugin.spec.checkpoint.verify)

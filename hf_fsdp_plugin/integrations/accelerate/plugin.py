@@ -1,7 +1,11 @@
-"""Accelerate's FSDP plugin, filled from a spec, and the replacement of the stock plugin's constructor.
+"""Accelerate's FSDP plugin, filled from a spec, and the settings that a script gives to a plugin or an Accelerator.
 
 The fields have torch's types because third-party code reads them; this package does not. TRL's ``prepare_fsdp``,
 for example, wraps a reference model with the plugin's fields as arguments of ``FullyShardedDataParallel``.
+
+Stock Accelerate reads ``accelerator.state.fsdp_plugin.min_num_params = …`` when it prepares a model. Here an assignment
+changes the spec, from which the plan of the model is resolved (``PlannedFsdpPlugin.spec_for``). An assignment that
+cannot have this effect is refused.
 """
 
 from __future__ import annotations
@@ -11,9 +15,9 @@ import inspect
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import asdict
+from dataclasses import fields, replace
 from types import MappingProxyType
-from typing import Any, cast
+from typing import Any, Final, cast, get_args
 
 import torch
 import torch.distributed as dist
@@ -27,7 +31,6 @@ from hf_fsdp_plugin.backends.sharding.shard import plan_of
 from hf_fsdp_plugin.backends.torch_types import torch_dtype
 from hf_fsdp_plugin.devices import accelerator_type
 from hf_fsdp_plugin.integrations.accelerate.private import prepared_models, shared_state
-from hf_fsdp_plugin.integrations.accelerate.specs import FIELDS, is_of_peft, refused_assignment, spec_with_assignments
 from hf_fsdp_plugin.integrations.patching import set_loading_variables
 from hf_fsdp_plugin.integrations.session import session
 from hf_fsdp_plugin.messages import print_once, print_warnings
@@ -35,25 +38,17 @@ from hf_fsdp_plugin.plan.presharded import distributed_config_of
 from hf_fsdp_plugin.plan.resolve import resolve
 from hf_fsdp_plugin.plan.wrap_policy import spec_of_further_model
 from hf_fsdp_plugin.problems import Origin, Problem, SpecError
-from hf_fsdp_plugin.sources.accelerate_objects import (
-    PLUGIN,
-    STATE_DICT_CONFIGS,
-    state_dict_options,
-    unused_options,
-)
+from hf_fsdp_plugin.sources.accelerate_objects import PLUGIN, STATE_DICT_CONFIGS, state_dict_options, unused_options
 from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec, StateDictKind
-from hf_fsdp_plugin.spec.load import with_distributed_config
+from hf_fsdp_plugin.spec.load import with_distributed_config, with_plugin_object
 from hf_fsdp_plugin.strategies import STRATEGIES
 
+STATE_DICT_FIELDS: Final = frozenset({"state_dict_type", "state_dict_config", "optim_state_dict_config"})
+"""Fields that scripts may change at any time. Each save reads the type; the options of torch have no effect."""
+FIELDS: Final = frozenset(field.name for field in fields(FullyShardedDataParallelPlugin)) - STATE_DICT_FIELDS
+"""Fields that are settings of the plan."""
 _ARGUMENTS = "_hf_fsdp_arguments"
 """Attribute of a stock plugin: the arguments of its constructor, and the fields that the constructor set."""
-
-_STATE_DICTS: dict[StateDictKind, tuple[fsdp.StateDictType, type, type]] = {
-    "full": (fsdp.StateDictType.FULL_STATE_DICT, fsdp.FullStateDictConfig, fsdp.FullOptimStateDictConfig),
-    "sharded": (fsdp.StateDictType.SHARDED_STATE_DICT, fsdp.ShardedStateDictConfig, fsdp.ShardedOptimStateDictConfig),
-    "local": (fsdp.StateDictType.LOCAL_STATE_DICT, fsdp.LocalStateDictConfig, fsdp.LocalOptimStateDictConfig),
-}
-"""State dict type -> torch's enum member, and torch's options for the state dicts of model and optimizer."""
 
 
 class PlannedFsdpPlugin(FullyShardedDataParallelPlugin):
@@ -66,15 +61,23 @@ class PlannedFsdpPlugin(FullyShardedDataParallelPlugin):
         spec: the settings, from which the plan is resolved when a model is prepared.
         first_calls: the collective calls of the Accelerator whose first call waits for all ranks.
         later_optimizers: optimizers with the parameters of a model that is sharded before they are prepared.
+        evaluated_models: the models that were sharded for evaluation only and still exist, in the order in which they
+            were prepared: reference, teacher and reward models.
+        assigned: the fields that the script has assigned since the spec was made.
+        is_in_use: whether a model has been prepared, so that the settings cannot change any more.
         parallelism_config: the script's ``ParallelismConfig``, whose sizes are in ``spec``.
     """
 
-    later_optimizers: weakref.WeakSet[torch.optim.Optimizer]
     parallelism_config: Any = None
 
     def __init__(self, spec: FsdpSpec) -> None:
         self.first_calls = FirstCalls()
-        self.use_spec(spec)
+        self.later_optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        self.evaluated_models: weakref.WeakKeyDictionary[nn.Module, None] = weakref.WeakKeyDictionary()
+        self.assigned: Mapping[str, Any] = {}
+        self.is_in_use = False
+        session.uses_fsdp = True
+        self._use_spec(spec)
 
     @classmethod
     def replacing(cls, plugin: Any, spec: FsdpSpec) -> PlannedFsdpPlugin:
@@ -82,7 +85,7 @@ class PlannedFsdpPlugin(FullyShardedDataParallelPlugin):
         if type(plugin) is not FullyShardedDataParallelPlugin:
             return cls(spec)
         plugin.__class__ = cls
-        plugin.use_spec(spec)
+        cls.__init__(plugin, spec)
         return cast(PlannedFsdpPlugin, plugin)
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -91,20 +94,14 @@ class PlannedFsdpPlugin(FullyShardedDataParallelPlugin):
         Raises:
             SpecError: a model has been prepared, so the assignment would have no effect.
         """
-        own = self.__dict__
-        if name in FIELDS and not own.get("_is_changing", True) and not _equal(own.get(name), value):
-            if not own["_is_in_use"]:
-                own["_assigned"][name] = value
+        if name in FIELDS and not _equal(getattr(self, name), value):
+            if not self.is_in_use:
+                self.assigned = {**self.assigned, name: value}
             elif not (is_of_peft(value) and self.spec.wrap.policy == "transformer"):
                 raise refused_assignment(name, "a model has been prepared already", "Assign it before prepare().")
         if name in STATE_DICT_CONFIGS and (options := state_dict_options(value)):
             print_once(Problem(code="FSDP-N136", message=unused_options(name, options), origin=Origin(source=PLUGIN)))
-        own[name] = value
-
-    @property
-    def assigned(self) -> Mapping[str, Any]:
-        """The fields that the script has assigned since the spec was made."""
-        return MappingProxyType(self.__dict__["_assigned"])
+        self.__dict__[name] = value
 
     def spec_for(self, model: nn.Module, *, is_first: bool = True, is_trained: bool = True) -> FsdpSpec:
         """Return the settings with which a model is planned. Only here, settings change after they were checked.
@@ -117,70 +114,47 @@ class PlannedFsdpPlugin(FullyShardedDataParallelPlugin):
             SpecError: an assignment cannot have an effect, or its value is invalid, or the ``DistributedConfig``
                 conflicts with the other settings.
         """
-        own, config = self.__dict__, distributed_config_of(model)
-        spec, assigned = self.spec, self.assigned
-        if assigned:
-            spec, own["_assigned"] = spec_with_assignments(spec, assigned), {}
+        config = distributed_config_of(model)
+        spec = spec_with_assignments(self.spec, self.assigned) if self.assigned else self.spec
+        self.assigned = {}
         if is_first:
             spec = with_distributed_config(spec, config)
         if spec != self.spec:
             kind = self.state_dict_kind
-            self.use_spec(spec)
+            self._use_spec(spec)
             self.set_state_dict_type(kind)
             print_warnings(spec.problems)
-        own["_is_in_use"] = True
+        self.is_in_use = True
         if is_first:
             return spec
         return with_distributed_config(spec_of_further_model(spec, model, is_trained=is_trained), config)
 
-    def use_spec(self, spec: FsdpSpec) -> None:
-        """Set every field from ``spec``, before the first model is prepared."""
-        session.uses_fsdp = True
-        own = self.__dict__
-        own.setdefault("_assigned", {})
-        own.setdefault("later_optimizers", weakref.WeakSet())
-        own.update(_is_changing=True, _is_in_use=False)
-        self._set_fields(spec)
-        own["_is_changing"] = False
-
-    def _set_fields(self, spec: FsdpSpec) -> None:
-        strategy = STRATEGIES[spec.sharding.strategy]
-        version2 = spec.fsdp.version == 2
+    def _use_spec(self, spec: FsdpSpec) -> None:
+        """Set every field from ``spec``, as values of the settings and not as assignments of the script."""
         self.spec = spec
-        self.fsdp_version = spec.fsdp.version
-        self.sharding_strategy = fsdp.ShardingStrategy[strategy.torch_name]
-        self.reshard_after_forward = strategy.reshards_after_forward if version2 else None
-        self.backward_prefetch = (
-            None
-            if spec.prefetch.backward == "none"
-            else fsdp.BackwardPrefetch[f"BACKWARD_{spec.prefetch.backward.upper()}"]
+        strategy, prefetch, on_cpu = STRATEGIES[spec.sharding.strategy], spec.prefetch.backward, _runs_on_cpu(spec)
+        self.__dict__.update(
+            fsdp_version=spec.fsdp.version,
+            sharding_strategy=fsdp.ShardingStrategy[strategy.torch_name],
+            reshard_after_forward=strategy.reshards_after_forward if spec.fsdp.version == 2 else None,
+            backward_prefetch=None if prefetch == "none" else fsdp.BackwardPrefetch[f"BACKWARD_{prefetch.upper()}"],
+            mixed_precision_policy=_mixed_precision(spec),
+            auto_wrap_policy=None,
+            cpu_offload=_cpu_offload(spec),
+            ignored_modules=spec.wrap.ignored_modules or None,
+            limit_all_gathers=spec.prefetch.limit_all_gathers,
+            use_orig_params=spec.params.use_orig,
+            param_init_fn=None,
+            # FSDP1's own broadcast refuses modules in CPU memory. The plan broadcasts on every device.
+            sync_module_states=spec.loading.sync_module_states and not on_cpu,
+            forward_prefetch=spec.prefetch.forward,
+            activation_checkpointing=spec.activation.checkpointing != "none" and not spec.activation.native,
+            activation_checkpointing_offload=spec.activation.offload,
+            cpu_ram_efficient_loading=spec.loading.ram_efficient,
+            transformer_cls_names_to_wrap=list(spec.wrap.classes) or None,
+            min_num_params=spec.wrap.min_num_params or None,
         )
-        self.mixed_precision_policy = _mixed_precision(spec)
-        self.auto_wrap_policy: Any = None
-        self.cpu_offload = _cpu_offload(spec)
-        self.ignored_modules: Any = spec.wrap.ignored_modules or None
-        self.limit_all_gathers = spec.prefetch.limit_all_gathers
-        self.use_orig_params = spec.params.use_orig
-        self.param_init_fn = None
-        # FSDP1's own broadcast refuses modules in CPU memory. The plan broadcasts on every device.
-        self.sync_module_states = spec.loading.sync_module_states and not _runs_on_cpu(spec)
-        self.forward_prefetch = spec.prefetch.forward
-        self.activation_checkpointing = spec.activation.checkpointing != "none" and not spec.activation.native
-        self.activation_checkpointing_offload = spec.activation.offload
-        self.cpu_ram_efficient_loading = spec.loading.ram_efficient
-        self.transformer_cls_names_to_wrap = list(spec.wrap.classes) or None
-        self.min_num_params = spec.wrap.min_num_params or None
         self.set_state_dict_type(spec.checkpoint.state_dict)
-        self._evaluated: list[weakref.ref[nn.Module]] = []
-
-    @property
-    def evaluated_models(self) -> list[nn.Module]:
-        """The models that were sharded for evaluation only and still exist: reference, teacher and reward models."""
-        return [model for reference in self._evaluated if (model := reference()) is not None]
-
-    def add_evaluated(self, model: nn.Module) -> None:
-        """Add a model to :attr:`evaluated_models`. Only a weak reference is kept, so that it can be deleted."""
-        self._evaluated.append(weakref.ref(model))
 
     @property
     def state_dict_kind(self) -> StateDictKind:
@@ -191,8 +165,12 @@ class PlannedFsdpPlugin(FullyShardedDataParallelPlugin):
         """Set the state dict type: torch's enum, its number, or a name with or without ``_STATE_DICT``."""
         if state_dict_type is not None:
             self.state_dict_type = state_dict_type
-        self.state_dict_type, config, optim_config = _STATE_DICTS[self.state_dict_kind]
-        self.__dict__.update(state_dict_config=config(), optim_state_dict_config=optim_config())
+        kind = self.state_dict_kind
+        self.__dict__.update(
+            state_dict_type=fsdp.StateDictType[f"{kind.upper()}_STATE_DICT"],
+            state_dict_config=getattr(fsdp, f"{kind.title()}StateDictConfig")(),
+            optim_state_dict_config=getattr(fsdp, f"{kind.title()}OptimStateDictConfig")(),
+        )
 
     @contextmanager
     def with_state_dict_type(self, state_dict_type: fsdp.StateDictType | str | int | None) -> Iterator[None]:
@@ -216,7 +194,9 @@ class PlannedFsdpPlugin(FullyShardedDataParallelPlugin):
             SpecError: the spec does not fit the model.
         """
         spec = spec_of_further_model(self.spec, model, is_trained=True)
-        plan = resolve(spec, model, world_size=_world_size(), device_type=_device_type(spec))
+        world_size = dist.get_world_size() if dist.is_initialized() else 1
+        device_type = "cpu" if _runs_on_cpu(spec) else accelerator_type()
+        plan = resolve(spec, model, world_size=world_size, device_type=device_type)
         units = {id(model.get_submodule(name)) for unit in plan.units for name in unit.modules if name}
         policy = functools.partial(lambda_auto_wrap_policy, lambda_fn=lambda module: id(module) in units)
         self.__dict__["auto_wrap_policy"] = policy
@@ -327,27 +307,18 @@ def _runs_on_cpu(spec: FsdpSpec) -> bool:
     return spec.launch.use_cpu or accelerator_type() == "cpu"
 
 
-def _device_type(spec: FsdpSpec) -> str:
-    return "cpu" if _runs_on_cpu(spec) else accelerator_type()
-
-
-def _world_size() -> int:
-    return dist.get_world_size() if dist.is_initialized() else 1
-
-
 def _mixed_precision(spec: FsdpSpec) -> fsdp.MixedPrecision | fsdp.MixedPrecisionPolicy | None:
     """Return torch's policy of the spec's precision; ``None`` if FSDP1 casts nothing."""
-    dtypes = {
-        name: torch_dtype("unchanged" if dtype == "auto" else dtype)
-        for name, dtype in asdict(spec.precision).items()
-        if name != "fp32_modules"
-    }
-    param, reduce = dtypes["param"], dtypes["reduce"]
+    given = spec.precision
+    param, reduce, output, buffer = (
+        torch_dtype("unchanged" if dtype == "auto" else dtype)
+        for dtype in (given.param, given.reduce, given.output, given.buffer)
+    )
     if spec.fsdp.version == 2:
-        return fsdp.MixedPrecisionPolicy(param_dtype=param, reduce_dtype=reduce, output_dtype=dtypes["output"])
-    if param is None and dtypes["buffer"] is None:
+        return fsdp.MixedPrecisionPolicy(param_dtype=param, reduce_dtype=reduce, output_dtype=output)
+    if param is None and buffer is None:
         return None
-    return fsdp.MixedPrecision(param_dtype=param, reduce_dtype=reduce, buffer_dtype=dtypes["buffer"])
+    return fsdp.MixedPrecision(param_dtype=param, reduce_dtype=reduce, buffer_dtype=buffer)
 
 
 def _cpu_offload(spec: FsdpSpec) -> fsdp.CPUOffload | fsdp.OffloadPolicy:
@@ -360,13 +331,77 @@ def _cpu_offload(spec: FsdpSpec) -> fsdp.CPUOffload | fsdp.OffloadPolicy:
 
 
 def _parse_state_dict_type(value: fsdp.StateDictType | str | int) -> StateDictKind:
-    name = (
-        (value.name if isinstance(value, fsdp.StateDictType) else str(value))
-        .strip()
-        .lower()
-        .removesuffix("_state_dict")
-    )
-    for kind, (member, *_) in _STATE_DICTS.items():
-        if name in (kind, str(member.value)):
-            return kind
+    name = value.name if isinstance(value, fsdp.StateDictType) else str(value)
+    name = name.strip().lower().removesuffix("_state_dict")
+    for kind in get_args(StateDictKind):
+        if name in (kind, str(fsdp.StateDictType[f"{kind.upper()}_STATE_DICT"].value)):
+            return cast(StateDictKind, kind)
     raise ValueError(f"state_dict_type {value!r} is invalid. Use full, sharded or local, or 1, 2 or 3 as in torch.")
+
+
+_MEANING_OF_NONE: Final[Mapping[str, Any]] = MappingProxyType(
+    {
+        "auto_wrap_policy": "no_wrap",
+        "backward_prefetch": "no_prefetch",
+        "min_num_params": 0,
+        "mixed_precision_policy": {f"{name}_dtype": "no" for name in ("param", "reduce", "output", "buffer")},
+    }
+)
+"""Field -> the value that ``None`` stands for. Other fields have no such value."""
+
+
+def spec_with_assignments(spec: FsdpSpec, assigned: Mapping[str, Any]) -> FsdpSpec:
+    """Return ``spec`` with the fields that a script assigned, which override it with a warning.
+
+    Raises:
+        SpecError: a value is not supported, cannot have an effect any more, or conflicts with another setting.
+    """
+    given: dict[str, Any] = {}
+    for name, value in assigned.items():
+        if name == "cpu_ram_efficient_loading":
+            fix = "Set fsdp_cpu_ram_efficient_loading in the config."
+            raise refused_assignment(name, "the model is loaded already", fix)
+        if value is None and name not in _MEANING_OF_NONE:
+            raise refused_assignment(name, "None is not a value of this setting", "Assign the value that is meant.")
+        given[name] = _MEANING_OF_NONE[name] if value is None else value
+    changed = with_plugin_object(spec, given)
+    if changed.precision.param == "fp16" != spec.precision.param:
+        reason = "fp16 needs a gradient scaler, which the Accelerator creates in its constructor"
+        raise refused_assignment("mixed_precision_policy", reason, "Set mixed_precision: fp16 in the config.")
+    return changed
+
+
+def refused_assignment(name: str, reason: str, fix: str) -> SpecError:
+    """Return the error that an assignment would have no effect."""
+    message = f"accelerator.state.fsdp_plugin.{name} was assigned, but {reason}."
+    return SpecError([Problem(code="FSDP-E632", message=message, fix=fix)])
+
+
+def is_of_peft(policy: Any) -> bool:
+    """Return whether a wrap policy is the one that PEFT's ``fsdp_auto_wrap_policy`` returns."""
+    inner = getattr(policy, "keywords", {}).get("policies", ())
+    functions = (getattr(each, "keywords", {}).get("lambda_fn") for each in inner)
+    return any(str(getattr(function, "__module__", "")).startswith("peft.") for function in functions)
+
+
+def with_mixed_precision(spec: FsdpSpec, given: Any) -> FsdpSpec:
+    """Return ``spec`` with the precision of ``Accelerator(mixed_precision=…)``, which overrides the sources.
+
+    Raises:
+        SpecError: the precision is fp8.
+    """
+    if given is None or (given == "no" and not spec.asked("precision.param")):
+        return spec
+    origin = Origin(source="Accelerator()", spelling="mixed_precision", text=str(given))
+    if str(given).lower() == "fp8":
+        message = "mixed_precision=fp8: fp8 is implemented inside the model (torchao, TransformerEngine), not by FSDP."
+        fix = "Set mixed_precision to bf16."
+        raise SpecError([Problem(code="FSDP-E121", setting="precision.param", message=message, fix=fix, origin=origin)])
+    param: Any = given if given in ("bf16", "fp16") else "auto"
+    if param == spec.precision.param:
+        return spec
+    before = spec.origin("precision.param")
+    message, fix = f"{before.written} is overridden by {origin}.", "Set it in one place."
+    overridden = Problem(code="FSDP-W103", setting="precision.param", origin=before, message=message, fix=fix)
+    changed = spec.with_values({"precision.param": param}, {"precision.param": origin})
+    return replace(changed, problems=(*spec.problems, overridden)) if spec.asked("precision.param") else changed

@@ -37,11 +37,11 @@ from hf_fsdp_plugin.hangs.record import step_count
 from hf_fsdp_plugin.integrations.accelerate import private
 from hf_fsdp_plugin.integrations.accelerate.batches import check_even_batches, notice_accumulation
 from hf_fsdp_plugin.integrations.accelerate.plugin import planned_plugin
-from hf_fsdp_plugin.integrations.attempts import agree_on_attempt
 from hf_fsdp_plugin.integrations.call_hooks import name_units
 from hf_fsdp_plugin.integrations.peft import check_adapters
 from hf_fsdp_plugin.integrations.preflight.run import preflight
 from hf_fsdp_plugin.integrations.profiling.run import profiling
+from hf_fsdp_plugin.integrations.resuming import agree_on_attempt
 from hf_fsdp_plugin.integrations.run_report import track_run
 from hf_fsdp_plugin.integrations.saving import prepare_buffers_after_first_step
 from hf_fsdp_plugin.integrations.watch import watch
@@ -129,11 +129,13 @@ def shard_model(
     *,
     is_first: bool = True,
     is_trained: bool = True,
+    plan: FsdpPlan | None = None,
 ) -> nn.Module:
     """Plan and shard one model, and return the sharded model. Collective.
 
     Args:
         is_first: whether it is the first model of the run. Wrap settings that do not fit a further model are replaced.
+        plan: the plan for this model, if there is one already.
 
     Raises:
         SpecError: on all ranks: one of them could not load the model, the attempts before have failed in the same way,
@@ -154,30 +156,31 @@ def shard_model(
             reshard_and_rebind(model, optimizers)
         # 2. Plan: the settings of this model, and the decisions from them.
         with on_all_ranks("planning"):
-            plan = make_plan(accelerator, plugin.spec_for(model, is_first=is_first, is_trained=is_trained), model)
+            if plan is None:
+                spec = plugin.spec_for(model, is_first=is_first, is_trained=is_trained)
+                plan = make_plan(accelerator, spec, model)
         # 3. Agree: the same plan and weights on all ranks.
-        plan = agree_on_plan(plan, model, accelerator.device)
+        same_on_all_ranks("the plan", json.dumps(plan.to_json(), sort_keys=True))
+        if (problem := check_same_weights(plan, model, accelerator.device)) is not None:
+            plan = replace(plan, problems=(*plan.problems, problem))
+        plan = with_padding_warning(plan, model)
+        print_warnings(plan.problems)
         if accelerator.is_main_process:
             logger.info("%s", plan)
         # 4. Compile the units, before FSDP's hooks are added around them.
         _compile_units(accelerator, plan, model)
         # 5. Shard.
         sharded = shard(plan, model, accelerator.device, optimizers)
-        # 6. Hooks: progress, hangs and profiles.
-        watch_model(sharded)
+        # 6. Hooks: the progress, the diagnosis of hangs and the profile of this rank follow the model.
+        step_count.watch_forwards(sharded)
+        watch.follow_thread()
+        name_units(sharded)
+        profiling.watch(sharded)
         if compiler is not None:
             # torch.compile breaks graphs at a module's FSDP hooks, so the sharded module is compiled again.
             compile_call(sharded, compiler)
     private.mark_prepared(accelerator, sharded)
     return sharded
-
-
-def watch_model(sharded: nn.Module) -> None:
-    """Let the progress, the diagnosis of hangs and the profile of this rank follow a sharded model."""
-    step_count.watch_forwards(sharded)
-    watch.follow_thread()
-    name_units(sharded)
-    profiling.watch(sharded)
 
 
 def make_plan(accelerator: Any, spec: FsdpSpec, model: nn.Module) -> FsdpPlan:
@@ -188,33 +191,9 @@ def make_plan(accelerator: Any, spec: FsdpSpec, model: nn.Module) -> FsdpPlan:
         raise SpecError([Problem(code="FSDP-E605", message=message, fix=fix)])
     check_adapters(model)
     check_parameter_hooks(model)
-    return resolve_for(accelerator, spec, model)
-
-
-def resolve_for(state: Any, spec: FsdpSpec, model: nn.Module) -> FsdpPlan:
-    """Return the plan for ``model`` on the ranks of an Accelerator, or of its state."""
-    kind, world_size = state.device.type, state.num_processes
-    return resolve(
-        spec,
-        model,
-        world_size=world_size,
-        device_type=kind,
-        local_world_size=ranks_per_machine(os.environ, world_size, get_device(kind).count()),
-    )
-
-
-def agree_on_plan(plan: FsdpPlan, model: nn.Module, device: torch.device) -> FsdpPlan:
-    """Check that the ranks have the same plan and weights, print the plan's problems, and return it. Collective.
-
-    Raises:
-        SpecError: the ranks have different plans.
-    """
-    same_on_all_ranks("the plan", json.dumps(plan.to_json(), sort_keys=True))
-    if (problem := check_same_weights(plan, model, device)) is not None:
-        plan = replace(plan, problems=(*plan.problems, problem))
-    plan = with_padding_warning(plan, model)
-    print_warnings(plan.problems)
-    return plan
+    kind, world_size = accelerator.device.type, accelerator.num_processes
+    local_size = ranks_per_machine(os.environ, world_size, get_device(kind).count())
+    return resolve(spec, model, world_size=world_size, device_type=kind, local_world_size=local_size)
 
 
 def _compile_units(accelerator: Any, plan: FsdpPlan, model: nn.Module) -> None:
@@ -244,15 +223,14 @@ def _prepare_optimizers(
     with _together(names), on_all_ranks("checking the optimizers"):
         _check_parameters(optimizers, models)
     remember_optimizers(optimizers)
-    problems = []
+    problems: list[Problem | None] = []
     for optimizer in optimizers:
         plan = next((plan_of(model) for model in models if has_parameters_of(model, optimizer)), None)
         if private.can_create_state(optimizer):
             set_state_factory(optimizer, private.create_state)
-        if plan is not None and (problem := apply_step_mode(optimizer, plan)) is not None:
-            problems.append(problem)
-    print_warnings(problems)
-    if errors := [problem for problem in problems if problem.severity == "error"]:
+        problems.append(apply_step_mode(optimizer, plan) if plan is not None else None)
+    print_warnings(filter(None, problems))
+    if errors := [problem for problem in problems if problem is not None and problem.severity == "error"]:
         raise SpecError(errors)
     for optimizer in optimizers:
         step_count.watch(optimizer)
@@ -310,6 +288,6 @@ def prepare_for_evaluation(accelerator: Any, model: nn.Module) -> nn.Module:
         model = shard_model(accelerator, model, is_first=False, is_trained=False)
         plugin = planned_plugin(accelerator)
         assert plugin is not None
-        plugin.add_evaluated(model)
+        plugin.evaluated_models[model] = None
         free_after_forward(model)
     return model.eval()

@@ -62,11 +62,6 @@ def is_prepared(obj: Any) -> bool:
     return bool(getattr(obj, "_is_accelerate_prepared", False))
 
 
-def mark_model_prepared(model: nn.Module) -> None:
-    """Mark a sharded model, so that ``prepare`` returns it unchanged."""
-    model._is_accelerate_prepared = True  # type: ignore[assignment]
-
-
 def mark_prepared(accelerator: Any, *objects: Any) -> None:
     """Mark the models and registered objects among ``objects``, so that another ``prepare`` returns them unchanged."""
     registered = (*accelerator._dataloaders, *accelerator._optimizers, *accelerator._schedulers)

@@ -34,12 +34,10 @@ def init_partial_state(original: Callable[..., None], state: Any, *args: Any, **
     """
     is_given = kwargs.get("backend") is not None or (args and args[0]) or kwargs.get("cpu")
     was_started = dist.is_initialized()
-    local_rank = int(os.environ.get("LOCAL_RANK", -1))
-    if not state.initialized and not dist.is_initialized():
+    if not state.initialized and not was_started:
         _prepare_network()
-    if not state.initialized and not is_given and local_rank >= 0 and not dist.is_initialized():
-        device = select_device(local_rank)
-        if device.type != "cpu":
+        local_rank = int(os.environ.get("LOCAL_RANK", -1))
+        if not is_given and local_rank >= 0 and (device := select_device(local_rank)).type != "cpu":
             _disable_unsupported_transports(device.type)
             timeout = {name: value for name, value in kwargs.items() if name == "timeout"}
             dist.init_process_group(device.process_group_backend, **timeout)
@@ -53,15 +51,10 @@ def init_partial_state(original: Callable[..., None], state: Any, *args: Any, **
     if not was_started and dist.is_initialized() and "timeout" not in kwargs:
         session.early_group = dist.group.WORLD
     _remove_index_of_cpu(state)
-    _correct_barrier(state)
-
-
-def _correct_barrier(state: Any) -> None:
-    """Make barriers use the device of this rank. Accelerate passes the local rank, which is no device if each rank
-    sees only its own. All objects of ``PartialState`` share their attributes.
-    """
     device = getattr(state, "device", None)
     if device is not None and device.index is not None and device.index != state.local_process_index:
+        # Accelerate passes the local rank to barriers, which is no device if each rank sees only its own. All objects
+        # of `PartialState` share their attributes.
         state.wait_for_everyone = functools.partial(dist.barrier, device_ids=[device.index])
 
 
@@ -118,11 +111,11 @@ def _check_backend(backend: str | None, *, source: str) -> None:
         return
     device = accelerator_type()
     asked, found = (
-        dict(pair.split(":") for pair in text.split(",")) if ":" in text else {device: text}
+        dict(pair.split(":") for pair in text.split(",")).get(device) if ":" in text else text
         for text in (backend, str(dist.get_backend_config()))
     )
-    if asked.get(device) != found.get(device):
-        message = f"backend={backend}, but the process group is started already, with {found.get(device)} for {device}."
+    if asked != found:
+        message = f"backend={backend}, but the process group is started already, with {found} for {device}."
         fix = "Remove it, or start the group with it: torch.distributed.init_process_group(BACKEND) before install()."
         raise SpecError([Problem(code="FSDP-E612", message=message, fix=fix, origin=Origin(source=source))])
 

@@ -1,16 +1,24 @@
-"""Replacements of methods of ``TrainingArguments``: this package parses the FSDP settings."""
+"""Replacements of methods of ``TrainingArguments``: this package parses the FSDP settings.
+
+Transformers 5 removed the arguments ``fsdp_min_num_params`` and ``fsdp_transformer_layer_cls_to_wrap``, which commands
+and scripts for Transformers 4 pass beside ``fsdp``. They become keys of ``fsdp_config``, as in Transformers 4. A
+subclass of ``TrainingArguments`` that is a dataclass has a constructor of its own. It is replaced when an instance is
+created, because a subclass may be defined before or after ``install``.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import os
-from collections.abc import Callable
-from functools import partial
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from contextvars import ContextVar
+from types import MappingProxyType
+from typing import Any, Final
 
-from hf_fsdp_plugin.integrations.patching import install_hooks, is_true, set_loading_variables
+from hf_fsdp_plugin.integrations.patching import install_hooks, install_in_subclass, is_true, set_loading_variables
 from hf_fsdp_plugin.integrations.script_arguments import check_object, print_or_raise
-from hf_fsdp_plugin.integrations.session import session
-from hf_fsdp_plugin.integrations.transformers.old_arguments import apply_old_arguments
+from hf_fsdp_plugin.integrations.session import having, holding, session
 from hf_fsdp_plugin.messages import print_warnings
 from hf_fsdp_plugin.problems import Origin, Problem, SpecError
 from hf_fsdp_plugin.sources import distributed_config as source
@@ -19,6 +27,7 @@ from hf_fsdp_plugin.sources.interface import Sources
 from hf_fsdp_plugin.sources.training_arguments import OLD_KEYS, SOURCE
 from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec
 from hf_fsdp_plugin.strategies import STRATEGIES
+from hf_fsdp_plugin.vocabulary import find
 
 _SWITCHES = ("bf16", "fp16", "gradient_checkpointing", "activation_checkpointing")
 """Fields that are settings only if true: false is their default, so the user may not have set it."""
@@ -30,14 +39,14 @@ def validate_arguments(original: Callable[..., None], arguments: Any, *args: Any
     Without ``use_cpu``, Transformers rejects bf16. With it, Transformers ignores ``ddp_timeout``.
     """
     install_hooks("accelerate")
-    apply_old_arguments(arguments)
+    _apply_old_arguments(arguments)
     session.uses_fsdp |= any(getattr(arguments, name, None) for name in ("fsdp", "fsdp_config", *OLD_KEYS))
     if not session.uses_fsdp:
         original(*args, **kwargs)
         return
     if is_true("ACCELERATE_USE_CPU"):
         arguments.use_cpu = True
-    with session.in_arguments(arguments.ddp_timeout_delta):
+    with having(session, group_timeout=arguments.ddp_timeout_delta):
         original(*args, **kwargs)
 
 
@@ -84,7 +93,7 @@ def fsdp_arguments(arguments: Any) -> dict[str, Any]:
     """Return the FSDP fields that are set in a ``TrainingArguments``, as keyword arguments."""
     given = {name: getattr(arguments, name, None) for name in ("fsdp", "fsdp_config", *OLD_KEYS)}
     given |= {name: True for name in _SWITCHES if getattr(arguments, name, None)}
-    return {name: value for name, value in given.items() if value not in (None, "", [], {}, False)}
+    return {name: value for name, value in given.items() if value}
 
 
 def prepare_distribute_model(
@@ -103,10 +112,8 @@ def prepare_distribute_model(
         unknown = [problem for problem in read.problems if problem.code == "FSDP-E020"] if read is not None else []
         if unknown:
             raise SpecError(unknown)
-    read_field = (
-        distributed_config.get if isinstance(distributed_config, dict) else partial(getattr, distributed_config)
-    )
-    sizes = [read_field(name, None) for name in ("fsdp_size", "dp_replicate_size")]
+    fields = distributed_config if isinstance(distributed_config, dict) else vars(distributed_config)
+    sizes = [fields.get(name) for name in ("fsdp_size", "dp_replicate_size")]
     if any(isinstance(size, int) and size > 1 for size in sizes):
         device_map = kwargs.get("device_map", args[0] if args else None)
         if device_map is not None:
@@ -118,3 +125,70 @@ def prepare_distribute_model(
 
             PartialState(cpu=is_true("ACCELERATE_USE_CPU"))
     return original(distributed_config, *args, **kwargs)
+
+
+_CONSTRUCTOR: Final = "transformers.training_args:TrainingArguments.__init__"
+"""The target of the hook whose replacement is :func:`init_arguments`."""
+_given: ContextVar[Mapping[str, Any]] = ContextVar("hf_fsdp_old_arguments", default=MappingProxyType({}))
+"""The arguments of the ``TrainingArguments`` that are being constructed."""
+
+
+def new_arguments(original: Callable[..., Any], kind: type, *args: Any, **kwargs: Any) -> Any:
+    """Replace the constructors of a subclass of ``TrainingArguments`` and of its bases that are dataclasses."""
+    from transformers import TrainingArguments
+
+    for each in kind.__mro__[: kind.__mro__.index(TrainingArguments)]:
+        if {"__init__", "__dataclass_fields__"} <= vars(each).keys() and issubclass(each, TrainingArguments):
+            install_in_subclass(_CONSTRUCTOR, each)
+    return original(kind) if original is object.__new__ else original(kind, *args, **kwargs)
+
+
+def init_arguments(original: Callable[..., None], arguments: Any, *args: Any, **kwargs: Any) -> None:
+    """Accept the arguments as keyword arguments of ``TrainingArguments``, or of a subclass."""
+    own = {field.name for field in dataclasses.fields(arguments)}
+    given = {name: kwargs.pop(name) for name in OLD_KEYS if name in kwargs and name not in own}
+    with holding(_given, {**_given.get(), **given}):
+        original(*args, **kwargs)
+
+
+def init_parser(original: Callable[..., None], parser: Any, dataclass_types: Any = None, **kwargs: Any) -> None:
+    """Add the arguments to an ``HfArgumentParser`` for ``TrainingArguments``."""
+    if dataclass_types is not None:
+        given = dataclass_types if isinstance(dataclass_types, Iterable) else [dataclass_types]
+        dataclass_types = [_with_old_fields(kind) for kind in given]
+    original(dataclass_types, **kwargs)
+
+
+@functools.cache
+def _with_old_fields(kind: Any) -> Any:
+    """Return a dataclass that has the arguments as fields, and that creates instances of ``kind``.
+
+    A class other than a subclass of ``TrainingArguments``, or one with fields of these names, is returned itself.
+    """
+    from transformers import TrainingArguments
+
+    if not isinstance(kind, type) or not issubclass(kind, TrainingArguments):
+        return kind
+    own = {field.name for field in dataclasses.fields(kind)}
+    added = [name for name in OLD_KEYS if name not in own]
+
+    def new(_: type, **given: Any) -> Any:
+        return kind(**{name: value for name, value in given.items() if name not in added or value is not None})
+
+    rows = [(name, find(name, ("fsdp",))) for name in added]
+    help_of = {name: row.about.replace("%", "%%") for name, row in rows if row is not None}
+    fields = [(name, str | None, dataclasses.field(default=None, metadata={"help": help_of[name]})) for name in added]
+    namespace = {"__new__": new, "__module__": kind.__module__, "__doc__": kind.__doc__}
+    return dataclasses.make_dataclass(kind.__name__, fields, bases=(kind,), namespace=namespace) if added else kind
+
+
+def _apply_old_arguments(arguments: Any) -> None:
+    """Add the arguments of the ``TrainingArguments`` that are being constructed to its ``fsdp_config``."""
+    given = {name: value for name, value in _given.get().items() if value}
+    if not given:
+        return
+    if arguments.fsdp_config is None or isinstance(arguments.fsdp_config, Mapping):
+        arguments.fsdp_config = {**(arguments.fsdp_config or {}), **given}
+    else:  # a path or JSON text
+        for name, value in given.items():
+            setattr(arguments, name, value)

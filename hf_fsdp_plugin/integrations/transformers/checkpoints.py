@@ -41,10 +41,10 @@ from hf_fsdp_plugin.integrations.moving_average import save_averages
 from hf_fsdp_plugin.integrations.peft import adapter_state, as_unsharded
 from hf_fsdp_plugin.integrations.profiling.marking import marked
 from hf_fsdp_plugin.integrations.saving import gathered, manager, remove_stale_weights
-from hf_fsdp_plugin.integrations.session import session
+from hf_fsdp_plugin.integrations.session import having, session
 from hf_fsdp_plugin.integrations.transformers import private
 from hf_fsdp_plugin.integrations.transformers.loading import without_progress_bar
-from hf_fsdp_plugin.integrations.transformers.save_pretrained import is_stored_differently
+from hf_fsdp_plugin.integrations.transformers.save_pretrained import is_stored_differently, stores_adapters
 from hf_fsdp_plugin.messages import print_once
 from hf_fsdp_plugin.plan.names import unwrapped
 from hf_fsdp_plugin.spec.fsdp_spec import StateDictKind
@@ -66,37 +66,26 @@ def save_checkpoint(original: Callable[..., None], trainer: Any, model: Any, tri
     )
 
     def manifest() -> Manifest:
-        return manifest_of(
-            trainer.model,
-            _kind_of_checkpoints(trainer),
-            step=trainer.state.global_step,
-            asynchronous=asynchronous,
-            batch=_batch(trainer),
-            run=resuming.run_fact(),
-            adapter_only=is_peft_model(trainer.model),
-        )
+        facts: dict[str, Any] = {"asynchronous": asynchronous, "batch": _batch(trainer), "run": resuming.run_fact()}
+        facts |= {"step": trainer.state.global_step, "adapter_only": is_peft_model(trainer.model)}
+        return manifest_of(trainer.model, _kind_of_checkpoints(trainer), **facts)
 
     rotate = partial(_remove_oldest, trainer, run, final)
     with manager.saving(final, manifest, asynchronous=asynchronous, after=rotate) as save:
         with private.using_run_folder(trainer, save.staging.root):
             original(model, trial)
         save_averages(prepared_models(trainer.accelerator), save.folder)
-        _rename_best(trainer, staged=save.folder, final=final)
+        state, staged = trainer.state, save.folder
+        if state.best_model_checkpoint == str(staged):
+            state.best_model_checkpoint = str(final)
+            if trainer.args.should_save:
+                state.save_to_json(str(staged / TRAINER_STATE))
 
 
 def _kind_of_checkpoints(trainer: Any) -> StateDictKind:
     """Return the state dict type of checkpoints. Those without optimizer state are loaded with `from_pretrained`."""
     kind: StateDictKind = trainer.accelerator.state.fsdp_plugin.state_dict_kind
     return "full" if trainer.args.save_only_model else kind
-
-
-def _rename_best(trainer: Any, *, staged: Path, final: Path) -> None:
-    """Record the final name of the staged checkpoint if it is the best one."""
-    state = trainer.state
-    if state.best_model_checkpoint == str(staged):
-        state.best_model_checkpoint = str(final)
-        if trainer.args.should_save:
-            state.save_to_json(str(staged / TRAINER_STATE))
 
 
 def _remove_oldest(trainer: Any, run: Path, newest: Path) -> None:
@@ -122,14 +111,9 @@ def _batch(trainer: Any) -> dict[str, Any]:
     arguments = trainer.args
     per_device, accumulation = private.train_batch_size(trainer), arguments.gradient_accumulation_steps
     is_split = trainer.accelerator.split_batches  # then all ranks share one batch
-    batch = {
-        "per_device": per_device,
-        "accumulation": accumulation,
-        "world_size": dist.get_world_size(),
-        "samples_per_step": per_device * accumulation if is_split else trainer.get_total_train_batch_size(arguments),
-        "seed": arguments.seed,
-        "data_seed": arguments.data_seed,
-    }
+    samples = per_device * accumulation if is_split else trainer.get_total_train_batch_size(arguments)
+    batch = {"per_device": per_device, "accumulation": accumulation, "world_size": dist.get_world_size()}
+    batch |= {"samples_per_step": samples, "seed": arguments.seed, "data_seed": arguments.data_seed}
     if session.first_samples_per_step is not None:
         batch["first_samples_per_step"] = session.first_samples_per_step
     loader = trainer.callback_handler.train_dataloader
@@ -164,7 +148,7 @@ def save_model(
     if (save := manager.open_save(folder)) is not None:
         _write_companions(trainer, save.folder)
         kind = _kind_of_checkpoints(trainer)
-        if kind == "full" and (_stores_adapters(trainer) or private.overrides_save(trainer)):
+        if kind == "full" and (stores_adapters(unwrapped(trainer.model)) or private.overrides_save(trainer)):
             kind = "sharded"  # the file for `from_pretrained` is written by PEFT, or by the Trainer's own method
         manager.save_model(trainer.model, save.folder, kind, adapter_only=is_peft_model(trainer.model))
         return None
@@ -177,7 +161,7 @@ def save_model(
 
 def _export(trainer: Any, folder: Path) -> None:
     """Write a Hugging Face folder. Every rank writes its shards, except for models that Transformers converts."""
-    model, adapters = trainer.model, _stores_adapters(trainer)
+    model, adapters = trainer.model, stores_adapters(unwrapped(trainer.model))
     is_converted = not adapters and is_stored_differently(unwrapped(model), model_shards(model))
     if is_converted or private.overrides_save(trainer):
         _save_on_rank_0(trainer, folder)
@@ -203,17 +187,15 @@ def _write_companions(trainer: Any, folder: Path) -> None:
     if private.overrides_save(trainer):
         _save_on_rank_0(trainer, folder)
         return
-    adapters = adapter_state(trainer.model, model_shards(trainer.model)) if _stores_adapters(trainer) else None
-    with on_all_ranks(f"writing {folder}"), gathered.pause():
+    adapters = (
+        adapter_state(trainer.model, model_shards(trainer.model)) if stores_adapters(unwrapped(trainer.model)) else {}
+    )
+    with on_all_ranks(f"writing {folder}"), having(gathered, paused=True):
         if not trainer.args.should_save:
             return
-        if adapters is not None:
-            with as_unsharded(unwrapped(trainer.model), adapters):
-                private.save_files(trainer, folder, adapters)
-        else:
-            # Transformers writes a file even for an empty state dict.
-            with without_progress_bar():
-                private.save_files(trainer, folder, {})
+        with as_unsharded(unwrapped(trainer.model), adapters) if adapters else without_progress_bar():
+            private.save_files(trainer, folder, adapters)
+        if not adapters:  # Transformers writes a file even for an empty state dict.
             (folder / safetensors_file(HF_MODEL)).unlink(missing_ok=True)
 
 
@@ -257,11 +239,6 @@ def _linked_run_folder(folder: Path) -> Iterator[None]:
                 entry.replace(run / entry.name)
 
 
-def _stores_adapters(trainer: Any) -> bool:
-    """Return whether only the adapters are stored for ``from_pretrained``: PEFT's models, and ``model.add_adapter``."""
-    return is_peft_model(trainer.model) or private.has_adapters(unwrapped(trainer.model))
-
-
 def _adapter_parameters(folder: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
     """Return dtype and shape of the adapters in a folder, by the names that PEFT gives them there. Collective."""
     with on_all_ranks(f"reading {folder}"):
@@ -288,7 +265,7 @@ def checkpoint_to_resume(trainer: Any, resume: Any) -> Any:
     """
     session.first_samples_per_step = None  # of an earlier training in this script
     if (own := resuming.checkpoint_after_restart(Path(trainer.args.output_dir), TRAINER_PREFIX)) is not None:
-        if saved := resuming.batch_before_restart(own):
+        if saved := resuming.continue_run(own):
             _keep_samples_per_step(trainer, saved)
         return str(own)
     if not resume:

@@ -1,4 +1,6 @@
-"""``from_pretrained`` with RAM-efficient loading: every rank has a whole model, mostly in memory that ranks share.
+"""``hfp.from_pretrained``, and ``from_pretrained`` of Transformers with RAM-efficient loading.
+
+With it, every rank has a whole model, mostly in memory that ranks share.
 
 Transformers maps the files of a checkpoint, and all processes of a machine share the pages of a mapped file. A rank
 needs private memory only for weights that differ from the file: another dtype, or weights that Transformers converts,
@@ -18,7 +20,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import replace
-from typing import Any
+from pathlib import Path
+from typing import Any, Final
 
 import torch
 from torch import nn
@@ -28,15 +31,58 @@ from transformers.utils import logging
 
 from hf_fsdp_plugin.backends.loading.mapped_files import parameter_memory
 from hf_fsdp_plugin.backends.loading.shared_weights import Publication, Received, exchange
+from hf_fsdp_plugin.backends.ranks.agreement import on_all_ranks
 from hf_fsdp_plugin.checkpoint import ModelTensor
-from hf_fsdp_plugin.integrations.patching import has_fsdp_settings, loads_ram_efficiently, variables_in_block
+from hf_fsdp_plugin.integrations.accelerate.accelerator import accelerator
+from hf_fsdp_plugin.integrations.accelerate.prepare import shard_model
+from hf_fsdp_plugin.integrations.patching import (
+    has_fsdp_settings,
+    loading_ram_efficiently,
+    loads_ram_efficiently,
+    variables_in_block,
+)
 from hf_fsdp_plugin.integrations.session import holding
 from hf_fsdp_plugin.integrations.transformers.model_files import check_loaded, check_model
 from hf_fsdp_plugin.integrations.transformers.private import dequantizes_gguf, loading_result
 from hf_fsdp_plugin.messages import print_once
-from hf_fsdp_plugin.problems import Problem
+from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan
+from hf_fsdp_plugin.plan.meta_model import model_class_of
+from hf_fsdp_plugin.problems import Problem, SpecError
+from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec
 from hf_fsdp_plugin.text import format_bytes
 from hf_fsdp_plugin.torch_private.modules import buffers, parameters
+
+
+def from_pretrained(
+    name_or_folder: str | Path, spec_or_plan: FsdpSpec | FsdpPlan, *, model_class: Any = None, **kwargs: Any
+) -> nn.Module:
+    """Load a model and shard it. Collective: all ranks call it with the same arguments.
+
+    No rank has the model in private memory: the files are mapped, and each rank copies its own shards to its device.
+    The result can be passed to ``Accelerator.prepare`` or to a Trainer, or be trained by hand.
+
+    Args:
+        name_or_folder: what ``from_pretrained`` of Transformers accepts.
+        spec_or_plan: from :func:`hf_fsdp_plugin.load_spec` or :func:`hf_fsdp_plugin.resolve`. A plan must be one for
+            this model and this number of ranks.
+        model_class: the class to load; by default the one in the config's ``architectures``.
+        kwargs: other arguments of Transformers' ``from_pretrained``, such as ``dtype``.
+
+    Raises:
+        SpecError: the spec does not enable FSDP, the process is not a rank of a launcher, or the settings do not fit.
+        ValueError: the config names no class of Transformers.
+    """
+    spec = spec_or_plan.spec if isinstance(spec_or_plan, FsdpPlan) else spec_or_plan
+    if not spec.enabled:
+        message = "hf_fsdp_plugin.from_pretrained was called with a spec that does not enable FSDP."
+        fix = "Enable FSDP in the config (distributed_type: FSDP), or call from_pretrained of the model's class."
+        raise SpecError([Problem(code="FSDP-E694", message=message, fix=fix)])
+    prepared_by = accelerator(spec)
+    with on_all_ranks(f"loading {name_or_folder}"):
+        loaded_class = model_class or model_class_of(name_or_folder)
+        with loading_ram_efficiently():
+            model = loaded_class.from_pretrained(name_or_folder, **kwargs)
+    return shard_model(prepared_by, model, plan=spec_or_plan if isinstance(spec_or_plan, FsdpPlan) else None)
 
 
 def is_fsdp_enabled(original: Callable[[], bool]) -> bool:
@@ -56,24 +102,35 @@ def load_pretrained_model(
 
     The parameters have the names of Transformers, whose adapters are loaded with keyword arguments.
     """
+
+    def load() -> Any:
+        return original(model, state_dict, checkpoint_files, load_config, expected_keys)
+
     if not has_fsdp_settings():
-        return _load(original, model, state_dict, checkpoint_files, load_config, expected_keys, {})
+        return load()
     tensors: dict[str, ModelTensor] = {}
     if checkpoint_files and state_dict is None and expected_keys is None:
         tensors = check_model(model, checkpoint_files, load_config)
     with nullcontext() if os.environ.get("RANK", "0") == "0" else without_progress_bar():
-        result = _load(original, model, state_dict, checkpoint_files, load_config, expected_keys, tensors)
+        # expected_keys is given only for adapters, and a device mesh only for models that Transformers shards.
+        if not loads_ram_efficiently() or expected_keys is not None or load_config.device_mesh is not None:
+            result = load()
+        elif obstacle := _obstacle(state_dict, checkpoint_files, load_config):
+            result = load()
+            _report_private_memory(model, obstacle)
+        else:
+            assert checkpoint_files is not None
+            result = _load_shared(original, load, model, checkpoint_files, load_config, tensors)
     check_loaded(model, result[0], load_config)
     return result
 
 
-def _load(
+def _load_shared(
     original: Callable[..., Any],
+    load: Callable[[], Any],
     model: Any,
-    state_dict: Any,
-    files: Sequence[str] | None,
+    files: Sequence[str],
     load_config: Any,
-    expected_keys: Any,
     tensors: Mapping[str, ModelTensor],
 ) -> Any:
     """Load the weights. Weights that need private memory are computed by one rank of the machine.
@@ -81,46 +138,42 @@ def _load(
     Args:
         tensors: name -> tensor of the safetensors files.
     """
-
-    def load() -> Any:
-        return original(model, state_dict, files, load_config, expected_keys)
-
-    # expected_keys is given only for adapters, and a device mesh only for models that Transformers shards.
-    if not loads_ram_efficiently() or expected_keys is not None or load_config.device_mesh is not None:
-        return load()
     is_gguf = dequantizes_gguf(load_config.hf_quantizer)
-    obstacle = None if is_gguf else _obstacle(state_dict, files, load_config)
-    if obstacle is None:
-        assert files is not None
-        if any(name.endswith("_extra_state") for name in tensors):  # not tensors
-            return load()
-        if not is_gguf and not _needs_private_memory(model, tensors, files, load_config):
-            return load()
-        shapes = {} if is_gguf or tensors else _read_shapes(files, load_config)
-        if any(name.endswith("_extra_state") for name in shapes):
-            return load()
-        shared = exchange.join(_key(model, files, load_config))
-        if isinstance(shared, Publication):
-            return _publish(shared, load, model, files)
-        if isinstance(shared, Received):
-            if is_gguf:
-                if not shared.facts["is_complete"]:
-                    return load()
-                result = loading_result(model, shared.facts["missing"], shared.facts["unexpected"])
-            else:
-                meta_config = replace(load_config, device_map={"": "meta"})
-                shapes = shapes or _read_shapes(files, load_config)
-                result = original(model, shapes, None, meta_config, expected_keys)
-            if _fill(model, shared, _real_paths(files), sorted(result[0].missing_keys)):
-                return result
-        obstacle = "this machine cannot share memory between processes"
+    if not is_gguf and not _needs_private_memory(model, tensors, files, load_config):
+        return load()
+    shapes = {} if is_gguf or tensors else _read_shapes(files, load_config)
+    if any(name.endswith("_extra_state") for name in (*tensors, *shapes)):  # not tensors
+        return load()
+    transforms = [
+        [repr(transform), [[type(op).__qualname__, str(vars(op))] for op in getattr(transform, "operations", ())]]
+        for transform in load_config.weight_mapping or ()
+    ]
+    settings = [str(load_config.dtype), str(load_config.dtype_plan), load_config.ignore_mismatched_sizes]
+    shared = exchange.join(_key(model, files, *settings, transforms))
+    if isinstance(shared, Publication):
+        return _publish(shared, load, model, files)
+    if isinstance(shared, Received):
+        if is_gguf:
+            if not shared.facts["is_complete"]:
+                return load()
+            result = loading_result(model, shared.facts["missing"], shared.facts["unexpected"])
+        else:
+            meta_config = replace(load_config, device_map={"": "meta"})
+            result = original(model, shapes or _read_shapes(files, load_config), None, meta_config, None)
+        if _fill(model, shared, _real_paths(files), sorted(result[0].missing_keys)):
+            return result
     result = load()
-    _report_private_memory(model, obstacle)
+    _report_private_memory(model, _CANNOT_SHARE)
     return result
+
+
+_CANNOT_SHARE: Final = "this machine cannot share memory between processes"
 
 
 def _obstacle(state_dict: Any, files: Sequence[str] | None, load_config: Any) -> str | None:
     """Return why the weights cannot be shared; ``None`` if they can."""
+    if dequantizes_gguf(load_config.hf_quantizer):
+        return None
     if load_config.is_quantized:
         method = load_config.hf_quantizer.quantization_config.quant_method
         return f"the weights are quantized ({getattr(method, 'value', method)})"
@@ -155,7 +208,7 @@ def _needs_private_memory(
     return len({dtype for dtype in stored if dtype.is_floating_point} | wanted) > 1
 
 
-def _key(model: Any, files: Sequence[str], load_config: Any) -> str:
+def _key(model: Any, files: Sequence[str], *settings: Any) -> str:
     """Return a digest of everything that the loaded weights depend on."""
     stats = [(path, os.stat(path)) for path in _real_paths(files)]
     content = [
@@ -163,13 +216,7 @@ def _key(model: Any, files: Sequence[str], load_config: Any) -> str:
         f"{type(model).__module__}.{type(model).__qualname__}",
         model.config.to_json_string(use_diff=False),
         [[name, str(tensor.dtype), list(tensor.shape)] for name, tensor in model.state_dict().items()],
-        str(load_config.dtype),
-        str(load_config.dtype_plan),
-        load_config.ignore_mismatched_sizes,
-        [
-            [repr(transform), [[type(op).__qualname__, str(vars(op))] for op in getattr(transform, "operations", ())]]
-            for transform in load_config.weight_mapping or ()
-        ],
+        settings,
     ]
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
@@ -200,23 +247,20 @@ def _publish(publication: Publication, load: Callable[[], Any], model: Any, file
     except BaseException:
         publication.close()
         raise
+    published = False
     if all(type(tensor.data) is torch.Tensor and tensor.device.type == "cpu" for tensor in loaded.values()):
-        published = publication.publish(loaded, _real_paths(files), _facts(result[0]))
+        info = result[0]
+        facts = {
+            "missing": sorted(info.missing_keys),
+            "unexpected": sorted(info.unexpected_keys),
+            "is_complete": not (info.mismatched_keys or info.conversion_errors or info.error_msgs),
+        }
+        published = publication.publish(loaded, _real_paths(files), facts)
     else:
         publication.close()
-        published = False
     if not published:
-        _report_private_memory(model, "this machine cannot share memory between processes")
+        _report_private_memory(model, _CANNOT_SHARE)
     return result
-
-
-def _facts(info: Any) -> dict[str, Any]:
-    """Return what the other ranks have to know about a load."""
-    return {
-        "missing": sorted(info.missing_keys),
-        "unexpected": sorted(info.unexpected_keys),
-        "is_complete": not (info.mismatched_keys or info.conversion_errors or info.error_msgs),
-    }
 
 
 def _fill(model: nn.Module, received: Received, files: Sequence[str], missing: list[str]) -> bool:
@@ -251,15 +295,12 @@ def _report_private_memory(model: nn.Module, reason: str) -> None:
     """Print that every rank has its own copy of the weights, with its size."""
     num_bytes = parameter_memory(model.parameters()).private_bytes
     if num_bytes:
-        print_once(
-            Problem(
-                code="FSDP-W660",
-                setting="loading.ram_efficient",
-                message=f"every rank loads {type(model).__name__} into its own memory, {format_bytes(num_bytes)} on "
-                f"each rank, because {reason}.",
-                fix="Provide that memory for each rank, or load unquantized weights from safetensors files.",
-            )
+        message = (
+            f"every rank loads {type(model).__name__} into its own memory, {format_bytes(num_bytes)} on each rank, "
+            f"because {reason}."
         )
+        fix = "Provide that memory for each rank, or load unquantized weights from safetensors files."
+        print_once(Problem(code="FSDP-W660", setting="loading.ram_efficient", message=message, fix=fix))
 
 
 _PARTS = 2
@@ -302,7 +343,7 @@ def load_gguf_checkpoint(
     arguments = (gguf_checkpoint_path, return_tensors, model_to_load, torch_dtype)
     if not return_tensors or not loads_ram_efficiently():
         return original(*arguments)
-    shared = exchange.join(_gguf_key(gguf_checkpoint_path, model_to_load, torch_dtype))
+    shared = exchange.join(_key(model_to_load, [gguf_checkpoint_path], "gguf", str(torch_dtype)))
     if isinstance(shared, Received):
         return {**original(gguf_checkpoint_path), "tensors": shared.tensors([])}
     if shared is None:
@@ -316,15 +357,6 @@ def load_gguf_checkpoint(
         raise
     shared.publish(content["tensors"], [], None)
     return content
-
-
-def _gguf_key(path: str, model: Any, dtype: torch.dtype | None) -> str:
-    """Return a digest of everything that the tensors depend on."""
-    real, status = os.path.realpath(path), os.stat(path)
-    kind = f"{type(model).__module__}.{type(model).__qualname__}"
-    names = [[name, list(tensor.shape)] for name, tensor in model.state_dict().items()]
-    content = [real, status.st_size, status.st_mtime_ns, kind, model.config.to_json_string(use_diff=False), names]
-    return hashlib.sha256(json.dumps(["gguf", *content, str(dtype)]).encode()).hexdigest()
 
 
 def get_gguf_hf_weights_map(

@@ -9,13 +9,14 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from hf_fsdp_plugin.contracts import Contract, contracts_of, guard
+from hf_fsdp_plugin.integrations.session import having
 from hf_fsdp_plugin.plan.names import unwrapped
 
 _TRAINER = "transformers.trainer:Trainer"
@@ -126,14 +127,9 @@ def run_folder(trainer: Any, trial: Any) -> Path:
     return Path(trainer._get_output_dir(trial=trial))
 
 
-@contextmanager
-def using_run_folder(trainer: Any, folder: Path) -> Iterator[None]:
+def using_run_folder(trainer: Any, folder: Path) -> AbstractContextManager[None]:
     """Make the Trainer write its checkpoint to ``folder``. It finds no older checkpoints there, so it deletes none."""
-    trainer._get_output_dir = lambda trial=None: str(folder)
-    try:
-        yield
-    finally:
-        del trainer._get_output_dir
+    return having(trainer, _get_output_dir=lambda trial=None: str(folder))
 
 
 def save_files(trainer: Any, folder: Path, state_dict: Mapping[str, torch.Tensor]) -> None:
@@ -142,16 +138,11 @@ def save_files(trainer: Any, folder: Path, state_dict: Mapping[str, torch.Tensor
         trainer._save(str(folder), state_dict=state_dict)
 
 
-@contextmanager
-def _without_distributed_config(model: Any) -> Iterator[None]:
+def _without_distributed_config(model: Any) -> AbstractContextManager[None]:
     """Let ``save_pretrained`` write a given state dict: with a ``DistributedConfig`` it would gather the model."""
     config: Any = getattr(model, "config", None)
-    hidden = vars(config).pop("distributed_config", None) if config is not None else None
-    try:
-        yield
-    finally:
-        if hidden is not None:
-            config.distributed_config = hidden
+    is_sharded = config is not None and "distributed_config" in vars(config)
+    return having(config, distributed_config=None) if is_sharded else nullcontext()
 
 
 def overrides_save(trainer: Any) -> bool:
@@ -161,23 +152,15 @@ def overrides_save(trainer: Any) -> bool:
     return type(trainer)._save is not Trainer._save
 
 
-@contextmanager
-def loading_sharded_models(trainer: Any) -> Iterator[None]:
+def loading_sharded_models(trainer: Any) -> AbstractContextManager[None]:
     """Use the Trainer's own methods that load a checkpoint, which load shards, instead of those of a subclass."""
     from transformers import Trainer
 
-    names = [
-        name
-        for name in ("_load_from_checkpoint", "_load_best_model")
-        if getattr(type(trainer), name) is not getattr(Trainer, name)
-    ]
-    for name in names:
-        setattr(trainer, name, getattr(Trainer, name).__get__(trainer))
-    try:
-        yield
-    finally:
-        for name in names:
-            delattr(trainer, name)
+    return having(
+        trainer,
+        _load_from_checkpoint=Trainer._load_from_checkpoint.__get__(trainer),
+        _load_best_model=Trainer._load_best_model.__get__(trainer),
+    )
 
 
 def train_batch_size(trainer: Any) -> int:
@@ -204,12 +187,8 @@ def saved_by_one_rank(model: Any, num_parameters: int) -> Iterator[None]:
     """Let one rank call ``save_pretrained`` with a state dict: without collectives, and with the number of parameters
     of the whole model, which the index of the files contains.
     """
-    model.__dict__["num_parameters"] = lambda *args, **kwargs: num_parameters
-    try:
-        with _without_distributed_config(model):
-            yield
-    finally:
-        del model.__dict__["num_parameters"]
+    with having(model, num_parameters=lambda *args, **kwargs: num_parameters), _without_distributed_config(model):
+        yield
 
 
 def untrained_copy(trainer: Any) -> Any:

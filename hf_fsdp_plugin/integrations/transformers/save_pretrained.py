@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from accelerate.utils import convert_file_size_to_int
+from accelerate.utils.modeling import is_peft_model
 
 from hf_fsdp_plugin.backends.ranks.agreement import gather_objects, on_all_ranks
 from hf_fsdp_plugin.backends.ranks.collective_entry import collective_call
@@ -25,15 +26,7 @@ from hf_fsdp_plugin.backends.sharding.shard import ModuleLocation, locate_module
 from hf_fsdp_plugin.checkpoint import ModelShards, gathered_state
 from hf_fsdp_plugin.checkpoint.names import HF_MODEL, safetensors_file
 from hf_fsdp_plugin.integrations.peft import adapter_state, as_unsharded
-from hf_fsdp_plugin.integrations.saving import (
-    FIX,
-    bind_call,
-    call_name,
-    exporting,
-    gathered,
-    manager,
-    shards_at,
-)
+from hf_fsdp_plugin.integrations.saving import FIX, bind_call, call_name, exporting, gathered, manager, shards_at
 from hf_fsdp_plugin.integrations.torch_functions import flat_storages, is_shard
 from hf_fsdp_plugin.integrations.transformers import private
 from hf_fsdp_plugin.integrations.transformers.loading import without_progress_bar
@@ -45,19 +38,11 @@ _NOT_SHARED = "FSDP-E405"
 
 
 def save_pretrained(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
-    """Write the whole of a sharded model, or of a model in one. Collective, unless ``state_dict`` is given."""
-    return _save(original, model, args, kwargs, is_peft=False)
+    """Write the whole of a sharded model, or of a model in one. Collective, unless ``state_dict`` is given.
 
-
-def save_peft_model(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
-    """Write the whole adapters of a sharded model of PEFT. Collective, unless ``state_dict`` is given.
-
-    Only the weights that PEFT stores are gathered: adapters, ``modules_to_save``, and embeddings if they are stored.
+    Of a model of PEFT, only the weights that PEFT stores are gathered and written: adapters, ``modules_to_save``, and
+    embeddings if they are stored.
     """
-    return _save(original, model, args, kwargs, is_peft=True)
-
-
-def _save(original: Callable[..., Any], model: Any, args: Any, kwargs: Any, *, is_peft: bool) -> Any:
     place = None if gathered.paused else locate_module(model)
     if place is None:
         return original(*args, **kwargs)
@@ -71,37 +56,37 @@ def _save(original: Callable[..., Any], model: Any, args: Any, kwargs: Any, *, i
         writes = answer is not None or dist.get_rank() == 0 or bool(given)
         if not call["is_main_process"] or not writes:
             return None
-        _check_given_state(model, place, given, only_trainable=is_peft)
-        return _write(original, model, call, given, is_peft=is_peft)
+        _check_given_state(model, place, given)
+        return _write(original, model, call, given)
     if answer is not None:
-        return _write(original, model, call, answer, is_peft=is_peft)
+        return _write(original, model, call, answer)
     with collective_call(call_name("save_pretrained", model), fix=FIX):
-        _save_together(original, model, place, call, is_peft=is_peft)
+        _save_together(original, model, place, call)
     return None
 
 
-def _save_together(
-    original: Callable[..., Any], model: Any, place: ModuleLocation, call: dict[str, Any], *, is_peft: bool
-) -> None:
+def _save_together(original: Callable[..., Any], model: Any, place: ModuleLocation, call: dict[str, Any]) -> None:
     """Write the weights of all ranks to the folders of the main processes. Collective."""
     with on_all_ranks("reading the layout of the model"):
-        _check_supported(model, call, is_peft=is_peft)
+        _check_supported(model, call)
         shards = shards_at(place)
     folder = str(Path(call["save_directory"]).absolute())
     folders = [folder for folder, writes in gather_objects((folder, bool(call["is_main_process"]))) if writes]
     if not folders:
         return
     call["save_directory"] = folders[0]
+    is_peft = is_peft_model(model)
     is_whole = is_peft or len(set(folders)) > 1 or _needs_whole_tensors(model, place, shards, call)
     if not is_whole and _write_side_by_side(original, model, place, call):
         return
-    if is_peft:
-        state = adapter_state(model, shards, save_embedding_layers=call["save_embedding_layers"])
+    if stores_adapters(model):
+        settings = {"save_embedding_layers": call["save_embedding_layers"]} if is_peft else {}
+        state = adapter_state(model, shards, **settings)
     else:
-        state = adapter_state(model, shards) if private.has_adapters(model) else gathered_state(shards)
+        state = gathered_state(shards)
     with on_all_ranks(f"writing {folders[0]}"):
         if dist.get_rank() == 0:
-            _write(original, model, call, state, is_peft=is_peft)
+            _write(original, model, call, state)
 
 
 def _write_side_by_side(original: Callable[..., Any], model: Any, place: ModuleLocation, call: dict[str, Any]) -> bool:
@@ -116,7 +101,7 @@ def _write_side_by_side(original: Callable[..., Any], model: Any, place: ModuleL
             with on_all_ranks(f"writing {final}"):
                 if dist.get_rank() == 0:
                     with without_progress_bar():
-                        _write(original, model, {**call, "save_directory": str(save.folder)}, {}, is_peft=False)
+                        _write(original, model, {**call, "save_directory": str(save.folder)}, {})
                     (save.folder / safetensors_file(HF_MODEL)).unlink(missing_ok=True)
             size = convert_file_size_to_int(call["max_shard_size"])
             manager.save_model(place.root, save.folder, "full", max_shard_size=size)
@@ -127,17 +112,20 @@ def _write_side_by_side(original: Callable[..., Any], model: Any, place: ModuleL
     return True
 
 
-def _write(
-    original: Callable[..., Any], model: Any, call: Mapping[str, Any], state: Mapping[str, Any], *, is_peft: bool
-) -> Any:
+def _write(original: Callable[..., Any], model: Any, call: Mapping[str, Any], state: Mapping[str, Any]) -> Any:
     """Call the original method for a given state dict, on this rank only."""
     with ExitStack() as stack:
-        if not is_peft:
+        if not is_peft_model(model):
             tensors = {id(tensor): tensor for name, tensor in state.items() if name not in _buffer_names(model)}
             stack.enter_context(private.saved_by_one_rank(model, sum(tensor.numel() for tensor in tensors.values())))
-        if is_peft or private.has_adapters(model):
+        if stores_adapters(model):
             stack.enter_context(as_unsharded(model, state))
         return original(**{**call, "state_dict": dict(state), "is_main_process": True})
+
+
+def stores_adapters(model: Any) -> bool:
+    """Return whether only the adapters are stored for ``from_pretrained``: PEFT's models, and ``model.add_adapter``."""
+    return is_peft_model(model) or private.has_adapters(model)
 
 
 def _buffer_names(model: Any) -> set[str]:
@@ -172,19 +160,17 @@ def is_stored_differently(model: Any, shards: ModelShards, *, convert: bool = Tr
     return {name: tensor.shape for name, tensor in stored.items()} != {n: t.shape for n, t in on_meta.items()}
 
 
-def _check_given_state(
-    model: Any, place: ModuleLocation, state: Mapping[str, Any], *, only_trainable: bool = False
-) -> None:
+def _check_given_state(model: Any, place: ModuleLocation, state: Mapping[str, Any]) -> None:
     """Raise ``SpecError`` if a given state dict lacks weights of the model, or has shards instead of whole tensors."""
     shards = shards_at(place)
     storages = flat_storages()
     names = shards.names()
-    quantized, trainable = private.is_quantized(model), only_trainable or private.has_adapters(model)
+    quantized, only_trained = private.is_quantized(model), stores_adapters(model)
     missing, partial = [], []
     for held in shards.tensors:
         given = [state[name] for name in names[held.name] if name in state]
         if not given:
-            required = not trainable or not (held.frozen or held.name in _buffer_names(model))
+            required = not only_trained or not (held.frozen or held.name in _buffer_names(model))
             if required and not set(names[held.name]) & set(private.ignored_on_save(model)):
                 missing.append(held.name)
         elif any(is_shard(tensor, storages) for tensor in given) or (
@@ -201,8 +187,8 @@ def _check_given_state(
         raise SpecError([Problem(code="FSDP-E671", message=message, fix=fix)])
 
 
-def _check_supported(model: Any, call: Mapping[str, Any], *, is_peft: bool) -> None:
-    if not is_peft and private.is_quantized(model) and not private.has_adapters(model):
+def _check_supported(model: Any, call: Mapping[str, Any]) -> None:
+    if private.is_quantized(model) and not stores_adapters(model):
         message = f"the weights of {type(model).__name__} are quantized and sharded, and cannot be stored as one model."
         fix = "Save the adapters that were trained (PeftModel.save_pretrained); the base model is unchanged."
         raise SpecError([Problem(code="FSDP-E673", message=message, fix=fix)])

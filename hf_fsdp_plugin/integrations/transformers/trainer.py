@@ -12,8 +12,8 @@ To support the Trainer of another library:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -23,24 +23,19 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.utils import find_labels
 
 from hf_fsdp_plugin.backends.optimizers.parameters import replicate
-from hf_fsdp_plugin.backends.ranks.collective_entry import (
-    TRAINING_LIMIT,
-    preparation_limit,
-    wait_for_all_ranks,
-)
+from hf_fsdp_plugin.backends.ranks.collective_entry import TRAINING_LIMIT, preparation_limit, wait_for_all_ranks
 from hf_fsdp_plugin.backends.sharding.shard import plan_of
 from hf_fsdp_plugin.backends.sharding.submodule_calls import free_gathered
 from hf_fsdp_plugin.checkpoint.names import TRAINER_PREFIX
 from hf_fsdp_plugin.integrations.accelerate.arguments import is_left_to_transformers
 from hf_fsdp_plugin.integrations.accelerate.plugin import if_planned, if_sharded, planned_plugin
 from hf_fsdp_plugin.integrations.accelerate.private import prepared_models
-from hf_fsdp_plugin.integrations.attempts import agree_on_attempt
 from hf_fsdp_plugin.integrations.moving_average import ExponentialMovingAverage
 from hf_fsdp_plugin.integrations.patching import install_hooks, override_hooked_methods
-from hf_fsdp_plugin.integrations.resuming import is_started_again
+from hf_fsdp_plugin.integrations.resuming import agree_on_attempt, is_started_again
 from hf_fsdp_plugin.integrations.run_report import report_run, set_output_dir
 from hf_fsdp_plugin.integrations.saving import manager
-from hf_fsdp_plugin.integrations.session import session
+from hf_fsdp_plugin.integrations.session import having, session
 from hf_fsdp_plugin.integrations.transformers import private
 from hf_fsdp_plugin.integrations.transformers.arguments import fsdp_arguments
 from hf_fsdp_plugin.integrations.transformers.checkpoints import checkpoint_to_resume
@@ -63,13 +58,9 @@ def create_accelerator(original: Callable[[], None], trainer: Any) -> None:
     """
     install_hooks("accelerate")
     spec = _spec_of_trainer(trainer)
-    only_model = trainer.args.save_only_model
-    trainer.args.save_only_model = only_model and spec is None
-    try:
-        with session.in_trainer(spec):
-            original()
-    finally:
-        trainer.args.save_only_model = only_model
+    only_model = trainer.args.save_only_model and spec is None
+    with having(trainer.args, save_only_model=only_model), having(session, trainer_spec=spec):
+        original()
     if spec is not None:
         set_output_dir(trainer.accelerator, trainer.args.output_dir)
 
@@ -94,29 +85,24 @@ def validate_args(original: Callable[[], None], trainer: Any) -> None:
 
     Under FSDP1, the Trainer prepares its model before the optimizer.
     """
-    given = trainer.optimizer, trainer.lr_scheduler
     plugin = planned_plugin(trainer.accelerator)
     is_supported = plugin is not None or distributed_config_of(trainer.model) is not None
-    if is_supported and trainer.model_init is None and trainer.optimizer_cls_and_kwargs is None:
-        trainer.optimizer = trainer.lr_scheduler = None
-        if plugin is not None and given[0] is not None:
-            plugin.later_optimizers.add(given[0])
-    try:
+    if not is_supported or trainer.model_init is not None or trainer.optimizer_cls_and_kwargs is not None:
         original()
-    finally:
-        trainer.optimizer, trainer.lr_scheduler = given
+        return
+    if plugin is not None and trainer.optimizer is not None:
+        plugin.later_optimizers.add(trainer.optimizer)
+    with having(trainer, optimizer=None, lr_scheduler=None):
+        original()
 
 
 def set_signature_columns(original: Callable[[], None], trainer: Any) -> None:
     """Read the columns from the signature of the unwrapped model: FSDP1's wrapper accepts any argument."""
-    model, inner = trainer.model, unwrapped(trainer.model)
-    if inner is not model and not trainer.label_names:
+    inner = unwrapped(trainer.model)
+    if inner is not trainer.model and not trainer.label_names:
         trainer.label_names = find_labels(type(inner))
-    trainer.model = inner
-    try:
+    with having(trainer, model=inner):
         original()
-    finally:
-        trainer.model = model
 
 
 class WeightDecayCheck(TrainerCallback):
@@ -152,8 +138,9 @@ def evaluation_loop(original: Callable[..., Any], trainer: Any, *args: Any, **kw
     if not is_prepared:
         trainer.model = trainer.model_wrapped = trainer.accelerator.prepare(trainer.model)
     with ExitStack() as stack:
-        for callback in moving_averages(trainer):
-            stack.enter_context(callback.evaluating())
+        for callback in trainer.callback_handler.callbacks:
+            if isinstance(callback, ExponentialMovingAverageCallback):
+                stack.enter_context(callback.evaluating())
         output = original(*args, **kwargs)
     free_gathered(trainer.model)
     return output
@@ -182,12 +169,9 @@ def train(original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any)
     manager.wait()
     given = trainer.args
     checkpoint = Path(given.output_dir) / f"{TRAINER_PREFIX}{trainer.state.global_step}"
-    report_run(
-        trainer.accelerator,
-        output_dir=given.output_dir,
-        batch=BatchShape(per_device=given.per_device_train_batch_size, accumulation=given.gradient_accumulation_steps),
-        checkpoint=checkpoint if checkpoint.is_dir() else None,
-    )
+    batch = BatchShape(per_device=given.per_device_train_batch_size, accumulation=given.gradient_accumulation_steps)
+    last = checkpoint if checkpoint.is_dir() else None
+    report_run(trainer.accelerator, output_dir=given.output_dir, batch=batch, checkpoint=last)
     return result
 
 
@@ -258,18 +242,11 @@ class ExponentialMovingAverageCallback(TrainerCallback):
         """Return a callback with the same settings for another Trainer."""
         return ExponentialMovingAverageCallback(self._decay, evaluate=self._evaluate, export=self._export)
 
-    @contextmanager
-    def evaluating(self) -> Iterator[None]:
+    def evaluating(self) -> AbstractContextManager[None]:
         """Let the model have the averages in the block, if they are used for evaluations."""
         if not self._evaluate or self.average is None or self.average.is_applied:
-            yield
-            return
-        with self.average.applied():
-            yield
-
-
-def moving_averages(trainer: Any) -> list[ExponentialMovingAverageCallback]:
-    return [each for each in trainer.callback_handler.callbacks if isinstance(each, ExponentialMovingAverageCallback)]
+            return nullcontext()
+        return self.average.applied()
 
 
 def prepare_moving_averages(trainer: Any, checkpoint: Any) -> None:
@@ -283,8 +260,8 @@ def prepare_moving_averages(trainer: Any, checkpoint: Any) -> None:
             message = f"{type(callback).__name__} averages whole copies of the weights, but each rank has only shards."
             fix = "Use hfp.ExponentialMovingAverageCallback, which averages the shards, or train without FSDP."
             raise SpecError([Problem(code="FSDP-E627", message=message, fix=fix)])
-    for average in moving_averages(trainer):
-        average.resume_from = Path(checkpoint) if isinstance(checkpoint, str | Path) else None
+        if isinstance(callback, ExponentialMovingAverageCallback):
+            callback.resume_from = Path(checkpoint) if isinstance(checkpoint, str | Path) else None
 
 
 @if_sharded
@@ -293,14 +270,10 @@ def prediction_step(original: Callable[..., Any], trainer: Any, *args: Any, **kw
 
     It gathers unit by unit, as in a forward. The loss is computed by the wrapper, which is the first of ``args``.
     """
-    wrapped = trainer.model
-    if not isinstance(wrapped, FullyShardedDataParallel):
+    if not isinstance(trainer.model, FullyShardedDataParallel):
         return original(*args, **kwargs)
-    trainer.model = wrapped.module
-    try:
+    with having(trainer, model=trainer.model.module):
         return original(*args, **kwargs)
-    finally:
-        trainer.model = wrapped
 
 
 def replicate_parameters_of_losses(trainer: Any) -> None:
