@@ -1,4 +1,4 @@
-"""The batches of an Accelerate loop: their number on each rank, and the samples of an optimizer step after a restart.
+"""Batches: their number on each rank, and the samples of an optimizer step after a restart with other ranks.
 
 A restart may have another number of ranks. Then the gradient accumulation changes, so that a step has as many samples
 as before. Schedulers that ``prepare`` has wrapped advance once per rank in each step. Scripts give them a length that
@@ -8,7 +8,7 @@ either counts the batches of all ranks, which stays the same, or is multiplied b
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -17,7 +17,6 @@ import torch.distributed as dist
 from torch.optim.lr_scheduler import LambdaLR
 
 from hf_fsdp_plugin.integrations.accelerate import private
-from hf_fsdp_plugin.integrations.resuming import kept_accumulation, print_accumulation, samples_problem
 from hf_fsdp_plugin.integrations.session import session
 from hf_fsdp_plugin.messages import print_once
 from hf_fsdp_plugin.problems import Problem
@@ -189,3 +188,64 @@ def _is_same(factors: list[float] | None, saved: list[float] | None) -> bool | N
     if factors is None or saved is None:
         return None
     return all(math.isclose(a, b, rel_tol=1e-6, abs_tol=1e-9) for a, b in zip(factors, saved, strict=True))
+
+
+def kept_accumulation(saved: Mapping[str, Any], now: Mapping[str, Any]) -> int:
+    """Return the gradient accumulation with which a step has as many samples as in the first attempt of a run.
+
+    Args:
+        saved, now: the field ``batch`` of the manifest, as the checkpoint contains it and as this attempt would write
+            it.
+
+    Returns:
+        The nearest number if it does not divide; that of ``now`` if nothing is known of the steps.
+    """
+    before, size, unit = _step_sizes(saved, now)
+    target = saved.get("first_samples_per_step", before) if unit == "samples" else before
+    accumulation: int = now["accumulation"]
+    return max(1, round(target * accumulation / size)) if target and size else accumulation
+
+
+def _step_sizes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[int, int, str]:
+    """Return what a step had and has, and the unit: the batches of all ranks if the samples of one are not known."""
+    samples = saved.get("samples_per_step"), now.get("samples_per_step")
+    if samples[0] and samples[1]:
+        return samples[0], samples[1], "samples"
+    before, size = (each.get("accumulation", 0) * each.get("world_size", 0) for each in (saved, now))
+    return before, size, "batches"
+
+
+def print_accumulation(saved: Mapping[str, Any], now: Mapping[str, Any], given: int) -> None:
+    """Print that a restart has changed the gradient accumulation from ``given``."""
+    if now["accumulation"] != given:
+        before, size, unit = _step_sizes(saved, now)
+        print_once(
+            f"{saved['world_size']} ranks have saved, {now['world_size']} resume: gradient_accumulation_steps is "
+            f"{now['accumulation']} instead of {given}, and a step has {size} {unit} (before: {before})."
+        )
+
+
+def samples_problem(
+    checkpoint: Path, saved: Mapping[str, Any], now: Mapping[str, Any], further: Sequence[str] = ()
+) -> Problem | None:
+    """Return a warning if the steps after a checkpoint have other samples than those of an uninterrupted run.
+
+    Args:
+        saved, now: as in :func:`kept_accumulation`, for this attempt with its present accumulation.
+        further: other differences that the caller has found.
+    """
+    differences = list(further)
+    before, size, unit = _step_sizes(saved, now)
+    fix = "The training continues; only these steps differ."
+    if before and size and before != size:
+        other = f"it was saved with {before} {unit} per step, but this run has {size}: data is skipped by steps, so "
+        differences.insert(0, f"{other}the training resumes at another sample")
+        fix = f"Set batch size x gradient accumulation x ranks to {before} to resume at the same sample."
+    if any(saved.get(name) != now.get(name) for name in ("accumulation", "world_size") if name in saved):
+        lengths = saved.get("steps_per_epoch"), now.get("steps_per_epoch")
+        if before == size and all(lengths) and lengths[0] != lengths[1]:
+            differences.append(f"an epoch had {lengths[0]} steps and has {lengths[1]}, because its last batches differ")
+        differences += now.get("depends_on_accumulation", ())
+    if not differences:
+        return None
+    return Problem(code="FSDP-W434", message=f"{checkpoint}: {'; '.join(differences)}.", fix=fix)

@@ -13,8 +13,8 @@ from __future__ import annotations
 import functools
 import inspect
 import weakref
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import fields, replace
 from types import MappingProxyType
 from typing import Any, Final, cast, get_args
@@ -32,7 +32,7 @@ from hf_fsdp_plugin.backends.torch_types import torch_dtype
 from hf_fsdp_plugin.devices import accelerator_type
 from hf_fsdp_plugin.integrations.accelerate.private import prepared_models, shared_state
 from hf_fsdp_plugin.integrations.patching import set_loading_variables
-from hf_fsdp_plugin.integrations.session import session
+from hf_fsdp_plugin.integrations.session import having, session
 from hf_fsdp_plugin.messages import print_once, print_warnings
 from hf_fsdp_plugin.plan.presharded import distributed_config_of
 from hf_fsdp_plugin.plan.resolve import resolve
@@ -172,15 +172,9 @@ class PlannedFsdpPlugin(FullyShardedDataParallelPlugin):
             optim_state_dict_config=getattr(fsdp, f"{kind.title()}OptimStateDictConfig")(),
         )
 
-    @contextmanager
-    def with_state_dict_type(self, state_dict_type: fsdp.StateDictType | str | int | None) -> Iterator[None]:
+    def with_state_dict_type(self, state_dict_type: Any) -> AbstractContextManager[None]:
         """Have another state dict type in the block; the same with ``None``."""
-        kind = self.state_dict_kind
-        self.set_state_dict_type(state_dict_type)
-        try:
-            yield
-        finally:
-            self.set_state_dict_type(kind)
+        return nullcontext() if state_dict_type is None else having(self, state_dict_type=state_dict_type)
 
     def set_mixed_precision(self, mixed_precision: Any, buffer_autocast: bool = False, override: bool = False) -> None:
         """Do nothing: the spec contains all dtypes. Accelerate calls this method with a single dtype."""
@@ -292,15 +286,10 @@ def assigned_state_dict_type(plugin: Any) -> Any:
 def dynamo_plugin(spec: FsdpSpec) -> TorchDynamoPlugin | None:
     """Return Accelerate's ``torch.compile`` settings, which launchers set by variables; ``None`` if there are none."""
     given = {str(key).removeprefix("dynamo_"): value for key, value in spec.launch.dynamo_config.items()}
-    if not given:
-        return None
-    return TorchDynamoPlugin(
-        backend=str(given.get("backend", "no")),
-        mode=given.get("mode"),
-        fullgraph=given.get("use_fullgraph"),
-        dynamic=given.get("use_dynamic"),
-        use_regional_compilation=given.get("use_regional_compilation"),
-    )
+    names = {"mode": "mode", "fullgraph": "use_fullgraph", "dynamic": "use_dynamic"}
+    names["use_regional_compilation"] = "use_regional_compilation"
+    settings: dict[str, Any] = {name: given.get(written) for name, written in names.items()}
+    return TorchDynamoPlugin(backend=str(given.get("backend", "no")), **settings) if given else None
 
 
 def _runs_on_cpu(spec: FsdpSpec) -> bool:
@@ -322,12 +311,12 @@ def _mixed_precision(spec: FsdpSpec) -> fsdp.MixedPrecision | fsdp.MixedPrecisio
 
 
 def _cpu_offload(spec: FsdpSpec) -> fsdp.CPUOffload | fsdp.OffloadPolicy:
+    on_cpu = _runs_on_cpu(spec)
     if spec.fsdp.version == 1:
         # On the CPU, shards are in CPU memory anyway; with offload, FSDP1 would try to pin them.
-        return fsdp.CPUOffload(offload_params=spec.offload.params and not _runs_on_cpu(spec))
-    if not spec.offload.params:
-        return fsdp.OffloadPolicy()
-    return fsdp.CPUOffloadPolicy(pin_memory=spec.offload.pin_memory and not _runs_on_cpu(spec))
+        return fsdp.CPUOffload(offload_params=spec.offload.params and not on_cpu)
+    pins = spec.offload.pin_memory and not on_cpu
+    return fsdp.CPUOffloadPolicy(pin_memory=pins) if spec.offload.params else fsdp.OffloadPolicy()
 
 
 def _parse_state_dict_type(value: fsdp.StateDictType | str | int) -> StateDictKind:

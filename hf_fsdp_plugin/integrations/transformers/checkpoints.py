@@ -35,6 +35,7 @@ from hf_fsdp_plugin.checkpoint.names import (
 )
 from hf_fsdp_plugin.devices import available_device
 from hf_fsdp_plugin.integrations import resuming
+from hf_fsdp_plugin.integrations.accelerate.batches import kept_accumulation, print_accumulation
 from hf_fsdp_plugin.integrations.accelerate.plugin import PlannedFsdpPlugin, if_planned, if_sharded
 from hf_fsdp_plugin.integrations.accelerate.private import prepared_models
 from hf_fsdp_plugin.integrations.moving_average import save_averages
@@ -133,10 +134,10 @@ def _keep_samples_per_step(trainer: Any, saved: Mapping[str, Any]) -> None:
     given = arguments.gradient_accumulation_steps
     if arguments.auto_find_batch_size and "per_device" in saved:  # the Trainer continues with the saved batch size
         now["samples_per_step"] = now["samples_per_step"] * saved["per_device"] // now["per_device"]
-    arguments.gradient_accumulation_steps = resuming.kept_accumulation(saved, now)
+    arguments.gradient_accumulation_steps = kept_accumulation(saved, now)
     samples = now["samples_per_step"] * arguments.gradient_accumulation_steps // given
     now |= {"accumulation": arguments.gradient_accumulation_steps, "samples_per_step": samples}
-    resuming.print_accumulation(saved, now, given)
+    print_accumulation(saved, now, given)
 
 
 @if_sharded
@@ -187,15 +188,15 @@ def _write_companions(trainer: Any, folder: Path) -> None:
     if private.overrides_save(trainer):
         _save_on_rank_0(trainer, folder)
         return
-    adapters = (
-        adapter_state(trainer.model, model_shards(trainer.model)) if stores_adapters(unwrapped(trainer.model)) else {}
-    )
+    inner = unwrapped(trainer.model)
+    has_adapters = stores_adapters(inner)
+    state = adapter_state(trainer.model, model_shards(trainer.model)) if has_adapters else {}
     with on_all_ranks(f"writing {folder}"), having(gathered, paused=True):
         if not trainer.args.should_save:
             return
-        with as_unsharded(unwrapped(trainer.model), adapters) if adapters else without_progress_bar():
-            private.save_files(trainer, folder, adapters)
-        if not adapters:  # Transformers writes a file even for an empty state dict.
+        with as_unsharded(inner, state) if has_adapters else without_progress_bar():
+            private.save_files(trainer, folder, state)
+        if not has_adapters:  # Transformers writes a file even for an empty state dict.
             (folder / safetensors_file(HF_MODEL)).unlink(missing_ok=True)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -30,28 +31,10 @@ from hf_fsdp_plugin.problems import CheckpointError, Origin, Problem, SpecError
 _COPY = "Copy the file again, or add the key."
 
 
-class ReadHeaders:
-    """The headers that were read when the files of a model were found, until its weights are loaded."""
-
-    def __init__(self) -> None:
-        self._files: tuple[str, ...] = ()
-        self._tensors: dict[str, ModelTensor] = {}
-
-    def read(self, files: Sequence[str]) -> None:
-        self._tensors = read_model_headers(files)
-        self._files = tuple(files)
-
-    def take(self, files: Sequence[str]) -> dict[str, ModelTensor]:
-        """Return the tensors of ``files``. Reads the headers of files that were added since."""
-        known, tensors = self._files, self._tensors
-        self._files, self._tensors = (), {}
-        if tuple(files[: len(known)]) != known:
-            return read_model_headers(files)
-        return tensors | read_model_headers(files[len(known) :])
-
-
-headers = ReadHeaders()
-"""The headers of the model that this process is loading."""
+@lru_cache(maxsize=1)
+def _read_headers(files: tuple[str, ...]) -> dict[str, ModelTensor]:
+    """Return the tensors of the files. They are kept from when the files are found until the weights are loaded."""
+    return read_model_headers(files)
 
 
 @contextmanager
@@ -82,6 +65,7 @@ def get_shard_files(
 def resolve_files(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Find the files of a model, which may be those of a merged copy of a checkpoint, and read their headers."""
     load_failures.close()  # this rank tries another load, or the next one
+    _read_headers.cache_clear()
     if not has_fsdp_settings():
         return original(*args, **kwargs)
     call = bind_call(original, args, kwargs)
@@ -92,7 +76,7 @@ def resolve_files(original: Callable[..., Any], *args: Any, **kwargs: Any) -> An
     files, metadata = original(**call)
     if files:
         with raised_everywhere():
-            headers.read(files)
+            _read_headers(tuple(files))
     return files, metadata
 
 
@@ -106,7 +90,8 @@ def check_model(model: Any, files: Sequence[str], load_config: Any) -> dict[str,
         SpecError: on all ranks; the model needs a tensor that is missing, or that has another shape.
     """
     with raised_everywhere():
-        tensors = headers.take(files)
+        tensors = _read_headers(tuple(files))
+        _read_headers.cache_clear()
         if tensors and not load_config.is_quantized and load_config.device_mesh is None:
             _compare(model, files, load_config, tensors)
     return tensors

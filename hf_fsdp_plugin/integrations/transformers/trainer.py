@@ -27,7 +27,7 @@ from hf_fsdp_plugin.backends.ranks.collective_entry import TRAINING_LIMIT, prepa
 from hf_fsdp_plugin.backends.sharding.shard import plan_of
 from hf_fsdp_plugin.backends.sharding.submodule_calls import free_gathered
 from hf_fsdp_plugin.checkpoint.names import TRAINER_PREFIX
-from hf_fsdp_plugin.integrations.accelerate.arguments import is_left_to_transformers
+from hf_fsdp_plugin.integrations.accelerate.accelerator import is_left_to_transformers
 from hf_fsdp_plugin.integrations.accelerate.plugin import if_planned, if_sharded, planned_plugin
 from hf_fsdp_plugin.integrations.accelerate.private import prepared_models
 from hf_fsdp_plugin.integrations.moving_average import ExponentialMovingAverage

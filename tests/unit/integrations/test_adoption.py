@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from hf_fsdp_plugin.integrations.accelerate.arguments import is_left_to_transformers
+from hf_fsdp_plugin.integrations.accelerate.accelerator import is_left_to_transformers
 from hf_fsdp_plugin.messages import printer
 
 

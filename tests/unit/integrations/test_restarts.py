@@ -46,6 +46,7 @@ def test_checkpoints_of_other_runs_are_not_resumed(tmp_path: Path) -> None:
     newest = save(tmp_path / "checkpoint-60", mine(60))
     save(tmp_path / "checkpoint-70", mine(70, training=2))
     assert subject.checkpoint_after_restart(tmp_path, "checkpoint-") == newest
+    subject.continue_run(newest)
     assert step_count.total == 60
     step_count.resume_at(0)
 
@@ -71,7 +72,9 @@ def test_run_with_a_name_resumes_without_a_restart(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(session, "identity", RunIdentity(id="mine", given=True))
     assert subject.checkpoint_after_restart(tmp_path, "checkpoint-") is None
     own = save(tmp_path / "checkpoint-40", mine(40))
-    assert subject.checkpoint_after_restart(tmp_path, "checkpoint-") == own and step_count.total == 40
+    assert subject.checkpoint_after_restart(tmp_path, "checkpoint-") == own
+    subject.continue_run(own)
+    assert step_count.total == 40
     step_count.resume_at(0)
 
 

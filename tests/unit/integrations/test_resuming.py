@@ -8,7 +8,8 @@ import pytest
 import saved
 import torch.distributed as dist
 
-from hf_fsdp_plugin.integrations.resuming import find_checkpoint, kept_accumulation, samples_problem, warn_differences
+from hf_fsdp_plugin.integrations.accelerate.batches import kept_accumulation, samples_problem
+from hf_fsdp_plugin.integrations.resuming import find_checkpoint, warn_differences
 from hf_fsdp_plugin.problems import CheckpointError
 
 

@@ -31,7 +31,7 @@ from torch.distributed.fsdp import FullStateDictConfig
 from transformers import TrainingArguments
 
 import hf_fsdp_plugin as hfp
-from hf_fsdp_plugin.integrations.accelerate.arguments import replace_scaler
+from hf_fsdp_plugin.integrations.accelerate.accelerator import replace_scaler
 from hf_fsdp_plugin.integrations.accelerate.prepare import _compile_units
 from hf_fsdp_plugin.integrations.script_arguments import ROWS, SINCE, ArgumentRow
 from hf_fsdp_plugin.integrations.session import session
@@ -57,6 +57,27 @@ CLASSES: dict[str, type] = {
 }
 
 
+LEFT_TO_THE_TRAINER = """
+output_dir per_device_train_batch_size num_train_epochs max_steps learning_rate lr_scheduler_type
+lr_scheduler_kwargs warmup_steps optim optim_args weight_decay adam_beta1 adam_beta2 adam_epsilon
+optim_target_modules gradient_accumulation_steps average_tokens_across_devices label_smoothing_factor
+bf16_full_eval fp16_full_eval tf32 use_liger_kernel liger_kernel_config use_cache neftune_noise_alpha
+torch_empty_cache_steps auto_find_batch_size logging_strategy logging_steps logging_first_step
+log_on_each_node logging_nan_inf_filter include_num_input_tokens_seen log_level log_level_replica disable_tqdm
+report_to run_name project trackio_space_id trackio_bucket_id trackio_static_space_id eval_strategy eval_steps
+eval_delay per_device_eval_batch_size prediction_loss_only eval_on_start eval_do_concat_batches
+eval_use_gather_object eval_accumulation_steps include_for_metrics batch_eval_metrics save_strategy save_steps
+ignore_data_skip save_on_each_node enable_jit_checkpoint push_to_hub hub_token hub_private_repo hub_model_id
+hub_strategy hub_always_push hub_revision metric_for_best_model greater_is_better
+restore_callback_states_from_checkpoint full_determinism seed data_seed accelerator_config
+dataloader_drop_last dataloader_num_workers dataloader_pin_memory dataloader_persistent_workers
+dataloader_prefetch_factor dataloader_multiprocessing_context dataloader_in_order remove_unused_columns
+label_names train_sampling_strategy length_column_name debug skip_memory_metrics do_train do_eval do_predict
+local_rank
+"""
+"""The arguments of ``TrainingArguments`` that have no meaning for FSDP."""
+
+
 def names_of(owner: str) -> set[str]:
     """Return the arguments of a class of the installed version."""
     if owner == "Accelerator":
@@ -74,9 +95,12 @@ def is_in_installed(owner: str, name: str) -> bool:
 @pytest.mark.parametrize("owner", ["Accelerator", *CLASSES])
 def test_every_argument_has_one_row(owner: str) -> None:
     listed = [name for row in ROWS if row.owner == owner for name in row.names]
+    listed += LEFT_TO_THE_TRAINER.split() if owner == "TrainingArguments" else []
     assert len(listed) == len(set(listed))
     existing = {name for name in listed if is_in_installed(owner, name)}
-    assert sorted(names_of(owner) - existing) == [], "new arguments without a row in script_arguments.ROWS"
+    assert sorted(names_of(owner) - existing) == [], (
+        "new arguments without a row in script_arguments.ROWS, or in the list above"
+    )
     assert sorted(existing - names_of(owner)) == [], "rows of arguments that do not exist"
 
 
