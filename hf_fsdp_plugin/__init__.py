@@ -22,7 +22,7 @@ _EXPORTS = {
     "integrations.profiling.callback": ("ProfilerCallback",),
     "integrations.resuming": ("newest_checkpoint",),
     "integrations.run_report": ("report",),
-    "integrations.transformers.from_pretrained": ("from_pretrained",),
+    "integrations.transformers.loading": ("from_pretrained",),
     "integrations.transformers.trainer": (
         "ExponentialMovingAverageCallback",
         "FsdpTrainer",
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from hf_fsdp_plugin.integrations.profiling.callback import ProfilerCallback as ProfilerCallback
     from hf_fsdp_plugin.integrations.resuming import newest_checkpoint as newest_checkpoint
     from hf_fsdp_plugin.integrations.run_report import report as report
-    from hf_fsdp_plugin.integrations.transformers.from_pretrained import from_pretrained as from_pretrained
+    from hf_fsdp_plugin.integrations.transformers.loading import from_pretrained as from_pretrained
     from hf_fsdp_plugin.integrations.transformers.trainer import (
         ExponentialMovingAverageCallback as ExponentialMovingAverageCallback,
     )

@@ -14,7 +14,7 @@ torchrun, ``accelerate launch``        ``TORCHELASTIC_RUN_ID`` and torch's agent
 
 The id of torchrun is ``none`` unless a user sets one, and users set the same one again and again. So the agent, which
 outlives all attempts of a machine, is a part of the id: the folder of its logs, which has a new name for each agent, or
-else its process. The machines of a run have different agents: they agree on one id (see ``integrations.attempts``).
+else its process. The machines of a run have different agents: they agree on one id (see ``integrations.resuming``).
 
 When a machine joins, torch starts all ranks again, but the number of the attempt stays. Two starts with one number have
 different folders of logs, or other addresses at which the ranks meet.
