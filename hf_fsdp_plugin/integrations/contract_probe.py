@@ -14,7 +14,7 @@ import importlib
 import importlib.util
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
@@ -74,16 +74,11 @@ def probe_contracts() -> list[ProbedContract]:
 
 def probe_hook(hook: Hook) -> ContractStatus:
     """Return whether a replaced function exists, with the source of a tested version."""
+    status = _probe(hook.contract)
     module, _, path = hook.target.partition(":")
-    if file_of(module.partition(".")[0]) is None:
-        return "not installed"
-    current = source_hash(module, path)
-    if current is None:  # a function of C++, or one that a class inherits
-        paths = [path, *(path.removesuffix(hook.name) + name for name in hook.instead)]
-        found = any(defines(module, each) or (module.startswith("torch") and _has(module, each, ())) for each in paths)
-        return "holds" if found or hook.name == "__new__" else "missing"
-    known = tested_hashes().get(hook.target, [])
-    return "holds" if current in known else "changed"
+    current = source_hash(module, path) if status == "holds" else None
+    # A function of C++, or one that a class inherits, has no source.
+    return status if current is None or current in tested_hashes().get(hook.target, []) else "changed"
 
 
 @cache
@@ -110,11 +105,11 @@ def _exists(row: Contract) -> bool:
     owner = path.rpartition(".")[0]
     candidates = [f"{owner}.{name}" if owner else name for name in (row.name, *row.instead)]
     # Of torch, modules that are not loaded yet (the compiler) are not imported either.
-    found = module in sys.modules and any(_has(module, each, live_objects()) for each in candidates)
-    return found or any(defines(module, each) for each in candidates)
+    found = module in sys.modules and any(_has(module, each) for each in candidates)
+    return found or any(defines(module, each) for each in candidates) or row.name == "__new__"
 
 
-def _has(module: str, path: str, subjects: Sequence[Any]) -> bool:
+def _has(module: str, path: str) -> bool:
     """Whether a name exists: in a module or class, as a declared attribute, or on a live object of the class."""
     try:
         owner: Any = importlib.import_module(module)
@@ -123,13 +118,10 @@ def _has(module: str, path: str, subjects: Sequence[Any]) -> bool:
             owner = getattr(owner, parent)
     except (ImportError, AttributeError):
         return False
-    if hasattr(owner, name):
-        return True
-    if not isinstance(owner, type):
-        return False
+    if hasattr(owner, name) or not isinstance(owner, type):
+        return hasattr(owner, name)
     declared = any(name in vars(cls).get("__annotations__", {}) for cls in owner.__mro__)
-    inner = (each for each in subjects if isinstance(each, owner))
-    return declared or any(has_part(each, name) for each in inner)
+    return declared or any(has_part(each, name) for each in live_objects() if isinstance(each, owner))
 
 
 @cache

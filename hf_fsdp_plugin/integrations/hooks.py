@@ -71,18 +71,6 @@ class Hook:
 
 
 Group = Literal["accelerate", "transformers", "loading", "preflight", "calls", "hangs", "profile"]
-GROUPS: Final[dict[Group, str]] = {
-    "accelerate": "Installed by `install()`, `accelerator()` and `FsdpTrainer`, with those of torch, PEFT, TRL and "
-    "sentence-transformers. The functions that save and load run as they are for models that are not sharded.",
-    "transformers": "Installed by `install()`. `FsdpTrainer`, `FsdpTrainerMixin` and `FsdpTrainingArguments` override "
-    "the same methods in a subclass instead.",
-    "loading": "Installed by `install()`, and when a spec enables FSDP.",
-    "preflight": "Installed in the ranks of `hf-fsdp check --run` only.",
-    "calls": "Installed together with the groups `hangs` and `profile`.",
-    "hangs": "Installed in ranks, unless `--hang_timeout 0` or `HF_FSDP_HANG_TIMEOUT=0` is set. They call the "
-    "original and record the call (see [hangs.md](hangs.md)).",
-    "profile": "Installed in the ranks of `hf-fsdp profile`, and by `ProfilerCallback`.",
-}
 
 _ACCELERATOR = "accelerate.accelerator:Accelerator"
 _MODEL = "transformers.modeling_utils:PreTrainedModel"

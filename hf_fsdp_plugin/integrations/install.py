@@ -22,6 +22,7 @@ from hf_fsdp_plugin.integrations.resuming import begin_attempt
 from hf_fsdp_plugin.integrations.run_report import start_reporting, stop_reporting
 from hf_fsdp_plugin.integrations.saving import manager
 from hf_fsdp_plugin.integrations.session import session
+from hf_fsdp_plugin.integrations.torch_functions import add_remedy
 from hf_fsdp_plugin.integrations.watch import watch
 from hf_fsdp_plugin.messages import printer
 from hf_fsdp_plugin.problems import Problem
@@ -62,7 +63,7 @@ def install(
     if session.is_automatic:  # the sources and the environment are those that the script has found
         restore_variables()
         session.installed = session.is_automatic = False
-    printer.install_excepthook(_add_remedy, watch.failed)
+    printer.install_excepthook(add_remedy, watch.failed)
     watch.arm()
     handover = LaunchHandover.from_env(os.environ)
     if handover is not None and handover.quiet:
@@ -124,9 +125,3 @@ def uninstall() -> None:
     remove_hooks()
     restore_variables()
     printer.close()
-
-
-def _add_remedy(error: BaseException) -> None:
-    from hf_fsdp_plugin.integrations.torch_functions import add_remedy  # imports FSDP
-
-    add_remedy(error)

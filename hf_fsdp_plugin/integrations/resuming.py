@@ -144,13 +144,7 @@ begin_attempt, agree_on_attempt, end_attempt = _attempt.begin, _attempt.agree, _
 
 
 def find_checkpoint(
-    run: Path | None,
-    prefix: str,
-    selected: Path | None,
-    *,
-    fix: str,
-    verify: bool = True,
-    allow_pickles: bool = False,
+    run: Path | None, prefix: str, selected: Path | None, *, fix: str, verify: bool = True, allow_pickles: bool = False
 ) -> Path | None:
     """Return ``selected`` or, if it is ``None``, the newest complete checkpoint of the run folder. Collective.
 

@@ -134,11 +134,7 @@ def set_output_dir(accelerator: Any, folder: str) -> None:
 
 
 def report_run(
-    accelerator: Any,
-    *,
-    output_dir: str | None = None,
-    batch: BatchShape | None = None,
-    checkpoint: Path | None = None,
+    accelerator: Any, *, output_dir: str | None = None, batch: BatchShape | None = None, checkpoint: Path | None = None
 ) -> None:
     """Report the first trained model: write ``fsdp_report.json`` and print it. Collective.
 

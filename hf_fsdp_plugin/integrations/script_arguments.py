@@ -14,12 +14,7 @@ from hf_fsdp_plugin.messages import print_once
 from hf_fsdp_plugin.problems import Origin, Problem, SpecError, has_errors
 
 ArgumentVerdict = Literal["applied", "library", "note", "refused"]
-VERDICTS: Final[dict[ArgumentVerdict, str]] = {
-    "applied": "Applied: it changes the settings of this package, or what it runs.",
-    "library": "Left to the library: Accelerate or Transformers applies it, as without this package.",
-    "note": "No meaning under FSDP: a note names it (FSDP-N613).",
-    "refused": "Refused: the run ends with the error in the table, because ignoring it would change the result.",
-}
+"""Whether this package applies an argument, leaves it to the library, notes that it has no meaning, or refuses it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,11 +124,6 @@ ROWS: Final = (
     _row("TrainingArguments", "library", "", "the Trainer uses it"),  # all others; a test lists them
 )
 # fmt: on
-SINCE: Final[Mapping[tuple[str, str], tuple[str, str]]] = {
-    ("TrainingArguments", "activation_checkpointing"): ("transformers", "5.23"),
-    ("TrainingArguments", "activation_checkpointing_kwargs"): ("transformers", "5.23"),
-}
-"""Class and argument -> the library and its version that has added it. Older supported versions do not have it."""
 
 
 def check_object(given: Any, *, source: str) -> Iterator[Problem]:

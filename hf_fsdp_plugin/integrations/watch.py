@@ -35,9 +35,9 @@ from hf_fsdp_plugin.hangs.rank_stacks import format_frames, stack_file
 from hf_fsdp_plugin.hangs.record import record, step_count
 from hf_fsdp_plugin.hangs.watcher import Watched, Watcher, has_failed, print_block
 from hf_fsdp_plugin.integrations.call_hooks import record_calls
+from hf_fsdp_plugin.integrations.rank_process import RANK_VARIABLE, may_be_rank, rank_process
 from hf_fsdp_plugin.integrations.resuming import begin_attempt, end_attempt
 from hf_fsdp_plugin.integrations.session import session
-from hf_fsdp_plugin.integrations.startup import RANK_VARIABLE, may_be_rank, rank_process
 from hf_fsdp_plugin.problems import Problem, SpecError
 from hf_fsdp_plugin.runs.earlier_attempts import forget_run
 from hf_fsdp_plugin.runs.first_cause import cause_of_abort, cause_of_end, find_first_cause

@@ -26,13 +26,7 @@ from hf_fsdp_plugin.checkpoint import (
     remove_checkpoint,
     stored_state_dict_type,
 )
-from hf_fsdp_plugin.checkpoint.names import (
-    HF_MODEL,
-    TRAINER_PREFIX,
-    TRAINER_STATE,
-    safetensors_file,
-    trainer_rng_file,
-)
+from hf_fsdp_plugin.checkpoint.names import HF_MODEL, TRAINER_PREFIX, TRAINER_STATE, safetensors_file, trainer_rng_file
 from hf_fsdp_plugin.devices import available_device
 from hf_fsdp_plugin.integrations import resuming
 from hf_fsdp_plugin.integrations.accelerate.batches import kept_accumulation, print_accumulation

@@ -156,11 +156,9 @@ def loading_sharded_models(trainer: Any) -> AbstractContextManager[None]:
     """Use the Trainer's own methods that load a checkpoint, which load shards, instead of those of a subclass."""
     from transformers import Trainer
 
-    return having(
-        trainer,
-        _load_from_checkpoint=Trainer._load_from_checkpoint.__get__(trainer),
-        _load_best_model=Trainer._load_best_model.__get__(trainer),
-    )
+    own = {name: getattr(Trainer, name) for name in ("_load_from_checkpoint", "_load_best_model")}
+    overridden = {name: method for name, method in own.items() if getattr(type(trainer), name) is not method}
+    return having(trainer, **{name: method.__get__(trainer) for name, method in overridden.items()})
 
 
 def train_batch_size(trainer: Any) -> int:

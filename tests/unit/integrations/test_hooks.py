@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 import hf_fsdp_plugin as hfp
-from hf_fsdp_plugin.integrations.hooks import GROUPS, HOOKS, Hook
+from hf_fsdp_plugin.integrations.hooks import HOOKS, Hook
 from hf_fsdp_plugin.integrations.patching import install_hooks, override_hooked_methods
 from hf_fsdp_plugin.integrations.session import session
 
@@ -92,7 +92,6 @@ def positional(function: Any) -> list[str]:
 def test_a_group_has_one_row_per_target() -> None:
     for hooks in HOOKS.values():
         assert len({hook.target for hook in hooks}) == len(hooks)
-    assert HOOKS.keys() == GROUPS.keys()
 
 
 def test_uninstall_restores_identical_objects(stock: dict[str, Any]) -> None:
@@ -122,9 +121,9 @@ def test_function_is_replaced_where_it_was_imported(stock: dict[str, Any], monke
 
 
 def test_installing_twice_wraps_once(stock: dict[str, Any]) -> None:
-    install_hooks(*GROUPS)
+    install_hooks(*HOOKS)
     first = {hook.target: current(hook) for hook in existing()}
-    install_hooks(*GROUPS)
+    install_hooks(*HOOKS)
     assert {hook.target: current(hook) for hook in existing()} == first
     for target, attribute in first.items():
         function = function_of(attribute)

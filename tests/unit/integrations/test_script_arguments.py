@@ -33,7 +33,7 @@ from transformers import TrainingArguments
 import hf_fsdp_plugin as hfp
 from hf_fsdp_plugin.integrations.accelerate.accelerator import replace_scaler
 from hf_fsdp_plugin.integrations.accelerate.prepare import _compile_units
-from hf_fsdp_plugin.integrations.script_arguments import ROWS, SINCE, ArgumentRow
+from hf_fsdp_plugin.integrations.script_arguments import ROWS, ArgumentRow
 from hf_fsdp_plugin.integrations.session import session
 from hf_fsdp_plugin.messages import printer
 from hf_fsdp_plugin.problems import SpecError
@@ -83,6 +83,13 @@ def names_of(owner: str) -> set[str]:
     if owner == "Accelerator":
         return set(inspect.signature(Accelerator.__init__).parameters) - {"self"}
     return {field.name for field in dataclasses.fields(CLASSES[owner])}
+
+
+SINCE = {
+    ("TrainingArguments", "activation_checkpointing"): ("transformers", "5.23"),
+    ("TrainingArguments", "activation_checkpointing_kwargs"): ("transformers", "5.23"),
+}
+"""Class and argument -> the library and its version that has added it. Older supported versions do not have it."""
 
 
 def is_in_installed(owner: str, name: str) -> bool:
