@@ -15,9 +15,9 @@ from pathlib import Path
 
 from hf_fsdp_plugin.cli.explain import read_entries
 from hf_fsdp_plugin.integrations.contract_probe import private_contracts
-from hf_fsdp_plugin.integrations.hooks import GROUPS, HOOKS
+from hf_fsdp_plugin.integrations.hooks import HOOKS, Group
 from hf_fsdp_plugin.integrations.script_arguments import ROWS as SCRIPT_ROWS
-from hf_fsdp_plugin.integrations.script_arguments import VERDICTS
+from hf_fsdp_plugin.integrations.script_arguments import ArgumentVerdict
 from hf_fsdp_plugin.problems import AREAS
 from hf_fsdp_plugin.sources.command_line import LAUNCHER_FLAGS, OPTIONAL_VALUE, SWITCHES
 from hf_fsdp_plugin.spec.fsdp_spec import DIALECT_DEFAULTS, VERSION_DEFAULTS, FsdpSpec
@@ -165,6 +165,26 @@ KINDS = {
     "flag": "as bool; `auto` and `full` are true. False turns off the same mode of a source of lower precedence",
 }
 """Kind of a value -> what is accepted, with words of the code in braces."""
+
+VERDICTS: dict[ArgumentVerdict, str] = {
+    "applied": "Applied: it changes the settings of this package, or what it runs.",
+    "library": "Left to the library: Accelerate or Transformers applies it, as without this package.",
+    "note": "No meaning under FSDP: a note names it (FSDP-N613).",
+    "refused": "Refused: the run ends with the error in the table, because ignoring it would change the result.",
+}
+
+GROUPS: dict[Group, str] = {
+    "accelerate": "Installed by `install()`, `accelerator()` and `FsdpTrainer`, with those of torch, PEFT, TRL and "
+    "sentence-transformers. The functions that save and load run as they are for models that are not sharded.",
+    "transformers": "Installed by `install()`. `FsdpTrainer`, `FsdpTrainerMixin` and `FsdpTrainingArguments` override "
+    "the same methods in a subclass instead.",
+    "loading": "Installed by `install()`, and when a spec enables FSDP.",
+    "preflight": "Installed in the ranks of `hf-fsdp check --run` only.",
+    "calls": "Installed together with the groups `hangs` and `profile`.",
+    "hangs": "Installed in ranks, unless `--hang_timeout 0` or `HF_FSDP_HANG_TIMEOUT=0` is set. They call the "
+    "original and record the call (see [hangs.md](hangs.md)).",
+    "profile": "Installed in the ranks of `hf-fsdp profile`, and by `ProfilerCallback`.",
+}
 
 _HOOKS_HEAD = """# Hooks
 
