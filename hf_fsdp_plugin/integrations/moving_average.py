@@ -81,7 +81,8 @@ class ExponentialMovingAverage:
         self._check_not_applied("updated")
         parameters = self._parameters()
         known = {shard.name for shard in self._averages.tensors}
-        _copy(parameters, self._averages, weight=1 - self.decay)
+        for parameter, average in _pairs(parameters, self._averages):
+            average.lerp_(parameter.to(average.dtype), 1 - self.decay)
         if new := tuple(shard for shard in parameters.tensors if shard.name not in known):
             more = _copies(replace(parameters, tensors=new))
             self._averages = replace(more, tensors=(*self._averages.tensors, *more.tensors))
@@ -164,17 +165,20 @@ def _copies(shards: ModelShards, *, same_dtype: bool = False) -> ModelShards:
     return ModelShards(tuple(tensors), shards.aliases)
 
 
-def _copy(source: ModelShards, into: ModelShards, *, weight: float = 1.0) -> None:
-    """Copy the values of shards to those with the same names, or move these by a part of the difference."""
+def _pairs(source: ModelShards, into: ModelShards) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Return the tensors of shards with the same names."""
     values = {shard.name: shard for shard in source.tensors}
-    wait_for_reads(piece.tensor for shard in into.tensors for piece in shard.pieces)
     for shard in into.tensors:
         if shard.name in values:
-            for old, new in zip(shard.pieces, values[shard.name].pieces, strict=True):
-                if weight == 1.0:
-                    old.tensor.copy_(new.tensor)
-                else:
-                    old.tensor.lerp_(new.tensor.to(old.tensor.dtype), weight)
+            for new, old in zip(values[shard.name].pieces, shard.pieces, strict=True):
+                yield new.tensor, old.tensor
+
+
+def _copy(source: ModelShards, into: ModelShards) -> None:
+    """Copy the values of shards to those with the same names."""
+    wait_for_reads(piece.tensor for shard in into.tensors for piece in shard.pieces)
+    for new, old in _pairs(source, into):
+        old.copy_(new)
 
 
 def _averages_of(models: Iterable[nn.Module]) -> Iterator[tuple[int, ExponentialMovingAverage]]:

@@ -238,10 +238,17 @@ def _select_on_rank_0(select: Callable[[], Path | None]) -> Path | None:
 def _on_rank_0(look: Callable[[], T], otherwise: T) -> T:
     """Return rank 0's result on all ranks, or raise its error on all of them. Collective if there are ranks."""
     found = otherwise
+    problems: tuple[Problem, ...] = ()
     with on_all_ranks("looking for a checkpoint"):
         if not dist.is_initialized() or dist.get_rank() == 0:
-            found = look()
-    return broadcast_object(found)
+            try:
+                found = look()
+            except CheckpointError as error:  # it is not about this rank
+                problems = error.problems
+    found, problems = broadcast_object((found, problems))
+    if problems:
+        raise CheckpointError(problems)
+    return found
 
 
 def _highest_numbered(run: Path, prefix: str) -> Path | None:
