@@ -61,6 +61,9 @@ class ProcessAttempt:
     def __init__(self, environ: Mapping[str, str] = os.environ) -> None:
         self._environ = environ
         self._is_lowest = environ.get("LOCAL_RANK", "0") == "0"  # of its machine
+        self._has_begun = self._has_files = self._is_open = False
+        self._folder: Path | None = None
+        self._refusal: Problem | None = None
         self.end()
 
     def begin(self, files: RankFiles | None = None) -> None:
@@ -90,8 +93,7 @@ class ProcessAttempt:
         """Forget the attempt: the plugin is uninstalled in this process, and may be installed again."""
         self._identity = RunIdentity()
         self._has_begun = self._has_files = self._is_open = False
-        self._folder: Path | None = None
-        self._refusal: Problem | None = None
+        self._folder = self._refusal = None
 
     def agree(self, call: str) -> None:
         """Complete ``session.restarts`` with what the machines know. Collective, at the first call.

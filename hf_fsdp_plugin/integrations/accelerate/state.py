@@ -51,11 +51,11 @@ def init_partial_state(original: Callable[..., None], state: Any, *args: Any, **
     if not was_started and dist.is_initialized() and "timeout" not in kwargs:
         session.early_group = dist.group.WORLD
     _remove_index_of_cpu(state)
-    device = getattr(state, "device", None)
-    if device is not None and device.index is not None and device.index != state.local_process_index:
+    own = getattr(state, "device", None)
+    if own is not None and own.index is not None and own.index != state.local_process_index:
         # Accelerate passes the local rank to barriers, which is no device if each rank sees only its own. All objects
         # of `PartialState` share their attributes.
-        state.wait_for_everyone = functools.partial(dist.barrier, device_ids=[device.index])
+        state.wait_for_everyone = functools.partial(dist.barrier, device_ids=[own.index])
 
 
 def _prepare_network() -> None:
