@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -53,9 +53,6 @@ from hf_fsdp_plugin.plan.resolve import resolve
 from hf_fsdp_plugin.problems import Problem, SpecError
 from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec
 from hf_fsdp_plugin.torch_private.modules import compile_call, compiled_module
-
-if TYPE_CHECKING:
-    from hf_fsdp_plugin.integrations.preflight.training import OwnLoop
 
 logger = logging.getLogger(__name__)
 _FIX = (
@@ -244,18 +241,14 @@ def _prepare_optimizers(
 
 def _check_parameters(optimizers: Sequence[torch.optim.Optimizer], models: Sequence[nn.Module]) -> None:
     """Raise ``SpecError`` for an optimizer with parameters of no sharded model: training would not change the loss."""
-    if not any(plan_of(model) for model in models):
-        return
-    problems = [
-        Problem(
-            code="FSDP-E604",
-            message=f"{num_foreign} parameters of {type(optimizer).__name__} belong to no prepared model, so the "
-            "optimizer would update copies that the model does not use.",
-            fix="Pass the optimizer and all of its models to one call of prepare(), or create it after preparing them.",
-        )
-        for optimizer in optimizers
-        if (num_foreign := foreign_parameters(optimizer, models))
-    ]
+    problems = []
+    fix = "Pass the optimizer and all of its models to one call of prepare(), or create it after preparing them."
+    for optimizer in optimizers if any(plan_of(model) for model in models) else ():
+        if num_foreign := foreign_parameters(optimizer, models):
+            parameters = f"{num_foreign} parameters of {type(optimizer).__name__}"
+            effect = "so the optimizer would update copies that the model does not use."
+            message = f"{parameters} belong to no prepared model, {effect}"
+            problems.append(Problem(code="FSDP-E604", message=message, fix=fix))
     if problems:
         raise SpecError(problems)
 
@@ -265,7 +258,7 @@ def _together(names: str) -> AbstractContextManager[None]:
     return collective_call(call, fix=_FIX, limit=preparation_limit(), given_up=load_failures.raise_announced)
 
 
-def _own_loop() -> OwnLoop:
+def _own_loop() -> Any:
     from hf_fsdp_plugin.integrations.preflight.training import own_loop  # lazy: imports the Trainer
 
     return own_loop
