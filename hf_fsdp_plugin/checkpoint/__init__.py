@@ -24,19 +24,19 @@ _EXPORTS = {
     "checking.completeness": ("newest_complete", "numbered_checkpoints", "why_incomplete"),
     "checking.inspection": ("Summary", "checkpoints_of_run", "summarize"),
     "checking.verify": ("Verdict", "verify"),
+    "errors": ("refuse",),
     "folders": ("check_visible", "recover_interrupted_commit", "recover_run", "remove_checkpoint"),
-    "formats.manifest": ("Manifest", "record_file", "write_manifest"),
-    "formats.manifest_reader": ("read_manifest",),
+    "formats.manifest": ("Manifest", "read_manifest", "record_file", "write_manifest"),
     "formats.table": ("read_stored_model", "stored_state_dict_type"),
     "io": ("InputFiles", "object_in"),
     "merging.copying": ("same_elements",),
     "merging.merge": ("MergeOptions", "Merged", "merge", "with_whole_weights"),
-    "reading.model": ("copy_whole_tensors", "load_model", "load_tensors"),
+    "reading.loading": ("copy_whole_tensors", "load_model", "load_tensors"),
     "reading.optimizer": ("load_optimizer",),
     "reading.states": ("check_states", "load_state"),
     "shards": ("ModelShards", "model_shards", "parameter_shards", "shards_below"),
     "writing.saving": ("CheckpointManager",),
-    "writing.staging": ("StagingFolder",),
+    "writing.save": ("StagingFolder",),
     "writing.state_files": ("gathered_state", "manifest_of"),
 }
 """Module below this package -> the names that it provides."""
@@ -54,24 +54,24 @@ if TYPE_CHECKING:
     from hf_fsdp_plugin.checkpoint.checking.completeness import newest_complete, numbered_checkpoints, why_incomplete
     from hf_fsdp_plugin.checkpoint.checking.inspection import Summary, checkpoints_of_run, summarize
     from hf_fsdp_plugin.checkpoint.checking.verify import Verdict, verify
+    from hf_fsdp_plugin.checkpoint.errors import refuse
     from hf_fsdp_plugin.checkpoint.folders import (
         check_visible,
         recover_interrupted_commit,
         recover_run,
         remove_checkpoint,
     )
-    from hf_fsdp_plugin.checkpoint.formats.manifest import Manifest, record_file, write_manifest
-    from hf_fsdp_plugin.checkpoint.formats.manifest_reader import read_manifest
+    from hf_fsdp_plugin.checkpoint.formats.manifest import Manifest, read_manifest, record_file, write_manifest
     from hf_fsdp_plugin.checkpoint.formats.table import read_stored_model, stored_state_dict_type
     from hf_fsdp_plugin.checkpoint.io import InputFiles, object_in
     from hf_fsdp_plugin.checkpoint.merging.copying import same_elements
     from hf_fsdp_plugin.checkpoint.merging.merge import Merged, MergeOptions, merge, with_whole_weights
-    from hf_fsdp_plugin.checkpoint.reading.model import copy_whole_tensors, load_model, load_tensors
+    from hf_fsdp_plugin.checkpoint.reading.loading import copy_whole_tensors, load_model, load_tensors
     from hf_fsdp_plugin.checkpoint.reading.optimizer import load_optimizer
     from hf_fsdp_plugin.checkpoint.reading.states import check_states, load_state
     from hf_fsdp_plugin.checkpoint.shards import ModelShards, model_shards, parameter_shards, shards_below
+    from hf_fsdp_plugin.checkpoint.writing.save import StagingFolder
     from hf_fsdp_plugin.checkpoint.writing.saving import CheckpointManager
-    from hf_fsdp_plugin.checkpoint.writing.staging import StagingFolder
     from hf_fsdp_plugin.checkpoint.writing.state_files import gathered_state, manifest_of
 
 

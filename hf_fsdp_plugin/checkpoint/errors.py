@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
 from typing import NoReturn
@@ -36,6 +36,17 @@ def raise_if_any(problems: list[Problem]) -> None:
     """Raise all problems as one ``CheckpointError``; do nothing if there are none."""
     if problems:
         raise CheckpointError(problems)
+
+
+def problems_of(checks: Iterable[Callable[[], object]]) -> list[Problem]:
+    """Call all checks, and return the problems of each ``CheckpointError`` that they raise."""
+    problems: list[Problem] = []
+    for check in checks:
+        try:
+            check()
+        except CheckpointError as error:
+            problems += error.problems
+    return problems
 
 
 def refuse_lfs_pointer(path: Path, content: bytes) -> None:

@@ -13,26 +13,15 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from hf_fsdp_plugin.checkpoint.formats.manifest import (
-    Manifest,
-)
-from hf_fsdp_plugin.checkpoint.formats.manifest_reader import read_manifest
+from hf_fsdp_plugin.checkpoint import names as file_names
+from hf_fsdp_plugin.checkpoint.formats.manifest import Manifest, read_manifest
 from hf_fsdp_plugin.checkpoint.io import sync
-from hf_fsdp_plugin.checkpoint.names import (
-    BLOCK_FILE,
-    CHECKPOINT_STEMS,
-    MANIFEST_NAME,
-    REPLACED,
-    SAVING,
-    hidden,
-    merged_copies,
-)
 from hf_fsdp_plugin.problems import CheckpointError, Problem
 
 
 def replaced_path(final: Path) -> Path:
     """The path to which a commit renames the folder that it replaces."""
-    return hidden(final, REPLACED)
+    return file_names.hidden(final, file_names.REPLACED)
 
 
 def put_in_place(folder: Path, final: Path) -> Path | None:
@@ -71,9 +60,9 @@ def recover_interrupted_commit(final: Path) -> None:
 
 def recover_run(run: Path, prefix: str) -> None:
     """Recover the interrupted commits of a run's checkpoints, and remove the staging folders of interrupted saves."""
-    for path in run.glob(f".{prefix}*{REPLACED}"):
-        recover_interrupted_commit(run / path.name.removeprefix(".").removesuffix(REPLACED))
-    for path in run.glob(f".{prefix}*{SAVING}"):
+    for path in run.glob(f".{prefix}*{file_names.REPLACED}"):
+        recover_interrupted_commit(run / path.name.removeprefix(".").removesuffix(file_names.REPLACED))
+    for path in run.glob(f".{prefix}*{file_names.SAVING}"):
         shutil.rmtree(path, ignore_errors=True)
 
 
@@ -82,9 +71,9 @@ def remove_checkpoint(checkpoint: Path) -> None:
 
     Its merged copies are deleted too.
     """
-    for copy in merged_copies(checkpoint):
+    for copy in file_names.merged_copies(checkpoint):
         shutil.rmtree(copy, ignore_errors=True)
-    removed = hidden(checkpoint.with_name(checkpoint.name.removeprefix(".")), f".removed{SAVING}")
+    removed = file_names.hidden(checkpoint.with_name(checkpoint.name.removeprefix(".")), f".removed{file_names.SAVING}")
     shutil.rmtree(removed, ignore_errors=True)
     checkpoint.rename(removed)
     shutil.rmtree(removed, ignore_errors=True)
@@ -105,19 +94,19 @@ def _files_of_user(folder: Path) -> list[Path]:
     manifest = _read_manifest(folder)
     files = [path.relative_to(folder) for path in folder.rglob("*") if path.is_file()]
     if manifest is not None:
-        listed = {record.path for record in manifest.files} | {MANIFEST_NAME, BLOCK_FILE}
+        listed = {record.path for record in manifest.files} | {file_names.MANIFEST_NAME, file_names.BLOCK_FILE}
         return [path for path in files if path.as_posix() not in listed]
-    return [path for path in files if not path.parts[0].startswith(CHECKPOINT_STEMS)]
+    return [path for path in files if not path.parts[0].startswith(file_names.CHECKPOINT_STEMS)]
 
 
 def move_files(folder: Path, final: Path) -> None:
     """Move all files, with the manifest last, and remove the files that only the previous manifest lists."""
     final.mkdir(parents=True, exist_ok=True)
     before = _read_manifest(final)
-    (final / MANIFEST_NAME).unlink(missing_ok=True)
-    (final / BLOCK_FILE).unlink(missing_ok=True)
+    (final / file_names.MANIFEST_NAME).unlink(missing_ok=True)
+    (final / file_names.BLOCK_FILE).unlink(missing_ok=True)
     new = sorted(path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
-    for relative in sorted(new, key=lambda path: path.name == MANIFEST_NAME):
+    for relative in sorted(new, key=lambda path: path.name == file_names.MANIFEST_NAME):
         (final / relative).parent.mkdir(parents=True, exist_ok=True)
         (folder / relative).replace(final / relative)
     for record in before.files if before is not None else ():
@@ -141,13 +130,22 @@ _ANNOUNCED = 3.0
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.01, 1.0
 
 
-def await_path(path: Path) -> bool:
-    """Return whether a path exists that exists on another machine, after at most ``TIMEOUT`` seconds."""
+def check_visible(path: Path, did: str) -> None:
+    """Wait for a path that rank 0 sees, and that may be on another machine.
+
+    Args:
+        did: what rank 0 did, for the message: ``created``.
+
+    Raises:
+        CheckpointError: this rank does not see it after ``TIMEOUT`` seconds.
+    """
     start, pause, announced = time.monotonic(), _FIRST_PAUSE, False
     while not path.exists():
         waited = time.monotonic() - start
         if waited > TIMEOUT:
-            return False
+            message = f"rank 0 {did} {path}, but this rank cannot see it: the ranks have no common file system."
+            fix = "Save to a folder that all machines share, and resume from there."
+            raise CheckpointError([Problem(code="FSDP-E405", message=message, fix=fix)])
         if waited > _ANNOUNCED and not announced:
             rank = os.environ.get("RANK", "0")
             text = f"rank {rank} waits for {path}, which rank 0 sees, for up to {TIMEOUT:g} seconds."
@@ -157,19 +155,3 @@ def await_path(path: Path) -> bool:
             os.listdir(path.parent)  # lets the client ask the server
         time.sleep(pause)
         pause = min(2 * pause, _LONGEST_PAUSE)
-    return True
-
-
-def check_visible(path: Path, did: str) -> None:
-    """Wait for a path that rank 0 sees.
-
-    Args:
-        did: what rank 0 did, for the message: ``created``.
-
-    Raises:
-        CheckpointError: this rank does not see it after ``TIMEOUT`` seconds.
-    """
-    if not await_path(path):
-        message = f"rank 0 {did} {path}, but this rank cannot see it: the ranks have no common file system."
-        fix = "Save to a folder that all machines share, and resume from there."
-        raise CheckpointError([Problem(code="FSDP-E405", message=message, fix=fix)])

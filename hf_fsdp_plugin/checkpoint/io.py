@@ -66,20 +66,17 @@ def open_regular(path: Path, flags: int = 0) -> int:
     Raises:
         OSError: the file cannot be opened, or is a folder, a pipe, a device or a socket.
     """
-    if not stat.S_ISREG(os.stat(path).st_mode):  # opening some devices has an effect
-        _refuse_kind(path, os.stat(path).st_mode)
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | flags)
-    if not stat.S_ISREG(mode := os.fstat(descriptor).st_mode):  # it was replaced after the check
-        os.close(descriptor)
-        _refuse_kind(path, mode)
-    return descriptor
+    mode = os.stat(path).st_mode
+    if stat.S_ISREG(mode):  # opening some devices has an effect
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | flags)
+        mode = os.fstat(descriptor).st_mode
+        if stat.S_ISREG(mode):
+            return descriptor
+        os.close(descriptor)  # it was replaced after the check
+    raise OSError(errno.EINVAL, f"it is {_KINDS.get(stat.S_IFMT(mode), 'a device')}, not a file", str(path))
 
 
 _KINDS = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket"}
-
-
-def _refuse_kind(path: Path, mode: int) -> NoReturn:
-    raise OSError(errno.EINVAL, f"it is {_KINDS.get(stat.S_IFMT(mode), 'a device')}, not a file", str(path))
 
 
 @contextmanager
@@ -87,6 +84,12 @@ def reading(path: Path) -> Iterator[BinaryIO]:
     """Open a regular file for reading. Raises the errors of :func:`open_regular`."""
     with os.fdopen(open_regular(path), "rb") as file:
         yield file
+
+
+def read_range(path: Path, start: int, num_bytes: int) -> bytes:
+    """Return bytes of a regular file; fewer if it ends earlier. Raises the errors of :func:`open_regular`."""
+    with reading(path) as file:
+        return os.pread(file.fileno(), num_bytes, start)
 
 
 def read_file(path: Path) -> bytes:
@@ -100,10 +103,8 @@ def read_file(path: Path) -> bytes:
         with suppress(MemoryError):
             if size <= _MAX_METADATA:
                 return file.read()
-    message = (
-        f"has {size:,} bytes, too many to read it into memory; files with metadata have at most {_MAX_METADATA:,}."
-    )
-    refuse("FSDP-E412", path, message)
+    message = f"has {size:,} bytes, too many to read it into memory"
+    refuse("FSDP-E412", path, f"{message}; files with metadata have at most {_MAX_METADATA:,}.")
 
 
 def write_text(path: Path, text: str) -> None:
@@ -243,24 +244,19 @@ class _InputFile:
 
     def read(self, offset: int, out: memoryview) -> int:
         """Read some bytes into ``out`` and return their number, which is 0 only at the end of the file."""
-        if len(out) < _LARGE or self._direct == -1:
-            return os.preadv(self.descriptor, [out], offset)
-        for attempt in (self._read_cached, self._read_directly):
+        if len(out) >= _LARGE and self._direct != -1:
             try:
-                count = attempt(offset, out)
-            except BlockingIOError:  # the next page is not in the page cache
-                continue
+                try:
+                    count = os.preadv(self.descriptor, [out], offset, _ONLY_CACHED)
+                except BlockingIOError:  # the next page is not in the page cache
+                    count = self._read_directly(offset, out)
+                if count:
+                    return count
             except OSError as error:
                 if error.errno not in UNSUPPORTED:
                     raise
                 self._close_direct()
-                break
-            if count:
-                return count
         return os.preadv(self.descriptor, [out], offset)
-
-    def _read_cached(self, offset: int, out: memoryview) -> int:
-        return os.preadv(self.descriptor, [out], offset, _ONLY_CACHED)
 
     def _close_direct(self) -> None:
         """Use the page cache from now on, because the file system does not support direct reads."""
@@ -286,15 +282,14 @@ _BLOCK = 4 << 20
 """Bytes read at once: large enough for a disk, and small enough to be in the CPU cache when they are hashed."""
 
 
-_thread = threading.local()
+class _Memory(threading.local):
+    """Memory that each thread reuses: new memory for each range takes as long as hashing it."""
+
+    def __init__(self) -> None:
+        self.block = memoryview(bytearray(_BLOCK))
 
 
-def _block_of_thread() -> memoryview:
-    """Return memory that the thread reuses: new memory for each range takes as long as hashing it."""
-    if not hasattr(_thread, "block"):
-        _thread.block = memoryview(bytearray(_BLOCK))
-    block: memoryview = _thread.block
-    return block
+_memory = _Memory()
 
 
 def hash_bytes(data: Any) -> str:
@@ -311,7 +306,7 @@ def hash_file(path: Path, start: int = 0, stop: int | None = None) -> str:
         CheckpointError: the file ends before ``stop``.
     """
     hasher = xxhash.xxh3_128()
-    block = _block_of_thread()
+    block = _memory.block
     with reading(path) as file:
         position = start
         while stop is None or position < stop:

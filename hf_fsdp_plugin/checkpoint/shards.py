@@ -26,10 +26,10 @@ from hf_fsdp_plugin.backends.sharding.submodule_calls import check_not_whole, fr
 from hf_fsdp_plugin.checkpoint.formats.boxes import Box, flat_range, whole
 from hf_fsdp_plugin.checkpoint.formats.optimizer_state import (
     inner_key,
-    is_plain,
     per_shard_key,
     range_of,
     state_layout,
+    unsupported_values,
 )
 from hf_fsdp_plugin.plan.names import canonical_name
 from hf_fsdp_plugin.problems import CheckpointError, Problem
@@ -309,15 +309,18 @@ def optimizer_shards(model: nn.Module, optimizer: torch.optim.Optimizer) -> Opti
         for parameter in group["params"]:
             for own in layout.by_id.get(id(parameter), ()):
                 names.append(own.name)
-                entries = optimizer.state.get(parameter, {})
-                found = dict(reader.entries(own, parameter, entries))
-                if found:
+                if found := dict(reader.entries(own, parameter, optimizer.state.get(parameter, {}))):
                     state[own.name] = found
         settings = {key: value for key, value in group.items() if key != "params"}
         reader.check_settings(settings)
         groups.append({**settings, "params": names})
     if reader.unsupported:
-        raise CheckpointError([_unsupported_state(reader.unsupported)])
+        message = f"the optimizer keeps state that cannot be stored by parameter: {format_names(reader.unsupported)}."
+        fix = (
+            "Use an optimizer whose state tensors have the parameter's shape or one element (AdamW, SGD), or save the "
+            "model alone (save_only_model: true)."
+        )
+        raise CheckpointError([Problem(code="FSDP-E411", message=message, fix=fix)])
     return OptimizerShards(state, tuple(groups))
 
 
@@ -337,8 +340,11 @@ class _StateReader:
     def check_settings(self, settings: Mapping[str, Any]) -> None:
         """Check the settings of a group: tensors in them would be stored by one rank only."""
         for key, value in settings.items():
-            if not _is_setting(value):
-                self.unsupported.append(f"'{key}' of a parameter group contains a {_other_type(value)}")
+            for found in unsupported_values(value):
+                # Scalars and dtypes can be stored.
+                is_setting = found.numel() == 1 if isinstance(found, torch.Tensor) else isinstance(found, torch.dtype)
+                if not is_setting:
+                    self.unsupported.append(f"'{key}' of a parameter group contains a {type(found).__name__}")
 
     def entries(
         self, own: ParameterLayout, parameter: torch.Tensor, state: Mapping[str, Any]
@@ -348,7 +354,7 @@ class _StateReader:
         """
         for key, value in state.items():
             if not isinstance(value, torch.Tensor):
-                if not is_plain(value):
+                if unsupported_values(value):
                     self.unsupported.append(f"'{key}' of {own.name} is a {type(value).__name__} object")
                 yield key, value
             elif (entry := None if self._per_shard else self._entry(own, key, value, parameter)) is not None:
@@ -393,31 +399,6 @@ class _StateReader:
             name, shape = f"state.{own.name}.{stored}", tuple(tensor.shape)
             pieces = (Piece(whole(shape), tensor.detach()),)
             yield stored, LocalShard(name, tensor.dtype, shape, pieces, own.replica, own.replicas)
-
-
-def _is_setting(value: Any) -> bool:
-    """Whether a value of a parameter group can be stored: a plain value, a dtype or a scalar tensor."""
-    if isinstance(value, (list, tuple)):
-        return all(map(_is_setting, value))
-    if isinstance(value, torch.Tensor):
-        return value.numel() == 1
-    return isinstance(value, torch.dtype) or is_plain(value)
-
-
-def _other_type(value: Any) -> str:
-    """Return the type of the value that cannot be stored, which may be inside a container."""
-    items = list(value.values()) if isinstance(value, dict) else list(value) if isinstance(value, (list, tuple)) else []
-    found = next((item for item in items if not _is_setting(item)), None)
-    return type(value).__name__ if found is None else _other_type(found)
-
-
-def _unsupported_state(entries: list[str]) -> Problem:
-    return Problem(
-        code="FSDP-E411",
-        message=f"the optimizer keeps state that cannot be stored by parameter: {format_names(entries)}.",
-        fix="Use an optimizer whose state tensors have the parameter's shape or one element (AdamW, SGD), or save the "
-        "model alone (save_only_model: true).",
-    )
 
 
 def shards_to_write(shards: Iterable[LocalShard]) -> list[LocalShard]:

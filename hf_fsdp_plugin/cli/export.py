@@ -6,13 +6,12 @@ import argparse
 import re
 import sys
 from pathlib import Path
-from typing import NoReturn
 
-from hf_fsdp_plugin.checkpoint import newest_complete, object_in
+from hf_fsdp_plugin.checkpoint import newest_complete, object_in, refuse
 from hf_fsdp_plugin.checkpoint.names import PREFIXES, TRAINER_STATE
 from hf_fsdp_plugin.cli import merge
 from hf_fsdp_plugin.cli.output import USAGE, check_folder
-from hf_fsdp_plugin.problems import CheckpointError, Origin, Problem
+from hf_fsdp_plugin.problems import CheckpointError
 from hf_fsdp_plugin.text import printable
 
 HELP = (
@@ -57,8 +56,8 @@ def find_checkpoint(folder: Path, *, best: bool = False) -> Path:
             return _best(found) if best else found
     if skipped:
         reasons = "; ".join(f"{path.name}: {why}" for path, why in skipped)
-        _refuse("FSDP-E497", folder, f"contains no complete checkpoint ({reasons}).", "Use another run.")
-    _refuse("FSDP-E496", folder, "contains no checkpoint-N.", "Give the folder of a run; use merge for a checkpoint.")
+        refuse("FSDP-E497", folder, f"contains no complete checkpoint ({reasons}).", "Use another run.")
+    refuse("FSDP-E496", folder, "contains no checkpoint-N.", "Give the folder of a run; use merge for a checkpoint.")
 
 
 def _best(newest: Path) -> Path:
@@ -67,19 +66,10 @@ def _best(newest: Path) -> Path:
     recorded = object_in(state).get("best_model_checkpoint")
     if not recorded or not isinstance(recorded, str):
         fix = "Train with metric_for_best_model and load_best_model_at_end, or omit --best."
-        _refuse("FSDP-E498", state, "does not name a best checkpoint.", fix)
+        refuse("FSDP-E498", state, "does not name a best checkpoint.", fix)
     # Only the name is used, because the run may have been moved.
     best = newest.parent / Path(recorded).name
-    if not _is_checkpoint(best):
+    if not re.fullmatch(rf"({'|'.join(PREFIXES)})\d+", best.name) or not best.is_dir():
         fix = "Copy the checkpoint back, or omit --best."
-        _refuse("FSDP-E498", best, "was the best checkpoint, but no longer exists.", fix)
+        refuse("FSDP-E498", best, "was the best checkpoint, but no longer exists.", fix)
     return best
-
-
-def _is_checkpoint(path: Path) -> bool:
-    """Whether the name in a trainer state is that of a checkpoint, and the folder exists."""
-    return any(re.fullmatch(rf"{prefix}\d+", path.name) for prefix in PREFIXES) and path.is_dir()
-
-
-def _refuse(code: str, place: Path, message: str, fix: str) -> NoReturn:
-    raise CheckpointError([Problem(code=code, message=message, fix=fix, origin=Origin(source=str(place)))])

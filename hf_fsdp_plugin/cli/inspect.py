@@ -50,7 +50,12 @@ def run(args: argparse.Namespace) -> int:
                 print("hf-fsdp inspect: --parameters and --optimizer need one checkpoint, or --json.", file=sys.stderr)
                 return USAGE
             return _run(args, paths)
-        return _unreadable(args, error)
+        if args.json:
+            problems = [problem.to_json() for problem in error.problems]
+            print_json({"checkpoint": str(args.checkpoint), "complete": False, "problems": problems})
+        else:
+            print_problems(error.problems)
+        return PROBLEMS
     if args.json:
         print_json(summary.to_json(parameters=args.parameters, optimizer=args.optimizer))
     else:
@@ -62,26 +67,16 @@ def run(args: argparse.Namespace) -> int:
     return OK if summary.incomplete is None else PROBLEMS
 
 
-def _unreadable(args: argparse.Namespace, error: CheckpointError) -> int:
-    if args.json:
-        problems = [problem.to_json() for problem in error.problems]
-        print_json({"checkpoint": str(args.checkpoint), "complete": False, "problems": problems})
-    else:
-        print_problems(error.problems)
-    return PROBLEMS
-
-
 def _run(args: argparse.Namespace, paths: list[Path]) -> int:
     rows = _rows(paths)
     complete = [path for path, summary, _ in rows if isinstance(summary, Summary) and summary.incomplete is None]
     newest = next(iter(complete), None)
     if args.json:
-        summaries = [
-            summary.to_json(parameters=args.parameters, optimizer=args.optimizer)
-            if summary
-            else {"checkpoint": str(path), "complete": False, "incomplete": reason}
-            for path, summary, reason in rows
-        ]
+        summaries: list[Any] = []
+        for path, summary, reason in rows:
+            unreadable = {"checkpoint": str(path), "complete": False, "incomplete": reason}
+            described = summary and summary.to_json(parameters=args.parameters, optimizer=args.optimizer)
+            summaries.append(described or unreadable)
         tree = {"run": str(args.checkpoint), "checkpoints": summaries}
         print_json({**tree, "newest_complete": None if newest is None else str(newest)})
     else:

@@ -11,7 +11,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -98,12 +98,28 @@ def _differences(stored: StoredModel, model: Any, path: Path) -> list[Problem]:
         if expected.get(name, shape) != shape
     ]
     target = f"the {type(model).__name__} of its config.json"
+    return difference_problems(
+        path.parent, missing, unexpected, other, num_expected=len(expected), target=target, fix=_OTHER
+    )
+
+
+def difference_problems(
+    place: Path,
+    missing: Sequence[str],
+    unexpected: Sequence[str],
+    other: Sequence[str],
+    *,
+    num_expected: int,
+    target: str,
+    fix: str = COPY_AGAIN,
+) -> list[Problem]:
+    """Return an error for each kind of difference between a checkpoint and ``target``, with a few examples."""
     found = [
-        ("FSDP-E477", missing, f"does not contain {len(missing)} of the {len(expected)} parameters of {target}"),
+        ("FSDP-E477", missing, f"does not contain {len(missing)} of the {num_expected} parameters of {target}"),
         ("FSDP-E478", unexpected, f"contains {plural(len(unexpected), 'parameter')} that {target} does not have"),
-        ("FSDP-E479", other, f"contains {plural(len(other), 'parameter')} with other shapes than in {target}"),
+        ("FSDP-E479", other, f"contains {plural(len(other), 'tensor')} with another dtype or shape than in {target}"),
     ]
-    return [problem(code, path.parent, f"{text}: {format_names(n, 3)}.", _OTHER) for code, n, text in found if n]
+    return [problem(code, place, f"{text}: {format_names(names, 3)}.", fix) for code, names, text in found if names]
 
 
 def _loaded_names(stored: StoredModel, model: Any) -> tuple[dict[str, str], set[str]]:
@@ -221,16 +237,11 @@ def raise_absent_tensors(absent: Iterable[str], weight_map: Mapping[str, str], f
     for name in sorted(absent):
         by_file.setdefault(weight_map[name], []).append(name)
     paths = {os.path.basename(file): file for file in files}
-    problems = [
-        problem(
-            "FSDP-E459",
-            paths.get(os.path.basename(file), file),
-            f"does not contain {plural(len(names), 'tensor')} that the index of the model lists there: "
-            f"{format_names(names, 3)}.",
-            COPY_AGAIN,
-        )
-        for file, names in by_file.items()
-    ]
+    problems = []
+    for file, names in by_file.items():
+        message = f"does not contain {plural(len(names), 'tensor')} that the index of the model lists there"
+        place = paths.get(os.path.basename(file), file)
+        problems.append(problem("FSDP-E459", place, f"{message}: {format_names(names, 3)}.", COPY_AGAIN))
     raise_if_any(problems[:MAX_PROBLEMS])
 
 
@@ -239,19 +250,15 @@ def raise_shape_mismatches(mismatches: Iterable[ShapeMismatch], model_class: str
     by_file: dict[str, list[ShapeMismatch]] = {}
     for mismatch in sorted(mismatches):
         by_file.setdefault(mismatch.file, []).append(mismatch)
-    raise_if_any([_shape_problem(file or folder, each, model_class) for file, each in by_file.items()][:MAX_PROBLEMS])
-
-
-def _shape_problem(place: str, mismatches: list[ShapeMismatch], model_class: str) -> Problem:
-    shown = [
-        f"{each.name} ({format_shape(each.stored)} in the file, {format_shape(each.expected)} in the model)"
-        for each in mismatches
-    ]
-    message = (
-        f"contains {plural(len(mismatches), 'tensor')} with other shapes than in {model_class}: "
-        f"{format_names(shown, 3)}."
-    )
-    return problem("FSDP-E479", place, message, _OTHER_MODEL)
+    problems = []
+    for file, found in by_file.items():
+        shown = [
+            f"{each.name} ({format_shape(each.stored)} in the file, {format_shape(each.expected)} in the model)"
+            for each in found
+        ]
+        message = f"contains {plural(len(found), 'tensor')} with other shapes than in {model_class}"
+        problems.append(problem("FSDP-E479", file or folder, f"{message}: {format_names(shown, 3)}.", _OTHER_MODEL))
+    raise_if_any(problems[:MAX_PROBLEMS])
 
 
 class ConfigCheck:
@@ -284,15 +291,11 @@ class ConfigCheck:
         return [problem("FSDP-N475", self._config, f"{message}.")]
 
 
-def _config_problems_as_json(checkpoint: str, number: str, config: str) -> str:
-    from hf_fsdp_plugin.checkpoint.checking.against_model import config_problems
+if __name__ == "__main__":
     from hf_fsdp_plugin.checkpoint.formats.table import read_stored_model
 
-    found = config_problems(read_stored_model(Path(checkpoint), int(number)), Path(config))
-    return json.dumps([each.to_json() for each in found])
-
-
-if __name__ == "__main__":
     standard_output = sys.stdout
     sys.stdout = sys.stderr  # libraries may have printed other lines
-    print(_config_problems_as_json(*sys.argv[1:]), file=standard_output)
+    checkpoint, number, config = sys.argv[1:]
+    found_problems = config_problems(read_stored_model(Path(checkpoint), int(number)), Path(config))
+    print(json.dumps([each.to_json() for each in found_problems]), file=standard_output)

@@ -9,29 +9,19 @@ import json
 import os
 import re
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from hf_fsdp_plugin.checkpoint import names as file_names
 from hf_fsdp_plugin.checkpoint.errors import problem
-from hf_fsdp_plugin.checkpoint.formats.archives import NotAnArchive, is_archive, stored_entries
-from hf_fsdp_plugin.checkpoint.formats.manifest import Manifest
-from hf_fsdp_plugin.checkpoint.formats.manifest_reader import read_manifest
+from hf_fsdp_plugin.checkpoint.formats.archives import NotAnArchive, StoredEntry, is_archive, stored_entries
+from hf_fsdp_plugin.checkpoint.formats.manifest import Manifest, read_manifest
 from hf_fsdp_plugin.checkpoint.formats.table import read_stored_model, read_stored_optimizer
 from hf_fsdp_plugin.checkpoint.io import read_file
-from hf_fsdp_plugin.checkpoint.names import (
-    ACCELERATE_PREFIX,
-    FSDP_MODEL,
-    MANIFEST_NAME,
-    OPTIMIZER,
-    SAVING,
-    TRAINER_PREFIX,
-    TRAINER_STATE,
-    accelerate_rng_file,
-)
 from hf_fsdp_plugin.problems import CheckpointError, Problem
 from hf_fsdp_plugin.text import format_names, plural
 
-_PART = re.compile(rf"({FSDP_MODEL}|{OPTIMIZER})_\d+")
+_PART = re.compile(rf"({file_names.FSDP_MODEL}|{file_names.OPTIMIZER})_\d+")
 _ARCHIVES = ("*.pt", "*.pth", "*.bin", "*.pkl")
 _RESUME_EARLIER = "Resume from an earlier checkpoint."
 _UNFINISHED = "the save was not finished."
@@ -55,7 +45,9 @@ def completeness_problems(folder: Path) -> list[Problem]:
         return list(error.problems)
 
 
-def newest_complete(run_folder: Path, prefix: str = TRAINER_PREFIX) -> tuple[Path | None, list[tuple[Path, str]]]:
+def newest_complete(
+    run_folder: Path, prefix: str = file_names.TRAINER_PREFIX
+) -> tuple[Path | None, list[tuple[Path, str]]]:
     """Return the complete checkpoint with the highest number, and the newer incomplete ones with the reasons."""
     skipped: list[tuple[Path, str]] = []
     for folder in numbered_checkpoints(run_folder, prefix):
@@ -78,9 +70,13 @@ def numbered_checkpoints(run_folder: Path, prefix: str) -> list[Path]:
 def checkpoint_of(path: Path) -> Path:
     """Return the checkpoint that contains ``path`` (``pytorch_model_fsdp_0``), or ``path`` itself."""
     parent = path.resolve().parent
-    if not _PART.fullmatch(path.resolve().name) or (path / MANIFEST_NAME).exists():
+    if not _PART.fullmatch(path.resolve().name) or (path / file_names.MANIFEST_NAME).exists():
         return path
-    return parent if any((parent / name).is_file() for name in (MANIFEST_NAME, TRAINER_STATE)) else path
+    return (
+        parent
+        if any((parent / name).is_file() for name in (file_names.MANIFEST_NAME, file_names.TRAINER_STATE))
+        else path
+    )
 
 
 def file_problems(folder: Path, manifest: Manifest) -> list[Problem]:
@@ -103,17 +99,15 @@ def file_problems(folder: Path, manifest: Manifest) -> list[Problem]:
 
 
 def structure_problems(folder: Path) -> list[Problem]:
-    """Return the problems in the structure of a checkpoint without a manifest: unreadable, truncated or unfinished.
-
-    Raises:
-        CheckpointError: there is no readable model.
-    """
-    if SAVING in (Path(name).suffix for name in (folder.resolve().name, folder.resolve().parent.name)):
+    """Return the problems in the structure of a checkpoint without a manifest: unreadable, truncated or unfinished."""
+    if file_names.SAVING in (Path(name).suffix for name in (folder.resolve().name, folder.resolve().parent.name)):
         message = "is the staging folder of a save that is running or was interrupted."
         return [problem("FSDP-E452", folder, message, _RESUME_EARLIER)]
-    # The readers follow every reference, and reject references beyond the end of a file.
-    read_stored_model(folder)
-    read_stored_optimizer(folder)
+    try:  # the readers follow every reference, and reject references beyond the end of a file
+        read_stored_model(folder)
+        read_stored_optimizer(folder)
+    except CheckpointError as error:
+        return list(error.problems)
     return _archive_problems(folder) + _last_file_problems(folder)
 
 
@@ -122,6 +116,25 @@ def own_files(folder: Path) -> Iterator[Path]:
     for place, inner, files in os.walk(folder):
         inner[:] = [name for name in inner if not re.fullmatch(r"\.?checkpoint([-_]\d+.*|s)", name)]
         yield from (Path(place) / name for name in files)
+
+
+def archive_entries(
+    path: Path, problems: list[Problem], fix: str, offsets: Iterable[tuple[int, str]] = ()
+) -> list[StoredEntry]:
+    """Return the entries of a file's archives; none for another file. Adds a problem if the file is damaged.
+
+    Args:
+        offsets: byte offsets and names of the tensors in the file.
+    """
+    try:
+        return list(stored_entries(path)) if is_archive(path) else []
+    except NotAnArchive as error:
+        lost = sorted({name for start, name in offsets if start < error.stop})
+        contents = f"; they contain {format_names(lost, 3)}" if lost else ""
+        problems.append(problem("FSDP-E453", path, f"is truncated or damaged: {error}{contents}.", fix))
+    except OSError as error:
+        problems.append(problem("FSDP-E472", path, f"cannot be read: {error.strerror}.", fix))
+    return []
 
 
 def _contents(names: list[str]) -> str:
@@ -137,34 +150,28 @@ def _in_folder(found: Problem, folder: Path) -> str:
 
 def _archive_problems(folder: Path) -> list[Problem]:
     """Return a problem for each empty or damaged file of ``torch.save`` next to the model."""
-    problems = []
+    problems: list[Problem] = []
     for path in sorted(path for pattern in _ARCHIVES for path in folder.glob(pattern) if path.is_file()):
-        try:
-            if path.stat().st_size == 0:
-                problems.append(problem("FSDP-E453", path, "is empty.", _RESUME_EARLIER))
-            elif is_archive(path):
-                for _ in stored_entries(path):
-                    pass
-        except NotAnArchive as error:
-            problems.append(problem("FSDP-E453", path, f"is truncated or damaged: {error}.", _RESUME_EARLIER))
-        except OSError as error:
-            problems.append(problem("FSDP-E472", path, f"cannot be read: {error.strerror}.", _RESUME_EARLIER))
+        if path.stat().st_size == 0:
+            problems.append(problem("FSDP-E453", path, "is empty.", _RESUME_EARLIER))
+        else:
+            archive_entries(path, problems, _RESUME_EARLIER)
     return problems
 
 
 def _last_file_problems(folder: Path) -> list[Problem]:
     """Return a problem if the file that the Trainer or Accelerate writes last is missing or damaged."""
-    name = folder.resolve().name
-    if re.fullmatch(rf"{TRAINER_PREFIX}\d+", name):
+    name, state, rng = folder.resolve().name, folder / file_names.TRAINER_STATE, file_names.accelerate_rng_file(0)
+    code, place, message = "", folder, ""
+    if re.fullmatch(rf"{file_names.TRAINER_PREFIX}\d+", name):
         try:
-            json.loads(read_file(folder / TRAINER_STATE))
+            json.loads(read_file(state))
         except FileNotFoundError:
-            return [problem("FSDP-E452", folder, f"has no {TRAINER_STATE}: {_UNFINISHED}", _RESUME_EARLIER)]
+            code, message = "FSDP-E452", f"has no {file_names.TRAINER_STATE}: {_UNFINISHED}"
         except OSError as error:
-            message = f"cannot be read: {error.strerror}."
-            return [problem("FSDP-E472", folder / TRAINER_STATE, message, _RESUME_EARLIER)]
+            code, place, message = "FSDP-E472", state, f"cannot be read: {error.strerror}."
         except (ValueError, RecursionError) as error:
-            return [problem("FSDP-E453", folder / TRAINER_STATE, f"is not valid JSON: {error}.", _RESUME_EARLIER)]
-    elif re.fullmatch(rf"{ACCELERATE_PREFIX}\d+", name) and not (folder / accelerate_rng_file(0)).is_file():
-        return [problem("FSDP-E452", folder, f"has no {accelerate_rng_file(0)}: {_UNFINISHED}", _RESUME_EARLIER)]
-    return []
+            code, place, message = "FSDP-E453", state, f"is not valid JSON: {error}."
+    elif re.fullmatch(rf"{file_names.ACCELERATE_PREFIX}\d+", name) and not (folder / rng).is_file():
+        code, message = "FSDP-E452", f"has no {rng}: {_UNFINISHED}"
+    return [problem(code, place, message, _RESUME_EARLIER)] if code else []

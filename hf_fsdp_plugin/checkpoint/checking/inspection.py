@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from hf_fsdp_plugin.checkpoint import names as file_names
 from hf_fsdp_plugin.checkpoint.checking.completeness import (
     checkpoint_of,
     numbered_checkpoints,
@@ -17,28 +19,15 @@ from hf_fsdp_plugin.checkpoint.checking.completeness import (
     why_incomplete,
 )
 from hf_fsdp_plugin.checkpoint.formats.boxes import dtype_size
-from hf_fsdp_plugin.checkpoint.formats.manifest import Manifest
-from hf_fsdp_plugin.checkpoint.formats.manifest_reader import read_manifest
+from hf_fsdp_plugin.checkpoint.formats.manifest import Manifest, read_manifest
 from hf_fsdp_plugin.checkpoint.formats.stored import StoredOptimizer, StoredTensor, shared_tensors
-from hf_fsdp_plugin.checkpoint.formats.table import (
-    format_named,
-    read_stored_model,
-    read_stored_optimizer,
-)
+from hf_fsdp_plugin.checkpoint.formats.table import format_named, read_stored_model, read_stored_optimizer
 from hf_fsdp_plugin.checkpoint.io import object_in
-from hf_fsdp_plugin.checkpoint.names import (
-    ACCELERATE_RNG,
-    ACCELERATE_RUN,
-    DCP_SUFFIX,
-    PREFIXES,
-    SAVING,
-    TRAINER_RNG,
-    TRAINER_STATE,
-    trainer_rng_file,
-)
 from hf_fsdp_plugin.problems import CheckpointError
 
-_RANK_IN_NAME = re.compile(rf"(?:{TRAINER_RNG}_|{ACCELERATE_RNG}_|__|_rank)(\d+)(?:_\d+\{DCP_SUFFIX}|\.\w+)")
+_RANK_IN_NAME = re.compile(
+    rf"(?:{file_names.TRAINER_RNG}_|{file_names.ACCELERATE_RNG}_|__|_rank)(\d+)(?:_\d+\{file_names.DCP_SUFFIX}|\.\w+)"
+)
 
 _MANIFEST_FACTS = ("backend", "mesh", "strategy", "asynchronous", "created", "settings", "batch")
 """Fields of the manifest in a summary as JSON."""
@@ -95,10 +84,10 @@ class Summary:
     @property
     def dtypes(self) -> dict[str, int]:
         """Dtype -> elements, the most frequent first."""
-        counts: dict[str, int] = {}
+        counts: Counter[str] = Counter()
         for dtype, shape in self.distinct.values():
-            counts[dtype] = counts.get(dtype, 0) + math.prod(shape)
-        return dict(sorted(counts.items(), key=lambda item: -item[1]))
+            counts[dtype] += math.prod(shape)
+        return dict(counts.most_common())
 
     @property
     def model_bytes(self) -> int:
@@ -128,9 +117,12 @@ class Summary:
             "ties": [list(tie) for tie in self.ties],
             "files": dict(self.files),
             "versions": dict(self.versions),
-            **({"parameters": _kinds_json(self.parameters)} if parameters else {}),
-            **({"optimizer": {"groups": list(self.groups), "state": _state_json(self.state)}} if optimizer else {}),
+            **({"parameters": _as_json(self.parameters)} if parameters else {}),
+            **({"optimizer": self._optimizer_json()} if optimizer else {}),
         }
+
+    def _optimizer_json(self) -> dict[str, Any]:
+        return {"groups": list(self.groups), "state": {name: _as_json(entry) for name, entry in self.state.items()}}
 
 
 def summarize(path: Path) -> Summary:
@@ -151,6 +143,8 @@ def summarize(path: Path) -> Summary:
             raise
     with suppress(CheckpointError):
         optimizer = read_stored_optimizer(folder)
+    step = object_in(folder / file_names.TRAINER_STATE).get("global_step")
+    version = object_in(folder / "config.json").get("transformers_version")
     files = {
         file.relative_to(folder).as_posix(): file.stat().st_size for file in sorted(own_files(folder)) if file.exists()
     }
@@ -159,14 +153,14 @@ def summarize(path: Path) -> Summary:
         path=folder,
         format=model.format if model else ("full" if manifest is None or manifest.kind == "full" else "dcp"),
         incomplete=incomplete,
-        step=manifest.step if manifest else _trainer_step(folder),
+        step=manifest.step if manifest else step if isinstance(step, int) else None,
         world_size=manifest.world_size if manifest else _ranks(files),
         parameters=manifest.parameters if manifest else parameters,
         ties=manifest.ties if manifest else tuple(shared_tensors(model)) if model else (),
         state=_state(optimizer) if optimizer else {},
         groups=tuple(optimizer.groups) if optimizer else (),
         files=files,
-        versions=manifest.versions if manifest else _config_versions(folder),
+        versions=manifest.versions if manifest else {"transformers": version} if isinstance(version, str) else {},
         manifest=manifest,
     )
 
@@ -176,25 +170,15 @@ def checkpoints_of_run(folder: Path) -> list[Path]:
 
     Staging folders of interrupted saves come last.
     """
-    places = (folder, folder / ACCELERATE_RUN)
-    found = [path for place in places for prefix in PREFIXES for path in numbered_checkpoints(place, prefix)]
-    return found + [path for place in places for path in sorted(place.glob(f".checkpoint*{SAVING}"))]
-
-
-def _trainer_step(folder: Path) -> int | None:
-    step = object_in(folder / TRAINER_STATE).get("global_step")
-    return step if isinstance(step, int) else None
-
-
-def _config_versions(folder: Path) -> dict[str, str]:
-    version = object_in(folder / "config.json").get("transformers_version")
-    return {"transformers": version} if isinstance(version, str) else {}
+    places = (folder, folder / file_names.ACCELERATE_RUN)
+    found = [path for place in places for prefix in file_names.PREFIXES for path in numbered_checkpoints(place, prefix)]
+    return found + [path for place in places for path in sorted(place.glob(f".checkpoint*{file_names.SAVING}"))]
 
 
 def _ranks(files: Iterable[str]) -> int | None:
     """Return the highest rank in a file name, plus 1. Each rank saves at least a file with its random state."""
     ranks = [int(match[1]) for file in files if (match := _RANK_IN_NAME.search(file.rpartition("/")[2]))]
-    if not ranks and trainer_rng_file(None) in files:
+    if not ranks and file_names.trainer_rng_file(None) in files:
         return 1
     return max(ranks) + 1 if ranks else None
 
@@ -215,12 +199,8 @@ def _num_bytes(kinds: Iterable[Kind]) -> int:
     return sum(math.prod(shape) * dtype_size(dtype) for dtype, shape in kinds)
 
 
-def _kinds_json(entries: Mapping[str, Any]) -> dict[str, Any]:
+def _as_json(entries: Mapping[str, Any]) -> dict[str, Any]:
     return {
         name: {"dtype": value[0], "shape": list(value[1])} if _is_kind(value) else value
         for name, value in entries.items()
     }
-
-
-def _state_json(state: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    return {name: _kinds_json(entry) for name, entry in state.items()}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from bisect import bisect_right
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -19,8 +19,7 @@ import xxhash
 from hf_fsdp_plugin.checkpoint.checking.completeness import checkpoint_of
 from hf_fsdp_plugin.checkpoint.errors import problem, refuse
 from hf_fsdp_plugin.checkpoint.formats.boxes import dtype_size, span
-from hf_fsdp_plugin.checkpoint.formats.manifest import BlockTable, FileRange, Manifest
-from hf_fsdp_plugin.checkpoint.formats.manifest_reader import read_manifest
+from hf_fsdp_plugin.checkpoint.formats.manifest import BlockTable, FileRange, Manifest, read_manifest
 from hf_fsdp_plugin.checkpoint.formats.stored import PieceTable, StoredModel, StoredOptimizer, labelled_tensors
 from hf_fsdp_plugin.checkpoint.io import InputFiles, hash_bytes
 from hf_fsdp_plugin.checkpoint.names import MANIFEST_NAME
@@ -44,15 +43,21 @@ class ByteRange:
     names: tuple[str, ...]
 
 
-def find_damaged(
-    ranges: list[ByteRange], digest: Callable[[Path, int, int], str | int], progress: Progress | None
-) -> tuple[dict[Path, list[ByteRange]], list[Problem]]:
-    """Return, by file, the ranges whose checksum differs, and a problem for each file that cannot be read."""
+def range_problems(
+    ranges: list[ByteRange],
+    digest: Callable[[Path, int, int], str | int],
+    progress: Progress = lambda *_: None,
+    find_swapped: Callable[[Path], str | None] = lambda _: None,
+) -> list[Problem]:
+    """Return a problem for each file with ranges whose checksum differs, or that cannot be read.
+
+    Args:
+        find_swapped: returns another file of the checkpoint whose saved checksums match the bytes of a damaged file.
+    """
     total = sum(item.stop - item.start for item in ranges)
-    if progress is not None:
-        progress("verify", 0, total)
+    progress("verify", 0, total)
     damaged: dict[Path, list[ByteRange]] = {}
-    unreadable: dict[Path, Problem] = {}
+    problems: dict[Path, Problem] = {}
 
     def examine(item: ByteRange) -> bool | str:
         try:
@@ -65,13 +70,14 @@ def find_damaged(
     # Hashing and reading release the GIL, so that threads use all cores.
     with ThreadPoolExecutor(max_workers=os.cpu_count() or 1) as pool:
         for item, found in zip(ranges, pool.map(examine, ranges), strict=True):
-            if progress is not None:
-                progress("verify", item.stop - item.start, total)
+            progress("verify", item.stop - item.start, total)
             if isinstance(found, str):
-                unreadable[item.path] = problem("FSDP-E472", item.path, f"cannot be read: {found}.", REPLACE_FILE)
+                problems[item.path] = problem("FSDP-E472", item.path, f"cannot be read: {found}.", REPLACE_FILE)
             elif not found:
                 damaged.setdefault(item.path, []).append(item)
-    return damaged, list(unreadable.values())
+    counts = Counter(item.path for item in ranges)
+    found_damage = [damage_problem(items, counts[path], find_swapped(path)) for path, items in damaged.items()]
+    return [*problems.values(), *found_damage]
 
 
 def damage_problem(damaged: list[ByteRange], num_ranges: int, swapped_with: str | None = None) -> Problem:
@@ -261,13 +267,10 @@ class VerifiedFiles(InputFiles):
 
     def _compare(self, file: str, block: FileRange, found: str) -> None:
         if found != block.hash:
-            blocks = self._blocks_of(file)
-            if isinstance(blocks, BlockTable):
-                blocks.check()  # the hash itself may be damaged
             path = self._folder / self._below / file
             names = (block.name,) if block.name else ()
             damaged = ByteRange(path, block.start, block.stop, block.hash, names)
-            raise CheckpointError([damage_problem([damaged], len(blocks))])
+            raise CheckpointError([damage_problem([damaged], len(self._blocks_of(file)))])
 
 
 def _stop(block: FileRange) -> int:

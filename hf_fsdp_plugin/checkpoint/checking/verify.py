@@ -9,33 +9,37 @@ from __future__ import annotations
 import os
 import re
 from bisect import bisect_left
-from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from hf_fsdp_plugin.checkpoint.checking.against_model import config_problems
-from hf_fsdp_plugin.checkpoint.checking.completeness import checkpoint_of, file_problems, own_files, structure_problems
+from hf_fsdp_plugin.checkpoint.checking.against_model import config_problems, difference_problems
+from hf_fsdp_plugin.checkpoint.checking.completeness import (
+    archive_entries,
+    checkpoint_of,
+    file_problems,
+    own_files,
+    structure_problems,
+)
 from hf_fsdp_plugin.checkpoint.checking.verified_files import (
     REPLACE_FILE,
     ByteRange,
     Progress,
-    damage_problem,
-    find_damaged,
+    range_problems,
 )
-from hf_fsdp_plugin.checkpoint.errors import COPY_AGAIN, problem
-from hf_fsdp_plugin.checkpoint.formats.archives import NotAnArchive, crc_file, is_archive, stored_entries
+from hf_fsdp_plugin.checkpoint.errors import problem
+from hf_fsdp_plugin.checkpoint.formats.archives import StoredEntry, crc_file
 from hf_fsdp_plugin.checkpoint.formats.dcp import index_problems
-from hf_fsdp_plugin.checkpoint.formats.manifest import BlockTable, FileRecord, Manifest
-from hf_fsdp_plugin.checkpoint.formats.manifest_reader import read_manifest
+from hf_fsdp_plugin.checkpoint.formats.manifest import FileRecord, Manifest, read_manifest
 from hf_fsdp_plugin.checkpoint.formats.optimizer_state import state_layout
 from hf_fsdp_plugin.checkpoint.formats.stored import StoredModel, StoredOptimizer, labelled_tensors
 from hf_fsdp_plugin.checkpoint.formats.table import read_stored_model, read_stored_optimizer
 from hf_fsdp_plugin.checkpoint.io import hash_file
 from hf_fsdp_plugin.checkpoint.names import BLOCK_FILE, MANIFEST_NAME, OPTIMIZER, is_adapter, is_wrapped_by_peft
 from hf_fsdp_plugin.problems import CheckpointError, Problem, has_errors
-from hf_fsdp_plugin.text import format_names, format_shape, plural
+from hf_fsdp_plugin.text import format_names, format_shape
 
 
 def manifest_problems(model: StoredModel, optimizer: StoredOptimizer | None, manifest: Manifest) -> list[Problem]:
@@ -64,58 +68,38 @@ def manifest_problems(model: StoredModel, optimizer: StoredOptimizer | None, man
             if tensor.name in shapes
             and state_layout(label.partition(" of ")[0], tensor.shape, shapes[tensor.name]) == "other"
         ]
-    total = len(manifest.parameters)
-    found = [
-        ("FSDP-E477", missing, f"does not contain {len(missing)} of the {total} parameters of its manifest"),
-        ("FSDP-E478", unexpected, f"contains {plural(len(unexpected), 'parameter')} that its manifest does not list"),
-        (
-            "FSDP-E479",
-            other,
-            f"contains {plural(len(other), 'tensor')} with another dtype or shape than in its manifest",
-        ),
-    ]
-    return [problem(code, model.root, f"{text}: {format_names(n, 3)}.", COPY_AGAIN) for code, n, text in found if n]
+    return difference_problems(
+        model.root, missing, unexpected, other, num_expected=len(manifest.parameters), target="its manifest"
+    )
 
 
 _Offsets = list[tuple[int, str]]
 """Byte offset and name of every tensor in a file, in ascending order."""
 
 
-def crc_problems(folder: Path, files: Iterable[Path], progress: Progress | None) -> tuple[int, list[Problem]]:
-    """Return the number of bytes with a CRC-32, and a problem for each archive that is damaged or incomplete."""
-    return _compare_archives(files, _tensor_offsets(folder), progress)
-
-
-def archive_problems(files: Iterable[Path]) -> list[Problem]:
-    """Return a problem for each archive without tensors of a model that is damaged or incomplete."""
-    return _compare_archives(files, {}, None)[1]
-
-
-def _compare_archives(
-    files: Iterable[Path], offsets: Mapping[Path, _Offsets], progress: Progress | None
+def crc_problems(
+    folder: Path, files: Iterable[Path], progress: Progress = lambda *_: None, *, with_tensors: bool = True
 ) -> tuple[int, list[Problem]]:
+    """Return the number of bytes with a CRC-32, and a problem for each archive that is damaged or incomplete.
+
+    Args:
+        with_tensors: name the tensors in the damaged bytes.
+    """
+    offsets = _tensor_offsets(folder) if with_tensors else {}
     problems: list[Problem] = []
     ranges: list[ByteRange] = []
     for path in files:
-        try:
-            ranges += _byte_ranges(path, offsets.get(path, [])) if is_archive(path) else []
-        except NotAnArchive as error:
-            lost = sorted({name for start, name in offsets.get(path, []) if start < error.stop})
-            contents = f"; they contain {format_names(lost, 3)}" if lost else ""
-            problems.append(problem("FSDP-E453", path, f"is truncated or damaged: {error}{contents}.", REPLACE_FILE))
-        except OSError as error:
-            problems.append(problem("FSDP-E472", path, f"cannot be read: {error.strerror}.", REPLACE_FILE))
-    damaged, unreadable = find_damaged(ranges, crc_file, progress)
-    counts = Counter(item.path for item in ranges)
-    problems += unreadable + [damage_problem(items, counts[path]) for path, items in damaged.items()]
+        entries = archive_entries(path, problems, REPLACE_FILE, offsets.get(path, ()))
+        ranges += _byte_ranges(path, entries, offsets.get(path, []))
+    problems += range_problems(ranges, crc_file, progress)
     return sum(item.stop - item.start for item in ranges), problems
 
 
-def _byte_ranges(path: Path, offsets: _Offsets) -> list[ByteRange]:
+def _byte_ranges(path: Path, entries: Iterable[StoredEntry], offsets: _Offsets) -> list[ByteRange]:
     """Return the entries of a file's archives that have a checksum, with the tensors that begin in them."""
     return [
         ByteRange(path, entry.start, entry.stop, entry.crc, tuple(name for _, name in offsets[low:high]))
-        for entry in stored_entries(path)
+        for entry in entries
         if entry.crc
         for low, high in [(bisect_left(offsets, (entry.start,)), bisect_left(offsets, (entry.stop,)))]
     ]
@@ -169,7 +153,7 @@ class Verdict:
         }
 
 
-def verify(checkpoint: Path, *, config_check: bool = True, progress: Progress | None = None) -> Verdict:
+def verify(checkpoint: Path, *, config_check: bool = True, progress: Progress = lambda *_: None) -> Verdict:
     """Verify the checkpoint ``checkpoint``, or the checkpoint that contains this folder.
 
     Args:
@@ -177,61 +161,62 @@ def verify(checkpoint: Path, *, config_check: bool = True, progress: Progress | 
         progress: called while bytes are read.
     """
     folder = checkpoint_of(checkpoint)
+    manifest, problems = None, []
     try:
         manifest = read_manifest(folder)
     except CheckpointError as error:
-        return _without_manifest(folder, list(error.problems), config_check, progress)
-    if manifest is None:
-        return _without_manifest(folder, [], config_check, progress)
-    problems = file_problems(folder, manifest)
-    problems += _byte_problems(folder, manifest, progress)
-    problems += _extra_files(folder, manifest)
-    # A damaged file has been reported already.
-    problems += _contents_problems(folder, manifest, config_check=config_check, damaged=has_errors(problems))
-    size = sum(record.size for record in manifest.files)
+        problems += error.problems
+    if manifest is not None:
+        sizes = [record.size for record in manifest.files]
+        num_checked = sum(sizes)
+        problems += file_problems(folder, manifest)
+        problems += _byte_problems(folder, manifest, progress)
+        problems += _extra_files(folder, manifest)
+        skip_contents = False
+    else:
+        files = sorted(own_files(folder))
+        sizes = [_size(path) or 0 for path in files]
+        structure = structure_problems(folder)
+        num_checked, damaged = crc_problems(folder, files, progress)
+        problems += [*structure, *damaged]
+        skip_contents = has_errors(structure)
+    if not skip_contents:
+        # A damaged file has been reported already.
+        was_reported = manifest is None or has_errors(problems)
+        problems += _contents_problems(folder, manifest, config_check=config_check, damaged=was_reported)
+    if num_checked < sum(sizes) and not has_errors(problems):
+        message = f"has no {MANIFEST_NAME}; only {num_checked:,} of {sum(sizes):,} bytes have a checksum"
+        problems.append(problem("FSDP-N474", folder, f"{message} and were verified."))
     return Verdict(
         checkpoint=folder,
         problems=tuple(problems),
-        num_files=len(manifest.files),
-        num_bytes=size,
-        num_checked_bytes=size,
+        num_files=len(sizes),
+        num_bytes=sum(sizes),
+        num_checked_bytes=num_checked,
     )
 
 
-def _byte_problems(folder: Path, manifest: Manifest, progress: Progress | None) -> list[Problem]:
+def _byte_problems(folder: Path, manifest: Manifest, progress: Progress) -> list[Problem]:
     """Return a problem for every file whose bytes differ from the saved ones."""
-    unreadable: list[Problem] = []
-    for record in manifest.files:
-        if isinstance(record.ranges, BlockTable):
-            try:
-                record.ranges.check()
-            except CheckpointError as error:
-                unreadable += error.problems
-    if unreadable:
-        return unreadable
-    ranges = [
-        ByteRange(folder / record.path, piece.start, piece.stop, piece.hash, (piece.name,) if piece.name else ())
-        for record in manifest.files
-        if (size := _size(folder / record.path)) is not None
-        for piece in record.ranges
-        if piece.stop <= size
-    ]
-    damaged, problems = find_damaged(ranges, hash_file, progress)
-    for record in manifest.files:
-        items = damaged.get(folder / record.path, [])
-        if items:
-            swapped_with = _file_with_contents(folder / record.path, record, manifest.files)
-            problems.append(damage_problem(items, len(record.ranges), swapped_with))
-    return problems
+    try:
+        ranges = [
+            ByteRange(folder / record.path, piece.start, piece.stop, piece.hash, (piece.name,) if piece.name else ())
+            for record in manifest.files
+            if (size := _size(folder / record.path)) is not None
+            for piece in record.ranges
+            if piece.stop <= size
+        ]
+    except CheckpointError as error:  # the hashes are damaged
+        return list(error.problems)
+    return range_problems(ranges, hash_file, progress, partial(_file_with_contents, folder, manifest.files))
 
 
-def _file_with_contents(path: Path, record: FileRecord, records: Iterable[FileRecord]) -> str | None:
-    """Return another file of the manifest whose hashes match this file's bytes: the two files were swapped."""
-    for other in records:
-        if other.path != record.path and other.size == record.size:
-            ranges = other.ranges
-            if all(hash_file(path, piece.start, piece.stop) == piece.hash for piece in ranges):
-                return other.path
+def _file_with_contents(folder: Path, records: Iterable[FileRecord], path: Path) -> str | None:
+    """Return another file of the manifest whose hashes match the bytes of ``path``: the two files were swapped."""
+    size = path.stat().st_size
+    for record in (each for each in records if each.size == size and folder / each.path != path):
+        if all(hash_file(path, piece.start, piece.stop) == piece.hash for piece in record.ranges):
+            return record.path
     return None
 
 
@@ -247,14 +232,9 @@ def _extra_files(folder: Path, manifest: Manifest) -> list[Problem]:
         inner[:] = [name for name in inner if here / name in folders]
     if not extra:
         return []
-    names = sorted(path.as_posix() for path in extra)
-    return [
-        problem(
-            "FSDP-N473",
-            folder,
-            f"contains files that are not in the manifest and were not verified: {format_names(names, 3)}.",
-        )
-    ]
+    names = format_names(sorted(path.as_posix() for path in extra), 3)
+    message = f"contains files that are not in the manifest and were not verified: {names}."
+    return [problem("FSDP-N473", folder, message)]
 
 
 def _contents_problems(folder: Path, manifest: Manifest | None, *, config_check: bool, damaged: bool) -> list[Problem]:
@@ -279,31 +259,6 @@ def _further_optimizers(folder: Path) -> list[int]:
     names = (path.name for path in folder.iterdir())
     found = {int(match[1]) for name in names if (match := re.fullmatch(rf"{OPTIMIZER}_([1-9]\d*)(\.bin)?", name))}
     return sorted(found)
-
-
-def _without_manifest(folder: Path, problems: list[Problem], config_check: bool, progress: Progress | None) -> Verdict:
-    """Verify a checkpoint without a valid manifest: its structure, and the CRC-32 checksums of archives."""
-    files = sorted(own_files(folder))
-    try:
-        structure = structure_problems(folder)
-    except CheckpointError as error:
-        structure = list(error.problems)
-    problems += structure
-    checked, more = crc_problems(folder, files, progress)
-    problems += more
-    if not has_errors(structure):
-        problems += _contents_problems(folder, None, config_check=config_check, damaged=True)
-    sizes = [_size(path) or 0 for path in files]
-    if not has_errors(problems) and checked < sum(sizes):
-        message = f"has no {MANIFEST_NAME}; only {checked:,} of {sum(sizes):,} bytes have a checksum and were verified."
-        problems.append(problem("FSDP-N474", folder, message))
-    return Verdict(
-        checkpoint=folder,
-        problems=tuple(problems),
-        num_files=len(files),
-        num_bytes=sum(sizes),
-        num_checked_bytes=checked,
-    )
 
 
 def _size(path: Path) -> int | None:

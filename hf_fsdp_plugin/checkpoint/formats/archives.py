@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 from hf_fsdp_plugin.checkpoint.errors import refuse
-from hf_fsdp_plugin.checkpoint.formats.boxes import dtype_size
+from hf_fsdp_plugin.checkpoint.formats.boxes import dtype_size, span
 from hf_fsdp_plugin.checkpoint.formats.pickles import PickledTensor, read_pickle
 from hf_fsdp_plugin.checkpoint.io import reading
 from hf_fsdp_plugin.checkpoint.names import ENTRY_ALIGNMENT
@@ -118,12 +118,6 @@ def _wide(extra: bytes, values: tuple[int, ...]) -> tuple[int, ...]:
     return values
 
 
-_EDGE = 2048
-"""Bytes read at once from each end of a zip. They contain all headers of a zip with one tensor."""
-_END_SIZE = 22
-"""Size in bytes of the record at the end of a zip."""
-
-
 class TorchZip:
     """The records of a zip in the bytes ``[start, start + length)`` of an open file.
 
@@ -138,8 +132,6 @@ class TorchZip:
         self._start = start
         self._length = length
         self._place = place
-        self._head = os.pread(descriptor, min(length, _EDGE), start)
-        self._tail = os.pread(descriptor, min(length, _EDGE), start + length - min(length, _EDGE))
         self._entries = self._read_directory()
         self._records = {entry.name.decode("utf-8", "replace").partition("/")[2]: entry for entry in self._entries}
         if "byteorder" in self._records and self.read("byteorder") != b"little":
@@ -172,9 +164,8 @@ class TorchZip:
             return self._start
         name = f"data/{tensor.storage.key}"
         begin = self.offset(name)
-        reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.strides, strict=True))
         width = dtype_size(tensor.dtype)
-        needed = (tensor.offset + reach + 1) * width
+        needed = (tensor.offset + span(tensor.strides, tensor.shape)) * width
         if needed > self.size(name):
             self._damaged(f"record {name!r} has {self.size(name)} bytes, and its tensor needs {needed}")
         return begin + tensor.offset * width
@@ -198,7 +189,7 @@ class TorchZip:
         return self._bytes(self._begin(entry), entry.size)
 
     def _read_directory(self) -> list[ZipEntry]:
-        if self._head[:1] == b"\x80":
+        if os.pread(self._descriptor, 1, self._start) == b"\x80":
             fix = "Load it with torch and save it again."
             refuse("FSDP-E460", self._place, "is in the format of torch versions before 1.6, without a zip.", fix)
         try:
@@ -216,11 +207,6 @@ class TorchZip:
     def _bytes(self, at: int, size: int) -> bytes:
         if at < 0 or at + size > self._length:
             self._damaged(f"its directory refers to bytes {at} to {at + size} of {self._length}")
-        if at + size <= len(self._head):
-            return self._head[at : at + size]
-        before_tail = self._length - len(self._tail)
-        if at >= before_tail:
-            return self._tail[at - before_tail :][:size]
         return os.pread(self._descriptor, size, self._start + at)
 
     def _damaged(self, how: str) -> NoReturn:
@@ -235,7 +221,7 @@ class TensorZips:
 
     def read(self, descriptor: int, start: int, length: int, place: Path | str) -> tuple[Any, int]:
         """Return the tensor (or other saved object), and the byte offset of its first element in the file."""
-        end = os.pread(descriptor, _END_SIZE, start + max(0, length - _END_SIZE))
+        end = os.pread(descriptor, END_SIZE, start + max(0, length - END_SIZE))
         known = self._known.get((length, end))
         if known is not None:
             headers, tensor, offset = known

@@ -36,7 +36,7 @@ from hf_fsdp_plugin.checkpoint.formats.stored import (
     coverage_problems,
     without_replicas,
 )
-from hf_fsdp_plugin.checkpoint.io import InputFiles, read_file, reading
+from hf_fsdp_plugin.checkpoint.io import InputFiles, read_file, read_range
 from hf_fsdp_plugin.checkpoint.names import DCP_METADATA, DCP_SUFFIX, FSDP_MODEL, INDEX_FILE, OPTIMIZER, numbered
 from hf_fsdp_plugin.plan.names import canonical_name
 from hf_fsdp_plugin.problems import CheckpointError, Problem
@@ -109,22 +109,26 @@ def _read_index(root: Path, folder: Path) -> tuple[dict[_Path, Any], tuple[str, 
     """Return the entries that the index of the folder lists; ``None`` if there is none of this ``.metadata``."""
     if not (folder / INDEX_FILE).is_file():
         return None
-    prefix = "" if folder == root else f"{folder.relative_to(root).as_posix()}/"
+    prefix = _prefix(root, folder)
     index = IndexFile(folder, prefix)
     if index.metadata != _end_of(folder / DCP_METADATA):
         return None  # another save has replaced the folder's files
     values: dict[_Path, Any] = {}
     for tensor in index.tensors:
         values[tensor.path] = StoredTensor(_name(tensor.path), tensor.dtype, tensor.shape, index.pieces(tensor))
-    zips = _Zips(root, folder, index.path)
-    with zips:
+    with _Zips(root, folder, index.path) as zips:
         for value in index.values:
-            entry = _Entry(_name(value.path), "", (), (), (_Bytes(value.file, value.start, value.length),))
-            values[value.path] = zips.value(entry)
+            region = _Bytes(value.file, value.start, value.length)
+            values[value.path] = zips.value(_Entry(value.path, "", (), (), (region,)))
     for alias, path in index.aliases:
-        tensor_of = values[path]
-        values[alias] = replace(tensor_of, name=_name(alias)) if isinstance(tensor_of, StoredTensor) else tensor_of
+        tied = values[path]
+        values[alias] = replace(tied, name=_name(alias)) if isinstance(tied, StoredTensor) else tied
     return values, (prefix + INDEX_FILE, *sorted({prefix + value.file for value in index.values}))
+
+
+def _prefix(root: Path, folder: Path) -> str:
+    """Return what precedes the names of the folder's files, relative to the checkpoint."""
+    return "" if folder == root else f"{folder.relative_to(root).as_posix()}/"
 
 
 def index_problems(checkpoint: Path) -> list[Problem]:
@@ -135,36 +139,33 @@ def index_problems(checkpoint: Path) -> list[Problem]:
     problems = []
     for place in sorted({*checkpoint.glob(INDEX_FILE), *checkpoint.glob(f"*/{INDEX_FILE}")}):
         try:
-            found = _read_index(checkpoint, place.parent)
-            expected = _read_metadata(checkpoint, place.parent) if found is not None else None
-            names = [] if found is None or expected is None else _differing(found[0], expected[0])
+            index = _read_index(checkpoint, place.parent)
+            found = {} if index is None else _identities(index[0])
+            expected = {} if index is None else _identities(_read_metadata(checkpoint, place.parent)[0])
         except CheckpointError:
             continue
+        names = [_name(path) for path in {**expected, **found} if found.get(path) != expected.get(path)]
         if names:
             message = f"contradicts {DCP_METADATA} about {plural(len(names), 'entry', 'entries')}"
             problems.append(problem("FSDP-E459", place, f"{message}: {format_names(names, 3)}.", COPY_AGAIN))
     return problems
 
 
-def _differing(found: Mapping[_Path, Any], expected: Mapping[_Path, Any]) -> list[str]:
-    """Return the names of the entries that are not in both, or are not in the same bytes."""
-    paths = {**dict.fromkeys(expected), **dict.fromkeys(found)}
-    return [_name(path) for path in paths if _identity(found.get(path)) != _identity(expected.get(path))]
-
-
-def _identity(value: Any) -> Any:
+def _identities(entries: Mapping[_Path, Any]) -> dict[_Path, Any]:
     """Return what must be equal in an index and in ``.metadata``: for a tensor, the bytes of each of its boxes."""
-    if not isinstance(value, StoredTensor):
-        return repr(value)  # nan is not equal to itself
-    return value.dtype, value.shape, {(piece.box, piece.file, piece.offset) for piece in value.pieces}
+    found: dict[_Path, Any] = {}
+    for path, value in entries.items():
+        if isinstance(value, StoredTensor):
+            found[path] = value.dtype, value.shape, {(piece.box, piece.file, piece.offset) for piece in value.pieces}
+        else:
+            found[path] = repr(value)  # nan is not equal to itself
+    return found
 
 
 def _end_of(path: Path) -> tuple[int, str]:
     """Return the size and the last bytes of a file."""
-    with reading(path) as file:
-        size = os.fstat(file.fileno()).st_size
-        start = max(0, size - METADATA_TAIL)
-        return size, os.pread(file.fileno(), METADATA_TAIL, start).hex()
+    size = path.stat().st_size
+    return size, read_range(path, max(0, size - METADATA_TAIL), METADATA_TAIL).hex()
 
 
 def _name(path: _Path) -> str:
@@ -175,25 +176,21 @@ def _read_metadata(root: Path, folder: Path) -> tuple[dict[_Path, Any], tuple[st
     place = folder / DCP_METADATA
     metadata = read_pickle(read_file(place), place)
     try:
-        entries, paths = _parse_metadata(metadata)
+        entries = _parse_metadata(metadata)
     except (AttributeError, KeyError, TypeError, ValueError, IndexError) as error:
         message = f"is not in the form that torch.distributed.checkpoint writes ({type(error).__name__}: {error})."
         refuse("FSDP-E453", place, message)
-    zips = _Zips(root, folder, place)
-    listed = entries
-    if sum(len(entry.regions) for entry in entries) > MAX_EAGER:
-        listed = [entry for entry in entries if not entry.dtype]
+    is_large = sum(len(entry.regions) for entry in entries) > MAX_EAGER
     values: dict[_Path, Any] = {}
-    with zips:
-        files = zips.read_all(listed)
+    with _Zips(root, folder, place) as zips:
+        files = zips.read_all(entry for entry in entries if not (is_large and entry.dtype))
         for entry in entries:
-            path = paths[entry.name]
-            if not entry.dtype:
-                values[path] = zips.value(entry)
-                continue
-            pieces = zips.pieces(entry) if listed is entries else _PiecesInZips(zips, entry, entries)
-            values[path] = StoredTensor(entry.name, entry.dtype, entry.shape, pieces)
-    if listed is entries:
+            if entry.dtype:
+                pieces = _PiecesInZips(zips, entry, entries) if is_large else zips.pieces(entry)
+                values[entry.path] = StoredTensor(entry.name, entry.dtype, entry.shape, pieces)
+            else:
+                values[entry.path] = zips.value(entry)
+    if not is_large:
         raise_if_any(coverage_problems(place, (v for v in values.values() if isinstance(v, StoredTensor))))
     return values, (place.relative_to(root).as_posix(), *files)
 
@@ -209,36 +206,40 @@ class _Bytes:
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    """One entry of the state dict: its boxes, and the file range of each box; an object has no boxes."""
+    """One entry of the state dict: its boxes, and the file range of each box; an object has no boxes and no dtype."""
 
-    name: str
+    path: _Path
     dtype: str
     shape: tuple[int, ...]
     boxes: tuple[Box, ...]
     regions: tuple[_Bytes, ...]
 
+    @property
+    def name(self) -> str:
+        return _name(self.path)
 
-def _parse_metadata(metadata: Any) -> tuple[list[_Entry], dict[str, _Path]]:
-    """Return the entries and their paths. Can raise any exception for an object that DCP does not write."""
+
+def _parse_metadata(metadata: Any) -> list[_Entry]:
+    """Return the entries. Can raise any exception for an object that DCP does not write."""
     if not isinstance(metadata, Metadata):
         raise TypeError(f"a {type(metadata).__name__} instead of Metadata")
     stored = {(_text(key.fqn), _offset(key)): _region(value) for key, value in metadata.storage_data.items()}
     paths = getattr(metadata, "planner_data", None) or {}
     entries = []
     for name, entry in metadata.state_dict_metadata.items():
-        _text(name)
+        path = _path_of(_text(name), paths)
         if isinstance(entry, BytesMetadata):
-            entries.append(_Entry(name, "", (), (), (stored[name, None],)))
+            entries.append(_Entry(path, "", (), (), (stored[name, None],)))
         elif isinstance(entry, TensorMetadata):
             boxes = tuple(Box(_numbers(chunk.offsets), _numbers(chunk.sizes)) for chunk in entry.chunks)
             regions = tuple(stored[name, box.offsets] for box in boxes)
             shape = _numbers(entry.size)
             if _text(entry.properties.dtype) not in SIZES or not all(within(box, shape) for box in boxes):
                 raise ValueError(f"entry {name!r}: {boxes} of {entry.properties.dtype} {shape}")
-            entries.append(_Entry(name, entry.properties.dtype, shape, boxes, regions))
+            entries.append(_Entry(path, entry.properties.dtype, shape, boxes, regions))
         else:
             raise TypeError(f"entry {name!r} is a {type(entry).__name__}")
-    return entries, {entry.name: _check_path(paths.get(entry.name) or _split(entry.name)) for entry in entries}
+    return entries
 
 
 def _text(value: Any) -> str:
@@ -269,34 +270,29 @@ def _numbers(values: Any) -> tuple[int, ...]:
     return numbers
 
 
-def _check_path(path: Any) -> _Path:
+def _path_of(name: str, paths: Mapping[Any, Any]) -> _Path:
+    """Return the path of an entry. Without one in the metadata, it is the top key and the rest of the name."""
+    top, _, rest = name.partition(".")
+    path = paths.get(name) or ((top, rest) if top in ("model", "optimizer") and rest else (name,))
     if not all(isinstance(part, (str, int)) for part in path):
         raise TypeError(f"the path {reprlib.repr(path)}")
     return tuple(path)
 
 
-def _split(name: str) -> _Path:
-    """Return the path of an entry for which the metadata has no path: the top key, and the rest of the name."""
-    top, _, rest = name.partition(".")
-    return (top, rest) if top in ("model", "optimizer") and rest else (name,)
+class _Zips(InputFiles):
+    """Reads the headers of the archives in a folder's files, which stay open until the end of the block.
 
-
-class _Zips:
-    """Reads the headers of the archives in a folder's files. At most 64 files stay open, until this is deleted."""
+    Args:
+        place: the file that refers to the archives, for messages.
+    """
 
     def __init__(self, root: Path, folder: Path, place: Path) -> None:
-        """``place``: the file that refers to the archives, for messages."""
-        self._root, self._folder, self._place = root, folder, place
-        self._files = InputFiles(folder)
+        super().__init__(folder)
+        self._folder, self._place = folder, place
+        self._prefix = _prefix(root, folder)
         self._checked: set[str] = set()
         self._zips = TensorZips()
-        self._pieces: dict[tuple[str, int], StoredPiece] = {}
-
-    def __enter__(self) -> _Zips:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._files.__exit__()
+        self._pieces: dict[tuple[_Path, int], StoredPiece] = {}
 
     def read_all(self, entries: Iterable[_Entry]) -> list[str]:
         """Read all pieces, one file after the other. Return the files, relative to the checkpoint."""
@@ -306,61 +302,50 @@ class _Zips:
                 by_file.setdefault(region.file, []).append((entry, number))
         raise_if_any(file_problems_inside(self._folder, sorted(by_file), self._place))
         self._checked |= by_file.keys()
-        for file in sorted(by_file):
-            for entry, number in by_file[file]:
+        for _, found in sorted(by_file.items()):
+            for entry, number in found:
                 if entry.dtype:
                     self._piece(entry, number)
-        return sorted(map(self._relative, by_file))
+        return sorted(self._prefix + file for file in by_file)
 
     def pieces(self, entry: _Entry, numbers: Iterable[int] | None = None) -> tuple[StoredPiece, ...]:
         """Return the pieces with these numbers, or all, without replicas."""
-        if numbers is None:
-            numbers = range(len(entry.regions))
+        numbers = range(len(entry.regions)) if numbers is None else numbers
         return without_replicas([self._piece(entry, number) for number in numbers])
 
     def value(self, entry: _Entry) -> Any:
         """Return an entry that ``.metadata`` does not describe: an object, or a tensor."""
-        value, offset = self._read(entry.regions[0])
+        value, offset = self._read_zip(entry.regions[0])
         if not isinstance(value, PickledTensor):
             return value
-        piece = StoredPiece(whole(value.shape), self._relative(entry.regions[0].file), offset, value.strides)
+        piece = StoredPiece(whole(value.shape), self._prefix + entry.regions[0].file, offset, value.strides)
         return StoredTensor(entry.name, value.dtype, value.shape, without_replicas([piece]))
 
     def _piece(self, entry: _Entry, number: int) -> StoredPiece:
-        if (entry.name, number) not in self._pieces:
-            self._pieces[entry.name, number] = self._read_piece(entry, entry.boxes[number], entry.regions[number])
-        return self._pieces[entry.name, number]
+        if (entry.path, number) not in self._pieces:
+            box, region = entry.boxes[number], entry.regions[number]
+            tensor, offset = self._read_zip(region)
+            if not isinstance(tensor, PickledTensor) or (tensor.dtype, tensor.shape) != (entry.dtype, box.sizes):
+                is_tensor = isinstance(tensor, PickledTensor)
+                found = f"{tensor.dtype} {tensor.shape}" if is_tensor else type(tensor).__name__
+                expected = f"{DCP_METADATA} expects {entry.dtype} {box.sizes} of {entry.name!r} there"
+                message = f"contains {found} at byte {region.start}, but {expected}."
+                fix = f"The files are of different checkpoints. {COPY_AGAIN}"
+                refuse("FSDP-E459", self._folder / region.file, message, fix)
+            self._pieces[entry.path, number] = StoredPiece(box, self._prefix + region.file, offset, tensor.strides)
+        return self._pieces[entry.path, number]
 
-    def _read_piece(self, entry: _Entry, box: Box, region: _Bytes) -> StoredPiece:
-        tensor, offset = self._read(region)
-        if not isinstance(tensor, PickledTensor) or (tensor.dtype, tensor.shape) != (entry.dtype, box.sizes):
-            found = f"{tensor.dtype} {tensor.shape}" if isinstance(tensor, PickledTensor) else type(tensor).__name__
-            message = (
-                f"contains {found} at byte {region.start}, but {DCP_METADATA} expects {entry.dtype} {box.sizes} of "
-                f"{entry.name!r} there."
-            )
-            refuse(
-                "FSDP-E459",
-                self._folder / region.file,
-                message,
-                f"The files are of different checkpoints. {COPY_AGAIN}",
-            )
-        return StoredPiece(box, self._relative(region.file), offset, tensor.strides)
-
-    def _read(self, region: _Bytes) -> tuple[Any, int]:
+    def _read_zip(self, region: _Bytes) -> tuple[Any, int]:
         """Return the saved object, and the byte offset of its first element in the file."""
         if region.file not in self._checked:
             raise_if_any(file_problems_inside(self._folder, [region.file], self._place))
             self._checked.add(region.file)
-        path, descriptor = self._folder / region.file, self._files.descriptor(region.file)
+        path, descriptor = self._folder / region.file, self.descriptor(region.file)
         size, stop = os.fstat(descriptor).st_size, region.start + region.length
         if stop > size:
             message = f"has {size} bytes, but {DCP_METADATA} refers to bytes {region.start} to {stop}."
             refuse("FSDP-E453", path, message)
         return self._zips.read(descriptor, region.start, region.length, path)
-
-    def _relative(self, file: str) -> str:
-        return (self._folder / file).relative_to(self._root).as_posix()
 
 
 class _PiecesInZips(PieceTable):

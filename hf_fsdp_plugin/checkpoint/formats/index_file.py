@@ -10,15 +10,15 @@ from __future__ import annotations
 import json
 import os
 import struct
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hf_fsdp_plugin.checkpoint.errors import COPY_AGAIN, file_problems_inside, name_problem, raise_if_any, refuse
-from hf_fsdp_plugin.checkpoint.formats.boxes import SIZES, Box, flat_start, row_major
+from hf_fsdp_plugin.checkpoint.formats.boxes import SIZES, Box, flat_start, row_major, whole
 from hf_fsdp_plugin.checkpoint.formats.stored import PieceTable, StoredPiece
-from hf_fsdp_plugin.checkpoint.io import hash_bytes, open_regular, parse_json
+from hf_fsdp_plugin.checkpoint.io import hash_bytes, parse_json, read_range, reading
 from hf_fsdp_plugin.checkpoint.names import INDEX_FILE
 
 if TYPE_CHECKING:
@@ -113,15 +113,8 @@ def index_bytes(
         packed.append(data)
         listed.append([path, dtype, list(shape), first, len(segments), hash_bytes(data)])
         first += len(data)
-    tree = {
-        "format": FORMAT,
-        "version": VERSION,
-        "metadata": metadata,
-        "files": files,
-        "tensors": listed,
-        "values": values,
-        "aliases": aliases,
-    }
+    tree = {"format": FORMAT, "version": VERSION, "metadata": metadata, "files": files}
+    tree |= {"tensors": listed, "values": values, "aliases": aliases}
     header = json.dumps(tree, separators=(",", ":")).encode()
     header += b" " * (-(_PREFIX.size + len(header)) % 8)
     return b"".join([_PREFIX.pack(_MAGIC, len(header), bytes.fromhex(hash_bytes(header))), header, *packed])
@@ -143,23 +136,19 @@ class IndexFile:
         self._folder, self._prefix = folder, prefix
         self.path = folder / INDEX_FILE
         self._sizes: dict[int, int] = {}
-        descriptor = open_regular(self.path)
-        try:
-            size = os.fstat(descriptor).st_size
-            head = os.pread(descriptor, _PREFIX.size, 0)
+        with reading(self.path) as file:
+            size = os.fstat(file.fileno()).st_size
+            head = file.read(_PREFIX.size)
             if len(head) < _PREFIX.size:
                 self._damaged("it ends too early")
             magic, length, digest = _PREFIX.unpack(head)
             if magic != _MAGIC or length > min(_MAX_HEADER, size - _PREFIX.size):
                 self._damaged("it does not begin with a header")
-            header = os.pread(descriptor, length, _PREFIX.size)
+            header = file.read(length)
             if hash_bytes(header) != digest.hex():
                 self._damaged("its header differs from what was saved")
             self._begin, self._size = _PREFIX.size + length, size
-            whole = size - self._begin <= _MAX_WHOLE
-            self._records = os.pread(descriptor, size - self._begin, self._begin) if whole else None
-        finally:
-            os.close(descriptor)
+            self._records = file.read() if size - self._begin <= _MAX_WHOLE else None
         try:
             self._parse(parse_json(header))
         except (ValueError, TypeError, KeyError, IndexError, RecursionError) as error:
@@ -202,11 +191,7 @@ class IndexFile:
         if self._records is not None:
             data = self._records[tensor.first : tensor.first + length]
         else:
-            descriptor = open_regular(self.path)
-            try:
-                data = os.pread(descriptor, length, self._begin + tensor.first)
-            finally:
-                os.close(descriptor)
+            data = read_range(self.path, self._begin + tensor.first, length)
         if hash_bytes(data) != tensor.digest:
             self._damaged("its records differ from what was saved")
         rows: NDArray[Any] = numpy.frombuffer(data, "<i8").reshape(tensor.count, width)
@@ -271,85 +256,57 @@ class IndexedPieces(PieceTable):
     def within(self, box: Box) -> list[StoredPiece]:
         import numpy
 
-        rows, ndim = self._segments(), len(self._tensor.shape)
-        if not len(rows) or not box.numel:
-            return []
-        counts, start, sizes, steps = _columns(rows, ndim)
-        first, last = numpy.zeros_like(counts), counts - 1
-        for dim, (low, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
-            begin, end, step = start[:, 2 + dim], start[:, 2 + dim] + sizes[:, dim], steps[:, 2 + dim]
-            divisor = numpy.maximum(step, 1)
-            first = numpy.maximum(first, numpy.where(step > 0, (low - end) // divisor + 1, 0))
-            last = numpy.minimum(last, numpy.where(step > 0, (low + size - 1 - begin) // divisor, last))
-            last = numpy.where((step == 0) & ((begin >= low + size) | (end <= low)), -1, last)
+        files, starts, offsets, sizes = self._chunks()
+        low, size = numpy.array([box.offsets, box.sizes], dtype=numpy.int64)
+        is_within = ((offsets < low + size) & (offsets + sizes > low)).all(axis=1)
+        ends = self._ends(starts, sizes)
         found: dict[Box, StoredPiece] = {}
-        for number in numpy.flatnonzero(first <= last).tolist():
-            for piece in self._members(rows[number].tolist(), int(first[number]), int(last[number])):
-                found.setdefault(piece.box, piece)  # replicas have the same box
+        for number in numpy.flatnonzero(is_within).tolist() if box.numel else ():
+            piece = Box(tuple(offsets[number].tolist()), tuple(sizes[number].tolist()))
+            if piece not in found:  # replicas have the same box
+                file = self._index.file(int(files[number]), int(ends[number]))
+                found[piece] = StoredPiece(piece, file, int(starts[number]), row_major(piece.sizes))
         return list(found.values())
 
     def load(self) -> tuple[StoredPiece, ...]:
-        return tuple(self.within(Box((0,) * len(self._tensor.shape), self._tensor.shape)))
+        return tuple(self.within(whole(self._tensor.shape)))
 
     def uncovered(self, shape: Sequence[int]) -> int:
         import numpy
 
-        rows, ndim = self._segments(), len(shape)
-        self._index.check_files(*self._expanded(rows)[:2])
-        boxes = [Box(tuple(row[3 : 3 + ndim]), tuple(row[3 + ndim : 3 + 2 * ndim])) for row in rows.tolist()]
-        starts = [flat_start(box, shape) for box in boxes]
-        if None in starts or Box((), tuple(shape)).numel > _LARGEST:
+        files, starts, offsets, sizes = self._chunks()
+        self._index.check_files(files, self._ends(starts, sizes))
+        everything = whole(shape)
+        boxes = [Box(everything.offsets, tuple(found)) for found in numpy.unique(sizes, axis=0).tolist()]
+        if everything.numel > _LARGEST or any(flat_start(box, shape) is None for box in boxes):
             return super().uncovered(shape)
         # All chunks are contiguous in the tensor: compute what ``boxes.uncovered`` does, for all chunks at once.
-        counts, _, _, steps = _columns(rows, ndim)
-        which, member = _members(counts)
-        flat_steps = steps[:, 2:] @ numpy.array(row_major(shape), dtype=numpy.int64)
-        begin = numpy.array(starts, dtype=numpy.int64)[which] + member * flat_steps[which]
-        end = begin + numpy.array([box.numel for box in boxes], dtype=numpy.int64)[which]
+        begin = offsets @ numpy.array(row_major(shape), dtype=numpy.int64)
         order = numpy.argsort(begin, kind="stable")
-        begin, end = begin[order], end[order]
+        begin, end = begin[order], (begin + sizes.prod(axis=1))[order]
         before = numpy.concatenate([[0], numpy.maximum.accumulate(end)[:-1]]) if len(end) else end
-        covered = int(numpy.maximum(end - numpy.maximum(begin, before), 0).sum())
-        return Box((), tuple(shape)).numel - covered
+        return everything.numel - int(numpy.maximum(end - numpy.maximum(begin, before), 0).sum())
 
     def files(self) -> set[str]:
-        return self._index.paths(self._expanded(self._segments())[0])
+        return self._index.paths(self._chunks()[0])
 
     def key(self) -> Hashable:
         return id(self)  # tied tensors have the same table
 
-    def _expanded(self, rows: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
-        """Return the number of the file of each chunk, and the byte at which it ends."""
-        counts, start, sizes, steps = _columns(rows, len(self._tensor.shape))
-        which, member = _members(counts)
-        places = start[which, :2] + member[:, None] * steps[which, :2]
-        return places[:, 0], places[:, 1] + (sizes.prod(axis=1) * SIZES[self._tensor.dtype])[which]
+    def _chunks(self) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any], NDArray[Any]]:
+        """Return the number of the file, first byte, offsets and sizes of each chunk."""
+        import numpy
 
-    def _segments(self) -> NDArray[Any]:
         if self._rows is None:
             self._rows = self._index.segments(self._tensor)
-        return self._rows
+        counts, start, sizes, steps = _columns(self._rows, len(self._tensor.shape))
+        record = numpy.repeat(numpy.arange(len(counts)), counts)
+        number = numpy.arange(len(record)) - numpy.repeat(numpy.cumsum(counts) - counts, counts)
+        places = start[record] + number[:, None] * steps[record]
+        return places[:, 0], places[:, 1], places[:, 2:], sizes[record]
 
-    def _members(self, row: list[int], first: int, last: int) -> Iterator[StoredPiece]:
-        ndim = len(self._tensor.shape)
-        (file, data), offsets, sizes = row[1:3], row[3 : 3 + ndim], tuple(row[3 + ndim : 3 + 2 * ndim])
-        file_step, data_step, *offset_steps = row[3 + 2 * ndim :]
-        if not any(offset_steps):
-            last = first  # replicas
-        strides = row_major(sizes)
-        num_bytes = Box(tuple(offsets), sizes).numel * SIZES[self._tensor.dtype]
-        for i in range(first, last + 1):
-            box = Box(tuple(a + i * b for a, b in zip(offsets, offset_steps, strict=True)), sizes)
-            place = data + i * data_step
-            yield StoredPiece(box, self._index.file(file + i * file_step, place + num_bytes), place, strides)
-
-
-def _members(counts: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
-    """Return, for each chunk, the number of its record, and its number in the record."""
-    import numpy
-
-    which = numpy.repeat(numpy.arange(len(counts)), counts)
-    return which, numpy.arange(len(which)) - numpy.repeat(numpy.cumsum(counts) - counts, counts)
+    def _ends(self, starts: NDArray[Any], sizes: NDArray[Any]) -> NDArray[Any]:
+        return starts + sizes.prod(axis=1) * SIZES[self._tensor.dtype]
 
 
 def _width(ndim: int) -> int:

@@ -16,7 +16,6 @@ To support state with another layout, add it here, and its case in ``shards.py``
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -25,7 +24,7 @@ from typing import Any, Literal, NoReturn
 from hf_fsdp_plugin.checkpoint.errors import refuse
 from hf_fsdp_plugin.checkpoint.formats.boxes import Box, dtype_size, numpy_dtype, row_major, whole
 from hf_fsdp_plugin.checkpoint.formats.stored import StoredTensor
-from hf_fsdp_plugin.checkpoint.io import open_regular
+from hf_fsdp_plugin.checkpoint.io import read_range
 from hf_fsdp_plugin.plan.names import canonical_name
 
 StateLayout = Literal["like_parameter", "scalar", "other"]
@@ -39,13 +38,14 @@ def state_layout(key: str, shape: tuple[int, ...], parameter_shape: tuple[int, .
     return "like_parameter" if shape == parameter_shape else "other"
 
 
-def is_plain(value: Any) -> bool:
-    """Whether a state value can be stored: numbers, texts, and containers of them, but no other objects."""
-    if isinstance(value, (list, tuple)):
-        return all(map(is_plain, value))
+def unsupported_values(value: Any) -> list[Any]:
+    """Return what is inside of a value and cannot be stored: all but numbers, texts and containers of them."""
     if isinstance(value, dict):
-        return all(isinstance(key, (str, int)) and is_plain(item) for key, item in value.items())
-    return value is None or isinstance(value, (bool, int, float, str))
+        keys = [key for key in value if not isinstance(key, (str, int))]
+        return keys + [found for item in value.values() for found in unsupported_values(item)]
+    if isinstance(value, (list, tuple)):
+        return [found for item in value for found in unsupported_values(item)]
+    return [] if value is None or isinstance(value, (bool, int, float, str)) else [value]
 
 
 def range_of(boxes: Iterable[Box], shape: tuple[int, ...]) -> str:
@@ -128,11 +128,7 @@ def _number(tensor: StoredTensor, root: Path) -> Any:
     import numpy
 
     piece = tensor.within(whole(tensor.shape))[0]
-    descriptor = open_regular(root / piece.file)
-    try:
-        data = os.pread(descriptor, dtype_size(tensor.dtype), piece.offset)
-    finally:
-        os.close(descriptor)
+    data = read_range(root / piece.file, piece.offset, dtype_size(tensor.dtype))
     return numpy.frombuffer(data, numpy_dtype(tensor.dtype))[0].item()
 
 

@@ -1,7 +1,14 @@
 """A reader of torch's pickles that does not import torch. ``ALLOWED`` lists the names that a pickle may contain.
 
-Classes and functions of torch are never called: each is replaced by a stand-in from this file, which only stores its
-arguments. A pickle is rejected if it contains any other name, or arguments that a stand-in does not accept.
+Python's unpickler calls what a pickle refers to, and a pickle of a few bytes can exhaust its memory, time or stack:
+
+- Python hashes a key of a dict by visiting each tuple in it as often as it occurs. 60 tuples, each of which contains
+  the previous one twice, take 2^60 visits; a million tuples inside each other overflow the stack.
+- A call that copies a list, again and again, takes more memory than the file has bytes.
+
+:class:`_Machine` follows the instructions itself, and counts the steps. Classes and functions of torch are never
+called: each is replaced by a stand-in from this file, which only stores its arguments. A pickle is rejected if it
+contains any other name, or arguments that a stand-in does not accept.
 """
 
 from __future__ import annotations
@@ -9,49 +16,18 @@ from __future__ import annotations
 import gc
 import io
 import pickle
+import pickletools
 import reprlib
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 from types import FunctionType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
 from hf_fsdp_plugin.checkpoint.errors import refuse
 from hf_fsdp_plugin.checkpoint.formats.boxes import SIZES
-from hf_fsdp_plugin.checkpoint.formats.pickle_scan import excessive
-
-
-class _Constant(type):
-    """The type of stand-in classes. A pickle can set attributes of its objects, and all pickles use these classes."""
-
-    def __setattr__(cls, name: str, value: Any) -> None:
-        raise AttributeError(f"{cls.__name__}.{name} cannot be set")
-
-    __delattr__ = __setattr__  # type: ignore[assignment]
-
-
-class _Counted:
-    """A function that a pickle calls, without attributes that the pickle could set.
-
-    It counts the lengths of its arguments, of which it may make copies.
-    """
-
-    __slots__ = ("_function", "_reader")
-    _function: Callable[..., Any]
-    _reader: _Reader
-
-    def __init__(self, function: Callable[..., Any], reader: _Reader) -> None:
-        object.__setattr__(self, "_function", function)
-        object.__setattr__(self, "_reader", reader)
-
-    def __call__(self, *arguments: Any) -> Any:
-        self._reader.count(sum(len(argument) for argument in arguments if isinstance(argument, _COPIED)))
-        return self._function(*arguments)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        raise AttributeError(f"{name} of a stand-in function cannot be set")
 
 
 class PickledStorage(NamedTuple):
@@ -72,12 +48,17 @@ class PickledTensor(NamedTuple):
     strides: tuple[int, ...]
 
 
-class Kept(metaclass=_Constant):
+class Kept:
     """Stand-in for a class of torch: an object with the attributes that were pickled."""
 
     if TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any: ...
+
+    def __setstate__(self, state: Any) -> None:
+        # Classes with slots have two dicts, of which the first is often None.
+        for attributes in state if isinstance(state, tuple) else (state,):
+            self.__dict__.update(attributes or {})
 
 
 class Properties(Kept):
@@ -128,27 +109,19 @@ class Partial(Kept):
     """The placement of a DTensor on a mesh axis: a pending reduction."""
 
 
-class _TensorMeta(NamedTuple):
+class TensorMeta(NamedTuple):
+    """A DTensor's global shape, strides and dtype."""
+
     shape: Any
     strides: Any
     dtype: str
 
 
-class _ShardOrderEntry(NamedTuple):
-    dim: int
-    mesh_dims: Any
-
-
-class TensorMeta(_TensorMeta, metaclass=_Constant):
-    """A DTensor's global shape, strides and dtype."""
-
-    __slots__ = ()
-
-
-class ShardOrderEntry(_ShardOrderEntry, metaclass=_Constant):
+class ShardOrderEntry(NamedTuple):
     """The mesh axes by which a dim of a DTensor is sharded."""
 
-    __slots__ = ()
+    dim: int
+    mesh_dims: Any
 
 
 def _tensor_v2(storage: PickledStorage, offset: int, size: Any, strides: Any, *_: Any) -> PickledTensor:
@@ -181,8 +154,8 @@ def _from_type(_function: Any, kind: Any, arguments: Any, state: Any) -> Any:
     """Stand-in for the function that rebuilds a subclass of ``Tensor``, or a ``Tensor`` with attributes."""
     if isinstance(kind, str):
         return Distributed(kind, state)
-    if type(arguments) is not tuple:  # the scan of the instructions has limited tuples
-        raise pickle.UnpicklingError(f"arguments in a {type(arguments).__name__}")
+    if type(arguments) is not tuple or not isinstance(_function, FunctionType):
+        raise pickle.UnpicklingError(f"a call of {type(_function).__name__} with a {type(arguments).__name__}")
     return _function(*arguments)
 
 
@@ -196,6 +169,11 @@ def _latin(text: str, encoding: str = "latin1") -> bytes:
     if encoding != "latin1":
         raise pickle.UnpicklingError(f"bytes in the encoding {encoding!r}")
     return text.encode("latin1")
+
+
+def _ordered() -> OrderedDict[Any, Any]:
+    """Stand-in for ``OrderedDict()``; its items follow. ``OrderedDict(list)`` would hash keys that are not counted."""
+    return OrderedDict()
 
 
 def _no_bytes() -> bytes:
@@ -214,14 +192,20 @@ def _size(numbers: Any = ()) -> tuple[int, ...]:
     return tuple(numbers)
 
 
-_COPIED = (str, bytes, bytearray, list, tuple, dict, set, frozenset)
-_COPYING = (set, frozenset, OrderedDict)
-"""Classes that a pickle can call with a list."""
-_FREE_COPIES = 1_000_000
-_COPIES_PER_BYTE = 64
-"""Maximum number of copied elements and characters: these for any file, and the others for each of its bytes."""
+_COPIED = (str, bytes, bytearray, list, dict, set)
+"""What a call may copy, apart from tuples."""
+_CONTAINERS = (tuple, list, dict, set, frozenset, Kept)
+_HASHED = (tuple, frozenset)
+"""What can be hashed, and contain more of its kind."""
+MAX_TUPLE = 10_000
+"""Maximum number of values in a tuple, in all tuples inside it. Those of checkpoints have less than 100."""
+_FREE_STEPS = 1_000_000
+_STEPS_PER_BYTE = 4
+"""Maximum number of values that are visited or copied: these for any file, and the others for each of its bytes."""
 _MAX_DEPTH = 100
 """Maximum number of containers inside of each other. Those of checkpoints have some 10."""
+_MAX_PICKLES = 5
+"""Number of pickles in a file of torch before 1.6, which has no archive."""
 _STORAGES = {
     "DoubleStorage": "float64", "FloatStorage": "float32", "HalfStorage": "float16", "BFloat16Storage": "bfloat16",
     "LongStorage": "int64", "IntStorage": "int32", "ShortStorage": "int16", "CharStorage": "int8",
@@ -236,7 +220,7 @@ _SHARDED = "torch.distributed._shard"
 _TENSOR = "torch.distributed.tensor"
 
 ALLOWED: dict[str, dict[str, Any]] = {
-    "collections": {"OrderedDict": OrderedDict},
+    "collections": {"OrderedDict": _ordered},
     "builtins": _BUILTINS,
     "__builtin__": _BUILTINS,
     "_codecs": {"encode": _latin},
@@ -265,11 +249,7 @@ ALLOWED: dict[str, dict[str, Any]] = {
     f"{_DCP}.filesystem": {"_StorageInfo": Region},
     _TENSOR: {"DTensor": "DTensor"},
     f"{_TENSOR}._api": {"DTensor": "DTensor"},
-    f"{_TENSOR}._dtensor_spec": {
-        "DTensorSpec": Kept,
-        "TensorMeta": TensorMeta,
-        "ShardOrderEntry": ShardOrderEntry,
-    },
+    f"{_TENSOR}._dtensor_spec": {"DTensorSpec": Kept, "TensorMeta": TensorMeta, "ShardOrderEntry": ShardOrderEntry},
     f"{_TENSOR}.placement_types": {
         "Shard": Shard,
         "_StridedShard": StridedShard,
@@ -298,61 +278,212 @@ class _RefusedName(Exception):
 
 
 class _Excess(Exception):
-    """A pickle makes too many copies of its own parts."""
+    """The pickle exhausts memory, time or the stack; the text is the reason."""
 
 
-class _Reader(pickle.Unpickler):
-    """Reads one pickle.
+class _Machine:
+    """Follows the instructions of a pickle, as Python's unpickler does, and counts the values that it visits or copies.
 
-    Attributes:
-        num_left: how many elements and characters its calls may still copy.
+    Args:
+        num_bytes: size of the pickle, which limits the steps.
+        scan: only count. No name is refused, and calls return an unknown object.
     """
 
-    def __init__(self, data: bytes) -> None:
-        super().__init__(io.BytesIO(data))
-        self.num_left = _FREE_COPIES + _COPIES_PER_BYTE * len(data)
+    def __init__(self, num_bytes: int, *, scan: bool = False) -> None:
+        self._num_bytes, self._scan = num_bytes, scan
+        self._steps_left = _FREE_STEPS + _STEPS_PER_BYTE * num_bytes
+        self._stack: list[Any] = []
+        self._marks: list[int] = []
+        self._memo: dict[int, Any] = {}
 
-    def find_class(self, module: str, name: str) -> Any:
-        try:
-            found = ALLOWED[module][name]
-        except KeyError:
-            raise _RefusedName(f"{module}.{name}") from None
-        return _Counted(found, self) if isinstance(found, FunctionType) or found in _COPYING else found
+    def run(self, file: BinaryIO) -> Any:
+        """Return the object of the pickle that begins at the position of the file."""
+        for opcode, argument, _ in pickletools.genops(file):
+            name = opcode.name
+            if name == "STOP":
+                break
+            if name in _VALUES:
+                self._stack.append(argument)
+            elif name in _CONSTANTS:
+                self._stack.append(_CONSTANTS[name]())
+            elif name in _STEPS:
+                count, step = _STEPS[name]
+                step(self, self._taken(len(self._stack) - self._marks.pop() if count is None else count))
+            else:
+                self._follow(name, argument)
+        return self._stack.pop()
 
-    def count(self, num_copied: int) -> None:
-        """Count the elements and characters that a call copies. Raises ``_Excess`` if they are too many."""
-        self.num_left -= num_copied
-        if self.num_left < 0:
-            raise _Excess("calls that copy the same parts again and again")
+    def _taken(self, count: int) -> list[Any]:
+        start = len(self._stack) - count
+        if start < 0:
+            raise pickle.UnpicklingError("an instruction without its objects")
+        found = self._stack[start:]
+        del self._stack[start:]
+        return found
 
-    def persistent_load(self, pid: Any) -> PickledStorage:
-        kind, dtype, key, _location, numel = pid
+    def _follow(self, name: str, argument: Any) -> None:
+        """Follow an instruction that takes no objects from the stack."""
+        match name:
+            case "GET" | "BINGET" | "LONG_BINGET":
+                self._stack.append(self._memo[argument])
+            case "PUT" | "BINPUT" | "LONG_BINPUT" | "MEMOIZE":
+                index = len(self._memo) if argument is None else argument
+                if index > self._num_bytes:  # Python's unpickler allocates as many places
+                    raise _Excess("a memo index larger than the number of its bytes")
+                self._memo[index] = self._stack[-1]
+            case "MARK":
+                self._marks.append(len(self._stack))
+            case "POP" if self._marks and self._marks[-1] == len(self._stack):
+                self._marks.pop()
+            case "POP":
+                self._stack.pop()
+            case "DUP":
+                self._stack.append(self._stack[-1])
+            case "GLOBAL":
+                self.find(argument.split(" ", 1))
+            case "PROTO" | "FRAME":
+                pass
+            case _:
+                raise pickle.UnpicklingError(f"the instruction {name}, which torch does not write")
+
+    def _count(self, num_steps: int) -> None:
+        self._steps_left -= num_steps
+        if self._steps_left < 0:
+            raise _Excess("keys or copies of the same parts again and again")
+
+    def _count_visits(self, values: Iterable[Any]) -> None:
+        """Count what Python visits when it hashes each of these values."""
+        for value in values:
+            if isinstance(value, _HASHED):
+                count = _num_visits(value, MAX_TUPLE, _HASHED)
+                if count is None:
+                    raise _Excess(
+                        f"a tuple of more than {MAX_TUPLE:,} values, or {_MAX_DEPTH} tuples inside each other"
+                    )
+                self._count(count)
+
+    def push(self, value: Any) -> None:
+        self._count_visits((value,))
+        self._stack.append(value)
+
+    def push_tuple(self, values: list[Any]) -> None:
+        self.push(tuple(values))
+
+    def push_frozenset(self, values: list[Any]) -> None:
+        self._count_visits(values)
+        self.push(frozenset(values))
+
+    def push_dict(self, values: list[Any]) -> None:
+        self.push({})
+        self.set_items(values)
+
+    def _container(self, kind: type[Any]) -> Any:
+        """Return the topmost object, which must be of this kind. A scan does not know what calls return."""
+        found = self._stack[-1]
+        if not isinstance(found, kind) and not self._scan:
+            raise pickle.UnpicklingError(f"items of a {type(found).__name__}")
+        return found if isinstance(found, kind) else kind()
+
+    def extend(self, values: list[Any]) -> None:
+        self._container(list).extend(values)
+
+    def add(self, values: list[Any]) -> None:
+        self._count_visits(values)
+        self._container(set).update(values)
+
+    def set_items(self, values: list[Any]) -> None:
+        self._count_visits(values[::2])
+        self._container(dict).update(zip(values[::2], values[1::2], strict=True))
+
+    def set_attributes(self, values: list[Any]) -> None:
+        (state,), target = values, self._stack[-1]
+        self._count(sum(len(part) for part in (state if isinstance(state, tuple) else (state,)) if part))
+        if isinstance(target, Kept):
+            target.__setstate__(state)
+        elif not isinstance(target, dict) and not self._scan:  # a state dict's own attributes are skipped
+            raise pickle.UnpicklingError(f"attributes of a {type(target).__name__}")
+
+    def find(self, values: list[Any]) -> None:
+        module, name = values
+        if not self._scan and name not in ALLOWED.get(module, ()):
+            raise _RefusedName(f"{module}.{name}")
+        self._stack.append(Kept if self._scan else ALLOWED[module][name])
+
+    def call(self, values: list[Any]) -> None:
+        function, arguments = values
+        if type(arguments) is not tuple:
+            raise pickle.UnpicklingError(f"arguments in a {type(arguments).__name__}")
+        level: list[Any] = [arguments]
+        while level:  # the tuple is not deep, which was checked when it was created
+            parts = [part for inner in level for part in inner]
+            self._count(sum(len(part) for part in parts if isinstance(part, _COPIED)))
+            level = [part for part in parts if isinstance(part, _HASHED)]
+        for argument in arguments:
+            if isinstance(argument, (list, set)):
+                self._count_visits(argument)
+        self.push(Kept() if self._scan else function(*arguments))
+
+    def load_persistent(self, values: list[Any]) -> None:
+        kind, dtype, key, _location, numel = ("storage", "", "", "", 0) if self._scan else values[0]
         if kind != "storage" or not isinstance(dtype, str) or not isinstance(numel, int):
             raise pickle.UnpicklingError("a reference to something else than a storage")
-        return PickledStorage(str(key), dtype, numel)
+        self._stack.append(PickledStorage(str(key), dtype, numel))
 
 
-def _is_expanded_too_far(value: Any, num_bytes: int) -> bool:
-    """Whether a walk through an object would take much longer than reading it: shared parts contain shared parts."""
-    limit = 10 * num_bytes + 100_000  # a reference to a part takes two bytes
-    path, count = [iter((value,))], 0
-    while path:
-        for item in path[-1]:
-            count += 1
-            if isinstance(item, dict):
-                path.append(chain(item.keys(), item.values()))
-            elif isinstance(item, (tuple, list, set, frozenset)):
-                path.append(iter(item))
-            elif isinstance(item, Kept):
-                path.append(iter(item.__dict__.values()))
-            else:
-                continue
-            break
-        else:
-            path.pop()
-        if count > limit or len(path) > _MAX_DEPTH:
-            return True
-    return False
+_VALUES = frozenset({
+    "INT", "BININT", "BININT1", "BININT2", "LONG", "LONG1", "LONG4", "FLOAT", "BINFLOAT",
+    "STRING", "BINSTRING", "SHORT_BINSTRING", "UNICODE", "SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8",
+    "BINBYTES", "SHORT_BINBYTES", "BINBYTES8", "BYTEARRAY8",
+})  # fmt: skip
+"""The instructions that push their argument."""
+_CONSTANTS: dict[str, Callable[[], Any]] = {
+    "NONE": lambda: None, "NEWTRUE": lambda: True, "NEWFALSE": lambda: False,
+    "EMPTY_LIST": list, "EMPTY_DICT": dict, "EMPTY_TUPLE": tuple, "EMPTY_SET": set,
+}  # fmt: skip
+_STEPS: dict[str, tuple[int | None, Callable[[_Machine, list[Any]], None]]] = {
+    "TUPLE": (None, _Machine.push_tuple),
+    "TUPLE1": (1, _Machine.push_tuple),
+    "TUPLE2": (2, _Machine.push_tuple),
+    "TUPLE3": (3, _Machine.push_tuple),
+    "FROZENSET": (None, _Machine.push_frozenset),
+    "LIST": (None, _Machine.push),
+    "DICT": (None, _Machine.push_dict),
+    "APPEND": (1, _Machine.extend),
+    "APPENDS": (None, _Machine.extend),
+    "ADDITEMS": (None, _Machine.add),
+    "SETITEM": (2, _Machine.set_items),
+    "SETITEMS": (None, _Machine.set_items),
+    "BUILD": (1, _Machine.set_attributes),
+    "STACK_GLOBAL": (2, _Machine.find),
+    "REDUCE": (2, _Machine.call),
+    "NEWOBJ": (2, _Machine.call),
+    "BINPERSID": (1, _Machine.load_persistent),
+    "POP_MARK": (None, lambda *_: None),
+}
+"""Instruction -> the number of objects that it takes from the stack (``None``: all after the mark), and its step."""
+
+
+def _num_visits(value: Any, limit: int, kinds: tuple[type[Any], ...]) -> int | None:
+    """Return how many values a visit of ``value`` and of the containers of these kinds in it sees.
+
+    Parts that are shared count as often as they occur. Returns ``None`` if the values are too many.
+    """
+    count, level = 1, [value]
+    for _ in range(_MAX_DEPTH):
+        parts = list(islice(chain.from_iterable(map(_parts, level)), limit + 1))
+        count += len(parts)
+        level = [part for part in parts if isinstance(part, kinds)]
+        if not level or count > limit:
+            return count if count <= limit else None
+    return None
+
+
+def _parts(value: Any) -> Iterable[Any]:
+    if isinstance(value, dict):
+        return chain(value.keys(), value.values())
+    if isinstance(value, Kept):
+        return value.__dict__.values()
+    return value if isinstance(value, _CONTAINERS) else ()
 
 
 @contextmanager
@@ -373,23 +504,31 @@ def read_pickle(data: bytes, place: Path | str) -> Any:
     Raises:
         CheckpointError: the pickle contains a name that is not allowed, or is damaged.
     """
-    excess = excessive(data)
-    if excess is not None:
-        refuse("FSDP-E455", place, f"contains a pickle with {excess}.")
     try:
         with _without_garbage_collection():
-            value = _Reader(data).load()
-            if _is_expanded_too_far(value, len(data)):
-                excess = "lists or dicts that contain each other too often or too deeply"
+            value = _Machine(len(data)).run(io.BytesIO(data))
+            # A reference to a part takes two bytes.
+            if _num_visits(value, 10 * len(data) + 100_000, _CONTAINERS) is None:
+                raise _Excess("lists or dicts that contain each other too often or too deeply")
     except _RefusedName as error:
         message = f"contains a pickle that refers to {error}, which no checkpoint needs. It was not executed."
         fix = "Do not load this file with other tools. Use a copy of the checkpoint from a source that you trust."
         refuse("FSDP-E454", place, message, fix)
     except _Excess as error:
-        excess = str(error)
+        refuse("FSDP-E455", place, f"contains a pickle with {error}.")
     except Exception as error:
         # A damaged pickle can raise any exception, because any byte can be an instruction.
         refuse("FSDP-E453", place, f"contains a damaged pickle ({type(error).__name__}: {error}).")
-    if excess is not None:
-        refuse("FSDP-E455", place, f"contains a pickle with {excess}.")
     return value
+
+
+def refuse_excessive(data: bytes, place: Path | str) -> None:
+    """Raise a ``CheckpointError`` if pickles that another reader will read exhaust memory, time or the stack."""
+    file = io.BytesIO(data)
+    try:
+        for _ in range(_MAX_PICKLES):
+            _Machine(len(data), scan=True).run(file)
+    except _Excess as error:
+        refuse("FSDP-E455", place, f"contains a pickle with {error}.")
+    except Exception:
+        pass  # the other reader stops here, too

@@ -33,7 +33,7 @@ from hf_fsdp_plugin.checkpoint.formats.stored import (
     StoredTensor,
     without_replicas,
 )
-from hf_fsdp_plugin.checkpoint.io import parse_json, read_file, reading, without_duplicates
+from hf_fsdp_plugin.checkpoint.io import parse_json, read_file, reading
 from hf_fsdp_plugin.checkpoint.names import ADAPTER, HF_MODEL, index_file, numbered_from_one, safetensors_file
 from hf_fsdp_plugin.plan.names import canonical_name
 from hf_fsdp_plugin.problems import Problem
@@ -78,7 +78,7 @@ def read_header(path: Path, *, any_dtype: bool = False) -> tuple[dict[str, Entry
         text = file.read(length)
     begin = 8 + length
     try:
-        header = _parse_json(text)
+        header = parse_json(text)
         metadata = header.pop("__metadata__", {})
         found = sorted(_parse_entry(name, entry, begin, any_dtype) for name, entry in header.items())
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
@@ -87,11 +87,9 @@ def read_header(path: Path, *, any_dtype: bool = False) -> tuple[dict[str, Entry
     for start, stop, name, entry in found:
         num_bytes = math.prod(entry.shape) * SIZES[entry.dtype] if entry.dtype in SIZES else stop - start
         if start != at or stop - start != num_bytes:
-            message = (
-                f"tensor {name!r}, {entry.dtype} {entry.shape}, has the data offsets {start} to {stop}, and the next "
-                f"free byte is {at}: tensors overlap, leave gaps or have the wrong size."
-            )
-            refuse("FSDP-E453", path, message)
+            found_at = f"tensor {name!r}, {entry.dtype} {entry.shape}, has the data offsets {start} to {stop}"
+            why = "tensors overlap, leave gaps or have the wrong size"
+            refuse("FSDP-E453", path, f"{found_at}, and the next free byte is {at}: {why}.")
         at = stop
     if begin + at != size:
         cut = [(stop, name) for _, stop, name, _ in found if begin + stop > size]
@@ -124,20 +122,9 @@ def parse_weight_map(index: Path) -> dict[str, set[str]]:
                 raise TypeError(f"{name!r} is in {file!r}")
             shards.setdefault(file, set()).add(name)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        message = (
-            f"is not a valid index of weights ({type(error).__name__}: {error}). Expected: a JSON object whose "
-            "weight_map contains the file of each tensor."
-        )
-        refuse("FSDP-E453", index, message)
+        expected = "Expected: a JSON object whose weight_map contains the file of each tensor."
+        refuse("FSDP-E453", index, f"is not a valid index of weights ({type(error).__name__}: {error}). {expected}")
     return shards
-
-
-def _parse_json(text: bytes) -> dict[str, Any]:
-    """Return the JSON object of a header. Raises ``ValueError`` if an object in it has a key twice."""
-    header = json.loads(text)
-    # Each key has a colon after it. If there are no more colons than keys that were found, no key was there twice.
-    num_keys = len(header) + sum(len(entry) for entry in header.values() if type(entry) is dict)
-    return header if text.count(b":") == num_keys else json.loads(text, object_pairs_hook=without_duplicates)
 
 
 def _parse_entry(name: str, entry: Mapping[str, Any], begin: int, any_dtype: bool) -> tuple[int, int, str, Entry]:
@@ -148,9 +135,8 @@ def _parse_entry(name: str, entry: Mapping[str, Any], begin: int, any_dtype: boo
             raise ValueError(f"unknown element type {entry['dtype']!r}")
         dtype = entry["dtype"]
     shape = tuple(entry["shape"])
-    for size in shape:
-        if type(size) is not int or size < 0:
-            raise ValueError(f"shape {shape}")
+    if not all(type(size) is int and size >= 0 for size in shape):
+        raise ValueError(f"shape {shape}")
     start, stop = entry["data_offsets"]
     if not (type(start) is int and type(stop) is int and 0 <= start <= stop):
         raise ValueError(f"data_offsets {entry['data_offsets']}")
@@ -264,21 +250,21 @@ def _file(name: str, tensors: Sequence[Tensor], metadata: Mapping[str, str]) -> 
 def read_safetensors_model(root: Path, name: str) -> StoredModel | None:
     """Return the model in the file ``name``, or in the shards that its index lists; ``None`` if neither exists."""
     index = root / index_file(name)
-    shards: Mapping[str, Set[str] | None]
-    files: tuple[str, ...]
+    listed: Mapping[str, Set[str]] = {}
+    shards: tuple[str, ...] = (name,)
     if (root / name).is_file():
-        raise_if_any(file_problems_inside(root, [name], root))
-        shards, files = {name: None}, (name,)
+        raise_if_any(file_problems_inside(root, shards, root))
+        files = shards
     elif index.is_file():
-        shards = read_weight_map(root, index)
-        files = index.name, *shards
+        listed = read_weight_map(root, index)
+        shards, files = tuple(listed), (index.name, *listed)
     else:
         return None
     tensors: dict[str, StoredTensor] = {}
     problems: list[Problem] = []
-    for shard, names in shards.items():
+    for shard in shards:
         entries, _ = read_header(root / shard)
-        names = entries.keys() if names is None else names
+        names = listed.get(shard, entries.keys())
         absent = sorted(names - entries.keys())
         if absent:
             message = f"lists {plural(len(absent), 'tensor')} that {shard} does not contain: "

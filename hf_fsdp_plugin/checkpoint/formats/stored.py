@@ -11,7 +11,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any
 
 from hf_fsdp_plugin.checkpoint.errors import COPY_AGAIN, problem
 from hf_fsdp_plugin.checkpoint.formats.boxes import (
@@ -84,11 +84,7 @@ class PieceTable(Sequence[StoredPiece]):
     def __len__(self) -> int:
         return len(self.load())
 
-    @overload
-    def __getitem__(self, index: int) -> StoredPiece: ...
-    @overload
-    def __getitem__(self, index: slice) -> tuple[StoredPiece, ...]: ...
-    def __getitem__(self, index: int | slice) -> StoredPiece | tuple[StoredPiece, ...]:
+    def __getitem__(self, index: Any) -> Any:
         return self.load()[index]
 
     def __iter__(self) -> Iterator[StoredPiece]:

@@ -5,10 +5,9 @@ They read headers and metadata only, not the bytes of tensors. They do not impor
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeVar
 
 from hf_fsdp_plugin.checkpoint.errors import raise_if_any, refuse
 from hf_fsdp_plugin.checkpoint.formats import dcp
@@ -26,13 +25,7 @@ from hf_fsdp_plugin.checkpoint.io import object_in
 from hf_fsdp_plugin.checkpoint.names import MANIFEST_NAME
 from hf_fsdp_plugin.spec.fsdp_spec import StateDictKind
 
-FORMATS: Final[tuple[CheckpointFormat, ...]] = (
-    dcp.FORMAT,
-    FULL_FORMAT,
-    BIN_FORMAT,
-    PER_RANK_FORMAT,
-    ADAPTER_FORMAT,
-)
+FORMATS: Final[tuple[CheckpointFormat, ...]] = (dcp.FORMAT, FULL_FORMAT, BIN_FORMAT, PER_RANK_FORMAT, ADAPTER_FORMAT)
 """All formats, in the order in which a checkpoint is searched for them. Rows with equal names differ in file names."""
 
 
@@ -63,13 +56,9 @@ def read_stored_model(checkpoint: Path, number: int = 0, *, partial: bool = Fals
     Raises:
         CheckpointError: there is no model, or it is incomplete, damaged or unsafe to read.
     """
-    _check_folder(checkpoint)
-    with _os_errors_as_problems(checkpoint):
-        for form in FORMATS:
-            if (model := form.read_model(checkpoint, number)) is not None:
-                if not partial:
-                    _check_tables(model)
-                return model
+    model = _first_stored(checkpoint, [form.read_model for form in FORMATS], number, partial=partial)
+    if model is not None:
+        return model
     patterns = dict.fromkeys(pattern for form in FORMATS for pattern in form.patterns(number))
     refuse(
         "FSDP-E451",
@@ -88,29 +77,28 @@ def read_stored_optimizer(checkpoint: Path, number: int = 0, *, partial: bool = 
     Raises:
         CheckpointError: the folder does not exist, or the optimizer is incomplete, damaged or unsafe to read.
     """
+    readers = [form.read_optimizer for form in FORMATS if form.read_optimizer is not None]
+    return _first_stored(checkpoint, readers, number, partial=partial)
+
+
+_Stored = TypeVar("_Stored", StoredModel, StoredOptimizer)
+
+
+def _first_stored(
+    checkpoint: Path, readers: Iterable[Callable[[Path, int], _Stored | None]], number: int, *, partial: bool
+) -> _Stored | None:
+    """Return what the first of these formats finds. Errors of the operating system become a ``CheckpointError``."""
     _check_folder(checkpoint)
-    with _os_errors_as_problems(checkpoint):
-        for form in FORMATS:
-            if form.read_optimizer and (optimizer := form.read_optimizer(checkpoint, number)) is not None:
-                if not partial:
-                    _check_tables(optimizer)
-                return optimizer
-    return None
-
-
-def _check_tables(stored: StoredModel | StoredOptimizer) -> None:
-    """Check all pieces that are otherwise read when they are needed."""
-    tensors = [tensor for _, tensor in labelled_tensors(stored) if isinstance(tensor.pieces, PieceTable)]
-    raise_if_any(coverage_problems(stored.root, tensors))
-
-
-@contextmanager
-def _os_errors_as_problems(checkpoint: Path) -> Iterator[None]:
-    """Raise errors of the operating system as ``CheckpointError``: a file cannot be opened, or is not a file."""
     try:
-        yield
-    except OSError as error:
+        for read in readers:
+            if (stored := read(checkpoint, number)) is not None:
+                if not partial:  # check all pieces that are otherwise read when they are needed
+                    tensors = [each for _, each in labelled_tensors(stored) if isinstance(each.pieces, PieceTable)]
+                    raise_if_any(coverage_problems(stored.root, tensors))
+                return stored
+    except OSError as error:  # a file cannot be opened, or is not a file
         refuse("FSDP-E472", error.filename or checkpoint, f"cannot be read: {error.strerror or error}.")
+    return None
 
 
 def _check_folder(checkpoint: Path) -> None:

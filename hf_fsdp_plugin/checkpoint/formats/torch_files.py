@@ -8,10 +8,10 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, TypeVar
 
 from hf_fsdp_plugin.checkpoint.errors import COPY_ALL_RANKS, problem, raise_if_any, refuse
 from hf_fsdp_plugin.checkpoint.formats.archives import TorchZip
@@ -27,6 +27,7 @@ from hf_fsdp_plugin.checkpoint.formats.stored import (
     StoredPiece,
     StoredTensor,
     coverage_problems,
+    labelled_tensors,
     without_replicas,
 )
 from hf_fsdp_plugin.checkpoint.io import open_regular
@@ -86,6 +87,7 @@ def _non_empty(shape: tuple[int, ...], parts: list[tuple[Box, PickledTensor]]) -
     return [(box, tensor) for box, tensor in parts if box.numel]
 
 
+_Stored = TypeVar("_Stored", StoredModel, StoredOptimizer)
 FLAT_PARAMETER = "flat_param"
 """Suffix of the names in a local state dict of FSDP1."""
 
@@ -97,9 +99,8 @@ _FLAT_FIX = (
 )
 
 
-class _File(NamedTuple):
-    relative: str
-    zip: TorchZip
+_File = tuple[str, TorchZip]
+"""A file of the checkpoint: its name and its archive."""
 
 
 def read_state_dict(root: Path, names: list[str]) -> dict[Any, Any]:
@@ -116,7 +117,7 @@ def read_state_dict(root: Path, names: list[str]) -> dict[Any, Any]:
                 refuse("FSDP-E460", path, f"contains a {type(value).__name__} instead of a state dict.")
             if any(str(key).endswith(FLAT_PARAMETER) for key in value):
                 refuse("FSDP-E460", path, _FLAT, _FLAT_FIX)
-            found.append((_File(name, zipped), value))
+            found.append(((name, zipped), value))
         try:
             return _merge("", found)
         except (AttributeError, KeyError, TypeError, ValueError, IndexError, ArithmeticError, RecursionError) as error:
@@ -152,21 +153,19 @@ def _merge(name: str, found: list[tuple[_File, Any]]) -> Any:
         return first
     shape, dtype = None, None
     pieces = []
-    for file, value in found:
-        global_shape, parts = _boxes(value)
+    for (relative, zipped), value in found:
+        parts: list[tuple[Box, PickledTensor]]
+        if isinstance(value, PickledTensor):
+            global_shape, parts = value.shape, [(whole(value.shape), value)]
+        else:
+            global_shape, parts = parts_of(value)
         if shape not in (None, global_shape):
-            raise ValueError(f"{name!r} has the shape {global_shape} in {file.relative} and {shape} in another file")
+            raise ValueError(f"{name!r} has the shape {global_shape} in {relative} and {shape} in another file")
         shape = global_shape
         for box, tensor in parts:
             dtype = dtype or tensor.dtype
-            pieces.append(StoredPiece(box, file.relative, file.zip.tensor_offset(tensor), tensor.strides))
+            pieces.append(StoredPiece(box, relative, zipped.tensor_offset(tensor), tensor.strides))
     return StoredTensor(name, dtype or "float32", shape or (), without_replicas(pieces))
-
-
-def _boxes(value: PickledTensor | Distributed) -> tuple[tuple[int, ...], list[tuple[Box, PickledTensor]]]:
-    if isinstance(value, PickledTensor):
-        return value.shape, [(whole(value.shape), value)]
-    return parts_of(value)
 
 
 def _read_bin_model(root: Path, number: int) -> StoredModel | None:
@@ -209,8 +208,7 @@ def _read_per_rank_model(root: Path, number: int) -> StoredModel | None:
     for stem in dict.fromkeys((numbered(FSDP_MODEL, number), numbered_from_one(FSDP_MODEL, number))):
         if names := _rank_files(root, stem):
             tensors, objects = model_entries(read_state_dict(root, names))
-            _check_coverage(root, stem, names, tensors.values())
-            return StoredModel(root, PER_RANK_FORMAT.name, tensors, tuple(names), objects)
+            return _checked(StoredModel(root, PER_RANK_FORMAT.name, tensors, tuple(names), objects), stem)
     return None
 
 
@@ -221,14 +219,15 @@ def _read_per_rank_optimizer(root: Path, number: int) -> StoredOptimizer | None:
     if not names:
         return None
     state, groups = optimizer_parts(read_state_dict(root, names), root, root / names[0])
-    tensors = (value for entry in state.values() for value in entry.values() if isinstance(value, StoredTensor))
-    _check_coverage(root, stem, names, tensors)
-    return StoredOptimizer(root, PER_RANK_FORMAT.name, state, groups, tuple(names))
+    return _checked(StoredOptimizer(root, PER_RANK_FORMAT.name, state, groups, tuple(names)), stem)
 
 
-def _check_coverage(root: Path, stem: str, names: list[str], tensors: Iterable[StoredTensor]) -> None:
-    fix = f"Only {', '.join(names)} are in the folder. {COPY_ALL_RANKS}"
-    raise_if_any(coverage_problems(root / f"{stem}_rank*.bin", tensors, fix))
+def _checked(stored: _Stored, stem: str) -> _Stored:
+    """Return ``stored`` if every element of its tensors is in a file."""
+    fix = f"Only {', '.join(stored.files)} are in the folder. {COPY_ALL_RANKS}"
+    tensors = (tensor for _, tensor in labelled_tensors(stored))
+    raise_if_any(coverage_problems(stored.root / f"{stem}_rank*.bin", tensors, fix))
+    return stored
 
 
 def _rank_files(root: Path, stem: str) -> list[str]:

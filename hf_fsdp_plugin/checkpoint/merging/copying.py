@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import mmap
+from bisect import bisect_right
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +18,7 @@ from hf_fsdp_plugin.checkpoint.formats.boxes import SAFETENSORS_NAMES, dtype_siz
 from hf_fsdp_plugin.checkpoint.formats.safetensors import SafetensorsFile
 from hf_fsdp_plugin.checkpoint.formats.stored import StoredPiece, StoredTensor, read_run
 from hf_fsdp_plugin.checkpoint.io import InputFiles, OutputFile, hash_bytes, round_up
-from hf_fsdp_plugin.checkpoint.merging.plan import MergePlan
+from hf_fsdp_plugin.checkpoint.merging.output import MergePlan
 from hf_fsdp_plugin.problems import Problem
 from hf_fsdp_plugin.text import format_names, plural
 
@@ -61,69 +63,33 @@ BUFFER = 16 << 20
 """Size of each of the two buffers in bytes."""
 
 
-class FileWriter:
-    """Writer of one file. Fill :meth:`free` and call :meth:`advance` repeatedly. Leaving the context syncs the file."""
+def write_file(path: Path, size: int, fill: Callable[[memoryview, int], None]) -> None:
+    """Write and sync a file, one buffer while the next one is filled.
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._buffers = [_aligned(), _aligned()]
-        self._pending: Future[None] | None = None
-        self._filled = 0
-        self._position = 0
-
-    def __enter__(self) -> FileWriter:
-        self._worker = ThreadPoolExecutor(1, thread_name_prefix="hf-fsdp-write")
-        self._file = OutputFile(self._path, truncate=True)
-        return self
-
-    def __exit__(self, kind: object, *_: object) -> None:
-        try:
-            if kind is None:
-                size = self._position + self._filled
-                self._flush()
-                self._wait()
-                self._file.resize(size)  # the last write was padded to a whole page
-                self._file.sync()
-        finally:
-            self._worker.shutdown()
-            self._file.close()
-
-    def free(self) -> memoryview:
-        """Return the memory for the next bytes; it is never empty."""
-        return self._buffers[0][self._filled :]
-
-    def advance(self, count: int) -> None:
-        """Mark the first ``count`` bytes of the free memory as filled."""
-        self._filled += count
-        if self._filled == BUFFER:
-            self._flush()
-
-    def write(self, data: bytes) -> None:
-        view = memoryview(data)
-        while view:
-            free = self.free()
-            count = min(len(free), len(view))
-            free[:count] = view[:count]
-            self.advance(count)
-            view = view[count:]
-
-    def _flush(self) -> None:
-        self._wait()
-        pages = self._buffers[0][: round_up(self._filled)]
-        self._pending = self._worker.submit(self._file.write, pages, self._position)
-        self._position += self._filled
-        self._filled = 0
-        self._buffers.reverse()
-
-    def _wait(self) -> None:
-        if self._pending is not None:
-            self._pending.result()
+    Args:
+        fill: (memory, offset) -> fills the memory with the bytes of the file from this offset on.
+    """
+    file = OutputFile(path, truncate=True)
+    buffers = [_aligned(), _aligned()]
+    pending: Future[None] | None = None
+    with closing(file), ThreadPoolExecutor(1, thread_name_prefix="hf-fsdp-write") as worker:
+        for start in range(0, size, BUFFER):
+            count = min(BUFFER, size - start)
+            fill(buffers[0][:count], start)
+            if pending is not None:
+                pending.result()
+            pending = worker.submit(file.write, buffers[0][: round_up(count)], start)
+            buffers.reverse()
+        if pending is not None:
+            pending.result()
+        file.resize(size)  # the last write was padded to a whole page
+        file.sync()
 
 
 def _aligned() -> memoryview:
     memory = mmap.mmap(-1, BUFFER)
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        with contextlib.suppress(OSError):  # a kernel without huge pages
+        with suppress(OSError):  # a kernel without huge pages
             memory.madvise(mmap.MADV_HUGEPAGE)
     return memoryview(memory)
 
@@ -133,44 +99,44 @@ CAST_BLOCK = 1 << 20
 
 
 def copy_file(
-    source: InputFiles, plan: MergePlan, file: SafetensorsFile, writer: FileWriter, progress: Progress
+    source: InputFiles, plan: MergePlan, file: SafetensorsFile, path: Path, progress: Progress
 ) -> dict[str, int]:
-    """Write ``file``. Return tensor name -> number of values that became infinite in the new dtype."""
+    """Write ``file`` to ``path``. Return tensor name -> number of values that became infinite in the new dtype."""
+    infinite: Counter[str] = Counter()
+    names = list(file.offsets)
 
-    def report(count: int) -> None:
-        progress("merge", count, plan.num_bytes)
+    def fill(memory: memoryview, start: int) -> None:
+        """Fill the memory with the bytes of the file from ``start`` on: those of the header, then whole elements."""
+        end, at = start + len(memory), min(len(file.header), start + len(memory))
+        if start < at:
+            memory[: at - start] = file.header[start:at]
+        first = bisect_right(names, max(start, at), key=file.offsets.__getitem__) - 1
+        for name in names[max(first, 0) :]:
+            tensor, dtype, begin = plan.tensors[name], plan.dtypes[name], file.offsets[name]
+            if begin >= end:
+                break
+            size = dtype_size(dtype)
+            step = len(memory) if tensor.dtype == dtype else CAST_BLOCK * size
+            stop = min(end, begin + math.prod(tensor.shape) * size)
+            for low in range(max(begin, start), stop, step):
+                high = min(low + step, stop)
+                out = memory[low - start : high - start]
+                elements = (low - begin) // size, (high - begin) // size
+                infinite[name] += _read_as(dtype, source, tensor, *elements, out)
+        progress("merge", len(memory), plan.num_bytes)
 
-    infinite = {}
-    writer.write(file.header)
-    report(len(file.header))
-    for name in file.offsets:
-        tensor, dtype = plan.tensors[name], plan.dtypes[name]
-        if overflowed := _copy(source, tensor, dtype, writer, report):
-            infinite[name] = overflowed
-    return infinite
+    write_file(path, file.size, fill)
+    return +infinite
 
 
-def _copy(
-    source: InputFiles, tensor: StoredTensor, dtype: str, writer: FileWriter, report: Callable[[int], None]
-) -> int:
-    """Copy a tensor, converted to ``dtype``. Return the number of values that became infinite."""
-    start, numel, overflowed = 0, math.prod(tensor.shape), 0
-    stored_size, size = dtype_size(tensor.dtype), dtype_size(dtype)
-    stored = memoryview(bytearray(min(CAST_BLOCK, numel) * stored_size)) if tensor.dtype != dtype else None
-    while start < numel:
-        free = writer.free()
-        count = min(len(free) // size, numel - start)
-        if stored is None:
-            read_run(source, tensor, start, start + count, free[: count * size])
-        else:
-            count = min(count, CAST_BLOCK)
-            part = stored[: count * stored_size]
-            read_run(source, tensor, start, start + count, part)
-            overflowed += cast(part, tensor.dtype, dtype, free[: count * size])
-        writer.advance(count * size)
-        report(count * size)
-        start += count
-    return overflowed
+def _read_as(dtype: str, source: InputFiles, tensor: StoredTensor, start: int, stop: int, out: memoryview) -> int:
+    """Read elements of a tensor as another dtype. Return the number of values that became infinite."""
+    if tensor.dtype == dtype:
+        read_run(source, tensor, start, stop, out)
+        return 0
+    stored = memoryview(bytearray((stop - start) * dtype_size(tensor.dtype)))
+    read_run(source, tensor, start, stop, stored)
+    return cast(stored, tensor.dtype, dtype, out)
 
 
 BLOCK = 4 << 20
@@ -225,28 +191,22 @@ def same_elements(
     tensor: StoredTensor,
     other_files: InputFiles,
     other: StoredTensor,
-    progress: Callable[[int], None] | None = None,
+    progress: Callable[[int], None] = lambda _: None,
 ) -> bool:
     """Whether two tensors of the same shape have the same bytes after ``tensor`` is converted to the dtype of
     ``other``.
 
     ``progress`` is called with the number of bytes of ``other`` that were compared.
     """
-    numel = whole(tensor.shape).numel
-    size, other_size = dtype_size(tensor.dtype), dtype_size(other.dtype)
-    step = BLOCK // max(size, other_size)
-    stored, converted, read = (memoryview(bytearray(step * width)) for width in (size, other_size, other_size))
+    numel, size = whole(tensor.shape).numel, dtype_size(other.dtype)
+    step = BLOCK // max(dtype_size(tensor.dtype), size)
+    expected, found = memoryview(bytearray(step * size)), memoryview(bytearray(step * size))
     for start in range(0, numel, step):
-        count = min(step, numel - start)
-        expected = stored[: count * size]
-        read_run(files, tensor, start, start + count, expected)
-        if tensor.dtype != other.dtype:
-            expected, before = converted[: count * other_size], expected
-            cast(before, tensor.dtype, other.dtype, expected)
-        found = read[: count * other_size]
-        read_run(other_files, other, start, start + count, found)
-        if hash_bytes(expected) != hash_bytes(found):
+        stop = min(start + step, numel)
+        num_bytes = (stop - start) * size
+        _read_as(other.dtype, files, tensor, start, stop, expected[:num_bytes])
+        read_run(other_files, other, start, stop, found[:num_bytes])
+        if hash_bytes(expected[:num_bytes]) != hash_bytes(found[:num_bytes]):
             return False
-        if progress is not None:
-            progress(len(found))
+        progress(num_bytes)
     return True

@@ -10,49 +10,23 @@ import contextlib
 import os
 import shutil
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Final
 
+from hf_fsdp_plugin.checkpoint import names as file_names
 from hf_fsdp_plugin.checkpoint.checking.against_model import ConfigCheck, read_config
 from hf_fsdp_plugin.checkpoint.checking.completeness import checkpoint_of
 from hf_fsdp_plugin.checkpoint.checking.verified_files import Progress, check_headers, input_files
 from hf_fsdp_plugin.checkpoint.checking.verify import manifest_problems
 from hf_fsdp_plugin.checkpoint.errors import problem, raise_if_any
 from hf_fsdp_plugin.checkpoint.folders import restore_replaced
-from hf_fsdp_plugin.checkpoint.formats.manifest_reader import read_manifest
+from hf_fsdp_plugin.checkpoint.formats.manifest import read_manifest
 from hf_fsdp_plugin.checkpoint.formats.safetensors import index_text
 from hf_fsdp_plugin.checkpoint.formats.table import FORMATS, read_stored_model, stored_state_dict_type
-from hf_fsdp_plugin.checkpoint.io import InputFiles, hash_bytes, sync
-from hf_fsdp_plugin.checkpoint.merging.copying import (
-    FileWriter,
-    byte_problems,
-    copy_file,
-    header_problems,
-    same_elements,
-)
-from hf_fsdp_plugin.checkpoint.merging.plan import (
-    companions,
-    copy_companions,
-    find_config_folder,
-    likely_ties,
-    plan_merge,
-)
-from hf_fsdp_plugin.checkpoint.merging.staging import MergeStaging, check_places, check_space, fingerprint
-from hf_fsdp_plugin.checkpoint.names import (
-    DCP_METADATA,
-    FSDP_MODEL,
-    HF_MODEL,
-    HF_MODEL_BIN,
-    index_file,
-    is_adapter,
-    is_wrapped_by_peft,
-    merged_copies,
-    merged_copy,
-    numbered,
-    safetensors_file,
-)
+from hf_fsdp_plugin.checkpoint.io import InputFiles, hash_bytes, write_text
+from hf_fsdp_plugin.checkpoint.merging import copying, output
+from hf_fsdp_plugin.checkpoint.merging.output import MergeStaging
 from hf_fsdp_plugin.messages import print_once
 from hf_fsdp_plugin.problems import CheckpointError, Problem, has_errors
 from hf_fsdp_plugin.text import format_names, plural
@@ -136,12 +110,14 @@ def merge(checkpoint: Path, out: Path, options: MergeOptions, progress: Progress
     """
     out = Path(os.path.realpath(out))  # the target of a symbolic link is replaced, not the link
     restore_replaced(out)
-    check_places(checkpoint, out, force=options.force)
+    output.check_places(checkpoint, out, force=options.force)
     job = _Job(checkpoint, out, options, progress or (lambda *_: None))
-    check_space(out, job.plan.num_bytes)
+    output.check_space(out, job.plan.num_bytes)
     with MergeStaging(out) as staging, job.config_check() as check:
         try:
-            check_places(checkpoint, out, force=options.force)  # another merge may have finished since the first check
+            output.check_places(
+                checkpoint, out, force=options.force
+            )  # another merge may have finished since the first check
             return job.run(staging, check)
         except CheckpointError:  # a retry with the same input would fail again
             staging.discard()
@@ -155,7 +131,7 @@ class _Job:
         self.checkpoint, self.options, self.progress = checkpoint, options, progress
         self.folder = checkpoint_of(checkpoint)
         self.problems: list[Problem] = []
-        self.config_folder = find_config_folder(checkpoint, options.config)
+        self.config_folder = output.find_config_folder(checkpoint, options.config)
         self.model = read_stored_model(checkpoint, options.number)
         self.manifest = read_manifest(self.folder)
         self._verify_input = options.verify_input or options.delete_input
@@ -166,10 +142,10 @@ class _Job:
         if self.model_manifest is not None:
             problems = manifest_problems(self.model, None, self.model_manifest)
             # The manifest of an adapter also lists the parameters of the base model.
-            tolerated = {"FSDP-E478", "FSDP-E477"} if is_adapter(self.model.tensors) else {"FSDP-E478"}
+            tolerated = {"FSDP-E478", "FSDP-E477"} if file_names.is_adapter(self.model.tensors) else {"FSDP-E478"}
             raise_if_any([problem for problem in problems if problem.code not in tolerated])
         ties = self.manifest.ties if self.manifest is not None else self._ties_of_config()
-        self.plan = plan_merge(self.model, ties, dtype=options.dtype, max_shard_size=options.max_shard_size)
+        self.plan = output.plan_merge(self.model, ties, dtype=options.dtype, max_shard_size=options.max_shard_size)
         self._report_plan()
         self.result = Merged(
             out=out,
@@ -179,7 +155,7 @@ class _Job:
             files=[file.name for file in self.plan.files],
             resumed=[],
             config_folder=self.config_folder,
-            companions=companions(self.config_folder) if self.config_folder is not None else [],
+            companions=output.companions(self.config_folder) if self.config_folder is not None else [],
             aliases=dict(self.plan.aliases),
             problems=self.problems,
         )
@@ -187,18 +163,15 @@ class _Job:
     def _open(self) -> InputFiles:
         return input_files(self.model, self.folder, self.manifest if self._verify_input else None)
 
-    @contextlib.contextmanager
-    def config_check(self) -> Iterator[ConfigCheck | None]:
+    def config_check(self) -> contextlib.AbstractContextManager[ConfigCheck | None]:
         """Compare with the config's model in the background, unless a manifest makes this unnecessary."""
-        is_model = not self.plan.adapter and not is_wrapped_by_peft(self.plan.tensors)
+        is_model = not self.plan.adapter and not file_names.is_wrapped_by_peft(self.plan.tensors)
         if self.config_folder is None or self.model_manifest is not None or not is_model:
-            yield None
-            return
-        with ConfigCheck(self.checkpoint, self.options.number, self.config_folder) as check:
-            yield check
+            return contextlib.nullcontext()
+        return ConfigCheck(self.checkpoint, self.options.number, self.config_folder)
 
     def run(self, staging: MergeStaging, check: ConfigCheck | None) -> Merged:
-        staging.prepare(fingerprint(self.model, self.plan, verify_input=self._verify_input))
+        staging.prepare(output.fingerprint(self.model, self.plan, verify_input=self._verify_input))
         self._copy(staging)
         problems = self._compare(check)
         if not has_errors(problems):
@@ -217,8 +190,7 @@ class _Job:
                 if file.name in self.result.resumed:
                     self.progress("merge", file.size, self.plan.num_bytes)
                     continue
-                with FileWriter(staging.part(file)) as writer:
-                    infinite = copy_file(source, self.plan, file, writer, self.progress)
+                infinite = copying.copy_file(source, self.plan, file, staging.part(file), self.progress)
                 staging.finish_file(file, infinite)
         if staging.infinite:
             counts = [f"{count:,} of '{name}'" for name, count in staging.infinite.items()]
@@ -229,11 +201,10 @@ class _Job:
         """Write the files next to the weights: the index, config, tokenizer and so on."""
         text = index_text(self.plan.files)
         if text is not None:
-            path = staging.folder / index_file(safetensors_file(HF_MODEL))
-            path.write_text(text, encoding="utf-8")
-            sync(path)
+            name = file_names.index_file(file_names.safetensors_file(file_names.HF_MODEL))
+            write_text(staging.folder / name, text)
         if self.config_folder is not None:
-            copy_companions(self.config_folder, self.result.companions, staging.folder, self.options.dtype)
+            output.copy_companions(self.config_folder, self.result.companions, staging.folder, self.options.dtype)
 
     def _compare(self, check: ConfigCheck | None) -> list[Problem]:
         """Wait for the comparison with the config's model. Return its errors, and add its notes to the result."""
@@ -241,30 +212,33 @@ class _Job:
             self.result.compared_with = "manifest" if self.model_manifest is not None else ""
             return []
         found = check.problems()
-        if not found:
-            self.result.compared_with = "model"
-        self.problems += [each for each in found if each.severity != "error"]
-        return [each for each in found if each.severity == "error"]
+        errors = [each for each in found if each.severity == "error"]
+        self.result.compared_with = "" if found else "model"
+        self.problems += [each for each in found if each not in errors]
+        return errors
 
     def _read_back(self, folder: Path) -> list[Problem]:
-        problems = header_problems(folder, self.plan)
+        problems = copying.header_problems(folder, self.plan)
         if problems or not (self.options.verify or self.options.delete_input):
             return problems
         total = self.plan.num_bytes
         with self._open() as source:
-            problems += byte_problems(source, self.plan, folder, lambda count: self.progress("verify", count, total))
+            problems += copying.byte_problems(
+                source, self.plan, folder, lambda count: self.progress("verify", count, total)
+            )
         self.result.verified = not problems
         return problems
 
     def _delete_input(self) -> None:
         """Delete the files whose contents are all in the output; other files of the checkpoint are kept."""
-        fix = "Delete the checkpoint manually if you do not need it."
+        reason = ""
         if not self.result.compared_with and not self.plan.adapter:
-            message = "was not deleted, because there is no model to compare its names and shapes with."
-            self._report("FSDP-E487", message, fix)
-            return
-        if self.model.objects:
-            self._report("FSDP-E487", "was not deleted, because it contains entries that were not written.", fix)
+            reason = "there is no model to compare its names and shapes with"
+        elif self.model.objects:
+            reason = "it contains entries that were not written"
+        if reason:
+            fix = "Delete the checkpoint manually if you do not need it."
+            self._report("FSDP-E487", f"was not deleted, because {reason}.", fix)
             return
         files = {self.model.root / file for tensor in self.model.tensors.values() for file in tensor.files()}
         for path in files:
@@ -294,7 +268,7 @@ class _Job:
         if self.plan.adapter:
             names = format_names(self.plan.tensors, 3)
             self._report("FSDP-N492", f"contains an adapter, which is written under its own names: {names}.")
-        elif is_wrapped_by_peft(self.plan.tensors):
+        elif file_names.is_wrapped_by_peft(self.plan.tensors):
             fix = "Load the weights into the PEFT model, and call merge_and_unload()."
             message = "contains a model with adapters, which is written under PEFT's names (base_layer)."
             self._report("FSDP-W493", message, fix)
@@ -310,9 +284,9 @@ class _Job:
         with self._open() as files:
             return [
                 (name, other)
-                for name, other in likely_ties(self.model)
+                for name, other in output.likely_ties(self.model)
                 if tensors[name].pieces == tensors[other].pieces
-                or same_elements(files, tensors[name], files, tensors[other])
+                or copying.same_elements(files, tensors[name], files, tensors[other])
             ]
 
     def _report(self, code: str, message: str, fix: str = "") -> None:
@@ -322,7 +296,11 @@ class _Job:
 _IN_USE: Final = "FSDP-E485"
 _POLL_INTERVAL: Final = 0.2
 _READABLE: Final = (
-    *(name for file in (safetensors_file(HF_MODEL), f"{HF_MODEL_BIN}.bin") for name in (file, index_file(file))),
+    *(
+        name
+        for file in (file_names.safetensors_file(file_names.HF_MODEL), f"{file_names.HF_MODEL_BIN}.bin")
+        for name in (file, file_names.index_file(file))
+    ),
     "adapter_config.json",
 )
 """Files of which ``from_pretrained`` reads the weights, or learns that they are those of an adapter."""
@@ -341,7 +319,9 @@ def with_whole_weights(folder: Path) -> Path:
         return folder
     if not folder.is_dir() or stored_state_dict_type(folder) not in ("sharded", "local"):
         return folder
-    copy = merged_copy(folder, _state_of(folder))
+    model = folder / file_names.numbered(file_names.FSDP_MODEL, 0)
+    times = [path.stat().st_mtime_ns for path in (model, model / file_names.DCP_METADATA) if path.exists()]
+    copy = file_names.merged_copy(folder, hash_bytes(repr(times).encode())[:12])  # another one for other weights
     if not copy.is_dir():
         message = f"from_pretrained cannot read the shards of {folder}: they are merged into {copy}, which it reads."
         fix = "For a folder that can be moved, use `hf-fsdp export`; save_only_model=True writes whole weights."
@@ -356,22 +336,13 @@ def with_whole_weights(folder: Path) -> Path:
     return copy
 
 
-def _state_of(folder: Path) -> str:
-    """Return a hash that changes when the weights of a checkpoint are written again."""
-    model = folder / numbered(FSDP_MODEL, 0)
-    paths = [model, model / DCP_METADATA]
-    return hash_bytes(repr([path.stat().st_mtime_ns for path in paths if path.exists()]).encode())[:12]
-
-
 def _write_copy(folder: Path, copy: Path) -> None:
     try:
         merge(folder, copy, MergeOptions())
     except OSError as error:
-        message = (
-            f"cannot be written, so from_pretrained cannot read the shards of {folder}: {error.strerror or error}."
-        )
+        message = f"cannot be written, so from_pretrained cannot read the shards of {folder}"
         fix = f"Run `hf-fsdp merge {folder} OUT`, with OUT on another disk, and pass OUT to from_pretrained."
-        raise CheckpointError([problem("FSDP-E437", copy, message, fix)]) from error
-    for old in merged_copies(folder):
+        raise CheckpointError([problem("FSDP-E437", copy, f"{message}: {error.strerror or error}.", fix)]) from error
+    for old in file_names.merged_copies(folder):
         if old != copy:
             shutil.rmtree(old, ignore_errors=True)

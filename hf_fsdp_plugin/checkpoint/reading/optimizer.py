@@ -22,12 +22,7 @@ from hf_fsdp_plugin.backends.optimizers.plain_steps import state_factory, step_m
 from hf_fsdp_plugin.backends.torch_types import dtensor_like
 from hf_fsdp_plugin.checkpoint.errors import raise_if_any
 from hf_fsdp_plugin.checkpoint.formats.boxes import whole
-from hf_fsdp_plugin.checkpoint.formats.optimizer_state import (
-    range_of,
-    split_inner_key,
-    split_key,
-    state_layout,
-)
+from hf_fsdp_plugin.checkpoint.formats.optimizer_state import range_of, split_inner_key, split_key, state_layout
 from hf_fsdp_plugin.checkpoint.formats.stored import StoredOptimizer, StoredTensor
 from hf_fsdp_plugin.checkpoint.formats.table import read_stored_optimizer
 from hf_fsdp_plugin.checkpoint.io import InputFiles
@@ -217,58 +212,57 @@ def _read_state(
     state: dict[int, dict[str, Any]] = {}
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for index, parameter in enumerate(parameters):
-        parts = layout.by_id.get(id(parameter), ())
-        saved: _Saved = [
-            (part, _own_entries(part, stored.state[part.name])) for part in parts if part.name in stored.state
-        ]
-        saved = [(part, entry) for part, entry in saved if entry]
+        saved: _Saved = []
+        own: dict[str, StoredTensor] = {}
+        for part in layout.by_id.get(id(parameter), ()):
+            common, per_shard = _split_state(part, stored.state.get(part.name, {}))
+            own |= per_shard
+            if common or per_shard:
+                saved.append((part, common))
         # Under FSDP1, a parameter with an empty shard on this rank gets no gradient here, and therefore has no state.
         if saved and (parameter.numel() or isinstance(parameter, DTensor)):
-            keys = dict.fromkeys(key for _, entry in saved for key in entry)
-            inner = [key for key in keys if isinstance(saved[0][1].get(key), _PerShard) and split_inner_key(key)[1]]
             held = optimizer.state.get(parameter, {})
+            keys = dict.fromkeys(key for _, common in saved for key in common)
+            inner = {key: tensor for key, tensor in own.items() if split_inner_key(key)[1]}
             state[index] = {
-                key: _read_entry(reads, parameter, key, saved, held.get(key)) for key in keys if key not in inner
+                **{key: _read_entry(reads, parameter, key, saved, held.get(key)) for key in keys},
+                **{key: _read_per_shard(reads, parameter, own[key]) for key in own if key not in inner},
+                **_read_subclasses(reads, optimizer, parameter, inner),
             }
-            state[index] |= _read_subclasses(reads, optimizer, parameter, {key: saved[0][1][key] for key in inner})
     return state
 
 
+def _split_state(part: ParameterLayout, entry: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, StoredTensor]]:
+    """Return state that any shard can read, and quantized state of exactly this rank's shard.
+
+    A rank without elements gets no state of a parameter with quantized state.
+    """
+    common = {key: value for key, value in entry.items() if split_key(key)[1] is None}
+    if len(common) == len(entry):
+        return common, {}
+    if not part.boxes:
+        return {}, {}
+    elements = range_of(part.boxes, part.shape)
+    return common, {split_key(key)[0]: value for key, value in entry.items() if split_key(key)[1] == elements}
+
+
 def _read_subclasses(
-    reads: _Reads, optimizer: torch.optim.Optimizer, parameter: torch.Tensor, saved: Mapping[str, _PerShard]
+    reads: _Reads, optimizer: torch.optim.Optimizer, parameter: torch.Tensor, saved: Mapping[str, StoredTensor]
 ) -> dict[str, torch.Tensor]:
     """Return new state tensors of a subclass, and add the reads that fill their inner tensors."""
     factory = state_factory(optimizer)
     state: dict[str, torch.Tensor] = {}
-    for name, per_shard in saved.items():
+    for name, stored in saved.items():
         key, attribute = split_inner_key(name)
         if key not in state and factory is not None:
             state[key] = factory(optimizer, parameter.detach(), key)
         inner = getattr(local_tensor(state[key]), attribute, None) if key in state else None
-        if inner is None or tuple(inner.shape) != per_shard.stored.shape:
+        if inner is None or tuple(inner.shape) != stored.shape:
             fix = "Create the optimizer with the settings of the run that was saved (block_size)."
             message = f"has quantized optimizer state that differs in {name}."
             raise CheckpointError([mismatch("FSDP-E426", reads.root, message, fix)])
-        reads.transfers += transfers(per_shard.stored, [Piece(whole(per_shard.stored.shape), inner)])
+        reads.transfers += transfers(stored, [Piece(whole(stored.shape), inner)])
     return state
-
-
-@dataclass(frozen=True, slots=True)
-class _PerShard:
-    """Quantized state of exactly this rank's shard."""
-
-    stored: StoredTensor
-
-
-def _own_entries(part: ParameterLayout, entry: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the state without quantized state of other shards. A rank without elements gets no quantized state."""
-    if all(split_key(key)[1] is None for key in entry):
-        return dict(entry)
-    if not part.boxes:
-        return {}
-    own = range_of(part.boxes, part.shape)
-    plain = {key: value for key, value in entry.items() if split_key(key)[1] is None}
-    return plain | {split_key(key)[0]: _PerShard(value) for key, value in entry.items() if split_key(key)[1] == own}
 
 
 def _read_entry(reads: _Reads, parameter: torch.Tensor, key: str, saved: _Saved, held: Any) -> Any:
@@ -279,8 +273,6 @@ def _read_entry(reads: _Reads, parameter: torch.Tensor, key: str, saved: _Saved,
     """
     present = [(part, entry[key]) for part, entry in saved if key in entry]
     first, value = present[0]
-    if isinstance(value, _PerShard):
-        return _read_per_shard(reads, parameter, value.stored)
     if not isinstance(value, StoredTensor):
         return _common_value(key, [(part.name, value) for part, value in present])
     kind = state_layout(key, value.shape, first.shape)
@@ -288,48 +280,40 @@ def _read_entry(reads: _Reads, parameter: torch.Tensor, key: str, saved: _Saved,
         return _common_scalar(reads, key, present)
     if kind == "other":  # state of whole parameters
         return reads.whole(value)
-    dtype, padded = getattr(torch, value.dtype), first.start is not None
-    local, as_state = _held_like_shard(parameter, dtype, held, padded=padded) or _empty_like_shard(
-        parameter, dtype, padded=padded
-    )
+    local, state = _like_shard(parameter, getattr(torch, value.dtype), held, padded=first.start is not None)
     for part, stored in present:
         reads.part(stored, part, local)
-    return as_state(local)
+    return state
 
 
 def _read_per_shard(reads: _Reads, parameter: torch.Tensor, stored: StoredTensor) -> torch.Tensor:
     """Return state that belongs to this rank's shard; a DTensor, if it has the shape of a DTensor's shard."""
     if not isinstance(parameter, DTensor) or not stored.shape or stored.shape != tuple(local_tensor(parameter).shape):
         return reads.whole(stored)
-    local, as_state = _empty_like_shard(parameter, getattr(torch, stored.dtype), padded=False)
+    local, state = _like_shard(parameter, getattr(torch, stored.dtype))
     reads.transfers += transfers(stored, [Piece(whole(stored.shape), local)])
-    return as_state(local)
+    return state
 
 
-def _empty_like_shard(
-    parameter: torch.Tensor, dtype: torch.dtype, *, padded: bool
-) -> tuple[torch.Tensor, Callable[[torch.Tensor], torch.Tensor]]:
-    """Return a new tensor laid out like this rank's shard, and a function that converts it to a state tensor."""
-    empty_like = torch.zeros_like if padded else torch.empty_like
-    if not isinstance(parameter, DTensor):
-        return empty_like(parameter.detach(), dtype=dtype), lambda local: local
+def _like_shard(
+    parameter: torch.Tensor, dtype: torch.dtype, held: Any = None, *, padded: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return a state tensor laid out like this rank's shard, after its local part.
 
-    return empty_like(parameter.to_local().detach(), dtype=dtype), lambda local: dtensor_like(local, parameter)
-
-
-def _held_like_shard(
-    parameter: torch.Tensor, dtype: torch.dtype, held: Any, *, padded: bool
-) -> tuple[torch.Tensor, Callable[[torch.Tensor], torch.Tensor]] | None:
-    """Return the local part of ``held`` as :func:`_empty_like_shard` does; ``None`` if it is laid out differently."""
-    if not isinstance(held, torch.Tensor) or isinstance(held, DTensor) != isinstance(parameter, DTensor):
-        return None
-    local, shard = local_tensor(held).detach(), local_tensor(parameter).detach()
-    is_same = (local.shape, local.stride(), local.device, local.dtype) == (
-        shard.shape, shard.stride(), shard.device, dtype,
-    )  # fmt: skip
-    if type(local) is not torch.Tensor or not is_same:
-        return None
-    return (local.zero_() if padded else local), lambda local: held
+    Args:
+        held: the current value of the state. Its memory is used if it is laid out in the same way.
+        padded: zero the tensor.
+    """
+    shard = local_tensor(parameter).detach()
+    if isinstance(held, torch.Tensor) and isinstance(held, DTensor) == isinstance(parameter, DTensor):
+        local = local_tensor(held).detach()
+        is_same = (local.shape, local.stride(), local.device, local.dtype) == (
+            shard.shape, shard.stride(), shard.device, dtype,
+        )  # fmt: skip
+        if type(local) is torch.Tensor and is_same:
+            return (local.zero_() if padded else local), held
+    local = (torch.zeros_like if padded else torch.empty_like)(shard, dtype=dtype)
+    return local, dtensor_like(local, parameter) if isinstance(parameter, DTensor) else local
 
 
 def _common_scalar(reads: _Reads, key: str, present: list[tuple[ParameterLayout, StoredTensor]]) -> torch.Tensor:

@@ -12,6 +12,7 @@ import pickle
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,21 +20,14 @@ import numpy
 import torch
 
 from hf_fsdp_plugin.backends.ranks.agreement import broadcast_object, on_all_ranks
+from hf_fsdp_plugin.checkpoint import names as file_names
 from hf_fsdp_plugin.checkpoint.checking.verified_files import VerifiedFiles
-from hf_fsdp_plugin.checkpoint.checking.verify import archive_problems
-from hf_fsdp_plugin.checkpoint.errors import raise_if_any, refuse
+from hf_fsdp_plugin.checkpoint.checking.verify import crc_problems
+from hf_fsdp_plugin.checkpoint.errors import problems_of, raise_if_any, refuse
 from hf_fsdp_plugin.checkpoint.formats.archives import is_archive, stored_pickles
-from hf_fsdp_plugin.checkpoint.formats.manifest_reader import read_manifest
-from hf_fsdp_plugin.checkpoint.formats.pickle_scan import excessive
+from hf_fsdp_plugin.checkpoint.formats.manifest import read_manifest
+from hf_fsdp_plugin.checkpoint.formats.pickles import refuse_excessive
 from hf_fsdp_plugin.checkpoint.io import read_file
-from hf_fsdp_plugin.checkpoint.names import (
-    ACCELERATE_RNG,
-    TRAINER_RNG,
-    TRAINER_STATE,
-    accelerate_rng_file,
-    trainer_rng_file,
-)
-from hf_fsdp_plugin.problems import CheckpointError, Problem
 from hf_fsdp_plugin.text import format_names
 
 _ALLOW = (
@@ -42,9 +36,7 @@ _ALLOW = (
 )
 _STATES = re.compile(r"(?:scheduler|sampler|dl_state_dict|scaler|custom_checkpoint)(?:_\d+)?\.(?:bin|pt|pkl)")
 """The pickles that Accelerate and the Trainer load. Other files in the folder are the user's."""
-_MAX_PICKLES = 5
-"""Number of pickles in a file of torch before 1.6, which has no archive."""
-_RNG = re.compile(rf"(?:{TRAINER_RNG}|{ACCELERATE_RNG})(?:_\d+)?\.\w+")
+_RNG = re.compile(rf"(?:{file_names.TRAINER_RNG}|{file_names.ACCELERATE_RNG})(?:_\d+)?\.\w+")
 
 
 def check_states(
@@ -64,53 +56,39 @@ def check_states(
     """
     shared: list[str] = []
     with on_all_ranks(f"checking {checkpoint}"):
-        if rank == 0:
-            shared = _shared_files(checkpoint)
-    # Only rank 0 lists the folder, which has several files for each rank.
+        if rank == 0:  # only rank 0 lists the folder, which has several files for each rank
+            names = sorted(path.name for path in checkpoint.iterdir())
+            shared = [name for name in names if name == file_names.TRAINER_STATE or _STATES.fullmatch(name)]
     shared = broadcast_object(shared)
     with on_all_ranks(f"checking {checkpoint}"):
         files = [*_own_files(checkpoint, rank), *shared[rank::world_size]]
         if verify:
             _check_bytes(checkpoint, files)
-        problems: list[Problem] = []
-        for name in files:
-            if name != TRAINER_STATE and (not allow_pickles or _RNG.fullmatch(name)):
-                try:
-                    load_state(checkpoint / name, only_check=True)
-                except CheckpointError as error:
-                    problems += error.problems
-        raise_if_any(problems)
-
-
-def _shared_files(checkpoint: Path) -> list[str]:
-    """Return the names of the files that any rank can check."""
-    names = sorted(path.name for path in checkpoint.iterdir())
-    return [name for name in names if name == TRAINER_STATE or _STATES.fullmatch(name)]
+        pickles = [
+            checkpoint / name
+            for name in files
+            if name != file_names.TRAINER_STATE and (not allow_pickles or _RNG.fullmatch(name))
+        ]
+        raise_if_any(problems_of(partial(load_state, path, only_check=True) for path in pickles))
 
 
 def _own_files(checkpoint: Path, rank: int) -> list[str]:
     """Return the names of the files with the random state of a rank that exist."""
-    names = [trainer_rng_file(rank), accelerate_rng_file(rank)]
+    names = [file_names.trainer_rng_file(rank), file_names.accelerate_rng_file(rank)]
     if rank == 0:
-        names.append(trainer_rng_file(None))
+        names.append(file_names.trainer_rng_file(None))
     return [name for name in names if (checkpoint / name).is_file()]
 
 
 def _check_bytes(checkpoint: Path, files: list[str]) -> None:
     manifest = read_manifest(checkpoint)
     if manifest is None:
-        raise_if_any(archive_problems(checkpoint / name for name in files if name != TRAINER_STATE))
+        archives = [checkpoint / name for name in files if name != file_names.TRAINER_STATE]
+        raise_if_any(crc_problems(checkpoint, archives, with_tensors=False)[1])
         return
-    listed = {record.path for record in manifest.files}
+    listed = {record.path for record in manifest.files}  # others were added by the user
     with VerifiedFiles(checkpoint, manifest, checkpoint) as verified:
-        problems: list[Problem] = []
-        for name in files:
-            if name in listed:  # others were added by the user
-                try:
-                    verified.check_file(name)
-                except CheckpointError as error:
-                    problems += error.problems
-        raise_if_any(problems)
+        raise_if_any(problems_of(partial(verified.check_file, name) for name in files if name in listed))
 
 
 def load_state(path: Path, *, only_check: bool = False) -> Any:
@@ -122,7 +100,9 @@ def load_state(path: Path, *, only_check: bool = False) -> Any:
     Raises:
         CheckpointError: the pickle contains a name that is not allowed, or is damaged.
     """
-    _check_pickles(path)
+    # Compressed entries, and pickles that would exhaust memory, time or the stack of torch.load.
+    for data in stored_pickles(path) if is_archive(path) else [read_file(path)]:
+        refuse_excessive(data, path)
     try:
         with plain_data():
             return torch.load(path, map_location="cpu", weights_only=True, mmap=only_check and is_archive(path))
@@ -133,13 +113,6 @@ def load_state(path: Path, *, only_check: bool = False) -> Any:
         refuse("FSDP-E454", path, message, _ALLOW)
     except Exception as error:  # a damaged archive can raise any exception
         refuse("FSDP-E453", path, f"cannot be unpickled ({type(error).__name__}: {_reason(error)}).")
-
-
-def _check_pickles(path: Path) -> None:
-    """Refuse what would exhaust memory, time or the stack of ``torch.load``: compressed entries, and such pickles."""
-    for data in stored_pickles(path) if is_archive(path) else [read_file(path)]:
-        if (excess := excessive(data, count=_MAX_PICKLES)) is not None:
-            refuse("FSDP-E455", path, f"contains a pickle with {excess}.")
 
 
 def _names_not_allowed(path: Path) -> list[str]:

@@ -97,86 +97,68 @@ def _advise(address: int, size: int, advice: int) -> bool:
 
 def lower_thread_priority() -> None:
     """Give the calling thread (on Linux, only this thread) the lowest priority, so that it uses only idle cores."""
-    _set_thread_priority(threading.get_native_id(), 19)
+    _set_thread_priority(threading.current_thread(), 19)
 
 
-def _set_thread_priority(native_id: int, nice: int) -> None:
+def _set_thread_priority(thread: threading.Thread, nice: int) -> None:
     with contextlib.suppress(OSError, AttributeError):  # only root may raise a priority
-        os.setpriority(os.PRIO_PROCESS, native_id, nice)
+        os.setpriority(os.PRIO_PROCESS, thread.native_id or 0, nice)
 
 
 class StagingBuffers:
     """Buffers that hold copies of this rank's shards while training continues. Each write of a save has one buffer."""
 
     def __init__(self) -> None:
-        self._buffers: list[_StagingBuffer] = []
+        self._memory: dict[int, torch.Tensor] = {}
+        self._preparing: dict[int, threading.Thread] = {}
 
     def prepare(self, sizes: Sequence[int], *, pinned: bool) -> None:
         """Start to allocate buffers of these sizes (bytes) in the background. Not collective."""
-        for number, size in enumerate(sizes):
-            self._buffer(number).prepare(size, pinned=pinned)
-
-    def take(self, number: int, size: int, *, pinned: bool) -> torch.Tensor:
-        """Wait for buffer ``number``, and return at least ``size`` bytes of memory."""
-        return self._buffer(number).take(size, pinned=pinned)
-
-    def close(self) -> None:
-        """Free all buffers."""
-        for buffer in self._buffers:
-            buffer.close()
-        self._buffers.clear()
-
-    def _buffer(self, number: int) -> _StagingBuffer:
-        while len(self._buffers) <= number:
-            self._buffers.append(_StagingBuffer())
-        return self._buffers[number]
-
-
-class _StagingBuffer:
-    def __init__(self) -> None:
-        self._memory: torch.Tensor | None = None
-        self._preparing: threading.Thread | None = None
-
-    def prepare(self, size: int, *, pinned: bool) -> None:
-        if self._preparing is not None or (self._memory is not None and self._memory.numel() >= size):
-            return
-
         device = available_device()
         index = device.current_index() if pinned else 0
 
-        def work() -> None:
+        def work(number: int, size: int) -> None:
             lower_thread_priority()
             if pinned:  # A new thread starts on device 0, and pinning would create a context there.
                 device.set_current(index)
             memory = allocate_aligned(size, pinned=pinned)
             if not pinned:
                 prefault(memory)
-            self._replace(memory)
+            self._replace(number, memory)
 
-        self._preparing = threading.Thread(target=work, name="hf-fsdp-buffer", daemon=True)
-        self._preparing.start()
+        for number, size in enumerate(sizes):
+            if number not in self._preparing and not self._has(number, size):
+                thread = threading.Thread(target=work, args=(number, size), name="hf-fsdp-buffer", daemon=True)
+                self._preparing[number] = thread
+                thread.start()
 
-    def take(self, size: int, *, pinned: bool) -> torch.Tensor:
-        self._finish_preparing()
-        if self._memory is None or self._memory.numel() < size:
-            self._replace(None)  # free the old buffer before the new one is allocated
-            self._replace(allocate_aligned(size, pinned=pinned))
-        assert self._memory is not None
-        return self._memory
+    def take(self, number: int, size: int, *, pinned: bool) -> torch.Tensor:
+        """Wait for buffer ``number``, and return at least ``size`` bytes of memory."""
+        self._finish_preparing(number)
+        if not self._has(number, size):
+            self._replace(number, None)  # free the old buffer before the new one is allocated
+            self._replace(number, allocate_aligned(size, pinned=pinned))
+        return self._memory[number]
 
     def close(self) -> None:
-        self._finish_preparing()
-        self._replace(None)
+        """Free all buffers."""
+        for number in [*self._preparing]:
+            self._finish_preparing(number)
+        for number in [*self._memory]:
+            self._replace(number, None)
 
-    def _finish_preparing(self) -> None:
-        if self._preparing is not None:
-            native_id = self._preparing.native_id
-            if self._preparing.is_alive() and native_id is not None:
-                _set_thread_priority(native_id, 0)
-            self._preparing.join()
-            self._preparing = None
+    def _has(self, number: int, size: int) -> bool:
+        return number in self._memory and self._memory[number].numel() >= size
 
-    def _replace(self, memory: torch.Tensor | None) -> None:
-        if self._memory is not None:
-            unpin(self._memory)
-        self._memory = memory
+    def _finish_preparing(self, number: int) -> None:
+        thread = self._preparing.pop(number, None)
+        if thread is not None:
+            if thread.is_alive():
+                _set_thread_priority(thread, 0)
+            thread.join()
+
+    def _replace(self, number: int, memory: torch.Tensor | None) -> None:
+        if number in self._memory:
+            unpin(self._memory.pop(number))
+        if memory is not None:
+            self._memory[number] = memory

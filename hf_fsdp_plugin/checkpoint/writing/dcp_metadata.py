@@ -11,7 +11,7 @@ import io
 import pickle
 import struct
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy
 import torch
@@ -45,6 +45,19 @@ def flat_name(path: StatePath) -> str:
     return ".".join(map(str, path))
 
 
+class Chunks(NamedTuple):
+    """The chunks of a tensor, as arrays of int64 with a row for each chunk.
+
+    Attributes:
+        places: number of its file, first byte, number of bytes, byte offset of its first element.
+        offsets, sizes: its box, with a column for each dim.
+    """
+
+    places: NDArray[Any]
+    offsets: NDArray[Any]
+    sizes: NDArray[Any]
+
+
 class MetadataPickle:
     """The contents of ``.metadata``, in the order of a pickle.
 
@@ -67,19 +80,12 @@ class MetadataPickle:
         for text in ("offsets", "sizes", "fqn", "offset", "index", "relative_path", "length"):
             self._keep(text, _fragment(text))
         self._file_places = numpy.array([self._keep(("file", name), _fragment(name)) for name in files], dtype="<u4")
-        self._objects: dict[str, tuple[int, int, NDArray[Any]]] = {}
+        self._objects: dict[str, tuple[int, NDArray[Any]]] = {}
 
-    def add_tensor(self, path: StatePath, dtype: str, shape: Sequence[int], chunks: NDArray[Any]) -> None:
-        """Add a tensor.
-
-        Args:
-            chunks: int64, a row for each chunk: number of its file, first byte, number of bytes, offsets, sizes.
-        """
-        ndim = len(shape)
+    def add_tensor(self, path: StatePath, dtype: str, shape: Sequence[int], chunks: Chunks) -> None:
         name = self._name(path)
-        offsets, sizes = chunks[:, 3 : 3 + ndim], chunks[:, 3 + ndim :]
-        of_sizes = self._places_of_sizes(sizes)
-        of_offsets = self._reserve(len(chunks))
+        of_sizes = self._places_of_sizes(chunks.sizes)
+        of_offsets = self._reserve(len(chunks.places))
         whole = self._reserve(1)
         self._entries += [
             self._get(("name", name)), self._get(TensorStorageMetadata), b")\x81", _put(int(whole[0])), b"}(",
@@ -88,17 +94,17 @@ class MetadataPickle:
         ]  # fmt: skip
         # ChunkStorageMetadata: its offsets are put into the memo, because the keys of the files' ranges repeat them.
         row = [
-            self._get(ChunkStorageMetadata), _NEW, self._get("offsets"), self._get(torch.Size), *_tuple(offsets),
+            self._get(ChunkStorageMetadata), _NEW, self._get("offsets"), self._get(torch.Size), *_tuple(chunks.offsets),
             _TUPLE[1], b"Rr", of_offsets, self._get("sizes"), b"j", of_sizes, _BUILD,
         ]  # fmt: skip
-        self._entries += [_rows(len(chunks), row), b"e", _BUILD]
-        self._objects[name] = int(whole[0]), len(self._storage), of_offsets
+        self._entries += [_rows(len(chunks.places), row), b"e", _BUILD]
+        self._objects[name] = int(whole[0]), of_offsets
         self._storage.append(self._ranges(name, of_offsets, chunks))
 
-    def add_alias(self, alias: StatePath, path: StatePath, chunks: NDArray[Any]) -> None:
+    def add_alias(self, alias: StatePath, path: StatePath, chunks: Chunks) -> None:
         """Add another name of a tensor that was added with these chunks."""
         name = self._name(alias)
-        whole, _, of_offsets = self._objects[flat_name(path)]
+        whole, of_offsets = self._objects[flat_name(path)]
         self._entries += [self._get(("name", name)), b"j", struct.pack("<I", whole)]
         self._storage.append(self._ranges(name, of_offsets, chunks))
 
@@ -128,14 +134,15 @@ class MetadataPickle:
                 batch, size = [], 0
         return (*parts, b"".join(batch))
 
-    def _ranges(self, name: str, of_offsets: NDArray[Any], chunks: NDArray[Any]) -> bytes:
+    def _ranges(self, name: str, of_offsets: NDArray[Any], chunks: Chunks) -> bytes:
         """Return the items of ``storage_data``: MetadataIndex -> _StorageInfo."""
-        count = len(chunks)
+        count = len(chunks.places)
+        files, starts, lengths, _ = (numpy.ascontiguousarray(column, dtype="<i8") for column in chunks.places.T)
         parts: list[bytes | NDArray[Any]] = [
             self._get(MetadataIndex), _NEW, self._get("fqn"), self._get(("name", name)),
             self._get("offset"), b"j", of_offsets, self._get("index"), b"J", numpy.arange(count, dtype="<i4"), _BUILD,
-            self._get(StorageInfo), _NEW, self._get("relative_path"), b"j", self._file_places[chunks[:, 0]],
-            self._get("offset"), b"\x8a\x08", _column(chunks, 1), self._get("length"), b"\x8a\x08", _column(chunks, 2),
+            self._get(StorageInfo), _NEW, self._get("relative_path"), b"j", self._file_places[files],
+            self._get("offset"), b"\x8a\x08", starts, self._get("length"), b"\x8a\x08", lengths,
             _BUILD,
         ]  # fmt: skip
         return b"(" + _rows(count, parts) + b"u"
@@ -187,10 +194,6 @@ def _fragment(value: Any) -> bytes:
     pickler.fast = True
     pickler.dump(value)
     return buffer.getvalue()[2:-1]  # without the version and the STOP
-
-
-def _column(chunks: NDArray[Any], number: int) -> NDArray[Any]:
-    return numpy.ascontiguousarray(chunks[:, number], dtype="<i8")
 
 
 def _tuple(numbers: NDArray[Any]) -> list[bytes | NDArray[Any]]:

@@ -50,7 +50,7 @@ class Item:
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """A contiguous byte range ``[start, stop)`` that one rank writes: ordered items with zeros between them."""
+    """A contiguous byte range ``[start, stop)`` that one rank writes: items, each of which begins where one ends."""
 
     start: int
     stop: int
@@ -66,9 +66,15 @@ class Extent:
         """Size in bytes of the aligned buffer that holds the extent."""
         return round_up(self.stop - self.origin)
 
-    def first_item(self, offset: int) -> int:
-        """Return the index of the first item that ends after a file offset."""
-        return bisect.bisect_right(self.items, offset, key=lambda item: item.stop)
+    def items_from(self, offset: int) -> Iterator[Item]:
+        """Yield the items from the first one that ends after a file offset."""
+        first = bisect.bisect_right(self.items, offset, key=lambda item: item.stop)
+        return itertools.islice(self.items, first, None)
+
+    def windows(self) -> Iterator[tuple[int, int, int]]:
+        """Yield the offset of the first page of each window, and the range of the bytes in it."""
+        for low in range(self.origin, self.stop, WINDOW):
+            yield low, max(low, self.start), min(low + WINDOW, self.stop)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,21 +99,25 @@ class FilePart:
 
 
 def whole_file(path: str, items: Iterable[Item]) -> FilePart:
-    """Return the part for a file that only this rank writes. The file ends with its last item."""
-    ordered = tuple(sorted(items, key=lambda item: item.offset))
-    size = ordered[-1].stop if ordered else 0
-    return FilePart(path, size, (Extent(0, size, ordered),) if size else ())
+    """Return the part for a file that only this rank writes, from its first to its last byte."""
+    (extent,) = _extents(items) or (Extent(0, 0, ()),)
+    return FilePart(path, extent.stop, (extent,) if extent.stop else ())
 
 
 def shared_file(path: str, size: int, items: Iterable[Item]) -> FilePart:
-    """Return the part with this rank's items of a file of ``size`` bytes. Adjacent items become one extent."""
+    """Return the part with this rank's items of a file of ``size`` bytes."""
+    return FilePart(path, size, _extents(items), shared=True)
+
+
+def _extents(items: Iterable[Item]) -> tuple[Extent, ...]:
+    """Return the items in the order of their bytes. Adjacent items become one extent."""
     runs: list[list[Item]] = []
     for item in sorted(items, key=lambda item: item.offset):
         if runs and runs[-1][-1].stop == item.offset:
             runs[-1].append(item)
         else:
             runs.append([item])
-    return FilePart(path, size, tuple(Extent(run[0].offset, run[-1].stop, tuple(run)) for run in runs), shared=True)
+    return tuple(Extent(run[0].offset, run[-1].stop, tuple(run)) for run in runs)
 
 
 def num_bytes(content: Content) -> int:
@@ -120,33 +130,27 @@ def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def fill(target: torch.Tensor, extent: Extent, start: int, stop: int) -> None:
-    """Copy the extent's bytes ``[start, stop)`` (file offsets) to ``target``, except the gaps between items.
+    """Copy the extent's bytes ``[start, stop)`` (file offsets) to ``target``.
 
     Copies from an accelerator are asynchronous: call :func:`wait_for_copies`, or what :func:`record_copies` returns,
     before the bytes are used.
     """
-    for item in itertools.islice(extent.items, extent.first_item(start), None):
+    for item in extent.items_from(start):
         if item.offset >= stop:
             break
-        for offset, content in _with_offsets(item):
+        offset = item.offset
+        for content in item.contents:
             low, high = max(offset, start), min(offset + num_bytes(content), stop)
-            if low >= high:
-                continue
-            if isinstance(content, bytes):
-                source = torch.frombuffer(bytearray(content[low - offset : high - offset]), dtype=torch.uint8)
-            else:
-                source = bytes_of(content)[low - offset : high - offset]
-            into = target[low - start : high - start]
-            sizes = piecewise(into)
-            for part, of_source in zip(into.split(sizes), source.split(sizes), strict=True):
-                part.copy_(of_source, non_blocking=True)
-
-
-def _with_offsets(item: Item) -> Iterator[tuple[int, Content]]:
-    offset = item.offset
-    for content in item.contents:
-        yield offset, content
-        offset += num_bytes(content)
+            if low < high:
+                if isinstance(content, bytes):
+                    source = torch.frombuffer(bytearray(content[low - offset : high - offset]), dtype=torch.uint8)
+                else:
+                    source = bytes_of(content)[low - offset : high - offset]
+                into = target[low - start : high - start]
+                sizes = piecewise(into)
+                for part, of_source in zip(into.split(sizes), source.split(sizes), strict=True):
+                    part.copy_(of_source, non_blocking=True)
+            offset += num_bytes(content)
 
 
 def on_accelerator(parts: Iterable[FilePart]) -> bool:
@@ -185,6 +189,10 @@ WINDOW = 32 << 20
 """Number of bytes per write."""
 
 
+_Window = tuple[torch.Tensor, int, int]
+"""Memory that begins with a page of a file, and the range of the file's bytes that is written from it."""
+
+
 class PartWriter:
     """Writes file parts to a folder, and keeps its memory for later parts."""
 
@@ -193,60 +201,44 @@ class PartWriter:
 
     def write(self, root: Path, parts: Sequence[FilePart]) -> list[FileRecord]:
         """Write parts directly from their tensors, through windows of memory."""
-        records = []
         total = sum(extent.stop - extent.start for part in parts for extent in part.extents)
-        from_accelerator = on_accelerator(parts)
+        pinned = on_accelerator(parts)
         with progress_bar("saving", total) as update:
-            for part in parts:
-                with _PartFile(root / part.path, part) as file:
-                    for window, start, stop in self._filled(part, pinned=from_accelerator):
-                        file.write(window, start, stop)
-                        update(stop - start)
-                records.append(file.record)
-        return records
-
-    def _filled(self, part: FilePart, *, pinned: bool) -> Iterator[tuple[torch.Tensor, int, int]]:
-        """Yield windows that contain the file's bytes ``[start, stop)``. The memory is reused after the next one.
-
-        From an accelerator, the next window is copied while the caller writes this one.
-        """
-        windows = itertools.cycle(self._windows_of(pinned=pinned))
-        pending: tuple[torch.Tensor, int, int] | None = None
-        wait: Callable[[], None] | None = None
-        try:
-            for extent in part.extents:
-                for low in range(extent.origin, extent.stop, WINDOW):
-                    window, start, high = next(windows), max(low, extent.start), min(low + WINDOW, extent.stop)
-                    _clear_gaps(window, extent, low, high)
-                    fill(window[start - low :], extent, start, high)
-                    if not pinned:
-                        yield window, start, high
-                        continue
-                    before, wait_before = pending, wait
-                    pending, wait = (window, start, high), record_copies()
-                    if before is not None and wait_before is not None:
-                        wait_before()
-                        yield before
-            if pending is not None:
-                wait_for_copies()
-                yield pending
-        finally:
-            if pinned:  # the caller may have failed to write
-                wait_for_copies()
+            return [_write_part(root, part, self._filled(part, pinned=pinned), update) for part in parts]
 
     def write_staged(self, root: Path, parts: Sequence[FilePart], memory: torch.Tensor) -> list[FileRecord]:
         """Write the parts that :func:`stage` has copied to ``memory``. Does not access the model's tensors."""
-        records, begin = [], 0
+        records = []
         for part in parts:
-            with _PartFile(root / part.path, part) as file:
-                for extent in part.extents:
-                    buffer = memory[begin : begin + extent.span]
-                    for low in range(extent.origin, extent.stop, WINDOW):
-                        high = min(low + WINDOW, extent.stop)
-                        file.write(buffer[low - extent.origin :], max(low, extent.start), high)
-                    begin += extent.span
-            records.append(file.record)
+            records.append(_write_part(root, part, _staged(part, memory)))
+            memory = memory[part.span :]
         return records
+
+    def _filled(self, part: FilePart, *, pinned: bool) -> Iterator[_Window]:
+        """Yield windows that contain the bytes of the file. The memory is reused after the next one.
+
+        From an accelerator, the next window is copied while the caller writes this one.
+        """
+        memory = itertools.cycle(self._windows_of(pinned=pinned))
+        pending: tuple[_Window, Callable[[], None]] | None = None
+        try:
+            for extent in part.extents:
+                for low, start, stop in extent.windows():
+                    window = next(memory), start, stop
+                    fill(window[0][start - low :], extent, start, stop)
+                    if not pinned:
+                        yield window
+                        continue
+                    before, pending = pending, (window, record_copies())
+                    if before is not None:
+                        before[1]()
+                        yield before[0]
+            if pending is not None:
+                pending[1]()
+                yield pending[0]
+        finally:
+            if pinned:  # the caller may have failed to write
+                wait_for_copies()
 
     def close(self) -> None:
         """Free the memory."""
@@ -267,31 +259,27 @@ def stage(parts: Sequence[FilePart], memory: torch.Tensor) -> Callable[[], None]
         A function that waits until the copies are complete, for any thread. Until then, the current stream may change
         the tensors: it does so after the copies.
     """
-    begin = 0
-    for part in parts:
-        for extent in part.extents:
-            buffer = memory[begin : begin + extent.span]
-            _clear_gaps(buffer, extent, extent.origin, extent.origin + extent.span)
-            fill(buffer[extent.start - extent.origin :], extent, extent.start, extent.stop)
-            begin += extent.span
+    for extent in (extent for part in parts for extent in part.extents):
+        fill(memory[extent.start - extent.origin :], extent, extent.start, extent.stop)
+        memory = memory[extent.span :]
     return record_copies() if on_accelerator(parts) else DEVICES["cpu"].record_event()
 
 
-def _clear_gaps(memory: torch.Tensor, extent: Extent, low: int, high: int) -> None:
-    """Zero the bytes between items. The memory is reused, and its old contents must not be written to the file."""
-    first = extent.first_item(low)
-    before = extent.items[first - 1].stop if first else extent.origin
-    for item in itertools.islice(extent.items, first, None):
-        _clear(memory, max(before, low) - low, min(item.offset, high) - low)
-        before = item.stop
-        if before >= high:
-            return
-    _clear(memory, max(before, low) - low, min(extent.origin + extent.span, high) - low)
+def _staged(part: FilePart, memory: torch.Tensor) -> Iterator[_Window]:
+    for extent in part.extents:
+        for low, start, stop in extent.windows():
+            yield memory[low - extent.origin : extent.span], start, stop
+        memory = memory[extent.span :]
 
 
-def _clear(memory: torch.Tensor, start: int, stop: int) -> None:
-    if start < stop:
-        memory[start:stop].zero_()
+def _write_part(
+    root: Path, part: FilePart, windows: Iterable[_Window], update: Callable[[int], object] = lambda _: None
+) -> FileRecord:
+    with _PartFile(root / part.path, part) as file:
+        for memory, start, stop in windows:
+            file.write(memory, start, stop)
+            update(stop - start)
+    return file.record
 
 
 class _PartFile:
@@ -342,18 +330,15 @@ class _PartFile:
 
 
 class _RangeHashes:
-    """Hashes of each item and the gap after it, in ranges of at most ``MAX_RANGE`` bytes.
-
-    Together the ranges cover all bytes that the rank writes.
-    """
+    """Hashes of the items of a part, in ranges of at most ``MAX_RANGE`` bytes."""
 
     def __init__(self, part: FilePart) -> None:
         self._bounds: list[tuple[int, int, str]] = []
-        for extent in part.extents:
-            starts = [extent.start, *(item.offset for item in extent.items[1:]), extent.stop]
-            for start, stop, item in zip(starts, starts[1:], extent.items, strict=False):
-                cuts = [start, *range(start - start % MAX_RANGE + MAX_RANGE, stop, MAX_RANGE), stop]
-                self._bounds += [(low, high, item.name) for low, high in itertools.pairwise(cuts)]
+        for item in (item for extent in part.extents for item in extent.items):
+            cuts = range(item.offset - item.offset % MAX_RANGE + MAX_RANGE, item.stop, MAX_RANGE)
+            self._bounds += [
+                (low, high, item.name) for low, high in itertools.pairwise((item.offset, *cuts, item.stop))
+            ]
         self._done: list[FileRange] = []
         self._hasher = xxhash.xxh3_128()
 

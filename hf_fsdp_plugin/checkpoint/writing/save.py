@@ -1,19 +1,30 @@
-"""One save: from this rank's shards in memory to a committed checkpoint, in the foreground or in the background.
+"""One save: its staging folder, from this rank's shards in memory to a committed checkpoint, also in the background.
 
-:meth:`CheckpointManager.saving` calls the methods in the order of the steps of a save. All methods are collective
-unless stated otherwise. :class:`SaveHooks` are installed while a save is in flight.
+A checkpoint is written to a hidden folder, which the commit renames::
+
+    run/.checkpoint-20.saving/checkpoint-20/      files of the ranks, of Accelerate and of Transformers
+    run/.checkpoint-20.saving/parts/rank0.record  record of what rank 0 has written, once all of it is synced
+    run/.checkpoint-20.saving/parts/rank0.failed  the error of rank 0, if it could not write its part
+    run/checkpoint-20/                            after the rename
+    run/.checkpoint-20.replaced/                  during the commit, the folder that had this name before
+    run/.checkpoint-10.removed.saving/            a checkpoint during its removal
+
+Ranks communicate through files, because collectives of a background save would interleave with collectives of training.
 """
 
 from __future__ import annotations
 
 import atexit
+import errno
 import itertools
 import os
+import shutil
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 
@@ -22,12 +33,20 @@ import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from hf_fsdp_plugin.backends.ranks.agreement import on_all_ranks
+from hf_fsdp_plugin.checkpoint import folders
 from hf_fsdp_plugin.checkpoint.errors import os_errors_as_problems
-from hf_fsdp_plugin.checkpoint.formats.manifest import FileRecord, Manifest
+from hf_fsdp_plugin.checkpoint.formats.manifest import FileRecord, Manifest, joined_ranges, record_file, write_manifest
+from hf_fsdp_plugin.checkpoint.io import sync, write_bytes, write_text
+from hf_fsdp_plugin.checkpoint.names import SAVING, accelerate_rng_file, hidden, trainer_rng_file
 from hf_fsdp_plugin.checkpoint.writing.buffers import StagingBuffers, lower_thread_priority
-from hf_fsdp_plugin.checkpoint.writing.dcp_files import FolderEntries, RankRecord
+from hf_fsdp_plugin.checkpoint.writing.dcp_files import (
+    FolderEntries,
+    RankRecord,
+    RecordReader,
+    final_files,
+    record_bytes,
+)
 from hf_fsdp_plugin.checkpoint.writing.parts import FilePart, PartWriter, on_accelerator, stage
-from hf_fsdp_plugin.checkpoint.writing.staging import StagingFolder
 from hf_fsdp_plugin.problems import CheckpointError, Problem
 
 POLL_INTERVAL = 0.02
@@ -42,7 +61,131 @@ _MANY_RANKS, _STEPS = 16, 8
 """A poll is a collective that waits for the slowest rank. More ranks than ``_MANY_RANKS`` poll every 8 steps."""
 _SIGTERM_TIMEOUT = 20.0
 """Seconds that the SIGTERM handler waits for a save. Batch systems send SIGKILL 30 seconds after SIGTERM."""
-_WRITING, _DONE, _FAILED = 0, 1, 2
+
+
+class StagingFolder:
+    """The folder in which one checkpoint is written until its commit.
+
+    Attributes:
+        final: path of the checkpoint after the commit.
+        folder: path of the checkpoint until then.
+        root: path of the staging folder itself.
+    """
+
+    def __init__(self, final: Path, *, into: bool = False) -> None:
+        """``into``: add the files to the folder ``final`` instead of replacing it."""
+        # The target of a link is replaced, not the link.
+        self.final = final = final.resolve() if final.is_symlink() else final
+        self._into = into
+        # With ``into``, the folder exists, and its parent may not be writable.
+        self.root = final / SAVING if into else hidden(final, SAVING)
+        self.folder = self.root / final.name
+        self._records = self.root / "parts"
+
+    def create(self) -> None:
+        """Create the folder, empty, and check that all ranks see it. Collective."""
+        try:
+            with on_all_ranks(f"preparing {self.root}"), os_errors_as_problems(self.final):
+                if dist.get_rank() == 0:
+                    self._create()
+            with on_all_ranks(f"preparing {self.root}"):
+                folders.check_visible(self.folder, "created")
+        except CheckpointError:
+            if dist.get_rank() == 0:
+                self.discard()
+            raise
+
+    def _create(self) -> None:
+        if self.final.exists() and not self.final.is_dir():
+            raise NotADirectoryError(errno.ENOTDIR, "a file of that name exists")
+        folders.recover_interrupted_commit(self.final)
+        shutil.rmtree(self.root, ignore_errors=True)
+        self.folder.mkdir(parents=True)
+        self._records.mkdir()
+
+    def discard(self) -> None:
+        """Remove the folder. Called by rank 0 after all ranks have stopped writing."""
+        shutil.rmtree(self.root, ignore_errors=True)
+
+    def last_modified(self) -> int:
+        """Return the time of the last write in the folder, in nanoseconds since the epoch; 0 if there is no file."""
+        times = [0]
+        with suppress(OSError):  # the commit may rename the folder during the loop
+            times += [path.stat().st_mtime_ns for path in self.root.rglob("*")]
+        return max(times)
+
+    def write_record(self, rank: int, record: RankRecord) -> None:
+        """Write the record of a rank, with the files that only this rank has written for the Trainer or Accelerate."""
+        own = [name for name in (trainer_rng_file(rank), accelerate_rng_file(rank)) if (self.folder / name).is_file()]
+        record = replace(record, files=(*record.files, *(self._synced(name) for name in own)))
+        write_bytes(self._record_path(rank), record_bytes(record))
+
+    def _synced(self, relative: str) -> FileRecord:
+        sync(self.folder / relative)
+        return record_file(self.folder, relative)
+
+    def _record_path(self, rank: int) -> Path:
+        return self._records / f"rank{rank}.record"
+
+    def write_failure(self, rank: int, text: str) -> None:
+        """Write the error of a rank instead of its record. If this fails too, rank 0 stops waiting at the next poll."""
+        write_text(self._records / f"rank{rank}.failed", text)
+
+    def read_failures(self) -> dict[int, str]:
+        """Return the errors that ranks have written, by rank.
+
+        Reads the whole folder: then clients of NFS also see records that did not exist when they asked for them.
+        """
+        return {
+            int(path.stem.removeprefix("rank")): path.read_text(encoding="utf-8")
+            for path in sorted(self._records.glob("*.failed"))
+        }
+
+    def missing_record(self, first: int, world_size: int) -> int:
+        """Return the first rank from ``first`` on that has not written its record; ``world_size`` if all have."""
+        return next((rank for rank in range(first, world_size) if not self._record_path(rank).exists()), world_size)
+
+    def read_records(self, world_size: int) -> list[RankRecord]:
+        """Return the records of all ranks, in rank order."""
+        reader = RecordReader()
+        return [reader.read(self._record_path(rank).read_bytes()) for rank in range(world_size)]
+
+    def commit(self, ranks: Sequence[RankRecord], manifest: Manifest) -> None:
+        """Complete the checkpoint, sync it and rename it. Called by rank 0 when all ranks have written their records.
+
+        Args:
+            manifest: the manifest, complete except for ``files``.
+        """
+        written = [file for record in ranks for file in record.files]
+        writer = PartWriter()  # not the manager's writer: a background commit must not share its memory
+        for parts in final_files([record.entries for record in ranks]):
+            written += writer.write(self.folder, parts)
+        records = _joined_records(written)
+        for path in sorted(self.folder.rglob("*")):
+            relative = path.relative_to(self.folder).as_posix()
+            if relative not in records and path.is_file():
+                records[relative] = self._synced(relative)
+        manifest = replace(manifest, files=tuple(records[path] for path in sorted(records)))
+        write_manifest(self.folder, manifest)
+        for inner in (self.folder, *(path for path in self.folder.rglob("*") if path.is_dir())):
+            sync(inner)
+        if self._into:
+            folders.move_files(self.folder, self.final)
+        elif (replaced := folders.put_in_place(self.folder, self.final)) is not None:
+            folders.remove_replaced(replaced, self.final)
+        sync(self.final.parent)
+        self.discard()
+
+
+def _joined_records(written: Sequence[FileRecord]) -> dict[str, FileRecord]:
+    """Return one record for each file, of which several ranks may have written parts."""
+    parts: dict[str, list[FileRecord]] = {}
+    for record in written:
+        parts.setdefault(record.path, []).append(record)
+    return {
+        path: replace(found[0], ranges=joined_ranges([record.ranges for record in found]))
+        for path, found in parts.items()
+    }
 
 
 class _OtherRankFailed(CheckpointError):
@@ -73,7 +216,6 @@ class Save:
         self._thread: threading.Thread | None = None
         self._record_written = False
         self._abandoned = threading.Event()
-        self._state = _WRITING
         self._error: Exception | None = None
 
     @property
@@ -97,13 +239,10 @@ class Save:
             else:
                 self._records += self._writer.write(self.folder, parts)
 
-    def write_record(self) -> None:
-        """Write what this rank has written, for rank 0."""
+    def finish(self, manifest: Manifest, after: Callable[[], None] | None) -> None:
+        """Write what this rank has written, for rank 0, which commits the checkpoint and then calls ``after``."""
         with on_all_ranks(f"writing {self.final}"), os_errors_as_problems(self.final):
             self._write_record()
-
-    def commit(self, manifest: Manifest, after: Callable[[], None] | None) -> None:
-        """Commit the checkpoint on rank 0, then call ``after`` there."""
         with on_all_ranks(f"committing {self.final}"), os_errors_as_problems(self.final):
             self._commit(manifest, after)
 
@@ -122,11 +261,10 @@ class Save:
                     self._records += self._writer.write_staged(self.folder, parts, memory)
                 self._write_record()
                 self._commit(manifest, after)
-            self._state = _DONE
         except Exception as error:
             with suppress(OSError):
                 self.staging.write_failure(self._rank, str(error))
-            self._error, self._state = error, _FAILED
+            self._error = error
 
     def _write_record(self) -> None:
         self.staging.write_record(self._rank, RankRecord(tuple(self._records), tuple(self._entries)))
@@ -151,13 +289,13 @@ class Save:
         Args:
             group: a process group for CPU tensors; ``None`` for the default group.
         """
-        state = self._state
-        seen = torch.tensor([state == _FAILED, state == _WRITING], dtype=torch.int32, device="cpu")
+        assert self._thread is not None
+        writing = self._thread.is_alive()  # read first: a thread that ends has set its error before
+        seen = torch.tensor([self._error is not None, writing], dtype=torch.int32, device="cpu")
         dist.all_reduce(seen, op=dist.ReduceOp.MAX, group=group)
         failed, writing = (bool(flag) for flag in seen)
         if failed:
             self._abandoned.set()
-            assert self._thread is not None
             self._thread.join()
             try:
                 with on_all_ranks(f"writing {self.final} in the background"):
@@ -173,15 +311,6 @@ class Save:
             wait_for_copies()  # before the memory is unpinned
         if self._rank == 0:
             self.staging.discard()
-
-    @contextmanager
-    def discarded_on_error(self) -> Iterator[None]:
-        """Remove the written files if the block, in which all ranks agree on errors, raises one."""
-        try:
-            yield
-        except Exception:
-            self.discard()
-            raise
 
     def join(self, timeout: float) -> None:
         """Wait at most ``timeout`` seconds until this rank has written its part. Not collective."""

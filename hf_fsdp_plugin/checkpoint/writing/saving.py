@@ -100,16 +100,14 @@ class CheckpointManager:
                 # save_model and save_optimizer, in which each rank writes its shards, or copies them to memory.
                 yield save
             contents = manifest()
+            if not asynchronous:
+                save.finish(contents, after)  # each rank: its record; rank 0: the manifest, syncs, and the rename
         except Exception:
             save.discard()
             raise
         if asynchronous:
             self._watch(save)  # after each optimizer step, at exit and at SIGTERM
-            save.start(contents, after)  # in a thread: write the copies, then write_record and commit, as below
-        else:
-            with save.discarded_on_error():
-                save.write_record()  # what this rank has written, and synced
-                save.commit(contents, after)  # rank 0: all records, the manifest, syncs, and the rename to ``final``
+            save.start(contents, after)  # in a thread: write the copies, then the steps of finish
         self.last_outcome = SaveOutcome(save.final, asynchronous, time.monotonic() - save.started)
 
     def open_save(self, folder: Path) -> Save | None:

@@ -29,18 +29,10 @@ import torch.distributed as dist
 from torch import nn
 
 from hf_fsdp_plugin.backends.sharding.shard import plan_of
+from hf_fsdp_plugin.checkpoint import names as file_names
 from hf_fsdp_plugin.checkpoint.formats.boxes import Box, row_major, slices, whole
 from hf_fsdp_plugin.checkpoint.formats.manifest import Manifest
 from hf_fsdp_plugin.checkpoint.formats.safetensors import index_text, plan_files
-from hf_fsdp_plugin.checkpoint.names import (
-    FSDP_MODEL,
-    HF_MODEL,
-    OPTIMIZER,
-    index_file,
-    numbered,
-    numbered_from_one,
-    safetensors_file,
-)
 from hf_fsdp_plugin.checkpoint.shards import (
     LocalShard,
     ModelShards,
@@ -62,7 +54,7 @@ MAX_SHARD_SIZE = 50 * 10**9
 
 
 def full_files(
-    tensors: Sequence[LocalShard], rank: int, *, stem: str = HF_MODEL, max_shard_size: int = MAX_SHARD_SIZE
+    tensors: Sequence[LocalShard], rank: int, *, stem: str = file_names.HF_MODEL, max_shard_size: int = MAX_SHARD_SIZE
 ) -> tuple[list[FilePart], str | None]:
     """Return this rank's parts of the Hugging Face files of ``tensors``, and the text of the index for several files.
 
@@ -120,7 +112,9 @@ def model_files(
     """Return this rank's part of the files of model ``index``."""
     rank = dist.get_rank()
     if kind == "full":
-        return whole_files(shards, numbered_from_one(HF_MODEL, index), max_shard_size=max_shard_size)
+        return whole_files(
+            shards, file_names.numbered_from_one(file_names.HF_MODEL, index), max_shard_size=max_shard_size
+        )
     tensors: list[tuple[StatePath, LocalShard]] = [
         (("model", shard.name), shard) for shard in shards_to_write(shards.tensors) if shard.shape
     ]
@@ -128,14 +122,16 @@ def model_files(
     aliases: list[tuple[StatePath, StatePath]] = [
         (("model", alias), ("model", name)) for alias, name in shards.aliases.items()
     ]
-    part, entries = rank_file(numbered(FSDP_MODEL, index), rank, tensors, smalls, aliases)
+    part, entries = rank_file(file_names.numbered(file_names.FSDP_MODEL, index), rank, tensors, smalls, aliases)
     return StateFiles([part], (entries,))
 
 
 def whole_files(shards: ModelShards, stem: str, *, max_shard_size: int = MAX_SHARD_SIZE) -> StateFiles:
     """Return this rank's part of the safetensors files ``STEM`` with whole tensors."""
     parts, index_text = full_files(shards.tensors, dist.get_rank(), stem=stem, max_shard_size=max_shard_size)
-    return StateFiles(parts, texts=((index_file(safetensors_file(stem)), index_text),) if index_text else ())
+    return StateFiles(
+        parts, texts=((file_names.index_file(file_names.safetensors_file(stem)), index_text),) if index_text else ()
+    )
 
 
 def optimizer_files(shards: OptimizerShards, index: int = 0) -> StateFiles:
@@ -161,7 +157,9 @@ def optimizer_files(shards: OptimizerShards, index: int = 0) -> StateFiles:
             for number, group in enumerate(shards.groups)
             for key, value in group.items()
         ]
-    part, entries = rank_file(numbered(OPTIMIZER, index), rank, [tensors[shard.name] for shard in mine], smalls)
+    part, entries = rank_file(
+        file_names.numbered(file_names.OPTIMIZER, index), rank, [tensors[shard.name] for shard in mine], smalls
+    )
     return StateFiles([part], (entries,))
 
 
@@ -209,7 +207,6 @@ _BATCH_BYTES: Final = 1 << 30
 """Size of the whole tensors that are gathered at once."""
 _LARGE: Final = 32 << 30
 """Bytes from which the ranks wait for about a minute or longer: gloo sends 1 to 3 GB per second to one rank."""
-_Piece = tuple[str, Box, torch.Tensor]
 
 
 def gathered_state(shards: ModelShards) -> dict[str, torch.Tensor]:
@@ -228,8 +225,17 @@ def gathered_state(shards: ModelShards) -> dict[str, torch.Tensor]:
             if shard.name in mine
             for piece in shard.pieces
         ]
-        if (gathered := _on_rank_0(pieces)) is not None:
-            _place(state, batch, gathered, missing)
+        is_first = dist.get_rank() == 0
+        gathered: list[Any] = [[]] * dist.get_world_size()
+        dist.gather_object(pieces, gathered if is_first else None)
+        if not is_first:
+            continue
+        for shard in batch:
+            state[shard.name] = torch.empty(shard.shape, dtype=shard.dtype, device="cpu")
+            missing[shard.name] = math.prod(shard.shape)
+        for name, box, tensor in itertools.chain.from_iterable(gathered):
+            state[name][slices(box, whole(state[name].shape))] = tensor
+            missing[name] -= box.numel
     incomplete = [name for name, count in missing.items() if count]
     assert not incomplete, f"elements of {format_names(incomplete)} are missing"
     state.update({alias: state[name] for alias, name in shards.aliases.items() if name in state})
@@ -260,23 +266,3 @@ def _batches(shards: Sequence[LocalShard]) -> Iterator[list[LocalShard]]:
             batch, size = [], 0
     if batch:
         yield batch
-
-
-def _on_rank_0(pieces: list[_Piece]) -> list[_Piece] | None:
-    """Return the pieces of all ranks on rank 0, ``None`` on the others. Collective."""
-    rank = dist.get_rank()
-    gathered: list[Any] | None = [None] * dist.get_world_size() if rank == 0 else None
-    dist.gather_object(pieces, gathered)
-    return None if gathered is None else [piece for theirs in gathered for piece in theirs]
-
-
-def _place(
-    state: dict[str, torch.Tensor], batch: Sequence[LocalShard], pieces: Sequence[_Piece], missing: dict[str, int]
-) -> None:
-    """Copy the pieces of one batch to whole tensors in ``state``, and subtract them from the ``missing`` elements."""
-    for shard in batch:
-        state[shard.name] = torch.empty(shard.shape, dtype=shard.dtype, device="cpu")
-        missing[shard.name] = math.prod(shard.shape)
-    for name, box, tensor in pieces:
-        state[name][slices(box, whole(state[name].shape))] = tensor
-        missing[name] -= box.numel

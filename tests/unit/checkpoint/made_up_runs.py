@@ -166,10 +166,11 @@ class MadeUpRun:
                     items = part.extents[0].items
                     if len(chunks) * self.world < MIN_INDEXED:  # the headers of the archives are read
                         for item in items:
+                            padding, head, _, tail = item.contents
                             file.seek(item.offset)
-                            file.write(item.contents[0])
-                            file.seek(item.stop - len(item.contents[2]))
-                            file.write(item.contents[2])
+                            file.write(padding + head)
+                            file.seek(item.stop - len(tail))
+                            file.write(tail)
             (staging.folder / f"rng_state_{rank}.pth").write_bytes(b"\0" * 16)
             seconds.append(time.process_time() - begin)
             staging.write_record(rank, RankRecord(tuple(files), tuple(written)))

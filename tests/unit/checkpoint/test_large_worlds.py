@@ -16,7 +16,7 @@ from hf_fsdp_plugin.checkpoint import summarize
 from hf_fsdp_plugin.checkpoint.formats import dcp as reader
 from hf_fsdp_plugin.checkpoint.names import DCP_METADATA, INDEX_FILE, MANIFEST_NAME
 from hf_fsdp_plugin.checkpoint.writing import dcp_files
-from hf_fsdp_plugin.checkpoint.writing.staging import StagingFolder
+from hf_fsdp_plugin.checkpoint.writing.save import StagingFolder
 
 WORLDS = (256, 1024)
 NUM_TENSORS = 3 * len(llama_shapes(1))

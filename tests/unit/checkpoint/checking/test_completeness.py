@@ -10,7 +10,6 @@ import saved
 import torch
 
 from hf_fsdp_plugin.checkpoint.checking.completeness import (
-    SAVING,
     checkpoint_of,
     completeness_problems,
     newest_complete,
@@ -18,8 +17,8 @@ from hf_fsdp_plugin.checkpoint.checking.completeness import (
     own_files,
     why_incomplete,
 )
-from hf_fsdp_plugin.checkpoint.names import MANIFEST_NAME
-from hf_fsdp_plugin.checkpoint.writing import staging
+from hf_fsdp_plugin.checkpoint.names import MANIFEST_NAME, SAVING
+from hf_fsdp_plugin.checkpoint.writing import save as staging
 
 
 def codes(folder: Path) -> list[str]:

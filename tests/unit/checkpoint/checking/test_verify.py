@@ -12,8 +12,7 @@ import saved
 from saved import errors, notes, only_error
 
 from hf_fsdp_plugin.checkpoint.checking.verify import verify
-from hf_fsdp_plugin.checkpoint.formats.manifest import Manifest, to_text
-from hf_fsdp_plugin.checkpoint.formats.manifest_reader import read_manifest
+from hf_fsdp_plugin.checkpoint.formats.manifest import Manifest, read_manifest, to_text
 from hf_fsdp_plugin.checkpoint.names import MANIFEST_NAME
 
 FILES = ["fsdp_manifest.json"]

@@ -12,8 +12,7 @@ from hf_fsdp_plugin.checkpoint.checking.completeness import why_incomplete
 from hf_fsdp_plugin.checkpoint.checking.verified_files import files_of_checkpoint
 from hf_fsdp_plugin.checkpoint.checking.verify import verify
 from hf_fsdp_plugin.checkpoint.formats import manifest
-from hf_fsdp_plugin.checkpoint.formats.manifest import RECORD_SIZE, BlockTable, FileRange, FileRecord
-from hf_fsdp_plugin.checkpoint.formats.manifest_reader import read_manifest
+from hf_fsdp_plugin.checkpoint.formats.manifest import RECORD_SIZE, BlockTable, FileRange, FileRecord, read_manifest
 from hf_fsdp_plugin.checkpoint.formats.table import read_stored_model
 from hf_fsdp_plugin.checkpoint.merging.merge import MergeOptions, merge
 from hf_fsdp_plugin.checkpoint.names import BLOCK_FILE, MANIFEST_NAME
@@ -23,7 +22,6 @@ from hf_fsdp_plugin.problems import CheckpointError
 @pytest.fixture(autouse=True)
 def small_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(manifest, "MAX_INLINE", 0)
-    monkeypatch.setattr(manifest, "_PAGE", 3)
 
 
 @pytest.fixture
@@ -91,22 +89,19 @@ def test_damage_names_the_block_and_its_tensor(local: Path, tmp_path: Path) -> N
 
 
 def test_reader_reads_records_of_its_files_only(local: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    reads: list[int] = []
-    plain = BlockTable._read
-
-    def counting(self: BlockTable, start: int) -> list[FileRange]:
-        reads.append(self._first + start)
-        return plain(self, start)
-
-    monkeypatch.setattr(BlockTable, "_read", counting)
+    read: list[int] = []
+    plain = manifest.hash_bytes
+    monkeypatch.setattr(manifest, "hash_bytes", lambda data: read.append(len(data)) or plain(data))
     model = read_stored_model(local)
     piece = next(iter(model.tensors.values())).pieces[0]
     with files_of_checkpoint(local, model, verify=True) as files:
         files.read(piece.file, piece.offset, memoryview(bytearray(4)))
     found = read_manifest(local)
     assert found is not None
-    (first,) = (r.ranges._first for r in found.files if r.path == piece.file and isinstance(r.ranges, BlockTable))
-    assert reads == [first]
+    (ranges,) = (record.ranges for record in found.files if record.path == piece.file)
+    assert isinstance(ranges, BlockTable)
+    manifests = (local / MANIFEST_NAME).stat().st_size
+    assert [size for size in read if size < manifests // 2] == [len(ranges) * RECORD_SIZE]
 
 
 def test_manifest_of_1024_ranks_and_70_b_parameters_is_small(tmp_path: Path) -> None:

@@ -11,8 +11,7 @@ import pytest
 import saved
 import xxhash
 
-from hf_fsdp_plugin.checkpoint.formats.manifest import FileRange, FileRecord, record_file, to_text
-from hf_fsdp_plugin.checkpoint.formats.manifest_reader import read_manifest
+from hf_fsdp_plugin.checkpoint.formats.manifest import FileRange, FileRecord, read_manifest, record_file, to_text
 from hf_fsdp_plugin.checkpoint.io import hash_bytes, hash_file
 from hf_fsdp_plugin.checkpoint.names import MANIFEST_NAME
 from hf_fsdp_plugin.problems import CheckpointError

@@ -8,9 +8,8 @@ import pytest
 import saved
 import xxhash
 
-from hf_fsdp_plugin.checkpoint.formats import manifest_reader
-from hf_fsdp_plugin.checkpoint.formats.manifest import VERSION, FileRange, FileRecord, to_text
-from hf_fsdp_plugin.checkpoint.formats.manifest_reader import read_manifest
+from hf_fsdp_plugin.checkpoint.formats import manifest as manifest_reader
+from hf_fsdp_plugin.checkpoint.formats.manifest import VERSION, FileRange, FileRecord, read_manifest, to_text
 from hf_fsdp_plugin.checkpoint.names import MANIFEST_NAME
 from hf_fsdp_plugin.problems import CheckpointError
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hf_fsdp_plugin.checkpoint.merging.copying import cast
-from hf_fsdp_plugin.checkpoint.merging.plan import FLOATS
+from hf_fsdp_plugin.checkpoint.merging.output import FLOATS
 
 SPECIAL = [0.0, -0.0, 1.0, 65504.0, 65520.0, -1e30, 3.4e38, 3.3961e38, 1e-40, 6e-8, float("inf"), float("-inf")]
 PAIRS = [pair for pair in itertools.product(FLOATS, FLOATS) if pair[0] != pair[1]]

@@ -9,9 +9,16 @@ import pytest
 
 from hf_fsdp_plugin.checkpoint import io
 from hf_fsdp_plugin.checkpoint.merging import copying as merge_write
-from hf_fsdp_plugin.checkpoint.merging.copying import FileWriter
+from hf_fsdp_plugin.checkpoint.merging.copying import write_file
 
 BUFFER = 8192
+
+
+def write(path: Path, data: bytes) -> None:
+    def fill(memory: memoryview, start: int) -> None:
+        memory[:] = data[start : start + len(memory)]
+
+    write_file(path, len(data), fill)
 
 
 @pytest.fixture(autouse=True)
@@ -25,16 +32,13 @@ def test_all_bytes_are_written(size: int, direct: bool, tmp_path: Path, monkeypa
     if not direct:
         monkeypatch.setattr(io, "DIRECT", 0)
     data = os.urandom(size)
-    with FileWriter(tmp_path / "f") as writer:
-        writer.write(data[: size // 3])
-        writer.write(data[size // 3 :])
+    write(tmp_path / "f", data)
     assert (tmp_path / "f").read_bytes() == data
 
 
 def test_existing_file_is_truncated(tmp_path: Path) -> None:
     (tmp_path / "f").write_bytes(bytes(3 * BUFFER))
-    with FileWriter(tmp_path / "f") as writer:
-        writer.write(b"new")
+    write(tmp_path / "f", b"new")
     assert (tmp_path / "f").read_bytes() == b"new"
 
 
@@ -53,8 +57,7 @@ def test_refused_direct_writes_use_the_page_cache(tmp_path: Path, monkeypatch: p
         return pwrite(descriptor, data, offset)
 
     monkeypatch.setattr(os, "pwrite", refusing)
-    with FileWriter(tmp_path / "f") as writer:
-        writer.write(bytes(BUFFER) + b"end")
+    write(tmp_path / "f", bytes(BUFFER) + b"end")
     assert refused == [0]
     assert (tmp_path / "f").read_bytes() == bytes(BUFFER) + b"end"
 
@@ -64,5 +67,5 @@ def test_disk_error_is_raised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "pwrite", full)
-    with pytest.raises(OSError, match="No space left"), FileWriter(tmp_path / "f") as writer:
-        writer.write(bytes(4 * BUFFER))
+    with pytest.raises(OSError, match="No space left"):
+        write(tmp_path / "f", bytes(4 * BUFFER))

@@ -15,7 +15,7 @@ from safetensors.numpy import save_file
 
 from hf_fsdp_plugin.checkpoint.merging import copying
 from hf_fsdp_plugin.checkpoint.merging.merge import MergeOptions, merge
-from hf_fsdp_plugin.checkpoint.merging.staging import staging_path
+from hf_fsdp_plugin.checkpoint.merging.output import staging_path
 from hf_fsdp_plugin.problems import CheckpointError
 
 

@@ -10,7 +10,7 @@ import pytest
 from merge_inputs import MODEL, TENSORS, assert_same, read
 
 from hf_fsdp_plugin.checkpoint.merging.merge import with_whole_weights
-from hf_fsdp_plugin.checkpoint.merging.staging import staging_path
+from hf_fsdp_plugin.checkpoint.merging.output import staging_path
 from hf_fsdp_plugin.checkpoint.names import merged_copies
 from hf_fsdp_plugin.problems import CheckpointError
 

@@ -13,7 +13,7 @@ from safetensors.numpy import save_file
 
 from hf_fsdp_plugin.checkpoint.formats.table import read_stored_model
 from hf_fsdp_plugin.checkpoint.merging.merge import MergeOptions, merge
-from hf_fsdp_plugin.checkpoint.merging.staging import MergeStaging, staging_path
+from hf_fsdp_plugin.checkpoint.merging.output import MergeStaging, staging_path
 from hf_fsdp_plugin.problems import CheckpointError
 
 

@@ -9,7 +9,7 @@ import pytest
 from merge_inputs import MODEL, tree
 
 from hf_fsdp_plugin.checkpoint.merging.merge import MergeOptions, merge
-from hf_fsdp_plugin.checkpoint.merging.staging import staging_path
+from hf_fsdp_plugin.checkpoint.merging.output import staging_path
 from hf_fsdp_plugin.problems import CheckpointError
 
 

@@ -12,7 +12,7 @@ from merge_inputs import MODEL, TENSORS, assert_same, codes, messages, read, tre
 
 from hf_fsdp_plugin.checkpoint.folders import replaced_path
 from hf_fsdp_plugin.checkpoint.merging.merge import MergeOptions, merge
-from hf_fsdp_plugin.checkpoint.merging.staging import MergeStaging, staging_path
+from hf_fsdp_plugin.checkpoint.merging.output import MergeStaging, staging_path
 from hf_fsdp_plugin.problems import CheckpointError
 
 

@@ -50,13 +50,13 @@ def stream(monkeypatch: pytest.MonkeyPatch) -> Stream:
 
 def part_of(num_bytes: int, *, gap: int = 8) -> tuple[FilePart, bytes]:
     """A file of several tensors with gaps between them, and its content."""
-    items, content, offset = [], bytearray(), 0
+    items, content = [], bytearray()
     for number, size in enumerate((num_bytes // 2, 40, num_bytes - num_bytes // 2)):
         values = torch.arange(size).remainder(251).to(torch.uint8) + number
-        items.append(Item(offset, (b"head", values)))
-        content += b"head" + bytes(values.tolist()) + bytes(gap)
-        offset = len(content)
-    return whole_file("file", items), bytes(content[:-gap])
+        padding = bytes(gap if content else 0)
+        items.append(Item(len(content), (padding, b"head", values)))
+        content += padding + b"head" + bytes(values.tolist())
+    return whole_file("file", items), bytes(content)
 
 
 def test_next_window_is_copied_while_one_is_written(

@@ -1,0 +1,336 @@
+"""The output of a merge: its plan, its staging folder, and the files that are copied beside the weights.
+
+An interrupted merge can resume from the staging folder; a finished merge renames it.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+import sys
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hf_fsdp_plugin.checkpoint.checking.completeness import checkpoint_of, why_incomplete
+from hf_fsdp_plugin.checkpoint.errors import file_problems_inside, problem, raise_if_any, refuse
+from hf_fsdp_plugin.checkpoint.folders import put_in_place, replaced_path
+from hf_fsdp_plugin.checkpoint.formats.safetensors import SafetensorsFile, plan_files
+from hf_fsdp_plugin.checkpoint.formats.stored import StoredModel, StoredTensor, shared_tensors
+from hf_fsdp_plugin.checkpoint.io import hash_bytes, object_in, read_file, sync, write_text
+from hf_fsdp_plugin.checkpoint.names import ADAPTER, FSDP_MODEL, HF_MODEL, MERGING, hidden, is_adapter
+from hf_fsdp_plugin.text import format_bytes
+
+FLOATS = ("float64", "float32", "bfloat16", "float16")
+"""The dtypes that are converted. Integers, booleans and quantized weights keep their dtype."""
+OUTPUT_LAYERS = ("lm_head", "embed_out", "output_layer", "decoder", "output_projection")
+"""Names of output layers. If weights are tied, Hugging Face files contain only the name of the embedding."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MergePlan:
+    """The contents of a merge's output.
+
+    Attributes:
+        tensors: name -> where its elements are stored; tied tensors occur once.
+        dtypes: name -> the dtype that is written.
+        aliases: omitted name -> the name under which its tensor is written.
+        files: the layout of the output files.
+        adapter: whether the tensors are only the weights of an adapter, without the base model.
+    """
+
+    tensors: Mapping[str, StoredTensor]
+    dtypes: Mapping[str, str]
+    aliases: Mapping[str, str]
+    files: tuple[SafetensorsFile, ...]
+    adapter: bool
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(file.size for file in self.files)
+
+
+def plan_merge(
+    index: StoredModel, ties: Iterable[tuple[str, ...]], *, dtype: str | None, max_shard_size: int
+) -> MergePlan:
+    """Plan the merge of all tensors of a checkpoint.
+
+    Args:
+        ties: groups of names that share one tensor, in addition to those with the same pieces.
+        dtype: torch's name of the dtype for all floating-point tensors; ``None`` keeps their dtypes.
+        max_shard_size: maximum number of bytes of tensors per file. Adapters are one file, because PEFT reads only one.
+
+    Raises:
+        CheckpointError: there are no tensors, or safetensors does not support their dtypes.
+    """
+    if not index.tensors:
+        refuse("FSDP-E451", index.root, "contains no tensors.", "Give the folder of a checkpoint with a model.")
+    aliases = _aliases(index, [*ties, *shared_tensors(index)])
+    tensors = {name: tensor for name, tensor in index.tensors.items() if name not in aliases}
+    dtypes = {
+        name: dtype if dtype is not None and tensor.dtype in FLOATS else tensor.dtype
+        for name, tensor in tensors.items()
+    }
+    adapter = is_adapter(tensors)
+    files = plan_files(
+        [(name, dtypes[name], tensor.shape) for name, tensor in tensors.items()],
+        sys.maxsize if adapter else max_shard_size,
+        stem=ADAPTER if adapter else HF_MODEL,
+    )
+    return MergePlan(tensors=tensors, dtypes=dtypes, aliases=aliases, files=tuple(files), adapter=adapter)
+
+
+def likely_ties(index: StoredModel) -> list[tuple[str, str]]:
+    """Return pairs (embedding, output layer) that may be tied: they have the same dtype and shape."""
+    return [
+        (name, other)
+        for other, tied in index.tensors.items()
+        if is_output_layer(other) and len(tied.shape) == 2
+        for name, tensor in index.tensors.items()
+        if not is_output_layer(name) and (tensor.dtype, tensor.shape) == (tied.dtype, tied.shape)
+    ]
+
+
+def is_output_layer(name: str) -> bool:
+    return name.rpartition(".")[0].rpartition(".")[2] in OUTPUT_LAYERS
+
+
+def _aliases(index: StoredModel, ties: Iterable[tuple[str, ...]]) -> dict[str, str]:
+    """Return omitted name -> kept name. The first name of each group that is not an output layer is kept."""
+    aliases: dict[str, str] = {}
+    order = {name: place for place, name in enumerate(index.tensors)}
+    for group in ties:
+        present = sorted({aliases.get(name, name) for name in group if name in order}, key=order.__getitem__)
+        present.sort(key=is_output_layer)
+        for name in present[1:]:
+            aliases[name] = present[0]
+            aliases.update({alias: present[0] for alias, kept in aliases.items() if kept == name})
+    return aliases
+
+
+MODEL_CONFIGS = ("config.json", "adapter_config.json")
+_PATTERNS = (
+    *MODEL_CONFIGS,
+    "generation_config.json",
+    "*tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.*",
+    "merges.txt",
+    "*.model",  # sentencepiece
+    "*processor_config.json",
+    "feature_extractor_config.json",
+    "chat_template*",
+    "additional_chat_templates/*.jinja",
+)
+
+
+def find_config_folder(checkpoint: Path, config: Path | None) -> Path | None:
+    """Return the first folder with a model config: ``config`` if given, else the checkpoint or the run folder above it.
+
+    Raises:
+        CheckpointError: the given folder has no config.
+    """
+    if config is not None:
+        folder = config.parent if config.name in MODEL_CONFIGS else config
+        if not _has_config(folder):
+            fix = "Give the folder from which the model was loaded."
+            refuse("FSDP-E489", config, f"has no {MODEL_CONFIGS[0]}.", fix)
+        return folder
+    here = checkpoint.resolve()
+    above = (here.parent, here.parent.parent) if here.name.startswith(FSDP_MODEL) else (here.parent,)
+    return next((folder for folder in (checkpoint, *above) if _has_config(folder)), None)
+
+
+def companions(folder: Path) -> list[str]:
+    """Return the paths of the files to copy, relative to ``folder``; Python files only if a config refers to them.
+
+    Raises:
+        CheckpointError: a file is a link out of the folder, to a file that the checkpoint must not publish.
+    """
+    patterns = [*_PATTERNS, *(["*.py"] if _has_code(folder) else [])]
+    found = {path for pattern in patterns for path in folder.glob(pattern) if path.is_file()}
+    names = sorted(path.relative_to(folder).as_posix() for path in found)
+    raise_if_any(file_problems_inside(folder, names, folder))
+    return names
+
+
+def copy_companions(folder: Path, names: list[str], out: Path, dtype: str | None) -> None:
+    """Copy the files. If ``dtype`` is given, it replaces the dtype in the model's config."""
+    for name in names:
+        target = out / name
+        target.parent.mkdir(exist_ok=True)
+        if name == "config.json" and dtype is not None:
+            config = _with_dtype(json.loads((folder / name).read_text(encoding="utf-8")), dtype)
+            write_text(target, json.dumps(config, indent=2, ensure_ascii=False) + "\n")
+        else:
+            shutil.copyfile(folder / name, target)
+            sync(target)
+
+
+def _with_dtype(config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
+    """Return the config and its nested configs with this dtype, under the existing key (``torch_dtype`` until 4.56)."""
+    changed = {
+        key: _with_dtype(value, dtype) if isinstance(value, dict) and key.endswith("_config") else value
+        for key, value in config.items()
+        if key != "quantization_config"
+    }
+    keys = [key for key in ("dtype", "torch_dtype") if key in config]
+    return {**config, **changed, **dict.fromkeys(keys, dtype)}
+
+
+def _has_config(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in MODEL_CONFIGS)
+
+
+def _has_code(folder: Path) -> bool:
+    return any(b'"auto_map"' in read_file(path) for path in folder.glob("*config.json") if path.is_file())
+
+
+PLAN_NAME = "merge_plan.json"
+
+
+def staging_path(out: Path) -> Path:
+    return hidden(out, MERGING)
+
+
+class MergeStaging:
+    """The folder ``.OUT.merging`` next to ``OUT``, locked by one merge at a time.
+
+    Attributes:
+        infinite: name of a tensor in the finished files -> number of values that became infinite in the new dtype.
+    """
+
+    def __init__(self, out: Path) -> None:
+        self.out = out
+        self.folder = staging_path(out)
+        self.infinite: dict[str, int] = {}
+        self._lock = -1
+        self._fingerprint = ""
+
+    def __enter__(self) -> MergeStaging:
+        while not self._is_locked():  # another merge has renamed or removed the folder before it was locked here
+            self.__exit__()
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with suppress(FileNotFoundError):
+                self._lock = os.open(self.folder, os.O_RDONLY)
+        return self
+
+    def _is_locked(self) -> bool:
+        """Lock the open folder. Return whether it is still at its path."""
+        if self._lock < 0:
+            return False
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return os.path.samestat(os.fstat(self._lock), self.folder.stat())
+        except FileNotFoundError:
+            return False
+        except BlockingIOError:
+            self.__exit__()
+            fix = "Wait for it, or give another output folder."
+            refuse("FSDP-E485", self.folder, "is in use by another merge.", fix)
+
+    def __exit__(self, *_: object) -> None:
+        if self._lock >= 0:
+            os.close(self._lock)
+        self._lock = -1
+
+    def prepare(self, fingerprint: str) -> None:
+        """Keep the finished files of an earlier merge with the same input and options, and remove everything else."""
+        self._fingerprint = fingerprint
+        before = object_in(self.folder / PLAN_NAME)
+        if before.get("fingerprint") == fingerprint and isinstance(before.get("infinite"), dict):
+            self.infinite = before["infinite"]
+            return
+        for leftover in self.folder.iterdir():
+            shutil.rmtree(leftover) if leftover.is_dir() and not leftover.is_symlink() else leftover.unlink()
+        self._write_plan()
+
+    def has(self, file: SafetensorsFile) -> bool:
+        """Whether an earlier merge finished the file. Unfinished files have other names."""
+        path = self.folder / file.name
+        return path.is_file() and path.stat().st_size == file.size
+
+    def part(self, file: SafetensorsFile) -> Path:
+        return self.folder / f"{file.name}.part"
+
+    def finish_file(self, file: SafetensorsFile, infinite: dict[str, int]) -> None:
+        self.infinite |= infinite
+        self._write_plan()
+        self.part(file).replace(self.folder / file.name)
+        sync(self.folder)
+
+    def _write_plan(self) -> None:
+        plan = {"fingerprint": self._fingerprint, "infinite": self.infinite}
+        write_text(self.folder / PLAN_NAME, json.dumps(plan) + "\n")
+
+    def discard(self) -> None:
+        shutil.rmtree(self.folder)
+
+    def commit(self) -> None:
+        """Rename the folder to ``OUT``, then delete the folder that was at ``OUT`` before."""
+        (self.folder / PLAN_NAME).unlink()
+        sync(self.folder)
+        replaced = put_in_place(self.folder, self.out)
+        sync(self.out.parent)
+        if replaced is not None:
+            shutil.rmtree(replaced)
+
+
+def fingerprint(index: StoredModel, plan: MergePlan, *, verify_input: bool) -> str:
+    """Return a hash of the input files (names, sizes, modification times), of the planned output files, and of whether
+    the input is verified: files of a merge that did not verify it are written again.
+    """
+    files = sorted({file for tensor in index.tensors.values() for file in tensor.files()})
+    state: list[Any] = [str(index.root.resolve()), verify_input]
+    for file in files:
+        found = (index.root / file).stat()
+        state.append([file, found.st_size, found.st_mtime_ns])
+    state += [[file.name, file.size, hash_bytes(file.header)] for file in plan.files]
+    return hash_bytes(json.dumps(state).encode())
+
+
+def check_places(checkpoint: Path, out: Path, *, force: bool) -> None:
+    """Raise ``CheckpointError`` if the checkpoint is incomplete, or if the output would overwrite anything."""
+    problems = []
+    here = Path(os.path.realpath(checkpoint))
+    if not checkpoint.is_dir():
+        message = "is not a folder." if checkpoint.exists() else "does not exist."
+        fix = "Give the folder of a checkpoint, such as output_dir/checkpoint-100."
+        problems.append(problem("FSDP-E450", checkpoint, message, fix))
+    if out.is_relative_to(here) or here.is_relative_to(out):
+        relation = "is inside the checkpoint" if out.is_relative_to(here) else "contains the checkpoint"
+        relation = "is the checkpoint itself" if out == here else relation
+        problems.append(problem("FSDP-E480", out, f"{relation}.", "Give an output folder next to the checkpoint."))
+    elif out.exists() and not out.is_dir():
+        problems.append(problem("FSDP-E481", out, "is a file.", "Give a folder."))
+    elif out.is_dir() and any(out.iterdir()) and not force:
+        fix = "Give another folder, or replace this one with --force."
+        problems.append(problem("FSDP-E481", out, "is not empty.", fix))
+    if replaced_path(out).exists():
+        message = "is the previous output folder, which an interrupted merge has renamed."
+        problems.append(problem("FSDP-E482", replaced_path(out), message, "Compare both folders, and delete this one."))
+    incomplete = why_incomplete(checkpoint_of(checkpoint)) if checkpoint.is_dir() else None
+    if incomplete is not None:
+        message = f"is not a complete checkpoint: {incomplete}"
+        problems.append(problem("FSDP-E483", checkpoint, message, "Merge another checkpoint."))
+    raise_if_any(problems)
+
+
+def check_space(out: Path, needed: int) -> None:
+    """Raise ``CheckpointError`` if the output does not fit on the disk. ``needed`` is its size in bytes.
+
+    Bytes in the staging folder of an earlier attempt count as free: they are reused or removed.
+    """
+    above = next(folder for folder in out.parents if folder.is_dir())
+    status = os.statvfs(above)
+    staged = staging_path(out)
+    left = sum(path.stat().st_size for path in staged.iterdir() if path.is_file()) if staged.is_dir() else 0
+    free = status.f_bavail * status.f_frsize
+    if needed > free + left:
+        message = f"has {format_bytes(free)} of free space; the merge needs {format_bytes(needed - left)}."
+        refuse("FSDP-E484", above, message, "Free some space, or give an output folder on another disk.")
