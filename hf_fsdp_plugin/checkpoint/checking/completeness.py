@@ -14,7 +14,7 @@ from pathlib import Path
 
 from hf_fsdp_plugin.checkpoint import names as file_names
 from hf_fsdp_plugin.checkpoint.errors import problem
-from hf_fsdp_plugin.checkpoint.formats.archives import NotAnArchive, StoredEntry, is_archive, stored_entries
+from hf_fsdp_plugin.checkpoint.formats.archives import NotAnArchive, ZipEntry, is_archive, stored_entries
 from hf_fsdp_plugin.checkpoint.formats.manifest import Manifest, read_manifest
 from hf_fsdp_plugin.checkpoint.formats.table import read_stored_model, read_stored_optimizer
 from hf_fsdp_plugin.checkpoint.io import read_file
@@ -120,7 +120,7 @@ def own_files(folder: Path) -> Iterator[Path]:
 
 def archive_entries(
     path: Path, problems: list[Problem], fix: str, offsets: Iterable[tuple[int, str]] = ()
-) -> list[StoredEntry]:
+) -> list[ZipEntry]:
     """Return the entries of a file's archives; none for another file. Adds a problem if the file is damaged.
 
     Args:

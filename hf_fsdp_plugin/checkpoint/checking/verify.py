@@ -30,7 +30,7 @@ from hf_fsdp_plugin.checkpoint.checking.verified_files import (
     range_problems,
 )
 from hf_fsdp_plugin.checkpoint.errors import problem
-from hf_fsdp_plugin.checkpoint.formats.archives import StoredEntry, crc_file
+from hf_fsdp_plugin.checkpoint.formats.archives import ZipEntry, crc_file
 from hf_fsdp_plugin.checkpoint.formats.dcp import index_problems
 from hf_fsdp_plugin.checkpoint.formats.manifest import FileRecord, Manifest, read_manifest
 from hf_fsdp_plugin.checkpoint.formats.optimizer_state import state_layout
@@ -95,7 +95,7 @@ def crc_problems(
     return sum(item.stop - item.start for item in ranges), problems
 
 
-def _byte_ranges(path: Path, entries: Iterable[StoredEntry], offsets: _Offsets) -> list[ByteRange]:
+def _byte_ranges(path: Path, entries: Iterable[ZipEntry], offsets: _Offsets) -> list[ByteRange]:
     """Return the entries of a file's archives that have a checksum, with the tensors that begin in them."""
     return [
         ByteRange(path, entry.start, entry.stop, entry.crc, tuple(name for _, name in offsets[low:high]))

@@ -11,7 +11,6 @@ import os
 import struct
 import zlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
@@ -41,21 +40,27 @@ class ZipError(Exception):
 
 
 class ZipEntry(NamedTuple):
-    """An entry of the directory; its header is at the byte offset ``header`` in the archive."""
+    """An entry of an archive: its data are the bytes ``[start, stop)``. ``crc`` is 0 if the writer computed none."""
 
     name: bytes
-    header: int
-    size: int
+    start: int
+    stop: int
     packed_size: int
     crc: int
     compressed: bool
 
+    @property
+    def record(self) -> str:
+        """The name without the folder inside the archive: ``data.pkl``, ``data/0``."""
+        return self.name.decode("utf-8", "replace").partition("/")[2]
 
-def read_directory(read: Read, stop: int) -> tuple[int, int, list[ZipEntry]]:
-    """Return the entries of the archive that ends at ``stop``, after the offsets of the archive and of its directory.
+
+def read_archive(read: Read, stop: int) -> tuple[int, list[ZipEntry]]:
+    """Return the offset of the archive that ends at ``stop``, and its entries.
 
     Raises:
         ZipError, struct.error: there is no complete archive.
+        OverflowError: an offset is outside of the file.
     """
     at = stop - _END.size
     if at < 0:
@@ -73,25 +78,8 @@ def read_directory(read: Read, stop: int) -> tuple[int, int, list[ZipEntry]]:
         raise ZipError("it does not end with the directory of an archive")
     if size + offset > at:
         raise ZipError("its directory is not at the recorded offset")
-    return at - size - offset, at - size, _entries(read(at - size, size))
-
-
-def data_offset(read: Read, archive: int, entry: ZipEntry) -> int:
-    """Return the byte offset of an entry's data, which follow its local header.
-
-    Raises:
-        ZipError, struct.error: the header is missing, or belongs to another entry.
-    """
-    header = archive + entry.header
-    data = read(header, _LOCAL.size + len(entry.name))
-    fields = _LOCAL.unpack(data[: _LOCAL.size])
-    if fields[0] != b"PK\3\4" or data[_LOCAL.size :] != entry.name:
-        raise ZipError(f"no entry {entry.name.decode('utf-8', 'replace')!r} begins at byte {header:,}")
-    return header + _LOCAL.size + fields[9] + fields[10]
-
-
-def _entries(data: bytes) -> list[ZipEntry]:
-    entries = []
+    directory, archive = at - size, at - size - offset
+    data, entries = read(directory, size), []
     at = 0
     while at < len(data):
         fields = _ENTRY.unpack_from(data, at)
@@ -100,10 +88,17 @@ def _entries(data: bytes) -> list[ZipEntry]:
         at = extra_at + fields[11] + fields[12]
         if fields[0] != b"PK\1\2" or at > len(data):
             raise ZipError("its directory is damaged")
-        extra = data[extra_at : extra_at + fields[11]]
-        size, packed_size, header = _wide(extra, (fields[9], fields[8], fields[16]))
-        entries.append(ZipEntry(data[name_at:extra_at], header, size, packed_size, fields[7], fields[4] != 0))
-    return entries
+        name, extra = data[name_at:extra_at], data[extra_at : extra_at + fields[11]]
+        num_bytes, packed_size, header = _wide(extra, (fields[9], fields[8], fields[16]))
+        local = read(archive + header, _LOCAL.size + len(name))
+        local_fields = _LOCAL.unpack(local[: _LOCAL.size])
+        if local_fields[0] != b"PK\3\4" or local[_LOCAL.size :] != name:
+            raise ZipError(f"no entry {name.decode('utf-8', 'replace')!r} begins at byte {archive + header:,}")
+        start = archive + header + _LOCAL.size + local_fields[9] + local_fields[10]
+        if start + packed_size > directory:
+            raise ZipError(f"its entry {name.decode('utf-8', 'replace')!r} ends after the start of its directory")
+        entries.append(ZipEntry(name, start, start + num_bytes, packed_size, fields[7], fields[4] != 0))
+    return archive, entries
 
 
 def _wide(extra: bytes, values: tuple[int, ...]) -> tuple[int, ...]:
@@ -128,30 +123,40 @@ class TorchZip:
     """
 
     def __init__(self, descriptor: int, start: int, length: int, place: Path | str) -> None:
-        self._descriptor = descriptor
-        self._start = start
-        self._length = length
-        self._place = place
-        self._entries = self._read_directory()
-        self._records = {entry.name.decode("utf-8", "replace").partition("/")[2]: entry for entry in self._entries}
+        self._descriptor, self._start, self._length, self._place = descriptor, start, length, place
+        if os.pread(descriptor, 1, start) == b"\x80":
+            fix = "Load it with torch and save it again."
+            refuse("FSDP-E460", place, "is in the format of torch versions before 1.6, without a zip.", fix)
+        try:
+            archive, self._entries = read_archive(self._bytes, length)
+        except (ZipError, struct.error) as error:
+            self._damaged(f"{error}")
+        if archive != 0:
+            self._damaged("its directory is not at the recorded offset")
+        for entry in self._entries:
+            if entry.compressed or entry.stop - entry.start != entry.packed_size:
+                self._damaged(f"record {entry.record!r} is compressed or invalid")
+        self._records = {entry.record: entry for entry in self._entries}
         if "byteorder" in self._records and self.read("byteorder") != b"little":
             refuse("FSDP-E460", place, "is big-endian.", "Load and save it on a little-endian machine.")
 
     def read(self, name: str) -> bytes:
         """Return a record's bytes."""
-        return self._read(self._record(name))
+        entry = self._record(name)
+        return self._bytes(entry.start, entry.packed_size)
 
     def pickles(self) -> list[bytes]:
         """Return the bytes of all pickles. torch finds its pickle in letters of any case."""
-        return [self._read(entry) for entry in self._entries if entry.name.lower().endswith(b".pkl")]
+        found = [entry for entry in self._entries if entry.name.lower().endswith(b".pkl")]
+        return [self._bytes(entry.start, entry.packed_size) for entry in found]
 
     def size(self, name: str) -> int:
         """Return the number of bytes of a record."""
-        return self._records[name].size
+        return self._record(name).packed_size
 
     def offset(self, name: str) -> int:
         """Return the byte offset of a record's data in the file."""
-        return self._start + self._begin(self._record(name))
+        return self._start + self._record(name).start
 
     def value(self) -> Any:
         """Return the object that was saved, with a :class:`PickledTensor` for each tensor."""
@@ -174,35 +179,6 @@ class TorchZip:
         if name not in self._records:
             self._damaged(f"it has no record {name!r}")
         return self._records[name]
-
-    def _begin(self, entry: ZipEntry) -> int:
-        """Return the byte offset of an entry's data in the zip."""
-        try:
-            begin = data_offset(self._bytes, 0, entry)
-        except (ZipError, struct.error) as error:
-            self._damaged(f"{error}")
-        if begin + entry.size > self._length:
-            self._damaged(f"record {entry.name!r} ends after the end of the zip")
-        return begin
-
-    def _read(self, entry: ZipEntry) -> bytes:
-        return self._bytes(self._begin(entry), entry.size)
-
-    def _read_directory(self) -> list[ZipEntry]:
-        if os.pread(self._descriptor, 1, self._start) == b"\x80":
-            fix = "Load it with torch and save it again."
-            refuse("FSDP-E460", self._place, "is in the format of torch versions before 1.6, without a zip.", fix)
-        try:
-            archive, _, entries = read_directory(self._bytes, self._length)
-        except (ZipError, struct.error) as error:
-            self._damaged(f"{error}")
-        if archive != 0:
-            self._damaged("its directory is not at the recorded offset")
-        for entry in entries:
-            if entry.compressed or entry.size != entry.packed_size:
-                name = entry.name.decode("utf-8", "replace").partition("/")[2]
-                self._damaged(f"record {name!r} is compressed or invalid")
-        return entries
 
     def _bytes(self, at: int, size: int) -> bytes:
         if at < 0 or at + size > self._length:
@@ -240,15 +216,6 @@ class TensorZips:
 _CRC_BLOCK = 1 << 20
 
 
-@dataclass(frozen=True, slots=True)
-class StoredEntry:
-    """An uncompressed entry: bytes ``[start, stop)`` of the file. ``crc`` is 0 if the writer did not compute it."""
-
-    start: int
-    stop: int
-    crc: int
-
-
 class NotAnArchive(ValueError):
     """The bytes before ``stop`` are not a complete zip archive."""
 
@@ -279,7 +246,7 @@ def crc_file(path: Path, start: int, stop: int) -> int:
     return crc
 
 
-def stored_entries(path: Path) -> Iterator[StoredEntry]:
+def stored_entries(path: Path) -> Iterator[ZipEntry]:
     """Yield every uncompressed entry of every archive in the file, the last archive first.
 
     Raises:
@@ -293,15 +260,10 @@ def stored_entries(path: Path) -> Iterator[StoredEntry]:
         stop = os.fstat(file.fileno()).st_size
         while stop > 0:
             try:
-                archive, directory, entries = read_directory(read, stop)
-                starts = [data_offset(read, archive, entry) for entry in entries]
-            except (ZipError, struct.error, OverflowError):  # OverflowError: an offset outside the file
+                archive, entries = read_archive(read, stop)
+            except (ZipError, struct.error, OverflowError):
                 raise NotAnArchive(stop) from None
-            for start, entry in zip(starts, entries, strict=True):
-                if start + entry.packed_size > directory:
-                    raise NotAnArchive(stop)
-                if not entry.compressed:
-                    yield StoredEntry(start, start + entry.size, entry.crc)
+            yield from (entry for entry in entries if not entry.compressed)
             stop = _end_before(read, archive)
 
 

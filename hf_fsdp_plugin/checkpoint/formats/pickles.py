@@ -397,7 +397,8 @@ class _Machine:
 
     def set_attributes(self, values: list[Any]) -> None:
         (state,), target = values, self._stack[-1]
-        self._count(sum(len(part) for part in (state if isinstance(state, tuple) else (state,)) if part))
+        parts = state if isinstance(state, tuple) else (state,)
+        self._count(sum(len(part) for part in parts if isinstance(part, dict)))
         if isinstance(target, Kept):
             target.__setstate__(state)
         elif not isinstance(target, dict) and not self._scan:  # a state dict's own attributes are skipped

@@ -11,6 +11,8 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 import pytest
+import torch
+from torch.distributed.checkpoint.metadata import TensorProperties
 
 from hf_fsdp_plugin.checkpoint.formats.pickles import read_pickle
 from hf_fsdp_plugin.problems import CheckpointError
@@ -83,3 +85,8 @@ def test_plain_values_are_read(protocol: int) -> None:
     }
     assert read_pickle(pickle.dumps(value, protocol), "x") == value
     assert read_pickle(pickle.dumps(PurePosixPath("a/b"), protocol), "x").strip("/") == "a/b"
+
+
+def test_attributes_in_a_tuple_are_read() -> None:
+    properties = TensorProperties(dtype=torch.float16, requires_grad=True, pin_memory=True)
+    assert read_pickle(pickle.dumps(properties), "x").dtype == "float16"
