@@ -297,6 +297,21 @@ def hash_bytes(data: Any) -> str:
     return xxhash.xxh3_128_hexdigest(data)
 
 
+def file_blocks(path: Path, start: int = 0, stop: int | None = None) -> Iterator[memoryview]:
+    """Yield the bytes ``[start, stop)`` of a file, or up to its end, in blocks. The memory is reused for the next one.
+
+    The GIL is released while bytes are read.
+    """
+    with reading(path) as file:
+        while stop is None or start < stop:
+            wanted = _BLOCK if stop is None else min(_BLOCK, stop - start)
+            count = os.preadv(file.fileno(), [_memory.block[:wanted]], start)
+            if count == 0:
+                break
+            yield _memory.block[:count]
+            start += count
+
+
 def hash_file(path: Path, start: int = 0, stop: int | None = None) -> str:
     """Return the xxh3_128 of the bytes ``[start, stop)`` of a file; without ``stop``, up to its end.
 
@@ -305,17 +320,10 @@ def hash_file(path: Path, start: int = 0, stop: int | None = None) -> str:
     Raises:
         CheckpointError: the file ends before ``stop``.
     """
-    hasher = xxhash.xxh3_128()
-    block = _memory.block
-    with reading(path) as file:
-        position = start
-        while stop is None or position < stop:
-            wanted = len(block) if stop is None else min(len(block), stop - position)
-            count = os.preadv(file.fileno(), [block[:wanted]], position)
-            if count == 0:
-                break
-            hasher.update(block[:count])
-            position += count
+    hasher, position = xxhash.xxh3_128(), start
+    for block in file_blocks(path, start, stop):
+        hasher.update(block)
+        position += len(block)
     if stop is not None and position < stop:
         refuse("FSDP-E453", path, f"ends at byte {position:,}; expected {stop:,} bytes.")
     return hasher.hexdigest()

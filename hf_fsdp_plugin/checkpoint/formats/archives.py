@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, NoReturn
 from hf_fsdp_plugin.checkpoint.errors import refuse
 from hf_fsdp_plugin.checkpoint.formats.boxes import dtype_size, span
 from hf_fsdp_plugin.checkpoint.formats.pickles import PickledTensor, read_pickle
-from hf_fsdp_plugin.checkpoint.io import reading
+from hf_fsdp_plugin.checkpoint.io import file_blocks, reading
 from hf_fsdp_plugin.checkpoint.names import ENTRY_ALIGNMENT
 
 _END = struct.Struct("<4s4H2LH")
@@ -213,9 +213,6 @@ class TensorZips:
         return value, start + offset
 
 
-_CRC_BLOCK = 1 << 20
-
-
 class NotAnArchive(ValueError):
     """The bytes before ``stop`` are not a complete zip archive."""
 
@@ -239,10 +236,8 @@ def stored_pickles(path: Path) -> list[bytes]:
 def crc_file(path: Path, start: int, stop: int) -> int:
     """Return the CRC-32 of the bytes ``[start, stop)`` of a file, or up to the end of the file if it is shorter."""
     crc = 0
-    with reading(path) as file:
-        while start < stop and (block := os.pread(file.fileno(), min(_CRC_BLOCK, stop - start), start)):
-            crc = zlib.crc32(block, crc)
-            start += len(block)
+    for block in file_blocks(path, start, stop):
+        crc = zlib.crc32(block, crc)
     return crc
 
 

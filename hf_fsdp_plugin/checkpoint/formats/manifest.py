@@ -225,7 +225,7 @@ def to_text(m: Manifest) -> str:
 
     Numbers that JSON does not support (inf, nan) become text.
     """
-    return _text(m, {"version": 1, "files": [_file_tree(record) for record in m.files]})
+    return _text(m, 1, [_file_tree(record) for record in m.files])
 
 
 def write_manifest(folder: Path, m: Manifest) -> None:
@@ -246,19 +246,17 @@ def write_manifest(folder: Path, m: Manifest) -> None:
         packed.append(data)
         first += count
     write_bytes(folder / BLOCK_FILE, *packed)
-    text = _text(m, {"version": 2, "files": files, "num_blocks": first, "names": list(names)})
-    write_text(folder / MANIFEST_NAME, text)
+    write_text(folder / MANIFEST_NAME, _text(m, 2, files, num_blocks=first, names=list(names)))
 
 
-def _text(m: Manifest, contents: Mapping[str, Any]) -> str:
-    tree = _plain({each.name: getattr(m, each.name) for each in fields(m) if each.name != "files"})
+def _text(m: Manifest, version: int, files: list[Any], **more: Any) -> str:
+    plain = {each.name: _plain(getattr(m, each.name)) for each in fields(m) if each.name != "files"}
+    parameters = plain.pop("parameters")
     if not m.run:
-        del tree["run"]
-    tree |= {"format": FORMAT, "hash": HASH, **contents, "manifest_hash": ""}
-    first = ("format", "version", "hash")
-    last = ("parameters", "files", "manifest_hash")
-    order = [*first, *(key for key in tree if key not in first + last), *last]
-    text = "{\n" + ",\n".join(f"  {json.dumps(key)}: {_by_line(key, tree[key])}" for key in order) + "\n}\n"
+        del plain["run"]
+    tree = {"format": FORMAT, "version": version, "hash": HASH, **plain, **more}
+    tree |= {"parameters": parameters, "files": files, "manifest_hash": ""}
+    text = "{\n" + ",\n".join(f"  {json.dumps(key)}: {_by_line(key, value)}" for key, value in tree.items()) + "\n}\n"
     return text.replace(_hash_entry(""), _hash_entry(hash_bytes(text.encode())))
 
 

@@ -24,7 +24,7 @@ from hf_fsdp_plugin.backends.loading.pinned_windows import PinnedWindows, wait_f
 from hf_fsdp_plugin.backends.ranks.agreement import broadcast_object, on_all_ranks
 from hf_fsdp_plugin.backends.sharding.forward_hooks import persistent_buffers
 from hf_fsdp_plugin.checkpoint.checking.verified_files import check_headers, files_of_checkpoint
-from hf_fsdp_plugin.checkpoint.errors import raise_if_any
+from hf_fsdp_plugin.checkpoint.errors import problem, raise_if_any
 from hf_fsdp_plugin.checkpoint.folders import check_visible
 from hf_fsdp_plugin.checkpoint.formats.boxes import is_row_major, slices, span, whole
 from hf_fsdp_plugin.checkpoint.formats.safetensors import read_safetensors_model
@@ -34,7 +34,7 @@ from hf_fsdp_plugin.checkpoint.io import MAX_SPAN, InputFiles, object_in
 from hf_fsdp_plugin.checkpoint.names import index_file, safetensors_file
 from hf_fsdp_plugin.checkpoint.shards import LocalShard, ModelShards, Piece, model_shards
 from hf_fsdp_plugin.plan.names import unwrapped
-from hf_fsdp_plugin.problems import Origin, Problem
+from hf_fsdp_plugin.problems import Problem
 from hf_fsdp_plugin.progress import progress_bar
 from hf_fsdp_plugin.text import format_names, plural
 
@@ -149,7 +149,7 @@ def mismatch(code: str, checkpoint: Path, message: str, fix: str = "") -> Proble
     if not fix:
         kind = _model_type(checkpoint)
         fix = f"Load it into the model that was saved{f', a {kind}' if kind else ''}, or load another checkpoint."
-    return Problem(code=code, message=message, fix=fix, origin=Origin(source=str(checkpoint)))
+    return problem(code, checkpoint, message, fix)
 
 
 def _model_type(checkpoint: Path) -> str:

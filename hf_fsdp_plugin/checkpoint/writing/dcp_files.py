@@ -18,7 +18,6 @@ import json
 import struct
 import tempfile
 import uuid
-import zipfile
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -30,9 +29,11 @@ import torch
 from numpy.typing import NDArray
 from torch.serialization import skip_data
 
+from hf_fsdp_plugin.checkpoint.formats.archives import TorchZip
 from hf_fsdp_plugin.checkpoint.formats.boxes import Box
 from hf_fsdp_plugin.checkpoint.formats.index_file import METADATA_TAIL, index_bytes, pack_segments
 from hf_fsdp_plugin.checkpoint.formats.manifest import FileRecord, PackedRanges
+from hf_fsdp_plugin.checkpoint.io import reading
 from hf_fsdp_plugin.checkpoint.names import DCP_METADATA, ENTRY_ALIGNMENT, INDEX_FILE, dcp_file
 from hf_fsdp_plugin.checkpoint.shards import LocalShard
 from hf_fsdp_plugin.checkpoint.writing.dcp_metadata import Chunks, MetadataPickle, StatePath, flat_name
@@ -198,10 +199,6 @@ MIN_INDEXED = 5_000
 """Minimum number of chunks of a folder with an index. Each rank reads the metadata of all ranks of smaller ones."""
 
 
-_LOCAL_HEADER = struct.Struct("<26xHH")
-"""Header of a record in a zip archive, which contains the lengths of the name and the extra field that follow."""
-
-
 def rank_file(
     folder: str,
     rank: int,
@@ -318,13 +315,8 @@ def _frame(dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[bytes, bytes]:
         path = Path(folder) / "archive.pt"  # torch uses the stem as the name of the archive
         with skip_data():
             torch.save(tensor, path)
-        with zipfile.ZipFile(path) as archive:
-            record = archive.getinfo("archive/data/0")
-        with path.open("rb") as file:
-            file.seek(record.header_offset)
-            header = file.read(_LOCAL_HEADER.size)
-            begin = record.header_offset + _LOCAL_HEADER.size + sum(_LOCAL_HEADER.unpack(header))
-            file.seek(0)
+        with reading(path) as file:
+            begin = TorchZip(file.fileno(), 0, path.stat().st_size, path).offset("data/0")
             head = file.read(begin)
-            file.seek(begin + tensor.numel() * tensor.element_size())
+            file.seek(begin + tensor.nbytes)
             return head, file.read()
