@@ -17,7 +17,7 @@ def test_checkpoint_of_the_config_has_no_problems(hf):
 def test_config_of_a_larger_model_is_reported(hf):
     saved.tiny_llama(vocab_size=48).config.save_pretrained(hf)
     text = next(text for text in errors(verify(hf)) if text.endswith("[FSDP-E479]"))
-    assert "2 parameters" in text and "LlamaForCausalLM" in text
+    assert "2 tensors" in text and "LlamaForCausalLM" in text
     assert "model.embed_tokens.weight (32×16 in the checkpoint, 48×16 in the model)" in text
 
 
