@@ -40,8 +40,9 @@ _LARGE = 1 << 20
 _ONLY_CACHED = getattr(os, "RWF_NOWAIT", 0)
 
 
-def round_up(size: int, unit: int = PAGE) -> int:
-    return -(-size // unit) * unit
+def round_up(size: int) -> int:
+    """Return the size of the whole pages that hold ``size`` bytes."""
+    return -(-size // PAGE) * PAGE
 
 
 def sync(path: Path) -> None:

@@ -25,7 +25,7 @@ from hf_fsdp_plugin.checkpoint.errors import (
     refuse,
     refuse_lfs_pointer,
 )
-from hf_fsdp_plugin.checkpoint.formats.safetensors import parse_weight_map, read_header
+from hf_fsdp_plugin.checkpoint.formats.safetensors import parse_weight_map, read_entries
 from hf_fsdp_plugin.checkpoint.formats.stored import MAX_PROBLEMS, StoredModel
 from hf_fsdp_plugin.checkpoint.formats.table import format_named
 from hf_fsdp_plugin.checkpoint.io import read_file, reading
@@ -208,7 +208,7 @@ def read_model_headers(files: Iterable[str]) -> dict[str, ModelTensor]:
         path = Path(file)
         try:
             if file.endswith(".safetensors"):
-                entries, _ = read_header(path, any_dtype=True)
+                entries = read_entries(path, any_dtype=True)
                 tensors |= {name: ModelTensor(file, entry.shape, entry.dtype) for name, entry in entries.items()}
             else:
                 _check_other_file(path)

@@ -58,8 +58,8 @@ class Entry(NamedTuple):
     offset: int
 
 
-def read_header(path: Path, *, any_dtype: bool = False) -> tuple[dict[str, Entry], dict[str, str]]:
-    """Return a safetensors file's entries and metadata. Checks that the tensors tile the bytes after the header.
+def read_entries(path: Path, *, any_dtype: bool = False) -> dict[str, Entry]:
+    """Return the tensors in a safetensors file, from its header. Checks that they tile the bytes after it.
 
     Args:
         any_dtype: accept element types that this package does not know, such as the packed ones of quantized weights.
@@ -79,7 +79,7 @@ def read_header(path: Path, *, any_dtype: bool = False) -> tuple[dict[str, Entry
     begin = 8 + length
     try:
         header = parse_json(text)
-        metadata = header.pop("__metadata__", {})
+        header.pop("__metadata__", None)
         found = sorted(_parse_entry(name, entry, begin, any_dtype) for name, entry in header.items())
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         refuse("FSDP-E453", path, f"has a damaged header ({type(error).__name__}: {error}).")
@@ -96,7 +96,7 @@ def read_header(path: Path, *, any_dtype: bool = False) -> tuple[dict[str, Entry
         missing = f": the bytes of {min(cut)[1]!r} are incomplete" if cut else ""
         others = f", and so are {plural(len(cut) - 1, 'other tensor')}" if len(cut) > 1 else ""
         refuse("FSDP-E453", path, f"has {size} bytes; its header requires {begin + at}{missing}{others}.")
-    return {name: entry for _, _, name, entry in found}, metadata
+    return {name: entry for _, _, name, entry in found}
 
 
 def read_weight_map(root: Path, index: Path) -> dict[str, set[str]]:
@@ -171,9 +171,7 @@ def num_bytes(dtype: str, shape: tuple[int, ...]) -> int:
     return math.prod(shape) * dtype_size(dtype)
 
 
-def plan_files(
-    tensors: Sequence[Tensor], max_shard_size: int, stem: str = "model", metadata: Mapping[str, str] | None = None
-) -> list[SafetensorsFile]:
+def plan_files(tensors: Sequence[Tensor], max_shard_size: int, stem: str = "model") -> list[SafetensorsFile]:
     """Return the files that contain ``tensors``, each with at most ``max_shard_size`` bytes of tensors.
 
     Tensors are assigned in order. A tensor larger than ``max_shard_size`` gets a separate file. Within a
@@ -187,7 +185,7 @@ def plan_files(
     names = [f"{stem}.safetensors"]
     if len(shards) > 1:
         names = [f"{stem}-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
-    return [_file(name, shard, metadata or {}) for name, shard in zip(names, shards, strict=True)]
+    return [_file(name, shard) for name, shard in zip(names, shards, strict=True)]
 
 
 def index_text(files: Sequence[SafetensorsFile]) -> str | None:
@@ -233,8 +231,8 @@ def _assign(tensors: Sequence[Tensor], max_shard_size: int) -> list[list[Tensor]
     return shards + alone or [[]]
 
 
-def _file(name: str, tensors: Sequence[Tensor], metadata: Mapping[str, str]) -> SafetensorsFile:
-    entries: dict[str, object] = {"__metadata__": {"format": "pt", **metadata}}
+def _file(name: str, tensors: Sequence[Tensor]) -> SafetensorsFile:
+    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
     starts = {}
     end = 0
     for tensor, dtype, shape in sorted(tensors, key=lambda entry: -dtype_size(entry[1])):
@@ -263,7 +261,7 @@ def read_safetensors_model(root: Path, name: str) -> StoredModel | None:
     tensors: dict[str, StoredTensor] = {}
     problems: list[Problem] = []
     for shard in shards:
-        entries, _ = read_header(root / shard)
+        entries = read_entries(root / shard)
         names = listed.get(shard, entries.keys())
         absent = sorted(names - entries.keys())
         if absent:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from hf_fsdp_plugin.checkpoint.formats.safetensors import read_header
+from hf_fsdp_plugin.checkpoint.formats.safetensors import read_entries
 from hf_fsdp_plugin.problems import CheckpointError
 
 
@@ -48,14 +48,14 @@ def entry(dtype: str, shape: list[int], start: int, stop: int) -> dict[str, Any]
 def test_invalid_header_is_refused(tmp_path: Path, header: Any, data: int, detail: str) -> None:
     path = write(tmp_path / "model.safetensors", header, bytes(data))
     with pytest.raises(CheckpointError, match=f"{detail}.*FSDP-E453"):
-        read_header(path)
+        read_entries(path)
 
 
 @pytest.mark.parametrize("length", [0, 1 << 20, (1 << 63) + 5])
 def test_header_longer_than_the_file_is_refused(tmp_path: Path, length: int) -> None:
     path = write(tmp_path / "model.safetensors", {}, b"", length)
     with pytest.raises(CheckpointError, match=rf"a header of {length} bytes.*FSDP-E453"):
-        read_header(path)
+        read_entries(path)
     path.write_bytes(b"abc")
     with pytest.raises(CheckpointError, match=r"3 bytes.*FSDP-E453"):
-        read_header(path)
+        read_entries(path)
