@@ -205,7 +205,6 @@ class Save:
     ) -> None:
         self.staging = StagingFolder(final, into=into)
         self.models: set[int] = set()
-        self.started = time.monotonic()
         self._asynchronous = asynchronous
         self._writer, self._buffers = writer, buffers
         # Stored, because a save may outlive the process group.

@@ -41,15 +41,9 @@ from hf_fsdp_plugin.spec.fsdp_spec import StateDictKind
 
 @dataclass(frozen=True, slots=True)
 class SaveOutcome:
-    """The last save of a process that was committed, or started in the background.
+    """The last save of a process that was committed, or started in the background."""
 
-    Attributes:
-        stall: duration in seconds for which training was paused.
-    """
-
-    final: Path
     asynchronous: bool
-    stall: float
 
 
 class CheckpointManager:
@@ -108,7 +102,7 @@ class CheckpointManager:
         if asynchronous:
             self._watch(save)  # after each optimizer step, at exit and at SIGTERM
             save.start(contents, after)  # in a thread: write the copies, then the steps of finish
-        self.last_outcome = SaveOutcome(save.final, asynchronous, time.monotonic() - save.started)
+        self.last_outcome = SaveOutcome(asynchronous)
 
     def open_save(self, folder: Path) -> Save | None:
         """Return the save whose block is running, if ``folder`` is its folder. Not collective."""

@@ -17,12 +17,12 @@ from hf_fsdp_plugin.problems import CheckpointError
 
 
 def interrupt_after(num_files: int) -> Any:
-    """Return a progress function that raises ``KeyboardInterrupt`` at the header of the next file."""
-    finished = []
+    """Return a progress function that raises ``KeyboardInterrupt`` while the next file is written, in one buffer."""
+    written = []
 
     def progress(what: str, count: int, total: int) -> None:
-        finished.extend([count] if count % 4096 == 0 else [])
-        if len(finished) > num_files:
+        written.append(count)
+        if len(written) > num_files:
             raise KeyboardInterrupt
 
     return progress
