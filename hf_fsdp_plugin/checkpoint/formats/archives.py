@@ -113,6 +113,10 @@ def _wide(extra: bytes, values: tuple[int, ...]) -> tuple[int, ...]:
     return values
 
 
+_EDGE = 2048
+"""Bytes read at once from each end of a zip. They contain all headers of a zip with one tensor."""
+
+
 class TorchZip:
     """The records of a zip in the bytes ``[start, start + length)`` of an open file.
 
@@ -124,7 +128,8 @@ class TorchZip:
 
     def __init__(self, descriptor: int, start: int, length: int, place: Path | str) -> None:
         self._descriptor, self._start, self._length, self._place = descriptor, start, length, place
-        if os.pread(descriptor, 1, start) == b"\x80":
+        self._edges = [(at, os.pread(descriptor, _EDGE, start + at)) for at in (0, max(0, length - _EDGE))]
+        if self._edges[0][1][:1] == b"\x80":
             fix = "Load it with torch and save it again."
             refuse("FSDP-E460", place, "is in the format of torch versions before 1.6, without a zip.", fix)
         try:
@@ -183,6 +188,9 @@ class TorchZip:
     def _bytes(self, at: int, size: int) -> bytes:
         if at < 0 or at + size > self._length:
             self._damaged(f"its directory refers to bytes {at} to {at + size} of {self._length}")
+        for begin, data in self._edges:
+            if begin <= at and at + size <= begin + len(data):
+                return data[at - begin : at - begin + size]
         return os.pread(self._descriptor, size, self._start + at)
 
     def _damaged(self, how: str) -> NoReturn:
