@@ -153,14 +153,14 @@ def summarize(path: Path) -> Summary:
         path=folder,
         format=model.format if model else ("full" if manifest is None or manifest.kind == "full" else "dcp"),
         incomplete=incomplete,
-        step=manifest.step if manifest else step if isinstance(step, int) else None,
+        step=manifest.step if manifest else (step if isinstance(step, int) else None),
         world_size=manifest.world_size if manifest else _ranks(files),
         parameters=manifest.parameters if manifest else parameters,
         ties=manifest.ties if manifest else tuple(shared_tensors(model)) if model else (),
         state=_state(optimizer) if optimizer else {},
         groups=tuple(optimizer.groups) if optimizer else (),
         files=files,
-        versions=manifest.versions if manifest else {"transformers": version} if isinstance(version, str) else {},
+        versions=manifest.versions if manifest else ({"transformers": version} if isinstance(version, str) else {}),
         manifest=manifest,
     )
 
