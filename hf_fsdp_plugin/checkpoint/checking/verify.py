@@ -161,7 +161,8 @@ def verify(checkpoint: Path, *, config_check: bool = True, progress: Progress = 
         progress: called while bytes are read.
     """
     folder = checkpoint_of(checkpoint)
-    manifest, problems = None, []
+    manifest: Manifest | None = None
+    problems: list[Problem] = []
     try:
         manifest = read_manifest(folder)
     except CheckpointError as error:
