@@ -28,7 +28,7 @@ class Terminal:
         self._main, worker = pty.openpty()
         fcntl.ioctl(worker, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
         self._process = subprocess.Popen(
-            argv, cwd=cwd, env={**env, "TERM": "xterm"}, stdin=worker, stdout=worker, stderr=worker,
+            argv, cwd=cwd, env={"TERM": "xterm", **env}, stdin=worker, stdout=worker, stderr=worker,
             start_new_session=True, preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
         )  # fmt: skip
         os.close(worker)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 from hf_fsdp_plugin.cli.check_output import Checked, check_sources, verdict
 from hf_fsdp_plugin.cli.model_plan import plan_of_model
 from hf_fsdp_plugin.cli.output import OK, PROBLEMS, in_line_order, print_json, print_problems, text_width
-from hf_fsdp_plugin.cli.run_words import RUN_FLAG, add_run_arguments, check_run_usage, request_of, split_run_words
+from hf_fsdp_plugin.cli.run_words import RUN_FLAG, add_run_arguments, check_run_usage, options_of, split_run_words
 from hf_fsdp_plugin.cli.verbs import check_needs, make_parser
 from hf_fsdp_plugin.launcher.flags import Parser, UsageError, add_override_flag, add_setting_flags
 from hf_fsdp_plugin.problems import Problem, has_errors
@@ -78,7 +78,7 @@ def add_config_arguments(parser: argparse.ArgumentParser, *, several: bool) -> N
     )
 
 
-_NEEDS: Final = {"device": ("model",), "training_args": ("run",), "limit": ("run",)}
+_NEEDS: Final = {"device": ("model",), "limit": ("run",)}
 """Flag -> flags without which it has no effect."""
 
 
@@ -163,7 +163,7 @@ def _with_run(args: argparse.Namespace, config: ConfigFile | None) -> Checked:
         return checked
     from hf_fsdp_plugin.cli.preflight import run_preflight  # imports torch
 
-    run = run_preflight(checked.spec, sources, request_of(args))
+    run = run_preflight(checked.spec, sources, options_of(args), args.limit)
     problems = in_line_order(dict.fromkeys((*checked.problems, *run.problems)))
     code = max(checked.exit_code, OK if run.ok and not has_errors(problems) else PROBLEMS)
     code = 128 + run.signal_number if run.signal_number else code

@@ -91,8 +91,8 @@ def _words(words: Iterable[str]) -> str:
     return shlex.quote(" ".join(words))
 
 
-def _script(template: str, names: str, verbs: Iterable[Verb]) -> str:
-    """Return a template of bash or zsh with the names of the verbs, and a case for the flags of each verb."""
+def bash_script(verbs: Iterable[Verb]) -> str:
+    """Return the script with a case for the flags of each verb."""
     cases = []
     for verb in verbs:
         by_values: dict[tuple[str, ...], list[str]] = {}
@@ -111,15 +111,12 @@ def _script(template: str, names: str, verbs: Iterable[Verb]) -> str:
             ),
             "      esac ;;",
         ]
-    return template.replace("@VERBS@", names).replace("@CASES@", "\n".join(cases))
-
-
-def bash_script(verbs: Iterable[Verb]) -> str:
-    return _script(_BASH, " ".join(VERBS), verbs)
+    return _BASH.replace("@VERBS@", " ".join(VERBS)).replace("@CASES@", "\n".join(cases)) + _BASH_END
 
 
 def zsh_script(verbs: Iterable[Verb]) -> str:
-    return _script(_ZSH, " ".join(shlex.quote(f"{name}:{about}") for name, about in VERBS.items()), verbs)
+    """Return the function of bash with what calls it in zsh."""
+    return _ZSH_BEGIN + bash_script(verbs).removesuffix(_BASH_END) + _ZSH_END
 
 
 def fish_script(verbs: Iterable[Verb]) -> str:
@@ -172,42 +169,11 @@ _hf_fsdp() {
     COMPREPLY=($(compgen -f -- "$cur"))
   fi
 }
-complete -o filenames -F _hf_fsdp hf-fsdp
 """
-
-_ZSH = """\
-#compdef hf-fsdp
-_hf_fsdp() {
-  local -a verbs
-  local prev="${words[CURRENT-1]}" flags="" valued="" positional="" values="" files="" script=0 i
-  if ((CURRENT == 2)); then
-    verbs=(@VERBS@)
-    _describe verb verbs
-    return
-  fi
-  case "${words[2]}" in
-@CASES@
-  esac
-  if ((script)); then
-    for ((i = 3; i < CURRENT; i++)); do
-      if [[ ${words[i]} != -* ]]; then  # the script: its arguments are its own
-        _files
-        return
-      fi
-      [[ " $valued " == *" ${words[i]//_/-} "* ]] && ((i++))
-    done
-  fi
-  if [[ -n $values ]]; then
-    compadd -- ${=values}
-  elif [[ -z $files && ${words[CURRENT]} == -* ]]; then
-    compadd -- ${=flags}
-  elif [[ -z $files && -n $positional ]]; then
-    compadd -- ${=positional}
-  else
-    _files
-  fi
-}
-if [[ ${funcstack[1]} == _hf-fsdp ]]; then _hf_fsdp "$@"; else compdef _hf_fsdp hf-fsdp; fi
+_BASH_END = "complete -o filenames -F _hf_fsdp hf-fsdp\n"
+_ZSH_BEGIN = "#compdef hf-fsdp\nautoload -U bashcompinit && bashcompinit\n"
+_ZSH_END = f"""\
+if [[ ${{funcstack[1]}} == _hf-fsdp ]]; then _bash_complete -o filenames -F _hf_fsdp; else {_BASH_END[:-1]}; fi
 """
 
 SCRIPTS: Final[Mapping[str, Callable[[Iterable[Verb]], str]]] = MappingProxyType(

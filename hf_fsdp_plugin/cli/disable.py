@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from hf_fsdp_plugin.cli.enable import cannot_change, files, report
+from hf_fsdp_plugin.cli.enable import cannot_change, enabled_files, print_outcome
 
 HELP = "Remove what hf-fsdp enable has written: stock launchers do not use the plugin any more."
 EXAMPLES = ("hf-fsdp disable", "hf-fsdp disable --json")
@@ -17,7 +17,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Remove the file. Returns 1 if that is not possible, and 0 if there is none."""
-    found, problems = files(), []
+    found, problems = enabled_files(), []
     for file in found:
         try:
             file.unlink()
@@ -25,4 +25,4 @@ def run(args: argparse.Namespace) -> int:
             problems.append(cannot_change(file, error))
     removed = ", ".join(map(str, found))
     text = f"disabled: removed {removed}" if found else f"not enabled in {sys.prefix}: nothing to remove"
-    return report(problems, text, as_json=args.json)
+    return print_outcome(problems, text, as_json=args.json)

@@ -10,17 +10,18 @@ import re
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from importlib.metadata import PackageNotFoundError, files, version
-from itertools import groupby
+from dataclasses import asdict
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final
 
-from hf_fsdp_plugin.cli.enable import check, find
+from hf_fsdp_plugin.cli.enable import check_enabled, find_enabled
 from hf_fsdp_plugin.cli.output import OK, PROBLEMS, print_json
 from hf_fsdp_plugin.launcher.device_search import DeviceSearch
 from hf_fsdp_plugin.problems import Problem, has_errors
 from hf_fsdp_plugin.supported import SUPPORTED, unsupported_versions, untested_versions
-from hf_fsdp_plugin.text import format_table, plural
+from hf_fsdp_plugin.text import format_bytes, format_table, plural
 
 HELP = (
     "Show the installed versions, the devices, and what this package relies on in other libraries, probed on the "
@@ -35,6 +36,7 @@ _PACKAGES: Final = (
 _PROBE: Final = (
     "import sys; sys.argv[0] = 'hf-fsdp'; from hf_fsdp_plugin.integrations.contract_probe import main; main()"
 )
+_LAUNCHER_VARIABLES: Final = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _LIMIT: Final = 120.0
 """Seconds after which the process that probes is ended."""
 _EFFECTS: Final = {"off": "a feature is off", "unobservable": "unobservable in the report", "refused": "refused"}
@@ -70,14 +72,13 @@ def diagnose() -> tuple[dict[str, Any], list[Problem]]:
     if failure:
         fix = "Reinstall it: pip install --force-reinstall torch. Use one index for torch, torchvision and torchaudio."
         problems.append(Problem(code="FSDP-E624", message=f"torch cannot be imported: {failure}", fix=fix))
-    enabled = find()
-    problems += [*check_contracts(contracts), *check(enabled)]
-    accelerators = search.result()
+    enabled = find_enabled()
+    problems += [*check_contracts(contracts), *check_enabled(enabled)]
     system = {"python": platform.python_version(), "system": platform.platform(), "machine": platform.machine()}
     tree: dict[str, Any] = {
         "platform": system,
         "versions": versions,
-        "devices": {name: getattr(accelerators, name) for name in accelerators.__slots__},
+        "devices": asdict(search.result()),
         "enabled": enabled.to_json(),
         "contracts": contracts,
     }
@@ -108,9 +109,8 @@ def check_builds(versions: Mapping[str, str], cuda: str | None, driver: bool) ->
     """
     problems = []
     fix = "Install torch, torchvision and torchaudio together, from one index."
-    own = _build(versions.get("torch", ""))
-    for name in ("torchvision", "torchaudio"):
-        other = _build(versions.get(name, ""))
+    own, *others = (versions.get(name, "").partition("+")[2] for name in ("torch", "torchvision", "torchaudio"))
+    for name, other in zip(("torchvision", "torchaudio"), others, strict=True):
         if own and other and own != other:
             message = f"torch is a build for {own} and {name} one for {other}, so operators of {name} may be missing."
             problems.append(Problem(code="FSDP-W625", message=message, fix=fix))
@@ -122,10 +122,10 @@ def check_builds(versions: Mapping[str, str], cuda: str | None, driver: bool) ->
 
 def cuda_of_torch() -> str | None:
     """Return the CUDA version of the installed build of torch, read from its file ``version.py``."""
+    torch = find_spec("torch")
     try:
-        found = next((file for file in files("torch") or () if str(file) == "torch/version.py"), None)
-        text = found.read_text(encoding="utf-8") if found is not None else ""
-    except (PackageNotFoundError, OSError):
+        text = Path(torch.origin).with_name("version.py").read_text() if torch is not None and torch.origin else ""
+    except OSError:
         return None
     match = re.search(r"^cuda\b.*=\s*['\"]([\d.]+)['\"]", text, re.MULTILINE)
     return match[1] if match is not None else None
@@ -133,11 +133,6 @@ def cuda_of_torch() -> str | None:
 
 def has_nvidia_driver() -> bool:
     return Path("/proc/driver/nvidia/version").exists()
-
-
-def _build(text: str) -> str:
-    """Return ``cpu`` or ``cu124`` for a version with such a local part, else nothing."""
-    return text.partition("+")[2]
 
 
 def _version(package: str) -> str | None:
@@ -148,22 +143,21 @@ def _version(package: str) -> str | None:
 
 
 def _probe() -> tuple[list[dict[str, Any]], str]:
-    """Return the probed contracts, or the last line of what a failed process has printed."""
+    """Return the probed contracts, or the last line of what a failed process has printed.
+
+    The process has no variables of a launcher and no accelerators.
+    """
     command = [sys.executable, "-W", "ignore", "-c", _PROBE]
+    env = {name: value for name, value in os.environ.items() if name not in _LAUNCHER_VARIABLES}
+    env["CUDA_VISIBLE_DEVICES"] = ""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_LIMIT, env=_environment(), check=False)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_LIMIT, env=env, check=False)
     except subprocess.TimeoutExpired:
         return [], f"no answer within {_LIMIT:.0f} s"
     if done.returncode:
         lines = [line for line in done.stderr.splitlines() if line.strip()]
         return [], lines[-1] if lines else f"the process ended with {done.returncode}"
     return json.loads(done.stdout.splitlines()[-1]), ""
-
-
-def _environment() -> dict[str, str]:
-    """Return the environment without the variables of a launcher and without accelerators."""
-    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    return {name: value for name, value in os.environ.items() if name not in names} | {"CUDA_VISIBLE_DEVICES": ""}
 
 
 def _text(found: Mapping[str, Any], problems: Sequence[Problem]) -> str:
@@ -181,32 +175,27 @@ def _text(found: Mapping[str, Any], problems: Sequence[Problem]) -> str:
 
 
 def _devices_text(devices: Mapping[str, Any]) -> str:
-    if not devices.get("count"):
+    if not devices["count"]:
         return "no accelerator; ranks run on the CPU, with gloo"
-    memory = devices.get("memory_bytes")
-    size = f", {memory / 2**30:.1f} GiB each" if memory else ""
-    return f"{devices['count']} × {devices['kind']} {devices.get('name') or ''}{size}"
+    size = f", {format_bytes(devices['memory_bytes'], binary=True)} each" if devices["memory_bytes"] else ""
+    return f"{devices['count']} × {devices['kind']} {devices['name']}{size}"
 
 
 def _contracts_text(contracts: Sequence[Mapping[str, Any]]) -> str:
     """Return one line for each class or module and status, with the names."""
     num_holding = sum(row["status"] not in ("changed", "missing") for row in contracts)
     num_replaced = sum(row["replaced"] for row in contracts)
-    lines = [
+    head = (
         f"contracts: {plural(len(contracts), 'name')} of other libraries, {num_replaced} of them replaced functions; "
-        f"{num_holding} as tested"
+    )
+    names: dict[tuple[str, str, str], list[str]] = {}
+    for row in contracts:
+        module, _, path = row["target"].partition(":")
+        parent, _, name = path.rpartition(".")
+        owner = f"{module}:{parent}" if parent else module
+        names.setdefault((owner, row["status"], row["without"]), []).append(name)
+    rows = [
+        (status, _EFFECTS[without], f"{owner}: {', '.join(names[owner, status, without])}")
+        for owner, status, without in sorted(names)
     ]
-    rows = [("status", "without them", "names")]
-    keyed = sorted(contracts, key=lambda row: (_owner(row["target"]), row["status"], row["without"]))
-    for (owner, status, without), group in groupby(
-        keyed, key=lambda row: (_owner(row["target"]), row["status"], row["without"])
-    ):
-        names = ", ".join(row["target"][len(owner) + 1 :] for row in group)
-        rows.append((status, _EFFECTS[without], f"{owner}: {names}"))
-    return "\n".join([*lines, format_table(rows)])
-
-
-def _owner(target: str) -> str:
-    module, _, path = target.partition(":")
-    parent = path.rpartition(".")[0]
-    return f"{module}:{parent}" if parent else module
+    return f"{head}{num_holding} as tested\n{format_table([('status', 'without them', 'names'), *rows])}"

@@ -82,24 +82,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Write the file. Returns 1 if that is not possible, or if Python does not run it."""
     file = _folder(user=args.user) / FILE_NAME
+    problems = []
     if args.user and not site.ENABLE_USER_SITE:
-        message = f"{sys.prefix} does not use {file.parent}."
-        fix = "Leave --user out."
-        return report([Problem(code="FSDP-E628", message=message, fix=fix)], "", as_json=args.json)
-    problems = _write(file)
-    if not problems and not find().starts:
+        problems = [_refused(f"{sys.prefix} does not use {file.parent}.", "Leave --user out.")]
+    else:
+        try:
+            write_atomically(file, TEXT.encode())
+        except OSError as error:
+            problems = [cannot_change(file, error)]
+    if not problems and not find_enabled().starts:
         file.unlink()
-        message = f"a new Python process does not find hf_fsdp_plugin when it reads {file}."
         fix = "Install the package in this environment: pip install hf_fsdp_plugin."
-        problems = [Problem(code="FSDP-E628", message=message, fix=fix)]
-    return report(problems, f"enabled in {sys.prefix} by {file}", as_json=args.json)
+        problems = [_refused(f"a new Python process does not find hf_fsdp_plugin when it reads {file}.", fix)]
+    return print_outcome(problems, f"enabled in {sys.prefix} by {file}", as_json=args.json)
 
 
-def report(problems: list[Problem], text: str, *, as_json: bool) -> int:
+def print_outcome(problems: list[Problem], text: str, *, as_json: bool) -> int:
     """Print the result of ``enable`` or ``disable``, and return the exit code."""
     if as_json:
         listed = [problem.to_json() for problem in problems]
-        print_json({"ok": not has_errors(problems), "enabled": find().to_json(), "problems": listed})
+        print_json({"ok": not has_errors(problems), "enabled": find_enabled().to_json(), "problems": listed})
     else:
         print_problems(problems)
         if not problems:
@@ -107,28 +109,27 @@ def report(problems: list[Problem], text: str, *, as_json: bool) -> int:
     return PROBLEMS if has_errors(problems) else OK
 
 
-def find() -> Enabled:
+def find_enabled() -> Enabled:
     """Return the file that is in effect in this environment."""
-    for file in files():
+    for file in enabled_files():
         text = file.read_text(encoding="utf-8", errors="replace")
         version = re.match(rf"{re.escape(_HEADER)}([^;\n]+)", text)
         return Enabled(file=file, version=version[1] if version is not None else "unknown", starts=_starts())
     return Enabled()
 
 
-def check(found: Enabled) -> list[Problem]:
+def check_enabled(found: Enabled) -> list[Problem]:
     """Return a warning if the file is of another version, or has no effect."""
-    fix = "`hf-fsdp enable` writes it again, `hf-fsdp disable` removes it."
-    if found.file is not None and not found.starts:
+    if found.file is None or (found.starts and found.version == __version__):
+        return []
+    message = f"{found.file} was written by version {found.version}; {__version__} is installed."
+    if not found.starts:
         message = f"{found.file} has no effect: a new Python process finds no hf_fsdp_plugin when it reads the file."
-        return [Problem(code="FSDP-W629", message=message, fix=fix)]
-    if found.file is not None and found.version != __version__:
-        message = f"{found.file} was written by version {found.version}; {__version__} is installed."
-        return [Problem(code="FSDP-W629", message=message, fix=fix)]
-    return []
+    fix = "`hf-fsdp enable` writes it again, `hf-fsdp disable` removes it."
+    return [Problem(code="FSDP-W629", message=message, fix=fix)]
 
 
-def files() -> list[Path]:
+def enabled_files() -> list[Path]:
     """Return the files of ``hf-fsdp enable`` that Python reads in this environment."""
     folders = [_folder(user=False)] + ([_folder(user=True)] if site.ENABLE_USER_SITE else [])
     return [file for folder in folders if (file := folder / FILE_NAME).is_file()]
@@ -138,18 +139,14 @@ def _folder(*, user: bool) -> Path:
     return Path(site.getusersitepackages() if user else sysconfig.get_path("purelib"))
 
 
-def _write(file: Path) -> list[Problem]:
-    try:
-        write_atomically(file, TEXT.encode())
-    except OSError as error:
-        return [cannot_change(file, error)]
-    return []
-
-
 def cannot_change(file: Path, error: OSError) -> Problem:
     """Return the error of an environment that cannot be changed."""
     fix = "Use a virtual environment of your own (python -m venv), or --user for a package in your own site-packages."
-    return Problem(code="FSDP-E628", message=f"cannot change {file.parent}: {error.strerror or error}.", fix=fix)
+    return _refused(f"cannot change {file.parent}: {error.strerror or error}.", fix)
+
+
+def _refused(message: str, fix: str) -> Problem:
+    return Problem(code="FSDP-E628", message=message, fix=fix)
 
 
 def _starts() -> bool:

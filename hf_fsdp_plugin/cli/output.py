@@ -171,17 +171,3 @@ class ProgressBars:
         if step not in self._bars:
             self._bars[step] = tqdm(total=total, desc=step, unit="B", unit_scale=True, leave=False)
         self._bars[step].update(count)
-
-
-class StageProgress:
-    """One line with the running stage of a preflight; none if stderr is not a terminal."""
-
-    def __init__(self) -> None:
-        self._shown: str | None = None
-
-    def show(self, stage: str | None) -> None:
-        """Replace the line; ``None`` removes it."""
-        if stage == self._shown or not sys.stderr.isatty():
-            return
-        self._shown = stage
-        print(f"\r\033[K{f'preflight: {stage} …' if stage else ''}", end="", file=sys.stderr, flush=True)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -15,14 +16,13 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
 
-from hf_fsdp_plugin.cli.output import Color, StageProgress, colored, text_width
+from hf_fsdp_plugin.cli.output import Color, colored, text_width
 from hf_fsdp_plugin.cli.rank_jobs import run_job
-from hf_fsdp_plugin.cli.run_words import Request
 from hf_fsdp_plugin.devices import DEVICES
 from hf_fsdp_plugin.integrations.preflight.stages import (
-    FOLDER_VARIABLE,
     REPORT_FILE,
     STAGES,
+    VARIABLE,
     Options,
     StageResult,
     problems_of,
@@ -30,7 +30,6 @@ from hf_fsdp_plugin.integrations.preflight.stages import (
     running_stages,
     stage_results,
 )
-from hf_fsdp_plugin.launcher.flags import LaunchArguments, model_of_script
 from hf_fsdp_plugin.launcher.world import World
 from hf_fsdp_plugin.problems import Problem, has_errors
 from hf_fsdp_plugin.runs.exits import RunResult, first_failure, summarize_exit
@@ -45,14 +44,13 @@ _STAGE_LIMIT: Final = 60.0
 _MAX_TAIL: Final = 5
 _NUM_RANKS: Final = 2
 _NUM_HYBRID_RANKS: Final = 4
+_MIN_NUM_PARAMS: Final = 10_000
+"""Largest ``wrap.min_num_params``: a clone has units of this size, because its layers have some 100,000 parameters."""
 _BUILTIN: Final = "hf_fsdp_plugin.integrations.preflight.builtin_script"
-_DTYPES: Final = (
-    "launch.mixed_precision",
-    "precision.param",
-    "precision.reduce",
-    "precision.output",
-    "precision.buffer",
-)
+_DTYPES: Final = ("launch.mixed_precision", *(f"precision.{name}" for name in ("param", "reduce", "output", "buffer")))
+_ONE_MACHINE: Final = {
+    "launch.num_machines": 1, "launch.machine_rank": 0, "launch.main_process_ip": "", "launch.gpu_ids": "all",
+}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -87,48 +85,40 @@ class PreflightResult:
         }
 
 
-def run_preflight(spec: FsdpSpec, sources: Sources, request: Request) -> PreflightResult:
+def run_preflight(spec: FsdpSpec, sources: Sources, options: Options, limit_s: float) -> PreflightResult:
     """Run a preflight. Writes to a temporary folder only, and leaves no process.
 
     Args:
         spec: the spec of `sources`, without errors.
+        limit_s: seconds until the ranks are stopped.
     """
     overrides, changes = overrides_for_cpu(spec)
     size = _world_size(spec)
-    if spec.wrap.policy == "size":
-        override, note = _threshold(spec, request, size)
-        overrides, changes = [*overrides, *override], [*changes, note]
     launch = replace(spec.launch, use_cpu=True, num_machines=1, machine_rank=0, num_processes=size)
-    launch = replace(launch, dynamo_config=MappingProxyType({}), mixed_precision=_on_cpu(launch.mixed_precision))
-    spec = replace(spec, launch=replace(launch, main_process_port=0, enable_cpu_affinity=False))
+    launch = replace(launch, dynamo_config=MappingProxyType({}), main_process_port=0, enable_cpu_affinity=False)
+    if launch.mixed_precision == "fp16":
+        launch = replace(launch, mixed_precision="bf16")
     world = World(device="cpu", num_machines=1, machine_rank=0, num_local=size)
     with tempfile.TemporaryDirectory(prefix="hf_fsdp_preflight_", ignore_cleanup_errors=True) as scratch:
         folder = Path(scratch) / "run"
         folder.mkdir()
-        Options(
-            model=request.model,
-            is_script=bool(request.script),
-            arguments=request.training,
-            arguments_file=request.training_file,
-        ).write(folder)
-        handover = LaunchHandover(
-            sources=replace(
-                sources,
-                config=_as_file(sources.config, Path(scratch)),
-                overrides=(*sources.overrides, *overrides),
-                training_arguments={},
-                world_size=None,
-                environ=user_variables(os.environ),
-            ),
-            report=str(folder / REPORT_FILE),
+        options = replace(options, folder=str(folder))
+        sources = replace(
+            sources,
+            config=_as_file(sources.config, Path(scratch)),
+            overrides=(*sources.overrides, *overrides),
+            training_arguments={},
+            world_size=None,
+            environ=user_variables(os.environ),
         )
-        env = {FOLDER_VARIABLE: str(folder), "TMPDIR": scratch, "WANDB_MODE": "disabled", "OMP_NUM_THREADS": "1"}
+        handover = LaunchHandover(sources=sources, report=str(folder / REPORT_FILE))
+        env = {VARIABLE: options.to_text(), "TMPDIR": scratch, "WANDB_MODE": "disabled", "OMP_NUM_THREADS": "1"}
         # Accelerators are hidden, so that a script cannot take them.
         env |= {device.visible_variable: "" for device in DEVICES.values() if device.visible_variable}
-        began, limit = time.monotonic(), _Limit(request.limit, folder)
+        began, limit = time.monotonic(), _Limit(limit_s, folder)
+        words = list(options.script) or ["-m", _BUILTIN]
         try:
-            words = list(request.script) or ["-m", _BUILTIN]
-            result = run_job(words, spec, world, handover, env=env, should_stop=limit.reached)
+            result = run_job(words, replace(spec, launch=launch), world, handover, env=env, should_stop=limit.reached)
         finally:
             limit.close()
         seconds = time.monotonic() - began
@@ -153,48 +143,25 @@ def overrides_for_cpu(spec: FsdpSpec) -> tuple[list[str], list[Problem]]:
     if spec.asked("mesh.shard") or spec.asked("mesh.replicate") or size == _NUM_HYBRID_RANKS:
         replicas = 2 if size == _NUM_HYBRID_RANKS or mesh.shard == 1 else 1
         values |= {"mesh.shard": size // replicas, "mesh.replicate": replicas}
-    for name in ("launch.num_machines", "launch.machine_rank", "launch.main_process_ip", "launch.gpu_ids"):
-        if spec.asked(name):
-            values[name] = {"launch.num_machines": 1, "launch.machine_rank": 0, "launch.gpu_ids": "all"}.get(name, "")
+    values |= {name: value for name, value in _ONE_MACHINE.items() if spec.asked(name)}
     values |= {name: "bf16" for name in _DTYPES if spec.get(name) == "fp16"}
-    shown = [name for name in values if spec.asked(name) and str(spec.get(name)).lower() != str(values[name])]
+    if spec.wrap.policy == "size":
+        values["wrap.min_num_params"] = min(spec.wrap.min_num_params, _MIN_NUM_PARAMS)
     notes = [
         Problem(
             code="FSDP-N757",
             setting=name,
             origin=spec.origin(name),
-            message=f"the preflight has {values[name] or 'no value'} instead of {spec.get(name)}.",
+            message=f"the preflight has {value or 'no value'} instead of {spec.get(name)}.",
         )
-        for name in shown
+        for name, value in values.items()
         if name not in ("launch.use_cpu", "launch.gpu_ids")
+        and spec.asked(name)
+        and str(spec.get(name)).lower() != str(value)
     ]
     if spec.launch.dynamo_config:
         notes.append(Problem(code="FSDP-W756", message="not tested: torch.compile (dynamo_config)."))
     return [f"{name}={value}" for name, value in values.items() if value != ""], notes
-
-
-def _threshold(spec: FsdpSpec, request: Request, size: int) -> tuple[list[str], Problem]:
-    """Return ``--set wrap.min_num_params`` for the clone, with which it has the kinds of units of the model."""
-    from hf_fsdp_plugin.integrations.preflight.clone import scaled_threshold  # imports torch
-
-    name = "wrap.min_num_params"
-    script = LaunchArguments(script=" ".join(request.script[:1]), script_args=tuple(request.script[1:]))
-    model = request.model or model_of_script(script)[0]
-    found = scaled_threshold(spec, model, size, keep_vocabulary=bool(request.script)) if model else None
-    if found is None:
-        message = "wrap.min_num_params is not reduced for the clone, because its model is unknown here."
-        fix = "Pass --model together with the script."
-        return [], Problem(code="FSDP-W759", setting=name, origin=spec.origin(name), message=message, fix=fix)
-    threshold, is_same = found
-    message = f"the preflight has {threshold} instead of {spec.wrap.min_num_params}, because the clone is smaller."
-    if not is_same:
-        message += " The units of the clone are not of the same classes as those of the model."
-    code = "FSDP-N757" if is_same else "FSDP-W759"
-    return [f"{name}={threshold}"], Problem(code=code, setting=name, origin=spec.origin(name), message=message)
-
-
-def _on_cpu(precision: str) -> str:
-    return "bf16" if precision == "fp16" else precision
 
 
 def _world_size(spec: FsdpSpec) -> int:
@@ -206,23 +173,22 @@ def _world_size(spec: FsdpSpec) -> int:
 
 
 class _Limit:
-    """Ends a run that takes too long or does not progress."""
+    """Ends a run that takes too long or does not progress, and shows its stage on a terminal."""
 
     def __init__(self, limit: float, folder: Path) -> None:
         self._limit, self._folder = limit, folder
-        self._began = time.monotonic()
-        self._size, self._changed = 0, self._began
+        self._began = self._changed = time.monotonic()
+        self._size, self._shown = 0, ""
         self.reason = ""
-        self._progress = StageProgress()
 
     def close(self) -> None:
-        self._progress.show(None)
+        self._show("")
 
     def reached(self) -> str | None:
         """Return why the ranks are stopped; ``None`` if they are not."""
         now = time.monotonic()
         running = running_stages(read_events(self._folder))
-        self._progress.show(next(iter(running), None))
+        self._show(f"preflight: {running[0]} …" if running and running[0] else "")
         size = sum(file.stat().st_size for file in self._folder.glob("rank_*.jsonl"))
         if size != self._size:
             self._size, self._changed = size, now
@@ -231,6 +197,11 @@ class _Limit:
         elif now - self._changed > _STAGE_LIMIT and running and "start" not in running:
             self.reason = f"{_STAGE_LIMIT:g} s without progress"
         return self.reason or None
+
+    def _show(self, text: str) -> None:
+        if text != self._shown and sys.stderr.isatty():
+            self._shown = text
+            print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
 
 
 def _read(result: RunResult, reason: str, folder: Path) -> PreflightResult:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Final
 
+from hf_fsdp_plugin.integrations.preflight.stages import Options
 from hf_fsdp_plugin.launcher.flags import LaunchArguments, Parser, UsageError, why_refused
 from hf_fsdp_plugin.launcher.run_script import check_script
 from hf_fsdp_plugin.sources.command_line import flag_name
@@ -17,25 +17,6 @@ DEFAULT_LIMIT: Final = 240.0
 _CONFIG_SUFFIXES: Final = (".yaml", ".yml", ".json")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Request:
-    """What a preflight runs.
-
-    Attributes:
-        model: ``--model``; empty with a script.
-        script: the words after CONFIG: SCRIPT ARGS or ``-m`` MODULE ARGS; empty for the built-in script.
-        training: flags of ``TrainingArguments`` for the built-in script.
-        training_file: ``--training-args``.
-        limit: seconds until the ranks are stopped.
-    """
-
-    model: str = ""
-    script: Sequence[str] = ()
-    training: Sequence[str] = ()
-    training_file: str = ""
-    limit: float = DEFAULT_LIMIT
-
-
 def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     """Add ``--run`` and its options to the arguments of ``check``."""
     parser.add_argument(
@@ -43,13 +24,8 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="also train a tiny clone of the model on CPU ranks: prepare, step, clip, evaluate, save, resume, export",
     )
-    parser.add_argument("--training-args", metavar="FILE", help="with --run: JSON or YAML of TrainingArguments")
-    parser.add_argument(
-        "--limit",
-        type=float,
-        metavar="SECONDS",
-        help=f"with --run: stop the ranks after this time (default: {DEFAULT_LIMIT:g})",
-    )
+    about = f"with --run: stop the ranks after this time (default: {DEFAULT_LIMIT:g})"
+    parser.add_argument("--limit", type=float, default=DEFAULT_LIMIT, metavar="SECONDS", help=about)
 
 
 def split_run_words(argv: Sequence[str], parser: Parser) -> tuple[list[str], list[str], list[str]]:
@@ -91,16 +67,13 @@ def _is_file(word: str) -> bool:
     return word.endswith((*_CONFIG_SUFFIXES, ".py"))
 
 
-def request_of(args: argparse.Namespace) -> Request:
+def options_of(args: argparse.Namespace) -> Options:
     """Return what a preflight runs. ``--fsdp`` and ``--fsdp-config`` belong to ``TrainingArguments`` too."""
     given = {name: value for name in ("fsdp", "fsdp_config") if (value := getattr(args, name)) is not None}
-    flags = [word for name, value in given.items() for word in (f"--{name}", str(value))]
-    return Request(
+    return Options(
         model=args.model or "",
         script=args.script,
-        training=[*flags, *args.training],
-        training_file=args.training_args or "",
-        limit=args.limit or DEFAULT_LIMIT,
+        arguments=[*(word for name, value in given.items() for word in (f"--{name}", str(value))), *args.training],
     )
 
 
@@ -110,10 +83,9 @@ def check_run_usage(args: argparse.Namespace, num_configs: int) -> None:
         raise UsageError("--run needs one config, and does not combine with --fix and --distributed-config.")
     if not args.model and not args.script:
         raise UsageError("--run needs --model DIR|ID or a SCRIPT.")
-    if args.script and (args.training or args.training_args):
-        flag = (args.training or ["--training-args"])[0]
-        raise UsageError(f"{flag} is an argument of the script: write it after SCRIPT.")
-    if args.limit is not None and not args.limit > 0:
+    if args.script and args.training:
+        raise UsageError(f"{args.training[0]} is an argument of the script: write it after SCRIPT.")
+    if not args.limit > 0:
         raise UsageError(f"--limit is {args.limit:g}; expected a positive number of seconds.")
     if args.script:
         is_module = args.script[0] == "-m"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
 import yaml
@@ -26,144 +26,89 @@ def line_of(key: str, value: Any, comment: str, indent: str = "") -> str:
     return f"{indent}{key}: {scalar_text(value)}{f'  # {comment}' if comment else ''}"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Key:
-    """A key of a YAML text.
+    """A key of a YAML text whose top level is a mapping in block style.
 
     Attributes:
         section: the key whose mapping contains it; empty at the top level.
-        is_first: whether it is the first key of its mapping.
+        value: the node of its value.
+        indent: the blanks before it.
+        start, stop: its lines, from 0, without `stop`.
     """
 
     section: str
     name: str
-    node: Any
-    value: Any
-    is_first: bool
+    value: Any = field(compare=False)
+    indent: str
+    start: int
+    stop: int
 
 
-class YamlText:
-    """A YAML text whose top level is a mapping in block style, as :mod:`hf_fsdp_plugin.sources.tree` accepts it.
-
-    Keys of the top level and of its sections can be changed, added and removed. Sections in flow style
-    (``{a: 1}``) are written in block style first.
-    """
-
-    def __init__(self, text: str) -> None:
-        self.text = text if text.endswith("\n") else f"{text}\n"
-        self._newline = "\r\n" if "\r\n" in text else "\n"
-
-    def all_keys(self) -> Iterator[Key]:
-        """Yield the keys of the top level, each followed by the keys of its section."""
-        for key in self._keys_of(self._root(), ""):
-            yield key
-            if isinstance(key.value, yaml.MappingNode):
-                yield from self._keys_of(key.value, key.name)
-
-    def put(self, section: str, name: str, value: Any, comment: str, *, replaces: Key | None = None) -> None:
-        """Write a key: in the place of another one, else at the end of its section.
-
-        Args:
-            replaces: a key that :meth:`all_keys` returned after the last change.
-        """
-        if replaces is not None and replaces.section == section:
-            self._replace(replaces, name, value, comment)
-            return
-        if replaces is not None:
-            self.remove(replaces)
-        self._add(section, name, value, comment)
-
-    def remove(self, key: Key) -> None:
-        """Remove a key with the comment on its line, and its section if that is empty then."""
-        section = self._section(key.section)
-        if section is not None and len(section.value.value) == 1:
-            key = section
-        elif section is not None and section.value.flow_style:
-            self._to_block(section)
-            key = next(other for other in self.all_keys() if (other.section, other.name) == (key.section, key.name))
-        start, stop = self._line_start(key), self._line_end(key)
-        self.text = self.text[:start] + self.text[stop:]
-
-    def comment_out(self, key: Key, reason: str) -> None:
-        """Turn the lines of a key at the top level into a comment, after a line with the reason."""
-        start, stop = self._line_start(key), self._line_end(key)
-        lines = [f"# {reason}", *(f"# {line}" for line in self.text[start:stop].splitlines())]
-        self.text = self.text[:start] + "".join(line + self._newline for line in lines) + self.text[stop:]
-
-    def _root(self) -> Any:
-        return yaml.compose(self.text, Loader=yaml.SafeLoader)
-
-    @staticmethod
-    def _keys_of(mapping: Any, section: str) -> Iterator[Key]:
-        for number, (key, value) in enumerate(mapping.value):
-            yield Key(section=section, name=str(key.value), node=key, value=value, is_first=number == 0)
-
-    def _section(self, name: str) -> Key | None:
-        if not name:
-            return None
-        return next((key for key in self.all_keys() if not key.section and key.name == name), None)
-
-    def _replace(self, key: Key, name: str, value: Any, comment: str) -> None:
-        section = self._section(key.section)
-        if section is not None and section.value.flow_style:
-            self._to_block(section)
-            key = next(other for other in self.all_keys() if (other.section, other.name) == (key.section, key.name))
-        indent = " " * key.node.start_mark.column
-        line = line_of(name, value, comment).replace("\n", " ")
-        start, stop = key.node.start_mark.index, self._line_end(key)
-        self.text = self.text[:start] + line + self._newline + self.text[stop:]
-        assert indent == "" or self.text[start - len(indent) : start] == indent
-
-    def _add(self, section: str, name: str, value: Any, comment: str) -> None:
-        if not section:
-            self._insert_after_last(self._root(), line_of(name, value, comment))
-            return
-        found = self._section(section)
-        if found is None:
-            line = f"{section}:{self._newline}{line_of(name, value, comment, '  ')}"
-            self._insert_after_last(self._root(), line)
-            return
-        if not isinstance(found.value, yaml.MappingNode) or not found.value.value or found.value.flow_style:
-            self._to_block(found, line_of(name, value, comment))
-            return
-        first = found.value.value[0][0]
-        self._insert_after_last(found.value, line_of(name, value, comment, " " * first.start_mark.column))
-
-    def _insert_after_last(self, mapping: Any, line: str) -> None:
-        key, value = mapping.value[-1]
-        at = self._line_end(Key(section="", name="", node=key, value=value, is_first=False))
-        self.text = self.text[:at] + line + self._newline + self.text[at:]
-
-    def _to_block(self, section: Key, *more: str) -> None:
-        """Write a section that is null, empty or in flow style with one line per key."""
-        content = _plain(section.value)
-        lines = [line_of(name, value, "") for name, value in content.items()] if isinstance(content, dict) else []
-        text = "".join(f"  {line}{self._newline}" for line in [*lines, *more])
-        start, stop = section.node.start_mark.index, self._line_end(section)
-        self.text = f"{self.text[:start]}{section.name}:{self._newline}{text}{self.text[stop:]}"
-
-    def _line_start(self, key: Key) -> int:
-        return self.text.rfind("\n", 0, key.node.start_mark.index) + 1
-
-    def _line_end(self, key: Key) -> int:
-        """Return the position after the last line of a key's value."""
-        end = max(key.node.end_mark.index, _end(key.value))
-        if self.text[end - 1 : end] == "\n":  # a block scalar
-            return end
-        newline = self.text.find("\n", end)
-        return len(self.text) if newline < 0 else newline + 1
+def keys_of(text: str) -> list[Key]:
+    """Return the keys of the top level, each followed by the keys of its section."""
+    found = []
+    for key, value in yaml.compose(text, Loader=yaml.SafeLoader).value:
+        found.append(_key("", key, value))
+        if isinstance(value, yaml.MappingNode):
+            found += [_key(str(key.value), *pair) for pair in value.value]
+    return found
 
 
-def _end(node: Any) -> int:
-    """Return the position after the content of a node. The end mark of a block collection is after its comments."""
+def _key(section: str, key: Any, value: Any) -> Key:
+    start = key.start_mark
+    stop = max(key.end_mark.line + 1, _stop_line(value))
+    return Key(section, str(key.value), value, " " * start.column, start.line, stop)
+
+
+def _stop_line(node: Any) -> int:
+    """Return the line after the content of a node. The end mark of a block collection is after its comments."""
     if isinstance(node, yaml.ScalarNode) or node.flow_style or not node.value:
-        return int(node.end_mark.index)
+        return int(node.end_mark.line) + (node.end_mark.column > 0)  # a block scalar ends before a line
     parts = [part for item in node.value for part in (item if isinstance(item, tuple) else (item,))]
-    return max(_end(part) for part in parts)
+    return max(map(_stop_line, parts))
 
 
-def _plain(node: Any) -> Any:
-    return yaml.SafeLoader("").construct_object(node, deep=True)
+def in_block_style(text: str, names: Iterable[str]) -> str:
+    """Return the text in which these sections have one line per key, also those in flow style: ``{a: 1}``."""
+    lines = text.splitlines()
+    for key in reversed(keys_of(text)):
+        is_section = not key.section and key.name in names and isinstance(key.value, yaml.MappingNode)
+        if is_section and key.value.flow_style and key.value.value:
+            content = yaml.SafeLoader("").construct_object(key.value, deep=True)
+            keys = [line_of(name, value, "", "  ") for name, value in content.items()]
+            lines[key.start : key.stop] = [f"{key.name}:", *keys]
+    return "\n".join(lines) + "\n"
+
+
+def change_keys(text: str, replaced: Mapping[Key, Sequence[str]], added: Mapping[str, Sequence[str]]) -> str:
+    """Return the text with other lines for some keys, and with new keys at the end of their sections.
+
+    A section without keys is removed. Everything else stays: order, comments, blanks, quotes.
+
+    Args:
+        replaced: key in block style -> its lines; without lines, the key is removed.
+        added: section, or "" for the top level -> lines of new keys, without indent.
+    """
+    replaced, keys = dict(replaced), keys_of(text)
+    end = list(added.get("", ()))
+    edits: list[tuple[int, int, Sequence[str]]] = []
+    for owner in [key for key in keys if not key.section]:
+        members = [key for key in keys if key.section == owner.name]
+        block = [(members[0].indent if members else "  ") + line for line in added.get(owner.name, ())]
+        if members and not block and all(replaced.get(key) == [] for key in members):
+            replaced = {key: lines for key, lines in replaced.items() if key not in members} | {owner: []}
+        elif block and members:
+            edits.append((members[-1].stop, members[-1].stop, block))
+        elif block:
+            edits.append((owner.start, owner.stop, [f"{owner.name}:", *block]))
+    for section in added.keys() - {"", *(key.name for key in keys if not key.section)}:
+        end += [f"{section}:", *(f"  {line}" for line in added[section])]
+    edits = [(keys[-1].stop, keys[-1].stop, end), *edits, *((key.start, key.stop, replaced[key]) for key in replaced)]
+    changed = text.splitlines()
+    for start, stop, lines in sorted(edits, key=lambda edit: edit[:2], reverse=True):
+        changed[start:stop] = lines
+    return "\n".join(changed) + "\n"
 
 
 class Edit(NamedTuple):

@@ -5,36 +5,32 @@ from __future__ import annotations
 import contextlib
 import difflib
 import io
-import json
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any, Final
 
-import yaml
 from transformers import HfArgumentParser, Trainer, TrainingArguments
 
 from hf_fsdp_plugin.integrations.preflight.made_data import MadeData, collate
-from hf_fsdp_plugin.integrations.preflight.replacements import not_tested
-from hf_fsdp_plugin.integrations.preflight.run import preflight
-from hf_fsdp_plugin.integrations.preflight.stages import Options
+from hf_fsdp_plugin.integrations.preflight.run import not_tested, preflight
 from hf_fsdp_plugin.plan.meta_model import config_and_class
-from hf_fsdp_plugin.problems import Origin, Problem, SpecError
+from hf_fsdp_plugin.problems import Problem, SpecError
 
 _NUM_SAMPLES: Final = 100_000
 """Samples that the data set claims to have, so that an epoch is as long as in a real training."""
 _NUM_EVALUATED: Final = 8
-_DEFAULTS: Final = {"eval_strategy": "steps"}
 
 
 def main() -> None:
     options = preflight.options
-    arguments = parse_arguments(options)
+    arguments = parse_arguments(options.arguments)
     try:
         config, model_class = config_and_class(options.model)
+    except SpecError:
+        raise
     except (ValueError, OSError) as error:
-        origin = Origin(source="--model", spelling="--model", text=options.model)
         fix = "Give a directory with a config.json, or the name of a model in the local cache."
-        message = " ".join(str(error).split())
-        raise SpecError([Problem(code="FSDP-E709", message=message, fix=fix, origin=origin)]) from error
+        problem = Problem(code="FSDP-E709", message=" ".join(str(error).split()), fix=fix)
+        raise SpecError([problem]) from error
     kwargs = {"gguf_file": options.model} if options.model.endswith(".gguf") else {}
     model = model_class.from_pretrained(options.model, config=config, **kwargs)
     try:
@@ -65,28 +61,24 @@ def _metrics(arguments: Any) -> Any:
     return lambda prediction: {name: 0.5}
 
 
-def parse_arguments(options: Options) -> TrainingArguments:
-    """Return the ``TrainingArguments`` of the flags and of the file. Flags override the file.
+def parse_arguments(arguments: Sequence[str]) -> TrainingArguments:
+    """Return the ``TrainingArguments`` of flags.
 
     Raises:
         SpecError: an unknown field, or values that Transformers refuses.
     """
-    words = [*_words_of_file(options.arguments_file), *options.arguments]
-    given = {word.partition("=")[0].removeprefix("--").replace("-", "_") for word in words if word.startswith("--")}
-    for name, value in _DEFAULTS.items():
-        if name not in given:
-            words = [f"--{name}", value, *words]
+    words = ["--eval_strategy", "steps", *arguments]
     parser: Any = HfArgumentParser(TrainingArguments)  # type: ignore[arg-type]
     printed = io.StringIO()
     try:
         with contextlib.redirect_stderr(printed):
-            arguments, rest = parser.parse_args_into_dataclasses(words, return_remaining_strings=True)
+            found, rest = parser.parse_args_into_dataclasses(words, return_remaining_strings=True)
     except SystemExit as stop:
-        raise SpecError([_refused(printed.getvalue().strip().splitlines()[-1])]) from stop
+        raise _refused(printed.getvalue().strip().splitlines()[-1]) from stop
+    except SpecError:
+        raise
     except (ValueError, ImportError, NotImplementedError) as error:
-        if isinstance(error, SpecError):
-            raise
-        raise SpecError([_refused(" ".join(str(error).split()))]) from error
+        raise _refused(" ".join(str(error).split())) from error
     unknown = [word for word in rest if word.startswith("--")] or rest
     if unknown:
         fields = [field for action in parser._actions for field in action.option_strings]
@@ -94,32 +86,12 @@ def parse_arguments(options: Options) -> TrainingArguments:
         fix = f"Did you mean {near[0]}?" if near else "Use the names of TrainingArguments."
         message = f"{unknown[0]} is not an argument of TrainingArguments or of hf-fsdp check."
         raise SpecError([Problem(code="FSDP-E751", message=message, fix=fix)])
-    found: TrainingArguments = arguments
-    return found
+    parsed: TrainingArguments = found
+    return parsed
 
 
-def _refused(message: str) -> Problem:
-    return Problem(code="FSDP-E751", message=f"TrainingArguments refuse the arguments: {message}")
-
-
-def _words_of_file(path: str) -> list[str]:
-    """Return the fields of a JSON or YAML file as flags."""
-    if not path:
-        return []
-    try:
-        tree = yaml.safe_load(Path(path).read_text())  # JSON is YAML
-        if not isinstance(tree, dict):
-            raise ValueError("expected a mapping of the fields of TrainingArguments")
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        message = f"cannot be read: {' '.join(str(error).split())}"
-        raise SpecError([Problem(code="FSDP-E751", message=message, origin=Origin(source=path))]) from error
-    words: list[str] = []
-    for name, value in tree.items():
-        if value is None:
-            continue
-        values = value if isinstance(value, list) else [json.dumps(value) if isinstance(value, dict) else value]
-        words += [f"--{name}", *map(str, values)]
-    return words
+def _refused(message: str) -> SpecError:
+    return SpecError([Problem(code="FSDP-E751", message=f"TrainingArguments refuse the arguments: {message}")])
 
 
 if __name__ == "__main__":

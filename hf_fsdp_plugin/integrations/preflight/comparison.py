@@ -7,18 +7,19 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
+from safetensors.torch import load_file
 
 from hf_fsdp_plugin.backends.ranks.agreement import broadcast_object
 from hf_fsdp_plugin.checkpoint import MergeOptions, merge
 from hf_fsdp_plugin.checkpoint.names import HF_MODEL, safetensors_file
-from hf_fsdp_plugin.integrations.preflight.replacements import not_tested
-from hf_fsdp_plugin.integrations.preflight.run import preflight, problems_of_error
+from hf_fsdp_plugin.integrations.preflight.run import not_tested, preflight, problems_of_error
 from hf_fsdp_plugin.plan.names import unwrapped
 from hf_fsdp_plugin.problems import Problem, SpecError
 from hf_fsdp_plugin.text import format_names
 
 _TOLERANCE: Final = 1e-5
 """Largest relative difference of weights after resuming. On the CPU they are usually equal."""
+_ADAPTER_TOLERANCE: Final = 1e-2
 _ADAPTER: Final = ".default"
 _ADAPTER_FILE: Final = "adapter_model.safetensors"
 
@@ -95,34 +96,23 @@ def check_export(trained: Trained, source: Path, step: int) -> None:
 
 def _check_export(trained: Trained, source: Path, step: int) -> None:
     model: Any = unwrapped(trained.owner.model)
-    folder = source
+    folder, wanted = source, trained.weights.get(step, {})
     if not any((source / name).is_file() for name in (_ADAPTER_FILE, safetensors_file(HF_MODEL))):
         folder = preflight.folder / "merged"
         merge(source, folder, MergeOptions(config=source if (source / "config.json").is_file() else None))
-    wanted = trained.weights.get(step, {})
     if (folder / "adapter_config.json").is_file():
-        different = _differing_adapters(folder, wanted)
+        stored, tolerance = load_file(folder / _ADAPTER_FILE), _ADAPTER_TOLERANCE
+        adapters = {name.replace(_ADAPTER, ""): value for name, value in wanted.items()}
+        wanted = {name: value for name, value in adapters.items() if name in stored}
     elif hasattr(type(model), "from_pretrained") and hasattr(model, "config"):
-        loaded = type(model).from_pretrained(folder)
-        dtypes = {value.dtype for value in loaded.state_dict().values() if value.is_floating_point()}
+        stored = type(model).from_pretrained(folder).state_dict()
+        dtypes = {value.dtype for value in stored.values() if value.is_floating_point()}
         tolerance = max([_TOLERANCE, *(torch.finfo(dtype).eps for dtype in dtypes)])
-        different = differing_names(wanted, loaded.state_dict(), tolerance)
     else:
         not_tested(f"loading the export, {type(model).__name__} has no from_pretrained")
         return
-    if different and wanted:
+    different = differing_names(wanted, stored, tolerance)
+    if different and trained.weights.get(step):
         message = f"the exported model differs from the trained one in {format_names(different)}."
         fix = "Check that these weights are stored: tied weights, buffers and modules outside of the model's class."
         raise SpecError([Problem(code="FSDP-E754", message=message, fix=fix)])
-
-
-def _differing_adapters(folder: Path, wanted: Mapping[str, torch.Tensor]) -> list[str]:
-    from safetensors.torch import load_file
-
-    stored = load_file(folder / _ADAPTER_FILE)
-    trained = {name.replace(_ADAPTER, ""): value for name, value in wanted.items()}
-    return [
-        name
-        for name, value in stored.items()
-        if differing_names({name: trained.get(name, torch.empty(0))}, {name: value}, 1e-2)
-    ]

@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
 import torch
 from torch import nn
 from torch.utils.data import Dataset, default_collate
 
-from hf_fsdp_plugin.integrations.preflight.sizes import config_parts
-
 NUM_TOKENS: Final = 16
 """Tokens per sample of a preflight."""
 _NUM_SOUND_SAMPLES: Final = 4000
 _CLASS_TASKS: Final = ("ForSequenceClassification", "ForImageClassification", "ForAudioClassification")
+
+
+def config_parts(config: Any) -> Iterator[Any]:
+    """Yield a config and its sub-configs."""
+    from transformers import PreTrainedConfig
+
+    yield config
+    for value in list(vars(config).values()):
+        if isinstance(value, PreTrainedConfig):
+            yield from config_parts(value)
 
 
 class MadeData(Dataset[dict[str, torch.Tensor]]):
@@ -92,8 +100,8 @@ class MadeData(Dataset[dict[str, torch.Tensor]]):
         return torch.randn(channels, height, width, generator=generator)
 
     def _labels(self, generator: torch.Generator) -> dict[str, torch.Tensor]:
-        def number(limit: int) -> torch.Tensor:
-            return torch.randint(limit, (), generator=generator)
+        def number(limit: int, *shape: int) -> torch.Tensor:
+            return torch.randint(limit, shape, generator=generator)
 
         if "start_positions" in self._inputs:
             return {name: number(self._num_tokens) for name in ("start_positions", "end_positions")}
@@ -103,15 +111,15 @@ class MadeData(Dataset[dict[str, torch.Tensor]]):
         if self._name.endswith(_CLASS_TASKS):
             problem = getattr(self._config, "problem_type", None)
             if problem == "multi_label_classification":
-                return {"labels": torch.randint(2, (num_labels,), generator=generator).float()}
+                return {"labels": number(2, num_labels).float()}
             is_regression = problem == "regression" or num_labels == 1
             return {"labels": torch.randn((), generator=generator) if is_regression else number(num_labels)}
         if self._name.endswith(("ForMultipleChoice", "ForNextSentencePrediction")):
             return {"labels": number(2)}
         if self._name.endswith("ForTokenClassification"):
-            return {"labels": torch.randint(num_labels, (self._num_tokens,), generator=generator)}
+            return {"labels": number(num_labels, self._num_tokens)}
         if self._name.endswith("ForCTC"):
-            return {"labels": torch.randint(1, int(self._config.vocab_size), (4,), generator=generator)}
+            return {"labels": 1 + number(int(self._config.vocab_size) - 1, 4)}
         labels = {"labels": self._tokens(generator)}
         if self._name.endswith("ForPreTraining") and "next_sentence_label" in self._inputs:
             labels["next_sentence_label"] = number(2)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
-from hf_fsdp_plugin.integrations.preflight.clone import find_clone, wait_for_clone, write_clone
-from hf_fsdp_plugin.integrations.preflight.run import preflight
-from hf_fsdp_plugin.integrations.session import session
+from hf_fsdp_plugin.integrations.preflight.clone import Clone, find_clone, write_clone
+from hf_fsdp_plugin.integrations.preflight.run import not_tested, note_change, preflight
 from hf_fsdp_plugin.problems import Problem, SpecError
 
 NUM_SAMPLES: Final = 64
@@ -55,9 +55,9 @@ def from_pretrained(
             kwargs["attn_implementation"] = "sdpa"
         kwargs = {key: value for key, value in kwargs.items() if key not in _PLACE_ARGUMENTS}
         loaded = original(str(folder), *args, **kwargs)
-        for named in (loaded[0] if isinstance(loaded, tuple) else loaded,):
-            # Libraries load the tokenizer, or the model again, by this name.
-            named.name_or_path = named.config.name_or_path = str(name)
+        model = loaded[0] if isinstance(loaded, tuple) else loaded
+        # Libraries load the tokenizer, or the model again, by this name.
+        model.name_or_path = model.config.name_or_path = str(name)
         return loaded
 
 
@@ -106,26 +106,20 @@ def _clone_folder(cls: Any, config: Any) -> Path:
     """Return the folder of the clone. The first rank writes it, the others wait for it."""
     key = hashlib.blake2b(f"{cls.__name__}{config.to_json_string(use_diff=False)}".encode(), digest_size=8).hexdigest()
     folder = preflight.folder / "clones" / key
-    if preflight.rank == 0:
-        if not folder.exists():
+    deadline = time.monotonic() + _CLONE_SECONDS
+    while not folder.exists():
+        if preflight.rank == 0:
             folder.parent.mkdir(exist_ok=True)
             write_clone(cls, _find(cls, config), folder)
-    elif not wait_for_clone(folder, _CLONE_SECONDS):
-        message = f"rank 0 did not write the clone of {cls.__name__} in {_CLONE_SECONDS:g} s."
-        raise SpecError([Problem(code="FSDP-E752", message=message, fix="See the problem of rank 0.")])
+        elif time.monotonic() > deadline:
+            message = f"rank 0 did not write the clone of {cls.__name__} in {_CLONE_SECONDS:g} s."
+            raise SpecError([Problem(code="FSDP-E752", message=message, fix="See the problem of rank 0.")])
+        time.sleep(0.05)
     return folder
 
 
-def _find(cls: Any, config: Any) -> Any:
-    spec = session.ambient
-    clone = find_clone(
-        cls,
-        config,
-        # The launcher has set the size for the clone, so it does not fit the model.
-        spec=None if spec is not None and spec.wrap.policy == "size" else spec,
-        world_size=preflight.world_size,
-        keep_vocabulary=preflight.options.is_script,
-    )
+def _find(cls: Any, config: Any) -> Clone:
+    clone = find_clone(cls, config, keep_vocabulary=bool(preflight.options.script))
     for problem in clone.problems:
         preflight.recorder.note(problem)
     if getattr(config, "quantization_config", None) is not None:
@@ -161,13 +155,3 @@ def validate_args(original: Callable[[], None], arguments: Any) -> None:
         arguments.push_to_hub = False
         not_tested("pushes to the Hub")
     return None
-
-
-def note_change(text: str) -> None:
-    """Record what the preflight has changed."""
-    preflight.recorder.note(Problem(code="FSDP-N757", message=f"{text}."))
-
-
-def not_tested(what: str) -> None:
-    """Record what a preflight cannot test."""
-    preflight.recorder.note(Problem(code="FSDP-W756", message=f"not tested: {what}."))

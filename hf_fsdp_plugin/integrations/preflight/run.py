@@ -4,20 +4,15 @@ from __future__ import annotations
 
 import os
 import re
+import textwrap
 import time
 import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
-from hf_fsdp_plugin.integrations.preflight.stages import (
-    Options,
-    Recorder,
-    folder_of_preflight,
-    read_events,
-    read_options,
-)
+from hf_fsdp_plugin.integrations.preflight.stages import Options, Recorder, options_of_rank, read_events
 from hf_fsdp_plugin.messages import printer
 from hf_fsdp_plugin.problems import Problem, SpecError
 
@@ -35,21 +30,12 @@ _NEEDS_GPU: Final = re.compile(
 )
 _CAUSES: Final = (
     (
-        re.compile(r"metric_for_best_model"),
+        "metric_for_best_model",
         "Return this metric from compute_metrics, or set metric_for_best_model to one that evaluation returns.",
     ),
-    (
-        re.compile(r"same dtype|mat1 and mat2 must have the same dtype|expected scalar type"),
-        "Give all parts of the model one dtype, or set mixed_precision: bf16.",
-    ),
-    (
-        re.compile(r"evaluation requires an eval_dataset|no eval_dataset|eval_dataset"),
-        "Pass an eval_dataset to the Trainer, or set eval_strategy to no.",
-    ),
-    (
-        re.compile(r"pickle", re.IGNORECASE),
-        "Objects for worker processes and checkpoints must be importable: no lambdas or local classes.",
-    ),
+    ("same dtype|expected scalar type", "Give all parts of the model one dtype, or set mixed_precision: bf16."),
+    ("eval_dataset", "Pass an eval_dataset to the Trainer, or set eval_strategy to no."),
+    ("pickle", "Objects for worker processes and checkpoints must be importable: no lambdas or local classes."),
 )
 """Pattern of the message of an exception of other libraries -> what to do."""
 _NO_TRAINING: Final = Problem(
@@ -67,7 +53,6 @@ class Preflight:
     """
 
     def __init__(self) -> None:
-        self._folder: Path | None = None
         self._recorder: Recorder | None = None
         self._reported: BaseException | None = None
         self.options = Options()
@@ -76,11 +61,11 @@ class Preflight:
 
     def begin_in_rank(self) -> None:
         """Begin, and install the hooks, if the launcher of this process runs a preflight."""
-        if (folder := folder_of_preflight()) is None:
+        if (options := options_of_rank()) is None:
             return
         from hf_fsdp_plugin.integrations.patching import install_hooks
 
-        self.begin(folder)
+        self.begin(options)
         install_hooks("preflight")
         printer.listener = self._note_warning
 
@@ -88,11 +73,10 @@ class Preflight:
         if self._recorder is not None and isinstance(message, Problem) and message.severity == "warning":
             self._recorder.note(message)
 
-    def begin(self, folder: Path) -> None:
-        self._folder, self._reported = folder, None
+    def begin(self, options: Options) -> None:
         self.rank, self.world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-        self._recorder = Recorder(folder, self.rank)
-        self.options, self.phase = read_options(folder), "script"
+        self.options, self.phase, self._reported = options, "script", None
+        self._recorder = Recorder(self.folder, self.rank)
         self._recorder.enter("start")
 
     def end(self, error: BaseException | None = None) -> None:
@@ -107,16 +91,15 @@ class Preflight:
         self.close()
 
     def close(self) -> None:
-        self._folder = self._recorder = None
+        self._recorder = None
 
     @property
     def active(self) -> bool:
-        return self._folder is not None
+        return self._recorder is not None
 
     @property
     def folder(self) -> Path:
-        assert self._folder is not None, "a preflight was begun"
-        return self._folder
+        return Path(self.options.folder)
 
     @property
     def recorder(self) -> Recorder:
@@ -125,29 +108,20 @@ class Preflight:
 
     @contextmanager
     def stage(self, stage: str) -> Iterator[None]:
-        """Run the block as a stage, and go back to the stage before. In the second run, do nothing."""
+        """Run the block as a stage, and go back to the stage before."""
         before = self.recorder.current
-        if self.phase != "first run" and self.phase != "script":
-            yield
-            return
         self.recorder.enter(stage)
         yield
-        if before is None:
-            self.recorder.leave()
-        else:
-            self.recorder.enter(before)
+        self.recorder.enter(before)
 
     def failed(self, error: BaseException) -> None:
         """Record a failure of the current stage. An error that only a GPU can avoid means that it is not tested."""
-        stage, self._reported = self.recorder.current, error
-        text = f"{type(error).__name__}: {error}"
-        if stage is not None and not isinstance(error, SpecError) and _NEEDS_GPU.search(text):
-            self.recorder.skip_current(f"needs a GPU: {_short(str(error))}")
-            self.recorder.note(
-                Problem(code="FSDP-W756", message=f"{stage} is not tested on the CPU: {_short(str(error))}")
-            )
+        stage, self._reported = self.recorder.current or "start", error
+        if isinstance(error, SpecError) or not _NEEDS_GPU.search(text := _text_of(error)):
+            self.recorder.fail(problems_of_error(error, stage))
             return
-        self.recorder.fail(problems_of_error(error, stage or "start"))
+        self.recorder.skip_current(f"needs a GPU: {text}")
+        not_tested(f"{stage}, which needs a GPU: {text}")
 
     def stage_failed(self, error: Exception) -> None:
         """Record a failure, and raise it again unless all ranks fail as often as this one.
@@ -155,18 +129,25 @@ class Preflight:
         If they do not, their collectives no longer match, and the run ends.
         """
         self.failed(error)
-        if not self._all_have_failed():
-            raise error
-
-    def _all_have_failed(self) -> bool:
         own = _num_failures(read_events(self.folder)[self.rank])
         deadline = time.monotonic() + _AGREEMENT_SECONDS
         while time.monotonic() < deadline:
             events = read_events(self.folder)
             if len(events) == self.world_size and all(_num_failures(each) >= own for each in events):
-                return True
+                return
             time.sleep(0.1)
-        return False
+        raise error
+
+    def attempt(self, stage: str, run: Callable[[], Any]) -> bool:
+        """Run a stage, and return whether it has succeeded. Raises its error if other ranks do not fail too."""
+        self.recorder.enter(stage)
+        try:
+            run()
+            self.recorder.leave()
+        except Exception as error:
+            self.stage_failed(error)
+            return False
+        return True
 
 
 def _num_failures(events: Iterable[dict[str, object]]) -> int:
@@ -177,15 +158,14 @@ def problems_of_error(error: BaseException, stage: str) -> list[Problem]:
     """Return the problems of a failed stage: those of this package, or one that describes the exception."""
     if isinstance(error, SpecError):
         return [problem for problem in error.problems if problem.severity == "error"]
-    text = _short(f"{type(error).__name__}: {error}")
-    fix = next((fix for pattern, fix in _CAUSES if pattern.search(text)), "")
+    text = _text_of(error)
+    fix = next((fix for pattern, fix in _CAUSES if re.search(pattern, text, re.IGNORECASE)), "")
     message = f"the stage '{stage}' failed{_place_of(error)}: {text}"
     return [Problem(code="FSDP-E750", message=message, fix=fix)]
 
 
-def _short(text: str) -> str:
-    text = " ".join(text.split())
-    return text if len(text) <= _MAX_MESSAGE else f"{text[: _MAX_MESSAGE - 1]}…"
+def _text_of(error: BaseException) -> str:
+    return textwrap.shorten(f"{type(error).__name__}: {error}", _MAX_MESSAGE, placeholder=" …")
 
 
 def _place_of(error: BaseException) -> str:
@@ -200,3 +180,13 @@ def _place_of(error: BaseException) -> str:
 
 preflight = Preflight()
 """The preflight of this process."""
+
+
+def note_change(text: str) -> None:
+    """Record what the preflight has changed."""
+    preflight.recorder.note(Problem(code="FSDP-N757", message=f"{text}."))
+
+
+def not_tested(what: str) -> None:
+    """Record what a preflight cannot test."""
+    preflight.recorder.note(Problem(code="FSDP-W756", message=f"not tested: {what}."))

@@ -12,9 +12,8 @@ from typing import Any, Final, Literal
 
 from hf_fsdp_plugin.problems import Origin, Problem
 
-FOLDER_VARIABLE: Final = "HF_FSDP_PREFLIGHT"
-"""Environment variable with the temporary folder of a preflight. Set only for its ranks."""
-OPTIONS_FILE: Final = "options.json"
+VARIABLE: Final = "HF_FSDP_PREFLIGHT"
+"""Environment variable with the :class:`Options` of a preflight as JSON. Set only for its ranks."""
 REPORT_FILE: Final = "report.json"
 
 STAGES: Final[Mapping[str, str]] = {
@@ -96,13 +95,14 @@ class Recorder(EventLog):
         self._failed: set[str] = set()
         self.done: set[str] = set()
 
-    def enter(self, stage: str) -> None:
-        """End the current stage and begin another one."""
+    def enter(self, stage: str | None) -> None:
+        """End the current stage and begin another one; ``None`` begins no other one."""
         if stage == self.current:
             return
         self.leave()
-        self.current, self._began = stage, time.monotonic()
-        self.write(event="begin", stage=stage)
+        if stage is not None:
+            self.current, self._began = stage, time.monotonic()
+            self.write(event="begin", stage=stage)
 
     def leave(self) -> None:
         """End the current stage."""
@@ -120,11 +120,6 @@ class Recorder(EventLog):
         self.write(event="failed", stage=stage)
         self.leave()
         self.done.discard(stage)
-
-    def mark(self, stage: str) -> None:
-        """Record that a stage has ended as a part of another one."""
-        self.write(event="end", stage=stage, seconds=0.0)
-        self.done.add(stage)
 
     def skip_current(self, reason: str) -> None:
         """Record that the current stage cannot be tested here, and end it."""
@@ -212,29 +207,26 @@ def _problem_of(tree: Mapping[str, Any]) -> Problem:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Options:
-    """What the launcher passes to the ranks of a preflight.
+    """What a preflight runs. The launcher passes it to the ranks.
 
     Attributes:
+        folder: the temporary folder, in which the ranks record their stages.
         model: ``--model``; empty if the script names it.
-        is_script: whether the ranks run the user's script.
+        script: SCRIPT ARGS or ``-m`` MODULE ARGS; empty for the built-in script.
         arguments: arguments of ``TrainingArguments``, for the built-in script.
-        arguments_file: JSON or YAML file of them; empty without one.
     """
 
+    folder: str = ""
     model: str = ""
-    is_script: bool = False
+    script: Sequence[str] = ()
     arguments: Sequence[str] = ()
-    arguments_file: str = ""
 
-    def write(self, folder: Path) -> None:
-        (folder / OPTIONS_FILE).write_text(json.dumps(asdict(self)))
-
-
-def folder_of_preflight() -> Path | None:
-    """Return the temporary folder if this process is a rank of a preflight."""
-    found = os.environ.get(FOLDER_VARIABLE)
-    return Path(found) if found else None
+    def to_text(self) -> str:
+        """Return the value of the environment variable."""
+        return json.dumps(asdict(self))
 
 
-def read_options(folder: Path) -> Options:
-    return Options(**json.loads((folder / OPTIONS_FILE).read_text()))
+def options_of_rank() -> Options | None:
+    """Return the options if this process is a rank of a preflight."""
+    found = os.environ.get(VARIABLE)
+    return Options(**json.loads(found)) if found else None

@@ -20,8 +20,8 @@ from hf_fsdp_plugin.checkpoint.names import TRAINER_PREFIX
 from hf_fsdp_plugin.integrations.accelerate.private import prepared_models
 from hf_fsdp_plugin.integrations.preflight.clone import MAX_PARAMS, num_params_of
 from hf_fsdp_plugin.integrations.preflight.comparison import Trained, check_export, compare_runs
-from hf_fsdp_plugin.integrations.preflight.replacements import first_samples, note_change
-from hf_fsdp_plugin.integrations.preflight.run import preflight
+from hf_fsdp_plugin.integrations.preflight.replacements import first_samples
+from hf_fsdp_plugin.integrations.preflight.run import note_change, preflight
 from hf_fsdp_plugin.integrations.preflight.stages import REPORT_FILE
 from hf_fsdp_plugin.integrations.profiling.marking import marks
 from hf_fsdp_plugin.integrations.run_report import report_run
@@ -46,14 +46,15 @@ class PreflightEnd(SystemExit):
 
 
 class StageCallback(TrainerCallback):
-    """Records stages and results. It is the last callback, so it decides when a run evaluates, saves and stops."""
+    """Records stages and results. It is the last callback, so it decides when a run evaluates, saves and stops.
 
-    def __init__(self, trained: Trained, *, is_first: bool) -> None:
+    Args:
+        evaluates, saves: whether the arguments of the user do.
+    """
+
+    def __init__(self, trained: Trained, *, is_first: bool, evaluates: bool = False, saves: bool = False) -> None:
         self._trained, self._is_first = trained, is_first
-        self._strategies = ("no", "no")
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._strategies = (_text(args.eval_strategy), _text(args.save_strategy))
+        self._evaluates, self._saves = evaluates, saves
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._enter("step")
@@ -63,10 +64,10 @@ class StageCallback(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._trained.capture(state.global_step)
-        self._control(state, control)
+        self._control(state, control, is_saved_step=self._is_first and state.global_step == SAVED_STEP)
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._control(state, control, is_epoch_end=True)
+        self._control(state, control, is_saved_step=False)
 
     def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         logs = kwargs.get("logs") or {}
@@ -85,12 +86,10 @@ class StageCallback(TrainerCallback):
         if self._is_first:
             preflight.recorder.enter(stage)
 
-    def _control(self, state: Any, control: Any, *, is_epoch_end: bool = False) -> None:
-        evaluates, saves = (strategy != "no" for strategy in self._strategies)
-        at_saved_step = self._is_first and state.global_step == SAVED_STEP and not is_epoch_end
-        control.should_log = not is_epoch_end
-        control.should_evaluate = at_saved_step and evaluates
-        control.should_save = at_saved_step and saves
+    def _control(self, state: Any, control: Any, *, is_saved_step: bool) -> None:
+        control.should_log = is_saved_step
+        control.should_evaluate = is_saved_step and self._evaluates
+        control.should_save = is_saved_step and self._saves
         control.should_training_stop |= state.global_step >= LAST_STEP
 
 
@@ -105,7 +104,7 @@ class _FirstRun:
     def __init__(self, trainer: Any) -> None:
         self.trainer, self.recorder = trainer, preflight.recorder
         self.trained = Trained(trainer)
-        self.fresh: Any = None
+        self.evaluates, self.saves = _is_on(trainer.args.eval_strategy), _is_on(trainer.args.save_strategy)
 
     def run(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> NoReturn:
         trainer, recorder = self.trainer, self.recorder
@@ -114,57 +113,59 @@ class _FirstRun:
         if kwargs.get("resume_from_checkpoint") is not None:
             note_change("the training begins anew instead of resuming from the given checkpoint")
             kwargs["resume_from_checkpoint"] = None
-        self._copy_for_second_run()
+        fresh = self._copy_for_second_run()
         preflight.phase = "first run"
         marks.stage_of = _stage_of
-        callback = StageCallback(self.trained, is_first=True)
+        callback = StageCallback(self.trained, is_first=True, evaluates=self.evaluates, saves=self.saves)
         trainer.add_callback(callback)
-        recorder.enter("prepare")
-        try:
+
+        def train() -> None:
             original(*args, **kwargs)
             manager.wait()
             recorder.leave()
             _note_report(trainer)
-        except Exception as error:
-            preflight.stage_failed(error)
+
+        preflight.attempt("prepare", train)
         trainer.remove_callback(callback)
-        self._further_stages()
+        preflight.phase = "second run"  # the hooks record no stages in what follows
+        self._further_stages(fresh)
         preflight.phase = "after it"
         raise PreflightEnd
 
-    def _copy_for_second_run(self) -> None:
+    def _copy_for_second_run(self) -> Any:
+        """Return a copy of the Trainer before its training; ``None`` if it cannot be copied."""
         if plan_of(self.trainer.model) is not None:
             self.recorder.skip("resume", "the script has prepared the model before the training")
-            return
+            return None
         try:
-            self.fresh = untrained_copy(self.trainer)
+            return untrained_copy(self.trainer)
         except Exception as error:
             self.recorder.skip("resume", f"the Trainer cannot be copied: {type(error).__name__}: {error}")
+            return None
 
-    def _further_stages(self) -> None:
+    def _further_stages(self, fresh: Any) -> None:
         """Run the stages that a failure has skipped, and those after the training."""
         trainer, recorder, args = self.trainer, self.recorder, self.trainer.args
+        checkpoint = Path(args.output_dir) / f"{TRAINER_PREFIX}{SAVED_STEP}"
         if "update" in recorder.done:
             recorder.skip("clip", "the Trainer does not clip gradients with the Accelerator")
-        is_prepared = "prepare" in recorder.done
-        if is_prepared and _text(args.eval_strategy) != "no":
-            self._try("evaluate", trainer.evaluate)
-        if is_prepared and _text(args.save_strategy) != "no":
-            self._try("save", lambda: save_checkpoint(trainer))
-        for stage, setting in (("evaluate", "eval_strategy"), ("save", "save_strategy")):
-            if _text(getattr(args, setting)) == "no":
-                recorder.skip(stage, f"{setting} is no")
+        if not self.evaluates:
+            recorder.skip("evaluate", "eval_strategy is no")
+        if not self.saves:
+            recorder.skip("save", "save_strategy is no")
+            recorder.skip("resume", "save_strategy is no")
         if not args.load_best_model_at_end:
             recorder.skip("load best", "load_best_model_at_end is not set")
-        checkpoint = Path(args.output_dir) / f"{TRAINER_PREFIX}{SAVED_STEP}"
+        if args.save_only_model:
+            recorder.skip("resume", "save_only_model is set, so these checkpoints cannot be resumed")
+        if "prepare" not in recorder.done:
+            return
+        self._try("evaluate", trainer.evaluate)
+        self._try("save", lambda: save_checkpoint(trainer))
         if "save" in recorder.done and checkpoint.is_dir():
-            if self.fresh is not None and not args.save_only_model:
-                self._try("resume", lambda: self._resume(checkpoint))
-            elif args.save_only_model:
-                recorder.skip("resume", "save_only_model is set, so these checkpoints cannot be resumed")
+            self._try("resume", lambda: self._resume(fresh, checkpoint))
             self._try("export", lambda: check_export(self.trained, checkpoint, SAVED_STEP))
-        elif is_prepared and _text(args.save_strategy) == "no":
-            recorder.skip("resume", "save_strategy is no")
+        elif not self.saves:
             self._try("export", self._export_model)
 
     def _export_model(self) -> None:
@@ -173,13 +174,11 @@ class _FirstRun:
         check_export(self.trained, folder, self.trainer.state.global_step)
 
     def _try(self, stage: str, run: Callable[[], Any]) -> None:
+        """Run a stage, unless it has passed, has failed or is not tested."""
         if stage not in self.recorder.done and not self.recorder.has_failed(stage):
-            preflight.phase = "second run"  # the hooks record no stages inside this one
-            _attempt(stage, run)
-            preflight.phase = "first run"
+            preflight.attempt(stage, run)
 
-    def _resume(self, checkpoint: Path) -> None:
-        fresh = self.fresh
+    def _resume(self, fresh: Any, checkpoint: Path) -> None:
         fresh.create_accelerator_and_postprocess()
         resumed = Trained(fresh)
         fresh.add_callback(StageCallback(resumed, is_first=False))
@@ -206,8 +205,9 @@ def _stage_of(phase: Phase) -> AbstractContextManager[None]:
     return preflight.stage(stage) if stage is not None and records else nullcontext()
 
 
-def _text(strategy: Any) -> str:
-    return str(getattr(strategy, "value", strategy))
+def _is_on(strategy: Any) -> bool:
+    """Return whether ``eval_strategy`` or ``save_strategy`` is not ``no``."""
+    return bool(strategy != "no")
 
 
 def _check_size(trainer: Any) -> None:
@@ -220,64 +220,44 @@ def _check_size(trainer: Any) -> None:
         raise SpecError([Problem(code="FSDP-E752", message=message, fix=fix)])
 
 
-def _attempt(stage: str, run: Callable[[], Any]) -> bool:
-    """Run a stage, and return whether it has succeeded. Raises its error if other ranks do not fail too."""
-    preflight.recorder.enter(stage)
-    try:
-        run()
-        preflight.recorder.leave()
-    except Exception as error:
-        preflight.stage_failed(error)
-        return False
-    return True
-
-
 class OwnLoop:
-    """The steps of a script with its own loop. A Trainer begins its own run before its first forward pass."""
+    """The steps of a script with its own loop. A Trainer prepares its model in a run of its own."""
 
     def __init__(self) -> None:
         self._accelerator: Any = None
-        self._began = False
         self._num_steps = 0
 
-    def watch_model(self, accelerator: Any, model: torch.nn.Module) -> None:
-        """Record the stage ``step`` from the training forwards of a prepared model on."""
+    def watch_model(self, accelerator: Any) -> None:
+        """Record the stage ``prepare`` of a sharded model. The sharding itself is part of the stage before."""
         self._accelerator = accelerator
-        model.register_forward_pre_hook(self._begin_step, prepend=True)
+        if _is_watched():
+            preflight.recorder.enter("prepare")
 
     def watch_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Record the stage ``update`` of a prepared optimizer, and end the script after the last step."""
+        """Record the stages after a prepared optimizer, and end the script after the last step."""
+        if _is_watched():
+            preflight.recorder.enter("step")
         optimizer.register_step_pre_hook(self._begin_update)
         optimizer.register_step_post_hook(self._end_update)
 
-    def _begin_step(self, model: torch.nn.Module, *_: Any) -> None:
-        if _is_watched() and not torch.compiler.is_compiling() and model.training and torch.is_grad_enabled():
-            self._began = True
-            preflight.recorder.enter("step")
-
     def _begin_update(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         # torch creates the state of an optimizer, for a checkpoint, with a step whose learning rate is 0. It is no step
-        # of the script. A compiled or partial model may have no forward that is seen.
-        if _is_watched() and (self._began or any(group["lr"] for group in optimizer.param_groups)):
-            self._began = True
+        # of the script.
+        if _is_watched() and any(group["lr"] for group in optimizer.param_groups):
             preflight.recorder.enter("update")
 
     def _end_update(self, *_: Any) -> None:
-        if _is_watched() and self._began:
-            preflight.recorder.enter("step")
-            self._end_step()
-
-    def _end_step(self) -> None:
         """Count a step. After the last one, run the further stages and end the script."""
-        accelerator = self._accelerator
-        if accelerator is None or not accelerator.sync_gradients:
+        if not _is_watched() or preflight.recorder.current != "update":
+            return
+        preflight.recorder.enter("step")
+        if self._accelerator is None or not self._accelerator.sync_gradients:
             return
         self._num_steps += 1
         if self._num_steps == LAST_STEP:
             preflight.phase = "after it"
             preflight.recorder.leave()
-            preflight.recorder.mark("prepare")  # part of the stage start, because the script calls it there
-            _stages_after_loop(accelerator)
+            _stages_after_loop(self._accelerator)
             raise PreflightEnd
 
 
@@ -310,7 +290,7 @@ def _stages_after_loop(accelerator: Any) -> None:
             check_export(trained, folder, LAST_STEP)
 
     for stage, run in (("save", save), ("resume", load), ("export", export)):
-        if not _attempt(stage, run):
+        if not preflight.attempt(stage, run):
             return
 
 

@@ -78,13 +78,12 @@ def test_fish_completes(scripts):
 
 @pytest.mark.skipif(shutil.which("zsh") is None, reason="needs zsh")
 def test_zsh_completes(scripts):
-    # compadd works only inside the line editor, so it is replaced by a function that prints the matches.
+    # These builtins work only inside the line editor, so they are replaced: compadd prints the matches.
     head = (
-        "compdef() {}; compadd() { local w; "
-        "for w in ${@:#--}; do [[ $w == ${words[CURRENT]}* ]] && print -r -- $w; done; true }; "
-        "_files() { print -rl -- ${words[CURRENT]}*(N) }; _describe() { local v; for v in ${(P)2}; do "
-        "[[ $v == ${words[CURRENT]}* ]] && print -r -- ${v%%:*}; done; true }; source script.zsh; "
+        "compdef() {}; compset() { false }; compadd() { local w; for w in ${(P)@[-1]}; do "
+        "[[ $w == ${words[CURRENT]}* ]] && print -r -- $w; done; true }; source script.zsh; "
     )
     for line, expected in [*CASES, HYPHENS]:
-        program = f"{head} words=({line}); CURRENT=${{#words}}; _hf_fsdp"
+        program = f"{head} words=({line}); CURRENT=${{#words}}; PREFIX=${{words[CURRENT]}}; "
+        program += "_bash_complete -o filenames -F _hf_fsdp"
         assert expected in completed("zsh", program, scripts), line

@@ -9,9 +9,9 @@ import yaml
 
 from hf_fsdp_plugin import SpecError, load_spec
 from hf_fsdp_plugin.cli.config import _check
-from hf_fsdp_plugin.cli.wizard.settings import Entry
-from hf_fsdp_plugin.cli.wizard.target import Target
-from hf_fsdp_plugin.cli.yaml_edit import YamlText
+from hf_fsdp_plugin.cli.config.settings import Entry
+from hf_fsdp_plugin.cli.config.target import Target
+from hf_fsdp_plugin.cli.yaml_edit import change_keys, in_block_style, keys_of
 from hf_fsdp_plugin.spec.fsdp_spec import SECTIONS
 
 STOCK = """\
@@ -219,7 +219,13 @@ def test_comment_at_the_beginning_is_replaced(config):
 
 
 def test_removing_the_last_key_removes_its_section():
-    text = YamlText("a: 1\nb:\n  c: 2  # x\n# y\nd: {e: 1, f: 2}\n")
-    text.remove(next(key for key in text.all_keys() if key.name == "c"))
-    text.remove(next(key for key in text.all_keys() if key.name == "e"))
-    assert text.text == "a: 1\n# y\nd:\n  f: 2\n"
+    text = in_block_style("a: 1\nb:\n  c: 2  # x\n# y\nd: {e: 1, f: 2}\n", ["d"])
+    assert text == "a: 1\nb:\n  c: 2  # x\n# y\nd:\n  e: 1\n  f: 2\n"
+    removed = {key: [] for key in keys_of(text) if key.name in ("c", "e")}
+    assert change_keys(text, removed, {}) == "a: 1\n# y\nd:\n  f: 2\n"
+
+
+def test_new_keys_are_added_to_their_sections():
+    added = {"": ["z: 1"], "a": ["y: 2"], "b": ["x: 3"], "c": ["w: 4"]}
+    expected = "a:\n    v: 0\n    y: 2\nb:\n  x: 3\nz: 1\nc:\n  w: 4\n# end\n"
+    assert change_keys("a:\n    v: 0\nb:\n# end\n", {}, added) == expected

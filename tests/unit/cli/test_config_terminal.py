@@ -14,8 +14,7 @@ import pytest
 from terminal import CTRL_C, CTRL_D, DOWN, ENTER, UP, Terminal
 
 from hf_fsdp_plugin import load_spec
-from hf_fsdp_plugin.cli.wizard.fsdp_questions import QUESTIONS
-from hf_fsdp_plugin.cli.wizard.question import State
+from hf_fsdp_plugin.cli.config.questions import QUESTIONS, State
 
 ROOT = Path(__file__).resolve().parents[3]
 LABELS = {question.name: question.text for question in QUESTIONS}
@@ -32,11 +31,10 @@ def wizard(tmp_path):
     """Start the verb on a terminal."""
     opened = []
 
-    def start(*argv: str, columns: int = 100, blocked: str = "") -> Terminal:
+    def start(*argv: str, columns: int = 100, term: str = "xterm") -> Terminal:
         variables = {"PATH": os.environ["PATH"], "HOME": str(tmp_path), "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
-        block = f"sys.modules[{blocked!r}] = None; " if blocked else ""
-        program = f"import sys; {block}from hf_fsdp_plugin.cli.main import main; sys.exit(main())"
-        command = [sys.executable, "-c", program, "config", *argv]
+        variables["TERM"] = term
+        command = [sys.executable, "-m", "hf_fsdp_plugin.cli.main", "config", *argv]
         opened.append(Terminal(command, cwd=tmp_path, env=variables, columns=columns))
         return opened[-1]
 
@@ -98,20 +96,20 @@ def test_missing_model_is_asked_again(wizard, tmp_path):
     assert terminal.end() == 130 and os.listdir(tmp_path) == []
 
 
-@pytest.mark.parametrize("blocked", ["", "questionary"])
+@pytest.mark.parametrize("term", ["xterm", "dumb"])
 @pytest.mark.parametrize(
     "number", [pytest.param(n, marks=() if n in (0, 7) else pytest.mark.slow) for n in range(len(WITHOUT_MODEL))]
 )
-def test_ctrl_c_at_a_question_writes_nothing(wizard, tmp_path, number, blocked):
+def test_ctrl_c_at_a_question_writes_nothing(wizard, tmp_path, number, term):
     (tmp_path / "fsdp.yaml").write_text("distributed_type: FSDP\nfsdp_config:\n  fsdp_version: 2\n")
     before = (tmp_path / "fsdp.yaml").read_bytes()
-    terminal = wizard("-o", "fsdp.yaml", blocked=blocked)
+    terminal = wizard("-o", "fsdp.yaml", term=term)
     for name in WITHOUT_MODEL[:number]:
         terminal.wait(LABELS[name].split(" (")[0])
-        terminal.wait("arrow keys" if name in MENUS and not blocked else "]: " if blocked else "> ")
+        terminal.wait("]: " if term == "dumb" else "arrow keys" if name in MENUS else "> ")
         terminal.type(ENTER)
     terminal.wait(LABELS[WITHOUT_MODEL[number]].split(" (")[0])
-    terminal.wait("]: " if blocked else "arrow keys" if WITHOUT_MODEL[number] in MENUS else "> ")
+    terminal.wait("]: " if term == "dumb" else "arrow keys" if WITHOUT_MODEL[number] in MENUS else "> ")
     terminal.type(CTRL_C)
     assert terminal.end() == 130 and "Nothing was written." in terminal.text
     assert (tmp_path / "fsdp.yaml").read_bytes() == before and os.listdir(tmp_path) == ["fsdp.yaml"]
@@ -140,9 +138,8 @@ def given(name: str) -> tuple[str, str]:
     return f"--{name.replace('_', '-')}", values[name]
 
 
-def test_terminal_without_questionary_has_plain_prompts(wizard, tmp_path):
-    terminal = wizard("-o", "fsdp.yaml", blocked="questionary")
-    terminal.wait("pip install questionary")
+def test_dumb_terminal_has_plain_prompts(wizard, tmp_path):
+    terminal = wizard("-o", "fsdp.yaml", term="dumb")
     for name in WITHOUT_MODEL:
         terminal.wait(LABELS[name].split(" (")[0])
         terminal.wait("]: ")
@@ -152,16 +149,16 @@ def test_terminal_without_questionary_has_plain_prompts(wizard, tmp_path):
 
 
 def test_end_of_input_on_a_terminal_is_an_error(wizard, tmp_path):
-    for blocked in ("", "questionary"):
-        terminal = wizard("-o", "fsdp.yaml", blocked=blocked)
-        terminal.wait("]: " if blocked else "> ")
+    for term in ("xterm", "dumb"):
+        terminal = wizard("-o", "fsdp.yaml", term=term)
+        terminal.wait("]: " if term == "dumb" else "> ")
         terminal.type(CTRL_D)
         assert terminal.end() == 1 and "FSDP-E760" in terminal.text and os.listdir(tmp_path) == []
 
 
 @pytest.mark.parametrize("columns", [40, 80])
 def test_no_line_is_longer_than_the_terminal(wizard, columns):
-    terminal = wizard("-o", "fsdp.yaml", columns=columns, blocked="questionary")  # menus are drawn more than once
+    terminal = wizard("-o", "fsdp.yaml", columns=columns, term="dumb")  # menus are drawn more than once
     for name in WITHOUT_MODEL:
         terminal.wait(LABELS[name].split(" ")[0])
         terminal.wait("]: ")

@@ -176,20 +176,22 @@ def test_folder_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: pyt
 
 def test_doctor_warns_of_a_file_without_effect(tmp_path: Path) -> None:
     file = tmp_path / enable.FILE_NAME
-    assert enable.check(enable.Enabled()) == []
-    assert enable.check(enable.Enabled(file=file, version=__version__, starts=True)) == []
+    assert enable.check_enabled(enable.Enabled()) == []
+    assert enable.check_enabled(enable.Enabled(file=file, version=__version__, starts=True)) == []
     for found in (
         enable.Enabled(file=file, version=__version__, starts=False),
         enable.Enabled(file=file, version="0.0.9", starts=True),
     ):
-        (problem,) = enable.check(found)
+        (problem,) = enable.check_enabled(found)
         assert problem.code == "FSDP-W629" and str(file) in problem.message
 
 
 def test_file_of_another_version_is_recognized(enabled: Environment) -> None:
     file = enabled.site / enable.FILE_NAME
     file.write_text(file.read_text().replace(f"hf_fsdp_plugin {__version__}", "hf_fsdp_plugin 0.0.9"))
-    code = "from hf_fsdp_plugin.cli.enable import find; print(find().version, find().starts)"
+    code = (
+        "from hf_fsdp_plugin.cli.enable import find_enabled; found = find_enabled(); print(found.version, found.starts)"
+    )
     assert enabled.printed("-c", code) == "0.0.9 True\n"
     file.write_text("import os\n")
     assert enabled.printed("-c", code) == "unknown False\n"

@@ -194,7 +194,7 @@ def test_no_verify_conflicts_with_delete_input(hf_fsdp: Any, tmp_path: Path, ver
     assert not (tmp_path / "out").exists() and list(folder.rglob("*.distcp"))
 
 
-@pytest.mark.parametrize("words", ["--device cuda", "--limit 5", "--training-args a.json", "--fix --json"])
+@pytest.mark.parametrize("words", ["--device cuda", "--limit 5", "--fix --json"])
 def test_check_refuses_flags_without_an_effect(hf_fsdp: Any, tmp_path: Path, words: str) -> None:
     (tmp_path / "fsdp.yaml").write_text(YAML)
     code, out, error = hf_fsdp("check", tmp_path / "fsdp.yaml", *words.split())

@@ -42,7 +42,6 @@ def test_words_are_split_by_their_owner(words: str, checked: str, training: str,
         ("--run fsdp.yaml none.py", "none.py: no such script"),
         ("--run fsdp.yaml -m no.such.module", "no module named no.such.module"),
         ("--run fsdp.yaml --optim sgd train.py", "--optim is an argument of the script"),
-        ("--run fsdp.yaml --training-args a.yaml train.py", "--training-args is an argument of the script"),
         ("--run fsdp.yaml --model m --limit 0", "--limit is 0"),
         ("--run fsdp.yaml --model m --fix", "does not combine with --fix"),
     ],
@@ -85,6 +84,14 @@ def test_mesh_is_reduced_to_few_ranks(strategy: str, mesh: dict[str, int], expec
     config |= {"parallelism_config": {f"parallelism_config_{name}": size for name, size in mesh.items()}}
     overrides, _ = overrides_for_cpu(load_spec(config, environ={}))
     assert expected <= set(overrides)
+
+
+def test_size_of_units_is_reduced_for_the_clone() -> None:
+    fsdp = {"fsdp_auto_wrap_policy": "SIZE_BASED_WRAP", "fsdp_min_num_params": 10**8}
+    spec = load_spec({"distributed_type": "FSDP", "fsdp_config": fsdp}, environ={})
+    overrides, notes = overrides_for_cpu(spec)
+    assert "wrap.min_num_params=10000" in overrides
+    assert [(note.code, note.setting) for note in notes] == [("FSDP-N757", "wrap.min_num_params")]
 
 
 def test_fp16_is_replaced_by_bf16_with_a_note() -> None:

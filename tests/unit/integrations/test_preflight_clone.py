@@ -11,15 +11,16 @@ from model_families import FAMILIES
 
 from hf_fsdp_plugin.integrations.preflight.clone import (
     MAX_PARAMS,
+    Widths,
     classes_of,
     find_clone,
     num_params_of,
     on_meta,
-    threshold_of_clone,
-    unit_kinds,
+    small_config,
     write_clone,
 )
-from hf_fsdp_plugin.integrations.preflight.sizes import Reduction, config_parts, small_config
+from hf_fsdp_plugin.integrations.preflight.made_data import config_parts
+from hf_fsdp_plugin.plan.resolve import resolve
 from hf_fsdp_plugin.problems import SpecError
 from hf_fsdp_plugin.spec.load import load_spec
 
@@ -63,19 +64,18 @@ MODELS: dict[str, tuple[Any, dict[str, Any]]] = {
 SPEC = load_spec({"distributed_type": "FSDP", "fsdp_config": {"fsdp_version": 2}}, environ={})
 
 
-def size_spec(number: int) -> Any:
-    settings = {"fsdp_auto_wrap_policy": "SIZE_BASED_WRAP", "fsdp_min_num_params": number}
-    return load_spec({"distributed_type": "FSDP", "fsdp_config": settings}, environ={})
+def unit_classes(model: Any) -> set[str]:
+    return {unit.class_name for unit in resolve(SPEC, model, world_size=2).units}
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_clone_has_classes_and_units_of_the_model(name: str) -> None:
     model_class, settings = MODELS[name]
     config = model_class.config_class(**settings)
-    clone = find_clone(model_class, config, spec=SPEC)
+    clone = find_clone(model_class, config)
     real, small = on_meta(model_class, config), on_meta(model_class, clone.config)
     assert classes_of(small) == classes_of(real)
-    assert unit_kinds(SPEC, small, 2) == unit_kinds(SPEC, real, 2)
+    assert unit_classes(small) == unit_classes(real)
     # Each stage of Swin has its own number of heads, so its widths are kept.
     assert [problem.code for problem in clone.problems] == (["FSDP-N757"] if name == "swin" else [])
     assert clone.num_params == num_params_of(small) < MAX_PARAMS / 4
@@ -86,19 +86,19 @@ def test_clone_has_classes_and_units_of_the_model(name: str) -> None:
 def test_clone_of_a_small_model_has_its_classes(family: str) -> None:
     model_class, settings = FAMILIES[family].model, FAMILIES[family].config
     config = model_class.config_class(**settings)  # type: ignore[attr-defined]
-    clone = find_clone(model_class, config, spec=SPEC)
+    clone = find_clone(model_class, config)
     assert classes_of(on_meta(model_class, clone.config)) == classes_of(on_meta(model_class, config))
     assert clone.num_params <= clone.real_num_params
 
 
 def test_grouped_heads_and_head_size_are_kept() -> None:
-    small = small_config(hf.LlamaConfig(**LLAMA_70B), Reduction(num_layers=2))
+    small = small_config(hf.LlamaConfig(**LLAMA_70B), 2)
     assert (small.num_attention_heads, small.num_key_value_heads, small.head_dim) == (2, 1, 128)
     assert (small.num_hidden_layers, small.hidden_size, small.vocab_size) == (2, 64, 512)
 
 
 def test_special_tokens_are_below_the_small_vocabulary() -> None:
-    small = small_config(hf.LlamaConfig(**LLAMA_70B), Reduction(num_layers=2))
+    small = small_config(hf.LlamaConfig(**LLAMA_70B), 2)
     tokens = [small.bos_token_id, small.eos_token_id, small.pad_token_id]
     assert len(set(tokens)) == 3 and max(tokens) < 512
 
@@ -111,7 +111,7 @@ def test_vocabulary_is_kept_for_a_tokenizer() -> None:
 
 def test_lists_of_layers_are_cut_with_the_layers() -> None:
     config = hf.Qwen3Config(num_hidden_layers=8, use_sliding_window=True, max_window_layers=4)
-    small = small_config(config, Reduction(num_layers=2))
+    small = small_config(config, 2)
     assert len(config.layer_types) == 8 and small.layer_types == config.layer_types[:2]
 
 
@@ -121,30 +121,20 @@ def test_later_layers_of_another_class_are_in_the_clone() -> None:
 
 
 def test_router_can_select_its_experts() -> None:
-    small = small_config(hf.DeepseekV3Config(), Reduction(num_layers=4))
+    small = small_config(hf.DeepseekV3Config(), 4)
     assert small.n_routed_experts == 16  # two for each of eight groups
 
 
 def test_parts_of_a_model_are_reduced_together() -> None:
-    small = small_config(hf.LlavaConfig(), Reduction(num_layers=2))
+    small = small_config(hf.LlavaConfig(), 2)
     assert {part.num_hidden_layers for part in config_parts(small) if "num_hidden_layers" in vars(part)} == {2}
 
 
 def test_quantization_is_removed_and_the_config_unchanged() -> None:
     config = hf.LlamaConfig(quantization_config={"quant_method": "bitsandbytes", "load_in_4bit": True})
-    small = small_config(config, Reduction(num_layers=2))
+    small = small_config(config, 2)
     assert getattr(small, "quantization_config", None) is None
     assert config.quantization_config and config.num_hidden_layers == 32
-
-
-def test_threshold_is_scaled_to_the_units_of_the_clone() -> None:
-    model_class, config = hf.LlamaForCausalLM, hf.LlamaConfig(**LLAMA_70B)
-    spec, real = size_spec(100_000_000), on_meta(model_class, config)
-    clone = on_meta(model_class, find_clone(model_class, config).config)
-    threshold, is_same = threshold_of_clone(spec, real, clone, 2)
-    small = spec.with_values({"wrap.min_num_params": threshold}, {})
-    assert is_same and threshold < num_params_of(clone)
-    assert unit_kinds(small, clone, 2) == unit_kinds(spec, real, 2)
 
 
 def test_clone_without_a_class_of_the_model_is_reported() -> None:
@@ -170,10 +160,10 @@ def test_invalid_config_is_refused_with_its_reason() -> None:
 def test_widths_are_kept_with_a_note_if_smaller_ones_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     real_reduction = small_config
 
-    def refusing(config: Any, reduction: Reduction) -> Any:
-        if reduction.widths != "none":
+    def refusing(config: Any, num_layers: int, widths: Widths, vocabulary: int | None) -> Any:
+        if widths != "none":
             raise ValueError("no smaller widths")
-        return real_reduction(config, reduction)
+        return real_reduction(config, num_layers, widths, vocabulary)
 
     monkeypatch.setattr("hf_fsdp_plugin.integrations.preflight.clone.small_config", refusing)
     clone = find_clone(hf.GPT2LMHeadModel, hf.GPT2Config())

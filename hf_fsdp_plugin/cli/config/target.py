@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
 import yaml
 
+from hf_fsdp_plugin.cli.config.settings import SECTIONS, Entry
 from hf_fsdp_plugin.cli.output import write_atomically
-from hf_fsdp_plugin.cli.wizard.settings import Entry
-from hf_fsdp_plugin.cli.yaml_edit import Key, YamlText, line_of
+from hf_fsdp_plugin.cli.yaml_edit import Key, change_keys, in_block_style, keys_of, line_of
 from hf_fsdp_plugin.problems import Origin, Problem, SpecError
 from hf_fsdp_plugin.sources import environment
 from hf_fsdp_plugin.sources.interface import ConfigFile, ConfigFiles, Sources, read_text
@@ -21,7 +21,7 @@ from hf_fsdp_plugin.sources.launchers import default_config_file
 from hf_fsdp_plugin.sources.tree import ConfigFileError
 from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec
 from hf_fsdp_plugin.spec.load import Assessment, assess
-from hf_fsdp_plugin.vocabulary import TRAINING_FILE_MARKS, Scope, find, plain_key
+from hf_fsdp_plugin.vocabulary import TRAINING_FILE_MARKS, Scope, SettingRow, find, plain_key
 
 STDOUT: Final = "-"
 _OTHER_CONFIG: Final = "FSDP-E766"
@@ -83,19 +83,19 @@ def find_target(name: str | None, variables: Mapping[str, str], *, force: bool) 
         found = default_config_file(variables)
         folder = Path(environment.accelerate_cache(variables))
         path = found.path if found is not None else folder / "default_config.yaml"
-        shown = str(path)
     else:
-        path, shown = ConfigFile.at(name).path, name
-    _check_place(path, shown, create=name is None)
+        path = ConfigFile.at(name).path
+    target = Target(path=path, shown=name or str(path), is_default=name is None)
+    _check_place(path, target.shown, create=target.is_default)
     if not os.path.lexists(path):
-        return Target(path=path, shown=shown, is_default=name is None)
+        return target
     try:
-        text, present = _read(path, shown)
+        text, present = _read(path, target.shown)
     except SpecError as error:
         if not force or error.problems[0].code == _OTHER_CONFIG:
             raise
         text, present = "", None
-    return Target(path=path, shown=shown, text=text, present=present, is_default=name is None)
+    return replace(target, text=text, present=present)
 
 
 def assess_text(text: str, target: Target) -> Assessment:
@@ -197,42 +197,48 @@ def changed_text(
         present: the settings that the file has.
     """
     new = [entry for entry in entries if not (present.asked(entry.name) and present.get(entry.name) == entry.means)]
+    is_json |= _is_json(text)
     if is_json or text.lstrip().startswith("{"):  # in flow style, which has no comments
-        is_json |= _is_json(text)
         tree = yaml.safe_load(text.replace("\t", " "))
         if not tree:
             return new_text(new, (), is_json=is_json)
         text = yaml.safe_dump(tree, sort_keys=False, allow_unicode=True, width=1 << 20)
-    edited = YamlText(text)
+    if any(_changes(text, new, unused)):
+        newline = "\r\n" if "\r\n" in text else "\n"
+        text = in_block_style(text, SECTIONS.values())
+        text = change_keys(text, *_changes(text, new, unused)).replace("\n", newline)
+    return _json_text(yaml.safe_load(text)) if is_json else text
+
+
+def _changes(
+    text: str, new: Sequence[Entry], unused: Collection[str]
+) -> tuple[dict[Key, list[str]], dict[str, list[str]]]:
+    """Return the other lines of keys, and the lines that are added to each section (see :func:`change_keys`)."""
+    keys = keys_of(text)
+    rows = {key: find(key.name, _SCOPES[key.section]) for key in keys if key.section in _SCOPES}
+    replaced: dict[Key, list[str]] = {}
+    added: dict[str, list[str]] = {}
+    for key in keys:
+        if not key.section and plain_key(key.name, "launch") in OTHER_ENGINES and getattr(key.value, "value", None):
+            lines = text.splitlines()[key.start : key.stop]
+            replaced[key] = ["# Not used with distributed_type: FSDP:", *(f"# {line}" for line in lines)]
     for name in unused:
-        while (key := next(_keys_of(edited, name), None)) is not None:
-            edited.remove(key)
+        replaced |= {key: [] for key in _keys_that_set(name, rows)}
     for entry in new:
-        while len(found := list(_keys_of(edited, entry.name))) > 1:
-            edited.remove(found[-1])
-        old = found[0] if found else None
-        spelling = old.name if old is not None and _has_key(old, entry) else entry.key
-        edited.put(entry.section, spelling, entry.value, entry.comment, replaces=old)
-    for engine in OTHER_ENGINES:
-        for key in [key for key in edited.all_keys() if not key.section and plain_key(key.name, "launch") == engine]:
-            if getattr(key.value, "value", None):
-                edited.comment_out(key, "Not used with distributed_type: FSDP:")
-    return _json_text(yaml.safe_load(edited.text)) if is_json else edited.text
+        found = _keys_that_set(entry.name, rows)
+        replaced |= {key: [] for key in found}
+        old = next((key for key in found if key.section == entry.section), None)
+        if old is None:
+            added.setdefault(entry.section, []).append(line_of(entry.key, entry.value, entry.comment))
+        else:
+            spelling = old.name if rows[old] == find(entry.key, _SCOPES[entry.section]) else entry.key
+            replaced[old] = [old.indent + line_of(spelling, entry.value, entry.comment)]
+    return replaced, added
 
 
-def _keys_of(text: YamlText, name: str) -> Iterator[Key]:
-    """Return the keys of a text that set a setting."""
+def _keys_that_set(name: str, rows: Mapping[Key, SettingRow | None]) -> list[Key]:
     names = _SAME.get(name, (name,))
-    for key in text.all_keys():
-        row = find(key.name, _SCOPES[key.section]) if key.section in _SCOPES else None
-        if row is not None and row.name in names:
-            yield key
-
-
-def _has_key(key: Key, entry: Entry) -> bool:
-    """Whether a key of the file is another spelling of the entry's key."""
-    row, wanted = find(key.name, _SCOPES[key.section]), find(entry.key, _SCOPES[entry.section])
-    return key.section == entry.section and row is not None and wanted is not None and row.name == wanted.name
+    return [key for key, row in rows.items() if row is not None and row.name in names]
 
 
 def _is_json(text: str) -> bool:

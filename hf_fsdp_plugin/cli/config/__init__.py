@@ -10,24 +10,21 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
-from hf_fsdp_plugin.cli.output import OK, PROBLEMS, USAGE, print_json, print_problems
-from hf_fsdp_plugin.cli.wizard.conversation import answers_of_options, converse, predicted_memory
-from hf_fsdp_plugin.cli.wizard.fsdp_questions import QUESTIONS
-from hf_fsdp_plugin.cli.wizard.prompts import Asker, make_asker
-from hf_fsdp_plugin.cli.wizard.question import Default, Question, State
-from hf_fsdp_plugin.cli.wizard.settings import (
+from hf_fsdp_plugin.cli.config.conversation import Asker, converse
+from hf_fsdp_plugin.cli.config.prediction import predict_memory
+from hf_fsdp_plugin.cli.config.questions import BY_NAME, QUESTIONS, Question, State, label_of
+from hf_fsdp_plugin.cli.config.settings import (
     Entry,
     arguments_of,
     code_of,
     entries_of,
     fixed_entries,
     header_of,
-    in_file_order,
     settings_of,
     stock_limits,
     unused_settings,
 )
-from hf_fsdp_plugin.cli.wizard.target import (
+from hf_fsdp_plugin.cli.config.target import (
     Target,
     assess_text,
     changed_text,
@@ -36,6 +33,7 @@ from hf_fsdp_plugin.cli.wizard.target import (
     with_header,
     write,
 )
+from hf_fsdp_plugin.cli.output import OK, PROBLEMS, USAGE, print_json, print_problems
 from hf_fsdp_plugin.launcher.device_search import DeviceSearch
 from hf_fsdp_plugin.launcher.flags import Suggested
 from hf_fsdp_plugin.problems import Origin, Problem, SpecError, has_errors
@@ -51,11 +49,11 @@ HELP = (
 )
 EXAMPLES = (
     "hf-fsdp config -o fsdp.yaml --model meta-llama/Llama-3.1-8B --gpus 8 --gpu-memory 80GB",
-    "hf-fsdp config --yes --num-machines 2 --gpus 8 --set sharding.strategy=hybrid_shard --show-args",
+    "hf-fsdp config --yes --num-machines 2 --gpus 8 --strategy hybrid_shard --show-args",
 )
 
 
-_WRONG_OPTIONS: Final = frozenset({"FSDP-E031", "FSDP-E032", "FSDP-E762", "FSDP-E763"})
+_WRONG_OPTIONS: Final = frozenset({"FSDP-E762", "FSDP-E763"})
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -68,13 +66,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--cpu", action="store_true", help="run on CPU ranks instead of GPUs")
     parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else on stdout")
     parser.add_argument("--show-args", action="store_true", help="print the same settings as TrainingArguments(...)")
-    parser.add_argument(
-        "--set", action="append", default=[], metavar="NAME=VALUE", dest="overrides",
-        help="any setting, or any answer by its name; repeatable",
-    )  # fmt: skip
     answers = parser.add_argument_group("answers", "each replaces a question")
     for question in QUESTIONS:
-        labels = Suggested(choice.label for choice in question.choices_in(State(answers={"gpus": 2})))
+        labels = Suggested(map(label_of, question.choices_in(State(answers={"gpus": 2}))))
         answers.add_argument(
             question.flag, metavar="|".join(labels) or question.name.rpartition("_")[2].upper(), help=question.help,
             choices=labels or None,
@@ -98,7 +92,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _run(args: argparse.Namespace) -> int:
-    given, extra = answers_of_options(args)
+    given = {name: value for name in BY_NAME if (value := getattr(args, name)) is not None}
     target = find_target(args.config_file, os.environ, force=args.force)
     if args.yes and target.text is not None and not args.force:
         message = "the file exists. --yes does not change it."
@@ -109,18 +103,16 @@ def _run(args: argparse.Namespace) -> int:
         state = State(path=target.shown, machine=search.result)
         if target.present is not None:
             state.existing = target.present.spec
-        if args.cpu:
-            extra.setdefault("launch.use_cpu", True)
-        state.cpu = bool(extra.get("launch.use_cpu", state.existing.launch.use_cpu))
-        asker = make_asker(yes=args.yes)
+        state.cpu = args.cpu or state.existing.launch.use_cpu
+        asker = Asker(takes_defaults=args.yes)
         if not args.yes:
             where = "prints the file" if target.shown == "-" else f"writes {target.shown}"
             asker.show(f"This {where}. Ctrl-C at any question writes nothing.")
         converse(state, asker, given)
     finally:
         search.close()
-    settings = settings_of(state, extra)
-    memory, memory_line = predicted_memory(state, settings)
+    settings = settings_of(state)
+    memory, memory_line = predict_memory(state, settings)
     if memory_line:
         asker.show(f"Predicted memory of these settings: {memory_line}.")
     text = _text(target, state, settings, memory_line)
@@ -140,7 +132,7 @@ def _text(target: Target, state: State, settings: dict[str, Any], memory: str) -
     """Return the new content of the file."""
     entries, header = entries_of(state, settings), header_of(state, memory)
     if target.text is None or target.present is None:
-        return new_text(in_file_order([*fixed_entries(state, settings), *entries]), header, is_json=target.is_json)
+        return new_text([*fixed_entries(state, settings), *entries], header, is_json=target.is_json)
     text = changed_text(
         target.text, entries, unused_settings(state, settings), target.present.spec, is_json=target.is_json
     )
@@ -170,9 +162,8 @@ def _may_write(args: argparse.Namespace, target: Target, text: str, asker: Asker
     print("", *map(printable, lines), sep="\n", file=sys.stderr)
     if args.force:
         return True
-    default = Default(value=True)
-    question = Question(name="force", text=f"Change {target.shown}", default=default)
-    return bool(asker.ask(question, default, state))
+    question = Question(name="force", text=f"Change {target.shown}", default=True)
+    return bool(asker.ask(question, state))
 
 
 def _print_result(

@@ -1,0 +1,531 @@
+"""The questions of ``hf-fsdp config``, as a table, and ``State``: what is known when a question is asked."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+from hf_fsdp_plugin.launcher.device_search import FoundDevices
+from hf_fsdp_plugin.problems import SpecError
+from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec
+from hf_fsdp_plugin.spec.values import InvalidValue, is_class_name, parse_value
+from hf_fsdp_plugin.spellings import FALSE_WORDS, TRUE_WORDS
+from hf_fsdp_plugin.strategies import STRATEGIES
+from hf_fsdp_plugin.text import SIZE_SPELLINGS, format_bytes, format_count, format_names, parse_bytes
+from hf_fsdp_plugin.vocabulary import BY_NAME as ROWS_BY_NAME
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from hf_fsdp_plugin.estimate.machines import Machine
+
+USUAL_GPUS: Final = 8
+USUAL_SEQ_LEN: Final = 4096
+USUAL_MIN_NUM_PARAMS: Final = 100_000_000
+"""The default of ``accelerate config``."""
+MAX_BATCH: Final = 1 << 24
+"""Also the longest sequence."""
+MAX_RANKS: Final = 1 << 20
+YES_NO: Final[Mapping[Any, str]] = {True: "", False: ""}
+_MACHINES: Final = {
+    "A100-SXM4-40GB": "a100-40gb", "A100-SXM4-80GB": "a100-80gb", "H100 80GB HBM3": "h100-sxm",
+    "H100 PCIe": "h100-pcie", "H200": "h200", "B200": "b200",
+}  # fmt: skip
+"""Part of the name of a device, as its driver gives it -> machine."""
+
+
+class Default(NamedTuple):
+    """The default answer, and its reason in one line."""
+
+    value: Any
+    reason: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelFacts:
+    """A model on the meta device, and what the questions need to know of it.
+
+    Attributes:
+        classes: class name -> number of modules, without containers.
+        layers: the classes that become units by default.
+        declares_layers: whether the model itself declares these classes (``_no_split_modules``).
+        max_seq_len: number of positions; 0 if the config has none.
+    """
+
+    model: nn.Module
+    classes: Mapping[str, int]
+    layers: tuple[str, ...]
+    declares_layers: bool
+    max_seq_len: int
+
+    @property
+    def class_name(self) -> str:
+        return type(self.model).__name__
+
+    @property
+    def layers_text(self) -> str:
+        """``LlamaDecoderLayer ×32``."""
+        return ", ".join(f"{name} ×{self.classes[name]}" for name in self.layers)
+
+    @property
+    def text(self) -> str:
+        """One line: class, number of parameters and layers."""
+        layers = f", {self.layers_text}" if self.layers else ""
+        num_params = sum(parameter.numel() for parameter in self.model.parameters())
+        return f"{self.class_name}: {format_count(num_params)} parameters{layers}"
+
+
+@dataclass(kw_only=True, slots=True)
+class State:
+    """What is known so far.
+
+    Attributes:
+        answers: name of a question -> answer.
+        existing: the settings of the file that is changed; without a file, the defaults.
+        path: the file that is changed, for messages; empty without one.
+        cpu: whether the ranks run on CPUs.
+        recommended: canonical name of a setting, or name of a question -> value that the prediction recommends.
+        advice: the same, if the recommendation was accepted: these values are the defaults.
+    """
+
+    answers: dict[str, Any] = field(default_factory=dict)
+    existing: FsdpSpec = field(default_factory=FsdpSpec)
+    path: str = ""
+    machine: Callable[[], FoundDevices] = FoundDevices
+    model: ModelFacts | None = None
+    cpu: bool = False
+    recommended: Mapping[str, Any] = field(default_factory=dict)
+    advice: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def num_machines(self) -> int:
+        return int(self.answers.get("num_machines", 1))
+
+    @property
+    def gpus(self) -> int:
+        """Ranks of each machine."""
+        return int(self.answers.get("gpus", 1))
+
+    @property
+    def world_size(self) -> int:
+        return self.num_machines * self.gpus
+
+    @property
+    def accumulation(self) -> int:
+        """Forward passes of a rank per optimizer step."""
+        return int(self.answers["global_batch"]) // (int(self.answers.get("micro_batch", 1)) * self.world_size)
+
+    @property
+    def version(self) -> int:
+        return int(self.answers.get("fsdp_version", 2))
+
+    @property
+    def is_hybrid(self) -> bool:
+        """Whether the strategy has groups of ranks."""
+        return "strategy" in self.answers and STRATEGIES[self.answers["strategy"]].hybrid
+
+    def named_machine(self) -> Machine | None:
+        """Return the kind of machine that was named; ``None`` without one."""
+        from hf_fsdp_plugin.estimate.machines import machine_named
+
+        name = str(self.answers.get("machine", ""))
+        return machine_named(name) if name else None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Question:
+    """One question.
+
+    Attributes:
+        name: name of the answer, and of the option with hyphens.
+        text: the question.
+        default: the default answer, or a function that returns it with its reason in a state.
+        reason: the reason of the default, in one line.
+        setting: canonical name of the setting that the answer is; empty if it is not one setting.
+        choices: the answers of a list with a description of each, or a function that returns them; empty for an answer
+            that is typed. A question whose default is a bool has the choices yes and no.
+        parse: converts typed text. Raises ``ValueError`` with what is expected.
+        asked: whether the question applies in a state.
+        about: comment of an answer in the file, if neither the reason of the default nor the choice describes it.
+        is_detail: whether it is asked only after ``details``.
+    """
+
+    name: str
+    text: str
+    default: Any
+    reason: str = ""
+    setting: str = ""
+    choices: Mapping[Any, str] | Callable[[State], Mapping[Any, str]] = field(default_factory=dict)
+    parse: Callable[[str, State], Any] = lambda text, state: text
+    asked: Callable[[State], bool] = lambda state: True
+    about: str = ""
+    is_detail: bool = False
+
+    @property
+    def flag(self) -> str:
+        return f"--{self.name.replace('_', '-')}"
+
+    @property
+    def help(self) -> str:
+        """Description of the option."""
+        return self.text[0].lower() + self.text[1:] if self.text[1].islower() else self.text
+
+    def choices_in(self, state: State) -> Mapping[Any, str]:
+        """Return the answers of the list in a state, each with its description."""
+        if isinstance(self.default, bool):
+            return YES_NO
+        return self.choices(state) if callable(self.choices) else self.choices
+
+    def read(self, text: str, state: State) -> Any:
+        """Return the answer that a text means. Raises ``ValueError`` with what is expected."""
+        choices = self.choices_in(state)
+        if not choices:
+            return self.parse(text.strip(), state)
+        word = text.strip().lower().replace("-", "_")
+        if choices is YES_NO and word in {*TRUE_WORDS, *FALSE_WORDS, "y", "n"}:
+            return word in {*TRUE_WORDS, "y"}
+        by_label = {label_of(value).lower().replace("-", "_"): value for value in choices}
+        if word in by_label:
+            return by_label[word]
+        if word.isdecimal() and 1 <= int(word) <= len(choices):
+            return list(choices)[int(word) - 1]
+        near = [value for label, value in by_label.items() if word and label.startswith(word)]
+        if len(near) == 1:
+            return near[0]
+        raise ValueError(f"{text.strip()!r} is not one of {', '.join(map(label_of, choices))}.")
+
+    def default_in(self, state: State) -> Default:
+        """Return the default: the planner's advice, else the value of the existing file, else the general default."""
+        choices = self.choices_in(state)
+        advised = self.setting or self.name
+        if advised in state.advice and (not choices or state.advice[advised] in choices):
+            return Default(state.advice[advised], "recommended for this model, batch and memory")
+        if self.setting and state.existing.asked(self.setting):
+            value = state.existing.get(self.setting)
+            value = ",".join(value) if isinstance(value, tuple) else value
+            if value != "auto" and (not choices or value in choices):
+                return Default(value, f"as in {state.path}")
+        return self._general_default(state)
+
+    def _general_default(self, state: State) -> Default:
+        return self.default(state) if callable(self.default) else Default(self.default, self.reason)
+
+    def comment(self, value: Any, state: State) -> str:
+        """Return the comment for an answer in the file: the reason of a default, else what the answer means."""
+        for default in (self.default_in(state), self._general_default(state)):
+            if default.value == value and default.reason and not default.reason.startswith("as in "):
+                return default.reason
+        return self.choices_in(state).get(value, "") or self.about
+
+
+def label_of(value: Any) -> str:
+    """Return an answer as text."""
+    return str(value) if not isinstance(value, bool) else "yes" if value else "no"
+
+
+def _parse_setting(name: str, text: str) -> Any:
+    """Return the value of a setting that a text means. Raises ``ValueError`` with what is expected."""
+    try:
+        return parse_value(ROWS_BY_NAME[name], text)
+    except InvalidValue as error:
+        raise ValueError(f"{text[:80]!r} is not valid; expected {error.expected}.") from None
+
+
+def _whole_number(text: str, minimum: int, maximum: int) -> int:
+    """Return a whole number, which may have thousands separators. Raises ``ValueError`` with what is expected."""
+    digits = text.replace(",", "").replace("_", "")
+    shown = text if len(text) <= 40 else f"{text[:37]}..."
+    if not (digits.isdecimal() and digits.isascii()):
+        raise ValueError(f"{shown!r} is not a whole number.")
+    if len(digits) > 20 or not minimum <= int(digits) <= maximum:
+        raise ValueError(f"{shown} is not between {minimum:,} and {maximum:,}.")
+    return int(digits)
+
+
+def _number(maximum: int) -> Callable[[str, State], int]:
+    """Return the parser of a whole number from 1 to a maximum."""
+    return lambda text, state: _whole_number(text, 1, maximum)
+
+
+def _machine(state: State) -> Default:
+    found = state.machine().name
+    known = next((machine for name, machine in _MACHINES.items() if name in found), "")
+    return Default(known, f"of the {found} found here" if known else "without one, no times are predicted")
+
+
+def _parse_machine(text: str, state: State) -> str:
+    from hf_fsdp_plugin.estimate.machines import machine_named
+
+    try:
+        return text if text and machine_named(text).name else ""
+    except SpecError as error:
+        raise ValueError(" ".join(f"{problem.message} {problem.fix}" for problem in error.problems)) from None
+
+
+def _gpus(state: State) -> Default:
+    launch, named, found = state.existing.launch, state.named_machine(), state.machine()
+    if launch.num_processes != "auto":
+        return Default(max(1, launch.num_processes // launch.num_machines), f"as in {state.path}")
+    if state.cpu:
+        return Default(2, "the smallest number of CPU ranks for which FSDP shards")
+    if named is not None and named.ranks_per_machine:
+        return Default(named.ranks_per_machine, f"of {named.name}")
+    if found.count:
+        return Default(found.count, f"found on this machine: {f'{found.name}, ' if found.name else ''}{found.kind}")
+    return Default(USUAL_GPUS, "torch finds no GPU here; machines for training usually have 8")
+
+
+def _gpu_memory(state: State) -> Default:
+    named, found = state.named_machine(), state.machine()
+    if named is not None and named.memory_bytes:
+        return Default(format_bytes(int(named.memory_bytes)), f"of {named.name}: {named.device}")
+    if found.memory_bytes:
+        return Default(format_bytes(found.memory_bytes, binary=True), f"of the {found.name} found here")
+    return Default("", "torch finds no GPU here; without a size, nothing is compared with it")
+
+
+def _parse_memory(text: str, state: State) -> str:
+    if text and parse_bytes(text) is None:
+        raise ValueError(f"{text[:40]!r} is not a size of memory. Write {SIZE_SPELLINGS}.")
+    return text
+
+
+def _seq_len(state: State) -> Default:
+    longest = state.model.max_seq_len if state.model is not None else 0
+    if 0 < longest <= USUAL_SEQ_LEN:
+        return Default(longest, "the longest sequence of this model")
+    return Default(USUAL_SEQ_LEN, "a usual length; activations grow with it")
+
+
+def _parse_seq_len(text: str, state: State) -> int:
+    seq_len = _whole_number(text, 1, MAX_BATCH)
+    longest = state.model.max_seq_len if state.model is not None else 0
+    if longest and seq_len > longest:
+        raise ValueError(f"{seq_len:,} is longer than {longest:,}, the longest sequence of the model.")
+    return seq_len
+
+
+def _parse_global_batch(text: str, state: State) -> int:
+    batch = _whole_number(text, 1, MAX_BATCH)
+    if batch % state.world_size:
+        lower = batch - batch % state.world_size
+        near = " or ".join(f"{size:,}" for size in (lower, lower + state.world_size) if size)
+        raise ValueError(f"{batch:,} is not divisible by the {state.world_size:,} ranks. Nearest: {near}.")
+    return batch
+
+
+def _parse_micro_batch(text: str, state: State) -> int:
+    micro_batch = _whole_number(text, 1, MAX_BATCH)
+    per_rank = int(state.answers["global_batch"]) // state.world_size
+    if per_rank % micro_batch:
+        raise ValueError(f"{micro_batch:,} does not divide {per_rank:,}, the samples of a rank and step.")
+    return micro_batch
+
+
+def _recommendation(state: State) -> Default:
+    if state.existing.asked("sharding.strategy"):
+        return Default(value=False, reason=f"{state.path} already has these settings")
+    return Default(value=True, reason="each can still be changed")
+
+
+_STRATEGIES: Final = {
+    "full_shard": "shards parameters, gradients and optimizer state (ZeRO-3): least memory",
+    "shard_grad_op": "keeps gathered parameters until backward (ZeRO-2): faster, more memory",
+    "no_shard": "every rank has the whole model (DDP): fastest if it fits",
+    "hybrid_shard": "full_shard within a group of ranks, which are replicated",
+    "hybrid_shard_zero2": "shard_grad_op within a group of ranks, which are replicated",
+}
+
+
+def _strategy_choices(state: State) -> Mapping[Any, str]:
+    has_groups = _largest_group(state.world_size) > 1
+    return {name: about for name, about in _STRATEGIES.items() if has_groups or not STRATEGIES[name].hybrid}
+
+
+def _largest_group(world_size: int) -> int:
+    """Return the largest number of ranks of several equal groups; 1 if there are no such groups."""
+    return next((world_size // n for n in range(2, math.isqrt(world_size) + 1) if world_size % n == 0), 1)
+
+
+def _group_size(state: State) -> Default:
+    if state.version == 1 and state.gpus > 1:
+        reason = "the ranks of a machine, the only size that stock Accelerate supports"
+        more = "; on one machine this is the same as without groups" if state.num_machines == 1 else ""
+        return Default(state.gpus, reason + more)
+    if state.num_machines > 1 and state.gpus > 1:
+        return Default(state.gpus, "one group per machine, so that all-gathers stay in the machine")
+    size = _largest_group(state.world_size)
+    return Default(size, f"{state.world_size // size} groups")
+
+
+def _parse_group_size(text: str, state: State) -> int:
+    size = _whole_number(text, 2, state.world_size)
+    if state.world_size % size:
+        divisors = [n for n in range(2, min(state.world_size, 1 << 12) + 1) if state.world_size % n == 0]
+        raise ValueError(f"{size} does not divide the {state.world_size:,} ranks. Use {format_names(divisors, 8)}.")
+    return size
+
+
+def _wrap_policy(state: State) -> Default:
+    if state.model is None:
+        return Default("transformer", "layers are gathered one at a time")
+    if state.model.layers:
+        return Default("transformer", f"one unit per layer: {state.model.layers_text}")
+    return Default("size", f"{state.model.class_name} has no repeated layer class")
+
+
+def _classes(state: State) -> Default:
+    if state.model is None or state.model.declares_layers:
+        named = f": {state.model.layers_text}" if state.model is not None else ""
+        return Default("", f"the classes that the model declares{named}")
+    return Default(",".join(state.model.layers), "repeated layers; the model declares no classes")
+
+
+def _parse_classes(text: str, state: State) -> str:
+    model = state.model
+    if not text and model is not None and not model.declares_layers:
+        raise ValueError(f"{model.class_name} declares no layer classes. Name one.")
+    names = _parse_setting("wrap.classes", text) if text else ()
+    for name in names:
+        if not is_class_name(name):
+            raise ValueError(f"{name[:80]!r} is not a class name.")
+        if model is not None and name not in model.classes:
+            raise ValueError(f"{model.class_name} has no {name}. It has {format_names(list(model.classes), 6)}.")
+    return ",".join(names)
+
+
+def _parse_min_num_params(text: str, state: State) -> int:
+    count = int(_parse_setting("wrap.min_num_params", text))
+    if count < 1:
+        raise ValueError("the threshold must be above 0.")
+    return count
+
+
+def _parse_address(text: str, state: State) -> str:
+    return str(_parse_setting("launch.main_process_ip", text)) if text else ""
+
+
+def _has_model(state: State) -> bool:
+    return state.model is not None
+
+
+def _has_machines(state: State) -> bool:
+    return state.num_machines > 1
+
+
+def _is_fsdp1(state: State) -> bool:
+    return state.version == 1
+
+
+QUESTIONS: Final = (
+    Question(name="model", text="Model (folder, config.json or hub id; empty for none)",
+        default="", reason="without a model, no memory is predicted"),
+    Question(name="num_machines", text="Number of machines", setting="launch.num_machines",
+        default=1, reason="one machine needs no address and no port", parse=_number(MAX_RANKS)),
+    Question(name="machine", text="Kind of machine, for predicted times (such as h100-sxm; empty for none)",
+        default=_machine, parse=_parse_machine, asked=_has_model),
+    Question(name="gpus", text="GPUs of each machine", default=_gpus,
+        parse=lambda text, state: _whole_number(text, 1, MAX_RANKS // state.num_machines)),
+    Question(name="gpu_memory", text="Memory of a GPU, such as 80GB (empty if unknown)",
+        default=_gpu_memory, parse=_parse_memory, asked=_has_model),
+    Question(name="machine_rank", text="Rank of this machine, from 0", setting="launch.machine_rank",
+        default=0, reason="the other machines use the same file with --machine_rank", asked=_has_machines,
+        parse=lambda text, state: _whole_number(text, 0, state.num_machines - 1)),
+    Question(name="main_process_ip", text="Address of machine 0 (empty to pass it as --main_process_ip)",
+        setting="launch.main_process_ip", default="", reason="not in the file", asked=_has_machines,
+        parse=_parse_address, about="all machines connect to this address"),
+    Question(name="main_process_port", text="Free port on machine 0", setting="launch.main_process_port",
+        default=29500, reason="the default port of torchrun", asked=_has_machines,
+        parse=_number(65535), about="must be free on machine 0"),
+    Question(name="precision", text="Precision", setting="launch.mixed_precision",
+        default="bf16", reason="half the memory of fp32 for activations; no loss scaling",
+        choices={"bf16": "compute in bf16, update in fp32; for A100, H100 and newer GPUs",
+                 "fp16": "compute in fp16 with loss scaling; for V100 and T4",
+                 "no": "compute in the dtype of the model"}),
+    Question(name="seq_len", text="Sequence length in tokens",
+        default=_seq_len, parse=_parse_seq_len, asked=_has_model),
+    Question(name="optimizer", text="Optimizer", asked=_has_model,
+        default="adamw", reason="the Trainer's default: 8 bytes of state per parameter",
+        choices={"adamw": "two fp32 values per parameter",
+                 "sgd": "no state without momentum",
+                 "adafactor": "rows and columns of the second moment",
+                 "adamw_8bit": "two 8-bit values per parameter (bitsandbytes)",
+                 "muon": "one value per parameter of a matrix"}),
+    Question(name="global_batch", text="Samples of all ranks per optimizer step", parse=_parse_global_batch,
+        default=lambda state: Default(state.world_size, "one sample per rank; use the batch size of your recipe")),
+    Question(name="fsdp_version", text="FSDP version", setting="fsdp.version",
+        default=2, reason="the version that PyTorch develops",
+        choices={1: "FullyShardedDataParallel: flat parameters; deprecated by Transformers",
+                 2: "fully_shard: one DTensor per parameter"}),
+    Question(name="recommendation", text="Use the recommended settings as defaults",
+        default=_recommendation, choices=YES_NO, asked=lambda state: bool(state.recommended)),
+    Question(name="micro_batch", text="Samples of a rank per forward pass", parse=_parse_micro_batch,
+        default=1, reason="needs least memory; the rest of the batch is accumulated"),
+    Question(name="sync_each_batch", text="Reduce gradients after every micro-batch (sync_each_batch)",
+        default=False, reason="less communication; gradients are kept unsharded meanwhile",
+        asked=lambda state: _has_model(state) and state.accumulation > 1),
+    Question(name="strategy", text="Sharding strategy", setting="sharding.strategy", choices=_strategy_choices,
+        default="full_shard", reason="least memory; needs one more all-gather per unit"),
+    Question(name="group_size", text="Ranks that share one copy of the model", setting="mesh.shard",
+        default=_group_size, parse=_parse_group_size, asked=lambda state: state.is_hybrid),
+    Question(name="wrap_policy", text="Units of the model (wrap policy)", setting="wrap.policy", default=_wrap_policy,
+        choices={"transformer": "one unit per layer, by class name",
+                 "size": "units of at least a number of parameters",
+                 "none": "one unit: the whole model is gathered at once"}),
+    Question(name="wrap_classes", setting="wrap.classes",
+        text="Layer classes, separated by commas (empty for those that the model declares)",
+        default=_classes, parse=_parse_classes, about="each module of these classes is one unit",
+        asked=lambda state: state.answers["wrap_policy"] == "transformer"),
+    Question(name="min_num_params", text="Parameters of the smallest unit", setting="wrap.min_num_params",
+        default=USUAL_MIN_NUM_PARAMS, reason="the default of accelerate config", parse=_parse_min_num_params,
+        asked=lambda state: state.answers["wrap_policy"] == "size", about="parameters of the smallest unit"),
+    Question(name="offload", text="Offload parameters, gradients and optimizer state to the CPU",
+        setting="offload.params", default=False, reason="faster; the optimizer would run on the CPU",
+        about="frees GPU memory; the optimizer runs on the CPU, which is slow"),
+    Question(name="checkpointing", text="Activation checkpointing", setting="activation.checkpointing",
+        default="none", reason="no recomputation; choose full if memory is short",
+        choices={"none": "keeps all activations: fastest",
+                 "full": "recomputes each unit in backward: about a third more computation",
+                 "selective": "recomputes all but attention and half of the matmuls"}),
+    Question(name="activation_offload", text="Offload checkpointed activations to the CPU",
+        setting="activation.offload", default=False, reason="the inputs of the units stay on the GPU",
+        asked=lambda state: state.answers["checkpointing"] != "none",
+        about="for long sequences: the inputs of the units are kept in CPU memory"),
+    Question(name="state_dict", text="Content of checkpoints (state dict type)", setting="checkpoint.state_dict",
+        default="sharded", reason="every rank writes its part; resumes on any number of GPUs",
+        choices={"sharded": "every rank writes its part: fast, for any number of GPUs",
+                 "full": "rank 0 gathers and writes the whole model: slow for large models",
+                 "local": "the same files as sharded, for configs that name it"}),
+    Question(name="ram_efficient_loading", text="RAM-efficient loading", setting="loading.ram_efficient",
+        default=True, reason="a machine holds the weights once, not once per GPU", about="each rank loads all weights"),
+    Question(name="details", text="Review the remaining settings (prefetching, asynchronous checkpoints, ...)",
+        default=False, reason="their defaults fit most runs"),
+    Question(name="backward_prefetch", text="Backward prefetch", setting="prefetch.backward", is_detail=True,
+        default="pre", reason="the next unit is gathered while gradients are computed",
+        choices={"pre": "gathers the next unit while gradients are computed: fastest",
+                 "post": "gathers the next unit after the gradients: less memory",
+                 "none": "gathers a unit when it is needed: least memory"}),
+    Question(name="forward_prefetch", text="Forward prefetch", setting="prefetch.forward", is_detail=True,
+        default=False, reason="helps only if the CPU is slower than the GPU",
+        about="the next unit is gathered during the forward of the current one"),
+    Question(name="limit_all_gathers", text="Limit the all-gathers in flight (FSDP1)", is_detail=True,
+        setting="prefetch.limit_all_gathers", default=True, reason="at most two units are gathered at a time",
+        asked=_is_fsdp1, about="more memory: the CPU may start any number of all-gathers"),
+    Question(name="use_orig_params", text="Keep the original parameters (use_orig_params of FSDP1)", is_detail=True,
+        setting="params.use_orig", default=True, reason="for frozen parameters, parameter groups and torch.compile",
+        asked=_is_fsdp1, about="the optimizer sees one flat parameter per unit"),
+    Question(name="sync_module_states", text="Broadcast the weights of rank 0 before sharding (FSDP1)", is_detail=True,
+        setting="loading.sync_module_states", default=True, reason="all ranks begin with the weights of rank 0",
+        asked=lambda state: _is_fsdp1(state) and not state.answers["ram_efficient_loading"],
+        about="every rank must load the same weights"),
+    Question(name="pin_memory", text="Pin the CPU memory of offloaded parameters", setting="offload.pin_memory",
+        default=True, reason="copies overlap with computation", is_detail=True,
+        asked=lambda state: bool(state.answers["offload"]), about="for machines with little CPU memory"),
+    Question(name="async_save", text="Write checkpoints in the background", setting="checkpoint.asynchronous",
+        default=False, reason="needs a copy of the shards in CPU memory", is_detail=True,
+        about="training pauses only for the copy to CPU memory"),
+)  # fmt: skip
+BY_NAME: Final[Mapping[str, Question]] = {question.name: question for question in QUESTIONS}
+BY_SETTING: Final[Mapping[str, Question]] = {question.setting: question for question in QUESTIONS if question.setting}
