@@ -115,7 +115,7 @@ def prepare_model(accelerator: Any, model: nn.Module, optimizers: Sequence[torch
     if not any(sharded is known for known in models):
         models.append(sharded)
         if preflight.active:
-            _own_loop().watch_model(accelerator, sharded)
+            _own_loop().watch_model(accelerator)
     return sharded
 
 
