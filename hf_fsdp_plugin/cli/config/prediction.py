@@ -169,7 +169,6 @@ def _strategy(row: AdviceRow) -> str:
     parts += [f"{choice.checkpointing} checkpointing"] if choice.checkpointing != "none" else []
     parts += ["offload of activations"] if choice.offload_activations else []
     parts += ["offload of parameters"] if choice.offload_params else []
-    parts += [choice.units.label] if choice.units.label else []
     return ", ".join(parts)
 
 
