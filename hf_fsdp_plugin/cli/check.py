@@ -40,9 +40,8 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument("--model", metavar="DIR|ID", help="resolve the config against this model")
     parser.add_argument("--world-size", type=_world_size, metavar="N", help="number of ranks (default: num_processes)")
     add_run_arguments(parser)
-    parser.add_argument(
-        "--device", metavar="TYPE", help="plan for cuda, cpu, … (default: the device that launch uses on this machine)"
-    )
+    about = "plan for cuda, cpu, … (default: the device that launch uses on this machine)"
+    parser.add_argument("--device", metavar="TYPE", help=about)
     add_setting_flags(parser)
     parser.epilog = (
         "also all setting flags of `hf-fsdp launch`: --mixed_precision bf16, --fsdp_version 2, --cpu, …\n"
@@ -56,26 +55,18 @@ def add_config_arguments(parser: argparse.ArgumentParser, *, several: bool) -> N
     Args:
         several: whether the verb reads several configs.
     """
-    parser.add_argument(
-        "configs",
-        nargs="*" if several else "?",
-        metavar="CONFIG",
-        help=f"Accelerate YAML or JSON {'files' if several else 'file'}; - reads stdin (default: Accelerate's default "
-        "config file)",
-    )
+    files = "files" if several else "file"
+    default = "(default: Accelerate's default config file)"
+    about = f"Accelerate YAML or JSON {files}; - reads stdin {default}"
+    parser.add_argument("configs", nargs="*" if several else "?", metavar="CONFIG", help=about)
     parser.add_argument("--config-file", metavar="CONFIG", help="the same as CONFIG, as in launch")
-    parser.add_argument(
-        "--fsdp", nargs="?", const="true", metavar="WORDS", help='as in TrainingArguments: "full_shard auto_wrap"'
-    )
-    parser.add_argument(
-        "--fsdp-config", metavar="JSON|PATH", help="as in TrainingArguments: JSON, or the path of a JSON or YAML file"
-    )
+    about = 'as in TrainingArguments: "full_shard auto_wrap"'
+    parser.add_argument("--fsdp", nargs="?", const="true", metavar="WORDS", help=about)
+    about = "as in TrainingArguments: JSON, or the path of a JSON or YAML file"
+    parser.add_argument("--fsdp-config", metavar="JSON|PATH", help=about)
     add_override_flag(parser)
-    parser.add_argument(
-        "--distributed-config",
-        metavar="PATH",
-        help="JSON file of a DistributedConfig, with which from_pretrained shards the model",
-    )
+    about = "JSON file of a DistributedConfig, with which from_pretrained shards the model"
+    parser.add_argument("--distributed-config", metavar="PATH", help=about)
 
 
 _NEEDS: Final = {"device": ("model",), "limit": ("run",)}
@@ -193,7 +184,7 @@ def _print(checked: Checked) -> None:
 
 def _fix(args: argparse.Namespace, files: Sequence[ConfigFile | None]) -> int:
     """Print the corrected config on stdout; the corrections, the remaining problems and the verdict on stderr."""
-    from hf_fsdp_plugin.cli.yaml_edit import apply_edits, corrections
+    from hf_fsdp_plugin.cli.yaml_edit import correct
 
     if args.json or len(files) != 1 or files[0] is None:
         raise UsageError("--fix needs one config, and prints no JSON.")
@@ -204,12 +195,11 @@ def _fix(args: argparse.Namespace, files: Sequence[ConfigFile | None]) -> int:
     except ConfigFileError:
         print_problems(checked.problems)
         return checked.exit_code
-    # A corrected key may have a misspelled value.
-    while edits := corrections(text, checked.problems, file.shown):
-        for edit in edits:
-            change = f"{text[edit.start : edit.stop]} → {edit.text}"
-            print(printable(f"{file.shown}:{edit.line}: {change}"), file=sys.stderr)
-        text = apply_edits(text, edits)
+    while True:  # a corrected key may have a misspelled value
+        text, corrections = correct(text, checked.problems, file.shown)
+        if not corrections:
+            break
+        print("\n".join(map(printable, corrections)), file=sys.stderr)
         checked = check_config(args, replace(file, data=text.encode()))
     sys.stderr.flush()
     sys.stdout.write(text)

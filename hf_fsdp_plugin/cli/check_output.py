@@ -131,15 +131,12 @@ def _fitted(rows: Sequence[tuple[str, str, Origin]], shown: str | None, width: i
 
 
 def _origin_text(origin: Origin, shown: str | None, room: int | None) -> str:
-    if origin.file is not None:
-        line = str(origin.line or "").rjust(_ROW_INDENT)
-        place = line if origin.file == shown else f"{origin.place} "
-    else:
-        place = "" if origin.source in ("command line", "--set") else f"{origin.place} "
-    place = f"{place}  " if origin.file == shown else place
-    flag = "--set " if origin.source == "--set" else ""
-    text = f"{place}{flag}{origin.written}" if origin.spelling else place.strip()
-    return f"{place}{flag}{origin.spelling}" if room is not None and len(text) > room else text
+    place = "" if origin.source in ("command line", "--set") else origin.place
+    if origin.file is not None and origin.file == shown:
+        place = str(origin.line or "").rjust(_ROW_INDENT) + " "
+    flag = "--set" if origin.source == "--set" else ""
+    text = " ".join(filter(None, (place, flag, origin.written)))
+    return text if room is None or len(text) <= room else text.removesuffix(f"={origin.text}")
 
 
 def refused_settings(spec: FsdpSpec, problems: Iterable[Problem]) -> dict[str, Origin]:

@@ -42,6 +42,7 @@ from hf_fsdp_plugin.text import fit_table, format_count, format_names, plural
 _STAGE_LIMIT: Final = 60.0
 """Seconds without any progress after which a run is stopped, once the training has begun."""
 _MAX_TAIL: Final = 5
+_FAILED: Final = ("failed", "stood still")
 _NUM_RANKS: Final = 2
 _NUM_HYBRID_RANKS: Final = 4
 _MIN_NUM_PARAMS: Final = 10_000
@@ -72,7 +73,7 @@ class PreflightResult:
 
     @property
     def ok(self) -> bool:
-        return not self.signal_number and all(stage.result not in ("failed", "stood still") for stage in self.stages)
+        return not self.signal_number and all(stage.result not in _FAILED for stage in self.stages)
 
     def to_json(self) -> dict[str, Any]:
         """Return the object ``run`` of ``check --json``."""
@@ -208,36 +209,29 @@ def _read(result: RunResult, reason: str, folder: Path) -> PreflightResult:
     """Return what the ranks have recorded, and why they were stopped."""
     events = read_events(folder)
     stages, problems = stage_results(events, stopped=bool(reason)), problems_of(events)
-    first = first_failure(result.exits)
+    running, first = running_stages(events), first_failure(result.exits)
     if first is not None and first.tail:
         problems = [_with_reason(problem, first.tail[-1]) for problem in problems]
     if reason:
-        problems.append(_stood_still(events, reason))
+        places = [f"rank {rank} in the stage '{stage}'" for rank, stage in enumerate(running) if stage is not None]
+        message = f"the preflight was stopped after {reason}: {format_names(places) or 'the ranks had not started'}."
+        fix = "If the ranks are in different stages, make all of them run the same collective calls. Give slow data "
+        fix += "processing more time with --limit."
+        problems.append(Problem(code="FSDP-E755", message=message, fix=fix))
     elif first is not None and not result.signal_number and not has_errors(problems):
-        running = next((stage for stage in running_stages(events) if stage is not None), "start")
-        message = f"rank {first.rank} failed in the stage '{running}': {summarize_exit(first)}"
+        stage = next((stage for stage in running if stage is not None), "start")
+        message = f"rank {first.rank} failed in the stage '{stage}': {summarize_exit(first)}"
         message += "".join(f"\n  | {line}" for line in first.tail[-_MAX_TAIL:])
         problems.append(Problem(code="FSDP-E750", message=message))
-        stages = [replace(s, result="failed", reason="") if s.stage == running else s for s in stages]
+        stages = [replace(each, result="failed", reason="") if each.stage == stage else each for each in stages]
     model = next((event for of_rank in events for event in of_rank if event["event"] == "model"), {})
-    model = {key: value for key, value in model.items() if key in ("name", "num_params", "real_num_params")}
+    model = {key: model[key] for key in ("name", "num_params", "real_num_params") if key in model}
     return PreflightResult(stages=stages, problems=problems, model=model, signal_number=result.signal_number)
 
 
 def _with_reason(problem: Problem, last_line: str) -> Problem:
     """Add the last line of stderr to an exit of the script, such as argparse's, which has no other message."""
     return replace(problem, message=f"{problem.message}: {last_line}") if "SystemExit" in problem.message else problem
-
-
-def _stood_still(events: Sequence[Sequence[Mapping[str, Any]]], reason: str) -> Problem:
-    running = running_stages(events)
-    places = [f"rank {rank} in the stage '{stage}'" for rank, stage in enumerate(running) if stage is not None]
-    message = f"the preflight was stopped after {reason}: {format_names(places) or 'the ranks had not started'}."
-    fix = (
-        "If the ranks are in different stages, make all of them run the same collective calls. Give slow data "
-        "processing more time with --limit."
-    )
-    return Problem(code="FSDP-E755", message=message, fix=fix)
 
 
 def stage_table(preflight: PreflightResult) -> str:
@@ -247,7 +241,7 @@ def stage_table(preflight: PreflightResult) -> str:
         seconds = f"{stage.seconds:.1f}" if stage.seconds else ""
         rows.append((stage.stage, stage.result, seconds, stage.reason or STAGES[stage.stage]))
     head, *lines = fit_table(rows, text_width()).split("\n")
-    colors: dict[str, Color] = {"failed": "red", "stood still": "red", "not tested": "dim"}
+    colors: dict[str, Color] = {**dict.fromkeys(_FAILED, "red"), "not tested": "dim"}
     shown = [
         colored(line, colors[stage.result]) if stage.result in colors else line
         for line, stage in zip(lines, preflight.stages, strict=False)
@@ -256,17 +250,12 @@ def stage_table(preflight: PreflightResult) -> str:
 
 
 def _summary(preflight: PreflightResult) -> str:
-    failed = [stage.stage for stage in preflight.stages if stage.result in ("failed", "stood still")]
-    model = preflight.model
-    of = (
-        f" of a clone of {model['name']} with {format_count(model['num_params'])} of "
-        f"{format_count(model['real_num_params'])} parameters"
-        if model
-        else ""
-    )
-    ran = f"{plural(preflight.world_size, 'CPU rank')}{of} in {preflight.seconds:.0f} s"
     if preflight.signal_number:
         return f"preflight: stopped by {signal.Signals(preflight.signal_number).name}"
-    if failed:
-        return f"preflight: {colored(f'failed: {format_names(failed)}', 'red')} ({ran})"
-    return f"preflight: {colored('passed', 'green')} ({ran})"
+    failed = [stage.stage for stage in preflight.stages if stage.result in _FAILED]
+    result = colored(f"failed: {format_names(failed)}", "red") if failed else colored("passed", "green")
+    ran = plural(preflight.world_size, "CPU rank")
+    if model := preflight.model:
+        sizes = f"{format_count(model['num_params'])} of {format_count(model['real_num_params'])} parameters"
+        ran += f" of a clone of {model['name']} with {sizes}"
+    return f"preflight: {result} ({ran} in {preflight.seconds:.0f} s)"

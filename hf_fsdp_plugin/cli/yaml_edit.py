@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import difflib
+import itertools
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import yaml
 
@@ -111,69 +112,38 @@ def change_keys(text: str, replaced: Mapping[Key, Sequence[str]], added: Mapping
     return "\n".join(changed) + "\n"
 
 
-class Edit(NamedTuple):
-    """A replacement of a part of a text. ``start`` and ``stop`` are positions in the text."""
-
-    start: int
-    stop: int
-    text: str
-    line: int
-
-
-def corrections(text: str, problems: Iterable[Problem], file: str) -> list[Edit]:
-    """Return the edits that apply the suggestions of the problems of one file, in the order of the text.
+def correct(text: str, problems: Iterable[Problem], file: str) -> tuple[str, list[str]]:
+    """Return the text with the suggestions of the problems of one file, and a line for each correction.
 
     Args:
         file: the file as the origins of the problems name it.
     """
-    found = [problem for problem in problems if problem.suggestion and problem.severity == "error"]
-    entries = list(_entries(text)) if found else []
-    edits: dict[int, Edit] = {}
-    for problem in found:
+    lines, corrections = text.splitlines(keepends=True), []
+    for problem in problems:
         origin = problem.origin
-        for key, value in entries:
-            place = (file, key.start_mark.line + 1, key.value)
-            if origin is not None and (origin.file, origin.line, origin.spelling) == place:
-                edit = _edit(text, key if problem.code == _MISSPELLED_KEY else value, problem, key=key)
-                if edit is not None:
-                    edits.setdefault(edit.start, edit)
-    return [edits[start] for start in sorted(edits)]
+        if problem.severity != "error" or not problem.suggestion or origin is None or origin.file != file:
+            continue
+        number = origin.line or 1
+        following = itertools.takewhile(lambda line: line.lstrip().startswith("- "), lines[number:])
+        for line_number, line in enumerate([lines[number - 1], *following], start=number):
+            word = _misspelled_word(line, problem, origin.spelling)
+            if word is not None and word[0] != problem.suggestion:  # else the rest of the key is invalid
+                lines[line_number - 1] = line[: word.start()] + problem.suggestion + line[word.end() :]
+                corrections.append(f"{file}:{line_number}: {word[0]} → {problem.suggestion}")
+                break
+    return "".join(lines), corrections
 
 
-def apply_edits(text: str, edits: Iterable[Edit]) -> str:
-    """Return the text with all edits."""
-    for edit in sorted(edits, reverse=True):
-        text = text[: edit.start] + edit.text + text[edit.stop :]
-    return text
-
-
-def _edit(text: str, node: Any, problem: Problem, *, key: Any) -> Edit | None:
-    """Return the replacement of a key, of a value, or of the most similar word of a value with several words."""
-    start, stop = node.start_mark.index, node.end_mark.index
-    written = text[start:stop]
-    line = node.start_mark.line + 1
-    if node is key or not isinstance(node, yaml.ScalarNode) or len(_WORD.findall(written)) > 1:
-        words = {match[0]: match for match in _WORD.finditer(written)}
-        folded = {word.lower().replace("-", "_"): word for word in words}
-        near = difflib.get_close_matches(problem.suggestion.lower(), folded, n=1, cutoff=0.5)
-        if not near:
-            return None
-        match = words[folded[near[0]]]
-        start, stop = start + match.start(), start + match.end()
-    elif getattr(node, "style", None) in ("'", '"'):
-        start, stop = start + 1, stop - 1
-    if text[start:stop] == problem.suggestion:  # the rest of the word is invalid, such as an escape sequence
-        return None
-    return Edit(start, stop, problem.suggestion, line)
-
-
-def _entries(text: str) -> Iterator[tuple[Any, Any]]:
-    """Yield the nodes of each key and its value, in all mappings of a text that was parsed before."""
-    waiting = [yaml.compose(text.replace("\t", " "), Loader=yaml.SafeLoader)]
-    while waiting:
-        node = waiting.pop()
-        if isinstance(node, yaml.MappingNode):
-            yield from node.value
-            waiting += [value for _, value in node.value]
-        elif isinstance(node, yaml.SequenceNode):
-            waiting += node.value
+def _misspelled_word(line: str, problem: Problem, key: str) -> re.Match[str] | None:
+    """Return the word of a line that a suggestion replaces: the key, or the most similar word of the value."""
+    content = re.sub(r"\s#.*", "", line)
+    words = list(_WORD.finditer(content))
+    if problem.code == _MISSPELLED_KEY:
+        words = [word for word in words if word[0] == key] or words
+    elif key in content:
+        words = [word for word in words if word.start() >= content.index(key) + len(key)]
+        if len(words) == 1:
+            return words[0]
+    folded = {word[0].lower().replace("-", "_"): word for word in words}
+    near = difflib.get_close_matches(problem.suggestion.lower(), folded, n=1, cutoff=0.5)
+    return folded[near[0]] if near else None

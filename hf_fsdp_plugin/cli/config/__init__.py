@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 from hf_fsdp_plugin.cli.config.conversation import Asker, converse
 from hf_fsdp_plugin.cli.config.prediction import predict_memory
-from hf_fsdp_plugin.cli.config.questions import BY_NAME, QUESTIONS, Question, State, label_of
+from hf_fsdp_plugin.cli.config.question import Question, State, label_of
+from hf_fsdp_plugin.cli.config.questions import BY_NAME, QUESTIONS
 from hf_fsdp_plugin.cli.config.settings import (
     Entry,
     arguments_of,

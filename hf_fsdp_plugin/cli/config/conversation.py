@@ -11,7 +11,8 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from hf_fsdp_plugin.cli.config import prediction
-from hf_fsdp_plugin.cli.config.questions import QUESTIONS, Question, State, label_of
+from hf_fsdp_plugin.cli.config.question import Question, State, label_of
+from hf_fsdp_plugin.cli.config.questions import QUESTIONS
 from hf_fsdp_plugin.cli.output import Color, colored, text_width
 from hf_fsdp_plugin.problems import Problem, SpecError
 from hf_fsdp_plugin.text import wrap_words
@@ -85,8 +86,8 @@ def _follow(question: Question, state: State, asker: Asker) -> None:
         asker.show("Predicting memory and communication ...")
         text, state.recommended = prediction.recommend(state, text_width(sys.stderr))
         asker.show(text)
-    elif question.name == "recommendation":
-        state.advice = state.recommended if answer else {}
+    elif question.name == "recommendation" and not answer:
+        state.recommended = {}
 
 
 class Asker:

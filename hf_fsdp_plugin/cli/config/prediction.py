@@ -6,7 +6,8 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
-from hf_fsdp_plugin.cli.config.questions import USUAL_MIN_NUM_PARAMS, ModelFacts, State
+from hf_fsdp_plugin.cli.config.question import ModelFacts, State
+from hf_fsdp_plugin.cli.config.questions import USUAL_MIN_NUM_PARAMS
 from hf_fsdp_plugin.cli.config.settings import stock_limits
 from hf_fsdp_plugin.cli.model_plan import load_model
 from hf_fsdp_plugin.problems import SpecError
@@ -151,10 +152,14 @@ def _limits(row: AdviceRow, state: State) -> list[str]:
 
 def _table(rows: Sequence[AdviceRow], best: AdviceRow | None, width: int | None) -> str:
     """Return the first row of each combination of strategy and checkpointing, and the recommended one."""
-    first = {_strategy(row): row for row in reversed(rows)}
-    shown = [row for row in rows if row is best or first[_strategy(row)] is row]
+    first: dict[str, AdviceRow] = {}
+    for row in rows:
+        first.setdefault(_strategy(row), row)
+    shown = [row for row in first.values() if row is not best][:_MAX_ROWS]
+    if best is not None:
+        shown = sorted([*shown[: _MAX_ROWS - 1], best], key=rows.index)
     lines = [("", "strategy", "batch", "memory", "tokens/s")]
-    for row in shown[:_MAX_ROWS] if best in shown[:_MAX_ROWS] or best is None else [*shown[: _MAX_ROWS - 1], best]:
+    for row in shown:
         speed = f"{row.tokens_per_second:,.0f}" if row.tokens_per_second else "–"
         mark = "»" if row is best else ""
         lines.append((mark, _strategy(row), str(row.choice.micro_batch), _size(row.needed_bytes), speed))

@@ -1,25 +1,17 @@
-"""The questions of ``hf-fsdp config``, as a table, and ``State``: what is known when a question is asked."""
+"""The questions of ``hf-fsdp config``, as a table."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import Any, Final
 
-from hf_fsdp_plugin.launcher.device_search import FoundDevices
+from hf_fsdp_plugin.cli.config.question import YES_NO, Default, Question, State
 from hf_fsdp_plugin.problems import SpecError
-from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec
 from hf_fsdp_plugin.spec.values import InvalidValue, is_class_name, parse_value
-from hf_fsdp_plugin.spellings import FALSE_WORDS, TRUE_WORDS
 from hf_fsdp_plugin.strategies import STRATEGIES
-from hf_fsdp_plugin.text import SIZE_SPELLINGS, format_bytes, format_count, format_names, parse_bytes
+from hf_fsdp_plugin.text import SIZE_SPELLINGS, format_bytes, format_names, parse_bytes
 from hf_fsdp_plugin.vocabulary import BY_NAME as ROWS_BY_NAME
-
-if TYPE_CHECKING:
-    from torch import nn
-
-    from hf_fsdp_plugin.estimate.machines import Machine
 
 USUAL_GPUS: Final = 8
 USUAL_SEQ_LEN: Final = 4096
@@ -28,201 +20,11 @@ USUAL_MIN_NUM_PARAMS: Final = 100_000_000
 MAX_BATCH: Final = 1 << 24
 """Also the longest sequence."""
 MAX_RANKS: Final = 1 << 20
-YES_NO: Final[Mapping[Any, str]] = {True: "", False: ""}
 _MACHINES: Final = {
     "A100-SXM4-40GB": "a100-40gb", "A100-SXM4-80GB": "a100-80gb", "H100 80GB HBM3": "h100-sxm",
     "H100 PCIe": "h100-pcie", "H200": "h200", "B200": "b200",
 }  # fmt: skip
 """Part of the name of a device, as its driver gives it -> machine."""
-
-
-class Default(NamedTuple):
-    """The default answer, and its reason in one line."""
-
-    value: Any
-    reason: str = ""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ModelFacts:
-    """A model on the meta device, and what the questions need to know of it.
-
-    Attributes:
-        classes: class name -> number of modules, without containers.
-        layers: the classes that become units by default.
-        declares_layers: whether the model itself declares these classes (``_no_split_modules``).
-        max_seq_len: number of positions; 0 if the config has none.
-    """
-
-    model: nn.Module
-    classes: Mapping[str, int]
-    layers: tuple[str, ...]
-    declares_layers: bool
-    max_seq_len: int
-
-    @property
-    def class_name(self) -> str:
-        return type(self.model).__name__
-
-    @property
-    def layers_text(self) -> str:
-        """``LlamaDecoderLayer ×32``."""
-        return ", ".join(f"{name} ×{self.classes[name]}" for name in self.layers)
-
-    @property
-    def text(self) -> str:
-        """One line: class, number of parameters and layers."""
-        layers = f", {self.layers_text}" if self.layers else ""
-        num_params = sum(parameter.numel() for parameter in self.model.parameters())
-        return f"{self.class_name}: {format_count(num_params)} parameters{layers}"
-
-
-@dataclass(kw_only=True, slots=True)
-class State:
-    """What is known so far.
-
-    Attributes:
-        answers: name of a question -> answer.
-        existing: the settings of the file that is changed; without a file, the defaults.
-        path: the file that is changed, for messages; empty without one.
-        cpu: whether the ranks run on CPUs.
-        recommended: canonical name of a setting, or name of a question -> value that the prediction recommends.
-        advice: the same, if the recommendation was accepted: these values are the defaults.
-    """
-
-    answers: dict[str, Any] = field(default_factory=dict)
-    existing: FsdpSpec = field(default_factory=FsdpSpec)
-    path: str = ""
-    machine: Callable[[], FoundDevices] = FoundDevices
-    model: ModelFacts | None = None
-    cpu: bool = False
-    recommended: Mapping[str, Any] = field(default_factory=dict)
-    advice: Mapping[str, Any] = field(default_factory=dict)
-
-    @property
-    def num_machines(self) -> int:
-        return int(self.answers.get("num_machines", 1))
-
-    @property
-    def gpus(self) -> int:
-        """Ranks of each machine."""
-        return int(self.answers.get("gpus", 1))
-
-    @property
-    def world_size(self) -> int:
-        return self.num_machines * self.gpus
-
-    @property
-    def accumulation(self) -> int:
-        """Forward passes of a rank per optimizer step."""
-        return int(self.answers["global_batch"]) // (int(self.answers.get("micro_batch", 1)) * self.world_size)
-
-    @property
-    def version(self) -> int:
-        return int(self.answers.get("fsdp_version", 2))
-
-    @property
-    def is_hybrid(self) -> bool:
-        """Whether the strategy has groups of ranks."""
-        return "strategy" in self.answers and STRATEGIES[self.answers["strategy"]].hybrid
-
-    def named_machine(self) -> Machine | None:
-        """Return the kind of machine that was named; ``None`` without one."""
-        from hf_fsdp_plugin.estimate.machines import machine_named
-
-        name = str(self.answers.get("machine", ""))
-        return machine_named(name) if name else None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Question:
-    """One question.
-
-    Attributes:
-        name: name of the answer, and of the option with hyphens.
-        text: the question.
-        default: the default answer, or a function that returns it with its reason in a state.
-        reason: the reason of the default, in one line.
-        setting: canonical name of the setting that the answer is; empty if it is not one setting.
-        choices: the answers of a list with a description of each, or a function that returns them; empty for an answer
-            that is typed. A question whose default is a bool has the choices yes and no.
-        parse: converts typed text. Raises ``ValueError`` with what is expected.
-        asked: whether the question applies in a state.
-        about: comment of an answer in the file, if neither the reason of the default nor the choice describes it.
-        is_detail: whether it is asked only after ``details``.
-    """
-
-    name: str
-    text: str
-    default: Any
-    reason: str = ""
-    setting: str = ""
-    choices: Mapping[Any, str] | Callable[[State], Mapping[Any, str]] = field(default_factory=dict)
-    parse: Callable[[str, State], Any] = lambda text, state: text
-    asked: Callable[[State], bool] = lambda state: True
-    about: str = ""
-    is_detail: bool = False
-
-    @property
-    def flag(self) -> str:
-        return f"--{self.name.replace('_', '-')}"
-
-    @property
-    def help(self) -> str:
-        """Description of the option."""
-        return self.text[0].lower() + self.text[1:] if self.text[1].islower() else self.text
-
-    def choices_in(self, state: State) -> Mapping[Any, str]:
-        """Return the answers of the list in a state, each with its description."""
-        if isinstance(self.default, bool):
-            return YES_NO
-        return self.choices(state) if callable(self.choices) else self.choices
-
-    def read(self, text: str, state: State) -> Any:
-        """Return the answer that a text means. Raises ``ValueError`` with what is expected."""
-        choices = self.choices_in(state)
-        if not choices:
-            return self.parse(text.strip(), state)
-        word = text.strip().lower().replace("-", "_")
-        if choices is YES_NO and word in {*TRUE_WORDS, *FALSE_WORDS, "y", "n"}:
-            return word in {*TRUE_WORDS, "y"}
-        by_label = {label_of(value).lower().replace("-", "_"): value for value in choices}
-        if word in by_label:
-            return by_label[word]
-        if word.isdecimal() and 1 <= int(word) <= len(choices):
-            return list(choices)[int(word) - 1]
-        near = [value for label, value in by_label.items() if word and label.startswith(word)]
-        if len(near) == 1:
-            return near[0]
-        raise ValueError(f"{text.strip()!r} is not one of {', '.join(map(label_of, choices))}.")
-
-    def default_in(self, state: State) -> Default:
-        """Return the default: the planner's advice, else the value of the existing file, else the general default."""
-        choices = self.choices_in(state)
-        advised = self.setting or self.name
-        if advised in state.advice and (not choices or state.advice[advised] in choices):
-            return Default(state.advice[advised], "recommended for this model, batch and memory")
-        if self.setting and state.existing.asked(self.setting):
-            value = state.existing.get(self.setting)
-            value = ",".join(value) if isinstance(value, tuple) else value
-            if value != "auto" and (not choices or value in choices):
-                return Default(value, f"as in {state.path}")
-        return self._general_default(state)
-
-    def _general_default(self, state: State) -> Default:
-        return self.default(state) if callable(self.default) else Default(self.default, self.reason)
-
-    def comment(self, value: Any, state: State) -> str:
-        """Return the comment for an answer in the file: the reason of a default, else what the answer means."""
-        for default in (self.default_in(state), self._general_default(state)):
-            if default.value == value and default.reason and not default.reason.startswith("as in "):
-                return default.reason
-        return self.choices_in(state).get(value, "") or self.about
-
-
-def label_of(value: Any) -> str:
-    """Return an answer as text."""
-    return str(value) if not isinstance(value, bool) else "yes" if value else "no"
 
 
 def _parse_setting(name: str, text: str) -> Any:
@@ -350,12 +152,9 @@ def _largest_group(world_size: int) -> int:
 
 
 def _group_size(state: State) -> Default:
-    if state.version == 1 and state.gpus > 1:
-        reason = "the ranks of a machine, the only size that stock Accelerate supports"
-        more = "; on one machine this is the same as without groups" if state.num_machines == 1 else ""
-        return Default(state.gpus, reason + more)
-    if state.num_machines > 1 and state.gpus > 1:
-        return Default(state.gpus, "one group per machine, so that all-gathers stay in the machine")
+    if state.gpus > 1 and (state.num_machines > 1 or state.version == 1):
+        stock = ", the only size that stock Accelerate supports under FSDP1" if state.version == 1 else ""
+        return Default(state.gpus, f"one group per machine{stock}")
     size = _largest_group(state.world_size)
     return Default(size, f"{state.world_size // size} groups")
 

@@ -6,7 +6,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from hf_fsdp_plugin.cli.config.questions import BY_SETTING, State
+from hf_fsdp_plugin.cli.config.question import State
+from hf_fsdp_plugin.cli.config.questions import BY_SETTING
 from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec
 from hf_fsdp_plugin.strategies import STRATEGIES
 from hf_fsdp_plugin.supported import installed_versions, release_of

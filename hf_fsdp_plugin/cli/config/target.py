@@ -7,7 +7,7 @@ import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import yaml
 
@@ -159,20 +159,13 @@ def new_text(entries: Sequence[Entry], header: Iterable[str], *, is_json: bool =
     Args:
         header: lines of the comment at the beginning.
     """
-    sections = list(dict.fromkeys(entry.section for entry in entries))
-    if is_json:
-        tree: dict[str, Any] = {entry.key: entry.value for entry in entries if not entry.section}
-        for section in filter(None, sections):
-            tree[section] = {entry.key: entry.value for entry in entries if entry.section == section}
-        return _json_text(tree)
     lines = [f"{HEADER}{line}" for line in header]
-    for section in sections:
-        lines += [f"{section}:"] if section else []
+    for section in dict.fromkeys(entry.section for entry in entries):
         indent = "  " if section else ""
-        lines += [
-            line_of(entry.key, entry.value, entry.comment, indent) for entry in entries if entry.section == section
-        ]
-    return "\n".join(lines) + "\n"
+        lines += [f"{section}:"] if section else []
+        lines += [line_of(each.key, each.value, each.comment, indent) for each in entries if each.section == section]
+    text = "\n".join(lines) + "\n"
+    return _as_json(text) if is_json else text
 
 
 def with_header(text: str, header: Iterable[str]) -> str:
@@ -207,7 +200,7 @@ def changed_text(
         newline = "\r\n" if "\r\n" in text else "\n"
         text = in_block_style(text, SECTIONS.values())
         text = change_keys(text, *_changes(text, new, unused)).replace("\n", newline)
-    return _json_text(yaml.safe_load(text)) if is_json else text
+    return _as_json(text) if is_json else text
 
 
 def _changes(
@@ -249,5 +242,5 @@ def _is_json(text: str) -> bool:
     return True
 
 
-def _json_text(tree: dict[str, Any]) -> str:
-    return json.dumps(tree, indent=2, ensure_ascii=False) + "\n"
+def _as_json(text: str) -> str:
+    return json.dumps(yaml.safe_load(text), indent=2, ensure_ascii=False) + "\n"

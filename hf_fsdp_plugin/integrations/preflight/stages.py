@@ -29,7 +29,6 @@ STAGES: Final[Mapping[str, str]] = {
     "resume": "a fresh model and optimizer continue from the checkpoint",
     "export": "merge of the checkpoint, and from_pretrained",
 }
-_STAGES_OF_RANK_0: Final = ("clone",)
 Result = Literal["passed", "failed", "stood still", "not tested"]
 
 
@@ -192,7 +191,7 @@ def problems_of(events: Sequence[Sequence[Mapping[str, Any]]]) -> list[Problem]:
                 problem = _problem_of(event["problem"])
                 key = problem.code, problem.message
                 found.setdefault(key, problem)
-                if event["event"] == "problem" and event["stage"] not in _STAGES_OF_RANK_0:
+                if event["event"] == "problem":
                     ranks.setdefault(key, set()).add(rank)
     for key, own in ranks.items():
         if len(own) < len(events) and found[key].rank is None:

@@ -14,7 +14,8 @@ import pytest
 from terminal import CTRL_C, CTRL_D, DOWN, ENTER, UP, Terminal
 
 from hf_fsdp_plugin import load_spec
-from hf_fsdp_plugin.cli.config.questions import QUESTIONS, State
+from hf_fsdp_plugin.cli.config.question import State
+from hf_fsdp_plugin.cli.config.questions import QUESTIONS
 
 ROOT = Path(__file__).resolve().parents[3]
 LABELS = {question.name: question.text for question in QUESTIONS}
