@@ -7,18 +7,16 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Literal, TextIO
+from typing import Any, Final, Literal, TextIO
 
 from hf_fsdp_plugin.hangs.rank_files import HANG as HANG
 from hf_fsdp_plugin.problems import Problem, has_errors, shown_problems
+from hf_fsdp_plugin.progress import progress_bar
 from hf_fsdp_plugin.text import printable, wrap_words
 from hf_fsdp_plugin.version import SCHEMA_VERSION
-
-if TYPE_CHECKING:
-    from tqdm import tqdm
 
 OK: Final = 0
 PROBLEMS: Final = 1
@@ -149,25 +147,15 @@ def write_atomically(path: Path, content: bytes) -> None:
         raise
 
 
-class ProgressBars:
+class ProgressBars(ExitStack):
     """A progress bar for each step of a verb; none if stderr is not a terminal."""
 
     def __init__(self) -> None:
-        self._bars: dict[str, tqdm[Any]] = {}
-
-    def __enter__(self) -> ProgressBars:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for bar in self._bars.values():
-            bar.close()
+        super().__init__()
+        self._updates: dict[str, Callable[[int], object]] = {}
 
     def __call__(self, step: str, count: int, total: int) -> None:
         """Add ``count`` of ``total`` bytes to the bar of a step."""
-        if not sys.stderr.isatty():
-            return
-        from tqdm import tqdm
-
-        if step not in self._bars:
-            self._bars[step] = tqdm(total=total, desc=step, unit="B", unit_scale=True, leave=False)
-        self._bars[step].update(count)
+        if step not in self._updates:
+            self._updates[step] = self.enter_context(progress_bar(step, total, delay=0.0))
+        self._updates[step](count)

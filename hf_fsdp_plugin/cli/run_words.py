@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
-from hf_fsdp_plugin.integrations.preflight.stages import Options
 from hf_fsdp_plugin.launcher.flags import LaunchArguments, Parser, UsageError, why_refused
 from hf_fsdp_plugin.launcher.run_script import check_script
 from hf_fsdp_plugin.sources.command_line import flag_name
+
+if TYPE_CHECKING:
+    from hf_fsdp_plugin.integrations.preflight.stages import Options
 
 RUN_FLAG: Final = "--run"
 DEFAULT_LIMIT: Final = 240.0
@@ -69,6 +71,8 @@ def _is_file(word: str) -> bool:
 
 def options_of(args: argparse.Namespace) -> Options:
     """Return what a preflight runs. ``--fsdp`` and ``--fsdp-config`` belong to ``TrainingArguments`` too."""
+    from hf_fsdp_plugin.integrations.preflight.stages import Options
+
     given = {name: value for name in ("fsdp", "fsdp_config") if (value := getattr(args, name)) is not None}
     return Options(
         model=args.model or "",
