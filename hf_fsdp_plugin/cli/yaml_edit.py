@@ -49,7 +49,8 @@ class Key:
 def keys_of(text: str) -> list[Key]:
     """Return the keys of the top level, each followed by the keys of its section."""
     found = []
-    for key, value in yaml.compose(text, Loader=yaml.SafeLoader).value:
+    root: Any = yaml.compose(text, Loader=yaml.SafeLoader)
+    for key, value in root.value:
         found.append(_key("", key, value))
         if isinstance(value, yaml.MappingNode):
             found += [_key(str(key.value), *pair) for pair in value.value]

@@ -157,8 +157,8 @@ class Asker:
             titles = labels
         items = [questionary.Choice(title=title, value=label) for title, label in zip(titles, labels, strict=True)]
         start = items[labels.index(default)] if default in labels else items[0]
-        more = {"instruction": "arrow keys, then Enter:", "erase_when_done": True}
-        chosen = str(questionary.select("", choices=items, default=start, **look, **more).unsafe_ask())
+        look |= {"instruction": "arrow keys, then Enter:", "erase_when_done": True}
+        chosen = str(questionary.select("", choices=items, default=start, **look).unsafe_ask())
         _print(f" > {chosen}", "bold")
         return chosen
 

@@ -24,44 +24,30 @@ _ADAPTER: Final = ".default"
 _ADAPTER_FILE: Final = "adapter_model.safetensors"
 
 
-class Trained:
-    """What one run has trained.
-
-    Args:
-        owner: a Trainer, or an object with the attributes ``accelerator`` and ``model``.
-
-    Attributes:
-        weights: step -> name -> tensor; without tensors on other ranks than 0.
-    """
-
-    def __init__(self, owner: Any) -> None:
-        self.owner = owner
-        self.weights: dict[int, dict[str, torch.Tensor]] = {}
-
-    def capture(self, step: int) -> None:
-        """Keep the weights after a step. Collective."""
-        state = self.owner.accelerator.get_state_dict(self.owner.model) or {}
-        found = {name: value.detach().to("cpu", copy=True) for name, value in state.items() if torch.is_tensor(value)}
-        self.weights[step] = found
+Weights = Mapping[str, torch.Tensor]
 
 
-def compare_runs(first: Trained, resumed: Trained, step: int) -> None:
-    """Check that a resumed run has the weights of the uninterrupted one after a step. Collective.
+def whole_weights(accelerator: Any, model: Any) -> Weights:
+    """Return a copy of the weights of a prepared model on rank 0, and nothing on other ranks. Collective."""
+    state = accelerator.get_state_dict(model) or {}
+    return {name: value.detach().to("cpu", copy=True) for name, value in state.items() if torch.is_tensor(value)}
+
+
+def compare_runs(first: Weights, resumed: Weights) -> None:
+    """Check that a resumed run has the weights of the uninterrupted one. Collective.
 
     Raises:
         SpecError: they differ.
     """
-    if step not in first.weights:  # the first run has failed before, so there is nothing to compare
-        return
-    different = broadcast_object(differing_names(first.weights[step], resumed.weights.get(step, {}), _TOLERANCE))
+    different = broadcast_object(differing_names(first, resumed, _TOLERANCE))
     if different:
-        message = f"weights of step {step} differ after resuming: {format_names(different)}."
+        message = f"the weights differ after resuming: {format_names(different)}."
         fix = "Store all that the training depends on in the checkpoint: the state of the optimizer, of the scheduler, "
         fix += "of callbacks and of the data, and random numbers that are not torch's, NumPy's or Python's."
         raise SpecError([Problem(code="FSDP-E753", message=message, fix=fix)])
 
 
-def differing_names(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor], tolerance: float) -> list[str]:
+def differing_names(one: Weights, other: Weights, tolerance: float) -> list[str]:
     """Return the names of tensors that are in one mapping only, or that differ by more than a relative tolerance."""
     names = sorted(one.keys() ^ other.keys())
     for name in one.keys() & other.keys():
@@ -73,7 +59,7 @@ def differing_names(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.T
     return names
 
 
-def check_export(trained: Trained, source: Path, step: int) -> None:
+def check_export(model: Any, trained: Weights, source: Path) -> None:
     """Merge a checkpoint on rank 0, load the result with ``from_pretrained``, and compare it with what was trained.
 
     Collective.
@@ -87,22 +73,21 @@ def check_export(trained: Trained, source: Path, step: int) -> None:
     problems: list[Problem] = []
     if preflight.rank == 0:
         try:
-            _check_export(trained, source, step)
+            _check_export(unwrapped(model), trained, source)
         except Exception as error:
             problems = problems_of_error(error, "export")
     if problems := broadcast_object(problems):
         raise SpecError(problems)
 
 
-def _check_export(trained: Trained, source: Path, step: int) -> None:
-    model: Any = unwrapped(trained.owner.model)
-    folder, wanted = source, trained.weights.get(step, {})
+def _check_export(model: Any, trained: Weights, source: Path) -> None:
+    folder, wanted = source, trained
     if not any((source / name).is_file() for name in (_ADAPTER_FILE, safetensors_file(HF_MODEL))):
         folder = preflight.folder / "merged"
         merge(source, folder, MergeOptions(config=source if (source / "config.json").is_file() else None))
     if (folder / "adapter_config.json").is_file():
         stored, tolerance = load_file(folder / _ADAPTER_FILE), _ADAPTER_TOLERANCE
-        adapters = {name.replace(_ADAPTER, ""): value for name, value in wanted.items()}
+        adapters = {name.replace(_ADAPTER, ""): value for name, value in trained.items()}
         wanted = {name: value for name, value in adapters.items() if name in stored}
     elif hasattr(type(model), "from_pretrained") and hasattr(model, "config"):
         stored = type(model).from_pretrained(folder).state_dict()
@@ -112,7 +97,7 @@ def _check_export(trained: Trained, source: Path, step: int) -> None:
         not_tested(f"loading the export, {type(model).__name__} has no from_pretrained")
         return
     different = differing_names(wanted, stored, tolerance)
-    if different and trained.weights.get(step):
+    if different and trained:
         message = f"the exported model differs from the trained one in {format_names(different)}."
         fix = "Check that these weights are stored: tied weights, buffers and modules outside of the model's class."
         raise SpecError([Problem(code="FSDP-E754", message=message, fix=fix)])

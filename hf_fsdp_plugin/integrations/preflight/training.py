@@ -9,7 +9,6 @@ import json
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, Final, NoReturn
 
 import torch
@@ -19,7 +18,7 @@ from hf_fsdp_plugin.backends.sharding.shard import plan_of
 from hf_fsdp_plugin.checkpoint.names import TRAINER_PREFIX
 from hf_fsdp_plugin.integrations.accelerate.private import prepared_models
 from hf_fsdp_plugin.integrations.preflight.clone import MAX_PARAMS, num_params_of
-from hf_fsdp_plugin.integrations.preflight.comparison import Trained, check_export, compare_runs
+from hf_fsdp_plugin.integrations.preflight.comparison import Weights, check_export, compare_runs, whole_weights
 from hf_fsdp_plugin.integrations.preflight.replacements import first_samples
 from hf_fsdp_plugin.integrations.preflight.run import note_change, preflight
 from hf_fsdp_plugin.integrations.preflight.stages import REPORT_FILE
@@ -46,15 +45,19 @@ class PreflightEnd(SystemExit):
 
 
 class StageCallback(TrainerCallback):
-    """Records stages and results. It is the last callback, so it decides when a run evaluates, saves and stops.
+    """Records stages and weights. It is the last callback, so it decides when a run evaluates, saves and stops.
 
     Args:
         evaluates, saves: whether the arguments of the user do.
+
+    Attributes:
+        weights: step -> weights after it.
     """
 
-    def __init__(self, trained: Trained, *, is_first: bool, evaluates: bool = False, saves: bool = False) -> None:
-        self._trained, self._is_first = trained, is_first
+    def __init__(self, trainer: Any, *, is_first: bool, evaluates: bool = False, saves: bool = False) -> None:
+        self._trainer, self._is_first = trainer, is_first
         self._evaluates, self._saves = evaluates, saves
+        self.weights: dict[int, Weights] = {}
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._enter("step")
@@ -63,7 +66,7 @@ class StageCallback(TrainerCallback):
         self._enter("update")
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._trained.capture(state.global_step)
+        self.weights[state.global_step] = whole_weights(self._trainer.accelerator, self._trainer.model)
         self._control(state, control, is_saved_step=self._is_first and state.global_step == SAVED_STEP)
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -103,8 +106,8 @@ def inner_training_loop(original: Callable[..., Any], trainer: Any, *args: Any, 
 class _FirstRun:
     def __init__(self, trainer: Any) -> None:
         self.trainer, self.recorder = trainer, preflight.recorder
-        self.trained = Trained(trainer)
         self.evaluates, self.saves = _is_on(trainer.args.eval_strategy), _is_on(trainer.args.save_strategy)
+        self.callback = StageCallback(trainer, is_first=True, evaluates=self.evaluates, saves=self.saves)
 
     def run(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> NoReturn:
         trainer, recorder = self.trainer, self.recorder
@@ -116,8 +119,7 @@ class _FirstRun:
         fresh = self._copy_for_second_run()
         preflight.phase = "first run"
         marks.stage_of = _stage_of
-        callback = StageCallback(self.trained, is_first=True, evaluates=self.evaluates, saves=self.saves)
-        trainer.add_callback(callback)
+        trainer.add_callback(self.callback)
 
         def train() -> None:
             original(*args, **kwargs)
@@ -126,7 +128,7 @@ class _FirstRun:
             _note_report(trainer)
 
         preflight.attempt("prepare", train)
-        trainer.remove_callback(callback)
+        trainer.remove_callback(self.callback)
         preflight.phase = "second run"  # the hooks record no stages in what follows
         self._further_stages(fresh)
         preflight.phase = "after it"
@@ -164,14 +166,17 @@ class _FirstRun:
         self._try("save", lambda: save_checkpoint(trainer))
         if "save" in recorder.done and checkpoint.is_dir():
             self._try("resume", lambda: self._resume(fresh, checkpoint))
-            self._try("export", lambda: check_export(self.trained, checkpoint, SAVED_STEP))
+            self._try("export", lambda: self._check_export(checkpoint, SAVED_STEP))
         elif not self.saves:
             self._try("export", self._export_model)
 
     def _export_model(self) -> None:
         folder = preflight.folder / "exported"
         self.trainer.save_model(str(folder))
-        check_export(self.trained, folder, self.trainer.state.global_step)
+        self._check_export(folder, self.trainer.state.global_step)
+
+    def _check_export(self, folder: Path, step: int) -> None:
+        check_export(self.trainer.model, self.callback.weights.get(step, {}), folder)
 
     def _try(self, stage: str, run: Callable[[], Any]) -> None:
         """Run a stage, unless it has passed, has failed or is not tested."""
@@ -180,11 +185,12 @@ class _FirstRun:
 
     def _resume(self, fresh: Any, checkpoint: Path) -> None:
         fresh.create_accelerator_and_postprocess()
-        resumed = Trained(fresh)
-        fresh.add_callback(StageCallback(resumed, is_first=False))
+        callback = StageCallback(fresh, is_first=False)
+        fresh.add_callback(callback)
         fresh.args.load_best_model_at_end = False
         fresh.train(resume_from_checkpoint=str(checkpoint))
-        compare_runs(self.trained, resumed, LAST_STEP)
+        if LAST_STEP in self.callback.weights:  # else the first run has failed before
+            compare_runs(self.callback.weights[LAST_STEP], callback.weights.get(LAST_STEP, {}))
 
 
 def _note_report(trainer: Any) -> None:
@@ -265,12 +271,12 @@ def _stages_after_loop(accelerator: Any) -> None:
     recorder, folder = preflight.recorder, preflight.folder / "out" / "checkpoint_0"
     models = prepared_models(accelerator)
     model = models[0]
-    trained = Trained(SimpleNamespace(accelerator=accelerator, model=model))
+    trained: dict[str, torch.Tensor] = {}
     for stage in ("clip", "evaluate", "load best"):
         recorder.skip(stage, "the script has its own loop")
 
     def save() -> None:
-        trained.capture(LAST_STEP)
+        trained.update(whole_weights(accelerator, model))
         accelerator.save_state(str(folder))
         manager.wait()
 
@@ -279,15 +285,13 @@ def _stages_after_loop(accelerator: Any) -> None:
             for parameter in model.parameters():
                 parameter.zero_()
         accelerator.load_state(str(folder))
-        loaded = Trained(trained.owner)
-        loaded.capture(LAST_STEP)
-        compare_runs(trained, loaded, LAST_STEP)
+        compare_runs(trained, whole_weights(accelerator, model))
 
     def export() -> None:
         if len(models) > 1:
             recorder.skip_current("the script has prepared several models")
         else:
-            check_export(trained, folder, LAST_STEP)
+            check_export(model, trained, folder)
 
     for stage, run in (("save", save), ("resume", load), ("export", export)):
         if not preflight.attempt(stage, run):
