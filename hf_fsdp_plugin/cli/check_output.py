@@ -117,20 +117,16 @@ def settings_table(spec: FsdpSpec, problems: Sequence[Problem], shown: str | Non
     lines = [colored(line, "dim") for line in lines]
     if not rows:
         return "\n".join(lines)
-    head, *table = _fitted(rows, shown, width).split("\n")
+    used = max(len(name) for name, _, _ in rows) + max(len(value) for _, value, _ in rows) + 4
+    room = None if width is None else width - used
+    cells = [(name, value, _origin_text(origin, shown, room)) for name, value, origin in rows]
+    head, *table = fit_table([("setting", "value", shown or "origin"), *cells], width).split("\n")
     table = [colored(line, "red") if f"  {_REFUSED}  " in line else line for line in table]
     return "\n".join([colored(head, "bold"), *table, "", *lines])
 
 
-def _fitted(rows: Sequence[tuple[str, str, Origin]], shown: str | None, width: int | None) -> str:
-    """Return the table. An origin that does not fit is shown without its value, which the second column contains."""
-    used = max(len(name) for name, _, _ in rows) + max(len(value) for _, value, _ in rows) + 4
-    room = None if width is None else width - used
-    cells = [(name, value, _origin_text(origin, shown, room)) for name, value, origin in rows]
-    return fit_table([("setting", "value", shown or "origin"), *cells], width)
-
-
 def _origin_text(origin: Origin, shown: str | None, room: int | None) -> str:
+    """Return an origin, without its value if that does not fit: the second column contains it."""
     place = "" if origin.source in ("command line", "--set") else origin.place
     if origin.file is not None and origin.file == shown:
         place = str(origin.line or "").rjust(_ROW_INDENT) + " "

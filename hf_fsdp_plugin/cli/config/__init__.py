@@ -19,7 +19,7 @@ from hf_fsdp_plugin.cli.config.settings import (
     arguments_of,
     code_of,
     entries_of,
-    fixed_entries,
+    fixed_settings,
     header_of,
     settings_of,
     stock_limits,
@@ -133,7 +133,8 @@ def _text(target: Target, state: State, settings: dict[str, Any], memory: str) -
     """Return the new content of the file."""
     entries, header = entries_of(state, settings), header_of(state, memory)
     if target.text is None or target.present is None:
-        return new_text([*fixed_entries(state, settings), *entries], header, is_json=target.is_json)
+        entries = entries_of(state, {**fixed_settings(state), **settings})
+        return new_text(entries, header, is_json=target.is_json)
     text = changed_text(
         target.text, entries, unused_settings(state, settings), target.present.spec, is_json=target.is_json
     )

@@ -147,16 +147,11 @@ def stock_limits(settings: Mapping[str, Any], version: int, *, gpus: int = 0) ->
         yield "Stock Accelerate refuses parallelism_config under FSDP1."
 
 
-def fixed_entries(state: State, settings: Mapping[str, Any]) -> list[Entry]:
-    """Return the keys of a new file that no question sets."""
-    values: dict[str, Any] = {"compute_environment": "LOCAL_MACHINE", "machine_rank": 0, "use_cpu": False}
-    if state.num_machines > 1:
-        values |= {"rdzv_backend": "static", "same_network": True}
-    return [
-        Entry(name=f"launch.{key}", section="", key=key, value=value, means=value)
-        for key, value in values.items()
-        if f"launch.{key}" not in settings
-    ]
+def fixed_settings(state: State) -> dict[str, Any]:
+    """Return the settings of a new file that no question sets."""
+    found: dict[str, Any] = {"launch.compute_environment": "LOCAL_MACHINE", "launch.machine_rank": 0}
+    found["launch.use_cpu"] = state.cpu
+    return found if state.num_machines == 1 else {**found, "launch.rdzv_backend": "static", "launch.same_network": True}
 
 
 def header_of(state: State, memory: str = "") -> list[str]:

@@ -41,7 +41,7 @@ def from_pretrained(
 ) -> Any:
     """Load the clone of the model that is named: from files, as the model itself."""
     name = pretrained_model_name_or_path
-    if not preflight.active or preflight.phase != "script" or (name is None and kwargs.get("state_dict") is not None):
+    if not preflight.is_in_script or (name is None and kwargs.get("state_dict") is not None):
         return original(name, *args, **kwargs)
     if Path(str(name)).is_relative_to(preflight.folder):
         return original(name, *args, **kwargs)
@@ -63,7 +63,7 @@ def from_pretrained(
 
 def from_config(original: Callable[..., Any], cls: Any, config: Any, **kwargs: Any) -> Any:
     """Build the clone of the model that a config describes."""
-    if not preflight.active or preflight.phase != "script" or preflight.recorder.current == "clone":
+    if not preflight.is_in_script or preflight.recorder.current == "clone":
         return original(config, **kwargs)
     with preflight.stage("clone"):
         return original(_find(cls, config).config, **kwargs)
@@ -72,7 +72,7 @@ def from_config(original: Callable[..., Any], cls: Any, config: Any, **kwargs: A
 def load_dataset(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Return the first samples of each split."""
     loaded = original(*args, **kwargs)
-    return first_samples(loaded) if preflight.active and preflight.phase == "script" else loaded
+    return first_samples(loaded) if preflight.is_in_script else loaded
 
 
 def first_samples(data: Any, number: int = NUM_SAMPLES) -> Any:

@@ -98,6 +98,11 @@ class Preflight:
         return self._recorder is not None
 
     @property
+    def is_in_script(self) -> bool:
+        """Whether the script of the user runs, before the training of a Trainer."""
+        return self.active and self.phase == "script"
+
+    @property
     def folder(self) -> Path:
         return Path(self.options.folder)
 

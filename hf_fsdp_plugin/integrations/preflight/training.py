@@ -98,7 +98,7 @@ class StageCallback(TrainerCallback):
 
 def inner_training_loop(original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:
     """Run two steps, resume from the checkpoint of the first one with a fresh model, and export the checkpoint."""
-    if not preflight.active or preflight.phase != "script":
+    if not preflight.is_in_script:
         return original(*args, **kwargs)
     _FirstRun(trainer).run(original, *args, **kwargs)
 
@@ -236,12 +236,12 @@ class OwnLoop:
     def watch_model(self, accelerator: Any) -> None:
         """Record the stage ``prepare`` of a sharded model. The sharding itself is part of the stage before."""
         self._accelerator = accelerator
-        if _is_watched():
+        if preflight.is_in_script:
             preflight.recorder.enter("prepare")
 
     def watch_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Record the stages after a prepared optimizer, and end the script after the last step."""
-        if _is_watched():
+        if preflight.is_in_script:
             preflight.recorder.enter("step")
         optimizer.register_step_pre_hook(self._begin_update)
         optimizer.register_step_post_hook(self._end_update)
@@ -249,12 +249,12 @@ class OwnLoop:
     def _begin_update(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         # torch creates the state of an optimizer, for a checkpoint, with a step whose learning rate is 0. It is no step
         # of the script.
-        if _is_watched() and any(group["lr"] for group in optimizer.param_groups):
+        if preflight.is_in_script and any(group["lr"] for group in optimizer.param_groups):
             preflight.recorder.enter("update")
 
     def _end_update(self, *_: Any) -> None:
         """Count a step. After the last one, run the further stages and end the script."""
-        if not _is_watched() or preflight.recorder.current != "update":
+        if not preflight.is_in_script or preflight.recorder.current != "update":
             return
         preflight.recorder.enter("step")
         if self._accelerator is None or not self._accelerator.sync_gradients:
@@ -296,10 +296,6 @@ def _stages_after_loop(accelerator: Any) -> None:
     for stage, run in (("save", save), ("resume", load), ("export", export)):
         if not preflight.attempt(stage, run):
             return
-
-
-def _is_watched() -> bool:
-    return preflight.active and preflight.phase == "script"
 
 
 own_loop = OwnLoop()
