@@ -113,11 +113,13 @@ def _run(args: argparse.Namespace) -> int:
     finally:
         search.close()
     settings = settings_of(state)
-    memory, memory_line = predict_memory(state, settings)
+    text = _text(target, state, settings)
+    checked = _check(text, target, entries_of(state, settings))
+    memory, memory_line = predict_memory(state, checked.spec)
     if memory_line:
         asker.show(f"Predicted memory of these settings: {memory_line}.")
-    text = _text(target, state, settings, memory_line)
-    checked = _check(text, target, entries_of(state, settings))
+    if not target.is_json:
+        text = with_header(text, header_of(state, memory_line))
     if not _may_write(args, target, text, asker, state):
         print("Nothing was written.", file=sys.stderr)
         if args.json:
@@ -129,16 +131,13 @@ def _run(args: argparse.Namespace) -> int:
     return OK
 
 
-def _text(target: Target, state: State, settings: dict[str, Any], memory: str) -> str:
+def _text(target: Target, state: State, settings: dict[str, Any]) -> str:
     """Return the new content of the file."""
-    entries, header = entries_of(state, settings), header_of(state, memory)
     if target.text is None or target.present is None:
         entries = entries_of(state, {**fixed_settings(state), **settings})
-        return new_text(entries, header, is_json=target.is_json)
-    text = changed_text(
-        target.text, entries, unused_settings(state, settings), target.present.spec, is_json=target.is_json
-    )
-    return text if target.is_json else with_header(text, header)
+        return new_text(entries, header_of(state), is_json=target.is_json)
+    entries, unused = entries_of(state, settings), unused_settings(state, settings)
+    return changed_text(target.text, entries, unused, target.present.spec, is_json=target.is_json)
 
 
 def _check(text: str, target: Target, entries: Sequence[Entry]) -> Assessment:

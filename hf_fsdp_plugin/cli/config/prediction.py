@@ -11,7 +11,7 @@ from hf_fsdp_plugin.cli.config.questions import USUAL_MIN_NUM_PARAMS
 from hf_fsdp_plugin.cli.config.settings import stock_limits
 from hf_fsdp_plugin.cli.model_plan import load_model
 from hf_fsdp_plugin.problems import SpecError
-from hf_fsdp_plugin.spec.load import load_spec
+from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec
 from hf_fsdp_plugin.strategies import STRATEGIES
 from hf_fsdp_plugin.text import fit_table, format_bytes, parse_bytes
 
@@ -58,9 +58,9 @@ def recommend(state: State, width: int | None) -> tuple[str, Mapping[str, Any]]:
     return f"{text}\n\n{_conclusion(advice, best, state)}", _answers_of(best) if best is not None else {}
 
 
-def predict_memory(state: State, settings: Mapping[str, Any]) -> tuple[MemoryEstimate | None, str]:
+def predict_memory(state: State, spec: FsdpSpec) -> tuple[MemoryEstimate | None, str]:
     """Return the predicted memory of the chosen settings, and its text; ``None`` without a model or a prediction."""
-    memory, _ = _attempt(lambda: _estimate(state, settings)) if state.model is not None else (None, "")
+    memory, _ = _attempt(lambda: _estimate(state, spec)) if state.model is not None else (None, "")
     if memory is None:
         return None, ""
     of = f" of {_size(_memory_of_gpu(state))}" if state.answers["gpu_memory"] else ""
@@ -99,17 +99,13 @@ def advice_of(state: State, gpu_memory: int) -> Advice:
     )
 
 
-def _estimate(state: State, settings: Mapping[str, Any]) -> MemoryEstimate:
+def _estimate(state: State, spec: FsdpSpec) -> MemoryEstimate:
     from hf_fsdp_plugin.estimate.memory import estimate_memory
     from hf_fsdp_plugin.estimate.workload import Workload
     from hf_fsdp_plugin.plan.resolve import resolve
 
     answers, model = state.answers, _model(state).model
-    chosen = {name: value for name, value in settings.items() if value not in ("", ())}
-    chosen = {name: list(value) if isinstance(value, tuple) else value for name, value in chosen.items()}
-    device_type = "cpu" if state.cpu else "cuda"
-    spec = load_spec(overrides=chosen, environ={})
-    plan = resolve(spec, model, world_size=state.world_size, device_type=device_type)
+    plan = resolve(spec, model, world_size=state.world_size, device_type="cpu" if state.cpu else "cuda")
     workload = Workload(
         micro_batch=int(answers["micro_batch"]),
         seq_len=int(answers["seq_len"]),
@@ -163,7 +159,8 @@ def _table(rows: Sequence[AdviceRow], best: AdviceRow | None, width: int | None)
         speed = f"{row.tokens_per_second:,.0f}" if row.tokens_per_second else "–"
         mark = "»" if row is best else ""
         lines.append((mark, _strategy(row), str(row.choice.micro_batch), _size(row.needed_bytes), speed))
-    return fit_table(lines, width)
+    has_speed = any(row.tokens_per_second for row in shown)
+    return fit_table(lines if has_speed else [line[:-1] for line in lines], width)
 
 
 def _strategy(row: AdviceRow) -> str:
