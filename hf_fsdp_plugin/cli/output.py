@@ -38,10 +38,9 @@ def exit_code(problems: Iterable[Problem], config: str | None) -> int:
         config: the config as the user named it; ``None`` without one.
     """
     problems = list(problems)
-    for problem in problems:
-        source = problem.origin.source if problem.origin is not None else None
-        if problem.code in _NO_FILE and source == config:
-            return USAGE
+    sources = {problem.origin and problem.origin.source for problem in problems if problem.code in _NO_FILE}
+    if config in sources:
+        return USAGE
     return PROBLEMS if has_errors(problems) else OK
 
 
