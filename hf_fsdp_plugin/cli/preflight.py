@@ -39,8 +39,6 @@ from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec
 from hf_fsdp_plugin.strategies import STRATEGIES
 from hf_fsdp_plugin.text import fit_table, format_count, format_names, plural
 
-_STAGE_LIMIT: Final = 60.0
-"""Seconds without any progress after which a run is stopped, once the training has begun."""
 _MAX_TAIL: Final = 5
 _FAILED: Final = ("failed", "stood still")
 _NUM_RANKS: Final = 2
@@ -174,12 +172,11 @@ def _world_size(spec: FsdpSpec) -> int:
 
 
 class _Limit:
-    """Ends a run that takes too long or does not progress, and shows its stage on a terminal."""
+    """Ends a run that takes too long, and shows its stage on a terminal."""
 
     def __init__(self, limit: float, folder: Path) -> None:
         self._limit, self._folder = limit, folder
-        self._began = self._changed = time.monotonic()
-        self._size, self._shown = 0, ""
+        self._began, self._shown = time.monotonic(), ""
         self.reason = ""
 
     def close(self) -> None:
@@ -187,16 +184,10 @@ class _Limit:
 
     def reached(self) -> str | None:
         """Return why the ranks are stopped; ``None`` if they are not."""
-        now = time.monotonic()
         running = running_stages(read_events(self._folder))
         self._show(f"preflight: {running[0]} …" if running and running[0] else "")
-        size = sum(file.stat().st_size for file in self._folder.glob("rank_*.jsonl"))
-        if size != self._size:
-            self._size, self._changed = size, now
-        if now - self._began > self._limit:
+        if time.monotonic() - self._began > self._limit:
             self.reason = f"{self._limit:g} s (--limit)"
-        elif now - self._changed > _STAGE_LIMIT and running and "start" not in running:
-            self.reason = f"{_STAGE_LIMIT:g} s without progress"
         return self.reason or None
 
     def _show(self, text: str) -> None:
