@@ -1,6 +1,6 @@
 """The training of a preflight: of the Trainer, and of a script with its own loop and an ``Accelerator``.
 
-The stages are recorded while two steps run. The stages that follow them run after the second step.
+The stages are recorded while a few steps run. The stages that follow them run after the last step.
 """
 
 from __future__ import annotations
@@ -32,7 +32,9 @@ from hf_fsdp_plugin.text import format_count
 
 SAVED_STEP: Final = 1
 """The step after which a checkpoint is written, from which the second run continues."""
-LAST_STEP: Final = 2
+LAST_STEP: Final = 3
+"""A scheduler that forgets its state has a wrong learning rate two steps after it: the optimizer stores the next one."""
+_NUM_STEPS_OF_LOOP: Final = 2
 _NUM_EVALUATED: Final = 8
 _STAGES_OF_PHASES: Final[dict[Phase, str]] = {"clipping": "clip", "checkpoint": "save"}
 
@@ -97,7 +99,7 @@ class StageCallback(TrainerCallback):
 
 
 def inner_training_loop(original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:
-    """Run two steps, resume from the checkpoint of the first one with a fresh model, and export the checkpoint."""
+    """Run three steps, resume from the checkpoint of the first one with a fresh model, and export the checkpoint."""
     if not preflight.is_in_script:
         return original(*args, **kwargs)
     _FirstRun(trainer).run(original, *args, **kwargs)
@@ -260,7 +262,7 @@ class OwnLoop:
         if self._accelerator is None or not self._accelerator.sync_gradients:
             return
         self._num_steps += 1
-        if self._num_steps == LAST_STEP:
+        if self._num_steps == _NUM_STEPS_OF_LOOP:
             preflight.phase = "after it"
             preflight.recorder.leave()
             _stages_after_loop(self._accelerator)
