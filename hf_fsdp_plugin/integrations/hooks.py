@@ -241,7 +241,7 @@ _PREFLIGHT_HOOKS = tuple(
         (f"{_MODEL}.from_pretrained", "replacements:from_pretrained", "loads the tiny clone of the model"),
         (f"{_MODEL}._from_config", "replacements:from_config", "builds the tiny clone of the model"),
         ("datasets.load:load_dataset", "replacements:load_dataset", "reads a few samples"),
-        (f"{_TRAINER}._inner_training_loop", "training:inner_training_loop", "runs two steps, resumes, and exports"),
+        (f"{_TRAINER}._inner_training_loop", "training:inner_training_loop", "runs three steps, resumes, and exports"),
     )
 )
 
