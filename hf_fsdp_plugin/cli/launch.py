@@ -21,7 +21,7 @@ from hf_fsdp_plugin.launcher.device_search import find_devices
 from hf_fsdp_plugin.launcher.environment import launch_env
 from hf_fsdp_plugin.launcher.flags import LaunchArguments, Parser, UsageError, add_launch_flags, read_launch_arguments
 from hf_fsdp_plugin.launcher.other_machines import MACHINE_LIMIT_VARIABLE as MACHINE_VARIABLE
-from hf_fsdp_plugin.launcher.other_machines import RunFacts, silence_limit
+from hf_fsdp_plugin.launcher.other_machines import silence_limit
 from hf_fsdp_plugin.launcher.run_script import check_script
 from hf_fsdp_plugin.launcher.world import (
     World,
@@ -144,20 +144,18 @@ def _run_id(options: Mapping[str, str]) -> str:
     return options.get("run_id") or os.environ.get(RUN_ID_VARIABLE) or os.environ.get(POD_ID_VARIABLE, "")
 
 
-def _facts(arguments: LaunchArguments, spec: FsdpSpec, world: World) -> RunFacts:
+def _facts(arguments: LaunchArguments, spec: FsdpSpec, world: World) -> dict[str, str]:
     """Return what must be the same on all machines."""
     options = arguments.options
-    settings = {name: repr(value) for name, value, _ in spec.settings() if name not in _OF_ONE_MACHINE}
-    return RunFacts(
-        ranks=world.num_local,
-        device=world.device,
-        max_restarts=int(options.get("max_restarts", 0)),
-        machines=f"{options.get('min_machines', world.num_machines)}:{world.num_machines}",
-        version=hf_fsdp_plugin.__version__,
-        run=_run_id(options) or os.environ.get("SLURM_JOB_ID", ""),
-        command=shlex.join([arguments.script, *arguments.script_args]),
-        settings=settings,
-    )
+    return {
+        "the number of ranks": f"{world.num_local} on {world.device}",
+        "the run": _run_id(options) or os.environ.get("SLURM_JOB_ID", "") or "without an id",
+        "the version of hf_fsdp_plugin": hf_fsdp_plugin.__version__,
+        "--num_machines": f"{options.get('min_machines', world.num_machines)}:{world.num_machines}",
+        "--max_restarts": options.get("max_restarts", "0"),
+        "the script": f"`{shlex.join([arguments.script, *arguments.script_args])}`",
+        **{name: repr(value) for name, value, _ in spec.settings() if name not in _OF_ONE_MACHINE},
+    }
 
 
 def _note_missing_config(arguments: LaunchArguments, sources: Sources) -> None:

@@ -11,14 +11,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final
 
-from hf_fsdp_plugin.hangs.calls import HANG_LIMIT_VARIABLE, RankCalls, RecordHeader, read_calls, read_header
+from hf_fsdp_plugin.hangs.calls import HANG_LIMIT_VARIABLE, RankCalls, RecordHeader
 from hf_fsdp_plugin.hangs.diagnose import diagnose_hang
 from hf_fsdp_plugin.hangs.hang_queries import HangQueries
 from hf_fsdp_plugin.hangs.hang_report import Hang, describe_busy, describe_hang, describe_standstill
 from hf_fsdp_plugin.hangs.processes import Peer, ProcessorUse, is_halted, processor_use
 from hf_fsdp_plugin.hangs.rank_exit import read_failure, stack_of
 from hf_fsdp_plugin.hangs.rank_stacks import Frame, find_place, read_stack, waits_for_data
-from hf_fsdp_plugin.hangs.record import read_counts
+from hf_fsdp_plugin.hangs.record import read_calls, read_counts, read_header
 
 DEFAULT_LIMIT: Final = 120.0
 _TIMEOUT_SHARE: Final = 0.5

@@ -10,8 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from hf_fsdp_plugin.hangs.calls import CallFiles
-
 HANG: Final = 75
 """Exit code of a run that was ended because of a hang. EX_TEMPFAIL of sysexits.h: try again."""
 FILES_VARIABLE = "HF_FSDP_RANK_FILES"
@@ -70,13 +68,8 @@ class RankFiles:
     """JSON: the failed attempts of the run (``runs.restart_policy``). The launcher writes it for all its ranks."""
     saving = _RankFile(".saving")
     """Exists while a checkpoint is written in the background."""
-    _calls = _RankFile(".calls")
-    _names = _RankFile(".names")
-
-    @property
-    def calls(self) -> CallFiles:
-        """The rank's collectives (see ``hangs.calls``)."""
-        return CallFiles(self._calls, self._names)
+    calls = _RankFile(".calls")
+    """The rank's collectives (see ``hangs.record``)."""
 
 
 def remove_files(stem: Path) -> None:

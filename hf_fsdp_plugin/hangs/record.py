@@ -1,7 +1,15 @@
-"""Records the collectives, optimizer steps and forwards of this process in memory that others read.
+"""Records the collectives, optimizer steps and forwards of this process in files that others read.
 
-Other ranks and the launcher read it also while the process is stopped or dead. :mod:`calls` describes the files of the
-collectives. A record takes about a microsecond. Nothing is recorded before ``open``.
+The files are mapped into memory: other ranks and the launcher read them also while the process is stopped or dead. A
+record takes about a microsecond. Nothing is recorded before ``open``. The file of the collectives has a header of eight
+words, a ring of the newest collectives, and a line of JSON for each process group, in the byte order of the machine::
+
+    header   format, recorded calls, bytes of the groups, 1 + number of the call that is waited for (0: none),
+             since when, last heartbeat of the thread that watches the rank, begin of the newest call, 0
+    call     number in its group, elements, number of the group, operation, dtype, peer and unit as text
+    group    its name, its ranks, its time-out, and whether its collectives are enqueued
+
+Times are those of the monotonic clock in nanoseconds, which all processes of a machine share.
 """
 
 from __future__ import annotations
@@ -11,47 +19,42 @@ import json
 import mmap
 import struct
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from threading import get_ident
 from time import monotonic_ns
-from typing import TYPE_CHECKING, Any, BinaryIO, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from hf_fsdp_plugin.hangs.calls import (
-    ARRIVALS,
-    BEAT_AT,
-    CALL_WORDS,
-    COUNT_AT,
-    FORMAT,
-    HEADER_WORDS,
-    NUM_SLOTS,
-    SINCE_AT,
-    SLOTS_AT,
-    WAITING_AT,
-    WORD,
-    CallFiles,
-    pack_ranks,
-)
+from hf_fsdp_plugin.hangs.calls import ARRIVALS, Call, GroupCalls, RankCalls, Wait, pack_ranks
 
-if TYPE_CHECKING:  # torch is imported with the first process group
+if TYPE_CHECKING:  # torch is imported with the first process group; the launcher reads the files without it
     import torch
     import torch.distributed as dist
-if TYPE_CHECKING:  # the launcher reads the file without torch
-    import torch
 
-_MAX_LINES: Final = 0xFFFF
+_HEADER: Final = struct.Struct("8Q")
+_CALL: Final = struct.Struct("3Q168s")
+NUM_SLOTS: Final = 512
+"""Calls in the ring: those of several steps of a model with some dozens of units."""
+_FORMAT: Final = 2
+_COUNT, _GROUP_BYTES, _WAITING, _SINCE, _BEAT, _BEGUN = 1, 2, 3, 4, 5, 6
+"""Positions in the header."""
+_GROUPS_AT: Final = _HEADER.size + NUM_SLOTS * _CALL.size
+_MAX_GROUP_BYTES: Final = 1 << 16
+_NO_GROUP: Final = 1 << 32
+"""Number of the groups for which the file has no space."""
 _MAX_PENDING: Final = 4096
+_SEPARATOR: Final = "\t"
 
 
 class _GroupCount:
-    """The number of collectives of one process group, and its line in the table of names, shifted."""
+    """The number of collectives of one process group, and the group's number in the file."""
 
-    __slots__ = ("line", "number")
+    __slots__ = ("group", "number")
 
-    def __init__(self, line: int) -> None:
-        self.line = line << 48
-        self.number = 0
+    def __init__(self, group: int) -> None:
+        self.group, self.number = group, 0
 
 
 class CallRecord:
@@ -68,13 +71,12 @@ class CallRecord:
     def _reset(self) -> None:
         self.is_open = False
         self.unit = ""
-        self._words: Any = [0] * HEADER_WORDS
+        self._words: Any = [0] * (_HEADER.size // 8)
         self._memory: mmap.mmap | None = None
-        self._names: BinaryIO | None = None
-        self._lines: dict[str, int] = {}
-        self._num_lines = 0
-        self._dtypes: dict[Any, int] = {}
+        self._texts: dict[tuple[str, str, str], bytes] = {}
+        self._dtypes: dict[Any, str] = {}
         self._groups: dict[str, _GroupCount] = {}
+        self._num_groups = 0
         self._pending: dict[int, int] = {}
         self._positions = itertools.count()
         self._last = 0
@@ -92,25 +94,22 @@ class CallRecord:
     def beat(self) -> None:
         """Record that the watcher of this rank runs."""
         if self.is_open:
-            self._words[BEAT_AT] = monotonic_ns()
+            self._words[_BEAT] = monotonic_ns()
 
     def forget(self) -> None:
         """Stop recording in a forked child, which must not change what its parent has recorded."""
-        self._memory = self._names = None
         self._reset()
 
-    def open(self, files: CallFiles) -> None:
-        """Record from now on. The files survive a crash of the process. Raises ``OSError``."""
+    def open(self, path: Path) -> None:
+        """Record from now on. The file survives a crash of the process. Raises ``OSError``."""
         self.close()
-        self._names = files.names.open("wb", buffering=0)
-        self._line("")
-        size = (HEADER_WORDS + NUM_SLOTS * CALL_WORDS) * WORD
-        with files.calls.open("w+b") as file:
-            file.truncate(size)
+        size = _GROUPS_AT + _MAX_GROUP_BYTES
+        with path.open("w+b") as file:
+            file.write(bytes(size))  # takes the space on the disk now
+            file.flush()
             self._memory = mmap.mmap(file.fileno(), size)
-        self._words = memoryview(self._memory).cast("Q")
-        self._words[SLOTS_AT] = NUM_SLOTS
-        self._words[0] = FORMAT
+        self._words = memoryview(self._memory)[: _HEADER.size].cast("Q")
+        self._words[0] = _FORMAT
         self.follow_thread()
         self.is_open = True
 
@@ -119,23 +118,7 @@ class CallRecord:
         if self._memory is not None:
             self._words.release()
             self._memory.close()
-        if self._names is not None:
-            self._names.close()
         self._reset()
-
-    def _line(self, name: str, peer: int | None = None) -> int:
-        """Return the line of a name in the table, which is appended if it is new; 0 if the table is full."""
-        line = self._lines.get(name)
-        if line is None:
-            line = self._lines[name] = self._append(name if peer is None else {"operation": name, "peer": peer})
-        return line
-
-    def _append(self, content: Any) -> int:
-        if self._num_lines >= _MAX_LINES or self._names is None:
-            return 0
-        self._names.write(f"{json.dumps(content)}\n".encode())  # before a call refers to it
-        self._num_lines += 1
-        return self._num_lines - 1
 
     def begin(self, group: dist.ProcessGroup, operation: str, tensors: Any) -> int:
         """Record a collective before it is called, and return its position in the record.
@@ -148,15 +131,11 @@ class CallRecord:
             count = self._groups.get(group.group_name) or self._add_group(group)
             while isinstance(tensors, (list, tuple)):
                 tensors = tensors[0] if tensors else None
-            lines = self._lines
-            packed = (lines.get(operation) or self._line(operation)) << 32
-            if self.unit:
-                packed |= lines.get(self.unit) or self._line(self.unit)
             if tensors is None:
-                return self._write(count, 0, packed)
+                return self._write(count, 0, operation)
             dtype = self._dtypes.get(tensors.dtype) or self._dtype(tensors.dtype)
-            return self._write(count, tensors.numel(), packed | dtype << 16)
-        except Exception:  # a full disk, or tensors of an unknown kind: the collective itself must not fail
+            return self._write(count, tensors.numel(), operation, dtype)
+        except Exception:  # tensors of an unknown kind: the collective itself must not fail
             return self._last
 
     def begin_named(self, group: str, operation: str, peer: int | None = None) -> int:
@@ -165,23 +144,58 @@ class CallRecord:
         Args:
             peer: the other rank of a send or a receive.
         """
-        count = self._groups.get(group)
-        if count is None:
-            count = self._groups[group] = _GroupCount(self._append({"group": group, "ranks": "", "timeout": 0}))
-        return self._write(count, 0, self._line(operation, peer) << 32)
+        count = self._groups.get(group) or self._add(group, {"group": group, "ranks": ""})
+        return self._write(count, 0, operation, peer="" if peer is None else str(peer))
 
-    def _write(self, count: _GroupCount, num_elements: int, packed: int) -> int:
+    def _write(self, count: _GroupCount, num_elements: int, operation: str, dtype: str = "", peer: str = "") -> int:
+        if self._memory is None:
+            return self._last
+        key = operation, dtype, self.unit
+        text = None if peer else self._texts.get(key)
+        if text is None:
+            text = _SEPARATOR.join((operation, dtype, peer, self.unit)).encode()
+            if not peer:
+                self._texts[key] = text
         position = next(self._positions)  # atomic: other threads have collectives too
-        words = self._words
         count.number = number = count.number + 1
-        start = HEADER_WORDS + position % NUM_SLOTS * CALL_WORDS
-        words[start] = number
-        words[start + 1] = num_elements
-        words[start + 2] = count.line | packed
-        words[start + 3] = monotonic_ns()
-        words[COUNT_AT] = position + 1
+        at = _HEADER.size + position % NUM_SLOTS * _CALL.size
+        _CALL.pack_into(self._memory, at, number, num_elements, count.group, text)
+        self._words[_BEGUN] = monotonic_ns()
+        self._words[_COUNT] = position + 1
         self._last = position
         return position
+
+    def _dtype(self, dtype: torch.dtype) -> str:
+        name = self._dtypes[dtype] = str(dtype).removeprefix("torch.")
+        return name
+
+    def _add_group(self, group: dist.ProcessGroup) -> _GroupCount:
+        import torch.distributed as dist
+
+        from hf_fsdp_plugin.torch_private.process_groups import timeout_of
+
+        try:
+            ranks: Sequence[int] = dist.get_process_group_ranks(group)
+        except (KeyError, ValueError, RuntimeError):  # a group that torch does not know, such as a test's
+            ranks = ()
+        timeout = timeout_of(group)
+        row = {
+            "group": group.group_name,
+            "ranks": pack_ranks(ranks),
+            "timeout": timeout.total_seconds() if timeout is not None else 0.0,
+            "enqueues": dist.get_backend(group) not in ("gloo", "mpi"),
+        }
+        return self._add(group.group_name, row)
+
+    def _add(self, name: str, row: dict[str, Any]) -> _GroupCount:
+        """Add a group to the file, if it has space for it."""
+        used, line = self._words[_GROUP_BYTES], f"{json.dumps(row)}\n".encode()
+        count = self._groups[name] = _GroupCount(_NO_GROUP)
+        if self._memory is not None and used + len(line) <= _MAX_GROUP_BYTES:
+            self._memory[_GROUPS_AT + used : _GROUPS_AT + used + len(line)] = line
+            self._words[_GROUP_BYTES] = used + len(line)
+            count.group, self._num_groups = self._num_groups, self._num_groups + 1
+        return count
 
     def started(self, work: Any, position: int) -> None:
         """Remember which collective a ``Work`` belongs to, until it is waited for."""
@@ -205,13 +219,13 @@ class CallRecord:
         """
         if get_ident() == self._main:
             words = self._words
-            words[SINCE_AT] = monotonic_ns()
-            words[WAITING_AT] = position + 1
+            words[_SINCE] = monotonic_ns()
+            words[_WAITING] = position + 1
 
     def waited(self) -> None:
         """Record that the wait is over."""
         if get_ident() == self._main:
-            self._words[WAITING_AT] = 0
+            self._words[_WAITING] = 0
 
     def on_arrival(self, call: str | None) -> None:
         """Record the plugin's own waits for all ranks: a call at its begin, ``None`` at its end."""
@@ -222,38 +236,113 @@ class CallRecord:
         else:
             self.waits(self.begin_named(ARRIVALS, call))
 
-    def _dtype(self, dtype: torch.dtype) -> int:
-        line = self._dtypes[dtype] = self._line(str(dtype).removeprefix("torch."))
-        return line
-
-    def _add_group(self, group: dist.ProcessGroup) -> _GroupCount:
-        import torch.distributed as dist
-
-        from hf_fsdp_plugin.torch_private.process_groups import timeout_of
-
-        try:
-            ranks: Sequence[int] = dist.get_process_group_ranks(group)
-        except (KeyError, ValueError, RuntimeError):  # a group that torch does not know, such as a test's
-            ranks = ()
-        timeout = timeout_of(group)
-        seconds = timeout.total_seconds() if timeout is not None else 0
-        line = self._append(
-            {
-                "group": group.group_name,
-                "ranks": pack_ranks(ranks),
-                "timeout": seconds,
-                "enqueues": dist.get_backend(group) not in ("gloo", "mpi"),
-            }
-        )
-        count = self._groups[group.group_name] = _GroupCount(line)
-        return count
-
 
 record = CallRecord()
 """The record of this process."""
 
 
-_FORMAT: Final = "<QQQ"
+class RecordHeader(NamedTuple):
+    """The header of a record.
+
+    Attributes:
+        count: recorded calls.
+        waiting: seconds for which the rank waits in a collective; 0 if it does not.
+        idle: seconds since it began its newest collective; infinite before the first.
+        beat: seconds since the last heartbeat of the rank's watcher; infinite before the first.
+    """
+
+    count: int
+    waiting: float
+    idle: float
+    beat: float
+
+
+def read_header(path: Path) -> RecordHeader | None:
+    """Return the header of a record; ``None`` if there is none yet. Reads a few bytes."""
+    try:
+        with path.open("rb", buffering=0) as file:
+            words = _words(file.read(_HEADER.size))
+    except OSError:
+        return None
+    if words is None:
+        return None
+    waiting = _seconds_since(words[_SINCE]) if words[_WAITING] else 0.0
+    return RecordHeader(words[_COUNT], waiting, _seconds_since(words[_BEGUN]), _seconds_since(words[_BEAT]))
+
+
+def read_calls(rank: int, path: Path) -> RankCalls:
+    """Return what a rank has recorded; without groups if it has recorded nothing. Never raises for a torn record."""
+    try:
+        content = path.read_bytes()
+    except OSError:
+        return RankCalls(rank=rank)
+    words = _words(content)
+    if words is None:
+        return RankCalls(rank=rank)
+    rows = list(_group_rows(content[_GROUPS_AT : _GROUPS_AT + words[_GROUP_BYTES]]))
+    groups: dict[str, tuple[int, list[Call]]] = {}
+    last_group = ""
+    for position in range(max(0, words[_COUNT] - NUM_SLOTS), words[_COUNT]):
+        if (entry := _entry(content, rows, position)) is not None:
+            last_group, number, call = entry
+            before, calls = groups.get(last_group, (0, []))
+            if number != before + 1:
+                calls = []  # without those before a gap
+            calls.append(call)
+            groups[last_group] = number, calls
+    waited = _entry(content, rows, words[_WAITING] - 1) if words[_WAITING] else None
+    known = {_group_name(row): row for row in rows}
+    return RankCalls(
+        rank=rank,
+        groups={name: _group_calls(known[name], last, calls) for name, (last, calls) in groups.items()},
+        last_group=last_group,
+        wait=Wait(*waited, _seconds_since(words[_SINCE])) if waited is not None else None,
+        idle=_seconds_since(words[_BEGUN]),
+    )
+
+
+def _group_calls(row: dict[str, Any], last: int, calls: list[Call]) -> GroupCalls:
+    return GroupCalls(row["ranks"], last, tuple(calls), row.get("enqueues", False), row.get("timeout", 0.0))
+
+
+def _words(content: bytes) -> tuple[int, ...] | None:
+    """Return the header; ``None`` if there is none, or one of another format."""
+    words = _HEADER.unpack_from(content) if len(content) >= _HEADER.size else (0,)
+    return words if words[0] == _FORMAT else None
+
+
+def _group_rows(text: bytes) -> Iterator[dict[str, Any]]:
+    for line in text.decode(errors="replace").splitlines():
+        try:
+            yield json.loads(line)
+        except ValueError:
+            return  # cut: the numbers of later groups are unknown
+
+
+def _entry(content: bytes, rows: Sequence[dict[str, Any]], position: int) -> tuple[str, int, Call] | None:
+    """Return the group, the number and the content of a call; ``None`` while the rank writes it."""
+    at = _HEADER.size + position % NUM_SLOTS * _CALL.size
+    if at + _CALL.size > len(content):
+        return None
+    number, num_elements, group, text = _CALL.unpack_from(content, at)
+    parts = text.rstrip(b"\0").decode(errors="replace").split(_SEPARATOR)
+    if group >= len(rows) or len(parts) != 4 or not (parts[2].isdecimal() or not parts[2]):
+        return None
+    operation, dtype, peer, unit = parts
+    return _group_name(rows[group]), number, Call(operation, num_elements, dtype, unit, int(peer) if peer else None)
+
+
+def _group_name(row: dict[str, Any]) -> str:
+    """Return a name that differs from that of every other set of ranks."""
+    return f"{row['group']} of ranks {row['ranks']}" if row["ranks"] else str(row["group"])
+
+
+def _seconds_since(nanoseconds: int) -> float:
+    """Return seconds; infinite for 0, which is never."""
+    return max(0.0, (time.monotonic_ns() - nanoseconds) / 1e9) if nanoseconds else float("inf")
+
+
+_COUNTS: Final = "<QQQ"
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,9 +371,9 @@ class StepCount:
     def open(self, path: Path) -> None:
         """Count from now on. The page survives a crash of the process, because the file backs it."""
         with path.open("w+b") as file:
-            file.write(struct.pack(_FORMAT, 0, 0, 0))
+            file.write(struct.pack(_COUNTS, 0, 0, 0))
             file.flush()
-            self._memory = mmap.mmap(file.fileno(), struct.calcsize(_FORMAT))
+            self._memory = mmap.mmap(file.fileno(), struct.calcsize(_COUNTS))
         self._num_steps = self._num_forwards = self._before = 0
 
     def forget(self) -> None:
@@ -333,7 +422,7 @@ class StepCount:
 
     def _write(self) -> None:
         if self._memory is not None:
-            struct.pack_into(_FORMAT, self._memory, 0, self._num_steps, self._num_forwards, self._before)
+            struct.pack_into(_COUNTS, self._memory, 0, self._num_steps, self._num_forwards, self._before)
 
 
 step_count = StepCount()
@@ -343,6 +432,6 @@ step_count = StepCount()
 def read_counts(path: Path) -> Counts | None:
     """Return what a process has counted in ``path``; ``None`` if it did not count."""
     try:
-        return Counts(*struct.unpack(_FORMAT, path.read_bytes()))
+        return Counts(*struct.unpack(_COUNTS, path.read_bytes()))
     except (OSError, struct.error):
         return None

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from hf_fsdp_plugin.hangs.calls import RankCalls, read_header
+from hf_fsdp_plugin.hangs.calls import RankCalls
 from hf_fsdp_plugin.hangs.hang_queries import HangQueries, JobStore, PlaceInStore, StoreQueries
 from hf_fsdp_plugin.hangs.hang_report import FoundHang, Hang, found_hang, write_hang
 from hf_fsdp_plugin.hangs.hang_watch import HangWatch
@@ -29,7 +29,7 @@ from hf_fsdp_plugin.hangs.processes import Peer, find_peers, is_halted
 from hf_fsdp_plugin.hangs.rank_exit import ExitWatch, HeldSigterm, hold_sigterm, write_error_file
 from hf_fsdp_plugin.hangs.rank_files import HANG, RUN_ID_VARIABLE, RankFiles, write_atomically
 from hf_fsdp_plugin.hangs.rank_stacks import HeldAbort, stack_file
-from hf_fsdp_plugin.hangs.record import record
+from hf_fsdp_plugin.hangs.record import read_header, record
 from hf_fsdp_plugin.problems import SpecError
 
 _PAUSE: Final = 0.5

@@ -79,7 +79,7 @@ def _run_attempt(job: RankJob, rendezvous: Rendezvous, on_start: Callable[[], No
     3. How each rank exited is read from its files; the first failure is determined, and the machine that has it gets
        the places of the ranks of other machines (``AttemptRanks.result``).
     4. The summary is printed.
-    5. All machines use the verdict of the one that failed first, and decide whether the ranks are started again.
+    5. All machines take the attempt as the one that failed first knows it, and decide whether the ranks are started again.
     """
     began = time.monotonic()
     result = run_once(job, rendezvous, on_start)  # 1 to 3
@@ -96,15 +96,14 @@ def _run_attempt(job: RankJob, rendezvous: Rendezvous, on_start: Callable[[], No
     code = result.exit_code
     if not code or not restarts.max_restarts:
         return code
-    verdict = assess_attempt(result, restarts, machine=machines.machine, seconds=seconds)  # 5
-    if machines.num_ended() and not verdict.final:
-        verdict = replace(verdict, final="the ranks of another machine have ended.")
-    decision = decide_restart([machines.agree(verdict)], restarts)
-    rendezvous.restarts = decision.restarts
-    if decision.problem is not None:
-        print(f"hf-fsdp: {decision.problem}", file=sys.stderr, flush=True)
+    attempt = assess_attempt(result, restarts, machine=machines.machine, seconds=seconds)  # 5
+    if machines.num_ended() and not attempt.final:
+        attempt = replace(attempt, final="the ranks of another machine have ended.")
+    after = rendezvous.restarts = decide_restart([machines.agree(attempt)], restarts)
+    if after.refusal is not None:
+        print(f"hf-fsdp: {after.refusal}", file=sys.stderr, flush=True)
         return code
-    job.notice(f"{decision.restarts.title}: {decision.restarts.last_failure}")
+    job.notice(f"{after.title}: {after.last_failure}")
     return None
 
 

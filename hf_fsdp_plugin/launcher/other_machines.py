@@ -12,82 +12,43 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, astuple, dataclass, field
+from dataclasses import asdict, astuple, dataclass
 from typing import Any, Final, Literal, TypeVar
 
 from hf_fsdp_plugin.hangs.rank_exit import positive_seconds
 from hf_fsdp_plugin.hangs.rank_stacks import RanksAt
 from hf_fsdp_plugin.problems import Problem
-from hf_fsdp_plugin.runs.restart_policy import AttemptVerdict, lost_machine
+from hf_fsdp_plugin.runs.restart_policy import FailedAttempt, lost_machine
 from hf_fsdp_plugin.text import plural, printable
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RunFacts:
-    """What all machines of a run must have in common.
-
-    Attributes:
-        ranks: on each machine.
-        run: the id that the user or the batch system gave the run; empty without one.
-        command: script and arguments.
-        settings: from outside the script, without those that may differ between machines.
-    """
-
-    ranks: int
-    device: str
-    max_restarts: int
-    machines: str
-    version: str = ""
-    run: str = ""
-    command: str = ""
-    settings: Mapping[str, str] = field(default_factory=dict)
-
-    def to_text(self) -> str:
-        return json.dumps(asdict(self))
-
 
 _FIX: Final = "Give every machine the same command, config and package. Give each run a port of its own."
 _MAX_DIFFERENCES: Final = 4
 _MAX_FACT: Final = 200
 
 
-def compare_facts(mine: RunFacts, text: bytes) -> Problem | None:
+def compare_facts(mine: Mapping[str, str], text: bytes) -> Problem | None:
     """Return a problem unless this machine is about to run what another one runs.
 
     Args:
-        text: the facts of the other machine (:meth:`RunFacts.to_text`).
+        mine: what all machines of a run must have in common.
+        text: JSON of the same of the other machine.
     """
     try:
-        other = RunFacts(**json.loads(text))
-        found = _differences(mine, other)
-    except (ValueError, TypeError, AttributeError):
+        other = dict(json.loads(text))
+    except (ValueError, TypeError):
+        other = {}
+    found = [
+        f"{name} is {here[:_MAX_FACT]} here, and {printable(str(other[name])[:_MAX_FACT])} on another machine"
+        for name, here in mine.items()
+        if other.get(name, here) != here
+    ]
+    if not other.keys() & mine.keys():
         found = ["another machine has another version of this package"]
     if not found:
         return None
     more = f", and {plural(len(found) - _MAX_DIFFERENCES, 'more difference')}" * (len(found) > _MAX_DIFFERENCES)
     message = f"the machines are about to run different things: {'; '.join(found[:_MAX_DIFFERENCES])}{more}."
     return Problem(code="FSDP-E708", message=message, fix=_FIX)
-
-
-def _differences(mine: RunFacts, other: RunFacts) -> list[str]:
-    pairs = [
-        ("", _ranks(mine), _ranks(other)),
-        ("the run ", mine.run or "without an id", other.run or "without an id"),
-        ("hf_fsdp_plugin ", mine.version, other.version),
-        ("--num_machines ", mine.machines, other.machines),
-        ("--max_restarts ", mine.max_restarts, other.max_restarts),
-        ("", f"`{mine.command}`", f"`{other.command}`"),
-        *((f"{name} ", value, other.settings.get(name, value)) for name, value in mine.settings.items()),
-    ]
-    return [
-        f"this machine has {name}{str(here)[:_MAX_FACT]}, another one {printable(str(there)[:_MAX_FACT])}"
-        for name, here, there in pairs
-        if here != there
-    ]
-
-
-def _ranks(facts: RunFacts) -> str:
-    return f"{plural(facts.ranks, 'rank')} on {facts.device}"
 
 
 MACHINE_LIMIT_VARIABLE: Final = "HF_FSDP_MACHINE_TIMEOUT"
@@ -141,13 +102,9 @@ class OtherMachines:
     Args:
         store: of this attempt only, shared by all its machines; ``None`` for a single machine.
         machine, num_machines: number of this machine, and of all.
-        on_beat: called once per second, to show that this launcher lives to those that are not in this attempt.
     """
 
-    def __init__(
-        self, store: Any, machine: int, num_machines: int, *, on_beat: Callable[[], object] = lambda: None
-    ) -> None:
-        self._on_beat = on_beat
+    def __init__(self, store: Any = None, machine: int = 0, num_machines: int = 1) -> None:
         self._store, self.machine, self.num_machines = store, machine, num_machines
         self._announced: Announced | None = None
         self.is_cut = False
@@ -180,7 +137,6 @@ class OtherMachines:
     def _check_others(self, now: float) -> Announced | None:
         self._next_beat = now + _BEAT_SECONDS
         self._store.add(f"beat/{self.machine}", 1)
-        self._on_beat()
         if self._store.check(["failed"]):
             return self._read_announced()
         for other, (count, seen) in self._seen.items():
@@ -196,7 +152,7 @@ class OtherMachines:
             mine = Announced(self.machine, text[:_MAX_TEXT], kind, lost)
 
             def request() -> Announced:
-                self._store.compare_set("failed", "", json.dumps([mine.machine, mine.text, mine.kind, mine.lost]))
+                self._store.compare_set("failed", "", json.dumps(astuple(mine)))
                 return self._read_announced()
 
             found = self._ask(request, mine)
@@ -235,10 +191,7 @@ class OtherMachines:
 
     def _share_places(self, places: Sequence[RanksAt], first: Announced) -> tuple[list[RanksAt], list[str]]:
         if not self.is_first:
-            self._store.set(
-                f"places/{self.machine}",
-                json.dumps([astuple(each) for each in places[:_MAX_SHARED]]),
-            )
+            self._store.set(f"places/{self.machine}", json.dumps([astuple(each) for each in places[:_MAX_SHARED]]))
             return [], [f"machine {first.machine} failed first: see the output of its launcher"]
         others = [each for each in range(self.num_machines) if each not in (self.machine, first.lost)]
         keys = [f"places/{each}" for each in others]
@@ -254,22 +207,22 @@ class OtherMachines:
         notes = [f"the ranks of machines {', '.join(missing)} are not included: see their launchers' output"]
         return found, notes if missing else []
 
-    def agree(self, verdict: AttemptVerdict) -> AttemptVerdict:
-        """Return the verdict of the machine that has announced the failure. Each machine brings its own."""
+    def agree(self, attempt: FailedAttempt) -> FailedAttempt:
+        """Return the failed attempt as the machine knows it that has announced the failure. Each brings its own."""
         first = self._announced
         if first is not None and first.lost >= 0:
-            verdict = lost_machine(first.lost, verdict.attempt)
+            attempt = lost_machine(first.lost, attempt)
         if first is None or self._is_alone:
-            return verdict
-        return self._ask(lambda: self._agree(verdict, first), lost_machine(0, verdict.attempt))
+            return attempt
+        return self._ask(lambda: self._agree(attempt, first), lost_machine(0, attempt))
 
-    def _agree(self, verdict: AttemptVerdict, first: Announced) -> AttemptVerdict:
+    def _agree(self, attempt: FailedAttempt, first: Announced) -> FailedAttempt:
         if self.is_first:
-            self._store.set("verdict", verdict.to_text())
-            return verdict
-        if self._wait(lambda: bool(self._store.check(["verdict"])), _VERDICT_SECONDS):
-            return AttemptVerdict.from_text(self._store.get("verdict").decode())
-        return lost_machine(first.machine, verdict.attempt)
+            self._store.set("attempt", json.dumps(asdict(attempt)))
+            return attempt
+        if self._wait(lambda: bool(self._store.check(["attempt"])), _VERDICT_SECONDS):
+            return FailedAttempt(**json.loads(self._store.get("attempt")))
+        return lost_machine(first.machine, attempt)
 
     def end(self) -> None:
         """Tell the others that the ranks of this machine have ended without a failure."""

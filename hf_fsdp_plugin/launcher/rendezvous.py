@@ -15,14 +15,13 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Iterator
-from itertools import pairwise
+from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
-from hf_fsdp_plugin.launcher.other_machines import OtherMachines, RunFacts, compare_facts, silence_limit
+from hf_fsdp_plugin.launcher.other_machines import OtherMachines, compare_facts, silence_limit
 from hf_fsdp_plugin.launcher.world import World, rendezvous_address
 from hf_fsdp_plugin.problems import Problem, SpecError
-from hf_fsdp_plugin.runs.restart_policy import Restarts, problem_fields
+from hf_fsdp_plugin.runs.restart_policy import Restarts
 from hf_fsdp_plugin.spec.fsdp_spec import LaunchSection
 from hf_fsdp_plugin.text import plural, printable
 
@@ -84,7 +83,7 @@ class Rendezvous(RendezvousHandler):
 
     def __init__(self, restarts: Restarts, port: int = 0) -> None:
         self.restarts = restarts
-        self.machines = OtherMachines(None, 0, 1)
+        self.machines = OtherMachines()
         self.address = ""
         self._rank_store: Store | None = None
         self._listening: socket.socket | None = None
@@ -108,7 +107,7 @@ class Rendezvous(RendezvousHandler):
             host, port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach()
         )
         self.address = f"{host}:{port}"
-        self.machines = OtherMachines(None, 0, 1)
+        self.machines = OtherMachines()
         return RendezvousInfo(HashStore(), 0, 1, RendezvousStoreInfo(host, port))
 
     def is_waiting(self) -> bool:
@@ -157,6 +156,7 @@ class MachinesRendezvous(Rendezvous):
     """The rendezvous of several machines.
 
     Args:
+        facts: what all machines must have in common (see ``other_machines.compare_facts``).
         conf: options as in torchrun's ``--rdzv_conf``.
         min_machines: smallest number of machines with which the run may start or go on.
     """
@@ -165,7 +165,7 @@ class MachinesRendezvous(Rendezvous):
         self,
         launch: LaunchSection,
         world: World,
-        facts: RunFacts,
+        facts: Mapping[str, str],
         restarts: Restarts,
         *,
         conf: str = "",
@@ -182,15 +182,12 @@ class MachinesRendezvous(Rendezvous):
         self._handler: Any = None
         self._num_met = 0
         self._next_look = 0.0
+        self._has_left = threading.Event()
+        self._beats: threading.Thread | None = None
 
     @property
     def _is_host(self) -> bool:
         return self._is_numbered and self._launch.machine_rank == 0
-
-    @property
-    def _alive(self) -> str:
-        """Key of a counter that the launcher of this machine increases once per second."""
-        return f"alive/{self._launch.machine_rank}"
 
     @property
     def _is_local(self) -> bool:
@@ -210,7 +207,7 @@ class MachinesRendezvous(Rendezvous):
             if self._handler is None or self.machines.is_cut:  # machine 0 may come back
                 self._connect()
             # The store of the ranks is hosted below, one for each attempt.
-            with _variable("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1"), self._shown_alive():
+            with _variable("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1"):
                 info = self._handler.next_rendezvous()
             return self._meet(info)
         except RendezvousTimeoutError as error:
@@ -253,7 +250,7 @@ class MachinesRendezvous(Rendezvous):
                 time.sleep(1.0)  # machine 0 is not started yet
         self._store = PrefixStore(_NAME, store)
         handler = create_handler(store, backend, parameters)
-        mine = self._facts.to_text()
+        mine = json.dumps(self._facts)
         if problem := compare_facts(self._facts, self._store.compare_set("facts", "", mine)):
             if not self._store.check(["met"]):  # a run that goes on is left alone; machines that wait learn it, too
                 self._store.set("refused", mine)
@@ -267,36 +264,31 @@ class MachinesRendezvous(Rendezvous):
             if self._store.check(["refused"]) and (problem := compare_facts(self._facts, self._store.get("refused"))):
                 raise RendezvousError([problem])
 
-    @contextlib.contextmanager
-    def _shown_alive(self) -> Iterator[None]:
-        """Show that this launcher lives while it waits for the others (see :meth:`_claim`)."""
-        done = threading.Event()
-
-        def beat() -> None:
-            with contextlib.suppress(RuntimeError):
-                while not done.wait(1.0):
-                    self._store.add(self._alive, 1)
-
-        thread = threading.Thread(target=beat, name="hf_fsdp_alive", daemon=True)
-        thread.start()
-        try:
-            yield
-        finally:
-            done.set()
-            thread.join()
-
     def _claim(self) -> None:
-        """Claim the number of this machine. Another launcher with this number must be gone."""
+        """Claim the number of this machine, and show from now on that this launcher lives.
+
+        Another launcher with this number must be gone.
+        """
         if not self._is_numbered:
             return
-        number = self._launch.machine_rank
-        holder = self._store.compare_set(f"machine/{number}", "", self._launcher).decode()
+        number, store = self._launch.machine_rank, self._store
+        holder = store.compare_set(f"machine/{number}", "", self._launcher).decode()
         if holder != self._launcher:
-            beats = self._store.add(self._alive, 0)
+            beats = store.add(f"alive/{number}", 0)
             time.sleep(_BEATS_SECONDS)
-            if self._store.add(self._alive, 0) != beats:
-                raise RendezvousError([_already_here(number)])
-            self._store.set(f"machine/{number}", self._launcher)
+            if store.add(f"alive/{number}", 0) != beats:
+                message = f"machine {number} has already joined this run, and the run has not lost it."
+                fix = "Give each machine its own --machine_rank. After a failure, start all machines again."
+                raise _error("FSDP-E719", message, fix)
+            store.set(f"machine/{number}", self._launcher)
+
+        def beat() -> None:
+            with contextlib.suppress(RuntimeError):  # the store is lost
+                while not self._has_left.wait(1.0):
+                    store.add(f"alive/{number}", 1)
+
+        self._beats = threading.Thread(target=beat, name="hf_fsdp_alive", daemon=True)
+        self._beats.start()
 
     def _meet(self, info: RendezvousInfo) -> RendezvousInfo:
         """Exchange what each machine knows, number them, and open the store of the ranks."""
@@ -304,12 +296,8 @@ class MachinesRendezvous(Rendezvous):
         mine = {"rank": self._launch.machine_rank if self._is_numbered else node, "restarts": self.restarts.to_json()}
         meeting.set(f"joined/{node}", json.dumps(mine))
         if node == 0:
-            self._open(meeting, size)
+            _open(meeting, size)
         go = json.loads(meeting.get(f"go/{node}"))
-        if go["problem"] is not None:
-            meeting.add("left", 1)
-            self._wait_for_others(meeting, size)
-            raise RendezvousError([Problem(**go["problem"])])
         self._store.set("met", "")
         number, self.restarts = go["number"], Restarts.from_json(go["restarts"])
         attempt = PrefixStore(go["token"], meeting)
@@ -319,26 +307,9 @@ class MachinesRendezvous(Rendezvous):
             attempt.set("address", json.dumps([local, self._rank_store.port]))
         host, port = json.loads(attempt.get("address"))
         self.address = f"{host}:{port}"
-        self.machines = OtherMachines(attempt, number, size, on_beat=lambda: self._store.add(self._alive, 1))
+        self.machines = OtherMachines(attempt, number, size)
         self._num_met = size
         return RendezvousInfo(attempt, number, size, RendezvousStoreInfo(host, port))
-
-    def _open(self, meeting: Store, size: int) -> None:
-        """Read what the machines bring, and write what each needs. On one machine."""
-        joined = [json.loads(text) for text in meeting.multi_get([f"joined/{node}" for node in range(size)])]
-        ranks = [each["rank"] for each in joined]
-        restarts = max((Restarts.from_json(each["restarts"]) for each in joined), key=lambda each: each.count)
-        in_order = sorted(ranks)
-        double = next((rank for rank, following in pairwise(in_order) if rank == following), None)
-        problem = _already_here(double) if double is not None else None
-        numbers = {rank: number for number, rank in enumerate(in_order)}
-        go: dict[str, Any] = {
-            "problem": problem_fields(problem),
-            "restarts": restarts.to_json(),
-            "token": secrets.token_hex(16),
-        }
-        for node, rank in enumerate(ranks):
-            meeting.set(f"go/{node}", json.dumps(go | {"number": numbers[rank]}))
 
     def is_waiting(self) -> bool:
         now = time.monotonic()
@@ -350,6 +321,9 @@ class MachinesRendezvous(Rendezvous):
         return False
 
     def shutdown(self) -> bool:
+        self._has_left.set()
+        if self._beats is not None:
+            self._beats.join()
         if self._handler is None:
             return True
         with contextlib.suppress(RuntimeError, TorchError):  # the machine with the store has ended
@@ -357,14 +331,11 @@ class MachinesRendezvous(Rendezvous):
         # Ends torch's thread of heartbeats in any case: the interpreter must not end while it is in a request.
         with contextlib.suppress(RuntimeError, TorchError):
             self._handler.shutdown()
-            if self._is_host or not self._is_numbered:
-                self._wait_for_others(self._store, self._num_met)
+            deadline = time.monotonic() + _LEAVE_SECONDS
+            may_host = self._is_host or not self._is_numbered
+            while may_host and self._store.add("left", 0) < self._num_met and time.monotonic() < deadline:
+                time.sleep(0.1)
         return True
-
-    def _wait_for_others(self, store: Any, size: int) -> None:
-        deadline = time.monotonic() + _LEAVE_SECONDS
-        while store.add("left", 0) < size and time.monotonic() < deadline:
-            time.sleep(0.1)
 
     def _not_met(self, reason: str, again: bool) -> RendezvousError:
         at = rendezvous_address(self._launch)
@@ -383,10 +354,14 @@ class MachinesRendezvous(Rendezvous):
         return _error("FSDP-E707", message, fix)
 
 
-def _already_here(machine: int) -> Problem:
-    message = f"machine {machine} has already joined this run, and the run has not lost it."
-    fix = "Give each machine its own --machine_rank. After a failure, start all machines again."
-    return Problem(code="FSDP-E719", message=message, fix=fix)
+def _open(meeting: Store, size: int) -> None:
+    """Read what the machines bring, and write what each needs. On one machine."""
+    joined = [json.loads(text) for text in meeting.multi_get([f"joined/{node}" for node in range(size)])]
+    restarts = max((each["restarts"] for each in joined), key=lambda tree: len(tree["failures"]))
+    go = {"restarts": restarts, "token": secrets.token_hex(16)}
+    numbers = {rank: number for number, rank in enumerate(sorted(each["rank"] for each in joined))}
+    for node, each in enumerate(joined):
+        meeting.set(f"go/{node}", json.dumps(go | {"number": numbers[each["rank"]]}))
 
 
 def _check_address(launch: LaunchSection, *, is_host: bool, seconds: float) -> None:

@@ -12,27 +12,20 @@ import signal
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import pairwise, zip_longest
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from hf_fsdp_plugin.hangs.hang_report import FoundHang
 from hf_fsdp_plugin.hangs.rank_exit import read_crash
 from hf_fsdp_plugin.hangs.rank_files import RankFiles, write_atomically
 from hf_fsdp_plugin.runs.exits import RankExit, RunResult, read_exit
 from hf_fsdp_plugin.runs.identity import RunIdentity, attempt_number
-from hf_fsdp_plugin.runs.restart_policy import (
-    AttemptVerdict,
-    FailedAttempt,
-    RestartDecision,
-    Restarts,
-    assess_attempt,
-    decide_restart,
-)
+from hf_fsdp_plugin.runs.restart_policy import FailedAttempt, Restarts, assess_attempt, decide_restart
 
 _MEMORY: Final = "run.json"
-"""File in the folder of the run: what the machines have agreed on at the begin of its last attempt."""
+"""File in the folder of the run: the :class:`Offer` that the machines have agreed on at the begin of its last attempt."""
 _BEGAN: Final = "began"
 """File in the folder of an attempt: when it has begun."""
 _RANK_FILE: Final = re.compile(r"(rank_(\d+))\.\w+")
@@ -47,29 +40,27 @@ class Offer:
     """What a machine knows of its run before an attempt.
 
     Attributes:
+        known: the run as the machines agreed on it at the begin of the last attempt that this machine was in.
         rank: its lowest rank.
-        known: with the run as the machines agreed on it at the begin of the last attempt that this machine was in.
         num_agreed: number of attempts until then; 0 for a machine that is new in the run.
         attempt: number of this attempt according to the launcher.
-        verdicts: on the failed attempts since then, oldest first; ``None`` for one without files.
+        failed: the failed attempts since then, oldest first; ``None`` for one without files.
     """
 
-    rank: int
-    known: RestartDecision
+    known: Restarts
+    rank: int = 0
     num_agreed: int = 0
     attempt: int = 0
-    verdicts: tuple[AttemptVerdict | None, ...] = ()
+    failed: tuple[FailedAttempt | None, ...] = ()
 
     def to_text(self) -> str:
-        numbers = {"rank": self.rank, "num_agreed": self.num_agreed, "attempt": self.attempt}
-        verdicts = [each and each.to_text() for each in self.verdicts]
-        return json.dumps({**numbers, "known": self.known.to_text(), "verdicts": verdicts})
+        return json.dumps(asdict(self))
 
     @classmethod
     def from_text(cls, text: str) -> Offer:
         tree = json.loads(text)
-        verdicts = tuple(each and AttemptVerdict.from_text(each) for each in tree.pop("verdicts"))
-        return cls(known=RestartDecision.from_text(tree.pop("known")), verdicts=verdicts, **tree)
+        failed = tuple(each and FailedAttempt(**each) for each in tree["failed"])
+        return cls(**{**tree, "known": Restarts.from_json(tree["known"]), "failed": failed})
 
 
 def make_offer(folder: Path | None, identity: RunIdentity, *, rank: int, machine: int) -> Offer:
@@ -78,24 +69,19 @@ def make_offer(folder: Path | None, identity: RunIdentity, *, rank: int, machine
     Args:
         folder: that of the files of this attempt; ``None`` if there are none.
     """
-    new = RestartDecision(restarts=Restarts(run_id=identity.id, max_restarts=identity.max_restarts))
-    offer = Offer(rank=rank, known=new, attempt=identity.attempt)
-    if folder is None:
-        return offer
-    memory = _read_memory(folder.parent)
-    known = RestartDecision.from_text(memory["known"]) if memory is not None else new
-    is_later = memory is not None and identity.attempt > memory["attempt"]  # of the launcher whose attempt was refused
-    if known.problem is not None and (identity.requeued or (identity.given and not is_later)):
+    new = Offer(known=Restarts(run_id=identity.id, max_restarts=identity.max_restarts))
+    memory = _read_memory(folder.parent) if folder is not None else None
+    before = memory or new
+    known = before.known
+    is_later = memory is not None and identity.attempt > memory.attempt  # of the launcher whose attempt was refused
+    failed: list[FailedAttempt | None] = []
+    if known.refusal is not None and (identity.requeued or (identity.given and not is_later)):
         # A user may have removed the cause and started the run again, so the attempt that was refused is forgotten.
-        last = replace(known.restarts.failures[-1], same_as="")
-        failures = (*known.restarts.failures[:-1], last)
-        known = RestartDecision(restarts=replace(known.restarts, failures=failures))
-        verdicts: list[AttemptVerdict | None] = []
-    else:
-        first = memory["attempt"] if memory is not None else 0
-        verdicts = list(_verdicts(folder, first, known.restarts, machine))
-    num_agreed = memory["num_agreed"] if memory is not None else 0
-    return replace(offer, known=known, num_agreed=num_agreed, verdicts=tuple(verdicts))
+        last = replace(known.failures[-1], same_as="")
+        known = replace(known, failures=(*known.failures[:-1], last), refusal=None)
+    elif folder is not None:
+        failed = list(_failed_attempts(folder, before.attempt, known, machine))
+    return replace(before, known=known, rank=rank, attempt=identity.attempt, failed=tuple(failed))
 
 
 def merge_offers(offers: Sequence[Offer]) -> Offer:
@@ -104,27 +90,25 @@ def merge_offers(offers: Sequence[Offer]) -> Offer:
     The id and the history are those of the machine that was in the most attempts; with equal numbers, of rank 0.
     """
     best = max(sorted(offers, key=lambda offer: offer.rank), key=lambda offer: offer.num_agreed)
-    restarts, problem = best.known.restarts, best.known.problem
-    informed = [offer.verdicts for offer in offers if offer.num_agreed == best.num_agreed]
-    failed = [[each for each in row if each is not None] for row in zip_longest(*map(reversed, informed))][::-1]
-    missing = max(offer.attempt for offer in offers) - restarts.count - len(failed)
-    unknown: list[list[AttemptVerdict]] = [[]] * missing
-    for verdicts in unknown + failed:
-        if verdicts:
+    known = best.known
+    informed = [offer.failed for offer in offers if offer.num_agreed == best.num_agreed]
+    rows = [[each for each in row if each is not None] for row in zip_longest(*map(reversed, informed))][::-1]
+    missing = max(offer.attempt for offer in offers) - known.count - len(rows)
+    unknown: list[list[FailedAttempt]] = [[]] * missing
+    for attempts in unknown + rows:
+        if attempts:
             # The launcher has started this attempt, so there was a restart left.
-            decision = decide_restart(verdicts, replace(restarts, max_restarts=restarts.count + 1))
-            restarts, problem = decision.restarts, problem or decision.problem
+            after = decide_restart(attempts, replace(known, max_restarts=known.count + 1))
+            known = replace(after, refusal=known.refusal or after.refusal)
         else:
-            restarts = restarts.after(_UNKNOWN)
-    restarts = replace(restarts, max_restarts=max(offer.known.restarts.max_restarts for offer in offers))
-    known = RestartDecision(restarts=restarts, problem=problem)
-    return replace(best, known=known, num_agreed=best.num_agreed + 1, verdicts=())
+            known = known.after(_UNKNOWN)
+    known = replace(known, max_restarts=max(offer.known.max_restarts for offer in offers))
+    return replace(best, known=known, num_agreed=best.num_agreed + 1, failed=())
 
 
 def remember_run(folder: Path, agreed: Offer, attempt: int) -> None:
     """Keep what the machines have agreed on for the next attempt, and remove the files of the attempts before."""
-    memory = {"known": agreed.known.to_text(), "num_agreed": agreed.num_agreed, "attempt": attempt}
-    write_atomically(folder.parent / _MEMORY, json.dumps(memory))
+    write_atomically(folder.parent / _MEMORY, replace(agreed, attempt=attempt).to_text())
     for earlier in _earlier(folder):
         with suppress(OSError):
             for path in earlier.iterdir():
@@ -132,11 +116,9 @@ def remember_run(folder: Path, agreed: Offer, attempt: int) -> None:
             earlier.rmdir()
 
 
-def _read_memory(run: Path) -> dict[str, Any] | None:
+def _read_memory(run: Path) -> Offer | None:
     with suppress(*_DAMAGED):
-        tree = json.loads((run / _MEMORY).read_text())
-        RestartDecision.from_text(tree["known"])
-        return {"known": tree["known"], "num_agreed": int(tree["num_agreed"]), "attempt": int(tree["attempt"])}
+        return Offer.from_text((run / _MEMORY).read_text())
     return None
 
 
@@ -165,8 +147,8 @@ def _began(folder: Path) -> float:
     return folder.stat().st_mtime
 
 
-def _verdicts(folder: Path, first: int, known: Restarts, machine: int) -> Iterator[AttemptVerdict | None]:
-    """Return a verdict for each attempt from the number ``first`` on, and ``None`` for those without files.
+def _failed_attempts(folder: Path, first: int, known: Restarts, machine: int) -> Iterator[FailedAttempt | None]:
+    """Yield each failed attempt from the number ``first`` on, and ``None`` for those without files.
 
     An attempt whose ranks were killed before they could write a file is only in the numbers of the others.
     """

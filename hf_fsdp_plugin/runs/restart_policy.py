@@ -14,12 +14,13 @@ of the program comes again, after minutes of loading. Therefore a run is not res
 from __future__ import annotations
 
 import builtins
-import json
 import signal
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Final
 
+from hf_fsdp_plugin.hangs.rank_exit import stack_of
+from hf_fsdp_plugin.hangs.rank_stacks import is_library
 from hf_fsdp_plugin.problems import Problem
 from hf_fsdp_plugin.runs.exits import RankExit, RunResult, summarize_exit
 from hf_fsdp_plugin.text import plural
@@ -32,6 +33,8 @@ RESTART_VARIABLE: Final = "HF_FSDP_RESTART_COUNT"
 class FailedAttempt:
     """One attempt of a run that failed.
 
+    Each machine has its own view of it. That of the machine that has failed first goes into the history of the run.
+
     Attributes:
         failure: one line, such as ``rank 1: killed by SIGKILL``.
         machine: number of the machine whose rank failed first, or that was lost.
@@ -40,15 +43,21 @@ class FailedAttempt:
         seconds: duration of the attempt.
         same_as: what identifies the same failure in another attempt: type and place; empty for one from outside.
         counts: whether it counts as a restart: not if the attempt was ended because a machine joined the run.
+        final: why the run must not be started again; empty if it may be.
+        is_cause: whether it failed by itself, and not because another machine has failed.
+        time: of the failure, in seconds since the epoch; 0 if it is unknown.
     """
 
-    failure: str
+    failure: str = ""
     machine: int = 0
     began: int | None = None
     steps: int | None = None
     seconds: float = 0.0
     same_as: str = ""
     counts: bool = True
+    final: str = ""
+    is_cause: bool = True
+    time: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,11 +68,13 @@ class Restarts:
         run_id: identifies the run in the manifests of its checkpoints; empty if nothing does (``runs.identity``).
         max_restarts: the limit of the launcher; 0 if it says none. Machines that join start the ranks again, too, but
             torch does not count that.
+        refusal: why the ranks are not started again; ``None`` if they are.
     """
 
     run_id: str = ""
     max_restarts: int = 0
-    failures: tuple[FailedAttempt, ...] = field(default=())
+    failures: tuple[FailedAttempt, ...] = ()
+    refusal: Problem | None = None
 
     @property
     def count(self) -> int:
@@ -137,100 +148,48 @@ class Restarts:
         return asdict(self)
 
     @classmethod
-    def from_json(cls, tree: Mapping[str, Any] | None) -> Restarts:
-        if tree is None:
-            return cls()
+    def from_json(cls, tree: Mapping[str, Any]) -> Restarts:
         failures = tuple(FailedAttempt(**attempt) for attempt in tree["failures"])
-        return cls(run_id=tree["run_id"], max_restarts=tree["max_restarts"], failures=failures)
+        refusal = Problem(**tree["refusal"]) if tree["refusal"] is not None else None
+        return cls(**{**tree, "failures": failures, "refusal": refusal})
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class AttemptVerdict:
-    """What the launcher of one machine knows about a failed attempt.
-
-    Attributes:
-        final: why the run must not be started again; empty if it may be.
-        order: sorts the verdicts of all machines: the cause comes first.
-    """
-
-    attempt: FailedAttempt
-    final: str = ""
-    order: tuple[bool, bool, float] = (False, False, 0.0)
-
-    def to_text(self) -> str:
-        return json.dumps({"attempt": asdict(self.attempt), "final": self.final, "order": self.order})
-
-    @classmethod
-    def from_text(cls, text: str) -> AttemptVerdict:
-        tree = json.loads(text)
-        stopped, lost, time = tree["order"]
-        return cls(attempt=FailedAttempt(**tree["attempt"]), final=tree["final"], order=(stopped, lost, time))
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RestartDecision:
-    """Whether the ranks are started again.
-
-    Attributes:
-        restarts: with the failed attempt.
-        problem: why they are not; ``None`` if they are.
-    """
-
-    restarts: Restarts
-    problem: Problem | None = None
-
-    def to_text(self) -> str:
-        return json.dumps({"restarts": self.restarts.to_json(), "problem": problem_fields(self.problem)})
-
-    @classmethod
-    def from_text(cls, text: str) -> RestartDecision:
-        tree = json.loads(text)
-        problem = Problem(**tree["problem"]) if tree["problem"] is not None else None
-        return cls(restarts=Restarts.from_json(tree["restarts"]), problem=problem)
-
-
-def problem_fields(problem: Problem | None) -> dict[str, str] | None:
-    """Return the fields from which another launcher makes this problem; ``None`` without one."""
-    return None if problem is None else {"code": problem.code, "message": problem.message, "fix": problem.fix}
-
-
-def lost_machine(machine: int, known: FailedAttempt | None = None) -> AttemptVerdict:
-    """Return the verdict for a machine whose launcher has gone.
+def lost_machine(machine: int, known: FailedAttempt) -> FailedAttempt:
+    """Return the attempt for a machine whose launcher has gone.
 
     Args:
         known: the attempt as another machine knows it.
     """
-    attempt = known or FailedAttempt(failure="")
-    return AttemptVerdict(attempt=replace(attempt, failure=f"machine {machine} was lost", machine=machine, same_as=""))
+    found = FailedAttempt(failure=f"machine {machine} was lost", machine=machine)
+    return replace(found, began=known.began, steps=known.steps, seconds=known.seconds)
 
 
-def decide_restart(verdicts: Sequence[AttemptVerdict], restarts: Restarts) -> RestartDecision:
-    """Decide for all machines.
+def decide_restart(attempts: Sequence[FailedAttempt], restarts: Restarts) -> Restarts:
+    """Return the restarts with a failed attempt, and with a refusal if the ranks must not be started again.
 
     Args:
-        verdicts: one for each machine.
+        attempts: the attempt as the machines know it.
         restarts: without this attempt.
     """
-    cause = min(verdicts, key=lambda verdict: verdict.order)
-    known = [each.attempt for each in verdicts if each.attempt.steps is not None]
-    attempt = cause.attempt
-    if known:  # machines that were lost do not know their steps
-        furthest = max(known, key=lambda each: each.steps or 0)
-        attempt = FailedAttempt(**(asdict(attempt) | {"began": furthest.began, "steps": furthest.steps}))
-    after = restarts.after(attempt)
-    if final := next((each.final for each in verdicts if each.final), ""):
-        return RestartDecision(restarts=after, problem=_not_again(final))
+    attempt = min(attempts, key=lambda each: (not each.is_cause, each.time))
+    # Machines that were lost do not know their steps.
+    furthest = max(attempts, key=lambda each: -1 if each.steps is None else each.steps)
+    attempt = replace(attempt, began=furthest.began, steps=furthest.steps)
+    after = replace(restarts.after(attempt), refusal=None)
     last = restarts.failures[-1] if restarts.failures else None
-    if last is not None and attempt.same_as and (last.same_as, last.steps) == (attempt.same_as, attempt.steps):
+    if final := next((each.final for each in attempts if each.final), ""):
+        refusal = _not_again(final)
+    elif last is not None and attempt.same_as and (last.same_as, last.steps) == (attempt.same_as, attempt.steps):
         where = f"after step {attempt.steps}" if attempt.steps is not None else "before the first optimizer step"
-        return RestartDecision(restarts=after, problem=_not_again(f"two attempts have failed in the same way {where}."))
-    if restarts.num_failures >= restarts.max_restarts:
-        message = (
-            f"the run has failed {plural(after.num_failures, 'time')}: no restart is left of {restarts.max_restarts}."
-        )
+        refusal = _not_again(f"two attempts have failed in the same way {where}.")
+    elif restarts.num_failures >= restarts.max_restarts:
+        times = plural(after.num_failures, "time")
+        message = f"the run has failed {times}: no restart is left of {restarts.max_restarts}."
         fix = "Read the failures above. Start the run again with resume_from_checkpoint=True."
-        return RestartDecision(restarts=after, problem=Problem(code="FSDP-E716", message=message, fix=fix))
-    return RestartDecision(restarts=after)
+        refusal = Problem(code="FSDP-E716", message=message, fix=fix)
+    else:
+        return after
+    return replace(after, refusal=refusal)
 
 
 def _not_again(reason: str) -> Problem:
@@ -247,50 +206,40 @@ _CRASHES: Final = ("SIGSEGV", "SIGABRT", "SIGBUS", "SIGFPE", "SIGILL", "SIGTRAP"
 _MAX_TEXT: Final = 200
 
 
-def assess_attempt(result: RunResult, restarts: Restarts, *, machine: int, seconds: float) -> AttemptVerdict:
-    """Return the verdict of this machine. The attempt must have failed, here or on another machine."""
+def assess_attempt(result: RunResult, restarts: Restarts, *, machine: int, seconds: float) -> FailedAttempt:
+    """Return the attempt as this machine knows it. It must have failed, here or on another machine."""
     began, steps = _progress(result.exits)
-    final = ""
-    if result.signal_number:
-        final = f"the launcher of machine {machine} received {signal.Signals(result.signal_number).name}."
-    if result.hang is not None and not final:
+    attempt = FailedAttempt(machine=machine, began=began, steps=steps, seconds=seconds)
+    if result.hang is not None and not result.signal_number:
         # The same code in the same unit after the same step comes from the program.
-        text, same_as = result.hang.message[:_MAX_TEXT], result.hang.same_as
-        attempt = FailedAttempt(
-            failure=text, machine=machine, began=began, steps=steps, seconds=seconds, same_as=same_as
-        )
-        return AttemptVerdict(attempt=attempt)
+        return replace(attempt, failure=result.hang.message[:_MAX_TEXT], same_as=result.hang.same_as)
     first = result.first
     is_cause = first is not None and not first.only_stopped and not first.has_lost_connection
     text = f"rank {first.rank}: {summarize_exit(first)}" if first is not None else ""
     if result.remote_failure and not is_cause:
         text = result.remote_failure
-    attempt = FailedAttempt(
-        failure=text[:_MAX_TEXT],
-        machine=machine,
-        began=began,
-        steps=steps,
-        seconds=seconds,
-        same_as=_identity(first) if first is not None and is_cause else "",
-    )
-    if not final and first is not None and is_cause and not steps and not any(each.steps for each in restarts.failures):
+    final = ""
+    if result.signal_number:
+        final = f"the launcher of machine {machine} received {signal.Signals(result.signal_number).name}."
+    elif first is not None and is_cause and not steps and not any(each.steps for each in restarts.failures):
         final = _comes_again(first)
-    return AttemptVerdict(
-        attempt=attempt,
+    return replace(
+        attempt,
+        failure=text[:_MAX_TEXT],
+        same_as=_identity(first) if first is not None and is_cause else "",
         final=final,
-        order=(not is_cause, first is None, first.time if first is not None else 0.0),
+        is_cause=is_cause,
+        time=first.time if first is not None else float("inf"),
     )
 
 
 def _comes_again(first: RankExit) -> str:
     """Return why a failure before the first optimizer step would come again; empty if it may not."""
     failure = first.failure
-    if failure is None:
+    if failure is None or failure["kind"] == "exit":
         return "the script's usage is wrong (exit code 2)." if first.code == _USAGE else ""
     if failure["kind"] == "spec":
         return "" if first.has_waited else "the config has errors."
-    if failure["kind"] == "exit":
-        return "the script's usage is wrong (exit code 2)." if first.code == _USAGE else ""
     kind = getattr(builtins, failure["type"], None)
     if isinstance(kind, type) and issubclass(kind, PROGRAM_ERRORS):
         return f"it has failed with {failure['type']} before the first optimizer step."
@@ -299,10 +248,9 @@ def _comes_again(first: RankExit) -> str:
 
 def _identity(first: RankExit) -> str:
     """Return what identifies a failure: exception and place, exit code, or crash; empty for one from outside."""
-    if first.failure is not None and first.failure["frames"]:
-        places = [f"{frame['file']}:{frame['line']}" for frame in first.failure["frames"]]
-        own = [f"{frame['file']}:{frame['line']}" for frame in first.failure["frames"] if not frame["library"]]
-        return f"{first.failure['type']} at {' '.join([*own, places[-1]])}"
+    if first.failure is not None and (frames := stack_of(first.failure)):
+        own = [frame for frame in frames if not is_library(frame.file)]
+        return f"{first.failure['type']} at {' '.join(f'{each.file}:{each.line}' for each in (*own, frames[-1]))}"
     if first.code < 0:
         names = [name for name in _CRASHES if getattr(signal, name, None) == -first.code]
         return names[0] if names else ""

@@ -13,19 +13,9 @@ from typing import Any
 import pytest
 import torch
 
-from hf_fsdp_plugin.hangs import calls as layout
-from hf_fsdp_plugin.hangs.calls import (
-    NUM_SLOTS,
-    WORD,
-    Call,
-    CallFiles,
-    pack_ranks,
-    rank_from_json,
-    read_calls,
-    read_header,
-    unpack_ranks,
-)
-from hf_fsdp_plugin.hangs.record import CallRecord
+from hf_fsdp_plugin.hangs import record as layout
+from hf_fsdp_plugin.hangs.calls import ARRIVALS, Call, pack_ranks, rank_from_json, unpack_ranks
+from hf_fsdp_plugin.hangs.record import NUM_SLOTS, CallRecord, read_calls, read_header
 
 
 class Group:
@@ -36,22 +26,22 @@ class Group:
 
 
 @pytest.fixture
-def files(tmp_path: Path) -> CallFiles:
-    return CallFiles(tmp_path / "rank.calls", tmp_path / "rank.names")
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "rank.calls"
 
 
 @pytest.fixture
-def record(files: CallFiles, monkeypatch: pytest.MonkeyPatch) -> Iterator[CallRecord]:
+def record(path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[CallRecord]:
     monkeypatch.setattr("torch.distributed.get_process_group_ranks", lambda group: [0, 1])
     monkeypatch.setattr("torch.distributed.get_backend", lambda group: "gloo")
     monkeypatch.setattr("hf_fsdp_plugin.torch_private.process_groups.timeout_of", lambda group: timedelta(seconds=90))
     record = CallRecord()
-    record.open(files)
+    record.open(path)
     yield record
     record.close()
 
 
-def test_calls_are_read_with_their_unit_and_size(record: CallRecord, files: CallFiles) -> None:
+def test_calls_are_read_with_their_unit_and_size(record: CallRecord, path: Path) -> None:
     group: Any = Group("0")
     record.unit = "layers.1"
     record.begin(group, "all-gather", torch.empty(3, 4, dtype=torch.bfloat16))
@@ -60,7 +50,7 @@ def test_calls_are_read_with_their_unit_and_size(record: CallRecord, files: Call
     record.begin(group, "all-gather (list)", [[torch.empty(2)]])
     record.begin(group, "barrier", None)
     record.begin(group, "broadcast", [])
-    found = read_calls(3, files)
+    found = read_calls(3, path)
     assert found.rank == 3 and found.wait is None and found.idle < 60
     (calls,) = found.groups.values()
     assert calls.calls == (
@@ -74,34 +64,34 @@ def test_calls_are_read_with_their_unit_and_size(record: CallRecord, files: Call
     assert rank_from_json(json.loads(json.dumps(found.to_json()))).groups == found.groups
 
 
-def test_wait_is_read_until_it_ends(record: CallRecord, files: CallFiles) -> None:
+def test_wait_is_read_until_it_ends(record: CallRecord, path: Path) -> None:
     group: Any = Group("0")
     position = record.begin(group, "all-reduce", torch.empty(5))
     record.begin(group, "barrier", None)
     record.waits(position)
     time.sleep(0.02)
-    wait = read_calls(0, files).wait
+    wait = read_calls(0, path).wait
     assert wait is not None and (wait.number, wait.call.operation) == (1, "all-reduce") and wait.seconds >= 0.02
-    seen = read_header(files.calls)
+    seen = read_header(path)
     assert seen is not None and seen.waiting >= 0.02 and seen.count == 2
     record.waited()
-    assert read_calls(0, files).wait is None
+    assert read_calls(0, path).wait is None
 
 
-def test_waits_of_other_threads_are_ignored(record: CallRecord, files: CallFiles) -> None:
+def test_waits_of_other_threads_are_ignored(record: CallRecord, path: Path) -> None:
     position = record.begin(Group("0"), "barrier", None)  # type: ignore[arg-type]
     thread = threading.Thread(target=record.waits, args=(position,))
     thread.start()
     thread.join()
-    assert read_calls(0, files).wait is None
+    assert read_calls(0, path).wait is None
 
 
-def test_ring_keeps_the_newest_calls_of_each_group(record: CallRecord, files: CallFiles) -> None:
+def test_ring_keeps_the_newest_calls_of_each_group(record: CallRecord, path: Path) -> None:
     first, second = Group("0"), Group("1")
     record.begin(second, "barrier", None)  # type: ignore[arg-type]
     for number in range(NUM_SLOTS + 40):
         record.begin(first if number % 4 else second, "all-reduce", torch.empty(number))  # type: ignore[arg-type]
-    groups = read_calls(0, files).groups
+    groups = read_calls(0, path).groups
     last = {name.partition(" ")[0]: group.last for name, group in groups.items()}
     assert last == {"0": (NUM_SLOTS + 40) * 3 // 4, "1": (NUM_SLOTS + 40) // 4 + 1}
     assert sum(len(group.calls) for group in groups.values()) == NUM_SLOTS
@@ -110,44 +100,54 @@ def test_ring_keeps_the_newest_calls_of_each_group(record: CallRecord, files: Ca
     assert newest.call(newest.last + 1) is None and newest.call(1) is None
 
 
-def test_arrivals_are_recorded_as_a_group(record: CallRecord, files: CallFiles) -> None:
+def test_arrivals_are_recorded_as_a_group(record: CallRecord, path: Path) -> None:
     record.on_arrival("Accelerator.save_state")
-    wait = read_calls(0, files).wait
-    assert wait is not None and str(wait.call) == "Accelerator.save_state" and wait.group == layout.ARRIVALS
+    wait = read_calls(0, path).wait
+    assert wait is not None and str(wait.call) == "Accelerator.save_state" and wait.group == ARRIVALS
     record.on_arrival(None)
-    assert read_calls(0, files).wait is None
+    assert read_calls(0, path).wait is None
 
 
-def test_closed_record_ignores_arrivals(files: CallFiles) -> None:
+def test_closed_record_ignores_arrivals(path: Path) -> None:
     CallRecord().on_arrival("Accelerator.save_state")
-    assert read_header(files.calls) is None and read_calls(0, files).groups == {}
+    assert read_header(path) is None and read_calls(0, path).groups == {}
 
 
-def test_unknown_tensors_do_not_stop_a_collective(record: CallRecord, files: CallFiles) -> None:
+def test_long_name_of_a_unit_is_cut(record: CallRecord, path: Path) -> None:
+    record.unit = "layers." + "é" * 500
+    record.begin(Group("0"), "all-gather", torch.empty(3))  # type: ignore[arg-type]
+    (calls,) = read_calls(0, path).groups.values()
+    assert calls.calls[0].operation == "all-gather" and calls.calls[0].unit.startswith("layers.éééé")
+
+
+def test_group_without_space_for_its_name_is_left_out(record: CallRecord, path: Path) -> None:
+    for number in range(2000):
+        record.begin(Group(f"{number:0100}"), "barrier", None)  # type: ignore[arg-type]
+    assert read_calls(0, path).idle < 60
+
+
+def test_unknown_tensors_do_not_stop_a_collective(record: CallRecord, path: Path) -> None:
     record.begin(Group("0"), "all-reduce", object())  # type: ignore[arg-type]
     record.begin(Group("0"), "barrier", None)  # type: ignore[arg-type]
-    assert [call.operation for group in read_calls(0, files).groups.values() for call in group.calls] == ["barrier"]
+    assert [call.operation for group in read_calls(0, path).groups.values() for call in group.calls] == ["barrier"]
 
 
-@pytest.mark.parametrize("damage", ["cut", "cut names", "no names", "words", "empty", "format"])
-def test_torn_files_are_read_as_far_as_possible(record: CallRecord, files: CallFiles, damage: str) -> None:
+@pytest.mark.parametrize("damage", ["cut", "cut groups", "words", "empty", "format"])
+def test_torn_files_are_read_as_far_as_possible(record: CallRecord, path: Path, damage: str) -> None:
     for number in range(20):
         record.begin(Group(str(number % 2)), "all-reduce", torch.empty(number))  # type: ignore[arg-type]
     record.close()
-    content, names = files.calls.read_bytes(), files.names.read_text()
+    content = path.read_bytes()
     if damage == "cut":
-        files.calls.write_bytes(content[:300])
-    elif damage == "cut names":
-        files.names.write_text(names[:-3])
-    elif damage == "no names":
-        files.names.unlink()
+        content = content[:300]
+    elif damage == "cut groups":
+        content = content[: layout._GROUPS_AT + 100]
     elif damage == "words":
-        files.calls.write_bytes(content[: 12 * WORD] + b"\xff" * (len(content) - 12 * WORD))
-    elif damage == "empty":
-        files.calls.write_bytes(b"")
+        content = content[:200] + b"\xff" * (len(content) - 200)
     else:
-        files.calls.write_bytes(b"\x07" + content[1:])
-    found = read_calls(0, files)
+        content = b"" if damage == "empty" else b"\x07" + content[1:]
+    path.write_bytes(content)
+    found = read_calls(0, path)
     assert found.rank == 0 and all(group.calls for group in found.groups.values())
 
 

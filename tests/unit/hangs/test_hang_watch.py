@@ -24,13 +24,13 @@ import torch.distributed as dist
 
 from hf_fsdp_plugin.cli.output import HANG
 from hf_fsdp_plugin.hangs import hang_queries, hang_report, hang_watch, processes
-from hf_fsdp_plugin.hangs.calls import HANG_LIMIT_VARIABLE, RankCalls, read_calls
+from hf_fsdp_plugin.hangs.calls import HANG_LIMIT_VARIABLE, RankCalls
 from hf_fsdp_plugin.hangs.hang_queries import HangQueries, JobStore, StoreLost, StoreQueries
 from hf_fsdp_plugin.hangs.hang_report import FoundHang, Hang, found_hang, write_hang
 from hf_fsdp_plugin.hangs.hang_watch import DEFAULT_LIMIT, HangWatch, hang_limit
 from hf_fsdp_plugin.hangs.processes import ProcessorUse, is_halted, processor_use
 from hf_fsdp_plugin.hangs.rank_files import RankFiles
-from hf_fsdp_plugin.hangs.record import CallRecord
+from hf_fsdp_plugin.hangs.record import CallRecord, read_calls
 from hf_fsdp_plugin.runs.exits import RunResult
 from hf_fsdp_plugin.runs.failure_summary import format_failures
 

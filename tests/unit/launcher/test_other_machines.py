@@ -12,7 +12,7 @@ from torch.distributed import HashStore
 from hf_fsdp_plugin.hangs.rank_stacks import RanksAt
 from hf_fsdp_plugin.launcher import other_machines as module
 from hf_fsdp_plugin.launcher.other_machines import OtherMachines
-from hf_fsdp_plugin.runs.restart_policy import AttemptVerdict, FailedAttempt
+from hf_fsdp_plugin.runs.restart_policy import FailedAttempt
 
 
 @pytest.fixture(autouse=True)
@@ -28,8 +28,8 @@ def store() -> Any:
     return store
 
 
-def verdict(failure: str) -> AttemptVerdict:
-    return AttemptVerdict(attempt=FailedAttempt(failure=failure, steps=3))
+def attempt(failure: str) -> FailedAttempt:
+    return FailedAttempt(failure=failure, steps=3)
 
 
 def test_first_announcement_holds_on_all_machines() -> None:
@@ -39,8 +39,8 @@ def test_first_announcement_holds_on_all_machines() -> None:
     one.announce("rank 0: lost the connection")
     assert {str(each.failure()) for each in (one, two, three)} == {"machine 1: rank 2: boom"}
     assert [each.is_first for each in (one, two, three)] == [False, True, False]
-    two.agree(verdict("rank 2: boom"))
-    assert {each.agree(verdict("lost")).attempt.failure for each in (one, three)} == {"rank 2: boom"}
+    two.agree(attempt("rank 2: boom"))
+    assert {each.agree(attempt("lost")).failure for each in (one, three)} == {"rank 2: boom"}
 
 
 def test_machine_that_announced_and_is_gone_was_lost() -> None:
@@ -48,7 +48,7 @@ def test_machine_that_announced_and_is_gone_was_lost() -> None:
     one, two = OtherMachines(shared, 0, 2), OtherMachines(shared, 1, 2)
     two.announce("rank 2: boom")
     one.failure()
-    found = one.agree(verdict("rank 0: lost the connection")).attempt
+    found = one.agree(attempt("rank 0: lost the connection"))
     assert (found.failure, found.machine, found.steps) == ("machine 1 was lost", 1, 3)
 
 
@@ -60,7 +60,7 @@ def test_silent_machine_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     while (found := one.failure()) is None:
         pass
     assert (found.kind, found.lost) == ("lost", 1) and "machine 1 has not answered for 0.2 s" in str(found)
-    assert one.agree(verdict("stopped")).attempt.failure == "machine 1 was lost"
+    assert one.agree(attempt("stopped")).failure == "machine 1 was lost"
 
 
 def test_places_of_other_machines_come_to_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,7 +95,7 @@ def test_cut_store_is_the_loss_of_its_host() -> None:
     machines = OtherMachines(CutStore(), 1, 2)
     found = machines.failure()
     assert found is not None and (found.kind, found.lost, machines.is_cut) == ("lost", 0, True)
-    assert machines.agree(verdict("x")).attempt.failure == "machine 0 was lost"
+    assert machines.agree(attempt("x")).failure == "machine 0 was lost"
     assert (machines.num_ended(), machines.share_places([])) == (0, ([], []))
 
 
@@ -104,7 +104,7 @@ def test_failure_beside_a_cut_store_is_announced_as_the_loss() -> None:
     machines = OtherMachines(CutStore(), 1, 2)
     found = machines.announce("rank 3: Connection reset by peer")
     assert (found.kind, found.lost, machines.is_cut) == ("lost", 0, True)
-    assert machines.agree(verdict("x")).attempt.failure == "machine 0 was lost"
+    assert machines.agree(attempt("x")).failure == "machine 0 was lost"
 
 
 def test_number_of_messages_of_a_machine_does_not_grow() -> None:

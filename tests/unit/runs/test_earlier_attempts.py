@@ -17,7 +17,7 @@ from hf_fsdp_plugin.hangs.hang_report import FoundHang
 from hf_fsdp_plugin.hangs.rank_files import RankFiles
 from hf_fsdp_plugin.runs.earlier_attempts import Offer, make_offer, mark_begin, merge_offers, remember_run
 from hf_fsdp_plugin.runs.identity import RunIdentity
-from hf_fsdp_plugin.runs.restart_policy import RestartDecision, Restarts
+from hf_fsdp_plugin.runs.restart_policy import Restarts
 
 KILLED = "ended without an error record"
 CRASH = """\
@@ -60,7 +60,7 @@ class Machine:
             files.failure.write_text(json.dumps(how))
         return files
 
-    def agree(self, *offers: Offer) -> RestartDecision:
+    def agree(self, *offers: Offer) -> Restarts:
         agreed = Offer.from_text(merge_offers(offers).to_text())
         remember_run(self.folder, agreed, self.attempt)
         return agreed.known
@@ -72,14 +72,14 @@ def texts(restarts: Restarts) -> list[str]:
 
 def test_killed_rank_is_the_cause_and_its_steps_are_counted(tmp_path: Path) -> None:
     one = Machine(tmp_path)
-    assert one.agree(one.start(0)) == RestartDecision(restarts=Restarts(run_id="run0", max_restarts=5))
+    assert one.agree(one.start(0)) == Restarts(run_id="run0", max_restarts=5)
     one.leave(0, failure(message="RuntimeError: Connection closed by peer"), steps=5)
     one.leave(1, steps=5)
-    found = one.agree(one.start(1)).restarts
+    found = one.agree(one.start(1))
     assert texts(found) == [f"rank 1: {KILLED}"] and (found.failures[0].steps, found.failures[0].same_as) == (5, "")
     assert found.title == "restart 1 of 5" and found.last_failure == f"rank 1: {KILLED} after step 5 of the run"
     one.leave(1, failure(), before=3, steps=1)
-    found = one.agree(one.start(2)).restarts
+    found = one.agree(one.start(2))
     assert texts(found) == [f"rank 1: {KILLED}", "rank 1: RuntimeError: no"]
     assert found.to_report(4)["lost_steps"] == 2 and found.run_id == "run0"
     assert [path.name for path in one.run.iterdir() if path.is_dir()] == ["2-2"], "files of assessed attempts go"
@@ -97,7 +97,7 @@ def test_crash_is_known_by_its_stack(tmp_path: Path) -> None:
     crash(one.leave(1, steps=2), signal.SIGSEGV)
     stopped = one.leave(0, steps=2)
     stopped.stacks.write_text('main 0x1\nCurrent thread 0x1 (most recent call first):\n  File "/a.py", line 1 in f\n')
-    found = one.agree(one.start(1)).restarts.failures[0]
+    found = one.agree(one.start(1)).failures[0]
     assert (found.failure, found.same_as) == ("rank 1: killed by SIGSEGV", "SIGSEGV")
 
 
@@ -106,14 +106,14 @@ def test_third_attempt_after_the_same_failure_is_refused(tmp_path: Path, given: 
     one = Machine(tmp_path, given=given)
     one.agree(one.start(0))
     one.leave(0, failure(), steps=5)
-    assert one.agree(one.start(1)).problem is None
+    assert one.agree(one.start(1)).refusal is None
     one.leave(0, failure(), before=3, steps=2)
     refused = one.agree(one.start(2))
-    assert refused.problem is not None and refused.problem.code == "FSDP-E714"
-    assert "two attempts have failed in the same way after step 5" in refused.problem.message
+    assert refused.refusal is not None and refused.refusal.code == "FSDP-E714"
+    assert "two attempts have failed in the same way after step 5" in refused.refusal.message
     one.leave(0, failure("SpecError", kind="spec"))
     again = one.agree(one.start(3))
-    assert again.problem == refused.problem, "the agent starts the ranks again, and they refuse again"
+    assert again.refusal == refused.refusal, "the agent starts the ranks again, and they refuse again"
 
 
 def test_other_step_and_other_place_are_not_the_same_failure(tmp_path: Path) -> None:
@@ -121,14 +121,14 @@ def test_other_step_and_other_place_are_not_the_same_failure(tmp_path: Path) -> 
     one.agree(one.start(0))
     for attempt, (line, steps) in enumerate([(7, 5), (7, 6), (8, 6)]):
         one.leave(0, failure(line=line), steps=steps)
-        assert one.agree(one.start(attempt + 1)).problem is None
+        assert one.agree(one.start(attempt + 1)).refusal is None
 
 
 def test_import_error_before_the_first_step_is_refused_at_once(tmp_path: Path) -> None:
     one = Machine(tmp_path)
     one.agree(one.start(0))
     one.leave(0, failure("ImportError"))
-    refused = one.agree(one.start(1)).problem
+    refused = one.agree(one.start(1)).refusal
     assert refused is not None and "ImportError before the first optimizer step" in refused.message
 
 
@@ -138,14 +138,14 @@ def test_user_who_starts_a_refused_run_again_is_not_refused(tmp_path: Path, iden
     one.agree(one.start(0))
     for refused in (False, True):
         one.leave(0, failure(), steps=5)
-        assert (one.agree(one.start(0)).problem is not None) == refused
+        assert (one.agree(one.start(0)).refusal is not None) == refused
     one.leave(0, failure("SpecError", kind="spec"))
     found = one.agree(one.start(0))
-    assert found.problem is None and len(found.restarts.failures) == 2, "the cause may have been removed"
+    assert found.refusal is None and len(found.failures) == 2, "the cause may have been removed"
     one.leave(0, failure(), steps=5)
-    assert one.agree(one.start(0)).problem is None
+    assert one.agree(one.start(0)).refusal is None
     one.leave(0, failure(), steps=5)
-    assert one.agree(one.start(0)).problem is not None
+    assert one.agree(one.start(0)).refusal is not None
 
 
 def test_attempts_without_files_are_counted(tmp_path: Path) -> None:
@@ -153,13 +153,13 @@ def test_attempts_without_files_are_counted(tmp_path: Path) -> None:
     one = Machine(tmp_path)
     one.agree(one.start(0))
     one.leave(0, failure(), steps=5)
-    found = one.agree(one.start(2)).restarts
+    found = one.agree(one.start(2))
     assert texts(found) == ["rank 0: RuntimeError: no", "an attempt of which no record is left"]
-    assert texts(one.agree(one.start(3)).restarts)[2:] == ["an attempt of which no record is left"]
+    assert texts(one.agree(one.start(3)))[2:] == ["an attempt of which no record is left"]
     other = Machine(tmp_path, 1)
-    assert texts(other.agree(other.start(2)).restarts) == ["an attempt of which no record is left"] * 2
+    assert texts(other.agree(other.start(2))) == ["an attempt of which no record is left"] * 2
     identity = RunIdentity(id="a", attempt=1)
-    assert merge_offers([make_offer(None, identity, rank=0, machine=0)]).known.restarts.count == 1
+    assert merge_offers([make_offer(None, identity, rank=0, machine=0)]).known.count == 1
 
 
 def test_attempts_without_an_agreement_are_counted(tmp_path: Path) -> None:
@@ -168,14 +168,14 @@ def test_attempts_without_an_agreement_are_counted(tmp_path: Path) -> None:
     for attempt in range(3):
         one.start(attempt)
         one.leave(0, failure(line=attempt), steps=attempt)
-    assert texts(one.agree(one.start(3)).restarts) == ["rank 0: RuntimeError: no"] * 3
+    assert texts(one.agree(one.start(3))) == ["rank 0: RuntimeError: no"] * 3
 
 
 def test_run_that_has_ended_well_did_not_fail(tmp_path: Path) -> None:
     one = Machine(tmp_path, given=True)
     one.agree(one.start(0))
     one.leave(0, steps=5).ended.write_text("")
-    assert one.agree(one.start(0)).restarts.count == 0
+    assert one.agree(one.start(0)).count == 0
 
 
 def test_hang_is_named_by_its_message(tmp_path: Path) -> None:
@@ -186,7 +186,7 @@ def test_hang_is_named_by_its_message(tmp_path: Path) -> None:
     same_as = "FSDP-E728 in all-gather of layers.0"
     hang = FoundHang(text=message, message=message, code="FSDP-E728", same_as=same_as)
     assert hang.claim(RankFiles(one.folder / "rank").hang)
-    found = one.agree(one.start(1)).restarts.failures[0]
+    found = one.agree(one.start(1)).failures[0]
     assert (found.failure, found.same_as, found.steps) == (message, same_as, 3)
 
 
@@ -194,12 +194,12 @@ def test_machine_that_knows_most_wins(tmp_path: Path) -> None:
     """Machine 0 is lost and starts again with another agent, whose id is another one. It has rank 0 again."""
     old, other = Machine(tmp_path, 0), Machine(tmp_path, 1)
     offers = [old.start(0), other.start(0)]
-    assert [machine.agree(*offers).restarts.run_id for machine in (old, other)] == ["run0"] * 2
+    assert [machine.agree(*offers).run_id for machine in (old, other)] == ["run0"] * 2
     other.leave(2, failure(message="RuntimeError: Connection closed by peer"), steps=4)
     (tmp_path / "restarted").mkdir()
     new = Machine(tmp_path / "restarted", 0, id="another")
     offers = [new.start(0), other.start(1)]
-    found = [machine.agree(*offers).restarts for machine in (new, other)]
+    found = [machine.agree(*offers) for machine in (new, other)]
     assert found[0] == found[1] and found[0].run_id == "run0" and found[0].failures[0].steps == 4
 
 
@@ -211,7 +211,7 @@ def test_first_cause_of_all_machines_is_reported(tmp_path: Path) -> None:
     machines[0].leave(0, failure(message="RuntimeError: Connection reset"), steps=6)
     machines[1].leave(3, failure(), steps=5)
     offers = [machines[0].start(0), machines[1].start(1)]  # torch counts the restart where a rank has failed
-    found = machines[0].agree(*reversed(offers)).restarts
+    found = machines[0].agree(*reversed(offers))
     assert texts(found) == ["rank 3: RuntimeError: no"] and (found.failures[0].machine, found.failures[0].steps) == (
         1,
         6,
@@ -227,17 +227,17 @@ def test_machine_that_was_not_in_the_last_attempt_says_nothing(tmp_path: Path) -
     stays.leave(0, failure(), steps=1)
     stays.agree(stays.start(1))
     stays.leave(0, failure("ValueError"), steps=2)
-    found = stays.agree(stays.start(2), spare.start(0)).restarts
+    found = stays.agree(stays.start(2), spare.start(0))
     assert texts(found) == ["rank 0: RuntimeError: no", "rank 0: ValueError: no"]
 
 
-@pytest.mark.parametrize("content", ["{", "[]", '{"known": "{}", "num_agreed": 1, "attempt": 0}'])
+@pytest.mark.parametrize("content", ["{", "[]", '{"known": {}, "num_agreed": 1, "attempt": 0}'])
 def test_damaged_memory_is_ignored(tmp_path: Path, content: str) -> None:
     one = Machine(tmp_path)
     one.agree(one.start(0))
     (one.run / "run.json").write_text(content)
     one.leave(0, failure(), steps=5)
-    assert texts(one.agree(one.start(1)).restarts) == ["rank 0: RuntimeError: no"]
+    assert texts(one.agree(one.start(1))) == ["rank 0: RuntimeError: no"]
 
 
 @pytest.mark.parametrize("content", ["{", "[]", '{"time": 1.0}'])
@@ -245,7 +245,7 @@ def test_damaged_record_of_a_failure_is_an_unknown_one(tmp_path: Path, content: 
     one = Machine(tmp_path)
     one.agree(one.start(0))
     one.leave(0, steps=5).failure.write_text(content)
-    found = one.agree(one.start(1)).restarts
+    found = one.agree(one.start(1))
     assert found.count == 1 and texts(found)[0] in (f"rank 0: {KILLED}", "an attempt of which no record is left")
 
 
@@ -255,7 +255,7 @@ def test_folder_that_is_gone_does_not_end_the_training(tmp_path: Path) -> None:
     identity = RunIdentity(id="run0", attempt=1, max_restarts=5)
     offer = make_offer(tmp_path / "gone" / "1-1", identity, rank=0, machine=0)
     remember_run(tmp_path / "gone" / "1-1", merge_offers([offer]), 1)
-    assert merge_offers([offer]).known.restarts.count == 1
+    assert merge_offers([offer]).known.count == 1
 
 
 def test_message_of_a_machine_does_not_grow_with_its_ranks(tmp_path: Path) -> None:
@@ -275,5 +275,5 @@ def test_seconds_are_those_until_the_next_start(tmp_path: Path) -> None:
     began = float((one.folder / "began").read_text())
     (one.folder / "began").write_text(str(began - 30))
     one.leave(0, failure(), steps=5)
-    assert 30 <= one.agree(one.start(1)).restarts.failures[0].seconds < 60
+    assert 30 <= one.agree(one.start(1)).failures[0].seconds < 60
     assert os.listdir(one.run)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 from dataclasses import replace
 from typing import Any
@@ -11,9 +12,7 @@ import pytest
 from hf_fsdp_plugin.hangs.record import Counts
 from hf_fsdp_plugin.runs.exits import RankExit, RunResult
 from hf_fsdp_plugin.runs.restart_policy import (
-    AttemptVerdict,
     FailedAttempt,
-    RestartDecision,
     Restarts,
     assess_attempt,
     decide_restart,
@@ -33,13 +32,13 @@ def rank(code: int = 1, how: dict[str, Any] | None = None, counts: Counts | None
     return RankExit(rank=1, pid=1, code=code, stopped=False, time=1.0, failure=how, tail=(), counts=counts, **more)
 
 
-def decision(restarts: Restarts, *exits: RankExit, signal_number: int = 0) -> RestartDecision:
+def decided(restarts: Restarts, *exits: RankExit, signal_number: int = 0) -> Restarts:
     result = RunResult(exits=exits, signal_number=signal_number)
     return decide_restart([assess_attempt(result, restarts, machine=0, seconds=1.0)], restarts)
 
 
-def code_of(found: RestartDecision) -> str:
-    return found.problem.code if found.problem is not None else "restart"
+def code_of(found: Restarts) -> str:
+    return found.refusal.code if found.refusal is not None else "restart"
 
 
 @pytest.mark.parametrize(
@@ -60,7 +59,7 @@ def code_of(found: RestartDecision) -> str:
 )
 def test_errors_of_the_program_are_not_restarted(exit: RankExit, steps_before: int, expected: str) -> None:
     before = RUN.after(FailedAttempt(failure="rank 0: killed", began=0, steps=steps_before)) if steps_before else RUN
-    assert code_of(decision(before, exit)) == expected
+    assert code_of(decided(before, exit)) == expected
 
 
 @pytest.mark.parametrize(
@@ -77,41 +76,40 @@ def test_errors_of_the_program_are_not_restarted(exit: RankExit, steps_before: i
     ],
 )
 def test_same_failure_at_the_same_step_is_not_restarted(first: RankExit, second: RankExit, expected: str) -> None:
-    once = decision(RUN, first)
-    assert once.problem is None
-    assert code_of(decision(once.restarts, second)) == expected
+    once = decided(RUN, first)
+    assert once.refusal is None
+    assert code_of(decided(once, second)) == expected
 
 
 def test_number_of_restarts_is_limited() -> None:
     restarts = RUN
     for _ in range(RUN.max_restarts):
-        found = decision(restarts, rank(-signal.SIGKILL))
-        assert found.problem is None
-        restarts = found.restarts
-    found = decision(restarts, rank(-signal.SIGKILL))
-    assert code_of(found) == "FSDP-E716" and "failed 3 times" in str(found.problem)
-    assert code_of(decision(Restarts(), rank(-signal.SIGKILL))) == "FSDP-E716"
+        found = decided(restarts, rank(-signal.SIGKILL))
+        assert found.refusal is None
+        restarts = found
+    found = decided(restarts, rank(-signal.SIGKILL))
+    assert code_of(found) == "FSDP-E716" and "failed 3 times" in str(found.refusal)
+    assert code_of(decided(Restarts(), rank(-signal.SIGKILL))) == "FSDP-E716"
 
 
 def test_signal_to_the_launcher_is_not_restarted() -> None:
-    found = decision(RUN, rank(-signal.SIGTERM), signal_number=signal.SIGTERM)
-    assert code_of(found) == "FSDP-E714" and "received SIGTERM" in str(found.problem)
+    found = decided(RUN, rank(-signal.SIGTERM), signal_number=signal.SIGTERM)
+    assert code_of(found) == "FSDP-E714" and "received SIGTERM" in str(found.refusal)
 
 
 def test_cause_is_found_among_machines() -> None:
     lost = failure("RuntimeError", message="RuntimeError: Connection closed by peer")
     mine = assess_attempt(RunResult(exits=(rank(1, lost, Counts(4, 4)),)), RUN, machine=0, seconds=1.0)
     theirs = assess_attempt(RunResult(exits=(rank(-signal.SIGKILL),)), RUN, machine=1, seconds=1.0)
-    attempt = decide_restart([mine, theirs], RUN).restarts.failures[0]
+    attempt = decide_restart([mine, theirs], RUN).failures[0]
     assert (attempt.failure, attempt.machine, attempt.steps) == ("rank 1: killed by SIGKILL", 1, 4)
     silent = RunResult(exits=(rank(-signal.SIGTERM),), remote_failure="machine 1 has not answered for 15 s")
     silent = replace(silent, exits=(replace(silent.exits[0], stopped=True),))
-    assert assess_attempt(silent, RUN, machine=0, seconds=1.0).attempt.failure == silent.remote_failure
-    assert decide_restart([mine, lost_machine(1)], RUN).restarts.failures[0].failure == "machine 1 was lost"
+    assert assess_attempt(silent, RUN, machine=0, seconds=1.0).failure == silent.remote_failure
+    assert decide_restart([mine, lost_machine(1, mine)], RUN).failures[0].failure == "machine 1 was lost"
 
 
-def test_launchers_exchange_verdicts_and_decisions() -> None:
-    verdict = assess_attempt(RunResult(exits=(rank(1, failure("OSError")),)), RUN, machine=1, seconds=1.0)
-    assert AttemptVerdict.from_text(verdict.to_text()) == verdict
-    for found in (decide_restart([verdict], RUN), decide_restart([verdict], Restarts())):
-        assert RestartDecision.from_text(found.to_text()) == found
+def test_attempt_and_refusal_are_read_as_written() -> None:
+    attempt = assess_attempt(RunResult(exits=(rank(1, failure("OSError")),)), RUN, machine=1, seconds=1.0)
+    for found in (decide_restart([attempt], RUN), decide_restart([attempt], Restarts())):
+        assert Restarts.from_json(json.loads(json.dumps(found.to_json()))) == found
