@@ -7,36 +7,49 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import hf_fsdp_plugin
-from hf_fsdp_plugin.cli.dry_run import show_run
-from hf_fsdp_plugin.cli.output import exit_code, in_line_order, print_problems
+from hf_fsdp_plugin.cli.check_output import check_sources
+from hf_fsdp_plugin.cli.model_plan import plan_of_model
+from hf_fsdp_plugin.cli.output import exit_code, in_line_order, print_json, print_problems, text_width
 from hf_fsdp_plugin.hangs.hang_watch import hang_limit
 from hf_fsdp_plugin.hangs.rank_exit import EXIT_LIMIT_VARIABLE, exit_limit
 from hf_fsdp_plugin.hangs.rank_files import RUN_ID_VARIABLE
-from hf_fsdp_plugin.launcher.device_search import find_devices
-from hf_fsdp_plugin.launcher.environment import launch_env
-from hf_fsdp_plugin.launcher.flags import LaunchArguments, Parser, UsageError, add_launch_flags, read_launch_arguments
+from hf_fsdp_plugin.launcher.flags import (
+    LaunchArguments,
+    Parser,
+    UsageError,
+    add_launch_flags,
+    model_of_script,
+    read_launch_arguments,
+)
 from hf_fsdp_plugin.launcher.other_machines import MACHINE_LIMIT_VARIABLE as MACHINE_VARIABLE
 from hf_fsdp_plugin.launcher.other_machines import silence_limit
+from hf_fsdp_plugin.launcher.rank_jobs import RankJob, launch_env, rank_command, settings_env
 from hf_fsdp_plugin.launcher.run_script import check_script
 from hf_fsdp_plugin.launcher.world import (
     World,
     check_elastic,
     describe_world,
+    find_devices,
     rendezvous_address,
     resolve_world,
 )
-from hf_fsdp_plugin.problems import Problem, SpecError
+from hf_fsdp_plugin.problems import Problem, SpecError, has_errors
 from hf_fsdp_plugin.runs.identity import POD_ID_VARIABLE
 from hf_fsdp_plugin.sources.command_line import flag_name, parse_flags
 from hf_fsdp_plugin.sources.environment import torchrun_options, torchrun_variables
 from hf_fsdp_plugin.sources.interface import ConfigFile, Sources
 from hf_fsdp_plugin.sources.launchers import LaunchHandover, absolute, user_variables
 from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec
+from hf_fsdp_plugin.text import printable
+
+if TYPE_CHECKING:
+    from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan
 
 HELP = "Check a config, then run an unmodified script on every rank with the plugin installed."
 EXAMPLES = (
@@ -87,7 +100,7 @@ def _launch(arguments: LaunchArguments) -> int:
     sources = handover.sources
     if "dry_run" in arguments.options:
         _note_missing_config(arguments, sources)
-        return show_run(arguments, sources, _command(arguments))
+        return _show_run(arguments, sources, _command(arguments))
     spec = assess(sources).checked_spec()
     _print_notices(arguments, *(problem for problem in spec.problems if problem.severity == "warning"))
     world = resolve_world(spec, find_devices())
@@ -98,8 +111,7 @@ def _launch(arguments: LaunchArguments) -> int:
 
 
 def _run_ranks(arguments: LaunchArguments, spec: FsdpSpec, world: World, handover: LaunchHandover) -> int:
-    from hf_fsdp_plugin.launcher.agent import RankJob  # lazy: imports torch
-    from hf_fsdp_plugin.launcher.attempts import first_restarts, run_attempts
+    from hf_fsdp_plugin.launcher.attempts import first_restarts, run_attempts  # lazy: imports torch
     from hf_fsdp_plugin.launcher.rendezvous import MachinesRendezvous, Rendezvous
 
     options = arguments.options
@@ -232,8 +244,7 @@ def _with_absolute_path(flag: str) -> str:
 
 def _command(arguments: LaunchArguments) -> list[str]:
     module = ["-m"] if "module" in arguments.options else []
-    program = [sys.executable, "-u", "-m", "hf_fsdp_plugin.launcher.run_script"]
-    return [*program, *module, arguments.script, *arguments.script_args]
+    return rank_command([*module, arguments.script, *arguments.script_args])
 
 
 def _print_notices(arguments: LaunchArguments, *lines: object) -> None:
@@ -241,3 +252,70 @@ def _print_notices(arguments: LaunchArguments, *lines: object) -> None:
     if "quiet" not in arguments.options:
         for line in lines:
             print(f"hf-fsdp: {line}", file=sys.stderr, flush=True)
+
+
+def _show_run(arguments: LaunchArguments, sources: Sources, command: Sequence[str]) -> int:
+    """Print the settings, the units, and the command and the variables of a rank. Returns the exit code.
+
+    Args:
+        command: the command of a rank.
+    """
+    world: World | None = None
+    model, is_own = model_of_script(arguments)
+
+    def find_plan(spec: FsdpSpec) -> tuple[FsdpPlan | None, Sequence[Problem]]:
+        nonlocal world
+        try:
+            world = resolve_world(spec, find_devices())
+        except SpecError as error:
+            return None, error.problems
+        if not model or not spec.enabled:
+            return None, world.problems
+        plan, found = plan_of_model(spec, model, world_size=world.size, device_type=world.device)
+        # The script may know a model that is unknown here, for example its own folder.
+        unknown = not is_own and any(problem.code == "FSDP-E709" for problem in found)
+        return plan, world.problems if unknown else (*world.problems, *found)
+
+    checked = check_sources(sources, find_plan)
+    spec, plan = checked.spec, checked.plan
+    env = settings_env(spec, world, arguments) if world is not None else {}
+    if "json" in arguments.options:
+        print_json(
+            {
+                **checked.to_json(),
+                "plan": plan.to_json() if plan is not None else None,
+                "world": _world_json(world) if world is not None else None,
+                "command": list(command),
+                "environment": env,
+            }
+        )
+        return checked.exit_code
+    checked.print_settings()
+    if world is not None and spec.enabled:
+        print(f"\n{plan.text(width=text_width()) if plan is not None else _no_units(model)}")
+    if world is not None:
+        print(f"\n{describe_world(world, spec.launch)}")
+        variables = " ".join(f"{name}={shlex.quote(value)}" for name, value in env.items())
+        print(printable(f"command of a rank: {shlex.join(command)}"))
+        print(printable(f"variables of a rank: {variables}"))
+    checked.print_verdict()
+    if not has_errors(checked.problems):
+        print("Nothing was started (--dry_run).")
+    return checked.exit_code
+
+
+def _no_units(model: str) -> str:
+    if model:
+        return f"units: unknown, {model} cannot be built here. Pass --model with a folder that has a config.json."
+    return "units: unknown without the model. Pass --model DIR|ID to show them."
+
+
+def _world_json(world: World) -> dict[str, Any]:
+    return {
+        "device": world.device,
+        "collectives": world.backend,
+        "world_size": world.size,
+        "num_machines": world.num_machines,
+        "machine_rank": world.machine_rank,
+        "num_local": world.num_local,
+    }

@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Final, NamedTuple
 
+from hf_fsdp_plugin.text import format_names
+
 HANG_LIMIT_VARIABLE: Final = "HF_FSDP_HANG_TIMEOUT"
 """Environment variable with the limit in seconds; 0 switches the watch and the records of the ranks off."""
 ARRIVALS: Final = "arrivals"
@@ -85,10 +87,20 @@ class GroupCalls:
     enqueues: bool = False
     timeout: float = 0.0
 
+    @property
+    def first(self) -> int:
+        """Number of the oldest known collective."""
+        return self.last - len(self.calls) + 1
+
     def call(self, number: int) -> Call | None:
         """Return a collective by its number; ``None`` if it was not made, or is too old."""
-        position = number - self.last + len(self.calls) - 1
-        return self.calls[position] if 0 <= position < len(self.calls) else None
+        return self.calls[number - self.first] if self.first <= number <= self.last else None
+
+    def before(self, number: int) -> tuple[Call, ...]:
+        return self.calls[: max(0, number - self.first)]
+
+    def since(self, number: int) -> tuple[Call, ...]:
+        return self.calls[max(0, number - self.first) :]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -148,6 +160,11 @@ def rank_from_json(content: Mapping[str, Any]) -> RankCalls:
         for name, group in content["groups"].items()
     }
     return RankCalls(**{**content, "wait": wait, "groups": groups})
+
+
+def name_ranks(ranks: Sequence[int]) -> str:
+    """Return ``rank 3``, or ``ranks 0, 1, 5``."""
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {format_names(ranks, 16)}"
 
 
 def pack_ranks(ranks: Sequence[int]) -> str:

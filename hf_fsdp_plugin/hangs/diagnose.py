@@ -12,11 +12,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, NamedTuple
 
 from hf_fsdp_plugin.hangs.calls import POINT_TO_POINT, Call, GroupCalls, RankCalls, Wait, unpack_ranks
 
 HangKind = Literal["late", "different", "circle", "stuck"]
+_MAX_SKIPPED: Final = 64
+"""Calls that are searched for the one with which a rank goes on after it has skipped some."""
 _BUSY_SHARE: Final = 0.03
 """Share of one core from which on a late rank is busy. Threads of idle processes use less than 1%."""
 
@@ -114,25 +116,30 @@ def diagnose_hang(ranks: Iterable[RankCalls], *, limit: float) -> Diagnosis | No
     waits = waits or _enqueued_waits(known, members, limit)
     if max((wait.seconds for wait in waits.values()), default=0.0) < limit:
         return None
-    waiting = _grouped(waits)
-    longest = waiting[0]
+    longest, *others = _grouped(waits)
     difference = _first_difference(known, members, longest.group)
-    late = _late(longest, known, members)
-    causes, circle = _follow(late, waits, known, members)
-    facts: dict[str, Any] = {"waiting": longest, "others": tuple(waiting[1:]), "difference": difference}
+    causes, circle = _follow(_late(longest.group, longest.number, longest.call, known, members), waits, known, members)
     # A process that was stopped after it had begun the collective is not late, but the collective cannot end.
     gone = {rank for rank in members.get(longest.group, ()) if known[rank].state in ("halted", "exited", "unreachable")}
-    if gone := gone.union(rank for rank in causes if not _runs(known[rank])):
-        return Diagnosis(kind="late", ranks=tuple(sorted(gone)), **facts)
-    if difference is not None:
-        return Diagnosis(kind="different", ranks=difference.ranks, **facts)
-    if causes:
-        is_busy = all(_is_busy(known[rank]) for rank in causes)
-        reads = all(known[rank].reads or _is_busy(known[rank]) for rank in causes)
-        return Diagnosis(kind="late", ranks=causes, is_busy=is_busy, reads=reads, **facts)
-    if circle:
-        return Diagnosis(kind="circle", ranks=tuple(sorted({*circle, *longest.ranks})), **facts)
-    return Diagnosis(kind="stuck", ranks=(), **facts)
+    gone.update(rank for rank in causes if not _runs(known[rank]))
+    kind: HangKind = "late"
+    named: Iterable[int] = gone or causes
+    if not gone and difference is not None:
+        kind, named = "different", difference.ranks
+    elif not named and circle:
+        kind, named = "circle", {*circle, *longest.ranks}
+    elif not named:
+        kind = "stuck"
+    is_late = kind == "late" and not gone
+    return Diagnosis(
+        kind=kind,
+        ranks=tuple(sorted(named)),
+        waiting=longest,
+        others=tuple(others),
+        difference=difference,
+        is_busy=is_late and all(_is_busy(known[rank]) for rank in causes),
+        reads=is_late and all(known[rank].reads or _is_busy(known[rank]) for rank in causes),
+    )
 
 
 def compare_calls(ranks: Iterable[RankCalls]) -> Difference | Waiting | None:
@@ -160,9 +167,17 @@ def _first_difference(
     known: Mapping[int, RankCalls], members: Mapping[str, Sequence[int]], first: str = ""
 ) -> Difference | None:
     """Return a difference in a group, that of the group ``first`` before others."""
-    names = [first, *members] if first else list(members)
-    found = (find_difference(name, known, members.get(name, ())) for name in names)
-    return next((each for each in found if each is not None), None)
+    for name in [first, *members] if first else members:
+        if (found := find_difference(name, known, members.get(name, ()))) is not None:
+            return found
+    return None
+
+
+class _Class(NamedTuple):
+    """Ranks that have made the same calls in a process group."""
+
+    calls: GroupCalls
+    ranks: list[int]
 
 
 def find_difference(name: str, known: Mapping[int, RankCalls], members: Sequence[int]) -> Difference | None:
@@ -174,25 +189,32 @@ def find_difference(name: str, known: Mapping[int, RankCalls], members: Sequence
     for rank in members:
         if name in known[rank].groups:
             kinds.setdefault(known[rank].groups[name], []).append(rank)
-    first = max((group.last - len(group.calls) + 1 for group in kinds), default=0)
-    last = min((group.last for group in kinds), default=-1)
-    for number in range(first, last + 1 if len(kinds) > 1 else first):
+    if len(kinds) < 2:
+        return None
+    for number in range(max(group.first for group in kinds), min(group.last for group in kinds) + 1):
         found: dict[tuple[Any, ...], list[GroupCalls]] = {}
         for group in kinds:
-            if (call := group.call(number)) is not None:
-                found.setdefault(call.compared, []).append(group)
+            found.setdefault(group.calls[number - group.first].compared, []).append(group)
         if len(found) > 1:
             classes = [
-                (groups[0], sorted(rank for group in groups for rank in kinds[group])) for groups in found.values()
+                _Class(each[0], sorted(rank for group in each for rank in kinds[group])) for each in found.values()
             ]
-            classes.sort(key=lambda each: (-len(each[1]), each[1][0]))
-            shown = tuple((call, tuple(ranks)) for group, ranks in classes if (call := group.call(number)) is not None)
-            # Without a unit, a rank may be ahead in the model because the others make a call outside of it.
-            in_model = all(call.unit for call, _ in shown)
-            forwards = _more_forwards([known[rank] for _, ranks in classes for rank in ranks] if in_model else ())
-            skipped = find_skipped(number, classes, by_history=not forwards[0])
-            return Difference(name, number, shown, skipped, find_unusual(number, classes), forwards)
+            classes.sort(key=lambda each: (-len(each.ranks), each.ranks[0]))
+            return _difference(name, number, classes, known)
     return None
+
+
+def _difference(name: str, number: int, classes: Sequence[_Class], known: Mapping[int, RankCalls]) -> Difference:
+    calls = tuple((each.calls.calls[number - each.calls.first], tuple(each.ranks)) for each in classes)
+    # Without a unit, a rank may be ahead in the model because the others make a call outside of it.
+    in_model = all(call.unit for call, _ in calls)
+    forwards = _more_forwards([known[rank] for each in classes for rank in each.ranks] if in_model else ())
+    skipped: tuple[tuple[int, ...], tuple[Call, ...]] = (), ()
+    if len(classes) == 2:
+        skipped = _skipped(number, classes)
+        if not skipped[0] and not forwards[0]:
+            skipped = _skipped_by_history(number, classes)
+    return Difference(name, number, calls, skipped, _unusual(number, classes), forwards)
 
 
 def _more_forwards(ranks: Sequence[RankCalls]) -> tuple[tuple[int, ...], int, int]:
@@ -226,12 +248,13 @@ def _grouped(waits: Mapping[int, Wait]) -> list[Waiting]:
     return sorted(found, key=lambda each: (-each.seconds, each.group, each.number))
 
 
-def _late(waiting: Waiting, known: Mapping[int, RankCalls], members: Mapping[str, Sequence[int]]) -> tuple[int, ...]:
+def _late(
+    group: str, number: int, call: Call, known: Mapping[int, RankCalls], members: Mapping[str, Sequence[int]]
+) -> tuple[int, ...]:
     """Return the ranks that have not begun a collective."""
-    if waiting.group == POINT_TO_POINT:
-        peer = waiting.call.peer
-        return (peer,) if peer is not None and peer in known else ()
-    return tuple(rank for rank in members[waiting.group] if _last(known[rank], waiting.group) < waiting.number)
+    if group == POINT_TO_POINT:
+        return (call.peer,) if call.peer is not None and call.peer in known else ()
+    return tuple(rank for rank in members[group] if _last(known[rank], group) < number)
 
 
 def _last(rank: RankCalls, group: str) -> int:
@@ -245,9 +268,7 @@ def _follow(
 
     Each collective is followed once.
     """
-    causes: set[int] = set()
-    circle: set[int] = set()
-    seen: set[tuple[str, int]] = set()
+    causes, circle, seen = set[int](), set[int](), set[tuple[str, int]]()
     rest = list(late)
     while rest:
         rank = rest.pop()
@@ -258,7 +279,7 @@ def _follow(
         circle.add(rank)
         if (wait.group, wait.number) not in seen:
             seen.add((wait.group, wait.number))
-            rest += _late(Waiting(wait.group, wait.number, wait.call, (rank,), wait.seconds), known, members)
+            rest += _late(wait.group, wait.number, wait.call, known, members)
     return tuple(sorted(causes)), () if causes else tuple(sorted(circle))
 
 
@@ -294,86 +315,62 @@ _MAX_SKIPPED: Final = 64
 """Calls that are searched for the one with which a rank goes on after it has skipped some."""
 
 
-def find_skipped(
-    number: int, classes: Sequence[tuple[GroupCalls, Sequence[int]]], *, by_history: bool = True
-) -> tuple[tuple[int, ...], tuple[Call, ...]]:
+def _skipped(number: int, classes: Sequence[_Class]) -> tuple[tuple[int, ...], tuple[Call, ...]]:
     """Return which of two classes of ranks has left out calls that the other made, and these calls.
+
+    Both are empty if that is unknown.
 
     Args:
         number: number of the first collective in which the classes differ.
-        classes: the calls and the ranks of each class.
-        by_history: whether earlier steps decide if the calls after the difference do not.
-
-    Returns:
-        The ranks and the calls; both empty if that is unknown.
     """
-    if len(classes) != 2:
-        return (), ()
     found = []
-    for (most, _), (few, ranks) in (classes, classes[::-1]):
-        if num := _num_skipped(most, few, number):
-            calls = tuple(call for offset in range(num) if (call := most.call(number + offset)) is not None)
-            found.append((tuple(ranks), calls))
+    for most, few in (classes, classes[::-1]):
+        made = most.calls.since(number)
+        if num := _num_skipped(made, few.calls.since(number)):
+            found.append((tuple(few.ranks), made[:num]))
     # If both left calls out, the orders differ. The shorter gap is the likelier one; in a tie nobody is named.
     found.sort(key=lambda each: len(each[1]))
     if not found or (len(found) == 2 and len(found[0][1]) == len(found[1][1])):
-        return _skipped_by_history(number, classes) if by_history else ((), ())
+        return (), ()
     return found[0]
 
 
-def find_unusual(number: int, classes: Sequence[tuple[GroupCalls, Sequence[int]]]) -> tuple[int, ...]:
-    """Return the ranks whose call did not follow the call before in earlier steps, if that of one class did.
+def _num_skipped(other: Sequence[Call], own: Sequence[Call]) -> int:
+    """Return how many calls of ``other`` were skipped, so that the next ones equal those of ``own``; 0 if none fit."""
+    made, made_by_own = ([call.compared for call in calls[: 2 * _MAX_SKIPPED]] for calls in (other, own))
+    for num in range(1, min(_MAX_SKIPPED, len(made))):
+        overlap = min(len(made_by_own), len(made) - num, _MAX_SKIPPED)
+        if made[num : num + overlap] == made_by_own[:overlap]:
+            return num
+    return 0
 
-    Args:
-        number, classes: see :func:`find_skipped`.
-    """
-    group = classes[0][0]
-    past = [call.compared for each in range(group.last - len(group.calls) + 1, number) if (call := group.call(each))]
+
+def _unusual(number: int, classes: Sequence[_Class]) -> tuple[int, ...]:
+    """Return the ranks whose call did not follow the call before in earlier steps, if that of one class did."""
+    past = [call.compared for call in classes[0].calls.before(number)]
     follows = set(pairwise(past))
-    usual = [past and (past[-1], call.compared) in follows for each, _ in classes if (call := each.call(number))]
-    if usual.count(True) != 1 or len(usual) != len(classes):
+    usual = [each for each in classes if past and (past[-1], each.calls.since(number)[0].compared) in follows]
+    if len(usual) != 1:
         return ()
-    return tuple(
-        sorted(rank for is_usual, (_, ranks) in zip(usual, classes, strict=True) if not is_usual for rank in ranks)
-    )
+    return tuple(sorted(rank for each in classes if each is not usual[0] for rank in each.ranks))
 
 
-def _skipped_by_history(
-    number: int, classes: Sequence[tuple[GroupCalls, Sequence[int]]]
-) -> tuple[tuple[int, ...], tuple[Call, ...]]:
-    """Return which class has left calls out, judged by the calls before, if a backend failed at the first difference.
+def _skipped_by_history(number: int, classes: Sequence[_Class]) -> tuple[tuple[int, ...], tuple[Call, ...]]:
+    """Return which of two classes has left calls out, judged by the calls before: a backend may fail at the difference.
 
     In earlier steps, the last common call was followed by the call of one class only, and later by that of the other.
     """
-    group = classes[0][0]
-    past = [call for each in range(group.last - len(group.calls) + 1, number) if (call := group.call(each)) is not None]
+    past = classes[0].calls.before(number)
     compared = [call.compared for call in past]
     follows = set(pairwise(compared))
     found = []
-    for (usual, _), (odd, ranks) in (classes, classes[::-1]):
-        after, other = usual.call(number), odd.call(number)
-        if not past or after is None or other is None or (compared[-1], other.compared) in follows:
+    for usual, odd in (classes, classes[::-1]):
+        after, other = usual.calls.since(number)[0].compared, odd.calls.since(number)[0].compared
+        if not past or (compared[-1], other) in follows:
             continue
         for at in range(len(past) - 1, 0, -1):
-            if (compared[at - 1], compared[at]) == (compared[-1], after.compared):
-                if other.compared in (rest := compared[at : at + _MAX_SKIPPED]):
-                    found.append((tuple(ranks), tuple(past[at : at + rest.index(other.compared)])))
+            if (compared[at - 1], compared[at]) == (compared[-1], after):
+                if other in (rest := compared[at : at + _MAX_SKIPPED]):
+                    found.append((tuple(odd.ranks), past[at : at + rest.index(other)]))
                 break
     return found[0] if len(found) == 1 else ((), ())
-
-
-def _num_skipped(other: GroupCalls, own: GroupCalls, number: int) -> int:
-    """Return how many calls of ``other`` were skipped, so that the next ones equal those of ``own``; 0 if none fit."""
-    num_own = own.last - number + 1
-    for num in range(1, _MAX_SKIPPED):
-        overlap = min(num_own, other.last - (number + num) + 1, _MAX_SKIPPED)
-        if overlap < 1:
-            return 0
-        if all(
-            (a := other.call(number + num + offset)) is not None
-            and (b := own.call(number + offset)) is not None
-            and a.compared == b.compared
-            for offset in range(overlap)
-        ):
-            return num
-    return 0

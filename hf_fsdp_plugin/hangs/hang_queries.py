@@ -5,12 +5,11 @@ sent only if ranks have waited for long. So the number of messages grows with th
 
 ::
 
-    machines        number of machines that have registered
-    machine/<m>     JSON: name and ranks of a machine
+    machine/<r>     JSON: name and ranks of the machine whose lowest rank is r
     news            increased with each question and announcement: the counter that is read each second
     asked           number of questions
-    <q>/answers     number of machines that have answered question q, including the one that asks
-    <q>/<m>         the records of the ranks of a machine
+    <q>/answers     number of machines that answer question q, including the one that asks
+    <q>/<n>         the n-th answer: the records of the ranks of a machine
     announced       JSON: the hang that ends the ranks of all machines
 """
 
@@ -41,6 +40,9 @@ _REQUEST_SECONDS: Final = 10.0
 """Seconds that a request to the store may take."""
 _LOOK_SECONDS: Final = 1.0
 _POLL_SECONDS: Final = 0.1
+_UNKNOWN_MACHINE: Final = "another machine"
+_MAX_NAMED: Final = 64
+"""Maximum number of silent ranks whose machine is looked up."""
 
 _T = TypeVar("_T")
 
@@ -97,78 +99,39 @@ class JobStore:
 
 
 class HangQueries:
-    """The questions of a single machine: there is nobody to ask.
+    """The questions of a machine to the others.
+
+    Args:
+        store: shared by all machines; ``None`` for a single machine, which has nobody to ask.
+        name: of this machine, for messages.
+        ranks: of this machine.
 
     Attributes:
         announced: the hang that another machine has announced; empty without one.
     """
 
-    announced: Mapping[str, str] = {}
-
-    def is_asked(self) -> bool:
-        """Return whether another machine waits for the answer of this one."""
-        return False
-
-    def answer(self, ranks: Sequence[RankCalls]) -> None:
-        """Answer with the ranks of this machine."""
-
-    def ask(self, ranks: Sequence[RankCalls], seconds: float = ANSWER_SECONDS) -> list[RankCalls] | None:
-        """Return the ranks of the other machines; those of machines that did not answer are unreachable.
-
-        Returns ``None`` if a machine has announced a hang: it does not answer any more.
-
-        Args:
-            ranks: the ranks of this machine, in case another one asks at the same time.
-            seconds: time to answer.
-        """
-        return []
-
-    def announce(self, hang: Mapping[str, str]) -> bool:
-        """Announce a hang, which ends the ranks of all machines. Returns whether no other machine was first."""
-        return True
-
-
-class StoreQueries(HangQueries):
-    """The questions of several machines that share a store.
-
-    Args:
-        name: of this machine, for messages.
-        ranks: of this machine.
-        number: of this machine in the store, if another of its ranks has registered it before.
-        registered: called with the number when it is registered.
-    """
-
     def __init__(
-        self,
-        store: JobStore,
-        *,
-        name: str,
-        ranks: Sequence[int],
-        world_size: int,
-        number: int | None = None,
-        registered: Callable[[int], None] = lambda number: None,
+        self, store: JobStore | None = None, *, name: str = "", ranks: Sequence[int] = (), world_size: int = 0
     ) -> None:
         self._store, self._name, self._ranks, self._world_size = store, name, tuple(ranks), world_size
-        self._number, self._registered = number, registered
+        self.announced: Mapping[str, str] = {}
         self._is_registered = False
         self._news = self._asked = self._answered = 0
         self._next_look = 0.0
 
     def is_asked(self) -> bool:
+        """Return whether another machine waits for the answer of this one."""
         now = time.monotonic()
-        if now >= self._next_look:
+        if self._store is not None and now >= self._next_look:
             self._next_look = now + _LOOK_SECONDS
             with contextlib.suppress(StoreLost):
                 self._store.ask(self._read_news)
         return self._asked > self._answered
 
     def _read_news(self, store: Any) -> None:
-        if self._number is None or not (self._is_registered or store.check([f"machine/{self._number}"])):
-            number = store.add("machines", 1) - 1
-            store.set(f"machine/{number}", json.dumps({"name": self._name, "ranks": self._ranks}))
-            self._number = number
-            self._registered(number)
-        self._is_registered = True
+        if not self._is_registered:
+            store.set(f"machine/{min(self._ranks)}", json.dumps({"name": self._name, "ranks": self._ranks}))
+            self._is_registered = True
         if (news := store.add("news", 0)) != self._news:
             self._asked = store.add("asked", 0)
             self._has_announcement(store)
@@ -180,64 +143,85 @@ class StoreQueries(HangQueries):
         return bool(self.announced)
 
     def answer(self, ranks: Sequence[RankCalls]) -> None:
-        with contextlib.suppress(StoreLost):  # the machine that asks reports this one as unreachable
-            self._store.ask(lambda store: self._answer(store, ranks))
+        """Answer with the ranks of this machine."""
+        if self._store is not None:
+            with contextlib.suppress(StoreLost):  # the machine that asks reports this one as unreachable
+                self._store.ask(lambda store: self._answer(store, ranks))
 
     def _answer(self, store: Any, ranks: Sequence[RankCalls]) -> None:
         newest = store.add("asked", 0)
         for question in range(self._answered + 1, newest + 1):
-            store.set(f"{question}/{self._number}", _pack(ranks))
-            store.add(f"{question}/answers", 1)
+            own = [rank for rank in ranks if rank.rank in self._ranks]
+            store.set(f"{question}/{store.add(f'{question}/answers', 1)}", _pack(own))
         self._answered = self._asked = newest
 
     def ask(self, ranks: Sequence[RankCalls], seconds: float = ANSWER_SECONDS) -> list[RankCalls] | None:
-        found: list[RankCalls] = []
-        silent: dict[int, Mapping[str, Any]] = {}
+        """Return the ranks of the other machines; those of machines that did not answer are unreachable.
+
+        Returns ``None`` if a machine has announced a hang: it does not answer any more.
+
+        Args:
+            ranks: the ranks of this machine, in case another one asks at the same time.
+            seconds: time to answer.
+        """
+        if self._store is None:
+            return []
+        deadline = time.monotonic() + seconds
+        others = dict.fromkeys(sorted(set(range(self._world_size)) - set(self._ranks)), _UNKNOWN_MACHINE)
+        found: dict[int, RankCalls] = {}
         with contextlib.suppress(StoreLost):
-            deadline = time.monotonic() + seconds
-            if not self._store.ask(lambda store: self._collect(store, ranks, found, silent, deadline), 2 * seconds):
+            if not self._store.ask(lambda store: self._collect(store, ranks, others, found, deadline), 2 * seconds):
                 return None
-        known = list(found)
-        missing = set(range(self._world_size)) - set(self._ranks) - {rank.rank for rank in known}
-        where = {rank: str(machine["name"]) for machine in list(silent.values()) for rank in machine["ranks"]}
-        return known + [
-            RankCalls(rank=rank, state="unreachable", detail=where.get(rank, "another machine"))
-            for rank in sorted(missing)
-        ]
+        known = dict(found)  # the request may go on
+        return [known.get(rank) or RankCalls(rank=rank, state="unreachable", detail=others[rank]) for rank in others]
 
     def _collect(
         self,
         store: Any,
         ranks: Sequence[RankCalls],
-        found: list[RankCalls],
-        silent: dict[int, Mapping[str, Any]],
+        others: dict[int, str],
+        found: dict[int, RankCalls],
         deadline: float,
     ) -> bool:
-        """Add the ranks of the machines that answer to ``found``. Returns whether no hang was announced."""
+        """Add the ranks of the machines that answer to ``found``, and the names of the machines that do not to others.
+
+        Returns whether no hang was announced.
+        """
         self._read_news(store)
-        for machine in range(store.add("machines", 0)):
-            if machine != self._number and store.check([f"machine/{machine}"]):
-                silent[machine] = _machine(store.get(f"machine/{machine}"))
         question = store.add("asked", 1)
         store.add("news", 1)
-        num_read = 0
-        while silent and time.monotonic() < deadline:
+        unread: list[int] = []
+        num_answers = 0
+        while len(found) < len(others) and time.monotonic() < deadline:
             if self._has_announcement(store):
                 return False
             self._answer(store, ranks)  # to other machines that ask at the same time
             # A machine that waits asks for this number only: after a hang of a job, all machines ask at the same time.
-            num_answers = store.add(f"{question}/answers", 0)
-            for machine in list(silent) if num_answers > num_read else ():
-                if store.check([f"{question}/{machine}"]):
-                    with contextlib.suppress(ValueError):
-                        answers = _unpack(store.get(f"{question}/{machine}").decode())
-                        own = set(silent.pop(machine)["ranks"])
-                        found += [answer for answer in answers if answer.rank in own]
-            num_read = num_answers
+            before, num_answers = num_answers, store.add(f"{question}/answers", 0)
+            unread = [
+                number
+                for number in (*unread, *range(before + 1, num_answers + 1))
+                if not self._read_answer(store, f"{question}/{number}", others, found)
+            ]
             time.sleep(_POLL_SECONDS)
+        for rank in [rank for rank in others if rank not in found][:_MAX_NAMED]:
+            if others[rank] == _UNKNOWN_MACHINE and store.check([f"machine/{rank}"]):
+                name, of_machine = _machine(store.get(f"machine/{rank}"))
+                others.update((each, name) for each in of_machine if each in others)
+        return True
+
+    def _read_answer(self, store: Any, key: str, others: Mapping[int, str], found: dict[int, RankCalls]) -> bool:
+        """Add the ranks of an answer. Returns ``False`` if it is not complete yet."""
+        if not store.check([key]):
+            return False
+        with contextlib.suppress(ValueError):
+            found.update((each.rank, each) for each in _unpack(store.get(key).decode()) if each.rank in others)
         return True
 
     def announce(self, hang: Mapping[str, str]) -> bool:
+        """Announce a hang, which ends the ranks of all machines. Returns whether no other machine was first."""
+        if self._store is None:
+            return True
         text = json.dumps(hang)
         try:
             return self._store.ask(lambda store: self._announce(store, text))
@@ -250,12 +234,12 @@ class StoreQueries(HangQueries):
         return is_first or not self._has_announcement(store)
 
 
-def _machine(data: bytes) -> Mapping[str, Any]:
+def _machine(data: bytes) -> tuple[str, list[int]]:
     """Return name and ranks of another machine; of none, if the text is invalid."""
     content = _mapping(data)
     ranks = content.get("ranks")
     numbers = [rank for rank in ranks if isinstance(rank, int)] if isinstance(ranks, list) else []
-    return {"name": printable(str(content.get("name", ""))), "ranks": numbers}
+    return printable(str(content.get("name", ""))), numbers
 
 
 def _mapping(data: bytes) -> dict[str, Any]:

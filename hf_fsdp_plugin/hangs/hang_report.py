@@ -12,12 +12,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from hf_fsdp_plugin.hangs.calls import ARRIVALS, RankCalls
+from hf_fsdp_plugin.hangs.calls import ARRIVALS, RankCalls, name_ranks
 from hf_fsdp_plugin.hangs.diagnose import Diagnosis, Difference, Waiting, compare_calls
 from hf_fsdp_plugin.hangs.rank_files import write_atomically
 from hf_fsdp_plugin.hangs.rank_stacks import Frame, RanksAt, describe_state, format_stack, merge_places
 from hf_fsdp_plugin.problems import Problem
-from hf_fsdp_plugin.text import format_names, plural
+from hf_fsdp_plugin.text import plural
 from hf_fsdp_plugin.version import SCHEMA_VERSION
 
 _SAME_CALLS: Final = (
@@ -62,13 +62,13 @@ def describe_hang(diagnosis: Diagnosis, known: Mapping[int, RankCalls]) -> Probl
         return Problem(code="FSDP-E729", message=message, fix=_SAME_CALLS)
     if diagnosis.kind == "circle":
         calls = "; ".join(_waits(each) for each in (waiting, *diagnosis.others)[:_MAX_CALLS])
-        message = f"{_ranks(diagnosis.ranks)} wait for each other in different calls: {calls}."
+        message = f"{name_ranks(diagnosis.ranks)} wait for each other in different calls: {calls}."
         return Problem(code="FSDP-E730", message=message, fix=_SAME_CALLS)
     if diagnosis.kind == "stuck":
         message = f"{_waits(waiting)}, which every rank has begun."
         fix = "Check the network and the processes' devices; the records show no rank that is late."
         return Problem(code="FSDP-E731", message=message, fix=fix)
-    return Problem(code="FSDP-E728", message=_late(diagnosis, known), fix=_fix(diagnosis.ranks, known))
+    return Problem(code="FSDP-E728", message=_late(diagnosis, known), fix=_fix(known[diagnosis.ranks[0]]))
 
 
 def describe_busy(diagnosis: Diagnosis, known: Mapping[int, RankCalls], ends_after: float) -> Problem:
@@ -83,7 +83,7 @@ def describe_busy(diagnosis: Diagnosis, known: Mapping[int, RankCalls], ends_aft
 
 def describe_standstill(known: Iterable[RankCalls], seconds: float) -> Problem:
     """Return the notice for ranks of which none waits for another, and none has begun a collective for long."""
-    shown = "; ".join(f"{_ranks([rank.rank])} {_where(rank)}" for rank in list(known)[:_MAX_RANKS])
+    shown = "; ".join(f"{name_ranks([rank.rank])} {_where(rank)}" for rank in list(known)[:_MAX_RANKS])
     return Problem(
         code="FSDP-W733",
         message=f"no rank of this machine has begun a collective for {seconds:,.0f} s, and none waits in one: {shown}.",
@@ -107,12 +107,14 @@ def describe_comparison(ranks: Iterable[RankCalls]) -> str:
         return describe_difference(found)
     if found is None:
         return ""
-    return f"only {_ranks(found.ranks)} had begun {found.call}, number {found.number} of process group {found.group}."
+    return (
+        f"only {name_ranks(found.ranks)} had begun {found.call}, number {found.number} of process group {found.group}."
+    )
 
 
 def describe_difference(difference: Difference) -> str:
     """Return sentences on the first collective in which ranks differ."""
-    calls = "; ".join(f"{_ranks(ranks)}: {call}" for call, ranks in difference.calls[:_MAX_CALLS])
+    calls = "; ".join(f"{name_ranks(ranks)}: {call}" for call, ranks in difference.calls[:_MAX_CALLS])
     where = "the plugin's calls" if difference.group == ARRIVALS else f"process group {difference.group}"
     text = f"ranks made different collective calls. Number {difference.number} of {where} was on {calls}."
     return f"{text}{_reason(difference)}"
@@ -123,15 +125,14 @@ def _reason(difference: Difference) -> str:
     ranks, skipped = difference.skipped
     if ranks:
         more = f" and {plural(len(skipped) - 1, 'more call')}" if len(skipped) > 1 else ""
-        return f" {_ranks(ranks).capitalize()} left out {skipped[0]}{more}."
+        return f" {name_ranks(ranks).capitalize()} left out {skipped[0]}{more}."
     ranks, most, few = difference.more_forwards
+    named = name_ranks(difference.ranks)
     if ranks and (ranks == difference.ranks or difference.unusual != difference.ranks):
-        own, others = (most, few) if ranks == difference.ranks else (few, most)
-        return (
-            f" {_ranks(difference.ranks).capitalize()} had called the model {_times(own)}, the others {_times(others)}."
-        )
+        own, others = map(_times, (most, few) if ranks == difference.ranks else (few, most))
+        return f" {named.capitalize()} had called the model {own}, the others {others}."
     if difference.unusual == difference.ranks:
-        return f" In earlier steps, the call before was not followed by that of {_ranks(difference.unusual)}."
+        return f" In earlier steps, the call before was not followed by that of {named}."
     return ""
 
 
@@ -140,50 +141,38 @@ def _times(count: int) -> str:
 
 
 def _late(diagnosis: Diagnosis, known: Mapping[int, RankCalls]) -> str:
-    waiting = diagnosis.waiting
-    late = "; ".join(f"{_ranks([rank])} {_where(known[rank], waiting.group)}" for rank in diagnosis.ranks[:_MAX_RANKS])
-    more = len(diagnosis.ranks) - _MAX_RANKS
-    rest = f"; and {plural(more, 'more rank')}" if more > 0 else ""
-    return f"{_ranks(diagnosis.ranks)} {_are(diagnosis.ranks)} late: {_waits(waiting)}. Meanwhile {late}{rest}."
+    waiting, ranks = diagnosis.waiting, diagnosis.ranks
+    late = [f"{name_ranks([rank])} {_where(known[rank], waiting.group)}" for rank in ranks[:_MAX_RANKS]]
+    if len(ranks) > _MAX_RANKS:
+        late.append(f"and {plural(len(ranks) - _MAX_RANKS, 'more rank')}")
+    are = "is" if len(ranks) == 1 else "are"
+    return f"{name_ranks(ranks)} {are} late: {_waits(waiting)}. Meanwhile {'; '.join(late)}."
 
 
 def _waits(waiting: Waiting) -> str:
     """Return ``rank 0 has waited for 120 s in all-gather of model.layers.3 (…), number 7 of process group …``."""
     number = f", number {waiting.number} of process group {waiting.group}" if waiting.call.dtype else ""
     have = "has" if len(waiting.ranks) == 1 else "have"
-    return f"{_ranks(waiting.ranks)} {have} waited for {waiting.seconds:,.0f} s in {waiting.call}{number}"
+    return f"{name_ranks(waiting.ranks)} {have} waited for {waiting.seconds:,.0f} s in {waiting.call}{number}"
 
 
 def _where(rank: RankCalls, group: str = "") -> str:
     if state := describe_state(rank.state, rank.detail):
-        return f"{state}{_after(rank, group) if rank.state in ('halted', 'exited') else ''}"
-    place = f"was {rank.place}" if rank.place else "was at an unknown place"
+        calls = rank.groups[group].calls if group in rank.groups else ()
+        if rank.state in ("halted", "exited") and calls:
+            place = f" {rank.place}" if rank.place else ""
+            return f"{state}{place}, after {calls[-1]}"
+        return state
+    place = f"was {rank.place or 'at an unknown place'}"
     return place if rank.cpu is None else f"{place}, and its processes used {rank.cpu:.0%} of a core"
 
 
-def _after(rank: RankCalls, group: str) -> str:
-    """Return the last collective of a rank whose stack is unknown."""
-    calls = rank.groups[group].calls if group in rank.groups else ()
-    return f"{f' {rank.place}' if rank.place else ''}, after {calls[-1]}" if calls else ""
-
-
-def _fix(ranks: Sequence[int], known: Mapping[int, RankCalls]) -> str:
-    first = known[ranks[0]]
-    if first.state in _FIXES:
-        return _FIXES[first.state]
-    if first.call == _LOADER:
+def _fix(rank: RankCalls) -> str:
+    if rank.state in _FIXES:
+        return _FIXES[rank.state]
+    if rank.call == _LOADER:
         return f"Look for slow reads and blocked workers of the data loader. {_RAISE}"
-    if first.call:
-        return f"If only some ranks call {first.call}, make the call on all ranks. {_RAISE}"
-    return _RAISE
-
-
-def _are(ranks: Sequence[int]) -> str:
-    return "is" if len(ranks) == 1 else "are"
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {format_names(ranks, 16)}"
+    return f"If only some ranks call {rank.call}, make the call on all ranks. {_RAISE}" if rank.call else _RAISE
 
 
 _MAX_STACKS: Final = 2
@@ -219,15 +208,14 @@ class FoundHang:
     def claim(self, path: Path) -> bool:
         """Write the file. Returns ``False`` if another rank has written it before."""
         part = path.with_name(f"{path.name}.{os.getpid()}")
-        try:
+        with suppress(OSError):  # such as a full disk: the other ranks of the machine end later
             part.write_text(json.dumps(asdict(self)))
-            os.link(part, path)
-        except FileExistsError:
-            return False
-        except OSError:  # such as a full disk: the other ranks of the machine end later
-            return True
-        finally:
-            part.unlink(missing_ok=True)
+            try:
+                os.link(part, path)
+            except FileExistsError:
+                return False
+            finally:
+                part.unlink()
         return True
 
 
@@ -270,20 +258,18 @@ def write_hang(hang: Hang, folder: Path | None, *, limit: float) -> Path | None:
     """
     content = json.dumps(_content(hang, limit), indent=1)
     name = f"fsdp_hang_{time.strftime('%Y%m%d_%H%M%S')}.json"
-    write_atomically((folder or Path()) / name, content)
-    if ((folder or Path()) / name).exists():
-        return (folder or Path()) / name
-    with suppress(OSError):  # a folder of this user only, because others could have put a link at a name that they know
-        path = Path(tempfile.mkdtemp(prefix="fsdp_hang_")) / name
-        write_atomically(path, content)
-        return path if path.exists() else None
-    return None
+    path = (folder or Path()) / name
+    write_atomically(path, content)
+    if not path.exists():
+        with suppress(OSError):  # of this user only, because others could have put a link at a name that they know
+            path = Path(tempfile.mkdtemp(prefix="fsdp_hang_")) / name
+            write_atomically(path, content)
+    return path if path.exists() else None
 
 
 def _content(hang: Hang, limit: float) -> dict[str, Any]:
     diagnosis = hang.diagnosis
-    waiting = diagnosis.waiting
-    difference = diagnosis.difference
+    waiting = [asdict(each) | each.call._asdict() for each in (diagnosis.waiting, *diagnosis.others)]
     return {
         "schema": SCHEMA_VERSION,
         "time": time.time(),
@@ -291,26 +277,9 @@ def _content(hang: Hang, limit: float) -> dict[str, Any]:
         "code": hang.problem.code,
         "message": hang.problem.message,
         "kind": diagnosis.kind,
-        "ranks": list(diagnosis.ranks),
-        "waiting": [
-            {
-                **{"group": each.group, "number": each.number, "ranks": each.ranks, "seconds": each.seconds},
-                **each.call._asdict(),
-            }
-            for each in (waiting, *diagnosis.others)
-        ],
-        "difference": difference
-        and {
-            "group": difference.group,
-            "number": difference.number,
-            "calls": [{"call": str(call), "unit": call.unit, "ranks": list(ranks)} for call, ranks in difference.calls],
-            "skipped": {
-                "ranks": list(difference.skipped[0]),
-                "calls": [{"call": str(call), "unit": call.unit} for call in difference.skipped[1]],
-            },
-            "unusual_ranks": list(difference.unusual),
-            "ranks_with_more_forwards": list(difference.more_forwards[0]),
-        },
+        "ranks": diagnosis.ranks,
+        "waiting": waiting,
+        "difference": diagnosis.difference and asdict(diagnosis.difference),
         "calls_of_ranks": [rank.to_json() for _, rank in sorted(hang.ranks.items())],
         "stacks": {str(rank): list(map(asdict, stack)) for rank, stack in hang.stacks.items()},
     }

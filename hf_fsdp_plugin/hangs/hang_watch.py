@@ -7,18 +7,18 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Final
 
-from hf_fsdp_plugin.hangs.calls import HANG_LIMIT_VARIABLE, RankCalls, RecordHeader
+from hf_fsdp_plugin.hangs.calls import HANG_LIMIT_VARIABLE, RankCalls
 from hf_fsdp_plugin.hangs.diagnose import diagnose_hang
 from hf_fsdp_plugin.hangs.hang_queries import HangQueries
 from hf_fsdp_plugin.hangs.hang_report import Hang, describe_busy, describe_hang, describe_standstill
-from hf_fsdp_plugin.hangs.processes import Peer, ProcessorUse, is_halted, processor_use
 from hf_fsdp_plugin.hangs.rank_exit import read_failure, stack_of
+from hf_fsdp_plugin.hangs.rank_files import Peer, ProcessorUse, is_halted, processor_use
 from hf_fsdp_plugin.hangs.rank_stacks import Frame, find_place, read_stack, waits_for_data
-from hf_fsdp_plugin.hangs.record import read_calls, read_counts, read_header
+from hf_fsdp_plugin.hangs.record import RecordHeader, read_calls, read_counts, read_header
 
 DEFAULT_LIMIT: Final = 120.0
 _TIMEOUT_SHARE: Final = 0.5
@@ -46,12 +46,6 @@ class _Sample:
     time: float
     use: Mapping[int, ProcessorUse]
     stacks: Mapping[int, Sequence[Frame]]
-
-
-@dataclass(slots=True)
-class _Progress:
-    count: int = -1
-    since: float = field(default_factory=time.monotonic)
 
 
 class HangWatch:
@@ -83,7 +77,6 @@ class HangWatch:
         self._next_diagnosis = 0.0
         self._sample: _Sample | None = None
         self._noticed: set[tuple[object, ...]] = set()
-        self._progress: dict[int, _Progress] = {}
         self._has_stood_still = False
 
     def poll(self, ranks: Sequence[Peer]) -> Hang | None:
@@ -93,8 +86,8 @@ class HangWatch:
         if now < self._next_poll:
             return None
         self._next_poll = now + self._pause
-        headers = {rank.rank: found for rank in ranks if (found := read_header(rank.files.calls.calls)) is not None}
-        longest = self._longest_wait(headers, now)
+        headers = {rank.rank: found for rank in ranks if (found := read_header(rank.files.calls)) is not None}
+        longest = _longest_wait(headers.values())
         limit = self._effective_limit(ranks, headers) if longest >= min(1.0, self._limit / 2) else self._limit
         if longest < limit / 2:
             self._sample = None
@@ -110,18 +103,6 @@ class HangWatch:
         """Answer the questions of other machines."""
         if self._queries.is_asked():
             self._queries.answer(self._read(ranks)[0])
-
-    def _longest_wait(self, headers: Mapping[int, RecordHeader], now: float) -> float:
-        """Return the longest wait in a collective or, if no rank is in one, the shortest time without a new one."""
-        for number, found in headers.items():
-            progress = self._progress.setdefault(number, _Progress())
-            if progress.count != found.count:
-                self._progress[number] = _Progress(found.count, now)
-        waiting = max((found.waiting for found in headers.values()), default=0.0)
-        has_begun = [number for number, found in headers.items() if found.count]
-        if waiting or not has_begun:
-            return waiting
-        return min(now - self._progress[number].since for number in has_begun)
 
     def _effective_limit(self, ranks: Sequence[Peer], headers: Mapping[int, RecordHeader]) -> float:
         """Return the limit for the rank that waits the longest. Groups have different time-outs."""
@@ -174,7 +155,6 @@ class HangWatch:
             moved |= _moved(before, self._take_sample(ranks))
         found = []
         for rank in ranks:
-            state = _state(rank)
             stack = stack_of(read_failure(rank.files.failure)) or after.stacks[rank.rank]
             counts = read_counts(rank.files.steps)
             place = find_place(stack, counts)
@@ -182,24 +162,21 @@ class HangWatch:
             works = old.runs and new.runs
             if rank.rank in on_accelerator:
                 works = new.faults - old.faults >= _FAULTS * seconds
-            used, of_children = (
-                max(0.0, getattr(new, name) - getattr(old, name)) / seconds if state == "running" else None
-                for name in ("seconds", "seconds_of_children")
+            known = replace(
+                calls[rank.rank],
+                state=_state(rank),
+                place=str(place or ""),
+                call=place.call if place is not None else "",
+                moved=rank.rank in moved or works,
+                reads=old.in_file_system or new.in_file_system or waits_for_data(stack),
             )
-            found.append(
-                replace(
-                    calls[rank.rank],
-                    state=state,
-                    place=str(place or ""),
-                    call=place.call if place is not None else "",
-                    cpu=used,
-                    cpu_of_children=of_children,
-                    moved=rank.rank in moved or works,
-                    reads=old.in_file_system or new.in_file_system or waits_for_data(stack),
-                    steps=counts.steps if counts is not None else None,
-                    forwards=counts.forwards if counts is not None else None,
-                )
-            )
+            if counts is not None:
+                known = replace(known, steps=counts.steps, forwards=counts.forwards)
+            if known.state == "running":
+                used = max(0.0, new.seconds - old.seconds) / seconds
+                of_children = max(0.0, new.seconds_of_children - old.seconds_of_children) / seconds
+                known = replace(known, cpu=used, cpu_of_children=of_children)
+            found.append(known)
         return found, dict(after.stacks)
 
     def _take_sample(self, ranks: Sequence[Peer]) -> _Sample:
@@ -209,6 +186,12 @@ class HangWatch:
                 rank.request_stacks()
         time.sleep(_STACK_SECONDS)
         return _Sample(now, use, {rank.rank: tuple(read_stack(rank.files.stacks)) for rank in ranks})
+
+
+def _longest_wait(headers: Collection[RecordHeader]) -> float:
+    """Return the longest wait in a collective or, if no rank is in one, the shortest time without a new one."""
+    waiting = max((found.waiting for found in headers), default=0.0)
+    return waiting or min((found.idle for found in headers if found.count), default=0.0)
 
 
 def _moved(before: _Sample, after: _Sample) -> set[int]:
@@ -248,7 +231,7 @@ def hang_limit(given: str | None) -> tuple[float, bool]:
     try:
         limit = float(text)
     except ValueError:
-        raise ValueError(f"{name} is {text!r}; expected seconds, or 0 to switch the diagnosis of hangs off.") from None
+        limit = -1.0
     if not 0 <= limit < float("inf"):
         raise ValueError(f"{name} is {text!r}; expected seconds, or 0 to switch the diagnosis of hangs off.")
     return limit, True

@@ -18,7 +18,7 @@ from types import FrameType
 from typing import Any, Final
 
 from hf_fsdp_plugin.hangs.rank_files import write_atomically
-from hf_fsdp_plugin.hangs.rank_stacks import Frame, is_library
+from hf_fsdp_plugin.hangs.rank_stacks import Frame
 from hf_fsdp_plugin.problems import Problem, SpecError
 
 ERROR_FILE_VARIABLE: Final = "TORCHELASTIC_ERROR_FILE"
@@ -51,7 +51,7 @@ def failure_of(error: BaseException) -> dict[str, Any]:
         return content | {"kind": "exit", "message": "" if isinstance(error.code, int) else str(error.code)}
     details = traceback.TracebackException.from_exception(error, limit=-_MAX_FRAMES)
     content["frames"] = [
-        {"file": f.filename, "line": f.lineno, "name": f.name, "code": f.line or "", "library": is_library(f.filename)}
+        {"file": f.filename, "line": f.lineno, "name": f.name, "code": f.line or ""}
         for f in details.stack
         if not f.filename.endswith(_PROGRAMS) and not f.filename.startswith("<frozen ")
     ]
@@ -85,7 +85,8 @@ def read_crash(stacks: Path) -> int:
 
 def stack_of(failure: Mapping[str, Any] | None) -> list[Frame]:
     """Return the stack of a failure, outermost frame first; empty without one."""
-    return [Frame(each["file"], each["line"], each["name"]) for each in failure["frames"]] if failure else []
+    frames = failure["frames"] if failure else []
+    return [Frame(each["file"], each["line"], each["name"], each.get("code", "")) for each in frames]
 
 
 def write_error_file(message: str, details: str = "", seconds_ago: int = 0) -> None:

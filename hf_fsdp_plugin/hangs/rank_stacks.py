@@ -19,13 +19,14 @@ import site
 import sys
 import sysconfig
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal
 
+from hf_fsdp_plugin.hangs.calls import name_ranks
 from hf_fsdp_plugin.hangs.record import Counts
-from hf_fsdp_plugin.text import format_names, plural
+from hf_fsdp_plugin.text import plural
 
 STACK_SIGNAL: Final = getattr(signal, "SIGRTMAX", 0) - 3 if hasattr(signal, "SIGRTMAX") else None
 """The signal with which a rank is asked for its stack: a real-time signal, which libraries do not use."""
@@ -64,18 +65,33 @@ _READS: Final = re.compile(
 )
 """Calls of functions that read or write files."""
 _NUM_LAST_FRAMES = 2
-_ROUND: Final = os.path.join("backends", "arrival_rounds.py")
+_ROUND: Final = os.path.join("backends", "ranks", "collective_entry.py")
 _RECORDING = os.path.join("integrations", "call_hooks.py")
 """The file whose functions are called around each collective."""
 
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """One frame of a stack."""
+    """One frame of a stack.
+
+    Attributes:
+        code: the line of the source, if it was recorded; otherwise :attr:`source` reads it.
+    """
 
     file: str
     line: int
     name: str
+    code: str = ""
+
+    @property
+    def source(self) -> str:
+        return self.code or linecache.getline(self.file, self.line).strip()
+
+    @property
+    def location(self) -> str:
+        """File and line, relative to the working directory if the file is in it."""
+        shorter = os.path.relpath(self.file)
+        return f"{self.file if shorter.startswith('..') else shorter}:{self.line}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,8 +115,7 @@ class RankPlace:
         if self.collective not in ("", self.call):
             parts.append(f"({self.collective})" if self.call else f"in {self.collective}")
         if self.frame is not None:
-            code = linecache.getline(self.frame.file, self.frame.line).strip()
-            parts.append(f"at {relative_path(self.frame.file)}:{self.frame.line}" + (f" `{code}`" if code else ""))
+            parts.append(f"at {self.frame.location}" + (f" `{self.frame.source}`" if self.frame.source else ""))
         if self.counts is not None:
             parts.append(f"after {plural(self.counts.steps, 'optimizer step')}")
             if self.counts.forwards:
@@ -136,11 +151,9 @@ class RanksAt:
     detail: str = ""
 
     def __str__(self) -> str:
-        is_one = len(self.ranks) == 1
-        was = f"{'was' if is_one else 'were'} {self.place}" if self.place else ""
-        ranks = f"rank {self.ranks[0]}" if is_one else f"ranks {format_names(self.ranks, 16)}"
+        was = f"{'was' if len(self.ranks) == 1 else 'were'} {self.place}" if self.place else ""
         state = describe_state(self.state, self.detail)
-        return f"{ranks} {' and '.join(part for part in (state, was) if part)}"
+        return f"{name_ranks(self.ranks)} {' and '.join(part for part in (state, was) if part)}"
 
 
 def merge_places(groups: Iterable[RanksAt]) -> list[RanksAt]:
@@ -322,8 +335,7 @@ def waits_for_data(stack: Sequence[Frame]) -> bool:
         return True
     if not stack or _is_collective(stack[-1]):
         return False
-    code = linecache.getline(stack[-1].file, stack[-1].line)
-    return stack[-1].file.endswith(_READING_FILES) or _READS.search(code) is not None
+    return stack[-1].file.endswith(_READING_FILES) or _READS.search(stack[-1].source) is not None
 
 
 def _is_collective(frame: Frame) -> bool:
@@ -350,37 +362,23 @@ def _call_of(frame: Frame) -> str | None:
     return _CALLS.get(frame.name)
 
 
-def relative_path(path: str) -> str:
-    """Return a path relative to the working directory if it is in it."""
-    shorter = os.path.relpath(path)
-    return path if shorter.startswith("..") else shorter
-
-
-def _described(frame: Frame) -> dict[str, Any]:
-    code = linecache.getline(frame.file, frame.line).strip()
-    return {"file": frame.file, "line": frame.line, "name": frame.name, "code": code, "library": is_library(frame.file)}
-
-
 def format_stack(stack: Sequence[Frame]) -> list[str]:
-    """Format a stack, outermost frame first: the frames of user code and the last frames."""
-    return format_frames([_described(frame) for frame in stack])
+    """Format a stack, outermost frame first: the frames of user code and the last ones.
 
-
-def format_frames(frames: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Format the frames of user code and the last frames. Earlier library frames are only counted."""
+    Frames of libraries before are only counted, and those that have started the script are left out.
+    """
     lines: list[str] = []
     num_skipped = 0
-    frames = [frame for frame in frames if not frame["file"].endswith(_RECORDING)]
-    own = next((position for position, frame in enumerate(frames) if not frame["library"]), 0)
-    frames = frames[own:]  # without what has started the script
-    for position, frame in enumerate(frames):
-        if frame["library"] and position < len(frames) - _NUM_LAST_FRAMES:
+    stack = [frame for frame in stack if not frame.file.endswith(_RECORDING)]
+    own = next((position for position, frame in enumerate(stack) if not is_library(frame.file)), 0)
+    for position, frame in enumerate(stack[own:], own):
+        if is_library(frame.file) and position < len(stack) - _NUM_LAST_FRAMES:
             num_skipped += 1
             continue
         if num_skipped:
             lines.append(f"  … {plural(num_skipped, 'frame')} in libraries (--debug shows them)")
             num_skipped = 0
-        lines.append(f"  {relative_path(frame['file'])}:{frame['line']}, in {frame['name']}")
-        if frame["code"]:
-            lines.append(f"    {frame['code']}")
+        lines.append(f"  {frame.location}, in {frame.name}")
+        if frame.source:
+            lines.append(f"    {frame.source}")
     return lines

@@ -22,12 +22,19 @@ from pathlib import Path
 from typing import Any, Final
 
 from hf_fsdp_plugin.hangs.calls import RankCalls
-from hf_fsdp_plugin.hangs.hang_queries import HangQueries, JobStore, PlaceInStore, StoreQueries
+from hf_fsdp_plugin.hangs.hang_queries import HangQueries, JobStore, PlaceInStore
 from hf_fsdp_plugin.hangs.hang_report import FoundHang, Hang, found_hang, write_hang
 from hf_fsdp_plugin.hangs.hang_watch import HangWatch
-from hf_fsdp_plugin.hangs.processes import Peer, find_peers, is_halted
 from hf_fsdp_plugin.hangs.rank_exit import ExitWatch, HeldSigterm, hold_sigterm, write_error_file
-from hf_fsdp_plugin.hangs.rank_files import HANG, RUN_ID_VARIABLE, RankFiles, write_atomically
+from hf_fsdp_plugin.hangs.rank_files import (
+    HANG,
+    RUN_ID_VARIABLE,
+    Peer,
+    RankFiles,
+    find_peers,
+    is_halted,
+    write_atomically,
+)
 from hf_fsdp_plugin.hangs.rank_stacks import HeldAbort, stack_file
 from hf_fsdp_plugin.hangs.record import read_header, record
 from hf_fsdp_plugin.problems import SpecError
@@ -237,21 +244,9 @@ class Watcher:
     def _make_queries(self, store: JobStore, ranks: Sequence[int]) -> HangQueries:
         if len(ranks) >= self._watched.world_size:
             return HangQueries()
-        host = socket.gethostname()
-        # A rank that takes over goes on with the machine's number.
-        file = self._watched.files.stem.with_name(f"machine_{host}")
-        number: int | None = None
-        with contextlib.suppress(OSError, ValueError):
-            number = int(file.read_text())
-        machine = os.environ.get("GROUP_RANK") or os.environ.get("SLURM_NODEID")
-        return StoreQueries(
-            store,
-            name=f"machine {machine} ({host})" if machine else f"machine {host}",
-            ranks=ranks,
-            world_size=self._watched.world_size,
-            number=number,
-            registered=lambda number: write_atomically(file, str(number)),
-        )
+        host, machine = socket.gethostname(), os.environ.get("GROUP_RANK") or os.environ.get("SLURM_NODEID")
+        name = f"machine {machine} ({host})" if machine else f"machine {host}"
+        return HangQueries(store, name=name, ranks=ranks, world_size=self._watched.world_size)
 
     def _report(self, hang: Hang) -> None:
         dump = write_hang(hang, self._watched.log_dir, limit=self._watched.limit)
@@ -338,7 +333,7 @@ def _clone_of_store() -> Any:
 
 
 def _beat_age(peer: Peer) -> float:
-    found = read_header(peer.files.calls.calls)
+    found = read_header(peer.files.calls)
     return found.beat if found is not None and not peer.is_gone() else float("inf")
 
 

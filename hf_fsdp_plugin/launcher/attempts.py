@@ -2,10 +2,17 @@
 
 This is the page of ``hf-fsdp launch`` after its config is checked, and of a rank's failure until its summary:
 :func:`_run_attempt` and :func:`run_once` list the steps.
+
+Torch's agent meets the other machines, sets torch's variables, starts the processes and handles signals. Added to it
+is what users miss in it: ranks have a moment to fail by themselves before they are stopped, so that the summary names
+the first cause; all machines stop at once; a failure that would come again is not tried again; the processes that ranks
+leave behind end (see ``orphan_processes``); and the exit code is that of the script.
 """
 
 from __future__ import annotations
 
+import functools
+import json
 import logging
 import os
 import signal
@@ -13,22 +20,39 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
-from hf_fsdp_plugin.launcher.agent import AttemptRanks, OutputClosed, RankJob
-from hf_fsdp_plugin.launcher.rendezvous import Rendezvous, SignalException
-from hf_fsdp_plugin.runs.exits import RunResult
+from hf_fsdp_plugin.hangs.hang_report import FoundHang
+from hf_fsdp_plugin.hangs.rank_exit import ERROR_FILE_VARIABLE
+from hf_fsdp_plugin.hangs.rank_files import RankFiles, write_atomically
+from hf_fsdp_plugin.launcher.orphan_processes import Guard, OrphanProcess, end_processes, run_name
+from hf_fsdp_plugin.launcher.other_machines import Announced, OtherMachines
+from hf_fsdp_plugin.launcher.rank_jobs import RankJob, rank_env
+from hf_fsdp_plugin.launcher.ranks import RankOutput, RankProcess
+from hf_fsdp_plugin.launcher.rendezvous import Rendezvous, SignalException  # imports torch with less output
+from hf_fsdp_plugin.problems import Problem
+from hf_fsdp_plugin.runs.exits import RunResult, first_failure, summarize_exit
 from hf_fsdp_plugin.runs.failure_summary import format_failures
 from hf_fsdp_plugin.runs.restart_policy import FailedAttempt, Restarts, assess_attempt, decide_restart
+from hf_fsdp_plugin.text import plural
 from hf_fsdp_plugin.torch_private.elastic import AttemptAgent
 
 # isort: split
 from torch.distributed.elastic.agent.server.api import WorkerSpec
+from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
 
 _POLL_SECONDS: Final = 0.05
+_STACK_SECONDS: Final = 0.05
+"""Seconds that ranks have to record their stacks, which takes milliseconds, before they receive another signal."""
+_SETTLE_SECONDS: Final = 2.0
+"""Seconds that a machine whose rank has only lost a connection waits for the cause on another machine."""
+_EXIT_BARRIER_SECONDS: Final = 300.0
+"""Seconds that a launcher waits for machines whose ranks exit later. Same as torchrun's exit barrier."""
+_FORWARDED: Final = (signal.SIGUSR1, signal.SIGUSR2)
 _STOPPING: Final = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")
 
 
@@ -79,7 +103,8 @@ def _run_attempt(job: RankJob, rendezvous: Rendezvous, on_start: Callable[[], No
     3. How each rank exited is read from its files; the first failure is determined, and the machine that has it gets
        the places of the ranks of other machines (``AttemptRanks.result``).
     4. The summary is printed.
-    5. All machines take the attempt as the one that failed first knows it, and decide whether the ranks are started again.
+    5. All machines take the attempt as the one that failed first knows it, and decide whether the ranks are started
+       again.
     """
     began = time.monotonic()
     result = run_once(job, rendezvous, on_start)  # 1 to 3
@@ -113,7 +138,7 @@ def run_once(job: RankJob, rendezvous: Rendezvous, on_start: Callable[[], None] 
     Torch's agent takes these steps:
 
     1. The machines meet (``Rendezvous.next_rendezvous``), and ``on_start`` is called (``AttemptRanks.begin``).
-    2. Each rank gets its variables and the files of its output (``AttemptRanks.reify``, ``environment.rank_env``).
+    2. Each rank gets its variables and the files of its output (``AttemptRanks.reify``, ``rank_jobs.rank_env``).
     3. The processes of the ranks are started (``AttemptRanks.watch``); each runs ``run_script``.
     4. Every 50 ms, the ranks are looked at, until all have exited or were stopped (``AttemptRanks.is_over``).
     5. A signal to the launcher is sent on to the ranks, which have time to exit (``AttemptRanks.end``).
@@ -161,3 +186,205 @@ def _prepare_torch() -> None:
     if "LOGLEVEL" not in os.environ:
         for name in ("agent.server.api", "agent.server.local_elastic_agent", "multiprocessing.api", "rendezvous"):
             logging.getLogger(f"torch.distributed.elastic.{name}").setLevel(logging.CRITICAL)
+
+
+class OutputClosed(Exception):
+    """Nobody reads the output of the launcher any more."""
+
+
+class AttemptRanks(LogsSpecs):
+    """The ranks of this machine from their start to their end. Also tells torch's agent where their output goes."""
+
+    def __init__(self, job: RankJob, rendezvous: Rendezvous, scratch: Path, on_start: Callable[[], None]) -> None:
+        super().__init__()
+        self._job, self._rendezvous, self._scratch, self._on_start = job, rendezvous, scratch, on_start
+        self._output = RankOutput(
+            show_all=job.show_all,
+            show_first=job.show_first,
+            log_dir=job.log_dir,
+            append_logs=rendezvous.restarts.count > 0,
+            scratch=scratch,
+            notice=job.notice,
+        )
+        self._files = RankFiles(scratch / "rank")
+        self._prepared: dict[int, Callable[..., RankProcess]] = {}
+        self._noticed: set[str] = set()
+        self._run = run_name()
+        self._guard = Guard(self._run, scratch)
+        self._announced: Announced | None = None
+        self._stopped_by = ""
+        self.ranks: list[RankProcess] = []
+
+    def __enter__(self) -> AttemptRanks:
+        for number in _FORWARDED:
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                signal.signal(number, lambda number, frame: self._send(number))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._kill()
+        end_processes(self._run)
+        self._output.finish()
+        self._guard.close()
+        for number in _FORWARDED:
+            signal.signal(number, signal.SIG_DFL)
+
+    @property
+    def root_log_dir(self) -> str:
+        return str(self._scratch)
+
+    @property
+    def _machines(self) -> OtherMachines:
+        return self._rendezvous.machines
+
+    def begin(self) -> None:
+        """The machines have met: print where, and write what the ranks read."""
+        self._on_start()
+        write_atomically(self._files.restarts, json.dumps(self._rendezvous.restarts.to_json()))
+
+    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
+        """Complete the environment of each rank, and return where its output goes."""
+        streams = LogsDest()
+        restarts = self._rendezvous.restarts
+        for local_rank, env in envs.items():
+            rank = int(env["RANK"])
+            files = RankFiles(self._scratch / f"rank_{rank}")
+            env |= {**self._job.env, **rank_env(files, self._run, restarts)}
+            streams.error_files[local_rank] = env[ERROR_FILE_VARIABLE]
+            opened = self._output.open(rank, is_first=local_rank == 0)
+            streams.stdouts[local_rank], streams.stderrs[local_rank], tail = opened
+            self._prepared[local_rank] = functools.partial(RankProcess, rank=rank, files=files, tail=tail)
+        return streams
+
+    def watch(self, pids: Mapping[int, int]) -> None:
+        """Watch the processes that torch has started, by local rank."""
+        self.ranks += [self._prepared[local_rank](pid=pid) for local_rank, pid in sorted(pids.items())]
+
+    def _running(self) -> list[RankProcess]:
+        return [rank for rank in self.ranks if rank.is_running]
+
+    def _send(self, number: int) -> None:
+        for rank in self._running():
+            rank.send(number)
+
+    def _kill(self) -> None:
+        for rank in self.ranks:
+            rank.kill()
+
+    def _request_stacks(self) -> None:
+        """Make the running ranks record where they are, before they are stopped."""
+        for rank in self._running():
+            rank.request_stacks()
+        time.sleep(_STACK_SECONDS)
+
+    def is_over(self) -> bool:
+        """Return whether all ranks have exited. Stops them if one has failed, and waits for the other machines."""
+        if self._has_failed():
+            self._stop_after_failure()
+        elif self._running():
+            return False
+        else:  # wait for machines whose ranks end later
+            self._machines.end()
+            self._machines.wait_for_end(_EXIT_BARRIER_SECONDS)
+        return True
+
+    def _has_failed(self) -> bool:
+        """Return whether the ranks have to be stopped: one has failed, here or elsewhere, or a machine joins."""
+        self._print_notices()
+        if self._output.reader_exited:
+            raise OutputClosed
+        self._announced = self._machines.failure()
+        self._stopped_by = self._job.should_stop() or ""
+        if self._announced is None and self._rendezvous.is_waiting():
+            self._announced = self._machines.announce("a machine joins the run", "joins")
+        has_failed = any(rank.has_failed for rank in self.ranks)
+        return has_failed or self._announced is not None or bool(self._stopped_by) or self._files.hang.exists()
+
+    def _stop_after_failure(self) -> None:
+        """Stop all ranks, after they had time to fail by themselves, and tell the other machines why."""
+        began = time.monotonic()
+        self._request_stacks()
+        while running := self._running():
+            seconds = time.monotonic() - began
+            self._announce(wait=seconds < _SETTLE_SECONDS)
+            joins = self._announced is not None and self._announced.kind == "joins"
+            for rank in running:
+                rank.stop(seconds, now=joins or self._files.hang.exists())
+            self._print_notices()
+            time.sleep(_POLL_SECONDS)
+        self._announce(wait=False)
+
+    def _announce(self, *, wait: bool) -> None:
+        """Announce a failure of this machine. One that may follow from that of another machine can wait."""
+        if self._announced is not None or self._stopped_by:
+            return
+        hang = FoundHang.read(self._files.hang)
+        first = first_failure(rank.result() for rank in self.ranks if rank.has_failed)
+        if hang is None and first is None:
+            return
+        if wait and (hang.elsewhere if hang is not None else first is not None and first.has_lost_connection):
+            self._announced = self._machines.failure()
+        elif hang is not None:
+            self._announced = self._machines.announce(hang.message, "hung")
+        elif first is not None:
+            self._announced = self._machines.announce(f"rank {first.rank}: {summarize_exit(first)}")
+
+    def end(self, death_signal: signal.Signals) -> None:
+        """End the ranks that still run, because the launcher has received a signal or fails."""
+        if not self._running():
+            return
+        grace = self._job.grace
+        self._request_stacks()
+        _print_stopping(death_signal, len(self._running()), grace)
+        self._send(death_signal)
+        deadline = time.monotonic() + grace
+        try:
+            while self._running() and time.monotonic() < deadline:
+                time.sleep(_POLL_SECONDS)
+        except SignalException as stop:
+            _print_stopping(stop.sigval, len(self._running()), 0.0)
+        self._kill()
+
+    def result(self, *, signal_number: int = 0) -> RunResult:
+        """Return how the ranks exited. Ends the processes that they have left behind."""
+        has_ended = not signal_number and not any(rank.is_running or rank.has_failed for rank in self.ranks)
+        if not has_ended:
+            self._kill()
+        end_processes(self._run, on_term=self._warn_orphans if has_ended else None)
+        self._output.finish()
+        self._print_notices()
+        announced = self._announced
+        is_remote = announced is not None and (announced.kind == "lost" or announced.machine != self._machines.machine)
+        result = RunResult(
+            exits=tuple(rank.result() for rank in self.ranks),
+            signal_number=signal_number,
+            remote_failure=self._stopped_by or (str(announced) if is_remote else None),
+            has_remote_hang=announced is not None and is_remote and announced.kind == "hung",
+            hang=FoundHang.read(self._files.hang),
+            joins=announced is not None and announced.kind == "joins",
+        )
+        if result.needs_places and not result.joins:
+            result.elsewhere, result.notes = self._machines.share_places(result.places)
+        return result
+
+    def _print_notices(self) -> None:
+        """Print what ranks have to say. Ranks often have the same notice, of which the first is printed."""
+        for rank in self.ranks:
+            file = rank.files.notice
+            if file.exists() and (text := file.read_text(errors="replace")) not in self._noticed:
+                self._noticed.add(text)
+                self._job.notice(f"rank {rank.rank}: {text}")
+
+    def _warn_orphans(self, left: Sequence[OrphanProcess]) -> None:
+        shown = ", ".join(f"{process.pid} ({process.command[:80]}) of rank {process.rank}" for process in left[:3])
+        message = f"the script has ended and left {plural(len(left), 'process', 'processes')} running: {shown}."
+        fix = "They are stopped now. Wait for them in the script."
+        self._job.notice(Problem(code="FSDP-W740", message=message, fix=fix))
+
+
+def _print_stopping(number: int, num_ranks: int, grace: float) -> None:
+    """Print at once what happens after a signal."""
+    name = signal.Signals(number).name
+    how = f"they have {grace:g} s, and the next {name} kills them" if grace else "they are killed"
+    with suppress(OSError):
+        os.write(2, f"hf-fsdp: {name}: stopping {plural(num_ranks, 'rank')}; {how}\n".encode())

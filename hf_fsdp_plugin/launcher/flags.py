@@ -28,11 +28,7 @@ _LAUNCHER: Final = (
     ("show_ranks", "main|all", "main (default): rank 0's output; all: every rank's, with its rank"),
     ("log_dir", "DIR", "also write each rank's output to DIR/rank_N.log"),
     ("grace", "SECONDS", "seconds until ranks are killed after SIGINT or SIGTERM (default: 30)"),
-    (
-        "hang_timeout",
-        "SECONDS",
-        "seconds that a rank may wait in a collective (default: 120, longer for busy ranks; 0: off)",
-    ),
+    ("hang_timeout", "SECONDS", "longest wait in a collective (default: 120, longer for busy ranks; 0: off)"),
     ("num_cpu_threads_per_process", "N", "OMP_NUM_THREADS of a rank"),
     ("rdzv_conf", "KEY=VALUE,…", "options of the rendezvous of several machines, such as timeout=600"),
     ("role", "NAME", "role name of the ranks, as in torchrun"),
@@ -269,33 +265,22 @@ def add_setting_flags(parser: Parser, *, is_shown: bool = False) -> None:
     more = "with hyphens or underscores; also all flags --fsdp_*, --parallelism_config_* and --dynamo_* of Accelerate"
     group = parser.add_argument_group("settings", more) if is_shown else parser
     known = parser.by_name()
-    for name, value, about in _SETTINGS:
+
+    def add(to: Any, name: str, metavar: str, about: str, shown: str, row: SettingRow | None, **more: Any) -> None:
         if name not in known:
-            row = BY_KEY.get(("launch", name))
-            group.add_argument(
-                f"--{name}",
-                action=SettingFlag,
-                dest="command_line",
-                nargs=None if value else 0,
-                metavar=value,
-                choices=_values_of(row) if row is not None and value else None,
-                about=about,
-                help=about if is_shown else argparse.SUPPRESS,
-            )
+            choices = _values_of(row) if row is not None and metavar else None
+            nargs = None if metavar else 0
+            options = {"dest": "command_line", "nargs": nargs, "metavar": metavar or None, "choices": choices, **more}
+            to.add_argument(f"--{name}", action=SettingFlag, about=about, help=shown, **options)
+
+    for name, value, about in _SETTINGS:
+        add(group, name, value, about, about if is_shown else argparse.SUPPRESS, BY_KEY.get(("launch", name)))
     for row in ROWS:
-        if row.scope in _PREFIXED and row.opens is None and row.key not in known:
+        if row.scope in _PREFIXED and row.opens is None:
             prefix = row.key.removesuffix(row.spellings[0])
-            is_switch = row.key in SWITCHES
-            parser.add_argument(
-                f"--{row.key}",
-                action=SettingFlag,
-                dest="command_line",
-                aliases=[prefix + spelling for spelling in row.spellings],
-                nargs=0 if is_switch else None,
-                choices=None if is_switch else _values_of(row),
-                about=row.about,
-                help=argparse.SUPPRESS,
-            )
+            value = "" if row.key in SWITCHES else "VALUE"
+            aliases = [prefix + spelling for spelling in row.spellings]
+            add(parser, row.key, value, row.about, argparse.SUPPRESS, row, aliases=aliases)
 
 
 def _choices_of(value: str) -> Suggested | None:

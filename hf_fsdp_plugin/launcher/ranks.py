@@ -1,26 +1,32 @@
-"""The ranks of this machine during one attempt: their states, signals and stacks, and how they exited.
+"""The ranks of this machine during one attempt: their states and signals, how they exited, and their output.
 
 Torch's agent starts them (see ``agent``). Here they are looked at without being reaped, so that the launcher decides
 when a failed attempt ends: torch stops all ranks as soon as it sees that one has exited.
+
+Torch's agent redirects the streams of a rank to files. These are named pipes here: a full disk or a terminal that is
+closed then stops a log, and not the rank.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
+import select
 import signal
+import sys
+import threading
 import time
 from collections import deque
-from contextlib import suppress
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any
 
-from hf_fsdp_plugin.hangs.processes import is_halted
-from hf_fsdp_plugin.hangs.rank_files import RankFiles
+from hf_fsdp_plugin.hangs.rank_files import RankFiles, is_halted
 from hf_fsdp_plugin.hangs.rank_stacks import STACK_SIGNAL
-from hf_fsdp_plugin.launcher.rank_output import last_lines
+from hf_fsdp_plugin.problems import Problem
 from hf_fsdp_plugin.runs.exits import RankExit, read_exit
 
-_STACK_SECONDS = 0.05
-"""Seconds that ranks have to record their stacks, which takes milliseconds, before they receive another signal."""
 _SETTLE_SECONDS = 2.0
 """Seconds from the first failure to SIGTERM. Ranks that wait for the failed rank often fail in this time."""
 _TEARDOWN_SECONDS = 10.0
@@ -71,13 +77,13 @@ class RankProcess:
 
     def send(self, number: int) -> None:
         """Send a signal to the rank only. The rank is responsible for its children."""
-        with suppress(ProcessLookupError):
+        with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid, number)
 
     def kill(self) -> None:
         """Kill the rank and its process group."""
         self.stopped |= self.is_running
-        with suppress(ProcessLookupError, PermissionError):
+        with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)
 
     def request_stacks(self) -> None:
@@ -86,8 +92,13 @@ class RankProcess:
         if STACK_SIGNAL is not None and self.files.stacks.exists() and not self.files.failure.exists():
             self.send(STACK_SIGNAL)
 
-    def stop(self, seconds: float) -> None:
-        """Send SIGTERM, later SIGKILL, to a rank that still runs `seconds` after a failure."""
+    def stop(self, seconds: float, *, now: bool = False) -> None:
+        """Send SIGTERM, later SIGKILL, to a rank that still runs `seconds` after a failure.
+
+        Args:
+            now: give it no time to fail by itself.
+        """
+        seconds += _TEARDOWN_SECONDS if now else 0.0
         allowed = _TEARDOWN_SECONDS if self.files.failure.exists() else _SETTLE_SECONDS
         if self._term_sent is None and seconds > allowed:
             self._term_sent, self.stopped = seconds, True
@@ -106,34 +117,161 @@ class RankProcess:
             time=self.exit_time or time.time(),
             pid=self.pid,
             stopped=self.stopped,
-            tail=tuple(last_lines(self.tail)),
+            tail=_last_lines(self.tail),
             halted=self.halted,
         )
 
 
-class Ranks(list[RankProcess]):
-    """The ranks of this machine."""
+_NUM_TAIL_LINES = 15
+_READ_BYTES = 65536
+_MAX_LINE = 4096
+_WAIT_SECONDS = 0.2
 
-    def running(self) -> list[RankProcess]:
-        return [rank for rank in self if rank.is_running]
 
-    def request_stacks(self) -> None:
-        """Make the running ranks record where they are, before they are stopped."""
-        running = self.running()
-        for rank in running:
-            rank.request_stacks()
-        if running:
-            time.sleep(_STACK_SECONDS)
+class RankOutput:
+    """The output of the ranks of this machine.
 
-    def send(self, number: int) -> None:
-        for rank in self.running():
-            rank.send(number)
+    The output of the first rank is shown, or that of all ranks, or none. The pipe of a rank is read to its end,
+    whatever happens to the terminal and to the log: a rank whose pipe is full would wait without end.
 
-    def kill(self) -> None:
-        for rank in self:
-            rank.kill()
+    Args:
+        scratch: temporary folder for the pipes.
+        append_logs: whether the log files contain the output of earlier attempts, which is kept.
+        notice: prints a message for the user.
 
-    def stop(self, seconds: float, *, now: bool = False) -> None:
-        """Stop the ranks that still run `seconds` after a failure; `now` gives them no time to fail themselves."""
-        for rank in self.running():
-            rank.stop(seconds + (_TEARDOWN_SECONDS if now else 0.0))
+    Attributes:
+        reader_exited: whether the process that reads this process's stdout or stderr (head, less) has exited.
+    """
+
+    def __init__(
+        self,
+        *,
+        show_all: bool,
+        show_first: bool = True,
+        log_dir: Path | None,
+        scratch: Path,
+        append_logs: bool = False,
+        notice: Callable[[object], None],
+    ) -> None:
+        self._show_all, self._show_first = show_all, show_first
+        self._log_dir, self._append_logs = log_dir, append_logs
+        self._scratch, self._notice = scratch, notice
+        self._print_lock = threading.Lock()
+        self._readers: list[threading.Thread] = []
+        self._has_ended = threading.Event()
+        self.reader_exited = False
+
+    def open(self, rank: int, *, is_first: bool) -> tuple[str, str, deque[str]]:
+        """Prepare the streams of a rank, before it is started.
+
+        Returns:
+            The files to which its stdout and stderr go, empty for those of the launcher, and the last lines of its
+            stderr, which grow while it runs.
+        """
+        tail: deque[str] = deque(maxlen=4 * _NUM_TAIL_LINES)
+        is_shown = self._show_all or (is_first and self._show_first)
+        if is_shown and not self._show_all and self._log_dir is None:
+            return "", "", tail
+        log = None
+        if self._log_dir is not None:
+            log = _Log(self._log_dir / f"rank_{rank}.log", self._notice, append=self._append_logs)
+        prefix = f"[rank {rank}] ".encode() if self._show_all else b""
+        paths = []
+        for stream, lines in ((sys.stdout, None), (sys.stderr, tail)):
+            if not is_shown and log is None and lines is None:
+                paths.append(os.devnull)
+                continue
+            path = self._scratch / f"rank_{rank}.{'stdout' if lines is None else 'stderr'}"
+            os.mkfifo(path, 0o600)
+            # For reading and writing, so that opening waits for nobody and the pipe does not end between two writers.
+            pipe = os.open(path, os.O_RDWR | os.O_NONBLOCK)
+            arguments = (pipe, stream if is_shown else None, prefix, lines, log)
+            self._readers.append(threading.Thread(target=self._read, args=arguments, daemon=True))
+            self._readers[-1].start()
+            paths.append(str(path))
+        return paths[0], paths[1], tail
+
+    def finish(self) -> None:
+        """Read what the ranks have written until they exited, and end."""
+        self._has_ended.set()
+        for reader in self._readers:
+            reader.join()
+
+    def _read(self, pipe: int, stream: Any, prefix: bytes, tail: deque[str] | None, log: _Log | None) -> None:
+        rest, block = b"", b"\n"
+        while block:
+            block = self._next_block(pipe)
+            # The last line may end without a newline.
+            *lines, rest = (rest + (block or b"\n" * bool(rest))).split(b"\n")
+            if log is not None:
+                log.write(block)
+            if tail is not None:
+                tail.extend(line.decode(errors="replace") for line in lines)
+            if prefix:
+                block_shown = b"".join(prefix + line + b"\n" for line in lines)
+            else:
+                block_shown, rest = block, rest[-_MAX_LINE:]
+            self._show(stream, block_shown)
+        os.close(pipe)
+
+    def _next_block(self, pipe: int) -> bytes:
+        """Return what a rank has written next; empty if it has exited and all is read."""
+        while not select.select([pipe], [], [], 0 if self._has_ended.is_set() else _WAIT_SECONDS)[0]:
+            if self._has_ended.is_set():
+                return b""
+        return os.read(pipe, _READ_BYTES)
+
+    def _show(self, stream: Any, text: bytes) -> None:
+        if stream is None or self.reader_exited or not text:
+            return
+        with self._print_lock:
+            try:
+                stream.buffer.write(text)
+                stream.buffer.flush()
+            except BrokenPipeError:
+                self.reader_exited = True
+                _discard(stream)
+            except OSError:  # for example a full disk: the output is lost, the run goes on
+                _discard(stream)
+
+
+class _Log:
+    """A log file. After a failed write, a warning is printed and nothing more is written."""
+
+    def __init__(self, path: Path, notice: Callable[[object], None], *, append: bool) -> None:
+        self._path, self._notice = path, notice
+        self._file: IO[bytes] | None = None
+        self._lock = threading.Lock()
+        try:
+            self._file = path.open("ab" if append else "wb", buffering=0)
+        except OSError as error:
+            self._stop(error)
+
+    def write(self, block: bytes) -> None:
+        with self._lock:
+            try:
+                while self._file is not None and block:
+                    block = block[self._file.write(block) :]
+            except OSError as error:
+                self._stop(error)
+
+    def _stop(self, error: OSError) -> None:
+        self._file = None
+        message = f"{self._path} is incomplete: {error.strerror or error}."
+        fix = "Free disk space, or pass another folder as --log_dir. The run goes on without this log."
+        with contextlib.suppress(OSError):  # stderr may be on the same full disk
+            self._notice(Problem(code="FSDP-W745", message=message, fix=fix))
+
+
+def _discard(stream: Any) -> None:
+    """Discard everything that is written to ``stream`` from now on, also what it has buffered."""
+    with contextlib.suppress(OSError, ValueError):
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, stream.fileno())
+        os.close(null)
+
+
+def _last_lines(tail: deque[str]) -> tuple[str, ...]:
+    """Return the last non-empty lines. For each progress bar, only its last state is returned."""
+    lines = [line.rstrip("\r").rpartition("\r")[2].rstrip() for line in tail]
+    return tuple(line for line in lines if line)[-_NUM_TAIL_LINES:]

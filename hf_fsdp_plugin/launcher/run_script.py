@@ -9,12 +9,10 @@ from __future__ import annotations
 
 import builtins
 import contextlib
-import ctypes
 import importlib.util
 import io
 import os
 import runpy
-import signal
 import sys
 import types
 from collections.abc import Callable, Sequence
@@ -27,15 +25,11 @@ from hf_fsdp_plugin.hangs.rank_files import LAUNCHER_VARIABLE
 from hf_fsdp_plugin.launcher.flags import LaunchArguments, UsageError
 from hf_fsdp_plugin.problems import SpecError
 
-_PR_SET_PDEATHSIG = 1
-
 
 def main() -> None:
     """Run the script given in ``sys.argv``. The process exits with the script's own exit code."""
-    if launcher := int(os.environ.get(LAUNCHER_VARIABLE, "0")):
-        _exit_with_launcher(launcher)
-        if os.environ.get("LOCAL_RANK", "0") != "0":  # one rank may read the terminal
-            os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    if LAUNCHER_VARIABLE in os.environ and os.environ.get("LOCAL_RANK", "0") != "0":  # one rank may read the terminal
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     module = sys.argv[1] == "-m"
     script, *args = sys.argv[2 if module else 1 :]
     run_rank(script, args, module=module)
@@ -105,14 +99,6 @@ def run(script: str, args: Sequence[str], *, module: bool = False) -> None:
     with io.open_code(path) as file:
         code = compile(file.read(), path, "exec", dont_inherit=True)
     exec(code, main_module.__dict__)
-
-
-def _exit_with_launcher(launcher: int) -> None:
-    """Kill this process when the launcher is killed, so that no rank is orphaned. Linux only."""
-    if sys.platform.startswith("linux"):
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != launcher:  # the launcher exited before the line above
-            os._exit(1)
 
 
 def _without_stderr(hook: Callable[..., Any]) -> Callable[..., None]:

@@ -1,14 +1,34 @@
-"""The summary of a failed run: the rank that failed first and its exception, then one line for each other outcome."""
+"""Why a run has failed: the summary of the launcher, and what a rank finds out itself under other launchers.
+
+The summary has the rank that failed first and its exception, then one line for each other outcome. A rank that has lost
+the connection to others finds the cause in the files of the ranks of its machine (:func:`find_first_cause`).
+"""
 
 from __future__ import annotations
 
+import os
+import signal
 import socket
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import Final
 
+from hf_fsdp_plugin.hangs.calls import RankCalls, name_ranks
 from hf_fsdp_plugin.hangs.hang_report import SILENT_EXIT, describe_comparison, last_call
-from hf_fsdp_plugin.hangs.rank_stacks import format_frames, format_stack, merge_places
+from hf_fsdp_plugin.hangs.rank_exit import read_crash, stack_of
+from hf_fsdp_plugin.hangs.rank_files import Peer, RankFiles, find_peers
+from hf_fsdp_plugin.hangs.rank_stacks import RanksAt, format_stack, merge_places
 from hf_fsdp_plugin.problems import Problem
-from hf_fsdp_plugin.runs.exits import RankExit, RunResult, first_line, signal_name, summarize_exit
+from hf_fsdp_plugin.runs.exits import (
+    RankExit,
+    RunResult,
+    first_failure,
+    first_line,
+    read_exit,
+    signal_name,
+    summarize_exit,
+)
 from hf_fsdp_plugin.text import plural, truncate_lines
 
 _MAX_PLACES = 8
@@ -32,7 +52,7 @@ def format_failures(result: RunResult, *, debug: bool = False, shown_live: Itera
     first = result.first
     if result.signal_number and first is not None:
         name = signal_name(result.signal_number)
-        lines = [f"hf-fsdp: stopped by {name}; {_ranks([rank.rank for rank in result.exits])} exited"]
+        lines = [f"hf-fsdp: stopped by {name}; {name_ranks([rank.rank for rank in result.exits])} exited"]
         places = _format_places(result)
         return "\n".join([*lines, *(f"hf-fsdp: {text}" for text in places if len(places) > 1)])
     if result.remote_failure and (first is None or first.failure is None or first.has_lost_connection):
@@ -47,7 +67,7 @@ def format_failures(result: RunResult, *, debug: bool = False, shown_live: Itera
     if failure is not None and failure["kind"] == "exception":
         rest = [f"  {line}" for line in str(failure["message"]).splitlines() if line != first_line(failure)]
         lines += truncate_lines(rest, _MAX_LINES)
-        lines += failure["traceback"].rstrip().splitlines() if debug else format_frames(failure["frames"])
+        lines += failure["traceback"].rstrip().splitlines() if debug else format_stack(stack_of(failure))
     if first.code < 0 and not first.stopped and (call := last_call(first.calls)):
         lines.append(f"  Its last collective was {call}.")
     if first.code < 0 and not first.stopped and (hint := _HINTS.get(signal_name(-first.code))):
@@ -83,7 +103,7 @@ def _silent_exit(gone: Sequence[RankExit], result: RunResult) -> Problem:
     steps = f" after {plural(gone[0].counts.steps, 'optimizer step')}" if gone[0].counts is not None else ""
     text = describe_comparison(rank.calls for rank in result.exits if rank.calls is not None)
     how = "with code 0" if gone[0].code_is_known else "without an exception"
-    message = f"{_ranks(numbers)} exited {how} before the end of the script{steps}. "
+    message = f"{name_ranks(numbers)} exited {how} before the end of the script{steps}. "
     if text:
         message += f"{text[0].upper()}{text[1:]}"
     fix = SILENT_EXIT if gone[0].code_is_known else f"{SILENT_EXIT} A signal such as SIGKILL may also have killed it."
@@ -122,7 +142,7 @@ def _format_others(first: RankExit, exits: Sequence[RankExit], *, debug: bool) -
         else:
             text = f"failed afterwards: {summarize_exit(rank)}"
         groups.setdefault(text, []).append(rank.rank)
-    lines = [f"hf-fsdp: {_ranks(ranks)} {text}" for text, ranks in groups.items()]
+    lines = [f"hf-fsdp: {name_ranks(ranks)} {text}" for text, ranks in groups.items()]
     if debug:
         for rank in exits:
             if rank is not first and rank.failure is not None and rank.failure["traceback"]:
@@ -130,5 +150,115 @@ def _format_others(first: RankExit, exits: Sequence[RankExit], *, debug: bool) -
     return lines
 
 
-def _ranks(ranks: Sequence[int]) -> str:
-    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
+_SECONDS: Final = 2.0
+"""Seconds that the ranks of the machine have to record their failures."""
+_HURRY_SECONDS: Final = 0.5
+_POLL_SECONDS: Final = 0.1
+
+
+def find_first_cause(
+    rank: int,
+    files: RankFiles,
+    ask_others: Callable[[Sequence[RankCalls]], Sequence[RankCalls]],
+    is_told_to_end: Callable[[], bool] = lambda: False,
+) -> str:
+    """Return what other ranks show of the cause of a lost connection; empty if that is nothing, or for another failure.
+
+    Waits for at most two seconds until one of this machine has failed otherwise or has exited. Then the lowest of its
+    ranks that have lost the connection asks the other machines.
+
+    Args:
+        rank, files: of this process, which has recorded its failure.
+        ask_others: returns what is known of the ranks of other machines.
+        is_told_to_end: whether the launcher ends this process: then half a second is left, and nobody is asked.
+    """
+    exits: Sequence[RankExit] = ()
+    deadline = time.monotonic() + _SECONDS
+    while True:
+        exits = [exit_of(peer) for peer in find_peers(files.stem.parent)]
+        own = next((each for each in exits if each.rank == rank), None)
+        if own is None or not own.has_lost_connection or files.hang.exists():
+            return ""
+        first = first_failure(exits)
+        is_known = first is not None and not first.has_lost_connection
+        others = [each for each in exits if each is not own]
+        is_known |= any(each.left_silently for each in others) or all(each.failure is not None for each in others)
+        if is_known or time.monotonic() > deadline:
+            break
+        if is_told_to_end():
+            deadline = min(deadline, time.monotonic() + _HURRY_SECONDS)
+        time.sleep(_POLL_SECONDS)
+    elsewhere: Sequence[RankCalls] = ()
+    is_answered = any(each.left_silently or (each.failure is not None and each.rank < rank) for each in others)
+    if not is_answered and not is_told_to_end():
+        elsewhere = ask_others([each.calls for each in exits if each.calls is not None])
+    result = RunResult(exits=(*exits, *map(_exit_elsewhere, elsewhere)), elsewhere=_places_elsewhere(elsewhere))
+    if first is None or first.has_lost_connection:
+        return str(explain_failure(first or own, result) or "")
+    return _first_failed(first, result)
+
+
+def cause_of_end(files: RankFiles) -> str:
+    """Return which rank of this machine native code has aborted, and why; empty if none has recorded a crash.
+
+    A launcher ends the other ranks then. A rank with an exception says itself what has happened.
+
+    Args:
+        files: of this process, which is ended.
+    """
+    result = RunResult(exits=tuple(exit_of(peer) for peer in find_peers(files.stem.parent)))
+    first = result.first
+    return _first_failed(first, result) if first is not None and first.code < 0 else ""
+
+
+def cause_of_abort(
+    rank: int, files: RankFiles, ask_others: Callable[[Sequence[RankCalls]], Sequence[RankCalls]]
+) -> str:
+    """Return where native code aborts this rank, which is alone on its machine, and what other machines know of it."""
+    exits = [exit_of(peer) for peer in find_peers(files.stem.parent) if peer.rank == rank]
+    if not exits:
+        return ""
+    own = replace(exits[0], code=-signal.SIGABRT, code_is_known=True, stopped=False)
+    elsewhere = ask_others([own.calls] if own.calls is not None else [])
+    result = RunResult(exits=(own, *map(_exit_elsewhere, elsewhere)), elsewhere=_places_elsewhere(elsewhere))
+    return _first_failed(own, result)
+
+
+def _first_failed(first: RankExit, result: RunResult) -> str:
+    place = f" {first.place}" if first.place is not None else ""
+    text = str(explain_failure(first, result) or "")
+    more = f". {text[0].upper()}{text[1:]}" if text else ""
+    return f"rank {first.rank} failed first{place}: {summarize_exit(first)}{more}"
+
+
+def exit_of(peer: Peer) -> RankExit:
+    """Return what another rank can know of how a rank exited, or that it runs."""
+    is_gone, has_failed = peer.is_gone(), peer.files.failure.exists()
+    crash = read_crash(peer.files.stacks) if is_gone and not has_failed else 0
+    if not has_failed and not is_gone and peer.pid != os.getpid():
+        peer.request_stacks()
+        time.sleep(0.05)
+    facts = {"pid": peer.pid, "code_is_known": bool(crash), "stopped": not is_gone}
+    return read_exit(peer.rank, peer.files, code=-crash, time=time.time(), **facts)
+
+
+def _exit_elsewhere(rank: RankCalls) -> RankExit:
+    """Return the same of a rank of another machine. Its place is not in it."""
+    return RankExit(
+        rank=rank.rank,
+        code=0,
+        code_is_known=False,
+        stopped=rank.state != "exited",
+        time=time.time(),
+        calls=rank if rank.state != "unreachable" else None,
+    )
+
+
+def _places_elsewhere(ranks: Sequence[RankCalls]) -> list[RanksAt]:
+    return [place for each in ranks if (place := _place_elsewhere(each)).place or place.state != "running"]
+
+
+def _place_elsewhere(rank: RankCalls) -> RanksAt:
+    """Return where a rank of another machine was. That it had exited is a part of the explanation itself."""
+    state = rank.state if rank.state in ("ended", "unreachable") else "running"
+    return RanksAt((rank.rank,), rank.place, state, rank.detail)

@@ -1,4 +1,4 @@
-"""Which run a rank belongs to, and in which attempt of it, from the variables of any launcher.
+"""Which run a rank belongs to, and the attempts of it before this one, under any launcher.
 
 A run is what a user has started once: its checkpoints name it, and an attempt after a failure resumes from them.
 
@@ -14,28 +14,47 @@ torchrun, ``accelerate launch``        ``TORCHELASTIC_RUN_ID`` and torch's agent
 
 The id of torchrun is ``none`` unless a user sets one, and users set the same one again and again. So the agent, which
 outlives all attempts of a machine, is a part of the id: the folder of its logs, which has a new name for each agent, or
-else its process. The machines of a run have different agents: they agree on one id (see ``integrations.resuming``).
+else its process. The machines of a run have different agents: they agree on one id (:func:`merge_offers`).
 
 When a machine joins, torch starts all ranks again, but the number of the attempt stays. Two starts with one number have
 different folders of logs, or other addresses at which the ranks meet.
+
+The attempts before are known from the files that their ranks have left on each machine.
+
+``hf-fsdp launch`` tells its ranks what has happened before. Under other launchers each machine reads the files of its
+own ranks, and offers what it knows; :func:`merge_offers` makes one history of the offers of all machines.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 import os
+import re
+import signal
 import socket
 import sys
 import tempfile
-from collections.abc import Mapping
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
+from itertools import pairwise, zip_longest
 from pathlib import Path
 from typing import Final
 
-from hf_fsdp_plugin.hangs.processes import environment_of, parent_of, start_of
-from hf_fsdp_plugin.hangs.rank_exit import ERROR_FILE_VARIABLE
-from hf_fsdp_plugin.hangs.rank_files import RUN_ID_VARIABLE
+from hf_fsdp_plugin.hangs.hang_report import FoundHang
+from hf_fsdp_plugin.hangs.rank_exit import ERROR_FILE_VARIABLE, read_crash
+from hf_fsdp_plugin.hangs.rank_files import (
+    RUN_ID_VARIABLE,
+    RankFiles,
+    environment_of,
+    parent_of,
+    start_of,
+    write_atomically,
+)
+from hf_fsdp_plugin.runs.exits import RankExit, RunResult, read_exit
+from hf_fsdp_plugin.runs.restart_policy import FailedAttempt, Restarts, assess_attempt, decide_restart
 
 POD_ID_VARIABLE: Final = "PET_RDZV_ID"
 """Environment variable with the id that a job of Kubernetes has, if its user sets one."""
@@ -170,3 +189,167 @@ def _short_hash(text: str) -> str:
 def _number(environ: Mapping[str, str], name: str) -> int:
     text = environ.get(name, "").strip()
     return int(text) if text.isdecimal() else 0
+
+
+_MEMORY: Final = "run.json"
+"""File in the folder of the run: the :class:`Offer` that the machines agreed on at the begin of its last attempt."""
+_BEGAN: Final = "began"
+"""File in the folder of an attempt: when it has begun."""
+_RANK_FILE: Final = re.compile(r"(rank_(\d+))\.\w+")
+_NO_RECORD: Final = {"kind": "exception", "type": "", "frames": [], "traceback": ""}
+_DAMAGED: Final = (OSError, ValueError, KeyError, TypeError, AttributeError)
+"""Errors of files that are incomplete, as on a full disk, or gone. They must not end a training."""
+_UNKNOWN: Final = FailedAttempt(failure="an attempt of which no record is left")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Offer:
+    """What a machine knows of its run before an attempt.
+
+    Attributes:
+        known: the run as the machines agreed on it at the begin of the last attempt that this machine was in.
+        rank: its lowest rank.
+        num_agreed: number of attempts until then; 0 for a machine that is new in the run.
+        attempt: number of this attempt according to the launcher.
+        failed: the failed attempts since then, oldest first; ``None`` for one without files.
+    """
+
+    known: Restarts
+    rank: int = 0
+    num_agreed: int = 0
+    attempt: int = 0
+    failed: tuple[FailedAttempt | None, ...] = ()
+
+    def to_text(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_text(cls, text: str) -> Offer:
+        tree = json.loads(text)
+        failed = tuple(each and FailedAttempt(**each) for each in tree["failed"])
+        return cls(**{**tree, "known": Restarts.from_json(tree["known"]), "failed": failed})
+
+
+def make_offer(folder: Path | None, identity: RunIdentity, *, rank: int, machine: int) -> Offer:
+    """Return what this machine knows.
+
+    Args:
+        folder: that of the files of this attempt; ``None`` if there are none.
+    """
+    new = Offer(known=Restarts(run_id=identity.id, max_restarts=identity.max_restarts))
+    memory = _read_memory(folder.parent) if folder is not None else None
+    before = memory or new
+    known = before.known
+    is_later = memory is not None and identity.attempt > memory.attempt  # of the launcher whose attempt was refused
+    failed: list[FailedAttempt | None] = []
+    if known.refusal is not None and (identity.requeued or (identity.given and not is_later)):
+        # A user may have removed the cause and started the run again, so the attempt that was refused is forgotten.
+        last = replace(known.failures[-1], same_as="")
+        known = replace(known, failures=(*known.failures[:-1], last), refusal=None)
+    elif folder is not None:
+        failed = list(_failed_attempts(folder, before.attempt, known, machine))
+    return replace(before, known=known, rank=rank, attempt=identity.attempt, failed=tuple(failed))
+
+
+def merge_offers(offers: Sequence[Offer]) -> Offer:
+    """Return what all machines agree on: the run with the attempt before, and why there must be none after it.
+
+    The id and the history are those of the machine that was in the most attempts; with equal numbers, of rank 0.
+    """
+    best = max(sorted(offers, key=lambda offer: offer.rank), key=lambda offer: offer.num_agreed)
+    known = best.known
+    informed = [offer.failed for offer in offers if offer.num_agreed == best.num_agreed]
+    rows = [[each for each in row if each is not None] for row in zip_longest(*map(reversed, informed))][::-1]
+    missing = max(offer.attempt for offer in offers) - known.count - len(rows)
+    unknown: list[list[FailedAttempt]] = [[]] * missing
+    for attempts in unknown + rows:
+        if attempts:
+            # The launcher has started this attempt, so there was a restart left.
+            after = decide_restart(attempts, replace(known, max_restarts=known.count + 1))
+            known = replace(after, refusal=known.refusal or after.refusal)
+        else:
+            known = known.after(_UNKNOWN)
+    known = replace(known, max_restarts=max(offer.known.max_restarts for offer in offers))
+    return replace(best, known=known, num_agreed=best.num_agreed + 1, failed=())
+
+
+def remember_run(folder: Path, agreed: Offer, attempt: int) -> None:
+    """Keep what the machines have agreed on for the next attempt, and remove the files of the attempts before."""
+    write_atomically(folder.parent / _MEMORY, replace(agreed, attempt=attempt).to_text())
+    for earlier in _earlier(folder):
+        with suppress(OSError):
+            for path in earlier.iterdir():
+                path.unlink()
+            earlier.rmdir()
+
+
+def _read_memory(run: Path) -> Offer | None:
+    with suppress(*_DAMAGED):
+        return Offer.from_text((run / _MEMORY).read_text())
+    return None
+
+
+def _earlier(folder: Path) -> list[Path]:
+    """Return the folders of the other attempts on this machine, oldest first."""
+    with suppress(OSError):
+        found = [path for path in folder.parent.iterdir() if path.is_dir() and path != folder]
+        return sorted(found, key=_began)
+    return []
+
+
+def mark_begin(folder: Path) -> None:
+    """Record when this attempt has begun, in seconds since the epoch."""
+    write_atomically(folder / _BEGAN, str(time.time()))
+
+
+def forget_run(folder: Path) -> None:
+    """Remove what this machine remembers of an attempt, and of its run: it has ended without a failure."""
+    (folder / _BEGAN).unlink(missing_ok=True)
+    (folder.parent / _MEMORY).unlink(missing_ok=True)
+
+
+def _began(folder: Path) -> float:
+    with suppress(OSError, ValueError):
+        return float((folder / _BEGAN).read_text())
+    return folder.stat().st_mtime
+
+
+def _failed_attempts(folder: Path, first: int, known: Restarts, machine: int) -> Iterator[FailedAttempt | None]:
+    """Yield each failed attempt from the number ``first`` on, and ``None`` for those without files.
+
+    An attempt whose ranks were killed before they could write a file is only in the numbers of the others.
+    """
+    number = first - 1
+    for path, after in pairwise([*_earlier(folder), folder]):
+        yield from [None] * (attempt_number(path) - number - 1)
+        number = attempt_number(path)
+        try:
+            exits = _exits(path)
+            if not all(each.ended and each.failure is None for each in exits):
+                result = RunResult(exits=tuple(exits), hang=FoundHang.read(RankFiles(path / "rank").hang))
+                yield assess_attempt(result, known, machine=machine, seconds=_began(after) - _began(path))
+        except _DAMAGED:
+            yield None
+    yield from [None] * (attempt_number(folder) - number - 1)
+
+
+def _exits(folder: Path) -> list[RankExit]:
+    """Return how the ranks of an attempt have exited, as far as their files show it. Nothing has their exit codes."""
+    stems = {int(found[2]): found[1] for path in folder.iterdir() if (found := _RANK_FILE.fullmatch(path.name))}
+    return [_exit_of(rank, RankFiles(folder / stem)) for rank, stem in sorted(stems.items())]
+
+
+def _exit_of(rank: int, files: RankFiles) -> RankExit:
+    last = max((path.stat().st_mtime for path in files.stem.parent.glob(f"{files.stem.name}.*")), default=0.0)
+    found = read_exit(rank, files, code=1, time=last)
+    if found.failure is not None:
+        return found
+    if found.ended:
+        return replace(found, code=0)
+    if crash := read_crash(files.stacks):
+        return replace(found, code=-crash)
+    # The stack of a rank that the launcher has ended with SIGTERM is recorded. SIGKILL and os._exit leave nothing.
+    if found.stack:
+        return replace(found, code=-signal.SIGTERM, stopped=True)
+    failure = _NO_RECORD | {"message": "ended without an error record", "time": last}
+    return replace(found, code=-signal.SIGKILL, failure=failure)

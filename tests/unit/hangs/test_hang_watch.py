@@ -23,13 +23,12 @@ import pytest
 import torch.distributed as dist
 
 from hf_fsdp_plugin.cli.output import HANG
-from hf_fsdp_plugin.hangs import hang_queries, hang_report, hang_watch, processes
+from hf_fsdp_plugin.hangs import hang_queries, hang_report, hang_watch, rank_files
 from hf_fsdp_plugin.hangs.calls import HANG_LIMIT_VARIABLE, RankCalls
-from hf_fsdp_plugin.hangs.hang_queries import HangQueries, JobStore, StoreLost, StoreQueries
+from hf_fsdp_plugin.hangs.hang_queries import HangQueries, JobStore, StoreLost
 from hf_fsdp_plugin.hangs.hang_report import FoundHang, Hang, found_hang, write_hang
 from hf_fsdp_plugin.hangs.hang_watch import DEFAULT_LIMIT, HangWatch, hang_limit
-from hf_fsdp_plugin.hangs.processes import ProcessorUse, is_halted, processor_use
-from hf_fsdp_plugin.hangs.rank_files import RankFiles
+from hf_fsdp_plugin.hangs.rank_files import ProcessorUse, RankFiles, is_halted, processor_use
 from hf_fsdp_plugin.hangs.record import CallRecord, read_calls
 from hf_fsdp_plugin.runs.exits import RunResult
 from hf_fsdp_plugin.runs.failure_summary import format_failures
@@ -180,10 +179,10 @@ def test_use_of_a_session_contains_its_children(monkeypatch: pytest.MonkeyPatch,
         return [state, "1", str(session), str(session), "0", "0", "0", str(faults), "0", "2", "0", *map(str, times)]
 
     known = {7: stat_of("S", 7, 10, 5, 1), 8: stat_of("D", 7, 20, 3, 0), 9: stat_of("R", 9, 0, 4, 0)}
-    monkeypatch.setattr(processes, "_stat", lambda folder: known.get(int(folder.name), []))
+    monkeypatch.setattr(rank_files, "_stat", lambda folder: known.get(int(folder.name), []))
     for pid in known:
         (tmp_path / str(pid)).mkdir()
-    monkeypatch.setattr(processes, "Path", lambda path: tmp_path)
+    monkeypatch.setattr(rank_files, "Path", lambda path: tmp_path)
     assert processor_use([7]) == {7: ProcessorUse(9.0, False, 4.0, 34, True)}
     assert processor_use([9]) == {9: ProcessorUse(4.0, True, 0.0, 2, False)}
 
@@ -241,9 +240,9 @@ def test_standstill_is_noticed_once(ranks: Make) -> None:
     assert hang is None and len(notices) == 1 and "FSDP-W733" in notices[0]
 
 
-def queries_of(store: dist.Store, machine: int, world_size: int) -> StoreQueries:
+def queries_of(store: dist.Store, machine: int, world_size: int) -> HangQueries:
     """Of a machine with one rank, which registers."""
-    made = StoreQueries(JobStore(lambda: store), name=f"machine {machine}", ranks=[machine], world_size=world_size)
+    made = HangQueries(JobStore(lambda: store), name=f"machine {machine}", ranks=[machine], world_size=world_size)
     assert not made.is_asked()
     return made
 
@@ -381,7 +380,7 @@ def test_silent_machine_is_late(ranks: Make) -> None:
     both = ranks()
     both[1].record.begin(Group(), "all-reduce", None)  # type: ignore[arg-type]
     for rank in both:
-        rank.files.calls.names.write_text(rank.files.calls.names.read_text().replace("0,1", "0-3"))
+        rank.files.calls.write_bytes(rank.files.calls.read_bytes().replace(b'"0,1"', b'"0-3"'))
     hang, _ = watch_for(both, 20.0, hang_queries=Silent())
     assert hang is not None and hang.diagnosis.ranks == (2, 3)
     assert "is on machine 1 (b), which does not answer" in hang.problem.message

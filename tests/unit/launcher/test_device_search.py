@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from hf_fsdp_plugin.launcher import device_search
-from hf_fsdp_plugin.launcher.device_search import DeviceSearch, FoundDevices, find_devices
+from hf_fsdp_plugin.launcher import world
+from hf_fsdp_plugin.launcher.world import DeviceSearch, FoundDevices, find_devices
 
 
 class Finished:
@@ -26,7 +26,7 @@ class Finished:
 
 @pytest.fixture(autouse=True)
 def no_device_files(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device_search, "_DEVICE_FILES", ())
+    monkeypatch.setattr(world, "_DEVICE_FILES", ())
     monkeypatch.setattr(subprocess, "Popen", Finished)
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from hf_fsdp_plugin.launcher.rank_output import RankOutput
+from hf_fsdp_plugin.launcher.ranks import RankOutput
 
 NUM_BYTES = 300_000  # more than a pipe holds
 

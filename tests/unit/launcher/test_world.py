@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from hf_fsdp_plugin import FsdpSpec, Origin, SpecError
-from hf_fsdp_plugin.launcher.device_search import FoundDevices
-from hf_fsdp_plugin.launcher.world import resolve_world
+from hf_fsdp_plugin.launcher.world import FoundDevices, resolve_world
 from hf_fsdp_plugin.spec.fsdp_spec import LaunchSection, MeshSection
 
 GPUS = {count: FoundDevices(kind="cuda", count=count) for count in (1, 2, 3, 4, 8)}

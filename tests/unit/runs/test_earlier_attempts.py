@@ -15,8 +15,14 @@ import pytest
 
 from hf_fsdp_plugin.hangs.hang_report import FoundHang
 from hf_fsdp_plugin.hangs.rank_files import RankFiles
-from hf_fsdp_plugin.runs.earlier_attempts import Offer, make_offer, mark_begin, merge_offers, remember_run
-from hf_fsdp_plugin.runs.identity import RunIdentity
+from hf_fsdp_plugin.runs.identity import (
+    Offer,
+    RunIdentity,
+    make_offer,
+    mark_begin,
+    merge_offers,
+    remember_run,
+)
 from hf_fsdp_plugin.runs.restart_policy import Restarts
 
 KILLED = "ended without an error record"

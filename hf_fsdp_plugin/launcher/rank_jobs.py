@@ -1,13 +1,17 @@
-"""The environment of a rank beside torch's variables.
+"""What the ranks of a launch run, and their environment beside torch's variables.
 
-All ranks of a launch have the settings that libraries read when they are imported, what the launcher hands over, and
-the variables that the user has given (:func:`launch_env`). Each rank has its own files, run and attempt besides
-(:func:`rank_env`).
+All ranks have the settings that libraries read when they are imported, what the launcher hands over, and the variables
+that the user has given (:func:`launch_env`). Each rank has its own files, run and attempt besides (:func:`rank_env`).
 """
 
 from __future__ import annotations
 
 import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
 
 from hf_fsdp_plugin.devices import get_device
 from hf_fsdp_plugin.hangs.calls import HANG_LIMIT_VARIABLE
@@ -19,6 +23,40 @@ from hf_fsdp_plugin.launcher.world import World, num_threads
 from hf_fsdp_plugin.runs.restart_policy import RESTART_VARIABLE, Restarts
 from hf_fsdp_plugin.sources.launchers import LaunchHandover
 from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec
+
+if TYPE_CHECKING:
+    from hf_fsdp_plugin.runs.exits import RunResult
+
+_JOB_GRACE: Final = 3.0
+"""Seconds between SIGTERM and SIGKILL for the ranks of :func:`run_job`."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankJob:
+    """What all attempts have in common.
+
+    Attributes:
+        command: program and arguments of a rank.
+        num_local: ranks on this machine.
+        env: the variables that all ranks have (:func:`launch_env`).
+        role: role name of the ranks, as in torchrun.
+        grace: seconds that ranks have to exit after a signal to the launcher.
+        notice: prints a message for the user.
+        debug: whether the summary of a failure includes all tracebacks.
+        should_stop: returns why the ranks are stopped, as if one had failed on another machine.
+    """
+
+    command: Sequence[str]
+    num_local: int
+    env: Mapping[str, str]
+    notice: Callable[[object], None] = lambda notice: None
+    role: str = "default"
+    grace: float = 30.0
+    show_all: bool = False
+    show_first: bool = False
+    log_dir: Path | None = None
+    debug: bool = False
+    should_stop: Callable[[], str | None] = lambda: None
 
 
 def launch_env(
@@ -83,3 +121,31 @@ def settings_env(spec: FsdpSpec, world: World, arguments: LaunchArguments) -> di
         text = str(value).upper() if key == "backend" else str(value)
         env[f"ACCELERATE_DYNAMO_{key.removeprefix('dynamo_').upper()}"] = text
     return env
+
+
+def rank_command(words: Sequence[str]) -> list[str]:
+    """Return the command of a rank for SCRIPT ARGS or ``-m`` MODULE ARGS."""
+    return [sys.executable, "-u", "-m", "hf_fsdp_plugin.launcher.run_script", *words]
+
+
+def run_job(
+    words: Sequence[str],
+    spec: FsdpSpec,
+    world: World,
+    handover: LaunchHandover,
+    *,
+    env: Mapping[str, str],
+    should_stop: Callable[[], str | None],
+) -> RunResult:
+    """Run a script or a module once on ranks of this machine, with hidden output, and return how they exited.
+
+    Args:
+        words: SCRIPT ARGS or ``-m`` MODULE ARGS.
+        env: variables of the ranks in addition to those of the spec.
+        should_stop: called again and again while the ranks run. Returns why they are stopped; ``None`` if they are not.
+    """
+    from hf_fsdp_plugin.launcher.attempts import run_locally  # lazy: imports torch
+
+    env = {**launch_env(spec, world, handover), **env}
+    job = RankJob(command=rank_command(words), num_local=world.size, env=env, grace=_JOB_GRACE, should_stop=should_stop)
+    return run_locally(job)
