@@ -61,17 +61,10 @@ class HangWatch:
     """
 
     def __init__(
-        self,
-        *,
-        limit: float,
-        is_strict: bool,
-        hang_queries: HangQueries,
-        notice: Callable[[object], None],
+        self, *, limit: float, is_strict: bool, hang_queries: HangQueries, notice: Callable[[object], None]
     ) -> None:
-        self._limit = limit
-        self._is_strict = is_strict
-        self._queries = hang_queries
-        self._notice = notice
+        self._limit, self._is_strict = limit, is_strict
+        self._queries, self._notice = hang_queries, notice
         self._pause = min(1.0, limit / 8)
         self._next_poll = 0.0
         self._next_diagnosis = 0.0
@@ -118,7 +111,9 @@ class HangWatch:
         known = {rank.rank: rank for rank in (*own, *others)}
         diagnosis = diagnose_hang(known.values(), limit=limit)
         if diagnosis is None:
-            self._note_standstill(own, limit, longest)
+            if longest >= _STANDSTILL_LIMITS * limit and not self._has_stood_still:
+                self._has_stood_still = True
+                self._notice(describe_standstill(own, longest))
             return None
         ends_after = _busy_limit(known[rank] for rank in diagnosis.waiting.ranks)
         if not diagnosis.is_busy:
@@ -132,11 +127,6 @@ class HangWatch:
             self._next_diagnosis = time.monotonic() + limit / 2  # measures the processor time for that long
             return None
         return Hang(problem=describe_hang(diagnosis, known), diagnosis=diagnosis, ranks=known, stacks=stacks)
-
-    def _note_standstill(self, own: Sequence[RankCalls], limit: float, longest: float) -> None:
-        if longest >= _STANDSTILL_LIMITS * limit and not self._has_stood_still:
-            self._has_stood_still = True
-            self._notice(describe_standstill(own, longest))
 
     def _read(self, ranks: Sequence[Peer]) -> tuple[list[RankCalls], dict[int, Sequence[Frame]]]:
         """Return what is known of the ranks of this machine, and their stacks."""

@@ -20,6 +20,7 @@ from typing import Any, Final
 from hf_fsdp_plugin.hangs.rank_files import write_atomically
 from hf_fsdp_plugin.hangs.rank_stacks import Frame
 from hf_fsdp_plugin.problems import Problem, SpecError
+from hf_fsdp_plugin.text import format_names
 
 ERROR_FILE_VARIABLE: Final = "TORCHELASTIC_ERROR_FILE"
 """Environment variable of torch's agent, which prints what the file contains at the end of its output."""
@@ -253,9 +254,8 @@ def _blocking_threads() -> list[threading.Thread]:
 
 def _describe(threads: list[threading.Thread]) -> str:
     frames = sys._current_frames()
-    shown = [f"{thread.name} ({_place(frames.get(thread.ident or 0))})" for thread in threads[:3]]
-    more = f" and {len(threads) - 3} more" if len(threads) > 3 else ""
-    return f"non-daemon threads {', '.join(shown)}{more}"
+    shown = [f"{thread.name} ({_place(frames.get(thread.ident or 0))})" for thread in threads]
+    return f"non-daemon threads {format_names(shown, 3)}"
 
 
 def _place(frame: FrameType | None) -> str:

@@ -342,7 +342,7 @@ def _seconds_since(nanoseconds: int) -> float:
     return max(0.0, (time.monotonic_ns() - nanoseconds) / 1e9) if nanoseconds else float("inf")
 
 
-_COUNTS: Final = "<QQQ"
+_COUNTS: Final = struct.Struct("3Q")
 
 
 @dataclass(frozen=True, slots=True)
@@ -366,38 +366,39 @@ class StepCount:
 
     def __init__(self) -> None:
         self._memory: mmap.mmap | None = None
-        self._num_steps = self._num_forwards = self._before = 0
+        self._words: Any = [0, 0, 0]
 
     def open(self, path: Path) -> None:
         """Count from now on. The page survives a crash of the process, because the file backs it."""
         with path.open("w+b") as file:
-            file.write(struct.pack(_COUNTS, 0, 0, 0))
+            file.write(bytes(_COUNTS.size))
             file.flush()
-            self._memory = mmap.mmap(file.fileno(), struct.calcsize(_COUNTS))
-        self._num_steps = self._num_forwards = self._before = 0
+            self._memory = mmap.mmap(file.fileno(), _COUNTS.size)
+        self._words = memoryview(self._memory).cast("Q")
 
     def forget(self) -> None:
         """Stop counting in a forked child, which must not change what its parent has counted."""
-        self._memory = None
+        self._memory, self._words = None, list(self._words)
 
     def close(self) -> None:
-        if self._memory is not None:
-            self._memory.close()
-        self._memory = None
+        memory, words = self._memory, self._words
+        self.forget()
+        if memory is not None:
+            words.release()
+            memory.close()
 
     @property
     def total(self) -> int:
         """Optimizer steps of the run, without those that were trained again."""
-        return self._before + self._num_steps
+        return int(self._words[0] + self._words[2])
 
     @property
     def before(self) -> int:
-        return self._before
+        return int(self._words[2])
 
     def resume_at(self, total: int) -> None:
         """Count on from the optimizer steps of the run that a checkpoint contains."""
-        self._before = total - self._num_steps
-        self._write()
+        self._words[2] = total - self._words[0]
 
     def watch(self, optimizer: torch.optim.Optimizer) -> None:
         """Count the steps of an optimizer. Takes less than a microsecond per step."""
@@ -410,19 +411,13 @@ class StepCount:
             model.register_forward_pre_hook(self._add_forward, prepend=True)
 
     def _add_step(self, *_: Any) -> None:
-        self._num_steps += 1
-        self._write()
+        self._words[0] += 1
 
     def _add_forward(self, *_: Any) -> None:
         import torch
 
         if not torch.compiler.is_compiling():
-            self._num_forwards += 1
-            self._write()
-
-    def _write(self) -> None:
-        if self._memory is not None:
-            struct.pack_into(_COUNTS, self._memory, 0, self._num_steps, self._num_forwards, self._before)
+            self._words[1] += 1
 
 
 step_count = StepCount()
@@ -432,6 +427,6 @@ step_count = StepCount()
 def read_counts(path: Path) -> Counts | None:
     """Return what a process has counted in ``path``; ``None`` if it did not count."""
     try:
-        return Counts(*struct.unpack(_COUNTS, path.read_bytes()))
+        return Counts(*_COUNTS.unpack(path.read_bytes()))
     except (OSError, struct.error):
         return None

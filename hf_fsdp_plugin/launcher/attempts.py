@@ -31,13 +31,16 @@ from hf_fsdp_plugin.hangs.rank_exit import ERROR_FILE_VARIABLE
 from hf_fsdp_plugin.hangs.rank_files import RankFiles, write_atomically
 from hf_fsdp_plugin.launcher.orphan_processes import Guard, OrphanProcess, end_processes, run_name
 from hf_fsdp_plugin.launcher.other_machines import Announced, OtherMachines
-from hf_fsdp_plugin.launcher.rank_jobs import RankJob, rank_env
+from hf_fsdp_plugin.launcher.rank_jobs import RankJob, launch_env, rank_command, rank_env
 from hf_fsdp_plugin.launcher.ranks import RankOutput, RankProcess
 from hf_fsdp_plugin.launcher.rendezvous import Rendezvous, SignalException  # imports torch with less output
+from hf_fsdp_plugin.launcher.world import World
 from hf_fsdp_plugin.problems import Problem
 from hf_fsdp_plugin.runs.exits import RunResult, first_failure, summarize_exit
 from hf_fsdp_plugin.runs.failure_summary import format_failures
 from hf_fsdp_plugin.runs.restart_policy import FailedAttempt, Restarts, assess_attempt, decide_restart
+from hf_fsdp_plugin.sources.launchers import LaunchHandover
+from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec
 from hf_fsdp_plugin.text import plural
 from hf_fsdp_plugin.torch_private.elastic import AttemptAgent
 
@@ -53,6 +56,8 @@ _SETTLE_SECONDS: Final = 2.0
 _EXIT_BARRIER_SECONDS: Final = 300.0
 """Seconds that a launcher waits for machines whose ranks exit later. Same as torchrun's exit barrier."""
 _FORWARDED: Final = (signal.SIGUSR1, signal.SIGUSR2)
+_JOB_GRACE: Final = 3.0
+"""Seconds between SIGTERM and SIGKILL for the ranks of :func:`run_job`."""
 _STOPPING: Final = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")
 
 
@@ -80,8 +85,24 @@ def run_attempts(job: RankJob, rendezvous: Rendezvous, on_start: Callable[[], No
         rendezvous.shutdown()
 
 
-def run_locally(job: RankJob) -> RunResult:
-    """Run ranks on this machine only, once, with hidden output. Returns how they exited."""
+def run_job(
+    words: Sequence[str],
+    spec: FsdpSpec,
+    world: World,
+    handover: LaunchHandover,
+    *,
+    env: Mapping[str, str],
+    should_stop: Callable[[], str | None],
+) -> RunResult:
+    """Run a script or a module once on ranks of this machine, with hidden output, and return how they exited.
+
+    Args:
+        words: SCRIPT ARGS or ``-m`` MODULE ARGS.
+        env: variables of the ranks in addition to those of the spec.
+        should_stop: called again and again while the ranks run. Returns why they are stopped; ``None`` if they are not.
+    """
+    env = {**launch_env(spec, world, handover), **env}
+    job = RankJob(command=rank_command(words), num_local=world.size, env=env, grace=_JOB_GRACE, should_stop=should_stop)
     rendezvous = Rendezvous(first_restarts(0))
     try:
         result = run_once(job, rendezvous)

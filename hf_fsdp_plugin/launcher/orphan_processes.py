@@ -78,16 +78,19 @@ def end_processes(run: str, *, on_term: Callable[[list[OrphanProcess]], None] | 
         on_term(left)
         _send(left, signal.SIGTERM)
         _wait(run)
-    deadline = time.monotonic() + _PATIENCE_SECONDS
-    while (left := processes_of(run)) and time.monotonic() < deadline:
-        _send(left, signal.SIGKILL)
-        time.sleep(_POLL_SECONDS)
+    _wait(run, signal.SIGKILL)
 
 
-def _wait(run: str) -> list[OrphanProcess]:
-    """Return the processes that have not exited in time."""
-    deadline = time.monotonic() + _PATIENCE_SECONDS
+def _wait(run: str, number: int | None = None, seconds: float = _PATIENCE_SECONDS) -> list[OrphanProcess]:
+    """Return the processes that have not exited in time.
+
+    Args:
+        number: signal that is sent to them until then.
+    """
+    deadline = time.monotonic() + seconds
     while (left := processes_of(run)) and time.monotonic() < deadline:
+        if number is not None:
+            _send(left, number)
         time.sleep(_POLL_SECONDS)
     return left
 
@@ -122,10 +125,7 @@ def guard(run: str, scratch: str) -> None:
     """Wait for the launcher to exit. If it was killed, kill the processes of its run. The program of the guard."""
     if sys.stdin.buffer.read() == _DONE:
         return
-    deadline = time.monotonic() + _GUARD_SECONDS
-    while (left := processes_of(run)) and time.monotonic() < deadline:
-        _send(left, signal.SIGKILL)
-        time.sleep(_POLL_SECONDS)
+    _wait(run, signal.SIGKILL, _GUARD_SECONDS)
     shutil.rmtree(scratch, ignore_errors=True)
 
 

@@ -11,7 +11,6 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
 
 from hf_fsdp_plugin.devices import get_device
 from hf_fsdp_plugin.hangs.calls import HANG_LIMIT_VARIABLE
@@ -23,12 +22,6 @@ from hf_fsdp_plugin.launcher.world import World, num_threads
 from hf_fsdp_plugin.runs.restart_policy import RESTART_VARIABLE, Restarts
 from hf_fsdp_plugin.sources.launchers import LaunchHandover
 from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec
-
-if TYPE_CHECKING:
-    from hf_fsdp_plugin.runs.exits import RunResult
-
-_JOB_GRACE: Final = 3.0
-"""Seconds between SIGTERM and SIGKILL for the ranks of :func:`run_job`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -97,26 +90,22 @@ def rank_env(files: RankFiles, run: str, restarts: Restarts) -> dict[str, str]:
 
 def settings_env(spec: FsdpSpec, world: World, arguments: LaunchArguments) -> dict[str, str]:
     """Return the environment variables that must be set before a script imports Accelerate or Transformers."""
-    env = {}
     threads = arguments.options.get("num_cpu_threads_per_process")
-    if threads is not None or "OMP_NUM_THREADS" not in os.environ:
-        env["OMP_NUM_THREADS"] = threads or str(num_threads(world.num_local))
-    if world.device == "cpu":
-        env["ACCELERATE_USE_CPU"] = "true"
-    if spec.asked("launch.mixed_precision"):
-        env["ACCELERATE_MIXED_PRECISION"] = spec.launch.mixed_precision
-    if spec.loading.ram_efficient:  # from_pretrained reads both
-        env |= {"ACCELERATE_USE_FSDP": "true", "FSDP_CPU_RAM_EFFICIENT_LOADING": "true"}
-    if world.gpu_ids:
-        env[get_device(world.device).visible_variable] = world.gpu_ids
-    if world.device == "cuda" and "TORCH_NCCL_ASYNC_ERROR_HANDLING" not in os.environ:
-        env["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "1"  # as torchrun does
-    if spec.launch.debug:
-        env["ACCELERATE_DEBUG_MODE"] = "true"
-    if spec.launch.enable_cpu_affinity:
-        env["ACCELERATE_CPU_AFFINITY"] = "1"
-    if spec.launch.downcast_bf16:
-        env["ACCELERATE_DOWNCAST_BF16"] = "true"
+    given, launch, is_cuda = os.environ, spec.launch, world.device == "cuda"
+    rows = (
+        (threads or "OMP_NUM_THREADS" not in given, "OMP_NUM_THREADS", threads or str(num_threads(world.num_local))),
+        (world.device == "cpu", "ACCELERATE_USE_CPU", "true"),
+        (spec.asked("launch.mixed_precision"), "ACCELERATE_MIXED_PRECISION", launch.mixed_precision),
+        (spec.loading.ram_efficient, "ACCELERATE_USE_FSDP", "true"),  # from_pretrained reads this and the next one
+        (spec.loading.ram_efficient, "FSDP_CPU_RAM_EFFICIENT_LOADING", "true"),
+        (world.gpu_ids, get_device(world.device).visible_variable, world.gpu_ids),
+        # as torchrun does
+        (is_cuda and "TORCH_NCCL_ASYNC_ERROR_HANDLING" not in given, "TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
+        (launch.debug, "ACCELERATE_DEBUG_MODE", "true"),
+        (launch.enable_cpu_affinity, "ACCELERATE_CPU_AFFINITY", "1"),
+        (launch.downcast_bf16, "ACCELERATE_DOWNCAST_BF16", "true"),
+    )
+    env = {name: value for is_set, name, value in rows if is_set}
     for key, value in spec.launch.dynamo_config.items():
         text = str(value).upper() if key == "backend" else str(value)
         env[f"ACCELERATE_DYNAMO_{key.removeprefix('dynamo_').upper()}"] = text
@@ -126,26 +115,3 @@ def settings_env(spec: FsdpSpec, world: World, arguments: LaunchArguments) -> di
 def rank_command(words: Sequence[str]) -> list[str]:
     """Return the command of a rank for SCRIPT ARGS or ``-m`` MODULE ARGS."""
     return [sys.executable, "-u", "-m", "hf_fsdp_plugin.launcher.run_script", *words]
-
-
-def run_job(
-    words: Sequence[str],
-    spec: FsdpSpec,
-    world: World,
-    handover: LaunchHandover,
-    *,
-    env: Mapping[str, str],
-    should_stop: Callable[[], str | None],
-) -> RunResult:
-    """Run a script or a module once on ranks of this machine, with hidden output, and return how they exited.
-
-    Args:
-        words: SCRIPT ARGS or ``-m`` MODULE ARGS.
-        env: variables of the ranks in addition to those of the spec.
-        should_stop: called again and again while the ranks run. Returns why they are stopped; ``None`` if they are not.
-    """
-    from hf_fsdp_plugin.launcher.attempts import run_locally  # lazy: imports torch
-
-    env = {**launch_env(spec, world, handover), **env}
-    job = RankJob(command=rank_command(words), num_local=world.size, env=env, grace=_JOB_GRACE, should_stop=should_stop)
-    return run_locally(job)

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from hf_fsdp_plugin.hangs.rank_files import RankFiles, is_halted
-from hf_fsdp_plugin.hangs.rank_stacks import STACK_SIGNAL
+from hf_fsdp_plugin.hangs.rank_stacks import request_stack
 from hf_fsdp_plugin.problems import Problem
 from hf_fsdp_plugin.runs.exits import RankExit, read_exit
 
@@ -89,8 +89,8 @@ class RankProcess:
     def request_stacks(self) -> None:
         """Make the rank record its stacks. Does nothing if it cannot yet, or has recorded where it failed."""
         self.halted = is_halted(self.pid)
-        if STACK_SIGNAL is not None and self.files.stacks.exists() and not self.files.failure.exists():
-            self.send(STACK_SIGNAL)
+        if not self.files.failure.exists():
+            request_stack(self.files.stacks, self.pid)
 
     def stop(self, seconds: float, *, now: bool = False) -> None:
         """Send SIGTERM, later SIGKILL, to a rank that still runs `seconds` after a failure.

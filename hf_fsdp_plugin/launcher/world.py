@@ -77,7 +77,7 @@ class DeviceSearch:
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[str] | None = None
-        self._found: FoundDevices | None = None
+        self._found = FoundDevices()
         has_device_file = any(glob.glob(pattern) for pattern in _DEVICE_FILES)
         if has_device_file or importlib.metadata.entry_points(group="torch.backends"):
             self._process = subprocess.Popen(
@@ -90,8 +90,13 @@ class DeviceSearch:
 
     def result(self) -> FoundDevices:
         """Wait for the search, and return the accelerators."""
-        if self._found is None:
-            self._found = self._read()
+        if self._process is not None:
+            process, self._process = self._process, None
+            printed, _ = process.communicate()
+            if process.returncode == 0 and printed.strip():
+                found = FoundDevices(**json.loads(printed.splitlines()[-1]))
+                if found.kind not in ("cpu", "mps"):
+                    self._found = found
         return self._found
 
     def close(self) -> None:
@@ -100,17 +105,6 @@ class DeviceSearch:
             self._process.kill()
             self._process.communicate()
             self._process = None
-
-    def _read(self) -> FoundDevices:
-        if self._process is None:
-            return FoundDevices()
-        process, self._process = self._process, None
-        printed, _ = process.communicate()
-        lines = printed.splitlines()
-        if process.returncode != 0 or not lines:
-            return FoundDevices()
-        found = FoundDevices(**json.loads(lines[-1]))
-        return FoundDevices() if found.kind in ("cpu", "mps") else found
 
 
 def find_devices() -> FoundDevices:
@@ -167,8 +161,9 @@ def resolve_world(spec: FsdpSpec, found: FoundDevices) -> World:
     else:
         _check_devices(spec, num_local, num_devices, ids)
     _check_machines(spec)
-    _check_mesh(spec, num_local * launch.num_machines)
-    problems = []
+    size = num_local * launch.num_machines
+    if problems := list(check_mesh_size(replace(spec, launch=replace(launch, num_processes=size)))):
+        raise SpecError(problems)
     if use_cpu and not launch.use_cpu:
         message = f"torch finds no accelerator on this machine. The run uses {plural(num_local, 'CPU rank')} with gloo."
         problems.append(Problem(code="FSDP-W712", message=message, fix="Pass --cpu if this is intended."))
@@ -251,12 +246,6 @@ def _num_cpu_ranks(spec: FsdpSpec) -> int:
     """Return the number of ranks of the mesh on one machine, or ``NUM_CPU_RANKS`` if the config sets no mesh."""
     sizes = [size for size in (spec.mesh.shard, spec.mesh.replicate) if size != "auto"]
     return max(NUM_CPU_RANKS, math.prod(sizes) // spec.launch.num_machines)
-
-
-def _check_mesh(spec: FsdpSpec, size: int) -> None:
-    """Check that the mesh has `size` ranks, before a rank starts."""
-    if problems := list(check_mesh_size(replace(spec, launch=replace(spec.launch, num_processes=size)))):
-        raise SpecError(problems)
 
 
 def check_elastic(spec: FsdpSpec, world: World, min_machines: int) -> None:
