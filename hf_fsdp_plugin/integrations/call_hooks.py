@@ -12,10 +12,11 @@ import contextlib
 import inspect
 from collections.abc import Callable
 from contextlib import nullcontext
+from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Final
 
-from hf_fsdp_plugin.hangs.calls import POINT_TO_POINT, CallFiles
+from hf_fsdp_plugin.hangs.calls import POINT_TO_POINT
 from hf_fsdp_plugin.hangs.record import record
 from hf_fsdp_plugin.integrations.patching import install_hooks
 from hf_fsdp_plugin.torch_private.modules import set_unit_names, unit_name
@@ -223,12 +224,12 @@ if TYPE_CHECKING:  # the launcher imports this module without torch
     from torch import nn
 
 
-def record_calls(files: CallFiles) -> None:
+def record_calls(path: Path) -> None:
     """Record all collectives from now on. Does nothing if the files cannot be written."""
     from hf_fsdp_plugin.backends.ranks.collective_entry import collective_waits
 
     with contextlib.suppress(OSError):
-        record.open(files)
+        record.open(path)
         collective_waits.listen(record.on_arrival)
         install_hooks("calls", "hangs")
 

@@ -110,7 +110,7 @@ class ProcessAttempt:
             with collective_call(call, limit=preparation_limit(), given_up=load_failures.raise_announced):
                 agreed = self._exchange()
             self._is_open = False
-            session.restarts, self._refusal = agreed.known.restarts, agreed.known.problem
+            session.restarts, self._refusal = agreed.known, agreed.known.refusal
             if self._folder is not None and self._is_lowest:
                 remember_run(self._folder, agreed, self._identity.attempt)
             if session.restarts.count:

@@ -98,19 +98,19 @@ def collectives(case: Case) -> Case:
     import torch
     import torch.distributed as dist
 
-    from hf_fsdp_plugin.hangs.calls import CallFiles, rank_from_json, read_calls
+    from hf_fsdp_plugin.hangs.calls import rank_from_json, read_calls
     from hf_fsdp_plugin.hangs.diagnose import compare_calls
     from hf_fsdp_plugin.hangs.record import record
     from hf_fsdp_plugin.integrations.call_hooks import record_calls
 
     with tempfile.TemporaryDirectory() as folder:
-        files = CallFiles(Path(folder) / "calls", Path(folder) / "names")
-        record_calls(files)
+        path = Path(folder) / "calls"
+        record_calls(path)
         try:
             Run(case).train(2)
             dist.all_reduce(torch.ones(1, device=torch_device(case)))  # one rank has no other collective
             dist.barrier()
-            own = read_calls(dist.get_rank(), files)
+            own = read_calls(dist.get_rank(), path)
         finally:
             record.close()
     ranks = [rank_from_json(content) for content in on_all(own.to_json())]

@@ -71,7 +71,7 @@ def measure(args: argparse.Namespace) -> None:
     rank = int(os.environ["RANK"])
     watch.arm()
     assert watch.files is not None
-    calls = watch.files.calls.calls
+    calls = watch.files.calls
     step, _ = plugin_loop(args, rank)
     block(step, args.warmup)
     before = read_header(calls)
