@@ -21,7 +21,14 @@ from hf_fsdp_plugin.hangs.calls import HANG_LIMIT_VARIABLE
 from hf_fsdp_plugin.hangs.hang_watch import hang_limit
 from hf_fsdp_plugin.hangs.processes import find_peers, register_rank
 from hf_fsdp_plugin.hangs.rank_exit import EXIT_LIMIT_VARIABLE as EXIT_VARIABLE
-from hf_fsdp_plugin.hangs.rank_exit import ExitWatch, delayed_sigterm, exit_limit, failure_of, write_error_file
+from hf_fsdp_plugin.hangs.rank_exit import (
+    ExitWatch,
+    delayed_sigterm,
+    exit_limit,
+    failure_of,
+    stack_of,
+    write_error_file,
+)
 from hf_fsdp_plugin.hangs.rank_files import (
     FILES_VARIABLE,
     LAUNCHER_VARIABLE,
@@ -31,7 +38,7 @@ from hf_fsdp_plugin.hangs.rank_files import (
     remove_files,
     write_atomically,
 )
-from hf_fsdp_plugin.hangs.rank_stacks import format_frames, stack_file
+from hf_fsdp_plugin.hangs.rank_stacks import format_stack, stack_file
 from hf_fsdp_plugin.hangs.record import record, step_count
 from hf_fsdp_plugin.hangs.watcher import Watched, Watcher, has_failed, print_block
 from hf_fsdp_plugin.integrations.call_hooks import record_calls
@@ -117,7 +124,7 @@ class Watch:
             remove_files(files.stem)
             if all(peer.is_gone() for peer in find_peers(files.stem.parent)):
                 # The first rank. An earlier run, or the ranks before a change of the number of machines, had this name.
-                for path in (files.hang, files.cause, *files.stem.parent.glob("machine_*")):
+                for path in (files.hang, files.cause):
                     path.unlink(missing_ok=True)
         is_read = self.has_launcher or not is_alone
         stack_file.open(
@@ -172,7 +179,7 @@ class Watch:
                 note = find_first_cause(self._rank, self.files, self._watcher.ask_others, is_told)
         message = failure["message"] or f"exit code {getattr(error, 'code', 1)}"
         is_spec = failure["kind"] == "spec"  # the same on all ranks; one of the machine writes it, as one prints it
-        frames = [] if is_spec else format_frames(failure["frames"])
+        frames = [] if is_spec else format_stack(stack_of(failure))
         if not is_spec or os.environ.get("LOCAL_RANK", "0") == "0":
             write_error_file(message, "\n".join([message, *frames, *([f"hf-fsdp: {note}"] if note else [])]))
         return note
@@ -249,8 +256,6 @@ def _limits() -> tuple[float, bool, float]:
 def _remove_folders(folder: Path) -> None:
     """Remove the folders of the attempt, of the run and of this user, if they are empty."""
     with contextlib.suppress(OSError):
-        for path in folder.glob("machine_*"):
-            path.unlink()
         forget_run(folder)
         for each in (folder, *folder.parents[:2]):
             each.rmdir()
