@@ -9,7 +9,6 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from hf_fsdp_plugin.cli.rank_jobs import run_job
 from hf_fsdp_plugin.hangs.calls import HANG_LIMIT_VARIABLE
 from hf_fsdp_plugin.integrations.bench import BenchWorkload, Case, Task, WorldJob, events_of
 from hf_fsdp_plugin.integrations.bench.results import Results
@@ -102,6 +101,8 @@ class Bench:
             env = {"OMP_NUM_THREADS": str(self.threads), "TMPDIR": str(folder)}
             env[HANG_LIMIT_VARIABLE] = "0"  # records of collectives would be a part of what is measured
             handover = LaunchHandover(sources=self.sources, quiet=True)
+            from hf_fsdp_plugin.cli.rank_jobs import run_job  # lazy: imports torch
+
             ended = run_job(["-m", _RANK, str(folder)], spec, world, handover, env=env, should_stop=follow)
             follow()
             return ended
