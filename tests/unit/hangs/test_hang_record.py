@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from hf_fsdp_plugin.hangs import rank_exit, rank_stacks
 from hf_fsdp_plugin.hangs import record as layout
 from hf_fsdp_plugin.hangs.calls import ARRIVALS, Call, pack_ranks, rank_from_json, unpack_ranks
 from hf_fsdp_plugin.hangs.record import NUM_SLOTS, CallRecord, read_calls, read_header
@@ -158,3 +159,8 @@ def test_torn_files_are_read_as_far_as_possible(record: CallRecord, path: Path, 
 def test_ranks_are_packed_and_unpacked(ranks: list[int], text: str) -> None:
     assert pack_ranks(ranks) == text
     assert unpack_ranks(text) == ranks
+
+
+@pytest.mark.parametrize("file", [rank_stacks._ROUND, rank_stacks._RECORDING, rank_exit._PROGRAMS[0]])
+def test_files_that_stacks_leave_out_exist(file: str) -> None:
+    assert (Path(rank_stacks.__file__).parents[1] / file).exists()
