@@ -311,10 +311,6 @@ def _is_busy(rank: RankCalls) -> bool:
     return rank.moved or (used is not None and used >= _BUSY_SHARE)
 
 
-_MAX_SKIPPED: Final = 64
-"""Calls that are searched for the one with which a rank goes on after it has skipped some."""
-
-
 def _skipped(number: int, classes: Sequence[_Class]) -> tuple[tuple[int, ...], tuple[Call, ...]]:
     """Return which of two classes of ranks has left out calls that the other made, and these calls.
 

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from threading import get_ident
 from time import monotonic_ns
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final
 
 from hf_fsdp_plugin.hangs.calls import ARRIVALS, Call, GroupCalls, RankCalls, Wait, pack_ranks
 
@@ -241,7 +241,8 @@ record = CallRecord()
 """The record of this process."""
 
 
-class RecordHeader(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class RecordHeader:
     """The header of a record.
 
     Attributes:
