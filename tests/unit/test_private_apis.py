@@ -58,17 +58,23 @@ def private_torch_functions(tree: ast.AST) -> Iterator[str]:
                 yield ".".join([first, *rest])
 
 
-@pytest.mark.parametrize("library", HOMES)
-def test_private_apis_are_used_in_one_place(library: str):
-    home = set(PACKAGE.glob(HOMES[library]))
+@pytest.fixture(scope="module")
+def package() -> dict[Path, tuple[ast.Module, set[str]]]:
+    """Path -> the syntax tree of a file of the package, and its private names."""
     trees = {path: ast.parse(path.read_text(encoding="utf-8")) for path in PACKAGE.rglob("*.py")}
-    known = {name for path in home for name in private_names(trees[path]) if not name.startswith("_hf_fsdp")}
+    return {path: (tree, set(private_names(tree))) for path, tree in trees.items()}
+
+
+@pytest.mark.parametrize("library", HOMES)
+def test_private_apis_are_used_in_one_place(library: str, package: dict[Path, tuple[ast.Module, set[str]]]):
+    home = set(PACKAGE.glob(HOMES[library]))
+    known = {name for path in home for name in package[path][1] if not name.startswith("_hf_fsdp")}
     known -= STORED_NAMES
     found = []
-    for path, tree in trees.items():
+    for path, (tree, names) in package.items():
         if path in home:
             continue
-        uses = {*private_imports(tree, library), *known.intersection(private_names(tree))}
+        uses = {*private_imports(tree, library), *(known & names)}
         if library == "torch":
             uses.update(private_torch_functions(tree))
         found += [f"{path.relative_to(PACKAGE)}: {name}" for name in sorted(uses)]

@@ -51,7 +51,10 @@ def model(family: str) -> torch.nn.Module:
         return cls(config)
 
 
-def advice(family="llama", memory=1 << 33, **options):
+@cache
+def advice(family="llama", memory=1 << 33, machine="", **options):
+    if machine:
+        options["machine"] = machine_named(machine)
     return advise(
         model(family), **{"seq_len": 64, "global_batch": 16, "gpus_per_machine": 4} | options, gpu_memory=memory
     )
@@ -147,7 +150,7 @@ def test_difference_to_the_tree_has_a_reason():
 
 
 def test_equally_fast_rows_prefer_memory_and_simple_meshes():
-    found = advice(machine=machine_named("h100-sxm"), num_machines=2, gpus_per_machine=8, global_batch=64)
+    found = advice(machine="h100-sxm", num_machines=2, gpus_per_machine=8, global_batch=64)
     best, limit = found.best, found.limit
     fastest = max(row.tokens_per_second for row in found.fitting)
     tied = [row for row in found.fitting if row.tokens_per_second >= fastest * (1 - SAME_SPEED)]
@@ -160,7 +163,7 @@ def test_equally_fast_rows_prefer_memory_and_simple_meshes():
 
 
 def test_less_memory_is_preferred_among_equally_fast_rows():
-    rows = advice(machine=machine_named("h100-sxm"), num_machines=2, gpus_per_machine=8, global_batch=64).fitting
+    rows = advice(machine="h100-sxm", num_machines=2, gpus_per_machine=8, global_batch=64).fitting
     timed = [row for row in rows if row.choice.checkpointing == "none"][:20]
     same = [replace(row, time=replace(row.time, tokens_per_second=1e6 + number)) for number, row in enumerate(timed)]
     limit = max(row.peak_bytes for row in same)  # so that differences of these tiny models count

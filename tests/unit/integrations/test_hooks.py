@@ -40,15 +40,22 @@ def function_of(attribute: Any) -> Any:
     return getattr(attribute, "__func__", attribute)
 
 
-@pytest.fixture
-def stock() -> Iterator[dict[str, Any]]:
+@pytest.fixture(scope="module")
+def originals() -> dict[str, Any]:
     """Return every hooked attribute as the libraries define it."""
     hfp.uninstall()
     for hook in ROWS:
         importlib.import_module(hook.module)
     hfp.install({})  # a class that gets a __new__ keeps it
     hfp.uninstall()
-    yield {hook.target: current(hook) for hook in existing()}
+    return {hook.target: current(hook) for hook in existing()}
+
+
+@pytest.fixture
+def stock(originals: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """The same, for a test that installs hooks, which are removed after it."""
+    hfp.uninstall()
+    yield originals
     hfp.uninstall()
 
 
@@ -58,10 +65,10 @@ def existing() -> list[Hook]:
 
 
 @pytest.mark.parametrize("hook", ROWS, ids=lambda hook: hook.target)
-def test_hook_targets_and_replacements_exist(hook: Hook, stock: dict[str, Any]) -> None:
+def test_hook_targets_and_replacements_exist(hook: Hook, originals: dict[str, Any]) -> None:
     module, _, name = hook.replacement.partition(":")
     assert callable(getattr(importlib.import_module(f"hf_fsdp_plugin.integrations.{module}"), name))
-    assert hook.target in stock or any(hasattr(owner_of(hook), other) for other in hook.instead)
+    assert hook.target in originals or any(hasattr(owner_of(hook), other) for other in hook.instead)
     assert hook.reason and hook.until
 
 
@@ -70,15 +77,15 @@ def test_hook_targets_and_replacements_exist(hook: Hook, stock: dict[str, Any]) 
     [row for row in ROWS if row.name != "__new__" and not row.direct and row.target not in NATIVE],
     ids=lambda hook: hook.target,
 )
-def test_replacements_accept_the_keywords_of_the_target(hook: Hook, stock: dict[str, Any]) -> None:
+def test_replacements_accept_the_keywords_of_the_target(hook: Hook, originals: dict[str, Any]) -> None:
     """A call with keyword arguments must reach the parameter of the same name."""
-    if hook.target not in stock:
+    if hook.target not in originals:
         pytest.skip("does not exist in the installed version")
     module, _, name = hook.replacement.partition(":")
     replacement = getattr(importlib.import_module(f"hf_fsdp_plugin.integrations.{module}"), name)
-    is_method = bool(hook.class_name) and not isinstance(stock[hook.target], staticmethod)
+    is_method = bool(hook.class_name) and not isinstance(originals[hook.target], staticmethod)
     # A decorator, such as torch.no_grad(), passes all arguments on.
-    expected = positional(inspect.unwrap(function_of(stock[hook.target])))[is_method:]
+    expected = positional(inspect.unwrap(function_of(originals[hook.target])))[is_method:]
     given = positional(replacement)[1 + is_method :]  # without the original function
     assert given == expected[: len(given)]
 
