@@ -18,6 +18,10 @@ _CACHES = frozenset({"__pycache__", ".pytest_cache", ".mypy_cache", ".ruff_cache
 _LIBRARY_VARIABLES = ("PYTEST_", "TORCH", "TRITON_", "KMP_", "KINETO_", "CUDA_MODULE_LOADING", "TF_")
 _LIBRARY_THREADS = ("tqdm", "pytest_timeout", "pin_memory")
 _GRACE_SECONDS = 2.0
+_CLOCK_TICK_NS = 50_000_000
+"""More than the resolution of the times of files."""
+_listed: dict[str, tuple[int, tuple[str, ...]]] = {}
+"""Folder -> the time of its last change, and the paths in it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +32,7 @@ class ProcessState:
     threads: frozenset[str]
     children: frozenset[int]
     process_group: bool
-    files: frozenset[Path]
+    files: frozenset[str]
 
     @classmethod
     def read(cls) -> ProcessState:
@@ -83,12 +87,12 @@ def differences(before: ProcessState, after: ProcessState) -> list[str]:
 def open_files_below(folder: Path) -> list[str]:
     """Return one line for each file below `folder` that this process has open."""
     found = []
-    for descriptor in Path("/proc/self/fd").glob("*"):
+    for descriptor in os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else ():
         try:
-            path = os.readlink(descriptor)
+            path = os.readlink(f"/proc/self/fd/{descriptor}")
         except OSError:  # closed since it was listed
             continue
-        if Path(path).is_relative_to(folder):
+        if path.startswith(f"{folder}/"):
             found.append(f"open file {path}")
     return found
 
@@ -101,9 +105,11 @@ def _threads() -> Iterator[str]:
 
 def _children() -> Iterator[int]:
     """Yield the direct children. Yields none on systems without ``/proc``."""
-    for listing in Path("/proc/self/task").glob("*/children"):
+    tasks = "/proc/self/task"
+    for thread in os.listdir(tasks) if os.path.isdir(tasks) else ():
         try:
-            pids = [int(word) for word in listing.read_text().split()]
+            with open(f"{tasks}/{thread}/children") as listing:
+                pids = [int(word) for word in listing.read().split()]
         except OSError:  # the thread has ended
             continue
         yield from (pid for pid in pids if "resource_tracker" not in _command(pid))
@@ -116,8 +122,20 @@ def _command(pid: int) -> str:
         return "ended"
 
 
-def _files() -> Iterator[Path]:
+def _files() -> Iterator[str]:
     for folder in _WATCHED_FOLDERS:
-        yield from (Path(entry.path) for entry in os.scandir(folder) if entry.name not in _CACHES)
-    temporary = os.scandir(tempfile.gettempdir())
-    yield from (Path(entry.path) for entry in temporary if not entry.name.startswith("torchinductor_"))
+        yield from (path for path in _entries(str(folder)) if os.path.basename(path) not in _CACHES)
+    temporary = _entries(tempfile.gettempdir())
+    yield from (path for path in temporary if not os.path.basename(path).startswith("torchinductor_"))
+
+
+def _entries(folder: str) -> tuple[str, ...]:
+    """Return the paths in a folder, which is listed again only if it has changed: this runs twice for each test."""
+    changed = os.stat(folder).st_mtime_ns
+    known = _listed.get(folder)
+    if known is not None and known[0] == changed:
+        return known[1]
+    found = tuple(entry.path for entry in os.scandir(folder))
+    if time.time_ns() - changed > _CLOCK_TICK_NS:  # otherwise a later change may have the same time
+        _listed[folder] = changed, found
+    return found
