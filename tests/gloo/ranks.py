@@ -15,12 +15,22 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from leaks import ProcessState, leaks_since
 
 CASE_TIMEOUT_S = 560
 AFTER_FAILURE_S = 60
 ACCELERATOR_BACKEND = Path(__file__).resolve().parents[1] / "accelerator" / "backend"
+_VARIABLES = {
+    "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "TQDM_DISABLE": "1",
+    "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500",
+}  # fmt: skip
+_IMPORTED = (
+    "torch.distributed.fsdp", "torch.distributed.checkpoint", "accelerate", "transformers.trainer",
+    "transformers.models.llama.modeling_llama", "hf_fsdp_plugin",
+)  # fmt: skip
+"""Modules of the process from which CPU ranks are forked."""
 _LIBRARY_VARIABLES = (
     "ACCELERATE_USE_FSDP",  # set by Accelerator if it has an FSDP plugin
     "FSDP_CPU_RAM_EFFICIENT_LOADING",  # set by FullyShardedDataParallelPlugin and TrainingArguments
@@ -47,7 +57,11 @@ class Ranks:
         self._start()
 
     def _start(self) -> None:
-        context = multiprocessing.get_context("spawn")
+        # All CPU ranks of the session are forked from one process that has imported the libraries: 7 seconds per rank.
+        # The simulated accelerator must be switched on before torch is imported.
+        context: Any = multiprocessing.get_context("forkserver" if self.device == "cpu" else "spawn")
+        if self.device == "cpu":
+            context.set_forkserver_preload(list(_IMPORTED))
         # The ranks outlive the test that starts them, so their temporary files are not in its temporary folder.
         self._folder = tempfile.TemporaryDirectory(prefix="hf_fsdp_ranks_", ignore_cleanup_errors=True)
         self._pipes: list[Connection] = []
@@ -56,7 +70,8 @@ class Ranks:
             pipe, rank_pipe = context.Pipe()
             arguments = (rank, self.world_size, self._folder.name, rank_pipe, self.device)
             process = context.Process(target=_serve, args=arguments, daemon=True)
-            process.start()
+            with patch.dict(os.environ, _VARIABLES):  # read by the imports of the process that forks the ranks
+                process.start()
             self._pipes.append(pipe)
             self._processes.append(process)
 
@@ -117,9 +132,9 @@ class Ranks:
 def _serve(rank: int, world_size: int, folder: str, pipe: Connection, device: str) -> None:
     os.environ.update(
         RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(world_size),
-        OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false",
-        MASTER_ADDR="127.0.0.1", MASTER_PORT="29500", TQDM_DISABLE="1", TMPDIR=folder,
+        TMPDIR=folder, **_VARIABLES,
     )  # fmt: skip
+    tempfile.tempdir = folder
     if device == "accelerator":
         _switch_accelerator_on(world_size)
     else:
