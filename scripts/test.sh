@@ -2,6 +2,7 @@
 # All checks that a change must pass: format, lint, types, tests. CI runs this script only.
 #
 #   bash scripts/test.sh                  all checks
+#   bash scripts/test.sh --unit           the tests for each edit: tests/unit, a minute on two cores
 #   bash scripts/test.sh tests/unit -x    pytest alone, with these arguments
 #   bash scripts/test.sh --accelerator    the quick tests of ranks, all of them on the simulated accelerator (45 minutes)
 #   bash scripts/test.sh -m slow          the combinations and long runs that the quick set omits (hours)
@@ -13,7 +14,7 @@ cd "$(dirname "$0")/.."
 
 case "${1:-}" in
   -h | --help)
-    sed -n '2,10s/^# \{0,1\}//p' "$0"
+    sed -n '2,11s/^# \{0,1\}//p' "$0"
     exit 0
     ;;
 esac
@@ -30,6 +31,9 @@ quick=("$python" -m pytest -q -m "not slow and not gpu" -n "${WORKERS:-2}" --dis
 if [ "${1:-}" = --accelerator ]; then
   shared_ranks=$(grep -l "_ranks: Ranks" tests/gloo/test_*.py)
   RANKS_DEVICE=accelerator exec "${quick[@]}" $shared_ranks "${@:2}"
+fi
+if [ "${1:-}" = --unit ]; then
+  exec "${quick[@]}" tests/unit "${@:2}"
 fi
 if [ $# -gt 0 ]; then
   exec "$python" -m pytest -q "$@"
