@@ -49,11 +49,20 @@ def private_names(tree: ast.AST) -> Iterator[str]:
             yield node.value
 
 
+def dotted_names(node: ast.AST) -> list[str]:
+    """The names of ``torch.ops.aten`` or ``torch.empty(1).shape``. The first one is empty for other expressions."""
+    if isinstance(node, ast.Attribute):
+        return [*dotted_names(node.value), node.attr]
+    if isinstance(node, ast.Call | ast.Subscript):
+        return dotted_names(node.func if isinstance(node, ast.Call) else node.value)
+    return [node.id if isinstance(node, ast.Name) else ""]
+
+
 def private_torch_functions(tree: ast.AST) -> Iterator[str]:
     """``torch._foreach_norm``, ``torch.ops.aten._softmax``: private names reached from the name ``torch``."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute):
-            first, *rest = ast.unparse(node).split(".")
+            first, *rest = dotted_names(node)
             if first in ("torch", "nn", "dist") and any(PRIVATE.fullmatch(part) for part in rest):
                 yield ".".join([first, *rest])
 

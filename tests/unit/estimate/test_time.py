@@ -243,9 +243,9 @@ def test_checkpointing_adds_a_forward():
 
 def test_slower_network_is_not_faster():
     model = llama()
-    plan = planned(model, 64)
+    times = TimeModel(planned(model, 64), model, STEP)
     seconds = [
-        estimate_time(plan, model, STEP, machine_named(f"h100-sxm:{name}")).step_seconds
+        times.estimate(machine_named(f"h100-sxm:{name}")).step_seconds
         for name in ("ndr", "hdr", "efa-400", "ethernet-100", "ethernet-25")
     ]
     assert seconds == sorted(seconds)
