@@ -148,7 +148,7 @@ def flops_and_bytes(costs):
 @pytest.mark.parametrize("classes", ["LlamaDecoderLayer", "LlamaDecoderLayer,LlamaAttention,LlamaMLP", "Embedding"])
 def test_layers_that_are_skipped_cost_as_if_they_ran(monkeypatch, classes, adapters):
     """Also with attention, whose inputs are keyword arguments, and with frozen embeddings, which have no gradient."""
-    model = llama(num_hidden_layers=13)
+    model = llama(num_hidden_layers=7)
     if adapters:
         model = get_peft_model(model, LoraConfig(r=4, target_modules="all-linear", lora_dropout=0.1))
     plan = planned(model, fsdp_transformer_layer_cls_to_wrap=classes)
