@@ -13,6 +13,8 @@ from ranks import Ranks
 
 _DEVICE = os.environ.get("RANKS_DEVICE", "cpu")
 """``accelerator`` runs the tests on ranks of the simulated accelerator, except those that start other processes."""
+_FEW = os.environ.get("RANKS_CASES") == "few"
+"""Whether each test runs once for each FSDP version only, beside a run on other ranks that has its other parameters."""
 
 
 def _ranks(size: int, device: str = _DEVICE) -> Any:
@@ -55,7 +57,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def _redundant(cases: list[pytest.Function]) -> list[pytest.Function]:
     """Return the cases that are left when each value of each parameter is covered, with greedy choices."""
-    values = {case.nodeid: {(name, str(value)) for name, value in case.callspec.params.items()} for case in cases}
+    values = {case.nodeid: {("", ""), *_values(case)} for case in cases}
     missing = set().union(*values.values())
     left = list(cases)
     while missing:
@@ -63,3 +65,9 @@ def _redundant(cases: list[pytest.Function]) -> list[pytest.Function]:
         missing -= values[best.nodeid]
         left.remove(best)
     return left
+
+
+def _values(case: pytest.Function) -> set[tuple[str, str]]:
+    """Return the parameters of a case; if few cases run, its FSDP version only."""
+    values = {(name, str(value)) for name, value in case.callspec.params.items()}
+    return {(name, value) for name, value in values if not _FEW or name == "version" or value.startswith("fsdp")}
