@@ -42,6 +42,6 @@ fi
 "$python" -m ruff format --check --quiet .
 "$python" -m mypy
 echo "tests on ranks of the simulated accelerator (docs/devices.md)"
-RANKS_DEVICE=accelerator "${quick[@]}" tests/gloo/test_{precision,checkpoint_save,moving_average,resume,submodule_calls,several_models,inputs}.py
+RANKS_DEVICE=accelerator RANKS_CASES=few "${quick[@]}" tests/gloo/test_{precision,checkpoint_save,moving_average,resume,submodule_calls,several_models,inputs}.py
 echo "all quick tests"
 exec "${quick[@]}"
