@@ -22,6 +22,8 @@ _CLOCK_TICK_NS = 50_000_000
 """More than the resolution of the times of files."""
 _listed: dict[str, tuple[int, tuple[str, ...]]] = {}
 """Folder -> the time of its last change, and the paths in it."""
+_last_files: tuple[tuple[tuple[str, ...], ...], frozenset[str]] | None = None
+"""The paths in all watched folders, and their union."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +44,7 @@ class ProcessState:
             threads=frozenset(_threads()),
             children=frozenset(_children()),
             process_group=distributed is not None and distributed.is_initialized(),
-            files=frozenset(_files()),
+            files=_files(),
         )
 
     def restore_environment(self) -> None:
@@ -50,7 +52,9 @@ class ProcessState:
         for name in os.environ.keys() - self.environ.keys():
             if not name.startswith(_LIBRARY_VARIABLES):
                 del os.environ[name]
-        os.environ.update(self.environ)
+        for name, value in self.environ.items():
+            if os.environ.get(name) != value:
+                os.environ[name] = value
 
 
 def leaks_since(before: ProcessState, *, files: bool = True) -> list[str]:
@@ -122,11 +126,12 @@ def _command(pid: int) -> str:
         return "ended"
 
 
-def _files() -> Iterator[str]:
-    for folder in _WATCHED_FOLDERS:
-        yield from (path for path in _entries(str(folder)) if os.path.basename(path) not in _CACHES)
-    temporary = _entries(tempfile.gettempdir())
-    yield from (path for path in temporary if not os.path.basename(path).startswith("torchinductor_"))
+def _files() -> frozenset[str]:
+    global _last_files
+    listed = tuple(map(_entries, (*map(str, _WATCHED_FOLDERS), tempfile.gettempdir())))
+    if _last_files is None or _last_files[0] != listed:
+        _last_files = listed, frozenset().union(*listed)
+    return _last_files[1]
 
 
 def _entries(folder: str) -> tuple[str, ...]:
@@ -135,7 +140,8 @@ def _entries(folder: str) -> tuple[str, ...]:
     known = _listed.get(folder)
     if known is not None and known[0] == changed:
         return known[1]
-    found = tuple(entry.path for entry in os.scandir(folder))
+    entries = [entry for entry in os.scandir(folder) if not entry.name.startswith("torchinductor_")]
+    found = tuple(entry.path for entry in entries if entry.name not in _CACHES)
     if time.time_ns() - changed > _CLOCK_TICK_NS:  # otherwise a later change may have the same time
         _listed[folder] = changed, found
     return found
