@@ -9,6 +9,7 @@ from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
+from syntax_trees import tree_of
 
 import hf_fsdp_plugin
 
@@ -47,14 +48,10 @@ ORDER = TORCH_FREE + OTHERS
 
 
 @cache
-def parse(path: Path) -> ast.Module:
-    return ast.parse(path.read_text(encoding="utf-8"))
-
-
 def imported(path: Path) -> set[str]:
     """Return the names of the modules that a file imports, also inside functions."""
     names: set[str] = set()
-    for node in ast.walk(parse(path)):
+    for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module is not None:
@@ -121,7 +118,7 @@ def test_one_torch_free_file_reads_the_environment():
         path.name
         for part in TORCH_FREE
         for path in files_of(part)
-        for node in ast.walk(parse(path))
+        for node in ast.walk(tree_of(path))
         if isinstance(node, ast.Attribute) and ast.unparse(node) in ("os.environ", "os.getenv")
     }
     assert readers == {"environment.py"}

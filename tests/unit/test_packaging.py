@@ -9,6 +9,8 @@ import sys
 import tomllib
 from pathlib import Path
 
+from syntax_trees import tree_of
+
 ROOT = Path(__file__).parents[2]
 _DISTRIBUTIONS = {"yaml": "pyyaml"}
 
@@ -21,7 +23,7 @@ def _setup() -> configparser.ConfigParser:
 
 def _imported(path: Path, *, at_import: bool = False) -> set[str]:
     """Return the distributions that a file imports; with ``at_import``, only those outside of functions."""
-    tree = ast.parse(path.read_text(encoding="utf-8"))
+    tree = tree_of(path)
     nodes = tree.body if at_import else list(ast.walk(tree))
     names: set[str] = set()
     for node in nodes:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from syntax_trees import tree_of
 
 import hf_fsdp_plugin
 
@@ -70,7 +71,7 @@ def private_torch_functions(tree: ast.AST) -> Iterator[str]:
 @pytest.fixture(scope="module")
 def package() -> dict[Path, tuple[ast.Module, set[str]]]:
     """Path -> the syntax tree of a file of the package, and its private names."""
-    trees = {path: ast.parse(path.read_text(encoding="utf-8")) for path in PACKAGE.rglob("*.py")}
+    trees = {path: tree_of(path) for path in PACKAGE.rglob("*.py")}
     return {path: (tree, set(private_names(tree))) for path, tree in trees.items()}
 
 

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from syntax_trees import tree_of
+
 import hf_fsdp_plugin
 from hf_fsdp_plugin import checkpoint
 
@@ -32,7 +34,7 @@ def test_other_packages_and_scripts_import_only_the_facade() -> None:
     imported = {
         (path.name, module)
         for path in [*others, *(PACKAGE.parent / "scripts").rglob("*.py")]
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        for node in ast.walk(tree_of(path))
         for module in _imported_modules(node)
         if module.startswith("hf_fsdp_plugin.checkpoint")
     }
