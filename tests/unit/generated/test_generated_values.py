@@ -22,7 +22,7 @@ from settings_document import read_document
 DOCUMENT = read_document()
 ORACLE = Oracle(DOCUMENT)
 QUICK = settings(
-    max_examples=40,
+    max_examples=20,
     derandomize=True,
     database=None,
     deadline=None,
