@@ -19,8 +19,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.tensor import DTensor, Replicate
 
 from hf_fsdp_plugin.backends.optimizers.known_optimizers import has_per_shard_state
-from hf_fsdp_plugin.backends.optimizers.parameters import JointModels
-from hf_fsdp_plugin.backends.optimizers.plain_steps import state_factory, step_mode
+from hf_fsdp_plugin.backends.optimizers.parameters import JointModels, state_factory, step_mode
 from hf_fsdp_plugin.backends.sharding.forward_hooks import persistent_buffers
 from hf_fsdp_plugin.backends.sharding.submodule_calls import check_not_whole, free_gathered
 from hf_fsdp_plugin.checkpoint.formats.boxes import Box, flat_range, whole

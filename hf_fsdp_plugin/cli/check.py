@@ -211,7 +211,7 @@ def _fix(args: argparse.Namespace, files: Sequence[ConfigFile | None]) -> int:
 
 def _plan(spec: FsdpSpec, args: argparse.Namespace) -> tuple[FsdpPlan | None, tuple[Problem, ...]]:
     """Return the plan for the device that ``launch`` would use on this machine, and its problems."""
-    from hf_fsdp_plugin.launcher.device_search import find_devices
+    from hf_fsdp_plugin.launcher.world import find_devices
 
     device_type = args.device or ("cpu" if spec.launch.use_cpu else find_devices().kind)
     world_size = args.world_size or smallest_world_size(spec)

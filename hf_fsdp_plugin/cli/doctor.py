@@ -18,7 +18,7 @@ from typing import Any, Final
 
 from hf_fsdp_plugin.cli.enable import check_enabled, find_enabled
 from hf_fsdp_plugin.cli.output import OK, PROBLEMS, print_json
-from hf_fsdp_plugin.launcher.device_search import DeviceSearch
+from hf_fsdp_plugin.launcher.world import DeviceSearch
 from hf_fsdp_plugin.problems import Problem, has_errors
 from hf_fsdp_plugin.supported import SUPPORTED, unsupported_versions, untested_versions
 from hf_fsdp_plugin.text import format_bytes, format_table, plural

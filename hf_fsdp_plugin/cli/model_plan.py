@@ -29,7 +29,7 @@ def plan_of(
     spec: FsdpSpec, model: nn.Module, *, world_size: int, device_type: str
 ) -> tuple[FsdpPlan | None, tuple[Problem, ...]]:
     """Return the plan and its problems; no plan if a problem is an error."""
-    from hf_fsdp_plugin.estimate.padding import with_padding_warning
+    from hf_fsdp_plugin.estimate.unit_sizes import with_padding_warning
     from hf_fsdp_plugin.plan.resolve import resolve
 
     try:

@@ -17,7 +17,6 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from hf_fsdp_plugin.cli.output import Color, colored, text_width
-from hf_fsdp_plugin.cli.rank_jobs import run_job
 from hf_fsdp_plugin.devices import DEVICES
 from hf_fsdp_plugin.integrations.preflight.stages import (
     REPORT_FILE,
@@ -30,6 +29,7 @@ from hf_fsdp_plugin.integrations.preflight.stages import (
     running_stages,
     stage_results,
 )
+from hf_fsdp_plugin.launcher.attempts import run_job
 from hf_fsdp_plugin.launcher.world import World
 from hf_fsdp_plugin.problems import Problem, has_errors
 from hf_fsdp_plugin.runs.exits import RunResult, first_failure, summarize_exit

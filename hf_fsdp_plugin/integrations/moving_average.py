@@ -12,9 +12,9 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from hf_fsdp_plugin.backends.loading.pinned_windows import wait_for_reads
 from hf_fsdp_plugin.backends.ranks.collective_entry import collective_call
 from hf_fsdp_plugin.backends.sharding.shard import locate_module
+from hf_fsdp_plugin.backends.torch_types import wait_for_reads
 from hf_fsdp_plugin.checkpoint import (
     ModelShards,
     copy_whole_tensors,

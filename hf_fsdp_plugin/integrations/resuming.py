@@ -43,8 +43,15 @@ from hf_fsdp_plugin.integrations.saving import manager
 from hf_fsdp_plugin.integrations.session import session
 from hf_fsdp_plugin.messages import print_once
 from hf_fsdp_plugin.problems import CheckpointError, Problem, SpecError
-from hf_fsdp_plugin.runs.earlier_attempts import Offer, make_offer, mark_begin, merge_offers, remember_run
-from hf_fsdp_plugin.runs.identity import RunIdentity, identify_run
+from hf_fsdp_plugin.runs.identity import (
+    Offer,
+    RunIdentity,
+    identify_run,
+    make_offer,
+    mark_begin,
+    merge_offers,
+    remember_run,
+)
 from hf_fsdp_plugin.runs.restart_policy import Restarts
 from hf_fsdp_plugin.torch_private.functions import default_store
 

@@ -29,9 +29,9 @@ from hf_fsdp_plugin.integrations.transformers.private import is_trainer, train_b
 from hf_fsdp_plugin.messages import print_once
 from hf_fsdp_plugin.observe.build import build_report_of_trained
 from hf_fsdp_plugin.observe.first_step import record_first_step
-from hf_fsdp_plugin.observe.observed_run import common_value
 from hf_fsdp_plugin.observe.optimizers import optimizers_of
 from hf_fsdp_plugin.observe.report import BatchShape, Report
+from hf_fsdp_plugin.observe.settings import common_value
 from hf_fsdp_plugin.text import plural
 
 REPORT_NAME = "fsdp_report.json"

@@ -19,7 +19,6 @@ from hf_fsdp_plugin.backends.ranks.cluster import slurm_variables
 from hf_fsdp_plugin.backends.ranks.collective_entry import collective_waits
 from hf_fsdp_plugin.hangs.calls import HANG_LIMIT_VARIABLE
 from hf_fsdp_plugin.hangs.hang_watch import hang_limit
-from hf_fsdp_plugin.hangs.processes import find_peers, register_rank
 from hf_fsdp_plugin.hangs.rank_exit import EXIT_LIMIT_VARIABLE as EXIT_VARIABLE
 from hf_fsdp_plugin.hangs.rank_exit import (
     ExitWatch,
@@ -34,7 +33,9 @@ from hf_fsdp_plugin.hangs.rank_files import (
     LAUNCHER_VARIABLE,
     LOG_VARIABLE,
     RankFiles,
+    find_peers,
     private_folder,
+    register_rank,
     remove_files,
     write_atomically,
 )
@@ -46,9 +47,8 @@ from hf_fsdp_plugin.integrations.rank_process import RANK_VARIABLE, may_be_rank,
 from hf_fsdp_plugin.integrations.resuming import begin_attempt, end_attempt
 from hf_fsdp_plugin.integrations.session import session
 from hf_fsdp_plugin.problems import Problem, SpecError
-from hf_fsdp_plugin.runs.earlier_attempts import forget_run
-from hf_fsdp_plugin.runs.first_cause import cause_of_abort, cause_of_end, find_first_cause
-from hf_fsdp_plugin.runs.identity import attempt_folder, identify_run
+from hf_fsdp_plugin.runs.failure_summary import cause_of_abort, cause_of_end, find_first_cause
+from hf_fsdp_plugin.runs.identity import attempt_folder, forget_run, identify_run
 
 
 class Watch:

@@ -38,7 +38,7 @@ from hf_fsdp_plugin.estimate.machines import (
     read_machine,
 )
 from hf_fsdp_plugin.estimate.results import CollectiveKind
-from hf_fsdp_plugin.torch_private.tracing import TorchDispatchMode
+from hf_fsdp_plugin.torch_private.functions import TorchDispatchMode
 
 _DTYPES: Final = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _MATMUL_SIZES: Final = (32, 64, 128, 256, 512, 1024)

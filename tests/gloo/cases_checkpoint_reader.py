@@ -26,7 +26,7 @@ from training import fresh_accelerator
 from hf_fsdp_plugin.checkpoint import folders
 from hf_fsdp_plugin.checkpoint.checking.verified_files import VerifiedFiles
 from hf_fsdp_plugin.checkpoint.names import INDEX_FILE
-from hf_fsdp_plugin.checkpoint.reading.model import load_model
+from hf_fsdp_plugin.checkpoint.reading.loading import load_model
 from hf_fsdp_plugin.checkpoint.reading.optimizer import load_optimizer
 from hf_fsdp_plugin.checkpoint.shards import LocalShard, local_tensor, optimizer_shards
 from hf_fsdp_plugin.checkpoint.writing import dcp_files

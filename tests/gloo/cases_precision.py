@@ -13,7 +13,7 @@ from tiny import MODELS, parallel_config
 from torch import nn
 from training import fresh_accelerator, train, train_prepared
 
-from hf_fsdp_plugin.torch_private.grad_scaler import ShardedGradScaler
+from hf_fsdp_plugin.torch_private.functions import ShardedGradScaler
 
 NUM_STEPS = 3
 SCALE = 1024.0
@@ -111,7 +111,7 @@ def scaler_of_accelerator(version: int) -> tuple[str, dict[str, Any]]:
     """The class and the state of the scaler that replaces one of Accelerate, which CPU ranks do not have."""
     from accelerate.utils import GradScalerKwargs
 
-    from hf_fsdp_plugin.integrations.accelerate.arguments import replace_scaler
+    from hf_fsdp_plugin.integrations.accelerate.accelerator import replace_scaler
 
     accelerator = fresh_accelerator(parallel_config("full_shard", version, 2))
     accelerator.scaler = torch.amp.GradScaler("cpu")

@@ -17,9 +17,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from hf_fsdp_plugin.backends.loading.pinned_windows import PinnedWindows, copy_to_device
-from hf_fsdp_plugin.backends.optimizers.plain_steps import state_factory, step_mode
-from hf_fsdp_plugin.backends.torch_types import dtensor_like
+from hf_fsdp_plugin.backends.optimizers.parameters import state_factory, step_mode
+from hf_fsdp_plugin.backends.torch_types import PinnedWindows, copy_to_device, dtensor_like
 from hf_fsdp_plugin.checkpoint.errors import raise_if_any
 from hf_fsdp_plugin.checkpoint.formats.boxes import whole
 from hf_fsdp_plugin.checkpoint.formats.optimizer_state import range_of, split_inner_key, split_key, state_layout

@@ -18,9 +18,8 @@ from hf_fsdp_plugin.cli.plan.arguments import sequence_length
 from hf_fsdp_plugin.cli.verbs import whole_number
 from hf_fsdp_plugin.integrations.bench import TITLES, BenchWorkload, Case, all_cases, why_not_in_stock
 from hf_fsdp_plugin.integrations.bench.results import Results
-from hf_fsdp_plugin.launcher.device_search import FoundDevices, find_devices
 from hf_fsdp_plugin.launcher.flags import Parser, UsageError, add_override_flag, add_setting_flags
-from hf_fsdp_plugin.launcher.world import num_cores, resolve_world
+from hf_fsdp_plugin.launcher.world import FoundDevices, find_devices, num_cores, resolve_world
 from hf_fsdp_plugin.problems import Problem, SpecError, has_errors
 from hf_fsdp_plugin.sources.interface import ConfigFile, Sources
 from hf_fsdp_plugin.sources.launchers import user_variables

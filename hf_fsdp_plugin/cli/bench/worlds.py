@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 from hf_fsdp_plugin.hangs.calls import HANG_LIMIT_VARIABLE
 from hf_fsdp_plugin.integrations.bench import BenchWorkload, Case, Task, WorldJob, events_of
 from hf_fsdp_plugin.integrations.bench.results import Results
-from hf_fsdp_plugin.launcher.device_search import FoundDevices
-from hf_fsdp_plugin.launcher.world import World
+from hf_fsdp_plugin.launcher.world import FoundDevices, World
 from hf_fsdp_plugin.runs.exits import RunResult, summarize_exit
 from hf_fsdp_plugin.sources.interface import Sources
 from hf_fsdp_plugin.sources.launchers import LaunchHandover
@@ -101,7 +100,7 @@ class Bench:
             env = {"OMP_NUM_THREADS": str(self.threads), "TMPDIR": str(folder)}
             env[HANG_LIMIT_VARIABLE] = "0"  # records of collectives would be a part of what is measured
             handover = LaunchHandover(sources=self.sources, quiet=True)
-            from hf_fsdp_plugin.cli.rank_jobs import run_job  # lazy: imports torch
+            from hf_fsdp_plugin.launcher.attempts import run_job
 
             ended = run_job(["-m", _RANK, str(folder)], spec, world, handover, env=env, should_stop=follow)
             follow()

@@ -35,8 +35,8 @@ from hf_fsdp_plugin.cli.config.target import (
     write,
 )
 from hf_fsdp_plugin.cli.output import OK, PROBLEMS, USAGE, print_json, print_problems
-from hf_fsdp_plugin.launcher.device_search import DeviceSearch
 from hf_fsdp_plugin.launcher.flags import Suggested
+from hf_fsdp_plugin.launcher.world import DeviceSearch
 from hf_fsdp_plugin.problems import Origin, Problem, SpecError, has_errors
 from hf_fsdp_plugin.spec.load import Assessment
 from hf_fsdp_plugin.text import printable

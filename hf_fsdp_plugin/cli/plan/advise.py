@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
+from hf_fsdp_plugin.cli.config.settings import STOCK_VALUES, stock_limits
 from hf_fsdp_plugin.cli.output import colored, text_width
-from hf_fsdp_plugin.cli.wizard.settings import STOCK_VALUES, stock_limits
 from hf_fsdp_plugin.estimate.machines import RANKS_PER_MACHINE
 from hf_fsdp_plugin.launcher.world import DEFAULT_PORT
 from hf_fsdp_plugin.strategies import STRATEGIES

@@ -22,19 +22,20 @@ from torch.overrides import TorchFunctionMode
 
 from hf_fsdp_plugin.estimate.machines import OpKind
 from hf_fsdp_plugin.estimate.memory.step import OpCost, Usage
-from hf_fsdp_plugin.torch_private.fake import called_by_engine
-from hf_fsdp_plugin.torch_private.functions import in_backward, tree_leaves
-from hf_fsdp_plugin.torch_private.tracing import (
-    GROUPED_PRODUCT,
+from hf_fsdp_plugin.torch_private.functions import (
+    GROUPED_MM,
     READ_VALUE,
     TorchDispatchMode,
+    called_by_engine,
     cpu_attention,
     efficient_attention,
     flash_attention,
     flops_of,
+    in_backward,
     is_view,
     operator_name,
     storage_key,
+    tree_leaves,
 )
 
 _MAX_FLASH_HEAD_DIM: Final = 256
@@ -135,7 +136,7 @@ class Tracker(TorchDispatchMode):
         if func is READ_VALUE:
             return self._value(args[0])
         kwargs = kwargs or {}
-        out: Any = (_grouped_product if func is GROUPED_PRODUCT else func)(*args, **kwargs)
+        out: Any = (_grouped_product if func is GROUPED_MM else func)(*args, **kwargs)
         if self.counts_ops and (cost := op_cost(func, args, kwargs, out)) is not None:
             self.ops[cost] += 1
         self._last_op = str(func)

@@ -53,7 +53,7 @@ from hf_fsdp_plugin.sources.interface import Sources
 from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec
 from hf_fsdp_plugin.spec.load import assess, with_distributed_config
 from hf_fsdp_plugin.spec.rules import fsdp_is_off
-from hf_fsdp_plugin.torch_private.grad_scaler import ShardedGradScaler
+from hf_fsdp_plugin.torch_private.functions import ShardedGradScaler
 
 SOURCE: Final = "Accelerator()"
 _USE_MESH: Final = "ACCELERATE_USE_PARALLELISM_CONFIG"

@@ -13,11 +13,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from hf_fsdp_plugin.backends.loading.equal_weights import check_same_weights
 from hf_fsdp_plugin.backends.loading.shared_weights import exchange
-from hf_fsdp_plugin.backends.loading.tensor_checksums import check_same_weights
 from hf_fsdp_plugin.backends.optimizers.known_optimizers import apply_step_mode
-from hf_fsdp_plugin.backends.optimizers.parameters import foreign_parameters, has_parameters_of
-from hf_fsdp_plugin.backends.optimizers.plain_steps import set_state_factory
+from hf_fsdp_plugin.backends.optimizers.parameters import foreign_parameters, has_parameters_of, set_state_factory
 from hf_fsdp_plugin.backends.ranks.agreement import on_all_ranks, same_on_all_ranks
 from hf_fsdp_plugin.backends.ranks.cluster import ranks_per_machine
 from hf_fsdp_plugin.backends.ranks.collective_entry import collective_call, first_step, load_failures, preparation_limit
@@ -32,7 +31,7 @@ from hf_fsdp_plugin.backends.sharding.shard import (
 )
 from hf_fsdp_plugin.backends.sharding.submodule_calls import free_after_forward, free_before_step
 from hf_fsdp_plugin.devices import get_device
-from hf_fsdp_plugin.estimate.padding import with_padding_warning
+from hf_fsdp_plugin.estimate.unit_sizes import with_padding_warning
 from hf_fsdp_plugin.hangs.record import step_count
 from hf_fsdp_plugin.integrations.accelerate import private
 from hf_fsdp_plugin.integrations.accelerate.batches import check_even_batches, notice_accumulation

@@ -29,7 +29,7 @@ from transformers import modeling_utils
 from transformers.core_model_loading import WeightConverter
 from transformers.utils import logging
 
-from hf_fsdp_plugin.backends.loading.mapped_files import parameter_memory
+from hf_fsdp_plugin.backends.loading.equal_weights import parameter_memory
 from hf_fsdp_plugin.backends.loading.shared_weights import Publication, Received, exchange
 from hf_fsdp_plugin.backends.ranks.agreement import on_all_ranks
 from hf_fsdp_plugin.checkpoint import ModelTensor

@@ -214,10 +214,9 @@ def _line(figures: Case) -> str:
 
 def _start_process_group(case: Case) -> None:
     """Start the process group. On GPUs an Accelerator starts ``cpu:gloo,cuda:nccl``, as in a script."""
+    import gpu_checks  # noqa: F401  (imports take seconds that belong to no check)
     import torch
     import torch.distributed as dist
-
-    import gpu_checks  # noqa: F401  (imports take seconds that belong to no check)
 
     if case["device"] == "cpu":
         os.environ["ACCELERATE_USE_CPU"] = "true"

@@ -11,9 +11,13 @@ from typing import Any, Literal
 import torch
 from torch.distributed.tensor import DTensor
 
-from hf_fsdp_plugin.torch_private.fake import called_by_engine
-from hf_fsdp_plugin.torch_private.functions import in_backward, tree_leaves
-from hf_fsdp_plugin.torch_private.tracing import TorchDispatchMode, storage_key
+from hf_fsdp_plugin.torch_private.functions import (
+    TorchDispatchMode,
+    called_by_engine,
+    in_backward,
+    storage_key,
+    tree_leaves,
+)
 from scripts.bench.traced_memory.kernels import collective_bytes, run, scratch_bytes
 from scripts.bench.traced_memory.private import watch_propagation, watch_resizes
 

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from hf_fsdp_plugin.backends.optimizers.clipping import clip_grad_norm
 from hf_fsdp_plugin.backends.optimizers.known_optimizers import decide
-from hf_fsdp_plugin.backends.optimizers.plain_steps import set_step_mode
+from hf_fsdp_plugin.backends.optimizers.parameters import set_step_mode
 from hf_fsdp_plugin.backends.sharding.module_forwards import configs_with_cache
 from hf_fsdp_plugin.backends.sharding.shard import shard
 from hf_fsdp_plugin.backends.sharding.submodule_calls import free_before_step

@@ -9,7 +9,7 @@ import pytest
 
 from hf_fsdp_plugin.cli.main import main
 from hf_fsdp_plugin.cli.verbs import VERBS
-from hf_fsdp_plugin.launcher import device_search
+from hf_fsdp_plugin.launcher import world
 from hf_fsdp_plugin.sources.interface import ConfigFile, Sources
 from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec
 from hf_fsdp_plugin.spec.load import assess
@@ -342,9 +342,9 @@ def test_model_adds_the_plan_or_its_errors(capsys, config, tiny_llama):
 @pytest.mark.slow
 def test_model_is_planned_for_the_device_of_launch(capsys, config, tiny_llama, monkeypatch):
     argv = [str(config), "--model", str(tiny_llama), "--set", "wrap.policy=none", "--set", "wrap.classes=LlamaMLP"]
-    found = {"none": device_search.FoundDevices(), "gpus": device_search.FoundDevices(kind="cuda", count=2)}
+    found = {"none": world.FoundDevices(), "gpus": world.FoundDevices(kind="cuda", count=2)}
     for machine, device in (("none", "cpu"), ("gpus", "cuda")):
-        monkeypatch.setattr(device_search, "find_devices", lambda machine=machine: found[machine])
+        monkeypatch.setattr(world, "find_devices", lambda machine=machine: found[machine])
         assert check(capsys, *argv)[1]["plan"]["device"] == device
     assert check(capsys, *argv, "--device", "xpu")[1]["plan"]["device"] == "xpu"
     assert check(capsys, *argv, "--cpu")[1]["plan"]["device"] == "cpu"
