@@ -210,13 +210,15 @@ Flags of other launchers are recognized:
 
 Predicts a step without a GPU; [planning.md](planning.md) describes how. The configs and flags are those of `check`.
 A flag without effect is refused (exit code 2): `--force` without `--html`, `--advise` with `--device` or
-`--sync-each-batch`, and `--zero-table` with all but `--params`, `--world-size` and `--json`:
+`--sync-each-batch`, `--zero-table` with all but `--params`, `--world-size` and `--json`, and `--calibrate` with all but
+`--world-size`, `--device` and `--json`:
 
 {planned}
 
 - `--machine NAME` also predicts time, tokens/s and MFU on a known machine (`h100-sxm`), with another network
   (`h100-sxm:efa-3200`), on the machine of a file, or on the `calibrated` one
   ([planning.md](planning.md#machines-and-calibration)).
+- `--calibrate` measures the present machine with `--world-size` ranks for `--machine calibrated`, and stops.
 - `--html OUT` writes a page with pictures. An existing file is overwritten only with `--force`.
 
 ## bench

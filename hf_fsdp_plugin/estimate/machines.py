@@ -1,6 +1,6 @@
 """Machines: throughput of devices and of the links between them.
 
-Known machines are in the table machines.yaml, those that scripts/bench/calibration.py has measured in JSON files.
+Known machines are in the table machines.yaml, calibrated ones in JSON files.
 """
 
 from __future__ import annotations
@@ -251,7 +251,7 @@ def read_machine(path: Path) -> Machine:
         reason = f"cannot read the machine file {path}: {error.strerror or error}."
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         reason = f"{path} is not a machine file: {error}."
-    fix = "Name a known machine, or measure this one with scripts/bench/calibration.py of the repository."
+    fix = "Run hf-fsdp plan --calibrate, or name a known machine."
     raise SpecError([Problem(code="FSDP-E831", message=reason, fix=fix)])
 
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,11 +10,9 @@ from tiny import parallel_config, tiny_llama
 from training import fresh_accelerator, sgd
 
 from hf_fsdp_plugin.backends.sharding.shard import plan_of
+from hf_fsdp_plugin.estimate.calibration import Measuring, calibrate
 from hf_fsdp_plugin.estimate.time import estimate_time
 from hf_fsdp_plugin.estimate.workload import Workload
-
-sys.path.append(str(Path(__file__).resolve().parents[2] / "scripts" / "bench"))
-from calibration import Measuring, calibrate
 
 
 def calibrated_and_measured(version: int) -> tuple[Any, float, float]:

@@ -7,10 +7,18 @@ from dataclasses import replace
 from typing import Final
 
 from hf_fsdp_plugin.cli.output import OK, PROBLEMS, exit_code, in_line_order, print_json, print_problems
-from hf_fsdp_plugin.cli.plan.arguments import Planned, add_arguments, check_flags, check_targets, read_subject
+from hf_fsdp_plugin.cli.plan.arguments import (
+    Planned,
+    add_arguments,
+    check_flags,
+    check_targets,
+    read_size,
+    read_subject,
+)
 from hf_fsdp_plugin.cli.plan.output import plan_json, plan_text, predict, write_page
 from hf_fsdp_plugin.cli.plan.zero_table import print_zero_table
 from hf_fsdp_plugin.problems import Origin, Problem, SpecError
+from hf_fsdp_plugin.text import plural
 
 __all__ = ["EXAMPLES", "HELP", "add_arguments", "run"]
 
@@ -40,6 +48,8 @@ def run(args: argparse.Namespace) -> int:
     try:
         if args.zero_table:
             return print_zero_table(args)
+        if args.calibrate:
+            return _calibrate(args)
         planned, shown = (None, None) if problems else read_subject(args, names, problems)
         if planned is not None:
             return _advise(args, planned) if args.advise else _predict(args, planned, problems)
@@ -62,6 +72,25 @@ def _predict(args: argparse.Namespace, planned: Planned, problems: list[Problem]
         print_problems(problem for problem in problems if problem.severity != "note")
         print("\n".join([plan_text(prediction), *written]))
     return PROBLEMS if prediction.fits is False else OK
+
+
+def _calibrate(args: argparse.Namespace) -> int:
+    """Measure the present machine, and store its figures for ``--machine calibrated``."""
+    from hf_fsdp_plugin.devices import accelerator_type
+    from hf_fsdp_plugin.estimate.calibration import calibrate_ranks
+    from hf_fsdp_plugin.estimate.machines import calibration_path
+
+    problems: list[Problem] = []
+    num_ranks = read_size(args, "world-size", problems) or 2
+    if problems:
+        raise SpecError(problems)
+    path = calibration_path()
+    machine = calibrate_ranks(num_ranks, args.device or accelerator_type() or "cpu", path)
+    if args.json:
+        print_json({"ok": True, "machine": machine.label, "file": str(path), "ranks": num_ranks})
+    else:
+        print(f"{machine.label}\nMeasured with {plural(num_ranks, 'rank')} at work, and written to {path}.")
+    return OK
 
 
 def _advise(args: argparse.Namespace, planned: Planned) -> int:

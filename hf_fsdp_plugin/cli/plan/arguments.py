@@ -42,8 +42,10 @@ _FLAGS: Final[tuple[tuple[str, str, str], ...]] = (
     ("device", "TYPE", "type of the devices (default: cuda; cpu with --cpu)"),
     (
         "machine", "NAME|FILE", "predict the time of a step on a100-40gb, a100-80gb, h100-sxm, h100-pcie, "
-        "h100-96gb-500w, h200, b200, or with another network, as h100-sxm:efa-3200; or on the machine of a file",
+        "h100-96gb-500w, h200, b200, or with another network, as h100-sxm:efa-3200; or on the machine of a file, or "
+        "on the calibrated one",
     ),
+    ("calibrate", "", "measure the present machine with --world-size ranks for --machine calibrated, and stop"),
     ("html", "OUT", "write an HTML page with pictures; it needs no network"),
     ("force", "", "overwrite the file of --html"),
     ("advise", "", "compare all settings, and print the best config"),
@@ -53,6 +55,7 @@ _FLAGS: Final[tuple[tuple[str, str, str], ...]] = (
 )  # fmt: skip
 """Flag, its value (empty for none) and its meaning. Sizes are text: all invalid ones are reported together."""
 _OF_FORMULAS: Final = frozenset({"zero_table", "params", "world_size", "json"})
+_OF_CALIBRATION: Final = frozenset({"calibrate", "world_size", "device", "json"})
 _NOT_ADVISED: Final = frozenset({"sync_each_batch", "device"})
 _LARGEST: Final = 1 << 24
 
@@ -111,14 +114,17 @@ def check_flags(args: argparse.Namespace, names: Sequence[str]) -> None:
     for name, flag in given.items():
         if args.zero_table and name not in _OF_FORMULAS:
             raise UsageError(f"{flag} has no effect with --zero-table.")
+        if args.calibrate and name not in _OF_CALIBRATION:
+            raise UsageError(f"{flag} has no effect with --calibrate.")
         if args.advise and name in _NOT_ADVISED:
             raise UsageError(f"{flag} has no effect with --advise.")
     check_needs(args, {"force": ["html"], "params": ["zero_table"]})
     if args.zero_table and None in (args.params, args.world_size):
         raise UsageError("--zero-table needs --params and --world-size.")
-    if args.zero_table and (args.configs or args.command_line):
-        raise UsageError(f"{args.configs or args.command_line[0]} has no effect with --zero-table.")
-    if not args.zero_table and (args.model is None or len(names) > 1):
+    alone = "--zero-table" if args.zero_table else "--calibrate" if args.calibrate else ""
+    if alone and (args.configs or args.command_line):
+        raise UsageError(f"{args.configs or args.command_line[0]} has no effect with {alone}.")
+    if not alone and (args.model is None or len(names) > 1):
         raise UsageError("give --model, and at most one config.")
 
 

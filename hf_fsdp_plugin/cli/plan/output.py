@@ -143,7 +143,7 @@ def _time_lines(prediction: Prediction) -> Iterator[str]:
     """Yield the lines about time."""
     estimate = prediction.time
     if estimate is None:
-        yield "time: unknown. Set --machine, such as h100-sxm, or the file of a machine."
+        yield "time: unknown. Set --machine, such as h100-sxm, or measure this one with --calibrate."
         return
     low, high = estimate.low_seconds, estimate.high_seconds
     interval = "none" if low is None or high is None else f"{format_seconds(low)} to {format_seconds(high)}"

@@ -173,7 +173,8 @@ def worker(args: argparse.Namespace) -> None:
     """Run the rounds on one rank; rank 0 writes what was predicted and measured."""
     import torch
     import torch.distributed as dist
-    from calibration import Measuring, calibrate
+
+    from hf_fsdp_plugin.estimate.calibration import Measuring, calibrate
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo")

@@ -38,7 +38,7 @@ PLAN = {
     "micro_batch": "--micro-batch 4", "seq_len": "--seq-len 32", "global_batch": "--global-batch 128",
     "accumulation": "--accumulation 4", "sync_each_batch": "--sync-each-batch", "optimizer": "--optimizer sgd",
     "update_loop": "--for-loop", "no_clip": "--no-clip", "attention": "--attention eager",
-    "gpu_memory": "--gpu-memory 1GiB", "machine": "--machine h100-sxm",
+    "gpu_memory": "--gpu-memory 1GiB", "machine": "--machine h100-sxm", "calibrate": "--calibrate",
     "html": "--html out.html", "force": "--force",
     "device": "--device cpu", "advise": "--advise", "zero_table": "--zero-table", "params": "--params 7B",
     "lora_rank": "--lora-rank 4", "qlora": "--qlora", "json": "--json", "model": "--model other",
@@ -98,7 +98,7 @@ def test_flags_have_an_effect_on_the_advice(outcome: Any) -> None:
     assert alone[0] == 0, alone
     refused = set()
     for name, flag in PLAN.items():
-        if name in {"advise", "qlora"} | EFFECTLESS - {"json"}:
+        if name in {"advise", "calibrate", "qlora"} | EFFECTLESS - {"json"}:
             continue
         needs = NEEDS.get(name, [])
         found = outcome(*base, *needs, flag)
@@ -122,7 +122,7 @@ def test_advise_without_a_row_writes_no_pictures(outcome: Any) -> None:
 
 @pytest.mark.slow
 def test_pairs_of_workload_flags_have_both_effects(outcome: Any) -> None:
-    names = [name for name in PLAN if name not in EFFECTLESS | {"advise", "zero_table", "params", "force"}]
+    names = [name for name in PLAN if name not in EFFECTLESS | {"advise", "zero_table", "calibrate", "params", "force"}]
     names = [name for name in names if name not in ("qlora", "global_batch", "html")]
     single = {name: outcome(PLAN[name], "--json") for name in names}
     base = outcome("--json")
@@ -138,7 +138,8 @@ def test_pairs_of_workload_flags_have_both_effects(outcome: Any) -> None:
     "words",
     [
         "--force", "--params 7B", "--advise --sync-each-batch",
-        "--advise --device cpu", "--zero-table --html out.html", "--zero-table --params 7B",
+        "--advise --device cpu", "--zero-table --html out.html", "--zero-table --params 7B", "--calibrate --advise",
+        "--calibrate --html out.html",
         "--zero-table --gpu-memory 80GB", "--advise --zero-table",
     ],
 )  # fmt: skip

@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from calibration import write_machine
 from hypothesis import given
 from hypothesis import strategies as st
 from peft import LoraConfig, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
+from hf_fsdp_plugin.estimate.calibration import write_machine
 from hf_fsdp_plugin.estimate.machines import (
     Link,
     Machine,

@@ -1,11 +1,7 @@
-"""Measures the present machine: throughput, start of operations and collectives, while all ranks are busy.
-
-python scripts/bench/calibration.py --ranks 4      (one to two minutes; hf-fsdp plan --machine calibrated reads it)
-"""
+"""Measures the present machine: throughput, start of operations and collectives, while all ranks are busy."""
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import platform
@@ -28,13 +24,12 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn import functional
 
-from hf_fsdp_plugin.devices import accelerator_type, get_device
+from hf_fsdp_plugin.devices import get_device
 from hf_fsdp_plugin.estimate.machines import (
     Curve,
     Link,
     Machine,
     MeasuredCollective,
-    calibration_path,
     read_machine,
 )
 from hf_fsdp_plugin.estimate.results import CollectiveKind
@@ -336,17 +331,3 @@ def _memory_bytes(device: torch.device) -> int:
     if device.type == "cpu":
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return int(torch.cuda.get_device_properties(device).total_memory)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, default=2, help="number of ranks (default: 2)")
-    parser.add_argument("--device", default=accelerator_type() or "cpu", help="type of the devices")
-    parser.add_argument("--out", type=Path, default=calibration_path(), help="the file (default: %(default)s)")
-    args = parser.parse_args()
-    machine = calibrate_ranks(args.ranks, args.device, args.out)
-    print(f"{machine.label}\nWritten to {args.out}. Use it with --machine calibrated, or --machine and its path.")
-
-
-if __name__ == "__main__":
-    main()
