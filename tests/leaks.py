@@ -17,7 +17,7 @@ _CACHES = frozenset({"__pycache__", ".pytest_cache", ".mypy_cache", ".ruff_cache
 # Set by the libraries at their first import or by pytest for every test.
 _LIBRARY_VARIABLES = ("PYTEST_", "TORCH", "TRITON_", "KMP_", "KINETO_", "CUDA_MODULE_LOADING", "TF_")
 _LIBRARY_THREADS = ("tqdm", "pytest_timeout", "pin_memory")
-_GRACE_SECONDS = 2.0
+_GRACE_SECONDS = 5.0
 _CLOCK_TICK_NS = 50_000_000
 """More than the resolution of the times of files."""
 _listed: dict[str, tuple[int, tuple[str, ...]]] = {}
