@@ -145,11 +145,12 @@ def _importers(hook: Hook, function: Any) -> list[ModuleType]:
     """
     if hook.class_name or function.__module__ != hook.module:
         return []
+    name_of_hook = hook.name  # it is computed, and there are thousands of modules
     own = __name__.partition(".")[0]
     found = []
     for module in list(sys.modules.values()):
         # Objects that a library puts in place of a module may have no name.
-        if isinstance(module, ModuleType) and vars(module).get(hook.name) is function:
+        if isinstance(module, ModuleType) and vars(module).get(name_of_hook) is function:
             name = str(vars(module).get("__name__", ""))
             if name != hook.module and name.partition(".")[0] != own:
                 found.append(module)
