@@ -12,7 +12,7 @@ from torch import nn
 from hf_fsdp_plugin.estimate.charts import COLORS, Chart, html_document, macros, memory_chart, rectangle
 from hf_fsdp_plugin.estimate.machines import RANKS_PER_MACHINE, Machine
 from hf_fsdp_plugin.estimate.memory import estimate_memory
-from hf_fsdp_plugin.estimate.results import KIND_NAMES, MEMORY_KINDS, MemoryEstimate
+from hf_fsdp_plugin.estimate.results import KIND_NAMES, MEMORY_KINDS, MemoryEstimate, TimeEstimate
 from hf_fsdp_plugin.estimate.schedule import Span
 from hf_fsdp_plugin.estimate.time import TimeModel
 from hf_fsdp_plugin.estimate.workload import Workload
@@ -51,7 +51,10 @@ def plan_page(
         machine, times: for the streams of a step.
     """
     ranks = machine.ranks_per_machine if machine is not None else RANKS_PER_MACHINE
-    is_timed = machine is not None and times is not None
+    time: TimeEstimate | None = None
+    streams: Chart | None = None
+    if machine is not None and times is not None:
+        time, streams = times.estimate(machine), stream_chart(times.timeline(machine).spans)
     body = macros().plan(
         title=f"{plan.model_class} on {plural(plan.world_size, 'rank')}",
         subject=subject,
@@ -62,8 +65,8 @@ def plan_page(
         timeline=memory_chart(memory.timeline, _LEGEND),
         units=unit_groups(plan.units),
         num_params=max(1, plan.num_params),
-        time=times.estimate(machine) if is_timed else None,
-        streams=stream_chart(times.timeline(machine).spans) if is_timed else None,
+        time=time,
+        streams=streams,
     )
     return html_document(plan.model_class, str(body))
 

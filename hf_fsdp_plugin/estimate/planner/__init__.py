@@ -242,8 +242,8 @@ def _growing_batches(evaluator: Evaluator, choice: Choice, global_batch: int, li
             accumulation = per_rank // micro_batch
             if syncs and accumulation == 1:
                 continue
-            sizes = {"micro_batch": micro_batch, "accumulation": accumulation}
-            row = evaluator.row(replace(choice, **sizes, sync_each_batch=syncs), limit)
+            tried = replace(choice, micro_batch=micro_batch, accumulation=accumulation, sync_each_batch=syncs)
+            row = evaluator.row(tried, limit)
             yield row
             if not row.fits:
                 break
