@@ -21,15 +21,14 @@ from pathlib import Path
 from random import Random
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "tests" / "unit" / "generated"))
-
-from cases import BUILDERS, Builder, Case, pick  # noqa: E402
-from checking import disagreement  # noqa: E402
-from oracle import Oracle  # noqa: E402
-from settings_document import read_document  # noqa: E402
+sys.path.insert(0, str(ROOT))
 
 from scripts.bench.common import make_parser  # noqa: E402
 from scripts.bench.tables.update_results import write_result  # noqa: E402
+from tests.unit.generated.cases import BUILDERS, Builder, Case, pick  # noqa: E402
+from tests.unit.generated.checking import disagreement  # noqa: E402
+from tests.unit.generated.oracle import Oracle  # noqa: E402
+from tests.unit.generated.settings_document import read_document  # noqa: E402
 
 KINDS = (*BUILDERS, *(3 * ("whole file", "whole dict", "environment", "command line")))
 """Kinds with many values in a case are built more often."""

@@ -328,8 +328,8 @@ hf-fsdp completion fish > ~/.config/fish/completions/hf-fsdp.fish
 @contextlib.contextmanager
 def _folder() -> Iterator[Path]:
     """Work in a temporary folder with the files of the examples, with fixed variables."""
-    sys.path.insert(0, str(ROOT / "tests/unit/checkpoint"))
-    import saved
+    sys.path.insert(0, str(ROOT))
+    from tests.support import saved
 
     variables = {"COLUMNS": str(WIDTH), "NO_COLOR": "1", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     unset = ("FORCE_COLOR", "HF_FSDP_LAUNCH")
@@ -353,7 +353,7 @@ def _folder() -> Iterator[Path]:
             os.chdir(place)
             os.environ.clear()
             os.environ.update(before)
-            sys.path.remove(str(ROOT / "tests/unit/checkpoint"))
+            sys.path.remove(str(ROOT))
             sys.executable = program
 
 

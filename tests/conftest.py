@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from leaks import ProcessState, leaks_since, open_files_below
+
+from tests.support.leaks import ProcessState, leaks_since, open_files_below
 
 
 @pytest.fixture(autouse=True, scope="session")

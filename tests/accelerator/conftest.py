@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from accelerator_build import available
-from ranks import Ranks
+
+from tests.accelerator.accelerator_build import available
+from tests.support.ranks import Ranks
 
 
 @pytest.fixture(scope="session")

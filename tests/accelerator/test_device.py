@@ -8,10 +8,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-import cases_device as cases
 import pytest
-from accelerator_build import BACKEND, _build_module, available
-from ranks import Ranks
+
+from tests.accelerator import cases_device as cases
+from tests.accelerator.accelerator_build import BACKEND, _build_module, available
+from tests.support.ranks import Ranks
 
 
 @pytest.mark.parametrize("order", ["event", "event.synchronize", "wait_stream", "synchronize"])

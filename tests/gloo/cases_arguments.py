@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from cases_trainer import make_trainer
-from ranks import reset_accelerate
-from tiny import MODELS
-from training import adamw, loss_of, train_prepared
 
 import hf_fsdp_plugin as hfp
 from hf_fsdp_plugin.problems import SpecError
+from tests.gloo.cases_trainer import make_trainer
+from tests.support.ranks import reset_accelerate
+from tests.support.tiny import MODELS
+from tests.support.training import adamw, loss_of, train_prepared
 
 NUM_STEPS = 4
 

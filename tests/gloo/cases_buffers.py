@@ -10,12 +10,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
-from tiny import parallel_config
 from torch import nn
-from training import fresh_accelerator
 
 from hf_fsdp_plugin.checkpoint import load_model
 from hf_fsdp_plugin.integrations.saving import manager
+from tests.support.tiny import parallel_config
+from tests.support.training import fresh_accelerator
 
 NUM_STEPS = 3
 SETTINGS = {"fsdp_auto_wrap_policy": "NO_WRAP"}

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from accelerate.utils import ProjectConfiguration
-from ranks import on_accelerator
-from tiny import global_batch, my_part, parallel_config, tiny_llama
 
 import hf_fsdp_plugin as hfp
 from hf_fsdp_plugin.backends.sharding.shard import PLAN_ATTRIBUTE
 from hf_fsdp_plugin.integrations.saving import manager
+from tests.support.ranks import on_accelerator
+from tests.support.tiny import global_batch, my_part, parallel_config, tiny_llama
 
 
 class Loop:

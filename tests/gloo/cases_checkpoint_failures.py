@@ -14,9 +14,6 @@ from typing import Any
 
 import torch.distributed as dist
 from accelerate.utils import ProjectConfiguration
-from cases_checkpoint_accelerate import trained_loop
-from cases_resume import StopAt
-from cases_trainer import make_trainer
 from transformers import TrainerCallback
 
 from hf_fsdp_plugin.checkpoint import why_incomplete
@@ -25,6 +22,9 @@ from hf_fsdp_plugin.integrations.accelerate import checkpoints as accelerate_che
 from hf_fsdp_plugin.integrations.saving import manager
 from hf_fsdp_plugin.integrations.transformers import checkpoints as trainer_checkpoints
 from scripts.bench.ranks import forked as forked_ranks
+from tests.gloo.cases_checkpoint_accelerate import trained_loop
+from tests.gloo.cases_resume import StopAt
+from tests.gloo.cases_trainer import make_trainer
 
 USER_EXIT_CODE = 7
 LEFT_FREE = 40 << 10

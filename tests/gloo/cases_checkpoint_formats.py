@@ -12,12 +12,13 @@ import torch.distributed as dist
 from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import fsdp_utils
-from tiny import global_batch, my_part, tiny_llama
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
+
+from tests.support.tiny import global_batch, my_part, tiny_llama
 
 FULL = StateDictOptions(full_state_dict=True)
 

@@ -14,14 +14,11 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from accelerate.utils import fsdp_utils
-from cases_checkpoint_formats import FULL, save_full_fsdp1
-from tiny import global_batch, my_part, parallel_config, tiny_llama
 from torch import is_tensor, nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from training import fresh_accelerator
 
 from hf_fsdp_plugin.checkpoint import folders
 from hf_fsdp_plugin.checkpoint.checking.verified_files import VerifiedFiles
@@ -32,6 +29,9 @@ from hf_fsdp_plugin.checkpoint.shards import LocalShard, local_tensor, optimizer
 from hf_fsdp_plugin.checkpoint.writing import dcp_files
 from hf_fsdp_plugin.integrations.saving import manager
 from hf_fsdp_plugin.problems import SpecError
+from tests.gloo.cases_checkpoint_formats import FULL, save_full_fsdp1
+from tests.support.tiny import global_batch, my_part, parallel_config, tiny_llama
+from tests.support.training import fresh_accelerator
 
 WEIGHT_DECAY = 0.1
 LEARNING_RATE = 1e-2

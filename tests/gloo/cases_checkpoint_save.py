@@ -11,13 +11,13 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from cases_trainer import gathered, losses, make_trainer
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
 from hf_fsdp_plugin.integrations.saving import manager
+from tests.gloo.cases_trainer import gathered, losses, make_trainer
 
 
 def read_dcp(folder: Path) -> dict[str, Any]:
@@ -43,8 +43,9 @@ def train_and_save(output_dir: str, **arguments: Any) -> dict[str, Any]:
 
 def train_mixture(output_dir: str, **arguments: Any) -> dict[str, Any]:
     """Train a mixture of experts. Transformers keeps the experts in one tensor, and stores them separately."""
-    import cases_trainer
     from transformers import MixtralConfig, MixtralForCausalLM
+
+    from tests.gloo import cases_trainer
 
     def tiny_mixtral() -> torch.nn.Module:
         torch.manual_seed(0)
@@ -140,7 +141,8 @@ def load_own_checkpoint(output_dir: str, **arguments: Any) -> dict[str, Any]:
 def train_adapters(output_dir: str, **arguments: Any) -> dict[str, Any]:
     """Train LoRA adapters for three steps, repeat the last step from a checkpoint, and export."""
     from peft import PeftModel
-    from tiny import tiny_llama
+
+    from tests.support.tiny import tiny_llama
 
     schedule = {"save_strategy": "steps", "save_steps": 2, "max_steps": 3, "fp16": False, **arguments}
     whole = make_trainer(output_dir, "lora", **schedule)

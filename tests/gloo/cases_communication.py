@@ -6,15 +6,14 @@ from collections import Counter
 from contextlib import nullcontext
 from typing import Any
 
-from collective_counter import CollectiveCounter
-from tiny import MODELS
-from training import MAX_NORM, fresh_accelerator, loss_of, sgd
-
 from hf_fsdp_plugin.backends.sharding.shard import plan_of
 from hf_fsdp_plugin.estimate.communication import estimate_communication
 from hf_fsdp_plugin.estimate.results import Collective
 from hf_fsdp_plugin.estimate.workload import Workload
 from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan
+from tests.gloo.collective_counter import CollectiveCounter
+from tests.support.tiny import MODELS
+from tests.support.training import MAX_NORM, fresh_accelerator, loss_of, sgd
 
 Calls = Counter[tuple[str, tuple[int, ...], int, str]]
 

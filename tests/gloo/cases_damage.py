@@ -15,13 +15,13 @@ from typing import Any
 import numpy
 import torch
 import torch.distributed as dist
-from cases_checkpoint_accelerate import trained_loop
-from cases_trainer import make_trainer
-from damages import exchange, flip, truncate
 
 from hf_fsdp_plugin.checkpoint.names import MANIFEST_NAME
 from hf_fsdp_plugin.integrations.saving import manager
 from hf_fsdp_plugin.problems import SpecError
+from tests.gloo.cases_checkpoint_accelerate import trained_loop
+from tests.gloo.cases_trainer import make_trainer
+from tests.support.damages import exchange, flip, truncate
 
 Damage = Callable[[Path], None]
 

@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from cases_trainer import Batches, gathered, losses, make_trainer
-from ranks import on_accelerator, reset_accelerate
-from tiny import GLOBAL_BATCH
-from training import train_prepared
 
 import hf_fsdp_plugin as hfp
+from tests.gloo.cases_trainer import Batches, gathered, losses, make_trainer
+from tests.support.ranks import on_accelerator, reset_accelerate
+from tests.support.tiny import GLOBAL_BATCH
+from tests.support.training import train_prepared
 
 PLAIN = {"max_grad_norm": 0.5, "learning_rate": 1e-3, "max_steps": 6, "seed": 3}
 
@@ -146,7 +146,8 @@ def train_adapters(folder: str, output_dir: str, fields: dict[str, Any]) -> dict
 def used_before_prepare(folder: str, fields: dict[str, Any], num_steps: int = 3) -> dict[str, Any]:
     """Compute a loss and create the optimizer before ``prepare``, as scripts do."""
     from accelerate import Accelerator
-    from tiny import global_batch
+
+    from tests.support.tiny import global_batch
 
     reset_accelerate()
     hfp.install({})

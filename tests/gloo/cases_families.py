@@ -8,15 +8,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from model_families import FAMILIES
-from tiny import my_part
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
-from training import fresh_accelerator
 
 import hf_fsdp_plugin as hfp
 from hf_fsdp_plugin.plan.names import canonical_name
+from tests.support.model_families import FAMILIES
+from tests.support.tiny import my_part
+from tests.support.training import fresh_accelerator
 
 NUM_STEPS = 3
 MAX_NORM = 1.0

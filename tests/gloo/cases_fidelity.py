@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from cases_trainer import make_trainer
-from ranks import on_accelerator
-from tiny import MODELS, global_batch, my_part
 
 import hf_fsdp_plugin as hfp
+from tests.gloo.cases_trainer import make_trainer
+from tests.support.ranks import on_accelerator
+from tests.support.tiny import MODELS, global_batch, my_part
 
 
 def report_of_file(path: str, model_name: str = "llama") -> dict[str, Any]:

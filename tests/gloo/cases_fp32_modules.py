@@ -7,12 +7,12 @@ import re
 from typing import Any
 
 import torch
-from tiny import MODELS, parallel_config
 from torch import nn
-from training import MAX_NORM, adamw, fresh_accelerator, loss_of, train, train_prepared
 
 import hf_fsdp_plugin as hfp
 from hf_fsdp_plugin.problems import SpecError
+from tests.support.tiny import MODELS, parallel_config
+from tests.support.training import MAX_NORM, adamw, fresh_accelerator, loss_of, train, train_prepared
 
 NUM_STEPS = 4
 

@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from model_families import FAMILIES
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from training import fresh_accelerator
 
 from hf_fsdp_plugin.checkpoint.shards import local_tensor
 from scripts.bench.ranks import host_waits as bench
+from tests.support.model_families import FAMILIES
+from tests.support.training import fresh_accelerator
 
 
 def count_in_steps(version: int, case: str) -> dict[str, list[int]]:

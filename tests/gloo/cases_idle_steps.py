@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from tiny import MODELS, global_batch, my_part
 from torch import nn
-from training import fresh_accelerator
 
 import hf_fsdp_plugin as hfp
 from hf_fsdp_plugin.problems import SpecError
+from tests.support.tiny import MODELS, global_batch, my_part
+from tests.support.training import fresh_accelerator
 
 NUM_STEPS = 3
 

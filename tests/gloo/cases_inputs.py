@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from cases_trainer import losses
-from tiny import parallel_config
 from torch import nn
-from training import adamw, fresh_accelerator
 from transformers import PretrainedConfig, PreTrainedModel, Trainer, TrainingArguments
 
 import hf_fsdp_plugin as hfp
+from tests.gloo.cases_trainer import losses
+from tests.support.tiny import parallel_config
+from tests.support.training import adamw, fresh_accelerator
 
 VOCABULARY, IGNORED = 16, -100
 

@@ -14,11 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from cases_families import clones, sgd, train_steps
-from cases_trainer import losses
-from model_families import FAMILIES, TEXT_CONFIG, without_dropout
 from torch import nn
-from training import fresh_accelerator
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 import hf_fsdp_plugin as hfp
@@ -26,6 +22,10 @@ from hf_fsdp_plugin.backends.loading.equal_weights import parameter_memory
 from hf_fsdp_plugin.backends.loading.shared_weights import Publication
 from hf_fsdp_plugin.backends.loading.weight_loader import BROADCAST_ATTRIBUTE
 from hf_fsdp_plugin.plan.names import unwrapped
+from tests.gloo.cases_families import clones, sgd, train_steps
+from tests.gloo.cases_trainer import losses
+from tests.support.model_families import FAMILIES, TEXT_CONFIG, without_dropout
+from tests.support.training import fresh_accelerator
 
 
 def save_plain(family: str, folder: str) -> None:

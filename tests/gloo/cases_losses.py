@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from cases_sentence_transformer import WORDS, losses, make_base, make_model
-from ranks import on_accelerator, reset_accelerate
 from transformers import TrainerCallback
 
 import hf_fsdp_plugin as hfp
+from tests.gloo.cases_sentence_transformer import WORDS, losses, make_base, make_model
+from tests.support.ranks import on_accelerator, reset_accelerate
 
 
 def train(folder: str, version: int, case: str) -> dict[str, Any]:

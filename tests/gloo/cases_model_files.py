@@ -12,12 +12,12 @@ from typing import Any
 import torch.distributed as dist
 import transformers as hf
 from accelerate import Accelerator
-from model_families import FAMILIES
-from training import fresh_accelerator
 from transformers import core_model_loading
 
 import hf_fsdp_plugin as hfp
 from hf_fsdp_plugin.problems import SpecError
+from tests.support.model_families import FAMILIES
+from tests.support.training import fresh_accelerator
 
 INDEX = "model.safetensors.index.json"
 NEEDED = "model.layers.1.mlp.up_proj.weight"

@@ -7,16 +7,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from accelerate.utils.fsdp_utils import get_parameters_from_modules
-from cases_trainer import losses, make_trainer
-from ranks import own_device
-from tiny import MODELS, SimpleModel, tiny_bert, tiny_llama
 from torch import nn
 from torch._dynamo.testing import CompileCounter
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
-from training import fresh_accelerator, loss_of, sgd, train_prepared
 
 import hf_fsdp_plugin as hfp
+from tests.gloo.cases_trainer import losses, make_trainer
+from tests.support.ranks import own_device
+from tests.support.tiny import MODELS, SimpleModel, tiny_bert, tiny_llama
+from tests.support.training import fresh_accelerator, loss_of, sgd, train_prepared
 
 NUM_STEPS = 3
 

@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from cases_trainer import gathered, losses, make_trainer
-from cases_user_code import codes_of, make_model, step
-from tiny import tiny_llama
 from torch import nn
-from training import fresh_accelerator, loss_of, sgd
 
 import hf_fsdp_plugin as hfp
+from tests.gloo.cases_trainer import gathered, losses, make_trainer
+from tests.gloo.cases_user_code import codes_of, make_model, step
+from tests.support.tiny import tiny_llama
+from tests.support.training import fresh_accelerator, loss_of, sgd
 
 DECAY = 0.6
 NUM_STEPS = 4

@@ -11,10 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from ranks import own_device
-from tiny import MODELS, global_batch, my_part
 from torch import nn
-from training import fresh_accelerator
 
 from hf_fsdp_plugin import load_spec, report, resolve
 from hf_fsdp_plugin.backends.sharding.shard import shard
@@ -25,6 +22,9 @@ from hf_fsdp_plugin.observe.first_step import record_first_step
 from hf_fsdp_plugin.observe.report import BatchShape, Report
 from hf_fsdp_plugin.observe.units import observe_units
 from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan
+from tests.support.ranks import own_device
+from tests.support.tiny import MODELS, global_batch, my_part
+from tests.support.training import fresh_accelerator
 
 
 def make(config: dict[str, Any], name: str = "llama") -> tuple[nn.Module, FsdpPlan]:

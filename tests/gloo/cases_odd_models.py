@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from training import fresh_accelerator
 
 import hf_fsdp_plugin as hfp
+from tests.support.training import fresh_accelerator
 
 NUM_STEPS = 2
 

@@ -11,13 +11,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from cases_trainer import Batches
-from tiny import GLOBAL_BATCH, MODELS, parallel_config
 from torch import nn
-from training import fresh_accelerator, loss_of
 from transformers import Trainer, TrainingArguments
 
 import hf_fsdp_plugin as hfp
+from tests.gloo.cases_trainer import Batches
+from tests.support.tiny import GLOBAL_BATCH, MODELS, parallel_config
+from tests.support.training import fresh_accelerator, loss_of
 
 NUM_STEPS = 10
 

@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from tiny import simple_batch
 from torch import nn
-from training import fresh_accelerator, sgd
+
+from tests.support.tiny import simple_batch
+from tests.support.training import fresh_accelerator, sgd
 
 NUM_STEPS = 3
 

@@ -6,13 +6,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from tiny import MODELS, NUM_STEPS
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
-from training import MAX_NORM, adamw, fresh_accelerator, loss_of, train_prepared
 
 from hf_fsdp_plugin.problems import SpecError
+from tests.support.tiny import MODELS, NUM_STEPS
+from tests.support.training import MAX_NORM, adamw, fresh_accelerator, loss_of, train_prepared
 
 MAX_VALUE = 1e-3
 

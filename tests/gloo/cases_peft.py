@@ -9,11 +9,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from cases_trainer import Batches, losses, make_trainer
-from ranks import own_device
-from tiny import GLOBAL_BATCH, MODELS, tiny_llama
 from torch import nn
-from training import fresh_accelerator, loss_of, sgd, train, train_prepared, train_without_accelerate
+
+from tests.gloo.cases_trainer import Batches, losses, make_trainer
+from tests.support.ranks import own_device
+from tests.support.tiny import GLOBAL_BATCH, MODELS, tiny_llama
+from tests.support.training import fresh_accelerator, loss_of, sgd, train, train_prepared, train_without_accelerate
 
 NUM_STEPS = 4
 TARGETS = ("q_proj", "v_proj")

@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from tiny import MODELS, parallel_config
 from torch import nn
-from training import fresh_accelerator, train, train_prepared
 
 from hf_fsdp_plugin.torch_private.functions import ShardedGradScaler
+from tests.support.tiny import MODELS, parallel_config
+from tests.support.training import fresh_accelerator, train, train_prepared
 
 NUM_STEPS = 3
 SCALE = 1024.0

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from cases_trainer import losses, make_trainer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from transformers.trainer_callback import TrainerCallback
 
@@ -19,6 +18,7 @@ from hf_fsdp_plugin.integrations.profiling.files import rank_files, read_ranks
 from hf_fsdp_plugin.integrations.profiling.marking import marks
 from hf_fsdp_plugin.integrations.profiling.run import profiling
 from hf_fsdp_plugin.torch_private.functions import default_store
+from tests.gloo.cases_trainer import losses, make_trainer
 
 SHORT: dict[str, Any] = {"wait": 1, "warmup": 1, "active": 1, "after": 1}
 """Step 3 is analyzed, and step 4 is the last one."""

@@ -9,8 +9,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from cases_trainer import Batches, make_trainer
-from tiny import MODELS
 from torch.utils.data import DataLoader
 from transformers import TrainerCallback, get_scheduler
 
@@ -19,6 +17,8 @@ from hf_fsdp_plugin.hangs.record import step_count
 from hf_fsdp_plugin.integrations.session import session
 from hf_fsdp_plugin.messages import printer
 from hf_fsdp_plugin.runs.restart_policy import FailedAttempt, Restarts
+from tests.gloo.cases_trainer import Batches, make_trainer
+from tests.support.tiny import MODELS
 
 NUM_STEPS = 14
 """Steps of the whole run. It is interrupted at several steps; ten steps are compared after the last interruption."""

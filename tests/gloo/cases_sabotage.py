@@ -16,18 +16,18 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from tiny import MODELS, global_batch, my_part
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.tensor import DTensor
-from training import fresh_accelerator
 
 import hf_fsdp_plugin as hfp
 from hf_fsdp_plugin.backends.loading import weight_loader
 from hf_fsdp_plugin.backends.sharding import fsdp1, fsdp2
 from hf_fsdp_plugin.torch_private.functions import ActivationWrapper, CheckpointWrapper
+from tests.support.tiny import MODELS, global_batch, my_part
+from tests.support.training import fresh_accelerator
 
 NUM_STEPS = 6
 

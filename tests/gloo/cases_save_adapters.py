@@ -9,11 +9,11 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from cases_peft import KINDS, adapted_llama
-from cases_save_pretrained import Trained, codes_of
-from tiny import global_batch, tiny_llama
 
 import hf_fsdp_plugin as hfp
+from tests.gloo.cases_peft import KINDS, adapted_llama
+from tests.gloo.cases_save_pretrained import Trained, codes_of
+from tests.support.tiny import global_batch, tiny_llama
 
 
 def save(folder: str, form: str, version: int, strategy: str, kind: str, **settings: Any) -> dict[str, Any]:

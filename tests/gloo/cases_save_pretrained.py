@@ -10,12 +10,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
-from tiny import MODELS, parallel_config
 from torch.distributed.tensor import DTensor
-from training import adamw, fresh_accelerator, loss_of
 
 import hf_fsdp_plugin as hfp
 from hf_fsdp_plugin.backends.ranks.collective_entry import LIMIT_VARIABLE
+from tests.support.tiny import MODELS, parallel_config
+from tests.support.training import adamw, fresh_accelerator, loss_of
 
 LIMIT_S = "2"
 

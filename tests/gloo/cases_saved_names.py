@@ -7,10 +7,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from remote_model import RemoteConfig, RemoteForCausalLM
-from tiny import parallel_config
 from torch import nn
-from training import adamw, fresh_accelerator
+
+from tests.gloo.remote_model import RemoteConfig, RemoteForCausalLM
+from tests.support.tiny import parallel_config
+from tests.support.training import adamw, fresh_accelerator
 
 
 def gpt_neox() -> nn.Module:

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from ranks import on_accelerator, reset_accelerate
 from transformers import TrainerCallback
 
 import hf_fsdp_plugin as hfp
+from tests.support.ranks import on_accelerator, reset_accelerate
 
 WORDS = (
     "a", "red", "blue", "green", "small", "large", "cat", "dog", "bird", "house", "runs", "sleeps", "sings", "near",

@@ -6,12 +6,12 @@ from itertools import chain
 from typing import Any
 
 import torch
-from tiny import global_batch, my_part, tiny_llama
 from torch import nn
-from training import fresh_accelerator
 
 import hf_fsdp_plugin as hfp
 from hf_fsdp_plugin.integrations.saving import manager
+from tests.support.tiny import global_batch, my_part, tiny_llama
+from tests.support.training import fresh_accelerator
 
 NUM_STEPS = 4
 

@@ -11,16 +11,16 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from cases_families import clones
-from model_families import FAMILIES
-from ranks import own_device
 from torch import nn
-from training import fresh_accelerator
 
 import hf_fsdp_plugin as hfp
 from hf_fsdp_plugin.backends.loading.weight_loader import BROADCAST_ATTRIBUTE, WeightLoader
 from hf_fsdp_plugin.checkpoint.shards import local_tensor
 from hf_fsdp_plugin.plan.names import unwrapped
+from tests.gloo.cases_families import clones
+from tests.support.model_families import FAMILIES
+from tests.support.ranks import own_device
+from tests.support.training import fresh_accelerator
 
 
 def save_and_read(family: str, folder: Path) -> dict[str, torch.Tensor]:

@@ -6,13 +6,13 @@ import time
 from typing import Any
 
 import torch
-from tiny import parallel_config, tiny_llama
-from training import fresh_accelerator, sgd
 
 from hf_fsdp_plugin.backends.sharding.shard import plan_of
 from hf_fsdp_plugin.estimate.calibration import Measuring, calibrate
 from hf_fsdp_plugin.estimate.time import estimate_time
 from hf_fsdp_plugin.estimate.workload import Workload
+from tests.support.tiny import parallel_config, tiny_llama
+from tests.support.training import fresh_accelerator, sgd
 
 
 def calibrated_and_measured(version: int) -> tuple[Any, float, float]:

@@ -8,12 +8,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from cases_trainer import losses, make_trainer
-from model_families import FAMILIES, NUM_ROWS, Batch
-from tiny import MODELS, global_batch, my_part, parallel_config, tiny_llama
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
-from training import fresh_accelerator, sgd
 from transformers import (
     LlamaForCausalLM,
     Seq2SeqTrainer,
@@ -24,6 +20,10 @@ from transformers import (
 
 import hf_fsdp_plugin as hfp
 from hf_fsdp_plugin.problems import SpecError
+from tests.gloo.cases_trainer import losses, make_trainer
+from tests.support.model_families import FAMILIES, NUM_ROWS, Batch
+from tests.support.tiny import MODELS, global_batch, my_part, parallel_config, tiny_llama
+from tests.support.training import fresh_accelerator, sgd
 
 NUM_STEPS = 3
 

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tiny import GLOBAL_BATCH, MODELS, global_batch
 
 import hf_fsdp_plugin as hfp
+from tests.support.tiny import GLOBAL_BATCH, MODELS, global_batch
 
 
 class Batches(torch.utils.data.Dataset):

@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 from accelerate.utils import release_memory
-from cases_trainer import losses, make_trainer
-from tiny import tiny_llama
+
+from tests.gloo.cases_trainer import losses, make_trainer
+from tests.support.tiny import tiny_llama
 
 
 def search(output_dir: str, rates: list[float], **arguments: Any) -> dict[str, Any]:

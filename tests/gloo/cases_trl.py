@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from ranks import on_accelerator
-from tiny import tiny_llama
 
 import hf_fsdp_plugin as hfp
+from tests.support.ranks import on_accelerator
+from tests.support.tiny import tiny_llama
 
 NUM_STEPS = 3
 GLOBAL_BATCH = 4

@@ -11,15 +11,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from cases_trainer import Batches
-from tiny import MODELS, global_batch, my_part, tiny_llama
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim.swa_utils import AveragedModel
-from training import adamw, fresh_accelerator, loss_of, sgd
 
 import hf_fsdp_plugin as hfp
 from hf_fsdp_plugin.problems import SpecError
+from tests.gloo.cases_trainer import Batches
+from tests.support.tiny import MODELS, global_batch, my_part, tiny_llama
+from tests.support.training import adamw, fresh_accelerator, loss_of, sgd
 
 NUM_STEPS = 3
 

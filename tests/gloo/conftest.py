@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from accelerator_build import available
-from ranks import Ranks
+
+from tests.accelerator.accelerator_build import available
+from tests.support.ranks import Ranks
 
 _DEVICE = os.environ.get("RANKS_DEVICE", "cpu")
 """``accelerator`` runs the tests on ranks of the simulated accelerator, except those that start other processes."""

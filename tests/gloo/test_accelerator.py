@@ -12,12 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from accelerator_build import BACKEND, available
-from launching import environment, write
-from matrices import alternating
-from ranks import Ranks
-from tiny import parallel_config
-from training import assert_same_training, reference, resume_with_default_device, train
+
+from tests.accelerator.accelerator_build import BACKEND, available
+from tests.support.launching import environment, write
+from tests.support.matrices import alternating
+from tests.support.ranks import Ranks
+from tests.support.tiny import parallel_config
+from tests.support.training import assert_same_training, reference, resume_with_default_device, train
 
 reference_of = cache(reference)
 

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from accelerator_build import BACKEND, available
-from json_schema import assert_valid
-from launching import LAUNCH, Done, finish, run, start, write
-from matrices import slow
 
 from hf_fsdp_plugin.cli.output import HANG
+from tests.accelerator.accelerator_build import BACKEND, available
+from tests.support.json_schema import assert_valid
+from tests.support.launching import LAUNCH, Done, finish, run, start, write
+from tests.support.matrices import slow
 
 ROOT = BACKEND.parents[2]
 SCRIPT = """

@@ -6,12 +6,13 @@ import re
 from pathlib import Path
 from typing import Any
 
-import cases_arguments as cases
 import pytest
-from launching import launch, write
-from matrices import slow
-from ranks import Ranks
-from training import assert_same_training, assert_same_weights, differing, reference
+
+from tests.gloo import cases_arguments as cases
+from tests.support.launching import launch, write
+from tests.support.matrices import slow
+from tests.support.ranks import Ranks
+from tests.support.training import assert_same_training, assert_same_weights, differing, reference
 
 SIZES = {"dp_replicate_size": 2, "dp_shard_size": 2}
 VERSIONS = pytest.mark.parametrize("version", [1, 2])

@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from json_schema import assert_valid
-from launching import environment, finish
+
+from tests.support.json_schema import assert_valid
+from tests.support.launching import environment, finish
 
 BENCH = [sys.executable, "-m", "hf_fsdp_plugin.cli.main", "bench", "--cpu", "--model", "model"]
 LLAMA: dict[str, Any] = {

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import cases_buffers as cases
 import pytest
 import torch
-from ranks import Ranks
+
+from tests.gloo import cases_buffers as cases
+from tests.support.ranks import Ranks
 
 VERSIONS = [1, 2]
 

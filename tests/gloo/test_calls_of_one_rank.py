@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from launching import LAUNCH, Done, run, write
 
 from hf_fsdp_plugin.cli.output import HANG
+from tests.support.launching import LAUNCH, Done, run, write
 
 SCRIPT = """
     import sys, time, torch

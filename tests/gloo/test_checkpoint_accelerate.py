@@ -7,12 +7,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import cases_checkpoint_accelerate as cases
 import pytest
 import torch
 from accelerate.utils import merge_fsdp_weights
-from ranks import Ranks
 from safetensors.torch import load_file
+
+from tests.gloo import cases_checkpoint_accelerate as cases
+from tests.support.ranks import Ranks
 
 LOOPS: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"version": 2}, {"version": 2}),

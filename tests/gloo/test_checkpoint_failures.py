@@ -13,12 +13,12 @@ from multiprocessing.pool import Pool
 from pathlib import Path
 from typing import Any
 
-import cases_checkpoint_failures as cases
 import pytest
-from matrices import slow
-from ranks import Ranks
 
 from hf_fsdp_plugin.checkpoint import verify, why_incomplete
+from tests.gloo import cases_checkpoint_failures as cases
+from tests.support.matrices import slow
+from tests.support.ranks import Ranks
 
 ROOT = Path(__file__).resolve().parents[2]
 # Both versions fail in the same way, so FSDP1 is a slow test.

@@ -7,12 +7,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from assembled import assembled
-from cases_checkpoint_formats import save_with_stock_accelerate
-from ranks import Ranks
 
 from hf_fsdp_plugin.checkpoint.formats.table import read_stored_model, read_stored_optimizer
 from hf_fsdp_plugin.problems import CheckpointError
+from tests.gloo.cases_checkpoint_formats import save_with_stock_accelerate
+from tests.support.assembled import assembled
+from tests.support.ranks import Ranks
 
 SHARDED, FULL, LOCAL = "SHARDED_STATE_DICT", "FULL_STATE_DICT", "LOCAL_STATE_DICT"
 

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from cases_checkpoint_reader import (
+
+from tests.gloo.cases_checkpoint_reader import (
     Layout,
     measure_reads,
     one_group,
@@ -25,8 +26,8 @@ from cases_checkpoint_reader import (
     write_and_read_without_state,
     write_uneven_state,
 )
-from matrices import slow
-from ranks import Ranks
+from tests.support.matrices import slow
+from tests.support.ranks import Ranks
 
 FSDP2: Layout = (2, "full_shard", True)
 FSDP1: Layout = (1, "full_shard", True)

@@ -6,15 +6,15 @@ import importlib.util
 from pathlib import Path
 from typing import Any
 
-import cases_checkpoint_save as cases
 import pytest
 import torch
-from matrices import alternating
-from ranks import Ranks
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from hf_fsdp_plugin.checkpoint import remove_checkpoint, summarize, verify
+from tests.gloo import cases_checkpoint_save as cases
+from tests.support.matrices import alternating
+from tests.support.ranks import Ranks
 
 SETTINGS = {
     "fsdp2": {"fsdp_version": 2},

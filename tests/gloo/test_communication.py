@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from cases_communication import counted_and_estimated
-from matrices import alternating, slow
-from ranks import Ranks
-from tiny import parallel_config
+
+from tests.gloo.cases_communication import counted_and_estimated
+from tests.support.matrices import alternating, slow
+from tests.support.ranks import Ranks
+from tests.support.tiny import parallel_config
 
 BF16 = {"mixed_precision": "bf16"}
 NESTED = {"fsdp_transformer_layer_cls_to_wrap": "LlamaMLP,LlamaDecoderLayer"}

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import yaml
-from ranks import RankError, Ranks
-from training import adamw, differing, reference, train
 
 from hf_fsdp_plugin import load_spec
+from tests.support.ranks import RankError, Ranks
+from tests.support.training import adamw, differing, reference, train
 
 NUM_STEPS = 4
 CONFIGS = sorted((Path(__file__).resolve().parents[2] / "configs").glob("*.yaml"))

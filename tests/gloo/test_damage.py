@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import cases_damage as cases
 import pytest
-from matrices import slow
-from ranks import Ranks
 
 from hf_fsdp_plugin.checkpoint.names import MANIFEST_NAME
+from tests.gloo import cases_damage as cases
+from tests.support.matrices import slow
+from tests.support.ranks import Ranks
 
 NOT_READ = ("config.json", "generation_config.json")
 """Files of a checkpoint that Accelerate does not read."""

@@ -5,13 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import cases_distributed_config as cases
 import pytest
 import torch
-from matrices import slow
-from ranks import Ranks
-from tiny import tiny_llama
-from training import assert_same_weights, differing, reference
+
+from tests.gloo import cases_distributed_config as cases
+from tests.support.matrices import slow
+from tests.support.ranks import Ranks
+from tests.support.tiny import tiny_llama
+from tests.support.training import assert_same_weights, differing, reference
 
 RELATIVE = 1e-4
 

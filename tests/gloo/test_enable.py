@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from launching import Done, run, write
 
 from hf_fsdp_plugin.cli.enable import FILE_NAME, TEXT
+from tests.support.launching import Done, run, write
 
 ROOT = Path(__file__).parents[2]
 CONFIG = """\

@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from matrices import alternating, slow
-from ranks import Ranks
-from tiny import parallel_config
-from training import (
+
+from tests.support.matrices import alternating, slow
+from tests.support.ranks import Ranks
+from tests.support.tiny import parallel_config
+from tests.support.training import (
     assert_same_training,
     count_process_groups,
     prepare_different_models,

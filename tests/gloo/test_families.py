@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from cases_families import NUM_STEPS, adam, plain_sgd, reference, train
-from matrices import alternating
-from model_families import FAMILIES
-from ranks import Ranks
-from tiny import parallel_config
+
+from tests.gloo.cases_families import NUM_STEPS, adam, plain_sgd, reference, train
+from tests.support.matrices import alternating
+from tests.support.model_families import FAMILIES
+from tests.support.ranks import Ranks
+from tests.support.tiny import parallel_config
 
 # Attention has no fused kernel on the simulated accelerator, so more intermediate results are rounded.
 RELATIVE = 2e-5 if os.environ.get("RANKS_DEVICE") == "accelerator" else 1e-5

@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cases_fidelity import report_of_arguments, report_of_file
-from matrices import alternating
-from ranks import RankError, Ranks
+
+from tests.gloo.cases_fidelity import report_of_arguments, report_of_file
+from tests.support.matrices import alternating
+from tests.support.ranks import RankError, Ranks
 
 ReportOf = Callable[..., dict[str, Any]]
 

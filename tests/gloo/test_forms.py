@@ -7,8 +7,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from launching import LAUNCH, run, write
-from matrices import slow
+
+from tests.support.launching import LAUNCH, run, write
+from tests.support.matrices import slow
 
 # As in FastChat and Alpaca: a subclass of TrainingArguments and HfArgumentParser.
 SCRIPT = """

@@ -5,15 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import cases_fp32_modules as cases
 import pytest
-from cases_communication import counted_and_estimated
-from matrices import slow
-from ranks import Ranks
-from tiny import MODELS
-from training import assert_same_training, differing
 
 from hf_fsdp_plugin.torch_private.fsdp2 import first_version_with_dtype_per_parameter, installed_behavior
+from tests.gloo import cases_fp32_modules as cases
+from tests.gloo.cases_communication import counted_and_estimated
+from tests.support.matrices import slow
+from tests.support.ranks import Ranks
+from tests.support.tiny import MODELS
+from tests.support.training import assert_same_training, differing
 
 NEEDS_OVERRIDES = pytest.mark.skipif(
     not installed_behavior().dtype_per_parameter,

@@ -9,9 +9,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from cases_gpu_check import run
-from matrices import slow
-from ranks import RankError, Ranks
+
+from tests.gloo.cases_gpu_check import run
+from tests.support.matrices import slow
+from tests.support.ranks import RankError, Ranks
 
 SLOW = (
     "training", "launcher", "restart", "compiled", "ignored_modules", "scaler", "activation_offload", "generation",

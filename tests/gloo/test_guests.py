@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from json_schema import assert_valid
-from launching import Done, environment, finish, free_port, wait_for, write
 
 from hf_fsdp_plugin.cli.output import HANG
+from tests.support.json_schema import assert_valid
+from tests.support.launching import Done, environment, finish, free_port, wait_for, write
 
 LOOP = r"""
     import os, signal, sys, threading, time

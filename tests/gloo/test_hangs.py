@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from launching import Done, launch, run, write
 
 from hf_fsdp_plugin.cli.output import HANG
 from scripts.bench.measure.hangs import EXPECTED, LAUNCHERS, WAYS, provoke, train_healthily
+from tests.support.launching import Done, launch, run, write
 
 QUICK = {
     ("sleep", 1, "loop", "hf-fsdp"),

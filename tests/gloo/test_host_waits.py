@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import cases_host_waits as cases
 import pytest
-from ranks import Ranks
-from tiny import parallel_config
 
 from scripts.bench.ranks.host_waits import STEP_CASES
+from tests.gloo import cases_host_waits as cases
+from tests.support.ranks import Ranks
+from tests.support.tiny import parallel_config
 
 
 @pytest.mark.parametrize("version", [1, 2])

@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from cases_idle_steps import NUM_STEPS, run_loop
-from json_schema import assert_valid
-from ranks import Ranks
-from tiny import parallel_config
+
+from tests.gloo.cases_idle_steps import NUM_STEPS, run_loop
+from tests.support.json_schema import assert_valid
+from tests.support.ranks import Ranks
+from tests.support.tiny import parallel_config
 
 VERSIONS = [1, 2]
 

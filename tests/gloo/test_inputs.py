@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import cases_inputs as cases
 import pytest
 import torch
-from ranks import Ranks
 
 from hf_fsdp_plugin.backends.sharding.forward_hooks import cast_activations
+from tests.gloo import cases_inputs as cases
+from tests.support.ranks import Ranks
 
 VERSIONS = pytest.mark.parametrize("version", [1, 2])
 BF16, FP32 = "torch.bfloat16", "torch.float32"

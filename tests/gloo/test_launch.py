@@ -10,8 +10,9 @@ import time
 from pathlib import Path
 
 import pytest
-from launching import finish, is_gone, launch, launch_script, start_script, write
-from matrices import slow
+
+from tests.support.launching import finish, is_gone, launch, launch_script, start_script, write
+from tests.support.matrices import slow
 
 SHOW = """
     import json, os, sys

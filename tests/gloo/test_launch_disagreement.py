@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from launching import finish, launch, start, wait_for, write
+
+from tests.support.launching import finish, launch, start, wait_for, write
 
 ACCELERATE = """
     import sys, torch

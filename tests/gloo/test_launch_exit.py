@@ -9,7 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from launching import (
+
+from tests.support.launching import (
     LAUNCH,
     environment,
     finish,

@@ -6,8 +6,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from launching import Done, finish, free_port, launch_script, run, start, write
-from matrices import slow
+
+from tests.support.launching import Done, finish, free_port, launch_script, run, start, write
+from tests.support.matrices import slow
 
 SUM = r"""
     import os, sys

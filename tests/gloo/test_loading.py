@@ -5,12 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import cases_loading as cases
 import pytest
 import torch
-from matrices import slow
-from ranks import Ranks
-from tiny import parallel_config
+
+from tests.gloo import cases_loading as cases
+from tests.support.matrices import slow
+from tests.support.ranks import Ranks
+from tests.support.tiny import parallel_config
 
 # Tied, three tied weights, converted experts; then untied, scalars and position ids, a scaled embedding.
 LOADED = ["llama-tied", "bert-mlm", "mixtral"]

@@ -6,12 +6,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from matrices import slow
-from ranks import RankError, Ranks
+
+from tests.support.matrices import slow
+from tests.support.ranks import RankError, Ranks
 
 pytest.importorskip("sentence_transformers")
 
-import cases_losses as cases
+from tests.gloo import cases_losses as cases
 
 
 @pytest.mark.parametrize("version", [1, 2])

@@ -9,7 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from matrices import slow
+
+from tests.support.matrices import slow
 
 ROOT = Path(__file__).parents[2]
 SMALL = "layers=2,hidden=128,inter=256,heads=4,kv_heads=2,vocab=500,seq=128"

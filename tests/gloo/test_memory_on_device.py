@@ -9,8 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from accelerator_build import available
-from matrices import slow
+
+from tests.accelerator.accelerator_build import available
+from tests.support.matrices import slow
 
 ROOT = Path(__file__).parents[2]
 SMALL = "layers=2,hidden=256,inter=512,heads=4,kv_heads=2,vocab=1000,seq=64,attention=eager"

@@ -5,11 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import cases_model_files as cases
 import pytest
-from matrices import slow
-from ranks import Ranks
-from tiny import parallel_config
+
+from tests.gloo import cases_model_files as cases
+from tests.support.matrices import slow
+from tests.support.ranks import Ranks
+from tests.support.tiny import parallel_config
 
 CODES = {
     "truncated": "FSDP-E453",

@@ -7,14 +7,15 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import cases_models as cases
 import pytest
 import torch
-from json_schema import assert_valid
-from matrices import slow
-from ranks import RankError, Ranks
-from tiny import parallel_config, tiny_llama
-from training import RELATIVE, assert_same_training, assert_same_weights, differing, reference, sgd, train
+
+from tests.gloo import cases_models as cases
+from tests.support.json_schema import assert_valid
+from tests.support.matrices import slow
+from tests.support.ranks import RankError, Ranks
+from tests.support.tiny import parallel_config, tiny_llama
+from tests.support.training import RELATIVE, assert_same_training, assert_same_weights, differing, reference, sgd, train
 
 VERSIONS = pytest.mark.parametrize("version", [1, 2])
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import cases_moving_average as cases
 import pytest
 import torch
-from matrices import slow
-from ranks import Ranks
-from tiny import parallel_config
 
 from hf_fsdp_plugin.checkpoint import verify
+from tests.gloo import cases_moving_average as cases
+from tests.support.matrices import slow
+from tests.support.ranks import Ranks
+from tests.support.tiny import parallel_config
 
 VERSIONS = pytest.mark.parametrize("version", [1, 2])
 

@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import ANY
 
-import cases_observe as cases
 import pytest
-from json_schema import assert_valid
-from matrices import alternating
-from ranks import Ranks
-from tiny import parallel_config
+
+from tests.gloo import cases_observe as cases
+from tests.support.json_schema import assert_valid
+from tests.support.matrices import alternating
+from tests.support.ranks import Ranks
+from tests.support.tiny import parallel_config
 
 # torch pads each FSDP2 parameter's first dimension, and each FSDP1 flat parameter, to a multiple of the shard size.
 PADDING = 0.02

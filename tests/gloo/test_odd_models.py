@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from cases_odd_models import report_of_odd
-from ranks import Ranks
-from tiny import parallel_config
+
+from tests.gloo.cases_odd_models import report_of_odd
+from tests.support.ranks import Ranks
+from tests.support.tiny import parallel_config
 
 CHECKPOINT = {"fsdp_activation_checkpointing": True}
 SIZE = {"fsdp_auto_wrap_policy": "SIZE_BASED_WRAP", "fsdp_min_num_params": 1}

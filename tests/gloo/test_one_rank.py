@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from cases_trainer import train_and_resume
-from launching import CONFIG, run, write
-from matrices import alternating, slow
-from ranks import Ranks
+
+from tests.gloo.cases_trainer import train_and_resume
+from tests.support.launching import CONFIG, run, write
+from tests.support.matrices import alternating, slow
+from tests.support.ranks import Ranks
 
 SCRIPT = """
     import torch, hf_fsdp_plugin as hfp

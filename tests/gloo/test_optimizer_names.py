@@ -6,10 +6,11 @@ import re
 from pathlib import Path
 from typing import Any
 
-import cases_optimizers as cases
 import pytest
 import torch
-from ranks import Ranks
+
+from tests.gloo import cases_optimizers as cases
+from tests.support.ranks import Ranks
 
 TABLE = (Path(__file__).parents[2] / "docs" / "optimizers.md").read_text(encoding="utf-8")
 ROW = re.compile(r"(?m)^\| `(\w+)` \| `?([\w]+\.[\w.]+|–)`? \| ([^|]+) \| ([^|]+) \| ([^|]+) \|$")

@@ -6,9 +6,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import cases_optimizers as cases
 import pytest
-from ranks import Ranks
+
+from tests.gloo import cases_optimizers as cases
+from tests.support.ranks import Ranks
 
 SAME = 1e-4
 """Relative difference of losses to one process in fp32."""

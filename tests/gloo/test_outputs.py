@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import cases_outputs as cases
 import pytest
-from ranks import Ranks
-from tiny import parallel_config
+
+from tests.gloo import cases_outputs as cases
+from tests.support.ranks import Ranks
+from tests.support.tiny import parallel_config
 
 UNITS: dict[str, dict[str, Any]] = {
     "layers": {"fsdp_transformer_layer_cls_to_wrap": "MappingLayer"},

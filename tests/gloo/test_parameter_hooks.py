@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import cases_parameter_hooks as cases
 import pytest
-from matrices import slow
-from ranks import Ranks
-from tiny import OTHER_UNITS, parallel_config
-from training import assert_same_training, assert_same_weights
+
+from tests.gloo import cases_parameter_hooks as cases
+from tests.support.matrices import slow
+from tests.support.ranks import Ranks
+from tests.support.tiny import OTHER_UNITS, parallel_config
+from tests.support.training import assert_same_training, assert_same_weights
 
 VERSIONS = pytest.mark.parametrize("version", [1, 2])
 

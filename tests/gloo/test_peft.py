@@ -9,17 +9,17 @@ from typing import Any
 
 import pytest
 import torch
-from matrices import slow
-from ranks import RankError, Ranks
-from tiny import parallel_config
-from training import RELATIVE, assert_same_training, assert_same_weights, differing, reference, sgd
+
+from tests.support.matrices import slow
+from tests.support.ranks import RankError, Ranks
+from tests.support.tiny import parallel_config
+from tests.support.training import RELATIVE, assert_same_training, assert_same_weights, differing, reference, sgd
 
 pytest.importorskip("peft")
 
-import cases_peft as cases
-
 from hf_fsdp_plugin.checkpoint import read_manifest, read_stored_model, verify
 from hf_fsdp_plugin.checkpoint.checking.verify import manifest_problems
+from tests.gloo import cases_peft as cases
 
 BACKENDS = {
     "fsdp1": {"version": 1},

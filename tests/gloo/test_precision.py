@@ -5,11 +5,12 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
-import cases_precision as cases
 import pytest
-from matrices import slow
-from ranks import Ranks
-from training import assert_same_training, differing, reference
+
+from tests.gloo import cases_precision as cases
+from tests.support.matrices import slow
+from tests.support.ranks import Ranks
+from tests.support.training import assert_same_training, differing, reference
 
 # The kernels of foreach and fused take tensors of one kind only. On a GPU foreach is the default.
 HOW = ["fused", slow("foreach"), slow("plain")]

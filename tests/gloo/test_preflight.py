@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from json_schema import assert_valid
-from launching import environment, is_gone
+
+from tests.support.json_schema import assert_valid
+from tests.support.launching import environment, is_gone
 
 CHECK = [sys.executable, "-m", "hf_fsdp_plugin.cli.main", "check", "--run"]
 LLAMA: dict[str, Any] = {

@@ -12,14 +12,14 @@ from typing import Any
 
 import pytest
 import torch
-from json_schema import assert_valid
-from launching import environment, finish, write
-from matrices import slow
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import hf_fsdp_plugin as hfp
 from hf_fsdp_plugin.estimate.communication import estimate_communication
 from hf_fsdp_plugin.estimate.workload import Workload
+from tests.support.json_schema import assert_valid
+from tests.support.launching import environment, finish, write
+from tests.support.matrices import slow
 
 PROFILE = [sys.executable, "-m", "hf_fsdp_plugin.cli.main", "profile", "--config_file", "fsdp.yaml", "--json"]
 SCRIPT = """

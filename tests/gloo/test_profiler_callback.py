@@ -5,10 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import cases_profiling as cases
 import pytest
-from matrices import slow
-from ranks import Ranks
+
+from tests.gloo import cases_profiling as cases
+from tests.support.matrices import slow
+from tests.support.ranks import Ranks
 
 COMPLETE = ["profile.json", "ranks/rank_0.json", "ranks/rank_1.json", "traces/rank_0.json.gz", "traces/rank_1.json.gz"]
 

@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from json_schema import assert_valid
-from launching import Done, environment, finish, free_port, is_gone, launch, run, start, wait_for, write
-from matrices import slow
 
 from scripts.bench.measure.restarts import STEPS, measure
+from tests.support.json_schema import assert_valid
+from tests.support.launching import Done, environment, finish, free_port, is_gone, launch, run, start, wait_for, write
+from tests.support.matrices import slow
 
 LOOP = r"""
     import os, signal, sys

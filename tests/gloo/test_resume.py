@@ -6,10 +6,11 @@ import itertools
 from pathlib import Path
 from typing import Any
 
-import cases_resume as cases
 import pytest
-from matrices import slow
-from ranks import Ranks
+
+from tests.gloo import cases_resume as cases
+from tests.support.matrices import slow
+from tests.support.ranks import Ranks
 
 EXACT, REORDERED = 1e-6, 1e-4
 """Relative difference of losses: the same sums in the same order, and the same sums in another one."""

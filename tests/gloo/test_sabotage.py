@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from cases_sabotage import report_of_sabotaged
-from json_schema import assert_valid
-from matrices import FSDP1_RACE
-from ranks import Ranks
-from tiny import parallel_config
+
+from tests.gloo.cases_sabotage import report_of_sabotaged
+from tests.support.json_schema import assert_valid
+from tests.support.matrices import FSDP1_RACE
+from tests.support.ranks import Ranks
+from tests.support.tiny import parallel_config
 
 BOTH, ONE, TWO = (1, 2), (1,), (2,)
 INNER = {"fsdp_transformer_layer_cls_to_wrap": "LlamaDecoderLayer,LlamaAttention"}

@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import Ranks
 from safetensors.torch import load_file
+
+from tests.support.ranks import Ranks
 
 pytest.importorskip("peft")
 
-import cases_save_adapters as cases
+from tests.gloo import cases_save_adapters as cases
 
 VERSIONS = [1, 2]
 QUICK = ["lora", "modules", "prompt"]

@@ -5,13 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import cases_save_pretrained as cases
 import pytest
 import torch
-from matrices import slow
-from ranks import Ranks
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, LlamaModel
+
+from tests.gloo import cases_save_pretrained as cases
+from tests.support.matrices import slow
+from tests.support.ranks import Ranks
 
 VERSIONS = [1, 2]
 

@@ -6,13 +6,14 @@ import json
 from pathlib import Path
 from typing import Any
 
-import cases_saved_names as cases
 import pytest
 import torch
-from matrices import slow
-from ranks import Ranks
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, dynamic_module_utils
+
+from tests.gloo import cases_saved_names as cases
+from tests.support.matrices import slow
+from tests.support.ranks import Ranks
 
 
 def contents(folder: Path) -> dict[str, Any]:

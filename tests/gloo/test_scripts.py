@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from data import locate
-from json_schema import assert_valid
-from launching import LAUNCH, run
-from matrices import slow
+
+from scripts.data import locate
+from tests.support.json_schema import assert_valid
+from tests.support.launching import LAUNCH, run
+from tests.support.matrices import slow
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 BIN = Path(sys.executable).parent

@@ -6,12 +6,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from matrices import slow
-from ranks import Ranks
+
+from tests.support.matrices import slow
+from tests.support.ranks import Ranks
 
 pytest.importorskip("sentence_transformers")
 
-import cases_sentence_transformer as cases
+from tests.gloo import cases_sentence_transformer as cases
 
 
 def assert_loads(folder: Path, expected: dict[str, torch.Tensor], base: Path) -> None:

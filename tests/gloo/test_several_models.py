@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import cases_several_models as cases
 import pytest
-from matrices import slow
-from ranks import RankError, Ranks
+
+from tests.gloo import cases_several_models as cases
+from tests.support.matrices import slow
+from tests.support.ranks import RankError, Ranks
 
 
 @pytest.mark.parametrize("first", ["models", "together"])

@@ -5,14 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import cases_loading
-import cases_shard_on_read as cases
 import pytest
 import torch
-from matrices import alternating, slow
-from model_families import FAMILIES
-from ranks import Ranks
-from tiny import parallel_config
+
+from tests.gloo import cases_loading
+from tests.gloo import cases_shard_on_read as cases
+from tests.support.matrices import alternating, slow
+from tests.support.model_families import FAMILIES
+from tests.support.ranks import Ranks
+from tests.support.tiny import parallel_config
 
 both_versions = pytest.mark.parametrize("version", [1, 2])
 NUM_PARAMETERS = 21

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from cases_step_time import calibrated_and_measured
-from matrices import slow
-from ranks import Ranks
+
+from tests.gloo.cases_step_time import calibrated_and_measured
+from tests.support.matrices import slow
+from tests.support.ranks import Ranks
 
 
 @pytest.mark.cpu_ranks("the simulated device does not show speed")

@@ -5,13 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import cases_submodule_calls as cases
 import pytest
 import torch
-from cases_trl import write_model
-from matrices import slow
-from ranks import RankError, Ranks
-from tiny import parallel_config, tiny_bert
+
+from tests.gloo import cases_submodule_calls as cases
+from tests.gloo.cases_trl import write_model
+from tests.support.matrices import slow
+from tests.support.ranks import RankError, Ranks
+from tests.support.tiny import parallel_config, tiny_bert
 
 VERSIONS = pytest.mark.parametrize("version", [1, 2])
 LAYOUTS = pytest.mark.parametrize(

@@ -5,10 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import cases_trainer as cases
 import pytest
-from matrices import slow
-from ranks import Ranks
+
+from tests.gloo import cases_trainer as cases
+from tests.support.matrices import slow
+from tests.support.ranks import Ranks
 
 MODEL_FILES = {
     "full": {"model.safetensors", "optimizer_0", "config.json"},

@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import cases_trainers_in_a_row as cases
 import pytest
-from ranks import RankError, Ranks
+
+from tests.gloo import cases_trainers_in_a_row as cases
+from tests.support.ranks import RankError, Ranks
 
 
 def fsdp(version: int, **settings: Any) -> dict[str, Any]:

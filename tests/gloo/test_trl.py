@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import cases_trl as cases
 import pytest
-from matrices import FSDP1_RACE
-from ranks import Ranks
-from tiny import parallel_config
-from training import differing
+
+from tests.gloo import cases_trl as cases
+from tests.support.matrices import FSDP1_RACE
+from tests.support.ranks import Ranks
+from tests.support.tiny import parallel_config
+from tests.support.training import differing
 
 pytest.importorskip("trl")
 pytest.importorskip("peft")

@@ -9,7 +9,8 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from launching import is_gone
+
+from tests.support.launching import is_gone
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "scripts" / "two_hosts.sh"

@@ -6,11 +6,12 @@ import re
 from pathlib import Path
 from typing import Any
 
-import cases_user_code as cases
 import pytest
-from ranks import Ranks
-from tiny import OTHER_UNITS, parallel_config
-from training import assert_same_weights
+
+from tests.gloo import cases_user_code as cases
+from tests.support.ranks import Ranks
+from tests.support.tiny import OTHER_UNITS, parallel_config
+from tests.support.training import assert_same_weights
 
 VERSIONS = pytest.mark.parametrize("version", [1, 2])
 

@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import saved
-from merge_inputs import checkpoint, out  # noqa: F401 (fixtures)
 
 from hf_fsdp_plugin.problems import Problem
 from hf_fsdp_plugin.sources.interface import Sources, config_of
 from hf_fsdp_plugin.spec import load
+from tests.support import saved
+from tests.support.merge_inputs import checkpoint, out  # noqa: F401 (fixtures)
 
 
 @pytest.fixture

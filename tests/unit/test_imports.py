@@ -9,9 +9,9 @@ from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
-from syntax_trees import tree_of
 
 import hf_fsdp_plugin
+from tests.support.syntax_trees import tree_of
 
 PACKAGE = Path(hf_fsdp_plugin.__file__).parent
 HEAVY = {"torch", "transformers", "accelerate", "datasets", "numpy"}

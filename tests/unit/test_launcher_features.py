@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -58,18 +55,3 @@ def test_pods_of_a_job_are_complete(job: dict) -> None:
 
 def test_both_kinds_of_jobs_are_shown() -> None:
     assert ["elasticPolicy" in job["spec"] for job in JOBS] == [True, False]
-
-
-def test_cells_name_tests_that_are_collected() -> None:
-    from scripts.launcher_features import FEATURES, LAUNCHERS, NO, OWN, Shown
-
-    assert all(tuple(cells) == LAUNCHERS for cells in FEATURES.values())
-    cells = [cell for row in FEATURES.values() for cell in row.values()]
-    assert {cell for cell in cells if isinstance(cell, str)} <= {NO, OWN}
-    nodes = {cell.node for cell in cells if isinstance(cell, Shown)}
-    files = sorted({node.partition("::")[0] for node in nodes})
-    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider", *files]
-    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout
-    assert nodes - set(done.stdout.splitlines()) == set()

@@ -12,7 +12,8 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from leaks import ProcessState, differences, open_files_below
+
+from tests.support.leaks import ProcessState, differences, open_files_below
 
 
 def _variable(stack: ExitStack) -> None:

@@ -9,7 +9,7 @@ import sys
 import tomllib
 from pathlib import Path
 
-from syntax_trees import tree_of
+from tests.support.syntax_trees import tree_of
 
 ROOT = Path(__file__).parents[2]
 _DISTRIBUTIONS = {"yaml": "pyyaml"}

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from scripts.peers.outcomes import compare, count, explain, read_outcomes, table, unexplained
-from scripts.run_peers import INSIDE, RESULT, ROOT, Suite, checkout_version, compare_file, read_suites, run_file, select
+from scripts.run_peers import INSIDE, RESULT, ROOT, Suite, checkout_version, compare_file, read_suites, select
 
 DIFFERENCE = {"test": "tests/a.py::T::test_x[b-1]", "without": "passed", "with": "failed (ValueError)", "message": "…"}
 
@@ -106,31 +106,6 @@ def test_version_of_a_checkout_is_read(tmp_path: Path, file: str, text: str, exp
     (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
     (tmp_path / file).write_text(text)
     assert checkout_version(tmp_path, "peer") == expected
-
-
-def test_suite_runs_without_and_with_the_plugin(tmp_path: Path) -> None:
-    (tmp_path / "test_it.py").write_text(
-        "import math, subprocess, sys, unittest\n"
-        "HAS = 'import sys; sys.exit(\"hf_fsdp_plugin.integrations.install\" not in sys.modules)'\n"
-        "def test_it(): assert math.tau == 0\n"
-        "def test_plugin(): assert 'hf_fsdp_plugin.integrations.install' in sys.modules\n"
-        "def test_plugin_in_subprocess(): subprocess.run([sys.executable, '-c', HAS], check=True)\n"
-        "def test_replaced(): assert math.floor(7.5) == 2\n"
-        "@math.factorial\n"
-        "def test_decorated(): pass\n"
-    )
-    suite = Suite(files=["test_it.py"], relaxed={"test_it.py": ["math:factorial", "math:floor=2"]})
-    runs = {mode: run_file("test_it.py", suite, tmp_path, mode, tmp_path, (60, 120)) for mode in ("without", "with")}
-    found = {
-        mode: {test.rpartition(":")[2]: o for test, (o, _) in run["outcomes"].items()} for mode, run in runs.items()
-    }
-    same = {"test_it": "failed (AssertionError)", "test_replaced": "passed", "test_decorated": "passed"}
-    assert found["without"] == {
-        **same, "test_plugin": "failed (AssertionError)", "test_plugin_in_subprocess": "failed (CalledProcessError)",
-    }, runs["without"]["log"]  # fmt: skip
-    assert found["with"] == {**same, "test_plugin": "passed", "test_plugin_in_subprocess": "passed"}, runs["with"][
-        "log"
-    ]
 
 
 def test_process_without_the_plugin_ends(tmp_path: Path) -> None:

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from syntax_trees import tree_of
 
 import hf_fsdp_plugin
+from tests.support.syntax_trees import tree_of
 
 PACKAGE = Path(hf_fsdp_plugin.__file__).parent
 PRIVATE = re.compile(r"_[a-zA-Z]\w*")

@@ -23,12 +23,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-from scripts.bench.common import ROOT, make_llama, make_parser
+from scripts.bench.common import make_llama, make_parser
 from scripts.bench.measure.load import Memory, run_ranks
 from scripts.bench.measure.resume import return_free_memory
 from scripts.bench.tables.update_results import write_result
-
-sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests" / "gloo")]
 
 NUM_RANKS = 2
 KINDS: dict[str, dict[str, Any]] = {
@@ -59,7 +57,7 @@ def save_model(kind: str, folder: Path) -> None:
     sizes = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 11, "vocab_size": 8192}
     model = make_llama(num_attention_heads=16, num_key_value_heads=16, **sizes)
     if kind == "GGUF":
-        from cases_loading import write_gguf
+        from tests.gloo.cases_loading import write_gguf
 
         folder.mkdir()
         write_gguf(model, str(folder / "model.gguf"), "llama")

@@ -20,11 +20,9 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from scripts.bench.common import RANKS, ROOT, child_environment, make_parser, run_two_ranks
+from scripts.bench.common import RANKS, child_environment, make_parser, run_two_ranks
 from scripts.bench.tables.update_results import write_result
-
-sys.path.insert(0, str(ROOT / "tests" / "accelerator"))
-from accelerator_build import BACKEND, available
+from tests.accelerator.accelerator_build import BACKEND, available
 
 WHO = ("stock", "plugin")
 VERSIONS = (1, 2)

@@ -27,12 +27,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from scripts.bench.common import ROOT, make_parser
+from scripts.bench.common import make_parser
 from scripts.bench.tables.update_results import write_result
-
-sys.path.append(str(ROOT / "tests" / "unit" / "checkpoint"))
-
-from made_up_runs import HIDDEN, LAYERS, Counts, MadeUpRun, llama_shapes, plan_resume, sparse_data
+from tests.support.made_up_runs import HIDDEN, LAYERS, Counts, MadeUpRun, llama_shapes, plan_resume, sparse_data
 
 WORLDS = (2, 8, 64, 256, 1024, 4096)
 FSDP1_WORLDS = (64, 1024)

@@ -22,7 +22,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from scripts.bench.common import ROOT, child_environment, make_parser, run_two_ranks
+from scripts.bench.common import child_environment, make_parser, run_two_ranks
 from scripts.bench.measure.memory_points import Point, make_model, make_spec, make_workload, parse_point, train_step
 from scripts.bench.tables.update_results import write_result
 
@@ -68,8 +68,7 @@ def main() -> int:
     if args.measure:
         measure_all(points, args.measure)
         return 0
-    sys.path.insert(0, str(ROOT / "tests" / "accelerator"))
-    from accelerator_build import BACKEND, available
+    from tests.accelerator.accelerator_build import BACKEND, available
 
     if reason := available():
         print(f"The simulated accelerator cannot be built: {reason}.", file=sys.stderr)

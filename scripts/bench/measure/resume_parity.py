@@ -9,14 +9,11 @@ largest relative difference of the ten losses after the last resume.
 
 from __future__ import annotations
 
-import sys
 import tempfile
 from typing import Any
 
-from scripts.bench.common import ROOT, make_parser
+from scripts.bench.common import make_parser
 from scripts.bench.tables.update_results import write_result
-
-sys.path.insert(0, str(ROOT / "tests" / "gloo"))
 
 Leg = tuple[int, int, str, str, bool]
 """Number of ranks, FSDP version, strategy, state dict type, asynchronous save."""
@@ -55,7 +52,7 @@ def config(leg: Leg) -> dict[str, Any]:
 
 def run_chain(worlds: Any, chain: tuple[Leg, ...]) -> float:
     """Return the largest relative difference of the losses after the last resume from the uninterrupted run."""
-    import cases_resume as cases
+    from tests.gloo import cases_resume as cases
 
     with tempfile.TemporaryDirectory() as folder:
         whole = worlds(chain[0][0]).run(cases.train, f"{folder}/whole", until=cases.NUM_STEPS, **config(chain[0]))[0]
@@ -68,7 +65,7 @@ def run_chain(worlds: Any, chain: tuple[Leg, ...]) -> float:
 
 def main() -> int:
     args = make_parser(__doc__, "resume_parity").parse_args()
-    from ranks import Ranks
+    from tests.support.ranks import Ranks
 
     started: dict[int, Any] = {}
 

@@ -7,10 +7,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-from syntax_trees import tree_of
-
 import hf_fsdp_plugin
 from hf_fsdp_plugin import checkpoint
+from tests.support.syntax_trees import tree_of
 
 PACKAGE = Path(hf_fsdp_plugin.__file__).parent
 PUBLIC = {"hf_fsdp_plugin.checkpoint", "hf_fsdp_plugin.checkpoint.names"}

@@ -7,8 +7,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import saved
 from safetensors import safe_open
+
+from tests.support import saved
 
 
 @pytest.fixture

@@ -3,13 +3,12 @@
 import json
 import shutil
 
-import damages
 import pytest
-import saved
 import torch
 
 from hf_fsdp_plugin.checkpoint.checking.inspection import summarize
 from hf_fsdp_plugin.checkpoint.names import DCP_METADATA, MANIFEST_NAME
+from tests.support import damages, saved
 
 
 @pytest.fixture

@@ -8,7 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from merge_inputs import CONFIG
+
+from tests.support.merge_inputs import CONFIG
 
 
 def test_merge_prints_a_summary(checkpoint: Path, out: Path, hf_fsdp: Callable) -> None:

@@ -8,13 +8,13 @@ from typing import Any
 
 import numpy
 import pytest
-import saved
-from merge_inputs import save as save_local
 from torch.distributed import HashStore
 
 from hf_fsdp_plugin.launcher.other_machines import OtherMachines
 from hf_fsdp_plugin.problems import MAX_SHOWN, CheckpointError, Problem
 from hf_fsdp_plugin.text import fit_table, format_table, printable
+from tests.support import saved
+from tests.support.merge_inputs import save as save_local
 
 ESCAPES = "\x1b]0;pwn\x07\x9b31m\r\nfsdp: undamaged\x00\u202e"
 """A title and a color of a terminal, a forged line, and a mark that reverses text."""

@@ -5,7 +5,6 @@ import json
 from types import MappingProxyType
 
 import pytest
-from json_schema import assert_valid
 
 from hf_fsdp_plugin.cli import launch, profile
 from hf_fsdp_plugin.cli.verbs import make_parser
@@ -13,6 +12,7 @@ from hf_fsdp_plugin.integrations.profiling import ProfileOptions, files
 from hf_fsdp_plugin.integrations.profiling.files import rank_files, write_file
 from hf_fsdp_plugin.launcher.flags import UsageError
 from hf_fsdp_plugin.observe.profile.rank_profile import RankProfile, Times
+from tests.support.json_schema import assert_valid
 
 
 def namespace(*words: str):

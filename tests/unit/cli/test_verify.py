@@ -5,7 +5,7 @@ import re
 import shutil
 from pathlib import Path
 
-import damages
+from tests.support import damages
 
 FILES = ["pytorch_model_fsdp_0/__1_0.distcp", "trainer_state.json"]
 

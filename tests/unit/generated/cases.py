@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import Any
 
-import making
-from making import pick
-from oracle import BLANKS, NOT_SET, REFUSED, Oracle, Verdict, yaml_value
-from settings_document import Documented
+from tests.unit.generated import making
+from tests.unit.generated.making import pick
+from tests.unit.generated.oracle import BLANKS, NOT_SET, REFUSED, Oracle, Verdict, yaml_value
+from tests.unit.generated.settings_document import Documented
 
 FSDP_SECTIONS = ("fsdp", "precision", "parallelism")
 COMPANIONS: Mapping[str, Mapping[str, Any]] = {

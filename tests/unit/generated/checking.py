@@ -7,11 +7,10 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-from cases import RULES, Case, Expected
-
 from hf_fsdp_plugin.problems import Problem, SpecError
 from hf_fsdp_plugin.sources.interface import Sources, config_of
 from hf_fsdp_plugin.spec.load import Assessment, assess
+from tests.unit.generated.cases import RULES, Case, Expected
 
 SLOW_SECONDS = 5.0
 """CPU time after which a case counts as a hang."""

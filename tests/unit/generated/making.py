@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from random import Random
 from typing import Any
 
-from settings_document import Documented
+from tests.unit.generated.settings_document import Documented
 
 LOOKALIKES = {
     "a": "а", "c": "с", "e": "еé", "o": "оο０", "p": "р", "i": "іıİ", "k": "K", "s": "ſѕ", "d": "ԁ", "l": "ⅼ1",

@@ -14,7 +14,8 @@ from fractions import Fraction
 from typing import Any, Literal
 
 import yaml
-from settings_document import Document, Documented
+
+from tests.unit.generated.settings_document import Document, Documented
 
 BLANKS = " \t\r\n\f\v"
 NULL_WORDS = ("", "none", "null", "~")

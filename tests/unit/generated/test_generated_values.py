@@ -8,16 +8,15 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-import cases
-import oracle
 import pytest
-import settings_document
-from checking import disagreement
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.configuration import set_hypothesis_home_dir
-from oracle import NOT_SET, REFUSED, Oracle, accepted
-from settings_document import read_document
+
+from tests.unit.generated import cases, oracle, settings_document
+from tests.unit.generated.checking import disagreement
+from tests.unit.generated.oracle import NOT_SET, REFUSED, Oracle, accepted
+from tests.unit.generated.settings_document import read_document
 
 DOCUMENT = read_document()
 ORACLE = Oracle(DOCUMENT)

@@ -3,171 +3,25 @@
 from __future__ import annotations
 
 import base64
-import contextlib
-import json
 import os
-import signal
 import stat
-import subprocess
-import sys
 import tempfile
 import threading
 import time
 import zlib
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 
-from hf_fsdp_plugin.cli.output import HANG
-from hf_fsdp_plugin.hangs import hang_queries, hang_report, hang_watch, rank_files
+from hf_fsdp_plugin.hangs import hang_queries, hang_report, rank_files
 from hf_fsdp_plugin.hangs.calls import HANG_LIMIT_VARIABLE, RankCalls
 from hf_fsdp_plugin.hangs.hang_queries import HangQueries, JobStore, StoreLost
-from hf_fsdp_plugin.hangs.hang_report import FoundHang, Hang, found_hang, write_hang
-from hf_fsdp_plugin.hangs.hang_watch import DEFAULT_LIMIT, HangWatch, hang_limit
-from hf_fsdp_plugin.hangs.rank_files import ProcessorUse, RankFiles, is_halted, processor_use
-from hf_fsdp_plugin.hangs.record import CallRecord, read_calls
-from hf_fsdp_plugin.runs.exits import RunResult
-from hf_fsdp_plugin.runs.failure_summary import format_failures
+from hf_fsdp_plugin.hangs.hang_report import write_hang
+from hf_fsdp_plugin.hangs.hang_watch import DEFAULT_LIMIT, hang_limit
+from hf_fsdp_plugin.hangs.rank_files import ProcessorUse, processor_use
 
 LIMIT = 0.4
-SLEEPS = "import time; time.sleep(60)"
-WORKS = "while True: pass"
-SPINS = "sum(iter(int, 1))"  # as a thread that waits for a device: it uses a core, and no new memory
-ALLOCATES = "while True: bytearray(64 << 20)"
-STARTS_WORKER = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'while True: pass'])"
-ENDS = "pass"
-
-
-class Group:
-    """A process group of two ranks, whose time-out is known."""
-
-    group_name = "0"
-
-
-@dataclass
-class Rank:
-    """A process that records nothing, and the record that stands for it."""
-
-    rank: int
-    process: subprocess.Popen[bytes]
-    files: RankFiles
-    record: CallRecord
-
-    @property
-    def pid(self) -> int:
-        return self.process.pid
-
-    def is_gone(self) -> bool:
-        return self.process.poll() is not None
-
-    def request_stacks(self) -> None:
-        pass
-
-
-Make = Callable[..., list[Rank]]
-
-
-@pytest.fixture
-def ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
-    monkeypatch.setattr("torch.distributed.get_process_group_ranks", lambda group: [0, 1])
-    monkeypatch.setattr("torch.distributed.get_backend", lambda group: "gloo")
-    monkeypatch.setattr("hf_fsdp_plugin.torch_private.process_groups.timeout_of", lambda group: None)
-    made: list[Rank] = []
-
-    def make(late: str = SLEEPS) -> list[Rank]:
-        for number, program in enumerate((SLEEPS, late)):
-            process = subprocess.Popen([sys.executable, "-c", program], start_new_session=True)
-            made.append(Rank(number, process, RankFiles(tmp_path / f"rank_{number}"), CallRecord()))
-        deadline = time.monotonic() + 20
-        while late == WORKS and not processor_use([process.pid])[process.pid].seconds and time.monotonic() < deadline:
-            time.sleep(0.05)
-        for rank in made:
-            rank.record.open(rank.files.calls)
-            rank.record.begin(Group(), "barrier", None)  # type: ignore[arg-type]
-        made[0].record.waits(made[0].record.begin(Group(), "all-reduce", None))  # type: ignore[arg-type]
-        return made
-
-    yield make
-    for rank in made:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(rank.pid, signal.SIGKILL)  # with the processes that it has started
-        rank.process.wait()
-        rank.record.close()
-
-
-def watch_for(ranks: list[Rank], seconds: float, **options: object) -> tuple[Hang | None, list[str]]:
-    notices: list[str] = []
-    watch = HangWatch(
-        **{  # type: ignore[arg-type]
-            "limit": LIMIT,
-            "is_strict": True,
-            "hang_queries": HangQueries(),
-            "notice": lambda notice: notices.append(str(notice)),
-            **options,
-        }
-    )
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        if (hang := watch.poll(ranks)) is not None:
-            return hang, notices
-        time.sleep(0.02)
-    return None, notices
-
-
-def test_late_rank_is_reported_after_the_limit(ranks: Make, tmp_path: Path) -> None:
-    both = ranks()
-    assert watch_for(both, LIMIT / 2)[0] is None
-    hang, _ = watch_for(both, 20.0)
-    assert hang is not None and hang.problem.code == "FSDP-E728" and hang.diagnosis.ranks == (1,)
-    path = write_hang(hang, tmp_path, limit=LIMIT)
-    assert path is not None and path.parent == tmp_path
-    dump = json.loads(path.read_text())
-    assert dump["ranks"] == [1] and dump["waiting"][0]["operation"] == "all-reduce" and dump["code"] == "FSDP-E728"
-    assert [rank["rank"] for rank in dump["calls_of_ranks"]] == [0, 1]
-    found = found_hang(hang, path)
-    assert str(path) in found.text and found.same_as == "FSDP-E728 in all-reduce of "
-    file = tmp_path / "hang.json"
-    assert FoundHang.read(file) is None
-    assert found.claim(file) and FoundHang.read(file) == found
-    assert not found.claim(file), "only one rank reports the hang"
-    assert list(tmp_path.glob("hang.json*")) == [file]
-    result = RunResult(exits=(), hang=found)
-    assert result.exit_code == HANG and format_failures(result) == found.text
-    assert RunResult(exits=(), remote_failure=found.message, has_remote_hang=True).exit_code == HANG
-
-
-def test_wait_that_ends_is_not_reported(ranks: Make) -> None:
-    both = ranks()
-    timer = threading.Timer(LIMIT * 0.7, both[0].record._words.__setitem__, (3, 0))
-    timer.start()
-    hang, notices = watch_for(both, LIMIT * 3)
-    timer.join()
-    assert hang is None and notices == []
-
-
-def test_busy_rank_is_only_named_without_a_flag(ranks: Make) -> None:
-    hang, notices = watch_for(ranks(WORKS), 5.0, is_strict=False, limit=2.0)  # long enough on a busy machine
-    assert hang is None and len(notices) == 1 and "FSDP-W732" in notices[0] and "rank 1" in notices[0]
-
-
-@pytest.mark.parametrize(
-    ("late", "is_busy"), [(SPINS, False), (SLEEPS, False), (ALLOCATES, True), (STARTS_WORKER, True)]
-)
-def test_rank_on_accelerator_is_busy_if_it_makes_progress(
-    ranks: Make, monkeypatch: pytest.MonkeyPatch, late: str, is_busy: bool
-) -> None:
-    monkeypatch.setattr("torch.distributed.get_backend", lambda group: "nccl")
-    both = ranks(late)
-    assert all(read_calls(rank.rank, rank.files.calls).on_accelerator for rank in both)
-    both[0].record.waited()
-    time.sleep(1.0)  # until the interpreter of the late rank has started
-    hang, notices = watch_for(both, 5.0 if is_busy else 30.0, is_strict=False, limit=2.0)
-    assert (hang is None) == is_busy
-    assert [notice for notice in notices if "FSDP-W732" in notice] == notices and len(notices) == is_busy
 
 
 def test_use_of_a_session_contains_its_children(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -185,59 +39,6 @@ def test_use_of_a_session_contains_its_children(monkeypatch: pytest.MonkeyPatch,
     monkeypatch.setattr(rank_files, "Path", lambda path: tmp_path)
     assert processor_use([7]) == {7: ProcessorUse(9.0, False, 4.0, 34, True)}
     assert processor_use([9]) == {9: ProcessorUse(4.0, True, 0.0, 2, False)}
-
-
-def test_rank_that_reads_files_has_five_limits(ranks: Make, tmp_path: Path) -> None:
-    both = ranks()
-    both[1].files.stacks.write_text(
-        f'main 0x1\nThread 0x1 (most recent call first):\n  File "{tmp_path / "train.py"}", line 2 in <module>\n'
-    )
-    (tmp_path / "train.py").write_text("import json\nconfig = json.loads(file.read())\n")
-    hang, notices = watch_for(both, 30.0, is_strict=False)
-    assert hang is not None and hang.diagnosis.reads and not hang.diagnosis.is_busy
-    assert hang.diagnosis.waiting.seconds >= 5 * LIMIT
-    assert len(notices) == 1 and "FSDP-W732" in notices[0] and "waits for files or data" in notices[0]
-
-
-def test_busy_rank_is_a_hang_with_a_flag(ranks: Make) -> None:
-    hang, _ = watch_for(ranks(WORKS), 20.0)
-    assert hang is not None and hang.diagnosis.ranks == (1,) and hang.diagnosis.is_busy
-
-
-def test_sleeping_rank_is_a_hang_without_a_flag(ranks: Make) -> None:
-    hang, _ = watch_for(ranks(), 20.0, is_strict=False)
-    assert hang is not None and not hang.diagnosis.is_busy
-
-
-@pytest.mark.parametrize(("late", "number"), [(SLEEPS, signal.SIGSTOP), (ENDS, None)])
-def test_state_of_the_process_is_named(ranks: Make, late: str, number: int | None) -> None:
-    both = ranks(late)
-    if number is not None:
-        os.kill(both[1].pid, number)
-    hang, _ = watch_for(both, 20.0, is_strict=False)
-    assert hang is not None and hang.diagnosis.ranks == (1,)
-    assert ("SIGSTOP" if number is not None else "had exited before the end") in hang.problem.message
-
-
-def test_time_out_of_the_group_shortens_the_limit(ranks: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    seconds = iter((timedelta(seconds=2), timedelta(seconds=2), timedelta(seconds=1)))
-    monkeypatch.setattr("hf_fsdp_plugin.torch_private.process_groups.timeout_of", lambda group: next(seconds))
-    both = ranks()
-    hang, _ = watch_for(both, 20.0, limit=1000.0)
-    assert hang is not None
-    assert 1.0 <= hang.diagnosis.waiting.seconds < 15
-    other = Group()
-    other.group_name = "1"
-    both[0].record.begin(other, "barrier", None)  # type: ignore[arg-type]
-    assert hang_watch._timeout(read_calls(0, both[0].files.calls)) == 2.0, "another group has a shorter time-out"
-
-
-@pytest.mark.slow
-def test_standstill_is_noticed_once(ranks: Make) -> None:
-    both = ranks()
-    both[0].record.waited()
-    hang, notices = watch_for(both, LIMIT * 14)
-    assert hang is None and len(notices) == 1 and "FSDP-W733" in notices[0]
 
 
 def queries_of(store: dist.Store, machine: int, world_size: int) -> HangQueries:
@@ -361,31 +162,6 @@ def test_machines_that_ask_at_once_answer_each_other() -> None:
     assert found == {0: [RankCalls(rank=1, idle=1e9)], 1: [RankCalls(rank=0, idle=1e9)]}
 
 
-def test_first_announcement_ends_all_machines(ranks: Make) -> None:
-    store = dist.HashStore()
-    mine, other = queries_of(store, 0, 4), queries_of(store, 1, 4)
-    assert other.announce({"text": "rank 3 hangs"})
-    assert not mine.announce({"text": "rank 0 hangs"}) and mine.announced == {"text": "rank 3 hangs"}
-    both = ranks()
-    both[1].record.begin(Group(), "all-reduce", None)  # type: ignore[arg-type]
-    hang, _ = watch_for(both, LIMIT * 3, hang_queries=queries_of(store, 2, 4))
-    assert hang is None, "the machine that has announced a hang does not answer any more"
-
-
-def test_silent_machine_is_late(ranks: Make) -> None:
-    class Silent(HangQueries):
-        def ask(self, ranks: object, seconds: float = 0.0) -> list[RankCalls]:
-            return [RankCalls(rank=rank, state="unreachable", detail="machine 1 (b)") for rank in (2, 3)]
-
-    both = ranks()
-    both[1].record.begin(Group(), "all-reduce", None)  # type: ignore[arg-type]
-    for rank in both:
-        rank.files.calls.write_bytes(rank.files.calls.read_bytes().replace(b'"0,1"', b'"0-3"'))
-    hang, _ = watch_for(both, 20.0, hang_queries=Silent())
-    assert hang is not None and hang.diagnosis.ranks == (2, 3)
-    assert "is on machine 1 (b), which does not answer" in hang.problem.message
-
-
 @pytest.mark.parametrize(
     ("flag", "variable", "expected"),
     [
@@ -409,22 +185,3 @@ def test_wrong_limit_is_refused(monkeypatch: pytest.MonkeyPatch, value: str) -> 
     monkeypatch.setenv(HANG_LIMIT_VARIABLE, value)
     with pytest.raises(ValueError, match=HANG_LIMIT_VARIABLE):
         hang_limit(None)
-
-
-def test_state_and_time_of_processes_are_read(ranks: Make) -> None:
-    both = ranks(WORKS)
-    assert not is_halted(both[0].pid)
-    os.kill(both[0].pid, signal.SIGSTOP)
-    deadline = time.monotonic() + 10
-    while not is_halted(both[0].pid) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert is_halted(both[0].pid)
-    before = processor_use([rank.pid for rank in both])
-    while (
-        processor_use([both[1].pid])[both[1].pid].seconds < before[both[1].pid].seconds + 0.05
-        and time.monotonic() < deadline
-    ):
-        time.sleep(0.05)
-    after = processor_use([rank.pid for rank in both])
-    assert after[both[0].pid] == before[both[0].pid] and not after[both[0].pid].runs
-    assert after[both[1].pid].seconds > before[both[1].pid].seconds and after[both[1].pid].runs

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from accelerate.utils import FullyShardedDataParallelPlugin
-from parameter_ids import keys_of
 from torch import nn
 from torch.distributed.fsdp import (
     BackwardPrefetch,
@@ -29,6 +28,7 @@ import hf_fsdp_plugin as hfp
 from hf_fsdp_plugin.integrations.accelerate.accelerator import init_accelerator
 from hf_fsdp_plugin.integrations.accelerate.plugin import STATE_DICT_FIELDS, PlannedFsdpPlugin
 from hf_fsdp_plugin.integrations.peft import update_fsdp_plugin_peft
+from tests.support.parameter_ids import keys_of
 
 Assignment = tuple[dict[str, Any], str, Any]
 # Fields assigned together -> the setting and its value, or the code of the error.

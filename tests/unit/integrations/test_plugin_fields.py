@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 from accelerate.utils import FullyShardedDataParallelPlugin
-from model_families import on_meta
 from torch.distributed.fsdp import CPUOffload, CPUOffloadPolicy, MixedPrecision, MixedPrecisionPolicy, ShardingStrategy
 
 import hf_fsdp_plugin as hfp
 from hf_fsdp_plugin.integrations.accelerate.plugin import PlannedFsdpPlugin
+from tests.support.model_families import on_meta
 
 
 def plugin_of(version: int, mixed_precision: str = "no", **settings: Any) -> Any:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import saved
 import torch.distributed as dist
 
 from hf_fsdp_plugin.integrations.accelerate.batches import kept_accumulation, samples_problem
 from hf_fsdp_plugin.integrations.resuming import find_checkpoint, warn_differences
 from hf_fsdp_plugin.problems import CheckpointError
+from tests.support import saved
 
 
 @pytest.fixture(autouse=True)

@@ -7,7 +7,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import tempfile
 import threading
 from collections.abc import Iterator
@@ -117,30 +116,6 @@ def test_limit_of_zero_records_no_collectives(as_rank: Path, monkeypatch: pytest
     monkeypatch.setenv("HF_FSDP_HANG_TIMEOUT", "0")
     armed_files()
     assert not record.is_open
-
-
-def test_children_of_a_rank_are_no_ranks(as_rank: Path) -> None:
-    files = armed_files()
-    code = "from hf_fsdp_plugin.integrations.watch import watch; watch.arm(); print(watch.files)"
-    env = {**os.environ, "TMPDIR": str(as_rank)}
-    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
-    assert done.stdout == "None\n"
-    nested = subprocess.run(
-        [sys.executable, "-c", code], env={**env, "MASTER_PORT": "2"}, capture_output=True, text=True, check=True
-    )
-    assert "RankFiles" in nested.stdout, "a rank of another launcher that the rank has started"
-    read, write = os.pipe()
-    if not (child := os.fork()):
-        step_count.resume_at(5)
-        watch.failed(ValueError("of the child"))
-        os.write(write, f"{watch.files} {record.is_open}".encode())
-        os._exit(0)
-    os.waitpid(child, 0)
-    assert os.read(read, 100) == b"None False"
-    os.close(read)
-    os.close(write)
-    counts = read_counts(files.steps)
-    assert counts is not None and counts.before == 0 and not files.failure.exists()
 
 
 def test_failure_is_recorded_for_torchs_agent(as_rank: Path, monkeypatch: pytest.MonkeyPatch) -> None:

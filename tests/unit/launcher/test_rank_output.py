@@ -45,8 +45,8 @@ def test_exited_reader_is_noticed_and_pipe_is_read(tmp_path: Path) -> None:
     code = f"""
 import subprocess, sys
 from pathlib import Path
-sys.path.insert(0, {str(Path(__file__).parent)!r})
-from test_rank_output import RankOutput, run_rank
+sys.path.insert(0, {str(Path(__file__).parents[3])!r})
+from tests.unit.launcher.test_rank_output import RankOutput, run_rank
 output = RankOutput(show_all=True, log_dir=None, scratch=Path({str(tmp_path)!r}), notice=print)
 run_rank(output, "print('x\\\\n' * {NUM_BYTES})")
 sys.exit(0 if output.reader_exited else 1)

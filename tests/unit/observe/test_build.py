@@ -3,13 +3,13 @@
 from dataclasses import replace
 
 import pytest
-from call_counts import calls_of
-from live_models import make_model, make_plan, make_unit
 
 from hf_fsdp_plugin import SpecError, report
 from hf_fsdp_plugin.observe import build
 from hf_fsdp_plugin.observe.build import build_report, check_structure
 from hf_fsdp_plugin.problems import Problem
+from tests.support.call_counts import calls_of
+from tests.unit.observe.live_models import make_model, make_plan, make_unit
 
 
 @pytest.mark.parametrize(("subject", "code"), [("model", "FSDP-E507"), (make_model(), "FSDP-E508")])

@@ -4,12 +4,12 @@ from functools import partial
 
 import pytest
 import torch
-from live_models import make_model
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from hf_fsdp_plugin.observe.first_step import Recomputation, StableValues, record_first_step, recorded_first_step
 from hf_fsdp_plugin.observe.memory import gradient_bytes
+from tests.unit.observe.live_models import make_model
 
 
 def test_first_training_step_is_recorded() -> None:

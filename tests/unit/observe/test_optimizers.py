@@ -4,7 +4,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from live_models import make_model, make_unit
 from torch import nn
 
 from hf_fsdp_plugin.observe.optimizers import (
@@ -13,6 +12,7 @@ from hf_fsdp_plugin.observe.optimizers import (
     trained_pair,
     unwrapped_optimizer,
 )
+from tests.unit.observe.live_models import make_model, make_unit
 
 
 @pytest.fixture

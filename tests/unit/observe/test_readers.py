@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from live_models import make_plan, make_run
 
 from hf_fsdp_plugin.backends.loading.equal_weights import ParameterMemory
 from hf_fsdp_plugin.observe.first_step import FirstStep
 from hf_fsdp_plugin.observe.readers import READERS, read_setting
 from hf_fsdp_plugin.observe.weights import WeightComparison
+from tests.unit.observe.live_models import make_plan, make_run
 
 
 def test_every_setting_has_a_reader_or_a_reason() -> None:

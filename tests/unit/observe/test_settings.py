@@ -3,10 +3,10 @@
 from typing import Any
 
 import pytest
-from live_models import make_plan, make_run, make_unit
 
 from hf_fsdp_plugin.observe.readers import observe_settings
 from hf_fsdp_plugin.observe.settings import SettingObservation, check_settings, format_value
+from tests.unit.observe.live_models import make_plan, make_run, make_unit
 
 
 def rows_of(plan: Any, **facts: Any) -> dict[str, SettingObservation]:

@@ -3,12 +3,12 @@
 from typing import Any
 
 import pytest
-from live_models import make_unit
 
 from hf_fsdp_plugin.observe.memory import MemoryObservation
 from hf_fsdp_plugin.observe.report import memory_table, problem_lines, settings_table, status_line, units_table
 from hf_fsdp_plugin.observe.settings import SettingObservation
 from hf_fsdp_plugin.problems import DEFAULT_ORIGIN, Problem
+from tests.unit.observe.live_models import make_unit
 
 
 def row(name: str, **facts: Any) -> SettingObservation:

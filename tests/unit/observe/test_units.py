@@ -3,9 +3,9 @@
 from typing import Any
 
 import pytest
-from live_models import make_model, make_plan, make_unit
 
 from hf_fsdp_plugin.observe.units import StructureComparison, compare_structure
+from tests.unit.observe.live_models import make_model, make_plan, make_unit
 
 
 def compare(**changed: Any) -> StructureComparison:

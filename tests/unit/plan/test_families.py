@@ -8,12 +8,12 @@ import time
 import pytest
 import torch
 import transformers as hf
-from model_families import FAMILIES, TEXT_CONFIG, on_meta
-from plans import planned, units_of, wrapping
 from torch import nn
 
 from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan
 from hf_fsdp_plugin.plan.modules import no_split_classes
+from tests.support.model_families import FAMILIES, TEXT_CONFIG, on_meta
+from tests.unit.plan.plans import planned, units_of, wrapping
 
 ALL = pytest.mark.parametrize("family", FAMILIES)
 

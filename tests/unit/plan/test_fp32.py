@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from model_families import on_meta
-from plans import planned, refused, wrapping
 from torch import nn
 
 from hf_fsdp_plugin.estimate.unit_sizes import unit_sizes
 from hf_fsdp_plugin.plan import precision
 from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec
 from hf_fsdp_plugin.torch_private.fsdp2 import BEHAVIORS
+from tests.support.model_families import on_meta
+from tests.unit.plan.plans import planned, refused, wrapping
 
 
 @pytest.fixture

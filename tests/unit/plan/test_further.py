@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from model_families import on_meta
 
 import hf_fsdp_plugin as hfp
 from hf_fsdp_plugin.plan.wrap_policy import spec_of_further_model
+from tests.support.model_families import on_meta
 
 
 def spec_of(**settings: Any) -> hfp.FsdpSpec:

@@ -6,12 +6,12 @@ from functools import partial
 
 import pytest
 import torch
-from model_families import on_meta
-from plans import planned, refused, wrapping
 from torch import nn
 
 from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan
 from hf_fsdp_plugin.problems import SpecError
+from tests.support.model_families import on_meta
+from tests.unit.plan.plans import planned, refused, wrapping
 
 
 class Layer(nn.Module):

@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from plans import planned, wrapping
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
 from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan
 from hf_fsdp_plugin.problems import Origin
+from tests.unit.plan.plans import planned, wrapping
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 ORIGIN = Origin(source="fsdp.yaml", line=3)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 
 import pytest
-from model_families import on_meta
-from plans import planned, wrapping
 
 from hf_fsdp_plugin.spec.fsdp_spec import (
     ActivationSection,
@@ -16,6 +14,8 @@ from hf_fsdp_plugin.spec.fsdp_spec import (
     ShardingSection,
 )
 from hf_fsdp_plugin.vocabulary import BY_NAME
+from tests.support.model_families import on_meta
+from tests.unit.plan.plans import planned, wrapping
 
 
 def test_text_has_settings_units_and_ties() -> None:

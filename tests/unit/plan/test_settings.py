@@ -7,8 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from model_families import on_meta
-from plans import planned, problem_in, refused, wrapping
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
@@ -26,6 +24,8 @@ from hf_fsdp_plugin.spec.fsdp_spec import (
     WrapSection,
 )
 from hf_fsdp_plugin.strategies import STRATEGIES
+from tests.support.model_families import on_meta
+from tests.unit.plan.plans import planned, problem_in, refused, wrapping
 
 FULL = ActivationSection(checkpointing="full")
 NATIVE = ActivationSection(checkpointing="full", native=True)

@@ -6,13 +6,13 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from model_families import on_meta
-from plans import planned, problem_in, refused, units_of, wrapping
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from hf_fsdp_plugin.problems import Origin, SpecError
 from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec
+from tests.support.model_families import on_meta
+from tests.unit.plan.plans import planned, problem_in, refused, units_of, wrapping
 
 
 class Block(nn.Module):

@@ -4,7 +4,6 @@ from functools import partial
 
 import pytest
 import torch
-from parameter_ids import keys_of
 from torch import nn
 from torch.distributed.fsdp import (
     BackwardPrefetch,
@@ -23,6 +22,8 @@ from torch.distributed.fsdp.wrap import (
     size_based_auto_wrap_policy,
     transformer_auto_wrap_policy,
 )
+
+from tests.support.parameter_ids import keys_of
 
 MIXED = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 BY_LAYER = partial(transformer_auto_wrap_policy, transformer_layer_cls={nn.Linear, nn.Conv1d})

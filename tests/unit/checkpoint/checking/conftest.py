@@ -3,7 +3,8 @@
 from pathlib import Path
 
 import pytest
-import saved
+
+from tests.support import saved
 
 
 @pytest.fixture

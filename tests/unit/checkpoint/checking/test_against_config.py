@@ -2,11 +2,10 @@
 
 import json
 
-import saved
-from saved import errors, notes, only_error
-
 from hf_fsdp_plugin.checkpoint.checking.verify import verify
 from hf_fsdp_plugin.checkpoint.names import MANIFEST_NAME
+from tests.support import saved
+from tests.support.saved import errors, notes, only_error
 
 
 def test_checkpoint_of_the_config_has_no_problems(hf):

@@ -2,12 +2,12 @@
 
 import random
 
-import damages
 import pytest
-from saved import errors, notes, only_error
 
 from hf_fsdp_plugin.checkpoint.checking.verify import verify
 from hf_fsdp_plugin.checkpoint.formats.archives import stored_entries
+from tests.support import damages
+from tests.support.saved import errors, notes, only_error
 
 
 def test_stock_checkpoint_is_verified_by_its_checksums(stock):

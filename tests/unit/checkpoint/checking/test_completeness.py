@@ -4,9 +4,7 @@ import json
 import shutil
 from pathlib import Path
 
-import damages
 import pytest
-import saved
 import torch
 
 from hf_fsdp_plugin.checkpoint.checking.completeness import (
@@ -19,6 +17,7 @@ from hf_fsdp_plugin.checkpoint.checking.completeness import (
 )
 from hf_fsdp_plugin.checkpoint.names import MANIFEST_NAME, SAVING
 from hf_fsdp_plugin.checkpoint.writing import save as staging
+from tests.support import damages, saved
 
 
 def codes(folder: Path) -> list[str]:

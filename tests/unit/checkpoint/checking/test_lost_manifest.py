@@ -6,7 +6,6 @@ import shutil
 from pathlib import Path
 
 import pytest
-import saved
 import torch
 import torch.distributed as dist
 
@@ -19,6 +18,7 @@ from hf_fsdp_plugin.checkpoint.shards import LocalShard, ModelShards, OptimizerS
 from hf_fsdp_plugin.checkpoint.writing.dcp_files import final_files
 from hf_fsdp_plugin.checkpoint.writing.parts import PartWriter
 from hf_fsdp_plugin.checkpoint.writing.state_files import model_files, optimizer_files
+from tests.support import saved
 
 TENSORS = {"a": torch.arange(7.0), "b": torch.arange(100.0).reshape(10, 10), "c": torch.tensor(3, dtype=torch.int8)}
 

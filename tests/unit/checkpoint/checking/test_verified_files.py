@@ -7,9 +7,7 @@ import random
 from collections.abc import Iterator
 from pathlib import Path
 
-import damages
 import pytest
-import saved
 
 from hf_fsdp_plugin.checkpoint.checking import verified_files
 from hf_fsdp_plugin.checkpoint.checking.verified_files import VerifiedFiles, check_headers, input_files
@@ -17,6 +15,7 @@ from hf_fsdp_plugin.checkpoint.formats.manifest import FileRange, FileRecord
 from hf_fsdp_plugin.checkpoint.formats.table import read_stored_model, read_stored_optimizer
 from hf_fsdp_plugin.checkpoint.io import InputFiles, hash_bytes
 from hf_fsdp_plugin.problems import CheckpointError
+from tests.support import damages, saved
 
 BOUNDS = (0, 7, 8, 40, 41, 100, 164)
 DATA = bytes(range(164))

@@ -5,15 +5,14 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 
-import damages
 import numpy
 import pytest
-import saved
-from saved import errors, notes, only_error
 
 from hf_fsdp_plugin.checkpoint.checking.verify import verify
 from hf_fsdp_plugin.checkpoint.formats.manifest import Manifest, read_manifest, to_text
 from hf_fsdp_plugin.checkpoint.names import MANIFEST_NAME
+from tests.support import damages, saved
+from tests.support.saved import errors, notes, only_error
 
 FILES = ["fsdp_manifest.json"]
 FILES += [f"optimizer_0/{name}" for name in (".metadata", "__0_0.distcp", "__1_0.distcp", "__2_0.distcp")]

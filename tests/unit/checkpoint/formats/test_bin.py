@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from assembled import assembled as read
 from torch import nn
 
 from hf_fsdp_plugin.checkpoint.formats.boxes import SIZES
 from hf_fsdp_plugin.checkpoint.formats.table import read_stored_model, read_stored_optimizer
 from hf_fsdp_plugin.problems import CheckpointError
+from tests.support.assembled import assembled as read
 
 
 @pytest.mark.parametrize("dtype", sorted(SIZES))

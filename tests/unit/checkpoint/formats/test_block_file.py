@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import damages
 import pytest
-import saved
 
 from hf_fsdp_plugin.checkpoint.checking.completeness import why_incomplete
 from hf_fsdp_plugin.checkpoint.checking.verified_files import files_of_checkpoint
@@ -17,6 +15,7 @@ from hf_fsdp_plugin.checkpoint.formats.table import read_stored_model
 from hf_fsdp_plugin.checkpoint.merging.merge import MergeOptions, merge
 from hf_fsdp_plugin.checkpoint.names import BLOCK_FILE, MANIFEST_NAME
 from hf_fsdp_plugin.problems import CheckpointError
+from tests.support import damages, saved
 
 
 @pytest.fixture(autouse=True)

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from assembled import assembled as read
 from torch.distributed.checkpoint.metadata import Metadata
 
 from hf_fsdp_plugin.checkpoint.formats.table import read_stored_model, read_stored_optimizer
 from hf_fsdp_plugin.problems import CheckpointError
+from tests.support.assembled import assembled as read
 
 WEIGHTS = {
     "layers.0._fsdp_wrapped_module._checkpoint_wrapped_module.weight": torch.arange(12.0).reshape(3, 4),

@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from assembled import assembled
 from safetensors.numpy import save_file
 
 from hf_fsdp_plugin.checkpoint.formats.table import read_stored_model, read_stored_optimizer
 from hf_fsdp_plugin.problems import CheckpointError
+from tests.support.assembled import assembled
 
 
 def shard(folder: Path, weight_map: dict[str, Any]) -> None:

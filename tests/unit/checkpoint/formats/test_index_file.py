@@ -15,7 +15,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as torch_dcp
-from assembled import assembled
 
 from hf_fsdp_plugin.checkpoint.checking.verify import verify
 from hf_fsdp_plugin.checkpoint.formats import dcp as reader
@@ -32,6 +31,7 @@ from hf_fsdp_plugin.checkpoint.writing.dcp_files import final_files
 from hf_fsdp_plugin.checkpoint.writing.parts import PartWriter
 from hf_fsdp_plugin.checkpoint.writing.state_files import model_files, optimizer_files
 from hf_fsdp_plugin.problems import CheckpointError
+from tests.support.assembled import assembled
 
 WORLD = 5
 WHOLE = {

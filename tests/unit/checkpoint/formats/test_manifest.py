@@ -8,13 +8,13 @@ from pathlib import Path
 from types import MappingProxyType
 
 import pytest
-import saved
 import xxhash
 
 from hf_fsdp_plugin.checkpoint.formats.manifest import FileRange, FileRecord, read_manifest, record_file, to_text
 from hf_fsdp_plugin.checkpoint.io import hash_bytes, hash_file
 from hf_fsdp_plugin.checkpoint.names import MANIFEST_NAME
 from hf_fsdp_plugin.problems import CheckpointError
+from tests.support import saved
 
 
 def test_manifest_round_trips(tmp_path):

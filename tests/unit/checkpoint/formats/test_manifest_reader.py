@@ -3,15 +3,14 @@
 import json
 from pathlib import Path
 
-import damages
 import pytest
-import saved
 import xxhash
 
 from hf_fsdp_plugin.checkpoint.formats import manifest as manifest_reader
 from hf_fsdp_plugin.checkpoint.formats.manifest import VERSION, FileRange, FileRecord, read_manifest, to_text
 from hf_fsdp_plugin.checkpoint.names import MANIFEST_NAME
 from hf_fsdp_plugin.problems import CheckpointError
+from tests.support import damages, saved
 
 HASH = "0" * 32
 

@@ -12,7 +12,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from hostile_pickles import ATTACKS, SET_ATTRIBUTES
+
+from tests.unit.checkpoint.hostile_pickles import ATTACKS, SET_ATTRIBUTES
 
 SEED = 20261124
 COUNT = 4000
@@ -24,7 +25,7 @@ import json, resource, sys
 resource.setrlimit(resource.RLIMIT_AS, ({memory}, {memory}))
 resource.setrlimit(resource.RLIMIT_CPU, ({seconds}, {seconds}))
 sys.path.insert(0, {tests!r})
-import hostile_pickles
+from tests.unit.checkpoint import hostile_pickles
 from hf_fsdp_plugin.checkpoint.formats.pickles import ALLOWED, read_pickle
 from hf_fsdp_plugin.problems import CheckpointError
 
@@ -49,7 +50,7 @@ print(json.dumps(codes))
 
 def read_with_limits(pickles: str) -> dict[str, int]:
     """Read pickles in another process. Returns the number of those with each result."""
-    tests = str(Path(__file__).parent.parent)
+    tests = str(Path(__file__).parents[4])
     program = _READ.format(memory=MEMORY, seconds=SECONDS, tests=tests, pickles=pickles)
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=4 * SECONDS, env=dict(os.environ)

@@ -7,10 +7,10 @@ from collections import OrderedDict
 from typing import Any
 
 import pytest
-from hostile_pickles import ATTACKS
 
 from hf_fsdp_plugin.checkpoint.formats.pickles import MAX_TUPLE, read_pickle, refuse_excessive
 from hf_fsdp_plugin.problems import CheckpointError
+from tests.unit.checkpoint.hostile_pickles import ATTACKS
 
 
 @pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))

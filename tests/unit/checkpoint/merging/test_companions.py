@@ -6,10 +6,10 @@ import json
 from pathlib import Path
 
 import pytest
-from merge_inputs import CONFIG, codes, messages
 
 from hf_fsdp_plugin.checkpoint.merging.merge import MergeOptions, merge
 from hf_fsdp_plugin.problems import CheckpointError
+from tests.support.merge_inputs import CONFIG, codes, messages
 
 
 def test_config_tokenizer_and_code_are_copied(checkpoint: Path, out: Path) -> None:

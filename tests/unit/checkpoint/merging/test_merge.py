@@ -8,15 +8,13 @@ from typing import Any
 
 import numpy
 import pytest
-import saved
-from merge_inputs import CONFIG, TENSORS, assert_same, codes, messages, read, save, tree
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
 from hf_fsdp_plugin.checkpoint.merging import copying
 from hf_fsdp_plugin.checkpoint.merging.merge import MergeOptions, merge
-from hf_fsdp_plugin.checkpoint.merging.output import staging_path
-from hf_fsdp_plugin.problems import CheckpointError
+from tests.support import saved
+from tests.support.merge_inputs import CONFIG, TENSORS, assert_same, codes, messages, read, save
 
 
 def test_files_of_all_ranks_become_one_file(checkpoint: Path, out: Path) -> None:
@@ -35,47 +33,6 @@ def test_shards_have_an_index(checkpoint: Path, out: Path) -> None:
     for name, file in index["weight_map"].items():
         with safe_open(out / file, "np") as opened:
             assert name in opened.keys()  # noqa: SIM118 (not a mapping)
-
-
-def test_stock_shards_load_in_transformers(tmp_path: Path, out: Path) -> None:
-    """Without a manifest, names and shapes are compared with the config's model."""
-    import torch
-    import torch.distributed.checkpoint as dcp
-    from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(
-        vocab_size=32,
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        tie_word_embeddings=True,
-    )
-    model = LlamaForCausalLM(config)
-    stock = tmp_path / "run" / "checkpoint-1"
-    # Accelerate stores tied weights twice.
-    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    dcp.save({"model": state}, checkpoint_id=stock / "pytorch_model_fsdp_0", no_dist=True)
-    (stock / "trainer_state.json").write_text("{}")
-    model.config.architectures = ["LlamaForCausalLM"]
-    model.config.save_pretrained(stock.parent)
-
-    merged = merge(stock, out, MergeOptions(verify=True))
-    assert (merged.compared_with, merged.verified) == ("model", True)
-    assert merged.aliases == {"lm_head.weight": "model.embed_tokens.weight"}
-    assert codes(merged) == ["FSDP-N490", "FSDP-N491"] and f"from {stock.parent}." in messages(merged)
-    loaded = AutoModelForCausalLM.from_pretrained(out).state_dict()
-    assert loaded.keys() == state.keys()
-    assert all(torch.equal(loaded[name], tensor) for name, tensor in state.items())
-
-    # Another architecture is refused, and nothing is changed.
-    LlamaConfig(**{**config.to_dict(), "num_hidden_layers": 3}).save_pretrained(tmp_path / "other")
-    before = tree(tmp_path)
-    with pytest.raises(CheckpointError, match=r"9 of the 30 parameters of the LlamaForCausalLM.*FSDP-E477"):
-        merge(stock, tmp_path / "new", MergeOptions(config=tmp_path / "other"))
-    assert tree(tmp_path) == before
-    assert not staging_path(tmp_path / "new").exists()
 
 
 def test_tied_names_of_the_manifest_are_written_once(tmp_path: Path, out: Path) -> None:

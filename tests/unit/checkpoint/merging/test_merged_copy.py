@@ -7,12 +7,12 @@ import threading
 from pathlib import Path
 
 import pytest
-from merge_inputs import MODEL, TENSORS, assert_same, read
 
 from hf_fsdp_plugin.checkpoint.merging.merge import with_whole_weights
 from hf_fsdp_plugin.checkpoint.merging.output import staging_path
 from hf_fsdp_plugin.checkpoint.names import merged_copies
 from hf_fsdp_plugin.problems import CheckpointError
+from tests.support.merge_inputs import MODEL, TENSORS, assert_same, read
 
 
 def test_copy_is_written_once(checkpoint: Path, capfd: pytest.CaptureFixture[str]) -> None:

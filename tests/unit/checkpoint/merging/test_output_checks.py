@@ -5,16 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import damages
 import pytest
-import saved
-from merge_inputs import MODEL, TENSORS, assert_same, codes, read, tree
 from safetensors.numpy import save_file
 
 from hf_fsdp_plugin.checkpoint.formats.table import read_stored_model
 from hf_fsdp_plugin.checkpoint.merging.merge import MergeOptions, merge
 from hf_fsdp_plugin.checkpoint.merging.output import MergeStaging, staging_path
 from hf_fsdp_plugin.problems import CheckpointError
+from tests.support import damages, saved
+from tests.support.merge_inputs import MODEL, TENSORS, assert_same, codes, read, tree
 
 
 @pytest.mark.parametrize(

@@ -6,11 +6,11 @@ import os
 from pathlib import Path
 
 import pytest
-from merge_inputs import MODEL, tree
 
 from hf_fsdp_plugin.checkpoint.merging.merge import MergeOptions, merge
 from hf_fsdp_plugin.checkpoint.merging.output import staging_path
 from hf_fsdp_plugin.problems import CheckpointError
+from tests.support.merge_inputs import MODEL, tree
 
 
 def test_too_little_space_is_refused(checkpoint: Path, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from merge_inputs import MODEL, TENSORS, assert_same, codes, messages, read, tree
 
 from hf_fsdp_plugin.checkpoint.folders import replaced_path
 from hf_fsdp_plugin.checkpoint.merging.merge import MergeOptions, merge
 from hf_fsdp_plugin.checkpoint.merging.output import MergeStaging, staging_path
 from hf_fsdp_plugin.problems import CheckpointError
+from tests.support.merge_inputs import MODEL, TENSORS, assert_same, codes, messages, read, tree
 
 
 def interrupt_after(num_files: int) -> Any:

@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 import torch
-from saved import manifest
 from torch import nn
 
 from hf_fsdp_plugin.checkpoint import CheckpointManager, Manifest, load_model, why_incomplete
@@ -23,6 +22,7 @@ from hf_fsdp_plugin.checkpoint.shards import optimizer_shards
 from hf_fsdp_plugin.checkpoint.writing import save as saves
 from hf_fsdp_plugin.checkpoint.writing.parts import PartWriter
 from hf_fsdp_plugin.problems import CheckpointError
+from tests.support.saved import manifest
 
 
 class BlockedWriter(PartWriter):

@@ -1,0 +1,1 @@
+"""The simulated accelerator, and its own tests."""

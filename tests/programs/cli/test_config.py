@@ -1,0 +1,128 @@
+"""The part of tests/unit/cli/test_config.py that starts processes or computes for seconds."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from hf_fsdp_plugin.cli.config.questions import QUESTIONS
+from tests.support.json_schema import assert_valid
+from tests.support.matrices import slow
+from tests.unit.cli.test_config import LLAMA, options, spec_of
+
+
+@pytest.fixture
+def config(hf_fsdp, tmp_path, monkeypatch):
+    """Run the verb in an empty folder, where it is Accelerate's default place, too."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+
+    def run(*argv: str, code: int = 0) -> tuple[str, str]:
+        found, out, err = hf_fsdp("config", *argv)
+        assert found == code, err
+        return out, err
+
+    return run
+
+
+@pytest.fixture
+def llama(tmp_path):
+    (tmp_path / "llama").mkdir()
+    (tmp_path / "llama/config.json").write_text(json.dumps(LLAMA))
+
+
+MODEL = {"model": "llama", "gpu_memory": "40GB", "machine": "h100-sxm", "seq_len": "100", "optimizer": "sgd"}
+EVERY_OPTION = [
+    {
+        **MODEL, "num_machines": "2", "gpus": "4", "machine_rank": "1", "main_process_ip": "node-0",
+        "main_process_port": "1234", "precision": "fp16", "global_batch": "32", "micro_batch": "2",
+        "sync_each_batch": "yes", "recommendation": "no", "fsdp_version": "1", "strategy": "hybrid_shard_zero2",
+        "group_size": "2", "wrap_policy": "transformer", "wrap_classes": "LlamaMLP", "offload": "yes",
+        "checkpointing": "full", "activation_offload": "yes", "state_dict": "full", "ram_efficient_loading": "no",
+        "details": "yes", "backward_prefetch": "post", "forward_prefetch": "yes", "limit_all_gathers": "no",
+        "use_orig_params": "no", "sync_module_states": "no", "pin_memory": "no", "async_save": "yes",
+    },
+    {"wrap_policy": "size", "min_num_params": "77"},
+]  # fmt: skip
+
+
+def test_every_option_sets_its_answer(config, llama):
+    assert {name for answers in EVERY_OPTION for name in answers} == {question.name for question in QUESTIONS}
+    shown = {"yes": True, "no": False}
+    for number, answers in enumerate(EVERY_OPTION):
+        out, _ = config("--yes", "-o", f"{number}.yaml", "--json", *options(answers))
+        result = json.loads(out)
+        found = {name: result["answers"][name] for name in answers}
+        assert found == {
+            name: shown.get(value, int(value) if value.isdecimal() else value) for name, value in answers.items()
+        }
+        # Each setting arrives in the file.
+        spec = spec_of(f"{number}.yaml")
+        for question in QUESTIONS:
+            if question.setting and question.name in answers:
+                value = spec.get(question.setting)
+                assert (",".join(value) if isinstance(value, tuple) else value) == found[question.name], question.name
+
+
+# GPU memory and FSDP version -> the recommended strategy and checkpointing; "" for a table without a recommendation.
+RECOMMENDED = [
+    slow("4GB", "1", ("no_shard", "none")),
+    ("4GB", "2", ("shard_grad_op", "none")),  # stock Accelerate has no no_shard under FSDP2
+    slow("1760MB", "2", ("full_shard", "full")),
+    ("100MB", "2", ("full_shard", "none")),  # nothing fits: the general default
+    ("", "2", ("full_shard", "none")),
+]
+
+
+@pytest.mark.parametrize(("memory", "version", "best"), RECOMMENDED)
+def test_recommended_settings_fit_and_are_those_of_plan(config, llama, hf_fsdp, memory, version, best):
+    larger = {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 8, "vocab_size": 8000}
+    Path("llama/config.json").write_text(json.dumps({**LLAMA, **larger, "max_position_embeddings": 512}))
+    argv = ["--yes", "-o", "fsdp.yaml", "--model", "llama", "--gpus", "4", "--fsdp-version", version, "--json"]
+    out, err = config(*argv, "--global-batch", "16", "--gpu-memory", memory)
+    result = json.loads(out)
+    assert_valid("config", result)
+    found = result["settings"]
+    assert (found["sharding.strategy"], found["activation.checkpointing"]) == best
+    fits = memory not in ("100MB", "")
+    assert ("Recommended" in err, "Nothing fits" in err) == (fits, memory == "100MB")
+    assert "predicted memory: " in Path("fsdp.yaml").read_text()
+    arguments = result["training_arguments"]
+    micro_batch, accumulation = arguments["per_device_train_batch_size"], arguments["gradient_accumulation_steps"]
+    assert micro_batch * accumulation == 4
+    syncs = ["--sync-each-batch"] if "accelerator_config" in arguments else []
+    limit = ["--gpu-memory", memory] if memory else []
+    code, plan, _ = hf_fsdp(
+        "plan", "--model", "llama", "fsdp.yaml", "--seq-len", "512", "--accumulation", accumulation, "--micro-batch",
+        micro_batch, "--json", *syncs, *limit,
+    )  # fmt: skip
+    assert json.loads(plan)["per_rank"] == result["per_rank"] and code == (memory == "100MB")
+    if (memory, version) == ("4GB", "2"):
+        refused, _ = config(*argv, "--force", "--gpu-memory", memory, "--recommendation", "no")
+        assert json.loads(refused)["settings"]["sharding.strategy"] == best[0]  # the value of the file
+
+
+def test_named_machine_gives_gpus_memory_and_times(config, llama):
+    out, err = config(
+        "--yes", "-o", "-", "--json", "--model", "llama", "--machine", "a100-40gb", "--global-batch", "32"
+    )
+    answers = json.loads(out)["answers"]
+    assert (answers["gpus"], answers["gpu_memory"], answers["micro_batch"]) == (8, "42.3 GB", 4)  # 39.4 GiB
+    assert "tokens/s" in err and "the fastest that fits" in err
+    _, err = config("--yes", "-o", "-", "--model", "llama", "--machine", "a100", code=2)
+    assert "'a100' is not a known machine" in err and "a100-80gb" in err
+
+
+def test_model_gives_classes_and_limits(config, llama):
+    _, err = config("--yes", "-o", "fsdp.yaml", "--model", "llama", "--gpus", "2")
+    assert "LlamaDecoderLayer ×2" in err and spec_of("fsdp.yaml").wrap.policy == "transformer"
+    assert "# one unit per layer: LlamaDecoderLayer ×2" in Path("fsdp.yaml").read_text()
+    _, err = config("--yes", "-o", "a.yaml", "--model", "llama", "--seq-len", "129", code=2)
+    assert "longest sequence" in err
+    _, err = config("--yes", "-o", "a.yaml", "--model", "llama", "--wrap-classes", "LamaDecoderLayer", code=2)
+    assert "LlamaForCausalLM has no LamaDecoderLayer" in err
+    _, err = config("--yes", "-o", "a.yaml", "--model", "llama", "--gpu-memory", "10^30", code=2)
+    assert "80GB" in err

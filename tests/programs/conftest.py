@@ -1,0 +1,3 @@
+"""The fixtures of tests/unit."""
+
+from tests.unit.conftest import *  # noqa: F403

@@ -1,0 +1,3 @@
+"""The fixtures of tests/unit/integrations."""
+
+from tests.unit.integrations.conftest import *  # noqa: F403

@@ -1,0 +1,55 @@
+"""The part of tests/unit/integrations/test_watch.py that starts processes or computes for seconds."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from hf_fsdp_plugin.hangs.record import read_counts, record, step_count
+from hf_fsdp_plugin.integrations.session import session
+from hf_fsdp_plugin.integrations.watch import watch
+from hf_fsdp_plugin.runs.restart_policy import Restarts
+from tests.unit.integrations.test_watch import RANK, armed_files
+
+
+@pytest.fixture
+def as_rank(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
+    """Variables of a rank. Returns the folder of temporary files."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    for name, value in RANK.items():
+        monkeypatch.setenv(name, value)
+    yield tmp_path
+    watch.disarm()
+    session.restarts = Restarts()
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("hf_fsdp")]
+
+
+def test_children_of_a_rank_are_no_ranks(as_rank: Path) -> None:
+    files = armed_files()
+    code = "from hf_fsdp_plugin.integrations.watch import watch; watch.arm(); print(watch.files)"
+    env = {**os.environ, "TMPDIR": str(as_rank)}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
+    assert done.stdout == "None\n"
+    nested = subprocess.run(
+        [sys.executable, "-c", code], env={**env, "MASTER_PORT": "2"}, capture_output=True, text=True, check=True
+    )
+    assert "RankFiles" in nested.stdout, "a rank of another launcher that the rank has started"
+    read, write = os.pipe()
+    if not (child := os.fork()):
+        step_count.resume_at(5)
+        watch.failed(ValueError("of the child"))
+        os.write(write, f"{watch.files} {record.is_open}".encode())
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert os.read(read, 100) == b"None False"
+    os.close(read)
+    os.close(write)
+    counts = read_counts(files.steps)
+    assert counts is not None and counts.before == 0 and not files.failure.exists()

@@ -1,0 +1,1 @@
+"""The tests for each edit: one process, no training, less than a second each."""
