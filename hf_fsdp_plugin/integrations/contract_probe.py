@@ -24,7 +24,7 @@ from typing import Any, Final, Literal
 from hf_fsdp_plugin.contracts import Contract
 from hf_fsdp_plugin.integrations.hooks import HOOKS, Hook
 from hf_fsdp_plugin.supported import installed_versions, release_of
-from hf_fsdp_plugin.torch_private.process_groups import has_part, live_objects
+from hf_fsdp_plugin.torch_private.live_objects import has_part, live_objects
 
 Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 ContractStatus = Literal["holds", "changed", "missing", "not installed", "not in this version"]
