@@ -25,28 +25,21 @@ COLORS: Final[dict[MemoryKind, str]] = {
     "other": "#8c8c8c",
 }
 """The palette of Okabe and Ito, which color-blind readers can tell apart."""
-_PALETTE: Final = tuple(COLORS.values())
-_DASHES: Final = ("", "14 8", "4 6", "18 6 4 6")
-"""Patterns of the lines from the second repetition of the colors on."""
-_HEADROOM: Final = 1.08
 Point = tuple[float, float]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shape:
-    """A polygon, or a line through points.
+    """A polygon.
 
     Attributes:
         color: ``transparent`` for a polygon that only has a title.
         title: what is shown where the mouse points to the shape.
-        dashes: lengths of dashes and gaps of a line.
     """
 
     points: Sequence[Point]
     color: str
     title: str = ""
-    is_line: bool = False
-    dashes: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,7 +47,6 @@ class Chart:
     """Shapes in a field from 0 to a width and a height.
 
     Attributes:
-        unit: of the height.
         ticks: texts on the axis of the width, at equal distances.
         legend: names with their colors.
         is_low: whether the picture is less high than others.
@@ -64,7 +56,6 @@ class Chart:
     shapes: Sequence[Shape]
     width: float
     height: float
-    unit: str = ""
     ticks: Sequence[str] = ()
     legend: Mapping[str, str]
     is_low: bool = False
@@ -97,34 +88,6 @@ def memory_chart(moments: Sequence[Moment], legend: Mapping[str, str]) -> Chart:
     return Chart(title="Memory during a step", shapes=shapes, width=width, height=top, ticks=ticks, legend=legend)
 
 
-def rank_chart(*, title: str, lines: Mapping[str, Mapping[int, float]], unit: str, rule: float | None = None) -> Chart:
-    """Return lines over numbers of ranks.
-
-    Args:
-        lines: name of a line -> value by number of ranks.
-        rule: a value that is marked by a horizontal line.
-    """
-    worlds = sorted({world for line in lines.values() for world in line})
-    height = max([*(value for line in lines.values() for value in line.values()), rule or 0.0]) * _HEADROOM or 1.0
-    width, shapes, legend = max(1.0, len(worlds) - 1.0), [], {}
-    if rule is not None:
-        shapes.append(Shape(points=((0, rule), (width, rule)), color="gray", is_line=True, dashes="8 8"))
-    for index, (name, line) in enumerate(lines.items()):
-        color, dashes = _PALETTE[index % len(_PALETTE)], _DASHES[index // len(_PALETTE) % len(_DASHES)]
-        legend[f"{name} (dashed)" if dashes else name] = color
-        points = [(float(worlds.index(world)), line[world]) for world in sorted(line)]
-        shapes.append(Shape(points=points, color=color, title=name, is_line=True, dashes=dashes))
-        for world, (x, y) in zip(sorted(line), points, strict=True):
-            text = f"{name}, {world:,} ranks: {_number(line[world])} {unit}"
-            shapes.append(rectangle(x - width / 200, y - height / 50, width / 100, height / 25, color, text))
-    ticks = [f"{world:,}" for world in worlds]
-    return Chart(title=title, shapes=shapes, width=width, height=height, unit=unit, ticks=ticks, legend=legend)
-
-
-def _number(value: float) -> str:
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
-
-
 @cache
 def macros() -> Any:
     """Return the macros of the template, which return HTML and escape all texts."""
@@ -132,7 +95,7 @@ def macros() -> Any:
 
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     environment.filters |= {
-        "count": format_count, "number": _number, "seconds": format_seconds,
+        "count": format_count, "seconds": format_seconds,
         "size": lambda size: format_bytes(size, binary=True),
     }  # fmt: skip
     text = files("hf_fsdp_plugin.estimate").joinpath("charts.html").read_text(encoding="utf-8")
@@ -142,13 +105,3 @@ def macros() -> Any:
 def html_document(title: str, body: str) -> str:
     """Return a page with a body of HTML: light and dark, without scripts, and with no address of another file."""
     return str(macros().document(title, body))
-
-
-def chart_html(chart: Chart) -> str:
-    """Return a section with a chart over numbers of ranks, its legend and its axis."""
-    return str(macros().chart(chart))
-
-
-def table_html(title: str, rows: Sequence[Sequence[str]]) -> str:
-    """Return a section with a table; the first row is the head, and the first column is aligned to the left."""
-    return str(macros().section(title, macros().table(rows)))

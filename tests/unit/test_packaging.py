@@ -42,7 +42,7 @@ def test_every_imported_library_is_declared() -> None:
     setup = _setup()
     declared = _requirements(setup["options"]["install_requires"])
     extras = setup["options.extras_require"]
-    optional = _requirements(extras["ecosystem"]) | _requirements(extras["plots"])
+    optional = _requirements(extras["ecosystem"])
     package = ROOT / "hf_fsdp_plugin"
     used: set[str] = set()
     for path in package.rglob("*.py"):
