@@ -1,14 +1,17 @@
 """How the machines of a job ask each other what their ranks do, over a connection of their own to the job's store.
 
 One rank of each machine watches it, and asks or answers for it. It reads one counter per second; everything else is
-sent only if ranks have waited for long. So the number of messages grows with the number of machines only.
+sent only if ranks have waited for long. After a hang, the ranks of all machines wait: one machine asks, and the others
+answer and wait for what it announces. After a failure, the first few that have lost a connection ask. So the number of
+messages grows with the number of machines, and not with its square.
 
 ::
 
     machine/<r>     JSON: name and ranks of the machine whose lowest rank is r
     news            increased with each question and announcement: the counter that is read each second
     asked           number of questions
-    <q>/answers     number of machines that answer question q, including the one that asks
+    failed          number of machines that have wanted to ask after a failure
+    <q>/answers     number of machines that answer question q
     <q>/<n>         the n-th answer: the records of the ranks of a machine
     announced       JSON: the hang that ends the ranks of all machines
 """
@@ -38,6 +41,8 @@ ANSWER_SECONDS: Final = 10.0
 """Seconds that a machine has to answer, in which it reads its ranks' stacks."""
 _REQUEST_SECONDS: Final = 10.0
 """Seconds that a request to the store may take."""
+_MOST_FAILED: Final = 8
+"""Number of machines that ask after a failure."""
 _LOOK_SECONDS: Final = 1.0
 _POLL_SECONDS: Final = 0.1
 _UNKNOWN_MACHINE: Final = "another machine"
@@ -117,7 +122,7 @@ class HangQueries:
         self.announced: Mapping[str, str] = {}
         self._is_registered = False
         self._news = self._asked = self._answered = 0
-        self._next_look = 0.0
+        self._next_look = self._asks_from = 0.0
 
     def is_asked(self) -> bool:
         """Return whether another machine waits for the answer of this one."""
@@ -148,29 +153,41 @@ class HangQueries:
             with contextlib.suppress(StoreLost):  # the machine that asks reports this one as unreachable
                 self._store.ask(lambda store: self._answer(store, ranks))
 
-    def _answer(self, store: Any, ranks: Sequence[RankCalls]) -> None:
+    def _answer(self, store: Any, ranks: Sequence[RankCalls], own_question: int = 0) -> bool:
+        """Answer the questions of other machines. Returns whether there were any."""
         newest = store.add("asked", 0)
-        for question in range(self._answered + 1, newest + 1):
+        questions = [number for number in range(self._answered + 1, newest + 1) if number != own_question]
+        for question in questions:
             own = [rank for rank in ranks if rank.rank in self._ranks]
             store.set(f"{question}/{store.add(f'{question}/answers', 1)}", _pack(own))
         self._answered = self._asked = newest
+        if questions:
+            self._asks_from = time.monotonic() + ANSWER_SECONDS
+        return bool(questions)
 
-    def ask(self, ranks: Sequence[RankCalls], seconds: float = ANSWER_SECONDS) -> list[RankCalls] | None:
+    def ask(
+        self, ranks: Sequence[RankCalls], seconds: float = ANSWER_SECONDS, *, after_failure: bool = False
+    ) -> list[RankCalls] | None:
         """Return the ranks of the other machines; those of machines that did not answer are unreachable.
 
-        Returns ``None`` if a machine has announced a hang: it does not answer any more.
+        Returns ``None`` if another machine asks or has just asked, which announces what it finds, or if one has
+        announced a hang: it does not answer any more.
 
         Args:
             ranks: the ranks of this machine, in case another one asks at the same time.
             seconds: time to answer.
+            after_failure: whether this process has failed. Then the watching thread of its machine answers the others.
         """
         if self._store is None:
             return []
+        if time.monotonic() < self._asks_from and not after_failure:
+            return None
         deadline = time.monotonic() + seconds
         others = dict.fromkeys(sorted(set(range(self._world_size)) - set(self._ranks)), _UNKNOWN_MACHINE)
         found: dict[int, RankCalls] = {}
         with contextlib.suppress(StoreLost):
-            if not self._store.ask(lambda store: self._collect(store, ranks, others, found, deadline), 2 * seconds):
+            answers = None if after_failure else ranks
+            if not self._store.ask(lambda store: self._collect(store, answers, others, found, deadline), 2 * seconds):
                 return None
         known = dict(found)  # the request may go on
         return [known.get(rank) or RankCalls(rank=rank, state="unreachable", detail=others[rank]) for rank in others]
@@ -178,16 +195,21 @@ class HangQueries:
     def _collect(
         self,
         store: Any,
-        ranks: Sequence[RankCalls],
+        ranks: Sequence[RankCalls] | None,
         others: dict[int, str],
         found: dict[int, RankCalls],
         deadline: float,
     ) -> bool:
         """Add the ranks of the machines that answer to ``found``, and the names of the machines that do not to others.
 
-        Returns whether no hang was announced.
+        Returns whether this machine has asked, and no hang was announced.
+
+        Args:
+            ranks: the answer to machines that ask at the same time; ``None`` after a failure.
         """
         self._read_news(store)
+        if store.add("failed", 1) > _MOST_FAILED if ranks is None else self._answer(store, ranks):
+            return False
         question = store.add("asked", 1)
         store.add("news", 1)
         unread: list[int] = []
@@ -195,7 +217,8 @@ class HangQueries:
         while len(found) < len(others) and time.monotonic() < deadline:
             if self._has_announcement(store):
                 return False
-            self._answer(store, ranks)  # to other machines that ask at the same time
+            if ranks is not None:
+                self._answer(store, ranks, question)
             # A machine that waits asks for this number only: after a hang of a job, all machines ask at the same time.
             before, num_answers = num_answers, store.add(f"{question}/answers", 0)
             unread = [

@@ -237,7 +237,9 @@ class Watcher:
         if not self._watched.limit or not _has_group():
             return []
         store = JobStore(_store_of_questions)
-        found = self._make_queries(store, [rank.rank for rank in ranks]).ask(ranks, _FAILURE_ANSWER_SECONDS)
+        found = self._make_queries(store, [rank.rank for rank in ranks]).ask(
+            ranks, _FAILURE_ANSWER_SECONDS, after_failure=True
+        )
         store.join(_STOP_SECONDS)
         return found or []
 

@@ -166,8 +166,9 @@ def test_two_machines_with_one_number_are_refused(port: int) -> None:
 
 
 def test_machines_that_wait_learn_why_they_do_not_start(port: int) -> None:
-    other = machine(1, port, facts=FACTS | {"the number of ranks": "2 on cpu"})
-    results = at_once(machine(0, port).next_rendezvous, other.next_rendezvous)
+    first, other = machine(0, port), machine(1, port, facts=FACTS | {"the number of ranks": "2 on cpu"})
+    results = at_once(first.next_rendezvous, other.next_rendezvous)
+    at_once(first.shutdown, other.shutdown)
     assert [code_of(result) for result in results] == ["FSDP-E708", "FSDP-E708"]
     assert "the number of ranks is 1 on cpu here, and 2 on cpu on another machine" in str(results[0])
     assert "the number of ranks is 2 on cpu here, and 1 on cpu on another machine" in str(results[1])

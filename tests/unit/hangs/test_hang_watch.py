@@ -93,6 +93,58 @@ def test_waiting_machines_ask_for_one_number() -> None:
     assert len([key for key in checks if key.startswith("1/")]) <= 63, "they are looked for when their number changes"
 
 
+class CountedAnswers:
+    """A store that counts the answers that machines write."""
+
+    def __init__(self) -> None:
+        self.store, self.number = dist.HashStore(), 0
+
+    def set(self, key: str, value: str) -> None:
+        self.number += key.partition("/")[0].isdecimal()
+        self.store.set(key, value)
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self.store, name)
+
+
+@pytest.mark.parametrize("after_failure", [False, True], ids=["hang", "failure"])
+@pytest.mark.parametrize("number", [8, 40])
+def test_answers_grow_with_the_number_of_machines(number: int, after_failure: bool) -> None:
+    """All machines want to ask at the same time. The watching thread of each answers after a failure."""
+    store = CountedAnswers()
+    machines = [queries_of(store, machine, number) for machine in range(number)]  # type: ignore[arg-type]
+    results: list[list[RankCalls] | None] = [None] * number
+
+    def run(machine: int) -> None:
+        asking = machines[machine]
+        if after_failure:
+            asking = HangQueries(
+                JobStore(lambda: store), name=f"failed {machine}", ranks=[machine], world_size=number
+            )  # fmt: skip
+            threading.Thread(target=answer, args=(machine,), daemon=True).start()
+        results[machine] = asking.ask([RankCalls(rank=machine)], 20.0, after_failure=after_failure)
+        answer(machine)
+
+    def answer(machine: int) -> None:
+        while not is_over.wait(0.05):
+            if machines[machine].is_asked():
+                machines[machine].answer([RankCalls(rank=machine)])
+
+    is_over = threading.Event()
+    threads = [threading.Thread(target=run, args=(machine,)) for machine in range(number)]
+    for thread in threads:
+        thread.start()
+    deadline = time.monotonic() + 30
+    while not any(results) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    is_over.set()
+    for thread in threads:
+        thread.join()
+    found = next(result for result in results if result)
+    assert {each.state for each in found} == {"running"} and len(found) == number - 1
+    assert number - 1 <= store.number <= 9 * number
+
+
 @pytest.mark.parametrize(
     "data", [zlib.compress(bytes(hang_queries._MAX_ANSWER + 1)), b"no zlib", zlib.compress(b"[1]")]
 )
@@ -140,7 +192,7 @@ def test_hang_dump_in_a_shared_folder_has_no_known_name(tmp_path: Path, monkeypa
     assert len(folders) == 2 and all(stat.S_IMODE(folder.stat().st_mode) == 0o700 for folder in folders)
 
 
-def test_machines_that_ask_at_once_answer_each_other() -> None:
+def test_one_of_two_machines_that_ask_at_once_is_answered() -> None:
     store = dist.HashStore()
     found: dict[int, list[RankCalls] | None] = {}
     machines = [queries_of(store, machine, 2) for machine in (0, 1)]
@@ -159,7 +211,9 @@ def test_machines_that_ask_at_once_answer_each_other() -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    assert found == {0: [RankCalls(rank=1, idle=1e9)], 1: [RankCalls(rank=0, idle=1e9)]}
+    answers = {0: [RankCalls(rank=1, idle=1e9)], 1: [RankCalls(rank=0, idle=1e9)]}
+    assert [machine for machine in found if found[machine] == answers[machine]]
+    assert all(found[machine] in (None, answers[machine]) for machine in found), "the other one waits for what it finds"
 
 
 @pytest.mark.parametrize(
