@@ -35,7 +35,7 @@ _EXPORTS = {
     "reading.optimizer": ("load_optimizer",),
     "reading.states": ("check_states", "load_state"),
     "shards": ("ModelShards", "model_shards", "parameter_shards", "shards_below"),
-    "writing.saving": ("CheckpointManager",),
+    "writing.manager": ("CheckpointManager",),
     "writing.save": ("StagingFolder",),
     "writing.state_files": ("gathered_state", "manifest_of"),
 }
@@ -70,8 +70,8 @@ if TYPE_CHECKING:
     from hf_fsdp_plugin.checkpoint.reading.optimizer import load_optimizer
     from hf_fsdp_plugin.checkpoint.reading.states import check_states, load_state
     from hf_fsdp_plugin.checkpoint.shards import ModelShards, model_shards, parameter_shards, shards_below
+    from hf_fsdp_plugin.checkpoint.writing.manager import CheckpointManager
     from hf_fsdp_plugin.checkpoint.writing.save import StagingFolder
-    from hf_fsdp_plugin.checkpoint.writing.saving import CheckpointManager
     from hf_fsdp_plugin.checkpoint.writing.state_files import gathered_state, manifest_of
 
 

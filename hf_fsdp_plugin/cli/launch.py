@@ -16,7 +16,7 @@ import hf_fsdp_plugin
 from hf_fsdp_plugin.cli.check_output import check_sources
 from hf_fsdp_plugin.cli.model_plan import plan_of_model
 from hf_fsdp_plugin.cli.output import exit_code, in_line_order, print_json, print_problems, text_width
-from hf_fsdp_plugin.hangs.hang_watch import hang_limit
+from hf_fsdp_plugin.hangs.hang_finder import hang_limit
 from hf_fsdp_plugin.hangs.rank_exit import EXIT_LIMIT_VARIABLE, exit_limit
 from hf_fsdp_plugin.hangs.rank_files import RUN_ID_VARIABLE
 from hf_fsdp_plugin.launcher.flags import (
@@ -29,7 +29,7 @@ from hf_fsdp_plugin.launcher.flags import (
 )
 from hf_fsdp_plugin.launcher.other_machines import MACHINE_LIMIT_VARIABLE as MACHINE_VARIABLE
 from hf_fsdp_plugin.launcher.other_machines import silence_limit
-from hf_fsdp_plugin.launcher.rank_jobs import RankJob, launch_env, rank_command, settings_env
+from hf_fsdp_plugin.launcher.rank_environment import RankJob, launch_env, rank_command, settings_env
 from hf_fsdp_plugin.launcher.run_script import check_script
 from hf_fsdp_plugin.launcher.world import (
     World,

@@ -11,7 +11,7 @@ from torch import nn
 
 from hf_fsdp_plugin.estimate.charts import COLORS, Chart, html_document, macros, memory_chart, rectangle
 from hf_fsdp_plugin.estimate.machines import RANKS_PER_MACHINE, Machine
-from hf_fsdp_plugin.estimate.memory import estimate_memory
+from hf_fsdp_plugin.estimate.memory.peak import estimate_memory
 from hf_fsdp_plugin.estimate.results import KIND_NAMES, MEMORY_KINDS, MemoryEstimate, TimeEstimate
 from hf_fsdp_plugin.estimate.schedule import Span
 from hf_fsdp_plugin.estimate.time import TimeModel

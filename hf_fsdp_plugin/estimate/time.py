@@ -13,7 +13,7 @@ from torch import nn
 from hf_fsdp_plugin.backends.loading.weight_loader import master_dtype
 from hf_fsdp_plugin.estimate.communication import checkpointed_modules, estimate_communication
 from hf_fsdp_plugin.estimate.machines import Machine
-from hf_fsdp_plugin.estimate.memory import profile_step
+from hf_fsdp_plugin.estimate.memory.peak import profile_step
 from hf_fsdp_plugin.estimate.memory.step import OpCost, StepProfile, positions
 from hf_fsdp_plugin.estimate.results import Collective, CollectiveKind, Phase, TimeEstimate
 from hf_fsdp_plugin.estimate.schedule import Timeline, UnitTimes, exposed, simulate
@@ -67,7 +67,7 @@ class TimeModel:
             model: the model that was planned, on the meta device.
 
         Raises:
-            SpecError: as :func:`~hf_fsdp_plugin.estimate.memory.estimate_memory`.
+            SpecError: as :func:`~hf_fsdp_plugin.estimate.memory.peak.estimate_memory`.
         """
         self._plan, self._model, self._workload = plan, model, workload
         self.costs = unit_costs(plan, profile_step(plan, model, workload)) if costs is None else costs

@@ -1,4 +1,7 @@
-"""``install`` and ``uninstall``: the hooks of Accelerate and Transformers in this process."""
+"""``install`` and ``uninstall``: the hooks of Accelerate and Transformers in this process.
+
+Which functions they replace: ``integrations.hooks``. For the Trainer of another library, see ``transformers.trainer``.
+"""
 
 from __future__ import annotations
 

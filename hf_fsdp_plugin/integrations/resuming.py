@@ -1,7 +1,7 @@
 """What was before this process: the failed attempts of its run, and the checkpoint from which it resumes.
 
 ``hf-fsdp launch`` writes a file for its ranks. Under other launchers, the lowest rank of each machine writes what its
-machine knows (``runs.earlier_attempts``) to the store of the process group. Rank 0 reads one message per machine, and
+machine knows (``runs.identity``) to the store of the process group. Rank 0 reads one message per machine, and
 broadcasts what all agree on.
 
 The manifest of each checkpoint names the run that wrote it. After a launcher has started a run again, it resumes from

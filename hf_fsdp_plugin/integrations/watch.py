@@ -18,7 +18,7 @@ from pathlib import Path
 from hf_fsdp_plugin.backends.ranks.cluster import slurm_variables
 from hf_fsdp_plugin.backends.ranks.collective_entry import collective_waits
 from hf_fsdp_plugin.hangs.calls import HANG_LIMIT_VARIABLE
-from hf_fsdp_plugin.hangs.hang_watch import hang_limit
+from hf_fsdp_plugin.hangs.hang_finder import hang_limit
 from hf_fsdp_plugin.hangs.rank_exit import EXIT_LIMIT_VARIABLE as EXIT_VARIABLE
 from hf_fsdp_plugin.hangs.rank_exit import (
     ExitWatch,
@@ -41,7 +41,7 @@ from hf_fsdp_plugin.hangs.rank_files import (
 )
 from hf_fsdp_plugin.hangs.rank_stacks import format_stack, stack_file
 from hf_fsdp_plugin.hangs.record import record, step_count
-from hf_fsdp_plugin.hangs.watcher import Watched, Watcher, has_failed, print_block
+from hf_fsdp_plugin.hangs.watch_thread import Watched, Watcher, has_failed, print_block
 from hf_fsdp_plugin.integrations.call_hooks import record_calls
 from hf_fsdp_plugin.integrations.rank_process import RANK_VARIABLE, may_be_rank, rank_process
 from hf_fsdp_plugin.integrations.resuming import begin_attempt, end_attempt

@@ -31,8 +31,8 @@ from hf_fsdp_plugin.hangs.rank_exit import ERROR_FILE_VARIABLE
 from hf_fsdp_plugin.hangs.rank_files import RankFiles, write_atomically
 from hf_fsdp_plugin.launcher.orphan_processes import Guard, OrphanProcess, end_processes, run_name
 from hf_fsdp_plugin.launcher.other_machines import Announced, OtherMachines
-from hf_fsdp_plugin.launcher.rank_jobs import RankJob, launch_env, rank_command, rank_env
-from hf_fsdp_plugin.launcher.ranks import RankOutput, RankProcess
+from hf_fsdp_plugin.launcher.rank_environment import RankJob, launch_env, rank_command, rank_env
+from hf_fsdp_plugin.launcher.rank_processes import RankOutput, RankProcess
 from hf_fsdp_plugin.launcher.rendezvous import Rendezvous, SignalException  # imports torch with less output
 from hf_fsdp_plugin.launcher.world import World
 from hf_fsdp_plugin.problems import Problem
@@ -118,7 +118,7 @@ def _run_attempt(job: RankJob, rendezvous: Rendezvous, on_start: Callable[[], No
     The steps after a failure:
 
     1. The rank records its exception before it exits (``hangs.rank_exit.failure_of``); a hang is recorded by the rank
-       that has found it (``hangs.watcher``).
+       that has found it (``hangs.watch_thread``).
     2. The launcher sees the record or the exit, asks the other ranks for their stacks, gives them time to fail by
        themselves, announces the failure to the other machines, and stops its ranks (``AttemptRanks.is_over``).
     3. How each rank exited is read from its files; the first failure is determined, and the machine that has it gets
@@ -159,8 +159,10 @@ def run_once(job: RankJob, rendezvous: Rendezvous, on_start: Callable[[], None] 
     Torch's agent takes these steps:
 
     1. The machines meet (``Rendezvous.next_rendezvous``), and ``on_start`` is called (``AttemptRanks.begin``).
-    2. Each rank gets its variables and the files of its output (``AttemptRanks.reify``, ``rank_jobs.rank_env``).
-    3. The processes of the ranks are started (``AttemptRanks.watch``); each runs ``run_script``.
+    2. Each rank gets the files of its output and its environment (``AttemptRanks.reify``): that of the launcher, and
+       over it torch's variables, then those of the run (``launch_env``), then those of the rank (``rank_env``).
+    3. Torch starts the processes, whose ids ``AttemptRanks.take_pids`` gets. Each runs ``run_script.run_rank``: it arms
+       the diagnosis, calls ``install()``, and runs the script.
     4. Every 50 ms, the ranks are looked at, until all have exited or were stopped (``AttemptRanks.is_over``).
     5. A signal to the launcher is sent on to the ranks, which have time to exit (``AttemptRanks.end``).
 
@@ -264,7 +266,7 @@ class AttemptRanks(LogsSpecs):
         write_atomically(self._files.restarts, json.dumps(self._rendezvous.restarts.to_json()))
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
-        """Complete the environment of each rank, and return where its output goes."""
+        """Complete the environment of each rank, and return where its output goes. Torch's agent calls it for both."""
         streams = LogsDest()
         restarts = self._rendezvous.restarts
         for local_rank, env in envs.items():
@@ -277,8 +279,8 @@ class AttemptRanks(LogsSpecs):
             self._prepared[local_rank] = functools.partial(RankProcess, rank=rank, files=files, tail=tail)
         return streams
 
-    def watch(self, pids: Mapping[int, int]) -> None:
-        """Watch the processes that torch has started, by local rank."""
+    def take_pids(self, pids: Mapping[int, int]) -> None:
+        """Take the processes that torch has started, by local rank."""
         self.ranks += [self._prepared[local_rank](pid=pid) for local_rank, pid in sorted(pids.items())]
 
     def _running(self) -> list[RankProcess]:

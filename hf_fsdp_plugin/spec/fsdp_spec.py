@@ -70,7 +70,7 @@ class PrecisionSection:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PrefetchSection:
-    backward: BackwardPrefetch = "none"
+    backward: BackwardPrefetch = "none"  # VERSION_DEFAULTS has another default
     forward: bool = False
     limit_all_gathers: bool = True
 

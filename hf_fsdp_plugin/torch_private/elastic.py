@@ -30,7 +30,7 @@ class Attempt(Protocol):
     def begin(self) -> None:
         """Called when the machines have met, before the ranks are started."""
 
-    def watch(self, pids: Mapping[int, int]) -> None:
+    def take_pids(self, pids: Mapping[int, int]) -> None:
         """Take the processes of the ranks, by local rank."""
 
     def is_over(self) -> bool:
@@ -57,7 +57,7 @@ class AttemptAgent(LocalElasticAgent):
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         self._attempt.begin()
         pids: dict[int, Any] = super()._start_workers(worker_group)
-        self._attempt.watch(pids)
+        self._attempt.take_pids(pids)
         return pids
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:

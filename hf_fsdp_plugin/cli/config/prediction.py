@@ -81,7 +81,7 @@ def _attempt(predict: Callable[[], T]) -> tuple[T | None, str]:
 
 def advice_of(state: State, gpu_memory: int) -> Advice:
     """Return the planner's answer. Raises ``SpecError`` if the model cannot be planned."""
-    from hf_fsdp_plugin.estimate.planner import advise
+    from hf_fsdp_plugin.estimate.planner.search import advise
 
     precision = state.answers["precision"]
     return advise(
@@ -100,7 +100,7 @@ def advice_of(state: State, gpu_memory: int) -> Advice:
 
 
 def _estimate(state: State, spec: FsdpSpec) -> MemoryEstimate:
-    from hf_fsdp_plugin.estimate.memory import estimate_memory
+    from hf_fsdp_plugin.estimate.memory.peak import estimate_memory
     from hf_fsdp_plugin.estimate.workload import Workload
     from hf_fsdp_plugin.plan.resolve import resolve
 

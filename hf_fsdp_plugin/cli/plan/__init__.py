@@ -96,8 +96,8 @@ def _calibrate(args: argparse.Namespace) -> int:
 def _advise(args: argparse.Namespace, planned: Planned) -> int:
     """Print the planner's answer. Returns 1 if nothing fits."""
     from hf_fsdp_plugin.cli.plan.advise import advice_json, advice_text, num_machines_of, written_row
-    from hf_fsdp_plugin.estimate.planner import advise
     from hf_fsdp_plugin.estimate.planner.advice import compare_with_tree
+    from hf_fsdp_plugin.estimate.planner.search import advise
 
     plan, workload, spec = planned.plan, planned.workload, planned.plan.spec
     if planned.gpu_memory is None:

@@ -1,4 +1,7 @@
-"""What a step is, as the engines of the FSDP versions follow it: stages, memory in use, and events of units."""
+"""What a step is, as the engines of the FSDP versions follow it: stages, memory in use, and events of units.
+
+``estimate.memory.peak.follow_step`` runs an engine through the stages, and reads the peak.
+"""
 
 from __future__ import annotations
 

@@ -113,10 +113,10 @@ def _remove_oldest(run: Path, limit: int | None) -> None:
 def load_state(original: Callable[..., Any], accelerator: Any, input_dir: Any = None, *args: Any, **kwargs: Any) -> Any:
     """Load a complete checkpoint: ``input_dir``, or the newest one with an automatic name. Collective.
 
-    It may have been written by any number of ranks, with either FSDP version.
+    It may have been written by any number of ranks, with either FSDP version. The comments are the steps of a resume.
     """
+    # 1. All ranks meet, select a complete checkpoint, and check its small files.
     wait_for_all_ranks("Accelerator.load_state", fix=_FIX, limit=TRAINING_LIMIT)
-    # 1. Select a complete checkpoint, and check its small files.
     selected = Path(input_dir).expanduser() if input_dir is not None else None
     load_kwargs = (args[0] if args else kwargs.get("load_kwargs")) or {}
     allow_pickles = load_kwargs.get("weights_only") is False
@@ -124,16 +124,19 @@ def load_state(original: Callable[..., Any], accelerator: Any, input_dir: Any = 
     fix = "Load a complete checkpoint."
     run = _run_folder(accelerator)
     path = find_checkpoint(run, ACCELERATE_PREFIX, selected, fix=fix, verify=verify, allow_pickles=allow_pickles)
-    # 2. Accelerate loads its parts: load_fsdp_model and load_fsdp_optimizer below read the shards of this rank.
     if path is None:
         return original(None, *args, **kwargs)
+    # 2. Warn of what is different in this world, such as random states; the number of steps goes on.
     warn_differences(path, {})
     saved = continue_run(path)
+    # 3. Accelerate loads its parts. Its calls of load_fsdp_model and load_fsdp_optimizer are replaced: they read the
+    #    elements of this rank's shards (checkpoint.reading.loading.load_stored).
     with holding(_pickles_allowed, allow_pickles):
         result = original(str(path), *args, **kwargs)
-    # 3. After a restart with another number of ranks, an optimizer step keeps its samples.
+    # 4. After a restart with another number of ranks, an optimizer step keeps its samples.
     if saved:
         keep_samples_per_step(accelerator, path, saved)
+    # 5. Moving averages of the weights have shards of their own.
     load_averages(prepared_models(accelerator), path, verify=verify)
     return result
 

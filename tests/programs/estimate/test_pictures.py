@@ -12,7 +12,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_fsdp_plugin.estimate.machines import machine_named
-from hf_fsdp_plugin.estimate.memory import estimate_memory
+from hf_fsdp_plugin.estimate.memory.peak import estimate_memory
 from hf_fsdp_plugin.estimate.pictures import memory_by_strategy, plan_page, unit_groups
 from hf_fsdp_plugin.estimate.time import TimeModel
 from hf_fsdp_plugin.estimate.workload import Workload

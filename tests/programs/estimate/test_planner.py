@@ -8,8 +8,7 @@ import torch
 import transformers as hf
 
 from hf_fsdp_plugin.estimate.machines import machine_named
-from hf_fsdp_plugin.estimate.memory import estimate_memory
-from hf_fsdp_plugin.estimate.planner import Evaluator, Subject, advise
+from hf_fsdp_plugin.estimate.memory.peak import estimate_memory
 from hf_fsdp_plugin.estimate.planner.advice import (
     SAME_SPEED,
     compare_with_tree,
@@ -18,6 +17,7 @@ from hf_fsdp_plugin.estimate.planner.advice import (
     shardings,
     tree_choice,
 )
+from hf_fsdp_plugin.estimate.planner.search import Evaluator, Subject, advise
 from hf_fsdp_plugin.estimate.workload import Workload
 from hf_fsdp_plugin.problems import SpecError
 

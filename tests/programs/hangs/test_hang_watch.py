@@ -19,11 +19,11 @@ import pytest
 import torch.distributed as dist
 
 from hf_fsdp_plugin.cli.output import HANG
-from hf_fsdp_plugin.hangs import hang_queries, hang_watch
+from hf_fsdp_plugin.hangs import hang_finder, hang_queries
 from hf_fsdp_plugin.hangs.calls import RankCalls
+from hf_fsdp_plugin.hangs.hang_finder import HangFinder
 from hf_fsdp_plugin.hangs.hang_queries import HangQueries
 from hf_fsdp_plugin.hangs.hang_report import FoundHang, Hang, found_hang, write_hang
-from hf_fsdp_plugin.hangs.hang_watch import HangWatch
 from hf_fsdp_plugin.hangs.rank_files import RankFiles, is_halted, processor_use
 from hf_fsdp_plugin.hangs.record import CallRecord, read_calls
 from hf_fsdp_plugin.runs.exits import RunResult
@@ -97,7 +97,7 @@ def ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
 
 def watch_for(ranks: list[Rank], seconds: float, **options: object) -> tuple[Hang | None, list[str]]:
     notices: list[str] = []
-    watch = HangWatch(
+    watch = HangFinder(
         **{  # type: ignore[arg-type]
             "limit": LIMIT,
             "is_strict": True,
@@ -208,7 +208,7 @@ def test_time_out_of_the_group_shortens_the_limit(ranks: Make, monkeypatch: pyte
     other = Group()
     other.group_name = "1"
     both[0].record.begin(other, "barrier", None)  # type: ignore[arg-type]
-    assert hang_watch._timeout(read_calls(0, both[0].files.calls)) == 2.0, "another group has a shorter time-out"
+    assert hang_finder._timeout(read_calls(0, both[0].files.calls)) == 2.0, "another group has a shorter time-out"
 
 
 @pytest.mark.slow

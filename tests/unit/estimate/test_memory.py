@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import hf_fsdp_plugin as hfp
-from hf_fsdp_plugin.estimate.memory import estimate_memory
+from hf_fsdp_plugin.estimate.memory.peak import estimate_memory
 from hf_fsdp_plugin.estimate.results import MEMORY_KINDS
 from hf_fsdp_plugin.estimate.unit_sizes import Shard, unit_sizes
 from hf_fsdp_plugin.estimate.workload import Workload, state_bytes, update_bytes

@@ -16,9 +16,9 @@ import torch.distributed as dist
 
 from hf_fsdp_plugin.hangs import hang_queries, hang_report, rank_files
 from hf_fsdp_plugin.hangs.calls import HANG_LIMIT_VARIABLE, RankCalls
+from hf_fsdp_plugin.hangs.hang_finder import DEFAULT_LIMIT, hang_limit
 from hf_fsdp_plugin.hangs.hang_queries import HangQueries, JobStore, StoreLost
 from hf_fsdp_plugin.hangs.hang_report import write_hang
-from hf_fsdp_plugin.hangs.hang_watch import DEFAULT_LIMIT, hang_limit
 from hf_fsdp_plugin.hangs.rank_files import ProcessorUse, processor_use
 
 LIMIT = 0.4

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from hf_fsdp_plugin.launcher.ranks import RankOutput
+from hf_fsdp_plugin.launcher.rank_processes import RankOutput
 
 NUM_BYTES = 300_000  # more than a pipe holds
 

@@ -11,11 +11,13 @@ import pytest
 
 from hf_fsdp_plugin.checkpoint.writing import save
 from hf_fsdp_plugin.hangs.rank_files import RankFiles
-from hf_fsdp_plugin.launcher import ranks
-from hf_fsdp_plugin.launcher.ranks import RankProcess
+from hf_fsdp_plugin.launcher import rank_processes
+from hf_fsdp_plugin.launcher.rank_processes import RankProcess
 
 
-@pytest.mark.parametrize(("saves", "seconds"), [(False, ranks._TERM_SECONDS), (True, ranks._SAVE_SECONDS)])
+@pytest.mark.parametrize(
+    ("saves", "seconds"), [(False, rank_processes._TERM_SECONDS), (True, rank_processes._SAVE_SECONDS)]
+)
 def test_rank_that_writes_a_checkpoint_has_more_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, saves: bool, seconds: float
 ) -> None:
@@ -25,13 +27,17 @@ def test_rank_that_writes_a_checkpoint_has_more_time(
     sent: list[str] = []
     monkeypatch.setattr(RankProcess, "send", lambda rank, number: sent.append("SIGTERM"))
     monkeypatch.setattr(RankProcess, "kill", lambda rank: sent.append("SIGKILL"))
-    for now in (ranks._SETTLE_SECONDS + 0.1, ranks._SETTLE_SECONDS + seconds, ranks._SETTLE_SECONDS + seconds + 0.2):
+    for now in (
+        rank_processes._SETTLE_SECONDS + 0.1,
+        rank_processes._SETTLE_SECONDS + seconds,
+        rank_processes._SETTLE_SECONDS + seconds + 0.2,
+    ):
         rank.stop(now)
     assert sent == ["SIGTERM", "SIGKILL"]
 
 
 def test_ranks_have_longer_than_their_own_handler_waits() -> None:
-    assert ranks._SAVE_SECONDS > save._SIGTERM_TIMEOUT
+    assert rank_processes._SAVE_SECONDS > save._SIGTERM_TIMEOUT
 
 
 @pytest.mark.parametrize(("code", "expected"), [("raise SystemExit(3)", 3), ("import os; os.kill(os.getpid(), 9)", -9)])

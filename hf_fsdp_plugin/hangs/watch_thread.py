@@ -22,9 +22,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from hf_fsdp_plugin.hangs.calls import RankCalls
+from hf_fsdp_plugin.hangs.hang_finder import HangFinder
 from hf_fsdp_plugin.hangs.hang_queries import HangQueries, JobStore, PlaceInStore
 from hf_fsdp_plugin.hangs.hang_report import FoundHang, Hang, found_hang, write_hang
-from hf_fsdp_plugin.hangs.hang_watch import HangWatch
 from hf_fsdp_plugin.hangs.rank_exit import ExitWatch, HeldSigterm, hold_sigterm, write_error_file
 from hf_fsdp_plugin.hangs.rank_files import (
     HANG,
@@ -61,7 +61,7 @@ class Watched:
     Attributes:
         local_size: ranks of this machine.
         limit: seconds that a rank may wait in a collective; 0 for any time.
-        is_strict: see :class:`HangWatch`.
+        is_strict: see :class:`HangFinder`.
         has_launcher: whether ``hf-fsdp launch`` has started the rank, and prints what it reports.
         log_dir: folder of the dump of a hang; ``None`` for the working directory.
     """
@@ -103,7 +103,7 @@ class Watcher:
         self._questions = JobStore(_store_of_questions, self._beat)
         self._places = JobStore(_clone_of_store, self._beat)
         self._peers: dict[int, Peer] = {}
-        self._hangs: HangWatch | None = None
+        self._hangs: HangFinder | None = None
         self._queries = HangQueries()
         self._group_since = self._last_turn = self._hold_until = 0.0
         self._place: PlaceInStore | None = None
@@ -218,7 +218,7 @@ class Watcher:
             return
         if self._hangs is None:
             self._queries = self._make_queries(self._questions, [peer.rank for peer in peers])
-            self._hangs = HangWatch(
+            self._hangs = HangFinder(
                 limit=watched.limit, is_strict=watched.is_strict, hang_queries=self._queries, notice=self.notice
             )
         is_failing = any(_age(peer.files.failure) < _FAILURE_SECONDS for peer in peers)

@@ -48,7 +48,7 @@ class _Sample:
     stacks: Mapping[int, Sequence[Frame]]
 
 
-class HangWatch:
+class HangFinder:
     """Finds hangs of the ranks of this machine.
 
     Args:
