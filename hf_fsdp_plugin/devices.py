@@ -2,8 +2,8 @@
 
 A type without a row works if its package registers a backend for collectives with torch, and ``torch.<type>`` has the
 functions that are used here. Types with a row need neither; a subclass replaces functions that differ. Only methods
-import torch, so that the launcher reads the table without loading torch. The launcher finds devices by ``_DEVICE_FILES``
-in ``launcher/world.py``.
+import torch, so that the launcher reads the table without loading torch. The launcher finds devices by
+``_DEVICE_FILES`` in ``launcher/world.py``.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """The ranks of this machine during one attempt: their states and signals, how they exited, and their output.
 
-Torch's agent starts them (see ``torch_private.elastic``; the steps are in ``attempts.run_once``). Here they are looked at without being reaped, so that the launcher decides
-when a failed attempt ends: torch stops all ranks as soon as it sees that one has exited.
+Torch's agent starts them (see ``torch_private.elastic``; the steps are in ``attempts.run_once``). Here they are looked
+at without being reaped, so that the launcher decides when a failed attempt ends: torch stops all ranks as soon as it
+sees that one has exited.
 
 Torch's agent redirects the streams of a rank to files. These are named pipes here: a full disk or a terminal that is
 closed then stops a log, and not the rank.

@@ -72,7 +72,7 @@ def test_time_model_predicts_what_the_result_says(index):
     row, run = RESULT["rows"][index], list(published.runs())[index]
     values = {name: parameter["value"] for name, parameter in RESULT["parameters"].items()}
     seconds = published.Prepared(run).seconds(values)
-    assert run.tokens / seconds == pytest.approx(row["fitted"], rel=0.02)
+    assert run.tokens / seconds == pytest.approx(row["fitted"], rel=0.01)
 
 
 @pytest.mark.slow

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from peft import LoraConfig, get_peft_model
 
-from hf_fsdp_plugin.estimate.memory.peak import run
+from hf_fsdp_plugin.estimate.memory import run
 from hf_fsdp_plugin.estimate.time import TimeModel
 from tests.unit.estimate.test_time import STEP, llama, planned
 

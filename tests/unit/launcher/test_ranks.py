@@ -11,13 +11,10 @@ import pytest
 
 from hf_fsdp_plugin.checkpoint.writing import save
 from hf_fsdp_plugin.hangs.rank_files import RankFiles
-from hf_fsdp_plugin.launcher import rank_processes
-from hf_fsdp_plugin.launcher.rank_processes import RankProcess
+from hf_fsdp_plugin.launcher.rank_processes import _SAVE_SECONDS, _SETTLE_SECONDS, _TERM_SECONDS, RankProcess
 
 
-@pytest.mark.parametrize(
-    ("saves", "seconds"), [(False, rank_processes._TERM_SECONDS), (True, rank_processes._SAVE_SECONDS)]
-)
+@pytest.mark.parametrize(("saves", "seconds"), [(False, _TERM_SECONDS), (True, _SAVE_SECONDS)])
 def test_rank_that_writes_a_checkpoint_has_more_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, saves: bool, seconds: float
 ) -> None:
@@ -28,16 +25,16 @@ def test_rank_that_writes_a_checkpoint_has_more_time(
     monkeypatch.setattr(RankProcess, "send", lambda rank, number: sent.append("SIGTERM"))
     monkeypatch.setattr(RankProcess, "kill", lambda rank: sent.append("SIGKILL"))
     for now in (
-        rank_processes._SETTLE_SECONDS + 0.1,
-        rank_processes._SETTLE_SECONDS + seconds,
-        rank_processes._SETTLE_SECONDS + seconds + 0.2,
+        _SETTLE_SECONDS + 0.1,
+        _SETTLE_SECONDS + seconds,
+        _SETTLE_SECONDS + seconds + 0.2,
     ):
         rank.stop(now)
     assert sent == ["SIGTERM", "SIGKILL"]
 
 
 def test_ranks_have_longer_than_their_own_handler_waits() -> None:
-    assert rank_processes._SAVE_SECONDS > save._SIGTERM_TIMEOUT
+    assert _SAVE_SECONDS > save._SIGTERM_TIMEOUT
 
 
 @pytest.mark.parametrize(("code", "expected"), [("raise SystemExit(3)", 3), ("import os; os.kill(os.getpid(), 9)", -9)])
