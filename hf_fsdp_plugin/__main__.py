@@ -66,7 +66,7 @@ def main() -> int:
     if _rank() != "0":
         # tqdm reads this when it is imported. Only rank 0 shows progress bars.
         os.environ.setdefault("TQDM_DISABLE", "1")
-    # It loads torch and the libraries that are patched.
+    # Imported here, because run_script loads torch and the libraries whose functions are replaced.
     from hf_fsdp_plugin.launcher.run_script import run_rank
 
     run_rank(
@@ -83,7 +83,7 @@ def main() -> int:
 
 
 def _rank() -> str | None:
-    """Return the rank of this process; ``None`` if it is none."""
+    """Return the rank of this process; ``None`` if no launcher has started it as a rank."""
     return os.environ.get("RANK") or os.environ.get("SLURM_PROCID")
 
 

@@ -29,7 +29,7 @@ from hf_fsdp_plugin.problems import Problem, SpecError
 from hf_fsdp_plugin.supported import SUPPORTED, installed_versions, release_of
 
 Without = Literal["off", "unobservable", "refused"]
-"""Without a contract, a feature is off with a warning, a value of the report is unobservable, or its use is refused.
+"""What happens without a contract: a feature is off with a warning, a value of the report is unobservable, or an error.
 
 The code of the warning is FSDP-W621, that of the error FSDP-E620.
 """
@@ -46,9 +46,9 @@ class Contract:
         use: what needs it, as a noun phrase.
         without: what happens if it does not hold.
         instead: names that other supported versions have in place of the target's last name.
-        behavior: what the library does with the name, as one sentence; empty for a name that only has to exist. It is
-            probed by the module's source, which contains the name.
-        since: the release of the library that has added it, if the older supported ones do without it.
+        behavior: what the library does with the name, as one sentence; empty for a name that only has to exist. The
+            probe of a behavior checks that the source of the module contains the name.
+        since: the release of the library that added the name, if it is not needed with older supported releases.
     """
 
     target: str
@@ -211,7 +211,7 @@ def _broken_contract(error: Exception, file: str, rows: Mapping[str, Contract]) 
     if isinstance(error, AttributeError):
         row = rows.get(error.name or "")
         return None if row is None else missing(row)
-    # The line that imports a name that does not exist, or that calls a function that has other parameters.
+    # The line of the error imports a name that does not exist, or calls a function whose parameters have changed.
     source = linecache.getline(place, line)
     row = next((row for name, row in rows.items() if name in source), None)
     if row is None:

@@ -172,7 +172,7 @@ _FUNCTIONS: Final = (
     "is_available", "is_initialized", "device_count", "current_device", "set_device", "synchronize", "Event",
     "max_memory_allocated", "get_rng_state", "set_rng_state",
 )  # fmt: skip
-"""What ``torch.<type>`` must have. :class:`AcceleratorDevice`, and torch's FSDP and RNG states, call them."""
+"""Functions that ``torch.<type>`` must have: :class:`AcceleratorDevice` and torch itself call them."""
 _VISIBLE_VARIABLES: Final[Mapping[str, str]] = MappingProxyType(
     {"npu": "ASCEND_RT_VISIBLE_DEVICES", "mlu": "MLU_VISIBLE_DEVICES", "musa": "MUSA_VISIBLE_DEVICES"}
 )

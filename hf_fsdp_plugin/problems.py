@@ -104,7 +104,7 @@ NAMED_SOURCES: Final = (
 """Sources that are not files."""
 
 _JSON_TEXT: Final = " fsdp_config"
-"""Follows the source of ``fsdp_config`` that is given as JSON text: ``TrainingArguments fsdp_config:1``."""
+"""Suffix of the source's name if ``fsdp_config`` is given as JSON text: ``TrainingArguments fsdp_config:1``."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

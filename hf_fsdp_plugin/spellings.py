@@ -13,10 +13,10 @@ NULL_WORDS: Final = frozenset({"", "none", "null", "~"})
 """Text that programs write for a missing value."""
 
 _SEPARATOR: Final = re.compile(r"(?<=[a-z0-9])(?:-| +)(?=[a-z0-9])")
-"""What may be written for ``_`` inside a word: a hyphen or spaces, but not both, and not at the ends."""
+"""Characters that may replace ``_`` inside a word: a hyphen or spaces, but not both, and not at the ends."""
 _MAX_BITS: Final = 10_000
 BLANKS: Final = " \t\r\n\f\v"
-"""What is removed around keys and values. Other white space, such as no-break spaces, is part of the text."""
+"""Characters that are removed around keys and values. Other white space (no-break spaces) is part of the text."""
 
 
 def lower(text: str) -> str:

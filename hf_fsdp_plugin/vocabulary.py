@@ -22,7 +22,7 @@ policy, at the top level of Accelerate's file, among the arguments of a training
 
 ValueKind = Literal[
     "bool", "integer", "count", "size", "choice", "names", "mapping", "any",  # plain values
-    "address", "devices", "identifier", "pattern",  # text of a form
+    "address", "devices", "identifier", "pattern",  # text with a prescribed form
     "reshard",  # true, false or a strategy
     "one",      # a degree of parallelism, which must be 1
     "section",  # a section with another scope
