@@ -13,11 +13,11 @@ from hf_fsdp_plugin.plan.names import is_inside, parent_of
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 _LEAST_SHARE = 0.0005
-"""The least part of a model's parameters in a class of layers that the model does not declare.
+"""A class that the model does not declare as layers must have at least this part of the model's parameters.
 
-``scripts/bench/measure/layer_classes.py`` compares the choices of all models of Transformers."""
+``scripts/bench/measure/layer_classes.py`` compares the resulting classes for all models of Transformers."""
 _LEAST_COUNT = 1 / 8
-"""The least number of modules in such a class, as a part of the modules in the longest list."""
+"""Such a class must have at least this number of modules, as a part of those of the class with the most modules."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

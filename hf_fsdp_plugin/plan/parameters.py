@@ -218,7 +218,7 @@ _READS_CHILDREN: Final = frozenset({"MultiheadAttention", "ParamWrapper", "Train
 
 FSDP1 gathers a unit when its module is called, so these children cannot be units."""
 _CALLS_BASE_LAYER: Final = frozenset({"IA3Layer", "LoraLayer", "LycorisLayer", "VeraLayer"})
-"""PEFT's classes with bare parameters around a ``base_layer`` that is called. Others read its weight."""
+"""PEFT's classes with bare parameters that call their ``base_layer``. Other classes of PEFT read its weight instead."""
 _MAGNITUDE: Final = "lora_magnitude_vector"
 """DoRA's attribute in a LoRA layer, which then reads the weight of its base layer."""
 

@@ -53,10 +53,10 @@ def _check_master_weights(model: nn.Module, problems: ProblemCollector) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fp32Parts:
-    """What computes in fp32.
+    """The modules that compute in fp32, and their parameters.
 
     Attributes:
-        modules: names of the outermost modules, and of modules outside of them that have one of the parameters too.
+        modules: names of the outermost selected modules, and of other modules that share a parameter with them.
         parameters: the first name of each of their sharded parameters, in the order of the model.
     """
 
@@ -107,7 +107,7 @@ def resolve_fp32_modules(
 
 
 def _check_stored_dtypes(entries: list[ParameterEntry], precision: PrecisionPlan, problems: ProblemCollector) -> None:
-    """Report parameters whose shards are not fp32: FSDP2 gathers a parameter in its stored dtype or in that of all."""
+    """Report parameters whose shards are not fp32: FSDP2 can leave a parameter uncast, but not cast it to fp32."""
     others = [entry for entry in entries if entry.stored_dtype(precision.master) != torch.float32]
     if not others:
         return

@@ -48,7 +48,7 @@ def sharded_parts(spec: FsdpSpec, model: nn.Module, problems: ProblemCollector) 
         problems.add("FSDP-W251", unused[0] if unused else None, message, fix)
     units = sharded_units(model, backend)
     if at_load:
-        # Transformers never frees the last norm and the head, whatever the strategy: they do not show it.
+        # Transformers never frees the last norm and the head, so these units do not show the strategy.
         units = tuple(replace(unit, from_policy=unit.from_policy and unit.reshard_after_forward) for unit in units)
     return ModelParts(
         backend=backend,

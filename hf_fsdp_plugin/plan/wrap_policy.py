@@ -1,4 +1,4 @@
-"""Selects the modules that the wrap policy wraps, and those that a pattern of the spec matches.
+"""Selects the modules that the wrap policy wraps, and the modules that a pattern of the spec matches.
 
 The wrap settings were written for the model that is trained. They may not fit a further model of another architecture,
 such as a reference, teacher or reward model: :func:`spec_of_further_model` replaces them.

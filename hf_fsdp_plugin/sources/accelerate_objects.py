@@ -1,7 +1,7 @@
 """Reads the objects of Accelerate that a script makes: ``FullyShardedDataParallelPlugin`` and ``ParallelismConfig``.
 
-Accelerate is not imported. Of the plugin, the arguments of its constructor are read, because the constructor adds
-values from the environment and defaults. The other object has the fields as attributes, or is a dict of them.
+Accelerate is not imported. A plugin is read from the arguments of its constructor, because the constructor adds values
+from the environment and defaults to the object. A ``ParallelismConfig`` is read from its attributes, or is a dict.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _GATHERED = {"offload_to_cpu": True, "rank0_only": True}
 """Options of torch's state dict configs -> the values that correspond to the checkpoints of this package."""
 _POLICIES = {"transformer_auto_wrap_policy": "transformer", "size_based_auto_wrap_policy": "size"}
 _OF_PEFT = "peft.utils.other.fsdp_auto_wrap_policy"
-"""PEFT's wrap policy in messages."""
+"""Name of PEFT's wrap policy in messages."""
 _SIZE_DEFAULT = 100_000_000
 """torch's default threshold of ``size_based_auto_wrap_policy``."""
 
@@ -118,7 +118,7 @@ def state_dict_options(config: Any) -> list[str]:
 
 
 def unused_options(key: str, options: Sequence[str]) -> str:
-    """Return the message of FSDP-N136."""
+    """Return the message of FSDP-N136: options of a state dict config that have no effect."""
     return (
         f"{key} selects the state dict type. {', '.join(options)} has no effect: this package writes checkpoints "
         "itself, and gathers a full state dict in the CPU memory of rank 0."
@@ -187,7 +187,7 @@ def read_parallelism_config(sources: Sources) -> SourceSettings | None:
     out = Collector(PARALLELISM)
     for name, value in parallelism_fields(given).items():
         if find(name, ("parallelism",)) is None:
-            out.add_mapping([entry_of(name, value)], ("parallelism",))  # reports it
+            out.add_mapping([entry_of(name, value)], ("parallelism",))  # reports an unknown key
         else:
             out.add_key("parallelism", name, value)
     inner = Collector(PARALLELISM)

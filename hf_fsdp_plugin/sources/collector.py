@@ -254,7 +254,7 @@ class Collector:
             self.add("launch.mixed_precision", entry, value=dtype)
             self._add_param_dtype(entry, dtype)
         elif word in FALSE_WORDS:
-            if dtype in OFF:  # fp8 is never on
+            if dtype in OFF:  # not fp8, which no setting turns on
                 self.add(OFF[dtype], entry, value=False, implied=True)
         else:
             message = f"{entry.key} is {entry.value.text!r}; expected true or false."

@@ -156,7 +156,7 @@ def read(sources: Sources) -> SourceSettings | None:
 def _deactivate(flags: Collector, arguments: Collector) -> None:
     """Make flags such as ``--fsdp_min_num_params`` inactive, because ``--fsdp ""`` turns FSDP off."""
     if any(setting.name == "launch.distributed_type" for setting in flags.settings):
-        return  # --use_fsdp
+        return  # --use_fsdp was given, which enables FSDP too
     unused = [setting for setting in flags.settings if setting.enables_fsdp]
     before = arguments.inactive or SourceSettings()
     arguments.set_inactive((*before.settings, *unused), before.problems)
@@ -215,7 +215,7 @@ def _add_flag(out: Collector, flag: GivenFlag) -> None:
 
 
 def _entry(flag: GivenFlag) -> ConfigEntry:
-    """Return the entry of a flag. A flag that needs no value is true without it."""
+    """Return the entry of a flag. A flag whose value is optional is true without one."""
     if flag.value is not None:
         return entry_of(flag.written, flag.value)
     return entry_of(flag.written, "true" if flag.name in SWITCHES | OPTIONAL_VALUE else "", is_switch=True)

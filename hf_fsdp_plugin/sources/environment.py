@@ -33,7 +33,7 @@ TORCHRUN_KEYS: Mapping[str, str] = {
 TORCHRUN_FLAGS: Mapping[str, str] = {"PET_MAX_RESTARTS": "max_restarts", "PET_RDZV_CONF": "rdzv_conf"}
 """Variable -> the flag of ``hf-fsdp launch`` that it sets, which is not a setting."""
 _AGENT = "TORCHELASTIC_RUN_ID"
-"""A variable of ranks that torch's agent has started: its flags have decided where they are."""
+"""A variable that torch's agent sets in its ranks. In these, the variables of ``torchrun`` have no effect any more."""
 LAUNCHER_MIN_NUM_PARAMS = "100000000"
 """Value that ``accelerate launch`` always sets by default, even without the size policy."""
 
@@ -87,7 +87,7 @@ def torchrun_variables(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def rank_variables(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables of a rank that another launcher has started, without those that were for its launcher."""
+    """Return the variables of a rank that another launcher has started, without the variables of ``torchrun``."""
     return {name: value for name, value in environ.items() if name not in TORCHRUN_KEYS}
 
 
@@ -107,7 +107,7 @@ def read_torchrun(sources: Sources) -> SourceSettings | None:
     out = Collector(SOURCE)
     flags = [flag.text for flag in parse_flags(sources.command_line) if flag.name == "num_machines"]
     machines = machine_range(flags[-1] if flags else given.get("PET_NNODES", "1"))
-    if "PET_RDZV_ENDPOINT" in given:  # before the address of the master, as in torchrun
+    if "PET_RDZV_ENDPOINT" in given:  # it has precedence over PET_MASTER_ADDR, as in torchrun
         given = {name: value for name, value in given.items() if not name.startswith("PET_MASTER_")}
     for name, value in given.items():
         _add_torchrun(out, name, value, machines)

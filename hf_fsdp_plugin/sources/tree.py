@@ -19,7 +19,7 @@ MAX_TEXT = 80
 MAX_NODES = 20_000
 MAX_DEPTH = 20
 MAX_BITS = 2048
-"""Limits of a config. A larger one is most likely not a config."""
+"""Limits: characters of a value in a message; nodes of a config, depth, and bits of an integer that is read as one."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -37,7 +37,7 @@ A cluster sets the variables of torchrun for each job, so they override a file, 
 _LEVELS: Final = tuple(dict.fromkeys(level for level, _ in PRECEDENCE))
 FLAGS: Final = frozenset({command_line.OVERRIDES, command_line.SOURCE, environment.TORCHRUN})
 FILES: Final = frozenset({accelerate_file.SOURCE, environment.SOURCE, environment.TORCHRUN})
-"""Flags are given for one run, and usually override the file and the environment of many runs on purpose."""
+"""Levels of settings for many runs. That a level of ``FLAGS``, for one run, overrides them is a note, not a warning."""
 
 OTHER_ENGINES: Final = MappingProxyType({"DEEPSPEED": "DeepSpeed", "MEGATRON_LM": "Megatron-LM"})
 """Value of ``distributed_type`` -> name of an engine other than FSDP."""
