@@ -1,7 +1,7 @@
-"""Torch's elastic agent for the ranks of one attempt, which leaves to another object when the attempt is over.
+"""Torch's elastic agent for the ranks of one attempt. Another object, the attempt, decides when the attempt is over.
 
-The documentation of torch names the methods that are replaced here as the ones to implement for an agent of one's own,
-but they have no promise.
+The documentation of torch says that a custom agent implements the methods that are replaced here, but torch does not
+promise to keep them.
 """
 
 from __future__ import annotations

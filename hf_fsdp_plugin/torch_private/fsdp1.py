@@ -102,12 +102,12 @@ class Member:
 
 
 FlattenedInto = Callable[[torch.Tensor, list[torch.Tensor], slice], None]
-"""Fills a flat parameter. Arguments: the flat parameter, the tensors of which it consists, and this rank's elements."""
+"""Fills a flat parameter. Arguments: the flat parameter, the tensors in it, and the range of this rank's elements."""
 
 
 @contextmanager
 def flattening(into: FlattenedInto, dtype: torch.dtype, device: torch.device) -> Iterator[None]:
-    """Create units whose flat parameters have this dtype and device, and are filled by ``into``.
+    """Give the units that are created in the block flat parameters of this dtype and device, which ``into`` fills.
 
     torch concatenates the whole parameters, copies this rank's shard of the result, and reads no other elements.
     """
@@ -173,15 +173,19 @@ def members(flat: Any) -> list[Member]:
 
 
 def tied_places(flat: Any) -> list[tuple[Registration, Registration]]:
-    """Yield each other place of a tied parameter, and the place of its :class:`Member`."""
+    """Return each further registration of a tied parameter, with the registration in its :class:`Member`."""
     return [
         ((info.module, info.param_name), (info.prim_module, info.prim_param_name)) for info in flat._shared_param_infos
     ]
 
 
 def names_in(flat: Any, name: str) -> list[str]:
-    """Return the names of all parameters in a flat parameter that ``named_parameters`` lists as ``name``, including
-    tied names. They may contain names of wrappers.
+    """Return the names of all original parameters in a flat parameter, tied names included.
+
+    The names may contain names of wrappers.
+
+    Args:
+        name: the name of the flat parameter in ``named_parameters``.
     """
     prefix = name.removesuffix(_FLAT_PARAM)
     shared = [f"{path}.{attribute}" if path else attribute for attribute, _, path, *_ in flat._shared_param_infos]

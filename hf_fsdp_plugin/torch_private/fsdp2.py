@@ -1,7 +1,7 @@
 """Access to FSDP2's states and parameter groups (``torch/distributed/fsdp/_fully_shard/``).
 
-What differs between torch's versions in how FSDP2 handles dtypes and frees gradients are facts about a version
-(:class:`Fsdp2Behavior`). Estimates and plans read the facts of the installed torch, and contain no version numbers.
+Versions of torch differ in how FSDP2 handles dtypes and frees gradients. :class:`Fsdp2Behavior` describes each version.
+Estimates and plans read the description of the installed torch, and contain no version numbers.
 """
 
 from __future__ import annotations
@@ -292,7 +292,7 @@ def _gathered(group: Any) -> tuple[torch.Tensor, ...]:
 
 def _gradients(group: Any) -> tuple[torch.Tensor, ...]:
     found = {id(g): g for p in [*_parameters(group), *_wholes(group)] if (g := p.grad) is not None}
-    # From torch 2.15 on, it is the gradient of the gathered parameter.
+    # From torch 2.15 on, this attribute is the gradient of the gathered parameter.
     found |= {id(g): g for item in group.fsdp_params if (g := item.unsharded_accumulated_grad) is not None}
     return tuple(found.values())
 
@@ -360,7 +360,7 @@ def _shard_ranks(group: Any) -> tuple[int, ...]:
 
 def _parameter_ids(group: Any) -> frozenset[int]:
     found: list[torch.Tensor] = [*_parameters(group)]
-    with suppress(AttributeError):  # the ids of the shards are known, whatever torch lacks
+    with suppress(AttributeError):  # the ids of the shards are known also if torch lacks an attribute
         found += _wholes(group)
     return frozenset(map(id, found))
 

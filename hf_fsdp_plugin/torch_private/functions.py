@@ -168,7 +168,7 @@ def runs_after_accumulation(tensor: torch.Tensor) -> bool:
 
 
 def storage_key(of: torch.Tensor | torch.UntypedStorage) -> int:
-    """Return a number that identifies a storage, or a tensor's, while it exists. Views have the key of their base."""
+    """Return a number that identifies a storage, or the storage of a tensor, while it exists. Views have equal keys."""
     storage = of.untyped_storage() if isinstance(of, torch.Tensor) else of
     return int(storage._cdata)
 
@@ -189,7 +189,7 @@ def flops_of(func: Any, args: Any, kwargs: Any, out: Any) -> int:
     from torch.utils.flop_counter import flop_registry  # it imports torch's decompositions
 
     count = flop_registry.get(func._overloadpacket)
-    if count is None and operator_name(func) == "_grouped_mm":  # rows of an operand times both sizes of a group's other
+    if count is None and operator_name(func) == "_grouped_mm":  # each row is multiplied by the matrix of its group
         return 2 * int(args[0].shape[0] * args[0].shape[1] * args[1].shape[-1])
     return int(count(*args, **kwargs, out_val=out)) if count is not None else 0
 

@@ -15,7 +15,7 @@ from hf_fsdp_plugin.torch_private.process_groups import fake_process_group
 
 
 def has_part(source: Any, name: str) -> bool:
-    """Whether an object has an attribute, or a module a child that a wrapper may hide."""
+    """Whether an object has an attribute or, for a module, a child, which the attributes of a wrapper may hide."""
     return hasattr(source, name) or name in vars(source).get("_modules", {})
 
 
@@ -28,7 +28,7 @@ def live_objects() -> tuple[Any, ...]:
 
 def _live_objects() -> Iterator[Any]:
     for objects in (_fsdp2_objects, _fsdp1_objects, _other_objects):
-        # What a newer torch lacks is missing among the objects, and so in the table.
+        # If a newer torch lacks one of these names, the remaining objects are left out, and the probe finds less.
         with suppress(AttributeError, ImportError, TypeError, LookupError):
             yield from objects()
 
