@@ -19,7 +19,7 @@ MAX_TEXT = 80
 MAX_NODES = 20_000
 MAX_DEPTH = 20
 MAX_BITS = 2048
-"""Limits: characters of a value in a message; nodes of a config, depth, and bits of an integer that is read as one."""
+"""Limits: characters of a value in messages, nodes of a config, levels of nesting, and bits of an integer."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
