@@ -39,10 +39,10 @@ SHARED_NAME = "hf_fsdp"
 _MEMORY_FILE = f"/memfd:{SHARED_NAME}"
 _HEADER = r"([0-9a-f]+)-([0-9a-f]+) \S{4} ([0-9a-f]+) \S+ \d+ *(.*)"
 _CHANGED = r"(?:Anonymous|Swap): *(\d+) kB"
-"""Of a mapping: its changed pages in memory, and those that were swapped out."""
+"""Lines about a mapping: the size of its changed pages in memory, and of those that were swapped out."""
 _LINE = re.compile(rf"^(?:{_HEADER}|{_CHANGED})$", re.MULTILINE)
 _MASK = (1 << 62) - 1
-"""Of hashes: positive, so that the smallest of all ranks is the negative of the largest negative."""
+"""Makes hashes positive, so that a reduction with MAX of the negated hashes returns the smallest hash of all ranks."""
 _NO_VIEW = 0
 _NOT_READ = -(1 << 62)
 """Result of a rank for a parameter that another rank with the same file reads. A reduction with MAX ignores it."""
@@ -169,7 +169,7 @@ def find_mapped_parameters(model: nn.Module, device: torch.device) -> set[int]:
     Collective: one reduction of four numbers for each parameter; if ranks have copies of a file, two more collectives.
 
     Args:
-        device: where the numbers are reduced.
+        device: the device on which the numbers are reduced.
     """
     parameters = list(model.parameters())
     if not parameters:
@@ -190,7 +190,7 @@ def find_mapped_parameters(model: nn.Module, device: torch.device) -> set[int]:
 def _hashes_of_view(
     parameter: nn.Parameter, maps: MemoryMaps, file_status: Callable[[str], tuple[int, int] | None]
 ) -> tuple[int, int]:
-    """Return hashes of what a parameter is a view of: of the file, and of what copies of the file have, too."""
+    """Return two hashes of a parameter's view of a file: one is equal only for this file, the other for copies too."""
     region = maps.find(parameter) if is_plain_on_cpu(parameter) and parameter.is_contiguous() else None
     if region is None or not region.is_unchanged_file:
         return _NO_VIEW, _NO_VIEW
@@ -229,7 +229,7 @@ def _hashes_of_content(parameters: Sequence[torch.Tensor], files: Sequence[int],
     """Return a hash of each parameter that this rank has to read. Collective.
 
     Args:
-        files: what all parameters of this rank are views of. Ranks with the same files share the work.
+        files: for all parameters of this rank, the hash of the file. Ranks with the same files share the work.
     """
     own = torch.tensor([_hash(*files)], dtype=torch.int64, device=device)
     of_ranks = torch.empty(dist.get_world_size(), dtype=torch.int64, device=device)

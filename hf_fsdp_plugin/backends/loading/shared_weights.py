@@ -116,13 +116,13 @@ class MemoryFile:
 
     def close(self) -> None:
         """Close the file. Its tensors stay valid."""
-        with contextlib.suppress(OSError):  # what could not be written
+        with contextlib.suppress(OSError):  # buffered bytes that could not be written
             self._file.close()
 
 
 def return_freed_memory() -> None:
     """Return the memory of freed tensors to the system."""
-    with contextlib.suppress(OSError, AttributeError):  # another C library
+    with contextlib.suppress(OSError, AttributeError):  # the C library is not glibc
         ctypes.CDLL(None).malloc_trim(0)
 
 

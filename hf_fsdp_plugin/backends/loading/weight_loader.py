@@ -118,7 +118,7 @@ class WeightLoader:
         before = equal_weights.parameter_memory(model.parameters()) if plan.ram_efficient else None
         self.record = BroadcastRecord(before=before)
         self._windows = PinnedWindows()
-        # Without the parameters that were prepared: a new parameter may get the id of one that was freed.
+        # Parameters are removed when they are prepared: a new parameter may get the id of one that was freed.
         self._mapped = equal_weights.find_mapped_parameters(model, device) if broadcasts(plan) else set()
 
     def attach_record(self, sharded: nn.Module) -> None:

@@ -39,8 +39,8 @@ class KnownOptimizer:
     Attributes:
         name: qualified name of the class, or of a package.
         needs: see :data:`Needs`.
-        fsdp2: how its step runs under FSDP2; ``unchanged`` is on the DTensors.
-        fused: the same if a parameter group sets ``fused``.
+        fsdp2: how its step runs under FSDP2; ``unchanged``: on the DTensors.
+        fused: how its step runs under FSDP2 if a parameter group sets ``fused``; ``None``: as without ``fused``.
         per_shard_state: whether its state has tensors with another shape than the parameter, which belong to one shard:
             ``quantized`` if it has 8 bits or less.
         because: for ``needs`` other than ``elements``: the reason, which completes "… needs more than a shard: it ".
@@ -224,7 +224,7 @@ def _decide_fsdp2(
     device = sharded[0].to_local().device
     if probe.probe_flat_shards(optimizer, device).result == "equal":
         return "local", None
-    if outcome.result == "equal":  # it updates one parameter at a time, or torch names the mix of kinds in its error
+    if outcome.result == "equal":  # if it cannot update mixed kinds at once, torch raises an error that names them
         return "unchanged", None
     if probe.probe_single_tensors(optimizer, device).result == "equal":
         return "whole", None

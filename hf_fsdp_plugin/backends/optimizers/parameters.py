@@ -48,7 +48,7 @@ _STATE_FACTORY = "_hf_fsdp_state_factory"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DetachedOptimizer:
-    """An optimizer without the parameters of one model, and what each of its groups had.
+    """An optimizer without the parameters of one model, and the former parameters of each of its groups.
 
     Attributes:
         groups: the canonical names of the model's parameters, and the parameters of other models, in the order of the
@@ -178,7 +178,7 @@ def _sharded_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def foreign_parameters(optimizer: torch.optim.Optimizer, models: Sequence[nn.Module]) -> int:
-    """Return the number of the optimizer's parameters that belong to none of the models. Replicated ones may."""
+    """Return the number of the optimizer's parameters that are in none of the models, without replicated ones."""
     own = {id(p) for model in models for p in model.parameters()}
     return sum(id(p) not in own and not is_replicated(p) for p in parameters_in(optimizer))
 
@@ -195,9 +195,9 @@ def has_parameters_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> boo
 
 
 class JointModels(nn.ModuleDict):
-    """The models of one optimizer with parameters of several, ``model_0`` and so on, and its replicated parameters.
+    """Several models whose parameters one optimizer has, named ``model_0`` and so on, and its replicated parameters.
 
-    The names of the optimizer's state begin with these names.
+    The names in the optimizer's state begin with the names of the models.
     """
 
 
@@ -275,7 +275,7 @@ class _PlainSteps:
 
     def before(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
         """Replace the parameters. In ``whole`` mode, all but the last one are updated here."""
-        self._restore(optimizer)  # of a step that raised an error
+        self._restore(optimizer)  # the last step may have raised an error, without its hook at the end
         changed = _with_evaluated_closure(args, kwargs)
         _run_checks_on_parameters(optimizer)
         self._groups = [list(group["params"]) for group in optimizer.param_groups]

@@ -19,7 +19,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 _NUM_STEPS = 7
-"""More than the steps for which optimizers with a built-in warmup leave the parameters unchanged (RAdam: 5)."""
+"""Steps of a test: more than those in which an optimizer with a built-in warmup changes no parameter (RAdam: 5)."""
 _LR = 1e-2
 _TOLERANCE = 1e-3
 """Relative difference of two updates. Updates with the same sums differ by less than 1e-5 in fp32."""
@@ -30,7 +30,7 @@ Tensors = list[torch.Tensor]
 Train = Callable[..., Tensors]
 """(initial tensors, gradients of each step) -> the tensors after the last step."""
 Run = Callable[[Train, Tensors, list[Tensors]], Tensors]
-"""The same, by calls of a :data:`Train`."""
+"""(function that trains, initial tensors, gradients of each step) -> the tensors after the last step."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,13 +21,13 @@ from hf_fsdp_plugin.problems import Problem
 _LOCAL_SIZES: Final = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "PALS_LOCAL_SIZE")
 """Variables with the number of ranks on this machine: of torchrun, Open MPI, Intel MPI and MPICH, and HPE's PALS."""
 _LAZY_FROM: Final = 128
-"""Ranks from which gloo connects a pair of ranks when it is first used: the largest world in which that was tried."""
+"""World size from which gloo connects two ranks only when they first communicate: the largest that was measured."""
 _SIOCGIFADDR: Final = 0x8915
 """The request for the IPv4 address of an interface (Linux, ``netdevice(7)``)."""
 _OTHER_FILES: Final = 1024
 """Files that a rank has open besides its connections: libraries, data files, pipes of data loaders."""
 _CONNECTIONS_PER_RANK: Final = 2
-"""gloo connects each pair of ranks of a group. Hybrid meshes have more groups, which together have as many pairs."""
+"""Connections of gloo to each other rank: one in the group of the world, and one in all groups of a hybrid mesh."""
 
 
 def slurm_variables(environ: Mapping[str, str]) -> dict[str, str]:

@@ -76,7 +76,7 @@ def arrival_store() -> dist.Store:
 
 
 def place_store(store: dist.Store | None = None) -> dist.Store:
-    """Return the part of the store in which ranks that do not move write where they are: JSON with ``place``.
+    """Return the part of the store in which ranks that make no progress write where they are: JSON with ``place``.
 
     Args:
         store: a clone of the store of the process group, which is the default.

@@ -74,7 +74,7 @@ def apply_fsdp1(plan: FsdpPlan, model: nn.Module, device: torch.device) -> nn.Mo
 def _flattening_on_read(
     plan: FsdpPlan, loader: WeightLoader, parameters: Sequence[nn.Parameter], kwargs: dict[str, Any]
 ) -> Iterator[dict[str, Any]]:
-    """Fill the flat parameters of units that are created in the block from whole ``parameters``; none: as torch does.
+    """Fill the flat parameters of units that are created in the block from whole ``parameters``, if there are any.
 
     torch concatenates the parameters of a unit to a flat parameter, and keeps this rank's part of it. Here the flat
     parameter is filled only where this part is, so each rank reads no other. For a moment, the flat parameter has the

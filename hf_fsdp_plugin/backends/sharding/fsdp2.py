@@ -45,7 +45,7 @@ def apply_fsdp2(plan: FsdpPlan, model: nn.Module, device: torch.device) -> nn.Mo
         on_read = [(parameter, places.pop(id(parameter))) for parameter in loader.prepare_unit(unit, places.keys())]
         modules = [model.get_submodule(name) for name in unit.modules]
         with _sharded_on_read(plan, loader, on_read, device):
-            fp32 = fp32_ids(plan, model, unit.parameters)  # of the parameters that stand in
+            fp32 = fp32_ids(plan, model, unit.parameters)  # ids of the meta tensors that stand for the parameters
             fully_shard(
                 modules if len(modules) > 1 else modules[0],
                 reshard_after_forward=unit.reshard_after_forward,
