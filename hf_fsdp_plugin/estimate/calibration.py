@@ -270,7 +270,7 @@ def _update_op_seconds(measuring: Measuring, num_tensors: int = 20) -> float:
 
 
 def _unit_seconds(measuring: Measuring, backend: str, num_units: int = 8) -> float:
-    """Return the time of torch's hooks and copies per unit and pass: of tiny units, without their collectives."""
+    """Return the time of torch's hooks and copies per unit and pass, measured with tiny units, without collectives."""
     x = torch.randn(4, 8, device=measuring.device)
     blocks: list[nn.Module] = [_Block().to(measuring.device) for _ in range(num_units)]
     plain = nn.Sequential(*(_Block() for _ in range(num_units))).to(measuring.device)

@@ -27,7 +27,7 @@ OpKind = Literal["matmul", "attention", "memory", "function", "fused"]
 Curve = tuple[tuple[float, float], ...]
 """Points (size, throughput), sorted by size."""
 RANKS_PER_MACHINE: Final = 8
-"""Ranks of a machine that nothing describes."""
+"""Assumed number of ranks per machine if no machine file gives it."""
 NCCL_BASE_SECONDS: Final = 8.4e-6
 ATTENTION_RAMP: Final = 400
 """Tokens per sample at which fused attention reaches half of its throughput of long samples (machines.yaml)."""
@@ -52,12 +52,12 @@ class MeasuredCollective:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Evidence:
-    """Published runs, each predicted by a fit without any run of its source.
+    """How far predicted times were from published runs. Each run is predicted by a fit without the runs of its source.
 
     Attributes:
-        devices: on which they ran.
-        low, high: factors of the predicted time of a step.
-        inside: number of runs whose time lies between.
+        devices: the devices of the runs.
+        low, high: factors of the predicted time of a step, which are the ends of an interval.
+        inside: number of runs whose time is in the interval.
         runs: number of runs.
     """
 

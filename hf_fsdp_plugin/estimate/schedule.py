@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 Interval = tuple[float, float]
-"""Start and end in seconds. A sorted list of intervals that do not touch is a set; its functions take linear time."""
+"""Start and end in seconds. A sorted list of intervals that do not touch is a set. Functions of sets are linear."""
 Stream = Literal["compute", "communication", "all_reduce"]
 
 

@@ -178,7 +178,7 @@ class TimeModel:
 
 
 def unit_costs(plan: FsdpPlan, profile: StepProfile) -> dict[str, UnitCosts]:
-    """Return unit name -> its operations in one micro-batch. Those outside of units, as the loss, are the root's."""
+    """Return unit name -> its operations in one micro-batch. Operations outside of units (the loss) are the root's."""
     units = {"", *(unit.name for unit in plan.units)}
     costs = {name: UnitCosts(Counter(), Counter()) for name in units}
     for stage, (phase, inside) in zip(profile.stages, positions(profile.stages), strict=True):
@@ -259,9 +259,9 @@ def _compute_name(plan: FsdpPlan) -> str:
 def interval_of(
     machine: Machine, plan: FsdpPlan, model: nn.Module, dtype: str
 ) -> tuple[float | None, float | None, str]:
-    """Return the factors of the time between which published runs of the same kind lay, and how many of them did.
+    """Return the ends of an interval, as factors of the predicted time, and how many published runs are inside it.
 
-    The factors are ``None`` for runs of a kind of which too few were compared.
+    The factors are ``None`` if too few published runs of this kind were compared.
     """
     runs = machine.evidence
     is_decoder = type(model).__name__.endswith(("CausalLM", "LMHeadModel"))

@@ -130,6 +130,6 @@ def _adamw(loop: UpdateLoop, sizes: list[int]) -> int:
 
 
 def nearest_multiples(count: int, divisor: int) -> str:
-    """Return the multiples of a divisor below and above a number that is none, as ``64 or 72``."""
+    """Return the multiples of a divisor below and above a number that is not one itself, such as ``64 or 72``."""
     below = count - count % divisor
     return f"{below} or {below + divisor}" if below > 0 else str(divisor)

@@ -74,7 +74,7 @@ def follow_step(
 
 
 def _follow_micro_batches(engine: Engine, workload: Workload, profile: StepProfile) -> tuple[int, int]:
-    """Follow all different micro-batches of a step. Return where the last one's moments begin, and host bytes.
+    """Follow all different micro-batches of a step. Return the index of the last one's first moment, and host bytes.
 
     The host bytes are the most that activation offload moves at a time.
     """

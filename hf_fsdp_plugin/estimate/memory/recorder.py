@@ -199,7 +199,7 @@ class Recorder:
         def on_device(*args: Any, **kwargs: Any) -> Any:
             self.tracker.counts_ops = not in_backward()  # not those of a recomputation
             try:
-                with DeviceAttention(self._plan.device_type):  # backward leaves the outer context
+                with DeviceAttention(self._plan.device_type):  # in backward, the outer context has ended
                     return forward(*args, **kwargs)
             finally:
                 self.tracker.counts_ops = True

@@ -86,13 +86,13 @@ def _cannot_run(model: nn.Module, error: Exception) -> Problem:
 
 
 def _set_attention(model: nn.Module, workload: Workload, undo: ExitStack) -> None:
-    """Use the workload's attention. FlashAttention keeps what torch's kernels keep; some models have eager only."""
+    """Use the workload's attention. FlashAttention saves the same tensors as ``sdpa``. Some models have eager only."""
     setter: Any = getattr(model, "set_attn_implementation", None)
     before = getattr(getattr(model, "config", None), "_attn_implementation", None)
     wanted = "eager" if workload.attention == "eager" else "sdpa"
     if setter is None or before in (None, wanted):
         return
-    with suppress(ValueError):  # the model has no such attention
+    with suppress(ValueError):  # the model does not support it
         undo.callback(setter, before)
         setter(wanted)
 

@@ -1,4 +1,4 @@
-"""What a step is, as the engines of the FSDP versions follow it: stages, memory in use, and events of units.
+"""The model of a step that the engines of both FSDP versions follow: stages, memory in use, and events of units.
 
 ``estimate.memory.peak.follow_step`` runs an engine through the stages, and reads the peak.
 """
@@ -80,7 +80,7 @@ class StepProfile:
 
     Attributes:
         stages: in the order of execution.
-        input_bytes: the batch.
+        input_bytes: bytes of the batch.
     """
 
     stages: tuple[Stage, ...]
@@ -267,7 +267,7 @@ class Engine(ABC):
         return self.order[at - 1] if at > 0 else None
 
     def keep_reduced(self, name: str) -> None:
-        """Keep the reduced gradient, which the ledger contains as a new one; add it to an existing one."""
+        """Keep the reduced gradient, which the ledger contains; free it if it is offloaded or added to an older one."""
         if self.offloads or name in self.reduced:
             self.ledger.free("grads", self.sizes[name].grad_shard)
         self.reduced.add(name)
