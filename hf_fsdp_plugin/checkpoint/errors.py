@@ -13,7 +13,7 @@ from typing import NoReturn
 from hf_fsdp_plugin.problems import CheckpointError, Origin, Problem
 
 MAX_PATH = 4096
-"""Maximum length of a file name in Linux."""
+"""Maximum length of a path in Linux."""
 _TRUSTED = "Use a copy of the checkpoint from a source that you trust."
 COPY_AGAIN = "Copy the checkpoint again, or use another checkpoint."
 """What to do about damaged and missing files."""

@@ -126,7 +126,7 @@ def _read_manifest(folder: Path) -> Manifest | None:
 
 
 TIMEOUT = 75.0
-"""Seconds: longer than a client of NFS caches the names in a folder."""
+"""Seconds that a rank waits for a path to appear: longer than a client of NFS caches the names in a folder."""
 _ANNOUNCED = 3.0
 """Seconds after which a wait is announced."""
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.01, 1.0

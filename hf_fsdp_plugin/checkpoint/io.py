@@ -212,7 +212,7 @@ class InputFiles:
             out, position = out[count:], position + count
 
     def descriptor(self, file: str) -> int:
-        """Return the descriptor of a file, which other files may replace."""
+        """Return the descriptor of a file. It may be closed when other files are opened: at most 64 stay open."""
         return self._opened(file).descriptor
 
     def _opened(self, file: str) -> _InputFile:

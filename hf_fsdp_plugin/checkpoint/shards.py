@@ -161,7 +161,7 @@ def _add_flat_parameter(
     replica, replicas = (group.rank(), group.size()) if group is not None else (0, 1)
 
     def full_names(module: nn.Module, attribute: str) -> list[str]:
-        """Return a name for each place of the module, of which the last is that of the layout."""
+        """Return the parameter's name for each name of the module. The last one is its name in the layout."""
         return [f"{name}.{attribute}".lstrip(".") for name in module_names[id(module)]]
 
     in_unit: list[ParameterLayout] = []
@@ -233,7 +233,7 @@ class ModelShards:
         return tuple(tuple(group) for group in groups.values())
 
     def names(self) -> dict[str, list[str]]:
-        """Return name in ``tensors`` -> all names of the tensor, of which another checkpoint may use any."""
+        """Return name in ``tensors`` -> all names of the tensor. Another checkpoint may use any of them."""
         names = {shard.name: [shard.name] for shard in self.tensors}
         for alias, name in self.aliases.items():
             names[name].append(alias)

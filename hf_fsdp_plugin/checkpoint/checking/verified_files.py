@@ -99,9 +99,9 @@ def damage_problem(damaged: list[ByteRange], num_ranges: int, swapped_with: str 
 _RUN = 4 << 20
 """Maximum number of bytes of whole blocks that are read at once: few, so that they are hashed in the CPU cache."""
 _MAX_KEPT = 64 << 20
-"""Maximum number of bytes of blocks that are kept because only a part of them was needed."""
+"""A block of which a read needs only a part is kept for the next read. Maximum number of bytes of all kept blocks."""
 _MAX_KEPT_IN_ORDER = 2 << 20
-"""The same for files that are read from their start to their end: two of the largest blocks that are written."""
+"""Maximum number of kept bytes if files are read from start to end: two of the largest blocks that are written."""
 _MAX_BLOCK = 16 << 20
 """Maximum size in bytes of a block that is kept. Files without tensors, and earlier manifests, have larger ranges."""
 

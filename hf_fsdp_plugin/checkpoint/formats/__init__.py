@@ -1,1 +1,1 @@
-"""Readers of the formats, one file each: they find where tensors are stored. Does not import torch."""
+"""The formats of checkpoints: readers that find where tensors are stored, and the manifest. Does not import torch."""

@@ -369,7 +369,7 @@ class _PiecesInZips(PieceTable):
 
     def load(self) -> tuple[StoredPiece, ...]:
         with self._zips:
-            self._zips.read_all(self._entries)  # of all tensors: a file has pieces of many
+            self._zips.read_all(self._entries)  # the entries of all tensors, because a file has pieces of many
             return self._zips.pieces(self._entry)
 
 

@@ -80,7 +80,7 @@ def pack_segments(places: NDArray[Any], sizes: NDArray[Any]) -> NDArray[Any]:
     num_chunks = len(places)
     steps = numpy.diff(places, axis=0)
     breaks = numpy.ones(num_chunks, dtype=bool)
-    # A step to another file, and never backwards in the tensor.
+    # Within a progression, each step leads to a later file, and never backwards in the tensor.
     breaks[1:] = (sizes[1:] != sizes[:-1]).any(axis=1) | (steps[:, 0] <= 0) | (steps[:, 2:] < 0).any(axis=1)
     breaks[2:] |= (steps[1:] != steps[:-1]).any(axis=1)
     starts = numpy.flatnonzero(breaks)

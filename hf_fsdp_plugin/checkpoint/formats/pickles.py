@@ -193,15 +193,15 @@ def _size(numbers: Any = ()) -> tuple[int, ...]:
 
 
 _COPIED = (str, bytes, bytearray, list, dict, set)
-"""What a call may copy, apart from tuples."""
+"""Types that a call may copy, apart from tuples."""
 _CONTAINERS = (tuple, list, dict, set, frozenset, Kept)
 _HASHED = (tuple, frozenset)
-"""What can be hashed, and contain more of its kind."""
+"""Types that can be hashed and whose objects can contain each other."""
 MAX_TUPLE = 10_000
 """Maximum number of values in a tuple, in all tuples inside it. Those of checkpoints have less than 100."""
 _FREE_STEPS = 1_000_000
 _STEPS_PER_BYTE = 4
-"""Maximum number of values that are visited or copied: these for any file, and the others for each of its bytes."""
+"""Maximum number of values that are visited or copied: a number for every file, and more for each of its bytes."""
 _MAX_DEPTH = 100
 """Maximum number of containers inside of each other. Those of checkpoints have some 10."""
 _MAX_PICKLES = 5

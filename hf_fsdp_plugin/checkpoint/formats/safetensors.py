@@ -1,4 +1,4 @@
-"""The formats ``full``: the safetensors files of a Hugging Face folder and of a PEFT adapter, read and laid out.
+"""The format ``full``: the safetensors files of a Hugging Face folder or of a PEFT adapter, read and laid out.
 
 A file is 8 bytes (little-endian length of the header), the header (JSON, padded with spaces) and the tensors without
 gaps, row-major and little-endian: https://github.com/huggingface/safetensors#format. The layout is known before a file

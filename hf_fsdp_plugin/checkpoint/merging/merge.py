@@ -303,7 +303,7 @@ _READABLE: Final = (
     ),
     "adapter_config.json",
 )
-"""Files of which ``from_pretrained`` reads the weights, or learns that they are those of an adapter."""
+"""Files from which ``from_pretrained`` reads weights, or by which it recognizes an adapter."""
 
 
 def with_whole_weights(folder: Path) -> Path:
@@ -321,7 +321,7 @@ def with_whole_weights(folder: Path) -> Path:
         return folder
     model = folder / file_names.numbered(file_names.FSDP_MODEL, 0)
     times = [path.stat().st_mtime_ns for path in (model, model / file_names.DCP_METADATA) if path.exists()]
-    copy = file_names.merged_copy(folder, hash_bytes(repr(times).encode())[:12])  # another one for other weights
+    copy = file_names.merged_copy(folder, hash_bytes(repr(times).encode())[:12])  # other weights get another copy
     if not copy.is_dir():
         message = f"from_pretrained cannot read the shards of {folder}: they are merged into {copy}, which it reads."
         fix = "For a folder that can be moved, use `hf-fsdp export`; save_only_model=True writes whole weights."

@@ -5,7 +5,7 @@ planner exchanges plans between all ranks before every save. Here each rank writ
 ranks' lists of entries when it commits the checkpoint. Checked against torch 2.13.0
 (``distributed/checkpoint/filesystem.py``).
 
-The record of a rank, with which it tells rank 0 what it has written, is a header in JSON, then arrays. Most ranks write
+The record of a rank lists what the rank has written, for rank 0. It is a header in JSON, then arrays. Most ranks write
 the same tensors, scalars and names, so these are one block of bytes, and equal blocks are parsed once.
 """
 
@@ -156,7 +156,7 @@ def record_bytes(record: RankRecord) -> bytes:
 
 
 class RecordReader:
-    """Reads the records of the ranks of one save. What several ranks have written equally becomes the same object."""
+    """Reads the records of the ranks of one save. Equal contents of several records become one object."""
 
     def __init__(self) -> None:
         self._known: dict[bytes, tuple[tuple[str, ...], list[Any]]] = {}

@@ -50,7 +50,7 @@ class Item:
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """A contiguous byte range ``[start, stop)`` that one rank writes: items, each of which begins where one ends."""
+    """A contiguous byte range ``[start, stop)`` that one rank writes. Its items follow each other without gaps."""
 
     start: int
     stop: int

@@ -239,7 +239,7 @@ class Save:
                 self._records += self._writer.write(self.folder, parts)
 
     def finish(self, manifest: Manifest, after: Callable[[], None] | None) -> None:
-        """Write what this rank has written, for rank 0, which commits the checkpoint and then calls ``after``."""
+        """Write the record of this rank. Rank 0 then commits the checkpoint and calls ``after``."""
         with on_all_ranks(f"writing {self.final}"), os_errors_as_problems(self.final):
             self._write_record()
         with on_all_ranks(f"committing {self.final}"), os_errors_as_problems(self.final):

@@ -243,7 +243,7 @@ def gathered_state(shards: ModelShards) -> dict[str, torch.Tensor]:
 
 
 def _note_size(num_bytes: int) -> None:
-    """Name the faster way to whole tensors if these are many. Printed by rank 0."""
+    """Print that whole tensors of this size are slow to gather, and the faster way to get them, on rank 0."""
     if num_bytes >= _LARGE and dist.get_world_size() > 1:
         message = f"{num_bytes / 1e9:.0f} GB are gathered in the memory of rank 0, while all other ranks wait."
         fix = "Save a checkpoint of the type sharded instead, and run `hf-fsdp merge` on it, or `hf-fsdp export`."
