@@ -1,4 +1,4 @@
-"""What is known of the collectives of one rank, for the diagnosis and between machines (``record`` contains them)."""
+"""What is known of the collectives of one rank: read from its record (``record.py``), compared by the diagnosis."""
 
 from __future__ import annotations
 

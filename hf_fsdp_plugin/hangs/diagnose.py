@@ -18,7 +18,7 @@ from hf_fsdp_plugin.hangs.calls import POINT_TO_POINT, Call, GroupCalls, RankCal
 
 HangKind = Literal["late", "different", "circle", "stuck"]
 _MAX_SKIPPED: Final = 64
-"""Calls that are searched for the one with which a rank goes on after it has skipped some."""
+"""Maximum number of calls that a rank may have skipped, and of later calls that are compared to find this out."""
 _BUSY_SHARE: Final = 0.03
 """Share of one core from which on a late rank is busy. Threads of idle processes use less than 1%."""
 
@@ -52,7 +52,7 @@ class Difference:
         skipped: the ranks that have left calls out, which are the reason, and these calls; empty if that is unknown.
         unusual: the ranks whose call did not follow the one before in earlier steps, if that of all others did.
         more_forwards: the ranks that have called the model more often than all others after the same number of
-            optimizer steps, and how often these and the others have; for calls of units only.
+            optimizer steps, and the numbers of calls of these ranks and of the others; for calls of units only.
     """
 
     group: str
@@ -166,7 +166,7 @@ def compare_calls(ranks: Iterable[RankCalls]) -> Difference | Waiting | None:
 def _first_difference(
     known: Mapping[int, RankCalls], members: Mapping[str, Sequence[int]], first: str = ""
 ) -> Difference | None:
-    """Return a difference in a group, that of the group ``first`` before others."""
+    """Return the difference in one of the groups. The group ``first`` is searched first."""
     for name in [first, *members] if first else members:
         if (found := find_difference(name, known, members.get(name, ()))) is not None:
             return found
@@ -218,7 +218,7 @@ def _difference(name: str, number: int, classes: Sequence[_Class], known: Mappin
 
 
 def _more_forwards(ranks: Sequence[RankCalls]) -> tuple[tuple[int, ...], int, int]:
-    """Return the ranks that have called the model more often than the others, which a rank that evaluates alone has."""
+    """Return the ranks that have called the model more often than the others, as a rank does that evaluates alone."""
     counts = {rank.forwards for rank in ranks}
     if len({rank.steps for rank in ranks}) > 1 or None in counts or len(counts) != 2:
         return (), 0, 0
@@ -332,7 +332,7 @@ def _skipped(number: int, classes: Sequence[_Class]) -> tuple[tuple[int, ...], t
 
 
 def _num_skipped(other: Sequence[Call], own: Sequence[Call]) -> int:
-    """Return how many calls of ``other`` were skipped, so that the next ones equal those of ``own``; 0 if none fit."""
+    """Return after how many calls of ``other`` its next calls equal those of ``own``; 0 if there is no such number."""
     made, made_by_own = ([call.compared for call in calls[: 2 * _MAX_SKIPPED]] for calls in (other, own))
     for num in range(1, min(_MAX_SKIPPED, len(made))):
         overlap = min(len(made_by_own), len(made) - num, _MAX_SKIPPED)

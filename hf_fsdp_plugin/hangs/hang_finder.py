@@ -24,15 +24,15 @@ DEFAULT_LIMIT: Final = 120.0
 _TIMEOUT_SHARE: Final = 0.5
 """Longest limit, as a part of the time-out of the process groups."""
 _BUSY_TIMEOUT_SHARE: Final = 0.9
-"""The same for late ranks that are busy."""
+"""Longest limit for late ranks that are busy, as a part of the time-out of the process groups."""
 _READING_LIMITS: Final = 5.0
-"""Limits for late ranks that wait for a file system or a data loader, which may stall for minutes on a cluster."""
+"""Factor of the limit for late ranks that wait for a file system or a data loader, which may stall for minutes."""
 _STANDSTILL_LIMITS: Final = 5.0
-"""Limits without any collective after which a notice is printed."""
+"""Factor of the limit for a time without any collective, after which a notice is printed."""
 _STACK_SECONDS: Final = 0.2
 """Seconds that ranks have to record their stacks."""
 _MORE_STACKS: Final = 4
-"""Stacks that are read of ranks on accelerators that have not moved: their processor time shows no progress."""
+"""Further stacks that are read if ranks on accelerators have not moved: their processor time shows no progress."""
 _FAULTS: Final = 10.0
 """Page faults per second that are progress: memory that is touched for the first time."""
 _SAMPLE_SECONDS: Final = 1.0

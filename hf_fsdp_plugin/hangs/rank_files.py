@@ -64,7 +64,7 @@ class RankFiles:
     hang = _MachineFile("hang.json")
     """JSON: the hang that ends the ranks of this machine (``hangs.hang_report.FoundHang``). One for all of them."""
     cause = _MachineFile("cause")
-    """Exists if a rank that SIGTERM has ended has said why. One for all ranks of this machine."""
+    """Exists if a rank that SIGTERM has ended has printed the reason. One for all ranks of this machine."""
     stacks = _RankFile(".stacks")
     """Stacks of the rank's threads (see ``hangs.rank_stacks``)."""
     steps = _RankFile(".steps")

@@ -59,7 +59,7 @@ _CALLS: Final = {
 
 _DATA_LOADER: Final = os.path.join("torch", "utils", "data", "dataloader.py")
 _READING_FILES: Final = tuple(f"{os.sep}{name}" for name in ("socket.py", "ssl.py", "shutil.py", "filelock/_api.py"))
-"""Ends of the paths of libraries that wait for the network or a file system in calls of other names."""
+"""Ends of the paths of libraries whose calls wait for the network or a file system, but do not match ``_READS``."""
 _READS: Final = re.compile(
     r"(?<![a-z])(open|read|write|load|save|listdir|scandir|stat|exists|is_file|glob|fsync|download|upload)\w*\("
 )
@@ -211,7 +211,7 @@ class StackFile:
 
         Args:
             crashes: what to do with the stacks at a crash in native code.
-            takes_over: also if somebody has enabled ``faulthandler``, which has one file.
+            takes_over: whether to use ``faulthandler``, which writes to one file only, also if it is enabled already.
             holds_abort: see :class:`HeldAbort`.
         """
         # The file stays open, because faulthandler keeps only its descriptor.

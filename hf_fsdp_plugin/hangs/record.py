@@ -199,7 +199,7 @@ class CallRecord:
 
     def started(self, work: Any, position: int) -> None:
         """Remember which collective a ``Work`` belongs to, until it is waited for."""
-        if len(self._pending) >= _MAX_PENDING:  # works for which nobody waits
+        if len(self._pending) >= _MAX_PENDING:  # nobody waits for these works
             self._pending.clear()
         self._pending[id(work)] = position
 

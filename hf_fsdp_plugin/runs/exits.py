@@ -42,7 +42,7 @@ class RankExit:
         ended: whether its script had ended without an error.
         halted: whether SIGSTOP or a debugger had stopped its process when it was asked for its stack.
         calls: its collectives; ``None`` if they are unknown.
-        code_is_known: whether ``code`` is known, as to the launcher. Other ranks do not know it, and take it to be 0.
+        code_is_known: whether ``code`` is known. Only the launcher knows it; other ranks set ``code`` to 0.
     """
 
     rank: int

@@ -243,7 +243,7 @@ def exit_of(peer: Peer) -> RankExit:
 
 
 def _exit_elsewhere(rank: RankCalls) -> RankExit:
-    """Return the same of a rank of another machine. Its place is not in it."""
+    """Return what is known of how a rank of another machine exited, without the place at which it was."""
     return RankExit(
         rank=rank.rank,
         code=0,
@@ -259,6 +259,6 @@ def _places_elsewhere(ranks: Sequence[RankCalls]) -> list[RanksAt]:
 
 
 def _place_elsewhere(rank: RankCalls) -> RanksAt:
-    """Return where a rank of another machine was. That it had exited is a part of the explanation itself."""
+    """Return where a rank of another machine was. Whether it has exited is left out: the explanation contains that."""
     state = rank.state if rank.state in ("ended", "unreachable") else "running"
     return RanksAt((rank.rank,), rank.place, state, rank.detail)

@@ -69,10 +69,10 @@ class RunIdentity:
         id: empty if nothing identifies the run: then it has no attempts.
         given: whether a user or a cluster has given the id, which is then the same whenever the run is started.
         attempt: 0 at the first start.
-        max_restarts: the limit of the launcher; 0 if it restarts nothing, or does not say.
+        max_restarts: the launcher's limit of restarts; 0 if it restarts nothing, or if the limit is unknown.
         job: the job of a batch system and the command line; empty without one.
-        requeued: the same, if the job was started again from its beginning, so that torch's agents are others.
-        start: tells starts with the same number apart.
+        requeued: the value of ``job`` if the job was started again from its beginning, with new agents of torch.
+        start: distinguishes starts that have the same number of the attempt.
     """
 
     id: str = ""
@@ -334,7 +334,7 @@ def _failed_attempts(folder: Path, first: int, known: Restarts, machine: int) ->
 
 
 def _exits(folder: Path) -> list[RankExit]:
-    """Return how the ranks of an attempt have exited, as far as their files show it. Nothing has their exit codes."""
+    """Return how the ranks of an attempt have exited, as far as their files show it. No file has their exit codes."""
     stems = {int(found[2]): found[1] for path in folder.iterdir() if (found := _RANK_FILE.fullmatch(path.name))}
     return [_exit_of(rank, RankFiles(folder / stem)) for rank, stem in sorted(stems.items())]
 

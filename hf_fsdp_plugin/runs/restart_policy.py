@@ -66,8 +66,8 @@ class Restarts:
 
     Attributes:
         run_id: identifies the run in the manifests of its checkpoints; empty if nothing does (``runs.identity``).
-        max_restarts: the limit of the launcher; 0 if it says none. Machines that join start the ranks again, too, but
-            torch does not count that.
+        max_restarts: the launcher's limit of restarts; 0 if it is unknown. Machines that join start the ranks again,
+            too, but torch does not count that.
         refusal: why the ranks are not started again; ``None`` if they are.
     """
 
@@ -88,7 +88,7 @@ class Restarts:
 
     @property
     def title(self) -> str:
-        """Such as ``restart 1 of 3``."""
+        """Name of the present attempt, such as ``restart 1 of 3``."""
         limit = f" of {self.max_restarts}" if self.num_failures <= self.max_restarts else ""
         return f"restart {self.num_failures}{limit}"
 
@@ -155,7 +155,7 @@ class Restarts:
 
 
 def lost_machine(machine: int, known: FailedAttempt) -> FailedAttempt:
-    """Return the attempt for a machine whose launcher has gone.
+    """Return the failed attempt whose cause is that the launcher of a machine does not answer any more.
 
     Args:
         known: the attempt as another machine knows it.
