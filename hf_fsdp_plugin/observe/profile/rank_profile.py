@@ -69,10 +69,10 @@ class Call(NamedTuple):
 
     Attributes:
         unit: empty for the root; ``None`` if it belongs to no unit.
-        phase: in which it was called.
+        phase: the phase in which it was called.
         arrived: when this rank took part in it: with gloo at the call, on a device when its kernel began.
-        end: of its kernel; with gloo, of the call and of the wait for it.
-        seconds: of its kernel, or of the call and the wait. A rank that arrives early waits for the last one.
+        end: when its kernel ended; with gloo, when the call and the wait for it had ended.
+        seconds: duration of its kernel, or of the call and the wait. A rank that arrives early waits for the last one.
         exposed: seconds of it during which nothing is computed.
     """
 
@@ -101,7 +101,7 @@ class RankProfile:
         times: seconds of each phase, averaged over the steps.
         units: computation of each unit, averaged over the steps.
         profiled, unprofiled: wall-clock seconds of steps with and without the profiler.
-        facts: what the trace does not contain; see ``integrations.profiling.run``.
+        facts: values that the trace does not contain: groups of ranks, settings, sizes of units and free memory.
     """
 
     rank: int

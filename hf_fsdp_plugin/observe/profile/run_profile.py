@@ -13,7 +13,7 @@ from hf_fsdp_plugin.observe.profile.rank_profile import Call, RankProfile, Sums,
 from hf_fsdp_plugin.observe.profile.trace import PHASES, Phase
 
 Sort = tuple[CollectiveKind, str | None, bool]
-"""Kind, unit, and whether it is called in forward."""
+"""Kind and unit of a collective, and whether it is called in forward."""
 Key = tuple[str, int, Sort, int]
 """Group of ranks, step, sort, and number of the call with these: the same collective on every rank."""
 
@@ -36,11 +36,11 @@ class CallSums(Sums):
 
 @dataclass(frozen=True, kw_only=True)
 class UnitProfile:
-    """One unit.
+    """The computation and the collectives of one unit.
 
     Attributes:
-        bytes: of its gathered parameters.
-        forward_seconds, recomputed_seconds: its forward, and its forward in backward, averaged over the ranks.
+        bytes: size of its gathered parameters.
+        forward_seconds, recomputed_seconds: time of its forward and of its recomputed forward, averaged over the ranks.
     """
 
     name: str
@@ -61,8 +61,8 @@ class RankWait:
     """One rank as the others see it.
 
     Attributes:
-        step_seconds: its step.
-        compute_seconds: its computation in a step.
+        step_seconds: time of its step.
+        compute_seconds: time of its computation in a step.
         late_seconds: time of a step by which it arrives after all other ranks of a collective, so that all others wait.
         last_share: share of the collectives at which it arrives last.
     """
@@ -83,7 +83,7 @@ class RunProfile:
         collectives: by kind.
         profiled_seconds, unprofiled_seconds: median step with and without the profiler, by the wall clock; ``None`` if
             there was none.
-        facts: of the first rank.
+        facts: the ``facts`` of the first rank (:class:`~hf_fsdp_plugin.observe.profile.rank_profile.RankProfile`).
     """
 
     world_size: int

@@ -20,21 +20,21 @@ main thread; ``other`` is what no mark covers.
 
 PREFIX: Final = "hf_fsdp::"
 BOUNDARY: Final = f"{PREFIX}step"
-"""An instant: the end of an optimizer step."""
+"""Mark of an instant: the end of an optimizer step."""
 WAIT: Final = f"{PREFIX}wait"
-"""The main thread waits for a collective."""
+"""Mark of the time in which the main thread waits for a collective."""
 UNIT: Final = f"{PREFIX}unit "
-"""Followed by the name of a unit: its forward, also when it is recomputed."""
+"""Beginning of the mark of a unit's forward, also of a recomputed one. The name of the unit follows."""
 GATHER: Final = f"{PREFIX}gather "
 REDUCE: Final = f"{PREFIX}reduce "
-"""Followed by the name of a unit of FSDP1, which does not name its units in a trace."""
+"""Beginnings of the marks of an FSDP1 unit's collectives. The unit's name follows, which FSDP1 writes to no trace."""
 PHASE_MARKS: Final[tuple[tuple[str, Phase], ...]] = (
     *((f"{PREFIX}{phase}", phase) for phase in PHASES),
     ("Optimizer.step#", "optimizer"),
     ("Optimizer.zero_grad#", "optimizer"),
     ("enumerate(DataLoader)#", "data"),
 )
-"""Beginning of a mark -> phase: those of this package, and those that torch writes itself
+"""Beginning of a mark -> phase: the marks of this package, and those that torch writes itself
 (``torch/optim/optimizer.py``, ``torch/utils/data/dataloader.py``).
 """
 TORCH_UNIT_MARKS: Final = ("FSDP::all_gather", "FSDP::post_backward_reduce")
