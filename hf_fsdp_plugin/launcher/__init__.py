@@ -1,1 +1,1 @@
-"""The processes of ``hf-fsdp launch``: flags, world, environment, ranks."""
+"""The processes of ``hf-fsdp launch``: flags, world, rendezvous of the machines, environment, ranks and attempts."""

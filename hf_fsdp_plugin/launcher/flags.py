@@ -59,7 +59,7 @@ _SETTINGS: Final = (
     ("monitor_interval", "SECONDS", argparse.SUPPRESS),
     ("use_parallelism_config", "", argparse.SUPPRESS),
 )
-"""Settings beside those of the vocabulary with a prefix, in the same form; the last two have no effect."""
+"""Settings whose flags have no prefix: name, value (empty for a switch), help. The last two have no effect."""
 _PREFIXED: Final[tuple[Scope, ...]] = ("fsdp", "parallelism", "dynamo")
 _SHORT: Final = {"module": "-m", "quiet": "-q", "tee": "-t"}
 _NOT_FSDP: Final = "this launcher runs FSDP only. Use `accelerate launch` for other engines."

@@ -1,10 +1,10 @@
-"""What the launchers of several machines tell each other through the store of their rendezvous.
+"""The messages that the launchers of several machines exchange through the store of their rendezvous.
 
 Before they start a run, they compare what each is about to run. During an attempt, the machine that sees a failure
-first announces it, and all stop their ranks. Then it writes its verdict, which all use: so every launcher knows the
-same failed attempts and decides the same by itself (``runs.restart_policy``). A machine shows once per second that it
-lives; machine 0 watches the others, and these watch machine 0. The number of messages grows with the number of machines
-only.
+first announces it, and all stop their ranks. Then it writes the failed attempt as it knows it, and all use this one: so
+every launcher knows the same failed attempts and makes the same decision (``runs.restart_policy``). Each launcher
+writes a heartbeat once per second; machine 0 watches the others, and these watch machine 0. The number of messages
+grows with the number of machines only.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ def compare_facts(mine: Mapping[str, str], text: bytes) -> Problem | None:
     """Return a problem unless this machine is about to run what another one runs.
 
     Args:
-        mine: what all machines of a run must have in common.
-        text: JSON of the same of the other machine.
+        mine: the facts of this machine that must be equal on all machines of a run.
+        text: the facts of the other machine, as JSON.
     """
     try:
         other = dict(json.loads(text))
@@ -54,13 +54,13 @@ def compare_facts(mine: Mapping[str, str], text: bytes) -> Problem | None:
 MACHINE_LIMIT_VARIABLE: Final = "HF_FSDP_MACHINE_TIMEOUT"
 """Environment variable with the seconds after which a silent machine counts as lost."""
 DEFAULT_LIMIT: Final = 15.0
-"""As in torchrun's c10d rendezvous: three missed signs of life, one every five seconds."""
+"""Default of this limit, as in torchrun's c10d rendezvous: three missed heartbeats, one every five seconds."""
 POLL_SECONDS: Final = 0.1
 AnnouncedKind = Literal["failed", "hung", "lost", "joins"]
 _T = TypeVar("_T")
 _BEAT_SECONDS: Final = 1.0
 _VERDICT_SECONDS: Final = 60.0
-"""Seconds that a machine waits for the verdict of the one that has announced the failure. Its saves get 25 s."""
+"""Seconds that a machine waits for the failed attempt of the machine that announced it, whose saves get 25 s."""
 _PLACES_SECONDS: Final = 10.0
 """Seconds that the machine of the first failure waits until the others have stopped their ranks."""
 _MAX_SHARED: Final = 8
@@ -208,7 +208,7 @@ class OtherMachines:
         return found, notes if missing else []
 
     def agree(self, attempt: FailedAttempt) -> FailedAttempt:
-        """Return the failed attempt as the machine knows it that has announced the failure. Each brings its own."""
+        """Return the failed attempt as the machine that announced the failure knows it. ``attempt``: as known here."""
         first = self._announced
         if first is not None and first.lost >= 0:
             attempt = lost_machine(first.lost, attempt)

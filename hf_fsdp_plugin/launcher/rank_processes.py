@@ -1,8 +1,8 @@
 """The ranks of this machine during one attempt: their states and signals, how they exited, and their output.
 
-Torch's agent starts them (see ``torch_private.elastic``; the steps are in ``attempts.run_once``). Here they are looked
-at without being reaped, so that the launcher decides when a failed attempt ends: torch stops all ranks as soon as it
-sees that one has exited.
+Torch's agent starts them (see ``torch_private.elastic``; the steps are in ``attempts.run_once``). Here their states
+are read without reaping them, so that the launcher decides when a failed attempt ends: torch stops all ranks as soon as
+it sees that one has exited.
 
 Torch's agent redirects the streams of a rank to files. These are named pipes here: a full disk or a terminal that is
 closed then stops a log, and not the rank.
@@ -35,7 +35,7 @@ _TEARDOWN_SECONDS = 10.0
 _TERM_SECONDS = 5.0
 """Seconds from SIGTERM to SIGKILL after a rank has failed."""
 _SAVE_SECONDS = 25.0
-"""The same while the rank writes a checkpoint in the background, for which its handler of SIGTERM waits 20 seconds."""
+"""Seconds from SIGTERM to SIGKILL for a rank that writes a checkpoint: its handler of SIGTERM waits 20 seconds."""
 
 
 @dataclass(kw_only=True)

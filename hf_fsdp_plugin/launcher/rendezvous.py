@@ -32,7 +32,7 @@ _LAST_CALL_SECONDS: Final = 10
 _LEAVE_SECONDS: Final = 5.0
 """Seconds that the machine with the store keeps it for the others, which may still read it."""
 _BEATS_SECONDS: Final = 2.5
-"""Seconds in which a launcher that lives shows it."""
+"""Seconds in which a running launcher writes at least one heartbeat."""
 _NAME: Final = "hf_fsdp"
 """Name of the rendezvous, the same for all runs: two runs on one port have to meet to be refused."""
 
@@ -252,7 +252,7 @@ class MachinesRendezvous(Rendezvous):
         handler = create_handler(store, backend, parameters)
         mine = json.dumps(self._facts)
         if problem := compare_facts(self._facts, self._store.compare_set("facts", "", mine)):
-            if not self._store.check(["met"]):  # a run that goes on is left alone; machines that wait learn it, too
+            if not self._store.check(["met"]):  # only machines that still wait are refused too, not a running run
                 self._store.set("refused", mine)
                 handler.set_closed()
             raise RendezvousError([problem])
@@ -355,7 +355,7 @@ class MachinesRendezvous(Rendezvous):
 
 
 def _open(meeting: Store, size: int) -> None:
-    """Read what the machines bring, and write what each needs. On one machine."""
+    """Give each machine its number, and the failed attempts of the machine that knows most. Run by one machine."""
     joined = [json.loads(text) for text in meeting.multi_get([f"joined/{node}" for node in range(size)])]
     restarts = max((each["restarts"] for each in joined), key=lambda tree: len(tree["failures"]))
     go = {"restarts": restarts, "token": secrets.token_hex(16)}
