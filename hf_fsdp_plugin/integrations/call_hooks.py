@@ -1,8 +1,8 @@
 """Replacements of torch's collectives that record each call (see :mod:`hf_fsdp_plugin.hangs.record`).
 
-Those of waits and of FSDP1's units also mark the call in a profile.
+The replacements for waits and for functions of FSDP1's units also mark the call in a profile.
 
-Each function takes the original and returns what replaces it, because calls of a step must not become slower.
+Each function takes the original and returns its replacement, because calls of a step must not become slower.
 Hooks are installed in the middle of torch's import, so torch is imported in functions only.
 """
 

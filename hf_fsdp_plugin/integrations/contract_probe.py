@@ -184,7 +184,7 @@ def source_hash(module: str, path: str) -> str | None:
         return None
     where, node = nodes[0]
     *lines, last = text_of(where).split("\n")[node.lineno - 1 : node.end_lineno]
-    lines.append(last[: node.end_col_offset])  # without a comment behind it
+    lines.append(last[: node.end_col_offset])  # without a comment after the code
     code = [stripped for line in lines if (stripped := line.strip()) and not stripped.startswith("#")]
     return hashlib.sha256("\n".join(code).encode()).hexdigest()[:16]
 

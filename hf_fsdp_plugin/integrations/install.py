@@ -63,7 +63,7 @@ def install(
         SpecError: any source has an error. The exception contains all problems of all sources.
     """
     session.defer(None)
-    if session.is_automatic:  # the sources and the environment are those that the script has found
+    if session.is_automatic:  # undone, so that the script finds the settings and the environment as without the plugin
         restore_variables()
         session.installed = session.is_automatic = False
     printer.install_excepthook(add_remedy, watch.failed)
@@ -71,7 +71,7 @@ def install(
     handover = LaunchHandover.from_env(os.environ)
     if handover is not None and handover.quiet:
         printer.quiet = True
-    # The sources and the options of the report are those of an earlier `install`, or else of the launcher, and these.
+    # The arguments complete the sources and the options of an earlier `install`, or else those of the launcher.
     before: Any = session if session.installed else handover
     given = Sources(environ=rank_variables(os.environ), as_launched=True) if before is None else before.sources
     sources = replace(

@@ -1,8 +1,8 @@
 """What was before this process: the failed attempts of its run, and the checkpoint from which it resumes.
 
 ``hf-fsdp launch`` writes a file for its ranks. Under other launchers, the lowest rank of each machine writes what its
-machine knows (``runs.identity``) to the store of the process group. Rank 0 reads one message per machine, and
-broadcasts what all agree on.
+machine knows (``runs.identity.make_offer``) to the store of the process group. Rank 0 reads one message per machine,
+and broadcasts what all agree on.
 
 The manifest of each checkpoint names the run that wrote it. After a launcher has started a run again, it resumes from
 the newest complete checkpoint with that name, so that older checkpoints in the same folder, of other runs, are never
@@ -67,7 +67,7 @@ class ProcessAttempt:
 
     def __init__(self, environ: Mapping[str, str] = os.environ) -> None:
         self._environ = environ
-        self._is_lowest = environ.get("LOCAL_RANK", "0") == "0"  # of its machine
+        self._is_lowest = environ.get("LOCAL_RANK", "0") == "0"  # the lowest rank of its machine
         self._has_begun = self._has_files = self._is_open = False
         self._folder: Path | None = None
         self._refusal: Problem | None = None
@@ -77,7 +77,7 @@ class ProcessAttempt:
         """Find out the run of this process and count its steps. Does nothing if that was done before.
 
         Args:
-            files: those of this rank, which the next attempt on this machine finds; ``None`` without any.
+            files: the files of this rank, which the next attempt on this machine finds; ``None`` if it has none.
         """
         if self._has_begun and (files is None or self._has_files):
             return

@@ -1,8 +1,8 @@
 """What the saving code of Accelerate, Transformers and other libraries shares in this process.
 
-``manager`` writes checkpoints. ``gathered`` has the whole state of sharded models, from which their ``state_dict`` and
-``save_pretrained`` answer for a while: a library's own saving code, such as ``SentenceTransformer.save``, runs on rank
-0 and asks the modules of the model for their weights. All ranks gather the model first.
+``manager`` writes checkpoints. ``gathered`` has the whole state of models while a library's own saving code, such as
+``SentenceTransformer.save``, runs on rank 0. This code reads the weights through ``state_dict`` and ``save_pretrained``
+of the modules, which then return them from the whole state. All ranks gather the model first.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class GatheredModels:
 
     @contextmanager
     def on_rank_0(self, place: ModuleLocation) -> Iterator[bool]:
-        """Gather the module at ``place``, and answer from its state on rank 0. Collective.
+        """Gather the module at ``place``. On rank 0, :meth:`state_of` returns the state in the block. Collective.
 
         A forward of the model raises ``RuntimeError`` in the block, because only this rank is in it. For example, a
         SentenceTransformer computes examples for its model card, and continues without them.
@@ -119,7 +119,7 @@ class GatheredModels:
             self._states.pop()
 
     def state_of(self, module: nn.Module) -> OrderedDict[str, torch.Tensor] | None:
-        """Return the gathered state of a module by its own names; ``None`` if its model is not being answered."""
+        """Return the gathered state of a module by its own names; ``None`` outside of a block of :meth:`on_rank_0`."""
         place = locate_module(module) if self._states else None
         if place is None:
             return None

@@ -62,8 +62,8 @@ class Session:
         trainer_spec: the spec of the Trainer that is creating an Accelerator, from its arguments; ``None`` otherwise.
         group_timeout: the time-out of the ``TrainingArguments`` that are being created; ``None`` otherwise.
         identity: the run of this process, from the variables of its launcher.
-        restarts: the failed attempts of the run. Under launchers that do not say them, ``integrations.resuming`` adds
-            them when the process group exists.
+        restarts: the failed attempts of the run. Under launchers that do not pass them on, ``integrations.resuming``
+            adds them when the process group exists.
         num_trainings: number of calls of the Trainer's ``train`` so far.
         first_samples_per_step: samples of an optimizer step in the first attempt of the run, after a restart.
         in_flight_file: path of a file that exists while a checkpoint is written in the background, for the launcher.
@@ -150,7 +150,7 @@ class Session:
         if not assessment.spec.enabled and errors and errors <= _OTHER_RUNS:
             return assessment.spec  # a script with install() that is started without FSDP runs as without install()
         if self._deferred is not None and not assessment.spec.enabled:
-            return assessment.spec  # the same, in an environment in which the plugin is enabled
+            return assessment.spec  # without FSDP, `hf-fsdp enable` changes nothing
         spec = assessment.checked_spec()
         self.uses_fsdp |= spec.enabled
         return spec

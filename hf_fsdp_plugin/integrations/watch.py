@@ -178,7 +178,7 @@ class Watch:
             with delayed_sigterm() as is_told:
                 note = find_first_cause(self._rank, self.files, self._watcher.ask_others, is_told)
         message = failure["message"] or f"exit code {getattr(error, 'code', 1)}"
-        is_spec = failure["kind"] == "spec"  # the same on all ranks; one of the machine writes it, as one prints it
+        is_spec = failure["kind"] == "spec"  # all ranks have this error: one rank of each machine writes and prints it
         frames = [] if is_spec else format_stack(stack_of(failure))
         if not is_spec or os.environ.get("LOCAL_RANK", "0") == "0":
             write_error_file(message, "\n".join([message, *frames, *([f"hf-fsdp: {note}"] if note else [])]))
@@ -193,7 +193,7 @@ class Watch:
             write_atomically(files.ended, "")
         is_free = self._stop_watcher()
         peers = find_peers(files.stem.parent)
-        if not self._is_given and all(peer.files.ended.exists() for peer in peers):  # the last rank of the machine
+        if not self._is_given and all(peer.files.ended.exists() for peer in peers):  # this rank is the last one
             for peer in peers:
                 remove_files(peer.files.stem)
             _remove_folders(files.stem.parent)

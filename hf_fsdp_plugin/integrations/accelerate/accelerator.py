@@ -226,7 +226,7 @@ def check_handlers(objects: Iterable[Any]) -> None:
 
 
 def _check_mesh(config: Any, spec: FsdpSpec) -> Iterator[Problem]:
-    """Yield an error for axes other than data, and for sizes of which a spec that was made without them differs."""
+    """Yield an error for axes other than data, and for sizes that differ from a spec that was made without them."""
     if config is None:
         return
     alone = assess(Sources(config={"distributed_type": "FSDP"}, parallelism_config=config, environ={}))

@@ -87,7 +87,7 @@ def prepare_objects(accelerator: Any, objects: Sequence[Any]) -> Any:
         rebind(model, optimizers)
     if any(isinstance(obj, nn.Module) for obj in objects):
         exchange.close()  # every rank has loaded its model
-    # 3. Optimizers are checked, and their steps are adapted to shards. Not after loaders of an evaluation alone.
+    # 3. Optimizers are checked, and their steps are adapted to shards, unless this call prepares no optimizer.
     new_optimizers = [obj.optimizer for obj in prepared if hasattr(obj, "optimizer")]
     if new_optimizers:
         _prepare_optimizers(accelerator, new_optimizers, models)

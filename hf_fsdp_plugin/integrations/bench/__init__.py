@@ -39,7 +39,7 @@ _EVENTS_FILE: Final = "events.jsonl"
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One point of the product, and what runs it.
+    """One combination of a number of ranks, a strategy and an FSDP version, and the system that runs it.
 
     Attributes:
         strategy: a key of :data:`TITLES`.
@@ -58,7 +58,7 @@ class Case:
 
     @property
     def name(self) -> str:
-        """Unique in a benchmark: ``2 ranks, FSDP2 full_shard, stock``."""
+        """The name of the case, unique in a benchmark: ``2 ranks, FSDP2 full_shard, stock``."""
         return f"{plural(self.world_size, 'rank')}, {self.label}{'' if self.system == 'plugin' else ', stock'}"
 
     @property

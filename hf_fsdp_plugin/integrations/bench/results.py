@@ -101,7 +101,7 @@ def comparison_of(ours: Row, other: Row) -> dict[str, Any]:
     """Return the comparison of a case of this package with another system, whose blocks ran in alternation.
 
     ``ratio`` is the throughput of this package over that of the other one: the median over the pairs of blocks, with a
-    95% bootstrap interval of the median. ``cpu_ratio`` is the same of CPU time, on which other load has less effect.
+    95% bootstrap interval of the median. ``cpu_ratio`` is this ratio for CPU time, on which other load has less effect.
     """
     seconds, cpu_seconds, losses = (
         list(zip(blocks_of(ours, name), blocks_of(other, name), strict=False))

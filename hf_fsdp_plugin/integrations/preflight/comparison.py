@@ -1,4 +1,4 @@
-"""What a run has trained, compared with a resumed run and with an exported checkpoint."""
+"""Compares the weights that a run has trained with those of a resumed run and of an exported checkpoint."""
 
 from __future__ import annotations
 

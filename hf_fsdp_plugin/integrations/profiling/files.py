@@ -28,9 +28,9 @@ class RankFiles:
     """The files that the ranks have written.
 
     Attributes:
-        paths: of the ranks that have profiled a step.
-        num_steps: optimizer steps of the rank that made most.
-        world_size: 0 if no rank has written a file.
+        paths: the files of the ranks that have profiled a step.
+        num_steps: the largest number of optimizer steps that a rank has made.
+        world_size: the number of ranks of the run; 0 if no rank has written a file.
     """
 
     paths: Sequence[Path]

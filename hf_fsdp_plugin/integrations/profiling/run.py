@@ -58,7 +58,7 @@ class Profiling:
 
     Attributes:
         active: whether steps are still profiled or measured.
-        options: those of the newest profile.
+        options: the options of the newest profile.
         failure: why the newest profile was given up; ``None`` if it was not, or if failures are raised.
     """
 
@@ -245,7 +245,7 @@ class Profiling:
             raise _not_written(message, fix) from error
 
     def _facts(self, rank: int) -> dict[str, Any]:
-        """Return what the trace does not contain: groups of ranks and, on rank 0, settings and sizes of units."""
+        """Return values that the trace does not contain: memory, batch, groups; on rank 0, settings and unit sizes."""
         units = observe_units(self._model) if self._model is not None else ()
         groups = {
             unit.name: f"{len(unit.live.shard_ranks)} from {min(unit.live.shard_ranks, default=0)}" for unit in units

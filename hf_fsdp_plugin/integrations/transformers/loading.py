@@ -304,7 +304,7 @@ def _report_private_memory(model: nn.Module, reason: str) -> None:
 
 
 _PARTS = 2
-"""Transformers fills the tensor of fused experts in place: it looks it up for the gates, and for the projections."""
+"""Number of times that Transformers looks up a tensor of fused experts to fill it: for gates and for projections."""
 
 
 class MovedTensors(dict[str, torch.Tensor]):

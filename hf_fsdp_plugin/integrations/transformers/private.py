@@ -102,7 +102,7 @@ def loaded_names(model: Any, weight_mapping: Any, names: Iterable[str]) -> dict[
 
 
 def dequantizes_gguf(quantizer: Any) -> bool:
-    """Return whether a quantizer dequantizes a GGUF file tensor by tensor; those of most architectures are whole."""
+    """Return whether a quantizer dequantizes a GGUF file tensor by tensor. Most architectures read the whole file."""
     method = getattr(getattr(quantizer, "quantization_config", None), "quant_method", None)
     is_gguf = getattr(method, "value", method) == "gguf"
     return is_gguf and bool(getattr(quantizer, "supported", False) and quantizer.quantization_config.dequantize)
