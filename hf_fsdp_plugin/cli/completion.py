@@ -115,7 +115,7 @@ def bash_script(verbs: Iterable[Verb]) -> str:
 
 
 def zsh_script(verbs: Iterable[Verb]) -> str:
-    """Return the function of bash with what calls it in zsh."""
+    """Return the script for zsh: the function for bash, and code that calls it in zsh."""
     return _ZSH_BEGIN + bash_script(verbs).removesuffix(_BASH_END) + _ZSH_END
 
 

@@ -28,7 +28,7 @@ HELP = (
 )
 EXAMPLES = ("hf-fsdp enable", "hf-fsdp enable --user")
 FILE_NAME: Final = "hf_fsdp_plugin_enabled.pth"
-"""Python reads these files in the order of their names: this one after those that editable installs write."""
+"""Name of the file. Python reads ``.pth`` files in the order of names: this one after those of editable installs."""
 _HEADER: Final = "# Written by `hf-fsdp enable` of hf_fsdp_plugin "
 _CODE: Final = f"""\
 try:
@@ -41,12 +41,13 @@ except ImportError as error:
 else:
  start()
 """
-"""Does nothing if the package is gone. Reports versions of libraries that are not supported, not in children again."""
+"""The code that starts the plugin in a rank. It does nothing if the package was removed. If versions of libraries are
+not supported, rank 0 prints that, and the variable keeps the processes that a rank starts from repeating it."""
 _LINE: Final = (
     f"import os; 'LOCAL_RANK' in os.environ and {LAUNCH_VARIABLE!r} not in os.environ "
     f"and os.environ.get({RANK_VARIABLE!r}, str(os.getpid())) == str(os.getpid()) and exec({_CODE!r})"
 )
-"""Only looks up variables in processes that are no ranks."""
+"""The line that Python runs at each start. In processes that are no ranks, it only looks up environment variables."""
 TEXT: Final = f"{_HEADER}{__version__}; `hf-fsdp disable` removes it.\n{_LINE}\n"
 _PROBE: Final = "import sys; sys.exit('hf_fsdp_plugin.integrations.startup' not in sys.modules)"
 _LIMIT: Final = 60.0

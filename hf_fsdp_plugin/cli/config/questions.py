@@ -16,9 +16,9 @@ from hf_fsdp_plugin.vocabulary import BY_NAME as ROWS_BY_NAME
 USUAL_GPUS: Final = 8
 USUAL_SEQ_LEN: Final = 4096
 USUAL_MIN_NUM_PARAMS: Final = 100_000_000
-"""The default of ``accelerate config``."""
+"""Default of ``accelerate config`` for the number of parameters from which the size policy makes a unit."""
 MAX_BATCH: Final = 1 << 24
-"""Also the longest sequence."""
+"""Largest batch, and longest sequence, that an answer may give."""
 MAX_RANKS: Final = 1 << 20
 _MACHINES: Final = {
     "A100-SXM4-40GB": "a100-40gb", "A100-SXM4-80GB": "a100-80gb", "H100 80GB HBM3": "h100-sxm",

@@ -138,7 +138,7 @@ def stock_limits(settings: Mapping[str, Any], version: int, *, gpus: int = 0) ->
     """Yield what stock ``accelerate launch`` does not do with these settings, one sentence each.
 
     Args:
-        gpus: the size of the mesh's shard axis that FSDP1 needs no mesh for.
+        gpus: the size of the shard axis with which FSDP1 needs no mesh.
     """
     for versions, name, values, text in _STOCK_LIMITS:
         if version in versions and settings.get(name) in values:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 _DEFAULT_LENGTH: Final = 2048
 _QLORA_RANK: Final = 16
 _DEFAULTS: Final = ("full_shard auto_wrap", "precision.param=bf16")
-"""FSDP words and a setting, if the user sets none."""
+"""Options of ``fsdp``, and a setting, that are used if the user sets none."""
 _FLAGS: Final[tuple[tuple[str, str, str], ...]] = (
     ("world-size", "N", "number of ranks (default: num_processes)"),
     ("micro-batch", "B", "samples per rank and forward (default: 1)"),

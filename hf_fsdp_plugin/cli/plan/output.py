@@ -38,7 +38,8 @@ class Prediction:
     """Everything that the verb predicts.
 
     Attributes:
-        times: the counted operations, and `time` what they take; ``None`` if no machine is given.
+        times: the counted operations of the step; ``None`` if no machine is given.
+        time: the time that these operations take; ``None`` if no machine is given.
     """
 
     planned: Planned
