@@ -50,7 +50,7 @@ INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Bytes of an element -> the integer type with the same size."""
 _ADDED = 1 << 15
 _ADDED_ON_ACCELERATOR = 1 << 24
-"""Elements that are added at a time, of which torch makes a copy with 8 bytes each."""
+"""Number of elements that are added at a time. torch makes a copy of them with 8 bytes per element."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -308,7 +308,7 @@ class Received:
         """Return name -> tensor. A change in place is not seen by other processes.
 
         Args:
-            files: the same list as the publisher's, whose files are mapped.
+            files: the list of files that the publisher has passed. They are mapped.
 
         Raises:
             OSError: a file cannot be mapped.

@@ -148,7 +148,7 @@ class WeightLoader:
         """Allocate, broadcast and cast the parameters of one unit before it is sharded.
 
         Args:
-            on_read: ids of the parameters of which each rank takes only its shard. They are left as they are.
+            on_read: ids of the parameters from which each rank reads only its shard. They are left unchanged.
 
         Returns:
             The parameters that were left.

@@ -64,7 +64,7 @@ def clip_grad_norm(
 
     Args:
         models: the prepared models, which are searched for FSDP1's flat parameters.
-        parameters: in the same order on all ranks.
+        parameters: the parameters whose gradients are clipped, in the same order on all ranks.
         norm_type: p of the p-norm; ``math.inf`` for the largest magnitude.
 
     Returns:

@@ -190,14 +190,14 @@ _inside: ContextVar[bool] = ContextVar("hf_fsdp_collective_call", default=False)
 class FirstCalls:
     """Waits for all ranks at the first call of a kind, because scripts make such calls in each step.
 
-    A script that makes them on some ranks only, such as in ``if accelerator.is_main_process:``, does so at the first.
+    If a script makes a call on some ranks only (``if accelerator.is_main_process:``), the first call shows it.
     """
 
     def __init__(self) -> None:
         self._checked: set[str] = set()
 
     def wait(self, call: str, *, fix: str, limit: float = TRAINING_LIMIT, before_step: bool = False) -> None:
-        """See :func:`wait_for_all_ranks`.
+        """Wait for all ranks as :func:`wait_for_all_ranks` does, if it is the first call with this name.
 
         Args:
             before_step: whether all ranks make the call before their first optimizer step. A rank that has made a step
@@ -258,7 +258,7 @@ class Round:
 
     Args:
         store: a store that all ranks share.
-        rank, world_size: of this process; by default of the default process group.
+        rank, world_size: rank of this process, and number of ranks; by default those of the default process group.
         given_up: see :func:`wait_for_all_ranks`.
     """
 

@@ -68,7 +68,7 @@ def apply_fsdp2(plan: FsdpPlan, model: nn.Module, device: torch.device) -> nn.Mo
 
 
 def _readable_places(model: nn.Module, loader: WeightLoader) -> dict[int, _Places]:
-    """Return id -> places of the parameters of which each rank can take its part from the whole weights."""
+    """Return id of the parameter -> its places, for parameters of which each rank can read its part of the whole."""
     places: dict[int, _Places] = {}
     for module in model.modules():
         registered = own_parameters(module)
@@ -194,7 +194,7 @@ def _set_prefetch_and_no_sync(plan: FsdpPlan, model: nn.Module) -> None:
 def _unshard_after_backward(unit: Any, predecessor: FSDPModule | None) -> None:
     """Gather ``predecessor`` when the gradient of ``unit``'s input is computed, at the end of the unit's backward.
 
-    The first unit has no predecessor. It gets the hook too, by which the report recognizes the prefetch of every unit.
+    The first unit has no predecessor. It gets the hook too, because the report recognizes the prefetch by the hook.
     """
 
     def on_input_gradient(gradient: torch.Tensor) -> None:
