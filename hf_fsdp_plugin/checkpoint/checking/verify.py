@@ -126,7 +126,7 @@ class Verdict:
     """The result of a verification.
 
     Attributes:
-        checkpoint: its path.
+        checkpoint: path of the checkpoint.
         problems: damage as errors; what could not be checked as notes.
         num_files, num_bytes: the number of files that were checked, and their size in bytes.
         num_checked_bytes: the number of bytes that were compared with a checksum.

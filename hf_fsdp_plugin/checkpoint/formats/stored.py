@@ -55,7 +55,7 @@ class StoredPiece:
 
 
 class PieceTable(Sequence[StoredPiece]):
-    """The pieces of a tensor, of which only those are created that are needed. Each access may read from files.
+    """The pieces of a tensor. A piece is created when it is needed. Each access may read from files.
 
     Raises:
         CheckpointError: from every access, if files are damaged or missing.
@@ -194,7 +194,7 @@ class CheckpointFormat:
         model_files: glob patterns, relative to the checkpoint, of the files that identify the format. ``{number}`` is
             the number of the model, ``{suffix}`` is ``_{number}`` and empty for model 0.
         read_model: (checkpoint, number of the model) -> the model; ``None`` if it is not stored in this format.
-        read_optimizer: the same for optimizers; ``None`` if the format cannot store optimizer state.
+        read_optimizer: (checkpoint, number of the optimizer) -> the optimizer; ``None`` if the format cannot store one.
         hugging_face_names: whether parameters have the names that ``save_pretrained`` writes, which can differ from
             those of the modules.
         index_files: names of files in the folder of the model that contain no tensors and only describe other files.

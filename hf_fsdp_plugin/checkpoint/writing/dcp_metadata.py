@@ -50,7 +50,7 @@ class Chunks(NamedTuple):
 
     Attributes:
         places: number of its file, first byte, number of bytes, byte offset of its first element.
-        offsets, sizes: its box, with a column for each dim.
+        offsets, sizes: the box of each chunk, with a column for each dim.
     """
 
     places: NDArray[Any]
