@@ -26,7 +26,7 @@ class Flag:
     """One flag of a verb.
 
     Attributes:
-        name: with the leading dashes.
+        name: the name with the leading dashes.
         takes_value: whether the next word is its value.
         values: the values to complete; files, if it is empty.
     """

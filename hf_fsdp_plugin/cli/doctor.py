@@ -104,7 +104,7 @@ def check_builds(versions: Mapping[str, str], cuda: str | None, driver: bool) ->
     """Return a warning for builds that do not fit together.
 
     Args:
-        cuda: the CUDA version of which torch is a build; ``None`` for a CPU build.
+        cuda: the CUDA version for which torch was built; ``None`` for a CPU build.
         driver: whether the machine has a driver of NVIDIA.
     """
     problems = []

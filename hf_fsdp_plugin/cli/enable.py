@@ -60,7 +60,7 @@ class Enabled:
 
     Attributes:
         file: ``None`` if the plugin is not enabled.
-        version: of the package that has written it.
+        version: version of the package that has written it.
         starts: whether a rank that starts now runs the plugin.
     """
 

@@ -57,7 +57,7 @@ class PreflightResult:
     """The result of a preflight.
 
     Attributes:
-        seconds: from the start of the ranks to their end.
+        seconds: time from the start of the ranks to their end.
         model: class and parameters of the model and of its clone.
         signal_number: the signal that stopped it, or 0.
     """

@@ -37,7 +37,7 @@ class Bench:
         model_name: an id, or the absolute path of a folder.
         gpu_ids: as in ``World``.
         found: the accelerators of this machine.
-        threads: of a CPU rank, the same in all worlds.
+        threads: number of threads of a CPU rank, the same in all worlds.
     """
 
     groups: Sequence[Group]

@@ -102,7 +102,7 @@ def check_targets(args: argparse.Namespace) -> list[Problem]:
 
 
 def check_flags(args: argparse.Namespace, names: Sequence[str]) -> None:
-    """Refuse a combination of flags of which one would have no effect, so that none is ignored silently.
+    """Refuse a combination of flags in which a flag has no effect, so that no flag is ignored silently.
 
     Args:
         names: the configs that were named.
