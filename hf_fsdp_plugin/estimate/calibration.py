@@ -216,7 +216,7 @@ def _attention_curve(measuring: Measuring, dtype: str) -> Curve:
 
 
 class _Block(nn.Module):
-    """A block of tiny operations, of which only the time to start them matters."""
+    """A block of operations that are so small that only the time to start them matters."""
 
     def __init__(self) -> None:
         super().__init__()

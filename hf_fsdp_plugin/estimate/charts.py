@@ -71,7 +71,7 @@ def rectangle(x: float, y: float, width: float, height: float, color: str, title
 
 
 def memory_chart(moments: Sequence[Moment], legend: Mapping[str, str]) -> Chart:
-    """Return stacked areas of the kinds of memory over the moments of a step, of which there are at least two."""
+    """Return stacked areas of the kinds of memory over the moments of a step. There must be at least two moments."""
     top = float(max(moment.bytes for moment in moments) or 1)
     stacked = [[0, *accumulate(moment.bytes_by_kind.get(kind, 0) for kind in MEMORY_KINDS)] for moment in moments]
     shapes = []

@@ -48,7 +48,7 @@ def plan_page(
     Args:
         subject: the plan and the workload in a sentence.
         gpu_memory: bytes of one device; ``None`` if unknown.
-        machine, times: for the streams of a step.
+        machine, times: figures of the machine, and counted operations, from which the streams of a step are simulated.
     """
     ranks = machine.ranks_per_machine if machine is not None else RANKS_PER_MACHINE
     time: TimeEstimate | None = None
@@ -97,7 +97,7 @@ def memory_by_strategy(
     """Return the memory of each strategy that is valid for the config, the largest first.
 
     Args:
-        memory: of the plan.
+        memory: the predicted memory of the plan.
         ranks_per_machine: the shard size of hybrid strategies, which are shown for several machines.
     """
     rows = [StrategyMemory(_strategy_name(plan), memory, is_planned=True)]

@@ -167,7 +167,7 @@ class TimeEstimate:
         compute_seconds: forward, backward and update without communication.
         communication_seconds: all collectives, overlapped or not.
         exposed_seconds: communication during which no computation runs.
-        tokens_per_second: of all ranks.
+        tokens_per_second: tokens that all ranks together train per second.
         mfu: model FLOP/s utilization: FLOPs of the model (without recomputation) over the peak of the devices, between
             0 and 1; ``None`` if the machine's peak is unknown.
         machine: the figures of devices and links that were used.

@@ -80,7 +80,7 @@ def simulate(
     order in which they are issued.
 
     Args:
-        units: in forward order.
+        units: the times of the units, in forward order.
         keeps_gathered: whether units stay gathered in later micro-batches.
         overlaps: whether streams run at the same time; if not, every collective blocks the computation.
         tail: seconds of clipping and update.

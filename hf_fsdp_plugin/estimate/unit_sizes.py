@@ -36,7 +36,7 @@ class Shard:
     """One tensor that the optimizer updates on a rank.
 
     Attributes:
-        shape: of the shard on the rank with the largest one: rank 0.
+        shape: shape of the shard on the rank with the largest one: rank 0.
         whole: shape of the whole parameter.
         numel: elements that are allocated, with padding.
     """
@@ -58,7 +58,7 @@ class UnitSizes:
         compute_shard: this rank's input of the all-gather in the compute dtype; 0 if the shard itself is the input.
         gathered: the output of the all-gather: the whole parameters in the compute dtype, with padding.
         whole_grads: the whole gradients of all trainable parameters in the compute dtype.
-        flat_grad: the same with padding.
+        flat_grad: these gradients as one tensor, with padding.
         last_grad: the whole gradient of the last trainable parameter.
         largest_grad: the largest whole gradient of one parameter.
         reduce_input: input of the reduce-scatter; the tensor of the all-reduce if nothing is sharded. 0 if no parameter
@@ -257,7 +257,7 @@ class Padding:
     """Elements of a model's parameters without and with padding, for one number of shards.
 
     Attributes:
-        real, padded: of all units. Stored shards, gathered parameters and reduced gradients grow in this ratio.
+        real, padded: elements of all units. Stored shards, gathered parameters and reduced gradients have this ratio.
         share: part of padding in all units together, or in the largest one if it is more there: the memory for
             gathered units depends on it.
         names: parameters of which at least the part `SIGNIFICANT` is padding, the most padding first.

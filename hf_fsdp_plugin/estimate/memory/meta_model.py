@@ -16,7 +16,7 @@ from hf_fsdp_plugin.problems import Problem, SpecError
 from hf_fsdp_plugin.torch_private.functions import tree_leaves, tree_map_only
 
 _MIN_LAYERS = 5
-"""Smallest number of equal layers of which some are skipped: the first two and the last two always run."""
+"""Number of equal layers from which on some of them are skipped: the first two and the last two always run."""
 
 
 def meta_batch(model: nn.Module, *, micro_batch: int, seq_len: int) -> dict[str, Any]:
@@ -73,7 +73,7 @@ def _images(config: Any, micro_batch: int) -> dict[str, torch.Tensor]:
 
 
 def _speech(config: Any, micro_batch: int, seq_len: int) -> dict[str, torch.Tensor]:
-    """Return the features of a sound, of which two are one position of the encoder, and the tokens of its text."""
+    """Return the features of a sound, and the tokens of its text. Two features are one position of the encoder."""
     frames = 2 * config.max_source_positions
     length = min(seq_len, getattr(config, "max_target_positions", seq_len))
     return {
@@ -104,7 +104,7 @@ def _other_inputs(model: nn.Module) -> Problem:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EqualLayers:
-    """Layers with the same structure, of which some run, and the others copy what was counted for `representative`.
+    """Layers with the same structure. Some of them run. The others copy what was counted for `representative`.
 
     Attributes:
         representative: name of the second layer. The first and the last layer may differ at their borders.

@@ -150,7 +150,7 @@ def _set_stored_dtypes(plan: FsdpPlan, model: nn.Module, undo: ExitStack) -> Non
     So every adapter saves a copy of its input for the backward, also if adapters have the same input.
 
     Args:
-        model: with parameters in the dtype of the computation.
+        model: the model, whose parameters have the dtype of the computation.
     """
     dtype = torch_dtype(plan.precision.param)
     if plan.backend != "fsdp1" or dtype is None:

@@ -79,7 +79,7 @@ class StepProfile:
     """One forward and backward pass of one micro-batch, for all layers of the model.
 
     Attributes:
-        stages: in the order of execution.
+        stages: the stages, in the order of execution.
         input_bytes: bytes of the batch.
     """
 

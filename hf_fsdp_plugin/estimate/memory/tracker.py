@@ -2,7 +2,7 @@
 
 A tensor on ``meta`` has a storage with a size but without memory. Autograd keeps and frees these storages as it keeps
 and frees real ones, so the count is what the operators of the model really save, for any architecture. Attention and
-dropout run the operators that they run on a device: on ``meta`` they would run formulas, of which that of attention
+dropout run the operators that they run on a device: on ``meta`` they would run formulas, and the formula of attention
 keeps the whole matrix of weights, while a CPU or GPU runs a kernel that keeps one number per row.
 """
 

@@ -42,7 +42,7 @@ _SAVINGS: Final[tuple[tuple[Checkpointing, bool], ...]] = (
 )  # fmt: skip
 """Checkpointing, and whether activations are offloaded: from the fastest to what needs least memory."""
 _MAX_DOUBLINGS: Final = 6
-"""How often the number of machines is doubled at most."""
+"""Maximum number of times that the number of machines is doubled."""
 _MIN_LENGTH: Final = 256
 
 
