@@ -45,7 +45,7 @@ class Call(NamedTuple):
 
     @property
     def compared(self) -> tuple[Any, ...]:
-        """What all ranks of the group must have in common."""
+        """The properties that the call must have in common with the calls of all other ranks of the group."""
         if self.operation == _ANY_TENSORS:
             return (self.operation, self.unit)
         if self.operation in _UNEVEN:
@@ -60,7 +60,7 @@ class Wait:
     Attributes:
         group: its process group.
         number: its number among the collectives of the group, from 1.
-        seconds: for how long.
+        seconds: how long it has waited.
     """
 
     group: str

@@ -108,8 +108,8 @@ class HangQueries:
 
     Args:
         store: shared by all machines; ``None`` for a single machine, which has nobody to ask.
-        name: of this machine, for messages.
-        ranks: of this machine.
+        name: name of this machine, for messages.
+        ranks: the ranks of this machine.
 
     Attributes:
         announced: the hang that another machine has announced; empty without one.

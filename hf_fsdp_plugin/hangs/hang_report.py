@@ -82,7 +82,7 @@ def describe_busy(diagnosis: Diagnosis, known: Mapping[int, RankCalls], ends_aft
 
 
 def describe_standstill(known: Iterable[RankCalls], seconds: float) -> Problem:
-    """Return the notice for ranks of which none waits for another, and none has begun a collective for long."""
+    """Return the notice that no rank waits for another one, but none has begun a collective for a long time."""
     shown = "; ".join(f"{name_ranks([rank.rank])} {_where(rank)}" for rank in list(known)[:_MAX_RANKS])
     return Problem(
         code="FSDP-W733",
@@ -185,8 +185,8 @@ class FoundHang:
 
     Attributes:
         text: the whole output.
-        message: the same in one line.
-        code: of the problem.
+        message: the message of the hang in one line.
+        code: code of the problem.
         same_as: identifies the hang in another attempt.
         elsewhere: whether a rank of another machine has found it.
     """
