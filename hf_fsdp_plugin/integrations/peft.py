@@ -228,7 +228,7 @@ def _task_of(model: nn.Module) -> str | None:
 
 
 class _Expand(torch.autograd.Function):
-    """A product with a packed weight, of which only the packed form is kept (``MatMul4Bit`` of bitsandbytes)."""
+    """A product with a packed weight. Only the packed form is kept for the backward (bitsandbytes' ``MatMul4Bit``)."""
 
     @staticmethod
     def forward(ctx: Any, inputs: torch.Tensor, out_features: int) -> torch.Tensor:

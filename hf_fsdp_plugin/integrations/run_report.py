@@ -143,7 +143,7 @@ def report_run(
     trained model.
 
     Args:
-        output_dir: by default the folder of :func:`set_output_dir`, the Accelerator's project folder or the working
+        output_dir: folder of the report; by default that of :func:`set_output_dir`, the project folder or the working
             directory.
         batch, checkpoint: see :func:`report_accelerator`.
     """

@@ -24,9 +24,9 @@ class ArgumentRow:
     Attributes:
         owner: name of the class.
         written: the arguments, separated by spaces.
-        about: for the documentation; after the names of arguments also the message of a note or an error.
+        about: text for the documentation. After the names of arguments it is also the message of a note or an error.
         fix: remedy of an error.
-        code: of the error; of the note if it is not FSDP-N613.
+        code: code of the error, or of the note if it is not FSDP-N613.
         elsewhere: whether the package reads the argument, and reports it if needed, in another place.
     """
 

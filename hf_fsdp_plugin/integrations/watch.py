@@ -55,7 +55,7 @@ class Watch:
     """The diagnosis in this process.
 
     Attributes:
-        files: of this rank; ``None`` while it is not armed.
+        files: the files of this rank; ``None`` while the diagnosis is not armed.
         has_launcher: whether ``hf-fsdp launch`` has started this rank, and prints what it reports.
     """
 

@@ -59,7 +59,7 @@ class Clone:
     """The config of a clone, and how it compares with the model.
 
     Attributes:
-        config: of Transformers.
+        config: the config, an object of Transformers.
         num_params, real_num_params: parameters of the clone and of the model.
         problems: a warning if the clone lacks classes of the model, a note if it has the widths of the model.
     """
@@ -93,7 +93,7 @@ def find_clone(model_class: Any, config: Any, *, keep_vocabulary: bool = False) 
 
     Args:
         model_class: class of Transformers.
-        keep_vocabulary: for the real tokenizer.
+        keep_vocabulary: whether the vocabulary keeps its size, for the real tokenizer.
 
     Raises:
         SpecError: no clone is small enough, or the model cannot be built.

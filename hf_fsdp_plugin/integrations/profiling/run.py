@@ -150,7 +150,7 @@ class Profiling:
         self._step_began = time.perf_counter()
 
     def _add_seconds(self, seconds: float) -> None:
-        """Add a step, of which the first and the one after the analysis of the trace are not representative."""
+        """Add the time of a step, except the first step and the one after the trace was analyzed, which take longer."""
         options = self.options
         if options.wait + options.warmup < self._num_steps <= options.last_traced:
             self._profiled.append(seconds)
