@@ -391,7 +391,7 @@ class AttemptRanks(LogsSpecs):
         return result
 
     def _print_notices(self) -> None:
-        """Print what ranks have to say. Ranks often have the same notice, of which the first is printed."""
+        """Print the notices of the ranks. A notice that several ranks have is printed once."""
         for rank in self.ranks:
             file = rank.files.notice
             if file.exists() and (text := file.read_text(errors="replace")) not in self._noticed:

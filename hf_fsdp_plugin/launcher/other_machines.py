@@ -100,7 +100,7 @@ class OtherMachines:
         is_cut: whether the store is gone or out of reach, as after the loss of the machine that hosts it.
 
     Args:
-        store: of this attempt only, shared by all its machines; ``None`` for a single machine.
+        store: the store of this attempt, shared by all its machines; ``None`` for a single machine.
         machine, num_machines: number of this machine, and of all.
     """
 

@@ -58,7 +58,7 @@ def launch_env(
     """Return the variables that all ranks have. Later ones override earlier ones.
 
     Args:
-        arguments: those of the launcher; by default none.
+        arguments: the arguments of the launcher; by default none.
     """
     arguments = arguments or LaunchArguments()
     options = {HANG_LIMIT_VARIABLE: "hang_timeout", LOG_VARIABLE: "log_dir"}

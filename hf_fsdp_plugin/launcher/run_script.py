@@ -39,7 +39,7 @@ def run_rank(script: str, args: Sequence[str], *, module: bool = False, **option
     """Install the plugin and run a script as this rank.
 
     Args:
-        options: those of ``install``.
+        options: arguments of ``install``.
     """
     # lazy: the launcher and `check` import this module
     import hf_fsdp_plugin
