@@ -50,7 +50,7 @@ def build_report(
 
     Args:
         model: the sharded model that the backend returned.
-        optimizers: of this model: torch optimizers, or Accelerate's wrappers of them.
+        optimizers: the optimizers of this model: torch optimizers, or Accelerate's wrappers of them.
         batch: the input of one optimizer step on one rank.
         state_dict: the state dict type of the last checkpoint or, if there is none, of the next one: ``full``,
             ``sharded`` or ``local``.

@@ -122,7 +122,7 @@ class FirstStep:
         observed: the optimizers whose steps are observed.
         optimized_ids: ``id`` of the parameters that the optimizers had when they were prepared.
         shard_hashes: hashes of the trained shards before the first optimizer step with a learning rate above 0.
-        later_hashes: the same after that step, and after later ones that are examined. The weights at the end of a run
+        later_hashes: their hashes after that step and after later examined ones. The weights at the end of a run
             may be those of an old checkpoint, such as the best one.
     """
 
@@ -303,7 +303,7 @@ _CONTAINERS = (nn.ModuleList, nn.ModuleDict)
 def _called_inside(module: nn.Module) -> list[nn.Module]:
     """Return the children of a module; the module itself if it has none.
 
-    Transformers checkpoints the function ``forward`` of a layer, outside of which the layer's own hooks run.
+    Transformers checkpoints the function ``forward`` of a layer. The hooks of the layer itself run outside of it.
     """
     children = list(module.children())
     inner = [part for child in children for part in (child.children() if type(child) in _CONTAINERS else [child])]

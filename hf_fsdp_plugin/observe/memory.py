@@ -52,7 +52,7 @@ class MemoryObservation:
 
     @property
     def ddp_bytes(self) -> int:
-        """The same sum under DistributedDataParallel."""
+        """The sum of parameters, gradients and optimizer state under DistributedDataParallel."""
         return self.ddp_params_bytes + self.ddp_grads_bytes + self.ddp_optimizer_bytes
 
     def to_json(self) -> dict[str, Any]:

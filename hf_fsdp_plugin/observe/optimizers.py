@@ -179,7 +179,7 @@ class GradientWatch:
         self._stepped: torch.Tensor | None = None
         """Norms of the gradients of the first step; ``None`` without gradients."""
         self._kept: list[torch.Tensor | None] = []
-        """The same norms when each backward begins."""
+        """Norms of these gradients when each later backward begins."""
         self._forward_handle = model.register_forward_hook(self._after_forward)
         optimizer.register_step_pre_hook(self._before_step)
         optimizer.register_step_post_hook(self._after_step)

@@ -297,9 +297,9 @@ def _unplanned_dtypes(run: ObservedRun) -> list[str]:
 
 
 def not_reduced(run: ObservedRun) -> list[str]:
-    """Return the units whose gradients an optimizer step ignored, or of which some are set not to be reduced.
+    """Return the units whose gradients an optimizer step ignored, and units that do not reduce gradients if others do.
 
-    Between two micro-batches, Accelerate sets this for all units.
+    Between two micro-batches, Accelerate switches the reduction off for all units.
     """
     switched_off = [unit.label for unit in run.units_with_params if not unit.live.reduces]
     if len(switched_off) == len(run.units_with_params):

@@ -18,7 +18,7 @@ from hf_fsdp_plugin.torch_private.modules import buffers, non_persistent_buffers
 
 _TOLERANCE = 1e-6
 _PART = 1 << 22
-"""Elements that are added at a time, of which two copies in double precision are made: 64 MiB."""
+"""Number of elements that are added at a time. Two copies of them in double precision have 64 MiB."""
 _Checksum = list[float]
 """The sum of the elements, and that of their magnitudes."""
 _Key = tuple[str, str, int]
@@ -160,10 +160,10 @@ def _close(one: _Checksum | None, other: _Checksum | None) -> bool:
 def unchanged_parameters(
     before: ShardHashes | None, later: Sequence[ShardHashes], units: Sequence[UnitObservation]
 ) -> frozenset[tuple[int, int]] | None:
-    """Return the trained parameters of which this rank's part is as before the first step; ``None`` if this is unknown.
+    """Return the trained parameters whose part on this rank is as before the first step; ``None`` if this is unknown.
 
-    The weights after the steps that are examined count, and those at the end of the run. A parameter of which the rank
-    has no part is one of them. Keys as in ``ShardHashes``.
+    The weights after the examined steps and those at the end of the run are compared. A parameter without a part on
+    this rank counts as unchanged. The keys are those of ``ShardHashes``.
 
     Args:
         before, later: hashes before the first step, and after the steps that are examined.
@@ -177,7 +177,7 @@ def unchanged_parameters(
 
 
 def _unchanged(before: ShardHashes, later: ShardHashes) -> frozenset[tuple[int, int]]:
-    """Return the keys with equal hashes, and those of which the rank has no part."""
+    """Return the keys with equal hashes, and the keys without a part on this rank."""
     first, second = ({key: value for key, value in each.items() if value is not None} for each in (before, later))
     one = read_together({key: value for key, value in first.items() if key in second})
     other = read_together({key: second[key] for key in one})

@@ -63,7 +63,7 @@ class RankWait:
     Attributes:
         step_seconds: time of its step.
         compute_seconds: time of its computation in a step.
-        late_seconds: time of a step by which it arrives after all other ranks of a collective, so that all others wait.
+        late_seconds: time in a step during which all other ranks of a collective wait for this rank alone.
         last_share: share of the collectives at which it arrives last.
     """
 
@@ -79,8 +79,8 @@ class RunProfile:
     """The profile of a run. Seconds are those of one step and one rank, averaged.
 
     Attributes:
-        units: in the order of their first all-gathers.
-        collectives: by kind.
+        units: the units, in the order of their first all-gathers.
+        collectives: the sums over the collectives of each kind.
         profiled_seconds, unprofiled_seconds: median step with and without the profiler, by the wall clock; ``None`` if
             there was none.
         facts: the ``facts`` of the first rank (:class:`~hf_fsdp_plugin.observe.profile.rank_profile.RankProfile`).
