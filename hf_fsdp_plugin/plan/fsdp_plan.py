@@ -160,7 +160,7 @@ class FsdpPlan:
     """Everything that a backend needs to shard a model.
 
     Attributes:
-        units: in the order in which they are wrapped: children before parents, otherwise in forward order, root last.
+        units: the units in the order of wrapping: children before parents, otherwise in forward order, root last.
         ties: one tuple per tied parameter, with all its names, which are all in the same unit.
         ignored_modules: names of modules whose parameters are not sharded.
         ignored_parameters: names of the parameters that are not sharded: the parameters of ignored modules, and

@@ -53,7 +53,7 @@ class ModuleTree:
         modules: name -> module, parents before children. A module that is registered twice has two names.
         first_names: ``id(module)`` -> the first of its names.
         ignored: ids of the modules that FSDP ignores, and of all modules inside them.
-        parameters: in the order of ``named_parameters()``.
+        parameters: the parameters, in the order of ``named_parameters()``.
     """
 
     def __init__(self, model: nn.Module, ignored_modules: Iterable[nn.Module] = ()) -> None:
