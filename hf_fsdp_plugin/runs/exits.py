@@ -95,7 +95,7 @@ def read_exit(rank: int, files: RankFiles, *, code: int, time: float, **facts: A
     """Return how a rank exited, from its files and what the caller knows.
 
     Args:
-        code, time: of its exit.
+        code, time: code and time of its exit.
         facts: further fields of :class:`RankExit`.
     """
     counts, calls, failure = read_counts(files.steps), read_calls(rank, files.calls), read_failure(files.failure)

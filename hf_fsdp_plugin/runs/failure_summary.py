@@ -168,7 +168,7 @@ def find_first_cause(
     ranks that have lost the connection asks the other machines.
 
     Args:
-        rank, files: of this process, which has recorded its failure.
+        rank, files: rank and files of this process, which has recorded its failure.
         ask_others: returns what is known of the ranks of other machines.
         is_told_to_end: whether the launcher ends this process: then half a second is left, and nobody is asked.
     """
@@ -204,7 +204,7 @@ def cause_of_end(files: RankFiles) -> str:
     A launcher ends the other ranks then. A rank with an exception says itself what has happened.
 
     Args:
-        files: of this process, which is ended.
+        files: the files of this process, which is ended.
     """
     result = RunResult(exits=tuple(exit_of(peer) for peer in find_peers(files.stem.parent)))
     first = result.first

@@ -45,7 +45,7 @@ class FailedAttempt:
         counts: whether it counts as a restart: not if the attempt was ended because a machine joined the run.
         final: why the run must not be started again; empty if it may be.
         is_cause: whether it failed by itself, and not because another machine has failed.
-        time: of the failure, in seconds since the epoch; 0 if it is unknown.
+        time: time of the failure, in seconds since the epoch; 0 if it is unknown.
     """
 
     failure: str = ""
