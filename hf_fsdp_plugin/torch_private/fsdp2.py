@@ -94,7 +94,7 @@ BEHAVIORS: Final = (
     Fsdp2Behavior(since="2.11", keeps_last_gradient=True, accumulates_in_place=False, dtype_per_parameter=False),
     Fsdp2Behavior(since="2.15", keeps_last_gradient=False, accumulates_in_place=True, dtype_per_parameter=True),
 )
-"""In ascending order. 2.14.1 frees gradients as 2.13 does."""
+"""The behaviors of the supported versions, oldest first. 2.14.1 frees gradients as 2.13 does."""
 
 
 def behavior_of(version: str) -> Fsdp2Behavior:
