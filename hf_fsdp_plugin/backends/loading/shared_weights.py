@@ -278,7 +278,7 @@ class Publication:
                         connection.sendall(text)
                         served |= {pid} - {os.getpid()}
         except OSError:
-            pass  # closed
+            pass  # the publication was closed
         finally:
             self.is_open = False
             self._listener.close()

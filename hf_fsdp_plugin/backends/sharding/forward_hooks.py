@@ -144,7 +144,7 @@ def return_changed_inputs(model: nn.Module) -> None:
     """
     changes, inner = _Changes(), unwrapped(model)
     model.register_forward_pre_hook(changes.called, prepend=True, with_kwargs=True)
-    if inner is not model:  # FSDP1; this module may also be called itself
+    if inner is not model:  # under FSDP1, the module in the wrapper may be called directly
         inner.register_forward_pre_hook(changes.called_inside, prepend=True, with_kwargs=True)
     inner.register_forward_pre_hook(changes.entered, with_kwargs=True)
     inner.register_forward_hook(changes.left, always_call=True)
