@@ -189,7 +189,7 @@ class VerifiedFiles(InputFiles):
         places: dict[str, list[tuple[int, int]]] = {file: [] for file in stored.files[rank::world_size]}
         for _, tensor in labelled_tensors(stored):
             if isinstance(tensor.pieces, PieceTable):
-                continue  # not in the files that have been read
+                continue  # its files have not been read
             for piece in tensor.pieces:
                 if piece.file in places:
                     size = span(piece.strides, piece.box.sizes) * dtype_size(tensor.dtype)

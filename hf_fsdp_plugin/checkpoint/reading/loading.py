@@ -61,16 +61,16 @@ def load_stored(
     Raises:
         CheckpointError, SpecError: some rank has a problem. Nothing has been changed before the last step.
     """
-    if broadcast_object(checkpoint.exists()):  # on rank 0
+    if broadcast_object(checkpoint.exists()):  # the result of rank 0
         with on_all_ranks(f"reading {checkpoint}"):
             check_visible(checkpoint, "reads")  # another machine may see the folder later
     with on_all_ranks(f"reading {checkpoint}"):
         stored = read()  # names, boxes, files and offsets; of a large checkpoint, from its index
-        files = files_of_checkpoint(checkpoint, stored, verify=verify)  # compare each block of bytes that they read
+        files = files_of_checkpoint(checkpoint, stored, verify=verify)  # their reads compare hashes of blocks
         with files:
             check_headers(files, stored, dist.get_rank(), dist.get_world_size())  # each rank compares a share
     with on_all_ranks(f"comparing {checkpoint} with the {into}"):
-        read_elements = match(stored)  # by name; raises all differences at once
+        read_elements = match(stored)  # compares by name, and raises all differences at once
     with on_all_ranks(f"reading {checkpoint}"), files:
         read_elements(files)  # transfers() intersects the boxes, and fill() reads them in the order of their bytes
 
