@@ -51,7 +51,7 @@ def recommend(state: State, width: int | None) -> tuple[str, Mapping[str, Any]]:
     if advice is None:
         return f"No prediction: {failure}", {}
     fitting = advice.fitting
-    best = next((row for row in fitting if not any(_limits(row, state))), None)  # that stock Accelerate runs, too
+    best = next((row for row in fitting if not any(_limits(row, state))), None)  # stock Accelerate runs it, too
     text = f"Predicted per GPU of {_size(advice.gpu_memory)}, of which {_size(advice.limit)} may be used:"
     if fitting:
         text += f"\n\n{_table(fitting, best, width)}"
