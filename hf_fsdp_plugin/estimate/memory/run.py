@@ -38,7 +38,7 @@ def profile_step(plan: FsdpPlan, model: nn.Module, workload: Workload) -> StepPr
     batch = meta_batch(model, micro_batch=workload.micro_batch, seq_len=workload.seq_len)
     try:
         return _profile(plan, model, workload, batch)
-    except Exception as error:  # whatever the code of the model raises
+    except Exception as error:  # the code of the model can raise any exception
         raise SpecError([_cannot_run(model, error)]) from error
 
 
