@@ -124,7 +124,7 @@ class HangFinder:
                 self._noticed.add(key)
                 self._notice(describe_busy(diagnosis, known, ends_after))
             self._sample = self._take_sample(ranks)
-            self._next_diagnosis = time.monotonic() + limit / 2  # measures the processor time for that long
+            self._next_diagnosis = time.monotonic() + limit / 2  # the processor time is measured until then
             return None
         return Hang(problem=describe_hang(diagnosis, known), diagnosis=diagnosis, ranks=known, stacks=stacks)
 
@@ -170,7 +170,8 @@ class HangFinder:
         return found, dict(after.stacks)
 
     def _take_sample(self, ranks: Sequence[Peer]) -> _Sample:
-        now, use = time.monotonic(), processor_use([rank.pid for rank in ranks])  # before the ranks handle a signal
+        # Read first, because the ranks use processor time when they handle the signal.
+        now, use = time.monotonic(), processor_use([rank.pid for rank in ranks])
         for rank in ranks:
             if not rank.is_gone():
                 rank.request_stacks()

@@ -261,7 +261,7 @@ def write_hang(hang: Hang, folder: Path | None, *, limit: float) -> Path | None:
     path = (folder or Path()) / name
     write_atomically(path, content)
     if not path.exists():
-        with suppress(OSError):  # of this user only, because others could have put a link at a name that they know
+        with suppress(OSError):  # a new folder of this user only: others could have put a link at a known name
             path = Path(tempfile.mkdtemp(prefix="fsdp_hang_")) / name
             write_atomically(path, content)
     return path if path.exists() else None

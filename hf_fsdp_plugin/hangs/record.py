@@ -288,7 +288,7 @@ def read_calls(rank: int, path: Path) -> RankCalls:
             last_group, number, call = entry
             before, calls = groups.get(last_group, (0, []))
             if number != before + 1:
-                calls = []  # without those before a gap
+                calls = []  # calls before a gap are left out
             calls.append(call)
             groups[last_group] = number, calls
     waited = _entry(content, rows, words[_WAITING] - 1) if words[_WAITING] else None
