@@ -88,7 +88,7 @@ def _selected_by_peft(model: Any, shards: ModelShards, settings: Mapping[str, An
         try:
             for adapter in model.peft_config:
                 saved += get_peft_model_state_dict(model, dict(state), adapter, **settings).values()
-        except Exception:  # PEFT computes with the values
+        except Exception:  # PEFT computes with the values, which the meta device does not have
             return set(on_meta)
     found = {owners.get(id(tensor)) for tensor in saved if tensor is not no_prompt}
     return set(on_meta) if None in found else selected | {name for name in found if name is not None}

@@ -252,7 +252,7 @@ def _on_rank_0(look: Callable[[], T], otherwise: T) -> T:
         if not dist.is_initialized() or dist.get_rank() == 0:
             try:
                 found = look()
-            except CheckpointError as error:  # it is not about this rank
+            except CheckpointError as error:  # the error is about the checkpoint, not about this rank
                 problems = error.problems
     found, problems = broadcast_object((found, problems))
     if problems:

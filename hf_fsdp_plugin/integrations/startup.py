@@ -40,7 +40,7 @@ def start() -> None:
     if program in _LAUNCHERS or sys.flags.ignore_environment or not may_be_rank(os.environ):
         return
     os.environ[RANK_VARIABLE] = rank_process(os.environ)
-    if program.partition(".")[0] != "hf_fsdp_plugin":  # these call install()
+    if program.partition(".")[0] != "hf_fsdp_plugin":  # modules of this package call install() themselves
         _imports.add("accelerate", _install_hooks)
         _imports.add("transformers", _install_hooks)
 

@@ -179,7 +179,7 @@ def _factors(scheduler: Any, steps: int) -> list[float] | None:
         return None
     try:
         return [float(scheduler.scheduler.lr_lambdas[0](steps * probe)) for probe in _PROBES]
-    except Exception:  # a script's function may have a last step
+    except Exception:  # a script's function may raise after its last step
         return None
 
 

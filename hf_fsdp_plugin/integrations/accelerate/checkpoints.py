@@ -202,7 +202,7 @@ def save_fsdp_model(
     plugin: Any, accelerator: Any, model: Any, output_dir: Any, model_index: int = 0, adapter_only: bool = False
 ) -> None:
     folder, save = Path(output_dir), manager.open_save(Path(output_dir))
-    if save is None or model_index not in save.models:  # the replacement of Trainer.save_model has already written it
+    if save is None or model_index not in save.models:  # else the replacement of Trainer.save_model has written it
         adapters = _only_adapters(adapter_only, model)
         manager.save_model(model, folder, plugin.state_dict_kind, model_index, adapter_only=adapters)
 

@@ -128,7 +128,7 @@ def find_clone(model_class: Any, config: Any, *, keep_vocabulary: bool = False) 
         if not reason:
             return clone
         reasons.append(reason)
-    if found:  # none runs, so the reason is not the size: the smallest one shows it
+    if found:  # no clone runs, so the reason is not the size: the run of the smallest one shows the reason
         return found[0]
     message = f"no clone of {model_class.__name__} is small enough: {'; '.join(reasons)}."
     fix = f"Give a model of the same architecture with fewer than {format_count(MAX_PARAMS)} parameters."

@@ -145,7 +145,7 @@ class Profiling:
             self._close()
             self._write()
             if options.stops:
-                stop_reporting()  # the run is not complete
+                stop_reporting()  # no report, because the run is not complete
                 raise ProfileEnd
         self._step_began = time.perf_counter()
 

@@ -142,7 +142,7 @@ def _load_shared(
     if not is_gguf and not _needs_private_memory(model, tensors, files, load_config):
         return load()
     shapes = {} if is_gguf or tensors else _read_shapes(files, load_config)
-    if any(name.endswith("_extra_state") for name in (*tensors, *shapes)):  # not tensors
+    if any(name.endswith("_extra_state") for name in (*tensors, *shapes)):  # extra states are not tensors
         return load()
     transforms = [
         [repr(transform), [[type(op).__qualname__, str(vars(op))] for op in getattr(transform, "operations", ())]]
@@ -282,7 +282,7 @@ def _fill(model: nn.Module, received: Received, files: Sequence[str], missing: l
         if id(old) not in filled:
             is_parameter = isinstance(old, nn.Parameter)
             new = nn.Parameter(tensor, requires_grad=old.requires_grad) if is_parameter else tensor
-            vars(new).update(vars(old))  # Transformers marks what it has loaded
+            vars(new).update(vars(old))  # the marks of Transformers on loaded parameters
             filled[id(old)] = new
         module_name, _, attribute = name.rpartition(".")
         module = modules[module_name]

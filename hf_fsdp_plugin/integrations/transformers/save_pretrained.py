@@ -149,13 +149,13 @@ def is_stored_differently(model: Any, shards: ModelShards, *, convert: bool = Tr
     if on_meta.keys() & set(private.ignored_on_save(model)):
         return True
     tied = private.tied_weights(model)
-    if any(name in tied for name in shards.aliases.values()):  # stored with another of its names
+    if any(name in tied for name in shards.aliases.values()):  # it is stored under another of its names
         return True
     if not convert:
         return False
     try:
         stored = private.stored_state(model, dict(on_meta))
-    except Exception:  # the conversion computes with the values
+    except Exception:  # the conversion computes with the values, which the meta device does not have
         return True
     return {name: tensor.shape for name, tensor in stored.items()} != {n: t.shape for n, t in on_meta.items()}
 
