@@ -79,7 +79,7 @@ def run_attempts(job: RankJob, rendezvous: Rendezvous, on_start: Callable[[], No
         while (code := _run_attempt(job, rendezvous, on_start)) is None:
             pass
         return code
-    except SignalException as stop:  # between two attempts
+    except SignalException as stop:  # a signal between two attempts
         return 128 + int(stop.sigval)
     finally:
         rendezvous.shutdown()

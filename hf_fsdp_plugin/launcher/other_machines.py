@@ -128,7 +128,7 @@ class OtherMachines:
             return otherwise
         try:
             return request()
-        except RuntimeError:  # of torch: the connection is closed, or the store does not answer
+        except RuntimeError:  # torch raises it if the connection is closed or the store does not answer
             self.is_cut = True
             if self._announced is None:
                 self._announced = Announced(self.machine, "the launcher that hosts the rendezvous is gone", "lost", 0)
