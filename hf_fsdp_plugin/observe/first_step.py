@@ -161,7 +161,7 @@ class FirstStep:
         """Record which inputs of a forward are cast to the dtype of the computation, and which are not."""
         try:
             names = list(inspect.signature(unwrapped(model).forward).parameters)
-        except (TypeError, ValueError):  # a callable of C++
+        except (TypeError, ValueError):  # a callable of C++ has no signature
             names = [str(index) for index in range(len(args))]
         for name, value in [*zip(names, args, strict=False), *kwargs.items()]:
             tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
@@ -254,7 +254,7 @@ def _observe_forward(model: nn.Module, first_step: FirstStep) -> None:
     if record is not None and record.num_tensors + record.num_from_files:
         first_handle = model.register_forward_pre_hook(before_first_forward)
         if calls_compiled(model):
-            before_first_forward()  # the hook would be compiled
+            before_first_forward()  # called now, because the hook would be compiled
 
     def before_cast(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if compute is not None and not torch.compiler.is_compiling():
