@@ -240,7 +240,7 @@ def make_offer(folder: Path | None, identity: RunIdentity, *, rank: int, machine
     memory = _read_memory(folder.parent) if folder is not None else None
     before = memory or new
     known = before.known
-    is_later = memory is not None and identity.attempt > memory.attempt  # of the launcher whose attempt was refused
+    is_later = memory is not None and identity.attempt > memory.attempt  # a later attempt of the same launcher
     failed: list[FailedAttempt | None] = []
     if known.refusal is not None and (identity.requeued or (identity.given and not is_later)):
         # A user may have removed the cause and started the run again, so the attempt that was refused is forgotten.
