@@ -242,7 +242,7 @@ def _hashes_of_content(parameters: Sequence[torch.Tensor], files: Sequence[int],
 
 
 def _equal_on_all_ranks(values: Sequence[int], device: torch.device) -> list[bool]:
-    """Return for each value whether all ranks that have read it have the same. Collective."""
+    """Return for each value whether all ranks that have read it have the same value. Collective."""
     negatives = [value if value == _NOT_READ else -value for value in values]
     extremes = torch.tensor([values, negatives], dtype=torch.int64, device=device)
     dist.all_reduce(extremes, dist.ReduceOp.MAX)

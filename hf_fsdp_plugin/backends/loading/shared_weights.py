@@ -244,7 +244,7 @@ class Publication:
         return True
 
     def _table(self, tensors: Mapping[str, torch.Tensor], files: Sequence[str]) -> dict[str, list[Any]]:
-        """Return name -> (index of the file, offset in bytes, shape, dtype). Moves what is in private memory."""
+        """Return name -> (index of the file, offset in bytes, shape, dtype). Moves tensors out of private memory."""
         maps = MemoryMaps.read()
         indices = {path: index for index, path in enumerate(files)}
         table: dict[str, list[Any]] = {}

@@ -93,7 +93,7 @@ class _Carry:
         tensor.register_hook(self._call)
 
     def _call(self, gradient: torch.Tensor) -> torch.Tensor:
-        """Return what the hooks make of a gradient, which they get in the dtype of the script's parameter."""
+        """Return a gradient after the hooks, which get it in the dtype of the script's parameter, have changed it."""
         changed = gradient.to(self._dtype)
         for hook in list(self._hooks.values()):
             result = hook(changed)

@@ -261,7 +261,7 @@ def _in_block(root: nn.Module, module: nn.Module) -> Iterator[None]:
 
 
 class _WholeOfFsdp1:
-    """The whole parameters of a module: those of the units of FSDP1 that contain one of them."""
+    """The whole parameters of the FSDP1 units that contain a parameter of a module."""
 
     def __init__(self, root: FSDP, module: nn.Module) -> None:
         root.check_is_root()  # otherwise a unit that is gathered before the first forward takes itself for the root
