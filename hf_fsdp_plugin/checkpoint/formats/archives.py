@@ -102,7 +102,7 @@ def read_archive(read: Read, stop: int) -> tuple[int, list[ZipEntry]]:
 
 
 def _wide(extra: bytes, values: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the values, with those of more than 32 bits read from the zip64 field. It contains no other values."""
+    """Return the values. Values of more than 32 bits are read from the zip64 field, which contains no other values."""
     at = 0
     while at + 4 <= len(extra):
         kind, length = struct.unpack_from("<2H", extra, at)

@@ -127,7 +127,7 @@ def _read_index(root: Path, folder: Path) -> tuple[dict[_Path, Any], tuple[str, 
 
 
 def _prefix(root: Path, folder: Path) -> str:
-    """Return what precedes the names of the folder's files, relative to the checkpoint."""
+    """Return the prefix that makes the names of the folder's files relative to the checkpoint."""
     return "" if folder == root else f"{folder.relative_to(root).as_posix()}/"
 
 
@@ -152,7 +152,7 @@ def index_problems(checkpoint: Path) -> list[Problem]:
 
 
 def _identities(entries: Mapping[_Path, Any]) -> dict[_Path, Any]:
-    """Return what must be equal in an index and in ``.metadata``: for a tensor, the bytes of each of its boxes."""
+    """Return values that must be equal in an index and in ``.metadata``: for a tensor, the bytes of each box."""
     found: dict[_Path, Any] = {}
     for path, value in entries.items():
         if isinstance(value, StoredTensor):

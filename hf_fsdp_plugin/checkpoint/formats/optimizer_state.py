@@ -40,7 +40,7 @@ def state_layout(key: str, shape: tuple[int, ...], parameter_shape: tuple[int, .
 
 
 def unsupported_values(value: Any) -> list[Any]:
-    """Return what is inside of a value and cannot be stored: all but numbers, texts and containers of them."""
+    """Return the parts of a value that cannot be stored: all except numbers, texts and containers of them."""
     if isinstance(value, dict):
         keys = [key for key in value if not isinstance(key, (str, int))]
         return keys + [found for item in value.values() for found in unsupported_values(item)]

@@ -87,7 +87,7 @@ _Stored = TypeVar("_Stored", StoredModel, StoredOptimizer)
 def _first_stored(
     checkpoint: Path, readers: Iterable[Callable[[Path, int], _Stored | None]], number: int, *, partial: bool
 ) -> _Stored | None:
-    """Return what the first of these formats finds. Errors of the operating system become a ``CheckpointError``."""
+    """Return the first model or optimizer that a reader finds. Errors of the system become a ``CheckpointError``."""
     _check_folder(checkpoint)
     try:
         for read in readers:

@@ -343,7 +343,7 @@ def _common_value(key: str, values: list[tuple[str, Any]]) -> Any:
 def _param_groups(
     reads: _Reads, optimizer: torch.optim.Optimizer, stored: StoredOptimizer, groups: list[int | None]
 ) -> list[dict[str, Any]]:
-    """Return the groups with parameters by index: saved hyperparameters, and those that are not in the checkpoint."""
+    """Return the groups with parameters by index, saved hyperparameters, and own ones that the checkpoint lacks."""
     param_groups = []
     start = 0
     for own, index in zip(optimizer.param_groups, groups, strict=True):

@@ -241,7 +241,7 @@ def plain_value(path: StatePath, value: Any) -> SmallEntry:
 
 
 def final_files(ranks: Sequence[Sequence[FolderEntries]]) -> Iterator[list[FilePart]]:
-    """Yield the files that rank 0 adds to each folder. ``ranks`` is what each rank has written."""
+    """Yield the files that rank 0 adds to each folder. ``ranks``: the entries that each rank has written."""
     by_folder: dict[str, list[FolderEntries]] = {}
     for entries in itertools.chain.from_iterable(ranks):
         by_folder.setdefault(entries.folder, []).append(entries)
