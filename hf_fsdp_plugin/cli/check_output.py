@@ -171,7 +171,7 @@ def verdict(spec: FsdpSpec, problems: Sequence[Problem], shown: str) -> str:
 
 
 def describe_run(spec: FsdpSpec) -> str:
-    """Return what a spec without errors runs, also in a script whose ``TrainingArguments`` have other defaults."""
+    """Return sentences on the run of a spec without errors, also in a script with other default settings."""
     launch, ranks = spec.launch, spec.launch.num_processes
     where = "CPU rank" if launch.use_cpu else "rank"
     on = f"on {plural(ranks, where)}" if ranks != "auto" else f"on all {where}s of the launcher"

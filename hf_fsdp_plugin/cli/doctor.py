@@ -58,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def diagnose() -> tuple[dict[str, Any], list[Problem]]:
-    """Return what ``--json`` prints, and all problems.
+    """Return the JSON object of the diagnosis, and all problems.
 
     Torch and the contracts are probed in another process, which a broken torch may end.
     """
@@ -143,7 +143,7 @@ def _version(package: str) -> str | None:
 
 
 def _probe() -> tuple[list[dict[str, Any]], str]:
-    """Return the probed contracts, or the last line of what a failed process has printed.
+    """Return the probed contracts, or the last line of the output of a process that failed.
 
     The process has no variables of a launcher and no accelerators.
     """

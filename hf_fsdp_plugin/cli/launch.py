@@ -157,7 +157,7 @@ def _run_id(options: Mapping[str, str]) -> str:
 
 
 def _facts(arguments: LaunchArguments, spec: FsdpSpec, world: World) -> dict[str, str]:
-    """Return what must be the same on all machines."""
+    """Return the facts of the run that must be the same on all machines."""
     options = arguments.options
     return {
         "the number of ranks": f"{world.num_local} on {world.device}",

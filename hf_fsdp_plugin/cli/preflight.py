@@ -126,7 +126,7 @@ def run_preflight(spec: FsdpSpec, sources: Sources, options: Options, limit_s: f
 
 
 def _as_file(config: Any, scratch: Path) -> Any:
-    """Return a config that the ranks can read: what was read from stdin is written to a temporary file."""
+    """Return a config that the ranks can read: text from stdin is written to a temporary file."""
     if not isinstance(config, ConfigFile) or config.data is None:
         return config
     path = scratch / "config.yaml"
@@ -135,7 +135,7 @@ def _as_file(config: Any, scratch: Path) -> Any:
 
 
 def overrides_for_cpu(spec: FsdpSpec) -> tuple[list[str], list[Problem]]:
-    """Return what ``--set`` changes for a small world of CPU ranks, and notes on what the user has set otherwise."""
+    """Return values of ``--set`` for a small world of CPU ranks, and notes on settings of the user that they change."""
     size = _world_size(spec)
     mesh = spec.mesh
     values: dict[str, Any] = {"launch.use_cpu": "true", "launch.num_processes": size}
@@ -197,7 +197,7 @@ class _Limit:
 
 
 def _read(result: RunResult, reason: str, folder: Path) -> PreflightResult:
-    """Return what the ranks have recorded, and why they were stopped."""
+    """Return the result of the preflight, read from the records of the ranks. ``reason``: why they were stopped."""
     events = read_events(folder)
     stages, problems = stage_results(events, stopped=bool(reason)), problems_of(events)
     running, first = running_stages(events), first_failure(result.exits)

@@ -86,7 +86,7 @@ def add_arguments(parser: Parser) -> None:
 
 
 def read_arguments(args: argparse.Namespace, environ: Mapping[str, str]) -> tuple[LaunchArguments, ProfileOptions]:
-    """Return how the ranks are launched, and what they profile, which is also in the environment of the ranks.
+    """Return the arguments of the launch, and the options of the profile, which the ranks get in their environment.
 
     Raises:
         UsageError: there is no script, or a flag is one of ``launch`` alone.

@@ -70,7 +70,7 @@ def _is_file(word: str) -> bool:
 
 
 def options_of(args: argparse.Namespace) -> Options:
-    """Return what a preflight runs. ``--fsdp`` and ``--fsdp-config`` belong to ``TrainingArguments`` too."""
+    """Return the options of a preflight. ``--fsdp`` and ``--fsdp-config`` belong to ``TrainingArguments`` too."""
     from hf_fsdp_plugin.integrations.preflight.stages import Options
 
     given = {name: value for name in ("fsdp", "fsdp_config") if (value := getattr(args, name)) is not None}

@@ -117,7 +117,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _read(args: argparse.Namespace, problems: list[Problem]) -> Bench:
-    """Return what to measure. Adds warnings and notes to the problems.
+    """Return the benchmark that the arguments describe. Adds warnings and notes to the problems.
 
     Raises:
         SpecError: with all errors.
@@ -197,7 +197,7 @@ def _check_worlds(
 
 
 def _with_stock(cases: Sequence[Case], spec: FsdpSpec, device: str, problems: list[Problem]) -> list[Group]:
-    """Return each case with that of stock Accelerate. Warns of each reason why it cannot run some."""
+    """Return each case with the same case of stock Accelerate. Warns why stock Accelerate cannot run some cases."""
     prefetches = spec.prefetch.forward or spec.prefetch.backward != "pre"
     reasons: dict[str, dict[str, None]] = {}
     groups: list[Group] = []

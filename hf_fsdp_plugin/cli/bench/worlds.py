@@ -52,7 +52,7 @@ class Bench:
     threads: int
 
     def head(self) -> dict[str, Any]:
-        """Return what is measured, as JSON: the part of the result before the cases."""
+        """Return the description of the benchmark as JSON: the part of the result before the cases."""
         num_params = sum(parameter.numel() for parameter in self.model.parameters())
         return {
             "model": {"name": self.model_name, "class": type(self.model).__name__, "num_params": num_params},

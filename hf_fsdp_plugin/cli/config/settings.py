@@ -135,7 +135,7 @@ def _comment(name: str, state: State) -> str:
 
 
 def stock_limits(settings: Mapping[str, Any], version: int, *, gpus: int = 0) -> Iterator[str]:
-    """Yield what stock ``accelerate launch`` does not do with these settings, one sentence each.
+    """Yield the limits of stock ``accelerate launch`` with these settings, one sentence each.
 
     Args:
         gpus: the size of the shard axis with which FSDP1 needs no mesh.

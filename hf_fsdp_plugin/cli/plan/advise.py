@@ -76,7 +76,7 @@ def _stock_limits(row: AdviceRow) -> list[str]:
 
 
 def num_machines_of(spec: FsdpSpec, world_size: int, machine: Machine | None) -> int:
-    """Return the number of machines: that of the config, else as few equal ones as hold the ranks."""
+    """Return the number of machines: the number in the config, else the fewest equal machines that hold the ranks."""
     launch, limit = spec.launch, max(RANKS_PER_MACHINE, machine.ranks_per_machine if machine is not None else 0)
     if spec.asked("launch.num_machines"):
         given = world_size if launch.num_processes == "auto" else launch.num_processes

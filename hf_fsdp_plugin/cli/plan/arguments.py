@@ -131,7 +131,7 @@ def check_flags(args: argparse.Namespace, names: Sequence[str]) -> None:
 def read_subject(
     args: argparse.Namespace, names: Sequence[str], problems: list[Problem]
 ) -> tuple[Planned | None, str | None]:
-    """Return what to predict, or ``None`` after errors, and the name of the config. Collects all problems."""
+    """Return the subject of the prediction (``None`` after errors) and the config's name. Collects all problems."""
     from hf_fsdp_plugin.estimate.machines import machine_named
 
     world_size = read_size(args, "world-size", problems)

@@ -162,7 +162,7 @@ def _time_lines(prediction: Prediction) -> Iterator[str]:
 
 
 def _verdict(memory: MemoryEstimate, gpu_memory: int | None) -> str:
-    """Return whether it fits, and what limits it."""
+    """Return sentences: whether the step fits into the memory of a device, and which kind of memory limits it."""
     peak, largest = memory.peak, _largest(memory.peak)
     why = f"Allocated memory has its peak in the {peak.where}; most of it is {KIND_NAMES[largest]} "
     why += f"({_size(peak.bytes_by_kind[largest])})."
@@ -183,7 +183,7 @@ def _verdict(memory: MemoryEstimate, gpu_memory: int | None) -> str:
 
 
 def _device_table(device: DeviceMemory) -> str:
-    """Return what the device holds, in the order in which it adds up."""
+    """Return the table of the parts of the device's memory, in the order in which they add up."""
     rows = [
         ("memory of a device", "size"),
         ("allocated by torch at the peak", _size(device.allocated)),
