@@ -181,7 +181,7 @@ def _elementwise_curve(measuring: Measuring, dtype: str, function: Callable[...,
 def _over_cold_memory(
     measuring: Measuring, shape: tuple[int, ...], dtype: str, function: Callable[..., Any]
 ) -> Callable[[], Any]:
-    """Return a call whose operands are not those of the last calls, as in training, so that they are not in a cache.
+    """Return a call that uses other operands each time, as in training, so that they are not in a cache.
 
     The last results are kept, so that each result gets other memory.
     """

@@ -138,7 +138,7 @@ def _ignored_parameters(plan: FsdpPlan, model: nn.Module, workload: Workload) ->
 
 
 def _clipping(plan: FsdpPlan, model: nn.Module, workload: Workload) -> Iterator[Collective]:
-    """Yield the reduction of the gradient norm, and that of the gradient scaler of fp16."""
+    """Yield the reduction of the gradient norm, and the reduction of the gradient scaler of fp16."""
     if plan.precision.param == "fp16":
         yield _call(plan, "all_reduce", "world", 4, 1, "clipping" if workload.clip_norm else "update")
     parameters = [model.get_parameter(name) for unit in plan.units for name in unit.parameters]

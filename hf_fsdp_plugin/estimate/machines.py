@@ -173,7 +173,7 @@ class Machine:
 
 
 def interpolate(curve: Curve, size: float) -> float:
-    """Return the value at a size, linear between the points, and that of the nearest point outside of them."""
+    """Return the value at a size: linear between the points, and outside of them the value of the nearest point."""
     if size <= curve[0][0]:
         return curve[0][1]
     for (x0, y0), (x1, y1) in pairwise(curve):

@@ -138,7 +138,7 @@ class UnitGroup(NamedTuple):
 
 
 def unit_groups(units: Iterable[UnitPlan]) -> list[UnitGroup]:
-    """Return the units with those that are equal in one group, in the order of the first ones."""
+    """Group equal units. The groups are in the order of their first units."""
     groups: defaultdict[tuple[str, int], list[str]] = defaultdict(list)
     for unit in units:
         groups[unit.class_name, unit.num_params].append(unit.name or "(root)")

@@ -62,7 +62,7 @@ class DeviceMemory:
 
     @property
     def total(self) -> int:
-        """What the device shows as used (``nvidia-smi``)."""
+        """Memory that the device shows as used (``nvidia-smi``)."""
         return self.reserved + self.context + self.nccl
 
     @property

@@ -338,7 +338,7 @@ def _padding_warning(plan: FsdpPlan, units: Shapes, found: Padding) -> Problem:
 
 
 def _padding_remedy(plan: FsdpPlan, units: Shapes) -> str:
-    """Return what to set: the largest shard group without much padding, or FSDP1, which pads whole units only."""
+    """Return the remedy: to set the largest shard group without much padding, or FSDP1, which pads whole units only."""
     flat = "set fsdp_version: 1, which shards all parameters of a unit as one flat tensor."
     for size in range(plan.mesh.shard - 1, 1, -1):
         if plan.world_size % size == 0 and (left := padding_of(units, size).share) < SIGNIFICANT:

@@ -42,7 +42,7 @@ NEEDED_RATIO: Final = 1.1
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Gpu:
-    """What is known of the GPUs of a run.
+    """The known properties of the GPUs of a run.
 
     Attributes:
         capability: compute capability, such as 9.0; ``None`` if unknown, for which that of newer GPUs is assumed.
@@ -57,7 +57,7 @@ UNKNOWN: Final = Gpu()
 
 
 def gpu_of(machine: Machine | None) -> Gpu:
-    """Return what is known of the GPUs of a machine."""
+    """Return the known properties of the GPUs of a machine."""
     if machine is None or machine.capability is None:
         return UNKNOWN
     return Gpu(capability=machine.capability, has_nvlink=machine.intra.bandwidth > _PCIE_BANDWIDTH)
@@ -108,7 +108,7 @@ def device_memory(plan: FsdpPlan, gpu: Gpu, allocated: int) -> DeviceMemory | No
 
 
 def assumptions(plan: FsdpPlan, workload: Workload, gpu: Gpu = UNKNOWN) -> Iterator[str]:
-    """Yield what an estimate assumes, one sentence each."""
+    """Yield the assumptions of an estimate, one sentence each."""
     loop, device = update_loop(workload, plan.device_type), plan.device_type
     is_default = workload.update_loop is None and loop == "fused"
     default = ", the Trainer's default (adamw_torch_fused); --foreach or --for-loop for others" if is_default else ""

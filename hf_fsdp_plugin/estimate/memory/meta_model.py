@@ -145,7 +145,7 @@ def _outermost_lists(model: nn.Module) -> Iterator[tuple[str, nn.ModuleList]]:
 
 
 def _structure(layer: nn.Module) -> object:
-    """Return what equal layers have in common: classes, shapes, dtypes, and settings such as a sliding window."""
+    """Return the properties that equal layers have in common: classes, shapes, dtypes, settings (sliding windows)."""
     modules = tuple((name, type(module), _settings(module)) for name, module in layer.named_modules())
     parameters = tuple((name, p.shape, p.dtype, p.requires_grad) for name, p in layer.named_parameters())
     return modules, parameters

@@ -24,7 +24,7 @@ from hf_fsdp_plugin.torch_private.modules import parameters as own_parameters
 
 
 def profile_step(plan: FsdpPlan, model: nn.Module, workload: Workload) -> StepProfile:
-    """Return what a forward and backward pass allocates, in the plan's dtypes and with its checkpointing.
+    """Return the memory that a forward and backward pass allocates, in the plan's dtypes and with its checkpointing.
 
     Layers that are equal to another one do not run: their stages are copies. `model` is unchanged afterwards.
 
@@ -144,7 +144,7 @@ def _in_trained_flat(plan: FsdpPlan, model: nn.Module) -> set[int]:
 
 
 def _set_stored_dtypes(plan: FsdpPlan, model: nn.Module, undo: ExitStack) -> None:
-    """Let units that FSDP1 splits off because of their dtype have that of the computation in their forward only.
+    """Give units that FSDP1 splits off because of their dtype the dtype of the computation in their forward only.
 
     PEFT casts the input of each adapter to the dtype of its weight, which is that of the shards; FSDP1 casts it back.
     So every adapter saves a copy of its input for the backward, also if adapters have the same input.

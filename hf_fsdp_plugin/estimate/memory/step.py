@@ -102,7 +102,7 @@ def positions(stages: Iterable[Stage]) -> Iterator[tuple[Literal["forward", "bac
 
 
 def expand(stages: Sequence[Stage], representatives: Mapping[str, str]) -> Iterator[Stage]:
-    """Yield the stages, with those of each layer that did not run, copied from its representative.
+    """Yield the stages. The stages of each layer that did not run are copied from its representative.
 
     Args:
         representatives: layer that did not run -> layer that ran.
@@ -121,7 +121,7 @@ def expand(stages: Sequence[Stage], representatives: Mapping[str, str]) -> Itera
 
 
 def _span(stages: Sequence[Stage], name: str, enter: str) -> Sequence[Stage]:
-    """Return the stages of one layer, from its first event to what follows its last."""
+    """Return the stages of one layer, from the event at its start to the event at its end."""
     events: list[tuple[str, str]] = [(stage.kind, stage.name) for stage in stages]
     if (enter, name) not in events:
         return ()
@@ -262,7 +262,7 @@ class Engine(ABC):
             self.ledger.use("gathered", size)
 
     def predecessor(self, name: str) -> str | None:
-        """Return the unit whose forward ended before that of `name`."""
+        """Return the unit whose forward ended just before the forward of the unit `name`."""
         at = self.order.index(name) if name in self.order else 0
         return self.order[at - 1] if at > 0 else None
 

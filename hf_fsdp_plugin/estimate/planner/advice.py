@@ -175,7 +175,7 @@ def rejection(memory: MemoryEstimate, limit: int) -> str:
 
 
 def row_cost(row: AdviceRow) -> tuple[float, ...]:
-    """Return the order of rows that fit: by predicted speed, else by what is known to cost time."""
+    """Return the order of rows that fit: by predicted speed, else by the work that is known to cost time."""
     choice = row.choice
     return (-(row.tokens_per_second or 0.0), *_extra_work(choice), row.communicated, choice.accumulation)
 

@@ -156,7 +156,7 @@ class Evaluator:
         self._profile, self._costs = cache(self._run), cache(self._count)
 
     def row(self, choice: Choice, limit: int) -> AdviceRow:
-        """Return what a choice needs, and whether that is at most `limit` bytes."""
+        """Return the row of a choice: the memory that it needs and, if that is at most `limit` bytes, its time."""
         model, plan, memory = self.subject.model, self.plan(choice), self.memory(choice)
         workload = self.subject.workload(choice)
         fits, communicated = memory.needed_bytes <= limit, 0
@@ -281,7 +281,7 @@ def _with_step(subject: Subject, **changed: Any) -> Subject:
 
 
 def _first_fitting(subjects: Iterable[Subject], limit: int, *, offload: bool) -> tuple[Subject, str] | None:
-    """Return the first subject for which the settings with the least memory fit, and what they need."""
+    """Return the first subject for which the settings with the least memory fit, and this memory as text."""
     for subject in subjects:
         sharding = Sharding(strategy="full_shard", shard=subject.world_size, replicate=1)
         choice = Choice(
