@@ -143,7 +143,7 @@ def diagnose_hang(ranks: Iterable[RankCalls], *, limit: float) -> Diagnosis | No
 
 
 def compare_calls(ranks: Iterable[RankCalls]) -> Difference | Waiting | None:
-    """Return in what the records of ranks differ after a failure of the communication.
+    """Return the first difference between the records of ranks after a failure of the communication.
 
     Returns:
         The first difference; or else the first collective that some ranks had begun and others had not; or ``None``.
@@ -342,7 +342,7 @@ def _num_skipped(other: Sequence[Call], own: Sequence[Call]) -> int:
 
 
 def _unusual(number: int, classes: Sequence[_Class]) -> tuple[int, ...]:
-    """Return the ranks whose call did not follow the call before in earlier steps, if that of one class did."""
+    """Return the ranks whose call did not follow the last common call in earlier steps, if one class's call did."""
     past = [call.compared for call in classes[0].calls.before(number)]
     follows = set(pairwise(past))
     usual = [each for each in classes if past and (past[-1], each.calls.since(number)[0].compared) in follows]

@@ -129,7 +129,7 @@ class HangFinder:
         return Hang(problem=describe_hang(diagnosis, known), diagnosis=diagnosis, ranks=known, stacks=stacks)
 
     def _read(self, ranks: Sequence[Peer]) -> tuple[list[RankCalls], dict[int, Sequence[Frame]]]:
-        """Return what is known of the ranks of this machine, and their stacks."""
+        """Return the calls and states of the ranks of this machine, and their stacks."""
         before = self._sample
         if before is None:
             before = self._take_sample(ranks)

@@ -220,7 +220,7 @@ class FoundHang:
 
 
 def found_hang(hang: Hang, dump: Path | None) -> FoundHang:
-    """Return what the ranks of this machine need to know of a hang."""
+    """Return the description of a hang for the ranks of this machine."""
     waiting = hang.diagnosis.waiting
     return FoundHang(
         text=format_hang(hang, dump),

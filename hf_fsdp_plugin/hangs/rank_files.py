@@ -147,7 +147,7 @@ def environment_of(pid: int) -> frozenset[str]:
 
 
 class ProcessorUse(NamedTuple):
-    """What a rank and the processes that it has started have used.
+    """Processor time and page faults of a rank and of the processes that it has started.
 
     Attributes:
         seconds: processor time, in seconds.
@@ -165,7 +165,7 @@ class ProcessorUse(NamedTuple):
 
 
 def processor_use(ranks: Collection[int]) -> dict[int, ProcessorUse]:
-    """Return what each rank, its descendants and its session have used. Reads one file per process of the machine."""
+    """Return the use of each rank with its descendants and its session. Reads one file per process of the machine."""
     used = dict.fromkeys(ranks, ProcessorUse())
     ticks = os.sysconf("SC_CLK_TCK")
     read = {int(folder.name): fields for folder in Path("/proc").glob("[0-9]*") if (fields := _stat(folder))}

@@ -54,7 +54,7 @@ _CALLS: Final = {
         )
     },
 }
-"""Functions of libraries that users know -> their name in messages. Outer calls are named, not those that they make."""
+"""Functions of libraries that users know -> their name in messages. The outermost of nested calls is named."""
 
 
 _DATA_LOADER: Final = os.path.join("torch", "utils", "data", "dataloader.py")
@@ -297,7 +297,7 @@ def read_stack(path: Path) -> list[Frame]:
 
 
 def current_stack(thread: int) -> tuple[list[Frame], tuple[Any, ...]]:
-    """Return the stack of a thread of this process, outermost frame first, and what changes when the thread moves."""
+    """Return the stack of a thread, outermost frame first, and a value that changes when the thread makes progress."""
     frame = sys._current_frames().get(thread)
     stack: list[Frame] = []
     position: list[tuple[int, int]] = []
