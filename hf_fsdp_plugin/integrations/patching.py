@@ -110,7 +110,7 @@ def _replace(hook: Hook, owner: Any) -> Callable[[], None]:
 
 
 def _replacing_attribute(hook: Hook, owner: Any, original: Any, installed: list[Hook]) -> Any:
-    """Return what replaces ``original``: it calls the replacement if FSDP is asked for, or always if the row says so.
+    """Return the attribute in place of ``original``: it calls the replacement if FSDP is asked for, or always.
 
     Args:
         installed: empty after the hook was removed. Other code may have wrapped the replacement, which calls only the

@@ -126,7 +126,7 @@ class ProcessAttempt:
             raise SpecError([self._refusal])
 
     def _exchange(self) -> Offer:
-        """Return what all machines know together.
+        """Return the history of the run that all machines agree on.
 
         torch's agent may keep the store of the attempt before, so the keys have a new prefix: ``machine<n>`` for what a
         machine knows, the numbers ``machines`` and ``ranks`` of those that have written, and ``complete`` at the end.
@@ -313,7 +313,7 @@ def is_started_again() -> bool:
 
 
 def continue_run(checkpoint: Path) -> dict[str, Any]:
-    """After a restart, count the steps of the run from those of a checkpoint that it has written. Collective.
+    """After a restart, count the steps of the run from the step of a checkpoint that it has written. Collective.
 
     Returns:
         The field ``batch`` of the checkpoint; empty without a restart, and for a checkpoint of another run.

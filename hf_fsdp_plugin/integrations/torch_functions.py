@@ -201,7 +201,7 @@ def check_no_shards(function: str, obj: Any, *, dtensors: bool = False) -> None:
 
 
 def is_shard(tensor: torch.Tensor, flat_storages: set[int]) -> bool:
-    """Return whether a tensor is a part of a whole one, or a ``DTensor``, which is read only by the same ranks.
+    """Return whether a tensor is a part of a whole one, or a ``DTensor``, which only the same ranks can read.
 
     Args:
         flat_storages: addresses of the memory of FSDP1's flat shards, and of their optimizer state.
@@ -233,7 +233,7 @@ def flat_storages() -> set[int]:
 def _named_tensors(
     obj: Any, skip: Callable[[Any], bool] = lambda _: False, *, name: str = "", seen: set[int] | None = None
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors in nested containers and modules, with a name for messages. ``skip``: what is not entered."""
+    """Yield the tensors in nested containers and modules, with names for messages, except in objects that ``skip``."""
     seen = set() if seen is None else seen
     if isinstance(obj, torch.Tensor):
         yield name or "a tensor", obj

@@ -207,7 +207,7 @@ def kept_accumulation(saved: Mapping[str, Any], now: Mapping[str, Any]) -> int:
 
 
 def _step_sizes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[int, int, str]:
-    """Return what a step had and has, and the unit: the batches of all ranks if the samples of one are not known."""
+    """Return the size of a step before and now, and its unit: samples, or batches of all ranks if these are unknown."""
     samples = saved.get("samples_per_step"), now.get("samples_per_step")
     if samples[0] and samples[1]:
         return samples[0], samples[1], "samples"

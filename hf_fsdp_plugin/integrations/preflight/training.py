@@ -33,7 +33,7 @@ from hf_fsdp_plugin.text import format_count
 SAVED_STEP: Final = 1
 """The step after which a checkpoint is written, from which the second run continues."""
 LAST_STEP: Final = 3
-"""The first step for which a resumed scheduler computes the learning rate: the optimizer stores that of step 2."""
+"""The first step whose learning rate a resumed scheduler computes: the optimizer stores the learning rate of step 2."""
 _NUM_STEPS_OF_LOOP: Final = 2
 _NUM_EVALUATED: Final = 8
 _STAGES_OF_PHASES: Final[dict[Phase, str]] = {"clipping": "clip", "checkpoint": "save"}

@@ -18,7 +18,7 @@ from hf_fsdp_plugin.sources.launchers import absolute
 from hf_fsdp_plugin.text import plural
 
 _MAX_PRINTED: Final = 4
-"""Failures of ranks that are printed: on a full disk, all ranks have the same."""
+"""Maximum number of failures of ranks that are printed: on a full disk, all ranks have the same failure."""
 
 
 class ProfilerCallback(TrainerCallback):

@@ -102,7 +102,7 @@ def _remove_oldest(trainer: Any, run: Path, newest: Path) -> None:
 
 
 def _batch(trainer: Any) -> dict[str, Any]:
-    """Return the batch sizes and the seeds for the manifest, and what else in a step depends on the accumulation."""
+    """Return the batch sizes and seeds for the manifest, and reasons why steps depend on the accumulation."""
     arguments = trainer.args
     per_device, accumulation = private.train_batch_size(trainer), arguments.gradient_accumulation_steps
     is_split = trainer.accelerator.split_batches  # then all ranks share one batch

@@ -153,7 +153,7 @@ def overrides_save(trainer: Any) -> bool:
 
 
 def loading_sharded_models(trainer: Any) -> AbstractContextManager[None]:
-    """Use the Trainer's own methods that load a checkpoint, which load shards, instead of those of a subclass."""
+    """Load checkpoints with the Trainer's own methods, which load shards, instead of the methods of a subclass."""
     from transformers import Trainer
 
     own = {name: getattr(Trainer, name) for name in ("_load_from_checkpoint", "_load_best_model")}
