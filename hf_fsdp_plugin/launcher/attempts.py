@@ -338,7 +338,7 @@ class AttemptRanks(LogsSpecs):
         self._announce(wait=False)
 
     def _announce(self, *, wait: bool) -> None:
-        """Announce a failure of this machine. One that may follow from that of another machine can wait."""
+        """Announce a failure of this machine. A failure that another machine may have caused can wait."""
         if self._announced is not None or self._stopped_by:
             return
         hang = FoundHang.read(self._files.hang)
@@ -406,7 +406,7 @@ class AttemptRanks(LogsSpecs):
 
 
 def _print_stopping(number: int, num_ranks: int, grace: float) -> None:
-    """Print at once what happens after a signal."""
+    """Print immediately how the ranks are stopped after a signal."""
     name = signal.Signals(number).name
     how = f"they have {grace:g} s, and the next {name} kills them" if grace else "they are killed"
     with suppress(OSError):

@@ -326,7 +326,7 @@ def parse_launch_arguments(argv: Sequence[str], prog: str = "hf-fsdp launch") ->
 
 
 def read_launch_arguments(args: argparse.Namespace) -> LaunchArguments:
-    """Return what a parser with :func:`add_launch_flags` has parsed. Raises ``UsageError`` for a wrong ``MIN:MAX``."""
+    """Return the arguments that the flags of :func:`add_launch_flags` set. Raises ``UsageError`` if ``MIN > MAX``."""
     options = {
         dest.removeprefix("launch."): value
         for dest, value in vars(args).items()

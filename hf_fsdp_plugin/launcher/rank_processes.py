@@ -193,7 +193,7 @@ class RankOutput:
         return paths[0], paths[1], tail
 
     def finish(self) -> None:
-        """Read what the ranks have written until they exited, and end."""
+        """Read the rest of the output of the ranks, which have exited, and end the threads that read."""
         self._has_ended.set()
         for reader in self._readers:
             reader.join()
@@ -216,7 +216,7 @@ class RankOutput:
         os.close(pipe)
 
     def _next_block(self, pipe: int) -> bytes:
-        """Return what a rank has written next; empty if it has exited and all is read."""
+        """Return the next bytes of a rank's output; empty if the rank has exited and all is read."""
         while not select.select([pipe], [], [], 0 if self._has_ended.is_set() else _WAIT_SECONDS)[0]:
             if self._has_ended.is_set():
                 return b""
