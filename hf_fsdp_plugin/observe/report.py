@@ -277,7 +277,7 @@ def units_table(units: Sequence[UnitObservation]) -> str:
 
 
 def _similarity_key(unit: UnitObservation) -> tuple[object, ...]:
-    """Return what is equal for units whose names differ only in the number."""
+    """Return a key that is equal for units whose names differ only in the number."""
     facts = {key: value for key, value in unit.to_json().items() if key not in ("name", "num_local_params")}
     return re.sub(r"\d+", "#", unit.name), *facts.values()
 

@@ -20,7 +20,7 @@ _TOLERANCE = 1e-6
 _PART = 1 << 22
 """Number of elements that are added at a time. Two copies of them in double precision have 64 MiB."""
 _Checksum = list[float]
-"""The sum of the elements, and that of their magnitudes."""
+"""The sum of the elements, and the sum of their magnitudes."""
 _Key = tuple[str, str, int]
 """Kind of a tensor (unit, parameter or buffer), its name, and the number of its shard."""
 
