@@ -42,7 +42,7 @@ class ParameterEntry:
         return self.parameter.is_floating_point()
 
     def stored_dtype(self, master: str) -> torch.dtype:
-        """Return the dtype of the shards; `master` is that of trainable parameters, if it is not ``unchanged``."""
+        """Return the dtype of the shards. `master` is the dtype of trainable parameters, unless it is ``unchanged``."""
         return torch.float32 if self.parameter.requires_grad and master == "fp32" else self.parameter.dtype
 
 
