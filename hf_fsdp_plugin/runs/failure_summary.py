@@ -162,10 +162,10 @@ def find_first_cause(
     ask_others: Callable[[Sequence[RankCalls]], Sequence[RankCalls]],
     is_told_to_end: Callable[[], bool] = lambda: False,
 ) -> str:
-    """Return what other ranks show of the cause of a lost connection; empty if that is nothing, or for another failure.
+    """Return the cause of a lost connection, if other ranks show it; else an empty text, as for other failures.
 
-    Waits for at most two seconds until one of this machine has failed otherwise or has exited. Then the lowest of its
-    ranks that have lost the connection asks the other machines.
+    Waits for at most two seconds until a rank of this machine has failed for another reason or has exited. Then the
+    lowest of its ranks that have lost the connection asks the other machines.
 
     Args:
         rank, files: rank and files of this process, which has recorded its failure.

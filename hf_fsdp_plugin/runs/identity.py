@@ -129,7 +129,7 @@ def attempt_number(folder: Path) -> int:
 
 
 def _agent(environ: Mapping[str, str]) -> str:
-    """Return what identifies torch's agent: its folder of logs, or else its process and the start of that."""
+    """Return an identifier of torch's agent: its folder of logs, or else its process and when that was started."""
     if (logs := _logs(environ)) is not None:
         return logs.parent.name
     # The nearest ancestor whose environment does not name the run: a shell or a profiler may be between.
@@ -231,7 +231,7 @@ class Offer:
 
 
 def make_offer(folder: Path | None, identity: RunIdentity, *, rank: int, machine: int) -> Offer:
-    """Return what this machine knows.
+    """Return the offer of this machine: what it knows of its run.
 
     Args:
         folder: that of the files of this attempt; ``None`` if there are none.

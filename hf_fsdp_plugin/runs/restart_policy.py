@@ -247,7 +247,7 @@ def _comes_again(first: RankExit) -> str:
 
 
 def _identity(first: RankExit) -> str:
-    """Return what identifies a failure: exception and place, exit code, or crash; empty for one from outside."""
+    """Return a text that identifies a failure: exception and place, exit code or crash; empty for one from outside."""
     if first.failure is not None and (frames := stack_of(first.failure)):
         own = [frame for frame in frames if not is_library(frame.file)]
         return f"{first.failure['type']} at {' '.join(f'{each.file}:{each.line}' for each in (*own, frames[-1]))}"
