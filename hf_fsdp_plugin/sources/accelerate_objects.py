@@ -111,7 +111,7 @@ def _names_of(value: Any) -> Any:
 
 
 def state_dict_options(config: Any) -> list[str]:
-    """Return the options of a state dict config of torch that differ from what a checkpoint of this package does."""
+    """Return the options of a state dict config of torch that checkpoints of this package do not follow."""
     fields = dataclasses.fields(config) if dataclasses.is_dataclass(config) else ()
     given = {field: getattr(config, field.name) for field in fields}
     return [f"{field.name}={v}" for field, v in given.items() if v != _GATHERED.get(field.name, field.default)]

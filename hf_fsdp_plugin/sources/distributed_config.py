@@ -101,7 +101,7 @@ def _add_precision(out: Collector, entry: ConfigEntry) -> None:
 
 
 def _add_consequences(out: Collector, fields: Mapping[str, ConfigEntry], sizes: Mapping[str, int | None]) -> None:
-    """Add what follows from the fields, including the fields that are absent."""
+    """Add the settings that follow from the fields, including the fields that are absent."""
     out.mentions_fsdp = True
     defaults = {**dict.fromkeys(_SIZES, 1), "fsdp_cpu_offload": False}
     for name, value in defaults.items():
