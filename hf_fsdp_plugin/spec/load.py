@@ -212,7 +212,7 @@ CHECKED_WITH: Mapping[str | None, str] = {
 
 
 def _check(spec: FsdpSpec, read: Sequence[Problem], others: Sequence[Problem] = ()) -> Assessment:
-    """Return the spec with all problems: `read`, `others`, and what the rules find in values that could be read."""
+    """Return the spec with all problems: `read`, `others`, and violations of rules by values that could be read."""
     unread = {problem.setting for problem in read if problem.severity == "error"}
     found = [
         problem
