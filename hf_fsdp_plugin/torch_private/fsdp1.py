@@ -329,7 +329,7 @@ def _parts(handle: Any) -> tuple[torch.Tensor, ...]:
 
 
 def _is_unreduced(handle: Any) -> bool:
-    """Whether the flat gradient is that of the gathered parameters, as after a backward under ``no_sync``."""
+    """Whether the flat gradient belongs to the gathered parameters, as after a backward under ``no_sync``."""
     flat = handle.flat_param
     return flat.grad is not None and handle.uses_sharded_strategy and flat.grad.shape != local_shard(flat).shape
 

@@ -316,7 +316,7 @@ def _compute_dtypes(group: Any) -> tuple[torch.dtype, ...]:
 
 
 def _compute_dtype(group: Any) -> torch.dtype:
-    """Return the dtype of the gathered parameters; if there are several, that of the policy."""
+    """Return the dtype of the gathered parameters; if there are several, the dtype of the policy."""
     dtypes = _compute_dtypes(group)
     if len(set(dtypes)) == 1:
         return dtypes[0]
