@@ -105,8 +105,9 @@ def _by_device(tensors: Iterable[torch.Tensor]) -> dict[torch.device, list[torch
 
 
 def _groups(models: Sequence[nn.Module], parameters: Iterable[nn.Parameter]) -> list[_Group]:
-    """Group gradients by process groups. A rank whose shard is empty has no gradient but still needs the group, because
-    it must take part in the reduction.
+    """Group gradients by the process groups over which their norms are reduced.
+
+    A rank whose shard is empty has no gradient but still needs the group, because it must take part in the reduction.
     """
     flat = _flat_shards(models)
     known: dict[tuple[DeviceMesh, tuple[Placement, ...]], _Shards] = {}  # a model has few layouts of its parameters

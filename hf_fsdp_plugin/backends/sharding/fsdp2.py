@@ -215,6 +215,7 @@ def _unshard_after_backward(unit: Any, predecessor: FSDPModule | None) -> None:
 
 def _mixed_precision(plan: FsdpPlan, *, is_root: bool, fp32: frozenset[int] = frozenset()) -> MixedPrecisionPolicy:
     """Return one unit's policy. Only the root casts its output: casts between layers cost memory and change results.
+
     Inputs are cast by :mod:`hf_fsdp_plugin.backends.sharding.forward_hooks`.
 
     Gradients whose dtype of reduction is not set are reduced in the dtype of the computation, as FSDP1 does. torch 2.15
