@@ -348,9 +348,7 @@ class _StateReader:
     def entries(
         self, own: ParameterLayout, parameter: torch.Tensor, state: Mapping[str, Any]
     ) -> Iterator[tuple[str, LocalShard | Any]]:
-        """Yield the keys and values of one parameter's state: shards, scalars that are equal on all ranks, or plain
-        values.
-        """
+        """Yield keys and values of a parameter's state: shards, scalars equal on all ranks, or plain values."""
         for key, value in state.items():
             if not isinstance(value, torch.Tensor):
                 if unsupported_values(value):

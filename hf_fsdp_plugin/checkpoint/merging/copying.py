@@ -193,8 +193,7 @@ def same_elements(
     other: StoredTensor,
     progress: Callable[[int], None] = lambda _: None,
 ) -> bool:
-    """Whether two tensors of the same shape have the same bytes after ``tensor`` is converted to the dtype of
-    ``other``.
+    """Whether two tensors of one shape have the same bytes if ``tensor`` is converted to the dtype of ``other``.
 
     ``progress`` is called with the number of bytes of ``other`` that were compared.
     """

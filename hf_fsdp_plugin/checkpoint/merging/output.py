@@ -282,8 +282,10 @@ class MergeStaging:
 
 
 def fingerprint(index: StoredModel, plan: MergePlan, *, verify_input: bool) -> str:
-    """Return a hash of the input files (names, sizes, modification times), of the planned output files, and of whether
-    the input is verified: files of a merge that did not verify it are written again.
+    """Return a hash of the input files, of the planned output files, and of whether the input is verified.
+
+    Names, sizes and modification times of the input files are hashed. Files of a merge that did not verify its input
+    are written again by a merge that does.
     """
     files = sorted({file for tensor in index.tensors.values() for file in tensor.files()})
     state: list[Any] = [str(index.root.resolve()), verify_input]
