@@ -41,8 +41,10 @@ except ImportError as error:
 else:
  start()
 """
-"""The code that starts the plugin in a rank. It does nothing if the package was removed. If versions of libraries are
-not supported, rank 0 prints that, and the variable keeps the processes that a rank starts from repeating it."""
+"""The code that starts the plugin in a rank. It does nothing if the package was removed.
+
+If versions of libraries are not supported, rank 0 prints that. The variable keeps child processes from repeating it.
+"""
 _LINE: Final = (
     f"import os; 'LOCAL_RANK' in os.environ and {LAUNCH_VARIABLE!r} not in os.environ "
     f"and os.environ.get({RANK_VARIABLE!r}, str(os.getpid())) == str(os.getpid()) and exec({_CODE!r})"
