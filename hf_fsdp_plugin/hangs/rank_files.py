@@ -214,11 +214,11 @@ class Peer:
     start: int
 
     def is_gone(self) -> bool:
-        """Return whether its process has exited."""
+        """Return whether the process of the rank has exited."""
         return is_gone(self.pid, self.start)
 
     def request_stacks(self) -> None:
-        """Make it record its stack."""
+        """Make the rank record its stack."""
         if self.pid == os.getpid():
             stack_file.record()
         elif not self.is_gone():

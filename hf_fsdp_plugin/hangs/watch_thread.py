@@ -164,7 +164,7 @@ class Watcher:
     def _turn(self) -> None:
         now = time.monotonic()
         if self._last_turn and now - self._last_turn > _FRESH:
-            # All processes were suspended, or a call held the interpreter's lock: the waits say nothing yet.
+            # All processes were suspended, or a call held the interpreter's lock, so the waits do not show a hang.
             self._hold_until, self._hangs = now + self._watched.limit, None
         self._beat()
         if stack_file.held_abort is not None and stack_file.held_abort.has_begun():
