@@ -143,7 +143,7 @@ def with_whole_weights(function: str, obj: Any, *, keep: bool = True) -> Any:
     written: dict[object, torch.Tensor] = {}
 
     def gather(tensor: Any) -> Any:
-        # The mesh tells the weights of a model from tensors of the script, also on a rank whose shard is empty.
+        # The mesh distinguishes weights of a model from tensors of the script, also on a rank whose shard is empty.
         if not isinstance(tensor, DTensor) or tensor.device_mesh not in meshes:
             return tensor
         whole = tensor.full_tensor().detach()

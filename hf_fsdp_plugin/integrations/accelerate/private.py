@@ -104,8 +104,10 @@ def set_device(state: Any, device: Any) -> None:
 
 
 class SharedStates:
-    """Accelerate's state of a process, which all of its Accelerators share. A process with several kinds of them keeps
-    the state of each, and restores it before the kind runs."""
+    """Accelerate's state of a process, which all of its Accelerators share.
+
+    A process with several kinds of Accelerators keeps the state of each kind, and restores it before the kind runs.
+    """
 
     def __init__(self) -> None:
         self._kept: tuple[dict[str, Any], ...] = ({}, {}, {})
@@ -115,7 +117,7 @@ class SharedStates:
         self._kept = tuple(dict(shared) for shared in self._shared())
 
     def restore(self) -> None:
-        """Make the kept state the present one. Without a kept state, the next Accelerator begins anew."""
+        """Make the kept state the present one. Without a kept state, the next Accelerator creates a new one."""
         for shared, kept in zip(self._shared(), self._kept, strict=True):
             shared.clear()
             shared.update(kept)

@@ -53,7 +53,7 @@ class Loop:
         return loss.detach()
 
     def enter(self) -> None:
-        """Make the process what the loop needs: hooks and Accelerate's state. Other loops of the process may differ."""
+        """Install the hooks and the state of Accelerate that this loop needs. Other loops of the process may differ."""
         remove_hooks()
         if self.hooked:
             install_hooks("accelerate")

@@ -55,8 +55,8 @@ def is_trainer(obj: Any) -> bool:
 def hide_loading(model: Any) -> None:
     """Make a model that ``from_pretrained`` has sharded look like any other model to the constructor of a Trainer.
 
-    The Trainer refuses checkpoints for such a model, and does not pass it to ``Accelerator.prepare``. It keeps what the
-    model tells it when it is created, so :func:`show_loading` can undo this afterwards.
+    The Trainer refuses checkpoints for such a model, and does not pass it to ``Accelerator.prepare``. It reads the
+    attribute of the model only in its constructor, so :func:`show_loading` can undo this afterwards.
     """
     for module in model.modules():
         if vars(module).get("_is_distributed_loading_by_transformers"):
@@ -182,8 +182,9 @@ def is_quantized(model: Any) -> bool:
 
 @contextmanager
 def saved_by_one_rank(model: Any, num_parameters: int) -> Iterator[None]:
-    """Let one rank call ``save_pretrained`` with a state dict: without collectives, and with the number of parameters
-    of the whole model, which the index of the files contains.
+    """Let one rank call ``save_pretrained`` with a state dict, without collectives.
+
+    The model then reports the number of parameters of the whole model, which the index of the files contains.
     """
     with having(model, num_parameters=lambda *args, **kwargs: num_parameters), _without_distributed_config(model):
         yield
