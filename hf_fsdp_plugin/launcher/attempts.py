@@ -216,7 +216,7 @@ class OutputClosed(Exception):
 
 
 class AttemptRanks(LogsSpecs):
-    """The ranks of this machine from their start to their end. Also tells torch's agent where their output goes."""
+    """The ranks of this machine from their start to their end, and the files to which their output goes."""
 
     def __init__(self, job: RankJob, rendezvous: Rendezvous, scratch: Path, on_start: Callable[[], None]) -> None:
         super().__init__()

@@ -132,7 +132,7 @@ class Rendezvous(RendezvousHandler):
         return False
 
     def set_closed(self) -> None:
-        """Do nothing: nobody else is there."""
+        """Do nothing: there is no other machine."""
 
     def shutdown(self) -> bool:
         if self._listening is not None:
@@ -265,9 +265,9 @@ class MachinesRendezvous(Rendezvous):
                 raise RendezvousError([problem])
 
     def _claim(self) -> None:
-        """Claim the number of this machine, and show from now on that this launcher lives.
+        """Claim the number of this machine, and write heartbeats from now on.
 
-        Another launcher with this number must be gone.
+        Another launcher with this number must have exited.
         """
         if not self._is_numbered:
             return
