@@ -135,7 +135,7 @@ def read_trace(path: Path) -> Trace:
     launches: dict[int, float] = {}
 
     def reduce_object(pairs: list[tuple[str, Any]]) -> Any:
-        """Keep what is needed of an event while the file is parsed: a trace can have millions of them."""
+        """Keep only the needed fields of an event while the file is parsed: a trace can have millions of events."""
         tree = dict(pairs)
         if "ph" not in tree:
             return tree  # the arguments of an event, or the whole trace
