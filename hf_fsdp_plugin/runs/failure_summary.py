@@ -201,7 +201,7 @@ def find_first_cause(
 def cause_of_end(files: RankFiles) -> str:
     """Return which rank of this machine native code has aborted, and why; empty if none has recorded a crash.
 
-    A launcher ends the other ranks then. A rank with an exception says itself what has happened.
+    A launcher ends the other ranks then. A rank with an exception prints its own error.
 
     Args:
         files: the files of this process, which is ended.

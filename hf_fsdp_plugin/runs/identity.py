@@ -21,7 +21,7 @@ different folders of logs, or other addresses at which the ranks meet.
 
 The attempts before are known from the files that their ranks have left on each machine.
 
-``hf-fsdp launch`` tells its ranks what has happened before. Under other launchers each machine reads the files of its
+``hf-fsdp launch`` passes the failed attempts to its ranks. Under other launchers each machine reads the files of its
 own ranks, and offers what it knows; :func:`merge_offers` makes one history of the offers of all machines.
 """
 
