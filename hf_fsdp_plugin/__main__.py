@@ -1,5 +1,4 @@
-"""``python -m hf_fsdp_plugin``: runs a script with the plugin installed, as a rank of ``accelerate launch`` or
-``torchrun``.
+"""``python -m hf_fsdp_plugin``: runs a script with the plugin, as a rank of ``accelerate launch`` or ``torchrun``.
 
 ::
 
