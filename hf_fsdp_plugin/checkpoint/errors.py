@@ -16,7 +16,7 @@ MAX_PATH = 4096
 """Maximum length of a path in Linux."""
 _TRUSTED = "Use a copy of the checkpoint from a source that you trust."
 COPY_AGAIN = "Copy the checkpoint again, or use another checkpoint."
-"""What to do about damaged and missing files."""
+"""Remedy for damaged and missing files."""
 LFS_POINTER_SIZE = 1024
 """Maximum size in bytes of a pointer of Git LFS (https://github.com/git-lfs/git-lfs/blob/main/docs/spec.md)."""
 COPY_ALL_RANKS = "Copy the files of all ranks into one folder; they may be on other machines."

@@ -66,7 +66,7 @@ _VARIABLES: Final = {
 }
 """Variables of the ranks, unless the user has set them."""
 _MAX_ROWS: Final = 8
-"""Units and ranks in a table."""
+"""Maximum number of units, or of ranks, in a table."""
 _LEAST_LATE: Final = 0.01
 """Share of a step by which a rank must be late to be listed."""
 

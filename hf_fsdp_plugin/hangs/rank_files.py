@@ -107,7 +107,7 @@ def write_atomically(path: Path, text: str) -> None:
 
 _PARENT, _SESSION, _MINOR_FAULTS, _MAJOR_FAULTS, _START = 1, 3, 7, 9, 19
 _OWN_TIMES, _TIMES_OF_CHILDREN = slice(11, 13), slice(13, 15)
-"""Positions in ``/proc/PID/stat`` after the name. Times are user and system time; those of children that have ended."""
+"""Positions in ``/proc/PID/stat`` after the name: user and system time of the process, and of its ended children."""
 
 
 def is_halted(pid: int) -> bool:

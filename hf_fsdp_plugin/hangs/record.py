@@ -36,7 +36,7 @@ if TYPE_CHECKING:  # torch is imported with the first process group; the launche
 _HEADER: Final = struct.Struct("8Q")
 _CALL: Final = struct.Struct("3Q168s")
 NUM_SLOTS: Final = 512
-"""Calls in the ring: those of several steps of a model with some dozens of units."""
+"""Number of calls in the ring: enough for several steps of a model with some dozens of units."""
 _FORMAT: Final = 2
 _COUNT, _GROUP_BYTES, _WAITING, _SINCE, _BEAT, _BEGUN = 1, 2, 3, 4, 5, 6
 """Positions in the header."""

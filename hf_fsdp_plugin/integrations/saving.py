@@ -158,7 +158,7 @@ FIX: Final = (
     "`is_main_process=accelerator.is_main_process` is passed. Or call `state = accelerator.get_state_dict(model)` on "
     "all ranks, and pass state_dict=state on the main process."
 )
-"""What to write instead of a call on some ranks."""
+"""Remedy for a call that only some ranks make."""
 
 
 def call_name(method: str, model: Any) -> str:

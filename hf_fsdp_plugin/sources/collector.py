@@ -47,7 +47,7 @@ _ALWAYS_WRITTEN: Final = frozenset({"wrap.min_num_params", "xla.enabled", "xla.v
 _WRITTEN_VALUES: Final = (0, False)
 _QUOTES: Final = ('""', "''")
 _SEPARATORS: Final = str.maketrans(dict.fromkeys(f"{BLANKS},", " "))
-"""What separates the options of ``fsdp``."""
+"""Translation of the characters that separate the options of ``fsdp`` to spaces."""
 FSDP_SCOPES: tuple[Scope, ...] = ("fsdp", "precision", "parallelism")
 
 

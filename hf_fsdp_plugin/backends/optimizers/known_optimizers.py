@@ -22,7 +22,7 @@ from hf_fsdp_plugin.problems import Problem
 from hf_fsdp_plugin.strategies import STRATEGIES
 
 Needs = Literal["elements", "blocks", "tensors", "backward", "closure"]
-"""What one update reads.
+"""The values that one update of an optimizer reads.
 
 ``elements``: only the same element of gradient and state. Any shard gives the same numbers as the whole tensor.
 ``blocks``: blocks of elements that share a scale. Shards give nearly the same numbers as the whole tensor.

@@ -18,8 +18,8 @@ from hf_fsdp_plugin.text import format_bytes, plural
 
 _MIB: Final = 1 << 20
 _WORKSPACES: Final = ((9.0, 32 * _MIB), (0.0, 8 * _MIB + 128 * 1024))
-"""Compute capability from which on -> bytes of a workspace of cuBLAS, which torch allocates for each thread that has a
-handle, and stream (``getChosenWorkspaceSize`` in ATen/cuda/CublasHandlePool.cpp). cuBLASLt shares it."""
+"""Lowest compute capability -> bytes of a workspace of cuBLAS, which torch allocates for each thread that has a handle,
+and stream (``getChosenWorkspaceSize`` in ATen/cuda/CublasHandlePool.cpp). cuBLASLt shares it."""
 _THREADS: Final = 2
 """Threads that multiply matrices: the one that runs forward, and autograd's of the device."""
 _CONTEXT: Final = 616 * _MIB
