@@ -1,4 +1,4 @@
-"""Process groups: their time-outs (``torch/distributed/distributed_c10d.py``), and one without communication."""
+"""Time-outs of process groups (``torch/distributed/distributed_c10d.py``), and a group without communication."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Comparisons with a model: of a checkpoint with the model of ``config.json``, and of the files of ``from_pretrained``.
+"""Compares a checkpoint with the model of its ``config.json``, and the files of ``from_pretrained`` with the model.
 
 Only the comparison with a config imports torch and Transformers. :class:`ConfigCheck` runs it in a child process:
 ``python -m hf_fsdp_plugin.checkpoint.checking.against_model CHECKPOINT NUMBER CONFIG_FOLDER`` prints a JSON list.
@@ -164,7 +164,7 @@ _OTHER_MODEL = (
 
 
 class ModelTensor(NamedTuple):
-    """A tensor in a file of a model. ``file`` is the file's path, ``dtype`` torch's name, or the file's if unknown."""
+    """A tensor of a model in ``file``, a path. ``dtype``: torch's name, or the one in the file if torch has none."""
 
     file: str
     shape: tuple[int, ...]
