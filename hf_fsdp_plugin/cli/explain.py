@@ -19,7 +19,7 @@ _HEADING = re.compile(rf"## ({CODE.pattern}): (\S.*)")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Entry:
+class CodeDocumentation:
     """The documentation of one problem code.
 
     Attributes:
@@ -62,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
     return OK
 
 
-def read_entries() -> dict[str, Entry]:
+def read_entries() -> dict[str, CodeDocumentation]:
     """Read the entries of all pages in ``problem_pages/``, by code, ordered by number."""
     entries = []
     for area in AREAS.values():
@@ -71,7 +71,7 @@ def read_entries() -> dict[str, Entry]:
     return {entry.code: entry for entry in sorted(entries, key=lambda entry: entry.code[-3:])}
 
 
-def parse_page(text: str, area: str) -> list[Entry]:
+def parse_page(text: str, area: str) -> list[CodeDocumentation]:
     """Split a page into its entries. Headings inside fenced blocks do not count."""
     entries: list[tuple[str, str, list[str]]] = []
     fenced = False
@@ -81,16 +81,19 @@ def parse_page(text: str, area: str) -> list[Entry]:
             entries.append((heading[1], heading[heading.lastindex or 0], []))
         elif entries and not (line.startswith("# ") and not fenced):
             entries[-1][2].append(line)
-    return [Entry(code=code, title=title, area=area, text="\n".join(lines).strip()) for code, title, lines in entries]
+    return [
+        CodeDocumentation(code=code, title=title, area=area, text="\n".join(lines).strip())
+        for code, title, lines in entries
+    ]
 
 
-def find_entry(written: str, entries: dict[str, Entry]) -> Entry | None:
+def find_entry(written: str, entries: dict[str, CodeDocumentation]) -> CodeDocumentation | None:
     """Return the entry of a code written as ``FSDP-E201``, ``e201`` or ``201``."""
     short = _short(written)
     return next((entry for code, entry in entries.items() if short in (code[-4:], code[-3:])), None)
 
 
-def nearest_codes(written: str, entries: dict[str, Entry]) -> list[str]:
+def nearest_codes(written: str, entries: dict[str, CodeDocumentation]) -> list[str]:
     """Return up to three codes that resemble what was written."""
     short = _short(written)
     same_number = [code for code in entries if short[1:] == code[-3:]]

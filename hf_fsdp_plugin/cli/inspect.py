@@ -86,12 +86,12 @@ def _run(args: argparse.Namespace, paths: list[Path]) -> int:
     return OK if newest is not None else PROBLEMS
 
 
-Row = tuple[Path, Summary | None, str | None]
+CheckpointRow = tuple[Path, Summary | None, str | None]
 """A checkpoint, its summary if it is readable, and the reason why it is incomplete."""
 
 
-def _rows(paths: Iterable[Path]) -> list[Row]:
-    rows: list[Row] = []
+def _rows(paths: Iterable[Path]) -> list[CheckpointRow]:
+    rows: list[CheckpointRow] = []
     for path in paths:
         try:
             summary = summarize(path)
@@ -101,7 +101,7 @@ def _rows(paths: Iterable[Path]) -> list[Row]:
     return rows
 
 
-def _table(rows: Iterable[Row]) -> str:
+def _table(rows: Iterable[CheckpointRow]) -> str:
     lines = [("checkpoint", "step", "kind", "ranks", "size", "state")]
     for path, summary, reason in rows:
         known = ("-",) * 4

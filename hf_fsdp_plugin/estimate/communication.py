@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from hf_fsdp_plugin.backends.loading.weight_loader import master_dtype
-from hf_fsdp_plugin.estimate.results import Axis, Collective, CollectiveKind, CommunicationEstimate, Phase
+from hf_fsdp_plugin.estimate.results import Axis, Collective, CollectiveKind, CommunicationEstimate, StepPhase
 from hf_fsdp_plugin.estimate.unit_sizes import unit_sizes
 from hf_fsdp_plugin.estimate.workload import Workload
 from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan
@@ -58,7 +58,7 @@ def _unit_collectives(plan: FsdpPlan, model: nn.Module, workload: Workload) -> I
 
 
 def _call(
-    plan: FsdpPlan, kind: CollectiveKind, axis: Axis, num_bytes: int, calls: int, phase: Phase, unit: str = ""
+    plan: FsdpPlan, kind: CollectiveKind, axis: Axis, num_bytes: int, calls: int, phase: StepPhase, unit: str = ""
 ) -> Collective:
     size = {"shard": plan.mesh.shard, "replicate": plan.mesh.replicate, "world": plan.world_size}[axis]
     return Collective(kind=kind, axis=axis, group_size=size, bytes=num_bytes, calls=calls, unit=unit, phase=phase)

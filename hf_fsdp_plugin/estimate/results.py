@@ -114,7 +114,7 @@ class MemoryEstimate:
 
 CollectiveKind = Literal["all_gather", "reduce_scatter", "all_reduce", "broadcast"]
 Axis = Literal["shard", "replicate", "world"]
-Phase = Literal["forward", "backward", "clipping", "update"]
+StepPhase = Literal["forward", "backward", "clipping", "update"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -137,7 +137,7 @@ class Collective:
     bytes: int
     calls: int
     unit: str
-    phase: Phase
+    phase: StepPhase
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -15,7 +15,7 @@ from hf_fsdp_plugin.estimate.communication import checkpointed_modules, estimate
 from hf_fsdp_plugin.estimate.machines import Machine
 from hf_fsdp_plugin.estimate.memory.peak import profile_step
 from hf_fsdp_plugin.estimate.memory.step import OpCost, StepProfile, positions
-from hf_fsdp_plugin.estimate.results import Collective, CollectiveKind, Phase, TimeEstimate
+from hf_fsdp_plugin.estimate.results import Collective, CollectiveKind, StepPhase, TimeEstimate
 from hf_fsdp_plugin.estimate.schedule import Timeline, UnitTimes, exposed, simulate
 from hf_fsdp_plugin.estimate.unit_sizes import UnitSizes, unit_sizes
 from hf_fsdp_plugin.estimate.workload import Workload, update_loop
@@ -155,7 +155,7 @@ class TimeModel:
             all_reduce=all_reduce,
         )
 
-    def _calls_of(self, unit: str, kind: CollectiveKind, phase: Phase, machine: Machine) -> tuple[float, float]:
+    def _calls_of(self, unit: str, kind: CollectiveKind, phase: StepPhase, machine: Machine) -> tuple[float, float]:
         """Return the seconds of one call, and the calls per micro-batch; zeros if there is none."""
         call = self._of_units.get((unit, kind, phase))
         if call is None:

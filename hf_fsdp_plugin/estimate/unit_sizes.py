@@ -32,7 +32,7 @@ _NUMBER: Final = re.compile(r"(?<=\.)\d+(?=\.)")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Shard:
+class ParameterShard:
     """One tensor that the optimizer updates on a rank.
 
     Attributes:
@@ -71,7 +71,7 @@ class UnitSizes:
     """
 
     name: str
-    shards: tuple[Shard, ...]
+    shards: tuple[ParameterShard, ...]
     params: int
     compute_shard: int
     gathered: int
@@ -153,7 +153,7 @@ def _fsdp2(plan: FsdpPlan, unit: UnitPlan, parameters: list[nn.Parameter], fp32:
     """
     num = plan.mesh.shard
     gradient_dtypes: set[torch.dtype] = set()
-    shards: list[Shard] = []
+    shards: list[ParameterShard] = []
     cast, gathered, whole, flat, reduced, grads, cast_grads = 0, 0, [0], 0, 0, 0, 0
     for parameter in parameters:
         stored, compute, reduce = _dtypes(plan, parameter)
@@ -162,7 +162,7 @@ def _fsdp2(plan: FsdpPlan, unit: UnitPlan, parameters: list[nn.Parameter], fp32:
         shape = padded_shape(parameter.shape, num)
         numel, padded = prod(shape), prod(shape) // num
         shards.append(
-            Shard(
+            ParameterShard(
                 shape=(min(shape[0] // num, parameter.shape[0]), *parameter.shape[1:]), whole=tuple(parameter.shape),
                 numel=padded, dtype=stored, trainable=parameter.requires_grad,
             )
@@ -212,7 +212,7 @@ def _fsdp1(plan: FsdpPlan, unit: UnitPlan, parameters: list[nn.Parameter]) -> Un
     if plan.use_orig:
         shards = tuple(_views(parameters, starts, local, stored))
     else:
-        shards = (Shard(shape=(local,), whole=(total,), numel=local, dtype=stored, trainable=trainable),)
+        shards = (ParameterShard(shape=(local,), whole=(total,), numel=local, dtype=stored, trainable=trainable),)
     casts = compute != stored
     # Without sharding, the flat parameter is used in place, or its copy, which autograd keeps if it is not cast.
     copies = casts or (plan.offload_params and plan.device_type != "cpu")
@@ -231,7 +231,9 @@ def _fsdp1(plan: FsdpPlan, unit: UnitPlan, parameters: list[nn.Parameter]) -> Un
     )
 
 
-def _views(parameters: list[nn.Parameter], starts: list[int], local: int, stored: torch.dtype) -> Iterator[Shard]:
+def _views(
+    parameters: list[nn.Parameter], starts: list[int], local: int, stored: torch.dtype
+) -> Iterator[ParameterShard]:
     """Yield the parts of the parameters in the flat shard of the rank that has the largest part of one of them."""
 
     def part(index: int, rank: int) -> int:
@@ -246,7 +248,7 @@ def _views(parameters: list[nn.Parameter], starts: list[int], local: int, stored
     rank = max((first, first + 1), key=lambda rank: part(largest, rank))
     for index, parameter in enumerate(parameters):
         if numel := part(index, rank):
-            yield Shard(
+            yield ParameterShard(
                 shape=(numel,), whole=tuple(parameter.shape), numel=numel, dtype=stored,
                 trainable=parameter.requires_grad,
             )  # fmt: skip

@@ -9,7 +9,7 @@ from math import ceil, prod
 from typing import TYPE_CHECKING, Final, Literal
 
 if TYPE_CHECKING:
-    from hf_fsdp_plugin.estimate.unit_sizes import Shard
+    from hf_fsdp_plugin.estimate.unit_sizes import ParameterShard
 
 Optimizer = Literal["adamw", "sgd", "adafactor", "adamw_8bit", "muon"]
 UpdateLoop = Literal["for_loop", "foreach", "fused"]
@@ -71,7 +71,7 @@ def update_loop(workload: Workload, device_type: str) -> UpdateLoop:
     return "for_loop" if device_type == "cpu" else "foreach"
 
 
-def state_bytes(optimizer: Optimizer, shards: Iterable[Shard]) -> int:
+def state_bytes(optimizer: Optimizer, shards: Iterable[ParameterShard]) -> int:
     """Return the bytes of an optimizer's state for the trainable shards of a rank.
 
     ``adamw``: two tensors like the parameter. ``sgd``: none, as momentum is 0 by default. ``adafactor`` (Transformers):
@@ -83,7 +83,7 @@ def state_bytes(optimizer: Optimizer, shards: Iterable[Shard]) -> int:
     )
 
 
-def _state_of(optimizer: Optimizer, shard: Shard) -> int:
+def _state_of(optimizer: Optimizer, shard: ParameterShard) -> int:
     size = prod(shard.shape) * shard.dtype.itemsize
     if optimizer == "sgd":
         return 0
@@ -101,7 +101,7 @@ def _state_of(optimizer: Optimizer, shard: Shard) -> int:
     return 2 * size + _STEP
 
 
-def update_bytes(workload: Workload, device_type: str, shards: Sequence[Shard]) -> int:
+def update_bytes(workload: Workload, device_type: str, shards: Sequence[ParameterShard]) -> int:
     """Return the bytes of temporary tensors at the worst moment of an update.
 
     ``for_loop``: a step of AdamW computes ``sqrt`` of the second moment and its quotient, and keeps the quotient until

@@ -198,8 +198,8 @@ def read_dynamo(run: ObservedRun) -> ObservedValue:
     return ObservedValue("compiled" if compiled else "not compiled", matches=bool(compiled) == compiles)
 
 
-Reader = Callable[[ObservedRun], ObservedValue]
-_ALWAYS_SHOWN: Final[dict[str, Reader]] = {
+ValueReader = Callable[[ObservedRun], ObservedValue]
+_ALWAYS_SHOWN: Final[dict[str, ValueReader]] = {
     "fsdp.version": lambda run: ObservedValue(common_value(unit.live.version for unit in run.units)),
     "sharding.strategy": sharding.read_strategy,
     "mesh.shard": sharding.read_mesh_shard,
@@ -214,7 +214,7 @@ _ALWAYS_SHOWN: Final[dict[str, Reader]] = {
 }
 """Settings that determine the memory, the speed or the numerics of the run: the report contains them in any case."""
 
-READERS: Final[Mapping[str, Reader]] = MappingProxyType(
+READERS: Final[Mapping[str, ValueReader]] = MappingProxyType(
     {
         **_ALWAYS_SHOWN,
         "wrap.classes": sharding.read_wrap_classes,

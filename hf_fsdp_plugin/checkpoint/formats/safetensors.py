@@ -50,7 +50,7 @@ DTYPES = {
 """The element types of safetensors files -> torch's."""
 
 
-class Entry(NamedTuple):
+class TensorEntry(NamedTuple):
     """A tensor in a safetensors file; ``offset`` is the byte offset of its first element in the file."""
 
     dtype: str
@@ -58,7 +58,7 @@ class Entry(NamedTuple):
     offset: int
 
 
-def read_entries(path: Path, *, any_dtype: bool = False) -> dict[str, Entry]:
+def read_entries(path: Path, *, any_dtype: bool = False) -> dict[str, TensorEntry]:
     """Return the tensors in a safetensors file, from its header. Checks that they tile the bytes after it.
 
     Args:
@@ -127,7 +127,7 @@ def parse_weight_map(index: Path) -> dict[str, set[str]]:
     return shards
 
 
-def _parse_entry(name: str, entry: Mapping[str, Any], begin: int, any_dtype: bool) -> tuple[int, int, str, Entry]:
+def _parse_entry(name: str, entry: Mapping[str, Any], begin: int, any_dtype: bool) -> tuple[int, int, str, TensorEntry]:
     """Return start and stop after ``begin``, name and entry of a tensor."""
     dtype = DTYPES.get(entry["dtype"])
     if dtype is None:
@@ -140,13 +140,13 @@ def _parse_entry(name: str, entry: Mapping[str, Any], begin: int, any_dtype: boo
     start, stop = entry["data_offsets"]
     if not (type(start) is int and type(stop) is int and 0 <= start <= stop):
         raise ValueError(f"data_offsets {entry['data_offsets']}")
-    return start, stop, name, Entry(dtype, shape, begin + start)
+    return start, stop, name, TensorEntry(dtype, shape, begin + start)
 
 
 DATA_ALIGNMENT = 4096
 """The tensors begin at a multiple of this many bytes, so that direct I/O and memory maps start at a page."""
 
-Tensor = tuple[str, str, tuple[int, ...]]
+TensorHeader = tuple[str, str, tuple[int, ...]]
 """Name, torch's name of the dtype, shape."""
 
 
@@ -171,7 +171,7 @@ def num_bytes(dtype: str, shape: tuple[int, ...]) -> int:
     return math.prod(shape) * dtype_size(dtype)
 
 
-def plan_files(tensors: Sequence[Tensor], max_shard_size: int, stem: str = "model") -> list[SafetensorsFile]:
+def plan_files(tensors: Sequence[TensorHeader], max_shard_size: int, stem: str = "model") -> list[SafetensorsFile]:
     """Return the files that contain ``tensors``, each with at most ``max_shard_size`` bytes of tensors.
 
     Tensors are assigned in order. A tensor larger than ``max_shard_size`` gets a separate file. Within a
@@ -199,7 +199,7 @@ def index_text(files: Sequence[SafetensorsFile]) -> str | None:
     return json.dumps(index, indent=2, sort_keys=True) + "\n"
 
 
-def _check(tensors: Sequence[Tensor]) -> None:
+def _check(tensors: Sequence[TensorHeader]) -> None:
     problems = []
     seen = set()
     for name, dtype, _ in tensors:
@@ -214,9 +214,9 @@ def _check(tensors: Sequence[Tensor]) -> None:
     raise_if_any(problems)
 
 
-def _assign(tensors: Sequence[Tensor], max_shard_size: int) -> list[list[Tensor]]:
-    shards: list[list[Tensor]] = []
-    alone: list[list[Tensor]] = []
+def _assign(tensors: Sequence[TensorHeader], max_shard_size: int) -> list[list[TensorHeader]]:
+    shards: list[list[TensorHeader]] = []
+    alone: list[list[TensorHeader]] = []
     free = -1
     for tensor in tensors:
         size = num_bytes(*tensor[1:])
@@ -231,7 +231,7 @@ def _assign(tensors: Sequence[Tensor], max_shard_size: int) -> list[list[Tensor]
     return shards + alone or [[]]
 
 
-def _file(name: str, tensors: Sequence[Tensor]) -> SafetensorsFile:
+def _file(name: str, tensors: Sequence[TensorHeader]) -> SafetensorsFile:
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
     starts = {}
     end = 0

@@ -39,7 +39,7 @@ from hf_fsdp_plugin.checkpoint.shards import LocalShard
 from hf_fsdp_plugin.checkpoint.writing.dcp_metadata import Chunks, MetadataPickle, StatePath, flat_name
 from hf_fsdp_plugin.checkpoint.writing.parts import Content, FilePart, Item, bytes_of, whole_file
 
-Tensor = tuple[StatePath, str, tuple[int, ...]]
+TensorLayout = tuple[StatePath, str, tuple[int, ...]]
 """Path, dtype and global shape."""
 _FIXED = 4
 
@@ -69,7 +69,7 @@ class FolderEntries:
 
     folder: str
     file: str
-    tensors: Sequence[Tensor]
+    tensors: Sequence[TensorLayout]
     chunks: NDArray[Any]
     smalls: Sequence[SmallEntry] = ()
     aliases: Sequence[tuple[StatePath, StatePath]] = ()
@@ -91,7 +91,7 @@ class JoinedChunks:
     """
 
     def __init__(self, ranks: Sequence[FolderEntries]) -> None:
-        self.tensors: list[Tensor] = []
+        self.tensors: list[TensorLayout] = []
         numbers: dict[StatePath, int] = {}
         of_rank: dict[int, NDArray[Any]] = {}  # the ranks' sequences are alive, so that their ids are distinct
         for entries in ranks:
@@ -114,7 +114,7 @@ class JoinedChunks:
     def __len__(self) -> int:
         return len(self._rows)
 
-    def __iter__(self) -> Iterator[tuple[Tensor, Chunks]]:
+    def __iter__(self) -> Iterator[tuple[TensorLayout, Chunks]]:
         """Yield each tensor with its chunks. The number of a chunk's file is that of its rank."""
         for number, tensor in enumerate(self.tensors):
             yield tensor, self.of(number)
@@ -209,7 +209,7 @@ def rank_file(
     """Return the rank's file in ``folder``, and its entries."""
     file = dcp_file(rank)
     items: list[Item] = []
-    keys: list[Tensor] = []
+    keys: list[TensorLayout] = []
     chunks = []
     for path, shard in tensors:
         for piece in shard.pieces:

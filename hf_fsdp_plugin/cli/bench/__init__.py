@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from hf_fsdp_plugin.cli.bench.output import bench_text
-from hf_fsdp_plugin.cli.bench.worlds import Bench, Group, available_bytes
+from hf_fsdp_plugin.cli.bench.worlds import Bench, CaseGroup, available_bytes
 from hf_fsdp_plugin.cli.model_plan import load_model
 from hf_fsdp_plugin.cli.output import OK, PROBLEMS, print_json, print_problems
 from hf_fsdp_plugin.cli.plan.arguments import sequence_length
@@ -200,7 +200,7 @@ def _with_stock(cases: Sequence[Case], spec: FsdpSpec, device: str, problems: li
     """Return each case with the same case of stock Accelerate. Warns why stock Accelerate cannot run some cases."""
     prefetches = spec.prefetch.forward or spec.prefetch.backward != "pre"
     reasons: dict[str, dict[str, None]] = {}
-    groups: list[Group] = []
+    groups: list[CaseGroup] = []
     for case in cases:
         if reason := why_not_in_stock(case, device, prefetches=prefetches):
             reasons.setdefault(reason, {})[case.label] = None

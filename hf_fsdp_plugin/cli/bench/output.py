@@ -6,9 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from hf_fsdp_plugin.integrations.bench import DDP, TITLES
+from hf_fsdp_plugin.integrations.bench.results import ResultRow
 from hf_fsdp_plugin.text import format_bytes, format_count, format_table, plural
-
-Row = Mapping[str, Any]
 
 
 def bench_text(tree: Mapping[str, Any]) -> str:
@@ -22,7 +21,7 @@ def bench_text(tree: Mapping[str, Any]) -> str:
     ]
     rows = [row for row in tree["cases"] if row["system"] == "plugin"]
     source = next((row["peak_source"] for row in rows if row["peak_source"]), "not measured")
-    tables: list[tuple[str, Callable[[Row, Row | None], str]]] = [
+    tables: list[tuple[str, Callable[[ResultRow, ResultRow | None], str]]] = [
         ("samples/s of all ranks, and difference from DDP", _throughput),
         ("tokens/s of all ranks, and half the interquartile range", _tokens),
         (f"peak memory of a rank ({source})", _peak),
@@ -37,11 +36,11 @@ def bench_text(tree: Mapping[str, Any]) -> str:
     return "\n\n".join(parts)
 
 
-def _grid(rows: Sequence[Row], cell: Callable[[Row, Row | None], str]) -> str:
+def _grid(rows: Sequence[ResultRow], cell: Callable[[ResultRow, ResultRow | None], str]) -> str:
     """Return a table with a row per number of ranks and a column per strategy."""
     versions = {row["version"] for row in rows if row["strategy"] != DDP}
 
-    def column_of(row: Row) -> str:
+    def column_of(row: ResultRow) -> str:
         title = TITLES[row["strategy"]]
         return f"FSDP{row['version']} {title}" if len(versions) > 1 and row["strategy"] != DDP else title
 
@@ -57,13 +56,13 @@ def _grid(rows: Sequence[Row], cell: Callable[[Row, Row | None], str]) -> str:
     return format_table(table, right=range(1, len(columns) + 1))
 
 
-def _why_not_measured(row: Row) -> str:
+def _why_not_measured(row: ResultRow) -> str:
     if row["status"] == "failed":
         return "out of memory" if "OutOfMemoryError" in row["reason"] else "failed"
     return "–"
 
 
-def _throughput(row: Row, baseline: Row | None) -> str:
+def _throughput(row: ResultRow, baseline: ResultRow | None) -> str:
     own = row["samples_per_second"]
     text = f"{own:.3g}" if own < 1000 else f"{own:,.0f}"
     if baseline is None or baseline is row or baseline["samples_per_second"] is None:
@@ -71,20 +70,20 @@ def _throughput(row: Row, baseline: Row | None) -> str:
     return f"{text} ({own / baseline['samples_per_second'] - 1:+.0%})"
 
 
-def _tokens(row: Row, _: Row | None) -> str:
+def _tokens(row: ResultRow, _: ResultRow | None) -> str:
     low, high = row["step_quartiles"]
     return f"{row['tokens_per_second']:,.0f} ±{(high - low) / 2 / row['step_seconds']:.1%}"
 
 
-def _peak(row: Row, _: Row | None) -> str:
+def _peak(row: ResultRow, _: ResultRow | None) -> str:
     return "–" if row["peak_bytes"] is None else format_bytes(row["peak_bytes"], binary=True)
 
 
-def _efficiency(row: Row, _: Row | None) -> str:
+def _efficiency(row: ResultRow, _: ResultRow | None) -> str:
     return f"{row['efficiency']:.0%}"
 
 
-def _comparisons(comparisons: Sequence[Row]) -> str:
+def _comparisons(comparisons: Sequence[ResultRow]) -> str:
     table = [["case", "throughput", "95% interval", "in CPU time", "losses differ by"]]
     for row in comparisons:
         low, high = row["ratio_95"]

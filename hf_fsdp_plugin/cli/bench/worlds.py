@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 _RANK: Final = "hf_fsdp_plugin.integrations.bench.rank"
 _MAX_ERROR: Final = 1000
-Group = tuple[Case, ...]
+CaseGroup = tuple[Case, ...]
 """A case of this package, and the same case of the systems with which it is compared."""
 
 
@@ -40,7 +40,7 @@ class Bench:
         threads: number of threads of a CPU rank, the same in all worlds.
     """
 
-    groups: Sequence[Group]
+    groups: Sequence[CaseGroup]
     workload: BenchWorkload
     spec: FsdpSpec
     sources: Sources

@@ -15,7 +15,7 @@ from hf_fsdp_plugin.cli.config.prediction import predict_memory
 from hf_fsdp_plugin.cli.config.question import Question, State, label_of
 from hf_fsdp_plugin.cli.config.questions import BY_NAME, QUESTIONS
 from hf_fsdp_plugin.cli.config.settings import (
-    Entry,
+    SettingLine,
     arguments_of,
     code_of,
     entries_of,
@@ -140,7 +140,7 @@ def _text(target: Target, state: State, settings: dict[str, Any]) -> str:
     return changed_text(target.text, entries, unused, target.present.spec, is_json=target.is_json)
 
 
-def _check(text: str, target: Target, entries: Sequence[Entry]) -> Assessment:
+def _check(text: str, target: Target, entries: Sequence[SettingLine]) -> Assessment:
     """Return the assessment of the new content. Raises ``SpecError`` if it has errors or other settings."""
     checked = assess_text(text, target)
     if has_errors(checked.problems):

@@ -43,7 +43,7 @@ _STOCK_LIMITS: Final = (
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Entry:
+class SettingLine:
     """One line of the file.
 
     Attributes:
@@ -97,13 +97,13 @@ def unused_settings(state: State, settings: Mapping[str, Any]) -> set[str]:
     return unused - set(settings)
 
 
-def entries_of(state: State, settings: Mapping[str, Any]) -> list[Entry]:
+def entries_of(state: State, settings: Mapping[str, Any]) -> list[SettingLine]:
     """Return the lines that set the settings."""
     entries = [_entry(name, value, state) for name, value in settings.items()]
     return [entry for entry in entries if entry.value != ""]
 
 
-def _entry(name: str, value: Any, state: State) -> Entry:
+def _entry(name: str, value: Any, state: State) -> SettingLine:
     row = BY_NAME[name]
     section, key, written = SECTIONS.get(row.scope, ""), row.key, STOCK_VALUES.get(name, {}).get(value, value)
     if name == "sharding.strategy":
@@ -112,7 +112,7 @@ def _entry(name: str, value: Any, state: State) -> Entry:
         section, key = "parallelism_config", f"{PREFIXES['parallelism']}dp_{name.partition('.')[2]}_size"
     elif isinstance(written, tuple):
         written = ",".join(written)
-    return Entry(name=name, section=section, key=key, value=written, means=value, comment=_comment(name, state))
+    return SettingLine(name=name, section=section, key=key, value=written, means=value, comment=_comment(name, state))
 
 
 def _strategy_key(name: str, version: int) -> tuple[str, Any]:

@@ -11,7 +11,7 @@ from typing import Final
 
 import yaml
 
-from hf_fsdp_plugin.cli.config.settings import SECTIONS, Entry
+from hf_fsdp_plugin.cli.config.settings import SECTIONS, SettingLine
 from hf_fsdp_plugin.cli.output import write_atomically
 from hf_fsdp_plugin.cli.yaml_edit import Key, change_keys, in_block_style, keys_of, line_of
 from hf_fsdp_plugin.problems import Origin, Problem, SpecError
@@ -153,7 +153,7 @@ def _unwritable(shown: str, reason: str) -> SpecError:
     )
 
 
-def new_text(entries: Sequence[Entry], header: Iterable[str], *, is_json: bool = False) -> str:
+def new_text(entries: Sequence[SettingLine], header: Iterable[str], *, is_json: bool = False) -> str:
     """Return the text of a new file.
 
     Args:
@@ -180,7 +180,7 @@ def with_header(text: str, header: Iterable[str]) -> str:
 
 
 def changed_text(
-    text: str, entries: Sequence[Entry], unused: Collection[str], present: FsdpSpec, *, is_json: bool = False
+    text: str, entries: Sequence[SettingLine], unused: Collection[str], present: FsdpSpec, *, is_json: bool = False
 ) -> str:
     """Return the text of an existing file in which only settings with another value are changed.
 
@@ -204,7 +204,7 @@ def changed_text(
 
 
 def _changes(
-    text: str, new: Sequence[Entry], unused: Collection[str]
+    text: str, new: Sequence[SettingLine], unused: Collection[str]
 ) -> tuple[dict[Key, list[str]], dict[str, list[str]]]:
     """Return the other lines of keys, and the lines that are added to each section (see :func:`change_keys`)."""
     keys = keys_of(text)

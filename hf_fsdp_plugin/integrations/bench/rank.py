@@ -42,7 +42,7 @@ _STATUS: Final = Path("/proc/self/status")
 _RESET: Final = Path("/proc/self/clear_refs")
 _PREFIXES: Final = ("ACCELERATE_", "FSDP_", "PARALLELISM_")
 
-Report = Callable[..., None]
+EventWriter = Callable[..., None]
 
 
 class Timed(NamedTuple):
@@ -53,8 +53,8 @@ class Timed(NamedTuple):
     loss: float
 
 
-class Measuring:
-    """The measurements of one rank.
+class TaskRunner:
+    """Measures the tasks of a job on one rank.
 
     Args:
         sources: the settings that all cases share.
@@ -62,7 +62,7 @@ class Measuring:
     """
 
     def __init__(
-        self, model: str, device: torch.device, workload: BenchWorkload, sources: Sources, report: Report
+        self, model: str, device: torch.device, workload: BenchWorkload, sources: Sources, report: EventWriter
     ) -> None:
         self._model, self._device, self._workload, self._sources = model, device, workload, sources
         self._report = report if dist.get_rank() == 0 else lambda **event: None
@@ -234,10 +234,10 @@ def main(folder: Path) -> None:
     printer.quiet = True  # the settings were checked by the verb
     warnings.simplefilter("ignore")
     device = _join(job.device)
-    measuring = Measuring(job.model, device, job.workload, handover.sources, events.write)
-    measuring.prepare(job.tasks[0])
+    runner = TaskRunner(job.model, device, job.workload, handover.sources, events.write)
+    runner.prepare(job.tasks[0])
     for task in job.tasks:
-        measuring.run(task)
+        runner.run(task)
     dist.barrier()
     dist.destroy_process_group()
 

@@ -16,7 +16,7 @@ _FIGURES: Final = (
     "step_seconds", "step_quartiles", "cpu_step_seconds", "samples_per_second", "tokens_per_second", "peak_bytes",
     "efficiency", "loss",
 )  # fmt: skip
-Row = Mapping[str, Any]
+ResultRow = Mapping[str, Any]
 
 
 class Results:
@@ -97,7 +97,7 @@ class Results:
         }
 
 
-def comparison_of(ours: Row, other: Row) -> dict[str, Any]:
+def comparison_of(ours: ResultRow, other: ResultRow) -> dict[str, Any]:
     """Return the comparison of a case of this package with another system, whose blocks ran in alternation.
 
     ``ratio`` is the throughput of this package over that of the other one: the median over the pairs of blocks, with a
@@ -119,7 +119,7 @@ def comparison_of(ours: Row, other: Row) -> dict[str, Any]:
     }
 
 
-def blocks_of(row: Row, name: str) -> list[float]:
+def blocks_of(row: ResultRow, name: str) -> list[float]:
     """Return a value of every measured block of a case."""
     return [value for sample in row["samples"] for value in sample[name]]
 

@@ -12,11 +12,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final, Literal
 
-from hf_fsdp_plugin.integrations.preflight.stages import Options, Recorder, options_of_rank, read_events
+from hf_fsdp_plugin.integrations.preflight.stages import Options, StageLog, options_of_rank, read_events
 from hf_fsdp_plugin.messages import printer
 from hf_fsdp_plugin.problems import Problem, SpecError
 
-Phase = Literal["script", "first run", "after it", "second run"]
+RunPhase = Literal["script", "first run", "after it", "second run"]
 _AGREEMENT_SECONDS: Final = 10.0
 """Seconds that the other ranks have to fail too. Then the rank ends, and the launcher stops the others."""
 _MAX_MESSAGE: Final = 300
@@ -53,10 +53,10 @@ class Preflight:
     """
 
     def __init__(self) -> None:
-        self._recorder: Recorder | None = None
+        self._recorder: StageLog | None = None
         self._reported: BaseException | None = None
         self.options = Options()
-        self.phase: Phase = "script"
+        self.phase: RunPhase = "script"
         self.rank, self.world_size = 0, 1
 
     def begin_in_rank(self) -> None:
@@ -76,7 +76,7 @@ class Preflight:
     def begin(self, options: Options) -> None:
         self.rank, self.world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
         self.options, self.phase, self._reported = options, "script", None
-        self._recorder = Recorder(self.folder, self.rank)
+        self._recorder = StageLog(self.folder, self.rank)
         self._recorder.enter("start")
 
     def end(self, error: BaseException | None = None) -> None:
@@ -107,7 +107,7 @@ class Preflight:
         return Path(self.options.folder)
 
     @property
-    def recorder(self) -> Recorder:
+    def recorder(self) -> StageLog:
         assert self._recorder is not None, "a preflight was begun"
         return self._recorder
 

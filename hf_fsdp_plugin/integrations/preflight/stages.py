@@ -79,7 +79,7 @@ class EventLog:
         return [json.loads(line) for line in complete.splitlines()]
 
 
-class Recorder(EventLog):
+class StageLog(EventLog):
     """Records the stages of one rank. One stage runs at a time; a stage that runs again adds to its time.
 
     Attributes:

@@ -24,7 +24,7 @@ _FEWER: Final = "or profile fewer: wait, warmup and active (of `hf-fsdp profile`
 
 
 @dataclass(frozen=True)
-class RankFiles:
+class ProfileFiles:
     """The files that the ranks have written.
 
     Attributes:
@@ -64,14 +64,14 @@ class RankFiles:
         return problems
 
 
-def read_ranks(folder: Path) -> RankFiles:
+def read_ranks(folder: Path) -> ProfileFiles:
     """Return the files in a folder that the ranks have written."""
     steps, world_size, paths = 0, 0, []
     for path in rank_files(folder):
         head = json.loads(path.read_text())
         steps, world_size = max(steps, head["num_steps"]), head["world_size"]
         paths += [path] if head["profile"] is not None else []
-    return RankFiles(paths, steps, world_size)
+    return ProfileFiles(paths, steps, world_size)
 
 
 def write_profile(

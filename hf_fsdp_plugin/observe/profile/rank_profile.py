@@ -64,7 +64,7 @@ class Times(Sums):
         return self.communication / whole if whole else 0.0
 
 
-class Call(NamedTuple):
+class TimedCollective(NamedTuple):
     """One collective of a profiled step on one rank. Times are in seconds since the epoch.
 
     Attributes:
@@ -110,7 +110,7 @@ class RankProfile:
     device: str
     num_steps: int
     times: Mapping[Phase, Times]
-    calls: Sequence[Call]
+    calls: Sequence[TimedCollective]
     units: Mapping[str, UnitSeconds] = field(default_factory=dict)
     profiled: Sequence[float] = ()
     unprofiled: Sequence[float] = ()
@@ -129,7 +129,9 @@ class RankProfile:
     def from_json(cls, tree: Mapping[str, Any]) -> RankProfile:
         times = {phase: Times(**each) for phase, each in tree["times"].items()}
         units = {name: UnitSeconds(*each) for name, each in tree["units"].items()}
-        return cls(**{**tree, "times": times, "calls": [Call(*row) for row in tree["calls"]], "units": units})
+        return cls(
+            **{**tree, "times": times, "calls": [TimedCollective(*row) for row in tree["calls"]], "units": units}
+        )
 
 
 def profile_of(
@@ -263,7 +265,7 @@ class Activity:
     compute: Sequence[Interval]
     communication: Sequence[Interval]
     exposed: Sequence[Interval]
-    calls: Sequence[Call]
+    calls: Sequence[TimedCollective]
 
     def times_between(self, start: float, end: float) -> Times:
         sets = (self.compute, self.communication, self.exposed)
@@ -280,7 +282,7 @@ def _device_activity(trace: Trace, context_of: ContextOf) -> Activity:
         if (context := context_of(kernel.launched, None)) is not None:
             seconds = kernel.end - kernel.start
             exposed = seconds - measure(clip(compute, kernel.start, kernel.end))
-            calls.append(Call(kind, *context, kernel.start, kernel.end, seconds, exposed))
+            calls.append(TimedCollective(kind, *context, kernel.start, kernel.end, seconds, exposed))
     return Activity(compute=compute, communication=communication, exposed=subtract(communication, compute), calls=calls)
 
 
@@ -300,7 +302,7 @@ def _cpu_activity(trace: Trace, context_of: ContextOf) -> Activity:
     for issue, blocked in zip(issues, spans, strict=True):
         if (context := context_of(issue.start, issue.thread)) is not None:
             seconds, end = measure(union(blocked)), blocked[-1][1]
-            calls.append(Call(ISSUES[issue.name], *context, issue.start, end, seconds, seconds))
+            calls.append(TimedCollective(ISSUES[issue.name], *context, issue.start, end, seconds, seconds))
     inside = union([*waits, *_spans(issues)])
     compute = subtract(union(_spans(trace.ops)), inside)
     return Activity(compute=compute, communication=inside, exposed=inside, calls=calls)

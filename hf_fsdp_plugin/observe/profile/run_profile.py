@@ -9,7 +9,7 @@ from statistics import mean, median
 from typing import Any
 
 from hf_fsdp_plugin.estimate.results import CollectiveKind
-from hf_fsdp_plugin.observe.profile.rank_profile import Call, RankProfile, Sums, Times, UnitSeconds
+from hf_fsdp_plugin.observe.profile.rank_profile import RankProfile, Sums, TimedCollective, Times, UnitSeconds
 from hf_fsdp_plugin.observe.profile.trace import PHASES, Phase
 
 Sort = tuple[CollectiveKind, str | None, bool]
@@ -150,7 +150,7 @@ class _Merge:
         self._ends = {key: call.end for key, call in _keyed(first)}
         self._times: dict[Phase, Times] = defaultdict(Times)
         self._sums: dict[Sort, CallSums] = defaultdict(CallSums)
-        self._arrivals: dict[Key, _Arrivals] = {}
+        self._arrivals: dict[CallKey, _Arrivals] = {}
         self._units: dict[str, list[UnitSeconds]] = {}
         self._ranks: list[tuple[int, Times]] = []
         self._profiled: list[float] = []
@@ -238,7 +238,7 @@ class _Merge:
             )
 
 
-def _keyed(profile: RankProfile) -> Iterator[tuple[Key, Call]]:
+def _keyed(profile: RankProfile) -> Iterator[tuple[CallKey, TimedCollective]]:
     """Yield the collectives with keys that are equal on all ranks that take part in one."""
     groups, counts = profile.facts.get("groups", {}), Counter[tuple[str, int, Sort]]()
     for call in profile.calls:

@@ -9,7 +9,7 @@ import yaml
 
 from hf_fsdp_plugin import SpecError, load_spec
 from hf_fsdp_plugin.cli.config import _check
-from hf_fsdp_plugin.cli.config.settings import Entry
+from hf_fsdp_plugin.cli.config.settings import SettingLine
 from hf_fsdp_plugin.cli.config.target import Target
 from hf_fsdp_plugin.cli.yaml_edit import change_keys, in_block_style, keys_of
 from hf_fsdp_plugin.spec.fsdp_spec import SECTIONS
@@ -201,7 +201,7 @@ def test_shipped_config_keeps_its_settings(config, path):
 
 
 def test_text_that_means_other_settings_is_refused(tmp_path):
-    entry = Entry(name="offload.params", section="fsdp_config", key="fsdp_offload_params", value=True, means=True)
+    entry = SettingLine(name="offload.params", section="fsdp_config", key="fsdp_offload_params", value=True, means=True)
     target = Target(path=tmp_path / "fsdp.yaml", shown="fsdp.yaml")
     with pytest.raises(SpecError) as error:
         _check("distributed_type: FSDP\nfsdp_config: {fsdp_offload_params: false}\n", target, [entry])

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import hf_fsdp_plugin as hfp
 from hf_fsdp_plugin.estimate.memory.peak import estimate_memory
 from hf_fsdp_plugin.estimate.results import MEMORY_KINDS
-from hf_fsdp_plugin.estimate.unit_sizes import Shard, unit_sizes
+from hf_fsdp_plugin.estimate.unit_sizes import ParameterShard, unit_sizes
 from hf_fsdp_plugin.estimate.workload import Workload, state_bytes, update_bytes
 
 HIDDEN, INNER, VOCAB, LAYERS, HEADS = 32, 64, 96, 6, 4
@@ -169,7 +169,8 @@ def test_optimizer_states_follow_their_sources():
     assert state_bytes("adafactor", shards) == 4 * (rows + vectors)
     assert state_bytes("muon", shards) == 4 * (elements - vectors // 2) + (8 * vectors // 2) + 4 * (2 * LAYERS + 1)
     small, large = (
-        Shard(shape=(size,), whole=(size,), numel=size, dtype=torch.float32, trainable=True) for size in (4095, 4097)
+        ParameterShard(shape=(size,), whole=(size,), numel=size, dtype=torch.float32, trainable=True)
+        for size in (4095, 4097)
     )
     assert state_bytes("adamw_8bit", [small]) - state_bytes("adamw_8bit", []) == 8 * 4095
     assert state_bytes("adamw_8bit", [large]) - state_bytes("adamw_8bit", []) == 2 * (4097 + 17 * 4)

@@ -11,7 +11,7 @@ from hf_fsdp_plugin.integrations.preflight.comparison import compare_runs, diffe
 from hf_fsdp_plugin.integrations.preflight.run import problems_of_error
 from hf_fsdp_plugin.integrations.preflight.stages import (
     STAGES,
-    Recorder,
+    StageLog,
     problems_of,
     read_events,
     running_stages,
@@ -28,7 +28,7 @@ def results(folder: Path, *, stopped: bool = False) -> dict[str, str]:
 
 def test_stages_pass_when_all_ranks_have_ended_them(tmp_path: Path) -> None:
     for rank in (0, 1):
-        recorder = Recorder(tmp_path, rank)
+        recorder = StageLog(tmp_path, rank)
         for stage in STAGES:
             recorder.enter(stage)
         recorder.leave()
@@ -37,7 +37,7 @@ def test_stages_pass_when_all_ranks_have_ended_them(tmp_path: Path) -> None:
 
 
 def test_failure_of_one_rank_fails_the_stage_and_names_it(tmp_path: Path) -> None:
-    first, second = Recorder(tmp_path, 0), Recorder(tmp_path, 1)
+    first, second = StageLog(tmp_path, 0), StageLog(tmp_path, 1)
     first.enter("step")
     first.leave()
     second.enter("step")
@@ -49,28 +49,28 @@ def test_failure_of_one_rank_fails_the_stage_and_names_it(tmp_path: Path) -> Non
 
 def test_failure_of_all_ranks_is_one_problem(tmp_path: Path) -> None:
     for rank in (0, 1):
-        recorder = Recorder(tmp_path, rank)
+        recorder = StageLog(tmp_path, rank)
         recorder.enter("save")
         recorder.fail([PROBLEM])
     assert problems_of(read_events(tmp_path)) == [PROBLEM]
 
 
 def test_stage_without_an_end_stood_still_or_failed(tmp_path: Path) -> None:
-    Recorder(tmp_path, 0).enter("clip")
+    StageLog(tmp_path, 0).enter("clip")
     assert running_stages(read_events(tmp_path)) == ["clip"]
     assert results(tmp_path, stopped=True)["clip"] == "stood still"
     assert results(tmp_path)["clip"] == "failed"
 
 
 def test_line_that_is_being_written_is_not_read(tmp_path: Path) -> None:
-    Recorder(tmp_path, 0).enter("step")
+    StageLog(tmp_path, 0).enter("step")
     with (tmp_path / "rank_0.jsonl").open("a") as file:
         file.write('{"event": "end", "sta')
     assert running_stages(read_events(tmp_path)) == ["step"]
 
 
 def test_skipped_stage_has_its_reason(tmp_path: Path) -> None:
-    recorder = Recorder(tmp_path, 0)
+    recorder = StageLog(tmp_path, 0)
     recorder.skip("evaluate", "eval_strategy is no")
     stage = next(s for s in stage_results(read_events(tmp_path), stopped=False) if s.stage == "evaluate")
     assert (stage.result, stage.reason) == ("not tested", "eval_strategy is no")

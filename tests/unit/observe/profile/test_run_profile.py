@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from hf_fsdp_plugin.observe.profile.rank_profile import Call, RankProfile, Times, UnitSeconds
+from hf_fsdp_plugin.observe.profile.rank_profile import RankProfile, TimedCollective, Times, UnitSeconds
 from hf_fsdp_plugin.observe.profile.run_profile import merge_ranks
 from hf_fsdp_plugin.observe.profile.suggestions import suggest
 
@@ -14,11 +14,13 @@ PLAN = {
 }  # fmt: skip
 
 
-def call(unit: str, kind: str, phase: str, arrived: float, end: float) -> Call:
-    return Call(kind, unit, 0, phase, arrived, end, end - arrived, end - arrived)
+def call(unit: str, kind: str, phase: str, arrived: float, end: float) -> TimedCollective:
+    return TimedCollective(kind, unit, 0, phase, arrived, end, end - arrived, end - arrived)
 
 
-def rank_profile(rank: int, calls: list[Call], *, device: str = "cuda", host: str = "a", **more) -> RankProfile:
+def rank_profile(
+    rank: int, calls: list[TimedCollective], *, device: str = "cuda", host: str = "a", **more
+) -> RankProfile:
     facts = {
         "groups": {"a": "0:1:2", "b": "0:1:2"}, "plan": PLAN, "forwards_per_step": 1, "batch": [2, 16],
         "units": {name: {"bytes": 8_000_000, "reduce_dtype": "bf16"} for name in ("a", "b")},
@@ -59,7 +61,7 @@ def test_overhead_is_the_difference_of_the_wall_clock_steps():
     assert merge_ranks([replace(rank_profile(0, []), unprofiled=())]).overhead_seconds is None
 
 
-def both(calls: list[Call], **more) -> dict[str, float]:
+def both(calls: list[TimedCollective], **more) -> dict[str, float]:
     more = {"unprofiled": (1.0,), **more}
     run = merge_ranks([rank_profile(0, calls, **more), rank_profile(1, calls, **more)])
     return {each.setting: each.seconds for each in suggest(run)}
