@@ -104,7 +104,7 @@ class ContractError(SpecError):
         return self.problems[0].message
 
 
-def missing(contract: Contract) -> ContractError:
+def missing_name_error(contract: Contract) -> ContractError:
     """Return the error of a name that does not exist."""
     return ContractError(contract, f"has no {contract.target.partition(':')[2]} in {contract.target.partition(':')[0]}")
 
@@ -114,7 +114,7 @@ def _next_minor(version: str) -> str:
     return f"{major}.{minor + 1}"
 
 
-def load(target: str, rows: Sequence[Contract]) -> Any:
+def import_target(target: str, rows: Sequence[Contract]) -> Any:
     """Import the target of one of ``rows``. If it does not exist, return an object that raises when it is used."""
     row = next(row for row in rows if row.target == target)
     module, _, path = target.partition(":")
@@ -134,24 +134,26 @@ class Missing:
         self.__dict__["contract"] = contract
 
     def __getattr__(self, name: str) -> Any:
-        raise missing(self.__dict__["contract"])
+        raise missing_name_error(self.__dict__["contract"])
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        raise missing(self.__dict__["contract"])
+        raise missing_name_error(self.__dict__["contract"])
 
     def __instancecheck__(self, instance: object) -> bool:
-        raise missing(self.__dict__["contract"])
+        raise missing_name_error(self.__dict__["contract"])
 
     def __mro_entries__(self, bases: tuple[Any, ...]) -> tuple[type, ...]:
         """Let a class be derived from it. Creating an instance of that class raises the error."""
 
         def refuse(*args: Any, **kwargs: Any) -> Any:
-            raise missing(self.__dict__["contract"])
+            raise missing_name_error(self.__dict__["contract"])
 
         return (type("MissingBase", (), {"__init__": refuse}),)
 
 
-def guard(namespace: dict[str, Any], rows: Sequence[Contract], off: Mapping[str, Any] = MappingProxyType({})) -> None:
+def guard_functions(
+    namespace: dict[str, Any], rows: Sequence[Contract], off: Mapping[str, Any] = MappingProxyType({})
+) -> None:
     """Make the public functions of a module raise :class:`ContractError` for names and signatures that have changed.
 
     Call it at the end of a file that uses private names. An error that is not about a row is not changed.
@@ -216,7 +218,7 @@ def _broken_contract(error: Exception, file: str, rows: Mapping[str, Contract]) 
     row = next((row for name, row in rows.items() if name in source), None)
     if row is None:
         return None
-    return missing(row) if isinstance(error, ImportError) else ContractError(row, f"has changed: {error}")
+    return missing_name_error(row) if isinstance(error, ImportError) else ContractError(row, f"has changed: {error}")
 
 
 _Arguments = ParamSpec("_Arguments")

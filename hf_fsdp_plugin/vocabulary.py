@@ -416,7 +416,7 @@ _DERIVED = {
 }
 
 
-def canonical(name: str) -> str | None:
+def canonical_setting(name: str) -> str | None:
     """Return the setting of ``FsdpSpec`` for an internal name, for messages; ``None`` if there is none."""
     name = _DERIVED.get(name, name)
     for gathered in ("launch.extra", "launch.dynamo_config"):
@@ -426,7 +426,7 @@ def canonical(name: str) -> str | None:
     return None if row is None or row.internal else name
 
 
-def find(key: str, scopes: Iterable[Scope]) -> SettingRow | None:
+def find_row(key: str, scopes: Iterable[Scope]) -> SettingRow | None:
     """Return the row of a key in the first scope that has it, or of a canonical name; ``None`` if there is none."""
     for scope in scopes:
         if row := BY_KEY.get((scope, plain_key(key, scope))):
@@ -435,7 +435,7 @@ def find(key: str, scopes: Iterable[Scope]) -> SettingRow | None:
     return row if row is not None and not row.internal else None
 
 
-def suggest(key: str, scopes: Iterable[Scope]) -> str:
+def similar_key(key: str, scopes: Iterable[Scope]) -> str:
     """Return the known key most similar to a misspelled one, with its prefix; empty if none is similar."""
     known: dict[str, str] = {}
     for row in (row for scope in scopes for row in ROWS if row.scope == scope):

@@ -23,7 +23,7 @@ from hf_fsdp_plugin.problems import CheckpointError, Problem
 
 def replaced_path(final: Path) -> Path:
     """The path to which a commit renames the folder that it replaces."""
-    return file_names.hidden(final, file_names.REPLACED)
+    return file_names.hidden_path(final, file_names.REPLACED)
 
 
 def put_in_place(folder: Path, final: Path) -> Path | None:
@@ -75,7 +75,9 @@ def remove_checkpoint(checkpoint: Path) -> None:
     """
     for copy in file_names.merged_copies(checkpoint):
         shutil.rmtree(copy, ignore_errors=True)
-    removed = file_names.hidden(checkpoint.with_name(checkpoint.name.removeprefix(".")), f".removed{file_names.SAVING}")
+    removed = file_names.hidden_path(
+        checkpoint.with_name(checkpoint.name.removeprefix(".")), f".removed{file_names.SAVING}"
+    )
     shutil.rmtree(removed, ignore_errors=True)
     checkpoint.rename(removed)
     shutil.rmtree(removed, ignore_errors=True)

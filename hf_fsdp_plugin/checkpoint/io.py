@@ -81,7 +81,7 @@ _KINDS = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a so
 
 
 @contextmanager
-def reading(path: Path) -> Iterator[BinaryIO]:
+def open_for_reading(path: Path) -> Iterator[BinaryIO]:
     """Open a regular file for reading. Raises the errors of :func:`open_regular`."""
     with os.fdopen(open_regular(path), "rb") as file:
         yield file
@@ -89,7 +89,7 @@ def reading(path: Path) -> Iterator[BinaryIO]:
 
 def read_range(path: Path, start: int, num_bytes: int) -> bytes:
     """Return bytes of a regular file; fewer if it ends earlier. Raises the errors of :func:`open_regular`."""
-    with reading(path) as file:
+    with open_for_reading(path) as file:
         return os.pread(file.fileno(), num_bytes, start)
 
 
@@ -99,7 +99,7 @@ def read_file(path: Path) -> bytes:
     Raises:
         CheckpointError: the file is larger than any file with metadata, or than the free memory.
     """
-    with reading(path) as file:
+    with open_for_reading(path) as file:
         size = os.fstat(file.fileno()).st_size
         with suppress(MemoryError):
             if size <= _MAX_METADATA:
@@ -303,7 +303,7 @@ def file_blocks(path: Path, start: int = 0, stop: int | None = None) -> Iterator
 
     The GIL is released while bytes are read.
     """
-    with reading(path) as file:
+    with open_for_reading(path) as file:
         while stop is None or start < stop:
             wanted = _BLOCK if stop is None else min(_BLOCK, stop - start)
             count = os.preadv(file.fileno(), [_memory.block[:wanted]], start)

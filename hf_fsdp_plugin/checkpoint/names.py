@@ -50,30 +50,30 @@ MERGED: Final = ".merged-"
 """Suffix of the merged copies of checkpoints for ``from_pretrained``. A hash follows."""
 
 
-def hidden(path: Path, suffix: str) -> Path:
+def hidden_path(path: Path, suffix: str) -> Path:
     """Return the path ``.NAME.SUFFIX`` in the same folder as ``path``."""
     return path.with_name(f".{path.name}{suffix}")
 
 
 def merged_copy(checkpoint: Path, state: str) -> Path:
     """Return the path of the merged copy of a checkpoint in a certain state."""
-    return hidden(checkpoint, f"{MERGED}{state}")
+    return hidden_path(checkpoint, f"{MERGED}{state}")
 
 
 def merged_copies(checkpoint: Path) -> list[Path]:
     """Return the merged copies of a checkpoint that exist."""
-    prefix = hidden(checkpoint, MERGED).name
+    prefix = hidden_path(checkpoint, MERGED).name
     return [path for path in checkpoint.parent.iterdir() if path.name.startswith(prefix)]
 
 
-def numbered(stem: str, number: int) -> str:
+def numbered_name(stem: str, number: int) -> str:
     """Return ``STEM_NUMBER``, the name for one of several models or optimizers."""
     return f"{stem}_{number}"
 
 
 def numbered_from_one(stem: str, number: int) -> str:
     """Return ``STEM`` for the first of several models, and ``STEM_NUMBER`` for the others."""
-    return numbered(stem, number) if number else stem
+    return numbered_name(stem, number) if number else stem
 
 
 def safetensors_file(stem: str) -> str:

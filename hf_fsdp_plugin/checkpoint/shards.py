@@ -22,7 +22,7 @@ from hf_fsdp_plugin.backends.optimizers.known_optimizers import has_per_shard_st
 from hf_fsdp_plugin.backends.optimizers.parameters import JointModels, state_factory, step_mode
 from hf_fsdp_plugin.backends.sharding.forward_hooks import persistent_buffers
 from hf_fsdp_plugin.backends.sharding.submodule_calls import check_not_whole, free_gathered
-from hf_fsdp_plugin.checkpoint.formats.boxes import Box, flat_range, whole
+from hf_fsdp_plugin.checkpoint.formats.boxes import Box, flat_range, whole_box
 from hf_fsdp_plugin.checkpoint.formats.optimizer_state import (
     inner_key,
     per_shard_key,
@@ -165,7 +165,7 @@ def _add_flat_parameter(
         return [f"{name}.{attribute}".lstrip(".") for name in module_names[id(module)]]
 
     in_unit: list[ParameterLayout] = []
-    for member in fsdp1.members(flat):
+    for member in fsdp1.original_parameters(flat):
         *others, name = full_names(member.module, member.attribute)
         layout.aliases.update(dict.fromkeys(others, name))
         own = ParameterLayout(
@@ -206,7 +206,7 @@ def replicated_layout(name: str, tensor: torch.Tensor) -> ParameterLayout:
     """Return the layout of a tensor that is whole on every rank."""
     shape = tuple(tensor.shape)
     frozen = isinstance(tensor, nn.Parameter) and not tensor.requires_grad
-    return ParameterLayout(name, shape, (whole(shape),), dist.get_rank(), dist.get_world_size(), frozen)
+    return ParameterLayout(name, shape, (whole_box(shape),), dist.get_rank(), dist.get_world_size(), frozen)
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
@@ -372,7 +372,7 @@ class _StateReader:
         if layout == "like_parameter":
             return own.local_shard(name, local)
         if layout == "scalar":
-            return LocalShard(name, local.dtype, tuple(local.shape), (Piece(whole(local.shape), local.detach()),))
+            return LocalShard(name, local.dtype, tuple(local.shape), (Piece(whole_box(local.shape), local.detach()),))
         return None
 
     def _per_shard_entries(
@@ -394,7 +394,7 @@ class _StateReader:
         for inner, tensor in tensors.items() if own.boxes else ():
             stored = per_shard_key(inner, range_of(own.boxes, own.shape))
             name, shape = f"state.{own.name}.{stored}", tuple(tensor.shape)
-            pieces = (Piece(whole(shape), tensor.detach()),)
+            pieces = (Piece(whole_box(shape), tensor.detach()),)
             yield stored, LocalShard(name, tensor.dtype, shape, pieces, own.replica, own.replicas)
 
 

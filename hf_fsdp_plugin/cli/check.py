@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from hf_fsdp_plugin.cli.check_output import Checked, check_sources, verdict
+from hf_fsdp_plugin.cli.check_output import Checked, check_sources, verdict_line
 from hf_fsdp_plugin.cli.model_plan import plan_of_model
 from hf_fsdp_plugin.cli.output import OK, PROBLEMS, in_line_order, print_json, print_problems, text_width
 from hf_fsdp_plugin.cli.run_words import RUN_FLAG, add_run_arguments, check_run_usage, options_of, split_run_words
@@ -184,7 +184,7 @@ def _print(checked: Checked) -> None:
 
 def _fix(args: argparse.Namespace, files: Sequence[ConfigFile | None]) -> int:
     """Print the corrected config on stdout; the corrections, the remaining problems and the verdict on stderr."""
-    from hf_fsdp_plugin.cli.yaml_edit import correct
+    from hf_fsdp_plugin.cli.yaml_edit import apply_suggestions
 
     if args.json or len(files) != 1 or files[0] is None:
         raise UsageError("--fix needs one config, and prints no JSON.")
@@ -196,7 +196,7 @@ def _fix(args: argparse.Namespace, files: Sequence[ConfigFile | None]) -> int:
         print_problems(checked.problems)
         return checked.exit_code
     while True:  # a corrected key may have a misspelled value
-        text, corrections = correct(text, checked.problems, file.shown)
+        text, corrections = apply_suggestions(text, checked.problems, file.shown)
         if not corrections:
             break
         print("\n".join(map(printable, corrections)), file=sys.stderr)
@@ -205,7 +205,7 @@ def _fix(args: argparse.Namespace, files: Sequence[ConfigFile | None]) -> int:
     sys.stdout.write(text)
     sys.stdout.flush()
     print_problems(problem for problem in checked.problems if problem.severity != "note")
-    print(verdict(checked.spec, checked.problems, f"{file.shown} (corrected)"), file=sys.stderr)
+    print(verdict_line(checked.spec, checked.problems, f"{file.shown} (corrected)"), file=sys.stderr)
     return checked.exit_code
 
 

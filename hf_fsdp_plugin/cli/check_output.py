@@ -13,7 +13,7 @@ from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec
 from hf_fsdp_plugin.spec.load import assess
 from hf_fsdp_plugin.spec.rules import check_defaults_without_script, defaults_of_script, fsdp_is_off
 from hf_fsdp_plugin.text import fit_table, plural, printable, wrap_items, wrap_words
-from hf_fsdp_plugin.vocabulary import BY_NAME, ROWS, canonical, find
+from hf_fsdp_plugin.vocabulary import BY_NAME, ROWS, canonical_setting, find_row
 
 if TYPE_CHECKING:
     from hf_fsdp_plugin.cli.preflight import PreflightResult
@@ -49,7 +49,7 @@ class Checked:
         settings = {
             name: {"value": None, "refused": True, "origin": refused[name].to_json()}
             if name in refused
-            else {"value": jsonable(value), "refused": False, "origin": origin.to_json()}
+            else {"value": setting_to_json(value), "refused": False, "origin": origin.to_json()}
             for name, value, origin in self.spec.settings()
         }
         return {
@@ -68,7 +68,7 @@ class Checked:
             print(settings_table(self.spec, self.problems, self.config))
 
     def print_verdict(self) -> None:
-        print("\n" if self.spec.origins else "", verdict(self.spec, self.problems, self.config or "flags"), sep="")
+        print("\n" if self.spec.origins else "", verdict_line(self.spec, self.problems, self.config or "flags"), sep="")
 
 
 def check_sources(
@@ -152,11 +152,11 @@ def refused_settings(spec: FsdpSpec, problems: Iterable[Problem]) -> dict[str, O
 
 def _setting_of(key: str) -> str | None:
     """Return the canonical name of a key of any section."""
-    row = BY_NAME.get(key) or find(key, dict.fromkeys(row.scope for row in ROWS)) if key else None
-    return canonical(row.name) if row is not None else None
+    row = BY_NAME.get(key) or find_row(key, dict.fromkeys(row.scope for row in ROWS)) if key else None
+    return canonical_setting(row.name) if row is not None else None
 
 
-def verdict(spec: FsdpSpec, problems: Sequence[Problem], shown: str) -> str:
+def verdict_line(spec: FsdpSpec, problems: Sequence[Problem], shown: str) -> str:
     """Return the last line: the number of errors and warnings, or what will run."""
     counts = {severity: sum(p.severity == severity for p in problems) for severity in ("error", "warning")}
     found = ", ".join(plural(count, severity) for severity, count in counts.items() if count)
@@ -197,12 +197,12 @@ def _units(spec: FsdpSpec) -> str:
     }[spec.wrap.policy]
 
 
-def jsonable(value: Any) -> Any:
+def setting_to_json(value: Any) -> Any:
     """Return a value of a setting as JSON."""
     if isinstance(value, Mapping):
-        return {str(key): jsonable(item) for key, item in value.items()}
+        return {str(key): setting_to_json(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [jsonable(item) for item in value]
+        return [setting_to_json(item) for item in value]
     if isinstance(value, float) and (value != value or value in (float("inf"), float("-inf"))):
         return str(value)  # JSON has no NaN and no infinity
     return value

@@ -57,11 +57,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    print(SCRIPTS[args.shell](verbs()), end="")
+    print(SCRIPTS[args.shell](verbs_with_flags()), end="")
     return 0
 
 
-def verbs() -> list[Verb]:
+def verbs_with_flags() -> list[Verb]:
     """Return all verbs with their flags."""
     found = []
     for name, about in VERBS.items():

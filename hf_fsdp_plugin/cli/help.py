@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from hf_fsdp_plugin.cli.verbs import VERBS, make_parser, usage
+from hf_fsdp_plugin.cli.verbs import VERBS, make_parser, usage_text
 
 HELP = "Print the help of a verb: the same as hf-fsdp VERB --help. Without a verb, list the verbs."
 EXAMPLES = ("hf-fsdp help", "hf-fsdp help launch")
@@ -16,7 +16,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     if args.verb is None:
-        print(usage())
+        print(usage_text())
     else:
         print(make_parser(args.verb).format_help(), end="")
     return 0

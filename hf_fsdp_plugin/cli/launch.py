@@ -44,7 +44,7 @@ from hf_fsdp_plugin.runs.identity import POD_ID_VARIABLE
 from hf_fsdp_plugin.sources.command_line import flag_name, parse_flags
 from hf_fsdp_plugin.sources.environment import torchrun_options, torchrun_variables
 from hf_fsdp_plugin.sources.interface import ConfigFile, Sources
-from hf_fsdp_plugin.sources.launchers import LaunchHandover, absolute, user_variables
+from hf_fsdp_plugin.sources.launchers import LaunchHandover, absolute_path, user_variables
 from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec
 from hf_fsdp_plugin.text import printable
 
@@ -229,7 +229,7 @@ def _handover(arguments: LaunchArguments) -> LaunchHandover:
         overrides=arguments.overrides,
         environ={**user_variables(os.environ), **torchrun_variables(os.environ)},
     )
-    report = absolute(arguments.options.get("report"))
+    report = absolute_path(arguments.options.get("report"))
     options = arguments.options
     return LaunchHandover(
         sources=sources, quiet="quiet" in options, report=report, report_table="report_table" in options
@@ -239,7 +239,7 @@ def _handover(arguments: LaunchArguments) -> LaunchHandover:
 def _with_absolute_path(flag: str) -> str:
     name, _, value = flag.partition("=")
     is_path = flag_name(name) == "fsdp_config" and "{" not in value and Path(value).exists()
-    return f"{name}={absolute(value)}" if is_path else flag
+    return f"{name}={absolute_path(value)}" if is_path else flag
 
 
 def _command(arguments: LaunchArguments) -> list[str]:

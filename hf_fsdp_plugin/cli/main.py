@@ -14,7 +14,7 @@ from typing import Any
 
 import hf_fsdp_plugin
 from hf_fsdp_plugin.cli.output import INTERRUPTED, OK, PROBLEMS, USAGE
-from hf_fsdp_plugin.cli.verbs import PROG, VERBS, make_parser, usage, verb_module
+from hf_fsdp_plugin.cli.verbs import PROG, VERBS, make_parser, usage_text, verb_module
 from hf_fsdp_plugin.launcher.flags import UsageError
 from hf_fsdp_plugin.supported import unsupported_versions
 from hf_fsdp_plugin.text import printable
@@ -28,7 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one verb and return its exit code."""
     argv = list(sys.argv[1:] if argv is None else argv)
     if not argv or argv[0] in _HELP_FLAGS:
-        print(usage())
+        print(usage_text())
         return OK if argv else USAGE
     if argv[0] == "--version":
         print(f"{PROG} {hf_fsdp_plugin.__version__}")

@@ -20,7 +20,7 @@ from hf_fsdp_plugin.integrations.profiling.files import (
     RESULT,
     files_of_profile,
     read_ranks,
-    remove,
+    remove_paths,
     write_profile,
 )
 from hf_fsdp_plugin.launcher.flags import (
@@ -117,7 +117,7 @@ def run(args: argparse.Namespace) -> int:
         ranks = read_ranks(folder)
         problems = ranks.problems(options)
         if not ranks.paths or (code and not ranks.is_complete):
-            remove(files_of_profile(folder))
+            remove_paths(files_of_profile(folder))
             return _fail([_failure(code)] if code else problems, code or PROBLEMS, as_json=args.json)
         profile = ranks.merge()
         try:
@@ -128,7 +128,7 @@ def run(args: argparse.Namespace) -> int:
         return _fail(error.problems, PROBLEMS, as_json=args.json)
     finally:
         with contextlib.suppress(OSError):  # files that a rank could not complete, for example because it was killed
-            remove(list(folder.rglob(f"*{PARTIAL}")))
+            remove_paths(list(folder.rglob(f"*{PARTIAL}")))
     if args.json:
         print_json(tree)
     else:
@@ -151,7 +151,7 @@ def _prepare(folder: Path, *, force: bool) -> None:
         raise SpecError([Problem(code="FSDP-E774", message=message, fix=fix)])
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        remove(earlier)
+        remove_paths(earlier)
         probe = folder / f"probe{PARTIAL}"
         probe.write_bytes(b" " * 4096)
         probe.unlink()

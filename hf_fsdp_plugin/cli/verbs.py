@@ -74,7 +74,7 @@ def check_needs(args: argparse.Namespace, needs: Mapping[str, Sequence[str]]) ->
             raise UsageError(f"{args.given[name]} needs {flags}.")
 
 
-def usage() -> str:
+def usage_text() -> str:
     """Return the list of verbs and the exit codes."""
     width = max(map(len, VERBS))
     lines = [f"usage: {PROG} VERB [ARGUMENTS]", "", "verbs:"]

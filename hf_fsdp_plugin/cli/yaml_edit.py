@@ -113,7 +113,7 @@ def change_keys(text: str, replaced: Mapping[Key, Sequence[str]], added: Mapping
     return "\n".join(changed) + "\n"
 
 
-def correct(text: str, problems: Iterable[Problem], file: str) -> tuple[str, list[str]]:
+def apply_suggestions(text: str, problems: Iterable[Problem], file: str) -> tuple[str, list[str]]:
     """Return the text with the suggestions of the problems of one file, and a line for each correction.
 
     Args:

@@ -158,7 +158,7 @@ class Machine:
         if group_size <= 1:
             return 0.0
         if measured := self._measured_collective(kind, group_size):
-            return lookup(measured.seconds, float(num_bytes))
+            return seconds_at(measured.seconds, float(num_bytes))
         rounds = 2 if kind == "all_reduce" else 1
         bandwidth = self.intra.bandwidth
         if machines > 1:
@@ -182,7 +182,7 @@ def interpolate(curve: Curve, size: float) -> float:
     return curve[-1][1]
 
 
-def lookup(curve: Curve, size: float) -> float:
+def seconds_at(curve: Curve, size: float) -> float:
     """Return seconds at a size; beyond the largest point, in proportion to the size."""
     if size > curve[-1][0]:
         return curve[-1][1] * size / curve[-1][0]

@@ -139,14 +139,14 @@ def _reduce(timeline: Timeline, unit: UnitTimes, after: float, *, overlaps: bool
         timeline.free["compute"] = max(timeline.free["compute"], after)
 
 
-def exposed(timeline: Timeline) -> float:
+def exposed_seconds(timeline: Timeline) -> float:
     """Return the seconds of communication during which nothing is computed."""
-    compute = union((span.start, span.end) for span in timeline.spans if span.stream == "compute")
-    communication = union((span.start, span.end) for span in timeline.spans if span.stream != "compute")
-    return measure(subtract(communication, compute))
+    compute = merge_intervals((span.start, span.end) for span in timeline.spans if span.stream == "compute")
+    communication = merge_intervals((span.start, span.end) for span in timeline.spans if span.stream != "compute")
+    return total_length(subtract_intervals(communication, compute))
 
 
-def union(intervals: Iterable[Interval]) -> list[Interval]:
+def merge_intervals(intervals: Iterable[Interval]) -> list[Interval]:
     """Return the intervals as a set: sorted, and merged where they overlap or touch. Empty ones are dropped."""
     merged: list[Interval] = []
     for start, end in sorted(intervals):
@@ -159,12 +159,12 @@ def union(intervals: Iterable[Interval]) -> list[Interval]:
     return merged
 
 
-def measure(intervals: Iterable[Interval]) -> float:
+def total_length(intervals: Iterable[Interval]) -> float:
     """Return the sum of the lengths. For a set, that is the time which it covers."""
     return sum(end - start for start, end in intervals)
 
 
-def clip(intervals: Sequence[Interval], start: float, end: float) -> list[Interval]:
+def clip_intervals(intervals: Sequence[Interval], start: float, end: float) -> list[Interval]:
     """Return the part of a set between two times, without reading the rest of the set."""
     first = max(0, bisect_right(intervals, (start, float("inf"))) - 1)
     last = bisect_left(intervals, (end, float("-inf")))
@@ -172,11 +172,11 @@ def clip(intervals: Sequence[Interval], start: float, end: float) -> list[Interv
     return [(low, high) for low, high in found if high > low]
 
 
-def subtract(intervals: Sequence[Interval], removed: Sequence[Interval]) -> list[Interval]:
+def subtract_intervals(intervals: Sequence[Interval], removed: Sequence[Interval]) -> list[Interval]:
     """Return the part of a set that is not in another set."""
     rest: list[Interval] = []
     for start, end in intervals:
-        for low, high in clip(removed, start, end):
+        for low, high in clip_intervals(removed, start, end):
             if low > start:
                 rest.append((start, low))
             start = high

@@ -16,7 +16,7 @@ from hf_fsdp_plugin.estimate.machines import Machine
 from hf_fsdp_plugin.estimate.memory.peak import profile_step
 from hf_fsdp_plugin.estimate.memory.step import OpCost, StepProfile, positions
 from hf_fsdp_plugin.estimate.results import Collective, CollectiveKind, StepPhase, TimeEstimate
-from hf_fsdp_plugin.estimate.schedule import Timeline, UnitTimes, exposed, simulate
+from hf_fsdp_plugin.estimate.schedule import Timeline, UnitTimes, exposed_seconds, simulate
 from hf_fsdp_plugin.estimate.unit_sizes import UnitSizes, unit_sizes
 from hf_fsdp_plugin.estimate.workload import Workload, update_loop
 from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan, UnitPlan
@@ -87,7 +87,7 @@ class TimeModel:
         timeline = self.timeline(machine)
         compute = sum(span.end - span.start for span in timeline.spans if span.stream == "compute")
         communication = sum(span.end - span.start for span in timeline.spans if span.stream != "compute")
-        not_overlapped = exposed(timeline)
+        not_overlapped = exposed_seconds(timeline)
         contention = machine.contention * (communication - not_overlapped)
         step = max((span.end for span in timeline.spans), default=0.0) + contention
         dtype = _compute_name(plan)
@@ -181,7 +181,7 @@ def unit_costs(plan: FsdpPlan, profile: StepProfile) -> dict[str, UnitCosts]:
     """Return unit name -> its operations in one micro-batch. Operations outside of units (the loss) are the root's."""
     units = {"", *(unit.name for unit in plan.units)}
     costs = {name: UnitCosts(Counter(), Counter()) for name in units}
-    for stage, (phase, inside) in zip(profile.stages, positions(profile.stages), strict=True):
+    for stage, (phase, inside) in zip(profile.stages, stage_positions(profile.stages), strict=True):
         unit = next(name for name in reversed(inside) if name in units)
         getattr(costs[unit], phase).update(stage.ops)
     shared: dict[object, UnitCosts] = {}

@@ -77,7 +77,7 @@ call_marks: Final = CallMarks()
 """The marks of this process."""
 
 
-def collective(original: Function) -> Function:
+def record_collective(original: Function) -> Function:
     """Record a method of ``ProcessGroup`` that starts a collective."""
     operation, position = _OPERATIONS[original.__name__]
     blocks = original.__name__ == "monitored_barrier"
@@ -96,7 +96,7 @@ def collective(original: Function) -> Function:
     return call
 
 
-def message(original: Function) -> Function:
+def record_message(original: Function) -> Function:
     """Record a method of ``ProcessGroup`` that starts a send or a receive."""
     name = original.__name__
 
@@ -115,7 +115,7 @@ def message(original: Function) -> Function:
     return call
 
 
-def wait(original: Function) -> Function:
+def record_wait(original: Function) -> Function:
     """Record that this rank waits for a ``Work``, and mark the wait in a profile."""
 
     def recorded(work: Any, *args: Any, **kwargs: Any) -> Any:
@@ -132,7 +132,7 @@ def wait(original: Function) -> Function:
     return call
 
 
-def functional(original: Function) -> Function:
+def record_functional(original: Function) -> Function:
     """Record the functional collective, which ``DTensor`` calls, that resolves its process group."""
 
     def call(group: Any, *args: Any, **kwargs: Any) -> Any:

@@ -106,7 +106,7 @@ def _exists(row: Contract) -> bool:
     candidates = [f"{owner}.{name}" if owner else name for name in (row.name, *row.instead)]
     # Of torch, modules that are not loaded yet (the compiler) are not imported either.
     found = module in sys.modules and any(_has(module, each) for each in candidates)
-    return found or any(defines(module, each) for each in candidates) or row.name == "__new__"
+    return found or any(defines_name(module, each) for each in candidates) or row.name == "__new__"
 
 
 def _has(module: str, path: str) -> bool:
@@ -148,7 +148,7 @@ def _tree_of(module: str) -> ast.Module:
     return ast.parse(text_of(module))
 
 
-def defines(module: str, path: str) -> bool:
+def defines_name(module: str, path: str) -> bool:
     """Whether the code of a module, or of a class in it and of its bases whose source is found, contains a name.
 
     Args:

@@ -246,7 +246,7 @@ _PREFLIGHT_HOOKS = tuple(
 )
 
 _CALL_HOOKS = (
-    Hook("torch.distributed.distributed_c10d:Work.wait", "call_hooks:wait",
+    Hook("torch.distributed.distributed_c10d:Work.wait", "call_hooks:record_wait",
          "The time since which a rank waits is recorded, and marked in a profile.", _RECORD, direct=True),
     Hook(f"{_FSDP1}:_unshard", "call_hooks:gather_of_unit",
          "FSDP1 names the unit that it gathers neither for a record nor in a trace.", _RECORD, direct=True),
@@ -255,7 +255,7 @@ _CALL_HOOKS = (
 )
 _HANG_HOOKS = (
     *(
-        Hook(f"{_COLLECTIVES}.{name}", "call_hooks:collective",
+        Hook(f"{_COLLECTIVES}.{name}", "call_hooks:record_collective",
              "The order of the collectives of each rank is recorded.", _RECORD, direct=True,
              instead=_OLD_NAMES.get(name, ()))
         for name in (
@@ -264,11 +264,11 @@ _HANG_HOOKS = (
         )
     ),
     *(
-        Hook(f"{_COLLECTIVES}.{name}", "call_hooks:message",
+        Hook(f"{_COLLECTIVES}.{name}", "call_hooks:record_message",
              "A rank that waits for a message names its peer.", _RECORD, direct=True)
         for name in ("send", "recv")
     ),
-    Hook(f"{_FUNCTIONAL}:_resolve_group", "call_hooks:functional",
+    Hook(f"{_FUNCTIONAL}:_resolve_group", "call_hooks:record_functional",
          "Collectives of `DTensor` call no method of a process group in Python. All of them call this function.",
          _RECORD, direct=True, instead=("_resolve_group_name",)),
     Hook(f"{_FUNCTIONAL}:wait_tensor", "call_hooks:wait_tensor",
@@ -281,7 +281,7 @@ _HANG_HOOKS = (
 )
 
 _PROFILE_HOOKS = (
-    Hook("torch.autograd:backward", "profiling.marking:backward",
+    Hook("torch.autograd:backward", "profiling.marking:mark_backward",
          "The trace does not contain where a backward pass begins and ends.",
          "`hf-fsdp profile` is removed from this package.", always=True),
 )

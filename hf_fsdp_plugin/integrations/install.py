@@ -31,7 +31,7 @@ from hf_fsdp_plugin.messages import printer
 from hf_fsdp_plugin.problems import Problem
 from hf_fsdp_plugin.sources.environment import rank_variables
 from hf_fsdp_plugin.sources.interface import Sources, config_of
-from hf_fsdp_plugin.sources.launchers import LaunchHandover, absolute
+from hf_fsdp_plugin.sources.launchers import LaunchHandover, absolute_path
 from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec
 from hf_fsdp_plugin.supported import untested_versions
 
@@ -80,7 +80,7 @@ def install(
         command_line=(*given.command_line, *command_line),
         overrides=(*given.overrides, *overrides),
     )
-    report = absolute(report) or getattr(before, "report", None)
+    report = absolute_path(report) or getattr(before, "report", None)
     report_table = report_table or getattr(before, "report_table", False)
     spec = session.begin(sources, report=report, report_table=report_table)
     printer.print_warnings(spec.problems, printed_by_launcher=handover is not None)

@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager, contextmanager
 from types import ModuleType
 from typing import Any, Final, TypeVar
 
-from hf_fsdp_plugin.contracts import missing, warn_off
+from hf_fsdp_plugin.contracts import missing_name_error, warn_off
 from hf_fsdp_plugin.integrations.hooks import HOOKS, Group, Hook
 from hf_fsdp_plugin.integrations.rank_process import ImportCallbacks
 from hf_fsdp_plugin.integrations.session import session
@@ -58,9 +58,9 @@ class ProcessChanges:
         if found is not None:
             self._restorers.append(_replace(found, owner))
         elif hook.without == "refused":
-            raise missing(hook.contract)
+            raise missing_name_error(hook.contract)
         else:
-            warn_off(missing(hook.contract))
+            warn_off(missing_name_error(hook.contract))
 
     def remove(self) -> None:
         """Restore every original."""

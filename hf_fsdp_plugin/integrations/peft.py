@@ -22,7 +22,7 @@ from torch import nn
 from hf_fsdp_plugin.backends.ranks.agreement import broadcast_object, on_all_ranks
 from hf_fsdp_plugin.checkpoint import ModelShards, gathered_state
 from hf_fsdp_plugin.integrations.accelerate.plugin import planned_plugin
-from hf_fsdp_plugin.integrations.session import having
+from hf_fsdp_plugin.integrations.session import attributes_in_block
 from hf_fsdp_plugin.messages import print_once
 from hf_fsdp_plugin.plan.names import canonical_name, unwrapped
 from hf_fsdp_plugin.problems import Problem, SpecError
@@ -82,7 +82,7 @@ def _selected_by_peft(model: Any, shards: ModelShards, settings: Mapping[str, An
     with (
         warnings.catch_warnings(),
         as_unsharded(model, state),
-        having(model, get_prompt_embedding_to_save=lambda adapter_name: no_prompt),
+        attributes_in_block(model, get_prompt_embedding_to_save=lambda adapter_name: no_prompt),
     ):
         warnings.simplefilter("ignore")  # PEFT repeats its warnings when it saves
         try:
@@ -109,7 +109,7 @@ def as_unsharded(model: Any, state: Mapping[str, torch.Tensor]) -> Iterator[None
             if isinstance(saved, nn.ModuleDict):
                 for adapter, inner in saved.items():
                     part = _below(state, f"{name}.modules_to_save.{adapter}.")
-                    stack.enter_context(having(inner, state_dict=partial(dict, part)))
+                    stack.enter_context(attributes_in_block(inner, state_dict=partial(dict, part)))
         for adapter, encoder in getattr(model, _PROMPT_ENCODER, {}).items():
             weights = _below(state, f"{_PROMPT_ENCODER}.{adapter}.")
             stack.enter_context(with_tensors(encoder, weights))

@@ -25,7 +25,7 @@ _OTHER_RUNS: Final = frozenset({"FSDP-E120", "FSDP-E121", "FSDP-E122"})
 
 
 @contextmanager
-def holding(variable: ContextVar[T], value: T) -> Iterator[None]:
+def context_in_block(variable: ContextVar[T], value: T) -> Iterator[None]:
     """Set a context variable in the block."""
     token = variable.set(value)
     try:
@@ -35,7 +35,7 @@ def holding(variable: ContextVar[T], value: T) -> Iterator[None]:
 
 
 @contextmanager
-def having(owner: Any, **attributes: Any) -> Iterator[None]:
+def attributes_in_block(owner: Any, **attributes: Any) -> Iterator[None]:
     """Give an object other values of attributes in the block. Those that it only inherits are removed afterwards."""
     own = vars(owner)
     before = {name: own[name] for name in attributes if name in own}

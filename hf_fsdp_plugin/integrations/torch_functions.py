@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor
 from hf_fsdp_plugin.backends.optimizers.clipping import check_whole_gradients, clip_grad_norm
 from hf_fsdp_plugin.backends.ranks.collective_entry import collective_call
 from hf_fsdp_plugin.backends.sharding.shard import locate_module, sharded_models, sharded_optimizers
-from hf_fsdp_plugin.backends.sharding.submodule_calls import free_gathered, gathers
+from hf_fsdp_plugin.backends.sharding.submodule_calls import free_gathered, gathers_root_itself
 from hf_fsdp_plugin.backends.torch_types import shard_like
 from hf_fsdp_plugin.integrations.saving import gathered, part_of
 from hf_fsdp_plugin.problems import Problem, SpecError
@@ -288,7 +288,7 @@ def get_total_norm(original: Callable[..., torch.Tensor], tensors: Any, *args: A
 
 def register_forward_method(original: Callable[..., None], module: Any, method_name: str) -> None:
     """Leave a method that gathers the root itself: torch's gather around it would precede its wait for all ranks."""
-    if not gathers(getattr(module, method_name, None)):
+    if not gathers_root_itself(getattr(module, method_name, None)):
         original(module, method_name)
 
 
@@ -322,4 +322,4 @@ def _flat_sizes() -> set[int]:
     """Return the numbers of elements in this rank's parts of parameters that FSDP1 has flattened."""
     units = [unit for model in sharded_models() for unit in FSDP.fsdp_modules(model)]
     flats = [flat for unit in units if (flat := fsdp1.flat_parameter(unit)) is not None]
-    return {member.stop - member.start for flat in flats for member in fsdp1.members(flat)}
+    return {member.stop - member.start for flat in flats for member in fsdp1.original_parameters(flat)}

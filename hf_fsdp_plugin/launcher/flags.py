@@ -15,7 +15,7 @@ from typing import Any, Final, NoReturn
 
 from hf_fsdp_plugin.sources.command_line import RENAMED, SWITCHES, flag_name, machine_range, remedy_of_switch
 from hf_fsdp_plugin.text import printable
-from hf_fsdp_plugin.vocabulary import BY_KEY, ROWS, Scope, SettingRow, suggest
+from hf_fsdp_plugin.vocabulary import BY_KEY, ROWS, Scope, SettingRow, similar_key
 
 _LAUNCHER: Final = (
     ("config_file", "CONFIG", "Accelerate YAML or JSON with an fsdp_config"),
@@ -211,7 +211,7 @@ class Parser(argparse.ArgumentParser):
             if reason := why_refused(name):
                 return f"{written} {reason}"
             near = _OTHER_LAUNCHERS.get(name) or RENAMED.get(name, "")
-            near = near or (suggest(name, _PREFIXED) if name.startswith(("fsdp_", "parallelism_config_")) else "")
+            near = near or (similar_key(name, _PREFIXED) if name.startswith(("fsdp_", "parallelism_config_")) else "")
         if not near:
             known = [flag[2:] for action in self._actions for flag in action.option_strings if flag.startswith("--")]
             names = {flag_name(flag): flag for flag in known}

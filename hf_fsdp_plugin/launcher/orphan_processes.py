@@ -121,7 +121,7 @@ class Guard:
             self._process.wait()
 
 
-def guard(run: str, scratch: str) -> None:
+def guard_run(run: str, scratch: str) -> None:
     """Wait for the launcher to exit. If it was killed, kill the processes of its run. The program of the guard."""
     if sys.stdin.buffer.read() == _DONE:
         return
@@ -130,4 +130,4 @@ def guard(run: str, scratch: str) -> None:
 
 
 if __name__ == "__main__":
-    guard(*sys.argv[1:])
+    guard_run(*sys.argv[1:])

@@ -15,7 +15,13 @@ from hf_fsdp_plugin.devices import accelerator_type
 from hf_fsdp_plugin.observe import settings
 from hf_fsdp_plugin.observe import sharding_readers as sharding
 from hf_fsdp_plugin.observe.first_step import native_layers
-from hf_fsdp_plugin.observe.settings import ObservedRun, ObservedValue, common_value, differing, unobservable
+from hf_fsdp_plugin.observe.settings import (
+    ObservedRun,
+    ObservedValue,
+    common_value,
+    differing_value,
+    unobservable_value,
+)
 from hf_fsdp_plugin.observe.units import checkpoints_natively
 from hf_fsdp_plugin.observe.weights import WeightComparison
 from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan
@@ -28,13 +34,13 @@ from hf_fsdp_plugin.torch_private.modules import calls_compiled
 
 def read_state_dict(run: ObservedRun) -> ObservedValue:
     if run.state_dict is None:
-        return unobservable("no checkpoint was saved, and the report has no Accelerator")
+        return unobservable_value("no checkpoint was saved, and the report has no Accelerator")
     return ObservedValue(run.state_dict)
 
 
 def read_asynchronous(run: ObservedRun) -> ObservedValue:
     if run.saved_asynchronously is None:
-        return unobservable("no checkpoint was saved")
+        return unobservable_value("no checkpoint was saved")
     return ObservedValue(run.saved_asynchronously, "of the last checkpoint")
 
 
@@ -43,14 +49,14 @@ def read_checkpointing(run: ObservedRun) -> ObservedValue:
     native = any(map(checkpoints_natively, run.model.modules()))
     if len(switched := run.first_step.native_checkpointing | {native}) > 1 and not wrappers:
         reason = f"{len(switched)} states of Transformers' gradient checkpointing were observed during the run"
-        return differing("switched on and off", reason)
+        return differing_value("switched on and off", reason)
     if not wrappers and not native:
         return ObservedValue("none")
     if missing := _not_recomputed(run):
         recomputation = run.first_step.recomputation
         total = len(missing) + (recomputation.num_recomputed if recomputation is not None else 0)
         reason = f"not computed again in the backward: {format_names(missing, 2)}"
-        return differing(f"in {total - len(missing)} of {total} units", reason)
+        return differing_value(f"in {total - len(missing)} of {total} units", reason)
     if wrappers and native:
         reason = "torch's and Transformers' checkpointing are both enabled, so activations are recomputed twice"
         return ObservedValue("twice", reason)
@@ -61,10 +67,10 @@ def read_checkpointing(run: ObservedRun) -> ObservedValue:
     keywords = [functions.checkpoint_keywords(module) for module in wrappers]
     kind = common_value("selective" if "context_fn" in names else "full" for names in keywords)
     if broken := [module for module in wrappers if not functions.uses_torch_checkpoint(module)]:
-        return differing(f"{kind} in {len(wrappers) - len(broken)} of {len(wrappers)} units")
+        return differing_value(f"{kind} in {len(wrappers) - len(broken)} of {len(wrappers)} units")
     not_checkpointed = [unit.name for unit in run.layers if not unit.checkpointed]
     if not_checkpointed and len(wrappers) < len(run.layers):
-        return differing(f"{kind} in {len(wrappers)} of {len(run.layers)} units")
+        return differing_value(f"{kind} in {len(wrappers)} of {len(run.layers)} units")
     return ObservedValue(kind, reason=f"{len(wrappers)} modules")
 
 
@@ -81,7 +87,7 @@ def read_native(run: ObservedRun) -> ObservedValue:
     layers = [module for _, module in native_layers(run.model)]
     num_enabled = sum(map(checkpoints_natively, layers))
     if 0 < num_enabled < len(layers):
-        return differing(f"in {num_enabled} of {len(layers)} layers")
+        return differing_value(f"in {num_enabled} of {len(layers)} layers")
     if run.plan.activation.native and (missing := _not_recomputed(run)):
         return ObservedValue(False, reason=f"not computed again in the backward: {format_names(missing, 2)}")
     return ObservedValue(any(map(checkpoints_natively, run.model.modules())))
@@ -93,7 +99,7 @@ def read_activation_offload(run: ObservedRun) -> ObservedValue:
     found = sum(not isinstance(wrapper, CheckpointWrapper) and "forward" not in vars(wrapper) for wrapper in wrappers)
     planned = sum(len(unit.modules) for unit in run.plan.units if unit.from_policy)
     if 0 < found < planned:
-        return differing(f"in {found} of {planned} units")
+        return differing_value(f"in {found} of {planned} units")
     return ObservedValue(found > 0)
 
 
@@ -113,7 +119,7 @@ def read_ram_efficient(run: ObservedRun) -> ObservedValue:
     }
     kinds = ", ".join(f"{count} {kind}" for kind, count in counts.items() if count)
     if not weights.num_shared_ranks:
-        return unobservable(f"no rank shared memory with others before the model was sharded: parameters {kinds}")
+        return unobservable_value(f"no rank shared memory with others before the model was sharded: parameters {kinds}")
     private, total = format_bytes(before.private_bytes), format_bytes(before.total_bytes)
     memory = f"at most {private} of {total} were private to a rank"
     return replace(observed, reason=f"{observed.reason}; before, {memory}: parameters {kinds}")
@@ -122,29 +128,29 @@ def read_ram_efficient(run: ObservedRun) -> ObservedValue:
 def read_loading(run: ObservedRun, *, planned: bool) -> ObservedValue:
     """Check that every rank has rank 0's weights and that no tensor is on the meta device."""
     if not planned:
-        return unobservable("every rank loads all weights; this cannot be read off the model")
+        return unobservable_value("every rank loads all weights; this cannot be read off the model")
     weights = run.weights
     if weights is None:
-        return unobservable("the weights were not compared between ranks")
+        return unobservable_value("the weights were not compared between ranks")
     if weights.num_on_meta:
-        return differing(False, f"{weights.num_on_meta} tensors were not loaded: they are on the meta device")
+        return differing_value(False, f"{weights.num_on_meta} tensors were not loaded: they are on the meta device")
     if weights.differing:
-        return differing(False, f"ranks differ in {', '.join(weights.differing[:3])}")
+        return differing_value(False, f"ranks differ in {', '.join(weights.differing[:3])}")
     num_planned = sum(len(unit.parameters) for unit in run.plan.units) + len(run.plan.ignored_parameters)
     if weights.num_broadcast is not None:
         num_equal = weights.num_broadcast + weights.num_from_files
         if num_equal < num_planned and not run.plan.pre_sharded:
             reason = f"{num_equal} tensors are those of rank 0, but the model has {num_planned} parameters"
-            return differing(False, reason)
+            return differing_value(False, reason)
         origin = _origin_of_weights(weights)
         if weights.changed:
             changed = "a checkpoint or the script has changed weights before the first forward"
-            return unobservable(f"{origin}, but {changed}")
+            return unobservable_value(f"{origin}, but {changed}")
         if num_equal:
             return ObservedValue(True, origin, matches=True)
     if weights.replicated:
         return ObservedValue(True, "replicas and buffers are equal on all ranks", matches=True)
-    return unobservable("all weights are loaded and buffers are equal, but no weight is on more than one rank")
+    return unobservable_value("all weights are loaded and buffers are equal, but no weight is on more than one rank")
 
 
 def _origin_of_weights(weights: WeightComparison) -> str:
@@ -162,18 +168,18 @@ def read_num_machines(run: ObservedRun) -> ObservedValue:
     if run.num_hosts == run.plan.spec.launch.num_machines:
         return ObservedValue(run.num_hosts)
     found = f"the ranks have {run.num_hosts} host names"
-    return unobservable(f"{found}, but containers of one machine may have different names")
+    return unobservable_value(f"{found}, but containers of one machine may have different names")
 
 
 def read_mixed_precision(run: ObservedRun) -> ObservedValue:
     asked, param = str(run.plan.spec.launch.mixed_precision).lower(), run.plan.spec.precision.param
     if (asked in ("bf16", "fp16") or param in ("bf16", "fp16")) and param != asked:
-        return unobservable(f"overridden by precision.param={param}")
+        return unobservable_value(f"overridden by precision.param={param}")
     if not run.units_with_params:
-        return unobservable("no parameter belongs to a unit")
+        return unobservable_value("no parameter belongs to a unit")
     value = common_value(unit.param_dtype for unit in run.units_in_policy_dtype)
     if reason := sharding.unplanned_cast(run):
-        return differing(value, reason)
+        return differing_value(value, reason)
     casts = any(unit.live.casts for unit in run.units_with_params)
     return ObservedValue(value if casts and value != "fp32" else "no")
 
@@ -194,7 +200,7 @@ def read_dynamo(run: ObservedRun) -> ObservedValue:
         reason = "TORCHDYNAMO_DISABLE or torch._dynamo.config.disable is set"
         return ObservedValue("not compiled", reason, matches=not compiles)
     if compiles and compiled and len(called) < len(chosen):
-        return differing(f"compiled in {len(called)} of {len(chosen)} units")
+        return differing_value(f"compiled in {len(called)} of {len(chosen)} units")
     return ObservedValue("compiled" if compiled else "not compiled", matches=bool(compiled) == compiles)
 
 
@@ -228,7 +234,9 @@ READERS: Final[Mapping[str, ValueReader]] = MappingProxyType(
         "params.use_orig": sharding.read_use_orig,
         "checkpoint.state_dict": read_state_dict,
         "checkpoint.asynchronous": read_asynchronous,
-        "checkpoint.verify": lambda run: unobservable("only a resume uses this setting; the model does not record it"),
+        "checkpoint.verify": lambda run: unobservable_value(
+            "only a resume uses this setting; the model does not record it"
+        ),
         "activation.native": read_native,
         "activation.offload": read_activation_offload,
         "loading.ram_efficient": read_ram_efficient,
@@ -251,7 +259,7 @@ def read_setting(name: str, run: ObservedRun) -> ObservedValue:
     if name.startswith("xla."):
         asked = run.plan.spec.get(name)
         return ObservedValue(False if asked else asked, "the model is not on an XLA device", matches=not asked)
-    return unobservable("only the launcher uses this setting; the model does not record it")
+    return unobservable_value("only the launcher uses this setting; the model does not record it")
 
 
 def observe_settings(run: ObservedRun) -> tuple[settings.SettingObservation, ...]:
@@ -272,16 +280,16 @@ def _observe_setting(name: str, run: ObservedRun) -> settings.SettingObservation
     asked = plan.spec.get(name) if plan.spec.asked(name) else planned
     expected = planned if asked == "auto" else asked
     if not run.units and not name.startswith("launch."):
-        found = differing("not sharded", "no module of the live model is an FSDP unit")
+        found = differing_value("not sharded", "no module of the live model is an FSDP unit")
     else:
         try:
             found = read_setting(name, run)
         except ContractError as error:
-            found = unobservable(error.reason)
+            found = unobservable_value(error.reason)
         if found.value is None and not found.unobservable:
             # For example, scalars are not sharded, so the units of a model of scalars have no parameters.
             reasons = (error.reason for unit in run.units for error in unit.live.unknown.values())
-            found = unobservable(next(reasons, "no unit has parameters"))
+            found = unobservable_value(next(reasons, "no unit has parameters"))
     if plan.pre_sharded and not plan.spec.asked(name) and not found.unobservable:
         found = replace(found, reason=found.reason or "set by the script when it wrapped the model", matches=True)
     matches = found.matches if found.matches is not None else _json_value(found.value) == _json_value(expected)

@@ -224,7 +224,7 @@ class Report:
             status = status_line(other.settings, trained=other.training.steps > 0)
             lines.append(f"other model: {other.model_class}, {status}")
             lines += difference_lines(other.settings, [p for p in other.problems if p not in self.problems])
-        return "\n".join(map(wrap, lines))
+        return "\n".join(map(wrap_line, lines))
 
     def _as_other_model(self, trained: Report) -> str:
         """Return the tables of units, differing settings and problems that the report of ``trained`` lacks."""
@@ -335,7 +335,7 @@ def difference_lines(settings: Sequence[SettingObservation], problems: Sequence[
     return [*truncate_lines(errors, _MAX_LINES), *truncate_lines(lines, _MAX_LINES), *warnings]
 
 
-def wrap(text: str) -> str:
+def wrap_line(text: str) -> str:
     """Break a line that is wider than the tables."""
     return "\n".join(_wrap(text))
 

@@ -5,7 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from itertools import pairwise
 
-from hf_fsdp_plugin.observe.settings import ObservedRun, ObservedValue, common_value, differing, unobservable
+from hf_fsdp_plugin.observe.settings import (
+    ObservedRun,
+    ObservedValue,
+    common_value,
+    differing_value,
+    unobservable_value,
+)
 from hf_fsdp_plugin.observe.units import UnitObservation, dtype_name, unmanaged_parameters
 from hf_fsdp_plugin.plan.names import canonical_name, is_inside
 from hf_fsdp_plugin.strategies import STRATEGIES, strategy_of
@@ -16,14 +22,14 @@ def read_strategy(run: ObservedRun) -> ObservedValue:
     """Read FSDP1's strategy; under FSDP2, derive it from the mesh and the reshard flag of the layers."""
     value = common_value(unit.live.strategy or _strategy_of_mesh(unit) for unit in run.layers)
     if run.structure.unsharded:
-        return differing(f"{value}, except some parameters", run.structure.reason)
+        return differing_value(f"{value}, except some parameters", run.structure.reason)
     if unreduced := not_reduced(run):
         reason = f"gradients are not reduced: {format_names(unreduced, 2)}"
-        return differing(f"{value} without gradient reduction", reason)
+        return differing_value(f"{value} without gradient reduction", reason)
     gathered = [unit.label for unit in run.units_with_params if not unit.live.reshards_after_backward]
     if gathered and run.world_size > 1:
         reason = f"set_reshard_after_backward(False) keeps gathered parameters: {format_names(gathered, 2)}"
-        return differing(f"{value} without reshard after backward", reason)
+        return differing_value(f"{value} without reshard after backward", reason)
     if run.world_size == 1:
         return ObservedValue(value, "with one rank, all strategies are the same", matches=True)
     if all(unit.live.is_root for unit in run.layers) and _differs_in_reshard_only(value, run.plan.strategy):
@@ -56,7 +62,7 @@ def read_mesh_shard(run: ObservedRun) -> ObservedValue:
             if unit.live.shard_ranks not in ((), planned):
                 group, expected = (", ".join(map(str, ranks)) for ranks in (unit.live.shard_ranks, planned))
                 reason = f"the shards of {unit.name or 'the root'} are on ranks {group} instead of {expected}"
-                return differing(size, reason)
+                return differing_value(size, reason)
     return ObservedValue(size)
 
 
@@ -64,9 +70,9 @@ def read_mesh_replicate(run: ObservedRun) -> ObservedValue:
     size = common_value(unit.live.replicate_size for unit in run.units_with_params)
     local = [unit.label for unit in run.units_with_params if size != 1 and not unit.live.all_reduces]
     if run.diverged:
-        return differing(size, f"the replicas have different weights: {format_names(run.diverged, 2)}")
+        return differing_value(size, f"the replicas have different weights: {format_names(run.diverged, 2)}")
     if local:
-        return differing(size, f"gradients are not reduced over the replicas: {format_names(local, 2)}")
+        return differing_value(size, f"gradients are not reduced over the replicas: {format_names(local, 2)}")
     return ObservedValue(size)
 
 
@@ -107,7 +113,7 @@ def read_wrap_classes(run: ObservedRun) -> ObservedValue:
     if missing:
         reason = f"not wrapped: {', '.join(missing)}"
     if not run.structure.is_equal:
-        return differing(observed, reason or run.structure.reason)
+        return differing_value(observed, reason or run.structure.reason)
     # Without planned units, only the requested names can be compared.
     return ObservedValue(observed, reason, matches=not missing if planned else not absent)
 
@@ -116,11 +122,11 @@ def read_min_num_params(run: ObservedRun) -> ObservedValue:
     planned = {name for unit in run.plan.units if unit.from_policy for name in unit.modules}
     sizes = [unit.num_params for unit in run.units if planned.intersection(unit.module_names)]
     if not sizes:
-        return unobservable("the size policy chose no unit")
+        return unobservable_value("the size policy chose no unit")
     # The threshold itself is not on the live model.
     value = f"smallest unit {min(sizes):,}"
     if not run.structure.is_equal:
-        return differing(value, run.structure.reason)
+        return differing_value(value, run.structure.reason)
     reason = f"the smallest unit that the size policy chose has {min(sizes)} parameters"
     return ObservedValue(value, reason, matches=min(sizes) >= run.plan.spec.wrap.min_num_params)
 
@@ -156,9 +162,9 @@ def read_offload(run: ObservedRun) -> ObservedValue:
 
 def read_pin_memory(run: ObservedRun) -> ObservedValue:
     if not any(unit.offloaded for unit in run.units_with_params):
-        return unobservable("no parameters are offloaded")
+        return unobservable_value("no parameters are offloaded")
     if run.device_type == "cpu":
-        return unobservable("CPU ranks do not pin memory")
+        return unobservable_value("CPU ranks do not pin memory")
     shards = (shard for unit in run.units_with_params for shard in unit.live.shards)
     return ObservedValue(common_value(shard.is_pinned() for shard in shards))
 
@@ -166,7 +172,7 @@ def read_pin_memory(run: ObservedRun) -> ObservedValue:
 def read_param_dtype(run: ObservedRun) -> ObservedValue:
     value = common_value(unit.param_dtype for unit in run.units_in_policy_dtype)
     if value is not None and (reason := unplanned_cast(run)):
-        return differing(value, reason)
+        return differing_value(value, reason)
     if run.plan.precision.param == "unchanged":
         casts = any(unit.live.casts for unit in run.units_with_params)
         return ObservedValue(value, "the dtype of the parameters, without a cast", matches=not casts)
@@ -195,14 +201,14 @@ def read_fp32_modules(run: ObservedRun) -> ObservedValue:
     modules = list(dict.fromkeys(name.rpartition(".")[0] for name in found))
     if others:
         reason = f"{len(others)} parameters are not gathered in the planned dtype: {format_names(others, 3)}"
-        return differing(modules, reason)
+        return differing_value(modules, reason)
     return ObservedValue(modules, f"{len(found)} parameters are gathered in fp32", matches=True)
 
 
 def read_reduce_dtype(run: ObservedRun) -> ObservedValue:
     dtypes = [unit.reduce_dtype for unit in run.units_with_params if unit.reduce_dtype]
     if not dtypes:
-        return unobservable("no parameter is trained, so no gradient is reduced")
+        return unobservable_value("no parameter is trained, so no gradient is reduced")
     return ObservedValue(common_value(dtypes), matches=_true_if_unchanged(run.plan.precision.reduce))
 
 
@@ -214,15 +220,15 @@ def read_output_dtype(run: ObservedRun) -> ObservedValue:
     policies = [unit.live.output_dtype for unit in run.units if unit.live.is_root and unit.live.version == 2]
     if policies:
         return ObservedValue(dtype_name(policies[0]) or "unchanged", "from the policy of the root", matches)
-    return unobservable("FSDP1 does not store an output dtype, and no forward was recorded")
+    return unobservable_value("FSDP1 does not store an output dtype, and no forward was recorded")
 
 
 def read_buffer_dtype(run: ObservedRun) -> ObservedValue:
     dtypes = [dtype_name(buffer.dtype) for buffer in run.model.buffers() if buffer.is_floating_point()]
     if not dtypes:
-        return unobservable("the model has no floating-point buffers")
+        return unobservable_value("the model has no floating-point buffers")
     if any(unit.live.version == 1 and unit.live.lazy for unit in run.units):
-        return unobservable("FSDP1 casts buffers in the first forward, which has not run yet")
+        return unobservable_value("FSDP1 casts buffers in the first forward, which has not run yet")
     return ObservedValue(common_value(dtypes), matches=_true_if_unchanged(run.plan.precision.buffer))
 
 
@@ -235,23 +241,23 @@ _NO_PREFETCH = "fewer than two units below the root, so there is nothing to pref
 
 def read_backward_prefetch(run: ObservedRun) -> ObservedValue:
     if len(run.units_below_root) < 2:
-        return unobservable(_NO_PREFETCH)
+        return unobservable_value(_NO_PREFETCH)
     return ObservedValue(common_value(unit.live.backward_prefetch for unit in run.units_below_root))
 
 
 def read_forward_prefetch(run: ObservedRun) -> ObservedValue:
     num_units = len(run.units_below_root)
     if num_units < 2:
-        return unobservable(_NO_PREFETCH)
+        return unobservable_value(_NO_PREFETCH)
     num_prefetching = sum(unit.live.forward_prefetch for unit in run.units_below_root)
     # Under FSDP2 the last unit has no next unit to prefetch.
     if num_prefetching in (0, num_units, num_units - 1):
         wrong = [] if run.plan.pre_sharded else _prefetching_others(run)
         if wrong:
             reason = f"{wrong[0]} prefetches another unit than the next one"
-            return differing(f"of another unit in {len(wrong)} units", reason)
+            return differing_value(f"of another unit in {len(wrong)} units", reason)
         return ObservedValue(num_prefetching > 0)
-    return differing(f"in {num_prefetching} of {num_units} units")
+    return differing_value(f"in {num_prefetching} of {num_units} units")
 
 
 def _prefetching_others(run: ObservedRun) -> list[str]:

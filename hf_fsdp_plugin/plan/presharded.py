@@ -180,7 +180,7 @@ def _fsdp1_units(model: nn.Module) -> tuple[UnitPlan, ...]:
         if flat is not None:
             rows = [
                 (canonical_name(f"{name}.{m.name}".lstrip(".")), m.shape.numel(), flat.dtype, m.requires_grad)
-                for m in fsdp1.members(flat)
+                for m in fsdp1.original_parameters(flat)
             ]
         reshard = fsdp1.strategy_of(module).reshards_after_forward and bool(name)
         units.append(unit_plan([name], [model_class_name(module)], rows, reshard=reshard, from_policy=bool(name)))

@@ -14,7 +14,7 @@ from hf_fsdp_plugin.problems import Origin, Problem
 from hf_fsdp_plugin.sources.collector import FSDP_SCOPES, Collector, entry_of
 from hf_fsdp_plugin.sources.interface import ConfigFile, ConfigFiles, Sources, SourceSettings
 from hf_fsdp_plugin.sources.tree import ConfigEntry, ConfigFileError, Node, parse_text
-from hf_fsdp_plugin.vocabulary import TRAINING_FILE_MARKS, Scope, find, plain_key
+from hf_fsdp_plugin.vocabulary import TRAINING_FILE_MARKS, Scope, find_row, plain_key
 
 SOURCE = "config"
 FsdpConfig = Mapping[str, Any] | str | Path | None
@@ -135,7 +135,7 @@ def _keys_of(root: Node) -> set[str]:
 
 
 def _is_top_level(key: str) -> bool:
-    row = find(key, ("launch",))
+    row = find_row(key, ("launch",))
     return row is not None and row.scope == "launch" and plain_key(key, "launch") in row.spellings
 
 

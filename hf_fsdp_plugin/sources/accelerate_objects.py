@@ -13,7 +13,7 @@ from typing import Any
 
 from hf_fsdp_plugin.sources.collector import Collector, entry_of
 from hf_fsdp_plugin.sources.interface import Sources, SourceSettings
-from hf_fsdp_plugin.vocabulary import find
+from hf_fsdp_plugin.vocabulary import find_row
 
 PLUGIN = "FullyShardedDataParallelPlugin"
 PARALLELISM = "ParallelismConfig"

@@ -29,10 +29,10 @@ from hf_fsdp_plugin.vocabulary import (
     UNSUPPORTED_KEYS,
     Scope,
     SettingRow,
-    canonical,
-    find,
+    canonical_setting,
+    find_row,
     plain_key,
-    suggest,
+    similar_key,
 )
 
 AUTO_WRAP = "wrap.auto"
@@ -105,9 +105,9 @@ class Collector:
         for entry in entries:
             # dynamo_backend was a top-level key before dynamo_config existed.
             older: tuple[Scope, ...] = ("dynamo",) if entry.key.lower().startswith("dynamo_") else ()
-            if row := find(entry.key, (*scopes, *older)):
+            if row := find_row(entry.key, (*scopes, *older)):
                 self.add_entry(row, entry)
-            elif row := find(entry.key, misplaced):
+            elif row := find_row(entry.key, misplaced):
                 self._warn_misplaced(row, entry)
                 self.add_entry(row, entry)
             else:
@@ -118,7 +118,7 @@ class Collector:
         num_ignored = 0
         for entry in entries:
             scopes: tuple[Scope, ...] = ("training", "parallelism")
-            row = find(entry.key, (*scopes, "fsdp") if entry.key.lower().startswith("fsdp") else scopes)
+            row = find_row(entry.key, (*scopes, "fsdp") if entry.key.lower().startswith("fsdp") else scopes)
             if row is not None and row.scope in (*scopes, "fsdp"):
                 self.add_entry(row, entry)
             elif entry.key.lower().startswith("fsdp"):
@@ -175,12 +175,12 @@ class Collector:
             return True
         message = f"{entry.key} is {entry.value.shown}, which is not a value."
         fix = f"Write a value for {entry.key}, or leave it out."
-        self.report("FSDP-E050", entry, message, fix, setting=canonical(row.name))
+        self.report("FSDP-E050", entry, message, fix, setting=canonical_setting(row.name))
         return False
 
     def add_key(self, scope: Scope, key: str, value: object, *, written: str = "", is_switch: bool = False) -> None:
         """Add a key of the vocabulary with a Python value. Messages contain the key as `written`, by default `key`."""
-        row = find(key, (scope,))
+        row = find_row(key, (scope,))
         assert row is not None, f"the vocabulary has no key {key} in the scope {scope}"
         self.add_entry(row, entry_of(written or key, value, is_switch=is_switch))
 
@@ -283,7 +283,7 @@ class Collector:
             message = f"'{one_line(entry.key)}' begins with an underscore and is ignored as a comment."
             self.report("FSDP-N027", entry, message)
             return
-        fix = did_you_mean(suggest(entry.key, scopes), "Remove it, or see hf-fsdp schema for the list of keys.")
+        fix = did_you_mean(similar_key(entry.key, scopes), "Remove it, or see hf-fsdp schema for the list of keys.")
         self.report("FSDP-E020", entry, f"unknown key '{one_line(entry.key)}'.", fix)
 
 

@@ -11,7 +11,7 @@ from hf_fsdp_plugin.sources.interface import Sources, SourceSettings
 from hf_fsdp_plugin.sources.training_arguments import add_fsdp_arguments
 from hf_fsdp_plugin.sources.tree import ConfigEntry
 from hf_fsdp_plugin.spellings import did_you_mean, lower, nearest_word
-from hf_fsdp_plugin.vocabulary import BY_NAME, PREFIXES, Scope, SettingRow, find, plain_key, suggest
+from hf_fsdp_plugin.vocabulary import BY_NAME, PREFIXES, Scope, SettingRow, find_row, plain_key, similar_key
 
 SOURCE = "command line"
 OVERRIDES = "--set"
@@ -209,7 +209,7 @@ def _add_flag(out: Collector, flag: GivenFlag) -> None:
     if row is not None:
         out.add_entry(row, _entry(flag))
     elif flag.name in RENAMED or flag.name.lower().startswith(("fsdp", "parallelism_config")):
-        nearest = RENAMED.get(flag.name) or suggest(flag.name, ("fsdp", "parallelism"))
+        nearest = RENAMED.get(flag.name) or similar_key(flag.name, ("fsdp", "parallelism"))
         fix = did_you_mean(nearest and f"--{nearest}", "Remove it.")
         out.report("FSDP-E030", _entry(flag), f"unknown flag '{flag.written}'.", fix)
 
@@ -229,7 +229,7 @@ def remedy_of_switch(written: str) -> str:
 def _row_of_flag(name: str) -> SettingRow | None:
     default: Scope = "training" if name in OPTIONAL_VALUE else "launch"
     scope = next((scope for scope, prefix in PREFIXES.items() if prefix and name.startswith(prefix)), default)
-    row = find(name, (scope,))
+    row = find_row(name, (scope,))
     if row is None or row.opens is not None or plain_key(name, row.scope) not in row.spellings:
         return None
     return row
@@ -248,7 +248,7 @@ def read_overrides(sources: Sources) -> SourceSettings | None:
         return None
     for name, value in pairs:
         entry = entry_of(name, value)
-        row = BY_NAME.get(lower(name)) if "." in name else find(name, _ALL_SCOPES)
+        row = BY_NAME.get(lower(name)) if "." in name else find_row(name, _ALL_SCOPES)
         if row is not None and row.opens is not None and not entry.value.is_mapping:
             fix = "Set one of its settings, such as sharding.strategy=shard_grad_op, or pass --fsdp_config with JSON."
             out.report("FSDP-E032", entry, f"'{name}' is a section, not a setting.", fix)
@@ -277,4 +277,4 @@ def _split_pairs(texts: Iterable[Any], out: Collector) -> Iterable[tuple[str, st
 
 def _nearest_name(name: str) -> str:
     nearest = nearest_word(name.lower(), [row.name for row in BY_NAME.values() if not row.internal])
-    return nearest if "." in name else suggest(name, _ALL_SCOPES) or nearest
+    return nearest if "." in name else similar_key(name, _ALL_SCOPES) or nearest

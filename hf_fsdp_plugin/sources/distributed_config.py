@@ -17,7 +17,7 @@ from hf_fsdp_plugin.sources.interface import ConfigFile, Sources, SourceSettings
 from hf_fsdp_plugin.sources.tree import ConfigEntry, ConfigFileError
 from hf_fsdp_plugin.spellings import FALSE_WORDS, TRUE_WORDS, word_of
 from hf_fsdp_plugin.strategies import strategy_of
-from hf_fsdp_plugin.vocabulary import find, plain_key
+from hf_fsdp_plugin.vocabulary import find_row, plain_key
 
 SOURCE = "DistributedConfig"
 OTHER_AXES: Final = ("tp_size", "pp_size", "ep_size")
@@ -81,7 +81,7 @@ def _add_fields(out: Collector, fields: Mapping[str, ConfigEntry]) -> None:
             # Accelerate computes such a size from the world size; Transformers does not.
             message = f"{entry.key} is {entry.value.text}; expected a number of ranks."
             out.report("FSDP-E101", entry, message, "Set the number of ranks.", setting=_SIZES[name])
-        elif (row := find(name, ("distributed",))) is not None and row.scope == "distributed":
+        elif (row := find_row(name, ("distributed",))) is not None and row.scope == "distributed":
             out.add_entry(row, entry)
         else:
             unknown.append(entry)

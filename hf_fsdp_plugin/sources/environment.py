@@ -9,7 +9,7 @@ from hf_fsdp_plugin.sources.collector import Collector, entry_of
 from hf_fsdp_plugin.sources.command_line import machine_range, parse_flags
 from hf_fsdp_plugin.sources.interface import ENVIRONMENT, Sources, SourceSettings
 from hf_fsdp_plugin.spellings import FALSE_WORDS, NULL_WORDS, TRUE_WORDS, did_you_mean
-from hf_fsdp_plugin.vocabulary import Scope, find, suggest
+from hf_fsdp_plugin.vocabulary import Scope, find_row, similar_key
 
 SOURCE = ENVIRONMENT
 PREFIXES: tuple[tuple[str, Scope], ...] = (("FSDP_", "fsdp"), ("PARALLELISM_CONFIG_", "parallelism"))
@@ -70,11 +70,11 @@ def _add(out: Collector, name: str, value: str, variables: Mapping[str, str]) ->
         if not upper.startswith(prefix):
             continue
         key = upper.removeprefix(prefix)
-        row = find(key, (scope,))
+        row = find_row(key, (scope,))
         if row is not None and not row.name.startswith("launch."):
             out.add_entry(row, entry_of(name, value))
         else:
-            nearest = suggest(key, (scope,)).removeprefix(prefix.lower()).upper()
+            nearest = similar_key(key, (scope,)).removeprefix(prefix.lower()).upper()
             fix = did_you_mean(nearest and f"{prefix}{nearest}", "Unset it.")
             message = f"the environment variable {name} is not a setting and is ignored."
             out.report("FSDP-W035", entry_of(name, value), message, fix)

@@ -19,7 +19,7 @@ from hf_fsdp_plugin.sources.tree import (
     one_line,
     parse_text,
 )
-from hf_fsdp_plugin.vocabulary import canonical
+from hf_fsdp_plugin.vocabulary import canonical_setting
 
 MAX_BYTES = 1 << 20
 Dialect = Literal["accelerate", "training_arguments"]
@@ -167,7 +167,7 @@ class Setting:
 
     def problem(self, code: str, message: str, fix: str = "") -> Problem:
         """Return a problem of this setting, with its origin."""
-        return Problem(code=code, message=message, fix=fix, setting=canonical(self.name), origin=self.origin)
+        return Problem(code=code, message=message, fix=fix, setting=canonical_setting(self.name), origin=self.origin)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -221,6 +221,6 @@ class LaunchHandover:
             ) from error
 
 
-def absolute(path: str | None) -> str | None:
+def absolute_path(path: str | None) -> str | None:
     """Make `path` absolute, so that it stays valid when the script changes its working directory."""
     return None if path is None else str(Path(path).expanduser().absolute())

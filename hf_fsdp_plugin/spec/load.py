@@ -21,7 +21,7 @@ from hf_fsdp_plugin.spec.precedence import merge_levels, read_all
 from hf_fsdp_plugin.spec.rules import check_rules
 from hf_fsdp_plugin.spec.values import parse_settings
 from hf_fsdp_plugin.strategies import STRATEGIES
-from hf_fsdp_plugin.vocabulary import canonical
+from hf_fsdp_plugin.vocabulary import canonical_setting
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -173,7 +173,7 @@ def _given_settings(spec: FsdpSpec, *, level: str = "") -> SourceSettings:
 def _not_set(levels: Sequence[SourceSettings], spec: FsdpSpec) -> Iterator[Problem]:
     """Report each key whose value is null, with the value that is used instead."""
     for setting in (setting for level in levels for setting in level.not_set):
-        name = canonical(setting.name)
+        name = canonical_setting(setting.name)
         written = setting.origin.spelling
         message = f"{written} has no value, which means that it is not set."
         if name is not None and spec.asked(name):

@@ -14,7 +14,7 @@ from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, W
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import LogsSpecs
 
-from hf_fsdp_plugin.contracts import contracts_of, missing
+from hf_fsdp_plugin.contracts import contracts_of, missing_name_error
 
 CONTRACTS = contracts_of(
     "torch.distributed.elastic.agent.server.local_elastic_agent:LocalElasticAgent",
@@ -50,7 +50,7 @@ class AttemptAgent(LocalElasticAgent):
     def __init__(self, spec: WorkerSpec, attempt: Attempt, logs: LogsSpecs) -> None:
         for row in CONTRACTS:
             if not any(row.name in vars(base) for base in LocalElasticAgent.__mro__):
-                raise missing(row)
+                raise missing_name_error(row)
         super().__init__(spec, logs_specs=logs, start_method="spawn")
         self._attempt = attempt
 

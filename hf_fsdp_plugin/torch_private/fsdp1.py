@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.fsdp import FlatParameter
 from torch.distributed.fsdp.fully_sharded_data_parallel import FullyShardedDataParallel
 
-from hf_fsdp_plugin.contracts import Contract, contracts_of, guard, load
+from hf_fsdp_plugin.contracts import Contract, contracts_of, guard_functions, import_target
 from hf_fsdp_plugin.strategies import BY_TORCH_NAME, Strategy
 from hf_fsdp_plugin.torch_private.live_unit import Facts, LiveUnit, attribute_or, read_facts
 from hf_fsdp_plugin.torch_private.modules import parameters as own_parameters
@@ -58,18 +58,18 @@ CONTRACTS = (
                   "_mp_shard", "_saved_grad_shard", "_cpu_grad"),
 )  # fmt: skip
 
-_is_fsdp_flattened = load(f"{_COMMON}:_is_fsdp_flattened", CONTRACTS)
-_FLAT_PARAM = load(f"{_FSDP1}:FLAT_PARAM", CONTRACTS)
-_IDLE = load(f"{_COMMON}:TrainingState.IDLE", CONTRACTS)
-_SUMMONED = load(f"{_COMMON}:TrainingState.SUMMON_FULL_PARAMS", CONTRACTS)
-_FlatParamHandle = load(f"{_FLAT}:FlatParamHandle", CONTRACTS)
-_post_forward = load(f"{_RUNTIME}:_post_forward", CONTRACTS)
-_post_forward_reshard = load(f"{_RUNTIME}:_post_forward_reshard", CONTRACTS)
-_pre_forward = load(f"{_RUNTIME}:_pre_forward", CONTRACTS)
-_pre_forward_unshard = load(f"{_RUNTIME}:_pre_forward_unshard", CONTRACTS)
-_register_pre_backward_hooks = load(f"{_RUNTIME}:_register_pre_backward_hooks", CONTRACTS)
-_reshard = load(f"{_RUNTIME}:_reshard", CONTRACTS)
-_root_pre_forward = load(f"{_RUNTIME}:_root_pre_forward", CONTRACTS)
+_is_fsdp_flattened = import_target(f"{_COMMON}:_is_fsdp_flattened", CONTRACTS)
+_FLAT_PARAM = import_target(f"{_FSDP1}:FLAT_PARAM", CONTRACTS)
+_IDLE = import_target(f"{_COMMON}:TrainingState.IDLE", CONTRACTS)
+_SUMMONED = import_target(f"{_COMMON}:TrainingState.SUMMON_FULL_PARAMS", CONTRACTS)
+_FlatParamHandle = import_target(f"{_FLAT}:FlatParamHandle", CONTRACTS)
+_post_forward = import_target(f"{_RUNTIME}:_post_forward", CONTRACTS)
+_post_forward_reshard = import_target(f"{_RUNTIME}:_post_forward_reshard", CONTRACTS)
+_pre_forward = import_target(f"{_RUNTIME}:_pre_forward", CONTRACTS)
+_pre_forward_unshard = import_target(f"{_RUNTIME}:_pre_forward_unshard", CONTRACTS)
+_register_pre_backward_hooks = import_target(f"{_RUNTIME}:_register_pre_backward_hooks", CONTRACTS)
+_reshard = import_target(f"{_RUNTIME}:_reshard", CONTRACTS)
+_root_pre_forward = import_target(f"{_RUNTIME}:_root_pre_forward", CONTRACTS)
 
 Registration = tuple[nn.Module, str]
 """A module, and the attribute name of a parameter that is registered in it."""
@@ -152,7 +152,7 @@ def flat_shapes(root: nn.Module) -> Iterator[tuple[torch.Size, ...]]:
         yield flat._shapes
 
 
-def members(flat: Any) -> list[Member]:
+def original_parameters(flat: Any) -> list[Member]:
     """Return the original parameters in a flat parameter, in order."""
     parameters = flat._params if flat._params is not None else [None] * len(flat._fqns)
     columns = zip(flat._fqns, flat._param_infos, flat._shapes, flat._shard_param_infos, parameters, strict=True)
@@ -319,13 +319,15 @@ def _is_sharded(unit: Any) -> bool:
 def _gradients(handle: Any) -> tuple[torch.Tensor, ...]:
     flat = handle.flat_param
     found = [flat.grad, _attribute(flat, "_saved_grad_shard"), _attribute(flat, "_cpu_grad")]
-    found += [member.parameter.grad for member in members(flat) if member.parameter is not None]
+    found += [member.parameter.grad for member in original_parameters(flat) if member.parameter is not None]
     return tuple(tensor for tensor in found if tensor is not None)
 
 
 def _parts(handle: Any) -> tuple[torch.Tensor, ...]:
     shard = local_shard(handle.flat_param)
-    return tuple(shard.narrow(0, each.offset, each.stop - each.start) for each in members(handle.flat_param))
+    return tuple(
+        shard.narrow(0, each.offset, each.stop - each.start) for each in original_parameters(handle.flat_param)
+    )
 
 
 def _is_unreduced(handle: Any) -> bool:
@@ -338,7 +340,7 @@ def _size(handle: Any, *, trainable: bool | None = None, local: bool = False) ->
     """Return the number of elements of the whole unit, or of this rank's shard, without padding."""
     return sum(
         member.stop - member.start if local else member.shape.numel()
-        for member in members(handle.flat_param)
+        for member in original_parameters(handle.flat_param)
         if trainable is None or member.requires_grad == trainable
     )
 
@@ -372,7 +374,7 @@ _HANDLE_FACTS: Facts = {
     "master_dtypes": lambda handle: (handle._orig_param_dtype,),
     "compute_dtype": lambda handle: handle._fwd_bwd_param_dtype,
     "reduce_dtype": lambda handle: (
-        handle._reduce_dtype if any(member.requires_grad for member in members(handle.flat_param)) else None
+        handle._reduce_dtype if any(member.requires_grad for member in original_parameters(handle.flat_param)) else None
     ),
     "casts": lambda handle: handle._low_prec_param_dtype_specified,
     "shards": lambda handle: (local_shard(handle.flat_param),),
@@ -383,9 +385,9 @@ _HANDLE_FACTS: Facts = {
     "gradients": _gradients,
     "unreduced": _is_unreduced,
     "places": lambda handle: tuple(
-        (member.module, member.attribute, member.requires_grad) for member in members(handle.flat_param)
+        (member.module, member.attribute, member.requires_grad) for member in original_parameters(handle.flat_param)
     ),
     "parameter_ids": lambda handle: frozenset(id(parameter) for parameter in parameter_objects(handle.flat_param)),
 }
 
-guard(globals(), CONTRACTS)
+guard_functions(globals(), CONTRACTS)

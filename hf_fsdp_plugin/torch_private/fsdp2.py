@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
-from hf_fsdp_plugin.contracts import contracts_of, guard, load, release_of
+from hf_fsdp_plugin.contracts import contracts_of, guard_functions, import_target, release_of
 from hf_fsdp_plugin.torch_private.live_unit import Facts, LiveUnit, attribute_or, read_facts
 from hf_fsdp_plugin.torch_private.modules import LOCAL_TENSOR_ATTRIBUTE, forward_pre_hooks
 
@@ -64,10 +64,10 @@ CONTRACTS = (
     *contracts_of(f"{_COMMON}:DDPMeshInfo", "unobservable", _READ, "replicate_mesh_size"),
 )  # fmt: skip
 
-_UNSHARDED = load("torch.distributed.fsdp._fully_shard._fsdp_param:ShardedState.UNSHARDED", CONTRACTS)
-_IDLE = load(f"{_COMMON}:TrainingState.IDLE", CONTRACTS)
-_FSDP_MESH = load(f"{_COMMON}:FSDPMeshInfo", CONTRACTS)
-_DDP_MESH = load(f"{_COMMON}:DDPMeshInfo", CONTRACTS)
+_UNSHARDED = import_target("torch.distributed.fsdp._fully_shard._fsdp_param:ShardedState.UNSHARDED", CONTRACTS)
+_IDLE = import_target(f"{_COMMON}:TrainingState.IDLE", CONTRACTS)
+_FSDP_MESH = import_target(f"{_COMMON}:FSDPMeshInfo", CONTRACTS)
+_DDP_MESH = import_target(f"{_COMMON}:DDPMeshInfo", CONTRACTS)
 _BACKWARD_PREFETCH_MARK = "_hf_fsdp_backward_prefetch"
 
 
@@ -411,4 +411,4 @@ _GROUP_FACTS: Facts = {
     "copy_ids": lambda group: frozenset(map(id, _wholes(group))),
 }
 
-guard(globals(), CONTRACTS, off={"keep_requires_grad": None, "is_idle": False})
+guard_functions(globals(), CONTRACTS, off={"keep_requires_grad": None, "is_idle": False})

@@ -14,7 +14,7 @@ from torch import nn
 from torch.amp.grad_scaler import GradScaler
 from torch.distributed.tensor import DTensor
 
-from hf_fsdp_plugin.contracts import contracts_of, guard, load
+from hf_fsdp_plugin.contracts import contracts_of, guard_functions, import_target
 
 if TYPE_CHECKING:
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import ActivationWrapper as ActivationWrapper
@@ -70,29 +70,29 @@ CONTRACTS = (
 _NO_HOOKS: Mapping[int, Any] = {}
 
 if not TYPE_CHECKING:
-    ActivationWrapper = load(f"{_CHECKPOINT}:ActivationWrapper", CONTRACTS)
-    CheckpointWrapper = load(f"{_CHECKPOINT}:CheckpointWrapper", CONTRACTS)
-    TorchDispatchMode = load(f"{_DISPATCH}:TorchDispatchMode", CONTRACTS)
-checkpoint_wrapper = load(f"{_CHECKPOINT}:checkpoint_wrapper", CONTRACTS)
-StorageInfo = load(f"{_FILES}:_StorageInfo", CONTRACTS)
-default_store = load(f"{_STORE}:_get_default_store", CONTRACTS)
-compute_local_shape_and_global_offset = load(f"{_LAYOUT}:compute_local_shape_and_global_offset", CONTRACTS)
-tree_leaves = load(f"{_TREE}:tree_leaves", CONTRACTS)
-tree_map = load(f"{_TREE}:tree_map", CONTRACTS)
-tree_map_only = load(f"{_TREE}:tree_map_only", CONTRACTS)
-_foreach_mul_ = load("torch:_foreach_mul_", CONTRACTS)
-_foreach_norm = load("torch:_foreach_norm", CONTRACTS)
-_check_and_unscale_ = load("torch:_amp_foreach_non_finite_check_and_unscale_", CONTRACTS)
+    ActivationWrapper = import_target(f"{_CHECKPOINT}:ActivationWrapper", CONTRACTS)
+    CheckpointWrapper = import_target(f"{_CHECKPOINT}:CheckpointWrapper", CONTRACTS)
+    TorchDispatchMode = import_target(f"{_DISPATCH}:TorchDispatchMode", CONTRACTS)
+checkpoint_wrapper = import_target(f"{_CHECKPOINT}:checkpoint_wrapper", CONTRACTS)
+StorageInfo = import_target(f"{_FILES}:_StorageInfo", CONTRACTS)
+default_store = import_target(f"{_STORE}:_get_default_store", CONTRACTS)
+compute_local_shape_and_global_offset = import_target(f"{_LAYOUT}:compute_local_shape_and_global_offset", CONTRACTS)
+tree_leaves = import_target(f"{_TREE}:tree_leaves", CONTRACTS)
+tree_map = import_target(f"{_TREE}:tree_map", CONTRACTS)
+tree_map_only = import_target(f"{_TREE}:tree_map_only", CONTRACTS)
+_foreach_mul_ = import_target("torch:_foreach_mul_", CONTRACTS)
+_foreach_norm = import_target("torch:_foreach_norm", CONTRACTS)
+_check_and_unscale_ = import_target("torch:_amp_foreach_non_finite_check_and_unscale_", CONTRACTS)
 
-ATTENTION_OPS = tuple(load(f"torch:ops.aten.{name}.default", CONTRACTS) for name in _ATTENTION)
+ATTENTION_OPS = tuple(import_target(f"torch:ops.aten.{name}.default", CONTRACTS) for name in _ATTENTION)
 """The operators that ``scaled_dot_product_attention`` calls."""
-GROUPED_MM = load("torch:ops.aten._grouped_mm.default", CONTRACTS)
+GROUPED_MM = import_target("torch:ops.aten._grouped_mm.default", CONTRACTS)
 """The operator that ``torch.nn.functional.grouped_mm`` calls."""
-READ_VALUE = load("torch:ops.aten._local_scalar_dense.default", CONTRACTS)
+READ_VALUE = import_target("torch:ops.aten._local_scalar_dense.default", CONTRACTS)
 """The operator of ``Tensor.item()``."""
-cpu_attention = load("torch:ops.aten._scaled_dot_product_flash_attention_for_cpu", CONTRACTS)
-flash_attention = load("torch:ops.aten._scaled_dot_product_flash_attention", CONTRACTS)
-efficient_attention = load("torch:ops.aten._scaled_dot_product_efficient_attention", CONTRACTS)
+cpu_attention = import_target("torch:ops.aten._scaled_dot_product_flash_attention_for_cpu", CONTRACTS)
+flash_attention = import_target("torch:ops.aten._scaled_dot_product_flash_attention", CONTRACTS)
+efficient_attention = import_target("torch:ops.aten._scaled_dot_product_efficient_attention", CONTRACTS)
 
 
 def checkpointed_module(wrapper: ActivationWrapper) -> nn.Module:
@@ -246,7 +246,7 @@ def _local_gradients(optimizer: torch.optim.Optimizer) -> dict[tuple[torch.devic
     return found
 
 
-guard(
+guard_functions(
     globals(),
     CONTRACTS,
     off={

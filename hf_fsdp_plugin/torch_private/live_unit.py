@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from hf_fsdp_plugin.contracts import Contract, ContractError, missing
+from hf_fsdp_plugin.contracts import Contract, ContractError, missing_name_error
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, slots=True)
@@ -134,7 +134,7 @@ def read_facts(parts: Sequence[tuple[Any, Facts]], rows: tuple[Contract, ...]) -
             row = next((row for row in rows if error.name in (row.name, *row.instead)), None)
             if row is None:
                 raise
-            unknown[fact] = missing(row)
+            unknown[fact] = missing_name_error(row)
     return {**found, "unknown": {fact: error for fact, error in unknown.items() if fact not in found}}
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
 
-from hf_fsdp_plugin.contracts import Contract, contracts_of, guard
+from hf_fsdp_plugin.contracts import Contract, contracts_of, guard_functions
 
 if TYPE_CHECKING:
     import torch
@@ -176,4 +176,4 @@ def unit_name(unit: Any) -> str:
     return str(name)
 
 
-guard(globals(), CONTRACTS, off={"set_unit_names": None, "unit_name": ""})
+guard_functions(globals(), CONTRACTS, off={"set_unit_names": None, "unit_name": ""})

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
-from hf_fsdp_plugin.contracts import contracts_of, guard
+from hf_fsdp_plugin.contracts import contracts_of, guard_functions
 
 _C10D: Final = "torch.distributed.distributed_c10d"
 _TIMEOUTS: Final = "the time-out of process groups"
@@ -72,4 +72,6 @@ def fake_process_group(world_size: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-guard(globals(), CONTRACTS, off={"timeout_of": None, "set_timeout": None, "resolve_group": None, "supports_cpu": False})
+guard_functions(
+    globals(), CONTRACTS, off={"timeout_of": None, "set_timeout": None, "resolve_group": None, "supports_cpu": False}
+)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from hf_fsdp_plugin.checkpoint.formats.boxes import numpy_dtype, slices, whole
+from hf_fsdp_plugin.checkpoint.formats.boxes import numpy_dtype, relative_slices, whole_box
 from hf_fsdp_plugin.checkpoint.formats.stored import StoredTensor
 
 
@@ -18,5 +18,5 @@ def assembled(root: Path, tensor: StoredTensor) -> np.ndarray:
         data = np.memmap(root / piece.file, np.uint8, "r")
         strides = [stride * dtype.itemsize for stride in piece.strides]
         part = np.ndarray(piece.box.sizes, dtype, data, offset=piece.offset, strides=strides)
-        result[slices(piece.box, whole(tensor.shape))] = part
+        result[relative_slices(piece.box, whole_box(tensor.shape))] = part
     return result

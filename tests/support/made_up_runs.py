@@ -88,7 +88,7 @@ class MadeUpRun:
         """Return the rank's shards as the model and the optimizer would, without memory."""
         import torch
 
-        from hf_fsdp_plugin.checkpoint.formats.boxes import whole
+        from hf_fsdp_plugin.checkpoint.formats.boxes import whole_box
         from hf_fsdp_plugin.checkpoint.shards import LocalShard, ModelShards, OptimizerShards, Piece
 
         tensors, state = [], {}
@@ -101,7 +101,7 @@ class MadeUpRun:
             }
             if self.version == 1 and not pieces:
                 continue  # a parameter without elements on this rank has no state
-            step = LocalShard(f"state.{name}.step", torch.float32, (), (Piece(whole(()), torch.tensor(STEP)),))
+            step = LocalShard(f"state.{name}.step", torch.float32, (), (Piece(whole_box(()), torch.tensor(STEP)),))
             state[name] = {**moments, "step": step}
         groups = ({"params": list(self.shapes), "lr": 1e-4, "betas": (0.9, 0.999), "weight_decay": 0.01},)
         return ModelShards(tuple(tensors), {}), OptimizerShards(state, groups)
@@ -243,7 +243,7 @@ def plan_resume(checkpoint: Path, shards: Any, rank: int, world: int) -> tuple[l
     """
     from hf_fsdp_plugin.checkpoint.checking.verified_files import check_headers, files_of_checkpoint
     from hf_fsdp_plugin.checkpoint.formats.table import read_stored_model, read_stored_optimizer
-    from hf_fsdp_plugin.checkpoint.reading.loading import transfers
+    from hf_fsdp_plugin.checkpoint.reading.loading import plan_transfers
 
     model, optimizer = shards
     held, work = 0, []
@@ -252,7 +252,7 @@ def plan_resume(checkpoint: Path, shards: Any, rank: int, world: int) -> tuple[l
     with files:
         check_headers(files, stored_model, rank, world)
     for shard in model.tensors:
-        work += [(files, transfer) for transfer in transfers(stored_model.tensors[shard.name], shard.pieces)]
+        work += [(files, transfer) for transfer in plan_transfers(stored_model.tensors[shard.name], shard.pieces)]
         held += shard.num_bytes
     stored = read_stored_optimizer(checkpoint, partial=True)
     assert stored is not None
@@ -261,7 +261,7 @@ def plan_resume(checkpoint: Path, shards: Any, rank: int, world: int) -> tuple[l
         check_headers(files, stored, rank, world)
         for name, entry in optimizer.state.items():
             for key, shard in entry.items():
-                found = [(files, transfer) for transfer in transfers(stored.state[name][key], shard.pieces)]
+                found = [(files, transfer) for transfer in plan_transfers(stored.state[name][key], shard.pieces)]
                 if shard.shape:
                     work += found
                     held += shard.num_bytes

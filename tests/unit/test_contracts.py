@@ -8,7 +8,15 @@ from typing import Any
 
 import pytest
 
-from hf_fsdp_plugin.contracts import Contract, ContractError, Missing, contracts_of, guard, load, off_without
+from hf_fsdp_plugin.contracts import (
+    Contract,
+    ContractError,
+    Missing,
+    contracts_of,
+    guard_functions,
+    import_target,
+    off_without,
+)
 from hf_fsdp_plugin.messages import printer
 
 ROWS = (
@@ -50,7 +58,7 @@ def calls_user(function: Any) -> Any:
 def guarded() -> dict[str, Any]:
     functions = (reads_renamed, reads_other, reads_later, renamed_value, calls_user)
     namespace = {"__file__": __file__, "__name__": __name__, **{each.__name__: each for each in functions}}
-    guard(namespace, ROWS)
+    guard_functions(namespace, ROWS)
     return namespace
 
 
@@ -84,7 +92,7 @@ def test_other_errors_are_not_changed(guarded: dict[str, Any]) -> None:
 
 
 def test_missing_function_raises_when_it_is_used() -> None:
-    function = load("torch.nn:_no_such_function", ROWS)
+    function = import_target("torch.nn:_no_such_function", ROWS)
     assert isinstance(function, Missing)
     for use in (lambda: function(1), lambda: function.attribute, lambda: isinstance(1, function)):
         with pytest.raises(ContractError):

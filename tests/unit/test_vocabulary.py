@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec
-from hf_fsdp_plugin.vocabulary import BY_KEY, PREFIXES, ROWS, SettingRow, find, plain_key, suggest
+from hf_fsdp_plugin.vocabulary import BY_KEY, PREFIXES, ROWS, SettingRow, find_row, plain_key, similar_key
 
 DERIVED = {"activation.native", "launch.extra"}
 """Fields without a key, derived from other settings."""
@@ -30,7 +30,7 @@ def test_choices_of_setting_share_no_spelling(row: SettingRow):
 def test_key_is_found_in_any_case_with_or_without_prefix(row: SettingRow):
     for spelling in row.spellings:
         for key in (spelling, spelling.upper(), PREFIXES[row.scope] + spelling, spelling.replace("_", "-")):
-            found = find(key, (row.scope,))
+            found = find_row(key, (row.scope,))
             assert found is not None
             assert found.name == BY_KEY[row.scope, spelling].name
 
@@ -49,11 +49,11 @@ def test_spellings_are_normalized():
     ],
 )
 def test_misspelled_key_suggests_nearest(written: str, expected: str):
-    assert suggest(written, ("fsdp",)) == expected
+    assert similar_key(written, ("fsdp",)) == expected
 
 
 def test_unrelated_key_has_no_suggestion():
-    assert suggest("zzzzzz", ("fsdp", "launch")) == ""
+    assert similar_key("zzzzzz", ("fsdp", "launch")) == ""
 
 
 UNREAD = {
@@ -113,4 +113,4 @@ def test_every_key_of_accelerate_config_is_known():
     fields = [node.target for node in ast.walk(ast.parse(source)) if isinstance(node, ast.AnnAssign)]
     keys = [field.id for field in fields if isinstance(field, ast.Name)]
     assert "parallelism_config" in keys
-    assert not [key for key in keys if find(key, ("launch",)) is None]
+    assert not [key for key in keys if find_row(key, ("launch",)) is None]

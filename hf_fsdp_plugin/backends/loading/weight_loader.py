@@ -87,7 +87,7 @@ def _added(total: Any, tensors: Iterable[torch.Tensor]) -> Any:
     return None if total is None or added is None else total + added
 
 
-def broadcasts(plan: FsdpPlan) -> bool:
+def broadcasts_weights(plan: FsdpPlan) -> bool:
     """Whether all ranks get rank 0's weights and buffers."""
     return plan.ram_efficient or plan.sync_module_states
 
@@ -137,7 +137,7 @@ class WeightLoader:
             for name, buffer in registered.items():
                 if buffer is None:
                     continue
-                if not broadcasts(self._plan):
+                if not broadcasts_weights(self._plan):
                     registered[name] = buffer if buffer.is_meta else self._on_device(buffer)
                 else:
                     self.record.num_filled += buffer.is_meta
@@ -156,7 +156,7 @@ class WeightLoader:
         parameters = self._prepare_parameters(unit.parameters, on_read)
         prepared = [parameter for parameter in parameters if id(parameter) not in on_read]
         cast_to_master(self._plan, prepared)
-        if prepared and broadcasts(self._plan):
+        if prepared and broadcasts_weights(self._plan):
             self.record.add_unit(prepared)
         return [parameter for parameter in parameters if id(parameter) in on_read]
 
@@ -178,7 +178,7 @@ class WeightLoader:
 
     def can_read_parts(self, parameter: nn.Parameter) -> bool:
         """Whether each rank can take its own part from the whole parameter in host memory, which is not broadcast."""
-        is_own = not broadcasts(self._plan) or id(parameter) in self._mapped
+        is_own = not broadcasts_weights(self._plan) or id(parameter) in self._mapped
         return is_own and equal_weights.is_plain_on_cpu(parameter) and parameter.is_contiguous()
 
     def copy_part(self, into: torch.Tensor, part: torch.Tensor) -> None:
@@ -187,7 +187,7 @@ class WeightLoader:
             self._windows.copy(into, part)
         else:
             into.copy_(part)
-        if broadcasts(self._plan):
+        if broadcasts_weights(self._plan):
             self.record.add_shard(into)
 
     def _prepare_parameters(self, names: Iterable[str], on_read: Collection[int] = ()) -> list[nn.Parameter]:
@@ -196,7 +196,7 @@ class WeightLoader:
         if self._plan.ram_efficient and self._has_meta_parameters:
             materialize(self._model, names, self._device, self.record)
         parameters = list({id(parameter): parameter for parameter in map(self._model.get_parameter, names)}.values())
-        for parameter in parameters if broadcasts(self._plan) else ():
+        for parameter in parameters if broadcasts_weights(self._plan) else ():
             if id(parameter) not in self._mapped:
                 parameter.data = self._broadcast(_without_subclass(parameter.data))
                 continue
@@ -301,7 +301,7 @@ def _prepare_quantized(plan: FsdpPlan, model: nn.Module, device: torch.device) -
         if states[name] is not None:
             states[name].to(device)
             module.quant_state = states[name]  # the shards of the weight have no state
-    if broadcasts(plan):
+    if broadcasts_weights(plan):
         for name in present:
             for tensor in _tensors(states[name]):
                 dist.broadcast(tensor, src=0)

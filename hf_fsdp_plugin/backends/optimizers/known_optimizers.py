@@ -145,7 +145,7 @@ def apply_step_mode(optimizer: torch.optim.Optimizer, plan: FsdpPlan) -> Problem
     Returns:
         The reason why it cannot run, or a warning.
     """
-    mode, problem = decide(optimizer, plan)
+    mode, problem = decide_step_mode(optimizer, plan)
     code = "" if problem is None else problem.code
     same_on_all_ranks(f"how {type(optimizer).__name__} runs", f"{mode} {code}")
     if problem is None or problem.severity != "error":
@@ -153,7 +153,7 @@ def apply_step_mode(optimizer: torch.optim.Optimizer, plan: FsdpPlan) -> Problem
     return problem
 
 
-def decide(optimizer: torch.optim.Optimizer, plan: FsdpPlan) -> tuple[StepMode, Problem | None]:
+def decide_step_mode(optimizer: torch.optim.Optimizer, plan: FsdpPlan) -> tuple[StepMode, Problem | None]:
     """Return how the optimizer's steps run, and the reason why they cannot, or a warning.
 
     Collective for an unknown optimizer under FSDP2.

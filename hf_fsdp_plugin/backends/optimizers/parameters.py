@@ -209,7 +209,7 @@ def owner_of(optimizer: torch.optim.Optimizer, models: Sequence[nn.Module]) -> n
     return JointModels(owners) if len(owners) > 1 else next(iter(owners.values()), None)
 
 
-def replicate(parameters: Iterable[nn.Parameter], device: torch.device) -> None:
+def replicate_parameters(parameters: Iterable[nn.Parameter], device: torch.device) -> None:
     """Give all ranks the values of rank 0, and average the gradients in backward. Collective.
 
     Parameters that are replicated already are left unchanged.
@@ -224,7 +224,7 @@ def replicate(parameters: Iterable[nn.Parameter], device: torch.device) -> None:
 
 
 def is_replicated(parameter: torch.Tensor) -> bool:
-    """Return whether :func:`replicate` was called for a parameter."""
+    """Return whether :func:`replicate_parameters` was called for a parameter."""
     return getattr(parameter, _REPLICATED, False)
 
 

@@ -19,7 +19,7 @@ from hf_fsdp_plugin.backends.torch_types import cast_floats, device_mesh, torch_
 from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan, UnitPlan
 from hf_fsdp_plugin.plan.names import unwrapped
 from hf_fsdp_plugin.strategies import STRATEGIES
-from hf_fsdp_plugin.torch_private.fsdp1 import allow_gradients_of_compute_dtype, flattening
+from hf_fsdp_plugin.torch_private.fsdp1 import allow_gradients_of_compute_dtype, flatten_into
 from hf_fsdp_plugin.torch_private.modules import replace_module
 
 _ONE_DTYPE = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -107,7 +107,7 @@ def _flattening_on_read(
     flat_device = torch.device("cpu") if plan.offload_params else device
     # With a device_id other than the CPU, torch would move the whole parameters to it.
     own_kwargs = kwargs if device.type == "cpu" else {**kwargs, "device_id": None}
-    with flattening(fill, master_dtype(plan, parameters[0]), flat_device), warnings.catch_warnings():
+    with flatten_into(fill, master_dtype(plan, parameters[0]), flat_device), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The passed-in `module` is on CPU")
         yield own_kwargs
 

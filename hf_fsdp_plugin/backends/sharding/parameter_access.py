@@ -115,7 +115,7 @@ def correct_flat_reads(model: nn.Module) -> None:
     for unit, flat in fsdp1.flat_units(model):
         group = fsdp1.shard_group(unit)
         if group is not None and group.size() > 1:
-            for member in fsdp1.members(flat):
+            for member in fsdp1.original_parameters(flat):
                 if member.parameter is not None and member.requires_grad:
                     name = f"{names[id(member.module)]}.{member.attribute}".lstrip(".")
                     # FSDP's own gradients do not pass through this parameter, which is a view of the shard.
@@ -157,7 +157,7 @@ def _sizes(root: nn.Module, module: nn.Module) -> Iterator[tuple[nn.Module, int,
     flattened: set[int] = set()
     for _, flat in fsdp1.flat_units(root):
         flattened.update(map(id, fsdp1.parameter_objects(flat)))
-        for member in fsdp1.members(flat):
+        for member in fsdp1.original_parameters(flat):
             if id(member.module) in inside:
                 yield member.module, member.shape.numel(), member.requires_grad
     seen: set[int] = set()

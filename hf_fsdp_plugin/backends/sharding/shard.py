@@ -122,7 +122,7 @@ def _keep_class_names(model: nn.Module) -> None:
         created.__module__ = original.__module__
 
 
-def rebind(model: nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> None:
+def rebind_optimizers(model: nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> None:
     """Replace gathered FSDP2 parameters by their shards in optimizers that were created after an evaluation.
 
     FSDP1 is not affected: its gathered and sharded parameters are the same objects.
@@ -213,7 +213,7 @@ def full_parameters(module: nn.Module, modify: bool = False) -> Iterator[dict[st
     with collective_call(f"full_parameters of {type(unwrapped(module)).__name__}", fix=_FIX), torch.no_grad():
         submodule_calls.check_not_whole(root, "full_parameters was called")
         if isinstance(root, (FSDP, FSDPModule)) and not forward_hooks.private_api(root).is_idle(root):
-            raise submodule_calls.misuse(
+            raise submodule_calls.misuse_error(
                 "full_parameters was called while the model is in a forward or a backward",
                 "Call it between steps, for example in `on_step_end` of a callback.",
             )
@@ -228,7 +228,7 @@ def full_parameters(module: nn.Module, modify: bool = False) -> Iterator[dict[st
                 changed = [name for name, parameter in parameters.items() if num_changes(parameter) != before[name]]
                 if changed and not modify:
                     what = f"{format_names(changed, 3)} was changed in a block of full_parameters, which does not keep"
-                    raise submodule_calls.misuse(f"{what} changes", "Call full_parameters(module, modify=True).")
+                    raise submodule_calls.misuse_error(f"{what} changes", "Call full_parameters(module, modify=True).")
             if modify:
                 for parameter in {id(parameter): parameter for parameter in parameters.values()}.values():
                     dist.broadcast(parameter.data, 0)
@@ -281,7 +281,7 @@ class _WholeOfFsdp1:
         wait_for_reads(fsdp1.local_shard(flat) for _, flat in self._units)
         for _, flat in self._units:
             shard = fsdp1.local_shard(flat)
-            for member in fsdp1.members(flat):
+            for member in fsdp1.original_parameters(flat):
                 whole = getattr(member.module, member.attribute).detach().reshape(-1)
                 own = whole[member.start : member.stop]
                 shard.narrow(0, member.offset, own.numel()).copy_(own)
@@ -290,7 +290,7 @@ class _WholeOfFsdp1:
 def _owners(flat: Any) -> set[int]:
     """Return the ids of the modules in which the parameters of a flat parameter are registered."""
     tied = (other for other, _ in fsdp1.tied_places(flat))
-    return {id(member.module) for member in fsdp1.members(flat)} | {id(module) for module, _ in tied}
+    return {id(member.module) for member in fsdp1.original_parameters(flat)} | {id(module) for module, _ in tied}
 
 
 class _WholeOfFsdp2:

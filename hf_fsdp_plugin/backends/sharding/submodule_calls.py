@@ -59,7 +59,7 @@ def support_submodule_calls(model: nn.Module) -> None:
             module.resize_token_embeddings = _refuse_resize  # type: ignore[assignment]
 
 
-def gathers(method: Any) -> bool:
+def gathers_root_itself(method: Any) -> bool:
     """Return whether a method of a sharded model waits for all ranks and gathers the root itself."""
     return getattr(method, _GATHERS, False)
 
@@ -115,10 +115,10 @@ def _free(units: Iterable[nn.Module]) -> None:
 def check_not_whole(root: nn.Module, doing: str) -> None:
     """Raise ``SpecError`` if a sharded model is in a block of ``full_parameters``, where its shards are not in use."""
     if getattr(root, WHOLE_ATTRIBUTE, False):
-        raise misuse(f"{doing} inside of a block of full_parameters", "Do it after the block.")
+        raise misuse_error(f"{doing} inside of a block of full_parameters", "Do it after the block.")
 
 
-def misuse(what: str, fix: str) -> SpecError:
+def misuse_error(what: str, fix: str) -> SpecError:
     return SpecError([Problem(code="FSDP-E308", message=f"{what}.", fix=fix)])
 
 

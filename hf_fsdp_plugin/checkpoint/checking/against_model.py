@@ -28,7 +28,7 @@ from hf_fsdp_plugin.checkpoint.errors import (
 from hf_fsdp_plugin.checkpoint.formats.safetensors import parse_weight_map, read_entries
 from hf_fsdp_plugin.checkpoint.formats.stored import MAX_PROBLEMS, StoredModel
 from hf_fsdp_plugin.checkpoint.formats.table import format_named
-from hf_fsdp_plugin.checkpoint.io import read_file, reading
+from hf_fsdp_plugin.checkpoint.io import open_for_reading, read_file
 from hf_fsdp_plugin.problems import CheckpointError, Problem
 from hf_fsdp_plugin.text import format_names, format_shape, plural
 
@@ -218,7 +218,7 @@ def read_model_headers(files: Iterable[str]) -> dict[str, ModelTensor]:
 
 
 def _check_other_file(path: Path) -> None:
-    with reading(path) as file:
+    with open_for_reading(path) as file:
         if not os.fstat(file.fileno()).st_size:
             refuse("FSDP-E453", path, "is empty.")
         refuse_lfs_pointer(path, file.read(LFS_POINTER_SIZE))

@@ -18,7 +18,7 @@ import xxhash
 
 from hf_fsdp_plugin.checkpoint.checking.completeness import checkpoint_of
 from hf_fsdp_plugin.checkpoint.errors import problem, refuse
-from hf_fsdp_plugin.checkpoint.formats.boxes import dtype_size, span
+from hf_fsdp_plugin.checkpoint.formats.boxes import dtype_size, element_span
 from hf_fsdp_plugin.checkpoint.formats.manifest import BlockTable, FileRange, Manifest, read_manifest
 from hf_fsdp_plugin.checkpoint.formats.stored import PieceTable, StoredModel, StoredOptimizer, labelled_tensors
 from hf_fsdp_plugin.checkpoint.io import InputFiles, hash_bytes
@@ -192,7 +192,7 @@ class VerifiedFiles(InputFiles):
                 continue  # its files have not been read
             for piece in tensor.pieces:
                 if piece.file in places:
-                    size = span(piece.strides, piece.box.sizes) * dtype_size(tensor.dtype)
+                    size = element_span(piece.strides, piece.box.sizes) * dtype_size(tensor.dtype)
                     places[piece.file].append((piece.offset, piece.offset + size))
         for file, taken in places.items():
             blocks = self._blocks_of(file)

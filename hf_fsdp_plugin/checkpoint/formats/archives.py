@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 from hf_fsdp_plugin.checkpoint.errors import refuse
-from hf_fsdp_plugin.checkpoint.formats.boxes import dtype_size, span
+from hf_fsdp_plugin.checkpoint.formats.boxes import dtype_size, element_span
 from hf_fsdp_plugin.checkpoint.formats.pickles import PickledTensor, read_pickle
-from hf_fsdp_plugin.checkpoint.io import file_blocks, reading
+from hf_fsdp_plugin.checkpoint.io import file_blocks, open_for_reading
 from hf_fsdp_plugin.checkpoint.names import ENTRY_ALIGNMENT
 
 _END = struct.Struct("<4s4H2LH")
@@ -175,7 +175,7 @@ class TorchZip:
         name = f"data/{tensor.storage.key}"
         begin = self.offset(name)
         width = dtype_size(tensor.dtype)
-        needed = (tensor.offset + span(tensor.strides, tensor.shape)) * width
+        needed = (tensor.offset + element_span(tensor.strides, tensor.shape)) * width
         if needed > self.size(name):
             self._damaged(f"record {name!r} has {self.size(name)} bytes, and its tensor needs {needed}")
         return begin + tensor.offset * width
@@ -231,13 +231,13 @@ class NotAnArchive(ValueError):
 
 def is_archive(path: Path) -> bool:
     """Whether a file has the signature of a zip archive."""
-    with reading(path) as file:
+    with open_for_reading(path) as file:
         return file.read(4) == b"PK\x03\x04"
 
 
 def stored_pickles(path: Path) -> list[bytes]:
     """Return the pickles in an archive that ``torch.save`` has written. Raises the errors of :class:`TorchZip`."""
-    with reading(path) as file:
+    with open_for_reading(path) as file:
         return TorchZip(file.fileno(), 0, os.fstat(file.fileno()).st_size, path).pickles()
 
 
@@ -255,7 +255,7 @@ def stored_entries(path: Path) -> Iterator[ZipEntry]:
     Raises:
         NotAnArchive: some bytes of the file do not belong to a complete archive.
     """
-    with reading(path) as file:
+    with open_for_reading(path) as file:
 
         def read(start: int, size: int) -> bytes:
             return os.pread(file.fileno(), size, start)

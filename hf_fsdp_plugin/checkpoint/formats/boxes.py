@@ -74,7 +74,7 @@ class Box:
         return math.prod(self.sizes)
 
 
-def whole(shape: Sequence[int]) -> Box:
+def whole_box(shape: Sequence[int]) -> Box:
     """Return the box that covers a tensor of this shape."""
     return Box((0,) * len(shape), tuple(shape))
 
@@ -95,7 +95,7 @@ def is_row_major(strides: Iterable[int], shape: Sequence[int]) -> bool:
     return all(size == 1 or stride == dense for size, stride, dense in steps)
 
 
-def span(strides: Iterable[int], shape: Iterable[int]) -> int:
+def element_span(strides: Iterable[int], shape: Iterable[int]) -> int:
     """Return the number of elements of a file from the first to the last element of a box with these strides."""
     return 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
 
@@ -134,13 +134,13 @@ def intersect(a: Box, b: Box) -> Box | None:
     return None if any(size <= 0 for size in sizes) else Box(offsets, sizes)
 
 
-def within(box: Box, shape: Sequence[int]) -> bool:
+def is_within(box: Box, shape: Sequence[int]) -> bool:
     """Whether the box is inside a tensor of this shape."""
     ends = [offset + size for offset, size in zip(box.offsets, box.sizes, strict=True)]
     return len(ends) == len(shape) and all(end <= size for end, size in zip(ends, shape, strict=True))
 
 
-def slices(inner: Box, outer: Box) -> tuple[slice, ...]:
+def relative_slices(inner: Box, outer: Box) -> tuple[slice, ...]:
     """Return the slices that select ``inner`` from an array that contains ``outer``."""
     places = zip(inner.offsets, inner.sizes, outer.offsets, strict=True)
     return tuple(slice(offset - origin, offset - origin + size) for offset, size, origin in places)
@@ -154,9 +154,9 @@ def flat_start(box: Box, shape: Sequence[int]) -> int | None:
     return sum(offset * stride for offset, stride in zip(box.offsets, row_major(shape), strict=True))
 
 
-def uncovered(shape: Sequence[int], boxes: Iterable[Box]) -> int:
+def count_uncovered(shape: Sequence[int], boxes: Iterable[Box]) -> int:
     """Return the number of elements of the tensor that are in no box. Boxes may overlap or exceed the tensor."""
-    everything = whole(shape)
+    everything = whole_box(shape)
     inside = {common for box in boxes if (common := intersect(box, everything)) is not None}
     starts = [flat_start(box, shape) for box in inside]
     if None in starts:

@@ -15,7 +15,7 @@ from typing import Any
 
 from hf_fsdp_plugin.checkpoint.errors import COPY_AGAIN, file_problems_inside, problem, raise_if_any, refuse
 from hf_fsdp_plugin.checkpoint.formats.archives import TensorZips
-from hf_fsdp_plugin.checkpoint.formats.boxes import SIZES, Box, intersect, whole, within
+from hf_fsdp_plugin.checkpoint.formats.boxes import SIZES, Box, intersect, is_within, whole_box
 from hf_fsdp_plugin.checkpoint.formats.index_file import METADATA_TAIL, IndexFile
 from hf_fsdp_plugin.checkpoint.formats.optimizer_state import nested_value, optimizer_parts
 from hf_fsdp_plugin.checkpoint.formats.pickles import (
@@ -37,7 +37,7 @@ from hf_fsdp_plugin.checkpoint.formats.stored import (
     without_replicas,
 )
 from hf_fsdp_plugin.checkpoint.io import InputFiles, read_file, read_range
-from hf_fsdp_plugin.checkpoint.names import DCP_METADATA, DCP_SUFFIX, FSDP_MODEL, INDEX_FILE, OPTIMIZER, numbered
+from hf_fsdp_plugin.checkpoint.names import DCP_METADATA, DCP_SUFFIX, FSDP_MODEL, INDEX_FILE, OPTIMIZER, numbered_name
 from hf_fsdp_plugin.plan.names import canonical_name
 from hf_fsdp_plugin.problems import CheckpointError, Problem
 from hf_fsdp_plugin.text import format_names, plural
@@ -48,7 +48,7 @@ MAX_EAGER = 5_000
 
 def read_model(root: Path, number: int) -> StoredModel | None:
     """Return the model: the entries under ``model``, or all entries if there are none under ``model``."""
-    folder = _folder(root, numbered(FSDP_MODEL, number))
+    folder = _folder(root, numbered_name(FSDP_MODEL, number))
     if folder is None:
         return None
     entries, files = _read(root, folder)
@@ -70,7 +70,7 @@ def read_model(root: Path, number: int) -> StoredModel | None:
 
 def read_optimizer(root: Path, number: int) -> StoredOptimizer | None:
     """Return the optimizer, or ``None`` if the checkpoint has none in this format."""
-    folder = _folder(root, numbered(OPTIMIZER, number))
+    folder = _folder(root, numbered_name(OPTIMIZER, number))
     if folder is None:
         return None
     found, files = _read(root, folder)
@@ -234,7 +234,7 @@ def _parse_metadata(metadata: Any) -> list[_Entry]:
             boxes = tuple(Box(_numbers(chunk.offsets), _numbers(chunk.sizes)) for chunk in entry.chunks)
             regions = tuple(stored[name, box.offsets] for box in boxes)
             shape = _numbers(entry.size)
-            if _text(entry.properties.dtype) not in SIZES or not all(within(box, shape) for box in boxes):
+            if _text(entry.properties.dtype) not in SIZES or not all(is_within(box, shape) for box in boxes):
                 raise ValueError(f"entry {name!r}: {boxes} of {entry.properties.dtype} {shape}")
             entries.append(_Entry(path, entry.properties.dtype, shape, boxes, regions))
         else:
@@ -318,7 +318,7 @@ class _Zips(InputFiles):
         value, offset = self._read_zip(entry.regions[0])
         if not isinstance(value, PickledTensor):
             return value
-        piece = StoredPiece(whole(value.shape), self._prefix + entry.regions[0].file, offset, value.strides)
+        piece = StoredPiece(whole_box(value.shape), self._prefix + entry.regions[0].file, offset, value.strides)
         return StoredTensor(entry.name, value.dtype, value.shape, without_replicas([piece]))
 
     def _piece(self, entry: _Entry, number: int) -> StoredPiece:

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hf_fsdp_plugin.checkpoint.errors import COPY_AGAIN, file_problems_inside, name_problem, raise_if_any, refuse
-from hf_fsdp_plugin.checkpoint.formats.boxes import SIZES, Box, flat_start, row_major, whole
+from hf_fsdp_plugin.checkpoint.formats.boxes import SIZES, Box, flat_start, row_major, whole_box
 from hf_fsdp_plugin.checkpoint.formats.stored import PieceTable, StoredPiece
-from hf_fsdp_plugin.checkpoint.io import hash_bytes, parse_json, read_range, reading
+from hf_fsdp_plugin.checkpoint.io import hash_bytes, open_for_reading, parse_json, read_range
 from hf_fsdp_plugin.checkpoint.names import INDEX_FILE
 
 if TYPE_CHECKING:
@@ -136,7 +136,7 @@ class IndexFile:
         self._folder, self._prefix = folder, prefix
         self.path = folder / INDEX_FILE
         self._sizes: dict[int, int] = {}
-        with reading(self.path) as file:
+        with open_for_reading(self.path) as file:
             size = os.fstat(file.fileno()).st_size
             head = file.read(_PREFIX.size)
             if len(head) < _PREFIX.size:
@@ -269,14 +269,14 @@ class IndexedPieces(PieceTable):
         return list(found.values())
 
     def load(self) -> tuple[StoredPiece, ...]:
-        return tuple(self.within(whole(self._tensor.shape)))
+        return tuple(self.within(whole_box(self._tensor.shape)))
 
     def uncovered(self, shape: Sequence[int]) -> int:
         import numpy
 
         files, starts, offsets, sizes = self._chunks()
         self._index.check_files(files, self._ends(starts, sizes))
-        everything = whole(shape)
+        everything = whole_box(shape)
         boxes = [Box(everything.offsets, tuple(found)) for found in numpy.unique(sizes, axis=0).tolist()]
         if everything.numel > _LARGEST or any(flat_start(box, shape) is None for box in boxes):
             return super().uncovered(shape)

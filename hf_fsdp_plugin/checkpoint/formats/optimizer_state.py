@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, Literal, NoReturn
 
 from hf_fsdp_plugin.checkpoint.errors import refuse
-from hf_fsdp_plugin.checkpoint.formats.boxes import Box, dtype_size, numpy_dtype, row_major, whole
+from hf_fsdp_plugin.checkpoint.formats.boxes import Box, dtype_size, numpy_dtype, row_major, whole_box
 from hf_fsdp_plugin.checkpoint.formats.stored import StoredTensor
 from hf_fsdp_plugin.checkpoint.io import read_range
 from hf_fsdp_plugin.plan.names import canonical_name
@@ -124,11 +124,11 @@ def _group(group: Any, root: Path, place: Path) -> dict[str, Any]:
 
 def _number(tensor: StoredTensor, root: Path) -> Any:
     """Return the value of a scalar tensor, such as a learning rate; other tensors are returned unchanged."""
-    if whole(tensor.shape).numel != 1 or tensor.dtype != str(numpy_dtype(tensor.dtype)):
+    if whole_box(tensor.shape).numel != 1 or tensor.dtype != str(numpy_dtype(tensor.dtype)):
         return tensor
     import numpy
 
-    piece = tensor.within(whole(tensor.shape))[0]
+    piece = tensor.within(whole_box(tensor.shape))[0]
     data = read_range(root / piece.file, piece.offset, dtype_size(tensor.dtype))
     return numpy.frombuffer(data, numpy_dtype(tensor.dtype))[0].item()
 

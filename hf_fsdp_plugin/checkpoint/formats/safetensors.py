@@ -25,7 +25,7 @@ from hf_fsdp_plugin.checkpoint.errors import (
     refuse,
     refuse_lfs_pointer,
 )
-from hf_fsdp_plugin.checkpoint.formats.boxes import SAFETENSORS_NAMES, SIZES, dtype_size, row_major, whole
+from hf_fsdp_plugin.checkpoint.formats.boxes import SAFETENSORS_NAMES, SIZES, dtype_size, row_major, whole_box
 from hf_fsdp_plugin.checkpoint.formats.stored import (
     CheckpointFormat,
     StoredModel,
@@ -33,7 +33,7 @@ from hf_fsdp_plugin.checkpoint.formats.stored import (
     StoredTensor,
     without_replicas,
 )
-from hf_fsdp_plugin.checkpoint.io import parse_json, read_file, reading
+from hf_fsdp_plugin.checkpoint.io import open_for_reading, parse_json, read_file
 from hf_fsdp_plugin.checkpoint.names import ADAPTER, HF_MODEL, index_file, numbered_from_one, safetensors_file
 from hf_fsdp_plugin.plan.names import canonical_name
 from hf_fsdp_plugin.problems import Problem
@@ -67,7 +67,7 @@ def read_entries(path: Path, *, any_dtype: bool = False) -> dict[str, TensorEntr
     Raises:
         CheckpointError: the file is truncated, longer than its header allows, or its header is damaged.
     """
-    with reading(path) as file:
+    with open_for_reading(path) as file:
         size = os.fstat(file.fileno()).st_size
         head = file.read(8)
         length = struct.unpack("<Q", head)[0] if len(head) == 8 else 0
@@ -269,7 +269,7 @@ def read_safetensors_model(root: Path, name: str) -> StoredModel | None:
             problems.append(problem("FSDP-E459", index, f"{message}{format_names(absent, 3)}.", COPY_AGAIN))
         for key in (key for key in entries if key in names):
             entry = entries[key]
-            piece = StoredPiece(whole(entry.shape), shard, entry.offset, row_major(entry.shape))
+            piece = StoredPiece(whole_box(entry.shape), shard, entry.offset, row_major(entry.shape))
             plain = canonical_name(key)
             tensors[plain] = StoredTensor(plain, entry.dtype, entry.shape, without_replicas([piece]))
     raise_if_any(problems)

@@ -16,14 +16,14 @@ from typing import TYPE_CHECKING, Any
 from hf_fsdp_plugin.checkpoint.errors import COPY_AGAIN, problem
 from hf_fsdp_plugin.checkpoint.formats.boxes import (
     Box,
+    count_uncovered,
     dtype_size,
+    element_span,
     flat_range,
     flat_start,
     intersect,
     is_row_major,
-    slices,
-    span,
-    uncovered,
+    relative_slices,
 )
 from hf_fsdp_plugin.checkpoint.io import MAX_SPAN, InputFiles
 from hf_fsdp_plugin.problems import CheckpointError, Problem
@@ -71,7 +71,7 @@ class PieceTable(Sequence[StoredPiece]):
 
     def uncovered(self, shape: Sequence[int]) -> int:
         """Return the number of elements of the tensor that are in no piece. Checks the files of all pieces."""
-        return uncovered(shape, [piece.box for piece in self.load()])
+        return count_uncovered(shape, [piece.box for piece in self.load()])
 
     def files(self) -> set[str]:
         """Return the files of the pieces, and possibly those of replicas."""
@@ -111,7 +111,7 @@ class StoredTensor:
         """Return the number of elements that are in no piece."""
         if isinstance(self.pieces, PieceTable):
             return self.pieces.uncovered(self.shape)
-        return uncovered(self.shape, [piece.box for piece in self.pieces])
+        return count_uncovered(self.shape, [piece.box for piece in self.pieces])
 
     def files(self) -> set[str]:
         """Return the files of the pieces."""
@@ -129,7 +129,7 @@ class StoredTensor:
         found = self.pieces.within(box)
         parts = [common for piece in found if (common := intersect(box, piece.box)) is not None]
         inside = [Box(tuple(a - b for a, b in zip(p.offsets, box.offsets, strict=True)), p.sizes) for p in parts]
-        if missing := uncovered(box.sizes, inside):
+        if missing := count_uncovered(box.sizes, inside):
             message = f"{plural(missing, 'element')} of {self.name} are in none of the files."
             raise CheckpointError([Problem(code="FSDP-E458", message=message, fix=COPY_AGAIN)])
         return found
@@ -260,14 +260,14 @@ def read_run(files: InputFiles, tensor: StoredTensor, start: int, stop: int, out
     for box in flat_range(tensor.shape, start, stop):
         part, out = out[: box.numel * size], out[box.numel * size :]
         for piece, common, offset in tensor.parts_of(box):
-            within = Box(tuple(each.start for each in slices(common, box)), common.sizes)
+            within = Box(tuple(each.start for each in relative_slices(common, box)), common.sizes)
             first = flat_start(within, box.sizes)
             if first is not None and is_row_major(piece.strides, common.sizes):
                 files.read(piece.file, offset, part[first * size : (first + common.numel) * size])
                 continue
             import numpy
 
-            target = numpy.frombuffer(part, f"u{size}").reshape(box.sizes)[slices(common, box)]
+            target = numpy.frombuffer(part, f"u{size}").reshape(box.sizes)[relative_slices(common, box)]
             _read_strided(files, piece.file, offset, piece.strides, target)
 
 
@@ -278,7 +278,7 @@ def _read_strided(files: InputFiles, file: str, offset: int, strides: Sequence[i
     """
     import numpy
 
-    count = span(strides, target.shape)
+    count = element_span(strides, target.shape)
     num_bytes = count * target.itemsize
     if num_bytes > MAX_SPAN or (num_bytes > _MIN_SPLIT and count > 4 * target.size):
         dim = max((d for d, size in enumerate(target.shape) if size > 1), key=lambda d: strides[d])

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from hf_fsdp_plugin.checkpoint.errors import COPY_ALL_RANKS, problem, raise_if_any, refuse
 from hf_fsdp_plugin.checkpoint.formats.archives import TorchZip
-from hf_fsdp_plugin.checkpoint.formats.boxes import Box, whole, within
+from hf_fsdp_plugin.checkpoint.formats.boxes import Box, is_within, whole_box
 from hf_fsdp_plugin.checkpoint.formats.optimizer_state import optimizer_parts
 from hf_fsdp_plugin.checkpoint.formats.pickles import Distributed, PickledTensor, Replicate, Shard, StridedShard
 from hf_fsdp_plugin.checkpoint.formats.safetensors import read_weight_map
@@ -31,7 +31,14 @@ from hf_fsdp_plugin.checkpoint.formats.stored import (
     without_replicas,
 )
 from hf_fsdp_plugin.checkpoint.io import open_regular
-from hf_fsdp_plugin.checkpoint.names import FSDP_MODEL, HF_MODEL_BIN, OPTIMIZER, index_file, numbered, numbered_from_one
+from hf_fsdp_plugin.checkpoint.names import (
+    FSDP_MODEL,
+    HF_MODEL_BIN,
+    OPTIMIZER,
+    index_file,
+    numbered_from_one,
+    numbered_name,
+)
 from hf_fsdp_plugin.plan.names import canonical_name
 from hf_fsdp_plugin.problems import CheckpointError
 from hf_fsdp_plugin.torch_private.modules import LOCAL_TENSOR_ATTRIBUTE
@@ -82,7 +89,7 @@ def _of_sharded_tensor(state: Any) -> tuple[tuple[int, ...], list[tuple[Box, Pic
 def _non_empty(shape: tuple[int, ...], parts: list[tuple[Box, PickledTensor]]) -> list[tuple[Box, PickledTensor]]:
     """Return the parts that are not empty. Raises ``ValueError`` for a tensor that does not match its box."""
     for box, tensor in parts:
-        if not isinstance(tensor, PickledTensor) or tensor.shape != box.sizes or not within(box, shape):
+        if not isinstance(tensor, PickledTensor) or tensor.shape != box.sizes or not is_within(box, shape):
             raise ValueError(f"a part of shape {getattr(tensor, 'shape', None)} does not match {box} of {shape}")
     return [(box, tensor) for box, tensor in parts if box.numel]
 
@@ -156,7 +163,7 @@ def _merge(name: str, found: list[tuple[_File, Any]]) -> Any:
     for (relative, zipped), value in found:
         parts: list[tuple[Box, PickledTensor]]
         if isinstance(value, PickledTensor):
-            global_shape, parts = value.shape, [(whole(value.shape), value)]
+            global_shape, parts = value.shape, [(whole_box(value.shape), value)]
         else:
             global_shape, parts = parts_of(value)
         if shape not in (None, global_shape):
@@ -205,7 +212,7 @@ BIN_FORMAT = CheckpointFormat(
 
 def _read_per_rank_model(root: Path, number: int) -> StoredModel | None:
     """Return the model in ``{stem}_rank{R}.bin`` of all ranks, or ``None`` if there are no such files."""
-    for stem in dict.fromkeys((numbered(FSDP_MODEL, number), numbered_from_one(FSDP_MODEL, number))):
+    for stem in dict.fromkeys((numbered_name(FSDP_MODEL, number), numbered_from_one(FSDP_MODEL, number))):
         if names := _rank_files(root, stem):
             tensors, objects = model_entries(read_state_dict(root, names))
             return _checked(StoredModel(root, PER_RANK_FORMAT.name, tensors, tuple(names), objects), stem)
@@ -214,7 +221,7 @@ def _read_per_rank_model(root: Path, number: int) -> StoredModel | None:
 
 def _read_per_rank_optimizer(root: Path, number: int) -> StoredOptimizer | None:
     """Return the optimizer in ``{stem}_rank{R}.bin`` of all ranks, or ``None`` if there are no such files."""
-    stem = numbered(OPTIMIZER, number)
+    stem = numbered_name(OPTIMIZER, number)
     names = _rank_files(root, stem)
     if not names:
         return None

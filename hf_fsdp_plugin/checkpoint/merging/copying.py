@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from hf_fsdp_plugin.checkpoint.checking.verified_files import Progress
 from hf_fsdp_plugin.checkpoint.errors import problem
-from hf_fsdp_plugin.checkpoint.formats.boxes import SAFETENSORS_NAMES, dtype_size, numpy_dtype, row_major, whole
+from hf_fsdp_plugin.checkpoint.formats.boxes import SAFETENSORS_NAMES, dtype_size, numpy_dtype, row_major, whole_box
 from hf_fsdp_plugin.checkpoint.formats.safetensors import SafetensorsFile
 from hf_fsdp_plugin.checkpoint.formats.stored import StoredPiece, StoredTensor, read_run
 from hf_fsdp_plugin.checkpoint.io import InputFiles, OutputFile, hash_bytes, round_up
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 
-def cast(data: memoryview, source: str, target: str, out: memoryview) -> int:
+def convert_dtype(data: memoryview, source: str, target: str, out: memoryview) -> int:
     """Convert ``data`` to the dtype ``target`` in ``out``, rounding to nearest even. NaN stays NaN.
 
     Returns:
@@ -136,7 +136,7 @@ def _read_as(dtype: str, source: InputFiles, tensor: StoredTensor, start: int, s
         return 0
     stored = memoryview(bytearray((stop - start) * dtype_size(tensor.dtype)))
     read_run(source, tensor, start, stop, stored)
-    return cast(stored, tensor.dtype, dtype, out)
+    return convert_dtype(stored, tensor.dtype, dtype, out)
 
 
 BLOCK = 4 << 20
@@ -175,7 +175,7 @@ def byte_problems(source: InputFiles, plan: MergePlan, folder: Path, progress: C
             different = []
             for name, offset in file.offsets.items():
                 tensor = plan.tensors[name]
-                whole_piece = StoredPiece(whole(tensor.shape), file.name, offset, row_major(tensor.shape))
+                whole_piece = StoredPiece(whole_box(tensor.shape), file.name, offset, row_major(tensor.shape))
                 copy = StoredTensor(name, plan.dtypes[name], tensor.shape, (whole_piece,))
                 if not same_elements(source, tensor, written, copy, progress):
                     different.append(name)
@@ -197,7 +197,7 @@ def same_elements(
 
     ``progress`` is called with the number of bytes of ``other`` that were compared.
     """
-    numel, size = whole(tensor.shape).numel, dtype_size(other.dtype)
+    numel, size = whole_box(tensor.shape).numel, dtype_size(other.dtype)
     step = BLOCK // max(dtype_size(tensor.dtype), size)
     expected, found = memoryview(bytearray(step * size)), memoryview(bytearray(step * size))
     for start in range(0, numel, step):

@@ -155,7 +155,7 @@ class _Job:
             files=[file.name for file in self.plan.files],
             resumed=[],
             config_folder=self.config_folder,
-            companions=output.companions(self.config_folder) if self.config_folder is not None else [],
+            companions=output.companion_files(self.config_folder) if self.config_folder is not None else [],
             aliases=dict(self.plan.aliases),
             problems=self.problems,
         )
@@ -319,7 +319,7 @@ def with_whole_weights(folder: Path) -> Path:
         return folder
     if not folder.is_dir() or stored_state_dict_type(folder) not in ("sharded", "local"):
         return folder
-    model = folder / file_names.numbered(file_names.FSDP_MODEL, 0)
+    model = folder / file_names.numbered_name(file_names.FSDP_MODEL, 0)
     times = [path.stat().st_mtime_ns for path in (model, model / file_names.DCP_METADATA) if path.exists()]
     copy = file_names.merged_copy(folder, hash_bytes(repr(times).encode())[:12])  # other weights get another copy
     if not copy.is_dir():

@@ -22,7 +22,7 @@ from hf_fsdp_plugin.checkpoint.folders import put_in_place, replaced_path
 from hf_fsdp_plugin.checkpoint.formats.safetensors import SafetensorsFile, plan_files
 from hf_fsdp_plugin.checkpoint.formats.stored import StoredModel, StoredTensor, shared_tensors
 from hf_fsdp_plugin.checkpoint.io import hash_bytes, object_in, read_file, sync, write_text
-from hf_fsdp_plugin.checkpoint.names import ADAPTER, FSDP_MODEL, HF_MODEL, MERGING, hidden, is_adapter
+from hf_fsdp_plugin.checkpoint.names import ADAPTER, FSDP_MODEL, HF_MODEL, MERGING, hidden_path, is_adapter
 from hf_fsdp_plugin.text import format_bytes
 
 FLOATS = ("float64", "float32", "bfloat16", "float16")
@@ -146,7 +146,7 @@ def find_config_folder(checkpoint: Path, config: Path | None) -> Path | None:
     return next((folder for folder in (checkpoint, *above) if _has_config(folder)), None)
 
 
-def companions(folder: Path) -> list[str]:
+def companion_files(folder: Path) -> list[str]:
     """Return the paths of the files to copy, relative to ``folder``; Python files only if a config refers to them.
 
     Raises:
@@ -195,7 +195,7 @@ PLAN_NAME = "merge_plan.json"
 
 
 def staging_path(out: Path) -> Path:
-    return hidden(out, MERGING)
+    return hidden_path(out, MERGING)
 
 
 class MergeStaging:

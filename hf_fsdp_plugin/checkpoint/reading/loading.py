@@ -27,7 +27,7 @@ from hf_fsdp_plugin.backends.torch_types import PinnedWindows, wait_for_reads
 from hf_fsdp_plugin.checkpoint.checking.verified_files import check_headers, files_of_checkpoint
 from hf_fsdp_plugin.checkpoint.errors import problem, raise_if_any
 from hf_fsdp_plugin.checkpoint.folders import check_visible
-from hf_fsdp_plugin.checkpoint.formats.boxes import is_row_major, slices, span, whole
+from hf_fsdp_plugin.checkpoint.formats.boxes import element_span, is_row_major, relative_slices, whole_box
 from hf_fsdp_plugin.checkpoint.formats.safetensors import read_safetensors_model
 from hf_fsdp_plugin.checkpoint.formats.stored import StoredModel, StoredOptimizer, StoredTensor
 from hf_fsdp_plugin.checkpoint.formats.table import read_stored_model
@@ -93,16 +93,16 @@ class Transfer:
     into: torch.Tensor
 
 
-def transfers(stored: StoredTensor, pieces: Iterable[Piece]) -> Iterator[Transfer]:
+def plan_transfers(stored: StoredTensor, pieces: Iterable[Piece]) -> Iterator[Transfer]:
     """Yield the transfers that fill ``pieces`` from ``stored``, which may be sharded differently."""
     dtype = getattr(torch, stored.dtype)
     for piece in pieces:
         for source, common, offset in stored.parts_of(piece.box):
-            yield Transfer(source.file, offset, source.strides, dtype, piece.tensor[slices(common, piece.box)])
+            yield Transfer(source.file, offset, source.strides, dtype, piece.tensor[relative_slices(common, piece.box)])
 
 
 @torch.no_grad()
-def fill(files: InputFiles, work: Iterable[Transfer]) -> None:
+def execute_transfers(files: InputFiles, work: Iterable[Transfer]) -> None:
     """Execute all transfers in the order of their bytes in the files.
 
     Data is read directly into contiguous CPU memory, through a buffer of at most ``MAX_SPAN`` bytes otherwise. Copies
@@ -127,7 +127,7 @@ def _execute(files: InputFiles, windows: PinnedWindows, work: Transfer) -> None:
     if contiguous and into.dtype == work.dtype and into.device.type == "cpu":
         files.read(work.file, work.offset, _memory(into))
         return
-    num_bytes = span(strides, into.shape) * size
+    num_bytes = element_span(strides, into.shape) * size
     if num_bytes <= MAX_SPAN:
         pinned = into.device.type != "cpu"
         buffer = windows.take(num_bytes) if pinned else torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
@@ -145,7 +145,7 @@ def _memory(tensor: torch.Tensor) -> memoryview:
     return tensor.reshape(-1).view(torch.uint8).numpy().data
 
 
-def mismatch(code: str, checkpoint: Path, message: str, fix: str = "") -> Problem:
+def mismatch_problem(code: str, checkpoint: Path, message: str, fix: str = "") -> Problem:
     """Return a problem of a checkpoint that does not match a model or an optimizer."""
     if not fix:
         kind = _model_type(checkpoint)
@@ -256,7 +256,7 @@ def copy_whole_tensors(state: Mapping[str, Any], shards: ModelShards) -> None:
         raise ValueError(f"the state_dict has no tensors with the names and shapes of {format_names(wrong, 3)}.")
     for shard in shards.tensors:
         for piece in shard.pieces:
-            piece.tensor.copy_(found[shard.name][slices(piece.box, whole(shard.shape))])
+            piece.tensor.copy_(found[shard.name][relative_slices(piece.box, whole_box(shard.shape))])
 
 
 _Pair = tuple[LocalShard, StoredTensor]
@@ -272,7 +272,7 @@ def _pairs(
 
 
 def _fill_pairs(pairs: Iterable[_Pair], files: InputFiles) -> None:
-    fill(files, (item for shard, tensor in pairs for item in transfers(tensor, shard.pieces)))
+    execute_transfers(files, (item for shard, tensor in pairs for item in plan_transfers(tensor, shard.pieces)))
 
 
 def _raise_differences(
@@ -290,7 +290,11 @@ def _raise_differences(
         "FSDP-E423": (shapes, f"has {plural(len(shapes), 'tensor')} with another shape than in the model"),
     }
     raise_if_any(
-        [mismatch(code, place, f"{text}: {format_names(names)}.") for code, (names, text) in found.items() if names]
+        [
+            mismatch_problem(code, place, f"{text}: {format_names(names)}.")
+            for code, (names, text) in found.items()
+            if names
+        ]
     )
 
 

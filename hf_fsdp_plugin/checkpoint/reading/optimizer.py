@@ -20,12 +20,18 @@ from torch.distributed.tensor import DTensor
 from hf_fsdp_plugin.backends.optimizers.parameters import state_factory, step_mode
 from hf_fsdp_plugin.backends.torch_types import PinnedWindows, copy_to_device, dtensor_like
 from hf_fsdp_plugin.checkpoint.errors import raise_if_any
-from hf_fsdp_plugin.checkpoint.formats.boxes import whole
+from hf_fsdp_plugin.checkpoint.formats.boxes import whole_box
 from hf_fsdp_plugin.checkpoint.formats.optimizer_state import range_of, split_inner_key, split_key, state_layout
 from hf_fsdp_plugin.checkpoint.formats.stored import StoredOptimizer, StoredTensor
 from hf_fsdp_plugin.checkpoint.formats.table import read_stored_optimizer
 from hf_fsdp_plugin.checkpoint.io import InputFiles
-from hf_fsdp_plugin.checkpoint.reading.loading import Transfer, fill, load_stored, mismatch, transfers
+from hf_fsdp_plugin.checkpoint.reading.loading import (
+    Transfer,
+    execute_transfers,
+    load_stored,
+    mismatch_problem,
+    plan_transfers,
+)
 from hf_fsdp_plugin.checkpoint.shards import ModelLayout, ParameterLayout, Piece, local_tensor, model_layout
 from hf_fsdp_plugin.problems import CheckpointError, Problem
 from hf_fsdp_plugin.text import format_names, plural
@@ -59,7 +65,7 @@ def load_optimizer(
             fix = (
                 "Resume from a checkpoint with optimizer state (save_only_model: false), or start with a new optimizer."
             )
-            raise CheckpointError([mismatch("FSDP-E424", checkpoint, "has no optimizer state.", fix)])
+            raise CheckpointError([mismatch_problem("FSDP-E424", checkpoint, "has no optimizer state.", fix)])
         return stored
 
     def match(stored: StoredOptimizer) -> Callable[[InputFiles], None]:
@@ -72,7 +78,7 @@ def load_optimizer(
             reads = _Reads(files, stored.root)
             state = _read_state(reads, optimizer, layout, stored)
             param_groups = _param_groups(reads, optimizer, stored, groups)
-            fill(files, reads.transfers)
+            execute_transfers(files, reads.transfers)
             _move_scalars(optimizer, state)
             optimizer.load_state_dict({"state": state, "param_groups": param_groups})
 
@@ -111,12 +117,12 @@ class _Reads:
     def whole(self, stored: StoredTensor) -> torch.Tensor:
         """Allocate a whole tensor on the CPU, and add the reads that fill it. It is equal on all ranks."""
         tensor = torch.empty(stored.shape, dtype=getattr(torch, stored.dtype), device="cpu")
-        self.transfers += transfers(stored, [Piece(whole(stored.shape), tensor)])
+        self.transfers += plan_transfers(stored, [Piece(whole_box(stored.shape), tensor)])
         return tensor
 
     def part(self, stored: StoredTensor, own: ParameterLayout, local: torch.Tensor) -> None:
         """Add the reads of ``local``, this rank's part of a tensor that is laid out like a parameter."""
-        self.transfers += transfers(stored, own.local_shard(own.name, local).pieces)
+        self.transfers += plan_transfers(stored, own.local_shard(own.name, local).pieces)
 
 
 def _with_names_of_model(stored: StoredOptimizer, layout: ModelLayout) -> StoredOptimizer:
@@ -162,7 +168,7 @@ def _different_groups(checkpoint: Path, own: list[frozenset[str]], saved: list[f
         split = [name for group in own for name in sorted(group)[:1] if group not in saved]
         found.append(f"the same parameters are grouped differently, such as {format_names(split)}")
     fix = "Create the optimizer with the same trainable parameters and parameter groups as in the run that was saved."
-    return mismatch("FSDP-E425", checkpoint, f"{'; '.join(found)}.", fix)
+    return mismatch_problem("FSDP-E425", checkpoint, f"{'; '.join(found)}.", fix)
 
 
 def _sizes(groups: list[frozenset[str]]) -> str:
@@ -196,7 +202,7 @@ def _check_state(
         names = format_names(list(other_shards))
         message = f"has optimizer state that only fits its own {count} per parameter; this rank has others: {names}."
         fix = "Resume with the same FSDP version, strategy and number of ranks, or start with a new optimizer."
-        problems.append(mismatch("FSDP-E426", checkpoint, message, fix))
+        problems.append(mismatch_problem("FSDP-E426", checkpoint, message, fix))
     raise_if_any(problems)
 
 
@@ -259,8 +265,8 @@ def _read_subclasses(
         if inner is None or tuple(inner.shape) != stored.shape:
             fix = "Create the optimizer with the settings of the run that was saved (block_size)."
             message = f"has quantized optimizer state that differs in {name}."
-            raise CheckpointError([mismatch("FSDP-E426", reads.root, message, fix)])
-        reads.transfers += transfers(stored, [Piece(whole(stored.shape), inner)])
+            raise CheckpointError([mismatch_problem("FSDP-E426", reads.root, message, fix)])
+        reads.transfers += plan_transfers(stored, [Piece(whole_box(stored.shape), inner)])
     return state
 
 
@@ -290,7 +296,7 @@ def _read_per_shard(reads: _Reads, parameter: torch.Tensor, stored: StoredTensor
     if not isinstance(parameter, DTensor) or not stored.shape or stored.shape != tuple(local_tensor(parameter).shape):
         return reads.whole(stored)
     local, state = _like_shard(parameter, getattr(torch, stored.dtype))
-    reads.transfers += transfers(stored, [Piece(whole(stored.shape), local)])
+    reads.transfers += plan_transfers(stored, [Piece(whole_box(stored.shape), local)])
     return state
 
 
@@ -321,7 +327,7 @@ def _common_scalar(reads: _Reads, key: str, present: list[tuple[ParameterLayout,
         return reads.whole(present[0][1])
     numbers = _Reads(reads.files, reads.root)
     tensors = [(part.name, numbers.whole(stored)) for part, stored in present]
-    fill(reads.files, numbers.transfers)
+    execute_transfers(reads.files, numbers.transfers)
     common = _common_value(key, [(name, tensor.item()) for name, tensor in tensors])
     return next(tensor for _, tensor in tensors if tensor.item() == common)
 

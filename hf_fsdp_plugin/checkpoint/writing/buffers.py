@@ -37,7 +37,7 @@ def allocate_aligned(size: int, *, pinned: bool = False) -> torch.Tensor:
     if pinned:
         # Prefaulted first, because the driver holds a lock of all its calls while it pins, and would allocate the pages
         # under it. torch's pool of pinned memory is not used, because it rounds sizes up to powers of two.
-        prefault(tensor)
+        allocate_pages(tensor)
         if not _pin(tensor) and (allocated := _allocate_pinned(tensor.numel())) is not None:
             return allocated
     return tensor
@@ -72,14 +72,14 @@ def unpin(memory: torch.Tensor) -> None:
             available_device().unpin(piece)
 
 
-def piecewise(into: torch.Tensor) -> list[int]:
+def piece_sizes(into: torch.Tensor) -> list[int]:
     """Return the sizes of the parts of a slice of memory of :func:`allocate_aligned` that each are in one piece."""
     first = min(PIECE - int(into.storage_offset()) % PIECE, into.numel())
     rest = into.numel() - first
     return [first, *[PIECE] * (rest // PIECE), *([rest % PIECE] if rest % PIECE else [])]
 
 
-def prefault(memory: torch.Tensor) -> None:
+def allocate_pages(memory: torch.Tensor) -> None:
     """Allocate all pages of ``memory``, in steps of 64 MiB so that waiting threads can run between them."""
     for start in range(0, memory.numel(), _STEP):
         part = memory[start : start + _STEP]
@@ -123,7 +123,7 @@ class StagingBuffers:
                 device.set_current(index)
             memory = allocate_aligned(size, pinned=pinned)
             if not pinned:
-                prefault(memory)
+                allocate_pages(memory)
             self._replace(number, memory)
 
         for number, size in enumerate(sizes):

@@ -33,7 +33,7 @@ from hf_fsdp_plugin.checkpoint.formats.archives import TorchZip
 from hf_fsdp_plugin.checkpoint.formats.boxes import Box
 from hf_fsdp_plugin.checkpoint.formats.index_file import METADATA_TAIL, index_bytes, pack_segments
 from hf_fsdp_plugin.checkpoint.formats.manifest import FileRecord, PackedRanges
-from hf_fsdp_plugin.checkpoint.io import reading
+from hf_fsdp_plugin.checkpoint.io import open_for_reading
 from hf_fsdp_plugin.checkpoint.names import DCP_METADATA, ENTRY_ALIGNMENT, INDEX_FILE, dcp_file
 from hf_fsdp_plugin.checkpoint.shards import LocalShard
 from hf_fsdp_plugin.checkpoint.writing.dcp_metadata import Chunks, MetadataPickle, StatePath, flat_name
@@ -222,7 +222,7 @@ def rank_file(
     return whole_file(f"{folder}/{file}", items), FolderEntries(folder, file, keys, table, smalls, aliases)
 
 
-def scalars(tensors: Mapping[StatePath, torch.Tensor]) -> list[SmallEntry]:
+def scalar_entries(tensors: Mapping[StatePath, torch.Tensor]) -> list[SmallEntry]:
     """Return the entries of scalars, which are read from their devices with one copy per device and dtype."""
     data: dict[StatePath, bytes] = {}
     groups: dict[tuple[torch.device, torch.dtype], dict[StatePath, torch.Tensor]] = {}
@@ -315,7 +315,7 @@ def _frame(dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[bytes, bytes]:
         path = Path(folder) / "archive.pt"  # torch uses the stem as the name of the archive
         with skip_data():
             torch.save(tensor, path)
-        with reading(path) as file:
+        with open_for_reading(path) as file:
             begin = TorchZip(file.fileno(), 0, path.stat().st_size, path).offset("data/0")
             head = file.read(begin)
             file.seek(begin + tensor.nbytes)

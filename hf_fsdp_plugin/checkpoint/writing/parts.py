@@ -1,8 +1,8 @@
 """The parts of files that one rank writes: their description before anything is written, and the writer.
 
 A part is either written directly from the tensors, window by window, or copied as a whole to a staging buffer and
-written from the buffer during training. Both use :func:`fill`. Writes bypass the page cache if the file system supports
-that; each range is hashed while it is written.
+written from the buffer during training. Both use :func:`copy_extent`. Writes bypass the page cache if the file system
+supports that; each range is hashed while it is written.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import xxhash
 
 from hf_fsdp_plugin.checkpoint.formats.manifest import MAX_RANGE, FileRange, FileRecord
 from hf_fsdp_plugin.checkpoint.io import PAGE, OutputFile, round_up
-from hf_fsdp_plugin.checkpoint.writing.buffers import allocate_aligned, piecewise, unpin
+from hf_fsdp_plugin.checkpoint.writing.buffers import allocate_aligned, piece_sizes, unpin
 from hf_fsdp_plugin.devices import DEVICES, available_device
 from hf_fsdp_plugin.progress import progress_bar
 
@@ -129,7 +129,7 @@ def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().reshape(-1).contiguous().view(torch.uint8)
 
 
-def fill(target: torch.Tensor, extent: Extent, start: int, stop: int) -> None:
+def copy_extent(target: torch.Tensor, extent: Extent, start: int, stop: int) -> None:
     """Copy the extent's bytes ``[start, stop)`` (file offsets) to ``target``.
 
     Copies from an accelerator are asynchronous: call :func:`wait_for_copies`, or what :func:`record_copies` returns,
@@ -147,7 +147,7 @@ def fill(target: torch.Tensor, extent: Extent, start: int, stop: int) -> None:
                 else:
                     source = bytes_of(content)[low - offset : high - offset]
                 into = target[low - start : high - start]
-                sizes = piecewise(into)
+                sizes = piece_sizes(into)
                 for part, of_source in zip(into.split(sizes), source.split(sizes), strict=True):
                     part.copy_(of_source, non_blocking=True)
             offset += num_bytes(content)
@@ -165,13 +165,13 @@ def on_accelerator(parts: Iterable[FilePart]) -> bool:
 
 
 def wait_for_copies() -> None:
-    """Wait for the copies that :func:`fill` started, and not for other streams of the device."""
+    """Wait for the copies that :func:`copy_extent` started, and not for other streams of the device."""
     if available_device().is_initialized():
         record_copies()()
 
 
 def record_copies() -> Callable[[], None]:
-    """Return a function that waits for the copies that :func:`fill` has started so far, but not for later ones.
+    """Return a function that waits for the copies that :func:`copy_extent` has started so far, but not for later ones.
 
     Any thread may call it.
     """
@@ -207,7 +207,7 @@ class PartWriter:
             return [_write_part(root, part, self._filled(part, pinned=pinned), update) for part in parts]
 
     def write_staged(self, root: Path, parts: Sequence[FilePart], memory: torch.Tensor) -> list[FileRecord]:
-        """Write the parts that :func:`stage` has copied to ``memory``. Does not access the model's tensors."""
+        """Write the parts that :func:`copy_parts` has copied to ``memory``. Does not access the model's tensors."""
         records = []
         for part in parts:
             records.append(_write_part(root, part, _staged(part, memory)))
@@ -225,7 +225,7 @@ class PartWriter:
             for extent in part.extents:
                 for low, start, stop in extent.windows():
                     window = next(memory), start, stop
-                    fill(window[0][start - low :], extent, start, stop)
+                    copy_extent(window[0][start - low :], extent, start, stop)
                     if not pinned:
                         yield window
                         continue
@@ -252,7 +252,7 @@ class PartWriter:
         return self._windows[pinned]
 
 
-def stage(parts: Sequence[FilePart], memory: torch.Tensor) -> Callable[[], None]:
+def copy_parts(parts: Sequence[FilePart], memory: torch.Tensor) -> Callable[[], None]:
     """Copy all extents one after the other to ``memory``, which must have at least the sum of their spans.
 
     Returns:
@@ -260,7 +260,7 @@ def stage(parts: Sequence[FilePart], memory: torch.Tensor) -> Callable[[], None]
         the tensors: it does so after the copies.
     """
     for extent in (extent for part in parts for extent in part.extents):
-        fill(memory[extent.start - extent.origin :], extent, extent.start, extent.stop)
+        copy_extent(memory[extent.start - extent.origin :], extent, extent.start, extent.stop)
         memory = memory[extent.span :]
     return record_copies() if on_accelerator(parts) else DEVICES["cpu"].record_event()
 

@@ -37,7 +37,7 @@ from hf_fsdp_plugin.checkpoint import folders
 from hf_fsdp_plugin.checkpoint.errors import os_errors_as_problems
 from hf_fsdp_plugin.checkpoint.formats.manifest import FileRecord, Manifest, joined_ranges, record_file, write_manifest
 from hf_fsdp_plugin.checkpoint.io import sync, write_bytes, write_text
-from hf_fsdp_plugin.checkpoint.names import SAVING, accelerate_rng_file, hidden, trainer_rng_file
+from hf_fsdp_plugin.checkpoint.names import SAVING, accelerate_rng_file, hidden_path, trainer_rng_file
 from hf_fsdp_plugin.checkpoint.writing.buffers import StagingBuffers, lower_thread_priority
 from hf_fsdp_plugin.checkpoint.writing.dcp_files import (
     FolderEntries,
@@ -46,7 +46,7 @@ from hf_fsdp_plugin.checkpoint.writing.dcp_files import (
     final_files,
     record_bytes,
 )
-from hf_fsdp_plugin.checkpoint.writing.parts import FilePart, PartWriter, on_accelerator, stage
+from hf_fsdp_plugin.checkpoint.writing.parts import FilePart, PartWriter, copy_parts, on_accelerator
 from hf_fsdp_plugin.problems import CheckpointError, Problem
 
 POLL_INTERVAL = 0.02
@@ -78,7 +78,7 @@ class StagingFolder:
         self.final = final = final.resolve() if final.is_symlink() else final
         self._into = into
         # With ``into``, the folder exists, and its parent may not be writable.
-        self.root = final / SAVING if into else hidden(final, SAVING)
+        self.root = final / SAVING if into else hidden_path(final, SAVING)
         self.folder = self.root / final.name
         self._records = self.root / "parts"
 
@@ -234,7 +234,7 @@ class Save:
             if self._asynchronous:
                 size = sum(part.span for part in parts)
                 memory = self._buffers.take(len(self._staged), size, pinned=on_accelerator(parts))
-                self._staged.append((parts, memory, stage(parts, memory)))
+                self._staged.append((parts, memory, copy_parts(parts, memory)))
             else:
                 self._records += self._writer.write(self.folder, parts)
 

@@ -30,7 +30,7 @@ from torch import nn
 
 from hf_fsdp_plugin.backends.sharding.shard import plan_of
 from hf_fsdp_plugin.checkpoint import names as file_names
-from hf_fsdp_plugin.checkpoint.formats.boxes import Box, row_major, slices, whole
+from hf_fsdp_plugin.checkpoint.formats.boxes import Box, relative_slices, row_major, whole_box
 from hf_fsdp_plugin.checkpoint.formats.manifest import Manifest
 from hf_fsdp_plugin.checkpoint.formats.safetensors import index_text, plan_files
 from hf_fsdp_plugin.checkpoint.shards import (
@@ -41,7 +41,7 @@ from hf_fsdp_plugin.checkpoint.shards import (
     shards_to_write,
     trainable_shards,
 )
-from hf_fsdp_plugin.checkpoint.writing.dcp_files import FolderEntries, StatePath, plain_value, rank_file, scalars
+from hf_fsdp_plugin.checkpoint.writing.dcp_files import FolderEntries, StatePath, plain_value, rank_file, scalar_entries
 from hf_fsdp_plugin.checkpoint.writing.parts import FilePart, Item, shared_file
 from hf_fsdp_plugin.messages import print_once
 from hf_fsdp_plugin.problems import Problem
@@ -118,11 +118,13 @@ def model_files(
     tensors: list[tuple[StatePath, LocalShard]] = [
         (("model", shard.name), shard) for shard in shards_to_write(shards.tensors) if shard.shape
     ]
-    smalls = scalars({("model", shard.name): shard.pieces[0].tensor for shard in shards.tensors if not shard.shape})
+    smalls = scalar_entries(
+        {("model", shard.name): shard.pieces[0].tensor for shard in shards.tensors if not shard.shape}
+    )
     aliases: list[tuple[StatePath, StatePath]] = [
         (("model", alias), ("model", name)) for alias, name in shards.aliases.items()
     ]
-    part, entries = rank_file(file_names.numbered(file_names.FSDP_MODEL, index), rank, tensors, smalls, aliases)
+    part, entries = rank_file(file_names.numbered_name(file_names.FSDP_MODEL, index), rank, tensors, smalls, aliases)
     return StateFiles([part], (entries,))
 
 
@@ -149,7 +151,7 @@ def optimizer_files(shards: OptimizerShards, index: int = 0) -> StateFiles:
                 numbers[path_in_state] = value.pieces[0].tensor
             else:
                 tensors[value.name] = (path_in_state, value)
-    smalls += scalars(numbers)
+    smalls += scalar_entries(numbers)
     mine = shards_to_write(shard for _, shard in tensors.values())
     if rank == 0:  # one entry per hyperparameter, because torch flattens a state dict to its leaves
         smalls += [
@@ -158,7 +160,7 @@ def optimizer_files(shards: OptimizerShards, index: int = 0) -> StateFiles:
             for key, value in group.items()
         ]
     part, entries = rank_file(
-        file_names.numbered(file_names.OPTIMIZER, index), rank, [tensors[shard.name] for shard in mine], smalls
+        file_names.numbered_name(file_names.OPTIMIZER, index), rank, [tensors[shard.name] for shard in mine], smalls
     )
     return StateFiles([part], (entries,))
 
@@ -234,7 +236,7 @@ def gathered_state(shards: ModelShards) -> dict[str, torch.Tensor]:
             state[shard.name] = torch.empty(shard.shape, dtype=shard.dtype, device="cpu")
             missing[shard.name] = math.prod(shard.shape)
         for name, box, tensor in itertools.chain.from_iterable(gathered):
-            state[name][slices(box, whole(state[name].shape))] = tensor
+            state[name][relative_slices(box, whole_box(state[name].shape))] = tensor
             missing[name] -= box.numel
     incomplete = [name for name, count in missing.items() if count]
     assert not incomplete, f"elements of {format_names(incomplete)} are missing"

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
-from hf_fsdp_plugin.cli.config.conversation import Asker, converse
+from hf_fsdp_plugin.cli.config.conversation import Asker, ask_questions
 from hf_fsdp_plugin.cli.config.prediction import predict_memory
 from hf_fsdp_plugin.cli.config.question import Question, State, label_of
 from hf_fsdp_plugin.cli.config.questions import BY_NAME, QUESTIONS
@@ -32,7 +32,7 @@ from hf_fsdp_plugin.cli.config.target import (
     find_target,
     new_text,
     with_header,
-    write,
+    write_target,
 )
 from hf_fsdp_plugin.cli.output import OK, PROBLEMS, USAGE, print_json, print_problems
 from hf_fsdp_plugin.launcher.flags import Suggested
@@ -109,7 +109,7 @@ def _run(args: argparse.Namespace) -> int:
         if not args.yes:
             where = "prints the file" if target.shown == "-" else f"writes {target.shown}"
             asker.show(f"This {where}. Ctrl-C at any question writes nothing.")
-        converse(state, asker, given)
+        ask_questions(state, asker, given)
     finally:
         search.close()
     settings = settings_of(state)
@@ -126,7 +126,7 @@ def _run(args: argparse.Namespace) -> int:
             print_json({"ok": False, "problems": []})
         return PROBLEMS
     if target.path is not None and text != target.text:
-        write(target, text)
+        write_target(target, text)
     _print_result(args, target, text, state, checked, memory)
     return OK
 

@@ -21,7 +21,7 @@ FSDP1_WRITTEN: Final = frozenset({"backward_prefetch", "use_orig_params", "sync_
 """Questions whose default is written for FSDP1 even if they are not asked: stock Accelerate has other defaults."""
 
 
-def converse(state: State, asker: Asker, given: Mapping[str, str]) -> None:
+def ask_questions(state: State, asker: Asker, given: Mapping[str, str]) -> None:
     """Ask all questions that apply, and add the answers to `state`.
 
     Args:

@@ -21,7 +21,7 @@ from hf_fsdp_plugin.sources.launchers import default_config_file
 from hf_fsdp_plugin.sources.tree import ConfigFileError
 from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec
 from hf_fsdp_plugin.spec.load import Assessment, assess
-from hf_fsdp_plugin.vocabulary import TRAINING_FILE_MARKS, Scope, SettingRow, find, plain_key
+from hf_fsdp_plugin.vocabulary import TRAINING_FILE_MARKS, Scope, SettingRow, find_row, plain_key
 
 STDOUT: Final = "-"
 _OTHER_CONFIG: Final = "FSDP-E766"
@@ -104,7 +104,7 @@ def assess_text(text: str, target: Target) -> Assessment:
     return assess(Sources(config=ConfigFile(path=path, shown=target.shown, data=text.encode()), environ={}))
 
 
-def write(target: Target, text: str) -> None:
+def write_target(target: Target, text: str) -> None:
     """Replace the file by the text, atomically.
 
     Raises:
@@ -208,7 +208,7 @@ def _changes(
 ) -> tuple[dict[Key, list[str]], dict[str, list[str]]]:
     """Return the other lines of keys, and the lines that are added to each section (see :func:`change_keys`)."""
     keys = keys_of(text)
-    rows = {key: find(key.name, _SCOPES[key.section]) for key in keys if key.section in _SCOPES}
+    rows = {key: find_row(key.name, _SCOPES[key.section]) for key in keys if key.section in _SCOPES}
     replaced: dict[Key, list[str]] = {}
     added: dict[str, list[str]] = {}
     for key in keys:
@@ -224,7 +224,7 @@ def _changes(
         if old is None:
             added.setdefault(entry.section, []).append(line_of(entry.key, entry.value, entry.comment))
         else:
-            spelling = old.name if rows[old] == find(entry.key, _SCOPES[entry.section]) else entry.key
+            spelling = old.name if rows[old] == find_row(entry.key, _SCOPES[entry.section]) else entry.key
             replaced[old] = [old.indent + line_of(spelling, entry.value, entry.comment)]
     return replaced, added
 

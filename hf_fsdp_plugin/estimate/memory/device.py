@@ -63,7 +63,7 @@ def gpu_of(machine: Machine | None) -> Gpu:
     return Gpu(capability=machine.capability, has_nvlink=machine.intra.bandwidth > _PCIE_BANDWIDTH)
 
 
-def workspaces(device_type: str, gpu: Gpu = UNKNOWN) -> tuple[int, ...]:
+def workspace_bytes(device_type: str, gpu: Gpu = UNKNOWN) -> tuple[int, ...]:
     """Return the bytes of each workspace of cuBLAS: of the forward's thread, and of the backward's."""
     if device_type != "cuda":
         return (0,) * _THREADS
@@ -74,10 +74,10 @@ def workspaces(device_type: str, gpu: Gpu = UNKNOWN) -> tuple[int, ...]:
 
 def framework_bytes(device_type: str, gpu: Gpu = UNKNOWN) -> int:
     """Return the bytes that torch allocates on a device for its libraries."""
-    return sum(workspaces(device_type, gpu))
+    return sum(workspace_bytes(device_type, gpu))
 
 
-def communicators(plan: FsdpPlan) -> tuple[int, ...]:
+def communicator_sizes(plan: FsdpPlan) -> tuple[int, ...]:
     """Return the number of ranks of each NCCL communicator of a rank: the world, and the axes of a 2-D mesh."""
     strategy = STRATEGIES[plan.strategy]
     is_flat = plan.mesh.replicate == 1 and strategy.is_sharded and not strategy.hybrid
@@ -93,7 +93,7 @@ def nccl_bytes(plan: FsdpPlan, gpu: Gpu = UNKNOWN) -> int:
     this function returns 576 and 720 MiB. NVLink SHARP, and buffers for the network, are not included.
     """
     channels = _CHANNELS[gpu.has_nvlink is not False]
-    neighbours = sum(2.0 if size == 2 else 2.5 for size in communicators(plan))
+    neighbours = sum(2.0 if size == 2 else 2.5 for size in communicator_sizes(plan))
     return int(channels * neighbours * _CONNECTION)
 
 
@@ -124,7 +124,7 @@ def assumptions(plan: FsdpPlan, workload: Workload, gpu: Gpu = UNKNOWN) -> Itera
             "and the buffers of their collectives are not known, and not included."
         )
     else:
-        size = format_bytes(workspaces("cuda", gpu)[0], binary=True)
+        size = format_bytes(workspace_bytes("cuda", gpu)[0], binary=True)
         of = "GPUs from compute capability 9.0 on; name a --machine for others" if gpu.capability is None else "the GPU"
         yield (
             f"The allocator reserves {RESERVED_RATIO:g} times the allocated memory, and needs {NEEDED_RATIO:g} times: "
@@ -132,6 +132,6 @@ def assumptions(plan: FsdpPlan, workload: Workload, gpu: Gpu = UNKNOWN) -> Itera
         )
         yield f"cuBLAS has two workspaces of {size}, for the threads of forward and backward, as on {of}."
         yield f"The CUDA context has {format_bytes(_CONTEXT, binary=True)}, the largest published figure."
-        if groups := communicators(plan):
+        if groups := communicator_sizes(plan):
             count, channels = plural(len(groups), "communicator"), _CHANNELS[gpu.has_nvlink is not False]
             yield f"NCCL has {count} with {channels} channels each, without NVLink SHARP."

@@ -187,7 +187,7 @@ class Like:
     dtype: torch.dtype
 
 
-def filled(output: Any, hidden: torch.Tensor, others: Iterable[torch.Tensor]) -> Any:
+def copy_output(output: Any, hidden: torch.Tensor, others: Iterable[torch.Tensor]) -> Any:
     """Return the output of an equal layer, with `hidden` in place of the first tensor of its shape.
 
     Other tensors of the output, such as a position bias, are inputs of the same shape if there are any.
@@ -211,7 +211,7 @@ def template_of(output: Any) -> Any:
     return tree_map_only(torch.Tensor, lambda tensor: Like(tensor.shape, tensor.dtype), output)
 
 
-def cast(dtype: torch.dtype | None, tree: Any) -> Any:
+def cast_floats(dtype: torch.dtype | None, tree: Any) -> Any:
     """Return a tree with its floating-point tensors in a dtype; unchanged for ``None``."""
     if dtype is None:
         return tree

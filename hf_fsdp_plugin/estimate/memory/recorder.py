@@ -16,8 +16,8 @@ from hf_fsdp_plugin.estimate.memory.meta_model import (
     Border,
     EqualLayers,
     at_gradient,
-    cast,
-    filled,
+    cast_floats,
+    copy_output,
     hidden_of,
     replace_forward,
     template_of,
@@ -118,7 +118,7 @@ class Recorder:
         output_dtype = torch_dtype(self._plan.precision.output) if is_root else None
 
         def before(module: nn.Module, args: Any, kwargs: Any) -> Any:
-            args, kwargs = cast(dtype, (args, kwargs))
+            args, kwargs = cast_floats(dtype, (args, kwargs))
             first = name not in self._entered
             if first:
                 self._entered.add(name)
@@ -134,7 +134,7 @@ class Recorder:
                     self._entered.discard(name)
                     self.mark("post_forward", name)
                     at_gradient(output, lambda: self._pre_backward(name))
-                return cast(output_dtype, output)
+                return cast_floats(output_dtype, output)
 
             return after_forward
 
@@ -172,7 +172,7 @@ class Recorder:
             self.tracker.counts_ops = False  # the operations of the layer are those of its representative
             (hidden,) = Border.apply(lambda: self.mark("enter_backward", name), hidden)
             others = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
-            output = filled(self._outputs[representative], hidden, others)
+            output = copy_output(self._outputs[representative], hidden, others)
             self.tracker.counts_ops = True
             return output
 

@@ -12,9 +12,9 @@ from torch import nn
 from hf_fsdp_plugin.backends.loading.weight_loader import master_dtype
 from hf_fsdp_plugin.backends.sharding.module_forwards import configs_with_cache, fp32_forwards
 from hf_fsdp_plugin.backends.torch_types import torch_dtype
-from hf_fsdp_plugin.estimate.memory.meta_model import cast, equal_layers, meta_batch, replace_forward
+from hf_fsdp_plugin.estimate.memory.meta_model import cast_floats, equal_layers, meta_batch, replace_forward
 from hf_fsdp_plugin.estimate.memory.recorder import Recorder
-from hf_fsdp_plugin.estimate.memory.step import StepProfile, expand
+from hf_fsdp_plugin.estimate.memory.step import StepProfile, expand_layers
 from hf_fsdp_plugin.estimate.memory.tracker import DeviceAttention
 from hf_fsdp_plugin.estimate.workload import Workload
 from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan
@@ -65,7 +65,7 @@ def _profile(plan: FsdpPlan, model: nn.Module, workload: Workload, batch: dict[s
         loss.backward()
         recorder.finish()
     return StepProfile(
-        stages=tuple(expand(recorder.stages, recorder.representatives)),
+        stages=tuple(expand_layers(recorder.stages, recorder.representatives)),
         input_bytes=sum(x.untyped_storage().nbytes() for x in batch.values() if isinstance(x, torch.Tensor)),
     )
 
@@ -176,7 +176,7 @@ def _store_outside(plan: FsdpPlan, unit: nn.Module, own: set[int], dtype: torch.
 
     def before(module: nn.Module, args: tuple[Any, ...]) -> Any:
         register(inside=True)
-        return cast(dtype, args)
+        return cast_floats(dtype, args)
 
     def after(module: nn.Module, args: Any, output: Any) -> None:
         register(inside=False)

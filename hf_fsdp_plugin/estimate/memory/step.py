@@ -87,7 +87,7 @@ class StepProfile:
     input_bytes: int
 
 
-def positions(stages: Iterable[Stage]) -> Iterator[tuple[Literal["forward", "backward"], tuple[str, ...]]]:
+def stage_positions(stages: Iterable[Stage]) -> Iterator[tuple[Literal["forward", "backward"], tuple[str, ...]]]:
     """Yield the pass in which each stage runs, and the units and layers around it: the root (empty) first."""
     phase: Literal["forward", "backward"] = "forward"
     inside: tuple[str, ...] = ("",)

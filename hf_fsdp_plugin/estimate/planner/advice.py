@@ -164,7 +164,7 @@ class Advice:
         return self.rows[0] if self.rows and self.rows[0].fits else None
 
 
-def rejection(memory: MemoryEstimate, limit: int) -> str:
+def rejection_reason(memory: MemoryEstimate, limit: int) -> str:
     """Return why an estimate does not fit, in one line."""
     peak = memory.peak
     kind = max(MEMORY_KINDS, key=lambda kind: peak.bytes_by_kind[kind])

@@ -37,7 +37,7 @@ from hf_fsdp_plugin.integrations.patching import (
     set_variables,
     variables_in_block,
 )
-from hf_fsdp_plugin.integrations.profiling.marking import marked
+from hf_fsdp_plugin.integrations.profiling.marking import mark_phase
 from hf_fsdp_plugin.integrations.run_report import report_run
 from hf_fsdp_plugin.integrations.saving import gathered, state_at
 from hf_fsdp_plugin.integrations.script_arguments import check_arguments, check_object, print_or_raise
@@ -172,7 +172,7 @@ def get_state_dict(original: Callable[..., Any], accelerator: Any, model: Any, *
 
 
 @if_planned
-@marked("clipping")
+@mark_phase("clipping")
 def clip_grad_norm_(
     original: Callable[..., Any], accelerator: Any, parameters: Any, max_norm: Any, norm_type: Any = 2
 ) -> torch.Tensor:
@@ -186,7 +186,7 @@ def clip_grad_norm_(
 
 
 @if_planned
-@marked("clipping")
+@mark_phase("clipping")
 def clip_grad_value_(original: Callable[..., Any], accelerator: Any, parameters: Any, clip_value: Any) -> None:
     accelerator.unscale_gradients()
     torch.nn.utils.clip_grad_value_(parameters, clip_value)

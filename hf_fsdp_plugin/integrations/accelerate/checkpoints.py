@@ -39,17 +39,17 @@ from hf_fsdp_plugin.integrations.accelerate.plugin import (
 )
 from hf_fsdp_plugin.integrations.accelerate.private import prepared_models
 from hf_fsdp_plugin.integrations.moving_average import load_averages, save_averages
-from hf_fsdp_plugin.integrations.profiling.marking import marked
+from hf_fsdp_plugin.integrations.profiling.marking import mark_phase
 from hf_fsdp_plugin.integrations.resuming import continue_run, find_checkpoint, run_fact, warn_differences
 from hf_fsdp_plugin.integrations.saving import exporting, manager
-from hf_fsdp_plugin.integrations.session import holding
+from hf_fsdp_plugin.integrations.session import context_in_block
 from hf_fsdp_plugin.plan.names import unwrapped
 
 _FIX = "Call it on all ranks, outside of `if accelerator.is_main_process:`."
 
 
 @if_sharded
-@marked("checkpoint")
+@mark_phase("checkpoint")
 def save_state(
     original: Callable[..., Any], accelerator: Any, output_dir: Any = None, *args: Any, **kwargs: Any
 ) -> Path:

@@ -24,7 +24,7 @@ from hf_fsdp_plugin.backends.sharding.parameter_access import check_parameter_ho
 from hf_fsdp_plugin.backends.sharding.shard import (
     locate_module,
     plan_of,
-    rebind,
+    rebind_optimizers,
     remember_optimizers,
     reshard_and_rebind,
     shard,
@@ -84,7 +84,7 @@ def prepare_objects(accelerator: Any, objects: Sequence[Any]) -> Any:
     prepared = [prepare_model(accelerator, obj, optimizers) if isinstance(obj, nn.Module) else obj for obj in prepared]
     models = private.prepared_models(accelerator)
     for model in models:
-        rebind(model, optimizers)
+        rebind_optimizers(model, optimizers)
     if any(isinstance(obj, nn.Module) for obj in objects):
         exchange.close()  # every rank has loaded its model
     # 3. Optimizers are checked, and their steps are adapted to shards, unless this call prepares no optimizer.

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_fsdp_plugin.contracts import Contract, contracts_of, guard
+from hf_fsdp_plugin.contracts import Contract, contracts_of, guard_functions
 
 _ACCELERATOR = "accelerate.accelerator:Accelerator"
 _STATE = "accelerate.state"
@@ -140,4 +140,4 @@ def create_state(optimizer: Any, parameter: torch.Tensor, key: str) -> torch.Ten
     return state
 
 
-guard(globals(), CONTRACTS)
+guard_functions(globals(), CONTRACTS)

@@ -10,11 +10,17 @@ from transformers.trainer_callback import TrainerCallback
 
 from hf_fsdp_plugin.backends.ranks.agreement import on_all_ranks
 from hf_fsdp_plugin.integrations.profiling import ProfileOptions
-from hf_fsdp_plugin.integrations.profiling.files import RESULT, files_of_profile, read_ranks, remove, write_profile
+from hf_fsdp_plugin.integrations.profiling.files import (
+    RESULT,
+    files_of_profile,
+    read_ranks,
+    remove_paths,
+    write_profile,
+)
 from hf_fsdp_plugin.integrations.profiling.run import profiling, remove_files
 from hf_fsdp_plugin.messages import print_once
 from hf_fsdp_plugin.problems import SpecError
-from hf_fsdp_plugin.sources.launchers import absolute
+from hf_fsdp_plugin.sources.launchers import absolute_path
 from hf_fsdp_plugin.text import plural
 
 _MAX_PRINTED: Final = 4
@@ -38,7 +44,7 @@ class ProfilerCallback(TrainerCallback):
     def __init__(
         self, output_dir: str = "fsdp_profile", *, wait: int = 1, warmup: int = 2, active: int = 4, after: int = 3
     ) -> None:
-        self._folder = Path(absolute(output_dir) or output_dir)
+        self._folder = Path(absolute_path(output_dir) or output_dir)
         self._options = ProfileOptions(
             folder=str(self._folder), wait=wait, warmup=warmup, active=active, after=after, stops=False, raises=False
         )
@@ -48,7 +54,7 @@ class ProfilerCallback(TrainerCallback):
             return
         if args.process_index == 0:
             with contextlib.suppress(OSError):
-                remove(files_of_profile(self._folder))  # no rank writes before the collectives of the first steps
+                remove_paths(files_of_profile(self._folder))  # no rank writes before the collectives of the first steps
         profiling.begin(self._options)
         if model is not None:
             profiling.watch(model)

@@ -119,7 +119,7 @@ def files_of_profile(folder: Path) -> list[Path]:
     return [folder / name for name in (RANKS_FOLDER, TRACES_FOLDER, RESULT)]
 
 
-def remove(paths: Sequence[Path]) -> None:
+def remove_paths(paths: Sequence[Path]) -> None:
     """Delete files and folders. Those that are missing are no error."""
     for path in paths:
         shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)

@@ -118,7 +118,7 @@ marks = Marks()
 """The marks of this process."""
 
 
-def marked(phase: Phase) -> Callable[[Callable[P, R]], Callable[P, R]]:
+def mark_phase(phase: Phase) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Decorator: mark the calls of a function as a phase of the step."""
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
@@ -132,7 +132,7 @@ def marked(phase: Phase) -> Callable[[Callable[P, R]], Callable[P, R]]:
     return decorate
 
 
-def backward(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def mark_backward(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Mark a backward pass: the replacement of ``torch.autograd.backward``."""
     with marks.phase("backward"):
         return original(*args, **kwargs)

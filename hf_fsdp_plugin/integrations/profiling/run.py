@@ -30,7 +30,7 @@ from hf_fsdp_plugin.devices import available_device
 from hf_fsdp_plugin.integrations.call_hooks import call_marks
 from hf_fsdp_plugin.integrations.patching import install_hooks
 from hf_fsdp_plugin.integrations.profiling import NUM_TRACES, ProfileOptions
-from hf_fsdp_plugin.integrations.profiling.files import remove, write_file
+from hf_fsdp_plugin.integrations.profiling.files import remove_paths, write_file
 from hf_fsdp_plugin.integrations.profiling.marking import marks
 from hf_fsdp_plugin.integrations.run_report import stop_reporting
 from hf_fsdp_plugin.observe.profile.rank_profile import RankProfile, profile_of
@@ -279,7 +279,7 @@ class Profiling:
 def remove_files(options: ProfileOptions, rank: int) -> None:
     """Delete the files of a rank, of this profile or of an earlier one."""
     with contextlib.suppress(OSError):
-        remove([options.rank_file(rank), options.trace_file(rank)])
+        remove_paths([options.rank_file(rank), options.trace_file(rank)])
 
 
 def _rank() -> int:

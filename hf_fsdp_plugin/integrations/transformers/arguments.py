@@ -18,7 +18,7 @@ from typing import Any, Final
 
 from hf_fsdp_plugin.integrations.patching import install_hooks, install_in_subclass, is_true, set_loading_variables
 from hf_fsdp_plugin.integrations.script_arguments import check_object, print_or_raise
-from hf_fsdp_plugin.integrations.session import having, holding, session
+from hf_fsdp_plugin.integrations.session import attributes_in_block, context_in_block, session
 from hf_fsdp_plugin.messages import print_warnings
 from hf_fsdp_plugin.problems import Origin, Problem, SpecError
 from hf_fsdp_plugin.sources import distributed_config as source
@@ -27,7 +27,7 @@ from hf_fsdp_plugin.sources.interface import Sources
 from hf_fsdp_plugin.sources.training_arguments import OLD_KEYS, SOURCE
 from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec
 from hf_fsdp_plugin.strategies import STRATEGIES
-from hf_fsdp_plugin.vocabulary import find
+from hf_fsdp_plugin.vocabulary import find_row
 
 _SWITCHES = ("bf16", "fp16", "gradient_checkpointing", "activation_checkpointing")
 """Fields that are settings only if true: false is their default, so the user may not have set it."""
@@ -46,7 +46,7 @@ def validate_arguments(original: Callable[..., None], arguments: Any, *args: Any
         return
     if is_true("ACCELERATE_USE_CPU"):
         arguments.use_cpu = True
-    with having(session, group_timeout=arguments.ddp_timeout_delta):
+    with attributes_in_block(session, group_timeout=arguments.ddp_timeout_delta):
         original(*args, **kwargs)
 
 
@@ -147,7 +147,7 @@ def init_arguments(original: Callable[..., None], arguments: Any, *args: Any, **
     """Accept the arguments as keyword arguments of ``TrainingArguments``, or of a subclass."""
     own = {field.name for field in dataclasses.fields(arguments)}
     given = {name: kwargs.pop(name) for name in OLD_KEYS if name in kwargs and name not in own}
-    with holding(_given, {**_given.get(), **given}):
+    with context_in_block(_given, {**_given.get(), **given}):
         original(*args, **kwargs)
 
 
@@ -175,7 +175,7 @@ def _with_old_fields(kind: Any) -> Any:
     def new(_: type, **given: Any) -> Any:
         return kind(**{name: value for name, value in given.items() if name not in added or value is not None})
 
-    rows = [(name, find(name, ("fsdp",))) for name in added]
+    rows = [(name, find_row(name, ("fsdp",))) for name in added]
     help_of = {name: row.about.replace("%", "%%") for name, row in rows if row is not None}
     fields = [(name, str | None, dataclasses.field(default=None, metadata={"help": help_of[name]})) for name in added]
     namespace = {"__new__": new, "__module__": kind.__module__, "__doc__": kind.__doc__}

@@ -34,9 +34,9 @@ from hf_fsdp_plugin.integrations.accelerate.plugin import PlannedFsdpPlugin, if_
 from hf_fsdp_plugin.integrations.accelerate.private import prepared_models
 from hf_fsdp_plugin.integrations.moving_average import save_averages
 from hf_fsdp_plugin.integrations.peft import adapter_state, as_unsharded
-from hf_fsdp_plugin.integrations.profiling.marking import marked
+from hf_fsdp_plugin.integrations.profiling.marking import mark_phase
 from hf_fsdp_plugin.integrations.saving import gathered, manager, remove_stale_weights
-from hf_fsdp_plugin.integrations.session import having, session
+from hf_fsdp_plugin.integrations.session import attributes_in_block, session
 from hf_fsdp_plugin.integrations.transformers import private
 from hf_fsdp_plugin.integrations.transformers.loading import without_progress_bar
 from hf_fsdp_plugin.integrations.transformers.save_pretrained import is_stored_differently, stores_adapters
@@ -46,7 +46,7 @@ from hf_fsdp_plugin.spec.fsdp_spec import StateDictKind
 
 
 @if_sharded
-@marked("checkpoint")
+@mark_phase("checkpoint")
 def save_checkpoint(original: Callable[..., None], trainer: Any, model: Any, trial: Any = None) -> None:
     """Make the Trainer write to a staging folder, which is renamed when the checkpoint is complete. Collective."""
     plugin: PlannedFsdpPlugin = trainer.accelerator.state.fsdp_plugin
@@ -185,7 +185,7 @@ def _write_companions(trainer: Any, folder: Path) -> None:
     inner = unwrapped(trainer.model)
     has_adapters = stores_adapters(inner)
     state = adapter_state(trainer.model, model_shards(trainer.model)) if has_adapters else {}
-    with on_all_ranks(f"writing {folder}"), having(gathered, paused=True):
+    with on_all_ranks(f"writing {folder}"), attributes_in_block(gathered, paused=True):
         if not trainer.args.should_save:
             return
         with as_unsharded(inner, state) if has_adapters else without_progress_bar():

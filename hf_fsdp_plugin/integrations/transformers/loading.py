@@ -41,7 +41,7 @@ from hf_fsdp_plugin.integrations.patching import (
     loads_ram_efficiently,
     variables_in_block,
 )
-from hf_fsdp_plugin.integrations.session import holding
+from hf_fsdp_plugin.integrations.session import context_in_block
 from hf_fsdp_plugin.integrations.transformers.model_files import check_loaded, check_model
 from hf_fsdp_plugin.integrations.transformers.private import dequantizes_gguf, loading_result
 from hf_fsdp_plugin.messages import print_once
@@ -241,7 +241,7 @@ def _publish(publication: Publication, load: Callable[[], Any], model: Any, file
     """Load the weights and give them to the other ranks of the machine."""
     try:
         # Threads would read and cast many tensors before the first of them is published.
-        with holding(_publication, publication), variables_in_block(HF_DEACTIVATE_ASYNC_LOAD="1"):
+        with context_in_block(_publication, publication), variables_in_block(HF_DEACTIVATE_ASYNC_LOAD="1"):
             result = load()
         loaded = {name: tensor for name, tensor in model.state_dict(keep_vars=True).items() if not tensor.is_meta}
     except BaseException:
@@ -349,7 +349,7 @@ def load_gguf_checkpoint(
     if shared is None:
         return original(*arguments)
     try:
-        with holding(_moved, MovedTensors(shared)):
+        with context_in_block(_moved, MovedTensors(shared)):
             content = original(*arguments)
         content["tensors"] = dict(content["tensors"])
     except BaseException:

@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from hf_fsdp_plugin.contracts import Contract, contracts_of, guard
-from hf_fsdp_plugin.integrations.session import having
+from hf_fsdp_plugin.contracts import Contract, contracts_of, guard_functions
+from hf_fsdp_plugin.integrations.session import attributes_in_block
 from hf_fsdp_plugin.plan.names import unwrapped
 
 _TRAINER = "transformers.trainer:Trainer"
@@ -129,7 +129,7 @@ def run_folder(trainer: Any, trial: Any) -> Path:
 
 def using_run_folder(trainer: Any, folder: Path) -> AbstractContextManager[None]:
     """Make the Trainer write its checkpoint to ``folder``. It finds no older checkpoints there, so it deletes none."""
-    return having(trainer, _get_output_dir=lambda trial=None: str(folder))
+    return attributes_in_block(trainer, _get_output_dir=lambda trial=None: str(folder))
 
 
 def save_files(trainer: Any, folder: Path, state_dict: Mapping[str, torch.Tensor]) -> None:
@@ -142,7 +142,7 @@ def _without_distributed_config(model: Any) -> AbstractContextManager[None]:
     """Let ``save_pretrained`` write a given state dict: with a ``DistributedConfig`` it would gather the model."""
     config: Any = getattr(model, "config", None)
     is_sharded = config is not None and "distributed_config" in vars(config)
-    return having(config, distributed_config=None) if is_sharded else nullcontext()
+    return attributes_in_block(config, distributed_config=None) if is_sharded else nullcontext()
 
 
 def overrides_save(trainer: Any) -> bool:
@@ -158,7 +158,7 @@ def loading_sharded_models(trainer: Any) -> AbstractContextManager[None]:
 
     own = {name: getattr(Trainer, name) for name in ("_load_from_checkpoint", "_load_best_model")}
     overridden = {name: method for name, method in own.items() if getattr(type(trainer), name) is not method}
-    return having(trainer, **{name: method.__get__(trainer) for name, method in overridden.items()})
+    return attributes_in_block(trainer, **{name: method.__get__(trainer) for name, method in overridden.items()})
 
 
 def train_batch_size(trainer: Any) -> int:
@@ -186,7 +186,10 @@ def saved_by_one_rank(model: Any, num_parameters: int) -> Iterator[None]:
 
     The model then reports the number of parameters of the whole model, which the index of the files contains.
     """
-    with having(model, num_parameters=lambda *args, **kwargs: num_parameters), _without_distributed_config(model):
+    with (
+        attributes_in_block(model, num_parameters=lambda *args, **kwargs: num_parameters),
+        _without_distributed_config(model),
+    ):
         yield
 
 
@@ -231,4 +234,4 @@ def save_checkpoint(trainer: Any) -> None:
     trainer._save_checkpoint(trainer.model, trial=None)
 
 
-guard(globals(), CONTRACTS)
+guard_functions(globals(), CONTRACTS)

@@ -22,7 +22,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.utils import find_labels
 
-from hf_fsdp_plugin.backends.optimizers.parameters import replicate
+from hf_fsdp_plugin.backends.optimizers.parameters import replicate_parameters
 from hf_fsdp_plugin.backends.ranks.collective_entry import TRAINING_LIMIT, preparation_limit, wait_for_all_ranks
 from hf_fsdp_plugin.backends.sharding.shard import plan_of
 from hf_fsdp_plugin.backends.sharding.submodule_calls import free_gathered
@@ -35,7 +35,7 @@ from hf_fsdp_plugin.integrations.patching import install_hooks, override_hooked_
 from hf_fsdp_plugin.integrations.resuming import agree_on_attempt, is_started_again
 from hf_fsdp_plugin.integrations.run_report import report_run, set_output_dir
 from hf_fsdp_plugin.integrations.saving import manager
-from hf_fsdp_plugin.integrations.session import having, session
+from hf_fsdp_plugin.integrations.session import attributes_in_block, session
 from hf_fsdp_plugin.integrations.transformers import private
 from hf_fsdp_plugin.integrations.transformers.arguments import fsdp_arguments
 from hf_fsdp_plugin.integrations.transformers.checkpoints import checkpoint_to_resume
@@ -59,7 +59,7 @@ def create_accelerator(original: Callable[[], None], trainer: Any) -> None:
     install_hooks("accelerate")
     spec = _spec_of_trainer(trainer)
     only_model = trainer.args.save_only_model and spec is None
-    with having(trainer.args, save_only_model=only_model), having(session, trainer_spec=spec):
+    with attributes_in_block(trainer.args, save_only_model=only_model), attributes_in_block(session, trainer_spec=spec):
         original()
     if spec is not None:
         set_output_dir(trainer.accelerator, trainer.args.output_dir)
@@ -92,7 +92,7 @@ def validate_args(original: Callable[[], None], trainer: Any) -> None:
         return
     if plugin is not None and trainer.optimizer is not None:
         plugin.later_optimizers.add(trainer.optimizer)
-    with having(trainer, optimizer=None, lr_scheduler=None):
+    with attributes_in_block(trainer, optimizer=None, lr_scheduler=None):
         original()
 
 
@@ -101,7 +101,7 @@ def set_signature_columns(original: Callable[[], None], trainer: Any) -> None:
     inner = unwrapped(trainer.model)
     if inner is not trainer.model and not trainer.label_names:
         trainer.label_names = find_labels(type(inner))
-    with having(trainer, model=inner):
+    with attributes_in_block(trainer, model=inner):
         original()
 
 
@@ -272,7 +272,7 @@ def prediction_step(original: Callable[..., Any], trainer: Any, *args: Any, **kw
     """
     if not isinstance(trainer.model, FullyShardedDataParallel):
         return original(*args, **kwargs)
-    with having(trainer, model=trainer.model.module):
+    with attributes_in_block(trainer, model=trainer.model.module):
         return original(*args, **kwargs)
 
 
@@ -309,4 +309,4 @@ def replicate_parameters_of_losses(trainer: Any) -> None:
                 "train without FSDP."
             )
             raise SpecError([Problem(code="FSDP-E654", message=message, fix=fix)])
-        replicate(found.values(), trainer.accelerator.device)
+        replicate_parameters(found.values(), trainer.accelerator.device)

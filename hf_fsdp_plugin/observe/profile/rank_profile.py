@@ -9,7 +9,7 @@ from itertools import accumulate, pairwise
 from typing import Any, NamedTuple, Self
 
 from hf_fsdp_plugin.estimate.results import CollectiveKind
-from hf_fsdp_plugin.estimate.schedule import Interval, clip, measure, subtract, union
+from hf_fsdp_plugin.estimate.schedule import Interval, clip_intervals, merge_intervals, subtract_intervals, total_length
 from hf_fsdp_plugin.observe.profile.trace import (
     BOUNDARY,
     GATHER,
@@ -269,26 +269,30 @@ class Activity:
 
     def times_between(self, start: float, end: float) -> Times:
         sets = (self.compute, self.communication, self.exposed)
-        compute, communication, exposed = (measure(clip(each, start, end)) for each in sets)
+        compute, communication, exposed = (total_length(clip_intervals(each, start, end)) for each in sets)
         return Times(seconds=end - start, compute=compute, communication=communication, exposed=exposed)
 
 
 def _device_activity(trace: Trace, context_of: ContextOf) -> Activity:
     collectives = [(kernel, kind) for kernel in trace.kernels if (kind := kernel.nccl_kind) is not None]
-    compute = union(_spans(kernel for kernel in trace.kernels if kernel.nccl_kind is None and not kernel.copies))
-    communication = union(_spans(kernel for kernel, _ in collectives))
+    compute = merge_intervals(
+        _spans(kernel for kernel in trace.kernels if kernel.nccl_kind is None and not kernel.copies)
+    )
+    communication = merge_intervals(_spans(kernel for kernel, _ in collectives))
     calls = []
     for kernel, kind in collectives:
         if (context := context_of(kernel.launched, None)) is not None:
             seconds = kernel.end - kernel.start
-            exposed = seconds - measure(clip(compute, kernel.start, kernel.end))
+            exposed = seconds - total_length(clip_intervals(compute, kernel.start, kernel.end))
             calls.append(TimedCollective(kind, *context, kernel.start, kernel.end, seconds, exposed))
-    return Activity(compute=compute, communication=communication, exposed=subtract(communication, compute), calls=calls)
+    return Activity(
+        compute=compute, communication=communication, exposed=subtract_intervals(communication, compute), calls=calls
+    )
 
 
 def _cpu_activity(trace: Trace, context_of: ContextOf) -> Activity:
     """Read the calls with gloo: a wait belongs to the last call before it that nothing has waited for."""
-    waits = union(_spans([*trace.waits, *(mark for mark in trace.marks if mark.name == WAIT)]))
+    waits = merge_intervals(_spans([*trace.waits, *(mark for mark in trace.marks if mark.name == WAIT)]))
     issues = _outermost(trace.issues)
     spans = [_spans([issue]) for issue in issues]
     called, pending = 0, []
@@ -301,10 +305,10 @@ def _cpu_activity(trace: Trace, context_of: ContextOf) -> Activity:
     calls = []
     for issue, blocked in zip(issues, spans, strict=True):
         if (context := context_of(issue.start, issue.thread)) is not None:
-            seconds, end = measure(union(blocked)), blocked[-1][1]
+            seconds, end = total_length(merge_intervals(blocked)), blocked[-1][1]
             calls.append(TimedCollective(ISSUES[issue.name], *context, issue.start, end, seconds, seconds))
-    inside = union([*waits, *_spans(issues)])
-    compute = subtract(union(_spans(trace.ops)), inside)
+    inside = merge_intervals([*waits, *_spans(issues)])
+    compute = subtract_intervals(merge_intervals(_spans(trace.ops)), inside)
     return Activity(compute=compute, communication=inside, exposed=inside, calls=calls)
 
 

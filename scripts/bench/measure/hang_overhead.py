@@ -35,7 +35,7 @@ def record_seconds(record: Any) -> float:
     import torch
     import torch.distributed as dist
 
-    from hf_fsdp_plugin.integrations.call_hooks import collective, unit_method, wait
+    from hf_fsdp_plugin.integrations.call_hooks import record_collective, record_wait, unit_method
 
     class Unit:
         _module_fqn = "model.layers.0"
@@ -44,7 +44,7 @@ def record_seconds(record: Any) -> float:
         return tensor
 
     group, unit, tensor = dist.group.WORLD, Unit(), torch.empty(8)
-    start, end = collective(all_gather_single), wait(lambda work: None)
+    start, end = record_collective(all_gather_single), record_wait(lambda work: None)
     method = unit_method(lambda unit: end(start(group, tensor, tensor)))
 
     def seconds(is_open: bool) -> float:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from itertools import takewhile
 from typing import Final
 
-from hf_fsdp_plugin.estimate.memory.device import Gpu, device_memory, workspaces
+from hf_fsdp_plugin.estimate.memory.device import Gpu, device_memory, workspace_bytes
 from hf_fsdp_plugin.estimate.results import DeviceMemory
 from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan
 from scripts.bench.allocator.caching_allocator import AllocatorSettings, CachingAllocator, OutOfDeviceMemory
@@ -40,7 +40,7 @@ def simulated_memory(
     def run(capacity: int | None = None, *, expandable: bool = False) -> CachingAllocator:
         allocator = CachingAllocator(AllocatorSettings(expandable_segments=expandable), capacity)
         replay = Replay(allocator, is_on_device, defers_frees=plan.backend == "fsdp1")
-        replay.run(events, start, workspaces(plan.device_type, gpu))
+        replay.run(events, start, workspace_bytes(plan.device_type, gpu))
         return allocator
 
     free = run()

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from hf_fsdp_plugin.backends.optimizers.clipping import clip_grad_norm
-from hf_fsdp_plugin.backends.optimizers.known_optimizers import decide
+from hf_fsdp_plugin.backends.optimizers.known_optimizers import decide_step_mode
 from hf_fsdp_plugin.backends.optimizers.parameters import set_step_mode
 from hf_fsdp_plugin.backends.sharding.module_forwards import configs_with_cache
 from hf_fsdp_plugin.backends.sharding.shard import shard
@@ -59,7 +59,7 @@ class Step:
         self.optimizers = make_optimizers(model, workload, device.type)
         self.model = shard(plan, model, torch.device("cpu"), self.optimizers)
         for optimizer in self.optimizers:
-            mode, problem = decide(optimizer, plan)
+            mode, problem = decide_step_mode(optimizer, plan)
             if problem is not None and problem.severity == "error":
                 raise SpecError([problem])
             set_step_mode(optimizer, mode)

@@ -14,11 +14,11 @@ from hf_fsdp_plugin.estimate.machines import machine_named
 from hf_fsdp_plugin.estimate.memory.device import (
     UNKNOWN,
     Gpu,
-    communicators,
+    communicator_sizes,
     framework_bytes,
     gpu_of,
     nccl_bytes,
-    workspaces,
+    workspace_bytes,
 )
 from hf_fsdp_plugin.estimate.memory.peak import estimate_memory
 from hf_fsdp_plugin.estimate.workload import Workload, update_loop
@@ -49,7 +49,7 @@ def plan_of(model, ranks=8, strategy="full_shard", device="cuda", version=2, **c
 )
 def test_workspaces_follow_the_compute_capability(capability, size):
     gpu = Gpu(capability=capability)
-    assert workspaces("cuda", gpu) == (size, size) and framework_bytes("cuda", gpu) == 2 * size
+    assert workspace_bytes("cuda", gpu) == (size, size) and framework_bytes("cuda", gpu) == 2 * size
 
 
 def test_other_devices_have_no_workspaces():
@@ -73,7 +73,7 @@ def test_known_machines_tell_capability_and_links():
     ],
 )
 def test_communicators_are_those_of_the_mesh(ranks, strategy, config, groups):
-    assert communicators(plan_of(llama(), ranks, strategy, **config)) == groups
+    assert communicator_sizes(plan_of(llama(), ranks, strategy, **config)) == groups
 
 
 @pytest.mark.parametrize(("ranks", "published"), [(2, 544e6), (4, 688e6)])

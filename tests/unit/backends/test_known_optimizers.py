@@ -14,7 +14,7 @@ from hf_fsdp_plugin.backends.optimizers import shard_probe as probe
 from hf_fsdp_plugin.backends.optimizers.known_optimizers import (
     KNOWN_OPTIMIZERS,
     KnownOptimizer,
-    decide,
+    decide_step_mode,
     known_optimizer,
 )
 
@@ -174,7 +174,7 @@ def fsdp1(**changes: Any) -> Any:
 
 
 def code(optimizer: torch.optim.Optimizer, plan: Any) -> str | None:
-    _, problem = decide(optimizer, plan)
+    _, problem = decide_step_mode(optimizer, plan)
     return None if problem is None else problem.code
 
 

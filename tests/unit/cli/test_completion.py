@@ -5,7 +5,7 @@ import subprocess
 
 import pytest
 
-from hf_fsdp_plugin.cli.completion import SCRIPTS, verbs
+from hf_fsdp_plugin.cli.completion import SCRIPTS, verbs_with_flags
 from hf_fsdp_plugin.cli.verbs import VERBS
 
 CASES = [
@@ -49,7 +49,7 @@ def completed(shell: str, program: str, folder) -> list[str]:
 
 
 def test_every_verb_and_flag_is_listed():
-    found = {verb.name: {flag.name for flag in verb.flags} for verb in verbs()}
+    found = {verb.name: {flag.name for flag in verb.flags} for verb in verbs_with_flags()}
     assert list(found) == list(VERBS)
     assert {"--config-file", "--fix", "--json", "--fsdp_version", "--mixed_precision"} <= found["check"]
     assert {"--dry_run", "--fsdp_offload_params", "--log_dir"} <= found["launch"]

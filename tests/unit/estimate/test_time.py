@@ -16,12 +16,12 @@ from hf_fsdp_plugin.estimate.machines import (
     Machine,
     MeasuredCollective,
     interpolate,
-    lookup,
     machine_named,
     machine_names,
     read_machine,
+    seconds_at,
 )
-from hf_fsdp_plugin.estimate.schedule import UnitTimes, exposed, simulate
+from hf_fsdp_plugin.estimate.schedule import UnitTimes, exposed_seconds, simulate
 from hf_fsdp_plugin.estimate.time import TimeModel, estimate_time
 from hf_fsdp_plugin.estimate.workload import Workload
 from hf_fsdp_plugin.plan.resolve import resolve
@@ -70,7 +70,7 @@ def test_gathers_overlap_with_computation():
     timeline = simulate(units, prefetch="pre", overlaps=True, **common)
     # Only the first all-gathers of forward and backward, and the last reduce-scatter, are not overlapped.
     assert max(span.end for span in timeline.spans) == 1 + 6 + 1 + 12 + 1
-    assert exposed(timeline) == 3
+    assert exposed_seconds(timeline) == 3
     without = simulate(units, prefetch="none", overlaps=True, **common)
     assert max(span.end for span in without.spans) > max(span.end for span in timeline.spans)
     serial = simulate(units, prefetch="pre", overlaps=False, **common)
@@ -95,8 +95,8 @@ def test_step_is_between_computation_and_the_sum(rows, prefetch, micro_batches):
     compute = sum(span.end - span.start for span in timeline.spans if span.stream == "compute")
     communication = sum(span.end - span.start for span in timeline.spans if span.stream != "compute")
     assert compute - 1e-9 <= end <= compute + communication + 1e-9
-    assert -1e-9 <= exposed(timeline) <= communication + 1e-9
-    assert end == pytest.approx(compute + exposed(timeline))
+    assert -1e-9 <= exposed_seconds(timeline) <= communication + 1e-9
+    assert end == pytest.approx(compute + exposed_seconds(timeline))
 
 
 def test_products_are_counted_exactly():
@@ -246,7 +246,7 @@ def test_model_without_a_loss_is_refused():
 def test_curves_are_linear_between_points():
     curve = ((10.0, 1.0), (20.0, 3.0))
     assert [interpolate(curve, size) for size in (1, 15, 99)] == [1.0, 2.0, 3.0]
-    assert lookup(curve, 40) == 6.0
+    assert seconds_at(curve, 40) == 6.0
 
 
 def test_name_of_several_machines_lists_them():

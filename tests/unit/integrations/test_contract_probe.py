@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import hf_fsdp_plugin
-from hf_fsdp_plugin.integrations.contract_probe import PRIVATE_FILES, defines, hook_rows, probe_hook, source_hash
+from hf_fsdp_plugin.integrations.contract_probe import PRIVATE_FILES, defines_name, hook_rows, probe_hook, source_hash
 
 PACKAGE = Path(hf_fsdp_plugin.__file__).parent
 PRIVATE = re.compile(r"_[a-zA-Z]\w*")
@@ -44,11 +44,11 @@ def test_replaced_functions_have_a_tested_source() -> None:
 
 
 def test_names_are_found_in_sources() -> None:
-    assert defines("accelerate.accelerator", "Accelerator._models")  # set in the constructor
-    assert defines("accelerate.utils.dataclasses", "FullyShardedDataParallelPlugin.__init__")  # generated
-    assert defines("transformers.trainer", "update_fsdp_plugin_peft")  # imported
-    assert not defines("accelerate.accelerator", "Accelerator._no_such_name")
-    assert not defines("accelerate.no_such_module", "name")
+    assert defines_name("accelerate.accelerator", "Accelerator._models")  # set in the constructor
+    assert defines_name("accelerate.utils.dataclasses", "FullyShardedDataParallelPlugin.__init__")  # generated
+    assert defines_name("transformers.trainer", "update_fsdp_plugin_peft")  # imported
+    assert not defines_name("accelerate.accelerator", "Accelerator._no_such_name")
+    assert not defines_name("accelerate.no_such_module", "name")
 
 
 def test_hash_ignores_comments_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ from hf_fsdp_plugin.integrations import install
 from hf_fsdp_plugin.integrations.accelerate import state
 from hf_fsdp_plugin.integrations.accelerate.state import init_partial_state
 from hf_fsdp_plugin.integrations.patching import restore_variables
-from hf_fsdp_plugin.integrations.session import having, session
+from hf_fsdp_plugin.integrations.session import attributes_in_block, session
 from hf_fsdp_plugin.torch_private.process_groups import timeout_of
 
 GIVEN = timedelta(seconds=77)
@@ -36,7 +36,7 @@ def test_later_timeout_is_applied_to_the_group_of_install(monkeypatch: pytest.Mo
     assert timeout_of() == before != GIVEN
     give_timeout(timeout=GIVEN)  # InitProcessGroupKwargs, and TrainingArguments on an accelerator
     assert timeout_of() == GIVEN
-    with having(session, group_timeout=GIVEN * 2):  # TrainingArguments on CPU ranks
+    with attributes_in_block(session, group_timeout=GIVEN * 2):  # TrainingArguments on CPU ranks
         give_timeout()
     assert timeout_of() == GIVEN * 2
 

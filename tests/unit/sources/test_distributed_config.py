@@ -8,7 +8,7 @@ from transformers.distributed.configuration_utils import DistributedConfig
 
 import hf_fsdp_plugin as hfp
 from hf_fsdp_plugin.spec.load import with_distributed_config
-from hf_fsdp_plugin.vocabulary import find
+from hf_fsdp_plugin.vocabulary import find_row
 
 YAML = {"distributed_type": "FSDP", "fsdp_config": {"fsdp_version": 1, "fsdp_sharding_strategy": 2}}
 
@@ -42,7 +42,7 @@ def test_field_sets_setting(make, fields, name, value):
 
 @pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(DistributedConfig)])
 def test_every_field_is_known(field):
-    row = find(field, ("distributed",))
+    row = find_row(field, ("distributed",))
     assert row is not None and row.scope == "distributed"
 
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from hf_fsdp_plugin.vocabulary import BY_NAME, ROWS, SettingRow, canonical
+from hf_fsdp_plugin.vocabulary import BY_NAME, ROWS, SettingRow, canonical_setting
 
 KEYS = [row for row in ROWS if row.scope in ("fsdp", "parallelism", "launch", "dynamo", "precision")]
 SETTINGS = [row for row in KEYS if row.opens is None and not row.ignored and row.kind != "any"]
@@ -23,15 +23,19 @@ def _config(row: SettingRow, value: Any) -> dict[str, Any]:
 def test_null_is_reported_with_the_value_that_is_used(assess, row):
     assessment = assess(_config(row, None))
     (problem,) = (problem for problem in assessment.problems if problem.code == "FSDP-N051")
-    assert (problem.setting, problem.origin.spelling) == (canonical(row.name), row.key)
-    assert canonical(row.name) is None or "The default is used: " in problem.message
+    assert (problem.setting, problem.origin.spelling) == (canonical_setting(row.name), row.key)
+    assert canonical_setting(row.name) is None or "The default is used: " in problem.message
 
 
 @pytest.mark.parametrize("row", SETTINGS, ids=lambda row: row.key)
 def test_empty_value_in_a_config_is_an_error(problems, row):
     for empty in ("", "  ", [], {}) if row.kind != "mapping" else ("", "  "):
         (problem,) = problems(_config(row, empty))
-        assert (problem.code, problem.setting, problem.origin.spelling) == ("FSDP-E050", canonical(row.name), row.key)
+        assert (problem.code, problem.setting, problem.origin.spelling) == (
+            "FSDP-E050",
+            canonical_setting(row.name),
+            row.key,
+        )
         assert row.key in problem.fix
 
 
@@ -48,7 +52,7 @@ def test_variable_without_a_value_is_not_set(assess, row):
         assessment = assess(environ={f"FSDP_{row.spellings[0].upper()}": value})
         assert assessment.ok, assessment.problems
         is_choice = any(value.lower() in (name, *others) for name, others in row.choices.items())
-        codes = [problem.code for problem in assessment.problems if problem.setting == canonical(row.name)]
+        codes = [problem.code for problem in assessment.problems if problem.setting == canonical_setting(row.name)]
         assert is_choice or "FSDP-N051" in codes or row.internal
 
 
@@ -88,6 +92,6 @@ def test_null_fields_of_a_distributed_config_have_defaults(assess):
 
 
 def test_every_setting_of_the_spec_is_covered():
-    assert {canonical(row.name) for row in SETTINGS} >= {
+    assert {canonical_setting(row.name) for row in SETTINGS} >= {
         name for name, row in BY_NAME.items() if not row.internal and not row.ignored and row.opens is None
     }

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from hf_fsdp_plugin.checkpoint.checking.completeness import why_incomplete
 from hf_fsdp_plugin.checkpoint.checking.verify import verify
 from hf_fsdp_plugin.checkpoint.formats.archives import NotAnArchive, stored_entries
-from hf_fsdp_plugin.checkpoint.formats.boxes import whole
+from hf_fsdp_plugin.checkpoint.formats.boxes import whole_box
 from hf_fsdp_plugin.checkpoint.names import ENTRY_ALIGNMENT
 from hf_fsdp_plugin.checkpoint.shards import LocalShard, ModelShards, OptimizerShards, Piece
 from hf_fsdp_plugin.checkpoint.writing.dcp_files import final_files
@@ -29,7 +29,7 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(dist, "get_world_size", lambda: 1)
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
     shards = tuple(
-        LocalShard(name, tensor.dtype, tuple(tensor.shape), (Piece(whole(tuple(tensor.shape)), tensor),))
+        LocalShard(name, tensor.dtype, tuple(tensor.shape), (Piece(whole_box(tuple(tensor.shape)), tensor),))
         for name, tensor in TENSORS.items()
     )
     state = {shard.name: {"exp_avg": shard, "rounds": 3} for shard in shards}

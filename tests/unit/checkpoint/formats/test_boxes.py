@@ -10,14 +10,14 @@ import pytest
 
 from hf_fsdp_plugin.checkpoint.formats.boxes import (
     Box,
+    count_uncovered,
     flat_range,
     flat_start,
     intersect,
+    is_within,
+    relative_slices,
     row_major,
-    slices,
-    uncovered,
-    whole,
-    within,
+    whole_box,
 )
 
 
@@ -32,7 +32,7 @@ def some_box(draw: random.Random, shape: tuple[int, ...]) -> Box:
 
 def elements(shape: tuple[int, ...], box: Box) -> list[int]:
     """Return the numbers of the elements of ``box``, in row-major order."""
-    return np.arange(math.prod(shape)).reshape(shape)[slices(box, whole(shape))].ravel().tolist()
+    return np.arange(math.prod(shape)).reshape(shape)[relative_slices(box, whole_box(shape))].ravel().tolist()
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -64,7 +64,7 @@ def test_uncovered_elements_are_counted_once(seed: int) -> None:
     shape = some_shape(draw)
     boxes = [some_box(draw, shape) for _ in range(draw.randint(0, 5))]
     covered = {number for box in boxes for number in elements(shape, box)}
-    assert uncovered(shape, boxes) == math.prod(shape) - len(covered)
+    assert count_uncovered(shape, boxes) == math.prod(shape) - len(covered)
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -78,16 +78,16 @@ def test_intersection_contains_the_common_elements(seed: int) -> None:
 
 
 def test_box_beyond_the_tensor_covers_what_is_inside() -> None:
-    assert uncovered((4, 2), [Box((3, 0), (5, 2))]) == 6
-    assert not within(Box((3, 0), (5, 2)), (4, 2))
-    assert within(Box((3, 0), (1, 2)), (4, 2))
-    assert not within(Box((0,), (1,)), (4, 2))
+    assert count_uncovered((4, 2), [Box((3, 0), (5, 2))]) == 6
+    assert not is_within(Box((3, 0), (5, 2)), (4, 2))
+    assert is_within(Box((3, 0), (1, 2)), (4, 2))
+    assert not is_within(Box((0,), (1,)), (4, 2))
 
 
 def test_boxes_of_scalars_and_empty_tensors() -> None:
     assert flat_range((), 0, 1) == [Box((), ())]
     assert intersect(Box((), ()), Box((), ())) == Box((), ())
-    assert (Box((), ()).numel, uncovered((), []), uncovered((), [Box((), ())])) == (1, 1, 0)
-    assert (uncovered((0, 3), []), flat_start(whole((0, 3)), (0, 3)), flat_range((0, 3), 0, 0)) == (0, 0, [])
+    assert (Box((), ()).numel, count_uncovered((), []), count_uncovered((), [Box((), ())])) == (1, 1, 0)
+    assert (count_uncovered((0, 3), []), flat_start(whole_box((0, 3)), (0, 3)), flat_range((0, 3), 0, 0)) == (0, 0, [])
     assert row_major((2, 3, 4)) == (12, 4, 1)
     assert row_major(()) == ()

@@ -18,7 +18,7 @@ import torch.distributed.checkpoint as torch_dcp
 
 from hf_fsdp_plugin.checkpoint.checking.verify import verify
 from hf_fsdp_plugin.checkpoint.formats import dcp as reader
-from hf_fsdp_plugin.checkpoint.formats.boxes import Box, flat_range, intersect, whole
+from hf_fsdp_plugin.checkpoint.formats.boxes import Box, flat_range, intersect, whole_box
 from hf_fsdp_plugin.checkpoint.formats.index_file import IndexedPieces
 from hf_fsdp_plugin.checkpoint.formats.stored import StoredModel, read_run, shared_tensors
 from hf_fsdp_plugin.checkpoint.formats.table import read_stored_model, read_stored_optimizer
@@ -50,7 +50,7 @@ def rows(shape: tuple[int, ...], rank: int) -> list[Box]:
 
 
 def flat(shape: tuple[int, ...], rank: int) -> list[Box]:
-    size = whole(shape).numel
+    size = whole_box(shape).numel
     return flat_range(shape, size * rank // WORLD, size * (rank + 1) // WORLD)
 
 
@@ -75,7 +75,7 @@ def write(folder: Path, boxes: Callable[[tuple[int, ...], int], list[Box]]) -> P
             patch.setattr(dist, "get_rank", lambda rank=rank: rank)
             tensors = []
             for name, tensor in WHOLE.items():
-                own = boxes(tuple(tensor.shape), rank) if tensor.ndim else [whole(())]
+                own = boxes(tuple(tensor.shape), rank) if tensor.ndim else [whole_box(())]
                 pieces = tuple(Piece(box, tensor[tuple(map(_slice, box.offsets, box.sizes))]) for box in own)
                 tensors.append(LocalShard(name, tensor.dtype, tuple(tensor.shape), pieces))
             files = model_files(ModelShards(tuple(tensors), {"tied": "even"}), "sharded")
@@ -170,7 +170,7 @@ def write_optimizer(folder: Path) -> None:
             pieces = tuple(Piece(box, moment[_slice(box.offsets[0], box.sizes[0])]) for box in rows((10, 6), rank))
             state: dict[str, Any] = {
                 "exp_avg": LocalShard("state.w.exp_avg", torch.float32, (10, 6), pieces),
-                "step": LocalShard("state.w.step", torch.float32, (), (Piece(whole(()), torch.tensor(4.0)),)),
+                "step": LocalShard("state.w.step", torch.float32, (), (Piece(whole_box(()), torch.tensor(4.0)),)),
                 "rounds": 3,
             }
             if rank == 1:

@@ -11,7 +11,7 @@ import pytest
 
 from hf_fsdp_plugin.checkpoint import io
 from hf_fsdp_plugin.checkpoint.formats import stored as merge_read
-from hf_fsdp_plugin.checkpoint.formats.boxes import Box, flat_range, row_major, whole
+from hf_fsdp_plugin.checkpoint.formats.boxes import Box, flat_range, row_major, whole_box
 from hf_fsdp_plugin.checkpoint.formats.stored import StoredPiece, StoredTensor, read_run
 from hf_fsdp_plugin.checkpoint.io import InputFiles
 from hf_fsdp_plugin.problems import CheckpointError
@@ -42,7 +42,7 @@ def halves(dim: int) -> list[Box]:
 
 
 CUTS = {
-    "whole": [whole(SHAPE)],
+    "whole": [whole_box(SHAPE)],
     "rows": halves(0),
     "middle dim": halves(1),
     "columns": halves(2),

@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 
-from hf_fsdp_plugin.checkpoint.merging.copying import cast
+from hf_fsdp_plugin.checkpoint.merging.copying import convert_dtype
 from hf_fsdp_plugin.checkpoint.merging.output import FLOATS
 
 SPECIAL = [0.0, -0.0, 1.0, 65504.0, 65520.0, -1e30, 3.4e38, 3.3961e38, 1e-40, 6e-8, float("inf"), float("-inf")]
@@ -28,7 +28,7 @@ def test_conversion_matches_torch(source: str, target: str) -> None:
     values = anything.to(getattr(torch, source))
     expected = values.to(getattr(torch, target))
     out = memoryview(bytearray(expected.numel() * expected.element_size()))
-    overflowed = cast(as_bytes(values), source, target, out)
+    overflowed = convert_dtype(as_bytes(values), source, target, out)
     found = torch.frombuffer(out, dtype=expected.dtype)
     assert torch.equal(found.isnan(), values.isnan())
     kept = ~values.isnan()
@@ -39,5 +39,5 @@ def test_conversion_matches_torch(source: str, target: str) -> None:
 def test_nan_stays_nan_in_bfloat16() -> None:
     bits = torch.tensor([0x7F800001, 0x7FFFFFFF, 0x7FC00000, -1, -0x7FFFFF], dtype=torch.int32)
     out = memoryview(bytearray(2 * len(bits)))
-    assert cast(as_bytes(bits), "float32", "bfloat16", out) == 0
+    assert convert_dtype(as_bytes(bits), "float32", "bfloat16", out) == 0
     assert torch.frombuffer(out, dtype=torch.bfloat16).isnan().all()

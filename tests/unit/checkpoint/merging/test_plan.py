@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from hf_fsdp_plugin.checkpoint.formats.boxes import row_major, whole
+from hf_fsdp_plugin.checkpoint.formats.boxes import row_major, whole_box
 from hf_fsdp_plugin.checkpoint.formats.stored import StoredModel, StoredPiece, StoredTensor
 from hf_fsdp_plugin.checkpoint.merging.output import likely_ties, plan_merge
 from hf_fsdp_plugin.checkpoint.names import is_adapter
@@ -20,7 +20,7 @@ def index_of(**tensors: tuple[str, tuple[int, ...], int]) -> StoredModel:
     found = {}
     for key, (dtype, shape, offset) in tensors.items():
         name = key.replace("__", ".")
-        piece = StoredPiece(whole(shape), "f", offset, row_major(shape))
+        piece = StoredPiece(whole_box(shape), "f", offset, row_major(shape))
         found[name] = StoredTensor(name, dtype, shape, (piece,))
     return StoredModel(Path("run"), "dcp", found, ())
 

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from hf_fsdp_plugin.checkpoint.formats.boxes import Box, flat_range, row_major, slices, whole
+from hf_fsdp_plugin.checkpoint.formats.boxes import Box, flat_range, relative_slices, row_major, whole_box
 from hf_fsdp_plugin.checkpoint.formats.stored import StoredPiece, StoredTensor
 from hf_fsdp_plugin.checkpoint.io import InputFiles
 from hf_fsdp_plugin.checkpoint.reading import loading as filling
-from hf_fsdp_plugin.checkpoint.reading.loading import fill, transfers
+from hf_fsdp_plugin.checkpoint.reading.loading import execute_transfers, plan_transfers
 from hf_fsdp_plugin.checkpoint.shards import Piece
 from hf_fsdp_plugin.problems import CheckpointError
 
@@ -20,14 +20,14 @@ WHOLE = torch.arange(120, dtype=torch.float32).reshape(SHAPE)
 HALVES = (Box((0, 0, 0), (3, 5, 4)), Box((3, 0, 0), (3, 5, 4)))
 COLUMNS = (Box((0, 0, 0), (6, 5, 1)), Box((0, 0, 1), (6, 5, 3)))
 RUNS = tuple(flat_range(SHAPE, 0, 47) + flat_range(SHAPE, 47, 120))
-BOXES = {"halves": HALVES, "columns": COLUMNS, "runs": RUNS, "whole": (whole(SHAPE),)}
+BOXES = {"halves": HALVES, "columns": COLUMNS, "runs": RUNS, "whole": (whole_box(SHAPE),)}
 
 
 def store(folder: Path, boxes: tuple[Box, ...], *, transposed: bool = False) -> StoredTensor:
     """Write ``WHOLE`` as one file per box, with a prefix of 12 bytes; optionally transposed."""
     pieces = []
     for number, box in enumerate(boxes):
-        part = WHOLE[slices(box, whole(SHAPE))]
+        part = WHOLE[relative_slices(box, whole_box(SHAPE))]
         strides = row_major(box.sizes)
         if transposed:
             part = part.transpose(0, 2).contiguous()
@@ -41,10 +41,10 @@ def read(folder: Path, stored: StoredTensor, boxes: tuple[Box, ...], dtype: torc
     """Fill memory for each of ``boxes``, and return the tensor that they form."""
     pieces = [Piece(box, torch.full(box.sizes, -1, dtype=dtype)) for box in boxes]
     with InputFiles(folder) as files:
-        fill(files, (item for piece in pieces for item in transfers(stored, [piece])))
+        execute_transfers(files, (item for piece in pieces for item in plan_transfers(stored, [piece])))
     result = torch.full(SHAPE, -1, dtype=dtype)
     for piece in pieces:
-        result[slices(piece.box, whole(SHAPE))] = piece.tensor
+        result[relative_slices(piece.box, whole_box(SHAPE))] = piece.tensor
     return result
 
 
@@ -71,16 +71,16 @@ def test_fill_respects_the_strides_of_the_memory(tmp_path: Path) -> None:
     stored = store(tmp_path, HALVES)
     across = torch.zeros(4, 5, 6).permute(2, 1, 0)
     with InputFiles(tmp_path) as files:
-        fill(files, transfers(stored, [Piece(whole(SHAPE), across)]))
+        execute_transfers(files, plan_transfers(stored, [Piece(whole_box(SHAPE), across)]))
     assert torch.equal(across, WHOLE)
 
 
 def test_scalar_is_read_as_a_box_without_dims(tmp_path: Path) -> None:
     (tmp_path / "step.bin").write_bytes(torch.tensor(7.0).numpy().tobytes())
-    stored = StoredTensor("step", "float32", (), (StoredPiece(whole(()), "step.bin", 0, ()),))
+    stored = StoredTensor("step", "float32", (), (StoredPiece(whole_box(()), "step.bin", 0, ()),))
     step = torch.zeros(())
     with InputFiles(tmp_path) as files:
-        fill(files, transfers(stored, [Piece(whole(()), step)]))
+        execute_transfers(files, plan_transfers(stored, [Piece(whole_box(()), step)]))
     assert step.item() == 7.0
 
 
@@ -89,7 +89,7 @@ def test_fill_reads_only_the_bytes_of_the_pieces(tmp_path: Path) -> None:
     (tmp_path / "1.bin").unlink()
     half = torch.zeros(3, 5, 4)
     with InputFiles(tmp_path) as files:
-        fill(files, transfers(stored, [Piece(HALVES[0], half)]))
+        execute_transfers(files, plan_transfers(stored, [Piece(HALVES[0], half)]))
     assert torch.equal(half, WHOLE[:3])
 
 

@@ -11,7 +11,7 @@ import torch
 
 from hf_fsdp_plugin.checkpoint.writing import buffers
 from hf_fsdp_plugin.checkpoint.writing.buffers import StagingBuffers
-from hf_fsdp_plugin.checkpoint.writing.parts import Item, stage, whole_file
+from hf_fsdp_plugin.checkpoint.writing.parts import Item, copy_parts, whole_file
 from hf_fsdp_plugin.devices import Device
 
 SIZE = 1 << 20
@@ -53,14 +53,14 @@ class RecordingDevice(Device):
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> RecordingDevice:
     device = RecordingDevice(type="cuda", collectives="nccl")
-    prefault = buffers.prefault
+    prefault = buffers.allocate_pages
 
     def recorded(memory: torch.Tensor) -> None:
         prefault(memory)
         device.prefaulted.update(piece.data_ptr() for piece in memory.split(buffers.PIECE))
 
     monkeypatch.setattr(buffers, "available_device", lambda: device)
-    monkeypatch.setattr(buffers, "prefault", recorded)
+    monkeypatch.setattr(buffers, "allocate_pages", recorded)
     monkeypatch.setattr(torch.Tensor, "is_pinned", lambda memory: memory.data_ptr() in device.pinned)
     return device
 
@@ -118,7 +118,7 @@ def test_copies_do_not_cross_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
         return copy(into, *args, **kwargs)
 
     monkeypatch.setattr(torch.Tensor, "copy_", recorded)
-    stage([part], memory)()
+    copy_parts([part], memory)()
     assert sum(size for _, size in copies) == 340_000
     assert all(start >> 16 == start + size - 1 >> 16 for start, size in copies)
     assert torch.equal(memory[104 : 104 + content.nbytes].clone().view(torch.int32), content)

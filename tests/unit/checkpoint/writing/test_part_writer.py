@@ -34,13 +34,13 @@ class Stream:
 
 @pytest.fixture
 def stream(monkeypatch: pytest.MonkeyPatch) -> Stream:
-    stream, fill = Stream(), parts.fill
+    stream, copy_extent = Stream(), parts.copy_extent
 
     def record() -> Callable[[], None]:
         number = stream.num_started
         return lambda: stream.finish(number)
 
-    monkeypatch.setattr(parts, "fill", lambda *args: stream.start(lambda: fill(*args)))
+    monkeypatch.setattr(parts, "copy_extent", lambda *args: stream.start(lambda: copy_extent(*args)))
     monkeypatch.setattr(parts, "record_copies", record)
     monkeypatch.setattr(parts, "wait_for_copies", stream.finish)
     monkeypatch.setattr(parts, "on_accelerator", lambda parts: True)
