@@ -15,6 +15,7 @@ import sys
 
 from hf_fsdp_plugin.launcher.flags import LaunchArguments, UsageError, parse_launch_arguments
 from hf_fsdp_plugin.launcher.run_script import check_script
+from hf_fsdp_plugin.rank_variables import launched_local_rank
 from hf_fsdp_plugin.sources.command_line import flag_name
 
 _USAGE = """\
@@ -59,7 +60,7 @@ def main() -> int:
     try:
         arguments = _parse_arguments(sys.argv[1:])
     except UsageError as error:
-        if os.environ.get("LOCAL_RANK", "0") == "0":
+        if launched_local_rank() == 0:
             print(f"python -m hf_fsdp_plugin: {error}", file=sys.stderr)
         return 2
     if _rank() != "0":

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 from collections.abc import Callable, Iterable
 from types import TracebackType
 
 from hf_fsdp_plugin.problems import Problem, SpecError
+from hf_fsdp_plugin.rank_variables import launched_local_rank, launched_rank
 
 _RANK_0_LEAD = 10.0
 """Seconds after which ranks other than local rank 0 print an error too.
@@ -20,7 +20,7 @@ not have is still printed.
 
 def print_error(error: SpecError) -> None:
     """Print the problems without a traceback, because they are errors in the config, not in the code."""
-    if int(os.environ.get("LOCAL_RANK") or "0") > 0:
+    if launched_local_rank() > 0:
         time.sleep(_RANK_0_LEAD)
     print(error, file=sys.stderr, flush=True)
 
@@ -48,7 +48,7 @@ class MessagePrinter:
         self._printed.add(line)
         if is_first and self.listener is not None:
             self.listener(message)
-        if is_first and not self.quiet and os.environ.get("RANK", "0") == "0":
+        if is_first and not self.quiet and launched_rank() == 0:
             print(f"hf-fsdp: {line}", file=sys.stderr, flush=True)
 
     def print_warnings(self, problems: Iterable[Problem], *, printed_by_launcher: bool = False) -> None:

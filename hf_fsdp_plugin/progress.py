@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+
+from hf_fsdp_plugin.rank_variables import launched_rank
 
 DELAY = 1.0
 """Seconds until a bar appears, so that short saves show none."""
@@ -20,7 +21,7 @@ def progress_bar(step: str, total: int, *, delay: float | None = None) -> Iterat
         total: number of bytes.
         delay: seconds until the bar appears, instead of ``DELAY``.
     """
-    if os.environ.get("RANK", "0") != "0" or not sys.stderr.isatty():
+    if launched_rank() != 0 or not sys.stderr.isatty():
         yield lambda num_bytes: None
         return
     from tqdm import tqdm

@@ -23,22 +23,16 @@ def printable(text: str) -> str:
     return _UNPRINTABLE.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
 
 
-def format_bytes(num_bytes: int, *, binary: bool = False) -> str:
-    """Format a number of bytes.
+def format_bytes(num_bytes: int) -> str:
+    """Format the size of a file in powers of 1000 with three significant digits: ``2.03 GB``."""
+    size, unit = _scale(num_bytes, 1000, ("B", "kB", "MB", "GB", "TB", "PB"))
+    return f"{num_bytes} B" if unit == "B" else _three_digits(size, unit)
 
-    Args:
-        binary: powers of 1024 with one decimal (``513.3 MiB``), as is usual for memory; otherwise powers of 1000
-            with three significant digits (``2.03 GB``), as is usual for files.
-    """
-    base, units = (1024, ("KiB", "MiB", "GiB", "TiB")) if binary else (1000, ("kB", "MB", "GB", "TB", "PB"))
-    if num_bytes < base:
-        return f"{num_bytes} B"
-    size = float(num_bytes)
-    for unit in units:
-        size /= base
-        if size < base - 0.5 or unit == units[-1]:
-            break
-    return f"{size:.1f} {unit}" if binary else _three_digits(size, unit)
+
+def format_memory(num_bytes: int) -> str:
+    """Format an amount of memory in powers of 1024 with one decimal: ``513.3 MiB``."""
+    size, unit = _scale(num_bytes, 1024, ("B", "KiB", "MiB", "GiB", "TiB"))
+    return f"{num_bytes} B" if unit == "B" else f"{size:.1f} {unit}"
 
 
 def parse_bytes(text: str) -> int | None:
@@ -67,6 +61,11 @@ def format_count(count: int) -> str:
 def format_seconds(seconds: float) -> str:
     """Format a duration: ``12.3 ms``, or ``4.56 s`` from one second."""
     return f"{seconds * 1000:,.1f} ms" if abs(seconds) < 1 else f"{seconds:,.2f} s"
+
+
+def format_dtype(dtype: object) -> str:
+    """Return torch's name of a dtype without its module: ``bfloat16``."""
+    return str(dtype).removeprefix("torch.")
 
 
 def format_names(names: Collection[object], limit: int = 4) -> str:
@@ -157,6 +156,16 @@ def wrap_items(items: Iterable[str], width: int, *, label: str = "") -> list[str
     text = ", ".join(item.replace(" ", "\N{NO-BREAK SPACE}") for item in items)
     wrapper = textwrap.TextWrapper(width, label, " " * len(label), break_long_words=False, break_on_hyphens=False)
     return [line.replace("\N{NO-BREAK SPACE}", " ") for line in wrapper.wrap(text)]
+
+
+def _scale(num_bytes: int, base: int, units: Sequence[str]) -> tuple[float, str]:
+    """Return the number in the first unit in which it is below `base`, or in the last one, and the unit."""
+    size = float(num_bytes)
+    for unit in units[:-1]:
+        if size < base - 0.5:
+            return size, unit
+        size /= base
+    return size, units[-1]
 
 
 def _three_digits(value: float, unit: str) -> str:

@@ -19,6 +19,7 @@ from hf_fsdp_plugin.checkpoint import names as file_names
 from hf_fsdp_plugin.checkpoint.formats.manifest import Manifest, read_manifest
 from hf_fsdp_plugin.checkpoint.io import sync
 from hf_fsdp_plugin.problems import CheckpointError, Problem
+from hf_fsdp_plugin.rank_variables import launched_rank
 
 
 def replaced_path(final: Path) -> Path:
@@ -151,8 +152,7 @@ def check_visible(path: Path, did: str) -> None:
             fix = "Save to a folder that all machines share, and resume from there."
             raise CheckpointError([Problem(code="FSDP-E405", message=message, fix=fix)])
         if waited > _ANNOUNCED and not announced:
-            rank = os.environ.get("RANK", "0")
-            text = f"rank {rank} waits for {path}, which rank 0 sees, for up to {TIMEOUT:g} seconds."
+            text = f"rank {launched_rank()} waits for {path}, which rank 0 sees, for up to {TIMEOUT:g} seconds."
             print(f"hf-fsdp: {text}", file=sys.stderr, flush=True)
             announced = True
         with suppress(OSError):

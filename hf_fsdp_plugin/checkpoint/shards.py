@@ -32,7 +32,7 @@ from hf_fsdp_plugin.checkpoint.formats.optimizer_state import (
 )
 from hf_fsdp_plugin.plan.names import canonical_name
 from hf_fsdp_plugin.problems import CheckpointError, Problem
-from hf_fsdp_plugin.text import format_names
+from hf_fsdp_plugin.text import format_dtype, format_names
 from hf_fsdp_plugin.torch_private import fsdp1
 from hf_fsdp_plugin.torch_private.functions import compute_local_shape_and_global_offset
 
@@ -70,7 +70,7 @@ class LocalShard:
     @property
     def dtype_name(self) -> str:
         """``float32``, ``bfloat16``, …"""
-        return str(self.dtype).removeprefix("torch.")
+        return format_dtype(self.dtype)
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ from hf_fsdp_plugin.cli.output import OK, PROBLEMS, print_json
 from hf_fsdp_plugin.launcher.world import DeviceSearch
 from hf_fsdp_plugin.problems import Problem, has_errors
 from hf_fsdp_plugin.supported import SUPPORTED, unsupported_versions, untested_versions
-from hf_fsdp_plugin.text import format_bytes, format_table, plural
+from hf_fsdp_plugin.text import format_memory, format_table, plural
 
 HELP = (
     "Show the installed versions, the devices, and what this package relies on in other libraries, probed on the "
@@ -177,7 +177,7 @@ def _text(found: Mapping[str, Any], problems: Sequence[Problem]) -> str:
 def _devices_text(devices: Mapping[str, Any]) -> str:
     if not devices["count"]:
         return "no accelerator; ranks run on the CPU, with gloo"
-    size = f", {format_bytes(devices['memory_bytes'], binary=True)} each" if devices["memory_bytes"] else ""
+    size = f", {format_memory(devices['memory_bytes'])} each" if devices["memory_bytes"] else ""
     return f"{devices['count']} × {devices['kind']} {devices['name']}{size}"
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from hf_fsdp_plugin.checkpoint import newest_complete, object_in, refuse
 from hf_fsdp_plugin.checkpoint.names import PREFIXES, TRAINER_STATE
 from hf_fsdp_plugin.cli import merge
-from hf_fsdp_plugin.cli.output import USAGE, check_folder
+from hf_fsdp_plugin.cli.output import USAGE, check_folder, print_failure
 from hf_fsdp_plugin.problems import CheckpointError
 from hf_fsdp_plugin.text import printable
 
@@ -36,7 +36,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         args.checkpoint = find_checkpoint(args.run, best=args.best)
     except CheckpointError as error:
-        return merge.report_failure(error.problems, as_json=args.json)
+        return print_failure(error.problems, as_json=args.json)
     return merge.run(args)
 
 

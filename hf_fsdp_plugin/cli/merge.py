@@ -5,11 +5,19 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 from hf_fsdp_plugin.checkpoint import Merged, MergeOptions, merge
-from hf_fsdp_plugin.cli.output import OK, PROBLEMS, USAGE, ProgressBars, check_folder, print_json, print_problems
+from hf_fsdp_plugin.cli.output import (
+    OK,
+    PROBLEMS,
+    USAGE,
+    ProgressBars,
+    check_folder,
+    print_failure,
+    print_json,
+    print_problems,
+)
 from hf_fsdp_plugin.problems import CheckpointError, Origin, Problem, has_errors
 from hf_fsdp_plugin.text import format_bytes, plural, printable
 
@@ -83,24 +91,15 @@ def run(args: argparse.Namespace) -> int:
         with ProgressBars() as progress:
             merged = merge(args.checkpoint, args.out, options, progress)
     except CheckpointError as error:
-        return report_failure(error.problems, as_json=args.json)
+        return print_failure(error.problems, as_json=args.json)
     except OSError as error:
-        return report_failure([_disk_problem(error, args.out)], as_json=args.json)
+        return print_failure([_disk_problem(error, args.out)], as_json=args.json)
     if args.json:
         print_json(merged.to_json())
     else:
         print_problems(merged.problems)
         print(_text(merged))
     return PROBLEMS if has_errors(merged.problems) else OK
-
-
-def report_failure(problems: Sequence[Problem], *, as_json: bool) -> int:
-    """Print the problems of a failed merge: JSON to stdout, text to stderr. Returns the exit code."""
-    if as_json:
-        print_json({"ok": False, "problems": [problem.to_json() for problem in problems]})
-    else:
-        print_problems(problems)
-    return PROBLEMS
 
 
 def _disk_problem(error: OSError, out: Path) -> Problem:

@@ -114,6 +114,15 @@ def _problem_text(problem: Problem, width: int | None) -> str:
     return text[:place] + colored(label, _SEVERITY_COLORS[problem.severity], sys.stderr) + text[place + len(label) :]
 
 
+def print_failure(problems: Iterable[Problem], *, as_json: bool) -> int:
+    """Print why a verb failed: one JSON object to stdout, or text to stderr. Returns the exit code."""
+    if as_json:
+        print_json({"ok": False, "problems": [problem.to_json() for problem in problems]})
+    else:
+        print_problems(problems)
+    return PROBLEMS
+
+
 def print_json(tree: Mapping[str, Any]) -> None:
     """Print one JSON object to stdout, with the version of its schema."""
     import json  # only for --json, to start faster

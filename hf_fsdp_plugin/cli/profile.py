@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Final
 
 from hf_fsdp_plugin.cli import launch
-from hf_fsdp_plugin.cli.output import PROBLEMS, print_json, print_problems
+from hf_fsdp_plugin.cli.output import print_failure, print_json, print_problems
 from hf_fsdp_plugin.cli.verbs import whole_number
 from hf_fsdp_plugin.integrations.profiling import ProfileOptions
 from hf_fsdp_plugin.integrations.profiling.files import (
@@ -118,14 +118,15 @@ def run(args: argparse.Namespace) -> int:
         problems = ranks.problems(options)
         if not ranks.paths or (code and not ranks.is_complete):
             remove_paths(files_of_profile(folder))
-            return _fail([_failure(code)] if code else problems, code or PROBLEMS, as_json=args.json)
+            failed = print_failure([_failure(code)] if code else problems, as_json=args.json)
+            return code or failed
         profile = ranks.merge()
         try:
             suggestions, tree = write_profile(folder, profile, problems)
         except OSError as error:
             raise _not_writable(folder, error) from error
     except SpecError as error:
-        return _fail(error.problems, PROBLEMS, as_json=args.json)
+        return print_failure(error.problems, as_json=args.json)
     finally:
         with contextlib.suppress(OSError):  # files that a rank could not complete, for example because it was killed
             remove_paths(list(folder.rglob(f"*{PARTIAL}")))
@@ -172,14 +173,6 @@ def _failure(code: int) -> Problem:
         return Problem(code="FSDP-E775", message=message, fix="Run it again, or profile fewer steps: --active 1.")
     message = f"the script failed with exit code {code} before the profile was complete. Nothing was written."
     return Problem(code="FSDP-E773", message=message, fix="Correct the failure above, then profile again.")
-
-
-def _fail(problems: Sequence[Problem], code: int, *, as_json: bool) -> int:
-    if as_json:
-        print_json({"ok": False, "problems": [problem.to_json() for problem in problems]})
-    else:
-        print_problems(problems)
-    return code
 
 
 @contextlib.contextmanager

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import itertools
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -12,6 +11,7 @@ from typing import Any, Final
 import yaml
 
 from hf_fsdp_plugin.problems import Problem
+from hf_fsdp_plugin.spellings import nearest_word
 
 _MISSPELLED_KEY: Final = "FSDP-E020"
 _WORD: Final = re.compile(r"[\w.-]+")
@@ -146,5 +146,4 @@ def _misspelled_word(line: str, problem: Problem, key: str) -> re.Match[str] | N
         if len(words) == 1:
             return words[0]
     folded = {word[0].lower().replace("-", "_"): word for word in words}
-    near = difflib.get_close_matches(problem.suggestion.lower(), folded, n=1, cutoff=0.5)
-    return folded[near[0]] if near else None
+    return folded.get(nearest_word(problem.suggestion.lower(), folded, cutoff=0.5))

@@ -14,7 +14,7 @@ from itertools import accumulate
 from typing import Any, Final
 
 from hf_fsdp_plugin.estimate.results import MEMORY_KINDS, MemoryKind, Moment
-from hf_fsdp_plugin.text import format_bytes, format_count, format_seconds
+from hf_fsdp_plugin.text import format_count, format_memory, format_seconds
 
 COLORS: Final[dict[MemoryKind, str]] = {
     "params": "#0072b2",
@@ -82,7 +82,7 @@ def memory_chart(moments: Sequence[Moment], legend: Mapping[str, str]) -> Chart:
     width = len(moments) - 1
     part = width / len(moments)
     for at, moment in enumerate(moments):
-        title = f"{moment.where}: {format_bytes(moment.bytes, binary=True)}"
+        title = f"{moment.where}: {format_memory(moment.bytes)}"
         shapes.append(rectangle(part * at, 0, part, top, "transparent", title))
     ticks = (moments[0].where, moments[-1].where)
     return Chart(title="Memory during a step", shapes=shapes, width=width, height=top, ticks=ticks, legend=legend)

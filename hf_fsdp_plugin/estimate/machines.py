@@ -5,7 +5,6 @@ Known machines are in the table machines.yaml, calibrated ones in JSON files.
 
 from __future__ import annotations
 
-import difflib
 import json
 import os
 from collections.abc import Mapping
@@ -20,6 +19,7 @@ import yaml
 
 from hf_fsdp_plugin.estimate.results import CollectiveKind
 from hf_fsdp_plugin.problems import Problem, SpecError
+from hf_fsdp_plugin.spellings import did_you_mean, nearest_word
 
 OpKind = Literal["matmul", "attention", "memory", "function", "fused"]
 """Kinds of operations: ``function`` computes exponentials and the like, which limit a CPU more than its memory does;
@@ -218,10 +218,8 @@ def machine_names() -> tuple[str, ...]:
 
 
 def _unknown(what: str, name: str, known: list[str]) -> Problem:
-    close = [each for each in known if each.startswith(name)] or difflib.get_close_matches(name, known, n=1)
-    hint = f"Use one of {', '.join(known)}, or the path of a machine file."
-    if close:
-        hint = f"Did you mean {' or '.join(close)}?"
+    close = " or ".join(each for each in known if each.startswith(name)) or nearest_word(name, known)
+    hint = did_you_mean(close, f"Use one of {', '.join(known)}, or the path of a machine file.")
     return Problem(code="FSDP-E830", message=f"{name!r} is not a known {what}.", fix=hint)
 
 

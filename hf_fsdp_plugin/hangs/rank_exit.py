@@ -20,6 +20,7 @@ from typing import Any, Final
 from hf_fsdp_plugin.hangs.rank_files import write_atomically
 from hf_fsdp_plugin.hangs.rank_stacks import Frame
 from hf_fsdp_plugin.problems import Problem, SpecError
+from hf_fsdp_plugin.rank_variables import launched_rank
 from hf_fsdp_plugin.text import format_names
 
 ERROR_FILE_VARIABLE: Final = "TORCHELASTIC_ERROR_FILE"
@@ -232,7 +233,7 @@ class ExitWatch:
             more = f"{fix} The run fails after {self._limit:g} seconds ({EXIT_LIMIT_VARIABLE})."
             self._notice(Problem(code="FSDP-W741", message=message, fix=more))
         if seconds >= self._limit:
-            rank = int(os.environ.get("RANK", "0"))
+            rank = launched_rank()
             message = f"{message} They did not end in {self._limit:g} seconds."
             self._fail(Problem(code="FSDP-E742", rank=rank, message=message, fix=fix))
             sys.stdout.flush()

@@ -28,6 +28,7 @@ from time import monotonic_ns
 from typing import TYPE_CHECKING, Any, Final
 
 from hf_fsdp_plugin.hangs.calls import ARRIVALS, Call, GroupCalls, RankCalls, Wait, pack_ranks
+from hf_fsdp_plugin.text import format_dtype
 
 if TYPE_CHECKING:  # torch is imported with the first process group; the launcher reads the files without it
     import torch
@@ -166,7 +167,7 @@ class CallRecord:
         return position
 
     def _dtype(self, dtype: torch.dtype) -> str:
-        name = self._dtypes[dtype] = str(dtype).removeprefix("torch.")
+        name = self._dtypes[dtype] = format_dtype(dtype)
         return name
 
     def _add_group(self, group: dist.ProcessGroup) -> _GroupCount:

@@ -43,6 +43,7 @@ from hf_fsdp_plugin.integrations.saving import manager
 from hf_fsdp_plugin.integrations.session import session
 from hf_fsdp_plugin.messages import print_once
 from hf_fsdp_plugin.problems import CheckpointError, Problem, SpecError
+from hf_fsdp_plugin.rank_variables import launched_world_size
 from hf_fsdp_plugin.runs.identity import (
     Offer,
     RunIdentity,
@@ -207,7 +208,7 @@ def newest_checkpoint(folder: str | os.PathLike[str], *, this_run: bool = False)
     Raises:
         SpecError: several ranks run, but there is no process group yet; or the run has failed in the same way twice.
     """
-    if not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    if not dist.is_initialized() and launched_world_size() > 1:
         message = "newest_checkpoint was called before the process group exists."
         fix = "Call it on all ranks, after the Accelerator has been created."
         raise SpecError([Problem(code="FSDP-E718", message=message, fix=fix)])

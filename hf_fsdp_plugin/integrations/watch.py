@@ -47,6 +47,7 @@ from hf_fsdp_plugin.integrations.rank_process import RANK_VARIABLE, may_be_rank,
 from hf_fsdp_plugin.integrations.resuming import begin_attempt, end_attempt
 from hf_fsdp_plugin.integrations.session import session
 from hf_fsdp_plugin.problems import Problem, SpecError
+from hf_fsdp_plugin.rank_variables import launched_local_rank
 from hf_fsdp_plugin.runs.failure_summary import cause_of_abort, cause_of_end, find_first_cause
 from hf_fsdp_plugin.runs.identity import attempt_folder, forget_run, identify_run
 
@@ -180,7 +181,7 @@ class Watch:
         message = failure["message"] or f"exit code {getattr(error, 'code', 1)}"
         is_spec = failure["kind"] == "spec"  # all ranks have this error: one rank of each machine writes and prints it
         frames = [] if is_spec else format_stack(stack_of(failure))
-        if not is_spec or os.environ.get("LOCAL_RANK", "0") == "0":
+        if not is_spec or launched_local_rank() == 0:
             write_error_file(message, "\n".join([message, *frames, *([f"hf-fsdp: {note}"] if note else [])]))
         return note
 

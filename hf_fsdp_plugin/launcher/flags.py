@@ -6,7 +6,6 @@ The flags that set FSDP (:func:`add_setting_flags`) also belong to other verbs, 
 from __future__ import annotations
 
 import argparse
-import difflib
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,6 +13,7 @@ from itertools import pairwise
 from typing import Any, Final, NoReturn
 
 from hf_fsdp_plugin.sources.command_line import RENAMED, SWITCHES, flag_name, machine_range, remedy_of_switch
+from hf_fsdp_plugin.spellings import nearest_word
 from hf_fsdp_plugin.text import printable
 from hf_fsdp_plugin.vocabulary import BY_KEY, ROWS, Scope, SettingRow, similar_key
 
@@ -215,7 +215,7 @@ class Parser(argparse.ArgumentParser):
         if not near:
             known = [flag[2:] for action in self._actions for flag in action.option_strings if flag.startswith("--")]
             names = {flag_name(flag): flag for flag in known}
-            near = names.get(next(iter(difflib.get_close_matches(name, names, n=1)), ""), "")
+            near = names.get(nearest_word(name, names), "")
         place, rest = (" before the script", " Flags of the script go after it.") if self._has_script() else ("", "")
         return f"unknown flag {written}{place}.{f' Did you mean --{near}?' if near else ''}{rest}"
 

@@ -24,11 +24,12 @@ from hf_fsdp_plugin.hangs.rank_exit import is_failure
 from hf_fsdp_plugin.hangs.rank_files import LAUNCHER_VARIABLE
 from hf_fsdp_plugin.launcher.flags import LaunchArguments, UsageError
 from hf_fsdp_plugin.problems import SpecError
+from hf_fsdp_plugin.rank_variables import launched_local_rank
 
 
 def main() -> None:
     """Run the script given in ``sys.argv``. The process exits with the script's own exit code."""
-    if LAUNCHER_VARIABLE in os.environ and os.environ.get("LOCAL_RANK", "0") != "0":  # one rank may read the terminal
+    if LAUNCHER_VARIABLE in os.environ and launched_local_rank() != 0:  # one rank may read the terminal
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     module = sys.argv[1] == "-m"
     script, *args = sys.argv[2 if module else 1 :]

@@ -18,9 +18,10 @@ import torch.distributed as dist
 from hf_fsdp_plugin.observe.memory import MemoryObservation
 from hf_fsdp_plugin.observe.settings import SettingObservation, format_value
 from hf_fsdp_plugin.observe.units import UnitObservation
+from hf_fsdp_plugin.plan.names import common_name
 from hf_fsdp_plugin.problems import Problem
 from hf_fsdp_plugin.runs.restart_policy import Restarts
-from hf_fsdp_plugin.text import format_bytes, format_names, format_table, plural, shorten, truncate_lines
+from hf_fsdp_plugin.text import format_memory, format_names, format_table, plural, shorten, truncate_lines
 from hf_fsdp_plugin.version import SCHEMA_VERSION
 
 _WIDTH = 100
@@ -268,7 +269,7 @@ def units_table(units: Sequence[UnitObservation]) -> str:
         if unit.num_frozen:
             notes.append("frozen" if unit.num_frozen == unit.num_params else f"{unit.num_frozen:,} frozen")
         times = f" ×{len(similar)}" if len(similar) > 1 else ""
-        name = shorten(_common_name(similar) or "(root)", 30)
+        name = shorten(common_name([each.name for each in similar]) or "(root)", 30)
         class_name = shorten(unit.class_name, 30 - len(times)) + times
         dtypes = unit.param_dtype, unit.reduce_dtype, unit.master_dtype
         reshards = "yes" if unit.reshard_after_forward else "no"
@@ -282,20 +283,14 @@ def _similarity_key(unit: UnitObservation) -> tuple[object, ...]:
     return re.sub(r"\d+", "#", unit.name), *facts.values()
 
 
-def _common_name(units: Sequence[UnitObservation]) -> str:
-    """Return the common name, such as ``model.layers.0–29``: numbers that differ become a range."""
-    first, last = (re.split(r"(\d+)", unit.name) for unit in (units[0], units[-1]))
-    return "".join(a if a == b else f"{a}–{b}" for a, b in zip(first, last, strict=True))
-
-
 def memory_table(ranks: Sequence[MemoryObservation], own: MemoryObservation) -> str:
     """Format the memory of all ranks, and the memory that this rank would need under DistributedDataParallel."""
     rows = [
         ("memory per rank", "this run", "data parallel"),
-        ("  parameters", _range(m.params_bytes for m in ranks), _memory(own.ddp_params_bytes)),
-        ("  gradients", _range(m.grads_bytes for m in ranks), _memory(own.ddp_grads_bytes)),
-        ("  optimizer", _range(m.optimizer_bytes for m in ranks), _memory(own.ddp_optimizer_bytes)),
-        ("  total", _range(m.held_bytes for m in ranks), _memory(own.ddp_bytes)),
+        ("  parameters", _range(m.params_bytes for m in ranks), format_memory(own.ddp_params_bytes)),
+        ("  gradients", _range(m.grads_bytes for m in ranks), format_memory(own.ddp_grads_bytes)),
+        ("  optimizer", _range(m.optimizer_bytes for m in ranks), format_memory(own.ddp_optimizer_bytes)),
+        ("  total", _range(m.held_bytes for m in ranks), format_memory(own.ddp_bytes)),
         (f"  peak ({own.peak_source})", _range(m.peak_bytes for m in ranks), ""),
     ]
     return format_table(rows, right={1, 2})
@@ -306,7 +301,7 @@ def memory_line(ranks: Sequence[MemoryObservation], own: MemoryObservation) -> s
     held, peak = _range(m.held_bytes for m in ranks), _range(m.peak_bytes for m in ranks)
     return (
         f"memory per rank: {held} of parameters, gradients and optimizer state (data parallel: "
-        f"{_memory(own.ddp_bytes)}); peak {peak} ({own.peak_source})"
+        f"{format_memory(own.ddp_bytes)}); peak {peak} ({own.peak_source})"
     )
 
 
@@ -385,11 +380,7 @@ def _wrap(text: str, *, first: str = "", rest: str = "  ") -> list[str]:
     return textwrap.wrap(text, _WIDTH, initial_indent=first, subsequent_indent=rest, break_long_words=False)
 
 
-def _memory(num_bytes: int) -> str:
-    return format_bytes(num_bytes, binary=True)
-
-
 def _range(counts: Iterable[int]) -> str:
     counts = list(counts)
-    low, high = _memory(min(counts)), _memory(max(counts))
+    low, high = format_memory(min(counts)), format_memory(max(counts))
     return low if low == high else f"{low} to {high}"

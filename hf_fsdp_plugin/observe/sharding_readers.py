@@ -15,7 +15,7 @@ from hf_fsdp_plugin.observe.settings import (
 from hf_fsdp_plugin.observe.units import UnitObservation, dtype_name, unmanaged_parameters
 from hf_fsdp_plugin.plan.names import canonical_name, is_inside
 from hf_fsdp_plugin.strategies import STRATEGIES, strategy_of
-from hf_fsdp_plugin.text import format_names
+from hf_fsdp_plugin.text import format_dtype, format_names
 
 
 def read_strategy(run: ObservedRun) -> ObservedValue:
@@ -298,7 +298,7 @@ def _unplanned_dtypes(run: ObservedRun) -> list[str]:
         return []
     planned = {dtype for unit in run.plan.units for dtype in unit.dtypes}
     shards = (shard for unit in run.units_with_params for shard in unit.live.shards if shard.is_floating_point())
-    found = {dtype for dtype in {shard.dtype for shard in shards} if str(dtype).removeprefix("torch.") not in planned}
+    found = {dtype for dtype in {shard.dtype for shard in shards} if format_dtype(dtype) not in planned}
     return sorted({dtype_name(dtype) for dtype in found} - {run.plan.precision.master})
 
 

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
 from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan
 from hf_fsdp_plugin.plan.names import canonical_name, unwrapped
-from hf_fsdp_plugin.text import format_names, plural
+from hf_fsdp_plugin.text import format_dtype, format_names, plural
 from hf_fsdp_plugin.torch_private import fsdp1, fsdp2
 from hf_fsdp_plugin.torch_private.functions import CheckpointWrapper
 from hf_fsdp_plugin.torch_private.live_unit import LiveUnit
@@ -155,7 +155,7 @@ def dtype_name(dtype: torch.dtype | None) -> str:
     """Return ``fp32``, ``bf16`` or ``fp16``; torch's name for other dtypes; the empty string for ``None``."""
     if dtype is None:
         return ""
-    return _DTYPE_NAMES.get(dtype, str(dtype).removeprefix("torch."))
+    return _DTYPE_NAMES.get(dtype, format_dtype(dtype))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from itertools import groupby, product
+from itertools import groupby
 from types import MappingProxyType
 from typing import Any, Final, Literal
 
 import torch
 
+from hf_fsdp_plugin.plan.names import common_name
 from hf_fsdp_plugin.problems import Problem
 from hf_fsdp_plugin.spec.fsdp_spec import ActivationSection, FsdpSpec, PrefetchSection, StateDictKind, Version
-from hf_fsdp_plugin.text import fit_table, format_count, plural, truncate_lines
+from hf_fsdp_plugin.text import fit_table, format_count, format_dtype, plural, truncate_lines
 
 Backend = Literal["fsdp1", "fsdp2"]
 PlannedDtype = Literal["fp32", "bf16", "fp16", "unchanged"]
@@ -128,7 +129,7 @@ def unit_plan(
     rows = list(parameters)
     dtypes: Counter[str] = Counter()
     for _, num_elements, dtype, _ in rows:
-        dtypes[str(dtype).removeprefix("torch.")] += num_elements
+        dtypes[format_dtype(dtype)] += num_elements
     return UnitPlan(
         modules=tuple(modules),
         class_names=tuple(class_names),
@@ -341,7 +342,7 @@ def _units_text(units: Iterable[UnitPlan], width: int | None = None) -> str:
         times = f" ×{len(same)}" if len(same) > 1 else ""
         rows.append(
             (
-                _common_name([unit.name for unit in same]) or "(root)",
+                common_name([unit.name for unit in same]) or "(root)",
                 first.class_name + times,
                 format_count(first.num_params) + (" each" if times else ""),
                 " + ".join(sorted(first.dtypes)) or "–",
@@ -360,22 +361,3 @@ def _groups(units: Iterable[UnitPlan]) -> list[list[UnitPlan]]:
         key = (template, unit.class_name, unit.num_params, dtypes, len(unit.frozen), unit.reshard_after_forward)
         groups.setdefault(key, []).append(unit)
     return list(groups.values())
-
-
-def _common_name(names: Sequence[str]) -> str:
-    """Return ``model.layers.0–29`` for names that differ only in their numbers."""
-    columns = [list(dict.fromkeys(parts)) for parts in zip(*(name.split(".") for name in names), strict=True)]
-    if len(list(product(*columns))) != len(names):  # some combinations are missing, so ranges would be wrong
-        return f"{names[0]} … {names[-1]}"
-    return ".".join(_ranges(values) if len(values) > 1 else values[0] for values in columns)
-
-
-def _ranges(values: Iterable[str]) -> str:
-    """Return ``0–3,7`` for 0, 1, 2, 3, 7."""
-    ranges: list[list[int]] = []
-    for number in sorted(map(int, values)):
-        if ranges and number == ranges[-1][-1] + 1:
-            ranges[-1].append(number)
-        else:
-            ranges.append([number])
-    return ",".join(f"{span[0]}–{span[-1]}" if len(span) > 1 else str(span[0]) for span in ranges)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from math import prod
 from typing import TYPE_CHECKING
 
 from hf_fsdp_plugin.torch_private.modules import WRAPPER_ATTRIBUTES, wrapped_module
@@ -55,3 +57,22 @@ def common_path(paths: Iterable[str]) -> str:
             break
         shared.append(parts[0])
     return ".".join(shared)
+
+
+def common_name(names: Sequence[str]) -> str:
+    """Return ``model.layers.0–29`` for names that differ only in their numbers."""
+    columns = [list(dict.fromkeys(parts)) for parts in zip(*(re.split(r"(\d+)", name) for name in names), strict=True)]
+    if prod(map(len, columns)) != len(names):  # some combinations are missing, so ranges would be wrong
+        return f"{names[0]} … {names[-1]}"
+    return "".join(_ranges(values) if len(values) > 1 else values[0] for values in columns)
+
+
+def _ranges(values: Iterable[str]) -> str:
+    """Return ``0–3,7`` for 0, 1, 2, 3, 7."""
+    ranges: list[list[int]] = []
+    for number in sorted(map(int, values)):
+        if ranges and number == ranges[-1][-1] + 1:
+            ranges[-1].append(number)
+        else:
+            ranges.append([number])
+    return ",".join(f"{span[0]}–{span[-1]}" if len(span) > 1 else str(span[0]) for span in ranges)

@@ -20,7 +20,7 @@ from hf_fsdp_plugin.plan.fsdp_plan import PrecisionPlan, ProblemCollector, UnitP
 from hf_fsdp_plugin.plan.modules import ModuleTree, ParameterEntry, class_names
 from hf_fsdp_plugin.plan.names import ancestors, common_path, is_inside, parent_of
 from hf_fsdp_plugin.spec.fsdp_spec import Version
-from hf_fsdp_plugin.text import format_names, plural
+from hf_fsdp_plugin.text import format_dtype, format_names, plural
 
 _COMPUTE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _Violation = tuple[UnitPlan, str]
@@ -51,7 +51,7 @@ def check_parameters(
 def _check_integers(tree: ModuleTree, precision: PrecisionPlan, problems: ProblemCollector) -> None:
     integers = [e for e in tree.parameters if not (e.ignored or e.is_floating or e.parameter.is_complex())]
     if integers:
-        dtypes = sorted({str(entry.parameter.dtype).removeprefix("torch.") for entry in integers})
+        dtypes = sorted({format_dtype(entry.parameter.dtype) for entry in integers})
         # bitsandbytes packs two 4-bit weights into each byte of a tensor of any dtype, but has no choice for 8 bits.
         storage = f"bnb_4bit_quant_storage={_COMPUTE_DTYPES.get(precision.param) or _model_dtype(tree)}"
         problems.add(
@@ -97,7 +97,7 @@ def _check_packed(tree: ModuleTree, precision: PrecisionPlan, problems: ProblemC
     ]
     if compute is None or all(entry.parameter.dtype == compute for entry in packed):
         return
-    stored = str(next(e.parameter.dtype for e in packed if e.parameter.dtype != compute)).removeprefix("torch.")
+    stored = format_dtype(next(e.parameter.dtype for e in packed if e.parameter.dtype != compute))
     message = (
         f"the bytes of {plural(len(packed), 'quantized weight')} are stored in {stored} tensors, and mixed precision "
         f"would cast them to {precision.param}: {format_names([entry.name for entry in packed])}."
@@ -141,7 +141,7 @@ def _check_dtypes(
         if len(groups) < 2:
             continue
         names = {
-            str(dtype).removeprefix("torch."): [entry.name for entry in group]
+            format_dtype(dtype): [entry.name for entry in group]
             for dtype, group in sorted(groups.items(), key=lambda item: -sum(e.parameter.numel() for e in item[1]))
         }
         main, *others = names

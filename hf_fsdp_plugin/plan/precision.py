@@ -14,7 +14,7 @@ from hf_fsdp_plugin.plan.names import is_inside
 from hf_fsdp_plugin.plan.wrap_policy import matching_modules
 from hf_fsdp_plugin.spec.fsdp_spec import DtypeName, FsdpSpec
 from hf_fsdp_plugin.spec.rules import FP16_ON_CPU
-from hf_fsdp_plugin.text import format_names, plural
+from hf_fsdp_plugin.text import format_dtype, format_names, plural
 from hf_fsdp_plugin.torch_private.fsdp2 import first_version_with_dtype_per_parameter, installed_behavior
 
 _FP32_MODULES: Final = "precision.fp32_modules"
@@ -42,7 +42,7 @@ def resolve_precision(spec: FsdpSpec, model: nn.Module, device_type: str, proble
 def _check_master_weights(model: nn.Module, problems: ProblemCollector) -> None:
     dtypes = {p.dtype for p in model.parameters() if p.requires_grad and p.is_floating_point()}
     if dtypes in ({torch.bfloat16}, {torch.float16}):
-        name = str(dtypes.pop()).removeprefix("torch.")
+        name = format_dtype(dtypes.pop())
         message = (
             f"the model is {name} and mixed precision is off, so master weights and optimizer state are {name} too. "
             "Small updates are rounded to zero."
@@ -111,7 +111,7 @@ def _check_stored_dtypes(entries: list[ParameterEntry], precision: PrecisionPlan
     others = [entry for entry in entries if entry.stored_dtype(precision.master) != torch.float32]
     if not others:
         return
-    dtypes = sorted({str(entry.parameter.dtype).removeprefix("torch.") for entry in others})
+    dtypes = sorted({format_dtype(entry.parameter.dtype) for entry in others})
     if precision.master == "fp32":
         why, fix = "they are frozen", "Load these modules in float32, or write a pattern without them."
     else:

@@ -20,6 +20,7 @@ from hf_fsdp_plugin.plan.names import parent_of
 from hf_fsdp_plugin.problems import Problem
 from hf_fsdp_plugin.spec.fsdp_spec import ActivationSection, FsdpSpec, WrapSection
 from hf_fsdp_plugin.spec.rules import check_pattern, check_size_threshold
+from hf_fsdp_plugin.spellings import nearest_word
 from hf_fsdp_plugin.text import format_names
 from hf_fsdp_plugin.torch_private.modules import CHECKPOINTED_ATTRIBUTE
 
@@ -107,8 +108,7 @@ def _report_absent_classes(
 ) -> None:
     counts = tree.class_counts()
     own = [name for name in no_split_classes(tree.model) if name in counts]
-    close = [found for name in absent for found in difflib.get_close_matches(name, counts, n=1, cutoff=0.7)]
-    near = list(dict.fromkeys(close))
+    near = list(dict.fromkeys(filter(None, (nearest_word(name, counts, cutoff=0.7) for name in absent))))
     message = f"{type(tree.model).__name__} has no module of class {format_names([repr(name) for name in absent])}"
     if matched:
         message = f"{message}. Only modules of class {format_names(matched)} become units."

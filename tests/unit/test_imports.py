@@ -27,6 +27,7 @@ TORCH_FREE = (
     "spec",
 )
 OTHERS = (
+    "rank_variables",
     "messages",
     "contracts",
     "progress",

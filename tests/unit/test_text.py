@@ -5,6 +5,7 @@ import pytest
 from hf_fsdp_plugin.text import (
     format_bytes,
     format_count,
+    format_memory,
     format_names,
     format_table,
     plural,
@@ -28,7 +29,7 @@ from hf_fsdp_plugin.text import (
     ],
 )
 def test_format_bytes_uses_decimal_or_binary_units(num_bytes, decimal, binary):
-    assert (format_bytes(num_bytes), format_bytes(num_bytes, binary=True)) == (decimal, binary)
+    assert (format_bytes(num_bytes), format_memory(num_bytes)) == (decimal, binary)
 
 
 @pytest.mark.parametrize(

@@ -37,6 +37,7 @@ from typing import Any
 import torch
 
 from hf_fsdp_plugin.backends.loading.equal_weights import SHARED_NAME, MemoryMaps
+from hf_fsdp_plugin.text import format_dtype
 
 _CREDENTIALS = struct.Struct("3i")
 _WAIT_SECONDS = 1800.0
@@ -262,7 +263,7 @@ class Publication:
             else:
                 offset, tensor.data = self._memory.move(tensor)
             offsets[id(tensor)] = offset
-            table[name] = [source, offset, list(tensor.shape), str(tensor.dtype).removeprefix("torch.")]
+            table[name] = [source, offset, list(tensor.shape), format_dtype(tensor.dtype)]
         return table
 
     def _serve(self, text: bytes) -> None:

@@ -38,6 +38,7 @@ from hf_fsdp_plugin.checkpoint.names import DCP_METADATA, ENTRY_ALIGNMENT, INDEX
 from hf_fsdp_plugin.checkpoint.shards import LocalShard
 from hf_fsdp_plugin.checkpoint.writing.dcp_metadata import Chunks, MetadataPickle, StatePath, flat_name
 from hf_fsdp_plugin.checkpoint.writing.parts import Content, FilePart, Item, bytes_of, whole_file
+from hf_fsdp_plugin.text import format_dtype
 
 TensorLayout = tuple[StatePath, str, tuple[int, ...]]
 """Path, dtype and global shape."""
@@ -231,7 +232,7 @@ def scalar_entries(tensors: Mapping[StatePath, torch.Tensor]) -> list[SmallEntry
     for group in groups.values():
         for path, value in zip(group, torch.stack(list(group.values())).cpu(), strict=True):
             data[path] = bytes_of(value).numpy().tobytes()
-    return [SmallEntry(path, data[path], str(tensor.dtype).removeprefix("torch.")) for path, tensor in tensors.items()]
+    return [SmallEntry(path, data[path], format_dtype(tensor.dtype)) for path, tensor in tensors.items()]
 
 
 def plain_value(path: StatePath, value: Any) -> SmallEntry:

@@ -13,7 +13,7 @@ from typing import Any, Final
 from hf_fsdp_plugin.cli.bench.output import bench_text
 from hf_fsdp_plugin.cli.bench.worlds import Bench, CaseGroup, available_bytes
 from hf_fsdp_plugin.cli.model_plan import load_model
-from hf_fsdp_plugin.cli.output import OK, PROBLEMS, print_json, print_problems
+from hf_fsdp_plugin.cli.output import OK, PROBLEMS, print_failure, print_json, print_problems
 from hf_fsdp_plugin.cli.plan.arguments import sequence_length
 from hf_fsdp_plugin.cli.verbs import whole_number
 from hf_fsdp_plugin.integrations.bench import TITLES, BenchWorkload, Case, all_cases, why_not_in_stock
@@ -25,7 +25,7 @@ from hf_fsdp_plugin.sources.interface import ConfigFile, Sources
 from hf_fsdp_plugin.sources.launchers import user_variables
 from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec
 from hf_fsdp_plugin.spec.load import Assessment, assess
-from hf_fsdp_plugin.text import format_bytes
+from hf_fsdp_plugin.text import format_memory
 
 HELP = "Measure throughput, memory and scaling of a model over numbers of ranks, strategies and FSDP versions."
 EXAMPLES = (
@@ -89,12 +89,7 @@ def run(args: argparse.Namespace) -> int:
         results = Results(bench.head(), [case for group in bench.groups for case in group])
         bench = _leave_out(bench, results, problems, force=args.force)
     except SpecError as error:
-        found = list(dict.fromkeys([*problems, *error.problems]))
-        if args.json:
-            print_json({"ok": False, "problems": [problem.to_json() for problem in found]})
-        else:
-            print_problems(found)
-        return PROBLEMS
+        return print_failure(dict.fromkeys([*problems, *error.problems]), as_json=args.json)
     if not args.json:
         print_problems(problems)
     number = bench.run(results)
@@ -230,8 +225,8 @@ def _leave_out(bench: Bench, results: Results, problems: list[Problem], *, force
         case, reason = group[0], group[0].impossible
         needed = len(group) * case.world_size * (_LIBRARIES + 4 * num_params)
         if not reason and free and needed > free and not force:
-            reason = f"the ranks need {format_bytes(needed, binary=True)} of CPU memory for the whole models, "
-            reason += f"and this machine has {format_bytes(free, binary=True)} free"
+            reason = f"the ranks need {format_memory(needed)} of CPU memory for the whole models, "
+            reason += f"and this machine has {format_memory(free)} free"
         if reason:
             results.end(group, "left out", reason)
             reasons.append(f"{case.name}: {reason}")

@@ -7,7 +7,7 @@ from typing import Any
 
 from hf_fsdp_plugin.integrations.bench import DDP, TITLES
 from hf_fsdp_plugin.integrations.bench.results import ResultRow
-from hf_fsdp_plugin.text import format_bytes, format_count, format_table, plural
+from hf_fsdp_plugin.text import format_count, format_memory, format_table, plural
 
 
 def bench_text(tree: Mapping[str, Any]) -> str:
@@ -76,7 +76,7 @@ def _tokens(row: ResultRow, _: ResultRow | None) -> str:
 
 
 def _peak(row: ResultRow, _: ResultRow | None) -> str:
-    return "–" if row["peak_bytes"] is None else format_bytes(row["peak_bytes"], binary=True)
+    return "–" if row["peak_bytes"] is None else format_memory(row["peak_bytes"])
 
 
 def _efficiency(row: ResultRow, _: ResultRow | None) -> str:

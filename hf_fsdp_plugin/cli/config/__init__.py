@@ -34,7 +34,7 @@ from hf_fsdp_plugin.cli.config.target import (
     with_header,
     write_target,
 )
-from hf_fsdp_plugin.cli.output import OK, PROBLEMS, USAGE, print_json, print_problems
+from hf_fsdp_plugin.cli.output import OK, PROBLEMS, USAGE, print_failure, print_json, print_problems
 from hf_fsdp_plugin.launcher.flags import Suggested
 from hf_fsdp_plugin.launcher.world import DeviceSearch
 from hf_fsdp_plugin.problems import Origin, Problem, SpecError, has_errors
@@ -85,7 +85,7 @@ def run(args: argparse.Namespace) -> int:
         if {problem.code for problem in error.problems} & _WRONG_OPTIONS:
             return USAGE
         if args.json:
-            print_json({"ok": False, "problems": [problem.to_json() for problem in error.problems]})
+            print_failure(error.problems, as_json=True)
         return PROBLEMS
     except KeyboardInterrupt:
         print("\nNothing was written.", file=sys.stderr)
@@ -123,7 +123,7 @@ def _run(args: argparse.Namespace) -> int:
     if not _may_write(args, target, text, asker, state):
         print("Nothing was written.", file=sys.stderr)
         if args.json:
-            print_json({"ok": False, "problems": []})
+            print_failure([], as_json=True)
         return PROBLEMS
     if target.path is not None and text != target.text:
         write_target(target, text)

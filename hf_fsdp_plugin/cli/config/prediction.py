@@ -13,7 +13,7 @@ from hf_fsdp_plugin.cli.model_plan import load_model
 from hf_fsdp_plugin.problems import SpecError
 from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec
 from hf_fsdp_plugin.strategies import STRATEGIES
-from hf_fsdp_plugin.text import fit_table, format_bytes, parse_bytes
+from hf_fsdp_plugin.text import fit_table, format_memory, parse_bytes
 
 if TYPE_CHECKING:
     from hf_fsdp_plugin.estimate.planner.advice import Advice, AdviceRow
@@ -63,8 +63,8 @@ def predict_memory(state: State, spec: FsdpSpec) -> tuple[MemoryEstimate | None,
     memory, _ = _attempt(lambda: _estimate(state, spec)) if state.model is not None else (None, "")
     if memory is None:
         return None, ""
-    of = f" of {_size(_memory_of_gpu(state))}" if state.answers["gpu_memory"] else ""
-    return memory, f"{_size(memory.needed_bytes)}{of} per GPU, in the {memory.peak.where}"
+    of = f" of {format_memory(_memory_of_gpu(state))}" if state.answers["gpu_memory"] else ""
+    return memory, f"{format_memory(memory.needed_bytes)}{of} per GPU, in the {memory.peak.where}"
 
 
 def _attempt(predict: Callable[[], T]) -> tuple[T | None, str]:
@@ -158,7 +158,7 @@ def _table(rows: Sequence[AdviceRow], best: AdviceRow | None, width: int | None)
     for row in shown:
         speed = f"{row.tokens_per_second:,.0f}" if row.tokens_per_second else "–"
         mark = "»" if row is best else ""
-        lines.append((mark, _strategy(row), str(row.choice.micro_batch), _size(row.needed_bytes), speed))
+        lines.append((mark, _strategy(row), str(row.choice.micro_batch), format_memory(row.needed_bytes), speed))
     has_speed = any(row.tokens_per_second for row in shown)
     return fit_table(lines if has_speed else [line[:-1] for line in lines], width)
 
@@ -183,7 +183,3 @@ def _conclusion(advice: Advice, best: AdviceRow | None, state: State) -> str:
         return f"Nothing that fits runs with stock Accelerate. {limits}"
     basis = "the fastest that fits" if best.time is not None else "it fits, with least recomputation and communication"
     return f"Recommended (»): {basis}." + (f" {limits}" if best is not fastest else "")
-
-
-def _size(num_bytes: int) -> str:
-    return format_bytes(num_bytes, binary=True)

@@ -10,7 +10,7 @@ from hf_fsdp_plugin.cli.config.question import YES_NO, Default, Question, State
 from hf_fsdp_plugin.problems import SpecError
 from hf_fsdp_plugin.spec.values import InvalidValue, is_class_name, parse_value
 from hf_fsdp_plugin.strategies import STRATEGIES
-from hf_fsdp_plugin.text import SIZE_SPELLINGS, format_bytes, format_names, parse_bytes
+from hf_fsdp_plugin.text import SIZE_SPELLINGS, format_bytes, format_memory, format_names, parse_bytes
 from hf_fsdp_plugin.vocabulary import BY_NAME as ROWS_BY_NAME
 
 USUAL_GPUS: Final = 8
@@ -84,7 +84,7 @@ def _gpu_memory(state: State) -> Default:
     if named is not None and named.memory_bytes:
         return Default(format_bytes(int(named.memory_bytes)), f"of {named.name}: {named.device}")
     if found.memory_bytes:
-        return Default(format_bytes(found.memory_bytes, binary=True), f"of the {found.name} found here")
+        return Default(format_memory(found.memory_bytes), f"of the {found.name} found here")
     return Default("", "torch finds no GPU here; without a size, nothing is compared with it")
 
 

@@ -6,7 +6,7 @@ import argparse
 from dataclasses import replace
 from typing import Final
 
-from hf_fsdp_plugin.cli.output import OK, PROBLEMS, exit_code, in_line_order, print_json, print_problems
+from hf_fsdp_plugin.cli.output import OK, PROBLEMS, exit_code, in_line_order, print_failure, print_json, print_problems
 from hf_fsdp_plugin.cli.plan.arguments import (
     Planned,
     add_arguments,
@@ -56,11 +56,8 @@ def run(args: argparse.Namespace) -> int:
     except SpecError as error:
         problems += error.problems
     problems = in_line_order(dict.fromkeys(problems))
-    if args.json:
-        print_json({"ok": False, "problems": [problem.to_json() for problem in problems]})
-    else:
-        print_problems(problems)
-    return exit_code(problems, shown) or PROBLEMS
+    failed = print_failure(problems, as_json=args.json)
+    return exit_code(problems, shown) or failed
 
 
 def _predict(args: argparse.Namespace, planned: Planned, problems: list[Problem]) -> int:

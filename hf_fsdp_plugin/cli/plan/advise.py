@@ -10,7 +10,7 @@ from hf_fsdp_plugin.cli.output import colored, text_width
 from hf_fsdp_plugin.estimate.machines import RANKS_PER_MACHINE
 from hf_fsdp_plugin.launcher.world import DEFAULT_PORT
 from hf_fsdp_plugin.strategies import STRATEGIES
-from hf_fsdp_plugin.text import fit_table, format_bytes, plural, truncate_lines, wrap_words
+from hf_fsdp_plugin.text import fit_table, format_memory, plural, truncate_lines, wrap_words
 
 if TYPE_CHECKING:
     from hf_fsdp_plugin.estimate.machines import Machine
@@ -145,12 +145,12 @@ def _arguments(row: AdviceRow) -> Iterator[str]:
 
 def _answer(advice: Advice) -> str:
     best = advice.best
-    limit, memory = format_bytes(advice.limit, binary=True), format_bytes(advice.gpu_memory, binary=True)
+    limit, memory = format_memory(advice.limit), format_memory(advice.gpu_memory)
     if best is None:
         change = " ".join(advice.remedies) or "No number of machines up to 64 times as many would change that."
         return f"{colored('Nothing fits', 'red')} into {limit} ({memory} without headroom). {change}"
     speed = f", {best.tokens_per_second:,.0f} tokens/s" if best.tokens_per_second else ""
-    peak = format_bytes(best.needed_bytes, binary=True)
+    peak = format_memory(best.needed_bytes)
     return f"{colored('Best', 'green')}: {_settings(best)}, {_batches(best)}: {peak} of {limit} ({memory} without " + (
         f"headroom) per GPU{speed}."
     )
@@ -175,7 +175,7 @@ def _batches(row: AdviceRow) -> str:
 def _cells(row: AdviceRow) -> tuple[str, ...]:
     speed = f"{row.tokens_per_second:,.0f}" if row.tokens_per_second else "–"
     batches = f"{row.choice.accumulation} of {row.choice.micro_batch}"
-    return _settings(row), batches, format_bytes(row.needed_bytes, binary=True), speed, row.reason
+    return _settings(row), batches, format_memory(row.needed_bytes), speed, row.reason
 
 
 def _row_json(row: AdviceRow) -> dict[str, Any]:

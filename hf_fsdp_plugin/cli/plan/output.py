@@ -24,7 +24,15 @@ from hf_fsdp_plugin.estimate.results import (
 from hf_fsdp_plugin.estimate.workload import Workload
 from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan
 from hf_fsdp_plugin.problems import Problem, SpecError
-from hf_fsdp_plugin.text import format_bytes, format_count, format_seconds, format_table, plural, printable, wrap_words
+from hf_fsdp_plugin.text import (
+    format_count,
+    format_memory,
+    format_seconds,
+    format_table,
+    plural,
+    printable,
+    wrap_words,
+)
 
 if TYPE_CHECKING:
     from hf_fsdp_plugin.estimate.time import TimeModel
@@ -118,7 +126,7 @@ def plan_text(prediction: Prediction) -> str:
         "",
         _kinds_table(memory),
         *([] if memory.device is None else ["", _device_table(memory.device)]),
-        *(["", f"CPU memory per rank: {_size(memory.host_bytes)}"] if memory.host_bytes else []),
+        *(["", f"CPU memory per rank: {format_memory(memory.host_bytes)}"] if memory.host_bytes else []),
         "",
         _communication_table(prediction.communication),
         "",
@@ -136,7 +144,7 @@ def _communication_table(communication: CommunicationEstimate) -> str:
     for kind in kinds:
         calls = sum(each.calls for each in communication.collectives if each.kind == kind)
         if calls:
-            rows.append((kind.replace("_", "-"), f"{calls:,}", _size(communication.bytes_of(kind))))
+            rows.append((kind.replace("_", "-"), f"{calls:,}", format_memory(communication.bytes_of(kind))))
     return format_table(rows, right=(1, 2)) if len(rows) > 1 else "no communication"
 
 
@@ -165,20 +173,20 @@ def _verdict(memory: MemoryEstimate, gpu_memory: int | None) -> str:
     """Return sentences: whether the step fits into the memory of a device, and which kind of memory limits it."""
     peak, largest = memory.peak, _largest(memory.peak)
     why = f"Allocated memory has its peak in the {peak.where}; most of it is {KIND_NAMES[largest]} "
-    why += f"({_size(peak.bytes_by_kind[largest])})."
+    why += f"({format_memory(peak.bytes_by_kind[largest])})."
     needed = memory.needed_bytes
     if gpu_memory is None:
-        return f"Each rank needs {_size(needed)}. {why} Set --gpu-memory to see whether it fits."
-    need = f"each rank needs {_size(needed)} of {_size(gpu_memory)}"
+        return f"Each rank needs {format_memory(needed)}. {why} Set --gpu-memory to see whether it fits."
+    need = f"each rank needs {format_memory(needed)} of {format_memory(gpu_memory)}"
     if needed > gpu_memory:
-        return f"{colored('It does not fit', 'red')}: {need}, {_size(needed - gpu_memory)} too much. {why}"
+        return f"{colored('It does not fit', 'red')}: {need}, {format_memory(needed - gpu_memory)} too much. {why}"
     part = needed / gpu_memory
     enough = memory.total_bytes <= gpu_memory and (memory.device is not None or part <= _HEADROOM)
     answer = colored("It fits", "green") if enough else colored("It just fits", "yellow")
-    left = f"{_size(gpu_memory - needed)} are left"
+    left = f"{format_memory(gpu_memory - needed)} are left"
     if memory.total_bytes > gpu_memory:
-        left += f", but {_size(memory.total_bytes)} would be used: torch's allocator must return cached memory in each "
-        left += "step, which waits for the GPU"
+        left += f", but {format_memory(memory.total_bytes)} would be used: torch's allocator must return cached memory "
+        left += "in each step, which waits for the GPU"
     return f"{answer}: {need} ({part:.0%}), {left}. {why}"
 
 
@@ -186,12 +194,12 @@ def _device_table(device: DeviceMemory) -> str:
     """Return the table of the parts of the device's memory, in the order in which they add up."""
     rows = [
         ("memory of a device", "size"),
-        ("allocated by torch at the peak", _size(device.allocated)),
-        ("reserved by torch's allocator, with that", _size(device.reserved)),
-        ("CUDA context", _size(device.context)),
-        ("NCCL", _size(device.nccl)),
-        ("total", _size(device.total)),
-        ("needed, if cached memory is returned", _size(device.total_needed)),
+        ("allocated by torch at the peak", format_memory(device.allocated)),
+        ("reserved by torch's allocator, with that", format_memory(device.reserved)),
+        ("CUDA context", format_memory(device.context)),
+        ("NCCL", format_memory(device.nccl)),
+        ("total", format_memory(device.total)),
+        ("needed, if cached memory is returned", format_memory(device.total_needed)),
     ]
     return format_table(rows, right=(1,))
 
@@ -212,17 +220,13 @@ def _kinds_table(memory: MemoryEstimate) -> str:
     rows = [("memory per rank at the peak", "size", "part")]
     for kind in MEMORY_KINDS:
         size = peak.bytes_by_kind[kind]
-        rows.append((KIND_NAMES[kind], _size(size), f"{size / max(peak.bytes, 1):.0%}"))
-    rows.append(("total", _size(peak.bytes), ""))
+        rows.append((KIND_NAMES[kind], format_memory(size), f"{size / max(peak.bytes, 1):.0%}"))
+    rows.append(("total", format_memory(peak.bytes), ""))
     return format_table(rows, right=(1, 2))
 
 
 def _largest(moment: Moment) -> MemoryKind:
     return max(MEMORY_KINDS, key=lambda kind: moment.bytes_by_kind[kind])
-
-
-def _size(size: int) -> str:
-    return format_bytes(size, binary=True)
 
 
 def write_page(args: argparse.Namespace, prediction: Prediction) -> list[str]:

@@ -14,7 +14,7 @@ from hf_fsdp_plugin.estimate.results import DeviceMemory
 from hf_fsdp_plugin.estimate.workload import Workload, update_loop
 from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan
 from hf_fsdp_plugin.strategies import STRATEGIES
-from hf_fsdp_plugin.text import format_bytes, plural
+from hf_fsdp_plugin.text import format_memory, plural
 
 _MIB: Final = 1 << 20
 _WORKSPACES: Final = ((9.0, 32 * _MIB), (0.0, 8 * _MIB + 128 * 1024))
@@ -124,14 +124,14 @@ def assumptions(plan: FsdpPlan, workload: Workload, gpu: Gpu = UNKNOWN) -> Itera
             "and the buffers of their collectives are not known, and not included."
         )
     else:
-        size = format_bytes(workspace_bytes("cuda", gpu)[0], binary=True)
+        size = format_memory(workspace_bytes("cuda", gpu)[0])
         of = "GPUs from compute capability 9.0 on; name a --machine for others" if gpu.capability is None else "the GPU"
         yield (
             f"The allocator reserves {RESERVED_RATIO:g} times the allocated memory, and needs {NEEDED_RATIO:g} times: "
             "medians of simulated steps, which vary from 1.1 to 1.6 and from 1.03 to 1.23."
         )
         yield f"cuBLAS has two workspaces of {size}, for the threads of forward and backward, as on {of}."
-        yield f"The CUDA context has {format_bytes(_CONTEXT, binary=True)}, the largest published figure."
+        yield f"The CUDA context has {format_memory(_CONTEXT)}, the largest published figure."
         if groups := communicator_sizes(plan):
             count, channels = plural(len(groups), "communicator"), _CHANNELS[gpu.has_nvlink is not False]
             yield f"NCCL has {count} with {channels} channels each, without NVLink SHARP."

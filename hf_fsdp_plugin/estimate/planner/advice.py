@@ -15,7 +15,7 @@ from hf_fsdp_plugin.estimate.workload import Workload
 from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan
 from hf_fsdp_plugin.spec.fsdp_spec import Checkpointing, Version
 from hf_fsdp_plugin.strategies import STRATEGIES
-from hf_fsdp_plugin.text import format_bytes, format_count
+from hf_fsdp_plugin.text import format_count, format_memory
 
 SAME_SPEED: Final = 0.05
 """Difference of predicted times, as a part of the time, that is within the error of the prediction.
@@ -169,8 +169,8 @@ def rejection_reason(memory: MemoryEstimate, limit: int) -> str:
     peak = memory.peak
     kind = max(MEMORY_KINDS, key=lambda kind: peak.bytes_by_kind[kind])
     name = "other memory" if kind == "other" else KIND_NAMES[kind]
-    size = format_bytes(peak.bytes_by_kind[kind], binary=True)
-    needed, available = format_bytes(memory.needed_bytes, binary=True), format_bytes(limit, binary=True)
+    size = format_memory(peak.bytes_by_kind[kind])
+    needed, available = format_memory(memory.needed_bytes), format_memory(limit)
     return f"needs {needed} of {available}, {size} of it {name}, in the {peak.where}"
 
 
@@ -229,7 +229,7 @@ def _second_choice(row: AdviceRow, best: AdviceRow) -> str:
     if _extra_work(row.choice) > _extra_work(best.choice):
         return f"as fast although it {_difference(row, best)}"
     more = row.needed_bytes - best.needed_bytes
-    return f"as fast with {format_bytes(more, binary=True)} more memory" if more > 0 else "as fast"
+    return f"as fast with {format_memory(more)} more memory" if more > 0 else "as fast"
 
 
 def _difference(row: AdviceRow, best: AdviceRow) -> str:
@@ -242,7 +242,7 @@ def _difference(row: AdviceRow, best: AdviceRow) -> str:
         return "copies activations between CPU and device"
     more = row.communicated - best.communicated
     if more > 0:
-        return f"communicates {format_bytes(more, binary=True)} more per step"
+        return f"communicates {format_memory(more)} more per step"
     return f"{row.choice.accumulation} smaller micro-batches per step"
 
 
@@ -267,4 +267,4 @@ def compare_with_tree(advice: Advice, num_params: int) -> str:
     if not of_tree.fits:
         return f"{rule}. It does not fit: it {of_tree.reason}."
     reason = f"it {'is ' if of_tree.tokens_per_second else ''}{of_tree.reason}"
-    return f"{rule}. It fits with {format_bytes(of_tree.needed_bytes, binary=True)}, but {reason}."
+    return f"{rule}. It fits with {format_memory(of_tree.needed_bytes)}, but {reason}."

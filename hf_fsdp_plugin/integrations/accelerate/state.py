@@ -22,6 +22,7 @@ from hf_fsdp_plugin.integrations.patching import set_variables
 from hf_fsdp_plugin.integrations.session import session
 from hf_fsdp_plugin.messages import print_once, print_warnings
 from hf_fsdp_plugin.problems import Origin, Problem, SpecError
+from hf_fsdp_plugin.rank_variables import launched_world_size
 from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec
 from hf_fsdp_plugin.torch_private.process_groups import set_timeout, timeout_of
 
@@ -60,13 +61,14 @@ def init_partial_state(original: Callable[..., None], state: Any, *args: Any, **
 
 def _prepare_network() -> None:
     """Prepare this process for the connections of gloo, which every process group has."""
-    if os.environ.get("WORLD_SIZE", "1") == "1":
+    world_size = launched_world_size()
+    if world_size == 1:
         return
     set_variables(**gloo_variables(os.environ))
     interface, problem = gloo_interface(os.environ)
     if interface:
         set_variables(GLOO_SOCKET_IFNAME=interface)
-    print_warnings(filter(None, (problem, raise_file_limit(int(os.environ["WORLD_SIZE"])))))
+    print_warnings(filter(None, (problem, raise_file_limit(world_size))))
 
 
 def _disable_unsupported_transports(device_type: str) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import difflib
 import io
 from collections.abc import Sequence
 from typing import Any, Final
@@ -14,6 +13,7 @@ from hf_fsdp_plugin.integrations.preflight.made_data import MadeData, collate
 from hf_fsdp_plugin.integrations.preflight.run import not_tested, preflight
 from hf_fsdp_plugin.plan.meta_model import config_and_class
 from hf_fsdp_plugin.problems import Problem, SpecError
+from hf_fsdp_plugin.spellings import did_you_mean, nearest_word
 
 _NUM_SAMPLES: Final = 100_000
 """Samples that the data set claims to have, so that an epoch is as long as in a real training."""
@@ -82,8 +82,8 @@ def parse_arguments(arguments: Sequence[str]) -> TrainingArguments:
     unknown = [word for word in rest if word.startswith("--")] or rest
     if unknown:
         fields = [field for action in parser._actions for field in action.option_strings]
-        near = difflib.get_close_matches(unknown[0].partition("=")[0], fields, n=1, cutoff=0.75)
-        fix = f"Did you mean {near[0]}?" if near else "Use the names of TrainingArguments."
+        near = nearest_word(unknown[0].partition("=")[0], fields, cutoff=0.75)
+        fix = did_you_mean(near, "Use the names of TrainingArguments.")
         message = f"{unknown[0]} is not an argument of TrainingArguments or of hf-fsdp check."
         raise SpecError([Problem(code="FSDP-E751", message=message, fix=fix)])
     parsed: TrainingArguments = found

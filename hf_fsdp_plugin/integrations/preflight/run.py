@@ -15,6 +15,7 @@ from typing import Any, Final, Literal
 from hf_fsdp_plugin.integrations.preflight.stages import Options, StageLog, options_of_rank, read_events
 from hf_fsdp_plugin.messages import printer
 from hf_fsdp_plugin.problems import Problem, SpecError
+from hf_fsdp_plugin.rank_variables import launched_rank, launched_world_size
 
 RunPhase = Literal["script", "first run", "after it", "second run"]
 _AGREEMENT_SECONDS: Final = 10.0
@@ -74,7 +75,7 @@ class Preflight:
             self._recorder.note(message)
 
     def begin(self, options: Options) -> None:
-        self.rank, self.world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+        self.rank, self.world_size = launched_rank(), launched_world_size()
         self.options, self.phase, self._reported = options, "script", None
         self._recorder = StageLog(self.folder, self.rank)
         self._recorder.enter("start")

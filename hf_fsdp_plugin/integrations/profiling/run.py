@@ -37,6 +37,7 @@ from hf_fsdp_plugin.observe.profile.rank_profile import RankProfile, profile_of
 from hf_fsdp_plugin.observe.profile.trace import BOUNDARY, WAIT, read_trace
 from hf_fsdp_plugin.observe.units import observe_units
 from hf_fsdp_plugin.problems import Problem, SpecError
+from hf_fsdp_plugin.rank_variables import launched_rank, launched_world_size
 from hf_fsdp_plugin.torch_private.functions import profiler_is_running
 
 _ITEM_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
@@ -283,11 +284,11 @@ def remove_files(options: ProfileOptions, rank: int) -> None:
 
 
 def _rank() -> int:
-    return dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
+    return dist.get_rank() if dist.is_initialized() else launched_rank()
 
 
 def _world_size() -> int:
-    return dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+    return dist.get_world_size() if dist.is_initialized() else launched_world_size()
 
 
 def _not_written(message: str, fix: str) -> SpecError:

@@ -48,6 +48,7 @@ from hf_fsdp_plugin.messages import print_once
 from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan
 from hf_fsdp_plugin.plan.meta_model import model_class_of
 from hf_fsdp_plugin.problems import Problem, SpecError
+from hf_fsdp_plugin.rank_variables import launched_rank
 from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec
 from hf_fsdp_plugin.text import format_bytes
 from hf_fsdp_plugin.torch_private.modules import buffers, parameters
@@ -111,7 +112,7 @@ def load_pretrained_model(
     tensors: dict[str, ModelTensor] = {}
     if checkpoint_files and state_dict is None and expected_keys is None:
         tensors = check_model(model, checkpoint_files, load_config)
-    with nullcontext() if os.environ.get("RANK", "0") == "0" else without_progress_bar():
+    with nullcontext() if launched_rank() == 0 else without_progress_bar():
         # expected_keys is given only for adapters, and a device mesh only for models that Transformers shards.
         if not loads_ram_efficiently() or expected_keys is not None or load_config.device_mesh is not None:
             result = load()

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from hf_fsdp_plugin.observe.profile.run_profile import RunProfile, UnitProfile
-from hf_fsdp_plugin.text import format_bytes, format_seconds
+from hf_fsdp_plugin.text import format_memory, format_seconds
 
 _LEAST_SHARE: Final = 0.01
 """Share of a step below which a gain is not worth a suggestion."""
@@ -39,7 +39,7 @@ class Suggestion:
         text = f"{self.setting}: {self.value} would save about {gain} of {whole}: {self.reason}"
         if self.more_bytes is None:
             return text
-        return f"{text} A rank needs up to {format_bytes(self.more_bytes, binary=True)} more memory."
+        return f"{text} A rank needs up to {format_memory(self.more_bytes)} more memory."
 
 
 def suggest(run: RunProfile) -> list[Suggestion]:
