@@ -27,7 +27,7 @@ _EXPORTS = {
     "errors": ("refuse",),
     "folders": ("check_visible", "recover_interrupted_commit", "recover_run", "remove_checkpoint"),
     "formats.manifest": ("Manifest", "read_manifest", "record_file", "write_manifest"),
-    "formats.table": ("read_stored_model", "stored_state_dict_type"),
+    "formats.known_formats": ("read_stored_model", "stored_state_dict_type"),
     "io": ("InputFiles", "object_in"),
     "merging.copying": ("same_elements",),
     "merging.merge": ("MergeOptions", "Merged", "merge", "with_whole_weights"),
@@ -61,8 +61,8 @@ if TYPE_CHECKING:
         recover_run,
         remove_checkpoint,
     )
+    from hf_fsdp_plugin.checkpoint.formats.known_formats import read_stored_model, stored_state_dict_type
     from hf_fsdp_plugin.checkpoint.formats.manifest import Manifest, read_manifest, record_file, write_manifest
-    from hf_fsdp_plugin.checkpoint.formats.table import read_stored_model, stored_state_dict_type
     from hf_fsdp_plugin.checkpoint.io import InputFiles, object_in
     from hf_fsdp_plugin.checkpoint.merging.copying import same_elements
     from hf_fsdp_plugin.checkpoint.merging.merge import Merged, MergeOptions, merge, with_whole_weights

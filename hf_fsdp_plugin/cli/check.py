@@ -14,7 +14,13 @@ from typing import TYPE_CHECKING, Any, Final
 from hf_fsdp_plugin.cli.check_output import Checked, check_sources, verdict_line
 from hf_fsdp_plugin.cli.model_plan import plan_of_model
 from hf_fsdp_plugin.cli.output import OK, PROBLEMS, in_line_order, print_json, print_problems, text_width
-from hf_fsdp_plugin.cli.run_words import RUN_FLAG, add_run_arguments, check_run_usage, options_of, split_run_words
+from hf_fsdp_plugin.cli.preflight_arguments import (
+    RUN_FLAG,
+    add_run_arguments,
+    check_run_usage,
+    options_of,
+    split_run_words,
+)
 from hf_fsdp_plugin.cli.verbs import check_needs, make_parser
 from hf_fsdp_plugin.launcher.flags import Parser, UsageError, add_override_flag, add_setting_flags
 from hf_fsdp_plugin.problems import Problem, has_errors

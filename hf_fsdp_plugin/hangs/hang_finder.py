@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
+from hf_fsdp_plugin.hangs.call_record import RecordHeader, read_calls, read_counts, read_header
 from hf_fsdp_plugin.hangs.calls import HANG_LIMIT_VARIABLE, RankCalls
 from hf_fsdp_plugin.hangs.diagnose import diagnose_hang
 from hf_fsdp_plugin.hangs.hang_queries import HangQueries
@@ -18,7 +19,6 @@ from hf_fsdp_plugin.hangs.hang_report import Hang, describe_busy, describe_hang,
 from hf_fsdp_plugin.hangs.rank_exit import read_failure, stack_of
 from hf_fsdp_plugin.hangs.rank_files import Peer, ProcessorUse, is_halted, processor_use
 from hf_fsdp_plugin.hangs.rank_stacks import Frame, find_place, read_stack, waits_for_data
-from hf_fsdp_plugin.hangs.record import RecordHeader, read_calls, read_counts, read_header
 
 DEFAULT_LIMIT: Final = 120.0
 _TIMEOUT_SHARE: Final = 0.5

@@ -27,10 +27,10 @@ import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, TypeVar
 
+from hf_fsdp_plugin.hangs.call_record import read_counts, record
 from hf_fsdp_plugin.hangs.calls import RankCalls, rank_from_json
 from hf_fsdp_plugin.hangs.rank_files import RankFiles
 from hf_fsdp_plugin.hangs.rank_stacks import current_stack, find_place
-from hf_fsdp_plugin.hangs.record import read_counts, record
 from hf_fsdp_plugin.text import printable
 
 THREAD: Final = "hf_fsdp_store"

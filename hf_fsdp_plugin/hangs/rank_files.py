@@ -68,13 +68,13 @@ class RankFiles:
     stacks = _RankFile(".stacks")
     """Stacks of the rank's threads (see ``hangs.rank_stacks``)."""
     steps = _RankFile(".steps")
-    """The numbers of optimizer steps and forwards (see ``hangs.record``)."""
+    """The numbers of optimizer steps and forwards (see ``hangs.call_record``)."""
     restarts = _MachineFile("restarts.json")
     """JSON: the failed attempts of the run (``runs.restart_policy``). The launcher writes it for all its ranks."""
     saving = _RankFile(".saving")
     """Exists while a checkpoint is written in the background."""
     calls = _RankFile(".calls")
-    """The rank's collectives (see ``hangs.record``)."""
+    """The rank's collectives (see ``hangs.call_record``)."""
 
 
 def remove_files(stem: Path) -> None:

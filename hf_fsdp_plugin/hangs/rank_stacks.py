@@ -24,8 +24,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal
 
+from hf_fsdp_plugin.hangs.call_record import Counts
 from hf_fsdp_plugin.hangs.calls import name_ranks
-from hf_fsdp_plugin.hangs.record import Counts
 from hf_fsdp_plugin.text import plural
 
 STACK_SIGNAL: Final = getattr(signal, "SIGRTMAX", 0) - 3 if hasattr(signal, "SIGRTMAX") else None

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from hf_fsdp_plugin.hangs.call_record import read_header, record
 from hf_fsdp_plugin.hangs.calls import RankCalls
 from hf_fsdp_plugin.hangs.hang_finder import HangFinder
 from hf_fsdp_plugin.hangs.hang_queries import HangQueries, JobStore, PlaceInStore
@@ -36,7 +37,6 @@ from hf_fsdp_plugin.hangs.rank_files import (
     write_atomically,
 )
 from hf_fsdp_plugin.hangs.rank_stacks import HeldAbort, stack_file
-from hf_fsdp_plugin.hangs.record import read_header, record
 from hf_fsdp_plugin.problems import SpecError
 
 _PAUSE: Final = 0.5

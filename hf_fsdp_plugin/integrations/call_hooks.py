@@ -1,4 +1,4 @@
-"""Replacements of torch's collectives that record each call (see :mod:`hf_fsdp_plugin.hangs.record`).
+"""Replacements of torch's collectives that record each call (see :mod:`hf_fsdp_plugin.hangs.call_record`).
 
 The replacements for waits and for functions of FSDP1's units also mark the call in a profile.
 
@@ -16,8 +16,8 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Final
 
+from hf_fsdp_plugin.hangs.call_record import record
 from hf_fsdp_plugin.hangs.calls import POINT_TO_POINT
-from hf_fsdp_plugin.hangs.record import record
 from hf_fsdp_plugin.integrations.patching import install_hooks
 from hf_fsdp_plugin.torch_private.modules import set_unit_names, unit_name
 

@@ -21,12 +21,12 @@ from hf_fsdp_plugin.integrations.patching import (
     set_loading_variables,
     set_variables,
 )
+from hf_fsdp_plugin.integrations.rank_watch import watch
 from hf_fsdp_plugin.integrations.resuming import begin_attempt
 from hf_fsdp_plugin.integrations.run_report import start_reporting, stop_reporting
 from hf_fsdp_plugin.integrations.saving import manager
 from hf_fsdp_plugin.integrations.session import session
 from hf_fsdp_plugin.integrations.torch_functions import add_remedy
-from hf_fsdp_plugin.integrations.watch import watch
 from hf_fsdp_plugin.messages import printer
 from hf_fsdp_plugin.problems import Problem
 from hf_fsdp_plugin.sources.environment import rank_variables

@@ -36,8 +36,8 @@ from hf_fsdp_plugin.checkpoint import (
     recover_run,
     why_incomplete,
 )
+from hf_fsdp_plugin.hangs.call_record import step_count
 from hf_fsdp_plugin.hangs.rank_files import RankFiles
-from hf_fsdp_plugin.hangs.record import step_count
 from hf_fsdp_plugin.integrations.accelerate.batches import samples_problem
 from hf_fsdp_plugin.integrations.saving import manager
 from hf_fsdp_plugin.integrations.session import session

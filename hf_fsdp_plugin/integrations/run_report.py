@@ -16,7 +16,7 @@ from hf_fsdp_plugin.backends.ranks.agreement import gather_objects
 from hf_fsdp_plugin.backends.ranks.collective_entry import announce_end
 from hf_fsdp_plugin.backends.sharding.shard import plan_of
 from hf_fsdp_plugin.checkpoint import stored_state_dict_type
-from hf_fsdp_plugin.hangs.record import step_count
+from hf_fsdp_plugin.hangs.call_record import step_count
 from hf_fsdp_plugin.integrations.accelerate.private import (
     is_accelerator,
     prepared_dataloaders,
@@ -27,10 +27,10 @@ from hf_fsdp_plugin.integrations.saving import manager
 from hf_fsdp_plugin.integrations.session import session
 from hf_fsdp_plugin.integrations.transformers.private import is_trainer, train_batch_size
 from hf_fsdp_plugin.messages import print_once
-from hf_fsdp_plugin.observe.build import build_report_of_trained
 from hf_fsdp_plugin.observe.first_step import record_first_step
 from hf_fsdp_plugin.observe.optimizers import optimizers_of
 from hf_fsdp_plugin.observe.report import BatchShape, Report
+from hf_fsdp_plugin.observe.report_builder import build_report_of_trained
 from hf_fsdp_plugin.observe.settings import common_value
 from hf_fsdp_plugin.text import plural
 

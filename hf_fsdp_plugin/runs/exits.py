@@ -8,12 +8,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
+from hf_fsdp_plugin.hangs.call_record import Counts, read_calls, read_counts
 from hf_fsdp_plugin.hangs.calls import RankCalls
 from hf_fsdp_plugin.hangs.hang_report import FoundHang
 from hf_fsdp_plugin.hangs.rank_exit import read_failure, stack_of
 from hf_fsdp_plugin.hangs.rank_files import HANG, RankFiles
 from hf_fsdp_plugin.hangs.rank_stacks import Frame, RankPlace, RanksAt, find_place, merge_places, read_stack
-from hf_fsdp_plugin.hangs.record import Counts, read_calls, read_counts
 
 _CONNECTION_LOST: Final = re.compile(
     r"connection (was )?(closed|reset|refused|lost)|broken pipe|remote process exited|timed? ?out|"

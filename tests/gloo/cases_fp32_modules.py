@@ -113,6 +113,6 @@ def report_after_change(config: dict[str, Any]) -> dict[str, Any]:
     )
     model = accelerator.prepare(MODELS["llama"]())
     loss_of(model, "llama", 0).backward()
-    from hf_fsdp_plugin.observe.build import build_report
+    from hf_fsdp_plugin.observe.report_builder import build_report
 
     return build_report(model, plan=plan).to_json()

@@ -17,9 +17,9 @@ from hf_fsdp_plugin import load_spec, report, resolve
 from hf_fsdp_plugin.backends.sharding.shard import shard
 from hf_fsdp_plugin.integrations.run_report import RunReporter, report_run
 from hf_fsdp_plugin.observe import weights
-from hf_fsdp_plugin.observe.build import build_report
 from hf_fsdp_plugin.observe.first_step import record_first_step
 from hf_fsdp_plugin.observe.report import BatchShape, Report
+from hf_fsdp_plugin.observe.report_builder import build_report
 from hf_fsdp_plugin.observe.units import observe_units
 from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan
 from tests.support.ranks import own_device

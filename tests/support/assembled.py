@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from hf_fsdp_plugin.checkpoint.formats.boxes import numpy_dtype, relative_slices, whole_box
-from hf_fsdp_plugin.checkpoint.formats.stored import StoredTensor
+from hf_fsdp_plugin.checkpoint.formats.stored_tensors import StoredTensor
 
 
 def assembled(root: Path, tensor: StoredTensor) -> np.ndarray:

@@ -124,10 +124,10 @@ class MadeUpRun:
 
         from hf_fsdp_plugin.checkpoint.formats.manifest import FileRange, FileRecord, PackedRanges
         from hf_fsdp_plugin.checkpoint.names import dcp_file
-        from hf_fsdp_plugin.checkpoint.writing import parts, state_files
+        from hf_fsdp_plugin.checkpoint.writing import file_parts, state_files
         from hf_fsdp_plugin.checkpoint.writing.dcp_files import MIN_INDEXED, RankRecord
 
-        hashes: Any = parts._RangeHashes  # the ranges that a rank hashes
+        hashes: Any = file_parts._RangeHashes  # the ranges that a rank hashes
         known: dict[Any, Any] = {}
         seconds = []
         for rank in range(self.world):
@@ -242,7 +242,7 @@ def plan_resume(checkpoint: Path, shards: Any, rank: int, world: int) -> tuple[l
         The files and the transfer of each read, and the number of bytes that the rank holds. Scalars are read here.
     """
     from hf_fsdp_plugin.checkpoint.checking.verified_files import check_headers, files_of_checkpoint
-    from hf_fsdp_plugin.checkpoint.formats.table import read_stored_model, read_stored_optimizer
+    from hf_fsdp_plugin.checkpoint.formats.known_formats import read_stored_model, read_stored_optimizer
     from hf_fsdp_plugin.checkpoint.reading.loading import plan_transfers
 
     model, optimizer = shards

@@ -95,7 +95,7 @@ def write_shards(
 
     from hf_fsdp_plugin.checkpoint.shards import ModelShards, OptimizerShards
     from hf_fsdp_plugin.checkpoint.writing.dcp_files import final_files
-    from hf_fsdp_plugin.checkpoint.writing.parts import PartWriter
+    from hf_fsdp_plugin.checkpoint.writing.file_parts import PartWriter
     from hf_fsdp_plugin.checkpoint.writing.state_files import model_files, optimizer_files
 
     records, entries = [], []

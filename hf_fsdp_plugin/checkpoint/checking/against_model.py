@@ -25,9 +25,9 @@ from hf_fsdp_plugin.checkpoint.errors import (
     refuse,
     refuse_lfs_pointer,
 )
+from hf_fsdp_plugin.checkpoint.formats.known_formats import format_named
 from hf_fsdp_plugin.checkpoint.formats.safetensors import parse_weight_map, read_entries
-from hf_fsdp_plugin.checkpoint.formats.stored import MAX_PROBLEMS, StoredModel
-from hf_fsdp_plugin.checkpoint.formats.table import format_named
+from hf_fsdp_plugin.checkpoint.formats.stored_tensors import MAX_PROBLEMS, StoredModel
 from hf_fsdp_plugin.checkpoint.io import open_for_reading, read_file
 from hf_fsdp_plugin.problems import CheckpointError, Problem
 from hf_fsdp_plugin.text import format_names, format_shape, plural
@@ -292,7 +292,7 @@ class ConfigCheck:
 
 
 if __name__ == "__main__":
-    from hf_fsdp_plugin.checkpoint.formats.table import read_stored_model
+    from hf_fsdp_plugin.checkpoint.formats.known_formats import read_stored_model
 
     standard_output = sys.stdout
     sys.stdout = sys.stderr  # libraries may have printed other lines

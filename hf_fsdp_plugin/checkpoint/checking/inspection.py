@@ -19,9 +19,13 @@ from hf_fsdp_plugin.checkpoint.checking.completeness import (
     why_incomplete,
 )
 from hf_fsdp_plugin.checkpoint.formats.boxes import dtype_size
+from hf_fsdp_plugin.checkpoint.formats.known_formats import (
+    format_named,
+    read_stored_model,
+    read_stored_optimizer,
+)
 from hf_fsdp_plugin.checkpoint.formats.manifest import Manifest, read_manifest
-from hf_fsdp_plugin.checkpoint.formats.stored import StoredOptimizer, StoredTensor, shared_tensors
-from hf_fsdp_plugin.checkpoint.formats.table import format_named, read_stored_model, read_stored_optimizer
+from hf_fsdp_plugin.checkpoint.formats.stored_tensors import StoredOptimizer, StoredTensor, shared_tensors
 from hf_fsdp_plugin.checkpoint.io import object_in
 from hf_fsdp_plugin.problems import CheckpointError
 

@@ -20,7 +20,12 @@ from hf_fsdp_plugin.checkpoint.checking.completeness import checkpoint_of
 from hf_fsdp_plugin.checkpoint.errors import problem, refuse
 from hf_fsdp_plugin.checkpoint.formats.boxes import dtype_size, element_span
 from hf_fsdp_plugin.checkpoint.formats.manifest import BlockTable, FileRange, Manifest, read_manifest
-from hf_fsdp_plugin.checkpoint.formats.stored import PieceTable, StoredModel, StoredOptimizer, labelled_tensors
+from hf_fsdp_plugin.checkpoint.formats.stored_tensors import (
+    PieceTable,
+    StoredModel,
+    StoredOptimizer,
+    labelled_tensors,
+)
 from hf_fsdp_plugin.checkpoint.io import InputFiles, hash_bytes
 from hf_fsdp_plugin.checkpoint.names import MANIFEST_NAME
 from hf_fsdp_plugin.problems import CheckpointError, Problem

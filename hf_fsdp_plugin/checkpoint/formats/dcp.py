@@ -26,7 +26,7 @@ from hf_fsdp_plugin.checkpoint.formats.pickles import (
     TensorMetadata,
     read_pickle,
 )
-from hf_fsdp_plugin.checkpoint.formats.stored import (
+from hf_fsdp_plugin.checkpoint.formats.stored_tensors import (
     CheckpointFormat,
     PieceTable,
     StoredModel,

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from hf_fsdp_plugin.checkpoint.errors import COPY_AGAIN, file_problems_inside, name_problem, raise_if_any, refuse
 from hf_fsdp_plugin.checkpoint.formats.boxes import SIZES, Box, flat_start, row_major, whole_box
-from hf_fsdp_plugin.checkpoint.formats.stored import PieceTable, StoredPiece
+from hf_fsdp_plugin.checkpoint.formats.stored_tensors import PieceTable, StoredPiece
 from hf_fsdp_plugin.checkpoint.io import hash_bytes, open_for_reading, parse_json, read_range
 from hf_fsdp_plugin.checkpoint.names import INDEX_FILE
 

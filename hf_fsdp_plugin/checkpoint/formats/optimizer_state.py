@@ -24,7 +24,7 @@ from typing import Any, Literal, NoReturn
 
 from hf_fsdp_plugin.checkpoint.errors import refuse
 from hf_fsdp_plugin.checkpoint.formats.boxes import Box, dtype_size, numpy_dtype, row_major, whole_box
-from hf_fsdp_plugin.checkpoint.formats.stored import StoredTensor
+from hf_fsdp_plugin.checkpoint.formats.stored_tensors import StoredTensor
 from hf_fsdp_plugin.checkpoint.io import read_range
 from hf_fsdp_plugin.plan.names import canonical_name
 

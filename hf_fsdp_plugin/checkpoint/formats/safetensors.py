@@ -26,7 +26,7 @@ from hf_fsdp_plugin.checkpoint.errors import (
     refuse_lfs_pointer,
 )
 from hf_fsdp_plugin.checkpoint.formats.boxes import SAFETENSORS_NAMES, SIZES, dtype_size, row_major, whole_box
-from hf_fsdp_plugin.checkpoint.formats.stored import (
+from hf_fsdp_plugin.checkpoint.formats.stored_tensors import (
     CheckpointFormat,
     StoredModel,
     StoredPiece,

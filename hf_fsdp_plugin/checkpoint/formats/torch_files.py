@@ -19,7 +19,7 @@ from hf_fsdp_plugin.checkpoint.formats.boxes import Box, is_within, whole_box
 from hf_fsdp_plugin.checkpoint.formats.optimizer_state import optimizer_parts
 from hf_fsdp_plugin.checkpoint.formats.pickles import Distributed, PickledTensor, Replicate, Shard, StridedShard
 from hf_fsdp_plugin.checkpoint.formats.safetensors import read_weight_map
-from hf_fsdp_plugin.checkpoint.formats.stored import (
+from hf_fsdp_plugin.checkpoint.formats.stored_tensors import (
     MAX_PROBLEMS,
     CheckpointFormat,
     StoredModel,

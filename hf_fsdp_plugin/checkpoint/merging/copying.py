@@ -16,7 +16,7 @@ from hf_fsdp_plugin.checkpoint.checking.verified_files import Progress
 from hf_fsdp_plugin.checkpoint.errors import problem
 from hf_fsdp_plugin.checkpoint.formats.boxes import SAFETENSORS_NAMES, dtype_size, numpy_dtype, row_major, whole_box
 from hf_fsdp_plugin.checkpoint.formats.safetensors import SafetensorsFile
-from hf_fsdp_plugin.checkpoint.formats.stored import StoredPiece, StoredTensor, read_run
+from hf_fsdp_plugin.checkpoint.formats.stored_tensors import StoredPiece, StoredTensor, read_run
 from hf_fsdp_plugin.checkpoint.io import InputFiles, OutputFile, hash_bytes, round_up
 from hf_fsdp_plugin.checkpoint.merging.output import MergePlan
 from hf_fsdp_plugin.problems import Problem

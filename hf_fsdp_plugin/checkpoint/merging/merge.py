@@ -21,9 +21,9 @@ from hf_fsdp_plugin.checkpoint.checking.verified_files import Progress, check_he
 from hf_fsdp_plugin.checkpoint.checking.verify import manifest_problems
 from hf_fsdp_plugin.checkpoint.errors import problem, raise_if_any
 from hf_fsdp_plugin.checkpoint.folders import restore_replaced
+from hf_fsdp_plugin.checkpoint.formats.known_formats import FORMATS, read_stored_model, stored_state_dict_type
 from hf_fsdp_plugin.checkpoint.formats.manifest import read_manifest
 from hf_fsdp_plugin.checkpoint.formats.safetensors import index_text
-from hf_fsdp_plugin.checkpoint.formats.table import FORMATS, read_stored_model, stored_state_dict_type
 from hf_fsdp_plugin.checkpoint.io import InputFiles, hash_bytes, write_text
 from hf_fsdp_plugin.checkpoint.merging import copying, output
 from hf_fsdp_plugin.checkpoint.merging.output import MergeStaging

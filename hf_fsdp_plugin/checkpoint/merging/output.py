@@ -20,7 +20,7 @@ from hf_fsdp_plugin.checkpoint.checking.completeness import checkpoint_of, why_i
 from hf_fsdp_plugin.checkpoint.errors import file_problems_inside, problem, raise_if_any, refuse
 from hf_fsdp_plugin.checkpoint.folders import put_in_place, replaced_path
 from hf_fsdp_plugin.checkpoint.formats.safetensors import SafetensorsFile, plan_files
-from hf_fsdp_plugin.checkpoint.formats.stored import StoredModel, StoredTensor, shared_tensors
+from hf_fsdp_plugin.checkpoint.formats.stored_tensors import StoredModel, StoredTensor, shared_tensors
 from hf_fsdp_plugin.checkpoint.io import hash_bytes, object_in, read_file, sync, write_text
 from hf_fsdp_plugin.checkpoint.names import ADAPTER, FSDP_MODEL, HF_MODEL, MERGING, hidden_path, is_adapter
 from hf_fsdp_plugin.text import format_bytes

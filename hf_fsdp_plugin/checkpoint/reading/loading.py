@@ -28,9 +28,9 @@ from hf_fsdp_plugin.checkpoint.checking.verified_files import check_headers, fil
 from hf_fsdp_plugin.checkpoint.errors import problem, raise_if_any
 from hf_fsdp_plugin.checkpoint.folders import check_visible
 from hf_fsdp_plugin.checkpoint.formats.boxes import element_span, is_row_major, relative_slices, whole_box
+from hf_fsdp_plugin.checkpoint.formats.known_formats import read_stored_model
 from hf_fsdp_plugin.checkpoint.formats.safetensors import read_safetensors_model
-from hf_fsdp_plugin.checkpoint.formats.stored import StoredModel, StoredOptimizer, StoredTensor
-from hf_fsdp_plugin.checkpoint.formats.table import read_stored_model
+from hf_fsdp_plugin.checkpoint.formats.stored_tensors import StoredModel, StoredOptimizer, StoredTensor
 from hf_fsdp_plugin.checkpoint.io import MAX_SPAN, InputFiles, object_in
 from hf_fsdp_plugin.checkpoint.names import index_file, safetensors_file
 from hf_fsdp_plugin.checkpoint.shards import LocalShard, ModelShards, Piece, model_shards

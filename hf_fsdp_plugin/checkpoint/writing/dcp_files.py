@@ -37,7 +37,7 @@ from hf_fsdp_plugin.checkpoint.io import open_for_reading
 from hf_fsdp_plugin.checkpoint.names import DCP_METADATA, ENTRY_ALIGNMENT, INDEX_FILE, dcp_file
 from hf_fsdp_plugin.checkpoint.shards import LocalShard
 from hf_fsdp_plugin.checkpoint.writing.dcp_metadata import Chunks, MetadataPickle, StatePath, flat_name
-from hf_fsdp_plugin.checkpoint.writing.parts import Content, FilePart, Item, bytes_of, whole_file
+from hf_fsdp_plugin.checkpoint.writing.file_parts import Content, FilePart, Item, bytes_of, whole_file
 from hf_fsdp_plugin.text import format_dtype
 
 TensorLayout = tuple[StatePath, str, tuple[int, ...]]

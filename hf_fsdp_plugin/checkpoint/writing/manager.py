@@ -27,7 +27,7 @@ from hf_fsdp_plugin.checkpoint.io import write_text
 from hf_fsdp_plugin.checkpoint.shards import ModelShards, model_shards, optimizer_shards, trainable_shards
 from hf_fsdp_plugin.checkpoint.writing.buffers import StagingBuffers
 from hf_fsdp_plugin.checkpoint.writing.dcp_files import FolderEntries, final_files
-from hf_fsdp_plugin.checkpoint.writing.parts import PartWriter, on_accelerator
+from hf_fsdp_plugin.checkpoint.writing.file_parts import PartWriter, on_accelerator
 from hf_fsdp_plugin.checkpoint.writing.save import POLL_INTERVAL, Save, SaveHooks
 from hf_fsdp_plugin.checkpoint.writing.state_files import (
     MAX_SHARD_SIZE,

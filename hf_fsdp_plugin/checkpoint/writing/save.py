@@ -46,7 +46,7 @@ from hf_fsdp_plugin.checkpoint.writing.dcp_files import (
     final_files,
     record_bytes,
 )
-from hf_fsdp_plugin.checkpoint.writing.parts import FilePart, PartWriter, copy_parts, on_accelerator
+from hf_fsdp_plugin.checkpoint.writing.file_parts import FilePart, PartWriter, copy_parts, on_accelerator
 from hf_fsdp_plugin.problems import CheckpointError, Problem
 
 POLL_INTERVAL = 0.02

@@ -42,7 +42,7 @@ from hf_fsdp_plugin.checkpoint.shards import (
     trainable_shards,
 )
 from hf_fsdp_plugin.checkpoint.writing.dcp_files import FolderEntries, StatePath, plain_value, rank_file, scalar_entries
-from hf_fsdp_plugin.checkpoint.writing.parts import FilePart, Item, shared_file
+from hf_fsdp_plugin.checkpoint.writing.file_parts import FilePart, Item, shared_file
 from hf_fsdp_plugin.messages import print_once
 from hf_fsdp_plugin.problems import Problem
 from hf_fsdp_plugin.spec.fsdp_spec import StateDictKind

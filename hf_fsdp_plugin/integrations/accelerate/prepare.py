@@ -32,7 +32,7 @@ from hf_fsdp_plugin.backends.sharding.shard import (
 from hf_fsdp_plugin.backends.sharding.submodule_calls import free_after_forward, free_before_step
 from hf_fsdp_plugin.devices import get_device
 from hf_fsdp_plugin.estimate.unit_sizes import with_padding_warning
-from hf_fsdp_plugin.hangs.record import step_count
+from hf_fsdp_plugin.hangs.call_record import step_count
 from hf_fsdp_plugin.integrations.accelerate import private
 from hf_fsdp_plugin.integrations.accelerate.batches import check_even_batches, notice_accumulation
 from hf_fsdp_plugin.integrations.accelerate.plugin import planned_plugin
@@ -40,10 +40,10 @@ from hf_fsdp_plugin.integrations.call_hooks import name_units
 from hf_fsdp_plugin.integrations.peft import check_adapters
 from hf_fsdp_plugin.integrations.preflight.run import preflight
 from hf_fsdp_plugin.integrations.profiling.run import profiling
+from hf_fsdp_plugin.integrations.rank_watch import watch
 from hf_fsdp_plugin.integrations.resuming import agree_on_attempt
 from hf_fsdp_plugin.integrations.run_report import track_run
 from hf_fsdp_plugin.integrations.saving import prepare_buffers_after_first_step
-from hf_fsdp_plugin.integrations.watch import watch
 from hf_fsdp_plugin.messages import print_warnings
 from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan
 from hf_fsdp_plugin.plan.names import unwrapped

@@ -26,7 +26,7 @@ from hf_fsdp_plugin.devices import Device, get_device
 from hf_fsdp_plugin.integrations.bench import BenchWorkload, Case, Task, WorldJob, events_of
 from hf_fsdp_plugin.integrations.bench.loops import Batch, Loop, make_loop
 from hf_fsdp_plugin.integrations.install import uninstall
-from hf_fsdp_plugin.integrations.preflight.made_data import MadeData, collate
+from hf_fsdp_plugin.integrations.preflight.sample_data import MadeData, collate
 from hf_fsdp_plugin.messages import printer
 from hf_fsdp_plugin.plan.meta_model import config_and_class
 from hf_fsdp_plugin.sources.interface import Sources

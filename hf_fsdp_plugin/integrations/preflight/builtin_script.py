@@ -9,8 +9,8 @@ from typing import Any, Final
 
 from transformers import HfArgumentParser, Trainer, TrainingArguments
 
-from hf_fsdp_plugin.integrations.preflight.made_data import MadeData, collate
 from hf_fsdp_plugin.integrations.preflight.run import not_tested, preflight
+from hf_fsdp_plugin.integrations.preflight.sample_data import MadeData, collate
 from hf_fsdp_plugin.plan.meta_model import config_and_class
 from hf_fsdp_plugin.problems import Problem, SpecError
 from hf_fsdp_plugin.spellings import did_you_mean, nearest_word

@@ -20,7 +20,7 @@ from typing import Any, Final, Literal, get_args
 import torch
 from torch import nn
 
-from hf_fsdp_plugin.integrations.preflight.made_data import MadeData, collate, config_parts
+from hf_fsdp_plugin.integrations.preflight.sample_data import MadeData, collate, config_parts
 from hf_fsdp_plugin.plan.meta_model import default_dtype
 from hf_fsdp_plugin.problems import Problem, SpecError
 from hf_fsdp_plugin.text import format_count, format_names

@@ -63,8 +63,8 @@ def measure(args: argparse.Namespace) -> None:
     import torch
     import torch.distributed as dist
 
-    from hf_fsdp_plugin.hangs.record import read_header, record
-    from hf_fsdp_plugin.integrations.watch import watch
+    from hf_fsdp_plugin.hangs.call_record import read_header, record
+    from hf_fsdp_plugin.integrations.rank_watch import watch
 
     torch.set_num_threads(1)
     rank = int(os.environ["RANK"])

@@ -89,7 +89,7 @@ def run_ranks(args: argparse.Namespace, work: Path) -> None:
     import torch
     import torch.distributed as dist
 
-    parts: Any = importlib.import_module("hf_fsdp_plugin.checkpoint.writing.parts")  # varies its constant
+    parts: Any = importlib.import_module("hf_fsdp_plugin.checkpoint.writing.file_parts")  # varies its constant
 
     def timed(function: Any) -> float:
         dist.barrier()

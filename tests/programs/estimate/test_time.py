@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from peft import LoraConfig, get_peft_model
 
-from hf_fsdp_plugin.estimate.memory import run
+from hf_fsdp_plugin.estimate.memory import meta_pass
 from hf_fsdp_plugin.estimate.time import TimeModel
 from tests.unit.estimate.test_time import STEP, llama, planned
 
@@ -48,5 +48,5 @@ def test_layers_that_are_skipped_cost_as_if_they_ran(monkeypatch, classes, adapt
         model = get_peft_model(model, LoraConfig(r=4, target_modules="all-linear", lora_dropout=0.1))
     plan = planned(model, fsdp_transformer_layer_cls_to_wrap=classes)
     found = flops_and_bytes(TimeModel(plan, model, STEP).costs)
-    monkeypatch.setattr(run, "equal_layers", lambda *_: [])
+    monkeypatch.setattr(meta_pass, "equal_layers", lambda *_: [])
     assert found == flops_and_bytes(TimeModel(plan, model, STEP).costs)

@@ -25,7 +25,6 @@ from hf_fsdp_plugin.hangs.hang_finder import HangFinder
 from hf_fsdp_plugin.hangs.hang_queries import HangQueries
 from hf_fsdp_plugin.hangs.hang_report import FoundHang, Hang, found_hang, write_hang
 from hf_fsdp_plugin.hangs.rank_files import RankFiles, is_halted, processor_use
-from hf_fsdp_plugin.hangs.record import CallRecord, read_calls
 from hf_fsdp_plugin.runs.exits import RunResult
 from hf_fsdp_plugin.runs.failure_summary import format_failures
 from tests.unit.hangs.test_hang_watch import LIMIT, queries_of

@@ -32,7 +32,7 @@ thread.start()
 ARMED = """
 import ctypes, os, signal, sys, time
 sys.setswitchinterval(1e-4)
-from hf_fsdp_plugin.integrations.watch import watch
+from hf_fsdp_plugin.integrations.rank_watch import watch
 watch.arm()
 print("armed", flush=True)
 """

@@ -18,7 +18,7 @@ from hf_fsdp_plugin.integrations.preflight.clone import (
     small_config,
     write_clone,
 )
-from hf_fsdp_plugin.integrations.preflight.made_data import config_parts
+from hf_fsdp_plugin.integrations.preflight.sample_data import config_parts
 from hf_fsdp_plugin.plan.resolve import resolve
 from hf_fsdp_plugin.problems import SpecError
 from hf_fsdp_plugin.spec.load import load_spec

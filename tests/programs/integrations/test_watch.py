@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from hf_fsdp_plugin.hangs.record import read_counts, record, step_count
+from hf_fsdp_plugin.hangs.call_record import read_counts, record, step_count
+from hf_fsdp_plugin.integrations.rank_watch import watch
 from hf_fsdp_plugin.integrations.session import session
-from hf_fsdp_plugin.integrations.watch import watch
 from hf_fsdp_plugin.runs.restart_policy import Restarts
 from tests.unit.integrations.test_watch import RANK, armed_files
 
@@ -33,7 +33,7 @@ def as_rank(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
 
 def test_children_of_a_rank_are_no_ranks(as_rank: Path) -> None:
     files = armed_files()
-    code = "from hf_fsdp_plugin.integrations.watch import watch; watch.arm(); print(watch.files)"
+    code = "from hf_fsdp_plugin.integrations.rank_watch import watch; watch.arm(); print(watch.files)"
     env = {**os.environ, "TMPDIR": str(as_rank)}
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
     assert done.stdout == "None\n"

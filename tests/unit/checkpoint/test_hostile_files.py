@@ -15,7 +15,7 @@ from safetensors.numpy import save_file
 from hf_fsdp_plugin.checkpoint.checking.against_model import ConfigCheck
 from hf_fsdp_plugin.checkpoint.checking.completeness import _last_file_problems
 from hf_fsdp_plugin.checkpoint.checking.verify import verify
-from hf_fsdp_plugin.checkpoint.formats.table import read_stored_model
+from hf_fsdp_plugin.checkpoint.formats.known_formats import read_stored_model
 from hf_fsdp_plugin.checkpoint.io import parse_json
 from hf_fsdp_plugin.checkpoint.merging.merge import MergeOptions, merge
 from hf_fsdp_plugin.checkpoint.names import MANIFEST_NAME

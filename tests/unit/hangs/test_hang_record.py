@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import torch
 
+from hf_fsdp_plugin.hangs import call_record as layout
 from hf_fsdp_plugin.hangs import rank_exit, rank_stacks
-from hf_fsdp_plugin.hangs import record as layout
+from hf_fsdp_plugin.hangs.call_record import NUM_SLOTS, CallRecord, read_calls, read_header
 from hf_fsdp_plugin.hangs.calls import ARRIVALS, Call, pack_ranks, rank_from_json, unpack_ranks
-from hf_fsdp_plugin.hangs.record import NUM_SLOTS, CallRecord, read_calls, read_header
 
 
 class Group:

@@ -16,8 +16,8 @@ import pytest
 import torch.distributed as dist
 
 import hf_fsdp_plugin as hfp
+from hf_fsdp_plugin.hangs.call_record import step_count
 from hf_fsdp_plugin.hangs.rank_files import RankFiles
-from hf_fsdp_plugin.hangs.record import step_count
 from hf_fsdp_plugin.integrations import resuming as subject
 from hf_fsdp_plugin.integrations.session import session
 from hf_fsdp_plugin.runs.identity import RunIdentity, attempt_folder, identify_run

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from hf_fsdp_plugin.hangs.call_record import Counts, StepCount, read_counts
 from hf_fsdp_plugin.hangs.rank_stacks import (
     STACK_SIGNAL,
     Frame,
@@ -19,7 +20,6 @@ from hf_fsdp_plugin.hangs.rank_stacks import (
     read_stack,
     waits_for_data,
 )
-from hf_fsdp_plugin.hangs.record import Counts, StepCount, read_counts
 
 LIBRARY = str(Path(os.__file__).parent / "site-packages" / "torch")
 CODE = """

@@ -15,11 +15,11 @@ from pathlib import Path
 import pytest
 
 from hf_fsdp_plugin import SpecError
+from hf_fsdp_plugin.hangs.call_record import read_counts, record, step_count
 from hf_fsdp_plugin.hangs.rank_exit import ERROR_FILE_VARIABLE
 from hf_fsdp_plugin.hangs.rank_files import FILES_VARIABLE, LAUNCHER_VARIABLE, RankFiles, find_peers, start_of
-from hf_fsdp_plugin.hangs.record import read_counts, record, step_count
+from hf_fsdp_plugin.integrations.rank_watch import watch
 from hf_fsdp_plugin.integrations.session import session
-from hf_fsdp_plugin.integrations.watch import watch
 from hf_fsdp_plugin.problems import Problem
 from hf_fsdp_plugin.runs.restart_policy import Restarts
 

@@ -3,9 +3,9 @@
 import pytest
 from torch import nn
 
-from hf_fsdp_plugin.observe.build import check_training
 from hf_fsdp_plugin.observe.first_step import FirstStep
 from hf_fsdp_plugin.observe.report import TrainingObservation, difference_lines
+from hf_fsdp_plugin.observe.report_builder import check_training
 from hf_fsdp_plugin.observe.units import StructureComparison
 
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from hf_fsdp_plugin.hangs.call_record import Counts
 from hf_fsdp_plugin.hangs.calls import Call, GroupCalls, RankCalls
 from hf_fsdp_plugin.hangs.rank_stacks import Frame, RanksAt
-from hf_fsdp_plugin.hangs.record import Counts
 from hf_fsdp_plugin.launcher.run_script import __file__ as LIBRARY_FILE
 from hf_fsdp_plugin.runs.exits import RankExit, RunResult
 from hf_fsdp_plugin.runs.failure_summary import format_failures

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from hf_fsdp_plugin.hangs.record import Counts
+from hf_fsdp_plugin.hangs.call_record import Counts
 from hf_fsdp_plugin.runs.exits import RankExit, RunResult
 from hf_fsdp_plugin.runs.restart_policy import (
     FailedAttempt,

@@ -11,8 +11,8 @@ import pytest
 
 from hf_fsdp_plugin.checkpoint.checking import verified_files
 from hf_fsdp_plugin.checkpoint.checking.verified_files import VerifiedFiles, check_headers, input_files
+from hf_fsdp_plugin.checkpoint.formats.known_formats import read_stored_model, read_stored_optimizer
 from hf_fsdp_plugin.checkpoint.formats.manifest import FileRange, FileRecord
-from hf_fsdp_plugin.checkpoint.formats.table import read_stored_model, read_stored_optimizer
 from hf_fsdp_plugin.checkpoint.io import InputFiles, hash_bytes
 from hf_fsdp_plugin.problems import CheckpointError
 from tests.support import damages, saved

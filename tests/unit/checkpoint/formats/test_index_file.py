@@ -20,15 +20,15 @@ from hf_fsdp_plugin.checkpoint.checking.verify import verify
 from hf_fsdp_plugin.checkpoint.formats import dcp as reader
 from hf_fsdp_plugin.checkpoint.formats.boxes import Box, flat_range, intersect, whole_box
 from hf_fsdp_plugin.checkpoint.formats.index_file import IndexedPieces
-from hf_fsdp_plugin.checkpoint.formats.stored import StoredModel, read_run, shared_tensors
-from hf_fsdp_plugin.checkpoint.formats.table import read_stored_model, read_stored_optimizer
+from hf_fsdp_plugin.checkpoint.formats.known_formats import read_stored_model, read_stored_optimizer
+from hf_fsdp_plugin.checkpoint.formats.stored_tensors import StoredModel, read_run, shared_tensors
 from hf_fsdp_plugin.checkpoint.io import InputFiles, hash_bytes
 from hf_fsdp_plugin.checkpoint.merging.merge import MergeOptions, merge
 from hf_fsdp_plugin.checkpoint.names import DCP_METADATA, INDEX_FILE
 from hf_fsdp_plugin.checkpoint.shards import LocalShard, ModelShards, OptimizerShards, Piece
 from hf_fsdp_plugin.checkpoint.writing import dcp_files
 from hf_fsdp_plugin.checkpoint.writing.dcp_files import final_files
-from hf_fsdp_plugin.checkpoint.writing.parts import PartWriter
+from hf_fsdp_plugin.checkpoint.writing.file_parts import PartWriter
 from hf_fsdp_plugin.checkpoint.writing.state_files import model_files, optimizer_files
 from hf_fsdp_plugin.problems import CheckpointError
 from tests.support.assembled import assembled

@@ -10,9 +10,9 @@ import numpy
 import pytest
 
 from hf_fsdp_plugin.checkpoint import io
-from hf_fsdp_plugin.checkpoint.formats import stored as merge_read
+from hf_fsdp_plugin.checkpoint.formats import stored_tensors as merge_read
 from hf_fsdp_plugin.checkpoint.formats.boxes import Box, flat_range, row_major, whole_box
-from hf_fsdp_plugin.checkpoint.formats.stored import StoredPiece, StoredTensor, read_run
+from hf_fsdp_plugin.checkpoint.formats.stored_tensors import StoredPiece, StoredTensor, read_run
 from hf_fsdp_plugin.checkpoint.io import InputFiles
 from hf_fsdp_plugin.problems import CheckpointError
 

@@ -11,7 +11,7 @@ import torch
 
 from hf_fsdp_plugin.checkpoint.writing import buffers
 from hf_fsdp_plugin.checkpoint.writing.buffers import StagingBuffers
-from hf_fsdp_plugin.checkpoint.writing.parts import Item, copy_parts, whole_file
+from hf_fsdp_plugin.checkpoint.writing.file_parts import Item, copy_parts, whole_file
 from hf_fsdp_plugin.devices import Device
 
 SIZE = 1 << 20

@@ -20,7 +20,7 @@ from torch import nn
 from hf_fsdp_plugin.checkpoint import CheckpointManager, Manifest, load_model, why_incomplete
 from hf_fsdp_plugin.checkpoint.shards import optimizer_shards
 from hf_fsdp_plugin.checkpoint.writing import save as saves
-from hf_fsdp_plugin.checkpoint.writing.parts import PartWriter
+from hf_fsdp_plugin.checkpoint.writing.file_parts import PartWriter
 from hf_fsdp_plugin.problems import CheckpointError
 from tests.support.saved import manifest
 

@@ -10,8 +10,15 @@ import pytest
 import torch
 
 from hf_fsdp_plugin.checkpoint.io import PAGE
-from hf_fsdp_plugin.checkpoint.writing import parts
-from hf_fsdp_plugin.checkpoint.writing.parts import FilePart, Item, PartWriter, _PartFile, shared_file, whole_file
+from hf_fsdp_plugin.checkpoint.writing import file_parts
+from hf_fsdp_plugin.checkpoint.writing.file_parts import (
+    FilePart,
+    Item,
+    PartWriter,
+    _PartFile,
+    shared_file,
+    whole_file,
+)
 
 NUM_WINDOWS = 3
 
@@ -34,17 +41,17 @@ class Stream:
 
 @pytest.fixture
 def stream(monkeypatch: pytest.MonkeyPatch) -> Stream:
-    stream, copy_extent = Stream(), parts.copy_extent
+    stream, copy_extent = Stream(), file_parts.copy_extent
 
     def record() -> Callable[[], None]:
         number = stream.num_started
         return lambda: stream.finish(number)
 
-    monkeypatch.setattr(parts, "copy_extent", lambda *args: stream.start(lambda: copy_extent(*args)))
-    monkeypatch.setattr(parts, "record_copies", record)
-    monkeypatch.setattr(parts, "wait_for_copies", stream.finish)
-    monkeypatch.setattr(parts, "on_accelerator", lambda parts: True)
-    monkeypatch.setattr(parts, "WINDOW", PAGE)
+    monkeypatch.setattr(file_parts, "copy_extent", lambda *args: stream.start(lambda: copy_extent(*args)))
+    monkeypatch.setattr(file_parts, "record_copies", record)
+    monkeypatch.setattr(file_parts, "wait_for_copies", stream.finish)
+    monkeypatch.setattr(file_parts, "on_accelerator", lambda parts: True)
+    monkeypatch.setattr(file_parts, "WINDOW", PAGE)
     return stream
 
 
@@ -107,7 +114,7 @@ def test_any_layout_is_written_and_gaps_are_zero(tmp_path: Path, size: int, gap:
 def test_items_of_a_window_are_found_without_a_walk(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     num_items, num_reads = 4000, 0
     part = whole_file("file", [Item(64 * number, (bytes(64),)) for number in range(num_items)])
-    monkeypatch.setattr(parts, "WINDOW", PAGE)
+    monkeypatch.setattr(file_parts, "WINDOW", PAGE)
     offsets = Item.stop.fget
 
     def counted(item: Item) -> int:

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from hf_fsdp_plugin.backends.ranks.cluster import slurm_variables
 from hf_fsdp_plugin.backends.ranks.collective_entry import collective_waits
+from hf_fsdp_plugin.hangs.call_record import record, step_count
 from hf_fsdp_plugin.hangs.calls import HANG_LIMIT_VARIABLE
 from hf_fsdp_plugin.hangs.hang_finder import hang_limit
 from hf_fsdp_plugin.hangs.rank_exit import EXIT_LIMIT_VARIABLE as EXIT_VARIABLE

@@ -1,4 +1,4 @@
-"""The part of tests/unit/checkpoint/formats/test_table.py that starts processes or computes for seconds."""
+"""The part of tests/unit/checkpoint/formats/test_known_formats.py that starts processes or computes for seconds."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 import torch.distributed.checkpoint as dcp
 
-from hf_fsdp_plugin.checkpoint.formats.table import read_stored_model
+from hf_fsdp_plugin.checkpoint.formats.known_formats import read_stored_model
 
 
 def test_reading_time_is_proportional_to_the_pieces(tmp_path: Path) -> None:

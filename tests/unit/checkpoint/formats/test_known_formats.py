@@ -12,7 +12,11 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 
-from hf_fsdp_plugin.checkpoint.formats.table import read_stored_model, read_stored_optimizer, stored_state_dict_type
+from hf_fsdp_plugin.checkpoint.formats.known_formats import (
+    read_stored_model,
+    read_stored_optimizer,
+    stored_state_dict_type,
+)
 from hf_fsdp_plugin.plan import names
 from hf_fsdp_plugin.problems import CheckpointError
 
@@ -106,7 +110,8 @@ def test_wrong_bytes_never_crash_the_readers(tmp_path: Path, seed: int) -> None:
 def test_readers_import_no_heavy_library(tmp_path: Path) -> None:
     write_all(tmp_path)
     program = (
-        "import sys; from pathlib import Path; from hf_fsdp_plugin.checkpoint.formats.table import read_stored_model\n"
+        "import sys; from pathlib import Path\n"
+        "from hf_fsdp_plugin.checkpoint.formats.known_formats import read_stored_model\n"
         f"for form in ('dcp', 'bin', 'full'): read_stored_model(Path({str(tmp_path)!r}) / form)\n"
         "loaded = sorted({'torch', 'transformers', 'accelerate', 'numpy'} & set(sys.modules))\n"
         "sys.exit(f'loaded {loaded}' if loaded else 0)"

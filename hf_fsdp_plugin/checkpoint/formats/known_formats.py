@@ -12,7 +12,7 @@ from typing import Final, TypeVar
 from hf_fsdp_plugin.checkpoint.errors import raise_if_any, refuse
 from hf_fsdp_plugin.checkpoint.formats import dcp
 from hf_fsdp_plugin.checkpoint.formats.safetensors import ADAPTER_FORMAT, FULL_FORMAT
-from hf_fsdp_plugin.checkpoint.formats.stored import (
+from hf_fsdp_plugin.checkpoint.formats.stored_tensors import (
     CheckpointFormat,
     PieceTable,
     StoredModel,
