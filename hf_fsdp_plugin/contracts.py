@@ -212,7 +212,7 @@ def _broken_contract(error: Exception, file: str, rows: Mapping[str, Contract]) 
         return None
     if isinstance(error, AttributeError):
         row = rows.get(error.name or "")
-        return None if row is None else missing(row)
+        return None if row is None else missing_name_error(row)
     # The line of the error imports a name that does not exist, or calls a function whose parameters have changed.
     source = linecache.getline(place, line)
     row = next((row for name, row in rows.items() if name in source), None)

@@ -96,7 +96,7 @@ def macros() -> Any:
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     environment.filters |= {
         "count": format_count, "seconds": format_seconds,
-        "size": lambda size: format_bytes(size, binary=True),
+        "size": format_memory,
     }  # fmt: skip
     text = files("hf_fsdp_plugin.estimate").joinpath("charts.html").read_text(encoding="utf-8")
     return environment.from_string(text, {"COLORS": COLORS}).module

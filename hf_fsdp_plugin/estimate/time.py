@@ -14,7 +14,7 @@ from hf_fsdp_plugin.backends.loading.weight_loader import master_dtype
 from hf_fsdp_plugin.estimate.communication import checkpointed_modules, estimate_communication
 from hf_fsdp_plugin.estimate.machines import Machine
 from hf_fsdp_plugin.estimate.memory.peak import profile_step
-from hf_fsdp_plugin.estimate.memory.step import OpCost, StepProfile, positions
+from hf_fsdp_plugin.estimate.memory.step import OpCost, StepProfile, stage_positions
 from hf_fsdp_plugin.estimate.results import Collective, CollectiveKind, StepPhase, TimeEstimate
 from hf_fsdp_plugin.estimate.schedule import Timeline, UnitTimes, exposed_seconds, simulate
 from hf_fsdp_plugin.estimate.unit_sizes import UnitSizes, unit_sizes

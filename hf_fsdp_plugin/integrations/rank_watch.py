@@ -41,7 +41,6 @@ from hf_fsdp_plugin.hangs.rank_files import (
     write_atomically,
 )
 from hf_fsdp_plugin.hangs.rank_stacks import format_stack, stack_file
-from hf_fsdp_plugin.hangs.record import record, step_count
 from hf_fsdp_plugin.hangs.watch_thread import Watched, Watcher, has_failed, print_block
 from hf_fsdp_plugin.integrations.call_hooks import record_calls
 from hf_fsdp_plugin.integrations.rank_process import RANK_VARIABLE, may_be_rank, rank_process

@@ -186,7 +186,7 @@ def read_parallelism_config(sources: Sources) -> SourceSettings | None:
         return None
     out = Collector(PARALLELISM)
     for name, value in parallelism_fields(given).items():
-        if find(name, ("parallelism",)) is None:
+        if find_row(name, ("parallelism",)) is None:
             out.add_mapping([entry_of(name, value)], ("parallelism",))  # reports an unknown key
         else:
             out.add_key("parallelism", name, value)

@@ -106,7 +106,7 @@ FlattenedInto = Callable[[torch.Tensor, list[torch.Tensor], slice], None]
 
 
 @contextmanager
-def flattening(into: FlattenedInto, dtype: torch.dtype, device: torch.device) -> Iterator[None]:
+def flatten_into(into: FlattenedInto, dtype: torch.dtype, device: torch.device) -> Iterator[None]:
     """Give the units that are created in the block flat parameters of this dtype and device, which ``into`` fills.
 
     torch concatenates the whole parameters, copies this rank's shard of the result, and reads no other elements.

@@ -119,7 +119,7 @@ class WeightLoader:
         self.record = BroadcastRecord(before=before)
         self._windows = PinnedWindows()
         # Parameters are removed when they are prepared: a new parameter may get the id of one that was freed.
-        self._mapped = equal_weights.find_mapped_parameters(model, device) if broadcasts(plan) else set()
+        self._mapped = equal_weights.find_mapped_parameters(model, device) if broadcasts_weights(plan) else set()
 
     def attach_record(self, sharded: nn.Module) -> None:
         """Let the report find what this rank received."""

@@ -196,7 +196,7 @@ def _check_state(
     problems = []
     if unsupported:
         message = f"has optimizer state that cannot be sharded like its parameters: {format_names(unsupported)}."
-        problems.append(mismatch("FSDP-E426", checkpoint, message))
+        problems.append(mismatch_problem("FSDP-E426", checkpoint, message))
     if other_shards:  # for example, quantized state
         count = plural(max(len(elements) for elements in other_shards.values()), "shard")
         names = format_names(list(other_shards))

@@ -191,7 +191,7 @@ def _check_worlds(
     return device, gpu_ids
 
 
-def _with_stock(cases: Sequence[Case], spec: FsdpSpec, device: str, problems: list[Problem]) -> list[Group]:
+def _with_stock(cases: Sequence[Case], spec: FsdpSpec, device: str, problems: list[Problem]) -> list[CaseGroup]:
     """Return each case with the same case of stock Accelerate. Warns why stock Accelerate cannot run some cases."""
     prefetches = spec.prefetch.forward or spec.prefetch.backward != "pre"
     reasons: dict[str, dict[str, None]] = {}

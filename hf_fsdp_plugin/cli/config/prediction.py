@@ -52,7 +52,9 @@ def recommend(state: State, width: int | None) -> tuple[str, Mapping[str, Any]]:
         return f"No prediction: {failure}", {}
     fitting = advice.fitting
     best = next((row for row in fitting if not any(_limits(row, state))), None)  # stock Accelerate runs it, too
-    text = f"Predicted per GPU of {_size(advice.gpu_memory)}, of which {_size(advice.limit)} may be used:"
+    text = (
+        f"Predicted per GPU of {format_memory(advice.gpu_memory)}, of which {format_memory(advice.limit)} may be used:"
+    )
     if fitting:
         text += f"\n\n{_table(fitting, best, width)}"
     return f"{text}\n\n{_conclusion(advice, best, state)}", _answers_of(best) if best is not None else {}

@@ -9,8 +9,8 @@ from torch import nn
 from hf_fsdp_plugin.estimate.memory.device import UNKNOWN, Gpu, assumptions, device_memory, framework_bytes
 from hf_fsdp_plugin.estimate.memory.fsdp1 import Fsdp1Engine
 from hf_fsdp_plugin.estimate.memory.fsdp2 import Fsdp2Engine
-from hf_fsdp_plugin.estimate.memory.run import profile_step
-from hf_fsdp_plugin.estimate.memory.step import Engine, Ledger, StepProfile, positions
+from hf_fsdp_plugin.estimate.memory.meta_pass import profile_step
+from hf_fsdp_plugin.estimate.memory.step import Engine, Ledger, StepProfile, stage_positions
 from hf_fsdp_plugin.estimate.results import MemoryEstimate
 from hf_fsdp_plugin.estimate.unit_sizes import UnitSizes, ignored_bytes, unit_sizes
 from hf_fsdp_plugin.estimate.workload import Workload, state_bytes, update_bytes
@@ -85,7 +85,7 @@ def _follow_micro_batches(engine: Engine, workload: Workload, profile: StepProfi
     for number in range(num):
         engine.syncs = workload.sync_each_batch or number == num - 1
         begin, host = len(ledger.places), 0
-        for stage, (phase, inside) in zip(profile.stages, positions(profile.stages), strict=True):
+        for stage, (phase, inside) in zip(profile.stages, stage_positions(profile.stages), strict=True):
             name = stage.name if stage.kind == "post_backward" else inside[-1]
             ledger.at(f"{phase} of {name or root}")
             engine.act(stage)

@@ -101,7 +101,7 @@ def stage_positions(stages: Iterable[Stage]) -> Iterator[tuple[Literal["forward"
         yield phase, inside
 
 
-def expand(stages: Sequence[Stage], representatives: Mapping[str, str]) -> Iterator[Stage]:
+def expand_layers(stages: Sequence[Stage], representatives: Mapping[str, str]) -> Iterator[Stage]:
     """Yield the stages. The stages of each layer that did not run are copied from its representative.
 
     Args:

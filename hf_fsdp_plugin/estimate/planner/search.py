@@ -20,7 +20,7 @@ from hf_fsdp_plugin.estimate.planner.advice import (
     Sharding,
     in_order,
     micro_batches,
-    rejection,
+    rejection_reason,
     shardings,
     with_reasons,
 )
@@ -33,7 +33,7 @@ from hf_fsdp_plugin.plan.resolve import resolve
 from hf_fsdp_plugin.problems import Problem, SpecError
 from hf_fsdp_plugin.spec.fsdp_spec import Checkpointing, DtypeName, Version
 from hf_fsdp_plugin.spec.load import load_spec
-from hf_fsdp_plugin.text import format_bytes
+from hf_fsdp_plugin.text import format_memory
 
 HEADROOM: Final = 0.95
 """Part of a device's memory that a row may need. The rest is for the error of the prediction."""
@@ -168,7 +168,7 @@ class Evaluator:
             time = TimeModel(plan, model, workload, self._costs(choice.micro_batch)).estimate(self._machine)
         return AdviceRow(
             choice=choice, settings=choice.settings(self.subject.version), plan=plan, workload=workload, fits=fits,
-            memory=memory, time=time, communicated=communicated, reason="" if fits else rejection(memory, limit),
+            memory=memory, time=time, communicated=communicated, reason="" if fits else rejection_reason(memory, limit),
         )  # fmt: skip
 
     def plan(self, choice: Choice) -> FsdpPlan:
@@ -289,5 +289,5 @@ def _first_fitting(subjects: Iterable[Subject], limit: int, *, offload: bool) ->
         )  # fmt: skip
         needed = Evaluator(subject).memory(choice).needed_bytes
         if needed <= limit:
-            return subject, format_bytes(needed, binary=True)
+            return subject, format_memory(needed)
     return None

@@ -174,7 +174,7 @@ class PlannedFsdpPlugin(FullyShardedDataParallelPlugin):
 
     def with_state_dict_type(self, state_dict_type: Any) -> AbstractContextManager[None]:
         """Set another state dict type in the block. ``None`` keeps the present one."""
-        return nullcontext() if state_dict_type is None else having(self, state_dict_type=state_dict_type)
+        return nullcontext() if state_dict_type is None else attributes_in_block(self, state_dict_type=state_dict_type)
 
     def set_mixed_precision(self, mixed_precision: Any, buffer_autocast: bool = False, override: bool = False) -> None:
         """Do nothing: the spec contains all dtypes. Accelerate calls this method with a single dtype."""

@@ -14,7 +14,7 @@ from hf_fsdp_plugin.observe.profile.trace import PHASES, Phase
 
 Sort = tuple[CollectiveKind, str | None, bool]
 """Kind and unit of a collective, and whether it is called in forward."""
-Key = tuple[str, int, Sort, int]
+CallKey = tuple[str, int, Sort, int]
 """Group of ranks, step, sort, and number of the call with these: the same collective on every rank."""
 
 

@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from hf_fsdp_plugin.cli.output import HANG
 from hf_fsdp_plugin.hangs import hang_finder, hang_queries
+from hf_fsdp_plugin.hangs.call_record import CallRecord, read_calls
 from hf_fsdp_plugin.hangs.calls import RankCalls
 from hf_fsdp_plugin.hangs.hang_finder import HangFinder
 from hf_fsdp_plugin.hangs.hang_queries import HangQueries
