@@ -1,10 +1,14 @@
-"""Messages on stderr. Rank 0 prints each of them once, even if several models or configs cause it."""
+"""What is shown on stderr: messages and progress bars.
+
+Rank 0 prints each message once, even if several models or configs cause it.
+"""
 
 from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from types import TracebackType
 
 from hf_fsdp_plugin.problems import Problem, SpecError
@@ -91,3 +95,26 @@ printer = MessagePrinter()
 """Prints the messages of this process."""
 print_once = printer.print_once
 print_warnings = printer.print_warnings
+
+
+_BAR_DELAY = 1.0
+"""Seconds until a progress bar appears, so that short saves show none."""
+
+
+@contextmanager
+def progress_bar(step: str, total: int, *, delay: float | None = None) -> Iterator[Callable[[int], object]]:
+    """Show the progress of rank 0 on a terminal. Yields a function that is called with the bytes since its last call.
+
+    Args:
+        step: what is done, such as ``saving``.
+        total: number of bytes.
+        delay: seconds until the bar appears, by default one.
+    """
+    if launched_rank() != 0 or not sys.stderr.isatty():
+        yield lambda num_bytes: None
+        return
+    from tqdm import tqdm
+
+    seconds = _BAR_DELAY if delay is None else delay
+    with tqdm(total=total, desc=step, unit="B", unit_scale=True, leave=False, delay=seconds) as bar:
+        yield bar.update

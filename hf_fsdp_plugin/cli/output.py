@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any, Final, Literal, TextIO
 
 from hf_fsdp_plugin.hangs.rank_files import HANG as HANG
+from hf_fsdp_plugin.messages import progress_bar
 from hf_fsdp_plugin.problems import Problem, has_errors, shown_problems
-from hf_fsdp_plugin.progress import progress_bar
 from hf_fsdp_plugin.text import printable, wrap_words
 from hf_fsdp_plugin.version import SCHEMA_VERSION
 

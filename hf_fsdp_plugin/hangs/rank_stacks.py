@@ -19,6 +19,7 @@ import site
 import sys
 import sysconfig
 import threading
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -164,6 +165,10 @@ def merge_places(groups: Iterable[RanksAt]) -> list[RanksAt]:
     return [RanksAt(tuple(sorted(numbers)), *where) for where, numbers in ranks.items()]
 
 
+_DUMP_SECONDS: Final = 0.5
+"""Seconds that ``faulthandler`` has to write the stacks."""
+
+
 class HeldAbort:
     """Holds a thread of native code that calls ``abort()`` for six seconds, in which other threads run.
 
@@ -179,13 +184,14 @@ class HeldAbort:
         self._libc.signal(signal.SIGABRT, self._sleep)
 
     def has_begun(self) -> bool:
-        """Whether a thread is held: ``faulthandler`` has written the stacks and removed its own handler."""
+        """Whether a thread is held: ``faulthandler`` has removed its own handler, and writes the stacks."""
         action = (ctypes.c_void_p * 32)()  # larger than struct sigaction, whose first field is the handler
         self._libc.sigaction(signal.SIGABRT, None, ctypes.byref(action))
         return action[0] == self._sleep.value
 
     def end(self) -> None:
         """End this process by SIGABRT, as without this class."""
+        time.sleep(_DUMP_SECONDS)
         self._libc.signal(signal.SIGABRT, None)
         os.kill(os.getpid(), signal.SIGABRT)
 

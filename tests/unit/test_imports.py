@@ -30,7 +30,6 @@ OTHERS = (
     "rank_variables",
     "messages",
     "contracts",
-    "progress",
     "devices",
     "torch_private",
     "plan",

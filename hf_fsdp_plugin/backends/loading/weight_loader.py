@@ -22,9 +22,9 @@ from hf_fsdp_plugin.backends.loading import equal_weights
 from hf_fsdp_plugin.backends.optimizers.parameters import average_gradient
 from hf_fsdp_plugin.backends.ranks.agreement import same_on_all_ranks
 from hf_fsdp_plugin.backends.torch_types import PinnedWindows, copy_to_device, torch_dtype
+from hf_fsdp_plugin.messages import progress_bar
 from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan, UnitPlan
 from hf_fsdp_plugin.plan.names import canonical_name
-from hf_fsdp_plugin.progress import progress_bar
 from hf_fsdp_plugin.torch_private.modules import buffers as own_buffers
 from hf_fsdp_plugin.torch_private.modules import parameters as own_parameters
 

@@ -2,8 +2,8 @@
 
 The lines of :func:`load_stored` are the steps of loading one model or optimizer. The steps of a whole resume are in
 ``integrations.accelerate.checkpoints.load_state``. The stored tensors
-(:mod:`hf_fsdp_plugin.checkpoint.formats.table`) and the shards (:mod:`hf_fsdp_plugin.checkpoint.shards`) are both
-described by boxes of whole tensors, so that each rank reads the intersections of its boxes with the stored ones. The
+(:mod:`hf_fsdp_plugin.checkpoint.formats.stored_tensors`) and the shards (:mod:`hf_fsdp_plugin.checkpoint.shards`) are
+both described by boxes of whole tensors, so that each rank reads the intersections of its boxes with the stored ones. The
 ranks communicate only to check that no rank failed. :func:`load_model` loads a model this way, and
 :mod:`hf_fsdp_plugin.checkpoint.reading.optimizer` an optimizer.
 """
@@ -34,9 +34,9 @@ from hf_fsdp_plugin.checkpoint.formats.stored_tensors import StoredModel, Stored
 from hf_fsdp_plugin.checkpoint.io import MAX_SPAN, InputFiles, object_in
 from hf_fsdp_plugin.checkpoint.names import index_file, safetensors_file
 from hf_fsdp_plugin.checkpoint.shards import LocalShard, ModelShards, Piece, model_shards
+from hf_fsdp_plugin.messages import progress_bar
 from hf_fsdp_plugin.plan.names import unwrapped
 from hf_fsdp_plugin.problems import Problem
-from hf_fsdp_plugin.progress import progress_bar
 from hf_fsdp_plugin.text import format_names, plural
 
 Stored = TypeVar("Stored", StoredModel, StoredOptimizer)

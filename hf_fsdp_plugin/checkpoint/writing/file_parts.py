@@ -20,7 +20,7 @@ from hf_fsdp_plugin.checkpoint.formats.manifest import MAX_RANGE, FileRange, Fil
 from hf_fsdp_plugin.checkpoint.io import PAGE, OutputFile, round_up
 from hf_fsdp_plugin.checkpoint.writing.buffers import allocate_aligned, piece_sizes, unpin
 from hf_fsdp_plugin.devices import DEVICES, available_device
-from hf_fsdp_plugin.progress import progress_bar
+from hf_fsdp_plugin.messages import progress_bar
 
 Content = bytes | torch.Tensor
 
