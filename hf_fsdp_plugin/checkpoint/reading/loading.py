@@ -1,11 +1,11 @@
 """Loads what a checkpoint has stored into the shards of this rank, with any world size, mesh and FSDP version.
 
 The lines of :func:`load_stored` are the steps of loading one model or optimizer. The steps of a whole resume are in
-``integrations.accelerate.checkpoints.load_state``. The stored tensors
-(:mod:`hf_fsdp_plugin.checkpoint.formats.stored_tensors`) and the shards (:mod:`hf_fsdp_plugin.checkpoint.shards`) are
-both described by boxes of whole tensors, so that each rank reads the intersections of its boxes with the stored ones. The
-ranks communicate only to check that no rank failed. :func:`load_model` loads a model this way, and
-:mod:`hf_fsdp_plugin.checkpoint.reading.optimizer` an optimizer.
+``integrations.accelerate.checkpoints.load_state``. Boxes of whole tensors describe both the stored tensors
+(:mod:`hf_fsdp_plugin.checkpoint.formats.stored_tensors`) and the shards (:mod:`hf_fsdp_plugin.checkpoint.shards`), so
+that each rank reads the intersections of its boxes with the stored ones. The ranks communicate only to check that no
+rank failed. :func:`load_model` loads a model this way, and :mod:`hf_fsdp_plugin.checkpoint.reading.optimizer` an
+optimizer.
 """
 
 from __future__ import annotations
