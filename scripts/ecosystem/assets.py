@@ -130,7 +130,8 @@ def link_assets(folder: Path, target: Path) -> None:
 def _make_models(folder: Path) -> None:
     import torch
     import transformers
-    from data import MINILM, SMOLLM2, load_tokenizer, locate
+
+    from scripts.data import MINILM, SMOLLM2, load_tokenizer, locate
 
     smol, mini = load_tokenizer(SMOLLM2), load_tokenizer(MINILM)
     special = {name: getattr(smol, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}

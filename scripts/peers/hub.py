@@ -50,7 +50,8 @@ def make_hub(folder: Path, models: Mapping[str, str]) -> None:
 def _make_model(class_name: str, folder: Path) -> None:
     import torch
     import transformers
-    from data import MINILM, SMOLLM2, load_tokenizer
+
+    from scripts.data import MINILM, SMOLLM2, load_tokenizer
 
     model_class = getattr(transformers, class_name)
     tokenizer = load_tokenizer(MINILM if class_name.startswith(("Bert", "Roberta")) else SMOLLM2)

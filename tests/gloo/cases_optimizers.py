@@ -109,11 +109,11 @@ OPTIMIZERS: dict[str, tuple[str, dict[str, Any], Callable[..., Any]]] = {
     "torchao-adamw8bit": ("torchao.optim.AdamW8bit", {"block_size": 64}, _groups),
     "torchao-adamw4bit": ("torchao.optim.AdamW4bit", {"block_size": 64}, _groups),
     "torchao-adamwfp8": ("torchao.optim.AdamWFp8", {"block_size": 64}, _groups),
-    "normalized": ("cases_optimizers.NormalizedDescent", {"lr": 0.1}, _all),
-    "row-normalized": ("cases_optimizers.RowNormalizedDescent", {"lr": 0.1}, _all),
-    "own-kernel": ("cases_optimizers.OwnKernelDescent", {"lr": 0.1}, _all),
-    "own-kernel-normalized": ("cases_optimizers.OwnKernelNormalizedDescent", {"lr": 0.1}, _all),
-    "own-kernel-global": ("cases_optimizers.OwnKernelGlobalDescent", {"lr": 0.1}, _all),
+    "normalized": ("tests.gloo.cases_optimizers.NormalizedDescent", {"lr": 0.1}, _all),
+    "row-normalized": ("tests.gloo.cases_optimizers.RowNormalizedDescent", {"lr": 0.1}, _all),
+    "own-kernel": ("tests.gloo.cases_optimizers.OwnKernelDescent", {"lr": 0.1}, _all),
+    "own-kernel-normalized": ("tests.gloo.cases_optimizers.OwnKernelNormalizedDescent", {"lr": 0.1}, _all),
+    "own-kernel-global": ("tests.gloo.cases_optimizers.OwnKernelGlobalDescent", {"lr": 0.1}, _all),
 }  # fmt: skip
 """Name -> class, its settings, and the function that returns the parameter groups."""
 

@@ -8,6 +8,7 @@ import resource
 import time
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -16,8 +17,7 @@ from transformers.trainer_callback import TrainerCallback
 import hf_fsdp_plugin as hfp
 from hf_fsdp_plugin.integrations.profiling.files import rank_files, read_ranks
 from hf_fsdp_plugin.integrations.profiling.marking import marks
-from hf_fsdp_plugin.integrations.profiling.run import profiling
-from hf_fsdp_plugin.torch_private.functions import default_store
+from hf_fsdp_plugin.integrations.profiling.run import Profiling, profiling
 from tests.gloo.cases_trainer import losses, make_trainer
 
 SHORT: dict[str, Any] = {"wait": 1, "warmup": 1, "active": 1, "after": 1}
@@ -28,8 +28,7 @@ def profile(folder: str, *, num_bytes: int | None = None, short: dict[str, Any],
     """Train with a callback, and return its files, what was printed, and the times at which steps have ended.
 
     Args:
-        num_bytes: largest size of a file that this process can write meanwhile, as on a full disk. The file of the
-            process group's store may be larger: its size depends on the tests before.
+        num_bytes: largest size of a file that this process can write while it writes the trace, as on a full disk.
         short: steps of the profile.
     """
     ends: list[float] = []
@@ -47,16 +46,19 @@ def profile(folder: str, *, num_bytes: int | None = None, short: dict[str, Any],
 
 @contextlib.contextmanager
 def _full_disk(num_bytes: int | None) -> Any:
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    if num_bytes is not None:
-        store: Any = default_store()
-        while isinstance(store, torch.distributed.PrefixStore):
-            store = store.underlying_store
-        resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes + Path(store.path).stat().st_size, before[1]))
-    try:
+    """Limit the size of files while a trace is written. The store of the process group may write larger ones."""
+    stop_tracing = Profiling._stop_tracing
+
+    def limited(self: Profiling, **arguments: Any) -> None:
+        before = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes or before[0], before[1]))
+        try:
+            stop_tracing(self, **arguments)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+    with patch.object(Profiling, "_stop_tracing", limited):
         yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def _files(folder: Path) -> dict[str, Any]:

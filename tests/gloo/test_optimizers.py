@@ -87,7 +87,7 @@ def params(names: Any, quick: tuple[str, ...] = QUICK) -> list[Any]:
 
 def available(name: str) -> None:
     package = cases.OPTIMIZERS[name][0].partition(".")[0]
-    if package != "cases_optimizers":
+    if package != "tests":
         pytest.importorskip(package)
 
 
