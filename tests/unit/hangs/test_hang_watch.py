@@ -118,22 +118,22 @@ def test_answers_grow_with_the_number_of_machines(number: int, after_failure: bo
     def run(machine: int) -> None:
         asking = machines[machine]
         if after_failure:
-            asking = HangQueries(
-                JobStore(lambda: store), name=f"failed {machine}", ranks=[machine], world_size=number
-            )  # fmt: skip
-            threading.Thread(target=answer, args=(machine,), daemon=True).start()
+            asking = HangQueries(JobStore(lambda: store), ranks=[machine], world_size=number)
         results[machine] = asking.ask([RankCalls(rank=machine)], 20.0, after_failure=after_failure)
-        answer(machine)
 
-    def answer(machine: int) -> None:
+    def watch(machine: int) -> None:
+        if not after_failure:
+            run(machine)
         while not is_over.wait(0.05):
             if machines[machine].is_asked():
                 machines[machine].answer([RankCalls(rank=machine)])
 
     is_over = threading.Event()
-    threads = [threading.Thread(target=run, args=(machine,)) for machine in range(number)]
+    functions = [watch, run] if after_failure else [watch]
+    threads = [threading.Thread(target=each, args=(machine,)) for machine in range(number) for each in functions]
     for thread in threads:
         thread.start()
+        time.sleep(0.005)  # machines look for hangs twice per second, each at times of its own
     deadline = time.monotonic() + 30
     while not any(results) and time.monotonic() < deadline:
         time.sleep(0.1)
