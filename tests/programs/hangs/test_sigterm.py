@@ -139,11 +139,11 @@ def test_end_after_a_hang_leaves_no_worker(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(
         "import multiprocessing, sys, time\n"
-        "from hf_fsdp_plugin.hangs import watcher\n"
+        "from hf_fsdp_plugin.hangs import watch_thread\n"
         "if __name__ == '__main__':\n"
         "    worker = multiprocessing.get_context('fork').Process(target=time.sleep, args=(600,), daemon=True)\n"
         "    worker.start()\n"
-        "    watcher._exit()\n"
+        "    watch_thread._exit()\n"
     )
     # The worker inherits the output, so that the call waits for its end, too.
     assert subprocess.run([sys.executable, script], capture_output=True, timeout=60).returncode == 75
