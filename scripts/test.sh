@@ -8,7 +8,7 @@
 #   bash scripts/test.sh -m slow          the combinations and long runs that the quick set omits (hours)
 #
 # Creates .venv on the first run. Environment variables: VENV, PYTHON, TORCH (see scripts/environment.sh), WORKERS
-# (number of test files that run at the same time, default 2; 0: one process).
+# (number of test files that run at the same time, default 3; 0: one process).
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -26,8 +26,8 @@ make_environment
 export OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 # Without bytecode files, each of the many processes would compile the package again: 1.5 seconds of CPU.
 unset PYTHONDONTWRITEBYTECODE
-# Two files at a time: a test often waits for imports, which use one core.
-quick=("$python" -m pytest -q -m "not slow and not gpu" -n "${WORKERS:-2}" --dist loadfile)
+# Three files at a time, on two cores: tests of ranks often wait, for imports of one rank or for a time limit.
+quick=("$python" -m pytest -q -m "not slow and not gpu" -n "${WORKERS:-3}" --dist loadfile)
 if [ "${1:-}" = --accelerator ]; then
   shared_ranks=$(grep -l "_ranks: Ranks" tests/gloo/test_*.py)
   RANKS_DEVICE=accelerator exec "${quick[@]}" $shared_ranks "${@:2}"
