@@ -33,7 +33,8 @@ if [ "${1:-}" = --accelerator ]; then
   RANKS_DEVICE=accelerator exec "${quick[@]}" $shared_ranks "${@:2}"
 fi
 if [ "${1:-}" = --unit ]; then
-  exec "${quick[@]}" tests/unit "${@:2}"
+  WORKERS=${WORKERS:-2}
+  exec "$python" -m pytest -q -m "not slow and not gpu" -n "$WORKERS" --dist loadfile tests/unit "${@:2}"
 fi
 if [ $# -gt 0 ]; then
   exec "$python" -m pytest -q "$@"
