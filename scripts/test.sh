@@ -8,7 +8,7 @@
 #   bash scripts/test.sh -m slow          the combinations and long runs that the quick set omits (hours)
 #
 # Creates .venv on the first run. Environment variables: VENV, PYTHON, TORCH (see scripts/environment.sh), WORKERS
-# (number of test files that run at the same time, default 3; 0: one process).
+# (number of test files that run at the same time, default 3, with --unit 2; 0: one process).
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
