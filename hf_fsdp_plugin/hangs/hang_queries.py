@@ -166,7 +166,12 @@ class HangQueries:
         return bool(questions)
 
     def ask(
-        self, ranks: Sequence[RankCalls], seconds: float = ANSWER_SECONDS, *, after_failure: bool = False
+        self,
+        ranks: Sequence[RankCalls],
+        seconds: float = ANSWER_SECONDS,
+        *,
+        after_failure: bool = False,
+        answers: bool = True,
     ) -> list[RankCalls] | None:
         """Return the ranks of the other machines; those of machines that did not answer are unreachable.
 
@@ -176,7 +181,8 @@ class HangQueries:
         Args:
             ranks: the ranks of this machine, in case another one asks at the same time.
             seconds: time to answer.
-            after_failure: whether this process has failed. Then the watching thread of its machine answers the others.
+            after_failure: whether this process has failed. Then no other machine announces what it finds.
+            answers: whether this thread answers machines that ask at the same time; otherwise another thread does.
         """
         if self._store is None:
             return []
@@ -186,11 +192,23 @@ class HangQueries:
         others = dict.fromkeys(sorted(set(range(self._world_size)) - set(self._ranks)), _UNKNOWN_MACHINE)
         found: dict[int, RankCalls] = {}
         with contextlib.suppress(StoreLost):
-            answers = None if after_failure else ranks
-            if not self._store.ask(lambda store: self._collect(store, answers, others, found, deadline), 2 * seconds):
+            own = ranks if answers else None
+            has_asked = self._store.ask(
+                lambda store: (
+                    self._may_ask(store, ranks, after_failure) and self._collect(store, own, others, found, deadline)
+                ),
+                2 * seconds,
+            )
+            if not has_asked:
                 return None
         known = dict(found)  # the request may go on
         return [known.get(rank) or RankCalls(rank=rank, state="unreachable", detail=others[rank]) for rank in others]
+
+    def _may_ask(self, store: Any, ranks: Sequence[RankCalls], after_failure: bool) -> bool:
+        self._read_news(store)
+        if after_failure:
+            return bool(store.add("failed", 1) <= _MOST_FAILED)
+        return not self._answer(store, ranks)  # otherwise another machine asks already
 
     def _collect(
         self,
@@ -202,14 +220,11 @@ class HangQueries:
     ) -> bool:
         """Add the ranks of the machines that answer to ``found``, and the names of the machines that do not to others.
 
-        Returns whether this machine has asked, and no hang was announced.
+        Returns whether no hang was announced.
 
         Args:
-            ranks: the answer to machines that ask at the same time; ``None`` after a failure.
+            ranks: the answer to machines that ask at the same time; ``None`` if another thread answers.
         """
-        self._read_news(store)
-        if store.add("failed", 1) > _MOST_FAILED if ranks is None else self._answer(store, ranks):
-            return False
         question = store.add("asked", 1)
         store.add("news", 1)
         unread: list[int] = []

@@ -9,6 +9,7 @@ machine, and one of each machine sends one message per second to the store.
 from __future__ import annotations
 
 import contextlib
+import functools
 import multiprocessing
 import os
 import signal
@@ -185,7 +186,7 @@ class Watcher:
     def _abort(self, held: HeldAbort) -> None:
         """Print why native code aborts this process, and end it."""
         stack_file.record()
-        if cause := self._cause_of_abort(self.ask_others):
+        if cause := self._cause_of_abort(functools.partial(self.ask_others, answers=True)):
             write_error_file(cause)
             print_block(f"hf-fsdp: {cause}")
         held.end()
@@ -232,13 +233,17 @@ class Watcher:
         if self._queries.announced:
             self._end(self._announced_hang())
 
-    def ask_others(self, ranks: Sequence[RankCalls]) -> list[RankCalls]:
-        """Return the ranks of other machines after a failure. Call it in the thread that has failed."""
+    def ask_others(self, ranks: Sequence[RankCalls], *, answers: bool = False) -> list[RankCalls]:
+        """Return the ranks of other machines after a failure. The thread that has failed calls it.
+
+        Args:
+            answers: whether the calling thread is the one that watches, which has to answer other machines meanwhile.
+        """
         if not self._watched.limit or not _has_group():
             return []
         store = JobStore(_store_of_questions)
         found = self._make_queries(store, [rank.rank for rank in ranks]).ask(
-            ranks, _FAILURE_ANSWER_SECONDS, after_failure=True
+            ranks, _FAILURE_ANSWER_SECONDS, after_failure=True, answers=answers
         )
         store.join(_STOP_SECONDS)
         return found or []

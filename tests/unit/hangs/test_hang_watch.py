@@ -119,7 +119,9 @@ def test_answers_grow_with_the_number_of_machines(number: int, after_failure: bo
         asking = machines[machine]
         if after_failure:
             asking = HangQueries(JobStore(lambda: store), ranks=[machine], world_size=number)
-        results[machine] = asking.ask([RankCalls(rank=machine)], 20.0, after_failure=after_failure)
+        results[machine] = asking.ask(
+            [RankCalls(rank=machine)], 20.0, after_failure=after_failure, answers=not after_failure
+        )
 
     def watch(machine: int) -> None:
         if not after_failure:
@@ -143,6 +145,23 @@ def test_answers_grow_with_the_number_of_machines(number: int, after_failure: bo
     found = next(result for result in results if result)
     assert {each.state for each in found} == {"running"} and len(found) == number - 1
     assert number - 1 <= store.number <= 9 * number
+
+
+def test_machines_that_are_aborted_at_once_answer_each_other() -> None:
+    """The watching threads ask, so that nobody else answers."""
+    store = dist.HashStore()
+    machines = [queries_of(store, machine, 2) for machine in range(2)]
+    results: list[list[RankCalls] | None] = [None, None]
+
+    def ask(machine: int) -> None:
+        results[machine] = machines[machine].ask([RankCalls(rank=machine)], 5.0, after_failure=True)
+
+    threads = [threading.Thread(target=ask, args=(machine,)) for machine in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert any(result == [RankCalls(rank=1 - machine, idle=1e9)] for machine, result in enumerate(results))
 
 
 @pytest.mark.parametrize(
