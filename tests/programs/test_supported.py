@@ -7,18 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 from tests.unit.test_supported import ROOT
-
-
-@pytest.fixture
-def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with the metadata of torch 2.9.1 and of a later Accelerate, before the installed libraries."""
-    for name in ("torch-2.9.1.dist-info", "accelerate-1.99.0.dist-info"):
-        (tmp_path / name).mkdir()
-    monkeypatch.syspath_prepend(tmp_path)
-    return tmp_path
 
 
 def run(code: str, folder: Path, *, argv0: str = "") -> subprocess.CompletedProcess[str]:

@@ -70,3 +70,12 @@ def stock_once(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def stock(tmp_path: Path, stock_once: Path) -> Path:
     """A copy of a sharded checkpoint as Accelerate writes it."""
     return Path(shutil.copytree(stock_once, tmp_path / "checkpoint-7"))
+
+
+@pytest.fixture
+def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with the metadata of torch 2.9.1 and of a later Accelerate, before the installed libraries."""
+    for name in ("torch-2.9.1.dist-info", "accelerate-1.99.0.dist-info"):
+        (tmp_path / name).mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
+    return tmp_path

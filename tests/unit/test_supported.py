@@ -14,15 +14,6 @@ from hf_fsdp_plugin.supported import installed_versions, release_of, unsupported
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.fixture
-def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with the metadata of torch 2.9.1 and of a later Accelerate, before the installed libraries."""
-    for name in ("torch-2.9.1.dist-info", "accelerate-1.99.0.dist-info"):
-        (tmp_path / name).mkdir()
-    monkeypatch.syspath_prepend(tmp_path)
-    return tmp_path
-
-
 @pytest.mark.parametrize(
     ("version", "release"),
     [("2.13.0+cpu", (2, 13, 0)), ("2.16.0rc1", (2, 16, 0)), ("2.16.0.dev20261101+cu132", (2, 16, 0)), ("git", ())],

@@ -5,8 +5,6 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,16 +12,6 @@ import pytest
 from hf_fsdp_plugin.backends.loading.shared_weights import Publication, WeightExchange
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="memory is shared on Linux only")
-
-
-@pytest.fixture
-def exchange(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[WeightExchange]:
-    """An exchange of one of two ranks of a machine, in a job of its own."""
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", str(tmp_path))
-    own = WeightExchange()
-    yield own
-    own.close()
 
 
 def test_publisher_that_is_killed_releases_the_key(exchange: WeightExchange) -> None:

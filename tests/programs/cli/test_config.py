@@ -10,29 +10,8 @@ import pytest
 from hf_fsdp_plugin.cli.config.questions import QUESTIONS
 from tests.support.json_schema import assert_valid
 from tests.support.matrices import slow
-from tests.unit.cli.test_config import LLAMA, options, spec_of
-
-
-@pytest.fixture
-def config(hf_fsdp, tmp_path, monkeypatch):
-    """Run the verb in an empty folder, where it is Accelerate's default place, too."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-
-    def run(*argv: str, code: int = 0) -> tuple[str, str]:
-        found, out, err = hf_fsdp("config", *argv)
-        assert found == code, err
-        return out, err
-
-    return run
-
-
-@pytest.fixture
-def llama(tmp_path):
-    (tmp_path / "llama").mkdir()
-    (tmp_path / "llama/config.json").write_text(json.dumps(LLAMA))
-
+from tests.unit.cli.conftest import LLAMA
+from tests.unit.cli.test_config import options, spec_of
 
 MODEL = {"model": "llama", "gpu_memory": "40GB", "machine": "h100-sxm", "seq_len": "100", "optimizer": "sgd"}
 EVERY_OPTION = [

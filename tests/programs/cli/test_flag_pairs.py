@@ -15,21 +15,11 @@ import pytest
 
 from hf_fsdp_plugin.cli.output import USAGE
 from hf_fsdp_plugin.cli.verbs import make_parser
+from tests.programs.cli.test_plan import LLAMA as LLAMA_OF_SIX_LAYERS
+from tests.programs.cli.test_plan import YAML
 from tests.support.merge_inputs import save
 
-LLAMA = {
-    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64, "intermediate_size": 128,
-    "num_attention_heads": 4, "num_hidden_layers": 2, "num_key_value_heads": 2, "vocab_size": 256,
-    "max_position_embeddings": 512,
-}  # fmt: skip
-YAML = """\
-distributed_type: FSDP
-num_processes: 4
-mixed_precision: bf16
-fsdp_config:
-  fsdp_version: 2
-  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP
-"""
+LLAMA = {**LLAMA_OF_SIX_LAYERS, "num_hidden_layers": 2}
 PLAN = {
     "config_option": "--config sharded.yaml", "config_file": "--config-file sharded.yaml",
     "fsdp": "--fsdp shard_grad_op",

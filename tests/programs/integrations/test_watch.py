@@ -5,30 +5,11 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import tempfile
-import threading
-from collections.abc import Iterator
 from pathlib import Path
-
-import pytest
 
 from hf_fsdp_plugin.hangs.call_record import read_counts, record, step_count
 from hf_fsdp_plugin.integrations.rank_watch import watch
-from hf_fsdp_plugin.integrations.session import session
-from hf_fsdp_plugin.runs.restart_policy import Restarts
-from tests.unit.integrations.test_watch import RANK, armed_files
-
-
-@pytest.fixture
-def as_rank(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
-    """Variables of a rank. Returns the folder of temporary files."""
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    for name, value in RANK.items():
-        monkeypatch.setenv(name, value)
-    yield tmp_path
-    watch.disarm()
-    session.restarts = Restarts()
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("hf_fsdp")]
+from tests.unit.integrations.test_watch import armed_files
 
 
 def test_children_of_a_rank_are_no_ranks(as_rank: Path) -> None:

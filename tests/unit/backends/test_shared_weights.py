@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,16 +18,6 @@ from hf_fsdp_plugin.backends.loading.shared_weights import Publication, Received
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="memory is shared on Linux only")
 DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.float8_e4m3fn)
-
-
-@pytest.fixture
-def exchange(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[WeightExchange]:
-    """An exchange of one of two ranks of a machine, in a job of its own."""
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", str(tmp_path))
-    own = WeightExchange()
-    yield own
-    own.close()
 
 
 def tensors() -> dict[str, torch.Tensor]:

@@ -20,33 +20,6 @@ from hf_fsdp_plugin.spec.fsdp_spec import SECTIONS, FsdpSpec
 from hf_fsdp_plugin.strategies import STRATEGIES
 from tests.support.json_schema import assert_valid
 
-LLAMA = {
-    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 32, "intermediate_size": 64,
-    "num_attention_heads": 2, "num_hidden_layers": 2, "num_key_value_heads": 2, "vocab_size": 64,
-    "max_position_embeddings": 128,
-}  # fmt: skip
-
-
-@pytest.fixture
-def config(hf_fsdp, tmp_path, monkeypatch):
-    """Run the verb in an empty folder, where it is Accelerate's default place, too."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-
-    def run(*argv: str, code: int = 0) -> tuple[str, str]:
-        found, out, err = hf_fsdp("config", *argv)
-        assert found == code, err
-        return out, err
-
-    return run
-
-
-@pytest.fixture
-def llama(tmp_path):
-    (tmp_path / "llama").mkdir()
-    (tmp_path / "llama/config.json").write_text(json.dumps(LLAMA))
-
 
 def spec_of(path: Path | str) -> FsdpSpec:
     spec = load_spec(path, environ={})

@@ -7,9 +7,7 @@ import os
 import signal
 import socket
 import subprocess
-import tempfile
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -22,20 +20,6 @@ from hf_fsdp_plugin.integrations.rank_watch import watch
 from hf_fsdp_plugin.integrations.session import session
 from hf_fsdp_plugin.problems import Problem
 from hf_fsdp_plugin.runs.restart_policy import Restarts
-
-RANK = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
-
-
-@pytest.fixture
-def as_rank(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
-    """Variables of a rank. Returns the folder of temporary files."""
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    for name, value in RANK.items():
-        monkeypatch.setenv(name, value)
-    yield tmp_path
-    watch.disarm()
-    session.restarts = Restarts()
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("hf_fsdp")]
 
 
 def armed_files() -> RankFiles:
