@@ -10,7 +10,8 @@ messages grows with the number of machines, and not with its square.
     machine/<r>     JSON: name and ranks of the machine whose lowest rank is r
     news            increased with each question and announcement: the counter that is read each second
     asked           number of questions
-    failed          number of machines that have wanted to ask after a failure
+    failed/<m>      number of machines that have wanted to ask after a failure in minute m, because torch may keep the
+                    store when it starts the ranks again
     <q>/answers     number of machines that answer question q
     <q>/<n>         the n-th answer: the records of the ranks of a machine
     announced       JSON: the hang that ends the ranks of all machines
@@ -42,7 +43,7 @@ ANSWER_SECONDS: Final = 10.0
 _REQUEST_SECONDS: Final = 10.0
 """Seconds that a request to the store may take."""
 _MOST_FAILED: Final = 8
-"""Number of machines that ask after a failure."""
+"""Number of machines that ask after a failure, in a minute."""
 _LOOK_SECONDS: Final = 1.0
 _POLL_SECONDS: Final = 0.1
 _UNKNOWN_MACHINE: Final = "another machine"
@@ -207,7 +208,7 @@ class HangQueries:
     def _may_ask(self, store: Any, ranks: Sequence[RankCalls], after_failure: bool) -> bool:
         self._read_news(store)
         if after_failure:
-            return bool(store.add("failed", 1) <= _MOST_FAILED)
+            return bool(store.add(f"failed/{time.time() // 60:.0f}", 1) <= _MOST_FAILED)
         return not self._answer(store, ranks)  # otherwise another machine asks already
 
     def _collect(

@@ -47,7 +47,7 @@ from hf_fsdp_plugin.integrations.rank_process import RANK_VARIABLE, may_be_rank,
 from hf_fsdp_plugin.integrations.resuming import begin_attempt, end_attempt
 from hf_fsdp_plugin.integrations.session import session
 from hf_fsdp_plugin.problems import Problem, SpecError
-from hf_fsdp_plugin.rank_variables import launched_local_rank
+from hf_fsdp_plugin.rank_variables import launched_local_rank, variable_number
 from hf_fsdp_plugin.runs.failure_summary import cause_of_abort, cause_of_end, find_first_cause
 from hf_fsdp_plugin.runs.identity import attempt_folder, forget_run, identify_run
 
@@ -84,8 +84,7 @@ class Watch:
         self.has_launcher = bool(os.environ.pop(LAUNCHER_VARIABLE, ""))
         given = os.environ.pop(FILES_VARIABLE, "")
         self._is_given = bool(given)
-        local_text = environ.get("LOCAL_WORLD_SIZE", "")
-        local_size = int(local_text) if local_text.isdecimal() else world_size
+        local_size = variable_number(environ, "LOCAL_WORLD_SIZE", world_size)
         try:
             own = attempt_folder(identify_run(environ, tuple(sys.argv)), environ) / f"rank_{self._rank}"
             files = RankFiles(Path(given) if given else own)

@@ -43,7 +43,7 @@ from hf_fsdp_plugin.integrations.saving import manager
 from hf_fsdp_plugin.integrations.session import session
 from hf_fsdp_plugin.messages import print_once
 from hf_fsdp_plugin.problems import CheckpointError, Problem, SpecError
-from hf_fsdp_plugin.rank_variables import launched_world_size
+from hf_fsdp_plugin.rank_variables import launched_world_size, variable_number
 from hf_fsdp_plugin.runs.identity import (
     Offer,
     RunIdentity,
@@ -135,8 +135,7 @@ class ProcessAttempt:
         rank, world_size = dist.get_rank(), dist.get_world_size()
         store = dist.PrefixStore(broadcast_object(f"hf_fsdp_attempt_{uuid.uuid4().hex}"), default_store())
         if self._is_lowest:
-            machine = self._environ.get("GROUP_RANK") or self._environ.get("SLURM_NODEID") or "0"
-            number = int(machine) if machine.isdecimal() else 0
+            number = variable_number(self._environ, "GROUP_RANK", variable_number(self._environ, "SLURM_NODEID"))
             mine = make_offer(self._folder, self._identity, rank=rank, machine=number)
             store.set(f"machine{store.add('machines', 1) - 1}", mine.to_text())
             if store.add("ranks", ranks_per_machine(self._environ, world_size, 0)) >= world_size:

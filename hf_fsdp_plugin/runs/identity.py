@@ -53,6 +53,7 @@ from hf_fsdp_plugin.hangs.rank_files import (
     start_of,
     write_atomically,
 )
+from hf_fsdp_plugin.rank_variables import variable_number
 from hf_fsdp_plugin.runs.exits import RankExit, RunResult, read_exit
 from hf_fsdp_plugin.runs.restart_policy import FailedAttempt, Restarts, assess_attempt, decide_restart
 
@@ -95,7 +96,7 @@ def identify_run(environ: Mapping[str, str], argv: tuple[str, ...] = ()) -> RunI
     Args:
         argv: script and arguments, which keep the runs of one batch job apart.
     """
-    requeues = _number(environ, "SLURM_RESTART_COUNT")
+    requeues = variable_number(environ, "SLURM_RESTART_COUNT")
     job = _slurm_job(environ, argv)
     given = environ.get(RUN_ID_VARIABLE) or _id_of_pod(environ) or _ray_run()
     if given:
@@ -107,8 +108,8 @@ def identify_run(environ: Mapping[str, str], argv: tuple[str, ...] = ()) -> RunI
     return RunIdentity(
         id=run_id,
         given=bool(given),
-        attempt=_number(environ, "TORCHELASTIC_RESTART_COUNT") + requeues,
-        max_restarts=_number(environ, "TORCHELASTIC_MAX_RESTARTS"),
+        attempt=variable_number(environ, "TORCHELASTIC_RESTART_COUNT") + requeues,
+        max_restarts=variable_number(environ, "TORCHELASTIC_MAX_RESTARTS"),
         job=job,
         requeued=job if requeues else "",
         start=_start(environ),
@@ -184,11 +185,6 @@ def _slurm_job(environ: Mapping[str, str], argv: tuple[str, ...]) -> str:
 
 def _short_hash(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-def _number(environ: Mapping[str, str], name: str) -> int:
-    text = environ.get(name, "").strip()
-    return int(text) if text.isdecimal() else 0
 
 
 _MEMORY: Final = "run.json"
