@@ -25,23 +25,33 @@ SHORT: dict[str, Any] = {"wait": 1, "warmup": 1, "active": 1, "after": 1}
 
 
 def profile(folder: str, *, num_bytes: int | None = None, short: dict[str, Any], **arguments: Any) -> dict[str, Any]:
-    """Train with a callback, and return its files, what was printed, and the times at which steps have ended.
+    """Train with a callback, and return its files, what was printed, and two times around the end of each step.
 
     Args:
         num_bytes: largest size of a file that this process can write while it writes the trace, as on a full disk.
         short: steps of the profile.
     """
-    ends: list[float] = []
-    # Called before the hook of the profiler, which is registered later.
-    handle = register_optimizer_step_post_hook(lambda *_: ends.append(time.perf_counter()))
-    callback = hfp.ProfilerCallback(f"{folder}/profile", **short)
+    before: list[float] = []
+    after = _StepEnds()
+    # Called before the hook of the profiler, which is registered later; the callback is called after that hook.
+    handle = register_optimizer_step_post_hook(lambda *_: before.append(time.perf_counter()))
+    callbacks = [hfp.ProfilerCallback(f"{folder}/profile", **short), after, *arguments.pop("callbacks", ())]
     resume = arguments.pop("resume_from_checkpoint", None)
-    trainer = make_trainer(f"{folder}/out", callbacks=[callback, *arguments.pop("callbacks", ())], **arguments)
+    trainer = make_trainer(f"{folder}/out", callbacks=callbacks, **arguments)
     with contextlib.redirect_stderr(io.StringIO()) as printed, _full_disk(num_bytes):
         trainer.train(resume_from_checkpoint=resume)
     handle.remove()
     torch.distributed.barrier()
+    ends = {"before": before, "after": after.times}
     return {"printed": printed.getvalue(), "ends": ends, "losses": losses(trainer), **_files(Path(folder) / "profile")}
+
+
+class _StepEnds(TrainerCallback):
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.times.append(time.perf_counter())
 
 
 @contextlib.contextmanager

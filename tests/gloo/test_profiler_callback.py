@@ -24,8 +24,11 @@ def test_profile_of_whole_resumed_and_short_runs(two_ranks: Ranks, tmp_path: Pat
     whole, resumed, fewer, none = (ranks[0][name] for name in ("whole", "resumed", "fewer", "none"))
     for run, each in (("whole", whole), ("resumed", resumed)):
         assert each["files"] == COMPLETE, each["printed"]
-        walls = [rank[run]["ends"][2] - rank[run]["ends"][1] for rank in ranks]
-        assert each["seconds"] == pytest.approx(sum(walls) / 2, rel=0.03)
+        # The profile's step ends inside both intervals, however late the machine lets a rank continue.
+        ends = [rank[run]["ends"] for rank in ranks]
+        shortest = sum(end["before"][2] - end["after"][1] for end in ends) / 2
+        longest = sum(end["after"][2] - end["before"][1] for end in ends) / 2
+        assert shortest < each["seconds"] < longest
         assert {"forward", "backward", "optimizer", "clipping"} <= set(each["phases"])
         layers = [calls for name, calls in each["units"].items() if "layers" in name]
         assert len(layers) == 3 and set(layers) == {(1, 1)}
