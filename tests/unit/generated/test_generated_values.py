@@ -24,7 +24,6 @@ QUICK = settings(
     max_examples=20,
     derandomize=True,
     database=None,
-    deadline=None,
     suppress_health_check=list(HealthCheck),
 )
 
