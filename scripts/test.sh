@@ -26,8 +26,9 @@ make_environment
 export OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 # Without bytecode files, each of the many processes would compile the package again: 1.5 seconds of CPU.
 unset PYTHONDONTWRITEBYTECODE
-# Three files at a time, on two cores: tests of ranks often wait, for imports of one rank or for a time limit.
-quick=("$python" -m pytest -q -m "not slow and not gpu" -n "${WORKERS:-3}" --dist loadfile)
+# Three files at a time, on two cores: tests of ranks often wait, for imports of one rank or for a time limit. The files
+# run in the order of their paths, so that the longest ones, in tests/gloo, do not begin last.
+quick=("$python" -m pytest -q -m "not slow and not gpu" -n "${WORKERS:-3}" --dist loadfile --no-loadscope-reorder)
 if [ "${1:-}" = --accelerator ]; then
   shared_ranks=$(grep -l "_ranks: Ranks" tests/gloo/test_*.py)
   RANKS_DEVICE=accelerator exec "${quick[@]}" $shared_ranks "${@:2}"
@@ -41,8 +42,10 @@ if [ $# -gt 0 ]; then
 fi
 "$python" -m ruff check --quiet .
 "$python" -m ruff format --check --quiet .
-"$python" -m mypy
+"$python" -m mypy & # beside the tests, which often wait
+types=$!
 echo "tests on ranks of the simulated accelerator (docs/devices.md)"
 RANKS_DEVICE=accelerator RANKS_CASES=few "${quick[@]}" tests/gloo/test_{precision,checkpoint_save,moving_average,resume,submodule_calls,several_models,inputs}.py
+wait "$types"
 echo "all quick tests"
 exec "${quick[@]}"
