@@ -19,7 +19,7 @@ import linecache
 import os
 import traceback
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ContextDecorator, contextmanager
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Final, Literal, ParamSpec, TypeVar
@@ -109,18 +109,27 @@ def missing_name_error(contract: Contract) -> ContractError:
     return ContractError(contract, f"has no {contract.target.partition(':')[2]} in {contract.target.partition(':')[0]}")
 
 
+def missing_attribute_error(error: AttributeError, rows: Sequence[Contract]) -> ContractError | None:
+    """Return the error of the row whose name, or class with the name, an object lacks; ``None`` if there is no row."""
+    found = (row for row in rows if error.name in (*row.target.partition(":")[2].split("."), *row.instead))
+    return next(map(missing_name_error, found), None)
+
+
 def _next_minor(version: str) -> str:
     major, minor, *_ = release_of(version)
     return f"{major}.{minor + 1}"
 
 
 def import_target(target: str, rows: Sequence[Contract]) -> Any:
-    """Import the target of one of ``rows``. If it does not exist, return an object that raises when it is used."""
-    row = next(row for row in rows if row.target == target)
+    """Import the target of one of ``rows``, or a module that has targets.
+
+    If it does not exist, return an object that raises when it is used.
+    """
+    row = next(row for row in rows if row.target == target or row.target.startswith(f"{target}:"))
     module, _, path = target.partition(":")
     try:
         found: Any = importlib.import_module(module)
-        for name in path.split("."):
+        for name in path.split(".") if path else ():
             found = getattr(found, name)
     except (ImportError, AttributeError):
         return Missing(row)
@@ -133,22 +142,14 @@ class Missing:
     def __init__(self, contract: Contract) -> None:
         self.__dict__["contract"] = contract
 
-    def __getattr__(self, name: str) -> Any:
+    def _refuse(self, *args: Any, **kwargs: Any) -> Any:
         raise missing_name_error(self.__dict__["contract"])
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        raise missing_name_error(self.__dict__["contract"])
-
-    def __instancecheck__(self, instance: object) -> bool:
-        raise missing_name_error(self.__dict__["contract"])
+    __getattr__ = __call__ = __instancecheck__ = _refuse
 
     def __mro_entries__(self, bases: tuple[Any, ...]) -> tuple[type, ...]:
         """Let a class be derived from it. Creating an instance of that class raises the error."""
-
-        def refuse(*args: Any, **kwargs: Any) -> Any:
-            raise missing_name_error(self.__dict__["contract"])
-
-        return (type("MissingBase", (), {"__init__": refuse}),)
+        return (type("MissingBase", (), {"__init__": lambda *args, **kwargs: self._refuse()}),)
 
 
 def guard_functions(
@@ -163,62 +164,64 @@ def guard_functions(
         rows: the rows of the module.
         off: name of a function -> what it returns instead of the error, after a warning.
     """
-    by_name = {name: row for row in rows for name in (row.name, *row.instead)}
-    file = namespace["__file__"]
+    guard = _Guard(namespace["__file__"], rows)
     for name, function in list(namespace.items()):
         own = inspect.isfunction(function) and function.__module__ == namespace["__name__"]
         if own and not name.startswith("_"):
-            guarded = _guarded(function, file, by_name)
+            guarded = _guarded(function, guard)
             namespace[name] = off_without(off[name])(guarded) if name in off else guarded
 
 
-def _guarded(function: Callable[..., Any], file: str, rows: Mapping[str, Contract]) -> Callable[..., Any]:
+def _guarded(function: Callable[..., Any], guard: _Guard) -> Callable[..., Any]:
     inner = getattr(function, "__wrapped__", None)
     if inspect.isgeneratorfunction(inner):  # decorated by contextmanager
-        return contextmanager(_guarded(inner, file, rows))
-    if inspect.isgeneratorfunction(function):
-
-        @functools.wraps(function)
-        def generate(*args: Any, **kwargs: Any) -> Generator[Any, Any, Any]:
-            try:
-                return (yield from function(*args, **kwargs))
-            except (AttributeError, ImportError, TypeError) as error:
-                if (broken := _broken_contract(error, file, rows)) is None:
-                    raise
-                raise broken from error
-
-        return generate
+        return contextmanager(_guarded(inner, guard))
+    if not inspect.isgeneratorfunction(function):
+        return guard(function)
 
     @functools.wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        try:
-            return function(*args, **kwargs)
-        except (AttributeError, ImportError, TypeError) as error:
-            if (broken := _broken_contract(error, file, rows)) is None:
-                raise
+    def generate(*args: Any, **kwargs: Any) -> Generator[Any, Any, Any]:
+        with guard:
+            return (yield from function(*args, **kwargs))
+
+    return generate
+
+
+class _Guard(ContextDecorator):
+    """Raises the error of a contract in place of an exception that is about its row.
+
+    Args:
+        file: the file whose functions use the names of the rows. An exception from elsewhere is not changed.
+    """
+
+    def __init__(self, file: str, rows: Sequence[Contract]) -> None:
+        self._folder, self._rows = os.path.dirname(file), rows
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, (AttributeError, ImportError, TypeError)) and (broken := self._broken_contract(error)):
             raise broken from error
 
-    return call
-
-
-def _broken_contract(error: Exception, file: str, rows: Mapping[str, Contract]) -> ContractError | None:
-    """Return the error of the row that an exception is about; ``None`` if a function of a library or user raised it."""
-    place, line = [
-        (frame.f_code.co_filename, line)
-        for frame, line in traceback.walk_tb(error.__traceback__)
-        if frame.f_code.co_name not in ("__get__", "__getattr__", "__getattribute__")
-    ][-1]
-    if os.path.dirname(place) != os.path.dirname(file):
+    def _broken_contract(self, error: Exception) -> ContractError | None:
+        """Return the error of the row that an exception is about; ``None`` if a library's or user's code raised it."""
+        place, line = [
+            (frame.f_code.co_filename, line)
+            for frame, line in traceback.walk_tb(error.__traceback__)
+            if frame.f_code.co_name not in ("__get__", "__getattr__", "__getattribute__")
+        ][-1]
+        if os.path.dirname(place) != self._folder:
+            return None
+        if isinstance(error, AttributeError):
+            return missing_attribute_error(error, self._rows)
+        # The line imports a name that does not exist, or calls a function whose parameters have changed.
+        source = linecache.getline(place, line)
+        for row in self._rows:
+            if any(name in source for name in (row.name, *row.instead)):
+                is_missing = isinstance(error, ImportError)
+                return missing_name_error(row) if is_missing else ContractError(row, f"has changed: {error}")
         return None
-    if isinstance(error, AttributeError):
-        row = rows.get(error.name or "")
-        return None if row is None else missing_name_error(row)
-    # The line of the error imports a name that does not exist, or calls a function whose parameters have changed.
-    source = linecache.getline(place, line)
-    row = next((row for name, row in rows.items() if name in source), None)
-    if row is None:
-        return None
-    return missing_name_error(row) if isinstance(error, ImportError) else ContractError(row, f"has changed: {error}")
 
 
 _Arguments = ParamSpec("_Arguments")

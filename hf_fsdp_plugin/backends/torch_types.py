@@ -16,8 +16,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from hf_fsdp_plugin.devices import available_device
 from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan, PlannedDtype
 from hf_fsdp_plugin.strategies import STRATEGIES
-from hf_fsdp_plugin.torch_private.functions import tree_map_only, with_local_tensor
-from hf_fsdp_plugin.torch_private.process_groups import set_timeout, timeout_of
+from hf_fsdp_plugin.torch_private.functions import set_timeout, timeout_of, tree_map_only, with_local_tensor
 
 REPLICATE_AXIS: Final = "dp_replicate"
 SHARD_AXIS: Final = "dp_shard"

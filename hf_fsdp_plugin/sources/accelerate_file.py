@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from hf_fsdp_plugin.problems import Origin, Problem
 from hf_fsdp_plugin.sources.collector import FSDP_SCOPES, Collector, entry_of
-from hf_fsdp_plugin.sources.interface import ConfigFile, ConfigFiles, Sources, SourceSettings
+from hf_fsdp_plugin.sources.interface import ConfigFile, Sources, SourceSettings, config_tree
 from hf_fsdp_plugin.sources.tree import ConfigEntry, ConfigFileError, Node, parse_text
 from hf_fsdp_plugin.vocabulary import TRAINING_FILE_MARKS, Scope, find_row, plain_key
 
@@ -28,25 +28,25 @@ def read(sources: Sources) -> SourceSettings | None:
         return None
     file = config if isinstance(config, ConfigFile) else ConfigFile.at(SOURCE)
     try:
-        root = sources.files.tree(config, source=SOURCE)
+        root = config_tree(config, source=SOURCE)
     except ConfigFileError as error:
         return SourceSettings(problems=(error.problem,), dialect="accelerate")
     keys = _keys_of(root)
     out = Collector(file.shown)
     if keys & TRAINING_FILE_MARKS and "distributed_type" not in keys:
-        _add_training_file(out, root, file, sources.files)
+        _add_training_file(out, root, file)
         return out.result("training_arguments")
     _add_config(out, root, is_whole=any(_is_top_level(key) for key in keys), scopes=("fsdp", "parallelism"))
     return out.result("accelerate")
 
 
-def _add_training_file(out: Collector, root: Node, file: ConfigFile, files: ConfigFiles) -> None:
+def _add_training_file(out: Collector, root: Node, file: ConfigFile) -> None:
     """Add the config of a training script, which passes its FSDP keys to ``TrainingArguments``.
 
     There, only ``fsdp`` enables FSDP. axolotl (``base_model``) sets it for every ``fsdp_config``.
     """
     inner = Collector(out.source)
-    inner.add_training_file(_without_path(root.value, inner, file, files))
+    inner.add_training_file(_without_path(root.value, inner, file))
     fsdp = next((entry for entry in root.value if plain_key(entry.key, "training") == "fsdp"), None)
     is_on = any(s.name == "launch.distributed_type" and s.value == "FSDP" for s in inner.settings)
     if not is_on and (fsdp is None or fsdp.value.is_empty) and any(entry.key == "base_model" for entry in root.value):
@@ -60,9 +60,7 @@ def _add_training_file(out: Collector, root: Node, file: ConfigFile, files: Conf
     out.add("launch.distributed_type", fsdp or entry_of("", "NO"), value="NO", implied=True)
 
 
-def _without_path(
-    entries: Iterable[ConfigEntry], out: Collector, file: ConfigFile, files: ConfigFiles
-) -> Iterator[ConfigEntry]:
+def _without_path(entries: Iterable[ConfigEntry], out: Collector, file: ConfigFile) -> Iterator[ConfigEntry]:
     """Yield the entries. If ``fsdp_config`` is a path, add the contents of its file to `out` instead.
 
     The path is relative to the working directory, as in the script, or to the folder of `file` if only that file
@@ -75,14 +73,14 @@ def _without_path(
         path = Path(entry.value.value)
         sibling = ConfigFile(path=file.path.parent / path, shown=str(Path(file.shown).parent / path))
         named = sibling if sibling.path.exists() and not path.exists() else ConfigFile.at(path)
-        add_fsdp_config(out, named, files)
+        add_fsdp_config(out, named)
         out.mentions_fsdp = True
 
 
-def add_fsdp_config(out: Collector, config: FsdpConfig | ConfigFile, files: ConfigFiles) -> None:
+def add_fsdp_config(out: Collector, config: FsdpConfig | ConfigFile) -> None:
     """Add an ``fsdp_config``: the content of a section, or of a whole file of Accelerate."""
     try:
-        root, source = _parse_fsdp_config(config, out.source, files)
+        root, source = _parse_fsdp_config(config, out.source)
     except ConfigFileError as error:
         out.problems.append(error.problem)
         return
@@ -96,12 +94,12 @@ def read_fsdp_config(config: FsdpConfig) -> dict[str, Any]:
     """Return the content of a valid ``fsdp_config``, without reading its settings."""
     if not config:
         return {}
-    content = config if isinstance(config, Mapping) else _parse_fsdp_config(config, "", ConfigFiles())[0].plain()
+    content = config if isinstance(config, Mapping) else _parse_fsdp_config(config, "")[0].plain()
     inner = content.get("fsdp_config")  # a whole file of Accelerate
     return dict(inner if isinstance(inner, Mapping) else content)
 
 
-def _parse_fsdp_config(config: FsdpConfig | ConfigFile, source: str, files: ConfigFiles) -> tuple[Node, str]:
+def _parse_fsdp_config(config: FsdpConfig | ConfigFile, source: str) -> tuple[Node, str]:
     """Return the content and the name of its source."""
     if isinstance(config, str | Path):
         text = str(config).strip()
@@ -109,7 +107,7 @@ def _parse_fsdp_config(config: FsdpConfig | ConfigFile, source: str, files: Conf
             return parse_text(text, source=f"{source} fsdp_config", is_json=True), f"{source} fsdp_config"
         config = ConfigFile.at(config)
     if isinstance(config, Mapping | ConfigFile):
-        return files.tree(config, source=source), config.shown if isinstance(config, ConfigFile) else source
+        return config_tree(config, source=source), config.shown if isinstance(config, ConfigFile) else source
     message = f"fsdp_config is {entry_of('', config).value.shown}; expected a dict, a path or JSON text."
     raise ConfigFileError("FSDP-E034", message, "Pass a dict.", source=source)
 

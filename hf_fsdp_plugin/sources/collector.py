@@ -6,34 +6,13 @@ import re
 from collections.abc import Collection, Iterable, Sequence
 from typing import Final
 
+from hf_fsdp_plugin import spellings, vocabulary
 from hf_fsdp_plugin.problems import Origin, Problem
 from hf_fsdp_plugin.sources.interface import Dialect, Setting, SourceSettings
 from hf_fsdp_plugin.sources.tree import ConfigEntry, Entries, ObjectText, from_python, one_line
-from hf_fsdp_plugin.spellings import (
-    BLANKS,
-    FALSE_WORDS,
-    NULL_WORDS,
-    TRUE_WORDS,
-    did_you_mean,
-    look_up,
-    nearest_word,
-    text_of,
-    without_prefix,
-    word_of,
-)
+from hf_fsdp_plugin.spellings import BLANKS, FALSE_WORDS, TRUE_WORDS, word_of
 from hf_fsdp_plugin.strategies import STRATEGIES
-from hf_fsdp_plugin.vocabulary import (
-    MODE_PREFIXES,
-    MODES,
-    STRATEGY_PREFIXES,
-    UNSUPPORTED_KEYS,
-    Scope,
-    SettingRow,
-    canonical_setting,
-    find_row,
-    plain_key,
-    similar_key,
-)
+from hf_fsdp_plugin.vocabulary import Scope, SettingRow, find_row, plain_key
 
 AUTO_WRAP = "wrap.auto"
 """Internal name of the ``auto_wrap`` option, which leaves the wrap policy to the other settings."""
@@ -133,12 +112,12 @@ class Collector:
 
     def add_entry(self, row: SettingRow, entry: ConfigEntry) -> None:
         """Add one key. Null means that it is not set. Any other value without content (``""``, ``[]``) is an error."""
-        if row.scope in FSDP_SCOPES or row.kind == "options":
+        if row.scope in FSDP_SCOPES:
             self.mentions_fsdp = True
         if row.opens is not None and not (row.opens == "precision" and not entry.value.is_mapping):
             self._add_section(row, entry)
         elif row.kind == "options":
-            self._add_options(entry)
+            self.add_options(entry)
         elif row.ignored and row.internal:
             self._report_ignored(row, entry)
         elif not self._has_value(row, entry):
@@ -158,31 +137,30 @@ class Collector:
             self.add(row.name, entry)
 
     def _report_ignored(self, row: SettingRow, entry: ConfigEntry) -> None:
-        value = entry.value.plain()
-        if value not in row.stock:
+        if not entry.value.is_empty and word_of(entry.value.value) not in row.stock:
             self.report("FSDP-W026", entry, f"'{entry.key}' {row.ignored}", "Remove it.")
 
     def _has_value(self, row: SettingRow, entry: ConfigEntry) -> bool:
         """Whether an entry has a value. Record null, and report any other value without content."""
         raw = entry.value.value
         word = word_of(raw) if isinstance(raw, str) else None
-        is_choice = word is not None and look_up(row.choices, word) is not None
+        is_choice = word is not None and spellings.look_up(row.choices, word) is not None
         if (raw is None or word is not None) and word in self.nulls and not is_choice:
             self.not_set.append(Setting(name=row.name, value=None, origin=self._origin(entry)))
             return False
-        is_null = word in NULL_WORDS and not is_choice
+        is_null = word in spellings.NULL_WORDS and not is_choice
         if not is_null and (not entry.value.is_empty or (row.kind in ("mapping", "any") and word is None)):
             return True
         message = f"{entry.key} is {entry.value.shown}, which is not a value."
         fix = f"Write a value for {entry.key}, or leave it out."
-        self.report("FSDP-E050", entry, message, fix, setting=canonical_setting(row.name))
+        self.report("FSDP-E050", entry, message, fix, setting=vocabulary.canonical_setting(row.name))
         return False
 
-    def add_key(self, scope: Scope, key: str, value: object, *, written: str = "", is_switch: bool = False) -> None:
+    def add_key(self, scope: Scope, key: str, value: object, *, written: str = "") -> None:
         """Add a key of the vocabulary with a Python value. Messages contain the key as `written`, by default `key`."""
         row = find_row(key, (scope,))
         assert row is not None, f"the vocabulary has no key {key} in the scope {scope}"
-        self.add_entry(row, entry_of(written or key, value, is_switch=is_switch))
+        self.add_entry(row, entry_of(written or key, value))
 
     def add(self, name: str, entry: ConfigEntry, *, value: object = ..., implied: bool = False) -> None:
         """Add a setting by its canonical name, with the value of the entry or with `value`."""
@@ -209,8 +187,9 @@ class Collector:
         self.mentions_fsdp |= row.opens == "fsdp"
         self.add_mapping(entry.value.value, FSDP_SCOPES if row.opens == "fsdp" else (row.opens,))
 
-    def _add_options(self, entry: ConfigEntry) -> None:
+    def add_options(self, entry: ConfigEntry) -> None:
         """Add the value of ``fsdp``: options separated by spaces or commas, a list of options, or a bool."""
+        self.mentions_fsdp = True
         value = entry.value.value
         if isinstance(value, Entries):
             self.add_mapping(value, FSDP_SCOPES)
@@ -222,7 +201,7 @@ class Collector:
             self._report_option(entry, value)
             return
         nodes = value if isinstance(value, tuple) else (entry.value,)
-        options = _split_options(" ".join(text_of(node.value) for node in nodes))
+        options = _split_options(" ".join(spellings.text_of(node.value) for node in nodes))
         if not options or (len(options) == 1 and options[0] in FALSE_WORDS):
             self.mentions_fsdp = False
             self.add("launch.distributed_type", entry, value="NO", implied=True)
@@ -243,7 +222,7 @@ class Collector:
     def _report_option(self, entry: ConfigEntry, option: str) -> None:
         known = (*STRATEGIES, *_SETTING_OF_OPTION)
         message = f"'{one_line(option)}' is not a valid fsdp option; expected {', '.join(known)}, true or false."
-        fix = did_you_mean(nearest_word(option, known), "Remove it.")
+        fix = spellings.did_you_mean(spellings.nearest_word(option, known), "Remove it.")
         self.report("FSDP-E023", entry, message, fix, setting="sharding.strategy")
 
     def _add_flag(self, row: SettingRow, entry: ConfigEntry) -> None:
@@ -263,11 +242,10 @@ class Collector:
 
     def _add_param_dtype(self, entry: ConfigEntry, mode: object) -> None:
         """Add the parameter dtype that a mixed precision mode implies, if the mode is valid."""
-        found = look_up(MODES, mode, MODE_PREFIXES)
-        if found in ("bf16", "fp16"):
-            self.add("precision.param", entry, value=found, implied=True)
-        elif found == "no":
-            self.add("precision.param", entry, value="auto", implied=True)
+        row = vocabulary.BY_NAME["launch.mixed_precision"]
+        found = spellings.look_up(row.choices, mode, row.prefixes)
+        if found in ("bf16", "fp16", "no"):
+            self.add("precision.param", entry, value="auto" if found == "no" else found, implied=True)
 
     def _warn_misplaced(self, row: SettingRow, entry: ConfigEntry) -> None:
         section = "parallelism_config" if row.scope == "parallelism" else "fsdp_config"
@@ -276,14 +254,15 @@ class Collector:
 
     def _report_unknown(self, entry: ConfigEntry, scopes: Sequence[Scope]) -> None:
         for scope in scopes:
-            if unsupported := UNSUPPORTED_KEYS.get((scope, plain_key(entry.key, scope))):
+            if unsupported := vocabulary.UNSUPPORTED_KEYS.get((scope, plain_key(entry.key, scope))):
                 self.report(unsupported.code, entry, f"'{entry.key}' {unsupported.why}", unsupported.fix)
                 return
         if entry.key.startswith("_"):
             message = f"'{one_line(entry.key)}' begins with an underscore and is ignored as a comment."
             self.report("FSDP-N027", entry, message)
             return
-        fix = did_you_mean(similar_key(entry.key, scopes), "Remove it, or see hf-fsdp schema for the list of keys.")
+        nearest = vocabulary.similar_key(entry.key, scopes)
+        fix = spellings.did_you_mean(nearest, "Remove it, or see hf-fsdp schema for the list of keys.")
         self.report("FSDP-E020", entry, f"unknown key '{one_line(entry.key)}'.", fix)
 
 
@@ -310,7 +289,7 @@ def _split_options(text: str) -> list[str]:
 
 def _without_prefix(word: str) -> str:
     """Return ``full_shard`` for ``fsdpoption.full_shard``. ``fsdpoption.true`` is not a word for true."""
-    option = without_prefix(word, STRATEGY_PREFIXES)
+    option = spellings.without_prefix(word, vocabulary.BY_NAME["sharding.strategy"].prefixes)
     return word if option in TRUE_WORDS | FALSE_WORDS else option
 
 

@@ -73,42 +73,12 @@ class GivenFlag(NamedTuple):
         return self.written if self.value is None else f"{self.written}={self.value}"
 
 
-class LaunchLine(NamedTuple):
-    """The arguments of ``accelerate launch``, parsed.
-
-    Attributes:
-        flags: the words before the script.
-        config_file: the value of ``--config_file``; empty if not given.
-        script: the script or module; empty if there is none.
-    """
-
-    flags: tuple[str, ...]
-    config_file: str
-    script: str
-    is_module: bool
-    no_python: bool
-    script_arguments: tuple[str, ...]
-
-
-def split_launch(argv: Sequence[str]) -> LaunchLine:
-    """Split the arguments of ``accelerate launch`` into its flags, the script and the script's arguments."""
-    values: dict[str, str] = {}
+def flags_before_script(argv: Sequence[str]) -> tuple[str, ...]:
+    """Return the flags in the arguments of ``accelerate launch``, which end at the script."""
     position = 0
     while position < len(argv) and argv[position].startswith("-") and argv[position] != "--":
-        flag = _parse_flag(argv, position)
-        values[flag.name] = flag.text
-        position += flag.num_words
-    rest = list(argv[position:])
-    if rest[:1] == ["--"]:
-        rest = rest[1:]
-    return LaunchLine(
-        flags=tuple(argv[:position]),
-        config_file=values.get("config_file", ""),
-        script=rest[0] if rest else "",
-        is_module="module" in values,
-        no_python="no_python" in values,
-        script_arguments=tuple(rest[1:]),
-    )
+        position += _parse_flag(argv, position).num_words
+    return tuple(argv[:position])
 
 
 def parse_flags(argv: Sequence[str]) -> Iterator[GivenFlag]:
@@ -137,12 +107,14 @@ def read(sources: Sources) -> SourceSettings | None:
                 arguments.report("FSDP-E102", _entry(flag), message, "Keep one of them.")
         else:
             _add_flag(flags, flag)
-    value = given["fsdp"].value if "fsdp" in given else None
-    fsdp = True if "fsdp" in given and value is None else value
-    fsdp_config = given["fsdp_config"].text if "fsdp_config" in given else None
-    written = {name: flag.written for name, flag in given.items()}
-    add_fsdp_arguments(arguments, fsdp, fsdp_config, sources.files, flags=written)
-    if "fsdp" in given and not arguments.mentions_fsdp:
+    fsdp, config = given.get("fsdp"), given.get("fsdp_config")
+    add_fsdp_arguments(
+        arguments,
+        _entry(fsdp) if fsdp is not None else None,
+        config.text if config is not None else None,
+        config_key=config.written if config is not None else "",
+    )
+    if fsdp is not None and not arguments.mentions_fsdp:
         _deactivate(flags, arguments)
     from_arguments, from_flags = arguments.result("training_arguments"), flags.result("accelerate")
     return SourceSettings(

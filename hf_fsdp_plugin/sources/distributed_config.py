@@ -13,7 +13,7 @@ from typing import Final
 
 from hf_fsdp_plugin.problems import Origin, Problem
 from hf_fsdp_plugin.sources.collector import Collector, entry_of
-from hf_fsdp_plugin.sources.interface import ConfigFile, Sources, SourceSettings
+from hf_fsdp_plugin.sources.interface import ConfigFile, Sources, SourceSettings, config_tree
 from hf_fsdp_plugin.sources.tree import ConfigEntry, ConfigFileError
 from hf_fsdp_plugin.spellings import FALSE_WORDS, TRUE_WORDS, word_of
 from hf_fsdp_plugin.strategies import strategy_of
@@ -52,7 +52,7 @@ def read(sources: Sources) -> SourceSettings | None:
         given = given.to_dict()
     out = Collector(given.shown if isinstance(given, ConfigFile) else SOURCE)
     try:
-        tree = sources.files.tree(given, source=SOURCE)
+        tree = config_tree(given, source=SOURCE)
     except ConfigFileError as error:
         return SourceSettings(problems=(error.problem,))
     # A field that is null has its default, as in Transformers.

@@ -9,16 +9,8 @@ from pathlib import Path
 from typing import Any, Final, Literal
 
 from hf_fsdp_plugin.problems import Origin, Problem
-from hf_fsdp_plugin.sources.tree import (
-    MAX_DEPTH,
-    MAX_NODES,
-    ConfigFileError,
-    Node,
-    dict_tree,
-    from_python,
-    one_line,
-    parse_text,
-)
+from hf_fsdp_plugin.sources import tree
+from hf_fsdp_plugin.sources.tree import ConfigFileError, Node
 from hf_fsdp_plugin.vocabulary import canonical_setting
 
 MAX_BYTES = 1 << 20
@@ -48,25 +40,11 @@ class ConfigFile:
         return cls(path=Path(os.path.expanduser(path)).absolute(), shown=str(path))
 
 
-class ConfigFiles:
-    """Parses configs. A file is parsed again only if its size or modification time changes."""
-
-    def __init__(self) -> None:
-        self._trees: dict[tuple[ConfigFile, int, int], Node] = {}
-
-    def tree(self, file: ConfigFile | Mapping[str, Any], *, source: str) -> Node:
-        """Return the content of a file or dict. Raises ``ConfigFileError``; `source` is the name of a dict in it."""
-        if isinstance(file, Mapping):
-            return dict_tree(file, source=source)
-        try:
-            status = os.stat(file.path)
-            key = file, status.st_mtime_ns, status.st_size
-        except (OSError, ValueError):
-            key = file, -1, -1  # read_text reports the reason
-        if key not in self._trees:
-            is_json = file.path.suffix.lower() == ".json"
-            self._trees[key] = parse_text(read_text(file), source=file.shown, is_json=is_json)
-        return self._trees[key]
+def config_tree(file: ConfigFile | Mapping[str, Any], *, source: str) -> Node:
+    """Return the content of a file or dict. Raises ``ConfigFileError``; `source` is the name of a dict in it."""
+    if isinstance(file, Mapping):
+        return tree.dict_tree(file, source=source)
+    return tree.parse_text(read_text(file), source=file.shown, is_json=file.path.suffix.lower() == ".json")
 
 
 def read_text(file: ConfigFile) -> str:
@@ -103,7 +81,7 @@ def _read_bytes(path: Path, source: str) -> bytes:
         raise ConfigFileError("FSDP-E003", "permission denied.", fix, source=source) from None
     except (OSError, ValueError) as error:
         message = f"the file cannot be read: {getattr(error, 'strerror', None) or error}."
-        raise ConfigFileError("FSDP-E003", message, "Check the path.", source=one_line(source)) from None
+        raise ConfigFileError("FSDP-E003", message, "Check the path.", source=tree.one_line(source)) from None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -115,7 +93,6 @@ class Sources:
         distributed_config: a ``DistributedConfig``, a dict with its fields, or a ``ConfigFile`` with them.
         world_size: the value of ``check --world-size``, a number of ranks with the precedence of ``--set``.
         problems: the problems found by :func:`sources.launchers.locate_config`.
-        files: the config files parsed so far. Copies made with ``dataclasses.replace`` share it.
     """
 
     config: ConfigFile | Mapping[str, Any] | None = None
@@ -130,7 +107,6 @@ class Sources:
     default_file: bool = False
     as_launched: bool = False
     problems: tuple[Problem, ...] = ()
-    files: ConfigFiles = field(default_factory=ConfigFiles, compare=False, repr=False)
 
 
 def config_of(config: str | Path | ConfigFile | Mapping[str, Any] | None) -> ConfigFile | Mapping[str, Any] | None:
@@ -226,7 +202,7 @@ def check_arguments(sources: Sources) -> tuple[Problem, ...]:
 
 def _wrong_type(name: str, value: Any, expected: str) -> Problem:
     is_container = isinstance(value, Mapping | Set | list | tuple)
-    given = f"a {type(value).__name__} of other values" if is_container else from_python(value).text or repr(value)
+    given = f"a {type(value).__name__} of other values" if is_container else tree.from_python(value).text or repr(value)
     message = f"{name} is {given}; expected {expected}."
     return Problem(code="FSDP-E055", message=message, fix=f"Pass {expected}.", origin=Origin(source=name))
 
@@ -278,7 +254,7 @@ def _is_too_deep(value: Any) -> bool:
         if isinstance(node, Mapping):
             node = tuple(node.values())
         if isinstance(node, list | tuple | Set):
-            if depth >= MAX_DEPTH or num_nodes + len(waiting) + len(node) > MAX_NODES:
+            if depth >= tree.MAX_DEPTH or num_nodes + len(waiting) + len(node) > tree.MAX_NODES:
                 return True
             waiting += [(item, depth + 1) for item in node]
     return False

@@ -16,16 +16,16 @@ the launcher's command line from the process table, and then the launcher's conf
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
 
 from hf_fsdp_plugin.problems import Origin, Problem
 from hf_fsdp_plugin.sources import environment
-from hf_fsdp_plugin.sources.command_line import LaunchLine, split_launch
+from hf_fsdp_plugin.sources.command_line import flags_before_script, parse_flags
 from hf_fsdp_plugin.sources.interface import ConfigFile, Sources
 
 LAUNCH_VARIABLE = "HF_FSDP_LAUNCH"
@@ -36,18 +36,6 @@ CONFIG_NOT_FOUND = Problem(
     fix="Use hf-fsdp launch --config_file, or call hf_fsdp_plugin.install(config) in the script.",
     origin=Origin(source=environment.SOURCE),
 )
-
-
-class AccelerateLaunch(NamedTuple):
-    """Arguments of the ``accelerate launch`` command.
-
-    Attributes:
-        config: the config file; ``None`` if there is none.
-        flags: the launcher's flags, as on the command line.
-    """
-
-    config: ConfigFile | None
-    flags: tuple[str, ...]
 
 
 def locate_config(sources: Sources) -> Sources:
@@ -61,11 +49,11 @@ def locate_config(sources: Sources) -> Sources:
     if sources.config is None and sources.as_launched:
         launch = find_launch(variables)
         if launch is not None:
-            shown = launch.config.shown if launch.config is not None else "the launcher's flags"
+            config, flags = launch
+            shown = config.shown if config is not None else "the launcher's flags"
             message = f"this process was started by accelerate launch; its settings are read from {shown}."
             problems.append(Problem(code="FSDP-N040", message=message))
-            flags = (*launch.flags, *sources.command_line)
-            sources = replace(sources, config=launch.config, command_line=flags, environ={})
+            sources = replace(sources, config=config, command_line=(*flags, *sources.command_line), environ={})
         elif environment.written_by_accelerate(variables):
             problems.append(CONFIG_NOT_FOUND)
     if sources.config is None and sources.default_file:
@@ -78,39 +66,32 @@ def locate_config(sources: Sources) -> Sources:
     return replace(sources, as_launched=False, default_file=False, problems=tuple(problems))
 
 
-def find_launch(
-    variables: Mapping[str, str], *, proc: Path = Path("/proc"), pid: int | None = None
-) -> AccelerateLaunch | None:
-    """Return the ``accelerate launch`` that started this process; ``None`` if there was none.
+def find_launch(variables: Mapping[str, str]) -> tuple[ConfigFile | None, tuple[str, ...]] | None:
+    """Return config and flags of the ``accelerate launch`` that is a parent of this process; ``None`` without one."""
+    import psutil  # few processes need it
 
-    Args:
-        variables: the environment variables of this process.
-        proc: the process file system. Without one (macOS), only Accelerate's default file can be found.
-        pid: the process whose parents are searched; by default the current one.
-    """
     default = default_config_file(variables)
-    for process in _parent_processes(proc / str(os.getpid() if pid is None else pid)):
-        if (line := launch_line(_command_line_of(process))) is None:
-            continue
-        if not line.config_file:
-            return AccelerateLaunch(config=default, flags=line.flags)
-        path = _directory_of(process) / Path(line.config_file).expanduser()
-        return AccelerateLaunch(config=ConfigFile(path=path, shown=line.config_file), flags=line.flags)
-    if environment.written_by_accelerate(variables) and default is not None:
-        return AccelerateLaunch(config=default, flags=())
-    return None
+    with contextlib.suppress(psutil.Error):  # a parent has ended, or belongs to another user
+        for process in psutil.Process().parents():
+            if (flags := launch_flags(process.cmdline())) is None:
+                continue
+            named = [flag.text for flag in parse_flags(flags) if flag.name == "config_file" and flag.text]
+            if not named:
+                return default, flags
+            return ConfigFile(path=Path(process.cwd(), os.path.expanduser(named[-1])), shown=named[-1]), flags
+    return (default, ()) if environment.written_by_accelerate(variables) and default is not None else None
 
 
-def launch_line(words: Sequence[str]) -> LaunchLine | None:
-    """Parse the command line of a process; return ``None`` if it is not ``accelerate launch``."""
+def launch_flags(words: Sequence[str]) -> tuple[str, ...] | None:
+    """Return the flags in the command line of a process; ``None`` if it is not ``accelerate launch``."""
     for position, word in enumerate(words[:4]):
         name = os.path.basename(word)
         is_file = word.replace(os.sep, "/").endswith("accelerate/commands/launch.py")
         if is_file or name == "accelerate-launch" or word == "accelerate.commands.launch":
-            return split_launch(words[position + 1 :])
+            return flags_before_script(words[position + 1 :])
         is_command = name == "accelerate" or word == "accelerate.commands.accelerate_cli"
         if is_command and words[position + 1 : position + 2] == ["launch"]:
-            return split_launch(words[position + 2 :])
+            return flags_before_script(words[position + 2 :])
     return None
 
 
@@ -119,36 +100,6 @@ def default_config_file(variables: Mapping[str, str]) -> ConfigFile | None:
     folder = Path(environment.accelerate_cache(variables))
     paths = (folder / f"default_config.{suffix}" for suffix in ("yaml", "json"))
     return next((ConfigFile(path=path, shown=str(path)) for path in paths if path.is_file()), None)
-
-
-def _parent_processes(process: Path) -> Iterator[Path]:
-    """Yield the folders of a process's parent, its parent's parent and so on, without process 1."""
-    for _ in range(32):
-        try:
-            stat = (process / "stat").read_text(errors="replace")
-            pid = int(stat.rpartition(")")[2].split()[1])  # the name in parentheses may contain spaces
-        except (OSError, ValueError, IndexError):
-            return
-        if pid <= 1:
-            return
-        process = process.with_name(str(pid))
-        yield process
-
-
-def _command_line_of(process: Path) -> Sequence[str]:
-    try:
-        data = (process / "cmdline").read_bytes()
-    except OSError:
-        return ()
-    return [word.decode(errors="replace") for word in data.split(b"\0")[:-1]]
-
-
-def _directory_of(process: Path) -> Path:
-    """Return the working directory of a process, to which paths on its command line are relative."""
-    try:
-        return (process / "cwd").readlink()
-    except OSError:
-        return Path()
 
 
 def user_variables(environ: Mapping[str, str]) -> dict[str, str]:

@@ -9,7 +9,8 @@ from typing import Any
 
 from hf_fsdp_plugin.sources.accelerate_file import FsdpConfig, add_fsdp_config
 from hf_fsdp_plugin.sources.collector import Collector, entry_of
-from hf_fsdp_plugin.sources.interface import ConfigFiles, Sources, SourceSettings
+from hf_fsdp_plugin.sources.interface import Sources, SourceSettings
+from hf_fsdp_plugin.sources.tree import ConfigEntry
 
 SOURCE = "TrainingArguments"
 KEYS = ("bf16", "fp16", "fp8", "gradient_checkpointing", "activation_checkpointing", "use_cpu", "no_cuda")
@@ -32,7 +33,8 @@ def read(sources: Sources) -> SourceSettings | None:
         if key in given:
             out.add_key("training", key, given[key])
     old = {key: given[key] for key in OLD_KEYS if key in given}
-    add_fsdp_arguments(out, arguments.get("fsdp"), arguments.get("fsdp_config"), sources.files, old)
+    fsdp = entry_of("fsdp", arguments["fsdp"]) if arguments.get("fsdp") is not None else None
+    add_fsdp_arguments(out, fsdp, arguments.get("fsdp_config"), old)
     return out.result("training_arguments")
 
 
@@ -43,31 +45,29 @@ def _is_default(value: Any) -> bool:
 
 def add_fsdp_arguments(
     out: Collector,
-    fsdp: FsdpOptions,
+    fsdp: ConfigEntry | None,
     fsdp_config: FsdpConfig,
-    files: ConfigFiles,
     old_arguments: Mapping[str, Any] = MappingProxyType({}),
     *,
-    flags: Mapping[str, str] = MappingProxyType({}),
+    config_key: str = "fsdp_config",
 ) -> None:
     """Add the arguments ``fsdp`` and ``fsdp_config``. As in Transformers, only ``fsdp`` enables FSDP.
 
     Args:
         old_arguments: the arguments in ``OLD_KEYS``, which are part of ``fsdp_config`` today.
-        flags: argument -> the flag as written, for arguments from a command line.
+        config_key: the key or flag of ``fsdp_config`` as written.
     """
     if fsdp is not None:
-        out.add_key("training", "fsdp", fsdp, written=flags.get("fsdp", ""), is_switch="fsdp" in flags and fsdp is True)
+        out.add_options(fsdp)
     inner = Collector(out.source)
     for key, value in old_arguments.items():
         inner.add_key("fsdp", key, value)
     if isinstance(fsdp_config, str) and not fsdp_config.strip():
         if out.mentions_fsdp:
-            written = flags.get("fsdp_config", "fsdp_config")
-            message = f"{written} is {fsdp_config!r}, which is not a value."
-            out.report("FSDP-E050", entry_of(written, fsdp_config), message, "Write JSON, or the path of a file.")
+            message = f"{config_key} is {fsdp_config!r}, which is not a value."
+            out.report("FSDP-E050", entry_of(config_key, fsdp_config), message, "Write JSON, or the path of a file.")
     elif fsdp_config is not None and fsdp_config != {}:
-        add_fsdp_config(inner, fsdp_config, files)
+        add_fsdp_config(inner, fsdp_config)
     if out.mentions_fsdp:
         out.extend(inner)
     else:

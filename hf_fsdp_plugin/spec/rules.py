@@ -1,11 +1,11 @@
-"""Rules between settings. Each rule is a function that takes a spec and yields the problems that it finds."""
+"""Rules between settings: functions that take a spec and yield the problems that they find."""
 
 from __future__ import annotations
 
 import importlib.util
 import re
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Final
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from hf_fsdp_plugin.problems import Problem
 from hf_fsdp_plugin.sources.accelerate_file import equivalent_settings
@@ -27,39 +27,50 @@ FSDP_SECTIONS = frozenset(
 )
 
 
-def check_engine(spec: FsdpSpec) -> Iterator[Problem]:
-    """Reject configs for DeepSpeed and Megatron-LM."""
-    kind = spec.launch.distributed_type
+def check_rules(spec: FsdpSpec) -> tuple[Problem, ...]:
+    """Return all problems that the rules find."""
+    rules = (_check_engine, _check_ranks, _check_units, _check_precision, check_fsdp2_support, _check_loading)
+    return tuple(problem for rule in rules for problem in rule(spec))
+
+
+def _check_engine(spec: FsdpSpec) -> Iterator[Problem]:
+    """Reject other engines than PyTorch's FSDP, and report FSDP settings without FSDP, and FSDP without settings."""
+    kind, extra = spec.launch.distributed_type, spec.launch.extra
     if kind in OTHER_ENGINES:
         message = f"distributed_type is {kind}: this is a config for {OTHER_ENGINES[kind]}, not for FSDP."
-        section = spec.launch.extra.get("deepspeed_config")
+        section = extra.get("deepspeed_config")
         settings = equivalent_settings(section) if isinstance(section, Mapping) else []
         equivalent = f" with {', '.join(settings)}" if settings else ""
         fix = f"Set distributed_type: FSDP and an fsdp_config{equivalent}, or use accelerate launch."
         yield spec.problem("FSDP-E120", "launch.distributed_type", message, fix)
-        return
-    for engine in OTHER_ENGINES.values():
+    for engine in () if kind in OTHER_ENGINES else OTHER_ENGINES.values():
         key = f"{engine.lower().replace('-', '_')}_config"
-        if spec.launch.extra.get(key):
+        if extra.get(key):
             message = f"{key} is set; this plugin runs FSDP, not {engine}."
             yield spec.problem("FSDP-E120", "launch.extra", message, f"Remove {key}, or use accelerate launch.")
-
-
-def check_fp8(spec: FsdpSpec) -> Iterator[Problem]:
-    if spec.launch.extra.get("fp8_config"):
+    if extra.get("fp8_config"):
         message = "fp8 is configured. It is implemented inside the model (torchao, TransformerEngine), not by FSDP."
         fix = "Remove fp8_config and ACCELERATE_FP8_BACKEND, and set mixed_precision: bf16."
         yield spec.problem("FSDP-E121", "launch.extra", message, fix)
+    yield from _check_enabled(spec)
+    yield from _check_xla(spec)
 
 
-def check_fsdp_enabled(spec: FsdpSpec) -> Iterator[Problem]:
+def _check_enabled(spec: FsdpSpec) -> Iterator[Problem]:
     """Report a ``distributed_type`` other than FSDP, for which stock Accelerate ignores all FSDP settings."""
     kind = spec.launch.distributed_type
-    if kind == "FSDP" or kind in OTHER_ENGINES or kind in XLA_TYPES:
-        return
+    given = [name for name in spec.origins if name.partition(".")[0] in FSDP_SECTIONS]
     # Variables alone do not enable FSDP. Transformers sets some of them in every run.
-    asked = [name for name in _fsdp_settings(spec) if enables_fsdp(name, spec.get(name), spec.origin(name))]
-    if asked:
+    asked = [name for name in given if enables_fsdp(name, spec.get(name), spec.origin(name))]
+    if kind == "FSDP" and spec.asked("launch.distributed_type") and not given:
+        message = (
+            f"FSDP is enabled with defaults only: FSDP{spec.fsdp.version}, {spec.sharding.strategy}, "
+            f"wrap policy {spec.wrap.policy}, {spec.checkpoint.state_dict} checkpoints."
+        )
+        yield spec.problem("FSDP-N125", "launch.distributed_type", message)
+    elif kind in ("FSDP", *OTHER_ENGINES, *XLA_TYPES):
+        return
+    elif asked:
         message = f"distributed_type is {kind}, but FSDP settings are given ({spec.origin(asked[0])}, …)."
         fix = "Set distributed_type: FSDP, or remove the fsdp_config."
         yield spec.problem("FSDP-E123", "launch.distributed_type", message, fix)
@@ -94,22 +105,9 @@ def check_defaults_without_script(spec: FsdpSpec) -> Iterator[Problem]:
         yield spec.problem("FSDP-N161", next(iter(of_script)), message, f"Set {keys}.")
 
 
-def check_defaults_only(spec: FsdpSpec) -> Iterator[Problem]:
-    is_fsdp = spec.launch.distributed_type == "FSDP" and spec.asked("launch.distributed_type")
-    if is_fsdp and not _fsdp_settings(spec):
-        message = (
-            f"FSDP is enabled with defaults only: FSDP{spec.fsdp.version}, {spec.sharding.strategy}, "
-            f"wrap policy {spec.wrap.policy}, {spec.checkpoint.state_dict} checkpoints."
-        )
-        yield spec.problem("FSDP-N125", "launch.distributed_type", message)
-
-
-def _fsdp_settings(spec: FsdpSpec) -> list[str]:
-    return [name for name in spec.origins if name.partition(".")[0] in FSDP_SECTIONS]
-
-
-def check_xla(spec: FsdpSpec) -> Iterator[Problem]:
+def _check_xla(spec: FsdpSpec) -> Iterator[Problem]:
     """Leave runs with ``xla: true`` to Transformers if torch_xla is installed, and refuse them otherwise."""
+    name = "xla.enabled" if spec.xla.enabled else "xla.v2"
     if spec.launch.distributed_type in XLA_TYPES:
         message = "the FSDP of PyTorch/XLA (for TPUs) is not supported by this launcher."
         fix = "Use accelerate launch on a TPU, or set distributed_type: FSDP to use PyTorch's FSDP."
@@ -117,22 +115,52 @@ def check_xla(spec: FsdpSpec) -> Iterator[Problem]:
     elif spec.uses_xla and importlib.util.find_spec("torch_xla") is None:
         message = "this setting selects the FSDP of PyTorch/XLA, which needs torch_xla, and torch_xla is not installed."
         fix = "Remove the xla settings to use PyTorch's FSDP, or install torch_xla on a TPU machine."
-        yield spec.problem("FSDP-E126", _xla_setting(spec), message, fix)
+        yield spec.problem("FSDP-E126", name, message, fix)
     elif spec.uses_xla:
         message = (
             "Transformers runs the FSDP of PyTorch/XLA with its own code. This package shards nothing and writes no "
             "report or checkpoints of its own."
         )
-        fix = "Remove the xla settings to use PyTorch's FSDP."
-        yield spec.problem("FSDP-W163", _xla_setting(spec), message, fix)
+        yield spec.problem("FSDP-W163", name, message, "Remove the xla settings to use PyTorch's FSDP.")
     elif spec.xla.grad_ckpt or spec.xla.settings:
         name = "xla.grad_ckpt" if spec.xla.grad_ckpt else "xla.settings"
         fix = "Use fsdp_activation_checkpointing, or remove the key."
         yield spec.problem("FSDP-W127", name, "the setting has no effect without xla: true.", fix)
 
 
-def _xla_setting(spec: FsdpSpec) -> str:
-    return "xla.enabled" if spec.xla.enabled else "xla.v2"
+def _check_ranks(spec: FsdpSpec) -> Iterator[Problem]:
+    """Check the sizes of the mesh, and the machines."""
+    yield from check_mesh_size(spec)
+    launch, strategy = spec.launch, spec.sharding.strategy
+    is_sharded = STRATEGIES[strategy].is_sharded
+    num_ranks = [size for size in (spec.mesh.replicate, launch.num_processes) if size != "auto"]
+    if not is_sharded and spec.mesh.shard not in ("auto", 1):
+        message = f"{strategy} does not shard the model, but the shard size is {spec.mesh.shard}."
+        yield spec.problem("FSDP-E130", "mesh.shard", message, "Remove the shard size, or use full_shard.")
+    elif is_sharded and spec.mesh.shard == 1 and max(num_ranks, default=1) > 1 and spec.asked("sharding.strategy"):
+        message = f"{strategy} with a shard size of 1 does not shard the model."
+        yield spec.problem("FSDP-E130", "mesh.shard", message, "Use no_shard, or a larger shard size.")
+    num_machines = launch.num_machines
+    if launch.machine_rank >= num_machines:
+        message = f"machine_rank is {launch.machine_rank}, but num_machines is {num_machines}; ranks begin at 0."
+        fix = f"Set a rank from 0 to {num_machines - 1}."
+        yield spec.problem("FSDP-E131", "launch.machine_rank", message, fix)
+    if launch.num_processes != "auto" and launch.num_processes % num_machines:
+        message = f"num_processes={launch.num_processes} is not divisible by num_machines={num_machines}."
+        fix = f"num_processes is the total of all machines: set a multiple of {num_machines}."
+        yield spec.problem("FSDP-E132", "launch.num_processes", message, fix)
+    largest = BY_NAME["launch.main_process_port"].maximum
+    if largest is not None and launch.main_process_port > largest:
+        message = f"main_process_port={launch.main_process_port} is not a valid port."
+        yield spec.problem("FSDP-E133", "launch.main_process_port", message, f"Choose a port from 0 to {largest}.")
+    if num_machines > 1 and not launch.main_process_ip and launch.machine_rank > 0:
+        message = f"num_machines is {num_machines}, but main_process_ip is not set."
+        fix = "Set it to the address of machine 0, in the config or on the command line."
+        yield spec.problem("FSDP-W134", "launch.main_process_ip", message, fix)
+    if launch.compute_environment == "AMAZON_SAGEMAKER":
+        message = "compute_environment is AMAZON_SAGEMAKER; the SageMaker launcher is not supported by this plugin."
+        fix = "Inside the job, use hf-fsdp launch with compute_environment: LOCAL_MACHINE."
+        yield spec.problem("FSDP-W135", "launch.compute_environment", message, fix)
 
 
 def check_mesh_size(spec: FsdpSpec) -> Iterator[Problem]:
@@ -152,57 +180,35 @@ def check_mesh_size(spec: FsdpSpec) -> Iterator[Problem]:
             yield spec.problem("FSDP-E129", name, message, f"Choose a divisor of {world}.")
 
 
-def check_mesh_strategy(spec: FsdpSpec) -> Iterator[Problem]:
-    strategy, shard, replicate = spec.sharding.strategy, spec.mesh.shard, spec.mesh.replicate
-    is_sharded = STRATEGIES[strategy].is_sharded
-    num_ranks = [size for size in (replicate, spec.launch.num_processes) if size != "auto"]
-    if not is_sharded and shard not in ("auto", 1):
-        message = f"{strategy} does not shard the model, but the shard size is {shard}."
-        yield spec.problem("FSDP-E130", "mesh.shard", message, "Remove the shard size, or use full_shard.")
-    elif is_sharded and shard == 1 and max(num_ranks, default=1) > 1 and spec.asked("sharding.strategy"):
-        message = f"{strategy} with a shard size of 1 does not shard the model."
-        yield spec.problem("FSDP-E130", "mesh.shard", message, "Use no_shard, or a larger shard size.")
-
-
-def check_machines(spec: FsdpSpec) -> Iterator[Problem]:
-    launch = spec.launch
-    num_machines = launch.num_machines
-    if launch.machine_rank >= num_machines:
-        message = f"machine_rank is {launch.machine_rank}, but num_machines is {num_machines}; ranks begin at 0."
-        fix = f"Set a rank from 0 to {num_machines - 1}."
-        yield spec.problem("FSDP-E131", "launch.machine_rank", message, fix)
-    if launch.num_processes != "auto" and launch.num_processes % num_machines:
-        message = f"num_processes={launch.num_processes} is not divisible by num_machines={num_machines}."
-        fix = f"num_processes is the total of all machines: set a multiple of {num_machines}."
-        yield spec.problem("FSDP-E132", "launch.num_processes", message, fix)
-    largest = BY_NAME["launch.main_process_port"].maximum
-    if largest is not None and launch.main_process_port > largest:
-        message = f"main_process_port={launch.main_process_port} is not a valid port."
-        yield spec.problem("FSDP-E133", "launch.main_process_port", message, f"Choose a port from 0 to {largest}.")
-    if num_machines > 1 and not launch.main_process_ip and launch.machine_rank > 0:
-        message = f"num_machines is {num_machines}, but main_process_ip is not set."
-        fix = "Set it to the address of machine 0, in the config or on the command line."
-        yield spec.problem("FSDP-W134", "launch.main_process_ip", message, fix)
-
-
-def check_sagemaker(spec: FsdpSpec) -> Iterator[Problem]:
-    if spec.launch.compute_environment == "AMAZON_SAGEMAKER":
-        message = "compute_environment is AMAZON_SAGEMAKER; the SageMaker launcher is not supported by this plugin."
-        fix = "Inside the job, use hf-fsdp launch with compute_environment: LOCAL_MACHINE."
-        yield spec.problem("FSDP-W135", "launch.compute_environment", message, fix)
-
-
-def check_activation_offload(spec: FsdpSpec) -> Iterator[Problem]:
-    if not spec.activation.offload:
-        return
-    if spec.activation.checkpointing == "none":
+def _check_units(spec: FsdpSpec) -> Iterator[Problem]:
+    """Check the wrap policy, the classes and modules that it names, and the checkpointing of the units."""
+    wrap, activation = spec.wrap, spec.activation
+    if activation.offload and activation.checkpointing == "none":
         message = "activation offload requires activation checkpointing, which is off."
         fix = "Set fsdp_activation_checkpointing: true, or remove fsdp_activation_checkpointing_offload."
         yield spec.problem("FSDP-E140", "activation.offload", message, fix)
-    elif spec.activation.native:
+    elif activation.offload and activation.native:
         message = "gradient_checkpointing of Transformers cannot offload activations."
         fix = "Set fsdp_activation_checkpointing: true instead of gradient_checkpointing."
         yield spec.problem("FSDP-E141", "activation.offload", message, fix)
+    yield from check_size_threshold(spec)
+    if wrap.policy != "transformer" and wrap.classes:
+        message = f"layer classes have no effect with the wrap policy {wrap.policy}."
+        fix = "Set fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP, or remove the classes."
+        yield spec.problem("FSDP-W143", "wrap.classes", message, fix)
+    if wrap.policy != "size" and wrap.min_num_params > 0:
+        message = f"min_num_params has no effect with the wrap policy {wrap.policy}."
+        fix = "Set fsdp_auto_wrap_policy: SIZE_BASED_WRAP, or remove min_num_params."
+        yield spec.problem("FSDP-W143", "wrap.min_num_params", message, fix)
+    for name in (name for name in wrap.classes if not is_class_name(name)):
+        reason, fix = "is not a class name", "Write names such as LlamaDecoderLayer."
+        if any(character.isspace() for character in name):
+            reason, fix = "contains a space", f"Separate names with commas: {', '.join(name.split())}."
+        elif all(map(is_class_name, name.split("."))):
+            reason, fix = "is a path, not a class name", f"Write the class alone: {name.rpartition('.')[2]}."
+        yield spec.problem("FSDP-E144", "wrap.classes", f"'{name[:80]}' {reason}.", fix)
+    yield from check_pattern(spec, "wrap.ignored_modules")
+    yield from check_pattern(spec, "precision.fp32_modules")
 
 
 def check_size_threshold(spec: FsdpSpec) -> Iterator[Problem]:
@@ -210,35 +216,6 @@ def check_size_threshold(spec: FsdpSpec) -> Iterator[Problem]:
         message = f"the size policy requires min_num_params above 0; it is {spec.wrap.min_num_params}."
         fix = "Set fsdp_min_num_params, for example to 1e8, or wrap by layer class: TRANSFORMER_BASED_WRAP."
         yield spec.problem("FSDP-E142", "wrap.policy", message, fix)
-
-
-def check_unused_wrapping(spec: FsdpSpec) -> Iterator[Problem]:
-    policy = spec.wrap.policy
-    if policy != "transformer" and spec.wrap.classes:
-        message = f"layer classes have no effect with the wrap policy {policy}."
-        fix = "Set fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP, or remove the classes."
-        yield spec.problem("FSDP-W143", "wrap.classes", message, fix)
-    if policy != "size" and spec.wrap.min_num_params > 0:
-        message = f"min_num_params has no effect with the wrap policy {policy}."
-        fix = "Set fsdp_auto_wrap_policy: SIZE_BASED_WRAP, or remove min_num_params."
-        yield spec.problem("FSDP-W143", "wrap.min_num_params", message, fix)
-
-
-def check_class_names(spec: FsdpSpec) -> Iterator[Problem]:
-    for name in spec.wrap.classes:
-        if is_class_name(name):
-            continue
-        reason, fix = "is not a class name", "Write names such as LlamaDecoderLayer."
-        if any(character.isspace() for character in name):
-            reason, fix = "contains a space", f"Separate names with commas: {', '.join(name.split())}."
-        elif all(map(is_class_name, name.split("."))):
-            reason, fix = "is a path, not a class name", f"Write the class alone: {name.rpartition('.')[2]}."
-        yield spec.problem("FSDP-E144", "wrap.classes", f"'{name[:80]}' {reason}.", fix)
-
-
-def check_patterns(spec: FsdpSpec) -> Iterator[Problem]:
-    for name in ("wrap.ignored_modules", "precision.fp32_modules"):
-        yield from check_pattern(spec, name)
 
 
 def check_pattern(spec: FsdpSpec, name: str) -> Iterator[Problem]:
@@ -252,14 +229,12 @@ def check_pattern(spec: FsdpSpec, name: str) -> Iterator[Problem]:
         yield spec.problem("FSDP-E145", name, message, fix)
 
 
-def check_half_precisions(spec: FsdpSpec) -> Iterator[Problem]:
-    if {spec.launch.mixed_precision, spec.precision.param} == {"bf16", "fp16"}:
+def _check_precision(spec: FsdpSpec) -> Iterator[Problem]:
+    modes = {spec.launch.mixed_precision, spec.precision.param}
+    if modes == {"bf16", "fp16"}:
         message = f"{spec.origin('launch.mixed_precision')} conflicts with {spec.origin('precision.param')}."
         yield spec.problem("FSDP-E146", "precision.param", message, "Set only one of bf16 and fp16.")
-
-
-def check_fp16_on_cpu(spec: FsdpSpec) -> Iterator[Problem]:
-    if spec.launch.use_cpu and "fp16" in (spec.launch.mixed_precision, spec.precision.param):
+    if spec.launch.use_cpu and "fp16" in modes:
         name = "precision.param" if spec.precision.param == "fp16" else "launch.mixed_precision"
         yield spec.problem("FSDP-E147", name, *FP16_ON_CPU)
 
@@ -277,7 +252,7 @@ def check_fsdp2_support(spec: FsdpSpec) -> Iterator[Problem]:
         yield spec.problem("FSDP-W148", "params.use_orig", f"false is not supported by FSDP2. {reason}", fix)
 
 
-def check_ram_efficient_loading(spec: FsdpSpec) -> Iterator[Problem]:
+def _check_loading(spec: FsdpSpec) -> Iterator[Problem]:
     if spec.loading.ram_efficient and not spec.loading.sync_module_states:
         message = (
             f"{spec.origin('loading.ram_efficient')} needs the weights of rank 0 on every rank, and "
@@ -285,30 +260,3 @@ def check_ram_efficient_loading(spec: FsdpSpec) -> Iterator[Problem]:
         )
         fix = "Set fsdp_sync_module_states: true, or remove fsdp_cpu_ram_efficient_loading."
         yield spec.problem("FSDP-E149", "loading.sync_module_states", message, fix)
-
-
-RULES: Final[tuple[Callable[[FsdpSpec], Iterator[Problem]], ...]] = (
-    check_engine,
-    check_fp8,
-    check_fsdp_enabled,
-    check_defaults_only,
-    check_xla,
-    check_mesh_size,
-    check_mesh_strategy,
-    check_machines,
-    check_sagemaker,
-    check_activation_offload,
-    check_size_threshold,
-    check_unused_wrapping,
-    check_class_names,
-    check_patterns,
-    check_half_precisions,
-    check_fp16_on_cpu,
-    check_fsdp2_support,
-    check_ram_efficient_loading,
-)
-
-
-def check_rules(spec: FsdpSpec) -> tuple[Problem, ...]:
-    """Return all problems that the rules find, in the order of the rules."""
-    return tuple(problem for rule in RULES for problem in rule(spec))

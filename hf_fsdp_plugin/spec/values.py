@@ -10,19 +10,11 @@ from dataclasses import replace
 from decimal import Decimal
 from typing import Any, Final
 
+from hf_fsdp_plugin import spellings
 from hf_fsdp_plugin.problems import Problem
 from hf_fsdp_plugin.sources.interface import Setting, SourceSettings
 from hf_fsdp_plugin.sources.tree import ObjectText, one_line
-from hf_fsdp_plugin.spellings import (
-    BLANKS,
-    FALSE_WORDS,
-    TRUE_WORDS,
-    did_you_mean,
-    look_up,
-    nearest_word,
-    value_key,
-    word_of,
-)
+from hf_fsdp_plugin.spellings import BLANKS, FALSE_WORDS, TRUE_WORDS, look_up, value_key, word_of
 from hf_fsdp_plugin.strategies import STRATEGIES
 from hf_fsdp_plugin.vocabulary import BY_NAME, STRATEGY_CHOICES, UNSUPPORTED_VALUES, SettingRow, ValueKind
 
@@ -60,7 +52,7 @@ def parse_settings(source: SourceSettings) -> SourceSettings:
         try:
             value = setting.value if row is None else parse_value(row, setting.value)
         except InvalidValue as invalid:
-            message = f"{setting.origin.spelling} is {text_of_value(setting.value)}; expected {invalid.expected}."
+            message = f"{setting.origin.spelling} is {_text_of_value(setting.value)}; expected {invalid.expected}."
             fix = invalid.fix or f"Correct {setting.origin.spelling}, or remove it."
             problems.append(setting.problem(invalid.code, message, fix))
             continue
@@ -92,17 +84,11 @@ def _parse_bool(row: SettingRow, raw: Any) -> bool:
 
 
 def _parse_integer(row: SettingRow, raw: Any) -> int:
-    return _at_least(row, _parse_number(raw, _INTEGER, "an integer, such as 8"))
+    return _parse_number(raw, _INTEGER, "an integer, such as 8", row.minimum)
 
 
 def _parse_count(row: SettingRow, raw: Any) -> int:
-    return _at_least(row, _parse_number(raw, _COUNT, "an integer, such as 100000000, 1e8 or 100M"))
-
-
-def _at_least(row: SettingRow, number: int) -> int:
-    if row.minimum is not None and number < row.minimum:
-        raise InvalidValue(f"an integer of at least {row.minimum}")
-    return number
+    return _parse_number(raw, _COUNT, "an integer, such as 100000000, 1e8 or 100M", row.minimum)
 
 
 def _parse_size(row: SettingRow, raw: Any) -> int | str:
@@ -115,34 +101,32 @@ def _parse_size(row: SettingRow, raw: Any) -> int | str:
 
 
 def _parse_one(row: SettingRow, raw: Any) -> int:
-    number = _parse_number(raw, _INTEGER, "1")
-    if number != 1:
+    if _parse_number(raw, _INTEGER, "1") != 1:
         raise InvalidValue(
             "1, because the plugin supports data parallelism only (replicate × shard)",
             "Set it to 1, or train this model without the plugin.",
             code="FSDP-E122",
         )
-    return number
+    return 1
 
 
-def _parse_number(raw: Any, form: re.Pattern[str], expected: str) -> int:
-    if isinstance(raw, bool):
-        raise InvalidValue(expected)
-    if isinstance(raw, int):
+def _parse_number(raw: Any, form: re.Pattern[str], expected: str, minimum: int | None = None) -> int:
+    word = "" if isinstance(raw, bool) else _word(raw)
+    if isinstance(raw, int) and word:
         number = Decimal(raw)
     elif isinstance(raw, float) and raw.is_integer():
         number = Decimal(int(raw))
-    else:
-        word = _word(raw)
-        match = form.fullmatch(word)
-        if match is None or len(word) > MAX_DIGITS:
-            raise InvalidValue(expected)
+    elif len(word) <= MAX_DIGITS and (match := form.fullmatch(word)) is not None:
         sign, digits, fraction, exponent, unit = match.groups(default="")
         number = Decimal(sign + re.sub("[,_]", "", digits) + fraction + exponent) * UNITS[unit]
+    else:
+        raise InvalidValue(expected)
     if abs(number) > MAX_INTEGER:
         raise InvalidValue(f"an integer of at most {MAX_INTEGER}")
     if number != number.to_integral_value():
         raise InvalidValue(expected)
+    if minimum is not None and number < minimum:
+        raise InvalidValue(f"an integer of at least {minimum}")
     return int(number)
 
 
@@ -152,10 +136,11 @@ def _parse_choice(row: SettingRow, raw: Any) -> Any:
     if found is not None:
         return int(found) if found.isdigit() else found
     forms = [value for value in row.choices if value not in ("auto", "fp8")]  # fp8 is refused with its own reason
-    fix = _nearest_choice(value_key(raw, row.prefixes), row.choices, _spellings(row.choices))
+    known = [form for value, others in row.choices.items() for form in (value.lower(), *others) if not form.isdigit()]
+    expected = f"{', '.join(forms[:-1])} or {forms[-1]}"
     if row.choices is STRATEGY_CHOICES:
-        raise InvalidValue(f"{', '.join(forms)} or 1 to {len(forms)}", fix)
-    raise InvalidValue(_either_of(forms), fix)
+        expected = f"{', '.join(forms)} or 1 to {len(forms)}"
+    raise InvalidValue(expected, _nearest_known(value_key(raw, row.prefixes), known))
 
 
 def _parse_mode(row: SettingRow, raw: Any) -> str:
@@ -260,40 +245,17 @@ def _is_text(raw: Any) -> bool:
     return isinstance(raw, str) and not isinstance(raw, ObjectText)
 
 
-def _is_number(word: str) -> bool:
-    digits = word[1:] if word.startswith(("+", "-")) else word
-    return digits.isascii() and digits.replace(".", "", 1).isdigit()
-
-
 def _word(raw: Any) -> str:
     if isinstance(raw, (list, dict)):
         raise InvalidValue("a single value, not a list or a mapping")
     return word_of(raw)
 
 
-def _spellings(choices: Mapping[str, tuple[str, ...]]) -> list[str]:
-    forms = [form for value, others in choices.items() for form in (value.lower(), *others)]
-    return [form for form in forms if not form.isdigit()]
-
-
-def _nearest_choice(word: str, choices: Mapping[str, tuple[str, ...]], known: Iterable[str]) -> str:
-    """Return the nearest number of the choices for a number, and the most similar spelling for text."""
-    numbers = sorted(int(way) for value, others in choices.items() for way in (value, *others) if way.isdigit())
-    if not numbers or not _is_number(word):
-        return _nearest_known(word, known)
-    number = float(word)
-    return f"Did you mean {min(numbers, key=lambda choice: abs(choice - number))}?"
-
-
 def _nearest_known(word: str, known: Iterable[str]) -> str:
-    return did_you_mean(nearest_word(word[:MAX_DIGITS], known))
+    return spellings.did_you_mean(spellings.nearest_word(word[:MAX_DIGITS], known))
 
 
-def _either_of(forms: list[str]) -> str:
-    return forms[0] if len(forms) == 1 else f"{', '.join(forms[:-1])} or {forms[-1]}"
-
-
-def text_of_value(raw: Any) -> str:
+def _text_of_value(raw: Any) -> str:
     """Return a value as text for messages. Strings are quoted."""
     if isinstance(raw, str):
         return one_line(repr(raw))

@@ -58,18 +58,10 @@ CONTRACTS = (
                   "_mp_shard", "_saved_grad_shard", "_cpu_grad"),
 )  # fmt: skip
 
-_is_fsdp_flattened = import_target(f"{_COMMON}:_is_fsdp_flattened", CONTRACTS)
-_FLAT_PARAM = import_target(f"{_FSDP1}:FLAT_PARAM", CONTRACTS)
-_IDLE = import_target(f"{_COMMON}:TrainingState.IDLE", CONTRACTS)
-_SUMMONED = import_target(f"{_COMMON}:TrainingState.SUMMON_FULL_PARAMS", CONTRACTS)
+_common = import_target(_COMMON, CONTRACTS)
+_runtime = import_target(_RUNTIME, CONTRACTS)
+_unit_module = import_target(_FSDP1, CONTRACTS)
 _FlatParamHandle = import_target(f"{_FLAT}:FlatParamHandle", CONTRACTS)
-_post_forward = import_target(f"{_RUNTIME}:_post_forward", CONTRACTS)
-_post_forward_reshard = import_target(f"{_RUNTIME}:_post_forward_reshard", CONTRACTS)
-_pre_forward = import_target(f"{_RUNTIME}:_pre_forward", CONTRACTS)
-_pre_forward_unshard = import_target(f"{_RUNTIME}:_pre_forward_unshard", CONTRACTS)
-_register_pre_backward_hooks = import_target(f"{_RUNTIME}:_register_pre_backward_hooks", CONTRACTS)
-_reshard = import_target(f"{_RUNTIME}:_reshard", CONTRACTS)
-_root_pre_forward = import_target(f"{_RUNTIME}:_root_pre_forward", CONTRACTS)
 
 Registration = tuple[nn.Module, str]
 """A module, and the attribute name of a parameter that is registered in it."""
@@ -187,7 +179,7 @@ def names_in(flat: Any, name: str) -> list[str]:
     Args:
         name: the name of the flat parameter in ``named_parameters``.
     """
-    prefix = name.removesuffix(_FLAT_PARAM)
+    prefix = name.removesuffix(_unit_module.FLAT_PARAM)
     shared = [f"{path}.{attribute}" if path else attribute for attribute, _, path, *_ in flat._shared_param_infos]
     return [prefix + relative for relative in [*flat._fqns, *shared]]
 
@@ -211,7 +203,7 @@ def allow_gradients_of_compute_dtype(root: nn.Module) -> None:
 
 def is_flattened(parameter: nn.Parameter) -> bool:
     """Whether a parameter is a flat parameter or a part of one."""
-    return _is_fsdp_flattened(parameter) or isinstance(parameter, FlatParameter)
+    return _common._is_fsdp_flattened(parameter) or isinstance(parameter, FlatParameter)
 
 
 def _attribute(flat: Any, name: str) -> Any:
@@ -254,7 +246,7 @@ def free_gathered(unit: Any) -> None:
         return
     gathered = handle.uses_sharded_strategy and not handle.needs_unshard()
     if gathered or handle.flat_param.data_ptr() != handle.flat_param._local_shard.data_ptr():
-        _reshard(unit, handle, free_unsharded_flat_param=gathered)
+        _runtime._reshard(unit, handle, free_unsharded_flat_param=gathered)
 
 
 def register_parameters(unit: Any) -> None:
@@ -267,36 +259,36 @@ def register_parameters(unit: Any) -> None:
     if handle is None or handle.uses_sharded_strategy or not handle._use_orig_params or not is_idle(unit):
         return
     if any(info.param_name not in own_parameters(info.module) for info in handle.flat_param._param_infos):
-        _reshard(unit, handle, free_unsharded_flat_param=False)
+        _runtime._reshard(unit, handle, free_unsharded_flat_param=False)
 
 
 def is_idle(unit: Any) -> bool:
     """Whether the unit is neither in a forward nor in a backward, and its parameters are not summoned."""
-    return bool(unit.training_state is _IDLE)
+    return bool(unit.training_state is _common.TrainingState.IDLE)
 
 
 def is_summoned(unit: Any) -> bool:
     """Whether the unit is inside ``summon_full_params``."""
-    return bool(unit.training_state is _SUMMONED)
+    return bool(unit.training_state is _common.TrainingState.SUMMON_FULL_PARAMS)
 
 
 def before_forward(
     root: Any, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Do what ``root.forward`` does before it calls the wrapped module. Return the inputs to pass on. Collective."""
-    args, kwargs = _root_pre_forward(root, root, args, kwargs)
-    return _pre_forward(root, root._handle, _pre_forward_unshard, module, args, kwargs)
+    args, kwargs = _runtime._root_pre_forward(root, root, args, kwargs)
+    return _runtime._pre_forward(root, root._handle, _runtime._pre_forward_unshard, module, args, kwargs)
 
 
 def after_forward(root: Any, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
     """Do what ``root.forward`` does after it has called the wrapped module. Return the output to pass on."""
-    return _post_forward(root, root._handle, _post_forward_reshard, root, None, output)
+    return _runtime._post_forward(root, root._handle, _runtime._post_forward_reshard, root, None, output)
 
 
 def start_backward_at(unit: Any, tensors: list[torch.Tensor]) -> None:
     """Start the unit's backward at these tensors too. They require gradients, and the unit has left its forward."""
     if is_idle(unit):  # otherwise a checkpointed module computes its output again inside backward
-        _register_pre_backward_hooks(unit, unit, tensors, unit._handle)
+        _runtime._register_pre_backward_hooks(unit, unit, tensors, unit._handle)
 
 
 def original_dtype(unit: Any) -> torch.dtype | None:

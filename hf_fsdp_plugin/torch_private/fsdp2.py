@@ -65,9 +65,7 @@ CONTRACTS = (
 )  # fmt: skip
 
 _UNSHARDED = import_target("torch.distributed.fsdp._fully_shard._fsdp_param:ShardedState.UNSHARDED", CONTRACTS)
-_IDLE = import_target(f"{_COMMON}:TrainingState.IDLE", CONTRACTS)
-_FSDP_MESH = import_target(f"{_COMMON}:FSDPMeshInfo", CONTRACTS)
-_DDP_MESH = import_target(f"{_COMMON}:DDPMeshInfo", CONTRACTS)
+_common = import_target(_COMMON, CONTRACTS)
 _BACKWARD_PREFETCH_MARK = "_hf_fsdp_backward_prefetch"
 
 
@@ -196,7 +194,7 @@ def reshards_after_forward(state: Any, *, is_root: bool) -> bool:
 def is_idle(root: FSDPModule) -> bool:
     """Whether the root is neither in a forward nor in a backward."""
     state = state_of(root)
-    return state._training_state is _IDLE and state._state_ctx.iter_forward_root is None
+    return state._training_state is _common.TrainingState.IDLE and state._state_ctx.iter_forward_root is None
 
 
 def before_forward(
@@ -225,7 +223,9 @@ def after_forward(root: FSDPModule, module: nn.Module, args: tuple[Any, ...], ou
 def start_backward_at(module: FSDPModule, tensors: list[torch.Tensor]) -> None:
     """Start the unit's backward at these tensors too. They require gradients, and the unit has left its forward."""
     state = state_of(module)
-    if state._training_state is _IDLE:  # otherwise a checkpointed module is computed again in backward
+    if (
+        state._training_state is _common.TrainingState.IDLE
+    ):  # otherwise a checkpointed module is computed again in backward
         state._register_pre_backward_hook(tensors)
 
 
@@ -347,11 +347,11 @@ def _policy(group: Any, item: Any = None) -> MixedPrecisionPolicy:
 
 
 def _is_sharded(group: Any) -> bool:
-    return isinstance(group.mesh_info, _FSDP_MESH)
+    return isinstance(group.mesh_info, _common.FSDPMeshInfo)
 
 
 def _is_replicated(group: Any) -> bool:
-    return isinstance(group.mesh_info, _DDP_MESH)
+    return isinstance(group.mesh_info, _common.DDPMeshInfo)
 
 
 def _shard_ranks(group: Any) -> tuple[int, ...]:

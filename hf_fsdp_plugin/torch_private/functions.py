@@ -1,10 +1,12 @@
-"""Functions and classes that torch provides only with private names, among them for tracing and scaled gradients."""
+"""Functions and classes that torch provides only with private names: for tracing, process groups, scaled gradients."""
 
 from __future__ import annotations
 
 import sys
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,6 +14,8 @@ import torch.distributed as dist
 import torch.utils.checkpoint
 from torch import nn
 from torch.amp.grad_scaler import GradScaler
+from torch.distributed import distributed_c10d
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from hf_fsdp_plugin.contracts import contracts_of, guard_functions, import_target
@@ -23,7 +27,8 @@ if TYPE_CHECKING:
 
 _CHECKPOINT = "torch.distributed.algorithms._checkpoint.checkpoint_wrapper"
 _FILES = "torch.distributed.checkpoint.filesystem"
-_STORE = "torch.distributed.distributed_c10d"
+_C10D = "torch.distributed.distributed_c10d"
+_TIMEOUTS = "the time-out of process groups"
 _LAYOUT = "torch.distributed.tensor._utils"
 _TREE = "torch.utils._pytree"
 _DISPATCH = "torch.utils._python_dispatch"
@@ -45,7 +50,7 @@ CONTRACTS = (
     *contracts_of("torch:ops.aten", "off", "selective activation checkpointing without recomputed attention",
                   *(f"{name}.default" for name in (*_ATTENTION, "_grouped_mm"))),
     *contracts_of(_FILES, "refused", "writing a checkpoint in the format of torch", "_StorageInfo"),
-    *contracts_of(_STORE, "refused", "the agreement of the ranks", "_get_default_store"),
+    *contracts_of(_C10D, "refused", "the agreement of the ranks", "_get_default_store"),
     *contracts_of(_LAYOUT, "refused", "saving shards", "compute_local_shape_and_global_offset"),
     *contracts_of("torch.distributed.tensor:DTensor", "refused", "shards that are read from files", "_spec"),
     *contracts_of(_TREE, "refused", "the inputs and outputs of a model", "tree_leaves", "tree_map", "tree_map_only"),
@@ -66,6 +71,12 @@ CONTRACTS = (
     *contracts_of("torch:UntypedStorage", "refused", _PREDICTION, "_cdata"),
     *contracts_of("torch._ops:OpOverload", "refused", _PREDICTION, "_schema", "_overloadpacket"),
     *contracts_of("torch.autograd.graph", "refused", "the prediction of memory", "_engine_run_backward"),
+    *contracts_of(f"{_C10D}:ProcessGroup", "off", _TIMEOUTS, "_get_backend", "_device_types"),
+    *contracts_of(f"{_C10D}:ProcessGroupGloo", "off", _TIMEOUTS, "options"),
+    *contracts_of(f"{_C10D}:ProcessGroupGloo._Options", "off", _TIMEOUTS, "_timeout"),
+    *contracts_of(_C10D, "off", _TIMEOUTS, "set_timeout|_set_pg_timeout"),
+    *contracts_of(_C10D, "off", "the record of collectives", "_resolve_process_group"),
+    *contracts_of("torch.testing._internal.distributed.fake_pg", "refused", "the table of contracts", "FakeStore"),
 )  # fmt: skip
 _NO_HOOKS: Mapping[int, Any] = {}
 
@@ -75,7 +86,7 @@ if not TYPE_CHECKING:
     TorchDispatchMode = import_target(f"{_DISPATCH}:TorchDispatchMode", CONTRACTS)
 checkpoint_wrapper = import_target(f"{_CHECKPOINT}:checkpoint_wrapper", CONTRACTS)
 StorageInfo = import_target(f"{_FILES}:_StorageInfo", CONTRACTS)
-default_store = import_target(f"{_STORE}:_get_default_store", CONTRACTS)
+default_store = import_target(f"{_C10D}:_get_default_store", CONTRACTS)
 compute_local_shape_and_global_offset = import_target(f"{_LAYOUT}:compute_local_shape_and_global_offset", CONTRACTS)
 tree_leaves = import_target(f"{_TREE}:tree_leaves", CONTRACTS)
 tree_map = import_target(f"{_TREE}:tree_map", CONTRACTS)
@@ -203,6 +214,53 @@ def called_by_engine(depth: int) -> bool:
     return sys._getframe(depth + 1).f_code.co_name == "_engine_run_backward"
 
 
+def timeout_of(group: dist.ProcessGroup | None = None) -> timedelta | None:
+    """Return the time-out of a process group, by default of all ranks; ``None`` if its backend reports none."""
+    group = dist.group.WORLD if group is None else group
+    backends: list[Any] = [group._get_backend(device) for device in group._device_types] if group is not None else []
+    found = [getattr(getattr(backend, "options", None), "_timeout", None) for backend in backends]
+    return max((timeout for timeout in found if timeout is not None), default=None)
+
+
+def supports_cpu(group: dist.ProcessGroup) -> bool:
+    """Whether collectives of a process group accept tensors in host memory."""
+    return any(device.type == "cpu" for device in group._device_types)
+
+
+def set_timeout(timeout: timedelta, group: dist.ProcessGroup | None = None) -> None:
+    """Set the time-out of a process group, by default of all ranks. Collectives that have started keep theirs."""
+    # torch 2.14 and older have only the private function, which 2.15 deprecates.
+    public = getattr(dist, "set_timeout", None) or distributed_c10d._set_pg_timeout
+    public(timeout, group)
+
+
+def resolve_group(group: Any) -> dist.ProcessGroup | None:
+    """Return the process group of a functional collective, which accepts several forms; ``None`` for lists of ranks."""
+    if isinstance(group, DeviceMesh):
+        return group.get_group()
+    if isinstance(group, tuple):
+        return group[0].get_group(group[1]) if isinstance(group[0], DeviceMesh) else None
+    if isinstance(group, str):
+        return distributed_c10d._resolve_process_group(group)  # type: ignore[arg-type]
+    return group if isinstance(group, dist.ProcessGroup) else None
+
+
+@contextmanager
+def fake_process_group(world_size: int) -> Iterator[None]:
+    """Make this process rank 0 of a world whose collectives do nothing.
+
+    Args:
+        world_size: number of ranks, which do not exist.
+    """
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
 class ShardedGradScaler(GradScaler):
     """Unscales this rank's part of each gradient, and skips a step on all ranks if any rank has an infinite gradient.
 
@@ -257,5 +315,9 @@ guard_functions(
         "runs_after_accumulation": False,
         "profiler_is_running": False,
         "compilation_is_disabled": False,
+        "timeout_of": None,
+        "set_timeout": None,
+        "resolve_group": None,
+        "supports_cpu": False,
     },
 )

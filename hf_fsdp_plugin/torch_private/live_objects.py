@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from hf_fsdp_plugin.torch_private.process_groups import fake_process_group
+from hf_fsdp_plugin.torch_private.functions import fake_process_group
 
 
 def has_part(source: Any, name: str) -> bool:

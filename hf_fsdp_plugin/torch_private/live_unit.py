@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from hf_fsdp_plugin.contracts import Contract, ContractError, missing_name_error
+from hf_fsdp_plugin.contracts import Contract, ContractError, missing_attribute_error
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, slots=True)
@@ -131,10 +131,10 @@ def read_facts(parts: Sequence[tuple[Any, Facts]], rows: tuple[Contract, ...]) -
         except ContractError as error:
             unknown[fact] = error
         except AttributeError as error:
-            row = next((row for row in rows if error.name in (row.name, *row.instead)), None)
-            if row is None:
+            missing = missing_attribute_error(error, rows)
+            if missing is None:
                 raise
-            unknown[fact] = missing_name_error(row)
+            unknown[fact] = missing
     return {**found, "unknown": {fact: error for fact, error in unknown.items() if fact not in found}}
 
 

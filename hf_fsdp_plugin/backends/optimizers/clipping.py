@@ -15,8 +15,7 @@ from torch.distributed.tensor import DTensor, Placement
 
 from hf_fsdp_plugin.problems import Problem, SpecError
 from hf_fsdp_plugin.torch_private import fsdp1
-from hf_fsdp_plugin.torch_private.functions import scale_tensors, tensor_norms
-from hf_fsdp_plugin.torch_private.process_groups import supports_cpu
+from hf_fsdp_plugin.torch_private.functions import scale_tensors, supports_cpu, tensor_norms
 
 # The same constant as in torch's clip_grads_with_norm_.
 _EPSILON = 1e-6

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from hf_fsdp_plugin.problems import CheckpointError, Problem, SpecError
 from hf_fsdp_plugin.text import format_names
-from hf_fsdp_plugin.torch_private.process_groups import supports_cpu
+from hf_fsdp_plugin.torch_private.functions import supports_cpu
 
 T = TypeVar("T")
 _SHORT = 64

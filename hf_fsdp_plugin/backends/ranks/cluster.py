@@ -5,15 +5,12 @@ Everything is decided before the process group is started, from the environment 
 
 from __future__ import annotations
 
-import array
 import ipaddress
 import re
 import socket
-import struct
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
-from pathlib import Path
 from typing import Final
 
 from hf_fsdp_plugin.problems import Problem
@@ -22,8 +19,6 @@ _LOCAL_SIZES: Final = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LO
 """Variables with the number of ranks on this machine: of torchrun, Open MPI, Intel MPI and MPICH, and HPE's PALS."""
 _LAZY_FROM: Final = 128
 """World size from which gloo connects two ranks only when they first communicate: the largest that was measured."""
-_SIOCGIFADDR: Final = 0x8915
-"""The request for the IPv4 address of an interface (Linux, ``netdevice(7)``)."""
 _OTHER_FILES: Final = 1024
 """Files that a rank has open besides its connections: libraries, data files, pipes of data loaders."""
 _CONNECTIONS_PER_RANK: Final = 2
@@ -158,23 +153,11 @@ def _local_address(target: str, port: int) -> str:
 
 def _interface_of(address: str) -> str:
     """Return the interface that has an address; empty if there is none."""
-    if ":" in address:
-        wanted = ipaddress.IPv6Address(address).packed.hex()
-        with suppress(OSError):
-            for line in Path("/proc/net/if_inet6").read_text().splitlines():
-                if line.split()[0] == wanted:
-                    return line.split()[-1]
-        return ""
-    import fcntl  # does not exist on Windows
+    import psutil  # few machines need it
 
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
-        for _, name in socket.if_nameindex():
-            request = array.array("B", struct.pack("256s", name.encode()[:15]))
-            with suppress(OSError):
-                fcntl.ioctl(any_socket.fileno(), _SIOCGIFADDR, request)
-                if socket.inet_ntoa(request[20:24].tobytes()) == address:
-                    return name
-    return ""
+    interfaces = psutil.net_if_addrs().items()
+    found = (name for name, owned in interfaces if any(each.address.partition("%")[0] == address for each in owned))
+    return next(found, "")
 
 
 def raise_file_limit(world_size: int) -> Problem | None:

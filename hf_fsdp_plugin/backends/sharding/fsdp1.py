@@ -13,8 +13,7 @@ from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision,
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
 from hf_fsdp_plugin.backends.loading.weight_loader import WeightLoader, master_dtype, with_progress
-from hf_fsdp_plugin.backends.sharding.forward_hooks import cast_inputs_of
-from hf_fsdp_plugin.backends.sharding.module_forwards import apply_activation_checkpointing
+from hf_fsdp_plugin.backends.sharding.forwards import apply_activation_checkpointing, cast_inputs_of
 from hf_fsdp_plugin.backends.torch_types import cast_floats, device_mesh, torch_dtype
 from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan, UnitPlan
 from hf_fsdp_plugin.plan.names import unwrapped
@@ -145,7 +144,7 @@ def _constructor_arguments(plan: FsdpPlan, device: torch.device) -> dict[str, An
 def _mixed_precision(plan: FsdpPlan) -> MixedPrecision | None:
     """Return the policy, or ``None`` if nothing is cast: FSDP1 then keeps no low-precision copy of its shards.
 
-    Inputs are cast by :mod:`hf_fsdp_plugin.backends.sharding.forward_hooks`.
+    Inputs are cast by :mod:`hf_fsdp_plugin.backends.sharding.forwards`.
     """
     precision = plan.precision
     casts = (precision.param, precision.buffer) != ("unchanged", "unchanged")

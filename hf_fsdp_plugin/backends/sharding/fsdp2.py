@@ -14,8 +14,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 
 from hf_fsdp_plugin.backends.loading.weight_loader import WeightLoader, cast_buffers, master_dtype, with_progress
-from hf_fsdp_plugin.backends.sharding.forward_hooks import cast_inputs_of
-from hf_fsdp_plugin.backends.sharding.module_forwards import apply_activation_checkpointing, fp32_ids
+from hf_fsdp_plugin.backends.sharding.forwards import apply_activation_checkpointing, cast_inputs_of, fp32_ids
 from hf_fsdp_plugin.backends.torch_types import device_mesh, dtensor_like, torch_dtype
 from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan
 from hf_fsdp_plugin.torch_private import fsdp2 as private
@@ -216,7 +215,7 @@ def _unshard_after_backward(unit: Any, predecessor: FSDPModule | None) -> None:
 def _mixed_precision(plan: FsdpPlan, *, is_root: bool, fp32: frozenset[int] = frozenset()) -> MixedPrecisionPolicy:
     """Return one unit's policy. Only the root casts its output: casts between layers cost memory and change results.
 
-    Inputs are cast by :mod:`hf_fsdp_plugin.backends.sharding.forward_hooks`.
+    Inputs are cast by :mod:`hf_fsdp_plugin.backends.sharding.forwards`.
 
     Gradients whose dtype of reduction is not set are reduced in the dtype of the computation, as FSDP1 does. torch 2.15
     would reduce them in the dtype of the shards.

@@ -18,10 +18,9 @@ from torch.distributed.tensor import DTensor
 from hf_fsdp_plugin.backends.optimizers.parameters import attach_optimizers, detach_optimizers, has_stepped
 from hf_fsdp_plugin.backends.ranks.agreement import on_all_ranks
 from hf_fsdp_plugin.backends.ranks.collective_entry import collective_call
-from hf_fsdp_plugin.backends.sharding import forward_hooks, parameter_access, submodule_calls
+from hf_fsdp_plugin.backends.sharding import forwards, script_access
 from hf_fsdp_plugin.backends.sharding.fsdp1 import apply_fsdp1
 from hf_fsdp_plugin.backends.sharding.fsdp2 import adopt_fsdp2, apply_fsdp2
-from hf_fsdp_plugin.backends.sharding.module_forwards import apply_autocast, compute_in_fp32
 from hf_fsdp_plugin.backends.torch_types import shard_like, wait_for_reads
 from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan
 from hf_fsdp_plugin.plan.names import canonical_name, named_parameters, unwrapped
@@ -75,10 +74,10 @@ def shard(
     elif plan.pre_sharded:
         optimizers = []
     detached = detach_optimizers(optimizers, model)
-    parameter_hooks = parameter_access.find_parameter_hooks(model)
+    parameter_hooks = script_access.find_parameter_hooks(model)
     if not plan.pre_sharded:
-        apply_autocast(plan, model)
-    compute_in_fp32(plan, model)
+        forwards.apply_autocast(plan, model)
+    forwards.compute_in_fp32(plan, model)
     if plan.sharded_at_load:
         sharded = adopt_fsdp2(plan, model, device)
     elif plan.pre_sharded:
@@ -88,15 +87,15 @@ def shard(
     else:
         sharded = apply_fsdp1(plan, model, device)
     _keep_class_names(sharded)
-    forward_hooks.watch_buffers(sharded)
+    forwards.watch_buffers(sharded)
     mark_fsdp_managed(sharded)
-    submodule_calls.support_submodule_calls(sharded)
-    forward_hooks.support_mapping_outputs(sharded)
-    forward_hooks.return_changed_inputs(sharded)
-    parameter_access.carry_parameter_hooks(sharded, parameter_hooks)
-    parameter_access.refuse_copies(sharded)
-    parameter_access.correct_flat_reads(sharded)
-    forward_hooks.refuse_double_backward(sharded)
+    script_access.support_submodule_calls(sharded)
+    forwards.support_mapping_outputs(sharded)
+    forwards.return_changed_inputs(sharded)
+    script_access.carry_parameter_hooks(sharded, parameter_hooks)
+    script_access.refuse_copies(sharded)
+    script_access.correct_flat_reads(sharded)
+    forwards.refuse_double_backward(sharded)
     attach_optimizers(detached, sharded)
     setattr(sharded, PLAN_ATTRIBUTE, plan)
     _sharded_models.add(sharded)
@@ -135,7 +134,7 @@ def rebind_optimizers(model: nn.Module, optimizers: Iterable[torch.optim.Optimiz
 def reshard_and_rebind(model: nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> None:
     """Free the gathered parameters of FSDP2 units, and replace them by their shards in optimizers without state."""
     detached = detach_optimizers([optimizer for optimizer in optimizers if not has_stepped(optimizer)], model)
-    submodule_calls.free_gathered(model)
+    script_access.free_gathered(model)
     attach_optimizers(detached, model)
 
 
@@ -211,13 +210,13 @@ def full_parameters(module: nn.Module, modify: bool = False) -> Iterator[dict[st
         return
     root = place.root
     with collective_call(f"full_parameters of {type(unwrapped(module)).__name__}", fix=_FIX), torch.no_grad():
-        submodule_calls.check_not_whole(root, "full_parameters was called")
-        if isinstance(root, (FSDP, FSDPModule)) and not forward_hooks.private_api(root).is_idle(root):
-            raise submodule_calls.misuse_error(
+        script_access.check_not_whole(root, "full_parameters was called")
+        if isinstance(root, (FSDP, FSDPModule)) and not forwards.private_api(root).is_idle(root):
+            raise script_access.misuse_error(
                 "full_parameters was called while the model is in a forward or a backward",
                 "Call it between steps, for example in `on_step_end` of a callback.",
             )
-        submodule_calls.free_gathered(root)
+        script_access.free_gathered(root)
         whole: _WholeOfFsdp1 | _WholeOfFsdp2
         whole = _WholeOfFsdp1(root, module) if isinstance(root, FSDP) else _WholeOfFsdp2(module)
         with whole.gathered():
@@ -228,7 +227,7 @@ def full_parameters(module: nn.Module, modify: bool = False) -> Iterator[dict[st
                 changed = [name for name, parameter in parameters.items() if num_changes(parameter) != before[name]]
                 if changed and not modify:
                     what = f"{format_names(changed, 3)} was changed in a block of full_parameters, which does not keep"
-                    raise submodule_calls.misuse_error(f"{what} changes", "Call full_parameters(module, modify=True).")
+                    raise script_access.misuse_error(f"{what} changes", "Call full_parameters(module, modify=True).")
             if modify:
                 for parameter in {id(parameter): parameter for parameter in parameters.values()}.values():
                     dist.broadcast(parameter.data, 0)
@@ -248,14 +247,14 @@ def _in_block(root: nn.Module, module: nn.Module) -> Iterator[None]:
     modules = {id(inner): inner for inner in (root, *module.modules())}
 
     def before_forward(*_: Any) -> None:
-        submodule_calls.check_not_whole(root, "the model was called")
+        script_access.check_not_whole(root, "the model was called")
 
     hooks = [inner.register_forward_pre_hook(before_forward, prepend=True) for inner in modules.values()]
-    setattr(root, submodule_calls.WHOLE_ATTRIBUTE, True)
+    setattr(root, script_access.WHOLE_ATTRIBUTE, True)
     try:
         yield
     finally:
-        setattr(root, submodule_calls.WHOLE_ATTRIBUTE, False)
+        setattr(root, script_access.WHOLE_ATTRIBUTE, False)
         for hook in hooks:
             hook.remove()
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from hf_fsdp_plugin.backends.optimizers import shard_probe as probe
+from hf_fsdp_plugin.backends.optimizers import known_optimizers as probe
 from hf_fsdp_plugin.backends.optimizers.known_optimizers import (
     KNOWN_OPTIMIZERS,
     KnownOptimizer,

@@ -1,19 +1,23 @@
 """The config of the ``accelerate launch`` that started a process."""
 
-import os
 from pathlib import Path
+from unittest.mock import Mock
 
+import psutil
 import pytest
 
-from hf_fsdp_plugin.sources.launchers import default_config_file, find_launch, launch_line
+from hf_fsdp_plugin.sources.launchers import default_config_file, find_launch, launch_flags
 
 
-def process(proc: Path, pid: int, parent: int, words: list[str], directory: Path) -> None:
-    folder = proc / str(pid)
-    folder.mkdir(parents=True)
-    (folder / "stat").write_text(f"{pid} (a (b) c) S {parent} 0 0")
-    (folder / "cmdline").write_bytes(b"".join(word.encode() + b"\0" for word in words))
-    (folder / "cwd").symlink_to(directory)
+@pytest.fixture
+def parents(monkeypatch):
+    """Return a function that sets the command lines of the parents of this process, and their working directory."""
+
+    def set_parents(directory: Path, *command_lines: list[str]) -> None:
+        processes = [Mock(cmdline=lambda words=words: words, cwd=lambda: str(directory)) for words in command_lines]
+        monkeypatch.setattr(psutil, "Process", lambda: Mock(parents=lambda: processes))
+
+    return set_parents
 
 
 @pytest.mark.parametrize(
@@ -27,33 +31,31 @@ def process(proc: Path, pid: int, parent: int, words: list[str], directory: Path
         ["python", "/x/site-packages/accelerate/commands/launch.py"],
     ],
 )
-def test_launcher_is_found_among_parent_processes(tmp_path, program):
+def test_launcher_is_found_among_parent_processes(parents, tmp_path, program):
     (tmp_path / "c.yaml").write_text("distributed_type: FSDP\n")
     flags = ["--config_file", "c.yaml", "--num_processes", "2"]
-    process(tmp_path / "proc", 10, 1, [*program, *flags, "train.py", "--lr", "1"], tmp_path)
-    process(tmp_path / "proc", 20, 10, ["python", "-u", "train.py"], tmp_path)
-    found = find_launch({}, proc=tmp_path / "proc", pid=20)
-    assert found is not None and found.config is not None
-    assert found.config.path.samefile(tmp_path / "c.yaml")
-    assert found.flags == tuple(flags)
+    parents(tmp_path, ["python", "-u", "train.py"], [*program, *flags, "train.py", "--lr", "1"])
+    found = find_launch({})
+    assert found is not None and found[0] is not None
+    assert found[0].path.samefile(tmp_path / "c.yaml")
+    assert found[1] == tuple(flags)
 
 
 @pytest.mark.parametrize(
     "words", [["bash"], ["python", "accelerate", "config"], ["python", "launch"], ["vim", "accelerate.yaml"]]
 )
 def test_other_program_is_not_launcher(words):
-    assert launch_line(words) is None
+    assert launch_flags(words) is None
 
 
-def test_default_file_is_read_without_config_file_flag(tmp_path):
+def test_default_file_is_read_without_config_file_flag(parents, tmp_path):
     folder = tmp_path / "hf" / "accelerate"
     folder.mkdir(parents=True)
     (folder / "default_config.json").write_text("{}")
-    process(tmp_path / "proc", 10, 1, ["accelerate", "launch", "train.py"], tmp_path)
-    process(tmp_path / "proc", 20, 10, ["python", "train.py"], tmp_path)
+    parents(tmp_path, ["python", "train.py"], ["accelerate", "launch", "train.py"])
     environ = {"HF_HOME": str(tmp_path / "hf")}
-    found = find_launch(environ, proc=tmp_path / "proc", pid=20)
-    assert found is not None and found.config is not None and found.config.path == folder / "default_config.json"
+    found = find_launch(environ)
+    assert found is not None and found[0] is not None and found[0].path == folder / "default_config.json"
     (folder / "default_config.yaml").write_text("a: 1")
     default = default_config_file(environ)
     assert default is not None and default.path == folder / "default_config.yaml"
@@ -70,8 +72,14 @@ def test_default_file_is_read_without_visible_launcher(assess, tmp_path):
     assert assessment.problems[0].code == "FSDP-N040"
 
 
-def test_torchrun_alone_does_not_use_default_file(tmp_path):
-    assert find_launch({"HF_HOME": str(tmp_path)}, proc=tmp_path / "none", pid=os.getpid()) is None
+def test_torchrun_alone_does_not_use_default_file(parents, tmp_path):
+    parents(tmp_path, ["torchrun", "train.py"])
+    assert find_launch({"HF_HOME": str(tmp_path)}) is None
+
+
+def test_parents_that_have_ended_are_no_launcher(monkeypatch, tmp_path):
+    monkeypatch.setattr(psutil, "Process", Mock(side_effect=psutil.NoSuchProcess(1)))
+    assert find_launch({"HF_HOME": str(tmp_path)}) is None
 
 
 def test_missing_config_of_launcher_is_warning(assess, tmp_path):

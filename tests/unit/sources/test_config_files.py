@@ -2,15 +2,12 @@
 
 import json
 import os
-from dataclasses import replace
 from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
 
-from hf_fsdp_plugin.sources import interface
-from hf_fsdp_plugin.sources.interface import Sources, config_of
-from hf_fsdp_plugin.spec.load import assess as assess_sources
+from hf_fsdp_plugin.sources import tree
 
 DATA = Path(__file__).parents[2] / "data"
 CONFIGS = Path(__file__).parents[3] / "configs"
@@ -124,7 +121,7 @@ def test_unreadable_file_is_error(codes, tmp_path, monkeypatch):
 @pytest.mark.parametrize("content", [b"a: b\n" * 10_000_000, os.urandom(1 << 20) * 50], ids=["text", "noise"])
 def test_large_file_is_rejected_before_parsing(codes, tmp_path, content, monkeypatch):
     parse = Mock()
-    monkeypatch.setattr(interface, "parse_text", parse)
+    monkeypatch.setattr(tree, "parse_text", parse)
     path = tmp_path / "junk.yaml"
     path.write_bytes(content)
     assert codes(path) == ["FSDP-E004"]
@@ -184,18 +181,3 @@ def test_training_script_file_names_fsdp_config_file(assess, codes, tmp_path):
 @pytest.mark.parametrize(("value", "expected"), [("maybe", ["FSDP-E024"]), ("true", []), ("auto", []), ("no", [])])
 def test_precision_flag_must_be_bool(codes, value, expected):
     assert codes({"base_model": "m", "fsdp_version": 2, "bf16": value}) == expected
-
-
-def test_file_is_parsed_once_until_it_changes(monkeypatch, tmp_path):
-    parse = Mock(wraps=interface.parse_text)
-    monkeypatch.setattr(interface, "parse_text", parse)
-    path, section = tmp_path / "c.yaml", tmp_path / "fsdp.json"
-    path.write_text("distributed_type: FSDP\n")
-    section.write_text('{"offload_params": true}')
-    arguments = {"fsdp": True, "fsdp_config": str(section)}
-    sources = Sources(config=config_of(path), training_arguments=arguments, environ={})
-    for _ in range(3):
-        assert assess_sources(replace(sources)).spec.offload.params
-    assert sorted(call.kwargs["source"] for call in parse.call_args_list) == [str(path), str(section)]
-    section.write_text('{"offload_params": false}')
-    assert not assess_sources(sources).spec.offload.params

@@ -148,13 +148,11 @@ def test_invalid_value_is_error_with_expected_values(problems, key, value, expec
     assert expected in str(problem)
 
 
-@pytest.mark.parametrize(
-    ("value", "nearest"), [(-1, "1"), ("-1", "1"), (2.5, "2"), ("4.9", "5"), (0, "1"), (6, "5"), ("9" * 400, "")]
-)
-def test_number_that_is_no_strategy_is_refused(problems, value, nearest):
+@pytest.mark.parametrize("value", [-1, "-1", 2.5, "4.9", 0, 6, "9" * 400])
+def test_number_that_is_no_strategy_is_refused(problems, value):
     (problem,) = problems({"fsdp_config": {"fsdp_sharding_strategy": value}})
     assert (problem.code, problem.setting) == ("FSDP-E101", "sharding.strategy")
-    assert problem.fix.startswith(f"Did you mean {nearest}")
+    assert problem.message.endswith("or 1 to 5.")
 
 
 @pytest.mark.parametrize("value", ["+-1", "--1", "1.", ".5", "²", "-", "1e3"])
