@@ -16,7 +16,7 @@ from hf_fsdp_plugin.cli.output import write_atomically
 from hf_fsdp_plugin.cli.yaml_edit import Key, change_keys, in_block_style, keys_of, line_of
 from hf_fsdp_plugin.problems import Origin, Problem, SpecError
 from hf_fsdp_plugin.sources import environment
-from hf_fsdp_plugin.sources.interface import ConfigFile, ConfigFiles, Sources, read_text
+from hf_fsdp_plugin.sources.interface import ConfigFile, Sources, config_tree, read_text
 from hf_fsdp_plugin.sources.launchers import default_config_file
 from hf_fsdp_plugin.sources.tree import ConfigFileError
 from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec
@@ -122,7 +122,7 @@ def _read(path: Path, shown: str) -> tuple[str, Assessment]:
     file = ConfigFile(path=path, shown=shown)
     try:
         text = read_text(file)
-        tree = ConfigFiles().tree(file, source=shown)
+        tree = config_tree(file, source=shown)
     except ConfigFileError as error:
         raise SpecError([error.problem]) from None
     keys = {entry.key.strip().lower() for entry in tree.value}
