@@ -28,7 +28,7 @@ def read(sources: Sources) -> SourceSettings | None:
         return None
     file = config if isinstance(config, ConfigFile) else ConfigFile.at(SOURCE)
     try:
-        root = config_tree(config, source=SOURCE)
+        root = config_tree(config)
     except ConfigFileError as error:
         return SourceSettings(problems=(error.problem,), dialect="accelerate")
     keys = _keys_of(root)
@@ -55,8 +55,9 @@ def _add_training_file(out: Collector, root: Node, file: ConfigFile) -> None:
         out.extend(inner)
         out.mentions_fsdp = True
         return
-    out.problems += inner.problems
-    out.set_inactive(s for s in inner.settings if s.name != "launch.distributed_type")
+    inner.settings = [setting for setting in inner.settings if setting.name != "launch.distributed_type"]
+    out.problems, inner.problems = inner.problems, []
+    out.extend(inner, active=False)
     out.add("launch.distributed_type", fsdp or entry_of("", "NO"), value="NO", implied=True)
 
 
@@ -107,7 +108,7 @@ def _parse_fsdp_config(config: FsdpConfig | ConfigFile, source: str) -> tuple[No
             return parse_text(text, source=f"{source} fsdp_config", is_json=True), f"{source} fsdp_config"
         config = ConfigFile.at(config)
     if isinstance(config, Mapping | ConfigFile):
-        return config_tree(config, source=source), config.shown if isinstance(config, ConfigFile) else source
+        return config_tree(config), config.shown if isinstance(config, ConfigFile) else source
     message = f"fsdp_config is {entry_of('', config).value.shown}; expected a dict, a path or JSON text."
     raise ConfigFileError("FSDP-E034", message, "Pass a dict.", source=source)
 

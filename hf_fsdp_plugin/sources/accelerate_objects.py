@@ -190,9 +190,9 @@ def read_parallelism_config(sources: Sources) -> SourceSettings | None:
             out.add_mapping([entry_of(name, value)], ("parallelism",))  # reports an unknown key
         else:
             out.add_key("parallelism", name, value)
-    inner = Collector(PARALLELISM)
-    inner.set_inactive(out.settings, out.problems)
-    return inner.result(None)
+    inactive = Collector(PARALLELISM)
+    inactive.extend(out, active=False)
+    return inactive.result(None)
 
 
 def parallelism_fields(given: Any) -> dict[str, Any]:

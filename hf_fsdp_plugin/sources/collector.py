@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable, Sequence
+from dataclasses import replace
 from typing import Final
 
 from hf_fsdp_plugin import spellings, vocabulary
@@ -46,7 +47,7 @@ class Collector:
         self.not_set: list[Setting] = []
         self.problems: list[Problem] = []
         self.mentions_fsdp = False
-        self.inactive: SourceSettings | None = None
+        self.inactive_problems: list[Problem] = []
 
     def result(self, dialect: Dialect | None) -> SourceSettings:
         """Return the settings and problems. `dialect` is used only if the source mentions FSDP."""
@@ -55,27 +56,27 @@ class Collector:
             not_set=tuple(self.not_set),
             problems=tuple(self.problems),
             dialect=dialect if self.mentions_fsdp else None,
-            inactive=self.inactive,
+            inactive_problems=tuple(self.inactive_problems),
         )
 
-    def set_inactive(
-        self, settings: Iterable[Setting], problems: Iterable[Problem] = (), not_set: Iterable[Setting] = ()
-    ) -> None:
-        """Keep these settings for the case that another source enables FSDP.
+    def extend(self, other: Collector, *, active: bool = True) -> None:
+        """Add the content of another collector.
 
-        Values that Transformers 4 writes into every ``fsdp_config`` are not settings of the user.
+        Args:
+            active: whether its settings apply even if no other source enables FSDP. Values that Transformers 4 writes
+                into every ``fsdp_config`` are not settings of the user.
         """
-        given = tuple(s for s in settings if s.name not in _ALWAYS_WRITTEN or s.value not in _WRITTEN_VALUES)
-        found = tuple(problems)
-        if given or found:
-            self.inactive = SourceSettings(settings=given, problems=found, not_set=tuple(not_set))
-
-    def extend(self, other: Collector) -> None:
-        """Add the content of another collector."""
-        self.settings += other.settings
-        self.not_set += other.not_set
-        self.problems += other.problems
-        self.mentions_fsdp |= other.mentions_fsdp
+        if active:
+            self.settings += other.settings
+            self.not_set += other.not_set
+            self.problems += other.problems
+            self.inactive_problems += other.inactive_problems
+            self.mentions_fsdp |= other.mentions_fsdp
+            return
+        given = (s for s in other.settings if s.name not in _ALWAYS_WRITTEN or s.value not in _WRITTEN_VALUES)
+        self.settings += (replace(setting, inactive=True) for setting in given)
+        self.not_set += (replace(setting, inactive=True) for setting in other.not_set)
+        self.inactive_problems += other.problems
 
     def add_mapping(
         self, entries: Iterable[ConfigEntry], scopes: Sequence[Scope], *, misplaced: Sequence[Scope] = ()

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from hf_fsdp_plugin.problems import Origin, Problem
 from hf_fsdp_plugin.sources.collector import Collector, entry_of
-from hf_fsdp_plugin.sources.interface import Sources, SourceSettings
+from hf_fsdp_plugin.sources.interface import Dialect, Sources, SourceSettings
 from hf_fsdp_plugin.sources.training_arguments import add_fsdp_arguments
 from hf_fsdp_plugin.sources.tree import ConfigEntry
 from hf_fsdp_plugin.spellings import did_you_mean, lower, nearest_word
@@ -115,24 +116,17 @@ def read(sources: Sources) -> SourceSettings | None:
         config_key=config.written if config is not None else "",
     )
     if fsdp is not None and not arguments.mentions_fsdp:
-        _deactivate(flags, arguments)
-    from_arguments, from_flags = arguments.result("training_arguments"), flags.result("accelerate")
-    return SourceSettings(
-        settings=(*from_arguments.settings, *from_flags.settings),
-        problems=(*from_arguments.problems, *from_flags.problems),
-        dialect=from_arguments.dialect or from_flags.dialect,
-        inactive=from_arguments.inactive,
-    )
+        _deactivate(flags)
+    dialect: Dialect = "training_arguments" if arguments.mentions_fsdp else "accelerate"
+    arguments.extend(flags)
+    return arguments.result(dialect)
 
 
-def _deactivate(flags: Collector, arguments: Collector) -> None:
+def _deactivate(flags: Collector) -> None:
     """Make flags such as ``--fsdp_min_num_params`` inactive, because ``--fsdp ""`` turns FSDP off."""
     if any(setting.name == "launch.distributed_type" for setting in flags.settings):
         return  # --use_fsdp was given, which enables FSDP too
-    unused = [setting for setting in flags.settings if setting.enables_fsdp]
-    before = arguments.inactive or SourceSettings()
-    arguments.set_inactive((*before.settings, *unused), before.problems)
-    flags.settings = [setting for setting in flags.settings if setting not in unused]
+    flags.settings = [replace(setting, inactive=setting.enables_fsdp) for setting in flags.settings]
     flags.mentions_fsdp = False
 
 

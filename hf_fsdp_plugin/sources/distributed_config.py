@@ -52,7 +52,7 @@ def read(sources: Sources) -> SourceSettings | None:
         given = given.to_dict()
     out = Collector(given.shown if isinstance(given, ConfigFile) else SOURCE)
     try:
-        tree = config_tree(given, source=SOURCE)
+        tree = config_tree(given)
     except ConfigFileError as error:
         return SourceSettings(problems=(error.problem,))
     # A field that is null has its default, as in Transformers.

@@ -40,10 +40,10 @@ class ConfigFile:
         return cls(path=Path(os.path.expanduser(path)).absolute(), shown=str(path))
 
 
-def config_tree(file: ConfigFile | Mapping[str, Any], *, source: str) -> Node:
-    """Return the content of a file or dict. Raises ``ConfigFileError``; `source` is the name of a dict in it."""
+def config_tree(file: ConfigFile | Mapping[str, Any]) -> Node:
+    """Return the content of a file or dict. Raises ``ConfigFileError``."""
     if isinstance(file, Mapping):
-        return tree.dict_tree(file, source=source)
+        return tree.from_python(file)
     return tree.parse_text(read_text(file), source=file.shown, is_json=file.path.suffix.lower() == ".json")
 
 
@@ -123,6 +123,8 @@ class Setting:
         value: the value as written; after ``spec.values.parse_settings``, the typed value.
         implied: whether another setting implies this one (``mixed_precision`` implies ``precision.param``). An explicit
             value of the same source overrides an implied value.
+        inactive: whether the setting applies only if another source enables FSDP, such as an ``fsdp_config`` without
+            ``fsdp``, which Transformers ignores.
         level: level of precedence; set by ``spec.values.parse_settings``.
     """
 
@@ -130,6 +132,7 @@ class Setting:
     value: Any
     origin: Origin
     implied: bool = False
+    inactive: bool = False
     level: str = ""
 
     @property
@@ -139,7 +142,7 @@ class Setting:
 
     @property
     def enables_fsdp(self) -> bool:
-        return enables_fsdp(self.name, self.value, self.origin)
+        return not self.inactive and enables_fsdp(self.name, self.value, self.origin)
 
     def problem(self, code: str, message: str, fix: str = "") -> Problem:
         """Return a problem of this setting, with its origin."""
@@ -154,8 +157,7 @@ class SourceSettings:
         not_set: settings whose key has the value null, which means that they are not set.
         dialect: selects the defaults; ``None`` if the source does not mention FSDP.
         level: level of precedence; set by ``spec.precedence.read_all``.
-        inactive: settings that do not enable FSDP, and that apply only if another source enables it: an ``fsdp_config``
-            without ``fsdp``, which Transformers ignores.
+        inactive_problems: the problems of inactive settings.
     """
 
     settings: tuple[Setting, ...] = ()
@@ -163,7 +165,7 @@ class SourceSettings:
     problems: tuple[Problem, ...] = ()
     dialect: Dialect | None = None
     level: str = ""
-    inactive: SourceSettings | None = None
+    inactive_problems: tuple[Problem, ...] = ()
 
 
 Reader = Callable[[Sources], SourceSettings | None]
@@ -194,7 +196,10 @@ def check_arguments(sources: Sources) -> tuple[Problem, ...]:
             problems.append(_wrong_type(name, value, expected))
     nested = ("config", "training_arguments", "plugin_object", "distributed_config", "parallelism_config", "overrides")
     for name in nested:
-        if isinstance(value := getattr(sources, name), Mapping) and _is_too_deep(value):
+        try:
+            if isinstance(value := getattr(sources, name), Mapping):
+                tree.from_python(value)
+        except ValueError:
             message, fix = f"{name} contains itself or is nested too deeply.", "Pass a dict of plain values."
             problems.append(Problem(code="FSDP-E014", message=message, fix=fix, origin=Origin(source=name)))
     return tuple(problems)
@@ -243,18 +248,3 @@ _EXPECTED: Final[tuple[tuple[str, Callable[[Any], bool], str], ...]] = (
     ),
 )
 """Source -> whether a value of it is valid, and what is expected."""
-
-
-def _is_too_deep(value: Any) -> bool:
-    waiting = [(value, 0)]
-    num_nodes = 0
-    while waiting:
-        node, depth = waiting.pop()
-        num_nodes += 1
-        if isinstance(node, Mapping):
-            node = tuple(node.values())
-        if isinstance(node, list | tuple | Set):
-            if depth >= tree.MAX_DEPTH or num_nodes + len(waiting) + len(node) > tree.MAX_NODES:
-                return True
-            waiting += [(item, depth + 1) for item in node]
-    return False

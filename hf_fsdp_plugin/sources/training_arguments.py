@@ -68,7 +68,4 @@ def add_fsdp_arguments(
             out.report("FSDP-E050", entry_of(config_key, fsdp_config), message, "Write JSON, or the path of a file.")
     elif fsdp_config is not None and fsdp_config != {}:
         add_fsdp_config(inner, fsdp_config)
-    if out.mentions_fsdp:
-        out.extend(inner)
-    else:
-        out.set_inactive(inner.settings, inner.problems, inner.not_set)
+    out.extend(inner, active=out.mentions_fsdp)

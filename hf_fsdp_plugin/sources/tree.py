@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import operator
 import re
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -92,23 +93,24 @@ def one_line(text: str) -> str:
     return line if len(line) <= MAX_TEXT else line[: MAX_TEXT - 1] + "…"
 
 
-def from_python(value: Any, *, depth: int = 0) -> Node:
+def from_python(value: Any, *, depth: int = 0, numbers: Iterator[int] | None = None) -> Node:
     """Return the tree of a Python object. Enums and classes become text, as in a file.
 
+    Args:
+        depth, numbers: level of nesting, and a counter of the nodes, in calls of this function by itself.
+
     Raises:
-        ValueError: the object is nested more than ``MAX_DEPTH`` levels deep.
+        ValueError: the object contains itself, or it has too many levels or nodes.
     """
-    if depth > MAX_DEPTH:
-        raise ValueError(f"the object is nested more than {MAX_DEPTH} levels deep")
+    numbers = itertools.count() if numbers is None else numbers
+    if depth > MAX_DEPTH or next(numbers) > MAX_NODES:
+        raise ValueError("the object contains itself or is nested too deeply")
     if isinstance(value, Mapping):
-        entries = [
-            ConfigEntry(key=_text(key), line=None, value=from_python(item, depth=depth + 1))
-            for key, item in value.items()
-        ]
-        return _mapping_node(entries)
+        nodes = [(_text(key), from_python(item, depth=depth + 1, numbers=numbers)) for key, item in value.items()]
+        return _mapping_node([ConfigEntry(key=key, line=None, value=node) for key, node in nodes])
     if isinstance(value, (list, tuple, Set)):
         items = sorted(value, key=_text) if isinstance(value, Set) else value
-        return _list_node([from_python(item, depth=depth + 1) for item in items])
+        return _list_node([from_python(item, depth=depth + 1, numbers=numbers) for item in items])
     scalar = _scalar(value)
     return Node(value=scalar, text=one_line(_text(scalar)))
 
@@ -170,15 +172,6 @@ def parse_text(text: str, *, source: str, is_json: bool = False) -> Node:
         fix = "Begin with keys such as distributed_type: FSDP."
         raise ConfigFileError("FSDP-E009", message, fix, source=source, line=root.line)
     return root
-
-
-def dict_tree(config: Mapping[str, Any], *, source: str) -> Node:
-    """Return the tree of a dict. Raises ``ConfigFileError`` if the dict contains itself."""
-    try:
-        return from_python(config)
-    except (ValueError, RecursionError):
-        message = "the dict contains itself or is nested too deeply."
-        raise ConfigFileError("FSDP-E014", message, "Pass a plain dict.", source=source) from None
 
 
 def _check_json(text: str, source: str) -> None:

@@ -53,36 +53,25 @@ def read_all(sources: Sources) -> list[SourceSettings]:
     """
     read = [replace(settings, level=level) for level, reader in PRECEDENCE if (settings := reader(sources)) is not None]
     if any(setting.enables_fsdp for source in read for setting in source.settings):
-        return [_activate(source if source.dialect is not None else _without_implied_off(source)) for source in read]
-    return [_discard_inactive(source) for source in read]
+        read = [source if source.dialect is not None else _without_implied_off(source) for source in read]
+        return [replace(source, problems=(*source.problems, *source.inactive_problems)) for source in read]
+    return [_without_inactive(source) for source in read]
 
 
-def _activate(source: SourceSettings) -> SourceSettings:
-    inactive = source.inactive
-    if inactive is None:
-        return source
-    return replace(
-        source,
-        settings=(*source.settings, *inactive.settings),
-        not_set=(*source.not_set, *inactive.not_set),
-        problems=(*source.problems, *inactive.problems),
-        inactive=None,
-    )
-
-
-def _discard_inactive(source: SourceSettings) -> SourceSettings:
-    if source.inactive is None:
-        return source
-    unused = [setting for setting in source.inactive.settings if _is_only_for_fsdp(setting)]
-    origins = [*(setting.origin for setting in unused), *(problem.origin for problem in source.inactive.problems)]
+def _without_inactive(source: SourceSettings) -> SourceSettings:
+    """Remove inactive settings, and report those that only FSDP has."""
+    settings = tuple(setting for setting in source.settings if not setting.inactive)
+    not_set = tuple(setting for setting in source.not_set if not setting.inactive)
+    unused = [setting for setting in source.settings if setting.inactive and _is_only_for_fsdp(setting)]
+    origins = [*(setting.origin for setting in unused), *(problem.origin for problem in source.inactive_problems)]
+    problems = source.problems
     # Accelerate itself uses a ParallelismConfig in a run without FSDP.
-    if not origins or (origins[0] is not None and origins[0].source == PARALLELISM):
-        return replace(source, inactive=None)
-    keys = ", ".join(dict.fromkeys(setting.origin.spelling for setting in unused)) or "fsdp_config"
-    message = f"FSDP settings without fsdp do not enable FSDP and are not used: {keys}."
-    fix = "Set fsdp=True to shard the model, or remove these settings."
-    problem = Problem(code="FSDP-W033", message=message, fix=fix, origin=origins[0])
-    return replace(source, problems=(*source.problems, problem), inactive=None)
+    if origins and (origins[0] is None or origins[0].source != PARALLELISM):
+        keys = ", ".join(dict.fromkeys(setting.origin.spelling for setting in unused)) or "fsdp_config"
+        message = f"FSDP settings without fsdp do not enable FSDP and are not used: {keys}."
+        fix = "Set fsdp=True to shard the model, or remove these settings."
+        problems += (Problem(code="FSDP-W033", message=message, fix=fix, origin=origins[0]),)
+    return replace(source, settings=settings, not_set=not_set, problems=problems)
 
 
 def _is_only_for_fsdp(setting: Setting) -> bool:
