@@ -122,7 +122,7 @@ def _read(path: Path, shown: str) -> tuple[str, Assessment]:
     file = ConfigFile(path=path, shown=shown)
     try:
         text = read_text(file)
-        tree = config_tree(file, source=shown)
+        tree = config_tree(file)
     except ConfigFileError as error:
         raise SpecError([error.problem]) from None
     keys = {entry.key.strip().lower() for entry in tree.value}
