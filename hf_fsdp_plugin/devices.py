@@ -22,10 +22,6 @@ if TYPE_CHECKING:
     import torch
 
 
-def _do_nothing() -> None:
-    pass
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Device:
     """The CPU, and the base class of accelerators.
@@ -67,7 +63,7 @@ class Device:
 
     def record_event(self) -> Callable[[], None]:
         """Return a function that waits for the kernels and copies that were started so far on the current stream."""
-        return _do_nothing
+        return lambda: None
 
     def pin(self, memory: torch.Tensor) -> bool:
         """Page-lock existing CPU memory. Returns ``False`` if that is impossible; copies are then slower."""

@@ -108,10 +108,7 @@ def fit_table(rows: Sequence[Sequence[str]], width: int | None) -> str:
     while excess > 0:
         longest = max(range(len(widths)), key=widths.__getitem__)
         others = [other for number, other in enumerate(widths) if number != longest]
-        target = (
-            max(widths[longest] - excess, *others, _MIN_CELL) if others else max(widths[longest] - excess, _MIN_CELL)
-        )
-        target = min(target, widths[longest] - 1)
+        target = min(max(widths[longest] - excess, *others, _MIN_CELL), widths[longest] - 1)
         if target < _MIN_CELL:
             break  # the terminal is too narrow for any table
         excess -= widths[longest] - target

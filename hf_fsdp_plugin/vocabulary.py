@@ -7,8 +7,8 @@ same key. ``spellings.py`` defines how values are compared.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
@@ -63,7 +63,7 @@ class SettingRow:
     about: str
     scope: Scope
     spellings: tuple[str, ...]
-    choices: Mapping[str, tuple[str, ...]]
+    choices: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     prefixes: tuple[str, ...] = ()
     minimum: int | None = None
     maximum: int | None = None
@@ -86,55 +86,35 @@ STRATEGY_CHOICES: Mapping[str, tuple[str, ...]] = MappingProxyType(
 )
 
 
-def _read_rows() -> Iterator[SettingRow]:
-    """Yield the rows of ``vocabulary.yaml``."""
-    text = Path(__file__).with_name("vocabulary.yaml").read_text(encoding="utf-8")
-    text = text.replace("{strategies}", "; ".join(row.about for row in STRATEGIES.values()))
-    # All values are read as text: otherwise "no" and "off" would be bools.
-    table: Any = yaml.load(text, Loader=getattr(yaml, "CBaseLoader", yaml.BaseLoader))
-    for scope, rows in table.items():
-        for pattern, fields in rows.items():
-            for word in fields.get("each", "-").split():
-                yield _row_of(
-                    scope, pattern.replace("{}", word), {**fields, "about": fields["about"].replace("{}", word)}
-                )
+def _each_row(rows: Mapping[str, dict[str, Any]]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield one row for each word of ``each``, which replaces ``{}``."""
+    for name, fields in rows.items():
+        for word in fields.get("each", "-").split():
+            texts = {key: text.replace("{}", word) for key, text in fields.items() if isinstance(text, str)}
+            yield name.replace("{}", word), {key: value for key, value in (fields | texts).items() if key != "each"}
+
+
+def _words(text: str) -> tuple[str, ...]:
+    return tuple(text.split())
+
+
+def _choices(given: str | Mapping[str, str]) -> Mapping[str, tuple[str, ...]]:
+    if isinstance(given, str):
+        return STRATEGY_CHOICES
+    return MappingProxyType({value: _words(others) for value, others in given.items()})
+
+
+_PARSERS: Mapping[str, Callable[[Any], Any]] = {
+    "spellings": _words, "prefixes": _words, "stock": _words, "choices": _choices,
+    "minimum": int, "maximum": int, "internal": bool,
+}  # fmt: skip
+"""Field of a row -> the function that makes its value of text. Other fields are text."""
 
 
 def _row_of(scope: Scope, name: str, fields: Mapping[str, Any]) -> SettingRow:
-    choices: Any = fields.get("choices", {})
-    if choices == "strategies":
-        choices = STRATEGY_CHOICES
-    else:
-        choices = MappingProxyType({value: tuple(others.split()) for value, others in choices.items()})
-    return SettingRow(
-        name=name,
-        kind=fields["kind"],
-        about=fields["about"],
-        scope=scope,
-        spellings=tuple(fields.get("keys", name.rpartition(".")[2]).split()),
-        choices=choices,
-        prefixes=tuple(fields.get("prefixes", "").split()),
-        minimum=int(fields["minimum"]) if "minimum" in fields else None,
-        maximum=int(fields["maximum"]) if "maximum" in fields else None,
-        opens=fields.get("opens"),
-        internal="internal" in fields,
-        ignored=fields.get("ignored", ""),
-        stock=tuple(fields.get("stock", "").split()),
-    )
-
-
-ROWS: tuple[SettingRow, ...] = tuple(_read_rows())
-BY_NAME: Mapping[str, SettingRow] = MappingProxyType({row.name: row for row in reversed(ROWS)})
-BY_KEY: Mapping[tuple[Scope, str], SettingRow] = MappingProxyType(
-    {(row.scope, spelling): row for row in ROWS for spelling in row.spellings}
-)
-TRAINING_FILE_MARKS = frozenset(
-    {
-        "base_model", "model_name_or_path", "output_dir", "learning_rate", "datasets", "dataset", "num_train_epochs",
-        "num_epochs",
-    }
-)  # fmt: skip
-"""Keys that distinguish the config of a training script (axolotl, LLaMA-Factory, TRL) from Accelerate's file."""
+    values: dict[str, Any] = {"scope": scope, "name": name, "spellings": (name.rpartition(".")[2],)}
+    values |= {key: _PARSERS.get(key, str)(value) for key, value in fields.items()}
+    return SettingRow(**values)
 
 
 class UnsupportedKey(NamedTuple):
@@ -145,48 +125,32 @@ class UnsupportedKey(NamedTuple):
     fix: str
 
 
-_NO_OBJECTS = "takes Python objects, which a config cannot contain."
-_STATE_DICTS = "Set fsdp_state_dict_type to full, sharded or local."
-_LAUNCHER_FLAGS = {
-    **{
-        flag: f"Pass hf-fsdp launch --{flag}"
-        for flag in ("log_dir", "tee", "role", "rdzv_conf", "num_cpu_threads_per_process", "max_restarts")
-    },
-    "monitor_interval": "hf-fsdp launch does not need it",
-    "tpu_cluster": "hf-fsdp launch does not support it",
-    "mpirun_hostfile": "hf-fsdp launch starts the ranks itself",
-}
-"""Flag of a launcher that stock Accelerate rejects in a config -> what to do."""
-UNSUPPORTED_KEYS: Mapping[tuple[str, str], UnsupportedKey] = MappingProxyType(
+_text = Path(__file__).with_name("vocabulary.yaml").read_text(encoding="utf-8")
+_text = _text.replace("{strategies}", "; ".join(row.about for row in STRATEGIES.values()))
+# All values are read as text: otherwise "no" and "off" would be bools.
+_settings, _unsupported, _groups = yaml.load_all(_text, Loader=getattr(yaml, "CBaseLoader", yaml.BaseLoader))
+ROWS: tuple[SettingRow, ...] = tuple(
+    _row_of(scope, name, fields) for scope, rows in _settings.items() for name, fields in _each_row(rows)
+)
+UNSUPPORTED_KEYS, UNSUPPORTED_VALUES = (
     {
-        (scope, key): UnsupportedKey(code, why, fix)
-        for scope, key, code, why, fix in (
-            ("fsdp", "final_state_dict_type", "FSDP-W026", "is a setting of axolotl, not of FSDP, and has no effect.",
-             "Use fsdp_state_dict_type for the checkpoints of a run."),
-            ("precision", "cast_forward_inputs", "FSDP-W026",
-             "has no effect: the activations of a unit are always cast.", "Remove it."),
-            ("fsdp", "state_dict_config", "FSDP-E025", _NO_OBJECTS, _STATE_DICTS),
-            ("fsdp", "optim_state_dict_config", "FSDP-E025", _NO_OBJECTS, _STATE_DICTS),
-            ("fsdp", "param_init_fn", "FSDP-E025", _NO_OBJECTS,
-             "Remove it: the plugin initializes modules on the meta device."),
-            ("fsdp", "ignored_params", "FSDP-E025", _NO_OBJECTS,
-             "Select modules with fsdp_ignored_modules, a regular expression on their names."),
-            *(("launch", flag, "FSDP-E052", "is a flag of the launcher, not a key of the config.", f"Remove it. {fix}.")
-              for flag, fix in _LAUNCHER_FLAGS.items()),
-        )
+        (group, name): UnsupportedKey(**fields)
+        for group, rows in _unsupported[kind].items()
+        for name, fields in _each_row(rows)
     }
-)  # fmt: skip
-"""Scope and key -> why the key is not supported."""
-_OFFLOADS = UnsupportedKey(
-    "FSDP-E053",
-    "is a value of another library. FSDP offloads the activations that it checkpoints itself.",
-    "Set fsdp_activation_checkpointing: true and fsdp_activation_checkpointing_offload: true instead of "
-    "gradient_checkpointing.",
+    for kind in ("keys", "values")
 )
-UNSUPPORTED_VALUES: Mapping[tuple[str, str], UnsupportedKey] = MappingProxyType(
-    {("activation.trainer", value): _OFFLOADS for value in ("offload", "offload_disk", "unsloth")}
+"""Scope and key, and setting and value -> why the key or value is not supported."""
+WORDS: Mapping[str, frozenset[str]] = MappingProxyType(
+    {name: frozenset(_words(text)) for name, text in _groups.items()}
 )
-"""Setting and value -> why the value is not supported."""
+"""Name of a group -> its words."""
+BY_NAME: Mapping[str, SettingRow] = MappingProxyType({row.name: row for row in reversed(ROWS)})
+BY_KEY: Mapping[tuple[Scope, str], SettingRow] = MappingProxyType(
+    {(row.scope, spelling): row for row in ROWS for spelling in row.spellings}
+)
+TRAINING_FILE_MARKS = WORDS["training_file_marks"]
+"""Keys that distinguish the config of a training script from Accelerate's file."""
 
 
 def plain_key(key: str, scope: Scope) -> str:

@@ -14,7 +14,7 @@ from hf_fsdp_plugin.problems import Origin, Problem
 from hf_fsdp_plugin.sources.collector import FSDP_SCOPES, Collector, entry_of
 from hf_fsdp_plugin.sources.interface import ConfigFile, Sources, SourceSettings, config_tree
 from hf_fsdp_plugin.sources.tree import ConfigEntry, ConfigFileError, Node, parse_text
-from hf_fsdp_plugin.vocabulary import TRAINING_FILE_MARKS, Scope, find_row, plain_key
+from hf_fsdp_plugin.vocabulary import TRAINING_FILE_MARKS, WORDS, Scope, find_row, plain_key
 
 SOURCE = "config"
 FsdpConfig = Mapping[str, Any] | str | Path | None
@@ -115,7 +115,7 @@ def _parse_fsdp_config(config: FsdpConfig | ConfigFile, source: str) -> tuple[No
 
 def _add_config(out: Collector, root: Node, *, is_whole: bool, scopes: tuple[Scope, ...]) -> None:
     """Add a whole file of Accelerate, or only a section, whose keys are in `scopes`. Refuse a config of DeepSpeed."""
-    if not _DEEPSPEED_KEYS.isdisjoint(_keys_of(root)):
+    if WORDS["deepspeed_keys"] & _keys_of(root):
         settings = equivalent_settings(root.plain())
         equivalent = f" The equivalent settings are {', '.join(settings)}." if settings else ""
         message = f"this is a config of DeepSpeed, not of FSDP.{equivalent}"
@@ -138,14 +138,6 @@ def _is_top_level(key: str) -> bool:
     return row is not None and row.scope == "launch" and plain_key(key, "launch") in row.spellings
 
 
-_DEEPSPEED_KEYS: Final = frozenset(
-    {
-        "zero_optimization", "train_batch_size", "train_micro_batch_size_per_gpu", "zero_allow_untested_optimizer",
-        "zero_force_ds_cpu_optimizer", "steps_per_print", "wall_clock_breakdown", "deepspeed_config_file", "zero_stage",
-        "zero3_init_flag", "zero3_save_16bit_model",
-    }
-)  # fmt: skip
-"""Keys that no config of FSDP has."""
 _STRATEGIES: Final[Mapping[str, str]] = {"0": "NO_SHARD", "1": "SHARD_GRAD_OP", "2": "SHARD_GRAD_OP", "3": "FULL_SHARD"}
 """ZeRO stage -> FSDP strategy. FSDP has no strategy that shards the optimizer state only."""
 

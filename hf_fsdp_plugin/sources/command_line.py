@@ -12,18 +12,11 @@ from hf_fsdp_plugin.sources.interface import Dialect, Sources, SourceSettings
 from hf_fsdp_plugin.sources.training_arguments import add_fsdp_arguments
 from hf_fsdp_plugin.sources.tree import ConfigEntry
 from hf_fsdp_plugin.spellings import did_you_mean, lower, nearest_word
-from hf_fsdp_plugin.vocabulary import BY_NAME, PREFIXES, Scope, SettingRow, find_row, plain_key, similar_key
+from hf_fsdp_plugin.vocabulary import BY_NAME, PREFIXES, WORDS, Scope, SettingRow, find_row, plain_key, similar_key
 
 SOURCE = "command line"
 OVERRIDES = "--set"
-SWITCHES = frozenset(
-    {
-        "quiet", "cpu", "multi_gpu", "tpu", "enable_cpu_affinity", "dynamo_use_fullgraph", "dynamo_use_dynamic",
-        "dynamo_use_regional_compilation", "use_deepspeed", "use_fsdp", "use_parallelism_config", "use_megatron_lm",
-        "same_network", "module", "no_python", "tpu_cluster", "no_tpu_cluster", "tpu_use_sudo", "downcast_bf16",
-        "debug", "fp8_override_linear_precision", "fp8_enable_fsdp_float8_all_gather", "help",
-    }
-)  # fmt: skip
+SWITCHES = WORDS["switches"]
 """Flags of ``accelerate launch`` that take no value, not even after ``=``; all other flags take a value."""
 
 SHORT_FLAGS = {"q": "quiet", "m": "module", "t": "tee", "h": "help"}
@@ -35,16 +28,10 @@ SETTING_OF_SWITCH: Mapping[str, tuple[str, Any]] = {
     "use_megatron_lm": ("launch.distributed_type", "MEGATRON_LM"),
     "tpu": ("launch.distributed_type", "XLA"),
 }
-LAUNCHER_FLAGS = frozenset({"quiet", "module", "no_python", "help", "use_parallelism_config", "config_file"})
-OPTIONAL_VALUE = frozenset({"bf16", "fp16", "gradient_checkpointing", "activation_checkpointing", "use_cpu", "fsdp"})
+LAUNCHER_FLAGS = WORDS["launcher_flags"]
+OPTIONAL_VALUE = WORDS["flags_with_optional_value"]
 """Flags of a training script whose value is optional; ``--fsdp`` without a value turns FSDP on."""
-RENAMED: Mapping[str, str] = {
-    name: f"fsdp_{name}"
-    for name in (
-        "offload_params", "min_num_params", "sharding_strategy", "transformer_layer_cls_to_wrap", "auto_wrap_policy",
-        "backward_prefetch_policy", "state_dict_type",
-    )
-}  # fmt: skip
+RENAMED: Mapping[str, str] = {name: f"fsdp_{name}" for name in WORDS["renamed_flags"]}
 """Flag of ``accelerate launch`` before version 0.14 -> its present name."""
 
 

@@ -24,17 +24,6 @@ OTHER_AXES: Final = ("tp_size", "pp_size", "ep_size")
 """Sizes of the axes that FSDP does not use. Only 1 is supported."""
 
 _SIZES: Final = MappingProxyType({"fsdp_size": "mesh.shard", "dp_replicate_size": "mesh.replicate"})
-_NO_EFFECT: Final[Mapping[str, str]] = MappingProxyType(
-    {
-        "tp_plan": "has an effect only if tp_size is above 1",
-        "ep_plan": "has an effect only if ep_size is above 1",
-        "ep_implementation": "has an effect only if ep_size is above 1",
-        "enable_expert_parallel": "has an effect only if tp_size or ep_size is above 1",
-        "enable_sequence_parallel": "is reserved by Transformers and has no effect",
-        "fsdp_plan": "is not a setting of this package: from_pretrained chooses the units with it, and they are kept",
-    }
-)
-"""Field -> why it is not a setting."""
 _NUMBER: Final = re.compile(r"\+?(\d{1,19})(?:\.0+)?", re.ASCII)
 _DEFAULTS: Final = frozenset({"", "auto", "false", "none", "null"})
 
@@ -72,16 +61,17 @@ def read(sources: Sources) -> SourceSettings | None:
 def _add_fields(out: Collector, fields: Mapping[str, ConfigEntry]) -> None:
     unknown: list[ConfigEntry] = []
     for name, entry in fields.items():
-        if name in _NO_EFFECT:
+        row = find_row(name, ("distributed",))
+        if row is not None and row.kind == "any":
             if not entry.value.is_empty and word_of(entry.value.value) not in _DEFAULTS:
-                out.report("FSDP-N080", entry, f"{entry.key} {_NO_EFFECT[name]}.")
+                out.report("FSDP-N080", entry, f"{entry.key} is {row.about[0].lower()}{row.about[1:]}")
         elif name == "fsdp_mixed_precision":
             _add_precision(out, entry)
         elif name in _SIZES and word_of(entry.value.value) in ("-1", "auto"):
             # Accelerate computes such a size from the world size; Transformers does not.
             message = f"{entry.key} is {entry.value.text}; expected a number of ranks."
             out.report("FSDP-E101", entry, message, "Set the number of ranks.", setting=_SIZES[name])
-        elif (row := find_row(name, ("distributed",))) is not None and row.scope == "distributed":
+        elif row is not None and row.scope == "distributed":
             out.add_entry(row, entry)
         else:
             unknown.append(entry)

@@ -40,11 +40,8 @@ def derive_spec(effective: Settings, dialect_defaults: Mapping[str, Any]) -> tup
 def _derive_off(settings: Settings, problems: list[Problem]) -> None:
     """Apply ``bf16: false`` to a mixed precision mode of lower precedence."""
     for dtype, name in OFF.items():
-        off, mode, param = (
-            settings.pop(name, None),
-            settings.get("launch.mixed_precision"),
-            settings.get("precision.param"),
-        )
+        mode, param = settings.get("launch.mixed_precision"), settings.get("precision.param")
+        off = settings.pop(name, None)
         if off is None or mode is None or mode.value != dtype or has_precedence(mode, off):
             continue
         if not has_precedence(off, mode):
@@ -119,12 +116,11 @@ def _derive_wrap_policy(settings: Settings, problems: list[Problem]) -> None:
 
 def _derive_strategy(settings: Settings, version: int, problems: list[Problem]) -> None:
     """Combine the strategy with ``reshard_after_forward``, then with the mesh."""
-    reshard = settings.pop("sharding.reshard", None)
-    strategy = settings.get("sharding.strategy")
-    if reshard is not None and strategy is None:
-        settings["sharding.strategy"] = _strategy_of(reshard)
-    elif reshard is not None and strategy is not None:
+    reshard, strategy = settings.pop("sharding.reshard", None), settings.get("sharding.strategy")
+    if reshard is not None and strategy is not None:
         _combine_reshard(settings, strategy, reshard, version, problems)
+    elif reshard is not None:
+        settings["sharding.strategy"] = _strategy_of(reshard)
     _combine_mesh(settings, problems)
 
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 from decimal import Decimal
 from typing import Any, Final
 
-from hf_fsdp_plugin import spellings
+import hf_fsdp_plugin.spellings as spellings
 from hf_fsdp_plugin.problems import Problem
 from hf_fsdp_plugin.sources.interface import Setting, SourceSettings
 from hf_fsdp_plugin.sources.tree import ObjectText, one_line

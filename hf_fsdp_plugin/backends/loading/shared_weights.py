@@ -3,9 +3,9 @@
 The first process that asks for a key computes the weights (:class:`Publication`). The others wait for it and map the
 result (:class:`Received`). No process waits for a process that has not begun: a call on one rank alone returns as it
 would without this module, and a waiting process continues when the publisher fails, ends or withdraws. Nothing is left
-on a disk: the rendezvous is an abstract Unix socket (``man 7 unix``), and the weights are in a sealed memory file
-(:class:`MemoryFile`). Every process maps it privately (copy-on-write), so a change in place stays in the process that
-makes it. The name of the memory file is a hash of the key, by which ranks recognize equal weights
+on a disk: the rendezvous is an abstract Unix socket (``man 7 unix``), and the weights are in a sealed memory file.
+Every process maps it privately (copy-on-write), so a change in place stays in the process that makes it. The name of
+the memory file is a hash of the key, by which ranks recognize equal weights
 (:func:`hf_fsdp_plugin.backends.loading.equal_weights.find_mapped_parameters`).
 
 The publisher moves each tensor to the memory file as soon as it is computed (:meth:`Publication.move`), so that its
@@ -49,76 +49,6 @@ _CHUNK = 64 << 20
 _TRIM = 32 << 20
 """Bytes after which the memory of moved tensors is returned to the system: glibc keeps freed blocks of up to 32 MB, and
 those before glibc 2.39 are too short for the next aligned block of the same size."""
-
-
-class MemoryFile:
-    """A memory file (``man 2 memfd_create``) to which tensors are moved one by one, for other processes to map.
-
-    It has no size limit of ``/dev/shm``. Tensors in it are private views (copy-on-write): a change in place stays in
-    the process that makes it.
-
-    Attributes:
-        offsets: address of the view of each moved tensor -> its offset in bytes.
-
-    Raises:
-        OSError: the system has no memory files, or no memory.
-    """
-
-    def __init__(self, name: str) -> None:
-        self._file = os.fdopen(os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING), "r+b")
-        self._end = self._num_untrimmed = 0
-        self._chunk: mmap.mmap | None = None
-        self._chunk_offset = 0
-        self.offsets: dict[int, int] = {}
-
-    def move(self, tensor: torch.Tensor) -> tuple[int, torch.Tensor]:
-        """Copy a CPU tensor to the file. Returns the offset of the copy in bytes, and a view of it.
-
-        Raises:
-            OSError: there is no memory.
-            RuntimeError, TypeError: the dtype has no bytes.
-        """
-        content: Any = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
-        if self._chunk is None or self._end + len(content) > self._chunk_offset + len(self._chunk):
-            self._add_chunk(len(content))
-        offset = self._end
-        self._file.seek(offset)
-        self._file.write(memoryview(content))
-        self._file.flush()
-        # No page has two tensors: this process would not see what is written to a page that it has a changed copy of.
-        self._end += -(-len(content) // mmap.PAGESIZE) * mmap.PAGESIZE
-        self._num_untrimmed += len(content)
-        if self._num_untrimmed > _TRIM:
-            return_freed_memory()
-            self._num_untrimmed = 0
-        view = view_of(self._chunk, offset - self._chunk_offset, tensor.shape, tensor.dtype)
-        self.offsets[view.data_ptr()] = offset
-        return offset, view
-
-    def _add_chunk(self, num_bytes: int) -> None:
-        unit = mmap.ALLOCATIONGRANULARITY
-        self._end = self._chunk_offset = -(-self._end // unit) * unit
-        length = max(_CHUNK, -(-num_bytes // unit) * unit)
-        os.ftruncate(self._file.fileno(), self._chunk_offset + length)
-        self._chunk = mmap.mmap(self._file.fileno(), length, access=mmap.ACCESS_COPY, offset=self._chunk_offset)
-
-    def seal(self) -> None:
-        """Make the file immutable, so that no process can change the weights of another one."""
-        import fcntl
-
-        os.ftruncate(self._file.fileno(), self._end)
-        seals = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-        fcntl.fcntl(self._file, fcntl.F_ADD_SEALS, seals)
-        return_freed_memory()
-
-    def send(self, connection: socket.socket) -> None:
-        """Give the file to the process at the other end of a connection."""
-        socket.send_fds(connection, [b"."], [self._file.fileno()])
-
-    def close(self) -> None:
-        """Close the file. Its tensors stay valid."""
-        with contextlib.suppress(OSError):  # buffered bytes that could not be written
-            self._file.close()
 
 
 def return_freed_memory() -> None:
@@ -165,7 +95,7 @@ class WeightExchange:
             try:
                 listener = _listen(address)
                 if listener is not None:
-                    publication = Publication(listener, num_others, MemoryFile(name))
+                    publication = Publication(listener, num_others, name)
                     self._open = [*(other for other in self._open if other.is_open), publication]
                     return publication
                 received = _receive(address)
@@ -188,12 +118,21 @@ exchange = WeightExchange()
 
 
 class Publication:
-    """Weights that this process computes for the others. Call :meth:`publish` or :meth:`close`."""
+    """Weights that this process computes for the others. Call :meth:`publish` or :meth:`close`.
 
-    def __init__(self, listener: socket.socket, num_others: int, memory: MemoryFile) -> None:
+    They are moved one by one to a memory file (``man 2 memfd_create``), which has no size limit as ``/dev/shm`` has.
+
+    Raises:
+        OSError: the system has no memory files, or no memory.
+    """
+
+    def __init__(self, listener: socket.socket, num_others: int, name: str) -> None:
         self._listener = listener
         self._num_others = num_others
-        self._memory = memory
+        self._file = os.fdopen(os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING), "r+b")
+        self._end = self._num_untrimmed = self._chunk_offset = 0
+        self._chunk: mmap.mmap | None = None
+        self._offsets: dict[int, int] = {}  # address of the view of each moved tensor -> its offset in bytes
         self._thread: threading.Thread | None = None
         self._maps: MemoryMaps | None = None
         self._can_move = True
@@ -213,10 +152,38 @@ class Publication:
         if region is not None and region.is_file:
             return tensor
         try:
-            return self._memory.move(tensor)[1]
+            return self._write(tensor)[1]
         except (OSError, RuntimeError, TypeError):
             self._can_move = False
             return tensor
+
+    def _write(self, tensor: torch.Tensor) -> tuple[int, torch.Tensor]:
+        """Copy a CPU tensor to the file. Returns the offset of the copy in bytes, and a view of it.
+
+        Raises:
+            OSError: there is no memory.
+            RuntimeError, TypeError: the dtype has no bytes.
+        """
+        content: Any = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
+        if self._chunk is None or self._end + len(content) > self._chunk_offset + len(self._chunk):
+            unit = mmap.ALLOCATIONGRANULARITY
+            self._end = self._chunk_offset = -(-self._end // unit) * unit
+            length = max(_CHUNK, -(-len(content) // unit) * unit)
+            os.ftruncate(self._file.fileno(), self._chunk_offset + length)
+            self._chunk = mmap.mmap(self._file.fileno(), length, access=mmap.ACCESS_COPY, offset=self._chunk_offset)
+        offset = self._end
+        self._file.seek(offset)
+        self._file.write(memoryview(content))
+        self._file.flush()
+        # No page has two tensors: this process would not see what is written to a page that it has a changed copy of.
+        self._end += -(-len(content) // mmap.PAGESIZE) * mmap.PAGESIZE
+        self._num_untrimmed += len(content)
+        if self._num_untrimmed > _TRIM:
+            return_freed_memory()
+            self._num_untrimmed = 0
+        view = view_of(self._chunk, offset - self._chunk_offset, tensor.shape, tensor.dtype)
+        self._offsets[view.data_ptr()] = offset
+        return offset, view
 
     def publish(self, tensors: Mapping[str, torch.Tensor], files: Sequence[str], facts: Any) -> bool:
         """Copy the weights to shared memory, replace them by views of it, and give it to the other processes.
@@ -233,7 +200,7 @@ class Publication:
         """
         try:
             text = json.dumps({"facts": facts, "tensors": self._table(tensors, files)}).encode()
-            self._memory.seal()
+            self._seal()
         except (OSError, RuntimeError, TypeError):  # no memory, or a dtype that has no bytes
             self.close()
             return False
@@ -253,18 +220,27 @@ class Publication:
         for name, tensor in tensors.items():
             region, source = maps.find(tensor), _IN_MEMORY_FILE
             is_view = region is not None and region.is_unchanged_file and tensor.is_contiguous()
-            is_moved = region is not None and region.is_shared_memory and tensor.data_ptr() in self._memory.offsets
+            is_moved = region is not None and region.is_shared_memory and tensor.data_ptr() in self._offsets
             if region is not None and is_view and region.path in indices:
                 source, offset = indices[region.path], tensor.data_ptr() - region.start + region.offset
             elif id(tensor) in offsets:
                 offset = offsets[id(tensor)]
             elif is_view and is_moved:
-                offset = self._memory.offsets[tensor.data_ptr()]
+                offset = self._offsets[tensor.data_ptr()]
             else:
-                offset, tensor.data = self._memory.move(tensor)
+                offset, tensor.data = self._write(tensor)
             offsets[id(tensor)] = offset
             table[name] = [source, offset, list(tensor.shape), format_dtype(tensor.dtype)]
         return table
+
+    def _seal(self) -> None:
+        """Make the file immutable, so that no process can change the weights of another one."""
+        import fcntl
+
+        os.ftruncate(self._file.fileno(), self._end)
+        seals = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+        fcntl.fcntl(self._file, fcntl.F_ADD_SEALS, seals)
+        return_freed_memory()
 
     def _serve(self, text: bytes) -> None:
         """Send the memory file to every process that connects, until all other processes of the machine have it."""
@@ -275,26 +251,28 @@ class Publication:
                 with connection, contextlib.suppress(OSError):
                     pid, user = _peer(connection)
                     if user == os.geteuid():
-                        self._memory.send(connection)
+                        socket.send_fds(connection, [b"."], [self._file.fileno()])
                         connection.sendall(text)
                         served |= {pid} - {os.getpid()}
         except OSError:
             pass  # the publication was closed
         finally:
-            self.is_open = False
-            self._listener.close()
-            self._memory.close()
+            self._close_files()
 
     def close(self) -> None:
-        """Stop publishing. Processes that are waiting continue without the weights."""
-        self.is_open = False
+        """Stop publishing. Processes that are waiting continue without the weights; mapped tensors stay valid."""
         # Closing a listening socket would not wake the thread in accept().
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
         if self._thread is not None:
             self._thread.join()
+        self._close_files()
+
+    def _close_files(self) -> None:
+        self.is_open = False
         self._listener.close()
-        self._memory.close()
+        with contextlib.suppress(OSError):  # buffered bytes that could not be written
+            self._file.close()
 
 
 class Received:

@@ -116,7 +116,9 @@ def _groups(models: Sequence[nn.Module], parameters: Iterable[nn.Parameter]) -> 
         if isinstance(parameter, DTensor):
             layout = parameter.device_mesh, parameter.placements
             if layout not in known:
-                known[layout] = _shards_of(*layout)
+                mesh, placements = layout
+                sharded = tuple(mesh.get_group(axis) for axis, place in enumerate(placements) if place.is_shard())
+                known[layout] = sharded, torch.device(mesh.device_type)
             over, device = known[layout]
             gradient = gradient.to_local() if isinstance(gradient, DTensor) else gradient
         else:
@@ -132,12 +134,6 @@ def _groups(models: Sequence[nn.Module], parameters: Iterable[nn.Parameter]) -> 
         if gradient is not None and gradient.numel():  # an empty tensor has no largest magnitude
             group.gradients.append(torch.view_as_real(gradient) if gradient.is_complex() else gradient)
     return list(groups.values())
-
-
-def _shards_of(mesh: DeviceMesh, placements: tuple[Placement, ...]) -> _Shards:
-    """Return the process groups over which a DTensor is sharded, and its device."""
-    over = tuple(mesh.get_group(axis) for axis, place in enumerate(placements) if place.is_shard())
-    return over, torch.device(mesh.device_type)
 
 
 def _flat_shards(models: Sequence[nn.Module]) -> dict[int, _Shards]:

@@ -277,7 +277,9 @@ class _PlainSteps:
         """Replace the parameters. In ``whole`` mode, all but the last one are updated here."""
         self._restore(optimizer)  # the last step may have raised an error, without its hook at the end
         changed = _with_evaluated_closure(args, kwargs)
-        _run_checks_on_parameters(optimizer)
+        # Optimizers of bitsandbytes find the parameters with settings of their own before these are replaced.
+        if not getattr(optimizer, "initialized", True) and hasattr(optimizer, "check_overrides"):
+            optimizer.check_overrides()
         self._groups = [list(group["params"]) for group in optimizer.param_groups]
         places = [
             (group, index, parameter)
@@ -321,10 +323,15 @@ class _PlainSteps:
         self._swapped.append((parameter, plain))
         return plain
 
+    @torch.no_grad()
     def _restore(self, optimizer: torch.optim.Optimizer) -> None:
         """Write the updates to the shards, and give the optimizer its parameters and their state."""
         for parameter, plain in self._swapped:
-            _write_back(parameter, plain.detach(), whole=self._whole)
+            local, updated = parameter.to_local(), plain.detach()
+            if self._whole:
+                updated = shard_like(parameter, updated).to_local()
+            if updated.numel() and updated.data_ptr() != local.data_ptr():  # it has not updated the shard's memory
+                local.copy_(updated)
             if plain in optimizer.state:
                 optimizer.state[parameter] = optimizer.state.pop(plain)
         self._swapped = []
@@ -347,16 +354,6 @@ def _plain(value: Any, whole: bool) -> Any:
     return value.full_tensor() if whole else value.to_local()
 
 
-@torch.no_grad()
-def _write_back(parameter: DTensor, updated: torch.Tensor, *, whole: bool) -> None:
-    """Copy the updated tensor to the shard. Nothing is copied if the optimizer has updated the shard's memory."""
-    local = parameter.to_local()
-    if whole:
-        updated = shard_like(parameter, updated).to_local()
-    if updated.numel() and updated.data_ptr() != local.data_ptr():
-        local.copy_(updated)
-
-
 def _with_evaluated_closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
     """Evaluate the closure of a step before the gradients are read. Return the new arguments; ``None`` without one."""
     # torch passes the optimizer itself as the first of ``args``.
@@ -369,9 +366,3 @@ def _with_evaluated_closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tu
     if others:
         return (optimizer, lambda: loss, *others[1:]), kwargs
     return args, {**kwargs, "closure": lambda: loss}
-
-
-def _run_checks_on_parameters(optimizer: Any) -> None:
-    """Let optimizers of bitsandbytes find the parameters with settings of their own, before these are replaced."""
-    if not getattr(optimizer, "initialized", True) and hasattr(optimizer, "check_overrides"):
-        optimizer.check_overrides()

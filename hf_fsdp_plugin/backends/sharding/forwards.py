@@ -324,9 +324,8 @@ def return_changed_inputs(model: nn.Module) -> None:
     Must be called after all other hooks are registered.
     """
     changes, inner = _Changes(), unwrapped(model)
-    model.register_forward_pre_hook(changes.called, prepend=True, with_kwargs=True)
-    if inner is not model:  # under FSDP1, the module in the wrapper may be called directly
-        inner.register_forward_pre_hook(changes.called_inside, prepend=True, with_kwargs=True)
+    for module in {model, inner}:  # under FSDP1, the module in the wrapper may be called directly
+        module.register_forward_pre_hook(changes.called, prepend=True, with_kwargs=True)
     inner.register_forward_pre_hook(changes.entered, with_kwargs=True)
     inner.register_forward_hook(changes.left, always_call=True)
 
@@ -339,12 +338,8 @@ class _Changes:
         self._seen: list[tuple[dict[Any, Any], dict[Any, Any]]] = []
 
     def called(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if not torch.compiler.is_compiling():
+        if not self._given and not torch.compiler.is_compiling():
             self._given = _dicts(args, kwargs)
-
-    def called_inside(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if not self._given:
-            self.called(module, args, kwargs)
 
     def entered(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._seen = [(seen, dict(seen)) for seen in _dicts(args, kwargs)] if self._given else []

@@ -286,9 +286,9 @@ def carry_parameter_hooks(model: nn.Module, found: Hooks) -> None:
         modules = list(_path(model, path))
         wrappers = [index for index, module in enumerate(modules) if isinstance(module, FSDP)]
         modules = modules[max(wrappers, default=-1) + 1 :]  # before FSDP1 gathers the unit, its views are outdated
-        carry = _Carry(modules[-1], attribute, hooks, dtype)
+        carry = _carrying(modules[-1], attribute, hooks, dtype)
         for module in modules:
-            module.register_forward_pre_hook(carry.before_forward)
+            module.register_forward_pre_hook(carry)
 
 
 def _path(model: nn.Module, path: list[str]) -> Iterator[nn.Module]:
@@ -302,30 +302,29 @@ def _path(model: nn.Module, path: list[str]) -> Iterator[nn.Module]:
         yield (module := inner)
 
 
-class _Carry:
-    """The hooks of one parameter."""
+def _carrying(
+    owner: nn.Module, attribute: str, hooks: Mapping[int, Any], dtype: torch.dtype
+) -> Callable[[nn.Module, Any], None]:
+    """Return a forward pre-hook that registers a parameter's hooks on the tensor that FSDP has gathered for it."""
 
-    def __init__(self, owner: nn.Module, attribute: str, hooks: Mapping[int, Any], dtype: torch.dtype) -> None:
-        self._owner, self._attribute, self._hooks, self._dtype = owner, attribute, hooks, dtype
-
-    @torch.compiler.disable
-    def before_forward(self, *_: Any) -> None:
-        """Register the hooks on a tensor that FSDP has gathered since the last call. A forward pre-hook."""
-        tensor = getattr(self._owner, self._attribute)
-        # A parameter that is sharded, or that FSDP ignores, still has the script's hooks.
-        is_shard = isinstance(tensor, DTensor) or gradient_hooks(tensor) is self._hooks
-        if not tensor.requires_grad or is_shard or hasattr(tensor, _CARRIES_HOOKS):
-            return
-        setattr(tensor, _CARRIES_HOOKS, True)
-        tensor.register_hook(self._call)
-
-    def _call(self, gradient: torch.Tensor) -> torch.Tensor:
+    def call(gradient: torch.Tensor) -> torch.Tensor:
         """Return a gradient after the hooks, which get it in the dtype of the script's parameter, have changed it."""
-        changed = gradient.to(self._dtype)
-        for hook in list(self._hooks.values()):
+        changed = gradient.to(dtype)
+        for hook in list(hooks.values()):
             result = hook(changed)
             changed = changed if result is None else result
         return changed.to(gradient.dtype)
+
+    @torch.compiler.disable
+    def before_forward(*_: Any) -> None:
+        tensor = getattr(owner, attribute)
+        # A parameter that is sharded, or that FSDP ignores, still has the script's hooks.
+        is_shard = isinstance(tensor, DTensor) or gradient_hooks(tensor) is hooks
+        if tensor.requires_grad and not is_shard and not hasattr(tensor, _CARRIES_HOOKS):
+            setattr(tensor, _CARRIES_HOOKS, True)
+            tensor.register_hook(call)
+
+    return before_forward
 
 
 def correct_flat_reads(model: nn.Module) -> None:

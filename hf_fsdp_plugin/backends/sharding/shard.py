@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, Final
@@ -217,9 +217,7 @@ def full_parameters(module: nn.Module, modify: bool = False) -> Iterator[dict[st
                 "Call it between steps, for example in `on_step_end` of a callback.",
             )
         script_access.free_gathered(root)
-        whole: _WholeOfFsdp1 | _WholeOfFsdp2
-        whole = _WholeOfFsdp1(root, module) if isinstance(root, FSDP) else _WholeOfFsdp2(module)
-        with whole.gathered():
+        with _whole_fsdp1(root, module) if isinstance(root, FSDP) else _whole_fsdp2(module) as write:
             parameters = dict(named_parameters(module))
             with on_all_ranks("running the block of full_parameters"), _in_block(root, module):
                 before = {name: num_changes(parameter) for name, parameter in parameters.items()}
@@ -231,7 +229,7 @@ def full_parameters(module: nn.Module, modify: bool = False) -> Iterator[dict[st
             if modify:
                 for parameter in {id(parameter): parameter for parameter in parameters.values()}.values():
                     dist.broadcast(parameter.data, 0)
-                whole.write()
+                write()
 
 
 def _check_not_sharded(module: nn.Module) -> None:
@@ -259,31 +257,30 @@ def _in_block(root: nn.Module, module: nn.Module) -> Iterator[None]:
             hook.remove()
 
 
-class _WholeOfFsdp1:
-    """The whole parameters of the FSDP1 units that contain a parameter of a module."""
+@contextmanager
+def _whole_fsdp1(root: FSDP, module: nn.Module) -> Iterator[Callable[[], None]]:
+    """Let the FSDP1 units that contain a parameter of a module have whole parameters in the block. Collective.
 
-    def __init__(self, root: FSDP, module: nn.Module) -> None:
-        root.check_is_root()  # otherwise a unit that is gathered before the first forward takes itself for the root
-        wanted = {id(inner) for inner in module.modules()}
-        self._units = [(unit, flat) for unit, flat in fsdp1.flat_units(root) if wanted & _owners(flat)]
+    Yields:
+        A function that copies this rank's part of the whole parameters to its shards.
+    """
+    root.check_is_root()  # otherwise a unit that is gathered before the first forward takes itself for the root
+    wanted = {id(inner) for inner in module.modules()}
+    units = [(unit, flat) for unit, flat in fsdp1.flat_units(root) if wanted & _owners(flat)]
 
-    @contextmanager
-    def gathered(self) -> Iterator[None]:
-        """Let the module have whole parameters in the block. Collective."""
-        with ExitStack() as stack:
-            for unit, _ in self._units:
-                stack.enter_context(FSDP.summon_full_params(unit, recurse=False, writeback=False))
-            yield
-
-    def write(self) -> None:
-        """Copy this rank's part of the whole parameters to its shards."""
-        wait_for_reads(fsdp1.local_shard(flat) for _, flat in self._units)
-        for _, flat in self._units:
+    def write() -> None:
+        wait_for_reads(fsdp1.local_shard(flat) for _, flat in units)
+        for _, flat in units:
             shard = fsdp1.local_shard(flat)
             for member in fsdp1.original_parameters(flat):
                 whole = getattr(member.module, member.attribute).detach().reshape(-1)
                 own = whole[member.start : member.stop]
                 shard.narrow(0, member.offset, own.numel()).copy_(own)
+
+    with ExitStack() as stack:
+        for unit, _ in units:
+            stack.enter_context(FSDP.summon_full_params(unit, recurse=False, writeback=False))
+        yield write
 
 
 def _owners(flat: Any) -> set[int]:
@@ -292,34 +289,33 @@ def _owners(flat: Any) -> set[int]:
     return {id(member.module) for member in fsdp1.original_parameters(flat)} | {id(module) for module, _ in tied}
 
 
-class _WholeOfFsdp2:
-    """The whole parameters of a module, gathered one by one."""
+@contextmanager
+def _whole_fsdp2(module: nn.Module) -> Iterator[Callable[[], None]]:
+    """Let a module have whole parameters in the block, which are gathered one by one. Collective.
 
-    def __init__(self, module: nn.Module) -> None:
-        self._places: list[tuple[dict[str, Any], str, Any]] = [
-            (registered, name, parameter)
-            for registered in map(own_parameters, module.modules())
-            for name, parameter in registered.items()
-            if isinstance(parameter, DTensor)
-        ]
-        self._wholes: dict[int, nn.Parameter] = {}
+    Yields:
+        A function that copies this rank's part of the whole parameters to its shards.
+    """
+    places: list[tuple[dict[str, Any], str, Any]] = [
+        (registered, name, parameter)
+        for registered in map(own_parameters, module.modules())
+        for name, parameter in registered.items()
+        if isinstance(parameter, DTensor)
+    ]
+    shards = {id(shard): shard for _, _, shard in places}  # a tied parameter is one object
+    wholes = {
+        key: nn.Parameter(shard.full_tensor(), requires_grad=shard.requires_grad) for key, shard in shards.items()
+    }
 
-    @contextmanager
-    def gathered(self) -> Iterator[None]:
-        """Let the module have whole parameters in the block. Collective."""
-        for _, _, shard in self._places:
-            if id(shard) not in self._wholes:  # a tied parameter is one object
-                self._wholes[id(shard)] = nn.Parameter(shard.full_tensor(), requires_grad=shard.requires_grad)
-        for registered, name, shard in self._places:
-            registered[name] = self._wholes[id(shard)]
-        try:
-            yield
-        finally:
-            for registered, name, shard in self._places:
-                registered[name] = shard
+    def write() -> None:
+        wait_for_reads(shard.to_local() for shard in shards.values())
+        for key, shard in shards.items():
+            shard.to_local().copy_(shard_like(shard, wholes[key].data).to_local())
 
-    def write(self) -> None:
-        """Copy this rank's part of the whole parameters to its shards."""
-        wait_for_reads(shard.to_local() for _, _, shard in self._places)
-        for _, _, shard in self._places:
-            shard.to_local().copy_(shard_like(shard, self._wholes[id(shard)].data).to_local())
+    for registered, name, shard in places:
+        registered[name] = wholes[id(shard)]
+    try:
+        yield write
+    finally:
+        for registered, name, shard in places:
+            registered[name] = shard
