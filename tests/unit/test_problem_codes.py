@@ -19,6 +19,7 @@ ENTRY = re.compile(r"(?s)(?!Example:)\S.*?\n\nExample:\n\n```\w+\n.+?\n```\n.*\n
 
 def codes_in(folder: Path) -> set[str]:
     files = [path for path in folder.rglob("*.py") if path.name not in ("explain.py", Path(__file__).name)]
+    files += folder.glob("vocabulary.yaml")
     return {found[0] for path in files for found in CODE.finditer(path.read_text(encoding="utf-8"))}
 
 
