@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Device:
-    """The CPU, and the base class of accelerators.
+    """The CPU, or an accelerator whose module in torch (``torch.xpu``) has the functions of ``torch.cuda``.
 
     Attributes:
         type: torch's name, such as ``cuda``.
@@ -39,31 +39,48 @@ class Device:
     peak_source: str = "process resident set"
 
     @property
+    def _is_cpu(self) -> bool:
+        return self.type == "cpu"
+
+    @property
+    def _module(self) -> Any:
+        import torch
+
+        return torch.get_device_module(self.type)
+
+    @property
     def process_group_backend(self) -> str:
         """Backend for ``init_process_group`` that supports tensors of this device and CPU tensors."""
-        return self.collectives
+        return self.collectives if self._is_cpu else f"cpu:gloo,{self.type}:{self.collectives}"
 
     def is_initialized(self) -> bool:
         """Whether this process has used the device."""
-        return True
+        return self._is_cpu or (self._module.is_available() and self._module.is_initialized())
 
     def count(self) -> int:
         """Number of devices that this process sees; 0 for the CPU."""
-        return 0
+        return 0 if self._is_cpu else self._module.device_count()
 
     def current_index(self) -> int:
         """Index of the calling thread's current device."""
-        return 0
+        return 0 if self._is_cpu else self._module.current_device()
 
     def set_current(self, index: int) -> None:
         """Make ``index`` the calling thread's current device. A new thread starts on device 0."""
+        self._module.set_device(index)
 
     def synchronize(self) -> None:
         """Wait for all kernels and copies on the current device."""
+        self._module.synchronize()
 
     def record_event(self) -> Callable[[], None]:
         """Return a function that waits for the kernels and copies that were started so far on the current stream."""
-        return lambda: None
+        if self._is_cpu:
+            return lambda: None
+        event = self._module.Event()
+        event.record()
+        wait: Callable[[], None] = event.synchronize
+        return wait
 
     def pin(self, memory: torch.Tensor) -> bool:
         """Page-lock existing CPU memory. Returns ``False`` if that is impossible; copies are then slower."""
@@ -74,6 +91,8 @@ class Device:
 
     def peak_memory(self) -> int:
         """Largest number of bytes in use so far, as measured by ``peak_source``."""
+        if not self._is_cpu:
+            return self._module.max_memory_allocated()
         import resource  # does not exist on Windows, which FSDP does not support either
 
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -82,65 +101,22 @@ class Device:
 
     def total_memory(self) -> int | None:
         """Memory of the current device in bytes, on the CPU that of the machine; ``None`` if it is unknown."""
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-    def set_rng_state(self, state: torch.Tensor) -> None:
-        """Restore the random number generator of the current device from what torch's ``get_rng_state`` returned."""
-        import torch
-
-        torch.random.set_rng_state(state)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class AcceleratorDevice(Device):
-    """A device type whose module in torch (``torch.xpu``) has the functions of ``torch.cuda``."""
-
-    @property
-    def _module(self) -> Any:
-        import torch
-
-        return torch.get_device_module(self.type)
-
-    @property
-    def process_group_backend(self) -> str:
-        return f"cpu:gloo,{self.type}:{self.collectives}"
-
-    def is_initialized(self) -> bool:
-        return self._module.is_available() and self._module.is_initialized()
-
-    def count(self) -> int:
-        return self._module.device_count()
-
-    def current_index(self) -> int:
-        return self._module.current_device()
-
-    def set_current(self, index: int) -> None:
-        self._module.set_device(index)
-
-    def synchronize(self) -> None:
-        self._module.synchronize()
-
-    def record_event(self) -> Callable[[], None]:
-        event = self._module.Event()
-        event.record()
-        wait: Callable[[], None] = event.synchronize
-        return wait
-
-    def peak_memory(self) -> int:
-        return self._module.max_memory_allocated()
-
-    def total_memory(self) -> int | None:
+        if self._is_cpu:
+            return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         try:
             return int(self._module.get_device_properties(self.current_index()).total_memory)
         except (AttributeError, RuntimeError):  # not every device type has these properties
             return None
 
     def set_rng_state(self, state: torch.Tensor) -> None:
-        self._module.set_rng_state(state)
+        """Restore the random number generator of the current device from what torch's ``get_rng_state`` returned."""
+        import torch
+
+        (torch.random if self._is_cpu else self._module).set_rng_state(state)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class CudaDevice(AcceleratorDevice):
+class CudaDevice(Device):
     """NVIDIA and AMD. Only ``torch.cuda`` can page-lock memory that torch has not allocated (read from torch 2.13)."""
 
     def pin(self, memory: torch.Tensor) -> bool:
@@ -168,7 +144,7 @@ _FUNCTIONS: Final = (
     "is_available", "is_initialized", "device_count", "current_device", "set_device", "synchronize", "Event",
     "max_memory_allocated", "get_rng_state", "set_rng_state",
 )  # fmt: skip
-"""Functions that ``torch.<type>`` must have: :class:`AcceleratorDevice` and torch itself call them."""
+"""Functions that ``torch.<type>`` must have: :class:`Device` and torch itself call them."""
 _VISIBLE_VARIABLES: Final[Mapping[str, str]] = MappingProxyType(
     {"npu": "ASCEND_RT_VISIBLE_DEVICES", "mlu": "MLU_VISIBLE_DEVICES", "musa": "MUSA_VISIBLE_DEVICES"}
 )
@@ -176,7 +152,7 @@ _VISIBLE_VARIABLES: Final[Mapping[str, str]] = MappingProxyType(
 _ROWS: Final = (
     Device(type="cpu", collectives="gloo"),
     CudaDevice(type="cuda", collectives="nccl", visible_variable="CUDA_VISIBLE_DEVICES", peak_source="cuda allocator"),
-    AcceleratorDevice(type="xpu", collectives="xccl", visible_variable="ZE_AFFINITY_MASK", peak_source="xpu allocator"),
+    Device(type="xpu", collectives="xccl", visible_variable="ZE_AFFINITY_MASK", peak_source="xpu allocator"),
 )
 DEVICES: Final[Mapping[str, Device]] = MappingProxyType({device.type: device for device in _ROWS})
 """Every supported device type, by torch's name for it."""
@@ -221,7 +197,7 @@ def get_device(device_type: str) -> Device:
     """
     if (problem := unsupported_device(device_type)) is not None:
         raise SpecError([problem])
-    return DEVICES.get(device_type) or AcceleratorDevice(
+    return DEVICES.get(device_type) or Device(
         type=device_type,
         collectives=_registered_collectives(device_type),
         visible_variable=_VISIBLE_VARIABLES.get(device_type, ""),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, Final
 
 TRUE_WORDS: Final = frozenset({"true", "yes", "on", "1"})
@@ -17,6 +17,8 @@ _SEPARATOR: Final = re.compile(r"(?<=[a-z0-9])(?:-| +)(?=[a-z0-9])")
 _MAX_BITS: Final = 10_000
 BLANKS: Final = " \t\r\n\f\v"
 """Characters that are removed around keys and values. Other white space (no-break spaces) is part of the text."""
+QUOTES: Final = ('""', "''")
+"""Pairs of quotes, which launchers of jobs put around values."""
 
 
 def lower(text: str) -> str:
@@ -59,6 +61,11 @@ def look_up(choices: Mapping[str, tuple[str, ...]], raw: Any, prefixes: Sequence
         if key == value.lower() or key in others:
             return value
     return None
+
+
+def without_pair(text: str, pairs: Collection[str]) -> str:
+    """Return a text without the pair of characters around it, such as quotes (``""``), and without blanks inside."""
+    return text[1:-1].strip(BLANKS) if len(text) > 1 and text[0] + text[-1] in pairs else text
 
 
 def nearest_word(word: str, known: Iterable[str], *, cutoff: float = 0.6) -> str:

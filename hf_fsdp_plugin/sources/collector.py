@@ -12,7 +12,7 @@ import hf_fsdp_plugin.vocabulary as vocabulary
 from hf_fsdp_plugin.problems import Origin, Problem
 from hf_fsdp_plugin.sources.interface import Dialect, Setting, SourceSettings
 from hf_fsdp_plugin.sources.tree import ConfigEntry, Entries, ObjectText, from_python, one_line
-from hf_fsdp_plugin.spellings import BLANKS, FALSE_WORDS, TRUE_WORDS, word_of
+from hf_fsdp_plugin.spellings import BLANKS, FALSE_WORDS, QUOTES, TRUE_WORDS, without_pair, word_of
 from hf_fsdp_plugin.strategies import STRATEGIES
 from hf_fsdp_plugin.vocabulary import Scope, SettingRow, find_row, plain_key
 
@@ -26,7 +26,6 @@ _SETTING_OF_OPTION: Final = {"auto_wrap": AUTO_WRAP, "offload": "offload.params"
 """Other options -> the setting that is true with them."""
 _ALWAYS_WRITTEN: Final = frozenset({"wrap.min_num_params", "xla.enabled", "xla.v2", "xla.grad_ckpt"})
 _WRITTEN_VALUES: Final = (0, False)
-_QUOTES: Final = ('""', "''")
 _SEPARATORS: Final = str.maketrans(dict.fromkeys(f"{BLANKS},", " "))
 """Translation of the characters that separate the options of ``fsdp`` to spaces."""
 FSDP_SCOPES: tuple[Scope, ...] = ("fsdp", "precision", "parallelism")
@@ -278,10 +277,10 @@ def _split_options(text: str) -> list[str]:
 
     Quotes around the text are removed, and a list in brackets is read too, because launchers of jobs add both.
     """
-    text = _without(text.strip(BLANKS), _QUOTES)
-    inner = _without(text, ("[]",))
+    text = without_pair(text.strip(BLANKS), QUOTES)
+    inner = without_pair(text, ("[]",))
     if inner != text:
-        text = " ".join(_without(item.strip(BLANKS), _QUOTES) for item in inner.split(","))
+        text = " ".join(without_pair(item.strip(BLANKS), QUOTES) for item in inner.split(","))
     words = [word for word in word_of(text).translate(_SEPARATORS).replace("-", "_").split(" ") if word]
     joined = " ".join(_without_prefix(word) for word in words)
     for name in sorted((*STRATEGIES, "auto_wrap"), key=len, reverse=True):
@@ -293,8 +292,3 @@ def _without_prefix(word: str) -> str:
     """Return ``full_shard`` for ``fsdpoption.full_shard``. ``fsdpoption.true`` is not a word for true."""
     option = spellings.without_prefix(word, vocabulary.BY_NAME["sharding.strategy"].prefixes)
     return word if option in TRUE_WORDS | FALSE_WORDS else option
-
-
-def _without(text: str, pairs: Iterable[str]) -> str:
-    """Return the text without the pair of characters around it."""
-    return text[1:-1].strip(BLANKS) if len(text) > 1 and text[0] + text[-1] in pairs else text

@@ -48,24 +48,21 @@ def read(sources: Sources) -> SourceSettings:
 
 
 def _add(out: Collector, name: str, value: str, variables: Mapping[str, str]) -> None:
-    upper = name.upper() if name.isascii() else name
+    upper, word = name.upper() if name.isascii() else name, value.strip().lower()
+    is_size_policy = "size" in variables.get("FSDP_AUTO_WRAP_POLICY", "").lower()
     if upper == "ACCELERATE_USE_FSDP":
-        if value.strip().lower() in TRUE_WORDS:
+        if word in TRUE_WORDS:
             out.mentions_fsdp = True
             out.add("launch.distributed_type", entry_of(name, value), value="FSDP", implied=True)
-        elif value.strip().lower() not in FALSE_WORDS | {""}:
+        elif word not in FALSE_WORDS | {""}:
             message = f"{name} is {value!r}; expected true or false."
             out.report("FSDP-E036", entry_of(name, value), message, "Correct or unset it.")
+    elif upper == "FSDP_MIN_NUM_PARAMS" and word == LAUNCHER_MIN_NUM_PARAMS and not is_size_policy:
         return
-    if upper == "FSDP_MIN_NUM_PARAMS" and value.strip() == LAUNCHER_MIN_NUM_PARAMS and not _is_size_policy(variables):
-        return
-    if upper == "ACCELERATE_FP8_BACKEND" and value.strip().upper() not in ("", "NO"):
+    elif upper == "ACCELERATE_FP8_BACKEND" and word not in ("", "no"):
         out.add("launch.extra.fp8_config", entry_of(name, value))
-        return
-    if upper in ACCELERATE:
-        if ACCELERATE[upper] != "use_cpu" or value.strip().lower() not in FALSE_WORDS:
-            out.add_key("launch", ACCELERATE[upper], value, written=name)
-        return
+    elif upper in ACCELERATE and (ACCELERATE[upper] != "use_cpu" or word not in FALSE_WORDS):
+        out.add_key("launch", ACCELERATE[upper], value, written=name)
     for prefix, scope in PREFIXES:
         if not upper.startswith(prefix):
             continue
@@ -135,10 +132,6 @@ def _add_torchrun(out: Collector, name: str, value: str, machines: tuple[str, st
             out.add("launch.main_process_port", entry, value=port)
     elif name in TORCHRUN_KEYS:
         out.add_key("launch", TORCHRUN_KEYS[name], value, written=name)
-
-
-def _is_size_policy(variables: Mapping[str, str]) -> bool:
-    return "size" in variables.get("FSDP_AUTO_WRAP_POLICY", "").lower()
 
 
 def variables_of(sources: Sources) -> Mapping[str, str]:

@@ -15,9 +15,8 @@ from hf_fsdp_plugin.sources.accelerate_objects import read_plugin
 from hf_fsdp_plugin.sources.interface import ConfigFile, Setting, Sources, SourceSettings, check_arguments, config_of
 from hf_fsdp_plugin.sources.launchers import locate_config
 from hf_fsdp_plugin.sources.training_arguments import FsdpOptions
-from hf_fsdp_plugin.spec.derive import derive_spec
 from hf_fsdp_plugin.spec.fsdp_spec import VERSION_DEFAULTS, FsdpSpec, defaults_of
-from hf_fsdp_plugin.spec.precedence import merge_levels, read_all
+from hf_fsdp_plugin.spec.precedence import derive_spec, merge_levels, read_all
 from hf_fsdp_plugin.spec.rules import check_rules
 from hf_fsdp_plugin.spec.values import parse_settings
 from hf_fsdp_plugin.strategies import STRATEGIES

@@ -32,7 +32,6 @@ _LABEL = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?", re.ASCII)
 """One part of a host name, by RFC 1123."""
 _DEVICE = re.compile(r"0|[1-9]\d{0,4}|(?:gpu|mig)-[0-9a-z/-]+", re.ASCII)
 """A number, or the UUID of a GPU or of a part of one, as in ``CUDA_VISIBLE_DEVICES``."""
-_BRACKETS = {"[": "]", "(": ")", "{": "}"}
 
 
 class InvalidValue(ValueError):
@@ -174,18 +173,12 @@ def _parse_names(row: SettingRow, raw: Any) -> tuple[str, ...]:
     for item in raw if isinstance(raw, list) else [raw]:
         if not _is_text(item):
             raise InvalidValue(expected)
-        text = item.strip(BLANKS)
-        if len(text) > 1 and _BRACKETS.get(text[0]) == text[-1]:
-            text = text[1:-1].strip(BLANKS)
-        given = [_without_quotes(name.strip(BLANKS)) for name in text.removesuffix(",").split(",")]
+        text = spellings.without_pair(item.strip(BLANKS), ("[]", "()", "{}")).removesuffix(",")
+        given = [spellings.without_pair(name.strip(BLANKS), spellings.QUOTES) for name in text.split(",")]
         if "" in given:
             raise InvalidValue(expected)
         names |= dict.fromkeys(given)
     return tuple(names)
-
-
-def _without_quotes(text: str) -> str:
-    return text[1:-1].strip(BLANKS) if len(text) > 1 and text[0] == text[-1] and text[0] in "'\"" else text
 
 
 def _parse_address(row: SettingRow, raw: Any) -> str:

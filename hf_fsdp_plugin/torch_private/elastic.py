@@ -7,8 +7,7 @@ promise to keep them.
 from __future__ import annotations
 
 import signal
-from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any
 
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
@@ -24,30 +23,20 @@ CONTRACTS = contracts_of(
 )
 
 
-class Attempt(Protocol):
-    """The ranks of this machine from their start to their end."""
-
-    def begin(self) -> None:
-        """Called when the machines have met, before the ranks are started."""
-
-    def take_pids(self, pids: Mapping[int, int]) -> None:
-        """Take the processes of the ranks, by local rank."""
-
-    def is_over(self) -> bool:
-        """Return whether all ranks have exited. Stops them if one has failed."""
-
-    def end(self, death_signal: signal.Signals) -> None:
-        """End the ranks that still run."""
-
-
 class AttemptAgent(LocalElasticAgent):
     """Torch's agent. It reaps the ranks when all have exited, and restarts none.
+
+    Args:
+        attempt: the ranks of this machine from their start to their end. Its methods are ``begin()``, called when the
+            machines have met, before the ranks are started; ``take_pids(pids)`` with the processes by local rank;
+            ``is_over()``, which returns whether all ranks have exited, and stops them if one has failed; and
+            ``end(signal)``, which ends the ranks that still run.
 
     Raises:
         ContractError: torch's agent does not have the methods that are replaced here.
     """
 
-    def __init__(self, spec: WorkerSpec, attempt: Attempt, logs: LogsSpecs) -> None:
+    def __init__(self, spec: WorkerSpec, attempt: Any, logs: LogsSpecs) -> None:
         for row in CONTRACTS:
             if not any(row.name in vars(base) for base in LocalElasticAgent.__mro__):
                 raise missing_name_error(row)

@@ -91,8 +91,10 @@ compute_local_shape_and_global_offset = import_target(f"{_LAYOUT}:compute_local_
 tree_leaves = import_target(f"{_TREE}:tree_leaves", CONTRACTS)
 tree_map = import_target(f"{_TREE}:tree_map", CONTRACTS)
 tree_map_only = import_target(f"{_TREE}:tree_map_only", CONTRACTS)
-_foreach_mul_ = import_target("torch:_foreach_mul_", CONTRACTS)
-_foreach_norm = import_target("torch:_foreach_norm", CONTRACTS)
+scale_tensors = import_target("torch:_foreach_mul_", CONTRACTS)
+"""(tensors, factor): multiplies all tensors in place, in one kernel launch if possible."""
+tensor_norms = import_target("torch:_foreach_norm", CONTRACTS)
+"""(tensors, p, dtype=...): the p-norm of each tensor, computed in a dtype that is not narrower than its own."""
 _check_and_unscale_ = import_target("torch:_amp_foreach_non_finite_check_and_unscale_", CONTRACTS)
 
 ATTENTION_OPS = tuple(import_target(f"torch:ops.aten.{name}.default", CONTRACTS) for name in _ATTENTION)
@@ -114,17 +116,6 @@ def checkpointed_module(wrapper: ActivationWrapper) -> nn.Module:
 def with_local_tensor(layout: DTensor, local: torch.Tensor) -> DTensor:
     """Return a ``DTensor`` with the layout of another one and the shard ``local``, which stays on its device."""
     return DTensor(local, layout._spec, requires_grad=False)
-
-
-def scale_tensors(tensors: list[torch.Tensor], factor: torch.Tensor) -> None:
-    """Multiply all tensors by ``factor`` in place, in one kernel launch if possible."""
-    _foreach_mul_(tensors, factor)
-
-
-def tensor_norms(tensors: list[torch.Tensor], norm_type: float, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
-    """Return the norm of each tensor, computed in ``dtype``, which must not be narrower than that of a tensor."""
-    norms: tuple[torch.Tensor, ...] = _foreach_norm(tensors, norm_type, dtype=dtype)
-    return norms
 
 
 def num_changes(tensor: torch.Tensor) -> int:

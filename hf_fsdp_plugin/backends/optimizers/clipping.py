@@ -154,7 +154,7 @@ def _norm(group: _Group, norm_type: float) -> torch.Tensor:
     device = group.device or (group.gradients[0].device if group.gradients else torch.device("cpu"))
     norm = torch.zeros((), dtype=group.dtype, device=device)
     if group.gradients:
-        norms = _by_device(tensor_norms(group.gradients, norm_type, group.dtype))
+        norms = _by_device(tensor_norms(group.gradients, norm_type, dtype=group.dtype))
         stacked = [torch.stack(each).to(device) for each in norms.values()]
         norm = torch.linalg.vector_norm(stacked[0] if len(stacked) == 1 else torch.cat(stacked), norm_type)
     for process_group in group.process_groups:
