@@ -190,26 +190,22 @@ def check_arguments(sources: Sources) -> tuple[Problem, ...]:
     """Return an error for each source that has the wrong type, or that is nested too deeply or contains itself."""
     problems = []
     for name, is_valid, expected in _EXPECTED:
-        value = getattr(sources, name)
-        may_be_none = name not in ("command_line", "overrides")
-        if not (value is None and may_be_none) and not is_valid(value):
-            problems.append(_wrong_type(name, value, expected))
-    nested = ("config", "training_arguments", "plugin_object", "distributed_config", "parallelism_config", "overrides")
-    for name in nested:
+        value, origin = getattr(sources, name), Origin(source=name)
+        if value is None and name not in ("command_line", "overrides"):
+            continue
+        if not is_valid(value):
+            is_container = isinstance(value, Mapping | Set | list | tuple)
+            text = "" if is_container else tree.from_python(value).text or repr(value)
+            message = f"{name} is {text or f'a {type(value).__name__} of other values'}; expected {expected}."
+            problems.append(Problem(code="FSDP-E055", message=message, fix=f"Pass {expected}.", origin=origin))
+            continue
         try:
-            if isinstance(value := getattr(sources, name), Mapping):
+            if isinstance(value, Mapping):
                 tree.from_python(value)
         except ValueError:
             message, fix = f"{name} contains itself or is nested too deeply.", "Pass a dict of plain values."
-            problems.append(Problem(code="FSDP-E014", message=message, fix=fix, origin=Origin(source=name)))
+            problems.append(Problem(code="FSDP-E014", message=message, fix=fix, origin=origin))
     return tuple(problems)
-
-
-def _wrong_type(name: str, value: Any, expected: str) -> Problem:
-    is_container = isinstance(value, Mapping | Set | list | tuple)
-    given = f"a {type(value).__name__} of other values" if is_container else tree.from_python(value).text or repr(value)
-    message = f"{name} is {given}; expected {expected}."
-    return Problem(code="FSDP-E055", message=message, fix=f"Pass {expected}.", origin=Origin(source=name))
 
 
 def _are_texts(values: Any) -> bool:
@@ -238,8 +234,7 @@ _EXPECTED: Final[tuple[tuple[str, Callable[[Any], bool], str], ...]] = (
     ),
     ("training_arguments", _has_names, "a dict whose keys are names"),
     ("plugin_object", _has_names, "a dict whose keys are names"),
-    ("environ", _has_names, "a dict whose keys are names"),
-    ("environ", lambda value: not _has_names(value) or _are_texts(value.values()), "a dict of text"),
+    ("environ", lambda value: _has_names(value) and _are_texts(value.values()), "a dict of text"),
     ("command_line", _is_list_of_texts, "a list of words, such as ['--fsdp', 'full_shard']"),
     (
         "overrides",

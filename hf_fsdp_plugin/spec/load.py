@@ -15,7 +15,7 @@ from hf_fsdp_plugin.sources.accelerate_objects import read_plugin
 from hf_fsdp_plugin.sources.interface import ConfigFile, Setting, Sources, SourceSettings, check_arguments, config_of
 from hf_fsdp_plugin.sources.launchers import locate_config
 from hf_fsdp_plugin.sources.training_arguments import FsdpOptions
-from hf_fsdp_plugin.spec.fsdp_spec import VERSION_DEFAULTS, FsdpSpec, defaults_of
+from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec, defaults_of
 from hf_fsdp_plugin.spec.precedence import derive_spec, merge_levels, read_all
 from hf_fsdp_plugin.spec.rules import check_rules
 from hf_fsdp_plugin.spec.values import parse_settings
@@ -124,17 +124,11 @@ def with_distributed_config(spec: FsdpSpec, config: Any) -> FsdpSpec:
     read = distributed_config_source.read(sources)
     if read is None:
         return spec
-    level = parse_settings(read)
+    level = parse_settings(replace(read, level=distributed_config_source.SOURCE))
     now = {name: (value, origin) for name, value, origin in spec.settings()}
     # The sizes of other axes are checked, but are not in the spec. A second call changes nothing.
     new = tuple(s for s in level.settings if s.name in now and now[s.name] != (s.value, s.origin))
-    _, overridden = merge_levels([replace(level, settings=new), _given_settings(spec)])
-    values = {setting.name: setting.value for setting in new}
-    if values.get("fsdp.version", spec.fsdp.version) != spec.fsdp.version:
-        defaults = VERSION_DEFAULTS[values["fsdp.version"]]
-        values |= {name: value for name, value in defaults.items() if not spec.asked(name)}
-    changed = spec.with_values(values, {setting.name: setting.origin for setting in new})
-    return _check(changed, [*spec.problems, *level.problems, *overridden]).checked_spec()
+    return _with_level(spec, replace(level, settings=new))
 
 
 def with_plugin_object(spec: FsdpSpec, fields: Mapping[str, Any]) -> FsdpSpec:
@@ -156,17 +150,19 @@ def with_plugin_object(spec: FsdpSpec, fields: Mapping[str, Any]) -> FsdpSpec:
         for s in level.settings
         if s.name != "launch.distributed_type"
     )
-    before = _given_settings(spec, level=accelerate_file.SOURCE)
-    effective, overridden = merge_levels([replace(level, settings=new), before])
-    changed, derived = derive_spec(effective, {"fsdp.version": spec.fsdp.version, "wrap.policy": spec.wrap.policy})
+    return _with_level(spec, replace(level, settings=new))
+
+
+def _with_level(spec: FsdpSpec, level: SourceSettings) -> FsdpSpec:
+    """Return ``spec`` with the settings of a level of higher precedence. Raises ``SpecError``."""
+    given = tuple(
+        Setting(name=name, value=value, origin=origin, level=accelerate_file.SOURCE)
+        for name, value, origin in spec.settings()
+        if spec.asked(name)
+    )
+    effective, overridden = merge_levels([level, SourceSettings(settings=given)])
+    changed, derived = derive_spec(effective, {name: value for name, value, _ in spec.settings()})
     return _check(changed, [*spec.problems, *level.problems, *overridden, *derived]).checked_spec()
-
-
-def _given_settings(spec: FsdpSpec, *, level: str = "") -> SourceSettings:
-    """Return the settings of a spec that a source has set, as one source."""
-    given = (setting for setting in spec.settings() if spec.asked(setting[0]))
-    settings = tuple(Setting(name=name, value=value, origin=origin, level=level) for name, value, origin in given)
-    return SourceSettings(settings=settings, level=level)
 
 
 def _not_set(levels: Sequence[SourceSettings], spec: FsdpSpec) -> Iterator[Problem]:

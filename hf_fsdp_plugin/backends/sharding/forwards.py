@@ -323,7 +323,7 @@ def return_changed_inputs(model: nn.Module) -> None:
 
     Must be called after all other hooks are registered.
     """
-    changes, inner = _Changes(), unwrapped(model)
+    changes, inner = _Changes(model), unwrapped(model)
     for module in {model, inner}:  # under FSDP1, the module in the wrapper may be called directly
         module.register_forward_pre_hook(changes.called, prepend=True, with_kwargs=True)
     inner.register_forward_pre_hook(changes.entered, with_kwargs=True)
@@ -333,12 +333,14 @@ def return_changed_inputs(model: nn.Module) -> None:
 class _Changes:
     """The dicts of one forward: those of the caller, those of the model, and what these contained before."""
 
-    def __init__(self) -> None:
+    def __init__(self, root: nn.Module) -> None:
+        self._root = root
         self._given: list[dict[Any, Any]] = []
         self._seen: list[tuple[dict[Any, Any], dict[Any, Any]]] = []
 
     def called(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if not self._given and not torch.compiler.is_compiling():
+        # A forward of the root that has failed may have left its dicts.
+        if (module is self._root or not self._given) and not torch.compiler.is_compiling():
             self._given = _dicts(args, kwargs)
 
     def entered(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
