@@ -18,19 +18,8 @@ from hf_fsdp_plugin.text import plural, printable
 
 Severity = Literal["error", "warning", "note"]
 
-AREAS: Final[Mapping[str, str]] = MappingProxyType(
-    {
-        "0": "sources",
-        "1": "spec",
-        "2": "plan",
-        "3": "backends",
-        "4": "checkpoint",
-        "5": "observe",
-        "6": "integrations",
-        "7": "cli",
-        "8": "estimate",
-    }
-)
+_PACKAGES: Final = ("sources", "spec", "plan", "backends", "checkpoint", "observe", "integrations", "cli", "estimate")
+AREAS: Final[Mapping[str, str]] = MappingProxyType({str(digit): name for digit, name in enumerate(_PACKAGES)})
 """First digit of a code -> the package that reports it, which is also the name of the page in ``problem_pages/``."""
 
 CODE: Final = re.compile(r"FSDP-([EWN])([0-8])\d\d")
@@ -89,18 +78,9 @@ class Origin:
 DEFAULT_ORIGIN = Origin(source="default")
 
 NAMED_SOURCES: Final = (
-    "--model",
-    "--set",
-    "Accelerator()",
-    "DistributedConfig",
-    "FullyShardedDataParallelPlugin",
-    "ParallelismConfig",
-    "TrainingArguments",
-    "command line",
-    "config",
-    "default",
-    "environment",
-)
+    "--model", "--set", "Accelerator()", "DistributedConfig", "FullyShardedDataParallelPlugin", "ParallelismConfig",
+    "TrainingArguments", "command line", "config", "default", "environment",
+)  # fmt: skip
 """Sources that are not files."""
 
 _JSON_TEXT: Final = " fsdp_config"

@@ -99,14 +99,16 @@ def _words(text: str) -> tuple[str, ...]:
 
 
 def _choices(given: str | Mapping[str, str]) -> Mapping[str, tuple[str, ...]]:
-    if isinstance(given, str):
+    if given == "{strategies}":
         return STRATEGY_CHOICES
-    return MappingProxyType({value: _words(others) for value, others in given.items()})
+    table = dict.fromkeys(given.split(), "") if isinstance(given, str) else given
+    return MappingProxyType({value: _words(others) for value, others in table.items()})
 
 
 _PARSERS: Mapping[str, Callable[[Any], Any]] = {
     "spellings": _words, "prefixes": _words, "stock": _words, "choices": _choices,
     "minimum": int, "maximum": int, "internal": bool,
+    "about": lambda text: text.replace("{strategies}", "; ".join(row.about for row in STRATEGIES.values())),
 }  # fmt: skip
 """Field of a row -> the function that makes its value of text. Other fields are text."""
 
@@ -126,7 +128,6 @@ class UnsupportedKey(NamedTuple):
 
 
 _text = Path(__file__).with_name("vocabulary.yaml").read_text(encoding="utf-8")
-_text = _text.replace("{strategies}", "; ".join(row.about for row in STRATEGIES.values()))
 # All values are read as text: otherwise "no" and "off" would be bools.
 _settings, _unsupported, _groups = yaml.load_all(_text, Loader=getattr(yaml, "CBaseLoader", yaml.BaseLoader))
 ROWS: tuple[SettingRow, ...] = tuple(

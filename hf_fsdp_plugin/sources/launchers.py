@@ -152,19 +152,14 @@ class LaunchHandover:
             return None
         try:
             content = json.loads(text)
-            path, shown = content["config"], content["config_shown"]
+            path, shown = content.pop("config"), content.pop("config_shown")
             sources = Sources(
                 config=ConfigFile(path=Path(path), shown=shown or path) if path is not None else None,
-                command_line=tuple(content["command_line"]),
-                overrides=tuple(content["overrides"]),
-                environ=dict(content["environ"]),
+                command_line=tuple(content.pop("command_line")),
+                overrides=tuple(content.pop("overrides")),
+                environ=dict(content.pop("environ")),
             )
-            return cls(
-                sources=sources,
-                quiet=bool(content["quiet"]),
-                report=content["report"],
-                report_table=bool(content["report_table"]),
-            )
+            return cls(sources=sources, **content)
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(
                 f"the environment variable {LAUNCH_VARIABLE} does not contain a launcher's handover ({error!r}). "

@@ -295,20 +295,9 @@ def _local_gradients(optimizer: torch.optim.Optimizer) -> dict[tuple[torch.devic
     return found
 
 
-guard_functions(
-    globals(),
-    CONTRACTS,
-    off={
-        "current_backward": None,
-        "in_backward": False,
-        "num_changes": 0,
-        "gradient_hooks": _NO_HOOKS,
-        "runs_after_accumulation": False,
-        "profiler_is_running": False,
-        "compilation_is_disabled": False,
-        "timeout_of": None,
-        "set_timeout": None,
-        "resolve_group": None,
-        "supports_cpu": False,
-    },
-)
+_NONE_WITHOUT = ("current_backward", "timeout_of", "set_timeout", "resolve_group")
+_FALSE_WITHOUT = (
+    "in_backward", "runs_after_accumulation", "profiler_is_running", "compilation_is_disabled", "supports_cpu",
+)  # fmt: skip
+_OFF = {**dict.fromkeys(_NONE_WITHOUT), **dict.fromkeys(_FALSE_WITHOUT, False)}
+guard_functions(globals(), CONTRACTS, off={**_OFF, "num_changes": 0, "gradient_hooks": _NO_HOOKS})

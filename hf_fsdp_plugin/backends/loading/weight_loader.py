@@ -68,14 +68,6 @@ class BroadcastRecord:
             # Rotate before each XOR: otherwise two equal tensors would leave the checksum unchanged.
             self.checksum = equal_weights.hash_bits(tensor) ^ (self.checksum << 1) ^ (self.checksum >> 63 & 1)
 
-    def add_unit(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Add the parameters of a unit to the sum that the sum over all shards must equal."""
-        self.bit_sum = _added(self.bit_sum, parameters)
-
-    def add_shard(self, shard: torch.Tensor) -> None:
-        """Add a shard that this rank took from a whole weight."""
-        self.shard_bit_sum = _added(self.shard_bit_sum, [shard])
-
     def read(self) -> BroadcastRecord:
         """Return the record with its checksum and sums as numbers. The host waits for the device."""
         sums = [None if total is None else int(total) for total in (self.bit_sum, self.shard_bit_sum)]
@@ -157,7 +149,7 @@ class WeightLoader:
         prepared = [parameter for parameter in parameters if id(parameter) not in on_read]
         cast_to_master(self._plan, prepared)
         if prepared and broadcasts_weights(self._plan):
-            self.record.add_unit(prepared)
+            self.record.bit_sum = _added(self.record.bit_sum, prepared)
         return [parameter for parameter in parameters if id(parameter) in on_read]
 
     def prepare_ignored(self) -> list[nn.Parameter]:
@@ -188,7 +180,7 @@ class WeightLoader:
         else:
             into.copy_(part)
         if broadcasts_weights(self._plan):
-            self.record.add_shard(into)
+            self.record.shard_bit_sum = _added(self.record.shard_bit_sum, [into])
 
     def _prepare_parameters(self, names: Iterable[str], on_read: Collection[int] = ()) -> list[nn.Parameter]:
         """Allocate and broadcast the named parameters as planned. Returns each once, in the same order on all ranks."""
