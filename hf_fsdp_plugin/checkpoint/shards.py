@@ -53,6 +53,8 @@ class LocalShard:
         shape: shape of the whole tensor.
         replica: index of this rank among the ``replicas`` ranks that hold the same part. One of them writes it.
         frozen: whether the tensor is a parameter that needs no gradient.
+        start: index of the first element in the flat memory of an FSDP1 unit; ``None`` if the rank's memory of the
+            tensor contains nothing else.
     """
 
     name: str
@@ -62,6 +64,11 @@ class LocalShard:
     replica: int = 0
     replicas: int = 1
     frozen: bool = False
+    start: int | None = None
+
+    @property
+    def boxes(self) -> list[Box]:
+        return [piece.box for piece in self.pieces]
 
     @property
     def num_bytes(self) -> int:
@@ -72,146 +79,22 @@ class LocalShard:
         """``float32``, ``bfloat16``, …"""
         return format_dtype(self.dtype)
 
-
-@dataclass(frozen=True, slots=True)
-class ParameterLayout:
-    """How one parameter, and every tensor laid out like it, is sharded.
-
-    Attributes:
-        start: first element of the parameter's range, if the local tensor holds a whole FSDP1 unit; ``None`` if
-            the local tensor holds only this parameter.
-        numel: number of elements of the range.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    boxes: tuple[Box, ...]
-    replica: int
-    replicas: int
-    frozen: bool = False
-    start: int | None = None
-    numel: int = 0
-
-    def local_shard(self, name: str, local: torch.Tensor) -> LocalShard:
-        """Return ``local`` (the parameter's shard, or a tensor laid out like it) as a part of a whole tensor."""
-        flat = local.detach().reshape(-1) if local.is_contiguous() else None
-        if self.start is not None:
-            assert flat is not None, "FSDP1 shards are contiguous"
-            flat = flat.narrow(0, self.start, self.numel)
-        pieces, done = [], 0
-        for box in self.boxes:
-            if flat is None:  # one box of a DTensor with a different memory format
-                pieces.append(Piece(box, local.detach()))
-            else:
-                pieces.append(Piece(box, flat.narrow(0, done, box.numel).view(box.sizes)))
-            done += box.numel
-        return LocalShard(name, local.dtype, self.shape, tuple(pieces), self.replica, self.replicas, self.frozen)
+    def like(self, name: str, local: torch.Tensor) -> LocalShard:
+        """Return ``local``, which is laid out like this rank's memory of the tensor, as a shard."""
+        return replace(self, name=name, dtype=local.dtype, pieces=_pieces(local, self.boxes, self.start))
 
 
-@dataclass(frozen=True, slots=True)
-class ModelLayout:
-    """The layouts of all parameters of a model.
-
-    Attributes:
-        by_id: ``id`` of an optimizer's parameter object -> the parameters in it. FSDP1's flat parameters contain
-            several.
-        local: name -> layout, and this rank's memory of the parameter (or of its whole FSDP1 unit).
-        aliases: other names of tied parameters -> the name in ``local``.
-    """
-
-    by_id: dict[int, tuple[ParameterLayout, ...]] = field(default_factory=dict)
-    local: dict[str, tuple[ParameterLayout, torch.Tensor]] = field(default_factory=dict)
-    aliases: dict[str, str] = field(default_factory=dict)
-
-
-def model_layout(model: nn.Module) -> ModelLayout:
-    """Return the layouts of this rank's shards of all parameters. Gathered parameters are resharded first."""
-    for each in model.values() if isinstance(model, JointModels) else (model,):
-        check_not_whole(each, "the model was saved, loaded or averaged")
-        free_gathered(each)
-    layout = ModelLayout()
-    module_names: dict[int, list[str]] = {}
-    for name, module in model.named_modules(remove_duplicate=False):
-        module_names.setdefault(id(module), []).append(canonical_name(name))
-    in_flat: set[int] = set()
-    for module in model.modules():
-        flat = fsdp1.flat_parameter(module) if isinstance(module, FSDP) else None
-        if flat is not None:
-            in_flat.update(_add_flat_parameter(layout, module, flat, module_names))
-    names: dict[int, str] = {}
-    for raw_name, parameter in model.named_parameters(remove_duplicate=False):
-        if id(parameter) in in_flat or isinstance(parameter, FlatParameter):
-            continue
-        name = canonical_name(raw_name)
-        if names.setdefault(id(parameter), name) != name:
-            layout.aliases[name] = names[id(parameter)]
-            continue
-        own = _dtensor_layout(name, parameter) if isinstance(parameter, DTensor) else replicated_layout(name, parameter)
-        layout.by_id[id(parameter)] = (own,)
-        layout.local[name] = (own, local_tensor(parameter))
-    return layout
-
-
-def _add_flat_parameter(
-    layout: ModelLayout, unit: nn.Module, flat: Any, module_names: Mapping[int, Sequence[str]]
-) -> Iterator[int]:
-    """Add the parameters of one FSDP1 unit; yield the ids of the objects that represent them in the module tree."""
-    shard = fsdp1.local_shard(flat)
-    group = fsdp1.replicate_group(unit)
-    replica, replicas = (group.rank(), group.size()) if group is not None else (0, 1)
-
-    def full_names(module: nn.Module, attribute: str) -> list[str]:
-        """Return the parameter's name for each name of the module. The last one is its name in the layout."""
-        return [f"{name}.{attribute}".lstrip(".") for name in module_names[id(module)]]
-
-    in_unit: list[ParameterLayout] = []
-    for member in fsdp1.original_parameters(flat):
-        *others, name = full_names(member.module, member.attribute)
-        layout.aliases.update(dict.fromkeys(others, name))
-        own = ParameterLayout(
-            name=name,
-            shape=tuple(member.shape),
-            boxes=tuple(flat_range(tuple(member.shape), member.start, member.stop)),
-            replica=replica,
-            replicas=replicas,
-            frozen=not member.requires_grad,
-            start=member.offset,
-            numel=member.stop - member.start,
-        )
-        in_unit.append(own)
-        layout.local[own.name] = (own, shard)
-        if member.parameter is not None:
-            # The original parameter is a view of its range, and its state has the size of the range.
-            layout.by_id[id(member.parameter)] = (replace(own, start=None, numel=0),)
-    layout.by_id[id(flat)] = tuple(in_unit)
-    for place, primary_place in fsdp1.tied_places(flat):
-        layout.aliases.update(dict.fromkeys(full_names(*place), full_names(*primary_place)[-1]))
-    yield from map(id, fsdp1.parameter_objects(flat))
-
-
-def _dtensor_layout(name: str, parameter: DTensor) -> ParameterLayout:
-    mesh, placements = parameter.device_mesh, parameter.placements
-    sizes, offsets = compute_local_shape_and_global_offset(parameter.shape, mesh, placements)
-    replica, replicas = 0, 1
-    for axis, placement in enumerate(placements):
-        if isinstance(placement, Replicate):
-            replica = replica * mesh.size(axis) + mesh.get_local_rank(axis)
-            replicas *= mesh.size(axis)
-    box = Box(tuple(offsets), tuple(sizes))
-    boxes = (box,) if box.numel else ()
-    return ParameterLayout(name, tuple(parameter.shape), boxes, replica, replicas, not parameter.requires_grad)
-
-
-def replicated_layout(name: str, tensor: torch.Tensor) -> ParameterLayout:
-    """Return the layout of a tensor that is whole on every rank."""
-    shape = tuple(tensor.shape)
-    frozen = isinstance(tensor, nn.Parameter) and not tensor.requires_grad
-    return ParameterLayout(name, shape, (whole_box(shape),), dist.get_rank(), dist.get_world_size(), frozen)
-
-
-def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """Return this rank's part of a tensor."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+def _pieces(local: torch.Tensor, boxes: Iterable[Box], start: int | None = None) -> tuple[Piece, ...]:
+    """Return the boxes with their memory, which is one after the other in ``local``, from the element ``start`` on."""
+    if not local.is_contiguous():  # one box of a DTensor with a different memory format
+        assert start is None, "FSDP1 shards are contiguous"
+        return tuple(Piece(box, local.detach()) for box in boxes)
+    flat, done = local.detach().reshape(-1), start or 0
+    pieces = []
+    for box in boxes:
+        pieces.append(Piece(box, flat.narrow(0, done, box.numel).view(box.sizes)))
+        done += box.numel
+    return tuple(pieces)
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,17 +103,16 @@ class ModelShards:
 
     Attributes:
         aliases: other names of tied parameters -> the name in ``tensors``.
+        by_id: ``id`` of an optimizer's parameter object -> the shards in it: several in FSDP1's flat parameters.
     """
 
     tensors: tuple[LocalShard, ...]
     aliases: Mapping[str, str]
+    by_id: Mapping[int, Sequence[LocalShard]] = field(default_factory=dict)
 
     @property
     def ties(self) -> tuple[tuple[str, ...], ...]:
-        groups: dict[str, list[str]] = {}
-        for alias, name in self.aliases.items():
-            groups.setdefault(name, [name]).append(alias)
-        return tuple(tuple(group) for group in groups.values())
+        return tuple(tuple(group) for group in self.names().values() if len(group) > 1)
 
     def names(self) -> dict[str, list[str]]:
         """Return name in ``tensors`` -> all names of the tensor. Another checkpoint may use any of them."""
@@ -242,10 +124,87 @@ class ModelShards:
 
 def parameter_shards(model: nn.Module) -> ModelShards:
     """Return the shards of the parameters. Gathered parameters are resharded first."""
-    layout = model_layout(model)
-    return ModelShards(
-        tuple(own.local_shard(name, local) for name, (own, local) in layout.local.items()), layout.aliases
-    )
+    for each in model.values() if isinstance(model, JointModels) else (model,):
+        check_not_whole(each, "the model was saved, loaded or averaged")
+        free_gathered(each)
+    module_names: dict[int, list[str]] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        module_names.setdefault(id(module), []).append(canonical_name(name))
+    tensors: dict[str, LocalShard] = {}
+    aliases: dict[str, str] = {}
+    by_id: dict[int, Sequence[LocalShard]] = {}
+    in_flat: set[int] = set()
+
+    def full_names(module: nn.Module, attribute: str) -> list[str]:
+        """Return the parameter's name for each name of the module. The last one is its name in ``tensors``."""
+        return [f"{name}.{attribute}".lstrip(".") for name in module_names[id(module)]]
+
+    for unit in model.modules():
+        if not isinstance(unit, FSDP) or (flat := fsdp1.flat_parameter(unit)) is None:
+            continue
+        local, group = fsdp1.local_shard(flat), fsdp1.replicate_group(unit)
+        replica, replicas = (group.rank(), group.size()) if group is not None else (0, 1)
+        in_unit = []
+        for member in fsdp1.original_parameters(flat):
+            *others, name = full_names(member.module, member.attribute)
+            aliases.update(dict.fromkeys(others, name))
+            shape, frozen, start = tuple(member.shape), not member.requires_grad, member.offset
+            pieces = _pieces(local, flat_range(shape, member.start, member.stop), start)
+            shard = LocalShard(name, local.dtype, shape, pieces, replica, replicas, frozen, start)
+            in_unit.append(shard)
+            tensors[name] = shard
+            if member.parameter is not None:
+                # The original parameter is a view of its range, and its state has the size of the range.
+                by_id[id(member.parameter)] = [replace(shard, start=None)]
+        by_id[id(flat)] = in_unit
+        for place, primary_place in fsdp1.tied_places(flat):
+            aliases.update(dict.fromkeys(full_names(*place), full_names(*primary_place)[-1]))
+        in_flat.update(map(id, fsdp1.parameter_objects(flat)))
+    for raw_name, parameter in model.named_parameters(remove_duplicate=False):
+        if id(parameter) in in_flat or isinstance(parameter, FlatParameter):
+            continue
+        name = canonical_name(raw_name)
+        if id(parameter) not in by_id:
+            is_sharded = isinstance(parameter, DTensor)
+            tensors[name] = _dtensor_shard(name, parameter) if is_sharded else _replicated_shard(name, parameter)
+            by_id[id(parameter)] = [tensors[name]]
+        elif by_id[id(parameter)][0].name != name:
+            aliases[name] = by_id[id(parameter)][0].name
+    return ModelShards(tuple(tensors.values()), aliases, by_id)
+
+
+def _dtensor_shard(name: str, parameter: DTensor) -> LocalShard:
+    mesh, placements = parameter.device_mesh, parameter.placements
+    sizes, offsets = compute_local_shape_and_global_offset(parameter.shape, mesh, placements)
+    replica, replicas = 0, 1
+    for axis, placement in enumerate(placements):
+        if isinstance(placement, Replicate):
+            replica = replica * mesh.size(axis) + mesh.get_local_rank(axis)
+            replicas *= mesh.size(axis)
+    box, local = Box(tuple(offsets), tuple(sizes)), parameter.to_local()
+    pieces = _pieces(local, [box] if box.numel else [])
+    return LocalShard(name, local.dtype, tuple(parameter.shape), pieces, replica, replicas, not parameter.requires_grad)
+
+
+def _replicated_shard(name: str, tensor: torch.Tensor) -> LocalShard:
+    """Return a tensor that is whole on every rank."""
+    shape, local = tuple(tensor.shape), local_tensor(tensor)
+    frozen = isinstance(tensor, nn.Parameter) and not tensor.requires_grad
+    pieces = _pieces(local, [whole_box(shape)])
+    return LocalShard(name, local.dtype, shape, pieces, dist.get_rank(), dist.get_world_size(), frozen)
+
+
+def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """Return this rank's part of a tensor."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def model_shards(model: nn.Module) -> ModelShards:
+    """Return the shards of parameters and persistent buffers. Gathered parameters are resharded first."""
+    parameters = parameter_shards(model)
+    # The ranks may have different statistics, which must not be mixed: rank 0 is the only replica that writes.
+    buffers = [replace(_replicated_shard(name, buffer), replicas=1) for name, buffer in persistent_buffers(model)]
+    return replace(parameters, tensors=(*parameters.tensors, *buffers))
 
 
 def trainable_shards(shards: ModelShards) -> ModelShards:
@@ -282,31 +241,20 @@ class OptimizerShards:
     groups: tuple[Mapping[str, Any], ...]
 
 
-def model_shards(model: nn.Module) -> ModelShards:
-    """Return the shards of parameters and persistent buffers. Gathered parameters are resharded first."""
-    parameters = parameter_shards(model)
-    tensors = [*parameters.tensors]
-    for name, buffer in persistent_buffers(model):
-        # The ranks may have different statistics, which must not be mixed: rank 0 is the only replica that writes.
-        layout_on_rank_0 = replace(replicated_layout(name, buffer), replicas=1)
-        tensors.append(layout_on_rank_0.local_shard(name, local_tensor(buffer)))
-    return ModelShards(tuple(tensors), parameters.aliases)
-
-
 def optimizer_shards(model: nn.Module, optimizer: torch.optim.Optimizer) -> OptimizerShards:
     """Return the state and the groups of an optimizer with parameters of ``model``.
 
     Raises:
         CheckpointError: the state contains a tensor with an unknown layout, or an object.
     """
-    layout = model_layout(model)
+    by_id = parameter_shards(model).by_id
     reader = _StateReader(optimizer)
     state: dict[str, dict[str, Any]] = {}
     groups = []
     for group in optimizer.param_groups:
         names: list[str] = []
         for parameter in group["params"]:
-            for own in layout.by_id.get(id(parameter), ()):
+            for own in by_id.get(id(parameter), ()):
                 names.append(own.name)
                 if found := dict(reader.entries(own, parameter, optimizer.state.get(parameter, {}))):
                     state[own.name] = found
@@ -346,7 +294,7 @@ class _StateReader:
                     self.unsupported.append(f"'{key}' of a parameter group contains a {type(found).__name__}")
 
     def entries(
-        self, own: ParameterLayout, parameter: torch.Tensor, state: Mapping[str, Any]
+        self, own: LocalShard, parameter: torch.Tensor, state: Mapping[str, Any]
     ) -> Iterator[tuple[str, LocalShard | Any]]:
         """Yield keys and values of a parameter's state: shards, scalars equal on all ranks, or plain values."""
         for key, value in state.items():
@@ -359,24 +307,22 @@ class _StateReader:
             else:
                 yield from self._per_shard_entries(own, key, value, parameter)
 
-    def _entry(self, own: ParameterLayout, key: str, value: torch.Tensor, parameter: torch.Tensor) -> LocalShard | None:
+    def _entry(self, own: LocalShard, key: str, value: torch.Tensor, parameter: torch.Tensor) -> LocalShard | None:
         """Return a state tensor as a shard, or a scalar; ``None`` if it has another layout."""
         name = f"state.{own.name}.{key}"
         if self._on_whole and value.numel() > 1 and isinstance(parameter, DTensor) and not isinstance(value, DTensor):
-            return replicated_layout(name, value).local_shard(name, value)
+            return _replicated_shard(name, value)
         local, shard = local_tensor(value), local_tensor(parameter)
         shapes = tuple(local.shape), tuple(shard.shape)
         if own.start is not None and local.numel() > 1:  # a whole FSDP1 unit, which is flat
             shapes = (local.numel(),), (shard.numel(),)
         layout = state_layout(key, *shapes)
         if layout == "like_parameter":
-            return own.local_shard(name, local)
-        if layout == "scalar":
-            return LocalShard(name, local.dtype, tuple(local.shape), (Piece(whole_box(local.shape), local.detach()),))
-        return None
+            return own.like(name, local)
+        return _whole(name, local) if layout == "scalar" else None
 
     def _per_shard_entries(
-        self, own: ParameterLayout, key: str, value: torch.Tensor, parameter: torch.Tensor
+        self, own: LocalShard, key: str, value: torch.Tensor, parameter: torch.Tensor
     ) -> Iterator[tuple[str, LocalShard]]:
         """Yield a state tensor whose meaning depends on the shard. The key contains the elements of the shard."""
         local = local_tensor(value)
@@ -391,11 +337,16 @@ class _StateReader:
         if is_subclass:
             attributes: list[str] = local.__tensor_flatten__()[0]  # type: ignore[attr-defined]
             tensors = {inner_key(key, attribute): getattr(local, attribute) for attribute in attributes}
-        for inner, tensor in tensors.items() if own.boxes else ():
+        for inner, tensor in tensors.items() if own.pieces else ():
             stored = per_shard_key(inner, range_of(own.boxes, own.shape))
-            name, shape = f"state.{own.name}.{stored}", tuple(tensor.shape)
-            pieces = (Piece(whole_box(shape), tensor.detach()),)
-            yield stored, LocalShard(name, tensor.dtype, shape, pieces, own.replica, own.replicas)
+            entry = _whole(f"state.{own.name}.{stored}", tensor)
+            yield stored, replace(entry, replica=own.replica, replicas=own.replicas)
+
+
+def _whole(name: str, tensor: torch.Tensor) -> LocalShard:
+    """Return a tensor that this rank stores as a whole."""
+    shape = tuple(tensor.shape)
+    return LocalShard(name, tensor.dtype, shape, (Piece(whole_box(shape), tensor.detach()),))
 
 
 def shards_to_write(shards: Iterable[LocalShard]) -> list[LocalShard]:

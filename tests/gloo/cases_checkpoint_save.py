@@ -33,11 +33,10 @@ def train_and_save(output_dir: str, **arguments: Any) -> dict[str, Any]:
     trainer.train()
     options = StateDictOptions(full_state_dict=True)
     optimizer = get_optimizer_state_dict(trainer.model, trainer.optimizer.optimizer, options=options)
-    outcome = manager.last_outcome
     return {
         "weights": gathered(trainer),
         "optimizer": optimizer if dist.get_rank() == 0 else {},
-        "asynchronous": outcome is not None and outcome.asynchronous,
+        "asynchronous": manager.last_asynchronous,
     }
 
 

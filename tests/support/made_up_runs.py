@@ -124,10 +124,9 @@ class MadeUpRun:
 
         from hf_fsdp_plugin.checkpoint.formats.manifest import FileRange, FileRecord, PackedRanges
         from hf_fsdp_plugin.checkpoint.names import dcp_file
-        from hf_fsdp_plugin.checkpoint.writing import file_parts, state_files
+        from hf_fsdp_plugin.checkpoint.writing import state_files
         from hf_fsdp_plugin.checkpoint.writing.dcp_files import MIN_INDEXED, RankRecord
 
-        hashes: Any = file_parts._RangeHashes  # the ranges that a rank hashes
         known: dict[Any, Any] = {}
         seconds = []
         for rank in range(self.world):
@@ -140,7 +139,8 @@ class MadeUpRun:
                         state_files.model_files(model, "sharded"),
                         state_files.optimizer_files(optimizer),
                     ]
-                bounds = [hashes(state.parts[0])._bounds for state in states]
+                extents = [state.parts[0].extents[0] for state in states]
+                bounds = [[*extent.ranges(extent.start, extent.stop)] for extent in extents]
                 if self.version == 1:
                     known.clear()  # each rank has its own layout
                 known[layout] = states, bounds

@@ -8,15 +8,16 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import closing, suppress
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hf_fsdp_plugin.checkpoint.checking.verified_files import Progress
 from hf_fsdp_plugin.checkpoint.errors import problem
-from hf_fsdp_plugin.checkpoint.formats.boxes import SAFETENSORS_NAMES, dtype_size, numpy_dtype, row_major, whole_box
+from hf_fsdp_plugin.checkpoint.formats.boxes import SAFETENSORS_NAMES, dtype_size, numpy_dtype
+from hf_fsdp_plugin.checkpoint.formats.known_formats import read_stored_model
 from hf_fsdp_plugin.checkpoint.formats.safetensors import SafetensorsFile
-from hf_fsdp_plugin.checkpoint.formats.stored_tensors import StoredPiece, StoredTensor, read_run
+from hf_fsdp_plugin.checkpoint.formats.stored_tensors import StoredTensor, read_run
 from hf_fsdp_plugin.checkpoint.io import InputFiles, OutputFile, hash_bytes, round_up
 from hf_fsdp_plugin.checkpoint.merging.output import MergePlan
 from hf_fsdp_plugin.problems import Problem
@@ -70,7 +71,7 @@ def write_file(path: Path, size: int, fill: Callable[[memoryview, int], None]) -
         fill: (memory, offset) -> fills the memory with the bytes of the file from this offset on.
     """
     file = OutputFile(path, truncate=True)
-    buffers = [_aligned(), _aligned()]
+    buffers = [memoryview(mmap.mmap(-1, BUFFER)) for _ in range(2)]  # aligned to pages
     pending: Future[None] | None = None
     with closing(file), ThreadPoolExecutor(1, thread_name_prefix="hf-fsdp-write") as worker:
         for start in range(0, size, BUFFER):
@@ -84,14 +85,6 @@ def write_file(path: Path, size: int, fill: Callable[[memoryview, int], None]) -
             pending.result()
         file.resize(size)  # the last write was padded to a whole page
         file.sync()
-
-
-def _aligned() -> memoryview:
-    memory = mmap.mmap(-1, BUFFER)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        with suppress(OSError):  # a kernel without huge pages
-            memory.madvise(mmap.MADV_HUGEPAGE)
-    return memoryview(memory)
 
 
 CAST_BLOCK = 1 << 20
@@ -169,16 +162,15 @@ def header_problems(folder: Path, plan: MergePlan) -> list[Problem]:
 
 def byte_problems(source: InputFiles, plan: MergePlan, folder: Path, progress: Callable[[int], None]) -> list[Problem]:
     """Compare all written bytes with the checkpoint; ``progress`` is called with the number of new bytes."""
+    written = read_stored_model(folder)
     problems = []
-    with InputFiles(folder) as written:
+    with InputFiles(folder) as files:
         for file in plan.files:
-            different = []
-            for name, offset in file.offsets.items():
-                tensor = plan.tensors[name]
-                whole_piece = StoredPiece(whole_box(tensor.shape), file.name, offset, row_major(tensor.shape))
-                copy = StoredTensor(name, plan.dtypes[name], tensor.shape, (whole_piece,))
-                if not same_elements(source, tensor, written, copy, progress):
-                    different.append(name)
+            different = [
+                name
+                for name in file.offsets
+                if not same_elements(source, plan.tensors[name], files, written.tensors[name], progress)
+            ]
             if different:
                 message = f"contains {plural(len(different), 'tensor')} whose bytes differ from the checkpoint"
                 text = f"{message}: {format_names(different, 3)}."
@@ -197,7 +189,7 @@ def same_elements(
 
     ``progress`` is called with the number of bytes of ``other`` that were compared.
     """
-    numel, size = whole_box(tensor.shape).numel, dtype_size(other.dtype)
+    numel, size = math.prod(tensor.shape), dtype_size(other.dtype)
     step = BLOCK // max(dtype_size(tensor.dtype), size)
     expected, found = memoryview(bytearray(step * size)), memoryview(bytearray(step * size))
     for start in range(0, numel, step):

@@ -115,13 +115,19 @@ def merge(checkpoint: Path, out: Path, options: MergeOptions, progress: Progress
     output.check_space(out, job.plan.num_bytes)
     with MergeStaging(out) as staging, job.config_check() as check:
         try:
-            output.check_places(
-                checkpoint, out, force=options.force
-            )  # another merge may have finished since the first check
-            return job.run(staging, check)
+            output.check_places(checkpoint, out, force=options.force)  # another merge may have finished meanwhile
+            staging.prepare(output.fingerprint(job.model, job.plan, verify_input=job.verify_input))
+            job.copy_tensors(staging)
+            job.compare_with_config(check)
+            job.write_companions(staging.folder)
+            job.read_back(staging.folder)
+            staging.commit()
         except CheckpointError:  # a retry with the same input would fail again
             staging.discard()
             raise
+        if options.delete_input:
+            job.delete_input()
+        return job.result
 
 
 class _Job:
@@ -130,11 +136,10 @@ class _Job:
     def __init__(self, checkpoint: Path, out: Path, options: MergeOptions, progress: Progress) -> None:
         self.checkpoint, self.options, self.progress = checkpoint, options, progress
         self.folder = checkpoint_of(checkpoint)
-        self.problems: list[Problem] = []
         self.config_folder = output.find_config_folder(checkpoint, options.config)
         self.model = read_stored_model(checkpoint, options.number)
         self.manifest = read_manifest(self.folder)
-        self._verify_input = options.verify_input or options.delete_input
+        self.verify_input = options.verify_input or options.delete_input
         with self._open() as files:
             check_headers(files, self.model)
         # The manifest describes the first of several models.
@@ -146,7 +151,6 @@ class _Job:
             raise_if_any([problem for problem in problems if problem.code not in tolerated])
         ties = self.manifest.ties if self.manifest is not None else self._ties_of_config()
         self.plan = output.plan_merge(self.model, ties, dtype=options.dtype, max_shard_size=options.max_shard_size)
-        self._report_plan()
         self.result = Merged(
             out=out,
             format=self.model.format,
@@ -157,11 +161,11 @@ class _Job:
             config_folder=self.config_folder,
             companions=output.companion_files(self.config_folder) if self.config_folder is not None else [],
             aliases=dict(self.plan.aliases),
-            problems=self.problems,
         )
+        self._report_plan()
 
     def _open(self) -> InputFiles:
-        return input_files(self.model, self.folder, self.manifest if self._verify_input else None)
+        return input_files(self.model, self.folder, self.manifest if self.verify_input else None)
 
     def config_check(self) -> contextlib.AbstractContextManager[ConfigCheck | None]:
         """Compare with the config's model in the background, unless a manifest makes this unnecessary."""
@@ -170,20 +174,8 @@ class _Job:
             return contextlib.nullcontext()
         return ConfigCheck(self.checkpoint, self.options.number, self.config_folder)
 
-    def run(self, staging: MergeStaging, check: ConfigCheck | None) -> Merged:
-        staging.prepare(output.fingerprint(self.model, self.plan, verify_input=self._verify_input))
-        self._copy(staging)
-        problems = self._compare(check)
-        if not has_errors(problems):
-            self._write_companions(staging)
-            problems += self._read_back(staging.folder)
-        raise_if_any(problems)
-        staging.commit()
-        if self.options.delete_input:
-            self._delete_input()
-        return self.result
-
-    def _copy(self, staging: MergeStaging) -> None:
+    def copy_tensors(self, staging: MergeStaging) -> None:
+        """Write the weights; files that an earlier merge has finished are kept."""
         self.result.resumed = [file.name for file in self.plan.files if staging.has(file)]
         with self._open() as source:
             for file in self.plan.files:
@@ -197,39 +189,38 @@ class _Job:
             message = f"values that are too large for {self.options.dtype} became infinite: {format_names(counts)}."
             self._report("FSDP-W494", message, "Merge with --dtype bf16, or without --dtype.")
 
-    def _write_companions(self, staging: MergeStaging) -> None:
+    def compare_with_config(self, check: ConfigCheck | None) -> None:
+        """Wait for the comparison with the config's model. Raise its errors, and add its notes to the result."""
+        if check is None:
+            self.result.compared_with = "manifest" if self.model_manifest is not None else ""
+            return
+        found = check.problems()
+        raise_if_any([each for each in found if each.severity == "error"])
+        self.result.compared_with = "" if found else "model"
+        self.result.problems += found
+
+    def write_companions(self, folder: Path) -> None:
         """Write the files next to the weights: the index, config, tokenizer and so on."""
         text = index_text(self.plan.files)
         if text is not None:
-            name = file_names.index_file(file_names.safetensors_file(file_names.HF_MODEL))
-            write_text(staging.folder / name, text)
+            write_text(folder / file_names.index_file(file_names.safetensors_file(file_names.HF_MODEL)), text)
         if self.config_folder is not None:
-            output.copy_companions(self.config_folder, self.result.companions, staging.folder, self.options.dtype)
+            output.copy_companions(self.config_folder, self.result.companions, folder, self.options.dtype)
 
-    def _compare(self, check: ConfigCheck | None) -> list[Problem]:
-        """Wait for the comparison with the config's model. Return its errors, and add its notes to the result."""
-        if check is None:
-            self.result.compared_with = "manifest" if self.model_manifest is not None else ""
-            return []
-        found = check.problems()
-        errors = [each for each in found if each.severity == "error"]
-        self.result.compared_with = "" if found else "model"
-        self.problems += [each for each in found if each not in errors]
-        return errors
+    def read_back(self, folder: Path) -> None:
+        """Raise ``CheckpointError`` if the written headers differ from the plan, or the bytes from the checkpoint."""
+        raise_if_any(copying.header_problems(folder, self.plan))
+        if self.options.verify or self.options.delete_input:
+            total = self.plan.num_bytes
+            with self._open() as source:
+                raise_if_any(
+                    copying.byte_problems(
+                        source, self.plan, folder, lambda count: self.progress("verify", count, total)
+                    )
+                )
+            self.result.verified = True
 
-    def _read_back(self, folder: Path) -> list[Problem]:
-        problems = copying.header_problems(folder, self.plan)
-        if problems or not (self.options.verify or self.options.delete_input):
-            return problems
-        total = self.plan.num_bytes
-        with self._open() as source:
-            problems += copying.byte_problems(
-                source, self.plan, folder, lambda count: self.progress("verify", count, total)
-            )
-        self.result.verified = not problems
-        return problems
-
-    def _delete_input(self) -> None:
+    def delete_input(self) -> None:
         """Delete the files whose contents are all in the output; other files of the checkpoint are kept."""
         reason = ""
         if not self.result.compared_with and not self.plan.adapter:
@@ -290,19 +281,12 @@ class _Job:
             ]
 
     def _report(self, code: str, message: str, fix: str = "") -> None:
-        self.problems.append(problem(code, self.checkpoint, message, fix))
+        self.result.problems.append(problem(code, self.checkpoint, message, fix))
 
 
-_IN_USE: Final = "FSDP-E485"
 _POLL_INTERVAL: Final = 0.2
-_READABLE: Final = (
-    *(
-        name
-        for file in (file_names.safetensors_file(file_names.HF_MODEL), f"{file_names.HF_MODEL_BIN}.bin")
-        for name in (file, file_names.index_file(file))
-    ),
-    "adapter_config.json",
-)
+_WEIGHTS: Final = (file_names.safetensors_file(file_names.HF_MODEL), f"{file_names.HF_MODEL_BIN}.bin")
+_READABLE: Final = (*_WEIGHTS, *map(file_names.index_file, _WEIGHTS), "adapter_config.json")
 """Files from which ``from_pretrained`` reads weights, or by which it recognizes an adapter."""
 
 
@@ -330,7 +314,7 @@ def with_whole_weights(folder: Path) -> Path:
         try:
             _write_copy(folder, copy)
         except CheckpointError as error:
-            if not copy.is_dir() and any(each.code != _IN_USE for each in error.problems):
+            if not copy.is_dir() and any(each.code != output.IN_USE for each in error.problems):
                 raise
             time.sleep(_POLL_INTERVAL)  # another process is writing the copy, or has just written it
     return copy

@@ -192,6 +192,7 @@ def _has_code(folder: Path) -> bool:
 
 
 PLAN_NAME = "merge_plan.json"
+IN_USE = "FSDP-E485"
 
 
 def staging_path(out: Path) -> Path:
@@ -213,26 +214,19 @@ class MergeStaging:
         self._fingerprint = ""
 
     def __enter__(self) -> MergeStaging:
-        while not self._is_locked():  # another merge has renamed or removed the folder before it was locked here
-            self.__exit__()
+        while True:
             self.folder.mkdir(parents=True, exist_ok=True)
             with suppress(FileNotFoundError):
                 self._lock = os.open(self.folder, os.O_RDONLY)
-        return self
-
-    def _is_locked(self) -> bool:
-        """Lock the open folder. Return whether it is still at its path."""
-        if self._lock < 0:
-            return False
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return os.path.samestat(os.fstat(self._lock), self.folder.stat())
-        except FileNotFoundError:
-            return False
-        except BlockingIOError:
-            self.__exit__()
-            fix = "Wait for it, or give another output folder."
-            refuse("FSDP-E485", self.folder, "is in use by another merge.", fix)
+                try:
+                    fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    self.__exit__()
+                    fix = "Wait for it, or give another output folder."
+                    refuse(IN_USE, self.folder, "is in use by another merge.", fix)
+                if os.path.samestat(os.fstat(self._lock), self.folder.stat()):
+                    return self
+            self.__exit__()  # another merge has renamed or removed the folder before it was locked here
 
     def __exit__(self, *_: object) -> None:
         if self._lock >= 0:

@@ -11,9 +11,8 @@ optimizer.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -33,7 +32,7 @@ from hf_fsdp_plugin.checkpoint.formats.safetensors import read_safetensors_model
 from hf_fsdp_plugin.checkpoint.formats.stored_tensors import StoredModel, StoredOptimizer, StoredTensor
 from hf_fsdp_plugin.checkpoint.io import MAX_SPAN, InputFiles, object_in
 from hf_fsdp_plugin.checkpoint.names import index_file, safetensors_file
-from hf_fsdp_plugin.checkpoint.shards import LocalShard, ModelShards, Piece, model_shards
+from hf_fsdp_plugin.checkpoint.shards import ModelShards, Piece, model_shards
 from hf_fsdp_plugin.messages import progress_bar
 from hf_fsdp_plugin.plan.names import unwrapped
 from hf_fsdp_plugin.problems import Problem
@@ -195,20 +194,27 @@ def load_model(
     missing: list[str] = []
 
     def match(stored: StoredModel) -> Callable[[InputFiles], None]:
-        shards = model_shards(model)
-        names = _stored_names(model, shards, adapter_only)
-        pairs, absent = _pairs(shards, names, stored)
-        missing.extend(absent)
+        shards, inner = model_shards(model), unwrapped(model)
+        names = shards.names()
         optional: set[str] = set()
         if adapter_only:
             optional = {shard.name for shard in shards.tensors if shard.frozen}
             optional |= {name for name, _ in persistent_buffers(model)}
-        required = [name for name in absent if name not in optional]
-        _raise_differences(checkpoint, required, _unexpected(model, stored, names), pairs)
-        return partial(_fill_pairs, pairs)
+            for adapter in getattr(inner, "peft_config", {}):
+                for known in names.values():
+                    known += [short for name in known if (short := _without_adapter(name, adapter)) != name]
+        ignored = getattr(inner, "_keys_to_ignore_on_load_unexpected", None) or ()  # mostly old buffers
+        fill, absent = _matched(checkpoint, shards, names, stored, optional=optional, ignored=ignored)
+        missing.extend(absent)
+        return fill
 
     load_stored(checkpoint, "model", lambda: read_stored_model(checkpoint, number, partial=True), match, verify=verify)
     return IncompatibleKeys(missing, [])
+
+
+def _without_adapter(name: str, adapter: str) -> str:
+    """Return the name in PEFT's files: ``…q_proj.lora_A.default.weight`` -> ``…q_proj.lora_A.weight``."""
+    return re.sub(rf"(\.modules_to_save)?\.{re.escape(adapter)}(?=\.|$)", "", name)
 
 
 def load_tensors(shards: ModelShards, checkpoint: Path, stem: str, *, verify: bool = True) -> bool:
@@ -230,11 +236,7 @@ def load_tensors(shards: ModelShards, checkpoint: Path, stem: str, *, verify: bo
         return stored
 
     def match(stored: StoredModel) -> Callable[[InputFiles], None]:
-        names = shards.names()
-        pairs, absent = _pairs(shards, names, stored)
-        known = {other for each in names.values() for other in each}
-        _raise_differences(checkpoint / name, absent, [other for other in stored.tensors if other not in known], pairs)
-        return partial(_fill_pairs, pairs)
+        return _matched(checkpoint / name, shards, shards.names(), stored)[0]
 
     load_stored(checkpoint, "model", read, match, verify=verify)
     return True
@@ -259,66 +261,57 @@ def copy_whole_tensors(state: Mapping[str, Any], shards: ModelShards) -> None:
             piece.tensor.copy_(found[shard.name][relative_slices(piece.box, whole_box(shard.shape))])
 
 
-_Pair = tuple[LocalShard, StoredTensor]
+def _matched(
+    place: Path,
+    shards: ModelShards,
+    names: Mapping[str, Sequence[str]],
+    stored: StoredModel,
+    *,
+    optional: Collection[str] = (),
+    ignored: Iterable[str] = (),
+) -> tuple[Callable[[InputFiles], None], list[str]]:
+    """Match the shards with the stored tensors that have one of their names.
 
+    Args:
+        names: shard -> its possible names in a checkpoint: its name, tied names, and the names in PEFT's files.
+        optional: shards that may be missing.
+        ignored: patterns of stored names that the model does not need to have.
 
-def _pairs(
-    shards: ModelShards, names: Mapping[str, Iterable[str]], stored: StoredModel
-) -> tuple[list[_Pair], list[str]]:
-    """Return each shard with the stored tensor that has one of its names, and the names of the others."""
+    Returns:
+        The function that fills the shards, and the names of those that are not stored.
+
+    Raises:
+        CheckpointError: with one problem for each kind of difference, and a few examples of each.
+    """
     found = {own: next((name for name in known if name in stored.tensors), None) for own, known in names.items()}
     pairs = [(shard, stored.tensors[name]) for shard in shards.tensors if (name := found[shard.name]) is not None]
-    return pairs, [own for own, name in found.items() if name is None]
-
-
-def _fill_pairs(pairs: Iterable[_Pair], files: InputFiles) -> None:
-    execute_transfers(files, (item for shard, tensor in pairs for item in plan_transfers(tensor, shard.pieces)))
-
-
-def _raise_differences(
-    place: Path, missing: Collection[str], unexpected: Collection[str], pairs: Iterable[_Pair]
-) -> None:
-    """Raise one problem for each kind of difference between a checkpoint and a model, with a few examples."""
+    absent = [own for own, name in found.items() if name is None]
+    missing = [name for name in absent if name not in optional]
+    expected = {name for known in names.values() for name in known}
+    unexpected = [
+        name
+        for name in (*stored.tensors, *stored.objects)
+        if name not in expected and not any(re.search(pattern, name) for pattern in ignored)
+    ]
     shapes = [
         f"{shard.name} {list(tensor.shape)}, in the model {list(shard.shape)}"
         for shard, tensor in pairs
         if shard.shape != tensor.shape
     ]
-    found = {
+    differences = {
         "FSDP-E421": (missing, f"has no values for {plural(len(missing), 'tensor')} of the model"),
         "FSDP-E422": (unexpected, f"has {plural(len(unexpected), 'tensor')} that the model does not have"),
         "FSDP-E423": (shapes, f"has {plural(len(shapes), 'tensor')} with another shape than in the model"),
     }
     raise_if_any(
         [
-            mismatch_problem(code, place, f"{text}: {format_names(names)}.")
-            for code, (names, text) in found.items()
-            if names
+            mismatch_problem(code, place, f"{text}: {format_names(wrong)}.")
+            for code, (wrong, text) in differences.items()
+            if wrong
         ]
     )
 
+    def fill(files: InputFiles) -> None:
+        execute_transfers(files, (item for shard, tensor in pairs for item in plan_transfers(tensor, shard.pieces)))
 
-def _stored_names(model: nn.Module, shards: ModelShards, adapter_only: bool) -> dict[str, list[str]]:
-    """Return tensor -> its possible names in a checkpoint: its name, tied names, and the names in PEFT's files."""
-    names = shards.names()
-    if adapter_only:
-        for adapter in getattr(unwrapped(model), "peft_config", {}):
-            for known in names.values():
-                known += [short for name in known if (short := _without_adapter(name, adapter)) != name]
-    return names
-
-
-def _without_adapter(name: str, adapter: str) -> str:
-    """Return the name in PEFT's files: ``…q_proj.lora_A.default.weight`` -> ``…q_proj.lora_A.weight``."""
-    return re.sub(rf"(\.modules_to_save)?\.{re.escape(adapter)}(?=\.|$)", "", name)
-
-
-def _unexpected(model: nn.Module, stored: StoredModel, names: dict[str, list[str]]) -> list[str]:
-    """Return the stored names that are not in the model, except those that its class ignores (mostly old buffers)."""
-    expected = {name for known in names.values() for name in known}
-    ignored = getattr(unwrapped(model), "_keys_to_ignore_on_load_unexpected", None) or ()
-    return [
-        name
-        for name in (*stored.tensors, *stored.objects)
-        if name not in expected and not any(re.search(pattern, name) for pattern in ignored)
-    ]
+    return fill, absent

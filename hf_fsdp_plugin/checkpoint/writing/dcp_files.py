@@ -30,7 +30,6 @@ from numpy.typing import NDArray
 from torch.serialization import skip_data
 
 from hf_fsdp_plugin.checkpoint.formats.archives import TorchZip
-from hf_fsdp_plugin.checkpoint.formats.boxes import Box
 from hf_fsdp_plugin.checkpoint.formats.index_file import METADATA_TAIL, index_bytes, pack_segments
 from hf_fsdp_plugin.checkpoint.formats.manifest import FileRecord, PackedRanges
 from hf_fsdp_plugin.checkpoint.io import open_for_reading
@@ -76,35 +75,27 @@ class FolderEntries:
     aliases: Sequence[tuple[StatePath, StatePath]] = ()
 
 
-def _chunk_table(chunks: Sequence[tuple[int, int, int, int, Box]]) -> NDArray[Any]:
-    """Return the rows of :attr:`FolderEntries.chunks` from tuples of their columns."""
-    rows = []
-    for *fixed, box in chunks:
-        rows.append([*fixed, *itertools.chain.from_iterable(zip(box.offsets, box.sizes, strict=True))])
-    width = max(map(len, rows), default=_FIXED)
-    return numpy.array([row + [0] * (width - len(row)) for row in rows], dtype=numpy.int64).reshape(-1, width)
-
-
 class JoinedChunks:
     """The chunks of all ranks, by tensor, in the order of the ranks.
 
     No loop over chunks: with 1,024 ranks there are millions.
+
+    Attributes:
+        numbers: path of a tensor -> its position in ``tensors``.
     """
 
     def __init__(self, ranks: Sequence[FolderEntries]) -> None:
         self.tensors: list[TensorLayout] = []
-        numbers: dict[StatePath, int] = {}
+        self.numbers: dict[StatePath, int] = {}
         of_rank: dict[int, NDArray[Any]] = {}  # the ranks' sequences are alive, so that their ids are distinct
         for entries in ranks:
             if id(entries.tensors) not in of_rank:
                 for tensor in entries.tensors:
-                    if numbers.setdefault(tensor[0], len(self.tensors)) == len(self.tensors):
+                    if self.numbers.setdefault(tensor[0], len(self.tensors)) == len(self.tensors):
                         self.tensors.append(tensor)
-                of_rank[id(entries.tensors)] = numpy.array(
-                    [numbers[path] for path, _, _ in entries.tensors], dtype="i8"
-                )
-        self.numbers = numbers
-        width = max((entries.chunks.shape[1] for entries in ranks), default=_FIXED)
+                found = [self.numbers[path] for path, _, _ in entries.tensors]
+                of_rank[id(entries.tensors)] = numpy.array(found, dtype="i8")
+        width = max(entries.chunks.shape[1] for entries in ranks)
         tables = [numpy.pad(own.chunks, ((0, 0), (0, width - own.chunks.shape[1]))) for own in ranks]
         tensors = numpy.concatenate([of_rank[id(own.tensors)][own.chunks[:, 0]] for own in ranks])
         self._rows = numpy.concatenate(tables)
@@ -115,13 +106,8 @@ class JoinedChunks:
     def __len__(self) -> int:
         return len(self._rows)
 
-    def __iter__(self) -> Iterator[tuple[TensorLayout, Chunks]]:
-        """Yield each tensor with its chunks. The number of a chunk's file is that of its rank."""
-        for number, tensor in enumerate(self.tensors):
-            yield tensor, self.of(number)
-
     def of(self, number: int) -> Chunks:
-        """Return the chunks of the tensor ``tensors[number]``."""
+        """Return the chunks of the tensor ``tensors[number]``. The number of a chunk's file is that of its rank."""
         rows = self._rows.take(self._order[self._starts[number] : self._starts[number + 1]], axis=0)
         boxes = rows[:, _FIXED : _FIXED + 2 * len(self.tensors[number][2])]
         return Chunks(rows[:, :_FIXED], boxes[:, ::2], boxes[:, 1::2])
@@ -156,44 +142,42 @@ def record_bytes(record: RankRecord) -> bytes:
     return b"".join([_LENGTH.pack(len(data)), data, shared, *arrays])
 
 
-class RecordReader:
-    """Reads the records of the ranks of one save. Equal contents of several records become one object."""
-
-    def __init__(self) -> None:
-        self._known: dict[bytes, tuple[tuple[str, ...], list[Any]]] = {}
-
-    def read(self, data: bytes) -> RankRecord:
+def read_records(records: Iterable[bytes]) -> list[RankRecord]:
+    """Return the records of the ranks of one save. Equal contents of several records become one object."""
+    known: dict[bytes, tuple[list[str], list[Any]]] = {}
+    found = []
+    for data in records:
         (length,) = _LENGTH.unpack_from(data)
         begin = _LENGTH.size + length
         header = json.loads(data[_LENGTH.size : begin])
         ends = [begin, *(begin + end for end in itertools.accumulate(header["lengths"]))]
         shared, *arrays = (data[start:stop] for start, stop in itertools.pairwise(ends))
-        if shared not in self._known:
-            self._known[shared] = _parsed(json.loads(zlib.decompress(shared)))
-        names, contents = self._known[shared]
-        files = []
-        for (path, size), ranges in zip(header["files"], arrays, strict=False):
-            files.append(FileRecord(path=path, size=size, ranges=PackedRanges(ranges, names)))
+        if shared not in known:
+            names, contents = json.loads(zlib.decompress(shared))
+            known[shared] = names, [_typed(*each) for each in contents]
+        names, contents = known[shared]
+        files = [
+            FileRecord(path=path, size=size, ranges=PackedRanges(ranges, names))
+            for (path, size), ranges in zip(header["files"], arrays, strict=False)
+        ]
         entries = []
-        for (folder, file, width), (tensors, smalls, aliases), table in zip(
+        for place, (tensors, smalls, aliases), table in zip(
             header["entries"], contents, arrays[len(files) :], strict=True
         ):
+            folder, file, width = place
             chunks = numpy.frombuffer(table, dtype=numpy.int64).reshape(-1, width)
             entries.append(FolderEntries(folder, file, tensors, chunks, smalls, aliases))
-        return RankRecord(tuple(files), tuple(entries))
+        found.append(RankRecord(tuple(files), tuple(entries)))
+    return found
 
 
-def _parsed(tree: Any) -> tuple[tuple[str, ...], list[Any]]:
-    """Return the names of ranges, and the tensors, small entries and aliases of each folder."""
-    names, contents = tree
-    found = []
-    for tensors, smalls, aliases in contents:
-        found.append((
-            tuple((tuple(path), dtype, tuple(shape)) for path, dtype, shape in tensors),
-            tuple(SmallEntry(tuple(path), bytes.fromhex(data), dtype) for path, data, dtype in smalls),
-            tuple((tuple(alias), tuple(path)) for alias, path in aliases),
-        ))  # fmt: skip
-    return tuple(names), found
+def _typed(tensors: Any, smalls: Any, aliases: Any) -> tuple[Any, Any, Any]:
+    """Return the tensors, small entries and aliases of a folder that JSON contains."""
+    return (
+        [(tuple(path), dtype, tuple(shape)) for path, dtype, shape in tensors],
+        [SmallEntry(tuple(path), bytes.fromhex(data), dtype) for path, data, dtype in smalls],
+        [(tuple(alias), tuple(path)) for alias, path in aliases],
+    )
 
 
 MIN_INDEXED = 5_000
@@ -211,16 +195,17 @@ def rank_file(
     file = dcp_file(rank)
     items: list[Item] = []
     keys: list[TensorLayout] = []
-    chunks = []
+    rows: list[list[int]] = []
     for path, shard in tensors:
         for piece in shard.pieces:
             head, tail = _frame(shard.dtype, piece.box.sizes)
             start = _add_item(items, (head, piece.tensor, tail), path)
-            length = items[-1].stop - start
-            chunks.append((len(keys), start, length, start + len(head), piece.box))
+            box = itertools.chain.from_iterable(zip(piece.box.offsets, piece.box.sizes, strict=True))
+            rows.append([len(keys), start, items[-1].stop - start, start + len(head), *box])
         keys.append((path, shard.dtype_name, shard.shape))
-    table = _chunk_table(chunks)
-    return whole_file(f"{folder}/{file}", items), FolderEntries(folder, file, keys, table, smalls, aliases)
+    width = max(map(len, rows), default=_FIXED)
+    chunks = numpy.array([row + [0] * (width - len(row)) for row in rows], dtype=numpy.int64).reshape(-1, width)
+    return whole_file(f"{folder}/{file}", items), FolderEntries(folder, file, keys, chunks, smalls, aliases)
 
 
 def scalar_entries(tensors: Mapping[StatePath, torch.Tensor]) -> list[SmallEntry]:
@@ -258,21 +243,23 @@ def _files_of_folder(ranks: Sequence[FolderEntries]) -> list[FilePart]:
     smalls: dict[StatePath, SmallEntry] = {}
     aliases: dict[StatePath, StatePath] = {}
     # Most ranks share one sequence, which may be as long as the list of the tensors.
-    for small in (small for shared in {id(own.smalls): own.smalls for own in ranks}.values() for small in shared):
-        smalls.setdefault(small.path, small)
+    for shared_smalls in {id(own.smalls): own.smalls for own in ranks}.values():
+        for small in shared_smalls:
+            smalls.setdefault(small.path, small)
     for shared_aliases in {id(own.aliases): own.aliases for own in ranks}.values():
         aliases.update(shared_aliases)
     files = [*(entries.file for entries in ranks), dcp_file(len(ranks))]
     pickled = MetadataPickle(files, save_id=uuid.uuid4().hex)
     joined = JoinedChunks(ranks)
     tensors = []
-    for (path, dtype, shape), chunks in joined:
+    for number, (path, dtype, shape) in enumerate(joined.tensors):
+        chunks = joined.of(number)
         pickled.add_tensor(path, dtype, shape, chunks)
         places = numpy.concatenate([chunks.places[:, [0, 3]], chunks.offsets], axis=1)
         tensors.append((path, dtype, shape, pack_segments(places, chunks.sizes)))
     items: list[Item] = []
     values = []
-    scalars: dict[StatePath, Chunks] = {}
+    scalars: dict[StatePath, tuple[str, Chunks]] = {}
     no_dims = numpy.zeros((1, 0), dtype=numpy.int64)
     for small in smalls.values():
         head, tail = _frame(getattr(torch, small.dtype), ()) if small.dtype is not None else (b"", b"")
@@ -282,10 +269,15 @@ def _files_of_folder(ranks: Sequence[FolderEntries]) -> list[FilePart]:
         if small.dtype is None:
             pickled.add_value(small.path, *place)
         else:
-            scalars[small.path] = Chunks(numpy.array([[*place, 0]]), no_dims, no_dims)
-            pickled.add_tensor(small.path, small.dtype, (), scalars[small.path])
+            scalars[small.path] = small.dtype, Chunks(numpy.array([[*place, 0]]), no_dims, no_dims)
+            pickled.add_tensor(small.path, small.dtype, (), scalars[small.path][1])
     for alias, path in aliases.items():
-        pickled.add_alias(alias, path, scalars[path] if path in scalars else joined.of(joined.numbers[path]))
+        if path in scalars:
+            dtype, chunks = scalars[path]
+            pickled.add_tensor(alias, dtype, (), chunks)
+        else:
+            _, dtype, shape = joined.tensors[joined.numbers[path]]
+            pickled.add_tensor(alias, dtype, shape, joined.of(joined.numbers[path]))
     parts = pickled.finished()
     metadata = whole_file(f"{folder}/{DCP_METADATA}", [Item(0, parts)])
     found = [whole_file(f"{folder}/{files[-1]}", items), metadata] if items else [metadata]

@@ -9,20 +9,22 @@ from __future__ import annotations
 
 import bisect
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-import xxhash
 
 from hf_fsdp_plugin.checkpoint.formats.manifest import MAX_RANGE, FileRange, FileRecord
-from hf_fsdp_plugin.checkpoint.io import PAGE, OutputFile, round_up
+from hf_fsdp_plugin.checkpoint.io import PAGE, OutputFile, hash_bytes, round_up
 from hf_fsdp_plugin.checkpoint.writing.buffers import allocate_aligned, piece_sizes, unpin
 from hf_fsdp_plugin.devices import DEVICES, available_device
 from hf_fsdp_plugin.messages import progress_bar
 
 Content = bytes | torch.Tensor
+WINDOW = 32 << 20
+"""Number of bytes per write. A window of a file ends at a multiple of it, and of the ranges that are hashed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,15 +68,24 @@ class Extent:
         """Size in bytes of the aligned buffer that holds the extent."""
         return round_up(self.stop - self.origin)
 
-    def items_from(self, offset: int) -> Iterator[Item]:
-        """Yield the items from the first one that ends after a file offset."""
-        first = bisect.bisect_right(self.items, offset, key=lambda item: item.stop)
-        return itertools.islice(self.items, first, None)
+    def items_in(self, start: int, stop: int) -> Iterator[Item]:
+        """Yield the items with bytes in ``[start, stop)`` (file offsets)."""
+        first = bisect.bisect_right(self.items, start, key=lambda item: item.stop)
+        return itertools.takewhile(lambda item: item.offset < stop, itertools.islice(self.items, first, None))
 
-    def windows(self) -> Iterator[tuple[int, int, int]]:
-        """Yield the offset of the first page of each window, and the range of the bytes in it."""
-        for low in range(self.origin, self.stop, WINDOW):
-            yield low, max(low, self.start), min(low + WINDOW, self.stop)
+    def windows(self) -> Iterator[tuple[int, int]]:
+        """Yield the byte ranges that are written at once."""
+        for low in range(self.start // WINDOW * WINDOW, self.stop, WINDOW):
+            yield max(low, self.start), min(low + WINDOW, self.stop)
+
+    def ranges(self, start: int, stop: int) -> Iterator[tuple[int, int, str]]:
+        """Yield the ranges of a window that are hashed, each with the name of its item."""
+        for item in self.items_in(start, stop):
+            low, end = max(start, item.offset), min(item.stop, stop)
+            while low < end:
+                high = min(low // MAX_RANGE * MAX_RANGE + MAX_RANGE, end)
+                yield low, high, item.name
+                low = high
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,12 +143,9 @@ def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
 def copy_extent(target: torch.Tensor, extent: Extent, start: int, stop: int) -> None:
     """Copy the extent's bytes ``[start, stop)`` (file offsets) to ``target``.
 
-    Copies from an accelerator are asynchronous: call :func:`wait_for_copies`, or what :func:`record_copies` returns,
-    before the bytes are used.
+    Copies from an accelerator are asynchronous: call what :func:`record_copies` returns before the bytes are used.
     """
-    for item in extent.items_from(start):
-        if item.offset >= stop:
-            break
+    for item in extent.items_in(start, stop):
         offset = item.offset
         for content in item.contents:
             low, high = max(offset, start), min(offset + num_bytes(content), stop)
@@ -164,18 +172,12 @@ def on_accelerator(parts: Iterable[FilePart]) -> bool:
     )
 
 
-def wait_for_copies() -> None:
-    """Wait for the copies that :func:`copy_extent` started, and not for other streams of the device."""
-    if available_device().is_initialized():
-        record_copies()()
-
-
-def record_copies() -> Callable[[], None]:
+def record_copies(*, from_accelerator: bool) -> Callable[[], None]:
     """Return a function that waits for the copies that :func:`copy_extent` has started so far, but not for later ones.
 
     Any thread may call it.
     """
-    device = available_device()
+    device = available_device() if from_accelerator else DEVICES["cpu"]
     index, wait = device.current_index(), device.record_event()
 
     def wait_in_any_thread() -> None:
@@ -185,12 +187,21 @@ def record_copies() -> Callable[[], None]:
     return wait_in_any_thread
 
 
-WINDOW = 32 << 20
-"""Number of bytes per write."""
+def copy_parts(parts: Sequence[FilePart], memory: torch.Tensor) -> Callable[[], None]:
+    """Copy all extents one after the other to ``memory``, which must have at least the sum of their spans.
+
+    Returns:
+        A function that waits until the copies are complete, for any thread. Until then, the current stream may change
+        the tensors: it does so after the copies.
+    """
+    for extent in (extent for part in parts for extent in part.extents):
+        copy_extent(memory[extent.start - extent.origin :], extent, extent.start, extent.stop)
+        memory = memory[extent.span :]
+    return record_copies(from_accelerator=on_accelerator(parts))
 
 
-_Window = tuple[torch.Tensor, int, int]
-"""Memory that begins with a page of a file, and the range of the file's bytes that is written from it."""
+_Window = tuple[torch.Tensor, Extent, int, int]
+"""Memory that begins with a page of a file, and the range of the extent's bytes that is written from it."""
 
 
 class PartWriter:
@@ -214,145 +225,73 @@ class PartWriter:
             memory = memory[part.span :]
         return records
 
-    def _filled(self, part: FilePart, *, pinned: bool) -> Iterator[_Window]:
-        """Yield windows that contain the bytes of the file. The memory is reused after the next one.
-
-        From an accelerator, the next window is copied while the caller writes this one.
-        """
-        memory = itertools.cycle(self._windows_of(pinned=pinned))
-        pending: tuple[_Window, Callable[[], None]] | None = None
-        try:
-            for extent in part.extents:
-                for low, start, stop in extent.windows():
-                    window = next(memory), start, stop
-                    copy_extent(window[0][start - low :], extent, start, stop)
-                    if not pinned:
-                        yield window
-                        continue
-                    before, pending = pending, (window, record_copies())
-                    if before is not None:
-                        before[1]()
-                        yield before[0]
-            if pending is not None:
-                pending[1]()
-                yield pending[0]
-        finally:
-            if pinned:  # the caller may have failed to write
-                wait_for_copies()
-
     def close(self) -> None:
         """Free the memory."""
         for window in (window for windows in self._windows.values() for window in windows):
             unpin(window)
         self._windows.clear()
 
-    def _windows_of(self, *, pinned: bool) -> list[torch.Tensor]:
+    def _filled(self, part: FilePart, *, pinned: bool) -> Generator[_Window]:
+        """Yield windows that contain the bytes of the file. The memory is reused after the next one.
+
+        From an accelerator, the next window is copied while the caller writes this one.
+        """
         if pinned not in self._windows:
             self._windows[pinned] = [allocate_aligned(WINDOW, pinned=pinned) for _ in range(1 + pinned)]
-        return self._windows[pinned]
+        memories = itertools.cycle(self._windows[pinned])
+        copied: list[tuple[Callable[[], None], _Window]] = []
+        try:
+            for extent in part.extents:
+                for start, stop in extent.windows():
+                    memory = next(memories)
+                    copy_extent(memory[start % PAGE :], extent, start, stop)
+                    copied.append((record_copies(from_accelerator=pinned), (memory, extent, start, stop)))
+                    if len(copied) > pinned:
+                        wait, window = copied.pop(0)
+                        wait()
+                        yield window
+            for wait, window in copied:
+                wait()
+                yield window
+        finally:
+            record_copies(from_accelerator=pinned)()  # the caller may have failed to write
 
 
-def copy_parts(parts: Sequence[FilePart], memory: torch.Tensor) -> Callable[[], None]:
-    """Copy all extents one after the other to ``memory``, which must have at least the sum of their spans.
-
-    Returns:
-        A function that waits until the copies are complete, for any thread. Until then, the current stream may change
-        the tensors: it does so after the copies.
-    """
-    for extent in (extent for part in parts for extent in part.extents):
-        copy_extent(memory[extent.start - extent.origin :], extent, extent.start, extent.stop)
-        memory = memory[extent.span :]
-    return record_copies() if on_accelerator(parts) else DEVICES["cpu"].record_event()
-
-
-def _staged(part: FilePart, memory: torch.Tensor) -> Iterator[_Window]:
+def _staged(part: FilePart, memory: torch.Tensor) -> Generator[_Window]:
     for extent in part.extents:
-        for low, start, stop in extent.windows():
-            yield memory[low - extent.origin : extent.span], start, stop
+        for start, stop in extent.windows():
+            yield memory[start // PAGE * PAGE - extent.origin : extent.span], extent, start, stop
         memory = memory[extent.span :]
 
 
 def _write_part(
-    root: Path, part: FilePart, windows: Iterable[_Window], update: Callable[[int], object] = lambda _: None
+    root: Path, part: FilePart, windows: Generator[_Window], update: Callable[[int], object] = lambda _: None
 ) -> FileRecord:
-    with _PartFile(root / part.path, part) as file:
-        for memory, start, stop in windows:
-            file.write(memory, start, stop)
+    """Write, hash and sync one file."""
+    path, ranges = root / part.path, []
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # Another rank may have created a shared file already, so it is not truncated.
+    with closing(OutputFile(path)) as file, closing(windows):
+        file.resize(part.size)
+        for memory, extent, start, stop in windows:
+            view = memoryview(memory.numpy().data)
+            origin = start // PAGE * PAGE
+            for low, high, name in extent.ranges(start, stop):
+                digest = hash_bytes(view[low - origin : high - origin])
+                ranges.append(FileRange(start=low, stop=high, hash=digest, name=name))
+            _write_window(file, view, start, stop, shared=part.shared)
             update(stop - start)
-    return file.record
+        if not part.shared:  # the last write was padded to a whole page
+            file.resize(part.size)
+        file.sync()
+    return FileRecord(path=part.path, size=part.size, ranges=tuple(ranges))
 
 
-class _PartFile:
-    """One file that is being written and hashed."""
-
-    def __init__(self, path: Path, part: FilePart) -> None:
-        self._path, self._part = path, part
-        self._hashes = _RangeHashes(part)
-
-    def __enter__(self) -> _PartFile:
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        # Another rank may have created a shared file already, so it is not truncated.
-        self._file = OutputFile(self._path)
-        try:
-            self._file.resize(self._part.size)
-        except OSError:
-            self._file.close()
-            raise
-        return self
-
-    def __exit__(self, kind: object, *_: object) -> None:
-        try:
-            if kind is None:
-                if not self._part.shared:  # the last write was padded to a whole page
-                    self._file.resize(self._part.size)
-                self._file.sync()
-        finally:
-            self._file.close()
-
-    def write(self, memory: torch.Tensor, start: int, stop: int) -> None:
-        """Write file bytes ``[start, stop)``. ``memory`` begins with the page that contains ``start``."""
-        origin = start // PAGE * PAGE
-        view = memoryview(memory.numpy().data)
-        self._hashes.update(view[start - origin : stop - origin], start)
-        low, high = round_up(start), stop // PAGE * PAGE
-        if not self._part.shared:
-            # No other rank writes to these pages, and the file is truncated to its size at the end.
-            low, high = origin, round_up(stop)
-        if low >= high:
-            low = high = stop
-        for first, last in ((min(start, low), low), (low, high), (high, stop)):
-            if first < last:
-                self._file.write(view[first - origin : last - origin], first)
-
-    @property
-    def record(self) -> FileRecord:
-        return FileRecord(path=self._part.path, size=self._part.size, ranges=self._hashes.finished())
-
-
-class _RangeHashes:
-    """Hashes of the items of a part, in ranges of at most ``MAX_RANGE`` bytes."""
-
-    def __init__(self, part: FilePart) -> None:
-        self._bounds: list[tuple[int, int, str]] = []
-        for item in (item for extent in part.extents for item in extent.items):
-            cuts = range(item.offset - item.offset % MAX_RANGE + MAX_RANGE, item.stop, MAX_RANGE)
-            self._bounds += [
-                (low, high, item.name) for low, high in itertools.pairwise((item.offset, *cuts, item.stop))
-            ]
-        self._done: list[FileRange] = []
-        self._hasher = xxhash.xxh3_128()
-
-    def update(self, view: memoryview, start: int) -> None:
-        position, stop = start, start + len(view)
-        while position < stop:
-            low, high, name = self._bounds[len(self._done)]
-            end = min(stop, high)
-            self._hasher.update(view[position - start : end - start])
-            if end == high:
-                self._done.append(FileRange(start=low, stop=high, hash=self._hasher.hexdigest(), name=name))
-                self._hasher = xxhash.xxh3_128()
-            position = end
-
-    def finished(self) -> tuple[FileRange, ...]:
-        assert len(self._done) == len(self._bounds), "every item was written"
-        return tuple(self._done)
+def _write_window(file: OutputFile, view: memoryview, start: int, stop: int, *, shared: bool) -> None:
+    """Write the bytes ``[start, stop)`` of a file. ``view`` begins with the page that contains ``start``."""
+    origin = start // PAGE * PAGE
+    cuts = {origin, round_up(stop)}
+    if shared:  # other ranks may write to the first and to the last page
+        cuts = {start, min(round_up(start), stop), max(stop // PAGE * PAGE, start), stop}
+    for low, high in itertools.pairwise(sorted(cuts)):
+        file.write(view[low - origin : high - origin], low)

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from weakref import WeakKeyDictionary
 
@@ -23,12 +22,11 @@ from hf_fsdp_plugin.backends.ranks.agreement import on_all_ranks
 from hf_fsdp_plugin.backends.sharding.forward_hooks import send_buffers
 from hf_fsdp_plugin.checkpoint.errors import os_errors_as_problems
 from hf_fsdp_plugin.checkpoint.formats.manifest import Manifest
-from hf_fsdp_plugin.checkpoint.io import write_text
 from hf_fsdp_plugin.checkpoint.shards import ModelShards, model_shards, optimizer_shards, trainable_shards
 from hf_fsdp_plugin.checkpoint.writing.buffers import StagingBuffers
 from hf_fsdp_plugin.checkpoint.writing.dcp_files import FolderEntries, final_files
 from hf_fsdp_plugin.checkpoint.writing.file_parts import PartWriter, on_accelerator
-from hf_fsdp_plugin.checkpoint.writing.save import POLL_INTERVAL, Save, SaveHooks
+from hf_fsdp_plugin.checkpoint.writing.save import POLL_INTERVAL, Save, hooks_of
 from hf_fsdp_plugin.checkpoint.writing.state_files import (
     MAX_SHARD_SIZE,
     StateFiles,
@@ -39,20 +37,13 @@ from hf_fsdp_plugin.checkpoint.writing.state_files import (
 from hf_fsdp_plugin.spec.fsdp_spec import StateDictKind
 
 
-@dataclass(frozen=True, slots=True)
-class SaveOutcome:
-    """The last save of a process that was committed, or started in the background."""
-
-    asynchronous: bool
-
-
 class CheckpointManager:
     """Writes the checkpoints of one process. At most one save is in flight: the next one waits for it.
 
     Attributes:
         writer: writes this rank's part of each file.
         save_in_flight: the save that is being written in the background.
-        last_outcome: the outcome of the last save.
+        last_asynchronous: whether the last save was asynchronous; ``None`` if none was committed or started.
     """
 
     def __init__(self, in_flight_file: Callable[[], Path | None] = lambda: None) -> None:
@@ -60,11 +51,11 @@ class CheckpointManager:
         self._in_flight_file = in_flight_file
         self.writer = PartWriter()
         self.save_in_flight: Save | None = None
-        self.last_outcome: SaveOutcome | None = None
+        self.last_asynchronous: bool | None = None
         self._kinds: WeakKeyDictionary[nn.Module, set[StateDictKind]] = WeakKeyDictionary()
         self._open: Save | None = None
         self._buffers = StagingBuffers()  # reused by all saves
-        self._hooks: SaveHooks | None = None
+        self._hooks = ExitStack()  # of the save in flight
         self._group: dist.ProcessGroup | None = None
 
     @contextmanager
@@ -102,7 +93,7 @@ class CheckpointManager:
         if asynchronous:
             self._watch(save)  # after each optimizer step, at exit and at SIGTERM
             save.start(contents, after)  # in a thread: write the copies, then the steps of finish
-        self.last_outcome = SaveOutcome(asynchronous)
+        self.last_asynchronous = asynchronous
 
     def open_save(self, folder: Path) -> Save | None:
         """Return the save whose block is running, if ``folder`` is its folder. Not collective."""
@@ -189,9 +180,6 @@ class CheckpointManager:
         save = self.open_save(folder)
         with on_all_ranks(f"writing {folder}"):
             folder.mkdir(parents=True, exist_ok=True)
-            if dist.get_rank() == 0:
-                for name, text in files.texts:
-                    write_text(folder / name, text)
             if save is None:
                 self.writer.write(folder, files.parts)
         if save is not None:
@@ -219,7 +207,7 @@ class CheckpointManager:
     def _watch(self, save: Save) -> None:
         self._cpu_group()  # created here, because that is collective
         self.save_in_flight = save
-        self._hooks = SaveHooks(save, self._poll, self._in_flight_file())
+        self._hooks = hooks_of(save, self._poll, self._in_flight_file())
 
     def _poll(self) -> bool:
         if self.save_in_flight is None:
@@ -234,9 +222,7 @@ class CheckpointManager:
 
     def _retire(self) -> None:
         self.save_in_flight = None
-        if self._hooks is not None:
-            self._hooks.remove()
-            self._hooks = None
+        self._hooks.close()
 
     def _cpu_group(self) -> dist.ProcessGroup | None:
         """Return a process group for CPU tensors; ``None`` for the default group."""

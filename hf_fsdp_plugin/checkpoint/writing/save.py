@@ -23,7 +23,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
@@ -42,8 +42,8 @@ from hf_fsdp_plugin.checkpoint.writing.buffers import StagingBuffers, lower_thre
 from hf_fsdp_plugin.checkpoint.writing.dcp_files import (
     FolderEntries,
     RankRecord,
-    RecordReader,
     final_files,
+    read_records,
     record_bytes,
 )
 from hf_fsdp_plugin.checkpoint.writing.file_parts import FilePart, PartWriter, copy_parts, on_accelerator
@@ -147,8 +147,7 @@ class StagingFolder:
 
     def read_records(self, world_size: int) -> list[RankRecord]:
         """Return the records of all ranks, in rank order."""
-        reader = RecordReader()
-        return [reader.read(self._record_path(rank).read_bytes()) for rank in range(world_size)]
+        return read_records(self._record_path(rank).read_bytes() for rank in range(world_size))
 
     def commit(self, ranks: Sequence[RankRecord], manifest: Manifest) -> None:
         """Complete the checkpoint, sync it and rename it. Called by rank 0 when all ranks have written their records.
@@ -342,42 +341,49 @@ def _abandoned(final: Path, failures: dict[int, str]) -> Problem:
     )
 
 
-class SaveHooks:
-    """Polls a save after optimizer steps, and delays the end of the process until the save is written."""
+def hooks_of(save: Save, poll: Callable[[], object], marker: Path | None) -> ExitStack:
+    """Poll a save after optimizer steps, and delay the end of the process until the save is written.
 
-    def __init__(self, save: Save, poll: Callable[[], object], marker: Path | None = None) -> None:
-        """``marker``: a file that exists while the save is in flight, so that the launcher gives it time."""
-        interval = 1 if save.world_size <= _MANY_RANKS else _STEPS
-        steps = itertools.count(1)
+    Args:
+        marker: a file that exists while the save is in flight, so that the launcher gives it time.
 
-        def poll_after_step(*_: object) -> None:
-            if next(steps) % interval == 0:  # at the same step on all ranks
-                poll()
+    Returns:
+        The hooks, which ``close`` removes.
+    """
+    interval = 1 if save.world_size <= _MANY_RANKS else _STEPS
+    steps = itertools.count(1)
 
-        self._save, self._marker = save, marker
-        if marker is not None:
-            with suppress(OSError):
-                marker.touch()
-        self._step_hook = register_optimizer_step_post_hook(poll_after_step)
-        atexit.register(save.join_at_exit)  # no collective: the other ranks may have exited
-        self._previous = None
-        if threading.current_thread() is threading.main_thread():
-            self._previous = signal.signal(signal.SIGTERM, self._on_sigterm)
+    def poll_after_step(*_: object) -> None:
+        if next(steps) % interval == 0:  # at the same step on all ranks
+            poll()
 
-    def remove(self) -> None:
-        if self._marker is not None:
-            with suppress(OSError):
-                self._marker.unlink(missing_ok=True)
-        self._step_hook.remove()
-        atexit.unregister(self._save.join_at_exit)
-        if self._previous is not None and signal.getsignal(signal.SIGTERM) == self._on_sigterm:
-            signal.signal(signal.SIGTERM, self._previous)
+    hooks = ExitStack()
+    if marker is not None:
+        with suppress(OSError):
+            marker.touch()
+            hooks.callback(marker.unlink, missing_ok=True)
+    hooks.callback(register_optimizer_step_post_hook(poll_after_step).remove)
+    atexit.register(save.join_at_exit)  # no collective: the other ranks may have exited
+    hooks.callback(atexit.unregister, save.join_at_exit)
+    if threading.current_thread() is threading.main_thread():
+        hooks.callback(_delay_sigterm(save))
+    return hooks
 
-    def _on_sigterm(self, number: int, frame: FrameType | None) -> None:
-        """Wait until this rank has written its part or the timeout expires, then call the previous handler."""
-        self._save.join(_SIGTERM_TIMEOUT)
-        if callable(self._previous):
-            self._previous(number, frame)
-        elif self._previous is not signal.SIG_IGN:
+
+def _delay_sigterm(save: Save) -> Callable[[], None]:
+    """Wait at SIGTERM until this rank has written its part, or for 20 seconds. Return the function that undoes this."""
+
+    def wait(number: int, frame: FrameType | None) -> None:
+        save.join(_SIGTERM_TIMEOUT)
+        if callable(previous):
+            previous(number, frame)
+        elif previous is not signal.SIG_IGN:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             os.kill(os.getpid(), signal.SIGTERM)
+
+    def undo() -> None:
+        if previous is not None and signal.getsignal(signal.SIGTERM) == wait:
+            signal.signal(signal.SIGTERM, previous)
+
+    previous = signal.signal(signal.SIGTERM, wait)
+    return undo

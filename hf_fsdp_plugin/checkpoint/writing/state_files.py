@@ -42,7 +42,7 @@ from hf_fsdp_plugin.checkpoint.shards import (
     trainable_shards,
 )
 from hf_fsdp_plugin.checkpoint.writing.dcp_files import FolderEntries, StatePath, plain_value, rank_file, scalar_entries
-from hf_fsdp_plugin.checkpoint.writing.file_parts import FilePart, Item, shared_file
+from hf_fsdp_plugin.checkpoint.writing.file_parts import FilePart, Item, shared_file, whole_file
 from hf_fsdp_plugin.messages import print_once
 from hf_fsdp_plugin.problems import Problem
 from hf_fsdp_plugin.spec.fsdp_spec import StateDictKind
@@ -53,23 +53,30 @@ MAX_SHARD_SIZE = 50 * 10**9
 """Maximum number of bytes of tensors in one safetensors file; the default of Transformers 5."""
 
 
-def full_files(
-    tensors: Sequence[LocalShard], rank: int, *, stem: str = file_names.HF_MODEL, max_shard_size: int = MAX_SHARD_SIZE
-) -> tuple[list[FilePart], str | None]:
-    """Return this rank's parts of the Hugging Face files of ``tensors``, and the text of the index for several files.
+@dataclass(frozen=True, slots=True)
+class StateFiles:
+    """This rank's part of a model's or an optimizer's files, and the entries that rank 0 lists in ``.metadata``."""
 
-    All ranks pass the same tensors in the same order. Rank 0 adds the headers.
-    """
+    parts: list[FilePart]
+    entries: tuple[FolderEntries, ...] = ()
+
+
+def whole_files(shards: ModelShards, stem: str, *, max_shard_size: int = MAX_SHARD_SIZE) -> StateFiles:
+    """Return this rank's part of the safetensors files ``STEM`` with whole tensors. Rank 0 adds headers and index."""
+    tensors, is_first = shards.tensors, dist.get_rank() == 0
     files = plan_files([(shard.name, shard.dtype_name, shard.shape) for shard in tensors], max_shard_size, stem)
     mine = shards_to_write(tensors)
     parts = []
     for file in files:
-        items = [Item(0, (file.header,))] if rank == 0 else []
+        items = [Item(0, (file.header,))] if is_first else []
         for shard in mine:
             if shard.name in file.offsets:
                 items += _runs(shard, file.offsets[shard.name])
         parts.append(shared_file(file.name, file.size, items))
-    return parts, index_text(files)
+    if is_first and (text := index_text(files)) is not None:
+        name = file_names.index_file(file_names.safetensors_file(stem))
+        parts.append(whole_file(name, [Item(0, (text.encode(),))]))
+    return StateFiles(parts)
 
 
 def _runs(shard: LocalShard, begin: int) -> Iterator[Item]:
@@ -93,28 +100,13 @@ def _first_contiguous_dim(box: Box, shape: tuple[int, ...]) -> int:
     return max(dim - 1, 0)
 
 
-@dataclass(frozen=True, slots=True)
-class StateFiles:
-    """This rank's part of a model's or an optimizer's files.
-
-    Attributes:
-        texts: (name, contents) of the small files that rank 0 adds.
-    """
-
-    parts: list[FilePart]
-    entries: tuple[FolderEntries, ...] = ()
-    texts: tuple[tuple[str, str], ...] = ()
-
-
 def model_files(
     shards: ModelShards, kind: StateDictKind, index: int = 0, *, max_shard_size: int = MAX_SHARD_SIZE
 ) -> StateFiles:
     """Return this rank's part of the files of model ``index``."""
-    rank = dist.get_rank()
     if kind == "full":
-        return whole_files(
-            shards, file_names.numbered_from_one(file_names.HF_MODEL, index), max_shard_size=max_shard_size
-        )
+        stem = file_names.numbered_from_one(file_names.HF_MODEL, index)
+        return whole_files(shards, stem, max_shard_size=max_shard_size)
     tensors: list[tuple[StatePath, LocalShard]] = [
         (("model", shard.name), shard) for shard in shards_to_write(shards.tensors) if shard.shape
     ]
@@ -124,16 +116,9 @@ def model_files(
     aliases: list[tuple[StatePath, StatePath]] = [
         (("model", alias), ("model", name)) for alias, name in shards.aliases.items()
     ]
-    part, entries = rank_file(file_names.numbered_name(file_names.FSDP_MODEL, index), rank, tensors, smalls, aliases)
+    folder = file_names.numbered_name(file_names.FSDP_MODEL, index)
+    part, entries = rank_file(folder, dist.get_rank(), tensors, smalls, aliases)
     return StateFiles([part], (entries,))
-
-
-def whole_files(shards: ModelShards, stem: str, *, max_shard_size: int = MAX_SHARD_SIZE) -> StateFiles:
-    """Return this rank's part of the safetensors files ``STEM`` with whole tensors."""
-    parts, index_text = full_files(shards.tensors, dist.get_rank(), stem=stem, max_shard_size=max_shard_size)
-    return StateFiles(
-        parts, texts=((file_names.index_file(file_names.safetensors_file(stem)), index_text),) if index_text else ()
-    )
 
 
 def optimizer_files(shards: OptimizerShards, index: int = 0) -> StateFiles:
@@ -258,13 +243,7 @@ def _whole_bytes(shard: LocalShard) -> int:
 
 def _batches(shards: Sequence[LocalShard]) -> Iterator[list[LocalShard]]:
     """Divide tensors into batches of about ``_BATCH_BYTES`` of whole tensors, with the same result on every rank."""
-    batch: list[LocalShard] = []
-    size = 0
-    for shard in shards:
-        batch.append(shard)
-        size += _whole_bytes(shard)
-        if size >= _BATCH_BYTES:
-            yield batch
-            batch, size = [], 0
-    if batch:
-        yield batch
+    ends = itertools.accumulate(map(_whole_bytes, shards))
+    numbered = zip((end // _BATCH_BYTES for end in ends), shards, strict=True)
+    for _, batch in itertools.groupby(numbered, key=lambda pair: pair[0]):
+        yield [shard for _, shard in batch]

@@ -15,7 +15,6 @@ from hf_fsdp_plugin.checkpoint.writing.file_parts import (
     FilePart,
     Item,
     PartWriter,
-    _PartFile,
     shared_file,
     whole_file,
 )
@@ -43,13 +42,12 @@ class Stream:
 def stream(monkeypatch: pytest.MonkeyPatch) -> Stream:
     stream, copy_extent = Stream(), file_parts.copy_extent
 
-    def record() -> Callable[[], None]:
+    def record(*, from_accelerator: bool) -> Callable[[], None]:
         number = stream.num_started
         return lambda: stream.finish(number)
 
     monkeypatch.setattr(file_parts, "copy_extent", lambda *args: stream.start(lambda: copy_extent(*args)))
     monkeypatch.setattr(file_parts, "record_copies", record)
-    monkeypatch.setattr(file_parts, "wait_for_copies", stream.finish)
     monkeypatch.setattr(file_parts, "on_accelerator", lambda parts: True)
     monkeypatch.setattr(file_parts, "WINDOW", PAGE)
     return stream
@@ -71,13 +69,13 @@ def test_next_window_is_copied_while_one_is_written(
 ) -> None:
     part, content = part_of(NUM_WINDOWS * PAGE - 100)
     started: list[int] = []
-    write = _PartFile.write
+    write = file_parts._write_window
 
-    def recorded(file: Any, *args: Any) -> None:
+    def recorded(*args: Any, **kwargs: Any) -> None:
         started.append(stream.num_started)
-        write(file, *args)
+        write(*args, **kwargs)
 
-    monkeypatch.setattr(_PartFile, "write", recorded)
+    monkeypatch.setattr(file_parts, "_write_window", recorded)
     PartWriter().write(tmp_path, [part])
     assert (tmp_path / "file").read_bytes() == content
     assert started == [2, 3, 3], "one copy more than writes, until there are no more windows"
@@ -86,10 +84,10 @@ def test_next_window_is_copied_while_one_is_written(
 def test_failed_write_waits_for_copies_to_its_memory(
     stream: Stream, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def failing(*args: Any) -> None:
+    def failing(*args: Any, **kwargs: Any) -> None:
         raise OSError("disk full")
 
-    monkeypatch.setattr(_PartFile, "write", failing)
+    monkeypatch.setattr(file_parts, "_write_window", failing)
     with pytest.raises(OSError, match="disk full"):
         PartWriter().write(tmp_path, [part_of(NUM_WINDOWS * PAGE)[0]])
     assert stream.num_started == 2 and stream.pending == []
