@@ -215,7 +215,7 @@ def report_accelerator(accelerator: Any, *, batch: BatchShape | None = None, che
     Raises:
         SpecError: the plugin has prepared no model of this accelerator.
     """
-    plugin, outcome = getattr(accelerator.state, "fsdp_plugin", None), manager.last_outcome
+    plugin = getattr(accelerator.state, "fsdp_plugin", None)
     kinds: set[Any] = {kind for model in prepared_models(accelerator) for kind in manager.saved_kinds(model)}
     kinds.add(stored_state_dict_type(checkpoint) if checkpoint is not None else None)
     report = build_report_of_trained(
@@ -223,7 +223,7 @@ def report_accelerator(accelerator: Any, *, batch: BatchShape | None = None, che
         prepared_optimizers(accelerator),
         batch=batch or _loader_batch(accelerator),
         state_dict=common_value(sorted(filter(None, kinds))) or getattr(plugin, "state_dict_kind", None),
-        saved_asynchronously=outcome.asynchronous if outcome is not None else None,
+        saved_asynchronously=manager.last_asynchronous,
     )
     return replace(report, restarts=session.restarts, steps_before=step_count.before)
 
