@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from hf_fsdp_plugin.checkpoint import (
+from hf_fsdp_plugin.checkpoint.checking.against_model import (
     ShapeMismatch,
     check_model_index,
     raise_absent_tensors,

@@ -17,10 +17,13 @@ import pytest
 import torch
 from torch import nn
 
-from hf_fsdp_plugin.checkpoint import CheckpointManager, Manifest, load_model, why_incomplete
+from hf_fsdp_plugin.checkpoint.checking.completeness import why_incomplete
+from hf_fsdp_plugin.checkpoint.formats.manifest import Manifest
+from hf_fsdp_plugin.checkpoint.reading.loading import load_model
 from hf_fsdp_plugin.checkpoint.shards import optimizer_shards
 from hf_fsdp_plugin.checkpoint.writing import save as saves
 from hf_fsdp_plugin.checkpoint.writing.file_parts import PartWriter
+from hf_fsdp_plugin.checkpoint.writing.manager import CheckpointManager
 from hf_fsdp_plugin.problems import CheckpointError
 from tests.support.saved import manifest
 

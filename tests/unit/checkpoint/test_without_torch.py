@@ -1,0 +1,13 @@
+"""Checkpoints are inspected, verified and merged without importing torch."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+
+def test_readers_and_merge_load_no_torch() -> None:
+    modules = ("checking.inspection", "checking.verify", "merging.merge")
+    program = "; ".join(f"import hf_fsdp_plugin.checkpoint.{module}" for module in modules)
+    program = f"import sys; {program}; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
