@@ -97,10 +97,10 @@ def write_checkpoint(folder: Path, layers: int) -> None:
 
 
 def write_manifest(folder: Path, parameters: dict[str, tuple[str, tuple[int, ...]]]) -> None:
-    from hf_fsdp_plugin import checkpoint
+    from hf_fsdp_plugin.checkpoint.formats import manifest as manifests
 
     files = [path.relative_to(folder).as_posix() for path in sorted(folder.rglob("*")) if path.is_file()]
-    manifest = checkpoint.Manifest(
+    manifest = manifests.Manifest(
         kind="sharded",
         backend="fsdp2",
         world_size=2,
@@ -113,7 +113,7 @@ def write_manifest(folder: Path, parameters: dict[str, tuple[str, tuple[int, ...
         settings={},
         parameters=parameters,
         ties=(),
-        files=tuple(checkpoint.record_file(folder, path) for path in files),
+        files=tuple(manifests.record_file(folder, path) for path in files),
         batch={},
     )
     checkpoint.write_manifest(folder, manifest)

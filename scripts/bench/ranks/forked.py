@@ -46,7 +46,8 @@ def preload() -> None:
     import torch.distributed.checkpoint.state_dict
     import torch.distributed.fsdp
 
-    from hf_fsdp_plugin.checkpoint import load_model, verify  # noqa: F401
+    from hf_fsdp_plugin.checkpoint.checking.verify import verify  # noqa: F401
+    from hf_fsdp_plugin.checkpoint.reading.loading import load_model  # noqa: F401
 
 
 @dataclass(slots=True)

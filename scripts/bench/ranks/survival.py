@@ -46,7 +46,7 @@ def train(rank: int, report: Callable[..., None], model: Any, run: Path, setting
     """Train until killed. Report each step, and the start, the hand-over to the background and the end of a save."""
     from transformers import TrainerCallback
 
-    from hf_fsdp_plugin.checkpoint import CheckpointManager, StagingFolder
+    from hf_fsdp_plugin.checkpoint.writing.save import Save, StagingFolder
 
     def step_of(path: Path) -> int:
         return int(path.name.rpartition("-")[2])
@@ -62,13 +62,13 @@ def train(rank: int, report: Callable[..., None], model: Any, run: Path, setting
 
         return wrapper
 
-    def final(staging: Any, *_: Any) -> Path:
-        return staging.final
+    def final(saved: Any, *_: Any) -> Path:
+        return saved.final
 
     StagingFolder.create = reporting("began", StagingFolder.create, final, before=True)  # type: ignore[method-assign]
     StagingFolder.commit = reporting("done", StagingFolder.commit, final, before=False)  # type: ignore[method-assign]
-    finish = reporting("handed over", CheckpointManager.finish, lambda _, save, *__: save.final, before=False)
-    CheckpointManager.finish = finish  # type: ignore[method-assign]
+    Save.start = reporting("handed over", Save.start, final, before=False)  # type: ignore[method-assign]
+    Save.finish = reporting("handed over", Save.finish, final, before=False)  # type: ignore[method-assign]
 
     class ReportSteps(TrainerCallback):
         def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
