@@ -116,7 +116,7 @@ def write_manifest(folder: Path, parameters: dict[str, tuple[str, tuple[int, ...
         files=tuple(manifests.record_file(folder, path) for path in files),
         batch={},
     )
-    checkpoint.write_manifest(folder, manifest)
+    manifests.write_manifest(folder, manifest)
 
 
 def build(folder: Path, layers: int) -> None:
