@@ -102,15 +102,17 @@ def _file_problem(root: Path, relative: str, place: Path | str) -> Problem | Non
     return None
 
 
-_CODES_AND_FIXES = {
-    **dict.fromkeys(
-        (errno.ENOSPC, errno.EDQUOT),
-        ("FSDP-E401", "Free space on this disk, or keep fewer checkpoints (save_total_limit)."),
-    ),
-    **dict.fromkeys((errno.EROFS, errno.EACCES, errno.EPERM), ("FSDP-E402", "Save to a folder with write permission.")),
+_FREE_SPACE = "FSDP-E401", "Free space on this disk, or keep fewer checkpoints (save_total_limit)."
+_NO_PERMISSION = "FSDP-E402", "Save to a folder with write permission."
+_DISK_PROBLEMS = {
+    errno.ENOSPC: _FREE_SPACE,
+    errno.EDQUOT: _FREE_SPACE,
+    errno.EROFS: _NO_PERMISSION,
+    errno.EACCES: _NO_PERMISSION,
+    errno.EPERM: _NO_PERMISSION,
     errno.ENOTDIR: ("FSDP-E403", "Save to a folder."),
 }
-_OTHER = ("FSDP-E404", "Check the disk, or save to another one.")
+_OTHER = "FSDP-E404", "Check the disk, or save to another one."
 _FULL = 1 << 20
 """A disk with less free space (bytes) counts as full, if a writer does not report why it failed."""
 
@@ -120,26 +122,18 @@ def os_errors_as_problems(final: Path) -> Iterator[None]:
     """Raise ``CheckpointError`` for disk errors in the block, which writes the checkpoint ``final``."""
     try:
         yield
-    except OSError as error:
-        raise CheckpointError([_disk_problem(final, error)]) from error
-    except RuntimeError as error:  # torch.save does not report the reason
-        if not _is_full(final.parent):
+    except (OSError, RuntimeError) as error:
+        reason = error
+        if isinstance(reason, RuntimeError):  # torch.save does not report the reason
+            with suppress(OSError):
+                if shutil.disk_usage(final.parent).free < _FULL:
+                    reason = OSError(errno.ENOSPC, "No space left on device")
+        if not isinstance(reason, OSError):
             raise
-        full = OSError(errno.ENOSPC, "No space left on device")
-        raise CheckpointError([_disk_problem(final, full)]) from error
-
-
-def _disk_problem(final: Path, error: OSError) -> Problem:
-    code, fix = _CODES_AND_FIXES.get(error.errno or 0, _OTHER)
-    place = f" ({error.filename})" if error.filename is not None else ""
-    message = (
-        f"{final} could not be written: {error.strerror or error}{place}. Checkpoints that were saved before are "
-        "unchanged."
-    )
-    return Problem(code=code, message=message, fix=fix)
-
-
-def _is_full(folder: Path) -> bool:
-    with suppress(OSError):
-        return shutil.disk_usage(folder).free < _FULL
-    return False
+        code, fix = _DISK_PROBLEMS.get(reason.errno or 0, _OTHER)
+        place = f" ({reason.filename})" if reason.filename is not None else ""
+        message = (
+            f"{final} could not be written: {reason.strerror or reason}{place}. Checkpoints that were saved before are "
+            "unchanged."
+        )
+        raise CheckpointError([Problem(code=code, message=message, fix=fix)]) from error

@@ -1,6 +1,6 @@
 """The folders of checkpoints: their commit by a rename, recovery from interrupted commits, removal, and visibility.
 
-``writing.save.StagingFolder.commit`` has the order of a commit: files, manifest, syncs, rename, removal.
+``writing.staging.StagingFolder.commit`` has the order of a commit: files, manifest, syncs, rename, removal.
 
 Clients of network file systems cache the names in a folder, also of files that did not exist, for up to a minute (NFS:
 ``acdirmax``). A wait for such a name that takes longer than a few seconds is announced on stderr.

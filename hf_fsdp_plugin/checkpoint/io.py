@@ -123,54 +123,58 @@ def write_bytes(path: Path, *parts: bytes) -> None:
     temporary.replace(path)
 
 
-class OutputFile:
+class _DirectFile:
+    """An open file, and a second descriptor that bypasses the page cache, which is opened on first use."""
+
+    def __init__(self, path: Path, descriptor: int, *, direct: bool) -> None:
+        self._path, self.descriptor = path, descriptor
+        self._direct: int | None = None if direct else -1
+        """``None`` before the first use, -1 if the system does not support it."""
+
+    def close(self) -> None:
+        os.close(self.descriptor)
+        self._use_page_cache()
+
+    def _use_page_cache(self) -> None:
+        """Use the page cache from now on, because the file system does not support direct reads or writes."""
+        if self._direct is not None and self._direct >= 0:
+            os.close(self._direct)
+        self._direct = -1
+
+
+class OutputFile(_DirectFile):
     """A file that is open for writing. Whole pages bypass the page cache if the file system supports that.
 
     Errors of the operating system contain the file name.
     """
 
     def __init__(self, path: Path, *, truncate: bool = False) -> None:
-        self._path = path
-        self._cached = os.open(path, os.O_WRONLY | os.O_CREAT | (os.O_TRUNC if truncate else 0), 0o666)
-        self._direct = -1
-        try:
-            if DIRECT:
-                self._direct = os.open(path, os.O_WRONLY | DIRECT)
-        except OSError as error:
-            if error.errno not in UNSUPPORTED:
-                os.close(self._cached)
-                raise
-
-    def close(self) -> None:
-        os.close(self._cached)
-        self._close_direct()
+        flags = os.O_WRONLY | os.O_CREAT | (os.O_TRUNC if truncate else 0)
+        super().__init__(path, os.open(path, flags, 0o666), direct=bool(DIRECT))
 
     def resize(self, size: int) -> None:
         with self._named_errors():
-            os.ftruncate(self._cached, size)
+            os.ftruncate(self.descriptor, size)
 
     def sync(self) -> None:
         with self._named_errors():
-            os.fsync(self._cached)
+            os.fsync(self.descriptor)
 
     def write(self, view: memoryview, offset: int) -> None:
         """Write ``view`` at byte ``offset``. Whole pages are written directly; their memory must be page-aligned."""
         while view:
-            direct = self._direct >= 0 and offset % PAGE == 0 and len(view) % PAGE == 0
+            direct = self._direct != -1 and offset % PAGE == 0 and len(view) % PAGE == 0
             try:
                 with self._named_errors():
-                    count = os.pwrite(self._direct if direct else self._cached, view, offset)
+                    if direct and self._direct is None:
+                        self._direct = os.open(self._path, os.O_WRONLY | DIRECT)
+                    count = os.pwrite(self._direct if direct else self.descriptor, view, offset)
             except OSError as error:
                 if not direct or error.errno not in UNSUPPORTED:
                     raise
-                self._close_direct()
+                self._use_page_cache()
                 continue
             view, offset = view[count:], offset + count
-
-    def _close_direct(self) -> None:
-        if self._direct >= 0:
-            os.close(self._direct)
-        self._direct = -1
 
     @contextmanager
     def _named_errors(self) -> Iterator[None]:
@@ -231,17 +235,12 @@ def _close_all(files: dict[str, _InputFile]) -> None:
     files.clear()
 
 
-class _InputFile:
+class _InputFile(_DirectFile):
     """An open file. Large reads of bytes that are not in the page cache bypass it, since they are needed only once."""
 
     def __init__(self, path: Path, block: memoryview) -> None:
-        self._path, self._block = path, block
-        self.descriptor = open_regular(path)
-        self._direct: int | None = None if DIRECT and _ONLY_CACHED else -1
-
-    def close(self) -> None:
-        os.close(self.descriptor)
-        self._close_direct()
+        super().__init__(path, open_regular(path), direct=bool(DIRECT and _ONLY_CACHED))
+        self._block = block
 
     def read(self, offset: int, out: memoryview) -> int:
         """Read some bytes into ``out`` and return their number, which is 0 only at the end of the file."""
@@ -256,14 +255,8 @@ class _InputFile:
             except OSError as error:
                 if error.errno not in UNSUPPORTED:
                     raise
-                self._close_direct()
+                self._use_page_cache()
         return os.preadv(self.descriptor, [out], offset)
-
-    def _close_direct(self) -> None:
-        """Use the page cache from now on, because the file system does not support direct reads."""
-        if self._direct is not None and self._direct >= 0:
-            os.close(self._direct)
-        self._direct = -1
 
     def _read_directly(self, offset: int, out: memoryview) -> int:
         """Read whole pages into aligned memory, and copy the requested bytes."""

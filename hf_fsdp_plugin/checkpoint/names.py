@@ -55,11 +55,6 @@ def hidden_path(path: Path, suffix: str) -> Path:
     return path.with_name(f".{path.name}{suffix}")
 
 
-def merged_copy(checkpoint: Path, state: str) -> Path:
-    """Return the path of the merged copy of a checkpoint in a certain state."""
-    return hidden_path(checkpoint, f"{MERGED}{state}")
-
-
 def merged_copies(checkpoint: Path) -> list[Path]:
     """Return the merged copies of a checkpoint that exist."""
     prefix = hidden_path(checkpoint, MERGED).name

@@ -7,7 +7,7 @@ the whole tensor. Shards of both FSDP versions are described by such boxes.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -22,14 +22,8 @@ from hf_fsdp_plugin.backends.optimizers.known_optimizers import has_per_shard_st
 from hf_fsdp_plugin.backends.optimizers.parameters import JointModels, state_factory, step_mode
 from hf_fsdp_plugin.backends.sharding.forward_hooks import persistent_buffers
 from hf_fsdp_plugin.backends.sharding.submodule_calls import check_not_whole, free_gathered
+from hf_fsdp_plugin.checkpoint.formats import optimizer_state
 from hf_fsdp_plugin.checkpoint.formats.boxes import Box, flat_range, whole_box
-from hf_fsdp_plugin.checkpoint.formats.optimizer_state import (
-    inner_key,
-    per_shard_key,
-    range_of,
-    state_layout,
-    unsupported_values,
-)
 from hf_fsdp_plugin.plan.names import canonical_name
 from hf_fsdp_plugin.problems import CheckpointError, Problem
 from hf_fsdp_plugin.text import format_dtype, format_names
@@ -248,99 +242,82 @@ def optimizer_shards(model: nn.Module, optimizer: torch.optim.Optimizer) -> Opti
         CheckpointError: the state contains a tensor with an unknown layout, or an object.
     """
     by_id = parameter_shards(model).by_id
-    reader = _StateReader(optimizer)
+    per_shard = has_per_shard_state(optimizer)
     state: dict[str, dict[str, Any]] = {}
     groups = []
+    unsupported: list[str] = []
     for group in optimizer.param_groups:
+        settings = {key: value for key, value in group.items() if key != "params"}
+        for key, value in settings.items():
+            for found in optimizer_state.unsupported_values(value):
+                # Scalars and dtypes can be stored. One rank would store its part of other tensors only.
+                is_setting = found.numel() == 1 if isinstance(found, torch.Tensor) else isinstance(found, torch.dtype)
+                if not is_setting:
+                    unsupported.append(f"'{key}' of a parameter group contains a {type(found).__name__}")
         names: list[str] = []
         for parameter in group["params"]:
             for own in by_id.get(id(parameter), ()):
                 names.append(own.name)
-                if found := dict(reader.entries(own, parameter, optimizer.state.get(parameter, {}))):
-                    state[own.name] = found
-        settings = {key: value for key, value in group.items() if key != "params"}
-        reader.check_settings(settings)
+                for key, value in optimizer.state.get(parameter, {}).items():
+                    try:
+                        entries = _state_entries(optimizer, own, parameter, key, value, per_shard=per_shard)
+                        state.setdefault(own.name, {}).update(entries)
+                    except _UnsupportedState as error:
+                        unsupported.append(str(error))
         groups.append({**settings, "params": names})
-    if reader.unsupported:
-        message = f"the optimizer keeps state that cannot be stored by parameter: {format_names(reader.unsupported)}."
+    if unsupported:
+        message = f"the optimizer keeps state that cannot be stored by parameter: {format_names(unsupported)}."
         fix = (
             "Use an optimizer whose state tensors have the parameter's shape or one element (AdamW, SGD), or save the "
             "model alone (save_only_model: true)."
         )
         raise CheckpointError([Problem(code="FSDP-E411", message=message, fix=fix)])
-    return OptimizerShards(state, tuple(groups))
+    return OptimizerShards({name: entries for name, entries in state.items() if entries}, tuple(groups))
 
 
-class _StateReader:
-    """Returns the state of one optimizer as it is stored.
+class _UnsupportedState(Exception):
+    """A value of an optimizer's state cannot be stored. The message names the value."""
 
-    Attributes:
-        unsupported: the values that cannot be stored.
+
+def _state_entries(
+    optimizer: torch.optim.Optimizer, own: LocalShard, parameter: torch.Tensor, key: str, value: Any, *, per_shard: bool
+) -> dict[str, LocalShard | Any]:
+    """Return a value of a parameter's state by its keys in a checkpoint: a shard, a scalar of all ranks, or an object.
+
+    A state tensor whose meaning depends on the shard has a key with the elements of the shard.
     """
-
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self.unsupported: list[str] = []
-        self._on_whole = step_mode(optimizer) == "whole"
-        self._per_shard = has_per_shard_state(optimizer)
-        self._can_create_subclasses = state_factory(optimizer) is not None
-
-    def check_settings(self, settings: Mapping[str, Any]) -> None:
-        """Check the settings of a group: tensors in them would be stored by one rank only."""
-        for key, value in settings.items():
-            for found in unsupported_values(value):
-                # Scalars and dtypes can be stored.
-                is_setting = found.numel() == 1 if isinstance(found, torch.Tensor) else isinstance(found, torch.dtype)
-                if not is_setting:
-                    self.unsupported.append(f"'{key}' of a parameter group contains a {type(found).__name__}")
-
-    def entries(
-        self, own: LocalShard, parameter: torch.Tensor, state: Mapping[str, Any]
-    ) -> Iterator[tuple[str, LocalShard | Any]]:
-        """Yield keys and values of a parameter's state: shards, scalars equal on all ranks, or plain values."""
-        for key, value in state.items():
-            if not isinstance(value, torch.Tensor):
-                if unsupported_values(value):
-                    self.unsupported.append(f"'{key}' of {own.name} is a {type(value).__name__} object")
-                yield key, value
-            elif (entry := None if self._per_shard else self._entry(own, key, value, parameter)) is not None:
-                yield key, entry
-            else:
-                yield from self._per_shard_entries(own, key, value, parameter)
-
-    def _entry(self, own: LocalShard, key: str, value: torch.Tensor, parameter: torch.Tensor) -> LocalShard | None:
-        """Return a state tensor as a shard, or a scalar; ``None`` if it has another layout."""
-        name = f"state.{own.name}.{key}"
-        if self._on_whole and value.numel() > 1 and isinstance(parameter, DTensor) and not isinstance(value, DTensor):
-            return _replicated_shard(name, value)
-        local, shard = local_tensor(value), local_tensor(parameter)
+    if not isinstance(value, torch.Tensor):
+        if optimizer_state.unsupported_values(value):
+            raise _UnsupportedState(f"'{key}' of {own.name} is a {type(value).__name__} object")
+        return {key: value}
+    name = f"state.{own.name}.{key}"
+    local, shard = local_tensor(value), local_tensor(parameter)
+    if not per_shard:
+        of_whole = step_mode(optimizer) == "whole" and value.numel() > 1
+        if of_whole and isinstance(parameter, DTensor) and not isinstance(value, DTensor):
+            return {key: _replicated_shard(name, value)}
         shapes = tuple(local.shape), tuple(shard.shape)
         if own.start is not None and local.numel() > 1:  # a whole FSDP1 unit, which is flat
             shapes = (local.numel(),), (shard.numel(),)
-        layout = state_layout(key, *shapes)
-        if layout == "like_parameter":
-            return own.like(name, local)
-        return _whole(name, local) if layout == "scalar" else None
-
-    def _per_shard_entries(
-        self, own: LocalShard, key: str, value: torch.Tensor, parameter: torch.Tensor
-    ) -> Iterator[tuple[str, LocalShard]]:
-        """Yield a state tensor whose meaning depends on the shard. The key contains the elements of the shard."""
-        local = local_tensor(value)
-        is_subclass = type(local) is not torch.Tensor
-        is_placed = isinstance(value, DTensor) and value.shape != parameter.shape
-        if own.start is not None or is_placed or (is_subclass and not self._can_create_subclasses):
-            kind = f" ({type(local).__name__})" if is_subclass else ""
-            shapes = f"shape {list(local.shape)}{kind}, and the parameter's shard has shape"
-            self.unsupported.append(f"'{key}' of {own.name} has {shapes} {list(local_tensor(parameter).shape)}")
-            return
-        tensors = {key: local}
-        if is_subclass:
-            attributes: list[str] = local.__tensor_flatten__()[0]  # type: ignore[attr-defined]
-            tensors = {inner_key(key, attribute): getattr(local, attribute) for attribute in attributes}
-        for inner, tensor in tensors.items() if own.pieces else ():
-            stored = per_shard_key(inner, range_of(own.boxes, own.shape))
-            entry = _whole(f"state.{own.name}.{stored}", tensor)
-            yield stored, replace(entry, replica=own.replica, replicas=own.replicas)
+        layout = optimizer_state.state_layout(key, *shapes)
+        if layout != "other":
+            return {key: own.like(name, local) if layout == "like_parameter" else _whole(name, local)}
+    is_subclass = type(local) is not torch.Tensor
+    is_placed = isinstance(value, DTensor) and value.shape != parameter.shape
+    if own.start is not None or is_placed or (is_subclass and state_factory(optimizer) is None):
+        kind = f" ({type(local).__name__})" if is_subclass else ""
+        shapes_text = f"shape {list(local.shape)}{kind}, and the parameter's shard has shape {list(shard.shape)}"
+        raise _UnsupportedState(f"'{key}' of {own.name} has {shapes_text}")
+    if not own.pieces:
+        return {}
+    tensors = {key: local}
+    if is_subclass:
+        attributes: list[str] = local.__tensor_flatten__()[0]  # type: ignore[attr-defined]
+        tensors = {optimizer_state.inner_key(key, attribute): getattr(local, attribute) for attribute in attributes}
+    elements = optimizer_state.range_of(own.boxes, own.shape)
+    stored = {optimizer_state.per_shard_key(inner, elements): tensor for inner, tensor in tensors.items()}
+    shards = {key: _whole(f"state.{own.name}.{key}", tensor) for key, tensor in stored.items()}
+    return {key: replace(each, replica=own.replica, replicas=own.replicas) for key, each in shards.items()}
 
 
 def _whole(name: str, tensor: torch.Tensor) -> LocalShard:

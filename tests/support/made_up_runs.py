@@ -125,7 +125,8 @@ class MadeUpRun:
         from hf_fsdp_plugin.checkpoint.formats.manifest import FileRange, FileRecord, PackedRanges
         from hf_fsdp_plugin.checkpoint.names import dcp_file
         from hf_fsdp_plugin.checkpoint.writing import state_files
-        from hf_fsdp_plugin.checkpoint.writing.dcp_files import MIN_INDEXED, RankRecord
+        from hf_fsdp_plugin.checkpoint.writing.dcp_files import MIN_INDEXED
+        from hf_fsdp_plugin.checkpoint.writing.staging import RankRecord
 
         known: dict[Any, Any] = {}
         seconds = []
@@ -139,8 +140,7 @@ class MadeUpRun:
                         state_files.model_files(model, "sharded"),
                         state_files.optimizer_files(optimizer),
                     ]
-                extents = [state.parts[0].extents[0] for state in states]
-                bounds = [[*extent.ranges(extent.start, extent.stop)] for extent in extents]
+                bounds = [[each for window in state.parts[0].windows for each in window.ranges()] for state in states]
                 if self.version == 1:
                     known.clear()  # each rank has its own layout
                 known[layout] = states, bounds
@@ -163,9 +163,8 @@ class MadeUpRun:
                 (staging.folder / path).parent.mkdir(exist_ok=True)
                 with (staging.folder / path).open("wb") as file:
                     file.truncate(part.size)
-                    items = part.extents[0].items
                     if len(chunks) * self.world < MIN_INDEXED:  # the headers of the archives are read
-                        for item in items:
+                        for item in (item for window in part.windows for item in window.items):
                             padding, head, _, tail = item.contents
                             file.seek(item.offset)
                             file.write(padding + head)

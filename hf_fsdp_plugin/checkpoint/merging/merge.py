@@ -305,7 +305,8 @@ def with_whole_weights(folder: Path) -> Path:
         return folder
     model = folder / file_names.numbered_name(file_names.FSDP_MODEL, 0)
     times = [path.stat().st_mtime_ns for path in (model, model / file_names.DCP_METADATA) if path.exists()]
-    copy = file_names.merged_copy(folder, hash_bytes(repr(times).encode())[:12])  # other weights get another copy
+    state = hash_bytes(repr(times).encode())[:12]  # other weights get another copy
+    copy = file_names.hidden_path(folder, f"{file_names.MERGED}{state}")
     if not copy.is_dir():
         message = f"from_pretrained cannot read the shards of {folder}: they are merged into {copy}, which it reads."
         fix = "For a folder that can be moved, use `hf-fsdp export`; save_only_model=True writes whole weights."

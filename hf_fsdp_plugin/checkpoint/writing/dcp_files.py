@@ -5,8 +5,9 @@ planner exchanges plans between all ranks before every save. Here each rank writ
 ranks' lists of entries when it commits the checkpoint. Checked against torch 2.13.0
 (``distributed/checkpoint/filesystem.py``).
 
-The record of a rank lists what the rank has written, for rank 0. It is a header in JSON, then arrays. Most ranks write
-the same tensors, scalars and names, so these are one block of bytes, and equal blocks are parsed once.
+With 1,024 ranks and AdamW, ``.metadata`` describes millions of chunks. Creating and pickling torch's objects for them
+takes minutes under the GIL. Here one chunk of a tensor is pickled, with placeholders instead of its numbers, and numpy
+repeats its bytes with the numbers of all chunks.
 """
 
 from __future__ import annotations
@@ -14,30 +15,61 @@ from __future__ import annotations
 import functools
 import io
 import itertools
-import json
-import struct
+import pickle
 import tempfile
 import uuid
-import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy
 import torch
 from numpy.typing import NDArray
+from torch.distributed.checkpoint import metadata as dcp
+from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION
 from torch.serialization import skip_data
 
 from hf_fsdp_plugin.checkpoint.formats.archives import TorchZip
 from hf_fsdp_plugin.checkpoint.formats.index_file import METADATA_TAIL, index_bytes, pack_segments
-from hf_fsdp_plugin.checkpoint.formats.manifest import FileRecord, PackedRanges
 from hf_fsdp_plugin.checkpoint.io import open_for_reading
 from hf_fsdp_plugin.checkpoint.names import DCP_METADATA, ENTRY_ALIGNMENT, INDEX_FILE, dcp_file
 from hf_fsdp_plugin.checkpoint.shards import LocalShard
-from hf_fsdp_plugin.checkpoint.writing.dcp_metadata import Chunks, MetadataPickle, StatePath, flat_name
 from hf_fsdp_plugin.checkpoint.writing.file_parts import Content, FilePart, Item, bytes_of, whole_file
 from hf_fsdp_plugin.text import format_dtype
+from hf_fsdp_plugin.torch_private.functions import StorageInfo
+
+StatePath = tuple[str | int, ...]
+"""Path of an entry in the nested state dict: ``("optimizer", "state", "lm_head.weight", "exp_avg")``."""
+_SHARED = (
+    dcp.Metadata, dcp.ChunkStorageMetadata, dcp.MetadataIndex, StorageInfo, dcp.TensorStorageMetadata,
+    dcp.TensorProperties, torch.Size,
+    "offsets", "sizes", "fqn", "offset", "index", "relative_path", "length", "properties", "size", "chunks",
+)  # fmt: skip
+"""What the pickle of a chunk refers to: classes, and the names of attributes."""
+_NARROW, _WIDE = 0x7A5A7A00, 0x7A5A7A5A7A5A7A00
+"""The first placeholders, whose pickles have four and eight bytes after their instruction."""
+_PART = 4 << 20
+"""Minimum number of bytes of a part of the pickle."""
+
+
+def flat_name(path: StatePath) -> str:
+    """Return the name of an entry in ``.metadata``."""
+    return ".".join(map(str, path))
+
+
+class Chunks(NamedTuple):
+    """The chunks of a tensor, as arrays of int64 with a row for each chunk.
+
+    Attributes:
+        places: number of its file, first byte, number of bytes, byte offset of its first element.
+        offsets, sizes: the box of each chunk, with a column for each dim.
+    """
+
+    places: NDArray[Any]
+    offsets: NDArray[Any]
+    sizes: NDArray[Any]
+
 
 TensorLayout = tuple[StatePath, str, tuple[int, ...]]
 """Path, dtype and global shape."""
@@ -113,73 +145,6 @@ class JoinedChunks:
         return Chunks(rows[:, :_FIXED], boxes[:, ::2], boxes[:, 1::2])
 
 
-_LENGTH = struct.Struct("<Q")
-
-
-@dataclass(frozen=True, slots=True)
-class RankRecord:
-    """The files that one rank has written and synced, and the entries in them."""
-
-    files: tuple[FileRecord, ...]
-    entries: tuple[FolderEntries, ...]
-
-
-def record_bytes(record: RankRecord) -> bytes:
-    names: dict[str, int] = {}
-    arrays = [PackedRanges.of(file.ranges, names).data for file in record.files]
-    arrays += [own.chunks.tobytes() for own in record.entries]
-    contents = []
-    for own in record.entries:
-        smalls = [[small.path, small.data.hex(), small.dtype] for small in own.smalls]
-        contents.append([own.tensors, smalls, own.aliases])
-    shared = zlib.compress(json.dumps([list(names), contents]).encode(), level=1)
-    header = {
-        "files": [[file.path, file.size] for file in record.files],
-        "entries": [[own.folder, own.file, own.chunks.shape[1]] for own in record.entries],
-        "lengths": [len(block) for block in (shared, *arrays)],
-    }
-    data = json.dumps(header).encode()
-    return b"".join([_LENGTH.pack(len(data)), data, shared, *arrays])
-
-
-def read_records(records: Iterable[bytes]) -> list[RankRecord]:
-    """Return the records of the ranks of one save. Equal contents of several records become one object."""
-    known: dict[bytes, tuple[list[str], list[Any]]] = {}
-    found = []
-    for data in records:
-        (length,) = _LENGTH.unpack_from(data)
-        begin = _LENGTH.size + length
-        header = json.loads(data[_LENGTH.size : begin])
-        ends = [begin, *(begin + end for end in itertools.accumulate(header["lengths"]))]
-        shared, *arrays = (data[start:stop] for start, stop in itertools.pairwise(ends))
-        if shared not in known:
-            names, contents = json.loads(zlib.decompress(shared))
-            known[shared] = names, [_typed(*each) for each in contents]
-        names, contents = known[shared]
-        files = [
-            FileRecord(path=path, size=size, ranges=PackedRanges(ranges, names))
-            for (path, size), ranges in zip(header["files"], arrays, strict=False)
-        ]
-        entries = []
-        for place, (tensors, smalls, aliases), table in zip(
-            header["entries"], contents, arrays[len(files) :], strict=True
-        ):
-            folder, file, width = place
-            chunks = numpy.frombuffer(table, dtype=numpy.int64).reshape(-1, width)
-            entries.append(FolderEntries(folder, file, tensors, chunks, smalls, aliases))
-        found.append(RankRecord(tuple(files), tuple(entries)))
-    return found
-
-
-def _typed(tensors: Any, smalls: Any, aliases: Any) -> tuple[Any, Any, Any]:
-    """Return the tensors, small entries and aliases of a folder that JSON contains."""
-    return (
-        [(tuple(path), dtype, tuple(shape)) for path, dtype, shape in tensors],
-        [SmallEntry(tuple(path), bytes.fromhex(data), dtype) for path, data, dtype in smalls],
-        [(tuple(alias), tuple(path)) for alias, path in aliases],
-    )
-
-
 MIN_INDEXED = 5_000
 """Minimum number of chunks of a folder with an index. Each rank reads the metadata of all ranks of smaller ones."""
 
@@ -224,6 +189,116 @@ def plain_value(path: StatePath, value: Any) -> SmallEntry:
     buffer = io.BytesIO()
     torch.save(value, buffer)
     return SmallEntry(path, buffer.getvalue())
+
+
+class MetadataPickle:
+    """The contents of ``.metadata``, in the order of a pickle.
+
+    Args:
+        files: the names of all files of the folder; chunks refer to them by number.
+        save_id: identifies the save.
+    """
+
+    def __init__(self, files: Sequence[str], save_id: str) -> None:
+        self._files = files
+        self._save_id = save_id
+        self._buffer = io.BytesIO()
+        self._pickler = pickle.Pickler(self._buffer, protocol=2)
+        self._num_shared = 0
+        self._head: list[bytes] = [b"\x80\x02"]
+        self._entries: list[bytes] = []
+        self._storage: list[bytes] = []
+        self._paths: list[bytes] = []
+        for shared in _SHARED:
+            self._share(shared)
+        self._file_places = numpy.array([self._share(name) for name in files], dtype=numpy.int64)
+
+    def add_tensor(self, path: StatePath, dtype: str, shape: Sequence[int], chunks: Chunks) -> None:
+        name = self._add_name(path)
+        count, ndim = chunks.sizes.shape
+
+        def chunk(*numbers: int) -> list[Any]:
+            return [dcp.ChunkStorageMetadata(torch.Size(numbers[:ndim]), torch.Size(numbers[ndim:]))]
+
+        def place(file: Any, start: int, length: int, index: int, *offsets: int) -> list[Any]:
+            return [dcp.MetadataIndex(name, offsets, index), StorageInfo(file, start, length)]
+
+        tensor = dcp.TensorStorageMetadata(dcp.TensorProperties(dtype=getattr(torch, dtype)), torch.Size(shape), [])
+        described = self._pickled(tensor)
+        assert described.endswith(b"]ub"), "the empty list of chunks is the last attribute"
+        rows = self._rows(count, chunk, [*chunks.offsets.T, *chunks.sizes.T])
+        self._entries += [self._pickled(name), described[:-2], b"(", rows, b"eub"]
+        files, starts, lengths, _ = chunks.places.T
+        columns = [self._file_places[files], starts, lengths, numpy.arange(count), *chunks.offsets.T]
+        self._storage += [b"(", self._rows(count, place, columns, reference=True), b"u"]
+
+    def add_value(self, path: StatePath, file: int, start: int, length: int) -> None:
+        """Add an object that is not a tensor."""
+        name = self._add_name(path)
+        self._entries += [self._pickled(name), self._pickled(dcp.BytesStorageMetadata())]
+        key, value = dcp.MetadataIndex(name), StorageInfo(self._files[file], start, length)
+        self._storage += [b"(", self._pickled(key), self._pickled(value), b"u"]
+
+    def finished(self) -> tuple[bytes, ...]:
+        """Return the bytes of the pickle, in parts of some megabytes. The last bytes contain the ``save_id``."""
+        instructions = [
+            *self._head, self._pickled(dcp.Metadata), b")\x81}(",  # a new object, and the dict of its attributes
+            self._pickled("state_dict_metadata"), b"}(", *self._entries, b"u",
+            self._pickled("planner_data"), b"}(", *self._paths, b"u",
+            self._pickled("storage_data"), b"}", *self._storage,
+            self._pickled("version"), self._pickled(CURRENT_DCP_VERSION),
+            self._pickled("storage_meta"), self._pickled(dcp.StorageMeta(save_id=self._save_id)), b"ub.",
+        ]  # fmt: skip
+        parts, batch, size = [], [], 0
+        for item in instructions:
+            batch.append(item)
+            size += len(item)
+            if size >= _PART:
+                parts.append(b"".join(batch))
+                batch, size = [], 0
+        return (*parts, b"".join(batch))
+
+    def _add_name(self, path: StatePath) -> str:
+        name = flat_name(path)
+        self._share(name)
+        self._paths += [self._pickled(name), self._pickled(path)]
+        return name
+
+    def _share(self, value: Any) -> int:
+        """Create a name or a class at the beginning of the pickle, and return its place in the pickle's memo."""
+        self._head += [self._pickled(value, fast=False), b"0"]
+        self._num_shared += 1
+        return self._num_shared - 1
+
+    def _pickled(self, value: Any, *, fast: bool = True) -> bytes:
+        """Return the instructions that create a value. With ``fast``, nothing is added to the memo."""
+        self._pickler.fast = fast
+        self._pickler.dump(value)
+        data = self._buffer.getvalue()[2:-1]  # without the version and the STOP
+        self._buffer.seek(0)
+        self._buffer.truncate()
+        return data
+
+    def _rows(
+        self, count: int, create: Callable[..., list[Any]], columns: Sequence[NDArray[Any]], *, reference: bool = False
+    ) -> bytes:
+        """Return the pickles of the objects that ``create`` returns for each row of numbers.
+
+        Args:
+            reference: the first number is a place in the memo, and stands for the object there.
+        """
+        wide = [bool(column.max(initial=0) >> 31) for column in columns]
+        marks = [(_WIDE if is_wide else _NARROW) + number for number, is_wide in enumerate(wide)]
+        one = b"".join(map(self._pickled, create(*marks)))
+        if reference:
+            mark = marks[0].to_bytes(4, "little")
+            one = one.replace(pickle.BININT + mark, pickle.LONG_BINGET + mark)
+        rows = numpy.tile(numpy.frombuffer(one, numpy.uint8), (count, 1))
+        for mark, is_wide, column in zip(marks, wide, columns, strict=True):
+            size = 8 if is_wide else 4
+            at = one.index(mark.to_bytes(size, "little"))
+            rows[:, at : at + size] = column.astype(f"<i{size}").reshape(-1, 1).view(numpy.uint8)
+        return rows.tobytes()
 
 
 def final_files(ranks: Sequence[Sequence[FolderEntries]]) -> Iterator[list[FilePart]]:

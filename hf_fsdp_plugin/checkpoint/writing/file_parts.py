@@ -1,13 +1,12 @@
 """The parts of files that one rank writes: their description before anything is written, and the writer.
 
 A part is either written directly from the tensors, window by window, or copied as a whole to a staging buffer and
-written from the buffer during training. Both use :func:`copy_extent`. Writes bypass the page cache if the file system
+written from the buffer during training. Both use :func:`copy_window`. Writes bypass the page cache if the file system
 supports that; each range is hashed while it is written.
 """
 
 from __future__ import annotations
 
-import bisect
 import itertools
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing
@@ -50,40 +49,30 @@ class Item:
         return self.offset + self.size
 
 
-@dataclass(frozen=True, slots=True)
-class Extent:
-    """A contiguous byte range ``[start, stop)`` that one rank writes. Its items follow each other without gaps."""
+@dataclass(slots=True)
+class Window:
+    """A contiguous byte range ``[start, stop)`` that one rank writes at once, and the items with bytes in it."""
 
     start: int
     stop: int
-    items: tuple[Item, ...]
+    items: list[Item]
 
     @property
     def origin(self) -> int:
-        """File offset of the first byte of the aligned buffer that holds the extent."""
+        """File offset of the first byte of the page-aligned memory that holds the window."""
         return self.start // PAGE * PAGE
 
     @property
     def span(self) -> int:
-        """Size in bytes of the aligned buffer that holds the extent."""
+        """Size in bytes of this memory."""
         return round_up(self.stop - self.origin)
 
-    def items_in(self, start: int, stop: int) -> Iterator[Item]:
-        """Yield the items with bytes in ``[start, stop)`` (file offsets)."""
-        first = bisect.bisect_right(self.items, start, key=lambda item: item.stop)
-        return itertools.takewhile(lambda item: item.offset < stop, itertools.islice(self.items, first, None))
-
-    def windows(self) -> Iterator[tuple[int, int]]:
-        """Yield the byte ranges that are written at once."""
-        for low in range(self.start // WINDOW * WINDOW, self.stop, WINDOW):
-            yield max(low, self.start), min(low + WINDOW, self.stop)
-
-    def ranges(self, start: int, stop: int) -> Iterator[tuple[int, int, str]]:
-        """Yield the ranges of a window that are hashed, each with the name of its item."""
-        for item in self.items_in(start, stop):
-            low, end = max(start, item.offset), min(item.stop, stop)
-            while low < end:
-                high = min(low // MAX_RANGE * MAX_RANGE + MAX_RANGE, end)
+    def ranges(self) -> Iterator[tuple[int, int, str]]:
+        """Yield the ranges that are hashed, each with the name of its item."""
+        for item in self.items:
+            low, stop = max(self.start, item.offset), min(item.stop, self.stop)
+            while low < stop:
+                high = min(low // MAX_RANGE * MAX_RANGE + MAX_RANGE, stop)
                 yield low, high, item.name
                 low = high
 
@@ -100,35 +89,40 @@ class FilePart:
 
     path: str
     size: int
-    extents: tuple[Extent, ...]
+    windows: tuple[Window, ...]
     shared: bool = False
 
     @property
     def span(self) -> int:
-        """Size in bytes of the aligned memory that holds all extents."""
-        return sum(extent.span for extent in self.extents)
+        """Size in bytes of the aligned memory that holds all windows."""
+        return sum(window.span for window in self.windows)
 
 
 def whole_file(path: str, items: Iterable[Item]) -> FilePart:
     """Return the part for a file that only this rank writes, from its first to its last byte."""
-    (extent,) = _extents(items) or (Extent(0, 0, ()),)
-    return FilePart(path, extent.stop, (extent,) if extent.stop else ())
+    windows = _windows(items)
+    return FilePart(path, windows[-1].stop if windows else 0, windows)
 
 
 def shared_file(path: str, size: int, items: Iterable[Item]) -> FilePart:
     """Return the part with this rank's items of a file of ``size`` bytes."""
-    return FilePart(path, size, _extents(items), shared=True)
+    return FilePart(path, size, _windows(items), shared=True)
 
 
-def _extents(items: Iterable[Item]) -> tuple[Extent, ...]:
-    """Return the items in the order of their bytes. Adjacent items become one extent."""
-    runs: list[list[Item]] = []
+def _windows(items: Iterable[Item]) -> tuple[Window, ...]:
+    """Return the windows of adjacent items. They end at multiples of ``WINDOW``."""
+    windows: list[Window] = []
     for item in sorted(items, key=lambda item: item.offset):
-        if runs and runs[-1][-1].stop == item.offset:
-            runs[-1].append(item)
-        else:
-            runs.append([item])
-    return tuple(Extent(run[0].offset, run[-1].stop, tuple(run)) for run in runs)
+        start, end = item.offset, item.stop
+        while start < end:
+            stop = min(start // WINDOW * WINDOW + WINDOW, end)
+            if windows and windows[-1].stop == start and start % WINDOW:
+                windows[-1].stop = stop
+                windows[-1].items.append(item)
+            else:
+                windows.append(Window(start, stop, [item]))
+            start = stop
+    return tuple(windows)
 
 
 def num_bytes(content: Content) -> int:
@@ -140,21 +134,21 @@ def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().reshape(-1).contiguous().view(torch.uint8)
 
 
-def copy_extent(target: torch.Tensor, extent: Extent, start: int, stop: int) -> None:
-    """Copy the extent's bytes ``[start, stop)`` (file offsets) to ``target``.
+def copy_window(window: Window, memory: torch.Tensor) -> None:
+    """Copy the bytes of a window to memory that begins with its first page.
 
     Copies from an accelerator are asynchronous: call what :func:`record_copies` returns before the bytes are used.
     """
-    for item in extent.items_in(start, stop):
+    for item in window.items:
         offset = item.offset
         for content in item.contents:
-            low, high = max(offset, start), min(offset + num_bytes(content), stop)
+            low, high = max(offset, window.start), min(offset + num_bytes(content), window.stop)
             if low < high:
                 if isinstance(content, bytes):
                     source = torch.frombuffer(bytearray(content[low - offset : high - offset]), dtype=torch.uint8)
                 else:
                     source = bytes_of(content)[low - offset : high - offset]
-                into = target[low - start : high - start]
+                into = memory[low - window.origin : high - window.origin]
                 sizes = piece_sizes(into)
                 for part, of_source in zip(into.split(sizes), source.split(sizes), strict=True):
                     part.copy_(of_source, non_blocking=True)
@@ -166,14 +160,14 @@ def on_accelerator(parts: Iterable[FilePart]) -> bool:
     return any(
         isinstance(content, torch.Tensor) and content.device.type != "cpu"
         for part in parts
-        for extent in part.extents
-        for item in extent.items
+        for window in part.windows
+        for item in window.items
         for content in item.contents
     )
 
 
 def record_copies(*, from_accelerator: bool) -> Callable[[], None]:
-    """Return a function that waits for the copies that :func:`copy_extent` has started so far, but not for later ones.
+    """Return a function that waits for the copies that :func:`copy_window` has started so far, but not for later ones.
 
     Any thread may call it.
     """
@@ -188,31 +182,31 @@ def record_copies(*, from_accelerator: bool) -> Callable[[], None]:
 
 
 def copy_parts(parts: Sequence[FilePart], memory: torch.Tensor) -> Callable[[], None]:
-    """Copy all extents one after the other to ``memory``, which must have at least the sum of their spans.
+    """Copy all windows one after the other to ``memory``, which must have at least the sum of their spans.
 
     Returns:
         A function that waits until the copies are complete, for any thread. Until then, the current stream may change
         the tensors: it does so after the copies.
     """
-    for extent in (extent for part in parts for extent in part.extents):
-        copy_extent(memory[extent.start - extent.origin :], extent, extent.start, extent.stop)
-        memory = memory[extent.span :]
+    for window in (window for part in parts for window in part.windows):
+        copy_window(window, memory)
+        memory = memory[window.span :]
     return record_copies(from_accelerator=on_accelerator(parts))
 
 
-_Window = tuple[torch.Tensor, Extent, int, int]
-"""Memory that begins with a page of a file, and the range of the extent's bytes that is written from it."""
+_Filled = tuple[Window, torch.Tensor]
+"""A window, and the memory with its bytes, which begins with its first page."""
 
 
 class PartWriter:
     """Writes file parts to a folder, and keeps its memory for later parts."""
 
     def __init__(self) -> None:
-        self._windows: dict[bool, list[torch.Tensor]] = {}  # key: whether the memory is pinned
+        self._memory: dict[bool, list[torch.Tensor]] = {}  # key: whether the memory is pinned
 
     def write(self, root: Path, parts: Sequence[FilePart]) -> list[FileRecord]:
         """Write parts directly from their tensors, through windows of memory."""
-        total = sum(extent.stop - extent.start for part in parts for extent in part.extents)
+        total = sum(window.stop - window.start for part in parts for window in part.windows)
         pinned = on_accelerator(parts)
         with progress_bar("saving", total) as update:
             return [_write_part(root, part, self._filled(part, pinned=pinned), update) for part in parts]
@@ -227,45 +221,42 @@ class PartWriter:
 
     def close(self) -> None:
         """Free the memory."""
-        for window in (window for windows in self._windows.values() for window in windows):
-            unpin(window)
-        self._windows.clear()
+        for memory in (memory for memories in self._memory.values() for memory in memories):
+            unpin(memory)
+        self._memory.clear()
 
-    def _filled(self, part: FilePart, *, pinned: bool) -> Generator[_Window]:
+    def _filled(self, part: FilePart, *, pinned: bool) -> Generator[_Filled]:
         """Yield windows that contain the bytes of the file. The memory is reused after the next one.
 
         From an accelerator, the next window is copied while the caller writes this one.
         """
-        if pinned not in self._windows:
-            self._windows[pinned] = [allocate_aligned(WINDOW, pinned=pinned) for _ in range(1 + pinned)]
-        memories = itertools.cycle(self._windows[pinned])
-        copied: list[tuple[Callable[[], None], _Window]] = []
+        if pinned not in self._memory:
+            self._memory[pinned] = [allocate_aligned(WINDOW, pinned=pinned) for _ in range(1 + pinned)]
+        memories = itertools.cycle(self._memory[pinned])
+        copied: list[tuple[Callable[[], None], _Filled]] = []
         try:
-            for extent in part.extents:
-                for start, stop in extent.windows():
-                    memory = next(memories)
-                    copy_extent(memory[start % PAGE :], extent, start, stop)
-                    copied.append((record_copies(from_accelerator=pinned), (memory, extent, start, stop)))
-                    if len(copied) > pinned:
-                        wait, window = copied.pop(0)
-                        wait()
-                        yield window
-            for wait, window in copied:
+            for window, memory in zip(part.windows, memories, strict=False):
+                copy_window(window, memory)
+                copied.append((record_copies(from_accelerator=pinned), (window, memory)))
+                if len(copied) > pinned:
+                    wait, filled = copied.pop(0)
+                    wait()
+                    yield filled
+            for wait, filled in copied:
                 wait()
-                yield window
+                yield filled
         finally:
             record_copies(from_accelerator=pinned)()  # the caller may have failed to write
 
 
-def _staged(part: FilePart, memory: torch.Tensor) -> Generator[_Window]:
-    for extent in part.extents:
-        for start, stop in extent.windows():
-            yield memory[start // PAGE * PAGE - extent.origin : extent.span], extent, start, stop
-        memory = memory[extent.span :]
+def _staged(part: FilePart, memory: torch.Tensor) -> Generator[_Filled]:
+    for window in part.windows:
+        yield window, memory
+        memory = memory[window.span :]
 
 
 def _write_part(
-    root: Path, part: FilePart, windows: Generator[_Window], update: Callable[[int], object] = lambda _: None
+    root: Path, part: FilePart, windows: Generator[_Filled], update: Callable[[int], object] = lambda _: None
 ) -> FileRecord:
     """Write, hash and sync one file."""
     path, ranges = root / part.path, []
@@ -273,25 +264,24 @@ def _write_part(
     # Another rank may have created a shared file already, so it is not truncated.
     with closing(OutputFile(path)) as file, closing(windows):
         file.resize(part.size)
-        for memory, extent, start, stop in windows:
+        for window, memory in windows:
             view = memoryview(memory.numpy().data)
-            origin = start // PAGE * PAGE
-            for low, high, name in extent.ranges(start, stop):
-                digest = hash_bytes(view[low - origin : high - origin])
+            for low, high, name in window.ranges():
+                digest = hash_bytes(view[low - window.origin : high - window.origin])
                 ranges.append(FileRange(start=low, stop=high, hash=digest, name=name))
-            _write_window(file, view, start, stop, shared=part.shared)
-            update(stop - start)
+            _write_window(file, window, view, shared=part.shared)
+            update(window.stop - window.start)
         if not part.shared:  # the last write was padded to a whole page
             file.resize(part.size)
         file.sync()
     return FileRecord(path=part.path, size=part.size, ranges=tuple(ranges))
 
 
-def _write_window(file: OutputFile, view: memoryview, start: int, stop: int, *, shared: bool) -> None:
-    """Write the bytes ``[start, stop)`` of a file. ``view`` begins with the page that contains ``start``."""
-    origin = start // PAGE * PAGE
-    cuts = {origin, round_up(stop)}
+def _write_window(file: OutputFile, window: Window, view: memoryview, *, shared: bool) -> None:
+    """Write the bytes of a window."""
+    start, stop = window.start, window.stop
+    cuts = {window.origin, round_up(stop)}
     if shared:  # other ranks may write to the first and to the last page
         cuts = {start, min(round_up(start), stop), max(stop // PAGE * PAGE, start), stop}
     for low, high in itertools.pairwise(sorted(cuts)):
-        file.write(view[low - origin : high - origin], low)
+        file.write(view[low - window.origin : high - window.origin], low)

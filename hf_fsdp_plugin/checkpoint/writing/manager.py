@@ -7,34 +7,49 @@ earlier checkpoints are unchanged.
 
 from __future__ import annotations
 
+import atexit
+import itertools
+import os
+import signal
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from types import FrameType
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from hf_fsdp_plugin.backends.optimizers.parameters import JointModels
 from hf_fsdp_plugin.backends.ranks.agreement import on_all_ranks
 from hf_fsdp_plugin.backends.sharding.forward_hooks import send_buffers
 from hf_fsdp_plugin.checkpoint.errors import os_errors_as_problems
-from hf_fsdp_plugin.checkpoint.formats.manifest import Manifest
+from hf_fsdp_plugin.checkpoint.formats.manifest import FileRecord, Manifest
 from hf_fsdp_plugin.checkpoint.shards import ModelShards, model_shards, optimizer_shards, trainable_shards
-from hf_fsdp_plugin.checkpoint.writing.buffers import StagingBuffers
+from hf_fsdp_plugin.checkpoint.writing import state_files
+from hf_fsdp_plugin.checkpoint.writing.buffers import StagingBuffers, lower_thread_priority
 from hf_fsdp_plugin.checkpoint.writing.dcp_files import FolderEntries, final_files
-from hf_fsdp_plugin.checkpoint.writing.file_parts import PartWriter, on_accelerator
-from hf_fsdp_plugin.checkpoint.writing.save import POLL_INTERVAL, Save, hooks_of
-from hf_fsdp_plugin.checkpoint.writing.state_files import (
-    MAX_SHARD_SIZE,
-    StateFiles,
-    model_files,
-    optimizer_files,
-    whole_files,
-)
+from hf_fsdp_plugin.checkpoint.writing.file_parts import FilePart, PartWriter, copy_parts, on_accelerator
+from hf_fsdp_plugin.checkpoint.writing.staging import RankRecord, StagingFolder
+from hf_fsdp_plugin.problems import CheckpointError, Problem
 from hf_fsdp_plugin.spec.fsdp_spec import StateDictKind
+
+POLL_INTERVAL = 0.02
+"""Seconds between checks for the records of other ranks."""
+_POLL_COST = 1e-4
+"""Seconds for each rank between reads of the folder of the records, which has a file for each rank."""
+_LOOK_AGAIN = 1.0
+"""Seconds between reads of the times of all files."""
+_EXIT_TIMEOUT = 60.0
+"""A process that exits abandons a save if no rank has written a byte for this many seconds."""
+_MANY_RANKS, _STEPS = 16, 8
+"""A poll is a collective that waits for the slowest rank. More ranks than ``_MANY_RANKS`` poll every 8 steps."""
+_SIGTERM_TIMEOUT = 20.0
+"""Seconds that the SIGTERM handler waits for a save. Batch systems send SIGKILL 30 seconds after SIGTERM."""
 
 
 class CheckpointManager:
@@ -79,8 +94,9 @@ class CheckpointManager:
         self.wait()  # for the save in flight
         save = Save(final.absolute(), asynchronous=asynchronous, into=into, writer=self.writer, buffers=self._buffers)
         save.staging.create()  # rank 0 creates an empty folder beside the checkpoint, and all ranks see it
+        outer, self._open = self._open, save  # another save may be opened and finished in the block
         try:
-            with self._opened(save), on_all_ranks(f"writing {final}"), os_errors_as_problems(save.final):
+            with on_all_ranks(f"writing {final}"), os_errors_as_problems(save.final):
                 # Accelerate and the Trainer write their files. Their calls that save a model or an optimizer come to
                 # save_model and save_optimizer, in which each rank writes its shards, or copies them to memory.
                 yield save
@@ -90,8 +106,12 @@ class CheckpointManager:
         except Exception:
             save.discard()
             raise
+        finally:
+            self._open = outer
         if asynchronous:
-            self._watch(save)  # after each optimizer step, at exit and at SIGTERM
+            self._cpu_group()  # created here, because that is collective
+            self.save_in_flight = save
+            self._hooks = hooks_of(save, self._poll, self._in_flight_file())  # optimizer steps, exit and SIGTERM
             save.start(contents, after)  # in a thread: write the copies, then the steps of finish
         self.last_asynchronous = asynchronous
 
@@ -129,7 +149,7 @@ class CheckpointManager:
         index: int = 0,
         *,
         adapter_only: bool = False,
-        max_shard_size: int = MAX_SHARD_SIZE,
+        max_shard_size: int = state_files.MAX_SHARD_SIZE,
     ) -> None:
         """Write a model's state to ``folder`` as a part of its open save, or immediately if there is none."""
         send_buffers(model)  # a resumed run has rank 0's buffers on all ranks, and so has the run that continues
@@ -137,7 +157,7 @@ class CheckpointManager:
             shards = model_shards(model)
             if adapter_only:
                 shards = trainable_shards(shards)
-            files = model_files(shards, kind, index, max_shard_size=max_shard_size)
+            files = state_files.model_files(shards, kind, index, max_shard_size=max_shard_size)
         self._write(folder, files)
         if (save := self.open_save(folder)) is not None:
             save.models.add(index)
@@ -147,14 +167,14 @@ class CheckpointManager:
     ) -> None:
         """Write an optimizer's state, keyed by parameter names, to ``folder`` in the same way as :meth:`save_model`."""
         with on_all_ranks("reading the layout of the optimizer"):
-            files = optimizer_files(optimizer_shards(model, optimizer), index)
+            files = state_files.optimizer_files(optimizer_shards(model, optimizer), index)
         self._write(folder, files)
         for owner in model.values() if isinstance(model, JointModels) else (model,):
             self._kinds.setdefault(owner, set()).add(kind)
 
     def save_tensors(self, shards: ModelShards, folder: Path, stem: str) -> None:
         """Write other tensors of a model to safetensors files ``STEM`` in the same way as :meth:`save_model`."""
-        self._write(folder, whole_files(shards, stem))
+        self._write(folder, state_files.whole_files(shards, stem))
 
     def saved_kinds(self, model: nn.Module) -> set[StateDictKind]:
         """Return the state dict types of all checkpoints with an optimizer of this model."""
@@ -171,43 +191,24 @@ class CheckpointManager:
         Args:
             optimizers: pairs of model and optimizer, after the optimizer's first step, which creates its state.
         """
-        files = [model_files(model_shards(model), kind) for model in models]
-        files += [optimizer_files(optimizer_shards(model, optimizer)) for model, optimizer in optimizers]
+        files = [state_files.model_files(model_shards(model), kind) for model in models]
+        files += [state_files.optimizer_files(optimizer_shards(model, optimizer)) for model, optimizer in optimizers]
         pinned = any(on_accelerator(state.parts) for state in files)
         self._buffers.prepare([sum(part.span for part in state.parts) for state in files], pinned=pinned)
 
-    def _write(self, folder: Path, files: StateFiles) -> None:
-        save = self.open_save(folder)
+    def _write(self, folder: Path, files: state_files.StateFiles) -> None:
+        if (save := self.open_save(folder)) is not None:
+            save.write(files.parts, files.entries)
+            return
         with on_all_ranks(f"writing {folder}"):
             folder.mkdir(parents=True, exist_ok=True)
-            if save is None:
-                self.writer.write(folder, files.parts)
-        if save is not None:
-            save.write(files.parts, files.entries)
-        elif files.entries:
-            self._complete(folder, files.entries)
-
-    def _complete(self, folder: Path, mine: Sequence[FolderEntries]) -> None:
-        ranks: list[Sequence[FolderEntries]] = [()] * dist.get_world_size()
-        dist.gather_object(mine, ranks if dist.get_rank() == 0 else None)
-        with on_all_ranks(f"writing {folder}"):
-            if dist.get_rank() == 0:
-                for parts in final_files(ranks):
+            self.writer.write(folder, files.parts)
+        if files.entries:
+            ranks: list[Sequence[FolderEntries]] = [()] * dist.get_world_size()
+            dist.gather_object(files.entries, ranks if dist.get_rank() == 0 else None)
+            with on_all_ranks(f"writing {folder}"):
+                for parts in final_files(ranks) if dist.get_rank() == 0 else ():
                     self.writer.write(folder, parts)
-
-    @contextmanager
-    def _opened(self, save: Save) -> Iterator[None]:
-        """Make ``save`` the open save during the block, in which another one may be opened and finished."""
-        outer, self._open = self._open, save
-        try:
-            yield
-        finally:
-            self._open = outer
-
-    def _watch(self, save: Save) -> None:
-        self._cpu_group()  # created here, because that is collective
-        self.save_in_flight = save
-        self._hooks = hooks_of(save, self._poll, self._in_flight_file())
 
     def _poll(self) -> bool:
         if self.save_in_flight is None:
@@ -229,3 +230,207 @@ class CheckpointManager:
         if self._group is None and "gloo" not in str(dist.get_backend_config()):
             self._group = dist.new_group(backend="gloo")
         return self._group
+
+
+class _OtherRankFailed(CheckpointError):
+    """A save was abandoned because another rank failed. The error of that rank is reported instead of this one.
+
+    Args:
+        failures: the errors that ranks have written, by rank.
+    """
+
+    def __init__(self, final: Path, failures: dict[int, str]) -> None:
+        who = ", ".join(f"rank {rank}" for rank in failures) or "another rank"
+        why = "".join(f" Rank {rank} reported: {text}" for rank, text in failures.items())
+        message = f"the save of {final} was abandoned because {who} could not write its part.{why}"
+        fix = "Fix the error of that rank, and resume from the previous checkpoint."
+        super().__init__([Problem(code="FSDP-E406", message=message, fix=fix)])
+
+
+class Save:
+    """A checkpoint that is being written. The manager creates, commits and polls it.
+
+    Attributes:
+        final: path of the checkpoint after the commit.
+        folder: the folder to which Accelerate and Transformers write their files.
+        models: indices of the saved models.
+        world_size: number of ranks that write.
+    """
+
+    def __init__(
+        self, final: Path, *, asynchronous: bool, into: bool, writer: PartWriter, buffers: StagingBuffers
+    ) -> None:
+        self.staging = StagingFolder(final, into=into)
+        self.final, self.folder = self.staging.final, self.staging.folder
+        self.models: set[int] = set()
+        self._asynchronous = asynchronous
+        self._writer, self._buffers = writer, buffers
+        # Stored, because a save may outlive the process group.
+        self._rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        self._records: list[FileRecord] = []
+        self._entries: list[FolderEntries] = []
+        self._staged: list[tuple[list[FilePart], torch.Tensor, Callable[[], None]]] = []
+        self._thread: threading.Thread | None = None
+        self._record_written = False
+        self._abandoned = threading.Event()
+        self._error: Exception | None = None
+
+    def write(self, parts: Sequence[FilePart], entries: Sequence[FolderEntries] = ()) -> None:
+        """Write this rank's parts. An asynchronous save copies them now and writes them later."""
+        parts = list(parts)
+        with on_all_ranks(f"writing {self.final}"), os_errors_as_problems(self.final):
+            self._entries += entries
+            if self._asynchronous:
+                size = sum(part.span for part in parts)
+                memory = self._buffers.take(len(self._staged), size, pinned=on_accelerator(parts))
+                self._staged.append((parts, memory, copy_parts(parts, memory)))
+            else:
+                self._records += self._writer.write(self.folder, parts)
+
+    def finish(self, manifest: Manifest, after: Callable[[], None] | None) -> None:
+        """Write the record of this rank. Rank 0 then commits the checkpoint and calls ``after``."""
+        with on_all_ranks(f"writing {self.final}"), os_errors_as_problems(self.final):
+            self._write_record()
+        with on_all_ranks(f"committing {self.final}"), os_errors_as_problems(self.final):
+            self._commit(manifest, after)
+
+    def start(self, manifest: Manifest, after: Callable[[], None] | None) -> None:
+        """Write the copies and commit them in the background."""
+        self._thread = threading.Thread(target=self._run, args=(manifest, after), name="hf-fsdp-save", daemon=True)
+        self._thread.start()
+
+    def _run(self, manifest: Manifest, after: Callable[[], None] | None) -> None:
+        """Body of the background thread. Uses no collectives and no tensors of the model."""
+        lower_thread_priority()
+        try:
+            with os_errors_as_problems(self.final):
+                for parts, memory, wait_for_copies in self._staged:
+                    wait_for_copies()
+                    self._records += self._writer.write_staged(self.folder, parts, memory)
+                self._write_record()
+                self._commit(manifest, after)
+        except Exception as error:
+            with suppress(OSError):
+                self.staging.write_failure(self._rank, str(error))
+            self._error = error
+
+    def _write_record(self) -> None:
+        self.staging.write_record(self._rank, RankRecord(tuple(self._records), tuple(self._entries)))
+        self._record_written = True
+
+    def _commit(self, manifest: Manifest, after: Callable[[], None] | None) -> None:
+        if self._rank != 0:
+            return
+        rank = 0
+        interval = max(POLL_INTERVAL, self.world_size * _POLL_COST)
+        while (rank := self.staging.missing_record(rank, self.world_size)) < self.world_size:
+            failures = self.staging.read_failures()
+            if failures or self._abandoned.wait(interval):
+                raise _OtherRankFailed(self.final, failures)
+        self.staging.commit(self.staging.read_records(self.world_size), manifest)
+        if after is not None:
+            after()
+
+    def poll(self, group: dist.ProcessGroup | None) -> bool:
+        """Return whether all ranks have finished writing. An error of one rank is raised on all ranks.
+
+        Args:
+            group: a process group for CPU tensors; ``None`` for the default group.
+        """
+        assert self._thread is not None
+        writing = self._thread.is_alive()  # read first: a thread that ends has set its error before
+        seen = torch.tensor([self._error is not None, writing], dtype=torch.int32, device="cpu")
+        dist.all_reduce(seen, op=dist.ReduceOp.MAX, group=group)
+        failed, writing = (bool(flag) for flag in seen)
+        if failed:
+            self._abandoned.set()
+            self._thread.join()
+            try:
+                with on_all_ranks(f"writing {self.final} in the background"):
+                    if self._error is not None and not isinstance(self._error, _OtherRankFailed):
+                        raise self._error
+            finally:
+                self.discard()
+        return failed or not writing
+
+    def discard(self) -> None:
+        """Remove the written files. Called when all ranks have raised an error."""
+        for _, _, wait_for_copies in self._staged:
+            wait_for_copies()  # before the memory is unpinned
+        if self._rank == 0:
+            self.staging.discard()
+
+    def join(self, timeout: float) -> None:
+        """Wait at most ``timeout`` seconds until this rank has written its part. Not collective."""
+        if self._thread is not None:
+            self._thread.join(timeout)
+
+    def join_at_exit(self) -> None:
+        """Wait while any rank makes progress, then raise this rank's error, if any. Not collective."""
+        assert self._thread is not None
+        times: list[int] = []
+        since = time.monotonic()
+        while self._thread.is_alive():
+            self._thread.join(_LOOK_AGAIN)
+            if not self._record_written:
+                since = time.monotonic()
+                continue
+            # Only rank 0 waits for others, and reads the times of all their files.
+            before = times
+            with suppress(OSError):  # the commit may rename the folder meanwhile
+                times = [path.stat().st_mtime_ns for path in sorted(self.staging.root.rglob("*"))]
+            if times != before:
+                since = time.monotonic()
+            if time.monotonic() - since > _EXIT_TIMEOUT:
+                raise _OtherRankFailed(self.final, self.staging.read_failures())
+        if self._error is not None:
+            self.discard()
+            raise self._error
+
+
+def hooks_of(save: Save, poll: Callable[[], object], marker: Path | None) -> ExitStack:
+    """Poll a save after optimizer steps, and delay the end of the process until the save is written.
+
+    Args:
+        marker: a file that exists while the save is in flight, so that the launcher gives it time.
+
+    Returns:
+        The hooks, which ``close`` removes.
+    """
+    interval = 1 if save.world_size <= _MANY_RANKS else _STEPS
+    steps = itertools.count(1)
+
+    def poll_after_step(*_: object) -> None:
+        if next(steps) % interval == 0:  # at the same step on all ranks
+            poll()
+
+    hooks = ExitStack()
+    if marker is not None:
+        with suppress(OSError):
+            marker.touch()
+            hooks.callback(marker.unlink, missing_ok=True)
+    hooks.callback(register_optimizer_step_post_hook(poll_after_step).remove)
+    atexit.register(save.join_at_exit)  # no collective: the other ranks may have exited
+    hooks.callback(atexit.unregister, save.join_at_exit)
+    if threading.current_thread() is threading.main_thread():
+        hooks.callback(_delay_sigterm(save))
+    return hooks
+
+
+def _delay_sigterm(save: Save) -> Callable[[], None]:
+    """Wait at SIGTERM until this rank has written its part, or for 20 seconds. Return the function that undoes this."""
+
+    def wait(number: int, frame: FrameType | None) -> None:
+        save.join(_SIGTERM_TIMEOUT)
+        if callable(previous):
+            previous(number, frame)
+        elif previous is not signal.SIG_IGN:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def undo() -> None:
+        if previous is not None and signal.getsignal(signal.SIGTERM) == wait:
+            signal.signal(signal.SIGTERM, previous)
+
+    previous = signal.signal(signal.SIGTERM, wait)
+    return undo

@@ -46,7 +46,6 @@ from hf_fsdp_plugin.checkpoint.writing.file_parts import FilePart, Item, shared_
 from hf_fsdp_plugin.messages import print_once
 from hf_fsdp_plugin.problems import Problem
 from hf_fsdp_plugin.spec.fsdp_spec import StateDictKind
-from hf_fsdp_plugin.text import format_names
 from hf_fsdp_plugin.version import __version__
 
 MAX_SHARD_SIZE = 50 * 10**9
@@ -202,9 +201,9 @@ def gathered_state(shards: ModelShards) -> dict[str, torch.Tensor]:
     Each byte is sent once, to rank 0, in batches of ``_BATCH_BYTES``. Names of a tied weight share one tensor.
     """
     state: dict[str, torch.Tensor] = {}
-    missing: dict[str, int] = {}
     mine = {shard.name for shard in shards_to_write(shards.tensors)}
     _note_size(sum(_whole_bytes(shard) for shard in shards.tensors))
+    is_first = dist.get_rank() == 0
     for batch in _batches(shards.tensors):
         pieces = [
             (shard.name, piece.box, piece.tensor.detach().cpu().contiguous())
@@ -212,21 +211,16 @@ def gathered_state(shards: ModelShards) -> dict[str, torch.Tensor]:
             if shard.name in mine
             for piece in shard.pieces
         ]
-        is_first = dist.get_rank() == 0
         gathered: list[Any] = [[]] * dist.get_world_size()
         dist.gather_object(pieces, gathered if is_first else None)
-        if not is_first:
-            continue
-        for shard in batch:
-            state[shard.name] = torch.empty(shard.shape, dtype=shard.dtype, device="cpu")
-            missing[shard.name] = math.prod(shard.shape)
-        for name, box, tensor in itertools.chain.from_iterable(gathered):
-            state[name][relative_slices(box, whole_box(state[name].shape))] = tensor
-            missing[name] -= box.numel
-    incomplete = [name for name, count in missing.items() if count]
-    assert not incomplete, f"elements of {format_names(incomplete)} are missing"
-    state.update({alias: state[name] for alias, name in shards.aliases.items() if name in state})
-    return state
+        if is_first:
+            state |= {shard.name: torch.empty(shard.shape, dtype=shard.dtype, device="cpu") for shard in batch}
+            all_pieces = [*itertools.chain.from_iterable(gathered)]
+            for name, box, tensor in all_pieces:
+                state[name][relative_slices(box, whole_box(state[name].shape))] = tensor
+            num_elements = sum(math.prod(shard.shape) for shard in batch)
+            assert sum(box.numel for _, box, _ in all_pieces) == num_elements, "every element is on one rank"
+    return state | {alias: state[name] for alias, name in shards.aliases.items() if name in state}
 
 
 def _note_size(num_bytes: int) -> None:

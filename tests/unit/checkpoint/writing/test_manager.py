@@ -21,7 +21,7 @@ from hf_fsdp_plugin.checkpoint.checking.completeness import why_incomplete
 from hf_fsdp_plugin.checkpoint.formats.manifest import Manifest
 from hf_fsdp_plugin.checkpoint.reading.loading import load_model
 from hf_fsdp_plugin.checkpoint.shards import optimizer_shards
-from hf_fsdp_plugin.checkpoint.writing import save as saves
+from hf_fsdp_plugin.checkpoint.writing import manager as saves
 from hf_fsdp_plugin.checkpoint.writing.file_parts import PartWriter
 from hf_fsdp_plugin.checkpoint.writing.manager import CheckpointManager
 from hf_fsdp_plugin.problems import CheckpointError

@@ -40,13 +40,13 @@ class Stream:
 
 @pytest.fixture
 def stream(monkeypatch: pytest.MonkeyPatch) -> Stream:
-    stream, copy_extent = Stream(), file_parts.copy_extent
+    stream, copy_window = Stream(), file_parts.copy_window
 
     def record(*, from_accelerator: bool) -> Callable[[], None]:
         number = stream.num_started
         return lambda: stream.finish(number)
 
-    monkeypatch.setattr(file_parts, "copy_extent", lambda *args: stream.start(lambda: copy_extent(*args)))
+    monkeypatch.setattr(file_parts, "copy_window", lambda *args: stream.start(lambda: copy_window(*args)))
     monkeypatch.setattr(file_parts, "record_copies", record)
     monkeypatch.setattr(file_parts, "on_accelerator", lambda parts: True)
     monkeypatch.setattr(file_parts, "WINDOW", PAGE)
@@ -111,7 +111,6 @@ def test_any_layout_is_written_and_gaps_are_zero(tmp_path: Path, size: int, gap:
 
 def test_items_of_a_window_are_found_without_a_walk(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     num_items, num_reads = 4000, 0
-    part = whole_file("file", [Item(64 * number, (bytes(64),)) for number in range(num_items)])
     monkeypatch.setattr(file_parts, "WINDOW", PAGE)
     offsets = Item.stop.fget
 
@@ -121,5 +120,6 @@ def test_items_of_a_window_are_found_without_a_walk(monkeypatch: pytest.MonkeyPa
         return offsets(item)
 
     monkeypatch.setattr(Item, "stop", property(counted))
+    part = whole_file("file", [Item(64 * number, (bytes(64),)) for number in range(num_items)])
     PartWriter().write(tmp_path, [part])
     assert num_reads < 8 * num_items, f"{num_reads} for {num_items} items in {part.span // PAGE} windows"

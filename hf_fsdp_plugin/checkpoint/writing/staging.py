@@ -1,0 +1,222 @@
+"""The folder in which a checkpoint is written until its commit, and the records of the ranks in it.
+
+A checkpoint is written to a hidden folder, which the commit renames::
+
+    run/.checkpoint-20.saving/checkpoint-20/      files of the ranks, of Accelerate and of Transformers
+    run/.checkpoint-20.saving/parts/rank0.record  record of what rank 0 has written, once all of it is synced
+    run/.checkpoint-20.saving/parts/rank0.failed  the error of rank 0, if it could not write its part
+    run/checkpoint-20/                            after the rename
+    run/.checkpoint-20.replaced/                  during the commit, the folder that had this name before
+    run/.checkpoint-10.removed.saving/            a checkpoint during its removal
+
+Ranks communicate through files, because collectives of a background save would interleave with collectives of training.
+A record is a safetensors file. Most ranks write the same tensors, scalars and names, so these are one array, and equal
+arrays are parsed once.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import shutil
+import zlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch.distributed as dist
+from safetensors.numpy import load, save
+
+from hf_fsdp_plugin.backends.ranks.agreement import on_all_ranks
+from hf_fsdp_plugin.checkpoint import folders
+from hf_fsdp_plugin.checkpoint.errors import os_errors_as_problems
+from hf_fsdp_plugin.checkpoint.formats.manifest import (
+    FileRecord,
+    Manifest,
+    PackedRanges,
+    joined_ranges,
+    record_file,
+    write_manifest,
+)
+from hf_fsdp_plugin.checkpoint.io import sync, write_bytes, write_text
+from hf_fsdp_plugin.checkpoint.names import SAVING, accelerate_rng_file, hidden_path, trainer_rng_file
+from hf_fsdp_plugin.checkpoint.writing.dcp_files import FolderEntries, SmallEntry, final_files
+from hf_fsdp_plugin.checkpoint.writing.file_parts import PartWriter
+from hf_fsdp_plugin.problems import CheckpointError
+
+
+@dataclass(frozen=True, slots=True)
+class RankRecord:
+    """The files that one rank has written and synced, and the entries in them."""
+
+    files: tuple[FileRecord, ...]
+    entries: tuple[FolderEntries, ...]
+
+
+def record_bytes(record: RankRecord) -> bytes:
+    """Return the bytes of a record. Most ranks have the same ``contents``, which are one array."""
+    names: dict[str, int] = {}
+    ranges = [PackedRanges.of(file.ranges, names).data for file in record.files]
+    contents = []
+    for own in record.entries:
+        smalls = [[small.path, small.data.hex(), small.dtype] for small in own.smalls]
+        contents.append([own.tensors, smalls, own.aliases])
+    places = [[[file.path, file.size] for file in record.files], [[own.folder, own.file] for own in record.entries]]
+    blocks = {
+        "places": json.dumps(places).encode(),
+        "contents": zlib.compress(json.dumps([list(names), contents]).encode(), level=1),
+        **{f"ranges{number}": data for number, data in enumerate(ranges)},
+    }
+    arrays = {name: numpy.frombuffer(block, dtype=numpy.uint8) for name, block in blocks.items()}
+    return save(arrays | {f"chunks{number}": own.chunks for number, own in enumerate(record.entries)})
+
+
+def read_records(records: Iterable[bytes]) -> list[RankRecord]:
+    """Return the records of the ranks of one save. Equal contents of several records become one object."""
+    known: dict[bytes, tuple[list[str], list[Any]]] = {}
+    found = []
+    for data in records:
+        arrays = load(data)
+        shared = arrays["contents"].tobytes()
+        if shared not in known:
+            names, contents = json.loads(zlib.decompress(shared))
+            known[shared] = names, [_typed(*each) for each in contents]
+        names, contents = known[shared]
+        files, folders = json.loads(arrays["places"].tobytes())
+        ranges = [PackedRanges(arrays[f"ranges{number}"].tobytes(), names) for number in range(len(files))]
+        entries = []
+        for number, ((folder, file), (tensors, smalls, aliases)) in enumerate(zip(folders, contents, strict=True)):
+            entries.append(FolderEntries(folder, file, tensors, arrays[f"chunks{number}"], smalls, aliases))
+        written = [
+            FileRecord(path=path, size=size, ranges=own) for (path, size), own in zip(files, ranges, strict=True)
+        ]
+        found.append(RankRecord(tuple(written), tuple(entries)))
+    return found
+
+
+def _typed(tensors: Any, smalls: Any, aliases: Any) -> tuple[Any, Any, Any]:
+    """Return the tensors, small entries and aliases of a folder that JSON contains."""
+    return (
+        [(tuple(path), dtype, tuple(shape)) for path, dtype, shape in tensors],
+        [SmallEntry(tuple(path), bytes.fromhex(data), dtype) for path, data, dtype in smalls],
+        [(tuple(alias), tuple(path)) for alias, path in aliases],
+    )
+
+
+class StagingFolder:
+    """The folder in which one checkpoint is written until its commit.
+
+    Attributes:
+        final: path of the checkpoint after the commit.
+        folder: path of the checkpoint until then.
+        root: path of the staging folder itself.
+    """
+
+    def __init__(self, final: Path, *, into: bool = False) -> None:
+        """``into``: add the files to the folder ``final`` instead of replacing it."""
+        # The target of a link is replaced, not the link.
+        self.final = final = final.resolve() if final.is_symlink() else final
+        self._into = into
+        # With ``into``, the folder exists, and its parent may not be writable.
+        self.root = final / SAVING if into else hidden_path(final, SAVING)
+        self.folder = self.root / final.name
+        self._records = self.root / "parts"
+
+    def create(self) -> None:
+        """Create the folder, empty, and check that all ranks see it. Collective."""
+        try:
+            with on_all_ranks(f"preparing {self.root}"), os_errors_as_problems(self.final):
+                if dist.get_rank() == 0:
+                    self._create()
+            with on_all_ranks(f"preparing {self.root}"):
+                folders.check_visible(self.folder, "created")
+        except CheckpointError:
+            if dist.get_rank() == 0:
+                self.discard()
+            raise
+
+    def _create(self) -> None:
+        if self.final.exists() and not self.final.is_dir():
+            raise NotADirectoryError(errno.ENOTDIR, "a file of that name exists")
+        folders.recover_interrupted_commit(self.final)
+        shutil.rmtree(self.root, ignore_errors=True)
+        self.folder.mkdir(parents=True)
+        self._records.mkdir()
+
+    def discard(self) -> None:
+        """Remove the folder. Called by rank 0 after all ranks have stopped writing."""
+        shutil.rmtree(self.root, ignore_errors=True)
+
+    def write_record(self, rank: int, record: RankRecord) -> None:
+        """Write the record of a rank, with the files that only this rank has written for the Trainer or Accelerate."""
+        own = [name for name in (trainer_rng_file(rank), accelerate_rng_file(rank)) if (self.folder / name).is_file()]
+        record = replace(record, files=(*record.files, *(self._synced(name) for name in own)))
+        write_bytes(self._record_path(rank), record_bytes(record))
+
+    def _synced(self, relative: str) -> FileRecord:
+        sync(self.folder / relative)
+        return record_file(self.folder, relative)
+
+    def _record_path(self, rank: int) -> Path:
+        return self._records / f"rank{rank}.record"
+
+    def write_failure(self, rank: int, text: str) -> None:
+        """Write the error of a rank instead of its record. If this fails too, rank 0 stops waiting at the next poll."""
+        write_text(self._records / f"rank{rank}.failed", text)
+
+    def read_failures(self) -> dict[int, str]:
+        """Return the errors that ranks have written, by rank.
+
+        Reads the whole folder: then clients of NFS also see records that did not exist when they asked for them.
+        """
+        return {
+            int(path.stem.removeprefix("rank")): path.read_text(encoding="utf-8")
+            for path in sorted(self._records.glob("*.failed"))
+        }
+
+    def missing_record(self, first: int, world_size: int) -> int:
+        """Return the first rank from ``first`` on that has not written its record; ``world_size`` if all have."""
+        return next((rank for rank in range(first, world_size) if not self._record_path(rank).exists()), world_size)
+
+    def read_records(self, world_size: int) -> list[RankRecord]:
+        """Return the records of all ranks, in rank order."""
+        return read_records(self._record_path(rank).read_bytes() for rank in range(world_size))
+
+    def commit(self, ranks: Sequence[RankRecord], manifest: Manifest) -> None:
+        """Complete the checkpoint, sync it and rename it. Called by rank 0 when all ranks have written their records.
+
+        Args:
+            manifest: the manifest, complete except for ``files``.
+        """
+        written = [file for record in ranks for file in record.files]
+        writer = PartWriter()  # not the manager's writer: a background commit must not share its memory
+        for parts in final_files([record.entries for record in ranks]):
+            written += writer.write(self.folder, parts)
+        records = _joined_records(written)
+        for path in sorted(self.folder.rglob("*")):
+            relative = path.relative_to(self.folder).as_posix()
+            if relative not in records and path.is_file():
+                records[relative] = self._synced(relative)
+        manifest = replace(manifest, files=tuple(records[path] for path in sorted(records)))
+        write_manifest(self.folder, manifest)
+        for inner in (self.folder, *(path for path in self.folder.rglob("*") if path.is_dir())):
+            sync(inner)
+        if self._into:
+            folders.move_files(self.folder, self.final)
+        elif (replaced := folders.put_in_place(self.folder, self.final)) is not None:
+            folders.remove_replaced(replaced, self.final)
+        sync(self.final.parent)
+        self.discard()
+
+
+def _joined_records(written: Sequence[FileRecord]) -> dict[str, FileRecord]:
+    """Return one record for each file, of which several ranks may have written parts."""
+    parts: dict[str, list[FileRecord]] = {}
+    for record in written:
+        parts.setdefault(record.path, []).append(record)
+    return {
+        path: replace(found[0], ranges=joined_ranges([record.ranges for record in found]))
+        for path, found in parts.items()
+    }
