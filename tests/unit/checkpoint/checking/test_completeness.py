@@ -16,7 +16,7 @@ from hf_fsdp_plugin.checkpoint.checking.completeness import (
     why_incomplete,
 )
 from hf_fsdp_plugin.checkpoint.names import MANIFEST_NAME, SAVING
-from hf_fsdp_plugin.checkpoint.writing import save as staging
+from hf_fsdp_plugin.checkpoint.writing import staging
 from tests.support import damages, saved
 
 
