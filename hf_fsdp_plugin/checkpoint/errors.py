@@ -69,7 +69,22 @@ def file_problems_inside(root: Path, files: Iterable[str], place: Path | str) ->
     Absolute paths, ``..`` and symbolic links that leave the folder are outside. Links from a snapshot of the Hugging
     Face cache to its ``blobs`` are allowed.
     """
-    return [found for file in files if (found := _file_problem(root, file, place)) is not None]
+    # `os.path.realpath`, because `Path.resolve` raises an error for links in a circle.
+    allowed = [os.path.realpath(root)]
+    if root.parent.name == "snapshots":
+        allowed.append(os.path.realpath(root.parent.parent / "blobs"))
+    problems = []
+    for file in files:
+        if (found := name_problem(file, place)) is not None:
+            problems.append(found)
+            continue
+        real = Path(os.path.realpath(root / file))
+        if not any(real.is_relative_to(folder) for folder in allowed):
+            message = f"refers to {file!r}, a link to {real}, which is outside its folder."
+            problems.append(problem("FSDP-E456", place, message, _TRUSTED))
+        elif not real.is_file():
+            problems.append(missing_problem(file, place))
+    return problems
 
 
 def name_problem(relative: str, place: Path | str) -> Problem | None:
@@ -84,22 +99,6 @@ def name_problem(relative: str, place: Path | str) -> Problem | None:
 def missing_problem(relative: str, place: Path | str) -> Problem:
     """Return the problem that ``place`` refers to a file that does not exist."""
     return problem("FSDP-E457", place, f"refers to {relative!r}, which is missing.", COPY_AGAIN)
-
-
-def _file_problem(root: Path, relative: str, place: Path | str) -> Problem | None:
-    if (found := name_problem(relative, place)) is not None:
-        return found
-    # `os.path.realpath`, because `Path.resolve` raises an error for links in a circle.
-    allowed = [os.path.realpath(root)]
-    if root.parent.name == "snapshots":
-        allowed.append(os.path.realpath(root.parent.parent / "blobs"))
-    real = Path(os.path.realpath(root / relative))
-    if not any(real.is_relative_to(folder) for folder in allowed):
-        message = f"refers to {relative!r}, a link to {real}, which is outside its folder."
-        return problem("FSDP-E456", place, message, _TRUSTED)
-    if not real.is_file():
-        return missing_problem(relative, place)
-    return None
 
 
 _FREE_SPACE = "FSDP-E401", "Free space on this disk, or keep fewer checkpoints (save_total_limit)."

@@ -80,11 +80,9 @@ def open_regular(path: Path, flags: int = 0) -> int:
 _KINDS = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket"}
 
 
-@contextmanager
-def open_for_reading(path: Path) -> Iterator[BinaryIO]:
+def open_for_reading(path: Path) -> BinaryIO:
     """Open a regular file for reading. Raises the errors of :func:`open_regular`."""
-    with os.fdopen(open_regular(path), "rb") as file:
-        yield file
+    return os.fdopen(open_regular(path), "rb")
 
 
 def read_range(path: Path, start: int, num_bytes: int) -> bytes:
@@ -123,13 +121,16 @@ def write_bytes(path: Path, *parts: bytes) -> None:
     temporary.replace(path)
 
 
+_NOT_OPEN, _NO_DIRECT = -2, -1
+"""Values of a direct descriptor: before its first use, and if the file system has no direct reads or writes."""
+
+
 class _DirectFile:
     """An open file, and a second descriptor that bypasses the page cache, which is opened on first use."""
 
     def __init__(self, path: Path, descriptor: int, *, direct: bool) -> None:
         self._path, self.descriptor = path, descriptor
-        self._direct: int | None = None if direct else -1
-        """``None`` before the first use, -1 if the system does not support it."""
+        self._direct = _NOT_OPEN if direct else _NO_DIRECT
 
     def close(self) -> None:
         os.close(self.descriptor)
@@ -137,9 +138,9 @@ class _DirectFile:
 
     def _use_page_cache(self) -> None:
         """Use the page cache from now on, because the file system does not support direct reads or writes."""
-        if self._direct is not None and self._direct >= 0:
+        if self._direct >= 0:
             os.close(self._direct)
-        self._direct = -1
+        self._direct = _NO_DIRECT
 
 
 class OutputFile(_DirectFile):
@@ -163,10 +164,10 @@ class OutputFile(_DirectFile):
     def write(self, view: memoryview, offset: int) -> None:
         """Write ``view`` at byte ``offset``. Whole pages are written directly; their memory must be page-aligned."""
         while view:
-            direct = self._direct != -1 and offset % PAGE == 0 and len(view) % PAGE == 0
+            direct = self._direct != _NO_DIRECT and offset % PAGE == 0 and len(view) % PAGE == 0
             try:
                 with self._named_errors():
-                    if direct and self._direct is None:
+                    if direct and self._direct == _NOT_OPEN:
                         self._direct = os.open(self._path, os.O_WRONLY | DIRECT)
                     count = os.pwrite(self._direct if direct else self.descriptor, view, offset)
             except OSError as error:
@@ -244,7 +245,7 @@ class _InputFile(_DirectFile):
 
     def read(self, offset: int, out: memoryview) -> int:
         """Read some bytes into ``out`` and return their number, which is 0 only at the end of the file."""
-        if len(out) >= _LARGE and self._direct != -1:
+        if len(out) >= _LARGE and self._direct != _NO_DIRECT:
             try:
                 try:
                     count = os.preadv(self.descriptor, [out], offset, _ONLY_CACHED)
@@ -260,7 +261,7 @@ class _InputFile(_DirectFile):
 
     def _read_directly(self, offset: int, out: memoryview) -> int:
         """Read whole pages into aligned memory, and copy the requested bytes."""
-        if self._direct is None:
+        if self._direct == _NOT_OPEN:
             self._direct = open_regular(self._path, DIRECT)
         skipped = offset % PAGE
         wanted = round_up(skipped + len(out))

@@ -159,8 +159,10 @@ def parameter_shards(model: nn.Module) -> ModelShards:
             continue
         name = canonical_name(raw_name)
         if id(parameter) not in by_id:
-            is_sharded = isinstance(parameter, DTensor)
-            tensors[name] = _dtensor_shard(name, parameter) if is_sharded else _replicated_shard(name, parameter)
+            if isinstance(parameter, DTensor):
+                tensors[name] = _dtensor_shard(name, parameter)
+            else:
+                tensors[name] = _replicated_shard(name, parameter)
             by_id[id(parameter)] = [tensors[name]]
         elif by_id[id(parameter)][0].name != name:
             aliases[name] = by_id[id(parameter)][0].name
@@ -182,10 +184,9 @@ def _dtensor_shard(name: str, parameter: DTensor) -> LocalShard:
 
 def _replicated_shard(name: str, tensor: torch.Tensor) -> LocalShard:
     """Return a tensor that is whole on every rank."""
-    shape, local = tuple(tensor.shape), local_tensor(tensor)
     frozen = isinstance(tensor, nn.Parameter) and not tensor.requires_grad
-    pieces = _pieces(local, [whole_box(shape)])
-    return LocalShard(name, local.dtype, shape, pieces, dist.get_rank(), dist.get_world_size(), frozen)
+    whole = _whole(name, local_tensor(tensor))
+    return replace(whole, replica=dist.get_rank(), replicas=dist.get_world_size(), frozen=frozen)
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:

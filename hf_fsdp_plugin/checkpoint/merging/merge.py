@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-import time
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Final
@@ -46,6 +45,7 @@ class MergeOptions:
         verify_input: compare the bytes that are read with the hashes of the manifest.
         verify: compare every byte of the output with the checkpoint.
         delete_input: verify, and delete the merged files of the checkpoint if all checks pass.
+        wait: wait for another merge into the same folder, instead of raising an error.
     """
 
     dtype: str | None = None
@@ -56,6 +56,7 @@ class MergeOptions:
     verify_input: bool = True
     verify: bool = False
     delete_input: bool = False
+    wait: bool = False
 
 
 @dataclass(kw_only=True, slots=True)
@@ -113,7 +114,7 @@ def merge(checkpoint: Path, out: Path, options: MergeOptions, progress: Progress
     output.check_places(checkpoint, out, force=options.force)
     job = _Job(checkpoint, out, options, progress or (lambda *_: None))
     output.check_space(out, job.plan.num_bytes)
-    with MergeStaging(out) as staging, job.config_check() as check:
+    with MergeStaging(out, wait=options.wait) as staging, job.config_check() as check:
         try:
             output.check_places(checkpoint, out, force=options.force)  # another merge may have finished meanwhile
             staging.prepare(output.fingerprint(job.model, job.plan, verify_input=job.verify_input))
@@ -284,7 +285,6 @@ class _Job:
         self.result.problems.append(problem(code, self.checkpoint, message, fix))
 
 
-_POLL_INTERVAL: Final = 0.2
 _WEIGHTS: Final = (file_names.safetensors_file(file_names.HF_MODEL), f"{file_names.HF_MODEL_BIN}.bin")
 _READABLE: Final = (*_WEIGHTS, *map(file_names.index_file, _WEIGHTS), "adapter_config.json")
 """Files from which ``from_pretrained`` reads weights, or by which it recognizes an adapter."""
@@ -307,23 +307,16 @@ def with_whole_weights(folder: Path) -> Path:
     times = [path.stat().st_mtime_ns for path in (model, model / file_names.DCP_METADATA) if path.exists()]
     state = hash_bytes(repr(times).encode())[:12]  # other weights get another copy
     copy = file_names.hidden_path(folder, f"{file_names.MERGED}{state}")
-    if not copy.is_dir():
-        message = f"from_pretrained cannot read the shards of {folder}: they are merged into {copy}, which it reads."
-        fix = "For a folder that can be moved, use `hf-fsdp export`; save_only_model=True writes whole weights."
-        print_once(Problem(code="FSDP-N436", message=message, fix=fix))
-    while not copy.is_dir():
-        try:
-            _write_copy(folder, copy)
-        except CheckpointError as error:
-            if not copy.is_dir() and any(each.code != output.IN_USE for each in error.problems):
-                raise
-            time.sleep(_POLL_INTERVAL)  # another process is writing the copy, or has just written it
-    return copy
-
-
-def _write_copy(folder: Path, copy: Path) -> None:
+    if copy.is_dir():
+        return copy
+    message = f"from_pretrained cannot read the shards of {folder}: they are merged into {copy}, which it reads."
+    fix = "For a folder that can be moved, use `hf-fsdp export`; save_only_model=True writes whole weights."
+    print_once(Problem(code="FSDP-N436", message=message, fix=fix))
     try:
-        merge(folder, copy, MergeOptions())
+        merge(folder, copy, MergeOptions(wait=True))
+    except CheckpointError:
+        if not copy.is_dir():  # else another process has written it
+            raise
     except OSError as error:
         message = f"cannot be written, so from_pretrained cannot read the shards of {folder}"
         fix = f"Run `hf-fsdp merge {folder} OUT`, with OUT on another disk, and pass OUT to from_pretrained."
@@ -331,3 +324,4 @@ def _write_copy(folder: Path, copy: Path) -> None:
     for old in file_names.merged_copies(folder):
         if old != copy:
             shutil.rmtree(old, ignore_errors=True)
+    return copy

@@ -192,7 +192,6 @@ def _has_code(folder: Path) -> bool:
 
 
 PLAN_NAME = "merge_plan.json"
-IN_USE = "FSDP-E485"
 
 
 def staging_path(out: Path) -> Path:
@@ -202,15 +201,19 @@ def staging_path(out: Path) -> Path:
 class MergeStaging:
     """The folder ``.OUT.merging`` next to ``OUT``, locked by one merge at a time.
 
+    Args:
+        wait: wait for another merge that has locked the folder, instead of raising ``CheckpointError``.
+
     Attributes:
         infinite: name of a tensor in the finished files -> number of values that became infinite in the new dtype.
     """
 
-    def __init__(self, out: Path) -> None:
+    def __init__(self, out: Path, *, wait: bool = False) -> None:
         self.out = out
         self.folder = staging_path(out)
         self.infinite: dict[str, int] = {}
         self._lock = -1
+        self._mode = fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB
         self._fingerprint = ""
 
     def __enter__(self) -> MergeStaging:
@@ -219,11 +222,11 @@ class MergeStaging:
             with suppress(FileNotFoundError):
                 self._lock = os.open(self.folder, os.O_RDONLY)
                 try:
-                    fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    fcntl.flock(self._lock, self._mode)
                 except BlockingIOError:
                     self.__exit__()
                     fix = "Wait for it, or give another output folder."
-                    refuse(IN_USE, self.folder, "is in use by another merge.", fix)
+                    refuse("FSDP-E485", self.folder, "is in use by another merge.", fix)
                 if os.path.samestat(os.fstat(self._lock), self.folder.stat()):
                     return self
             self.__exit__()  # another merge has renamed or removed the folder before it was locked here

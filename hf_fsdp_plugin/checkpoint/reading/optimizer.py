@@ -101,7 +101,7 @@ class _StateLoader:
             # Under FSDP1, a parameter with an empty shard on this rank gets no gradient here, and so has no state.
             if entry and (parameter.numel() or isinstance(parameter, DTensor)):
                 state[index] = entry
-        param_groups = []
+        param_groups: list[dict[str, Any]] = []
         for own, saved in zip(self._optimizer.param_groups, self._saved_groups, strict=True):
             start = sum(len(group["params"]) for group in param_groups)
             numbers = list(range(start, start + len(own["params"])))
@@ -144,7 +144,7 @@ class _StateLoader:
         """Check that all state can be loaded."""
         any_shape = step_mode(self._optimizer) == "whole"
         unsupported: list[str] = []
-        other_shards: dict[str, set[str]] = {}
+        other_shards: list[str] = []
         for own in (part for group in self._parameters for _, parts in group for part in parts):
             entry = self._state.get(own.name, {})
             for key, value in entry.items():
@@ -153,17 +153,13 @@ class _StateLoader:
                     unsupported.append(f"{key} of {own.name} {list(value.shape)}, parameter {list(own.shape)}")
             ranges = {elements for _, elements in map(split_key, entry) if elements is not None}
             if ranges and own.pieces and (own.start is not None or range_of(own.boxes, own.shape) not in ranges):
-                other_shards[own.name] = ranges
+                other_shards.append(own.name)
         problems = []
         if unsupported:
             message = f"has optimizer state that cannot be sharded like its parameters: {format_names(unsupported)}."
             problems.append(loading.mismatch_problem("FSDP-E426", self._checkpoint, message))
         if other_shards:  # for example, quantized state
-            count = plural(max(len(elements) for elements in other_shards.values()), "shard")
-            names = format_names(list(other_shards))
-            message = (
-                f"has optimizer state that only fits its own {count} per parameter; this rank has others: {names}."
-            )
+            message = f"has optimizer state of other shards than those of this rank: {format_names(other_shards)}."
             fix = "Resume with the same FSDP version, strategy and number of ranks, or start with a new optimizer."
             problems.append(loading.mismatch_problem("FSDP-E426", self._checkpoint, message, fix))
         raise_if_any(problems)

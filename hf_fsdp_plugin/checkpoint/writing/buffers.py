@@ -121,10 +121,9 @@ class StagingBuffers:
             lower_thread_priority()
             if pinned:  # A new thread starts on device 0, and pinning would create a context there.
                 device.set_current(index)
-            memory = allocate_aligned(size, pinned=pinned)
+            self._allocate(number, size, pinned=pinned)
             if not pinned:
-                allocate_pages(memory)
-            self._replace(number, memory)
+                allocate_pages(self._memory[number])
 
         for number, size in enumerate(sizes):
             if number not in self._preparing and not self._has(number, size):
@@ -136,19 +135,25 @@ class StagingBuffers:
         """Wait for buffer ``number``, and return at least ``size`` bytes of memory."""
         self._finish_preparing(number)
         if not self._has(number, size):
-            self._replace(number, None)  # free the old buffer before the new one is allocated
-            self._replace(number, allocate_aligned(size, pinned=pinned))
+            self._allocate(number, size, pinned=pinned)
         return self._memory[number]
 
     def close(self) -> None:
         """Free all buffers."""
         for number in [*self._preparing]:
             self._finish_preparing(number)
-        for number in [*self._memory]:
-            self._replace(number, None)
+        for memory in self._memory.values():
+            unpin(memory)
+        self._memory.clear()
 
     def _has(self, number: int, size: int) -> bool:
         return number in self._memory and self._memory[number].numel() >= size
+
+    def _allocate(self, number: int, size: int, *, pinned: bool) -> None:
+        """Free the old buffer, then allocate the new one."""
+        if number in self._memory:
+            unpin(self._memory.pop(number))
+        self._memory[number] = allocate_aligned(size, pinned=pinned)
 
     def _finish_preparing(self, number: int) -> None:
         thread = self._preparing.pop(number, None)
@@ -156,9 +161,3 @@ class StagingBuffers:
             if thread.is_alive():
                 _set_thread_priority(thread, 0)
             thread.join()
-
-    def _replace(self, number: int, memory: torch.Tensor | None) -> None:
-        if number in self._memory:
-            unpin(self._memory.pop(number))
-        if memory is not None:
-            self._memory[number] = memory

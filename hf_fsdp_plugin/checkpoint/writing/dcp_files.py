@@ -18,13 +18,14 @@ import itertools
 import pickle
 import tempfile
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy
 import torch
+import torch.distributed as dist
 from numpy.typing import NDArray
 from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION
@@ -34,7 +35,7 @@ from hf_fsdp_plugin.checkpoint.formats.archives import TorchZip
 from hf_fsdp_plugin.checkpoint.formats.index_file import METADATA_TAIL, index_bytes, pack_segments
 from hf_fsdp_plugin.checkpoint.io import open_for_reading
 from hf_fsdp_plugin.checkpoint.names import DCP_METADATA, ENTRY_ALIGNMENT, INDEX_FILE, dcp_file
-from hf_fsdp_plugin.checkpoint.shards import LocalShard
+from hf_fsdp_plugin.checkpoint.shards import LocalShard, shards_to_write
 from hf_fsdp_plugin.checkpoint.writing.file_parts import Content, FilePart, Item, bytes_of, whole_file
 from hf_fsdp_plugin.text import format_dtype
 from hf_fsdp_plugin.torch_private.functions import StorageInfo
@@ -107,42 +108,26 @@ class FolderEntries:
     aliases: Sequence[tuple[StatePath, StatePath]] = ()
 
 
-class JoinedChunks:
-    """The chunks of all ranks, by tensor, in the order of the ranks.
+def _joined_chunks(ranks: Sequence[FolderEntries]) -> Iterator[tuple[StatePath, str, tuple[int, ...], Chunks]]:
+    """Yield each tensor with its chunks of all ranks, in the order of the ranks, whose number is that of the file.
 
     No loop over chunks: with 1,024 ranks there are millions.
-
-    Attributes:
-        numbers: path of a tensor -> its position in ``tensors``.
     """
-
-    def __init__(self, ranks: Sequence[FolderEntries]) -> None:
-        self.tensors: list[TensorLayout] = []
-        self.numbers: dict[StatePath, int] = {}
-        of_rank: dict[int, NDArray[Any]] = {}  # the ranks' sequences are alive, so that their ids are distinct
-        for entries in ranks:
-            if id(entries.tensors) not in of_rank:
-                for tensor in entries.tensors:
-                    if self.numbers.setdefault(tensor[0], len(self.tensors)) == len(self.tensors):
-                        self.tensors.append(tensor)
-                found = [self.numbers[path] for path, _, _ in entries.tensors]
-                of_rank[id(entries.tensors)] = numpy.array(found, dtype="i8")
-        width = max(entries.chunks.shape[1] for entries in ranks)
-        tables = [numpy.pad(own.chunks, ((0, 0), (0, width - own.chunks.shape[1]))) for own in ranks]
-        tensors = numpy.concatenate([of_rank[id(own.tensors)][own.chunks[:, 0]] for own in ranks])
-        self._rows = numpy.concatenate(tables)
-        self._rows[:, 0] = numpy.repeat(numpy.arange(len(ranks)), [len(table) for table in tables])
-        self._order = numpy.argsort(tensors, kind="stable")
-        self._starts = numpy.searchsorted(tensors[self._order], numpy.arange(len(self.tensors) + 1))
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def of(self, number: int) -> Chunks:
-        """Return the chunks of the tensor ``tensors[number]``. The number of a chunk's file is that of its rank."""
-        rows = self._rows.take(self._order[self._starts[number] : self._starts[number + 1]], axis=0)
-        boxes = rows[:, _FIXED : _FIXED + 2 * len(self.tensors[number][2])]
-        return Chunks(rows[:, :_FIXED], boxes[:, ::2], boxes[:, 1::2])
+    # Most ranks share one sequence of tensors. The sequences are alive, so that their ids are distinct.
+    sequences = {id(own.tensors): own.tensors for own in ranks}
+    tensors = {tensor[0]: tensor for sequence in sequences.values() for tensor in sequence}
+    order = {path: number for number, path in enumerate(tensors)}
+    numbers = {key: numpy.array([order[path] for path, _, _ in found], "i8") for key, found in sequences.items()}
+    width = max(own.chunks.shape[1] for own in ranks)
+    rows = numpy.concatenate([numpy.pad(own.chunks, ((0, 0), (0, width - own.chunks.shape[1]))) for own in ranks])
+    of_row = numpy.concatenate([numbers[id(own.tensors)][own.chunks[:, 0]] for own in ranks])
+    rows[:, 0] = numpy.repeat(numpy.arange(len(ranks)), [len(own.chunks) for own in ranks])
+    by_tensor = numpy.argsort(of_row, kind="stable")
+    bounds = numpy.searchsorted(of_row[by_tensor], numpy.arange(len(tensors) + 1))
+    for (start, stop), (path, dtype, shape) in zip(itertools.pairwise(bounds), tensors.values(), strict=True):
+        found = rows.take(by_tensor[start:stop], axis=0)
+        boxes = found[:, _FIXED : _FIXED + 2 * len(shape)]
+        yield path, dtype, shape, Chunks(found[:, :_FIXED], boxes[:, ::2], boxes[:, 1::2])
 
 
 MIN_INDEXED = 5_000
@@ -151,29 +136,37 @@ MIN_INDEXED = 5_000
 
 def rank_file(
     folder: str,
-    rank: int,
-    tensors: Iterable[tuple[StatePath, LocalShard]],
-    smalls: Sequence[SmallEntry] = (),
-    aliases: Sequence[tuple[StatePath, StatePath]] = (),
+    tensors: Sequence[tuple[StatePath, LocalShard]],
+    values: Mapping[StatePath, Any],
+    aliases: Sequence[tuple[StatePath, StatePath]],
 ) -> tuple[FilePart, FolderEntries]:
-    """Return the rank's file in ``folder``, and its entries."""
-    file = dcp_file(rank)
+    """Return this rank's file in ``folder``, and its entries. Each tensor is in the file of one of its replicas.
+
+    Scalars and objects are in no rank's file: rank 0 writes them when it commits.
+    """
+    smalls = _scalar_entries({path: shard.pieces[0].tensor for path, shard in tensors if not shard.shape})
+    for path, value in values.items():
+        buffer = io.BytesIO()
+        torch.save(value, buffer)
+        smalls.append(SmallEntry(path, buffer.getvalue()))
+    file = dcp_file(dist.get_rank())
+    paths = {shard.name: path for path, shard in tensors}
     items: list[Item] = []
     keys: list[TensorLayout] = []
     rows: list[list[int]] = []
-    for path, shard in tensors:
+    for shard in shards_to_write(shard for _, shard in tensors if shard.shape):
         for piece in shard.pieces:
             head, tail = _frame(shard.dtype, piece.box.sizes)
-            start = _add_item(items, (head, piece.tensor, tail), path)
+            start = _add_item(items, (head, piece.tensor, tail), paths[shard.name])
             box = itertools.chain.from_iterable(zip(piece.box.offsets, piece.box.sizes, strict=True))
             rows.append([len(keys), start, items[-1].stop - start, start + len(head), *box])
-        keys.append((path, shard.dtype_name, shard.shape))
+        keys.append((paths[shard.name], shard.dtype_name, shard.shape))
     width = max(map(len, rows), default=_FIXED)
     chunks = numpy.array([row + [0] * (width - len(row)) for row in rows], dtype=numpy.int64).reshape(-1, width)
     return whole_file(f"{folder}/{file}", items), FolderEntries(folder, file, keys, chunks, smalls, aliases)
 
 
-def scalar_entries(tensors: Mapping[StatePath, torch.Tensor]) -> list[SmallEntry]:
+def _scalar_entries(tensors: Mapping[StatePath, torch.Tensor]) -> list[SmallEntry]:
     """Return the entries of scalars, which are read from their devices with one copy per device and dtype."""
     data: dict[StatePath, bytes] = {}
     groups: dict[tuple[torch.device, torch.dtype], dict[StatePath, torch.Tensor]] = {}
@@ -183,12 +176,6 @@ def scalar_entries(tensors: Mapping[StatePath, torch.Tensor]) -> list[SmallEntry
         for path, value in zip(group, torch.stack(list(group.values())).cpu(), strict=True):
             data[path] = bytes_of(value).numpy().tobytes()
     return [SmallEntry(path, data[path], format_dtype(tensor.dtype)) for path, tensor in tensors.items()]
-
-
-def plain_value(path: StatePath, value: Any) -> SmallEntry:
-    buffer = io.BytesIO()
-    torch.save(value, buffer)
-    return SmallEntry(path, buffer.getvalue())
 
 
 class MetadataPickle:
@@ -291,8 +278,8 @@ class MetadataPickle:
         marks = [(_WIDE if is_wide else _NARROW) + number for number, is_wide in enumerate(wide)]
         one = b"".join(map(self._pickled, create(*marks)))
         if reference:
-            mark = marks[0].to_bytes(4, "little")
-            one = one.replace(pickle.BININT + mark, pickle.LONG_BINGET + mark)
+            place = marks[0].to_bytes(4, "little")
+            one = one.replace(pickle.BININT + place, pickle.LONG_BINGET + place)
         rows = numpy.tile(numpy.frombuffer(one, numpy.uint8), (count, 1))
         for mark, is_wide, column in zip(marks, wide, columns, strict=True):
             size = 8 if is_wide else 4
@@ -325,16 +312,16 @@ def _files_of_folder(ranks: Sequence[FolderEntries]) -> list[FilePart]:
         aliases.update(shared_aliases)
     files = [*(entries.file for entries in ranks), dcp_file(len(ranks))]
     pickled = MetadataPickle(files, save_id=uuid.uuid4().hex)
-    joined = JoinedChunks(ranks)
     tensors = []
-    for number, (path, dtype, shape) in enumerate(joined.tensors):
-        chunks = joined.of(number)
+    tied: dict[StatePath, tuple[str, tuple[int, ...], Chunks]] = {}
+    for path, dtype, shape, chunks in _joined_chunks(ranks):
         pickled.add_tensor(path, dtype, shape, chunks)
         places = numpy.concatenate([chunks.places[:, [0, 3]], chunks.offsets], axis=1)
         tensors.append((path, dtype, shape, pack_segments(places, chunks.sizes)))
+        if path in aliases.values():
+            tied[path] = dtype, shape, chunks
     items: list[Item] = []
     values = []
-    scalars: dict[StatePath, tuple[str, Chunks]] = {}
     no_dims = numpy.zeros((1, 0), dtype=numpy.int64)
     for small in smalls.values():
         head, tail = _frame(getattr(torch, small.dtype), ()) if small.dtype is not None else (b"", b"")
@@ -344,19 +331,14 @@ def _files_of_folder(ranks: Sequence[FolderEntries]) -> list[FilePart]:
         if small.dtype is None:
             pickled.add_value(small.path, *place)
         else:
-            scalars[small.path] = small.dtype, Chunks(numpy.array([[*place, 0]]), no_dims, no_dims)
-            pickled.add_tensor(small.path, small.dtype, (), scalars[small.path][1])
+            tied[small.path] = small.dtype, (), Chunks(numpy.array([[*place, 0]]), no_dims, no_dims)
+            pickled.add_tensor(small.path, *tied[small.path])
     for alias, path in aliases.items():
-        if path in scalars:
-            dtype, chunks = scalars[path]
-            pickled.add_tensor(alias, dtype, (), chunks)
-        else:
-            _, dtype, shape = joined.tensors[joined.numbers[path]]
-            pickled.add_tensor(alias, dtype, shape, joined.of(joined.numbers[path]))
+        pickled.add_tensor(alias, *tied[path])
     parts = pickled.finished()
     metadata = whole_file(f"{folder}/{DCP_METADATA}", [Item(0, parts)])
     found = [whole_file(f"{folder}/{files[-1]}", items), metadata] if items else [metadata]
-    if len(joined) >= MIN_INDEXED:
+    if sum(len(own.chunks) for own in ranks) >= MIN_INDEXED:
         last = b"".join(parts[-2:])[-METADATA_TAIL:].hex()
         index = index_bytes(tensors, values, list(aliases.items()), files, (metadata.size, last))
         found.append(whole_file(f"{folder}/{INDEX_FILE}", [Item(0, (index,))]))

@@ -41,12 +41,8 @@ class Item:
     name: str = ""
 
     @property
-    def size(self) -> int:
-        return sum(num_bytes(content) for content in self.contents)
-
-    @property
     def stop(self) -> int:
-        return self.offset + self.size
+        return self.offset + sum(num_bytes(content) for content in self.contents)
 
 
 @dataclass(slots=True)

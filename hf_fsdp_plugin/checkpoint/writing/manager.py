@@ -211,11 +211,10 @@ class CheckpointManager:
                     self.writer.write(folder, parts)
 
     def _poll(self) -> bool:
-        if self.save_in_flight is None:
-            return True
+        """Return whether no save is in flight any more."""
         done = True
         try:
-            done = self.save_in_flight.poll(self._cpu_group())
+            done = self.save_in_flight is None or self.save_in_flight.poll(self._cpu_group())
         finally:
             if done:
                 self._retire()
@@ -404,11 +403,16 @@ def hooks_of(save: Save, poll: Callable[[], object], marker: Path | None) -> Exi
         if next(steps) % interval == 0:  # at the same step on all ranks
             poll()
 
+    def remove_marker() -> None:
+        with suppress(OSError):
+            if marker is not None:
+                marker.unlink(missing_ok=True)
+
     hooks = ExitStack()
+    hooks.callback(remove_marker)
     if marker is not None:
         with suppress(OSError):
             marker.touch()
-            hooks.callback(marker.unlink, missing_ok=True)
     hooks.callback(register_optimizer_step_post_hook(poll_after_step).remove)
     atexit.register(save.join_at_exit)  # no collective: the other ranks may have exited
     hooks.callback(atexit.unregister, save.join_at_exit)

@@ -192,9 +192,15 @@ class StagingFolder:
         """
         written = [file for record in ranks for file in record.files]
         writer = PartWriter()  # not the manager's writer: a background commit must not share its memory
-        for parts in final_files([record.entries for record in ranks]):
-            written += writer.write(self.folder, parts)
-        records = _joined_records(written)
+        for added in final_files([record.entries for record in ranks]):
+            written += writer.write(self.folder, added)
+        parts_of: dict[str, list[FileRecord]] = {}  # of a file, several ranks may have written parts
+        for file in written:
+            parts_of.setdefault(file.path, []).append(file)
+        records = {
+            path: replace(parts[0], ranges=joined_ranges([part.ranges for part in parts]))
+            for path, parts in parts_of.items()
+        }
         for path in sorted(self.folder.rglob("*")):
             relative = path.relative_to(self.folder).as_posix()
             if relative not in records and path.is_file():
@@ -209,14 +215,3 @@ class StagingFolder:
             folders.remove_replaced(replaced, self.final)
         sync(self.final.parent)
         self.discard()
-
-
-def _joined_records(written: Sequence[FileRecord]) -> dict[str, FileRecord]:
-    """Return one record for each file, of which several ranks may have written parts."""
-    parts: dict[str, list[FileRecord]] = {}
-    for record in written:
-        parts.setdefault(record.path, []).append(record)
-    return {
-        path: replace(found[0], ranges=joined_ranges([record.ranges for record in found]))
-        for path, found in parts.items()
-    }

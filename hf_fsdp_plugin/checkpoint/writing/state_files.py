@@ -30,7 +30,7 @@ from torch import nn
 
 from hf_fsdp_plugin.backends.sharding.shard import plan_of
 from hf_fsdp_plugin.checkpoint import names as file_names
-from hf_fsdp_plugin.checkpoint.formats.boxes import Box, relative_slices, row_major, whole_box
+from hf_fsdp_plugin.checkpoint.formats.boxes import relative_slices, row_major, whole_box
 from hf_fsdp_plugin.checkpoint.formats.manifest import Manifest
 from hf_fsdp_plugin.checkpoint.formats.safetensors import index_text, plan_files
 from hf_fsdp_plugin.checkpoint.shards import (
@@ -41,7 +41,7 @@ from hf_fsdp_plugin.checkpoint.shards import (
     shards_to_write,
     trainable_shards,
 )
-from hf_fsdp_plugin.checkpoint.writing.dcp_files import FolderEntries, StatePath, plain_value, rank_file, scalar_entries
+from hf_fsdp_plugin.checkpoint.writing.dcp_files import FolderEntries, StatePath, rank_file
 from hf_fsdp_plugin.checkpoint.writing.file_parts import FilePart, Item, shared_file, whole_file
 from hf_fsdp_plugin.messages import print_once
 from hf_fsdp_plugin.problems import Problem
@@ -82,21 +82,13 @@ def _runs(shard: LocalShard, begin: int) -> Iterator[Item]:
     """Yield the contiguous byte ranges of the shard in the file. The whole tensor begins at ``begin`` in the file."""
     strides = row_major(shard.shape)
     for piece in shard.pieces:
-        dim = _first_contiguous_dim(piece.box, shard.shape)
-        for index in itertools.product(*(range(size) for size in piece.box.sizes[:dim])):
-            place = [*piece.box.offsets]
-            for number, offset in enumerate(index):
-                place[number] += offset
-            element = sum(offset * stride for offset, stride in zip(place, strides, strict=True))
+        offsets, sizes = piece.box.offsets, piece.box.sizes
+        # From the last dim that is not whole, the box is contiguous in the tensor, at fixed indices of earlier dims.
+        dim = max((dim for dim, size in enumerate(sizes) if size != shard.shape[dim]), default=0)
+        for index in itertools.product(*(range(size) for size in sizes[:dim])):
+            place = itertools.zip_longest(offsets, index, strides, fillvalue=0)
+            element = sum((offset + number) * stride for offset, number, stride in place)
             yield Item(begin + element * shard.dtype.itemsize, (piece.tensor[index],), name=shard.name)
-
-
-def _first_contiguous_dim(box: Box, shape: tuple[int, ...]) -> int:
-    """Return the first dim from which the box is contiguous in the whole tensor, at fixed indices of earlier dims."""
-    dim = len(shape)
-    while dim > 0 and box.sizes[dim - 1] == shape[dim - 1]:
-        dim -= 1
-    return max(dim - 1, 0)
 
 
 def model_files(
@@ -106,46 +98,27 @@ def model_files(
     if kind == "full":
         stem = file_names.numbered_from_one(file_names.HF_MODEL, index)
         return whole_files(shards, stem, max_shard_size=max_shard_size)
-    tensors: list[tuple[StatePath, LocalShard]] = [
-        (("model", shard.name), shard) for shard in shards_to_write(shards.tensors) if shard.shape
-    ]
-    smalls = scalar_entries(
-        {("model", shard.name): shard.pieces[0].tensor for shard in shards.tensors if not shard.shape}
-    )
-    aliases: list[tuple[StatePath, StatePath]] = [
-        (("model", alias), ("model", name)) for alias, name in shards.aliases.items()
-    ]
-    folder = file_names.numbered_name(file_names.FSDP_MODEL, index)
-    part, entries = rank_file(folder, dist.get_rank(), tensors, smalls, aliases)
+    tensors = [(("model", shard.name), shard) for shard in shards.tensors]
+    aliases = [(("model", alias), ("model", name)) for alias, name in shards.aliases.items()]
+    part, entries = rank_file(file_names.numbered_name(file_names.FSDP_MODEL, index), tensors, {}, aliases)
     return StateFiles([part], (entries,))
 
 
 def optimizer_files(shards: OptimizerShards, index: int = 0) -> StateFiles:
     """Return this rank's part of the files of optimizer ``index``."""
-    rank = dist.get_rank()
-    tensors: dict[str, tuple[StatePath, LocalShard]] = {}
-    smalls = []
-    numbers: dict[StatePath, torch.Tensor] = {}
+    tensors: list[tuple[StatePath, LocalShard]] = []
+    values: dict[StatePath, Any] = {}
     for name, state in shards.state.items():
         for key, value in state.items():
-            path_in_state: StatePath = ("optimizer", "state", name, key)
-            if not isinstance(value, LocalShard):
-                smalls.append(plain_value(path_in_state, value))
-            elif not value.shape:
-                numbers[path_in_state] = value.pieces[0].tensor
+            path: StatePath = ("optimizer", "state", name, key)
+            if isinstance(value, LocalShard):
+                tensors.append((path, value))
             else:
-                tensors[value.name] = (path_in_state, value)
-    smalls += scalar_entries(numbers)
-    mine = shards_to_write(shard for _, shard in tensors.values())
-    if rank == 0:  # one entry per hyperparameter, because torch flattens a state dict to its leaves
-        smalls += [
-            plain_value(("optimizer", "param_groups", number, key), value)
-            for number, group in enumerate(shards.groups)
-            for key, value in group.items()
-        ]
-    part, entries = rank_file(
-        file_names.numbered_name(file_names.OPTIMIZER, index), rank, [tensors[shard.name] for shard in mine], smalls
-    )
+                values[path] = value
+    if dist.get_rank() == 0:  # one entry per hyperparameter, because torch flattens a state dict to its leaves
+        for number, group in enumerate(shards.groups):
+            values |= {("optimizer", "param_groups", number, key): value for key, value in group.items()}
+    part, entries = rank_file(file_names.numbered_name(file_names.OPTIMIZER, index), tensors, values, [])
     return StateFiles([part], (entries,))
 
 
