@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from itertools import groupby
 from types import MappingProxyType
 from typing import Any, Final, Literal
@@ -23,20 +23,14 @@ UnitParameter = tuple[str, int, torch.dtype, bool]
 
 _SECTIONS: Final = ("mesh", "precision", "prefetch", "activation")
 """Sections of the spec that the plan contains with the same names and fields."""
+_NOT_IN_JSON: Final = frozenset({"ignored_parameters", "fp32_parameters", "device_type", "spec", "problems"})
 
-_ATTRIBUTES: Final[Mapping[str, str]] = MappingProxyType(
-    {
-        "fsdp.version": "version",
-        "sharding.strategy": "strategy",
-        "offload.params": "offload_params",
-        "offload.pin_memory": "pin_memory",
-        "checkpoint.state_dict": "state_dict",
-        "loading.ram_efficient": "ram_efficient",
-        "loading.sync_module_states": "sync_module_states",
-        "params.use_orig": "use_orig",
-        "launch.num_processes": "world_size",
-    }
-)
+_ATTRIBUTES: Final[Mapping[str, str]] = {
+    "fsdp.version": "version", "sharding.strategy": "strategy", "offload.params": "offload_params",
+    "offload.pin_memory": "pin_memory", "checkpoint.state_dict": "state_dict", "loading.ram_efficient": "ram_efficient",
+    "loading.sync_module_states": "sync_module_states", "params.use_orig": "use_orig",
+    "launch.num_processes": "world_size",
+}  # fmt: skip
 """Canonical name -> attribute of the plan, for other settings that the plan resolves."""
 
 
@@ -44,12 +38,12 @@ class ProblemCollector:
     """Collects the problems of one spec, so that all of them are reported at once."""
 
     def __init__(self, spec: FsdpSpec) -> None:
-        self._spec = spec
+        self.spec = spec
         self.problems: list[Problem] = []
 
     def add(self, code: str, setting: str | None, message: str, fix: str = "") -> None:
         """Add a problem. Its origin is the source of ``setting``; a default has no origin."""
-        self.problems.append(self._spec.problem(code, setting, message, fix))
+        self.problems.append(self.spec.problem(code, setting, message, fix))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -145,7 +139,17 @@ def unit_plan(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelParts:
-    """The fields of a plan that depend on the modules of the model. :class:`FsdpPlan` describes them."""
+    """The fields of a plan that depend on the modules of the model.
+
+    Attributes:
+        units: the units in the order of wrapping: children before parents, otherwise in forward order, root last.
+        ties: one tuple per tied parameter, with all its names, which are all in the same unit.
+        ignored_modules: names of modules whose parameters are not sharded.
+        ignored_parameters: names of the parameters that are not sharded: the parameters of ignored modules, and
+            scalars, which have no dimension to shard. Their gradients are averaged over all ranks.
+        pre_sharded: whether the model was sharded before ``prepare``. Its units are kept.
+        sharded_at_load: whether ``from_pretrained`` sharded the model, with a ``DistributedConfig``.
+    """
 
     backend: Backend
     units: tuple[UnitPlan, ...]
@@ -157,37 +161,23 @@ class ModelParts:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class FsdpPlan:
+class FsdpPlan(ModelParts):
     """Everything that a backend needs to shard a model.
 
     Attributes:
-        units: the units in the order of wrapping: children before parents, otherwise in forward order, root last.
-        ties: one tuple per tied parameter, with all its names, which are all in the same unit.
-        ignored_modules: names of modules whose parameters are not sharded.
-        ignored_parameters: names of the parameters that are not sharded: the parameters of ignored modules, and
-            scalars, which have no dimension to shard. Their gradients are averaged over all ranks.
         fp32_modules: names of the modules that compute in fp32 while the others compute in ``precision.param``.
         fp32_parameters: names of their parameters that are sharded.
-        pre_sharded: whether the model was sharded before ``prepare``. Its units are kept.
-        sharded_at_load: whether ``from_pretrained`` sharded the model, with a ``DistributedConfig``.
         spec: the requested settings.
         problems: warnings and notes of the spec and of the plan.
     """
 
-    backend: Backend
     model_class: str
     world_size: int
     device_type: str
     strategy: str
     mesh: MeshPlan
-    units: tuple[UnitPlan, ...]
-    ties: tuple[tuple[str, ...], ...]
-    ignored_modules: tuple[str, ...]
-    ignored_parameters: tuple[str, ...]
     fp32_modules: tuple[str, ...] = ()
     fp32_parameters: tuple[str, ...] = ()
-    pre_sharded: bool
-    sharded_at_load: bool
     offload_params: bool
     pin_memory: bool
     precision: PrecisionPlan
@@ -231,40 +221,28 @@ class FsdpPlan:
 
     def to_json(self) -> dict[str, Any]:
         """Return the ``plan`` object of ``check --json``. Counts are of whole parameters, not of shards."""
+        values = {field.name: getattr(self, field.name) for field in fields(self) if field.name not in _NOT_IN_JSON}
+        units = [
+            {
+                "name": unit.name,
+                "class": unit.class_name,
+                "num_params": unit.num_params,
+                "dtypes": dict(unit.dtypes),
+                "num_frozen": len(unit.frozen),
+                "reshard_after_forward": unit.reshard_after_forward,
+                "from_policy": unit.from_policy,
+            }
+            for unit in self.units
+        ]
+        lists = {name: list(value) for name, value in values.items() if isinstance(value, tuple)}
+        sections = {name: asdict(values[name]) for name in _SECTIONS}
         return {
-            "backend": self.backend,
-            "model_class": self.model_class,
-            "world_size": self.world_size,
+            **values,
+            **lists,
+            **sections,
             "device": self.device_type,
-            "strategy": self.strategy,
-            "mesh": asdict(self.mesh),
             "num_params": self.num_params,
-            "units": [
-                {
-                    "name": unit.name,
-                    "class": unit.class_name,
-                    "num_params": unit.num_params,
-                    "dtypes": dict(unit.dtypes),
-                    "num_frozen": len(unit.frozen),
-                    "reshard_after_forward": unit.reshard_after_forward,
-                    "from_policy": unit.from_policy,
-                }
-                for unit in self.units
-            ],
-            "ties": [list(names) for names in self.ties],
-            "ignored_modules": list(self.ignored_modules),
-            "fp32_modules": list(self.fp32_modules),
-            "pre_sharded": self.pre_sharded,
-            "sharded_at_load": self.sharded_at_load,
-            "offload_params": self.offload_params,
-            "pin_memory": self.pin_memory,
-            "precision": asdict(self.precision),
-            "prefetch": asdict(self.prefetch),
-            "activation": asdict(self.activation),
-            "state_dict": self.state_dict,
-            "ram_efficient": self.ram_efficient,
-            "sync_module_states": self.sync_module_states,
-            "use_orig": self.use_orig,
+            "units": units,
         }
 
     def __str__(self) -> str:
@@ -299,7 +277,7 @@ class FsdpPlan:
 _MAX_NAMES = 12
 
 
-def _settings_text(settings: Iterable[tuple[str, Any]], width: int | None = None) -> list[str]:
+def _settings_text(settings: Iterable[tuple[str, Any]], width: int | None) -> list[str]:
     """Return one line per section: ``prefetch    backward pre · forward no · limit_all_gathers yes``.
 
     Args:
@@ -310,14 +288,12 @@ def _settings_text(settings: Iterable[tuple[str, Any]], width: int | None = None
     indent = max(len(section) for section, _, _ in split) + 4
     lines: list[str] = []
     for section, group in groupby(split, key=lambda setting: setting[0]):
-        line = f"  {section}".ljust(indent)
+        lines.append(f"  {section}".ljust(indent))
         for number, item in enumerate(f"{name} {_value_text(value)}" for _, name, value in group):
-            if number and width is not None and len(line) + len(item) + 3 > width:
-                lines.append(line)
-                line = " " * indent + item
+            if number and width is not None and len(lines[-1]) + len(item) + 3 > width:
+                lines.append(" " * indent + item)
             else:
-                line += f" · {item}" if number else item
-        lines.append(line)
+                lines[-1] += f" · {item}" if number else item
     return lines
 
 
@@ -334,17 +310,16 @@ def _names_text(title: str, names: Sequence[str]) -> list[str]:
     return ["", title, *truncate_lines((f"  {name}" for name in names), _MAX_NAMES)] if names else []
 
 
-def _units_text(units: Iterable[UnitPlan], width: int | None = None) -> str:
+def _units_text(units: Iterable[UnitPlan], width: int | None) -> str:
     """Return a table of units. Units that differ only in the numbers in their names share a row."""
     rows = [("unit", "class", "parameters", "dtype", "after forward")]
-    for same in _groups(units):
-        first = same[0]
-        times = f" ×{len(same)}" if len(same) > 1 else ""
+    for name, same in equal_units(units):
+        first, is_one = same[0], len(same) == 1
         rows.append(
             (
-                common_name([unit.name for unit in same]) or "(root)",
-                first.class_name + times,
-                format_count(first.num_params) + (" each" if times else ""),
+                name,
+                first.class_name if is_one else f"{first.class_name} ×{len(same)}",
+                format_count(first.num_params) + ("" if is_one else " each"),
                 " + ".join(sorted(first.dtypes)) or "–",
                 "freed" if first.reshard_after_forward else "kept",
             )
@@ -352,12 +327,12 @@ def _units_text(units: Iterable[UnitPlan], width: int | None = None) -> str:
     return fit_table(rows, width)
 
 
-def _groups(units: Iterable[UnitPlan]) -> list[list[UnitPlan]]:
-    """Group units that differ only in the numbers in their names, in the order of each group's first unit."""
+def equal_units(units: Iterable[UnitPlan]) -> list[tuple[str, list[UnitPlan]]]:
+    """Group units that differ only in the numbers in their names, and name each group: ``model.layers.0–29``."""
     groups: dict[tuple[object, ...], list[UnitPlan]] = {}
     for unit in units:
         template = tuple("#" if part.isdigit() else part for part in unit.name.split("."))
         dtypes = tuple(sorted(unit.dtypes))
         key = (template, unit.class_name, unit.num_params, dtypes, len(unit.frozen), unit.reshard_after_forward)
         groups.setdefault(key, []).append(unit)
-    return list(groups.values())
+    return [(common_name([unit.name for unit in same]) or "(root)", same) for same in groups.values()]

@@ -7,9 +7,7 @@ from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec
 from hf_fsdp_plugin.strategies import STRATEGIES, Strategy, strategy_of
 
 
-def resolve_mesh(
-    spec: FsdpSpec, world_size: int, local_world_size: int | None, problems: ProblemCollector
-) -> tuple[MeshPlan, str]:
+def resolve_mesh(world_size: int, local_world_size: int | None, problems: ProblemCollector) -> tuple[MeshPlan, str]:
     """Return the mesh and the name of the strategy, which is a hybrid strategy for a mesh with replicas.
 
     Args:
@@ -17,22 +15,27 @@ def resolve_mesh(
         local_world_size: number of ranks on one machine. ``None``: computed from the launch settings.
         problems: the collector to which problems are added. After an error, the returned mesh is a placeholder.
     """
-    strategy = STRATEGIES[spec.sharding.strategy]
+    spec = problems.spec
+    strategy, sizes = STRATEGIES[spec.sharding.strategy], spec.mesh
     if world_size < 1:
-        message = f"the world size is {world_size}."
-        fix = "Set a world size of 1 or more."
-        problems.add("FSDP-E201", None, message, fix)
+        problems.add("FSDP-E201", None, f"the world size is {world_size}.", "Set a world size of 1 or more.")
         return MeshPlan(replicate=1, shard=1), strategy.name
     if not strategy.is_sharded:
-        return _mesh_of_replicas(spec, world_size, problems), strategy.name
-    shard, replicate = _integer_size(spec.mesh.shard), _integer_size(spec.mesh.replicate)
+        if sizes.shard not in ("auto", 1):
+            message = f"{strategy.name} does not shard the model, but the shard size is {sizes.shard}."
+            problems.add("FSDP-E130", "mesh.shard", message, "Remove the shard size, or use full_shard.")
+        if sizes.replicate not in ("auto", world_size):
+            message = f"{strategy.name} on {world_size} ranks has {world_size} replicas, but the replicate size is "
+            problems.add("FSDP-E128", "mesh.replicate", f"{message}{sizes.replicate}.", "Remove the replicate size.")
+        return MeshPlan(replicate=world_size, shard=1), strategy.name
+    shard, replicate = (None if size == "auto" else size for size in (sizes.shard, sizes.replicate))
     if shard is None and replicate is None:
         shard = _ranks_per_machine(spec, world_size, local_world_size) if strategy.hybrid else world_size
-    mesh = _complete_mesh(spec, world_size, shard, replicate, problems)
+    mesh = _complete_mesh(world_size, shard, replicate, problems)
     if mesh is None:
         return MeshPlan(replicate=1, shard=world_size), strategy.name
     if mesh.shard == 1 and world_size > 1:
-        return mesh, _unsharded_strategy(spec, strategy, world_size, problems).name
+        return mesh, _unsharded_strategy(strategy, world_size, problems).name
     hybrid, plain = strategy.counterpart(hybrid=True), strategy.counterpart(hybrid=False)
     if mesh.replicate > 1 and strategy is plain:
         message = f"a mesh with {mesh.replicate} replicas changes the strategy {strategy.name} to {hybrid.name}."
@@ -48,8 +51,9 @@ def resolve_mesh(
     return mesh, strategy.name
 
 
-def _unsharded_strategy(spec: FsdpSpec, strategy: Strategy, world_size: int, problems: ProblemCollector) -> Strategy:
+def _unsharded_strategy(strategy: Strategy, world_size: int, problems: ProblemCollector) -> Strategy:
     """Report that a strategy that shards got a mesh with one rank per shard group. Return the strategy that results."""
+    spec = problems.spec
     unsharded = strategy_of(sharded=False, hybrid=False, reshard=False)
     if spec.asked("mesh.shard") and spec.asked("sharding.strategy"):
         message = f"{strategy.name} with a shard size of 1 does not shard the model."
@@ -64,39 +68,20 @@ def _unsharded_strategy(spec: FsdpSpec, strategy: Strategy, world_size: int, pro
     return unsharded
 
 
-def _integer_size(size: int | str) -> int | None:
-    return size if isinstance(size, int) else None
-
-
-def _mesh_of_replicas(spec: FsdpSpec, world_size: int, problems: ProblemCollector) -> MeshPlan:
-    strategy, shard, replicate = (
-        spec.sharding.strategy,
-        _integer_size(spec.mesh.shard),
-        _integer_size(spec.mesh.replicate),
-    )
-    if shard is not None and shard != 1:
-        message = f"{strategy} does not shard the model, but the shard size is {shard}."
-        fix = "Remove the shard size, or use full_shard."
-        problems.add("FSDP-E130", "mesh.shard", message, fix)
-    if replicate is not None and replicate != world_size:
-        message = f"{strategy} on {world_size} ranks has {world_size} replicas, but the replicate size is {replicate}."
-        fix = "Remove the replicate size."
-        problems.add("FSDP-E128", "mesh.replicate", message, fix)
-    return MeshPlan(replicate=world_size, shard=1)
-
-
 def _ranks_per_machine(spec: FsdpSpec, world_size: int, local_world_size: int | None) -> int:
     num_machines = max(1, spec.launch.num_machines)
     if local_world_size is None:
-        num_processes = _integer_size(spec.launch.num_processes) or world_size
+        given = spec.launch.num_processes
+        num_processes = world_size if given == "auto" else given
         local_world_size = num_processes // num_machines if num_processes % num_machines == 0 else world_size
     return max(1, min(local_world_size, world_size))
 
 
 def _complete_mesh(
-    spec: FsdpSpec, world_size: int, shard: int | None, replicate: int | None, problems: ProblemCollector
+    world_size: int, shard: int | None, replicate: int | None, problems: ProblemCollector
 ) -> MeshPlan | None:
     """Return the mesh after computing its missing size; ``None`` if the sizes do not fit the world size."""
+    spec = problems.spec
     if shard is not None and replicate is not None:
         num_ranks = shard * replicate
         if num_ranks == world_size:

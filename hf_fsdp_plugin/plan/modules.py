@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from hf_fsdp_plugin.plan.names import is_inside, parent_of
+from hf_fsdp_plugin.plan.names import ancestors, common_path, is_inside, parent_of
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 _LEAST_SHARE = 0.0005
@@ -36,6 +36,17 @@ class ParameterEntry:
     def modules(self) -> tuple[str, ...]:
         """For each name, the name of the module in which the parameter is registered."""
         return tuple(parent_of(name) for name in self.names)
+
+    @property
+    def home(self) -> str:
+        """The innermost module that contains all modules in which the parameter is registered."""
+        return common_path(self.modules)
+
+    @property
+    def sharing_modules(self) -> list[str]:
+        """The modules that contain some, but not all, of the modules in which the parameter is registered."""
+        home = self.home
+        return [path for module in self.modules for path in ancestors(module) if not is_inside(home, path)]
 
     @property
     def is_floating(self) -> bool:

@@ -10,7 +10,8 @@ weight.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
+from functools import cache
 from typing import Final
 
 import torch
@@ -18,141 +19,118 @@ from torch import nn
 
 from hf_fsdp_plugin.plan.fsdp_plan import PrecisionPlan, ProblemCollector, UnitPlan
 from hf_fsdp_plugin.plan.modules import ModuleTree, ParameterEntry, class_names
-from hf_fsdp_plugin.plan.names import ancestors, common_path, is_inside, parent_of
-from hf_fsdp_plugin.spec.fsdp_spec import Version
+from hf_fsdp_plugin.plan.names import ancestors, is_inside, parent_of
 from hf_fsdp_plugin.text import format_dtype, format_names, plural
 
 _COMPUTE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _Violation = tuple[UnitPlan, str]
 """A unit that violates a rule, and the details for the message."""
+KindOf = Callable[[ParameterEntry], Hashable]
+"""Returns what all parameters of a unit must have in common: dtype, ``requires_grad`` or both."""
 
 
 def check_parameters(
-    tree: ModuleTree,
-    units: tuple[UnitPlan, ...],
-    precision: PrecisionPlan,
-    version: Version,
-    use_orig: bool,
-    problems: ProblemCollector,
+    tree: ModuleTree, units: tuple[UnitPlan, ...], precision: PrecisionPlan, problems: ProblemCollector
 ) -> None:
     """Report units that the backend cannot create, and parameters that cannot be sharded."""
     entries = {entry.name: entry for entry in tree.parameters}
-    _check_integers(tree, precision, problems)
-    _check_complex(tree, problems)
-    _check_packed(tree, precision, problems)
-    _check_own_gather(tree, problems)
-    owned = {unit.name: [entries[name] for name in unit.parameters if entries[name].is_floating] for unit in units}
-    _check_dtypes(tree, units, owned, precision, version, problems)
-    if version == 1 and not use_orig:
-        _check_requires_grad(tree, units, owned, problems)
-    _check_ignored(tree, problems)
+    _check_kinds([entry for entry in tree.parameters if not entry.ignored], precision, problems)
+    owned = [(unit, [entries[name] for name in unit.parameters if entries[name].is_floating]) for unit in units]
+    _check_dtypes(tree, owned, precision, problems)
+    spec = problems.spec
+    if spec.fsdp.version == 1 and not spec.params.use_orig:
+        _check_requires_grad(tree, owned, problems)
+    if trainable := [entry for entry in tree.parameters if entry.ignored and entry.parameter.requires_grad]:
+        message = (
+            f"{plural(len(trainable), 'trainable parameter is', 'trainable parameters are')} not sharded: "
+            f"{_names(trainable)}. FSDP does not reduce their gradients, so the plugin averages them over all "
+            "ranks after each backward."
+        )
+        problems.add("FSDP-N223", "wrap.ignored_modules", message)
 
 
-def _check_integers(tree: ModuleTree, precision: PrecisionPlan, problems: ProblemCollector) -> None:
-    integers = [e for e in tree.parameters if not (e.ignored or e.is_floating or e.parameter.is_complex())]
-    if integers:
+def _names(entries: Iterable[ParameterEntry]) -> str:
+    return format_names([entry.name for entry in entries])
+
+
+def _check_kinds(sharded: Sequence[ParameterEntry], precision: PrecisionPlan, problems: ProblemCollector) -> None:
+    """Report parameters that FSDP cannot shard: integers, complex numbers, packed weights, and own all-gathers."""
+    floating = [entry for entry in sharded if entry.is_floating]
+    if integers := [entry for entry in sharded if not (entry.is_floating or entry.parameter.is_complex())]:
         dtypes = sorted({format_dtype(entry.parameter.dtype) for entry in integers})
+        sizes: Counter[torch.dtype] = Counter()
+        for entry in floating:
+            sizes[entry.parameter.dtype] += entry.parameter.numel()
+        usual = sizes.most_common(1)[0][0] if sizes else torch.bfloat16
         # bitsandbytes packs two 4-bit weights into each byte of a tensor of any dtype, but has no choice for 8 bits.
-        storage = f"bnb_4bit_quant_storage={_COMPUTE_DTYPES.get(precision.param) or _model_dtype(tree)}"
-        problems.add(
-            "FSDP-E220",
-            None,
+        storage = f"bnb_4bit_quant_storage={_COMPUTE_DTYPES.get(precision.param) or usual}"
+        message = (
             "FSDP shards only floating-point parameters, but "
             f"{plural(len(integers), 'parameter has', 'parameters have')} an integer dtype ({', '.join(dtypes)}), as "
-            f"quantized weights do: {format_names([entry.name for entry in integers])}.",
+            f"quantized weights do: {_names(integers)}."
+        )
+        fix = (
             f"Load it with BitsAndBytesConfig(load_in_4bit=True, {storage}), or exclude the modules with "
-            "fsdp_ignored_modules.",
+            "fsdp_ignored_modules."
         )
-
-
-def _check_complex(tree: ModuleTree, problems: ProblemCollector) -> None:
-    names = [entry.name for entry in tree.parameters if entry.parameter.is_complex() and not entry.ignored]
-    if names:
-        problems.add(
-            "FSDP-E224",
-            None,
-            f"FSDP shards only real parameters, but {plural(len(names), 'parameter is', 'parameters are')} complex: "
-            f"{format_names(names)}.",
+        problems.add("FSDP-E220", None, message, fix)
+    if numbers := [entry for entry in sharded if entry.parameter.is_complex()]:
+        message = (
+            f"FSDP shards only real parameters, but {plural(len(numbers), 'parameter is', 'parameters are')} complex: "
+            f"{_names(numbers)}."
+        )
+        fix = (
             "Keep their modules whole on every rank with fsdp_ignored_modules, or store torch.view_as_real(weight) and "
-            "use torch.view_as_complex in the forward.",
+            "use torch.view_as_complex in the forward."
         )
-
-
-def _model_dtype(tree: ModuleTree) -> torch.dtype:
-    """Return the dtype of most parameters that are not quantized."""
-    sizes: Counter[torch.dtype] = Counter()
-    for entry in tree.parameters:
-        if not entry.ignored and entry.is_floating:
-            sizes[entry.parameter.dtype] += entry.parameter.numel()
-    return sizes.most_common(1)[0][0] if sizes else torch.bfloat16
-
-
-def _check_packed(tree: ModuleTree, precision: PrecisionPlan, problems: ProblemCollector) -> None:
-    """Report packed 4-bit weights that mixed precision would cast: a cast changes the bytes."""
+        problems.add("FSDP-E224", None, message, fix)
+    # Packed 4-bit weights: a cast changes their bytes.
     compute = _COMPUTE_DTYPES.get(precision.param)
-    packed = [
-        entry
-        for entry in tree.parameters
-        if getattr(entry.parameter, "quant_state", None) is not None and not entry.ignored and entry.is_floating
-    ]
-    if compute is None or all(entry.parameter.dtype == compute for entry in packed):
-        return
-    stored = format_dtype(next(e.parameter.dtype for e in packed if e.parameter.dtype != compute))
-    message = (
-        f"the bytes of {plural(len(packed), 'quantized weight')} are stored in {stored} tensors, and mixed precision "
-        f"would cast them to {precision.param}: {format_names([entry.name for entry in packed])}."
-    )
-    fix = f"Set bnb_4bit_quant_storage={compute}, or mixed_precision to the dtype {stored} or no."
-    problems.add("FSDP-E266", "precision.param", message, fix)
-
-
-def _check_own_gather(tree: ModuleTree, problems: ProblemCollector) -> None:
-    """Report weights that convert themselves in FSDP2's all-gather, as torchao's do for fp8: copies would lose that."""
-    found = [
-        entry for entry in tree.parameters if hasattr(entry.parameter, "fsdp_pre_all_gather") and not entry.ignored
-    ]
-    if found:
-        problems.add(
-            "FSDP-E121",
-            None,
-            f"{plural(len(found), 'weight')} of class {type(found[0].parameter).__name__} would be converted in the "
-            f"all-gather, which is not supported: {format_names([entry.name for entry in found])}.",
-            "Call convert_to_float8_training with Float8LinearConfig(enable_fsdp_float8_all_gather=False), or exclude "
-            "the modules with fsdp_ignored_modules.",
+    packed = [entry for entry in floating if getattr(entry.parameter, "quant_state", None) is not None]
+    stored = [format_dtype(entry.parameter.dtype) for entry in packed if entry.parameter.dtype != compute]
+    if compute is not None and stored:
+        message = (
+            f"the bytes of {plural(len(packed), 'quantized weight')} are stored in {stored[0]} tensors, and mixed "
+            f"precision would cast them to {precision.param}: {_names(packed)}."
         )
+        fix = f"Set bnb_4bit_quant_storage={compute}, or mixed_precision to the dtype {stored[0]} or no."
+        problems.add("FSDP-E266", "precision.param", message, fix)
+    # Weights that convert themselves in FSDP2's all-gather, as torchao's do for fp8: copies would lose that.
+    if own := [entry for entry in sharded if hasattr(entry.parameter, "fsdp_pre_all_gather")]:
+        message = (
+            f"{plural(len(own), 'weight')} of class {type(own[0].parameter).__name__} would be converted in the "
+            f"all-gather, which is not supported: {_names(own)}."
+        )
+        fix = (
+            "Call convert_to_float8_training with Float8LinearConfig(enable_fsdp_float8_all_gather=False), or exclude "
+            "the modules with fsdp_ignored_modules."
+        )
+        problems.add("FSDP-E121", None, message, fix)
 
 
 def _check_dtypes(
     tree: ModuleTree,
-    units: tuple[UnitPlan, ...],
-    owned: dict[str, list[ParameterEntry]],
+    owned: Iterable[tuple[UnitPlan, list[ParameterEntry]]],
     precision: PrecisionPlan,
-    version: Version,
     problems: ProblemCollector,
 ) -> None:
     """Report units with several dtypes. FSDP1 requires one dtype per unit, FSDP2 one for its trainable parameters."""
+    version = problems.spec.fsdp.version
     violations: list[_Violation] = []
     main_dtypes: dict[str, None] = {}
-    for unit in units:
+    for unit, entries in owned:
         groups: dict[torch.dtype, list[ParameterEntry]] = defaultdict(list)
-        for entry in owned[unit.name]:
+        for entry in entries:
             if version == 1 or entry.parameter.requires_grad:
                 groups[entry.stored_dtype(precision.master)].append(entry)
         if len(groups) < 2:
             continue
-        names = {
-            format_dtype(dtype): [entry.name for entry in group]
-            for dtype, group in sorted(groups.items(), key=lambda item: -sum(e.parameter.numel() for e in item[1]))
-        }
-        main, *others = names
-        main_dtypes[main] = None
-        listed = "; ".join(f"{dtype}: {format_names(names[dtype])}" for dtype in others)
-        details = f"most parameters are {main}, the others are {listed}"
-        if version == 1:
-            details += _reason_clause(
-                reason_inseparable(tree, owned[unit.name], kind_in_fsdp1(precision, use_orig=True))
-            )
-        violations.append((unit, details))
+        by_size = sorted(groups.items(), key=lambda item: -sum(e.parameter.numel() for e in item[1]))
+        main, *others = ((format_dtype(dtype), _names(group)) for dtype, group in by_size)
+        main_dtypes[main[0]] = None
+        listed = "; ".join(f"{dtype}: {names}" for dtype, names in others)
+        why = UnitSplitter(tree, entries, kind_in_fsdp1(precision, use_orig=True)).reason() if version == 1 else ""
+        violations.append((unit, f"most parameters are {main[0]}, the others are {listed}{why}"))
     cast = f"cast all parameters of a unit to {' or '.join(main_dtypes)}"
     if version == 1:
         rule, setting = "FSDP1 requires one dtype for all parameters of a unit", "fsdp.version"
@@ -164,31 +142,19 @@ def _check_dtypes(
 
 
 def _check_requires_grad(
-    tree: ModuleTree, units: tuple[UnitPlan, ...], owned: dict[str, list[ParameterEntry]], problems: ProblemCollector
+    tree: ModuleTree, owned: Iterable[tuple[UnitPlan, list[ParameterEntry]]], problems: ProblemCollector
 ) -> None:
     violations: list[_Violation] = []
-    for unit in units:
-        frozen = [entry.name for entry in owned[unit.name] if not entry.parameter.requires_grad]
-        trainable = [entry.name for entry in owned[unit.name] if entry.parameter.requires_grad]
+    for unit, entries in owned:
+        frozen = [entry for entry in entries if not entry.parameter.requires_grad]
+        trainable = [entry for entry in entries if entry.parameter.requires_grad]
         if frozen and trainable:
-            counts = f"{len(frozen)} parameters are frozen ({format_names(frozen)}) and {len(trainable)} are trainable"
-            why = _reason_clause(
-                reason_inseparable(tree, owned[unit.name], lambda entry: entry.parameter.requires_grad)
-            )
-            violations.append((unit, f"{counts} ({format_names(trainable)}){why}"))
-    _report_violations(
-        problems,
-        "FSDP-E222",
-        "params.use_orig",
-        "FSDP1 with fsdp_use_orig_params: false requires that all parameters of a unit are frozen, or that none is",
-        violations,
-        "Set fsdp_use_orig_params: true, or fsdp_version: 2.",
-    )
-
-
-def _reason_clause(reason: str | None) -> str:
-    """Return the reason why the plan could not split a unit, as the end of a sentence."""
-    return f"; they cannot be units of their own, because {reason}" if reason else ""
+            counts = f"{len(frozen)} parameters are frozen ({_names(frozen)}) and {len(trainable)} are trainable"
+            why = UnitSplitter(tree, entries, lambda entry: entry.parameter.requires_grad).reason()
+            violations.append((unit, f"{counts} ({_names(trainable)}){why}"))
+    rule = "FSDP1 with fsdp_use_orig_params: false requires that all parameters of a unit are frozen, or that none is"
+    fix = "Set fsdp_use_orig_params: true, or fsdp_version: 2."
+    _report_violations(problems, "FSDP-E222", "params.use_orig", rule, violations, fix)
 
 
 def _report_violations(
@@ -202,17 +168,6 @@ def _report_violations(
         problems.add(code, setting, f"{rule}. {count} this rule: {listed}. In {unit.label}, {details}.", fix)
 
 
-def _check_ignored(tree: ModuleTree, problems: ProblemCollector) -> None:
-    trainable = [entry.name for entry in tree.parameters if entry.ignored and entry.parameter.requires_grad]
-    if trainable:
-        message = (
-            f"{plural(len(trainable), 'trainable parameter is', 'trainable parameters are')} not sharded: "
-            f"{format_names(trainable)}. FSDP does not reduce their gradients, so the plugin averages them over all "
-            "ranks after each backward."
-        )
-        problems.add("FSDP-N223", "wrap.ignored_modules", message)
-
-
 _READS_CHILDREN: Final = frozenset({"MultiheadAttention", "ParamWrapper", "TrainableTokensLayer"})
 """Classes that read the weights of their children instead of calling them: torch's attention, and two of PEFT's.
 
@@ -223,44 +178,13 @@ _MAGNITUDE: Final = "lora_magnitude_vector"
 """DoRA's attribute in a LoRA layer, which then reads the weight of its base layer."""
 
 
-KindOf = Callable[[ParameterEntry], Hashable]
-"""Returns what all parameters of a unit must have in common: dtype, ``requires_grad`` or both."""
-
-
 def kind_in_fsdp1(precision: PrecisionPlan, use_orig: bool) -> KindOf:
     """Return a function for the dtype in which FSDP1 stores a parameter, and ``requires_grad`` if it matters."""
     return lambda entry: (entry.stored_dtype(precision.master), None if use_orig else entry.parameter.requires_grad)
 
 
-def modules_to_split_off(
-    tree: ModuleTree, unit: str, entries: Sequence[ParameterEntry], kind: KindOf
-) -> tuple[str, ...]:
-    """Return the modules inside ``unit`` to wrap as separate units, so that every unit has parameters of one kind.
-
-    The kind with the most elements stays in the unit if that is possible. Returns no modules if the unit has one kind
-    already, or if no choice of modules separates the kinds.
-
-    Args:
-        unit: name of the unit's module; empty for the root.
-        entries: the parameters of the unit, without those of units inside it.
-    """
-    return tuple(_Splitter(tree, entries, kind).modules_inside(unit))
-
-
-def reason_inseparable(tree: ModuleTree, entries: Sequence[ParameterEntry], kind: KindOf) -> str | None:
-    """Return a reason why parameters of several kinds cannot be in separate units; ``None`` for no specific reason."""
-    splitter = _Splitter(tree, entries, kind)
-    for path, own in splitter.own.items():
-        if len({kind(entry) for entry in own}) > 1:
-            return f"{type(tree.modules[path]).__name__} {path!r} itself has parameters of both kinds"
-    for path in splitter.kinds:
-        if path and len(splitter.kinds[path]) > 1 and not splitter.may_divide(path):
-            return f"{type(tree.modules[path]).__name__} {path!r} reads weights of the modules inside it"
-    return None
-
-
-class _Splitter:
-    """Searches the modules to wrap inside one unit.
+class UnitSplitter:
+    """Searches the modules to wrap inside one unit, so that every unit has parameters of one kind.
 
     Attributes:
         own: module -> the parameters that are registered in it. A shared parameter is listed in the innermost module
@@ -269,40 +193,53 @@ class _Splitter:
     """
 
     def __init__(self, tree: ModuleTree, entries: Sequence[ParameterEntry], kind: KindOf) -> None:
+        """Sort the parameters of a unit, without those of units inside it."""
         self._tree, self._kind = tree, kind
         self.own: dict[str, list[ParameterEntry]] = defaultdict(list)
         self.kinds: dict[str, Counter[Hashable]] = defaultdict(Counter)
         self._children: dict[str, dict[str, None]] = defaultdict(dict)
         self._sharing: set[str] = set()
-        self._found: dict[tuple[str, Hashable], list[str] | None] = {}
+        self._leaving = cache(self._modules_leaving)
         for entry in entries:
-            home = common_path(entry.modules)
-            self.own[home].append(entry)
-            path = home
-            for path in (*ancestors(home), ""):
+            self.own[entry.home].append(entry)
+            for path in (*ancestors(entry.home), ""):
                 self.kinds[path][kind(entry)] += entry.parameter.numel()
                 if path:
                     self._children[parent_of(path)][path] = None
-            for module in entry.modules:
-                for path in ancestors(module):
-                    if path == home:
-                        break
-                    self._sharing.add(path)
+            self._sharing.update(entry.sharing_modules)
 
     def modules_inside(self, unit: str) -> list[str]:
+        """Return the modules to wrap as separate units.
+
+        The kind with the most elements stays in the unit if that is possible. Returns no modules if the unit has one
+        kind already, or if no choice of modules separates the kinds.
+
+        Args:
+            unit: name of the unit's module; empty for the root.
+        """
         if len(self.kinds[unit]) < 2:
             return []
-        choices = [
-            found for kind in self._kinds_by_size(unit) if (found := self._modules_leaving(unit, kind)) is not None
-        ]
+        choices = [found for kind in self._kinds_by_size(unit) if (found := self._leaving(unit, kind)) is not None]
         # A layer without parameters of its own would not be a unit, and would not be checkpointed.
         return next((found for found in choices if self._leaves_parameters(found)), choices[0] if choices else [])
+
+    def reason(self) -> str:
+        """Return the end of a sentence: why the kinds cannot be in separate units; empty for no specific reason."""
+        start = "; they cannot be units of their own, because"
+        for path, entries in self.own.items():
+            if len({self._kind(entry) for entry in entries}) > 1:
+                return f"{start} {type(self._tree.modules[path]).__name__} {path!r} itself has parameters of both kinds"
+        for path in self.kinds:
+            if path and len(self.kinds[path]) > 1 and not self._may_divide(path):
+                name = type(self._tree.modules[path]).__name__
+                return f"{start} {name} {path!r} reads weights of the modules inside it"
+        return ""
 
     def _leaves_parameters(self, split: Collection[str]) -> bool:
         """Whether parameters remain outside the modules to wrap."""
         return any(entries and not any(is_inside(home, name) for name in split) for home, entries in self.own.items())
 
-    def may_divide(self, path: str) -> bool:
+    def _may_divide(self, path: str) -> bool:
         """Whether the modules inside a module may be units. They must be called, not only have their weights read."""
         classes = class_names(self._tree.modules[path])
         if not classes.isdisjoint(_READS_CHILDREN):
@@ -315,8 +252,7 @@ class _Splitter:
 
     def _is_callable(self, path: str) -> bool:
         """Whether a module has a forward. Lists and dicts of modules or parameters have none."""
-        module = self._tree.modules[path]
-        return type(module).forward is not nn.Module.forward
+        return type(self._tree.modules[path]).forward is not nn.Module.forward
 
     def _can_wrap(self, path: str) -> bool:
         parent, _, attribute = path.rpartition(".")
@@ -329,18 +265,12 @@ class _Splitter:
 
     def _modules_leaving(self, path: str, kind: Hashable) -> list[str] | None:
         """Return the modules to wrap so that only parameters of ``kind`` remain in ``path``; ``None`` if impossible."""
-        key = path, kind
-        if key not in self._found:
-            self._found[key] = self._search_leaving(path, kind)
-        return self._found[key]
-
-    def _search_leaving(self, path: str, kind: Hashable) -> list[str] | None:
         if any(self._kind(entry) != kind for entry in self.own.get(path, ())):
             return None
         found: list[str] = []
         for child in self._children[path]:
             inner = self._modules_covering(child, kind)
-            if inner is None or (inner and not self.may_divide(path)):
+            if inner is None or (inner and not self._may_divide(path)):
                 return None
             found += inner
         return found
@@ -353,11 +283,11 @@ class _Splitter:
         can_wrap = self._can_wrap(child)
         if can_wrap and len(kinds) == 1:
             return [child]
-        inner = self._modules_leaving(child, kind)
+        inner = self._leaving(child, kind)
         if inner is not None or not can_wrap:
             return inner
         for other in kinds:
-            inner = self._modules_leaving(child, other) if other != kind else None
+            inner = self._leaving(child, other) if other != kind else None
             if inner is not None:
                 return [*inner, child]
         return None

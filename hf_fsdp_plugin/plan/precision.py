@@ -2,108 +2,84 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
-from typing import Final, Literal
+from typing import Final
 
 import torch
 from torch import nn
 
-from hf_fsdp_plugin.plan.fsdp_plan import Backend, PlannedDtype, PrecisionPlan, ProblemCollector
+from hf_fsdp_plugin.plan.fsdp_plan import Backend, ModelParts, PlannedDtype, PrecisionPlan, ProblemCollector
 from hf_fsdp_plugin.plan.modules import ModuleTree, ParameterEntry
 from hf_fsdp_plugin.plan.names import is_inside
 from hf_fsdp_plugin.plan.wrap_policy import matching_modules
-from hf_fsdp_plugin.spec.fsdp_spec import DtypeName, FsdpSpec
+from hf_fsdp_plugin.spec.fsdp_spec import DtypeName
 from hf_fsdp_plugin.spec.rules import FP16_ON_CPU
 from hf_fsdp_plugin.text import format_dtype, format_names, plural
 from hf_fsdp_plugin.torch_private.fsdp2 import first_version_with_dtype_per_parameter, installed_behavior
 
 _FP32_MODULES: Final = "precision.fp32_modules"
+_MIXED: Final = ("bf16", "fp16")
 
 
-def resolve_precision(spec: FsdpSpec, model: nn.Module, device_type: str, problems: ProblemCollector) -> PrecisionPlan:
+def resolve_precision(model: nn.Module, device_type: str, problems: ProblemCollector) -> PrecisionPlan:
     """Return the planned dtypes.
 
     With mixed precision, trainable parameters are stored in fp32, and cast for each all-gather.
     """
-    requested: dict[str, DtypeName] = asdict(spec.precision)
-    requested.pop("fp32_modules")
+    asked = problems.spec.precision
     dtypes: dict[str, PlannedDtype] = {}
-    for field, dtype in requested.items():
+    for field in ("param", "reduce", "output", "buffer"):
+        dtype: DtypeName = getattr(asked, field)
         dtypes[field] = "unchanged" if dtype == "auto" else dtype
         if dtype == "fp16" and device_type == "cpu":
             problems.add("FSDP-E147", f"precision.{field}", *FP16_ON_CPU)
-    is_mixed = spec.precision.param in ("bf16", "fp16")
-    if not is_mixed:
-        _check_master_weights(model, problems)
-    master: Literal["fp32", "unchanged"] = "fp32" if is_mixed else "unchanged"
-    return PrecisionPlan(**dtypes, master=master, fp32_modules=spec.precision.fp32_modules)
-
-
-def _check_master_weights(model: nn.Module, problems: ProblemCollector) -> None:
-    dtypes = {p.dtype for p in model.parameters() if p.requires_grad and p.is_floating_point()}
-    if dtypes in ({torch.bfloat16}, {torch.float16}):
-        name = format_dtype(dtypes.pop())
+    if asked.param in _MIXED:
+        return PrecisionPlan(**dtypes, master="fp32", fp32_modules=asked.fp32_modules)
+    trained = {p.dtype for p in model.parameters() if p.requires_grad and p.is_floating_point()}
+    if trained in ({torch.bfloat16}, {torch.float16}):
+        name = format_dtype(trained.pop())
         message = (
             f"the model is {name} and mixed precision is off, so master weights and optimizer state are {name} too. "
             "Small updates are rounded to zero."
         )
         fix = "Set mixed_precision: bf16 to store master weights in float32, or load the model in float32."
         problems.add("FSDP-W231", "precision.param", message, fix)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Fp32Parts:
-    """The modules that compute in fp32, and their parameters.
-
-    Attributes:
-        modules: names of the outermost selected modules, and of other modules that share a parameter with them.
-        parameters: the first name of each of their sharded parameters, in the order of the model.
-    """
-
-    modules: tuple[str, ...] = ()
-    parameters: tuple[str, ...] = ()
+    return PrecisionPlan(**dtypes, master="unchanged", fp32_modules=asked.fp32_modules)
 
 
 def resolve_fp32_modules(
-    spec: FsdpSpec,
-    model: nn.Module,
-    precision: PrecisionPlan,
-    backend: Backend,
-    ignored_parameters: tuple[str, ...],
-    problems: ProblemCollector,
-) -> Fp32Parts:
-    """Return the modules that ``precision.fp32_modules`` selects; empty without the setting or mixed precision.
+    model: nn.Module, precision: PrecisionPlan, parts: ModelParts, problems: ProblemCollector
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return what ``precision.fp32_modules`` selects: modules and sharded parameters. FSDP casts no others.
 
-    Args:
-        ignored_parameters: names of the parameters that are not sharded. FSDP does not cast them.
+    The modules are the outermost ones that match, and other modules that share a parameter with them. The parameters
+    have their first names, in the order of the model. Both are empty without the setting or mixed precision.
     """
-    matched = matching_modules(spec, _FP32_MODULES, model, problems)
+    matched = matching_modules(_FP32_MODULES, model, problems)
     if not matched:
-        return Fp32Parts()
-    tree = ModuleTree(model)
+        return (), ()
     entries = [
         entry
-        for entry in tree.parameters
+        for entry in ModuleTree(model).parameters
         if entry.is_floating
-        and entry.name not in ignored_parameters
+        and entry.name not in parts.ignored_parameters
         and any(is_inside(name, outer) for name in entry.names for outer in matched)
     ]
     if not entries:
         message = (
-            f"no sharded parameter is in the modules that {spec.precision.fp32_modules!r} matches: "
+            f"no sharded parameter is in the modules that {precision.fp32_modules!r} matches: "
             f"{format_names(matched, 3)}."
         )
         fix = "Write a pattern for modules with parameters, or remove the key."
         problems.add("FSDP-E212", _FP32_MODULES, message, fix)
-        return Fp32Parts()
+        return (), ()
     _check_stored_dtypes(entries, precision, problems)
-    if precision.param not in ("bf16", "fp16"):
-        return Fp32Parts()  # nothing is cast
-    _check_support(backend, problems)
+    if precision.param not in _MIXED:
+        return (), ()  # nothing is cast
+    _check_support(parts.backend, problems)
     owners = dict.fromkeys(path for entry in entries for path in entry.modules)
     outermost = [name for name in matched if not any(name != other and is_inside(name, other) for other in matched)]
     tied = [path for path in owners if not any(is_inside(path, outer) for outer in outermost)]
-    return Fp32Parts(modules=(*outermost, *tied), parameters=tuple(entry.name for entry in entries))
+    return (*outermost, *tied), tuple(entry.name for entry in entries)
 
 
 def _check_stored_dtypes(entries: list[ParameterEntry], precision: PrecisionPlan, problems: ProblemCollector) -> None:

@@ -11,7 +11,7 @@ from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan, ModelParts, PrecisionPlan, P
 from hf_fsdp_plugin.plan.mesh import resolve_mesh
 from hf_fsdp_plugin.plan.modules import ModuleTree
 from hf_fsdp_plugin.plan.parameters import check_parameters
-from hf_fsdp_plugin.plan.precision import Fp32Parts, resolve_fp32_modules, resolve_precision
+from hf_fsdp_plugin.plan.precision import resolve_fp32_modules, resolve_precision
 from hf_fsdp_plugin.plan.presharded import model_class_name, sharded_parts
 from hf_fsdp_plugin.plan.units import wrap_units
 from hf_fsdp_plugin.plan.wrap_policy import matching_modules
@@ -42,13 +42,15 @@ def resolve(
             including warnings and notes.
     """
     collector = ProblemCollector(spec)
-    mesh, strategy = resolve_mesh(spec, world_size, local_world_size, collector)
-    precision = resolve_precision(spec, model, device_type, collector)
-    parts = sharded_parts(spec, model, collector) or _planned_parts(spec, model, strategy, precision, collector)
+    mesh, strategy = resolve_mesh(world_size, local_world_size, collector)
+    precision = resolve_precision(model, device_type, collector)
+    parts = sharded_parts(model, collector) or _planned_parts(model, strategy, precision, collector)
     version: Version = 1 if parts.backend == "fsdp1" else 2
-    fp32 = Fp32Parts()
-    if parts.sharded_at_load or not parts.pre_sharded:
-        fp32 = resolve_fp32_modules(spec, model, precision, parts.backend, parts.ignored_parameters, collector)
+    fp32_modules, fp32_parameters = (
+        resolve_fp32_modules(model, precision, parts, collector)
+        if parts.sharded_at_load or not parts.pre_sharded
+        else ((), ())
+    )
     _check_offload(spec, version, device_type, collector)
     _check_activation(spec, model, parts.pre_sharded, collector)
     if (problem := unsupported_device(device_type)) is not None:
@@ -65,8 +67,8 @@ def resolve(
         device_type=device_type,
         strategy=strategy,
         mesh=mesh,
-        fp32_modules=fp32.modules,
-        fp32_parameters=fp32.parameters,
+        fp32_modules=fp32_modules,
+        fp32_parameters=fp32_parameters,
         offload_params=spec.offload.params,
         pin_memory=spec.offload.pin_memory and device_type != "cpu",
         precision=precision,
@@ -81,21 +83,18 @@ def resolve(
     )
 
 
-def _planned_parts(
-    spec: FsdpSpec, model: nn.Module, strategy: str, precision: PrecisionPlan, problems: ProblemCollector
-) -> ModelParts:
+def _planned_parts(model: nn.Module, strategy: str, precision: PrecisionPlan, problems: ProblemCollector) -> ModelParts:
     """Return the parts of a model that is not sharded yet."""
-    version = spec.fsdp.version
-    ignored = matching_modules(spec, "wrap.ignored_modules", model, problems)
+    ignored = matching_modules("wrap.ignored_modules", model, problems)
     tree = ModuleTree(model, [model.get_submodule(name) for name in ignored])
     if not tree.parameters:
         message = f"{type(model).__name__} has no parameters to shard."
         problems.add("FSDP-E252", None, message, "Pass the model that is trained.")
         return ModelParts(backend="fsdp2", units=())
-    units = wrap_units(spec, tree, strategy, version, precision, problems)
-    check_parameters(tree, units, precision, version, spec.params.use_orig, problems)
+    units = wrap_units(tree, strategy, precision, problems)
+    check_parameters(tree, units, precision, problems)
     return ModelParts(
-        backend="fsdp1" if version == 1 else "fsdp2",
+        backend="fsdp1" if problems.spec.fsdp.version == 1 else "fsdp2",
         units=units,
         ties=tuple(entry.names for entry in tree.parameters if len(entry.names) > 1),
         ignored_modules=ignored,

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from torch import nn
 
 from hf_fsdp_plugin.plan.fsdp_plan import PrecisionPlan, ProblemCollector, UnitPlan, unit_plan
 from hf_fsdp_plugin.plan.modules import ModuleTree, ParameterEntry
-from hf_fsdp_plugin.plan.names import ancestors, common_path, is_inside, parent_of
-from hf_fsdp_plugin.plan.parameters import kind_in_fsdp1, modules_to_split_off
+from hf_fsdp_plugin.plan.names import ancestors, is_inside, parent_of
+from hf_fsdp_plugin.plan.parameters import UnitSplitter, kind_in_fsdp1
 from hf_fsdp_plugin.plan.wrap_policy import has_no_layers, policy_modules, post_order
 from hf_fsdp_plugin.problems import has_errors
-from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec, Version
 from hf_fsdp_plugin.strategies import STRATEGIES
 from hf_fsdp_plugin.text import format_names, plural
 
@@ -31,12 +28,7 @@ class _UnitDraft:
 
 
 def wrap_units(
-    spec: FsdpSpec,
-    tree: ModuleTree,
-    strategy: str,
-    version: Version,
-    precision: PrecisionPlan,
-    problems: ProblemCollector,
+    tree: ModuleTree, strategy: str, precision: PrecisionPlan, problems: ProblemCollector
 ) -> tuple[UnitPlan, ...]:
     """Return the units, children before parents, the root last.
 
@@ -46,29 +38,37 @@ def wrap_units(
     three are one group. A shared parameter belongs to the innermost unit that contains all modules that use it: FSDP2
     rejects a parameter in two units, and FSDP1 would silently untie it.
     """
-    reshard = STRATEGIES[strategy].reshards_after_forward
+    spec, reshard = problems.spec, STRATEGIES[strategy].reshards_after_forward
     num_before = len(problems.problems)
     has_submodules = any(name for name, _ in tree.named())
-    selected = policy_modules(spec, tree, problems) if has_submodules else ()
+    selected = policy_modules(tree, problems) if has_submodules else ()
     if has_errors(problems.problems[num_before:]):
         return ()  # checks of a root unit with all parameters would report misleading problems
     drafts = [_UnitDraft(members=[name], from_policy=True, reshard=reshard) for name in selected]
-    if version == 2 and spec.wrap.policy != "none":
+    if spec.fsdp.version == 2 and spec.wrap.policy != "none":
         drafts = _add_embedding_and_head(tree, drafts, reshard)
     drafts.append(_UnitDraft(members=[""], from_policy=False, reshard=False))
     removed = _remove_sharing_members(tree, drafts)
     _assign_parameters(tree, drafts)
-    if version == 1:
-        drafts = _split_by_kind(spec, tree, drafts, precision, reshard, problems)
-    for draft in drafts[:-1]:  # without the root
-        _remove_empty_members(draft)
+    if spec.fsdp.version == 1:
+        drafts = _split_by_kind(tree, drafts, precision, reshard, problems)
+    for draft in drafts[:-1]:  # without the root: members that contain none of the unit's parameters are removed
+        modules = {module for entry in draft.parameters for module in entry.modules}
+        draft.members = [name for name in draft.members if any(is_inside(module, name) for module in modules)]
     layers = {name for draft in drafts if draft.from_policy for name in draft.members}
     units = tuple(_unit(tree, draft, layers) for draft in drafts if draft.members)
-    _report_removed_members(tree, removed, problems)
+    if removed:
+        shared = [" = ".join(entry.names) for entry in tree.parameters if entry.name in removed.values()]
+        message = (
+            f"{plural(len(removed), 'module is', 'modules are')} not wrapped as separate units because of shared "
+            f"parameters: {format_names(removed)}. Shared: {format_names(shared)}. A shared parameter belongs to the "
+            "innermost unit that contains all modules that use it."
+        )
+        problems.add("FSDP-N217", "wrap.policy", message)
     if spec.wrap.policy == "none" or not has_submodules or has_no_layers(spec, tree):
-        _report_one_unit(spec, tree, problems, has_submodules=has_submodules)
+        _report_one_unit(tree, problems, has_submodules=has_submodules)
     elif not any(name in selected for unit in units for name in unit.modules):
-        _report_only_root(spec, tree, selected, removed, problems)
+        _report_only_root(tree, selected, removed, problems)
     return units
 
 
@@ -154,88 +154,31 @@ def _owners(tree: ModuleTree, drafts: list[_UnitDraft]) -> dict[str, int]:
 
 def _assign_parameters(tree: ModuleTree, drafts: list[_UnitDraft]) -> None:
     owners = _owners(tree, drafts)
+    for draft in drafts:
+        draft.parameters.clear()
     for entry in tree.parameters:
         if not entry.ignored:
             drafts[owners[entry.modules[0]]].parameters.append(entry)
 
 
 def _split_by_kind(
-    spec: FsdpSpec,
-    tree: ModuleTree,
-    drafts: list[_UnitDraft],
-    precision: PrecisionPlan,
-    reshard: bool,
-    problems: ProblemCollector,
+    tree: ModuleTree, drafts: list[_UnitDraft], precision: PrecisionPlan, reshard: bool, problems: ProblemCollector
 ) -> list[_UnitDraft]:
     """Add units for the modules that FSDP1 cannot flatten together with the other parameters of their unit."""
-    use_orig = spec.params.use_orig
+    use_orig = problems.spec.params.use_orig
     kind = kind_in_fsdp1(precision, use_orig)
-    split = {
-        name: at
-        for at, draft in enumerate(drafts)
-        for name in modules_to_split_off(tree, draft.members[0], draft.parameters, kind)
-    }
+    split: dict[str, None] = {}
+    most = 0
+    for draft in drafts:
+        found = UnitSplitter(tree, draft.parameters, kind).modules_inside(draft.members[0])
+        split |= dict.fromkeys(found)
+        most = max(most, len(found))
     if not split:
         return drafts
     added = [_UnitDraft(members=[name], from_policy=False, reshard=reshard, is_split_off=True) for name in split]
     drafts = [*_in_order(tree, [*drafts[:-1], *added]), drafts[-1]]
-    for draft in drafts:
-        draft.parameters.clear()
     _assign_parameters(tree, drafts)
-    _report_split(split, use_orig, problems)
-    return drafts
-
-
-def _remove_empty_members(draft: _UnitDraft) -> None:
-    """Remove the members that contain none of the unit's parameters."""
-    modules = {module for entry in draft.parameters for module in entry.modules}
-    draft.members = [name for name in draft.members if any(is_inside(module, name) for module in modules)]
-
-
-def _remove_sharing_members(tree: ModuleTree, drafts: list[_UnitDraft]) -> dict[str, str]:
-    """Remove members until no parameter is in two units. Return removed member -> name of the shared parameter."""
-    removed: dict[str, str] = {}
-    while found := _sharing_members(tree, drafts):
-        for draft in drafts:
-            draft.members = [name for name in draft.members if name not in found]
-        drafts[:] = [draft for draft in drafts if draft.members]
-        removed |= found
-    return removed
-
-
-def _sharing_members(tree: ModuleTree, drafts: list[_UnitDraft]) -> dict[str, str]:
-    """Return member -> name of a parameter that modules both inside and outside the member use."""
-    owners = _owners(tree, drafts)
-    members = {name for draft in drafts for name in draft.members}
-    found: dict[str, str] = {}
-    for entry in tree.parameters:
-        if entry.ignored or len({owners[module] for module in entry.modules}) == 1:
-            continue
-        top = common_path(entry.modules)
-        for module in entry.modules:
-            for path in ancestors(module):
-                if path == top:
-                    break
-                if path in members:
-                    found.setdefault(path, entry.name)
-    return found
-
-
-def _report_removed_members(tree: ModuleTree, removed: dict[str, str], problems: ProblemCollector) -> None:
-    if not removed:
-        return
-    shared = [" = ".join(entry.names) for entry in tree.parameters if entry.name in removed.values()]
-    message = (
-        f"{plural(len(removed), 'module is', 'modules are')} not wrapped as separate units because of shared "
-        f"parameters: {format_names(removed)}. Shared: {format_names(shared)}. A shared parameter belongs to the "
-        "innermost unit that contains all modules that use it."
-    )
-    problems.add("FSDP-N217", "wrap.policy", message)
-
-
-def _report_split(split: Mapping[str, int], use_orig: bool, problems: ProblemCollector) -> None:
     what = "one dtype" if use_orig else "one dtype, and either all trainable or all frozen"
-    most = max(Counter(split.values()).values())
     advice = "fsdp_version: 2" if use_orig else "fsdp_use_orig_params: true, or fsdp_version: 2,"
     are_units = "module is a unit of its own" if len(split) == 1 else "modules are units of their own"
     message = (
@@ -244,12 +187,33 @@ def _report_split(split: Mapping[str, int], use_orig: bool, problems: ProblemCol
     )
     fix = f"Set {advice} to gather a layer at once. Results are the same."
     problems.add("FSDP-W265", "fsdp.version" if use_orig else "params.use_orig", message, fix)
+    return drafts
 
 
-def _report_one_unit(spec: FsdpSpec, tree: ModuleTree, problems: ProblemCollector, *, has_submodules: bool) -> None:
+def _remove_sharing_members(tree: ModuleTree, drafts: list[_UnitDraft]) -> dict[str, str]:
+    """Remove members until no parameter is in two units. Return removed member -> name of the shared parameter."""
+    removed: dict[str, str] = {}
+    while True:
+        owners = _owners(tree, drafts)
+        members = {name for draft in drafts for name in draft.members}
+        found: dict[str, str] = {}
+        for entry in tree.parameters:
+            if not entry.ignored and len({owners[module] for module in entry.modules}) > 1:
+                for path in entry.sharing_modules:
+                    if path in members:
+                        found.setdefault(path, entry.name)
+        if not found:
+            return removed
+        for draft in drafts:
+            draft.members = [name for name in draft.members if name not in found]
+        drafts[:] = [draft for draft in drafts if draft.members]
+        removed |= found
+
+
+def _report_one_unit(tree: ModuleTree, problems: ProblemCollector, *, has_submodules: bool) -> None:
     if not has_submodules:
         reason, fix = "without modules inside it, ", ""
-    elif spec.wrap.policy == "none":
+    elif problems.spec.wrap.policy == "none":
         reason = "without a wrap policy, "
         fix = "Set fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP, or add auto_wrap to fsdp."
     else:
@@ -263,31 +227,26 @@ def _report_one_unit(spec: FsdpSpec, tree: ModuleTree, problems: ProblemCollecto
 
 
 def _report_only_root(
-    spec: FsdpSpec, tree: ModuleTree, selected: tuple[str, ...], removed: dict[str, str], problems: ProblemCollector
+    tree: ModuleTree, selected: tuple[str, ...], removed: dict[str, str], problems: ProblemCollector
 ) -> None:
-    policy = spec.wrap.policy
-    model_name = type(tree.model).__name__
+    wrap = problems.spec.wrap
     if sharing := [name for name in selected if name in removed]:
         reason = f"all selected modules ({format_names(sharing)}) share parameters with modules outside them"
         fix = "Wrap classes that contain all users of the shared parameters, or set fsdp_auto_wrap_policy: NO_WRAP."
     elif selected:
         reason = f"the selected modules ({format_names(selected)}) have no parameters left to shard"
         fix = "Wrap another class, or ignore fewer modules."
-    elif policy == "size":
-        reason = f"no module of {model_name} has {spec.wrap.min_num_params:,} parameters outside smaller units"
-        fix = f"Set a lower fsdp_min_num_params. {_largest_module(tree)}"
+    elif wrap.policy == "size":
+        sizes = [(sum(p.numel() for p in module.parameters()), name) for name, module in tree.named() if name]
+        size, name = max(sizes, key=lambda pair: pair[0])
+        reason = (
+            f"no module of {type(tree.model).__name__} has {wrap.min_num_params:,} parameters outside smaller units"
+        )
+        fix = f"Set a lower fsdp_min_num_params. The largest module, {name}, has {size:,} parameters."
     else:
-        classes = ", ".join(spec.wrap.classes) or "the model's own layer classes"
+        classes = ", ".join(wrap.classes) or "the model's own layer classes"
         reason = f"no module of {classes} can be wrapped, because it is ignored or is the model itself"
         fix = "Set fsdp_transformer_layer_cls_to_wrap to the class of the repeated layer."
-    setting = "wrap.classes" if spec.wrap.classes else "wrap.policy"
-    setting = "wrap.min_num_params" if policy == "size" else setting
+    setting = "wrap.classes" if wrap.classes else "wrap.policy"
+    setting = "wrap.min_num_params" if wrap.policy == "size" else setting
     problems.add("FSDP-E219", setting, f"the wrap policy would make the root the only unit: {reason}.", fix)
-
-
-def _largest_module(tree: ModuleTree) -> str:
-    sizes = [(sum(p.numel() for p in module.parameters()), name) for name, module in tree.named() if name]
-    if not sizes:
-        return "The model has no submodules."
-    size, name = max(sizes, key=lambda pair: pair[0])
-    return f"The largest module, {name}, has {size:,} parameters."

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, replace
+from functools import cache
 from typing import Any
 
 from torch import nn
 
 from hf_fsdp_plugin.plan.fsdp_plan import ProblemCollector
 from hf_fsdp_plugin.plan.modules import ModuleTree, class_names, no_split_classes
-from hf_fsdp_plugin.plan.names import parent_of
 from hf_fsdp_plugin.problems import Problem
 from hf_fsdp_plugin.spec.fsdp_spec import ActivationSection, FsdpSpec, WrapSection
 from hf_fsdp_plugin.spec.rules import check_pattern, check_size_threshold
@@ -29,12 +29,12 @@ _NEVER_WRAPPED = (nn.ModuleList, nn.ModuleDict)
 _NEVER_ENTERED = (nn.MultiheadAttention,)
 
 
-def matching_modules(spec: FsdpSpec, setting: str, model: nn.Module, problems: ProblemCollector) -> tuple[str, ...]:
+def matching_modules(setting: str, model: nn.Module, problems: ProblemCollector) -> tuple[str, ...]:
     """Return the names of the modules whose full name matches the regular expression of a setting."""
-    pattern = spec.get(setting)
+    pattern = problems.spec.get(setting)
     if not pattern:
         return ()
-    if invalid := list(check_pattern(spec, setting)):
+    if invalid := list(check_pattern(problems.spec, setting)):
         problems.problems.extend(invalid)
         return ()
     compiled = re.compile(pattern)
@@ -58,29 +58,22 @@ def matching_modules(spec: FsdpSpec, setting: str, model: nn.Module, problems: P
     return matched
 
 
-def policy_modules(spec: FsdpSpec, tree: ModuleTree, problems: ProblemCollector) -> tuple[str, ...]:
+def policy_modules(tree: ModuleTree, problems: ProblemCollector) -> tuple[str, ...]:
     """Return the first names of the modules that the policy selects, children before parents, without the root."""
-    if spec.wrap.policy == "size":
-        return _by_size(spec, tree, problems)
-    if spec.wrap.policy == "transformer":
-        classes = _given_classes if spec.wrap.classes else _own_classes
-        return _by_class(tree, classes(spec, tree, problems))
-    return ()
-
-
-def _by_class(tree: ModuleTree, classes: set[str]) -> tuple[str, ...]:
+    wrap = problems.spec.wrap
+    if wrap.policy == "size":
+        return _by_size(tree, problems)
+    if wrap.policy == "none":
+        return ()
+    classes = (_given_classes if wrap.classes else _own_classes)(tree, problems)
     selected: dict[str, None] = {}
     for name, module in tree.named():
         if name and id(module) not in tree.ignored and not classes.isdisjoint(class_names(module)):
-            selected[_with_checkpoint_wrapper(tree, name)] = None
+            parent, _, attribute = name.rpartition(".")
+            if attribute == CHECKPOINTED_ATTRIBUTE and parent:  # the checkpoint wrapper around the module is the unit
+                name = tree.first_names[id(tree.modules[parent])]
+            selected[name] = None
     return post_order(selected)
-
-
-def _with_checkpoint_wrapper(tree: ModuleTree, name: str) -> str:
-    """Return the name of the checkpoint wrapper around a module; the module's own name if it has none."""
-    parent = parent_of(name)
-    is_wrapped = name.rpartition(".")[2] == CHECKPOINTED_ATTRIBUTE and parent
-    return tree.first_names[id(tree.modules[parent])] if is_wrapped else name
 
 
 def post_order(names: Iterable[str]) -> tuple[str, ...]:
@@ -94,18 +87,13 @@ def post_order(names: Iterable[str]) -> tuple[str, ...]:
     return (*ordered, *reversed(parents))
 
 
-def _given_classes(spec: FsdpSpec, tree: ModuleTree, problems: ProblemCollector) -> set[str]:
-    present = tree.present_classes()
-    matched = [name for name in spec.wrap.classes if name in present]
-    absent = [name for name in dict.fromkeys(spec.wrap.classes) if name not in present]
-    if absent:
-        _report_absent_classes(tree, matched, absent, problems)
-    return set(matched)
-
-
-def _report_absent_classes(
-    tree: ModuleTree, matched: Collection[str], absent: Collection[str], problems: ProblemCollector
-) -> None:
+def _given_classes(tree: ModuleTree, problems: ProblemCollector) -> set[str]:
+    """Return the classes of the spec that the model has, and report the others."""
+    present, given = tree.present_classes(), problems.spec.wrap.classes
+    matched = [name for name in given if name in present]
+    absent = [name for name in dict.fromkeys(given) if name not in present]
+    if not absent:
+        return set(matched)
     counts = tree.class_counts()
     own = [name for name in no_split_classes(tree.model) if name in counts]
     near = list(dict.fromkeys(filter(None, (nearest_word(name, counts, cutoff=0.7) for name in absent))))
@@ -114,13 +102,17 @@ def _report_absent_classes(
         message = f"{message}. Only modules of class {format_names(matched)} become units."
         fix = f"Did you mean {format_names(near)}?" if near else "Remove it, unless this config is for several models."
         problems.add("FSDP-W213", "wrap.classes", message, fix)
-        return
+        return set(matched)
     message += f". It has {_counts_text(dict.fromkeys([*near, *own, *counts]), counts)}."
     if near or own:
         keep = ", or remove the key: the model declares its own layer classes." if own else "."
-        problems.add("FSDP-E214", "wrap.classes", message, f"Write {format_names(near or own[:1])}{keep}")
+        fix = f"Write {format_names(near or own[:1])}{keep}"
     else:
-        problems.add("FSDP-E214", "wrap.classes", message, _class_advice(tree))
+        classes = ",".join(tree.repeated_classes())
+        key = f"fsdp_transformer_layer_cls_to_wrap: {classes}" if classes else "fsdp_transformer_layer_cls_to_wrap"
+        fix = f"Set {key}, or use SIZE_BASED_WRAP with fsdp_min_num_params."
+    problems.add("FSDP-E214", "wrap.classes", message, fix)
+    return set()
 
 
 def _counts_text(names: Iterable[str], counts: Mapping[str, int]) -> str:
@@ -128,7 +120,8 @@ def _counts_text(names: Iterable[str], counts: Mapping[str, int]) -> str:
     return format_names([f"{name} ×{counts[name]}" for name in names], 5) or "no modules with parameters"
 
 
-def _own_classes(spec: FsdpSpec, tree: ModuleTree, problems: ProblemCollector) -> set[str]:
+def _own_classes(tree: ModuleTree, problems: ProblemCollector) -> set[str]:
+    """Return the layer classes that the model declares, else those that it repeats."""
     declared = no_split_classes(tree.model)
     if matched := tree.present_classes().intersection(declared):
         return matched
@@ -137,13 +130,11 @@ def _own_classes(spec: FsdpSpec, tree: ModuleTree, problems: ProblemCollector) -
         counts = tree.class_counts()
         absent = f"declares {format_names(declared)}, but has no such module"
         reason = absent if declared else "declares no layer classes"
-        problems.add(
-            "FSDP-N215",
-            "wrap.classes" if spec.asked("wrap.classes") else "wrap.policy",
-            f"{type(tree.model).__name__} {reason}. Its repeated layers are units: {_counts_text(repeated, counts)}.",
-            f"To wrap other layers, name them in fsdp_transformer_layer_cls_to_wrap. The model has "
-            f"{_counts_text(counts, counts)}.",
-        )
+        name, units = type(tree.model).__name__, _counts_text(repeated, counts)
+        message = f"{name} {reason}. Its repeated layers are units: {units}."
+        fix = "To wrap other layers, name them in fsdp_transformer_layer_cls_to_wrap. The model has "
+        setting = "wrap.classes" if problems.spec.asked("wrap.classes") else "wrap.policy"
+        problems.add("FSDP-N215", setting, message, f"{fix}{_counts_text(counts, counts)}.")
     return set(repeated)
 
 
@@ -154,25 +145,17 @@ def has_no_layers(spec: FsdpSpec, tree: ModuleTree) -> bool:
     return tree.present_classes().isdisjoint(no_split_classes(tree.model))
 
 
-def _class_advice(tree: ModuleTree) -> str:
-    classes = ",".join(tree.repeated_classes())
-    key = f"fsdp_transformer_layer_cls_to_wrap: {classes}" if classes else "fsdp_transformer_layer_cls_to_wrap"
-    return f"Set {key}, or use SIZE_BASED_WRAP with fsdp_min_num_params."
-
-
-def _by_size(spec: FsdpSpec, tree: ModuleTree, problems: ProblemCollector) -> tuple[str, ...]:
-    threshold = spec.wrap.min_num_params
-    if invalid := list(check_size_threshold(spec)):
+def _by_size(tree: ModuleTree, problems: ProblemCollector) -> tuple[str, ...]:
+    threshold = problems.spec.wrap.min_num_params
+    if invalid := list(check_size_threshold(problems.spec)):
         problems.problems.extend(invalid)
         return ()
     ignored = {id(entry.parameter) for entry in tree.parameters if entry.ignored}
-    sizes: dict[int, int] = {}
     selected: dict[int, None] = {}
 
+    @cache
     def size(module: nn.Module) -> int:
-        if id(module) not in sizes:
-            sizes[id(module)] = sum(p.numel() for p in module.parameters() if id(p) not in ignored)
-        return sizes[id(module)]
+        return sum(p.numel() for p in module.parameters() if id(p) not in ignored)
 
     def select(module: nn.Module, is_root: bool) -> int:
         """Select units in ``module`` like torch's ``_recursive_wrap``, and return their number of parameters."""

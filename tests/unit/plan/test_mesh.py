@@ -17,7 +17,7 @@ def mesh_of(
     section = ShardingSection(strategy=strategy)
     spec = FsdpSpec(sharding=section, mesh=MeshSection(**sizes), launch=launch or LaunchSection())
     collector = ProblemCollector(spec)
-    mesh, planned = resolve_mesh(spec, world_size, local, collector)
+    mesh, planned = resolve_mesh(world_size, local, collector)
     return (mesh.replicate, mesh.shard), planned, collector.problems
 
 
@@ -51,7 +51,7 @@ def test_reason_of_one_replica_names_what_was_written(assess) -> None:
     for sizes, reason in (({}, "all ranks are on one machine"), ({"dp_shard_size": 4}, "sizes of the mesh")):
         spec = assess({**config, "parallelism_config": sizes}).spec
         collector = ProblemCollector(spec)
-        resolve_mesh(spec, 4, None, collector)
+        resolve_mesh(4, None, collector)
         (problem,) = (problem for problem in collector.problems if problem.code == "FSDP-W205")
         assert reason in problem.message
 
@@ -109,5 +109,5 @@ def test_strategy_that_shards_refuses_a_shard_size_of_1() -> None:
     spec = load_spec({"distributed_type": "FSDP", "fsdp_config": config}, environ={})
     for world_size, codes in ((4, ["FSDP-E130"]), (1, [])):
         collector = ProblemCollector(spec)
-        resolve_mesh(spec, world_size, None, collector)
+        resolve_mesh(world_size, None, collector)
         assert [problem.code for problem in collector.problems] == codes

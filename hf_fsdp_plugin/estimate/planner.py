@@ -1,0 +1,489 @@
+"""The planner: compares strategies, meshes, checkpointing, offload and micro-batches, and ranks what fits.
+
+The best row is compared with the rule of thumb that guides print: a strategy by the number of parameters alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any, Final
+
+from torch import nn
+
+from hf_fsdp_plugin.estimate.communication import estimate_communication
+from hf_fsdp_plugin.estimate.machines import Machine
+from hf_fsdp_plugin.estimate.memory.peak import follow_step, profile_step
+from hf_fsdp_plugin.estimate.memory.step import StepProfile
+from hf_fsdp_plugin.estimate.results import KIND_NAMES, MEMORY_KINDS, MemoryEstimate, TimeEstimate
+from hf_fsdp_plugin.estimate.time import TimeModel, UnitCosts, unit_costs
+from hf_fsdp_plugin.estimate.unit_sizes import UnitSizes, ignored_bytes, unit_sizes
+from hf_fsdp_plugin.estimate.workload import Workload, nearest_multiples
+from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan
+from hf_fsdp_plugin.plan.resolve import resolve
+from hf_fsdp_plugin.problems import Problem, SpecError
+from hf_fsdp_plugin.spec.fsdp_spec import Checkpointing, DtypeName, Version
+from hf_fsdp_plugin.spec.load import load_spec
+from hf_fsdp_plugin.strategies import STRATEGIES
+from hf_fsdp_plugin.text import format_count, format_memory
+
+HEADROOM: Final = 0.95
+"""Part of a device's memory that a row may need. The rest is for the error of the prediction."""
+SAME_SPEED: Final = 0.05
+"""Difference of predicted times, as a part of the time, that is within the error of the prediction.
+
+It is the median error of the predicted times of steps in docs/results.md.
+"""
+_SAME_MEMORY: Final = 0.02
+"""Difference of peaks, as a part of the memory that a row may need, below which the simpler mesh is preferred."""
+_SAVINGS: Final[tuple[tuple[Checkpointing, bool], ...]] = (
+    ("full", True), ("full", False), ("selective", False), ("none", False),
+)  # fmt: skip
+"""Checkpointing, and whether activations are offloaded: from what needs least memory to the fastest."""
+_MAX_DOUBLINGS: Final = 6
+"""Maximum number of times that the number of machines is doubled."""
+_MIN_LENGTH: Final = 256
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sharding:
+    """A strategy and the sizes of its mesh."""
+
+    strategy: str
+    shard: int
+    replicate: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Choice:
+    """One combination of settings.
+
+    Attributes:
+        offload_activations: whether what is saved for backward is moved to CPU memory.
+        sync_each_batch: whether gradients are reduced after every micro-batch.
+    """
+
+    sharding: Sharding
+    checkpointing: Checkpointing = "none"
+    offload_activations: bool = False
+    offload_params: bool = False
+    micro_batch: int = 1
+    accumulation: int = 1
+    sync_each_batch: bool = False
+
+    def settings(self, version: Version) -> dict[str, Any]:
+        """Return the FSDP settings by canonical name, as the spec has them."""
+        sharding = self.sharding
+        is_hybrid = STRATEGIES[sharding.strategy].hybrid
+        mesh = {"mesh.shard": sharding.shard, "mesh.replicate": sharding.replicate} if is_hybrid else {}
+        return {
+            "fsdp.version": version,
+            "sharding.strategy": sharding.strategy,
+            **mesh,
+            "activation.checkpointing": self.checkpointing,
+            "activation.offload": self.offload_activations,
+            "offload.params": self.offload_params,
+        }
+
+    @property
+    def extra_work(self) -> tuple[int, ...]:
+        """The order of choices by what they copy and recompute."""
+        slower = ("none", "selective", "full").index(self.checkpointing)
+        return int(self.offload_params), int(self.offload_activations), slower
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AdviceRow:
+    """One combination of settings and what it needs.
+
+    Attributes:
+        settings: FSDP settings by canonical name.
+        plan, workload: what the figures are for.
+        fits: whether the needed memory is within the device's memory without headroom.
+        time: ``None`` without a machine, and for rows that do not fit.
+        communicated: bytes of all collectives of a rank per optimizer step.
+        reason: why the row is not the best one, in one line; empty for the best one.
+    """
+
+    choice: Choice
+    settings: Mapping[str, Any]
+    plan: FsdpPlan
+    workload: Workload
+    fits: bool
+    memory: MemoryEstimate
+    time: TimeEstimate | None
+    communicated: int
+    reason: str
+
+    @property
+    def peak_bytes(self) -> int:
+        return self.memory.peak.bytes
+
+    @property
+    def needed_bytes(self) -> int:
+        """Memory of a device that the step needs: torch's allocator, context and NCCL."""
+        return self.memory.needed_bytes
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        return self.time.tokens_per_second if self.time is not None else None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Advice:
+    """The planner's answer.
+
+    Attributes:
+        rows: those that fit, the best first (see :func:`in_order`), then one for each combination that does not fit.
+        limit: bytes of a device without headroom.
+        remedies: what would fit, one sentence each, if nothing does.
+    """
+
+    rows: tuple[AdviceRow, ...]
+    gpu_memory: int
+    limit: int
+    remedies: tuple[str, ...] = ()
+
+    @property
+    def fitting(self) -> tuple[AdviceRow, ...]:
+        return tuple(row for row in self.rows if row.fits)
+
+    @property
+    def rejected(self) -> tuple[AdviceRow, ...]:
+        return tuple(row for row in self.rows if not row.fits)
+
+    @property
+    def best(self) -> AdviceRow | None:
+        """The first row that fits; ``None`` if nothing fits."""
+        return self.rows[0] if self.rows and self.rows[0].fits else None
+
+
+def advise(
+    model: nn.Module,
+    workload: Workload,
+    *,
+    global_batch: int,
+    gpu_memory: int,
+    num_machines: int = 1,
+    gpus_per_machine: int = 8,
+    machine: Machine | None = None,
+    version: Version = 2,
+    precision: DtypeName = "bf16",
+    wrap: Mapping[str, Any] | None = None,
+    headroom: float = HEADROOM,
+) -> Advice:
+    """Return the combinations of settings that fit, the best first, and why the others do not.
+
+    Offload of parameters is tried only if nothing fits without it. A combination that does not fit is not tried with a
+    larger micro-batch, and a strategy that does not fit with full checkpointing and offloaded activations is not tried
+    with less.
+
+    Args:
+        model: on the meta device, not sharded. It is unchanged afterwards.
+        workload: what is trained. Each row has its own micro-batch, accumulation and synchronization.
+        global_batch: samples of all ranks per optimizer step.
+        gpu_memory: bytes of a device.
+        machine: figures of devices and links, which predict tokens/s. Without them, rows that fit are ranked by
+            recomputation and communication.
+        precision: ``bf16`` or ``fp16`` with fp32 master weights, or ``auto`` for the model's dtype.
+        wrap: settings of the wrap policy, such as ``{"wrap.policy": "size", "wrap.min_num_params": 10**8}``. Default:
+            the layer classes that the model declares.
+        headroom: part of the device's memory that may be used, above 0 and at most 1.
+
+    Raises:
+        SpecError: the global batch is not divisible by the number of ranks (FSDP-E812), the model cannot be planned, or
+            it has other inputs than a batch of text or images (FSDP-E811).
+    """
+    subject = Subject(
+        model=model, workload=workload, version=version, precision=precision, wrap=wrap or {}, machine=machine,
+        num_machines=num_machines, gpus_per_machine=gpus_per_machine, limit=int(gpu_memory * headroom),
+    )  # fmt: skip
+    if global_batch < 1 or global_batch % subject.world_size:
+        message = f"a global batch of {global_batch} is not divisible by {subject.world_size} ranks."
+        near = nearest_multiples(global_batch, subject.world_size)
+        fix = f"Use a global batch of {near}, or another number of ranks."
+        raise SpecError([Problem(code="FSDP-E812", message=message, fix=fix)])
+    rows = list(_rows(subject, global_batch, offload=False))
+    if not any(row.fits for row in rows):
+        rows += _rows(subject, global_batch, offload=True)
+    fitting = in_order([row for row in rows if row.fits], subject.limit)
+    rejected = sorted((row for row in rows if not row.fits), key=lambda row: row.needed_bytes)
+    return Advice(
+        rows=(*(replace(row, reason=_reason(row, fitting[0])) for row in fitting), *rejected),
+        gpu_memory=gpu_memory,
+        limit=subject.limit,
+        remedies=() if fitting else tuple(_remedies(subject, global_batch)),
+    )
+
+
+@dataclass(kw_only=True, eq=False)
+class Subject:
+    """What all choices have in common, and their memory and time. What several choices share is computed once.
+
+    Attributes:
+        workload: what is trained, without the sizes that a choice sets.
+        machine: ``None`` for no times.
+        limit: bytes that a row may need.
+    """
+
+    model: nn.Module
+    workload: Workload
+    version: Version
+    precision: DtypeName
+    wrap: Mapping[str, Any]
+    num_machines: int
+    gpus_per_machine: int
+    machine: Machine | None = None
+    limit: int = 0
+
+    def __post_init__(self) -> None:
+        self.world_size = self.num_machines * self.gpus_per_machine
+        self._any_sharding = Sharding(strategy="full_shard", shard=self.world_size, replicate=1)
+        self._sharded, self._profile, self._costs = cache(self._resolve), cache(self._run), cache(self._count)
+
+    def row(self, choice: Choice) -> AdviceRow:
+        """Return the row of a choice: the memory that it needs and, if it fits, its time."""
+        plan, memory, workload = self.plan(choice), self.memory(choice), self.workload_of(choice)
+        fits, communicated, time = memory.needed_bytes <= self.limit, 0, None
+        if fits:
+            calls = estimate_communication(plan, self.model, workload).collectives
+            communicated = sum(each.bytes * each.calls for each in calls)
+        if fits and self.machine is not None:
+            time = TimeModel(plan, self.model, workload, self._costs(choice.micro_batch)).estimate(self.machine)
+        return AdviceRow(
+            choice=choice, settings=choice.settings(self.version), plan=plan, workload=workload, fits=fits,
+            memory=memory, time=time, communicated=communicated,
+            reason="" if fits else _rejection_reason(memory, self.limit),
+        )  # fmt: skip
+
+    def plan(self, choice: Choice) -> FsdpPlan:
+        """Return the plan of a choice. Its units do not depend on checkpointing and offload."""
+        plan, *_ = self._sharded(choice.sharding)
+        activation = replace(
+            plan.activation, checkpointing=choice.checkpointing, offload=choice.offload_activations, native=False
+        )
+        return replace(plan, activation=activation, offload_params=choice.offload_params)
+
+    def workload_of(self, choice: Choice) -> Workload:
+        return replace(
+            self.workload, micro_batch=choice.micro_batch, accumulation=choice.accumulation,
+            sync_each_batch=choice.sync_each_batch,
+        )  # fmt: skip
+
+    def memory(self, choice: Choice) -> MemoryEstimate:
+        """Return the memory of a choice. The model runs once for each micro-batch and way to save activations."""
+        _, sizes, ignored = self._sharded(choice.sharding)
+        profile = self._profile(
+            replace(choice, sharding=self._any_sharding, accumulation=1, sync_each_batch=False, offload_params=False)
+        )
+        return follow_step(self.plan(choice), sizes, ignored, self.workload_of(choice), profile)
+
+    def _resolve(self, sharding: Sharding) -> tuple[FsdpPlan, tuple[UnitSizes, ...], Mapping[str, int]]:
+        settings = {
+            "launch.distributed_type": "FSDP",
+            "launch.num_processes": self.world_size,
+            "launch.num_machines": self.num_machines,
+            "precision.param": self.precision,
+            "wrap.policy": "transformer",
+            **self.wrap,
+            **Choice(sharding=sharding).settings(self.version),
+        }
+        written = {name: list(value) if isinstance(value, tuple) else value for name, value in settings.items()}
+        spec, local = load_spec(overrides=written, environ={}), self.gpus_per_machine
+        plan = resolve(spec, self.model, world_size=self.world_size, device_type="cuda", local_world_size=local)
+        return plan, unit_sizes(plan, self.model), ignored_bytes(plan, self.model)
+
+    def _run(self, choice: Choice) -> StepProfile:
+        return profile_step(self.plan(choice), self.model, self.workload_of(choice))
+
+    def _count(self, micro_batch: int) -> dict[str, UnitCosts]:
+        choice = Choice(sharding=self._any_sharding, micro_batch=micro_batch)
+        return unit_costs(self.plan(choice), self._profile(choice))
+
+
+def shardings(num_machines: int, gpus_per_machine: int) -> Iterator[Sharding]:
+    """Yield the strategies, hybrid ones for each shard size that divides a machine or is a number of machines."""
+    world = num_machines * gpus_per_machine
+    inside = set(micro_batches(gpus_per_machine))
+    across = {count * gpus_per_machine for count in _powers(num_machines) if num_machines % count == 0}
+    for row in STRATEGIES.values():
+        sizes = [world if row.is_sharded else 1]
+        if row.hybrid:
+            sizes = sorted(size for size in inside | across if 1 < size < world)
+        for shard in sizes:
+            yield Sharding(strategy=row.name, shard=shard, replicate=world // shard)
+
+
+def micro_batches(samples: int) -> tuple[int, ...]:
+    """Return the powers of two that divide a rank's samples per step, and all of its samples."""
+    return tuple(sorted({size for size in _powers(samples) if samples % size == 0} | {samples}))
+
+
+def _powers(largest: int) -> list[int]:
+    return [1 << exponent for exponent in range(largest.bit_length())]
+
+
+def _rows(subject: Subject, global_batch: int, *, offload: bool) -> Iterator[AdviceRow]:
+    """Yield the rows with or without offload of parameters."""
+    for sharding in shardings(subject.num_machines, subject.gpus_per_machine):
+        if offload and sharding.strategy != "full_shard":
+            continue
+        for saving in _SAVINGS:
+            choice = Choice(
+                sharding=sharding, checkpointing=saving[0], offload_activations=saving[1], offload_params=offload
+            )
+            rows = list(_growing_batches(subject, choice, global_batch))
+            yield from rows
+            if saving == _SAVINGS[0] and not any(row.fits for row in rows):
+                break
+
+
+def _growing_batches(subject: Subject, choice: Choice, global_batch: int) -> Iterator[AdviceRow]:
+    """Yield a choice with growing micro-batches, up to the first that does not fit."""
+    per_rank = global_batch // subject.world_size
+    # FSDP1 cannot add gradients on the CPU to new ones on the device (``prepare_gradient_for_backward``).
+    can_sync = subject.version == 2 or not choice.offload_params
+    for syncs in (False, True) if can_sync else (False,):
+        for micro_batch in micro_batches(per_rank):
+            accumulation = per_rank // micro_batch
+            if syncs and accumulation == 1:
+                continue
+            row = subject.row(
+                replace(choice, micro_batch=micro_batch, accumulation=accumulation, sync_each_batch=syncs)
+            )
+            yield row
+            if not row.fits:
+                break
+
+
+def _rejection_reason(memory: MemoryEstimate, limit: int) -> str:
+    """Return why an estimate does not fit, in one line."""
+    sizes = memory.peak.bytes_by_kind
+    kind = max(MEMORY_KINDS, key=lambda kind: sizes[kind])
+    name = "other memory" if kind == "other" else KIND_NAMES[kind]
+    needed, available = format_memory(memory.needed_bytes), format_memory(limit)
+    return f"needs {needed} of {available}, {format_memory(sizes[kind])} of it {name}, in the {memory.peak.where}"
+
+
+def in_order(fitting: Sequence[AdviceRow], limit: int) -> list[AdviceRow]:
+    """Return the rows that fit, the best first.
+
+    The fastest rows whose predicted times are equal within the error of the prediction are ordered by what is known to
+    cost time, then by memory, then by the complexity of the mesh. All others are ordered by predicted speed, else by
+    the work that is known to cost time.
+
+    Args:
+        limit: bytes that a row may need.
+    """
+
+    def cost(row: AdviceRow) -> tuple[float, ...]:
+        speed = row.tokens_per_second or 0.0
+        return -speed, *row.choice.extra_work, row.communicated, row.choice.accumulation
+
+    def cost_of_equals(row: AdviceRow) -> tuple[float, ...]:
+        choice = row.choice
+        memory = int(row.needed_bytes / (limit * _SAME_MEMORY)) if limit else row.needed_bytes
+        is_hybrid = choice.sharding.replicate > 1 and choice.sharding.shard > 1
+        return *choice.extra_work, memory, is_hybrid, choice.sync_each_batch, *cost(row)
+
+    rows = sorted(fitting, key=cost)
+    fastest = rows[0].tokens_per_second if rows else None
+    if not fastest:
+        return rows
+    tied = [row for row in rows if (row.tokens_per_second or 0.0) >= fastest * (1 - SAME_SPEED)]
+    return [*sorted(tied, key=cost_of_equals), *rows[len(tied) :]]
+
+
+def _reason(row: AdviceRow, best: AdviceRow) -> str:
+    """Return why a row that fits is ranked below the best one; empty for the best one."""
+    if row is best:
+        return ""
+    if not row.tokens_per_second or not best.tokens_per_second:
+        return _difference(row, best)
+    slower = 1 - row.tokens_per_second / best.tokens_per_second
+    if slower > SAME_SPEED:
+        return f"{slower:.0%} slower"
+    if row.choice.extra_work > best.choice.extra_work:
+        return f"as fast although it {_difference(row, best)}"
+    more = row.needed_bytes - best.needed_bytes
+    return f"as fast with {format_memory(more)} more memory" if more > 0 else "as fast"
+
+
+def _difference(row: AdviceRow, best: AdviceRow) -> str:
+    """Return what a row does that the best one does not."""
+    if row.choice.offload_params and not best.choice.offload_params:
+        return "copies parameters between CPU and device"
+    if row.choice.checkpointing != best.choice.checkpointing:
+        return "recomputes activations"
+    if row.choice.offload_activations and not best.choice.offload_activations:
+        return "copies activations between CPU and device"
+    more = row.communicated - best.communicated
+    if more > 0:
+        return f"communicates {format_memory(more)} more per step"
+    return f"{row.choice.accumulation} smaller micro-batches per step"
+
+
+def _remedies(subject: Subject, global_batch: int) -> Iterator[str]:
+    """Yield the smallest changes of one thing after which the settings with the least memory fit, one sentence each.
+
+    The settings are full_shard, full checkpointing with offloaded activations and micro-batches of one sample; with and
+    without offload of parameters.
+    """
+    step = subject.workload
+    lengths = [step.seq_len >> power for power in range(1, step.seq_len.bit_length())]
+    machines = [replace(subject, num_machines=subject.num_machines << more) for more in range(1, _MAX_DOUBLINGS + 1)]
+    shorter = [replace(subject, workload=replace(step, seq_len=size)) for size in lengths if size >= _MIN_LENGTH]
+    for offload in (False, True):
+        with_offload = " and offload of parameters" if offload else ""
+        for found, size in _first_fitting(machines, offload=offload):
+            ranks = found.world_size
+            batch = f", with a global batch of at least {ranks}" if global_batch < ranks else ""
+            yield (
+                f"{ranks} GPUs on {found.num_machines} machines{with_offload} would fit with {size} per GPU{batch}: "
+                "full_shard, full activation checkpointing with offload."
+            )
+        for found, size in _first_fitting(shorter, offload=offload):
+            yield f"Sequences of {found.workload.seq_len:,} tokens{with_offload} would fit with {size} per GPU."
+    if step.optimizer == "adamw":
+        packed = replace(subject, workload=replace(step, optimizer="adamw_8bit"))
+        for _, size in _first_fitting([packed], offload=False):
+            yield f"AdamW with 8-bit state (adamw_8bit) would fit with {size} per GPU."
+
+
+def _first_fitting(subjects: Iterable[Subject], *, offload: bool) -> Iterator[tuple[Subject, str]]:
+    """Yield the first subject for which the settings with the least memory fit, if any, and this memory as text."""
+    for subject in subjects:
+        sharding = Sharding(strategy="full_shard", shard=subject.world_size, replicate=1)
+        needed = subject.memory(
+            Choice(sharding=sharding, checkpointing="full", offload_activations=True, offload_params=offload)
+        ).needed_bytes
+        if needed <= subject.limit:
+            yield subject, format_memory(needed)
+            return
+
+
+def tree_choice(num_params: int) -> tuple[str, bool]:
+    """Return strategy and offload: DDP up to 3 B parameters, ZeRO-2 to 13 B, ZeRO-3 to 70 B, then with offload."""
+    billions = num_params / 1.03e9  # models are named by rounded sizes: Llama 70B has 70.6 billion parameters
+    strategy = "no_shard" if billions <= 3 else "shard_grad_op" if billions <= 13 else "full_shard"
+    return strategy, billions > 70
+
+
+def compare_with_tree(advice: Advice, num_params: int) -> str:
+    """Return whether the best row is the one of the decision tree, and if not, why."""
+    strategy, offload = tree_choice(num_params)
+    name = f"{strategy} with offload of parameters" if offload else strategy
+    rule = f"The usual decision tree by size alone ({format_count(num_params)} parameters) gives {name}"
+    best = advice.best
+    if best is None:
+        return f"{rule}, which does not fit either."
+    if (best.choice.sharding.strategy, best.choice.offload_params) == (strategy, offload):
+        return f"{rule}, as the planner does."
+    if offload:
+        return f"{rule}. It fits without offload here, which would copy all parameters over the host link in each pass."
+    of_tree = next(row for row in advice.rows if row.choice.sharding.strategy == strategy)
+    if not of_tree.fits:
+        return f"{rule}. It does not fit: it {of_tree.reason}."
+    reason = f"it {'is ' if of_tree.tokens_per_second else ''}{of_tree.reason}"
+    return f"{rule}. It fits with {format_memory(of_tree.needed_bytes)}, but {reason}."

@@ -1,1 +1,0 @@
-"""The planner. ``search.advise`` compares the settings."""
