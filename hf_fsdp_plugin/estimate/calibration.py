@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
 import platform
 import statistics
 import tempfile
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from datetime import timedelta
+from functools import partial
 from itertools import cycle
 from pathlib import Path
 from typing import Any, Final
@@ -25,13 +25,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn import functional
 
 from hf_fsdp_plugin.devices import get_device
-from hf_fsdp_plugin.estimate.machines import (
-    Curve,
-    Link,
-    Machine,
-    MeasuredCollective,
-    read_machine,
-)
+from hf_fsdp_plugin.estimate.machines import Curve, Link, Machine, MeasuredCollective, read_machine
 from hf_fsdp_plugin.estimate.results import CollectiveKind
 from hf_fsdp_plugin.torch_private.functions import TorchDispatchMode
 
@@ -42,6 +36,7 @@ _BYTES: Final = tuple(1 << power for power in range(14, 27, 2))
 _ATTENTION: Final = ((1, 64), (4, 128), (4, 256), (4, 512))
 _COLD_BYTES: Final = 64 << 20
 _COLLECTIVES: Final[tuple[CollectiveKind, ...]] = ("all_gather", "reduce_scatter", "all_reduce")
+Call = Callable[[], Any]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,32 +54,35 @@ class Measuring:
     repeats: int = 5
     block_seconds: float = 0.02
 
-    def seconds(self, call: Callable[[], Any]) -> float:
+    def seconds(self, call: Call) -> float:
         """Return the mean time of a call on the slowest rank. Collective: all ranks measure at the same time."""
         call()
-        number = self._number_of_calls(call)
+        once = self._block_seconds(call, 1)
+        number = max(_of_ranks(max(1, int(self.block_seconds / max(1e-7, once)))))
         times = []
         for _ in range(self.repeats):
             dist.barrier()
-            self._synchronize()
-            start = self.clock()
-            for _ in range(number):
-                call()
-            self._synchronize()
-            times.append((self.clock() - start) / number)
+            times.append(self._block_seconds(call, number) / number)
         return statistics.mean(map(max, zip(*_of_ranks(times), strict=True)))
 
-    def _number_of_calls(self, call: Callable[[], Any]) -> int:
-        self._synchronize()
+    def _block_seconds(self, call: Call, number: int) -> float:
+        synchronize = get_device(self.device.type).synchronize
+        synchronize()
         start = self.clock()
-        call()
-        self._synchronize()
-        number = max(1, int(self.block_seconds / max(1e-7, self.clock() - start)))
-        return int(max(_of_ranks(number)))
+        for _ in range(number):
+            call()
+        synchronize()
+        return self.clock() - start
 
-    def _synchronize(self) -> None:
-        if self.device.type != "cpu":
-            get_device(self.device.type).synchronize()
+    def curve(self, calls: Iterable[tuple[float, float, Call]]) -> Curve:
+        """Return the throughput at several sizes. `calls` has the size, the work and the call of each point."""
+        return tuple((size, work / self.seconds(call)) for size, work, call in calls)
+
+
+def _of_ranks(value: Any) -> list[Any]:
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
 
 
 def calibrate_ranks(num_ranks: int, device_type: str, path: Path) -> Machine:
@@ -93,11 +91,8 @@ def calibrate_ranks(num_ranks: int, device_type: str, path: Path) -> Machine:
     CPU ranks have one thread each, as the launcher sets. Takes one to two minutes.
     """
     with tempfile.TemporaryDirectory(prefix="hf_fsdp_calibrate_") as folder:
-        arguments = (num_ranks, device_type, folder)
-        multiprocessing.spawn(_rank, args=arguments, nprocs=num_ranks)
-        machine = read_machine(Path(folder) / "machine.json")
-    write_machine(machine, path)
-    return machine
+        multiprocessing.spawn(_rank, args=(num_ranks, device_type, folder, path), nprocs=num_ranks)
+    return read_machine(path)
 
 
 def write_machine(machine: Machine, path: Path) -> None:
@@ -108,24 +103,23 @@ def write_machine(machine: Machine, path: Path) -> None:
     staging.replace(path)
 
 
-def _rank(rank: int, num_ranks: int, device_type: str, folder: str) -> None:
+def _rank(rank: int, num_ranks: int, device_type: str, folder: str, path: Path) -> None:
     warnings.simplefilter("ignore", FutureWarning)  # torch 2.13 renames collectives; 2.11 has only the old names
     torch.set_num_threads(1)
-    device = torch.device(device_type, rank) if device_type != "cpu" else torch.device("cpu")
-    if device_type != "cpu":
-        get_device(device_type).set_current(rank)
+    device = get_device(device_type)
+    device.set_current(rank)
     dist.init_process_group(
-        get_device(device_type).process_group_backend, init_method=f"file://{folder}/rendezvous", rank=rank,
-        world_size=num_ranks, timeout=timedelta(minutes=5),
+        device.process_group_backend, init_method=f"file://{folder}/rendezvous", rank=rank, world_size=num_ranks,
+        timeout=timedelta(minutes=5),
     )  # fmt: skip
-    machine = calibrate(Measuring(device=device))
+    machine = calibrate(Measuring(device=torch.device(device_type, rank if device_type != "cpu" else None)))
     if rank == 0:
-        write_machine(machine, Path(folder) / "machine.json")
+        write_machine(machine, path)
     dist.barrier()
     dist.destroy_process_group()
 
 
-def calibrate(measuring: Measuring, *, name: str = "calibrated") -> Machine:
+def calibrate(measuring: Measuring) -> Machine:
     """Return the present machine, with figures of the ranks of the default process group. Collective.
 
     All ranks measure at the same time, so that ranks that share cores or memory are measured as they train.
@@ -134,20 +128,20 @@ def calibrate(measuring: Measuring, *, name: str = "calibrated") -> Machine:
     on_cpu = device.type == "cpu"
     curves: dict[str, Curve] = {}
     for dtype in _DTYPES:
-        curves[f"matmul.{dtype}"] = _matmul_curve(measuring, dtype)
-        curves[f"memory.{dtype}"] = _elementwise_curve(measuring, dtype, torch.add, 3)
-        curves[f"function.{dtype}"] = _elementwise_curve(measuring, dtype, lambda x, _: functional.silu(x), 2)
-        curves[f"attention.{dtype}"] = _attention_curve(measuring, dtype)
+        curves[f"matmul.{dtype}"] = measuring.curve(_matmuls(device, dtype))
+        curves[f"memory.{dtype}"] = measuring.curve(_elementwise(device, dtype, torch.add, 3))
+        silu = _elementwise(device, dtype, lambda x, _: functional.silu(x), 2)
+        curves[f"function.{dtype}"] = measuring.curve(silu)
+        curves[f"attention.{dtype}"] = measuring.curve(_attention(device, dtype))
     large = curves["memory.fp32"][-1][1]
-    world = dist.get_world_size()
     link = Link(bandwidth=large, latency=0.0)
     return Machine(
-        name=name,
+        name="calibrated",
         device=platform.processor() or platform.machine() if on_cpu else torch.cuda.get_device_name(device),
-        ranks_per_machine=world,
+        ranks_per_machine=dist.get_world_size(),
         peak={dtype: max(value for _, value in curves[f"matmul.{dtype}"]) for dtype in _DTYPES},
         memory_bandwidth=large,
-        memory_bytes=float(_memory_bytes(device)),
+        memory_bytes=float(get_device(device.type).total_memory() or 0),
         intra=link,
         inter=link,
         host_bandwidth=large,
@@ -160,34 +154,28 @@ def calibrate(measuring: Measuring, *, name: str = "calibrated") -> Machine:
     )
 
 
-def _matmul_curve(measuring: Measuring, dtype: str) -> Curve:
-    points = []
-    for size in _MATMUL_SIZES if measuring.device.type == "cpu" else _LARGE_MATMUL_SIZES:
-        seconds = measuring.seconds(_over_cold_memory(measuring, (size, size), dtype, torch.matmul))
-        points.append((2.0 * size**3, 2.0 * size**3 / seconds))
-    return tuple(points)
+def _matmuls(device: torch.device, dtype: str) -> Iterator[tuple[float, float, Call]]:
+    for size in _MATMUL_SIZES if device.type == "cpu" else _LARGE_MATMUL_SIZES:
+        yield 2.0 * size**3, 2.0 * size**3, _over_cold_memory(device, (size, size), dtype, torch.matmul)
 
 
-def _elementwise_curve(measuring: Measuring, dtype: str, function: Callable[..., Any], sides: int) -> Curve:
-    """Return throughput in bytes read and written, with the allocation of the result as in training."""
-    points = []
+def _elementwise(
+    device: torch.device, dtype: str, function: Callable[..., Any], sides: int
+) -> Iterator[tuple[float, float, Call]]:
+    """Yield operations by bytes read and written, with the allocation of the result as in training."""
     for size in _BYTES:
         numel = size // _DTYPES[dtype].itemsize // sides
-        seconds = measuring.seconds(_over_cold_memory(measuring, (numel,), dtype, function))
-        points.append((float(size), size / seconds))
-    return tuple(points)
+        yield float(size), float(size), _over_cold_memory(device, (numel,), dtype, function)
 
 
-def _over_cold_memory(
-    measuring: Measuring, shape: tuple[int, ...], dtype: str, function: Callable[..., Any]
-) -> Callable[[], Any]:
+def _over_cold_memory(device: torch.device, shape: tuple[int, ...], dtype: str, function: Callable[..., Any]) -> Call:
     """Return a call that uses other operands each time, as in training, so that they are not in a cache.
 
     The last results are kept, so that each result gets other memory.
     """
     num_bytes = torch.Size(shape).numel() * _DTYPES[dtype].itemsize
     number = max(2, min(256, _COLD_BYTES // num_bytes))
-    operands = [torch.randn(shape, device=measuring.device).to(_DTYPES[dtype]) for _ in range(number)]
+    operands = [torch.randn(shape, device=device).to(_DTYPES[dtype]) for _ in range(number)]
     results: deque[Any] = deque(maxlen=number // 2)
     order = cycle(range(number))
 
@@ -198,32 +186,27 @@ def _over_cold_memory(
     return call
 
 
-def _attention_curve(measuring: Measuring, dtype: str) -> Curve:
-    """Return FLOP/s of causal attention, forward and backward together (3.5 times the forward)."""
-    points = []
+def _attention(device: torch.device, dtype: str) -> Iterator[tuple[float, float, Call]]:
+    """Yield causal attention, forward and backward together (3.5 times the FLOPs of the forward)."""
     for batch, length in _ATTENTION:
-        shape = (batch, 4, length, 64)
-        q, k, v = (
-            torch.randn(shape, device=measuring.device, dtype=_DTYPES[dtype], requires_grad=True) for _ in range(3)
-        )
+        shape, options = (batch, 4, length, 64), {"device": device, "dtype": _DTYPES[dtype], "requires_grad": True}
+        inputs = [torch.randn(shape, **options) for _ in range(3)]
 
-        def step(q: torch.Tensor = q, k: torch.Tensor = k, v: torch.Tensor = v) -> None:
-            functional.scaled_dot_product_attention(q, k, v, is_causal=True).sum().backward()
+        def step(inputs: list[torch.Tensor] = inputs) -> None:
+            functional.scaled_dot_product_attention(*inputs, is_causal=True).sum().backward()
 
-        flops = 2.0 * q.numel() * length
-        points.append((flops, 3.5 * flops / measuring.seconds(step)))
-    return tuple(points)
+        flops = 2.0 * inputs[0].numel() * length
+        yield flops, 3.5 * flops, step
 
 
-class _Block(nn.Module):
-    """A block of operations that are so small that only the time to start them matters."""
-
+class _CountedOps(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.second, self.norm = nn.Linear(8, 8), nn.Linear(8, 8), nn.LayerNorm(8)
+        self.number = 0
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.second(functional.silu(self.first(self.norm(x))))
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.number += 1
+        return func(*args, **(kwargs or {}))
 
 
 def _op_seconds(measuring: Measuring) -> float:
@@ -245,20 +228,9 @@ def _op_seconds(measuring: Measuring) -> float:
         model(input_ids=ids, labels=ids).loss.backward()
 
     step()
-    counted = _CountedOps()
-    with counted:
+    with _CountedOps() as counted:
         step()
     return measuring.seconds(step) / counted.number
-
-
-class _CountedOps(TorchDispatchMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.number = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.number += 1
-        return func(*args, **(kwargs or {}))
 
 
 def _update_op_seconds(measuring: Measuring, num_tensors: int = 20) -> float:
@@ -269,32 +241,38 @@ def _update_op_seconds(measuring: Measuring, num_tensors: int = 20) -> float:
     return measuring.seconds(optimizer.step) / num_tensors / 12
 
 
+class _Block(nn.Module):
+    """A block of operations that are so small that only the time to start them matters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.norm = nn.Linear(8, 8), nn.Linear(8, 8), nn.LayerNorm(8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.second(functional.silu(self.first(self.norm(x))))
+
+
 def _unit_seconds(measuring: Measuring, backend: str, num_units: int = 8) -> float:
     """Return the time of torch's hooks and copies per unit and pass, measured with tiny units, without collectives."""
-    x = torch.randn(4, 8, device=measuring.device)
-    blocks: list[nn.Module] = [_Block().to(measuring.device) for _ in range(num_units)]
-    plain = nn.Sequential(*(_Block() for _ in range(num_units))).to(measuring.device)
-    if backend == "fsdp2":
-        for block in blocks:
-            fully_shard(block)
-        sharded: nn.Module = nn.Sequential(*blocks)
-        fully_shard(sharded)
-    else:
-        device_id = measuring.device
-        wrapped = [FullyShardedDataParallel(b, device_id=device_id, use_orig_params=True) for b in blocks]
-        sharded = FullyShardedDataParallel(nn.Sequential(*wrapped), device_id=device_id, use_orig_params=True)
+    device = measuring.device
 
-    def step(model: nn.Module) -> Callable[[], None]:
-        def run() -> None:
-            model.zero_grad()
-            model(x).sum().backward()
+    def sharded(module: nn.Module) -> nn.Module:
+        if backend == "fsdp2":
+            return fully_shard(module)
+        return FullyShardedDataParallel(module, device_id=device, use_orig_params=True)
 
-        return run
+    x = torch.randn(4, 8, device=device)
+    blocks = [[_Block().to(device) for _ in range(num_units)] for _ in range(2)]
+    models = nn.Sequential(*blocks[0]), sharded(nn.Sequential(*map(sharded, blocks[1])))
 
-    calls = [_collective(kind, 1024, dist.get_world_size(), None, measuring.device) for kind in _COLLECTIVES[:2]]
+    def step(model: nn.Module) -> None:
+        model.zero_grad()
+        model(x).sum().backward()
+
+    calls = [_collective(kind, 1024, dist.get_world_size(), None, device) for kind in _COLLECTIVES[:2]]
     gather, reduce = (measuring.seconds(call) for call in calls)
-    extra = measuring.seconds(step(sharded)) - measuring.seconds(step(plain))
-    return max(0.0, extra / num_units - 2 * gather - reduce) / 2
+    plain, units = (measuring.seconds(partial(step, model)) for model in models)
+    return max(0.0, (units - plain) / num_units - 2 * gather - reduce) / 2
 
 
 def _collectives(measuring: Measuring) -> Iterator[MeasuredCollective]:
@@ -311,7 +289,7 @@ def _collectives(measuring: Measuring) -> Iterator[MeasuredCollective]:
         dist.destroy_process_group(group)
 
 
-def _collective(kind: CollectiveKind, num_bytes: int, size: int, group: Any, device: torch.device) -> Callable[[], Any]:
+def _collective(kind: CollectiveKind, num_bytes: int, size: int, group: Any, device: torch.device) -> Call:
     whole = torch.ones(num_bytes // 4 // size * size, device=device)
     part = torch.ones(whole.numel() // size, device=device)
     if kind == "all_gather":
@@ -319,15 +297,3 @@ def _collective(kind: CollectiveKind, num_bytes: int, size: int, group: Any, dev
     if kind == "reduce_scatter":
         return lambda: dist.reduce_scatter_tensor(part, whole, group=group)
     return lambda: dist.all_reduce(whole, group=group)
-
-
-def _of_ranks(value: Any) -> Sequence[Any]:
-    values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
-
-
-def _memory_bytes(device: torch.device) -> int:
-    if device.type == "cpu":
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return int(torch.cuda.get_device_properties(device).total_memory)

@@ -157,8 +157,9 @@ class Machine:
         """
         if group_size <= 1:
             return 0.0
-        if measured := self._measured_collective(kind, group_size):
-            return seconds_at(measured.seconds, float(num_bytes))
+        measured = [each for each in self.collectives if each.kind == kind]
+        if closest := min(measured, key=lambda each: abs(each.group_size - group_size), default=None):
+            return seconds_at(closest.seconds, float(num_bytes))
         rounds = 2 if kind == "all_reduce" else 1
         bandwidth = self.intra.bandwidth
         if machines > 1:
@@ -166,10 +167,6 @@ class Machine:
         steps, between = rounds * (group_size - 1), rounds * (machines - 1) if machines > 1 else 0
         latency = NCCL_BASE_SECONDS + (steps - between) * self.intra.latency + between * self.inter.latency
         return latency + rounds * num_bytes * (group_size - 1) / group_size / bandwidth
-
-    def _measured_collective(self, kind: CollectiveKind, group_size: int) -> MeasuredCollective | None:
-        found = [each for each in self.collectives if each.kind == kind]
-        return min(found, key=lambda each: abs(each.group_size - group_size), default=None)
 
 
 def interpolate(curve: Curve, size: float) -> float:
@@ -200,12 +197,14 @@ def machine_named(name: str) -> Machine:
         return read_machine(path)
     table = _table()
     base, _, network = name.lower().partition(":")
-    if base not in table["machines"]:
-        raise SpecError([_unknown("machine", base, [*table["machines"], "calibrated"])])
+    for what, given, known in (("machine", base, table["machines"]), ("network", network, table["networks"])):
+        if given not in known and (given or what == "machine"):
+            names = [*known, *(["calibrated"] if what == "machine" else [])]
+            close = " or ".join(each for each in names if each.startswith(given)) or nearest_word(given, names)
+            fix = did_you_mean(close, f"Use one of {', '.join(names)}, or the path of a machine file.")
+            raise SpecError([Problem(code="FSDP-E830", message=f"{given!r} is not a known {what}.", fix=fix)])
     row = dict(table["machines"][base])
     usual, compared = row.pop("network"), row.pop("compared")
-    if network and network not in table["networks"]:
-        raise SpecError([_unknown("network", network, list(table["networks"]))])
     link = table["networks"][network or usual]
     row["evidence"] = Evidence(**table["evidence"][compared]) if compared else None
     row |= {"intra": Link(**row["intra"]), "inter": Link(bandwidth=link["bandwidth"], latency=link["latency"])}
@@ -215,12 +214,6 @@ def machine_named(name: str) -> Machine:
 def machine_names() -> tuple[str, ...]:
     """Return the names of the known machines."""
     return tuple(_table()["machines"])
-
-
-def _unknown(what: str, name: str, known: list[str]) -> Problem:
-    close = " or ".join(each for each in known if each.startswith(name)) or nearest_word(name, known)
-    hint = did_you_mean(close, f"Use one of {', '.join(known)}, or the path of a machine file.")
-    return Problem(code="FSDP-E830", message=f"{name!r} is not a known {what}.", fix=hint)
 
 
 @cache
@@ -237,36 +230,27 @@ def calibration_path() -> Path:
 
 
 def read_machine(path: Path) -> Machine:
-    """Return the machine in a file.
+    """Return the machine in a file. Fields of other versions are ignored.
 
     Raises:
         SpecError: the file is missing or is not a machine file (FSDP-E831).
     """
+
+    def points(curve: Any) -> Curve:
+        return tuple((float(size), float(value)) for size, value in curve)
+
     try:
         data: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        return _machine(data)
+        data["curves"] = {name: points(curve) for name, curve in data["curves"].items()}
+        data["collectives"] = tuple(
+            MeasuredCollective(**{**each, "seconds": points(each["seconds"])}) for each in data["collectives"]
+        )
+        data |= {side: Link(**data[side]) for side in ("intra", "inter")}
+        data["evidence"] = Evidence(**data["evidence"]) if data.get("evidence") else None
+        return Machine(**{each.name: data[each.name] for each in fields(Machine) if each.name in data})
     except OSError as error:
         reason = f"cannot read the machine file {path}: {error.strerror or error}."
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         reason = f"{path} is not a machine file: {error}."
     fix = "Run hf-fsdp plan --calibrate, or name a known machine."
     raise SpecError([Problem(code="FSDP-E831", message=reason, fix=fix)])
-
-
-def _machine(data: dict[str, Any]) -> Machine:
-    """Return the machine of a JSON object. Fields of other versions are ignored."""
-    read = {
-        "curves": {name: _points(curve) for name, curve in data["curves"].items()},
-        "collectives": tuple(
-            MeasuredCollective(**{**each, "seconds": _points(each["seconds"])}) for each in data["collectives"]
-        ),
-        "intra": Link(**data["intra"]),
-        "inter": Link(**data["inter"]),
-        "evidence": Evidence(**data["evidence"]) if data.get("evidence") else None,
-    }
-    known = {each.name for each in fields(Machine)}
-    return Machine(**{name: value for name, value in {**data, **read}.items() if name in known})
-
-
-def _points(curve: Any) -> Curve:
-    return tuple((float(size), float(value)) for size, value in curve)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from math import ceil
 from typing import Final
@@ -19,7 +19,7 @@ from hf_fsdp_plugin.estimate.results import Collective, CollectiveKind, StepPhas
 from hf_fsdp_plugin.estimate.schedule import Timeline, UnitTimes, exposed_seconds, simulate
 from hf_fsdp_plugin.estimate.unit_sizes import UnitSizes, unit_sizes
 from hf_fsdp_plugin.estimate.workload import Workload, update_loop
-from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan, UnitPlan
+from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan
 from hf_fsdp_plugin.plan.names import ancestors, is_inside
 from hf_fsdp_plugin.strategies import STRATEGIES
 
@@ -78,8 +78,7 @@ class TimeModel:
         trained = [parameter for parameter in parameters if parameter.requires_grad]
         self._num_tensors = max(1, len(trained))
         self._local_bytes = sum(ceil(p.numel() / plan.mesh.shard) * master_dtype(plan, p).itemsize for p in trained)
-        checkpointed = checkpointed_modules(plan, model)
-        self._recomputed = {unit.name for unit in plan.units if _is_recomputed(unit, checkpointed)}
+        self._recomputed = _recomputed_units(plan, checkpointed_modules(plan, model))
 
     def estimate(self, machine: Machine) -> TimeEstimate:
         """Return the time of a step on a machine."""
@@ -92,7 +91,8 @@ class TimeModel:
         step = max((span.end for span in timeline.spans), default=0.0) + contention
         dtype = _compute_name(plan)
         peak = machine.peak.get(dtype)
-        flops = self.model_flops() * workload.accumulation
+        passes = [each for costs in self.costs.values() for each in (costs.forward, costs.backward)]
+        flops = sum(cost.flops * count for each in passes for cost, count in each.items()) * workload.accumulation
         low, high, evidence = interval_of(machine, plan, self._model, dtype)
         return TimeEstimate(
             step_seconds=step, low_seconds=low and step * low, high_seconds=high and step * high, evidence=evidence,
@@ -101,20 +101,20 @@ class TimeModel:
             mfu=flops / step / peak if peak and step else None, machine=machine.label,
         )  # fmt: skip
 
-    def model_flops(self) -> int:
-        """FLOPs of one micro-batch of one rank, forward and backward, without recomputation."""
-        passes = [each for costs in self.costs.values() for each in (costs.forward, costs.backward)]
-        return sum(cost.flops * count for each in passes for cost, count in each.items())
-
     def timeline(self, machine: Machine) -> Timeline:
         """Return the simulated streams of a step."""
         plan, workload = self._plan, self._workload
         keeps_gathered = plan.backend == "fsdp1" and not STRATEGIES[plan.strategy].reshards_after_forward
         different = {id(costs): costs for costs in self.costs.values()}
-        known = {key: self._compute_seconds(costs, machine) for key, costs in different.items()}
-        units = [self._unit_times(sizes, known[id(self.costs[sizes.name])], machine) for sizes in self._sizes]
+        seconds = {key: self._compute_seconds(costs, machine) for key, costs in different.items()}
+        units = [self._unit_times(sizes, seconds[id(self.costs[sizes.name])], machine) for sizes in self._sizes]
+        if not plan.units[-1].name and plan.units[-1].parameters and len(units) > 1:
+            # The root's parameters are gathered first, and its head and loss run last.
+            *others, root = units
+            last = UnitTimes(name=root.name, forward=root.forward, backward=root.backward)
+            units = [replace(root, forward=0.0, backward=0.0), *others, last]
         return simulate(
-            _in_order(units, plan.units),
+            units,
             micro_batches=workload.accumulation,
             reduces_each=workload.sync_each_batch,
             keeps_gathered=keeps_gathered and not workload.sync_each_batch,
@@ -164,14 +164,14 @@ class TimeModel:
 
     def _tail(self, machine: Machine) -> float:
         """Return the seconds of clipping and update."""
-        plan, workload, local = self._plan, self._workload, self._local_bytes
+        plan, workload, local, num_tensors = self._plan, self._workload, self._local_bytes, self._num_tensors
         loop = update_loop(workload, plan.device_type if machine.overlaps else "cpu")
         fused, separate, num_ops = _UPDATES[workload.optimizer]
         traffic = local * (fused if loop == "fused" else separate) + (local * 3 if workload.clip_norm else 0)
-        throughput = machine.throughput("memory", "fp32", max(1, local // self._num_tensors) * 3)
+        throughput = machine.throughput("memory", "fp32", max(1, local // num_tensors) * 3)
         if plan.offload_params and machine.overlaps:
             throughput = min(throughput, machine.host_bandwidth)
-        starts = (num_ops + 2) * (self._num_tensors if loop == "for_loop" else 1)
+        starts = (num_ops + 2) * (num_tensors if loop == "for_loop" else 1)
         clipping = [call for call in self._calls if call.phase in ("clipping", "update")]
         seconds = sum(collective_seconds(call, plan, machine) for call in clipping)
         return traffic / throughput + starts * machine.update_op_seconds + seconds
@@ -191,19 +191,14 @@ def unit_costs(plan: FsdpPlan, profile: StepProfile) -> dict[str, UnitCosts]:
     }
 
 
-def _is_recomputed(unit: UnitPlan, checkpointed: Collection[str]) -> bool:
-    """Whether a unit is a checkpointed module, is inside one, or contains some."""
-    inside = any(path in checkpointed for name in unit.modules for path in ancestors(name))
-    return inside or any(is_inside(path, name) for path in checkpointed for name in unit.modules if name)
+def _recomputed_units(plan: FsdpPlan, checkpointed: Collection[str]) -> set[str]:
+    """Return the units that are checkpointed modules, are inside one, or contain some."""
 
+    def is_recomputed(module: str) -> bool:
+        inside = any(path in checkpointed for path in ancestors(module))
+        return inside or (module != "" and any(is_inside(path, module) for path in checkpointed))
 
-def _in_order(units: list[UnitTimes], plans: Sequence[UnitPlan]) -> list[UnitTimes]:
-    """Return the units in forward order. The root's parameters are gathered first, and its head and loss run last."""
-    *others, last = units
-    if plans[-1].name or not plans[-1].parameters or not others:
-        return units
-    first = replace(last, forward=0.0, backward=0.0)
-    return [first, *others, UnitTimes(name=last.name, forward=last.forward, backward=last.backward)]
+    return {unit.name for unit in plan.units if any(map(is_recomputed, unit.modules))}
 
 
 def collective_seconds(call: Collective, plan: FsdpPlan, machine: Machine) -> float:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import ceil, prod
 from typing import Final
@@ -18,7 +18,6 @@ from torch import nn
 from hf_fsdp_plugin.backends.loading.weight_loader import master_dtype
 from hf_fsdp_plugin.backends.torch_types import torch_dtype
 from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan, UnitPlan
-from hf_fsdp_plugin.problems import Problem
 from hf_fsdp_plugin.strategies import STRATEGIES
 from hf_fsdp_plugin.text import format_names, plural
 
@@ -209,49 +208,39 @@ def _fsdp1(plan: FsdpPlan, unit: UnitPlan, parameters: list[nn.Parameter]) -> Un
     starts, total = flat_starts((parameter.numel() for parameter in parameters), aligned)
     total += -total % (plan.world_size if num == 1 and plan.use_orig else num)
     local = total // num
-    if plan.use_orig:
-        shards = tuple(_views(parameters, starts, local, stored))
-    else:
-        shards = (ParameterShard(shape=(local,), whole=(total,), numel=local, dtype=stored, trainable=trainable),)
+    shards = [ParameterShard(shape=(local,), whole=(total,), numel=local, dtype=stored, trainable=trainable)]
+    if plan.use_orig and total:
+        # The views of the flat shard on the rank that has the largest part of the largest parameter.
+        def part(at: int, rank: int) -> int:
+            """Return the elements of a parameter that are in the shard of a rank."""
+            end = min(starts[at] + parameters[at].numel(), (rank + 1) * local)
+            return max(0, end - max(starts[at], rank * local))
+
+        largest = max(range(len(parameters)), key=lambda at: parameters[at].numel())
+        first = starts[largest] // local
+        rank = max((first, first + 1), key=lambda rank: part(largest, rank))
+        shards = [
+            ParameterShard(shape=(numel,), whole=tuple(p.shape), numel=numel, dtype=stored, trainable=p.requires_grad)
+            for at, p in enumerate(parameters)
+            if (numel := part(at, rank))
+        ]
     casts = compute != stored
     # Without sharding, the flat parameter is used in place, or its copy, which autograd keeps if it is not cast.
     copies = casts or (plan.offload_params and plan.device_type != "cpu")
+    trained = total if trainable else 0
     return UnitSizes(
         name=unit.name,
-        shards=shards if total else (),
+        shards=tuple(shards) if total else (),
         params=local * stored.itemsize,
         compute_shard=local * compute.itemsize if casts and is_sharded else 0,
         gathered=total * compute.itemsize if is_sharded or copies else 0,
         whole_grads=sum(p.numel() for p in parameters if p.requires_grad) * compute.itemsize,
-        flat_grad=total * compute.itemsize if trainable else 0,
-        reduce_input=total * reduce.itemsize if trainable else 0,
-        reduce_output=local * reduce.itemsize if trainable else 0,
-        grad_shard=local * stored.itemsize if trainable else 0,
+        flat_grad=trained * compute.itemsize,
+        reduce_input=trained * reduce.itemsize,
+        reduce_output=trained // num * reduce.itemsize,
+        grad_shard=trained // num * stored.itemsize,
         reshards=unit.reshard_after_forward or (not is_sharded and casts),
     )
-
-
-def _views(
-    parameters: list[nn.Parameter], starts: list[int], local: int, stored: torch.dtype
-) -> Iterator[ParameterShard]:
-    """Yield the parts of the parameters in the flat shard of the rank that has the largest part of one of them."""
-
-    def part(index: int, rank: int) -> int:
-        """Return the elements of a parameter that are in the shard of a rank."""
-        end = min(starts[index] + parameters[index].numel(), (rank + 1) * local)
-        return max(0, end - max(starts[index], rank * local))
-
-    if not parameters:
-        return
-    largest = max(range(len(parameters)), key=lambda index: parameters[index].numel())
-    first = starts[largest] // local
-    rank = max((first, first + 1), key=lambda rank: part(largest, rank))
-    for index, parameter in enumerate(parameters):
-        if numel := part(index, rank):
-            yield ParameterShard(
-                shape=(numel,), whole=tuple(parameter.shape), numel=numel, dtype=stored,
-                trainable=parameter.requires_grad,
-            )  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -289,20 +278,16 @@ def padding_of(units: Shapes, shards: int) -> Padding:
     rank stores its padded part, the buffers of all-gathers and reduce-scatters have the padded size, and only ranks
     with rows have optimizer state.
     """
+    real, padded = [0] * len(units), [0] * len(units)
     lost: Counter[str] = Counter()
-    totals = []
-    for unit in units:
-        real = padded = 0
+    for at, unit in enumerate(units):
         for name, shape in unit.items():
             numel, whole = prod(shape), prod(padded_shape(shape, shards))
-            real, padded = real + numel, padded + whole
+            real[at], padded[at] = real[at] + numel, padded[at] + whole
             if whole - numel >= SIGNIFICANT * whole > 0:
                 lost[name] = whole - numel
-        totals.append((real, padded))
-    real, padded = sum(real for real, _ in totals), sum(padded for _, padded in totals)
-    largest, largest_padded = (max(sizes, default=0) for sizes in zip(*totals, strict=True))
-    share = max(1 - real / max(1, padded), 1 - largest / max(1, largest_padded))
-    return Padding(real=real, padded=padded, share=share, names=tuple(name for name, _ in lost.most_common()))
+    share = max(1 - sum(real) / max(1, sum(padded)), 1 - max(real) / max(1, max(padded)))
+    return Padding(real=sum(real), padded=sum(padded), share=share, names=tuple(name for name, _ in lost.most_common()))
 
 
 def with_padding_warning(plan: FsdpPlan, model: nn.Module) -> FsdpPlan:
@@ -311,32 +296,27 @@ def with_padding_warning(plan: FsdpPlan, model: nn.Module) -> FsdpPlan:
     Args:
         model: the model that was planned, not sharded. Models that were sharded before ``prepare`` keep their shards.
     """
-    if plan.backend != "fsdp2" or plan.pre_sharded or plan.mesh.shard == 1 or not plan.units:
+    shards = plan.mesh.shard
+    if plan.backend != "fsdp2" or plan.pre_sharded or shards == 1 or not plan.units:
         return plan
     units = unit_shapes(plan, model)
-    found = padding_of(units, plan.mesh.shard)
+    found = padding_of(units, shards)
     if found.share < SIGNIFICANT or not found.names or found.padded - found.real < _LEAST_ELEMENTS:
         return plan
-    return replace(plan, problems=(*plan.problems, _padding_warning(plan, units, found)))
-
-
-def _padding_warning(plan: FsdpPlan, units: Shapes, found: Padding) -> Problem:
-    shards, first = plan.mesh.shard, found.names[0]
+    first = found.names[0]
     rows = next(unit[first][0] for unit in units if first in unit)
     part = ceil(rows / shards)
     num_empty = shards - ceil(rows / part)
     empty = f"; {num_empty:,} of the shards are empty" if num_empty else ""
     count = plural(len(found.names), "parameter has", "parameters have")
     layers = dict.fromkeys(_NUMBER.sub("*", name) for name in found.names)
-    return Problem(
-        code="FSDP-W837",
-        message=f"{found.share:.0%} of what FSDP2 stores and communicates is padding: it splits each parameter on its "
+    message = (
+        f"{found.share:.0%} of what FSDP2 stores and communicates is padding: it splits each parameter on its "
         f"first dimension into {shards:,} parts of equal size. {first} has {plural(rows, 'row')} and is padded to "
-        f"{part * shards:,}{empty}. {count} at least {SIGNIFICANT:.0%} padding: {format_names(layers)}.",
-        fix=_padding_remedy(plan, units),
-        setting="mesh.shard",
-        origin=plan.spec.origins.get("mesh.shard"),
+        f"{part * shards:,}{empty}. {count} at least {SIGNIFICANT:.0%} padding: {format_names(layers)}."
     )
+    problem = plan.spec.problem("FSDP-W837", "mesh.shard", message, _padding_remedy(plan, units))
+    return replace(plan, problems=(*plan.problems, problem))
 
 
 def _padding_remedy(plan: FsdpPlan, units: Shapes) -> str:

@@ -11,9 +11,9 @@ from torch import nn
 
 from hf_fsdp_plugin.backends.loading.weight_loader import master_dtype
 from hf_fsdp_plugin.backends.sharding.module_forwards import configs_with_cache, fp32_forwards
-from hf_fsdp_plugin.backends.torch_types import torch_dtype
-from hf_fsdp_plugin.estimate.memory.meta_model import cast_floats, equal_layers, meta_batch, replace_forward
-from hf_fsdp_plugin.estimate.memory.recorder import Recorder
+from hf_fsdp_plugin.backends.torch_types import cast_floats, torch_dtype
+from hf_fsdp_plugin.estimate.memory.meta_model import equal_layers, meta_batch
+from hf_fsdp_plugin.estimate.memory.recorder import Recorder, replace_forward
 from hf_fsdp_plugin.estimate.memory.step import StepProfile, expand_layers
 from hf_fsdp_plugin.estimate.memory.tracker import DeviceAttention
 from hf_fsdp_plugin.estimate.workload import Workload
@@ -43,10 +43,12 @@ def profile_step(plan: FsdpPlan, model: nn.Module, workload: Workload) -> StepPr
 
 
 def _profile(plan: FsdpPlan, model: nn.Module, workload: Workload, batch: dict[str, Any]) -> StepProfile:
-    groups = [
-        group for group in equal_layers(model, plan.fp32_parameters) if _has_own_units(plan, group.representative)
-    ]
-    skipped = [name for group in groups for name in group.copies]
+    groups = {
+        layer: copies
+        for layer, copies in equal_layers(model, plan.fp32_parameters).items()
+        if _has_own_units(plan, layer)
+    }
+    skipped = [name for copies in groups.values() for name in copies]
     with ExitStack() as undo:
         _set_attention(model, workload, undo)
         _set_training(model, undo)
@@ -176,7 +178,7 @@ def _store_outside(plan: FsdpPlan, unit: nn.Module, own: set[int], dtype: torch.
 
     def before(module: nn.Module, args: tuple[Any, ...]) -> Any:
         register(inside=True)
-        return cast_floats(dtype, args)
+        return cast_floats(args, dtype)
 
     def after(module: nn.Module, args: Any, output: Any) -> None:
         register(inside=False)

@@ -2,67 +2,74 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.graph import register_multi_grad_hook, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from hf_fsdp_plugin.backends.sharding.module_forwards import save_every_second_matmul
-from hf_fsdp_plugin.backends.torch_types import torch_dtype
-from hf_fsdp_plugin.estimate.memory.meta_model import (
-    Border,
-    EqualLayers,
-    at_gradient,
-    cast_floats,
-    copy_output,
-    hidden_of,
-    replace_forward,
-    template_of,
-    with_border,
-)
-from hf_fsdp_plugin.estimate.memory.step import Stage, StageKind, Usage
+from hf_fsdp_plugin.backends.torch_types import cast_floats, torch_dtype
+from hf_fsdp_plugin.estimate.memory.step import Stage, StageKind
 from hf_fsdp_plugin.estimate.memory.tracker import DeviceAttention, Tracker
 from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan
-from hf_fsdp_plugin.torch_private.functions import in_backward, tree_leaves
+from hf_fsdp_plugin.plan.names import is_inside
+from hf_fsdp_plugin.torch_private.functions import in_backward, tree_leaves, tree_map_only
 
 
 class Recorder:
-    """Hooks on units and layers that divide the run into stages."""
+    """Hooks on units and layers that divide the run into stages.
 
-    def __init__(self, plan: FsdpPlan, model: nn.Module, groups: list[EqualLayers], undo: ExitStack) -> None:
-        """Add the hooks. ``undo`` removes them when it is closed."""
-        self._plan, self._model = plan, model
+    Attributes:
+        representatives: layer that does not run -> equal layer that runs.
+    """
+
+    def __init__(self, plan: FsdpPlan, model: nn.Module, groups: Mapping[str, Iterable[str]], undo: ExitStack) -> None:
+        """Add the hooks. ``undo`` removes them when it is closed.
+
+        Args:
+            groups: layer that runs -> equal layers that do not.
+        """
+        self._plan, self._undo = plan, undo
         self._modules = dict(model.named_modules(remove_duplicate=False))
         self.stages: list[Stage] = []
         self.tracker = Tracker([*model.parameters(), *model.buffers()])
-        self.representatives = {name: group.representative for group in groups for name in group.copies}
-        self._undo = undo
-        self._open: tuple[StageKind, str, int, Usage, int] | None = None
-        self._entered: set[str] = set()
+        self.representatives = {name: layer for layer, names in groups.items() for name in names}
+        self._open: tuple[StageKind, str, int] | None = None
         self._missing: dict[str, set[str]] = {}
+        """Unit whose forward runs -> its modules whose forward has not ended."""
         self._in_backward: dict[str, None] = {}
-        parameters = {unit.name: map(model.get_parameter, unit.parameters) for unit in plan.units}
-        self._gradients = {name: [p for p in own if p.requires_grad] for name, own in parameters.items()}
         self._outputs: dict[str, Any] = {}
         self._layers_in_backward: dict[str, bool] = {}
-        self._add_hooks(groups)
+        parameters = {unit.name: map(model.get_parameter, unit.parameters) for unit in plan.units}
+        self._gradients = {name: [p for p in own if p.requires_grad] for name, own in parameters.items()}
+        for parameter in {id(p): p for unit in self._gradients.values() for p in unit}.values():
+            handle = parameter.register_post_accumulate_grad_hook(self.tracker.count_gradient)
+            undo.callback(handle.remove)
+        self._checkpoint()
+        for unit in plan.units:
+            if not self._is_skipped(unit.name):
+                self._hook_unit(unit.name, unit.modules)
+        for layer, names in groups.items():
+            self._hook_layer(layer)
+            for name in names:
+                self._skip_layer(name, layer)
+
+    def _is_skipped(self, name: str) -> bool:
+        return any(is_inside(name, layer) for layer in self.representatives)
 
     def mark(self, kind: StageKind, name: str, freed_grads: int = 0) -> None:
         """Close the current stage and begin another."""
-        self.tracker.update_peak()
-        live, peak, host = self.tracker.live, self.tracker.peak, self.tracker.host_bytes
         if self._open is not None:
-            opened, of, grads, start, host_before = self._open
-            most = self.tracker.most_activations - start.activations
-            usage = peak.minus(start), live.minus(start)
-            self.stages.append(Stage(opened, of, *usage, grads, host - host_before, most, self.tracker.ops))
+            self.stages.append(Stage(*self._open, *self.tracker.usage_since_start()))
         if freed_grads:
             for parameter in self._gradients[name]:
                 parameter.grad = None
-        self._open = (kind, name, freed_grads, self.tracker.live, host)
+        self._open = (kind, name, freed_grads)
         self.tracker.restart()
 
     def finish(self) -> None:
@@ -79,7 +86,7 @@ class Recorder:
 
     def _pre_backward(self, unit: str) -> None:
         for layer in self._layers_in_backward:
-            if unit == layer or unit.startswith(f"{layer}."):
+            if is_inside(unit, layer):
                 self._enter_backward(layer)
         if unit not in self._in_backward:
             self._in_backward[unit] = None
@@ -91,26 +98,6 @@ class Recorder:
             self._layers_in_backward[layer] = True
             self.mark("enter_backward", layer)
 
-    # Hooks
-
-    def _add_hooks(self, groups: list[EqualLayers]) -> None:
-        for parameter in {id(p): p for unit in self._gradients.values() for p in unit}.values():
-            handle = parameter.register_post_accumulate_grad_hook(self._count_gradient)
-            self._undo.callback(handle.remove)
-        skipped = tuple(f"{name}." for name in self.representatives)
-        self._checkpoint(skipped)
-        for unit in self._plan.units:
-            if not f"{unit.name}.".startswith(skipped) or not skipped:
-                self._hook_unit(unit.name, unit.modules)
-        for group in groups:
-            self._hook_layer(group.representative)
-            for name in group.copies:
-                self._skip_layer(name, group.representative)
-
-    def _count_gradient(self, parameter: torch.Tensor) -> None:
-        if parameter.grad is not None:
-            self.tracker.count_gradient(parameter.grad)
-
     def _hook_unit(self, name: str, members: tuple[str, ...]) -> None:
         is_root = members == ("",)
         casts_inputs = self._plan.backend == "fsdp2" or is_root
@@ -118,23 +105,22 @@ class Recorder:
         output_dtype = torch_dtype(self._plan.precision.output) if is_root else None
 
         def before(module: nn.Module, args: Any, kwargs: Any) -> Any:
-            args, kwargs = cast_floats(dtype, (args, kwargs))
-            first = name not in self._entered
-            if first:
-                self._entered.add(name)
+            args, kwargs = cast_floats((args, kwargs), dtype)
+            if name not in self._missing:
                 self._missing[name] = set(members)
                 self.mark("pre_forward", name)
-                args, kwargs = with_border((args, kwargs), lambda: self._post_backward(name))
+                args, kwargs = _with_border((args, kwargs), lambda: self._post_backward(name))
             return args, kwargs
 
         def after(member: str) -> Any:
             def after_forward(module: nn.Module, args: Any, output: Any) -> Any:
-                self._missing.get(name, set()).discard(member)
-                if not self._missing.get(name):
-                    self._entered.discard(name)
+                missing = self._missing.get(name, set())
+                missing.discard(member)
+                if not missing:
+                    self._missing.pop(name, None)
                     self.mark("post_forward", name)
-                    at_gradient(output, lambda: self._pre_backward(name))
-                return cast_floats(output_dtype, output)
+                    _at_gradient(output, lambda: self._pre_backward(name))
+                return cast_floats(output, output_dtype)
 
             return after_forward
 
@@ -149,14 +135,14 @@ class Recorder:
         def before(module: nn.Module, args: Any, kwargs: Any) -> Any:
             if name not in self._outputs:  # not in a recomputation
                 self.mark("enter", name)
-                return with_border((args, kwargs), lambda: self.mark("leave_backward", name))
+                return _with_border((args, kwargs), lambda: self.mark("leave_backward", name))
             return args, kwargs
 
         def after(module: nn.Module, args: Any, output: Any) -> None:
-            self._outputs[name] = template_of(output)
+            self._outputs[name] = tree_map_only(torch.Tensor, lambda tensor: _Like(tensor.shape, tensor.dtype), output)
             self.mark("leave", name)
             self._layers_in_backward[name] = False
-            at_gradient(output, lambda: self._enter_backward(name))
+            _at_gradient(output, lambda: self._enter_backward(name))
 
         module = self._modules[name]
         self._undo.callback(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True).remove)
@@ -164,33 +150,31 @@ class Recorder:
 
     def _skip_layer(self, name: str, representative: str) -> None:
         """Make a layer return its input, and mark the places at which its representative's stages are copied."""
-        module = self._modules[name]
 
         def forward(*args: Any, **kwargs: Any) -> Any:
-            hidden = hidden_of(args, kwargs)
+            tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)]
+            hidden = next((x for x in tensors if x.requires_grad), tensors[0])
             self.mark("enter", name)
             self.tracker.counts_ops = False  # the operations of the layer are those of its representative
-            (hidden,) = Border.apply(lambda: self.mark("enter_backward", name), hidden)
+            (hidden,) = _Border.apply(lambda: self.mark("enter_backward", name), hidden)
             others = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
-            output = copy_output(self._outputs[representative], hidden, others)
+            output = _output_like(self._outputs[representative], hidden, others)
             self.tracker.counts_ops = True
             return output
 
-        replace_forward(module, forward, self._undo)
+        replace_forward(self._modules[name], forward, self._undo)
 
-    def _checkpoint(self, skipped: tuple[str, ...]) -> None:
+    def _checkpoint(self) -> None:
         """Checkpoint the layers that run, as :mod:`hf_fsdp_plugin.backends.sharding.module_forwards` does."""
         activation = self._plan.activation
         if activation.checkpointing == "none":
             return
-        for unit in self._plan.units:
-            for name in unit.modules if unit.from_policy else ():
-                if not (skipped and f"{name}.".startswith(skipped)):
-                    module = self._modules[name]
-                    forward = self._checkpointed(module.forward)
-                    if activation.offload:
-                        forward = self._offloaded(forward)
-                    replace_forward(module, forward, self._undo)
+        for name in [name for unit in self._plan.units if unit.from_policy for name in unit.modules]:
+            if not self._is_skipped(name):
+                forward = self._checkpointed(self._modules[name].forward)
+                replace_forward(
+                    self._modules[name], self._offloaded(forward) if activation.offload else forward, self._undo
+                )
 
     def _checkpointed(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         selective = self._plan.activation.checkpointing == "selective"
@@ -223,7 +207,76 @@ class Recorder:
             return torch.empty(shape, dtype=dtype, device="meta")
 
         def offloaded(*args: Any, **kwargs: Any) -> Any:
-            with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+            with saved_tensors_hooks(pack, unpack):
                 return forward(*args, **kwargs)
 
         return offloaded
+
+
+def replace_forward(module: nn.Module, forward: Callable[..., Any], undo: ExitStack) -> None:
+    """Set an instance's ``forward`` until `undo` is closed."""
+    if "forward" in vars(module):
+        undo.callback(setattr, module, "forward", module.forward)
+    else:
+        undo.callback(delattr, module, "forward")
+    module.forward = forward
+
+
+class _Border(torch.autograd.Function):
+    """Passes tensors through, and calls a function when their gradients are computed, as FSDP's hooks do."""
+
+    @staticmethod
+    def forward(ctx: Any, on_backward: Callable[[], None], *tensors: torch.Tensor) -> Any:
+        ctx.on_backward = on_backward
+        return tensors
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        ctx.on_backward()
+        return (None, *grads)
+
+
+def _with_border(inputs: Any, on_backward: Callable[[], None]) -> Any:
+    """Return the inputs, with all tensors that need gradients passed through one border."""
+    leaves = _differentiable(inputs)
+    if not leaves or not torch.is_grad_enabled():
+        return inputs
+    passed = dict(zip(map(id, leaves), _Border.apply(on_backward, *leaves), strict=True))
+    return tree_map_only(torch.Tensor, lambda tensor: passed.get(id(tensor), tensor), inputs)
+
+
+def _at_gradient(output: Any, call: Callable[[], None]) -> None:
+    """Call a function once, when the first gradient of an output is computed."""
+    if leaves := _differentiable(output):
+        register_multi_grad_hook(leaves, lambda _: call(), mode="any")
+
+
+def _differentiable(tree: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+
+
+@dataclass(frozen=True, slots=True)
+class _Like:
+    """Stands for a tensor in the output of a layer, without its storage."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+
+
+def _output_like(output: Any, hidden: torch.Tensor, inputs: Iterable[torch.Tensor]) -> Any:
+    """Return the output of an equal layer, with `hidden` in place of the first tensor of its shape.
+
+    Other tensors of the output, such as a position bias, are inputs of the same shape if there are any.
+    """
+    known = {(tensor.shape, tensor.dtype): tensor for tensor in inputs}
+    hidden_is_used = False
+
+    def tensor_of(like: _Like) -> torch.Tensor:
+        nonlocal hidden_is_used
+        if not hidden_is_used and like.shape == hidden.shape:
+            hidden_is_used = True
+            return hidden
+        found = known.get((like.shape, like.dtype))
+        return torch.empty(like.shape, dtype=like.dtype, device="meta") if found is None else found
+
+    return tree_map_only(_Like, tensor_of, output)

@@ -55,9 +55,9 @@ class Stage:
     Attributes:
         kind: the event at the start.
         name: the unit, or the layer for ``enter`` and ``leave``.
+        freed_grads: bytes of whole gradients of the unit that are complete at a ``post_backward``.
         peak: the largest usage of the stage, relative to its start.
         end: usage at its end, relative to its start.
-        freed_grads: bytes of whole gradients of the unit that are complete at a ``post_backward``.
         host_bytes: what activation offload moves to CPU memory, relative to the start.
         most_activations: the most activations of the stage, relative to the start, with each gradient until it is
             accumulated.
@@ -66,9 +66,9 @@ class Stage:
 
     kind: StageKind
     name: str
+    freed_grads: int
     peak: Usage
     end: Usage
-    freed_grads: int
     host_bytes: int
     most_activations: int
     ops: Mapping[OpCost, int]

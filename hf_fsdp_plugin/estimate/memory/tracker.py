@@ -108,25 +108,39 @@ class Tracker(TorchDispatchMode):
         ops: operations since then, and how often each ran, without those that run while `counts_ops` is not set.
     """
 
+    peak: Usage
+    most_activations: int
+    ops: Counter[OpCost]
+
     def __init__(self, ignored: Iterable[torch.Tensor]) -> None:
         super().__init__()
         self.live = Usage()
-        self.peak = Usage()
-        self.most_activations = 0
         self.host_bytes = 0
-        self.ops: Counter[OpCost] = Counter()
+        self.restart()
         self.counts_ops = True
         self._known: dict[int, Any] = {storage_key(tensor): None for tensor in ignored}
         self._grads: set[int] = set()
         self._last_op: str = ""
 
     def restart(self) -> None:
+        """Begin another stage."""
+        self._start, self._start_host_bytes = self.live, self.host_bytes
         self.peak = self.live
         self.most_activations = self.live.activations
         self.ops = Counter()
 
-    def count_gradient(self, gradient: torch.Tensor) -> None:
-        """Count a storage, which was allocated as an activation, as the gradient of a parameter."""
+    def usage_since_start(self) -> tuple[Usage, Usage, int, int, Counter[OpCost]]:
+        """Return the last fields of a :class:`Stage` for what has run since :meth:`restart`."""
+        self.update_peak()
+        start, host_bytes = self._start, self.host_bytes - self._start_host_bytes
+        most_activations = self.most_activations - start.activations
+        return self.peak.minus(start), self.live.minus(start), host_bytes, most_activations, self.ops
+
+    def count_gradient(self, parameter: torch.Tensor) -> None:
+        """Count the storage of a parameter's gradient, which was allocated as an activation, as a gradient."""
+        gradient = parameter.grad
+        if gradient is None:
+            return
         key, size = storage_key(gradient), gradient.untyped_storage().nbytes()
         if key in self._known and key not in self._grads and self._known[key] is not None:
             self._grads.add(key)

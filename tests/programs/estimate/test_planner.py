@@ -9,15 +9,16 @@ import transformers as hf
 
 from hf_fsdp_plugin.estimate.machines import machine_named
 from hf_fsdp_plugin.estimate.memory.peak import estimate_memory
-from hf_fsdp_plugin.estimate.planner.advice import (
+from hf_fsdp_plugin.estimate.planner import (
     SAME_SPEED,
+    Subject,
+    advise,
     compare_with_tree,
     in_order,
     micro_batches,
     shardings,
     tree_choice,
 )
-from hf_fsdp_plugin.estimate.planner.search import Evaluator, Subject, advise
 from hf_fsdp_plugin.estimate.workload import Workload
 from hf_fsdp_plugin.problems import SpecError
 
@@ -52,12 +53,11 @@ def model(family: str) -> torch.nn.Module:
 
 
 @cache
-def advice(family="llama", memory=1 << 33, machine="", **options):
+def advice(family="llama", memory=1 << 33, machine="", seq_len=64, **options):
     if machine:
         options["machine"] = machine_named(machine)
-    return advise(
-        model(family), **{"seq_len": 64, "global_batch": 16, "gpus_per_machine": 4} | options, gpu_memory=memory
-    )
+    workload = Workload(micro_batch=1, seq_len=seq_len)
+    return advise(model(family), workload, **{"global_batch": 16, "gpus_per_machine": 4} | options, gpu_memory=memory)
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "bert", "vit"])
@@ -69,11 +69,10 @@ def test_models_with_room_need_no_recomputation(family):
 
 def test_peaks_are_those_of_estimate_memory():
     subject = subject_of("llama", 2)
-    evaluator = Evaluator(subject)
     rows = [row for row in advice().rows if row.choice.micro_batch == 2]
     assert rows
     for row in rows[::5]:
-        estimate = estimate_memory(evaluator.plan(row.choice), subject.model, subject.workload(row.choice))
+        estimate = estimate_memory(subject.plan(row.choice), subject.model, subject.workload_of(row.choice))
         assert (estimate.peak, row.fits) == (row.memory.peak, True)
 
 
@@ -107,7 +106,7 @@ def test_nothing_fits_names_a_change_that_does():
 
 def subject_of(family, version, **wrap):
     return Subject(
-        model=model(family), step=Workload(micro_batch=1, seq_len=64), version=version, precision="bf16", wrap=wrap,
+        model=model(family), workload=Workload(micro_batch=1, seq_len=64), version=version, precision="bf16", wrap=wrap,
         num_machines=1, gpus_per_machine=4,
     )  # fmt: skip
 
