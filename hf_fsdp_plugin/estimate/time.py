@@ -14,7 +14,7 @@ from hf_fsdp_plugin.backends.loading.weight_loader import master_dtype
 from hf_fsdp_plugin.estimate.communication import checkpointed_modules, estimate_communication
 from hf_fsdp_plugin.estimate.machines import Machine
 from hf_fsdp_plugin.estimate.memory.peak import profile_step
-from hf_fsdp_plugin.estimate.memory.step import OpCost, StepProfile, stage_positions
+from hf_fsdp_plugin.estimate.memory.step import OpCost, StepProfile
 from hf_fsdp_plugin.estimate.results import Collective, CollectiveKind, StepPhase, TimeEstimate
 from hf_fsdp_plugin.estimate.schedule import Timeline, UnitTimes, exposed_seconds, simulate
 from hf_fsdp_plugin.estimate.unit_sizes import UnitSizes, unit_sizes
@@ -181,7 +181,7 @@ def unit_costs(plan: FsdpPlan, profile: StepProfile) -> dict[str, UnitCosts]:
     """Return unit name -> its operations in one micro-batch. Operations outside of units (the loss) are the root's."""
     units = {"", *(unit.name for unit in plan.units)}
     costs = {name: UnitCosts(Counter(), Counter()) for name in units}
-    for stage, (phase, inside) in zip(profile.stages, stage_positions(profile.stages), strict=True):
+    for stage, phase, inside in profile.walk():
         unit = next(name for name in reversed(inside) if name in units)
         getattr(costs[unit], phase).update(stage.ops)
     shared: dict[object, UnitCosts] = {}

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hf_fsdp_plugin.estimate.memory.step import Engine, Ledger
+from hf_fsdp_plugin.estimate.memory.step import Engine, Ledger, neighbour
 from hf_fsdp_plugin.estimate.unit_sizes import UnitSizes
 from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan
-from hf_fsdp_plugin.strategies import STRATEGIES
 
 
 class Fsdp1Engine(Engine):
@@ -18,7 +17,6 @@ class Fsdp1Engine(Engine):
 
     def __init__(self, plan: FsdpPlan, sizes: Sequence[UnitSizes], ledger: Ledger) -> None:
         super().__init__(plan, sizes, ledger)
-        self._is_sharded = STRATEGIES[plan.strategy].is_sharded
         self._done: set[str] = set()
         """Units whose backward is complete."""
         self._pending: tuple[str, int] | None = None
@@ -26,15 +24,9 @@ class Fsdp1Engine(Engine):
 
     def pre_forward(self, name: str) -> None:
         self._gather(name)
-        if self.plan.prefetch.forward and (successor := self._successor(name)) is not None:
+        # Children run after parents, as the units began in the first forward.
+        if self.plan.prefetch.forward and (successor := neighbour(["", *self.tree_order], name, 1)) is not None:
             self._gather(successor)
-
-    def _successor(self, name: str) -> str | None:
-        """Return the unit that runs after `name`, children after parents, as the units began in the first forward."""
-        order = [unit.name for unit in self.plan.units if unit.name]
-        order = ["", *order] if "" in self.sizes else order
-        at = order.index(name) + 1
-        return order[at] if at < len(order) else None
 
     def pre_backward(self, name: str) -> None:
         self._gather(name)
@@ -66,7 +58,7 @@ class Fsdp1Engine(Engine):
         if name in self.accumulated and grads:
             # Autograd adds it in place, and keeps it until the hook that reduces has returned.
             added, flat = flat, self.accumulated.pop(name)
-        if self.syncs or sizes.reshards or not self._is_sharded:
+        if self.syncs or sizes.reshards or not self.is_sharded:
             self.release(name)
         self._done.add(name)
         if self.plan.prefetch.backward == "post":
@@ -96,7 +88,7 @@ class Fsdp1Engine(Engine):
             super().keep_reduced(name)
 
     def _prefetch_backward(self, name: str) -> None:
-        target = self.predecessor(name)
+        target = neighbour(self.order, name, -1)
         if target is not None and target not in self._done:
             self._gather(target)
 
@@ -107,7 +99,7 @@ class Fsdp1Engine(Engine):
         source = sizes.compute_shard or (sizes.params if self.offloads and not self._keeps_copy(name) else 0)
         self.ledger.add("gathered", source)
         self.ledger.add("gathered", sizes.gathered)
-        if self._is_sharded:
+        if self.is_sharded:
             self.copy_of_collective(sizes.gathered)
         if not self._keeps_source(name):
             self.ledger.free("gathered", source)
@@ -122,26 +114,24 @@ class Fsdp1Engine(Engine):
 
     def _keeps_copy(self, name: str) -> bool:
         """Whether autograd keeps the copy of a whole offloaded parameter, which nothing frees before it does."""
-        return self.offloads and not self._is_sharded and self.sizes[name].gathered == self.sizes[name].params
+        return self.offloads and not self.is_sharded and self.sizes[name].gathered == self.sizes[name].params
 
     def _keeps_source(self, name: str) -> bool:
         """Whether the original parameters are views of the offloaded shard's copy on the device (``flat_param_to``)."""
-        return self.offloads and self._is_sharded and self.plan.use_orig and not self.sizes[name].compute_shard
+        return self.offloads and self.is_sharded and self.plan.use_orig and not self.sizes[name].compute_shard
 
     def _reduce(self, name: str, flat: int) -> None:
         """Cast, reduce-scatter and cast back (``_post_backward_hook``, ``_reduce_grad``)."""
         sizes, ledger = self.sizes[name], self.ledger
         cast = sizes.reduce_input if sizes.reduce_input != flat else 0
         ledger.add("gathered", cast)
-        if self._is_sharded:
+        if self.is_sharded:
             ledger.add("gathered", sizes.reduce_output)
             self.copy_of_collective(sizes.reduce_input)
             ledger.free("gathered", sizes.reduce_output)
             ledger.add("grads", sizes.grad_shard)
-            ledger.free("grads", flat)
-            ledger.free("gathered", cast)
-        else:
-            ledger.free("gathered", cast)
-            ledger.free("grads", flat)
+        ledger.free("gathered", cast)
+        ledger.free("grads", flat)
+        if not self.is_sharded:
             ledger.add("grads", sizes.grad_shard)
         self.keep_reduced(name)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hf_fsdp_plugin.estimate.memory.step import Engine, Ledger, Stage, Usage
+from hf_fsdp_plugin.estimate.memory.step import Engine, Ledger, Stage, Usage, neighbour
 from hf_fsdp_plugin.estimate.unit_sizes import UnitSizes
 from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan
 from hf_fsdp_plugin.torch_private.fsdp2 import installed_behavior
@@ -23,7 +23,6 @@ class Fsdp2Engine(Engine):
 
     def __init__(self, plan: FsdpPlan, sizes: Sequence[UnitSizes], ledger: Ledger) -> None:
         super().__init__(plan, sizes, ledger)
-        self._is_sharded = plan.mesh.shard > 1
         self._behavior = installed_behavior()
         self._in_backward: list[str] = []
         """Units whose backward has begun, the last one last."""
@@ -36,7 +35,6 @@ class Fsdp2Engine(Engine):
         self._reduce_input = 0
         self._all_reduced = 0
         """Bytes of all-reduced buffers that are kept until the end of backward, apart from the gradients."""
-        self._in_tree_order = [unit.name for unit in plan.units if unit.name]
 
     def pre_forward(self, name: str) -> None:
         if name not in self.gathered:
@@ -44,7 +42,7 @@ class Fsdp2Engine(Engine):
             previous, self._held = self._held, 0
             self._copy_out(name, keep_buffer=True)
             self.ledger.free("gathered", previous)
-        if self.plan.prefetch.forward and (successor := self._neighbour(name, 1)) is not None:
+        if self.plan.prefetch.forward and (successor := neighbour(self.tree_order, name, 1)) is not None:
             self._start(successor)
 
     def end_forward(self) -> None:
@@ -52,7 +50,7 @@ class Fsdp2Engine(Engine):
         self.ledger.free("gathered", self._held)
         self._held = 0
 
-    def run(self, stage: Stage) -> None:
+    def run_operators(self, stage: Stage) -> None:
         """Run the operators of a stage.
 
         Where autograd accumulates, it frees each gradient that it adds to one of earlier micro-batches, and keeps the
@@ -64,14 +62,14 @@ class Fsdp2Engine(Engine):
             kept = _in_reduce_dtype(self.sizes[self._in_backward[-1]], stage.peak.grads)
             self.ledger.run(Usage(stage.peak.activations, kept), stage.end)
         else:
-            super().run(stage)
+            super().run_operators(stage)
 
     def pre_backward(self, name: str) -> None:
         self._in_backward.append(name)
         if name not in self.gathered:
             self._start(name)
             self._copy_out(name, keep_buffer=False)
-        if self.plan.prefetch.backward == "pre" and (target := self.predecessor(name)) is not None:
+        if self.plan.prefetch.backward == "pre" and (target := neighbour(self.order, name, -1)) is not None:
             self._start(target)
 
     def post_backward(self, name: str, grads: int) -> None:
@@ -80,7 +78,7 @@ class Fsdp2Engine(Engine):
         if self._adds_in_place:
             self._add_new_gradient(name)
             grads = 0
-        if self.plan.prefetch.backward == "post" and (target := self._neighbour(name, -1)) is not None:
+        if self.plan.prefetch.backward == "post" and (target := neighbour(self.tree_order, name, -1)) is not None:
             self._start(target)
         if not self.syncs:
             self.release(name)
@@ -107,7 +105,7 @@ class Fsdp2Engine(Engine):
 
     def _start(self, name: str) -> None:
         """Allocate the buffer of an all-gather, and until it has started its input (``foreach_all_gather``)."""
-        if name in self.gathered or name in self._buffered or not self.sizes[name].shards or not self._is_sharded:
+        if name in self.gathered or name in self._buffered or not self.sizes[name].shards or not self.is_sharded:
             return
         sizes = self.sizes[name]
         source = sizes.compute_shard or (sizes.params if self.offloads else 0)
@@ -123,7 +121,7 @@ class Fsdp2Engine(Engine):
             return
         self.ledger.add("gathered", sizes.gathered)
         self.gathered.add(name)
-        if self.offloads and not self._is_sharded:  # one parameter after the other is copied to the device
+        if self.offloads and not self.is_sharded:  # one parameter after the other is copied to the device
             copied = max(shard.numel * shard.dtype.itemsize for shard in sizes.shards)
             self.ledger.use("gathered", copied)
         if name in self._buffered and keep_buffer:
@@ -135,13 +133,6 @@ class Fsdp2Engine(Engine):
     def _free_buffer(self, name: str) -> None:
         self._buffered.remove(name)
         self.ledger.free("gathered", self.sizes[name].gathered)
-
-    def _neighbour(self, name: str, step: int) -> str | None:
-        """Return the unit before or after a unit in the module tree; ``None`` for the root."""
-        if name not in self._in_tree_order:
-            return None
-        at = self._in_tree_order.index(name) + step
-        return self._in_tree_order[at] if 0 <= at < len(self._in_tree_order) else None
 
     def _accumulate(self, name: str, grads: int) -> None:
         """Keep whole gradients in the dtype of the reduction.
@@ -184,7 +175,7 @@ class Fsdp2Engine(Engine):
             whole: bytes of the gradients, which have one dtype if they were accumulated.
         """
         sizes, ledger = self.sizes[name], self.ledger
-        keeps_last = self._is_sharded and self._behavior.keeps_last_gradient
+        keeps_last = self.is_sharded and self._behavior.keeps_last_gradient
         last = whole * sizes.last_grad // sizes.whole_grads if keeps_last else 0
         ledger.add("gathered", sizes.reduce_input)
         self._reduce_input = sizes.reduce_input
@@ -192,7 +183,7 @@ class Fsdp2Engine(Engine):
             ledger.use("grads", sizes.cast_grads)
         ledger.free("grads", whole - last)
         ledger.add("gathered", sizes.reduce_output)
-        if self._is_sharded:
+        if self.is_sharded:
             self.copy_of_collective(sizes.reduce_input)
         ledger.free("gathered", sizes.reduce_output)
         if sizes.reduce_output == sizes.grad_shard:

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
@@ -15,6 +15,7 @@ from hf_fsdp_plugin.estimate.results import MEMORY_KINDS, MemoryKind, Moment
 from hf_fsdp_plugin.estimate.unit_sizes import UnitSizes
 from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan
 from hf_fsdp_plugin.plan.names import is_inside
+from hf_fsdp_plugin.strategies import STRATEGIES
 
 StageKind = Literal[
     "start", "pre_forward", "post_forward", "loss", "pre_backward", "post_backward", "enter", "leave", "enter_backward",
@@ -86,19 +87,18 @@ class StepProfile:
     stages: tuple[Stage, ...]
     input_bytes: int
 
-
-def stage_positions(stages: Iterable[Stage]) -> Iterator[tuple[Literal["forward", "backward"], tuple[str, ...]]]:
-    """Yield the pass in which each stage runs, and the units and layers around it: the root (empty) first."""
-    phase: Literal["forward", "backward"] = "forward"
-    inside: tuple[str, ...] = ("",)
-    for stage in stages:
-        if stage.kind == "loss":
-            phase, inside = "backward", ("",)
-        elif stage.kind in ("pre_forward", "enter", "pre_backward", "enter_backward"):
-            inside = (*inside, stage.name)
-        elif stage.kind != "start":
-            inside = ("", *(name for name in inside[1:] if name != stage.name))
-        yield phase, inside
+    def walk(self) -> Iterator[tuple[Stage, Literal["forward", "backward"], tuple[str, ...]]]:
+        """Yield each stage, the pass in which it runs, and the units and layers around it: the root (empty) first."""
+        phase: Literal["forward", "backward"] = "forward"
+        inside: tuple[str, ...] = ("",)
+        for stage in self.stages:
+            if stage.kind == "loss":
+                phase, inside = "backward", ("",)
+            elif stage.kind in ("pre_forward", "enter", "pre_backward", "enter_backward"):
+                inside = (*inside, stage.name)
+            elif stage.kind != "start":
+                inside = ("", *(name for name in inside[1:] if name != stage.name))
+            yield stage, phase, inside
 
 
 def expand_layers(stages: Sequence[Stage], representatives: Mapping[str, str]) -> Iterator[Stage]:
@@ -107,26 +107,19 @@ def expand_layers(stages: Sequence[Stage], representatives: Mapping[str, str]) -
     Args:
         representatives: layer that did not run -> layer that ran.
     """
-    spans: dict[tuple[str, str], Sequence[Stage]] = {}
+    events: list[tuple[str, str]] = [(stage.kind, stage.name) for stage in stages]
     for stage in stages:
         yield stage
-        if stage.name not in representatives or stage.kind not in ("enter", "enter_backward"):
+        original = representatives.get(stage.name)
+        if original is None or stage.kind not in ("enter", "enter_backward") or (stage.kind, original) not in events:
             continue
-        layer, original = stage.name, representatives[stage.name]
-        if (original, stage.kind) not in spans:
-            spans[original, stage.kind] = _span(stages, original, stage.kind)
-        for copied in spans[original, stage.kind]:
+        first = last = events.index((stage.kind, original))
+        leave = (stage.kind.replace("enter", "leave"), original)
+        if leave in events:
+            last = events.index(leave)
+        for copied in stages[first : last + 1]:
             is_of_layer = is_inside(copied.name, original)
-            yield replace(copied, name=layer + copied.name.removeprefix(original)) if is_of_layer else copied
-
-
-def _span(stages: Sequence[Stage], name: str, enter: str) -> Sequence[Stage]:
-    """Return the stages of one layer, from the event at its start to the event at its end."""
-    events: list[tuple[str, str]] = [(stage.kind, stage.name) for stage in stages]
-    if (enter, name) not in events:
-        return ()
-    first, leave = events.index((enter, name)), (enter.replace("enter", "leave"), name)
-    return stages[first : (events.index(leave) if leave in events else first) + 1]
+            yield replace(copied, name=stage.name + copied.name.removeprefix(original)) if is_of_layer else copied
 
 
 class Ledger:
@@ -191,7 +184,9 @@ class Engine(ABC):
     Attributes:
         ledger: memory in use.
         syncs: whether gradients are reduced in the current backward.
+        is_sharded: whether there are all-gathers.
         order: units in the order in which their forwards ended.
+        tree_order: units in the order of the module tree, without the root.
         accumulated: unit -> bytes of whole gradients that are kept while gradients accumulate.
         reduced: units with a sharded gradient.
     """
@@ -201,19 +196,33 @@ class Engine(ABC):
         self.sizes = {unit.name: unit for unit in sizes}
         self.syncs = True
         self.offloads = plan.offload_params and plan.device_type != "cpu"
+        self.is_sharded = plan.mesh.shard > 1 if plan.backend == "fsdp2" else STRATEGIES[plan.strategy].is_sharded
         self.gathered: set[str] = set()
         self.order: list[str] = []
+        self.tree_order = [unit.name for unit in plan.units if unit.name]
         self.accumulated: dict[str, int] = {}
         self.reduced: set[str] = set()
 
+    def run(self, stage: Stage) -> None:
+        """Do what happens at the start of a stage, and run its operators."""
+        name = stage.name
+        if stage.kind == "pre_forward":
+            self.pre_forward(name)
+        elif stage.kind == "post_forward":
+            if self.sizes[name].shards:
+                self.order.append(name)
+            if self.sizes[name].reshards:
+                self.release(name)
+        elif stage.kind == "loss":
+            self.end_forward()
+        elif stage.kind == "pre_backward":
+            self.pre_backward(name)
+        elif stage.kind == "post_backward":
+            self.post_backward(name, stage.freed_grads)
+        self.run_operators(stage)
+
     @abstractmethod
     def pre_forward(self, name: str) -> None: ...
-
-    def post_forward(self, name: str) -> None:
-        if self.sizes[name].shards:
-            self.order.append(name)
-        if self.sizes[name].reshards:
-            self.release(name)
 
     def end_forward(self) -> None:  # noqa: B027 (not all versions keep something)
         """Free what is kept until the end of the root's forward."""
@@ -229,22 +238,12 @@ class Engine(ABC):
             grads: bytes of the unit's whole gradients, which the ledger contains.
         """
 
-    def run(self, stage: Stage) -> None:
-        """Run the operators of a stage, after :meth:`act` at its start."""
+    def run_operators(self, stage: Stage) -> None:
         self.ledger.run(stage.peak, stage.end)
 
     def end_backward(self) -> None:
         """Complete the backward of the root."""
         self.order.clear()
-
-    def act(self, stage: Stage) -> None:
-        """Do what happens at the start of a stage."""
-        if stage.kind in ("pre_forward", "post_forward", "pre_backward"):
-            getattr(self, stage.kind)(stage.name)
-        elif stage.kind == "loss":
-            self.end_forward()
-        elif stage.kind == "post_backward":
-            self.post_backward(stage.name, stage.freed_grads)
 
     def release(self, name: str) -> None:
         """Free the gathered parameters of a unit."""
@@ -261,13 +260,14 @@ class Engine(ABC):
         if self.plan.device_type == "cpu":
             self.ledger.use("gathered", size)
 
-    def predecessor(self, name: str) -> str | None:
-        """Return the unit whose forward ended just before the forward of the unit `name`."""
-        at = self.order.index(name) if name in self.order else 0
-        return self.order[at - 1] if at > 0 else None
-
     def keep_reduced(self, name: str) -> None:
         """Keep the reduced gradient, which the ledger contains; free it if it is offloaded or added to an older one."""
         if self.offloads or name in self.reduced:
             self.ledger.free("grads", self.sizes[name].grad_shard)
         self.reduced.add(name)
+
+
+def neighbour(order: Sequence[str], name: str, step: int) -> str | None:
+    """Return the unit before (-1) or after (1) a unit; ``None`` at the ends, and for units outside of the order."""
+    at = order.index(name) + step if name in order else -1
+    return order[at] if 0 <= at < len(order) else None

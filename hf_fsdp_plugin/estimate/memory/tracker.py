@@ -22,21 +22,7 @@ from torch.overrides import TorchFunctionMode
 
 from hf_fsdp_plugin.estimate.machines import OpKind
 from hf_fsdp_plugin.estimate.memory.step import OpCost, Usage
-from hf_fsdp_plugin.torch_private.functions import (
-    GROUPED_MM,
-    READ_VALUE,
-    TorchDispatchMode,
-    called_by_engine,
-    cpu_attention,
-    efficient_attention,
-    flash_attention,
-    flops_of,
-    in_backward,
-    is_view,
-    operator_name,
-    storage_key,
-    tree_leaves,
-)
+from hf_fsdp_plugin.torch_private import functions
 
 _MAX_FLASH_HEAD_DIM: Final = 256
 _FUNCTIONS: Final = frozenset(
@@ -55,25 +41,36 @@ _START: Final = OpCost(kind="memory", flops=0, bytes=0, dtype="fp32")
 
 
 @cache
-def _attention_operators() -> dict[str, tuple[int, int]]:
-    """Return operator -> where ``is_causal`` is in the arguments of its forward, and in those of its backward."""
-    operators = {flash_attention: (4, 11), cpu_attention: (4, 7), efficient_attention: (6, 11)}
-    return {operator.__name__: indices for operator, indices in operators.items()}
+def _attention_operators() -> dict[str, int]:
+    """Return operator -> where ``is_causal`` is in its arguments."""
+    forwards = {functions.flash_attention: 4, functions.cpu_attention: 4, functions.efficient_attention: 6}
+    backwards = {functions.flash_attention: 11, functions.cpu_attention: 7, functions.efficient_attention: 11}
+    found = {operator.__name__: index for operator, index in forwards.items()}
+    return found | {f"{operator.__name__}_backward": index for operator, index in backwards.items()}
 
 
 def op_cost(func: Any, args: Any, kwargs: Any, out: Any) -> OpCost | None:
     """Return the cost of an operator that has run; ``None`` if it neither computes nor starts anything.
 
-    Attention is one operation that does not write the scores to memory.
+    Attention is one operation that does not write the scores to memory: two products in the forward, and five in the
+    backward; half of them if it is causal.
     """
-    name = operator_name(func)
-    if name.removesuffix("_backward") in _attention_operators():
-        return _attention_cost(name, args)
-    if is_view(func):
+    name = functions.operator_name(func)
+    if (causal := _attention_operators().get(name)) is not None:
+        is_backward = name.endswith("_backward")
+        query, key, value = args[1:4] if is_backward else args[:3]
+        flops, num_bytes = 4 * query.numel() * key.shape[-2], 2 * query.nbytes + key.nbytes + value.nbytes
+        if len(args) > causal and args[causal]:
+            flops //= 2
+        if is_backward:
+            flops, num_bytes = flops * 5 // 2, num_bytes * 2
+        dtype = _DTYPES.get(query.dtype, "fp32")
+        return OpCost(kind="attention", flops=flops, bytes=num_bytes, dtype=dtype, length=key.shape[-2])
+    if functions.is_view(func):
         return _START
-    leaves = tree_leaves((args, out))
+    leaves = functions.tree_leaves((args, out))
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.device.type == "meta"]
-    num_bytes, flops = sum(tensor.nbytes for tensor in tensors), flops_of(func, args, kwargs, out)
+    num_bytes, flops = sum(tensor.nbytes for tensor in tensors), functions.flops_of(func, args, kwargs, out)
     if not num_bytes and not flops:
         return None
     if name == "embedding":
@@ -83,21 +80,7 @@ def op_cost(func: Any, args: Any, kwargs: Any, out: Any) -> OpCost | None:
     return OpCost(kind=kind, flops=flops, bytes=num_bytes, dtype=dtype)
 
 
-def _attention_cost(name: str, args: Any) -> OpCost:
-    """Return the cost of two products of the forward or five of the backward; half of them if it is causal."""
-    is_backward = name.endswith("_backward")
-    query, key, value = args[1:4] if is_backward else args[:3]
-    causal = _attention_operators()[name.removesuffix("_backward")][is_backward]
-    flops, num_bytes = 4 * query.numel() * key.shape[-2], 2 * query.nbytes + key.nbytes + value.nbytes
-    if len(args) > causal and args[causal]:
-        flops //= 2
-    if is_backward:
-        flops, num_bytes = flops * 5 // 2, num_bytes * 2
-    dtype = _DTYPES.get(query.dtype, "fp32")
-    return OpCost(kind="attention", flops=flops, bytes=num_bytes, dtype=dtype, length=key.shape[-2])
-
-
-class Tracker(TorchDispatchMode):
+class Tracker(functions.TorchDispatchMode):
     """Follows the storages that operators allocate, and counts the operators.
 
     Attributes:
@@ -118,7 +101,7 @@ class Tracker(TorchDispatchMode):
         self.host_bytes = 0
         self.restart()
         self.counts_ops = True
-        self._known: dict[int, Any] = {storage_key(tensor): None for tensor in ignored}
+        self._known: dict[int, Any] = {functions.storage_key(tensor): None for tensor in ignored}
         self._grads: set[int] = set()
         self._last_op: str = ""
 
@@ -141,26 +124,26 @@ class Tracker(TorchDispatchMode):
         gradient = parameter.grad
         if gradient is None:
             return
-        key, size = storage_key(gradient), gradient.untyped_storage().nbytes()
+        key, size = functions.storage_key(gradient), gradient.untyped_storage().nbytes()
         if key in self._known and key not in self._grads and self._known[key] is not None:
             self._grads.add(key)
             self.live = Usage(self.live.activations - size, self.live.grads + size)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is READ_VALUE:
+        if func is functions.READ_VALUE:
             return self._value(args[0])
         kwargs = kwargs or {}
-        out: Any = (_grouped_product if func is GROUPED_MM else func)(*args, **kwargs)
+        out: Any = (_grouped_product if func is functions.GROUPED_MM else func)(*args, **kwargs)
         if self.counts_ops and (cost := op_cost(func, args, kwargs, out)) is not None:
             self.ops[cost] += 1
         self._last_op = str(func)
-        for tensor in tree_leaves(out):
+        for tensor in functions.tree_leaves(out):
             if isinstance(tensor, torch.Tensor):
                 self._see(tensor)
         # Autograd adds a gradient to another one in place if nothing else refers to it. With a dispatch mode it adds
         # out of place (torch/csrc/autograd/input_buffer.cpp), and frees the operand at once.
-        is_sum_of_gradients = func is torch.ops.aten.add.Tensor and in_backward() and called_by_engine(1)
-        if not is_sum_of_gradients:
+        is_sum = func is torch.ops.aten.add.Tensor and functions.in_backward()
+        if not (is_sum and functions.called_by_engine(1)):
             self.update_peak()
         return out
 
@@ -180,7 +163,7 @@ class Tracker(TorchDispatchMode):
 
     def _see(self, tensor: torch.Tensor) -> None:
         storage = tensor.untyped_storage()
-        key = storage_key(tensor)
+        key = functions.storage_key(tensor)
         if key not in self._known and storage.nbytes():
             size = storage.nbytes()
             self._known[key] = weakref.ref(storage, lambda _: self._freed(key, size))
@@ -241,29 +224,26 @@ def run_attention(
     is_causal: bool = False,
     scale: float | None = None,
     enable_gqa: bool = False,
-) -> torch.Tensor:
-    """Run the operator that torch selects.
+) -> Any:
+    """Run the operator that torch selects, and return its output.
 
     Source: ``aten/src/ATen/native/transformers/sdp_utils_cpp.cpp`` and ``cuda/sdp_utils.cpp``.
     """
-    options: dict[str, Any] = {"scale": scale}
-    same_dim = query.shape[-1] == value.shape[-1]
+    arguments = query, key, value
+    is_4d, same_dim = query.dim() == 4, query.shape[-1] == value.shape[-1]
     if device_type == "cpu":
         has_fixed_mask = attn_mask is None or not attn_mask.requires_grad
-        if dropout_p == 0.0 and same_dim and query.dim() == 4 and has_fixed_mask:
-            options |= {"attn_mask": attn_mask}
-            output: torch.Tensor = cpu_attention(query, key, value, dropout_p, is_causal, **options)[0]
-            return output
-    elif query.dim() == 4 and query.dtype in (torch.bfloat16, torch.float16) and attn_mask is None and same_dim:
+        if dropout_p == 0.0 and same_dim and is_4d and has_fixed_mask:
+            return functions.cpu_attention(*arguments, dropout_p, is_causal, scale=scale, attn_mask=attn_mask)[0]
+    elif is_4d and query.dtype in (torch.bfloat16, torch.float16) and attn_mask is None and same_dim:
         if query.shape[-1] <= _MAX_FLASH_HEAD_DIM:
-            output = flash_attention(query, key, value, dropout_p, is_causal, **options)[0]
-            return output
-    elif query.dim() == 4 and not enable_gqa:
+            return functions.flash_attention(*arguments, dropout_p, is_causal, scale=scale)[0]
+    elif is_4d and not enable_gqa:
         mask = attn_mask.expand(*query.shape[:-1], key.shape[-2]) if attn_mask is not None else None
-        output = efficient_attention(query, key, value, mask, query.requires_grad, dropout_p, is_causal, **options)[0]
-        return output
+        needs_gradient = query.requires_grad
+        return functions.efficient_attention(*arguments, mask, needs_gradient, dropout_p, is_causal, scale=scale)[0]
     # On meta tensors the formula runs anyway, on the CPU's fake ones a kernel of the CPU would.
     with nullcontext() if device_type == "cpu" else sdpa_kernel(SDPBackend.MATH):
         return F.scaled_dot_product_attention(
-            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+            *arguments, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
