@@ -14,7 +14,8 @@ from torch import nn
 
 from hf_fsdp_plugin.estimate.communication import estimate_communication
 from hf_fsdp_plugin.estimate.machines import Machine
-from hf_fsdp_plugin.estimate.memory.peak import follow_step, profile_step
+from hf_fsdp_plugin.estimate.memory.meta_pass import profile_step
+from hf_fsdp_plugin.estimate.memory.peak import follow_step
 from hf_fsdp_plugin.estimate.memory.step import StepProfile
 from hf_fsdp_plugin.estimate.results import KIND_NAMES, MEMORY_KINDS, MemoryEstimate, TimeEstimate
 from hf_fsdp_plugin.estimate.time import TimeModel, UnitCosts, unit_costs

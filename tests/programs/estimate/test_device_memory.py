@@ -11,16 +11,16 @@ from hf_fsdp_plugin.cli.plan.arguments import Planned
 from hf_fsdp_plugin.cli.plan.output import Prediction, plan_json, plan_text
 from hf_fsdp_plugin.estimate.communication import estimate_communication
 from hf_fsdp_plugin.estimate.machines import machine_named
-from hf_fsdp_plugin.estimate.memory.device import (
+from hf_fsdp_plugin.estimate.memory.peak import (
     UNKNOWN,
     Gpu,
     communicator_sizes,
+    estimate_memory,
     framework_bytes,
     gpu_of,
     nccl_bytes,
     workspace_bytes,
 )
-from hf_fsdp_plugin.estimate.memory.peak import estimate_memory
 from hf_fsdp_plugin.estimate.workload import Workload, update_loop
 from scripts.bench.allocator.caching_allocator import CachingAllocator
 from scripts.bench.traced_memory import trace_memory

@@ -5,7 +5,7 @@ import torch
 import transformers as hf
 
 import hf_fsdp_plugin as hfp
-from hf_fsdp_plugin.estimate.memory.meta_model import meta_batch
+from hf_fsdp_plugin.estimate.memory.meta_pass import meta_batch
 from hf_fsdp_plugin.estimate.memory.peak import estimate_memory
 from hf_fsdp_plugin.estimate.workload import Workload
 from hf_fsdp_plugin.problems import SpecError
