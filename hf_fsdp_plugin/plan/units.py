@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from torch import nn
@@ -87,27 +88,25 @@ def _unit(tree: ModuleTree, draft: _UnitDraft, layers: set[str]) -> UnitPlan:
 
 def _add_embedding_and_head(tree: ModuleTree, drafts: list[_UnitDraft], reshard: bool) -> list[_UnitDraft]:
     """Add the input embedding, and the final norm with the output head, which stay gathered until backward."""
+
+    def outside(*names: str | None) -> list[str]:
+        """Return the modules that exist and are not in a layer, whose unit gathers the modules inside it."""
+        layers = {name for draft in drafts for name in draft.members}
+        return [name for name in names if name and not any(is_inside(name, layer) for layer in layers)]
+
     embedding, head = _module_from(tree, "get_input_embeddings"), _module_from(tree, "get_output_embeddings")
-    norm = _final_norm(tree)
-    layers = {name for draft in drafts for name in draft.members}
-    added = []
-    if embedding is not None and head is not None and _are_tied(tree, embedding, head):
+    norm, added = _final_norm(tree), []
+    weights = [getattr(tree.modules[name], "weight", None) for name in (embedding, head) if name]
+    if embedding and head and weights[0] is not None and weights[0] is weights[1]:
         # If they are tied, they are one group, even if the policy selects one of them.
         drafts = [draft for draft in drafts if draft.members[0] not in (embedding, head)]
-        layers -= {embedding, head}
-        group: list[str | None] = [embedding, norm if _is_outside(norm, layers) else None, head]
+        group = [embedding, *outside(norm), head]
     else:
-        if embedding is not None and _is_outside(embedding, layers):
-            added.append(_UnitDraft(members=[embedding], from_policy=False, reshard=reshard))
-        group = [name for name in (norm, head) if name != embedding and _is_outside(name, layers)]
-    if members := [name for name in dict.fromkeys(group) if name is not None]:
-        added.append(_UnitDraft(members=members, from_policy=False, reshard=False))
+        added = [_UnitDraft(members=[name], from_policy=False, reshard=reshard) for name in outside(embedding)]
+        group = [name for name in outside(norm, head) if name != embedding]
+    if group:
+        added.append(_UnitDraft(members=list(dict.fromkeys(group)), from_policy=False, reshard=False))
     return _in_order(tree, [*drafts, *added])
-
-
-def _is_outside(name: str | None, layers: set[str]) -> bool:
-    """Whether a module exists and is not in a layer. A layer's unit gathers the modules inside the layer."""
-    return name is not None and not any(is_inside(name, layer) for layer in layers)
 
 
 def _in_order(tree: ModuleTree, drafts: list[_UnitDraft]) -> list[_UnitDraft]:
@@ -118,28 +117,17 @@ def _in_order(tree: ModuleTree, drafts: list[_UnitDraft]) -> list[_UnitDraft]:
 
 def _module_from(tree: ModuleTree, method: str) -> str | None:
     """Return the name of the module that a Transformers accessor returns; ``None`` if it is not in this model."""
-    getter = getattr(tree.model, method, None)
-    if getter is None:
-        return None
-    try:
-        found = getter()
-    except (NotImplementedError, AttributeError):  # Transformers raises these if the model has no such module
-        return None
-    return tree.name_of(found) or None
-
-
-def _are_tied(tree: ModuleTree, embedding: str, head: str) -> bool:
-    weight = getattr(tree.modules[embedding], "weight", None)
-    return weight is not None and weight is getattr(tree.modules[head], "weight", None)
+    with suppress(NotImplementedError, AttributeError):  # there is no accessor, or no such module
+        return tree.name_of(getattr(tree.model, method)()) or None
+    return None
 
 
 def _final_norm(tree: ModuleTree) -> str | None:
     """Return the last norm among the base model's direct children, as in Accelerate."""
     prefix = getattr(tree.model, "base_model_prefix", "")
     base = getattr(tree.model, prefix, None) if prefix else tree.model
-    if not isinstance(base, nn.Module):
-        return None
-    norms = [child for child in base.children() if "Norm" in type(child).__name__]
+    children = base.children() if isinstance(base, nn.Module) else ()
+    norms = [child for child in children if "Norm" in type(child).__name__]
     return tree.name_of(norms[-1]) if norms else None
 
 

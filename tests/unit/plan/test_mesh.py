@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hf_fsdp_plugin.plan.fsdp_plan import ProblemCollector
-from hf_fsdp_plugin.plan.mesh import resolve_mesh
+from hf_fsdp_plugin.plan.resolve import resolve_mesh
 from hf_fsdp_plugin.problems import Problem
 from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec, LaunchSection, MeshSection, ShardingSection
 from hf_fsdp_plugin.spec.load import load_spec
