@@ -8,16 +8,13 @@ import torch
 from torch import nn
 
 from hf_fsdp_plugin.backends.loading.weight_loader import master_dtype
+from hf_fsdp_plugin.backends.sharding.module_forwards import checkpoints_itself
 from hf_fsdp_plugin.estimate.results import Axis, Collective, CollectiveKind, CommunicationEstimate, StepPhase
 from hf_fsdp_plugin.estimate.unit_sizes import unit_sizes
 from hf_fsdp_plugin.estimate.workload import Workload
 from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan
-from hf_fsdp_plugin.plan.modules import class_names
 from hf_fsdp_plugin.plan.names import ancestors, is_inside, parent_of
 from hf_fsdp_plugin.strategies import STRATEGIES
-
-_NATIVE_LAYER = "GradientCheckpointingLayer"
-"""Transformers' base class of layers that ``gradient_checkpointing_enable`` checkpoints."""
 
 
 def estimate_communication(plan: FsdpPlan, model: nn.Module, workload: Workload) -> CommunicationEstimate:
@@ -31,13 +28,20 @@ def estimate_communication(plan: FsdpPlan, model: nn.Module, workload: Workload)
     Args:
         model: the model that was planned, on any device.
     """
-    found = [*_unit_collectives(plan, model, workload), *_ignored_parameters(plan, model, workload)]
-    return CommunicationEstimate(collectives=(*found, *_clipping(plan, model, workload)))
+    return CommunicationEstimate(collectives=tuple(_collectives(plan, model, workload)))
 
 
-def _unit_collectives(plan: FsdpPlan, model: nn.Module, workload: Workload) -> Iterator[Collective]:
-    """Yield the all-gathers of each unit, in the order of the plan, and the reductions of its gradients."""
+def _collectives(plan: FsdpPlan, model: nn.Module, workload: Workload) -> Iterator[Collective]:
+    """Yield the collectives of each unit, in the order of the plan, then those of ignored parameters and clipping."""
     strategy, micro_batches, shards = STRATEGIES[plan.strategy], workload.accumulation, plan.mesh.shard
+    group_sizes: dict[Axis, int] = {"shard": shards, "replicate": plan.mesh.replicate, "world": plan.world_size}
+
+    def calls(
+        number: int, kind: CollectiveKind, axis: Axis, num_bytes: int, phase: StepPhase, unit: str = ""
+    ) -> Collective:
+        size = group_sizes[axis]
+        return Collective(kind=kind, axis=axis, group_size=size, bytes=num_bytes, calls=number, unit=unit, phase=phase)
+
     keeps_gathered = plan.backend == "fsdp1" and not strategy.reshards_after_forward
     # FSDP1 keeps parameters that it does not free after forward until a backward that reduces gradients.
     forward = 1 if keeps_gathered and not workload.sync_each_batch else micro_batches
@@ -48,20 +52,25 @@ def _unit_collectives(plan: FsdpPlan, model: nn.Module, workload: Workload) -> I
     for unit, sizes, backward in zip(plan.units, unit_sizes(plan, model), in_backward, strict=True):
         name, reduced = unit.name, sizes.reduce_input
         if shards > 1 and unit.parameters:
-            yield _call(plan, "all_gather", "shard", sizes.gathered, forward, "forward", name)
+            yield calls(forward, "all_gather", "shard", sizes.gathered, "forward", name)
             if backward:
-                yield _call(plan, "all_gather", "shard", sizes.gathered, backward * micro_batches, "backward", name)
+                yield calls(backward * micro_batches, "all_gather", "shard", sizes.gathered, "backward", name)
         if reduced and shards > 1:
-            yield _call(plan, "reduce_scatter", "shard", reduced, reductions, "backward", name)
+            yield calls(reductions, "reduce_scatter", "shard", reduced, "backward", name)
         if reduced and has_replicas:
-            yield _call(plan, "all_reduce", "replicate", reduced // shards, reductions, "backward", name)
-
-
-def _call(
-    plan: FsdpPlan, kind: CollectiveKind, axis: Axis, num_bytes: int, calls: int, phase: StepPhase, unit: str = ""
-) -> Collective:
-    size = {"shard": plan.mesh.shard, "replicate": plan.mesh.replicate, "world": plan.world_size}[axis]
-    return Collective(kind=kind, axis=axis, group_size=size, bytes=num_bytes, calls=calls, unit=unit, phase=phase)
+            yield calls(reductions, "all_reduce", "replicate", reduced // shards, "backward", name)
+    # The gradients of parameters that are not sharded are averaged after every backward pass.
+    for parameter in map(model.get_parameter, plan.ignored_parameters):
+        if parameter.requires_grad:
+            num_bytes = parameter.numel() * master_dtype(plan, parameter).itemsize
+            yield calls(micro_batches, "all_reduce", "world", num_bytes, "backward")
+    if plan.precision.param == "fp16":  # the gradient scaler
+        yield calls(1, "all_reduce", "world", 4, "clipping" if workload.clip_norm else "update")
+    parameters = [model.get_parameter(name) for unit in plan.units for name in unit.parameters]
+    is_sharded = shards > 1 or plan.backend == "fsdp2"  # FSDP2 has a shard axis of size 1, too
+    if workload.clip_norm and parameters and is_sharded:
+        widest = any(master_dtype(plan, parameter) is torch.float64 for parameter in parameters)
+        yield calls(1, "all_reduce", "shard", 8 if widest else 4, "clipping")
 
 
 def _gathered_in_backward(plan: FsdpPlan, model: nn.Module) -> list[int]:
@@ -71,27 +80,21 @@ def _gathered_in_backward(plan: FsdpPlan, model: nn.Module) -> list[int]:
     the preceding unit even if that one has no backward. FSDP1 gathers a unit inside a checkpointed module for the
     recomputed forward, frees it, and gathers it for the backward; FSDP2 frees it after the backward only.
     """
-    needs_gradient = _output_needs_gradient(plan, model)
-    counts = [
-        int(unit.reshard_after_forward and needed) for unit, needed in zip(plan.units, needs_gradient, strict=True)
-    ]
+    # A trainable parameter must precede the end of the unit's forward, in the module tree.
+    parameters = list(model.named_parameters(remove_duplicate=False))
+    first_trainable = next((at for at, (_, p) in enumerate(parameters) if p.requires_grad), len(parameters))
+    after = [name for name, _ in parameters[first_trainable:]]
+    needed = [any(is_inside(name, path) for name in after for path in unit.modules) for unit in plan.units]
+    counts = [int(unit.reshard_after_forward and need) for unit, need in zip(plan.units, needed, strict=True)]
     if plan.backend == "fsdp1":
         again = _gathered_for_recompute(plan, model)
         counts = [count * (1 + more) for count, more in zip(counts, again, strict=True)]
     sharded = [index for index, unit in enumerate(plan.units) if unit.parameters]
     if plan.backend == "fsdp2" and plan.prefetch.backward == "pre":
-        first = next((at for at, index in enumerate(sharded) if needs_gradient[index]), 0)
+        first = next((at for at, index in enumerate(sharded) if needed[index]), 0)
         if first > 0 and plan.units[sharded[first - 1]].reshard_after_forward:
             counts[sharded[first - 1]] = 1
     return counts
-
-
-def _output_needs_gradient(plan: FsdpPlan, model: nn.Module) -> list[bool]:
-    """Return, for each unit, whether a trainable parameter precedes the end of its forward, in the module tree."""
-    parameters = list(model.named_parameters(remove_duplicate=False))
-    first_trainable = next((at for at, (_, p) in enumerate(parameters) if p.requires_grad), len(parameters))
-    after = [name for name, _ in parameters[first_trainable:]]
-    return [any(is_inside(name, path) for name in after for path in unit.modules) for unit in plan.units]
 
 
 def _gathered_for_recompute(plan: FsdpPlan, model: nn.Module) -> list[bool]:
@@ -114,7 +117,7 @@ def checkpointed_modules(plan: FsdpPlan, model: nn.Module) -> set[str]:
     if plan.activation.checkpointing == "none":
         return set()
     if plan.activation.native:
-        return {name for name, module in model.named_modules() if _NATIVE_LAYER in class_names(module)}
+        return {name for name, module in model.named_modules() if checkpoints_itself(module)}
     return {name for unit in plan.units if unit.from_policy for name in unit.modules}
 
 
@@ -127,22 +130,3 @@ def _last_parameter(path: str, layer: nn.Module) -> str:
     inner = [name for name in children if "norm" not in name.lower() and "ln" not in name.lower()] or children
     names = [name for name, _ in layer.named_parameters() if not inner or is_inside(name, inner[-1])]
     return f"{path}.{names[-1]}" if names else ""
-
-
-def _ignored_parameters(plan: FsdpPlan, model: nn.Module, workload: Workload) -> Iterator[Collective]:
-    """Yield the averages of the gradients of parameters that are not sharded, after every backward pass."""
-    for parameter in map(model.get_parameter, plan.ignored_parameters):
-        if parameter.requires_grad:
-            num_bytes = parameter.numel() * master_dtype(plan, parameter).itemsize
-            yield _call(plan, "all_reduce", "world", num_bytes, workload.accumulation, "backward")
-
-
-def _clipping(plan: FsdpPlan, model: nn.Module, workload: Workload) -> Iterator[Collective]:
-    """Yield the reduction of the gradient norm, and the reduction of the gradient scaler of fp16."""
-    if plan.precision.param == "fp16":
-        yield _call(plan, "all_reduce", "world", 4, 1, "clipping" if workload.clip_norm else "update")
-    parameters = [model.get_parameter(name) for unit in plan.units for name in unit.parameters]
-    is_sharded = plan.mesh.shard > 1 or plan.backend == "fsdp2"  # FSDP2 has a shard axis of size 1, too
-    if workload.clip_norm and parameters and is_sharded:
-        widest = any(master_dtype(plan, parameter) is torch.float64 for parameter in parameters)
-        yield _call(plan, "all_reduce", "shard", 8 if widest else 4, 1, "clipping")

@@ -7,7 +7,11 @@ from dataclasses import dataclass
 from typing import Any, Final, Literal
 
 MemoryKind = Literal["params", "grads", "optimizer", "activations", "gathered", "other"]
-MEMORY_KINDS: Final[tuple[MemoryKind, ...]] = ("params", "grads", "optimizer", "activations", "gathered", "other")
+KIND_NAMES: Final[Mapping[MemoryKind, str]] = {
+    "params": "parameters", "grads": "gradients", "optimizer": "optimizer state", "activations": "activations",
+    "gathered": "gathered units and buffers", "other": "other",
+}  # fmt: skip
+MEMORY_KINDS: Final = tuple(KIND_NAMES)
 """Kinds of memory.
 
 ``params``: this rank's shards. ``grads``: sharded gradients, and whole ones kept while gradients accumulate.
@@ -16,10 +20,6 @@ the forward and backward passes, logits and loss included. ``gathered``: whole p
 buffers of all-gathers and reduce-scatters. ``other``: temporary tensors of update and clipping, buffers of the model,
 and what the framework allocates.
 """
-KIND_NAMES: Final[Mapping[MemoryKind, str]] = {
-    "params": "parameters", "grads": "gradients", "optimizer": "optimizer state", "activations": "activations",
-    "gathered": "gathered units and buffers", "other": "other",
-}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

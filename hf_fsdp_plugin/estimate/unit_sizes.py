@@ -151,46 +151,43 @@ def _fsdp2(plan: FsdpPlan, unit: UnitPlan, parameters: list[nn.Parameter], fp32:
     Parameters of several dtypes are gathered as bytes, and their gradients are reduced in one dtype.
     """
     num = plan.mesh.shard
-    gradient_dtypes: set[torch.dtype] = set()
     shards: list[ParameterShard] = []
-    cast, gathered, whole, flat, reduced, grads, cast_grads = 0, 0, [0], 0, 0, 0, 0
+    sums = Counter(compute_shard=0, gathered=0, flat_grad=0, reduce_input=0, grad_shard=0, cast_grads=0)
+    whole, gradient_dtypes = [0], set()
     for parameter in parameters:
         stored, compute, reduce = _dtypes(plan, parameter)
         if id(parameter) in fp32:
-            compute, reduce = torch.float32, torch_dtype(plan.precision.reduce) or compute
+            compute, reduce = torch.float32, torch_dtype(plan.precision.reduce) or torch.float32
         shape = padded_shape(parameter.shape, num)
         numel, padded = prod(shape), prod(shape) // num
+        own = (min(shape[0] // num, parameter.shape[0]), *parameter.shape[1:])
         shards.append(
             ParameterShard(
-                shape=(min(shape[0] // num, parameter.shape[0]), *parameter.shape[1:]), whole=tuple(parameter.shape),
-                numel=padded, dtype=stored, trainable=parameter.requires_grad,
+                shape=own, whole=tuple(parameter.shape), numel=padded, dtype=stored, trainable=parameter.requires_grad
             )
-        )  # fmt: skip
-        cast += padded * compute.itemsize if compute != stored else 0
-        gathered += numel * compute.itemsize
+        )
+        sums["compute_shard"] += padded * compute.itemsize if compute != stored else 0
+        sums["gathered"] += numel * compute.itemsize
         if parameter.requires_grad:
             whole.append(parameter.numel() * compute.itemsize)
-            flat += numel * compute.itemsize
-            reduced += numel * reduce.itemsize
-            grads += padded * stored.itemsize
+            sums["flat_grad"] += numel * compute.itemsize
+            sums["reduce_input"] += numel * reduce.itemsize
+            sums["grad_shard"] += padded * stored.itemsize
             # Autograd casts a gradient to a narrower dtype of the reduction.
             gradient_dtypes.add(compute if compute.itemsize <= reduce.itemsize else reduce)
-            cast_grads += parameter.numel() * reduce.itemsize if compute.itemsize < reduce.itemsize else 0
+            sums["cast_grads"] += parameter.numel() * reduce.itemsize if compute.itemsize < reduce.itemsize else 0
+    if len(gradient_dtypes) < 2:
+        sums["cast_grads"] = 0
     return UnitSizes(
         name=unit.name,
         shards=tuple(shards),
         params=sum(shard.numel * shard.dtype.itemsize for shard in shards),
-        compute_shard=cast,
-        gathered=gathered,
         whole_grads=sum(whole),
-        flat_grad=flat,
         last_grad=whole[-1],
         largest_grad=max(whole),
-        reduce_input=reduced,
-        reduce_output=reduced // num,
-        grad_shard=grads,
-        cast_grads=cast_grads if len(gradient_dtypes) > 1 else 0,
+        reduce_output=sums["reduce_input"] // num,
         reshards=unit.reshard_after_forward,
+        **sums,
     )
 
 

@@ -111,22 +111,15 @@ class UnitPlan:
 
 
 def unit_plan(
-    modules: Iterable[str],
-    class_names: Iterable[str],
-    parameters: Iterable[UnitParameter],
-    *,
-    reshard: bool,
-    from_policy: bool,
-    is_split_off: bool = False,
+    modules: Mapping[str, str], rows: Sequence[UnitParameter], *, reshard: bool, from_policy: bool, is_split_off: bool
 ) -> UnitPlan:
-    """Return the unit with these modules and parameters."""
-    rows = list(parameters)
+    """Return the unit with these modules (name -> name of the class) and parameters."""
     dtypes: Counter[str] = Counter()
     for _, num_elements, dtype, _ in rows:
         dtypes[format_dtype(dtype)] += num_elements
     return UnitPlan(
         modules=tuple(modules),
-        class_names=tuple(class_names),
+        class_names=tuple(modules.values()),
         parameters=tuple(name for name, *_ in rows),
         num_params=dtypes.total(),
         dtypes=MappingProxyType(dict(dtypes)),

@@ -7,8 +7,8 @@ from typing import Final
 import torch
 from torch import nn
 
-from hf_fsdp_plugin.plan.fsdp_plan import Backend, ModelParts, PlannedDtype, PrecisionPlan, ProblemCollector
-from hf_fsdp_plugin.plan.modules import ModuleTree, ParameterEntry
+from hf_fsdp_plugin.plan.fsdp_plan import ModelParts, PlannedDtype, PrecisionPlan, ProblemCollector
+from hf_fsdp_plugin.plan.modules import ModuleTree
 from hf_fsdp_plugin.plan.names import is_inside
 from hf_fsdp_plugin.plan.wrap_policy import matching_modules
 from hf_fsdp_plugin.spec.fsdp_spec import DtypeName
@@ -72,42 +72,28 @@ def resolve_fp32_modules(
         fix = "Write a pattern for modules with parameters, or remove the key."
         problems.add("FSDP-E212", _FP32_MODULES, message, fix)
         return (), ()
-    _check_stored_dtypes(entries, precision, problems)
+    # FSDP2 can leave a parameter uncast, but not cast it to fp32.
+    others = [entry for entry in entries if entry.stored_dtype(precision.master) != torch.float32]
+    if others:
+        dtypes = sorted({format_dtype(entry.parameter.dtype) for entry in others})
+        why = "mixed precision is off"
+        fix = "Set mixed_precision: bf16, which stores trainable parameters in float32, or load the model in float32."
+        if precision.master == "fp32":
+            why, fix = "they are frozen", "Load these modules in float32, or write a pattern without them."
+        message = (
+            f"{plural(len(others), 'parameter')} of the selected modules cannot be computed in fp32: the shards are "
+            f"stored in {', '.join(dtypes)}, because {why}: {format_names([entry.name for entry in others])}."
+        )
+        problems.add("FSDP-E283", _FP32_MODULES, message, fix)
     if precision.param not in _MIXED:
         return (), ()  # nothing is cast
-    _check_support(parts.backend, problems)
+    if parts.backend == "fsdp1" or not installed_behavior().dtype_per_parameter:
+        is_fsdp1, needed = parts.backend == "fsdp1", first_version_with_dtype_per_parameter()
+        version = "FSDP1" if is_fsdp1 else f"FSDP2 of torch {torch.__version__}"
+        fix = f"{'Set fsdp_version: 2, with' if is_fsdp1 else 'Install'} torch {needed} or newer, or remove the key."
+        message = f"{version} computes all parameters of a unit in one dtype."
+        problems.add("FSDP-E282", _FP32_MODULES, message, fix)
     owners = dict.fromkeys(path for entry in entries for path in entry.modules)
     outermost = [name for name in matched if not any(name != other and is_inside(name, other) for other in matched)]
     tied = [path for path in owners if not any(is_inside(path, outer) for outer in outermost)]
     return (*outermost, *tied), tuple(entry.name for entry in entries)
-
-
-def _check_stored_dtypes(entries: list[ParameterEntry], precision: PrecisionPlan, problems: ProblemCollector) -> None:
-    """Report parameters whose shards are not fp32: FSDP2 can leave a parameter uncast, but not cast it to fp32."""
-    others = [entry for entry in entries if entry.stored_dtype(precision.master) != torch.float32]
-    if not others:
-        return
-    dtypes = sorted({format_dtype(entry.parameter.dtype) for entry in others})
-    if precision.master == "fp32":
-        why, fix = "they are frozen", "Load these modules in float32, or write a pattern without them."
-    else:
-        why = "mixed precision is off"
-        fix = "Set mixed_precision: bf16, which stores trainable parameters in float32, or load the model in float32."
-    message = (
-        f"{plural(len(others), 'parameter')} of the selected modules cannot be computed in fp32: the shards are stored "
-        f"in {', '.join(dtypes)}, because {why}: {format_names([entry.name for entry in others])}."
-    )
-    problems.add("FSDP-E283", _FP32_MODULES, message, fix)
-
-
-def _check_support(backend: Backend, problems: ProblemCollector) -> None:
-    needed = first_version_with_dtype_per_parameter()
-    if backend == "fsdp1":
-        message = "FSDP1 computes all parameters of a unit in one dtype."
-        fix = f"Set fsdp_version: 2, with torch {needed}"
-    elif not installed_behavior().dtype_per_parameter:
-        message = f"FSDP2 of torch {torch.__version__} computes all parameters of a unit in one dtype."
-        fix = f"Install torch {needed}"
-    else:
-        return
-    problems.add("FSDP-E282", _FP32_MODULES, message, f"{fix} or newer, or remove the key.")

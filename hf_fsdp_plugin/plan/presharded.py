@@ -123,11 +123,11 @@ def _fsdp2_units(model: nn.Module) -> tuple[UnitPlan, ...]:
         groups[None] = [""]
     units = [
         unit_plan(
-            names,
-            [model_class_name(modules[name]) for name in names],
+            {name: model_class_name(modules[name]) for name in names},
             owned.get(state, []),
             reshard=state is not None and fsdp2.reshards_after_forward(state, is_root="" in names),
             from_policy=names != [""],
+            is_split_off=False,
         )
         for state, names in groups.items()
     ]
@@ -148,5 +148,6 @@ def _fsdp1_units(model: nn.Module) -> tuple[UnitPlan, ...]:
                 for m in fsdp1.original_parameters(flat)
             ]
         reshard = fsdp1.strategy_of(module).reshards_after_forward and bool(name)
-        units.append(unit_plan([name], [model_class_name(module)], rows, reshard=reshard, from_policy=bool(name)))
+        modules = {name: model_class_name(module)}
+        units.append(unit_plan(modules, rows, reshard=reshard, from_policy=bool(name), is_split_off=False))
     return tuple(reversed(units))

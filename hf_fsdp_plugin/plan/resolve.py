@@ -17,7 +17,7 @@ from hf_fsdp_plugin.plan.wrap_policy import matching_modules
 from hf_fsdp_plugin.problems import SpecError, has_errors
 from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec, Version
 from hf_fsdp_plugin.spec.rules import check_fsdp2_support
-from hf_fsdp_plugin.strategies import STRATEGIES, Strategy, strategy_of
+from hf_fsdp_plugin.strategies import STRATEGIES, strategy_of
 
 
 def resolve(
@@ -105,12 +105,28 @@ def resolve_mesh(world_size: int, local_world_size: int | None, problems: Proble
         return MeshPlan(replicate=world_size, shard=1), strategy.name
     shard, replicate = (None if size == "auto" else size for size in (sizes.shard, sizes.replicate))
     if shard is None and replicate is None:
-        shard = _ranks_per_machine(spec, world_size, local_world_size) if strategy.hybrid else world_size
+        shard = world_size
+        if strategy.hybrid:  # the ranks of one machine
+            num_machines, given = max(1, spec.launch.num_machines), spec.launch.num_processes
+            num_processes = world_size if given == "auto" else given
+            usual = num_processes // num_machines if num_processes % num_machines == 0 else world_size
+            shard = max(1, min(usual if local_world_size is None else local_world_size, world_size))
     mesh = _complete_mesh(world_size, shard, replicate, problems)
     if mesh is None:
         return MeshPlan(replicate=1, shard=world_size), strategy.name
     if mesh.shard == 1 and world_size > 1:
-        return mesh, _unsharded_strategy(strategy, world_size, problems).name
+        unsharded = strategy_of(sharded=False, hybrid=False, reshard=False).name
+        if spec.asked("mesh.shard") and spec.asked("sharding.strategy"):
+            message = f"{strategy.name} with a shard size of 1 does not shard the model."
+            problems.add("FSDP-E130", "mesh.shard", message, f"Use {unsharded}, or a larger shard size.")
+            return mesh, strategy.name
+        message = (
+            f"nothing is sharded: each of the {world_size} ranks has a copy of the model, because a shard group has "
+            f"one rank. This is {unsharded}, not {strategy.name}."
+        )
+        fix = "Set mesh.shard (parallelism_config_dp_shard_size) to the number of ranks that share one copy."
+        problems.add("FSDP-W281", "sharding.strategy", message, fix)
+        return mesh, unsharded
     hybrid, plain = strategy.counterpart(hybrid=True), strategy.counterpart(hybrid=False)
     if mesh.replicate > 1 and strategy is plain:
         message = f"a mesh with {mesh.replicate} replicas changes the strategy {strategy.name} to {hybrid.name}."
@@ -124,32 +140,6 @@ def resolve_mesh(world_size: int, local_world_size: int | None, problems: Proble
         fix = "Set mesh.shard (parallelism_config_dp_shard_size) below the world size to get several replicas."
         problems.add("FSDP-W205", "sharding.strategy", message, fix)
     return mesh, strategy.name
-
-
-def _unsharded_strategy(strategy: Strategy, world_size: int, problems: ProblemCollector) -> Strategy:
-    """Report that a strategy that shards got a mesh with one rank per shard group. Return the strategy that results."""
-    spec = problems.spec
-    unsharded = strategy_of(sharded=False, hybrid=False, reshard=False)
-    if spec.asked("mesh.shard") and spec.asked("sharding.strategy"):
-        message = f"{strategy.name} with a shard size of 1 does not shard the model."
-        problems.add("FSDP-E130", "mesh.shard", message, f"Use {unsharded.name}, or a larger shard size.")
-        return strategy
-    message = (
-        f"nothing is sharded: each of the {world_size} ranks has a copy of the model, because a shard group has one "
-        f"rank. This is {unsharded.name}, not {strategy.name}."
-    )
-    fix = "Set mesh.shard (parallelism_config_dp_shard_size) to the number of ranks that share one copy."
-    problems.add("FSDP-W281", "sharding.strategy", message, fix)
-    return unsharded
-
-
-def _ranks_per_machine(spec: FsdpSpec, world_size: int, local_world_size: int | None) -> int:
-    num_machines = max(1, spec.launch.num_machines)
-    if local_world_size is None:
-        given = spec.launch.num_processes
-        num_processes = world_size if given == "auto" else given
-        local_world_size = num_processes // num_machines if num_processes % num_machines == 0 else world_size
-    return max(1, min(local_world_size, world_size))
 
 
 def _complete_mesh(

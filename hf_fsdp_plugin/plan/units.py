@@ -77,8 +77,7 @@ def _unit(tree: ModuleTree, draft: _UnitDraft, layers: set[str]) -> UnitPlan:
     """Return the unit of a draft. A layer inside another layer is not checkpointed, because the outer one is."""
     is_nested = any(path in layers for path in ancestors(parent_of(draft.members[0])))
     return unit_plan(
-        draft.members,
-        [type(tree.modules[name]).__name__ for name in draft.members],
+        {name: type(tree.modules[name]).__name__ for name in draft.members},
         [(e.name, e.parameter.numel(), e.parameter.dtype, e.parameter.requires_grad) for e in draft.parameters],
         reshard=draft.reshard,
         from_policy=draft.from_policy and not is_nested,

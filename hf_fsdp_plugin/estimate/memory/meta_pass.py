@@ -56,8 +56,7 @@ def _profile(plan: FsdpPlan, model: nn.Module, workload: Workload, batch: dict[s
     equal = equal_layers(model, plan.fp32_parameters)
     groups = {layer: copies for layer, copies in equal.items() if _has_own_units(plan, layer)}
     with ExitStack() as undo:
-        _set_attention(model, workload, undo)
-        _set_training(model, undo)
+        _set_training(model, workload, undo)
         _set_compute_dtypes(plan, model, [name for copies in groups.values() for name in copies], undo)
         for module, forward in list(fp32_forwards(plan, model)):
             replace_forward(module, forward, undo)
@@ -178,20 +177,19 @@ def _has_own_units(plan: FsdpPlan, layer: str) -> bool:
     return not any(is_inside(name, layer) for unit in around for name in unit.parameters)
 
 
-def _set_attention(model: nn.Module, workload: Workload, undo: ExitStack) -> None:
-    """Use the workload's attention. FlashAttention saves the same tensors as ``sdpa``. Some models have eager only."""
-    setter: Any = getattr(model, "set_attn_implementation", None)
-    before = getattr(getattr(model, "config", None), "_attn_implementation", None)
-    wanted = "eager" if workload.attention == "eager" else "sdpa"
-    if setter is None or before in (None, wanted):
-        return
-    with suppress(ValueError):  # the model does not support it
-        undo.callback(setter, before)
-        setter(wanted)
+def _set_training(model: nn.Module, workload: Workload, undo: ExitStack) -> None:
+    """Set the mode of a training, without a cache, and the workload's attention.
 
-
-def _set_training(model: nn.Module, undo: ExitStack) -> None:
+    FlashAttention saves the same tensors as ``sdpa``. Some models have eager attention only.
+    """
     config: Any = getattr(model, "config", None)
+    setter: Any = getattr(model, "set_attn_implementation", None)
+    before = getattr(config, "_attn_implementation", None)
+    wanted = "eager" if workload.attention == "eager" else "sdpa"
+    if setter is not None and before not in (None, wanted):
+        with suppress(ValueError):  # the model does not support it
+            undo.callback(setter, before)
+            setter(wanted)
     if hasattr(config, "problem_type"):  # classifiers set it in their first forward
         undo.callback(setattr, config, "problem_type", config.problem_type)
     for cached in configs_with_cache(model):

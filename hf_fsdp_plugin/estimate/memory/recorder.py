@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -166,35 +166,26 @@ class Recorder:
 
     def _checkpoint(self) -> None:
         """Checkpoint the layers that run, as :mod:`hf_fsdp_plugin.backends.sharding.module_forwards` does."""
-        activation = self._plan.activation
-        if activation.checkpointing == "none":
+        if self._plan.activation.checkpointing == "none":
             return
         for name in [name for unit in self._plan.units if unit.from_policy for name in unit.modules]:
             if not self._is_skipped(name):
-                forward = self._checkpointed(self._modules[name].forward)
-                replace_forward(
-                    self._modules[name], self._offloaded(forward) if activation.offload else forward, self._undo
-                )
+                module = self._modules[name]
+                replace_forward(module, self._checkpointed(module.forward), self._undo)
 
     def _checkpointed(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        selective = self._plan.activation.checkpointing == "selective"
-        options: dict[str, Any] = {"context_fn": save_every_second_matmul} if selective else {}
+        tracker, activation = self.tracker, self._plan.activation
+        options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
+        if activation.checkpointing == "selective":
+            options["context_fn"] = save_every_second_matmul
 
         def on_device(*args: Any, **kwargs: Any) -> Any:
-            self.tracker.counts_ops = not in_backward()  # not those of a recomputation
+            tracker.counts_ops = not in_backward()  # not those of a recomputation
             try:
                 with DeviceAttention(self._plan.device_type):  # in backward, the outer context has ended
                     return forward(*args, **kwargs)
             finally:
-                self.tracker.counts_ops = True
-
-        def checkpointed(*args: Any, **kwargs: Any) -> Any:
-            return checkpoint(on_device, *args, use_reentrant=False, preserve_rng_state=False, **options, **kwargs)
-
-        return checkpointed
-
-    def _offloaded(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        tracker = self.tracker
+                tracker.counts_ops = True
 
         def pack(tensor: torch.Tensor) -> Any:
             size = tensor.numel() * tensor.element_size()
@@ -206,11 +197,11 @@ class Recorder:
             tracker.host_bytes -= size
             return torch.empty(shape, dtype=dtype, device="meta")
 
-        def offloaded(*args: Any, **kwargs: Any) -> Any:
-            with saved_tensors_hooks(pack, unpack):
-                return forward(*args, **kwargs)
+        def checkpointed(*args: Any, **kwargs: Any) -> Any:
+            with saved_tensors_hooks(pack, unpack) if activation.offload else nullcontext():
+                return checkpoint(on_device, *args, **options, **kwargs)
 
-        return offloaded
+        return checkpointed
 
 
 def replace_forward(module: nn.Module, forward: Callable[..., Any], undo: ExitStack) -> None:
