@@ -112,7 +112,7 @@ def _rank(rank: int, num_ranks: int, device_type: str, folder: str, path: Path) 
         device.process_group_backend, init_method=f"file://{folder}/rendezvous", rank=rank, world_size=num_ranks,
         timeout=timedelta(minutes=5),
     )  # fmt: skip
-    machine = calibrate(Measuring(device=torch.device(device_type, rank if device_type != "cpu" else None)))
+    machine = calibrate(Measuring(device=torch.device("cpu" if device_type == "cpu" else f"{device_type}:{rank}")))
     if rank == 0:
         write_machine(machine, path)
     dist.barrier()
@@ -189,10 +189,11 @@ def _over_cold_memory(device: torch.device, shape: tuple[int, ...], dtype: str, 
 def _attention(device: torch.device, dtype: str) -> Iterator[tuple[float, float, Call]]:
     """Yield causal attention, forward and backward together (3.5 times the FLOPs of the forward)."""
     for batch, length in _ATTENTION:
-        shape, options = (batch, 4, length, 64), {"device": device, "dtype": _DTYPES[dtype], "requires_grad": True}
-        inputs = [torch.randn(shape, **options) for _ in range(3)]
+        inputs: Any = [
+            torch.randn(batch, 4, length, 64, device=device, dtype=_DTYPES[dtype], requires_grad=True) for _ in range(3)
+        ]
 
-        def step(inputs: list[torch.Tensor] = inputs) -> None:
+        def step(inputs: Any = inputs) -> None:
             functional.scaled_dot_product_attention(*inputs, is_causal=True).sum().backward()
 
         flops = 2.0 * inputs[0].numel() * length
@@ -258,7 +259,8 @@ def _unit_seconds(measuring: Measuring, backend: str, num_units: int = 8) -> flo
 
     def sharded(module: nn.Module) -> nn.Module:
         if backend == "fsdp2":
-            return fully_shard(module)
+            fully_shard(module)
+            return module
         return FullyShardedDataParallel(module, device_id=device, use_orig_params=True)
 
     x = torch.randn(4, 8, device=device)

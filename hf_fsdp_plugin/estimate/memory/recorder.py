@@ -65,7 +65,8 @@ class Recorder:
     def mark(self, kind: StageKind, name: str, freed_grads: int = 0) -> None:
         """Close the current stage and begin another."""
         if self._open is not None:
-            self.stages.append(Stage(*self._open, *self.tracker.usage_since_start()))
+            opened, of, grads = self._open
+            self.stages.append(Stage(opened, of, grads, *self.tracker.usage_since_start()))
         if freed_grads:
             for parameter in self._gradients[name]:
                 parameter.grad = None
