@@ -83,12 +83,14 @@ def _attempt(predict: Callable[[], T]) -> tuple[T | None, str]:
 
 def advice_of(state: State, gpu_memory: int) -> Advice:
     """Return the planner's answer. Raises ``SpecError`` if the model cannot be planned."""
+    from hf_fsdp_plugin.estimate.workload import Workload
+
     from hf_fsdp_plugin.estimate.planner.search import advise
 
     precision = state.answers["precision"]
     return advise(
         _model(state).model,
-        seq_len=int(state.answers["seq_len"]),
+        Workload(micro_batch=1, seq_len=int(state.answers["seq_len"]), optimizer=state.answers["optimizer"]),
         global_batch=int(state.answers["global_batch"]),
         gpu_memory=gpu_memory,
         num_machines=state.num_machines,
@@ -97,7 +99,6 @@ def advice_of(state: State, gpu_memory: int) -> Advice:
         version=1 if state.version == 1 else 2,
         precision="auto" if precision == "no" else precision,
         wrap=_wrap(state),
-        optimizer=state.answers["optimizer"],
     )
 
 

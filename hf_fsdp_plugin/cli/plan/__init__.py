@@ -102,7 +102,7 @@ def _advise(args: argparse.Namespace, planned: Planned) -> int:
     num_machines = num_machines_of(spec, plan.world_size, planned.machine)
     advice = advise(
         planned.model,
-        seq_len=workload.seq_len,
+        workload,
         global_batch=workload.micro_batch * workload.accumulation * plan.world_size,
         gpu_memory=planned.gpu_memory,
         num_machines=num_machines,
@@ -111,10 +111,6 @@ def _advise(args: argparse.Namespace, planned: Planned) -> int:
         version=plan.version,
         precision=spec.precision.param,
         wrap={name: value for name, value, _ in spec.settings() if name.startswith("wrap.") and spec.asked(name)},
-        optimizer=workload.optimizer,
-        update_loop=workload.update_loop,
-        clip_norm=workload.clip_norm,
-        attention=workload.attention,
     )
     chosen, written = written_row(advice), []
     if args.html is not None and chosen is not None:

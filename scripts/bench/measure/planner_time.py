@@ -14,6 +14,7 @@ import transformers as hf
 
 from hf_fsdp_plugin.estimate.machines import machine_named
 from hf_fsdp_plugin.estimate.planner.search import advise
+from hf_fsdp_plugin.estimate.workload import Workload
 from scripts.bench.common import make_parser
 from scripts.bench.tables.update_results import write_result
 
@@ -52,8 +53,8 @@ def main() -> int:
 def _advise(model: torch.nn.Module, version: Any, machines: int, machine: str | None) -> dict[str, Any]:
     def run() -> Any:
         return advise(
-            model, seq_len=4096, global_batch=32 * machines, gpu_memory=80 * 10**9, num_machines=machines,
-            version=version, machine=machine_named(machine) if machine is not None else None,
+            model, Workload(micro_batch=1, seq_len=4096), global_batch=32 * machines, gpu_memory=80 * 10**9,
+            num_machines=machines, version=version, machine=machine_named(machine) if machine is not None else None,
         )  # fmt: skip
 
     seconds, advice = _cpu_seconds(run)
