@@ -1,6 +1,6 @@
 """``hf-fsdp check --run``: a tiny clone of the model trains on CPU ranks, through every stage of a run.
 
-The ranks record their stages in a temporary folder (:mod:`hf_fsdp_plugin.integrations.preflight.stages`).
+Each rank records its stages in a file of a temporary folder (:mod:`hf_fsdp_plugin.integrations.preflight.stages`).
 """
 
 from __future__ import annotations
@@ -11,24 +11,15 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
 
 from hf_fsdp_plugin.cli.output import Color, colored, text_width
 from hf_fsdp_plugin.devices import DEVICES
-from hf_fsdp_plugin.integrations.preflight.stages import (
-    REPORT_FILE,
-    STAGES,
-    VARIABLE,
-    Options,
-    StageResult,
-    problems_of,
-    read_events,
-    running_stages,
-    stage_results,
-)
+from hf_fsdp_plugin.integrations.preflight import stages
+from hf_fsdp_plugin.integrations.preflight.stages import StageResult
 from hf_fsdp_plugin.launcher.attempts import run_job
 from hf_fsdp_plugin.launcher.world import World
 from hf_fsdp_plugin.problems import Problem, has_errors
@@ -62,12 +53,12 @@ class PreflightResult:
         signal_number: the signal that stopped it, or 0.
     """
 
-    stages: Sequence[StageResult] = ()
-    problems: Sequence[Problem] = ()
-    seconds: float = 0.0
-    world_size: int = _NUM_RANKS
-    model: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
-    signal_number: int = 0
+    stages: Sequence[StageResult]
+    problems: Sequence[Problem]
+    seconds: float
+    world_size: int
+    model: Mapping[str, Any]
+    signal_number: int
 
     @property
     def ok(self) -> bool:
@@ -84,7 +75,7 @@ class PreflightResult:
         }
 
 
-def run_preflight(spec: FsdpSpec, sources: Sources, options: Options, limit_s: float) -> PreflightResult:
+def run_preflight(spec: FsdpSpec, sources: Sources, options: stages.Options, limit_s: float) -> PreflightResult:
     """Run a preflight. Writes to a temporary folder only, and leaves no process.
 
     Args:
@@ -93,15 +84,14 @@ def run_preflight(spec: FsdpSpec, sources: Sources, options: Options, limit_s: f
     """
     overrides, changes = overrides_for_cpu(spec)
     size = _world_size(spec)
-    launch = replace(spec.launch, use_cpu=True, num_machines=1, machine_rank=0, num_processes=size)
-    launch = replace(launch, dynamo_config=MappingProxyType({}), main_process_port=0, enable_cpu_affinity=False)
-    if launch.mixed_precision == "fp16":
-        launch = replace(launch, mixed_precision="bf16")
+    precision = "bf16" if spec.launch.mixed_precision == "fp16" else spec.launch.mixed_precision
+    launch = replace(
+        spec.launch, mixed_precision=precision, dynamo_config=MappingProxyType({}), enable_cpu_affinity=False
+    )
     world = World(device="cpu", num_machines=1, machine_rank=0, num_local=size)
     with tempfile.TemporaryDirectory(prefix="hf_fsdp_preflight_", ignore_cleanup_errors=True) as scratch:
         folder = Path(scratch) / "run"
         folder.mkdir()
-        options = replace(options, folder=str(folder))
         sources = replace(
             sources,
             config=_as_file(sources.config, Path(scratch)),
@@ -110,19 +100,40 @@ def run_preflight(spec: FsdpSpec, sources: Sources, options: Options, limit_s: f
             world_size=None,
             environ=user_variables(os.environ),
         )
-        handover = LaunchHandover(sources=sources, report=str(folder / REPORT_FILE))
-        env = {VARIABLE: options.to_text(), "TMPDIR": scratch, "WANDB_MODE": "disabled", "OMP_NUM_THREADS": "1"}
+        handover = LaunchHandover(sources=sources, report=str(folder / stages.REPORT_FILE))
+        env = {"TMPDIR": scratch, "WANDB_MODE": "disabled", "OMP_NUM_THREADS": "1"}
+        env[stages.VARIABLE] = replace(options, folder=str(folder)).to_text()
         # Accelerators are hidden, so that a script cannot take them.
         env |= {device.visible_variable: "" for device in DEVICES.values() if device.visible_variable}
-        began, limit = time.monotonic(), _Limit(limit_s, folder)
+        began = time.monotonic()
+
+        def why_stopped() -> str | None:
+            running = {record.running for record in stages.read_records(folder) if record.running}
+            _show_stage(min(running, key=list(stages.STAGES).index, default=""))
+            return f"{limit_s:g} s (--limit)" if time.monotonic() - began > limit_s else None
+
         words = list(options.script) or ["-m", _BUILTIN]
         try:
-            result = run_job(words, replace(spec, launch=launch), world, handover, env=env, should_stop=limit.reached)
+            run = run_job(words, replace(spec, launch=launch), world, handover, env=env, should_stop=why_stopped)
         finally:
-            limit.close()
+            _show_stage("")
         seconds = time.monotonic() - began
-        preflight = _read(result, limit.reason, folder)
-    return replace(preflight, seconds=seconds, world_size=size, problems=(*changes, *preflight.problems))
+        records = stages.read_records(folder)
+    results, problems = _read_results(run, records)
+    return PreflightResult(
+        stages=results,
+        problems=(*changes, *problems),
+        seconds=seconds,
+        world_size=size,
+        model=next((record.model for record in records if record.model), {}),
+        signal_number=run.signal_number,
+    )
+
+
+def _show_stage(stage: str) -> None:
+    """Show the stage that runs on a terminal."""
+    if sys.stderr.isatty():
+        print(f"\r\033[K{stage and f'preflight: {stage} …'}", end="", file=sys.stderr, flush=True)
 
 
 def _as_file(config: Any, scratch: Path) -> Any:
@@ -171,53 +182,29 @@ def _world_size(spec: FsdpSpec) -> int:
     return _NUM_HYBRID_RANKS if is_hybrid else _NUM_RANKS
 
 
-class _Limit:
-    """Ends a run that takes too long, and shows its stage on a terminal."""
-
-    def __init__(self, limit: float, folder: Path) -> None:
-        self._limit, self._folder = limit, folder
-        self._began, self._shown = time.monotonic(), ""
-        self.reason = ""
-
-    def close(self) -> None:
-        self._show("")
-
-    def reached(self) -> str | None:
-        """Return why the ranks are stopped; ``None`` if they are not."""
-        running = running_stages(read_events(self._folder))
-        self._show(f"preflight: {running[0]} …" if running and running[0] else "")
-        if time.monotonic() - self._began > self._limit:
-            self.reason = f"{self._limit:g} s (--limit)"
-        return self.reason or None
-
-    def _show(self, text: str) -> None:
-        if text != self._shown and sys.stderr.isatty():
-            self._shown = text
-            print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
-
-
-def _read(result: RunResult, reason: str, folder: Path) -> PreflightResult:
-    """Return the result of the preflight, read from the records of the ranks. ``reason``: why they were stopped."""
-    events = read_events(folder)
-    stages, problems = stage_results(events, stopped=bool(reason)), problems_of(events)
-    running, first = running_stages(events), first_failure(result.exits)
+def _read_results(
+    run: RunResult, records: Sequence[stages.RankRecord]
+) -> tuple[Sequence[StageResult], Sequence[Problem]]:
+    """Return the results of the stages and the problems, from the records of the ranks and how these exited."""
+    stopped = run.remote_failure  # why the launcher has stopped the ranks
+    results, problems = stages.stage_results(records, stopped=bool(stopped)), stages.problems_of(records)
+    first = first_failure(run.exits)
+    running = {rank: record.running for rank, record in enumerate(records) if record.running}
     if first is not None and first.tail:
         problems = [_with_reason(problem, first.tail[-1]) for problem in problems]
-    if reason:
-        places = [f"rank {rank} in the stage '{stage}'" for rank, stage in enumerate(running) if stage is not None]
-        message = f"the preflight was stopped after {reason}: {format_names(places) or 'the ranks had not started'}."
+    if stopped:
+        places = [f"rank {rank} in the stage '{stage}'" for rank, stage in running.items()]
+        message = f"the preflight was stopped after {stopped}: {format_names(places) or 'the ranks had not started'}."
         fix = "If the ranks are in different stages, make all of them run the same collective calls. Give slow data "
         fix += "processing more time with --limit."
         problems.append(Problem(code="FSDP-E755", message=message, fix=fix))
-    elif first is not None and not result.signal_number and not has_errors(problems):
-        stage = next((stage for stage in running if stage is not None), "start")
+    elif first is not None and not run.signal_number and not has_errors(problems):
+        stage = next(iter(running.values()), "start")
         message = f"rank {first.rank} failed in the stage '{stage}': {summarize_exit(first)}"
         message += "".join(f"\n  | {line}" for line in first.tail[-_MAX_TAIL:])
         problems.append(Problem(code="FSDP-E750", message=message))
-        stages = [replace(each, result="failed", reason="") if each.stage == stage else each for each in stages]
-    model = next((event for of_rank in events for event in of_rank if event["event"] == "model"), {})
-    model = {key: model[key] for key in ("name", "num_params", "real_num_params") if key in model}
-    return PreflightResult(stages=stages, problems=problems, model=model, signal_number=result.signal_number)
+        results = [replace(each, result="failed", reason="") if each.stage == stage else each for each in results]
+    return results, problems
 
 
 def _with_reason(problem: Problem, last_line: str) -> Problem:
@@ -230,7 +217,7 @@ def stage_table(preflight: PreflightResult) -> str:
     rows = [("stage", "result", "seconds", "")]
     for stage in preflight.stages:
         seconds = f"{stage.seconds:.1f}" if stage.seconds else ""
-        rows.append((stage.stage, stage.result, seconds, stage.reason or STAGES[stage.stage]))
+        rows.append((stage.stage, stage.result, seconds, stage.reason or stages.STAGES[stage.stage]))
     head, *lines = fit_table(rows, text_width()).split("\n")
     colors: dict[str, Color] = {**dict.fromkeys(_FAILED, "red"), "not tested": "dim"}
     shown = [

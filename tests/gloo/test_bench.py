@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -102,7 +103,9 @@ def wait_for_case(folder: Path, process: subprocess.Popen[str], name: str) -> No
 def test_killed_rank_fails_its_case_only(folder):
     process = start(folder, "--strategies ddp,full_shard --rounds 1 --steps 4000")
     wait_for_case(folder, process, "round 1: 2 ranks, DDP")
-    os.kill(ranks_of(process)[0], signal.SIGKILL)
+    while not (ranks := ranks_of(process)):
+        time.sleep(0.1)
+    os.kill(ranks[0], signal.SIGKILL)
     wait_for_case(folder, process, "full_shard")
     process.send_signal(signal.SIGINT)
     done = finish(process)

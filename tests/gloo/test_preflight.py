@@ -310,7 +310,7 @@ def test_run_without_saves_exports_the_model(folder: Path) -> None:
 def test_signal_ends_all_ranks_and_leaves_nothing(folder: Path, number: int) -> None:
     process = start(folder, "fsdp.yaml", "--model", "model")
     deadline = time.monotonic() + 60
-    while not (ranks := list((folder / "tmp").glob("*/run/rank_1.jsonl"))) and time.monotonic() < deadline:
+    while not (ranks := list((folder / "tmp").glob("*/run/rank_1.pickle"))) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert ranks
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()

@@ -5,14 +5,11 @@ Also what the ranks get: the workload and the tasks. Imports no torch, because t
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Final, Literal
 
-from hf_fsdp_plugin.integrations.preflight.stages import EventLog
 from hf_fsdp_plugin.strategies import STRATEGIES
 from hf_fsdp_plugin.text import plural
 
@@ -32,9 +29,9 @@ TITLES: Final[Mapping[str, str]] = MappingProxyType(
     }
 )
 """Name of a strategy in ``--strategies`` -> its name in a table."""
+JOB_FILE: Final = "job.pickle"
+"""The file with the :class:`WorldJob` of the ranks. When a task is measured, they write ``NUMBER.json`` beside it."""
 _SMALLEST_HYBRID: Final = 4
-_JOB_FILE: Final = "job.pickle"
-_EVENTS_FILE: Final = "events.jsonl"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,9 +84,6 @@ class Case:
             return f"two replicas of at least two ranks need an even number of at least {_SMALLEST_HYBRID} ranks"
         return ""
 
-    def to_json(self) -> dict[str, Any]:
-        return {"case": self.name, **asdict(self)}
-
 
 @dataclass(frozen=True, kw_only=True)
 class BenchWorkload:
@@ -127,20 +121,7 @@ class WorldJob:
     model: str
     device: str
     workload: BenchWorkload
-    tasks: tuple[Task, ...]
-
-    def write(self, folder: Path) -> None:
-        (folder / _JOB_FILE).write_bytes(pickle.dumps(self))
-
-    @classmethod
-    def read(cls, folder: Path) -> WorldJob:
-        job: WorldJob = pickle.loads((folder / _JOB_FILE).read_bytes())
-        return job
-
-
-def events_of(folder: Path) -> EventLog:
-    """Return the events of the ranks: ``begin`` and ``measured``."""
-    return EventLog(folder / _EVENTS_FILE)
+    tasks: Sequence[Task]
 
 
 def all_cases(world_sizes: Sequence[int], strategies: Sequence[str], versions: Sequence[int]) -> Iterator[Case]:

@@ -1,6 +1,7 @@
 """A rank of a benchmark: ``python -m hf_fsdp_plugin.integrations.bench.rank FOLDER``, started by ``hf-fsdp bench``.
 
-It builds the cases, and lets their blocks of steps alternate.
+It builds the cases, and lets their blocks of steps alternate. A case is run by this package, by stock Accelerate with
+the units and settings of the plan of this package, or, as DDP, by stock Accelerate.
 """
 
 from __future__ import annotations
@@ -8,31 +9,47 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
+import json
 import os
+import pickle
 import sys
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
+from accelerate import Accelerator
+from accelerate.utils import FullyShardedDataParallelPlugin, send_to_device
 from torch import nn
+from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy
 
+from hf_fsdp_plugin.backends.torch_types import torch_dtype
 from hf_fsdp_plugin.devices import Device, get_device
-from hf_fsdp_plugin.integrations.bench import BenchWorkload, Case, Task, WorldJob, events_of
-from hf_fsdp_plugin.integrations.bench.loops import Batch, Loop, make_loop
+from hf_fsdp_plugin.hangs.rank_files import write_atomically
+from hf_fsdp_plugin.integrations.accelerate.accelerator import accelerator as planned_accelerator
+from hf_fsdp_plugin.integrations.accelerate.private import SharedStates, set_device, set_fsdp
+from hf_fsdp_plugin.integrations.bench import DDP, JOB_FILE, Case, Task, WorldJob
 from hf_fsdp_plugin.integrations.install import uninstall
+from hf_fsdp_plugin.integrations.patching import install_hooks, remove_hooks
 from hf_fsdp_plugin.integrations.preflight.sample_data import MadeData, collate
 from hf_fsdp_plugin.messages import printer
+from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan
 from hf_fsdp_plugin.plan.meta_model import config_and_class
+from hf_fsdp_plugin.plan.resolve import resolve
 from hf_fsdp_plugin.sources.interface import Sources
 from hf_fsdp_plugin.sources.launchers import LaunchHandover
+from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec
 from hf_fsdp_plugin.spec.load import assess
+from hf_fsdp_plugin.strategies import STRATEGIES
 
+MAX_GRAD_NORM: Final = 1.0
+LEARNING_RATE: Final = 1e-4
+Batch = Mapping[str, Any]
 _NUM_BATCHES: Final = 4
 """Different batches of a rank. They are made before the steps, so that no data loading is measured."""
 _SEED: Final = 0
@@ -42,30 +59,16 @@ _STATUS: Final = Path("/proc/self/status")
 _RESET: Final = Path("/proc/self/clear_refs")
 _PREFIXES: Final = ("ACCELERATE_", "FSDP_", "PARALLELISM_")
 
-EventWriter = Callable[..., None]
-
-
-class Timed(NamedTuple):
-    """A block of steps: wall time of all ranks and mean CPU time of a rank, per step, and the mean last loss."""
-
-    seconds: float
-    cpu_seconds: float
-    loss: float
-
 
 class TaskRunner:
     """Measures the tasks of a job on one rank.
 
     Args:
         sources: the settings that all cases share.
-        report: writes an event; called on rank 0 only.
     """
 
-    def __init__(
-        self, model: str, device: torch.device, workload: BenchWorkload, sources: Sources, report: EventWriter
-    ) -> None:
-        self._model, self._device, self._workload, self._sources = model, device, workload, sources
-        self._report = report if dist.get_rank() == 0 else lambda **event: None
+    def __init__(self, job: WorldJob, device: torch.device, sources: Sources) -> None:
+        self._job, self._device, self._sources = job, device, sources
         self._table = get_device(device.type)
         self._memory = PeakMemory(self._table)
         self._environ = _settings_in(os.environ)
@@ -75,63 +78,58 @@ class TaskRunner:
         """Run one step of every case of a task, unmeasured: libraries are imported and threads are started then."""
         for case in task.cases:
             loop = self._build(case)
-            loop.enter()
             loop.step(self._batch(0))
             del loop
             self._memory.free()
 
-    def run(self, task: Task) -> None:
-        """Measure a task, and report each case."""
+    def run(self, task: Task) -> list[dict[str, Any]]:
+        """Measure a task, and return the sample of each case. Collective."""
+        workload = self._job.workload
         loops: dict[Case, Loop] = {}
-        peaks: dict[Case, int | None] = {}
+        samples: dict[Case, dict[str, Any]] = {}
         # The first case allocates what the libraries keep, so each order is used in half of the rounds.
         for case in reversed(task.cases) if task.round % 2 else task.cases:
-            self._report(event="begin", case=case.name, round=task.round)
             held = self._memory.free()
             loops[case] = self._build(case)
-            loops[case].enter()
-            for index in range(self._workload.warm_up):
+            for index in range(workload.warm_up):
                 loops[case].step(self._batch(index))
-            peaks[case] = self._peak_of_step(loops[case], held)
+            peak = self._peak_of_step(loops[case], held)
             loops[case].leave()
-        timed: dict[Case, list[Timed]] = {case: [] for case in loops}
-        for block in range(self._workload.blocks):
-            order = list(loops) if (task.round + block) % 2 == 0 else list(reversed(loops))
-            for case in order:
-                timed[case].append(self._block(loops[case], block))
-        for case, blocks in timed.items():
-            seconds, cpu_seconds, losses = zip(*blocks, strict=True)
-            self._report(
-                event="measured",
-                case=case.name,
-                round=task.round,
-                seconds=seconds,
-                cpu_seconds=cpu_seconds,
-                losses=losses,
-                peak_bytes=peaks[case],
-                peak_source=self._memory.source,
-            )
+            samples[case] = {
+                "round": task.round, "seconds": [], "cpu_seconds": [], "losses": [], "peak_bytes": peak
+            }  # fmt: skip
+        for block in range(workload.blocks):
+            for case in list(loops) if (task.round + block) % 2 == 0 else list(reversed(loops)):
+                for name, value in self._block(loops[case], block).items():
+                    samples[case][name].append(value)
         loops.clear()
         self._memory.free()
+        return [
+            {"case": case.name, "peak_source": self._memory.source, "sample": sample}
+            for case, sample in samples.items()
+        ]
 
     def _build(self, case: Case) -> Loop:
         for name in _settings_in(os.environ).keys() - self._environ.keys():
             del os.environ[name]  # set by an Accelerator of another case
         sources = replace(self._sources, overrides=(*self._sources.overrides, *case.overrides))
         spec = assess(sources).checked_spec()
-        model = build_model(self._model)
+        model = build_model(self._job.model)
         if not self._batches:
             self._batches = self._make_batches(model)
-        return make_loop(case, spec, model, self._device)
+        loop = make_loop(case, spec, model, self._device)
+        loop.enter()
+        return loop
 
     def _make_batches(self, model: nn.Module) -> list[Batch]:
-        size, rank = self._workload.micro_batch, dist.get_rank()
-        data = MadeData(model, dist.get_world_size() * _NUM_BATCHES * size, num_tokens=self._workload.seq_len)
-        batches: list[Batch] = []
-        for number in range(rank * _NUM_BATCHES, (rank + 1) * _NUM_BATCHES):
-            batch = collate([data[number * size + index] for index in range(size)])
-            batches.append({name: _to(value, self._device) for name, value in batch.items()})
-        return batches
+        workload, first = self._job.workload, dist.get_rank() * _NUM_BATCHES
+        size = workload.micro_batch
+        data = MadeData(model, dist.get_world_size() * _NUM_BATCHES * size, num_tokens=workload.seq_len)
+        made = [
+            collate([data[number * size + index] for index in range(size)])
+            for number in range(first, first + _NUM_BATCHES)
+        ]
+        return [send_to_device(batch, self._device) for batch in made]
 
     def _batch(self, index: int) -> Batch:
         return self._batches[index % _NUM_BATCHES]
@@ -146,9 +144,14 @@ class TaskRunner:
         dist.all_reduce(grown, dist.ReduceOp.MAX)
         return int(grown) if grown >= 0 else None
 
-    def _block(self, loop: Loop, block: int) -> Timed:
+    def _block(self, loop: Loop, block: int) -> dict[str, float]:
+        """Run the steps of a block, and return values per step.
+
+        Returns:
+            The wall time of all ranks, the mean CPU time of a rank, and the mean of the last losses.
+        """
         loop.enter()
-        num_steps = self._workload.steps
+        num_steps = self._job.workload.steps
         self._table.synchronize()
         dist.barrier()
         cpu, start = time.process_time(), time.perf_counter()
@@ -162,7 +165,107 @@ class TaskRunner:
         means = torch.tensor([cpu / num_steps, float(loss)], dtype=torch.float64)
         dist.all_reduce(means)
         cpu_seconds, mean_loss = (means / dist.get_world_size()).tolist()
-        return Timed(seconds / num_steps, cpu_seconds, mean_loss)
+        return {"seconds": seconds / num_steps, "cpu_seconds": cpu_seconds, "losses": mean_loss}
+
+
+class Loop:
+    """One built case. Collective.
+
+    Args:
+        hooked: whether the hooks of this package are installed while it runs.
+    """
+
+    def __init__(self, accelerator: Any, model: nn.Module, *, hooked: bool = False) -> None:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
+        self._accelerator, self.hooked, self._states = accelerator, hooked, SharedStates()
+        self._model, self._optimizer = accelerator.prepare(model, optimizer)
+        self.leave()
+
+    def step(self, batch: Batch) -> torch.Tensor:
+        """Run one optimizer step and return its loss, without waiting for the device."""
+        loss: torch.Tensor = self._model(**batch).loss
+        self._accelerator.backward(loss)
+        self._accelerator.clip_grad_norm_(self._model.parameters(), MAX_GRAD_NORM)
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        return loss.detach()
+
+    def enter(self) -> None:
+        """Install the hooks and the state of Accelerate that this loop needs. Other loops of the process may differ."""
+        remove_hooks()
+        if self.hooked:
+            install_hooks("accelerate")
+        self._states.restore()
+
+    def leave(self) -> None:
+        self._states.keep()
+
+
+def make_loop(case: Case, spec: FsdpSpec, model: nn.Module, device: torch.device) -> Loop:
+    """Build a case around a model on the CPU. Collective.
+
+    Args:
+        spec: the settings of the case.
+
+    Raises:
+        SpecError: the settings do not fit the model or the number of ranks.
+    """
+    remove_hooks()
+    SharedStates().restore()
+    if case.strategy == DDP:
+        return Loop(Accelerator(cpu=device.type == "cpu", mixed_precision=spec.launch.mixed_precision), model)
+    if case.system == "plugin":
+        return Loop(planned_accelerator(spec), model, hooked=True)
+    plan = resolve(spec, model, world_size=case.world_size, device_type=device.type)
+    return Loop(stock_accelerator(plan, device), model)
+
+
+def stock_accelerator(plan: FsdpPlan, device: torch.device) -> Accelerator:
+    """Return the Accelerator. The hooks of this package must not be installed.
+
+    The precision is passed as an object, because a config file cannot set the dtype of the reduction. On CPU ranks
+    Accelerate would run DDP: for this comparison its state is set to FSDP before `prepare`.
+    """
+    classes = sorted({name for unit in plan.units if unit.from_policy for name in unit.class_names})
+    strategy, prefetch = STRATEGIES[plan.strategy], plan.prefetch
+    settings: dict[str, Any] = {
+        "reshard_after_forward": strategy.reshards_after_forward,
+        "cpu_offload": plan.offload_params,
+    }
+    if plan.version == 1:
+        names = {"pre": "BACKWARD_PRE", "post": "BACKWARD_POST", "none": "NO_PREFETCH"}
+        settings = {
+            "sharding_strategy": strategy.torch_name,
+            "backward_prefetch": names[prefetch.backward],
+            "forward_prefetch": prefetch.forward,
+            "limit_all_gathers": prefetch.limit_all_gathers,
+            "use_orig_params": plan.use_orig,
+            "cpu_offload": plan.offload_params and plan.device_type != "cpu",
+            "sync_module_states": False,
+        }
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=plan.version,
+        auto_wrap_policy="transformer_based_wrap" if classes else "no_wrap",
+        transformer_cls_names_to_wrap=classes or None,
+        mixed_precision_policy=_policy(plan),
+        cpu_ram_efficient_loading=False,
+        **settings,
+    )
+    precision = plan.precision.param if plan.precision.param in ("bf16", "fp16") else None
+    accelerator = Accelerator(cpu=device.type == "cpu", fsdp_plugin=plugin, mixed_precision=precision)
+    if device.type == "cpu":
+        set_fsdp(accelerator.state)
+        accelerator.state.fsdp_plugin = plugin
+        set_device(accelerator.state, torch.device("cpu"))  # FSDP1 refuses Accelerate's cpu:0
+    return accelerator
+
+
+def _policy(plan: FsdpPlan) -> MixedPrecision | MixedPrecisionPolicy | None:
+    names = ("param", "reduce", "buffer" if plan.version == 1 else "output")
+    dtypes = {f"{name}_dtype": torch_dtype(getattr(plan.precision, name)) for name in names}
+    if not any(dtypes.values()):
+        return None
+    return MixedPrecision(**dtypes) if plan.version == 1 else MixedPrecisionPolicy(**dtypes)
 
 
 def build_model(path_or_id: str) -> nn.Module:
@@ -177,10 +280,6 @@ def build_model(path_or_id: str) -> nn.Module:
 
 def _settings_in(environ: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in environ.items() if name.startswith(_PREFIXES)}
-
-
-def _to(value: Any, device: torch.device) -> Any:
-    return value.to(device) if isinstance(value, torch.Tensor) else value
 
 
 class PeakMemory:
@@ -227,17 +326,18 @@ def _resident(name: str) -> int | None:
 
 def main(folder: Path) -> None:
     """Measure the tasks of a job. A failure ends this world, because the ranks may be in different collectives then."""
-    job, events = WorldJob.read(folder), events_of(folder)
+    job: WorldJob = pickle.loads((folder / JOB_FILE).read_bytes())
     handover = LaunchHandover.from_env(os.environ)
     assert handover is not None, "hf-fsdp bench starts its ranks with a handover"
     uninstall()  # each case installs what it needs
     printer.quiet = True  # the settings were checked by the verb
     warnings.simplefilter("ignore")
-    device = _join(job.device)
-    runner = TaskRunner(job.model, device, job.workload, handover.sources, events.write)
+    runner = TaskRunner(job, _join(job.device), handover.sources)
     runner.prepare(job.tasks[0])
-    for task in job.tasks:
-        runner.run(task)
+    for number, task in enumerate(job.tasks):
+        samples = runner.run(task)
+        if dist.get_rank() == 0:
+            write_atomically(folder / f"{number}.json", json.dumps(samples))
     dist.barrier()
     dist.destroy_process_group()
 

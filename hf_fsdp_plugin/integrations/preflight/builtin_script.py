@@ -9,8 +9,8 @@ from typing import Any, Final
 
 from transformers import HfArgumentParser, Trainer, TrainingArguments
 
-from hf_fsdp_plugin.integrations.preflight.run import not_tested, preflight
 from hf_fsdp_plugin.integrations.preflight.sample_data import MadeData, collate
+from hf_fsdp_plugin.integrations.preflight.stages import preflight
 from hf_fsdp_plugin.plan.meta_model import config_and_class
 from hf_fsdp_plugin.problems import Problem, SpecError
 from hf_fsdp_plugin.spellings import did_you_mean, nearest_word
@@ -40,25 +40,18 @@ def main() -> None:
         fix = "Pass your training script instead of --model."
         raise SpecError([Problem(code="FSDP-E752", message=str(error), fix=fix)]) from error
     if getattr(config, "vision_config", None) is not None and "pixel_values" not in data[0]:
-        not_tested("images: the made data has text only. Pass your training script to test them")
-    trainer = Trainer(
+        preflight.not_tested("images: the made data has text only. Pass your training script to test them")
+    metric = (arguments.metric_for_best_model or "loss").removeprefix("eval_")
+    if metric != "loss":
+        preflight.not_tested(f"the metric {metric!r}, which is made up. Pass your training script to test it")
+    Trainer(
         model=model,
         args=arguments,
         train_dataset=data,
         eval_dataset=evaluated,
         data_collator=collate,
-        compute_metrics=_metrics(arguments),
-    )
-    trainer.train()
-
-
-def _metrics(arguments: Any) -> Any:
-    """Return a function that makes up the metric of ``metric_for_best_model``, which the user's script computes."""
-    name = (arguments.metric_for_best_model or "loss").removeprefix("eval_")
-    if name == "loss":
-        return None
-    not_tested(f"the metric {name!r}, which is made up. Pass your training script to test it")
-    return lambda prediction: {name: 0.5}
+        compute_metrics=None if metric == "loss" else lambda prediction: {metric: 0.5},
+    ).train()
 
 
 def parse_arguments(arguments: Sequence[str]) -> TrainingArguments:

@@ -12,10 +12,9 @@ import copy
 import math
 import os
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Literal, get_args
+from typing import Any, Final
 
 import torch
 from torch import nn
@@ -27,9 +26,9 @@ from hf_fsdp_plugin.text import format_count, format_names
 
 MAX_PARAMS: Final = 200_000_000
 """Maximum parameters of a clone: a rank needs some 16 bytes for each."""
+SMALL_VOCABULARY: Final = 512
 _NUM_LAYERS: Final = (2, 3, 4, 6, 8, 12)
 _SEED: Final = 0
-
 
 _HEADS: Final = re.compile(r"(?:^|_)n_heads?$|heads$")
 _KV_HEADS: Final = re.compile(r"(?:kv|key_value|key|value)_heads$|n_head_kv$")
@@ -43,15 +42,11 @@ _WIDTHS: Final = re.compile(
 _EXPERTS: Final = re.compile(r"^(?:num_local_experts|num_experts|n_routed_experts|moe_num_experts)$")
 _TOP_K: Final = re.compile(r"^(?:num_experts_per_tok|num_experts_per_token|moe_k|moe_top_k|num_selected_experts)$")
 _TOKEN_ID: Final = re.compile(r"token_id$|token_index$|_token$")
-_MIN_WIDTH: Final = 32
-_MIN_NARROW_WIDTH: Final = 64
 _HEAD_SIZES: Final = {"head_dim", "d_kv", "qk_nope_head_dim", "attention_head_size"}
 _MIN_HEADS: Final = 2
-SMALL_VOCABULARY: Final = 512
-Widths = Literal["narrow", "each", "none"]
-"""``narrow``: one factor for all heads of the model, and a larger one for widths; ``each``: one factor for each
-sub-config; ``none``: widths are kept.
-"""
+_MIN_WIDTH: Final = 32
+_MIN_NARROW_WIDTH: Final = 64
+"""The smallest width to which the widths are divided if the config sets the size of a head."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,9 +72,9 @@ def on_meta(model_class: Any, config: Any) -> nn.Module:
     return model
 
 
-def classes_of(model: nn.Module) -> set[str]:
+def classes_of(model: nn.Module) -> frozenset[str]:
     """Return the names of the classes of all modules of a model."""
-    return {type(module).__name__ for module in model.modules()}
+    return frozenset(type(module).__name__ for module in model.modules())
 
 
 def num_params_of(model: nn.Module) -> int:
@@ -87,9 +82,9 @@ def num_params_of(model: nn.Module) -> int:
 
 
 def find_clone(model_class: Any, config: Any, *, keep_vocabulary: bool = False) -> Clone:
-    """Return the smallest clone that has the model's classes, and that runs.
+    """Return the smallest clone that has the model's classes, and that runs: with small widths, or else with its own.
 
-    Widths are divided by one factor in the whole model, else in each part of it by its own, else they are kept.
+    If no clone runs, the smallest one is returned: its run shows the reason.
 
     Args:
         model_class: class of Transformers.
@@ -104,51 +99,35 @@ def find_clone(model_class: Any, config: Any, *, keep_vocabulary: bool = False) 
         message = f"{model_class.__name__} cannot be built from its config: {error}"
         problem = Problem(code="FSDP-E752", message=message, fix="Correct the config.json of the model.")
         raise SpecError([problem]) from error
-    reasons: list[str] = []
-    found: list[Clone] = []
-    for widths in get_args(Widths):
-        clone = None
-        for small, model in _clones(model_class, config, widths, keep_vocabulary, reasons):
-            missing = classes_of(real) - classes_of(model)
-            clone = Clone(
-                config=small,
-                num_params=num_params_of(model),
-                real_num_params=num_params_of(real),
-                problems=_problems(missing, reasons if widths == "none" else []),
-            )
-            if not missing:
-                break
-        if clone is None:
-            continue
-        if clone.num_params > MAX_PARAMS:
-            reasons.append(f"with widths={widths!r} it has {format_count(clone.num_params)} parameters")
-            continue
-        found.append(clone)
-        reason = _why_it_does_not_run(model_class, clone.config)
-        if not reason:
-            return clone
-        reasons.append(reason)
-    if found:  # no clone runs, so the reason is not the size: the run of the smallest one shows the reason
-        return found[0]
-    message = f"no clone of {model_class.__name__} is small enough: {'; '.join(reasons)}."
-    fix = f"Give a model of the same architecture with fewer than {format_count(MAX_PARAMS)} parameters."
-    raise SpecError([Problem(code="FSDP-E752", message=message, fix=fix)])
-
-
-def _clones(
-    model_class: Any, config: Any, widths: Widths, keep_vocabulary: bool, reasons: list[str]
-) -> Iterator[tuple[Any, nn.Module]]:
-    """Yield configs and models with more and more layers. What cannot be built is added to `reasons`."""
     vocabulary = None if keep_vocabulary else SMALL_VOCABULARY
-    for num_layers in _NUM_LAYERS:
-        if num_layers <= max(_NUM_LAYERS[0], num_layers_of(config)):
+    most = max(_NUM_LAYERS[0], num_layers_of(config))
+    reasons: list[str] = []
+    found: list[tuple[int, Clone]] = []
+    for narrow in (True, False):
+        for num_layers in (number for number in _NUM_LAYERS if number <= most):
             try:
-                small = small_config(config, num_layers, widths, vocabulary)
+                small = small_config(config, num_layers, narrow=narrow, vocabulary=vocabulary)
                 model = on_meta(model_class, small)
             except Exception as error:
                 reasons.append(f"{type(error).__name__}: {error}")
                 continue
-            yield small, model
+            missing, num_params = classes_of(real) - classes_of(model), num_params_of(model)
+            if num_params > MAX_PARAMS:
+                reasons.append(f"with {num_layers} layers it has {format_count(num_params)} parameters")
+                break
+            problems = _problems(missing, [] if narrow else reasons)
+            clone = Clone(config=small, num_params=num_params, real_num_params=num_params_of(real), problems=problems)
+            found.append((len(missing), clone))
+            if not missing:
+                if not (reason := _why_it_does_not_run(model_class, small)):
+                    return clone
+                reasons.append(reason)
+                break
+    if found:
+        return min(found, key=lambda each: each[0])[1]
+    message = f"no clone of {model_class.__name__} is small enough: {'; '.join(reasons)}."
+    fix = f"Give a model of the same architecture with fewer than {format_count(MAX_PARAMS)} parameters."
+    raise SpecError([Problem(code="FSDP-E752", message=message, fix=fix)])
 
 
 def _why_it_does_not_run(model_class: Any, config: Any) -> str:
@@ -158,14 +137,12 @@ def _why_it_does_not_run(model_class: Any, config: Any) -> str:
             model = model_class(config)
             data = MadeData(model, 2)
             model(**collate([data[0], data[1]]))
-    except ValueError as error:
-        return "" if "no made data" in str(error) else str(error)
     except Exception as error:
-        return f"{type(error).__name__}: {error}"
+        return "" if "no made data" in str(error) else f"{type(error).__name__}: {error}"
     return ""
 
 
-def _problems(missing: set[str], reasons: list[str]) -> tuple[Problem, ...]:
+def _problems(missing: frozenset[str], reasons: list[str]) -> tuple[Problem, ...]:
     """Return the problems of a clone.
 
     Args:
@@ -193,30 +170,24 @@ def write_clone(model_class: Any, clone: Clone, folder: Path) -> None:
 
 
 def small_config(
-    config: Any, num_layers: int, widths: Widths = "narrow", vocabulary: int | None = SMALL_VOCABULARY
+    config: Any, num_layers: int, *, narrow: bool = True, vocabulary: int | None = SMALL_VOCABULARY
 ) -> Any:
     """Return a reduced copy of a config of Transformers. Quantization is removed.
 
     Args:
         num_layers: number of layers of each stack; a smaller number is kept.
+        narrow: whether heads and widths are divided, by one factor in the whole model.
         vocabulary: maximum size of the vocabulary; ``None`` keeps it, for real data.
     """
     small = copy.deepcopy(config)
     parts = list(config_parts(small))
-    numbers = [_integers(part) for part in parts]
-    common = _factor(numbers)
-    further = _further_factor(numbers, common)
-    tokens: dict[int, int] = {}
+    head_factor, width_factor = _factors([_integers(part) for part in parts]) if narrow else (1, 1)
     for part in parts:
         _reduce_layers(part, num_layers)
         _reduce_experts(part)
-        if widths == "narrow":
-            _divide(part, common, common * further)
-        elif widths == "each":
-            factor = _factor([_integers(part)])
-            _divide(part, factor, factor)
+        _divide(part, head_factor, width_factor)
         if vocabulary is not None:
-            _reduce_vocabulary(part, vocabulary, tokens)
+            _reduce_vocabulary(part, vocabulary)
     if getattr(small, "quantization_config", None) is not None:
         del small.quantization_config
     return small
@@ -240,34 +211,29 @@ def _integers(config: Any) -> dict[str, int]:
     }
 
 
-def _factor(parts: list[dict[str, int]]) -> int:
-    """Return the largest common factor by which heads and widths of all parts can be divided."""
+def _factors(parts: list[dict[str, int]]) -> tuple[int, int]:
+    """Return the largest common factor by which the heads of all parts can be divided, and that of the widths."""
     widths = [value for part in parts for name, value in part.items() if _WIDTHS.search(name)]
     heads = [value for part in parts for name, value in part.items() if _is_heads(name)]
     if not widths:
-        return 1
+        return 1, 1
     common = math.gcd(*heads, *widths)
     factors = [factor for factor in range(common, 1, -1) if common % factor == 0]
-    if heads:
-        several = [factor for factor in factors if min(heads) // factor >= _MIN_HEADS]
-        return max([1, *(several or factors)])
-    return next((factor for factor in factors if min(widths) // factor >= _MIN_WIDTH), 1)
+    if not heads:
+        factor = next((factor for factor in factors if min(widths) // factor >= _MIN_WIDTH), 1)
+        return factor, factor
+    several = [factor for factor in factors if min(heads) // factor >= _MIN_HEADS]
+    factor = width_factor = max([1, *(several or factors)])
+    if all(part.keys() & _HEAD_SIZES for part in parts if any(map(_is_heads, part))):  # widths do not depend on heads
+        while all(width % (2 * width_factor) == 0 for width in widths) and (
+            min(widths) // (2 * width_factor) >= _MIN_NARROW_WIDTH
+        ):
+            width_factor *= 2
+    return factor, width_factor
 
 
 def _is_heads(name: str) -> bool:
     return bool(_HEADS.search(name)) and not _KV_HEADS.search(name)
-
-
-def _further_factor(parts: list[dict[str, int]], factor: int) -> int:
-    """Return the power of two by which widths can be divided in addition to the factor of the heads."""
-    widths = [value // factor for part in parts for name, value in part.items() if _WIDTHS.search(name)]
-    has_heads = [part for part in parts if any(_is_heads(name) for name in part)]
-    if not widths or not all(part.keys() & _HEAD_SIZES for part in has_heads):
-        return 1
-    further = 1
-    while all(width % (2 * further) == 0 and width // (2 * further) >= _MIN_NARROW_WIDTH for width in widths):
-        further *= 2
-    return further
 
 
 def _divide(config: Any, factor: int, width_factor: int) -> None:
@@ -314,24 +280,18 @@ def _reduce_experts(config: Any) -> None:
             _set(config, name, min(value, wanted))
 
 
-def _reduce_vocabulary(config: Any, size: int, tokens: dict[int, int]) -> None:
-    """Reduce the vocabulary, and give special tokens beyond it new numbers, the same in all parts of the config."""
-    if _integers(config).get("vocab_size", 0) > size:
+def _reduce_vocabulary(config: Any, size: int) -> None:
+    """Reduce the vocabulary, and give special tokens beyond it other numbers, the same in all parts of the config."""
+    numbers = _integers(config)
+    if numbers.get("vocab_size", 0) > size:
         config.vocab_size = size
     for name, value in list(vars(config).items()):
         if not _TOKEN_ID.search(name):
             continue
-        if isinstance(value, int) and not isinstance(value, bool):
-            _set(config, name, _small_token(value, size, tokens))
+        if name in numbers:
+            _set(config, name, value % size)
         elif isinstance(value, list) and all(isinstance(each, int) for each in value):
-            _set(config, name, [_small_token(each, size, tokens) for each in value])
-
-
-def _small_token(token: int, size: int, tokens: dict[int, int]) -> int:
-    """Return the new number of a special token: the last numbers of the vocabulary, from the end."""
-    if token < size:
-        return token
-    return tokens.setdefault(token, size - 1 - len(tokens))
+            _set(config, name, [each % size for each in value])
 
 
 def _set(config: Any, name: str, value: Any) -> None:

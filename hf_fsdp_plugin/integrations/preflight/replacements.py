@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from hf_fsdp_plugin.integrations.preflight.clone import Clone, find_clone, write_clone
-from hf_fsdp_plugin.integrations.preflight.run import not_tested, note_change, preflight
+from hf_fsdp_plugin.integrations.preflight.stages import preflight
 from hf_fsdp_plugin.problems import Problem, SpecError
 
 NUM_SAMPLES: Final = 64
@@ -49,9 +49,9 @@ def from_pretrained(
         config, kwargs = _config_of(cls, name, kwargs)
         folder = _clone_folder(cls, config)
         if kwargs.pop("gguf_file", None):
-            not_tested("reading the GGUF file")
+            preflight.not_tested("reading the GGUF file")
         if str(kwargs.get("attn_implementation") or "").startswith(("flash", "kernels")):
-            not_tested(f"attn_implementation={kwargs['attn_implementation']}, sdpa is used instead")
+            preflight.not_tested(f"attn_implementation={kwargs['attn_implementation']}, sdpa is used instead")
             kwargs["attn_implementation"] = "sdpa"
         kwargs = {key: value for key, value in kwargs.items() if key not in _PLACE_ARGUMENTS}
         loaded = original(str(folder), *args, **kwargs)
@@ -63,7 +63,7 @@ def from_pretrained(
 
 def from_config(original: Callable[..., Any], cls: Any, config: Any, **kwargs: Any) -> Any:
     """Build the clone of the model that a config describes."""
-    if not preflight.is_in_script or preflight.recorder.current == "clone":
+    if not preflight.is_in_script or preflight.record.running == "clone":
         return original(config, **kwargs)
     with preflight.stage("clone"):
         return original(_find(cls, config).config, **kwargs)
@@ -106,12 +106,12 @@ def _clone_folder(cls: Any, config: Any) -> Path:
     """Return the folder of the clone. The first rank writes it, the others wait for it."""
     key = hashlib.blake2b(f"{cls.__name__}{config.to_json_string(use_diff=False)}".encode(), digest_size=8).hexdigest()
     folder = preflight.folder / "clones" / key
+    if preflight.rank == 0 and not folder.exists():
+        folder.parent.mkdir(exist_ok=True)
+        write_clone(cls, _find(cls, config), folder)
     deadline = time.monotonic() + _CLONE_SECONDS
     while not folder.exists():
-        if preflight.rank == 0:
-            folder.parent.mkdir(exist_ok=True)
-            write_clone(cls, _find(cls, config), folder)
-        elif time.monotonic() > deadline:
+        if time.monotonic() > deadline:
             message = f"rank 0 did not write the clone of {cls.__name__} in {_CLONE_SECONDS:g} s."
             raise SpecError([Problem(code="FSDP-E752", message=message, fix="See the problem of rank 0.")])
         time.sleep(0.05)
@@ -121,12 +121,12 @@ def _clone_folder(cls: Any, config: Any) -> Path:
 def _find(cls: Any, config: Any) -> Clone:
     clone = find_clone(cls, config, keep_vocabulary=bool(preflight.options.script))
     for problem in clone.problems:
-        preflight.recorder.note(problem)
+        preflight.note(problem)
     if getattr(config, "quantization_config", None) is not None:
-        not_tested("quantization that the config of the model declares")
-    preflight.recorder.write(
-        event="model", name=cls.__name__, num_params=clone.num_params, real_num_params=clone.real_num_params
-    )
+        preflight.not_tested("quantization that the config of the model declares")
+    preflight.record.model |= {
+        "name": cls.__name__, "num_params": clone.num_params, "real_num_params": clone.real_num_params
+    }  # fmt: skip
     return clone
 
 
@@ -136,22 +136,22 @@ def validate_args(original: Callable[[], None], arguments: Any) -> None:
         return original()
     if arguments.fp16:
         arguments.fp16, arguments.bf16 = False, True
-        note_change("bf16 is used instead of fp16, which FSDP cannot run on the CPU")
+        preflight.note_change("bf16 is used instead of fp16, which FSDP cannot run on the CPU")
     for name, (value, what) in _NOT_ON_CPU.items():
         if getattr(arguments, name, None):
             setattr(arguments, name, value)
             if what:
-                not_tested(f"{what} ({name})")
+                preflight.not_tested(f"{what} ({name})")
     original()
     for name, limit in _LIMITS.items():
         value = getattr(arguments, name, None)
         if isinstance(value, int) and value > limit:
             setattr(arguments, name, limit)
-            note_change(f"{name} is {limit} instead of {value}")
+            preflight.note_change(f"{name} is {limit} instead of {value}")
     arguments.output_dir = str(preflight.folder / "out")
     arguments.report_to = []
     arguments.disable_tqdm = True
     if arguments.push_to_hub:
         arguments.push_to_hub = False
-        not_tested("pushes to the Hub")
+        preflight.not_tested("pushes to the Hub")
     return None

@@ -41,11 +41,11 @@ class MadeData(Dataset[dict[str, torch.Tensor]]):
 
     def __init__(self, model: nn.Module, length: int, *, num_tokens: int = NUM_TOKENS) -> None:
         self._config: Any = model.config
+        self._parts = [vars(part) for part in config_parts(model.config)]
         self._name = type(model).__name__
         self._inputs = set(inspect.signature(model.forward).parameters)
         self._main = str(getattr(model, "main_input_name", "input_ids"))
         self._length, self._num_tokens = length, num_tokens
-        self._downsampling = getattr(self._config, "inputs_to_logits_ratio", 1)
         _ = self[0]
 
     def __len__(self) -> int:
@@ -63,7 +63,7 @@ class MadeData(Dataset[dict[str, torch.Tensor]]):
             if self._name.endswith("ForMultipleChoice"):
                 tokens = torch.stack([tokens, self._tokens(generator)])
             sample = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
-            if self._contrasts_images:
+            if "return_loss" in self._inputs and "pixel_values" in self._inputs:  # contrasts images with texts
                 sample["pixel_values"] = self._image(generator)
             return {name: value for name, value in sample.items() if name in self._inputs}
         if self._main == "pixel_values":
@@ -71,33 +71,31 @@ class MadeData(Dataset[dict[str, torch.Tensor]]):
         if self._main == "input_features" and hasattr(self._config, "num_mel_bins"):
             frames = 2 * getattr(self._config, "max_source_positions", 64)
             return {"input_features": torch.randn(self._config.num_mel_bins, frames, generator=generator)}
-        if self._main == "input_values" and self._downsampling > 1:
+        if self._main == "input_values" and getattr(self._config, "inputs_to_logits_ratio", 1) > 1:
             return {"input_values": torch.randn(_NUM_SOUND_SAMPLES, generator=generator)}
         raise ValueError(f"{self._name} has the input {self._main!r}, for which there is no made data.")
 
-    @property
-    def _contrasts_images(self) -> bool:
-        return "return_loss" in self._inputs and "pixel_values" in self._inputs
+    def _values(self, *names: str) -> list[Any]:
+        """Return the values of attributes in the config and its sub-configs, without zeros and ``None``."""
+        return [value for part in self._parts for name in names if (value := part.get(name))]
 
     def _tokens(self, generator: torch.Generator) -> torch.Tensor:
-        parts = [vars(part) for part in config_parts(self._config)]
-        vocabulary = min(part["vocab_size"] for part in parts if part.get("vocab_size"))
-        positions = [
-            part[name] for part in parts for name in ("max_position_embeddings", "n_positions") if name in part
-        ]
-        length = min([self._num_tokens, *(number for number in positions if isinstance(number, int) and number > 0)])
-        special = _special_tokens(parts)
-        plain = torch.tensor([token for token in range(vocabulary) if token not in special])
-        return plain[torch.randint(len(plain), (length,), generator=generator)]
+        """Return tokens without padding, image and other special tokens."""
+        positions = [number for number in self._values("max_position_embeddings", "n_positions") if number > 0]
+        special: set[int] = set()
+        for part in self._parts:
+            for name, value in part.items():
+                if name.endswith(("token_id", "token_index")) and value is not None:
+                    special |= set(value) if isinstance(value, list) else {value}
+        plain = torch.tensor([token for token in range(min(self._values("vocab_size"))) if token not in special])
+        return plain[torch.randint(len(plain), (min([self._num_tokens, *positions]),), generator=generator)]
 
     def _image(self, generator: torch.Generator) -> torch.Tensor:
-        parts = [vars(part) for part in config_parts(self._config)]
-        size = next((part["image_size"] for part in parts if part.get("image_size")), None)
-        if size is None:
+        sizes, channels = self._values("image_size"), self._values("num_channels")
+        if not sizes:
             raise ValueError(f"{self._name} has images of any size, for which there is no made data.")
-        channels = next((part["num_channels"] for part in parts if part.get("num_channels")), 3)
-        height, width = (size, size) if isinstance(size, int) else size[:2]
-        return torch.randn(channels, height, width, generator=generator)
+        height, width = (sizes[0], sizes[0]) if isinstance(sizes[0], int) else sizes[0][:2]
+        return torch.randn(channels[0] if channels else 3, height, width, generator=generator)
 
     def _labels(self, generator: torch.Generator) -> dict[str, torch.Tensor]:
         def number(limit: int, *shape: int) -> torch.Tensor:
@@ -132,13 +130,3 @@ def collate(samples: list[Mapping[str, torch.Tensor]]) -> dict[str, Any]:
     if "pixel_values" in batch and "input_ids" in batch and "labels" not in batch:
         batch["return_loss"] = True
     return batch
-
-
-def _special_tokens(parts: list[dict[str, Any]]) -> set[int]:
-    """Return the numbers of padding, image and other special tokens."""
-    found: set[int] = set()
-    for part in parts:
-        for name, value in part.items():
-            if name.endswith(("token_id", "token_index")):
-                found |= {value} if isinstance(value, int) else set(value) if isinstance(value, list) else set()
-    return found

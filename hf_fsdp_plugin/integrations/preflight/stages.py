@@ -1,16 +1,26 @@
-"""The stages of a preflight, and the log in which each rank records them for the launcher. Imports no torch."""
+"""The preflight of this process: its stages, what it has recorded of them, and the results of all ranks.
+
+A rank keeps what it has recorded in one file, which it replaces with each change. The other ranks and the launcher read
+it. Imports no torch.
+"""
 
 from __future__ import annotations
 
 import json
 import os
+import pickle
+import textwrap
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final, Literal
 
-from hf_fsdp_plugin.problems import Origin, Problem
+from hf_fsdp_plugin.messages import printer
+from hf_fsdp_plugin.problems import Problem, SpecError
+from hf_fsdp_plugin.rank_variables import launched_rank, launched_world_size
 
 VARIABLE: Final = "HF_FSDP_PREFLIGHT"
 """Environment variable with the :class:`Options` of a preflight as JSON. Set only for its ranks."""
@@ -30,6 +40,59 @@ STAGES: Final[Mapping[str, str]] = {
     "export": "merge of the checkpoint, and from_pretrained",
 }
 Result = Literal["passed", "failed", "stood still", "not tested"]
+RunPhase = Literal["script", "first run", "after it", "second run"]
+_AGREEMENT_SECONDS: Final = 10.0
+"""Seconds that the other ranks have to fail too. Then the rank ends, and the launcher stops the others."""
+_MAX_MESSAGE: Final = 300
+_NOT_OF_USER: Final = (str(Path(__file__).parents[2]), "<")
+_LIBRARIES: Final = "site-packages"
+_NO_TRAINING: Final = Problem(
+    code="FSDP-E758",
+    message="the script ended without a training of a Trainer, and without two optimizer steps of an Accelerator.",
+    fix="Pass the arguments with which it trains. If it uses neither of them, pass --model instead of the script.",
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Options:
+    """What a preflight runs. The launcher passes it to the ranks.
+
+    Attributes:
+        folder: the temporary folder, which contains the files of the ranks.
+        model: ``--model``; empty if the script names it.
+        script: SCRIPT ARGS or ``-m`` MODULE ARGS; empty for the built-in script.
+        arguments: arguments of ``TrainingArguments``, for the built-in script.
+    """
+
+    folder: str = ""
+    model: str = ""
+    script: Sequence[str] = ()
+    arguments: Sequence[str] = ()
+
+    def to_text(self) -> str:
+        """Return the value of the environment variable."""
+        return json.dumps(asdict(self))
+
+
+@dataclass(kw_only=True, slots=True)
+class RankRecord:
+    """What one rank has recorded: the content of its file.
+
+    Attributes:
+        running: the stage that runs; ``None`` between two stages.
+        seconds: the stages that have ended, with their times. A stage that runs again adds to its time.
+        failed: the stages that have failed.
+        skipped: the stages that are not tested, with the reasons.
+        problems: the problems of the failed stages, and warnings and notes.
+        model: class and parameters of the model and of its clone.
+    """
+
+    running: str | None = None
+    seconds: dict[str, float] = field(default_factory=dict)
+    failed: list[str] = field(default_factory=list)
+    skipped: dict[str, str] = field(default_factory=dict)
+    problems: list[Problem] = field(default_factory=list)
+    model: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,185 +110,213 @@ class StageResult:
     reason: str = ""
 
     def to_json(self) -> dict[str, Any]:
-        row = {"stage": self.stage, "result": self.result, "seconds": round(self.seconds, 2)}
-        return {**row, "reason": self.reason or None}
+        return {**asdict(self), "seconds": round(self.seconds, 2), "reason": self.reason or None}
 
 
-class EventLog:
-    """A file of events that ranks write and the launcher reads: one JSON object a line, in the order of writing."""
-
-    def __init__(self, file: Path) -> None:
-        self._file = file
-        self._read = 0
-
-    def write(self, **event: Any) -> None:
-        """Append an event. A line is written at once, so that lines of several ranks are not mixed."""
-        line = json.dumps({"time": time.time(), **event}, default=str) + "\n"
-        number = os.open(self._file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-        try:
-            os.write(number, line.encode())
-        finally:
-            os.close(number)
-
-    def new(self) -> list[dict[str, Any]]:
-        """Return the complete events since the last call."""
-        if not self._file.exists():
-            return []
-        with self._file.open("rb") as file:
-            file.seek(self._read)
-            data = file.read()
-        complete = data[: data.rfind(b"\n") + 1]
-        self._read += len(complete)
-        return [json.loads(line) for line in complete.splitlines()]
+def read_records(folder: Path) -> list[RankRecord]:
+    """Return the records of all ranks that have begun, in rank order."""
+    return [pickle.loads(path.read_bytes()) for path in sorted(folder.glob("rank_*.pickle"))]
 
 
-class StageLog(EventLog):
-    """Records the stages of one rank. One stage runs at a time; a stage that runs again adds to its time.
-
-    Attributes:
-        current: the stage that runs; ``None`` between two stages.
-        done: stages that have ended without a failure.
-    """
-
-    def __init__(self, folder: Path, rank: int) -> None:
-        super().__init__(folder / f"rank_{rank}.jsonl")
-        self.current: str | None = None
-        self._began = 0.0
-        self._failed: set[str] = set()
-        self.done: set[str] = set()
-
-    def enter(self, stage: str | None) -> None:
-        """End the current stage and begin another one; ``None`` begins no other one."""
-        if stage == self.current:
-            return
-        self.leave()
-        if stage is not None:
-            self.current, self._began = stage, time.monotonic()
-            self.write(event="begin", stage=stage)
-
-    def leave(self) -> None:
-        """End the current stage."""
-        if self.current is not None:
-            self.write(event="end", stage=self.current, seconds=time.monotonic() - self._began)
-            self.done.add(self.current)
-        self.current = None
-
-    def fail(self, problems: Iterable[Problem]) -> None:
-        """Record a failure of the current stage with its problems, and end the stage."""
-        stage = self.current or "start"
-        self._failed.add(stage)
-        for problem in problems:
-            self.write(event="problem", stage=stage, problem=asdict(problem))
-        self.write(event="failed", stage=stage)
-        self.leave()
-        self.done.discard(stage)
-
-    def skip_current(self, reason: str) -> None:
-        """Record that the current stage cannot be tested here, and end it."""
-        stage, self.current = self.current or "start", None
-        self._failed.add(stage)
-        self.write(event="skip", stage=stage, reason=reason)
-        self.write(event="failed", stage=stage)
-
-    def note(self, problem: Problem) -> None:
-        """Record a warning or note, which fails no stage."""
-        self.write(event="note", stage=self.current, problem=asdict(problem))
-
-    def skip(self, stage: str, reason: str) -> None:
-        """Record that a stage is not tested."""
-        if stage not in self.done | self._failed:
-            self._failed.add(stage)
-            self.write(event="skip", stage=stage, reason=reason)
-
-    def has_failed(self, stage: str) -> bool:
-        return stage in self._failed
-
-
-def read_events(folder: Path) -> list[list[dict[str, Any]]]:
-    """Return the events of every rank that has recorded any, in rank order."""
-    return [EventLog(file).new() for file in sorted(folder.glob("rank_*.jsonl"))]
-
-
-def running_stages(events: Sequence[Sequence[Mapping[str, Any]]]) -> list[str | None]:
-    """Return the stage in which each rank is; ``None`` between two stages."""
-    running = []
-    for of_rank in events:
-        last = next((e for e in reversed(of_rank) if e["event"] in ("begin", "end", "failed")), None)
-        running.append(last["stage"] if last is not None and last["event"] == "begin" else None)
-    return running
-
-
-def stage_results(events: Sequence[Sequence[Mapping[str, Any]]], *, stopped: bool) -> list[StageResult]:
+def stage_results(records: Sequence[RankRecord], *, stopped: bool) -> list[StageResult]:
     """Return the result of every stage.
 
     Args:
         stopped: whether the launcher has stopped the ranks at its time limit.
     """
-    running = running_stages(events)
     results = []
     for stage in STAGES:
-        of_stage = [[event for event in of_rank if event.get("stage") == stage] for of_rank in events]
-        kinds = {event["event"] for of_rank in of_stage for event in of_rank}
-        seconds = max((sum(e.get("seconds", 0.0) for e in of_rank) for of_rank in of_stage), default=0.0)
-        reason = next((e["reason"] for of_rank in of_stage for e in of_rank if e["event"] == "skip"), "")
         result: Result = "passed"
-        if "problem" in kinds:
+        reason = next((record.skipped[stage] for record in records if stage in record.skipped), "")
+        if any(stage in record.failed for record in records):
             result = "failed"
-        elif "skip" in kinds:
+        elif reason:
             result = "not tested"
-        elif stage in running:
+        elif any(stage == record.running for record in records):
             result = "stood still" if stopped else "failed"
-        elif "end" not in kinds:
-            result, reason = "not tested", reason or "an earlier stage failed"
-        results.append(StageResult(stage=stage, result=result, seconds=seconds, reason=reason * (result != "passed")))
+        elif not any(stage in record.seconds for record in records):
+            result, reason = "not tested", "an earlier stage failed"
+        seconds = max((record.seconds.get(stage, 0.0) for record in records), default=0.0)
+        reason = reason if result == "not tested" else ""
+        results.append(StageResult(stage=stage, result=result, seconds=seconds, reason=reason))
     return results
 
 
-def problems_of(events: Sequence[Sequence[Mapping[str, Any]]]) -> list[Problem]:
-    """Return the problems and notes of all ranks, each once. One that only some ranks have names the first of them."""
-    found: dict[tuple[str, str], Problem] = {}
-    ranks: dict[tuple[str, str], set[int]] = {}
-    for rank, of_rank in enumerate(events):
-        for event in of_rank:
-            if event["event"] in ("problem", "note"):
-                problem = _problem_of(event["problem"])
-                key = problem.code, problem.message
-                found.setdefault(key, problem)
-                if event["event"] == "problem":
-                    ranks.setdefault(key, set()).add(rank)
-    for key, own in ranks.items():
-        if len(own) < len(events) and found[key].rank is None:
-            found[key] = replace(found[key], rank=min(own))
-    return list(found.values())
+def problems_of(records: Sequence[RankRecord]) -> list[Problem]:
+    """Return the problems and notes of all ranks, each once. An error that only some ranks have names the first."""
+    ranks: dict[Problem, list[int]] = {}
+    for rank, record in enumerate(records):
+        for problem in dict.fromkeys(record.problems):
+            ranks.setdefault(problem, []).append(rank)
+    return [
+        replace(problem, rank=own[0])
+        if problem.severity == "error" and problem.rank is None and len(own) < len(records)
+        else problem
+        for problem, own in ranks.items()
+    ]
 
 
-def _problem_of(tree: Mapping[str, Any]) -> Problem:
-    origin = tree["origin"]
-    return Problem(**{**tree, "origin": Origin(**origin) if origin is not None else None})
+class Preflight:
+    """The preflight of one rank. Without :meth:`begin` it is not active, and the hooks call the originals.
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Options:
-    """What a preflight runs. The launcher passes it to the ranks.
+    One stage runs at a time.
 
     Attributes:
-        folder: the temporary folder, in which the ranks record their stages.
-        model: ``--model``; empty if the script names it.
-        script: SCRIPT ARGS or ``-m`` MODULE ARGS; empty for the built-in script.
-        arguments: arguments of ``TrainingArguments``, for the built-in script.
+        phase: ``script`` until the training begins; the hooks record stages in the first run only.
+        record: what was recorded.
     """
 
-    folder: str = ""
-    model: str = ""
-    script: Sequence[str] = ()
-    arguments: Sequence[str] = ()
+    def __init__(self) -> None:
+        self.active = False
+        self.options = Options()
+        self.phase: RunPhase = "script"
+        self.rank, self.world_size = 0, 1
+        self.record = RankRecord()
+        self._began = 0.0
+        self._reported: BaseException | None = None
 
-    def to_text(self) -> str:
-        """Return the value of the environment variable."""
-        return json.dumps(asdict(self))
+    def begin_in_rank(self) -> None:
+        """Begin, and install the hooks, if the launcher of this process runs a preflight."""
+        if not (options := os.environ.get(VARIABLE)):
+            return
+        from hf_fsdp_plugin.integrations.patching import install_hooks
+
+        self.begin(Options(**json.loads(options)))
+        install_hooks("preflight")
+        printer.listener = self._note_warning
+
+    def _note_warning(self, message: object) -> None:
+        if self.active and isinstance(message, Problem) and message.severity == "warning":
+            self.note(message)
+
+    def begin(self, options: Options) -> None:
+        self.active, self.options, self.phase = True, options, "script"
+        self.rank, self.world_size = launched_rank(), launched_world_size()
+        self.record, self._reported = RankRecord(), None
+        self.enter("start")
+
+    def end(self, error: BaseException | None = None) -> None:
+        """Record how the script has ended: with an exception, or with none."""
+        if not self.active:
+            return
+        if error is not None and error is not self._reported:
+            self.failed(error)
+        elif error is None and self.phase == "script":
+            self.fail([_NO_TRAINING])
+        self.enter(None)
+        self.active = False
+
+    @property
+    def is_in_script(self) -> bool:
+        """Whether the script of the user runs, before the training of a Trainer."""
+        return self.active and self.phase == "script"
+
+    @property
+    def folder(self) -> Path:
+        return Path(self.options.folder)
+
+    def enter(self, stage: str | None) -> None:
+        """End the current stage and begin another one; ``None`` begins no other one."""
+        now, record = time.monotonic(), self.record
+        if stage == record.running:
+            return
+        if record.running is not None:
+            record.seconds[record.running] = record.seconds.get(record.running, 0.0) + now - self._began
+        record.running, self._began = stage, now
+        self._write()
+
+    @contextmanager
+    def stage(self, stage: str) -> Iterator[None]:
+        """Run the block as a stage, and go back to the stage before."""
+        before = self.record.running
+        self.enter(stage)
+        yield
+        self.enter(before)
+
+    def has_passed(self, stage: str) -> bool:
+        return stage in self.record.seconds and stage not in (*self.record.failed, *self.record.skipped)
+
+    def is_over(self, stage: str) -> bool:
+        """Whether a stage has passed, has failed or is not tested."""
+        return stage in (*self.record.seconds, *self.record.failed, *self.record.skipped)
+
+    def fail(self, problems: Sequence[Problem]) -> None:
+        """Record a failure of the current stage with its problems, and end the stage."""
+        self.record.failed.append(self.record.running or "start")
+        self.record.problems += problems
+        self.enter(None)
+        self._write()
+
+    def skip(self, stage: str, reason: str) -> None:
+        """Record that a stage is not tested, unless it is over."""
+        if not self.is_over(stage):
+            self.record.skipped[stage] = reason
+            self._write()
+
+    def note(self, problem: Problem) -> None:
+        """Record a warning or note, which fails no stage."""
+        self.record.problems.append(problem)
+        self._write()
+
+    def note_change(self, text: str) -> None:
+        """Record what the preflight has changed."""
+        self.note(Problem(code="FSDP-N757", message=f"{text}."))
+
+    def not_tested(self, what: str) -> None:
+        """Record what a preflight cannot test."""
+        self.note(Problem(code="FSDP-W756", message=f"not tested: {what}."))
+
+    def failed(self, error: BaseException) -> None:
+        """Record a failure of the current stage."""
+        self._reported = error
+        self.fail(problems_of_error(error, self.record.running or "start"))
+
+    def attempt(self, stage: str, run: Callable[[], Any]) -> bool:
+        """Run a stage, and return whether it has succeeded.
+
+        Raises its error unless all ranks fail as often as this one: their collectives would no longer match.
+        """
+        self.enter(stage)
+        try:
+            run()
+            self.enter(None)
+            return True
+        except Exception as error:
+            self.failed(error)
+            deadline = time.monotonic() + _AGREEMENT_SECONDS
+            while time.monotonic() < deadline:
+                records = read_records(self.folder)
+                num_failed = [len(record.failed) for record in records]
+                if len(records) == self.world_size and min(num_failed) >= len(self.record.failed):
+                    return False
+                time.sleep(0.1)
+            raise
+
+    def _write(self) -> None:
+        path = self.folder / f"rank_{self.rank}.pickle"
+        partial = path.with_suffix(".part")
+        partial.write_bytes(pickle.dumps(self.record))
+        partial.replace(path)
 
 
-def options_of_rank() -> Options | None:
-    """Return the options if this process is a rank of a preflight."""
-    found = os.environ.get(VARIABLE)
-    return Options(**json.loads(found)) if found else None
+def problems_of_error(error: BaseException, stage: str) -> list[Problem]:
+    """Return the problems of a failed stage: those of this package, or one that describes the exception."""
+    if isinstance(error, SpecError):
+        return [problem for problem in error.problems if problem.severity == "error"]
+    text = textwrap.shorten(f"{type(error).__name__}: {error}", _MAX_MESSAGE, placeholder=" …")
+    message = f"the stage '{stage}' failed{_place_of(error)}: {text}"
+    return [Problem(code="FSDP-E750", message=message)]
+
+
+def _place_of(error: BaseException) -> str:
+    """Return where the user's code was, or else the last line of code.
+
+    The user's code is neither of this package nor of an installed library nor of Python.
+    """
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [each for each in frames if not each.filename.startswith(_NOT_OF_USER) and _LIBRARIES not in each.filename]
+    return "".join(f" in {os.path.basename(frame.filename)}:{frame.lineno}" for frame in (own or frames)[-1:])
+
+
+preflight = Preflight()
+"""The preflight of this process."""

@@ -10,7 +10,6 @@ import transformers as hf
 
 from hf_fsdp_plugin.integrations.preflight.clone import (
     MAX_PARAMS,
-    Widths,
     classes_of,
     find_clone,
     num_params_of,
@@ -160,10 +159,10 @@ def test_invalid_config_is_refused_with_its_reason() -> None:
 def test_widths_are_kept_with_a_note_if_smaller_ones_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     real_reduction = small_config
 
-    def refusing(config: Any, num_layers: int, widths: Widths, vocabulary: int | None) -> Any:
-        if widths != "none":
+    def refusing(config: Any, num_layers: int, *, narrow: bool, vocabulary: int | None) -> Any:
+        if narrow:
             raise ValueError("no smaller widths")
-        return real_reduction(config, num_layers, widths, vocabulary)
+        return real_reduction(config, num_layers, narrow=False, vocabulary=vocabulary)
 
     monkeypatch.setattr("hf_fsdp_plugin.integrations.preflight.clone.small_config", refusing)
     clone = find_clone(hf.GPT2LMHeadModel, hf.GPT2Config())

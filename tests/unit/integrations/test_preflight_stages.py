@@ -7,73 +7,82 @@ from pathlib import Path
 import pytest
 import torch
 
-from hf_fsdp_plugin.integrations.preflight.comparison import compare_runs, differing_names
-from hf_fsdp_plugin.integrations.preflight.run import problems_of_error
 from hf_fsdp_plugin.integrations.preflight.stages import (
     STAGES,
-    StageLog,
+    Options,
+    Preflight,
     problems_of,
-    read_events,
-    running_stages,
+    problems_of_error,
+    read_records,
     stage_results,
 )
+from hf_fsdp_plugin.integrations.preflight.training import compare_runs, differing_names
 from hf_fsdp_plugin.problems import Origin, Problem, SpecError
 
 PROBLEM = Problem(code="FSDP-E750", message="no", origin=Origin(source="a.yaml", line=2, spelling="x", text="1"))
 
 
+@pytest.fixture
+def ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Preflight, Preflight]:
+    made = Preflight(), Preflight()
+    for rank, preflight in enumerate(made):
+        monkeypatch.setenv("RANK", str(rank))
+        preflight.begin(Options(folder=str(tmp_path)))
+    return made
+
+
 def results(folder: Path, *, stopped: bool = False) -> dict[str, str]:
-    return {stage.stage: stage.result for stage in stage_results(read_events(folder), stopped=stopped)}
+    return {stage.stage: stage.result for stage in stage_results(read_records(folder), stopped=stopped)}
 
 
-def test_stages_pass_when_all_ranks_have_ended_them(tmp_path: Path) -> None:
-    for rank in (0, 1):
-        recorder = StageLog(tmp_path, rank)
-        for stage in STAGES:
-            recorder.enter(stage)
-        recorder.leave()
+def test_stages_pass_when_all_ranks_have_ended_them(ranks: tuple[Preflight, ...], tmp_path: Path) -> None:
+    for rank in ranks:
+        for stage in (*STAGES, None):
+            rank.enter(stage)
     assert set(results(tmp_path).values()) == {"passed"}
     assert list(results(tmp_path)) == list(STAGES)
 
 
-def test_failure_of_one_rank_fails_the_stage_and_names_it(tmp_path: Path) -> None:
-    first, second = StageLog(tmp_path, 0), StageLog(tmp_path, 1)
-    first.enter("step")
-    first.leave()
-    second.enter("step")
-    second.fail([PROBLEM])
+def test_failure_of_one_rank_fails_the_stage_and_names_it(ranks: tuple[Preflight, ...], tmp_path: Path) -> None:
+    ranks[0].enter("step")
+    ranks[0].enter(None)
+    ranks[1].enter("step")
+    ranks[1].fail([PROBLEM])
     assert results(tmp_path)["step"] == "failed" and results(tmp_path)["save"] == "not tested"
-    (problem,) = problems_of(read_events(tmp_path))
-    assert (problem.rank, problem.origin, "step" in second.done) == (1, PROBLEM.origin, False)
+    (problem,) = problems_of(read_records(tmp_path))
+    assert (problem.rank, problem.origin, ranks[1].has_passed("step")) == (1, PROBLEM.origin, False)
 
 
-def test_failure_of_all_ranks_is_one_problem(tmp_path: Path) -> None:
-    for rank in (0, 1):
-        recorder = StageLog(tmp_path, rank)
-        recorder.enter("save")
-        recorder.fail([PROBLEM])
-    assert problems_of(read_events(tmp_path)) == [PROBLEM]
+def test_failure_of_all_ranks_is_one_problem(ranks: tuple[Preflight, ...], tmp_path: Path) -> None:
+    for rank in ranks:
+        rank.enter("save")
+        rank.fail([PROBLEM])
+    assert problems_of(read_records(tmp_path)) == [PROBLEM]
 
 
-def test_stage_without_an_end_stood_still_or_failed(tmp_path: Path) -> None:
-    StageLog(tmp_path, 0).enter("clip")
-    assert running_stages(read_events(tmp_path)) == ["clip"]
+def test_stage_without_an_end_stood_still_or_failed(ranks: tuple[Preflight, ...], tmp_path: Path) -> None:
+    ranks[1].enter("clip")
+    assert [record.running for record in read_records(tmp_path)] == ["start", "clip"]
     assert results(tmp_path, stopped=True)["clip"] == "stood still"
     assert results(tmp_path)["clip"] == "failed"
 
 
-def test_line_that_is_being_written_is_not_read(tmp_path: Path) -> None:
-    StageLog(tmp_path, 0).enter("step")
-    with (tmp_path / "rank_0.jsonl").open("a") as file:
-        file.write('{"event": "end", "sta')
-    assert running_stages(read_events(tmp_path)) == ["step"]
+def test_file_that_is_being_written_is_not_read(ranks: tuple[Preflight, ...], tmp_path: Path) -> None:
+    (tmp_path / "rank_2.part").write_bytes(b"\x80")
+    assert len(read_records(tmp_path)) == 2
 
 
-def test_skipped_stage_has_its_reason(tmp_path: Path) -> None:
-    recorder = StageLog(tmp_path, 0)
-    recorder.skip("evaluate", "eval_strategy is no")
-    stage = next(s for s in stage_results(read_events(tmp_path), stopped=False) if s.stage == "evaluate")
+def test_skipped_stage_has_its_reason(ranks: tuple[Preflight, ...], tmp_path: Path) -> None:
+    ranks[0].skip("evaluate", "eval_strategy is no")
+    stage = next(s for s in stage_results(read_records(tmp_path), stopped=False) if s.stage == "evaluate")
     assert (stage.result, stage.reason) == ("not tested", "eval_strategy is no")
+
+
+def test_stage_that_has_passed_is_not_skipped(ranks: tuple[Preflight, ...], tmp_path: Path) -> None:
+    ranks[0].enter("save")
+    ranks[0].enter(None)
+    ranks[0].skip("save", "save_strategy is no")
+    assert results(tmp_path)["save"] == "passed"
 
 
 def test_problems_of_this_package_keep_their_codes() -> None:
@@ -81,7 +90,7 @@ def test_problems_of_this_package_keep_their_codes() -> None:
     note = Problem(code="FSDP-N105", message="note")
     assert problems_of_error(SpecError([known, note]), "save") == [known]
     (other,) = problems_of_error(KeyError("metric_for_best_model"), "evaluate")
-    assert other.code == "FSDP-E750" and "compute_metrics" in other.fix
+    assert other.code == "FSDP-E750" and "'evaluate' failed: KeyError: 'metric_for_best_model'" in other.message
 
 
 def weights(*values: float) -> dict[str, torch.Tensor]:

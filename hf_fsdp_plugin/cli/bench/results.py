@@ -1,0 +1,201 @@
+"""The results of ``hf-fsdp bench``: samples of each case, the figures computed from them, and the tables."""
+
+from __future__ import annotations
+
+import random
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, replace
+from typing import Any, Final
+
+from hf_fsdp_plugin.integrations.bench import DDP, TITLES, Case, Task
+from hf_fsdp_plugin.text import format_count, format_memory, format_table, plural
+
+_DRAWS: Final = 2000
+"""Draws of a bootstrap interval."""
+_FIGURES: Final = (
+    "step_seconds", "step_quartiles", "cpu_step_seconds", "samples_per_second", "tokens_per_second", "peak_bytes",
+    "efficiency", "loss",
+)  # fmt: skip
+ResultRow = Mapping[str, Any]
+
+
+class Results:
+    """The results of one benchmark.
+
+    Args:
+        head: what the benchmark measures, as JSON.
+        cases: every case, in the order of the tables.
+    """
+
+    def __init__(self, head: Mapping[str, Any], cases: Iterable[Case]) -> None:
+        self._head = dict(head)
+        self._cases = {case.name: case for case in cases}
+        empty = {"status": "pending", "reason": None, "peak_source": None}
+        self._rows = {
+            name: {"case": name, **asdict(case), **empty, "samples": []} for name, case in self._cases.items()
+        }
+
+    def add(self, measured: Mapping[str, Any]) -> None:
+        """Add the sample of a case that the ranks have measured in a round."""
+        row = self._rows[measured["case"]]
+        row["samples"].append(measured["sample"])
+        is_complete = len(row["samples"]) == self._head["workload"]["rounds"]
+        row |= {"peak_source": measured["peak_source"], "status": "measured" if is_complete else "started"}
+
+    def end(self, cases: Iterable[Case], status: str, reason: str) -> None:
+        """Set why cases are not measured: ``failed`` or ``left out``."""
+        for case in cases:
+            self._rows[case.name] |= {"status": status, "reason": reason}
+
+    def is_over(self, task: Task) -> bool:
+        """Return whether a task is measured, or will not be."""
+        row = self._rows[task.cases[0].name]  # the cases of a task are measured together
+        is_sampled = any(sample["round"] == task.round for sample in row["samples"])
+        return is_sampled or row["status"] not in ("pending", "started")
+
+    def to_json(self) -> dict[str, Any]:
+        rows = list(self._rows.values())
+        statuses = {row["status"] for row in rows}
+        return {
+            "ok": "failed" not in statuses and "measured" in statuses,
+            **self._head,
+            "cases": [{**row, **self._figures(case)} for row, case in zip(rows, self._cases.values(), strict=True)],
+            "comparisons": [
+                comparison_of(self._rows[replace(case, system="plugin").name], row)
+                for case, row in zip(self._cases.values(), rows, strict=True)
+                if case.system != "plugin" and row["samples"]
+            ],
+        }
+
+    def _figures(self, case: Case) -> dict[str, Any]:
+        """Return the figures of a case; null if it has no samples.
+
+        ``step_seconds`` is the median of all blocks, and samples and tokens per second are those of all ranks in this
+        time. ``efficiency`` is the throughput of a rank over that of the same case in the smallest measured world.
+        """
+        row, workload = self._rows[case.name], self._head["workload"]
+        seconds = _blocks_of(row, "seconds")
+        if not seconds:
+            return dict.fromkeys(_FIGURES)
+        step = statistics.median(seconds)
+        quartiles = statistics.quantiles(seconds, n=4, method="inclusive") if len(seconds) > 1 else seconds
+        samples = case.world_size * workload["micro_batch"] / step
+        peaks = [sample["peak_bytes"] for sample in row["samples"] if sample["peak_bytes"] is not None]
+        same = [each for each in self._cases.values() if replace(each, world_size=case.world_size) == case]
+        measured = [each for each in same if self._rows[each.name]["samples"]]
+        smallest = self._rows[min(measured, key=lambda each: each.world_size).name]
+        return {
+            "step_seconds": step,
+            "step_quartiles": [quartiles[0], quartiles[-1]],
+            "cpu_step_seconds": statistics.median(_blocks_of(row, "cpu_seconds")),
+            "samples_per_second": samples,
+            "tokens_per_second": samples * workload["seq_len"],
+            "peak_bytes": int(statistics.median(peaks)) if peaks else None,
+            "efficiency": statistics.median(_blocks_of(smallest, "seconds")) / step,
+            "loss": _blocks_of(row, "losses")[-1],
+        }
+
+
+def comparison_of(ours: ResultRow, other: ResultRow) -> dict[str, Any]:
+    """Return the comparison of a case of this package with another system, whose blocks ran in alternation.
+
+    ``ratio`` is the throughput of this package over that of the other one: the median over the pairs of blocks, with a
+    95% bootstrap interval of the median. ``cpu_ratio`` is this ratio for CPU time, on which other load has less effect.
+    """
+    seconds, cpu_seconds, losses = (
+        list(zip(_blocks_of(ours, name), _blocks_of(other, name), strict=False))
+        for name in ("seconds", "cpu_seconds", "losses")
+    )
+    ratios = [theirs / own for own, theirs in seconds]
+    source = random.Random(0)
+    medians = sorted(statistics.median(source.choices(ratios, k=len(ratios))) for _ in range(_DRAWS))
+    return {
+        "case": ours["case"],
+        "vs": other["system"],
+        "pairs": len(ratios),
+        "ratio": statistics.median(ratios),
+        "ratio_95": [medians[int(0.025 * _DRAWS)], medians[int(0.975 * _DRAWS) - 1]],
+        "cpu_ratio": statistics.median(theirs / own for own, theirs in cpu_seconds),
+        "relative_loss_difference": max(abs(own - theirs) / max(abs(theirs), 1e-12) for own, theirs in losses),
+    }
+
+
+def _blocks_of(row: ResultRow, name: str) -> list[float]:
+    """Return a value of every measured block of a case."""
+    return [value for sample in row["samples"] for value in sample[name]]
+
+
+def bench_text(tree: Mapping[str, Any]) -> str:
+    """Return all tables of a result."""
+    model, workload = tree["model"], tree["workload"]
+    device = tree["device"]["name"] or tree["device"]["type"]
+    parts = [
+        f"{model['class']}, {format_count(model['num_params'])} parameters, on {device}; "
+        f"{workload['micro_batch']} × {workload['seq_len']:,} tokens per rank and step; medians of "
+        f"{plural(workload['rounds'] * workload['blocks'], 'block')} of {plural(workload['steps'], 'step')}"
+    ]
+    rows = [row for row in tree["cases"] if row["system"] == "plugin"]
+    source = next((row["peak_source"] for row in rows if row["peak_source"]), "not measured")
+    tables: list[tuple[str, Callable[[ResultRow, ResultRow | None], str]]] = [
+        ("tokens/s of all ranks, half the interquartile range, and difference from DDP", _throughput),
+        (
+            f"peak memory of a rank ({source})",
+            lambda row, _: "–" if row["peak_bytes"] is None else format_memory(row["peak_bytes"]),
+        ),
+    ]
+    if len({row["world_size"] for row in rows if row["efficiency"] is not None}) > 1:
+        title = "efficiency: throughput of a rank over that in the smallest world"
+        tables.append((title, lambda row, _: f"{row['efficiency']:.0%}"))
+    parts += [f"{title}\n{_grid(rows, cell)}" for title, cell in tables]
+    if tree["comparisons"]:
+        title = "this package against stock Accelerate, on the same settings"
+        parts.append(f"{title}\n{_comparisons(tree['comparisons'])}")
+    return "\n\n".join(parts)
+
+
+def _grid(rows: Sequence[ResultRow], cell: Callable[[ResultRow, ResultRow | None], str]) -> str:
+    """Return a table with a row per number of ranks and a column per strategy.
+
+    Args:
+        cell: returns the text of a measured case, from its row and that of DDP in the same world.
+    """
+    has_versions = len({row["version"] for row in rows if row["strategy"] != DDP}) > 1
+    table: dict[int, dict[str, ResultRow]] = {}
+    for row in rows:
+        title = TITLES[row["strategy"]]
+        column = f"FSDP{row['version']} {title}" if has_versions and row["strategy"] != DDP else title
+        table.setdefault(row["world_size"], {})[column] = row
+    lines = [["ranks", *next(iter(table.values()))]]
+    for world_size, columns in table.items():
+        baseline = columns.get(TITLES[DDP])
+        cells = [
+            cell(row, baseline) if row["step_seconds"] is not None else _why_not_measured(row)
+            for row in columns.values()
+        ]
+        lines.append([str(world_size), *cells])
+    return format_table(lines, right=range(1, len(lines[0])))
+
+
+def _why_not_measured(row: ResultRow) -> str:
+    if row["status"] == "failed":
+        return "out of memory" if "OutOfMemoryError" in row["reason"] else "failed"
+    return "–"
+
+
+def _throughput(row: ResultRow, baseline: ResultRow | None) -> str:
+    (low, high), tokens = row["step_quartiles"], row["tokens_per_second"]
+    text = f"{tokens:,.0f} ±{(high - low) / 2 / row['step_seconds']:.1%}"
+    if baseline is None or baseline is row or baseline["tokens_per_second"] is None:
+        return text
+    return f"{text} ({tokens / baseline['tokens_per_second'] - 1:+.0%})"
+
+
+def _comparisons(comparisons: Sequence[ResultRow]) -> str:
+    table = [["case", "throughput", "95% interval", "in CPU time", "losses differ by"]]
+    for row in comparisons:
+        low, high = row["ratio_95"]
+        ratio, interval = f"× {row['ratio']:.3f}", f"{low:.3f} to {high:.3f}"
+        difference = f"{row['relative_loss_difference']:.1e}"
+        table.append([row["case"], ratio, interval, f"× {row['cpu_ratio']:.3f}", difference])
+    return format_table(table, right=range(1, 5))
