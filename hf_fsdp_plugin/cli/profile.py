@@ -14,23 +14,9 @@ from typing import Final
 from hf_fsdp_plugin.cli import launch
 from hf_fsdp_plugin.cli.output import print_failure, print_json, print_problems
 from hf_fsdp_plugin.cli.verbs import whole_number
-from hf_fsdp_plugin.integrations.profiling import ProfileOptions
-from hf_fsdp_plugin.integrations.profiling.files import (
-    PARTIAL,
-    RESULT,
-    files_of_profile,
-    read_ranks,
-    remove_paths,
-    write_profile,
-)
-from hf_fsdp_plugin.launcher.flags import (
-    LaunchArguments,
-    Parser,
-    UsageError,
-    add_launch_flags,
-    read_launch_arguments,
-)
-from hf_fsdp_plugin.observe.profile.run_profile import RunProfile
+from hf_fsdp_plugin.integrations.profiling import ProfileOptions, files
+from hf_fsdp_plugin.launcher.flags import LaunchArguments, Parser, UsageError, add_launch_flags, read_launch_arguments
+from hf_fsdp_plugin.observe.profile.run_profile import RunProfile, merge_ranks
 from hf_fsdp_plugin.observe.profile.suggestions import Suggestion
 from hf_fsdp_plugin.problems import Problem, SpecError
 from hf_fsdp_plugin.text import format_bytes, format_seconds, format_table, plural
@@ -114,27 +100,26 @@ def run(args: argparse.Namespace) -> int:
         _prepare(folder, force=args.force)
         with _stdout_to_stderr() if args.json else contextlib.nullcontext():
             code = launch.run_launch(launched)
-        ranks = read_ranks(folder)
-        problems = ranks.problems(options)
-        if not ranks.paths or (code and not ranks.is_complete):
-            remove_paths(files_of_profile(folder))
+        ranks = files.read_ranks(folder)
+        problems = files.missing_parts(ranks, options)
+        profiled = [rank for rank in ranks if rank.num_steps]
+        if not profiled or (code and len(profiled) < ranks[0].world_size):
+            files.remove_paths(files.files_of_profile(folder))
             failed = print_failure([_failure(code)] if code else problems, as_json=args.json)
             return code or failed
-        profile = ranks.merge()
-        try:
-            suggestions, tree = write_profile(folder, profile, problems)
-        except OSError as error:
-            raise _not_writable(folder, error) from error
+        profile = merge_ranks(profiled)
+        with _writing(folder):
+            suggestions, tree = files.write_profile(folder, profile, problems)
     except SpecError as error:
         return print_failure(error.problems, as_json=args.json)
     finally:
         with contextlib.suppress(OSError):  # files that a rank could not complete, for example because it was killed
-            remove_paths(list(folder.rglob(f"*{PARTIAL}")))
+            files.remove_paths(list(folder.rglob(f"*{files.PARTIAL}")))
     if args.json:
         print_json(tree)
     else:
         print_problems(problems)
-        print(f"\n{profile_text(profile, suggestions)}\n\nwritten: {folder / RESULT}", end="")
+        print(f"\n{profile_text(profile, suggestions)}\n\nwritten: {folder / files.RESULT}", end="")
         print(f" and {plural(len(tree['files']['traces']), 'trace')} for ui.perfetto.dev or chrome://tracing")
     return code
 
@@ -145,25 +130,25 @@ def _prepare(folder: Path, *, force: bool) -> None:
     Raises:
         SpecError: it cannot be written, or has a result and ``--force`` is not given (FSDP-E772, FSDP-E774).
     """
-    earlier = [path for path in files_of_profile(folder) if path.exists()]
+    earlier = [path for path in files.files_of_profile(folder) if path.exists()]
     if earlier and not force:
         message = f"{folder} contains an earlier profile."
         fix = "Pass --force to replace it, or --output with another folder."
         raise SpecError([Problem(code="FSDP-E774", message=message, fix=fix)])
-    try:
+    with _writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
-        remove_paths(earlier)
-        probe = folder / f"probe{PARTIAL}"
-        probe.write_bytes(b" " * 4096)
-        probe.unlink()
+        files.remove_paths(earlier)
+        (folder / f"probe{files.PARTIAL}").write_bytes(b" " * 4096)  # deleted at the end
+
+
+@contextlib.contextmanager
+def _writing(folder: Path) -> Iterator[None]:
+    try:
+        yield
     except OSError as error:
-        raise _not_writable(folder, error) from error
-
-
-def _not_writable(folder: Path, error: OSError) -> SpecError:
-    message = f"the profile cannot be written to {folder}: {error.strerror or error}."
-    fix = "Free space, or write to another folder: --output DIR."
-    return SpecError([Problem(code="FSDP-E772", message=message, fix=fix)])
+        message = f"the profile cannot be written to {folder}: {error.strerror or error}."
+        fix = "Free space, or write to another folder: --output DIR."
+        raise SpecError([Problem(code="FSDP-E772", message=message, fix=fix)]) from error
 
 
 def _failure(code: int) -> Problem:

@@ -15,9 +15,10 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from transformers.trainer_callback import TrainerCallback
 
 import hf_fsdp_plugin as hfp
-from hf_fsdp_plugin.integrations.profiling.files import rank_files, read_ranks
+from hf_fsdp_plugin.integrations.profiling.files import read_ranks
 from hf_fsdp_plugin.integrations.profiling.marking import marks
 from hf_fsdp_plugin.integrations.profiling.run import Profiling, profiling
+from hf_fsdp_plugin.observe.profile.run_profile import merge_ranks
 from tests.gloo.cases_trainer import losses, make_trainer
 
 SHORT: dict[str, Any] = {"wait": 1, "warmup": 1, "active": 1, "after": 1}
@@ -56,27 +57,28 @@ class _StepEnds(TrainerCallback):
 
 @contextlib.contextmanager
 def _full_disk(num_bytes: int | None) -> Any:
-    """Limit the size of files while a trace is written. The store of the process group may write larger ones."""
-    stop_tracing = Profiling._stop_tracing
+    """Limit the size of files while a profile is written. The store of the process group may write larger ones."""
+    write = Profiling._write
 
-    def limited(self: Profiling, **arguments: Any) -> None:
+    def limited(self: Profiling, *arguments: Any) -> None:
         before = resource.getrlimit(resource.RLIMIT_FSIZE)
         resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes or before[0], before[1]))
         try:
-            stop_tracing(self, **arguments)
+            write(self, *arguments)
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
-    with patch.object(Profiling, "_stop_tracing", limited):
+    with patch.object(Profiling, "_write", limited):
         yield
 
 
 def _files(folder: Path) -> dict[str, Any]:
-    results = read_ranks(folder)
-    run = results.merge() if results.paths else None
+    ranks = read_ranks(folder)
+    profiled = [rank for rank in ranks if rank.num_steps]
+    run = merge_ranks(profiled) if profiled else None
     return {
         "files": sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()),
-        "num_steps": results.num_steps,
+        "num_steps": max((rank.num_made for rank in ranks), default=0),
         "seconds": run.total.seconds if run is not None else None,
         "phases": sorted(run.times) if run is not None else [],
         "units": {unit.name: (unit.gather_forward.calls, unit.reduce.calls) for unit in run.units} if run else {},
@@ -111,7 +113,7 @@ def profile_with_failures(folder: str, **arguments: Any) -> dict[str, Any]:
     after = profile(f"{folder}/after", short=SHORT, **arguments)
     return {
         "plain": losses(plain), "full": full, "one": one, "was_active": was_active, "after": after, "rank": rank,
-        "failed": [str(path) for path in rank_files(Path(folder) / "again")],
+        "failed": [rank.rank for rank in read_ranks(Path(folder) / "again")],
         "is_over": not (profiling.active or marks.enabled),
     }  # fmt: skip
 

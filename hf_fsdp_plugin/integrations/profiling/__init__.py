@@ -85,10 +85,7 @@ def profiled_run() -> Iterator[None]:
     profiling.begin(options)
     try:
         yield
-    except SystemExit as error:
-        profiling.end(failed=error.code not in (None, 0))
-        raise
-    except BaseException:
-        profiling.end(failed=True)
+    except BaseException as error:
+        profiling.end(failed=not isinstance(error, SystemExit) or error.code not in (None, 0))
         raise
     profiling.end()

@@ -9,12 +9,11 @@ import contextlib
 import gzip
 import json
 import os
-import shutil
 import socket
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +32,8 @@ from hf_fsdp_plugin.integrations.profiling import NUM_TRACES, ProfileOptions
 from hf_fsdp_plugin.integrations.profiling.files import remove_paths, write_file
 from hf_fsdp_plugin.integrations.profiling.marking import marks
 from hf_fsdp_plugin.integrations.run_report import stop_reporting
-from hf_fsdp_plugin.observe.profile.rank_profile import RankProfile, profile_of
-from hf_fsdp_plugin.observe.profile.trace import BOUNDARY, WAIT, read_trace
+from hf_fsdp_plugin.observe.profile.rank_profile import profile_of
+from hf_fsdp_plugin.observe.profile.trace import BOUNDARY, WAIT, Trace, read_trace
 from hf_fsdp_plugin.observe.units import observe_units
 from hf_fsdp_plugin.problems import Problem, SpecError
 from hf_fsdp_plugin.rank_variables import launched_rank, launched_world_size
@@ -68,24 +67,20 @@ class Profiling:
         self.options = ProfileOptions(folder="")
         self.failure: SpecError | None = None
         self._hook: Any = None
+        self._profiler: Any = None
 
     def begin(self, options: ProfileOptions) -> None:
         """Profile from now on. An earlier profile that did not end, because its training has failed, is discarded."""
         self.end(failed=True)
-        self.options = options
-        self.failure = None
+        self.active, self.options, self.failure = True, options, None
         self._model: nn.Module | None = None
         self._optimizer: torch.optim.Optimizer | None = None
-        self._profiler: Any = None
-        self._profile: RankProfile | None = None
         self._num_steps = 0
         self._step_began: float | None = None
-        self._profiled: list[float] = []
-        self._unprofiled: list[float] = []
+        self._seconds: dict[int, float] = {}  # number of a step, from 1 -> its time
         self._num_forwards = 0
         self._forwards_per_step = 1
         self._batch: tuple[int, ...] = ()
-        self.active = True
         install_hooks("calls", "profile")
         call_marks.wait, call_marks.gather, call_marks.reduction = lambda: marks(WAIT), marks.gather, marks.reduction
         marks.on_forward = self._see_forward
@@ -101,18 +96,21 @@ class Profiling:
         """Write the result of the steps that were made, if it is not written yet; nothing after a failure.
 
         Raises:
-            SpecError: the result cannot be written (FSDP-E772). Nothing incomplete is left behind.
+            SpecError: the result cannot be written (FSDP-E772). No file of this rank is left then.
         """
         if not self.active:
             return
-        try:
-            self._stop_tracing(discard=failed)
-        finally:
-            self._close()
-            if failed:
-                remove_files(self.options, _rank())
-        if not failed:
-            self._write()
+        self.active = False
+        call_marks.wait = call_marks.gather = call_marks.reduction = None
+        marks.unwatch()
+        marks.on_forward = None
+        self._hook.remove()
+        self._stop_tracing()
+        profiler, self._profiler = self._profiler, None
+        if failed:
+            remove_files(self.options, _rank())
+        else:
+            self._write(profiler)
 
     def _see_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Count the training forwards, and keep the shape of the first tensor with two dims: samples and tokens."""
@@ -124,39 +122,27 @@ class Profiling:
         self._batch = next((tuple(tensor.shape) for tensor in tensors if tensor.dim() >= 2), self._batch)
 
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        now, options = time.perf_counter(), self.options
         if self._optimizer is None:
             self._optimizer = optimizer
         if not self.active or optimizer is not self._optimizer:
             return
-        with self._failures():
-            self._end_step(time.perf_counter())
-
-    def _end_step(self, now: float) -> None:
-        options = self.options
         self._num_steps += 1
         self._forwards_per_step, self._num_forwards = max(1, self._num_forwards), 0
         if self._step_began is not None:
-            self._add_seconds(now - self._step_began)
+            self._seconds[self._num_steps] = now - self._step_began
         marks.instant(BOUNDARY)
-        if self._num_steps == options.last_traced:
-            self._stop_tracing()
-        elif self._num_steps == options.wait:
-            self._start_tracing()
-        if self._num_steps == options.last:
-            self._close()
-            self._write()
-            if options.stops:
-                stop_reporting()  # no report, because the run is not complete
-                raise ProfileEnd
+        with self._failures():
+            if self._num_steps == options.last_traced:
+                self._stop_tracing()
+            elif self._num_steps == options.wait:
+                self._start_tracing()
+            if self._num_steps == options.last:
+                self.end()
+                if options.stops:
+                    stop_reporting()  # no report, because the run is not complete
+                    raise ProfileEnd
         self._step_began = time.perf_counter()
-
-    def _add_seconds(self, seconds: float) -> None:
-        """Add the time of a step, except the first step and the one after the trace was analyzed, which take longer."""
-        options = self.options
-        if options.wait + options.warmup < self._num_steps <= options.last_traced:
-            self._profiled.append(seconds)
-        elif 1 < self._num_steps <= options.wait or self._num_steps > options.last_traced + 1:
-            self._unprofiled.append(seconds)
 
     @contextlib.contextmanager
     def _failures(self) -> Iterator[None]:
@@ -181,67 +167,51 @@ class Profiling:
         marks.enabled = True
         marks.instant(BOUNDARY)
 
-    def _stop_tracing(self, *, discard: bool = False) -> None:
-        if not marks.enabled or self._profiler is None:
-            return
-        marks.enabled = False
-        profiler, self._profiler = self._profiler, None
-        profiler.stop()
-        if discard:
-            return
+    def _stop_tracing(self) -> None:
+        if marks.enabled and self._profiler is not None:
+            marks.enabled = False
+            self._profiler.stop()
+
+    def _write(self, profiler: Any) -> None:
+        """Write the profile of this rank, and the trace if it is one of the first ranks."""
+        options, rank = self.options, _rank()
+        trace, content = Trace(), None
         with tempfile.TemporaryDirectory(prefix="hf_fsdp_profile_") as scratch:
-            trace = Path(scratch) / "trace.json"
+            path = Path(scratch) / "trace.json"
             try:
-                profiler.export_chrome_trace(str(trace))
-                self._profile = self._analyze(trace)
+                if profiler is not None:
+                    profiler.export_chrome_trace(str(path))
+                    trace, content = read_trace(path), path.read_bytes()
             except (OSError, ValueError) as error:
                 # torch ignores errors when it writes a trace, so that a full disk shows as incomplete JSON.
                 reason = error.strerror if isinstance(error, OSError) and error.strerror else "the disk may be full"
                 place = os.environ.get("TMPDIR") or "/tmp"
                 message = f"a trace in {place} is incomplete or cannot be written: {reason}."
                 raise _not_written(message, "Free space there, or set TMPDIR to another folder.") from error
-            if _rank() < NUM_TRACES:
-                self._write_file(self.options.trace_file(_rank()), lambda file: _compress(trace, file))
-
-    def _analyze(self, trace: Path) -> RankProfile | None:
-        """Return the profile of the steps in a trace; ``None`` without a complete step."""
         plan = plan_of(self._model) if self._model is not None else None
-        return profile_of(
-            read_trace(trace),
-            rank=_rank(),
-            world_size=_world_size(),
+        first_active = options.wait + options.warmup + 1
+        profile = profile_of(
+            trace,
+            unit_names=[unit.name for unit in observe_units(self._model)] if self._model is not None else [],
+            skip=options.warmup,
+            most=options.active,
+            rank=rank,
+            world_size=dist.get_world_size() if dist.is_initialized() else launched_world_size(),
             host=socket.gethostname(),
             device=plan.device_type if plan is not None else "cpu",
-            units=[unit.name for unit in observe_units(self._model)] if self._model is not None else [],
-            skip=self.options.warmup,
-            most=self.options.active,
+            num_made=self._num_steps,
+            profiled=[self._seconds[n] for n in self._seconds if first_active <= n <= options.last_traced],
+            # The first step takes longer, and so does the one after the profiler was stopped.
+            unprofiled=[self._seconds[n] for n in self._seconds if n <= options.wait or n > options.last_traced + 1],
+            facts=self._facts(rank),
         )
-
-    def _close(self) -> None:
-        self.active = False
-        call_marks.wait = call_marks.gather = call_marks.reduction = None
-        marks.unwatch()
-        marks.on_forward = None
-        if self._hook is not None:
-            self._hook.remove()
-            self._hook = None
-
-    def _write(self) -> None:
-        rank, profile = _rank(), self._profile
-        content: dict[str, Any] = {"rank": rank, "world_size": _world_size(), "num_steps": self._num_steps}
-        if profile is not None:
-            profile = replace(profile, profiled=self._profiled, unprofiled=self._unprofiled, facts=self._facts(rank))
-        content["profile"] = profile.to_json() if profile is not None else None
-        self._write_file(self.options.rank_file(rank), json.dumps(content))
-
-    def _write_file(self, path: Path, content: Any) -> None:
-        """Write a file, see ``write_file``. Raises ``SpecError`` (FSDP-E772), and leaves no file of this rank then."""
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            write_file(path, content)
+            write_file(options.rank_file(rank), json.dumps(asdict(profile)).encode())
+            if content is not None and rank < NUM_TRACES:
+                write_file(options.trace_file(rank), gzip.compress(content, compresslevel=3, mtime=0))
         except OSError as error:
-            remove_files(self.options, _rank())
-            message = f"the profile cannot be written to {self.options.folder}: {error.strerror or error}."
+            remove_files(options, rank)
+            message = f"the profile cannot be written to {options.folder}: {error.strerror or error}."
             fix = "Free space, or write to another folder: --output DIR, or output_dir of ProfilerCallback."
             raise _not_written(message, fix) from error
 
@@ -287,17 +257,8 @@ def _rank() -> int:
     return dist.get_rank() if dist.is_initialized() else launched_rank()
 
 
-def _world_size() -> int:
-    return dist.get_world_size() if dist.is_initialized() else launched_world_size()
-
-
 def _not_written(message: str, fix: str) -> SpecError:
     return SpecError([Problem(code="FSDP-E772", message=message, fix=fix, rank=_rank())])
-
-
-def _compress(source: Path, target: Any) -> None:
-    with source.open("rb") as file, gzip.GzipFile(fileobj=target, mode="wb", compresslevel=3, mtime=0) as compressed:
-        shutil.copyfileobj(file, compressed, 2**20)
 
 
 def _free_bytes() -> int | None:

@@ -4,26 +4,17 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from itertools import accumulate, pairwise
-from typing import Any, NamedTuple, Self
+from typing import Any, Generic, NamedTuple, Self, TypeVar
 
 from hf_fsdp_plugin.estimate.results import CollectiveKind
 from hf_fsdp_plugin.estimate.schedule import Interval, clip_intervals, merge_intervals, subtract_intervals, total_length
-from hf_fsdp_plugin.observe.profile.trace import (
-    BOUNDARY,
-    GATHER,
-    ISSUES,
-    PHASE_MARKS,
-    REDUCE,
-    TORCH_UNIT_MARKS,
-    UNIT,
-    WAIT,
-    Event,
-    Phase,
-    Trace,
-)
+from hf_fsdp_plugin.observe.profile import trace as traces
+from hf_fsdp_plugin.observe.profile.trace import Event, Phase, Trace
 from hf_fsdp_plugin.plan.names import canonical_name
+
+T = TypeVar("T")
 
 
 @dataclass
@@ -95,9 +86,11 @@ class UnitSeconds(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class RankProfile:
-    """One rank's profile.
+    """One rank's profile. Its file contains the fields as JSON.
 
     Attributes:
+        num_made: optimizer steps that the script has made.
+        num_steps: steps that were analyzed; 0 if none was complete.
         times: seconds of each phase, averaged over the steps.
         units: computation of each unit, averaged over the steps.
         profiled, unprofiled: wall-clock seconds of steps with and without the profiler.
@@ -108,9 +101,10 @@ class RankProfile:
     world_size: int
     host: str
     device: str
-    num_steps: int
-    times: Mapping[Phase, Times]
-    calls: Sequence[TimedCollective]
+    num_made: int = 0
+    num_steps: int = 0
+    times: Mapping[Phase, Times] = field(default_factory=dict)
+    calls: Sequence[TimedCollective] = ()
     units: Mapping[str, UnitSeconds] = field(default_factory=dict)
     profiled: Sequence[float] = ()
     unprofiled: Sequence[float] = ()
@@ -120,64 +114,83 @@ class RankProfile:
     def total(self) -> Times:
         return sum(self.times.values(), Times())
 
-    def to_json(self) -> dict[str, Any]:
-        """Return the content of the file of a rank, with a row of values for each call."""
-        times = {phase: asdict(each) for phase, each in self.times.items()}
-        return {**{each.name: getattr(self, each.name) for each in fields(self)}, "times": times}
-
     @classmethod
     def from_json(cls, tree: Mapping[str, Any]) -> RankProfile:
         times = {phase: Times(**each) for phase, each in tree["times"].items()}
+        calls = [TimedCollective(*each) for each in tree["calls"]]
         units = {name: UnitSeconds(*each) for name, each in tree["units"].items()}
-        return cls(
-            **{**tree, "times": times, "calls": [TimedCollective(*row) for row in tree["calls"]], "units": units}
-        )
+        return cls(**{**tree, "times": times, "calls": calls, "units": units})
 
 
 def profile_of(
-    trace: Trace,
-    *,
-    rank: int,
-    world_size: int,
-    host: str,
-    device: str,
-    units: Iterable[str] = (),
-    skip: int = 0,
-    most: int = 1000,
-) -> RankProfile | None:
-    """Return the profile of a rank's trace; ``None`` if the trace contains no complete step.
+    trace: Trace, *, unit_names: Iterable[str] = (), skip: int = 0, most: int = 1000, **more: Any
+) -> RankProfile:
+    """Return the profile of a rank's trace: of its device if the trace has kernels, else of the CPU.
+
+    On the CPU, communication is the time that the thread which trains is inside of a collective or waits for it.
 
     Args:
-        units: names of the units.
+        unit_names: names of the units.
         skip: steps of the trace that warm the profiler up. They are used only if there are no others.
         most: number of steps after them that are used.
+        more: the fields of the profile that the trace does not contain.
     """
-    ends = [mark.end for mark in trace.marks if mark.name == BOUNDARY]
+    ends = [mark.end for mark in trace.marks if mark.name == traces.BOUNDARY]
     if len(ends) < 2:
-        return None
+        return RankProfile(**more)
     skip = min(skip, len(ends) - 2)
-    steps, clock = Steps(trace, ends[skip : skip + most + 1]), DeviceClock(trace)
-    unit_of = UnitMarks(trace.marks, units)
+    segments = _segments(trace, ends[skip : skip + most + 1])
+    num_steps = segments[-1].step + 1
+    segment_at = Spans([(segment.start, segment.end, None, segment) for segment in segments])
+    unit_at = Spans(_unit_marks(trace.marks, unit_names))
+    compute, communication, collectives = (_device_activity if trace.kernels else _cpu_activity)(trace)
+    exposed = subtract_intervals(communication, compute)
+    device_time = _device_clock(trace)
 
-    def context_of(time: float, thread: int | None) -> CallContext | None:
-        segment = steps.at(time)
-        return None if segment is None else (unit_of.at(time, thread), segment.step, segment.phase)
+    def times_between(start: float, end: float) -> Times:
+        start, end = device_time(start), device_time(end)
+        computed, called, waited = (
+            total_length(clip_intervals(each, start, end)) for each in (compute, communication, exposed)
+        )
+        return Times(seconds=end - start, compute=computed, communication=called, exposed=waited)
 
-    activity = (_device_activity if trace.kernels else _cpu_activity)(trace, context_of)
     times: dict[Phase, Times] = {}
-    for segment in steps.segments:
-        found = activity.times_between(clock.at(segment.start), clock.at(segment.end))
-        times[segment.phase] = times.get(segment.phase, Times()) + found
-    return RankProfile(
-        rank=rank,
-        world_size=world_size,
-        host=host,
-        device=device,
-        num_steps=steps.count,
-        times={phase: each.scaled(1 / steps.count) for phase, each in times.items()},
-        calls=activity.calls,
-        units=_unit_seconds(trace, steps, activity, clock),
-    )
+    for segment in segments:
+        times[segment.phase] = times.get(segment.phase, Times()) + times_between(segment.start, segment.end)
+    units: dict[str, UnitSeconds] = {}
+    for mark in trace.marks:
+        segment = segment_at.find(mark.start) if mark.name.startswith(traces.UNIT) else None
+        if segment is not None and segment.phase in ("forward", "backward"):
+            found, name = times_between(mark.start, mark.end), mark.name.removeprefix(traces.UNIT)
+            seconds = (found.compute if trace.kernels else found.seconds - found.exposed) / num_steps
+            forward, recomputed = units.get(name, UnitSeconds())
+            is_again = segment.phase == "backward"
+            units[name] = UnitSeconds(forward + seconds * (not is_again), recomputed + seconds * is_again)
+    calls = []
+    for each in collectives:
+        if (segment := segment_at.find(each.called)) is not None:
+            spans = merge_intervals(each.spans)
+            seconds = total_length(spans)
+            hidden = sum(total_length(clip_intervals(compute, *span)) for span in spans)
+            context = unit_at.find(each.called, each.thread), segment.step, segment.phase
+            calls.append(TimedCollective(each.kind, *context, spans[0][0], spans[-1][1], seconds, seconds - hidden))
+    times = {phase: each.scaled(1 / num_steps) for phase, each in times.items()}
+    return RankProfile(num_steps=num_steps, times=times, calls=calls, units=units, **more)
+
+
+class Spans(Generic[T]):
+    """Values of spans of time, sorted by start: start, end, thread and value."""
+
+    def __init__(self, spans: Sequence[tuple[float, float, int | None, T]]) -> None:
+        self._spans, self._starts = spans, [span[0] for span in spans]
+
+    def find(self, time: float, thread: int | None = None) -> T | None:
+        """Return the value of the innermost span that contains a time, of a thread if one is given."""
+        last = bisect_right(self._starts, time)
+        for _, end, own, value in reversed(self._spans[max(0, last - 4) : last]):
+            if time < end and (thread is None or own == thread):
+                return value
+        return None
 
 
 class Segment(NamedTuple):
@@ -189,28 +202,17 @@ class Segment(NamedTuple):
     end: float
 
 
-class Steps:
-    """The phases of the steps between boundaries, without gaps and in order.
-
-    Args:
-        boundaries: times of the CPU at which steps ended.
-    """
-
-    def __init__(self, trace: Trace, boundaries: Sequence[float]) -> None:
-        marks = [(phase, mark) for mark in trace.marks for begin, phase in PHASE_MARKS if mark.name.startswith(begin)]
-        marks.sort(key=lambda each: (each[1].start, -each[1].end))
-        self.count = len(boundaries) - 1
-        self.segments = [
-            Segment(phase, step, low, high)
-            for step, (start, end) in enumerate(pairwise(boundaries))
-            for phase, low, high in _phases_between(marks, start, end)
-        ]
-        self._starts = [segment.start for segment in self.segments]
-
-    def at(self, time: float) -> Segment | None:
-        """Return the segment that contains a time; ``None`` outside of the steps."""
-        index = bisect_right(self._starts, time) - 1
-        return self.segments[index] if index >= 0 and time < self.segments[index].end else None
+def _segments(trace: Trace, boundaries: Sequence[float]) -> list[Segment]:
+    """Return the phases of the steps between boundaries, without gaps and in order."""
+    marks = [
+        (phase, mark) for mark in trace.marks for begin, phase in traces.PHASE_MARKS if mark.name.startswith(begin)
+    ]
+    marks.sort(key=lambda each: (each[1].start, -each[1].end))
+    return [
+        Segment(phase, step, low, high)
+        for step, (start, end) in enumerate(pairwise(boundaries))
+        for phase, low, high in _phases_between(marks, start, end)
+    ]
 
 
 def _phases_between(
@@ -230,150 +232,97 @@ def _phases_between(
         yield "other", position, end
 
 
-class DeviceClock:
-    """Maps a time of the CPU to the time at which the device has finished what was launched until then.
+def _device_clock(trace: Trace) -> Callable[[float], float]:
+    """Return a function from a time of the CPU to that at which the device has finished what was launched before.
 
     A device runs behind the CPU that launches its kernels. On the CPU, and while a device is idle, both are the same.
     """
+    kernels = sorted(trace.kernels, key=lambda kernel: kernel.launched)
+    launched = [kernel.launched for kernel in kernels]
+    ends = list(accumulate((kernel.end for kernel in kernels), max))
 
-    def __init__(self, trace: Trace) -> None:
-        kernels = sorted(trace.kernels, key=lambda kernel: kernel.launched)
-        self._launched = [kernel.launched for kernel in kernels]
-        self._ends = list(accumulate((kernel.end for kernel in kernels), max))
+    def device_time(time: float) -> float:
+        index = bisect_right(launched, time)
+        return max(time, ends[index - 1]) if index else time
 
-    def at(self, time: float) -> float:
-        index = bisect_right(self._launched, time)
-        return max(time, self._ends[index - 1]) if index else time
-
-
-CallContext = tuple[str | None, int, Phase]
-"""Unit, step and phase of a collective."""
-ContextOf = Callable[[float, int | None], CallContext | None]
-"""Returns the context of a call from its time and its thread (``None`` for any); ``None`` outside of the steps."""
+    return device_time
 
 
-@dataclass(frozen=True, kw_only=True)
-class Activity:
-    """What a rank did, as sets of intervals: of its device if the trace has kernels, else of the CPU.
+class _Collective(NamedTuple):
+    """A collective in a trace.
 
     Attributes:
-        compute: operations of CPU threads, or kernels of the device.
-        communication: execution of collectives. On the CPU, the time that the thread which trains is inside of one.
-        exposed: the part of ``communication`` during which nothing is computed.
+        called: when a CPU thread has called it.
+        thread: this thread, if it is known.
+        spans: the times in which it ran, or in which the thread called it or waited for it.
     """
 
-    compute: Sequence[Interval]
-    communication: Sequence[Interval]
-    exposed: Sequence[Interval]
-    calls: Sequence[TimedCollective]
-
-    def times_between(self, start: float, end: float) -> Times:
-        sets = (self.compute, self.communication, self.exposed)
-        compute, communication, exposed = (total_length(clip_intervals(each, start, end)) for each in sets)
-        return Times(seconds=end - start, compute=compute, communication=communication, exposed=exposed)
+    kind: CollectiveKind
+    called: float
+    thread: int | None
+    spans: list[Interval]
 
 
-def _device_activity(trace: Trace, context_of: ContextOf) -> Activity:
-    collectives = [(kernel, kind) for kernel in trace.kernels if (kind := kernel.nccl_kind) is not None]
-    compute = merge_intervals(
-        _spans(kernel for kernel in trace.kernels if kernel.nccl_kind is None and not kernel.copies)
-    )
-    communication = merge_intervals(_spans(kernel for kernel, _ in collectives))
-    calls = []
-    for kernel, kind in collectives:
-        if (context := context_of(kernel.launched, None)) is not None:
-            seconds = kernel.end - kernel.start
-            exposed = seconds - total_length(clip_intervals(compute, kernel.start, kernel.end))
-            calls.append(TimedCollective(kind, *context, kernel.start, kernel.end, seconds, exposed))
-    return Activity(
-        compute=compute, communication=communication, exposed=subtract_intervals(communication, compute), calls=calls
-    )
+_Activity = tuple[Sequence[Interval], Sequence[Interval], Sequence[_Collective]]
+"""What a rank did: the times of its computation, those of its communication, and the collectives."""
 
 
-def _cpu_activity(trace: Trace, context_of: ContextOf) -> Activity:
-    """Read the calls with gloo: a wait belongs to the last call before it that nothing has waited for."""
-    waits = merge_intervals(_spans([*trace.waits, *(mark for mark in trace.marks if mark.name == WAIT)]))
-    issues = _outermost(trace.issues)
-    spans = [_spans([issue]) for issue in issues]
-    called, pending = 0, []
-    for wait in waits:
-        while called < len(issues) and issues[called].start < wait[1]:
-            pending.append(called)
-            called += 1
-        if pending:
-            spans[pending.pop()].append(wait)
-    calls = []
-    for issue, blocked in zip(issues, spans, strict=True):
-        if (context := context_of(issue.start, issue.thread)) is not None:
-            seconds, end = total_length(merge_intervals(blocked)), blocked[-1][1]
-            calls.append(TimedCollective(ISSUES[issue.name], *context, issue.start, end, seconds, seconds))
-    inside = merge_intervals([*waits, *_spans(issues)])
-    compute = subtract_intervals(merge_intervals(_spans(trace.ops)), inside)
-    return Activity(compute=compute, communication=inside, exposed=inside, calls=calls)
+def _device_activity(trace: Trace) -> _Activity:
+    collectives = [
+        _Collective(kind, kernel.launched, None, [(kernel.start, kernel.end)])
+        for kernel in trace.kernels
+        if (kind := kernel.nccl_kind) is not None
+    ]
+    compute = _spans(kernel for kernel in trace.kernels if kernel.nccl_kind is None and not kernel.copies)
+    communication = [span for each in collectives for span in each.spans]
+    return merge_intervals(compute), merge_intervals(communication), collectives
 
 
-def _outermost(issues: Iterable[Event]) -> list[Event]:
-    """Return the issues that are not made by another one."""
-    found: list[Event] = []
+def _cpu_activity(trace: Trace) -> _Activity:
+    """Read the calls with gloo: a wait belongs to the last call before it that nothing has waited for.
+
+    A call that another one makes is a part of it.
+    """
+    collectives: list[_Collective] = []
     ends: dict[int, float] = {}
-    for issue in issues:
+    for issue in trace.issues:
         if issue.end > ends.get(issue.thread, 0.0):
-            found.append(issue)
             ends[issue.thread] = issue.end
-    return found
+            kind = traces.ISSUES[issue.name]
+            collectives.append(_Collective(kind, issue.start, issue.thread, [(issue.start, issue.end)]))
+    waits = merge_intervals(_spans([*trace.waits, *(mark for mark in trace.marks if mark.name == traces.WAIT)]))
+    num_called, pending = 0, []
+    for wait in waits:
+        while num_called < len(collectives) and collectives[num_called].called < wait[1]:
+            pending.append(collectives[num_called])
+            num_called += 1
+        if pending:
+            pending.pop().spans.append(wait)
+    communication = merge_intervals([*waits, *(span for each in collectives for span in each.spans)])
+    return subtract_intervals(merge_intervals(_spans(trace.ops)), communication), communication, collectives
 
 
-class UnitMarks:
-    """Finds the unit whose collective is called at a time.
+def _unit_marks(marks: Iterable[Event], names: Iterable[str]) -> list[tuple[float, float, int | None, str]]:
+    """Return the marks around the calls of the units' collectives, with the names of the units.
 
-    Args:
-        units: the names of all units, to which FSDP2's names are mapped: it joins several modules by commas.
+    FSDP2 joins the modules of a unit by commas.
     """
-
-    def __init__(self, marks: Iterable[Event], units: Iterable[str]) -> None:
-        known = {frozenset(name.split(" + ")): name for name in units}
-        self._marks: list[tuple[Event, str]] = []
-        for mark in marks:
-            if (written := _written_unit(mark.name)) is not None:
-                modules = [canonical_name(part) for part in written.split(", ")]
-                self._marks.append((mark, known.get(frozenset(modules), " + ".join(modules))))
-        self._starts = [mark.start for mark, _ in self._marks]
-
-    def at(self, time: float, thread: int | None) -> str | None:
-        """Return the unit of the innermost mark; ``None`` if there is none."""
-        last = bisect_right(self._starts, time)
-        inside = (
-            name
-            for mark, name in reversed(self._marks[max(0, last - 4) : last])
-            if mark.end >= time and thread in (None, mark.thread)
-        )
-        return next(inside, None)
+    known = {frozenset(name.split(" + ")): name for name in names}
+    found: list[tuple[float, float, int | None, str]] = []
+    for mark in marks:
+        if (written := _written_unit(mark.name)) is not None:
+            modules = [canonical_name(part) for part in written.split(", ")]
+            name = known.get(frozenset(modules), " + ".join(modules))
+            found.append((mark.start, mark.end, mark.thread, name))
+    return found
 
 
 def _written_unit(mark: str) -> str | None:
-    for prefix in (GATHER, REDUCE):
+    for prefix in (traces.GATHER, traces.REDUCE):
         if mark.startswith(prefix):
             return mark.removeprefix(prefix)
     name, _, rest = mark.partition(" (")
-    return rest.partition(")")[0] if name.strip() in TORCH_UNIT_MARKS else None
-
-
-def _unit_seconds(trace: Trace, steps: Steps, activity: Activity, clock: DeviceClock) -> dict[str, UnitSeconds]:
-    """Return the computation in the marks of each unit, which cover its forward and its recomputed forward."""
-    found: dict[str, UnitSeconds] = {}
-    for mark in trace.marks:
-        segment = steps.at(mark.start) if mark.name.startswith(UNIT) else None
-        if segment is None:
-            continue
-        times = activity.times_between(clock.at(mark.start), clock.at(mark.end))
-        seconds = (times.compute if trace.kernels else times.seconds - times.exposed) / steps.count
-        name = mark.name.removeprefix(UNIT)
-        forward, recomputed = found.get(name, UnitSeconds())
-        if segment.phase == "backward":
-            found[name] = UnitSeconds(forward, recomputed + seconds)
-        elif segment.phase == "forward":
-            found[name] = UnitSeconds(forward + seconds, recomputed)
-    return found
+    return rest.partition(")")[0] if name.strip() in traces.TORCH_UNIT_MARKS else None
 
 
 def _spans(events: Iterable[Event]) -> list[Interval]:

@@ -6,7 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import mean, median
-from typing import Any
+from typing import Any, Final, NamedTuple
 
 from hf_fsdp_plugin.estimate.results import CollectiveKind
 from hf_fsdp_plugin.observe.profile.rank_profile import RankProfile, Sums, TimedCollective, Times, UnitSeconds
@@ -16,6 +16,7 @@ Sort = tuple[CollectiveKind, str | None, bool]
 """Kind and unit of a collective, and whether it is called in forward."""
 CallKey = tuple[str, int, Sort, int]
 """Group of ranks, step, sort, and number of the call with these: the same collective on every rank."""
+_REDUCTIONS: Final[tuple[CollectiveKind, ...]] = ("reduce_scatter", "all_reduce")
 
 
 @dataclass(kw_only=True)
@@ -110,132 +111,105 @@ class RunProfile:
         return self.profiled_seconds - self.unprofiled_seconds
 
 
-def merge_ranks(profiles: Iterable[RankProfile]) -> RunProfile:
-    """Return the profile of all ranks. Reads each rank once; the memory grows with the number of collectives only.
+class _Arrival(NamedTuple):
+    """One rank in one collective. Its time is by the clock of the first rank's host."""
 
-    Raises:
-        ValueError: there are no profiles.
-    """
-    merged: _Merge | None = None
-    for profile in profiles:
-        merged = merged or _Merge(profile)
-        merged.add(profile)
-    if merged is None:
-        raise ValueError("no rank has a profile")
-    return merged.finish()
-
-
-@dataclass
-class _Arrivals:
-    """One collective over all ranks: the last two arrivals, and the least exposed time."""
-
-    last: float
+    time: float
     rank: int
-    transfer: float
-    before: float = float("-inf")
-    ranks: int = 1
-
-    def add(self, arrived: float, rank: int, exposed: float) -> None:
-        self.ranks += 1
-        self.transfer = min(self.transfer, exposed)
-        if arrived > self.last:
-            self.last, self.rank, self.before = arrived, rank, self.last
-        else:
-            self.before = max(self.before, arrived)
+    call: TimedCollective
 
 
-class _Merge:
-    def __init__(self, first: RankProfile) -> None:
-        self._first = first
-        self._ends = {key: call.end for key, call in _keyed(first)}
-        self._times: dict[Phase, Times] = defaultdict(Times)
-        self._sums: dict[Sort, CallSums] = defaultdict(CallSums)
-        self._arrivals: dict[CallKey, _Arrivals] = {}
-        self._units: dict[str, list[UnitSeconds]] = {}
-        self._ranks: list[tuple[int, Times]] = []
-        self._profiled: list[float] = []
-        self._unprofiled: list[float] = []
-
-    def add(self, profile: RankProfile) -> None:
-        ahead = self._clock_ahead(profile)
-        for phase, times in profile.times.items():
-            self._times[phase] += times
+def merge_ranks(profiles: Sequence[RankProfile]) -> RunProfile:
+    """Return the profile of all ranks. Raises ``ValueError`` if there are no profiles."""
+    if not profiles:
+        raise ValueError("no rank has a profile")
+    first = profiles[0]
+    ends = {key: call.end for key, call in _keyed(first)}
+    arrivals: dict[CallKey, list[_Arrival]] = {}
+    unit_seconds: dict[str, list[UnitSeconds]] = {}
+    for profile in profiles:
+        ahead = _seconds_ahead(profile, first.host, ends)
         for key, call in _keyed(profile):
+            arrivals.setdefault(key, []).append(_Arrival(call.arrived - ahead, profile.rank, call))
             if call.unit is not None:
-                self._units.setdefault(call.unit, [])
-            sums = self._sums[key[2]]
-            sums.calls += 1
-            sums.seconds += call.seconds
-            sums.exposed += call.exposed
-            if key in self._arrivals:
-                self._arrivals[key].add(call.arrived - ahead, profile.rank, call.exposed)
-            else:
-                self._arrivals[key] = _Arrivals(call.arrived - ahead, profile.rank, call.exposed)
-        for name, unit in profile.units.items():
-            self._units.setdefault(name, []).append(unit)
-        self._ranks.append((profile.rank, profile.total))
-        self._profiled += [median(profile.profiled)] if profile.profiled else []
-        self._unprofiled += [median(profile.unprofiled)] if profile.unprofiled else []
-
-    def _clock_ahead(self, profile: RankProfile) -> float:
-        """Return the seconds by which the clock of another host is ahead: ranks finish a collective together."""
-        if profile.host == self._first.host:
-            return 0.0
-        shifts = [call.end - self._ends[key] for key, call in _keyed(profile) if key in self._ends]
-        return median(shifts) if shifts else 0.0
-
-    def finish(self) -> RunProfile:
-        first, count = self._first, len(self._ranks)
-        for (_, _, sort, _), arrivals in self._arrivals.items():
-            self._sums[sort].transfer += arrivals.transfer * arrivals.ranks
-        sums = {sort: each.scaled(1 / count / first.num_steps) for sort, each in self._sums.items()}
-        collectives: dict[CollectiveKind, CallSums] = {}
-        for (kind, _, _), each in sums.items():
-            collectives[kind] = collectives.get(kind, CallSums()) + each
-        return RunProfile(
-            world_size=first.world_size,
-            num_ranks=count,
-            num_steps=first.num_steps,
-            device=first.device,
-            times={phase: self._times[phase].scaled(1 / count) for phase in PHASES if phase in self._times},
-            units=[self._unit_profile(name, sums) for name in self._units],
-            collectives=collectives,
-            ranks=list(self._waits()),
-            profiled_seconds=mean(self._profiled) if self._profiled else None,
-            unprofiled_seconds=mean(self._unprofiled) if self._unprofiled else None,
-            facts=first.facts,
-        )
-
-    def _unit_profile(self, name: str, sums: Mapping[Sort, CallSums]) -> UnitProfile:
-        def of(kind: CollectiveKind, in_forward: bool = False) -> CallSums:
-            return sums.get((kind, name, in_forward), CallSums())
-
-        seconds = self._units[name] or [UnitSeconds()]
-        return UnitProfile(
-            name=name,
-            bytes=self._first.facts.get("units", {}).get(name, {}).get("bytes", 0),
-            gather_forward=of("all_gather", True),
-            gather_backward=of("all_gather"),
-            reduce=of("reduce_scatter") + of("all_reduce"),
-            forward_seconds=mean(unit.forward for unit in seconds),
-            recomputed_seconds=mean(unit.recomputed for unit in seconds),
-        )
-
-    def _waits(self) -> Iterator[RankWait]:
-        late: dict[int, float] = defaultdict(float)
-        last = Counter[int]()
-        for arrivals in self._arrivals.values():
-            if arrivals.ranks > 1:
-                late[arrivals.rank] += arrivals.last - arrivals.before
-                last[arrivals.rank] += 1
-        for rank, total in self._ranks:
-            yield RankWait(
-                rank=rank,
-                step_seconds=total.seconds,
-                compute_seconds=total.compute,
-                late_seconds=late[rank] / self._first.num_steps,
-                last_share=last[rank] / max(1, last.total()),
+                unit_seconds.setdefault(call.unit, [])
+        for name, seconds in profile.units.items():
+            unit_seconds.setdefault(name, []).append(seconds)
+    sums = _sums_of(arrivals.items(), 1 / len(profiles) / first.num_steps)
+    collectives: dict[CollectiveKind, CallSums] = {}
+    for (kind, _, _), each in sums.items():
+        collectives[kind] = collectives.get(kind, CallSums()) + each
+    times = {
+        phase: sum((each.times[phase] for each in profiles if phase in each.times), Times()).scaled(1 / len(profiles))
+        for phase in PHASES
+        if any(phase in each.times for each in profiles)
+    }
+    profiled = [median(each.profiled) for each in profiles if each.profiled]
+    unprofiled = [median(each.unprofiled) for each in profiles if each.unprofiled]
+    sizes = first.facts.get("units", {})
+    return RunProfile(
+        world_size=first.world_size,
+        num_ranks=len(profiles),
+        num_steps=first.num_steps,
+        device=first.device,
+        times=times,
+        units=[
+            UnitProfile(
+                name=name,
+                bytes=sizes.get(name, {}).get("bytes", 0),
+                gather_forward=sums.get(("all_gather", name, True), CallSums()),
+                gather_backward=sums.get(("all_gather", name, False), CallSums()),
+                reduce=sum((sums.get((kind, name, False), CallSums()) for kind in _REDUCTIONS), CallSums()),
+                forward_seconds=mean([unit.forward for unit in seconds] or [0.0]),
+                recomputed_seconds=mean([unit.recomputed for unit in seconds] or [0.0]),
             )
+            for name, seconds in unit_seconds.items()
+        ],
+        collectives=collectives,
+        ranks=_waits(profiles, arrivals.values()),
+        profiled_seconds=mean(profiled) if profiled else None,
+        unprofiled_seconds=mean(unprofiled) if unprofiled else None,
+        facts=first.facts,
+    )
+
+
+def _seconds_ahead(profile: RankProfile, host: str, ends: Mapping[CallKey, float]) -> float:
+    """Return the seconds by which the clock of another host is ahead: ranks finish a collective together."""
+    shifts = [call.end - ends[key] for key, call in _keyed(profile) if key in ends]
+    return median(shifts) if shifts and profile.host != host else 0.0
+
+
+def _sums_of(arrivals: Iterable[tuple[CallKey, Sequence[_Arrival]]], factor: float) -> dict[Sort, CallSums]:
+    sums: dict[Sort, CallSums] = {}
+    for (_, _, sort, _), of_call in arrivals:
+        exposed = [arrival.call.exposed for arrival in of_call]
+        sums[sort] = sums.get(sort, CallSums()) + CallSums(
+            calls=len(of_call),
+            seconds=sum(arrival.call.seconds for arrival in of_call),
+            exposed=sum(exposed),
+            transfer=min(exposed) * len(of_call),
+        )
+    return {sort: each.scaled(factor) for sort, each in sums.items()}
+
+
+def _waits(profiles: Sequence[RankProfile], arrivals: Iterable[Sequence[_Arrival]]) -> list[RankWait]:
+    late: dict[int, float] = defaultdict(float)
+    last = Counter[int]()
+    for of_call in arrivals:
+        if len(of_call) > 1:
+            before, latest = sorted(of_call, key=lambda arrival: arrival.time)[-2:]
+            late[latest.rank] += latest.time - before.time
+            last[latest.rank] += 1
+    return [
+        RankWait(
+            rank=profile.rank,
+            step_seconds=profile.total.seconds,
+            compute_seconds=profile.total.compute,
+            late_seconds=late[profile.rank] / profiles[0].num_steps,
+            last_share=last[profile.rank] / max(1, last.total()),
+        )
+        for profile in profiles
+    ]
 
 
 def _keyed(profile: RankProfile) -> Iterator[tuple[CallKey, TimedCollective]]:

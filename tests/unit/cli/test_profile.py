@@ -2,6 +2,8 @@
 
 import errno
 import json
+from dataclasses import asdict
+from pathlib import Path
 from types import MappingProxyType
 
 import pytest
@@ -9,7 +11,7 @@ import pytest
 from hf_fsdp_plugin.cli import launch, profile
 from hf_fsdp_plugin.cli.verbs import make_parser
 from hf_fsdp_plugin.integrations.profiling import ProfileOptions, files
-from hf_fsdp_plugin.integrations.profiling.files import rank_files, write_file
+from hf_fsdp_plugin.integrations.profiling.files import read_ranks, write_file
 from hf_fsdp_plugin.launcher.flags import UsageError
 from hf_fsdp_plugin.observe.profile.rank_profile import RankProfile, Times
 from tests.support.json_schema import assert_valid
@@ -67,12 +69,10 @@ def in_folder(tmp_path, monkeypatch):
 
 def rank_file(folder, rank: int, *, steps: int = 12, profiled: bool = True) -> None:
     made = RankProfile(
-        rank=rank, world_size=2, host="a", device="cpu", num_steps=1,
-        times={"forward": Times(seconds=1.0, compute=0.6)}, calls=[], profiled=(1.0,), unprofiled=(0.9,),
+        rank=rank, world_size=2, host="a", device="cpu", num_made=steps, num_steps=int(profiled),
+        times={"forward": Times(seconds=1.0, compute=0.6)}, profiled=(1.0,), unprofiled=(0.9,),
     )  # fmt: skip
-    tree = {"rank": rank, "world_size": 2, "num_steps": steps, "profile": made.to_json() if profiled else None}
-    (folder / "ranks").mkdir(exist_ok=True)
-    write_file(ProfileOptions(folder=str(folder)).rank_file(rank), json.dumps(tree))
+    write_file(ProfileOptions(folder=str(folder)).rank_file(rank), json.dumps(asdict(made)).encode())
 
 
 def run(monkeypatch, capsys, code: int, *flags: str, ranks=lambda: None):
@@ -134,20 +134,20 @@ def test_full_disk_leaves_no_result(in_folder, monkeypatch, capsys):
     assert not (in_folder / "profile.json").exists()
 
 
-def test_file_is_complete_or_absent(tmp_path):
-    def failing(file):
-        file.write(b"half")
+def test_file_is_complete_or_absent(tmp_path, monkeypatch):
+    def full(path, content):
+        path.touch()
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    write_file(tmp_path / "b.json", "{}")
+    write_file(tmp_path / "b.json", b"{}")
+    monkeypatch.setattr(Path, "write_bytes", full)
     with pytest.raises(OSError):
-        write_file(tmp_path / "b.json", failing)
+        write_file(tmp_path / "b.json", b"half")
     assert [path.name for path in tmp_path.iterdir()] == ["b.json"]
     assert (tmp_path / "b.json").read_text() == "{}"
 
 
 def test_files_of_ranks_are_in_rank_order(tmp_path):
-    (tmp_path / "ranks").mkdir()
     for rank in (10, 2):
-        write_file(ProfileOptions(folder=str(tmp_path)).rank_file(rank), "{}")
-    assert [path.stem for path in rank_files(tmp_path)] == ["rank_2", "rank_10"]
+        rank_file(tmp_path, rank)
+    assert [profile.rank for profile in read_ranks(tmp_path)] == [2, 10]
