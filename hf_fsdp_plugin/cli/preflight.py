@@ -10,7 +10,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -19,7 +19,6 @@ from typing import Any, Final
 from hf_fsdp_plugin.cli.output import Color, colored, text_width
 from hf_fsdp_plugin.devices import DEVICES
 from hf_fsdp_plugin.integrations.preflight import stages
-from hf_fsdp_plugin.integrations.preflight.stages import StageResult
 from hf_fsdp_plugin.launcher.attempts import run_job
 from hf_fsdp_plugin.launcher.world import World
 from hf_fsdp_plugin.problems import Problem, has_errors
@@ -48,31 +47,20 @@ class PreflightResult:
     """The result of a preflight.
 
     Attributes:
-        seconds: time from the start of the ranks to their end.
-        model: class and parameters of the model and of its clone.
+        tree: the object ``run`` of ``check --json``.
         signal_number: the signal that stopped it, or 0.
     """
 
-    stages: Sequence[StageResult]
+    tree: dict[str, Any]
     problems: Sequence[Problem]
-    seconds: float
-    world_size: int
-    model: Mapping[str, Any]
     signal_number: int
 
     @property
     def ok(self) -> bool:
-        return not self.signal_number and all(stage.result not in _FAILED for stage in self.stages)
+        return bool(self.tree["ok"])
 
     def to_json(self) -> dict[str, Any]:
-        """Return the object ``run`` of ``check --json``."""
-        return {
-            "ok": self.ok,
-            "seconds": round(self.seconds, 2),
-            "world_size": self.world_size,
-            "model": dict(self.model) or None,
-            "stages": [stage.to_json() for stage in self.stages],
-        }
+        return self.tree
 
 
 def run_preflight(spec: FsdpSpec, sources: Sources, options: stages.Options, limit_s: float) -> PreflightResult:
@@ -119,15 +107,15 @@ def run_preflight(spec: FsdpSpec, sources: Sources, options: stages.Options, lim
             _show_stage("")
         seconds = time.monotonic() - began
         records = stages.read_records(folder)
-    results, problems = _read_results(run, records)
-    return PreflightResult(
-        stages=results,
-        problems=(*changes, *problems),
-        seconds=seconds,
-        world_size=size,
-        model=next((record.model for record in records if record.model), {}),
-        signal_number=run.signal_number,
-    )
+    rows, problems = _read_results(run, records)
+    tree = {
+        "ok": not run.signal_number and all(row["result"] not in _FAILED for row in rows),
+        "seconds": round(seconds, 2),
+        "world_size": size,
+        "model": next((record.model for record in records if record.model), None),
+        "stages": rows,
+    }
+    return PreflightResult(tree=tree, problems=(*changes, *problems), signal_number=run.signal_number)
 
 
 def _show_stage(stage: str) -> None:
@@ -182,12 +170,10 @@ def _world_size(spec: FsdpSpec) -> int:
     return _NUM_HYBRID_RANKS if is_hybrid else _NUM_RANKS
 
 
-def _read_results(
-    run: RunResult, records: Sequence[stages.RankRecord]
-) -> tuple[Sequence[StageResult], Sequence[Problem]]:
+def _read_results(run: RunResult, records: Sequence[stages.RankRecord]) -> tuple[list[dict[str, Any]], list[Problem]]:
     """Return the results of the stages and the problems, from the records of the ranks and how these exited."""
     stopped = run.remote_failure  # why the launcher has stopped the ranks
-    results, problems = stages.stage_results(records, stopped=bool(stopped)), stages.problems_of(records)
+    rows, problems = stages.stage_results(records, stopped=bool(stopped)), stages.problems_of(records)
     first = first_failure(run.exits)
     running = {rank: record.running for rank, record in enumerate(records) if record.running}
     if first is not None and first.tail:
@@ -203,8 +189,8 @@ def _read_results(
         message = f"rank {first.rank} failed in the stage '{stage}': {summarize_exit(first)}"
         message += "".join(f"\n  | {line}" for line in first.tail[-_MAX_TAIL:])
         problems.append(Problem(code="FSDP-E750", message=message))
-        results = [replace(each, result="failed", reason="") if each.stage == stage else each for each in results]
-    return results, problems
+        rows = [{**row, "result": "failed", "reason": None} if row["stage"] == stage else row for row in rows]
+    return rows, problems
 
 
 def _with_reason(problem: Problem, last_line: str) -> Problem:
@@ -214,26 +200,27 @@ def _with_reason(problem: Problem, last_line: str) -> Problem:
 
 def stage_table(preflight: PreflightResult) -> str:
     """Return the table of stages, with colors on a terminal, and one line with the result."""
-    rows = [("stage", "result", "seconds", "")]
-    for stage in preflight.stages:
-        seconds = f"{stage.seconds:.1f}" if stage.seconds else ""
-        rows.append((stage.stage, stage.result, seconds, stage.reason or stages.STAGES[stage.stage]))
-    head, *lines = fit_table(rows, text_width()).split("\n")
+    rows = preflight.tree["stages"]
+    cells = [("stage", "result", "seconds", "")]
+    for row in rows:
+        seconds = f"{row['seconds']:.1f}" if row["seconds"] else ""
+        cells.append((row["stage"], row["result"], seconds, row["reason"] or stages.STAGES[row["stage"]]))
+    head, *lines = fit_table(cells, text_width()).split("\n")
     colors: dict[str, Color] = {**dict.fromkeys(_FAILED, "red"), "not tested": "dim"}
-    shown = [
-        colored(line, colors[stage.result]) if stage.result in colors else line
-        for line, stage in zip(lines, preflight.stages, strict=False)
-    ]
-    return "\n".join([colored(head, "bold"), *shown, "", _summary(preflight)])
+    for number, row in enumerate(rows):
+        if row["result"] in colors:
+            lines[number] = colored(lines[number], colors[row["result"]])
+    return "\n".join([colored(head, "bold"), *lines, "", _summary(preflight)])
 
 
 def _summary(preflight: PreflightResult) -> str:
     if preflight.signal_number:
         return f"preflight: stopped by {signal.Signals(preflight.signal_number).name}"
-    failed = [stage.stage for stage in preflight.stages if stage.result in _FAILED]
+    tree = preflight.tree
+    failed = [row["stage"] for row in tree["stages"] if row["result"] in _FAILED]
     result = colored(f"failed: {format_names(failed)}", "red") if failed else colored("passed", "green")
-    ran = plural(preflight.world_size, "CPU rank")
-    if model := preflight.model:
+    ran = plural(tree["world_size"], "CPU rank")
+    if model := tree["model"]:
         sizes = f"{format_count(model['num_params'])} of {format_count(model['real_num_params'])} parameters"
         ran += f" of a clone of {model['name']} with {sizes}"
-    return f"preflight: {result} ({ran} in {preflight.seconds:.0f} s)"
+    return f"preflight: {result} ({ran} in {tree['seconds']:.0f} s)"

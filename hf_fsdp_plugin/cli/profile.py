@@ -9,16 +9,16 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from hf_fsdp_plugin.cli import launch
 from hf_fsdp_plugin.cli.output import print_failure, print_json, print_problems
 from hf_fsdp_plugin.cli.verbs import whole_number
 from hf_fsdp_plugin.integrations.profiling import ProfileOptions, files
 from hf_fsdp_plugin.launcher.flags import LaunchArguments, Parser, UsageError, add_launch_flags, read_launch_arguments
-from hf_fsdp_plugin.observe.profile.run_profile import RunProfile, merge_ranks
+from hf_fsdp_plugin.observe.profile.run_profile import RunProfile
 from hf_fsdp_plugin.observe.profile.suggestions import Suggestion
-from hf_fsdp_plugin.problems import Problem, SpecError
+from hf_fsdp_plugin.problems import Problem, SpecError, has_errors
 from hf_fsdp_plugin.text import format_bytes, format_seconds, format_table, plural
 
 HELP = (
@@ -102,14 +102,13 @@ def run(args: argparse.Namespace) -> int:
             code = launch.run_launch(launched)
         ranks = files.read_ranks(folder)
         problems = files.missing_parts(ranks, options)
-        profiled = [rank for rank in ranks if rank.num_steps]
-        if not profiled or (code and len(profiled) < ranks[0].world_size):
+        is_complete = bool(ranks) and sum(rank.num_steps > 0 for rank in ranks) == ranks[0].world_size
+        if has_errors(problems) or (code and not is_complete):
             files.remove_paths(files.files_of_profile(folder))
             failed = print_failure([_failure(code)] if code else problems, as_json=args.json)
             return code or failed
-        profile = merge_ranks(profiled)
         with _writing(folder):
-            suggestions, tree = files.write_profile(folder, profile, problems)
+            tree, suggestions = files.write_profile(folder, ranks, problems)
     except SpecError as error:
         return print_failure(error.problems, as_json=args.json)
     finally:
@@ -119,7 +118,10 @@ def run(args: argparse.Namespace) -> int:
         print_json(tree)
     else:
         print_problems(problems)
-        print(f"\n{profile_text(profile, suggestions)}\n\nwritten: {folder / files.RESULT}", end="")
+        print(
+            f"\n{profile_text(tree, suggestions, ranks[0].facts.get('plan'))}\n\nwritten: {folder / files.RESULT}",
+            end="",
+        )
         print(f" and {plural(len(tree['files']['traces']), 'trace')} for ui.perfetto.dev or chrome://tracing")
     return code
 
@@ -174,15 +176,18 @@ def _stdout_to_stderr() -> Iterator[None]:
         os.close(saved)
 
 
-def profile_text(profile: RunProfile, suggestions: Sequence[Suggestion]) -> str:
-    """Return the tables: phases, units and ranks, and the suggestions."""
-    plan = profile.facts.get("plan")
+def profile_text(profile: RunProfile, suggestions: Sequence[Suggestion], plan: Mapping[str, Any] | None) -> str:
+    """Return the tables: phases, units and ranks, and the suggestions.
+
+    Args:
+        plan: the settings of the model; ``None`` without a sharded model.
+    """
     model = f"{plan['model']}, {plan['backend']} {plan['strategy']}, " if plan else ""
-    ranks = plural(profile.world_size, "rank")
-    title = f"{model}{ranks} on {profile.device}: average of {plural(profile.num_steps, 'step')}"
-    parts = [f"{title}\n{_phases(profile)}\n{_overhead(profile)}"]
-    if any(unit.communication.calls for unit in profile.units):
-        parts.append(_units(profile))
+    ranks, steps = plural(profile["world_size"], "rank"), plural(profile["num_steps"], "step")
+    title = f"{model}{ranks} on {profile['device']}: average of {steps}"
+    parts = [f"{title}\n{_phases(profile)}\n{_overhead(profile['overhead'])}"]
+    if profile["units"]:
+        parts.append(_units(profile["units"]))
     parts.append(_stragglers(profile))
     parts.append("\n  ".join(["suggestions:", *map(str, suggestions)]) if suggestions else "suggestions: none")
     return "\n\n".join(parts)
@@ -190,45 +195,46 @@ def profile_text(profile: RunProfile, suggestions: Sequence[Suggestion]) -> str:
 
 def _phases(profile: RunProfile) -> str:
     rows = [("phase", "time", "computation", "communication", "share", "exposed", "idle")]
-    for phase, times in [*profile.times.items(), ("total", profile.total)]:
-        seconds = (times.seconds, times.compute, times.communication, times.exposed, times.idle)
-        whole, compute, communication, exposed, idle = map(format_seconds, seconds)
-        name = "data loading" if phase == "data" else phase
-        rows.append((name, whole, compute, communication, f"{times.communication_share:.0%}", exposed, idle))
+    for phase, times in [*profile["phases"].items(), ("total", profile["total"])]:
+        whole, compute, communication, exposed, idle = (
+            format_seconds(times[name])
+            for name in ("seconds", "compute_seconds", "communication_seconds", "exposed_seconds", "idle_seconds")
+        )
+        name, share = "data loading" if phase == "data" else phase, f"{times['communication_share']:.0%}"
+        rows.append((name, whole, compute, communication, share, exposed, idle))
     return format_table(rows, right=range(1, 7))
 
 
-def _overhead(profile: RunProfile) -> str:
-    if profile.overhead_seconds is None or not profile.unprofiled_seconds:
+def _overhead(overhead: Mapping[str, float | None]) -> str:
+    seconds, unprofiled = overhead["seconds"], overhead["unprofiled_seconds"]
+    if seconds is None or not unprofiled:
         return "overhead of the profiler: unknown, because there was no step without it."
-    relative = profile.overhead_seconds / profile.unprofiled_seconds
     return (
-        f"overhead of the profiler: {format_seconds(profile.overhead_seconds)} per step ({relative:+.1%}); a step "
-        f"without it takes {format_seconds(profile.unprofiled_seconds)}."
+        f"overhead of the profiler: {format_seconds(seconds)} per step ({seconds / unprofiled:+.1%}); "
+        f"a step without it takes {format_seconds(unprofiled)}."
     )
 
 
-def _units(profile: RunProfile) -> str:
-    slowest = sorted(profile.units, key=lambda unit: -unit.communication.exposed)[:_MAX_ROWS]
+def _units(units: Sequence[Mapping[str, Any]]) -> str:
+    calls = ("gather_forward", "gather_backward", "reduce")
+    exposed = {unit["name"]: sum(unit[name]["exposed"] for name in calls) for unit in units}
     rows = [("slowest units", "forward gather", "backward gather", "reduction", "exposed", "forward", "size")]
-    for unit in slowest:
-        sums = (unit.gather_forward, unit.gather_backward, unit.reduce)
-        gather_forward, gather_backward, reduce = (format_seconds(each.seconds) for each in sums)
-        exposed, forward = format_seconds(unit.communication.exposed), format_seconds(unit.forward_seconds)
-        name, size = unit.name or "(root)", format_bytes(unit.bytes)
-        rows.append((name, gather_forward, gather_backward, reduce, exposed, forward, size))
-    more = len(profile.units) - len(slowest)
-    return format_table(rows, right=range(1, 7)) + (f"\n… and {more:,} more" if more else "")
+    for unit in sorted(units, key=lambda unit: -exposed[unit["name"]])[:_MAX_ROWS]:
+        times = [*(unit[name]["seconds"] for name in calls), exposed[unit["name"]], unit["forward_seconds"]]
+        rows.append((unit["name"] or "(root)", *map(format_seconds, times), format_bytes(unit["bytes"])))
+    more = len(units) - _MAX_ROWS
+    return format_table(rows, right=range(1, 7)) + (f"\n… and {more:,} more" if more > 0 else "")
 
 
 def _stragglers(profile: RunProfile) -> str:
     """Return the table of the ranks for which all others wait, the latest first."""
-    late = [rank for rank in profile.ranks if rank.late_seconds >= _LEAST_LATE * profile.total.seconds]
+    step = profile["total"]["seconds"]
+    late = [rank for rank in profile["ranks"] if rank["late_seconds"] >= _LEAST_LATE * step]
     if not late:
         return "stragglers: none. No rank keeps the others waiting for 1% of a step."
     rows = [("stragglers", "others wait", "share of step", "last in", "computation")]
-    for rank in sorted(late, key=lambda rank: -rank.late_seconds)[:_MAX_ROWS]:
-        share = f"{rank.late_seconds / profile.total.seconds:.0%}"
-        waits, compute = format_seconds(rank.late_seconds), format_seconds(rank.compute_seconds)
-        rows.append((f"rank {rank.rank}", waits, share, f"{rank.last_share:.0%} of the calls", compute))
+    for rank in sorted(late, key=lambda rank: -rank["late_seconds"])[:_MAX_ROWS]:
+        waits, compute = format_seconds(rank["late_seconds"]), format_seconds(rank["compute_seconds"])
+        share, last = f"{rank['late_seconds'] / step:.0%}", f"{rank['last_share']:.0%} of the calls"
+        rows.append((f"rank {rank['rank']}", waits, share, last, compute))
     return format_table(rows, right=range(1, 5))

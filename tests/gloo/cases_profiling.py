@@ -75,14 +75,14 @@ def _full_disk(num_bytes: int | None) -> Any:
 def _files(folder: Path) -> dict[str, Any]:
     ranks = read_ranks(folder)
     profiled = [rank for rank in ranks if rank.num_steps]
-    run = merge_ranks(profiled) if profiled else None
+    run = merge_ranks(profiled) if profiled else {"total": {"seconds": None}, "phases": {}, "units": []}
     return {
         "files": sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()),
         "num_steps": max((rank.num_made for rank in ranks), default=0),
-        "seconds": run.total.seconds if run is not None else None,
-        "phases": sorted(run.times) if run is not None else [],
-        "units": {unit.name: (unit.gather_forward.calls, unit.reduce.calls) for unit in run.units} if run else {},
-        "facts": dict(run.facts) if run is not None else {},
+        "seconds": run["total"]["seconds"],
+        "phases": sorted(run["phases"]),
+        "units": {unit["name"]: (unit["gather_forward"]["calls"], unit["reduce"]["calls"]) for unit in run["units"]},
+        "facts": dict(profiled[0].facts) if profiled else {},
     }
 
 

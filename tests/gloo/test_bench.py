@@ -44,12 +44,12 @@ def result(done: Any) -> dict[str, Any]:
 
 
 def test_bench_measures_two_cases_on_real_ranks(folder):
-    done = finish(start(folder, "--strategies ddp,full_shard --rounds 1 --warm-up 1"), timeout=400)
+    done = finish(start(folder, "--strategies ddp,full_shard --blocks 1 --warm-up 1"), timeout=400)
     assert done.returncode == 0, done.stderr
     ddp, sharded = result(done)["cases"]
     assert [row["status"] for row in (ddp, sharded)] == ["measured", "measured"]
     for row in (ddp, sharded):
-        assert 0 < row["step_seconds"] < 10 and 0 < row["cpu_step_seconds"] < 10 and row["peak_bytes"] > 0
+        assert 0 < row["step_seconds"] < 10 and row["peak_bytes"] > 0
         assert row["samples_per_second"] == pytest.approx(2 / row["step_seconds"])
         assert row["tokens_per_second"] == pytest.approx(32 * row["samples_per_second"])
     assert sharded["loss"] == pytest.approx(ddp["loss"], rel=1e-5)  # the same weights, batches and steps
@@ -58,7 +58,7 @@ def test_bench_measures_two_cases_on_real_ranks(folder):
 @pytest.mark.slow
 @pytest.mark.parametrize("precision", ["no", "bf16"])
 def test_systems_train_the_same_way(folder, precision):
-    words = "--strategies shard_grad_op,full_shard,offload --versions 1,2 --vs stock --rounds 2 --blocks 2"
+    words = "--strategies shard_grad_op,full_shard,offload --versions 1,2 --vs stock --blocks 4"
     done = finish(start(folder, f"{words} --mixed_precision {precision}"), timeout=400)
     assert done.returncode == 0, done.stderr
     tree = result(done)
@@ -70,7 +70,7 @@ def test_systems_train_the_same_way(folder, precision):
 
 @pytest.mark.slow
 def test_hybrid_of_the_product_runs(folder):
-    words = "--world-sizes 4,2 --strategies hybrid_shard --versions 1,2 --rounds 1 --blocks 1"
+    words = "--world-sizes 4,2 --strategies hybrid_shard --versions 1,2 --blocks 1"
     done = finish(start(folder, words), timeout=500)
     assert done.returncode == 0, done.stderr
     statuses = {(row["world_size"], row["status"]) for row in result(done)["cases"]}
@@ -101,8 +101,8 @@ def wait_for_case(folder: Path, process: subprocess.Popen[str], name: str) -> No
 
 @pytest.mark.slow
 def test_killed_rank_fails_its_case_only(folder):
-    process = start(folder, "--strategies ddp,full_shard --rounds 1 --steps 4000")
-    wait_for_case(folder, process, "round 1: 2 ranks, DDP")
+    process = start(folder, "--strategies ddp,full_shard --blocks 1 --steps 4000")
+    wait_for_case(folder, process, "2 ranks, DDP")
     while not (ranks := ranks_of(process)):
         time.sleep(0.1)
     os.kill(ranks[0], signal.SIGKILL)
@@ -116,9 +116,9 @@ def test_killed_rank_fails_its_case_only(folder):
 
 @pytest.mark.slow
 def test_interrupt_keeps_measured_cases(folder):
-    process = start(folder, "--strategies ddp,full_shard --rounds 40")
-    wait_for_case(folder, process, "round 3")
+    process = start(folder, "--strategies ddp,full_shard,shard_grad_op --blocks 40")
+    wait_for_case(folder, process, "shard_grad_op")
     process.send_signal(signal.SIGINT)
     done = finish(process)
     assert done.returncode == 130
-    assert min(len(row["samples"]) for row in result(done)["cases"]) >= 2
+    assert [len(row["seconds"]) for row in result(done)["cases"]] == [40, 40, 0]

@@ -8,14 +8,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any, Final
 
-from hf_fsdp_plugin.integrations.bench import DDP, TITLES, Case, Task
+from hf_fsdp_plugin.integrations.bench import DDP, TITLES, Case, CaseGroup
 from hf_fsdp_plugin.text import format_count, format_memory, format_table, plural
 
 _DRAWS: Final = 2000
 """Draws of a bootstrap interval."""
 _FIGURES: Final = (
-    "step_seconds", "step_quartiles", "cpu_step_seconds", "samples_per_second", "tokens_per_second", "peak_bytes",
-    "efficiency", "loss",
+    "step_seconds", "step_quartiles", "samples_per_second", "tokens_per_second", "efficiency", "loss",
 )  # fmt: skip
 ResultRow = Mapping[str, Any]
 
@@ -29,71 +28,62 @@ class Results:
     """
 
     def __init__(self, head: Mapping[str, Any], cases: Iterable[Case]) -> None:
-        self._head = dict(head)
+        self.head = dict(head)
         self._cases = {case.name: case for case in cases}
-        empty = {"status": "pending", "reason": None, "peak_source": None}
+        empty = {"status": "pending", "reason": None, "peak_source": None, "peak_bytes": None}
         self._rows = {
-            name: {"case": name, **asdict(case), **empty, "samples": []} for name, case in self._cases.items()
+            name: {"case": name, **asdict(case), **empty, "seconds": [], "losses": []}
+            for name, case in self._cases.items()
         }
 
     def add(self, measured: Mapping[str, Any]) -> None:
-        """Add the sample of a case that the ranks have measured in a round."""
-        row = self._rows[measured["case"]]
-        row["samples"].append(measured["sample"])
-        is_complete = len(row["samples"]) == self._head["workload"]["rounds"]
-        row |= {"peak_source": measured["peak_source"], "status": "measured" if is_complete else "started"}
+        """Add what the ranks have measured of a case."""
+        self._rows[measured["case"]] |= {**measured, "status": "measured"}
 
     def end(self, cases: Iterable[Case], status: str, reason: str) -> None:
         """Set why cases are not measured: ``failed`` or ``left out``."""
         for case in cases:
             self._rows[case.name] |= {"status": status, "reason": reason}
 
-    def is_over(self, task: Task) -> bool:
-        """Return whether a task is measured, or will not be."""
-        row = self._rows[task.cases[0].name]  # the cases of a task are measured together
-        is_sampled = any(sample["round"] == task.round for sample in row["samples"])
-        return is_sampled or row["status"] not in ("pending", "started")
+    def is_over(self, group: CaseGroup) -> bool:
+        """Return whether a group is measured, or will not be. Its cases are measured together."""
+        return self._rows[group[0].name]["status"] != "pending"
 
     def to_json(self) -> dict[str, Any]:
-        rows = list(self._rows.values())
-        statuses = {row["status"] for row in rows}
+        statuses = {row["status"] for row in self._rows.values()}
+        others = [case for case in self._cases.values() if case.system != "plugin" and self._rows[case.name]["seconds"]]
         return {
             "ok": "failed" not in statuses and "measured" in statuses,
-            **self._head,
-            "cases": [{**row, **self._figures(case)} for row, case in zip(rows, self._cases.values(), strict=True)],
+            **self.head,
+            "cases": [{**self._rows[name], **self._figures(case)} for name, case in self._cases.items()],
             "comparisons": [
-                comparison_of(self._rows[replace(case, system="plugin").name], row)
-                for case, row in zip(self._cases.values(), rows, strict=True)
-                if case.system != "plugin" and row["samples"]
+                comparison_of(self._rows[replace(case, system="plugin").name], self._rows[case.name]) for case in others
             ],
         }
 
     def _figures(self, case: Case) -> dict[str, Any]:
-        """Return the figures of a case; null if it has no samples.
+        """Return the figures of a case; null if it is not measured.
 
         ``step_seconds`` is the median of all blocks, and samples and tokens per second are those of all ranks in this
         time. ``efficiency`` is the throughput of a rank over that of the same case in the smallest measured world.
         """
-        row, workload = self._rows[case.name], self._head["workload"]
-        seconds = _blocks_of(row, "seconds")
+        row, workload = self._rows[case.name], self.head["workload"]
+        seconds = row["seconds"]
         if not seconds:
             return dict.fromkeys(_FIGURES)
         step = statistics.median(seconds)
         quartiles = statistics.quantiles(seconds, n=4, method="inclusive") if len(seconds) > 1 else seconds
         samples = case.world_size * workload["micro_batch"] / step
-        peaks = [sample["peak_bytes"] for sample in row["samples"] if sample["peak_bytes"] is not None]
         same = [each for each in self._cases.values() if replace(each, world_size=case.world_size) == case]
-        measured = [each for each in same if self._rows[each.name]["samples"]]
+        measured = [each for each in same if self._rows[each.name]["seconds"]]
         smallest = self._rows[min(measured, key=lambda each: each.world_size).name]
         return {
             "step_seconds": step,
             "step_quartiles": [quartiles[0], quartiles[-1]],
-            "cpu_step_seconds": statistics.median(_blocks_of(row, "cpu_seconds")),
             "samples_per_second": samples,
             "tokens_per_second": samples * workload["seq_len"],
-            "peak_bytes": int(statistics.median(peaks)) if peaks else None,
-            "efficiency": statistics.median(_blocks_of(smallest, "seconds")) / step,
-            "loss": _blocks_of(row, "losses")[-1],
+            "efficiency": statistics.median(smallest["seconds"]) / step,
+            "loss": row["losses"][-1],
         }
 
 
@@ -101,13 +91,10 @@ def comparison_of(ours: ResultRow, other: ResultRow) -> dict[str, Any]:
     """Return the comparison of a case of this package with another system, whose blocks ran in alternation.
 
     ``ratio`` is the throughput of this package over that of the other one: the median over the pairs of blocks, with a
-    95% bootstrap interval of the median. ``cpu_ratio`` is this ratio for CPU time, on which other load has less effect.
+    95% bootstrap interval of the median.
     """
-    seconds, cpu_seconds, losses = (
-        list(zip(_blocks_of(ours, name), _blocks_of(other, name), strict=False))
-        for name in ("seconds", "cpu_seconds", "losses")
-    )
-    ratios = [theirs / own for own, theirs in seconds]
+    ratios = [theirs / own for own, theirs in zip(ours["seconds"], other["seconds"], strict=True)]
+    losses = zip(ours["losses"], other["losses"], strict=True)
     source = random.Random(0)
     medians = sorted(statistics.median(source.choices(ratios, k=len(ratios))) for _ in range(_DRAWS))
     return {
@@ -116,14 +103,8 @@ def comparison_of(ours: ResultRow, other: ResultRow) -> dict[str, Any]:
         "pairs": len(ratios),
         "ratio": statistics.median(ratios),
         "ratio_95": [medians[int(0.025 * _DRAWS)], medians[int(0.975 * _DRAWS) - 1]],
-        "cpu_ratio": statistics.median(theirs / own for own, theirs in cpu_seconds),
         "relative_loss_difference": max(abs(own - theirs) / max(abs(theirs), 1e-12) for own, theirs in losses),
     }
-
-
-def _blocks_of(row: ResultRow, name: str) -> list[float]:
-    """Return a value of every measured block of a case."""
-    return [value for sample in row["samples"] for value in sample[name]]
 
 
 def bench_text(tree: Mapping[str, Any]) -> str:
@@ -133,7 +114,7 @@ def bench_text(tree: Mapping[str, Any]) -> str:
     parts = [
         f"{model['class']}, {format_count(model['num_params'])} parameters, on {device}; "
         f"{workload['micro_batch']} × {workload['seq_len']:,} tokens per rank and step; medians of "
-        f"{plural(workload['rounds'] * workload['blocks'], 'block')} of {plural(workload['steps'], 'step')}"
+        f"{plural(workload['blocks'], 'block')} of {plural(workload['steps'], 'step')}"
     ]
     rows = [row for row in tree["cases"] if row["system"] == "plugin"]
     source = next((row["peak_source"] for row in rows if row["peak_source"]), "not measured")
@@ -192,10 +173,9 @@ def _throughput(row: ResultRow, baseline: ResultRow | None) -> str:
 
 
 def _comparisons(comparisons: Sequence[ResultRow]) -> str:
-    table = [["case", "throughput", "95% interval", "in CPU time", "losses differ by"]]
+    table = [["case", "throughput", "95% interval", "losses differ by"]]
     for row in comparisons:
         low, high = row["ratio_95"]
-        ratio, interval = f"× {row['ratio']:.3f}", f"{low:.3f} to {high:.3f}"
         difference = f"{row['relative_loss_difference']:.1e}"
-        table.append([row["case"], ratio, interval, f"× {row['cpu_ratio']:.3f}", difference])
-    return format_table(table, right=range(1, 5))
+        table.append([row["case"], f"× {row['ratio']:.3f}", f"{low:.3f} to {high:.3f}", difference])
+    return format_table(table, right=range(1, 4))

@@ -30,7 +30,7 @@ TITLES: Final[Mapping[str, str]] = MappingProxyType(
 )
 """Name of a strategy in ``--strategies`` -> its name in a table."""
 JOB_FILE: Final = "job.pickle"
-"""The file with the :class:`WorldJob` of the ranks. When a task is measured, they write ``NUMBER.json`` beside it."""
+"""The file with the :class:`WorldJob` of the ranks. For each group of cases they write ``NUMBER.json`` beside it."""
 _SMALLEST_HYBRID: Final = 4
 
 
@@ -85,6 +85,10 @@ class Case:
         return ""
 
 
+CaseGroup = tuple[Case, ...]
+"""A case of this package, and the same case of the systems with which it is compared."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class BenchWorkload:
     """What every case trains, and how often.
@@ -93,9 +97,8 @@ class BenchWorkload:
         micro_batch: samples of a rank in a step.
         seq_len: tokens of a sample.
         steps: steps of a block, which is timed as a whole.
-        warm_up: steps of a case before its first block in a round.
-        blocks: blocks of a case in a round.
-        rounds: times that each case is built and measured.
+        warm_up: steps of a case before its first block.
+        blocks: blocks of a case.
     """
 
     micro_batch: int
@@ -103,25 +106,20 @@ class BenchWorkload:
     steps: int
     warm_up: int
     blocks: int
-    rounds: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class Task:
-    """Cases that differ only in the system, and are built together, so that their blocks alternate, in one round."""
-
-    cases: tuple[Case, ...]
-    round: int
 
 
 @dataclass(frozen=True, kw_only=True)
 class WorldJob:
-    """What the ranks of one world measure."""
+    """What the ranks of one world measure.
+
+    Attributes:
+        groups: the cases. Those of a group are built together, and their blocks alternate.
+    """
 
     model: str
     device: str
     workload: BenchWorkload
-    tasks: Sequence[Task]
+    groups: Sequence[CaseGroup]
 
 
 def all_cases(world_sizes: Sequence[int], strategies: Sequence[str], versions: Sequence[int]) -> Iterator[Case]:

@@ -33,7 +33,7 @@ from hf_fsdp_plugin.devices import Device, get_device
 from hf_fsdp_plugin.hangs.rank_files import write_atomically
 from hf_fsdp_plugin.integrations.accelerate.accelerator import accelerator as planned_accelerator
 from hf_fsdp_plugin.integrations.accelerate.private import SharedStates, set_device, set_fsdp
-from hf_fsdp_plugin.integrations.bench import DDP, JOB_FILE, Case, Task, WorldJob
+from hf_fsdp_plugin.integrations.bench import DDP, JOB_FILE, Case, CaseGroup, WorldJob
 from hf_fsdp_plugin.integrations.install import uninstall
 from hf_fsdp_plugin.integrations.patching import install_hooks, remove_hooks
 from hf_fsdp_plugin.integrations.preflight.sample_data import MadeData, collate
@@ -60,8 +60,8 @@ _RESET: Final = Path("/proc/self/clear_refs")
 _PREFIXES: Final = ("ACCELERATE_", "FSDP_", "PARALLELISM_")
 
 
-class TaskRunner:
-    """Measures the tasks of a job on one rank.
+class CaseRunner:
+    """Measures the cases of a job on one rank.
 
     Args:
         sources: the settings that all cases share.
@@ -74,40 +74,37 @@ class TaskRunner:
         self._environ = _settings_in(os.environ)
         self._batches: list[Batch] = []
 
-    def prepare(self, task: Task) -> None:
-        """Run one step of every case of a task, unmeasured: libraries are imported and threads are started then."""
-        for case in task.cases:
+    def prepare(self, group: CaseGroup) -> None:
+        """Run one step of each case of a group, unmeasured: libraries are imported and threads are started then."""
+        for case in group:
             loop = self._build(case)
             loop.step(self._batch(0))
             del loop
             self._memory.free()
 
-    def run(self, task: Task) -> list[dict[str, Any]]:
-        """Measure a task, and return the sample of each case. Collective."""
+    def run(self, group: CaseGroup) -> list[dict[str, Any]]:
+        """Measure a group of cases, and return what is added to the row of each case. Collective."""
         workload = self._job.workload
         loops: dict[Case, Loop] = {}
-        samples: dict[Case, dict[str, Any]] = {}
-        # The first case allocates what the libraries keep, so each order is used in half of the rounds.
-        for case in reversed(task.cases) if task.round % 2 else task.cases:
+        rows: dict[Case, dict[str, Any]] = {}
+        for case in group:
             held = self._memory.free()
             loops[case] = self._build(case)
             for index in range(workload.warm_up):
                 loops[case].step(self._batch(index))
             peak = self._peak_of_step(loops[case], held)
             loops[case].leave()
-            samples[case] = {
-                "round": task.round, "seconds": [], "cpu_seconds": [], "losses": [], "peak_bytes": peak
+            rows[case] = {
+                "case": case.name, "peak_bytes": peak, "peak_source": self._memory.source, "seconds": [], "losses": []
             }  # fmt: skip
         for block in range(workload.blocks):
-            for case in list(loops) if (task.round + block) % 2 == 0 else list(reversed(loops)):
-                for name, value in self._block(loops[case], block).items():
-                    samples[case][name].append(value)
+            for case in group if block % 2 == 0 else reversed(group):
+                seconds, loss = self._block(loops[case], block)
+                rows[case]["seconds"].append(seconds)
+                rows[case]["losses"].append(loss)
         loops.clear()
         self._memory.free()
-        return [
-            {"case": case.name, "peak_source": self._memory.source, "sample": sample}
-            for case, sample in samples.items()
-        ]
+        return list(rows.values())
 
     def _build(self, case: Case) -> Loop:
         for name in _settings_in(os.environ).keys() - self._environ.keys():
@@ -144,28 +141,22 @@ class TaskRunner:
         dist.all_reduce(grown, dist.ReduceOp.MAX)
         return int(grown) if grown >= 0 else None
 
-    def _block(self, loop: Loop, block: int) -> dict[str, float]:
-        """Run the steps of a block, and return values per step.
-
-        Returns:
-            The wall time of all ranks, the mean CPU time of a rank, and the mean of the last losses.
-        """
+    def _block(self, loop: Loop, block: int) -> tuple[float, float]:
+        """Run the steps of a block, and return the seconds of a step of all ranks, and the mean of the last losses."""
         loop.enter()
         num_steps = self._job.workload.steps
         self._table.synchronize()
         dist.barrier()
-        cpu, start = time.process_time(), time.perf_counter()
+        start = time.perf_counter()
         for index in range(num_steps):
             loss = loop.step(self._batch(block * num_steps + index))
         self._table.synchronize()
-        cpu = time.process_time() - cpu
         dist.barrier()
         seconds = time.perf_counter() - start
         loop.leave()
-        means = torch.tensor([cpu / num_steps, float(loss)], dtype=torch.float64)
-        dist.all_reduce(means)
-        cpu_seconds, mean_loss = (means / dist.get_world_size()).tolist()
-        return {"seconds": seconds / num_steps, "cpu_seconds": cpu_seconds, "losses": mean_loss}
+        mean_loss = torch.tensor(float(loss), dtype=torch.float64)
+        dist.all_reduce(mean_loss)
+        return seconds / num_steps, float(mean_loss) / dist.get_world_size()
 
 
 class Loop:
@@ -325,19 +316,19 @@ def _resident(name: str) -> int | None:
 
 
 def main(folder: Path) -> None:
-    """Measure the tasks of a job. A failure ends this world, because the ranks may be in different collectives then."""
+    """Measure the cases of a job. A failure ends this world, because the ranks may be in different collectives then."""
     job: WorldJob = pickle.loads((folder / JOB_FILE).read_bytes())
     handover = LaunchHandover.from_env(os.environ)
     assert handover is not None, "hf-fsdp bench starts its ranks with a handover"
     uninstall()  # each case installs what it needs
     printer.quiet = True  # the settings were checked by the verb
     warnings.simplefilter("ignore")
-    runner = TaskRunner(job, _join(job.device), handover.sources)
-    runner.prepare(job.tasks[0])
-    for number, task in enumerate(job.tasks):
-        samples = runner.run(task)
+    runner = CaseRunner(job, _join(job.device), handover.sources)
+    runner.prepare(job.groups[0])
+    for number, group in enumerate(job.groups):
+        rows = runner.run(group)
         if dist.get_rank() == 0:
-            write_atomically(folder / f"{number}.json", json.dumps(samples))
+            write_atomically(folder / f"{number}.json", json.dumps(rows))
     dist.barrier()
     dist.destroy_process_group()
 

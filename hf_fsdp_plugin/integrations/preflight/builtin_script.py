@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Final
 
 from transformers import HfArgumentParser, Trainer, TrainingArguments
 
@@ -13,7 +13,6 @@ from hf_fsdp_plugin.integrations.preflight.sample_data import MadeData, collate
 from hf_fsdp_plugin.integrations.preflight.stages import preflight
 from hf_fsdp_plugin.plan.meta_model import config_and_class
 from hf_fsdp_plugin.problems import Problem, SpecError
-from hf_fsdp_plugin.spellings import did_you_mean, nearest_word
 
 _NUM_SAMPLES: Final = 100_000
 """Samples that the data set claims to have, so that an epoch is as long as in a real training."""
@@ -60,31 +59,20 @@ def parse_arguments(arguments: Sequence[str]) -> TrainingArguments:
     Raises:
         SpecError: an unknown field, or values that Transformers refuses.
     """
-    words = ["--eval_strategy", "steps", *arguments]
-    parser: Any = HfArgumentParser(TrainingArguments)  # type: ignore[arg-type]
+    parser = HfArgumentParser(TrainingArguments)  # type: ignore[arg-type]
     printed = io.StringIO()
     try:
         with contextlib.redirect_stderr(printed):
-            found, rest = parser.parse_args_into_dataclasses(words, return_remaining_strings=True)
-    except SystemExit as stop:
-        raise _refused(printed.getvalue().strip().splitlines()[-1]) from stop
+            (parsed,) = parser.parse_args_into_dataclasses(["--eval_strategy", "steps", *arguments])
     except SpecError:
         raise
-    except (ValueError, ImportError, NotImplementedError) as error:
-        raise _refused(" ".join(str(error).split())) from error
-    unknown = [word for word in rest if word.startswith("--")] or rest
-    if unknown:
-        fields = [field for action in parser._actions for field in action.option_strings]
-        near = nearest_word(unknown[0].partition("=")[0], fields, cutoff=0.75)
-        fix = did_you_mean(near, "Use the names of TrainingArguments.")
-        message = f"{unknown[0]} is not an argument of TrainingArguments or of hf-fsdp check."
-        raise SpecError([Problem(code="FSDP-E751", message=message, fix=fix)])
-    parsed: TrainingArguments = found
+    except (SystemExit, ValueError, ImportError, NotImplementedError) as error:
+        is_exit = isinstance(error, SystemExit)  # of argparse, which has printed the reason
+        reason = printed.getvalue().strip().splitlines()[-1] if is_exit else " ".join(str(error).split())
+        message = f"TrainingArguments refuse the arguments: {reason}"
+        fix = "Correct the flags that belong neither to hf-fsdp check nor to the settings."
+        raise SpecError([Problem(code="FSDP-E751", message=message, fix=fix)]) from error
     return parsed
-
-
-def _refused(message: str) -> SpecError:
-    return SpecError([Problem(code="FSDP-E751", message=f"TrainingArguments refuse the arguments: {message}")])
 
 
 if __name__ == "__main__":

@@ -40,17 +40,12 @@ STAGES: Final[Mapping[str, str]] = {
     "export": "merge of the checkpoint, and from_pretrained",
 }
 Result = Literal["passed", "failed", "stood still", "not tested"]
-RunPhase = Literal["script", "first run", "after it", "second run"]
+RunPhase = Literal["script", "first run", "afterwards"]
 _AGREEMENT_SECONDS: Final = 10.0
 """Seconds that the other ranks have to fail too. Then the rank ends, and the launcher stops the others."""
 _MAX_MESSAGE: Final = 300
 _NOT_OF_USER: Final = (str(Path(__file__).parents[2]), "<")
 _LIBRARIES: Final = "site-packages"
-_NO_TRAINING: Final = Problem(
-    code="FSDP-E758",
-    message="the script ended without a training of a Trainer, and without two optimizer steps of an Accelerator.",
-    fix="Pass the arguments with which it trains. If it uses neither of them, pass --model instead of the script.",
-)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -95,51 +90,32 @@ class RankRecord:
     model: dict[str, Any] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StageResult:
-    """What all ranks have recorded of one stage.
-
-    Attributes:
-        seconds: time of the slowest rank; 0 for a stage that did not run.
-        reason: why the stage was not tested.
-    """
-
-    stage: str
-    result: Result
-    seconds: float = 0.0
-    reason: str = ""
-
-    def to_json(self) -> dict[str, Any]:
-        return {**asdict(self), "seconds": round(self.seconds, 2), "reason": self.reason or None}
-
-
 def read_records(folder: Path) -> list[RankRecord]:
     """Return the records of all ranks that have begun, in rank order."""
     return [pickle.loads(path.read_bytes()) for path in sorted(folder.glob("rank_*.pickle"))]
 
 
-def stage_results(records: Sequence[RankRecord], *, stopped: bool) -> list[StageResult]:
-    """Return the result of every stage.
+def stage_results(records: Sequence[RankRecord], *, stopped: bool) -> list[dict[str, Any]]:
+    """Return the result of every stage, as ``check --json`` contains it, with the time of the slowest rank.
 
     Args:
         stopped: whether the launcher has stopped the ranks at its time limit.
     """
-    results = []
+    rows = []
     for stage in STAGES:
         result: Result = "passed"
-        reason = next((record.skipped[stage] for record in records if stage in record.skipped), "")
+        reason = next((record.skipped[stage] for record in records if stage in record.skipped), None)
         if any(stage in record.failed for record in records):
-            result = "failed"
-        elif reason:
+            result, reason = "failed", None
+        elif reason is not None:
             result = "not tested"
         elif any(stage == record.running for record in records):
             result = "stood still" if stopped else "failed"
         elif not any(stage in record.seconds for record in records):
             result, reason = "not tested", "an earlier stage failed"
         seconds = max((record.seconds.get(stage, 0.0) for record in records), default=0.0)
-        reason = reason if result == "not tested" else ""
-        results.append(StageResult(stage=stage, result=result, seconds=seconds, reason=reason))
-    return results
+        rows.append({"stage": stage, "result": result, "seconds": round(seconds, 2), "reason": reason})
+    return rows
 
 
 def problems_of(records: Sequence[RankRecord]) -> list[Problem]:
@@ -199,10 +175,12 @@ class Preflight:
         """Record how the script has ended: with an exception, or with none."""
         if not self.active:
             return
+        if error is None and self.phase == "script":
+            message = "the script ended without a training of a Trainer, and without two steps of an Accelerator."
+            fix = "Pass the arguments with which it trains. If it uses neither, pass --model instead of the script."
+            error = SpecError([Problem(code="FSDP-E758", message=message, fix=fix)])
         if error is not None and error is not self._reported:
-            self.failed(error)
-        elif error is None and self.phase == "script":
-            self.fail([_NO_TRAINING])
+            self.fail(error)
         self.enter(None)
         self.active = False
 
@@ -240,10 +218,11 @@ class Preflight:
         """Whether a stage has passed, has failed or is not tested."""
         return stage in (*self.record.seconds, *self.record.failed, *self.record.skipped)
 
-    def fail(self, problems: Sequence[Problem]) -> None:
-        """Record a failure of the current stage with its problems, and end the stage."""
-        self.record.failed.append(self.record.running or "start")
-        self.record.problems += problems
+    def fail(self, error: BaseException) -> None:
+        """Record a failure of the current stage, and end the stage."""
+        stage, self._reported = self.record.running or "start", error
+        self.record.failed.append(stage)
+        self.record.problems += problems_of_error(error, stage)
         self.enter(None)
         self._write()
 
@@ -266,11 +245,6 @@ class Preflight:
         """Record what a preflight cannot test."""
         self.note(Problem(code="FSDP-W756", message=f"not tested: {what}."))
 
-    def failed(self, error: BaseException) -> None:
-        """Record a failure of the current stage."""
-        self._reported = error
-        self.fail(problems_of_error(error, self.record.running or "start"))
-
     def attempt(self, stage: str, run: Callable[[], Any]) -> bool:
         """Run a stage, and return whether it has succeeded.
 
@@ -282,7 +256,7 @@ class Preflight:
             self.enter(None)
             return True
         except Exception as error:
-            self.failed(error)
+            self.fail(error)
             deadline = time.monotonic() + _AGREEMENT_SECONDS
             while time.monotonic() < deadline:
                 records = read_records(self.folder)

@@ -126,11 +126,10 @@ def inner_training_loop(original: Callable[..., Any], trainer: Any, *args: Any, 
 
     preflight.attempt("prepare", train)
     trainer.remove_callback(callback)
-    preflight.phase = "second run"  # the hooks record no stages in what follows
+    preflight.phase = "afterwards"  # the hooks record no stages in what follows
     _skip_stages(trainer.args)
     if preflight.has_passed("prepare"):
         _further_stages(trainer, fresh, callback.weights)
-    preflight.phase = "after it"
     raise SystemExit(0)
 
 
@@ -260,7 +259,7 @@ class OwnLoop:
             return
         self._num_steps += 1
         if self._num_steps == _NUM_STEPS_OF_LOOP:
-            preflight.phase = "after it"
+            preflight.phase = "afterwards"
             preflight.enter(None)
             _stages_after_loop(self._accelerator)
             raise SystemExit(0)

@@ -12,7 +12,6 @@ from hf_fsdp_plugin.backends.ranks.agreement import on_all_ranks
 from hf_fsdp_plugin.integrations.profiling import ProfileOptions, files
 from hf_fsdp_plugin.integrations.profiling.run import profiling, remove_files
 from hf_fsdp_plugin.messages import print_once
-from hf_fsdp_plugin.observe.profile.run_profile import merge_ranks
 from hf_fsdp_plugin.problems import SpecError, has_errors
 from hf_fsdp_plugin.sources.launchers import absolute_path
 
@@ -72,8 +71,7 @@ class ProfilerCallback(TrainerCallback):
             if has_errors(problems):
                 print_once(f"no profile: {problems[0]}")
                 return
-            run = merge_ranks([rank for rank in ranks if rank.num_steps])
-            suggestions, _ = files.write_profile(folder, run, problems)
+            _, suggestions = files.write_profile(folder, ranks, problems)
         except (OSError, ValueError) as error:
             print_once(f"no profile: {folder / files.RESULT} cannot be written: {error}.")
             return

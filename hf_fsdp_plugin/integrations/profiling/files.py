@@ -7,11 +7,11 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from hf_fsdp_plugin.integrations.profiling import RANKS_FOLDER, TRACES_FOLDER, ProfileOptions
-from hf_fsdp_plugin.observe.profile.rank_profile import RankProfile, Times
-from hf_fsdp_plugin.observe.profile.run_profile import RunProfile
+from hf_fsdp_plugin.observe.profile.rank_profile import RankProfile
+from hf_fsdp_plugin.observe.profile.run_profile import RunProfile, merge_ranks
 from hf_fsdp_plugin.observe.profile.suggestions import Suggestion, suggest
 from hf_fsdp_plugin.problems import Problem
 from hf_fsdp_plugin.text import plural
@@ -51,43 +51,27 @@ def missing_parts(ranks: Sequence[RankProfile], options: ProfileOptions) -> list
 
 
 def write_profile(
-    folder: Path, run: RunProfile, problems: Sequence[Problem]
-) -> tuple[list[Suggestion], dict[str, Any]]:
-    """Write ``profile.json``, and return the suggestions and its content.
+    folder: Path, ranks: Sequence[RankProfile], problems: Sequence[Problem]
+) -> tuple[RunProfile, list[Suggestion]]:
+    """Write ``profile.json`` of the ranks that have profiled a step. Returns its content and the suggestions.
 
     Raises:
         OSError: it cannot be written. Nothing is left behind.
     """
-    suggestions = suggest(run)
-    overhead = {"profiled_seconds": run.profiled_seconds, "unprofiled_seconds": run.unprofiled_seconds}
-    tree: dict[str, Any] = {
+    profiled = [rank for rank in ranks if rank.num_steps]
+    run = merge_ranks(profiled)
+    suggestions = suggest(run, profiled[0].facts)
+    traces = sorted(str(path) for path in (folder / TRACES_FOLDER).glob("*.json.gz"))
+    tree = {
         "schema_version": SCHEMA_VERSION,
         "ok": True,
-        "world_size": run.world_size,
-        "num_ranks": run.num_ranks,
-        "num_steps": run.num_steps,
-        "device": run.device,
-        "phases": {phase: _times_json(times) for phase, times in run.times.items()},
-        "total": _times_json(run.total),
-        "overhead": {**overhead, "seconds": run.overhead_seconds},
-        "collectives": {kind: asdict(sums) for kind, sums in run.collectives.items()},
-        "units": [asdict(unit) for unit in run.units],
-        "ranks": [asdict(rank) for rank in run.ranks],
+        **run,
         "suggestions": [asdict(each) for each in suggestions],
-        "files": {
-            "folder": str(folder),
-            "result": str(folder / RESULT),
-            "traces": sorted(str(path) for path in (folder / TRACES_FOLDER).glob("*.json.gz")),
-        },
+        "files": {"folder": str(folder), "result": str(folder / RESULT), "traces": traces},
         "problems": [problem.to_json() for problem in problems],
     }
     write_file(folder / RESULT, json.dumps(tree, indent=1).encode())
-    return suggestions, tree
-
-
-def _times_json(times: Times) -> dict[str, float]:
-    seconds = {f"{name}_seconds": getattr(times, name) for name in ("compute", "communication", "exposed", "idle")}
-    return {"seconds": times.seconds, **seconds, "communication_share": times.communication_share}
+    return tree, suggestions
 
 
 def files_of_profile(folder: Path) -> list[Path]:

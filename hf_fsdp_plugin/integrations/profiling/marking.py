@@ -63,8 +63,8 @@ class Marks:
                 self.names[id(module)] = unit.name
             if not unit.live.is_root and unit.num_params:
                 # A checkpointed module is called again inside its wrappers.
-                self._mark_forwards(unwrapped(unit.live.modules[0]), functools.partial(_name_of_unit, unit.name))
-        self._mark_forwards(model, _phase_of_forward)
+                self._mark_forwards(unwrapped(unit.live.modules[0]), f"{UNIT}{unit.name}")
+        self._mark_forwards(model)
         self._handles.append(model.register_forward_pre_hook(self._see_input, prepend=True, with_kwargs=True))
 
     def unwatch(self) -> None:
@@ -76,12 +76,15 @@ class Marks:
         if self.on_forward is not None and not torch.compiler.is_compiling() and _trains(module):
             self.on_forward(args, kwargs)
 
-    def _mark_forwards(self, module: nn.Module, name_of: Callable[[nn.Module], str]) -> None:
-        """Mark the forwards of a module. A forward that an exception ends, as recomputation does, is marked too."""
+    def _mark_forwards(self, module: nn.Module, name: str = "") -> None:
+        """Mark the forwards of a module by a name, or by their phase.
+
+        A forward that an exception ends, as recomputation does, is marked too.
+        """
 
         def begin(module: nn.Module, _: Any) -> None:
             if not torch.compiler.is_compiling():
-                mark = self(name_of(module))
+                mark = self(name or f"{PREFIX}{'forward' if _trains(module) else 'evaluation'}")
                 mark.__enter__()
                 self._stack().append((id(module), mark))
 
@@ -102,16 +105,8 @@ class Marks:
         return self._open.marks
 
 
-def _name_of_unit(name: str, _: nn.Module) -> str:
-    return f"{UNIT}{name}"
-
-
 def _trains(module: nn.Module) -> bool:
     return module.training and torch.is_grad_enabled()
-
-
-def _phase_of_forward(module: nn.Module) -> str:
-    return f"{PREFIX}{'forward' if _trains(module) else 'evaluation'}"
 
 
 marks = Marks()

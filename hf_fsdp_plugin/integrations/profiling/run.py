@@ -12,7 +12,7 @@ import os
 import socket
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -34,14 +34,12 @@ from hf_fsdp_plugin.integrations.profiling.marking import marks
 from hf_fsdp_plugin.integrations.run_report import stop_reporting
 from hf_fsdp_plugin.observe.profile.rank_profile import profile_of
 from hf_fsdp_plugin.observe.profile.trace import BOUNDARY, WAIT, Trace, read_trace
-from hf_fsdp_plugin.observe.units import observe_units
+from hf_fsdp_plugin.observe.units import UnitObservation, observe_units
 from hf_fsdp_plugin.problems import Problem, SpecError
 from hf_fsdp_plugin.rank_variables import launched_rank, launched_world_size
 from hf_fsdp_plugin.torch_private.functions import profiler_is_running
 
 _ITEM_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
-_MEMORY_SHARE = 0.9
-"""Share of a device's memory that a suggested setting may use."""
 
 
 class ProfileEnd(SystemExit):
@@ -107,16 +105,17 @@ class Profiling:
         self._hook.remove()
         self._stop_tracing()
         profiler, self._profiler = self._profiler, None
-        if failed:
+        if failed or self.failure is not None:
             remove_files(self.options, _rank())
-        else:
+        if not failed:
+            if self.failure is not None:
+                raise self.failure
             self._write(profiler)
 
     def _see_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Count the training forwards, and keep the shape of the first tensor with two dims: samples and tokens."""
         if self._num_steps == 0 and self.options.wait == 0 and self._profiler is None:
-            with self._failures():
-                self._start_tracing()
+            self._start_tracing()
         self._num_forwards += 1
         tensors = (value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor))
         self._batch = next((tuple(tensor.shape) for tensor in tensors if tensor.dim() >= 2), self._batch)
@@ -132,34 +131,32 @@ class Profiling:
         if self._step_began is not None:
             self._seconds[self._num_steps] = now - self._step_began
         marks.instant(BOUNDARY)
-        with self._failures():
-            if self._num_steps == options.last_traced:
-                self._stop_tracing()
-            elif self._num_steps == options.wait:
-                self._start_tracing()
-            if self._num_steps == options.last:
-                self.end()
-                if options.stops:
-                    stop_reporting()  # no report, because the run is not complete
-                    raise ProfileEnd
+        if self._num_steps == options.last_traced:
+            self._stop_tracing()
+        elif self._num_steps == options.wait:
+            self._start_tracing()
+        if self._num_steps == options.last or self.failure is not None:
+            self._end_in_training()
         self._step_began = time.perf_counter()
 
-    @contextlib.contextmanager
-    def _failures(self) -> Iterator[None]:
-        """Give the profile up if it fails in this context, and raise only if the options demand it."""
+    def _end_in_training(self) -> None:
+        """Write the result, and end the script if the options demand it. A failure is raised if they demand that."""
         try:
-            yield
+            self.end()
         except SpecError as error:
-            self.end(failed=True)
+            self.failure = error
             if self.options.raises:
                 raise
-            self.failure = error
+        if self.options.stops:
+            stop_reporting()  # no report, because the run is not complete
+            raise ProfileEnd
 
     def _start_tracing(self) -> None:
         if profiler_is_running():
             message = "the script runs torch's profiler itself, and a process can have one at a time."
             fix = "Remove the script's own profiler for this run."
-            raise SpecError([Problem(code="FSDP-E776", message=message, fix=fix)])
+            self.failure = SpecError([Problem(code="FSDP-E776", message=message, fix=fix)])
+            return
         on_device = available_device().is_initialized() and available_device().type != "cpu"
         activities = set(supported_activities()) if on_device else {ProfilerActivity.CPU}
         self._profiler = torch_profile(activities=activities)
@@ -189,10 +186,11 @@ class Profiling:
                 message = f"a trace in {place} is incomplete or cannot be written: {reason}."
                 raise _not_written(message, "Free space there, or set TMPDIR to another folder.") from error
         plan = plan_of(self._model) if self._model is not None else None
+        units = observe_units(self._model) if self._model is not None else ()
         first_active = options.wait + options.warmup + 1
         profile = profile_of(
             trace,
-            unit_names=[unit.name for unit in observe_units(self._model)] if self._model is not None else [],
+            unit_names=[unit.name for unit in units],
             skip=options.warmup,
             most=options.active,
             rank=rank,
@@ -203,7 +201,7 @@ class Profiling:
             profiled=[self._seconds[n] for n in self._seconds if first_active <= n <= options.last_traced],
             # The first step takes longer, and so does the one after the profiler was stopped.
             unprofiled=[self._seconds[n] for n in self._seconds if n <= options.wait or n > options.last_traced + 1],
-            facts=self._facts(rank),
+            facts=self._facts(plan, units),
         )
         try:
             write_file(options.rank_file(rank), json.dumps(asdict(profile)).encode())
@@ -215,35 +213,25 @@ class Profiling:
             fix = "Free space, or write to another folder: --output DIR, or output_dir of ProfilerCallback."
             raise _not_written(message, fix) from error
 
-    def _facts(self, rank: int) -> dict[str, Any]:
-        """Return values that the trace does not contain: memory, batch, groups; on rank 0, settings and unit sizes."""
-        units = observe_units(self._model) if self._model is not None else ()
-        groups = {
-            unit.name: f"{len(unit.live.shard_ranks)} from {min(unit.live.shard_ranks, default=0)}" for unit in units
-        }
-        facts: dict[str, Any] = {
-            "free_bytes": _free_bytes(),
-            "batch": list(self._batch),
-            "forwards_per_step": self._forwards_per_step,
-            "groups": groups,
-        }
-        plan = plan_of(self._model) if self._model is not None else None
-        if rank or plan is None:
-            return facts
+    def _facts(self, plan: Any, units: Sequence[UnitObservation]) -> dict[str, Any]:
+        """Return values that the trace does not contain: the batch, settings, and sizes and ranks of units."""
+        facts: dict[str, Any] = {"batch": list(self._batch), "forwards_per_step": self._forwards_per_step}
         facts["units"] = {
             unit.name: {
                 "bytes": unit.num_params * _ITEM_BYTES.get(unit.param_dtype, 4),
                 "reduce_dtype": unit.reduce_dtype,
+                "group": f"{len(unit.live.shard_ranks)} from {min(unit.live.shard_ranks, default=0)}",
             }
             for unit in units
         }
-        facts["plan"] = {
-            "backend": plan.backend,
-            "strategy": plan.strategy,
-            "model": plan.model_class,
-            "prefetch.forward": plan.prefetch.forward,
-            "prefetch.backward": plan.prefetch.backward,
-        }
+        if plan is not None:
+            facts["plan"] = {
+                "backend": plan.backend,
+                "strategy": plan.strategy,
+                "model": plan.model_class,
+                "prefetch.forward": plan.prefetch.forward,
+                "prefetch.backward": plan.prefetch.backward,
+            }
         return facts
 
 
@@ -259,14 +247,6 @@ def _rank() -> int:
 
 def _not_written(message: str, fix: str) -> SpecError:
     return SpecError([Problem(code="FSDP-E772", message=message, fix=fix, rank=_rank())])
-
-
-def _free_bytes() -> int | None:
-    """Return the memory of this rank's device that no step has used; ``None`` if unknown, and on the CPU."""
-    device = available_device()
-    if device.type == "cpu" or not device.is_initialized() or (memory := device.total_memory()) is None:
-        return None
-    return int(_MEMORY_SHARE * memory) - device.peak_memory()
 
 
 profiling = Profiling()

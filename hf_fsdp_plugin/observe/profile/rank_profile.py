@@ -54,6 +54,11 @@ class Times(Sums):
         whole = self.compute + self.communication
         return self.communication / whole if whole else 0.0
 
+    def to_json(self) -> dict[str, float]:
+        names = ("compute", "communication", "exposed", "idle")
+        seconds = {f"{name}_seconds": getattr(self, name) for name in names}
+        return {"seconds": self.seconds, **seconds, "communication_share": self.communication_share}
+
 
 class TimedCollective(NamedTuple):
     """One collective of a profiled step on one rank. Times are in seconds since the epoch.
@@ -94,7 +99,7 @@ class RankProfile:
         times: seconds of each phase, averaged over the steps.
         units: computation of each unit, averaged over the steps.
         profiled, unprofiled: wall-clock seconds of steps with and without the profiler.
-        facts: values that the trace does not contain: groups of ranks, settings, sizes of units and free memory.
+        facts: values that the trace does not contain: the batch, settings, and sizes and ranks of units.
     """
 
     rank: int
@@ -288,7 +293,8 @@ def _cpu_activity(trace: Trace) -> _Activity:
     for issue in trace.issues:
         if issue.end > ends.get(issue.thread, 0.0):
             ends[issue.thread] = issue.end
-            kind = traces.ISSUES[issue.name]
+            kind = traces.collective_kind(issue.name)
+            assert kind is not None, "an issue starts a collective"
             collectives.append(_Collective(kind, issue.start, issue.thread, [(issue.start, issue.end)]))
     waits = merge_intervals(_spans([*trace.waits, *(mark for mark in trace.marks if mark.name == traces.WAIT)]))
     num_called, pending = 0, []

@@ -42,25 +42,16 @@ TORCH_UNIT_MARKS: Final = ("FSDP::all_gather", "FSDP::post_backward_reduce")
 (``torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py``).
 """
 
-ISSUES: Final[dict[str, CollectiveKind]] = {
-    "c10d::allgather_": "all_gather",
-    "c10d::_allgather_base_": "all_gather",
-    "c10d::allgather_into_tensor_coalesced_": "all_gather",
-    "c10d::_reduce_scatter_base_": "reduce_scatter",
-    "c10d::reduce_scatter_": "reduce_scatter",
-    "c10d::reduce_scatter_tensor_coalesced_": "reduce_scatter",
-    "c10d::allreduce_": "all_reduce",
-    "c10d::allreduce_coalesced_": "all_reduce",
-    "c10d::broadcast_": "broadcast",
+_KINDS: Final[dict[str, CollectiveKind]] = {
+    "allgather": "all_gather",
+    "reducescatter": "reduce_scatter",
+    "allreduce": "all_reduce",
+    "broadcast": "broadcast",
 }
-"""Operations that start a collective (``torch/csrc/distributed/c10d/Ops.cpp``) -> kind."""
-_NCCL_KINDS: Final[dict[str, CollectiveKind]] = {
-    "AllGather": "all_gather",
-    "ReduceScatter": "reduce_scatter",
-    "AllReduce": "all_reduce",
-    "Broadcast": "broadcast",
-}
-"""Part of the name of a kernel of NCCL, such as ``ncclDevKernel_AllGather_RING_LL``, which RCCL has too -> kind."""
+"""Part of a name without underscores -> kind: of the operations that start a collective, such as
+``c10d::_allgather_base_`` (``torch/csrc/distributed/c10d/Ops.cpp``), and of the kernels of NCCL and RCCL, such as
+``ncclDevKernel_AllGather_RING_LL``.
+"""
 _NOT_COMPUTATION: Final = ("c10d::", "_c10d_functional::", "autograd::", PREFIX)
 _KERNELS: Final = ("kernel", "gpu_memcpy", "gpu_memset")
 _LAUNCHES: Final = ("cuda_runtime", "cuda_driver", "hip_runtime", "xpu_runtime")
@@ -83,14 +74,18 @@ class Event:
     @property
     def nccl_kind(self) -> CollectiveKind | None:
         """The kind of collective that a kernel of NCCL or RCCL executes; ``None`` for other kernels."""
-        if not self.name.startswith(("nccl", "rccl")):
-            return None
-        return next((kind for part, kind in _NCCL_KINDS.items() if part in self.name), "broadcast")
+        return collective_kind(self.name) or "broadcast" if self.name.startswith(("nccl", "rccl")) else None
 
     @property
     def copies(self) -> bool:
         """Whether a kernel copies between host and device."""
         return self.name.startswith(("Memcpy HtoD", "Memcpy DtoH"))
+
+
+def collective_kind(name: str) -> CollectiveKind | None:
+    """Return the kind in the name of an operation or a kernel; ``None`` if the name contains none."""
+    plain = name.replace("_", "").lower()
+    return next((kind for part, kind in _KINDS.items() if part in plain), None)
 
 
 @dataclass(kw_only=True)
@@ -117,7 +112,7 @@ class Trace:
             return self.marks
         if category in _KERNELS:
             return self.kernels
-        if name in ISSUES:
+        if name.startswith("c10d::") and collective_kind(name) is not None:
             return self.issues
         if name == "_c10d_functional::wait_tensor":
             return self.waits

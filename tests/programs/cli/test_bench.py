@@ -5,7 +5,6 @@ import re
 
 import pytest
 
-from hf_fsdp_plugin.cli.bench import Bench
 from hf_fsdp_plugin.cli.bench.results import bench_text
 from hf_fsdp_plugin.runs.exits import RankExit, RunResult
 from tests.support.json_schema import assert_valid
@@ -25,7 +24,7 @@ def bench(hf_fsdp, tmp_path, monkeypatch):
     for name, change in (("llama", {}), ("large", {"hidden_size": 1 << 20, "intermediate_size": 1 << 20})):
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text(json.dumps(LLAMA | change))
-    monkeypatch.setattr(Bench, "_run_world", run_world)
+    monkeypatch.setattr("hf_fsdp_plugin.cli.bench.run_world", run_world)
 
     def run(words: str):
         return hf_fsdp("bench", "--cpu", *words.split())
@@ -33,18 +32,19 @@ def bench(hf_fsdp, tmp_path, monkeypatch):
     return run
 
 
-def run_world(self, world_size, tasks, results):
-    """Add samples: 10 ms per rank, 20 ms for stock Accelerate. A world ends at a case with offload."""
-    for task in tasks:
-        for case in task.cases:
+def run_world(job, world, results, handover, spec):
+    """Add measurements: 10 ms per rank, 20 ms for stock Accelerate. A world ends at a case with offload."""
+    for group in job.groups:
+        for case in group:
             if case.strategy == "offload":
                 return RunResult(exits=(RankExit(rank=0, code=1, time=0.0, failure=OUT_OF_MEMORY),))
-            seconds = [world_size * (0.02 if case.system == "stock" else 0.01)] * self.job.workload.blocks
-            sample = {
-                "round": task.round, "seconds": seconds, "cpu_seconds": seconds, "losses": [1.0] * len(seconds),
-                "peak_bytes": 1 << 20,
-            }  # fmt: skip
-            results.add({"case": case.name, "peak_source": "resident memory", "sample": sample})
+            seconds = [world.size * (0.02 if case.system == "stock" else 0.01)] * job.workload.blocks
+            results.add(
+                {
+                    "case": case.name, "seconds": seconds, "losses": [1.0] * len(seconds), "peak_bytes": 1 << 20,
+                    "peak_source": "resident memory",
+                }
+            )  # fmt: skip
     return RunResult(exits=())
 
 
@@ -73,7 +73,7 @@ def test_bad_input_has_a_code_and_starts_nothing(bench, words, code):
         ("--versions 3", "'3' is not one of 1, 2"),
         ("--vs stok", "invalid choice: 'stok'"),
         ("--world-sizes 2,four", "'four' is not a whole number from 1 on"),
-        ("--rounds 0", "'0' is not a whole number from 1 on"),
+        ("--blocks 0", "'0' is not a whole number from 1 on"),
         ("--warm-up -1", "'-1' is not a whole number from 1 on"),
     ],
 )
@@ -118,19 +118,17 @@ def test_failed_case_does_not_end_the_others(bench):
 def test_new_ranks_measure_what_a_failure_has_left(bench, monkeypatch):
     ran = []
 
-    def record(self, world_size, tasks, results):
-        ran.append([(task.cases[0].label, task.round) for task in tasks])
-        return run_world(self, world_size, tasks, results)
+    def record(job, *more):
+        ran.append([group[0].label for group in job.groups])
+        return run_world(job, *more)
 
-    monkeypatch.setattr(Bench, "_run_world", record)
-    assert bench("--model llama --seq-len 16 --strategies ddp,offload,full_shard --rounds 2")[0] == 1
-    first, second = "DDP", "FSDP2 full_shard"
-    assert ran[0] == [(label, number) for number in (0, 1) for label in (first, "FSDP2 offload", second)]
-    assert ran[1:] == [[(second, 0), (first, 1), (second, 1)]]
+    monkeypatch.setattr("hf_fsdp_plugin.cli.bench.run_world", record)
+    assert bench("--model llama --seq-len 16 --strategies ddp,offload,full_shard")[0] == 1
+    assert ran == [["DDP", "FSDP2 offload", "FSDP2 full_shard"], ["FSDP2 full_shard"]]
 
 
 def test_signal_exits_130_with_the_results_until_then(bench, monkeypatch):
-    monkeypatch.setattr(Bench, "_run_world", lambda *args: RunResult(exits=(), signal_number=2))
+    monkeypatch.setattr("hf_fsdp_plugin.cli.bench.run_world", lambda *args: RunResult(exits=(), signal_number=2))
     code, out, err = bench("--model llama --strategies ddp --seq-len 16 --json")
     assert code == 130 and "stopped by a signal" in err
     assert json.loads(out)["cases"][0]["status"] == "pending"

@@ -59,7 +59,7 @@ def test_evaluation_is_on_by_default() -> None:
 @pytest.mark.parametrize(
     ("words", "hint"),
     [
-        (("--lerning_rate", "1"), "Did you mean --learning_rate?"),
+        (("--lerning_rate", "1"), "--lerning_rate"),
         (("--optim", "nonsense"), "nonsense"),
         (("--load_best_model_at_end", "true", "--eval_strategy", "no"), "load_best_model_at_end"),
     ],

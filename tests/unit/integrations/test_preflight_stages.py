@@ -32,7 +32,7 @@ def ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Preflight, P
 
 
 def results(folder: Path, *, stopped: bool = False) -> dict[str, str]:
-    return {stage.stage: stage.result for stage in stage_results(read_records(folder), stopped=stopped)}
+    return {row["stage"]: row["result"] for row in stage_results(read_records(folder), stopped=stopped)}
 
 
 def test_stages_pass_when_all_ranks_have_ended_them(ranks: tuple[Preflight, ...], tmp_path: Path) -> None:
@@ -47,7 +47,7 @@ def test_failure_of_one_rank_fails_the_stage_and_names_it(ranks: tuple[Preflight
     ranks[0].enter("step")
     ranks[0].enter(None)
     ranks[1].enter("step")
-    ranks[1].fail([PROBLEM])
+    ranks[1].fail(SpecError([PROBLEM]))
     assert results(tmp_path)["step"] == "failed" and results(tmp_path)["save"] == "not tested"
     (problem,) = problems_of(read_records(tmp_path))
     assert (problem.rank, problem.origin, ranks[1].has_passed("step")) == (1, PROBLEM.origin, False)
@@ -56,7 +56,7 @@ def test_failure_of_one_rank_fails_the_stage_and_names_it(ranks: tuple[Preflight
 def test_failure_of_all_ranks_is_one_problem(ranks: tuple[Preflight, ...], tmp_path: Path) -> None:
     for rank in ranks:
         rank.enter("save")
-        rank.fail([PROBLEM])
+        rank.fail(SpecError([PROBLEM]))
     assert problems_of(read_records(tmp_path)) == [PROBLEM]
 
 
@@ -74,8 +74,8 @@ def test_file_that_is_being_written_is_not_read(ranks: tuple[Preflight, ...], tm
 
 def test_skipped_stage_has_its_reason(ranks: tuple[Preflight, ...], tmp_path: Path) -> None:
     ranks[0].skip("evaluate", "eval_strategy is no")
-    stage = next(s for s in stage_results(read_records(tmp_path), stopped=False) if s.stage == "evaluate")
-    assert (stage.result, stage.reason) == ("not tested", "eval_strategy is no")
+    row = next(row for row in stage_results(read_records(tmp_path), stopped=False) if row["stage"] == "evaluate")
+    assert (row["result"], row["reason"]) == ("not tested", "eval_strategy is no")
 
 
 def test_stage_that_has_passed_is_not_skipped(ranks: tuple[Preflight, ...], tmp_path: Path) -> None:
