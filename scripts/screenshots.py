@@ -233,7 +233,7 @@ hf-fsdp bench --model llama --strategies full_shard --versions 1,2 --vs stock --
 
 - `--world-sizes`, `--strategies`, `--versions`: the cases. `--vs stock` runs the same settings in stock Accelerate, in
   alternation.
-- `--micro-batch`, `--seq-len`, `--steps`, `--warm-up`, `--blocks`, `--rounds`: what a case trains, and how often.
+- `--micro-batch`, `--seq-len`, `--steps`, `--warm-up`, `--blocks`: what a case trains, and how often.
 - `--force` runs cases whose models do not fit into CPU memory.
 
 ## profile

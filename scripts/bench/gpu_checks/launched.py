@@ -99,7 +99,7 @@ def run_bench(case: Case, folder: Path) -> tuple[int, Case, str]:
     model = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", **TINY.config}
     (folder / "config.json").write_text(json.dumps(model))
     command = [
-        sys.executable, "-m", "hf_fsdp_plugin.cli.main", "bench", "--json", "--model", str(folder), "--rounds", "1",
+        sys.executable, "-m", "hf_fsdp_plugin.cli.main", "bench", "--json", "--model", str(folder), "--blocks", "1",
         "--world-sizes", str(case["ranks"]), "--strategies", "ddp,full_shard", "--versions", str(case["version"]),
         "--seq-len", "64", "--steps", "3", *(["--cpu"] if case["device"] == "cpu" else []),
     ]  # fmt: skip
