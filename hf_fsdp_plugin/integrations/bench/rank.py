@@ -39,7 +39,7 @@ from hf_fsdp_plugin.integrations.patching import install_hooks, remove_hooks
 from hf_fsdp_plugin.integrations.preflight.sample_data import MadeData, collate
 from hf_fsdp_plugin.messages import printer
 from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan
-from hf_fsdp_plugin.plan.meta_model import config_and_class
+from hf_fsdp_plugin.plan.meta_model import config_and_class, meta_model
 from hf_fsdp_plugin.plan.resolve import resolve
 from hf_fsdp_plugin.sources.interface import Sources
 from hf_fsdp_plugin.sources.launchers import LaunchHandover
@@ -72,7 +72,7 @@ class CaseRunner:
         self._table = get_device(device.type)
         self._memory = PeakMemory(self._table)
         self._environ = _settings_in(os.environ)
-        self._batches: list[Batch] = []
+        self._batches = self._make_batches(meta_model(job.model))
 
     def prepare(self, group: CaseGroup) -> None:
         """Run one step of each case of a group, unmeasured: libraries are imported and threads are started then."""
@@ -111,10 +111,7 @@ class CaseRunner:
             del os.environ[name]  # set by an Accelerator of another case
         sources = replace(self._sources, overrides=(*self._sources.overrides, *case.overrides))
         spec = assess(sources).checked_spec()
-        model = build_model(self._job.model)
-        if not self._batches:
-            self._batches = self._make_batches(model)
-        loop = make_loop(case, spec, model, self._device)
+        loop = make_loop(case, spec, build_model(self._job.model), self._device)
         loop.enter()
         return loop
 

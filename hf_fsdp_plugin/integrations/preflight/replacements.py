@@ -18,6 +18,7 @@ _CLONE_SECONDS: Final = 60.0
 _PLACE_ARGUMENTS: Final = (
     "subfolder", "revision", "variant", "state_dict", "force_download", "local_files_only", "cache_dir", "token",
     "use_safetensors", "weights_only", "adapter_kwargs", "from_tf", "from_flax", "trust_remote_code", "code_revision",
+    "gguf_file",
 )  # fmt: skip
 """Arguments of ``from_pretrained`` that select files, which a clone does not have."""
 _NOT_ON_CPU: Final = {
@@ -46,10 +47,10 @@ def from_pretrained(
     if Path(str(name)).is_relative_to(preflight.folder):
         return original(name, *args, **kwargs)
     with preflight.stage("clone"):
+        if kwargs.get("gguf_file"):
+            preflight.not_tested("reading the GGUF file")
         config, kwargs = _config_of(cls, name, kwargs)
         folder = _clone_folder(cls, config)
-        if kwargs.pop("gguf_file", None):
-            preflight.not_tested("reading the GGUF file")
         if str(kwargs.get("attn_implementation") or "").startswith(("flash", "kernels")):
             preflight.not_tested(f"attn_implementation={kwargs['attn_implementation']}, sdpa is used instead")
             kwargs["attn_implementation"] = "sdpa"
@@ -99,7 +100,7 @@ def _config_of(cls: Any, name: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[s
     if isinstance(given, PreTrainedConfig):
         return given, kwargs
     config, left = cls.config_class.from_pretrained(given or name, return_unused_kwargs=True, **kwargs)
-    return config, {**left, **({"gguf_file": kwargs["gguf_file"]} if "gguf_file" in kwargs else {})}
+    return config, left
 
 
 def _clone_folder(cls: Any, config: Any) -> Path:

@@ -42,13 +42,6 @@ from hf_fsdp_plugin.torch_private.functions import profiler_is_running
 _ITEM_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 
-class ProfileEnd(SystemExit):
-    """Ends the script after the profiled steps."""
-
-    def __init__(self) -> None:
-        super().__init__(0)
-
-
 class Profiling:
     """Profiles the steps of one run. Without ``begin``, every function returns at once.
 
@@ -149,7 +142,7 @@ class Profiling:
                 raise
         if self.options.stops:
             stop_reporting()  # no report, because the run is not complete
-            raise ProfileEnd
+            raise SystemExit(0)
 
     def _start_tracing(self) -> None:
         if profiler_is_running():
