@@ -5,13 +5,14 @@ Each rank records its stages in a file of a temporary folder (:mod:`hf_fsdp_plug
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
@@ -90,21 +91,25 @@ def run_preflight(spec: FsdpSpec, sources: Sources, options: stages.Options, lim
         )
         handover = LaunchHandover(sources=sources, report=str(folder / stages.REPORT_FILE))
         env = {"TMPDIR": scratch, "WANDB_MODE": "disabled", "OMP_NUM_THREADS": "1"}
-        env[stages.VARIABLE] = replace(options, folder=str(folder)).to_text()
+        env[stages.VARIABLE] = json.dumps(asdict(replace(options, folder=str(folder))))
         # Accelerators are hidden, so that a script cannot take them.
         env |= {device.visible_variable: "" for device in DEVICES.values() if device.visible_variable}
-        began = time.monotonic()
+        began, shown = time.monotonic(), ""
 
         def why_stopped() -> str | None:
-            running = {record.running for record in stages.read_records(folder) if record.running}
-            _show_stage(min(running, key=list(stages.STAGES).index, default=""))
+            """Show the stage that runs on a terminal, and return whether the limit is reached."""
+            nonlocal shown
+            running = next((record.running for record in stages.read_records(folder) if record.running), "")
+            if running != shown and sys.stderr.isatty():
+                print(f"\r\033[Kpreflight: {running} …", end="", file=sys.stderr, flush=True)
+            shown = running
             return f"{limit_s:g} s (--limit)" if time.monotonic() - began > limit_s else None
 
         words = list(options.script) or ["-m", _BUILTIN]
         try:
             run = run_job(words, replace(spec, launch=launch), world, handover, env=env, should_stop=why_stopped)
         finally:
-            _show_stage("")
+            print("\r\033[K" if sys.stderr.isatty() else "", end="", file=sys.stderr, flush=True)
         seconds = time.monotonic() - began
         records = stages.read_records(folder)
     rows, problems = _read_results(run, records)
@@ -116,12 +121,6 @@ def run_preflight(spec: FsdpSpec, sources: Sources, options: stages.Options, lim
         "stages": rows,
     }
     return PreflightResult(tree=tree, problems=(*changes, *problems), signal_number=run.signal_number)
-
-
-def _show_stage(stage: str) -> None:
-    """Show the stage that runs on a terminal."""
-    if sys.stderr.isatty():
-        print(f"\r\033[K{stage and f'preflight: {stage} …'}", end="", file=sys.stderr, flush=True)
 
 
 def _as_file(config: Any, scratch: Path) -> Any:

@@ -14,7 +14,8 @@ from typing import Any, Final
 from hf_fsdp_plugin.cli import launch
 from hf_fsdp_plugin.cli.output import print_failure, print_json, print_problems
 from hf_fsdp_plugin.cli.verbs import whole_number
-from hf_fsdp_plugin.integrations.profiling import ProfileOptions, files
+from hf_fsdp_plugin.integrations.profiling import files
+from hf_fsdp_plugin.integrations.profiling.files import ProfileOptions
 from hf_fsdp_plugin.launcher.flags import LaunchArguments, Parser, UsageError, add_launch_flags, read_launch_arguments
 from hf_fsdp_plugin.observe.profile.run_profile import RunProfile
 from hf_fsdp_plugin.observe.profile.suggestions import Suggestion
@@ -63,7 +64,10 @@ def add_arguments(parser: Parser) -> None:
     for name, (value, text) in FLAGS.items():
         if value == "N":
             number = whole_number(1 if name == "active" else 0)
-            group.add_argument(f"--{name}", metavar="N", type=number, dest=f"profile.{name}", help=text)
+            default = getattr(ProfileOptions, name)
+            group.add_argument(
+                f"--{name}", metavar="N", type=number, dest=f"profile.{name}", default=default, help=text
+            )
         elif value:
             group.add_argument(f"--{name}", metavar=value, default="fsdp_profile", help=text)
         else:
@@ -82,11 +86,10 @@ def read_arguments(args: argparse.Namespace, environ: Mapping[str, str]) -> tupl
         raise UsageError("--dry_run is a flag of hf-fsdp launch. A profile needs a run.")
     if not launched.script:
         raise UsageError("no script. Usage: hf-fsdp profile [FLAGS] SCRIPT [ARGS ...]")
-    numbers = {name: vars(args)[f"profile.{name}"] for name, (value, _) in FLAGS.items() if value == "N"}
     options = ProfileOptions(
         folder=str(Path(args.output).expanduser().absolute()),
         stops=not args.to_end,
-        **{name: number for name, number in numbers.items() if number is not None},
+        **{name: vars(args)[f"profile.{name}"] for name, (value, _) in FLAGS.items() if value == "N"},
     )
     variables = {name: value for name, value in _VARIABLES.items() if name not in environ}
     return replace(launched, env={**variables, **options.to_env()}), options
@@ -218,7 +221,9 @@ def _overhead(overhead: Mapping[str, float | None]) -> str:
 def _units(units: Sequence[Mapping[str, Any]]) -> str:
     calls = ("gather_forward", "gather_backward", "reduce")
     exposed = {unit["name"]: sum(unit[name]["exposed"] for name in calls) for unit in units}
-    rows = [("slowest units", "forward gather", "backward gather", "reduction", "exposed", "forward", "size")]
+    rows: list[tuple[str, ...]] = [
+        ("slowest units", "forward gather", "backward gather", "reduction", "exposed", "forward", "size")
+    ]
     for unit in sorted(units, key=lambda unit: -exposed[unit["name"]])[:_MAX_ROWS]:
         times = [*(unit[name]["seconds"] for name in calls), exposed[unit["name"]], unit["forward_seconds"]]
         rows.append((unit["name"] or "(root)", *map(format_seconds, times), format_bytes(unit["bytes"])))

@@ -250,7 +250,7 @@ def stock_accelerator(plan: FsdpPlan, device: torch.device) -> Accelerator:
 
 def _policy(plan: FsdpPlan) -> MixedPrecision | MixedPrecisionPolicy | None:
     names = ("param", "reduce", "buffer" if plan.version == 1 else "output")
-    dtypes = {f"{name}_dtype": torch_dtype(getattr(plan.precision, name)) for name in names}
+    dtypes: dict[str, Any] = {f"{name}_dtype": torch_dtype(getattr(plan.precision, name)) for name in names}
     if not any(dtypes.values()):
         return None
     return MixedPrecision(**dtypes) if plan.version == 1 else MixedPrecisionPolicy(**dtypes)

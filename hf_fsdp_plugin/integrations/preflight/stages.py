@@ -14,7 +14,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -63,10 +63,6 @@ class Options:
     model: str = ""
     script: Sequence[str] = ()
     arguments: Sequence[str] = ()
-
-    def to_text(self) -> str:
-        """Return the value of the environment variable."""
-        return json.dumps(asdict(self))
 
 
 @dataclass(kw_only=True, slots=True)

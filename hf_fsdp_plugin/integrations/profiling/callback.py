@@ -9,7 +9,7 @@ from typing import Any
 from transformers.trainer_callback import TrainerCallback
 
 from hf_fsdp_plugin.backends.ranks.agreement import on_all_ranks
-from hf_fsdp_plugin.integrations.profiling import ProfileOptions, files
+from hf_fsdp_plugin.integrations.profiling import files
 from hf_fsdp_plugin.integrations.profiling.run import profiling, remove_files
 from hf_fsdp_plugin.messages import print_once
 from hf_fsdp_plugin.problems import SpecError, has_errors
@@ -34,7 +34,7 @@ class ProfilerCallback(TrainerCallback):
         self, output_dir: str = "fsdp_profile", *, wait: int = 1, warmup: int = 2, active: int = 4, after: int = 3
     ) -> None:
         folder = str(absolute_path(output_dir) or output_dir)
-        self._options = ProfileOptions(
+        self._options = files.ProfileOptions(
             folder=folder, wait=wait, warmup=warmup, active=active, after=after, stops=False, raises=False
         )
 

@@ -1,15 +1,15 @@
-"""The files of a profile: those of the ranks, and ``profile.json`` of all ranks together. Imports no torch."""
+"""The options of a profile and its files: those of the ranks, and ``profile.json`` of all. Imports no torch."""
 
 from __future__ import annotations
 
 import json
 import shutil
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Final
 
-from hf_fsdp_plugin.integrations.profiling import RANKS_FOLDER, TRACES_FOLDER, ProfileOptions
+from hf_fsdp_plugin.integrations.profiling import OPTIONS_VARIABLE
 from hf_fsdp_plugin.observe.profile.rank_profile import RankProfile
 from hf_fsdp_plugin.observe.profile.run_profile import RunProfile, merge_ranks
 from hf_fsdp_plugin.observe.profile.suggestions import Suggestion, suggest
@@ -17,10 +17,55 @@ from hf_fsdp_plugin.problems import Problem
 from hf_fsdp_plugin.text import plural
 from hf_fsdp_plugin.version import SCHEMA_VERSION
 
+NUM_TRACES: Final = 8
+"""Ranks that keep their Chrome trace, from rank 0."""
+RANKS_FOLDER: Final = "ranks"
+TRACES_FOLDER: Final = "traces"
 RESULT: Final = "profile.json"
 PARTIAL: Final = ".part"
 """Suffix of a file that is being written."""
 _FEWER: Final = "or profile fewer: wait, warmup and active (of `hf-fsdp profile`: --wait, --warmup, --active)."
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProfileOptions:
+    """Which steps are profiled, and what follows.
+
+    Attributes:
+        folder: absolute path of the folder for the result.
+        wait: optimizer steps before the profiler starts. The first one initializes FSDP.
+        warmup: steps with the profiler that are not analyzed.
+        active: steps that are analyzed.
+        after: steps without the profiler after them, with which its overhead is measured.
+        stops: whether the script ends after these steps.
+        raises: whether a failure of the profile ends the script. Otherwise the training continues without it.
+    """
+
+    folder: str
+    wait: int = 1
+    warmup: int = 2
+    active: int = 4
+    after: int = 3
+    stops: bool = True
+    raises: bool = True
+
+    @property
+    def last_traced(self) -> int:
+        """Number of steps after which the profiler stops."""
+        return self.wait + self.warmup + self.active
+
+    @property
+    def last(self) -> int:
+        return self.last_traced + self.after
+
+    def to_env(self) -> dict[str, str]:
+        return {OPTIONS_VARIABLE: json.dumps(asdict(self))}
+
+    def rank_file(self, rank: int) -> Path:
+        return Path(self.folder) / RANKS_FOLDER / f"rank_{rank}.json"
+
+    def trace_file(self, rank: int) -> Path:
+        return Path(self.folder) / TRACES_FOLDER / f"rank_{rank}.json.gz"
 
 
 def read_ranks(folder: Path) -> list[RankProfile]:

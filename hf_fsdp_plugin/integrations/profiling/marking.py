@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.profiler import record_function
 
-from hf_fsdp_plugin.observe.profile.trace import GATHER, PREFIX, REDUCE, UNIT, Phase
+from hf_fsdp_plugin.observe.profile.trace import PREFIX, UNIT, Phase
 from hf_fsdp_plugin.observe.units import observe_units
 from hf_fsdp_plugin.plan.names import unwrapped
 
@@ -44,13 +44,13 @@ class Marks:
     def phase(self, phase: Phase) -> AbstractContextManager[Any]:
         return self(f"{PREFIX}{phase}") if self.stage_of is None else self.stage_of(phase)
 
-    def gather(self, state: nn.Module) -> AbstractContextManager[Any]:
-        """Return the mark of a gather of an FSDP1 unit."""
-        return self(f"{GATHER}{self.names.get(id(state), '')}")
+    def of_unit(self, prefix: str, state: nn.Module) -> AbstractContextManager[Any]:
+        """Return the mark of a collective of an FSDP1 unit.
 
-    def reduction(self, state: nn.Module) -> AbstractContextManager[Any]:
-        """Return the mark of a reduction of an FSDP1 unit's gradients."""
-        return self(f"{REDUCE}{self.names.get(id(state), '')}")
+        Args:
+            prefix: ``GATHER`` or ``REDUCE``.
+        """
+        return self(f"{prefix}{self.names.get(id(state), '')}")
 
     def instant(self, name: str) -> None:
         with self(name):

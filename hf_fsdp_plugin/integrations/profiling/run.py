@@ -6,6 +6,7 @@ The trace of a rank is analyzed in the rank, so that the launcher reads a small 
 from __future__ import annotations
 
 import contextlib
+import functools
 import gzip
 import json
 import os
@@ -28,12 +29,11 @@ from hf_fsdp_plugin.backends.sharding.shard import plan_of
 from hf_fsdp_plugin.devices import available_device
 from hf_fsdp_plugin.integrations.call_hooks import call_marks
 from hf_fsdp_plugin.integrations.patching import install_hooks
-from hf_fsdp_plugin.integrations.profiling import NUM_TRACES, ProfileOptions
-from hf_fsdp_plugin.integrations.profiling.files import remove_paths, write_file
+from hf_fsdp_plugin.integrations.profiling.files import NUM_TRACES, ProfileOptions, remove_paths, write_file
 from hf_fsdp_plugin.integrations.profiling.marking import marks
 from hf_fsdp_plugin.integrations.run_report import stop_reporting
 from hf_fsdp_plugin.observe.profile.rank_profile import profile_of
-from hf_fsdp_plugin.observe.profile.trace import BOUNDARY, WAIT, Trace, read_trace
+from hf_fsdp_plugin.observe.profile.trace import BOUNDARY, GATHER, REDUCE, WAIT, Trace, read_trace
 from hf_fsdp_plugin.observe.units import UnitObservation, observe_units
 from hf_fsdp_plugin.problems import Problem, SpecError
 from hf_fsdp_plugin.rank_variables import launched_rank, launched_world_size
@@ -73,7 +73,9 @@ class Profiling:
         self._forwards_per_step = 1
         self._batch: tuple[int, ...] = ()
         install_hooks("calls", "profile")
-        call_marks.wait, call_marks.gather, call_marks.reduction = lambda: marks(WAIT), marks.gather, marks.reduction
+        call_marks.wait = functools.partial(marks, WAIT)
+        call_marks.gather = functools.partial(marks.of_unit, GATHER)
+        call_marks.reduction = functools.partial(marks.of_unit, REDUCE)
         marks.on_forward = self._see_forward
         self._hook = register_optimizer_step_post_hook(self._after_step)
 

@@ -164,20 +164,22 @@ def profile_of(
         times[segment.phase] = times.get(segment.phase, Times()) + times_between(segment.start, segment.end)
     units: dict[str, UnitSeconds] = {}
     for mark in trace.marks:
-        segment = segment_at.find(mark.start) if mark.name.startswith(traces.UNIT) else None
-        if segment is not None and segment.phase in ("forward", "backward"):
+        inside = segment_at.find(mark.start) if mark.name.startswith(traces.UNIT) else None
+        if inside is not None and inside.phase in ("forward", "backward"):
             found, name = times_between(mark.start, mark.end), mark.name.removeprefix(traces.UNIT)
             seconds = (found.compute if trace.kernels else found.seconds - found.exposed) / num_steps
             forward, recomputed = units.get(name, UnitSeconds())
-            is_again = segment.phase == "backward"
-            units[name] = UnitSeconds(forward + seconds * (not is_again), recomputed + seconds * is_again)
+            if inside.phase == "forward":
+                units[name] = UnitSeconds(forward + seconds, recomputed)
+            else:
+                units[name] = UnitSeconds(forward, recomputed + seconds)
     calls = []
     for each in collectives:
-        if (segment := segment_at.find(each.called)) is not None:
+        if (inside := segment_at.find(each.called)) is not None:
             spans = merge_intervals(each.spans)
             seconds = total_length(spans)
             hidden = sum(total_length(clip_intervals(compute, *span)) for span in spans)
-            context = unit_at.find(each.called, each.thread), segment.step, segment.phase
+            context = unit_at.find(each.called, each.thread), inside.step, inside.phase
             calls.append(TimedCollective(each.kind, *context, spans[0][0], spans[-1][1], seconds, seconds - hidden))
     times = {phase: each.scaled(1 / num_steps) for phase, each in times.items()}
     return RankProfile(num_steps=num_steps, times=times, calls=calls, units=units, **more)

@@ -10,8 +10,8 @@ import pytest
 
 from hf_fsdp_plugin.cli import launch, profile
 from hf_fsdp_plugin.cli.verbs import make_parser
-from hf_fsdp_plugin.integrations.profiling import ProfileOptions, files
-from hf_fsdp_plugin.integrations.profiling.files import read_ranks, write_file
+from hf_fsdp_plugin.integrations.profiling import OPTIONS_VARIABLE, files
+from hf_fsdp_plugin.integrations.profiling.files import ProfileOptions, read_ranks, write_file
 from hf_fsdp_plugin.launcher.flags import UsageError
 from hf_fsdp_plugin.observe.profile.rank_profile import RankProfile, Times
 from tests.support.json_schema import assert_valid
@@ -32,7 +32,7 @@ def test_own_flags_and_those_of_launch_precede_the_script():
     assert (options.active, options.stops) == (2, False)
     assert launched.script == "train.py" and launched.script_args == ("--active", "9")
     assert launched.options == {"config_file": "a.yaml"} and launched.command_line == ("--cpu",)
-    assert ProfileOptions.from_env(launched.env) == options
+    assert ProfileOptions(**json.loads(launched.env[OPTIONS_VARIABLE])) == options
 
 
 def test_variables_of_the_user_are_kept():
