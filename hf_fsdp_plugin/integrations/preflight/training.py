@@ -78,16 +78,10 @@ class StageCallback(TrainerCallback):
 
     def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         logs = kwargs.get("logs") or {}
-        if "loss" in logs:
-            if control.should_evaluate:  # the Trainer evaluates, and saves, right after it has logged the loss
-                self._enter("evaluate")
-            elif control.should_save:
-                self._enter("save")
+        if "loss" in logs and control.should_evaluate:  # the Trainer evaluates right after it has logged the loss
+            self._enter("evaluate")
         if "train_runtime" in logs and args.load_best_model_at_end and state.best_model_checkpoint is not None:
             self._enter("load best")
-
-    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._enter("step")
 
     def _enter(self, stage: str) -> None:
         if self._is_first:
