@@ -10,8 +10,7 @@ from pathlib import Path
 from hf_fsdp_plugin.checkpoint import newest_complete, object_in, refuse
 from hf_fsdp_plugin.checkpoint.names import PREFIXES, TRAINER_STATE
 from hf_fsdp_plugin.cli import merge
-from hf_fsdp_plugin.cli.output import USAGE, check_folder, print_failure
-from hf_fsdp_plugin.problems import CheckpointError
+from hf_fsdp_plugin.cli.verbs import check_folder
 from hf_fsdp_plugin.text import printable
 
 HELP = (
@@ -22,21 +21,16 @@ EXAMPLES = ("hf-fsdp export out model", "hf-fsdp export out model --best --max-s
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "run", type=Path, metavar="RUN", help="output folder of a Trainer, or folder of Accelerate's checkpoints"
-    )
+    about = "output folder of a Trainer, or folder of Accelerate's checkpoints"
+    parser.add_argument("run", type=Path, metavar="RUN", help=about)
     merge.add_options(parser)
     parser.add_argument("--best", action="store_true", help="export the best checkpoint by the Trainer's metric")
 
 
 def run(args: argparse.Namespace) -> int:
     """Merge the checkpoint. Returns 0 if the output folder is complete, 1 otherwise, 2 if RUN does not exist."""
-    if not check_folder("export", args.run):
-        return USAGE
-    try:
-        args.checkpoint = find_checkpoint(args.run, best=args.best)
-    except CheckpointError as error:
-        return print_failure(error.problems, as_json=args.json)
+    check_folder(args.run)
+    args.checkpoint = find_checkpoint(args.run, best=args.best)
     return merge.run(args)
 
 

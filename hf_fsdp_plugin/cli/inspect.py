@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from hf_fsdp_plugin.checkpoint import Summary, checkpoints_of_run, summarize, why_incomplete
-from hf_fsdp_plugin.cli.output import OK, PROBLEMS, USAGE, check_folder, print_json, print_problems, text_width
+from hf_fsdp_plugin.cli.output import OK, PROBLEMS, print_json, print_problems, text_width
+from hf_fsdp_plugin.cli.verbs import check_folder
+from hf_fsdp_plugin.launcher.flags import UsageError
 from hf_fsdp_plugin.problems import CheckpointError
 from hf_fsdp_plugin.text import (
     fit_table,
@@ -29,9 +31,8 @@ _WIDTH = 112
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "checkpoint", type=Path, help="a checkpoint of any kind, a Hugging Face folder, or a folder of checkpoints"
-    )
+    about = "a checkpoint of any kind, a Hugging Face folder, or a folder of checkpoints"
+    parser.add_argument("checkpoint", type=Path, help=about)
     parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else on stdout")
     parser.add_argument("--parameters", action="store_true", help="list every parameter")
     parser.add_argument("--optimizer", action="store_true", help="list the optimizer's groups and state")
@@ -39,16 +40,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the summary. Return 0 for a complete checkpoint, 1 if there is none, 2 if the folder does not exist."""
-    if not check_folder("inspect", args.checkpoint):
-        return USAGE
+    check_folder(args.checkpoint)
     paths = checkpoints_of_run(args.checkpoint)
     try:
         summary = summarize(args.checkpoint)
     except CheckpointError as error:
         if paths:  # the folder of a run is usually not a checkpoint
-            if not args.json and (args.parameters or args.optimizer):
-                print("hf-fsdp inspect: --parameters and --optimizer need one checkpoint, or --json.", file=sys.stderr)
-                return USAGE
             return _run(args, paths)
         if args.json:
             problems = [problem.to_json() for problem in error.problems]
@@ -68,15 +65,18 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _run(args: argparse.Namespace, paths: list[Path]) -> int:
+    """Print the summaries of all checkpoints of a run. Returns 0 if one is complete, else 1."""
+    if not args.json and (args.parameters or args.optimizer):
+        raise UsageError("--parameters and --optimizer need one checkpoint, or --json.")
     rows = _rows(paths)
-    complete = [path for path, summary, _ in rows if isinstance(summary, Summary) and summary.incomplete is None]
-    newest = next(iter(complete), None)
+    newest = next((path for path, summary, reason in rows if summary is not None and reason is None), None)
     if args.json:
-        summaries: list[Any] = []
-        for path, summary, reason in rows:
-            unreadable = {"checkpoint": str(path), "complete": False, "incomplete": reason}
-            described = summary and summary.to_json(parameters=args.parameters, optimizer=args.optimizer)
-            summaries.append(described or unreadable)
+        summaries = [
+            {"checkpoint": str(path), "complete": False, "incomplete": reason}
+            if summary is None
+            else summary.to_json(parameters=args.parameters, optimizer=args.optimizer)
+            for path, summary, reason in rows
+        ]
         tree = {"run": str(args.checkpoint), "checkpoints": summaries}
         print_json({**tree, "newest_complete": None if newest is None else str(newest)})
     else:
@@ -118,8 +118,8 @@ def _text(summary: Summary, *, parameters: bool, optimizer: bool) -> str:
     for label, text in _facts(summary):
         lines += wrap_items(printable(text).split(", "), min(text_width() or _WIDTH, _WIDTH), label=f"  {label:<10} ")
     if parameters:
-        table = [("parameter", "dtype", "shape"), *((name, *_kind(kind)) for name, kind in summary.parameters.items())]
-        lines += ["", format_table(table)]
+        kinds = ((name, dtype, format_shape(shape)) for name, (dtype, shape) in summary.parameters.items())
+        lines += ["", format_table([("parameter", "dtype", "shape"), *kinds])]
     if optimizer:
         lines += ["", *_optimizer(summary)]
     rows = [("file", "bytes"), *((f"  {name}", f"{size:,}") for name, size in summary.files.items())]
@@ -127,28 +127,29 @@ def _text(summary: Summary, *, parameters: bool, optimizer: bool) -> str:
     return "\n".join(lines)
 
 
-def _facts(summary: Summary) -> list[tuple[str, str]]:
-    manifest = summary.manifest
-    dtypes = summary.dtypes
+def _facts(summary: Summary) -> Iterable[tuple[str, str]]:
+    """Yield the label and the text of each line."""
+    manifest, dtypes = summary.manifest, summary.dtypes
     amounts = ", ".join(f"{dtype} {count:,}" if len(dtypes) > 1 else dtype for dtype, count in dtypes.items())
     model = f"{len(summary.distinct):,} parameters, {summary.num_elements:,} elements ({amounts})"
-    keys = dict.fromkeys(key for entry in summary.state.values() for key in entry)
-    optimizer = f"{format_bytes(summary.optimizer_bytes)} ({', '.join(keys) or 'no state'})"
-    format = ", ".join(dict.fromkeys([summary.format, summary.kind]))
-    return [
-        ("format", f"{format}{'' if manifest else ', without a manifest'}"),
-        ("step", "" if summary.step is None else f"{summary.step:,}"),
-        ("ranks", "" if summary.world_size is None else str(summary.world_size)),
-        ("backend", f"{manifest.backend}, {manifest.strategy}, mesh {_pairs(manifest.mesh)}" if manifest else ""),
-        ("written", f"{manifest.created}{', in the background' if manifest.asynchronous else ''}" if manifest else ""),
-        ("model", f"{model}, {format_bytes(summary.model_bytes)}"),
-        ("optimizer", f"{optimizer}, groups: {len(summary.groups)}" if summary.state or summary.groups else ""),
-        ("tied", "; ".join(" = ".join(tie) for tie in summary.ties)),
-        ("files", f"{len(summary.files):,}, {format_bytes(sum(summary.files.values()))}"),
-        ("settings", _pairs(manifest.settings) if manifest else ""),
-        ("batch", _pairs(_numbers(manifest.batch)) if manifest else ""),
-        ("versions", _pairs(summary.versions)),
-    ]
+    kinds = ", ".join(dict.fromkeys([summary.format, summary.kind]))
+    yield "format", f"{kinds}{'' if manifest else ', without a manifest'}"
+    yield "step", "" if summary.step is None else f"{summary.step:,}"
+    yield "ranks", "" if summary.world_size is None else str(summary.world_size)
+    if manifest:
+        yield "backend", f"{manifest.backend}, {manifest.strategy}, mesh {_pairs(manifest.mesh)}"
+        yield "written", f"{manifest.created}{', in the background' if manifest.asynchronous else ''}"
+    yield "model", f"{model}, {format_bytes(summary.model_bytes)}"
+    if summary.state or summary.groups:
+        keys = ", ".join(dict.fromkeys(key for entry in summary.state.values() for key in entry)) or "no state"
+        yield "optimizer", f"{format_bytes(summary.optimizer_bytes)} ({keys}), groups: {len(summary.groups)}"
+    yield "tied", "; ".join(" = ".join(tie) for tie in summary.ties)
+    yield "files", f"{len(summary.files):,}, {format_bytes(sum(summary.files.values()))}"
+    if manifest:
+        yield "settings", _pairs(manifest.settings)
+        sizes = {key: value for key, value in manifest.batch.items() if not isinstance(value, (list, dict))}
+        yield "batch", _pairs(sizes)
+    yield "versions", _pairs(summary.versions)
 
 
 def _optimizer(summary: Summary) -> list[str]:
@@ -159,22 +160,17 @@ def _optimizer(summary: Summary) -> list[str]:
     rows = [("state", "dtype", "shape")]
     for name, entry in summary.state.items():
         for key, value in entry.items():
-            kind = isinstance(value, tuple) and len(value) == 2
-            rows.append((f"{name} {key}", *(_kind(value) if kind else ("value", str(value)))))
+            is_tensor = isinstance(value, tuple) and len(value) == 2
+            rows.append(
+                (f"{name} {key}", *((value[0], format_shape(value[1])) if is_tensor else ("value", str(value))))
+            )
     return [*lines, format_table(rows)]
 
 
-def _kind(kind: tuple[str, tuple[int, ...]]) -> tuple[str, str]:
-    return kind[0], format_shape(kind[1])
-
-
 def _pairs(table: Mapping[str, Any]) -> str:
-    return ", ".join(f"{key} {_shown(value)}" for key, value in table.items())
-
-
-def _numbers(table: Mapping[str, Any]) -> Mapping[str, Any]:
-    return {key: value for key, value in table.items() if not isinstance(value, (list, dict))}
-
-
-def _shown(value: Any) -> str:
-    return value if isinstance(value, str) and value else json.dumps(value, default=str, ensure_ascii=False)
+    """Return ``name value, name value``: text without quotes, other values as JSON."""
+    texts = {
+        key: value if isinstance(value, str) and value else json.dumps(value, default=str, ensure_ascii=False)
+        for key, value in table.items()
+    }
+    return ", ".join(f"{key} {text}" for key, text in texts.items())

@@ -2,7 +2,7 @@
 
 A verb is a module of this package with ``HELP``, two ``EXAMPLES``, ``add_arguments(parser)`` and ``run(args) -> int``.
 A verb whose arguments one parser cannot read has ``parse_argv(argv)``, which returns the argument of ``run``. Both may
-raise ``UsageError``. The exit codes are in :mod:`hf_fsdp_plugin.cli.output`.
+raise ``UsageError``, and ``run`` may raise ``SpecError``. The exit codes are in :mod:`hf_fsdp_plugin.cli.output`.
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import hf_fsdp_plugin
-from hf_fsdp_plugin.cli.output import INTERRUPTED, OK, PROBLEMS, USAGE
+from hf_fsdp_plugin.cli.output import INTERRUPTED, OK, PROBLEMS, USAGE, print_failure
 from hf_fsdp_plugin.cli.verbs import PROG, VERBS, make_parser, usage_text, verb_module
 from hf_fsdp_plugin.launcher.flags import UsageError
+from hf_fsdp_plugin.problems import SpecError
 from hf_fsdp_plugin.supported import unsupported_versions
 from hf_fsdp_plugin.text import printable
 
@@ -49,8 +50,10 @@ def parse_arguments(verb: str, argv: Sequence[str]) -> Any:
 
 
 def _run(verb: str, argv: Sequence[str]) -> int:
+    args = None
     try:
-        code = verb_module(verb).run(parse_arguments(verb, argv))
+        args = parse_arguments(verb, argv)
+        code = verb_module(verb).run(args)
         sys.stdout.flush()
         return int(code)
     except SystemExit as stop:  # after --help
@@ -58,6 +61,8 @@ def _run(verb: str, argv: Sequence[str]) -> int:
     except UsageError as error:
         print(f"{PROG} {verb}: {error}", file=sys.stderr)
         return USAGE
+    except SpecError as error:
+        return print_failure(error.problems, as_json=getattr(args, "json", False))
     except BrokenPipeError:  # the process that reads stdout (head, less) has exited
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return PROBLEMS

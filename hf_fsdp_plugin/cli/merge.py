@@ -4,20 +4,12 @@ from __future__ import annotations
 
 import argparse
 import re
-import sys
 from pathlib import Path
 
 from hf_fsdp_plugin.checkpoint import Merged, MergeOptions, merge
-from hf_fsdp_plugin.cli.output import (
-    OK,
-    PROBLEMS,
-    USAGE,
-    ProgressBars,
-    check_folder,
-    print_failure,
-    print_json,
-    print_problems,
-)
+from hf_fsdp_plugin.cli.output import OK, PROBLEMS, ProgressBars, print_json, print_problems
+from hf_fsdp_plugin.cli.verbs import check_folder
+from hf_fsdp_plugin.launcher.flags import UsageError
 from hf_fsdp_plugin.problems import CheckpointError, Origin, Problem, has_errors
 from hf_fsdp_plugin.text import format_bytes, plural, printable
 
@@ -34,49 +26,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add all arguments except the checkpoint, for this verb and for ``export``."""
-    parser.add_argument(
-        "out", type=Path, metavar="OUT", help="the folder to write; it is created when the merge is complete"
-    )
-    parser.add_argument("--dtype", choices=DTYPES, help="dtype of floating-point tensors (default: unchanged)")
-    parser.add_argument(
-        "--max-shard-size", type=_size, default=_size("5GB"), metavar="SIZE", help="bytes per file (default: 5GB)"
-    )
-    parser.add_argument(
-        "--config",
-        type=Path,
-        metavar="DIR",
-        help="folder of config and tokenizer (default: CKPT or the folder above it)",
-    )
-    parser.add_argument(
-        "--model-number",
-        type=int,
-        default=0,
-        metavar="N",
-        help="the model to write, if the checkpoint contains several (default: 0)",
-    )
-    parser.add_argument("--force", action="store_true", help="replace OUT if it is not empty")
+    add = parser.add_argument
+    add("out", type=Path, metavar="OUT", help="the folder to write; it is created when the merge is complete")
+    add("--dtype", choices=DTYPES, help="dtype of floating-point tensors (default: unchanged)")
+    add("--max-shard-size", type=_size, default="5GB", metavar="SIZE", help="bytes per file (default: 5GB)")
+    about = "folder of config and tokenizer (default: CKPT or the folder above it)"
+    add("--config", type=Path, metavar="DIR", help=about)
+    about = "the model to write, if the checkpoint contains several (default: 0)"
+    add("--model-number", type=int, default=0, metavar="N", help=about)
+    add("--force", action="store_true", help="replace OUT if it is not empty")
     checks = parser.add_mutually_exclusive_group()
     checks.add_argument("--verify", action="store_true", help="compare every written byte with the checkpoint")
-    checks.add_argument(
-        "--no-verify",
-        action="store_true",
-        help="do not compare the bytes of the checkpoint with the hashes of its manifest while they are read",
-    )
-    parser.add_argument(
-        "--delete-input",
-        action="store_true",
-        help="verify, then delete the model files of CKPT if all checks pass; optimizer and other files are kept",
-    )
-    parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else on stdout")
+    about = "do not compare the bytes of the checkpoint with the hashes of its manifest while they are read"
+    checks.add_argument("--no-verify", action="store_true", help=about)
+    about = "verify, then delete the model files of CKPT if all checks pass; optimizer and other files are kept"
+    add("--delete-input", action="store_true", help=about)
+    add("--json", action="store_true", help="print one JSON object and nothing else on stdout")
 
 
 def run(args: argparse.Namespace) -> int:
     """Merge. Return 0 if OUT is complete and every option was applied, 1 otherwise, 2 if CKPT does not exist."""
-    if not check_folder("merge", args.checkpoint):
-        return USAGE
+    check_folder(args.checkpoint)
     if args.delete_input and args.no_verify:
-        print("hf-fsdp merge: --no-verify conflicts with --delete-input. Keep one of them.", file=sys.stderr)
-        return USAGE
+        raise UsageError("--no-verify conflicts with --delete-input. Keep one of them.")
     options = MergeOptions(
         dtype=DTYPES.get(args.dtype),
         max_shard_size=args.max_shard_size,
@@ -90,22 +62,17 @@ def run(args: argparse.Namespace) -> int:
     try:
         with ProgressBars() as progress:
             merged = merge(args.checkpoint, args.out, options, progress)
-    except CheckpointError as error:
-        return print_failure(error.problems, as_json=args.json)
     except OSError as error:
-        return print_failure([_disk_problem(error, args.out)], as_json=args.json)
+        message = f"cannot be read or written: {error.strerror or error}."
+        fix = "Fix the cause, and start the same merge again. Finished files are kept."
+        origin = Origin(source=str(error.filename or args.out))
+        raise CheckpointError([Problem(code="FSDP-E495", message=message, fix=fix, origin=origin)]) from error
     if args.json:
         print_json(merged.to_json())
     else:
         print_problems(merged.problems)
         print(_text(merged))
     return PROBLEMS if has_errors(merged.problems) else OK
-
-
-def _disk_problem(error: OSError, out: Path) -> Problem:
-    message = f"cannot be read or written: {error.strerror or error}."
-    fix = "Fix the cause, and start the same merge again. Finished files are kept."
-    return Problem(code="FSDP-E495", message=message, fix=fix, origin=Origin(source=str(error.filename or out)))
 
 
 def _text(merged: Merged) -> str:

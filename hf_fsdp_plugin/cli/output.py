@@ -44,15 +44,6 @@ def exit_code(problems: Iterable[Problem], config: str | None) -> int:
     return PROBLEMS if has_errors(problems) else OK
 
 
-def check_folder(verb: str, folder: Path) -> bool:
-    """Return whether `folder` exists. Otherwise print what is wrong."""
-    if folder.is_dir():
-        return True
-    what = "is not a folder" if folder.exists() else "does not exist"
-    print(f"hf-fsdp {verb}: {printable(str(folder))} {what}. Give the folder of a checkpoint.", file=sys.stderr)
-    return False
-
-
 def has_color(stream: TextIO) -> bool:
     """Return whether to print colors. ``NO_COLOR`` has precedence over ``FORCE_COLOR``, as in Python itself."""
     if os.environ.get("NO_COLOR"):

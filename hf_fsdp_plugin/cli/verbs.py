@@ -6,6 +6,7 @@ import argparse
 import importlib
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from types import MappingProxyType, ModuleType
 from typing import Final
 
@@ -72,6 +73,13 @@ def check_needs(args: argparse.Namespace, needs: Mapping[str, Sequence[str]]) ->
         if name in args.given and not any(other in args.given for other in others):
             flags = " or ".join(f"--{other.replace('_', '-')}" for other in others)
             raise UsageError(f"{args.given[name]} needs {flags}.")
+
+
+def check_folder(folder: Path) -> None:
+    """Raise ``UsageError`` if the folder of a checkpoint does not exist."""
+    if not folder.is_dir():
+        what = "is not a folder" if folder.exists() else "does not exist"
+        raise UsageError(f"{folder} {what}. Give the folder of a checkpoint.")
 
 
 def usage_text() -> str:

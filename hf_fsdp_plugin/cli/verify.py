@@ -7,16 +7,8 @@ from pathlib import Path
 
 from hf_fsdp_plugin.checkpoint import Verdict, checkpoints_of_run, read_stored_model, verify
 from hf_fsdp_plugin.checkpoint.names import MANIFEST_NAME
-from hf_fsdp_plugin.cli.output import (
-    OK,
-    PROBLEMS,
-    USAGE,
-    ProgressBars,
-    check_folder,
-    colored,
-    print_json,
-    print_problems,
-)
+from hf_fsdp_plugin.cli.output import OK, PROBLEMS, ProgressBars, colored, print_json, print_problems
+from hf_fsdp_plugin.cli.verbs import check_folder
 from hf_fsdp_plugin.problems import CheckpointError
 from hf_fsdp_plugin.text import plural, printable
 
@@ -25,23 +17,16 @@ EXAMPLES = ("hf-fsdp verify out/checkpoint-500", "hf-fsdp verify out --no-config
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "checkpoint",
-        type=Path,
-        help="a checkpoint of any kind, a Hugging Face folder, or a run: all of its checkpoints",
-    )
+    about = "a checkpoint of any kind, a Hugging Face folder, or a run: all of its checkpoints"
+    parser.add_argument("checkpoint", type=Path, help=about)
     parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else on stdout")
-    parser.add_argument(
-        "--no-config-check",
-        action="store_true",
-        help="skip the comparison with the model of config.json, which needs torch",
-    )
+    about = "skip the comparison with the model of config.json, which needs torch"
+    parser.add_argument("--no-config-check", action="store_true", help=about)
 
 
 def run(args: argparse.Namespace) -> int:
     """Print the result. Returns 0 if nothing is damaged, 1 for damage, 2 if the folder does not exist."""
-    if not check_folder("verify", args.checkpoint):
-        return USAGE
+    check_folder(args.checkpoint)
     found = _checkpoints_of_run(args.checkpoint)
     verdicts = []
     for checkpoint in found or [args.checkpoint]:

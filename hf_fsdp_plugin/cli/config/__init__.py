@@ -8,33 +8,16 @@ import os
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
+from hf_fsdp_plugin.cli.config import settings as answered
 from hf_fsdp_plugin.cli.config.conversation import Asker, ask_questions
 from hf_fsdp_plugin.cli.config.prediction import predict_memory
 from hf_fsdp_plugin.cli.config.question import Question, State, label_of
 from hf_fsdp_plugin.cli.config.questions import BY_NAME, QUESTIONS
-from hf_fsdp_plugin.cli.config.settings import (
-    SettingLine,
-    arguments_of,
-    code_of,
-    entries_of,
-    fixed_settings,
-    header_of,
-    settings_of,
-    stock_limits,
-    unused_settings,
-)
-from hf_fsdp_plugin.cli.config.target import (
-    Target,
-    assess_text,
-    changed_text,
-    find_target,
-    new_text,
-    with_header,
-    write_target,
-)
-from hf_fsdp_plugin.cli.output import OK, PROBLEMS, USAGE, print_failure, print_json, print_problems
+from hf_fsdp_plugin.cli.config.target import Target, assess_text, find_target, write_target
+from hf_fsdp_plugin.cli.config_text import SettingLine, changed_text, new_text, setting_lines, stock_limits
+from hf_fsdp_plugin.cli.output import OK, print_failure, print_json, print_problems
 from hf_fsdp_plugin.launcher.flags import Suggested
 from hf_fsdp_plugin.launcher.world import DeviceSearch
 from hf_fsdp_plugin.problems import Origin, Problem, SpecError, has_errors
@@ -52,9 +35,6 @@ EXAMPLES = (
     "hf-fsdp config -o fsdp.yaml --model meta-llama/Llama-3.1-8B --gpus 8 --gpu-memory 80GB",
     "hf-fsdp config --yes --num-machines 2 --gpus 8 --strategy hybrid_shard --show-args",
 )
-
-
-_WRONG_OPTIONS: Final = frozenset({"FSDP-E762", "FSDP-E763"})
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -80,13 +60,6 @@ def run(args: argparse.Namespace) -> int:
     """Ask, then write the file. Returns 0 if it was written, 1 if not, 2 for wrong options."""
     try:
         return _run(args)
-    except SpecError as error:
-        print_problems(error.problems)
-        if {problem.code for problem in error.problems} & _WRONG_OPTIONS:
-            return USAGE
-        if args.json:
-            print_failure(error.problems, as_json=True)
-        return PROBLEMS
     except KeyboardInterrupt:
         print("\nNothing was written.", file=sys.stderr)
         raise
@@ -112,46 +85,41 @@ def _run(args: argparse.Namespace) -> int:
         ask_questions(state, asker, given)
     finally:
         search.close()
-    settings = settings_of(state)
-    text = _text(target, state, settings)
-    checked = _check(text, target, entries_of(state, settings))
+    settings, comments = answered.settings_of(state), answered.comments_of(state)
+    lines = setting_lines(settings, state.version, comments)
+    if target.text is None or target.present is None:
+        new = setting_lines({**answered.fixed_settings(state), **settings}, state.version, comments)
+        text = new_text(new, answered.header_of(state), is_json=target.is_json)
+    else:
+        unused = answered.unused_settings(state, settings)
+        text = changed_text(target.text, lines, unused, target.present.spec, is_json=target.is_json)
+    checked = _check(text, target, lines)
     memory, memory_line = predict_memory(state, checked.spec)
     if memory_line:
         asker.show(f"Predicted memory of these settings: {memory_line}.")
     if not target.is_json:
-        text = with_header(text, header_of(state, memory_line))
+        text = answered.with_header(text, answered.header_of(state, memory_line))
     if not _may_write(args, target, text, asker, state):
         print("Nothing was written.", file=sys.stderr)
-        if args.json:
-            print_failure([], as_json=True)
-        return PROBLEMS
+        return print_failure([], as_json=args.json)
     if target.path is not None and text != target.text:
         write_target(target, text)
     _print_result(args, target, text, state, checked, memory)
     return OK
 
 
-def _text(target: Target, state: State, settings: dict[str, Any]) -> str:
-    """Return the new content of the file."""
-    if target.text is None or target.present is None:
-        entries = entries_of(state, {**fixed_settings(state), **settings})
-        return new_text(entries, header_of(state), is_json=target.is_json)
-    entries, unused = entries_of(state, settings), unused_settings(state, settings)
-    return changed_text(target.text, entries, unused, target.present.spec, is_json=target.is_json)
-
-
-def _check(text: str, target: Target, entries: Sequence[SettingLine]) -> Assessment:
+def _check(text: str, target: Target, lines: Sequence[SettingLine]) -> Assessment:
     """Return the assessment of the new content. Raises ``SpecError`` if it has errors or other settings."""
     checked = assess_text(text, target)
     if has_errors(checked.problems):
         print("The file would have these errors. It was not written.", file=sys.stderr)
         raise SpecError(checked.problems)
-    for entry in entries:
-        if checked.spec.asked(entry.name) and checked.spec.get(entry.name) != entry.means:
-            found = checked.spec.get(entry.name)
-            message = f"{entry.name} would be {found} instead of {entry.means}, because of other keys in the file."
+    for line in lines:
+        found = checked.spec.get(line.name) if checked.spec.asked(line.name) else line.means
+        if found != line.means:
+            message = f"{line.name} would be {found} instead of {line.means}, because of other keys in the file."
             fix = "Correct these keys, or write a new file with -o. Nothing was written."
-            raise SpecError([Problem(code="FSDP-E765", message=message, fix=fix, setting=entry.name)])
+            raise SpecError([Problem(code="FSDP-E765", message=message, fix=fix, setting=line.name)])
     return checked
 
 
@@ -161,10 +129,8 @@ def _may_write(args: argparse.Namespace, target: Target, text: str, asker: Asker
         return True
     lines = difflib.unified_diff(target.text.splitlines(), text.splitlines(), "before", "after", lineterm="", n=1)
     print("", *map(printable, lines), sep="\n", file=sys.stderr)
-    if args.force:
-        return True
     question = Question(name="force", text=f"Change {target.shown}", default=True)
-    return bool(asker.ask(question, state))
+    return bool(args.force or asker.ask(question, state))
 
 
 def _print_result(
@@ -181,7 +147,7 @@ def _print_result(
     }
     written = {name: value for name, value in settings.items() if checked.spec.asked(name)}
     limits = list(stock_limits(written, state.version))
-    arguments = arguments_of(state, checked.spec)
+    arguments = answered.arguments_of(state, checked.spec)
     if args.json:
         print_json(
             {
@@ -209,3 +175,14 @@ def _print_result(
             print(printable(f"  {launcher} launch {option}train.py"), file=sys.stderr)
     if args.show_args:
         print(code_of(arguments))
+
+
+def code_of(arguments: Mapping[str, Any]) -> str:
+    """Return the call of ``TrainingArguments`` as Python code, with one argument per line."""
+    lines = ["TrainingArguments("]
+    for name, value in arguments.items():
+        if isinstance(value, dict):
+            lines += [f"    {name}={{", *(f"        {key!r}: {item!r}," for key, item in value.items()), "    },"]
+        else:
+            lines.append(f"    {name}={value!r},")
+    return "\n".join([*lines, ")"])

@@ -8,17 +8,15 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Any
 
 from hf_fsdp_plugin.cli.config import prediction
 from hf_fsdp_plugin.cli.config.question import Question, State, label_of
 from hf_fsdp_plugin.cli.config.questions import QUESTIONS
 from hf_fsdp_plugin.cli.output import Color, colored, text_width
+from hf_fsdp_plugin.launcher.flags import UsageError
 from hf_fsdp_plugin.problems import Problem, SpecError
 from hf_fsdp_plugin.text import wrap_words
-
-FSDP1_WRITTEN: Final = frozenset({"backward_prefetch", "use_orig_params", "sync_module_states"})
-"""Questions whose default is written for FSDP1 even if they are not asked: stock Accelerate has other defaults."""
 
 
 def ask_questions(state: State, asker: Asker, given: Mapping[str, str]) -> None:
@@ -28,18 +26,22 @@ def ask_questions(state: State, asker: Asker, given: Mapping[str, str]) -> None:
         given: name of a question -> answer given by an option, as text.
 
     Raises:
-        SpecError: an option is not valid, or there are no more answers.
+        SpecError: there are no more answers.
+        UsageError: an option is not valid.
     """
     for question in QUESTIONS:
+        name, flag = question.name, question.flag
         if not question.asked(state):
-            if question.name in given:
-                raise SpecError([_unused(question)])
-        elif question.name in given:
-            state.answers[question.name] = _read_option(question, given[question.name], state)
+            if name in given:
+                message = f"{flag} is given, but the other answers leave no such question: {question.help}."
+                fix = f"Remove {flag}, or change the answer it depends on."
+                raise UsageError(str(Problem(code="FSDP-E763", message=message, fix=fix)))
+        elif name in given:
+            try:
+                state.answers[name] = question.read(given[name], state)
+            except ValueError as error:
+                raise _invalid(f"{flag}: {error}", f"Correct {flag}, or leave it out to be asked.") from None
             _follow(question, state, asker)
-        elif question.is_detail and not state.answers["details"]:
-            if state.version == 1 and question.name in FSDP1_WRITTEN:
-                state.answers[question.name] = question.default_in(state).value
         else:
             _ask(question, state, asker)
 
@@ -51,24 +53,14 @@ def _ask(question: Question, state: State, asker: Asker) -> None:
         try:
             return _follow(question, state, asker)
         except SpecError as error:
-            if not asker.asks:
+            if asker.takes_defaults:
                 raise
             del state.answers[question.name]
             _print(str(error.problems[0]), "red")
 
 
-def _read_option(question: Question, text: str, state: State) -> Any:
-    try:
-        return question.read(text, state)
-    except ValueError as error:
-        fix = f"Correct {question.flag}, or leave it out to be asked."
-        raise SpecError([Problem(code="FSDP-E762", message=f"{question.flag}: {error}", fix=fix)]) from None
-
-
-def _unused(question: Question) -> Problem:
-    message = f"{question.flag} is given, but the other answers leave no such question: {question.help}."
-    fix = f"Remove {question.flag}, or change the answer it depends on."
-    return Problem(code="FSDP-E763", message=message, fix=fix)
+def _invalid(message: str, fix: str) -> UsageError:
+    return UsageError(str(Problem(code="FSDP-E762", message=message, fix=fix)))
 
 
 def _follow(question: Question, state: State, asker: Asker) -> None:
@@ -91,16 +83,12 @@ def _follow(question: Question, state: State, asker: Asker) -> None:
 
 
 class Asker:
-    """Asks with arrow keys on a terminal, reads a line per question from a pipe or a file, or takes the defaults.
-
-    Attributes:
-        asks: whether an answer that is not valid is asked for again.
-    """
+    """Asks with arrow keys on a terminal, reads a line per question from a pipe or a file, or takes the defaults."""
 
     def __init__(self, *, takes_defaults: bool) -> None:
         is_terminal = sys.stdin.isatty() and sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
-        self.asks = not takes_defaults
-        self._has_menus = self.asks and is_terminal
+        self.takes_defaults = takes_defaults
+        self._answer = _choose if is_terminal else _read_line
 
     def show(self, text: str) -> None:
         """Show a text between two questions."""
@@ -109,61 +97,57 @@ class Asker:
             _print(line)
 
     def ask(self, question: Question, state: State) -> Any:
-        """Return the answer. Raises ``SpecError`` if there are no more answers, or for an invalid default."""
-        default = question.default_in(state)
-        shown = label_of(default.value)
-        if self.asks:
-            print(file=sys.stderr)
-            _print(question.text, "bold")
-            for number, (value, about) in enumerate(question.choices_in(state).items(), start=1):
-                if about and not self._has_menus:
-                    _print(f"{number}. {label_of(value)}: {about}", indent="  ")
-            if default.reason:
-                _print(f"Default {shown or 'empty'}: {default.reason}.", "dim", indent="  ")
+        """Return the answer. Raises ``SpecError`` if there are no more answers, or ``UsageError`` without a default."""
+        default, reason = question.default_in(state)
+        shown, choices = label_of(default), question.choices_in(state)
+        if self.takes_defaults:
+            try:
+                return question.read(shown, state)
+            except ValueError as error:
+                flag = question.flag
+                raise _invalid(f"the default of {flag} is not valid: {error}", f"Pass {flag}.") from None
+        print(file=sys.stderr)
+        _print(question.text, "bold")
+        for number, (value, about) in enumerate(choices.items(), start=1):
+            if about:
+                _print(f"{number}. {label_of(value)}: {about}", indent="  ")
+        if reason:
+            _print(f"Default {shown or 'empty'}: {reason}.", "dim", indent="  ")
         while True:
             try:
-                return question.read(self._answer(question, shown, state) if self.asks else shown, state)
+                return question.read(self._answer(choices, shown), state)
             except ValueError as error:
-                if not self.asks:
-                    message = f"the default of {question.flag} is not valid: {error}"
-                    problem = Problem(code="FSDP-E762", message=message, fix=f"Pass {question.flag}.")
-                    raise SpecError([problem]) from None
                 _print(str(error), "red")
             except EOFError:
-                raise SpecError([_ended(question)]) from None
+                message = f"the input ended before the question: {question.text}."
+                fix = "Answer all questions, pass the answers as options, or pass --yes to take the defaults. "
+                fix += "Nothing was written."
+                raise SpecError([Problem(code="FSDP-E760", message=message, fix=fix)]) from None
 
-    def _answer(self, question: Question, default: str, state: State) -> str:
-        """Return the text of an answer. Raises ``EOFError`` at the end of the input."""
-        choices = question.choices_in(state)
-        if not self._has_menus:
-            return _read_line(choices, default)
-        import questionary
-        from prompt_toolkit.output import create_output
 
-        styles = [("highlighted", "bold"), ("answer", "bold"), ("pointer", "bold"), ("instruction", "")]
-        look: dict[str, Any] = {
-            "qmark": "",
-            "style": questionary.Style(styles),
-            "output": create_output(stdout=sys.stderr),
-        }
-        if not choices:
-            return str(questionary.text(">", default=default, **look).unsafe_ask())
-        labels = [label_of(value) for value in choices]
-        width = max(map(len, labels))
-        titles = [f"{label:<{width}}  {about}".rstrip() for label, about in zip(labels, choices.values(), strict=True)]
-        if max(map(len, titles)) > (text_width(sys.stderr) or 80) - 4:  # a menu has one line per choice
-            for title in titles:
-                _print(title, indent="  ")
-            titles = labels
-        items = [questionary.Choice(title=title, value=label) for title, label in zip(titles, labels, strict=True)]
-        start = items[labels.index(default)] if default in labels else items[0]
-        look |= {"instruction": "arrow keys, then Enter:", "erase_when_done": True}
-        chosen = str(questionary.select("", choices=items, default=start, **look).unsafe_ask())
-        _print(f" > {chosen}", "bold")
-        return chosen
+def _choose(choices: Mapping[Any, str], default: str) -> str:
+    """Return the answer that is chosen in a menu, or typed if there are no choices."""
+    import questionary
+    from prompt_toolkit.output import create_output
+
+    styles = [("highlighted", "bold"), ("answer", "bold"), ("pointer", "bold"), ("instruction", "")]
+    look: dict[str, Any] = {
+        "qmark": "",
+        "style": questionary.Style(styles),
+        "output": create_output(stdout=sys.stderr),
+    }
+    if not choices:
+        return str(questionary.text(">", default=default, **look).unsafe_ask())
+    labels = [label_of(value) for value in choices]
+    look |= {"instruction": "arrow keys, then Enter:", "erase_when_done": True}
+    start = default if default in labels else labels[0]
+    chosen = str(questionary.select("", choices=labels, default=start, **look).unsafe_ask())
+    _print(f" > {chosen}", "bold")
+    return chosen
 
 
 def _read_line(choices: Mapping[Any, str], default: str) -> str:
+    """Return the answer on the next line. Raises ``EOFError`` at the end of the input."""
     hint = "/".join(map(label_of, choices)) if not any(choices.values()) else ""
     print(f"{hint} [{default}]: ".lstrip(), end="", file=sys.stderr, flush=True)
     line = sys.stdin.readline()
@@ -175,16 +159,9 @@ def _read_line(choices: Mapping[Any, str], default: str) -> str:
     return line.strip() or default
 
 
-def _ended(question: Question) -> Problem:
-    message = f"the input ended before the question: {question.text}."
-    fix = "Answer all questions, pass the answers as options, or pass --yes to take the defaults. Nothing was written."
-    return Problem(code="FSDP-E760", message=message, fix=fix)
-
-
 def _print(text: str, color: Color | None = None, indent: str = "") -> None:
     """Print a text in lines that fit on the terminal."""
     width = text_width(sys.stderr)
     width = max(20, width - len(indent)) if width is not None else None
-    lines = wrap_words(text, width) or [""]
-    shown = "\n".join(indent + line for line in lines)
+    shown = "\n".join(indent + line for line in wrap_words(text, width) or [""])
     print(colored(shown, color, sys.stderr) if color is not None else shown, file=sys.stderr, flush=True)

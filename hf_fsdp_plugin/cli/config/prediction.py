@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from hf_fsdp_plugin.cli.config.question import ModelFacts, State
 from hf_fsdp_plugin.cli.config.questions import USUAL_MIN_NUM_PARAMS
-from hf_fsdp_plugin.cli.config.settings import stock_limits
+from hf_fsdp_plugin.cli.config_text import stock_limits
 from hf_fsdp_plugin.cli.model_plan import load_model
 from hf_fsdp_plugin.problems import SpecError
 from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec
-from hf_fsdp_plugin.strategies import STRATEGIES
-from hf_fsdp_plugin.text import fit_table, format_memory, parse_bytes
+from hf_fsdp_plugin.text import format_memory, parse_bytes
 
 if TYPE_CHECKING:
-    from hf_fsdp_plugin.estimate.planner.advice import Advice, AdviceRow
+    from torch import nn
+
+    from hf_fsdp_plugin.estimate.planner.advice import Advice
     from hf_fsdp_plugin.estimate.results import MemoryEstimate
 
 T = TypeVar("T")
-_MAX_ROWS: Final = 8
 
 
 def read_model(path_or_id: str) -> ModelFacts:
@@ -47,25 +47,34 @@ def read_model(path_or_id: str) -> ModelFacts:
 
 def recommend(state: State, width: int | None) -> tuple[str, Mapping[str, Any]]:
     """Return the planner's table for the memory of a GPU, and the recommended answers; none without a prediction."""
-    advice, failure = _attempt(lambda: advice_of(state, _memory_of_gpu(state)))
+    from hf_fsdp_plugin.cli.plan.advise import rows_table
+
+    advice, failure = _attempt(lambda: advice_of(state, parse_bytes(state.answers["gpu_memory"]) or 0))
     if advice is None:
         return f"No prediction: {failure}", {}
-    fitting = advice.fitting
-    best = next((row for row in fitting if not any(_limits(row, state))), None)  # stock Accelerate runs it, too
-    text = (
-        f"Predicted per GPU of {format_memory(advice.gpu_memory)}, of which {format_memory(advice.limit)} may be used:"
-    )
-    if fitting:
-        text += f"\n\n{_table(fitting, best, width)}"
-    return f"{text}\n\n{_conclusion(advice, best, state)}", _answers_of(best) if best is not None else {}
+    limit = format_memory(advice.limit)
+    text = f"Predicted per GPU of {format_memory(advice.gpu_memory)}, of which {limit} may be used:\n\n"
+    if not advice.fitting:
+        return text + " ".join(["Nothing fits.", *advice.remedies]), {}
+    limits = {id(row): " ".join(stock_limits(row.settings, state.version, gpus=state.gpus)) for row in advice.fitting}
+    best = next((row for row in advice.fitting if not limits[id(row)]), None)  # stock Accelerate runs it, too
+    text += f"{rows_table(advice.fitting, best, width)}\n\n"
+    of_fastest = limits[id(advice.fitting[0])]
+    if best is None:
+        return f"{text}Nothing that fits runs with stock Accelerate. {of_fastest}", {}
+    basis = "the fastest that fits" if best.time is not None else "it fits, with least recomputation and communication"
+    settings = {name: value for name, value in best.settings.items() if name != "fsdp.version"}
+    answers = {"micro_batch": best.choice.micro_batch, "sync_each_batch": best.choice.sync_each_batch}
+    return f"{text}Recommended (»): {basis}. {of_fastest}".rstrip(), settings | answers
 
 
 def predict_memory(state: State, spec: FsdpSpec) -> tuple[MemoryEstimate | None, str]:
     """Return the predicted memory of the chosen settings, and its text; ``None`` without a model or a prediction."""
-    memory, _ = _attempt(lambda: _estimate(state, spec)) if state.model is not None else (None, "")
+    model, size = state.model, parse_bytes(state.answers.get("gpu_memory", ""))
+    memory, _ = _attempt(lambda: _estimate(state, model.model, spec)) if model is not None else (None, "")
     if memory is None:
         return None, ""
-    of = f" of {format_memory(_memory_of_gpu(state))}" if state.answers["gpu_memory"] else ""
+    of = f" of {format_memory(size)}" if size else ""
     return memory, f"{format_memory(memory.needed_bytes)}{of} per GPU, in the {memory.peak.where}"
 
 
@@ -87,27 +96,33 @@ def advice_of(state: State, gpu_memory: int) -> Advice:
 
     from hf_fsdp_plugin.estimate.planner.search import advise
 
-    precision = state.answers["precision"]
+    answers, model = state.answers, state.model
+    assert model is not None, "the caller checks that there is a model"
+    wrap: dict[str, Any] = {"wrap.policy": "transformer"}  # what the wizard offers as default
+    if not model.layers:
+        wrap = {"wrap.policy": "size", "wrap.min_num_params": USUAL_MIN_NUM_PARAMS}
+    elif not model.declares_layers:
+        wrap["wrap.classes"] = list(model.layers)
     return advise(
-        _model(state).model,
-        Workload(micro_batch=1, seq_len=int(state.answers["seq_len"]), optimizer=state.answers["optimizer"]),
-        global_batch=int(state.answers["global_batch"]),
+        model.model,
+        Workload(micro_batch=1, seq_len=int(answers["seq_len"]), optimizer=answers["optimizer"]),
+        global_batch=int(answers["global_batch"]),
         gpu_memory=gpu_memory,
         num_machines=state.num_machines,
         gpus_per_machine=state.gpus,
         machine=state.named_machine(),
         version=1 if state.version == 1 else 2,
-        precision="auto" if precision == "no" else precision,
-        wrap=_wrap(state),
+        precision="auto" if answers["precision"] == "no" else answers["precision"],
+        wrap=wrap,
     )
 
 
-def _estimate(state: State, spec: FsdpSpec) -> MemoryEstimate:
+def _estimate(state: State, model: nn.Module, spec: FsdpSpec) -> MemoryEstimate:
     from hf_fsdp_plugin.estimate.memory.peak import estimate_memory
     from hf_fsdp_plugin.estimate.workload import Workload
     from hf_fsdp_plugin.plan.resolve import resolve
 
-    answers, model = state.answers, _model(state).model
+    answers = state.answers
     plan = resolve(spec, model, world_size=state.world_size, device_type="cpu" if state.cpu else "cuda")
     workload = Workload(
         micro_batch=int(answers["micro_batch"]),
@@ -117,72 +132,3 @@ def _estimate(state: State, spec: FsdpSpec) -> MemoryEstimate:
         optimizer=answers["optimizer"],
     )
     return estimate_memory(plan, model, workload)
-
-
-def _model(state: State) -> ModelFacts:
-    assert state.model is not None, "the caller checks that there is a model"
-    return state.model
-
-
-def _memory_of_gpu(state: State) -> int:
-    return parse_bytes(state.answers["gpu_memory"]) or 0
-
-
-def _wrap(state: State) -> dict[str, Any]:
-    """Return the settings of the wrap policy that the wizard offers as default."""
-    model = _model(state)
-    if model.declares_layers:
-        return {"wrap.policy": "transformer"}
-    if model.layers:
-        return {"wrap.policy": "transformer", "wrap.classes": list(model.layers)}
-    return {"wrap.policy": "size", "wrap.min_num_params": USUAL_MIN_NUM_PARAMS}
-
-
-def _answers_of(row: AdviceRow) -> dict[str, Any]:
-    """Return the settings of a row, and its answers to questions that are not settings."""
-    choice = row.choice
-    settings = {name: value for name, value in row.settings.items() if name != "fsdp.version"}
-    return {**settings, "micro_batch": choice.micro_batch, "sync_each_batch": choice.sync_each_batch}
-
-
-def _limits(row: AdviceRow, state: State) -> list[str]:
-    return list(stock_limits(row.settings, state.version, gpus=state.gpus))
-
-
-def _table(rows: Sequence[AdviceRow], best: AdviceRow | None, width: int | None) -> str:
-    """Return the first row of each combination of strategy and checkpointing, and the recommended one."""
-    first: dict[str, AdviceRow] = {}
-    for row in rows:
-        first.setdefault(_strategy(row), row)
-    shown = [row for row in first.values() if row is not best][:_MAX_ROWS]
-    if best is not None:
-        shown = sorted([*shown[: _MAX_ROWS - 1], best], key=rows.index)
-    lines = [("", "strategy", "batch", "memory", "tokens/s")]
-    for row in shown:
-        speed = f"{row.tokens_per_second:,.0f}" if row.tokens_per_second else "–"
-        mark = "»" if row is best else ""
-        lines.append((mark, _strategy(row), str(row.choice.micro_batch), format_memory(row.needed_bytes), speed))
-    has_speed = any(row.tokens_per_second for row in shown)
-    return fit_table(lines if has_speed else [line[:-1] for line in lines], width)
-
-
-def _strategy(row: AdviceRow) -> str:
-    """Return the settings of a row: ``hybrid_shard 2×8, full checkpointing``."""
-    sharding, choice = row.choice.sharding, row.choice
-    mesh = f" {sharding.replicate}×{sharding.shard}" if STRATEGIES[sharding.strategy].hybrid else ""
-    parts = [f"{sharding.strategy}{mesh}"]
-    parts += [f"{choice.checkpointing} checkpointing"] if choice.checkpointing != "none" else []
-    parts += ["offload of activations"] if choice.offload_activations else []
-    parts += ["offload of parameters"] if choice.offload_params else []
-    return ", ".join(parts)
-
-
-def _conclusion(advice: Advice, best: AdviceRow | None, state: State) -> str:
-    if not advice.fitting:
-        return " ".join(["Nothing fits.", *advice.remedies])
-    fastest = advice.fitting[0]
-    limits = " ".join(_limits(fastest, state))
-    if best is None:
-        return f"Nothing that fits runs with stock Accelerate. {limits}"
-    basis = "the fastest that fits" if best.time is not None else "it fits, with least recomputation and communication"
-    return f"Recommended (»): {basis}." + (f" {limits}" if best is not fastest else "")

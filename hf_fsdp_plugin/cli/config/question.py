@@ -132,7 +132,6 @@ class Question:
         parse: converts typed text. Raises ``ValueError`` with what is expected.
         asked: whether the question applies in a state.
         about: comment of an answer in the file, if neither the reason of the default nor the choice describes it.
-        is_detail: whether it is asked only after ``details``.
     """
 
     name: str
@@ -144,7 +143,6 @@ class Question:
     parse: Callable[[str, State], Any] = lambda text, state: text
     asked: Callable[[State], bool] = lambda state: True
     about: str = ""
-    is_detail: bool = False
 
     @property
     def flag(self) -> str:
@@ -169,22 +167,20 @@ class Question:
         word = text.strip().lower().replace("-", "_")
         if choices is YES_NO and word in {*TRUE_WORDS, *FALSE_WORDS, "y", "n"}:
             return word in {*TRUE_WORDS, "y"}
-        by_label = {label_of(value).lower().replace("-", "_"): value for value in choices}
-        if word in by_label:
-            return by_label[word]
-        if word.isdecimal() and 1 <= int(word) <= len(choices):
+        if word.isdecimal() and 1 <= int(word) <= len(choices) and word not in map(str, choices):
             return list(choices)[int(word) - 1]
-        near = [value for label, value in by_label.items() if word and label.startswith(word)]
-        if len(near) == 1:
-            return near[0]
-        raise ValueError(f"{text.strip()!r} is not one of {', '.join(map(label_of, choices))}.")
+        by_label = {label_of(value).lower().replace("-", "_"): value for value in choices}
+        near = [word] if word in by_label else [label for label in by_label if word and label.startswith(word)]
+        if len(near) != 1:
+            raise ValueError(f"{text.strip()!r} is not one of {', '.join(map(label_of, choices))}.")
+        return by_label[near[0]]
 
     def default_in(self, state: State) -> Default:
         """Return the default: the planner's advice, else the value of the existing file, else the general default."""
         choices = self.choices_in(state)
-        advised = self.setting or self.name
-        if advised in state.recommended and (not choices or state.recommended[advised] in choices):
-            return Default(state.recommended[advised], "recommended for this model, batch and memory")
+        advised = state.recommended.get(self.setting or self.name)
+        if advised is not None and (not choices or advised in choices):
+            return Default(advised, "recommended for this model, batch and memory")
         if self.setting and state.existing.asked(self.setting):
             value = state.existing.get(self.setting)
             value = ",".join(value) if isinstance(value, tuple) else value

@@ -35,20 +35,23 @@ def _parse_setting(name: str, text: str) -> Any:
         raise ValueError(f"{text[:80]!r} is not valid; expected {error.expected}.") from None
 
 
-def _whole_number(text: str, minimum: int, maximum: int) -> int:
-    """Return a whole number, which may have thousands separators. Raises ``ValueError`` with what is expected."""
-    digits = text.replace(",", "").replace("_", "")
-    shown = text if len(text) <= 40 else f"{text[:37]}..."
-    if not (digits.isdecimal() and digits.isascii()):
-        raise ValueError(f"{shown!r} is not a whole number.")
-    if len(digits) > 20 or not minimum <= int(digits) <= maximum:
-        raise ValueError(f"{shown} is not between {minimum:,} and {maximum:,}.")
-    return int(digits)
+def _integer(minimum: int, maximum: int | Callable[[State], int]) -> Callable[[str, State], int]:
+    """Return the parser of a whole number, which may have thousands separators."""
+
+    def parse(text: str, state: State) -> int:
+        largest = maximum(state) if callable(maximum) else maximum
+        digits = text.replace(",", "").replace("_", "")
+        shown = text if len(text) <= 40 else f"{text[:37]}..."
+        if not (digits.isdecimal() and digits.isascii()):
+            raise ValueError(f"{shown!r} is not a whole number.")
+        if len(digits) > 20 or not minimum <= int(digits) <= largest:
+            raise ValueError(f"{shown} is not between {minimum:,} and {largest:,}.")
+        return int(digits)
+
+    return parse
 
 
-def _number(maximum: int) -> Callable[[str, State], int]:
-    """Return the parser of a whole number from 1 to a maximum."""
-    return lambda text, state: _whole_number(text, 1, maximum)
+_parse_size = _integer(1, MAX_BATCH)
 
 
 def _machine(state: State) -> Default:
@@ -102,7 +105,7 @@ def _seq_len(state: State) -> Default:
 
 
 def _parse_seq_len(text: str, state: State) -> int:
-    seq_len = _whole_number(text, 1, MAX_BATCH)
+    seq_len = _parse_size(text, state)
     longest = state.model.max_seq_len if state.model is not None else 0
     if longest and seq_len > longest:
         raise ValueError(f"{seq_len:,} is longer than {longest:,}, the longest sequence of the model.")
@@ -110,7 +113,7 @@ def _parse_seq_len(text: str, state: State) -> int:
 
 
 def _parse_global_batch(text: str, state: State) -> int:
-    batch = _whole_number(text, 1, MAX_BATCH)
+    batch = _parse_size(text, state)
     if batch % state.world_size:
         lower = batch - batch % state.world_size
         near = " or ".join(f"{size:,}" for size in (lower, lower + state.world_size) if size)
@@ -119,7 +122,7 @@ def _parse_global_batch(text: str, state: State) -> int:
 
 
 def _parse_micro_batch(text: str, state: State) -> int:
-    micro_batch = _whole_number(text, 1, MAX_BATCH)
+    micro_batch = _parse_size(text, state)
     per_rank = int(state.answers["global_batch"]) // state.world_size
     if per_rank % micro_batch:
         raise ValueError(f"{micro_batch:,} does not divide {per_rank:,}, the samples of a rank and step.")
@@ -127,9 +130,8 @@ def _parse_micro_batch(text: str, state: State) -> int:
 
 
 def _recommendation(state: State) -> Default:
-    if state.existing.asked("sharding.strategy"):
-        return Default(value=False, reason=f"{state.path} already has these settings")
-    return Default(value=True, reason="each can still be changed")
+    is_set = state.existing.asked("sharding.strategy")
+    return Default(not is_set, f"{state.path} already has these settings" if is_set else "each can still be changed")
 
 
 _STRATEGIES: Final = {
@@ -160,7 +162,7 @@ def _group_size(state: State) -> Default:
 
 
 def _parse_group_size(text: str, state: State) -> int:
-    size = _whole_number(text, 2, state.world_size)
+    size = _integer(2, state.world_size)(text, state)
     if state.world_size % size:
         divisors = [n for n in range(2, min(state.world_size, 1 << 12) + 1) if state.world_size % n == 0]
         raise ValueError(f"{size} does not divide the {state.world_size:,} ranks. Use {format_names(divisors, 8)}.")
@@ -202,10 +204,6 @@ def _parse_min_num_params(text: str, state: State) -> int:
     return count
 
 
-def _parse_address(text: str, state: State) -> str:
-    return str(_parse_setting("launch.main_process_ip", text)) if text else ""
-
-
 def _has_model(state: State) -> bool:
     return state.model is not None
 
@@ -214,30 +212,27 @@ def _has_machines(state: State) -> bool:
     return state.num_machines > 1
 
 
-def _is_fsdp1(state: State) -> bool:
-    return state.version == 1
-
-
 QUESTIONS: Final = (
     Question(name="model", text="Model (folder, config.json or hub id; empty for none)",
         default="", reason="without a model, no memory is predicted"),
     Question(name="num_machines", text="Number of machines", setting="launch.num_machines",
-        default=1, reason="one machine needs no address and no port", parse=_number(MAX_RANKS)),
+        default=1, reason="one machine needs no address and no port", parse=_integer(1, MAX_RANKS)),
     Question(name="machine", text="Kind of machine, for predicted times (such as h100-sxm; empty for none)",
         default=_machine, parse=_parse_machine, asked=_has_model),
     Question(name="gpus", text="GPUs of each machine", default=_gpus,
-        parse=lambda text, state: _whole_number(text, 1, MAX_RANKS // state.num_machines)),
+        parse=_integer(1, lambda state: MAX_RANKS // state.num_machines)),
     Question(name="gpu_memory", text="Memory of a GPU, such as 80GB (empty if unknown)",
         default=_gpu_memory, parse=_parse_memory, asked=_has_model),
     Question(name="machine_rank", text="Rank of this machine, from 0", setting="launch.machine_rank",
         default=0, reason="the other machines use the same file with --machine_rank", asked=_has_machines,
-        parse=lambda text, state: _whole_number(text, 0, state.num_machines - 1)),
+        parse=_integer(0, lambda state: state.num_machines - 1)),
     Question(name="main_process_ip", text="Address of machine 0 (empty to pass it as --main_process_ip)",
         setting="launch.main_process_ip", default="", reason="not in the file", asked=_has_machines,
-        parse=_parse_address, about="all machines connect to this address"),
+        parse=lambda text, state: _parse_setting("launch.main_process_ip", text) if text else "",
+        about="all machines connect to this address"),
     Question(name="main_process_port", text="Free port on machine 0", setting="launch.main_process_port",
         default=29500, reason="the default port of torchrun", asked=_has_machines,
-        parse=_number(65535), about="must be free on machine 0"),
+        parse=_integer(1, 65535), about="must be free on machine 0"),
     Question(name="precision", text="Precision", setting="launch.mixed_precision",
         default="bf16", reason="half the memory of fp32 for activations; no loss scaling",
         choices={"bf16": "compute in bf16, update in fp32; for A100, H100 and newer GPUs",
@@ -299,32 +294,6 @@ QUESTIONS: Final = (
                  "local": "the same files as sharded, for configs that name it"}),
     Question(name="ram_efficient_loading", text="RAM-efficient loading", setting="loading.ram_efficient",
         default=True, reason="a machine holds the weights once, not once per GPU", about="each rank loads all weights"),
-    Question(name="details", text="Review the remaining settings (prefetching, asynchronous checkpoints, ...)",
-        default=False, reason="their defaults fit most runs"),
-    Question(name="backward_prefetch", text="Backward prefetch", setting="prefetch.backward", is_detail=True,
-        default="pre", reason="the next unit is gathered while gradients are computed",
-        choices={"pre": "gathers the next unit while gradients are computed: fastest",
-                 "post": "gathers the next unit after the gradients: less memory",
-                 "none": "gathers a unit when it is needed: least memory"}),
-    Question(name="forward_prefetch", text="Forward prefetch", setting="prefetch.forward", is_detail=True,
-        default=False, reason="helps only if the CPU is slower than the GPU",
-        about="the next unit is gathered during the forward of the current one"),
-    Question(name="limit_all_gathers", text="Limit the all-gathers in flight (FSDP1)", is_detail=True,
-        setting="prefetch.limit_all_gathers", default=True, reason="at most two units are gathered at a time",
-        asked=_is_fsdp1, about="more memory: the CPU may start any number of all-gathers"),
-    Question(name="use_orig_params", text="Keep the original parameters (use_orig_params of FSDP1)", is_detail=True,
-        setting="params.use_orig", default=True, reason="for frozen parameters, parameter groups and torch.compile",
-        asked=_is_fsdp1, about="the optimizer sees one flat parameter per unit"),
-    Question(name="sync_module_states", text="Broadcast the weights of rank 0 before sharding (FSDP1)", is_detail=True,
-        setting="loading.sync_module_states", default=True, reason="all ranks begin with the weights of rank 0",
-        asked=lambda state: _is_fsdp1(state) and not state.answers["ram_efficient_loading"],
-        about="every rank must load the same weights"),
-    Question(name="pin_memory", text="Pin the CPU memory of offloaded parameters", setting="offload.pin_memory",
-        default=True, reason="copies overlap with computation", is_detail=True,
-        asked=lambda state: bool(state.answers["offload"]), about="for machines with little CPU memory"),
-    Question(name="async_save", text="Write checkpoints in the background", setting="checkpoint.asynchronous",
-        default=False, reason="needs a copy of the shards in CPU memory", is_detail=True,
-        about="training pauses only for the copy to CPU memory"),
 )  # fmt: skip
 BY_NAME: Final[Mapping[str, Question]] = {question.name: question for question in QUESTIONS}
 BY_SETTING: Final[Mapping[str, Question]] = {question.setting: question for question in QUESTIONS if question.setting}

@@ -7,16 +7,9 @@ from dataclasses import replace
 from typing import Final
 
 from hf_fsdp_plugin.cli.output import OK, PROBLEMS, exit_code, in_line_order, print_failure, print_json, print_problems
-from hf_fsdp_plugin.cli.plan.arguments import (
-    Planned,
-    add_arguments,
-    check_flags,
-    check_targets,
-    read_size,
-    read_subject,
-)
+from hf_fsdp_plugin.cli.plan import arguments
+from hf_fsdp_plugin.cli.plan.arguments import Planned, add_arguments
 from hf_fsdp_plugin.cli.plan.output import plan_json, plan_text, predict, write_page
-from hf_fsdp_plugin.cli.plan.zero_table import print_zero_table
 from hf_fsdp_plugin.problems import Origin, Problem, SpecError
 from hf_fsdp_plugin.text import plural
 
@@ -43,14 +36,12 @@ _NO_PICTURES: Final = Problem(
 def run(args: argparse.Namespace) -> int:
     """Print the prediction. Returns 0 if it fits or the memory is unknown, 1 if it does not fit or after errors."""
     names = [name for name in (args.configs, args.config_option, args.config_file) if name is not None]
-    check_flags(args, names)
-    problems, shown = check_targets(args), None
+    arguments.check_flags(args, names)
+    problems, shown = arguments.check_targets(args), None
     try:
-        if args.zero_table:
-            return print_zero_table(args)
         if args.calibrate:
             return _calibrate(args)
-        planned, shown = (None, None) if problems else read_subject(args, names, problems)
+        planned, shown = (None, None) if problems else arguments.read_subject(args, names, problems)
         if planned is not None:
             return _advise(args, planned) if args.advise else _predict(args, planned, problems)
     except SpecError as error:
@@ -78,7 +69,7 @@ def _calibrate(args: argparse.Namespace) -> int:
     from hf_fsdp_plugin.estimate.machines import calibration_path
 
     problems: list[Problem] = []
-    num_ranks = read_size(args, "world-size", problems) or 2
+    num_ranks = arguments.read_size(args, "world-size", problems) or 2
     if problems:
         raise SpecError(problems)
     path = calibration_path()

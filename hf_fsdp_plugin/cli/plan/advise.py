@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final
 
-from hf_fsdp_plugin.cli.config.settings import STOCK_VALUES, stock_limits
+from hf_fsdp_plugin.cli.config_text import new_text, script_arguments, setting_lines, stock_limits
 from hf_fsdp_plugin.cli.output import colored, text_width
 from hf_fsdp_plugin.estimate.machines import RANKS_PER_MACHINE
 from hf_fsdp_plugin.launcher.world import DEFAULT_PORT
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec
 
 _ROWS: Final = 10
-_SYNC: Final = '--accelerator_config \'{"gradient_accumulation_kwargs": {"sync_each_batch": true}}\''
 
 
 def advice_text(advice: Advice, chosen: AdviceRow | None, spec: FsdpSpec, tree: str) -> str:
@@ -32,11 +31,7 @@ def advice_text(advice: Advice, chosen: AdviceRow | None, spec: FsdpSpec, tree: 
     width = text_width()
     lines = [*wrap_words(_answer(advice), width, ""), ""]
     if advice.fitting:
-        head = ("settings", "micro-batches", "memory", "tokens/s", "")
-        lines += [fit_table([head, *(_cells(row) for row in advice.fitting[:_ROWS])], width)]
-        rest = len(advice.fitting) - _ROWS
-        lines += [f"… and {rest} more that fit"] if rest > 0 else []
-        lines += [""]
+        lines += [rows_table(advice.fitting, chosen, width), ""]
     if advice.rejected:
         rows = (f"  {_settings(row)}, {_batches(row)}: {row.reason}" for row in advice.rejected)
         lines += ["rejected, the closest first", *truncate_lines(rows, _ROWS), ""]
@@ -46,9 +41,23 @@ def advice_text(advice: Advice, chosen: AdviceRow | None, spec: FsdpSpec, tree: 
     lines += [""]
     if chosen is not advice.best:
         limits = " ".join(_stock_limits(advice.rows[0]))
-        lines += wrap_words(f"The config is that of the best row that stock Accelerate runs too. {limits}", width, "")
+        lines += wrap_words(
+            f"The config is that of the best row that stock Accelerate runs too (»). {limits}", width, ""
+        )
     lines += [*(f"# {argument}" for argument in _arguments(chosen)), config_text(chosen, spec).rstrip()]
     return "\n".join(lines)
+
+
+def rows_table(rows: Sequence[AdviceRow], chosen: AdviceRow | None, width: int | None) -> str:
+    """Return the table of the first rows, and of the chosen one, which is marked."""
+    table = [("", "settings", "micro-batches", "memory", "tokens/s", "")]
+    for number, row in enumerate(rows):
+        if number < _ROWS or row is chosen:
+            speed = f"{row.tokens_per_second:,.0f}" if row.tokens_per_second else "–"
+            batches, memory = f"{row.choice.accumulation} of {row.choice.micro_batch}", format_memory(row.needed_bytes)
+            table.append(("»" if row is chosen else "", _settings(row), batches, memory, speed, row.reason))
+    rest = len(rows) + 1 - len(table)
+    return fit_table(table, width) + (f"\n… and {rest} more that fit" if rest else "")
 
 
 def advice_json(advice: Advice, chosen: AdviceRow | None, spec: FsdpSpec, tree: str) -> dict[str, Any]:
@@ -62,7 +71,7 @@ def advice_json(advice: Advice, chosen: AdviceRow | None, spec: FsdpSpec, tree: 
         "remedies": list(advice.remedies),
         "decision_tree": tree,
         "config": config_text(chosen, spec) if chosen is not None else None,
-        "arguments": list(_arguments(chosen)) if chosen is not None else [],
+        "arguments": _arguments(chosen) if chosen is not None else [],
     }
 
 
@@ -89,58 +98,38 @@ def num_machines_of(spec: FsdpSpec, world_size: int, machine: Machine | None) ->
 
 def config_text(row: AdviceRow, spec: FsdpSpec) -> str:
     """Return the Accelerate YAML of a row, with the address and the wrap policy of `spec`."""
-    settings, strategy = row.settings, STRATEGIES[row.settings["sharding.strategy"]]
-    wrap, policy = spec.wrap, spec.wrap.policy if spec.asked("wrap.policy") else "transformer"
+    launch, wrap, comments = spec.launch, spec.wrap, {}
     num_machines = row.plan.spec.launch.num_machines
-    launch: dict[str, Any] = {
-        "compute_environment": "LOCAL_MACHINE", "distributed_type": "FSDP", "num_machines": num_machines,
-        "num_processes": row.plan.world_size, "machine_rank": 0,
-    }  # fmt: skip
+    precision = spec.precision.param
+    settings: dict[str, Any] = {
+        "launch.compute_environment": "LOCAL_MACHINE",
+        "launch.distributed_type": "FSDP",
+        "launch.num_machines": num_machines,
+        "launch.num_processes": row.plan.world_size,
+        "launch.machine_rank": 0,
+        "launch.mixed_precision": precision if precision in ("bf16", "fp16") else "no",
+    }
     if num_machines > 1:
         others = "machine: 1" if num_machines == 2 else f"machines: 1 to {num_machines - 1}"
-        launch["machine_rank"] = f"0  # on the other {others}"
-        launch["main_process_ip"] = spec.launch.main_process_ip or "ADDRESS  # of the machine with machine_rank 0"
-        launch["main_process_port"] = spec.launch.main_process_port or DEFAULT_PORT
-    if spec.launch.use_cpu:
-        launch["use_cpu"] = True
-    precision = spec.precision.param
-    launch["mixed_precision"] = precision if precision in ("bf16", "fp16") else "no"
-    fsdp: dict[str, Any] = {"fsdp_version": settings["fsdp.version"]}
-    if settings["fsdp.version"] == 2 and strategy.is_sharded:
-        fsdp["fsdp_reshard_after_forward"] = strategy.reshards_after_forward
-    else:
-        fsdp["fsdp_sharding_strategy"] = strategy.name.upper()
-    fsdp["fsdp_auto_wrap_policy"] = STOCK_VALUES["wrap.policy"][policy]
+        comments["launch.machine_rank"] = f"on the other {others}"
+        comments["launch.main_process_ip"] = "of the machine with machine_rank 0"
+        settings["launch.main_process_ip"] = launch.main_process_ip or "ADDRESS"
+        settings["launch.main_process_port"] = launch.main_process_port or DEFAULT_PORT
+    if launch.use_cpu:
+        settings["launch.use_cpu"] = True
+    policy = wrap.policy if spec.asked("wrap.policy") else "transformer"
+    settings |= {**row.settings, "wrap.policy": policy, "checkpoint.state_dict": "sharded"}
     if policy == "size":
-        fsdp["fsdp_min_num_params"] = wrap.min_num_params
-    elif policy == "transformer" and wrap.classes:
-        fsdp["fsdp_transformer_layer_cls_to_wrap"] = ",".join(wrap.classes)
-    checkpointing = settings["activation.checkpointing"]
-    fsdp["fsdp_activation_checkpointing"] = {"none": False, "full": True}.get(checkpointing, checkpointing)
-    if settings["activation.offload"]:
-        fsdp["fsdp_activation_checkpointing_offload"] = True
-    fsdp |= {"fsdp_offload_params": settings["offload.params"], "fsdp_state_dict_type": "SHARDED_STATE_DICT"}
-    mesh = {
-        f"parallelism_config_dp_{axis}_size": settings[f"mesh.{axis}"]
-        for axis in ("replicate", "shard")
-        if f"mesh.{axis}" in settings
-    }
-    sections = [_yaml(launch), "fsdp_config:", _yaml(fsdp, "  ")]
-    sections += ["parallelism_config:", _yaml(mesh, "  ")] if mesh else []
-    return "\n".join(sections) + "\n"
+        settings["wrap.min_num_params"] = wrap.min_num_params
+    elif policy == "transformer":
+        settings["wrap.classes"] = wrap.classes
+    if not settings["activation.offload"]:
+        del settings["activation.offload"]  # the default
+    return new_text(setting_lines(settings, settings["fsdp.version"], comments))
 
 
-def _yaml(values: Mapping[str, Any], indent: str = "") -> str:
-    texts = {key: str(value).lower() if isinstance(value, bool) else value for key, value in values.items()}
-    return "\n".join(f"{indent}{key}: {text}" for key, text in texts.items())
-
-
-def _arguments(row: AdviceRow) -> Iterator[str]:
-    """Yield the arguments of a script with TrainingArguments that the config does not contain."""
-    yield f"--per_device_train_batch_size {row.choice.micro_batch}"
-    yield f"--gradient_accumulation_steps {row.choice.accumulation}"
-    if row.choice.sync_each_batch:
-        yield _SYNC
+def _arguments(row: AdviceRow) -> list[str]:
+    return script_arguments(row.choice.micro_batch, row.choice.accumulation, row.choice.sync_each_batch)
 
 
 def _answer(advice: Advice) -> str:
@@ -160,7 +149,7 @@ def _settings(row: AdviceRow) -> str:
     choice, sharding = row.choice, row.choice.sharding
     is_hybrid = STRATEGIES[sharding.strategy].hybrid
     parts = [f"{sharding.strategy} {sharding.replicate}×{sharding.shard}" if is_hybrid else sharding.strategy]
-    parts += [f"{choice.checkpointing} checkpointing"] if choice.checkpointing != "none" else ["no checkpointing"]
+    parts += [f"{choice.checkpointing} checkpointing" if choice.checkpointing != "none" else "no checkpointing"]
     parts += ["offload of activations"] if choice.offload_activations else []
     parts += ["offload of parameters"] if choice.offload_params else []
     parts += ["sync each batch"] if choice.sync_each_batch else []
@@ -170,12 +159,6 @@ def _settings(row: AdviceRow) -> str:
 def _batches(row: AdviceRow) -> str:
     number = plural(row.choice.accumulation, "micro-batch", "micro-batches")
     return f"{number} of {row.choice.micro_batch}"
-
-
-def _cells(row: AdviceRow) -> tuple[str, ...]:
-    speed = f"{row.tokens_per_second:,.0f}" if row.tokens_per_second else "–"
-    batches = f"{row.choice.accumulation} of {row.choice.micro_batch}"
-    return _settings(row), batches, format_memory(row.needed_bytes), speed, row.reason
 
 
 def _row_json(row: AdviceRow) -> dict[str, Any]:

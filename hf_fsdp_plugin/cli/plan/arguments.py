@@ -49,12 +49,9 @@ _FLAGS: Final[tuple[tuple[str, str, str], ...]] = (
     ("html", "OUT", "write an HTML page with pictures; it needs no network"),
     ("force", "", "overwrite the file of --html"),
     ("advise", "", "compare all settings, and print the best config"),
-    ("zero-table", "", "print the formulas of ZeRO for --params on --world-size ranks"),
-    ("params", "COUNT", "with --zero-table: parameters, such as 7e9 or 7B"),
     ("json", "", "print one JSON object and nothing else on stdout"),
 )  # fmt: skip
 """Flag, its value (empty for none) and its meaning. Sizes are text: all invalid ones are reported together."""
-_OF_FORMULAS: Final = frozenset({"zero_table", "params", "world_size", "json"})
 _OF_CALIBRATION: Final = frozenset({"calibrate", "world_size", "device", "json"})
 _NOT_ADVISED: Final = frozenset({"sync_each_batch", "device"})
 _LARGEST: Final = 1 << 24
@@ -110,21 +107,15 @@ def check_flags(args: argparse.Namespace, names: Sequence[str]) -> None:
     Raises:
         UsageError: the combination is refused.
     """
-    given: dict[str, str] = args.given
-    for name, flag in given.items():
-        if args.zero_table and name not in _OF_FORMULAS:
-            raise UsageError(f"{flag} has no effect with --zero-table.")
+    for name, flag in args.given.items():
         if args.calibrate and name not in _OF_CALIBRATION:
             raise UsageError(f"{flag} has no effect with --calibrate.")
         if args.advise and name in _NOT_ADVISED:
             raise UsageError(f"{flag} has no effect with --advise.")
-    check_needs(args, {"force": ["html"], "params": ["zero_table"]})
-    if args.zero_table and None in (args.params, args.world_size):
-        raise UsageError("--zero-table needs --params and --world-size.")
-    alone = "--zero-table" if args.zero_table else "--calibrate" if args.calibrate else ""
-    if alone and (args.configs or args.command_line):
-        raise UsageError(f"{args.configs or args.command_line[0]} has no effect with {alone}.")
-    if not alone and (args.model is None or len(names) > 1):
+    check_needs(args, {"force": ["html"]})
+    if args.calibrate and (args.configs or args.command_line):
+        raise UsageError(f"{args.configs or args.command_line[0]} has no effect with --calibrate.")
+    if not args.calibrate and (args.model is None or len(names) > 1):
         raise UsageError("give --model, and at most one config.")
 
 
@@ -134,8 +125,11 @@ def read_subject(
     """Return the subject of the prediction (``None`` after errors) and the config's name. Collects all problems."""
     from hf_fsdp_plugin.estimate.machines import machine_named
 
-    world_size = read_size(args, "world-size", problems)
-    gpu_memory, machine = _read_gpu_memory(args, problems), None
+    world_size, machine = read_size(args, "world-size", problems), None
+    gpu_memory = parse_bytes(args.gpu_memory) if args.gpu_memory is not None else None
+    if args.gpu_memory is not None and gpu_memory is None:
+        message, fix = f"{args.gpu_memory!r} is not a size of memory.", f"Write {SIZE_SPELLINGS}."
+        problems.append(_problem("FSDP-E723", "gpu-memory", args.gpu_memory, message, fix))
     with _collected(problems):
         machine = machine_named(args.machine) if args.machine is not None else None
     if args.gpu_memory is None and machine is not None:
@@ -194,16 +188,6 @@ def read_size(args: argparse.Namespace, name: str, problems: list[Problem]) -> i
     message = f"{text!r} is not a whole number between 1 and {_LARGEST:,}."
     problems.append(_problem("FSDP-E722", name, text, message, "Correct it."))
     return None
-
-
-def _read_gpu_memory(args: argparse.Namespace, problems: list[Problem]) -> int | None:
-    """Return the memory of a device in bytes; ``None`` if it is not given, or invalid, which is reported."""
-    text: str | None = args.gpu_memory
-    size = parse_bytes(text) if text is not None else None
-    if text is not None and size is None:
-        message = f"{text!r} is not a size of memory."
-        problems.append(_problem("FSDP-E723", "gpu-memory", text, message, f"Write {SIZE_SPELLINGS}."))
-    return size
 
 
 def _read_workload(args: argparse.Namespace, world_size: int, problems: list[Problem]) -> Workload | None:

@@ -10,29 +10,11 @@ from typing import TYPE_CHECKING, Any, Final
 
 from hf_fsdp_plugin.cli.output import colored, text_width, write_atomically
 from hf_fsdp_plugin.cli.plan.arguments import Planned
-from hf_fsdp_plugin.estimate.results import (
-    KIND_NAMES,
-    MEMORY_KINDS,
-    CollectiveKind,
-    CommunicationEstimate,
-    DeviceMemory,
-    MemoryEstimate,
-    MemoryKind,
-    Moment,
-    TimeEstimate,
-)
+from hf_fsdp_plugin.estimate import results
 from hf_fsdp_plugin.estimate.workload import Workload
 from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan
 from hf_fsdp_plugin.problems import Problem, SpecError
-from hf_fsdp_plugin.text import (
-    format_count,
-    format_memory,
-    format_seconds,
-    format_table,
-    plural,
-    printable,
-    wrap_words,
-)
+from hf_fsdp_plugin.text import format_count, format_memory, format_seconds, format_table, plural, printable, wrap_words
 
 if TYPE_CHECKING:
     from hf_fsdp_plugin.estimate.time import TimeModel
@@ -51,10 +33,10 @@ class Prediction:
     """
 
     planned: Planned
-    memory: MemoryEstimate
-    communication: CommunicationEstimate
+    memory: results.MemoryEstimate
+    communication: results.CommunicationEstimate
     times: TimeModel | None = None
-    time: TimeEstimate | None = None
+    time: results.TimeEstimate | None = None
 
     @property
     def fits(self) -> bool | None:
@@ -137,10 +119,10 @@ def plan_text(prediction: Prediction) -> str:
     return "\n".join(lines)
 
 
-def _communication_table(communication: CommunicationEstimate) -> str:
+def _communication_table(communication: results.CommunicationEstimate) -> str:
     """Return calls and bytes of each collective per rank and optimizer step."""
     rows = [("communication per rank and step", "calls", "size")]
-    kinds: tuple[CollectiveKind, ...] = ("all_gather", "reduce_scatter", "all_reduce")
+    kinds: tuple[results.CollectiveKind, ...] = ("all_gather", "reduce_scatter", "all_reduce")
     for kind in kinds:
         calls = sum(each.calls for each in communication.collectives if each.kind == kind)
         if calls:
@@ -150,29 +132,28 @@ def _communication_table(communication: CommunicationEstimate) -> str:
 
 def _time_lines(prediction: Prediction) -> Iterator[str]:
     """Yield the lines about time."""
-    estimate = prediction.time
-    if estimate is None:
+    time = prediction.time
+    if time is None:
         yield "time: unknown. Set --machine, such as h100-sxm, or measure this one with --calibrate."
         return
-    low, high = estimate.low_seconds, estimate.high_seconds
-    interval = "none" if low is None or high is None else f"{format_seconds(low)} to {format_seconds(high)}"
+    low, high = time.low_seconds, time.high_seconds
     table = [
-        ("time per step", format_seconds(estimate.step_seconds)),
-        ("interval", interval),
-        ("computation", format_seconds(estimate.compute_seconds)),
-        ("communication", format_seconds(estimate.communication_seconds)),
-        ("not overlapped", format_seconds(estimate.exposed_seconds)),
-        ("tokens/s", f"{estimate.tokens_per_second:,.0f}"),
-        ("tokens/s per rank", f"{estimate.tokens_per_second / prediction.planned.plan.world_size:,.0f}"),
-        ("model FLOP/s utilization", f"{estimate.mfu:.1%}" if estimate.mfu is not None else "unknown"),
+        ("time per step", format_seconds(time.step_seconds)),
+        ("interval", "none" if low is None or high is None else f"{format_seconds(low)} to {format_seconds(high)}"),
+        ("computation", format_seconds(time.compute_seconds)),
+        ("communication", format_seconds(time.communication_seconds)),
+        ("not overlapped", format_seconds(time.exposed_seconds)),
+        ("tokens/s", f"{time.tokens_per_second:,.0f}"),
+        ("tokens/s per rank", f"{time.tokens_per_second / prediction.planned.plan.world_size:,.0f}"),
+        ("model FLOP/s utilization", f"{time.mfu:.1%}" if time.mfu is not None else "unknown"),
     ]
-    yield from (format_table(table, right=(1,)), f"  {estimate.evidence}", f"  on {estimate.machine}")
+    yield from (format_table(table, right=(1,)), f"  {time.evidence}", f"  on {time.machine}")
 
 
-def _verdict(memory: MemoryEstimate, gpu_memory: int | None) -> str:
+def _verdict(memory: results.MemoryEstimate, gpu_memory: int | None) -> str:
     """Return sentences: whether the step fits into the memory of a device, and which kind of memory limits it."""
     peak, largest = memory.peak, _largest(memory.peak)
-    why = f"Allocated memory has its peak in the {peak.where}; most of it is {KIND_NAMES[largest]} "
+    why = f"Allocated memory has its peak in the {peak.where}; most of it is {results.KIND_NAMES[largest]} "
     why += f"({format_memory(peak.bytes_by_kind[largest])})."
     needed = memory.needed_bytes
     if gpu_memory is None:
@@ -190,7 +171,7 @@ def _verdict(memory: MemoryEstimate, gpu_memory: int | None) -> str:
     return f"{answer}: {need} ({part:.0%}), {left}. {why}"
 
 
-def _device_table(device: DeviceMemory) -> str:
+def _device_table(device: results.DeviceMemory) -> str:
     """Return the table of the parts of the device's memory, in the order in which they add up."""
     rows = [
         ("memory of a device", "size"),
@@ -215,22 +196,26 @@ def _subject(plan: FsdpPlan, workload: Workload) -> str:
     )
 
 
-def _kinds_table(memory: MemoryEstimate) -> str:
+def _kinds_table(memory: results.MemoryEstimate) -> str:
     peak = memory.peak
     rows = [("memory per rank at the peak", "size", "part")]
-    for kind in MEMORY_KINDS:
+    for kind in results.MEMORY_KINDS:
         size = peak.bytes_by_kind[kind]
-        rows.append((KIND_NAMES[kind], format_memory(size), f"{size / max(peak.bytes, 1):.0%}"))
+        rows.append((results.KIND_NAMES[kind], format_memory(size), f"{size / max(peak.bytes, 1):.0%}"))
     rows.append(("total", format_memory(peak.bytes), ""))
     return format_table(rows, right=(1, 2))
 
 
-def _largest(moment: Moment) -> MemoryKind:
-    return max(MEMORY_KINDS, key=lambda kind: moment.bytes_by_kind[kind])
+def _largest(moment: results.Moment) -> results.MemoryKind:
+    return max(results.MEMORY_KINDS, key=lambda kind: moment.bytes_by_kind[kind])
 
 
 def write_page(args: argparse.Namespace, prediction: Prediction) -> list[str]:
-    """Write the page of ``--html``, if it is asked for, and return the line that names it."""
+    """Write the page of ``--html``, if it is asked for, and return the line that names it.
+
+    Raises:
+        SpecError: the file cannot be written (FSDP-E835).
+    """
     if args.html is None:
         return []
     from hf_fsdp_plugin.estimate.pictures import plan_page
@@ -241,15 +226,10 @@ def write_page(args: argparse.Namespace, prediction: Prediction) -> list[str]:
         subject=_subject(planned.plan, planned.workload), gpu_memory=planned.gpu_memory, machine=planned.machine,
         times=prediction.times,
     )  # fmt: skip
-    write_file(Path(args.html), page.encode())
-    return [printable(f"written: {args.html}")]
-
-
-def write_file(path: Path, content: bytes) -> None:
-    """Write a file, complete or not at all. Raises ``SpecError`` (FSDP-E835)."""
     try:
-        write_atomically(path, content)
+        write_atomically(Path(args.html), page.encode())
     except OSError as error:
-        message = f"cannot write {path}: {error.strerror or error}."
+        message = f"cannot write {args.html}: {error.strerror or error}."
         fix = "Choose a file in a folder that exists and is writable."
         raise SpecError([Problem(code="FSDP-E835", message=message, fix=fix)]) from error
+    return [printable(f"written: {args.html}")]

@@ -21,8 +21,6 @@ EVERY_OPTION = [
         "sync_each_batch": "yes", "recommendation": "no", "fsdp_version": "1", "strategy": "hybrid_shard_zero2",
         "group_size": "2", "wrap_policy": "transformer", "wrap_classes": "LlamaMLP", "offload": "yes",
         "checkpointing": "full", "activation_offload": "yes", "state_dict": "full", "ram_efficient_loading": "no",
-        "details": "yes", "backward_prefetch": "post", "forward_prefetch": "yes", "limit_all_gathers": "no",
-        "use_orig_params": "no", "sync_module_states": "no", "pin_memory": "no", "async_save": "yes",
     },
     {"wrap_policy": "size", "min_num_params": "77"},
 ]  # fmt: skip

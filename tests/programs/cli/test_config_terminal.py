@@ -22,7 +22,7 @@ LABELS = {question.name: question.text for question in QUESTIONS}
 MENUS = {question.name for question in QUESTIONS if question.choices_in(State(answers={"gpus": 4}))}
 WITHOUT_MODEL = [
     "model", "num_machines", "gpus", "precision", "global_batch", "fsdp_version", "micro_batch", "strategy",
-    "wrap_policy", "wrap_classes", "offload", "checkpointing", "state_dict", "ram_efficient_loading", "details",
+    "wrap_policy", "wrap_classes", "offload", "checkpointing", "state_dict", "ram_efficient_loading",
 ]  # fmt: skip
 """The questions that are asked if every default is taken."""
 
@@ -135,7 +135,7 @@ def given(name: str) -> tuple[str, str]:
     values = {"model": "", "num_machines": "1", "gpus": "2", "precision": "bf16", "global_batch": "2",
               "micro_batch": "1", "fsdp_version": "2", "strategy": "full_shard", "wrap_policy": "transformer",
               "wrap_classes": "", "offload": "no", "checkpointing": "none", "state_dict": "sharded",
-              "ram_efficient_loading": "yes", "details": "no"}  # fmt: skip
+              "ram_efficient_loading": "yes"}  # fmt: skip
     return f"--{name.replace('_', '-')}", values[name]
 
 

@@ -30,7 +30,7 @@ PLAN = {
     "update_loop": "--for-loop", "no_clip": "--no-clip", "attention": "--attention eager",
     "gpu_memory": "--gpu-memory 1GiB", "machine": "--machine h100-sxm", "calibrate": "--calibrate",
     "html": "--html out.html", "force": "--force",
-    "device": "--device cpu", "advise": "--advise", "zero_table": "--zero-table", "params": "--params 7B",
+    "device": "--device cpu", "advise": "--advise",
     "lora_rank": "--lora-rank 4", "qlora": "--qlora", "json": "--json", "model": "--model other",
 }  # fmt: skip
 EFFECTLESS = {
@@ -112,7 +112,7 @@ def test_advise_without_a_row_writes_no_pictures(outcome: Any) -> None:
 
 @pytest.mark.slow
 def test_pairs_of_workload_flags_have_both_effects(outcome: Any) -> None:
-    names = [name for name in PLAN if name not in EFFECTLESS | {"advise", "zero_table", "calibrate", "params", "force"}]
+    names = [name for name in PLAN if name not in EFFECTLESS | {"advise", "calibrate", "force"}]
     names = [name for name in names if name not in ("qlora", "global_batch", "html")]
     single = {name: outcome(PLAN[name], "--json") for name in names}
     base = outcome("--json")
@@ -127,10 +127,8 @@ def test_pairs_of_workload_flags_have_both_effects(outcome: Any) -> None:
 @pytest.mark.parametrize(
     "words",
     [
-        "--force", "--params 7B", "--advise --sync-each-batch",
-        "--advise --device cpu", "--zero-table --html out.html", "--zero-table --params 7B", "--calibrate --advise",
+        "--force", "--advise --sync-each-batch", "--advise --device cpu", "--calibrate --advise",
         "--calibrate --html out.html",
-        "--zero-table --gpu-memory 80GB", "--advise --zero-table",
     ],
 )  # fmt: skip
 def test_flags_without_an_effect_are_refused(outcome: Any, words: str) -> None:

@@ -12,9 +12,8 @@ from typing import Any
 import pytest
 
 from hf_fsdp_plugin import Problem, SpecError, load_spec
-from hf_fsdp_plugin.cli.config import add_arguments
+from hf_fsdp_plugin.cli.config import add_arguments, code_of
 from hf_fsdp_plugin.cli.config.questions import QUESTIONS
-from hf_fsdp_plugin.cli.config.settings import code_of
 from hf_fsdp_plugin.launcher.flags import Parser
 from hf_fsdp_plugin.spec.fsdp_spec import SECTIONS, FsdpSpec
 from hf_fsdp_plugin.strategies import STRATEGIES
@@ -45,29 +44,23 @@ OTHERS = [
          "checkpoint.state_dict": "sharded"},
     ),
     (
-        {"wrap_policy": "size", "min_num_params": "1e6", "precision": "fp16", "state_dict": "full", "offload": "yes",
-         "pin_memory": "no"},
+        {"wrap_policy": "size", "min_num_params": "1e6", "precision": "fp16", "state_dict": "full", "offload": "yes"},
         {"wrap.policy": "size", "wrap.min_num_params": 10**6, "precision.param": "fp16",
-         "checkpoint.state_dict": "full", "offload.params": True, "offload.pin_memory": False},
+         "checkpoint.state_dict": "full", "offload.params": True},
     ),
     (
-        {"wrap_policy": "none", "precision": "no", "checkpointing": "full", "ram_efficient_loading": "no",
-         "backward_prefetch": "post", "forward_prefetch": "yes"},
+        {"wrap_policy": "none", "precision": "no", "checkpointing": "full", "ram_efficient_loading": "no"},
         {"wrap.policy": "none", "precision.param": "auto", "activation.checkpointing": "full",
-         "activation.offload": False, "loading.ram_efficient": False, "prefetch.backward": "post",
-         "prefetch.forward": True},
+         "activation.offload": False, "loading.ram_efficient": False},
     ),
     (
-        {"state_dict": "local", "checkpointing": "selective", "activation_offload": "yes", "async_save": "yes",
-         "backward_prefetch": "none"},
+        {"state_dict": "local", "checkpointing": "selective", "activation_offload": "yes"},
         {"wrap.policy": "transformer", "wrap.classes": (), "checkpoint.state_dict": "local",
-         "activation.checkpointing": "selective", "activation.offload": True, "checkpoint.asynchronous": True,
-         "prefetch.backward": "none"},
+         "activation.checkpointing": "selective", "activation.offload": True},
     ),
 ]  # fmt: skip
 VERSIONS = [
-    ({"fsdp_version": "1", "use_orig_params": "no", "limit_all_gathers": "no"},
-     {"fsdp.version": 1, "params.use_orig": False, "prefetch.limit_all_gathers": False}),
+    ({"fsdp_version": "1"}, {"fsdp.version": 1, "params.use_orig": True, "prefetch.backward": "pre"}),
     ({"fsdp_version": "2"}, {"fsdp.version": 2, "params.use_orig": True}),
 ]  # fmt: skip
 COMBINATIONS = [
