@@ -210,8 +210,7 @@ Flags of other launchers are recognized:
 
 Predicts a step without a GPU; [planning.md](planning.md) describes how. The configs and flags are those of `check`.
 A flag without effect is refused (exit code 2): `--force` without `--html`, `--advise` with `--device` or
-`--sync-each-batch`, `--zero-table` with all but `--params`, `--world-size` and `--json`, and `--calibrate` with all but
-`--world-size`, `--device` and `--json`:
+`--sync-each-batch`, and `--calibrate` with all but `--world-size`, `--device` and `--json`:
 
 {planned}
 
