@@ -9,10 +9,9 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
-from hf_fsdp_plugin.cli.check_output import Checked, check_sources, verdict_line
-from hf_fsdp_plugin.cli.model_plan import plan_of_model
+from hf_fsdp_plugin.cli.check_output import Checked, check_sources, plan_of_model, verdict_line
 from hf_fsdp_plugin.cli.output import OK, PROBLEMS, in_line_order, print_json, print_problems, text_width
 from hf_fsdp_plugin.cli.preflight_arguments import (
     RUN_FLAG,
@@ -36,7 +35,6 @@ if TYPE_CHECKING:
 HELP = "Check FSDP configs: print every problem, every setting with its origin, and a verdict."
 EXAMPLES = ("hf-fsdp check fsdp.yaml --world-size 8", 'hf-fsdp check --fsdp "full_shard auto_wrap" --json')
 MAX_WORLD_SIZE = 1 << 20
-STDIN: Final = "-"
 
 
 def add_arguments(parser: Parser) -> None:
@@ -75,10 +73,6 @@ def add_config_arguments(parser: argparse.ArgumentParser, *, several: bool) -> N
     parser.add_argument("--distributed-config", metavar="PATH", help=about)
 
 
-_NEEDS: Final = {"device": ("model",), "limit": ("run",)}
-"""Flag -> flags without which it has no effect."""
-
-
 def parse_argv(argv: Sequence[str]) -> argparse.Namespace:
     """Parse the arguments after ``check``, with ``--run`` also those of ``TrainingArguments`` or of a script."""
     parser = make_parser("check")
@@ -93,8 +87,12 @@ def parse_argv(argv: Sequence[str]) -> argparse.Namespace:
 
 def run(args: argparse.Namespace) -> int:
     """Print the problems, settings and verdict. Returns 0 without errors, 1 with errors, 2 for a missing config."""
-    check_needs(args, _NEEDS)
-    files = _config_files(args)
+    check_needs(args, {"device": ("model",), "limit": ("run",)})
+    names = [*args.configs, *([args.config_file] if args.config_file is not None else [])]
+    files: list[ConfigFile | None] = [config_named(name) for name in names]
+    if not files:
+        is_set = any(value is not None for value in (args.fsdp, args.fsdp_config, args.distributed_config))
+        files = [None if is_set else default_config_file(os.environ)]
     if args.run:
         check_run_usage(args, len(files))
     if args.fix:
@@ -111,24 +109,11 @@ def run(args: argparse.Namespace) -> int:
     return max(one.exit_code for one in checked)
 
 
-def _config_files(args: argparse.Namespace) -> list[ConfigFile | None]:
-    """Return the configs of the command line, else Accelerate's default config, else ``None``."""
-    named = [*args.configs, *([args.config_file] if args.config_file is not None else [])]
-    if named:
-        return [config_named(name) for name in named]
-    if args.fsdp is not None or args.fsdp_config is not None or args.distributed_config is not None:
-        return [None]
-    return [default_config_file(os.environ)]
-
-
 def config_named(name: str) -> ConfigFile:
     """Return the config with a name of the command line: the path of a file, or - for stdin."""
-    return _stdin() if name == STDIN else ConfigFile.at(name)
-
-
-def _stdin() -> ConfigFile:
-    data = sys.stdin.buffer.read(MAX_BYTES + 1)
-    return ConfigFile(path=Path.cwd() / "stdin", shown="<stdin>", data=data)
+    if name != "-":
+        return ConfigFile.at(name)
+    return ConfigFile(path=Path.cwd() / "stdin", shown="<stdin>", data=sys.stdin.buffer.read(MAX_BYTES + 1))
 
 
 def _sources(args: argparse.Namespace, config: ConfigFile | None) -> Sources:
@@ -147,9 +132,17 @@ def _sources(args: argparse.Namespace, config: ConfigFile | None) -> Sources:
 
 def check_config(args: argparse.Namespace, config: ConfigFile | None) -> Checked:
     """Return the spec of one config with all problems, and the plan if a model is named."""
-    if not args.model:
-        return check_sources(_sources(args, config))
-    return check_sources(_sources(args, config), lambda spec: _plan(spec, args) if spec.enabled else (None, ()))
+
+    def find_plan(spec: FsdpSpec) -> tuple[FsdpPlan | None, Sequence[Problem]]:
+        if not args.model or not spec.enabled:
+            return None, ()
+        from hf_fsdp_plugin.launcher.world import find_devices
+
+        device_type = args.device or ("cpu" if spec.launch.use_cpu else find_devices().kind)  # as launch does
+        world_size = args.world_size or smallest_world_size(spec)
+        return plan_of_model(spec, args.model, world_size=world_size, device_type=device_type)
+
+    return check_sources(_sources(args, config), find_plan)
 
 
 def _with_run(args: argparse.Namespace, config: ConfigFile | None) -> Checked:
@@ -213,15 +206,6 @@ def _fix(args: argparse.Namespace, files: Sequence[ConfigFile | None]) -> int:
     print_problems(problem for problem in checked.problems if problem.severity != "note")
     print(verdict_line(checked.spec, checked.problems, f"{file.shown} (corrected)"), file=sys.stderr)
     return checked.exit_code
-
-
-def _plan(spec: FsdpSpec, args: argparse.Namespace) -> tuple[FsdpPlan | None, tuple[Problem, ...]]:
-    """Return the plan for the device that ``launch`` would use on this machine, and its problems."""
-    from hf_fsdp_plugin.launcher.world import find_devices
-
-    device_type = args.device or ("cpu" if spec.launch.use_cpu else find_devices().kind)
-    world_size = args.world_size or smallest_world_size(spec)
-    return plan_of_model(spec, args.model, world_size=world_size, device_type=device_type)
 
 
 def smallest_world_size(spec: FsdpSpec) -> int:

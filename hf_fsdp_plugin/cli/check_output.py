@@ -1,4 +1,7 @@
-"""``Checked``: a config with its problems and plan, and what ``check`` and ``launch --dry_run`` print of it."""
+"""``Checked``: a config with its problems and plan, and what ``check`` and ``launch --dry_run`` print of it.
+
+The plan of a model imports torch when it is made.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from hf_fsdp_plugin.cli.output import Color, colored, exit_code, in_line_order, print_problems, text_width
-from hf_fsdp_plugin.problems import DEFAULT_ORIGIN, Origin, Problem, has_errors
+from hf_fsdp_plugin.problems import DEFAULT_ORIGIN, Origin, Problem, SpecError, has_errors
 from hf_fsdp_plugin.sources.interface import ConfigFile, Sources
 from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec
 from hf_fsdp_plugin.spec.load import assess
@@ -16,6 +19,8 @@ from hf_fsdp_plugin.text import fit_table, plural, printable, wrap_items, wrap_w
 from hf_fsdp_plugin.vocabulary import BY_NAME, ROWS, canonical_setting, find_row
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from hf_fsdp_plugin.cli.preflight import PreflightResult
     from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan
 
@@ -94,6 +99,52 @@ def check_sources(
     return Checked(config=config, spec=spec, problems=tuple(problems), plan=plan, exit_code=exit_code(problems, config))
 
 
+def plan_of_model(
+    spec: FsdpSpec, model: str, *, world_size: int, device_type: str
+) -> tuple[FsdpPlan | None, tuple[Problem, ...]]:
+    """Return the plan and its problems; no plan if a problem is an error, or if the model cannot be built.
+
+    Args:
+        model: a folder with a ``config.json``, or a hub id.
+    """
+    built, problems = load_model(model)
+    return (None, problems) if built is None else plan_of(spec, built, world_size=world_size, device_type=device_type)
+
+
+def plan_of(
+    spec: FsdpSpec, model: nn.Module, *, world_size: int, device_type: str
+) -> tuple[FsdpPlan | None, tuple[Problem, ...]]:
+    """Return the plan and its problems; no plan if a problem is an error."""
+    from hf_fsdp_plugin.estimate.unit_sizes import with_padding_warning
+    from hf_fsdp_plugin.plan.resolve import resolve
+
+    try:
+        plan = with_padding_warning(resolve(spec, model, world_size=world_size, device_type=device_type), model)
+    except SpecError as error:
+        return None, error.problems
+    return plan, plan.problems
+
+
+def load_model(model: str) -> tuple[nn.Module | None, tuple[Problem, ...]]:
+    """Return the model on the meta device; ``None`` and the reason if it does not exist or cannot be built."""
+    from hf_fsdp_plugin.plan.meta_model import meta_model
+
+    try:
+        return meta_model(model), ()
+    except SpecError as error:
+        return None, error.problems
+    except (ValueError, OSError) as error:
+        message = " ".join(str(error).split())
+        has_advice = any(f"{word} " in message for word in ("Give", "Correct", "Name"))
+        problem = Problem(
+            code="FSDP-E709",
+            message=message,
+            fix="" if has_advice else "Give a directory with a config.json, or the name of a model in the local cache.",
+            origin=Origin(source="--model", spelling="--model", text=model),
+        )
+        return None, (problem,)
+
+
 def settings_table(spec: FsdpSpec, problems: Sequence[Problem], shown: str | None) -> str:
     """Return the settings that a source sets, one per line with its origin, then the defaults in one paragraph.
 
@@ -140,33 +191,25 @@ def refused_settings(spec: FsdpSpec, problems: Iterable[Problem]) -> dict[str, O
     refused: dict[str, Origin] = {}
     names = {name for name, _, _ in spec.settings()}
     for problem in problems:
-        name = problem.setting
-        if problem.severity != "error" or problem.origin is None or problem.origin == DEFAULT_ORIGIN:
+        name, origin, key = problem.setting, problem.origin, problem.suggestion
+        if problem.severity != "error" or origin is None or origin == DEFAULT_ORIGIN or not origin.spelling:
             continue
         if problem.code in _UNKNOWN_KEYS:
-            name = _setting_of(problem.suggestion)
-        if name in names and not spec.asked(name) and problem.origin.spelling:
-            refused.setdefault(name, problem.origin)
+            row = BY_NAME.get(key) or find_row(key, dict.fromkeys(row.scope for row in ROWS)) if key else None
+            name = canonical_setting(row.name) if row is not None else None
+        if name in names and not spec.asked(name):
+            refused.setdefault(name, origin)
     return refused
-
-
-def _setting_of(key: str) -> str | None:
-    """Return the canonical name of a key of any section."""
-    row = BY_NAME.get(key) or find_row(key, dict.fromkeys(row.scope for row in ROWS)) if key else None
-    return canonical_setting(row.name) if row is not None else None
 
 
 def verdict_line(spec: FsdpSpec, problems: Sequence[Problem], shown: str) -> str:
     """Return the last line: the number of errors and warnings, or what will run."""
     counts = {severity: sum(p.severity == severity for p in problems) for severity in ("error", "warning")}
-    found = ", ".join(plural(count, severity) for severity, count in counts.items() if count)
-    shown = printable(shown)
-    color: Color = "red" if counts["error"] else "yellow" if found else "green"
+    found = ", ".join(plural(count, severity) for severity, count in counts.items() if count) or "no problems"
+    color: Color = "red" if counts["error"] else "yellow" if counts["warning"] else "green"
     if counts["error"]:
-        return f"{shown}: {colored(found, color)}"
-    found = found or "no problems"
-    text = f"{shown}: {found}. {describe_run(spec)}"
-    lines = wrap_words(text, text_width())
+        return f"{printable(shown)}: {colored(found, color)}"
+    lines = wrap_words(f"{printable(shown)}: {found}. {describe_run(spec)}", text_width())
     return "\n".join(lines).replace(found, colored(found, color), 1)
 
 

@@ -8,8 +8,6 @@ from __future__ import annotations
 import argparse
 import shlex
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Final
 
 from hf_fsdp_plugin.cli.verbs import VERBS, make_parser
@@ -21,92 +19,61 @@ EXAMPLES = (
 )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Flag:
-    """One flag of a verb.
-
-    Attributes:
-        name: the name with the leading dashes.
-        takes_value: whether the next word is its value.
-        values: the values to complete; files, if it is empty.
-    """
-
-    name: str
-    takes_value: bool = False
-    values: tuple[str, ...] = ()
-    help: str = ""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Verb:
-    """One verb, its flags, and the words that are not flags; files, if there are none.
-
-    Attributes:
-        has_script: whether a script follows, whose arguments are not completed.
-    """
-
-    name: str
-    help: str
-    flags: tuple[Flag, ...]
-    words: tuple[str, ...] = ()
-    has_script: bool = False
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("shell", choices=SCRIPTS, help="zsh: write the script to a file named _hf-fsdp in $fpath")
 
 
 def run(args: argparse.Namespace) -> int:
-    print(SCRIPTS[args.shell](verbs_with_flags()), end="")
+    print(SCRIPTS[args.shell](), end="")
     return 0
 
 
-def verbs_with_flags() -> list[Verb]:
-    """Return all verbs with their flags."""
-    found = []
-    for name, about in VERBS.items():
-        flags: list[Flag] = []
-        words: tuple[str, ...] = ()
-        has_script = False
-        for action in make_parser(name)._actions:
-            choices, about_flag = tuple(map(str, action.choices or ())), getattr(action, "about", action.help)
-            if about_flag == argparse.SUPPRESS:
-                continue
-            for option in (option for option in action.option_strings if option.startswith("--")):
-                flag = Flag(name=option, takes_value=action.nargs != 0, values=choices, help=_first(about_flag))
-                flags.append(flag)
-            if not action.option_strings:
-                words = words or choices
-                has_script |= action.nargs == argparse.REMAINDER
-        found.append(Verb(name=name, help=about, flags=tuple(flags), words=words, has_script=has_script))
-    return found
+def visible_actions(verb: str) -> list[argparse.Action]:
+    """Return the arguments of a verb that its help describes, and all settings."""
+    return [action for action in make_parser(verb)._actions if _about(action) != argparse.SUPPRESS]
 
 
-def _first(text: str | None) -> str:
-    """Return the first sentence of a description."""
-    return (text or "").partition(". ")[0].rstrip(".")
+def long_flags(action: argparse.Action) -> list[str]:
+    return [option for option in action.option_strings if option.startswith("--")]
 
 
-def _words(words: Iterable[str]) -> str:
+def _about(action: argparse.Action) -> str:
+    return getattr(action, "about", action.help) or ""
+
+
+def _choices(action: argparse.Action) -> tuple[str, ...]:
+    """Return the values to complete; files, if there are none."""
+    return tuple(map(str, action.choices or ()))
+
+
+def _words(actions: Iterable[argparse.Action]) -> tuple[str, ...]:
+    """Return the words to complete that are not flags; files, if there are none."""
+    return next((words for action in actions if not action.option_strings and (words := _choices(action))), ())
+
+
+def _quoted(words: Iterable[str]) -> str:
     return shlex.quote(" ".join(words))
 
 
-def bash_script(verbs: Iterable[Verb]) -> str:
+def bash_script() -> str:
     """Return the script with a case for the flags of each verb."""
     cases = []
-    for verb in verbs:
+    for verb in VERBS:
+        actions = visible_actions(verb)
         by_values: dict[tuple[str, ...], list[str]] = {}
-        for flag in verb.flags:
-            if flag.takes_value:
-                by_values.setdefault(flag.values, []).append(flag.name.replace("_", "-"))
+        for action in actions:
+            if action.option_strings and action.nargs != 0:
+                flags = [flag.replace("_", "-") for flag in long_flags(action)]
+                by_values.setdefault(_choices(action), []).extend(flags)
+        has_script = any(action.nargs == argparse.REMAINDER for action in actions)  # its arguments are not completed
         cases += [
-            f"    {verb.name})",
-            f"      flags={_words(flag.name for flag in verb.flags)}",
-            f"      valued={_words(flag for flags in by_values.values() for flag in flags)}",
-            f"      script={int(verb.has_script)} positional={_words(verb.words)}",
+            f"    {verb})",
+            f"      flags={_quoted(flag for action in actions for flag in long_flags(action))}",
+            f"      valued={_quoted(flag for flags in by_values.values() for flag in flags)}",
+            f"      script={int(has_script)} positional={_quoted(_words(actions))}",
             '      case "${prev//_/-}" in',
             *(
-                f"        {'|'.join(flags)}) {f'values={_words(values)}' if values else 'files=1'} ;;"
+                f"        {'|'.join(flags)}) {f'values={_quoted(values)}' if values else 'files=1'} ;;"
                 for values, flags in by_values.items()
             ),
             "      esac ;;",
@@ -114,27 +81,24 @@ def bash_script(verbs: Iterable[Verb]) -> str:
     return _BASH.replace("@VERBS@", " ".join(VERBS)).replace("@CASES@", "\n".join(cases)) + _BASH_END
 
 
-def zsh_script(verbs: Iterable[Verb]) -> str:
+def zsh_script() -> str:
     """Return the script for zsh: the function for bash, and code that calls it in zsh."""
-    return _ZSH_BEGIN + bash_script(verbs).removesuffix(_BASH_END) + _ZSH_END
+    return _ZSH_BEGIN + bash_script().removesuffix(_BASH_END) + _ZSH_END
 
 
-def fish_script(verbs: Iterable[Verb]) -> str:
-    verbs = list(verbs)
-    lines = ["complete -c hf-fsdp -n __fish_use_subcommand -f"]
-    for verb in verbs:
-        lines.append(f"complete -c hf-fsdp -n __fish_use_subcommand -a {verb.name} -d {shlex.quote(verb.help)}")
-    for verb in verbs:
-        seen = f"complete -c hf-fsdp -n '__fish_seen_subcommand_from {verb.name}'"
-        if verb.words:
-            lines.append(f"{seen} -f -a {_words(verb.words)}")
-        for flag in verb.flags:
-            line = f"{seen} -l {flag.name.removeprefix('--')} -d {shlex.quote(flag.help)}"
-            if flag.values:
-                line += f" -x -a {_words(flag.values)}"
-            elif flag.takes_value:
-                line += " -r -F"
-            lines.append(line)
+def fish_script() -> str:
+    begin = "complete -c hf-fsdp -n __fish_use_subcommand"
+    lines = [f"{begin} -f", *(f"{begin} -a {verb} -d {shlex.quote(about)}" for verb, about in VERBS.items())]
+    for verb in VERBS:
+        seen, actions = f"complete -c hf-fsdp -n '__fish_seen_subcommand_from {verb}'", visible_actions(verb)
+        if words := _words(actions):
+            lines.append(f"{seen} -f -a {_quoted(words)}")
+        for action in actions:
+            values = _choices(action)
+            value = f" -x -a {_quoted(values)}" if values else " -r -F" if action.nargs != 0 else ""
+            first_sentence = _about(action).partition(". ")[0].rstrip(".")
+            for flag in long_flags(action):
+                lines.append(f"{seen} -l {flag.removeprefix('--')} -d {shlex.quote(first_sentence)}{value}")
     return "\n".join(lines) + "\n"
 
 
@@ -176,6 +140,4 @@ _ZSH_END = f"""\
 if [[ ${{funcstack[1]}} == _hf-fsdp ]]; then _bash_complete -o filenames -F _hf_fsdp; else {_BASH_END[:-1]}; fi
 """
 
-SCRIPTS: Final[Mapping[str, Callable[[Iterable[Verb]], str]]] = MappingProxyType(
-    {"bash": bash_script, "zsh": zsh_script, "fish": fish_script}
-)
+SCRIPTS: Final[Mapping[str, Callable[[], str]]] = {"bash": bash_script, "zsh": zsh_script, "fish": fish_script}

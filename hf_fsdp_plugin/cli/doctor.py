@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import platform
@@ -62,11 +63,14 @@ def diagnose() -> tuple[dict[str, Any], list[Problem]]:
 
     Torch and the contracts are probed in another process, which a broken torch may end.
     """
-    versions = {name: found for name in _PACKAGES if (found := _version(name)) is not None}
+    versions: dict[str, str] = {}
+    for name in _PACKAGES:
+        with contextlib.suppress(PackageNotFoundError):
+            versions[name] = version(name)
     problems = [Problem(code="FSDP-E623", message=text.removesuffix(" [FSDP-E623]")) for text in unsupported_versions()]
     if newer := untested_versions():
         problems.append(Problem(code="FSDP-W622", message=f"newer than the tested versions: {', '.join(newer)}."))
-    problems += check_builds(versions, cuda_of_torch(), has_nvidia_driver())
+    problems += check_builds(versions, cuda_of_torch(), Path("/proc/driver/nvidia/version").exists())
     search = DeviceSearch()
     contracts, failure = _probe()
     if failure:
@@ -75,14 +79,9 @@ def diagnose() -> tuple[dict[str, Any], list[Problem]]:
     enabled = find_enabled()
     problems += [*check_contracts(contracts), *check_enabled(enabled)]
     system = {"python": platform.python_version(), "system": platform.platform(), "machine": platform.machine()}
-    tree: dict[str, Any] = {
-        "platform": system,
-        "versions": versions,
-        "devices": asdict(search.result()),
-        "enabled": enabled.to_json(),
-        "contracts": contracts,
-    }
-    return tree, problems
+    devices = asdict(search.result())
+    found: dict[str, Any] = {"platform": system, "versions": versions, "devices": devices, "enabled": enabled.to_json()}
+    return {**found, "contracts": contracts}, problems
 
 
 def check_contracts(contracts: Sequence[Mapping[str, Any]]) -> list[Problem]:
@@ -109,8 +108,9 @@ def check_builds(versions: Mapping[str, str], cuda: str | None, driver: bool) ->
     """
     problems = []
     fix = "Install torch, torchvision and torchaudio together, from one index."
-    own, *others = (versions.get(name, "").partition("+")[2] for name in ("torch", "torchvision", "torchaudio"))
-    for name, other in zip(("torchvision", "torchaudio"), others, strict=True):
+    own = versions.get("torch", "").partition("+")[2]
+    for name in ("torchvision", "torchaudio"):
+        other = versions.get(name, "").partition("+")[2]
         if own and other and own != other:
             message = f"torch is a build for {own} and {name} one for {other}, so operators of {name} may be missing."
             problems.append(Problem(code="FSDP-W625", message=message, fix=fix))
@@ -129,17 +129,6 @@ def cuda_of_torch() -> str | None:
         return None
     match = re.search(r"^cuda\b.*=\s*['\"]([\d.]+)['\"]", text, re.MULTILINE)
     return match[1] if match is not None else None
-
-
-def has_nvidia_driver() -> bool:
-    return Path("/proc/driver/nvidia/version").exists()
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
 
 
 def _probe() -> tuple[list[dict[str, Any]], str]:
@@ -165,29 +154,24 @@ def _text(found: Mapping[str, Any], problems: Sequence[Problem]) -> str:
     versions = [(name, found["platform"][name], "") for name in ("python", "system")]
     versions += [(name, number, supported.get(name, "")) for name, number in found["versions"].items()]
     file, contracts = found["enabled"]["file"], found["contracts"]
-    enabled = f"yes, by {file}" if file is not None else "no"
-    devices = f"devices: {_devices_text(found['devices'])}\nenabled for stock launchers in {sys.prefix}: {enabled}"
+    enabled = f"enabled for stock launchers in {sys.prefix}: {f'yes, by {file}' if file is not None else 'no'}"
+    devices, text = found["devices"], "no accelerator; ranks run on the CPU, with gloo"
+    if devices["count"]:
+        size = f", {format_memory(devices['memory_bytes'])} each" if devices["memory_bytes"] else ""
+        text = f"{devices['count']} × {devices['kind']} {devices['name']}{size}"
     shown = [str(problem) if problem.severity != "error" else problem.text("error: ") for problem in problems]
     missing = [row for row in contracts if row["status"] == "missing"]
     verdict = "Everything that this package relies on is there." if contracts and not missing else ""
-    blocks = [format_table(versions), devices, _contracts_text(contracts) if contracts else ""]
+    blocks = [format_table(versions), f"devices: {text}\n{enabled}", _contracts_text(contracts) if contracts else ""]
     return "\n\n".join(filter(None, [*blocks, "\n".join(shown) or verdict]))
-
-
-def _devices_text(devices: Mapping[str, Any]) -> str:
-    if not devices["count"]:
-        return "no accelerator; ranks run on the CPU, with gloo"
-    size = f", {format_memory(devices['memory_bytes'])} each" if devices["memory_bytes"] else ""
-    return f"{devices['count']} × {devices['kind']} {devices['name']}{size}"
 
 
 def _contracts_text(contracts: Sequence[Mapping[str, Any]]) -> str:
     """Return one line for each class or module and status, with the names."""
     num_holding = sum(row["status"] not in ("changed", "missing") for row in contracts)
     num_replaced = sum(row["replaced"] for row in contracts)
-    head = (
-        f"contracts: {plural(len(contracts), 'name')} of other libraries, {num_replaced} of them replaced functions; "
-    )
+    count = plural(len(contracts), "name")
+    head = f"contracts: {count} of other libraries, {num_replaced} of them replaced functions; "
     names: dict[tuple[str, str, str], list[str]] = {}
     for row in contracts:
         module, _, path = row["target"].partition(":")

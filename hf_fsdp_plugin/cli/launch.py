@@ -13,38 +13,25 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import hf_fsdp_plugin
-from hf_fsdp_plugin.cli.check_output import check_sources
-from hf_fsdp_plugin.cli.model_plan import plan_of_model
+from hf_fsdp_plugin.cli.check_output import check_sources, plan_of_model
 from hf_fsdp_plugin.cli.output import exit_code, in_line_order, print_json, print_problems, text_width
 from hf_fsdp_plugin.hangs.hang_finder import hang_limit
 from hf_fsdp_plugin.hangs.rank_exit import EXIT_LIMIT_VARIABLE, exit_limit
 from hf_fsdp_plugin.hangs.rank_files import RUN_ID_VARIABLE
-from hf_fsdp_plugin.launcher.flags import (
-    LaunchArguments,
-    Parser,
-    UsageError,
-    add_launch_flags,
-    model_of_script,
-    read_launch_arguments,
-)
+from hf_fsdp_plugin.launcher import flags
+from hf_fsdp_plugin.launcher import world as worlds
+from hf_fsdp_plugin.launcher.flags import LaunchArguments, UsageError
 from hf_fsdp_plugin.launcher.other_machines import MACHINE_LIMIT_VARIABLE as MACHINE_VARIABLE
 from hf_fsdp_plugin.launcher.other_machines import silence_limit
 from hf_fsdp_plugin.launcher.rank_environment import RankJob, launch_env, rank_command, settings_env
 from hf_fsdp_plugin.launcher.run_script import check_script
-from hf_fsdp_plugin.launcher.world import (
-    World,
-    check_elastic,
-    describe_world,
-    find_devices,
-    rendezvous_address,
-    resolve_world,
-)
+from hf_fsdp_plugin.launcher.world import World, describe_world, find_devices, resolve_world
 from hf_fsdp_plugin.problems import Problem, SpecError, has_errors
 from hf_fsdp_plugin.runs.identity import POD_ID_VARIABLE
 from hf_fsdp_plugin.sources.command_line import flag_name, parse_flags
 from hf_fsdp_plugin.sources.environment import torchrun_options, torchrun_variables
 from hf_fsdp_plugin.sources.interface import ConfigFile, Sources
-from hf_fsdp_plugin.sources.launchers import LaunchHandover, absolute_path, user_variables
+from hf_fsdp_plugin.sources.launchers import LaunchHandover, absolute_path, default_config_file, user_variables
 from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec
 from hf_fsdp_plugin.text import printable
 
@@ -62,12 +49,12 @@ _OF_ONE_MACHINE = frozenset({"launch.machine_rank", "launch.main_process_ip", "l
 _NUMBERS = (("grace", r"\d+(\.\d+)?"), ("num_cpu_threads_per_process", r"\d+"), ("max_restarts", r"\d{1,6}"))
 
 
-def add_arguments(parser: Parser) -> None:
-    add_launch_flags(parser)
+def add_arguments(parser: flags.Parser) -> None:
+    flags.add_launch_flags(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    return run_launch(read_launch_arguments(args))
+    return run_launch(flags.read_launch_arguments(args))
 
 
 def run_launch(arguments: LaunchArguments) -> int:
@@ -97,16 +84,19 @@ def _launch(arguments: LaunchArguments) -> int:
     from hf_fsdp_plugin.spec.load import assess
 
     handover = _handover(arguments)
-    sources = handover.sources
+    sources, notes = handover.sources, []
+    if sources.config is None and not sources.command_line and not sources.overrides:
+        message = "no config: FSDP runs only if the script's own TrainingArguments or Accelerator enables it."
+        notes.append(Problem(code="FSDP-N713", message=message))
     if "dry_run" in arguments.options:
-        _note_missing_config(arguments, sources)
+        _print_notices(arguments, *notes)
         return _show_run(arguments, sources, _command(arguments))
     spec = assess(sources).checked_spec()
     _print_notices(arguments, *(problem for problem in spec.problems if problem.severity == "warning"))
     world = resolve_world(spec, find_devices())
     _print_notices(arguments, *world.problems)
-    check_elastic(spec, world, int(arguments.options.get("min_machines", world.num_machines)))
-    _note_missing_config(arguments, sources)
+    worlds.check_elastic(spec, world, int(arguments.options.get("min_machines", world.num_machines)))
+    _print_notices(arguments, *notes)
     return _run_ranks(arguments, spec, world, handover)
 
 
@@ -125,7 +115,9 @@ def _run_ranks(arguments: LaunchArguments, spec: FsdpSpec, world: World, handove
             launch, world, facts, restarts, conf=options.get("rdzv_conf", ""), min_machines=min_machines
         )
         some = f"{min_machines} to " if min_machines < world.num_machines else ""
-        _print_notices(arguments, f"waiting for {some}{world.num_machines} machines at {rendezvous_address(launch)}")
+        _print_notices(
+            arguments, f"waiting for {some}{world.num_machines} machines at {worlds.rendezvous_address(launch)}"
+        )
     else:
         rendezvous = Rendezvous(restarts, launch.main_process_port)
         if problem := rendezvous.reserve():
@@ -170,12 +162,6 @@ def _facts(arguments: LaunchArguments, spec: FsdpSpec, world: World) -> dict[str
     }
 
 
-def _note_missing_config(arguments: LaunchArguments, sources: Sources) -> None:
-    if sources.config is None and not sources.command_line and not sources.overrides:
-        message = "no config: FSDP runs only if the script's own TrainingArguments or Accelerator enables it."
-        _print_notices(arguments, Problem(code="FSDP-N713", message=message))
-
-
 def _check_usage(arguments: LaunchArguments) -> None:
     options = arguments.options
     if not arguments.script:
@@ -217,9 +203,8 @@ def _check_writable(options: Mapping[str, str]) -> None:
 
 
 def _handover(arguments: LaunchArguments) -> LaunchHandover:
-    from hf_fsdp_plugin.sources.launchers import default_config_file
-
-    if given := arguments.options.get("config_file"):
+    options = arguments.options
+    if given := options.get("config_file"):
         config: ConfigFile | None = ConfigFile.at(given)
     elif config := default_config_file(os.environ):
         _print_notices(arguments, f"no --config_file: reading Accelerate's default config file {config.shown}")
@@ -229,11 +214,8 @@ def _handover(arguments: LaunchArguments) -> LaunchHandover:
         overrides=arguments.overrides,
         environ={**user_variables(os.environ), **torchrun_variables(os.environ)},
     )
-    report = absolute_path(arguments.options.get("report"))
-    options = arguments.options
-    return LaunchHandover(
-        sources=sources, quiet="quiet" in options, report=report, report_table="report_table" in options
-    )
+    report, table = absolute_path(options.get("report")), "report_table" in options
+    return LaunchHandover(sources=sources, quiet="quiet" in options, report=report, report_table=table)
 
 
 def _with_absolute_path(flag: str) -> str:
@@ -261,7 +243,7 @@ def _show_run(arguments: LaunchArguments, sources: Sources, command: Sequence[st
         command: the command of a rank.
     """
     world: World | None = None
-    model, is_own = model_of_script(arguments)
+    model, is_own = flags.model_of_script(arguments)
 
     def find_plan(spec: FsdpSpec) -> tuple[FsdpPlan | None, Sequence[Problem]]:
         nonlocal world

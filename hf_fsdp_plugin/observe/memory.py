@@ -86,11 +86,12 @@ def observe_memory(
     if grads_bytes == 0 and recorded_grads_bytes is not None:
         grads_bytes, grads_source = recorded_grads_bytes, "optimizer step"
     device = available_device() if available_device().is_initialized() else DEVICES["cpu"]
-    optimizer_bytes = storage_bytes(state_tensors(optimizers))
+    states = [state for optimizer in optimizers for state in optimizer.state.values()]
+    tensors = [value for state in states for value in state.values() if isinstance(value, torch.Tensor)]
     return MemoryObservation(
         params_bytes=storage_bytes([*shards, *unmanaged]),
         grads_bytes=grads_bytes,
-        optimizer_bytes=optimizer_bytes,
+        optimizer_bytes=storage_bytes(tensors),
         gathered_bytes=storage_bytes(gathered, excluding=shards),
         buffers_bytes=storage_bytes(model.buffers()),
         peak_bytes=device.peak_memory(),
@@ -98,7 +99,7 @@ def observe_memory(
         peak_source=device.peak_source,
         ddp_params_bytes=ddp_params_bytes + _nbytes(unmanaged),
         ddp_grads_bytes=ddp_grads_bytes,
-        ddp_optimizer_bytes=_whole_optimizer_bytes(units, trained, optimizers, optimizer_bytes),
+        ddp_optimizer_bytes=_whole_optimizer_bytes(units, trained, optimizers, tensors),
     )
 
 
@@ -108,11 +109,6 @@ def gradient_bytes(model: nn.Module, units: Sequence[UnitObservation]) -> int:
     # Between two collectives, parameters of FSDP1 can be views of gathered ones, which have no gradient.
     tensors += [p.grad for p in unmanaged_parameters(model, units) if p.is_leaf and p.grad is not None]
     return storage_bytes(tensors)
-
-
-def state_tensors(optimizers: Iterable[torch.optim.Optimizer]) -> list[torch.Tensor]:
-    states = [state for optimizer in optimizers for state in optimizer.state.values()]
-    return [value for state in states for value in state.values() if isinstance(value, torch.Tensor)]
 
 
 def storage_bytes(tensors: Iterable[torch.Tensor], *, excluding: Iterable[torch.Tensor] = ()) -> int:
@@ -150,10 +146,10 @@ def _whole_optimizer_bytes(
     units: Sequence[UnitObservation],
     unmanaged: Sequence[nn.Parameter],
     optimizers: Sequence[torch.optim.Optimizer],
-    optimizer_bytes: int,
+    tensors: Sequence[torch.Tensor],
 ) -> int:
     """Return the bytes of the unsharded optimizer state: exact for DTensors, else scaled by the trainable elements."""
-    tensors = state_tensors(optimizers)
+    optimizer_bytes = storage_bytes(tensors)
     if any(step_mode(optimizer) == "whole" for optimizer in optimizers):
         return optimizer_bytes
     if any(isinstance(tensor, DTensor) and type(tensor.to_local()) is torch.Tensor for tensor in tensors):

@@ -5,7 +5,7 @@ The readers of checkpoints, activations, loading and the launch are here, the ot
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, Final
@@ -15,16 +15,9 @@ from hf_fsdp_plugin.devices import accelerator_type
 from hf_fsdp_plugin.observe import settings
 from hf_fsdp_plugin.observe import sharding_readers as sharding
 from hf_fsdp_plugin.observe.first_step import native_layers
-from hf_fsdp_plugin.observe.settings import (
-    ObservedRun,
-    ObservedValue,
-    common_value,
-    differing_value,
-    unobservable_value,
-)
+from hf_fsdp_plugin.observe.settings import ObservedRun, ObservedValue, common_value, differing_value, unobserved_value
 from hf_fsdp_plugin.observe.units import checkpoints_natively
 from hf_fsdp_plugin.observe.weights import WeightComparison
-from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan
 from hf_fsdp_plugin.plan.names import canonical_name, is_inside
 from hf_fsdp_plugin.text import format_bytes, format_names, plural
 from hf_fsdp_plugin.torch_private import functions
@@ -32,16 +25,9 @@ from hf_fsdp_plugin.torch_private.functions import ActivationWrapper, Checkpoint
 from hf_fsdp_plugin.torch_private.modules import calls_compiled
 
 
-def read_state_dict(run: ObservedRun) -> ObservedValue:
-    if run.state_dict is None:
-        return unobservable_value("no checkpoint was saved, and the report has no Accelerator")
-    return ObservedValue(run.state_dict)
-
-
-def read_asynchronous(run: ObservedRun) -> ObservedValue:
-    if run.saved_asynchronously is None:
-        return unobservable_value("no checkpoint was saved")
-    return ObservedValue(run.saved_asynchronously, "of the last checkpoint")
+def _value_or(value: Any, missing: str, reason: str = "") -> ObservedValue:
+    """Return a value of the run; unobservable if it is ``None``, for the reason `missing`."""
+    return unobserved_value(missing) if value is None else ObservedValue(value, reason)
 
 
 def read_checkpointing(run: ObservedRun) -> ObservedValue:
@@ -119,7 +105,7 @@ def read_ram_efficient(run: ObservedRun) -> ObservedValue:
     }
     kinds = ", ".join(f"{count} {kind}" for kind, count in counts.items() if count)
     if not weights.num_shared_ranks:
-        return unobservable_value(f"no rank shared memory with others before the model was sharded: parameters {kinds}")
+        return unobserved_value(f"no rank shared memory with others before the model was sharded: parameters {kinds}")
     private, total = format_bytes(before.private_bytes), format_bytes(before.total_bytes)
     memory = f"at most {private} of {total} were private to a rank"
     return replace(observed, reason=f"{observed.reason}; before, {memory}: parameters {kinds}")
@@ -128,10 +114,10 @@ def read_ram_efficient(run: ObservedRun) -> ObservedValue:
 def read_loading(run: ObservedRun, *, planned: bool) -> ObservedValue:
     """Check that every rank has rank 0's weights and that no tensor is on the meta device."""
     if not planned:
-        return unobservable_value("every rank loads all weights; this cannot be read off the model")
+        return unobserved_value("every rank loads all weights; this cannot be read off the model")
     weights = run.weights
     if weights is None:
-        return unobservable_value("the weights were not compared between ranks")
+        return unobserved_value("the weights were not compared between ranks")
     if weights.num_on_meta:
         return differing_value(False, f"{weights.num_on_meta} tensors were not loaded: they are on the meta device")
     if weights.differing:
@@ -145,38 +131,36 @@ def read_loading(run: ObservedRun, *, planned: bool) -> ObservedValue:
         origin = _origin_of_weights(weights)
         if weights.changed:
             changed = "a checkpoint or the script has changed weights before the first forward"
-            return unobservable_value(f"{origin}, but {changed}")
+            return unobserved_value(f"{origin}, but {changed}")
         if num_equal:
             return ObservedValue(True, origin, matches=True)
     if weights.replicated:
         return ObservedValue(True, "replicas and buffers are equal on all ranks", matches=True)
-    return unobservable_value("all weights are loaded and buffers are equal, but no weight is on more than one rank")
+    return unobserved_value("all weights are loaded and buffers are equal, but no weight is on more than one rank")
 
 
 def _origin_of_weights(weights: WeightComparison) -> str:
-    parts = []
-    if weights.num_from_files:
-        parts.append(f"all ranks took {plural(weights.num_from_files, 'parameter')} from the same files")
-    if weights.num_broadcast or not parts:
-        filled = f"; {weights.num_filled} of them were not loaded on other ranks" if weights.num_filled else ""
-        subject = "and" if parts else "all ranks"
-        parts.append(f"{subject} received {weights.num_broadcast} bit-identical tensors from rank 0{filled}")
-    return " ".join(parts)
+    """Return where all ranks have their weights from, in one sentence."""
+    taken = f"took {plural(weights.num_from_files, 'parameter')} from the same files" if weights.num_from_files else ""
+    filled = f"; {weights.num_filled} of them were not loaded on other ranks" if weights.num_filled else ""
+    received = f"received {weights.num_broadcast} bit-identical tensors from rank 0{filled}"
+    parts = [taken, received if weights.num_broadcast or not taken else ""]
+    return f"all ranks {' and '.join(filter(None, parts))}"
 
 
 def read_num_machines(run: ObservedRun) -> ObservedValue:
     if run.num_hosts == run.plan.spec.launch.num_machines:
         return ObservedValue(run.num_hosts)
     found = f"the ranks have {run.num_hosts} host names"
-    return unobservable_value(f"{found}, but containers of one machine may have different names")
+    return unobserved_value(f"{found}, but containers of one machine may have different names")
 
 
 def read_mixed_precision(run: ObservedRun) -> ObservedValue:
     asked, param = str(run.plan.spec.launch.mixed_precision).lower(), run.plan.spec.precision.param
     if (asked in ("bf16", "fp16") or param in ("bf16", "fp16")) and param != asked:
-        return unobservable_value(f"overridden by precision.param={param}")
+        return unobserved_value(f"overridden by precision.param={param}")
     if not run.units_with_params:
-        return unobservable_value("no parameter belongs to a unit")
+        return unobserved_value("no parameter belongs to a unit")
     value = common_value(unit.param_dtype for unit in run.units_in_policy_dtype)
     if reason := sharding.unplanned_cast(run):
         return differing_value(value, reason)
@@ -232,9 +216,13 @@ READERS: Final[Mapping[str, ValueReader]] = MappingProxyType(
         "precision.buffer": sharding.read_buffer_dtype,
         "prefetch.limit_all_gathers": sharding.read_limit_all_gathers,
         "params.use_orig": sharding.read_use_orig,
-        "checkpoint.state_dict": read_state_dict,
-        "checkpoint.asynchronous": read_asynchronous,
-        "checkpoint.verify": lambda run: unobservable_value(
+        "checkpoint.state_dict": lambda run: _value_or(
+            run.state_dict, "no checkpoint was saved, and the report has no Accelerator"
+        ),
+        "checkpoint.asynchronous": lambda run: _value_or(
+            run.saved_asynchronously, "no checkpoint was saved", "of the last checkpoint"
+        ),
+        "checkpoint.verify": lambda run: unobserved_value(
             "only a resume uses this setting; the model does not record it"
         ),
         "activation.native": read_native,
@@ -259,19 +247,15 @@ def read_setting(name: str, run: ObservedRun) -> ObservedValue:
     if name.startswith("xla."):
         asked = run.plan.spec.get(name)
         return ObservedValue(False if asked else asked, "the model is not on an XLA device", matches=not asked)
-    return unobservable_value("only the launcher uses this setting; the model does not record it")
+    return unobserved_value("only the launcher uses this setting; the model does not record it")
 
 
 def observe_settings(run: ObservedRun) -> tuple[settings.SettingObservation, ...]:
     """Compare the settings that the report shows with the live model, in the order of the spec."""
-    return tuple(_observe_setting(name, run) for name in _shown_settings(run.plan))
-
-
-def _shown_settings(plan: FsdpPlan) -> Iterator[str]:
-    for name, _, _ in plan.spec.settings():
-        decides_units = name == "wrap.classes" and plan.spec.wrap.policy == "transformer"
-        if name in _ALWAYS_SHOWN or decides_units or plan.spec.asked(name):
-            yield name
+    spec = run.plan.spec
+    shown = {*_ALWAYS_SHOWN, "wrap.classes"} if spec.wrap.policy == "transformer" else _ALWAYS_SHOWN
+    names = (name for name, _, _ in spec.settings() if name in shown or spec.asked(name))
+    return tuple(_observe_setting(name, run) for name in names)
 
 
 def _observe_setting(name: str, run: ObservedRun) -> settings.SettingObservation:
@@ -285,11 +269,11 @@ def _observe_setting(name: str, run: ObservedRun) -> settings.SettingObservation
         try:
             found = read_setting(name, run)
         except ContractError as error:
-            found = unobservable_value(error.reason)
+            found = unobserved_value(error.reason)
         if found.value is None and not found.unobservable:
             # For example, scalars are not sharded, so the units of a model of scalars have no parameters.
             reasons = (error.reason for unit in run.units for error in unit.live.unknown.values())
-            found = unobservable_value(next(reasons, "no unit has parameters"))
+            found = unobserved_value(next(reasons, "no unit has parameters"))
     if plan.pre_sharded and not plan.spec.asked(name) and not found.unobservable:
         found = replace(found, reason=found.reason or "set by the script when it wrapped the model", matches=True)
     matches = found.matches if found.matches is not None else _json_value(found.value) == _json_value(expected)

@@ -225,7 +225,7 @@ class Report:
             status = status_line(other.settings, trained=other.training.steps > 0)
             lines.append(f"other model: {other.model_class}, {status}")
             lines += difference_lines(other.settings, [p for p in other.problems if p not in self.problems])
-        return "\n".join(map(wrap_line, lines))
+        return "\n".join(wrapped for line in lines for wrapped in _wrap(line))
 
     def _as_other_model(self, trained: Report) -> str:
         """Return the tables of units, differing settings and problems that the report of ``trained`` lacks."""
@@ -321,18 +321,14 @@ def status_line(settings: Sequence[SettingObservation], *, trained: bool = True)
 
 def difference_lines(settings: Sequence[SettingObservation], problems: Sequence[Problem]) -> list[str]:
     """Return one line for each error, each setting that differs and each warning of the run, at most 10 of each."""
-    rows = [row for row in settings if row.status == "differs"]
-    names = {row.setting for row in rows}
-    errors = [f"ERROR    {p}" for p in problems if p.severity == "error" and p.setting not in names]
-    values = ((row.setting, format_value(row.asked), format_value(row.observed)) for row in rows)
-    lines = [f"DIFFERS  {name}: {asked} requested, {observed} observed" for name, asked, observed in values]
+    lines = {}
+    for row in settings:
+        if row.status == "differs":
+            asked, observed = format_value(row.asked), format_value(row.observed)
+            lines[row.setting] = f"DIFFERS  {row.setting}: {asked} requested, {observed} observed"
+    errors = [f"ERROR    {p}" for p in problems if p.severity == "error" and p.setting not in lines]
     warnings = [f"WARNING  {p}" for p in problems if p.code in _OF_RUN]
-    return [*truncate_lines(errors, _MAX_LINES), *truncate_lines(lines, _MAX_LINES), *warnings]
-
-
-def wrap_line(text: str) -> str:
-    """Break a line that is wider than the tables."""
-    return "\n".join(_wrap(text))
+    return [*truncate_lines(errors, _MAX_LINES), *truncate_lines(lines.values(), _MAX_LINES), *warnings]
 
 
 def settings_table(settings: Sequence[SettingObservation]) -> str:

@@ -15,19 +15,14 @@ from torch import nn
 from hf_fsdp_plugin.backends.ranks.agreement import gather_equal_objects, gather_objects, on_all_ranks
 from hf_fsdp_plugin.backends.sharding.shard import plan_of
 from hf_fsdp_plugin.contracts import off_warning, off_without
+from hf_fsdp_plugin.observe import units as observed
 from hf_fsdp_plugin.observe.first_step import FirstStep, recorded_first_step
 from hf_fsdp_plugin.observe.memory import observe_memory
 from hf_fsdp_plugin.observe.optimizers import check_optimizers, optimizers_of, trained_pair, unwrapped_optimizer
 from hf_fsdp_plugin.observe.readers import observe_settings
 from hf_fsdp_plugin.observe.report import BatchShape, RankObservation, Report, TrainingObservation
 from hf_fsdp_plugin.observe.settings import ObservedRun, SettingObservation, check_settings
-from hf_fsdp_plugin.observe.units import (
-    StructureComparison,
-    UnitObservation,
-    compare_structure,
-    observe_units,
-    unmanaged_parameters,
-)
+from hf_fsdp_plugin.observe.units import StructureComparison, UnitObservation
 from hf_fsdp_plugin.observe.weights import compare_weights, unchanged_parameters
 from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan
 from hf_fsdp_plugin.plan.names import canonical_name
@@ -62,7 +57,7 @@ def build_report(
     inner = [found for optimizer in optimizers if (found := unwrapped_optimizer(optimizer)) is not None]
     with on_all_ranks("reading the live model"):
         first_step = recorded_first_step(model)
-        units = observe_units(model)
+        units = observed.observe_units(model)
         unchanged = unchanged_parameters(first_step.shard_hashes, first_step.later_hashes, units)
         own = _observe_rank(model, units, inner, unchanged)
     ranks = tuple(gather_objects(own))
@@ -73,7 +68,7 @@ def build_report(
     compare = off_without(None)(compare_weights)
     compared = compare(model, units, first_step.first_bit_sum) if loads or replicated else None
     with on_all_ranks("comparing the live model with the plan"):
-        structure = StructureComparison() if plan.pre_sharded else compare_structure(model, units, plan)
+        structure = StructureComparison() if plan.pre_sharded else observed.compare_structure(model, units, plan)
         run = ObservedRun(
             model=model,
             plan=plan,
@@ -90,8 +85,9 @@ def build_report(
             diverged=compared.diverged if compared is not None else (),
         )
         settings = observe_settings(run)
+        unknown = {error.reason: error for unit in units for error in unit.live.unknown.values()}
         problems = [
-            *unobservable_facts(units),
+            *map(off_warning, unknown.values()),
             *check_structure(units, plan),
             *check_optimizers(model, units, inner, prepared_ids=first_step.optimized_ids),
             *check_training(model, first_step, structure, training, prepared=bool(inner)),
@@ -239,37 +235,30 @@ def check_structure(units: Sequence[UnitObservation], plan: FsdpPlan) -> list[Pr
     differing = [unit for unit in units if unit.num_trainable and unit.master_dtype != master]
     if master == "unchanged" or not differing or plan.pre_sharded:
         return []
-    message = f"{len(differing)} units keep and update their weights in {differing[0].master_dtype} instead of "
-    message += f"{master}, for example {differing[0].name or 'the root'}."
+    first = differing[0]
+    message = f"{len(differing)} units keep and update their weights in {first.master_dtype} instead of {master}, "
+    message += f"for example {first.name or 'the root'}."
     fix = f"Load the model in {master}, and do not cast it after prepare()."
     return [Problem(code="FSDP-E502", setting="precision.param", message=message, fix=fix)]
-
-
-def unobservable_facts(units: Sequence[UnitObservation]) -> list[Problem]:
-    """Return a warning for each attribute of torch that does not exist, so that a fact of the units is unknown."""
-    errors = {error.reason: error for unit in units for error in unit.live.unknown.values()}
-    return [off_warning(error) for error in errors.values()]
 
 
 def _mode_dependent(model: nn.Module) -> list[str]:
     """Return the names of the modules that compute something else in training mode: dropout and batch norm."""
     norms = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
     dropouts = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout)
-    return [
-        canonical_name(name)
-        for name, module in model.named_modules()
-        if isinstance(module, norms) or (isinstance(module, dropouts) and module.p > 0) or _has_dropout_rate(module)
-    ]
 
+    def depends(module: nn.Module) -> bool:
+        # BART, OPT and Llama have a rate that they pass to nn.functional.dropout.
+        rates = [value for name, value in vars(module).items() if "dropout" in name and isinstance(value, float)]
+        rates += [module.p] if isinstance(module, dropouts) else []
+        return isinstance(module, norms) or any(rate > 0 for rate in rates)
 
-def _has_dropout_rate(module: nn.Module) -> bool:
-    """Return whether the module has a rate that it passes to ``nn.functional.dropout``, as BART, OPT and Llama do."""
-    return any("dropout" in name and isinstance(value, float) and value > 0 for name, value in vars(module).items())
+    return [canonical_name(name) for name, module in model.named_modules() if depends(module)]
 
 
 def _num_unmanaged(model: nn.Module, units: Sequence[UnitObservation]) -> int:
     """Return the number of elements of the parameters that no unit shards."""
-    return sum(parameter.numel() for parameter in unmanaged_parameters(model, units))
+    return sum(parameter.numel() for parameter in observed.unmanaged_parameters(model, units))
 
 
 def _merge_ranks(
@@ -311,7 +300,6 @@ def _mesh(units: Sequence[UnitObservation], world_size: int) -> dict[str, int]:
 
 
 def _backend(model: nn.Module, units: Sequence[UnitObservation]) -> str:
-    versions = sorted({unit.live.version for unit in units})
-    if not versions:
+    if not units:
         return "ddp" if isinstance(model, nn.parallel.DistributedDataParallel) else "none"
-    return " and ".join(f"fsdp{number}" for number in versions)
+    return " and ".join(f"fsdp{number}" for number in sorted({unit.live.version for unit in units}))

@@ -20,7 +20,7 @@ class ObservedValue:
     """The value of one setting on the live model.
 
     Attributes:
-        value: the canonical value; ``None`` if ``unobservable_value``.
+        value: the canonical value; ``None`` if ``unobserved_value``.
         reason: why the setting is unobservable, or an explanation of the value.
         matches: whether the value matches the request; ``None`` if the caller compares them for equality.
         unobservable: whether the setting cannot be read from the live model.
@@ -85,7 +85,7 @@ class ObservedRun:
         return chosen or self.units_below_root or self.units_with_params
 
 
-def unobservable_value(reason: str) -> ObservedValue:
+def unobserved_value(reason: str) -> ObservedValue:
     return ObservedValue(reason=reason, unobservable=True)
 
 
@@ -114,7 +114,7 @@ class SettingObservation:
     Attributes:
         asked: the requested value, or the planned value if no source sets it.
         planned: the value in the plan for this model and world size; never ``auto``.
-        observed: the value on the live model; ``None`` if ``unobservable_value``.
+        observed: the value on the live model; ``None`` if ``unobserved_value``.
         origin: where the requested value was written, or ``DEFAULT_ORIGIN``.
         reason: why the setting differs or is unobservable, or an explanation of an applied value.
     """

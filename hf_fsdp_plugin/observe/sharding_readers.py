@@ -5,13 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from itertools import pairwise
 
-from hf_fsdp_plugin.observe.settings import (
-    ObservedRun,
-    ObservedValue,
-    common_value,
-    differing_value,
-    unobservable_value,
-)
+from hf_fsdp_plugin.observe.settings import ObservedRun, ObservedValue, common_value, differing_value, unobserved_value
 from hf_fsdp_plugin.observe.units import UnitObservation, dtype_name, unmanaged_parameters
 from hf_fsdp_plugin.plan.names import canonical_name, is_inside
 from hf_fsdp_plugin.strategies import STRATEGIES, strategy_of
@@ -122,7 +116,7 @@ def read_min_num_params(run: ObservedRun) -> ObservedValue:
     planned = {name for unit in run.plan.units if unit.from_policy for name in unit.modules}
     sizes = [unit.num_params for unit in run.units if planned.intersection(unit.module_names)]
     if not sizes:
-        return unobservable_value("the size policy chose no unit")
+        return unobserved_value("the size policy chose no unit")
     # The threshold itself is not on the live model.
     value = f"smallest unit {min(sizes):,}"
     if not run.structure.is_equal:
@@ -162,9 +156,9 @@ def read_offload(run: ObservedRun) -> ObservedValue:
 
 def read_pin_memory(run: ObservedRun) -> ObservedValue:
     if not any(unit.offloaded for unit in run.units_with_params):
-        return unobservable_value("no parameters are offloaded")
+        return unobserved_value("no parameters are offloaded")
     if run.device_type == "cpu":
-        return unobservable_value("CPU ranks do not pin memory")
+        return unobserved_value("CPU ranks do not pin memory")
     shards = (shard for unit in run.units_with_params for shard in unit.live.shards)
     return ObservedValue(common_value(shard.is_pinned() for shard in shards))
 
@@ -208,7 +202,7 @@ def read_fp32_modules(run: ObservedRun) -> ObservedValue:
 def read_reduce_dtype(run: ObservedRun) -> ObservedValue:
     dtypes = [unit.reduce_dtype for unit in run.units_with_params if unit.reduce_dtype]
     if not dtypes:
-        return unobservable_value("no parameter is trained, so no gradient is reduced")
+        return unobserved_value("no parameter is trained, so no gradient is reduced")
     return ObservedValue(common_value(dtypes), matches=_true_if_unchanged(run.plan.precision.reduce))
 
 
@@ -220,15 +214,15 @@ def read_output_dtype(run: ObservedRun) -> ObservedValue:
     policies = [unit.live.output_dtype for unit in run.units if unit.live.is_root and unit.live.version == 2]
     if policies:
         return ObservedValue(dtype_name(policies[0]) or "unchanged", "from the policy of the root", matches)
-    return unobservable_value("FSDP1 does not store an output dtype, and no forward was recorded")
+    return unobserved_value("FSDP1 does not store an output dtype, and no forward was recorded")
 
 
 def read_buffer_dtype(run: ObservedRun) -> ObservedValue:
     dtypes = [dtype_name(buffer.dtype) for buffer in run.model.buffers() if buffer.is_floating_point()]
     if not dtypes:
-        return unobservable_value("the model has no floating-point buffers")
+        return unobserved_value("the model has no floating-point buffers")
     if any(unit.live.version == 1 and unit.live.lazy for unit in run.units):
-        return unobservable_value("FSDP1 casts buffers in the first forward, which has not run yet")
+        return unobserved_value("FSDP1 casts buffers in the first forward, which has not run yet")
     return ObservedValue(common_value(dtypes), matches=_true_if_unchanged(run.plan.precision.buffer))
 
 
@@ -241,14 +235,14 @@ _NO_PREFETCH = "fewer than two units below the root, so there is nothing to pref
 
 def read_backward_prefetch(run: ObservedRun) -> ObservedValue:
     if len(run.units_below_root) < 2:
-        return unobservable_value(_NO_PREFETCH)
+        return unobserved_value(_NO_PREFETCH)
     return ObservedValue(common_value(unit.live.backward_prefetch for unit in run.units_below_root))
 
 
 def read_forward_prefetch(run: ObservedRun) -> ObservedValue:
     num_units = len(run.units_below_root)
     if num_units < 2:
-        return unobservable_value(_NO_PREFETCH)
+        return unobserved_value(_NO_PREFETCH)
     num_prefetching = sum(unit.live.forward_prefetch for unit in run.units_below_root)
     # Under FSDP2 the last unit has no next unit to prefetch.
     if num_prefetching in (0, num_units, num_units - 1):

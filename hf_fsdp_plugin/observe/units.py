@@ -75,7 +75,11 @@ def observe_units(model: nn.Module) -> tuple[UnitObservation, ...]:
     collectives.
     """
     names = {id(module): canonical_name(name) for name, module in model.named_modules()}
-    checkpointed = _checkpointed_names(model)
+    checkpointed = {
+        names[id(module)]
+        for module in model.modules()
+        if isinstance(module, CheckpointWrapper) or checkpoints_natively(module)
+    }
     units = [_observe_unit(unit, names, checkpointed) for unit in _live_units(model)]
     return tuple(sorted(units, key=lambda unit: unit.live.is_root))
 
@@ -126,15 +130,6 @@ def _observe_unit(live: LiveUnit, names: dict[int, str], checkpointed: set[str])
         checkpointed=all(name in checkpointed for name in module_names),
         live=live,
     )
-
-
-def _checkpointed_names(model: nn.Module) -> set[str]:
-    """Return the names of modules with torch's or Transformers' activation checkpointing."""
-    return {
-        canonical_name(name)
-        for name, module in model.named_modules()
-        if isinstance(module, CheckpointWrapper) or checkpoints_natively(module)
-    }
 
 
 def checkpoints_natively(module: nn.Module) -> bool:

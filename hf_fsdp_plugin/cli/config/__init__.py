@@ -1,4 +1,7 @@
-"""``hf-fsdp config``: asks for model, machines and FSDP settings, and writes a config file for Accelerate."""
+"""``hf-fsdp config``: asks for model, machines and FSDP settings, and writes a config file for Accelerate.
+
+The present content of the file is read first, and the file is replaced as the last step.
+"""
 
 from __future__ import annotations
 
@@ -8,21 +11,27 @@ import os
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
 
 from hf_fsdp_plugin.cli.config import settings as answered
 from hf_fsdp_plugin.cli.config.conversation import Asker, ask_questions
 from hf_fsdp_plugin.cli.config.prediction import predict_memory
 from hf_fsdp_plugin.cli.config.question import Question, State, label_of
 from hf_fsdp_plugin.cli.config.questions import BY_NAME, QUESTIONS
-from hf_fsdp_plugin.cli.config.target import Target, assess_text, find_target, write_target
 from hf_fsdp_plugin.cli.config_text import SettingLine, changed_text, new_text, setting_lines, stock_limits
-from hf_fsdp_plugin.cli.output import OK, print_failure, print_json, print_problems
+from hf_fsdp_plugin.cli.output import OK, print_failure, print_json, print_problems, write_atomically
 from hf_fsdp_plugin.launcher.flags import Suggested
 from hf_fsdp_plugin.launcher.world import DeviceSearch
 from hf_fsdp_plugin.problems import Origin, Problem, SpecError, has_errors
-from hf_fsdp_plugin.spec.load import Assessment
+from hf_fsdp_plugin.sources import environment
+from hf_fsdp_plugin.sources.interface import ConfigFile, Sources, config_tree, read_text
+from hf_fsdp_plugin.sources.launchers import default_config_file
+from hf_fsdp_plugin.sources.tree import ConfigFileError
+from hf_fsdp_plugin.spec.load import Assessment, assess
 from hf_fsdp_plugin.text import printable
+from hf_fsdp_plugin.vocabulary import TRAINING_FILE_MARKS
 
 if TYPE_CHECKING:
     from hf_fsdp_plugin.estimate.results import MemoryEstimate
@@ -35,6 +44,31 @@ EXAMPLES = (
     "hf-fsdp config -o fsdp.yaml --model meta-llama/Llama-3.1-8B --gpus 8 --gpu-memory 80GB",
     "hf-fsdp config --yes --num-machines 2 --gpus 8 --strategy hybrid_shard --show-args",
 )
+STDOUT: Final = "-"
+_OTHER_CONFIG: Final = "FSDP-E766"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Target:
+    """Where the config is written.
+
+    Attributes:
+        path: ``None`` for stdout.
+        shown: as the user named it.
+        text: the present content; ``None`` if there is no file.
+        present: the settings of the present content.
+        is_default: whether it is Accelerate's default file.
+    """
+
+    path: Path | None
+    shown: str
+    text: str | None = None
+    present: Assessment | None = None
+    is_default: bool = False
+
+    @property
+    def is_json(self) -> bool:
+        return self.path is not None and self.path.suffix.lower() == ".json"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -103,14 +137,19 @@ def _run(args: argparse.Namespace) -> int:
         print("Nothing was written.", file=sys.stderr)
         return print_failure([], as_json=args.json)
     if target.path is not None and text != target.text:
-        write_target(target, text)
+        try:
+            target.path.parent.mkdir(parents=True, exist_ok=True)
+            write_atomically(target.path, text.encode())
+        except OSError as error:
+            raise _unwritable(target.shown, error.strerror or str(error)) from None
     _print_result(args, target, text, state, checked, memory)
     return OK
 
 
 def _check(text: str, target: Target, lines: Sequence[SettingLine]) -> Assessment:
     """Return the assessment of the new content. Raises ``SpecError`` if it has errors or other settings."""
-    checked = assess_text(text, target)
+    path = target.path or Path.cwd() / "stdout.yaml"
+    checked = assess(Sources(config=ConfigFile(path=path, shown=target.shown, data=text.encode()), environ={}))
     if has_errors(checked.problems):
         print("The file would have these errors. It was not written.", file=sys.stderr)
         raise SpecError(checked.problems)
@@ -186,3 +225,59 @@ def code_of(arguments: Mapping[str, Any]) -> str:
         else:
             lines.append(f"    {name}={value!r},")
     return "\n".join([*lines, ")"])
+
+
+def find_target(name: str | None, variables: Mapping[str, str], *, force: bool) -> Target:
+    """Return the file that is written, with its present content.
+
+    Args:
+        name: a path; ``-`` for stdout; ``None`` for Accelerate's default file.
+        force: whether a file that cannot be parsed may be replaced.
+
+    Raises:
+        SpecError: the place cannot be written, or has a file that cannot be read as a config.
+    """
+    if name == STDOUT:
+        return Target(path=None, shown=STDOUT)
+    found = default_config_file(variables) if name is None else ConfigFile.at(name)
+    path = found.path if found is not None else Path(environment.accelerate_cache(variables), "default_config.yaml")
+    target = Target(path=path, shown=name or str(path), is_default=name is None)
+    folder = path.parent
+    while target.is_default and not folder.exists() and folder != folder.parent:  # these folders are made
+        folder = folder.parent
+    if path.is_dir():
+        raise _unwritable(target.shown, "it is a folder")
+    if not folder.is_dir():
+        raise _unwritable(target.shown, f"{folder} is not a folder")
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise _unwritable(target.shown, f"no permission to write to {folder}")
+    if not os.path.lexists(path):
+        return target
+    try:
+        text, present = _read(path, target.shown)
+    except SpecError as error:
+        if not force or error.problems[0].code == _OTHER_CONFIG:
+            raise
+        text, present = "", None
+    return replace(target, text=text, present=present)
+
+
+def _read(path: Path, shown: str) -> tuple[str, Assessment]:
+    file = ConfigFile(path=path, shown=shown)
+    try:
+        text = read_text(file)
+        tree = config_tree(file)
+    except ConfigFileError as error:
+        raise SpecError([error.problem]) from None
+    keys = {entry.key.strip().lower() for entry in tree.value}
+    if keys & TRAINING_FILE_MARKS and "distributed_type" not in keys:
+        message = "this is the config of a training script, not a config of Accelerate."
+        fix = "Give another path with -o."
+        raise SpecError([Problem(code=_OTHER_CONFIG, message=message, fix=fix, origin=Origin(source=shown))])
+    return text, assess(Sources(config=file, environ={}))
+
+
+def _unwritable(shown: str, reason: str) -> SpecError:
+    message = f"the file cannot be written: {reason}. It was not changed."
+    fix = "Choose another path with -o."
+    return SpecError([Problem(code="FSDP-E764", message=message, fix=fix, origin=Origin(source=shown))])

@@ -6,10 +6,10 @@ import warnings
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from hf_fsdp_plugin.cli.check_output import load_model
 from hf_fsdp_plugin.cli.config.question import ModelFacts, State
 from hf_fsdp_plugin.cli.config.questions import USUAL_MIN_NUM_PARAMS
 from hf_fsdp_plugin.cli.config_text import stock_limits
-from hf_fsdp_plugin.cli.model_plan import load_model
 from hf_fsdp_plugin.problems import SpecError
 from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec
 from hf_fsdp_plugin.text import format_memory, parse_bytes

@@ -3,63 +3,101 @@
 from __future__ import annotations
 
 import argparse
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
-from typing import Final
+from typing import TYPE_CHECKING, Any, Final, get_args
 
-from hf_fsdp_plugin.cli.output import OK, PROBLEMS, exit_code, in_line_order, print_failure, print_json, print_problems
-from hf_fsdp_plugin.cli.plan import arguments
-from hf_fsdp_plugin.cli.plan.arguments import Planned, add_arguments
-from hf_fsdp_plugin.cli.plan.output import plan_json, plan_text, predict, write_page
-from hf_fsdp_plugin.problems import Origin, Problem, SpecError
-from hf_fsdp_plugin.text import plural
+from hf_fsdp_plugin.cli import check
+from hf_fsdp_plugin.cli.check_output import load_model, plan_of
+from hf_fsdp_plugin.cli.output import OK, exit_code, in_line_order, print_failure, print_json
+from hf_fsdp_plugin.cli.plan.output import Planned, print_prediction
+from hf_fsdp_plugin.cli.verbs import check_needs
+from hf_fsdp_plugin.estimate.workload import Attention, Optimizer, UpdateLoop, Workload, nearest_multiples
+from hf_fsdp_plugin.launcher.flags import Parser, UsageError, add_setting_flags
+from hf_fsdp_plugin.problems import Origin, Problem, SpecError, has_errors
+from hf_fsdp_plugin.sources.launchers import default_config_file
+from hf_fsdp_plugin.text import SIZE_SPELLINGS, parse_bytes, plural
 
-__all__ = ["EXAMPLES", "HELP", "add_arguments", "run"]
+if TYPE_CHECKING:
+    from torch import nn
 
 HELP = "Predict memory, communication and time of a training step, for a model, a config and a number of ranks."
 EXAMPLES = (
     "hf-fsdp plan --model meta-llama/Llama-3.1-8B --config fsdp.yaml --world-size 8 --gpu-memory 80GB",
     'hf-fsdp plan --model . --fsdp "full_shard auto_wrap" --mixed_precision bf16 --world-size 8 --seq-len 4096 --json',
 )
-_NO_MEMORY: Final = Problem(
-    code="FSDP-E726",
-    message="--advise needs the memory of a device.",
-    fix="Pass --gpu-memory 80GB, or --machine with a known machine.",
-    origin=Origin(source="command line", spelling="--advise", text=None),
-)
-_NO_PICTURES: Final = Problem(
-    code="FSDP-W792",
-    message="nothing fits, so there are no settings to draw, and no pictures are written.",
-    fix="Follow one of the changes that are printed.",
-)
+_DEFAULT_LENGTH: Final = 2048
+_QLORA_RANK: Final = 16
+_DEFAULTS: Final = ("full_shard auto_wrap", "precision.param=bf16")
+"""Options of ``fsdp``, and a setting, that are used if the user sets none."""
+_FLAGS: Final[tuple[tuple[str, str, str], ...]] = (
+    ("world-size", "N", "number of ranks (default: num_processes)"),
+    ("micro-batch", "B", "samples per rank and forward (default: 1)"),
+    ("seq-len", "S", f"tokens per sample (default: {_DEFAULT_LENGTH}, or the model's maximum)"),
+    ("global-batch", "G", "samples per optimizer step; sets --accumulation"),
+    ("accumulation", "N", "micro-batches per optimizer step (default: 1)"),
+    ("sync-each-batch", "", "reduce gradients after every micro-batch, not only the last"),
+    ("no-clip", "", "gradients are not clipped"),
+    ("lora-rank", "R", "train LoRA adapters of this rank on all linear layers"),
+    ("qlora", "", "LoRA (rank 16 by default) on weights in 4 bits"),
+    ("gpu-memory", "SIZE", 'memory of a device: "80GB", "80GiB" or 80'),
+    ("device", "TYPE", "type of the devices (default: cuda; cpu with --cpu)"),
+    (
+        "machine", "NAME|FILE", "predict the time of a step on a100-40gb, a100-80gb, h100-sxm, h100-pcie, "
+        "h100-96gb-500w, h200, b200, or with another network, as h100-sxm:efa-3200; or on the machine of a file, or "
+        "on the calibrated one",
+    ),
+    ("calibrate", "", "measure the present machine with --world-size ranks for --machine calibrated, and stop"),
+    ("html", "OUT", "write an HTML page with pictures; it needs no network"),
+    ("force", "", "overwrite the file of --html"),
+    ("advise", "", "compare all settings, and print the best config"),
+    ("json", "", "print one JSON object and nothing else on stdout"),
+)  # fmt: skip
+"""Flag, its value (empty for none) and its meaning. Sizes are text: all invalid ones are reported together."""
+_OF_CALIBRATION: Final = frozenset({"calibrate", "world_size", "device", "json"})
+_NOT_ADVISED: Final = frozenset({"sync_each_batch", "device"})
+_LARGEST: Final = 1 << 24
+
+
+def add_arguments(parser: Parser) -> None:
+    parser.add_argument("--model", metavar="DIR|ID", help="folder with a config.json, or a model id")
+    parser.add_argument("--config", metavar="CONFIG", dest="config_option", help="the same as CONFIG")
+    check.add_config_arguments(parser, several=False)
+    parser.add_argument("--optimizer", choices=get_args(Optimizer), default="adamw", help="default: adamw")
+    loops = parser.add_mutually_exclusive_group()
+    for name in get_args(UpdateLoop):
+        flag = f"--{name.replace('_', '-')}"
+        loops.add_argument(flag, action="store_const", const=name, dest="update_loop", help=f"{name} optimizer updates")
+    parser.add_argument("--attention", choices=get_args(Attention), default="sdpa", help="default: sdpa")
+    for name, value, about in _FLAGS:
+        kind: dict[str, Any] = {"metavar": value} if value else {"action": "store_true"}
+        parser.add_argument(f"--{name}", help=about, **kind)
+    add_setting_flags(parser)
+    parser.epilog = "also all setting flags of `hf-fsdp launch`: --mixed_precision bf16, --fsdp_version 2, --cpu, …"
 
 
 def run(args: argparse.Namespace) -> int:
     """Print the prediction. Returns 0 if it fits or the memory is unknown, 1 if it does not fit or after errors."""
     names = [name for name in (args.configs, args.config_option, args.config_file) if name is not None]
-    arguments.check_flags(args, names)
-    problems, shown = arguments.check_targets(args), None
+    _check_flags(args, names)
+    problems, shown = _check_targets(args), None
     try:
         if args.calibrate:
             return _calibrate(args)
-        planned, shown = (None, None) if problems else arguments.read_subject(args, names, problems)
+        planned, shown = (None, None) if problems else _read_subject(args, names, problems)
+        if planned is not None and args.advise:
+            from hf_fsdp_plugin.cli.plan.advise import print_advice
+
+            return print_advice(args, planned)
         if planned is not None:
-            return _advise(args, planned) if args.advise else _predict(args, planned, problems)
+            return print_prediction(args, planned, problems)
     except SpecError as error:
         problems += error.problems
     problems = in_line_order(dict.fromkeys(problems))
     failed = print_failure(problems, as_json=args.json)
     return exit_code(problems, shown) or failed
-
-
-def _predict(args: argparse.Namespace, planned: Planned, problems: list[Problem]) -> int:
-    prediction = predict(planned)
-    written = write_page(args, prediction)
-    if args.json:
-        print_json(plan_json(prediction, problems))
-    else:
-        print_problems(problem for problem in problems if problem.severity != "note")
-        print("\n".join([plan_text(prediction), *written]))
-    return PROBLEMS if prediction.fits is False else OK
 
 
 def _calibrate(args: argparse.Namespace) -> int:
@@ -69,7 +107,7 @@ def _calibrate(args: argparse.Namespace) -> int:
     from hf_fsdp_plugin.estimate.machines import calibration_path
 
     problems: list[Problem] = []
-    num_ranks = arguments.read_size(args, "world-size", problems) or 2
+    num_ranks = _read_size(args, "world-size", problems) or 2
     if problems:
         raise SpecError(problems)
     path = calibration_path()
@@ -81,36 +119,152 @@ def _calibrate(args: argparse.Namespace) -> int:
     return OK
 
 
-def _advise(args: argparse.Namespace, planned: Planned) -> int:
-    """Print the planner's answer. Returns 1 if nothing fits."""
-    from hf_fsdp_plugin.cli.plan.advise import advice_json, advice_text, num_machines_of, written_row
-    from hf_fsdp_plugin.estimate.planner.advice import compare_with_tree
-    from hf_fsdp_plugin.estimate.planner.search import advise
+def _check_targets(args: argparse.Namespace) -> list[Problem]:
+    """Return a problem if the file of ``--html`` exists, unless it may be overwritten."""
+    if args.html is None or args.force or not os.path.lexists(args.html):
+        return []
+    fix = "Pass --force to overwrite it, or another name."
+    return [Problem(code="FSDP-E833", message=f"{args.html} exists.", fix=fix)]
 
-    plan, workload, spec = planned.plan, planned.workload, planned.plan.spec
-    if planned.gpu_memory is None:
-        raise SpecError([_NO_MEMORY])
-    num_machines = num_machines_of(spec, plan.world_size, planned.machine)
-    advice = advise(
-        planned.model,
-        workload,
-        global_batch=workload.micro_batch * workload.accumulation * plan.world_size,
-        gpu_memory=planned.gpu_memory,
-        num_machines=num_machines,
-        gpus_per_machine=plan.world_size // num_machines,
-        machine=planned.machine,
-        version=plan.version,
-        precision=spec.precision.param,
-        wrap={name: value for name, value, _ in spec.settings() if name.startswith("wrap.") and spec.asked(name)},
+
+def _check_flags(args: argparse.Namespace, names: Sequence[str]) -> None:
+    """Refuse a combination of flags in which a flag has no effect, so that no flag is ignored silently.
+
+    Args:
+        names: the configs that were named.
+
+    Raises:
+        UsageError: the combination is refused.
+    """
+    for name, flag in args.given.items():
+        if args.calibrate and name not in _OF_CALIBRATION:
+            raise UsageError(f"{flag} has no effect with --calibrate.")
+        if args.advise and name in _NOT_ADVISED:
+            raise UsageError(f"{flag} has no effect with --advise.")
+    check_needs(args, {"force": ["html"]})
+    if args.calibrate and (args.configs or args.command_line):
+        raise UsageError(f"{args.configs or args.command_line[0]} has no effect with --calibrate.")
+    if not args.calibrate and (args.model is None or len(names) > 1):
+        raise UsageError("give --model, and at most one config.")
+
+
+def _read_subject(
+    args: argparse.Namespace, names: Sequence[str], problems: list[Problem]
+) -> tuple[Planned | None, str | None]:
+    """Return the subject of the prediction (``None`` after errors) and the config's name. Collects all problems."""
+    from hf_fsdp_plugin.estimate.machines import machine_named
+
+    world_size, machine = _read_size(args, "world-size", problems), None
+    gpu_memory = parse_bytes(args.gpu_memory) if args.gpu_memory is not None else None
+    if args.gpu_memory is not None and gpu_memory is None:
+        message, fix = f"{args.gpu_memory!r} is not a size of memory.", f"Write {SIZE_SPELLINGS}."
+        problems.append(_problem("FSDP-E723", "gpu-memory", args.gpu_memory, message, fix))
+    with _collected(problems):
+        machine = machine_named(args.machine) if args.machine is not None else None
+    if args.gpu_memory is None and machine is not None:
+        gpu_memory = int(machine.memory_bytes) or None
+    lora_rank = _read_size(args, "lora-rank", problems) or (_QLORA_RANK if args.qlora and not args.lora_rank else None)
+    model, model_problems = load_model(args.model)
+    if model is not None and lora_rank is not None:
+        from hf_fsdp_plugin.integrations.peft import with_lora
+
+        whole, model = model, None
+        with _collected(problems):
+            model = with_lora(whole, rank=lora_rank, quantized=args.qlora)
+    args.model, args.world_size, args.device_of_plan = None, world_size, args.device
+    config = check.config_named(names[0]) if names else None
+    if config is None and not (args.fsdp or args.fsdp_config or args.distributed_config):
+        config = default_config_file(os.environ)
+        if config is None and not args.command_line and not args.overrides:
+            args.fsdp, args.overrides = _DEFAULTS[0], [_DEFAULTS[1]]
+    checked = check.check_config(args, config)
+    world_size = world_size or check.smallest_world_size(checked.spec)
+    workload = _read_workload(args, world_size, problems)
+    problems += [*model_problems, *checked.problems]
+    shown = config.shown if config is not None else None
+    if model is None or workload is None:
+        return None, shown
+    length, too_long = sequence_length(workload, model)
+    problems += [too_long] if too_long is not None else []
+    if has_errors(problems):
+        return None, shown
+    device_type = args.device or ("cpu" if checked.spec.launch.use_cpu else "cuda")
+    plan, more = plan_of(checked.spec, model, world_size=world_size, device_type=device_type)
+    problems += [problem for problem in more if problem not in problems]
+    if plan is None or has_errors(problems):
+        return None, shown
+    workload = replace(workload, seq_len=length)
+    return Planned(plan=plan, model=model, workload=workload, gpu_memory=gpu_memory, machine=machine), shown
+
+
+@contextmanager
+def _collected(problems: list[Problem]) -> Iterator[None]:
+    """Collect the problems of a ``SpecError`` instead of raising it."""
+    try:
+        yield
+    except SpecError as error:
+        problems += error.problems
+
+
+def _read_size(args: argparse.Namespace, name: str, problems: list[Problem]) -> int | None:
+    """Return a number of the command line; ``None`` if it is absent, or invalid, which is reported."""
+    text = getattr(args, name.replace("-", "_"))
+    if text is None:
+        return None
+    with suppress(ValueError):
+        if 1 <= int(text) <= _LARGEST:
+            return int(text)
+    message = f"{text!r} is not a whole number between 1 and {_LARGEST:,}."
+    problems.append(_problem("FSDP-E722", name, text, message, "Correct it."))
+    return None
+
+
+def _read_workload(args: argparse.Namespace, world_size: int, problems: list[Problem]) -> Workload | None:
+    """Return the workload, without the default sequence length; ``None`` if an argument is invalid."""
+    before = len(problems)
+    micro_batch, seq_len, accumulation, global_batch = (
+        _read_size(args, name, problems) for name in ("micro-batch", "seq-len", "accumulation", "global-batch")
     )
-    chosen, written = written_row(advice), []
-    if args.html is not None and chosen is not None:
-        drawn = predict(replace(planned, plan=chosen.plan, workload=chosen.workload))
-        written = write_page(args, replace(drawn, memory=chosen.memory))
-    tree = compare_with_tree(advice, plan.num_params)
-    if args.json:
-        print_json(advice_json(advice, chosen, spec, tree))
-    else:
-        print_problems([_NO_PICTURES] if args.html is not None and chosen is None else [])
-        print("\n".join([*written, advice_text(advice, chosen, spec, tree)]))
-    return OK if advice.best is not None else PROBLEMS
+    if len(problems) > before:
+        return None
+    micro_batch = micro_batch or 1
+    if global_batch is not None:
+        factors, per_pass = f"{world_size} ranks × micro-batch {micro_batch}", world_size * micro_batch
+        if accumulation is not None:
+            factors, per_pass = f"{factors} × accumulation {accumulation}", per_pass * accumulation
+        if global_batch % per_pass or (accumulation is not None and global_batch != per_pass):
+            near = nearest_multiples(global_batch, per_pass) if accumulation is None else per_pass
+            of = "divisible by " if accumulation is None else ""
+            message = f"a global batch of {global_batch} is not {of}{per_pass}, which is {factors}."
+            fix = f"Set --global-batch to {near}, or change --micro-batch."
+            problems.append(_problem("FSDP-E725", "global-batch", args.global_batch, message, fix))
+        accumulation = accumulation or max(1, global_batch // per_pass)
+    return Workload(
+        micro_batch=micro_batch,
+        seq_len=seq_len or 0,
+        accumulation=accumulation or 1,
+        sync_each_batch=args.sync_each_batch,
+        optimizer=args.optimizer,
+        update_loop=args.update_loop,
+        clip_norm=not args.no_clip,
+        attention=args.attention,
+    )
+
+
+def sequence_length(workload: Workload, model: nn.Module) -> tuple[int, Problem | None]:
+    """Return the tokens per sample, and the problem of a sequence that the model does not support."""
+    config = getattr(model, "config", None)
+    config = getattr(config, "text_config", config)
+    maximum = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None)
+    length = workload.seq_len or min(_DEFAULT_LENGTH, maximum or _DEFAULT_LENGTH)
+    if not maximum or length <= maximum:
+        return length, None
+    message = f"a sequence of {length:,} tokens is longer than the model's maximum of {maximum:,} "
+    message += "(max_position_embeddings)."
+    fix = f"Set --seq-len to at most {maximum:,}, or raise max_position_embeddings in the config."
+    return length, _problem("FSDP-E724", "seq-len", str(length), message, fix)
+
+
+def _problem(code: str, flag: str, text: str, message: str, fix: str) -> Problem:
+    origin = Origin(source="command line", spelling=f"--{flag}", text=text)
+    return Problem(code=code, message=f"--{flag}: {message}", fix=fix, origin=origin)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
 from hf_fsdp_plugin.cli.config_text import new_text, script_arguments, setting_lines, stock_limits
-from hf_fsdp_plugin.cli.output import colored, text_width
+from hf_fsdp_plugin.cli.output import OK, PROBLEMS, colored, print_json, print_problems, text_width
+from hf_fsdp_plugin.cli.plan.output import Planned, predict, write_page
 from hf_fsdp_plugin.estimate.machines import RANKS_PER_MACHINE
 from hf_fsdp_plugin.launcher.world import DEFAULT_PORT
+from hf_fsdp_plugin.problems import Origin, Problem, SpecError
 from hf_fsdp_plugin.strategies import STRATEGIES
 from hf_fsdp_plugin.text import fit_table, format_memory, plural, truncate_lines, wrap_words
 
@@ -18,14 +22,75 @@ if TYPE_CHECKING:
     from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec
 
 _ROWS: Final = 10
+_NO_MEMORY: Final = Problem(
+    code="FSDP-E726",
+    message="--advise needs the memory of a device.",
+    fix="Pass --gpu-memory 80GB, or --machine with a known machine.",
+    origin=Origin(source="command line", spelling="--advise", text=None),
+)
+_NO_PICTURES: Final = Problem(
+    code="FSDP-W792",
+    message="nothing fits, so there are no settings to draw, and no pictures are written.",
+    fix="Follow one of the changes that are printed.",
+)
 
 
-def advice_text(advice: Advice, chosen: AdviceRow | None, spec: FsdpSpec, tree: str) -> str:
-    """Return the text: the best settings, a table, the rejected settings, and the config.
+def print_advice(args: argparse.Namespace, planned: Planned) -> int:
+    """Print the planner's answer. Returns 1 if nothing fits.
+
+    Raises:
+        SpecError: the memory of a device is unknown (FSDP-E726).
+    """
+    from hf_fsdp_plugin.estimate.planner.advice import compare_with_tree
+    from hf_fsdp_plugin.estimate.planner.search import advise
+
+    plan, workload, spec = planned.plan, planned.workload, planned.plan.spec
+    if planned.gpu_memory is None:
+        raise SpecError([_NO_MEMORY])
+    num_machines = num_machines_of(spec, plan.world_size, planned.machine)
+    advice = advise(
+        planned.model,
+        workload,
+        global_batch=workload.micro_batch * workload.accumulation * plan.world_size,
+        gpu_memory=planned.gpu_memory,
+        num_machines=num_machines,
+        gpus_per_machine=plan.world_size // num_machines,
+        machine=planned.machine,
+        version=plan.version,
+        precision=spec.precision.param,
+        wrap={name: value for name, value, _ in spec.settings() if name.startswith("wrap.") and spec.asked(name)},
+    )
+    # The first row that stock Accelerate runs too, else the best one.
+    chosen = next((row for row in advice.fitting if not _stock_limits(row)), advice.best)
+    config, arguments = ("", []) if chosen is None else (config_text(chosen, spec), _arguments(chosen))
+    tree, written = compare_with_tree(advice, plan.num_params), []
+    if args.html is not None and chosen is not None:
+        drawn = predict(replace(planned, plan=chosen.plan, workload=chosen.workload))
+        written = write_page(args, replace(drawn, memory=chosen.memory))
+    if args.json:
+        tree_of_advice = {
+            "ok": advice.best is not None,
+            "gpu_memory_bytes": advice.gpu_memory,
+            "limit_bytes": advice.limit,
+            "best": 0 if advice.best is not None else None,
+            "rows": [_row_json(row) for row in advice.rows],
+            "remedies": list(advice.remedies),
+            "decision_tree": tree,
+            "config": config or None,
+            "arguments": arguments,
+        }
+        print_json(tree_of_advice)
+    else:
+        print_problems([_NO_PICTURES] if args.html is not None and chosen is None else [])
+        lines = [*_answer_lines(advice, chosen, tree), *(f"# {argument}" for argument in arguments), config.rstrip()]
+        print("\n".join([*written, *lines]).rstrip())
+    return OK if advice.best is not None else PROBLEMS
+
+
+def _answer_lines(advice: Advice, chosen: AdviceRow | None, tree: str) -> list[str]:
+    """Return the best settings, a table, the rejected settings, and why the chosen row is not the best one.
 
     Args:
-        chosen: the row whose config is printed, see :func:`written_row`.
-        spec: the launch settings and the wrap policy of the config.
         tree: how the best settings compare with the rule of thumb.
     """
     width = text_width()
@@ -35,17 +100,13 @@ def advice_text(advice: Advice, chosen: AdviceRow | None, spec: FsdpSpec, tree: 
     if advice.rejected:
         rows = (f"  {_settings(row)}, {_batches(row)}: {row.reason}" for row in advice.rejected)
         lines += ["rejected, the closest first", *truncate_lines(rows, _ROWS), ""]
-    lines += wrap_words(tree, width, "")
-    if chosen is None:
-        return "\n".join(lines)
-    lines += [""]
+    lines += [*wrap_words(tree, width, ""), ""]
     if chosen is not advice.best:
         limits = " ".join(_stock_limits(advice.rows[0]))
         lines += wrap_words(
             f"The config is that of the best row that stock Accelerate runs too (»). {limits}", width, ""
         )
-    lines += [*(f"# {argument}" for argument in _arguments(chosen)), config_text(chosen, spec).rstrip()]
-    return "\n".join(lines)
+    return lines
 
 
 def rows_table(rows: Sequence[AdviceRow], chosen: AdviceRow | None, width: int | None) -> str:
@@ -58,26 +119,6 @@ def rows_table(rows: Sequence[AdviceRow], chosen: AdviceRow | None, width: int |
             table.append(("»" if row is chosen else "", _settings(row), batches, memory, speed, row.reason))
     rest = len(rows) + 1 - len(table)
     return fit_table(table, width) + (f"\n… and {rest} more that fit" if rest else "")
-
-
-def advice_json(advice: Advice, chosen: AdviceRow | None, spec: FsdpSpec, tree: str) -> dict[str, Any]:
-    """Return the object of ``plan --advise --json``. Arguments are those of :func:`advice_text`."""
-    return {
-        "ok": advice.best is not None,
-        "gpu_memory_bytes": advice.gpu_memory,
-        "limit_bytes": advice.limit,
-        "best": 0 if advice.best is not None else None,
-        "rows": [_row_json(row) for row in advice.rows],
-        "remedies": list(advice.remedies),
-        "decision_tree": tree,
-        "config": config_text(chosen, spec) if chosen is not None else None,
-        "arguments": _arguments(chosen) if chosen is not None else [],
-    }
-
-
-def written_row(advice: Advice) -> AdviceRow | None:
-    """Return the first row that fits and that stock ``accelerate launch`` runs too; else the best row."""
-    return next((row for row in advice.fitting if not _stock_limits(row)), advice.best)
 
 
 def _stock_limits(row: AdviceRow) -> list[str]:

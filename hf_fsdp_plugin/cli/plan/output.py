@@ -8,8 +8,15 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from hf_fsdp_plugin.cli.output import colored, text_width, write_atomically
-from hf_fsdp_plugin.cli.plan.arguments import Planned
+from hf_fsdp_plugin.cli.output import (
+    OK,
+    PROBLEMS,
+    colored,
+    print_json,
+    print_problems,
+    text_width,
+    write_atomically,
+)
 from hf_fsdp_plugin.estimate import results
 from hf_fsdp_plugin.estimate.workload import Workload
 from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan
@@ -17,10 +24,29 @@ from hf_fsdp_plugin.problems import Problem, SpecError
 from hf_fsdp_plugin.text import format_count, format_memory, format_seconds, format_table, plural, printable, wrap_words
 
 if TYPE_CHECKING:
+    from torch import nn
+
+    from hf_fsdp_plugin.estimate.machines import Machine
     from hf_fsdp_plugin.estimate.time import TimeModel
 
 _HEADROOM: Final = 0.9
 """Part of a device's memory above which a peak that fits is called close, if only allocated memory is predicted."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Planned:
+    """What the verb was asked to predict.
+
+    Attributes:
+        gpu_memory: bytes of one device, as given or of the machine; ``None`` if unknown.
+        machine: the machine that was named.
+    """
+
+    plan: FsdpPlan
+    model: nn.Module
+    workload: Workload
+    gpu_memory: int | None
+    machine: Machine | None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,6 +86,18 @@ def predict(planned: Planned) -> Prediction:
         return prediction
     times = TimeModel(*subject, unit_costs(plan, profile))
     return replace(prediction, times=times, time=times.estimate(machine))
+
+
+def print_prediction(args: argparse.Namespace, planned: Planned, problems: Iterable[Problem]) -> int:
+    """Print memory, communication and time. Returns 1 if it does not fit."""
+    prediction = predict(planned)
+    written = write_page(args, prediction)
+    if args.json:
+        print_json(plan_json(prediction, problems))
+    else:
+        print_problems(problem for problem in problems if problem.severity != "note")
+        print("\n".join([plan_text(prediction), *written]))
+    return PROBLEMS if prediction.fits is False else OK
 
 
 def plan_json(prediction: Prediction, problems: Iterable[Problem]) -> dict[str, Any]:

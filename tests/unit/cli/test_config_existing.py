@@ -8,8 +8,7 @@ import pytest
 import yaml
 
 from hf_fsdp_plugin import SpecError, load_spec
-from hf_fsdp_plugin.cli.config import _check
-from hf_fsdp_plugin.cli.config.target import Target
+from hf_fsdp_plugin.cli.config import Target, _check
 from hf_fsdp_plugin.cli.config_text import SettingLine
 from hf_fsdp_plugin.cli.yaml_edit import change_keys, in_block_style, keys_of
 from hf_fsdp_plugin.spec.fsdp_spec import SECTIONS
