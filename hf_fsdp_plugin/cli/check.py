@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hf_fsdp_plugin.cli.check_output import Checked, check_sources, plan_of_model, verdict_line
-from hf_fsdp_plugin.cli.output import OK, PROBLEMS, in_line_order, print_json, print_problems, text_width
+from hf_fsdp_plugin.cli.output import OK, PROBLEMS, in_line_order, print_json, print_problems
 from hf_fsdp_plugin.cli.preflight_arguments import (
     RUN_FLAG,
     add_run_arguments,
@@ -105,7 +105,7 @@ def run(args: argparse.Namespace) -> int:
     else:
         for number, one in enumerate(checked):
             print("\n" if number else "", end="")
-            _print(one)
+            one.print_text(_stages(one))
     return max(one.exit_code for one in checked)
 
 
@@ -162,28 +162,26 @@ def _with_run(args: argparse.Namespace, config: ConfigFile | None) -> Checked:
 
 def _result(args: argparse.Namespace, checked: Checked) -> dict[str, Any]:
     result = checked.to_json()
-    if args.model:
-        result["plan"] = checked.plan.to_json() if checked.plan is not None else None
+    if not args.model:
+        del result["plan"]
     if args.run:
         result["run"] = checked.run.to_json() if checked.run is not None else None
         result["ok"] &= checked.run is not None and checked.run.ok
     return result
 
 
-def _print(checked: Checked) -> None:
-    checked.print_settings()
-    if checked.plan is not None:
-        print(f"\n{checked.plan.text(width=text_width())}")
-    if checked.run is not None:
-        from hf_fsdp_plugin.cli.preflight import stage_table
+def _stages(checked: Checked) -> str:
+    """Return the table of the preflight's stages, if it ran."""
+    if checked.run is None:
+        return ""
+    from hf_fsdp_plugin.cli.preflight import stage_table
 
-        print(f"\n{stage_table(checked.run)}")
-    checked.print_verdict()
+    return stage_table(checked.run)
 
 
 def _fix(args: argparse.Namespace, files: Sequence[ConfigFile | None]) -> int:
     """Print the corrected config on stdout; the corrections, the remaining problems and the verdict on stderr."""
-    from hf_fsdp_plugin.cli.yaml_edit import apply_suggestions
+    from hf_fsdp_plugin.cli.config_text import apply_suggestions
 
     if args.json or len(files) != 1 or files[0] is None:
         raise UsageError("--fix needs one config, and prints no JSON.")

@@ -49,7 +49,7 @@ class Checked:
     run: PreflightResult | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """Return the object that ``--json`` prints, without plan and run."""
+        """Return the object that ``--json`` prints, without the run."""
         refused = refused_settings(self.spec, self.problems)
         settings = {
             name: {"value": None, "refused": True, "origin": refused[name].to_json()}
@@ -63,17 +63,17 @@ class Checked:
             "enabled": self.spec.enabled,
             "settings": settings,
             "problems": [problem.to_json() for problem in self.problems],
+            "plan": self.plan.to_json() if self.plan is not None else None,
         }
 
-    def print_settings(self) -> None:
-        """Print the problems and the table of settings."""
+    def print_text(self, *blocks: str) -> None:
+        """Print the problems, the table of settings, the plan, further blocks and the verdict."""
         print_problems(self.problems)
         # If the config could not be read, a table of defaults would hide the reason.
-        if self.spec.origins:
-            print(settings_table(self.spec, self.problems, self.config))
-
-    def print_verdict(self) -> None:
-        print("\n" if self.spec.origins else "", verdict_line(self.spec, self.problems, self.config or "flags"), sep="")
+        table = settings_table(self.spec, self.problems, self.config) if self.spec.origins else ""
+        plan = self.plan.text(width=text_width()) if self.plan is not None else ""
+        verdict = verdict_line(self.spec, self.problems, self.config or "flags")
+        print("\n\n".join(filter(None, [table, plan, *blocks, verdict])))
 
 
 def check_sources(

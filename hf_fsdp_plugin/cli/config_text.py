@@ -1,16 +1,23 @@
-"""The text of a config for Accelerate: the lines that set FSDP's settings, in a new file or in an existing one."""
+"""The text of a config for Accelerate: a new file, other settings in an existing one, and corrected words.
+
+In an existing text everything else stays: order, comments, blanks, quotes.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import json
+import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 import yaml
 
-from hf_fsdp_plugin.cli.yaml_edit import Key, change_keys, in_block_style, keys_of, line_of
+from hf_fsdp_plugin.problems import Problem
 from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec
+from hf_fsdp_plugin.spellings import nearest_word
 from hf_fsdp_plugin.strategies import STRATEGIES
 from hf_fsdp_plugin.vocabulary import BY_NAME, PREFIXES, Scope, find_row, plain_key
 
@@ -23,8 +30,6 @@ STOCK_VALUES: Final[Mapping[str, Mapping[Any, Any]]] = {
     "activation.checkpointing": {"none": False, "full": True},
 }  # fmt: skip
 """Setting -> canonical value -> the value that stock Accelerate accepts."""
-SYNC_EACH_BATCH: Final = {"gradient_accumulation_kwargs": {"sync_each_batch": True}}
-"""``accelerator_config`` of TrainingArguments that reduces gradients after every micro-batch."""
 _SECTIONS: Final[Mapping[str, str]] = {"fsdp": "fsdp_config", "parallelism": "parallelism_config"}
 """Scope of a key -> its section in the file."""
 _SCOPES: Final[Mapping[str, tuple[Scope, ...]]] = {
@@ -41,6 +46,8 @@ _SAME: Final[Mapping[str, Collection[str]]] = {
 """Setting -> names of the rows whose keys set it."""
 _OTHER_ENGINES: Final = ("deepspeed_config", "megatron_lm_config", "fp8_config")
 """Sections that FSDP refuses unless they are empty."""
+_MISSPELLED_KEY: Final = "FSDP-E020"
+_WORD: Final = re.compile(r"[\w.-]+")
 _STOCK_LIMITS: Final = (
     ((1, 2), "launch.use_cpu", (True,), "does not shard on CPU ranks"),
     ((2,), "sharding.strategy", ("no_shard",), "ignores NO_SHARD under FSDP2 and runs full_shard"),
@@ -93,7 +100,9 @@ def setting_lines(settings: Mapping[str, Any], version: int, comments: Mapping[s
         section, key = _SECTIONS.get(row.scope, ""), row.key
         written = STOCK_VALUES[name].get(value, value) if name in STOCK_VALUES else value
         if name == "sharding.strategy":
-            key, written = strategy_key(value, version)
+            strategy, key, written = STRATEGIES[value], "fsdp_sharding_strategy", value.upper()
+            if version == 2 and strategy.is_sharded and not (strategy.hybrid and strategy.reshards_after_forward):
+                key, written = "fsdp_reshard_after_forward", strategy.reshards_after_forward
         elif name.startswith("mesh."):
             section, key = "parallelism_config", f"{PREFIXES['parallelism']}dp_{name.partition('.')[2]}_size"
         elif isinstance(written, tuple):
@@ -102,14 +111,6 @@ def setting_lines(settings: Mapping[str, Any], version: int, comments: Mapping[s
             comment = comments.get(name, "")
             lines.append(SettingLine(name=name, section=section, key=key, value=written, means=value, comment=comment))
     return lines
-
-
-def strategy_key(name: str, version: int) -> tuple[str, Any]:
-    """Return the key that stock Accelerate reads under this FSDP version, and its value."""
-    row = STRATEGIES[name]
-    if version == 2 and row.is_sharded and not (row.hybrid and row.reshards_after_forward):
-        return "fsdp_reshard_after_forward", row.reshards_after_forward
-    return "fsdp_sharding_strategy", name.upper()
 
 
 def stock_limits(settings: Mapping[str, Any], version: int, *, gpus: int = 0) -> Iterator[str]:
@@ -127,17 +128,13 @@ def stock_limits(settings: Mapping[str, Any], version: int, *, gpus: int = 0) ->
 
 def script_arguments(micro_batch: int, accumulation: int, sync_each_batch: bool) -> list[str]:
     """Return the arguments of a script with TrainingArguments that the file does not contain."""
-    sync = f"--accelerator_config '{json.dumps(SYNC_EACH_BATCH)}'"
+    sync = """--accelerator_config '{"gradient_accumulation_kwargs": {"sync_each_batch": true}}'"""
     sizes = [f"--per_device_train_batch_size {micro_batch}", f"--gradient_accumulation_steps {accumulation}"]
     return [*sizes, sync] if sync_each_batch else sizes
 
 
 def new_text(lines: Sequence[SettingLine], header: Iterable[str] = (), *, is_json: bool = False) -> str:
-    """Return the text of a new file.
-
-    Args:
-        header: the comment at its beginning.
-    """
+    """Return the text of a new file, with a comment at its beginning."""
     texts = list(header)
     for section in dict.fromkeys(line.section for line in lines):
         own = [line.text for line in lines if line.section == section]
@@ -157,7 +154,8 @@ def changed_text(
         present: the settings that the file has.
     """
     new = [line for line in lines if not (present.asked(line.name) and present.get(line.name) == line.means)]
-    is_json |= _is_json(text)
+    with contextlib.suppress(ValueError):
+        is_json = isinstance(json.loads(text), dict)
     if is_json or text.lstrip().startswith("{"):  # in flow style, which has no comments
         tree = yaml.safe_load(text.replace("\t", " "))
         if not tree:
@@ -198,13 +196,133 @@ def _changes(
     return replaced, added
 
 
-def _is_json(text: str) -> bool:
-    try:
-        json.loads(text)
-    except ValueError:
-        return False
-    return True
-
-
 def _as_json(text: str) -> str:
     return json.dumps(yaml.safe_load(text), indent=2, ensure_ascii=False) + "\n"
+
+
+def line_of(key: str, value: Any, comment: str = "") -> str:
+    """Return ``key: value  # comment``, with the quotes that YAML needs: ``'no'`` has quotes, ``true`` has none."""
+    text = yaml.safe_dump(value, default_flow_style=True, width=1 << 20).removesuffix("...\n").strip()
+    return f"{key}: {text}{f'  # {comment}' if comment else ''}"
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """A key of a YAML text whose top level is a mapping in block style.
+
+    Attributes:
+        section: the key whose mapping contains it; empty at the top level.
+        value: the node of its value.
+        indent: the blanks before it.
+        start, stop: its lines, from 0, without `stop`.
+    """
+
+    section: str
+    name: str
+    value: Any = field(compare=False)
+    indent: str
+    start: int
+    stop: int
+
+
+def keys_of(text: str) -> list[Key]:
+    """Return the keys of the top level, each followed by the keys of its section."""
+    found = []
+    root: Any = yaml.compose(text, Loader=yaml.SafeLoader)
+    for key, value in root.value:
+        found.append(_key("", key, value))
+        if isinstance(value, yaml.MappingNode):
+            found += [_key(str(key.value), *pair) for pair in value.value]
+    return found
+
+
+def _key(section: str, key: Any, value: Any) -> Key:
+    start = key.start_mark
+    stop = max(key.end_mark.line + 1, _stop_line(value))
+    return Key(section, str(key.value), value, " " * start.column, start.line, stop)
+
+
+def _stop_line(node: Any) -> int:
+    """Return the line after the content of a node. The end mark of a block collection is after its comments."""
+    if isinstance(node, yaml.ScalarNode) or node.flow_style or not node.value:
+        return int(node.end_mark.line) + (node.end_mark.column > 0)  # a block scalar ends before a line
+    parts = [part for item in node.value for part in (item if isinstance(item, tuple) else (item,))]
+    return max(map(_stop_line, parts))
+
+
+def in_block_style(text: str, names: Iterable[str]) -> str:
+    """Return the text in which these sections have one line per key, also those in flow style: ``{a: 1}``."""
+    lines = text.splitlines()
+    for key in reversed(keys_of(text)):
+        is_section = not key.section and key.name in names and isinstance(key.value, yaml.MappingNode)
+        if is_section and key.value.flow_style and key.value.value:
+            content = yaml.SafeLoader("").construct_object(key.value, deep=True)
+            keys = [f"  {line_of(name, value)}" for name, value in content.items()]
+            lines[key.start : key.stop] = [f"{key.name}:", *keys]
+    return "\n".join(lines) + "\n"
+
+
+def change_keys(text: str, replaced: Mapping[Key, Sequence[str]], added: Mapping[str, Sequence[str]]) -> str:
+    """Return the text with other lines for some keys, and with new keys at the end of their sections.
+
+    A section without keys is removed. Everything else stays: order, comments, blanks, quotes.
+
+    Args:
+        replaced: key in block style -> its lines; without lines, the key is removed.
+        added: section, or "" for the top level -> lines of new keys, without indent.
+    """
+    replaced, keys = dict(replaced), keys_of(text)
+    end = list(added.get("", ()))
+    edits: list[tuple[int, int, Sequence[str]]] = []
+    for owner in [key for key in keys if not key.section]:
+        members = [key for key in keys if key.section == owner.name]
+        block = [(members[0].indent if members else "  ") + line for line in added.get(owner.name, ())]
+        if members and not block and all(replaced.get(key) == [] for key in members):
+            replaced = {key: lines for key, lines in replaced.items() if key not in members} | {owner: []}
+        elif block and members:
+            edits.append((members[-1].stop, members[-1].stop, block))
+        elif block:
+            edits.append((owner.start, owner.stop, [f"{owner.name}:", *block]))
+    for section in added.keys() - {"", *(key.name for key in keys if not key.section)}:
+        end += [f"{section}:", *(f"  {line}" for line in added[section])]
+    edits = [(keys[-1].stop, keys[-1].stop, end), *edits, *((key.start, key.stop, replaced[key]) for key in replaced)]
+    changed = text.splitlines()
+    for start, stop, lines in sorted(edits, key=lambda edit: edit[:2], reverse=True):
+        changed[start:stop] = lines
+    return "\n".join(changed) + "\n"
+
+
+def apply_suggestions(text: str, problems: Iterable[Problem], file: str) -> tuple[str, list[str]]:
+    """Return the text with the suggestions of the problems of one file, and a line for each correction.
+
+    Args:
+        file: the file as the origins of the problems name it.
+    """
+    lines, corrections = text.splitlines(keepends=True), []
+    for problem in problems:
+        origin = problem.origin
+        if problem.severity != "error" or not problem.suggestion or origin is None or origin.file != file:
+            continue
+        number = origin.line or 1
+        following = itertools.takewhile(lambda line: line.lstrip().startswith("- "), lines[number:])
+        for line_number, line in enumerate([lines[number - 1], *following], start=number):
+            word = _misspelled_word(line, problem, origin.spelling)
+            if word is not None and word[0] != problem.suggestion:  # else the rest of the key is invalid
+                lines[line_number - 1] = line[: word.start()] + problem.suggestion + line[word.end() :]
+                corrections.append(f"{file}:{line_number}: {word[0]} → {problem.suggestion}")
+                break
+    return "".join(lines), corrections
+
+
+def _misspelled_word(line: str, problem: Problem, key: str) -> re.Match[str] | None:
+    """Return the word of a line that a suggestion replaces: the key, or the most similar word of the value."""
+    content = re.sub(r"\s#.*", "", line)
+    words = list(_WORD.finditer(content))
+    if problem.code == _MISSPELLED_KEY:
+        words = [word for word in words if word[0] == key] or words
+    elif key in content:
+        words = [word for word in words if word.start() >= content.index(key) + len(key)]
+        if len(words) == 1:
+            return words[0]
+    folded = {word[0].lower().replace("-", "_"): word for word in words}
+    return folded.get(nearest_word(problem.suggestion.lower(), folded, cutoff=0.5))

@@ -10,11 +10,11 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import hf_fsdp_plugin
 from hf_fsdp_plugin.cli.check_output import check_sources, plan_of_model
-from hf_fsdp_plugin.cli.output import exit_code, in_line_order, print_json, print_problems, text_width
+from hf_fsdp_plugin.cli.output import exit_code, in_line_order, print_json, print_problems
 from hf_fsdp_plugin.hangs.hang_finder import hang_limit
 from hf_fsdp_plugin.hangs.rank_exit import EXIT_LIMIT_VARIABLE, exit_limit
 from hf_fsdp_plugin.hangs.rank_files import RUN_ID_VARIABLE
@@ -262,42 +262,21 @@ def _show_run(arguments: LaunchArguments, sources: Sources, command: Sequence[st
     spec, plan = checked.spec, checked.plan
     env = settings_env(spec, world, arguments) if world is not None else {}
     if "json" in arguments.options:
-        print_json(
-            {
-                **checked.to_json(),
-                "plan": plan.to_json() if plan is not None else None,
-                "world": _world_json(world) if world is not None else None,
-                "command": list(command),
-                "environment": env,
-            }
-        )
+        names = {"collectives": "backend", "world_size": "size"}
+        keys = ("device", "collectives", "world_size", "num_machines", "machine_rank", "num_local")
+        found = {key: getattr(world, names.get(key, key)) for key in keys} if world is not None else None
+        print_json({**checked.to_json(), "world": found, "command": list(command), "environment": env})
         return checked.exit_code
-    checked.print_settings()
-    if world is not None and spec.enabled:
-        print(f"\n{plan.text(width=text_width()) if plan is not None else _no_units(model)}")
+    blocks = []
     if world is not None:
-        print(f"\n{describe_world(world, spec.launch)}")
+        units = "unknown without the model. Pass --model DIR|ID to show them."
+        if model:
+            units = f"unknown, {model} cannot be built here. Pass --model with a folder that has a config.json."
+        blocks = [f"units: {units}"] if spec.enabled and plan is None else []
         variables = " ".join(f"{name}={shlex.quote(value)}" for name, value in env.items())
-        print(printable(f"command of a rank: {shlex.join(command)}"))
-        print(printable(f"variables of a rank: {variables}"))
-    checked.print_verdict()
+        rank = (f"command of a rank: {shlex.join(command)}", f"variables of a rank: {variables}")
+        blocks.append("\n".join([describe_world(world, spec.launch), *map(printable, rank)]))
+    checked.print_text(*blocks)
     if not has_errors(checked.problems):
         print("Nothing was started (--dry_run).")
     return checked.exit_code
-
-
-def _no_units(model: str) -> str:
-    if model:
-        return f"units: unknown, {model} cannot be built here. Pass --model with a folder that has a config.json."
-    return "units: unknown without the model. Pass --model DIR|ID to show them."
-
-
-def _world_json(world: World) -> dict[str, Any]:
-    return {
-        "device": world.device,
-        "collectives": world.backend,
-        "world_size": world.size,
-        "num_machines": world.num_machines,
-        "machine_rank": world.machine_rank,
-        "num_local": world.num_local,
-    }

@@ -99,10 +99,7 @@ def print_problems(problems: Iterable[Problem]) -> None:
 def _problem_text(problem: Problem, width: int | None) -> str:
     label = f"{problem.severity}: "
     text = "\n".join(wrap_words(problem.text(label), width))
-    place = text.find(label)
-    if place < 0:
-        return text
-    return text[:place] + colored(label, _SEVERITY_COLORS[problem.severity], sys.stderr) + text[place + len(label) :]
+    return text.replace(label, colored(label, _SEVERITY_COLORS[problem.severity], sys.stderr), 1)
 
 
 def print_failure(problems: Iterable[Problem], *, as_json: bool) -> int:

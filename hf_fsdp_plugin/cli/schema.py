@@ -36,9 +36,8 @@ def run(args: argparse.Namespace) -> int:
 def schema() -> dict[str, Any]:
     """Return the schema of the whole file. Every spelling is a key; all except the recommended ones are deprecated."""
     whole = _section("launch")
-    for row in ROWS:
-        if row.scope == "dynamo":  # top-level keys in older versions of Accelerate
-            whole["properties"][row.key] = _property(row, deprecated=True)
+    older = (row for row in ROWS if row.scope == "dynamo")  # top-level keys in older versions of Accelerate
+    whole["properties"] |= {row.key: _property(row, deprecated=True) for row in older}
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": "Accelerate config with FSDP, as read by hf-fsdp",
@@ -49,20 +48,11 @@ def schema() -> dict[str, Any]:
 
 def _section(scope: Scope) -> dict[str, Any]:
     properties: dict[str, Any] = {}
-    for row in ROWS:
-        if row.scope == scope:
-            for key in _keys(row):
-                properties.setdefault(key, _property(row, deprecated=key != row.key))
-    return {
-        "type": ["object", "null"] if scope != "launch" else "object",
-        "properties": properties,
-        "additionalProperties": False,
-    }
-
-
-def _keys(row: SettingRow) -> list[str]:
-    prefix = PREFIXES[row.scope]
-    return [key for spelling in row.spellings for key in dict.fromkeys((prefix + spelling, spelling))]
+    for row in (row for row in ROWS if row.scope == scope):
+        for key in (key for spelling in row.spellings for key in (PREFIXES[scope] + spelling, spelling)):
+            properties.setdefault(key, _property(row, deprecated=key != row.key))
+    kind = ["object", "null"] if scope != "launch" else "object"
+    return {"type": kind, "properties": properties, "additionalProperties": False}
 
 
 def _property(row: SettingRow, *, deprecated: bool) -> dict[str, Any]:

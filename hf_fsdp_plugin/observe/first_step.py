@@ -147,16 +147,6 @@ class FirstStep:
     _num_forwards: int = 0
     observed: WeakSet[torch.optim.Optimizer] = field(default_factory=WeakSet)
 
-    def before_forward(self, device_type: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Record the input of a training forward."""
-        self._num_forwards += 1
-        if torch.is_autocast_enabled(device_type):
-            self.autocast_dtypes.add(torch.get_autocast_dtype(device_type))
-        for value in (*args, *kwargs.values()):
-            if isinstance(value, torch.Tensor) and value.dim():
-                self.batch_sizes.add(value.shape[0])
-                break
-
     def before_cast(self, model: nn.Module, compute: torch.dtype, args: tuple[Any, ...], kwargs: Any) -> None:
         """Record which inputs of a forward are cast to the dtype of the computation, and which are not."""
         try:
@@ -189,7 +179,9 @@ class FirstStep:
         if self.grads_bytes is None:
             self.grads_bytes = gradient_bytes(model, units)
         self.unreduced.update(unit.name or "(root)" for unit in units if unit.live.unreduced)
-        if self.shard_hashes is None and _updates(optimizer):
+        # Warm-up begins with a learning rate of 0. One in a tensor is not read.
+        rates = [group.get("lr", 1.0) for group in optimizer.param_groups]
+        if self.shard_hashes is None and any(isinstance(rate, torch.Tensor) or rate for rate in rates):
             self.shard_hashes = hash_parts(units)
 
     @off_without(None)
@@ -202,17 +194,31 @@ class FirstStep:
         """Count a backward before the first optimizer step. A hook of a forward's output."""
         self.num_backwards += not self.num_steps
 
+    def before_forward(self, device_type: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Record the input of a training forward."""
+        self._num_forwards += 1
+        if torch.is_autocast_enabled(device_type):
+            self.autocast_dtypes.add(torch.get_autocast_dtype(device_type))
+        sizes = (
+            value.shape[0] for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor) and value.dim()
+        )
+        if (size := next(sizes, None)) is not None:
+            self.batch_sizes.add(size)
+
 
 def record_first_step(model: nn.Module, *optimizers: Any) -> FirstStep:
     """Record the facts of the next training forwards and optimizer steps, and return the record of this model.
 
     Call it after the model is sharded, and again for each further optimizer.
     """
-    known = model.__dict__.get(_ATTRIBUTE)
-    first_step: FirstStep = known or FirstStep()
-    if known is None:
-        model.__dict__[_ATTRIBUTE] = first_step
-        _observe_forward(model, first_step)
+    if _ATTRIBUTE not in model.__dict__:
+        model.__dict__[_ATTRIBUTE] = FirstStep()
+        _observe_forward(model, model.__dict__[_ATTRIBUTE])
+    first_step: FirstStep = model.__dict__[_ATTRIBUTE]
+    plan = plan_of(model)
+    # FSDP1 copies offloaded gradients to the same host memory in each step, and shows this memory before it does. So
+    # when a backward begins, parameters have the gradients of the last step again, although they were zeroed.
+    is_offloaded = plan is not None and plan.version == 1 and plan.offload_params and plan.device_type != "cpu"
     for optimizer in optimizers:
         inner = unwrapped_optimizer(optimizer)
         if inner is not None and inner not in first_step.observed:
@@ -221,27 +227,16 @@ def record_first_step(model: nn.Module, *optimizers: Any) -> FirstStep:
             # A hook must not remove itself here: the optimizer iterates over its hooks without a copy.
             inner.register_step_pre_hook(lambda optimizer, *_: first_step.before_step(model, optimizer))
             inner.register_step_post_hook(lambda *_: first_step.after_step(model))
-            if not _keeps_offloaded_gradients(model):
+            if not is_offloaded:
                 GradientWatch(model, inner)
     return first_step
 
 
-def _keeps_offloaded_gradients(model: nn.Module) -> bool:
-    """Whether parameters have the gradients of the last step again when a backward begins, although they were zeroed.
-
-    FSDP1 copies offloaded gradients to the same host memory in each step, and shows this memory before it does.
-    """
-    plan = plan_of(model)
-    return plan is not None and plan.version == 1 and plan.offload_params and plan.device_type != "cpu"
-
-
 def _observe_forward(model: nn.Module, first_step: FirstStep) -> None:
-    device_type = next((parameter.device.type for parameter in model.parameters()), "cpu")
-    plan = plan_of(model)
-    compute = torch_dtype(plan.precision.param) if plan is not None else None
+    device_type, compute = next((parameter.device.type for parameter in model.parameters()), "cpu"), None
     watch = UselessStepWatch(model, lambda: bool(first_step.num_steps), record_first_step)
-    if plan is not None:
-        device_type = plan.device_type
+    if (plan := plan_of(model)) is not None:
+        device_type, compute = plan.device_type, torch_dtype(plan.precision.param)
         first_step.recomputation = Recomputation(checkpointed_modules(model, plan))
 
     @off_without(None)
@@ -290,23 +285,15 @@ def recorded_first_step(model: nn.Module) -> FirstStep:
     return model.__dict__.get(_ATTRIBUTE) or FirstStep()
 
 
-def _updates(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether any learning rate is above 0. Warm-up begins at 0. One in a tensor is not read."""
-    rates = [group.get("lr", 1.0) for group in optimizer.param_groups]
-    return any(isinstance(rate, torch.Tensor) or rate for rate in rates)
-
-
-_CONTAINERS = (nn.ModuleList, nn.ModuleDict)
-"""Modules that are never called."""
-
-
 def _called_inside(module: nn.Module) -> list[nn.Module]:
     """Return the children of a module; the module itself if it has none.
 
     Transformers checkpoints the function ``forward`` of a layer. The hooks of the layer itself run outside of it.
     """
-    children = list(module.children())
-    inner = [part for child in children for part in (child.children() if type(child) in _CONTAINERS else [child])]
+    containers = (nn.ModuleList, nn.ModuleDict)  # which are never called
+    inner = [
+        part for child in module.children() for part in (child.children() if type(child) in containers else [child])
+    ]
     return [part for part in inner if not calls_compiled(part)] or [module]
 
 

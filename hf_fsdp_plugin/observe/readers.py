@@ -83,7 +83,7 @@ def read_activation_offload(run: ObservedRun) -> ObservedValue:
     """Read whether the activations of all planned units are offloaded."""
     wrappers = [module for module in run.model.modules() if isinstance(module, ActivationWrapper)]
     found = sum(not isinstance(wrapper, CheckpointWrapper) and "forward" not in vars(wrapper) for wrapper in wrappers)
-    planned = sum(len(unit.modules) for unit in run.plan.units if unit.from_policy)
+    planned = len(run.chosen)
     if 0 < found < planned:
         return differing_value(f"in {found} of {planned} units")
     return ObservedValue(found > 0)
@@ -178,7 +178,7 @@ def read_dynamo(run: ObservedRun) -> ObservedValue:
     asked = {str(key).removeprefix("dynamo_"): value for key, value in run.plan.spec.launch.dynamo_config.items()}
     compiles = str(asked.get("backend", "NO")).upper() != "NO"
     compiled = {canonical_name(name) for name, module in run.model.named_modules() if calls_compiled(module)}
-    chosen = [name for unit in run.plan.units if unit.from_policy for name in map(canonical_name, unit.modules)]
+    chosen = list(map(canonical_name, run.chosen))
     called = [name for name in chosen if any(is_inside(name, outer) for outer in compiled)]
     if compiled and functions.compilation_is_disabled():
         reason = "TORCHDYNAMO_DISABLE or torch._dynamo.config.disable is set"
@@ -214,8 +214,12 @@ READERS: Final[Mapping[str, ValueReader]] = MappingProxyType(
         "precision.fp32_modules": sharding.read_fp32_modules,
         "precision.output": sharding.read_output_dtype,
         "precision.buffer": sharding.read_buffer_dtype,
-        "prefetch.limit_all_gathers": sharding.read_limit_all_gathers,
-        "params.use_orig": sharding.read_use_orig,
+        "prefetch.limit_all_gathers": lambda run: sharding.value_of_fsdp1(
+            run, "limit_all_gathers", "FSDP2 always limits all-gathers"
+        ),
+        "params.use_orig": lambda run: sharding.value_of_fsdp1(
+            run, "use_orig", "FSDP2 always keeps the original parameters"
+        ),
         "checkpoint.state_dict": lambda run: _value_or(
             run.state_dict, "no checkpoint was saved, and the report has no Accelerator"
         ),

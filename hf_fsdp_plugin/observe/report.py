@@ -198,27 +198,38 @@ class Report:
 
     def __str__(self) -> str:
         """Return the tables of units, memory, settings and problems, at most 100 columns wide."""
+        lines = _wrap(f"FSDP report of the live model: {self._facts()}")
+        if self.batch is not None:
+            tokens = f", {self.tokens:,} tokens" if self.tokens else ""
+            lines.append(
+                f"effective batch size {self.effective_batch_size} = {self.batch.per_device} per device × "
+                f"{self.batch.accumulation} accumulated × {self.num_data_ranks} data-parallel ranks{tokens}"
+            )
         parts = [
-            self._header(),
+            "\n".join(filter(None, [*lines, self.restarts.summary(self.steps_before)])),
             units_table(self.units),
             memory_table([row.memory for row in self.ranks], self.memory),
             settings_table(self.settings),
             problem_lines(self.problems, {row.setting for row in self.differing}),
-            *(other._as_other_model(self) for other in self.other_models),
         ]
-        return "\n\n".join(part for part in parts if part)
+        for other in self.other_models:
+            problems = [problem for problem in other.problems if problem not in self.problems]
+            parts += [
+                "\n".join(_wrap(f"other model: {other._facts()}")),
+                units_table(other.units),
+                settings_table(other.differing) if other.differing else "",
+                problem_lines(problems, {row.setting for row in other.differing}),
+            ]
+        return "\n\n".join(filter(None, parts))
 
     def summary(self) -> str:
         """Return what ran, its memory, and every setting that differs: a few lines, at most 100 columns wide."""
-        local = max(row.num_local_params for row in self.ranks)
         lines = [
-            f"FSDP: {self.model_class}, {self.num_params:,} parameters, {local:,} per rank, "
-            f"{plural(len(self.units), 'unit')}; {self.backend}, {self.world_size} × {self.device}, "
-            f"replicate {self.mesh['replicate']} × shard {self.mesh['shard']}",
+            f"FSDP: {self._facts()}",
             memory_line([row.memory for row in self.ranks], self.memory),
             self.training.line(),
             status_line(self.settings, trained=self.training.steps > 0),
-            *([restarts] if (restarts := self.restarts.summary(self.steps_before)) else []),
+            *filter(None, [self.restarts.summary(self.steps_before)]),
             *difference_lines(self.settings, self.problems),
         ]
         for other in self.other_models:
@@ -227,35 +238,14 @@ class Report:
             lines += difference_lines(other.settings, [p for p in other.problems if p not in self.problems])
         return "\n".join(wrapped for line in lines for wrapped in _wrap(line))
 
-    def _as_other_model(self, trained: Report) -> str:
-        """Return the tables of units, differing settings and problems that the report of ``trained`` lacks."""
-        problems = [problem for problem in self.problems if problem not in trained.problems]
-        parts = [
-            f"other model: {self._header()}",
-            units_table(self.units),
-            settings_table(self.differing) if self.differing else "",
-            problem_lines(problems, {row.setting for row in self.differing}),
-        ]
-        return "\n\n".join(part for part in parts if part)
-
-    def _header(self) -> str:
-        local = [row.num_local_params for row in self.ranks]
-        each = f"{min(local):,}" if min(local) == max(local) else f"{min(local):,} to {max(local):,}"
-        share = sum(local) / len(local) / self.num_params if self.num_params else 0.0
-        lines = [
-            f"FSDP report of the live model: {self.backend}, {self.world_size} × {self.device}, "
-            f"mesh: replicate {self.mesh['replicate']} × shard {self.mesh['shard']}",
-            f"{self.model_class}: {self.num_params:,} parameters, {each} on each rank ({share:.1%})",
-        ]
-        if self.batch is not None:
-            tokens = f", {self.tokens:,} tokens" if self.tokens else ""
-            lines.append(
-                f"effective batch size {self.effective_batch_size} = {self.batch.per_device} per device × "
-                f"{self.batch.accumulation} accumulated × {self.num_data_ranks} data-parallel ranks{tokens}"
-            )
-        if restarts := self.restarts.summary(self.steps_before):
-            lines.append(restarts)
-        return "\n".join(lines)
+    def _facts(self) -> str:
+        """Return model, sizes, backend and mesh."""
+        low, high = (f"{limit(row.num_local_params for row in self.ranks):,}" for limit in (min, max))
+        local, units = low if low == high else f"{low} to {high}", plural(len(self.units), "unit")
+        return (
+            f"{self.model_class}, {self.num_params:,} parameters, {local} per rank, {units}; {self.backend}, "
+            f"{self.world_size} × {self.device}, replicate {self.mesh['replicate']} × shard {self.mesh['shard']}"
+        )
 
 
 def units_table(units: Sequence[UnitObservation]) -> str:

@@ -81,8 +81,7 @@ def build_report(
             first_step=first_step,
             state_dict=state_dict,
             saved_asynchronously=saved_asynchronously,
-            weights=compared if loads else None,
-            diverged=compared.diverged if compared is not None else (),
+            weights=compared,
         )
         settings = observe_settings(run)
         unknown = {error.reason: error for unit in units for error in unit.live.unknown.values()}

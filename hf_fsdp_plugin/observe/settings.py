@@ -44,7 +44,6 @@ class ObservedRun:
         state_dict: state dict type of the last or the next checkpoint; ``None`` if unknown.
         saved_asynchronously: whether the last checkpoint was written asynchronously; ``None`` if there is none.
         weights: the comparison of weights across ranks; ``None`` if they were not compared.
-        diverged: units whose replicas have different weights.
     """
 
     model: nn.Module
@@ -59,7 +58,6 @@ class ObservedRun:
     state_dict: str | None = None
     saved_asynchronously: bool | None = None
     weights: WeightComparison | None = None
-    diverged: Sequence[str] = ()
 
     @property
     def units_with_params(self) -> list[UnitObservation]:
@@ -78,10 +76,14 @@ class ObservedRun:
         return [unit for unit in self.units_with_params if not unit.live.is_root]
 
     @property
+    def chosen(self) -> list[str]:
+        """The modules that the wrap policy selected."""
+        return [name for unit in self.plan.units if unit.from_policy for name in unit.modules]
+
+    @property
     def layers(self) -> list[UnitObservation]:
         """The units that the wrap policy selected. If there are none: all units except the root, or else the root."""
-        planned = {name for unit in self.plan.units if unit.from_policy for name in unit.modules}
-        chosen = [unit for unit in self.units_with_params if planned.intersection(unit.module_names)]
+        chosen = [unit for unit in self.units_with_params if set(self.chosen).intersection(unit.module_names)]
         return chosen or self.units_below_root or self.units_with_params
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from itertools import pairwise
 
 from hf_fsdp_plugin.observe.settings import ObservedRun, ObservedValue, common_value, differing_value, unobserved_value
@@ -42,7 +41,7 @@ def _differs_in_reshard_only(value: str, planned: str) -> bool:
 
 def _strategy_of_mesh(unit: UnitObservation) -> str:
     # None means that FSDP2 decides; it reshards all units except the root.
-    reshard = unit.live.reshard_asked is None or unit.live.reshard_asked
+    reshard = unit.live.reshard_asked in (None, True)
     return strategy_of(sharded=unit.live.shard_size > 1, hybrid=unit.live.hybrid, reshard=reshard).name
 
 
@@ -63,8 +62,8 @@ def read_mesh_shard(run: ObservedRun) -> ObservedValue:
 def read_mesh_replicate(run: ObservedRun) -> ObservedValue:
     size = common_value(unit.live.replicate_size for unit in run.units_with_params)
     local = [unit.label for unit in run.units_with_params if size != 1 and not unit.live.all_reduces]
-    if run.diverged:
-        return differing_value(size, f"the replicas have different weights: {format_names(run.diverged, 2)}")
+    if run.weights is not None and run.weights.diverged:
+        return differing_value(size, f"the replicas have different weights: {format_names(run.weights.diverged, 2)}")
     if local:
         return differing_value(size, f"gradients are not reduced over the replicas: {format_names(local, 2)}")
     return ObservedValue(size)
@@ -77,7 +76,7 @@ def read_wrap_policy(run: ObservedRun) -> ObservedValue:
     if run.plan.pre_sharded:
         return ObservedValue("by hand", "the script wrapped the model")
     wrapped = {name for unit in run.units for name in unit.module_names}
-    chosen = [name for unit in run.plan.units if unit.from_policy for name in unit.modules]
+    chosen = run.chosen
     missing = [name for name in chosen if name not in wrapped]
     below_root = {name for unit in run.units if not unit.live.is_root for name in unit.module_names}
     if missing:
@@ -113,8 +112,7 @@ def read_wrap_classes(run: ObservedRun) -> ObservedValue:
 
 
 def read_min_num_params(run: ObservedRun) -> ObservedValue:
-    planned = {name for unit in run.plan.units if unit.from_policy for name in unit.modules}
-    sizes = [unit.num_params for unit in run.units if planned.intersection(unit.module_names)]
+    sizes = [unit.num_params for unit in run.units if set(run.chosen).intersection(unit.module_names)]
     if not sizes:
         return unobserved_value("the size policy chose no unit")
     # The threshold itself is not on the live model.
@@ -129,19 +127,19 @@ def read_ignored_modules(run: ObservedRun) -> ObservedValue:
     unmanaged = {id(parameter) for parameter in unmanaged_parameters(run.model, run.units)}
     found: list[str] = []
     with_params = set()
+
+    def is_found(name: str) -> bool:
+        return any(is_inside(name, outer) for outer in found)
+
     for name, module in run.model.named_modules():
         name, parameters = canonical_name(name), list(module.parameters())
         if parameters:
             with_params.add(name)
-            if not _inside_any(name, found) and all(id(parameter) in unmanaged for parameter in parameters):
+            if not is_found(name) and all(id(parameter) in unmanaged for parameter in parameters):
                 found.append(name)
-    sharded = [name for name in run.plan.ignored_modules if name in with_params and not _inside_any(name, found)]
+    sharded = [name for name in run.plan.ignored_modules if name in with_params and not is_found(name)]
     reason = f"sharded: {', '.join(sharded[:3])}" if sharded else f"not sharded: {', '.join(found) or 'nothing'}"
     return ObservedValue(found, reason, matches=not sharded)
-
-
-def _inside_any(name: str, outers: Iterable[str]) -> bool:
-    return any(is_inside(name, outer) for outer in outers)
 
 
 def read_offload(run: ObservedRun) -> ObservedValue:
@@ -240,60 +238,48 @@ def read_backward_prefetch(run: ObservedRun) -> ObservedValue:
 
 
 def read_forward_prefetch(run: ObservedRun) -> ObservedValue:
+    """Read whether units prefetch the next one in the module tree."""
     num_units = len(run.units_below_root)
     if num_units < 2:
         return unobserved_value(_NO_PREFETCH)
     num_prefetching = sum(unit.live.forward_prefetch for unit in run.units_below_root)
-    # Under FSDP2 the last unit has no next unit to prefetch.
-    if num_prefetching in (0, num_units, num_units - 1):
-        wrong = [] if run.plan.pre_sharded else _prefetching_others(run)
-        if wrong:
-            reason = f"{wrong[0]} prefetches another unit than the next one"
-            return differing_value(f"of another unit in {len(wrong)} units", reason)
-        return ObservedValue(num_prefetching > 0)
-    return differing_value(f"in {num_prefetching} of {num_units} units")
-
-
-def _prefetching_others(run: ObservedRun) -> list[str]:
-    """Return the FSDP2 units that prefetch another unit than the next one in the module tree."""
-    units = [unit for unit in run.units if not unit.live.is_root]
-    return [
+    if num_prefetching not in (0, num_units, num_units - 1):  # under FSDP2 the last unit has no next one
+        return differing_value(f"in {num_prefetching} of {num_units} units")
+    wrong = [
         unit.name
-        for unit, successor in pairwise(units)
+        for unit, successor in pairwise(unit for unit in run.units if not unit.live.is_root)
         if unit.live.prefetched and set(map(id, unit.live.prefetched)) != set(map(id, successor.live.modules))
     ]
+    if wrong and not run.plan.pre_sharded:
+        reason = f"{wrong[0]} prefetches another unit than the next one"
+        return differing_value(f"of another unit in {len(wrong)} units", reason)
+    return ObservedValue(num_prefetching > 0)
 
 
-def read_limit_all_gathers(run: ObservedRun) -> ObservedValue:
+def value_of_fsdp1(run: ObservedRun, attribute: str, fsdp2: str) -> ObservedValue:
+    """Read what only FSDP1 has a switch for.
+
+    Args:
+        fsdp2: what FSDP2 always does.
+    """
     if any(unit.live.version == 2 for unit in run.units):
-        return ObservedValue(True, "FSDP2 always limits all-gathers")
-    return ObservedValue(common_value(unit.live.limit_all_gathers for unit in run.units))
-
-
-def read_use_orig(run: ObservedRun) -> ObservedValue:
-    if any(unit.live.version == 2 for unit in run.units):
-        return ObservedValue(True, "FSDP2 always keeps the original parameters")
-    return ObservedValue(common_value(unit.live.use_orig for unit in run.units))
+        return ObservedValue(True, fsdp2)
+    return ObservedValue(common_value(getattr(unit.live, attribute) for unit in run.units))
 
 
 def unplanned_cast(run: ObservedRun) -> str:
     """Describe a cast of the weights after they were sharded, or autocast to another dtype; empty without either."""
-    if stored := _unplanned_dtypes(run):
+    # Units may have their dtype before or after the cast to the master.
+    planned = {dtype for unit in run.plan.units for dtype in unit.dtypes}
+    shards = (shard for unit in run.units_with_params for shard in unit.live.shards if shard.is_floating_point())
+    found = {shard.dtype for shard in shards if format_dtype(shard.dtype) not in planned}
+    stored = sorted(set(map(dtype_name, found)) - {run.plan.precision.master})
+    if stored and not run.plan.pre_sharded:
         return f"the weights have been cast to {', '.join(stored)} after they were sharded"
     autocast = {dtype_name(dtype) for dtype in run.first_step.autocast_dtypes} - {run.plan.precision.param}
     # Accelerate's autocast of a setting that the policy overrides is not of the script.
     autocast -= {str(run.plan.spec.launch.mixed_precision).lower()}
     return f"the model was called in an autocast context of {', '.join(sorted(autocast))}" if autocast else ""
-
-
-def _unplanned_dtypes(run: ObservedRun) -> list[str]:
-    """Return the floating-point dtypes of shards that no planned unit has, before or after the cast to the master."""
-    if run.plan.pre_sharded:
-        return []
-    planned = {dtype for unit in run.plan.units for dtype in unit.dtypes}
-    shards = (shard for unit in run.units_with_params for shard in unit.live.shards if shard.is_floating_point())
-    found = {dtype for dtype in {shard.dtype for shard in shards} if format_dtype(dtype) not in planned}
-    return sorted({dtype_name(dtype) for dtype in found} - {run.plan.precision.master})
 
 
 def not_reduced(run: ObservedRun) -> list[str]:

@@ -74,30 +74,23 @@ def compare_weights(
         bit_sum = None if first_bit_sum is None else int(first_bit_sum)
         received_here = None if record is None else record.read()
     gathered = gather_objects((own, received_here, bit_sum))
-    checksums_by_rank = [checksums for checksums, _, _ in gathered]
     broadcasts: list[Any] = [broadcast for _, broadcast, _ in gathered]
     if None in broadcasts:
         broadcasts = []
-    first: dict[_Key, _Checksum | None] = {}
-    differing: set[tuple[str, str]] = set()
-    replicated = False
-    for checksums in checksums_by_rank:
+    found: dict[_Key, list[_Checksum | None]] = {}
+    for checksums, _, _ in gathered:
         for key, checksum in checksums.items():
-            if key not in first:
-                first[key] = checksum
-                continue
-            replicated = replicated or key[0] == "unit"
-            if not _close(first[key], checksum):
-                differing.add(key[:2])
+            found.setdefault(key, []).append(checksum)
+    differing = {key[:2] for key, (first, *others) in found.items() if not all(_close(first, each) for each in others)}
     memories = [broadcast.before for broadcast in broadcasts if broadcast.before is not None]
     received = {(broadcast.num_tensors, broadcast.checksum) for broadcast in broadcasts}
     if len(received) > 1:
         differing.add(("weights", "received from rank 0"))
     return WeightComparison(
-        num_on_meta=max(sum(checksum is None for checksum in checksums.values()) for checksums in checksums_by_rank),
+        num_on_meta=max(list(checksums.values()).count(None) for checksums, _, _ in gathered),
         differing=tuple(sorted(map(" ".join, differing))),
         diverged=tuple(sorted(name for kind, name in differing if kind == "unit")),
-        replicated=replicated,
+        replicated=any(kind == "unit" and len(sums) > 1 for (kind, _, _), sums in found.items()),
         num_broadcast=min((broadcast.num_tensors for broadcast in broadcasts), default=None),
         changed=_changed(broadcasts, [bit_sum for _, _, bit_sum in gathered], units),
         num_filled=max((broadcast.num_filled for broadcast in broadcasts), default=0),
@@ -170,18 +163,14 @@ def unchanged_parameters(
     """
     if not before:
         return None
-    found = frozenset(before)
+    unchanged = frozenset(before)
+    parts = {key: value for key, value in before.items() if value is not None}
     for hashes in (*later, hash_parts(units, only=before)):
-        found &= _unchanged(before, hashes)
-    return found
-
-
-def _unchanged(before: ShardHashes, later: ShardHashes) -> frozenset[tuple[int, int]]:
-    """Return the keys with equal hashes, and the keys without a part on this rank."""
-    first, second = ({key: value for key, value in each.items() if value is not None} for each in (before, later))
-    one = read_together({key: value for key, value in first.items() if key in second})
-    other = read_together({key: second[key] for key in one})
-    return frozenset(before.keys() - first.keys()).union(key for key in one if one[key] == other[key])
+        pairs = {key: (first, second) for key, first in parts.items() if (second := hashes.get(key)) is not None}
+        one = read_together({key: first for key, (first, _) in pairs.items()})
+        other = read_together({key: second for key, (_, second) in pairs.items()})
+        unchanged -= {key for key in parts if key not in pairs or one[key] != other[key]}
+    return unchanged
 
 
 def hash_parts(units: Iterable[UnitObservation], only: Collection[tuple[int, int]] | None = None) -> ShardHashes:

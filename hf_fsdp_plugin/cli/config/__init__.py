@@ -13,13 +13,11 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
-from hf_fsdp_plugin.cli.config import settings as answered
-from hf_fsdp_plugin.cli.config.conversation import Asker, ask_questions
-from hf_fsdp_plugin.cli.config.prediction import predict_memory
+from hf_fsdp_plugin.cli.config import questions
+from hf_fsdp_plugin.cli.config.conversation import Asker, ask_questions, predict_memory
 from hf_fsdp_plugin.cli.config.question import Question, State, label_of
-from hf_fsdp_plugin.cli.config.questions import BY_NAME, QUESTIONS
 from hf_fsdp_plugin.cli.config_text import SettingLine, changed_text, new_text, setting_lines, stock_limits
 from hf_fsdp_plugin.cli.output import OK, print_failure, print_json, print_problems, write_atomically
 from hf_fsdp_plugin.launcher.flags import Suggested
@@ -42,7 +40,7 @@ HELP = (
 )
 EXAMPLES = (
     "hf-fsdp config -o fsdp.yaml --model meta-llama/Llama-3.1-8B --gpus 8 --gpu-memory 80GB",
-    "hf-fsdp config --yes --num-machines 2 --gpus 8 --strategy hybrid_shard --show-args",
+    "hf-fsdp config --yes --num-machines 2 --gpus 8 --strategy hybrid_shard",
 )
 STDOUT: Final = "-"
 _OTHER_CONFIG: Final = "FSDP-E766"
@@ -80,9 +78,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--force", action="store_true", help="change an existing file without confirmation")
     parser.add_argument("--cpu", action="store_true", help="run on CPU ranks instead of GPUs")
     parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else on stdout")
-    parser.add_argument("--show-args", action="store_true", help="print the same settings as TrainingArguments(...)")
     answers = parser.add_argument_group("answers", "each replaces a question")
-    for question in QUESTIONS:
+    for question in questions.QUESTIONS:
         labels = Suggested(map(label_of, question.choices_in(State(answers={"gpus": 2}))))
         answers.add_argument(
             question.flag, metavar="|".join(labels) or question.name.rpartition("_")[2].upper(), help=question.help,
@@ -100,7 +97,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _run(args: argparse.Namespace) -> int:
-    given = {name: value for name in BY_NAME if (value := getattr(args, name)) is not None}
+    given = {name: value for name in questions.BY_NAME if (value := getattr(args, name)) is not None}
     target = find_target(args.config_file, os.environ, force=args.force)
     if args.yes and target.text is not None and not args.force:
         message = "the file exists. --yes does not change it."
@@ -119,20 +116,20 @@ def _run(args: argparse.Namespace) -> int:
         ask_questions(state, asker, given)
     finally:
         search.close()
-    settings, comments = answered.settings_of(state), answered.comments_of(state)
+    settings, comments = questions.settings_of(state), questions.comments_of(state)
     lines = setting_lines(settings, state.version, comments)
     if target.text is None or target.present is None:
-        new = setting_lines({**answered.fixed_settings(state), **settings}, state.version, comments)
-        text = new_text(new, answered.header_of(state), is_json=target.is_json)
+        new = setting_lines({**questions.fixed_settings(state), **settings}, state.version, comments)
+        text = new_text(new, questions.header_of(state), is_json=target.is_json)
     else:
-        unused = answered.unused_settings(state, settings)
+        unused = questions.unused_settings(state, settings)
         text = changed_text(target.text, lines, unused, target.present.spec, is_json=target.is_json)
     checked = _check(text, target, lines)
     memory, memory_line = predict_memory(state, checked.spec)
     if memory_line:
         asker.show(f"Predicted memory of these settings: {memory_line}.")
     if not target.is_json:
-        text = answered.with_header(text, answered.header_of(state, memory_line))
+        text = questions.with_header(text, questions.header_of(state, memory_line))
     if not _may_write(args, target, text, asker, state):
         print("Nothing was written.", file=sys.stderr)
         return print_failure([], as_json=args.json)
@@ -186,7 +183,6 @@ def _print_result(
     }
     written = {name: value for name, value in settings.items() if checked.spec.asked(name)}
     limits = list(stock_limits(written, state.version))
-    arguments = answered.arguments_of(state, checked.spec)
     if args.json:
         print_json(
             {
@@ -196,7 +192,6 @@ def _print_result(
                 "text": text,
                 "answers": state.answers,
                 "settings": settings,
-                "training_arguments": arguments,
                 "per_rank": memory.to_json() if memory is not None else None,
                 "stock_limits": limits,
                 "problems": [problem.to_json() for problem in checked.problems],
@@ -212,19 +207,6 @@ def _print_result(
         option = "" if target.is_default else f"--config_file {shlex.quote(target.shown)} "
         for launcher in ("accelerate", "hf-fsdp"):
             print(printable(f"  {launcher} launch {option}train.py"), file=sys.stderr)
-    if args.show_args:
-        print(code_of(arguments))
-
-
-def code_of(arguments: Mapping[str, Any]) -> str:
-    """Return the call of ``TrainingArguments`` as Python code, with one argument per line."""
-    lines = ["TrainingArguments("]
-    for name, value in arguments.items():
-        if isinstance(value, dict):
-            lines += [f"    {name}={{", *(f"        {key!r}: {item!r}," for key, item in value.items()), "    },"]
-        else:
-            lines.append(f"    {name}={value!r},")
-    return "\n".join([*lines, ")"])
 
 
 def find_target(name: str | None, variables: Mapping[str, str], *, force: bool) -> Target:

@@ -1,4 +1,4 @@
-"""The conversation of ``hf-fsdp config``: which question is next, how it is asked, and what its answer changes.
+"""The conversation of ``hf-fsdp config``: which question is next, how it is asked, and what is predicted from answers.
 
 Everything is printed to stderr, so that stdout has only the result.
 """
@@ -7,16 +7,27 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
-from typing import Any
+import warnings
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from hf_fsdp_plugin.cli.config import prediction
-from hf_fsdp_plugin.cli.config.question import Question, State, label_of
-from hf_fsdp_plugin.cli.config.questions import QUESTIONS
+from hf_fsdp_plugin.cli.check_output import load_model
+from hf_fsdp_plugin.cli.config.question import ModelFacts, Question, State, label_of
+from hf_fsdp_plugin.cli.config.questions import QUESTIONS, USUAL_MIN_NUM_PARAMS
+from hf_fsdp_plugin.cli.config_text import stock_limits
 from hf_fsdp_plugin.cli.output import Color, colored, text_width
 from hf_fsdp_plugin.launcher.flags import UsageError
 from hf_fsdp_plugin.problems import Problem, SpecError
-from hf_fsdp_plugin.text import wrap_words
+from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec
+from hf_fsdp_plugin.text import format_memory, parse_bytes, wrap_words
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from hf_fsdp_plugin.estimate.planner.advice import Advice
+    from hf_fsdp_plugin.estimate.results import MemoryEstimate
+
+T = TypeVar("T")
 
 
 def ask_questions(state: State, asker: Asker, given: Mapping[str, str]) -> None:
@@ -64,7 +75,7 @@ def _invalid(message: str, fix: str) -> UsageError:
 
 
 def _follow(question: Question, state: State, asker: Asker) -> None:
-    """Do what follows from some answers: read the model, predict, or use the recommendation.
+    """Do what follows from some answers: read the model, or predict.
 
     Raises:
         SpecError: the answer cannot be used.
@@ -72,14 +83,12 @@ def _follow(question: Question, state: State, asker: Asker) -> None:
     answer = state.answers[question.name]
     if question.name == "model" and answer:
         asker.show(f"Reading {answer} ...")
-        state.model = prediction.read_model(answer)
+        state.model = read_model(answer)
         asker.show(state.model.text)
     elif question.name == "fsdp_version" and state.model is not None and state.answers["gpu_memory"]:
         asker.show("Predicting memory and communication ...")
-        text, state.recommended = prediction.recommend(state, text_width(sys.stderr))
+        text, state.recommended = recommend(state, text_width(sys.stderr))
         asker.show(text)
-    elif question.name == "recommendation" and not answer:
-        state.recommended = {}
 
 
 class Asker:
@@ -165,3 +174,112 @@ def _print(text: str, color: Color | None = None, indent: str = "") -> None:
     width = max(20, width - len(indent)) if width is not None else None
     shown = "\n".join(indent + line for line in wrap_words(text, width) or [""])
     print(colored(shown, color, sys.stderr) if color is not None else shown, file=sys.stderr, flush=True)
+
+
+def read_model(path_or_id: str) -> ModelFacts:
+    """Return the facts of a model. Raises ``SpecError`` (FSDP-E709) if it does not exist or cannot be built."""
+    from hf_fsdp_plugin.plan.modules import ModuleTree, no_split_classes
+
+    model, problems = load_model(path_or_id)
+    if model is None:
+        raise SpecError(problems)
+    tree = ModuleTree(model)
+    classes = dict(tree.class_counts())
+    declared = tuple(name for name in no_split_classes(model) if name in classes)
+    config: Any = getattr(model, "config", None)
+    text_config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    longest = getattr(text_config, "max_position_embeddings", None)
+    return ModelFacts(
+        model=model,
+        classes=classes,
+        layers=declared or tree.repeated_classes(),
+        declares_layers=bool(declared),
+        max_seq_len=longest if isinstance(longest, int) else 0,
+    )
+
+
+def recommend(state: State, width: int | None) -> tuple[str, Mapping[str, Any]]:
+    """Return the planner's table for the memory of a GPU, and the recommended answers; none without a prediction."""
+    from hf_fsdp_plugin.cli.plan.advise import rows_table
+
+    advice, failure = _attempt(lambda: advice_of(state, parse_bytes(state.answers["gpu_memory"]) or 0))
+    if advice is None:
+        return f"No prediction: {failure}", {}
+    limit = format_memory(advice.limit)
+    text = f"Predicted per GPU of {format_memory(advice.gpu_memory)}, of which {limit} may be used:\n\n"
+    if not advice.fitting:
+        return text + " ".join(["Nothing fits.", *advice.remedies]), {}
+    limits = {id(row): " ".join(stock_limits(row.settings, state.version, gpus=state.gpus)) for row in advice.fitting}
+    best = next((row for row in advice.fitting if not limits[id(row)]), None)  # stock Accelerate runs it, too
+    text += f"{rows_table(advice.fitting, best, width)}\n\n"
+    of_fastest = limits[id(advice.fitting[0])]
+    if best is None:
+        return f"{text}Nothing that fits runs with stock Accelerate. {of_fastest}", {}
+    settings = {name: value for name, value in best.settings.items() if name != "fsdp.version"}
+    answers = {"micro_batch": best.choice.micro_batch, "sync_each_batch": best.choice.sync_each_batch}
+    text += f"Recommended (»): it fits, with least recomputation and communication. {of_fastest}"
+    return text.rstrip(), settings | answers
+
+
+def predict_memory(state: State, spec: FsdpSpec) -> tuple[MemoryEstimate | None, str]:
+    """Return the predicted memory of the chosen settings, and its text; ``None`` without a model or a prediction."""
+    model, size = state.model, parse_bytes(state.answers.get("gpu_memory", ""))
+    memory, _ = _attempt(lambda: _estimate(state, model.model, spec)) if model is not None else (None, "")
+    if memory is None:
+        return None, ""
+    of = f" of {format_memory(size)}" if size else ""
+    return memory, f"{format_memory(memory.needed_bytes)}{of} per GPU, in the {memory.peak.where}"
+
+
+def _attempt(predict: Callable[[], T]) -> tuple[T | None, str]:
+    """Return a prediction, or ``None`` and the reason why there is none: the config can be written without it."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            return predict(), ""
+        except SpecError as error:
+            return None, " ".join(problem.message for problem in error.problems)
+        except Exception as error:  # the model's own code runs on the meta device, and may raise anything
+            return None, f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+
+
+def advice_of(state: State, gpu_memory: int) -> Advice:
+    """Return the planner's answer. Raises ``SpecError`` if the model cannot be planned."""
+    from hf_fsdp_plugin.estimate.planner.search import advise
+    from hf_fsdp_plugin.estimate.workload import Workload
+
+    answers, model = state.answers, state.model
+    assert model is not None, "the caller checks that there is a model"
+    wrap: dict[str, Any] = {"wrap.policy": "transformer"}  # what the wizard offers as default
+    if not model.layers:
+        wrap = {"wrap.policy": "size", "wrap.min_num_params": USUAL_MIN_NUM_PARAMS}
+    elif not model.declares_layers:
+        wrap["wrap.classes"] = list(model.layers)
+    return advise(
+        model.model,
+        Workload(micro_batch=1, seq_len=int(answers["seq_len"]), optimizer=answers["optimizer"]),
+        global_batch=int(answers["global_batch"]),
+        gpu_memory=gpu_memory,
+        num_machines=state.num_machines,
+        gpus_per_machine=state.gpus,
+        version=1 if state.version == 1 else 2,
+        precision="auto" if answers["precision"] == "no" else answers["precision"],
+        wrap=wrap,
+    )
+
+
+def _estimate(state: State, model: nn.Module, spec: FsdpSpec) -> MemoryEstimate:
+    from hf_fsdp_plugin.estimate.memory.peak import estimate_memory
+    from hf_fsdp_plugin.estimate.workload import Workload
+    from hf_fsdp_plugin.plan.resolve import resolve
+
+    answers = state.answers
+    plan = resolve(spec, model, world_size=state.world_size, device_type="cpu" if state.cpu else "cuda")
+    workload = Workload(
+        micro_batch=int(answers["micro_batch"]),
+        seq_len=int(answers["seq_len"]),
+        accumulation=state.accumulation,
+        sync_each_batch=bool(answers.get("sync_each_batch", False)),
+        optimizer=answers["optimizer"],
+    )
+    return estimate_memory(plan, model, workload)

@@ -15,8 +15,6 @@ from hf_fsdp_plugin.text import format_count
 if TYPE_CHECKING:
     from torch import nn
 
-    from hf_fsdp_plugin.estimate.machines import Machine
-
 YES_NO: Final[Mapping[Any, str]] = {True: "", False: ""}
 
 
@@ -70,8 +68,7 @@ class State:
         existing: the settings of the file that is changed; without a file, the defaults.
         path: the file that is changed, for messages; empty without one.
         cpu: whether the ranks run on CPUs.
-        recommended: canonical name of a setting, or name of a question -> value that the prediction recommends, which
-            is the default; empty if the recommendation was refused.
+        recommended: canonical name of a setting, or name of a question -> value that the prediction recommends.
     """
 
     answers: dict[str, Any] = field(default_factory=dict)
@@ -108,13 +105,6 @@ class State:
     def is_hybrid(self) -> bool:
         """Whether the strategy has groups of ranks."""
         return "strategy" in self.answers and STRATEGIES[self.answers["strategy"]].hybrid
-
-    def named_machine(self) -> Machine | None:
-        """Return the kind of machine that was named; ``None`` without one."""
-        from hf_fsdp_plugin.estimate.machines import machine_named
-
-        name = str(self.answers.get("machine", ""))
-        return machine_named(name) if name else None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -176,16 +166,16 @@ class Question:
         return by_label[near[0]]
 
     def default_in(self, state: State) -> Default:
-        """Return the default: the planner's advice, else the value of the existing file, else the general default."""
+        """Return the default: the value of the existing file, else the planner's advice, else the general default."""
         choices = self.choices_in(state)
-        advised = state.recommended.get(self.setting or self.name)
-        if advised is not None and (not choices or advised in choices):
-            return Default(advised, "recommended for this model, batch and memory")
         if self.setting and state.existing.asked(self.setting):
             value = state.existing.get(self.setting)
             value = ",".join(value) if isinstance(value, tuple) else value
             if value != "auto" and (not choices or value in choices):
                 return Default(value, f"as in {state.path}")
+        advised = state.recommended.get(self.setting or self.name)
+        if advised is not None and (not choices or advised in choices):
+            return Default(advised, "recommended for this model, batch and memory")
         return self._general_default(state)
 
     def _general_default(self, state: State) -> Default:

@@ -1,18 +1,22 @@
-"""The questions of ``hf-fsdp config``, as a table."""
+"""The questions of ``hf-fsdp config``, as a table, and what the answers mean: settings, comments and the header."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
-from hf_fsdp_plugin.cli.config.question import YES_NO, Default, Question, State
-from hf_fsdp_plugin.problems import SpecError
+from hf_fsdp_plugin.cli.config.question import Default, Question, State
+from hf_fsdp_plugin.cli.config_text import script_arguments
 from hf_fsdp_plugin.spec.values import InvalidValue, is_class_name, parse_value
 from hf_fsdp_plugin.strategies import STRATEGIES
-from hf_fsdp_plugin.text import SIZE_SPELLINGS, format_bytes, format_memory, format_names, parse_bytes
+from hf_fsdp_plugin.text import SIZE_SPELLINGS, format_memory, format_names, parse_bytes
 from hf_fsdp_plugin.vocabulary import BY_NAME as ROWS_BY_NAME
 
+HEADER: Final = "# hf-fsdp config: "
+"""Begins each line of the comment at the beginning of a file."""
+_FSDP1: Final = {"prefetch.backward": "pre", "params.use_orig": True}
+"""Settings that are written for FSDP1, because stock Accelerate has other defaults, and their values."""
 USUAL_GPUS: Final = 8
 USUAL_SEQ_LEN: Final = 4096
 USUAL_MIN_NUM_PARAMS: Final = 100_000_000
@@ -20,11 +24,6 @@ USUAL_MIN_NUM_PARAMS: Final = 100_000_000
 MAX_BATCH: Final = 1 << 24
 """Largest batch, and longest sequence, that an answer may give."""
 MAX_RANKS: Final = 1 << 20
-_MACHINES: Final = {
-    "A100-SXM4-40GB": "a100-40gb", "A100-SXM4-80GB": "a100-80gb", "H100 80GB HBM3": "h100-sxm",
-    "H100 PCIe": "h100-pcie", "H200": "h200", "B200": "b200",
-}  # fmt: skip
-"""Part of the name of a device, as its driver gives it -> machine."""
 
 
 def _parse_setting(name: str, text: str) -> Any:
@@ -54,38 +53,19 @@ def _integer(minimum: int, maximum: int | Callable[[State], int]) -> Callable[[s
 _parse_size = _integer(1, MAX_BATCH)
 
 
-def _machine(state: State) -> Default:
-    found = state.machine().name
-    known = next((machine for name, machine in _MACHINES.items() if name in found), "")
-    return Default(known, f"of the {found} found here" if known else "without one, no times are predicted")
-
-
-def _parse_machine(text: str, state: State) -> str:
-    from hf_fsdp_plugin.estimate.machines import machine_named
-
-    try:
-        return text if text and machine_named(text).name else ""
-    except SpecError as error:
-        raise ValueError(" ".join(f"{problem.message} {problem.fix}" for problem in error.problems)) from None
-
-
 def _gpus(state: State) -> Default:
-    launch, named, found = state.existing.launch, state.named_machine(), state.machine()
+    launch, found = state.existing.launch, state.machine()
     if launch.num_processes != "auto":
         return Default(max(1, launch.num_processes // launch.num_machines), f"as in {state.path}")
     if state.cpu:
         return Default(2, "the smallest number of CPU ranks for which FSDP shards")
-    if named is not None and named.ranks_per_machine:
-        return Default(named.ranks_per_machine, f"of {named.name}")
     if found.count:
         return Default(found.count, f"found on this machine: {f'{found.name}, ' if found.name else ''}{found.kind}")
     return Default(USUAL_GPUS, "torch finds no GPU here; machines for training usually have 8")
 
 
 def _gpu_memory(state: State) -> Default:
-    named, found = state.named_machine(), state.machine()
-    if named is not None and named.memory_bytes:
-        return Default(format_bytes(int(named.memory_bytes)), f"of {named.name}: {named.device}")
+    found = state.machine()
     if found.memory_bytes:
         return Default(format_memory(found.memory_bytes), f"of the {found.name} found here")
     return Default("", "torch finds no GPU here; without a size, nothing is compared with it")
@@ -127,11 +107,6 @@ def _parse_micro_batch(text: str, state: State) -> int:
     if per_rank % micro_batch:
         raise ValueError(f"{micro_batch:,} does not divide {per_rank:,}, the samples of a rank and step.")
     return micro_batch
-
-
-def _recommendation(state: State) -> Default:
-    is_set = state.existing.asked("sharding.strategy")
-    return Default(not is_set, f"{state.path} already has these settings" if is_set else "each can still be changed")
 
 
 _STRATEGIES: Final = {
@@ -217,8 +192,6 @@ QUESTIONS: Final = (
         default="", reason="without a model, no memory is predicted"),
     Question(name="num_machines", text="Number of machines", setting="launch.num_machines",
         default=1, reason="one machine needs no address and no port", parse=_integer(1, MAX_RANKS)),
-    Question(name="machine", text="Kind of machine, for predicted times (such as h100-sxm; empty for none)",
-        default=_machine, parse=_parse_machine, asked=_has_model),
     Question(name="gpus", text="GPUs of each machine", default=_gpus,
         parse=_integer(1, lambda state: MAX_RANKS // state.num_machines)),
     Question(name="gpu_memory", text="Memory of a GPU, such as 80GB (empty if unknown)",
@@ -253,8 +226,6 @@ QUESTIONS: Final = (
         default=2, reason="the version that PyTorch develops",
         choices={1: "FullyShardedDataParallel: flat parameters; deprecated by Transformers",
                  2: "fully_shard: one DTensor per parameter"}),
-    Question(name="recommendation", text="Use the recommended settings as defaults",
-        default=_recommendation, choices=YES_NO, asked=lambda state: bool(state.recommended)),
     Question(name="micro_batch", text="Samples of a rank per forward pass", parse=_parse_micro_batch,
         default=1, reason="needs least memory; the rest of the batch is accumulated"),
     Question(name="sync_each_batch", text="Reduce gradients after every micro-batch (sync_each_batch)",
@@ -297,3 +268,81 @@ QUESTIONS: Final = (
 )  # fmt: skip
 BY_NAME: Final[Mapping[str, Question]] = {question.name: question for question in QUESTIONS}
 BY_SETTING: Final[Mapping[str, Question]] = {question.setting: question for question in QUESTIONS if question.setting}
+
+
+def settings_of(state: State) -> dict[str, Any]:
+    """Return the settings that the answers mean, by canonical name, in the order of a new file."""
+    answers = state.answers
+    found: dict[str, Any] = {"launch.distributed_type": "FSDP", "launch.num_processes": state.world_size}
+    if state.cpu:
+        found["launch.use_cpu"] = True
+    for name, question in BY_SETTING.items():
+        if question.name in answers and not (answers[question.name] == "" and name != "wrap.classes"):
+            found[name] = answers[question.name]
+    if state.version == 1:
+        written = _FSDP1 if answers["ram_efficient_loading"] else {**_FSDP1, "loading.sync_module_states": True}
+        given = {name: state.existing.get(name) for name in written if state.existing.asked(name)}
+        found |= {**written, **given}
+    if "wrap.classes" in found:
+        found["wrap.classes"] = tuple(word for word in found["wrap.classes"].split(",") if word)
+    if state.is_hybrid:
+        found["mesh.replicate"] = state.world_size // found["mesh.shard"]
+        if state.version == 1 and found["mesh.shard"] == state.gpus:
+            # FSDP1 shards within a machine by default, and stock Accelerate refuses a mesh with it.
+            del found["mesh.shard"], found["mesh.replicate"]
+    return found
+
+
+def fixed_settings(state: State) -> dict[str, Any]:
+    """Return the settings of a new file that no question sets."""
+    found = {"launch.compute_environment": "LOCAL_MACHINE", "launch.machine_rank": 0, "launch.use_cpu": state.cpu}
+    return found if state.num_machines == 1 else {**found, "launch.rdzv_backend": "static", "launch.same_network": True}
+
+
+def unused_settings(state: State, settings: Mapping[str, Any]) -> set[str]:
+    """Return the settings that the answers leave without a meaning, whose keys are removed from an existing file."""
+    unused = {name for name in BY_SETTING if not name.startswith(("launch.", "mesh."))}
+    unused.add("loading.sync_module_states")
+    if state.version == 2:
+        unused |= {"params.use_orig", "prefetch.limit_all_gathers"}
+    if not state.answers["offload"]:
+        unused.add("offload.pin_memory")
+    if state.existing.launch.machine_rank >= state.num_machines:
+        unused.add("launch.machine_rank")
+    mesh = state.existing.mesh
+    is_plain = STRATEGIES[settings["sharding.strategy"]].is_sharded and not state.is_hybrid
+    if not (is_plain and mesh.shard in ("auto", state.world_size) and mesh.replicate in ("auto", 1)):
+        unused |= {"mesh.shard", "mesh.replicate"}  # other sizes do not fit the strategy
+    return unused - set(settings)
+
+
+def comments_of(state: State) -> dict[str, str]:
+    """Return why the settings have their values, by canonical name."""
+    answered = {name: question for name, question in BY_SETTING.items() if question.name in state.answers}
+    comments = {name: question.comment(state.answers[question.name], state) for name, question in answered.items()}
+    if state.num_machines > 1:
+        comments["launch.num_processes"] = f"{state.num_machines} machines × {state.gpus} GPUs"
+    return {**comments, "mesh.shard": "ranks that share one copy of the model", "mesh.replicate": "copies of the model"}
+
+
+def header_of(state: State, memory: str = "") -> list[str]:
+    """Return the comment at the beginning of the file: model, batch, the arguments of the script and the memory."""
+    answers = state.answers
+    tokens = f" of {answers['seq_len']:,} tokens" if "seq_len" in answers else ""
+    lines = [
+        state.model.text if state.model is not None else "",
+        f"{answers['global_batch']:,} samples{tokens} per step on {state.world_size:,} ranks:",
+        " ".join(script_arguments(answers["micro_batch"], state.accumulation, answers.get("sync_each_batch", False))),
+        f"predicted memory: {memory}" if memory else "",
+    ]
+    return [f"{HEADER}{line}" for line in lines if line]
+
+
+def with_header(text: str, header: Sequence[str]) -> str:
+    """Return the text with another comment at its beginning, if it has one of this verb."""
+    lines = text.splitlines(keepends=True)
+    start = next((number for number, line in enumerate(lines) if line.startswith(HEADER)), None)
+    if start is None:
+        return text
+    rest = [line for line in lines[start:] if not line.startswith(HEADER)]
+    return "".join([*lines[:start], *(f"{line}\n" for line in header), *rest])

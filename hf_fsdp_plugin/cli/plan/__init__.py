@@ -57,7 +57,7 @@ _FLAGS: Final[tuple[tuple[str, str, str], ...]] = (
 )  # fmt: skip
 """Flag, its value (empty for none) and its meaning. Sizes are text: all invalid ones are reported together."""
 _OF_CALIBRATION: Final = frozenset({"calibrate", "world_size", "device", "json"})
-_NOT_ADVISED: Final = frozenset({"sync_each_batch", "device"})
+_NOT_ADVISED: Final = frozenset({"sync_each_batch", "device", "html", "force"})
 _LARGEST: Final = 1 << 24
 
 
@@ -171,7 +171,7 @@ def _read_subject(
         whole, model = model, None
         with _collected(problems):
             model = with_lora(whole, rank=lora_rank, quantized=args.qlora)
-    args.model, args.world_size, args.device_of_plan = None, world_size, args.device
+    args.model, args.world_size = None, world_size
     config = check.config_named(names[0]) if names else None
     if config is None and not (args.fsdp or args.fsdp_config or args.distributed_config):
         config = default_config_file(os.environ)

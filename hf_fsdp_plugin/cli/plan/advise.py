@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
 from hf_fsdp_plugin.cli.config_text import new_text, script_arguments, setting_lines, stock_limits
-from hf_fsdp_plugin.cli.output import OK, PROBLEMS, colored, print_json, print_problems, text_width
-from hf_fsdp_plugin.cli.plan.output import Planned, predict, write_page
+from hf_fsdp_plugin.cli.output import OK, PROBLEMS, colored, print_json, text_width
+from hf_fsdp_plugin.cli.plan.output import Planned
 from hf_fsdp_plugin.estimate.machines import RANKS_PER_MACHINE
 from hf_fsdp_plugin.launcher.world import DEFAULT_PORT
 from hf_fsdp_plugin.problems import Origin, Problem, SpecError
@@ -27,11 +26,6 @@ _NO_MEMORY: Final = Problem(
     message="--advise needs the memory of a device.",
     fix="Pass --gpu-memory 80GB, or --machine with a known machine.",
     origin=Origin(source="command line", spelling="--advise", text=None),
-)
-_NO_PICTURES: Final = Problem(
-    code="FSDP-W792",
-    message="nothing fits, so there are no settings to draw, and no pictures are written.",
-    fix="Follow one of the changes that are printed.",
 )
 
 
@@ -63,10 +57,7 @@ def print_advice(args: argparse.Namespace, planned: Planned) -> int:
     # The first row that stock Accelerate runs too, else the best one.
     chosen = next((row for row in advice.fitting if not _stock_limits(row)), advice.best)
     config, arguments = ("", []) if chosen is None else (config_text(chosen, spec), _arguments(chosen))
-    tree, written = compare_with_tree(advice, plan.num_params), []
-    if args.html is not None and chosen is not None:
-        drawn = predict(replace(planned, plan=chosen.plan, workload=chosen.workload))
-        written = write_page(args, replace(drawn, memory=chosen.memory))
+    tree = compare_with_tree(advice, plan.num_params)
     if args.json:
         tree_of_advice = {
             "ok": advice.best is not None,
@@ -81,9 +72,8 @@ def print_advice(args: argparse.Namespace, planned: Planned) -> int:
         }
         print_json(tree_of_advice)
     else:
-        print_problems([_NO_PICTURES] if args.html is not None and chosen is None else [])
         lines = [*_answer_lines(advice, chosen, tree), *(f"# {argument}" for argument in arguments), config.rstrip()]
-        print("\n".join([*written, *lines]).rstrip())
+        print("\n".join(lines).rstrip())
     return OK if advice.best is not None else PROBLEMS
 
 

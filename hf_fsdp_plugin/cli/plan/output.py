@@ -8,15 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from hf_fsdp_plugin.cli.output import (
-    OK,
-    PROBLEMS,
-    colored,
-    print_json,
-    print_problems,
-    text_width,
-    write_atomically,
-)
+from hf_fsdp_plugin.cli.output import OK, PROBLEMS, colored, print_json, print_problems, text_width, write_atomically
 from hf_fsdp_plugin.estimate import results
 from hf_fsdp_plugin.estimate.workload import Workload
 from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan

@@ -97,17 +97,7 @@ def test_flags_have_an_effect_on_the_advice(outcome: Any) -> None:
             refused.add(name)
         elif name not in HIDDEN:
             assert found != before, name
-    assert "device" in refused and "html" not in refused
-
-
-def test_advise_writes_the_page_of_the_printed_config(outcome: Any) -> None:
-    code, out, _, written = outcome("--advise --gpu-memory 80GB --machine h100-sxm --html out.html")
-    assert code == 0 and [file for file, _ in written] == ["out.html"] and "written: out.html" in out
-
-
-def test_advise_without_a_row_writes_no_pictures(outcome: Any) -> None:
-    code, _, error, written = outcome("--advise --gpu-memory 1MiB --html out.html")
-    assert code == 1 and not written and "FSDP-W792" in error
+    assert {"device", "html"} <= refused
 
 
 @pytest.mark.slow
@@ -127,8 +117,8 @@ def test_pairs_of_workload_flags_have_both_effects(outcome: Any) -> None:
 @pytest.mark.parametrize(
     "words",
     [
-        "--force", "--advise --sync-each-batch", "--advise --device cpu", "--calibrate --advise",
-        "--calibrate --html out.html",
+        "--force", "--advise --html out.html", "--advise --sync-each-batch", "--advise --device cpu",
+        "--calibrate --advise", "--calibrate --html out.html",
     ],
 )  # fmt: skip
 def test_flags_without_an_effect_are_refused(outcome: Any, words: str) -> None:

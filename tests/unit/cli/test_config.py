@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from hf_fsdp_plugin import Problem, SpecError, load_spec
-from hf_fsdp_plugin.cli.config import add_arguments, code_of
+from hf_fsdp_plugin.cli.config import add_arguments
 from hf_fsdp_plugin.cli.config.questions import QUESTIONS
 from hf_fsdp_plugin.launcher.flags import Parser
-from hf_fsdp_plugin.spec.fsdp_spec import SECTIONS, FsdpSpec
+from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec
 from hf_fsdp_plugin.strategies import STRATEGIES
 from tests.support.json_schema import assert_valid
 
@@ -74,19 +74,14 @@ def options(answers: dict[str, str]) -> list[str]:
 
 
 @pytest.mark.parametrize(("answers", "settings"), COMBINATIONS)
-def test_written_file_and_arguments_mean_the_answers(config, answers, settings):
+def test_written_file_means_the_answers(config, answers, settings):
     out, _ = config("--yes", "-o", "fsdp.yaml", "--json", *options(answers))
     result = json.loads(out)
     assert_valid("config", result)
     spec = spec_of("fsdp.yaml")
     assert spec.enabled and {name: spec.get(name) for name in settings} == settings
     assert spec.launch.num_processes == 4
-    arguments = result["training_arguments"]
-    batch = [arguments.pop(name) for name in ("per_device_train_batch_size", "gradient_accumulation_steps")]
-    assert batch == [1, 1]
-    again = load_spec(training_arguments=arguments, environ={})
-    for section in set(SECTIONS) - {"launch"}:
-        assert getattr(again, section) == getattr(spec, section)
+    assert "--per_device_train_batch_size 1 --gradient_accumulation_steps 1" in result["text"]
 
 
 @pytest.mark.parametrize("answers", [answers for answers, _ in COMBINATIONS])
@@ -159,7 +154,7 @@ def test_cpu_ranks_are_written_and_kept(config):
     spec = spec_of("fsdp.yaml")
     assert (spec.launch.use_cpu, spec.launch.num_processes) == (True, 2)
     out, _ = config("--yes", "-o", "fsdp.yaml", "--force", "--json", "--strategy", "shard_grad_op")
-    assert spec_of("fsdp.yaml").launch.use_cpu and "use_cpu" in json.loads(out)["training_arguments"]
+    assert spec_of("fsdp.yaml").launch.use_cpu
     assert json.loads(out)["stock_limits"] == ["Stock Accelerate does not shard on CPU ranks."]
     _, err = config("--yes", "-o", "fsdp.yaml", "--force", "--precision", "fp16", code=1)
     assert "FSDP-E147" in err and spec_of("fsdp.yaml").launch.mixed_precision == "bf16"
@@ -241,16 +236,6 @@ def test_json_file_is_written_and_changed(config, tmp_path):
     assert json.loads(Path("fsdp.json").read_text())["enable_cpu_affinity"] is True
 
 
-def test_show_args_prints_code_that_transformers_accepts(config):
-    out, _ = config(
-        "--yes", "-o", "fsdp.yaml", "--gpus", "2", "--global-batch", "16", "--micro-batch", "2", "--show-args"
-    )
-    made = eval(out, {"TrainingArguments": dict})
-    assert (made["per_device_train_batch_size"], made["gradient_accumulation_steps"]) == (2, 4)
-    assert code_of(made) + "\n" == out
-    assert load_spec(training_arguments=made, environ={}).sharding.strategy == "full_shard"
-
-
 def test_full_disk_leaves_the_file_unchanged(config, monkeypatch, tmp_path):
     config("--yes", "-o", "fsdp.yaml", "--gpus", "2")
     before = Path("fsdp.yaml").read_bytes()
@@ -270,7 +255,7 @@ def test_model_that_cannot_be_predicted_is_configured(config, llama, monkeypatch
             SpecError([Problem(code="FSDP-E811", message="no batch")]) if state.gpus == 2 else RuntimeError("odd\ncode")
         )
 
-    monkeypatch.setattr("hf_fsdp_plugin.cli.config.prediction.advice_of", fail)
+    monkeypatch.setattr("hf_fsdp_plugin.cli.config.conversation.advice_of", fail)
     for gpus, reason in (("2", "no batch"), ("4", "RuntimeError: odd")):
         _, err = config("--yes", "-o", f"{gpus}.yaml", "--model", "llama", "--gpus", gpus, "--gpu-memory", "80GB")
         assert f"No prediction: {reason}\n" in err and spec_of(f"{gpus}.yaml").launch.num_processes == int(gpus)

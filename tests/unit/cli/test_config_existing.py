@@ -9,9 +9,7 @@ import yaml
 
 from hf_fsdp_plugin import SpecError, load_spec
 from hf_fsdp_plugin.cli.config import Target, _check
-from hf_fsdp_plugin.cli.config_text import SettingLine
-from hf_fsdp_plugin.cli.yaml_edit import change_keys, in_block_style, keys_of
-from hf_fsdp_plugin.spec.fsdp_spec import SECTIONS
+from hf_fsdp_plugin.cli.config_text import SettingLine, change_keys, in_block_style, keys_of
 
 STOCK = """\
 # my cluster
@@ -106,17 +104,6 @@ def test_existing_values_are_the_defaults(config):
         "  fsdp_state_dict_type: SHARDED_STATE_DICT  # every rank writes its part; resumes on any number of GPUs\n"
         "  fsdp_cpu_ram_efficient_loading: true  # a machine holds the weights once, not once per GPU\n",
     )
-
-
-@pytest.mark.parametrize("text", [FSDP1, STOCK, FSDP1 + "gradient_checkpointing: true\nuse_cpu: true\n"])
-def test_arguments_have_settings_that_are_not_asked(config, text, hf_fsdp):
-    config(text)
-    _, out, _ = hf_fsdp("config", "-o", "fsdp.yaml", "--yes", "--force", "--show-args")
-    again = load_spec(training_arguments=eval(out, {"TrainingArguments": dict}), environ={})
-    spec = load_spec("fsdp.yaml", environ={})
-    for section in set(SECTIONS) - {"launch"}:
-        assert getattr(again, section) == getattr(spec, section)
-    assert again.launch.use_cpu == spec.launch.use_cpu
 
 
 def test_second_run_changes_nothing(config):
