@@ -89,7 +89,7 @@ def _document(shot: Callable[..., str], run: str, doctor: str) -> str:
     wrong = shot("hf-fsdp check fsdp.yaml")
     fixed = shot("hf-fsdp check fsdp.yaml --fix > fixed.yaml")
     right = shot("hf-fsdp check fixed.yaml --model llama --num_processes 4")
-    wizard = shot("hf-fsdp config --yes -o wizard.yaml --model llama --gpus 4 --gpu-memory 80GB --show-args")
+    wizard = shot("hf-fsdp config --yes -o wizard.yaml --model llama --gpus 4 --gpu-memory 80GB")
     rewritten = shot("hf-fsdp config --yes --force -o wizard.yaml --gpus 8 --strategy shard_grad_op")
     dry_run = shot("hf-fsdp launch --config_file fixed.yaml --dry_run train.py")
     flag = shot("hf-fsdp launch --config fixed.yaml train.py")
