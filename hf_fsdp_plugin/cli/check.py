@@ -20,7 +20,7 @@ from hf_fsdp_plugin.cli.preflight_arguments import (
     options_of,
     split_run_words,
 )
-from hf_fsdp_plugin.cli.verbs import check_needs, make_parser
+from hf_fsdp_plugin.cli.verbs import check_needs, make_parser, whole_number
 from hf_fsdp_plugin.launcher.flags import Parser, UsageError, add_override_flag, add_setting_flags
 from hf_fsdp_plugin.problems import Problem, has_errors
 from hf_fsdp_plugin.sources.interface import MAX_BYTES, ConfigFile, Sources, config_of, read_text
@@ -42,7 +42,12 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else on stdout")
     parser.add_argument("--fix", action="store_true", help="print the config with misspelled keys and values corrected")
     parser.add_argument("--model", metavar="DIR|ID", help="resolve the config against this model")
-    parser.add_argument("--world-size", type=_world_size, metavar="N", help="number of ranks (default: num_processes)")
+    parser.add_argument(
+        "--world-size",
+        type=whole_number(1, MAX_WORLD_SIZE),
+        metavar="N",
+        help="number of ranks (default: num_processes)",
+    )
     add_run_arguments(parser)
     about = "plan for cuda, cpu, … (default: the device that launch uses on this machine)"
     parser.add_argument("--device", metavar="TYPE", help=about)
@@ -211,13 +216,3 @@ def smallest_world_size(spec: FsdpSpec) -> int:
     if spec.launch.num_processes != "auto":
         return spec.launch.num_processes
     return math.prod(size for size in (spec.mesh.shard, spec.mesh.replicate) if size != "auto")
-
-
-def _world_size(text: str) -> int:
-    try:
-        size = int(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"'{text}' is not a whole number") from None
-    if not 1 <= size <= MAX_WORLD_SIZE:
-        raise argparse.ArgumentTypeError(f"{size} is not between 1 and {MAX_WORLD_SIZE}")
-    return size

@@ -9,20 +9,12 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from hf_fsdp_plugin import text
 from hf_fsdp_plugin.checkpoint import Summary, checkpoints_of_run, summarize, why_incomplete
 from hf_fsdp_plugin.cli.output import OK, PROBLEMS, print_json, print_problems, text_width
 from hf_fsdp_plugin.cli.verbs import check_folder
 from hf_fsdp_plugin.launcher.flags import UsageError
 from hf_fsdp_plugin.problems import CheckpointError
-from hf_fsdp_plugin.text import (
-    fit_table,
-    format_bytes,
-    format_shape,
-    format_table,
-    printable,
-    truncate_lines,
-    wrap_items,
-)
 
 HELP = "Describe a checkpoint, or all checkpoints of a run, from metadata alone: format, step, parameters, settings."
 EXAMPLES = ("hf-fsdp inspect out/checkpoint-500", "hf-fsdp inspect out --json")
@@ -60,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
         if paths:
             print(f"\n{_table(_rows(paths))}")
     if summary.incomplete is not None:
-        print(printable(f"{summary.path}: {summary.incomplete}"), file=sys.stderr)
+        print(text.printable(f"{summary.path}: {summary.incomplete}"), file=sys.stderr)
     return OK if summary.incomplete is None else PROBLEMS
 
 
@@ -82,7 +74,7 @@ def _run(args: argparse.Namespace, paths: list[Path]) -> int:
     else:
         print(_table(rows))
     if newest is None:
-        print(f"{printable(str(args.checkpoint))}: none of the checkpoints is complete.", file=sys.stderr)
+        print(f"{text.printable(str(args.checkpoint))}: none of the checkpoints is complete.", file=sys.stderr)
     return OK if newest is not None else PROBLEMS
 
 
@@ -108,22 +100,24 @@ def _table(rows: Iterable[CheckpointRow]) -> str:
         if summary is not None:
             ranks = "-" if summary.world_size is None else str(summary.world_size)
             step = "-" if summary.step is None else f"{summary.step:,}"
-            known = (step, summary.kind, ranks, format_bytes(sum(summary.files.values())))
+            known = (step, summary.kind, ranks, text.format_bytes(sum(summary.files.values())))
         lines.append((path.name, *known, "complete" if reason is None else f"incomplete: {reason}"))
-    return fit_table(lines, text_width())
+    return text.fit_table(lines, text_width())
 
 
 def _text(summary: Summary, *, parameters: bool, optimizer: bool) -> str:
-    lines = [f"{printable(str(summary.path))}: {'complete' if summary.incomplete is None else 'incomplete'}"]
-    for label, text in _facts(summary):
-        lines += wrap_items(printable(text).split(", "), min(text_width() or _WIDTH, _WIDTH), label=f"  {label:<10} ")
+    lines = [f"{text.printable(str(summary.path))}: {'complete' if summary.incomplete is None else 'incomplete'}"]
+    for label, fact in _facts(summary):
+        lines += text.wrap_items(
+            text.printable(fact).split(", "), min(text_width() or _WIDTH, _WIDTH), label=f"  {label:<10} "
+        )
     if parameters:
-        kinds = ((name, dtype, format_shape(shape)) for name, (dtype, shape) in summary.parameters.items())
-        lines += ["", format_table([("parameter", "dtype", "shape"), *kinds])]
+        kinds = ((name, dtype, text.format_shape(shape)) for name, (dtype, shape) in summary.parameters.items())
+        lines += ["", text.format_table([("parameter", "dtype", "shape"), *kinds])]
     if optimizer:
         lines += ["", *_optimizer(summary)]
     rows = [("file", "bytes"), *((f"  {name}", f"{size:,}") for name, size in summary.files.items())]
-    lines += ["", *truncate_lines(format_table(rows).splitlines(), _FILES_SHOWN + 1)]
+    lines += ["", *text.truncate_lines(text.format_table(rows).splitlines(), _FILES_SHOWN + 1)]
     return "\n".join(lines)
 
 
@@ -139,12 +133,12 @@ def _facts(summary: Summary) -> Iterable[tuple[str, str]]:
     if manifest:
         yield "backend", f"{manifest.backend}, {manifest.strategy}, mesh {_pairs(manifest.mesh)}"
         yield "written", f"{manifest.created}{', in the background' if manifest.asynchronous else ''}"
-    yield "model", f"{model}, {format_bytes(summary.model_bytes)}"
+    yield "model", f"{model}, {text.format_bytes(summary.model_bytes)}"
     if summary.state or summary.groups:
         keys = ", ".join(dict.fromkeys(key for entry in summary.state.values() for key in entry)) or "no state"
-        yield "optimizer", f"{format_bytes(summary.optimizer_bytes)} ({keys}), groups: {len(summary.groups)}"
+        yield "optimizer", f"{text.format_bytes(summary.optimizer_bytes)} ({keys}), groups: {len(summary.groups)}"
     yield "tied", "; ".join(" = ".join(tie) for tie in summary.ties)
-    yield "files", f"{len(summary.files):,}, {format_bytes(sum(summary.files.values()))}"
+    yield "files", f"{len(summary.files):,}, {text.format_bytes(sum(summary.files.values()))}"
     if manifest:
         yield "settings", _pairs(manifest.settings)
         sizes = {key: value for key, value in manifest.batch.items() if not isinstance(value, (list, dict))}
@@ -156,21 +150,21 @@ def _optimizer(summary: Summary) -> list[str]:
     lines = []
     for number, group in enumerate(summary.groups):
         rest = {key: value for key, value in group.items() if key != "params"}
-        lines.append(f"group {number}: {len(group.get('params', ())):,} parameters, {printable(_pairs(rest))}")
+        lines.append(f"group {number}: {len(group.get('params', ())):,} parameters, {text.printable(_pairs(rest))}")
     rows = [("state", "dtype", "shape")]
     for name, entry in summary.state.items():
         for key, value in entry.items():
             is_tensor = isinstance(value, tuple) and len(value) == 2
             rows.append(
-                (f"{name} {key}", *((value[0], format_shape(value[1])) if is_tensor else ("value", str(value))))
+                (f"{name} {key}", *((value[0], text.format_shape(value[1])) if is_tensor else ("value", str(value))))
             )
-    return [*lines, format_table(rows)]
+    return [*lines, text.format_table(rows)]
 
 
 def _pairs(table: Mapping[str, Any]) -> str:
     """Return ``name value, name value``: text without quotes, other values as JSON."""
-    texts = {
+    shown = {
         key: value if isinstance(value, str) and value else json.dumps(value, default=str, ensure_ascii=False)
         for key, value in table.items()
     }
-    return ", ".join(f"{key} {text}" for key, text in texts.items())
+    return ", ".join(map(" ".join, shown.items()))

@@ -93,12 +93,13 @@ def usage_text() -> str:
     return "\n".join(lines)
 
 
-def whole_number(least: int) -> Callable[[str], int]:
-    """Return the reader of a flag whose value is a whole number from `least` on, for ``add_argument(type=…)``."""
+def whole_number(least: int, most: int | None = None) -> Callable[[str], int]:
+    """Return the reader of a flag whose value is a whole number in a range, for ``add_argument(type=…)``."""
+    limits = f"from {least} on" if most is None else f"from {least} to {most}"
 
     def read(text: str) -> int:
-        if not (text.isascii() and text.isdecimal()) or int(text) < least:
-            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from {least} on.")
+        if not (text.isascii() and text.isdecimal()) or not least <= int(text) <= (most or int(text)):
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number {limits}.")
         return int(text)
 
     return read

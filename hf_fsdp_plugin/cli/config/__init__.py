@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from hf_fsdp_plugin.cli.check_output import setting_to_json
 from hf_fsdp_plugin.cli.config import questions
 from hf_fsdp_plugin.cli.config.conversation import Asker, ask_questions, predict_memory
 from hf_fsdp_plugin.cli.config.question import Question, State, label_of
@@ -178,9 +179,7 @@ def _print_result(
     memory: MemoryEstimate | None,
 ) -> None:
     print_problems(problem for problem in checked.problems if problem.severity != "note")
-    settings = {
-        name: dict(value) if isinstance(value, Mapping) else value for name, value, _ in checked.spec.settings()
-    }
+    settings = {name: setting_to_json(value) for name, value, _ in checked.spec.settings()}
     written = {name: value for name, value in settings.items() if checked.spec.asked(name)}
     limits = list(stock_limits(written, state.version))
     if args.json:

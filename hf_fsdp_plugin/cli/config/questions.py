@@ -8,6 +8,7 @@ from typing import Any, Final
 
 from hf_fsdp_plugin.cli.config.question import Default, Question, State
 from hf_fsdp_plugin.cli.config_text import script_arguments
+from hf_fsdp_plugin.estimate.workload import nearest_multiples
 from hf_fsdp_plugin.spec.values import InvalidValue, is_class_name, parse_value
 from hf_fsdp_plugin.strategies import STRATEGIES
 from hf_fsdp_plugin.text import SIZE_SPELLINGS, format_memory, format_names, parse_bytes
@@ -95,8 +96,7 @@ def _parse_seq_len(text: str, state: State) -> int:
 def _parse_global_batch(text: str, state: State) -> int:
     batch = _parse_size(text, state)
     if batch % state.world_size:
-        lower = batch - batch % state.world_size
-        near = " or ".join(f"{size:,}" for size in (lower, lower + state.world_size) if size)
+        near = nearest_multiples(batch, state.world_size)
         raise ValueError(f"{batch:,} is not divisible by the {state.world_size:,} ranks. Nearest: {near}.")
     return batch
 

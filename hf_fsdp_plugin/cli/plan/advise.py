@@ -101,12 +101,13 @@ def _answer_lines(advice: Advice, chosen: AdviceRow | None, tree: str) -> list[s
 
 def rows_table(rows: Sequence[AdviceRow], chosen: AdviceRow | None, width: int | None) -> str:
     """Return the table of the first rows, and of the chosen one, which is marked."""
-    table = [("", "settings", "micro-batches", "memory", "tokens/s", "")]
+    has_speed = any(row.tokens_per_second for row in rows)
+    table = [("", "settings", "micro-batches", "memory", *(["tokens/s"] if has_speed else []), "")]
     for number, row in enumerate(rows):
         if number < _ROWS or row is chosen:
-            speed = f"{row.tokens_per_second:,.0f}" if row.tokens_per_second else "–"
-            batches, memory = f"{row.choice.accumulation} of {row.choice.micro_batch}", format_memory(row.needed_bytes)
-            table.append(("»" if row is chosen else "", _settings(row), batches, memory, speed, row.reason))
+            mark, batches = "»" if row is chosen else "", f"{row.choice.accumulation} of {row.choice.micro_batch}"
+            speed = [f"{row.tokens_per_second or 0:,.0f}"] if has_speed else []
+            table.append((mark, _settings(row), batches, format_memory(row.needed_bytes), *speed, row.reason))
     rest = len(rows) + 1 - len(table)
     return fit_table(table, width) + (f"\n… and {rest} more that fit" if rest else "")
 
