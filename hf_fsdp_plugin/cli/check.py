@@ -110,7 +110,7 @@ def run(args: argparse.Namespace) -> int:
     else:
         for number, one in enumerate(checked):
             print("\n" if number else "", end="")
-            one.print_text(_stages(one))
+            one.print_text()
     return max(one.exit_code for one in checked)
 
 
@@ -173,15 +173,6 @@ def _result(args: argparse.Namespace, checked: Checked) -> dict[str, Any]:
         result["run"] = checked.run.to_json() if checked.run is not None else None
         result["ok"] &= checked.run is not None and checked.run.ok
     return result
-
-
-def _stages(checked: Checked) -> str:
-    """Return the table of the preflight's stages, if it ran."""
-    if checked.run is None:
-        return ""
-    from hf_fsdp_plugin.cli.preflight import stage_table
-
-    return stage_table(checked.run)
 
 
 def _fix(args: argparse.Namespace, files: Sequence[ConfigFile | None]) -> int:

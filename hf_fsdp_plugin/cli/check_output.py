@@ -67,13 +67,18 @@ class Checked:
         }
 
     def print_text(self, *blocks: str) -> None:
-        """Print the problems, the table of settings, the plan, further blocks and the verdict."""
+        """Print the problems, the settings, the plan, further blocks, the stages of a preflight and the verdict."""
         print_problems(self.problems)
         # If the config could not be read, a table of defaults would hide the reason.
         table = settings_table(self.spec, self.problems, self.config) if self.spec.origins else ""
         plan = self.plan.text(width=text_width()) if self.plan is not None else ""
+        stages = ""
+        if self.run is not None:
+            from hf_fsdp_plugin.cli.preflight import stage_table
+
+            stages = stage_table(self.run)
         verdict = verdict_line(self.spec, self.problems, self.config or "flags")
-        print("\n\n".join(filter(None, [table, plan, *blocks, verdict])))
+        print("\n\n".join(filter(None, [table, plan, *blocks, stages, verdict])))
 
 
 def check_sources(

@@ -55,8 +55,12 @@ def _quoted(words: Iterable[str]) -> str:
     return shlex.quote(" ".join(words))
 
 
-def bash_script() -> str:
-    """Return the script with a case for the flags of each verb."""
+def bash_script(end: str) -> str:
+    """Return the script for bash, which zsh can run too, with a case for the flags of each verb.
+
+    Args:
+        end: what calls the function of the script.
+    """
     cases = []
     for verb in VERBS:
         actions = visible_actions(verb)
@@ -78,12 +82,7 @@ def bash_script() -> str:
             ),
             "      esac ;;",
         ]
-    return _BASH.replace("@VERBS@", " ".join(VERBS)).replace("@CASES@", "\n".join(cases)) + _BASH_END
-
-
-def zsh_script() -> str:
-    """Return the script for zsh: the function for bash, and code that calls it in zsh."""
-    return _ZSH_BEGIN + bash_script().removesuffix(_BASH_END) + _ZSH_END
+    return _BASH.replace("@VERBS@", " ".join(VERBS)).replace("@CASES@", "\n".join(cases)) + end
 
 
 def fish_script() -> str:
@@ -140,4 +139,8 @@ _ZSH_END = f"""\
 if [[ ${{funcstack[1]}} == _hf-fsdp ]]; then _bash_complete -o filenames -F _hf_fsdp; else {_BASH_END[:-1]}; fi
 """
 
-SCRIPTS: Final[Mapping[str, Callable[[], str]]] = {"bash": bash_script, "zsh": zsh_script, "fish": fish_script}
+SCRIPTS: Final[Mapping[str, Callable[[], str]]] = {
+    "bash": lambda: bash_script(_BASH_END),
+    "zsh": lambda: _ZSH_BEGIN + bash_script(_ZSH_END),
+    "fish": fish_script,
+}

@@ -49,9 +49,13 @@ def run(args: argparse.Namespace) -> int:
         else:
             print(format_table(rows))
         return OK
-    entry = find_entry(args.code, entries)
+    # FSDP-E201, e201 and 201 are written for the same code.
+    short = re.sub(r"[^A-Z0-9]", "", args.code.upper()).removeprefix("FSDP")
+    entry = next((entry for code, entry in entries.items() if short in (code[-4:], code[-3:])), None)
     if entry is None:
-        near = nearest_codes(args.code, entries)
+        near = [code for code in entries if short[1:] == code[-3:]]
+        similar = difflib.get_close_matches(short, [code[-4:] for code in entries], n=3, cutoff=0.7)
+        near = near or [f"FSDP-{code}" for code in similar]
         hint = f"Did you mean {' or '.join(near)}?" if near else "`hf-fsdp explain` lists all codes."
         print(f"hf-fsdp explain: unknown problem code '{printable(args.code)}'. {hint}", file=sys.stderr)
         return USAGE
@@ -85,22 +89,3 @@ def parse_page(text: str, area: str) -> list[CodeDocumentation]:
         CodeDocumentation(code=code, title=title, area=area, text="\n".join(lines).strip())
         for code, title, lines in entries
     ]
-
-
-def find_entry(written: str, entries: dict[str, CodeDocumentation]) -> CodeDocumentation | None:
-    """Return the entry of a code written as ``FSDP-E201``, ``e201`` or ``201``."""
-    short = _short(written)
-    return next((entry for code, entry in entries.items() if short in (code[-4:], code[-3:])), None)
-
-
-def nearest_codes(written: str, entries: dict[str, CodeDocumentation]) -> list[str]:
-    """Return up to three codes that resemble what was written."""
-    short = _short(written)
-    same_number = [code for code in entries if short[1:] == code[-3:]]
-    near = difflib.get_close_matches(short, [code[-4:] for code in entries], n=3, cutoff=0.7)
-    return same_number or [f"FSDP-{code}" for code in near]
-
-
-def _short(written: str) -> str:
-    """Return ``E201`` for ``fsdp_e201``."""
-    return re.sub(r"[^A-Z0-9]", "", written.upper()).removeprefix("FSDP")

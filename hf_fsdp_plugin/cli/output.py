@@ -90,16 +90,13 @@ def print_problems(problems: Iterable[Problem]) -> None:
     width = text_width(sys.stderr)
     shown, rest = shown_problems(problems)
     for problem in shown:
-        print(_problem_text(problem, width), file=sys.stderr)
+        label = f"{problem.severity}: "
+        color = _SEVERITY_COLORS[problem.severity]
+        text = "\n".join(wrap_words(problem.text(label), width))
+        print(text.replace(label, colored(label, color, sys.stderr), 1), file=sys.stderr)
     for line in rest:
         print(line, file=sys.stderr)
     sys.stderr.flush()  # before what the verb prints to stdout
-
-
-def _problem_text(problem: Problem, width: int | None) -> str:
-    label = f"{problem.severity}: "
-    text = "\n".join(wrap_words(problem.text(label), width))
-    return text.replace(label, colored(label, _SEVERITY_COLORS[problem.severity], sys.stderr), 1)
 
 
 def print_failure(problems: Iterable[Problem], *, as_json: bool) -> int:

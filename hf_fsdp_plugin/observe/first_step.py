@@ -8,29 +8,32 @@ from __future__ import annotations
 
 import inspect
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final
-from weakref import WeakSet
+from weakref import WeakSet, finalize, ref
 
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from hf_fsdp_plugin.backends.loading.equal_weights import sum_bits
 from hf_fsdp_plugin.backends.loading.weight_loader import BROADCAST_ATTRIBUTE
-from hf_fsdp_plugin.backends.optimizers.parameters import parameters_in
+from hf_fsdp_plugin.backends.optimizers.parameters import has_parameters_of, parameters_in
 from hf_fsdp_plugin.backends.sharding.forward_hooks import float_outputs, is_activation
 from hf_fsdp_plugin.backends.sharding.module_forwards import checkpoints_itself
 from hf_fsdp_plugin.backends.sharding.shard import plan_of
 from hf_fsdp_plugin.backends.torch_types import torch_dtype
 from hf_fsdp_plugin.contracts import off_without
+from hf_fsdp_plugin.observe import optimizers as optimizer_checks
 from hf_fsdp_plugin.observe.memory import gradient_bytes
-from hf_fsdp_plugin.observe.optimizers import GradientWatch, UselessStepWatch, call_in_backward, unwrapped_optimizer
+from hf_fsdp_plugin.observe.optimizers import call_in_backward, has_gradient
 from hf_fsdp_plugin.observe.units import checkpoints_natively, observe_units
 from hf_fsdp_plugin.observe.weights import ShardHashes, hash_parts
 from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan
 from hf_fsdp_plugin.plan.names import canonical_name, unwrapped
+from hf_fsdp_plugin.problems import Problem, SpecError
 from hf_fsdp_plugin.torch_private.functions import in_backward, tree_leaves
 from hf_fsdp_plugin.torch_private.modules import calls_compiled
 
@@ -220,7 +223,7 @@ def record_first_step(model: nn.Module, *optimizers: Any) -> FirstStep:
     # when a backward begins, parameters have the gradients of the last step again, although they were zeroed.
     is_offloaded = plan is not None and plan.version == 1 and plan.offload_params and plan.device_type != "cpu"
     for optimizer in optimizers:
-        inner = unwrapped_optimizer(optimizer)
+        inner = optimizer_checks.unwrapped_optimizer(optimizer)
         if inner is not None and inner not in first_step.observed:
             first_step.observed.add(inner)
             first_step.optimized_ids |= {id(parameter) for parameter in parameters_in(inner)}
@@ -228,13 +231,62 @@ def record_first_step(model: nn.Module, *optimizers: Any) -> FirstStep:
             inner.register_step_pre_hook(lambda optimizer, *_: first_step.before_step(model, optimizer))
             inner.register_step_post_hook(lambda *_: first_step.after_step(model))
             if not is_offloaded:
-                GradientWatch(model, inner)
+                optimizer_checks.GradientWatch(model, inner)
     return first_step
+
+
+class UselessStepWatch:
+    """Looks for steps of optimizers that have neither gradients nor parameters of a model with gradients.
+
+    An optimizer that was created before ``prepare`` and not prepared has the parameters that FSDP2 has replaced, so its
+    steps change nothing. Torch accepts that; here it is an error at the second step.
+
+    Args:
+        model: a prepared model. It is not kept alive.
+        first_step: the record of the model. An optimizer step of the model ends the watch.
+    """
+
+    def __init__(self, model: nn.Module, first_step: FirstStep) -> None:
+        self._model, self._first_step = ref(model), first_step
+        self._num_useless = 0
+        self._unrelated = WeakSet[torch.optim.Optimizer]()
+        """Optimizers without parameters of the model: a teacher is never trained, and its students step often."""
+        self._handle = register_optimizer_step_post_hook(self._after_step)
+        finalize(model, self._handle.remove)
+
+    def close(self) -> None:
+        """End the watch. Optimizers iterate over their hooks, so a hook must not call it."""
+        self._handle.remove()
+
+    def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        model = self._model()
+        if model is None or self._first_step.num_steps:
+            return
+        held = parameters_in(optimizer)
+        if optimizer in self._unrelated and has_gradient(held):
+            return
+        if has_parameters_of(model, optimizer):
+            record_first_step(model, optimizer)  # it was not prepared
+            return
+        self._unrelated.add(optimizer)
+        if (
+            not has_gradient(held)
+            and not optimizer_checks.num_of_sharded_models(held)
+            and has_gradient(model.parameters())
+        ):
+            self._num_useless += 1
+            if self._num_useless == 2:
+                name = type(optimizer).__name__
+                message = f"two steps of {name} have changed nothing: none of its {len(held)} parameters has a "
+                message += f"gradient or belongs to the prepared {type(model).__name__}."
+                fix = "Pass the model and the optimizer to one accelerator.prepare(model, optimizer), or create "
+                fix += f"{name} with model.parameters() after prepare()."
+                raise SpecError([Problem(code="FSDP-E513", message=message, fix=fix)])
 
 
 def _observe_forward(model: nn.Module, first_step: FirstStep) -> None:
     device_type, compute = next((parameter.device.type for parameter in model.parameters()), "cpu"), None
-    watch = UselessStepWatch(model, lambda: bool(first_step.num_steps), record_first_step)
+    watch = UselessStepWatch(model, first_step)
     if (plan := plan_of(model)) is not None:
         device_type, compute = plan.device_type, torch_dtype(plan.precision.param)
         first_step.recomputation = Recomputation(checkpointed_modules(model, plan))
@@ -302,23 +354,15 @@ def checkpointed_modules(model: nn.Module, plan: FsdpPlan) -> dict[str, nn.Modul
 
     Calls of compiled modules cannot be counted, because hooks would break their graphs.
     """
-    activation = plan.activation
-    if activation.native:
-        found = dict(native_layers(model))
-    elif activation.checkpointing == "none" or plan.pre_sharded:
+    modules = [(canonical_name(name), module) for name, module in model.named_modules()]
+    if plan.activation.native:
+        found = {name: module for name, module in modules if checkpoints_itself(module)}
+    elif plan.activation.checkpointing == "none" or plan.pre_sharded:
         found = {}
     else:
         chosen = {canonical_name(name) for unit in plan.units if unit.from_policy for name in unit.modules}
-        modules = ((canonical_name(name), module) for name, module in model.named_modules())
         found = {name: unwrapped(module) for name, module in modules if name in chosen}
     return {name: module for name, module in found.items() if not calls_compiled(module)}
-
-
-def native_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the names and layers that Transformers can checkpoint."""
-    for name, module in model.named_modules():
-        if checkpoints_itself(module):
-            yield canonical_name(name), module
 
 
 _STABLE: Final = 3

@@ -1,21 +1,19 @@
 """Finds the optimizers of a sharded model, and checks that their steps update its parameters.
 
-Two mistakes that torch accepts are errors at the second optimizer step of a run: an optimizer that was created before
-``prepare`` and not prepared has the parameters that FSDP2 has replaced, so its steps change nothing; gradients that are
-never zeroed add up over all steps. Nothing is examined after the second step, and nothing here waits for the
-accelerator unless gradients were kept between two steps.
+Gradients that are never zeroed add up over all steps. Torch accepts that; here it is an error at the second optimizer
+step of a run. Nothing is examined after the second step, and nothing here waits for the accelerator unless gradients
+were kept between two steps.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
-from weakref import WeakKeyDictionary, WeakSet, finalize, ref
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from hf_fsdp_plugin.backends.optimizers.parameters import has_parameters_of, is_replicated, parameters_in
 from hf_fsdp_plugin.backends.sharding.forward_hooks import float_outputs
@@ -93,7 +91,7 @@ def _unused_parameters(
     """
     held, name = parameters_in(optimizer), type(optimizer).__name__
     foreign = [parameter for parameter in held if id(parameter) not in own and not is_replicated(parameter)]
-    if num_foreign := len(foreign) - _num_of_sharded_models(foreign):
+    if num_foreign := len(foreign) - num_of_sharded_models(foreign):
         message = f"{num_foreign} of the {len(held)} parameters of {name} do not belong to the sharded model. The "
         message += "optimizer was created before wrapping, so it updates parameters that the model does not use."
         fix = "Create the optimizer after preparing the model, or pass both to one prepare() call."
@@ -105,7 +103,7 @@ def _unused_parameters(
         yield Problem(code="FSDP-E504", message=message, fix=fix)
 
 
-def _num_of_sharded_models(parameters: Sequence[torch.Tensor]) -> int:
+def num_of_sharded_models(parameters: Sequence[torch.Tensor]) -> int:
     """Return how many of the parameters belong to any sharded model. This rank may have no gradients of its shards."""
     known = {id(parameter) for model in sharded_models() for parameter in model.parameters()} if parameters else ()
     return sum(id(parameter) in known for parameter in parameters)
@@ -116,49 +114,6 @@ def call_in_backward(outputs: Sequence[torch.Tensor], hook: Callable[[torch.Tens
     first = next((output for output in outputs if output.requires_grad), None)
     if first is not None:
         first.register_hook(hook)
-
-
-class UselessStepWatch:
-    """Looks for steps of optimizers that have neither gradients nor parameters of a model with gradients.
-
-    Args:
-        model: a prepared model. It is not kept alive.
-        is_trained: whether an optimizer step of the model was observed, which ends the watch.
-        observe: called with an optimizer that has parameters of the model although it was not prepared.
-    """
-
-    def __init__(self, model: nn.Module, is_trained: Callable[[], bool], observe: Callable[..., Any]) -> None:
-        self._model, self._is_trained, self._observe = ref(model), is_trained, observe
-        self._num_useless = 0
-        self._unrelated = WeakSet[torch.optim.Optimizer]()
-        """Optimizers without parameters of the model: a teacher is never trained, and its students step often."""
-        self._handle = register_optimizer_step_post_hook(self._after_step)
-        finalize(model, self._handle.remove)
-
-    def close(self) -> None:
-        """End the watch. Optimizers iterate over their hooks, so a hook must not call it."""
-        self._handle.remove()
-
-    def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        model = self._model()
-        if model is None or self._is_trained():
-            return
-        held = parameters_in(optimizer)
-        if optimizer in self._unrelated and _has_gradient(held):
-            return
-        if has_parameters_of(model, optimizer):
-            self._observe(model, optimizer)
-            return
-        self._unrelated.add(optimizer)
-        if not _has_gradient(held) and not _num_of_sharded_models(held) and _has_gradient(model.parameters()):
-            self._num_useless += 1
-            if self._num_useless == 2:
-                name = type(optimizer).__name__
-                message = f"two steps of {name} have changed nothing: none of its {len(held)} parameters has a "
-                message += f"gradient or belongs to the prepared {type(model).__name__}."
-                fix = "Pass the model and the optimizer to one accelerator.prepare(model, optimizer), or create "
-                fix += f"{name} with model.parameters() after prepare()."
-                raise SpecError([Problem(code="FSDP-E513", message=message, fix=fix)])
 
 
 _last_backward = WeakKeyDictionary[torch.optim.Optimizer, int]()
@@ -234,5 +189,6 @@ def _is_same(norms: torch.Tensor | None, stepped: torch.Tensor | None) -> bool:
     return norms is not None and stepped is not None and bool(norms.any()) and torch.equal(norms, stepped)
 
 
-def _has_gradient(parameters: Any) -> bool:
+def has_gradient(parameters: Any) -> bool:
+    """Return whether a parameter has a gradient."""
     return any(parameter.grad is not None for parameter in parameters if parameter.is_leaf)

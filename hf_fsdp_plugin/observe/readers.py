@@ -10,11 +10,11 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, Final
 
+from hf_fsdp_plugin.backends.sharding.module_forwards import checkpoints_itself
 from hf_fsdp_plugin.contracts import ContractError
 from hf_fsdp_plugin.devices import accelerator_type
 from hf_fsdp_plugin.observe import settings
 from hf_fsdp_plugin.observe import sharding_readers as sharding
-from hf_fsdp_plugin.observe.first_step import native_layers
 from hf_fsdp_plugin.observe.settings import ObservedRun, ObservedValue, common_value, differing_value, unobserved_value
 from hf_fsdp_plugin.observe.units import checkpoints_natively
 from hf_fsdp_plugin.observe.weights import WeightComparison
@@ -70,7 +70,7 @@ def _not_recomputed(run: ObservedRun) -> tuple[str, ...]:
 
 def read_native(run: ObservedRun) -> ObservedValue:
     """Read whether Transformers' checkpointing is enabled, in all layers that support it."""
-    layers = [module for _, module in native_layers(run.model)]
+    layers = list(filter(checkpoints_itself, run.model.modules()))
     num_enabled = sum(map(checkpoints_natively, layers))
     if 0 < num_enabled < len(layers):
         return differing_value(f"in {num_enabled} of {len(layers)} layers")

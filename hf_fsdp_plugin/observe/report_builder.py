@@ -89,7 +89,7 @@ def build_report(
             *map(off_warning, unknown.values()),
             *check_structure(units, plan),
             *check_optimizers(model, units, inner, prepared_ids=first_step.optimized_ids),
-            *check_training(model, first_step, structure, training, prepared=bool(inner)),
+            *check_training(run, training, prepared=bool(inner)),
         ]
     settings, problems = _merge_ranks(settings, problems)
     return Report(
@@ -176,21 +176,14 @@ def _observe_training(first_step: FirstStep, unchanged: frozenset[tuple[int, int
     )
 
 
-def check_training(
-    model: nn.Module,
-    first_step: FirstStep,
-    structure: StructureComparison,
-    training: TrainingObservation,
-    *,
-    prepared: bool,
-) -> list[Problem]:
+def check_training(run: ObservedRun, training: TrainingObservation, *, prepared: bool) -> list[Problem]:
     """Check that the run trained what the plan trains, with constant batches.
 
     Args:
         training: what the steps changed, on all ranks.
         prepared: whether an optimizer of the model was prepared.
     """
-    problems = []
+    first_step, frozen, problems = run.first_step, run.structure.frozen, []
 
     def add(code: str, message: str, fix: str = "") -> None:
         problems.append(Problem(code=code, message=message, fix=fix))
@@ -206,14 +199,14 @@ def check_training(
     if training.trained_parameters and not training.changed_parameters:
         fix = "Check that step() of the prepared optimizer updates the parameters of the prepared model."
         add("FSDP-E510", f"{first_step.num_steps} optimizer steps have changed no weight of the model.", fix)
-    if first_step.num_evaluating and (mode_dependent := _mode_dependent(model)):
+    if first_step.num_evaluating and (mode_dependent := _mode_dependent(run.model)):
         message = f"the model was in eval mode in {first_step.num_evaluating} of {training.steps} steps, in which "
         message += f"{format_names(mode_dependent, 2)} did not act as in training."
         add("FSDP-W516", message, "Call model.train() before the training, and again after each evaluation.")
-    if structure.frozen:
-        message = f"{len(structure.frozen)} parameters were trainable in prepare() and are frozen now: "
+    if frozen:
+        message = f"{len(frozen)} parameters were trainable in prepare() and are frozen now: "
         fix = "Freeze parameters before prepare(): FSDP then reserves no memory for their gradients."
-        add("FSDP-W511", f"{message}{format_names(structure.frozen, 2)}.", fix)
+        add("FSDP-W511", f"{message}{format_names(frozen, 2)}.", fix)
     for numbers, what in (
         (first_step.batch_sizes.values, "the batch size of a forward"),
         (first_step.accumulation.values, "the number of forwards per optimizer step"),

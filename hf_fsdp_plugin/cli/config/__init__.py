@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Final
 
 from hf_fsdp_plugin.cli.check_output import setting_to_json
 from hf_fsdp_plugin.cli.config import questions
-from hf_fsdp_plugin.cli.config.conversation import Asker, ask_questions, predict_memory
+from hf_fsdp_plugin.cli.config.conversation import ask_question, ask_questions, predict_memory, show_text
 from hf_fsdp_plugin.cli.config.question import Question, State, label_of
 from hf_fsdp_plugin.cli.config_text import SettingLine, changed_text, new_text, setting_lines, stock_limits
 from hf_fsdp_plugin.cli.output import OK, print_failure, print_json, print_problems, write_atomically
@@ -106,32 +106,31 @@ def _run(args: argparse.Namespace) -> int:
         raise SpecError([Problem(code="FSDP-E761", message=message, fix=fix, origin=Origin(source=target.shown))])
     search = DeviceSearch()
     try:
-        state = State(path=target.shown, machine=search.result)
+        state = State(path=target.shown, machine=search.result, takes_defaults=args.yes)
         if target.present is not None:
             state.existing = target.present.spec
         state.cpu = args.cpu or state.existing.launch.use_cpu
-        asker = Asker(takes_defaults=args.yes)
         if not args.yes:
             where = "prints the file" if target.shown == "-" else f"writes {target.shown}"
-            asker.show(f"This {where}. Ctrl-C at any question writes nothing.")
-        ask_questions(state, asker, given)
+            show_text(f"This {where}. Ctrl-C at any question writes nothing.")
+        ask_questions(state, given)
     finally:
         search.close()
-    settings, comments = questions.settings_of(state), questions.comments_of(state)
-    lines = setting_lines(settings, state.version, comments)
+    fixed = questions.fixed_settings(state) if target.present is None else {}
+    settings = fixed | questions.settings_of(state)
+    lines = setting_lines(settings, state.version, questions.comments_of(state))
     if target.text is None or target.present is None:
-        new = setting_lines({**questions.fixed_settings(state), **settings}, state.version, comments)
-        text = new_text(new, questions.header_of(state), is_json=target.is_json)
+        text = new_text(lines, questions.header_of(state), is_json=target.is_json)
     else:
         unused = questions.unused_settings(state, settings)
         text = changed_text(target.text, lines, unused, target.present.spec, is_json=target.is_json)
     checked = _check(text, target, lines)
     memory, memory_line = predict_memory(state, checked.spec)
     if memory_line:
-        asker.show(f"Predicted memory of these settings: {memory_line}.")
+        show_text(f"Predicted memory of these settings: {memory_line}.")
     if not target.is_json:
         text = questions.with_header(text, questions.header_of(state, memory_line))
-    if not _may_write(args, target, text, asker, state):
+    if not _may_write(args, target, text, state):
         print("Nothing was written.", file=sys.stderr)
         return print_failure([], as_json=args.json)
     if target.path is not None and text != target.text:
@@ -160,14 +159,14 @@ def _check(text: str, target: Target, lines: Sequence[SettingLine]) -> Assessmen
     return checked
 
 
-def _may_write(args: argparse.Namespace, target: Target, text: str, asker: Asker, state: State) -> bool:
+def _may_write(args: argparse.Namespace, target: Target, text: str, state: State) -> bool:
     """Show the changes of an existing file and ask for confirmation, unless ``--force`` is given."""
     if target.text is None or target.text == text:
         return True
     lines = difflib.unified_diff(target.text.splitlines(), text.splitlines(), "before", "after", lineterm="", n=1)
     print("", *map(printable, lines), sep="\n", file=sys.stderr)
     question = Question(name="force", text=f"Change {target.shown}", default=True)
-    return bool(args.force or asker.ask(question, state))
+    return bool(args.force or ask_question(question, state))
 
 
 def _print_result(

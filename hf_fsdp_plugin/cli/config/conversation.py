@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-def ask_questions(state: State, asker: Asker, given: Mapping[str, str]) -> None:
+def ask_questions(state: State, given: Mapping[str, str]) -> None:
     """Ask all questions that apply, and add the answers to `state`.
 
     Args:
@@ -52,19 +52,19 @@ def ask_questions(state: State, asker: Asker, given: Mapping[str, str]) -> None:
                 state.answers[name] = question.read(given[name], state)
             except ValueError as error:
                 raise _invalid(f"{flag}: {error}", f"Correct {flag}, or leave it out to be asked.") from None
-            _follow(question, state, asker)
+            _follow(question, state)
         else:
-            _ask(question, state, asker)
+            _ask(question, state)
 
 
-def _ask(question: Question, state: State, asker: Asker) -> None:
+def _ask(question: Question, state: State) -> None:
     """Ask until the answer can be used."""
     while True:
-        state.answers[question.name] = asker.ask(question, state)
+        state.answers[question.name] = ask_question(question, state)
         try:
-            return _follow(question, state, asker)
+            return _follow(question, state)
         except SpecError as error:
-            if asker.takes_defaults:
+            if state.takes_defaults:
                 raise
             del state.answers[question.name]
             _print(str(error.problems[0]), "red")
@@ -74,7 +74,7 @@ def _invalid(message: str, fix: str) -> UsageError:
     return UsageError(str(Problem(code="FSDP-E762", message=message, fix=fix)))
 
 
-def _follow(question: Question, state: State, asker: Asker) -> None:
+def _follow(question: Question, state: State) -> None:
     """Do what follows from some answers: read the model, or predict.
 
     Raises:
@@ -82,56 +82,55 @@ def _follow(question: Question, state: State, asker: Asker) -> None:
     """
     answer = state.answers[question.name]
     if question.name == "model" and answer:
-        asker.show(f"Reading {answer} ...")
+        show_text(f"Reading {answer} ...")
         state.model = read_model(answer)
-        asker.show(state.model.text)
+        show_text(state.model.text)
     elif question.name == "fsdp_version" and state.model is not None and state.answers["gpu_memory"]:
-        asker.show("Predicting memory and communication ...")
+        show_text("Predicting memory and communication ...")
         text, state.recommended = recommend(state, text_width(sys.stderr))
-        asker.show(text)
+        show_text(text)
 
 
-class Asker:
-    """Asks with arrow keys on a terminal, reads a line per question from a pipe or a file, or takes the defaults."""
+def show_text(text: str) -> None:
+    """Show a text between two questions."""
+    print(file=sys.stderr)
+    for line in text.splitlines():
+        _print(line)
 
-    def __init__(self, *, takes_defaults: bool) -> None:
-        is_terminal = sys.stdin.isatty() and sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
-        self.takes_defaults = takes_defaults
-        self._answer = _choose if is_terminal else _read_line
 
-    def show(self, text: str) -> None:
-        """Show a text between two questions."""
-        print(file=sys.stderr)
-        for line in text.splitlines():
-            _print(line)
+def ask_question(question: Question, state: State) -> Any:
+    """Return the answer: chosen with arrow keys on a terminal, read from a line of a pipe or a file, or the default.
 
-    def ask(self, question: Question, state: State) -> Any:
-        """Return the answer. Raises ``SpecError`` if there are no more answers, or ``UsageError`` without a default."""
-        default, reason = question.default_in(state)
-        shown, choices = label_of(default), question.choices_in(state)
-        if self.takes_defaults:
-            try:
-                return question.read(shown, state)
-            except ValueError as error:
-                flag = question.flag
-                raise _invalid(f"the default of {flag} is not valid: {error}", f"Pass {flag}.") from None
-        print(file=sys.stderr)
-        _print(question.text, "bold")
-        for number, (value, about) in enumerate(choices.items(), start=1):
-            if about:
-                _print(f"{number}. {label_of(value)}: {about}", indent="  ")
-        if reason:
-            _print(f"Default {shown or 'empty'}: {reason}.", "dim", indent="  ")
-        while True:
-            try:
-                return question.read(self._answer(choices, shown), state)
-            except ValueError as error:
-                _print(str(error), "red")
-            except EOFError:
-                message = f"the input ended before the question: {question.text}."
-                fix = "Answer all questions, pass the answers as options, or pass --yes to take the defaults. "
-                fix += "Nothing was written."
-                raise SpecError([Problem(code="FSDP-E760", message=message, fix=fix)]) from None
+    Raises:
+        SpecError: there are no more answers.
+        UsageError: the default, which is taken, is not valid.
+    """
+    default, reason = question.default_in(state)
+    shown, choices = label_of(default), question.choices_in(state)
+    if state.takes_defaults:
+        try:
+            return question.read(shown, state)
+        except ValueError as error:
+            flag = question.flag
+            raise _invalid(f"the default of {flag} is not valid: {error}", f"Pass {flag}.") from None
+    print(file=sys.stderr)
+    _print(question.text, "bold")
+    for number, (value, about) in enumerate(choices.items(), start=1):
+        if about:
+            _print(f"{number}. {label_of(value)}: {about}", indent="  ")
+    if reason:
+        _print(f"Default {shown or 'empty'}: {reason}.", "dim", indent="  ")
+    is_terminal = sys.stdin.isatty() and sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
+    while True:
+        try:
+            return question.read((_choose if is_terminal else _read_line)(choices, shown), state)
+        except ValueError as error:
+            _print(str(error), "red")
+        except EOFError:
+            message = f"the input ended before the question: {question.text}."
+            fix = "Answer all questions, pass the answers as options, or pass --yes to take the defaults. "
+            fix += "Nothing was written."
+            raise SpecError([Problem(code="FSDP-E760", message=message, fix=fix)]) from None
 
 
 def _choose(choices: Mapping[Any, str], default: str) -> str:

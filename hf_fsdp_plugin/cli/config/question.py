@@ -68,6 +68,7 @@ class State:
         existing: the settings of the file that is changed; without a file, the defaults.
         path: the file that is changed, for messages; empty without one.
         cpu: whether the ranks run on CPUs.
+        takes_defaults: whether nothing is asked.
         recommended: canonical name of a setting, or name of a question -> value that the prediction recommends.
     """
 
@@ -77,6 +78,7 @@ class State:
     machine: Callable[[], FoundDevices] = FoundDevices
     model: ModelFacts | None = None
     cpu: bool = False
+    takes_defaults: bool = False
     recommended: Mapping[str, Any] = field(default_factory=dict)
 
     @property

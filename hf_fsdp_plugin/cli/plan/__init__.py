@@ -82,7 +82,11 @@ def run(args: argparse.Namespace) -> int:
     """Print the prediction. Returns 0 if it fits or the memory is unknown, 1 if it does not fit or after errors."""
     names = [name for name in (args.configs, args.config_option, args.config_file) if name is not None]
     _check_flags(args, names)
-    problems, shown = _check_targets(args), None
+    problems: list[Problem] = []
+    shown = None
+    if args.html is not None and not args.force and os.path.lexists(args.html):
+        fix = "Pass --force to overwrite it, or another name."
+        problems.append(Problem(code="FSDP-E833", message=f"{args.html} exists.", fix=fix))
     try:
         if args.calibrate:
             return _calibrate(args)
@@ -117,14 +121,6 @@ def _calibrate(args: argparse.Namespace) -> int:
     else:
         print(f"{machine.label}\nMeasured with {plural(num_ranks, 'rank')} at work, and written to {path}.")
     return OK
-
-
-def _check_targets(args: argparse.Namespace) -> list[Problem]:
-    """Return a problem if the file of ``--html`` exists, unless it may be overwritten."""
-    if args.html is None or args.force or not os.path.lexists(args.html):
-        return []
-    fix = "Pass --force to overwrite it, or another name."
-    return [Problem(code="FSDP-E833", message=f"{args.html} exists.", fix=fix)]
 
 
 def _check_flags(args: argparse.Namespace, names: Sequence[str]) -> None:

@@ -7,6 +7,7 @@ from hf_fsdp_plugin.observe.first_step import FirstStep
 from hf_fsdp_plugin.observe.report import TrainingObservation, difference_lines
 from hf_fsdp_plugin.observe.report_builder import check_training
 from hf_fsdp_plugin.observe.units import StructureComparison
+from tests.unit.observe.live_models import make_run
 
 
 def codes(
@@ -18,9 +19,8 @@ def codes(
     training = TrainingObservation(
         steps=steps, changed_parameters=changed, trained_parameters=None if changed is None else 4
     )
-    problems = check_training(
-        nn.Linear(1, 1), first_step, StructureComparison(frozen=frozen), training, prepared=prepared
-    )
+    run = make_run(model=nn.Linear(1, 1), first_step=first_step, structure=StructureComparison(frozen=frozen))
+    problems = check_training(run, training, prepared=prepared)
     return [problem.code for problem in problems]
 
 
@@ -41,8 +41,7 @@ def test_frozen_parameters_and_changed_batches_are_warnings() -> None:
 
 
 def test_warnings_of_the_run_are_in_the_summary() -> None:
-    problems = check_training(
-        nn.Linear(1, 1), FirstStep(), StructureComparison(frozen=("0.weight",)), TrainingObservation(), prepared=True
-    )
+    run = make_run(structure=StructureComparison(frozen=("0.weight",)))
+    problems = check_training(run, TrainingObservation(), prepared=True)
     [line] = difference_lines([], problems)
     assert line.startswith("WARNING") and "FSDP-W511" in line
