@@ -175,8 +175,8 @@ of the questions. Without `--force`, the change must be confirmed:
 
 {rewritten}
 
-Without `-o`, Accelerate's default file is written; `-o -` prints it. `--set NAME=VALUE` sets anything else. Ctrl-C at
-any question writes nothing. [planning.md](planning.md) describes the questions.
+Without `-o`, Accelerate's default file is written; `-o -` prints it. Other settings are added to the file by hand, and
+are kept. Ctrl-C at any question writes nothing. [planning.md](planning.md) describes the questions.
 
 ## launch
 
@@ -209,7 +209,7 @@ Flags of other launchers are recognized:
 ## plan
 
 Predicts a step without a GPU; [planning.md](planning.md) describes how. The configs and flags are those of `check`.
-A flag without effect is refused (exit code 2): `--force` without `--html`, `--advise` with `--device` or
+A flag without effect is refused (exit code 2): `--force` without `--html`, `--advise` with `--html`, `--device` or
 `--sync-each-batch`, and `--calibrate` with all but `--world-size`, `--device` and `--json`:
 
 {planned}
