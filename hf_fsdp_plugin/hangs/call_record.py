@@ -1,11 +1,12 @@
-"""Records the collectives, optimizer steps and forwards of this process in files that others read.
+"""Records the collectives, optimizer steps and forwards of this process in a file that others read.
 
-The files are mapped into memory: other ranks and the launcher read them also while the process is stopped or dead. A
-record takes about a microsecond. Nothing is recorded before ``open``. The file of the collectives has a header of eight
-words, a ring of the newest collectives, and a line of JSON for each process group, in the byte order of the machine::
+The file is mapped into memory: other ranks and the launcher read it also while the process is stopped or dead. A record
+takes about a microsecond. Nothing is recorded before ``open``. The file has a header of ten words, a ring of the newest
+collectives, and a line of JSON for each process group, in the byte order of the machine::
 
     header   format, recorded calls, bytes of the groups, 1 + number of the call that is waited for (0: none),
-             since when, last heartbeat of the thread that watches the rank, begin of the newest call, 0
+             since when, last heartbeat of the thread that watches the rank, begin of the newest call, and the counts:
+             optimizer steps, forwards, steps before this process (see ``calls.Counts``)
     call     number in its group, elements, number of the group, operation, dtype, peer and unit as text
     group    its name, its ranks, its time-out, and whether its collectives are enqueued
 
@@ -21,25 +22,24 @@ import struct
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from threading import get_ident
 from time import monotonic_ns
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from hf_fsdp_plugin.hangs.calls import ARRIVALS, Call, GroupCalls, RankCalls, Wait, pack_ranks
+from hf_fsdp_plugin.hangs.calls import ARRIVALS, Call, Counts, GroupCalls, RankCalls, Wait, pack_ranks
 from hf_fsdp_plugin.text import format_dtype
 
 if TYPE_CHECKING:  # torch is imported with the first process group; the launcher reads the files without it
     import torch
     import torch.distributed as dist
 
-_HEADER: Final = struct.Struct("8Q")
+_HEADER: Final = struct.Struct("10Q")
 _CALL: Final = struct.Struct("3Q168s")
 NUM_SLOTS: Final = 512
 """Number of calls in the ring: enough for several steps of a model with some dozens of units."""
-_FORMAT: Final = 2
-_COUNT, _GROUP_BYTES, _WAITING, _SINCE, _BEAT, _BEGUN = 1, 2, 3, 4, 5, 6
+_FORMAT: Final = 3
+_COUNT, _GROUP_BYTES, _WAITING, _SINCE, _BEAT, _BEGUN, _STEPS, _FORWARDS, _BEFORE = range(1, 10)
 """Positions in the header."""
 _GROUPS_AT: Final = _HEADER.size + NUM_SLOTS * _CALL.size
 _MAX_GROUP_BYTES: Final = 1 << 16
@@ -64,15 +64,19 @@ class CallRecord:
     Attributes:
         is_open: whether collectives are recorded.
         unit: name of the FSDP unit whose collectives are being called; empty for none.
+        main: the thread that trains: its waits are recorded, and its stack is the place of the rank.
+        last: position of the newest collective.
     """
 
     def __init__(self) -> None:
-        self._reset()
+        self._words: Any = [0] * (_HEADER.size // 8)
+        self.forget()
 
-    def _reset(self) -> None:
+    def forget(self) -> None:
+        """Stop recording in a forked child, which must not change what its parent has recorded."""
         self.is_open = False
         self.unit = ""
-        self._words: Any = [0] * (_HEADER.size // 8)
+        self._words = [0] * _STEPS + list(self._words[_STEPS:])
         self._memory: mmap.mmap | None = None
         self._texts: dict[tuple[str, str, str], bytes] = {}
         self._dtypes: dict[Any, str] = {}
@@ -80,31 +84,25 @@ class CallRecord:
         self._num_groups = 0
         self._pending: dict[int, int] = {}
         self._positions = itertools.count()
-        self._last = 0
-        self._main = threading.main_thread().ident or 0
-
-    @property
-    def main(self) -> int:
-        """The thread that trains: its waits are recorded, and its stack is the place of the rank."""
-        return self._main
+        self.last = 0
+        self.main = threading.main_thread().ident or 0
 
     def follow_thread(self) -> None:
         """Take the calling thread as the one that trains, which is not always the main thread of the process."""
-        self._main = get_ident()
+        self.main = get_ident()
 
     def beat(self) -> None:
         """Record that the watcher of this rank runs."""
-        if self.is_open:
-            self._words[_BEAT] = monotonic_ns()
+        self._words[_BEAT] = monotonic_ns()
 
-    def forget(self) -> None:
-        """Stop recording in a forked child, which must not change what its parent has recorded."""
-        self._reset()
+    def open(self, path: Path, *, calls: bool = True) -> None:
+        """Record from now on. The file survives a crash of the process. Raises ``OSError``.
 
-    def open(self, path: Path) -> None:
-        """Record from now on. The file survives a crash of the process. Raises ``OSError``."""
+        Args:
+            calls: whether collectives are recorded. Optimizer steps and forwards are counted in any case.
+        """
         self.close()
-        size = _GROUPS_AT + _MAX_GROUP_BYTES
+        size = _GROUPS_AT + _MAX_GROUP_BYTES if calls else _HEADER.size
         with path.open("w+b") as file:
             file.write(bytes(size))  # takes the space on the disk now
             file.flush()
@@ -112,14 +110,15 @@ class CallRecord:
         self._words = memoryview(self._memory)[: _HEADER.size].cast("Q")
         self._words[0] = _FORMAT
         self.follow_thread()
-        self.is_open = True
+        self.is_open = calls
 
     def close(self) -> None:
-        """Stop recording, and forget what was recorded."""
-        if self._memory is not None:
-            self._words.release()
-            self._memory.close()
-        self._reset()
+        """Stop recording, and forget the collectives that were recorded."""
+        memory, words = self._memory, self._words
+        self.forget()
+        if memory is not None:
+            words.release()
+            memory.close()
 
     def begin(self, group: dist.ProcessGroup, operation: str, tensors: Any) -> int:
         """Record a collective before it is called, and return its position in the record.
@@ -137,7 +136,7 @@ class CallRecord:
             dtype = self._dtypes.get(tensors.dtype) or self._dtype(tensors.dtype)
             return self._write(count, tensors.numel(), operation, dtype)
         except Exception:  # tensors of an unknown kind: the collective itself must not fail
-            return self._last
+            return self.last
 
     def begin_named(self, group: str, operation: str, peer: int | None = None) -> int:
         """Record a call that is no collective of torch, or a send or a receive. See :meth:`begin`.
@@ -150,7 +149,7 @@ class CallRecord:
 
     def _write(self, count: _GroupCount, num_elements: int, operation: str, dtype: str = "", peer: str = "") -> int:
         if self._memory is None:
-            return self._last
+            return self.last
         key = operation, dtype, self.unit
         text = None if peer else self._texts.get(key)
         if text is None:
@@ -163,7 +162,7 @@ class CallRecord:
         _CALL.pack_into(self._memory, at, number, num_elements, count.group, text)
         self._words[_BEGUN] = monotonic_ns()
         self._words[_COUNT] = position + 1
-        self._last = position
+        self.last = position
         return position
 
     def _dtype(self, dtype: torch.dtype) -> str:
@@ -206,26 +205,21 @@ class CallRecord:
 
     def position_of(self, work: Any) -> int:
         """Return the position of the collective of a ``Work``; that of the newest one if it is unknown."""
-        return self._pending.pop(id(work), self._last)
-
-    @property
-    def last(self) -> int:
-        """Position of the newest collective."""
-        return self._last
+        return self._pending.pop(id(work), self.last)
 
     def waits(self, position: int) -> None:
         """Record that this thread begins to wait for a collective.
 
         Other threads than the one that trains are ignored: they may wait for long in the background, as in a save.
         """
-        if get_ident() == self._main:
+        if get_ident() == self.main:
             words = self._words
             words[_SINCE] = monotonic_ns()
             words[_WAITING] = position + 1
 
     def waited(self) -> None:
         """Record that the wait is over."""
-        if get_ident() == self._main:
+        if get_ident() == self.main:
             self._words[_WAITING] = 0
 
     def on_arrival(self, call: str | None) -> None:
@@ -237,13 +231,40 @@ class CallRecord:
         else:
             self.waits(self.begin_named(ARRIVALS, call))
 
+    @property
+    def counts(self) -> Counts:
+        """What this process has counted."""
+        return Counts(*self._words[_STEPS:])
+
+    def resume_at(self, total: int) -> None:
+        """Count on from the optimizer steps of the run that a checkpoint contains."""
+        self._words[_BEFORE] = total - self._words[_STEPS]
+
+    def count_steps(self, optimizer: torch.optim.Optimizer) -> None:
+        """Count the steps of an optimizer, if a file is open. Takes less than a microsecond per step."""
+        if self._memory is not None:
+            optimizer.register_step_post_hook(self._add_step)
+
+    def count_forwards(self, model: torch.nn.Module) -> None:
+        """Count the forwards of a model, before they gather parameters. Takes about a microsecond per forward."""
+        if self._memory is not None:
+            model.register_forward_pre_hook(self._add_forward, prepend=True)
+
+    def _add_step(self, *_: Any) -> None:
+        self._words[_STEPS] += 1
+
+    def _add_forward(self, *_: Any) -> None:
+        import torch
+
+        if not torch.compiler.is_compiling():
+            self._words[_FORWARDS] += 1
+
 
 record = CallRecord()
 """The record of this process."""
 
 
-@dataclass(frozen=True, slots=True)
-class RecordHeader:
+class RecordHeader(NamedTuple):
     """The header of a record.
 
     Attributes:
@@ -261,11 +282,7 @@ class RecordHeader:
 
 def read_header(path: Path) -> RecordHeader | None:
     """Return the header of a record; ``None`` if there is none yet. Reads a few bytes."""
-    try:
-        with path.open("rb", buffering=0) as file:
-            words = _words(file.read(_HEADER.size))
-    except OSError:
-        return None
+    words = _words(_read(path, _HEADER.size))
     if words is None:
         return None
     waiting = _seconds_since(words[_SINCE]) if words[_WAITING] else 0.0
@@ -274,37 +291,43 @@ def read_header(path: Path) -> RecordHeader | None:
 
 def read_calls(rank: int, path: Path) -> RankCalls:
     """Return what a rank has recorded; without groups if it has recorded nothing. Never raises for a torn record."""
-    try:
-        content = path.read_bytes()
-    except OSError:
-        return RankCalls(rank=rank)
+    content = _read(path)
     words = _words(content)
     if words is None:
         return RankCalls(rank=rank)
     rows = list(_group_rows(content[_GROUPS_AT : _GROUPS_AT + words[_GROUP_BYTES]]))
-    groups: dict[str, tuple[int, list[Call]]] = {}
+    groups: dict[str, tuple[dict[str, Any], int, list[Call]]] = {}
     last_group = ""
     for position in range(max(0, words[_COUNT] - NUM_SLOTS), words[_COUNT]):
         if (entry := _entry(content, rows, position)) is not None:
-            last_group, number, call = entry
-            before, calls = groups.get(last_group, (0, []))
-            if number != before + 1:
-                calls = []  # calls before a gap are left out
-            calls.append(call)
-            groups[last_group] = number, calls
+            row, number, call = entry
+            last_group = _group_name(row)
+            _, before, calls = groups.get(last_group, (row, 0, []))
+            groups[last_group] = (
+                row,
+                number,
+                [*calls, call] if number == before + 1 else [call],
+            )  # no calls before a gap
     waited = _entry(content, rows, words[_WAITING] - 1) if words[_WAITING] else None
-    known = {_group_name(row): row for row in rows}
     return RankCalls(
         rank=rank,
-        groups={name: _group_calls(known[name], last, calls) for name, (last, calls) in groups.items()},
+        groups={
+            name: GroupCalls(row["ranks"], last, tuple(calls), row.get("enqueues", False), row.get("timeout", 0.0))
+            for name, (row, last, calls) in groups.items()
+        },
         last_group=last_group,
-        wait=Wait(*waited, _seconds_since(words[_SINCE])) if waited is not None else None,
+        wait=Wait(_group_name(waited[0]), *waited[1:], _seconds_since(words[_SINCE])) if waited is not None else None,
         idle=_seconds_since(words[_BEGUN]),
+        counts=Counts(*words[_STEPS:]),
     )
 
 
-def _group_calls(row: dict[str, Any], last: int, calls: list[Call]) -> GroupCalls:
-    return GroupCalls(row["ranks"], last, tuple(calls), row.get("enqueues", False), row.get("timeout", 0.0))
+def _read(path: Path, size: int = -1) -> bytes:
+    try:
+        with path.open("rb", buffering=0) as file:
+            return file.read(size) or b""
+    except OSError:
+        return b""
 
 
 def _words(content: bytes) -> tuple[int, ...] | None:
@@ -321,7 +344,7 @@ def _group_rows(text: bytes) -> Iterator[dict[str, Any]]:
             return  # cut: the numbers of later groups are unknown
 
 
-def _entry(content: bytes, rows: Sequence[dict[str, Any]], position: int) -> tuple[str, int, Call] | None:
+def _entry(content: bytes, rows: Sequence[dict[str, Any]], position: int) -> tuple[dict[str, Any], int, Call] | None:
     """Return the group, the number and the content of a call; ``None`` while the rank writes it."""
     at = _HEADER.size + position % NUM_SLOTS * _CALL.size
     if at + _CALL.size > len(content):
@@ -331,7 +354,7 @@ def _entry(content: bytes, rows: Sequence[dict[str, Any]], position: int) -> tup
     if group >= len(rows) or len(parts) != 4 or not (parts[2].isdecimal() or not parts[2]):
         return None
     operation, dtype, peer, unit = parts
-    return _group_name(rows[group]), number, Call(operation, num_elements, dtype, unit, int(peer) if peer else None)
+    return rows[group], number, Call(operation, num_elements, dtype, unit, int(peer) if peer else None)
 
 
 def _group_name(row: dict[str, Any]) -> str:
@@ -342,93 +365,3 @@ def _group_name(row: dict[str, Any]) -> str:
 def _seconds_since(nanoseconds: int) -> float:
     """Return seconds; infinite for 0, which is never."""
     return max(0.0, (time.monotonic_ns() - nanoseconds) / 1e9) if nanoseconds else float("inf")
-
-
-_COUNTS: Final = struct.Struct("3Q")
-
-
-@dataclass(frozen=True, slots=True)
-class Counts:
-    """What a process has counted.
-
-    Attributes:
-        steps: optimizer steps.
-        forwards: forwards of sharded models that have begun, also without gradients; 0 if they are compiled.
-        before: optimizer steps of the run that earlier processes had counted when they saved the checkpoint from which
-            this process has resumed after a restart.
-    """
-
-    steps: int
-    forwards: int
-    before: int = 0
-
-
-class StepCount:
-    """Counts optimizer steps and forwards in the file that ``open`` maps into memory. Before, nothing is counted."""
-
-    def __init__(self) -> None:
-        self._memory: mmap.mmap | None = None
-        self._words: Any = [0, 0, 0]
-
-    def open(self, path: Path) -> None:
-        """Count from now on. The page survives a crash of the process, because the file backs it."""
-        with path.open("w+b") as file:
-            file.write(bytes(_COUNTS.size))
-            file.flush()
-            self._memory = mmap.mmap(file.fileno(), _COUNTS.size)
-        self._words = memoryview(self._memory).cast("Q")
-
-    def forget(self) -> None:
-        """Stop counting in a forked child, which must not change what its parent has counted."""
-        self._memory, self._words = None, list(self._words)
-
-    def close(self) -> None:
-        memory, words = self._memory, self._words
-        self.forget()
-        if memory is not None:
-            words.release()
-            memory.close()
-
-    @property
-    def total(self) -> int:
-        """Optimizer steps of the run, without those that were trained again."""
-        return int(self._words[0] + self._words[2])
-
-    @property
-    def before(self) -> int:
-        return int(self._words[2])
-
-    def resume_at(self, total: int) -> None:
-        """Count on from the optimizer steps of the run that a checkpoint contains."""
-        self._words[2] = total - self._words[0]
-
-    def watch(self, optimizer: torch.optim.Optimizer) -> None:
-        """Count the steps of an optimizer. Takes less than a microsecond per step."""
-        if self._memory is not None:
-            optimizer.register_step_post_hook(self._add_step)
-
-    def watch_forwards(self, model: torch.nn.Module) -> None:
-        """Count the forwards of a model, before they gather parameters. Takes about a microsecond per forward."""
-        if self._memory is not None:
-            model.register_forward_pre_hook(self._add_forward, prepend=True)
-
-    def _add_step(self, *_: Any) -> None:
-        self._words[0] += 1
-
-    def _add_forward(self, *_: Any) -> None:
-        import torch
-
-        if not torch.compiler.is_compiling():
-            self._words[1] += 1
-
-
-step_count = StepCount()
-"""The count of this process."""
-
-
-def read_counts(path: Path) -> Counts | None:
-    """Return what a process has counted in ``path``; ``None`` if it did not count."""
-    try:
-        return Counts(*_COUNTS.unpack(path.read_bytes()))
-    except (OSError, struct.error):
-        return None

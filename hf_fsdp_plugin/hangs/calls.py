@@ -1,4 +1,4 @@
-"""What is known of the collectives of one rank: read from its record (``record.py``), compared by the diagnosis."""
+"""What is known of the collectives of one rank: read from its record (``call_record``), compared by the diagnosis."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ from typing import Any, Final, NamedTuple
 
 from hf_fsdp_plugin.text import format_names
 
-HANG_LIMIT_VARIABLE: Final = "HF_FSDP_HANG_TIMEOUT"
-"""Environment variable with the limit in seconds; 0 switches the watch and the records of the ranks off."""
 ARRIVALS: Final = "arrivals"
 """The group of the plugin's own calls, before which it waits for all ranks (``backends.ranks.collective_entry``)."""
 POINT_TO_POINT: Final = "point to point"
@@ -51,6 +49,27 @@ class Call(NamedTuple):
         if self.operation in _UNEVEN:
             return (self.operation, self.dtype, self.unit)
         return tuple(self)
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """What a process has counted.
+
+    Attributes:
+        steps: optimizer steps.
+        forwards: forwards of sharded models that have begun, also without gradients; 0 if they are compiled.
+        before: optimizer steps of the run that earlier processes had counted when they saved the checkpoint from which
+            this process has resumed after a restart.
+    """
+
+    steps: int
+    forwards: int
+    before: int = 0
+
+    @property
+    def total(self) -> int:
+        """Optimizer steps of the run, without those that were trained again."""
+        return self.steps + self.before
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +142,7 @@ class RankCalls:
         moved: whether its Python stack has changed meanwhile, or it could have run if a processor had been free. On an
             accelerator, where a thread that waits for the device runs in a loop, page faults count instead.
         reads: whether it waits for a file system or a data loader.
-        steps, forwards: optimizer steps, and forwards of sharded models that it has begun; ``None`` if not counted.
+        counts: its optimizer steps and forwards; ``None`` if they were not counted.
     """
 
     rank: int
@@ -139,8 +158,7 @@ class RankCalls:
     cpu_of_children: float | None = None
     moved: bool = False
     reads: bool = False
-    steps: int | None = None
-    forwards: int | None = None
+    counts: Counts | None = None
 
     @property
     def on_accelerator(self) -> bool:
@@ -159,7 +177,8 @@ def rank_from_json(content: Mapping[str, Any]) -> RankCalls:
         name: GroupCalls(**{**group, "calls": tuple(Call(*call) for call in group["calls"])})
         for name, group in content["groups"].items()
     }
-    return RankCalls(**{**content, "wait": wait, "groups": groups})
+    counts = content["counts"] and Counts(**content["counts"])
+    return RankCalls(**{**content, "wait": wait, "groups": groups, "counts": counts})
 
 
 def name_ranks(ranks: Sequence[int]) -> str:

@@ -9,12 +9,14 @@ rank skips one of them.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Final, Literal, NamedTuple
 
-from hf_fsdp_plugin.hangs.calls import POINT_TO_POINT, Call, GroupCalls, RankCalls, Wait, unpack_ranks
+from hf_fsdp_plugin.hangs.calls import POINT_TO_POINT, Call, GroupCalls, RankCalls, Wait, name_ranks, unpack_ranks
+from hf_fsdp_plugin.text import plural
 
 HangKind = Literal["late", "different", "circle", "stuck"]
 _MAX_SKIPPED: Final = 64
@@ -49,31 +51,15 @@ class Difference:
         group: the process group.
         number: the number of the collective in the group.
         calls: what ranks called, the call of most ranks first.
-        skipped: the ranks that have left calls out, which are the reason, and these calls; empty if that is unknown.
-        unusual: the ranks whose call did not follow the one before in earlier steps, if that of all others did.
-        more_forwards: the ranks that have called the model more often than all others after the same number of
-            optimizer steps, and the numbers of calls of these ranks and of the others; for calls of units only.
+        ranks: the ranks that are the reason, as far as that is known.
+        reason: a sentence on what they did otherwise, after a space; empty if that is unknown.
     """
 
     group: str
     number: int
     calls: tuple[tuple[Call, tuple[int, ...]], ...]
-    skipped: tuple[tuple[int, ...], tuple[Call, ...]] = ((), ())
-    unusual: tuple[int, ...] = ()
-    more_forwards: tuple[tuple[int, ...], int, int] = ((), 0, 0)
-
-    @property
-    def ranks(self) -> tuple[int, ...]:
-        """The ranks that skipped calls, if that is known, or else differ from most others.
-
-        In a tie: those that have made an unusual call, or have called the model more often; or all.
-        """
-        if self.skipped[0]:
-            return self.skipped[0]
-        is_tie = len(self.calls[0][1]) == len(self.calls[1][1])
-        if is_tie and (known := self.unusual or self.more_forwards[0]):
-            return known
-        return tuple(sorted(rank for _, ranks in self.calls[0 if is_tie else 1 :] for rank in ranks))
+    ranks: tuple[int, ...]
+    reason: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -109,19 +95,17 @@ def diagnose_hang(ranks: Iterable[RankCalls], *, limit: float) -> Diagnosis | No
             on accelerators, whose collectives are only enqueued, a rank waits if it has been idle for that time and
             has begun collectives that another rank of the group has not begun.
     """
-    known = {rank.rank: rank for rank in ranks}
-    members = _members(known)
-    waits = {number: rank.wait for number, rank in known.items() if rank.wait is not None and _runs(rank)}
-    waits = {number: wait for number, wait in waits.items() if wait.seconds >= min(1.0, limit / 2)}
-    waits = waits or _enqueued_waits(known, members, limit)
+    run = _Run(ranks)
+    waits = run.waits(limit)
     if max((wait.seconds for wait in waits.values()), default=0.0) < limit:
         return None
     longest, *others = _grouped(waits)
-    difference = _first_difference(known, members, longest.group)
-    causes, circle = _follow(_late(longest.group, longest.number, longest.call, known, members), waits, known, members)
+    difference = run.first_difference(longest.group)
+    causes, circle = run.follow(longest, waits)
     # A process that was stopped after it had begun the collective is not late, but the collective cannot end.
-    gone = {rank for rank in members.get(longest.group, ()) if known[rank].state in ("halted", "exited", "unreachable")}
-    gone.update(rank for rank in causes if not _runs(known[rank]))
+    states = {rank: run.known[rank].state for rank in run.members.get(longest.group, ())}
+    gone = {rank for rank, state in states.items() if state in ("halted", "exited", "unreachable")}
+    gone.update(rank for rank in causes if run.known[rank].state != "running")
     kind: HangKind = "late"
     named: Iterable[int] = gone or causes
     if not gone and difference is not None:
@@ -130,6 +114,7 @@ def diagnose_hang(ranks: Iterable[RankCalls], *, limit: float) -> Diagnosis | No
         kind, named = "circle", {*circle, *longest.ranks}
     elif not named:
         kind = "stuck"
+    late = [run.known[rank] for rank in causes]
     is_late = kind == "late" and not gone
     return Diagnosis(
         kind=kind,
@@ -137,8 +122,8 @@ def diagnose_hang(ranks: Iterable[RankCalls], *, limit: float) -> Diagnosis | No
         waiting=longest,
         others=tuple(others),
         difference=difference,
-        is_busy=is_late and all(_is_busy(known[rank]) for rank in causes),
-        reads=is_late and all(known[rank].reads or _is_busy(known[rank]) for rank in causes),
+        is_busy=is_late and all(map(_is_busy, late)),
+        reads=is_late and all(rank.reads or _is_busy(rank) for rank in late),
     )
 
 
@@ -148,28 +133,16 @@ def compare_calls(ranks: Iterable[RankCalls]) -> Difference | Waiting | None:
     Returns:
         The first difference; or else the first collective that some ranks had begun and others had not; or ``None``.
     """
-    known = {rank.rank: rank for rank in ranks}
-    members = _members(known)
-    if (difference := _first_difference(known, members)) is not None:
+    run = _Run(ranks)
+    if (difference := run.first_difference()) is not None:
         return difference
-    for name, group_ranks in members.items():
-        lasts = {rank: _last(known[rank], name) for rank in group_ranks}
+    for name, members in run.members.items():
+        lasts = {rank: run.last(rank, name) for rank in members}
         ahead = tuple(rank for rank, last in lasts.items() if last > min(lasts.values()))
         if ahead and name != POINT_TO_POINT:
             number = min(lasts.values()) + 1
-            call = known[ahead[0]].groups[name].call(number)
-            if call is not None:
+            if (call := run.known[ahead[0]].groups[name].call(number)) is not None:
                 return Waiting(name, number, call, ahead, 0.0)
-    return None
-
-
-def _first_difference(
-    known: Mapping[int, RankCalls], members: Mapping[str, Sequence[int]], first: str = ""
-) -> Difference | None:
-    """Return the difference in one of the groups. The group ``first`` is searched first."""
-    for name in [first, *members] if first else members:
-        if (found := find_difference(name, known, members.get(name, ()))) is not None:
-            return found
     return None
 
 
@@ -177,132 +150,157 @@ class _Class(NamedTuple):
     """Ranks that have made the same calls in a process group."""
 
     calls: GroupCalls
-    ranks: list[int]
+    ranks: tuple[int, ...]
 
 
-def find_difference(name: str, known: Mapping[int, RankCalls], members: Sequence[int]) -> Difference | None:
-    """Return the first recorded collective of a group in which its ranks differ; ``None`` without one."""
-    if name == POINT_TO_POINT:
+class _Run:
+    """The ranks of a run.
+
+    Attributes:
+        known: what is known of each rank.
+        members: the ranks of each process group, also those that have not recorded anything of it.
+    """
+
+    def __init__(self, ranks: Iterable[RankCalls]) -> None:
+        self.known = {rank.rank: rank for rank in ranks}
+        packed = {name: group.ranks for rank in self.known.values() for name, group in rank.groups.items()}
+        everyone = sorted(self.known)
+        self.members = {
+            name: [rank for rank in unpack_ranks(members) if rank in self.known] if members else everyone
+            for name, members in packed.items()
+        }
+
+    def last(self, rank: int, group: str) -> int:
+        """Return the number of the newest collective of a rank in a group; 0 before the first."""
+        groups = self.known[rank].groups
+        return groups[group].last if group in groups else 0
+
+    def waits(self, limit: float) -> dict[int, Wait]:
+        """Return the collectives in which ranks wait."""
+        running = {number: rank for number, rank in self.known.items() if rank.state == "running"}
+        waits = {number: rank.wait for number, rank in running.items() if rank.wait is not None}
+        if waits := {number: wait for number, wait in waits.items() if wait.seconds >= min(1.0, limit / 2)}:
+            return waits
+        # Or else the enqueued collectives for which others are late, if no rank has moved for the limit.
+        enqueued = {name for rank in self.known.values() for name, group in rank.groups.items() if group.enqueues}
+        for name in filter(enqueued.__contains__, self.members):
+            lasts = {rank: self.last(rank, name) for rank in self.members[name]}
+            number = min(lasts.values(), default=0) + 1
+            for rank, last in lasts.items():
+                if last >= number and rank in running and running[rank].idle >= limit:
+                    call = running[rank].groups[name].call(number) or Call("collective")
+                    waits.setdefault(rank, Wait(name, number, call, running[rank].idle))
+        return waits
+
+    def follow(self, longest: Waiting, waits: Mapping[int, Wait]) -> tuple[set[int], set[int]]:
+        """Return the late ranks that wait in no collective, and all that wait if there are none.
+
+        Each collective is followed once.
+        """
+        causes, circle, seen = set[int](), set[int](), set[tuple[str, int]]()
+        rest = self._late(longest)
+        while rest:
+            rank = rest.pop()
+            if (wait := waits.get(rank)) is None:
+                causes.add(rank)
+                continue
+            circle.add(rank)
+            if (wait.group, wait.number) not in seen:
+                seen.add((wait.group, wait.number))
+                rest += self._late(wait)
+        return causes, set() if causes else circle
+
+    def _late(self, awaited: Waiting | Wait) -> list[int]:
+        """Return the ranks that have not begun a collective."""
+        if awaited.group == POINT_TO_POINT:
+            return [rank for rank in self.known if rank == awaited.call.peer]
+        return [rank for rank in self.members.get(awaited.group, ()) if self.last(rank, awaited.group) < awaited.number]
+
+    def first_difference(self, first: str = "") -> Difference | None:
+        """Return the difference in one of the groups. The group ``first`` is searched first."""
+        names = sorted(self.members, key=lambda name: name != first)
+        return next((found for name in names if (found := self._difference(name)) is not None), None)
+
+    def _difference(self, name: str) -> Difference | None:
+        """Return the first recorded collective of a group in which its ranks differ; ``None`` without one."""
+        if name == POINT_TO_POINT:
+            return None
+        # Most ranks have made the same calls, so that one of each kind is compared.
+        kinds: dict[GroupCalls, list[int]] = defaultdict(list)
+        for rank in self.members[name]:
+            if name in self.known[rank].groups:
+                kinds[self.known[rank].groups[name]].append(rank)
+        if len(kinds) < 2:
+            return None
+        for number in range(max(group.first for group in kinds), min(group.last for group in kinds) + 1):
+            found: dict[tuple[Any, ...], list[GroupCalls]] = defaultdict(list)
+            for group in kinds:
+                found[group.calls[number - group.first].compared].append(group)
+            if len(found) > 1:
+                classes = [
+                    _Class(each[0], tuple(sorted(rank for group in each for rank in kinds[group])))
+                    for each in found.values()
+                ]
+                classes.sort(key=lambda each: (-len(each.ranks), each.ranks[0]))
+                calls = tuple((each.calls.since(number)[0], each.ranks) for each in classes)
+                return Difference(name, number, calls, *self._reason(number, classes))
         return None
-    # Most ranks have made the same calls, so that one of each kind is compared.
-    kinds: dict[GroupCalls, list[int]] = {}
-    for rank in members:
-        if name in known[rank].groups:
-            kinds.setdefault(known[rank].groups[name], []).append(rank)
-    if len(kinds) < 2:
-        return None
-    for number in range(max(group.first for group in kinds), min(group.last for group in kinds) + 1):
-        found: dict[tuple[Any, ...], list[GroupCalls]] = {}
-        for group in kinds:
-            found.setdefault(group.calls[number - group.first].compared, []).append(group)
-        if len(found) > 1:
-            classes = [
-                _Class(each[0], sorted(rank for group in each for rank in kinds[group])) for each in found.values()
-            ]
-            classes.sort(key=lambda each: (-len(each.ranks), each.ranks[0]))
-            return _difference(name, number, classes, known)
-    return None
+
+    def _reason(self, number: int, classes: Sequence[_Class]) -> tuple[tuple[int, ...], str]:
+        """Return the ranks that are the reason for a difference, and the sentence on it.
+
+        In this order: ranks that have skipped calls; ranks that differ from most others; in a tie, those that have made
+        an unusual call, or have called the model more often; or all.
+        """
+        ahead, most, few = self._more_forwards(number, classes)
+        if len(classes) == 2:
+            ranks, skipped = _skipped(number, classes)
+            if not ranks and not ahead:
+                ranks, skipped = _skipped_by_history(number, classes)
+            if ranks:
+                more = f" and {plural(len(skipped) - 1, 'more call')}" if len(skipped) > 1 else ""
+                return ranks, f" {name_ranks(ranks).capitalize()} left out {skipped[0]}{more}."
+        unusual = _unusual(number, classes)
+        is_tie = len(classes[0].ranks) == len(classes[1].ranks)
+        ranks = (unusual or ahead) if is_tie else ()
+        ranks = ranks or _ranks_of(classes if is_tie else classes[1:])
+        if ahead and (ranks == ahead or ranks != unusual):
+            own, others = map(_times, (most, few) if ranks == ahead else (few, most))
+            return ranks, f" {name_ranks(ranks).capitalize()} had called the model {own}, the others {others}."
+        if ranks == unusual:
+            return ranks, f" In earlier steps, the call before was not followed by that of {name_ranks(ranks)}."
+        return ranks, ""
+
+    def _more_forwards(self, number: int, classes: Sequence[_Class]) -> tuple[tuple[int, ...], int, int]:
+        """Return the ranks that have called the model more often than the others after the same optimizer steps.
+
+        A rank does that which evaluates alone. Also returns the numbers of calls of these ranks and of the others. If
+        a call is not one of a unit, a rank may be ahead in the model because the others make a call outside of it.
+        """
+        ranks = _ranks_of(classes if all(each.calls.since(number)[0].unit for each in classes) else ())
+        counts = {rank: found for rank in ranks if (found := self.known[rank].counts) is not None}
+        forwards = sorted({each.forwards for each in counts.values()})
+        if len(counts) < len(ranks) or len({each.steps for each in counts.values()}) != 1 or len(forwards) != 2:
+            return (), 0, 0
+        few, most = forwards
+        return tuple(rank for rank in ranks if counts[rank].forwards == most), most, few
 
 
-def _difference(name: str, number: int, classes: Sequence[_Class], known: Mapping[int, RankCalls]) -> Difference:
-    calls = tuple((each.calls.calls[number - each.calls.first], tuple(each.ranks)) for each in classes)
-    # Without a unit, a rank may be ahead in the model because the others make a call outside of it.
-    in_model = all(call.unit for call, _ in calls)
-    forwards = _more_forwards([known[rank] for each in classes for rank in each.ranks] if in_model else ())
-    skipped: tuple[tuple[int, ...], tuple[Call, ...]] = (), ()
-    if len(classes) == 2:
-        skipped = _skipped(number, classes)
-        if not skipped[0] and not forwards[0]:
-            skipped = _skipped_by_history(number, classes)
-    return Difference(name, number, calls, skipped, _unusual(number, classes), forwards)
+def _ranks_of(classes: Iterable[_Class]) -> tuple[int, ...]:
+    return tuple(sorted(rank for each in classes for rank in each.ranks))
 
 
-def _more_forwards(ranks: Sequence[RankCalls]) -> tuple[tuple[int, ...], int, int]:
-    """Return the ranks that have called the model more often than the others, as a rank does that evaluates alone."""
-    counts = {rank.forwards for rank in ranks}
-    if len({rank.steps for rank in ranks}) > 1 or None in counts or len(counts) != 2:
-        return (), 0, 0
-    few, most = sorted(count for count in counts if count is not None)
-    return tuple(sorted(rank.rank for rank in ranks if rank.forwards == most)), most, few
-
-
-def _members(known: Mapping[int, RankCalls]) -> dict[str, list[int]]:
-    """Return the ranks of each process group, also those that have not recorded anything of it."""
-    packed = {name: group.ranks for rank in known.values() for name, group in rank.groups.items()}
-    everyone = sorted(known)
-    return {
-        name: [rank for rank in unpack_ranks(ranks) if rank in known] if ranks else everyone
-        for name, ranks in packed.items()
-    }
+def _times(count: int) -> str:
+    return {1: "once", 2: "twice"}.get(count, f"{count:,} times")
 
 
 def _grouped(waits: Mapping[int, Wait]) -> list[Waiting]:
     """Return the collectives in which ranks wait, the one that has been waited for the longest first."""
-    ranks: dict[tuple[str, int, Call], list[int]] = {}
-    seconds: dict[tuple[str, int, Call], float] = {}
+    ranks: dict[tuple[str, int, Call], list[int]] = defaultdict(list)
     for rank, wait in waits.items():
-        key = (wait.group, wait.number, wait.call)
-        ranks.setdefault(key, []).append(rank)
-        seconds[key] = max(seconds.get(key, 0.0), wait.seconds)
-    found = [Waiting(*key, tuple(sorted(ranks[key])), seconds[key]) for key in ranks]
+        ranks[wait.group, wait.number, wait.call].append(rank)
+    found = [Waiting(*key, tuple(sorted(own)), max(waits[rank].seconds for rank in own)) for key, own in ranks.items()]
     return sorted(found, key=lambda each: (-each.seconds, each.group, each.number))
-
-
-def _late(
-    group: str, number: int, call: Call, known: Mapping[int, RankCalls], members: Mapping[str, Sequence[int]]
-) -> tuple[int, ...]:
-    """Return the ranks that have not begun a collective."""
-    if group == POINT_TO_POINT:
-        return (call.peer,) if call.peer is not None and call.peer in known else ()
-    return tuple(rank for rank in members[group] if _last(known[rank], group) < number)
-
-
-def _last(rank: RankCalls, group: str) -> int:
-    return rank.groups[group].last if group in rank.groups else 0
-
-
-def _follow(
-    late: Sequence[int], waits: Mapping[int, Wait], known: Mapping[int, RankCalls], members: Mapping[str, Sequence[int]]
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the late ranks that wait in no collective, and all that wait if there are none.
-
-    Each collective is followed once.
-    """
-    causes, circle, seen = set[int](), set[int](), set[tuple[str, int]]()
-    rest = list(late)
-    while rest:
-        rank = rest.pop()
-        wait = waits.get(rank)
-        if wait is None:
-            causes.add(rank)
-            continue
-        circle.add(rank)
-        if (wait.group, wait.number) not in seen:
-            seen.add((wait.group, wait.number))
-            rest += _late(wait.group, wait.number, wait.call, known, members)
-    return tuple(sorted(causes)), () if causes else tuple(sorted(circle))
-
-
-def _enqueued_waits(
-    known: Mapping[int, RankCalls], members: Mapping[str, Sequence[int]], limit: float
-) -> dict[int, Wait]:
-    """Return the ranks that have enqueued collectives for which others are late, if no rank has moved for the limit."""
-    waits: dict[int, Wait] = {}
-    enqueued = {name for rank in known.values() for name, group in rank.groups.items() if group.enqueues}
-    for name, ranks in members.items():
-        if name not in enqueued:
-            continue
-        lasts = {rank: _last(known[rank], name) for rank in ranks}
-        lowest = min(lasts.values(), default=0)
-        for rank, last in lasts.items():
-            if last > lowest and known[rank].idle >= limit and _runs(known[rank]):
-                call = known[rank].groups[name].call(lowest + 1)
-                waits.setdefault(rank, Wait(name, lowest + 1, call or Call("collective"), known[rank].idle))
-    return waits
-
-
-def _runs(rank: RankCalls) -> bool:
-    return rank.state == "running"
 
 
 def _is_busy(rank: RankCalls) -> bool:
@@ -323,7 +321,7 @@ def _skipped(number: int, classes: Sequence[_Class]) -> tuple[tuple[int, ...], t
     for most, few in (classes, classes[::-1]):
         made = most.calls.since(number)
         if num := _num_skipped(made, few.calls.since(number)):
-            found.append((tuple(few.ranks), made[:num]))
+            found.append((few.ranks, made[:num]))
     # If both left calls out, the orders differ. The shorter gap is the likelier one; in a tie nobody is named.
     found.sort(key=lambda each: len(each[1]))
     if not found or (len(found) == 2 and len(found[0][1]) == len(found[1][1])):
@@ -346,9 +344,7 @@ def _unusual(number: int, classes: Sequence[_Class]) -> tuple[int, ...]:
     past = [call.compared for call in classes[0].calls.before(number)]
     follows = set(pairwise(past))
     usual = [each for each in classes if past and (past[-1], each.calls.since(number)[0].compared) in follows]
-    if len(usual) != 1:
-        return ()
-    return tuple(sorted(rank for each in classes if each is not usual[0] for rank in each.ranks))
+    return _ranks_of(each for each in classes if each is not usual[0]) if len(usual) == 1 else ()
 
 
 def _skipped_by_history(number: int, classes: Sequence[_Class]) -> tuple[tuple[int, ...], tuple[Call, ...]]:
@@ -358,15 +354,11 @@ def _skipped_by_history(number: int, classes: Sequence[_Class]) -> tuple[tuple[i
     """
     past = classes[0].calls.before(number)
     compared = [call.compared for call in past]
-    follows = set(pairwise(compared))
-    found = []
-    for usual, odd in (classes, classes[::-1]):
-        after, other = usual.calls.since(number)[0].compared, odd.calls.since(number)[0].compared
-        if not past or (compared[-1], other) in follows:
-            continue
-        for at in range(len(past) - 1, 0, -1):
-            if (compared[at - 1], compared[at]) == (compared[-1], after):
-                if other in (rest := compared[at : at + _MAX_SKIPPED]):
-                    found.append((tuple(odd.ranks), past[at : at + rest.index(other)]))
-                break
-    return found[0] if len(found) == 1 else ((), ())
+    odd = _unusual(number, classes)
+    in_order = sorted(classes, key=lambda each: each.ranks == odd)
+    usual, other = (each.calls.since(number)[0].compared for each in in_order)
+    for at in range(len(past) - 1, 0, -1):
+        if odd and (compared[at - 1], compared[at]) == (compared[-1], usual):
+            rest = compared[at : at + _MAX_SKIPPED]
+            return (odd, past[at : at + rest.index(other)]) if other in rest else ((), ())
+    return (), ()

@@ -5,14 +5,13 @@ A hang is a collective that a rank has waited for longer than a limit. See docs/
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
-from hf_fsdp_plugin.hangs.call_record import RecordHeader, read_calls, read_counts, read_header
-from hf_fsdp_plugin.hangs.calls import HANG_LIMIT_VARIABLE, RankCalls
+from hf_fsdp_plugin.hangs.call_record import RecordHeader, read_calls, read_header
+from hf_fsdp_plugin.hangs.calls import RankCalls
 from hf_fsdp_plugin.hangs.diagnose import diagnose_hang
 from hf_fsdp_plugin.hangs.hang_queries import HangQueries
 from hf_fsdp_plugin.hangs.hang_report import Hang, describe_busy, describe_hang, describe_standstill
@@ -20,7 +19,6 @@ from hf_fsdp_plugin.hangs.rank_exit import read_failure, stack_of
 from hf_fsdp_plugin.hangs.rank_files import Peer, ProcessorUse, is_halted, processor_use
 from hf_fsdp_plugin.hangs.rank_stacks import Frame, find_place, read_stack, waits_for_data
 
-DEFAULT_LIMIT: Final = 120.0
 _TIMEOUT_SHARE: Final = 0.5
 """Longest limit, as a part of the time-out of the process groups."""
 _BUSY_TIMEOUT_SHARE: Final = 0.9
@@ -65,8 +63,6 @@ class HangFinder:
     ) -> None:
         self._limit, self._is_strict = limit, is_strict
         self._queries, self._notice = hang_queries, notice
-        self._pause = min(1.0, limit / 8)
-        self._next_poll = 0.0
         self._next_diagnosis = 0.0
         self._sample: _Sample | None = None
         self._noticed: set[tuple[object, ...]] = set()
@@ -76,9 +72,6 @@ class HangFinder:
         """Return a hang that ends the run, if there is one. Reads some bytes per rank and second until ranks wait."""
         self.answer(ranks)
         now = time.monotonic()
-        if now < self._next_poll:
-            return None
-        self._next_poll = now + self._pause
         headers = {rank.rank: found for rank in ranks if (found := read_header(rank.files.calls)) is not None}
         longest = _longest_wait(headers.values())
         limit = self._effective_limit(ranks, headers) if longest >= min(1.0, self._limit / 2) else self._limit
@@ -145,28 +138,27 @@ class HangFinder:
             moved |= _moved(before, self._take_sample(ranks))
         found = []
         for rank in ranks:
+            known = calls[rank.rank]
             stack = stack_of(read_failure(rank.files.failure)) or after.stacks[rank.rank]
-            counts = read_counts(rank.files.steps)
-            place = find_place(stack, counts)
+            call, place = find_place(stack, known.counts)
             old, new = before.use.get(rank.pid, ProcessorUse()), after.use.get(rank.pid, ProcessorUse())
             works = old.runs and new.runs
-            if rank.rank in on_accelerator:
+            if known.on_accelerator:
                 works = new.faults - old.faults >= _FAULTS * seconds
-            known = replace(
-                calls[rank.rank],
-                state=_state(rank),
-                place=str(place or ""),
-                call=place.call if place is not None else "",
-                moved=rank.rank in moved or works,
-                reads=old.in_file_system or new.in_file_system or waits_for_data(stack),
+            state = _state(rank)
+            used, of_children = new.seconds - old.seconds, new.seconds_of_children - old.seconds_of_children
+            found.append(
+                replace(
+                    known,
+                    state=state,
+                    place=place,
+                    call=call,
+                    cpu=max(0.0, used) / seconds if state == "running" else None,
+                    cpu_of_children=max(0.0, of_children) / seconds if state == "running" else None,
+                    moved=rank.rank in moved or works,
+                    reads=old.in_file_system or new.in_file_system or waits_for_data(stack),
+                )
             )
-            if counts is not None:
-                known = replace(known, steps=counts.steps, forwards=counts.forwards)
-            if known.state == "running":
-                used = max(0.0, new.seconds - old.seconds) / seconds
-                of_children = max(0.0, new.seconds_of_children - old.seconds_of_children) / seconds
-                known = replace(known, cpu=used, cpu_of_children=of_children)
-            found.append(known)
         return found, dict(after.stacks)
 
     def _take_sample(self, ranks: Sequence[Peer]) -> _Sample:
@@ -207,22 +199,3 @@ def _state(rank: Peer) -> str:
     if rank.is_gone():
         return "exited"
     return "halted" if is_halted(rank.pid) else "running"
-
-
-def hang_limit(given: str | None) -> tuple[float, bool]:
-    """Return the limit in seconds (0: off), and whether it was set by the flag or the environment.
-
-    Raises:
-        ValueError: the value is not a number of at least 0. Its text is the name of the flag or the variable.
-    """
-    text = given if given is not None else os.environ.get(HANG_LIMIT_VARIABLE, "").strip()
-    if not text:
-        return DEFAULT_LIMIT, False
-    name = "--hang_timeout" if given is not None else HANG_LIMIT_VARIABLE
-    try:
-        limit = float(text)
-    except ValueError:
-        limit = -1.0
-    if not 0 <= limit < float("inf"):
-        raise ValueError(f"{name} is {text!r}; expected seconds, or 0 to switch the diagnosis of hangs off.")
-    return limit, True

@@ -25,13 +25,16 @@ import json
 import threading
 import time
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
 from typing import Any, Final, TypeVar
 
-from hf_fsdp_plugin.hangs.call_record import read_counts, record
+from hf_fsdp_plugin.backends.ranks import collective_entry
+from hf_fsdp_plugin.hangs.call_record import record
 from hf_fsdp_plugin.hangs.calls import RankCalls, rank_from_json
-from hf_fsdp_plugin.hangs.rank_files import RankFiles
+from hf_fsdp_plugin.hangs.hang_report import FoundHang
 from hf_fsdp_plugin.hangs.rank_stacks import current_stack, find_place
+from hf_fsdp_plugin.problems import SpecError
 from hf_fsdp_plugin.text import printable
 
 THREAD: Final = "hf_fsdp_store"
@@ -113,14 +116,14 @@ class HangQueries:
         ranks: the ranks of this machine.
 
     Attributes:
-        announced: the hang that another machine has announced; empty without one.
+        announced: the hang that another machine has announced; ``None`` without one.
     """
 
     def __init__(
         self, store: JobStore | None = None, *, name: str = "", ranks: Sequence[int] = (), world_size: int = 0
     ) -> None:
         self._store, self._name, self._ranks, self._world_size = store, name, tuple(ranks), world_size
-        self.announced: Mapping[str, str] = {}
+        self.announced: FoundHang | None = None
         self._is_registered = False
         self._news = self._asked = self._answered = 0
         self._next_look = self._asks_from = 0.0
@@ -144,9 +147,9 @@ class HangQueries:
             self._news = news
 
     def _has_announcement(self, store: Any) -> bool:
-        if not self.announced and store.check(["announced"]):
-            self.announced = _escaped(_mapping(store.get("announced")))
-        return bool(self.announced)
+        if self.announced is None and store.check(["announced"]):
+            self.announced = FoundHang.from_json(_read_json(store.get("announced")))
+        return self.announced is not None
 
     def answer(self, ranks: Sequence[RankCalls]) -> None:
         """Answer with the ranks of this machine."""
@@ -159,8 +162,9 @@ class HangQueries:
         newest = store.add("asked", 0)
         questions = [number for number in range(self._answered + 1, newest + 1) if number != own_question]
         for question in questions:
-            own = [rank for rank in ranks if rank.rank in self._ranks]
-            store.set(f"{question}/{store.add(f'{question}/answers', 1)}", _pack(own))
+            own = [rank.to_json() for rank in ranks if rank.rank in self._ranks]
+            text = base64.b64encode(zlib.compress(json.dumps(own).encode())).decode()
+            store.set(f"{question}/{store.add(f'{question}/answers', 1)}", text)
         self._answered = self._asked = newest
         if questions:
             self._asks_from = time.monotonic() + ANSWER_SECONDS
@@ -190,36 +194,29 @@ class HangQueries:
         if time.monotonic() < self._asks_from and not after_failure:
             return None
         deadline = time.monotonic() + seconds
-        others = dict.fromkeys(sorted(set(range(self._world_size)) - set(self._ranks)), _UNKNOWN_MACHINE)
-        found: dict[int, RankCalls] = {}
-        with contextlib.suppress(StoreLost):
-            own = ranks if answers else None
-            has_asked = self._store.ask(
-                lambda store: (
-                    self._may_ask(store, ranks, after_failure) and self._collect(store, own, others, found, deadline)
-                ),
-                2 * seconds,
-            )
-            if not has_asked:
-                return None
-        known = dict(found)  # the request may go on
-        return [known.get(rank) or RankCalls(rank=rank, state="unreachable", detail=others[rank]) for rank in others]
+        others = {
+            rank: RankCalls(rank=rank, state="unreachable", detail=_UNKNOWN_MACHINE)
+            for rank in range(self._world_size)
+            if rank not in self._ranks
+        }
 
-    def _may_ask(self, store: Any, ranks: Sequence[RankCalls], after_failure: bool) -> bool:
-        self._read_news(store)
-        if after_failure:
-            return bool(store.add(f"failed/{time.time() // 60:.0f}", 1) <= _MOST_FAILED)
-        return not self._answer(store, ranks)  # otherwise another machine asks already
+        def request(store: Any) -> bool:
+            self._read_news(store)
+            if after_failure:
+                may_ask = store.add(f"failed/{time.time() // 60:.0f}", 1) <= _MOST_FAILED
+            else:
+                may_ask = not self._answer(store, ranks)  # otherwise another machine asks already
+            return may_ask and self._collect(store, ranks if answers else None, others, deadline)
+
+        with contextlib.suppress(StoreLost):
+            if not self._store.ask(request, 2 * seconds):
+                return None
+        return list(others.values())
 
     def _collect(
-        self,
-        store: Any,
-        ranks: Sequence[RankCalls] | None,
-        others: dict[int, str],
-        found: dict[int, RankCalls],
-        deadline: float,
+        self, store: Any, ranks: Sequence[RankCalls] | None, others: dict[int, RankCalls], deadline: float
     ) -> bool:
-        """Add the ranks of the machines that answer to ``found``, and the names of the machines that do not to others.
+        """Replace the ranks of the machines that answer in ``others``, and name the machines that do not.
 
         Returns whether no hang was announced.
 
@@ -228,84 +225,69 @@ class HangQueries:
         """
         question = store.add("asked", 1)
         store.add("news", 1)
-        unread: list[int] = []
-        num_answers = 0
-        while len(found) < len(others) and time.monotonic() < deadline:
+        missing, unread, num_answers = set(others), list[int](), 0
+        while missing and time.monotonic() < deadline:
             if self._has_announcement(store):
                 return False
             if ranks is not None:
                 self._answer(store, ranks, question)
             # A machine that waits asks for this number only: after a hang of a job, all machines ask at the same time.
             before, num_answers = num_answers, store.add(f"{question}/answers", 0)
-            unread = [
-                number
-                for number in (*unread, *range(before + 1, num_answers + 1))
-                if not self._read_answer(store, f"{question}/{number}", others, found)
-            ]
+            unread += range(before + 1, num_answers + 1)
+            for number in [each for each in unread if store.check([f"{question}/{each}"])]:
+                unread.remove(number)
+                found = {each.rank: each for each in _unpack(store.get(f"{question}/{number}")) if each.rank in others}
+                others.update(found)
+                missing -= found.keys()
             time.sleep(_POLL_SECONDS)
-        for rank in [rank for rank in others if rank not in found][:_MAX_NAMED]:
-            if others[rank] == _UNKNOWN_MACHINE and store.check([f"machine/{rank}"]):
+        for rank in sorted(missing)[:_MAX_NAMED]:
+            if others[rank].detail == _UNKNOWN_MACHINE and store.check([f"machine/{rank}"]):
                 name, of_machine = _machine(store.get(f"machine/{rank}"))
-                others.update((each, name) for each in of_machine if each in others)
+                others.update((each, replace(others[each], detail=name)) for each in missing.intersection(of_machine))
         return True
 
-    def _read_answer(self, store: Any, key: str, others: Mapping[int, str], found: dict[int, RankCalls]) -> bool:
-        """Add the ranks of an answer. Returns ``False`` if it is not complete yet."""
-        if not store.check([key]):
-            return False
-        with contextlib.suppress(ValueError):
-            found.update((each.rank, each) for each in _unpack(store.get(key).decode()) if each.rank in others)
-        return True
+    def announce(self, hang: FoundHang, machine: str) -> FoundHang:
+        """Announce a hang of ``machine``, which ends the ranks of all machines. Returns the first announced hang."""
+        text = json.dumps(asdict(hang.of_machine(machine)))
 
-    def announce(self, hang: Mapping[str, str]) -> bool:
-        """Announce a hang, which ends the ranks of all machines. Returns whether no other machine was first."""
-        if self._store is None:
-            return True
-        text = json.dumps(hang)
-        try:
-            return self._store.ask(lambda store: self._announce(store, text))
-        except StoreLost:  # the other machines find the hang themselves
-            return True
+        def request(store: Any) -> None:
+            is_first = store.compare_set("announced", "", text).decode() == text
+            store.add("news", 1)
+            if not is_first:
+                self._has_announcement(store)
 
-    def _announce(self, store: Any, text: str) -> bool:
-        is_first = bool(store.compare_set("announced", "", text).decode() == text)
-        store.add("news", 1)
-        return is_first or not self._has_announcement(store)
+        if self._store is not None:
+            with contextlib.suppress(StoreLost):  # the other machines find the hang themselves
+                self._store.ask(request)
+        return self.announced or hang
 
 
 def _machine(data: bytes) -> tuple[str, list[int]]:
     """Return name and ranks of another machine; of none, if the text is invalid."""
-    content = _mapping(data)
-    ranks = content.get("ranks")
-    numbers = [rank for rank in ranks if isinstance(rank, int)] if isinstance(ranks, list) else []
-    return printable(str(content.get("name", ""))), numbers
+    content = _read_json(data)
+    if not isinstance(content, dict) or not isinstance(ranks := content.get("ranks"), list):
+        return _UNKNOWN_MACHINE, []
+    return str(content.get("name", "")), [rank for rank in ranks if isinstance(rank, int)]
 
 
-def _mapping(data: bytes) -> dict[str, Any]:
+def _unpack(data: bytes) -> list[RankCalls]:
+    """Return the records of a machine; none for an answer that a machine does not give."""
+    inflated = zlib.decompressobj()
+    with contextlib.suppress(zlib.error, ValueError, TypeError, KeyError, AttributeError):
+        content = inflated.decompress(base64.b64decode(data), _MAX_ANSWER)
+        if inflated.eof:  # otherwise it is longer, or a part of one
+            return [rank_from_json(each) for each in _read_json(content)]
+    return []
+
+
+def _read_json(data: bytes) -> Any:
+    """Return JSON of another machine with texts that can be printed; ``None`` if it is invalid."""
     with contextlib.suppress(ValueError, RecursionError):
-        if isinstance(content := json.loads(data[:_MAX_ANSWER]), dict):
-            return content
-    return {}
-
-
-def _pack(ranks: Sequence[RankCalls]) -> str:
-    return base64.b64encode(zlib.compress(json.dumps([rank.to_json() for rank in ranks]).encode())).decode()
-
-
-def _unpack(text: str) -> list[RankCalls]:
-    """Return the records of a machine. Raises ``ValueError`` for any text that :func:`_pack` does not return."""
-    try:
-        inflated = zlib.decompressobj()
-        data = inflated.decompress(base64.b64decode(text), _MAX_ANSWER)
-        if not inflated.eof:
-            raise ValueError(f"an answer with more than {_MAX_ANSWER:,} bytes, or a part of one")
-        return [rank_from_json(content) for content in _escaped(json.loads(data))]
-    except (zlib.error, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise ValueError(str(error)) from error
+        return _escaped(json.loads(data[:_MAX_ANSWER]))
+    return None
 
 
 def _escaped(content: Any) -> Any:
-    """Return JSON of another machine with texts that can be printed."""
     if isinstance(content, str):
         return printable(content)
     if isinstance(content, list):
@@ -316,42 +298,37 @@ def _escaped(content: Any) -> Any:
 class PlaceInStore:
     """Writes where this rank is to the store of the job, while it does not move: other ranks may wait for it in a call.
 
-    Args:
-        limit: seconds without a change after which the place is written.
+    The limit for this is half of the one after which they fail.
     """
 
-    def __init__(self, store: JobStore, rank: int, files: RankFiles, limit: float) -> None:
-        self._store, self._rank, self._files, self._limit = store, rank, files, limit
+    def __init__(self, store: JobStore, rank: int) -> None:
+        self._store, self._key = store, collective_entry.place_key(rank)
+        self._limit = collective_entry.DEFAULT_LIMIT / 2
+        with contextlib.suppress(SpecError):  # the first call that needs the limit raises this error
+            self._limit = collective_entry.arrival_limit() / 2
         self._position: tuple[Any, ...] = ()
-        self._since = self._next_poll = 0.0
+        self._since = 0.0
         self._is_written = False
 
     def poll(self) -> None:
         now = time.monotonic()
-        if now < self._next_poll:
-            return
-        self._next_poll = now + min(1.0, self._limit / 4)
         stack, position = current_stack(record.main)
         if position != self._position:
             self._position, self._since = position, now
             if self._is_written:
-                self._is_written = False
                 self._send(None)
         elif not self._is_written and now - self._since >= self._limit:
-            self._is_written = True
-            self._send(str(find_place(stack, read_counts(self._files.steps)) or ""))
+            self._send(find_place(stack, record.counts)[1])
 
     def _send(self, place: str | None) -> None:
-        from hf_fsdp_plugin.backends.ranks.collective_entry import place_key, place_store
-
-        key = place_key(self._rank)
+        self._is_written = place is not None
 
         def request(store: Any) -> None:
-            places = place_store(store)
+            places = collective_entry.place_store(store.underlying_store)
             if place is None:
-                places.delete_key(key)
+                places.delete_key(self._key)
             else:
-                places.set(key, json.dumps({"place": place}))
+                places.set(self._key, json.dumps({"place": place}))
 
         with contextlib.suppress(StoreLost):
             self._store.ask(request)

@@ -8,14 +8,14 @@ import tempfile
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
 from hf_fsdp_plugin.hangs.calls import ARRIVALS, RankCalls, name_ranks
 from hf_fsdp_plugin.hangs.diagnose import Diagnosis, Difference, Waiting, compare_calls
 from hf_fsdp_plugin.hangs.rank_files import write_atomically
-from hf_fsdp_plugin.hangs.rank_stacks import Frame, RanksAt, describe_state, format_stack, merge_places
+from hf_fsdp_plugin.hangs.rank_stacks import Frame, RanksAt, describe_state, format_stack, shown_places
 from hf_fsdp_plugin.problems import Problem
 from hf_fsdp_plugin.text import plural
 from hf_fsdp_plugin.version import SCHEMA_VERSION
@@ -117,27 +117,7 @@ def describe_difference(difference: Difference) -> str:
     calls = "; ".join(f"{name_ranks(ranks)}: {call}" for call, ranks in difference.calls[:_MAX_CALLS])
     where = "the plugin's calls" if difference.group == ARRIVALS else f"process group {difference.group}"
     text = f"ranks made different collective calls. Number {difference.number} of {where} was on {calls}."
-    return f"{text}{_reason(difference)}"
-
-
-def _reason(difference: Difference) -> str:
-    """Return a sentence on the ranks that are the reason, after a space; empty if they are unknown."""
-    ranks, skipped = difference.skipped
-    if ranks:
-        more = f" and {plural(len(skipped) - 1, 'more call')}" if len(skipped) > 1 else ""
-        return f" {name_ranks(ranks).capitalize()} left out {skipped[0]}{more}."
-    ranks, most, few = difference.more_forwards
-    named = name_ranks(difference.ranks)
-    if ranks and (ranks == difference.ranks or difference.unusual != difference.ranks):
-        own, others = map(_times, (most, few) if ranks == difference.ranks else (few, most))
-        return f" {named.capitalize()} had called the model {own}, the others {others}."
-    if difference.unusual == difference.ranks:
-        return f" In earlier steps, the call before was not followed by that of {named}."
-    return ""
-
-
-def _times(count: int) -> str:
-    return {1: "once", 2: "twice"}.get(count, f"{count:,} times")
+    return f"{text}{difference.reason}"
 
 
 def _late(diagnosis: Diagnosis, known: Mapping[int, RankCalls]) -> str:
@@ -176,7 +156,6 @@ def _fix(rank: RankCalls) -> str:
 
 
 _MAX_STACKS: Final = 2
-_MAX_PLACES: Final = 8
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -186,23 +165,35 @@ class FoundHang:
     Attributes:
         text: the whole output.
         message: the message of the hang in one line.
-        code: code of the problem.
         same_as: identifies the hang in another attempt.
         elsewhere: whether a rank of another machine has found it.
     """
 
     text: str
     message: str
-    code: str
     same_as: str
     elsewhere: bool = False
+
+    def of_machine(self, machine: str) -> FoundHang:
+        """Return the hang for the ranks of other machines."""
+        message = f"{machine}: {self.message}"
+        text = f"hf-fsdp: the ranks of this machine were stopped because another failed: {message}"
+        return replace(self, text=text, message=message, elsewhere=True)
+
+    @classmethod
+    def from_json(cls, content: Any) -> FoundHang | None:
+        """Return what ``asdict`` of a hang has returned; ``None`` for anything else."""
+        try:
+            return cls(**content)
+        except TypeError:
+            return None
 
     @classmethod
     def read(cls, path: Path) -> FoundHang | None:
         """Return the hang that a file describes; ``None`` if there is no such file."""
         try:
-            return cls(**json.loads(path.read_text()))
-        except (OSError, ValueError, TypeError):
+            return cls.from_json(json.loads(path.read_text()))
+        except (OSError, ValueError):
             return None
 
     def claim(self, path: Path) -> bool:
@@ -220,34 +211,25 @@ class FoundHang:
 
 
 def found_hang(hang: Hang, dump: Path | None) -> FoundHang:
-    """Return the description of a hang for the ranks of this machine."""
-    waiting = hang.diagnosis.waiting
-    return FoundHang(
-        text=format_hang(hang, dump),
-        message=f"hang: {hang.problem.message} [{hang.problem.code}]",
-        code=hang.problem.code,
-        same_as=f"{hang.problem.code} in {waiting.call.operation} of {waiting.call.unit}",
-    )
-
-
-def format_hang(hang: Hang, dump: Path | None) -> str:
     """Return the message, the stacks of ranks that cause the hang, the places of the others, and the file."""
-    causes = hang.diagnosis.ranks
-    lines = [f"hf-fsdp: hang: {hang.problem}"]
-    if hang.diagnosis.kind != "different" and hang.diagnosis.difference is not None:
-        lines.append(f"hf-fsdp: before, {describe_difference(hang.diagnosis.difference)}")
+    diagnosis = hang.diagnosis
+    causes, call = diagnosis.ranks, diagnosis.waiting.call
+    lines = [f"hang: {hang.problem}"]
+    if diagnosis.kind != "different" and diagnosis.difference is not None:
+        lines.append(f"before, {describe_difference(diagnosis.difference)}")
     for rank in [rank for rank in causes if hang.stacks.get(rank)][:_MAX_STACKS]:
-        lines += [f"hf-fsdp: stack of rank {rank}:", *format_stack(hang.stacks[rank])]
-    others = [] if hang.diagnosis.kind == "late" else list(causes)
+        lines.append("\n".join([f"stack of rank {rank}:", *format_stack(hang.stacks[rank])]))
+    others = [] if diagnosis.kind == "late" else list(causes)
     others += [rank for rank in sorted(hang.ranks) if rank not in causes]
-    places = merge_places(RanksAt((rank,), hang.ranks[rank].place) for rank in others if hang.ranks[rank].place)
-    lines += [f"hf-fsdp: {place}" for place in places[:_MAX_PLACES]]
-    if len(places) > _MAX_PLACES:
-        lines.append(f"hf-fsdp: and {plural(len(places) - _MAX_PLACES, 'more place')}")
+    lines += shown_places(RanksAt((rank,), hang.ranks[rank].place) for rank in others if hang.ranks[rank].place)
     if dump is not None:
-        lines.append(f"hf-fsdp: the collectives and stacks of the ranks are in {dump}")
-    lines.append("hf-fsdp: all ranks are being ended")
-    return "\n".join(lines)
+        lines.append(f"the collectives and stacks of the ranks are in {dump}")
+    lines.append("all ranks are being ended")
+    return FoundHang(
+        text="\n".join(f"hf-fsdp: {line}" for line in lines),
+        message=f"hang: {hang.problem.message} [{hang.problem.code}]",
+        same_as=f"{hang.problem.code} in {call.operation} of {call.unit}",
+    )
 
 
 def write_hang(hang: Hang, folder: Path | None, *, limit: float) -> Path | None:

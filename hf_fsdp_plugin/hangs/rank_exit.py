@@ -1,4 +1,4 @@
-"""How a rank ends: the record of its failure, SIGTERM, and threads that keep its process running."""
+"""How a rank ends: the record of its failure, SIGTERM, threads that keep its process running, and the time limits."""
 
 from __future__ import annotations
 
@@ -28,15 +28,8 @@ ERROR_FILE_VARIABLE: Final = "TORCHELASTIC_ERROR_FILE"
 _PROGRAMS: Final = (os.path.join("launcher", "run_script.py"), os.path.join("hf_fsdp_plugin", "__main__.py"))
 """Files of this package that run the script: their frames are not shown."""
 _MAX_FRAMES: Final = 300
-_CRASHES: Final = {
-    "Segmentation fault": signal.SIGSEGV,
-    "Aborted": signal.SIGABRT,
-    "Bus error": signal.SIGBUS,
-    "Floating-point exception": signal.SIGFPE,
-    "Floating point exception": signal.SIGFPE,
-    "Illegal instruction": signal.SIGILL,
-}
-"""What ``faulthandler`` writes before the stack of a crash -> its signal."""
+_CRASHES: Final = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)
+"""The signals of crashes whose stacks ``faulthandler`` writes."""
 
 
 def is_failure(error: BaseException) -> bool:
@@ -79,10 +72,10 @@ def read_failure(path: Path) -> dict[str, Any] | None:
 def read_crash(stacks: Path) -> int:
     """Return the signal of a crash in native code, whose stack a rank has recorded; 0 without one."""
     try:
-        text = stacks.read_text(errors="replace")
+        text = stacks.read_text(errors="replace").replace("Floating-point", "Floating point")
     except OSError:
         return 0
-    return next((number for words, number in _CRASHES.items() if f"Fatal Python error: {words}" in text), 0)
+    return next((number for number in _CRASHES if f"Fatal Python error: {signal.strsignal(number)}" in text), 0)
 
 
 def stack_of(failure: Mapping[str, Any] | None) -> list[Frame]:
@@ -180,25 +173,43 @@ def delayed_sigterm() -> Iterator[Callable[[], bool]]:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
-EXIT_LIMIT_VARIABLE = "HF_FSDP_EXIT_TIMEOUT"
+HANG_LIMIT_VARIABLE: Final = "HF_FSDP_HANG_TIMEOUT"
+"""Environment variable with the limit in seconds; 0 switches the watch and the records of the ranks off."""
+DEFAULT_HANG_LIMIT: Final = 120.0
+EXIT_LIMIT_VARIABLE: Final = "HF_FSDP_EXIT_TIMEOUT"
 """Environment variable with the seconds for which threads may keep a rank running after its script has ended."""
-DEFAULT_LIMIT = 300.0
-_NOTICE_SECONDS = 5.0
+_NOTICE_SECONDS: Final = 5.0
 _SCRIPT: Final = ("<module>", "_run_module_as_main")
 """Outermost functions of the main thread while it runs a script."""
 
 
-def positive_seconds(variable: str, default: float) -> float:
-    """Return the seconds in an environment variable. Raises ``ValueError`` if it is not a positive number."""
-    limit = float(os.environ.get(variable, "").strip() or default)
-    if not limit > 0:
-        raise ValueError
-    return limit
+def read_seconds(text: str, name: str, expected: str = "seconds", least: float = 1e-9) -> float:
+    """Return a time limit. Raises ``ValueError`` with the name of the flag or the variable if it is no such number."""
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if least <= seconds < float("inf"):
+        return seconds
+    raise ValueError(f"{name} is {text!r}; expected {expected}.")
+
+
+def hang_limit(flag: str | None = None) -> tuple[float, bool]:
+    """Return the limit in seconds (0: off), and whether it was set by the flag or the environment.
+
+    Raises:
+        ValueError: the value is not a number of at least 0.
+    """
+    text = flag if flag is not None else os.environ.get(HANG_LIMIT_VARIABLE, "").strip()
+    if not text:
+        return DEFAULT_HANG_LIMIT, False
+    name = "--hang_timeout" if flag is not None else HANG_LIMIT_VARIABLE
+    return read_seconds(text, name, "seconds, or 0 to switch the diagnosis of hangs off", least=0.0), True
 
 
 def exit_limit() -> float:
     """Return the limit in seconds. Raises ``ValueError`` if the environment variable is not a positive number."""
-    return positive_seconds(EXIT_LIMIT_VARIABLE, DEFAULT_LIMIT)
+    return read_seconds(os.environ.get(EXIT_LIMIT_VARIABLE, "").strip() or "300", EXIT_LIMIT_VARIABLE)
 
 
 class ExitWatch:
@@ -217,7 +228,9 @@ class ExitWatch:
 
     def poll(self) -> bool:
         """Return whether the script has ended. Call it in a thread, again and again."""
-        outermost = _outermost_of_main()
+        outermost = frame = sys._current_frames().get(threading.main_thread().ident or 0)
+        while frame is not None:
+            outermost, frame = frame, frame.f_back
         if outermost is None or outermost.f_code.co_name in _SCRIPT:
             return False
         # Exit handlers, such as the report, run after the threads have ended.
@@ -226,37 +239,30 @@ class ExitWatch:
             return True
         self._since = self._since or time.monotonic()
         seconds = time.monotonic() - self._since
-        message = f"the script has ended, but {_describe(held_by)} keep the process running."
+        message = f"the script has ended, but {held_by} keep the process running."
         fix = "Stop these threads in the script, or create them with daemon=True."
         if seconds >= min(_NOTICE_SECONDS, self._limit) and not self._is_noticed:
             self._is_noticed = True
             more = f"{fix} The run fails after {self._limit:g} seconds ({EXIT_LIMIT_VARIABLE})."
             self._notice(Problem(code="FSDP-W741", message=message, fix=more))
         if seconds >= self._limit:
-            rank = launched_rank()
             message = f"{message} They did not end in {self._limit:g} seconds."
-            self._fail(Problem(code="FSDP-E742", rank=rank, message=message, fix=fix))
+            self._fail(Problem(code="FSDP-E742", rank=launched_rank(), message=message, fix=fix))
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(1)
         return True
 
 
-def _outermost_of_main() -> FrameType | None:
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    while frame is not None and frame.f_back is not None:
-        frame = frame.f_back
-    return frame
-
-
-def _blocking_threads() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if not thread.daemon and thread is not threading.main_thread()]
-
-
-def _describe(threads: list[threading.Thread]) -> str:
-    frames = sys._current_frames()
-    shown = [f"{thread.name} ({_place(frames.get(thread.ident or 0))})" for thread in threads]
-    return f"non-daemon threads {format_names(shown, 3)}"
+def _blocking_threads() -> str:
+    """Return which threads are not daemons, and where they are; empty if there are none."""
+    frames, main = sys._current_frames(), threading.main_thread()
+    shown = [
+        f"{thread.name} ({_place(frames.get(thread.ident or 0))})"
+        for thread in threading.enumerate()
+        if not thread.daemon and thread is not main
+    ]
+    return f"non-daemon threads {format_names(shown, 3)}" if shown else ""
 
 
 def _place(frame: FrameType | None) -> str:

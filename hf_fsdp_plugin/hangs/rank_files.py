@@ -67,14 +67,12 @@ class RankFiles:
     """Exists if a rank that SIGTERM has ended has printed the reason. One for all ranks of this machine."""
     stacks = _RankFile(".stacks")
     """Stacks of the rank's threads (see ``hangs.rank_stacks``)."""
-    steps = _RankFile(".steps")
-    """The numbers of optimizer steps and forwards (see ``hangs.call_record``)."""
     restarts = _MachineFile("restarts.json")
     """JSON: the failed attempts of the run (``runs.restart_policy``). The launcher writes it for all its ranks."""
     saving = _RankFile(".saving")
     """Exists while a checkpoint is written in the background."""
     calls = _RankFile(".calls")
-    """The rank's collectives (see ``hangs.call_record``)."""
+    """The rank's collectives, optimizer steps and forwards (see ``hangs.call_record``)."""
 
 
 def remove_files(stem: Path) -> None:
@@ -112,14 +110,12 @@ _OWN_TIMES, _TIMES_OF_CHILDREN = slice(11, 13), slice(13, 15)
 
 def is_halted(pid: int) -> bool:
     """Return whether a process is stopped, by SIGSTOP or a debugger."""
-    fields = _stat(Path(f"/proc/{pid}"))
-    return bool(fields) and fields[0] in ("T", "t")
+    return _stat(pid)[0] in ("T", "t")
 
 
 def parent_of(pid: int) -> int:
     """Return the parent of a process; 0 if it has exited."""
-    fields = _stat(Path(f"/proc/{pid}"))
-    return int(fields[_PARENT]) if fields else 0
+    return int(_stat(pid)[_PARENT])
 
 
 def start_of(pid: int) -> int:
@@ -127,14 +123,13 @@ def start_of(pid: int) -> int:
 
     Together with the pid it identifies a process: the system uses the numbers of processes again.
     """
-    fields = _stat(Path(f"/proc/{pid}"))
-    return int(fields[_START]) if fields else 0
+    return int(_stat(pid)[_START])
 
 
 def is_gone(pid: int, start: int) -> bool:
     """Return whether a process that has started at ``start`` has exited. A process for which nobody waits has too."""
-    fields = _stat(Path(f"/proc/{pid}"))
-    return not fields or int(fields[_START]) != start or fields[0] in ("Z", "X")
+    fields = _stat(pid)
+    return int(fields[_START]) != start or fields[0] in ("Z", "X")
 
 
 def environment_of(pid: int) -> frozenset[str]:
@@ -168,7 +163,8 @@ def processor_use(ranks: Collection[int]) -> dict[int, ProcessorUse]:
     """Return the use of each rank with its descendants and its session. Reads one file per process of the machine."""
     used = dict.fromkeys(ranks, ProcessorUse())
     ticks = os.sysconf("SC_CLK_TCK")
-    read = {int(folder.name): fields for folder in Path("/proc").glob("[0-9]*") if (fields := _stat(folder))}
+    pids = [int(folder.name) for folder in Path("/proc").glob("[0-9]*")]
+    read = {pid: fields for pid in pids if (fields := _stat(pid)) is not _GONE}
     for pid, fields in read.items():
         rank = _rank_of(pid, read, used)
         if rank:
@@ -193,11 +189,15 @@ def _rank_of(pid: int, read: Mapping[int, Sequence[str]], ranks: Collection[int]
     return pid if pid in ranks else 0
 
 
-def _stat(folder: Path) -> list[str]:
+_GONE: Final = ["X", *["0"] * _START]
+
+
+def _stat(pid: int) -> list[str]:
+    """Return the fields of ``/proc/PID/stat`` after the name; those of a dead process if it has exited."""
     try:
-        return (folder / "stat").read_text().rpartition(")")[2].split()
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
-        return []
+        return _GONE
 
 
 @dataclass(frozen=True, slots=True)

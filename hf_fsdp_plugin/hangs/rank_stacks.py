@@ -25,8 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal
 
-from hf_fsdp_plugin.hangs.call_record import Counts
-from hf_fsdp_plugin.hangs.calls import name_ranks
+from hf_fsdp_plugin.hangs.calls import Counts, name_ranks
 from hf_fsdp_plugin.text import plural
 
 STACK_SIGNAL: Final = getattr(signal, "SIGRTMAX", 0) - 3 if hasattr(signal, "SIGRTMAX") else None
@@ -44,18 +43,16 @@ _CALLS: Final = {
     "report_run": "the report",
     "_at_exit": "the report at the end of the script",
     "__next__": "the data loader",
-    **{
-        name: name
-        for name in (
-            *("save_state", "load_state", "save_model", "get_state_dict", "save_pretrained", "push_to_hub"),
-            *("clip_grad_norm_", "clip_grad_norm", "evaluate", "predict", "generate", "prepare", "end_training"),
-            *("backward", "wait_for_everyone", "init_process_group", "destroy_process_group"),
-            *("barrier", "all_reduce", "all_gather", "all_gather_into_tensor", "broadcast", "reduce", "gather"),
-            *("all_gather_object", "broadcast_object_list", "gather_object"),
-        )
-    },
 }
 """Functions of libraries that users know -> their name in messages. The outermost of nested calls is named."""
+_OWN_NAMES: Final = frozenset(
+    (
+        *("save_state", "load_state", "save_model", "get_state_dict", "save_pretrained", "push_to_hub", "prepare"),
+        *("clip_grad_norm_", "clip_grad_norm", "evaluate", "predict", "generate", "backward", "wait_for_everyone"),
+        "end_training",
+    )
+)
+"""Functions that have their own name in messages, as those of ``torch.distributed`` have."""
 
 
 _DATA_LOADER: Final = os.path.join("torch", "utils", "data", "dataloader.py")
@@ -95,35 +92,6 @@ class Frame:
         return f"{self.file if shorter.startswith('..') else shorter}:{self.line}"
 
 
-@dataclass(frozen=True, slots=True)
-class RankPlace:
-    """Where a rank was.
-
-    Attributes:
-        call: the outermost known call; empty if it was in none.
-        frame: the frame of the script that has made the call; ``None`` outside of the script.
-        counts: optimizer steps and forwards until then; ``None`` if they were not counted.
-        collective: the collective of torch in which it waited; empty if it was in none.
-    """
-
-    call: str
-    frame: Frame | None
-    counts: Counts | None = None
-    collective: str = ""
-
-    def __str__(self) -> str:
-        parts = [f"in {self.call}"] if self.call else []
-        if self.collective not in ("", self.call):
-            parts.append(f"({self.collective})" if self.call else f"in {self.collective}")
-        if self.frame is not None:
-            parts.append(f"at {self.frame.location}" + (f" `{self.frame.source}`" if self.frame.source else ""))
-        if self.counts is not None:
-            parts.append(f"after {plural(self.counts.steps, 'optimizer step')}")
-            if self.counts.forwards:
-                parts.append(f"({plural(self.counts.forwards, 'forward')})")
-        return " ".join(parts)
-
-
 _STATES: Final = {
     "ended": "had ended the script",
     "exited": "had exited before the end of its script",
@@ -143,7 +111,7 @@ class RanksAt:
 
     Attributes:
         state, detail: as in ``RankCalls``.
-        place: the text of their :class:`RankPlace`; empty if it is unknown.
+        place: the text of :func:`find_place`; empty if it is unknown.
     """
 
     ranks: tuple[int, ...]
@@ -157,12 +125,22 @@ class RanksAt:
         return f"{name_ranks(self.ranks)} {' and '.join(part for part in (state, was) if part)}"
 
 
+_MAX_PLACES: Final = 8
+
+
 def merge_places(groups: Iterable[RanksAt]) -> list[RanksAt]:
     """Return one group for each state and place."""
     ranks: dict[tuple[str, str, str], list[int]] = {}
     for group in groups:
         ranks.setdefault((group.place, group.state, group.detail), []).extend(group.ranks)
     return [RanksAt(tuple(sorted(numbers)), *where) for where, numbers in ranks.items()]
+
+
+def shown_places(groups: Iterable[RanksAt]) -> list[str]:
+    """Return one text for each state and place, and the number of those that are not shown."""
+    places = [str(each) for each in merge_places(groups)]
+    more = len(places) - _MAX_PLACES
+    return places if more <= 0 else [*places[:_MAX_PLACES], f"and {plural(more, 'more place')}"]
 
 
 _DUMP_SECONDS: Final = 0.5
@@ -319,17 +297,35 @@ def current_stack(thread: int) -> tuple[list[Frame], tuple[Any, ...]]:
     return stack[::-1], tuple(position)
 
 
-def find_place(stack: Sequence[Frame], counts: Counts | None = None) -> RankPlace | None:
-    """Return the place that a stack, outermost frame first, shows; ``None`` for an empty stack."""
+def find_place(stack: Sequence[Frame], counts: Counts | None = None) -> tuple[str, str]:
+    """Return where a rank is, from its stack, outermost frame first.
+
+    Args:
+        counts: its optimizer steps and forwards until then; ``None`` if they were not counted.
+
+    Returns:
+        The outermost known call, and a text with this call, the collective in it, the frame of the script that has made
+        the call, and the counts. Both are empty for a stack that shows neither, and the call for one outside of calls.
+    """
     # A collective of objects calls those of tensors: the outer one is named.
     collective = next((frame.name for frame in stack if _is_collective(frame)), "")
-    own: Frame | None = None
+    call, own = "", None
     for frame in stack:
         if not is_library(frame.file):
             own = frame
-        elif (call := _call_of(frame)) is not None:
-            return RankPlace(call, own, counts, collective)
-    return RankPlace("", own, counts, collective) if own is not None else None
+        elif call := _call_of(frame):
+            break
+    if not call and own is None:
+        return "", ""
+    parts = [f"in {call}"] if call else []
+    if collective not in ("", call):
+        parts.append(f"({collective})" if call else f"in {collective}")
+    if own is not None:
+        parts.append(f"at {own.location}" + (f" `{own.source}`" if own.source else ""))
+    if counts is not None:
+        parts.append(f"after {plural(counts.steps, 'optimizer step')}")
+        parts += [f"({plural(counts.forwards, 'forward')})"] if counts.forwards else []
+    return call, " ".join(parts)
 
 
 def waits_for_data(stack: Sequence[Frame]) -> bool:
@@ -359,13 +355,13 @@ def _library_roots() -> tuple[str, ...]:
     return tuple(root + os.sep for root in roots)
 
 
-def _call_of(frame: Frame) -> str | None:
+def _call_of(frame: Frame) -> str:
     folder, file = os.path.split(frame.file)
     if file == _FORWARD[0] and frame.name.endswith(_FORWARD[1]) and folder.endswith(os.path.join("nn", "modules")):
         return "forward"
     if frame.name == "step" and folder.endswith("optim"):
         return "optimizer.step"
-    return _CALLS.get(frame.name)
+    return frame.name if frame.name in _OWN_NAMES or _is_collective(frame) else _CALLS.get(frame.name, "")
 
 
 def format_stack(stack: Sequence[Frame]) -> list[str]:

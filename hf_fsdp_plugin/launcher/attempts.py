@@ -11,7 +11,6 @@ leave behind end (see ``orphan_processes``); and the exit code is that of the sc
 
 from __future__ import annotations
 
-import functools
 import json
 import logging
 import os
@@ -22,22 +21,21 @@ import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Final
 
 from hf_fsdp_plugin.hangs.hang_report import FoundHang
 from hf_fsdp_plugin.hangs.rank_exit import ERROR_FILE_VARIABLE
 from hf_fsdp_plugin.hangs.rank_files import RankFiles, write_atomically
+from hf_fsdp_plugin.launcher import rank_processes
 from hf_fsdp_plugin.launcher.orphan_processes import Guard, OrphanProcess, end_processes, run_name
-from hf_fsdp_plugin.launcher.other_machines import Announced, OtherMachines
-from hf_fsdp_plugin.launcher.rank_environment import RankJob, launch_env, rank_command, rank_env
-from hf_fsdp_plugin.launcher.rank_processes import RankOutput, RankProcess
+from hf_fsdp_plugin.launcher.other_machines import Announced
+from hf_fsdp_plugin.launcher.rank_processes import RankJob, RankOutput, RankProcess
 from hf_fsdp_plugin.launcher.rendezvous import Rendezvous, SignalException  # imports torch with less output
 from hf_fsdp_plugin.launcher.world import World
 from hf_fsdp_plugin.problems import Problem
-from hf_fsdp_plugin.runs.exits import RunResult, first_failure, summarize_exit
-from hf_fsdp_plugin.runs.failure_summary import format_failures
+from hf_fsdp_plugin.runs.failures import RunResult, first_failure, format_failures, summarize_exit
 from hf_fsdp_plugin.runs.restart_policy import FailedAttempt, Restarts, assess_attempt, decide_restart
 from hf_fsdp_plugin.sources.launchers import LaunchHandover
 from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec
@@ -66,17 +64,14 @@ def first_restarts(max_restarts: int, run_id: str = "") -> Restarts:
     return Restarts(run_id=run_id or uuid.uuid4().hex, max_restarts=max_restarts)
 
 
-def run_attempts(job: RankJob, rendezvous: Rendezvous, on_start: Callable[[], None] = lambda: None) -> int:
+def run_attempts(job: RankJob, rendezvous: Rendezvous) -> int:
     """Run the ranks until they succeed, or until no restart is left or helps. Returns the exit code of the launcher.
-
-    Args:
-        on_start: called when the machines have met, before ranks are started.
 
     Raises:
         RendezvousError: the machines did not meet.
     """
     try:
-        while (code := _run_attempt(job, rendezvous, on_start)) is None:
+        while (code := _run_attempt(job, rendezvous)) is None:
             pass
         return code
     except SignalException as stop:  # a signal between two attempts
@@ -101,8 +96,13 @@ def run_job(
         env: variables of the ranks in addition to those of the spec.
         should_stop: called again and again while the ranks run. Returns why they are stopped; ``None`` if they are not.
     """
-    env = {**launch_env(spec, world, handover), **env}
-    job = RankJob(command=rank_command(words), num_local=world.size, env=env, grace=_JOB_GRACE, should_stop=should_stop)
+    job = RankJob(
+        command=rank_processes.rank_command(words),
+        num_local=world.size,
+        env={**rank_processes.launch_env(spec, world, handover), **env},
+        grace=_JOB_GRACE,
+        should_stop=should_stop,
+    )
     rendezvous = Rendezvous(first_restarts(0))
     try:
         result = run_once(job, rendezvous)
@@ -112,7 +112,7 @@ def run_job(
     return result
 
 
-def _run_attempt(job: RankJob, rendezvous: Rendezvous, on_start: Callable[[], None]) -> int | None:
+def _run_attempt(job: RankJob, rendezvous: Rendezvous) -> int | None:
     """Run the ranks once. Returns the exit code, or ``None`` if they are to be started again.
 
     The steps after a failure:
@@ -128,7 +128,7 @@ def _run_attempt(job: RankJob, rendezvous: Rendezvous, on_start: Callable[[], No
        again.
     """
     began = time.monotonic()
-    result = run_once(job, rendezvous, on_start)  # 1 to 3
+    result = run_once(job, rendezvous)  # 1 to 3
     if result is None:
         job.notice("the run has ended without this machine, which was a spare")
         return 0
@@ -153,12 +153,12 @@ def _run_attempt(job: RankJob, rendezvous: Rendezvous, on_start: Callable[[], No
     return None
 
 
-def run_once(job: RankJob, rendezvous: Rendezvous, on_start: Callable[[], None] = lambda: None) -> RunResult | None:
+def run_once(job: RankJob, rendezvous: Rendezvous) -> RunResult | None:
     """Run the ranks of this machine once. No process of theirs is left afterwards.
 
     Torch's agent takes these steps:
 
-    1. The machines meet (``Rendezvous.next_rendezvous``), and ``on_start`` is called (``AttemptRanks.begin``).
+    1. The machines meet (``Rendezvous.next_rendezvous``), and ``RankJob.on_start`` is called (``AttemptRanks.begin``).
     2. Each rank gets the files of its output and its environment (``AttemptRanks.reify``): that of the launcher, and
        over it torch's variables, then those of the run (``launch_env``), then those of the rank (``rank_env``).
     3. Torch starts the processes, whose ids ``AttemptRanks.take_pids`` gets. Each runs ``run_script.run_rank``: it arms
@@ -174,7 +174,7 @@ def run_once(job: RankJob, rendezvous: Rendezvous, on_start: Callable[[], None] 
     """
     _prepare_torch()
     with tempfile.TemporaryDirectory(prefix="hf_fsdp_") as scratch:
-        attempt = AttemptRanks(job, rendezvous, Path(scratch), on_start)
+        attempt = AttemptRanks(job, rendezvous, Path(scratch))
         spec = WorkerSpec(
             role=job.role,
             local_world_size=job.num_local,
@@ -218,19 +218,12 @@ class OutputClosed(Exception):
 class AttemptRanks(LogsSpecs):
     """The ranks of this machine from their start to their end, and the files to which their output goes."""
 
-    def __init__(self, job: RankJob, rendezvous: Rendezvous, scratch: Path, on_start: Callable[[], None]) -> None:
+    def __init__(self, job: RankJob, rendezvous: Rendezvous, scratch: Path) -> None:
         super().__init__()
-        self._job, self._rendezvous, self._scratch, self._on_start = job, rendezvous, scratch, on_start
-        self._output = RankOutput(
-            show_all=job.show_all,
-            show_first=job.show_first,
-            log_dir=job.log_dir,
-            append_logs=rendezvous.restarts.count > 0,
-            scratch=scratch,
-            notice=job.notice,
-        )
+        self._job, self._rendezvous, self._scratch = job, rendezvous, scratch
+        self._output = RankOutput(job, scratch, append_logs=rendezvous.restarts.count > 0)
         self._files = RankFiles(scratch / "rank")
-        self._prepared: dict[int, Callable[..., RankProcess]] = {}
+        self._prepared: dict[int, RankProcess] = {}
         self._noticed: set[str] = set()
         self._run = run_name()
         self._guard = Guard(self._run, scratch)
@@ -256,14 +249,10 @@ class AttemptRanks(LogsSpecs):
     def root_log_dir(self) -> str:
         return str(self._scratch)
 
-    @property
-    def _machines(self) -> OtherMachines:
-        return self._rendezvous.machines
-
     def begin(self) -> None:
         """The machines have met: print where, and write what the ranks read."""
-        self._on_start()
-        write_atomically(self._files.restarts, json.dumps(self._rendezvous.restarts.to_json()))
+        self._job.on_start()
+        write_atomically(self._files.restarts, json.dumps(asdict(self._rendezvous.restarts)))
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
         """Complete the environment of each rank, and return where its output goes. Torch's agent calls it for both."""
@@ -272,16 +261,18 @@ class AttemptRanks(LogsSpecs):
         for local_rank, env in envs.items():
             rank = int(env["RANK"])
             files = RankFiles(self._scratch / f"rank_{rank}")
-            env |= {**self._job.env, **rank_env(files, self._run, restarts)}
+            env |= {**self._job.env, **rank_processes.rank_env(files, self._run, restarts)}
             streams.error_files[local_rank] = env[ERROR_FILE_VARIABLE]
             opened = self._output.open(rank, is_first=local_rank == 0)
             streams.stdouts[local_rank], streams.stderrs[local_rank], tail = opened
-            self._prepared[local_rank] = functools.partial(RankProcess, rank=rank, files=files, tail=tail)
+            self._prepared[local_rank] = RankProcess(rank=rank, pid=0, files=files, tail=tail)
         return streams
 
     def take_pids(self, pids: Mapping[int, int]) -> None:
         """Take the processes that torch has started, by local rank."""
-        self.ranks += [self._prepared[local_rank](pid=pid) for local_rank, pid in sorted(pids.items())]
+        for local_rank, pid in sorted(pids.items()):
+            self._prepared[local_rank].pid = pid
+            self.ranks.append(self._prepared[local_rank])
 
     def _running(self) -> list[RankProcess]:
         return [rank for rank in self.ranks if rank.is_running]
@@ -301,27 +292,27 @@ class AttemptRanks(LogsSpecs):
         time.sleep(_STACK_SECONDS)
 
     def is_over(self) -> bool:
-        """Return whether all ranks have exited. Stops them if one has failed, and waits for the other machines."""
-        if self._has_failed():
+        """Return whether all ranks have exited.
+
+        Stops them if one has failed, here or elsewhere, or if a machine joins; otherwise waits for the other machines.
+        """
+        self._print_notices()
+        if self._output.reader_exited:
+            raise OutputClosed
+        machines = self._rendezvous.machines
+        self._announced = machines.failure()
+        self._stopped_by = self._job.should_stop() or ""
+        if self._announced is None and self._rendezvous.is_waiting():
+            self._announced = machines.announce("a machine joins the run", "joins")
+        is_ended = self._announced is not None or bool(self._stopped_by) or self._files.hang.exists()
+        if is_ended or any(rank.has_failed for rank in self.ranks):
             self._stop_after_failure()
         elif self._running():
             return False
         else:  # wait for machines whose ranks end later
-            self._machines.end()
-            self._machines.wait_for_end(_EXIT_BARRIER_SECONDS)
+            machines.end()
+            machines.wait_for_end(_EXIT_BARRIER_SECONDS)
         return True
-
-    def _has_failed(self) -> bool:
-        """Return whether the ranks have to be stopped: one has failed, here or elsewhere, or a machine joins."""
-        self._print_notices()
-        if self._output.reader_exited:
-            raise OutputClosed
-        self._announced = self._machines.failure()
-        self._stopped_by = self._job.should_stop() or ""
-        if self._announced is None and self._rendezvous.is_waiting():
-            self._announced = self._machines.announce("a machine joins the run", "joins")
-        has_failed = any(rank.has_failed for rank in self.ranks)
-        return has_failed or self._announced is not None or bool(self._stopped_by) or self._files.hang.exists()
 
     def _stop_after_failure(self) -> None:
         """Stop all ranks, after they had time to fail by themselves, and tell the other machines why."""
@@ -341,16 +332,18 @@ class AttemptRanks(LogsSpecs):
         """Announce a failure of this machine. A failure that another machine may have caused can wait."""
         if self._announced is not None or self._stopped_by:
             return
-        hang = FoundHang.read(self._files.hang)
+        machines = self._rendezvous.machines
         first = first_failure(rank.result() for rank in self.ranks if rank.has_failed)
-        if hang is None and first is None:
-            return
-        if wait and (hang.elsewhere if hang is not None else first is not None and first.has_lost_connection):
-            self._announced = self._machines.failure()
-        elif hang is not None:
-            self._announced = self._machines.announce(hang.message, "hung")
+        if (hang := FoundHang.read(self._files.hang)) is not None:
+            is_from_elsewhere, text = hang.elsewhere, hang.message
         elif first is not None:
-            self._announced = self._machines.announce(f"rank {first.rank}: {summarize_exit(first)}")
+            is_from_elsewhere, text = first.has_lost_connection, f"rank {first.rank}: {summarize_exit(first)}"
+        else:
+            return
+        if wait and is_from_elsewhere:
+            self._announced = machines.failure()
+        else:
+            self._announced = machines.announce(text, "hung" if hang is not None else "failed")
 
     def end(self, death_signal: signal.Signals) -> None:
         """End the ranks that still run, because the launcher has received a signal or fails."""
@@ -376,8 +369,8 @@ class AttemptRanks(LogsSpecs):
         end_processes(self._run, on_term=self._warn_orphans if has_ended else None)
         self._output.finish()
         self._print_notices()
-        announced = self._announced
-        is_remote = announced is not None and (announced.kind == "lost" or announced.machine != self._machines.machine)
+        announced, machines = self._announced, self._rendezvous.machines
+        is_remote = announced is not None and (announced.kind == "lost" or announced.machine != machines.machine)
         result = RunResult(
             exits=tuple(rank.result() for rank in self.ranks),
             signal_number=signal_number,
@@ -387,7 +380,7 @@ class AttemptRanks(LogsSpecs):
             joins=announced is not None and announced.kind == "joins",
         )
         if result.needs_places and not result.joins:
-            result.elsewhere, result.notes = self._machines.share_places(result.places)
+            result.elsewhere, result.notes = machines.share_places(result.places)
         return result
 
     def _print_notices(self) -> None:

@@ -10,12 +10,13 @@ grows with the number of machines only.
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass
 from typing import Any, Final, Literal, TypeVar
 
-from hf_fsdp_plugin.hangs.rank_exit import positive_seconds
+from hf_fsdp_plugin.hangs.rank_exit import read_seconds
 from hf_fsdp_plugin.hangs.rank_stacks import RanksAt
 from hf_fsdp_plugin.problems import Problem
 from hf_fsdp_plugin.runs.restart_policy import FailedAttempt, lost_machine
@@ -71,7 +72,8 @@ _MAX_TEXT: Final = 1000
 
 def silence_limit() -> float:
     """Return the limit in seconds. Raises ``ValueError`` if the environment variable is not a positive number."""
-    return positive_seconds(MACHINE_LIMIT_VARIABLE, DEFAULT_LIMIT)
+    text = os.environ.get(MACHINE_LIMIT_VARIABLE, "").strip()
+    return read_seconds(text, MACHINE_LIMIT_VARIABLE) if text else DEFAULT_LIMIT
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator, Mapping
+from dataclasses import asdict
 from typing import Any, Final
 
 from hf_fsdp_plugin.launcher.other_machines import OtherMachines, compare_facts, silence_limit
@@ -54,25 +55,18 @@ def _variable(name: str, value: str) -> Iterator[None]:
 # C++ stacks of a closed store are hidden. Torch reads the variable when it is imported. Python still raises the errors.
 with _variable("TORCH_CPP_LOG_LEVEL", os.environ.get("TORCH_CPP_LOG_LEVEL", "FATAL")):
     from torch.distributed import HashStore, PrefixStore, Store, TCPStore
+    from torch.distributed.elastic import rendezvous as elastic
     from torch.distributed.elastic.multiprocessing import SignalException as SignalException
-    from torch.distributed.elastic.rendezvous import (
-        RendezvousClosedError,
-        RendezvousHandler,
-        RendezvousInfo,
-        RendezvousParameters,
-        RendezvousStoreInfo,
-        RendezvousTimeoutError,
-    )
-    from torch.distributed.elastic.rendezvous.api import RendezvousError as TorchError
     from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_backend
     from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
+    from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
 
 class RendezvousError(SpecError):
     """Not all machines joined, or they are about to run different things."""
 
 
-class Rendezvous(RendezvousHandler):
+class Rendezvous(StaticTCPRendezvous):
     """The rendezvous of one machine. Each attempt has a store of its own on the loopback interface.
 
     Attributes:
@@ -82,23 +76,23 @@ class Rendezvous(RendezvousHandler):
     """
 
     def __init__(self, restarts: Restarts, port: int = 0) -> None:
+        super().__init__("127.0.0.1", port, rank=0, world_size=1, run_id=restarts.run_id, timeout=round(MEET_SECONDS))
         self.restarts = restarts
         self.machines = OtherMachines()
         self.address = ""
         self._rank_store: Store | None = None
         self._listening: socket.socket | None = None
-        self._port = port
 
     def reserve(self) -> Problem | None:
         """Listen on the requested port. Returns a warning if it is in use: then another port is used."""
         try:
-            self._listening = _listen(self._port)
+            self._listening = _listen(self.master_port)
         except OSError:
-            message = f"port {self._port} is in use on this machine. A free port is used instead."
+            message = f"port {self.master_port} is in use on this machine. A free port is used instead."
             return Problem(code="FSDP-W711", setting="launch.main_process_port", message=message)
         return None
 
-    def next_rendezvous(self) -> RendezvousInfo:
+    def next_rendezvous(self) -> elastic.RendezvousInfo:
         listening = self._listening or _listen(0)
         self._listening = None
         host, port = listening.getsockname()
@@ -108,31 +102,14 @@ class Rendezvous(RendezvousHandler):
         )
         self.address = f"{host}:{port}"
         self.machines = OtherMachines()
-        return RendezvousInfo(HashStore(), 0, 1, RendezvousStoreInfo(host, port))
+        return elastic.RendezvousInfo(HashStore(), 0, 1, elastic.RendezvousStoreInfo(host, port))
 
     def is_waiting(self) -> bool:
         """Return whether a machine wants to join the run. Asks once per second."""
         return False
 
-    @property
-    def use_agent_store(self) -> bool:
-        return True
-
-    def get_backend(self) -> str:
-        return "static"
-
     def get_run_id(self) -> str:
         return self.restarts.run_id
-
-    def num_nodes_waiting(self) -> int:
-        """Return 0: the launcher decides itself when an attempt ends, see :meth:`is_waiting`."""
-        return 0
-
-    def is_closed(self) -> bool:
-        return False
-
-    def set_closed(self) -> None:
-        """Do nothing: there is no other machine."""
 
     def shutdown(self) -> bool:
         if self._listening is not None:
@@ -176,7 +153,6 @@ class MachinesRendezvous(Rendezvous):
         self._min_machines = min_machines or world.num_machines
         self._conf: dict[str, Any] = dict(pair.split("=", 1) for pair in conf.split(",") if "=" in pair)
         self._seconds = float(self._conf.pop("timeout", self._conf.get("join_timeout", MEET_SECONDS)))
-        self._launcher = f"{socket.gethostname()} {os.getpid()} {time.time_ns()}"
         self._is_numbered = launch.rdzv_backend == "static"
         self._store: Any = None
         self._handler: Any = None
@@ -196,7 +172,7 @@ class MachinesRendezvous(Rendezvous):
     def get_backend(self) -> str:
         return self._launch.rdzv_backend
 
-    def next_rendezvous(self) -> RendezvousInfo:
+    def next_rendezvous(self) -> elastic.RendezvousInfo:
         """Wait for the other machines.
 
         Raises:
@@ -210,41 +186,38 @@ class MachinesRendezvous(Rendezvous):
             with _variable("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1"):
                 info = self._handler.next_rendezvous()
             return self._meet(info)
-        except RendezvousTimeoutError as error:
-            raise self._not_met("not all of them came in time", again) from error
-        except RendezvousClosedError as error:
-            self._raise_refused()
-            raise self._not_met("the run has ended on the other machines", again) from error
-        except (TorchError, RuntimeError, OSError) as error:
+        except (elastic.RendezvousError, RuntimeError, OSError) as error:
             reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+            if isinstance(error, elastic.RendezvousTimeoutError):
+                reason = "not all of them came in time"
+            elif isinstance(error, elastic.RendezvousClosedError):
+                self._raise_refused()
+                reason = "the run has ended on the other machines"
             raise self._not_met(printable(reason[:300]), again) from error
 
     def _connect(self) -> None:
         """Open the store of the launchers, on machine 0, or connect to it, and compare what the machines run."""
         _check_address(self._launch, is_host=self._is_host, seconds=self._seconds)
         limit = max(3, round(silence_limit()))
-        parameters = RendezvousParameters(
-            backend="c10d",
-            endpoint=rendezvous_address(self._launch),
-            run_id=_NAME,
-            min_nodes=self._min_machines,
-            max_nodes=self._world.num_machines,
-            local_addr=self._launch.main_process_ip if self._is_local else None,
-            **{
-                "join_timeout": str(round(self._seconds)),
-                "last_call_timeout": str(_LAST_CALL_SECONDS),
-                "keep_alive_interval": str(max(1, limit // 3)),
-                "read_timeout": str(limit),
-                **({"is_host": str(self._is_host)} if self._is_numbered else {}),
-                **self._conf,
-            },
+        options = {
+            "join_timeout": str(round(self._seconds)),
+            "last_call_timeout": str(_LAST_CALL_SECONDS),
+            "keep_alive_interval": str(max(1, limit // 3)),
+            "read_timeout": str(limit),
+            **({"is_host": str(self._is_host)} if self._is_numbered else {}),
+            **self._conf,
+        }
+        local = self._launch.main_process_ip if self._is_local else None
+        address, num_machines = rendezvous_address(self._launch), self._world.num_machines
+        parameters = elastic.RendezvousParameters(
+            "c10d", address, _NAME, self._min_machines, num_machines, local_addr=local, **options
         )
         deadline = time.monotonic() + self._seconds
         while True:
             try:
                 backend, store = create_backend(parameters)
                 break
-            except TorchError:
+            except elastic.RendezvousError:
                 if self._is_host or time.monotonic() > deadline:
                     raise
                 time.sleep(1.0)  # machine 0 is not started yet
@@ -272,15 +245,12 @@ class MachinesRendezvous(Rendezvous):
         if not self._is_numbered:
             return
         number, store = self._launch.machine_rank, self._store
-        holder = store.compare_set(f"machine/{number}", "", self._launcher).decode()
-        if holder != self._launcher:
-            beats = store.add(f"alive/{number}", 0)
+        if (beats := store.add(f"alive/{number}", 1)) > 1:
             time.sleep(_BEATS_SECONDS)
             if store.add(f"alive/{number}", 0) != beats:
                 message = f"machine {number} has already joined this run, and the run has not lost it."
                 fix = "Give each machine its own --machine_rank. After a failure, start all machines again."
                 raise _error("FSDP-E719", message, fix)
-            store.set(f"machine/{number}", self._launcher)
 
         def beat() -> None:
             with contextlib.suppress(RuntimeError):  # the store is lost
@@ -290,10 +260,10 @@ class MachinesRendezvous(Rendezvous):
         self._beats = threading.Thread(target=beat, name="hf_fsdp_alive", daemon=True)
         self._beats.start()
 
-    def _meet(self, info: RendezvousInfo) -> RendezvousInfo:
+    def _meet(self, info: elastic.RendezvousInfo) -> elastic.RendezvousInfo:
         """Exchange what each machine knows, number them, and open the store of the ranks."""
         meeting, node, size = info.store, info.rank, info.world_size
-        mine = {"rank": self._launch.machine_rank if self._is_numbered else node, "restarts": self.restarts.to_json()}
+        mine = {"rank": self._launch.machine_rank if self._is_numbered else node, "restarts": asdict(self.restarts)}
         meeting.set(f"joined/{node}", json.dumps(mine))
         if node == 0:
             _open(meeting, size)
@@ -309,14 +279,14 @@ class MachinesRendezvous(Rendezvous):
         self.address = f"{host}:{port}"
         self.machines = OtherMachines(attempt, number, size)
         self._num_met = size
-        return RendezvousInfo(attempt, number, size, RendezvousStoreInfo(host, port))
+        return elastic.RendezvousInfo(attempt, number, size, elastic.RendezvousStoreInfo(host, port))
 
     def is_waiting(self) -> bool:
         now = time.monotonic()
         if self._num_met == self._world.num_machines or now < self._next_look:
             return False
         self._next_look = now + 1.0
-        with contextlib.suppress(RuntimeError, TorchError):  # the store is lost, as the others find out
+        with contextlib.suppress(RuntimeError, elastic.RendezvousError):  # the store is lost, as the others find out
             return bool(self._handler.num_nodes_waiting())
         return False
 
@@ -326,10 +296,10 @@ class MachinesRendezvous(Rendezvous):
             self._beats.join()
         if self._handler is None:
             return True
-        with contextlib.suppress(RuntimeError, TorchError):  # the machine with the store has ended
+        with contextlib.suppress(RuntimeError, elastic.RendezvousError):  # the machine with the store has ended
             self._store.add("left", 1)
         # Ends torch's thread of heartbeats in any case: the interpreter must not end while it is in a request.
-        with contextlib.suppress(RuntimeError, TorchError):
+        with contextlib.suppress(RuntimeError, elastic.RendezvousError):
             self._handler.shutdown()
             deadline = time.monotonic() + _LEAVE_SECONDS
             may_host = self._is_host or not self._is_numbered
@@ -340,18 +310,17 @@ class MachinesRendezvous(Rendezvous):
     def _not_met(self, reason: str, again: bool) -> RendezvousError:
         at = rendezvous_address(self._launch)
         if again:
-            message = f"the machines did not meet again at {at}: {reason}."
             fix = (
                 "Start the launcher on every machine. --rdzv_conf timeout=SECONDS changes the limit. If machine 0 was "
                 "lost, start the whole run again: it resumes from its newest checkpoint with the same --run_id."
             )
-            return _error("FSDP-E717", message, fix)
-        message = f"the {plural(self._world.num_machines, 'machine')} did not meet at {at}: {reason}."
+            return _error("FSDP-E717", f"the machines did not meet again at {at}: {reason}.", fix)
         fix = (
             "Check that machine 0 is started, that its address and port are reachable from here, and that no two "
             "machines have the same --machine_rank."
         )
-        return _error("FSDP-E707", message, fix)
+        machines = plural(self._world.num_machines, "machine")
+        return _error("FSDP-E707", f"the {machines} did not meet at {at}: {reason}.", fix)
 
 
 def _open(meeting: Store, size: int) -> None:

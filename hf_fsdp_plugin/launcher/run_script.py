@@ -131,11 +131,8 @@ def check_script(arguments: LaunchArguments) -> None:
     except (OSError, ValueError):  # the name is too long for the file system, or contains a null byte
         exists = False
     if not exists:
-        hint = (
-            " If it is the value of a flag, leave it out: the flag takes no value."
-            if script.lower() in ("true", "false")
-            else ""
-        )
+        is_value = script.lower() in ("true", "false")
+        hint = " If it is the value of a flag, leave it out: the flag takes no value." if is_value else ""
         raise UsageError(f"{script[:200]}: no such script.{hint}")
     if not os.access(path, os.R_OK):
         raise UsageError(f"{script}: permission denied.")

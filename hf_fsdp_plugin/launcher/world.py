@@ -80,13 +80,8 @@ class DeviceSearch:
         self._found = FoundDevices()
         has_device_file = any(glob.glob(pattern) for pattern in _DEVICE_FILES)
         if has_device_file or importlib.metadata.entry_points(group="torch.backends"):
-            self._process = subprocess.Popen(
-                [sys.executable, "-c", _PRINT_DEVICES],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-                text=True,
-            )
+            command, null = [sys.executable, "-c", _PRINT_DEVICES], subprocess.DEVNULL
+            self._process = subprocess.Popen(command, stdin=null, stdout=subprocess.PIPE, stderr=null, text=True)
 
     def result(self) -> FoundDevices:
         """Wait for the search, and return the accelerators."""

@@ -35,7 +35,6 @@ import signal
 import socket
 import sys
 import tempfile
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
@@ -43,18 +42,12 @@ from itertools import pairwise, zip_longest
 from pathlib import Path
 from typing import Final
 
+from hf_fsdp_plugin.hangs import rank_files
 from hf_fsdp_plugin.hangs.hang_report import FoundHang
 from hf_fsdp_plugin.hangs.rank_exit import ERROR_FILE_VARIABLE, read_crash
-from hf_fsdp_plugin.hangs.rank_files import (
-    RUN_ID_VARIABLE,
-    RankFiles,
-    environment_of,
-    parent_of,
-    start_of,
-    write_atomically,
-)
+from hf_fsdp_plugin.hangs.rank_files import RUN_ID_VARIABLE, RankFiles, write_atomically
 from hf_fsdp_plugin.rank_variables import variable_number
-from hf_fsdp_plugin.runs.exits import RankExit, RunResult, read_exit
+from hf_fsdp_plugin.runs.failures import RankExit, RunResult, read_exit
 from hf_fsdp_plugin.runs.restart_policy import FailedAttempt, Restarts, assess_attempt, decide_restart
 
 POD_ID_VARIABLE: Final = "PET_RDZV_ID"
@@ -97,14 +90,18 @@ def identify_run(environ: Mapping[str, str], argv: tuple[str, ...] = ()) -> RunI
         argv: script and arguments, which keep the runs of one batch job apart.
     """
     requeues = variable_number(environ, "SLURM_RESTART_COUNT")
-    job = _slurm_job(environ, argv)
-    given = environ.get(RUN_ID_VARIABLE) or _id_of_pod(environ) or _ray_run()
-    if given:
-        run_id = given
-    elif _AGENT_VARIABLE in environ:
+    job = ""
+    if "SLURM_JOB_ID" in environ:
+        words = _short_hash("\0".join(argv))
+        job = f"slurm-{environ['SLURM_JOB_ID']}-{environ.get('SLURM_STEP_ID', 'batch')}-{words}"
+    pod = environ.get(POD_ID_VARIABLE, "")
+    if environ.get(_AGENT_VARIABLE, pod) != pod:  # the command line of torchrun has replaced it
+        pod = ""
+    run_id = given = environ.get(RUN_ID_VARIABLE) or pod or _ray_run()
+    if not given and _AGENT_VARIABLE in environ:
         run_id = f"{environ[_AGENT_VARIABLE]}-{socket.gethostname()}-{_agent(environ)}"
-    else:
-        run_id = job if "SLURM_PROCID" in environ else ""
+    elif not given and "SLURM_PROCID" in environ:
+        run_id = job
     return RunIdentity(
         id=run_id,
         given=bool(given),
@@ -136,9 +133,9 @@ def _agent(environ: Mapping[str, str]) -> str:
     # The nearest ancestor whose environment does not name the run: a shell or a profiler may be between.
     pid = os.getppid()
     named = f"{_AGENT_VARIABLE}={environ[_AGENT_VARIABLE]}"
-    while pid > 1 and named in environment_of(pid):
-        pid = parent_of(pid)
-    return f"{pid}-{start_of(pid)}"
+    while pid > 1 and named in rank_files.environment_of(pid):
+        pid = rank_files.parent_of(pid)
+    return f"{pid}-{rank_files.start_of(pid)}"
 
 
 def _logs(environ: Mapping[str, str]) -> Path | None:
@@ -159,12 +156,6 @@ def _start(environ: Mapping[str, str]) -> str:
     return _short_hash("\0".join(known))
 
 
-def _id_of_pod(environ: Mapping[str, str]) -> str:
-    """Return the id that the job of Kubernetes has, unless the command line of torchrun has replaced it."""
-    given = environ.get(POD_ID_VARIABLE, "")
-    return given if environ.get(_AGENT_VARIABLE, given) == given else ""
-
-
 def _ray_run() -> str:
     """Return the name of the experiment of Ray Train, if this process is one of its workers."""
     train = sys.modules.get("ray.train")
@@ -176,21 +167,12 @@ def _ray_run() -> str:
         return ""
 
 
-def _slurm_job(environ: Mapping[str, str], argv: tuple[str, ...]) -> str:
-    if "SLURM_JOB_ID" not in environ:
-        return ""
-    words = _short_hash("\0".join(argv))
-    return f"slurm-{environ['SLURM_JOB_ID']}-{environ.get('SLURM_STEP_ID', 'batch')}-{words}"
-
-
 def _short_hash(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 _MEMORY: Final = "run.json"
 """File in the folder of the run: the :class:`Offer` that the machines agreed on at the begin of its last attempt."""
-_BEGAN: Final = "began"
-"""File in the folder of an attempt: when it has begun."""
 _RANK_FILE: Final = re.compile(r"(rank_(\d+))\.\w+")
 _NO_RECORD: Final = {"kind": "exception", "type": "", "frames": [], "traceback": ""}
 _DAMAGED: Final = (OSError, ValueError, KeyError, TypeError, AttributeError)
@@ -293,21 +275,15 @@ def _earlier(folder: Path) -> list[Path]:
     return []
 
 
-def mark_begin(folder: Path) -> None:
-    """Record when this attempt has begun, in seconds since the epoch."""
-    write_atomically(folder / _BEGAN, str(time.time()))
-
-
 def forget_run(folder: Path) -> None:
-    """Remove what this machine remembers of an attempt, and of its run: it has ended without a failure."""
-    (folder / _BEGAN).unlink(missing_ok=True)
+    """Remove what this machine remembers of a run that has ended without a failure, from the folder of its attempt."""
     (folder.parent / _MEMORY).unlink(missing_ok=True)
 
 
 def _began(folder: Path) -> float:
-    with suppress(OSError, ValueError):
-        return float((folder / _BEGAN).read_text())
-    return folder.stat().st_mtime
+    """Return when an attempt has begun, in seconds since the epoch: then its ranks have registered."""
+    registered = [path.stat().st_mtime for path in folder.glob("rank_*.pid")]
+    return min(registered, default=folder.stat().st_mtime)
 
 
 def _failed_attempts(folder: Path, first: int, known: Restarts, machine: int) -> Iterator[FailedAttempt | None]:

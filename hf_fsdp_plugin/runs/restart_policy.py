@@ -16,13 +16,13 @@ from __future__ import annotations
 import builtins
 import signal
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from hf_fsdp_plugin.hangs.rank_exit import stack_of
 from hf_fsdp_plugin.hangs.rank_stacks import is_library
 from hf_fsdp_plugin.problems import Problem
-from hf_fsdp_plugin.runs.exits import RankExit, RunResult, summarize_exit
+from hf_fsdp_plugin.runs.failures import RankExit, RunResult, summarize_exit
 from hf_fsdp_plugin.text import plural
 
 RESTART_VARIABLE: Final = "HF_FSDP_RESTART_COUNT"
@@ -89,8 +89,10 @@ class Restarts:
     @property
     def title(self) -> str:
         """Name of the present attempt, such as ``restart 1 of 3``."""
-        limit = f" of {self.max_restarts}" if self.num_failures <= self.max_restarts else ""
-        return f"restart {self.num_failures}{limit}"
+        return f"restart {self.num_failures}{self._limit(' of')}"
+
+    def _limit(self, of: str) -> str:
+        return f"{of} {self.max_restarts}" if self.num_failures <= self.max_restarts else ""
 
     @property
     def last_failure(self) -> str:
@@ -140,15 +142,11 @@ class Restarts:
         if not self.failures:
             return ""
         lost = plural(sum(self.lost_steps(began)), "optimizer step")
-        limit = f" of at most {self.max_restarts}" if self.num_failures <= self.max_restarts else ""
-        return f"{plural(self.num_failures, 'restart')}{limit}, {lost} trained again"
-
-    def to_json(self) -> dict[str, Any]:
-        """Return what :meth:`from_json` reads."""
-        return asdict(self)
+        return f"{plural(self.num_failures, 'restart')}{self._limit(' of at most')}, {lost} trained again"
 
     @classmethod
     def from_json(cls, tree: Mapping[str, Any]) -> Restarts:
+        """Return the restarts from the value of ``dataclasses.asdict``."""
         failures = tuple(FailedAttempt(**attempt) for attempt in tree["failures"])
         refusal = Problem(**tree["refusal"]) if tree["refusal"] is not None else None
         return cls(**{**tree, "failures": failures, "refusal": refusal})

@@ -26,8 +26,7 @@ from hf_fsdp_plugin.hangs.hang_finder import HangFinder
 from hf_fsdp_plugin.hangs.hang_queries import HangQueries
 from hf_fsdp_plugin.hangs.hang_report import FoundHang, Hang, found_hang, write_hang
 from hf_fsdp_plugin.hangs.rank_files import RankFiles, is_halted, processor_use
-from hf_fsdp_plugin.runs.exits import RunResult
-from hf_fsdp_plugin.runs.failure_summary import format_failures
+from hf_fsdp_plugin.runs.failures import RunResult, format_failures
 from tests.unit.hangs.test_hang_watch import LIMIT, queries_of
 
 SLEEPS = "import time; time.sleep(60)"
@@ -227,8 +226,11 @@ def looks_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_first_announcement_ends_all_machines(ranks: Make) -> None:
     store = dist.HashStore()
     mine, other = queries_of(store, 0, 4), queries_of(store, 1, 4)
-    assert other.announce({"text": "rank 3 hangs"})
-    assert not mine.announce({"text": "rank 0 hangs"}) and mine.announced == {"text": "rank 3 hangs"}
+    hangs = [FoundHang(text="all", message=f"rank {rank} hangs", same_as="") for rank in (3, 0)]
+    assert other.announce(hangs[0], "machine 1") is hangs[0]
+    first = mine.announce(hangs[1], "machine 0")
+    assert first == mine.announced == hangs[0].of_machine("machine 1") and first.elsewhere
+    assert first.message == "machine 1: rank 3 hangs" and first.text.endswith(f"another failed: {first.message}")
     both = ranks()
     both[1].record.begin(Group(), "all-reduce", None)  # type: ignore[arg-type]
     hang, _ = watch_for(both, LIMIT * 3, hang_queries=queries_of(store, 2, 4))

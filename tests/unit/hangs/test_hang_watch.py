@@ -15,10 +15,10 @@ import pytest
 import torch.distributed as dist
 
 from hf_fsdp_plugin.hangs import hang_queries, hang_report, rank_files
-from hf_fsdp_plugin.hangs.calls import HANG_LIMIT_VARIABLE, RankCalls
-from hf_fsdp_plugin.hangs.hang_finder import DEFAULT_LIMIT, hang_limit
+from hf_fsdp_plugin.hangs.calls import RankCalls
 from hf_fsdp_plugin.hangs.hang_queries import HangQueries, JobStore, StoreLost
 from hf_fsdp_plugin.hangs.hang_report import write_hang
+from hf_fsdp_plugin.hangs.rank_exit import DEFAULT_HANG_LIMIT, HANG_LIMIT_VARIABLE, hang_limit
 from hf_fsdp_plugin.hangs.rank_files import ProcessorUse, processor_use
 
 LIMIT = 0.4
@@ -33,7 +33,7 @@ def test_use_of_a_session_contains_its_children(monkeypatch: pytest.MonkeyPatch,
         return [state, "1", str(session), str(session), "0", "0", "0", str(faults), "0", "2", "0", *map(str, times)]
 
     known = {7: stat_of("S", 7, 10, 5, 1), 8: stat_of("D", 7, 20, 3, 0), 9: stat_of("R", 9, 0, 4, 0)}
-    monkeypatch.setattr(rank_files, "_stat", lambda folder: known.get(int(folder.name), []))
+    monkeypatch.setattr(rank_files, "_stat", known.__getitem__)
     for pid in known:
         (tmp_path / str(pid)).mkdir()
     monkeypatch.setattr(rank_files, "Path", lambda path: tmp_path)
@@ -238,7 +238,7 @@ def test_one_of_two_machines_that_ask_at_once_is_answered() -> None:
 @pytest.mark.parametrize(
     ("flag", "variable", "expected"),
     [
-        (None, "", (DEFAULT_LIMIT, False)),
+        (None, "", (DEFAULT_HANG_LIMIT, False)),
         ("30", "60", (30.0, True)),
         (None, "60.5", (60.5, True)),
         ("0", "", (0.0, True)),

@@ -6,12 +6,17 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from hf_fsdp_plugin.launcher.rank_processes import RankOutput
+from hf_fsdp_plugin.launcher.rank_processes import RankJob, RankOutput
 
 NUM_BYTES = 300_000  # more than a pipe holds
+
+
+def job_of(**options: Any) -> RankJob:
+    return RankJob(command=(), num_local=1, env={}, show_first=True, **options)
 
 
 def run_rank(output: RankOutput, code: str) -> subprocess.Popen[bytes]:
@@ -28,7 +33,7 @@ def run_rank(output: RankOutput, code: str) -> subprocess.Popen[bytes]:
 def test_full_log_is_reported_once(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "rank_0.log").symlink_to("/dev/full")
     notices: list[object] = []
-    output = RankOutput(show_all=False, log_dir=tmp_path, scratch=tmp_path, notice=notices.append)
+    output = RankOutput(job_of(log_dir=tmp_path, notice=notices.append), tmp_path)
     run_rank(output, f"print('x' * {NUM_BYTES})")
     assert len(notices) == 1 and "FSDP-W745" in str(notices[0]) and "rank_0.log is incomplete" in str(notices[0])
     assert capfd.readouterr().out.count("x") == NUM_BYTES
@@ -37,7 +42,7 @@ def test_full_log_is_reported_once(tmp_path: Path, capfd: pytest.CaptureFixture[
 def test_log_that_cannot_be_opened_is_reported(tmp_path: Path) -> None:
     (tmp_path / "rank_0.log").mkdir()
     notices: list[object] = []
-    run_rank(RankOutput(show_all=False, log_dir=tmp_path, scratch=tmp_path, notice=notices.append), "print('shown')")
+    run_rank(RankOutput(job_of(log_dir=tmp_path, notice=notices.append), tmp_path), "print('shown')")
     assert len(notices) == 1 and "FSDP-W745" in str(notices[0])
 
 
@@ -46,8 +51,8 @@ def test_exited_reader_is_noticed_and_pipe_is_read(tmp_path: Path) -> None:
 import subprocess, sys
 from pathlib import Path
 sys.path.insert(0, {str(Path(__file__).parents[3])!r})
-from tests.unit.launcher.test_rank_output import RankOutput, run_rank
-output = RankOutput(show_all=True, log_dir=None, scratch=Path({str(tmp_path)!r}), notice=print)
+from tests.unit.launcher.test_rank_output import RankOutput, job_of, run_rank
+output = RankOutput(job_of(show_all=True), Path({str(tmp_path)!r}))
 run_rank(output, "print('x\\\\n' * {NUM_BYTES})")
 sys.exit(0 if output.reader_exited else 1)
 """

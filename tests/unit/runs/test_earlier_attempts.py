@@ -8,6 +8,7 @@ import signal
 import struct
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,6 @@ from hf_fsdp_plugin.runs.identity import (
     Offer,
     RunIdentity,
     make_offer,
-    mark_begin,
     merge_offers,
     remember_run,
 )
@@ -52,7 +52,6 @@ class Machine:
         """Return what its lowest rank offers in an attempt."""
         self.folder = self.run / f"{attempt}-{self.starts}"
         self.folder.mkdir(parents=True)
-        mark_begin(self.folder)
         self.starts, self.attempt = self.starts + 1, attempt
         identity = RunIdentity(**{"id": f"run{self.number}", "max_restarts": 5, "attempt": attempt, **self.identity})
         offer = make_offer(self.folder, identity, rank=2 * self.number, machine=self.number)
@@ -61,7 +60,7 @@ class Machine:
     def leave(self, rank: int, how: dict[str, Any] | None = None, *, before: int = 0, steps: int = 0) -> RankFiles:
         """Leave the files of a rank that has ended."""
         files = RankFiles(self.folder / f"rank_{rank}")
-        files.steps.write_bytes(struct.pack("<QQQ", steps, 9, before))
+        files.calls.write_bytes(struct.pack("10Q", 3, 0, 0, 0, 0, 0, 0, steps, 9, before))
         if how is not None:
             files.failure.write_text(json.dumps(how))
         return files
@@ -190,7 +189,7 @@ def test_hang_is_named_by_its_message(tmp_path: Path) -> None:
     one.leave(0, steps=3)
     message = "hang: rank 1 did not call it"
     same_as = "FSDP-E728 in all-gather of layers.0"
-    hang = FoundHang(text=message, message=message, code="FSDP-E728", same_as=same_as)
+    hang = FoundHang(text=message, message=message, same_as=same_as)
     assert hang.claim(RankFiles(one.folder / "rank").hang)
     found = one.agree(one.start(1)).failures[0]
     assert (found.failure, found.same_as, found.steps) == (message, same_as, 3)
@@ -278,8 +277,8 @@ def test_message_of_a_machine_does_not_grow_with_its_ranks(tmp_path: Path) -> No
 def test_seconds_are_those_until_the_next_start(tmp_path: Path) -> None:
     one = Machine(tmp_path)
     one.agree(one.start(0))
-    began = float((one.folder / "began").read_text())
-    (one.folder / "began").write_text(str(began - 30))
-    one.leave(0, failure(), steps=5)
+    registered = one.leave(0, failure(), steps=5).process
+    registered.touch()
+    os.utime(registered, (time.time() - 30, time.time() - 30))
     assert 30 <= one.agree(one.start(1)).failures[0].seconds < 60
     assert os.listdir(one.run)

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import signal
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from hf_fsdp_plugin.hangs.call_record import Counts
-from hf_fsdp_plugin.hangs.calls import Call, GroupCalls, RankCalls
+from hf_fsdp_plugin.hangs.calls import Call, Counts, GroupCalls, RankCalls
 from hf_fsdp_plugin.hangs.rank_stacks import Frame, RanksAt
 from hf_fsdp_plugin.launcher.run_script import __file__ as LIBRARY_FILE
-from hf_fsdp_plugin.runs.exits import RankExit, RunResult
-from hf_fsdp_plugin.runs.failure_summary import format_failures
+from hf_fsdp_plugin.runs.failures import RankExit, RunResult, format_failures
 
 SAVE = (Frame("/work/train.py", 30, "main"), Frame(LIBRARY_FILE, 9, "save_state"))
 BACKWARD = (Frame("/work/train.py", 20, "main"), Frame(LIBRARY_FILE, 9, "backward"))
@@ -27,8 +26,12 @@ LOST: dict[str, Any] = {
 ABORTED = -signal.SIGABRT
 
 
-def rank(number: int, code: int = 1, *, stopped: bool = False, **more: Any) -> RankExit:
-    return RankExit(rank=number, pid=1, code=code, stopped=stopped, time=1.0, **{"failure": None, "tail": (), **more})
+def rank(number: int, code: int = 1, *, steps: int | None = None, **more: Any) -> RankExit:
+    """A rank that has recorded the number of its optimizer steps, or its collectives."""
+    counts = Counts(steps, 0) if steps is not None else None
+    return RankExit(
+        **{"rank": number, "pid": 1, "code": code, "time": 1.0, "calls": RankCalls(rank=number, counts=counts), **more}
+    )
 
 
 def summary(*exits: RankExit) -> str:
@@ -36,8 +39,8 @@ def summary(*exits: RankExit) -> str:
 
 
 def test_aborted_rank_names_all_places() -> None:
-    lost = [rank(number, failure=LOST, stack=BACKWARD, counts=Counts(7, 0)) for number in (1, 2)]
-    result = RunResult(exits=(rank(0, ABORTED, stack=SAVE, counts=Counts(7, 0)), *lost))
+    lost = [rank(number, failure=LOST, stack=BACKWARD, steps=7) for number in (1, 2)]
+    result = RunResult(exits=(rank(0, ABORTED, stack=SAVE, steps=7), *lost))
     text = format_failures(result)
     assert "FSDP-E743" in text
     assert "rank 0 was in save_state at /work/train.py:30 after 7 optimizer steps; " in text
@@ -55,7 +58,7 @@ def test_rank_that_has_ended_is_named() -> None:
 @pytest.mark.parametrize(
     "exits",
     [
-        (rank(0, ABORTED, stack=SAVE, counts=Counts(7, 0)), rank(1, failure=LOST, stack=SAVE, counts=Counts(7, 0))),
+        (rank(0, ABORTED, stack=SAVE, steps=7), rank(1, failure=LOST, stack=SAVE, steps=7)),
         (rank(0, ABORTED, stack=SAVE), rank(1, -signal.SIGTERM, stopped=True)),
         (
             rank(0, failure={**LOST, "message": "KeyError: 'a'"}, stack=SAVE),
@@ -75,7 +78,7 @@ def test_halted_rank_is_named() -> None:
 
 
 def test_places_of_other_machines_are_merged() -> None:
-    lost, note = rank(0, failure=LOST, stack=BACKWARD, counts=Counts(7, 0)), "machine 2 is not included"
+    lost, note = rank(0, failure=LOST, stack=BACKWARD, steps=7), "machine 2 is not included"
     same = RanksAt((4, 5), "in backward at /work/train.py:20 after 7 optimizer steps")
     other = RanksAt((6,), "in save_state")
     text = format_failures(RunResult(exits=(lost,), elsewhere=(same, other), notes=(note,)))
@@ -91,7 +94,7 @@ def test_many_places_are_shortened() -> None:
 
 @pytest.mark.parametrize("stack", [SAVE, BACKWARD])
 def test_stopped_run_names_different_places(stack: tuple[Frame, ...]) -> None:
-    exits = (rank(0, -2, stack=BACKWARD, counts=Counts(7, 0)), rank(1, -2, stack=stack, counts=Counts(7, 0)))
+    exits = (rank(0, -2, stack=BACKWARD, steps=7), rank(1, -2, stack=stack, steps=7))
     text = format_failures(RunResult(exits=exits, signal_number=signal.SIGINT))
     assert text.startswith("hf-fsdp: stopped by SIGINT; ranks 0, 1 exited")
     assert ("\nhf-fsdp: rank 1 was in save_state at /work/train.py:30 after 7 optimizer steps" in text) is (
@@ -103,9 +106,7 @@ def test_stopped_run_names_different_places(stack: tuple[Frame, ...]) -> None:
 @pytest.mark.parametrize(("code", "named"), [("FSDP-E670", True), ("FSDP-E201", False)])
 def test_places_explain_a_call_that_ranks_did_not_make(code: str, named: bool) -> None:
     failure = {**LOST, "kind": "spec", "message": "rank 1 did not call it.", "codes": [code]}
-    text = summary(
-        rank(0, failure=failure), rank(1, -signal.SIGTERM, stopped=True, stack=BACKWARD, counts=Counts(1, 0))
-    )
+    text = summary(rank(0, failure=failure), rank(1, -signal.SIGTERM, stopped=True, stack=BACKWARD, steps=1))
     assert ("rank 1 was in backward at /work/train.py:20 after 1 optimizer step" in text) is named
 
 
@@ -130,7 +131,7 @@ def test_killed_rank_is_named_with_its_last_collective() -> None:
 
 def test_rank_that_left_silently_is_named() -> None:
     lost = rank(0, failure=LOST, stack=BACKWARD, calls=calls_of(0, "layers.0", "layers.1"))
-    gone = rank(1, 0, counts=Counts(3, 3), calls=calls_of(1, "layers.0"))
+    gone = rank(1, 0, calls=replace(calls_of(1, "layers.0"), counts=Counts(3, 3)))
     text = summary(lost, gone)
     assert "rank 1 exited with code 0 before the end of the script after 3 optimizer steps." in text
     assert "Only rank 0 had begun all-gather of layers.1" in text and "FSDP-E734" in text and "FSDP-E743" not in text

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import signal
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
 
-from hf_fsdp_plugin.hangs.call_record import Counts
-from hf_fsdp_plugin.runs.exits import RankExit, RunResult
+from hf_fsdp_plugin.hangs.calls import Counts, RankCalls
+from hf_fsdp_plugin.runs.failures import RankExit, RunResult
 from hf_fsdp_plugin.runs.restart_policy import (
     FailedAttempt,
     Restarts,
@@ -29,7 +29,7 @@ def failure(name: str, line: int = 7, **more: Any) -> dict[str, Any]:
 
 
 def rank(code: int = 1, how: dict[str, Any] | None = None, counts: Counts | None = None, **more: Any) -> RankExit:
-    return RankExit(rank=1, pid=1, code=code, stopped=False, time=1.0, failure=how, tail=(), counts=counts, **more)
+    return RankExit(rank=1, pid=1, code=code, time=1.0, failure=how, calls=RankCalls(rank=1, counts=counts), **more)
 
 
 def decided(restarts: Restarts, *exits: RankExit, signal_number: int = 0) -> Restarts:
@@ -112,4 +112,4 @@ def test_cause_is_found_among_machines() -> None:
 def test_attempt_and_refusal_are_read_as_written() -> None:
     attempt = assess_attempt(RunResult(exits=(rank(1, failure("OSError")),)), RUN, machine=1, seconds=1.0)
     for found in (decide_restart([attempt], RUN), decide_restart([attempt], Restarts())):
-        assert Restarts.from_json(json.loads(json.dumps(found.to_json()))) == found
+        assert Restarts.from_json(json.loads(json.dumps(asdict(found)))) == found

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+
 from hf_fsdp_plugin.runs.restart_policy import FailedAttempt, Restarts
 
 
@@ -27,4 +29,4 @@ def test_report_has_every_failure() -> None:
 
 def test_restarts_are_read_as_written() -> None:
     restarts = Restarts(run_id="a", max_restarts=5, failures=(attempt(0, 5),))
-    assert Restarts.from_json(restarts.to_json()) == restarts
+    assert Restarts.from_json(asdict(restarts)) == restarts

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import json
 import multiprocessing
 import os
 import signal
@@ -17,17 +18,19 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
+import torch.distributed as dist
+
+from hf_fsdp_plugin.hangs import rank_exit
 from hf_fsdp_plugin.hangs.call_record import read_header, record
 from hf_fsdp_plugin.hangs.calls import RankCalls
 from hf_fsdp_plugin.hangs.hang_finder import HangFinder
 from hf_fsdp_plugin.hangs.hang_queries import HangQueries, JobStore, PlaceInStore
-from hf_fsdp_plugin.hangs.hang_report import FoundHang, Hang, found_hang, write_hang
-from hf_fsdp_plugin.hangs.rank_exit import ExitWatch, HeldSigterm, hold_sigterm, write_error_file
+from hf_fsdp_plugin.hangs.hang_report import FoundHang, found_hang, write_hang
 from hf_fsdp_plugin.hangs.rank_files import (
     HANG,
     RUN_ID_VARIABLE,
@@ -37,8 +40,11 @@ from hf_fsdp_plugin.hangs.rank_files import (
     is_halted,
     write_atomically,
 )
-from hf_fsdp_plugin.hangs.rank_stacks import HeldAbort, stack_file
-from hf_fsdp_plugin.problems import SpecError
+from hf_fsdp_plugin.hangs.rank_stacks import HeldAbort, format_stack, stack_file
+from hf_fsdp_plugin.problems import Problem, SpecError
+from hf_fsdp_plugin.rank_variables import launched_local_rank
+from hf_fsdp_plugin.runs.failures import cause_of_abort, cause_of_end, find_first_cause
+from hf_fsdp_plugin.torch_private.functions import default_store
 
 _PAUSE: Final = 0.5
 _FRESH: Final = 5.0
@@ -55,14 +61,15 @@ _FLUSH_SECONDS: Final = 1.0
 _STOP_SECONDS: Final = 10.0
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Watched:
-    """What a watcher knows of its rank.
+@dataclass(kw_only=True, eq=False)
+class Watcher:
+    """The watcher of this process: what it knows of its rank, and the thread.
 
     Attributes:
         local_size: ranks of this machine.
         limit: seconds that a rank may wait in a collective; 0 for any time.
         is_strict: see :class:`HangFinder`.
+        exit_limit: seconds for which threads may keep the process running after the script has ended.
         has_launcher: whether ``hf-fsdp launch`` has started the rank, and prints what it reports.
         log_dir: folder of the dump of a hang; ``None`` for the working directory.
     """
@@ -73,45 +80,25 @@ class Watched:
     local_size: int
     limit: float
     is_strict: bool
+    exit_limit: float
     has_launcher: bool
     log_dir: Path | None = None
 
-
-class Watcher:
-    """The watcher of this process.
-
-    Args:
-        exits: watches the exit of this process.
-        cause_of_end: returns why another rank has exited, if the files of this machine show it.
-        cause_of_abort: returns why native code aborts this process. It may ask the other machines.
-    """
-
-    def __init__(
-        self,
-        watched: Watched,
-        exits: Callable[[Watcher], ExitWatch],
-        *,
-        cause_of_end: Callable[[], str] = str,
-        cause_of_abort: Callable[[Callable[[Sequence[RankCalls]], Sequence[RankCalls]]], str] = lambda ask_others: "",
-    ) -> None:
-        self._watched = watched
-        self._exits = exits(self)
-        self._cause_of_end = cause_of_end
-        self._cause_of_abort = cause_of_abort
-        self._sigterm: HeldSigterm | None = None
+    def __post_init__(self) -> None:
+        self._exits = rank_exit.ExitWatch(self.exit_limit, notice=self.notice, fail=self._fail)
+        self._sigterm: rank_exit.HeldSigterm | None = None
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="hf_fsdp_watch", daemon=True)
-        self._questions = JobStore(_store_of_questions, self._beat)
-        self._places = JobStore(_clone_of_store, self._beat)
+        self._store = JobStore(_watch_store, record.beat)
         self._peers: dict[int, Peer] = {}
         self._hangs: HangFinder | None = None
         self._queries = HangQueries()
         self._group_since = self._last_turn = self._hold_until = 0.0
-        self._place: PlaceInStore | None = None
+        self._place = PlaceInStore(self._store, self.rank)
 
     def start(self) -> None:
-        if not self._watched.has_launcher and self._watched.local_size > 1:
-            self._sigterm = hold_sigterm(self._watched.files.stacks)
+        if not self.has_launcher and self.local_size > 1:
+            self._sigterm = rank_exit.hold_sigterm(self.files.stacks)
         self._thread.start()
 
     def stop(self) -> bool:
@@ -119,18 +106,37 @@ class Watcher:
         self._stopped.set()
         if self._sigterm is not None:
             self._sigterm.wake()
-        self._questions.close()
-        self._places.close()
-        if self._thread is not threading.current_thread():
+        self._store.close()
+        if self._thread.is_alive() and self._thread is not threading.current_thread():
             self._thread.join(_STOP_SECONDS)
-        return self._questions.join(_STOP_SECONDS) and self._places.join(_STOP_SECONDS)
+        return self._store.join(_STOP_SECONDS)
 
     def notice(self, text: object) -> None:
         """Print a message for the user, or let the launcher print it."""
-        if self._watched.has_launcher:
-            write_atomically(self._watched.files.notice, str(text))
+        if self.has_launcher:
+            write_atomically(self.files.notice, str(text))
         else:
             print_block(f"hf-fsdp: {text}")
+
+    def record_failure(self, error: BaseException) -> str:
+        """Record the exception that ends this rank. Returns the cause of a lost connection; empty without one."""
+        failure, note = rank_exit.failure_of(error), ""
+        write_atomically(self.files.failure, json.dumps(failure))
+        if not self.has_launcher:
+            with rank_exit.delayed_sigterm() as is_told:
+                note = find_first_cause(self.rank, self.files, self.ask_others, is_told)
+        message = failure["message"] or f"exit code {getattr(error, 'code', 1)}"
+        is_spec = failure["kind"] == "spec"  # all ranks have this error: one rank of each machine writes and prints it
+        frames = [] if is_spec else format_stack(rank_exit.stack_of(failure))
+        if not is_spec or launched_local_rank() == 0:
+            cause = [f"hf-fsdp: {note}"] if note else []
+            rank_exit.write_error_file(message, "\n".join([message, *frames, *cause]))
+        return note
+
+    def _fail(self, problem: Problem) -> None:
+        self.record_failure(SpecError([problem]))
+        if not self.has_launcher:
+            print_block(f"hf-fsdp: {problem}")
 
     def _run(self) -> None:
         try:
@@ -138,7 +144,7 @@ class Watcher:
                 self._turn()
         except Exception as error:
             if not self._stopped.is_set():
-                self.notice(f"rank {self._watched.rank} is not watched any more: {type(error).__name__}: {error}")
+                self.notice(f"rank {self.rank} is not watched any more: {type(error).__name__}: {error}")
         finally:
             if self._sigterm is not None:
                 self._sigterm.release()
@@ -154,84 +160,66 @@ class Watcher:
 
     def _say_why(self) -> None:
         """Print why this process is ended, if the files of its machine show it, and no rank has said it."""
-        files = self._watched.files
-        if any(path.exists() for path in (files.failure, files.ended, files.hang)):
+        if any(path.exists() for path in (self.files.failure, self.files.ended, self.files.hang)):
             return
-        if cause := self._cause_of_end():
+        if cause := cause_of_end(self.files):
             with contextlib.suppress(OSError):
-                files.cause.touch(exist_ok=False)
+                self.files.cause.touch(exist_ok=False)
                 print_block(f"hf-fsdp: {cause}")
 
     def _turn(self) -> None:
         now = time.monotonic()
         if self._last_turn and now - self._last_turn > _FRESH:
             # All processes were suspended, or a call held the interpreter's lock, so the waits do not show a hang.
-            self._hold_until, self._hangs = now + self._watched.limit, None
-        self._beat()
+            self._hold_until, self._hangs = now + self.limit, None
+        record.beat()
         if stack_file.held_abort is not None and stack_file.held_abort.has_begun():
             self._abort(stack_file.held_abort)
-        files = self._watched.files
+        files = self.files
         if files.hang.exists():
             self.exit_after_hang()
         if self._exits.poll() and not files.failure.exists() and not has_failed() and not files.ended.exists():
             write_atomically(files.ended, "")
-        if self._watched.limit and _has_group():
+        if self.limit and dist.is_initialized():
             self._group_since = self._group_since or now
-            self._write_place()
+            self._place.poll()
             if now >= self._hold_until:
                 self._watch(now)
-        self._beat()
+        record.beat()
         self._last_turn = time.monotonic()
 
     def _abort(self, held: HeldAbort) -> None:
         """Print why native code aborts this process, and end it."""
         stack_file.record()
-        if cause := self._cause_of_abort(functools.partial(self.ask_others, answers=True)):
-            write_error_file(cause)
+        if cause := cause_of_abort(self.rank, self.files, functools.partial(self.ask_others, answers=True)):
+            rank_exit.write_error_file(cause)
             print_block(f"hf-fsdp: {cause}")
         held.end()
 
-    def _beat(self) -> None:
-        record.beat()
-
-    def _write_place(self) -> None:
-        if self._place is None:
-            from hf_fsdp_plugin.backends.ranks.collective_entry import DEFAULT_LIMIT, arrival_limit
-
-            limit = DEFAULT_LIMIT
-            with contextlib.suppress(SpecError):  # the first call that needs it raises this error
-                limit = arrival_limit()
-            self._place = PlaceInStore(self._places, self._watched.rank, self._watched.files, limit / 2)
-        self._place.poll()
-
     def _watch(self, now: float) -> None:
         """Look for hangs, if this rank is the one that does."""
-        watched = self._watched
-        if len(self._peers) < watched.local_size:
-            for peer in find_peers(watched.files.stem.parent):
+        if len(self._peers) < self.local_size:
+            for peer in find_peers(self.files.stem.parent):
                 if peer.rank not in self._peers and not peer.is_gone():  # otherwise it is one of an earlier run
                     self._peers[peer.rank] = peer
-            if len(self._peers) < watched.local_size and now - self._group_since < _MISSING_SECONDS:
+            if len(self._peers) < self.local_size and now - self._group_since < _MISSING_SECONDS:
                 return
         peers = [self._peers[rank] for rank in sorted(self._peers)]
-        if next((peer.rank for peer in peers if _beat_age(peer) < _FRESH), watched.rank) != watched.rank:
+        if next((peer.rank for peer in peers if _beat_age(peer) < _FRESH), self.rank) != self.rank:
             self._hangs = None
             return
         if self._hangs is None:
-            self._queries = self._make_queries(self._questions, [peer.rank for peer in peers])
+            self._queries = self._make_queries(self._store, [peer.rank for peer in peers])
             self._hangs = HangFinder(
-                limit=watched.limit, is_strict=watched.is_strict, hang_queries=self._queries, notice=self.notice
+                limit=self.limit, is_strict=self.is_strict, hang_queries=self._queries, notice=self.notice
             )
-        is_failing = any(_age(peer.files.failure) < _FAILURE_SECONDS for peer in peers)
-        hang = None
-        if is_failing:
+        if any(_age(peer.files.failure) < _FAILURE_SECONDS for peer in peers):
             self._hangs.answer(peers)
-        else:
-            hang = self._hangs.poll(peers)
-        if hang is not None and not self._stopped.is_set():
-            self._report(hang)
-        if self._queries.announced:
-            self._end(self._announced_hang())
+        elif (hang := self._hangs.poll(peers)) is not None and not self._stopped.is_set():
+            found = found_hang(hang, write_hang(hang, self.log_dir, limit=self.limit))
+            self._end(self._queries.announce(found, socket.gethostname()))
+        if self._queries.announced is not None:
+            self._end(self._queries.announced)
 
     def ask_others(self, ranks: Sequence[RankCalls], *, answers: bool = False) -> list[RankCalls]:
         """Return the ranks of other machines after a failure. The thread that has failed calls it.
@@ -239,9 +227,9 @@ class Watcher:
         Args:
             answers: whether the calling thread is the one that watches, which has to answer other machines meanwhile.
         """
-        if not self._watched.limit or not _has_group():
+        if not self.limit or not dist.is_initialized():
             return []
-        store = JobStore(_store_of_questions)
+        store = JobStore(_watch_store)
         found = self._make_queries(store, [rank.rank for rank in ranks]).ask(
             ranks, _FAILURE_ANSWER_SECONDS, after_failure=True, answers=answers
         )
@@ -249,47 +237,29 @@ class Watcher:
         return found or []
 
     def _make_queries(self, store: JobStore, ranks: Sequence[int]) -> HangQueries:
-        if len(ranks) >= self._watched.world_size:
+        if len(ranks) >= self.world_size:
             return HangQueries()
         host, machine = socket.gethostname(), os.environ.get("GROUP_RANK") or os.environ.get("SLURM_NODEID")
         name = f"machine {machine} ({host})" if machine else f"machine {host}"
-        return HangQueries(store, name=name, ranks=ranks, world_size=self._watched.world_size)
-
-    def _report(self, hang: Hang) -> None:
-        dump = write_hang(hang, self._watched.log_dir, limit=self._watched.limit)
-        found = found_hang(hang, dump)
-        announced = {"machine": socket.gethostname(), "text": found.message, "code": found.code, "same": found.same_as}
-        if not self._queries.announce(announced):
-            found = self._announced_hang()
-        self._end(found)
-
-    def _announced_hang(self) -> FoundHang:
-        told = self._queries.announced
-        message = f"{told.get('machine', 'another machine')}: {told.get('text', '')}"
-        return FoundHang(
-            text=f"hf-fsdp: the ranks of this machine were stopped because another failed: {message}",
-            message=message,
-            code=told.get("code", ""),
-            same_as=told.get("same", ""),
-            elsewhere=True,
-        )
+        return HangQueries(store, name=name, ranks=ranks, world_size=self.world_size)
 
     def _end(self, found: FoundHang) -> None:
         """End all ranks of this machine."""
-        if not found.claim(self._watched.files.hang):
+        if not found.claim(self.files.hang):
             self.exit_after_hang()
-        if not self._watched.has_launcher:
-            # The order matters: a launcher may end this process as soon as another one has exited.
-            write_error_file(found.message, seconds_ago=1)  # before the end of the ranks that are killed below
+        if not self.has_launcher:
+            # The order matters: a launcher may end this process as soon as another one has exited. The error must be
+            # from before the end of the ranks that are killed below.
+            rank_exit.write_error_file(found.message, seconds_ago=1)
             print_block(found.text)
         for peer in self._peers.values():
-            if peer.rank != self._watched.rank and (is_halted(peer.pid) or _beat_age(peer) > _FRESH):
+            if peer.rank != self.rank and (is_halted(peer.pid) or _beat_age(peer) > _FRESH):
                 peer.send(signal.SIGKILL)
         _exit()
 
     def exit_after_hang(self) -> None:
         """Exit because another rank has reported a hang."""
-        if not self._watched.has_launcher:
+        if not self.has_launcher:
             time.sleep(_LEAD)
         _exit()
 
@@ -321,22 +291,9 @@ def _exit() -> None:
     os._exit(HANG)
 
 
-def _has_group() -> bool:
-    distributed = sys.modules.get("torch.distributed")
-    return distributed is not None and bool(getattr(distributed, "is_initialized", bool)())
-
-
-def _store_of_questions() -> Any:
-    import torch.distributed as dist
-
-    return dist.PrefixStore(f"hf_fsdp_watch/{os.environ.get(RUN_ID_VARIABLE, '')}", _clone_of_store())
-
-
-def _clone_of_store() -> Any:
+def _watch_store() -> dist.Store:
     """Return a connection of its own to the store of the default process group."""
-    from hf_fsdp_plugin.torch_private.functions import default_store
-
-    return default_store().clone()
+    return dist.PrefixStore(f"hf_fsdp_watch/{os.environ.get(RUN_ID_VARIABLE, '')}", default_store().clone())
 
 
 def _beat_age(peer: Peer) -> float:
