@@ -6,8 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Final, NamedTuple
 
-from hf_fsdp_plugin.text import format_names
-
 ARRIVALS: Final = "arrivals"
 """The group of the plugin's own calls, before which it waits for all ranks (``backends.ranks.collective_entry``)."""
 POINT_TO_POINT: Final = "point to point"
@@ -179,11 +177,6 @@ def rank_from_json(content: Mapping[str, Any]) -> RankCalls:
     }
     counts = content["counts"] and Counts(**content["counts"])
     return RankCalls(**{**content, "wait": wait, "groups": groups, "counts": counts})
-
-
-def name_ranks(ranks: Sequence[int]) -> str:
-    """Return ``rank 3``, or ``ranks 0, 1, 5``."""
-    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {format_names(ranks, 16)}"
 
 
 def pack_ranks(ranks: Sequence[int]) -> str:

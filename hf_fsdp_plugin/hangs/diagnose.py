@@ -15,12 +15,21 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Final, Literal, NamedTuple
 
-from hf_fsdp_plugin.hangs.calls import POINT_TO_POINT, Call, GroupCalls, RankCalls, Wait, name_ranks, unpack_ranks
-from hf_fsdp_plugin.text import plural
+from hf_fsdp_plugin.hangs.calls import (
+    ARRIVALS,
+    POINT_TO_POINT,
+    Call,
+    GroupCalls,
+    RankCalls,
+    Wait,
+    unpack_ranks,
+)
+from hf_fsdp_plugin.text import name_ranks, plural
 
 HangKind = Literal["late", "different", "circle", "stuck"]
 _MAX_SKIPPED: Final = 64
 """Maximum number of calls that a rank may have skipped, and of later calls that are compared to find this out."""
+_MAX_CALLS: Final = 3
 _BUSY_SHARE: Final = 0.03
 """Share of one core from which on a late rank is busy. Threads of idle processes use less than 1%."""
 
@@ -42,6 +51,12 @@ class Waiting:
     ranks: tuple[int, ...]
     seconds: float
 
+    def __str__(self) -> str:
+        """``rank 0 has waited for 120 s in all-gather of model.layers.3 (…), number 7 of process group …``"""
+        number = f", number {self.number} of process group {self.group}" if self.call.dtype else ""
+        have = "has" if len(self.ranks) == 1 else "have"
+        return f"{name_ranks(self.ranks)} {have} waited for {self.seconds:,.0f} s in {self.call}{number}"
+
 
 @dataclass(frozen=True, slots=True)
 class Difference:
@@ -60,6 +75,11 @@ class Difference:
     calls: tuple[tuple[Call, tuple[int, ...]], ...]
     ranks: tuple[int, ...]
     reason: str
+
+    def __str__(self) -> str:
+        calls = "; ".join(f"{name_ranks(ranks)}: {call}" for call, ranks in self.calls[:_MAX_CALLS])
+        where = "the plugin's calls" if self.group == ARRIVALS else f"process group {self.group}"
+        return f"ranks made different collective calls. Number {self.number} of {where} was on {calls}.{self.reason}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -127,23 +147,22 @@ def diagnose_hang(ranks: Iterable[RankCalls], *, limit: float) -> Diagnosis | No
     )
 
 
-def compare_calls(ranks: Iterable[RankCalls]) -> Difference | Waiting | None:
-    """Return the first difference between the records of ranks after a failure of the communication.
+def compare_calls(ranks: Iterable[RankCalls]) -> str:
+    """Return sentences on the collectives of ranks after a failure of the communication; empty if they are equal.
 
-    Returns:
-        The first difference; or else the first collective that some ranks had begun and others had not; or ``None``.
+    They are on the first difference; or else on the first collective that some ranks had begun and others had not.
     """
     run = _Run(ranks)
     if (difference := run.first_difference()) is not None:
-        return difference
+        return str(difference)
     for name, members in run.members.items():
         lasts = {rank: run.last(rank, name) for rank in members}
-        ahead = tuple(rank for rank, last in lasts.items() if last > min(lasts.values()))
+        ahead = [rank for rank, last in lasts.items() if last > min(lasts.values())]
         if ahead and name != POINT_TO_POINT:
             number = min(lasts.values()) + 1
             if (call := run.known[ahead[0]].groups[name].call(number)) is not None:
-                return Waiting(name, number, call, ahead, 0.0)
-    return None
+                return f"only {name_ranks(ahead)} had begun {call}, number {number} of process group {name}."
+    return ""
 
 
 class _Class(NamedTuple):

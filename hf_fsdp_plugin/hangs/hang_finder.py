@@ -6,7 +6,7 @@ A hang is a collective that a rank has waited for longer than a limit. See docs/
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -73,7 +73,9 @@ class HangFinder:
         self.answer(ranks)
         now = time.monotonic()
         headers = {rank.rank: found for rank in ranks if (found := read_header(rank.files.calls)) is not None}
-        longest = _longest_wait(headers.values())
+        # The longest wait in a collective or, if no rank is in one, the shortest time without a new one.
+        longest = max((found.waiting for found in headers.values()), default=0.0)
+        longest = longest or min((found.idle for found in headers.values() if found.count), default=0.0)
         limit = self._effective_limit(ranks, headers) if longest >= min(1.0, self._limit / 2) else self._limit
         if longest < limit / 2:
             self._sample = None
@@ -108,7 +110,8 @@ class HangFinder:
                 self._has_stood_still = True
                 self._notice(describe_standstill(own, longest))
             return None
-        ends_after = _busy_limit(known[rank] for rank in diagnosis.waiting.ranks)
+        timeouts = [timeout for rank in diagnosis.waiting.ranks if (timeout := _timeout(known[rank]))]
+        ends_after = _BUSY_TIMEOUT_SHARE * min(timeouts, default=float("inf"))
         if not diagnosis.is_busy:
             ends_after = min(ends_after, _READING_LIMITS * limit) if diagnosis.reads else 0.0
         if not self._is_strict and diagnosis.waiting.seconds < ends_after:
@@ -171,12 +174,6 @@ class HangFinder:
         return _Sample(now, use, {rank.rank: tuple(read_stack(rank.files.stacks)) for rank in ranks})
 
 
-def _longest_wait(headers: Collection[RecordHeader]) -> float:
-    """Return the longest wait in a collective or, if no rank is in one, the shortest time without a new one."""
-    waiting = max((found.waiting for found in headers), default=0.0)
-    return waiting or min((found.idle for found in headers if found.count), default=0.0)
-
-
 def _moved(before: _Sample, after: _Sample) -> set[int]:
     """Return the ranks whose Python stacks differ."""
     return {rank for rank, stack in after.stacks.items() if stack and stack != before.stacks.get(rank, stack)}
@@ -186,11 +183,6 @@ def _timeout(rank: RankCalls) -> float:
     """Return the time-out of the group in which a rank waits, or else of its newest collective; 0 if it is unknown."""
     group = rank.wait.group if rank.wait is not None else rank.last_group
     return rank.groups[group].timeout if group in rank.groups else 0.0
-
-
-def _busy_limit(waiting: Iterable[RankCalls]) -> float:
-    timeouts = [timeout for rank in waiting if (timeout := _timeout(rank))]
-    return _BUSY_TIMEOUT_SHARE * min(timeouts) if timeouts else float("inf")
 
 
 def _state(rank: Peer) -> str:

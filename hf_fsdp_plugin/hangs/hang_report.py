@@ -12,12 +12,12 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
-from hf_fsdp_plugin.hangs.calls import ARRIVALS, RankCalls, name_ranks
-from hf_fsdp_plugin.hangs.diagnose import Diagnosis, Difference, Waiting, compare_calls
+from hf_fsdp_plugin.hangs.calls import RankCalls
+from hf_fsdp_plugin.hangs.diagnose import Diagnosis
 from hf_fsdp_plugin.hangs.rank_files import write_atomically
 from hf_fsdp_plugin.hangs.rank_stacks import Frame, RanksAt, describe_state, format_stack, shown_places
 from hf_fsdp_plugin.problems import Problem
-from hf_fsdp_plugin.text import plural
+from hf_fsdp_plugin.text import name_ranks, plural
 from hf_fsdp_plugin.version import SCHEMA_VERSION
 
 _SAME_CALLS: Final = (
@@ -58,14 +58,14 @@ def describe_hang(diagnosis: Diagnosis, known: Mapping[int, RankCalls]) -> Probl
     """Return the message of a hang that ends the run."""
     waiting = diagnosis.waiting
     if diagnosis.kind == "different" and diagnosis.difference is not None:
-        message = f"{describe_difference(diagnosis.difference)} Since then {_waits(waiting)}."
+        message = f"{diagnosis.difference} Since then {waiting}."
         return Problem(code="FSDP-E729", message=message, fix=_SAME_CALLS)
     if diagnosis.kind == "circle":
-        calls = "; ".join(_waits(each) for each in (waiting, *diagnosis.others)[:_MAX_CALLS])
+        calls = "; ".join(str(each) for each in (waiting, *diagnosis.others)[:_MAX_CALLS])
         message = f"{name_ranks(diagnosis.ranks)} wait for each other in different calls: {calls}."
         return Problem(code="FSDP-E730", message=message, fix=_SAME_CALLS)
     if diagnosis.kind == "stuck":
-        message = f"{_waits(waiting)}, which every rank has begun."
+        message = f"{waiting}, which every rank has begun."
         fix = "Check the network and the processes' devices; the records show no rank that is late."
         return Problem(code="FSDP-E731", message=message, fix=fix)
     return Problem(code="FSDP-E728", message=_late(diagnosis, known), fix=_fix(known[diagnosis.ranks[0]]))
@@ -100,40 +100,13 @@ def last_call(rank: RankCalls | None) -> str:
     return f"{found.calls[-1]}, number {found.last} of process group {group}"
 
 
-def describe_comparison(ranks: Iterable[RankCalls]) -> str:
-    """Return sentences on the collectives of ranks after a failure of the communication; empty if they are equal."""
-    found = compare_calls(ranks)
-    if isinstance(found, Difference):
-        return describe_difference(found)
-    if found is None:
-        return ""
-    return (
-        f"only {name_ranks(found.ranks)} had begun {found.call}, number {found.number} of process group {found.group}."
-    )
-
-
-def describe_difference(difference: Difference) -> str:
-    """Return sentences on the first collective in which ranks differ."""
-    calls = "; ".join(f"{name_ranks(ranks)}: {call}" for call, ranks in difference.calls[:_MAX_CALLS])
-    where = "the plugin's calls" if difference.group == ARRIVALS else f"process group {difference.group}"
-    text = f"ranks made different collective calls. Number {difference.number} of {where} was on {calls}."
-    return f"{text}{difference.reason}"
-
-
 def _late(diagnosis: Diagnosis, known: Mapping[int, RankCalls]) -> str:
     waiting, ranks = diagnosis.waiting, diagnosis.ranks
     late = [f"{name_ranks([rank])} {_where(known[rank], waiting.group)}" for rank in ranks[:_MAX_RANKS]]
     if len(ranks) > _MAX_RANKS:
         late.append(f"and {plural(len(ranks) - _MAX_RANKS, 'more rank')}")
     are = "is" if len(ranks) == 1 else "are"
-    return f"{name_ranks(ranks)} {are} late: {_waits(waiting)}. Meanwhile {'; '.join(late)}."
-
-
-def _waits(waiting: Waiting) -> str:
-    """Return ``rank 0 has waited for 120 s in all-gather of model.layers.3 (…), number 7 of process group …``."""
-    number = f", number {waiting.number} of process group {waiting.group}" if waiting.call.dtype else ""
-    have = "has" if len(waiting.ranks) == 1 else "have"
-    return f"{name_ranks(waiting.ranks)} {have} waited for {waiting.seconds:,.0f} s in {waiting.call}{number}"
+    return f"{name_ranks(ranks)} {are} late: {waiting}. Meanwhile {'; '.join(late)}."
 
 
 def _where(rank: RankCalls, group: str = "") -> str:
@@ -216,7 +189,7 @@ def found_hang(hang: Hang, dump: Path | None) -> FoundHang:
     causes, call = diagnosis.ranks, diagnosis.waiting.call
     lines = [f"hang: {hang.problem}"]
     if diagnosis.kind != "different" and diagnosis.difference is not None:
-        lines.append(f"before, {describe_difference(diagnosis.difference)}")
+        lines.append(f"before, {diagnosis.difference}")
     for rank in [rank for rank in causes if hang.stacks.get(rank)][:_MAX_STACKS]:
         lines.append("\n".join([f"stack of rank {rank}:", *format_stack(hang.stacks[rank])]))
     others = [] if diagnosis.kind == "late" else list(causes)

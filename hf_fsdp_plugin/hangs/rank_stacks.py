@@ -25,8 +25,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal
 
-from hf_fsdp_plugin.hangs.calls import Counts, name_ranks
-from hf_fsdp_plugin.text import plural
+from hf_fsdp_plugin.hangs.calls import Counts
+from hf_fsdp_plugin.text import name_ranks, plural
 
 STACK_SIGNAL: Final = getattr(signal, "SIGRTMAX", 0) - 3 if hasattr(signal, "SIGRTMAX") else None
 """The signal with which a rank is asked for its stack: a real-time signal, which libraries do not use."""

@@ -118,7 +118,7 @@ def _run_attempt(job: RankJob, rendezvous: Rendezvous) -> int | None:
     The steps after a failure:
 
     1. The rank records its exception before it exits (``hangs.rank_exit.failure_of``); a hang is recorded by the rank
-       that has found it (``hangs.watch_thread``).
+       that has found it (``runs.watch_thread``).
     2. The launcher sees the record or the exit, asks the other ranks for their stacks, gives them time to fail by
        themselves, announces the failure to the other machines, and stops its ranks (``AttemptRanks.is_over``).
     3. How each rank exited is read from its files; the first failure is determined, and the machine that has it gets

@@ -246,14 +246,8 @@ def add_launch_flags(parser: Parser) -> None:
 
 
 def add_override_flag(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="NAME=VALUE",
-        dest="overrides",
-        help="override one setting, with the highest precedence; repeatable",
-    )
+    about = "override one setting, with the highest precedence; repeatable"
+    parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", dest="overrides", help=about)
 
 
 def add_setting_flags(parser: Parser, *, is_shown: bool = False) -> None:

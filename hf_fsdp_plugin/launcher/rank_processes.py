@@ -221,16 +221,8 @@ class RankProcess:
 
     def result(self) -> RankExit:
         """Return how the rank exited."""
-        return read_exit(
-            self.rank,
-            self.files,
-            code=self.code or 0,
-            time=self.exit_time or time.time(),
-            pid=self.pid,
-            stopped=self.stopped,
-            tail=_last_lines(self.tail),
-            halted=self.halted,
-        )
+        known = {"pid": self.pid, "stopped": self.stopped, "halted": self.halted, "tail": _last_lines(self.tail)}
+        return read_exit(self.rank, self.files, code=self.code or 0, time=self.exit_time or time.time(), **known)
 
 
 _NUM_TAIL_LINES = 15

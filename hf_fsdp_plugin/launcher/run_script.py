@@ -141,13 +141,10 @@ def check_script(arguments: LaunchArguments) -> None:
             raise UsageError(f"{script} is a directory without a __main__.py. Pass a script in it.")
     elif path.suffix in (".yaml", ".yml", ".json"):
         raise UsageError(f"{script} is a config, not a script. Write --config_file {script} SCRIPT.")
-    elif path.is_file() and path.suffix not in (".pyc", ".zip", ".pyz") and _is_binary(path):
-        raise UsageError(f"{script} is binary, not a Python script.")
-
-
-def _is_binary(path: Path) -> bool:
-    with path.open("rb") as file:
-        return b"\0" in file.read(_NUM_BYTES_CHECKED)
+    elif path.is_file() and path.suffix not in (".pyc", ".zip", ".pyz"):
+        with path.open("rb") as file:
+            if b"\0" in file.read(_NUM_BYTES_CHECKED):
+                raise UsageError(f"{script} is binary, not a Python script.")
 
 
 def _check_module(name: str) -> None:

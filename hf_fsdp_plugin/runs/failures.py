@@ -16,21 +16,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
-from hf_fsdp_plugin.hangs import hang_report, rank_exit
+from hf_fsdp_plugin.hangs import hang_report, rank_exit, rank_stacks
 from hf_fsdp_plugin.hangs.call_record import read_calls
-from hf_fsdp_plugin.hangs.calls import Counts, RankCalls, name_ranks
+from hf_fsdp_plugin.hangs.calls import Counts, RankCalls
+from hf_fsdp_plugin.hangs.diagnose import compare_calls
 from hf_fsdp_plugin.hangs.rank_files import HANG, RankFiles, find_peers
-from hf_fsdp_plugin.hangs.rank_stacks import (
-    Frame,
-    RanksAt,
-    find_place,
-    format_stack,
-    merge_places,
-    read_stack,
-    shown_places,
-)
+from hf_fsdp_plugin.hangs.rank_stacks import Frame, RanksAt
 from hf_fsdp_plugin.problems import Problem
-from hf_fsdp_plugin.text import plural, truncate_lines
+from hf_fsdp_plugin.text import name_ranks, plural, truncate_lines
 
 _CONNECTION_LOST: Final = re.compile(
     r"connection (was )?(closed|reset|refused|lost)|broken pipe|remote process exited|timed? ?out|"
@@ -108,7 +101,7 @@ class RankExit:
     @property
     def place(self) -> str:
         """Where it was at the failure; empty if that is unknown."""
-        return find_place(self.stack, self.counts)[1]
+        return rank_stacks.find_place(self.stack, self.counts)[1]
 
 
 def read_exit(rank: int, files: RankFiles, *, code: int, time: float, **facts: Any) -> RankExit:
@@ -130,7 +123,7 @@ def read_exit(rank: int, files: RankFiles, *, code: int, time: float, **facts: A
         **facts,
     )
     if failure is None and (code or not found.code_is_known):
-        return replace(found, stack=tuple(read_stack(files.stacks)))
+        return replace(found, stack=tuple(rank_stacks.read_stack(files.stacks)))
     return found
 
 
@@ -193,7 +186,7 @@ class RunResult:
             state = "ended" if rank.ended and rank.failure is None else "halted" if rank.halted else "running"
             if state != "running" or rank.place:
                 known.append(RanksAt((rank.rank,), rank.place, state))
-        return merge_places(known)
+        return rank_stacks.merge_places(known)
 
 
 def first_failure(exits: Iterable[RankExit]) -> RankExit | None:
@@ -268,17 +261,20 @@ def format_failures(result: RunResult, *, debug: bool = False, shown_live: Itera
         lines = [f"hf-fsdp: {text}" for text in (*_format_places(result), *result.notes)]
         return "\n".join([str(failure["message"]), *(lines if first.has_waited else ())])
     lines = [f"hf-fsdp: rank {first.rank} failed (pid {first.pid} on {socket.gethostname()}): {summarize_exit(first)}"]
-    if failure is not None and failure["kind"] == "exception":
+    is_exception = failure is not None and failure["kind"] == "exception"
+    if failure is not None and is_exception:
         rest = [f"  {line}" for line in str(failure["message"]).splitlines() if line != first_line(failure)]
         lines += truncate_lines(rest, _MAX_LINES)
-        lines += failure["traceback"].rstrip().splitlines() if debug else format_stack(rank_exit.stack_of(failure))
     if first.code < 0 and not first.stopped:
         if call := hang_report.last_call(first.calls):
             lines.append(f"  Its last collective was {call}.")
         if hint := _HINTS.get(signal_name(-first.code)):
             lines.append(f"  {hint}")
     if failure is None:
-        lines += format_stack(first.stack)
+        lines += rank_stacks.format_stack(first.stack)
+    elif is_exception:
+        traceback = failure["traceback"].rstrip().splitlines()
+        lines += traceback if debug else rank_stacks.format_stack(rank_exit.stack_of(failure))
     if (problem := explain_failure(first, result)) is not None:
         lines.append(f"hf-fsdp: {problem}")
     if first.tail and first.rank not in set(shown_live):
@@ -292,7 +288,7 @@ def explain_failure(first: RankExit, result: RunResult) -> Problem | None:
     """Return why a rank has lost the connection or was aborted; ``None`` if nothing is known but its own error."""
     if not first.may_disagree:
         return None
-    compared = hang_report.describe_comparison(rank.calls for rank in result.exits if rank.calls is not None)
+    compared = compare_calls(rank.calls for rank in result.exits if rank.calls is not None)
     gone = [rank for rank in result.exits if rank.left_silently]
     if gone and first.has_lost_connection:
         steps = f" after {plural(gone[0].counts.steps, 'optimizer step')}" if gone[0].counts is not None else ""
@@ -319,7 +315,7 @@ def _capitalized(sentences: str) -> str:
 
 def _format_places(result: RunResult) -> list[str]:
     """Return one text for each place at which ranks were, on all machines that are known."""
-    return shown_places([*result.places, *result.elsewhere])
+    return rank_stacks.shown_places([*result.places, *result.elsewhere])
 
 
 def _format_others(first: RankExit, exits: Sequence[RankExit], *, debug: bool) -> list[str]:

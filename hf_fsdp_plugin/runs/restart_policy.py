@@ -125,16 +125,10 @@ class Restarts:
     def to_report(self, began: int | None) -> dict[str, Any]:
         """Return the object ``restarts`` of ``fsdp_report.json``."""
         lost = self.lost_steps(began)
-        rows = [
-            {
-                "failure": attempt.failure,
-                "machine": attempt.machine,
-                "steps": attempt.steps,
-                "lost_steps": steps,
-                "seconds": round(attempt.seconds, 1),
-            }
-            for attempt, steps in zip(self.failures, lost, strict=True)
-        ]
+        rows = []
+        for attempt, steps in zip(self.failures, lost, strict=True):
+            row = {"failure": attempt.failure, "machine": attempt.machine, "steps": attempt.steps}
+            rows.append({**row, "lost_steps": steps, "seconds": round(attempt.seconds, 1)})
         return {"count": self.num_failures, "max": self.max_restarts, "lost_steps": sum(lost), "failures": rows}
 
     def summary(self, began: int | None) -> str:

@@ -25,21 +25,13 @@ from typing import Final
 
 import torch.distributed as dist
 
-from hf_fsdp_plugin.hangs import rank_exit
+from hf_fsdp_plugin.hangs import rank_exit, rank_files
 from hf_fsdp_plugin.hangs.call_record import read_header, record
 from hf_fsdp_plugin.hangs.calls import RankCalls
 from hf_fsdp_plugin.hangs.hang_finder import HangFinder
 from hf_fsdp_plugin.hangs.hang_queries import HangQueries, JobStore, PlaceInStore
 from hf_fsdp_plugin.hangs.hang_report import FoundHang, found_hang, write_hang
-from hf_fsdp_plugin.hangs.rank_files import (
-    HANG,
-    RUN_ID_VARIABLE,
-    Peer,
-    RankFiles,
-    find_peers,
-    is_halted,
-    write_atomically,
-)
+from hf_fsdp_plugin.hangs.rank_files import Peer, RankFiles, write_atomically
 from hf_fsdp_plugin.hangs.rank_stacks import HeldAbort, format_stack, stack_file
 from hf_fsdp_plugin.problems import Problem, SpecError
 from hf_fsdp_plugin.rank_variables import launched_local_rank
@@ -199,7 +191,7 @@ class Watcher:
     def _watch(self, now: float) -> None:
         """Look for hangs, if this rank is the one that does."""
         if len(self._peers) < self.local_size:
-            for peer in find_peers(self.files.stem.parent):
+            for peer in rank_files.find_peers(self.files.stem.parent):
                 if peer.rank not in self._peers and not peer.is_gone():  # otherwise it is one of an earlier run
                     self._peers[peer.rank] = peer
             if len(self._peers) < self.local_size and now - self._group_since < _MISSING_SECONDS:
@@ -253,7 +245,7 @@ class Watcher:
             rank_exit.write_error_file(found.message, seconds_ago=1)
             print_block(found.text)
         for peer in self._peers.values():
-            if peer.rank != self.rank and (is_halted(peer.pid) or _beat_age(peer) > _FRESH):
+            if peer.rank != self.rank and (rank_files.is_halted(peer.pid) or _beat_age(peer) > _FRESH):
                 peer.send(signal.SIGKILL)
         _exit()
 
@@ -288,12 +280,12 @@ def _exit() -> None:
     flushing.join(_FLUSH_SECONDS)
     for child in multiprocessing.active_children():  # such as a worker of a data loader that never returns
         child.kill()
-    os._exit(HANG)
+    os._exit(rank_files.HANG)
 
 
 def _watch_store() -> dist.Store:
     """Return a connection of its own to the store of the default process group."""
-    return dist.PrefixStore(f"hf_fsdp_watch/{os.environ.get(RUN_ID_VARIABLE, '')}", default_store().clone())
+    return dist.PrefixStore(f"hf_fsdp_watch/{os.environ.get(rank_files.RUN_ID_VARIABLE, '')}", default_store().clone())
 
 
 def _beat_age(peer: Peer) -> float:

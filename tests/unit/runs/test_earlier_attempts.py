@@ -279,6 +279,6 @@ def test_seconds_are_those_until_the_next_start(tmp_path: Path) -> None:
     one.agree(one.start(0))
     registered = one.leave(0, failure(), steps=5).process
     registered.touch()
-    os.utime(registered, (time.time() - 30, time.time() - 30))
+    os.utime(registered, (time.time() - 31, time.time() - 31))
     assert 30 <= one.agree(one.start(1)).failures[0].seconds < 60
     assert os.listdir(one.run)
