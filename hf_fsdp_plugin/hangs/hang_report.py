@@ -15,7 +15,7 @@ from typing import Any, Final
 from hf_fsdp_plugin.hangs.calls import RankCalls
 from hf_fsdp_plugin.hangs.diagnose import Diagnosis
 from hf_fsdp_plugin.hangs.rank_files import write_atomically
-from hf_fsdp_plugin.hangs.rank_stacks import Frame, RanksAt, describe_state, format_stack, shown_places
+from hf_fsdp_plugin.hangs.rank_stacks import Frame, describe_state, format_stack, shown_places
 from hf_fsdp_plugin.problems import Problem
 from hf_fsdp_plugin.text import name_ranks, plural
 from hf_fsdp_plugin.version import SCHEMA_VERSION
@@ -194,7 +194,7 @@ def found_hang(hang: Hang, dump: Path | None) -> FoundHang:
         lines.append("\n".join([f"stack of rank {rank}:", *format_stack(hang.stacks[rank])]))
     others = [] if diagnosis.kind == "late" else list(causes)
     others += [rank for rank in sorted(hang.ranks) if rank not in causes]
-    lines += shown_places(RanksAt((rank,), hang.ranks[rank].place) for rank in others if hang.ranks[rank].place)
+    lines += shown_places(hang.ranks[rank] for rank in others if hang.ranks[rank].place)
     if dump is not None:
         lines.append(f"the collectives and stacks of the ranks are in {dump}")
     lines.append("all ranks are being ended")

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal
 
-from hf_fsdp_plugin.hangs.calls import Counts
+from hf_fsdp_plugin.hangs.calls import Counts, RankCalls
 from hf_fsdp_plugin.text import name_ranks, plural
 
 STACK_SIGNAL: Final = getattr(signal, "SIGRTMAX", 0) - 3 if hasattr(signal, "SIGRTMAX") else None
@@ -105,42 +105,20 @@ def describe_state(state: str, detail: str = "") -> str:
     return _STATES.get(state, "").format(detail=detail)
 
 
-@dataclass(frozen=True, slots=True)
-class RanksAt:
-    """Ranks that were at the same place.
-
-    Attributes:
-        state, detail: as in ``RankCalls``.
-        place: the text of :func:`find_place`; empty if it is unknown.
-    """
-
-    ranks: tuple[int, ...]
-    place: str
-    state: str = "running"
-    detail: str = ""
-
-    def __str__(self) -> str:
-        was = f"{'was' if len(self.ranks) == 1 else 'were'} {self.place}" if self.place else ""
-        state = describe_state(self.state, self.detail)
-        return f"{name_ranks(self.ranks)} {' and '.join(part for part in (state, was) if part)}"
-
-
 _MAX_PLACES: Final = 8
 
 
-def merge_places(groups: Iterable[RanksAt]) -> list[RanksAt]:
-    """Return one group for each state and place."""
-    ranks: dict[tuple[str, str, str], list[int]] = {}
-    for group in groups:
-        ranks.setdefault((group.place, group.state, group.detail), []).extend(group.ranks)
-    return [RanksAt(tuple(sorted(numbers)), *where) for where, numbers in ranks.items()]
-
-
-def shown_places(groups: Iterable[RanksAt]) -> list[str]:
-    """Return one text for each state and place, and the number of those that are not shown."""
-    places = [str(each) for each in merge_places(groups)]
-    more = len(places) - _MAX_PLACES
-    return places if more <= 0 else [*places[:_MAX_PLACES], f"and {plural(more, 'more place')}"]
+def shown_places(ranks: Iterable[RankCalls]) -> list[str]:
+    """Return one text for each state and place of ranks, and the number of those that are not shown."""
+    groups: dict[tuple[str, str], list[int]] = {}
+    for rank in ranks:
+        groups.setdefault((describe_state(rank.state, rank.detail), rank.place), []).append(rank.rank)
+    texts = []
+    for (state, place), numbers in groups.items():
+        was = f"{'was' if len(numbers) == 1 else 'were'} {place}" if place else ""
+        texts.append(f"{name_ranks(sorted(numbers))} {' and '.join(part for part in (state, was) if part)}")
+    more = len(texts) - _MAX_PLACES
+    return texts if more <= 0 else [*texts[:_MAX_PLACES], f"and {plural(more, 'more place')}"]
 
 
 _DUMP_SECONDS: Final = 0.5

@@ -16,8 +16,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass
 from typing import Any, Final, Literal, TypeVar
 
+from hf_fsdp_plugin.hangs.calls import RankCalls
 from hf_fsdp_plugin.hangs.rank_exit import read_seconds
-from hf_fsdp_plugin.hangs.rank_stacks import RanksAt
 from hf_fsdp_plugin.problems import Problem
 from hf_fsdp_plugin.runs.restart_policy import FailedAttempt, lost_machine
 from hf_fsdp_plugin.text import plural, printable
@@ -64,8 +64,6 @@ _VERDICT_SECONDS: Final = 60.0
 """Seconds that a machine waits for the failed attempt of the machine that announced it, whose saves get 25 s."""
 _PLACES_SECONDS: Final = 10.0
 """Seconds that the machine of the first failure waits until the others have stopped their ranks."""
-_MAX_SHARED: Final = 8
-"""Number of places that a machine shares."""
 _MAX_TEXT: Final = 1000
 """Characters of a text of another machine that are printed."""
 
@@ -177,7 +175,7 @@ class OtherMachines:
         """Whether this machine has announced the failure."""
         return self._announced is not None and self._announced.machine == self.machine
 
-    def share_places(self, places: Sequence[RanksAt]) -> tuple[list[RanksAt], list[str]]:
+    def share_places(self, places: Sequence[RankCalls]) -> tuple[list[RankCalls], list[str]]:
         """Share where the ranks of this machine were when the run failed.
 
         Returns:
@@ -187,23 +185,25 @@ class OtherMachines:
         first = self._announced
         if self._is_alone or first is None:
             return [], []
-        nothing: list[RanksAt] = []
+        nothing: list[RankCalls] = []
         notes = ["the ranks of other machines are not included: see the output of their launchers"]
         return self._ask(lambda: self._share_places(places, first), (nothing, notes))
 
-    def _share_places(self, places: Sequence[RanksAt], first: Announced) -> tuple[list[RanksAt], list[str]]:
+    def _share_places(self, places: Sequence[RankCalls], first: Announced) -> tuple[list[RankCalls], list[str]]:
         if not self.is_first:
-            self._store.set(f"places/{self.machine}", json.dumps([astuple(each) for each in places[:_MAX_SHARED]]))
+            self._store.set(
+                f"places/{self.machine}", json.dumps([(each.rank, each.place, each.state) for each in places])
+            )
             return [], [f"machine {first.machine} failed first: see the output of its launcher"]
         others = [each for each in range(self.num_machines) if each not in (self.machine, first.lost)]
         keys = [f"places/{each}" for each in others]
         self._wait(lambda: bool(self._store.check(keys)), _PLACES_SECONDS)
-        found: list[RanksAt] = []
+        found: list[RankCalls] = []
         missing: list[str] = []
         for each, key in zip(others, keys, strict=True):
             if self._store.check([key]):
                 rows = json.loads(self._store.get(key))
-                found += [RanksAt(tuple(ranks), *map(printable, texts)) for ranks, *texts in rows]
+                found += [RankCalls(rank=rank, place=printable(place), state=state) for rank, place, state in rows]
             else:
                 missing.append(str(each))
         notes = [f"the ranks of machines {', '.join(missing)} are not included: see their launchers' output"]

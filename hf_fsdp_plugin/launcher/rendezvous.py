@@ -118,15 +118,7 @@ class Rendezvous(StaticTCPRendezvous):
 
 
 def _listen(port: int) -> socket.socket:
-    listening = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    try:
-        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listening.bind(("127.0.0.1", port))
-        listening.listen(socket.SOMAXCONN)
-    except OSError:
-        listening.close()
-        raise
-    return listening
+    return socket.create_server(("127.0.0.1", port), backlog=socket.SOMAXCONN)
 
 
 class MachinesRendezvous(Rendezvous):
@@ -168,9 +160,6 @@ class MachinesRendezvous(Rendezvous):
     @property
     def _is_local(self) -> bool:
         return self._launch.main_process_ip in ("127.0.0.1", "localhost", "::1")
-
-    def get_backend(self) -> str:
-        return self._launch.rdzv_backend
 
     def next_rendezvous(self) -> elastic.RendezvousInfo:
         """Wait for the other machines.
@@ -343,7 +332,7 @@ def _check_address(launch: LaunchSection, *, is_host: bool, seconds: float) -> N
     deadline = time.monotonic() + (seconds if "KUBERNETES_SERVICE_HOST" in os.environ else 0.0)
     while True:
         try:
-            family, kind, _, _, address = socket.getaddrinfo(host, int(port), type=socket.SOCK_STREAM)[0]
+            family, _, _, _, address = socket.getaddrinfo(host, int(port), type=socket.SOCK_STREAM)[0]
             break
         except OSError as error:
             if time.monotonic() < deadline:
@@ -353,14 +342,12 @@ def _check_address(launch: LaunchSection, *, is_host: bool, seconds: float) -> N
             raise _error("FSDP-E707", message, "Pass the address of machine 0 as --main_process_ip.") from None
     if not is_host:
         return
-    with socket.socket(family, kind) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(address)
-        except OSError as error:
-            message = f"machine 0 cannot listen at {rendezvous_address(launch)}: {error.strerror or error}."
-            fix = "Pass an address of this machine as --main_process_ip, and a free port as --main_process_port."
-            raise _error("FSDP-E707", message, fix) from None
+    try:
+        socket.create_server(address, family=family).close()
+    except OSError as error:
+        message = f"machine 0 cannot listen at {rendezvous_address(launch)}: {os.strerror(error.errno or 0)}."
+        fix = "Pass an address of this machine as --main_process_ip, and a free port as --main_process_port."
+        raise _error("FSDP-E707", message, fix) from None
 
 
 def _error(code: str, message: str, fix: str) -> RendezvousError:

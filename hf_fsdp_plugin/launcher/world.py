@@ -147,7 +147,10 @@ def resolve_world(spec: FsdpSpec, found: FoundDevices) -> World:
     ids = [] if use_cpu else _gpu_ids(spec, found)
     num_devices = len(ids) or found.count
     if launch.num_processes == "auto":
-        num_local = _num_cpu_ranks(spec) if use_cpu else num_devices
+        num_local = num_devices
+        if use_cpu:  # the ranks of the mesh on one machine, if the config sets a mesh
+            sizes = [size for size in (spec.mesh.shard, spec.mesh.replicate) if size != "auto"]
+            num_local = max(NUM_CPU_RANKS, math.prod(sizes) // launch.num_machines)
     else:
         num_local, rest = divmod(launch.num_processes, launch.num_machines)
         assert not rest, "a rule of the spec checks that num_processes is divisible by num_machines"
@@ -156,8 +159,7 @@ def resolve_world(spec: FsdpSpec, found: FoundDevices) -> World:
     else:
         _check_devices(spec, num_local, num_devices, ids)
     _check_machines(spec)
-    size = num_local * launch.num_machines
-    if problems := list(check_mesh_size(replace(spec, launch=replace(launch, num_processes=size)))):
+    if problems := _mesh_problems(spec, launch.num_machines, num_local):
         raise SpecError(problems)
     if use_cpu and not launch.use_cpu:
         message = f"torch finds no accelerator on this machine. The run uses {plural(num_local, 'CPU rank')} with gloo."
@@ -237,20 +239,17 @@ def _check_cores(spec: FsdpSpec, num_local: int) -> None:
         raise _error(spec, "FSDP-E702", "launch.num_processes", message, fix)
 
 
-def _num_cpu_ranks(spec: FsdpSpec) -> int:
-    """Return the number of ranks of the mesh on one machine, or ``NUM_CPU_RANKS`` if the config sets no mesh."""
-    sizes = [size for size in (spec.mesh.shard, spec.mesh.replicate) if size != "auto"]
-    return max(NUM_CPU_RANKS, math.prod(sizes) // spec.launch.num_machines)
-
-
 def check_elastic(spec: FsdpSpec, world: World, min_machines: int) -> None:
     """Check that the mesh can be formed with each number of machines from the minimum on. Raises ``SpecError``."""
     for num_machines in range(min_machines, world.num_machines):
-        size = num_machines * world.num_local
-        launch = replace(spec.launch, num_machines=num_machines, num_processes=size)
-        if problems := list(check_mesh_size(replace(spec, launch=launch))):
+        if problems := _mesh_problems(spec, num_machines, world.num_local):
             allowed = f"--num_machines {min_machines}:{world.num_machines} allows {plural(num_machines, 'machine')}"
             raise SpecError([replace(each, message=f"{allowed}, but {each.message}") for each in problems])
+
+
+def _mesh_problems(spec: FsdpSpec, num_machines: int, num_local: int) -> list[Problem]:
+    launch = replace(spec.launch, num_machines=num_machines, num_processes=num_machines * num_local)
+    return list(check_mesh_size(replace(spec, launch=launch)))
 
 
 def _check_machines(spec: FsdpSpec) -> None:

@@ -21,7 +21,7 @@ from hf_fsdp_plugin.hangs.call_record import read_calls
 from hf_fsdp_plugin.hangs.calls import Counts, RankCalls
 from hf_fsdp_plugin.hangs.diagnose import compare_calls
 from hf_fsdp_plugin.hangs.rank_files import HANG, RankFiles, find_peers
-from hf_fsdp_plugin.hangs.rank_stacks import Frame, RanksAt
+from hf_fsdp_plugin.hangs.rank_stacks import Frame
 from hf_fsdp_plugin.problems import Problem
 from hf_fsdp_plugin.text import name_ranks, plural, truncate_lines
 
@@ -146,7 +146,7 @@ class RunResult:
     signal_number: int = 0
     remote_failure: str | None = None
     has_remote_hang: bool = False
-    elsewhere: Sequence[RanksAt] = ()
+    elsewhere: Sequence[RankCalls] = ()
     notes: Sequence[str] = ()
     hang: hang_report.FoundHang | None = None
     joins: bool = False
@@ -179,14 +179,14 @@ class RunResult:
         return bool(self.remote_failure) or first.may_disagree or first.has_waited
 
     @property
-    def places(self) -> list[RanksAt]:
+    def places(self) -> list[RankCalls]:
         """Where the ranks of this machine were, without the ranks whose place is unknown."""
         known = []
         for rank in self.exits:
             state = "ended" if rank.ended and rank.failure is None else "halted" if rank.halted else "running"
             if state != "running" or rank.place:
-                known.append(RanksAt((rank.rank,), rank.place, state))
-        return rank_stacks.merge_places(known)
+                known.append(RankCalls(rank=rank.rank, place=rank.place, state=state))
+        return known
 
 
 def first_failure(exits: Iterable[RankExit]) -> RankExit | None:
@@ -440,5 +440,5 @@ def _result_of(exits: Sequence[RankExit], elsewhere: Sequence[RankCalls] = ()) -
         # Whether it has exited is left out: the explanation contains that.
         state = rank.state if rank.state in ("ended", "unreachable") else "running"
         if rank.place or state != "running":
-            places.append(RanksAt((rank.rank,), rank.place, state, rank.detail))
+            places.append(replace(rank, state=state))
     return RunResult(exits=tuple(exited), elsewhere=places)

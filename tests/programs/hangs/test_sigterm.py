@@ -139,7 +139,7 @@ def test_end_after_a_hang_leaves_no_worker(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(
         "import multiprocessing, sys, time\n"
-        "from hf_fsdp_plugin.hangs import watch_thread\n"
+        "from hf_fsdp_plugin.runs import watch_thread\n"
         "if __name__ == '__main__':\n"
         "    worker = multiprocessing.get_context('fork').Process(target=time.sleep, args=(600,), daemon=True)\n"
         "    worker.start()\n"

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from torch.distributed import HashStore
 
-from hf_fsdp_plugin.hangs.rank_stacks import RanksAt
+from hf_fsdp_plugin.hangs.calls import RankCalls
 from hf_fsdp_plugin.launcher import other_machines as module
 from hf_fsdp_plugin.launcher.other_machines import OtherMachines
 from hf_fsdp_plugin.runs.restart_policy import FailedAttempt
@@ -68,9 +68,9 @@ def test_places_of_other_machines_come_to_the_first(monkeypatch: pytest.MonkeyPa
     one, two = (OtherMachines(shared, machine, 3) for machine in range(2))
     one.announce("rank 0: boom")
     two.failure()
-    assert two.share_places([RanksAt((1,), "in forward")])[1][0].startswith("machine 0 failed first")
+    assert two.share_places([RankCalls(rank=1, place="in forward")])[1][0].startswith("machine 0 failed first")
     found, notes = one.share_places([])
-    assert found == [RanksAt((1,), "in forward")]
+    assert found == [RankCalls(rank=1, place="in forward")]
     assert notes == ["the ranks of machines 2 are not included: see their launchers' output"]
 
 

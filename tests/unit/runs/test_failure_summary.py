@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from hf_fsdp_plugin.hangs.calls import Call, Counts, GroupCalls, RankCalls
-from hf_fsdp_plugin.hangs.rank_stacks import Frame, RanksAt
+from hf_fsdp_plugin.hangs.rank_stacks import Frame
 from hf_fsdp_plugin.launcher.run_script import __file__ as LIBRARY_FILE
 from hf_fsdp_plugin.runs.failures import RankExit, RunResult, format_failures
 
@@ -79,16 +79,19 @@ def test_halted_rank_is_named() -> None:
 
 def test_places_of_other_machines_are_merged() -> None:
     lost, note = rank(0, failure=LOST, stack=BACKWARD, steps=7), "machine 2 is not included"
-    same = RanksAt((4, 5), "in backward at /work/train.py:20 after 7 optimizer steps")
-    other = RanksAt((6,), "in save_state")
-    text = format_failures(RunResult(exits=(lost,), elsewhere=(same, other), notes=(note,)))
+    backward = "in backward at /work/train.py:20 after 7 optimizer steps"
+    same = [RankCalls(rank=number, place=backward) for number in (4, 5)]
+    other = RankCalls(rank=6, place="in save_state")
+    text = format_failures(RunResult(exits=(lost,), elsewhere=(*same, other), notes=(note,)))
     assert "ranks 0, 4, 5 were in backward" in text and "; rank 6 was in save_state." in text and note in text
-    assert "FSDP-E743" not in format_failures(RunResult(exits=(lost,), elsewhere=(same,), notes=(note,)))
+    assert "FSDP-E743" not in format_failures(RunResult(exits=(lost,), elsewhere=same, notes=(note,)))
 
 
 def test_many_places_are_shortened() -> None:
     lost = rank(0, failure=LOST, stack=BACKWARD)
-    text = format_failures(RunResult(exits=(lost,), elsewhere=tuple(RanksAt((n,), f"in {n}") for n in range(9))))
+    text = format_failures(
+        RunResult(exits=(lost,), elsewhere=tuple(RankCalls(rank=n, place=f"in {n}") for n in range(9)))
+    )
     assert "; rank 6 was in 6; and 2 more places." in text and "rank 7" not in text
 
 
