@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Final, NamedTuple
 
+from hf_fsdp_plugin.text import name_ranks
+
 ARRIVALS: Final = "arrivals"
 """The group of the plugin's own calls, before which it waits for all ranks (``backends.ranks.collective_entry``)."""
 POINT_TO_POINT: Final = "point to point"
@@ -72,18 +74,26 @@ class Counts:
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """A collective in which a rank waits.
+    """A collective in which a rank waits, or several do.
 
     Attributes:
         group: its process group.
         number: its number among the collectives of the group, from 1.
-        seconds: how long it has waited.
+        seconds: how long the rank has waited; the longest wait of several ranks.
+        ranks: the ranks that wait in it; empty for the one to which the wait belongs.
     """
 
     group: str
     number: int
     call: Call
     seconds: float
+    ranks: tuple[int, ...] = ()
+
+    def __str__(self) -> str:
+        """``rank 0 has waited for 120 s in all-gather of model.layers.3 (…), number 7 of process group …``"""
+        number = f", number {self.number} of process group {self.group}" if self.call.dtype else ""
+        have = "has" if len(self.ranks) == 1 else "have"
+        return f"{name_ranks(self.ranks)} {have} waited for {self.seconds:,.0f} s in {self.call}{number}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,30 +35,6 @@ _BUSY_SHARE: Final = 0.03
 
 
 @dataclass(frozen=True, slots=True)
-class Waiting:
-    """A collective that ranks wait in.
-
-    Attributes:
-        group: its process group.
-        number: its number in the group.
-        ranks: the ranks that wait in it.
-        seconds: the longest wait.
-    """
-
-    group: str
-    number: int
-    call: Call
-    ranks: tuple[int, ...]
-    seconds: float
-
-    def __str__(self) -> str:
-        """``rank 0 has waited for 120 s in all-gather of model.layers.3 (…), number 7 of process group …``"""
-        number = f", number {self.number} of process group {self.group}" if self.call.dtype else ""
-        have = "has" if len(self.ranks) == 1 else "have"
-        return f"{name_ranks(self.ranks)} {have} waited for {self.seconds:,.0f} s in {self.call}{number}"
-
-
-@dataclass(frozen=True, slots=True)
 class Difference:
     """The first collective of a process group in which ranks differ.
 
@@ -100,8 +76,8 @@ class Diagnosis:
 
     kind: HangKind
     ranks: tuple[int, ...]
-    waiting: Waiting
-    others: tuple[Waiting, ...] = ()
+    waiting: Wait
+    others: tuple[Wait, ...] = ()
     difference: Difference | None = None
     is_busy: bool = False
     reads: bool = False
@@ -211,7 +187,7 @@ class _Run:
                     waits.setdefault(rank, Wait(name, number, call, running[rank].idle))
         return waits
 
-    def follow(self, longest: Waiting, waits: Mapping[int, Wait]) -> tuple[set[int], set[int]]:
+    def follow(self, longest: Wait, waits: Mapping[int, Wait]) -> tuple[set[int], set[int]]:
         """Return the late ranks that wait in no collective, and all that wait if there are none.
 
         Each collective is followed once.
@@ -229,7 +205,7 @@ class _Run:
                 rest += self._late(wait)
         return causes, set() if causes else circle
 
-    def _late(self, awaited: Waiting | Wait) -> list[int]:
+    def _late(self, awaited: Wait) -> list[int]:
         """Return the ranks that have not begun a collective."""
         if awaited.group == POINT_TO_POINT:
             return [rank for rank in self.known if rank == awaited.call.peer]
@@ -313,12 +289,12 @@ def _times(count: int) -> str:
     return {1: "once", 2: "twice"}.get(count, f"{count:,} times")
 
 
-def _grouped(waits: Mapping[int, Wait]) -> list[Waiting]:
+def _grouped(waits: Mapping[int, Wait]) -> list[Wait]:
     """Return the collectives in which ranks wait, the one that has been waited for the longest first."""
     ranks: dict[tuple[str, int, Call], list[int]] = defaultdict(list)
     for rank, wait in waits.items():
         ranks[wait.group, wait.number, wait.call].append(rank)
-    found = [Waiting(*key, tuple(sorted(own)), max(waits[rank].seconds for rank in own)) for key, own in ranks.items()]
+    found = [Wait(*key, max(waits[rank].seconds for rank in own), tuple(sorted(own))) for key, own in ranks.items()]
     return sorted(found, key=lambda each: (-each.seconds, each.group, each.number))
 
 

@@ -211,21 +211,8 @@ def write_hang(hang: Hang, folder: Path | None, *, limit: float) -> Path | None:
     Args:
         folder: where the user wants logs. By default the working directory, then the folder of temporary files.
     """
-    content = json.dumps(_content(hang, limit), indent=1)
-    name = f"fsdp_hang_{time.strftime('%Y%m%d_%H%M%S')}.json"
-    path = (folder or Path()) / name
-    write_atomically(path, content)
-    if not path.exists():
-        with suppress(OSError):  # a new folder of this user only: others could have put a link at a known name
-            path = Path(tempfile.mkdtemp(prefix="fsdp_hang_")) / name
-            write_atomically(path, content)
-    return path if path.exists() else None
-
-
-def _content(hang: Hang, limit: float) -> dict[str, Any]:
     diagnosis = hang.diagnosis
-    waiting = [asdict(each) | each.call._asdict() for each in (diagnosis.waiting, *diagnosis.others)]
-    return {
+    content = {
         "schema": SCHEMA_VERSION,
         "time": time.time(),
         "limit_seconds": limit,
@@ -233,8 +220,17 @@ def _content(hang: Hang, limit: float) -> dict[str, Any]:
         "message": hang.problem.message,
         "kind": diagnosis.kind,
         "ranks": diagnosis.ranks,
-        "waiting": waiting,
+        "waiting": [asdict(each) | each.call._asdict() for each in (diagnosis.waiting, *diagnosis.others)],
         "difference": diagnosis.difference and asdict(diagnosis.difference),
         "calls_of_ranks": [rank.to_json() for _, rank in sorted(hang.ranks.items())],
         "stacks": {str(rank): list(map(asdict, stack)) for rank, stack in hang.stacks.items()},
     }
+    text = json.dumps(content, indent=1)
+    name = f"fsdp_hang_{time.strftime('%Y%m%d_%H%M%S')}.json"
+    path = (folder or Path()) / name
+    write_atomically(path, text)
+    if not path.exists():
+        with suppress(OSError):  # a new folder of this user only: others could have put a link at a known name
+            path = Path(tempfile.mkdtemp(prefix="fsdp_hang_")) / name
+            write_atomically(path, text)
+    return path if path.exists() else None

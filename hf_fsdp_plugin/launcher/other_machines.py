@@ -191,23 +191,17 @@ class OtherMachines:
 
     def _share_places(self, places: Sequence[RankCalls], first: Announced) -> tuple[list[RankCalls], list[str]]:
         if not self.is_first:
-            self._store.set(
-                f"places/{self.machine}", json.dumps([(each.rank, each.place, each.state) for each in places])
-            )
+            own = [(each.rank, each.place, each.state) for each in places]
+            self._store.set(f"places/{self.machine}", json.dumps(own))
             return [], [f"machine {first.machine} failed first: see the output of its launcher"]
-        others = [each for each in range(self.num_machines) if each not in (self.machine, first.lost)]
-        keys = [f"places/{each}" for each in others]
-        self._wait(lambda: bool(self._store.check(keys)), _PLACES_SECONDS)
-        found: list[RankCalls] = []
-        missing: list[str] = []
-        for each, key in zip(others, keys, strict=True):
-            if self._store.check([key]):
-                rows = json.loads(self._store.get(key))
-                found += [RankCalls(rank=rank, place=printable(place), state=state) for rank, place, state in rows]
-            else:
-                missing.append(str(each))
-        notes = [f"the ranks of machines {', '.join(missing)} are not included: see their launchers' output"]
-        return found, notes if missing else []
+        keys = {each: f"places/{each}" for each in range(self.num_machines) if each not in (self.machine, first.lost)}
+        self._wait(lambda: bool(self._store.check(list(keys.values()))), _PLACES_SECONDS)
+        arrived = [each for each, key in keys.items() if self._store.check([key])]
+        rows = [row for each in arrived for row in json.loads(self._store.get(keys[each]))]
+        found = [RankCalls(rank=rank, place=printable(place), state=state) for rank, place, state in rows]
+        missing = ", ".join(str(each) for each in keys if each not in arrived)
+        note = f"the ranks of machines {missing} are not included: see their launchers' output"
+        return found, [note] if missing else []
 
     def agree(self, attempt: FailedAttempt) -> FailedAttempt:
         """Return the failed attempt as the machine that announced the failure knows it. ``attempt``: as known here."""

@@ -21,7 +21,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
@@ -247,7 +247,8 @@ class RankOutput:
 
     def __init__(self, job: RankJob, scratch: Path, *, append_logs: bool = False) -> None:
         self._job, self._scratch, self._append_logs = job, scratch, append_logs
-        self._print_lock = threading.Lock()
+        self._print_lock, self._log_lock = threading.Lock(), threading.Lock()
+        self._logs: dict[int, IO[bytes]] = {}
         self._readers: list[threading.Thread] = []
         self._has_ended = threading.Event()
         self.reader_exited = False
@@ -264,20 +265,20 @@ class RankOutput:
         is_shown = job.show_all or (is_first and job.show_first)
         if is_shown and not job.show_all and job.log_dir is None:
             return "", "", tail
-        log = None
         if job.log_dir is not None:
-            log = _Log(job.log_dir / f"rank_{rank}.log", job.notice, append=self._append_logs)
+            with self._log_of(rank) as path:
+                self._logs[rank] = path.open("ab" if self._append_logs else "wb", buffering=0)
         prefix = f"[rank {rank}] ".encode() if job.show_all else b""
         paths = []
         for stream, lines in ((sys.stdout, None), (sys.stderr, tail)):
-            if not is_shown and log is None and lines is None:
+            if not is_shown and job.log_dir is None and lines is None:
                 paths.append(os.devnull)
                 continue
             path = self._scratch / f"rank_{rank}.{'stdout' if lines is None else 'stderr'}"
             os.mkfifo(path, 0o600)
             # For reading and writing, so that opening waits for nobody and the pipe does not end between two writers.
             pipe = os.open(path, os.O_RDWR | os.O_NONBLOCK)
-            arguments = (pipe, stream if is_shown else None, prefix, lines, log)
+            arguments = (pipe, stream if is_shown else None, prefix, lines, rank)
             self._readers.append(threading.Thread(target=self._read, args=arguments, daemon=True))
             self._readers[-1].start()
             paths.append(str(path))
@@ -289,14 +290,13 @@ class RankOutput:
         for reader in self._readers:
             reader.join()
 
-    def _read(self, pipe: int, stream: Any, prefix: bytes, tail: deque[str] | None, log: _Log | None) -> None:
+    def _read(self, pipe: int, stream: Any, prefix: bytes, tail: deque[str] | None, rank: int) -> None:
         rest, block = b"", b"\n"
         while block:
             block = self._next_block(pipe)
             # The last line may end without a newline.
             *lines, rest = (rest + (block or b"\n" * bool(rest))).split(b"\n")
-            if log is not None:
-                log.write(block)
+            self._write_log(rank, block)
             if tail is not None:
                 tail.extend(line.decode(errors="replace") for line in lines)
             if prefix:
@@ -305,6 +305,24 @@ class RankOutput:
                 block_shown, rest = block, rest[-_MAX_LINE:]
             self._show(stream, block_shown)
         os.close(pipe)
+
+    def _write_log(self, rank: int, block: bytes) -> None:
+        with self._log_lock, self._log_of(rank):
+            while block and rank in self._logs:
+                block = block[self._logs[rank].write(block) :]
+
+    @contextlib.contextmanager
+    def _log_of(self, rank: int) -> Iterator[Path]:
+        """Yield the path of a rank's log. After an error, a warning is printed and nothing more is written to it."""
+        path = (self._job.log_dir or Path()) / f"rank_{rank}.log"
+        try:
+            yield path
+        except OSError as error:
+            self._logs.pop(rank, None)
+            message = f"{path} is incomplete: {error.strerror or error}."
+            fix = "Free disk space, or pass another folder as --log_dir. The run goes on without this log."
+            with contextlib.suppress(OSError):  # stderr may be on the same full disk
+                self._job.notice(Problem(code="FSDP-W745", message=message, fix=fix))
 
     def _next_block(self, pipe: int) -> bytes:
         """Return the next bytes of a rank's output; empty if the rank has exited and all is read."""
@@ -325,34 +343,6 @@ class RankOutput:
                 _discard(stream)
             except OSError:  # for example a full disk: the output is lost, the run goes on
                 _discard(stream)
-
-
-class _Log:
-    """A log file. After a failed write, a warning is printed and nothing more is written."""
-
-    def __init__(self, path: Path, notice: Callable[[object], None], *, append: bool) -> None:
-        self._path, self._notice = path, notice
-        self._file: IO[bytes] | None = None
-        self._lock = threading.Lock()
-        try:
-            self._file = path.open("ab" if append else "wb", buffering=0)
-        except OSError as error:
-            self._stop(error)
-
-    def write(self, block: bytes) -> None:
-        with self._lock:
-            try:
-                while self._file is not None and block:
-                    block = block[self._file.write(block) :]
-            except OSError as error:
-                self._stop(error)
-
-    def _stop(self, error: OSError) -> None:
-        self._file = None
-        message = f"{self._path} is incomplete: {error.strerror or error}."
-        fix = "Free disk space, or pass another folder as --log_dir. The run goes on without this log."
-        with contextlib.suppress(OSError):  # stderr may be on the same full disk
-            self._notice(Problem(code="FSDP-W745", message=message, fix=fix))
 
 
 def _discard(stream: Any) -> None:

@@ -335,11 +335,10 @@ def _check_address(launch: LaunchSection, *, is_host: bool, seconds: float) -> N
             family, _, _, _, address = socket.getaddrinfo(host, int(port), type=socket.SOCK_STREAM)[0]
             break
         except OSError as error:
-            if time.monotonic() < deadline:
-                time.sleep(1.0)
-                continue
-            message = f"the address of machine 0, {printable(host)}, is unknown here: {error.strerror or error}."
-            raise _error("FSDP-E707", message, "Pass the address of machine 0 as --main_process_ip.") from None
+            if time.monotonic() >= deadline:
+                message = f"the address of machine 0, {printable(host)}, is unknown here: {error.strerror or error}."
+                raise _error("FSDP-E707", message, "Pass the address of machine 0 as --main_process_ip.") from None
+            time.sleep(1.0)
     if not is_host:
         return
     try:

@@ -126,11 +126,7 @@ def check_script(arguments: LaunchArguments) -> None:
         _check_module(script)
         return
     path = Path(script)
-    try:
-        exists = path.exists()
-    except (OSError, ValueError):  # the name is too long for the file system, or contains a null byte
-        exists = False
-    if not exists:
+    if not os.path.exists(script):  # also if the name is too long for the file system, or contains a null byte
         is_value = script.lower() in ("true", "false")
         hint = " If it is the value of a flag, leave it out: the flag takes no value." if is_value else ""
         raise UsageError(f"{script[:200]}: no such script.{hint}")

@@ -110,16 +110,12 @@ class Restarts:
         Args:
             began: as in :class:`FailedAttempt`, for the present attempt; ``None`` counts no steps after the last one.
         """
+        trained = [(number, each) for number, each in enumerate(self.failures) if each.began is not None]
+        begins = [*(each.began for _, each in trained[1:]), began]
         lost = [0] * len(self.failures)
-        last: int | None = None
-        for number, attempt in enumerate(self.failures):
-            if attempt.began is None or attempt.steps is None:
-                continue
-            if last is not None:
-                lost[last] = max(0, (self.failures[last].steps or 0) - attempt.began)
-            last = number
-        if last is not None and began is not None:
-            lost[last] = max(0, (self.failures[last].steps or 0) - began)
+        for (number, attempt), next_began in zip(trained, begins, strict=False):
+            if next_began is not None:
+                lost[number] = max(0, (attempt.steps or 0) - next_began)
         return lost
 
     def to_report(self, began: int | None) -> dict[str, Any]:
