@@ -22,10 +22,11 @@ import struct
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from threading import get_ident
 from time import monotonic_ns
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final
 
 from hf_fsdp_plugin.hangs.calls import ARRIVALS, Call, Counts, GroupCalls, RankCalls, Wait, pack_ranks
 from hf_fsdp_plugin.text import format_dtype
@@ -78,7 +79,7 @@ class CallRecord:
         self.unit = ""
         self._words = [0] * _STEPS + list(self._words[_STEPS:])
         self._memory: mmap.mmap | None = None
-        self._texts: dict[tuple[str, str, str], bytes] = {}
+        self._texts: dict[tuple[str, str, str, str], bytes] = {}
         self._dtypes: dict[Any, str] = {}
         self._groups: dict[str, _GroupCount] = {}
         self._num_groups = 0
@@ -133,8 +134,9 @@ class CallRecord:
                 tensors = tensors[0] if tensors else None
             if tensors is None:
                 return self._write(count, 0, operation)
-            dtype = self._dtypes.get(tensors.dtype) or self._dtype(tensors.dtype)
-            return self._write(count, tensors.numel(), operation, dtype)
+            dtype = tensors.dtype
+            name = self._dtypes.get(dtype) or self._dtypes.setdefault(dtype, format_dtype(dtype))
+            return self._write(count, tensors.numel(), operation, name)
         except Exception:  # tensors of an unknown kind: the collective itself must not fail
             return self.last
 
@@ -150,12 +152,10 @@ class CallRecord:
     def _write(self, count: _GroupCount, num_elements: int, operation: str, dtype: str = "", peer: str = "") -> int:
         if self._memory is None:
             return self.last
-        key = operation, dtype, self.unit
-        text = None if peer else self._texts.get(key)
+        key = operation, dtype, peer, self.unit
+        text = self._texts.get(key)
         if text is None:
-            text = _SEPARATOR.join((operation, dtype, peer, self.unit)).encode()
-            if not peer:
-                self._texts[key] = text
+            text = self._texts[key] = _SEPARATOR.join(key).encode()
         position = next(self._positions)  # atomic: other threads have collectives too
         count.number = number = count.number + 1
         at = _HEADER.size + position % NUM_SLOTS * _CALL.size
@@ -164,10 +164,6 @@ class CallRecord:
         self._words[_COUNT] = position + 1
         self.last = position
         return position
-
-    def _dtype(self, dtype: torch.dtype) -> str:
-        name = self._dtypes[dtype] = format_dtype(dtype)
-        return name
 
     def _add_group(self, group: dist.ProcessGroup) -> _GroupCount:
         import torch.distributed as dist
@@ -264,7 +260,8 @@ record = CallRecord()
 """The record of this process."""
 
 
-class RecordHeader(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class RecordHeader:
     """The header of a record.
 
     Attributes:

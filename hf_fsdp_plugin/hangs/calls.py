@@ -173,6 +173,12 @@ class RankCalls:
         """Whether it has enqueued collectives on an accelerator."""
         return any(group.enqueues for group in self.groups.values())
 
+    @property
+    def last_call(self) -> str:
+        """Its last collective, with its number and group; empty before the first."""
+        found = self.groups.get(self.last_group)
+        return f"{found.calls[-1]}, number {found.last} of process group {self.last_group}" if found is not None else ""
+
     def to_json(self) -> dict[str, Any]:
         """Return a value for JSON. :func:`rank_from_json` reads it."""
         return {**asdict(self), "idle": min(self.idle, 1e9)}

@@ -91,15 +91,6 @@ def describe_standstill(known: Iterable[RankCalls], seconds: float) -> Problem:
     )
 
 
-def last_call(rank: RankCalls | None) -> str:
-    """Return the last collective of a rank, with its number and group; empty if there is none."""
-    group = rank.last_group if rank is not None else ""
-    if rank is None or not group:
-        return ""
-    found = rank.groups[group]
-    return f"{found.calls[-1]}, number {found.last} of process group {group}"
-
-
 def _late(diagnosis: Diagnosis, known: Mapping[int, RankCalls]) -> str:
     waiting, ranks = diagnosis.waiting, diagnosis.ranks
     late = [f"{name_ranks([rank])} {_where(known[rank], waiting.group)}" for rank in ranks[:_MAX_RANKS]]

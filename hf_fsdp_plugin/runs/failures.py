@@ -266,8 +266,8 @@ def format_failures(result: RunResult, *, debug: bool = False, shown_live: Itera
         rest = [f"  {line}" for line in str(failure["message"]).splitlines() if line != first_line(failure)]
         lines += truncate_lines(rest, _MAX_LINES)
     if first.code < 0 and not first.stopped:
-        if call := hang_report.last_call(first.calls):
-            lines.append(f"  Its last collective was {call}.")
+        if first.calls is not None and first.calls.last_call:
+            lines.append(f"  Its last collective was {first.calls.last_call}.")
         if hint := _HINTS.get(signal_name(-first.code)):
             lines.append(f"  {hint}")
     if failure is None:
