@@ -90,7 +90,7 @@ class Wait:
     ranks: tuple[int, ...] = ()
 
     def __str__(self) -> str:
-        """``rank 0 has waited for 120 s in all-gather of model.layers.3 (…), number 7 of process group …``"""
+        """Return ``rank 0 has waited for 120 s in all-gather of model.layers.3 (…), number 7 of process group …``."""
         number = f", number {self.number} of process group {self.group}" if self.call.dtype else ""
         have = "has" if len(self.ranks) == 1 else "have"
         return f"{name_ranks(self.ranks)} {have} waited for {self.seconds:,.0f} s in {self.call}{number}"

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, Final, Literal, NamedTuple
 
@@ -72,6 +72,7 @@ class Diagnosis:
         difference: the first difference; ``None`` without one.
         is_busy: whether each late rank makes progress, so that it may still come.
         reads: whether each late rank is busy, or waits for a file system or a data loader.
+        known: what is known of all ranks of the run, by rank.
     """
 
     kind: HangKind
@@ -81,6 +82,7 @@ class Diagnosis:
     difference: Difference | None = None
     is_busy: bool = False
     reads: bool = False
+    known: Mapping[int, RankCalls] = field(default_factory=dict)
 
 
 def diagnose_hang(ranks: Iterable[RankCalls], *, limit: float) -> Diagnosis | None:
@@ -120,6 +122,7 @@ def diagnose_hang(ranks: Iterable[RankCalls], *, limit: float) -> Diagnosis | No
         difference=difference,
         is_busy=is_late and all(map(_is_busy, late)),
         reads=is_late and all(rank.reads or _is_busy(rank) for rank in late),
+        known=run.known,
     )
 
 

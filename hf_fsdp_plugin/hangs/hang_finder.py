@@ -14,7 +14,7 @@ from hf_fsdp_plugin.hangs.call_record import RecordHeader, read_calls, read_head
 from hf_fsdp_plugin.hangs.calls import RankCalls
 from hf_fsdp_plugin.hangs.diagnose import diagnose_hang
 from hf_fsdp_plugin.hangs.hang_queries import HangQueries
-from hf_fsdp_plugin.hangs.hang_report import Hang, describe_busy, describe_hang, describe_standstill
+from hf_fsdp_plugin.hangs.hang_report import Hang, describe_busy, describe_standstill
 from hf_fsdp_plugin.hangs.rank_exit import read_failure, stack_of
 from hf_fsdp_plugin.hangs.rank_files import Peer, ProcessorUse, is_halted, processor_use
 from hf_fsdp_plugin.hangs.rank_stacks import Frame, find_place, read_stack, waits_for_data
@@ -103,14 +103,13 @@ class HangFinder:
         others = self._queries.ask(own)
         if others is None:
             return None
-        known = {rank.rank: rank for rank in (*own, *others)}
-        diagnosis = diagnose_hang(known.values(), limit=limit)
+        diagnosis = diagnose_hang([*own, *others], limit=limit)
         if diagnosis is None:
             if longest >= _STANDSTILL_LIMITS * limit and not self._has_stood_still:
                 self._has_stood_still = True
                 self._notice(describe_standstill(own, longest))
             return None
-        timeouts = [timeout for rank in diagnosis.waiting.ranks if (timeout := _timeout(known[rank]))]
+        timeouts = [timeout for rank in diagnosis.waiting.ranks if (timeout := _timeout(diagnosis.known[rank]))]
         ends_after = _BUSY_TIMEOUT_SHARE * min(timeouts, default=float("inf"))
         if not diagnosis.is_busy:
             ends_after = min(ends_after, _READING_LIMITS * limit) if diagnosis.reads else 0.0
@@ -118,11 +117,11 @@ class HangFinder:
             key = (diagnosis.ranks, diagnosis.waiting.group, diagnosis.waiting.number)
             if key not in self._noticed:
                 self._noticed.add(key)
-                self._notice(describe_busy(diagnosis, known, ends_after))
+                self._notice(describe_busy(diagnosis, ends_after))
             self._sample = self._take_sample(ranks)
             self._next_diagnosis = time.monotonic() + limit / 2  # the processor time is measured until then
             return None
-        return Hang(problem=describe_hang(diagnosis, known), diagnosis=diagnosis, ranks=known, stacks=stacks)
+        return Hang(diagnosis=diagnosis, stacks=stacks)
 
     def _read(self, ranks: Sequence[Peer]) -> tuple[list[RankCalls], dict[int, Sequence[Frame]]]:
         """Return the calls and states of the ranks of this machine, and their stacks."""

@@ -298,7 +298,7 @@ def _escaped(content: Any) -> Any:
 class PlaceInStore:
     """Writes where this rank is to the store of the job, while it does not move: other ranks may wait for it in a call.
 
-    The limit for this is half of the one after which they fail.
+    The place is written after half of the time for which the other ranks wait.
     """
 
     def __init__(self, store: JobStore, rank: int) -> None:

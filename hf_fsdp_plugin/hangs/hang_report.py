@@ -43,40 +43,36 @@ class Hang:
     """A hang that ends the run.
 
     Attributes:
-        problem: the message.
-        ranks: what is known of all ranks of the run, by rank.
         stacks: the Python stacks of the ranks of this machine, outermost frame first.
     """
 
-    problem: Problem
     diagnosis: Diagnosis
-    ranks: Mapping[int, RankCalls]
     stacks: Mapping[int, Sequence[Frame]]
 
+    @property
+    def problem(self) -> Problem:
+        """The message."""
+        diagnosis, waiting = self.diagnosis, self.diagnosis.waiting
+        if diagnosis.kind == "different" and diagnosis.difference is not None:
+            message = f"{diagnosis.difference} Since then {waiting}."
+            return Problem(code="FSDP-E729", message=message, fix=_SAME_CALLS)
+        if diagnosis.kind == "circle":
+            calls = "; ".join(str(each) for each in (waiting, *diagnosis.others)[:_MAX_CALLS])
+            message = f"{name_ranks(diagnosis.ranks)} wait for each other in different calls: {calls}."
+            return Problem(code="FSDP-E730", message=message, fix=_SAME_CALLS)
+        if diagnosis.kind == "stuck":
+            message = f"{waiting}, which every rank has begun."
+            fix = "Check the network and the processes' devices; the records show no rank that is late."
+            return Problem(code="FSDP-E731", message=message, fix=fix)
+        return Problem(code="FSDP-E728", message=_late(diagnosis), fix=_fix(diagnosis.known[diagnosis.ranks[0]]))
 
-def describe_hang(diagnosis: Diagnosis, known: Mapping[int, RankCalls]) -> Problem:
-    """Return the message of a hang that ends the run."""
-    waiting = diagnosis.waiting
-    if diagnosis.kind == "different" and diagnosis.difference is not None:
-        message = f"{diagnosis.difference} Since then {waiting}."
-        return Problem(code="FSDP-E729", message=message, fix=_SAME_CALLS)
-    if diagnosis.kind == "circle":
-        calls = "; ".join(str(each) for each in (waiting, *diagnosis.others)[:_MAX_CALLS])
-        message = f"{name_ranks(diagnosis.ranks)} wait for each other in different calls: {calls}."
-        return Problem(code="FSDP-E730", message=message, fix=_SAME_CALLS)
-    if diagnosis.kind == "stuck":
-        message = f"{waiting}, which every rank has begun."
-        fix = "Check the network and the processes' devices; the records show no rank that is late."
-        return Problem(code="FSDP-E731", message=message, fix=fix)
-    return Problem(code="FSDP-E728", message=_late(diagnosis, known), fix=_fix(known[diagnosis.ranks[0]]))
 
-
-def describe_busy(diagnosis: Diagnosis, known: Mapping[int, RankCalls], ends_after: float) -> Problem:
+def describe_busy(diagnosis: Diagnosis, ends_after: float) -> Problem:
     """Return the notice for ranks that are late, but not idle."""
     does = "is busy" if diagnosis.is_busy else "waits for files or data"
     return Problem(
         code="FSDP-W732",
-        message=_late(diagnosis, known),
+        message=_late(diagnosis),
         fix=f"The rank {does}, so the run continues. It ends when the wait has taken {ends_after:,.0f} s.",
     )
 
@@ -91,9 +87,9 @@ def describe_standstill(known: Iterable[RankCalls], seconds: float) -> Problem:
     )
 
 
-def _late(diagnosis: Diagnosis, known: Mapping[int, RankCalls]) -> str:
+def _late(diagnosis: Diagnosis) -> str:
     waiting, ranks = diagnosis.waiting, diagnosis.ranks
-    late = [f"{name_ranks([rank])} {_where(known[rank], waiting.group)}" for rank in ranks[:_MAX_RANKS]]
+    late = [f"{name_ranks([rank])} {_where(diagnosis.known[rank], waiting.group)}" for rank in ranks[:_MAX_RANKS]]
     if len(ranks) > _MAX_RANKS:
         late.append(f"and {plural(len(ranks) - _MAX_RANKS, 'more rank')}")
     are = "is" if len(ranks) == 1 else "are"
@@ -176,23 +172,23 @@ class FoundHang:
 
 def found_hang(hang: Hang, dump: Path | None) -> FoundHang:
     """Return the message, the stacks of ranks that cause the hang, the places of the others, and the file."""
-    diagnosis = hang.diagnosis
+    diagnosis, problem = hang.diagnosis, hang.problem
     causes, call = diagnosis.ranks, diagnosis.waiting.call
-    lines = [f"hang: {hang.problem}"]
+    lines = [f"hang: {problem}"]
     if diagnosis.kind != "different" and diagnosis.difference is not None:
         lines.append(f"before, {diagnosis.difference}")
     for rank in [rank for rank in causes if hang.stacks.get(rank)][:_MAX_STACKS]:
         lines.append("\n".join([f"stack of rank {rank}:", *format_stack(hang.stacks[rank])]))
     others = [] if diagnosis.kind == "late" else list(causes)
-    others += [rank for rank in sorted(hang.ranks) if rank not in causes]
-    lines += shown_places(hang.ranks[rank] for rank in others if hang.ranks[rank].place)
+    others += [rank for rank in sorted(diagnosis.known) if rank not in causes]
+    lines += shown_places(diagnosis.known[rank] for rank in others if diagnosis.known[rank].place)
     if dump is not None:
         lines.append(f"the collectives and stacks of the ranks are in {dump}")
     lines.append("all ranks are being ended")
     return FoundHang(
         text="\n".join(f"hf-fsdp: {line}" for line in lines),
-        message=f"hang: {hang.problem.message} [{hang.problem.code}]",
-        same_as=f"{hang.problem.code} in {call.operation} of {call.unit}",
+        message=f"hang: {problem.message} [{problem.code}]",
+        same_as=f"{problem.code} in {call.operation} of {call.unit}",
     )
 
 
@@ -213,7 +209,7 @@ def write_hang(hang: Hang, folder: Path | None, *, limit: float) -> Path | None:
         "ranks": diagnosis.ranks,
         "waiting": [asdict(each) | each.call._asdict() for each in (diagnosis.waiting, *diagnosis.others)],
         "difference": diagnosis.difference and asdict(diagnosis.difference),
-        "calls_of_ranks": [rank.to_json() for _, rank in sorted(hang.ranks.items())],
+        "calls_of_ranks": [rank.to_json() for _, rank in sorted(diagnosis.known.items())],
         "stacks": {str(rank): list(map(asdict, stack)) for rank, stack in hang.stacks.items()},
     }
     text = json.dumps(content, indent=1)

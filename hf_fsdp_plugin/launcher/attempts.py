@@ -189,7 +189,7 @@ def run_once(job: RankJob, rendezvous: Rendezvous) -> RunResult | None:
                 return attempt.result() if AttemptAgent(spec, attempt, attempt).run() is not None else None
             except SignalException as stop:
                 return attempt.result(signal_number=stop.sigval)
-            except OutputClosed:
+            except BrokenPipeError:
                 return attempt.result(signal_number=signal.SIGPIPE)
 
 
@@ -209,10 +209,6 @@ def _prepare_torch() -> None:
     if "LOGLEVEL" not in os.environ:
         for name in ("agent.server.api", "agent.server.local_elastic_agent", "multiprocessing.api", "rendezvous"):
             logging.getLogger(f"torch.distributed.elastic.{name}").setLevel(logging.CRITICAL)
-
-
-class OutputClosed(Exception):
-    """Nobody reads the output of the launcher any more."""
 
 
 class AttemptRanks(LogsSpecs):
@@ -298,7 +294,7 @@ class AttemptRanks(LogsSpecs):
         """
         self._print_notices()
         if self._output.reader_exited:
-            raise OutputClosed
+            raise BrokenPipeError("nobody reads the output of the launcher any more")
         machines = self._rendezvous.machines
         self._announced = machines.failure()
         self._stopped_by = self._job.should_stop() or ""

@@ -85,8 +85,8 @@ class DeviceSearch:
 
     def result(self) -> FoundDevices:
         """Wait for the search, and return the accelerators."""
-        if self._process is not None:
-            process, self._process = self._process, None
+        process, self._process = self._process, None
+        if process is not None:
             printed, _ = process.communicate()
             if process.returncode == 0 and printed.strip():
                 found = FoundDevices(**json.loads(printed.splitlines()[-1]))

@@ -275,9 +275,18 @@ def _earlier(folder: Path) -> list[Path]:
     return []
 
 
-def forget_run(folder: Path) -> None:
-    """Remove what this machine remembers of a run that has ended without a failure, from the folder of its attempt."""
-    (folder.parent / _MEMORY).unlink(missing_ok=True)
+def forget_run(files: RankFiles) -> None:
+    """Remove what this machine remembers of a run that has ended without a failure, and its folders if they are empty.
+
+    Args:
+        files: those of one of its ranks. They have been removed.
+    """
+    folder = files.stem.parent
+    with suppress(OSError):
+        for path in (files.hang, files.cause, folder.parent / _MEMORY):
+            path.unlink(missing_ok=True)
+        for each in (folder, *folder.parents[:2]):
+            each.rmdir()
 
 
 def _began(folder: Path) -> float:

@@ -9,12 +9,9 @@ from dataclasses import replace
 import pytest
 
 from hf_fsdp_plugin.hangs.calls import ARRIVALS, POINT_TO_POINT, Call, Counts, GroupCalls, RankCalls, Wait
-from hf_fsdp_plugin.hangs.diagnose import compare_calls, diagnose_hang
-from hf_fsdp_plugin.hangs.hang_report import (
-    describe_busy,
-    describe_hang,
-    describe_standstill,
-)
+from hf_fsdp_plugin.hangs.diagnose import Diagnosis, compare_calls, diagnose_hang
+from hf_fsdp_plugin.hangs.hang_report import Hang, describe_busy, describe_standstill
+from hf_fsdp_plugin.problems import Problem
 
 GROUP = "0 of ranks 0-3"
 LIMIT = 4.0
@@ -38,6 +35,10 @@ def rank_calls(
     return RankCalls(rank=rank, groups=groups, wait=wait, idle=waits or 60.0, place=f"at line {rank}")
 
 
+def problem_of(found: Diagnosis) -> Problem:
+    return Hang(diagnosis=found, stacks={}).problem
+
+
 def others_wait(late: RankCalls, *, seconds: float = 5.0) -> list[RankCalls]:
     return [rank_calls(rank, STEP, waits=seconds) for rank in range(4) if rank != late.rank] + [late]
 
@@ -47,7 +48,7 @@ def test_late_rank_and_the_unit_that_others_wait_for_are_named() -> None:
     found = diagnose_hang(others_wait(late), limit=LIMIT)
     assert found is not None and (found.kind, found.ranks) == ("late", (2,))
     assert found.waiting.ranks == (0, 1, 3) and found.waiting.call == STEP[-1]
-    problem = describe_hang(found, {rank.rank: rank for rank in others_wait(late)})
+    problem = problem_of(found)
     assert problem.code == "FSDP-E728"
     assert (
         "rank 2 is late" in problem.message and "at line 2" in problem.message and "reduce-scatter" in problem.message
@@ -70,7 +71,7 @@ def test_state_of_the_late_rank_is_in_the_message(state: str) -> None:
     known = others_wait(late)
     found = diagnose_hang(known, limit=LIMIT)
     assert found is not None and found.ranks == (2,)
-    text = describe_hang(found, {rank.rank: rank for rank in known}).message
+    text = problem_of(found).message
     words = {"halted": "SIGSTOP", "exited": "had exited", "unreachable": "does not answer", "ended": "had ended"}
     assert words[state] in text
 
@@ -88,7 +89,7 @@ def test_skipped_layer_is_found_although_sizes_are_equal() -> None:
     assert found is not None and (found.kind, found.ranks) == ("different", (2,))
     assert found.difference is not None and found.difference.number == 3
     assert found.difference.reason == " Rank 2 left out all-gather of layers.2 (64 × fp32)."
-    problem = describe_hang(found, {rank.rank: rank for rank in known})
+    problem = problem_of(found)
     assert problem.code == "FSDP-E729" and "Rank 2 left out all-gather of layers.2 (64 × fp32)" in problem.message
 
 
@@ -124,7 +125,7 @@ def test_rank_of_two_that_calls_the_model_alone_is_named(past: tuple[Call, ...])
     known = two_ranks((*past, *STEP[:6], STEP[0]), (*past, *STEP[:7]), 6, 5)
     found = diagnose_hang(known, limit=LIMIT)
     assert found is not None and (found.kind, found.ranks) == ("different", (0,))
-    text = describe_hang(found, {rank.rank: rank for rank in known}).message
+    text = problem_of(found).message
     assert "Rank 0 had called the model 6 times, the others 5 times." in text and "left out" not in text
 
 
@@ -134,10 +135,7 @@ def test_rank_that_leaves_a_forward_out_is_named() -> None:
     known = [replace(rank_calls(rank, calls, waits=5.0), counts=Counts(0, 2)) for rank in (0, 1, 3)] + [alone]
     found = diagnose_hang(known, limit=LIMIT)
     assert found is not None and found.ranks == (2,)
-    assert (
-        "Rank 2 had called the model once, the others twice."
-        in describe_hang(found, {r.rank: r for r in known}).message
-    )
+    assert "Rank 2 had called the model once, the others twice." in problem_of(found).message
 
 
 @pytest.mark.parametrize("odd", [0, 1])
@@ -150,7 +148,7 @@ def test_rank_of_two_with_an_unusual_call_is_named(odd: int, call: Call) -> None
     known = two_ranks(*calls, *forwards)
     found = diagnose_hang(known, limit=LIMIT)
     assert found is not None and found.ranks == (odd,)
-    text = describe_hang(found, {rank.rank: rank for rank in known}).message
+    text = problem_of(found).message
     assert f"In earlier steps, the call before was not followed by that of rank {odd}." in text
 
 
@@ -183,7 +181,7 @@ def test_sizes_of_uneven_operations_are_not_compared() -> None:
     assert compare_calls(rank_calls(rank, lists[rank], waits=5.0) for rank in range(4)) == ""
     found = diagnose_hang([rank_calls(rank, lists[rank], waits=5.0) for rank in range(4)], limit=LIMIT)
     assert found is not None and (found.kind, found.ranks) == ("stuck", ())
-    assert describe_hang(found, {}).code == "FSDP-E731"
+    assert problem_of(found).code == "FSDP-E731"
 
 
 def test_dtypes_of_uneven_operations_are_compared() -> None:
@@ -222,7 +220,7 @@ def test_ranks_that_wait_for_each_other_are_a_circle() -> None:
     known = [save, *(rank_calls(rank, STEP[:6], waits=5.0) for rank in (1, 2, 3))]
     found = diagnose_hang(known, limit=LIMIT)
     assert found is not None and (found.kind, found.ranks) == ("circle", (0, 1, 2, 3))
-    problem = describe_hang(found, {rank.rank: rank for rank in known})
+    problem = problem_of(found)
     assert problem.code == "FSDP-E730" and "Accelerator.save_state" in problem.message and "layers.5" in problem.message
 
 
@@ -238,7 +236,7 @@ def test_late_rank_with_progress_is_busy(cpu: float, moved: bool, is_busy: bool)
     late = replace(rank_calls(2, STEP[:5]), cpu=cpu, moved=moved)
     found = diagnose_hang(others_wait(late), limit=LIMIT)
     assert found is not None and found.is_busy == is_busy
-    problem = describe_busy(found, {rank.rank: rank for rank in others_wait(late)}, 540.0)
+    problem = describe_busy(found, 540.0)
     assert problem.code == "FSDP-W732" and "540 s" in str(problem)
 
 
@@ -310,7 +308,7 @@ def test_rank_that_waits_for_files_has_its_own_notice() -> None:
     late = replace(rank_calls(2, STEP[:5]), cpu=0.0, reads=True)
     found = diagnose_hang(others_wait(late), limit=LIMIT)
     assert found is not None and found.reads and not found.is_busy
-    problem = describe_busy(found, {rank.rank: rank for rank in others_wait(late)}, 600.0)
+    problem = describe_busy(found, 600.0)
     assert problem.code == "FSDP-W732" and "waits for files or data" in str(problem) and "600 s" in str(problem)
     other = replace(rank_calls(2, STEP[:5]), cpu=0.0)
     found = diagnose_hang(others_wait(other), limit=LIMIT)

@@ -18,7 +18,7 @@ from hf_fsdp_plugin.hangs import hang_queries, rank_files
 from hf_fsdp_plugin.hangs.calls import Call, RankCalls, Wait
 from hf_fsdp_plugin.hangs.diagnose import Diagnosis
 from hf_fsdp_plugin.hangs.hang_queries import HangQueries, JobStore, StoreLost
-from hf_fsdp_plugin.hangs.hang_report import Hang, describe_hang, write_hang
+from hf_fsdp_plugin.hangs.hang_report import Hang, write_hang
 from hf_fsdp_plugin.hangs.rank_exit import DEFAULT_HANG_LIMIT, HANG_LIMIT_VARIABLE, hang_limit
 from hf_fsdp_plugin.hangs.rank_files import ProcessorUse, processor_use
 
@@ -207,7 +207,7 @@ def test_request_that_does_not_end_blocks_no_other() -> None:
 def test_hang_dump_in_a_shared_folder_has_no_known_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     stuck = Diagnosis(kind="stuck", ranks=(), waiting=Wait("0", 1, Call("barrier"), 5.0, (0,)))
-    hang = Hang(problem=describe_hang(stuck, {}), diagnosis=stuck, ranks={}, stacks={})
+    hang = Hang(diagnosis=stuck, stacks={})
     paths = [write_hang(hang, tmp_path / "missing", limit=LIMIT) for _ in range(2)]
     folders = {path.parent for path in paths if path is not None}
     assert len(folders) == 2 and all(stat.S_IMODE(folder.stat().st_mode) == 0o700 for folder in folders)
