@@ -75,6 +75,11 @@ def format_names(names: Collection[object], limit: int = 4) -> str:
     return ", ".join(shown) + rest
 
 
+def name_ranks(ranks: Sequence[int]) -> str:
+    """Return ``rank 3``, or ``ranks 0, 1, 5``."""
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {format_names(ranks, 16)}"
+
+
 def format_shape(shape: Iterable[int]) -> str:
     """Format the shape of a tensor: ``32×16``; ``scalar`` if it has no dims."""
     return "×".join(map(str, shape)) or "scalar"

@@ -15,15 +15,13 @@ from typing import TYPE_CHECKING
 import hf_fsdp_plugin
 from hf_fsdp_plugin.cli.check_output import check_sources, plan_of_model
 from hf_fsdp_plugin.cli.output import exit_code, in_line_order, print_json, print_problems
-from hf_fsdp_plugin.hangs.hang_finder import hang_limit
-from hf_fsdp_plugin.hangs.rank_exit import EXIT_LIMIT_VARIABLE, exit_limit
+from hf_fsdp_plugin.hangs.rank_exit import exit_limit, hang_limit
 from hf_fsdp_plugin.hangs.rank_files import RUN_ID_VARIABLE
 from hf_fsdp_plugin.launcher import flags
 from hf_fsdp_plugin.launcher import world as worlds
 from hf_fsdp_plugin.launcher.flags import LaunchArguments, UsageError
-from hf_fsdp_plugin.launcher.other_machines import MACHINE_LIMIT_VARIABLE as MACHINE_VARIABLE
 from hf_fsdp_plugin.launcher.other_machines import silence_limit
-from hf_fsdp_plugin.launcher.rank_environment import RankJob, launch_env, rank_command, settings_env
+from hf_fsdp_plugin.launcher.rank_processes import RankJob, launch_env, rank_command, settings_env
 from hf_fsdp_plugin.launcher.run_script import check_script
 from hf_fsdp_plugin.launcher.world import World, describe_world, find_devices, resolve_world
 from hf_fsdp_plugin.problems import Problem, SpecError, has_errors
@@ -129,6 +127,7 @@ def _run_ranks(arguments: LaunchArguments, spec: FsdpSpec, world: World, handove
         _print_notices(arguments, describe_world(met, launch, machine=machine, address=address))
 
     job = RankJob(
+        on_start=describe_start,
         command=_command(arguments),
         num_local=world.num_local,
         env=launch_env(spec, world, handover, arguments),
@@ -140,7 +139,7 @@ def _run_ranks(arguments: LaunchArguments, spec: FsdpSpec, world: World, handove
         notice=lambda notice: _print_notices(arguments, notice),
         debug=launch.debug,
     )
-    return run_attempts(job, rendezvous, describe_start)
+    return run_attempts(job, rendezvous)
 
 
 def _run_id(options: Mapping[str, str]) -> str:
@@ -178,13 +177,10 @@ def _check_usage(arguments: LaunchArguments) -> None:
             raise UsageError(f"--{name} is {options[name]!r}; expected a number.")
     try:
         hang_limit(options.get("hang_timeout"))
+        exit_limit()
+        silence_limit()
     except ValueError as error:
         raise UsageError(f"{error}") from None
-    for name, read in ((EXIT_LIMIT_VARIABLE, exit_limit), (MACHINE_VARIABLE, silence_limit)):
-        try:
-            read()
-        except ValueError:
-            raise UsageError(f"{name} is {os.environ[name]!r}; expected seconds.") from None
 
 
 def _check_writable(options: Mapping[str, str]) -> None:

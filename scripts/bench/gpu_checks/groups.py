@@ -114,7 +114,7 @@ def collectives(case: Case) -> Case:
         finally:
             record.close()
     ranks = [rank_from_json(content) for content in on_all(own.to_json())]
-    expect(compare_calls(ranks) is None, f"the records differ: {compare_calls(ranks)}")
+    expect(not compare_calls(ranks), f"the records differ: {compare_calls(ranks)}")
     units = {call.unit for group in own.groups.values() for call in group.calls if call.unit}
     if case["ranks"] > 1 and case["strategy"] == "full_shard":
         expect(any("layers.3" in unit for unit in units), f"units: {sorted(units)}")
