@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from hf_fsdp_plugin.hangs.call_record import read_counts, record, step_count
+from hf_fsdp_plugin.hangs.call_record import read_calls, record
 from hf_fsdp_plugin.integrations.rank_watch import watch
 from tests.unit.integrations.test_watch import armed_files
 
@@ -24,7 +24,7 @@ def test_children_of_a_rank_are_no_ranks(as_rank: Path) -> None:
     assert "RankFiles" in nested.stdout, "a rank of another launcher that the rank has started"
     read, write = os.pipe()
     if not (child := os.fork()):
-        step_count.resume_at(5)
+        record.resume_at(5)
         watch.failed(ValueError("of the child"))
         os.write(write, f"{watch.files} {record.is_open}".encode())
         os._exit(0)
@@ -32,5 +32,5 @@ def test_children_of_a_rank_are_no_ranks(as_rank: Path) -> None:
     assert os.read(read, 100) == b"None False"
     os.close(read)
     os.close(write)
-    counts = read_counts(files.steps)
+    counts = read_calls(0, files.calls).counts
     assert counts is not None and counts.before == 0 and not files.failure.exists()

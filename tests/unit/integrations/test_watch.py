@@ -8,12 +8,14 @@ import signal
 import socket
 import subprocess
 import threading
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
 from hf_fsdp_plugin import SpecError
-from hf_fsdp_plugin.hangs.call_record import read_counts, record, step_count
+from hf_fsdp_plugin.hangs.call_record import read_calls, record
+from hf_fsdp_plugin.hangs.calls import Counts
 from hf_fsdp_plugin.hangs.rank_exit import ERROR_FILE_VARIABLE
 from hf_fsdp_plugin.hangs.rank_files import FILES_VARIABLE, LAUNCHER_VARIABLE, RankFiles, find_peers, start_of
 from hf_fsdp_plugin.integrations.rank_watch import watch
@@ -40,21 +42,21 @@ def test_rank_is_armed_once_and_leaves_nothing(as_rank: Path) -> None:
     assert watch.files is files and record.is_open and record.main == threading.get_ident()
     assert [peer.pid for peer in find_peers(files.stem.parent)] == [os.getpid()]
     assert (files.stem.parent.stat().st_mode & 0o777) == 0o700
-    assert read_counts(files.steps) is not None and files.stacks.exists()
+    assert read_calls(0, files.calls).counts == Counts(0, 0) and files.stacks.exists()
     watch.disarm()
     assert list(as_rank.iterdir()) == [] and not record.is_open
-    step_count.resume_at(0)
+    record.resume_at(0)
 
 
 def test_rank_under_the_launcher_keeps_its_files(as_rank: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(FILES_VARIABLE, str(as_rank / "rank_0"))
     monkeypatch.setenv(LAUNCHER_VARIABLE, "1")
-    RankFiles(as_rank / "rank_0").restarts.write_text(json.dumps(Restarts(run_id="a").to_json()))
+    RankFiles(as_rank / "rank_0").restarts.write_text(json.dumps(asdict(Restarts(run_id="a"))))
     files = armed_files()
     assert files.stem == as_rank / "rank_0" and watch.has_launcher and session.restarts.run_id == "a"
     assert FILES_VARIABLE not in os.environ, "children of the rank are none"
     watch.disarm()
-    assert files.steps.exists()
+    assert files.calls.exists()
 
 
 @pytest.mark.parametrize("lives", [True, False])
@@ -93,7 +95,7 @@ def test_limit_that_is_no_number_is_refused(as_rank: Path, monkeypatch: pytest.M
     monkeypatch.setenv(name, "soon")
     with pytest.raises(SpecError) as caught:
         watch.arm()
-    assert caught.value.problems[0].code == "FSDP-E674" and f"{name}=soon" in str(caught.value)
+    assert caught.value.problems[0].code == "FSDP-E674" and f"{name} is 'soon'" in str(caught.value)
 
 
 def test_limit_of_zero_records_no_collectives(as_rank: Path, monkeypatch: pytest.MonkeyPatch) -> None:
