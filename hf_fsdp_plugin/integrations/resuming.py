@@ -36,7 +36,7 @@ from hf_fsdp_plugin.checkpoint import (
     recover_run,
     why_incomplete,
 )
-from hf_fsdp_plugin.hangs.call_record import step_count
+from hf_fsdp_plugin.hangs.call_record import record
 from hf_fsdp_plugin.hangs.rank_files import RankFiles
 from hf_fsdp_plugin.integrations.accelerate.batches import samples_problem
 from hf_fsdp_plugin.integrations.saving import manager
@@ -49,7 +49,6 @@ from hf_fsdp_plugin.runs.identity import (
     RunIdentity,
     identify_run,
     make_offer,
-    mark_begin,
     merge_offers,
     remember_run,
 )
@@ -75,7 +74,7 @@ class ProcessAttempt:
         self.end()
 
     def begin(self, files: RankFiles | None = None) -> None:
-        """Find out the run of this process and count its steps. Does nothing if that was done before.
+        """Find out the run of this process. Does nothing if that was done before.
 
         Args:
             files: the files of this rank, which the next attempt on this machine finds; ``None`` if it has none.
@@ -85,14 +84,10 @@ class ProcessAttempt:
         self._has_begun, self._has_files = True, files is not None
         identity = session.identity = self._identity = identify_run(self._environ, tuple(sys.argv))
         if files is not None:
-            with suppress(OSError):
-                step_count.open(files.steps)
             with suppress(OSError, ValueError):
                 session.restarts = Restarts.from_json(json.loads(files.restarts.read_text()))
                 return
             self._folder = files.stem.parent
-            if self._is_lowest:
-                mark_begin(self._folder)
         if identity.id:
             session.restarts = Restarts(run_id=identity.id, max_restarts=identity.max_restarts)
             self._is_open = True
@@ -303,7 +298,7 @@ def run_fact() -> dict[str, Any]:
     """Return the field ``run`` of the manifest of a checkpoint that is written now; empty without an identity."""
     if not session.restarts.run_id:
         return {}
-    run = {"id": session.restarts.run_id, "steps": step_count.total, "training": session.num_trainings}
+    run = {"id": session.restarts.run_id, "steps": record.counts.total, "training": session.num_trainings}
     return run | ({"job": session.identity.job} if session.identity.job else {})
 
 
@@ -328,8 +323,8 @@ def continue_run(checkpoint: Path) -> dict[str, Any]:
 
     nothing: tuple[int, dict[str, Any]] = 0, {}
     steps, batch = _on_rank_0(read, nothing)
-    if steps > step_count.total:  # otherwise the script goes back to an earlier checkpoint by itself
-        step_count.resume_at(steps)
+    if steps > record.counts.total:  # otherwise the script goes back to an earlier checkpoint by itself
+        record.resume_at(steps)
     session.first_samples_per_step = batch.get("first_samples_per_step", batch.get("samples_per_step"))
     return batch
 

@@ -16,7 +16,7 @@ from hf_fsdp_plugin.backends.ranks.agreement import gather_objects
 from hf_fsdp_plugin.backends.ranks.collective_entry import announce_end
 from hf_fsdp_plugin.backends.sharding.shard import plan_of
 from hf_fsdp_plugin.checkpoint import stored_state_dict_type
-from hf_fsdp_plugin.hangs.call_record import step_count
+from hf_fsdp_plugin.hangs.call_record import record
 from hf_fsdp_plugin.integrations.accelerate.private import (
     is_accelerator,
     prepared_dataloaders,
@@ -225,7 +225,7 @@ def report_accelerator(accelerator: Any, *, batch: BatchShape | None = None, che
         state_dict=common_value(sorted(filter(None, kinds))) or getattr(plugin, "state_dict_kind", None),
         saved_asynchronously=manager.last_asynchronous,
     )
-    return replace(report, restarts=session.restarts, steps_before=step_count.before)
+    return replace(report, restarts=session.restarts, steps_before=record.counts.before)
 
 
 def _loader_batch(accelerator: Any) -> BatchShape | None:

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 from transformers import TrainerCallback, get_scheduler
 
 import hf_fsdp_plugin as hfp
-from hf_fsdp_plugin.hangs.call_record import step_count
+from hf_fsdp_plugin.hangs.call_record import record
 from hf_fsdp_plugin.integrations.session import session
 from hf_fsdp_plugin.messages import printer
 from hf_fsdp_plugin.runs.restart_policy import FailedAttempt, Restarts
@@ -78,7 +78,7 @@ def restarted(run_id: str, num_restarts: int) -> Iterator[list[str]]:
     finally:
         printer.listener = None
         session.restarts, session.num_trainings, session.first_samples_per_step = Restarts(), 0, None
-        step_count.resume_at(0)
+        record.resume_at(0)
 
 
 def train_loop(folder: str, num_restarts: int, until: int, length: str, accumulation: int, **loop: Any) -> Any:

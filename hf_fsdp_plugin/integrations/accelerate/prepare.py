@@ -32,7 +32,7 @@ from hf_fsdp_plugin.backends.sharding.shard import (
 from hf_fsdp_plugin.backends.sharding.submodule_calls import free_after_forward, free_before_step
 from hf_fsdp_plugin.devices import get_device
 from hf_fsdp_plugin.estimate.unit_sizes import with_padding_warning
-from hf_fsdp_plugin.hangs.call_record import step_count
+from hf_fsdp_plugin.hangs.call_record import record
 from hf_fsdp_plugin.integrations.accelerate import private
 from hf_fsdp_plugin.integrations.accelerate.batches import check_even_batches, notice_accumulation
 from hf_fsdp_plugin.integrations.accelerate.plugin import planned_plugin
@@ -168,7 +168,7 @@ def shard_model(
         # 5. Shard.
         sharded = shard(plan, model, accelerator.device, optimizers)
         # 6. Hooks: the progress, the diagnosis of hangs and the profile of this rank follow the model.
-        step_count.watch_forwards(sharded)
+        record.count_forwards(sharded)
         watch.follow_thread()
         name_units(sharded)
         profiling.watch(sharded)
@@ -229,7 +229,7 @@ def _prepare_optimizers(
     if errors := [problem for problem in problems if problem is not None and problem.severity == "error"]:
         raise SpecError(errors)
     for optimizer in optimizers:
-        step_count.watch(optimizer)
+        record.count_steps(optimizer)
         optimizer.register_step_pre_hook(first_step.announce)
         notice_accumulation(accelerator, optimizer)
         if preflight.active:

@@ -9,6 +9,7 @@ import threading
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import nullcontext
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import pytest
 import torch.distributed as dist
 
 import hf_fsdp_plugin as hfp
-from hf_fsdp_plugin.hangs.call_record import step_count
+from hf_fsdp_plugin.hangs.call_record import record
 from hf_fsdp_plugin.hangs.rank_files import RankFiles
 from hf_fsdp_plugin.integrations import resuming as subject
 from hf_fsdp_plugin.integrations.session import session
@@ -116,7 +117,7 @@ def clean(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(session, "restarts", Restarts())
     monkeypatch.setattr(session, "identity", RunIdentity())
     yield
-    step_count.close()
+    record.close()
 
 
 @pytest.mark.parametrize("machines", [1, 3])
@@ -155,12 +156,12 @@ def test_refusal_is_raised_on_all_ranks_and_again(tmp_path: Path, monkeypatch: p
 def test_file_of_the_launcher_is_taken_without_messages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     known = Restarts(run_id="launched", max_restarts=2, failures=(FailedAttempt(failure="rank 1: exit code 3"),))
     files = RankFiles(tmp_path / "rank_0")
-    files.restarts.write_text(json.dumps(known.to_json()))
+    files.restarts.write_text(json.dumps(asdict(known)))
     world = World(monkeypatch)
     attempt = subject.ProcessAttempt(AGENT)
     attempt.begin(files)
     attempt.agree("Trainer.train")
-    assert session.restarts == known and not world.store.messages and files.steps.exists()
+    assert session.restarts == known and not world.store.messages
 
 
 def test_process_without_a_launcher_has_no_attempts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from hf_fsdp_plugin.hangs.call_record import Counts, StepCount, read_counts
+from hf_fsdp_plugin.hangs.call_record import CallRecord, read_calls
+from hf_fsdp_plugin.hangs.calls import Counts
 from hf_fsdp_plugin.hangs.rank_stacks import (
     STACK_SIGNAL,
     Frame,
-    RankPlace,
     find_place,
     is_library,
     read_stack,
@@ -88,41 +88,41 @@ def test_missing_or_damaged_stacks_are_empty(tmp_path: Path) -> None:
 
 
 SCRIPT = Frame("/work/train.py", 30, "main")
+BARRIER = Frame(f"{LIBRARY}/distributed/distributed_c10d.py", 9, "barrier")
 
 
 @pytest.mark.parametrize(
     ("stack", "expected"),
     [
-        ([SCRIPT], RankPlace("", SCRIPT)),
-        ([SCRIPT, Frame(f"{LIBRARY}/nn/modules/module.py", 9, "_call_impl")], RankPlace("forward", SCRIPT)),
-        ([SCRIPT, Frame("/work/module.py", 9, "_call_impl")], RankPlace("", Frame("/work/module.py", 9, "_call_impl"))),
+        ([SCRIPT], ("", "at /work/train.py:30")),
         (
-            [
-                SCRIPT,
-                Frame(f"{LIBRARY}/accelerate/accelerator.py", 9, "save_state"),
-                Frame(f"{LIBRARY}/distributed/distributed_c10d.py", 9, "barrier"),
-            ],
-            RankPlace("save_state", SCRIPT, None, "barrier"),
+            [SCRIPT, Frame(f"{LIBRARY}/nn/modules/module.py", 9, "_call_impl")],
+            ("forward", "in forward at /work/train.py:30"),
         ),
-        ([Frame(f"{LIBRARY}/optim/optimizer.py", 9, "step")], RankPlace("optimizer.step", None)),
-        ([Frame(f"{LIBRARY}/unknown.py", 9, "unknown")], None),
-        ([], None),
+        ([SCRIPT, Frame("/work/module.py", 9, "_call_impl")], ("", "at /work/module.py:9")),
+        (
+            [SCRIPT, Frame(f"{LIBRARY}/accelerate/accelerator.py", 9, "save_state"), BARRIER],
+            ("save_state", "in save_state (barrier) at /work/train.py:30"),
+        ),
+        ([SCRIPT, BARRIER], ("barrier", "in barrier at /work/train.py:30")),
+        ([Frame(f"{LIBRARY}/optim/optimizer.py", 9, "step")], ("optimizer.step", "in optimizer.step")),
+        ([Frame(f"{LIBRARY}/unknown.py", 9, "unknown")], ("", "")),
+        ([], ("", "")),
     ],
 )
-def test_outermost_known_call_is_the_place(stack: list[Frame], expected: RankPlace | None) -> None:
+def test_outermost_known_call_is_the_place(stack: list[Frame], expected: tuple[str, str]) -> None:
     assert find_place(stack) == expected
 
 
 def test_place_is_printed_with_code_and_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_text("\nloss = model(batch)\n")
-    frame = Frame(str(tmp_path / "train.py"), 2, "main")
-    shown = "in forward at train.py:2 `loss = model(batch)` after 7 optimizer steps"
-    assert str(RankPlace("forward", frame, Counts(7, 0))) == shown
-    place = RankPlace("backward", frame, Counts(7, 8), "all_reduce")
-    assert str(place) == f"{shown} (8 forwards)".replace("forward at", "backward (all_reduce) at")
-    assert str(RankPlace("barrier", None, None, "barrier")) == "in barrier"
-    assert str(RankPlace("", frame, None, "all_reduce")) == "in all_reduce at train.py:2 `loss = model(batch)`"
+    script = Frame(str(tmp_path / "train.py"), 2, "main")
+    forward = Frame(f"{LIBRARY}/nn/modules/module.py", 9, "_call_impl")
+    shown = "at train.py:2 `loss = model(batch)` after 7 optimizer steps"
+    assert find_place([script, forward], Counts(7, 0)) == ("forward", f"in forward {shown}")
+    stack = [script, Frame(f"{LIBRARY}/accelerate/accelerator.py", 9, "backward"), BARRIER]
+    assert find_place(stack, Counts(7, 8)) == ("backward", f"in backward (barrier) {shown} (8 forwards)")
 
 
 def test_library_is_told_from_user_code(tmp_path: Path) -> None:
@@ -130,27 +130,29 @@ def test_library_is_told_from_user_code(tmp_path: Path) -> None:
     assert not is_library(str(tmp_path / "train.py"))
 
 
-def test_steps_are_counted_only_in_an_open_file(tmp_path: Path) -> None:
+@pytest.mark.parametrize("calls", [True, False])
+def test_steps_are_counted_only_in_an_open_file(tmp_path: Path, calls: bool) -> None:
     import torch
 
     model = torch.nn.Linear(1, 1)
-    counted, ignored, count = (*(torch.optim.SGD(model.parameters()) for _ in range(2)), StepCount())
-    count.watch(ignored)
-    count.watch_forwards(model)
-    count.open(tmp_path / "steps")
-    count.watch(counted)
-    assert read_counts(tmp_path / "steps") == Counts(0, 0)
-    count.watch_forwards(model)
+    path, record = tmp_path / "rank_0.calls", CallRecord()
+    counted, ignored = (torch.optim.SGD(model.parameters()) for _ in range(2))
+    record.count_steps(ignored)
+    record.count_forwards(model)
+    record.open(path, calls=calls)
+    record.count_steps(counted)
+    assert read_calls(0, path).counts == record.counts == Counts(0, 0) and record.is_open == calls
+    record.count_forwards(model)
     for _ in range(3):
         model(torch.ones(1)).sum().backward()
         counted.step()
         ignored.step()
     model(torch.ones(1))
-    assert read_counts(tmp_path / "steps") == Counts(3, 4)
-    count.close()
+    assert read_calls(0, path).counts == record.counts == Counts(3, 4)
+    record.close()
     counted.step()
-    assert read_counts(tmp_path / "steps") == Counts(3, 4)
-    assert read_counts(tmp_path / "none") is None
+    assert read_calls(0, path).counts == Counts(3, 4)
+    assert read_calls(0, tmp_path / "none").counts is None
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import hf_fsdp_plugin as hfp
-from hf_fsdp_plugin.hangs.call_record import step_count
+from hf_fsdp_plugin.hangs.call_record import record
 from hf_fsdp_plugin.integrations import resuming as subject
 from hf_fsdp_plugin.integrations.session import session
 from hf_fsdp_plugin.runs.identity import RunIdentity
@@ -47,8 +47,8 @@ def test_checkpoints_of_other_runs_are_not_resumed(tmp_path: Path) -> None:
     save(tmp_path / "checkpoint-70", mine(70, training=2))
     assert subject.checkpoint_after_restart(tmp_path, "checkpoint-") == newest
     subject.continue_run(newest)
-    assert step_count.total == 60
-    step_count.resume_at(0)
+    assert record.counts.total == 60
+    record.resume_at(0)
 
 
 def test_requeued_job_resumes_from_its_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -63,7 +63,7 @@ def test_requeued_job_resumes_from_its_runs(tmp_path: Path, monkeypatch: pytest.
         assert subject.checkpoint_after_restart(tmp_path, "checkpoint-") == expected
         assert hfp.newest_checkpoint(tmp_path, this_run=True) == expected
     assert subject.run_fact()["job"] == "slurm-7-0-x"
-    step_count.resume_at(0)
+    record.resume_at(0)
 
 
 def test_run_with_a_name_resumes_without_a_restart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -74,8 +74,8 @@ def test_run_with_a_name_resumes_without_a_restart(tmp_path: Path, monkeypatch: 
     own = save(tmp_path / "checkpoint-40", mine(40))
     assert subject.checkpoint_after_restart(tmp_path, "checkpoint-") == own
     subject.continue_run(own)
-    assert step_count.total == 40
-    step_count.resume_at(0)
+    assert record.counts.total == 40
+    record.resume_at(0)
 
 
 def test_first_start_takes_the_choice_of_the_script(tmp_path: Path) -> None:
@@ -90,7 +90,7 @@ def test_incomplete_checkpoint_is_skipped(tmp_path: Path) -> None:
     (damaged / "fsdp_manifest.json").write_text("{")
     save(tmp_path / "checkpoint-50", mine("50"))  # a hostile manifest
     assert subject.checkpoint_after_restart(tmp_path, "checkpoint-") == whole
-    step_count.resume_at(0)
+    record.resume_at(0)
 
 
 @pytest.mark.usefixtures("restarted")
