@@ -15,16 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from hf_fsdp_plugin.checkpoint.errors import (
-    COPY_AGAIN,
-    LFS_POINTER_SIZE,
-    missing_problem,
-    name_problem,
-    problem,
-    raise_if_any,
-    refuse,
-    refuse_lfs_pointer,
-)
+from hf_fsdp_plugin.checkpoint import errors
 from hf_fsdp_plugin.checkpoint.formats.known_formats import format_named
 from hf_fsdp_plugin.checkpoint.formats.safetensors import parse_weight_map, read_entries
 from hf_fsdp_plugin.checkpoint.formats.stored_tensors import MAX_PROBLEMS, StoredModel
@@ -45,19 +36,21 @@ def config_problems(stored: StoredModel, folder: Path) -> list[Problem]:
     except CheckpointError as error:
         return list(error.problems)
     if config is None:
-        return [problem("FSDP-N475", folder, f"has no config.json; {_NOT_COMPARED}.")]
+        return [errors.problem("FSDP-N475", folder, f"has no config.json; {_NOT_COMPARED}.")]
     if any(name.startswith("base_model.model.") for name in stored.tensors):
-        return [problem("FSDP-N475", path, f"the checkpoint contains the weights of an adapter; {_NOT_COMPARED}.")]
-    if "quantization_config" in config:
-        return [problem("FSDP-N475", path, f"the model is quantized when it is loaded; {_NOT_COMPARED}.")]
-    from hf_fsdp_plugin.plan.meta_model import meta_model
+        reason = "the checkpoint contains the weights of an adapter"
+    elif "quantization_config" in config:
+        reason = "the model is quantized when it is loaded"
+    else:
+        from hf_fsdp_plugin.plan.meta_model import meta_model
 
-    try:
-        model = meta_model(folder)
-    except ValueError as error:
-        reason = " ".join(str(error).removeprefix(f"{folder}: ").split())
-        return [problem("FSDP-N475", path, f"{_NOT_COMPARED}: {reason}")]
-    return _differences(stored, model, path)
+        try:
+            model = meta_model(folder)
+        except ValueError as error:
+            reason = " ".join(str(error).removeprefix(f"{folder}: ").split()).removesuffix(".")
+        else:
+            return _differences(stored, model, path)
+    return [errors.problem("FSDP-N475", path, f"{reason}; {_NOT_COMPARED}.")]
 
 
 def read_config(folder: Path, fix: str = _REPLACE) -> dict[str, Any] | None:
@@ -72,9 +65,9 @@ def read_config(folder: Path, fix: str = _REPLACE) -> dict[str, Any] | None:
     except FileNotFoundError:
         return None
     except (OSError, ValueError, RecursionError) as error:
-        refuse("FSDP-E476", path, f"cannot be read as JSON: {error}.", fix)
+        errors.refuse("FSDP-E476", path, f"cannot be read as JSON: {error}.", fix)
     if not isinstance(config, dict):
-        refuse("FSDP-E476", path, "is not a JSON object.", fix)
+        errors.refuse("FSDP-E476", path, "is not a JSON object.", fix)
     return config
 
 
@@ -111,7 +104,7 @@ def difference_problems(
     *,
     num_expected: int,
     target: str,
-    fix: str = COPY_AGAIN,
+    fix: str = errors.COPY_AGAIN,
 ) -> list[Problem]:
     """Return an error for each kind of difference between a checkpoint and ``target``, with a few examples."""
     found = [
@@ -119,7 +112,9 @@ def difference_problems(
         ("FSDP-E478", unexpected, f"contains {plural(len(unexpected), 'parameter')} that {target} does not have"),
         ("FSDP-E479", other, f"contains {plural(len(other), 'tensor')} with another dtype or shape than in {target}"),
     ]
-    return [problem(code, place, f"{text}: {format_names(names, 3)}.", fix) for code, names, text in found if names]
+    return [
+        errors.problem(code, place, f"{text}: {format_names(names, 3)}.", fix) for code, names, text in found if names
+    ]
 
 
 def _loaded_names(stored: StoredModel, model: Any) -> tuple[dict[str, str], set[str]]:
@@ -190,11 +185,11 @@ def check_model_index(index: Path, *, is_local: bool) -> None:
         CheckpointError: the index is damaged, or refers to missing files or to files outside the folder.
     """
     files = sorted(parse_weight_map(index))
-    problems = [found for file in files if (found := name_problem(file, index)) is not None]
+    problems = [found for file in files if (found := errors.name_problem(file, index)) is not None]
     if not problems and is_local:
         # The names only, not where links lead: model folders with links to other disks are common.
-        problems = [missing_problem(file, index) for file in files if not (index.parent / file).is_file()]
-    raise_if_any(problems[:MAX_PROBLEMS])
+        problems = [errors.missing_problem(file, index) for file in files if not (index.parent / file).is_file()]
+    errors.raise_if_any(problems[:MAX_PROBLEMS])
 
 
 def read_model_headers(files: Iterable[str]) -> dict[str, ModelTensor]:
@@ -213,15 +208,17 @@ def read_model_headers(files: Iterable[str]) -> dict[str, ModelTensor]:
             else:
                 _check_other_file(path)
         except OSError as error:
-            refuse("FSDP-E472", path, f"cannot be read: {error.strerror}.", "Check its permissions and the disk.")
+            errors.refuse(
+                "FSDP-E472", path, f"cannot be read: {error.strerror}.", "Check its permissions and the disk."
+            )
     return tensors
 
 
 def _check_other_file(path: Path) -> None:
     with open_for_reading(path) as file:
         if not os.fstat(file.fileno()).st_size:
-            refuse("FSDP-E453", path, "is empty.")
-        refuse_lfs_pointer(path, file.read(LFS_POINTER_SIZE))
+            errors.refuse("FSDP-E453", path, "is empty.")
+        errors.refuse_lfs_pointer(path, file.read(errors.LFS_POINTER_SIZE))
 
 
 def raise_absent_tensors(absent: Iterable[str], weight_map: Mapping[str, str], files: Iterable[str]) -> None:
@@ -233,32 +230,35 @@ def raise_absent_tensors(absent: Iterable[str], weight_map: Mapping[str, str], f
         weight_map: name -> name of the file, from the index.
         files: paths of the files.
     """
-    by_file: dict[str, list[str]] = {}
-    for name in sorted(absent):
-        by_file.setdefault(weight_map[name], []).append(name)
     paths = {os.path.basename(file): file for file in files}
-    problems = []
-    for file, names in by_file.items():
-        message = f"does not contain {plural(len(names), 'tensor')} that the index of the model lists there"
-        place = paths.get(os.path.basename(file), file)
-        problems.append(problem("FSDP-E459", place, f"{message}: {format_names(names, 3)}.", COPY_AGAIN))
-    raise_if_any(problems[:MAX_PROBLEMS])
+    found = [(paths.get(os.path.basename(weight_map[name]), weight_map[name]), name) for name in sorted(absent)]
+    _raise_by_file("FSDP-E459", "does not contain {} that the index of the model lists there", found, errors.COPY_AGAIN)
 
 
 def raise_shape_mismatches(mismatches: Iterable[ShapeMismatch], model_class: str, folder: str) -> None:
     """Raise a ``CheckpointError`` with one problem for each file; do nothing if there are no mismatches."""
-    by_file: dict[str, list[ShapeMismatch]] = {}
-    for mismatch in sorted(mismatches):
-        by_file.setdefault(mismatch.file, []).append(mismatch)
+    found = []
+    for name, file, stored, expected in sorted(mismatches):
+        shapes = f"{format_shape(stored)} in the file, {format_shape(expected)} in the model"
+        found.append((file or folder, f"{name} ({shapes})"))
+    _raise_by_file("FSDP-E479", f"contains {{}} with other shapes than in {model_class}", found, _OTHER_MODEL)
+
+
+def _raise_by_file(code: str, message: str, names: Iterable[tuple[str, str]], fix: str) -> None:
+    """Raise one problem for each file, with a few names.
+
+    Args:
+        message: the message, with ``{}`` for the number of tensors.
+        names: file, and name of a tensor.
+    """
+    by_file: dict[str, list[str]] = {}
+    for file, name in names:
+        by_file.setdefault(file, []).append(name)
     problems = []
     for file, found in by_file.items():
-        shown = [
-            f"{each.name} ({format_shape(each.stored)} in the file, {format_shape(each.expected)} in the model)"
-            for each in found
-        ]
-        message = f"contains {plural(len(found), 'tensor')} with other shapes than in {model_class}"
-        problems.append(problem("FSDP-E479", file or folder, f"{message}: {format_names(shown, 3)}.", _OTHER_MODEL))
-    raise_if_any(problems[:MAX_PROBLEMS])
+        text = f"{message.format(plural(len(found), 'tensor'))}: {format_names(found, 3)}."
+        problems.append(errors.problem(code, file, text, fix))
+    errors.raise_if_any(problems[:MAX_PROBLEMS])
 
 
 class ConfigCheck:
@@ -280,15 +280,14 @@ class ConfigCheck:
 
     def problems(self) -> list[Problem]:
         """Wait for the child process, and return its problems, or a note if it failed."""
-        output, errors = self._process.communicate()
+        output, error_output = self._process.communicate()
         if self._process.returncode == 0:
             return [
-                problem(found["code"], found["origin"]["file"], found["message"], found["fix"])
+                errors.problem(found["code"], found["origin"]["file"], found["message"], found["fix"])
                 for found in json.loads(output)
             ]
-        reason = (errors.strip().splitlines() or [f"exit code {self._process.returncode}"])[-1]
-        message = f"names and shapes were not compared with a model: {reason}"
-        return [problem("FSDP-N475", self._config, f"{message}.")]
+        reason = (error_output.strip().splitlines() or [f"exit code {self._process.returncode}"])[-1]
+        return [errors.problem("FSDP-N475", self._config, f"{reason}; {_NOT_COMPARED}.")]
 
 
 if __name__ == "__main__":

@@ -6,20 +6,17 @@ parts, and no others.
 
 from __future__ import annotations
 
-import os
 from bisect import bisect_right
-from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import xxhash
 
-from hf_fsdp_plugin.checkpoint.checking.completeness import checkpoint_of
+from hf_fsdp_plugin.checkpoint.checking.inspection import checkpoint_of
 from hf_fsdp_plugin.checkpoint.errors import problem, refuse
 from hf_fsdp_plugin.checkpoint.formats.boxes import dtype_size, element_span
-from hf_fsdp_plugin.checkpoint.formats.manifest import BlockTable, FileRange, Manifest, read_manifest
+from hf_fsdp_plugin.checkpoint.formats.manifest import FileRange, Manifest, read_manifest
 from hf_fsdp_plugin.checkpoint.formats.stored_tensors import (
     PieceTable,
     StoredModel,
@@ -37,68 +34,22 @@ Progress = Callable[[str, int, int], None]
 REPLACE_FILE = "Replace this file with an undamaged copy, or resume from an earlier checkpoint."
 
 
-@dataclass(frozen=True, slots=True)
-class ByteRange:
-    """A range of bytes of a file with its saved checksum, and the names of the tensors in it."""
-
-    path: Path
-    start: int
-    stop: int
-    expected: str | int
-    names: tuple[str, ...]
-
-
-def range_problems(
-    ranges: list[ByteRange],
-    digest: Callable[[Path, int, int], str | int],
-    progress: Progress = lambda *_: None,
-    find_swapped: Callable[[Path], str | None] = lambda _: None,
-) -> list[Problem]:
-    """Return a problem for each file with ranges whose checksum differs, or that cannot be read.
-
-    Args:
-        find_swapped: returns another file of the checkpoint whose saved checksums match the bytes of a damaged file.
-    """
-    total = sum(item.stop - item.start for item in ranges)
-    progress("verify", 0, total)
-    damaged: dict[Path, list[ByteRange]] = {}
-    problems: dict[Path, Problem] = {}
-
-    def examine(item: ByteRange) -> bool | str:
-        try:
-            return digest(item.path, item.start, item.stop) == item.expected
-        except OSError as error:
-            return error.strerror or str(error)
-        except CheckpointError:  # the file was truncated after its size was checked
-            return False
-
-    # Hashing and reading release the GIL, so that threads use all cores.
-    with ThreadPoolExecutor(max_workers=os.cpu_count() or 1) as pool:
-        for item, found in zip(ranges, pool.map(examine, ranges), strict=True):
-            progress("verify", item.stop - item.start, total)
-            if isinstance(found, str):
-                problems[item.path] = problem("FSDP-E472", item.path, f"cannot be read: {found}.", REPLACE_FILE)
-            elif not found:
-                damaged.setdefault(item.path, []).append(item)
-    counts = Counter(item.path for item in ranges)
-    found_damage = [damage_problem(items, counts[path], find_swapped(path)) for path, items in damaged.items()]
-    return [*problems.values(), *found_damage]
-
-
-def damage_problem(damaged: list[ByteRange], num_ranges: int, swapped_with: str | None = None) -> Problem:
-    """Return a problem that reports the damaged ranges of one file and the tensors in them.
+def damage_problem(
+    path: Path, damaged: Sequence[FileRange], num_ranges: int, names: Iterable[str], swapped_with: str | None = None
+) -> Problem:
+    """Return a problem that reports the damaged ranges of one file.
 
     Args:
         num_ranges: number of ranges of the file.
-        swapped_with: another file of the checkpoint, whose saved checksums match the bytes of this file.
+        names: the tensors in the damaged ranges.
+        swapped_with: another file of the checkpoint, whose saved hashes match the bytes of this file.
     """
-    names = list(dict.fromkeys(name for item in damaged for name in item.names))
     first = f"bytes {damaged[0].start:,} to {damaged[0].stop:,}"
     where = first if len(damaged) == 1 else f"{len(damaged)} of {num_ranges} byte ranges (the first: {first})"
-    contents = f"They contain {format_names(names, 3)}." if names else "They contain no tensor."
+    found = list(dict.fromkeys(name for name in names if name))
+    contents = f"They contain {format_names(found, 3)}." if found else "They contain no tensor."
     swapped = f" The file has the contents of {swapped_with}." if swapped_with is not None else ""
-    message = f"{where} differ from what was saved. {contents}{swapped}"
-    return problem("FSDP-E471", damaged[0].path, message, REPLACE_FILE)
+    return problem("FSDP-E471", path, f"{where} differ from what was saved. {contents}{swapped}", REPLACE_FILE)
 
 
 _RUN = 4 << 20
@@ -220,11 +171,7 @@ class VerifiedFiles(InputFiles):
                 message = f"is not listed in {MANIFEST_NAME}, so its bytes cannot be verified."
                 fix = f"Restore the checkpoint's own files. If you replaced them on purpose, delete {MANIFEST_NAME}."
                 refuse("FSDP-E459", self._folder / path, message, fix)
-            blocks = self._records[path].ranges
-            if not isinstance(blocks, BlockTable):
-                # Tensors without elements have empty ranges, which may be anywhere in the file.
-                blocks = [block for block in blocks if block.start < block.stop]
-            self._blocks[file] = blocks
+            self._blocks[file] = self._records[path].ranges
         return self._blocks[file]
 
     def _whole_blocks(self, blocks: Sequence[FileRange], index: int, start: int, stop: int) -> list[FileRange]:
@@ -273,9 +220,7 @@ class VerifiedFiles(InputFiles):
     def _compare(self, file: str, block: FileRange, found: str) -> None:
         if found != block.hash:
             path = self._folder / self._below / file
-            names = (block.name,) if block.name else ()
-            damaged = ByteRange(path, block.start, block.stop, block.hash, names)
-            raise CheckpointError([damage_problem([damaged], len(self._blocks_of(file)))])
+            raise CheckpointError([damage_problem(path, [block], len(self._blocks_of(file)), [block.name])])
 
 
 def _stop(block: FileRange) -> int:

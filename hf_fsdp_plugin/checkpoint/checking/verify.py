@@ -6,34 +6,25 @@ checksums of ``torch.save``'s archives are checked, and the number of bytes with
 
 from __future__ import annotations
 
+import functools
 import os
 import re
-from bisect import bisect_left
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from hf_fsdp_plugin.checkpoint.checking import inspection
 from hf_fsdp_plugin.checkpoint.checking.against_model import config_problems, difference_problems
-from hf_fsdp_plugin.checkpoint.checking.completeness import (
-    archive_entries,
-    checkpoint_of,
-    file_problems,
-    own_files,
-    structure_problems,
-)
-from hf_fsdp_plugin.checkpoint.checking.verified_files import (
-    REPLACE_FILE,
-    ByteRange,
-    Progress,
-    range_problems,
-)
+from hf_fsdp_plugin.checkpoint.checking.verified_files import REPLACE_FILE, Progress, damage_problem
 from hf_fsdp_plugin.checkpoint.errors import problem
-from hf_fsdp_plugin.checkpoint.formats.archives import ZipEntry, crc_file
+from hf_fsdp_plugin.checkpoint.formats.archives import crc_file
 from hf_fsdp_plugin.checkpoint.formats.dcp import index_problems
 from hf_fsdp_plugin.checkpoint.formats.known_formats import read_stored_model, read_stored_optimizer
-from hf_fsdp_plugin.checkpoint.formats.manifest import FileRecord, Manifest, read_manifest
+from hf_fsdp_plugin.checkpoint.formats.manifest import FileRange, FileRecord, Manifest, read_manifest
 from hf_fsdp_plugin.checkpoint.formats.optimizer_state import state_layout
 from hf_fsdp_plugin.checkpoint.formats.stored_tensors import StoredModel, StoredOptimizer, labelled_tensors
 from hf_fsdp_plugin.checkpoint.io import hash_file
@@ -73,51 +64,73 @@ def manifest_problems(model: StoredModel, optimizer: StoredOptimizer | None, man
     )
 
 
-_Offsets = list[tuple[int, str]]
-"""Byte offset and name of every tensor in a file, in ascending order."""
+def _damaged_ranges(
+    files: Mapping[Path, Sequence[FileRange]], digest: Callable[[Path, int, int], str], progress: Progress
+) -> tuple[dict[Path, list[FileRange]], list[Problem]]:
+    """Return the ranges of each file whose checksum differs, and a problem for each file that cannot be read."""
+    ranges = [(path, item) for path, items in files.items() for item in items]
+    total = sum(item.stop - item.start for _, item in ranges)
+    progress("verify", 0, total)
+    damaged: dict[Path, list[FileRange]] = {}
+    problems: dict[Path, Problem] = {}
+
+    def examine(place: tuple[Path, FileRange]) -> bool | str:
+        path, item = place
+        try:
+            return digest(path, item.start, item.stop) == item.hash
+        except OSError as error:
+            return error.strerror or str(error)
+        except CheckpointError:  # the file was truncated after its size was checked
+            return False
+
+    # Hashing and reading release the GIL, so that threads use all cores.
+    with ThreadPoolExecutor(max_workers=os.cpu_count() or 1) as pool:
+        for (path, item), found in zip(ranges, pool.map(examine, ranges), strict=True):
+            progress("verify", item.stop - item.start, total)
+            if isinstance(found, str):
+                problems[path] = problem("FSDP-E472", path, f"cannot be read: {found}.", REPLACE_FILE)
+            elif not found:
+                damaged.setdefault(path, []).append(item)
+    return damaged, list(problems.values())
 
 
 def crc_problems(
-    folder: Path, files: Iterable[Path], progress: Progress = lambda *_: None, *, with_tensors: bool = True
+    folder: Path, files: Iterable[Path], progress: Progress = lambda *_: None
 ) -> tuple[int, list[Problem]]:
-    """Return the number of bytes with a CRC-32, and a problem for each archive that is damaged or incomplete.
-
-    Args:
-        with_tensors: name the tensors in the damaged bytes.
-    """
-    offsets = _tensor_offsets(folder) if with_tensors else {}
+    """Return the number of bytes with a CRC-32, and a problem for each archive that is damaged or incomplete."""
+    offsets = functools.cache(partial(_tensor_offsets, folder))  # only needed to name the tensors in damaged bytes
     problems: list[Problem] = []
-    ranges: list[ByteRange] = []
+    ranges: dict[Path, list[FileRange]] = {}
     for path in files:
-        entries = archive_entries(path, problems, REPLACE_FILE, offsets.get(path, ()))
-        ranges += _byte_ranges(path, entries, offsets.get(path, []))
-    problems += range_problems(ranges, crc_file, progress)
-    return sum(item.stop - item.start for item in ranges), problems
+        before = partial(_names_between, offsets, path, 0)
+        entries = [entry for entry in inspection.archive_entries(path, problems, REPLACE_FILE, before) if entry.crc]
+        ranges[path] = [FileRange(start=each.start, stop=each.stop, hash=str(each.crc)) for each in entries]
+    damaged, unreadable = _damaged_ranges(ranges, lambda *place: str(crc_file(*place)), progress)
+    for path, found in damaged.items():
+        names = [name for item in found for name in _names_between(offsets, path, item.start, item.stop)]
+        problems.append(damage_problem(path, found, len(ranges[path]), names))
+    num_bytes = sum(item.stop - item.start for items in ranges.values() for item in items)
+    return num_bytes, problems + unreadable
 
 
-def _byte_ranges(path: Path, entries: Iterable[ZipEntry], offsets: _Offsets) -> list[ByteRange]:
-    """Return the entries of a file's archives that have a checksum, with the tensors that begin in them."""
-    return [
-        ByteRange(path, entry.start, entry.stop, entry.crc, tuple(name for _, name in offsets[low:high]))
-        for entry in entries
-        if entry.crc
-        for low, high in [(bisect_left(offsets, (entry.start,)), bisect_left(offsets, (entry.stop,)))]
-    ]
+_Offsets = dict[Path, list[tuple[int, str]]]
+"""Byte offset and name of every tensor in a file, in ascending order."""
 
 
-def _tensor_offsets(folder: Path) -> dict[Path, _Offsets]:
+def _names_between(offsets: Callable[[], _Offsets], path: Path, start: int, stop: int) -> list[str]:
+    """Return the names of the tensors that begin in the bytes ``[start, stop)`` of a file."""
+    return [name for offset, name in offsets().get(path, ()) if start <= offset < stop]
+
+
+def _tensor_offsets(folder: Path) -> _Offsets:
     """Return the offsets of tensors by file; unreadable models and optimizers are skipped."""
-    found: dict[Path, _Offsets] = {}
+    found: _Offsets = {}
     for read in (read_stored_model, read_stored_optimizer):
-        try:
+        with suppress(CheckpointError):
             stored = read(folder)
-        except CheckpointError:
-            continue
-        if stored is None:
-            continue
-        for label, tensor in labelled_tensors(stored):
-            for piece in tensor.pieces:
-                found.setdefault(stored.root / piece.file, []).append((piece.offset, label))
+            for label, tensor in labelled_tensors(stored) if stored is not None else ():
+                for piece in tensor.pieces:
+                    found.setdefault(stored.root / piece.file, []).append((piece.offset, label))
     return {path: sorted(offsets) for path, offsets in found.items()}
 
 
@@ -160,7 +173,7 @@ def verify(checkpoint: Path, *, config_check: bool = True, progress: Progress = 
         config_check: compare names and shapes with the model of ``config.json``, which imports torch.
         progress: called while bytes are read.
     """
-    folder = checkpoint_of(checkpoint)
+    folder = inspection.checkpoint_of(checkpoint)
     manifest: Manifest | None = None
     problems: list[Problem] = []
     try:
@@ -170,21 +183,17 @@ def verify(checkpoint: Path, *, config_check: bool = True, progress: Progress = 
     if manifest is not None:
         sizes = [record.size for record in manifest.files]
         num_checked = sum(sizes)
-        problems += file_problems(folder, manifest)
+        problems += inspection.file_problems(folder, manifest)
         problems += _byte_problems(folder, manifest, progress)
         problems += _extra_files(folder, manifest)
-        skip_contents = False
     else:
-        files = sorted(own_files(folder))
-        sizes = [_size(path) or 0 for path in files]
-        structure = structure_problems(folder)
+        files = sorted(inspection.own_files(folder))
+        sizes = [inspection.regular_size(path) or 0 for path in files]
+        problems += inspection.structure_problems(folder)
         num_checked, damaged = crc_problems(folder, files, progress)
-        problems += [*structure, *damaged]
-        skip_contents = has_errors(structure)
-    if not skip_contents:
-        # A damaged file has been reported already.
-        was_reported = manifest is None or has_errors(problems)
-        problems += _contents_problems(folder, manifest, config_check=config_check, damaged=was_reported)
+        problems += damaged
+    is_reported = manifest is None or has_errors(problems)  # damage that makes the contents unreadable
+    problems += _contents_problems(folder, manifest, config_check=config_check, is_reported=is_reported)
     if num_checked < sum(sizes) and not has_errors(problems):
         message = f"has no {MANIFEST_NAME}; only {num_checked:,} of {sum(sizes):,} bytes have a checksum"
         problems.append(problem("FSDP-N474", folder, f"{message} and were verified."))
@@ -199,17 +208,20 @@ def verify(checkpoint: Path, *, config_check: bool = True, progress: Progress = 
 
 def _byte_problems(folder: Path, manifest: Manifest, progress: Progress) -> list[Problem]:
     """Return a problem for every file whose bytes differ from the saved ones."""
+    files: dict[Path, list[FileRange]] = {}
     try:
-        ranges = [
-            ByteRange(folder / record.path, piece.start, piece.stop, piece.hash, (piece.name,) if piece.name else ())
-            for record in manifest.files
-            if (size := _size(folder / record.path)) is not None
-            for piece in record.ranges
-            if piece.stop <= size
-        ]
+        for record in manifest.files:
+            path = folder / record.path
+            if (size := inspection.regular_size(path)) is not None:
+                files[path] = [piece for piece in record.ranges if piece.stop <= size]
     except CheckpointError as error:  # the hashes are damaged
         return list(error.problems)
-    return range_problems(ranges, hash_file, progress, partial(_file_with_contents, folder, manifest.files))
+    damaged, problems = _damaged_ranges(files, hash_file, progress)
+    for path, found in damaged.items():
+        swapped_with = _file_with_contents(folder, manifest.files, path)
+        names = [piece.name for piece in found]
+        problems.append(damage_problem(path, found, len(files[path]), names, swapped_with))
+    return problems
 
 
 def _file_with_contents(folder: Path, records: Iterable[FileRecord], path: Path) -> str | None:
@@ -238,33 +250,20 @@ def _extra_files(folder: Path, manifest: Manifest) -> list[Problem]:
     return [problem("FSDP-N473", folder, message)]
 
 
-def _contents_problems(folder: Path, manifest: Manifest | None, *, config_check: bool, damaged: bool) -> list[Problem]:
+def _contents_problems(
+    folder: Path, manifest: Manifest | None, *, config_check: bool, is_reported: bool
+) -> list[Problem]:
     """Compare stored names, shapes and dtypes with the manifest and with the model of the config."""
-    problems: list[Problem] = []
     try:
         model, optimizer = read_stored_model(folder), read_stored_optimizer(folder)
-        for number in _further_optimizers(folder):
-            read_stored_optimizer(folder, number)  # raises if it is incomplete
+        for path in folder.iterdir():
+            if match := re.fullmatch(rf"{OPTIMIZER}_([1-9]\d*)(\.bin)?", path.name):
+                read_stored_optimizer(folder, int(match[1]))  # raises if it is incomplete
     except CheckpointError as error:
-        return [] if damaged else list(error.problems)
-    problems += index_problems(folder)
+        return [] if is_reported else list(error.problems)
+    problems = index_problems(folder)
     if manifest is not None:
         problems += manifest_problems(model, optimizer, manifest)
     if config_check:
         problems += config_problems(model, folder)
     return problems
-
-
-def _further_optimizers(folder: Path) -> list[int]:
-    """Return the numbers of the optimizers after the first."""
-    names = (path.name for path in folder.iterdir())
-    found = {int(match[1]) for name in names if (match := re.fullmatch(rf"{OPTIMIZER}_([1-9]\d*)(\.bin)?", name))}
-    return sorted(found)
-
-
-def _size(path: Path) -> int | None:
-    """Return the size in bytes of a regular file; ``None`` for anything else."""
-    try:
-        return path.stat().st_size if path.is_file() else None
-    except OSError:
-        return None

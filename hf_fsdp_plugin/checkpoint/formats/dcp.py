@@ -9,36 +9,26 @@ from __future__ import annotations
 import os
 import reprlib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from operator import itemgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from hf_fsdp_plugin.checkpoint.errors import COPY_AGAIN, file_problems_inside, problem, raise_if_any, refuse
+from hf_fsdp_plugin.checkpoint.formats import pickles
 from hf_fsdp_plugin.checkpoint.formats.archives import TensorZips
 from hf_fsdp_plugin.checkpoint.formats.boxes import SIZES, Box, intersect, is_within, whole_box
-from hf_fsdp_plugin.checkpoint.formats.index_file import METADATA_TAIL, IndexFile
-from hf_fsdp_plugin.checkpoint.formats.optimizer_state import nested_value, optimizer_parts
-from hf_fsdp_plugin.checkpoint.formats.pickles import (
-    BytesMetadata,
-    Metadata,
-    PickledTensor,
-    Region,
-    TensorMetadata,
-    read_pickle,
-)
+from hf_fsdp_plugin.checkpoint.formats.index_file import METADATA_TAIL, ArchivePlace, IndexFile
 from hf_fsdp_plugin.checkpoint.formats.stored_tensors import (
     CheckpointFormat,
     PieceTable,
-    StoredModel,
-    StoredOptimizer,
     StoredPiece,
+    StoredState,
     StoredTensor,
-    coverage_problems,
     without_replicas,
 )
 from hf_fsdp_plugin.checkpoint.io import InputFiles, read_file, read_range
 from hf_fsdp_plugin.checkpoint.names import DCP_METADATA, DCP_SUFFIX, FSDP_MODEL, INDEX_FILE, OPTIMIZER, numbered_name
-from hf_fsdp_plugin.plan.names import canonical_name
 from hf_fsdp_plugin.problems import CheckpointError, Problem
 from hf_fsdp_plugin.text import format_names, plural
 
@@ -46,39 +36,24 @@ MAX_EAGER = 5_000
 """Maximum number of archives of a folder without an index whose headers are all read, and checked, at once."""
 
 
-def read_model(root: Path, number: int) -> StoredModel | None:
-    """Return the model: the entries under ``model``, or all entries if there are none under ``model``."""
-    folder = _folder(root, numbered_name(FSDP_MODEL, number))
+def read_state(root: Path, stem: str, number: int) -> StoredState | None:
+    """Return the entries of a model or an optimizer; a model's may be below ``model`` or at the top.
+
+    The pieces of the tensors of large folders are read when they are needed; then ``files`` are only those that were
+    read.
+    """
+    folder = _folder(root, numbered_name(stem, number))
     if folder is None:
         return None
-    entries, files = _read(root, folder)
-    if entries and all(path[0] == "optimizer" for path in entries):
+    state = _read_index(root, folder) or _read_metadata(root, folder)
+    top = "model" if stem == FSDP_MODEL else "optimizer"
+    own = {path[1:]: value for path, value in state.entries.items() if path[0] == top}
+    if stem == OPTIMIZER:
+        return state._replace(entries=own) if own else None
+    if state.entries and all(path[0] == "optimizer" for path in state.entries):
         fix = "Give the folder of the checkpoint, or of its model."
         refuse("FSDP-E451", folder, "contains an optimizer and no model.", fix)
-    if any(path[0] == "model" and len(path) > 1 for path in entries):
-        entries = {path[1:]: value for path, value in entries.items() if path[0] == "model"}
-    tensors: dict[str, StoredTensor] = {}
-    objects: dict[str, Any] = {}
-    for path, value in entries.items():
-        name = canonical_name(".".join(map(str, path)))
-        if isinstance(value, StoredTensor):
-            tensors[name] = replace(value, name=name)
-        else:
-            objects[name] = value
-    return StoredModel(root, FORMAT.name, tensors, files, objects)
-
-
-def read_optimizer(root: Path, number: int) -> StoredOptimizer | None:
-    """Return the optimizer, or ``None`` if the checkpoint has none in this format."""
-    folder = _folder(root, numbered_name(OPTIMIZER, number))
-    if folder is None:
-        return None
-    found, files = _read(root, folder)
-    entries = {path[1:]: value for path, value in found.items() if path[0] == "optimizer"}
-    if not entries:
-        return None
-    state, groups = optimizer_parts(nested_value(entries), root, folder)
-    return StoredOptimizer(root, FORMAT.name, state, groups, files)
+    return state._replace(entries=own) if any(own) else state
 
 
 def _folder(checkpoint: Path, name: str) -> Path | None:
@@ -95,35 +70,27 @@ def _folder(checkpoint: Path, name: str) -> Path | None:
 _Path = tuple[Any, ...]
 
 
-def _read(root: Path, folder: Path) -> tuple[dict[_Path, Any], tuple[str, ...]]:
-    """Return the entries, path within the state dict -> tensor (named by its path) or other value, and the files.
-
-    The pieces of the tensors of large folders are read when they are needed; then the files are only those that were
-    read.
-    """
-    found = _read_index(root, folder)
-    return _read_metadata(root, folder) if found is None else found
-
-
-def _read_index(root: Path, folder: Path) -> tuple[dict[_Path, Any], tuple[str, ...]] | None:
+def _read_index(root: Path, folder: Path) -> StoredState | None:
     """Return the entries that the index of the folder lists; ``None`` if there is none of this ``.metadata``."""
     if not (folder / INDEX_FILE).is_file():
         return None
     prefix = _prefix(root, folder)
     index = IndexFile(folder, prefix)
-    if index.metadata != _end_of(folder / DCP_METADATA):
+    metadata = folder / DCP_METADATA
+    size = metadata.stat().st_size
+    if index.metadata != (size, read_range(metadata, max(0, size - METADATA_TAIL), METADATA_TAIL).hex()):
         return None  # another save has replaced the folder's files
     values: dict[_Path, Any] = {}
     for tensor in index.tensors:
         values[tensor.path] = StoredTensor(_name(tensor.path), tensor.dtype, tensor.shape, index.pieces(tensor))
     with _Zips(root, folder, index.path) as zips:
-        for value in index.values:
-            region = _Bytes(value.file, value.start, value.length)
-            values[value.path] = zips.value(_Entry(value.path, "", (), (), (region,)))
+        for path, archive in index.values:
+            values[path] = zips.value(_Entry(path, "", (), (), (archive,)))
     for alias, path in index.aliases:
         tied = values[path]
         values[alias] = replace(tied, name=_name(alias)) if isinstance(tied, StoredTensor) else tied
-    return values, (prefix + INDEX_FILE, *sorted({prefix + value.file for value in index.values}))
+    files = prefix + INDEX_FILE, *sorted({prefix + archive.file for _, archive in index.values})
+    return StoredState(values, files, index.path)
 
 
 def _prefix(root: Path, folder: Path) -> str:
@@ -140,8 +107,8 @@ def index_problems(checkpoint: Path) -> list[Problem]:
     for place in sorted({*checkpoint.glob(INDEX_FILE), *checkpoint.glob(f"*/{INDEX_FILE}")}):
         try:
             index = _read_index(checkpoint, place.parent)
-            found = {} if index is None else _identities(index[0])
-            expected = {} if index is None else _identities(_read_metadata(checkpoint, place.parent)[0])
+            found = {} if index is None else _identities(index.entries)
+            expected = {} if index is None else _identities(_read_metadata(checkpoint, place.parent).entries)
         except CheckpointError:
             continue
         names = [_name(path) for path in {**expected, **found} if found.get(path) != expected.get(path)]
@@ -162,25 +129,19 @@ def _identities(entries: Mapping[_Path, Any]) -> dict[_Path, Any]:
     return found
 
 
-def _end_of(path: Path) -> tuple[int, str]:
-    """Return the size and the last bytes of a file."""
-    size = path.stat().st_size
-    return size, read_range(path, max(0, size - METADATA_TAIL), METADATA_TAIL).hex()
-
-
 def _name(path: _Path) -> str:
     return ".".join(map(str, path))
 
 
-def _read_metadata(root: Path, folder: Path) -> tuple[dict[_Path, Any], tuple[str, ...]]:
+def _read_metadata(root: Path, folder: Path) -> StoredState:
     place = folder / DCP_METADATA
-    metadata = read_pickle(read_file(place), place)
+    metadata = pickles.read_pickle(read_file(place), place)
     try:
         entries = _parse_metadata(metadata)
     except (AttributeError, KeyError, TypeError, ValueError, IndexError) as error:
         message = f"is not in the form that torch.distributed.checkpoint writes ({type(error).__name__}: {error})."
         refuse("FSDP-E453", place, message)
-    is_large = sum(len(entry.regions) for entry in entries) > MAX_EAGER
+    is_large = sum(len(entry.archives) for entry in entries) > MAX_EAGER
     values: dict[_Path, Any] = {}
     with _Zips(root, folder, place) as zips:
         files = zips.read_all(entry for entry in entries if not (is_large and entry.dtype))
@@ -190,29 +151,17 @@ def _read_metadata(root: Path, folder: Path) -> tuple[dict[_Path, Any], tuple[st
                 values[entry.path] = StoredTensor(entry.name, entry.dtype, entry.shape, pieces)
             else:
                 values[entry.path] = zips.value(entry)
-    if not is_large:
-        raise_if_any(coverage_problems(place, (v for v in values.values() if isinstance(v, StoredTensor))))
-    return values, (place.relative_to(root).as_posix(), *files)
+    return StoredState(values, (place.relative_to(root).as_posix(), *files), place)
 
 
-@dataclass(frozen=True, slots=True)
-class _Bytes:
-    """The bytes of a file that contain one zip."""
-
-    file: str
-    start: int
-    length: int
-
-
-@dataclass(frozen=True, slots=True)
-class _Entry:
-    """One entry of the state dict: its boxes, and the file range of each box; an object has no boxes and no dtype."""
+class _Entry(NamedTuple):
+    """One entry of the state dict: its boxes, and the archive of each box; an object has no boxes and no dtype."""
 
     path: _Path
     dtype: str
     shape: tuple[int, ...]
     boxes: tuple[Box, ...]
-    regions: tuple[_Bytes, ...]
+    archives: tuple[ArchivePlace, ...]
 
     @property
     def name(self) -> str:
@@ -221,22 +170,25 @@ class _Entry:
 
 def _parse_metadata(metadata: Any) -> list[_Entry]:
     """Return the entries. Can raise any exception for an object that DCP does not write."""
-    if not isinstance(metadata, Metadata):
+    if not isinstance(metadata, pickles.Metadata):
         raise TypeError(f"a {type(metadata).__name__} instead of Metadata")
-    stored = {(_text(key.fqn), _offset(key)): _region(value) for key, value in metadata.storage_data.items()}
+    stored = {}
+    for key, place in metadata.storage_data.items():
+        offset = getattr(key, "offset", None)
+        stored[_text(key.fqn), None if offset is None else _numbers(offset)] = _archive_place(place)
     paths = getattr(metadata, "planner_data", None) or {}
     entries = []
     for name, entry in metadata.state_dict_metadata.items():
         path = _path_of(_text(name), paths)
-        if isinstance(entry, BytesMetadata):
+        if isinstance(entry, pickles.BytesMetadata):
             entries.append(_Entry(path, "", (), (), (stored[name, None],)))
-        elif isinstance(entry, TensorMetadata):
+        elif isinstance(entry, pickles.TensorMetadata):
             boxes = tuple(Box(_numbers(chunk.offsets), _numbers(chunk.sizes)) for chunk in entry.chunks)
-            regions = tuple(stored[name, box.offsets] for box in boxes)
+            archives = tuple(stored[name, box.offsets] for box in boxes)
             shape = _numbers(entry.size)
             if _text(entry.properties.dtype) not in SIZES or not all(is_within(box, shape) for box in boxes):
                 raise ValueError(f"entry {name!r}: {boxes} of {entry.properties.dtype} {shape}")
-            entries.append(_Entry(path, entry.properties.dtype, shape, boxes, regions))
+            entries.append(_Entry(path, entry.properties.dtype, shape, boxes, archives))
         else:
             raise TypeError(f"entry {name!r} is a {type(entry).__name__}")
     return entries
@@ -249,18 +201,13 @@ def _text(value: Any) -> str:
     return value
 
 
-def _offset(key: Any) -> tuple[int, ...] | None:
-    offset = getattr(key, "offset", None)
-    return None if offset is None else _numbers(offset)
-
-
-def _region(value: Any) -> _Bytes:
-    if not isinstance(value, Region):
+def _archive_place(value: Any) -> ArchivePlace:
+    if not isinstance(value, pickles.Region):
         raise TypeError(f"a {type(value).__name__} instead of _StorageInfo")
     if getattr(value, "transform_descriptors", None):
         raise ValueError(f"its bytes are transformed by {reprlib.repr(value.transform_descriptors)}")
     (start, length) = _numbers((value.offset, value.length))
-    return _Bytes(_text(value.relative_path), start, length)
+    return ArchivePlace(_text(value.relative_path), start, length)
 
 
 def _numbers(values: Any) -> tuple[int, ...]:
@@ -291,61 +238,60 @@ class _Zips(InputFiles):
         self._folder, self._place = folder, place
         self._prefix = _prefix(root, folder)
         self._checked: set[str] = set()
-        self._zips = TensorZips()
+        self._archives = TensorZips()
         self._pieces: dict[tuple[_Path, int], StoredPiece] = {}
 
     def read_all(self, entries: Iterable[_Entry]) -> list[str]:
         """Read all pieces, one file after the other. Return the files, relative to the checkpoint."""
-        by_file: dict[str, list[tuple[_Entry, int]]] = {}
-        for entry in entries:
-            for number, region in enumerate(entry.regions):
-                by_file.setdefault(region.file, []).append((entry, number))
-        raise_if_any(file_problems_inside(self._folder, sorted(by_file), self._place))
-        self._checked |= by_file.keys()
-        for _, found in sorted(by_file.items()):
-            for entry, number in found:
-                if entry.dtype:
-                    self._piece(entry, number)
-        return sorted(self._prefix + file for file in by_file)
+        found = [(each.file, entry, number) for entry in entries for number, each in enumerate(entry.archives)]
+        self._check_files({file for file, _, _ in found})
+        for _, entry, number in sorted(found, key=itemgetter(0)):
+            if entry.dtype:
+                self._piece(entry, number)
+        return sorted({self._prefix + file for file, _, _ in found})
 
     def pieces(self, entry: _Entry, numbers: Iterable[int] | None = None) -> tuple[StoredPiece, ...]:
         """Return the pieces with these numbers, or all, without replicas."""
-        numbers = range(len(entry.regions)) if numbers is None else numbers
+        numbers = range(len(entry.archives)) if numbers is None else numbers
         return without_replicas([self._piece(entry, number) for number in numbers])
 
     def value(self, entry: _Entry) -> Any:
         """Return an entry that ``.metadata`` does not describe: an object, or a tensor."""
-        value, offset = self._read_zip(entry.regions[0])
-        if not isinstance(value, PickledTensor):
+        value, offset = self._read_archive(entry.archives[0])
+        if not isinstance(value, pickles.PickledTensor):
             return value
-        piece = StoredPiece(whole_box(value.shape), self._prefix + entry.regions[0].file, offset, value.strides)
+        piece = StoredPiece(whole_box(value.shape), self._prefix + entry.archives[0].file, offset, value.strides)
         return StoredTensor(entry.name, value.dtype, value.shape, without_replicas([piece]))
 
     def _piece(self, entry: _Entry, number: int) -> StoredPiece:
         if (entry.path, number) not in self._pieces:
-            box, region = entry.boxes[number], entry.regions[number]
-            tensor, offset = self._read_zip(region)
-            if not isinstance(tensor, PickledTensor) or (tensor.dtype, tensor.shape) != (entry.dtype, box.sizes):
-                is_tensor = isinstance(tensor, PickledTensor)
-                found = f"{tensor.dtype} {tensor.shape}" if is_tensor else type(tensor).__name__
+            box, archive = entry.boxes[number], entry.archives[number]
+            tensor, offset = self._read_archive(archive)
+            found = type(tensor).__name__
+            if isinstance(tensor, pickles.PickledTensor):
+                found = f"{tensor.dtype} {tensor.shape}"
+            if found != f"{entry.dtype} {box.sizes}":
                 expected = f"{DCP_METADATA} expects {entry.dtype} {box.sizes} of {entry.name!r} there"
-                message = f"contains {found} at byte {region.start}, but {expected}."
+                message = f"contains {found} at byte {archive.start}, but {expected}."
                 fix = f"The files are of different checkpoints. {COPY_AGAIN}"
-                refuse("FSDP-E459", self._folder / region.file, message, fix)
-            self._pieces[entry.path, number] = StoredPiece(box, self._prefix + region.file, offset, tensor.strides)
+                refuse("FSDP-E459", self._folder / archive.file, message, fix)
+            self._pieces[entry.path, number] = StoredPiece(box, self._prefix + archive.file, offset, tensor.strides)
         return self._pieces[entry.path, number]
 
-    def _read_zip(self, region: _Bytes) -> tuple[Any, int]:
+    def _read_archive(self, place: ArchivePlace) -> tuple[Any, int]:
         """Return the saved object, and the byte offset of its first element in the file."""
-        if region.file not in self._checked:
-            raise_if_any(file_problems_inside(self._folder, [region.file], self._place))
-            self._checked.add(region.file)
-        path, descriptor = self._folder / region.file, self.descriptor(region.file)
-        size, stop = os.fstat(descriptor).st_size, region.start + region.length
+        self._check_files({place.file})
+        path, descriptor = self._folder / place.file, self.descriptor(place.file)
+        size, stop = os.fstat(descriptor).st_size, place.start + place.length
         if stop > size:
-            message = f"has {size} bytes, but {DCP_METADATA} refers to bytes {region.start} to {stop}."
+            message = f"has {size} bytes, but {DCP_METADATA} refers to bytes {place.start} to {stop}."
             refuse("FSDP-E453", path, message)
-        return self._zips.read(descriptor, region.start, region.length, path)
+        return self._archives.read(descriptor, place.start, place.length, path)
+
+    def _check_files(self, files: set[str]) -> None:
+        new = files - self._checked
+        raise_if_any(file_problems_inside(self._folder, sorted(new), self._place))
+        self._checked |= new
 
 
 class _PiecesInZips(PieceTable):
@@ -377,7 +323,6 @@ FORMAT = CheckpointFormat(
     name="dcp",
     state_dict_type="sharded",
     model_files=(f"{FSDP_MODEL}_{{number}}/{DCP_METADATA}",),
-    read_model=read_model,
-    read_optimizer=read_optimizer,
+    read=read_state,
     index_files=(DCP_METADATA, INDEX_FILE),
 )

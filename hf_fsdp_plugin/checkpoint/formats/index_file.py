@@ -11,9 +11,8 @@ import json
 import os
 import struct
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hf_fsdp_plugin.checkpoint.errors import COPY_AGAIN, file_problems_inside, name_problem, raise_if_any, refuse
 from hf_fsdp_plugin.checkpoint.formats.boxes import SIZES, Box, flat_start, row_major, whole_box
@@ -42,8 +41,7 @@ Path_ = tuple[str | int, ...]
 """Path of an entry in the nested state dict."""
 
 
-@dataclass(frozen=True, slots=True)
-class IndexedTensor:
+class IndexedTensor(NamedTuple):
     """A tensor, and the position of its records."""
 
     path: Path_
@@ -54,11 +52,9 @@ class IndexedTensor:
     digest: str
 
 
-@dataclass(frozen=True, slots=True)
-class IndexedValue:
-    """The bytes of a small entry: the archive of a scalar or of another object."""
+class ArchivePlace(NamedTuple):
+    """The bytes of a file that contain the archive of one entry."""
 
-    path: Path_
     file: str
     start: int
     length: int
@@ -124,7 +120,9 @@ class IndexFile:
     """The index of one folder. Records are read when they are needed, and compared with their hash.
 
     Attributes:
-        tensors, values, aliases: as in :func:`index_bytes`.
+        tensors: the tensors, and the positions of their records.
+        values: path of each small entry (a scalar or another object), and its archive.
+        aliases: as in :func:`index_bytes`.
         metadata: size and last bytes of ``.metadata`` when the index was written.
 
     Raises:
@@ -163,11 +161,11 @@ class IndexFile:
         self.files = tuple(str(name) for name in tree["files"])
         self.tensors = tuple(self._tensor(*entry) for entry in tree["tensors"])
         self.values = tuple(
-            IndexedValue(_path(path), self.files[_count(file)], _count(start), _count(length))
+            (_path(path), ArchivePlace(self.files[_count(file)], _count(start), _count(length)))
             for path, file, start, length in tree["values"]
         )
         self.aliases = tuple((_path(alias), _path(path)) for alias, path in tree["aliases"])
-        known = {*(tensor.path for tensor in self.tensors), *(value.path for value in self.values)}
+        known = {*(tensor.path for tensor in self.tensors), *(path for path, _ in self.values)}
         if unknown := [path for _, path in self.aliases if path not in known]:
             raise ValueError(f"an alias of {unknown[0]}, which it does not contain")
 
@@ -216,31 +214,23 @@ class IndexFile:
             return False
         return bool((last[:, 2:] + sizes <= list(shape)).all()) if ndim else True
 
-    def file(self, number: int, stop: int) -> str:
-        """Return the path of a file relative to the checkpoint. Checks that it exists and contains ``stop`` bytes."""
-        name = self.files[number]
-        if number not in self._sizes:
-            raise_if_any(file_problems_inside(self._folder, [name], self.path))
-            self._sizes[number] = (self._folder / name).stat().st_size
-        if stop > self._sizes[number]:
-            message = f"has {self._sizes[number]:,} bytes, but {self.path.name} refers to bytes up to {stop:,}."
-            refuse("FSDP-E453", self._folder / name, message)
-        return self._prefix + name
-
-    def paths(self, numbers: NDArray[Any]) -> set[str]:
-        """Return the paths of files relative to the checkpoint."""
-        return {self._prefix + self.files[number] for number in set(numbers.tolist())}
+    def file(self, number: int) -> str:
+        """Return the path of a file relative to the checkpoint."""
+        return self._prefix + self.files[number]
 
     def check_files(self, numbers: NDArray[Any], stops: NDArray[Any]) -> None:
         """Check that files exist, and that each contains ``stop`` bytes. Any number may be repeated."""
         import numpy
 
         for number in set(numbers.tolist()) - self._sizes.keys():
-            self.file(number, 0)
+            name = self.files[number]
+            raise_if_any(file_problems_inside(self._folder, [name], self.path))
+            self._sizes[number] = (self._folder / name).stat().st_size
         sizes = numpy.zeros(len(self.files), dtype=numpy.int64)
         sizes[list(self._sizes)] = list(self._sizes.values())
         for at in numpy.flatnonzero(stops > sizes[numbers])[:1].tolist():
-            self.file(int(numbers[at]), int(stops[at]))
+            message = f"has {sizes[numbers[at]]:,} bytes, but {self.path.name} refers to bytes up to {stops[at]:,}."
+            refuse("FSDP-E453", self._folder / self.files[numbers[at]], message)
 
     def _damaged(self, how: str) -> None:
         refuse("FSDP-E453", self.path, f"is damaged: {how}.", COPY_AGAIN)
@@ -259,14 +249,15 @@ class IndexedPieces(PieceTable):
         files, starts, offsets, sizes = self._chunks()
         low, size = numpy.array([box.offsets, box.sizes], dtype=numpy.int64)
         is_within = ((offsets < low + size) & (offsets + sizes > low)).all(axis=1)
-        ends = self._ends(starts, sizes)
-        found: dict[Box, StoredPiece] = {}
+        chosen: dict[Box, int] = {}
         for number in numpy.flatnonzero(is_within).tolist() if box.numel else ():
-            piece = Box(tuple(offsets[number].tolist()), tuple(sizes[number].tolist()))
-            if piece not in found:  # replicas have the same box
-                file = self._index.file(int(files[number]), int(ends[number]))
-                found[piece] = StoredPiece(piece, file, int(starts[number]), row_major(piece.sizes))
-        return list(found.values())
+            chosen.setdefault(Box(tuple(offsets[number].tolist()), tuple(sizes[number].tolist())), number)
+        numbers = list(chosen.values())  # without replicas, which have the same box
+        self._index.check_files(files[numbers], self._ends(starts, sizes)[numbers])
+        return [
+            StoredPiece(piece, self._index.file(files[number]), int(starts[number]), row_major(piece.sizes))
+            for piece, number in chosen.items()
+        ]
 
     def load(self) -> tuple[StoredPiece, ...]:
         return tuple(self.within(whole_box(self._tensor.shape)))
@@ -288,7 +279,7 @@ class IndexedPieces(PieceTable):
         return everything.numel - int(numpy.maximum(end - numpy.maximum(begin, before), 0).sum())
 
     def files(self) -> set[str]:
-        return self._index.paths(self._chunks()[0])
+        return {self._index.file(number) for number in set(self._chunks()[0].tolist())}
 
     def key(self) -> Hashable:
         return id(self)  # tied tensors have the same table

@@ -5,25 +5,31 @@ They read headers and metadata only, not the bytes of tensors. They do not impor
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
-from typing import Final, TypeVar
+from typing import Any, Final, TypeVar
 
-from hf_fsdp_plugin.checkpoint.errors import raise_if_any, refuse
+from hf_fsdp_plugin.checkpoint.errors import refuse
 from hf_fsdp_plugin.checkpoint.formats import dcp
-from hf_fsdp_plugin.checkpoint.formats.safetensors import ADAPTER_FORMAT, FULL_FORMAT
+from hf_fsdp_plugin.checkpoint.formats.optimizer_state import nested_value, optimizer_parts
+from hf_fsdp_plugin.checkpoint.formats.safetensors import ADAPTER_FORMAT, FULL_FORMAT, read_safetensors
 from hf_fsdp_plugin.checkpoint.formats.stored_tensors import (
     CheckpointFormat,
     PieceTable,
     StoredModel,
     StoredOptimizer,
-    coverage_problems,
+    StoredState,
+    StoredTensor,
     labelled_tensors,
 )
 from hf_fsdp_plugin.checkpoint.formats.torch_files import BIN_FORMAT, PER_RANK_FORMAT
 from hf_fsdp_plugin.checkpoint.io import object_in
-from hf_fsdp_plugin.checkpoint.names import MANIFEST_NAME
+from hf_fsdp_plugin.checkpoint.names import FSDP_MODEL, MANIFEST_NAME, OPTIMIZER
+from hf_fsdp_plugin.plan.names import canonical_name
 from hf_fsdp_plugin.spec.fsdp_spec import StateDictKind
+from hf_fsdp_plugin.text import format_names, plural
 
 FORMATS: Final[tuple[CheckpointFormat, ...]] = (dcp.FORMAT, FULL_FORMAT, BIN_FORMAT, PER_RANK_FORMAT, ADAPTER_FORMAT)
 """All formats, in the order in which a checkpoint is searched for them. Rows with equal names differ in file names."""
@@ -56,9 +62,10 @@ def read_stored_model(checkpoint: Path, number: int = 0, *, partial: bool = Fals
     Raises:
         CheckpointError: there is no model, or it is incomplete, damaged or unsafe to read.
     """
-    model = _first_stored(checkpoint, [form.read_model for form in FORMATS], number, partial=partial)
-    if model is not None:
-        return model
+    with _os_errors_as_problems(checkpoint):
+        for form in FORMATS:
+            if (state := form.read(checkpoint, FSDP_MODEL, number)) is not None:
+                return _checked(_as_model(checkpoint, form.name, state), state, partial=partial)
     patterns = dict.fromkeys(pattern for form in FORMATS for pattern in form.patterns(number))
     refuse(
         "FSDP-E451",
@@ -77,32 +84,67 @@ def read_stored_optimizer(checkpoint: Path, number: int = 0, *, partial: bool = 
     Raises:
         CheckpointError: the folder does not exist, or the optimizer is incomplete, damaged or unsafe to read.
     """
-    readers = [form.read_optimizer for form in FORMATS if form.read_optimizer is not None]
-    return _first_stored(checkpoint, readers, number, partial=partial)
+    with _os_errors_as_problems(checkpoint):
+        for form in FORMATS:
+            if (state := form.read(checkpoint, OPTIMIZER, number)) is not None:
+                parts = optimizer_parts(nested_value(state.entries), checkpoint, state.place)
+                stored = StoredOptimizer(checkpoint, form.name, *parts, state.files)
+                return _checked(stored, state, partial=partial)
+    return None
+
+
+def read_weights(folder: Path, name: str) -> StoredModel | None:
+    """Return the tensors in the safetensors file ``name``, or in the shards that its index lists.
+
+    Returns ``None`` if neither exists. Raises the errors of :func:`read_stored_model`.
+    """
+    with _os_errors_as_problems(folder):
+        state = read_safetensors(folder, name)
+    return None if state is None else _as_model(folder, FULL_FORMAT.name, state)
+
+
+def _as_model(root: Path, form: str, state: StoredState) -> StoredModel:
+    """Return the entries by canonical name. The name of an entry is the path to it, joined with dots."""
+    tensors: dict[str, StoredTensor] = {}
+    objects: dict[str, Any] = {}
+    for path, value in state.entries.items():
+        name = canonical_name(".".join(map(str, path)))
+        if isinstance(value, StoredTensor):
+            tensors[name] = replace(value, name=name)
+        else:
+            objects[name] = value
+    return StoredModel(root, form, tensors, state.files, objects)
 
 
 _Stored = TypeVar("_Stored", StoredModel, StoredOptimizer)
 
 
-def _first_stored(
-    checkpoint: Path, readers: Iterable[Callable[[Path, int], _Stored | None]], number: int, *, partial: bool
-) -> _Stored | None:
-    """Return the first model or optimizer that a reader finds. Errors of the system become a ``CheckpointError``."""
-    _check_folder(checkpoint)
-    try:
-        for read in readers:
-            if (stored := read(checkpoint, number)) is not None:
-                if not partial:  # check all pieces that are otherwise read when they are needed
-                    tensors = [each for _, each in labelled_tensors(stored) if isinstance(each.pieces, PieceTable)]
-                    raise_if_any(coverage_problems(stored.root, tensors))
-                return stored
-    except OSError as error:  # a file cannot be opened, or is not a file
-        refuse("FSDP-E472", error.filename or checkpoint, f"cannot be read: {error.strerror or error}.")
-    return None
+def _checked(stored: _Stored, state: StoredState, *, partial: bool) -> _Stored:
+    """Return ``stored`` if every element of its tensors is in a file.
+
+    Args:
+        partial: do not check the tensors whose pieces are read when they are needed, and checked then.
+    """
+    missing = {
+        label: count
+        for label, tensor in labelled_tensors(stored)
+        if not (partial and isinstance(tensor.pieces, PieceTable)) and (count := tensor.uncovered())
+    }
+    if missing:
+        amount = f"{plural(sum(missing.values()), 'element')} of {plural(len(missing), 'tensor')}"
+        message = f"{amount} are in none of the files: {format_names(missing, 3)}."
+        refuse("FSDP-E458", state.place, message, state.fix)
+    return stored
 
 
-def _check_folder(checkpoint: Path) -> None:
+@contextmanager
+def _os_errors_as_problems(checkpoint: Path) -> Iterator[None]:
+    """Raise a ``CheckpointError`` if the checkpoint is not a folder, or if a file in it cannot be opened."""
     if not checkpoint.exists():
         refuse("FSDP-E450", checkpoint, "does not exist.", "Give the folder of a checkpoint.")
     if not checkpoint.is_dir():
         refuse("FSDP-E450", checkpoint, "is not a folder.", f"Give the folder of the checkpoint: {checkpoint.parent}.")
+    try:
+        yield
+    except OSError as error:  # a file cannot be opened, or is not a file
+        refuse("FSDP-E472", error.filename or checkpoint, f"cannot be read: {error.strerror or error}.")

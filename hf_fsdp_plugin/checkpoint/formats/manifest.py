@@ -12,26 +12,21 @@ import math
 import os
 import re
 import struct
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
-from pathlib import Path
-from typing import Any, Final, TypeVar, get_args
+from pathlib import Path, PurePosixPath
+from types import UnionType
+from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin, get_type_hints
 
+from hf_fsdp_plugin.checkpoint import io
 from hf_fsdp_plugin.checkpoint.errors import COPY_AGAIN, problem, raise_if_any, refuse
-from hf_fsdp_plugin.checkpoint.io import (
-    HASH,
-    hash_bytes,
-    hash_file,
-    parse_json,
-    read_file,
-    read_range,
-    write_bytes,
-    write_text,
-)
 from hf_fsdp_plugin.checkpoint.names import BLOCK_FILE, MANIFEST_NAME
 from hf_fsdp_plugin.problems import Problem
 from hf_fsdp_plugin.spec.fsdp_spec import StateDictKind
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 MAX_RANGE = 1 << 20
 """Maximum size in bytes of a range of a file with tensors. It ends at a multiple of this number, or with its tensor.
@@ -92,24 +87,6 @@ class PackedRanges(Sequence[FileRange]):
         start, stop, name, digest = _RECORD.unpack_from(self.data, number * RECORD_SIZE)
         return FileRange(start=start, stop=stop, hash=digest.hex(), name=self.names[name])
 
-    def packed(self, names: dict[str, int], numbers: dict[int, Any]) -> bytes:
-        """Return the records of the ranges that are not empty, with other numbers of the names.
-
-        Args:
-            names: name -> its number in the result. New names are added.
-            numbers: the numbers of the names of earlier calls with the same ``names``, by the id of the sequence.
-        """
-        import numpy
-
-        if id(self.names) not in numbers:  # the sequence is kept, so that no other one gets its id
-            found = numpy.array([names.setdefault(name, len(names)) for name in self.names], "<u4")
-            numbers[id(self.names)] = self.names, found
-        records = numpy.frombuffer(self.data, _FIELDS)
-        records = records[records["start"] < records["stop"]]
-        if len(records):
-            records["name"] = numbers[id(self.names)][1][records["name"]]
-        return records.tobytes()
-
 
 class BlockTable(PackedRanges):
     """The ranges of one file of the checkpoint, whose records are read when they are needed.
@@ -136,10 +113,10 @@ class BlockTable(PackedRanges):
     @cached_property
     def data(self) -> bytes:  # type: ignore[override]
         try:
-            data = read_range(self._path, self._first * RECORD_SIZE, self._count * RECORD_SIZE)
+            data = io.read_range(self._path, self._first * RECORD_SIZE, self._count * RECORD_SIZE)
         except OSError as error:
             refuse("FSDP-E472", self._path, f"cannot be read: {error.strerror}.")
-        if hash_bytes(data) != self._digest:
+        if io.hash_bytes(data) != self._digest:
             self._damaged("its records differ from what was saved")
         at = 0
         for start, stop, name, _ in _RECORD.iter_unpack(data):
@@ -154,8 +131,24 @@ class BlockTable(PackedRanges):
         refuse("FSDP-E464", self._path, f"is damaged: {how}.")
 
 
-def _packed(ranges: Sequence[FileRange]) -> PackedRanges:
-    return ranges if isinstance(ranges, PackedRanges) else PackedRanges.of(ranges, {})
+def _renumbered(ranges: Sequence[FileRange], names: dict[str, int], numbers: dict[int, Any]) -> NDArray[Any]:
+    """Return the records of the ranges that are not empty, with other numbers of the names.
+
+    Args:
+        names: name -> its number in the result. New names are added.
+        numbers: the numbers of the names of earlier calls with the same ``names``, by the id of the sequence.
+    """
+    import numpy
+
+    packed = ranges if isinstance(ranges, PackedRanges) else PackedRanges.of(ranges, {})
+    if id(packed.names) not in numbers:  # the sequence is kept, so that no other one gets its id
+        found = numpy.array([names.setdefault(name, len(names)) for name in packed.names], "<u4")
+        numbers[id(packed.names)] = packed.names, found
+    records = numpy.frombuffer(packed.data, _FIELDS)
+    records = records[records["start"] < records["stop"]]
+    if len(records):
+        records["name"] = numbers[id(packed.names)][1][records["name"]]
+    return records
 
 
 def joined_ranges(parts: Sequence[Sequence[FileRange]]) -> Sequence[FileRange]:
@@ -166,10 +159,7 @@ def joined_ranges(parts: Sequence[Sequence[FileRange]]) -> Sequence[FileRange]:
 
     names: dict[str, int] = {}
     numbers: dict[int, Any] = {}
-    packed = []
-    for part in parts:
-        packed.append(_packed(part).packed(names, numbers))
-    records = numpy.frombuffer(b"".join(packed), _FIELDS)
+    records = numpy.concatenate([_renumbered(part, names, numbers) for part in parts])
     return PackedRanges(records[numpy.argsort(records["start"], kind="stable")].tobytes(), tuple(names))
 
 
@@ -203,7 +193,7 @@ class Manifest:
             empty if no launcher identifies it.
     """
 
-    kind: str
+    kind: StateDictKind
     backend: str
     world_size: int
     mesh: dict[str, int]
@@ -231,7 +221,7 @@ def to_text(m: Manifest) -> str:
 def write_manifest(folder: Path, m: Manifest) -> None:
     """Write ``fsdp_manifest.json`` to ``folder``, atomically; before it ``fsdp_manifest.hashes`` if there are many."""
     if sum(len(record.ranges) for record in m.files) <= MAX_INLINE:
-        write_text(folder / MANIFEST_NAME, to_text(m))
+        io.write_text(folder / MANIFEST_NAME, to_text(m))
         return
     names: dict[str, int] = {}
     numbers: dict[int, Any] = {}
@@ -240,13 +230,13 @@ def write_manifest(folder: Path, m: Manifest) -> None:
         if len(record.ranges) < 2:
             files.append(_file_tree(record))
             continue
-        data = _packed(record.ranges).packed(names, numbers)
+        data = _renumbered(record.ranges, names, numbers).tobytes()
         count = len(data) // RECORD_SIZE
-        files.append({"path": record.path, "size": record.size, "blocks": [first, count], "hash": hash_bytes(data)})
+        files.append({"path": record.path, "size": record.size, "blocks": [first, count], "hash": io.hash_bytes(data)})
         packed.append(data)
         first += count
-    write_bytes(folder / BLOCK_FILE, *packed)
-    write_text(folder / MANIFEST_NAME, _text(m, 2, files, num_blocks=first, names=list(names)))
+    io.write_bytes(folder / BLOCK_FILE, *packed)
+    io.write_text(folder / MANIFEST_NAME, _text(m, 2, files, num_blocks=first, names=list(names)))
 
 
 def _text(m: Manifest, version: int, files: list[Any], **more: Any) -> str:
@@ -254,17 +244,17 @@ def _text(m: Manifest, version: int, files: list[Any], **more: Any) -> str:
     parameters = plain.pop("parameters")
     if not m.run:
         del plain["run"]
-    tree = {"format": FORMAT, "version": version, "hash": HASH, **plain, **more}
+    tree = {"format": FORMAT, "version": version, "hash": io.HASH, **plain, **more}
     tree |= {"parameters": parameters, "files": files, "manifest_hash": ""}
     text = "{\n" + ",\n".join(f"  {json.dumps(key)}: {_by_line(key, value)}" for key, value in tree.items()) + "\n}\n"
-    return text.replace(_hash_entry(""), _hash_entry(hash_bytes(text.encode())))
+    return text.replace(_hash_entry(""), _hash_entry(io.hash_bytes(text.encode())))
 
 
 def record_file(root: Path, relative: str) -> FileRecord:
     """Return the record of a file without tensors: the whole file is one range."""
     path = root / relative
     size = path.stat().st_size
-    whole = FileRange(start=0, stop=size, hash=hash_file(path, 0, size))
+    whole = FileRange(start=0, stop=size, hash=io.hash_file(path, 0, size))
     return FileRecord(path=relative, size=size, ranges=(whole,) if size else ())
 
 
@@ -301,48 +291,66 @@ def _by_line(key: str, value: Any) -> str:
 
 
 _NO_LINKS = "Copy the checkpoint with its links resolved (cp -rL), and use the copy."
-
 _FORBIDDEN = re.compile("[\\\\\0\ud800-\udfff]")
-
-_T = TypeVar("_T")
-_EXPECTED: Mapping[type, str] = {str: "a string", bool: "true or false", dict: "an object", list: "a list"}
-_PLAIN: Final[Mapping[str, type]] = {
-    "kind": str, "backend": str, "strategy": str, "asynchronous": bool, "created": str, "settings": dict, "batch": dict,
-}  # fmt: skip
-"""The fields whose values are kept as they are."""
+"""Characters that a path in a manifest does not contain. File systems do not accept surrogates."""
 
 
 def read_manifest(folder: Path) -> Manifest | None:
     """Return the manifest of a checkpoint folder, or ``None`` if there is none.
 
     Raises:
-        CheckpointError: with all problems: the manifest is not JSON, is damaged, has a later version or fields of the
-            wrong type; or a file is outside the folder, behind a symbolic link, or not tiled by its ranges.
+        CheckpointError: the manifest is not JSON, is damaged, or has a later version; with all problems of its fields:
+            values of another type; with all problems of its files: outside the folder, or not tiled by ranges; or with
+            all symbolic links that lead to a file.
     """
     path = folder / MANIFEST_NAME
     if _is_foreign_link(folder, path):
         refuse("FSDP-E456", path, "is a symbolic link.", _NO_LINKS)
     try:
-        data = read_file(path)
+        data = io.read_file(path)
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:
         refuse("FSDP-E472", path, f"cannot be read: {error.strerror}.", "Check its permissions and the disk.")
-    tree = _parse(path, data)
-    reader = _Reader(folder)
-    manifest = reader.manifest(tree)
-    for record in manifest.files:
-        reader.check_links(record.path)
-    if reader.num_blocks:
-        reader.check_block_file()
+    reader = _Reader(path)
+    tree = {"num_blocks": 0, "names": [], "run": {}, **_parse(path, data)}
+    values = {key: reader.value(kind, tree.get(key), key) for key, kind in _field_types().items()}
+    if values["world_size"] == 0:
+        reader.report("world_size", 0, "an integer of at least 1")
     raise_if_any(reader.problems)
-    return manifest
+    num_blocks, names = values.pop("num_blocks"), values.pop("names")
+    _check_files(reader, folder, values["files"], num_blocks)
+    raise_if_any(reader.problems)
+    return Manifest(**{**values, "files": tuple(_record(folder, file, names) for file in values["files"])})
+
+
+def _field_types() -> dict[str, Any]:
+    """Return the fields of the JSON object and their types."""
+    return {
+        **get_type_hints(Manifest),
+        "files": tuple[dict[str, Any], ...],
+        "num_blocks": int,
+        "names": tuple[str, ...],
+    }
+
+
+def _record(folder: Path, file: Mapping[str, Any], names: Sequence[str]) -> FileRecord:
+    """Return the record of a file whose fields have been checked."""
+    ranges: Sequence[FileRange]
+    if "ranges" in file:
+        # Tensors without elements have empty ranges, which may be anywhere in the file.
+        filled = [piece for piece in file["ranges"] if piece[0] < piece[1]]
+        ranges = tuple(FileRange(start=low, stop=high, hash=digest, name=name) for low, high, digest, name in filled)
+    else:
+        path, (first, count) = folder / BLOCK_FILE, file["blocks"]
+        ranges = BlockTable(path, first, count, size=file["size"], digest=file["hash"], names=names)
+    return FileRecord(path=file["path"], size=file["size"], ranges=ranges)
 
 
 def _parse(path: Path, data: bytes) -> dict[str, Any]:
     """Return the JSON object of the manifest. Raises ``CheckpointError`` if it is damaged or of an unknown version."""
     try:
-        tree = parse_json(data, only_finite=True)
+        tree = io.parse_json(data, only_finite=True)
     except (ValueError, RecursionError) as error:
         refuse("FSDP-E463", path, f"is not valid JSON: {error}.")
     if not isinstance(tree, dict) or tree.get("format") != FORMAT:
@@ -353,158 +361,131 @@ def _parse(path: Path, data: bytes) -> dict[str, Any]:
     if is_number and version > VERSION:
         message = f"has manifest version {version}, but this hf_fsdp_plugin reads manifest versions up to {VERSION}."
         refuse("FSDP-E465", path, message, "Install the hf_fsdp_plugin that wrote the checkpoint, or a later one.")
-    if not _hash_matches(data, tree.get("manifest_hash")):
+    # The hash covers every byte, including whitespace.
+    digest = tree.get("manifest_hash")
+    if io.hash_bytes(data.replace(_hash_entry(str(digest)).encode(), _hash_entry("").encode())) != digest:
         refuse("FSDP-E464", path, "is damaged: its manifest_hash does not match its contents.")
-    if not is_number or version < 1 or tree.get("hash") != HASH:
+    if not is_number or version < 1 or tree.get("hash") != io.HASH:
         found = f"version {_shown(version)} and hash {_shown(tree.get('hash'))}"
-        refuse("FSDP-E465", path, f"has {found}; expected version 1 to {VERSION} and hash '{HASH}'.")
+        refuse("FSDP-E465", path, f"has {found}; expected version 1 to {VERSION} and hash '{io.HASH}'.")
     return tree
 
 
-def _hash_matches(data: bytes, digest: Any) -> bool:
-    """Whether ``data`` with an empty digest has this hash. The hash covers every byte, including whitespace."""
-    return hash_bytes(data.replace(_hash_entry(str(digest)).encode(), _hash_entry("").encode())) == digest
-
-
 class _Reader:
-    """Converts JSON values to typed ones, and collects all problems."""
+    """Converts JSON values to the types of fields, and collects all problems."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder, self.path = folder, folder / MANIFEST_NAME
+    def __init__(self, path: Path) -> None:
+        self._path = path
         self.problems: list[Problem] = []
-        self._links: dict[str, frozenset[str] | None] = {}
-        self.num_blocks = 0
-        self.block_names: tuple[str, ...] = ()
 
-    def manifest(self, tree: Mapping[str, Any]) -> Manifest:
-        plain: dict[str, Any] = {key: self.typed(tree.get(key), kind, key) for key, kind in _PLAIN.items()}
-        if plain["kind"] not in get_args(StateDictKind):
-            self.report("kind", plain["kind"], "one of " + ", ".join(get_args(StateDictKind)))
-        if tree["version"] > 1:
-            self.num_blocks = self.count(tree.get("num_blocks"), "num_blocks")
-            self.block_names = self.names(tree.get("names"), "names")
-        tables = {key: self.typed(tree.get(key), dict, key) for key in ("mesh", "versions", "parameters")}
-        lists = {key: self.typed(tree.get(key), list, key) for key in ("ties", "files")}
-        return Manifest(
-            **plain,
-            world_size=self.count(tree.get("world_size"), "world_size", minimum=1),
-            mesh={axis: self.count(size, f"mesh.{axis}") for axis, size in tables["mesh"].items()},
-            step=None if tree.get("step") is None else self.count(tree["step"], "step"),
-            versions={name: str(version) for name, version in tables["versions"].items()},
-            parameters={name: self.parameter(name, value) for name, value in tables["parameters"].items()},
-            ties=tuple(self.names(tie, "ties") for tie in lists["ties"]),
-            files=self.files(lists["files"]),
-            run=self.typed(tree.get("run", {}), dict, "run"),
-        )
+    def report(self, place: str, value: Any, expected: str, code: str = "FSDP-E463") -> None:
+        message = f"{place} is {_shown(value)}, expected {expected}."
+        self.problems.append(problem(code, self._path, message, COPY_AGAIN))
 
-    def report(self, place: str, value: Any, expected: str) -> None:
-        self.add(f"{place} is {_shown(value)}, expected {expected}.")
+    def value(self, kind: Any, value: Any, place: str) -> Any:
+        """Return a JSON value as an object of this type; a value of another type unchanged. Numbers are not negative.
 
-    def add(self, message: str, *, code: str = "FSDP-E463", place: Path | str = "", fix: str = COPY_AGAIN) -> None:
-        self.problems.append(problem(code, place or self.path, message, fix))
-
-    def typed(self, value: Any, kind: type[_T], place: str) -> _T:
-        """Return the value; an empty one of the type ``kind`` if it has another type."""
-        if not isinstance(value, kind):
-            self.report(place, value, _EXPECTED[kind])
-            return kind()
+        Args:
+            kind: a type without classes of this package: ``dict[str, tuple[int, ...]]``.
+            place: path of the value in the manifest.
+        """
+        origin, inner = get_origin(kind) or kind, get_args(kind)
+        if origin is UnionType:  # the other type is that of None
+            return None if value is None else self.value(inner[0], value, place)
+        if origin is Literal:
+            is_valid, expected = value in inner, f"one of {', '.join(inner)}"
+        elif origin is int:
+            is_valid, expected = type(value) is int and value >= 0, "an integer of at least 0"
+        elif origin is tuple and inner[-1] is not ...:
+            is_valid, expected = isinstance(value, list) and len(value) == len(inner), f"{len(inner)} values in a list"
+        else:
+            is_valid, expected = isinstance(value, list if origin is tuple else origin), _EXPECTED[origin]
+        if not is_valid:
+            self.report(place, value, expected)
+        elif origin is dict and inner[1] is not Any:
+            return {key: self.value(inner[1], item, f"{place}.{key}") for key, item in value.items()}
+        elif origin is tuple:
+            kinds = inner[:1] * len(value) if inner[-1] is ... else inner
+            items = enumerate(zip(kinds, value, strict=True))
+            return tuple(self.value(each, item, f"{place}[{position}]") for position, (each, item) in items)
         return value
 
-    def count(self, value: Any, place: str, minimum: int = 0) -> int:
-        if type(value) is not int or value < minimum:
-            self.report(place, value, f"an integer of at least {minimum}")
-            return minimum
-        return value
 
-    def names(self, value: Any, place: str) -> tuple[str, ...]:
-        if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
-            self.report(place, value, "a list of names")
-            return ()
-        return tuple(value)
+_EXPECTED = {str: "a string", bool: "true or false", dict: "an object", tuple: "a list"}
 
-    def parameter(self, name: str, value: Any) -> tuple[str, tuple[int, ...]]:
-        match value:
-            case [str(dtype), list(shape)]:
-                return dtype, tuple(self.count(size, f"parameters.{name}") for size in shape)
-        self.report(f"parameters.{name}", value, "a dtype and a shape")
-        return "", ()
 
-    def files(self, values: list[Any]) -> tuple[FileRecord, ...]:
-        records: dict[str, FileRecord] = {}
-        for position, value in enumerate(values):
-            place = f"files[{position}]"
-            if not isinstance(value, dict):
-                self.report(place, value, "an object")
-                continue
-            path = self.typed(value.get("path"), str, f"{place}.path")
-            if path == value.get("path") and not _is_inside(path):
-                message = f"{place}.path is {_shown(path)}, which is not the path of a file inside the checkpoint."
-                self.add(message, code="FSDP-E456")
-            if path in records:
-                self.report(f"{place}.path", path, "each file once")
-            size = self.count(value.get("size"), f"{place}.size")
-            in_table = self.num_blocks and "ranges" not in value
-            ranges = self.blocks(value, size, place) if in_table else self.ranges(value.get("ranges"), size, place)
-            records[path] = FileRecord(path=path, size=size, ranges=ranges)
-        return tuple(records.values())
+def _is_range(value: Any) -> bool:
+    match value:
+        case [int(), int(), str(digest), str()]:
+            return len(digest) == 32
+    return False
 
-    def blocks(self, value: Mapping[str, Any], size: int, place: str) -> Sequence[FileRange]:
-        match value.get("blocks"), value.get("hash"):
-            case [int(first), int(count)], str(digest) if 0 <= first <= first + count <= self.num_blocks:
-                path = self.folder / BLOCK_FILE
-                return BlockTable(path, first, count, size=size, digest=digest, names=self.block_names)
-        self.report(f"{place}.blocks", value.get("blocks"), f"the first and the number of {self.num_blocks} records")
-        return ()
 
-    def check_block_file(self) -> None:
-        """Report a file of hashes that is missing, is a link or has another size."""
-        path, expected = self.folder / BLOCK_FILE, self.num_blocks * RECORD_SIZE
-        self.check_links(BLOCK_FILE)
-        if not path.is_file():
-            self.add("is missing; it contained the hashes.", code="FSDP-E457", place=path)
-        elif (size := path.stat().st_size) != expected:
-            self.add(f"has {size:,} bytes; {expected:,} were saved.", code="FSDP-E470", place=path)
+def _is_path(path: str) -> bool:
+    """Whether a path is in normal form and inside the checkpoint."""
+    if path in (MANIFEST_NAME, BLOCK_FILE) or _FORBIDDEN.search(path):
+        return False
+    return not {"", ".", ".."} & set(path.split("/"))
 
-    def ranges(self, values: Any, size: int, place: str) -> tuple[FileRange, ...]:
-        ranges = []
-        for value in self.typed(values, list, f"{place}.ranges"):
-            match value:
-                case [int(start), int(stop), str(digest), str(name)] if len(digest) == 32:
-                    ranges.append(FileRange(start=start, stop=stop, hash=digest, name=name))
-                case _:
-                    self.report(f"{place}.ranges", value, "start, stop, hash and name")
-                    return ()
-        # Tensors without elements have empty ranges, which may be anywhere in the file.
-        filled = [piece for piece in ranges if piece.start != piece.stop]
-        ends, starts = [0, *(piece.stop for piece in filled)], [*(piece.start for piece in filled), size]
-        if ends != starts or any(piece.stop < piece.start for piece in filled):
-            found = [[piece.start, piece.stop] for piece in filled]
-            self.report(f"{place}.ranges", found, f"contiguous ranges from 0 to {size}")
-        return tuple(ranges)
 
-    def check_links(self, relative: str) -> None:
-        """Report a symbolic link in the path of a file, which could lead out of the checkpoint."""
-        # A folder is read once: all ranks read the manifest, and the files are several for each rank.
-        above = str(self.folder)
-        for part in relative.split("/"):
-            if above not in self._links:
-                self._links[above] = _links_in(above)
-            place = f"{above}/{part}"
-            links = self._links[above]
-            if (links is None or part in links) and _is_foreign_link(self.folder, Path(place)):
+def _check_files(reader: _Reader, folder: Path, files: Sequence[dict[str, Any]], num_blocks: int) -> None:
+    """Report the files of the manifest that are not valid, and symbolic links that lead to a file."""
+    seen: set[str] = set()
+    for position, file in enumerate(files):
+        place = f"files[{position}]"
+        path = reader.value(str, file.get("path"), f"{place}.path")
+        size = reader.value(int, file.get("size"), f"{place}.size")
+        if not isinstance(path, str):
+            continue
+        if not _is_path(path):
+            reader.report(f"{place}.path", path, "the path of a file inside the checkpoint", "FSDP-E456")
+        elif path in seen:
+            reader.report(f"{place}.path", path, "each file once")
+        else:
+            seen.add(path)
+        if num_blocks and "ranges" not in file:
+            match file.get("blocks"), file.get("hash"):
+                case [int(first), int(count)], str() if 0 <= first <= first + count <= num_blocks:
+                    continue
+            expected = f"the first and the number of {num_blocks} records"
+            reader.report(f"{place}.blocks", file.get("blocks"), expected)
+        elif not isinstance(ranges := file.get("ranges"), list) or not all(map(_is_range, ranges)):
+            reader.report(f"{place}.ranges", ranges, "a list of ranges: start, stop, hash and name")
+        else:
+            filled = [[start, stop] for start, stop, *_ in ranges if start != stop]
+            ends, starts = [0, *(stop for _, stop in filled)], [*(start for start, _ in filled), size]
+            if ends != starts or any(start > stop for start, stop in filled):
+                reader.report(f"{place}.ranges", filled, f"contiguous ranges from 0 to {size}")
+    raise_if_any(reader.problems)
+    reader.problems += _link_problems(folder, [*seen, BLOCK_FILE] if num_blocks else seen)
+    blocks, expected_size = folder / BLOCK_FILE, num_blocks * RECORD_SIZE
+    if num_blocks and not blocks.is_file():
+        reader.problems.append(problem("FSDP-E457", blocks, "is missing; it contained the hashes.", COPY_AGAIN))
+    elif num_blocks and (num_bytes := blocks.stat().st_size) != expected_size:
+        message = f"has {num_bytes:,} bytes; {expected_size:,} were saved."
+        reader.problems.append(problem("FSDP-E470", blocks, message, COPY_AGAIN))
+
+
+def _link_problems(folder: Path, files: Iterable[str]) -> Iterator[Problem]:
+    """Yield an error for each symbolic link in the path of a file, which could lead out of the checkpoint.
+
+    A folder is read once: all ranks read the manifest, and the files are several for each rank.
+    """
+    by_folder: dict[PurePosixPath, set[str]] = {}
+    for file in files:
+        path = PurePosixPath(file)
+        for part in (path, *path.parents[:-1]):
+            by_folder.setdefault(part.parent, set()).add(part.name)
+    for above, names in by_folder.items():
+        try:
+            with os.scandir(folder / above) as entries:
+                links = [entry.name for entry in entries if entry.name in names and entry.is_symlink()]
+        except OSError:
+            links = sorted(names)
+        for place in (folder / above / name for name in links):
+            if _is_foreign_link(folder, place):
                 message = "is a symbolic link in the path of a file of the manifest."
-                self.add(message, code="FSDP-E456", place=place, fix=_NO_LINKS)
-                return
-            above = place
-
-
-def _links_in(folder: str) -> frozenset[str] | None:
-    """Return the names of the symbolic links in a folder; ``None`` if it cannot be listed."""
-    try:
-        with os.scandir(folder) as entries:
-            return frozenset(entry.name for entry in entries if entry.is_symlink())
-    except OSError:
-        return None
+                yield problem("FSDP-E456", place, message, _NO_LINKS)
 
 
 def _is_foreign_link(folder: Path, place: Path) -> bool:
@@ -513,14 +494,6 @@ def _is_foreign_link(folder: Path, place: Path) -> bool:
         return False
     snapshots = folder.resolve().parent
     return snapshots.name != "snapshots" or not place.resolve().is_relative_to(snapshots.parent / "blobs")
-
-
-def _is_inside(path: str) -> bool:
-    """Whether a path is in normal form and inside the checkpoint."""
-    # File systems do not accept surrogates.
-    if path in (MANIFEST_NAME, BLOCK_FILE) or _FORBIDDEN.search(path):
-        return False
-    return not {"", ".", ".."} & set(path.split("/"))
 
 
 def _shown(value: Any) -> str:

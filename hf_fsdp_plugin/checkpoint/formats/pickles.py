@@ -18,9 +18,7 @@ import io
 import pickle
 import pickletools
 import reprlib
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from itertools import chain, islice
 from pathlib import Path
 from types import FunctionType
@@ -31,11 +29,10 @@ from hf_fsdp_plugin.checkpoint.formats.boxes import SIZES
 
 
 class PickledStorage(NamedTuple):
-    """A storage: the zip record that contains its bytes, its dtype, and its number of elements."""
+    """A storage: the zip record that contains its bytes, and its dtype."""
 
     key: str
     dtype: str
-    numel: int
 
 
 class PickledTensor(NamedTuple):
@@ -117,23 +114,9 @@ class TensorMeta(NamedTuple):
     dtype: str
 
 
-class ShardOrderEntry(NamedTuple):
-    """The mesh axes by which a dim of a DTensor is sharded."""
-
-    dim: int
-    mesh_dims: Any
-
-
-def _tensor_v2(storage: PickledStorage, offset: int, size: Any, strides: Any, *_: Any) -> PickledTensor:
-    return _tensor(storage, storage.dtype, offset, size, strides)
-
-
-def _tensor_v3(storage: PickledStorage, offset: int, size: Any, strides: Any, *rest: Any) -> PickledTensor:
-    """Stand-in for dtypes without a storage class: the storage is untyped, and the dtype is an argument."""
-    return _tensor(storage, rest[2], offset, size, strides)
-
-
-def _tensor(storage: PickledStorage, dtype: str, offset: int, size: Any, strides: Any) -> PickledTensor:
+def _tensor(storage: PickledStorage, offset: int, size: Any, strides: Any, dtype: Any = None) -> PickledTensor:
+    """Stand-in for the functions that rebuild a tensor. Without a dtype, it is that of the storage."""
+    dtype = storage.dtype if dtype is None else dtype
     numbers = (offset, *size, *strides)
     if dtype not in SIZES or len(size) != len(strides) or not all(type(n) is int and n >= 0 for n in numbers):
         found = [reprlib.repr(each) for each in (dtype, size, strides, offset)]  # short, whatever the pickle contains
@@ -171,20 +154,6 @@ def _latin(text: str, encoding: str = "latin1") -> bytes:
     return text.encode("latin1")
 
 
-def _ordered() -> OrderedDict[Any, Any]:
-    """Stand-in for ``OrderedDict()``; its items follow. ``OrderedDict(list)`` would hash keys that are not counted."""
-    return OrderedDict()
-
-
-def _no_bytes() -> bytes:
-    """Stand-in for ``bytes()``, which protocol 2 calls for empty bytes. ``bytes(n)`` would allocate ``n`` bytes."""
-    return b""
-
-
-def _path(*parts: str) -> str:
-    return "/".join(parts)
-
-
 def _size(numbers: Any = ()) -> tuple[int, ...]:
     """Stand-in for ``torch.Size``."""
     if not isinstance(numbers, (list, tuple)) or not all(type(number) is int for number in numbers):
@@ -213,14 +182,22 @@ _STORAGES = {
     "ComplexDoubleStorage": "complex128",
 }  # fmt: skip
 
-_BUILTINS = {"set": set, "frozenset": frozenset, "complex": complex, "getattr": _attribute, "bytes": _no_bytes}
-_PATHS = dict.fromkeys(("PosixPath", "WindowsPath", "PurePosixPath"), _path)
+# Protocol 2 calls ``bytes()`` for empty bytes, and ``OrderedDict()`` before it adds items. With arguments, ``bytes(n)``
+# would allocate ``n`` bytes, and ``OrderedDict(list)`` would hash keys that are not counted.
+_BUILTINS = {
+    "set": set,
+    "frozenset": frozenset,
+    "complex": complex,
+    "getattr": _attribute,
+    "bytes": lambda: b"",
+}
+_PATHS = dict.fromkeys(("PosixPath", "WindowsPath", "PurePosixPath"), lambda *parts: "/".join(parts))
 _DCP = "torch.distributed.checkpoint"
 _SHARDED = "torch.distributed._shard"
 _TENSOR = "torch.distributed.tensor"
 
 ALLOWED: dict[str, dict[str, Any]] = {
-    "collections": {"OrderedDict": _ordered},
+    "collections": {"OrderedDict": lambda: {}},
     "builtins": _BUILTINS,
     "__builtin__": _BUILTINS,
     "_codecs": {"encode": _latin},
@@ -231,8 +208,8 @@ ALLOWED: dict[str, dict[str, Any]] = {
     "torch.nn.parameter": {"Parameter": Kept, "Buffer": Kept},
     "torch.serialization": {"_get_layout": _first},
     "torch._utils": {
-        "_rebuild_tensor_v2": _tensor_v2,
-        "_rebuild_tensor_v3": _tensor_v3,
+        "_rebuild_tensor_v2": lambda *values: _tensor(*values[:4]),
+        "_rebuild_tensor_v3": lambda *values: _tensor(*values[:4], values[6]),  # the storage is untyped
         "_rebuild_parameter": _first,
         "_rebuild_parameter_with_state": _first,
         "_rebuild_wrapper_subclass": _kept_arguments,
@@ -249,7 +226,7 @@ ALLOWED: dict[str, dict[str, Any]] = {
     f"{_DCP}.filesystem": {"_StorageInfo": Region},
     _TENSOR: {"DTensor": "DTensor"},
     f"{_TENSOR}._api": {"DTensor": "DTensor"},
-    f"{_TENSOR}._dtensor_spec": {"DTensorSpec": Kept, "TensorMeta": TensorMeta, "ShardOrderEntry": ShardOrderEntry},
+    f"{_TENSOR}._dtensor_spec": {"DTensorSpec": Kept, "TensorMeta": TensorMeta, "ShardOrderEntry": _kept_arguments},
     f"{_TENSOR}.placement_types": {
         "Shard": Shard,
         "_StridedShard": StridedShard,
@@ -299,21 +276,34 @@ class _Machine:
     def run(self, file: BinaryIO) -> Any:
         """Return the object of the pickle that begins at the position of the file."""
         for opcode, argument, _ in pickletools.genops(file):
-            name = opcode.name
-            if name == "STOP":
-                break
-            if name in _VALUES:
-                self._stack.append(argument)
-            elif name in _CONSTANTS:
-                self._stack.append(_CONSTANTS[name]())
-            elif name in _STEPS:
-                count, step = _STEPS[name]
-                step(self, self._taken(len(self._stack) - self._marks.pop() if count is None else count))
-            else:
-                self._follow(name, argument)
+            match opcode.name:
+                case name if name in _VALUES:
+                    self._stack.append(argument)
+                case "GET" | "BINGET" | "LONG_BINGET":
+                    self._stack.append(self._memo[argument])
+                case "PUT" | "BINPUT" | "LONG_BINPUT" | "MEMOIZE":
+                    index = len(self._memo) if argument is None else argument
+                    if index > self._num_bytes:  # Python's unpickler allocates as many places
+                        raise _Excess("a memo index larger than the number of its bytes")
+                    self._memo[index] = self._stack[-1]
+                case "MARK":
+                    self._marks.append(len(self._stack))
+                case "POP" if self._marks and self._marks[-1] == len(self._stack):
+                    self._marks.pop()
+                case "GLOBAL":
+                    self._stack.append(self._found(*argument.split(" ", 1)))
+                case "STOP":
+                    break
+                case name:
+                    self._stack += self._results(name, self._taken(opcode))
         return self._stack.pop()
 
-    def _taken(self, count: int) -> list[Any]:
+    def _taken(self, opcode: pickletools.OpcodeInfo) -> list[Any]:
+        """Remove the objects from the stack that an instruction takes: a fixed number, or all after the last mark."""
+        takes = opcode.stack_before
+        count = len(takes)
+        if pickletools.markobject in takes:
+            count = takes.index(pickletools.markobject) + len(self._stack) - self._marks.pop()
         start = len(self._stack) - count
         if start < 0:
             raise pickle.UnpicklingError("an instruction without its objects")
@@ -321,30 +311,41 @@ class _Machine:
         del self._stack[start:]
         return found
 
-    def _follow(self, name: str, argument: Any) -> None:
-        """Follow an instruction that takes no objects from the stack."""
+    def _results(self, name: str, values: list[Any]) -> list[Any]:
+        """Return the objects that an instruction puts on the stack."""
         match name:
-            case "GET" | "BINGET" | "LONG_BINGET":
-                self._stack.append(self._memo[argument])
-            case "PUT" | "BINPUT" | "LONG_BINPUT" | "MEMOIZE":
-                index = len(self._memo) if argument is None else argument
-                if index > self._num_bytes:  # Python's unpickler allocates as many places
-                    raise _Excess("a memo index larger than the number of its bytes")
-                self._memo[index] = self._stack[-1]
-            case "MARK":
-                self._marks.append(len(self._stack))
-            case "POP" if self._marks and self._marks[-1] == len(self._stack):
-                self._marks.pop()
-            case "POP":
-                self._stack.pop()
+            case "PROTO" | "FRAME" | "POP" | "POP_MARK":
+                return []
             case "DUP":
-                self._stack.append(self._stack[-1])
-            case "GLOBAL":
-                self.find(argument.split(" ", 1))
-            case "PROTO" | "FRAME":
-                pass
-            case _:
-                raise pickle.UnpicklingError(f"the instruction {name}, which torch does not write")
+                return values * 2
+            case "NONE" | "NEWTRUE" | "NEWFALSE":
+                return [_CONSTANTS[name]]
+            case "EMPTY_TUPLE" | "TUPLE" | "TUPLE1" | "TUPLE2" | "TUPLE3":
+                return [self._counted(tuple(values))]
+            case "EMPTY_LIST" | "LIST":
+                return [values]
+            case "EMPTY_DICT" | "DICT":
+                return [self._filled(dict, {}, *values)]
+            case "EMPTY_SET":
+                return [set()]
+            case "FROZENSET":
+                self._count_visits(values)
+                return [self._counted(frozenset(values))]
+            case "APPEND" | "APPENDS":
+                return [self._filled(list, *values)]
+            case "ADDITEMS":
+                return [self._filled(set, *values)]
+            case "SETITEM" | "SETITEMS":
+                return [self._filled(dict, *values)]
+            case "BUILD":
+                return [self._with_attributes(*values)]
+            case "STACK_GLOBAL":
+                return [self._found(*values)]
+            case "REDUCE" | "NEWOBJ":
+                return [self._counted(self._called(*values))]
+            case "BINPERSID":
+                return [self._storage(*values)]
+        raise pickle.UnpicklingError(f"the instruction {name}, which torch does not write")
 
     def _count(self, num_steps: int) -> None:
         self._steps_left -= num_steps
@@ -362,56 +363,39 @@ class _Machine:
                     )
                 self._count(count)
 
-    def push(self, value: Any) -> None:
+    def _counted(self, value: Any) -> Any:
         self._count_visits((value,))
-        self._stack.append(value)
+        return value
 
-    def push_tuple(self, values: list[Any]) -> None:
-        self.push(tuple(values))
+    def _filled(self, kind: type[Any], target: Any, *items: Any) -> Any:
+        """Add items to a container, which must be of this kind. A scan does not know what calls return."""
+        self._count_visits(items if kind is set else items[::2] if kind is dict else ())
+        if not isinstance(target, kind):
+            if not self._scan:
+                raise pickle.UnpicklingError(f"items of a {type(target).__name__}")
+        elif isinstance(target, list):
+            target.extend(items)
+        else:
+            target.update(items if kind is set else zip(items[::2], items[1::2], strict=True))
+        return target
 
-    def push_frozenset(self, values: list[Any]) -> None:
-        self._count_visits(values)
-        self.push(frozenset(values))
-
-    def push_dict(self, values: list[Any]) -> None:
-        self.push({})
-        self.set_items(values)
-
-    def _container(self, kind: type[Any]) -> Any:
-        """Return the topmost object, which must be of this kind. A scan does not know what calls return."""
-        found = self._stack[-1]
-        if not isinstance(found, kind) and not self._scan:
-            raise pickle.UnpicklingError(f"items of a {type(found).__name__}")
-        return found if isinstance(found, kind) else kind()
-
-    def extend(self, values: list[Any]) -> None:
-        self._container(list).extend(values)
-
-    def add(self, values: list[Any]) -> None:
-        self._count_visits(values)
-        self._container(set).update(values)
-
-    def set_items(self, values: list[Any]) -> None:
-        self._count_visits(values[::2])
-        self._container(dict).update(zip(values[::2], values[1::2], strict=True))
-
-    def set_attributes(self, values: list[Any]) -> None:
-        (state,), target = values, self._stack[-1]
+    def _with_attributes(self, target: Any, state: Any) -> Any:
         parts = state if isinstance(state, tuple) else (state,)
         self._count(sum(len(part) for part in parts if isinstance(part, dict)))
         if isinstance(target, Kept):
             target.__setstate__(state)
         elif not isinstance(target, dict) and not self._scan:  # a state dict's own attributes are skipped
             raise pickle.UnpicklingError(f"attributes of a {type(target).__name__}")
+        return target
 
-    def find(self, values: list[Any]) -> None:
-        module, name = values
-        if not self._scan and name not in ALLOWED.get(module, ()):
+    def _found(self, module: Any, name: Any) -> Any:
+        if self._scan:
+            return Kept
+        if name not in ALLOWED.get(module, ()):
             raise _RefusedName(f"{module}.{name}")
-        self._stack.append(Kept if self._scan else ALLOWED[module][name])
+        return ALLOWED[module][name]
 
-    def call(self, values: list[Any]) -> None:
-        function, arguments = values
+    def _called(self, function: Any, arguments: Any) -> Any:
         if type(arguments) is not tuple:
             raise pickle.UnpicklingError(f"arguments in a {type(arguments).__name__}")
         level: list[Any] = [arguments]
@@ -422,13 +406,13 @@ class _Machine:
         for argument in arguments:
             if isinstance(argument, (list, set)):
                 self._count_visits(argument)
-        self.push(Kept() if self._scan else function(*arguments))
+        return Kept() if self._scan else function(*arguments)
 
-    def load_persistent(self, values: list[Any]) -> None:
-        kind, dtype, key, _location, numel = ("storage", "", "", "", 0) if self._scan else values[0]
-        if kind != "storage" or not isinstance(dtype, str) or not isinstance(numel, int):
+    def _storage(self, reference: Any) -> PickledStorage:
+        kind, dtype, key, *_ = ("storage", "", "") if self._scan else reference
+        if kind != "storage" or not isinstance(dtype, str):
             raise pickle.UnpicklingError("a reference to something else than a storage")
-        self._stack.append(PickledStorage(str(key), dtype, numel))
+        return PickledStorage(str(key), dtype)
 
 
 _VALUES = frozenset({
@@ -437,31 +421,7 @@ _VALUES = frozenset({
     "BINBYTES", "SHORT_BINBYTES", "BINBYTES8", "BYTEARRAY8",
 })  # fmt: skip
 """The instructions that push their argument."""
-_CONSTANTS: dict[str, Callable[[], Any]] = {
-    "NONE": lambda: None, "NEWTRUE": lambda: True, "NEWFALSE": lambda: False,
-    "EMPTY_LIST": list, "EMPTY_DICT": dict, "EMPTY_TUPLE": tuple, "EMPTY_SET": set,
-}  # fmt: skip
-_STEPS: dict[str, tuple[int | None, Callable[[_Machine, list[Any]], None]]] = {
-    "TUPLE": (None, _Machine.push_tuple),
-    "TUPLE1": (1, _Machine.push_tuple),
-    "TUPLE2": (2, _Machine.push_tuple),
-    "TUPLE3": (3, _Machine.push_tuple),
-    "FROZENSET": (None, _Machine.push_frozenset),
-    "LIST": (None, _Machine.push),
-    "DICT": (None, _Machine.push_dict),
-    "APPEND": (1, _Machine.extend),
-    "APPENDS": (None, _Machine.extend),
-    "ADDITEMS": (None, _Machine.add),
-    "SETITEM": (2, _Machine.set_items),
-    "SETITEMS": (None, _Machine.set_items),
-    "BUILD": (1, _Machine.set_attributes),
-    "STACK_GLOBAL": (2, _Machine.find),
-    "REDUCE": (2, _Machine.call),
-    "NEWOBJ": (2, _Machine.call),
-    "BINPERSID": (1, _Machine.load_persistent),
-    "POP_MARK": (None, lambda *_: None),
-}
-"""Instruction -> the number of objects that it takes from the stack (``None``: all after the mark), and its step."""
+_CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False}
 
 
 def _num_visits(value: Any, limit: int, kinds: tuple[type[Any], ...]) -> int | None:
@@ -487,30 +447,19 @@ def _parts(value: Any) -> Iterable[Any]:
     return value if isinstance(value, _CONTAINERS) else ()
 
 
-@contextmanager
-def _without_garbage_collection() -> Iterator[None]:
-    """Do not search for cycles among the many new objects: it takes more than half of the time."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
-
-
 def read_pickle(data: bytes, place: Path | str) -> Any:
     """Return the pickled object, with stand-ins for torch's classes. Problems name ``place`` as the file.
 
     Raises:
         CheckpointError: the pickle contains a name that is not allowed, or is damaged.
     """
+    collects_garbage = gc.isenabled()
+    gc.disable()  # the search for cycles among the many new objects takes more than half of the time
     try:
-        with _without_garbage_collection():
-            value = _Machine(len(data)).run(io.BytesIO(data))
-            # A reference to a part takes two bytes.
-            if _num_visits(value, 10 * len(data) + 100_000, _CONTAINERS) is None:
-                raise _Excess("lists or dicts that contain each other too often or too deeply")
+        value = _Machine(len(data)).run(io.BytesIO(data))
+        # A reference to a part takes two bytes.
+        if _num_visits(value, 10 * len(data) + 100_000, _CONTAINERS) is None:
+            raise _Excess("lists or dicts that contain each other too often or too deeply")
     except _RefusedName as error:
         message = f"contains a pickle that refers to {error}, which no checkpoint needs. It was not executed."
         fix = "Do not load this file with other tools. Use a copy of the checkpoint from a source that you trust."
@@ -520,6 +469,9 @@ def read_pickle(data: bytes, place: Path | str) -> Any:
     except Exception as error:
         # A damaged pickle can raise any exception, because any byte can be an instruction.
         refuse("FSDP-E453", place, f"contains a damaged pickle ({type(error).__name__}: {error}).")
+    finally:
+        if collects_garbage:
+            gc.enable()
     return value
 
 

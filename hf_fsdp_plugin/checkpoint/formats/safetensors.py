@@ -16,26 +16,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from hf_fsdp_plugin.checkpoint.errors import (
-    COPY_AGAIN,
-    LFS_POINTER_SIZE,
-    file_problems_inside,
-    problem,
-    raise_if_any,
-    refuse,
-    refuse_lfs_pointer,
-)
+from hf_fsdp_plugin.checkpoint import errors
+from hf_fsdp_plugin.checkpoint import names as file_names
 from hf_fsdp_plugin.checkpoint.formats.boxes import SAFETENSORS_NAMES, SIZES, dtype_size, row_major, whole_box
 from hf_fsdp_plugin.checkpoint.formats.stored_tensors import (
     CheckpointFormat,
-    StoredModel,
     StoredPiece,
+    StoredState,
     StoredTensor,
     without_replicas,
 )
 from hf_fsdp_plugin.checkpoint.io import open_for_reading, parse_json, read_file
-from hf_fsdp_plugin.checkpoint.names import ADAPTER, HF_MODEL, index_file, numbered_from_one, safetensors_file
-from hf_fsdp_plugin.plan.names import canonical_name
 from hf_fsdp_plugin.problems import Problem
 from hf_fsdp_plugin.text import format_names, plural
 
@@ -72,9 +63,9 @@ def read_entries(path: Path, *, any_dtype: bool = False) -> dict[str, TensorEntr
         head = file.read(8)
         length = struct.unpack("<Q", head)[0] if len(head) == 8 else 0
         if not 2 <= length <= min(size - 8, MAX_HEADER):
-            refuse_lfs_pointer(path, head + file.read(LFS_POINTER_SIZE))
+            errors.refuse_lfs_pointer(path, head + file.read(errors.LFS_POINTER_SIZE))
             message = f"has {size} bytes and a header of {length} bytes; it is truncated or not a safetensors file."
-            refuse("FSDP-E453", path, message)
+            errors.refuse("FSDP-E453", path, message)
         text = file.read(length)
     begin = 8 + length
     try:
@@ -82,27 +73,27 @@ def read_entries(path: Path, *, any_dtype: bool = False) -> dict[str, TensorEntr
         header.pop("__metadata__", None)
         found = sorted(_parse_entry(name, entry, begin, any_dtype) for name, entry in header.items())
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        refuse("FSDP-E453", path, f"has a damaged header ({type(error).__name__}: {error}).")
+        errors.refuse("FSDP-E453", path, f"has a damaged header ({type(error).__name__}: {error}).")
     at = 0
     for start, stop, name, entry in found:
         num_bytes = math.prod(entry.shape) * SIZES[entry.dtype] if entry.dtype in SIZES else stop - start
         if start != at or stop - start != num_bytes:
             found_at = f"tensor {name!r}, {entry.dtype} {entry.shape}, has the data offsets {start} to {stop}"
             why = "tensors overlap, leave gaps or have the wrong size"
-            refuse("FSDP-E453", path, f"{found_at}, and the next free byte is {at}: {why}.")
+            errors.refuse("FSDP-E453", path, f"{found_at}, and the next free byte is {at}: {why}.")
         at = stop
     if begin + at != size:
         cut = [(stop, name) for _, stop, name, _ in found if begin + stop > size]
         missing = f": the bytes of {min(cut)[1]!r} are incomplete" if cut else ""
         others = f", and so are {plural(len(cut) - 1, 'other tensor')}" if len(cut) > 1 else ""
-        refuse("FSDP-E453", path, f"has {size} bytes; its header requires {begin + at}{missing}{others}.")
+        errors.refuse("FSDP-E453", path, f"has {size} bytes; its header requires {begin + at}{missing}{others}.")
     return {name: entry for _, _, name, entry in found}
 
 
 def read_weight_map(root: Path, index: Path) -> dict[str, set[str]]:
     """Return file -> names of its tensors, from a Hugging Face index. Checks that all files exist inside the folder."""
     shards = parse_weight_map(index)
-    raise_if_any(file_problems_inside(root, shards, index))
+    errors.raise_if_any(errors.file_problems_inside(root, shards, index))
     return shards
 
 
@@ -113,7 +104,7 @@ def parse_weight_map(index: Path) -> dict[str, set[str]]:
         CheckpointError: the index is damaged.
     """
     text = read_file(index)
-    refuse_lfs_pointer(index, text)
+    errors.refuse_lfs_pointer(index, text)
     try:
         weight_map = parse_json(text)["weight_map"]
         shards: dict[str, set[str]] = {}
@@ -123,7 +114,8 @@ def parse_weight_map(index: Path) -> dict[str, set[str]]:
             shards.setdefault(file, set()).add(name)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         expected = "Expected: a JSON object whose weight_map contains the file of each tensor."
-        refuse("FSDP-E453", index, f"is not a valid index of weights ({type(error).__name__}: {error}). {expected}")
+        message = f"is not a valid index of weights ({type(error).__name__}: {error}). {expected}"
+        errors.refuse("FSDP-E453", index, message)
     return shards
 
 
@@ -211,7 +203,7 @@ def _check(tensors: Sequence[TensorHeader]) -> None:
             reason = "is the name of two tensors" if name in seen else "is a reserved name of safetensors"
             problems.append(Problem(code="FSDP-E467", message=f"'{name}' {reason}.", fix="Rename the tensor."))
         seen.add(name)
-    raise_if_any(problems)
+    errors.raise_if_any(problems)
 
 
 def _assign(tensors: Sequence[TensorHeader], max_shard_size: int) -> list[list[TensorHeader]]:
@@ -245,52 +237,56 @@ def _file(name: str, tensors: Sequence[TensorHeader]) -> SafetensorsFile:
     return SafetensorsFile(name, header, len(header) + end, {key: len(header) + at for key, at in starts.items()})
 
 
-def read_safetensors_model(root: Path, name: str) -> StoredModel | None:
-    """Return the model in the file ``name``, or in the shards that its index lists; ``None`` if neither exists."""
-    index = root / index_file(name)
+def read_safetensors(root: Path, name: str) -> StoredState | None:
+    """Return the tensors in the file ``name``, or in the shards that its index lists; ``None`` if neither exists."""
+    index = root / file_names.index_file(name)
     listed: Mapping[str, Set[str]] = {}
     shards: tuple[str, ...] = (name,)
     if (root / name).is_file():
-        raise_if_any(file_problems_inside(root, shards, root))
+        errors.raise_if_any(errors.file_problems_inside(root, shards, root))
         files = shards
     elif index.is_file():
         listed = read_weight_map(root, index)
         shards, files = tuple(listed), (index.name, *listed)
     else:
         return None
-    tensors: dict[str, StoredTensor] = {}
+    tensors: dict[tuple[Any, ...], Any] = {}
     problems: list[Problem] = []
     for shard in shards:
         entries = read_entries(root / shard)
         names = listed.get(shard, entries.keys())
         absent = sorted(names - entries.keys())
         if absent:
-            message = f"lists {plural(len(absent), 'tensor')} that {shard} does not contain: "
-            problems.append(problem("FSDP-E459", index, f"{message}{format_names(absent, 3)}.", COPY_AGAIN))
+            message = f"lists {plural(len(absent), 'tensor')} that {shard} does not contain: {format_names(absent, 3)}."
+            problems.append(errors.problem("FSDP-E459", index, message, errors.COPY_AGAIN))
         for key in (key for key in entries if key in names):
             entry = entries[key]
             piece = StoredPiece(whole_box(entry.shape), shard, entry.offset, row_major(entry.shape))
-            plain = canonical_name(key)
-            tensors[plain] = StoredTensor(plain, entry.dtype, entry.shape, without_replicas([piece]))
-    raise_if_any(problems)
-    return StoredModel(root, FULL_FORMAT.name, tensors, files)
+            tensors[key,] = StoredTensor(key, entry.dtype, entry.shape, without_replicas([piece]))
+    errors.raise_if_any(problems)
+    return StoredState(tensors, files, root)
 
 
-_MODEL_FILE = safetensors_file(f"{HF_MODEL}{{suffix}}")
-_ADAPTER_FILE = safetensors_file(ADAPTER)
+def _read_model(root: Path, stem: str, own_stem: str) -> StoredState | None:
+    """Return the model in ``{own_stem}.safetensors`` or its shards. Optimizers are not stored in this format."""
+    return read_safetensors(root, file_names.safetensors_file(own_stem)) if stem == file_names.FSDP_MODEL else None
+
+
+_MODEL_FILE = file_names.safetensors_file(f"{file_names.HF_MODEL}{{suffix}}")
+_ADAPTER_FILE = file_names.safetensors_file(file_names.ADAPTER)
 
 FULL_FORMAT = CheckpointFormat(
     name="full",
     state_dict_type="full",
-    model_files=(_MODEL_FILE, index_file(_MODEL_FILE)),
-    read_model=lambda root, number: read_safetensors_model(root, safetensors_file(numbered_from_one(HF_MODEL, number))),
+    model_files=(_MODEL_FILE, file_names.index_file(_MODEL_FILE)),
+    read=lambda root, stem, number: _read_model(root, stem, file_names.numbered_from_one(file_names.HF_MODEL, number)),
     hugging_face_names=True,
-    index_files=(index_file(safetensors_file(HF_MODEL)),),
+    index_files=(file_names.index_file(file_names.safetensors_file(file_names.HF_MODEL)),),
 )
 ADAPTER_FORMAT = CheckpointFormat(
     name="full",
     state_dict_type="full",
-    model_files=(_ADAPTER_FILE, index_file(_ADAPTER_FILE)),
-    read_model=lambda root, number: read_safetensors_model(root, _ADAPTER_FILE),
+    model_files=(_ADAPTER_FILE, file_names.index_file(_ADAPTER_FILE)),
+    read=lambda root, stem, number: _read_model(root, stem, file_names.ADAPTER),
     hugging_face_names=True,
 )

@@ -11,24 +11,14 @@ from abc import abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from hf_fsdp_plugin.checkpoint.errors import COPY_AGAIN, problem
-from hf_fsdp_plugin.checkpoint.formats.boxes import (
-    Box,
-    count_uncovered,
-    dtype_size,
-    element_span,
-    flat_range,
-    flat_start,
-    intersect,
-    is_row_major,
-    relative_slices,
-)
+from hf_fsdp_plugin.checkpoint.errors import COPY_AGAIN
+from hf_fsdp_plugin.checkpoint.formats import boxes
 from hf_fsdp_plugin.checkpoint.io import MAX_SPAN, InputFiles
 from hf_fsdp_plugin.problems import CheckpointError, Problem
 from hf_fsdp_plugin.spec.fsdp_spec import StateDictKind
-from hf_fsdp_plugin.text import format_names, plural
+from hf_fsdp_plugin.text import plural
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -48,7 +38,7 @@ class StoredPiece:
         strides: distance between neighbours in each dim, in elements of the file.
     """
 
-    box: Box
+    box: boxes.Box
     file: str
     offset: int
     strides: tuple[int, ...]
@@ -62,7 +52,7 @@ class PieceTable(Sequence[StoredPiece]):
     """
 
     @abstractmethod
-    def within(self, box: Box) -> Sequence[StoredPiece]:
+    def within(self, box: boxes.Box) -> Sequence[StoredPiece]:
         """Return the pieces with elements of ``box``, without replicas."""
 
     @abstractmethod
@@ -71,7 +61,7 @@ class PieceTable(Sequence[StoredPiece]):
 
     def uncovered(self, shape: Sequence[int]) -> int:
         """Return the number of elements of the tensor that are in no piece. Checks the files of all pieces."""
-        return count_uncovered(shape, [piece.box for piece in self.load()])
+        return boxes.count_uncovered(shape, [piece.box for piece in self.load()])
 
     def files(self) -> set[str]:
         """Return the files of the pieces, and possibly those of replicas."""
@@ -111,13 +101,13 @@ class StoredTensor:
         """Return the number of elements that are in no piece."""
         if isinstance(self.pieces, PieceTable):
             return self.pieces.uncovered(self.shape)
-        return count_uncovered(self.shape, [piece.box for piece in self.pieces])
+        return boxes.count_uncovered(self.shape, [piece.box for piece in self.pieces])
 
     def files(self) -> set[str]:
         """Return the files of the pieces."""
         return self.pieces.files() if isinstance(self.pieces, PieceTable) else {piece.file for piece in self.pieces}
 
-    def within(self, box: Box) -> Sequence[StoredPiece]:
+    def within(self, box: boxes.Box) -> Sequence[StoredPiece]:
         """Return the pieces that may contain elements of ``box``.
 
         Raises:
@@ -127,23 +117,23 @@ class StoredTensor:
         if not isinstance(self.pieces, PieceTable):
             return self.pieces
         found = self.pieces.within(box)
-        parts = [common for piece in found if (common := intersect(box, piece.box)) is not None]
-        inside = [Box(tuple(a - b for a, b in zip(p.offsets, box.offsets, strict=True)), p.sizes) for p in parts]
-        if missing := count_uncovered(box.sizes, inside):
+        parts = [common for piece in found if (common := boxes.intersect(box, piece.box)) is not None]
+        inside = [boxes.Box(tuple(a - b for a, b in zip(p.offsets, box.offsets, strict=True)), p.sizes) for p in parts]
+        if missing := boxes.count_uncovered(box.sizes, inside):
             message = f"{plural(missing, 'element')} of {self.name} are in none of the files."
             raise CheckpointError([Problem(code="FSDP-E458", message=message, fix=COPY_AGAIN)])
         return found
 
-    def parts_of(self, box: Box) -> Iterator[tuple[StoredPiece, Box, int]]:
+    def parts_of(self, box: boxes.Box) -> Iterator[tuple[StoredPiece, boxes.Box, int]]:
         """Yield each piece with elements of ``box``, these elements, and the byte offset of the first one in its file.
 
         Raises the errors of :meth:`within`.
         """
         for piece in self.within(box):
-            if (common := intersect(box, piece.box)) is not None:
+            if (common := boxes.intersect(box, piece.box)) is not None:
                 ahead = zip(common.offsets, piece.box.offsets, piece.strides, strict=True)
                 first = sum((here - origin) * stride for here, origin, stride in ahead)
-                yield piece, common, piece.offset + first * dtype_size(self.dtype)
+                yield piece, common, piece.offset + first * boxes.dtype_size(self.dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,17 +174,33 @@ class StoredOptimizer:
     files: tuple[str, ...]
 
 
+class StoredState(NamedTuple):
+    """The state dict of a model or an optimizer, as the reader of a format returns it.
+
+    Attributes:
+        entries: path within the state dict -> tensor or other value. A value can be a nested dict or list of them.
+        files: every file that the reader opened, relative to the root.
+        place: the file or folder that describes the tensors, for messages.
+        fix: remedy if elements are in none of the files.
+    """
+
+    entries: dict[tuple[Any, ...], Any]
+    files: tuple[str, ...]
+    place: Path
+    fix: str = COPY_AGAIN
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointFormat:
-    """One way to store a model and an optimizer: a file of this package, and one or more rows of ``table.FORMATS``.
+    """One way to store a model and an optimizer: a file of this package, and one or more rows of ``FORMATS``.
 
     Attributes:
         name: the value of ``format`` in ``inspect --json``.
         state_dict_type: the ``fsdp_state_dict_type`` that it stores.
         model_files: glob patterns, relative to the checkpoint, of the files that identify the format. ``{number}`` is
             the number of the model, ``{suffix}`` is ``_{number}`` and empty for model 0.
-        read_model: (checkpoint, number of the model) -> the model; ``None`` if it is not stored in this format.
-        read_optimizer: (checkpoint, number of the optimizer) -> the optimizer; ``None`` if the format cannot store one.
+        read: (checkpoint, ``FSDP_MODEL`` or ``OPTIMIZER``, number of the model or optimizer) -> its state dict;
+            ``None`` if it is not stored in this format.
         hugging_face_names: whether parameters have the names that ``save_pretrained`` writes, which can differ from
             those of the modules.
         index_files: names of files in the folder of the model that contain no tensors and only describe other files.
@@ -203,8 +209,7 @@ class CheckpointFormat:
     name: str
     state_dict_type: StateDictKind
     model_files: tuple[str, ...]
-    read_model: Callable[[Path, int], StoredModel | None]
-    read_optimizer: Callable[[Path, int], StoredOptimizer | None] | None = None
+    read: Callable[[Path, str, int], StoredState | None]
     hugging_face_names: bool = False
     index_files: tuple[str, ...] = ()
 
@@ -215,7 +220,7 @@ class CheckpointFormat:
 
 def without_replicas(pieces: Iterable[StoredPiece]) -> tuple[StoredPiece, ...]:
     """Return one piece per non-empty box. Pieces with the same box contain the same elements."""
-    by_box: dict[Box, StoredPiece] = {}
+    by_box: dict[boxes.Box, StoredPiece] = {}
     for piece in pieces:
         if piece.box.numel:
             by_box.setdefault(piece.box, piece)
@@ -240,34 +245,24 @@ def labelled_tensors(stored: StoredModel | StoredOptimizer) -> Iterator[tuple[st
         yield from ((f"{key} of {name}", value) for key, value in entry.items() if isinstance(value, StoredTensor))
 
 
-def coverage_problems(place: Path | str, tensors: Iterable[StoredTensor], fix: str = COPY_AGAIN) -> list[Problem]:
-    """Return one problem for all tensors of which some elements are in no file."""
-    missing = {tensor.name: tensor.uncovered() for tensor in tensors}
-    names = [name for name, count in missing.items() if count]
-    if not names:
-        return []
-    amount = f"{plural(sum(missing.values()), 'element')} of {plural(len(names), 'tensor')}"
-    return [problem("FSDP-E458", place, f"{amount} are in none of the files: {format_names(names, 3)}.", fix)]
-
-
 _MIN_SPLIT = 64 << 10
 """Ranges of at most this many bytes are read at once, even if most bytes are not needed."""
 
 
 def read_run(files: InputFiles, tensor: StoredTensor, start: int, stop: int, out: memoryview) -> None:
     """Read the elements ``[start, stop)`` of the row-major tensor into ``out``, which has the same size in bytes."""
-    size = dtype_size(tensor.dtype)
-    for box in flat_range(tensor.shape, start, stop):
+    size = boxes.dtype_size(tensor.dtype)
+    for box in boxes.flat_range(tensor.shape, start, stop):
         part, out = out[: box.numel * size], out[box.numel * size :]
         for piece, common, offset in tensor.parts_of(box):
-            within = Box(tuple(each.start for each in relative_slices(common, box)), common.sizes)
-            first = flat_start(within, box.sizes)
-            if first is not None and is_row_major(piece.strides, common.sizes):
+            within = boxes.Box(tuple(each.start for each in boxes.relative_slices(common, box)), common.sizes)
+            first = boxes.flat_start(within, box.sizes)
+            if first is not None and boxes.is_row_major(piece.strides, common.sizes):
                 files.read(piece.file, offset, part[first * size : (first + common.numel) * size])
                 continue
             import numpy
 
-            target = numpy.frombuffer(part, f"u{size}").reshape(box.sizes)[relative_slices(common, box)]
+            target = numpy.frombuffer(part, f"u{size}").reshape(box.sizes)[boxes.relative_slices(common, box)]
             _read_strided(files, piece.file, offset, piece.strides, target)
 
 
@@ -278,7 +273,7 @@ def _read_strided(files: InputFiles, file: str, offset: int, strides: Sequence[i
     """
     import numpy
 
-    count = element_span(strides, target.shape)
+    count = boxes.element_span(strides, target.shape)
     num_bytes = count * target.itemsize
     if num_bytes > MAX_SPAN or (num_bytes > _MIN_SPLIT and count > 4 * target.size):
         dim = max((d for d, size in enumerate(target.shape) if size > 1), key=lambda d: strides[d])

@@ -11,50 +11,50 @@ import re
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from hf_fsdp_plugin.checkpoint.errors import COPY_ALL_RANKS, problem, raise_if_any, refuse
 from hf_fsdp_plugin.checkpoint.formats.archives import TorchZip
 from hf_fsdp_plugin.checkpoint.formats.boxes import Box, is_within, whole_box
-from hf_fsdp_plugin.checkpoint.formats.optimizer_state import optimizer_parts
 from hf_fsdp_plugin.checkpoint.formats.pickles import Distributed, PickledTensor, Replicate, Shard, StridedShard
 from hf_fsdp_plugin.checkpoint.formats.safetensors import read_weight_map
 from hf_fsdp_plugin.checkpoint.formats.stored_tensors import (
     MAX_PROBLEMS,
     CheckpointFormat,
-    StoredModel,
-    StoredOptimizer,
     StoredPiece,
+    StoredState,
     StoredTensor,
-    coverage_problems,
-    labelled_tensors,
     without_replicas,
 )
 from hf_fsdp_plugin.checkpoint.io import open_regular
-from hf_fsdp_plugin.checkpoint.names import (
-    FSDP_MODEL,
-    HF_MODEL_BIN,
-    OPTIMIZER,
-    index_file,
-    numbered_from_one,
-    numbered_name,
-)
-from hf_fsdp_plugin.plan.names import canonical_name
+from hf_fsdp_plugin.checkpoint.names import FSDP_MODEL, HF_MODEL_BIN, index_file, numbered_from_one, numbered_name
 from hf_fsdp_plugin.problems import CheckpointError
 from hf_fsdp_plugin.torch_private.modules import LOCAL_TENSOR_ATTRIBUTE
 
+_Parts = tuple[tuple[int, ...], list[tuple[Box, PickledTensor]]]
+"""The global shape of a tensor, and the boxes of one rank with their tensors."""
 
-def parts_of(value: Distributed) -> tuple[tuple[int, ...], list[tuple[Box, PickledTensor]]]:
+
+def parts_of(value: Distributed) -> _Parts:
     """Return the global shape, and this rank's non-empty boxes with their tensors.
 
     Raises:
         ValueError: the placement is not supported, or sizes contradict each other.
         AttributeError, KeyError, TypeError: the pickle is not in the form that torch 2.13 writes.
     """
-    return _of_dtensor(value.state) if value.kind == "DTensor" else _of_sharded_tensor(value.state)
+    if value.kind == "DTensor":
+        shape, parts = _of_dtensor(value.state)
+    else:  # a ShardedTensor
+        shards, metadata = value.state[:2]
+        shape = tuple(metadata.size)
+        parts = [(Box(tuple(s.metadata.shard_offsets), tuple(s.metadata.shard_sizes)), s.tensor) for s in shards]
+    for box, tensor in parts:
+        if not isinstance(tensor, PickledTensor) or tensor.shape != box.sizes or not is_within(box, shape):
+            raise ValueError(f"a part of shape {getattr(tensor, 'shape', None)} does not match {box} of {shape}")
+    return shape, [(box, tensor) for box, tensor in parts if box.numel]
 
 
-def _of_dtensor(state: Any) -> tuple[tuple[int, ...], list[tuple[Box, PickledTensor]]]:
+def _of_dtensor(state: Any) -> _Parts:
     attributes = state[1] if isinstance(state, tuple) else state
     local, spec = attributes[LOCAL_TENSOR_ATTRIBUTE], attributes["_spec"]
     shape = tuple(spec.tensor_meta.shape)
@@ -72,29 +72,13 @@ def _of_dtensor(state: Any) -> tuple[tuple[int, ...], list[tuple[Box, PickledTen
         start = min(chunk * coordinate, length)
         begins[dim], ends[dim] = begins[dim] + start, begins[dim] + min(start + chunk, length)
     box = Box(tuple(begins), tuple(end - begin for begin, end in zip(begins, ends, strict=True)))
-    return shape, _non_empty(shape, [(box, local)])
+    return shape, [(box, local)]
 
 
 def _flat(shape: Any) -> Sequence[int]:
     return [n for part in shape for n in _flat(part)] if isinstance(shape, tuple) else [shape]
 
 
-def _of_sharded_tensor(state: Any) -> tuple[tuple[int, ...], list[tuple[Box, PickledTensor]]]:
-    shards, metadata = state[0], state[1]
-    boxes = [(Box(tuple(s.metadata.shard_offsets), tuple(s.metadata.shard_sizes)), s.tensor) for s in shards]
-    shape = tuple(metadata.size)
-    return shape, _non_empty(shape, boxes)
-
-
-def _non_empty(shape: tuple[int, ...], parts: list[tuple[Box, PickledTensor]]) -> list[tuple[Box, PickledTensor]]:
-    """Return the parts that are not empty. Raises ``ValueError`` for a tensor that does not match its box."""
-    for box, tensor in parts:
-        if not isinstance(tensor, PickledTensor) or tensor.shape != box.sizes or not is_within(box, shape):
-            raise ValueError(f"a part of shape {getattr(tensor, 'shape', None)} does not match {box} of {shape}")
-    return [(box, tensor) for box, tensor in parts if box.numel]
-
-
-_Stored = TypeVar("_Stored", StoredModel, StoredOptimizer)
 FLAT_PARAMETER = "flat_param"
 """Suffix of the names in a local state dict of FSDP1."""
 
@@ -110,7 +94,7 @@ _File = tuple[str, TorchZip]
 """A file of the checkpoint: its name and its archive."""
 
 
-def read_state_dict(root: Path, names: list[str]) -> dict[Any, Any]:
+def read_state_dict(root: Path, names: list[str]) -> dict[tuple[Any, ...], Any]:
     """Merge the state dicts of all files into one, with a :class:`StoredTensor` for each tensor."""
     with ExitStack() as stack:
         found: list[tuple[_File, Any]] = []
@@ -126,26 +110,13 @@ def read_state_dict(root: Path, names: list[str]) -> dict[Any, Any]:
                 refuse("FSDP-E460", path, _FLAT, _FLAT_FIX)
             found.append(((name, zipped), value))
         try:
-            return _merge("", found)
+            return {(key,): value for key, value in _merge("", found).items()}
         except (AttributeError, KeyError, TypeError, ValueError, IndexError, ArithmeticError, RecursionError) as error:
             if isinstance(error, CheckpointError):
                 raise
             message = f"is not a state dict in the form that torch 2.13 writes ({type(error).__name__}: {error})."
             fix = "Save it again with fsdp_state_dict_type: SHARDED_STATE_DICT and use_dcp=True."
             refuse("FSDP-E460", root / names[0], message, fix)
-
-
-def model_entries(state: dict[Any, Any]) -> tuple[dict[str, StoredTensor], dict[str, Any]]:
-    """Split a model's state dict into tensors and other values, by canonical name."""
-    tensors: dict[str, StoredTensor] = {}
-    objects: dict[str, Any] = {}
-    for key, value in state.items():
-        name = canonical_name(str(key))
-        if isinstance(value, StoredTensor):
-            tensors[name] = StoredTensor(name, value.dtype, value.shape, value.pieces)
-        else:
-            objects[name] = value
-    return tensors, objects
 
 
 def _merge(name: str, found: list[tuple[_File, Any]]) -> Any:
@@ -161,11 +132,8 @@ def _merge(name: str, found: list[tuple[_File, Any]]) -> Any:
     shape, dtype = None, None
     pieces = []
     for (relative, zipped), value in found:
-        parts: list[tuple[Box, PickledTensor]]
-        if isinstance(value, PickledTensor):
-            global_shape, parts = value.shape, [(whole_box(value.shape), value)]
-        else:
-            global_shape, parts = parts_of(value)
+        is_whole = isinstance(value, PickledTensor)
+        global_shape, parts = (value.shape, [(whole_box(value.shape), value)]) if is_whole else parts_of(value)
         if shape not in (None, global_shape):
             raise ValueError(f"{name!r} has the shape {global_shape} in {relative} and {shape} in another file")
         shape = global_shape
@@ -175,26 +143,17 @@ def _merge(name: str, found: list[tuple[_File, Any]]) -> Any:
     return StoredTensor(name, dtype or "float32", shape or (), without_replicas(pieces))
 
 
-def _read_bin_model(root: Path, number: int) -> StoredModel | None:
-    """Return the model in Accelerate's file, or in the file or shards of a Hugging Face folder."""
-    for stem in (FSDP_MODEL, HF_MODEL_BIN):
-        name = f"{numbered_from_one(stem, number)}.bin"
+def _read_bin(root: Path, stem: str, number: int) -> StoredState | None:
+    """Return the state in Accelerate's file, or in the file or shards of a Hugging Face folder."""
+    for each in (FSDP_MODEL, HF_MODEL_BIN) if stem == FSDP_MODEL else (stem,):
+        name = f"{numbered_from_one(each, number)}.bin"
         index = root / index_file(name)
-        if (root / name).is_file() or index.is_file():
-            names = [name] if (root / name).is_file() else list(read_weight_map(root, index))
-            tensors, objects = model_entries(read_state_dict(root, names))
-            listed = (index.name,) if index.name not in names and index.is_file() else ()
-            return StoredModel(root, BIN_FORMAT.name, tensors, (*listed, *names), objects)
+        if (root / name).is_file():
+            return StoredState(read_state_dict(root, [name]), (name,), root / name)
+        if index.is_file():
+            names = list(read_weight_map(root, index))
+            return StoredState(read_state_dict(root, names), (index.name, *names), index)
     return None
-
-
-def _read_bin_optimizer(root: Path, number: int) -> StoredOptimizer | None:
-    """Return the optimizer in Accelerate's file; ``None`` if the file does not exist."""
-    path = root / f"{numbered_from_one(OPTIMIZER, number)}.bin"
-    if not path.is_file():
-        return None
-    state, groups = optimizer_parts(read_state_dict(root, [path.name]), root, path)
-    return StoredOptimizer(root, BIN_FORMAT.name, state, groups, (path.name,))
 
 
 _HF_FILE = f"{HF_MODEL_BIN}{{suffix}}.bin"
@@ -203,38 +162,19 @@ BIN_FORMAT = CheckpointFormat(
     name="bin",
     state_dict_type="full",
     model_files=(f"{FSDP_MODEL}{{suffix}}.bin", _HF_FILE, index_file(_HF_FILE)),
-    read_model=_read_bin_model,
-    read_optimizer=_read_bin_optimizer,
+    read=_read_bin,
     hugging_face_names=True,
     index_files=(index_file(f"{HF_MODEL_BIN}.bin"),),
 )
 
 
-def _read_per_rank_model(root: Path, number: int) -> StoredModel | None:
-    """Return the model in ``{stem}_rank{R}.bin`` of all ranks, or ``None`` if there are no such files."""
-    for stem in dict.fromkeys((numbered_name(FSDP_MODEL, number), numbered_from_one(FSDP_MODEL, number))):
-        if names := _rank_files(root, stem):
-            tensors, objects = model_entries(read_state_dict(root, names))
-            return _checked(StoredModel(root, PER_RANK_FORMAT.name, tensors, tuple(names), objects), stem)
+def _read_per_rank(root: Path, stem: str, number: int) -> StoredState | None:
+    """Return the state in ``{stem}_rank{R}.bin`` of all ranks, or ``None`` if there are no such files."""
+    for each in dict.fromkeys((numbered_name(stem, number), numbered_from_one(stem, number))):
+        if names := _rank_files(root, each):
+            fix = f"Only {', '.join(names)} are in the folder. {COPY_ALL_RANKS}"
+            return StoredState(read_state_dict(root, names), tuple(names), root / f"{each}_rank*.bin", fix)
     return None
-
-
-def _read_per_rank_optimizer(root: Path, number: int) -> StoredOptimizer | None:
-    """Return the optimizer in ``{stem}_rank{R}.bin`` of all ranks, or ``None`` if there are no such files."""
-    stem = numbered_name(OPTIMIZER, number)
-    names = _rank_files(root, stem)
-    if not names:
-        return None
-    state, groups = optimizer_parts(read_state_dict(root, names), root, root / names[0])
-    return _checked(StoredOptimizer(root, PER_RANK_FORMAT.name, state, groups, tuple(names)), stem)
-
-
-def _checked(stored: _Stored, stem: str) -> _Stored:
-    """Return ``stored`` if every element of its tensors is in a file."""
-    fix = f"Only {', '.join(stored.files)} are in the folder. {COPY_ALL_RANKS}"
-    tensors = (tensor for _, tensor in labelled_tensors(stored))
-    raise_if_any(coverage_problems(stored.root / f"{stem}_rank*.bin", tensors, fix))
-    return stored
 
 
 def _rank_files(root: Path, stem: str) -> list[str]:
@@ -251,6 +191,5 @@ PER_RANK_FORMAT = CheckpointFormat(
     name="per_rank",
     state_dict_type="sharded",
     model_files=(f"{FSDP_MODEL}_{{number}}_rank*.bin", f"{FSDP_MODEL}{{suffix}}_rank*.bin"),
-    read_model=_read_per_rank_model,
-    read_optimizer=_read_per_rank_optimizer,
+    read=_read_per_rank,
 )

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hf_fsdp_plugin.checkpoint.checking.completeness import (
+from hf_fsdp_plugin.checkpoint.checking.inspection import (
     checkpoint_of,
     completeness_problems,
     newest_complete,

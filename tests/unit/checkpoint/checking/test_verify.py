@@ -143,7 +143,7 @@ def test_tensor_with_missing_elements_is_reported(local):
     tensors = {name: numpy.zeros(saved.SHAPES[name], "f4") for name in ("embed.weight", "norm.weight")}
     saved.write_shards(local, tensors, aliases={"head.weight": "embed.weight"}, ranks=(0,))
     saved.write_manifest(local, parameters=manifest.parameters, ties=manifest.ties)
-    assert "9 elements of 3 tensors are in none of the files: model.embed.weight" in only_error(local, "FSDP-E458")
+    assert "9 elements of 3 tensors are in none of the files: embed.weight" in only_error(local, "FSDP-E458")
 
 
 def test_whole_checkpoint_is_verified_when_given_a_part(local):

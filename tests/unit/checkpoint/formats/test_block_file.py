@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from hf_fsdp_plugin.checkpoint.checking.completeness import why_incomplete
+from hf_fsdp_plugin.checkpoint import io
+from hf_fsdp_plugin.checkpoint.checking.inspection import why_incomplete
 from hf_fsdp_plugin.checkpoint.checking.verified_files import files_of_checkpoint
 from hf_fsdp_plugin.checkpoint.checking.verify import verify
 from hf_fsdp_plugin.checkpoint.formats import manifest
@@ -89,8 +90,8 @@ def test_damage_names_the_block_and_its_tensor(local: Path, tmp_path: Path) -> N
 
 def test_reader_reads_records_of_its_files_only(local: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[int] = []
-    plain = manifest.hash_bytes
-    monkeypatch.setattr(manifest, "hash_bytes", lambda data: read.append(len(data)) or plain(data))
+    plain = io.hash_bytes
+    monkeypatch.setattr(io, "hash_bytes", lambda data: read.append(len(data)) or plain(data))
     model = read_stored_model(local)
     piece = next(iter(model.tensors.values())).pieces[0]
     with files_of_checkpoint(local, model, verify=True) as files:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from types import SimpleNamespace
 from typing import Any
 
@@ -34,7 +33,7 @@ def split(dim: int) -> Shard:
 
 
 def pickled(shape: tuple[int, ...], local: tuple[int, ...], mesh: Any, coordinate: Any, placements: Any) -> Distributed:
-    storage = PickledStorage("0", "float32", math.prod(local))
+    storage = PickledStorage("0", "float32")
     axes = tuple(SimpleNamespace(shape=(size,)) for size in mesh)
     spec = SimpleNamespace(
         mesh=SimpleNamespace(_layout=SimpleNamespace(axes=axes), _coordinate_on_dim=coordinate),
