@@ -84,7 +84,7 @@ def _check_bytes(checkpoint: Path, files: list[str]) -> None:
     manifest = read_manifest(checkpoint)
     if manifest is None:
         archives = [checkpoint / name for name in files if name != file_names.TRAINER_STATE]
-        raise_if_any(crc_problems(checkpoint, archives, with_tensors=False)[1])
+        raise_if_any(crc_problems(checkpoint, archives)[1])
         return
     listed = {record.path for record in manifest.files}  # others were added by the user
     with VerifiedFiles(checkpoint, manifest, checkpoint) as verified:
