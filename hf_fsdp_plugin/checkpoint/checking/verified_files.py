@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import xxhash
@@ -111,13 +111,11 @@ class VerifiedFiles(InputFiles):
         self._records = {record.path: record for record in manifest.files}
         self._blocks: dict[str, Sequence[FileRange]] = {}
         self._kept: OrderedDict[tuple[str, int], memoryview] = OrderedDict()
-        self._num_kept = 0
         self._checked: set[tuple[str, int]] = set()
 
     def __exit__(self, *_: object) -> None:
         super().__exit__()
         self._kept.clear()
-        self._num_kept = 0
         self._checked.clear()
 
     def read(self, file: str, offset: int, out: memoryview) -> None:
@@ -151,13 +149,13 @@ class VerifiedFiles(InputFiles):
                     size = element_span(piece.strides, piece.box.sizes) * dtype_size(tensor.dtype)
                     places[piece.file].append((piece.offset, piece.offset + size))
         for file, taken in places.items():
-            blocks = self._blocks_of(file)
-            for start, stop in _gaps(taken, blocks[-1].stop if blocks else 0):
-                index = bisect_right(blocks, start, key=_stop)
-                while index < len(blocks) and blocks[index].stop <= stop:
-                    if blocks[index].start >= start:
-                        self._check(file, blocks[index])
-                    index += 1
+            taken.sort()
+            at = 0
+            for block in self._blocks_of(file):
+                while at < len(taken) and taken[at][1] <= block.start:
+                    at += 1
+                if at == len(taken) or taken[at][0] >= block.stop:
+                    self._check(file, block)
 
     def check_file(self, file: str) -> None:
         """Compare all bytes of a file."""
@@ -199,9 +197,8 @@ class VerifiedFiles(InputFiles):
             super().read(file, block.start, data)
             self._compare(file, block, hash_bytes(data))
             self._kept[key] = data
-            self._num_kept += len(data)
-            while self._num_kept > self._max_kept and len(self._kept) > 1:
-                self._num_kept -= len(self._kept.popitem(last=False)[1])
+            while len(self._kept) > 1 and sum(map(len, self._kept.values())) > self._max_kept:
+                self._kept.popitem(last=False)
         begin = offset - block.start
         out[:] = self._kept[key][begin : begin + len(out)]
 
@@ -225,12 +222,3 @@ class VerifiedFiles(InputFiles):
 
 def _stop(block: FileRange) -> int:
     return block.stop
-
-
-def _gaps(taken: list[tuple[int, int]], end: int) -> Iterator[tuple[int, int]]:
-    """Yield the ranges of the bytes ``[0, end)`` that are in none of ``taken``."""
-    at = 0
-    for start, stop in [*sorted(taken), (end, end)]:
-        if at < start:
-            yield at, start
-        at = max(at, stop)

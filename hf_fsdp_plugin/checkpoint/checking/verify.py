@@ -25,8 +25,12 @@ from hf_fsdp_plugin.checkpoint.formats.archives import crc_file
 from hf_fsdp_plugin.checkpoint.formats.dcp import index_problems
 from hf_fsdp_plugin.checkpoint.formats.known_formats import read_stored_model, read_stored_optimizer
 from hf_fsdp_plugin.checkpoint.formats.manifest import FileRange, FileRecord, Manifest, read_manifest
-from hf_fsdp_plugin.checkpoint.formats.optimizer_state import state_layout
-from hf_fsdp_plugin.checkpoint.formats.stored_tensors import StoredModel, StoredOptimizer, labelled_tensors
+from hf_fsdp_plugin.checkpoint.formats.stored_tensors import (
+    StoredModel,
+    StoredOptimizer,
+    labelled_tensors,
+    state_layout,
+)
 from hf_fsdp_plugin.checkpoint.io import hash_file
 from hf_fsdp_plugin.checkpoint.names import BLOCK_FILE, MANIFEST_NAME, OPTIMIZER, is_adapter, is_wrapped_by_peft
 from hf_fsdp_plugin.problems import CheckpointError, Problem, has_errors
@@ -130,7 +134,7 @@ def _tensor_offsets(folder: Path) -> _Offsets:
             stored = read(folder)
             for label, tensor in labelled_tensors(stored) if stored is not None else ():
                 for piece in tensor.pieces:
-                    found.setdefault(stored.root / piece.file, []).append((piece.offset, label))
+                    found.setdefault(folder / piece.file, []).append((piece.offset, label))
     return {path: sorted(offsets) for path, offsets in found.items()}
 
 

@@ -18,7 +18,7 @@ from hf_fsdp_plugin.checkpoint.errors import COPY_AGAIN, file_problems_inside, p
 from hf_fsdp_plugin.checkpoint.formats import pickles
 from hf_fsdp_plugin.checkpoint.formats.archives import TensorZips
 from hf_fsdp_plugin.checkpoint.formats.boxes import SIZES, Box, intersect, is_within, whole_box
-from hf_fsdp_plugin.checkpoint.formats.index_file import METADATA_TAIL, ArchivePlace, IndexFile
+from hf_fsdp_plugin.checkpoint.formats.index_file import METADATA_TAIL, ArchivePlace, IndexedPieces, IndexFile
 from hf_fsdp_plugin.checkpoint.formats.stored_tensors import (
     CheckpointFormat,
     PieceTable,
@@ -82,7 +82,7 @@ def _read_index(root: Path, folder: Path) -> StoredState | None:
         return None  # another save has replaced the folder's files
     values: dict[_Path, Any] = {}
     for tensor in index.tensors:
-        values[tensor.path] = StoredTensor(_name(tensor.path), tensor.dtype, tensor.shape, index.pieces(tensor))
+        values[tensor.path] = StoredTensor(_name(tensor.path), tensor.dtype, tensor.shape, IndexedPieces(index, tensor))
     with _Zips(root, folder, index.path) as zips:
         for path, archive in index.values:
             values[path] = zips.value(_Entry(path, "", (), (), (archive,)))
@@ -289,9 +289,9 @@ class _Zips(InputFiles):
         return self._archives.read(descriptor, place.start, place.length, path)
 
     def _check_files(self, files: set[str]) -> None:
-        new = files - self._checked
-        raise_if_any(file_problems_inside(self._folder, sorted(new), self._place))
-        self._checked |= new
+        if new := files - self._checked:
+            raise_if_any(file_problems_inside(self._folder, sorted(new), self._place))
+            self._checked |= new
 
 
 class _PiecesInZips(PieceTable):

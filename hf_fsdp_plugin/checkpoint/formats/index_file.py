@@ -8,7 +8,6 @@ records for any number of ranks. ``docs/checkpoint_index.md`` is the specificati
 from __future__ import annotations
 
 import json
-import os
 import struct
 from collections.abc import Hashable, Sequence
 from pathlib import Path
@@ -17,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from hf_fsdp_plugin.checkpoint.errors import COPY_AGAIN, file_problems_inside, name_problem, raise_if_any, refuse
 from hf_fsdp_plugin.checkpoint.formats.boxes import SIZES, Box, flat_start, row_major, whole_box
 from hf_fsdp_plugin.checkpoint.formats.stored_tensors import PieceTable, StoredPiece
-from hf_fsdp_plugin.checkpoint.io import hash_bytes, open_for_reading, parse_json, read_range
+from hf_fsdp_plugin.checkpoint.io import hash_bytes, parse_json, read_file
 from hf_fsdp_plugin.checkpoint.names import INDEX_FILE
 
 if TYPE_CHECKING:
@@ -28,9 +27,6 @@ VERSION = 1
 _PREFIX = struct.Struct("<8sQ16s")
 """Magic bytes, and length and hash of the header."""
 _MAGIC = b"FSDPIDX1"
-_MAX_HEADER = 1 << 30
-_MAX_WHOLE = 8 << 20
-"""An index with at most this many bytes of records is read at once."""
 METADATA_TAIL = 128
 """Number of bytes at the end of ``.metadata`` that are compared. They contain the id of the save."""
 _LARGEST = 1 << 56
@@ -42,13 +38,12 @@ Path_ = tuple[str | int, ...]
 
 
 class IndexedTensor(NamedTuple):
-    """A tensor, and the position of its records."""
+    """A tensor, its records, and their hash."""
 
     path: Path_
     dtype: str
     shape: tuple[int, ...]
-    first: int
-    count: int
+    records: memoryview
     digest: str
 
 
@@ -117,10 +112,10 @@ def index_bytes(
 
 
 class IndexFile:
-    """The index of one folder. Records are read when they are needed, and compared with their hash.
+    """The index of one folder. Records are parsed when they are needed, and compared with their hash.
 
     Attributes:
-        tensors: the tensors, and the positions of their records.
+        tensors: the tensors, and their records.
         values: path of each small entry (a scalar or another object), and its archive.
         aliases: as in :func:`index_bytes`.
         metadata: size and last bytes of ``.metadata`` when the index was written.
@@ -134,19 +129,16 @@ class IndexFile:
         self._folder, self._prefix = folder, prefix
         self.path = folder / INDEX_FILE
         self._sizes: dict[int, int] = {}
-        with open_for_reading(self.path) as file:
-            size = os.fstat(file.fileno()).st_size
-            head = file.read(_PREFIX.size)
-            if len(head) < _PREFIX.size:
-                self._damaged("it ends too early")
-            magic, length, digest = _PREFIX.unpack(head)
-            if magic != _MAGIC or length > min(_MAX_HEADER, size - _PREFIX.size):
-                self._damaged("it does not begin with a header")
-            header = file.read(length)
-            if hash_bytes(header) != digest.hex():
-                self._damaged("its header differs from what was saved")
-            self._begin, self._size = _PREFIX.size + length, size
-            self._records = file.read() if size - self._begin <= _MAX_WHOLE else None
+        self._data = read_file(self.path)
+        if len(self._data) < _PREFIX.size:
+            self._damaged("it ends too early")
+        magic, length, digest = _PREFIX.unpack_from(self._data)
+        self._begin = _PREFIX.size + length
+        if magic != _MAGIC or self._begin > len(self._data):
+            self._damaged("it does not begin with a header")
+        header = self._data[_PREFIX.size : self._begin]
+        if hash_bytes(header) != digest.hex():
+            self._damaged("its header differs from what was saved")
         try:
             self._parse(parse_json(header))
         except (ValueError, TypeError, KeyError, IndexError, RecursionError) as error:
@@ -170,29 +162,19 @@ class IndexFile:
             raise ValueError(f"an alias of {unknown[0]}, which it does not contain")
 
     def _tensor(self, path: Any, dtype: str, shape: list[int], first: int, count: int, digest: str) -> IndexedTensor:
-        if dtype not in SIZES:
-            raise ValueError(f"dtype {dtype!r}")
-        tensor = IndexedTensor(_path(path), dtype, tuple(map(_count, shape)), _count(first), _count(count), digest)
-        if self._begin + first + count * _width(len(shape)) * 8 > self._size:
-            raise ValueError("records after the end of the file")
-        return tensor
-
-    def pieces(self, tensor: IndexedTensor) -> IndexedPieces:
-        return IndexedPieces(self, tensor)
+        begin = self._begin + _count(first)
+        end = begin + _count(count) * _width(len(shape)) * 8
+        if dtype not in SIZES or end > len(self._data):
+            raise ValueError(f"dtype {dtype!r} and records up to byte {end:,}")
+        return IndexedTensor(_path(path), dtype, tuple(map(_count, shape)), memoryview(self._data)[begin:end], digest)
 
     def segments(self, tensor: IndexedTensor) -> NDArray[Any]:
         """Return the records of a tensor, checked."""
         import numpy
 
-        width = _width(len(tensor.shape))
-        length = tensor.count * width * 8
-        if self._records is not None:
-            data = self._records[tensor.first : tensor.first + length]
-        else:
-            data = read_range(self.path, self._begin + tensor.first, length)
-        if hash_bytes(data) != tensor.digest:
+        if hash_bytes(tensor.records) != tensor.digest:
             self._damaged("its records differ from what was saved")
-        rows: NDArray[Any] = numpy.frombuffer(data, "<i8").reshape(tensor.count, width)
+        rows: NDArray[Any] = numpy.frombuffer(tensor.records, "<i8").reshape(-1, _width(len(tensor.shape)))
         if not self._valid(rows, tensor.shape):
             self._damaged(f"the records of {tensor.path} are not valid")
         return rows

@@ -5,7 +5,7 @@ They read headers and metadata only, not the bytes of tensors. They do not impor
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +13,7 @@ from typing import Any, Final, TypeVar
 
 from hf_fsdp_plugin.checkpoint.errors import refuse
 from hf_fsdp_plugin.checkpoint.formats import dcp
-from hf_fsdp_plugin.checkpoint.formats.optimizer_state import nested_value, optimizer_parts
+from hf_fsdp_plugin.checkpoint.formats.boxes import dtype_size, numpy_dtype, whole_box
 from hf_fsdp_plugin.checkpoint.formats.safetensors import ADAPTER_FORMAT, FULL_FORMAT, read_safetensors
 from hf_fsdp_plugin.checkpoint.formats.stored_tensors import (
     CheckpointFormat,
@@ -25,7 +25,7 @@ from hf_fsdp_plugin.checkpoint.formats.stored_tensors import (
     labelled_tensors,
 )
 from hf_fsdp_plugin.checkpoint.formats.torch_files import BIN_FORMAT, PER_RANK_FORMAT
-from hf_fsdp_plugin.checkpoint.io import object_in
+from hf_fsdp_plugin.checkpoint.io import object_in, read_range
 from hf_fsdp_plugin.checkpoint.names import FSDP_MODEL, MANIFEST_NAME, OPTIMIZER
 from hf_fsdp_plugin.plan.names import canonical_name
 from hf_fsdp_plugin.spec.fsdp_spec import StateDictKind
@@ -114,6 +114,57 @@ def _as_model(root: Path, form: str, state: StoredState) -> StoredModel:
         else:
             objects[name] = value
     return StoredModel(root, form, tensors, state.files, objects)
+
+
+def nested_value(entries: Mapping[tuple[Any, ...], Any]) -> Any:
+    """Nest flattened entries: ``{("a", 0, "b"): 1}`` -> ``{"a": [{"b": 1}]}``. Numbers in a path are list indices."""
+    if () in entries:
+        return entries[()]
+    branches: dict[Any, dict[tuple[Any, ...], Any]] = {}
+    for path, value in entries.items():
+        branches.setdefault(path[0], {})[path[1:]] = value
+    if branches and all(isinstance(key, int) for key in branches):
+        return [nested_value(branches[key]) for key in sorted(branches)]
+    return {key: nested_value(branch) for key, branch in branches.items()}
+
+
+def optimizer_parts(
+    value: Any, root: Path, place: Path
+) -> tuple[dict[str, dict[str, StoredTensor | Any]], list[dict[str, Any]]]:
+    """Return the state by parameter and the parameter groups of an optimizer's state dict.
+
+    An optimizer without FSDP numbers its parameters. The numbers are then used as names.
+
+    Raises:
+        CheckpointError: the value is not an optimizer's state dict.
+    """
+    state: dict[str, dict[str, StoredTensor | Any]] = {}
+    try:
+        for parameter, entry in value.get("state", {}).items():
+            name = canonical_name(str(parameter))
+            state[name] = {
+                key: replace(item, name=name) if isinstance(item, StoredTensor) else item for key, item in entry.items()
+            }
+        return state, [_group(group, root) for group in value.get("param_groups", [])]
+    except (AttributeError, TypeError):
+        message = "is not an optimizer's state dict: it does not contain a dict 'state' and a list 'param_groups'."
+        refuse("FSDP-E461", place, message, "Give a checkpoint that Accelerate, the Trainer or this package wrote.")
+
+
+def _group(group: Any, root: Path) -> dict[str, Any]:
+    plain = {key: _number(item, root) if isinstance(item, StoredTensor) else item for key, item in group.items()}
+    return {**plain, "params": [canonical_name(str(name)) for name in group.get("params", [])]}
+
+
+def _number(tensor: StoredTensor, root: Path) -> Any:
+    """Return the value of a scalar tensor, such as a learning rate; other tensors are returned unchanged."""
+    if whole_box(tensor.shape).numel != 1 or tensor.dtype != str(numpy_dtype(tensor.dtype)):
+        return tensor
+    import numpy
+
+    piece = tensor.within(whole_box(tensor.shape))[0]
+    data = read_range(root / piece.file, piece.offset, dtype_size(tensor.dtype))
+    return numpy.frombuffer(data, numpy_dtype(tensor.dtype))[0].item()
 
 
 _Stored = TypeVar("_Stored", StoredModel, StoredOptimizer)

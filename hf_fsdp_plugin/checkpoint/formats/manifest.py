@@ -7,6 +7,7 @@ the records of the files that it reads. :func:`read_manifest` checks every field
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import os
@@ -15,7 +16,7 @@ import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from types import UnionType
 from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin, get_type_hints
 
@@ -389,7 +390,7 @@ class _Reader:
             kind: a type without classes of this package: ``dict[str, tuple[int, ...]]``.
             place: path of the value in the manifest.
         """
-        origin, inner = get_origin(kind) or kind, get_args(kind)
+        origin, inner = _parts_of(kind)
         if origin is UnionType:  # the other type is that of None
             return None if value is None else self.value(inner[0], value, place)
         if origin is Literal:
@@ -409,6 +410,12 @@ class _Reader:
             items = enumerate(zip(kinds, value, strict=True))
             return tuple(self.value(each, item, f"{place}[{position}]") for position, (each, item) in items)
         return value
+
+
+@functools.cache
+def _parts_of(kind: Any) -> tuple[Any, tuple[Any, ...]]:
+    """Return the class of a type, and its arguments."""
+    return get_origin(kind) or kind, get_args(kind)
 
 
 _EXPECTED = {str: "a string", bool: "true or false", dict: "an object", tuple: "a list"}
@@ -471,11 +478,12 @@ def _link_problems(folder: Path, files: Iterable[str]) -> Iterator[Problem]:
 
     A folder is read once: all ranks read the manifest, and the files are several for each rank.
     """
-    by_folder: dict[PurePosixPath, set[str]] = {}
-    for file in files:
-        path = PurePosixPath(file)
-        for part in (path, *path.parents[:-1]):
-            by_folder.setdefault(part.parent, set()).add(part.name)
+    by_folder: dict[str, set[str]] = {}
+    for path in files:
+        while path:
+            above, _, name = path.rpartition("/")
+            by_folder.setdefault(above, set()).add(name)
+            path = above
     for above, names in by_folder.items():
         try:
             with os.scandir(folder / above) as entries:

@@ -114,9 +114,16 @@ class TensorMeta(NamedTuple):
     dtype: str
 
 
-def _tensor(storage: PickledStorage, offset: int, size: Any, strides: Any, dtype: Any = None) -> PickledTensor:
-    """Stand-in for the functions that rebuild a tensor. Without a dtype, it is that of the storage."""
-    dtype = storage.dtype if dtype is None else dtype
+def _tensor_v2(storage: PickledStorage, offset: int, size: Any, strides: Any, *_: Any) -> PickledTensor:
+    return _tensor(storage, storage.dtype, offset, size, strides)
+
+
+def _tensor_v3(storage: PickledStorage, offset: int, size: Any, strides: Any, *rest: Any) -> PickledTensor:
+    """Stand-in for dtypes without a storage class: the storage is untyped, and the dtype is an argument."""
+    return _tensor(storage, rest[2], offset, size, strides)
+
+
+def _tensor(storage: PickledStorage, dtype: str, offset: int, size: Any, strides: Any) -> PickledTensor:
     numbers = (offset, *size, *strides)
     if dtype not in SIZES or len(size) != len(strides) or not all(type(n) is int and n >= 0 for n in numbers):
         found = [reprlib.repr(each) for each in (dtype, size, strides, offset)]  # short, whatever the pickle contains
@@ -208,8 +215,8 @@ ALLOWED: dict[str, dict[str, Any]] = {
     "torch.nn.parameter": {"Parameter": Kept, "Buffer": Kept},
     "torch.serialization": {"_get_layout": _first},
     "torch._utils": {
-        "_rebuild_tensor_v2": lambda *values: _tensor(*values[:4]),
-        "_rebuild_tensor_v3": lambda *values: _tensor(*values[:4], values[6]),  # the storage is untyped
+        "_rebuild_tensor_v2": _tensor_v2,
+        "_rebuild_tensor_v3": _tensor_v3,
         "_rebuild_parameter": _first,
         "_rebuild_parameter_with_state": _first,
         "_rebuild_wrapper_subclass": _kept_arguments,
@@ -275,6 +282,7 @@ class _Machine:
 
     def run(self, file: BinaryIO) -> Any:
         """Return the object of the pickle that begins at the position of the file."""
+        argument: Any
         for opcode, argument, _ in pickletools.genops(file):
             match opcode.name:
                 case name if name in _VALUES:

@@ -106,9 +106,8 @@ def parse_weight_map(index: Path) -> dict[str, set[str]]:
     text = read_file(index)
     errors.refuse_lfs_pointer(index, text)
     try:
-        weight_map = parse_json(text)["weight_map"]
         shards: dict[str, set[str]] = {}
-        for name, file in weight_map.items():
+        for name, file in parse_json(text)["weight_map"].items():
             if not isinstance(file, str):
                 raise TypeError(f"{name!r} is in {file!r}")
             shards.setdefault(file, set()).add(name)

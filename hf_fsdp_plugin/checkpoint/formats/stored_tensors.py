@@ -2,6 +2,20 @@
 
 The readers of the formats read headers and metadata only. :func:`read_run` reads the elements, with the file, byte
 offset and strides that are recorded here.
+
+The state tensors of an optimizer have one of three layouts. :func:`state_layout` decides by the shapes of a state
+tensor and its parameter:
+
+``like_parameter``: sharded like its parameter. Loaded with any number of ranks.
+``scalar``: one number that is equal on all ranks.
+``other``: any other shape. How it is stored depends on the optimizer. If it steps on whole parameters (Adafactor's rows
+and columns under FSDP2), the state is whole and equal on all ranks, and loaded with any number of ranks. Else it
+belongs to the elements of one shard, such as the codes and scales of 8-bit optimizers: the key contains the range of
+these elements, as in ``absmax1@0+2048``, and only a rank with the same elements can load it. A tensor subclass
+(torchao's quantized state) is stored as its inner tensors: ``exp_avg.codes@0+2048``.
+
+To support state with another layout, add it here, and its case in ``shards.py``, ``reading/optimizer.py`` and
+``checking/verify.py``.
 """
 
 from __future__ import annotations
@@ -11,7 +25,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from hf_fsdp_plugin.checkpoint.errors import COPY_AGAIN
 from hf_fsdp_plugin.checkpoint.formats import boxes
@@ -172,6 +186,56 @@ class StoredOptimizer:
     state: dict[str, dict[str, StoredTensor | Any]]
     groups: list[dict[str, Any]]
     files: tuple[str, ...]
+
+
+StateLayout = Literal["like_parameter", "scalar", "other"]
+_RANGE, _INNER = "@", "."
+
+
+def state_layout(key: str, shape: tuple[int, ...], parameter_shape: tuple[int, ...]) -> StateLayout:
+    """Return the layout of the state tensor ``key``. Both shapes are of whole tensors, or both are of local tensors."""
+    if math.prod(shape) == 1 and (key == "step" or shape != parameter_shape):
+        return "scalar"
+    return "like_parameter" if shape == parameter_shape else "other"
+
+
+def unsupported_values(value: Any) -> list[Any]:
+    """Return the parts of a value that cannot be stored: all except numbers, texts and containers of them."""
+    if isinstance(value, dict):
+        keys = [key for key in value if not isinstance(key, (str, int))]
+        return keys + [found for item in value.values() for found in unsupported_values(item)]
+    if isinstance(value, (list, tuple)):
+        return [found for item in value for found in unsupported_values(item)]
+    return [] if value is None or isinstance(value, (bool, int, float, str)) else [value]
+
+
+def range_of(held: Iterable[boxes.Box], shape: tuple[int, ...]) -> str:
+    """Return the elements of a shard as text: index of the first one in the flattened parameter ``+`` their number."""
+    found = list(held)
+    first = sum(offset * stride for offset, stride in zip(found[0].offsets, boxes.row_major(shape), strict=True))
+    return f"{first}+{sum(box.numel for box in found)}"
+
+
+def per_shard_key(key: str, elements: str) -> str:
+    """Return the key of state that belongs to one shard. ``elements`` is from :func:`range_of`."""
+    return f"{key}{_RANGE}{elements}"
+
+
+def split_key(key: str) -> tuple[str, str | None]:
+    """Return the key without a range, and the range; ``None`` if the key has no range."""
+    name, _, elements = key.partition(_RANGE)
+    return (name, elements) if elements else (key, None)
+
+
+def inner_key(key: str, attribute: str) -> str:
+    """Return the key of an inner tensor of a tensor subclass."""
+    return f"{key}{_INNER}{attribute}"
+
+
+def split_inner_key(key: str) -> tuple[str, str]:
+    """Return the key of the state and the name of the inner tensor, which is empty for other tensors."""
+    name, _, attribute = key.partition(_INNER)
+    return name, attribute
 
 
 class StoredState(NamedTuple):
