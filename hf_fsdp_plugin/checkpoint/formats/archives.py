@@ -155,10 +155,6 @@ class TorchZip:
         found = [entry for entry in self._entries if entry.name.lower().endswith(b".pkl")]
         return [self._bytes(entry.start, entry.packed_size) for entry in found]
 
-    def size(self, name: str) -> int:
-        """Return the number of bytes of a record."""
-        return self._record(name).packed_size
-
     def offset(self, name: str) -> int:
         """Return the byte offset of a record's data in the file."""
         return self._start + self._record(name).start
@@ -173,12 +169,11 @@ class TorchZip:
             # torch does not write a record for an empty storage.
             return self._start
         name = f"data/{tensor.storage.key}"
-        begin = self.offset(name)
-        width = dtype_size(tensor.dtype)
+        num_bytes, width = self._record(name).packed_size, dtype_size(tensor.dtype)
         needed = (tensor.offset + element_span(tensor.strides, tensor.shape)) * width
-        if needed > self.size(name):
-            self._damaged(f"record {name!r} has {self.size(name)} bytes, and its tensor needs {needed}")
-        return begin + tensor.offset * width
+        if needed > num_bytes:
+            self._damaged(f"record {name!r} has {num_bytes} bytes, and its tensor needs {needed}")
+        return self.offset(name) + tensor.offset * width
 
     def _record(self, name: str) -> ZipEntry:
         if name not in self._records:

@@ -162,16 +162,11 @@ def count_uncovered(shape: Sequence[int], boxes: Iterable[Box]) -> int:
     if None in starts:
         return everything.numel - _union([(box.offsets, box.sizes) for box in inside])
     runs = sorted((start, start + box.numel) for start, box in zip(starts, inside, strict=True) if start is not None)
-    return everything.numel - _length(runs)
-
-
-def _length(runs: Iterable[tuple[int, int]]) -> int:
-    """Return the number of elements in the union of sorted runs."""
     covered = end = 0
     for start, stop in runs:
         covered += max(0, stop - max(start, end))
         end = max(end, stop)
-    return covered
+    return everything.numel - covered
 
 
 _Places = Sequence[tuple[tuple[int, ...], tuple[int, ...]]]

@@ -71,7 +71,6 @@ def test_records_beyond_4_gib_are_found(tmp_path: Path) -> None:
                 record._compress_size = size
     with opened(path) as descriptor:
         zipped = TorchZip(descriptor, 0, path.stat().st_size, path)
-        assert zipped.size("data/1") == size
         assert os.pread(descriptor, 4, zipped.offset("data/1")) == b"head"
         assert zipped.offset("data/1") > 1 << 32
 
