@@ -14,7 +14,6 @@ import importlib
 import importlib.util
 import json
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
@@ -67,9 +66,10 @@ def hook_rows() -> list[Hook]:
 
 def probe_contracts() -> list[ProbedContract]:
     """Probe all contracts. Imports torch, and creates and destroys a process group."""
-    probed = [ProbedContract(contract=row, status=_probe(row)) for row in private_contracts()]
-    hooks = [ProbedContract(contract=row.contract, status=probe_hook(row), replaced=True) for row in hook_rows()]
-    return probed + hooks
+    return [
+        *(ProbedContract(contract=row, status=_probe(row)) for row in private_contracts()),
+        *(ProbedContract(contract=row.contract, status=probe_hook(row), replaced=True) for row in hook_rows()),
+    ]
 
 
 def probe_hook(hook: Hook) -> ContractStatus:
@@ -172,17 +172,18 @@ def _names_in(tree: ast.AST) -> frozenset[str]:
 def source_hash(module: str, path: str) -> str | None:
     """Return a hash of the source of a function or method, without comments and indentation; ``None`` if not found."""
     owner, _, name = path.rpartition(".")
-    bases = _located_bases(module, owner) if owner else []
-    nodes: list[tuple[str, Definition]] = [
-        (where, node) for where, cls in bases for node in cls.body if isinstance(node, Definition) and node.name == name
-    ]
-    if not owner and (found := _resolve(module, name)) is not None:
-        nodes = [found]
-    elif not nodes and name == "__init__":
-        nodes = [(where, cls) for where, cls in bases[:1] if _is_dataclass(cls)]
-    if not nodes:
+    found: tuple[str, Definition] | None = None
+    if owner:
+        bases = _located_bases(module, owner)
+        methods = ((where, node) for where, cls in bases for node in cls.body if isinstance(node, Definition))
+        found = next(((where, node) for where, node in methods if node.name == name), None)
+        if found is None and name == "__init__" and bases and _is_dataclass(bases[0][1]):
+            found = bases[0]
+    else:
+        found = _resolve(module, name)
+    if found is None:
         return None
-    where, node = nodes[0]
+    where, node = found
     *lines, last = text_of(where).split("\n")[node.lineno - 1 : node.end_lineno]
     lines.append(last[: node.end_col_offset])  # without a comment after the code
     code = [stripped for line in lines if (stripped := line.strip()) and not stripped.startswith("#")]
@@ -194,43 +195,29 @@ def _is_dataclass(cls: ast.ClassDef) -> bool:
     return any("dataclass" in ast.unparse(decorator) for decorator in cls.decorator_list)
 
 
-def _top_level(node: ast.AST) -> Iterator[ast.AST]:
-    for child in ast.iter_child_nodes(node):
-        yield child
-        if isinstance(child, ast.If | ast.Try | ast.With | ast.ExceptHandler):
-            yield from _top_level(child)
-
-
 def _located_bases(module: str, name: str, depth: int = 4) -> list[tuple[str, ast.ClassDef]]:
     """Return a class and the base classes whose source is found, each with its module."""
     found = _resolve(module, name)
-    where, cls = found if found is not None else (module, None)
-    if not isinstance(cls, ast.ClassDef) or depth == 0:
+    if found is None or not isinstance(found[1], ast.ClassDef) or depth == 0:
         return []
+    where, cls = found
     bases = [base.id for base in cls.bases if isinstance(base, ast.Name)]
     return [(where, cls), *(pair for base in bases for pair in _located_bases(where, base, depth - 1))]
 
 
 def _resolve(module: str, name: str) -> tuple[str, Definition] | None:
     """Return a function or class and the module that defines it, following imports within the library."""
-    for node in _top_level(_tree_of(module)):
+    for node in ast.walk(_tree_of(module)):  # what is defined at the top comes first
         if isinstance(node, Definition) and node.name == name:
             return module, node
-        if isinstance(node, ast.ImportFrom):
-            for alias in node.names:
-                if (alias.asname or alias.name) == name:
-                    origin = _imported_module(module, node)
-                    same_library = origin.partition(".")[0] == module.partition(".")[0]
-                    return _resolve(origin, alias.name) if same_library else None
+        for alias in node.names if isinstance(node, ast.ImportFrom) else ():
+            if (alias.asname or alias.name) == name:
+                file = file_of(module)
+                package = module if file is not None and file.name == "__init__.py" else module.rpartition(".")[0]
+                origin = importlib.util.resolve_name("." * node.level + (node.module or ""), package)
+                same_library = origin.partition(".")[0] == module.partition(".")[0]
+                return _resolve(origin, alias.name) if same_library else None
     return None
-
-
-def _imported_module(module: str, node: ast.ImportFrom) -> str:
-    if not node.level:
-        return node.module or ""
-    file = file_of(module)
-    package = module if file is not None and file.name == "__init__.py" else module.rpartition(".")[0]
-    return importlib.util.resolve_name("." * node.level + (node.module or ""), package)
 
 
 def main() -> None:

@@ -164,11 +164,11 @@ _ACCELERATE_HOOKS = (
          reason="Transformers writes empty tensors or fails for a model that was sharded after loading."),
     Hook("peft.peft_model:PeftModel.save_pretrained", "transformers.save_pretrained:save_pretrained",
          "PEFT writes empty tensors or fails for a model that is sharded.", without="refused"),
-    Hook("transformers.utils.hub:PushToHubMixin.push_to_hub", "saving:push_to_hub",
+    Hook("transformers.utils.hub:PushToHubMixin.push_to_hub", "saving:call_on_rank_0",
          "Each rank saves to its own temporary folder and uploads it."),
-    Hook(f"{_BASE_MODEL}.save", "saving:save_on_rank_0", without="refused",
+    Hook(f"{_BASE_MODEL}.save", "saving:call_on_rank_0", without="refused",
          reason="Each rank writes the same files, and modules of the library write their shards."),
-    Hook(f"{_BASE_MODEL}.push_to_hub", "saving:push_to_hub",
+    Hook(f"{_BASE_MODEL}.push_to_hub", "saving:call_on_rank_0",
          "Each rank saves to its own temporary folder and uploads it."),
 )
 

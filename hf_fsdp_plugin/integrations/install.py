@@ -14,13 +14,7 @@ from hf_fsdp_plugin.backends.loading.shared_weights import exchange
 from hf_fsdp_plugin.backends.ranks.cluster import slurm_variables
 from hf_fsdp_plugin.backends.ranks.collective_entry import load_failures
 from hf_fsdp_plugin.devices import accelerator_type, select_device
-from hf_fsdp_plugin.integrations.patching import (
-    install_hooks,
-    remove_hooks,
-    restore_variables,
-    set_loading_variables,
-    set_variables,
-)
+from hf_fsdp_plugin.integrations import patching
 from hf_fsdp_plugin.integrations.rank_watch import watch
 from hf_fsdp_plugin.integrations.resuming import begin_attempt
 from hf_fsdp_plugin.integrations.run_report import start_reporting, stop_reporting
@@ -64,7 +58,7 @@ def install(
     """
     session.defer(None)
     if session.is_automatic:  # undone, so that the script finds the settings and the environment as without the plugin
-        restore_variables()
+        patching.restore_variables()
         session.installed = session.is_automatic = False
     printer.install_excepthook(add_remedy, watch.failed)
     watch.arm()
@@ -87,22 +81,22 @@ def install(
     if newer := untested_versions():
         message = f"newer than the tested versions: {', '.join(newer)}."
         printer.print_once(Problem(code="FSDP-W622", message=message, fix="`hf-fsdp doctor` shows what changed."))
-    install_hooks("accelerate", "transformers", "loading")
+    patching.install_hooks("accelerate", "transformers", "loading")
     # The session has read the environment by now, so variables that are set here are not settings of the user.
-    set_variables(**slurm_variables(os.environ))
+    patching.set_variables(**slurm_variables(os.environ))
     begin_attempt()
     if "PYTORCH_NVML_BASED_CUDA_CHECK" not in os.environ:
         # Otherwise torch initializes CUDA to look for GPUs, and processes that are forked later cannot use it.
-        set_variables(PYTORCH_NVML_BASED_CUDA_CHECK="1")
+        patching.set_variables(PYTORCH_NVML_BASED_CUDA_CHECK="1")
     cpu = spec.launch.use_cpu or accelerator_type() == "cpu"
     if "RANK" in os.environ and cpu:
         # Otherwise Accelerate creates no process group on CPU ranks of other launchers.
-        set_variables(ACCELERATE_USE_CPU="true")
+        patching.set_variables(ACCELERATE_USE_CPU="true")
     elif "LOCAL_RANK" in os.environ and not cpu:
         # Libraries that quantize place a model on the current device, also before the first Accelerator.
         select_device(int(os.environ["LOCAL_RANK"]))
     if session.ambient is not None:
-        set_loading_variables(spec)
+        patching.set_loading_variables(spec)
         if spec.loading.ram_efficient and "RANK" in os.environ:
             from accelerate import PartialState
 
@@ -125,6 +119,6 @@ def uninstall() -> None:
     load_failures.close()
     stop_reporting()
     session.close()
-    remove_hooks()
-    restore_variables()
+    patching.remove_hooks()
+    patching.restore_variables()
     printer.close()

@@ -17,8 +17,8 @@ from typing import Any, Final, TypeVar
 
 from hf_fsdp_plugin.contracts import missing_name_error, warn_off
 from hf_fsdp_plugin.integrations.hooks import HOOKS, Group, Hook
-from hf_fsdp_plugin.integrations.rank_process import ImportCallbacks
 from hf_fsdp_plugin.integrations.session import session
+from hf_fsdp_plugin.integrations.startup import ImportCallbacks
 from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec
 from hf_fsdp_plugin.spellings import TRUE_WORDS
 

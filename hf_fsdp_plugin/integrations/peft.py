@@ -26,13 +26,7 @@ from hf_fsdp_plugin.integrations.session import attributes_in_block
 from hf_fsdp_plugin.messages import print_once
 from hf_fsdp_plugin.plan.names import canonical_name, unwrapped
 from hf_fsdp_plugin.problems import Problem, SpecError
-from hf_fsdp_plugin.torch_private.modules import (
-    children,
-    is_fsdp_managed,
-    with_tensors,
-    without_forward_hooks,
-    wrapped_module,
-)
+from hf_fsdp_plugin.torch_private import modules
 
 _PROMPT_ENCODER = "prompt_encoder"
 
@@ -112,8 +106,8 @@ def as_unsharded(model: Any, state: Mapping[str, torch.Tensor]) -> Iterator[None
                     stack.enter_context(attributes_in_block(inner, state_dict=partial(dict, part)))
         for adapter, encoder in getattr(model, _PROMPT_ENCODER, {}).items():
             weights = _below(state, f"{_PROMPT_ENCODER}.{adapter}.")
-            stack.enter_context(with_tensors(encoder, weights))
-            stack.enter_context(without_forward_hooks(encoder))
+            stack.enter_context(modules.with_tensors(encoder, weights))
+            stack.enter_context(modules.without_forward_hooks(encoder))
         yield
 
 
@@ -121,11 +115,11 @@ def as_unsharded(model: Any, state: Mapping[str, torch.Tensor]) -> Iterator[None
 def _without_wrappers(model: nn.Module) -> Iterator[None]:
     """Register the wrapped modules instead of their wrappers, so that the names of modules are those without FSDP."""
     replaced = [
-        (children(module), attribute, child)
+        (modules.children(module), attribute, child)
         for module in model.modules()
-        if wrapped_module(module) is None
-        for attribute, child in children(module).items()
-        if child is not None and wrapped_module(child) is not None
+        if modules.wrapped_module(module) is None
+        for attribute, child in modules.children(module).items()
+        if child is not None and modules.wrapped_module(child) is not None
     ]
     for registered, attribute, wrapper in replaced:
         registered[attribute] = unwrapped(wrapper)
@@ -162,7 +156,7 @@ def check_adapters(model: nn.Module) -> None:
 
 def refuse_if_sharded(original: Callable[..., Any], tuner: Any, *args: Any, **kwargs: Any) -> Any:
     """Raise ``SpecError`` for a sharded model: PEFT would multiply shards, and replace modules that FSDP manages."""
-    if not any(is_fsdp_managed(module) for module in tuner.modules()):
+    if not any(modules.is_fsdp_managed(module) for module in tuner.modules()):
         return original(*args, **kwargs)
     message = "each rank has only parts of the weights, so adapters cannot be merged or removed in a sharded model."
     fix = (

@@ -18,12 +18,11 @@ from hf_fsdp_plugin.backends.ranks.collective_entry import collective_waits
 from hf_fsdp_plugin.hangs import rank_files
 from hf_fsdp_plugin.hangs.call_record import record
 from hf_fsdp_plugin.hangs.rank_exit import exit_limit, hang_limit
-from hf_fsdp_plugin.hangs.rank_files import RankFiles, find_peers, remove_files, write_atomically
 from hf_fsdp_plugin.hangs.rank_stacks import stack_file
 from hf_fsdp_plugin.integrations.call_hooks import record_calls
-from hf_fsdp_plugin.integrations.rank_process import RANK_VARIABLE, may_be_rank, rank_process
 from hf_fsdp_plugin.integrations.resuming import begin_attempt, end_attempt
 from hf_fsdp_plugin.integrations.session import session
+from hf_fsdp_plugin.integrations.startup import RANK_VARIABLE, may_be_rank, rank_process
 from hf_fsdp_plugin.problems import Problem, SpecError
 from hf_fsdp_plugin.rank_variables import variable_number
 from hf_fsdp_plugin.runs.identity import attempt_folder, forget_run, identify_run
@@ -39,7 +38,7 @@ class Watch:
     """
 
     def __init__(self) -> None:
-        self.files: RankFiles | None = None
+        self.files: rank_files.RankFiles | None = None
         self.has_launcher = self._is_given = self._is_marked = self._knows_forks = False
         self._rank = self._pid = 0
         self._watcher: Watcher | None = None
@@ -69,7 +68,7 @@ class Watch:
         local_size = variable_number(environ, "LOCAL_WORLD_SIZE", world_size)
         try:
             own = attempt_folder(identify_run(environ, tuple(sys.argv)), environ) / f"rank_{self._rank}"
-            files = RankFiles(Path(given) if given else own)
+            files = rank_files.RankFiles(Path(given) if given else own)
             self._open(files, records=bool(limit) and world_size > 1, is_alone=local_size == 1)
         except OSError as error:
             print_block(f"hf-fsdp: rank {self._rank}: hangs are not diagnosed: {error.filename}: {error.strerror}")
@@ -95,11 +94,11 @@ class Watch:
         if world_size > 1 or self._is_given:
             self._watcher.start()
 
-    def _open(self, files: RankFiles, *, records: bool, is_alone: bool) -> None:
+    def _open(self, files: rank_files.RankFiles, *, records: bool, is_alone: bool) -> None:
         if not self._is_given:
             rank_files.private_folder(files.stem.parent)
-            remove_files(files.stem)
-            if all(peer.is_gone() for peer in find_peers(files.stem.parent)):
+            rank_files.remove_files(files.stem)
+            if all(peer.is_gone() for peer in rank_files.find_peers(files.stem.parent)):
                 # The first rank. An earlier run, or the ranks before a change of the number of machines, had this name.
                 for path in (files.hang, files.cause):
                     path.unlink(missing_ok=True)
@@ -142,12 +141,12 @@ class Watch:
             return
         has_ended = not files.failure.exists() and not has_failed()
         if has_ended:
-            write_atomically(files.ended, "")
+            rank_files.write_atomically(files.ended, "")
         is_free = self._stop_watcher()
-        peers = find_peers(files.stem.parent)
+        peers = rank_files.find_peers(files.stem.parent)
         if not self._is_given and all(peer.files.ended.exists() for peer in peers):  # this rank is the last one
             for peer in peers:
-                remove_files(peer.files.stem)
+                rank_files.remove_files(peer.files.stem)
             forget_run(files)
         if not is_free:
             # A thread cannot be stopped in a request to the store. When it returned from C++ code while the
@@ -171,7 +170,7 @@ class Watch:
         collective_waits.listen(lambda call: None)
         record.close()
         if not self._is_given:
-            remove_files(self.files.stem)
+            rank_files.remove_files(self.files.stem)
             forget_run(self.files)
         if not self._is_marked:
             os.environ.pop(RANK_VARIABLE, None)

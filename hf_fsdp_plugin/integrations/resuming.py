@@ -23,19 +23,10 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from hf_fsdp_plugin import checkpoint
 from hf_fsdp_plugin.backends.ranks.agreement import broadcast_object, on_all_ranks
 from hf_fsdp_plugin.backends.ranks.cluster import ranks_per_machine
 from hf_fsdp_plugin.backends.ranks.collective_entry import collective_call, load_failures, preparation_limit
-from hf_fsdp_plugin.checkpoint import (
-    Manifest,
-    check_states,
-    check_visible,
-    newest_complete,
-    read_manifest,
-    recover_interrupted_commit,
-    recover_run,
-    why_incomplete,
-)
 from hf_fsdp_plugin.hangs.call_record import record
 from hf_fsdp_plugin.hangs.rank_files import RankFiles
 from hf_fsdp_plugin.integrations.accelerate.batches import samples_problem
@@ -44,14 +35,7 @@ from hf_fsdp_plugin.integrations.session import session
 from hf_fsdp_plugin.messages import print_once
 from hf_fsdp_plugin.problems import CheckpointError, Problem, SpecError
 from hf_fsdp_plugin.rank_variables import launched_world_size, variable_number
-from hf_fsdp_plugin.runs.identity import (
-    Offer,
-    RunIdentity,
-    identify_run,
-    make_offer,
-    merge_offers,
-    remember_run,
-)
+from hf_fsdp_plugin.runs import identity as runs
 from hf_fsdp_plugin.runs.restart_policy import Restarts
 from hf_fsdp_plugin.torch_private.functions import default_store
 
@@ -68,21 +52,25 @@ class ProcessAttempt:
     def __init__(self, environ: Mapping[str, str] = os.environ) -> None:
         self._environ = environ
         self._is_lowest = environ.get("LOCAL_RANK", "0") == "0"  # the lowest rank of its machine
-        self._has_begun = self._has_files = self._is_open = False
-        self._folder: Path | None = None
-        self._refusal: Problem | None = None
         self.end()
 
+    def end(self) -> None:
+        """Forget the attempt: the plugin is uninstalled in this process, and may be installed again."""
+        self._identity = runs.RunIdentity()
+        self._has_begun = self._is_open = False
+        self._folder: Path | None = None
+        self._refusal: Problem | None = None
+
     def begin(self, files: RankFiles | None = None) -> None:
-        """Find out the run of this process. Does nothing if that was done before.
+        """Find out the run of this process. Without files, do nothing if that was done before.
 
         Args:
             files: the files of this rank, which the next attempt on this machine finds; ``None`` if it has none.
         """
-        if self._has_begun and (files is None or self._has_files):
+        if self._has_begun and files is None:
             return
-        self._has_begun, self._has_files = True, files is not None
-        identity = session.identity = self._identity = identify_run(self._environ, tuple(sys.argv))
+        self._has_begun = True
+        identity = session.identity = self._identity = runs.identify_run(self._environ, tuple(sys.argv))
         if files is not None:
             with suppress(OSError, ValueError):
                 session.restarts = Restarts.from_json(json.loads(files.restarts.read_text()))
@@ -91,12 +79,6 @@ class ProcessAttempt:
         if identity.id:
             session.restarts = Restarts(run_id=identity.id, max_restarts=identity.max_restarts)
             self._is_open = True
-
-    def end(self) -> None:
-        """Forget the attempt: the plugin is uninstalled in this process, and may be installed again."""
-        self._identity = RunIdentity()
-        self._has_begun = self._has_files = self._is_open = False
-        self._folder = self._refusal = None
 
     def agree(self, call: str) -> None:
         """Complete ``session.restarts`` with what the machines know. Collective, at the first call.
@@ -115,13 +97,13 @@ class ProcessAttempt:
             self._is_open = False
             session.restarts, self._refusal = agreed.known, agreed.known.refusal
             if self._folder is not None and self._is_lowest:
-                remember_run(self._folder, agreed, self._identity.attempt)
+                runs.remember_run(self._folder, agreed, self._identity.attempt)
             if session.restarts.count:
                 print_once(f"{session.restarts.title}: {session.restarts.last_failure}")
         if self._refusal is not None:
             raise SpecError([self._refusal])
 
-    def _exchange(self) -> Offer:
+    def _exchange(self) -> runs.Offer:
         """Return the history of the run that all machines agree on.
 
         torch's agent may keep the store of the attempt before, so the keys have a new prefix: ``machine<n>`` for what a
@@ -131,16 +113,16 @@ class ProcessAttempt:
         store = dist.PrefixStore(broadcast_object(f"hf_fsdp_attempt_{uuid.uuid4().hex}"), default_store())
         if self._is_lowest:
             number = variable_number(self._environ, "GROUP_RANK", variable_number(self._environ, "SLURM_NODEID"))
-            mine = make_offer(self._folder, self._identity, rank=rank, machine=number)
+            mine = runs.make_offer(self._folder, self._identity, rank=rank, machine=number)
             store.set(f"machine{store.add('machines', 1) - 1}", mine.to_text())
             if store.add("ranks", ranks_per_machine(self._environ, world_size, 0)) >= world_size:
                 store.set("complete", "1")
         text = ""
         if rank == 0:
             store.wait(["complete"])
-            machines = range(store.add("machines", 0))
-            text = merge_offers([Offer.from_text(store.get(f"machine{n}").decode()) for n in machines]).to_text()
-        return Offer.from_text(broadcast_object(text))
+            offers = [store.get(f"machine{number}").decode() for number in range(store.add("machines", 0))]
+            text = runs.merge_offers([runs.Offer.from_text(offer) for offer in offers]).to_text()
+        return runs.Offer.from_text(broadcast_object(text))
 
 
 _attempt = ProcessAttempt()
@@ -173,8 +155,8 @@ def find_checkpoint(
     def select() -> Path | None:
         if selected is None:
             return None if run is None else _highest_numbered(run, prefix)
-        recover_interrupted_commit(selected)
-        reason = why_incomplete(selected) if selected.is_dir() else "the folder does not exist"
+        checkpoint.recover_interrupted_commit(selected)
+        reason = checkpoint.why_incomplete(selected) if selected.is_dir() else "the folder does not exist"
         if reason is not None:
             message = f"{selected} is not a complete checkpoint: {reason}"
             raise CheckpointError([Problem(code="FSDP-E431", message=message, fix=fix)])
@@ -182,7 +164,8 @@ def find_checkpoint(
 
     found = _select_on_rank_0(select)
     if found is not None:
-        check_states(found, dist.get_rank(), dist.get_world_size(), verify=verify, allow_pickles=allow_pickles)
+        rank, world_size = dist.get_rank(), dist.get_world_size()
+        checkpoint.check_states(found, rank, world_size, verify=verify, allow_pickles=allow_pickles)
     return found
 
 
@@ -232,33 +215,33 @@ def checkpoint_after_restart(folder: Path, prefix: str) -> Path | None:
 def _select_on_rank_0(select: Callable[[], Path | None]) -> Path | None:
     """Let rank 0, which asks for the files of the checkpoints, select one for all ranks. Collective."""
     manager.wait()  # selecting removes the staging folders of interrupted saves
-    checkpoint = _on_rank_0(select, None)
-    if checkpoint is not None:
+    selected = _on_rank_0(select)
+    if selected is not None:
         with on_all_ranks("looking for a checkpoint"):
-            check_visible(checkpoint, "resumes from")
-    return checkpoint
+            checkpoint.check_visible(selected, "resumes from")
+    return selected
 
 
-def _on_rank_0(look: Callable[[], T], otherwise: T) -> T:
+def _on_rank_0(look: Callable[[], T]) -> T:
     """Return rank 0's result on all ranks, or raise its error on all of them. Collective if there are ranks."""
-    found = otherwise
-    problems: tuple[Problem, ...] = ()
+    answer: Any = None, ()
     with on_all_ranks("looking for a checkpoint"):
         if not dist.is_initialized() or dist.get_rank() == 0:
             try:
-                found = look()
+                answer = look(), ()
             except CheckpointError as error:  # the error is about the checkpoint, not about this rank
-                problems = error.problems
-    found, problems = broadcast_object((found, problems))
+                answer = None, error.problems
+    found, problems = broadcast_object(answer)
     if problems:
         raise CheckpointError(problems)
-    return found
+    result: T = found
+    return result
 
 
 def _highest_numbered(run: Path, prefix: str) -> Path | None:
     """Return the complete checkpoint with the highest number. Raises ``CheckpointError`` if all are incomplete."""
-    recover_run(run, prefix)
-    found, skipped = newest_complete(run, prefix)
+    checkpoint.recover_run(run, prefix)
+    found, skipped = checkpoint.newest_complete(run, prefix)
     for path, reason in skipped:
         _report_skipped(path, reason)
     if found is None and skipped:
@@ -272,7 +255,7 @@ def _last_saved(folder: Path, prefix: str, *, this_run: bool, training: int | No
     """Return the complete checkpoint with a manifest that was saved last, whatever its name."""
     if not folder.is_dir():
         return None
-    recover_run(folder, prefix)
+    checkpoint.recover_run(folder, prefix)
     candidates = []
     for path in folder.iterdir():
         if path.name.startswith(".") or not path.name.startswith(prefix) or not path.is_dir():
@@ -283,7 +266,7 @@ def _last_saved(folder: Path, prefix: str, *, this_run: bool, training: int | No
             order = (manifest.created, int(number[1]) if number is not None else -1, path)
             candidates.append((_run_steps(manifest) if this_run else 0, *order))
     for *_, path in sorted(candidates, reverse=True):
-        reason = why_incomplete(path)
+        reason = checkpoint.why_incomplete(path)
         if reason is None:
             return path
         _report_skipped(path, reason)
@@ -307,7 +290,7 @@ def is_started_again() -> bool:
     return bool(session.restarts.count) or session.identity.may_have_checkpoints
 
 
-def continue_run(checkpoint: Path) -> dict[str, Any]:
+def continue_run(path: Path) -> dict[str, Any]:
     """After a restart, count the steps of the run from the step of a checkpoint that it has written. Collective.
 
     Returns:
@@ -317,27 +300,26 @@ def continue_run(checkpoint: Path) -> dict[str, Any]:
         return {}
 
     def read() -> tuple[int, dict[str, Any]]:
-        manifest = _read(checkpoint)
-        is_own = manifest is not None and _is_of_this_run(manifest, None)
-        return (_run_steps(manifest), manifest.batch) if manifest is not None and is_own else (0, {})
+        manifest = _read(path)
+        if manifest is None or not _is_of_this_run(manifest, None):
+            return 0, {}
+        return _run_steps(manifest), manifest.batch
 
-    nothing: tuple[int, dict[str, Any]] = 0, {}
-    steps, batch = _on_rank_0(read, nothing)
+    steps, batch = _on_rank_0(read)
     if steps > record.counts.total:  # otherwise the script goes back to an earlier checkpoint by itself
         record.resume_at(steps)
     session.first_samples_per_step = batch.get("first_samples_per_step", batch.get("samples_per_step"))
     return batch
 
 
-def _read(path: Path) -> Manifest | None:
+def _read(path: Path) -> checkpoint.Manifest | None:
     """Return the manifest of a checkpoint; ``None`` if it is missing or damaged."""
-    try:
-        return read_manifest(path)
-    except CheckpointError:
-        return None
+    with suppress(CheckpointError):
+        return checkpoint.read_manifest(path)
+    return None
 
 
-def _is_of_this_run(manifest: Manifest, training: int | None) -> bool:
+def _is_of_this_run(manifest: checkpoint.Manifest, training: int | None) -> bool:
     run_id, job = session.restarts.run_id, session.identity.requeued
     is_own = bool(run_id) and manifest.run.get("id") == run_id
     # A job that was requeued has other agents of torch, so that its run has another id.
@@ -345,22 +327,22 @@ def _is_of_this_run(manifest: Manifest, training: int | None) -> bool:
     return is_own and training in (None, manifest.run.get("training"))
 
 
-def _run_steps(manifest: Manifest) -> int:
+def _run_steps(manifest: checkpoint.Manifest) -> int:
     steps = manifest.run.get("steps")
     return steps if type(steps) is int and steps >= 0 else 0
 
 
-def warn_differences(checkpoint: Path, batch: dict[str, Any]) -> None:
+def warn_differences(path: Path, batch: dict[str, Any]) -> None:
     """Report the effects of a world size or batch that differs from the checkpoint. Does nothing without a manifest."""
-    manifest = read_manifest(checkpoint)
+    manifest = checkpoint.read_manifest(path)
     if manifest is None:
         return
     world_size = dist.get_world_size()
     if manifest.world_size != world_size:
         message = (
-            f"{checkpoint} has the random state of {manifest.world_size} ranks, but this run has {world_size} ranks: "
+            f"{path} has the random state of {manifest.world_size} ranks, but this run has {world_size} ranks: "
             "dropout and other random operations differ from those of the uninterrupted run."
         )
         print_once(Problem(code="FSDP-W433", message=message))
-    if (problem := samples_problem(checkpoint, manifest.batch, batch)) is not None:
+    if (problem := samples_problem(path, manifest.batch, batch)) is not None:
         print_once(problem)

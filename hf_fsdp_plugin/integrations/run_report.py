@@ -17,12 +17,7 @@ from hf_fsdp_plugin.backends.ranks.collective_entry import announce_end
 from hf_fsdp_plugin.backends.sharding.shard import plan_of
 from hf_fsdp_plugin.checkpoint import stored_state_dict_type
 from hf_fsdp_plugin.hangs.call_record import record
-from hf_fsdp_plugin.integrations.accelerate.private import (
-    is_accelerator,
-    prepared_dataloaders,
-    prepared_models,
-    prepared_optimizers,
-)
+from hf_fsdp_plugin.integrations.accelerate import private
 from hf_fsdp_plugin.integrations.saving import manager
 from hf_fsdp_plugin.integrations.session import session
 from hf_fsdp_plugin.integrations.transformers.private import is_trainer, train_batch_size
@@ -123,9 +118,9 @@ def track_run(accelerator: Any) -> None:
     """Record the first step of an accelerator's models for the report. Call it after each ``prepare``."""
     if _reporter is not None:
         _reporter.add_prepared(accelerator)
-    for model in prepared_models(accelerator):
+    for model in private.prepared_models(accelerator):
         if plan_of(model) is not None:
-            record_first_step(model, *optimizers_of(model, prepared_optimizers(accelerator)))
+            record_first_step(model, *optimizers_of(model, private.prepared_optimizers(accelerator)))
 
 
 def set_output_dir(accelerator: Any, folder: str) -> None:
@@ -147,7 +142,7 @@ def report_run(
             directory.
         batch, checkpoint: see :func:`report_accelerator`.
     """
-    if not any(plan_of(model) is not None for model in prepared_models(accelerator)):
+    if not any(plan_of(model) is not None for model in private.prepared_models(accelerator)):
         if _reporter is not None and _reporter.awaits(accelerator):
             message = (
                 "the prepared model was released before the end of the run, by free_memory(), which a Trainer calls"
@@ -196,7 +191,7 @@ def report(subject: Any) -> Report:
         SpecError: ``subject`` is none of these, or the plugin has not prepared its model.
     """
     accelerator = getattr(subject, "accelerator", subject)
-    if not is_accelerator(accelerator):
+    if not private.is_accelerator(accelerator):
         return build_report_of_trained([subject])
     if not is_trainer(subject):
         return report_accelerator(accelerator)
@@ -216,11 +211,11 @@ def report_accelerator(accelerator: Any, *, batch: BatchShape | None = None, che
         SpecError: the plugin has prepared no model of this accelerator.
     """
     plugin = getattr(accelerator.state, "fsdp_plugin", None)
-    kinds: set[Any] = {kind for model in prepared_models(accelerator) for kind in manager.saved_kinds(model)}
+    kinds: set[Any] = {kind for model in private.prepared_models(accelerator) for kind in manager.saved_kinds(model)}
     kinds.add(stored_state_dict_type(checkpoint) if checkpoint is not None else None)
     report = build_report_of_trained(
-        [*prepared_models(accelerator), *getattr(plugin, "evaluated_models", ())],
-        prepared_optimizers(accelerator),
+        [*private.prepared_models(accelerator), *getattr(plugin, "evaluated_models", ())],
+        private.prepared_optimizers(accelerator),
         batch=batch or _loader_batch(accelerator),
         state_dict=common_value(sorted(filter(None, kinds))) or getattr(plugin, "state_dict_kind", None),
         saved_asynchronously=manager.last_asynchronous,
@@ -229,7 +224,7 @@ def report_accelerator(accelerator: Any, *, batch: BatchShape | None = None, che
 
 
 def _loader_batch(accelerator: Any) -> BatchShape | None:
-    for loader in prepared_dataloaders(accelerator):
+    for loader in private.prepared_dataloaders(accelerator):
         sampler: Any = getattr(loader, "batch_sampler", None)
         if size := getattr(loader, "batch_size", None) or getattr(sampler, "batch_size", None):
             if getattr(sampler, "split_batches", False):

@@ -20,19 +20,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from hf_fsdp_plugin import checkpoint
 from hf_fsdp_plugin.backends.optimizers.parameters import owner_of
 from hf_fsdp_plugin.backends.ranks.agreement import gather_objects, on_all_ranks
 from hf_fsdp_plugin.backends.ranks.collective_entry import collective_call
 from hf_fsdp_plugin.backends.sharding.shard import ModuleLocation, locate_module, plan_of
-from hf_fsdp_plugin.checkpoint import (
-    CheckpointManager,
-    ModelShards,
-    gathered_state,
-    manifest_of,
-    model_shards,
-    read_manifest,
-    shards_below,
-)
 from hf_fsdp_plugin.checkpoint.names import HF_MODEL
 from hf_fsdp_plugin.integrations.accelerate.private import prepared_models, prepared_optimizers
 from hf_fsdp_plugin.integrations.session import session
@@ -41,14 +33,14 @@ from hf_fsdp_plugin.spec.fsdp_spec import StateDictKind
 
 _HF_WEIGHTS: Final = re.compile(rf"{HF_MODEL}(-\d{{5}}-of-\d{{5}})?\.safetensors(\.index\.json)?")
 
-manager = CheckpointManager(in_flight_file=lambda: session.in_flight_file)
+manager = checkpoint.CheckpointManager(in_flight_file=lambda: session.in_flight_file)
 """Writes the checkpoints of every Accelerator and Trainer in this process."""
 
 
 @contextmanager
 def exporting(model: nn.Module, folder: Path, *, step: int | None = None) -> Iterator[Any]:
     """Add the files that the block writes for a model, for ``from_pretrained``, to a folder. Collective."""
-    manifest = partial(manifest_of, model, "full", step=step, batch={})
+    manifest = partial(checkpoint.manifest_of, model, "full", step=step, batch={})
     with manager.saving(folder, manifest, into=True, after=partial(remove_stale_weights, folder)) as save:
         yield save
 
@@ -59,7 +51,7 @@ def remove_stale_weights(folder: Path) -> None:
     ``from_pretrained`` reads ``model.safetensors`` before an index. Without this, a model that is saved in several
     files to the folder of a model in one file would be loaded with the old weights.
     """
-    manifest = read_manifest(folder)
+    manifest = checkpoint.read_manifest(folder)
     new = {record.path for record in manifest.files} if manifest is not None else set()
     for path in folder.glob(f"{HF_MODEL}*"):
         if _HF_WEIGHTS.fullmatch(path.name) and path.name not in new:
@@ -121,10 +113,8 @@ class GatheredModels:
     def state_of(self, module: nn.Module) -> OrderedDict[str, torch.Tensor] | None:
         """Return the gathered state of a module by its own names; ``None`` outside of a block of :meth:`on_rank_0`."""
         place = locate_module(module) if self._states else None
-        if place is None:
-            return None
         for root, state in reversed(self._states):
-            if root is place.root:
+            if place is not None and root is place.root:
                 return part_of(state, place)
         return None
 
@@ -143,14 +133,14 @@ def part_of(state: Mapping[str, Any], place: ModuleLocation) -> OrderedDict[str,
     return OrderedDict((name.removeprefix(prefix), value) for name, value in state.items() if name.startswith(prefix))
 
 
-def shards_at(place: ModuleLocation) -> ModelShards:
+def shards_at(place: ModuleLocation) -> checkpoint.ModelShards:
     """Return this rank's shards of the module at ``place``, by the module's names."""
-    return shards_below(model_shards(place.root), place.prefix)
+    return checkpoint.shards_below(checkpoint.model_shards(place.root), place.prefix)
 
 
 def state_at(place: ModuleLocation) -> dict[str, torch.Tensor]:
     """Return the whole tensors of the module at ``place`` on the CPU of rank 0; empty on other ranks. Collective."""
-    return gathered_state(shards_at(place))
+    return checkpoint.gathered_state(shards_at(place))
 
 
 FIX: Final = (
@@ -175,21 +165,16 @@ def bind_call(original: Callable[..., Any], args: Any, kwargs: Any) -> dict[str,
     return call
 
 
-def save_on_rank_0(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
-    """Write a sharded model with the library's own method on rank 0. Collective."""
-    return _call_on_rank_0(original, model, args, kwargs, "save_pretrained")
+def call_on_rank_0(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
+    """Call a library's own method, which writes or uploads a sharded model, on rank 0. Collective.
 
-
-def push_to_hub(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
-    """Upload a sharded model from rank 0. Collective. All ranks return rank 0's result."""
-    return _call_on_rank_0(original, model, args, kwargs, "push_to_hub")
-
-
-def _call_on_rank_0(original: Callable[..., Any], model: Any, args: Any, kwargs: Any, name: str) -> Any:
-    """Call a method on rank 0 with the gathered model, and return rank 0's result on all ranks."""
+    Returns:
+        Rank 0's result, on all ranks.
+    """
     place = None if gathered.paused or gathered.state_of(model) is not None else locate_module(model)
     if place is None:
         return original(*args, **kwargs)
+    name = getattr(original, "func", original).__name__
     with collective_call(call_name(name, model), fix="Call it on all ranks; rank 0 writes or uploads the model."):
         with gathered.on_rank_0(place) as writes, on_all_ranks(f"running {name}"):
             result = original(*args, **kwargs) if writes else None

@@ -213,11 +213,15 @@ def is_shard(tensor: torch.Tensor, flat_storages: set[int]) -> bool:
     return tensor.numel() > 0 and tensor.untyped_storage().data_ptr() in flat_storages
 
 
+def _fsdp1_units() -> list[FSDP]:
+    return [unit for model in sharded_models() for unit in FSDP.fsdp_modules(model)]
+
+
 def flat_storages() -> set[int]:
     """Return the addresses of the memory of all flat shards of FSDP1, and of their optimizer state."""
     storages: set[int] = set()
     parameters: set[int] = set()
-    for unit in (unit for model in sharded_models() for unit in FSDP.fsdp_modules(model)):
+    for unit in _fsdp1_units():
         flat, group = fsdp1.flat_parameter(unit), fsdp1.shard_group(unit)
         if flat is not None and group is not None and group.size() > 1:
             storages.add(fsdp1.local_shard(flat).untyped_storage().data_ptr())
@@ -234,12 +238,10 @@ def _named_tensors(
     obj: Any, skip: Callable[[Any], bool] = lambda _: False, *, name: str = "", seen: set[int] | None = None
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the tensors in nested containers and modules, with names for messages, except in objects that ``skip``."""
-    seen = set() if seen is None else seen
+    seen, containers = set() if seen is None else seen, Mapping | list | tuple | set | frozenset | nn.Module
     if isinstance(obj, torch.Tensor):
         yield name or "a tensor", obj
-    elif (
-        isinstance(obj, Mapping | list | tuple | set | frozenset | nn.Module) and id(obj) not in seen and not skip(obj)
-    ):
+    elif isinstance(obj, containers) and id(obj) not in seen and not skip(obj):
         seen.add(id(obj))
         if isinstance(obj, nn.Module):
             items: Any = obj.named_parameters()
@@ -266,12 +268,10 @@ def clip_grad_norm_(
     parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     if not any(fsdp1.is_flattened(parameter) for parameter in parameters):
         return original(parameters, max_norm, norm_type, error_if_nonfinite, foreach)
-    limit = float("inf") if error_if_nonfinite else max_norm
-    total = clip_grad_norm(sharded_models(), parameters, float(limit), float(norm_type))
-    if not error_if_nonfinite:
-        return total
-    if not torch.isfinite(total):
-        raise RuntimeError(f"the norm of the gradients is {total.item()}, and error_if_nonfinite=True.")
+    if error_if_nonfinite:
+        total = clip_grad_norm(sharded_models(), parameters, float("inf"), float(norm_type))
+        if not torch.isfinite(total):
+            raise RuntimeError(f"the norm of the gradients is {total.item()}, and error_if_nonfinite=True.")
     return clip_grad_norm(sharded_models(), parameters, float(max_norm), float(norm_type))
 
 
@@ -315,11 +315,7 @@ def _meets_shards(text: str) -> bool:
     if _MIXED in text:
         return bool(sharded_models())
     match = _SIZES.search(text)
-    return match is not None and not _flat_sizes().isdisjoint(map(int, match.groups()))
-
-
-def _flat_sizes() -> set[int]:
-    """Return the numbers of elements in this rank's parts of parameters that FSDP1 has flattened."""
-    units = [unit for model in sharded_models() for unit in FSDP.fsdp_modules(model)]
-    flats = [flat for unit in units if (flat := fsdp1.flat_parameter(unit)) is not None]
-    return {member.stop - member.start for flat in flats for member in fsdp1.original_parameters(flat)}
+    flats = [flat for unit in _fsdp1_units() if match and (flat := fsdp1.flat_parameter(unit)) is not None]
+    # The numbers of elements in this rank's parts of parameters.
+    sizes = {member.stop - member.start for flat in flats for member in fsdp1.original_parameters(flat)}
+    return match is not None and not sizes.isdisjoint(map(int, match.groups()))

@@ -19,6 +19,7 @@ from hf_fsdp_plugin.backends.optimizers.clipping import clip_grad_norm
 from hf_fsdp_plugin.backends.ranks.cluster import slurm_variables
 from hf_fsdp_plugin.backends.ranks.collective_entry import DEFAULT_LIMIT, TRAINING_LIMIT, collective_call
 from hf_fsdp_plugin.backends.sharding.shard import locate_module
+from hf_fsdp_plugin.integrations import patching
 from hf_fsdp_plugin.integrations.accelerate import prepare as planned
 from hf_fsdp_plugin.integrations.accelerate.plugin import (
     PlannedFsdpPlugin,
@@ -30,13 +31,6 @@ from hf_fsdp_plugin.integrations.accelerate.plugin import (
 )
 from hf_fsdp_plugin.integrations.accelerate.private import prepared_models, prepared_optimizers, set_fsdp, shared_state
 from hf_fsdp_plugin.integrations.accelerate.state import adjust_process_group
-from hf_fsdp_plugin.integrations.patching import (
-    install_hooks,
-    is_true,
-    set_loading_variables,
-    set_variables,
-    variables_in_block,
-)
 from hf_fsdp_plugin.integrations.profiling.marking import mark_phase
 from hf_fsdp_plugin.integrations.run_report import report_run
 from hf_fsdp_plugin.integrations.saving import gathered, state_at
@@ -80,9 +74,9 @@ def accelerator(spec: FsdpSpec, **kwargs: Any) -> Accelerator:
     if not spec.enabled:
         print_warnings([fsdp_is_off(spec)])
         return Accelerator(mixed_precision=spec.launch.mixed_precision, **kwargs)
-    install_hooks("accelerate")
-    set_variables(**slurm_variables(os.environ))
-    set_loading_variables(spec)
+    patching.install_hooks("accelerate")
+    patching.set_variables(**slurm_variables(os.environ))
+    patching.set_loading_variables(spec)
     return Accelerator(fsdp_plugin=PlannedFsdpPlugin(spec), **kwargs)
 
 
@@ -115,7 +109,7 @@ def init_accelerator(original: Callable[..., None], accelerator: Any, *args: Any
     param = plugin.spec.precision.param
     arguments["mixed_precision"] = param if param in ("bf16", "fp16") else "no"
     # Otherwise Accelerate makes a mesh from variables, and refuses FSDP1 and replicas alone.
-    with variables_in_block(**{_USE_MESH: None}):
+    with patching.variables_in_block(**{_USE_MESH: None}):
         original(**arguments)
     set_mesh(accelerator, mesh, plugin.spec)
     replace_scaler(accelerator)
@@ -250,7 +244,7 @@ def set_mesh(accelerator: Any, config: Any, spec: FsdpSpec) -> None:
 
     Without a shard axis and under FSDP1, Accelerate would refuse them in the next Accelerator.
     """
-    if config is None and is_true(_USE_MESH):
+    if config is None and patching.is_true(_USE_MESH):
         with suppress(ValueError):
             config = ParallelismConfig()
     if config is None or spec.fsdp.version == 1 or config.dp_shard_size == 1:

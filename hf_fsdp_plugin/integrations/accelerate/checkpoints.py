@@ -15,19 +15,11 @@ import torch.distributed as dist
 from accelerate.utils import convert_file_size_to_int
 from accelerate.utils.modeling import is_peft_model
 
+from hf_fsdp_plugin import checkpoint
 from hf_fsdp_plugin.backends.optimizers.parameters import owner_of
 from hf_fsdp_plugin.backends.ranks.agreement import on_all_ranks
 from hf_fsdp_plugin.backends.ranks.collective_entry import TRAINING_LIMIT, collective_call, wait_for_all_ranks
 from hf_fsdp_plugin.backends.sharding.shard import locate_module, plan_of
-from hf_fsdp_plugin.checkpoint import (
-    Manifest,
-    load_model,
-    load_optimizer,
-    manifest_of,
-    numbered_checkpoints,
-    remove_checkpoint,
-)
-from hf_fsdp_plugin.checkpoint import load_state as load_state_file
 from hf_fsdp_plugin.checkpoint.names import ACCELERATE_PREFIX, ACCELERATE_RUN, custom_state_file
 from hf_fsdp_plugin.integrations.accelerate.batches import batch_of, keep_samples_per_step
 from hf_fsdp_plugin.integrations.accelerate.plugin import (
@@ -68,9 +60,9 @@ def save_state(
     asynchronous = plugin.spec.checkpoint.asynchronous
     wait_for_all_ranks("Accelerator.save_state", fix=_FIX, limit=TRAINING_LIMIT)
 
-    def manifest() -> Manifest:
+    def manifest() -> checkpoint.Manifest:
         facts: dict[str, Any] = {"asynchronous": asynchronous, "batch": batch_of(accelerator), "run": run_fact()}
-        return manifest_of(model, plugin.state_dict_kind, step=accelerator.step or None, **facts)
+        return checkpoint.manifest_of(model, plugin.state_dict_kind, step=accelerator.step or None, **facts)
 
     rotate = functools.partial(_remove_oldest, run, project.total_limit) if run is not None else None
     with manager.saving(final, manifest, asynchronous=asynchronous, after=rotate) as save:
@@ -105,8 +97,8 @@ def _write_config(model: Any, folder: Path) -> None:
 
 
 def _remove_oldest(run: Path, limit: int | None) -> None:
-    for path in numbered_checkpoints(run, ACCELERATE_PREFIX)[limit:] if limit else ():
-        remove_checkpoint(path)
+    for path in checkpoint.numbered_checkpoints(run, ACCELERATE_PREFIX)[limit:] if limit else ():
+        checkpoint.remove_checkpoint(path)
 
 
 @if_sharded
@@ -150,7 +142,7 @@ def load_custom_state(original: Callable[..., None], obj: Any, path: Any, index:
     if not has_planned_state() or _pickles_allowed.get():
         original(obj, path, index)
         return
-    obj.load_state_dict(load_state_file(Path(path) / custom_state_file(index)))
+    obj.load_state_dict(checkpoint.load_state(Path(path) / custom_state_file(index)))
 
 
 @if_sharded
@@ -212,7 +204,7 @@ def load_fsdp_model(
     plugin: Any, accelerator: Any, model: Any, input_dir: Any, model_index: int = 0, adapter_only: bool = False
 ) -> Any:
     adapters, verify = _only_adapters(adapter_only, model), plugin.spec.checkpoint.verify
-    return load_model(model, Path(input_dir), model_index, adapter_only=adapters, verify=verify)
+    return checkpoint.load_model(model, Path(input_dir), model_index, adapter_only=adapters, verify=verify)
 
 
 @_if_planned
@@ -228,7 +220,9 @@ def load_fsdp_optimizer(
     plugin: Any, accelerator: Any, optimizer: Any, model: Any, input_dir: Any, optimizer_index: int = 0, **_: Any
 ) -> Any:
     optimizer, owner = _with_owner(accelerator, optimizer, model)
-    return load_optimizer(owner, optimizer, Path(input_dir), optimizer_index, verify=plugin.spec.checkpoint.verify)
+    return checkpoint.load_optimizer(
+        owner, optimizer, Path(input_dir), optimizer_index, verify=plugin.spec.checkpoint.verify
+    )
 
 
 def _with_owner(accelerator: Any, optimizer: Any, model: Any) -> tuple[Any, Any]:

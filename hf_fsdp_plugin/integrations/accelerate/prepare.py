@@ -20,15 +20,8 @@ from hf_fsdp_plugin.backends.optimizers.parameters import foreign_parameters, ha
 from hf_fsdp_plugin.backends.ranks.agreement import on_all_ranks, same_on_all_ranks
 from hf_fsdp_plugin.backends.ranks.cluster import ranks_per_machine
 from hf_fsdp_plugin.backends.ranks.collective_entry import collective_call, first_step, load_failures, preparation_limit
+from hf_fsdp_plugin.backends.sharding import shard as sharding
 from hf_fsdp_plugin.backends.sharding.parameter_access import check_parameter_hooks
-from hf_fsdp_plugin.backends.sharding.shard import (
-    locate_module,
-    plan_of,
-    rebind_optimizers,
-    remember_optimizers,
-    reshard_and_rebind,
-    shard,
-)
 from hf_fsdp_plugin.backends.sharding.submodule_calls import free_after_forward, free_before_step
 from hf_fsdp_plugin.devices import get_device
 from hf_fsdp_plugin.estimate.unit_sizes import with_padding_warning
@@ -84,7 +77,7 @@ def prepare_objects(accelerator: Any, objects: Sequence[Any]) -> Any:
     prepared = [prepare_model(accelerator, obj, optimizers) if isinstance(obj, nn.Module) else obj for obj in prepared]
     models = private.prepared_models(accelerator)
     for model in models:
-        rebind_optimizers(model, optimizers)
+        sharding.rebind_optimizers(model, optimizers)
     if any(isinstance(obj, nn.Module) for obj in objects):
         exchange.close()  # every rank has loaded its model
     # 3. Optimizers are checked, and their steps are adapted to shards, unless this call prepares no optimizer.
@@ -106,7 +99,7 @@ def prepare_model(accelerator: Any, model: nn.Module, optimizers: Sequence[torch
     So is a script's own variable, which is the module inside the prepared model under FSDP1.
     """
     models = private.prepared_models(accelerator)
-    place = locate_module(model)
+    place = sharding.locate_module(model)
     if place is not None and not place.name:
         model = place.root
     is_prepared = private.is_prepared(model)
@@ -149,7 +142,7 @@ def shard_model(
         agree_on_attempt(name)
         if sharded_backend(model) == "fsdp2":
             # After a forward, units that are not freed have gathered parameters: they hide the sharding.
-            reshard_and_rebind(model, optimizers)
+            sharding.reshard_and_rebind(model, optimizers)
         # 2. Plan: the settings of this model, and the decisions from them.
         with on_all_ranks("planning"):
             if plan is None:
@@ -166,7 +159,7 @@ def shard_model(
         # 4. Compile the units, before FSDP's hooks are added around them.
         _compile_units(accelerator, plan, model)
         # 5. Shard.
-        sharded = shard(plan, model, accelerator.device, optimizers)
+        sharded = sharding.shard(plan, model, accelerator.device, optimizers)
         # 6. Hooks: the progress, the diagnosis of hangs and the profile of this rank follow the model.
         record.count_forwards(sharded)
         watch.follow_thread()
@@ -218,10 +211,10 @@ def _prepare_optimizers(
     names = " and ".join(sorted({type(optimizer).__name__ for optimizer in optimizers}))
     with _together(names), on_all_ranks("checking the optimizers"):
         _check_parameters(optimizers, models)
-    remember_optimizers(optimizers)
+    sharding.remember_optimizers(optimizers)
     problems: list[Problem | None] = []
     for optimizer in optimizers:
-        plan = next((plan_of(model) for model in models if has_parameters_of(model, optimizer)), None)
+        plan = next((sharding.plan_of(model) for model in models if has_parameters_of(model, optimizer)), None)
         if private.can_create_state(optimizer):
             set_state_factory(optimizer, private.create_state)
         problems.append(apply_step_mode(optimizer, plan) if plan is not None else None)
@@ -242,7 +235,7 @@ def _check_parameters(optimizers: Sequence[torch.optim.Optimizer], models: Seque
     """Raise ``SpecError`` for an optimizer with parameters of no sharded model: training would not change the loss."""
     problems = []
     fix = "Pass the optimizer and all of its models to one call of prepare(), or create it after preparing them."
-    for optimizer in optimizers if any(plan_of(model) for model in models) else ():
+    for optimizer in optimizers if any(sharding.plan_of(model) for model in models) else ():
         if num_foreign := foreign_parameters(optimizer, models):
             parameters = f"{num_foreign} parameters of {type(optimizer).__name__}"
             effect = "so the optimizer would update copies that the model does not use."

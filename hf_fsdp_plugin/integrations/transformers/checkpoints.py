@@ -15,17 +15,10 @@ import torch.distributed as dist
 from accelerate.utils.modeling import is_peft_model
 from transformers.trainer_utils import has_length
 
+from hf_fsdp_plugin import checkpoint
 from hf_fsdp_plugin.backends.ranks.agreement import on_all_ranks
 from hf_fsdp_plugin.backends.ranks.collective_entry import TRAINING_LIMIT, collective_call, wait_for_all_ranks
 from hf_fsdp_plugin.backends.sharding.shard import locate_module
-from hf_fsdp_plugin.checkpoint import (
-    Manifest,
-    manifest_of,
-    model_shards,
-    read_stored_model,
-    remove_checkpoint,
-    stored_state_dict_type,
-)
 from hf_fsdp_plugin.checkpoint.names import HF_MODEL, TRAINER_PREFIX, TRAINER_STATE, safetensors_file, trainer_rng_file
 from hf_fsdp_plugin.devices import available_device
 from hf_fsdp_plugin.integrations import resuming
@@ -60,10 +53,10 @@ def save_checkpoint(original: Callable[..., None], trainer: Any, model: Any, tri
         limit=TRAINING_LIMIT,
     )
 
-    def manifest() -> Manifest:
+    def manifest() -> checkpoint.Manifest:
         facts: dict[str, Any] = {"asynchronous": asynchronous, "batch": _batch(trainer), "run": resuming.run_fact()}
         facts |= {"step": trainer.state.global_step, "adapter_only": is_peft_model(trainer.model)}
-        return manifest_of(trainer.model, _kind_of_checkpoints(trainer), **facts)
+        return checkpoint.manifest_of(trainer.model, _kind_of_checkpoints(trainer), **facts)
 
     rotate = partial(_remove_oldest, trainer, run, final)
     with manager.saving(final, manifest, asynchronous=asynchronous, after=rotate) as save:
@@ -98,7 +91,7 @@ def _remove_oldest(trainer: Any, run: Path, newest: Path) -> None:
     checkpoints = [Path(path) for path in sort_checkpoints(str(run), use_mtime=True)]
     num_to_remove = max(len(checkpoints) - max(limit, len(protected)), 0)
     for path in [path for path in checkpoints if path not in protected][:num_to_remove]:
-        remove_checkpoint(path)
+        checkpoint.remove_checkpoint(path)
 
 
 def _batch(trainer: Any) -> dict[str, Any]:
@@ -157,13 +150,13 @@ def save_model(
 def _export(trainer: Any, folder: Path) -> None:
     """Write a Hugging Face folder. Every rank writes its shards, except for models that Transformers converts."""
     model, adapters = trainer.model, stores_adapters(unwrapped(trainer.model))
-    is_converted = not adapters and is_stored_differently(unwrapped(model), model_shards(model))
+    is_converted = not adapters and is_stored_differently(unwrapped(model), checkpoint.model_shards(model))
     if is_converted or private.overrides_save(trainer):
         _save_on_rank_0(trainer, folder)
         return
 
-    def manifest() -> Manifest:
-        found = manifest_of(model, "full", step=trainer.state.global_step, batch=_batch(trainer))
+    def manifest() -> checkpoint.Manifest:
+        found = checkpoint.manifest_of(model, "full", step=trainer.state.global_step, batch=_batch(trainer))
         return replace(found, parameters=_adapter_parameters(save.folder), ties=()) if adapters else found
 
     with manager.saving(folder, manifest, into=True, after=partial(remove_stale_weights, folder)) as save:
@@ -184,7 +177,7 @@ def _write_companions(trainer: Any, folder: Path) -> None:
         return
     inner = unwrapped(trainer.model)
     has_adapters = stores_adapters(inner)
-    state = adapter_state(trainer.model, model_shards(trainer.model)) if has_adapters else {}
+    state = adapter_state(trainer.model, checkpoint.model_shards(trainer.model)) if has_adapters else {}
     with on_all_ranks(f"writing {folder}"), attributes_in_block(gathered, paused=True):
         if not trainer.args.should_save:
             return
@@ -237,9 +230,11 @@ def _linked_run_folder(folder: Path) -> Iterator[None]:
 def _adapter_parameters(folder: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
     """Return dtype and shape of the adapters in a folder, by the names that PEFT gives them there. Collective."""
     with on_all_ranks(f"reading {folder}"):
-        if dist.get_rank() != 0 or stored_state_dict_type(folder) is None:
+        if dist.get_rank() != 0 or checkpoint.stored_state_dict_type(folder) is None:
             return {}
-        return {name: (tensor.dtype, tensor.shape) for name, tensor in read_stored_model(folder).tensors.items()}
+        return {
+            name: (tensor.dtype, tensor.shape) for name, tensor in checkpoint.read_stored_model(folder).tensors.items()
+        }
 
 
 @if_planned

@@ -13,6 +13,7 @@ ranks but the first. With these replacements, every rank initializes them.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import os
@@ -33,17 +34,12 @@ from hf_fsdp_plugin.backends.loading.equal_weights import parameter_memory
 from hf_fsdp_plugin.backends.loading.shared_weights import Publication, Received, exchange
 from hf_fsdp_plugin.backends.ranks.agreement import on_all_ranks
 from hf_fsdp_plugin.checkpoint import ModelTensor
+from hf_fsdp_plugin.integrations import patching
 from hf_fsdp_plugin.integrations.accelerate.accelerator import accelerator
 from hf_fsdp_plugin.integrations.accelerate.prepare import shard_model
-from hf_fsdp_plugin.integrations.patching import (
-    has_fsdp_settings,
-    loading_ram_efficiently,
-    loads_ram_efficiently,
-    variables_in_block,
-)
 from hf_fsdp_plugin.integrations.session import context_in_block
+from hf_fsdp_plugin.integrations.transformers import private
 from hf_fsdp_plugin.integrations.transformers.model_files import check_loaded, check_model
-from hf_fsdp_plugin.integrations.transformers.private import dequantizes_gguf, loading_result
 from hf_fsdp_plugin.messages import print_once
 from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan
 from hf_fsdp_plugin.plan.meta_model import model_class_of
@@ -51,7 +47,6 @@ from hf_fsdp_plugin.problems import Problem, SpecError
 from hf_fsdp_plugin.rank_variables import launched_rank
 from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec
 from hf_fsdp_plugin.text import format_bytes
-from hf_fsdp_plugin.torch_private.modules import buffers, parameters
 
 
 def from_pretrained(
@@ -81,7 +76,7 @@ def from_pretrained(
     prepared_by = accelerator(spec)
     with on_all_ranks(f"loading {name_or_folder}"):
         loaded_class = model_class or model_class_of(name_or_folder)
-        with loading_ram_efficiently():
+        with patching.loading_ram_efficiently():
             model = loaded_class.from_pretrained(name_or_folder, **kwargs)
     return shard_model(prepared_by, model, plan=spec_or_plan if isinstance(spec_or_plan, FsdpPlan) else None)
 
@@ -103,25 +98,23 @@ def load_pretrained_model(
 
     The parameters have the names of Transformers, whose adapters are loaded with keyword arguments.
     """
-
-    def load() -> Any:
-        return original(model, state_dict, checkpoint_files, load_config, expected_keys)
-
-    if not has_fsdp_settings():
+    load = functools.partial(original, model, state_dict, checkpoint_files, load_config, expected_keys)
+    if not patching.has_fsdp_settings():
         return load()
     tensors: dict[str, ModelTensor] = {}
     if checkpoint_files and state_dict is None and expected_keys is None:
         tensors = check_model(model, checkpoint_files, load_config)
     with nullcontext() if launched_rank() == 0 else without_progress_bar():
         # expected_keys is given only for adapters, and a device mesh only for models that Transformers shards.
-        if not loads_ram_efficiently() or expected_keys is not None or load_config.device_mesh is not None:
+        if not patching.loads_ram_efficiently() or expected_keys is not None or load_config.device_mesh is not None:
             result = load()
-        elif obstacle := _obstacle(state_dict, checkpoint_files, load_config):
-            result = load()
-            _report_private_memory(model, obstacle)
         else:
-            assert checkpoint_files is not None
-            result = _load_shared(original, load, model, checkpoint_files, load_config, tensors)
+            reason, result = _obstacle(state_dict, checkpoint_files, load_config), None
+            if reason is None and checkpoint_files:
+                result = _load_shared(original, load, model, checkpoint_files, load_config, tensors)
+            if result is None:
+                result = load()
+                _report_private_memory(model, reason or _CANNOT_SHARE)
     check_loaded(model, result[0], load_config)
     return result
 
@@ -138,9 +131,12 @@ def _load_shared(
 
     Args:
         tensors: name -> tensor of the safetensors files.
+
+    Returns:
+        ``None`` if this rank has to load the weights into its own memory.
     """
-    is_gguf = dequantizes_gguf(load_config.hf_quantizer)
-    if not is_gguf and not _needs_private_memory(model, tensors, files, load_config):
+    is_gguf = private.dequantizes_gguf(load_config.hf_quantizer)
+    if not is_gguf and not _needs_private_memory(model, tensors, load_config):
         return load()
     shapes = {} if is_gguf or tensors else _read_shapes(files, load_config)
     if any(name.endswith("_extra_state") for name in (*tensors, *shapes)):  # extra states are not tensors
@@ -153,19 +149,16 @@ def _load_shared(
     shared = exchange.join(_key(model, files, *settings, transforms))
     if isinstance(shared, Publication):
         return _publish(shared, load, model, files)
-    if isinstance(shared, Received):
-        if is_gguf:
-            if not shared.facts["is_complete"]:
-                return load()
-            result = loading_result(model, shared.facts["missing"], shared.facts["unexpected"])
-        else:
-            meta_config = replace(load_config, device_map={"": "meta"})
-            result = original(model, shapes or _read_shapes(files, load_config), None, meta_config, None)
-        if _fill(model, shared, _real_paths(files), sorted(result[0].missing_keys)):
-            return result
-    result = load()
-    _report_private_memory(model, _CANNOT_SHARE)
-    return result
+    if shared is None:
+        return None
+    if not is_gguf:
+        meta_config = replace(load_config, device_map={"": "meta"})
+        result = original(model, shapes or _read_shapes(files, load_config), None, meta_config, None)
+    elif shared.facts["is_complete"]:
+        result = private.loading_result(model, shared.facts["missing"], shared.facts["unexpected"])
+    else:
+        return load()
+    return result if _fill(model, shared, _real_paths(files), sorted(result[0].missing_keys)) else None
 
 
 _CANNOT_SHARE: Final = "this machine cannot share memory between processes"
@@ -173,7 +166,7 @@ _CANNOT_SHARE: Final = "this machine cannot share memory between processes"
 
 def _obstacle(state_dict: Any, files: Sequence[str] | None, load_config: Any) -> str | None:
     """Return why the weights cannot be shared; ``None`` if they can."""
-    if dequantizes_gguf(load_config.hf_quantizer):
+    if private.dequantizes_gguf(load_config.hf_quantizer):
         return None
     if load_config.is_quantized:
         method = load_config.hf_quantizer.quantization_config.quant_method
@@ -181,9 +174,7 @@ def _obstacle(state_dict: Any, files: Sequence[str] | None, load_config: Any) ->
     if state_dict is not None or not files:
         return "the weights do not come from files"
     devices = {str(device) for device in (load_config.device_map or {"": "cpu"}).values()}
-    if devices != {"cpu"}:
-        return f"device_map places them on {', '.join(sorted(devices))}"
-    return None
+    return None if devices == {"cpu"} else f"device_map places them on {', '.join(sorted(devices))}"
 
 
 def _read_shapes(files: Iterable[str], load_config: Any) -> dict[str, Any]:
@@ -194,19 +185,14 @@ def _read_shapes(files: Iterable[str], load_config: Any) -> dict[str, Any]:
     return shapes
 
 
-def _needs_private_memory(
-    model: Any, tensors: Mapping[str, ModelTensor], files: Iterable[str], load_config: Any
-) -> bool:
+def _needs_private_memory(model: Any, tensors: Mapping[str, ModelTensor], load_config: Any) -> bool:
     """Return whether loaded weights may differ from the mapped files. May be true although none does."""
-    if any(isinstance(transform, WeightConverter) for transform in load_config.weight_mapping or ()):
+    is_converted = any(isinstance(transform, WeightConverter) for transform in load_config.weight_mapping or ())
+    if is_converted or getattr(load_config, "disable_mmap", None) or not tensors:  # not of safetensors files
         return True
-    if getattr(load_config, "disable_mmap", None) or not all(str(file).endswith(".safetensors") for file in files):
-        return True
-    stored: set[Any] = {getattr(torch, tensor.dtype, None) for tensor in set(tensors.values())}
-    if not tensors or None in stored:
-        return True
+    stored = {getattr(torch, name, None) for name in {tensor.dtype for tensor in tensors.values()}}
     wanted = {tensor.dtype for tensor in model.state_dict().values() if tensor.is_floating_point()}
-    return len({dtype for dtype in stored if dtype.is_floating_point} | wanted) > 1
+    return len({dtype for dtype in stored if dtype is None or dtype.is_floating_point} | wanted) > 1
 
 
 def _key(model: Any, files: Sequence[str], *settings: Any) -> str:
@@ -242,24 +228,21 @@ def _publish(publication: Publication, load: Callable[[], Any], model: Any, file
     """Load the weights and give them to the other ranks of the machine."""
     try:
         # Threads would read and cast many tensors before the first of them is published.
-        with context_in_block(_publication, publication), variables_in_block(HF_DEACTIVATE_ASYNC_LOAD="1"):
+        with context_in_block(_publication, publication), patching.variables_in_block(HF_DEACTIVATE_ASYNC_LOAD="1"):
             result = load()
-        loaded = {name: tensor for name, tensor in model.state_dict(keep_vars=True).items() if not tensor.is_meta}
     except BaseException:
         publication.close()
         raise
-    published = False
-    if all(type(tensor.data) is torch.Tensor and tensor.device.type == "cpu" for tensor in loaded.values()):
-        info = result[0]
-        facts = {
-            "missing": sorted(info.missing_keys),
-            "unexpected": sorted(info.unexpected_keys),
-            "is_complete": not (info.mismatched_keys or info.conversion_errors or info.error_msgs),
-        }
-        published = publication.publish(loaded, _real_paths(files), facts)
-    else:
+    loaded = {name: tensor for name, tensor in model.state_dict(keep_vars=True).items() if not tensor.is_meta}
+    info = result[0]
+    facts = {
+        "missing": sorted(info.missing_keys),
+        "unexpected": sorted(info.unexpected_keys),
+        "is_complete": not (info.mismatched_keys or info.conversion_errors or info.error_msgs),
+    }
+    can_share = all(type(tensor.data) is torch.Tensor and tensor.device.type == "cpu" for tensor in loaded.values())
+    if not (can_share and publication.publish(loaded, _real_paths(files), facts)):
         publication.close()
-    if not published:
         _report_private_memory(model, _CANNOT_SHARE)
     return result
 
@@ -270,25 +253,20 @@ def _fill(model: nn.Module, received: Received, files: Sequence[str], missing: l
         tensors = received.tensors(files)
     except OSError:
         return False
-    modules = dict(model.named_modules(remove_duplicate=False))
     state = model.state_dict(keep_vars=True)
     if missing != received.facts["missing"] or any(
         name not in state or (state[name].shape, state[name].dtype) != (tensor.shape, tensor.dtype)
         for name, tensor in tensors.items()
     ):
         return False
-    filled: dict[int, torch.Tensor] = {}
+    filled: dict[int, torch.Tensor] = {}  # tied weights stay one parameter
     for name, tensor in tensors.items():
         old = state[name]
-        if id(old) not in filled:
-            is_parameter = isinstance(old, nn.Parameter)
-            new = nn.Parameter(tensor, requires_grad=old.requires_grad) if is_parameter else tensor
-            vars(new).update(vars(old))  # the marks of Transformers on loaded parameters
-            filled[id(old)] = new
-        module_name, _, attribute = name.rpartition(".")
-        module = modules[module_name]
-        registered: Any = parameters(module) if attribute in parameters(module) else buffers(module)
-        registered[attribute] = filled[id(old)]
+        is_parameter = isinstance(old, nn.Parameter)
+        new = nn.Parameter(tensor, requires_grad=old.requires_grad) if is_parameter else tensor
+        vars(new).update(vars(old))  # the marks of Transformers on loaded parameters
+        tensors[name] = filled.setdefault(id(old), new)
+    model.load_state_dict(tensors, strict=False, assign=True)
     return True
 
 
@@ -342,7 +320,7 @@ def load_gguf_checkpoint(
 ) -> dict[str, Any]:
     """Return the content of a GGUF file. Its tensors are in memory that the ranks of a machine share."""
     arguments = (gguf_checkpoint_path, return_tensors, model_to_load, torch_dtype)
-    if not return_tensors or not loads_ram_efficiently():
+    if not return_tensors or not patching.loads_ram_efficiently():
         return original(*arguments)
     shared = exchange.join(_key(model_to_load, [gguf_checkpoint_path], "gguf", str(torch_dtype)))
     if isinstance(shared, Received):

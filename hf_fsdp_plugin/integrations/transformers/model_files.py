@@ -12,17 +12,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from hf_fsdp_plugin import checkpoint
 from hf_fsdp_plugin.backends.ranks.collective_entry import load_failures
-from hf_fsdp_plugin.checkpoint import (
-    ModelTensor,
-    ShapeMismatch,
-    check_model_index,
-    raise_absent_tensors,
-    raise_shape_mismatches,
-    read_model_headers,
-    required_names,
-    with_whole_weights,
-)
 from hf_fsdp_plugin.integrations.patching import has_fsdp_settings
 from hf_fsdp_plugin.integrations.saving import bind_call
 from hf_fsdp_plugin.integrations.transformers import private
@@ -32,9 +23,9 @@ _COPY = "Copy the file again, or add the key."
 
 
 @lru_cache(maxsize=1)
-def _read_headers(files: tuple[str, ...]) -> dict[str, ModelTensor]:
+def _read_headers(files: tuple[str, ...]) -> dict[str, checkpoint.ModelTensor]:
     """Return the tensors of the files. They are kept from when the files are found until the weights are loaded."""
-    return read_model_headers(files)
+    return checkpoint.read_model_headers(files)
 
 
 @contextmanager
@@ -53,7 +44,7 @@ def get_shard_files(
     if not has_fsdp_settings() or not os.path.isfile(index_filename):
         return original(pretrained_model_name_or_path, index_filename, *args, **kwargs)
     with raised_everywhere():
-        check_model_index(Path(index_filename), is_local=os.path.isdir(pretrained_model_name_or_path))
+        checkpoint.check_model_index(Path(index_filename), is_local=os.path.isdir(pretrained_model_name_or_path))
         try:
             return original(pretrained_model_name_or_path, index_filename, *args, **kwargs)
         except KeyError as error:
@@ -72,7 +63,7 @@ def resolve_files(original: Callable[..., Any], *args: Any, **kwargs: Any) -> An
     source = call["pretrained_model_name_or_path"]
     if source is not None and os.path.isdir(source) and not call["gguf_file"]:
         with raised_everywhere():
-            call["pretrained_model_name_or_path"] = os.fspath(with_whole_weights(Path(source)))
+            call["pretrained_model_name_or_path"] = os.fspath(checkpoint.with_whole_weights(Path(source)))
     files, metadata = original(**call)
     if files:
         with raised_everywhere():
@@ -80,7 +71,7 @@ def resolve_files(original: Callable[..., Any], *args: Any, **kwargs: Any) -> An
     return files, metadata
 
 
-def check_model(model: Any, files: Sequence[str], load_config: Any) -> dict[str, ModelTensor]:
+def check_model(model: Any, files: Sequence[str], load_config: Any) -> dict[str, checkpoint.ModelTensor]:
     """Compare the tensors of the files with the index and with the model. No weights are read.
 
     Returns:
@@ -97,7 +88,7 @@ def check_model(model: Any, files: Sequence[str], load_config: Any) -> dict[str,
     return tensors
 
 
-def _compare(model: Any, files: Sequence[str], load_config: Any, tensors: Mapping[str, ModelTensor]) -> None:
+def _compare(model: Any, files: Sequence[str], load_config: Any, tensors: Mapping[str, checkpoint.ModelTensor]) -> None:
     """Raise the error of :func:`check_model` on this rank."""
     expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items() if hasattr(tensor, "shape")}
     weight_map = (load_config.sharded_metadata or {}).get("weight_map") or {}
@@ -109,17 +100,17 @@ def _compare(model: Any, files: Sequence[str], load_config: Any, tensors: Mappin
     if absent:
         given = {loaded.get(name, (name, True))[0] for name in tensors}
         tied = private.tied_weights(model)
-        needed = set(required_names(model, expected.keys() - given - tied.keys() - set(tied.values())))
+        needed = set(checkpoint.required_names(model, expected.keys() - given - tied.keys() - set(tied.values())))
         lacking = [name for name in absent if loaded[name][0] in needed]
-        raise_absent_tensors(lacking, weight_map, files)
+        checkpoint.raise_absent_tensors(lacking, weight_map, files)
     if not load_config.ignore_mismatched_sizes:
         mismatches = [
-            ShapeMismatch(target, tensors[name].file, tensors[name].shape, expected[target])
+            checkpoint.ShapeMismatch(target, tensors[name].file, tensors[name].shape, expected[target])
             for name in odd
             for target, is_unchanged in [loaded[name]]
             if is_unchanged and target in expected and expected[target] != tensors[name].shape
         ]
-        raise_shape_mismatches(mismatches, type(model).__name__, "")
+        checkpoint.raise_shape_mismatches(mismatches, type(model).__name__, "")
 
 
 def check_loaded(model: Any, loading_info: Any, load_config: Any) -> None:
@@ -128,7 +119,9 @@ def check_loaded(model: Any, loading_info: Any, load_config: Any) -> None:
         return
     with raised_everywhere():
         mismatches = [
-            ShapeMismatch(name, "", tuple(stored), tuple(expected))
+            checkpoint.ShapeMismatch(name, "", tuple(stored), tuple(expected))
             for name, stored, expected in loading_info.mismatched_keys
         ]
-        raise_shape_mismatches(mismatches, type(model).__name__, str(load_config.pretrained_model_name_or_path))
+        checkpoint.raise_shape_mismatches(
+            mismatches, type(model).__name__, str(load_config.pretrained_model_name_or_path)
+        )

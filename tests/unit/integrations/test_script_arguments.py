@@ -33,12 +33,12 @@ from transformers import TrainingArguments
 import hf_fsdp_plugin as hfp
 from hf_fsdp_plugin.integrations.accelerate.accelerator import replace_scaler
 from hf_fsdp_plugin.integrations.accelerate.prepare import _compile_units
-from hf_fsdp_plugin.integrations.script_arguments import ROWS, ArgumentRow
 from hf_fsdp_plugin.integrations.session import session
 from hf_fsdp_plugin.messages import printer
 from hf_fsdp_plugin.problems import SpecError
 from hf_fsdp_plugin.supported import installed_versions, release_of
 from hf_fsdp_plugin.torch_private.process_groups import timeout_of
+from scripts.script_arguments import ROWS, DocumentedRow
 
 GLOO = Path(__file__).parents[2] / "gloo"
 
@@ -106,7 +106,7 @@ def test_every_argument_has_one_row(owner: str) -> None:
     assert len(listed) == len(set(listed))
     existing = {name for name in listed if is_in_installed(owner, name)}
     assert sorted(names_of(owner) - existing) == [], (
-        "new arguments without a row in script_arguments.ROWS, or in the list above"
+        "new arguments without a row in scripts/script_arguments.py, or in the list above"
     )
     assert sorted(existing - names_of(owner)) == [], "rows of arguments that do not exist"
 
@@ -157,7 +157,7 @@ def other_value(kind: type, name: str) -> Any:
     return {"a": 1} if field.default is dataclasses.MISSING else True
 
 
-def pairs(verdict: str, condition: Callable[[ArgumentRow], bool]) -> list[Any]:
+def pairs(verdict: str, condition: Callable[[DocumentedRow], bool]) -> list[Any]:
     return [
         pytest.param(row, name, id=f"{row.owner}-{name}")
         for row in ROWS
@@ -185,7 +185,7 @@ SPECIAL: dict[str, Any] = {
 
 @pytest.mark.usefixtures("rank")
 @pytest.mark.parametrize(("row", "name"), pairs("refused", lambda row: row.owner in HANDLERS))
-def test_handler_is_refused(row: ArgumentRow, name: str) -> None:
+def test_handler_is_refused(row: DocumentedRow, name: str) -> None:
     kind = HANDLERS[row.owner]
     value = SPECIAL.get(name) or other_value(kind, name)
     assert raised(lambda: Accelerator(kwargs_handlers=[made(kind, name, value)])) == [row.code]
@@ -193,7 +193,7 @@ def test_handler_is_refused(row: ArgumentRow, name: str) -> None:
 
 @pytest.mark.usefixtures("rank")
 @pytest.mark.parametrize(("row", "name"), pairs("refused", lambda row: row.owner not in HANDLERS))
-def test_argument_is_refused(row: ArgumentRow, name: str, tmp_path: Path) -> None:
+def test_argument_is_refused(row: DocumentedRow, name: str, tmp_path: Path) -> None:
     value = SPECIAL.get(name, SimpleNamespace(tp_size=2))
     calls: dict[str, Callable[[], Any]] = {
         "Accelerator": lambda: Accelerator(**{name: value}),
@@ -222,7 +222,7 @@ def printed(rank: None) -> Iterator[Callable[[], list[str]]]:
 
 @pytest.mark.parametrize(("row", "name"), pairs("note", lambda row: not row.elsewhere))
 def test_argument_without_meaning_is_noted(
-    row: ArgumentRow, name: str, tmp_path: Path, printed: Callable[[], list[str]]
+    row: DocumentedRow, name: str, tmp_path: Path, printed: Callable[[], list[str]]
 ) -> None:
     if row.owner == "TrainingArguments":
         arguments_of(tmp_path, **{name: 1})
@@ -233,7 +233,7 @@ def test_argument_without_meaning_is_noted(
 
 
 @pytest.mark.parametrize(("row", "name"), pairs("note", lambda row: row.elsewhere))
-def test_note_of_a_source_is_a_problem_of_the_spec(row: ArgumentRow, name: str) -> None:
+def test_note_of_a_source_is_a_problem_of_the_spec(row: DocumentedRow, name: str) -> None:
     value = SPECIAL.get(name, SimpleNamespace())
     source = "plugin_object" if row.owner == "FullyShardedDataParallelPlugin" else "parallelism_config"
     spec = hfp.load_spec({"distributed_type": "FSDP"}, **{source: {name: value}}, environ={})
@@ -464,7 +464,7 @@ def test_every_applied_argument_has_a_test() -> None:
 
 @pytest.mark.usefixtures("rank")
 @pytest.mark.parametrize(("row", "name"), pairs("applied", lambda row: True))
-def test_argument_is_applied(row: ArgumentRow, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_argument_is_applied(row: DocumentedRow, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     test = TESTS[row.owner, name]
     if not isinstance(test, str):
