@@ -118,16 +118,11 @@ def record_message(original: Function) -> Function:
 def record_wait(original: Function) -> Function:
     """Record that this rank waits for a ``Work``, and mark the wait in a profile."""
 
-    def recorded(work: Any, *args: Any, **kwargs: Any) -> Any:
-        if not record.is_open:
-            return original(work, *args, **kwargs)
-        return _waiting(record.position_of(work), original, work, *args, **kwargs)
-
     def call(work: Any, *args: Any, **kwargs: Any) -> Any:
-        if call_marks.wait is None:
-            return recorded(work, *args, **kwargs)
-        with call_marks.wait():
-            return recorded(work, *args, **kwargs)
+        with call_marks.wait() if call_marks.wait is not None else nullcontext():
+            if not record.is_open:
+                return original(work, *args, **kwargs)
+            return _waiting(record.position_of(work), original, work, *args, **kwargs)
 
     return call
 
@@ -178,11 +173,7 @@ def wait_tensor(original: Function) -> Function:
 
 def unit_method(original: Function) -> Function:
     """Record for which FSDP2 unit the collectives of a method are called."""
-
-    def call(unit: Any, *args: Any, **kwargs: Any) -> Any:
-        return _of_unit(unit, original, unit, *args, **kwargs)
-
-    return call
+    return lambda unit, *args, **kwargs: _of_unit(unit, original, unit, *args, **kwargs)
 
 
 def gather_of_unit(original: Function, name: str = "gather") -> Function:

@@ -13,6 +13,7 @@ import hashlib
 import importlib
 import importlib.util
 import json
+import re
 import sys
 from dataclasses import dataclass
 from functools import cache
@@ -149,24 +150,13 @@ def _tree_of(module: str) -> ast.Module:
 
 
 def defines_name(module: str, path: str) -> bool:
-    """Whether the code of a module, or of a class in it and of its bases whose source is found, contains a name.
+    """Whether the source of a module contains a name, or that of a base class in another module defines it.
 
     Args:
         path: ``name`` or ``Class.attribute``.
     """
-    owner, _, name = path.rpartition(".")
-    if not owner:
-        return name in _names_in(_tree_of(module))
-    bases = [cls for _, cls in _located_bases(module, owner)]
-    return any(name in _names_in(cls) or (name == "__init__" and _is_dataclass(cls)) for cls in bases)
-
-
-@cache
-def _names_in(tree: ast.AST) -> frozenset[str]:
-    """Return the names that code defines, imports, reads or sets: also those of attributes and of parameters."""
-    fields = ("name", "asname", "id", "attr", "arg")
-    found = (getattr(node, field, None) for node in ast.walk(tree) for field in fields)
-    return frozenset(name for name in found if isinstance(name, str))
+    name = re.escape(path.rpartition(".")[2])
+    return re.search(rf"\b{name}\b", text_of(module)) is not None or source_hash(module, path) is not None
 
 
 def source_hash(module: str, path: str) -> str | None:

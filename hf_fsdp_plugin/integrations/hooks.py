@@ -70,6 +70,22 @@ class Hook:
         return self.contract.name
 
 
+def _rows(owner: str, replacement: str, reason: str, *names: str, **more: Any) -> tuple[Hook, ...]:
+    """Return one row for each name.
+
+    Args:
+        owner: ``module`` or ``module:Class`` that has the names.
+        replacement: a ``*`` in it stands for the name.
+        names: a name, or ``"new|old"`` if other supported versions have another name in its place.
+        more: fields that all rows have.
+    """
+    separator, split = "." if ":" in owner else ":", [name.split("|") for name in names]
+    return tuple(
+        Hook(f"{owner}{separator}{name}", replacement.replace("*", name), reason, instead=tuple(instead), **more)
+        for name, *instead in split
+    )
+
+
 Group = Literal["accelerate", "transformers", "loading", "preflight", "calls", "hangs", "profile"]
 
 _ACCELERATOR = "accelerate.accelerator:Accelerator"
@@ -86,31 +102,27 @@ _FSDP2 = "torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup"
 _WITH_INSTALL = "`install()` is removed from this package."
 _WITHOUT_OLD = "Commands for Transformers 4 are no longer in use."
 _PREFLIGHT = "`hf-fsdp check --run` is removed from this package."
-_RECORD = "torch's flight recorder covers every backend, names FSDP units, and is readable after a crash."
-_DAMAGED = "Errors of damaged or missing files name neither file nor tensor, or occur after weights were read."
-_OLD_NAMES = {
-    "all_gather_single": ("_allgather_base",),
-    "reduce_scatter_single": ("_reduce_scatter_base",),
-    "all_to_all_single": ("alltoall_base",),
+_RECORDED: dict[str, Any] = {
+    "until": "torch's flight recorder covers every backend, names FSDP units, and is readable after a crash.",
+    "direct": True,
 }
-"""Method of a process group -> the method that torch 2.11 and 2.12 have instead, and call."""
-
+_LOCAL = "The state dict type `local` is refused under FSDP2; FSDP1's full state dict fails on CPU ranks."
+_DAMAGED = "Errors of damaged or missing files name neither file nor tensor, or occur after weights were read."
 # fmt: off
 _ACCELERATE_HOOKS = (
-    Hook("accelerate.state:PartialState.__init__", "accelerate.state:init_partial_state",
+    Hook("accelerate.state:PartialState.__init__", "accelerate.accelerator:init_partial_state",
          "NCCL alone cannot clip or save offloaded parameters. On CPU ranks, Transformers ignores `ddp_timeout`."),
-    Hook("accelerate.state:AcceleratorState.__init__", "accelerate.state:init_accelerator_state", without="refused",
-         reason="CPU ranks ignore the FSDP plugin, and those of `torchrun` or a single one get no process group."),
+    Hook("accelerate.state:AcceleratorState.__init__", "accelerate.accelerator:init_accelerator_state",
+         "CPU ranks ignore the FSDP plugin, and those of `torchrun` or a single one get no process group.",
+         without="refused"),
     Hook("accelerate.utils.dataclasses:FullyShardedDataParallelPlugin.__init__", "accelerate.plugin:init_plugin",
          "The constructor refuses supported settings, and afterwards given values and defaults look the same.",
          _WITH_INSTALL, always=True, without="refused"),
     Hook(f"{_ACCELERATOR}.__init__", "accelerate.accelerator:init_accelerator",
          "An Accelerator gets the spec of `install()`, or a plugin that is made from a spec instead of a stock one.",
          _WITH_INSTALL, always=True, without="refused"),
-    Hook(f"{_ACCELERATOR}.prepare", "accelerate.accelerator:prepare", without="refused",
-         reason="Units, mesh, strategy and prefetch follow the plan.", until="Accelerate shards a model by a plan."),
-    Hook(f"{_ACCELERATOR}.prepare_model", "accelerate.accelerator:prepare_model", without="refused",
-         reason="Units, mesh, strategy and prefetch follow the plan.", until="Accelerate shards a model by a plan."),
+    *_rows(_ACCELERATOR, "accelerate.prepare:*", "Units, mesh, strategy and prefetch follow the plan.",
+           "prepare", "prepare_model", until="Accelerate shards a model by a plan.", without="refused"),
     Hook(f"{_ACCELERATOR}.get_state_dict", "accelerate.accelerator:get_state_dict",
          "FSDP1's full state dict fails on CPU ranks."),
     Hook(f"{_ACCELERATOR}.clip_grad_norm_", "accelerate.accelerator:clip_grad_norm_", without="refused",
@@ -136,20 +148,15 @@ _ACCELERATE_HOOKS = (
     # The Trainer calls it for `generate` through the module.
     Hook("torch.distributed.fsdp:register_fsdp_forward_method", "torch_functions:register_forward_method",
          "Around `generate`, torch gathers the root before the other ranks have made the call: one rank alone waits."),
-    *(
-        Hook(f"accelerate.utils.fsdp_utils:{name}", f"accelerate.checkpoints:{name}",
-             "The state dict type `local` is refused under FSDP2; FSDP1's full state dict fails on CPU ranks.",
-             # Stock would write its own files over those that the manifest names.
-             without="refused" if name == "save_fsdp_model" else "off")
-        for name in ("save_fsdp_model", "load_fsdp_model", "save_fsdp_optimizer", "load_fsdp_optimizer")
-    ),
+    # Stock would write its own files over those that the manifest names.
+    *_rows("accelerate.utils.fsdp_utils", "accelerate.checkpoints:*", _LOCAL, "save_fsdp_model", without="refused"),
+    *_rows("accelerate.utils.fsdp_utils", "accelerate.checkpoints:*", _LOCAL,
+           "load_fsdp_model", "save_fsdp_optimizer", "load_fsdp_optimizer"),
     Hook("trl.models.utils:prepare_fsdp", "accelerate.prepare:prepare_fsdp",
          "A second model is sharded by the plugin's fields: without mesh and broadcast, under FSDP2 as one unit."),
-    *(
-        Hook(f"peft.tuners.tuners_utils:BaseTuner.{name}", "peft:refuse_if_sharded", without="refused",
-             reason="PEFT merges one rank's shards, and replaces modules that FSDP manages.")
-        for name in ("merge_adapter", "merge_and_unload", "unload")
-    ),
+    *_rows("peft.tuners.tuners_utils:BaseTuner", "peft:refuse_if_sharded",
+           "PEFT merges one rank's shards, and replaces modules that FSDP manages.",
+           "merge_adapter", "merge_and_unload", "unload", without="refused"),
     Hook("torch.nn.modules.module:Module.state_dict", "torch_functions:state_dict",
          "Under FSDP1, a module inside a wrapper returns flat shards and empty tensors. A call on one rank waits."),
     Hook("torch.nn.modules.module:Module.load_state_dict", "torch_functions:load_state_dict",
@@ -160,9 +167,9 @@ _ACCELERATE_HOOKS = (
          reason="safetensors fails for a `DTensor` and writes flat shards. All of its functions that write call this."),
     Hook(f"{_ACCELERATOR}.save", "torch_functions:accelerator_save",
          "Only the main process writes, so the other ranks would neither gather shards nor refuse them."),
-    Hook(f"{_MODEL}.save_pretrained", "transformers.save_pretrained:save_pretrained", without="refused",
+    Hook(f"{_MODEL}.save_pretrained", "transformers.model_files:save_pretrained", without="refused",
          reason="Transformers writes empty tensors or fails for a model that was sharded after loading."),
-    Hook("peft.peft_model:PeftModel.save_pretrained", "transformers.save_pretrained:save_pretrained",
+    Hook("peft.peft_model:PeftModel.save_pretrained", "transformers.model_files:save_pretrained",
          "PEFT writes empty tensors or fails for a model that is sharded.", without="refused"),
     Hook("transformers.utils.hub:PushToHubMixin.push_to_hub", "saving:call_on_rank_0",
          "Each rank saves to its own temporary folder and uploads it."),
@@ -246,38 +253,30 @@ _PREFLIGHT_HOOKS = tuple(
 )
 
 _CALL_HOOKS = (
-    Hook("torch.distributed.distributed_c10d:Work.wait", "call_hooks:record_wait",
-         "The time since which a rank waits is recorded, and marked in a profile.", _RECORD, direct=True),
-    Hook(f"{_FSDP1}:_unshard", "call_hooks:gather_of_unit",
-         "FSDP1 names the unit that it gathers neither for a record nor in a trace.", _RECORD, direct=True),
-    Hook(f"{_FSDP1}:_post_backward_hook", "call_hooks:reduction_of_unit",
-         "FSDP1 names the unit that it reduces neither for a record nor in a trace.", _RECORD, direct=True),
+    *_rows("torch.distributed.distributed_c10d:Work", "call_hooks:record_wait",
+           "The time since which a rank waits is recorded, and marked in a profile.", "wait", **_RECORDED),
+    *_rows(_FSDP1, "call_hooks:gather_of_unit",
+           "FSDP1 names the unit that it gathers neither for a record nor in a trace.", "_unshard", **_RECORDED),
+    *_rows(_FSDP1, "call_hooks:reduction_of_unit",
+           "FSDP1 names the unit that it reduces neither for a record nor in a trace.",
+           "_post_backward_hook", **_RECORDED),
 )
 _HANG_HOOKS = (
-    *(
-        Hook(f"{_COLLECTIVES}.{name}", "call_hooks:record_collective",
-             "The order of the collectives of each rank is recorded.", _RECORD, direct=True,
-             instead=_OLD_NAMES.get(name, ()))
-        for name in (
-            *("allreduce", "broadcast", "reduce", "allgather", "reduce_scatter", "gather", "scatter", "alltoall"),
-            *("barrier", "monitored_barrier", "allreduce_coalesced"), *_OLD_NAMES,
-        )
-    ),
-    *(
-        Hook(f"{_COLLECTIVES}.{name}", "call_hooks:record_message",
-             "A rank that waits for a message names its peer.", _RECORD, direct=True)
-        for name in ("send", "recv")
-    ),
-    Hook(f"{_FUNCTIONAL}:_resolve_group", "call_hooks:record_functional",
-         "Collectives of `DTensor` call no method of a process group in Python. All of them call this function.",
-         _RECORD, direct=True, instead=("_resolve_group_name",)),
-    Hook(f"{_FUNCTIONAL}:wait_tensor", "call_hooks:wait_tensor",
-         "The time since which a rank waits in a collective is recorded.", _RECORD, direct=True),
-    *(
-        Hook(f"{_FSDP2}.{name}", "call_hooks:unit_method",
-             "The record of a collective names the FSDP unit that needs it.", _RECORD, direct=True)
-        for name in ("unshard", "post_backward")
-    ),
+    *_rows(_COLLECTIVES, "call_hooks:record_collective", "The order of the collectives of each rank is recorded.",
+           "allreduce", "broadcast", "reduce", "allgather", "reduce_scatter", "gather", "scatter", "alltoall",
+           "barrier", "monitored_barrier", "allreduce_coalesced",
+           # torch 2.11 and 2.12 have the other names, and call them.
+           "all_gather_single|_allgather_base", "reduce_scatter_single|_reduce_scatter_base",
+           "all_to_all_single|alltoall_base", **_RECORDED),
+    *_rows(_COLLECTIVES, "call_hooks:record_message", "A rank that waits for a message names its peer.",
+           "send", "recv", **_RECORDED),
+    *_rows(_FUNCTIONAL, "call_hooks:record_functional",
+           "Collectives of `DTensor` call no method of a process group in Python. All of them call this function.",
+           "_resolve_group|_resolve_group_name", **_RECORDED),
+    *_rows(_FUNCTIONAL, "call_hooks:wait_tensor", "The time since which a rank waits in a collective is recorded.",
+           "wait_tensor", **_RECORDED),
+    *_rows(_FSDP2, "call_hooks:unit_method", "The record of a collective names the FSDP unit that needs it.",
+           "unshard", "post_backward", **_RECORDED),
 )
 
 _PROFILE_HOOKS = (

@@ -14,13 +14,10 @@ from hf_fsdp_plugin.backends.loading.shared_weights import exchange
 from hf_fsdp_plugin.backends.ranks.cluster import slurm_variables
 from hf_fsdp_plugin.backends.ranks.collective_entry import load_failures
 from hf_fsdp_plugin.devices import accelerator_type, select_device
-from hf_fsdp_plugin.integrations import patching
+from hf_fsdp_plugin.integrations import patching, resuming, run_report, torch_functions
 from hf_fsdp_plugin.integrations.rank_watch import watch
-from hf_fsdp_plugin.integrations.resuming import begin_attempt
-from hf_fsdp_plugin.integrations.run_report import start_reporting, stop_reporting
 from hf_fsdp_plugin.integrations.saving import manager
 from hf_fsdp_plugin.integrations.session import session
-from hf_fsdp_plugin.integrations.torch_functions import add_remedy
 from hf_fsdp_plugin.messages import printer
 from hf_fsdp_plugin.problems import Problem
 from hf_fsdp_plugin.sources.environment import rank_variables
@@ -60,7 +57,7 @@ def install(
     if session.is_automatic:  # undone, so that the script finds the settings and the environment as without the plugin
         patching.restore_variables()
         session.installed = session.is_automatic = False
-    printer.install_excepthook(add_remedy, watch.failed)
+    printer.install_excepthook(torch_functions.add_remedy, watch.failed)
     watch.arm()
     handover = LaunchHandover.from_env(os.environ)
     if handover is not None and handover.quiet:
@@ -84,7 +81,7 @@ def install(
     patching.install_hooks("accelerate", "transformers", "loading")
     # The session has read the environment by now, so variables that are set here are not settings of the user.
     patching.set_variables(**slurm_variables(os.environ))
-    begin_attempt()
+    resuming.begin_attempt()
     if "PYTORCH_NVML_BASED_CUDA_CHECK" not in os.environ:
         # Otherwise torch initializes CUDA to look for GPUs, and processes that are forked later cannot use it.
         patching.set_variables(PYTORCH_NVML_BASED_CUDA_CHECK="1")
@@ -103,7 +100,7 @@ def install(
             # Scripts and libraries that load a model first ask torch.distributed or PartialState() for their rank. The
             # time-out is applied when a script gives one.
             PartialState(cpu=cpu)
-    start_reporting()
+    run_report.start_reporting()
     return session.ambient
 
 
@@ -117,7 +114,7 @@ def uninstall() -> None:
     manager.close()
     exchange.close()
     load_failures.close()
-    stop_reporting()
+    run_report.stop_reporting()
     session.close()
     patching.remove_hooks()
     patching.restore_variables()

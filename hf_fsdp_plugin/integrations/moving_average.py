@@ -80,9 +80,9 @@ class ExponentialMovingAverage:
         """Include the values of the parameters. Call it on all ranks after each optimizer step."""
         self._check_not_applied("updated")
         parameters = self._parameters()
-        known = {shard.name for shard in self._averages.tensors}
         for parameter, average in _pairs(parameters, self._averages):
             average.lerp_(parameter.to(average.dtype), 1 - self.decay)
+        known = {shard.name for shard in self._averages.tensors}
         if new := tuple(shard for shard in parameters.tensors if shard.name not in known):
             more = _copies(replace(parameters, tensors=new))
             self._averages = replace(more, tensors=(*self._averages.tensors, *more.tensors))
@@ -183,8 +183,8 @@ def _copy(source: ModelShards, into: ModelShards) -> None:
 
 def _averages_of(models: Iterable[nn.Module]) -> Iterator[tuple[int, ExponentialMovingAverage]]:
     """Return the averages of sharded models that exist, with their numbers in a checkpoint."""
-    references = [reference for model in models for reference in getattr(model, _ATTRIBUTE, ())]
-    return enumerate(average for reference in references if (average := reference()) is not None)
+    averages = (reference() for model in models for reference in getattr(model, _ATTRIBUTE, ()))
+    return enumerate(average for average in averages if average is not None)
 
 
 def save_averages(models: Iterable[nn.Module], folder: Path) -> None:

@@ -27,13 +27,17 @@ _OVERRIDDEN: Final = "_hf_fsdp_overridden_class"
 
 
 class ProcessChanges:
-    """The hooks and variables of one process. A hook is installed once, now or right after its module is imported."""
+    """The hooks and variables of one process. A hook is installed once, now or right after its module is imported.
+
+    Attributes:
+        variables: name of each variable that was set -> its value before; ``None`` if it had none.
+    """
 
     def __init__(self) -> None:
         self._imports = ImportCallbacks()
         self._requested: set[tuple[str | type, str]] = set()
         self._restorers: list[Callable[[], None]] = []
-        self._variables: dict[str, str | None] = {}
+        self.variables: dict[str, str | None] = {}
 
     def install(self, *groups: Group) -> None:
         for hook in (hook for group in groups for hook in HOOKS[group]):
@@ -72,17 +76,12 @@ class ProcessChanges:
 
     def set_variables(self, **variables: str) -> None:
         """Set environment variables until :meth:`restore_variables`."""
-        for name in variables:
-            self._variables.setdefault(name, os.environ.get(name))
+        self.variables = {**{name: os.environ.get(name) for name in variables}, **self.variables}
         _set_or_remove(variables)
 
-    def has_set(self, name: str) -> bool:
-        """Return whether :meth:`set_variables` has set a variable, and it was not restored since."""
-        return name in self._variables
-
     def restore_variables(self) -> None:
-        _set_or_remove(self._variables)
-        self._variables.clear()
+        _set_or_remove(self.variables)
+        self.variables.clear()
 
 
 def _replace(hook: Hook, owner: Any) -> Callable[[], None]:
@@ -167,13 +166,8 @@ def define_new(owner: Any) -> None:
         inherited: Any = super(owner, cls).__new__
         return inherited(cls) if inherited is object.__new__ else inherited(cls, *args, **kwargs)
 
-    _show_arguments(new, owner)
+    new.__wrapped__ = owner.__init__  # type: ignore[attr-defined]  # for inspect.signature of the class
     owner.__new__ = staticmethod(new)
-
-
-def _show_arguments(new: Any, owner: Any) -> None:
-    """Let ``inspect.signature`` of a class with this ``__new__`` return the arguments of ``owner.__init__``."""
-    new.__wrapped__ = owner.__init__
 
 
 _changes = ProcessChanges()
@@ -207,7 +201,7 @@ def _overriding_method(hook: Hook, cls: type, overridden: Callable[..., Any]) ->
         return _replacement(hook)(getattr(super(cls, self), hook.name), self, *args, **kwargs)
 
     if hook.name == "__new__":
-        _show_arguments(method, cls)
+        method.__wrapped__ = cls.__init__  # type: ignore[attr-defined]  # for inspect.signature of the class
         return staticmethod(method)
     return method
 
@@ -253,7 +247,7 @@ def set_loading_variables(spec: FsdpSpec) -> None:
 
 def has_fsdp_settings() -> bool:
     """Return whether this process has read FSDP settings, so that ``from_pretrained`` loads a model for them."""
-    return _changes.has_set(_RAM_EFFICIENT) or loads_ram_efficiently()
+    return _RAM_EFFICIENT in _changes.variables or loads_ram_efficiently()
 
 
 def loading_ram_efficiently() -> AbstractContextManager[None]:

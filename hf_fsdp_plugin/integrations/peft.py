@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any, Final
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -134,19 +134,11 @@ def _below(state: Mapping[str, torch.Tensor], prefix: str) -> dict[str, torch.Te
     return {name.removeprefix(prefix): tensor for name, tensor in state.items() if name.startswith(prefix)}
 
 
-_READS_MATRICES: Final = ("ADALORA",)
-"""Kinds of adapters that compute with whole parameters and gradients outside of the forward of a layer."""
-
-
 def check_adapters(model: nn.Module) -> None:
     """Raise ``SpecError`` for adapters that would train with one rank's shards as if they were whole matrices."""
     configs = getattr(unwrapped(model), "peft_config", None)
-    found = [
-        f"{name!r} ({kind})"
-        for name, config in (configs.items() if isinstance(configs, dict) else ())
-        if (kind := str(getattr(config.peft_type, "value", config.peft_type))) in _READS_MATRICES
-    ]
-    if found:
+    kinds = {name: config.peft_type for name, config in configs.items()} if isinstance(configs, dict) else {}
+    if found := [f"{name!r} (ADALORA)" for name, kind in kinds.items() if getattr(kind, "value", kind) == "ADALORA"]:
         message = (
             f"the adapter {', '.join(found)} is not supported with FSDP: AdaLoRA computes its regularization and the "
             "importance of ranks from whole matrices and gradients, and each rank has only parts of them."
@@ -183,11 +175,6 @@ def update_fsdp_plugin_peft(original: Callable[..., None], model: Any, accelerat
 
 _BLOCK, _NESTED_BLOCK = 64, 256
 """Elements that share a scale in bitsandbytes' 4-bit weights, and scales that share one if they are nested."""
-NO_PEFT: Final = Problem(
-    code="FSDP-E727",
-    message="--lora-rank and --qlora need the package peft, which is not installed.",
-    fix="Run pip install peft, or leave them out.",
-)
 
 
 def with_lora(model: nn.Module, *, rank: int, quantized: bool) -> nn.Module:
@@ -204,21 +191,20 @@ def with_lora(model: nn.Module, *, rank: int, quantized: bool) -> nn.Module:
     try:
         from peft import LoraConfig, get_peft_model
     except ImportError as error:
-        raise SpecError([NO_PEFT]) from error
+        message = "--lora-rank and --qlora need the package peft, which is not installed."
+        raise SpecError(
+            [Problem(code="FSDP-E727", message=message, fix="Run pip install peft, or leave them out.")]
+        ) from error
     if quantized:
         _pack_linears(model)
-    config = LoraConfig(r=rank, target_modules="all-linear", task_type=_task_of(model))
+    name = type(model).__name__
+    task = "CAUSAL_LM" if name.endswith(("ForCausalLM", "LMHeadModel")) else None
+    task = "SEQ_CLS" if name.endswith("ForSequenceClassification") else task
+    config = LoraConfig(r=rank, target_modules="all-linear", task_type=task)
     with torch.device("meta"), warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # PEFT reads a deprecated attribute of Transformers
         adapted: nn.Module = get_peft_model(model, config)
     return adapted
-
-
-def _task_of(model: nn.Module) -> str | None:
-    name = type(model).__name__
-    if name.endswith(("ForCausalLM", "LMHeadModel")):
-        return "CAUSAL_LM"
-    return "SEQ_CLS" if name.endswith("ForSequenceClassification") else None
 
 
 class _Expand(torch.autograd.Function):

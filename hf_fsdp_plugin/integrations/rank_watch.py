@@ -19,10 +19,8 @@ from hf_fsdp_plugin.hangs import rank_files
 from hf_fsdp_plugin.hangs.call_record import record
 from hf_fsdp_plugin.hangs.rank_exit import exit_limit, hang_limit
 from hf_fsdp_plugin.hangs.rank_stacks import stack_file
-from hf_fsdp_plugin.integrations.call_hooks import record_calls
-from hf_fsdp_plugin.integrations.resuming import begin_attempt, end_attempt
+from hf_fsdp_plugin.integrations import call_hooks, resuming, startup
 from hf_fsdp_plugin.integrations.session import session
-from hf_fsdp_plugin.integrations.startup import RANK_VARIABLE, may_be_rank, rank_process
 from hf_fsdp_plugin.problems import Problem, SpecError
 from hf_fsdp_plugin.rank_variables import variable_number
 from hf_fsdp_plugin.runs.identity import attempt_folder, forget_run, identify_run
@@ -54,7 +52,7 @@ class Watch:
             self.follow_thread()
             return
         environ = {**os.environ, **slurm_variables(os.environ)}
-        if not may_be_rank(environ):
+        if not startup.may_be_rank(environ):
             return
         try:
             (limit, is_strict), exit_seconds = hang_limit(), exit_limit()
@@ -74,8 +72,8 @@ class Watch:
             print_block(f"hf-fsdp: rank {self._rank}: hangs are not diagnosed: {error.filename}: {error.strerror}")
             return
         self.files, self._pid = files, os.getpid()
-        self._is_marked = RANK_VARIABLE in environ
-        os.environ[RANK_VARIABLE] = rank_process(environ)
+        self._is_marked = startup.RANK_VARIABLE in environ
+        os.environ[startup.RANK_VARIABLE] = startup.rank_process(environ)
         atexit.register(self._at_exit)
         if not self._knows_forks:
             self._knows_forks = True
@@ -110,9 +108,9 @@ class Watch:
             holds_abort=records and not is_read,
         )
         session.in_flight_file = files.saving
-        begin_attempt(files)
+        resuming.begin_attempt(files)
         if records:
-            record_calls(files.calls)
+            call_hooks.record_calls(files.calls)
         else:
             with contextlib.suppress(OSError):
                 record.open(files.calls, calls=False)
@@ -161,7 +159,7 @@ class Watch:
 
     def disarm(self) -> None:
         """Undo :meth:`arm`, and remove the files of this rank."""
-        end_attempt()
+        resuming.end_attempt()
         if self.files is None:
             return
         self._stop_watcher()
@@ -173,7 +171,7 @@ class Watch:
             rank_files.remove_files(self.files.stem)
             forget_run(self.files)
         if not self._is_marked:
-            os.environ.pop(RANK_VARIABLE, None)
+            os.environ.pop(startup.RANK_VARIABLE, None)
         self.files = self._failed = session.in_flight_file = None
 
     def _forget(self) -> None:

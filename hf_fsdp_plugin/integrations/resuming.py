@@ -16,17 +16,26 @@ import os
 import re
 import sys
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from hf_fsdp_plugin import checkpoint
 from hf_fsdp_plugin.backends.ranks.agreement import broadcast_object, on_all_ranks
 from hf_fsdp_plugin.backends.ranks.cluster import ranks_per_machine
 from hf_fsdp_plugin.backends.ranks.collective_entry import collective_call, load_failures, preparation_limit
+from hf_fsdp_plugin.checkpoint import (
+    Manifest,
+    check_states,
+    check_visible,
+    numbered_checkpoints,
+    read_manifest,
+    recover_interrupted_commit,
+    recover_run,
+    why_incomplete,
+)
 from hf_fsdp_plugin.hangs.call_record import record
 from hf_fsdp_plugin.hangs.rank_files import RankFiles
 from hf_fsdp_plugin.integrations.accelerate.batches import samples_problem
@@ -155,8 +164,8 @@ def find_checkpoint(
     def select() -> Path | None:
         if selected is None:
             return None if run is None else _highest_numbered(run, prefix)
-        checkpoint.recover_interrupted_commit(selected)
-        reason = checkpoint.why_incomplete(selected) if selected.is_dir() else "the folder does not exist"
+        recover_interrupted_commit(selected)
+        reason = why_incomplete(selected) if selected.is_dir() else "the folder does not exist"
         if reason is not None:
             message = f"{selected} is not a complete checkpoint: {reason}"
             raise CheckpointError([Problem(code="FSDP-E431", message=message, fix=fix)])
@@ -165,7 +174,7 @@ def find_checkpoint(
     found = _select_on_rank_0(select)
     if found is not None:
         rank, world_size = dist.get_rank(), dist.get_world_size()
-        checkpoint.check_states(found, rank, world_size, verify=verify, allow_pickles=allow_pickles)
+        check_states(found, rank, world_size, verify=verify, allow_pickles=allow_pickles)
     return found
 
 
@@ -218,7 +227,7 @@ def _select_on_rank_0(select: Callable[[], Path | None]) -> Path | None:
     selected = _on_rank_0(select)
     if selected is not None:
         with on_all_ranks("looking for a checkpoint"):
-            checkpoint.check_visible(selected, "resumes from")
+            check_visible(selected, "resumes from")
     return selected
 
 
@@ -240,12 +249,11 @@ def _on_rank_0(look: Callable[[], T]) -> T:
 
 def _highest_numbered(run: Path, prefix: str) -> Path | None:
     """Return the complete checkpoint with the highest number. Raises ``CheckpointError`` if all are incomplete."""
-    checkpoint.recover_run(run, prefix)
-    found, skipped = checkpoint.newest_complete(run, prefix)
-    for path, reason in skipped:
-        _report_skipped(path, reason)
-    if found is None and skipped:
-        message = f"none of the {len(skipped)} checkpoints in {run} is complete."
+    recover_run(run, prefix)
+    numbered = numbered_checkpoints(run, prefix)
+    found = _first_complete(numbered)
+    if found is None and numbered:
+        message = f"none of the {len(numbered)} checkpoints in {run} is complete."
         fix = "Restore one from a backup, or start without resuming."
         raise CheckpointError([Problem(code="FSDP-E606", message=message, fix=fix)])
     return found
@@ -255,7 +263,7 @@ def _last_saved(folder: Path, prefix: str, *, this_run: bool, training: int | No
     """Return the complete checkpoint with a manifest that was saved last, whatever its name."""
     if not folder.is_dir():
         return None
-    checkpoint.recover_run(folder, prefix)
+    recover_run(folder, prefix)
     candidates = []
     for path in folder.iterdir():
         if path.name.startswith(".") or not path.name.startswith(prefix) or not path.is_dir():
@@ -265,16 +273,17 @@ def _last_saved(folder: Path, prefix: str, *, this_run: bool, training: int | No
             number = re.search(r"(\d+)$", path.name)
             order = (manifest.created, int(number[1]) if number is not None else -1, path)
             candidates.append((_run_steps(manifest) if this_run else 0, *order))
-    for *_, path in sorted(candidates, reverse=True):
-        reason = checkpoint.why_incomplete(path)
+    return _first_complete(path for *_, path in sorted(candidates, reverse=True))
+
+
+def _first_complete(paths: Iterable[Path]) -> Path | None:
+    """Return the first checkpoint that is complete, and report those before it."""
+    for path in paths:
+        reason = why_incomplete(path)
         if reason is None:
             return path
-        _report_skipped(path, reason)
+        print_once(Problem(code="FSDP-W432", message=f"{path} is skipped: {reason}"))
     return None
-
-
-def _report_skipped(path: Path, reason: str) -> None:
-    print_once(Problem(code="FSDP-W432", message=f"{path} is skipped: {reason}"))
 
 
 def run_fact() -> dict[str, Any]:
@@ -312,14 +321,14 @@ def continue_run(path: Path) -> dict[str, Any]:
     return batch
 
 
-def _read(path: Path) -> checkpoint.Manifest | None:
+def _read(path: Path) -> Manifest | None:
     """Return the manifest of a checkpoint; ``None`` if it is missing or damaged."""
     with suppress(CheckpointError):
-        return checkpoint.read_manifest(path)
+        return read_manifest(path)
     return None
 
 
-def _is_of_this_run(manifest: checkpoint.Manifest, training: int | None) -> bool:
+def _is_of_this_run(manifest: Manifest, training: int | None) -> bool:
     run_id, job = session.restarts.run_id, session.identity.requeued
     is_own = bool(run_id) and manifest.run.get("id") == run_id
     # A job that was requeued has other agents of torch, so that its run has another id.
@@ -327,14 +336,14 @@ def _is_of_this_run(manifest: checkpoint.Manifest, training: int | None) -> bool
     return is_own and training in (None, manifest.run.get("training"))
 
 
-def _run_steps(manifest: checkpoint.Manifest) -> int:
+def _run_steps(manifest: Manifest) -> int:
     steps = manifest.run.get("steps")
     return steps if type(steps) is int and steps >= 0 else 0
 
 
 def warn_differences(path: Path, batch: dict[str, Any]) -> None:
     """Report the effects of a world size or batch that differs from the checkpoint. Does nothing without a manifest."""
-    manifest = checkpoint.read_manifest(path)
+    manifest = read_manifest(path)
     if manifest is None:
         return
     world_size = dist.get_world_size()

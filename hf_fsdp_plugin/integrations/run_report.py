@@ -5,10 +5,10 @@ from __future__ import annotations
 import atexit
 import contextlib
 import sys
+import weakref
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
@@ -41,29 +41,31 @@ class RunReporter:
     """
 
     def __init__(self) -> None:
-        self._numbers: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
-        self._unreported: set[int] = set()
+        self._unreported: list[weakref.ref[Any]] = []
+        self._reported: weakref.WeakSet[Any] = weakref.WeakSet()
         self._newest: Any = None
-        self._num_prepared = 0
+        self._has_prepared = False
         atexit.register(self._at_exit)
 
     def add_prepared(self, accelerator: Any) -> None:
         """Add an accelerator that has prepared a model."""
-        if accelerator not in self._numbers:
-            self._numbers[accelerator] = self._num_prepared
-            self._unreported.add(self._num_prepared)
-            self._num_prepared += 1
-        self._newest = accelerator if self.awaits(accelerator) else None
+        self._has_prepared = True
+        if accelerator in self._reported:
+            return
+        if not self.awaits(accelerator):
+            self._unreported.append(weakref.ref(accelerator))
+        self._newest = accelerator
 
     def add_reported(self, accelerator: Any) -> None:
         """Add an accelerator whose run has been reported. The run may have begun before this reporter."""
-        self._unreported.discard(self._numbers.setdefault(accelerator, -1))
+        self._reported.add(accelerator)
+        self._unreported = [each for each in self._unreported if each() is not accelerator]
         if self._newest is accelerator:
             self._newest = None
 
     def awaits(self, accelerator: Any) -> bool:
         """Return whether the accelerator has prepared a model and its run has not been reported."""
-        return self._numbers.get(accelerator) in self._unreported
+        return any(each() is accelerator for each in self._unreported)
 
     def close(self) -> None:
         """Cancel the reports at exit."""
@@ -74,7 +76,7 @@ class RunReporter:
         if getattr(sys, "last_type", None) is not None:
             return
         announce_end()
-        existing = {number: accelerator for accelerator, number in self._numbers.items() if self.awaits(accelerator)}
+        existing = {number: found for number, each in enumerate(self._unreported) if (found := each()) is not None}
         num_missing, found = len(self._unreported), sorted(existing)
         if not dist.is_initialized():
             if existing:
@@ -91,13 +93,13 @@ class RunReporter:
                 "Call accelerator.end_training() while it does."
             )
         self._newest = None
-        if session.ambient is not None and not self._num_prepared:
+        if session.ambient is not None and not self._has_prepared:
             print_once("nothing was sharded: the config enables FSDP, but the script prepared no model.")
 
 
 _reporter: RunReporter | None = None
-_output_dirs: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
-"""Accelerator of a Trainer -> its output folder, where the report of an evaluation is written at exit."""
+OUTPUT_DIR = "_hf_fsdp_output_dir"
+"""Attribute of the Accelerator of a Trainer: its output folder, for the report of an evaluation, written at exit."""
 
 
 def start_reporting() -> None:
@@ -123,11 +125,6 @@ def track_run(accelerator: Any) -> None:
             record_first_step(model, *optimizers_of(model, private.prepared_optimizers(accelerator)))
 
 
-def set_output_dir(accelerator: Any, folder: str) -> None:
-    """Set the folder of the report, if :func:`report_run` is called without one."""
-    _output_dirs[accelerator] = folder
-
-
 def report_run(
     accelerator: Any, *, output_dir: str | None = None, batch: BatchShape | None = None, checkpoint: Path | None = None
 ) -> None:
@@ -138,17 +135,17 @@ def report_run(
     trained model.
 
     Args:
-        output_dir: folder of the report; by default that of :func:`set_output_dir`, the project folder or the working
+        output_dir: folder of the report; by default that of the Trainer, the project folder or the working
             directory.
         batch, checkpoint: see :func:`report_accelerator`.
     """
     if not any(plan_of(model) is not None for model in private.prepared_models(accelerator)):
         if _reporter is not None and _reporter.awaits(accelerator):
-            message = (
-                "the prepared model was released before the end of the run, by free_memory(), which a Trainer calls"
-            )
-            print_once(f"no report: {message} before each training. Call accelerator.end_training() before it.")
             _reporter.add_reported(accelerator)
+            print_once(
+                "no report: the prepared model was released before the end of the run, by free_memory(), which a "
+                "Trainer calls before each training. Call accelerator.end_training() before it."
+            )
         return
     manager.wait()
     if _reporter is not None:
@@ -158,7 +155,7 @@ def report_run(
     except Exception as error:
         print_once(f"no report: {type(error).__name__}: {error}. The run itself is not affected.")
         return
-    folder = output_dir or _output_dirs.get(accelerator) or accelerator.project_dir or "."
+    folder = output_dir or getattr(accelerator, OUTPUT_DIR, None) or accelerator.project_dir or "."
     path = Path(session.report or folder)
     if path.is_dir() or not session.report:
         path /= REPORT_NAME

@@ -20,11 +20,19 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from hf_fsdp_plugin import checkpoint
 from hf_fsdp_plugin.backends.optimizers.parameters import owner_of
 from hf_fsdp_plugin.backends.ranks.agreement import gather_objects, on_all_ranks
 from hf_fsdp_plugin.backends.ranks.collective_entry import collective_call
 from hf_fsdp_plugin.backends.sharding.shard import ModuleLocation, locate_module, plan_of
+from hf_fsdp_plugin.checkpoint import (
+    CheckpointManager,
+    ModelShards,
+    gathered_state,
+    manifest_of,
+    model_shards,
+    read_manifest,
+    shards_below,
+)
 from hf_fsdp_plugin.checkpoint.names import HF_MODEL
 from hf_fsdp_plugin.integrations.accelerate.private import prepared_models, prepared_optimizers
 from hf_fsdp_plugin.integrations.session import session
@@ -33,14 +41,14 @@ from hf_fsdp_plugin.spec.fsdp_spec import StateDictKind
 
 _HF_WEIGHTS: Final = re.compile(rf"{HF_MODEL}(-\d{{5}}-of-\d{{5}})?\.safetensors(\.index\.json)?")
 
-manager = checkpoint.CheckpointManager(in_flight_file=lambda: session.in_flight_file)
+manager = CheckpointManager(in_flight_file=lambda: session.in_flight_file)
 """Writes the checkpoints of every Accelerator and Trainer in this process."""
 
 
 @contextmanager
 def exporting(model: nn.Module, folder: Path, *, step: int | None = None) -> Iterator[Any]:
     """Add the files that the block writes for a model, for ``from_pretrained``, to a folder. Collective."""
-    manifest = partial(checkpoint.manifest_of, model, "full", step=step, batch={})
+    manifest = partial(manifest_of, model, "full", step=step, batch={})
     with manager.saving(folder, manifest, into=True, after=partial(remove_stale_weights, folder)) as save:
         yield save
 
@@ -51,7 +59,7 @@ def remove_stale_weights(folder: Path) -> None:
     ``from_pretrained`` reads ``model.safetensors`` before an index. Without this, a model that is saved in several
     files to the folder of a model in one file would be loaded with the old weights.
     """
-    manifest = checkpoint.read_manifest(folder)
+    manifest = read_manifest(folder)
     new = {record.path for record in manifest.files} if manifest is not None else set()
     for path in folder.glob(f"{HF_MODEL}*"):
         if _HF_WEIGHTS.fullmatch(path.name) and path.name not in new:
@@ -77,14 +85,15 @@ def prepare_buffers_after_first_step(accelerator: Any, kind: StateDictKind) -> N
 
 
 class GatheredModels:
-    """The gathered states that are in use.
+    """The gathered state that is in use: in its block only rank 0 runs, so that no other state can be gathered.
 
     Attributes:
         paused: whether ``save_pretrained`` is not replaced, for calls of this package that write no weights.
     """
 
     def __init__(self) -> None:
-        self._states: list[tuple[nn.Module, Mapping[str, torch.Tensor]]] = []
+        self._root: nn.Module | None = None
+        self._state: Mapping[str, torch.Tensor] = {}
         self.paused = False
 
     @contextmanager
@@ -101,22 +110,19 @@ class GatheredModels:
         if dist.get_rank() != 0:
             yield False
             return
-        self._states.append((place.root, {place.prefix + name: tensor for name, tensor in state.items()}))
+        self._root, self._state = place.root, {place.prefix + name: tensor for name, tensor in state.items()}
         hooks = [module.register_forward_pre_hook(_refuse_forward, prepend=True) for module in place.root.modules()]
         try:
             yield True
         finally:
             for hook in hooks:
                 hook.remove()
-            self._states.pop()
+            self._root, self._state = None, {}
 
     def state_of(self, module: nn.Module) -> OrderedDict[str, torch.Tensor] | None:
         """Return the gathered state of a module by its own names; ``None`` outside of a block of :meth:`on_rank_0`."""
-        place = locate_module(module) if self._states else None
-        for root, state in reversed(self._states):
-            if place is not None and root is place.root:
-                return part_of(state, place)
-        return None
+        place = locate_module(module) if self._root is not None else None
+        return part_of(self._state, place) if place is not None and place.root is self._root else None
 
 
 gathered = GatheredModels()
@@ -133,14 +139,14 @@ def part_of(state: Mapping[str, Any], place: ModuleLocation) -> OrderedDict[str,
     return OrderedDict((name.removeprefix(prefix), value) for name, value in state.items() if name.startswith(prefix))
 
 
-def shards_at(place: ModuleLocation) -> checkpoint.ModelShards:
+def shards_at(place: ModuleLocation) -> ModelShards:
     """Return this rank's shards of the module at ``place``, by the module's names."""
-    return checkpoint.shards_below(checkpoint.model_shards(place.root), place.prefix)
+    return shards_below(model_shards(place.root), place.prefix)
 
 
 def state_at(place: ModuleLocation) -> dict[str, torch.Tensor]:
     """Return the whole tensors of the module at ``place`` on the CPU of rank 0; empty on other ranks. Collective."""
-    return checkpoint.gathered_state(shards_at(place))
+    return gathered_state(shards_at(place))
 
 
 FIX: Final = (

@@ -73,9 +73,6 @@ class Session:
     def __init__(self) -> None:
         # Keyed by id: TrainingArguments is unhashable, and its attributes are pickled into every checkpoint.
         self._of_arguments: dict[int, FsdpSpec] = {}
-        self.report: str | None = None
-        self.ambient: FsdpSpec | None = None
-        self.early_group: Any = None
         self.trainer_spec: FsdpSpec | None = None
         self.group_timeout: timedelta | None = None
         self.in_flight_file: Path | None = None
@@ -84,6 +81,16 @@ class Session:
         self.num_trainings = 0
         self.first_samples_per_step: int | None = None
         self.close()
+
+    def close(self) -> None:
+        """End the session, and restore the state before ``install``."""
+        self.installed = self.report_table = self._uses_fsdp = self.is_automatic = False
+        self.sources = self._located = Sources(environ={})
+        self.report: str | None = None
+        self.ambient: FsdpSpec | None = None
+        self.early_group: Any = None
+        self._of_arguments.clear()
+        self.defer(None)
 
     def begin(self, sources: Sources, *, report: str | None = None, report_table: bool = False) -> FsdpSpec:
         """Begin the session and return the spec of its sources. Raises ``SpecError`` with all problems.
@@ -97,14 +104,6 @@ class Session:
         self.ambient = spec if spec.enabled else None
         return spec
 
-    def close(self) -> None:
-        """End the session, and restore the state before ``install``."""
-        self.installed = self.report_table = self._uses_fsdp = self.is_automatic = False
-        self.sources = self._located = Sources(environ={})
-        self.report = self.ambient = self.early_group = None
-        self._of_arguments.clear()
-        self.defer(None)
-
     def defer(self, install: Callable[[], None] | None, *, until_call: bool = False) -> None:
         """Call ``install`` when FSDP is first asked for, or forget it (``None``).
 
@@ -115,9 +114,8 @@ class Session:
 
     def start_deferred(self) -> None:
         """Call the deferred ``install``, if there is one."""
-        install = self._deferred
-        self.defer(None)
-        if install is not None:
+        if (install := self._deferred) is not None:
+            self.defer(None)
             install()
 
     @property

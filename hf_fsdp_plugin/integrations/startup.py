@@ -133,14 +133,13 @@ def _install_hooks(module: ModuleType) -> None:
     _imports.close()
     if not is_rank():
         return
-    from hf_fsdp_plugin.integrations.patching import install_hooks
+    from hf_fsdp_plugin.integrations import patching
     from hf_fsdp_plugin.integrations.session import session
-    from hf_fsdp_plugin.spellings import TRUE_WORDS
 
-    launched_with_fsdp = os.environ.get("ACCELERATE_USE_FSDP", "").lower() in TRUE_WORDS
-    install_hooks("accelerate", "transformers")
+    launched_with_fsdp = patching.is_true("ACCELERATE_USE_FSDP")
+    patching.install_hooks("accelerate", "transformers")
     if launched_with_fsdp:
-        install_hooks("loading")  # a script may load its model before anything else
+        patching.install_hooks("loading")  # a script may load its model before anything else
     session.defer(_install, until_call=launched_with_fsdp)
 
 

@@ -1,10 +1,13 @@
-"""``accelerator(spec)``, and the replacements of the methods of ``Accelerator`` that create it, prepare and train.
+"""How Accelerate's objects are created, and how an ``Accelerator`` trains: ``accelerator(spec)``, and replacements.
 
-The arguments of an Accelerator with FSDP are checked; some are refused, or noted because they have no effect.
+The arguments of an Accelerator with FSDP are checked; some are refused, or noted because they have no effect. The
+constructors of ``PartialState`` and ``AcceleratorState`` enable FSDP on CPU ranks, and process groups for both CPU and
+accelerator tensors.
 """
 
 from __future__ import annotations
 
+import functools
 import inspect
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -12,42 +15,35 @@ from contextlib import suppress
 from typing import Any, Final
 
 import torch
-from accelerate import Accelerator
-from accelerate.utils import InitProcessGroupKwargs, KwargsHandler, ParallelismConfig
+import torch.distributed as dist
+from accelerate import Accelerator, utils
 
 from hf_fsdp_plugin.backends.optimizers.clipping import clip_grad_norm
-from hf_fsdp_plugin.backends.ranks.cluster import slurm_variables
+from hf_fsdp_plugin.backends.ranks.cluster import gloo_interface, gloo_variables, raise_file_limit, slurm_variables
 from hf_fsdp_plugin.backends.ranks.collective_entry import DEFAULT_LIMIT, TRAINING_LIMIT, collective_call
 from hf_fsdp_plugin.backends.sharding.shard import locate_module
+from hf_fsdp_plugin.devices import DEVICES, accelerator_type, select_device
 from hf_fsdp_plugin.integrations import patching
-from hf_fsdp_plugin.integrations.accelerate import prepare as planned
-from hf_fsdp_plugin.integrations.accelerate.plugin import (
-    PlannedFsdpPlugin,
-    dynamo_plugin,
-    if_planned,
-    planned_plugin,
-    spec_of_stock_plugin,
-    with_mixed_precision,
-)
-from hf_fsdp_plugin.integrations.accelerate.private import prepared_models, prepared_optimizers, set_fsdp, shared_state
-from hf_fsdp_plugin.integrations.accelerate.state import adjust_process_group
+from hf_fsdp_plugin.integrations.accelerate import plugin as plugins
+from hf_fsdp_plugin.integrations.accelerate import private
 from hf_fsdp_plugin.integrations.profiling.marking import mark_phase
 from hf_fsdp_plugin.integrations.run_report import report_run
-from hf_fsdp_plugin.integrations.saving import gathered, state_at
+from hf_fsdp_plugin.integrations.saving import call_name, gathered, state_at
 from hf_fsdp_plugin.integrations.script_arguments import check_arguments, check_object, print_or_raise
 from hf_fsdp_plugin.integrations.session import session
 from hf_fsdp_plugin.integrations.torch_functions import FIX, has_shards
 from hf_fsdp_plugin.messages import print_once, print_warnings
-from hf_fsdp_plugin.plan.names import unwrapped
 from hf_fsdp_plugin.plan.presharded import distributed_config_of
-from hf_fsdp_plugin.problems import Origin, Problem
-from hf_fsdp_plugin.sources.accelerate_objects import DATA_SIZES, parallelism_fields
+from hf_fsdp_plugin.problems import Origin, Problem, SpecError
+from hf_fsdp_plugin.rank_variables import launched_world_size
+from hf_fsdp_plugin.sources.accelerate_objects import DATA_SIZES
 from hf_fsdp_plugin.sources.distributed_config import OTHER_AXES
 from hf_fsdp_plugin.sources.interface import Sources
 from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec
 from hf_fsdp_plugin.spec.load import assess, with_distributed_config
 from hf_fsdp_plugin.spec.rules import fsdp_is_off
 from hf_fsdp_plugin.torch_private.functions import ShardedGradScaler
+from hf_fsdp_plugin.torch_private.process_groups import set_timeout, timeout_of
 
 SOURCE: Final = "Accelerator()"
 _USE_MESH: Final = "ACCELERATE_USE_PARALLELISM_CONFIG"
@@ -77,7 +73,7 @@ def accelerator(spec: FsdpSpec, **kwargs: Any) -> Accelerator:
     patching.install_hooks("accelerate")
     patching.set_variables(**slurm_variables(os.environ))
     patching.set_loading_variables(spec)
-    return Accelerator(fsdp_plugin=PlannedFsdpPlugin(spec), **kwargs)
+    return Accelerator(fsdp_plugin=plugins.PlannedFsdpPlugin(spec), **kwargs)
 
 
 def init_accelerator(original: Callable[..., None], accelerator: Any, *args: Any, **kwargs: Any) -> None:
@@ -85,13 +81,13 @@ def init_accelerator(original: Callable[..., None], accelerator: Any, *args: Any
     arguments = inspect.signature(original).bind(*args, **kwargs).arguments
     plugin, mesh = arguments.get("fsdp_plugin"), arguments.get("parallelism_config")
     # The mesh of the first Accelerator is that of all Accelerators of the process, as in Accelerate.
-    mesh = mesh or getattr(shared_state().get("fsdp_plugin"), "parallelism_config", None)
+    mesh = mesh or getattr(private.shared_state().get("fsdp_plugin"), "parallelism_config", None)
     spec = _spec_of(plugin, mesh)
     if spec is not None:
         # The spec of a Trainer already contains the precision of its arguments.
         given = None if session.trainer_spec is not None else arguments.get("mixed_precision")
-        plugin = PlannedFsdpPlugin.replacing(plugin, with_mixed_precision(spec, given))
-    if not isinstance(plugin, PlannedFsdpPlugin):
+        plugin = plugins.PlannedFsdpPlugin.replacing(plugin, plugins.with_mixed_precision(spec, given))
+    if not isinstance(plugin, plugins.PlannedFsdpPlugin):
         original(**arguments)
         if plugin is None and accelerator.num_processes > 1 and session.installed:
             message = (
@@ -104,7 +100,7 @@ def init_accelerator(original: Callable[..., None], accelerator: Any, *args: Any
     arguments["fsdp_plugin"] = plugin
     arguments.pop("parallelism_config", None)  # Accelerate would refuse it under FSDP1
     plugin.parallelism_config = mesh
-    if (dynamo := dynamo_plugin(plugin.spec)) and not arguments.keys() & {"dynamo_plugin", "dynamo_backend"}:
+    if (dynamo := plugins.dynamo_plugin(plugin.spec)) and not arguments.keys() & {"dynamo_plugin", "dynamo_backend"}:
         arguments["dynamo_plugin"] = dynamo
     param = plugin.spec.precision.param
     arguments["mixed_precision"] = param if param in ("bf16", "fp16") else "no"
@@ -118,7 +114,7 @@ def init_accelerator(original: Callable[..., None], accelerator: Any, *args: Any
 def _spec_of(plugin: Any, mesh: Any) -> FsdpSpec | None:
     """Return the spec of an Accelerator that is created with these arguments; ``None`` for a planned plugin or none."""
     if plugin is not None:
-        return spec_of_stock_plugin(plugin, mesh)
+        return plugins.spec_of_stock_plugin(plugin, mesh)
     if session.trainer_spec is not None or session.ambient is None or mesh is None:
         return session.trainer_spec or session.ambient
     spec = session.load(parallelism_config=mesh)
@@ -126,60 +122,36 @@ def _spec_of(plugin: Any, mesh: Any) -> FsdpSpec | None:
     return spec
 
 
-def prepare(original: Callable[..., Any], accelerator: Any, *args: Any, **kwargs: Any) -> Any:
-    adopt_models(accelerator, args)
-    if planned_plugin(accelerator) is None:
-        return original(*args, **kwargs)
-    return planned.prepare_objects(accelerator, args)
-
-
-def prepare_model(original: Callable[..., Any], accelerator: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
-    adopt_models(accelerator, [model])
-    if planned_plugin(accelerator) is None:
-        return original(model, *args, **kwargs)
-    evaluation_mode = kwargs.get("evaluation_mode", args[1] if len(args) > 1 else False)
-    # The Trainer prepares a model that from_pretrained has sharded for evaluation, to keep Accelerate from wrapping it.
-    if evaluation_mode and distributed_config_of(model) is None:
-        if not args and kwargs.get("device_placement") is None:
-            # Accelerate leaves the placement to FSDP, which does not shard a model in this mode.
-            kwargs["device_placement"] = True
-        return original(model, *args, **kwargs)
-    optimizers = [wrapper.optimizer for wrapper in prepared_optimizers(accelerator)]
-    return planned.prepare_model(accelerator, model, optimizers)
-
-
 def get_state_dict(original: Callable[..., Any], accelerator: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
     """Return the whole state dict of a sharded model, or of a module in one, on rank 0; empty on other ranks.
 
     Collective for these. A model that is not sharded, in an Accelerator with FSDP, returns its own state dict.
     """
-    answer = gathered.state_of(model)
-    if answer is not None:
+    if (answer := gathered.state_of(model)) is not None:
         return answer
-    place = locate_module(model)
-    if place is not None:
-        with collective_call(f"Accelerator.get_state_dict of {type(unwrapped(model)).__name__}", fix=FIX):
+    if (place := locate_module(model)) is not None:
+        with collective_call(call_name("Accelerator.get_state_dict", model), fix=FIX):
             return state_at(place)
-    if planned_plugin(accelerator) is not None and not has_shards(model):
+    if plugins.planned_plugin(accelerator) is not None and not has_shards(model):
         return model.state_dict()
     return original(model, *args, **kwargs)
 
 
-@if_planned
+@plugins.if_planned
 @mark_phase("clipping")
 def clip_grad_norm_(
     original: Callable[..., Any], accelerator: Any, parameters: Any, max_norm: Any, norm_type: Any = 2
 ) -> torch.Tensor:
-    plugin: PlannedFsdpPlugin = accelerator.state.fsdp_plugin
+    plugin: plugins.PlannedFsdpPlugin = accelerator.state.fsdp_plugin
     parameters = [parameters] if hasattr(parameters, "grad") else list(parameters)
     has_gradients = any(parameter.grad is not None for parameter in parameters)
     limit = TRAINING_LIMIT if has_gradients else DEFAULT_LIMIT
     plugin.first_calls.wait("Accelerator.clip_grad_norm_", fix=_CLIP_FIX, limit=limit, before_step=True)
     accelerator.unscale_gradients()
-    return clip_grad_norm(prepared_models(accelerator), parameters, float(max_norm), float(norm_type))
+    return clip_grad_norm(private.prepared_models(accelerator), parameters, float(max_norm), float(norm_type))
 
 
-@if_planned
+@plugins.if_planned
 @mark_phase("clipping")
 def clip_grad_value_(original: Callable[..., Any], accelerator: Any, parameters: Any, clip_value: Any) -> None:
     accelerator.unscale_gradients()
@@ -201,22 +173,20 @@ def check_accelerator(arguments: Mapping[str, Any], spec: FsdpSpec) -> None:
         SpecError: an argument is refused.
     """
     given = {name: value for name, value in arguments.items() if value is not None}
-    mesh = given.get("parallelism_config")
-    print_or_raise([*check_arguments("Accelerator", given, source=SOURCE), *_check_mesh(mesh, spec)])
-    handlers = given.get("kwargs_handlers", ())
-    check_handlers(handlers)
-    for handler in handlers:
-        if isinstance(handler, InitProcessGroupKwargs):
+    mesh_problems = _check_mesh(given.get("parallelism_config"), spec)
+    print_or_raise([*check_arguments("Accelerator", given, source=SOURCE), *mesh_problems])
+    check_handlers(given.get("kwargs_handlers", ()))
+    for handler in given.get("kwargs_handlers", ()):
+        if isinstance(handler, utils.InitProcessGroupKwargs):
             adjust_process_group(handler.to_kwargs(), source=SOURCE)
 
 
 def check_handlers(objects: Iterable[Any]) -> None:
     """Report the arguments of the handlers among ``objects``. Raises ``SpecError`` for those that are refused."""
-    handlers = [obj for obj in objects if isinstance(obj, KwargsHandler)]
+    handlers = [obj for obj in objects if isinstance(obj, utils.KwargsHandler)]
     problems = [problem for handler in handlers for problem in check_object(handler, source=SOURCE)]
-    if session.trainer_spec is not None:  # the Trainer creates a handler in every run
-        problems = [problem for problem in problems if problem.severity == "error"]
-    print_or_raise(problems)
+    # The Trainer creates a handler in every run.
+    print_or_raise([each for each in problems if each.severity == "error" or session.trainer_spec is None])
 
 
 def _check_mesh(config: Any, spec: FsdpSpec) -> Iterator[Problem]:
@@ -224,15 +194,12 @@ def _check_mesh(config: Any, spec: FsdpSpec) -> Iterator[Problem]:
     if config is None:
         return
     alone = assess(Sources(config={"distributed_type": "FSDP"}, parallelism_config=config, environ={}))
-    if not alone.ok:
-        yield from (problem for problem in alone.problems if problem.severity == "error")
-        return
-    sizes = parallelism_fields(config)
+    yield from (problem for problem in alone.problems if problem.severity == "error")
     # The session has read a config, and has reported the sources that override it.
     reported = {each.setting for each in spec.problems if each.origin and each.origin.source == "ParallelismConfig"}
-    for name, setting in _SETTINGS.items():
-        size = sizes.get(name)
-        if size not in (None, spec.get(setting)) and setting not in reported:
+    for name, setting in _SETTINGS.items() if alone.ok else ():
+        size = alone.spec.get(setting)
+        if alone.spec.asked(setting) and size != spec.get(setting) and setting not in reported:
             message = f"{name} is {size}, but the spec of this Accelerator has {setting}={spec.get(setting)}."
             fix = "Pass it to load_spec: load_spec(config, parallelism_config=…)."
             origin = Origin(source=SOURCE, spelling="parallelism_config", text=f"{name}={size}")
@@ -246,7 +213,7 @@ def set_mesh(accelerator: Any, config: Any, spec: FsdpSpec) -> None:
     """
     if config is None and patching.is_true(_USE_MESH):
         with suppress(ValueError):
-            config = ParallelismConfig()
+            config = utils.ParallelismConfig()
     if config is None or spec.fsdp.version == 1 or config.dp_shard_size == 1:
         return
     is_same = all(getattr(config, name) == spec.get(setting) for name, setting in _SETTINGS.items())
@@ -264,17 +231,17 @@ def adopt_models(accelerator: Any, objects: Iterable[Any]) -> None:
     Raises:
         SpecError: the ``DistributedConfig`` conflicts with the other settings.
     """
-    if planned_plugin(accelerator) is not None or not session.installed or prepared_models(accelerator):
+    if plugins.planned_plugin(accelerator) is not None or not session.installed or private.prepared_models(accelerator):
         return
     config = next((config for obj in objects if (config := distributed_config_of(obj)) is not None), None)
     if config is None or is_left_to_transformers(config):
         return
     check_handlers(vars(accelerator).values())
     given = session.load(parallelism_config=accelerator.parallelism_config)
-    spec = with_distributed_config(with_mixed_precision(given, accelerator.mixed_precision), config)
+    spec = with_distributed_config(plugins.with_mixed_precision(given, accelerator.mixed_precision), config)
     print_warnings(spec.problems)
-    set_fsdp(accelerator.state)
-    accelerator.state.fsdp_plugin = PlannedFsdpPlugin(spec)
+    private.set_fsdp(accelerator.state)
+    accelerator.state.fsdp_plugin = plugins.PlannedFsdpPlugin(spec)
     replace_scaler(accelerator)
     print_once("this Accelerator uses FSDP2 now, because from_pretrained has sharded the model.")
 
@@ -300,3 +267,145 @@ def replace_scaler(accelerator: Any) -> None:
         handler = accelerator.scaler_handler
         settings = handler.to_kwargs() if handler is not None else {}
         accelerator.scaler = ShardedGradScaler(accelerator.device.type, **settings)
+
+
+def init_partial_state(original: Callable[..., None], state: Any, *args: Any, **kwargs: Any) -> None:
+    """On ranks with an accelerator, first start a process group for its tensors and for CPU tensors.
+
+    Offloaded gradients, for example, are CPU tensors. If ``cpu`` or a backend is given, Accelerate starts its own
+    process group instead. The time-out is that of the ``TrainingArguments``, on CPU ranks too.
+    """
+    is_given = kwargs.get("backend") is not None or (args and args[0]) or kwargs.get("cpu")
+    was_started = dist.is_initialized()
+    if not state.initialized and not was_started:
+        _prepare_network()
+        local_rank = int(os.environ.get("LOCAL_RANK", -1))
+        if not is_given and local_rank >= 0 and (device := select_device(local_rank)).type != "cpu":
+            _disable_unsupported_transports(device.type)
+            timeout = {name: value for name, value in kwargs.items() if name == "timeout"}
+            dist.init_process_group(device.process_group_backend, **timeout)
+    if session.group_timeout is not None:
+        kwargs.setdefault("timeout", session.group_timeout)
+    if was_started and not state.initialized:
+        _check_backend(kwargs.get("backend"), source="TrainingArguments")
+    if "timeout" in kwargs and _is_early_group():
+        set_timeout(kwargs["timeout"])
+    original(*args, **kwargs)
+    if not was_started and dist.is_initialized() and "timeout" not in kwargs:
+        session.early_group = dist.group.WORLD
+    _remove_index_of_cpu(state)
+    own = getattr(state, "device", None)
+    if own is not None and own.index is not None and own.index != state.local_process_index:
+        # Accelerate passes the local rank to barriers, which is no device if each rank sees only its own. All objects
+        # of `PartialState` share their attributes.
+        state.wait_for_everyone = functools.partial(dist.barrier, device_ids=[own.index])
+
+
+def _prepare_network() -> None:
+    """Prepare this process for the connections of gloo, which every process group has."""
+    if (world_size := launched_world_size()) == 1:
+        return
+    patching.set_variables(**gloo_variables(os.environ))
+    interface, problem = gloo_interface(os.environ)
+    if interface:
+        patching.set_variables(GLOO_SOCKET_IFNAME=interface)
+    print_warnings(filter(None, (problem, raise_file_limit(world_size))))
+
+
+def _disable_unsupported_transports(device_type: str) -> None:
+    """Set NCCL's variables for GPUs without peer-to-peer transfers, as `accelerate launch` does.
+
+    With other launchers, Accelerate raises and asks for these variables.
+    """
+    # The check starts nvidia-smi, which takes seconds while many ranks start, so it is made for these GPUs only.
+    devices = range(torch.cuda.device_count() if device_type == "cuda" else 0)
+    if any("RTX 40" in torch.cuda.get_device_name(each) for each in devices) and not utils.check_cuda_p2p_ib_support():
+        names = [name for name in ("NCCL_P2P_DISABLE", "NCCL_IB_DISABLE") if name not in os.environ]
+        patching.set_variables(**dict.fromkeys(names, "1"))
+        if names:
+            print_once(f"{' and '.join(names)} set to 1: these GPUs do not support the transport with this driver.")
+
+
+def _is_early_group() -> bool:
+    return session.early_group is not None and session.early_group is dist.group.WORLD
+
+
+def adjust_process_group(given: Mapping[str, Any], *, source: str) -> None:
+    """Apply the arguments for a process group to the one that is started already. Does nothing if none is.
+
+    Raises:
+        SpecError: the group has another backend.
+    """
+    if not dist.is_initialized():
+        return
+    _check_backend(given.get("backend"), source=source)
+    timeout = given.get("timeout")
+    if timeout is not None and _is_early_group():
+        set_timeout(timeout)
+    elif timeout not in (None, timeout_of()):
+        message = f"timeout={timeout} has no effect: the process group is started already, with {timeout_of()}."
+        fix = "Pass it where the group is started: init_process_group, PartialState or TrainingArguments(ddp_timeout)."
+        print_once(Problem(code="FSDP-W614", message=message, fix=fix, origin=Origin(source=source)))
+
+
+def _check_backend(backend: str | None, *, source: str) -> None:
+    """Raise ``SpecError`` if the process group has another backend for the tensors of a model."""
+    if backend is None:
+        return
+    device = accelerator_type()
+    asked, found = (
+        dict(pair.split(":") for pair in text.split(",")).get(device) if ":" in text else text
+        for text in (backend, str(dist.get_backend_config()))
+    )
+    if asked != found:
+        message = f"backend={backend}, but the process group is started already, with {found} for {device}."
+        fix = "Remove it, or start the group with it: torch.distributed.init_process_group(BACKEND) before install()."
+        raise SpecError([Problem(code="FSDP-E612", message=message, fix=fix, origin=Origin(source=source))])
+
+
+def _remove_index_of_cpu(state: Any) -> None:
+    """Make the device of a CPU rank ``cpu``. Accelerate sets ``cpu:0``, which FSDP1 treats as another device."""
+    device = getattr(state, "device", None)
+    if device is not None and device.type == "cpu":
+        state.device = torch.device("cpu")
+
+
+def init_accelerator_state(original: Callable[..., None], state: Any, *args: Any, **kwargs: Any) -> None:
+    """Use FSDP on CPU ranks too. Raises ``SpecError`` for a process without a process group."""
+    plugin = kwargs.get("fsdp_plugin")
+    if not isinstance(plugin, plugins.PlannedFsdpPlugin):
+        original(*args, **kwargs)
+        return
+    if _is_cpu_rank(plugin.spec):
+        kwargs["cpu"] = True
+        private.reset_single_process_state(state)
+    original(*args, **kwargs)
+    if state.distributed_type == utils.DistributedType.NO:
+        message = "FSDP is configured, but this is a single process without a process group."
+        fix = (
+            "Start the script with `hf-fsdp launch`, `accelerate launch` or `torchrun`, or as several tasks of `srun`. "
+            "Use `--num_processes 1` for a single rank."
+        )
+        raise SpecError([Problem(code="FSDP-E601", message=message, fix=fix)])
+    if state.distributed_type in (utils.DistributedType.MULTI_CPU, utils.DistributedType.FSDP):
+        _remove_index_of_cpu(state)  # PartialState may have been created before it was hooked
+        private.set_fsdp(state)
+        state.fsdp_plugin = plugin
+
+
+def _is_cpu_rank(spec: FsdpSpec) -> bool:
+    """Return whether a launcher started this process as a rank on the CPU. Starts the process group of a single rank.
+
+    Accelerate treats a CPU rank as a process without a launcher unless ``cpu`` is set, and ``accelerate launch`` sets
+    neither rank nor address for a single rank.
+    """
+    if accelerator_type() != "cpu" and not spec.launch.use_cpu:
+        return False
+    if "RANK" not in os.environ:
+        if spec.launch.num_processes != 1 or "ACCELERATE_USE_CPU" not in os.environ:
+            return False
+        patching.set_variables(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
+    if os.environ.get("WORLD_SIZE") == "1" and not dist.is_initialized():
+        patching.set_variables(LOCAL_RANK=os.environ.get("LOCAL_RANK", "0"))
+        dist.init_process_group(DEVICES["cpu"].process_group_backend, store=dist.HashStore(), rank=0, world_size=1)
+    return True

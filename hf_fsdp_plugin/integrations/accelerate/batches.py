@@ -72,20 +72,23 @@ def notice_accumulation(accelerator: Any, optimizer: torch.optim.Optimizer) -> N
     optimizer.register_step_pre_hook(notice)
 
 
+def batch_facts(accumulation: int, samples_per_step: int | None) -> dict[str, Any]:
+    """Return the fields of a manifest's ``batch`` that Accelerators and Trainers share."""
+    batch = {"world_size": dist.get_world_size(), "accumulation": accumulation}
+    sizes = {"samples_per_step": samples_per_step, "first_samples_per_step": session.first_samples_per_step}
+    return batch | {name: size for name, size in sizes.items() if size is not None}
+
+
 def batch_of(accelerator: Any) -> dict[str, Any]:
     """Return the samples of an optimizer step, and the schedules of the learning rate, for the manifest."""
     accumulation = accelerator.gradient_accumulation_steps
-    schedulers = private.prepared_schedulers(accelerator)
-    batch: dict[str, Any] = {"world_size": dist.get_world_size(), "accumulation": accumulation}
-    batch["accumulates"] = getattr(accelerator, _ACCUMULATES, False)
-    steps = [_scheduler_steps(each) for each in schedulers]
-    factors = map(_factors, schedulers, steps)
-    batch["schedules"] = [{"steps": num, "factors": found} for num, found in zip(steps, factors, strict=True)]
-    if (samples := next(filter(None, map(_samples, private.prepared_dataloaders(accelerator))), None)) is not None:
-        batch["samples_per_step"] = samples * accumulation
-    if session.first_samples_per_step is not None:
-        batch["first_samples_per_step"] = session.first_samples_per_step
-    return batch
+    samples = next(filter(None, map(_samples, private.prepared_dataloaders(accelerator))), None)
+    schedules = [(_scheduler_steps(each), each) for each in private.prepared_schedulers(accelerator)]
+    return {
+        **batch_facts(accumulation, samples * accumulation if samples is not None else None),
+        "accumulates": getattr(accelerator, _ACCUMULATES, False),
+        "schedules": [{"steps": steps, "factors": _factors(each, steps)} for steps, each in schedules],
+    }
 
 
 def _samples(loader: Any) -> int | None:
@@ -102,14 +105,12 @@ def keep_samples_per_step(accelerator: Any, checkpoint: Path, saved: Mapping[str
     Args:
         saved: the field ``batch`` of the manifest of the checkpoint.
     """
-    given = accelerator.gradient_accumulation_steps
     if saved.get("accumulates"):
         setattr(accelerator, _ACCUMULATES, True)
         accelerator.gradient_accumulation_steps = kept_accumulation(saved, batch_of(accelerator))
         # Accelerate counts batches, and makes a step when the accumulation divides their number.
         accelerator.step = accelerator.step // saved["accumulation"] * accelerator.gradient_accumulation_steps
     now = batch_of(accelerator)
-    print_accumulation(saved, now, given)
     before, samples = saved.get("samples_per_step"), now.get("samples_per_step")
     ratio = samples / before if before and samples else None
     schedulers, schedules = private.prepared_schedulers(accelerator), saved.get("schedules", ())
@@ -193,6 +194,8 @@ def _is_same(factors: list[float] | None, saved: list[float] | None) -> bool | N
 def kept_accumulation(saved: Mapping[str, Any], now: Mapping[str, Any]) -> int:
     """Return the gradient accumulation with which a step has as many samples as in the first attempt of a run.
 
+    A change is printed.
+
     Args:
         saved, now: the field ``batch`` of the manifest, as the checkpoint contains it and as this attempt would write
             it.
@@ -202,27 +205,23 @@ def kept_accumulation(saved: Mapping[str, Any], now: Mapping[str, Any]) -> int:
     """
     before, size, unit = _step_sizes(saved, now)
     target = saved.get("first_samples_per_step", before) if unit == "samples" else before
-    accumulation: int = now["accumulation"]
-    return max(1, round(target * accumulation / size)) if target and size else accumulation
+    given: int = now["accumulation"]
+    kept = max(1, round(target * given / size)) if target and size else given
+    if kept != given:
+        print_once(
+            f"{saved.get('world_size')} ranks have saved, {now.get('world_size')} resume: gradient_accumulation_steps "
+            f"is {kept} instead of {given}, and a step has {size * kept // given} {unit} (before: {before})."
+        )
+    return kept
 
 
 def _step_sizes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[int, int, str]:
     """Return the size of a step before and now, and its unit: samples, or batches of all ranks if these are unknown."""
-    samples = saved.get("samples_per_step"), now.get("samples_per_step")
-    if samples[0] and samples[1]:
-        return samples[0], samples[1], "samples"
+    before, size = (each.get("samples_per_step") for each in (saved, now))
+    if before and size:
+        return before, size, "samples"
     before, size = (each.get("accumulation", 0) * each.get("world_size", 0) for each in (saved, now))
     return before, size, "batches"
-
-
-def print_accumulation(saved: Mapping[str, Any], now: Mapping[str, Any], given: int) -> None:
-    """Print that a restart has changed the gradient accumulation from ``given``."""
-    if now["accumulation"] != given:
-        before, size, unit = _step_sizes(saved, now)
-        print_once(
-            f"{saved['world_size']} ranks have saved, {now['world_size']} resume: gradient_accumulation_steps is "
-            f"{now['accumulation']} instead of {given}, and a step has {size} {unit} (before: {before})."
-        )
 
 
 def samples_problem(

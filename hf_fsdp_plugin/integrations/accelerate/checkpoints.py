@@ -15,32 +15,34 @@ import torch.distributed as dist
 from accelerate.utils import convert_file_size_to_int
 from accelerate.utils.modeling import is_peft_model
 
-from hf_fsdp_plugin import checkpoint
 from hf_fsdp_plugin.backends.optimizers.parameters import owner_of
 from hf_fsdp_plugin.backends.ranks.agreement import on_all_ranks
 from hf_fsdp_plugin.backends.ranks.collective_entry import TRAINING_LIMIT, collective_call, wait_for_all_ranks
 from hf_fsdp_plugin.backends.sharding.shard import locate_module, plan_of
-from hf_fsdp_plugin.checkpoint.names import ACCELERATE_PREFIX, ACCELERATE_RUN, custom_state_file
-from hf_fsdp_plugin.integrations.accelerate.batches import batch_of, keep_samples_per_step
-from hf_fsdp_plugin.integrations.accelerate.plugin import (
-    PlannedFsdpPlugin,
-    assigned_state_dict_type,
-    has_planned_state,
-    if_sharded,
-    planned_plugin,
+from hf_fsdp_plugin.checkpoint import (
+    Manifest,
+    load_model,
+    load_optimizer,
+    manifest_of,
+    numbered_checkpoints,
+    remove_checkpoint,
 )
+from hf_fsdp_plugin.checkpoint import load_state as load_state_file
+from hf_fsdp_plugin.checkpoint.names import ACCELERATE_PREFIX, ACCELERATE_RUN, custom_state_file
+from hf_fsdp_plugin.integrations.accelerate import plugin as plugins
+from hf_fsdp_plugin.integrations.accelerate.batches import batch_of, keep_samples_per_step
 from hf_fsdp_plugin.integrations.accelerate.private import prepared_models
 from hf_fsdp_plugin.integrations.moving_average import load_averages, save_averages
 from hf_fsdp_plugin.integrations.profiling.marking import mark_phase
 from hf_fsdp_plugin.integrations.resuming import continue_run, find_checkpoint, run_fact, warn_differences
-from hf_fsdp_plugin.integrations.saving import exporting, manager
+from hf_fsdp_plugin.integrations.saving import call_name, exporting, manager
 from hf_fsdp_plugin.integrations.session import context_in_block
 from hf_fsdp_plugin.plan.names import unwrapped
 
 _FIX = "Call it on all ranks, outside of `if accelerator.is_main_process:`."
 
 
-@if_sharded
+@plugins.if_sharded
 @mark_phase("checkpoint")
 def save_state(
     original: Callable[..., Any], accelerator: Any, output_dir: Any = None, *args: Any, **kwargs: Any
@@ -49,7 +51,7 @@ def save_state(
 
     The path is ``checkpoints/checkpoint_<iteration>`` in the project folder with automatic naming, else ``output_dir``.
     """
-    plugin: PlannedFsdpPlugin = accelerator.state.fsdp_plugin
+    plugin: plugins.PlannedFsdpPlugin = accelerator.state.fsdp_plugin
     project, run = accelerator.project_configuration, _run_folder(accelerator)
     final = Path(output_dir).expanduser() if run is None else run / f"{ACCELERATE_PREFIX}{accelerator.save_iteration}"
     if run is not None and final.exists():
@@ -60,9 +62,9 @@ def save_state(
     asynchronous = plugin.spec.checkpoint.asynchronous
     wait_for_all_ranks("Accelerator.save_state", fix=_FIX, limit=TRAINING_LIMIT)
 
-    def manifest() -> checkpoint.Manifest:
+    def manifest() -> Manifest:
         facts: dict[str, Any] = {"asynchronous": asynchronous, "batch": batch_of(accelerator), "run": run_fact()}
-        return checkpoint.manifest_of(model, plugin.state_dict_kind, step=accelerator.step or None, **facts)
+        return manifest_of(model, plugin.state_dict_kind, step=accelerator.step or None, **facts)
 
     rotate = functools.partial(_remove_oldest, run, project.total_limit) if run is not None else None
     with manager.saving(final, manifest, asynchronous=asynchronous, after=rotate) as save:
@@ -97,11 +99,11 @@ def _write_config(model: Any, folder: Path) -> None:
 
 
 def _remove_oldest(run: Path, limit: int | None) -> None:
-    for path in checkpoint.numbered_checkpoints(run, ACCELERATE_PREFIX)[limit:] if limit else ():
-        checkpoint.remove_checkpoint(path)
+    for path in numbered_checkpoints(run, ACCELERATE_PREFIX)[limit:] if limit else ():
+        remove_checkpoint(path)
 
 
-@if_sharded
+@plugins.if_sharded
 def load_state(original: Callable[..., Any], accelerator: Any, input_dir: Any = None, *args: Any, **kwargs: Any) -> Any:
     """Load a complete checkpoint: ``input_dir``, or the newest one with an automatic name. Collective.
 
@@ -139,13 +141,13 @@ _pickles_allowed: ContextVar[bool] = ContextVar("_pickles_allowed", default=Fals
 
 def load_custom_state(original: Callable[..., None], obj: Any, path: Any, index: int = 0) -> None:
     """Load the state of a registered object without executing anything that its file may contain."""
-    if not has_planned_state() or _pickles_allowed.get():
+    if not plugins.has_planned_state() or _pickles_allowed.get():
         original(obj, path, index)
         return
-    obj.load_state_dict(checkpoint.load_state(Path(path) / custom_state_file(index)))
+    obj.load_state_dict(load_state_file(Path(path) / custom_state_file(index)))
 
 
-@if_sharded
+@plugins.if_sharded
 def save_model(
     original: Callable[..., Any],
     accelerator: Any,
@@ -162,7 +164,7 @@ def save_model(
     if place is None or place.name or not safe_serialization:
         original(model, save_directory, max_shard_size, safe_serialization)
         return
-    with collective_call(f"Accelerator.save_model of {type(unwrapped(model)).__name__}", fix=_FIX):
+    with collective_call(call_name("Accelerator.save_model", model), fix=_FIX):
         size, final, root = convert_file_size_to_int(max_shard_size), Path(save_directory), place.root
         with exporting(root, final, step=accelerator.step or None) as save:
             _write_config(root, save.folder)
@@ -177,13 +179,11 @@ def _if_planned(function: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(function)
     def replacement(original: Callable[..., Any], fsdp_plugin: Any, accelerator: Any, *args: Any, **kwargs: Any) -> Any:
-        planned = planned_plugin(accelerator)
+        planned = plugins.planned_plugin(accelerator)
         if planned is None:
             return original(fsdp_plugin, accelerator, *args, **kwargs)
         kwargs.pop("use_dcp", None)  # each rank writes and reads its shards
-        if fsdp_plugin is planned:
-            return function(planned, accelerator, *args, **kwargs)
-        with planned.with_state_dict_type(assigned_state_dict_type(fsdp_plugin)):
+        with plugins.with_type_of(planned, fsdp_plugin):
             return function(planned, accelerator, *args, **kwargs)
 
     return replacement
@@ -204,7 +204,7 @@ def load_fsdp_model(
     plugin: Any, accelerator: Any, model: Any, input_dir: Any, model_index: int = 0, adapter_only: bool = False
 ) -> Any:
     adapters, verify = _only_adapters(adapter_only, model), plugin.spec.checkpoint.verify
-    return checkpoint.load_model(model, Path(input_dir), model_index, adapter_only=adapters, verify=verify)
+    return load_model(model, Path(input_dir), model_index, adapter_only=adapters, verify=verify)
 
 
 @_if_planned
@@ -219,10 +219,8 @@ def save_fsdp_optimizer(
 def load_fsdp_optimizer(
     plugin: Any, accelerator: Any, optimizer: Any, model: Any, input_dir: Any, optimizer_index: int = 0, **_: Any
 ) -> Any:
-    optimizer, owner = _with_owner(accelerator, optimizer, model)
-    return checkpoint.load_optimizer(
-        owner, optimizer, Path(input_dir), optimizer_index, verify=plugin.spec.checkpoint.verify
-    )
+    (optimizer, owner), verify = _with_owner(accelerator, optimizer, model), plugin.spec.checkpoint.verify
+    return load_optimizer(owner, optimizer, Path(input_dir), optimizer_index, verify=verify)
 
 
 def _with_owner(accelerator: Any, optimizer: Any, model: Any) -> tuple[Any, Any]:

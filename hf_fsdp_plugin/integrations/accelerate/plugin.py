@@ -16,7 +16,6 @@ import weakref
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import fields, replace
-from types import MappingProxyType
 from typing import Any, Final, cast, get_args
 
 import torch
@@ -47,6 +46,9 @@ STATE_DICT_FIELDS: Final = frozenset({"state_dict_type", "state_dict_config", "o
 """Fields that scripts may change at any time. Each save reads the type; the options of torch have no effect."""
 FIELDS: Final = frozenset(field.name for field in fields(FullyShardedDataParallelPlugin)) - STATE_DICT_FIELDS
 """Fields that are settings of the plan."""
+_TORCH_TYPES: Final[Mapping[StateDictKind, fsdp.StateDictType]] = {
+    kind: fsdp.StateDictType[f"{kind.upper()}_STATE_DICT"] for kind in get_args(StateDictKind)
+}
 _ARGUMENTS = "_hf_fsdp_arguments"
 """Attribute of a stock plugin: the arguments of its constructor, and the fields that the constructor set."""
 
@@ -167,14 +169,10 @@ class PlannedFsdpPlugin(FullyShardedDataParallelPlugin):
             self.state_dict_type = state_dict_type
         kind = self.state_dict_kind
         self.__dict__.update(
-            state_dict_type=fsdp.StateDictType[f"{kind.upper()}_STATE_DICT"],
+            state_dict_type=_TORCH_TYPES[kind],
             state_dict_config=getattr(fsdp, f"{kind.title()}StateDictConfig")(),
             optim_state_dict_config=getattr(fsdp, f"{kind.title()}OptimStateDictConfig")(),
         )
-
-    def with_state_dict_type(self, state_dict_type: Any) -> AbstractContextManager[None]:
-        """Set another state dict type in the block. ``None`` keeps the present one."""
-        return nullcontext() if state_dict_type is None else attributes_in_block(self, state_dict_type=state_dict_type)
 
     def set_mixed_precision(self, mixed_precision: Any, buffer_autocast: bool = False, override: bool = False) -> None:
         """Do nothing: the spec contains all dtypes. Accelerate calls this method with a single dtype."""
@@ -276,19 +274,20 @@ def spec_of_stock_plugin(plugin: Any, parallelism_config: Any = None) -> FsdpSpe
     return spec
 
 
-def assigned_state_dict_type(plugin: Any) -> Any:
-    """Return the state dict type that a script assigned to a stock plugin; ``None`` if it is the constructor's."""
+def with_type_of(planned: PlannedFsdpPlugin, plugin: Any) -> AbstractContextManager[None]:
+    """Use the state dict type that a script assigned to a stock plugin in the block, if it assigned one."""
     fields: dict[str, Any] = getattr(plugin, _ARGUMENTS, ({}, {}))[1]
     value = getattr(plugin, "state_dict_type", None)
-    return value if value != fields.get("state_dict_type") else None
+    is_assigned = value is not None and value != fields.get("state_dict_type")
+    return attributes_in_block(planned, state_dict_type=value) if is_assigned else nullcontext()
 
 
 def dynamo_plugin(spec: FsdpSpec) -> TorchDynamoPlugin | None:
     """Return Accelerate's ``torch.compile`` settings, which launchers set by variables; ``None`` if there are none."""
     given = {str(key).removeprefix("dynamo_"): value for key, value in spec.launch.dynamo_config.items()}
-    names = {"mode": "mode", "fullgraph": "use_fullgraph", "dynamic": "use_dynamic"}
-    names["use_regional_compilation"] = "use_regional_compilation"
-    settings: dict[str, Any] = {name: given.get(written) for name, written in names.items()}
+    written = {"mode": "mode", "fullgraph": "use_fullgraph", "dynamic": "use_dynamic"}
+    written["use_regional_compilation"] = "use_regional_compilation"
+    settings: dict[str, Any] = {name: given.get(key) for name, key in written.items()}
     return TorchDynamoPlugin(backend=str(given.get("backend", "no")), **settings) if given else None
 
 
@@ -298,16 +297,12 @@ def _runs_on_cpu(spec: FsdpSpec) -> bool:
 
 def _mixed_precision(spec: FsdpSpec) -> fsdp.MixedPrecision | fsdp.MixedPrecisionPolicy | None:
     """Return torch's policy of the spec's precision; ``None`` if FSDP1 casts nothing."""
-    given = spec.precision
-    param, reduce, output, buffer = (
-        torch_dtype("unchanged" if dtype == "auto" else dtype)
-        for dtype in (given.param, given.reduce, given.output, given.buffer)
-    )
+    given = (spec.precision.param, spec.precision.reduce, spec.precision.output, spec.precision.buffer)
+    param, reduce, output, buffer = (torch_dtype("unchanged" if dtype == "auto" else dtype) for dtype in given)
     if spec.fsdp.version == 2:
         return fsdp.MixedPrecisionPolicy(param_dtype=param, reduce_dtype=reduce, output_dtype=output)
-    if param is None and buffer is None:
-        return None
-    return fsdp.MixedPrecision(param_dtype=param, reduce_dtype=reduce, buffer_dtype=buffer)
+    casts = param is not None or buffer is not None
+    return fsdp.MixedPrecision(param_dtype=param, reduce_dtype=reduce, buffer_dtype=buffer) if casts else None
 
 
 def _cpu_offload(spec: FsdpSpec) -> fsdp.CPUOffload | fsdp.OffloadPolicy:
@@ -320,22 +315,18 @@ def _cpu_offload(spec: FsdpSpec) -> fsdp.CPUOffload | fsdp.OffloadPolicy:
 
 
 def _parse_state_dict_type(value: fsdp.StateDictType | str | int) -> StateDictKind:
-    name = value.name if isinstance(value, fsdp.StateDictType) else str(value)
-    name = name.strip().lower().removesuffix("_state_dict")
-    for kind in get_args(StateDictKind):
-        if name in (kind, str(fsdp.StateDictType[f"{kind.upper()}_STATE_DICT"].value)):
-            return cast(StateDictKind, kind)
+    for kind, known in _TORCH_TYPES.items():
+        if value is known or str(value).strip().lower() in (kind, f"{kind}_state_dict", str(known.value)):
+            return kind
     raise ValueError(f"state_dict_type {value!r} is invalid. Use full, sharded or local, or 1, 2 or 3 as in torch.")
 
 
-_MEANING_OF_NONE: Final[Mapping[str, Any]] = MappingProxyType(
-    {
-        "auto_wrap_policy": "no_wrap",
-        "backward_prefetch": "no_prefetch",
-        "min_num_params": 0,
-        "mixed_precision_policy": {f"{name}_dtype": "no" for name in ("param", "reduce", "output", "buffer")},
-    }
-)
+_MEANING_OF_NONE: Final[Mapping[str, Any]] = {
+    "auto_wrap_policy": "no_wrap",
+    "backward_prefetch": "no_prefetch",
+    "min_num_params": 0,
+    "mixed_precision_policy": {f"{name}_dtype": "no" for name in ("param", "reduce", "output", "buffer")},
+}
 """Field -> the value that ``None`` stands for. Other fields have no such value."""
 
 
@@ -345,14 +336,12 @@ def spec_with_assignments(spec: FsdpSpec, assigned: Mapping[str, Any]) -> FsdpSp
     Raises:
         SpecError: a value is not supported, cannot have an effect any more, or conflicts with another setting.
     """
-    given: dict[str, Any] = {}
-    for name, value in assigned.items():
-        if name == "cpu_ram_efficient_loading":
-            fix = "Set fsdp_cpu_ram_efficient_loading in the config."
-            raise refused_assignment(name, "the model is loaded already", fix)
-        if value is None and name not in _MEANING_OF_NONE:
-            raise refused_assignment(name, "None is not a value of this setting", "Assign the value that is meant.")
-        given[name] = _MEANING_OF_NONE[name] if value is None else value
+    if "cpu_ram_efficient_loading" in assigned:
+        fix = "Set fsdp_cpu_ram_efficient_loading in the config."
+        raise refused_assignment("cpu_ram_efficient_loading", "the model is loaded already", fix)
+    given = {name: _MEANING_OF_NONE.get(name) if value is None else value for name, value in assigned.items()}
+    if (unknown := next((name for name, value in given.items() if value is None), None)) is not None:
+        raise refused_assignment(unknown, "None is not a value of this setting", "Assign the value that is meant.")
     changed = with_plugin_object(spec, given)
     if changed.precision.param == "fp16" != spec.precision.param:
         reason = "fp16 needs a gradient scaler, which the Accelerator creates in its constructor"
@@ -381,16 +370,17 @@ def with_mixed_precision(spec: FsdpSpec, given: Any) -> FsdpSpec:
     """
     if given is None or (given == "no" and not spec.asked("precision.param")):
         return spec
-    origin = Origin(source="Accelerator()", spelling="mixed_precision", text=str(given))
+    name, origin = "precision.param", Origin(source="Accelerator()", spelling="mixed_precision", text=str(given))
     if str(given).lower() == "fp8":
         message = "mixed_precision=fp8: fp8 is implemented inside the model (torchao, TransformerEngine), not by FSDP."
         fix = "Set mixed_precision to bf16."
-        raise SpecError([Problem(code="FSDP-E121", setting="precision.param", message=message, fix=fix, origin=origin)])
+        raise SpecError([Problem(code="FSDP-E121", setting=name, message=message, fix=fix, origin=origin)])
     param: Any = given if given in ("bf16", "fp16") else "auto"
     if param == spec.precision.param:
         return spec
-    before = spec.origin("precision.param")
+    changed, before = spec.with_values({name: param}, {name: origin}), spec.origin(name)
+    if not spec.asked(name):
+        return changed
     message, fix = f"{before.written} is overridden by {origin}.", "Set it in one place."
-    overridden = Problem(code="FSDP-W103", setting="precision.param", origin=before, message=message, fix=fix)
-    changed = spec.with_values({"precision.param": param}, {"precision.param": origin})
-    return replace(changed, problems=(*spec.problems, overridden)) if spec.asked("precision.param") else changed
+    overridden = Problem(code="FSDP-W103", setting=name, origin=before, message=message, fix=fix)
+    return replace(changed, problems=(*spec.problems, overridden))

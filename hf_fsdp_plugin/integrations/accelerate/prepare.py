@@ -26,21 +26,18 @@ from hf_fsdp_plugin.backends.sharding.submodule_calls import free_after_forward,
 from hf_fsdp_plugin.devices import get_device
 from hf_fsdp_plugin.estimate.unit_sizes import with_padding_warning
 from hf_fsdp_plugin.hangs.call_record import record
+from hf_fsdp_plugin.integrations import call_hooks, peft, resuming, run_report, saving, script_arguments
 from hf_fsdp_plugin.integrations.accelerate import private
+from hf_fsdp_plugin.integrations.accelerate.accelerator import adopt_models
 from hf_fsdp_plugin.integrations.accelerate.batches import check_even_batches, notice_accumulation
 from hf_fsdp_plugin.integrations.accelerate.plugin import planned_plugin
-from hf_fsdp_plugin.integrations.call_hooks import name_units
-from hf_fsdp_plugin.integrations.peft import check_adapters
 from hf_fsdp_plugin.integrations.preflight.run import preflight
 from hf_fsdp_plugin.integrations.profiling.run import profiling
 from hf_fsdp_plugin.integrations.rank_watch import watch
-from hf_fsdp_plugin.integrations.resuming import agree_on_attempt
-from hf_fsdp_plugin.integrations.run_report import track_run
-from hf_fsdp_plugin.integrations.saving import prepare_buffers_after_first_step
 from hf_fsdp_plugin.messages import print_warnings
 from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan
 from hf_fsdp_plugin.plan.names import unwrapped
-from hf_fsdp_plugin.plan.presharded import sharded_backend
+from hf_fsdp_plugin.plan.presharded import distributed_config_of, sharded_backend
 from hf_fsdp_plugin.plan.resolve import resolve
 from hf_fsdp_plugin.problems import Problem, SpecError
 from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec
@@ -53,8 +50,8 @@ _FIX = (
 )
 
 
-def prepare_objects(accelerator: Any, objects: Sequence[Any]) -> Any:
-    """Prepare models, optimizers and other objects as ``Accelerator.prepare`` does. Collective.
+def prepare(original: Callable[..., Any], accelerator: Any, *args: Any, **kwargs: Any) -> Any:
+    """Prepare models, optimizers and other objects, which are ``args``. Collective for a planned plugin.
 
     The steps for a model are those of :func:`shard_model`. Models and optimizers may be prepared in separate calls, and
     a model without an optimizer (for an evaluation before training, or a frozen teacher). Stock Accelerate refuses both
@@ -63,22 +60,23 @@ def prepare_objects(accelerator: Any, objects: Sequence[Any]) -> Any:
     Raises:
         SpecError: on all ranks, if a plan cannot be resolved or an optimizer has parameters of no prepared model.
     """
+    adopt_models(accelerator, args)
+    if (plugin := planned_plugin(accelerator)) is None:
+        return original(*args, **kwargs)
     # 1. Accelerate prepares loaders and optimizers, and then schedulers, which need the prepared optimizers.
-    prepared = list(objects)
+    prepared = list(args)
     for first_pass in (True, False):
         prepared = [
             obj if isinstance(obj, nn.Module) else private.prepare_one(accelerator, obj, first_pass=first_pass)
             for obj in prepared
         ]
     # 2. Models are planned and sharded. Optimizers get the shards instead of the parameters.
-    plugin = planned_plugin(accelerator)
-    optimizers: list[torch.optim.Optimizer] = [obj.optimizer for obj in private.prepared_optimizers(accelerator)]
-    optimizers += list(plugin.later_optimizers) if plugin is not None else []
-    prepared = [prepare_model(accelerator, obj, optimizers) if isinstance(obj, nn.Module) else obj for obj in prepared]
+    optimizers = [*_optimizers_of(accelerator), *plugin.later_optimizers]
+    prepared = [_add_model(accelerator, obj, optimizers) if isinstance(obj, nn.Module) else obj for obj in prepared]
     models = private.prepared_models(accelerator)
     for model in models:
         sharding.rebind_optimizers(model, optimizers)
-    if any(isinstance(obj, nn.Module) for obj in objects):
+    if any(isinstance(obj, nn.Module) for obj in args):
         exchange.close()  # every rank has loaded its model
     # 3. Optimizers are checked, and their steps are adapted to shards, unless this call prepares no optimizer.
     new_optimizers = [obj.optimizer for obj in prepared if hasattr(obj, "optimizer")]
@@ -86,15 +84,34 @@ def prepare_objects(accelerator: Any, objects: Sequence[Any]) -> Any:
         _prepare_optimizers(accelerator, new_optimizers, models)
     # 4. What the ranks do from now on is watched: batches, the report, the memory of asynchronous saves.
     print_warnings(problem for obj in prepared if (problem := check_even_batches(obj)) is not None)
-    track_run(accelerator)
-    if plugin is not None and plugin.spec.checkpoint.asynchronous and new_optimizers:
-        prepare_buffers_after_first_step(accelerator, plugin.state_dict_kind)
+    run_report.track_run(accelerator)
+    if plugin.spec.checkpoint.asynchronous and new_optimizers:
+        saving.prepare_buffers_after_first_step(accelerator, plugin.state_dict_kind)
     private.mark_prepared(accelerator, *prepared)
     return tuple(prepared) if len(prepared) > 1 else prepared[0]
 
 
-def prepare_model(accelerator: Any, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer] = ()) -> nn.Module:
-    """Plan and shard one model, and return the sharded model. Collective. A prepared model is returned unchanged.
+def prepare_model(original: Callable[..., Any], accelerator: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+    """Plan and shard a model, unless it is prepared for evaluation. Collective for a planned plugin."""
+    adopt_models(accelerator, [model])
+    if planned_plugin(accelerator) is None:
+        return original(model, *args, **kwargs)
+    evaluation_mode = kwargs.get("evaluation_mode", args[1] if len(args) > 1 else False)
+    # The Trainer prepares a model that from_pretrained has sharded for evaluation, to keep Accelerate from wrapping it.
+    if evaluation_mode and distributed_config_of(model) is None:
+        if not args and kwargs.get("device_placement") is None:
+            # Accelerate leaves the placement to FSDP, which does not shard a model in this mode.
+            kwargs["device_placement"] = True
+        return original(model, *args, **kwargs)
+    return _add_model(accelerator, model, _optimizers_of(accelerator))
+
+
+def _optimizers_of(accelerator: Any) -> list[torch.optim.Optimizer]:
+    return [wrapper.optimizer for wrapper in private.prepared_optimizers(accelerator)]
+
+
+def _add_model(accelerator: Any, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> nn.Module:
+    """Shard a model, add it to those of the accelerator, and return it. Collective. A prepared model is returned.
 
     So is a script's own variable, which is the module inside the prepared model under FSDP1.
     """
@@ -102,13 +119,13 @@ def prepare_model(accelerator: Any, model: nn.Module, optimizers: Sequence[torch
     place = sharding.locate_module(model)
     if place is not None and not place.name:
         model = place.root
-    is_prepared = private.is_prepared(model)
-    sharded = model if is_prepared else shard_model(accelerator, model, optimizers, is_first=not models)
-    if not any(sharded is known for known in models):
-        models.append(sharded)
+    if not private.is_prepared(model):
+        model = shard_model(accelerator, model, optimizers, is_first=not models)
+    if not any(model is known for known in models):
+        models.append(model)
         if preflight.active:
             _own_loop().watch_model(accelerator)
-    return sharded
+    return model
 
 
 def shard_model(
@@ -139,7 +156,7 @@ def shard_model(
     load_failures.close()
     name = type(unwrapped(model)).__name__.removeprefix("FSDP")
     with _together(name):
-        agree_on_attempt(name)
+        resuming.agree_on_attempt(name)
         if sharded_backend(model) == "fsdp2":
             # After a forward, units that are not freed have gathered parameters: they hide the sharding.
             sharding.reshard_and_rebind(model, optimizers)
@@ -163,7 +180,7 @@ def shard_model(
         # 6. Hooks: the progress, the diagnosis of hangs and the profile of this rank follow the model.
         record.count_forwards(sharded)
         watch.follow_thread()
-        name_units(sharded)
+        call_hooks.name_units(sharded)
         profiling.watch(sharded)
         if compiler is not None:
             # torch.compile breaks graphs at a module's FSDP hooks, so the sharded module is compiled again.
@@ -178,7 +195,7 @@ def make_plan(accelerator: Any, spec: FsdpSpec, model: nn.Module) -> FsdpPlan:
         message = f"{type(model).__name__} was loaded with a device_map over several devices."
         fix = "Load it without device_map: FSDP places the model."
         raise SpecError([Problem(code="FSDP-E605", message=message, fix=fix)])
-    check_adapters(model)
+    peft.check_adapters(model)
     check_parameter_hooks(model)
     kind, world_size = accelerator.device.type, accelerator.num_processes
     local_size = ranks_per_machine(os.environ, world_size, get_device(kind).count())
@@ -218,9 +235,7 @@ def _prepare_optimizers(
         if private.can_create_state(optimizer):
             set_state_factory(optimizer, private.create_state)
         problems.append(apply_step_mode(optimizer, plan) if plan is not None else None)
-    print_warnings(filter(None, problems))
-    if errors := [problem for problem in problems if problem is not None and problem.severity == "error"]:
-        raise SpecError(errors)
+    script_arguments.print_or_raise([problem for problem in problems if problem is not None])
     for optimizer in optimizers:
         record.count_steps(optimizer)
         optimizer.register_step_pre_hook(first_step.announce)
@@ -233,16 +248,12 @@ def _prepare_optimizers(
 
 def _check_parameters(optimizers: Sequence[torch.optim.Optimizer], models: Sequence[nn.Module]) -> None:
     """Raise ``SpecError`` for an optimizer with parameters of no sharded model: training would not change the loss."""
-    problems = []
+    num_foreign = [(type(optimizer).__name__, foreign_parameters(optimizer, models)) for optimizer in optimizers]
+    effect = "belong to no prepared model, so the optimizer would update copies that the model does not use."
     fix = "Pass the optimizer and all of its models to one call of prepare(), or create it after preparing them."
-    for optimizer in optimizers if any(sharding.plan_of(model) for model in models) else ():
-        if num_foreign := foreign_parameters(optimizer, models):
-            parameters = f"{num_foreign} parameters of {type(optimizer).__name__}"
-            effect = "so the optimizer would update copies that the model does not use."
-            message = f"{parameters} belong to no prepared model, {effect}"
-            problems.append(Problem(code="FSDP-E604", message=message, fix=fix))
-    if problems:
-        raise SpecError(problems)
+    messages = [f"{number} parameters of {name} {effect}" for name, number in num_foreign if number]
+    if messages and any(sharding.plan_of(model) for model in models):
+        raise SpecError([Problem(code="FSDP-E604", message=message, fix=fix) for message in messages])
 
 
 def _together(names: str) -> AbstractContextManager[None]:

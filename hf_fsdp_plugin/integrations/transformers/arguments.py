@@ -107,12 +107,11 @@ def prepare_distribute_model(
     if distributed_config is None:
         return original(distributed_config, *args, **kwargs)
     session.uses_fsdp = True
-    if isinstance(distributed_config, dict):
-        read = source.read(Sources(distributed_config=distributed_config, environ={}))
-        unknown = [problem for problem in read.problems if problem.code == "FSDP-E020"] if read is not None else []
-        if unknown:
-            raise SpecError(unknown)
-    fields = distributed_config if isinstance(distributed_config, dict) else vars(distributed_config)
+    is_dict = isinstance(distributed_config, dict)
+    read = source.read(Sources(distributed_config=distributed_config, environ={})) if is_dict else None
+    if unknown := [problem for problem in read.problems if problem.code == "FSDP-E020"] if read is not None else []:
+        raise SpecError(unknown)
+    fields = distributed_config if is_dict else vars(distributed_config)
     sizes = [fields.get(name) for name in ("fsdp_size", "dp_replicate_size")]
     if any(isinstance(size, int) and size > 1 for size in sizes):
         device_map = kwargs.get("device_map", args[0] if args else None)
@@ -185,9 +184,7 @@ def _with_old_fields(kind: Any) -> Any:
 def _apply_old_arguments(arguments: Any) -> None:
     """Add the arguments of the ``TrainingArguments`` that are being constructed to its ``fsdp_config``."""
     given = {name: value for name, value in _given.get().items() if value}
-    if not given:
-        return
-    if arguments.fsdp_config is None or isinstance(arguments.fsdp_config, Mapping):
+    if given and isinstance(arguments.fsdp_config, Mapping | None):
         arguments.fsdp_config = {**(arguments.fsdp_config or {}), **given}
     else:  # a path or JSON text
         for name, value in given.items():

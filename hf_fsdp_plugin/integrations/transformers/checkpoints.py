@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -10,29 +11,30 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from accelerate.utils.modeling import is_peft_model
-from transformers.trainer_utils import has_length
+from transformers.trainer_utils import has_length, sort_checkpoints
 
-from hf_fsdp_plugin import checkpoint
 from hf_fsdp_plugin.backends.ranks.agreement import on_all_ranks
 from hf_fsdp_plugin.backends.ranks.collective_entry import TRAINING_LIMIT, collective_call, wait_for_all_ranks
 from hf_fsdp_plugin.backends.sharding.shard import locate_module
+from hf_fsdp_plugin.checkpoint import (
+    Manifest,
+    manifest_of,
+    model_shards,
+    read_stored_model,
+    remove_checkpoint,
+    stored_state_dict_type,
+)
 from hf_fsdp_plugin.checkpoint.names import HF_MODEL, TRAINER_PREFIX, TRAINER_STATE, safetensors_file, trainer_rng_file
-from hf_fsdp_plugin.devices import available_device
-from hf_fsdp_plugin.integrations import resuming
-from hf_fsdp_plugin.integrations.accelerate.batches import kept_accumulation, print_accumulation
+from hf_fsdp_plugin.integrations import moving_average, peft, resuming
+from hf_fsdp_plugin.integrations.accelerate.batches import batch_facts, kept_accumulation
 from hf_fsdp_plugin.integrations.accelerate.plugin import PlannedFsdpPlugin, if_planned, if_sharded
 from hf_fsdp_plugin.integrations.accelerate.private import prepared_models
-from hf_fsdp_plugin.integrations.moving_average import save_averages
-from hf_fsdp_plugin.integrations.peft import adapter_state, as_unsharded
 from hf_fsdp_plugin.integrations.profiling.marking import mark_phase
 from hf_fsdp_plugin.integrations.saving import gathered, manager, remove_stale_weights
 from hf_fsdp_plugin.integrations.session import attributes_in_block, session
-from hf_fsdp_plugin.integrations.transformers import private
-from hf_fsdp_plugin.integrations.transformers.loading import without_progress_bar
-from hf_fsdp_plugin.integrations.transformers.save_pretrained import is_stored_differently, stores_adapters
+from hf_fsdp_plugin.integrations.transformers import model_files, private
 from hf_fsdp_plugin.messages import print_once
 from hf_fsdp_plugin.plan.names import unwrapped
 from hf_fsdp_plugin.spec.fsdp_spec import StateDictKind
@@ -53,21 +55,20 @@ def save_checkpoint(original: Callable[..., None], trainer: Any, model: Any, tri
         limit=TRAINING_LIMIT,
     )
 
-    def manifest() -> checkpoint.Manifest:
+    def manifest() -> Manifest:
         facts: dict[str, Any] = {"asynchronous": asynchronous, "batch": _batch(trainer), "run": resuming.run_fact()}
         facts |= {"step": trainer.state.global_step, "adapter_only": is_peft_model(trainer.model)}
-        return checkpoint.manifest_of(trainer.model, _kind_of_checkpoints(trainer), **facts)
+        return manifest_of(trainer.model, _kind_of_checkpoints(trainer), **facts)
 
     rotate = partial(_remove_oldest, trainer, run, final)
     with manager.saving(final, manifest, asynchronous=asynchronous, after=rotate) as save:
         with private.using_run_folder(trainer, save.staging.root):
             original(model, trial)
-        save_averages(prepared_models(trainer.accelerator), save.folder)
-        state, staged = trainer.state, save.folder
-        if state.best_model_checkpoint == str(staged):
-            state.best_model_checkpoint = str(final)
+        moving_average.save_averages(prepared_models(trainer.accelerator), save.folder)
+        if trainer.state.best_model_checkpoint == str(save.folder):
+            trainer.state.best_model_checkpoint = str(final)
             if trainer.args.should_save:
-                state.save_to_json(str(staged / TRAINER_STATE))
+                trainer.state.save_to_json(str(save.folder / TRAINER_STATE))
 
 
 def _kind_of_checkpoints(trainer: Any) -> StateDictKind:
@@ -81,8 +82,6 @@ def _remove_oldest(trainer: Any, run: Path, newest: Path) -> None:
 
     An interrupted deletion would leave a partial folder with a new date, and folders with newer dates are kept longer.
     """
-    from transformers.trainer_utils import sort_checkpoints
-
     limit, best = trainer.args.save_total_limit, trainer.state.best_model_checkpoint
     if limit is None or limit <= 0:
         return
@@ -91,7 +90,7 @@ def _remove_oldest(trainer: Any, run: Path, newest: Path) -> None:
     checkpoints = [Path(path) for path in sort_checkpoints(str(run), use_mtime=True)]
     num_to_remove = max(len(checkpoints) - max(limit, len(protected)), 0)
     for path in [path for path in checkpoints if path not in protected][:num_to_remove]:
-        checkpoint.remove_checkpoint(path)
+        remove_checkpoint(path)
 
 
 def _batch(trainer: Any) -> dict[str, Any]:
@@ -100,10 +99,8 @@ def _batch(trainer: Any) -> dict[str, Any]:
     per_device, accumulation = private.train_batch_size(trainer), arguments.gradient_accumulation_steps
     is_split = trainer.accelerator.split_batches  # then all ranks share one batch
     samples = per_device * accumulation if is_split else trainer.get_total_train_batch_size(arguments)
-    batch = {"per_device": per_device, "accumulation": accumulation, "world_size": dist.get_world_size()}
-    batch |= {"samples_per_step": samples, "seed": arguments.seed, "data_seed": arguments.data_seed}
-    if session.first_samples_per_step is not None:
-        batch["first_samples_per_step"] = session.first_samples_per_step
+    batch = {**batch_facts(accumulation, samples), "per_device": per_device}
+    batch |= {"seed": arguments.seed, "data_seed": arguments.data_seed}
     loader = trainer.callback_handler.train_dataloader
     if loader is not None and has_length(loader):
         batch["steps_per_epoch"] = math.ceil(len(loader) / accumulation)
@@ -118,13 +115,9 @@ def _batch(trainer: Any) -> dict[str, Any]:
 def _keep_samples_per_step(trainer: Any, saved: Mapping[str, Any]) -> None:
     """Change the gradient accumulation after a restart, so that a step has as many samples as in the first attempt."""
     arguments, now = trainer.args, _batch(trainer)
-    given = arguments.gradient_accumulation_steps
     if arguments.auto_find_batch_size and "per_device" in saved:  # the Trainer continues with the saved batch size
         now["samples_per_step"] = now["samples_per_step"] * saved["per_device"] // now["per_device"]
     arguments.gradient_accumulation_steps = kept_accumulation(saved, now)
-    samples = now["samples_per_step"] * arguments.gradient_accumulation_steps // given
-    now |= {"accumulation": arguments.gradient_accumulation_steps, "samples_per_step": samples}
-    print_accumulation(saved, now, given)
 
 
 @if_sharded
@@ -135,8 +128,8 @@ def save_model(
     folder = Path(output_dir if output_dir is not None else trainer.args.output_dir)
     if (save := manager.open_save(folder)) is not None:
         _write_companions(trainer, save.folder)
-        kind = _kind_of_checkpoints(trainer)
-        if kind == "full" and (stores_adapters(unwrapped(trainer.model)) or private.overrides_save(trainer)):
+        kind, adapters = _kind_of_checkpoints(trainer), model_files.stores_adapters(unwrapped(trainer.model))
+        if kind == "full" and (adapters or private.overrides_save(trainer)):
             kind = "sharded"  # the file for `from_pretrained` is written by PEFT, or by the Trainer's own method
         manager.save_model(trainer.model, save.folder, kind, adapter_only=is_peft_model(trainer.model))
         return None
@@ -149,14 +142,14 @@ def save_model(
 
 def _export(trainer: Any, folder: Path) -> None:
     """Write a Hugging Face folder. Every rank writes its shards, except for models that Transformers converts."""
-    model, adapters = trainer.model, stores_adapters(unwrapped(trainer.model))
-    is_converted = not adapters and is_stored_differently(unwrapped(model), checkpoint.model_shards(model))
+    model, adapters = trainer.model, model_files.stores_adapters(unwrapped(trainer.model))
+    is_converted = not adapters and model_files.is_stored_differently(unwrapped(model), model_shards(model))
     if is_converted or private.overrides_save(trainer):
         _save_on_rank_0(trainer, folder)
         return
 
-    def manifest() -> checkpoint.Manifest:
-        found = checkpoint.manifest_of(model, "full", step=trainer.state.global_step, batch=_batch(trainer))
+    def manifest() -> Manifest:
+        found = manifest_of(model, "full", step=trainer.state.global_step, batch=_batch(trainer))
         return replace(found, parameters=_adapter_parameters(save.folder), ties=()) if adapters else found
 
     with manager.saving(folder, manifest, into=True, after=partial(remove_stale_weights, folder)) as save:
@@ -176,12 +169,12 @@ def _write_companions(trainer: Any, folder: Path) -> None:
         _save_on_rank_0(trainer, folder)
         return
     inner = unwrapped(trainer.model)
-    has_adapters = stores_adapters(inner)
-    state = adapter_state(trainer.model, checkpoint.model_shards(trainer.model)) if has_adapters else {}
+    has_adapters = model_files.stores_adapters(inner)
+    state = peft.adapter_state(trainer.model, model_shards(trainer.model)) if has_adapters else {}
     with on_all_ranks(f"writing {folder}"), attributes_in_block(gathered, paused=True):
         if not trainer.args.should_save:
             return
-        with as_unsharded(inner, state) if has_adapters else without_progress_bar():
+        with peft.as_unsharded(inner, state) if has_adapters else model_files.without_progress_bar():
             private.save_files(trainer, folder, state)
         if not has_adapters:  # Transformers writes a file even for an empty state dict.
             (folder / safetensors_file(HF_MODEL)).unlink(missing_ok=True)
@@ -204,37 +197,31 @@ def _linked_run_folder(folder: Path) -> Iterator[None]:
     A method of a Trainer's class may read or copy files beside the checkpoint, whose parent is a staging folder.
     Entries that the method writes there are moved to the run's folder. A folder that is not staged is not changed.
     """
-    save = manager.open_save(folder)
-    if save is None or save.staging.root != folder.parent:
+    save, staging = manager.open_save(folder), folder.parent
+    if save is None or save.staging.root != staging:
         yield
         return
-    staging, run = folder.parent, save.staging.final.parent
-    links = []
-    for entry in run.iterdir():
-        link = staging / entry.name
-        if not entry.name.startswith(".") and not link.exists():
-            link.symlink_to(entry.absolute(), target_is_directory=entry.is_dir())
-            links.append(link)
-    before = set(staging.iterdir())
+    run, before = save.staging.final.parent, set(staging.iterdir())
+    links = [staging / entry.name for entry in run.iterdir() if not entry.name.startswith(".")]
+    links = [link for link in links if not link.exists()]
+    for link in links:
+        link.symlink_to((run / link.name).absolute(), target_is_directory=(run / link.name).is_dir())
     try:
         yield
     finally:
         for link in links:
             if link.is_symlink():
                 link.unlink()
-        for entry in staging.iterdir():
-            if entry not in before or entry in links:
-                entry.replace(run / entry.name)
+        for entry in set(staging.iterdir()) - before:
+            entry.replace(run / entry.name)
 
 
 def _adapter_parameters(folder: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
     """Return dtype and shape of the adapters in a folder, by the names that PEFT gives them there. Collective."""
     with on_all_ranks(f"reading {folder}"):
-        if dist.get_rank() != 0 or checkpoint.stored_state_dict_type(folder) is None:
+        if dist.get_rank() != 0 or stored_state_dict_type(folder) is None:
             return {}
-        return {
-            name: (tensor.dtype, tensor.shape) for name, tensor in checkpoint.read_stored_model(folder).tensors.items()
-        }
+        return {name: (tensor.dtype, tensor.shape) for name, tensor in read_stored_model(folder).tensors.items()}
 
 
 @if_planned
@@ -273,29 +260,16 @@ def checkpoint_to_resume(trainer: Any, resume: Any) -> Any:
 @if_planned
 def load_rng_state(original: Callable[..., None], trainer: Any, checkpoint: str | None) -> None:
     """Load the RNG state, and report whether random numbers or data differ from the uninterrupted run."""
-    if checkpoint is not None:
-        resuming.warn_differences(Path(checkpoint), _batch(trainer))
-        # The Trainer's file has different names for a single rank and for rank 0 of several ranks.
-        saved_by_one, mine = Path(checkpoint) / trainer_rng_file(None), Path(checkpoint) / trainer_rng_file(0)
-        if dist.get_rank() == 0 and saved_by_one.exists() != mine.exists():
-            _load_rng(saved_by_one if saved_by_one.exists() else mine)
-            return
-    original(checkpoint)
-
-
-def _load_rng(path: Path) -> None:
-    """Load the RNG state of one rank, as the Trainer does."""
-    import random
-
-    import numpy as np
-    from transformers.trainer_pt_utils import safe_globals
-
-    with safe_globals():
-        state = torch.load(path, weights_only=True)
-    random.setstate(state["python"])
-    np.random.set_state(state["numpy"])
-    torch.random.set_rng_state(state["cpu"])
-    device = available_device()
-    if device.type != "cpu" and device.type in state:
-        saved = state[device.type]
-        device.set_rng_state(saved[0] if isinstance(saved, list) else saved)
+    if checkpoint is None:
+        original(checkpoint)
+        return
+    resuming.warn_differences(Path(checkpoint), _batch(trainer))
+    # The Trainer's file has different names for a single rank and for rank 0 of several ranks.
+    single, first = Path(checkpoint) / trainer_rng_file(None), Path(checkpoint) / trainer_rng_file(0)
+    mine, other = (single, first) if dist.get_world_size() == 1 else (first, single)
+    if dist.get_rank() == 0 and other.exists() and not mine.exists():
+        with tempfile.TemporaryDirectory() as folder:
+            (Path(folder) / mine.name).symlink_to(other.absolute())
+            original(folder)
+    else:
+        original(checkpoint)

@@ -15,10 +15,9 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from contextvars import ContextVar
 from dataclasses import replace
 from pathlib import Path
@@ -28,7 +27,6 @@ import torch
 from torch import nn
 from transformers import modeling_utils
 from transformers.core_model_loading import WeightConverter
-from transformers.utils import logging
 
 from hf_fsdp_plugin.backends.loading.equal_weights import parameter_memory
 from hf_fsdp_plugin.backends.loading.shared_weights import Publication, Received, exchange
@@ -37,9 +35,10 @@ from hf_fsdp_plugin.checkpoint import ModelTensor
 from hf_fsdp_plugin.integrations import patching
 from hf_fsdp_plugin.integrations.accelerate.accelerator import accelerator
 from hf_fsdp_plugin.integrations.accelerate.prepare import shard_model
+from hf_fsdp_plugin.integrations.saving import bind_call
 from hf_fsdp_plugin.integrations.session import context_in_block
 from hf_fsdp_plugin.integrations.transformers import private
-from hf_fsdp_plugin.integrations.transformers.model_files import check_loaded, check_model
+from hf_fsdp_plugin.integrations.transformers.model_files import check_loaded, check_model, without_progress_bar
 from hf_fsdp_plugin.messages import print_once
 from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan
 from hf_fsdp_plugin.plan.meta_model import model_class_of
@@ -142,11 +141,11 @@ def _load_shared(
     if any(name.endswith("_extra_state") for name in (*tensors, *shapes)):  # extra states are not tensors
         return load()
     transforms = [
-        [repr(transform), [[type(op).__qualname__, str(vars(op))] for op in getattr(transform, "operations", ())]]
+        (transform, [(type(op), vars(op)) for op in getattr(transform, "operations", ())])
         for transform in load_config.weight_mapping or ()
     ]
-    settings = [str(load_config.dtype), str(load_config.dtype_plan), load_config.ignore_mismatched_sizes]
-    shared = exchange.join(_key(model, files, *settings, transforms))
+    settings = (load_config.dtype, load_config.dtype_plan, load_config.ignore_mismatched_sizes, transforms)
+    shared = exchange.join(_key(model, files, *settings))
     if isinstance(shared, Publication):
         return _publish(shared, load, model, files)
     if shared is None:
@@ -198,14 +197,12 @@ def _needs_private_memory(model: Any, tensors: Mapping[str, ModelTensor], load_c
 def _key(model: Any, files: Sequence[str], *settings: Any) -> str:
     """Return a digest of everything that the loaded weights depend on."""
     stats = [(path, os.stat(path)) for path in _real_paths(files)]
-    content = [
-        [[path, stat.st_size, stat.st_mtime_ns] for path, stat in stats],
-        f"{type(model).__module__}.{type(model).__qualname__}",
-        model.config.to_json_string(use_diff=False),
-        [[name, str(tensor.dtype), list(tensor.shape)] for name, tensor in model.state_dict().items()],
-        settings,
-    ]
-    return hashlib.sha256(json.dumps(content).encode()).hexdigest()
+    content = (
+        [(path, stat.st_size, stat.st_mtime_ns) for path, stat in stats],
+        [(name, tensor.dtype, tensor.shape) for name, tensor in model.state_dict().items()],
+        (type(model), model.config.to_json_string(use_diff=False), settings),
+    )
+    return hashlib.sha256(repr(content).encode()).hexdigest()
 
 
 def _real_paths(files: Iterable[str]) -> list[str]:
@@ -240,9 +237,7 @@ def _publish(publication: Publication, load: Callable[[], Any], model: Any, file
         "unexpected": sorted(info.unexpected_keys),
         "is_complete": not (info.mismatched_keys or info.conversion_errors or info.error_msgs),
     }
-    can_share = all(type(tensor.data) is torch.Tensor and tensor.device.type == "cpu" for tensor in loaded.values())
-    if not (can_share and publication.publish(loaded, _real_paths(files), facts)):
-        publication.close()
+    if not publication.publish(loaded, _real_paths(files), facts):
         _report_private_memory(model, _CANNOT_SHARE)
     return result
 
@@ -311,25 +306,20 @@ _moved: ContextVar[MovedTensors | None] = ContextVar("_moved", default=None)
 """The tensors of the file that this process is reading for the other ranks of its machine."""
 
 
-def load_gguf_checkpoint(
-    original: Callable[..., dict[str, Any]],
-    gguf_checkpoint_path: str,
-    return_tensors: bool = False,
-    model_to_load: Any = None,
-    torch_dtype: torch.dtype | None = None,
-) -> dict[str, Any]:
+def load_gguf_checkpoint(original: Callable[..., dict[str, Any]], *args: Any, **kwargs: Any) -> dict[str, Any]:
     """Return the content of a GGUF file. Its tensors are in memory that the ranks of a machine share."""
-    arguments = (gguf_checkpoint_path, return_tensors, model_to_load, torch_dtype)
-    if not return_tensors or not patching.loads_ram_efficiently():
-        return original(*arguments)
-    shared = exchange.join(_key(model_to_load, [gguf_checkpoint_path], "gguf", str(torch_dtype)))
+    call = bind_call(original, args, kwargs)
+    if not call["return_tensors"] or not patching.loads_ram_efficiently():
+        return original(**call)
+    file = call["gguf_checkpoint_path"]
+    shared = exchange.join(_key(call["model_to_load"], [file], "gguf", call["torch_dtype"]))
     if isinstance(shared, Received):
-        return {**original(gguf_checkpoint_path), "tensors": shared.tensors([])}
+        return {**original(file), "tensors": shared.tensors([])}
     if shared is None:
-        return original(*arguments)
+        return original(**call)
     try:
         with context_in_block(_moved, MovedTensors(shared)):
-            content = original(*arguments)
+            content = original(**call)
         content["tensors"] = dict(content["tensors"])
     except BaseException:
         shared.close()
@@ -352,15 +342,3 @@ def get_gguf_hf_weights_map(
 
         processor.process = process_into_moved
     return original(hf_model, processor, *args, **kwargs)
-
-
-@contextmanager
-def without_progress_bar() -> Iterator[None]:
-    """Hide the progress bars of Transformers in this block."""
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            logging.enable_progress_bar()

@@ -1,31 +1,64 @@
-"""The files that ``from_pretrained`` reads: a checkpoint of any state dict type, and errors about damaged files.
+"""The files of a model: those that ``from_pretrained`` reads, and those that ``save_pretrained`` writes.
 
-All ranks raise one error that names file and tensor, before they load.
+``from_pretrained`` reads a checkpoint of any state dict type. All ranks raise one error about a damaged file, which
+names file and tensor, before they load.
+
+``save_pretrained`` of a sharded model of Transformers or PEFT, or of a model in a sharded model, is called on all
+ranks. Rank 0 writes config, generation config and custom code with the original method, and every rank writes its
+shards of the weights. A model that Transformers stores in another form than it computes with, a part of a sharded
+model, and a model that is uploaded are gathered on rank 0 instead, and the original method writes them. The weights are
+written in the dtype of the parameters that the optimizer updates, which the original method writes too.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from hf_fsdp_plugin import checkpoint
-from hf_fsdp_plugin.backends.ranks.collective_entry import load_failures
-from hf_fsdp_plugin.integrations.patching import has_fsdp_settings
-from hf_fsdp_plugin.integrations.saving import bind_call
-from hf_fsdp_plugin.integrations.transformers import private
-from hf_fsdp_plugin.problems import CheckpointError, Origin, Problem, SpecError
+import torch
+import torch.distributed as dist
+from accelerate.utils import convert_file_size_to_int
+from accelerate.utils.modeling import is_peft_model
+from transformers.utils import logging
 
+from hf_fsdp_plugin.backends.ranks.agreement import gather_objects, on_all_ranks
+from hf_fsdp_plugin.backends.ranks.collective_entry import collective_call, load_failures
+from hf_fsdp_plugin.backends.sharding.forward_hooks import send_buffers
+from hf_fsdp_plugin.backends.sharding.shard import ModuleLocation, locate_module
+from hf_fsdp_plugin.checkpoint import (
+    ModelShards,
+    ModelTensor,
+    ShapeMismatch,
+    check_model_index,
+    gathered_state,
+    raise_absent_tensors,
+    raise_shape_mismatches,
+    read_model_headers,
+    required_names,
+    with_whole_weights,
+)
+from hf_fsdp_plugin.checkpoint.names import HF_MODEL, safetensors_file
+from hf_fsdp_plugin.integrations.patching import has_fsdp_settings
+from hf_fsdp_plugin.integrations.peft import adapter_state, as_unsharded
+from hf_fsdp_plugin.integrations.saving import FIX, bind_call, call_name, exporting, gathered, manager, shards_at
+from hf_fsdp_plugin.integrations.torch_functions import flat_storages, is_shard
+from hf_fsdp_plugin.integrations.transformers import private
+from hf_fsdp_plugin.plan.names import canonical_name
+from hf_fsdp_plugin.problems import CheckpointError, Origin, Problem, SpecError
+from hf_fsdp_plugin.text import format_names, plural
+
+_NOT_SHARED = "FSDP-E405"
 _COPY = "Copy the file again, or add the key."
 
 
 @lru_cache(maxsize=1)
-def _read_headers(files: tuple[str, ...]) -> dict[str, checkpoint.ModelTensor]:
+def _read_headers(files: tuple[str, ...]) -> dict[str, ModelTensor]:
     """Return the tensors of the files. They are kept from when the files are found until the weights are loaded."""
-    return checkpoint.read_model_headers(files)
+    return read_model_headers(files)
 
 
 @contextmanager
@@ -44,7 +77,7 @@ def get_shard_files(
     if not has_fsdp_settings() or not os.path.isfile(index_filename):
         return original(pretrained_model_name_or_path, index_filename, *args, **kwargs)
     with raised_everywhere():
-        checkpoint.check_model_index(Path(index_filename), is_local=os.path.isdir(pretrained_model_name_or_path))
+        check_model_index(Path(index_filename), is_local=os.path.isdir(pretrained_model_name_or_path))
         try:
             return original(pretrained_model_name_or_path, index_filename, *args, **kwargs)
         except KeyError as error:
@@ -63,7 +96,7 @@ def resolve_files(original: Callable[..., Any], *args: Any, **kwargs: Any) -> An
     source = call["pretrained_model_name_or_path"]
     if source is not None and os.path.isdir(source) and not call["gguf_file"]:
         with raised_everywhere():
-            call["pretrained_model_name_or_path"] = os.fspath(checkpoint.with_whole_weights(Path(source)))
+            call["pretrained_model_name_or_path"] = os.fspath(with_whole_weights(Path(source)))
     files, metadata = original(**call)
     if files:
         with raised_everywhere():
@@ -71,7 +104,7 @@ def resolve_files(original: Callable[..., Any], *args: Any, **kwargs: Any) -> An
     return files, metadata
 
 
-def check_model(model: Any, files: Sequence[str], load_config: Any) -> dict[str, checkpoint.ModelTensor]:
+def check_model(model: Any, files: Sequence[str], load_config: Any) -> dict[str, ModelTensor]:
     """Compare the tensors of the files with the index and with the model. No weights are read.
 
     Returns:
@@ -88,7 +121,7 @@ def check_model(model: Any, files: Sequence[str], load_config: Any) -> dict[str,
     return tensors
 
 
-def _compare(model: Any, files: Sequence[str], load_config: Any, tensors: Mapping[str, checkpoint.ModelTensor]) -> None:
+def _compare(model: Any, files: Sequence[str], load_config: Any, tensors: Mapping[str, ModelTensor]) -> None:
     """Raise the error of :func:`check_model` on this rank."""
     expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items() if hasattr(tensor, "shape")}
     weight_map = (load_config.sharded_metadata or {}).get("weight_map") or {}
@@ -100,17 +133,17 @@ def _compare(model: Any, files: Sequence[str], load_config: Any, tensors: Mappin
     if absent:
         given = {loaded.get(name, (name, True))[0] for name in tensors}
         tied = private.tied_weights(model)
-        needed = set(checkpoint.required_names(model, expected.keys() - given - tied.keys() - set(tied.values())))
+        needed = set(required_names(model, expected.keys() - given - tied.keys() - set(tied.values())))
         lacking = [name for name in absent if loaded[name][0] in needed]
-        checkpoint.raise_absent_tensors(lacking, weight_map, files)
+        raise_absent_tensors(lacking, weight_map, files)
     if not load_config.ignore_mismatched_sizes:
         mismatches = [
-            checkpoint.ShapeMismatch(target, tensors[name].file, tensors[name].shape, expected[target])
+            ShapeMismatch(target, tensors[name].file, tensors[name].shape, expected[target])
             for name in odd
             for target, is_unchanged in [loaded[name]]
             if is_unchanged and target in expected and expected[target] != tensors[name].shape
         ]
-        checkpoint.raise_shape_mismatches(mismatches, type(model).__name__, "")
+        raise_shape_mismatches(mismatches, type(model).__name__, "")
 
 
 def check_loaded(model: Any, loading_info: Any, load_config: Any) -> None:
@@ -119,9 +152,169 @@ def check_loaded(model: Any, loading_info: Any, load_config: Any) -> None:
         return
     with raised_everywhere():
         mismatches = [
-            checkpoint.ShapeMismatch(name, "", tuple(stored), tuple(expected))
+            ShapeMismatch(name, "", tuple(stored), tuple(expected))
             for name, stored, expected in loading_info.mismatched_keys
         ]
-        checkpoint.raise_shape_mismatches(
-            mismatches, type(model).__name__, str(load_config.pretrained_model_name_or_path)
+        raise_shape_mismatches(mismatches, type(model).__name__, str(load_config.pretrained_model_name_or_path))
+
+
+def save_pretrained(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
+    """Write the whole of a sharded model, or of a model in one. Collective, unless ``state_dict`` is given.
+
+    Of a model of PEFT, only the weights that PEFT stores are gathered and written: adapters, ``modules_to_save``, and
+    embeddings if they are stored.
+    """
+    place = None if gathered.paused else locate_module(model)
+    if place is None:
+        return original(*args, **kwargs)
+    call, answer = bind_call(original, args, kwargs), gathered.state_of(model)
+    if call.get("distributed_checkpoint"):  # every rank writes its shards to a checkpoint of torch
+        with collective_call(call_name("save_pretrained", model), fix=FIX):
+            send_buffers(place.root)
+            return original(**call)
+    if (given := call.get("state_dict")) is not None:
+        # `get_state_dict` returns an empty one on all ranks but rank 0. Then the other ranks write nothing.
+        writes = answer is not None or dist.get_rank() == 0 or bool(given)
+        if not call["is_main_process"] or not writes:
+            return None
+        _check_given_state(model, place, given)
+        return _write(original, model, call, given)
+    if answer is not None:
+        return _write(original, model, call, answer)
+    with collective_call(call_name("save_pretrained", model), fix=FIX):
+        _save_together(original, model, place, call)
+    return None
+
+
+def _save_together(original: Callable[..., Any], model: Any, place: ModuleLocation, call: dict[str, Any]) -> None:
+    """Write the weights of all ranks to the folders of the main processes. Collective."""
+    with on_all_ranks("reading the layout of the model"):
+        _check_supported(model, call)
+        shards = shards_at(place)
+    folder = str(Path(call["save_directory"]).absolute())
+    folders = [folder for folder, writes in gather_objects((folder, bool(call["is_main_process"]))) if writes]
+    if not folders:
+        return
+    call["save_directory"] = folders[0]
+    adapters = stores_adapters(model)
+    is_whole = adapters or len(set(folders)) > 1 or place.name or call["push_to_hub"] or call["variant"]
+    is_whole = is_whole or is_stored_differently(model, shards, convert=call["save_original_format"])
+    if not is_whole and _write_side_by_side(original, model, place, call):
+        return
+    settings = {name: call[name] for name in ("save_embedding_layers",) if name in call}  # of PEFT's models
+    state = adapter_state(model, shards, **settings) if adapters else gathered_state(shards)
+    with on_all_ranks(f"writing {folders[0]}"):
+        if dist.get_rank() == 0:
+            _write(original, model, call, state)
+
+
+def _write_side_by_side(original: Callable[..., Any], model: Any, place: ModuleLocation, call: dict[str, Any]) -> bool:
+    """Write the original's files without weights on rank 0, and this rank's shards of the weights.
+
+    Returns:
+        Whether they were written: false if the ranks do not share the folder.
+    """
+    final = Path(call["save_directory"])
+    try:
+        with exporting(place.root, final) as save:
+            with on_all_ranks(f"writing {final}"):
+                if dist.get_rank() == 0:
+                    with without_progress_bar():
+                        _write(original, model, {**call, "save_directory": str(save.folder)}, {})
+                    (save.folder / safetensors_file(HF_MODEL)).unlink(missing_ok=True)
+            size = convert_file_size_to_int(call["max_shard_size"])
+            manager.save_model(place.root, save.folder, "full", max_shard_size=size)
+    except CheckpointError as error:
+        if any(problem.code != _NOT_SHARED for problem in error.problems):
+            raise
+        return False
+    return True
+
+
+def _write(original: Callable[..., Any], model: Any, call: Mapping[str, Any], state: Mapping[str, Any]) -> Any:
+    """Call the original method for a given state dict, on this rank only."""
+    with ExitStack() as stack:
+        if not is_peft_model(model):
+            tensors = {id(tensor): tensor for name, tensor in state.items() if name not in _buffer_names(model)}
+            stack.enter_context(private.saved_by_one_rank(model, sum(tensor.numel() for tensor in tensors.values())))
+        if stores_adapters(model):
+            stack.enter_context(as_unsharded(model, state))
+        return original(**{**call, "state_dict": dict(state), "is_main_process": True})
+
+
+def stores_adapters(model: Any) -> bool:
+    """Return whether only the adapters are stored for ``from_pretrained``: PEFT's models, and ``model.add_adapter``."""
+    return is_peft_model(model) or private.has_adapters(model)
+
+
+def _buffer_names(model: Any) -> set[str]:
+    return {canonical_name(name) for name, _ in model.named_buffers()}
+
+
+def is_stored_differently(model: Any, shards: ModelShards, *, convert: bool = True) -> bool:
+    """Return whether Transformers stores a model with different names or shapes, for example for fused experts.
+
+    Args:
+        convert: whether the format of older versions is written (``save_original_format``).
+    """
+    on_meta = {held.name: torch.empty(held.shape, dtype=held.dtype, device="meta") for held in shards.tensors}
+    if on_meta.keys() & set(private.ignored_on_save(model)):
+        return True
+    tied = private.tied_weights(model)
+    if any(name in tied for name in shards.aliases.values()):  # it is stored under another of its names
+        return True
+    if not convert:
+        return False
+    try:
+        stored = private.stored_state(model, dict(on_meta))
+    except Exception:  # the conversion computes with the values, which the meta device does not have
+        return True
+    return {name: tensor.shape for name, tensor in stored.items()} != {n: t.shape for n, t in on_meta.items()}
+
+
+def _check_given_state(model: Any, place: ModuleLocation, state: Mapping[str, Any]) -> None:
+    """Raise ``SpecError`` if a given state dict lacks weights of the model, or has shards instead of whole tensors."""
+    shards, storages = shards_at(place), flat_storages()
+    names, ignored, buffers = shards.names(), set(private.ignored_on_save(model)), _buffer_names(model)
+    quantized, only_trained = private.is_quantized(model), stores_adapters(model)
+    missing, partial = [], []
+    for held in shards.tensors:
+        given = [state[name] for name in names[held.name] if name in state]
+        if any(is_shard(each, storages) or not (quantized or tuple(each.shape) == held.shape) for each in given):
+            partial.append(held.name)
+        is_required = not only_trained or not (held.frozen or held.name in buffers)
+        if not given and is_required and not set(names[held.name]) & ignored:
+            missing.append(held.name)
+    parts = [f"lacks {plural(len(missing), 'weight')} of the model ({format_names(missing, 3)})"] if missing else []
+    parts += [f"has parts of {plural(len(partial), 'weight')} ({format_names(partial, 3)})"] if partial else []
+    if parts:
+        message = (
+            f"the state_dict passed to save_pretrained {' and '.join(parts)}, so the saved model would be incomplete."
         )
+        fix = "Pass the result of accelerator.get_state_dict(model), which all ranks must call, on the main process."
+        raise SpecError([Problem(code="FSDP-E671", message=message, fix=fix)])
+
+
+def _check_supported(model: Any, call: Mapping[str, Any]) -> None:
+    if private.is_quantized(model) and not stores_adapters(model):
+        message = f"the weights of {type(model).__name__} are quantized and sharded, and cannot be stored as one model."
+        fix = "Save the adapters that were trained (PeftModel.save_pretrained); the base model is unchanged."
+        raise SpecError([Problem(code="FSDP-E673", message=message, fix=fix)])
+    if call.get("path_initial_model_for_weight_conversion") is not None:
+        message = (
+            "path_initial_model_for_weight_conversion loads a second adapter into the model, which is sharded already."
+        )
+        fix = "Save without it, load the adapter in one process, and convert it there."
+        raise SpecError([Problem(code="FSDP-E675", message=message, fix=fix)])
+
+
+@contextmanager
+def without_progress_bar() -> Iterator[None]:
+    """Hide the progress bars of Transformers in this block."""
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()

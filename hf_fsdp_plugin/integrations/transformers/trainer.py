@@ -27,13 +27,10 @@ from hf_fsdp_plugin.backends.ranks.collective_entry import TRAINING_LIMIT, prepa
 from hf_fsdp_plugin.backends.sharding.shard import plan_of
 from hf_fsdp_plugin.backends.sharding.submodule_calls import free_gathered
 from hf_fsdp_plugin.checkpoint.names import TRAINER_PREFIX
+from hf_fsdp_plugin.integrations import moving_average, patching, resuming, run_report
 from hf_fsdp_plugin.integrations.accelerate.accelerator import is_left_to_transformers
 from hf_fsdp_plugin.integrations.accelerate.plugin import if_planned, if_sharded, planned_plugin
 from hf_fsdp_plugin.integrations.accelerate.private import prepared_models
-from hf_fsdp_plugin.integrations.moving_average import ExponentialMovingAverage
-from hf_fsdp_plugin.integrations.patching import install_hooks, override_hooked_methods
-from hf_fsdp_plugin.integrations.resuming import agree_on_attempt, is_started_again
-from hf_fsdp_plugin.integrations.run_report import report_run, set_output_dir
 from hf_fsdp_plugin.integrations.saving import manager
 from hf_fsdp_plugin.integrations.session import attributes_in_block, session
 from hf_fsdp_plugin.integrations.transformers import private
@@ -56,13 +53,13 @@ def create_accelerator(original: Callable[[], None], trainer: Any) -> None:
     The Trainer refuses ``save_only_model`` together with a sharded state dict or ``load_best_model_at_end``, because it
     would not save the model. The checkpoints of this package contain the model for every state dict type.
     """
-    install_hooks("accelerate")
+    patching.install_hooks("accelerate")
     spec = _spec_of_trainer(trainer)
     only_model = trainer.args.save_only_model and spec is None
     with attributes_in_block(trainer.args, save_only_model=only_model), attributes_in_block(session, trainer_spec=spec):
         original()
     if spec is not None:
-        set_output_dir(trainer.accelerator, trainer.args.output_dir)
+        setattr(trainer.accelerator, run_report.OUTPUT_DIR, trainer.args.output_dir)
 
 
 def _spec_of_trainer(trainer: Any) -> FsdpSpec | None:
@@ -154,8 +151,8 @@ def train(original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any)
     replicate_parameters_of_losses(trainer)
     session.num_trainings += 1
     resume = found = args[0] if args else kwargs.get("resume_from_checkpoint")
-    agree_on_attempt(f"{type(trainer).__name__}.train")
-    if is_started_again() or resume:
+    resuming.agree_on_attempt(f"{type(trainer).__name__}.train")
+    if resuming.is_started_again() or resume:
         found = checkpoint_to_resume(trainer, resume)
         args, kwargs = (found, *args[1:]), {k: v for k, v in kwargs.items() if k != "resume_from_checkpoint"}
     prepare_moving_averages(trainer, found)
@@ -171,11 +168,11 @@ def train(original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any)
     checkpoint = Path(given.output_dir) / f"{TRAINER_PREFIX}{trainer.state.global_step}"
     batch = BatchShape(per_device=given.per_device_train_batch_size, accumulation=given.gradient_accumulation_steps)
     last = checkpoint if checkpoint.is_dir() else None
-    report_run(trainer.accelerator, output_dir=given.output_dir, batch=batch, checkpoint=last)
+    run_report.report_run(trainer.accelerator, output_dir=given.output_dir, batch=batch, checkpoint=last)
     return result
 
 
-@override_hooked_methods(Trainer)
+@patching.override_hooked_methods(Trainer)
 class FsdpTrainerMixin:
     """Mixin for Trainers of other libraries: ``class MyTrainer(FsdpTrainerMixin, SFTTrainer)``.
 
@@ -187,7 +184,7 @@ class FsdpTrainer(FsdpTrainerMixin, Trainer):
     """``transformers.Trainer`` that applies every FSDP setting and reports what ran."""
 
 
-@override_hooked_methods(TrainingArguments)
+@patching.override_hooked_methods(TrainingArguments)
 class FsdpTrainingArguments(TrainingArguments):
     """``transformers.TrainingArguments`` that keeps every FSDP setting and refuses unsupported ones."""
 
@@ -210,12 +207,12 @@ class ExponentialMovingAverageCallback(TrainerCallback):
     """
 
     def __init__(self, decay: float = 0.999, *, evaluate: bool = True, export: str | None = "ema") -> None:
-        self.average: ExponentialMovingAverage | None = None
+        self.average: moving_average.ExponentialMovingAverage | None = None
         self.resume_from: Path | None = None
         self._decay, self._evaluate, self._export = decay, evaluate, export
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        self.average = ExponentialMovingAverage(model, self._decay)
+        self.average = moving_average.ExponentialMovingAverage(model, self._decay)
         if self.resume_from is not None:
             self.average.load(self.resume_from)
 

@@ -13,10 +13,9 @@ from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType
 
 import hf_fsdp_plugin as hfp
-from hf_fsdp_plugin.integrations.accelerate.accelerator import init_accelerator
+from hf_fsdp_plugin.integrations.accelerate.accelerator import init_accelerator, init_accelerator_state
 from hf_fsdp_plugin.integrations.accelerate.plugin import PlannedFsdpPlugin, spec_of_stock_plugin
 from hf_fsdp_plugin.integrations.accelerate.prepare import make_plan
-from hf_fsdp_plugin.integrations.accelerate.state import init_accelerator_state
 from hf_fsdp_plugin.integrations.transformers.arguments import process_fsdp_args
 
 pytestmark = pytest.mark.usefixtures("uninstalled")

@@ -14,8 +14,8 @@ import torch.distributed as dist
 
 import hf_fsdp_plugin as hfp
 from hf_fsdp_plugin.integrations import install
-from hf_fsdp_plugin.integrations.accelerate import state
-from hf_fsdp_plugin.integrations.accelerate.state import init_partial_state
+from hf_fsdp_plugin.integrations.accelerate import accelerator
+from hf_fsdp_plugin.integrations.accelerate.accelerator import init_partial_state
 from hf_fsdp_plugin.integrations.patching import restore_variables
 from hf_fsdp_plugin.integrations.session import attributes_in_block, session
 from hf_fsdp_plugin.torch_private.process_groups import timeout_of
@@ -86,18 +86,18 @@ def test_gpus_without_peer_transfers_get_variables_of_nccl(
         assert supported is not None, "nvidia-smi was started"
         return supported
 
-    monkeypatch.setattr(state, "check_cuda_p2p_ib_support", check)
+    monkeypatch.setattr("accelerate.utils.check_cuda_p2p_ib_support", check)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     monkeypatch.setattr("torch.cuda.get_device_name", lambda index: name)
-    state._disable_unsupported_transports(device)
+    accelerator._disable_unsupported_transports(device)
     assert added(environment) == expected
 
 
 def test_large_world_sets_gloo_before_the_process_group(
     environment: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(state, "gloo_interface", lambda environ: ("", None))
-    monkeypatch.setattr(state, "raise_file_limit", lambda world_size: None)
+    monkeypatch.setattr(accelerator, "gloo_interface", lambda environ: ("", None))
+    monkeypatch.setattr(accelerator, "raise_file_limit", lambda world_size: None)
     monkeypatch.setenv("WORLD_SIZE", "512")
     seen: list[str | None] = []
     init_partial_state(
@@ -157,8 +157,8 @@ def test_network_is_prepared_before_the_process_group(
     environment: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[dict[str, str]] = []
-    monkeypatch.setattr(state, "gloo_interface", lambda environ: ("eth7", None))
-    monkeypatch.setattr(state, "raise_file_limit", lambda world_size: seen.append({"world": str(world_size)}))
+    monkeypatch.setattr(accelerator, "gloo_interface", lambda environ: ("eth7", None))
+    monkeypatch.setattr(accelerator, "raise_file_limit", lambda world_size: seen.append({"world": str(world_size)}))
     accelerate_state = SimpleNamespace(initialized=False, device=None)
     init_partial_state(lambda *_, **__: seen.append(added(environment)), accelerate_state, cpu=True)
     assert seen == [{"world": "2"}, {"GLOO_SOCKET_IFNAME": "eth7"}]
