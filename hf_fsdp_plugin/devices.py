@@ -108,12 +108,6 @@ class Device:
         except (AttributeError, RuntimeError):  # not every device type has these properties
             return None
 
-    def set_rng_state(self, state: torch.Tensor) -> None:
-        """Restore the random number generator of the current device from what torch's ``get_rng_state`` returned."""
-        import torch
-
-        (torch.random if self._is_cpu else self._module).set_rng_state(state)
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CudaDevice(Device):

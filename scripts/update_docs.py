@@ -16,8 +16,6 @@ from pathlib import Path
 from hf_fsdp_plugin.cli.explain import read_entries
 from hf_fsdp_plugin.integrations.contract_probe import private_contracts
 from hf_fsdp_plugin.integrations.hooks import HOOKS, Group
-from hf_fsdp_plugin.integrations.script_arguments import ROWS as SCRIPT_ROWS
-from hf_fsdp_plugin.integrations.script_arguments import ArgumentVerdict
 from hf_fsdp_plugin.problems import AREAS
 from hf_fsdp_plugin.sources.command_line import LAUNCHER_FLAGS, OPTIONAL_VALUE, SWITCHES
 from hf_fsdp_plugin.spec.fsdp_spec import DIALECT_DEFAULTS, VERSION_DEFAULTS, FsdpSpec
@@ -26,6 +24,8 @@ from hf_fsdp_plugin.spellings import FALSE_WORDS, TRUE_WORDS
 from hf_fsdp_plugin.vocabulary import PREFIXES, ROWS, TRAINING_FILE_MARKS, SettingRow
 from scripts.launcher_features import clusters
 from scripts.screenshots import command_line
+from scripts.script_arguments import ROWS as SCRIPT_ROWS
+from scripts.script_arguments import Verdict
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 
@@ -128,8 +128,8 @@ A flag that is given twice with different values is refused (FSDP-E102).
 
 _ARGUMENTS_HEAD = """## Arguments of a script
 
-From `hf_fsdp_plugin/integrations/script_arguments.py`: what becomes of each argument that a script passes in Python, in
-a run with FSDP. An argument with its default value is not reported.
+From `scripts/script_arguments.py`: what becomes of each argument that a script passes in Python, in a run with FSDP.
+An argument with its default value is not reported.
 """
 
 KINDS = {
@@ -166,7 +166,7 @@ KINDS = {
 }
 """Kind of a value -> what is accepted, with words of the code in braces."""
 
-VERDICTS: dict[ArgumentVerdict, str] = {
+VERDICTS: dict[Verdict, str] = {
     "applied": "Applied: it changes the settings of this package, or what it runs.",
     "library": "Left to the library: Accelerate or Transformers applies it, as without this package.",
     "note": "No meaning under FSDP: a note names it (FSDP-N613).",
