@@ -187,10 +187,9 @@ def _is_dataclass(cls: ast.ClassDef) -> bool:
 
 def _located_bases(module: str, name: str, depth: int = 4) -> list[tuple[str, ast.ClassDef]]:
     """Return a class and the base classes whose source is found, each with its module."""
-    found = _resolve(module, name)
-    if found is None or not isinstance(found[1], ast.ClassDef) or depth == 0:
+    where, cls = _resolve(module, name) or (module, None)
+    if not isinstance(cls, ast.ClassDef) or depth == 0:
         return []
-    where, cls = found
     bases = [base.id for base in cls.bases if isinstance(base, ast.Name)]
     return [(where, cls), *(pair for base in bases for pair in _located_bases(where, base, depth - 1))]
 
@@ -200,13 +199,14 @@ def _resolve(module: str, name: str) -> tuple[str, Definition] | None:
     for node in ast.walk(_tree_of(module)):  # what is defined at the top comes first
         if isinstance(node, Definition) and node.name == name:
             return module, node
-        for alias in node.names if isinstance(node, ast.ImportFrom) else ():
-            if (alias.asname or alias.name) == name:
-                file = file_of(module)
-                package = module if file is not None and file.name == "__init__.py" else module.rpartition(".")[0]
-                origin = importlib.util.resolve_name("." * node.level + (node.module or ""), package)
-                same_library = origin.partition(".")[0] == module.partition(".")[0]
-                return _resolve(origin, alias.name) if same_library else None
+        if not isinstance(node, ast.ImportFrom):
+            continue
+        if (imported := next((each for each in node.names if (each.asname or each.name) == name), None)) is not None:
+            file = file_of(module)
+            package = module if file is not None and file.name == "__init__.py" else module.rpartition(".")[0]
+            origin = importlib.util.resolve_name("." * node.level + (node.module or ""), package)
+            same_library = origin.partition(".")[0] == module.partition(".")[0]
+            return _resolve(origin, imported.name) if same_library else None
     return None
 
 

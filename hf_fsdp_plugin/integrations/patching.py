@@ -17,8 +17,8 @@ from typing import Any, Final, TypeVar
 
 from hf_fsdp_plugin.contracts import missing_name_error, warn_off
 from hf_fsdp_plugin.integrations.hooks import HOOKS, Group, Hook
+from hf_fsdp_plugin.integrations.rank_process import ImportCallbacks
 from hf_fsdp_plugin.integrations.session import session
-from hf_fsdp_plugin.integrations.startup import ImportCallbacks
 from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec
 from hf_fsdp_plugin.spellings import TRUE_WORDS
 
@@ -201,7 +201,7 @@ def _overriding_method(hook: Hook, cls: type, overridden: Callable[..., Any]) ->
         return _replacement(hook)(getattr(super(cls, self), hook.name), self, *args, **kwargs)
 
     if hook.name == "__new__":
-        method.__wrapped__ = cls.__init__  # type: ignore[attr-defined]  # for inspect.signature of the class
+        method.__wrapped__ = cls.__init__  # type: ignore[misc]  # for inspect.signature of the class
         return staticmethod(method)
     return method
 

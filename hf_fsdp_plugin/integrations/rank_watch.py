@@ -19,7 +19,8 @@ from hf_fsdp_plugin.hangs import rank_files
 from hf_fsdp_plugin.hangs.call_record import record
 from hf_fsdp_plugin.hangs.rank_exit import exit_limit, hang_limit
 from hf_fsdp_plugin.hangs.rank_stacks import stack_file
-from hf_fsdp_plugin.integrations import call_hooks, resuming, startup
+from hf_fsdp_plugin.integrations import call_hooks, resuming
+from hf_fsdp_plugin.integrations.rank_process import RANK_VARIABLE, may_be_rank, rank_process
 from hf_fsdp_plugin.integrations.session import session
 from hf_fsdp_plugin.problems import Problem, SpecError
 from hf_fsdp_plugin.rank_variables import variable_number
@@ -52,7 +53,7 @@ class Watch:
             self.follow_thread()
             return
         environ = {**os.environ, **slurm_variables(os.environ)}
-        if not startup.may_be_rank(environ):
+        if not may_be_rank(environ):
             return
         try:
             (limit, is_strict), exit_seconds = hang_limit(), exit_limit()
@@ -72,8 +73,8 @@ class Watch:
             print_block(f"hf-fsdp: rank {self._rank}: hangs are not diagnosed: {error.filename}: {error.strerror}")
             return
         self.files, self._pid = files, os.getpid()
-        self._is_marked = startup.RANK_VARIABLE in environ
-        os.environ[startup.RANK_VARIABLE] = startup.rank_process(environ)
+        self._is_marked = RANK_VARIABLE in environ
+        os.environ[RANK_VARIABLE] = rank_process(environ)
         atexit.register(self._at_exit)
         if not self._knows_forks:
             self._knows_forks = True
@@ -171,7 +172,7 @@ class Watch:
             rank_files.remove_files(self.files.stem)
             forget_run(self.files)
         if not self._is_marked:
-            os.environ.pop(startup.RANK_VARIABLE, None)
+            os.environ.pop(RANK_VARIABLE, None)
         self.files = self._failed = session.in_flight_file = None
 
     def _forget(self) -> None:

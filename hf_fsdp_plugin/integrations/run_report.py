@@ -192,8 +192,12 @@ def report(subject: Any) -> Report:
         return build_report_of_trained([subject])
     if not is_trainer(subject):
         return report_accelerator(accelerator)
-    batch = BatchShape(per_device=train_batch_size(subject), accumulation=subject.args.gradient_accumulation_steps)
-    return report_accelerator(accelerator, batch=batch)
+    return report_accelerator(accelerator, batch=trainer_batch(subject))
+
+
+def trainer_batch(trainer: Any) -> BatchShape:
+    """Return the input of one optimizer step of a Trainer."""
+    return BatchShape(per_device=train_batch_size(trainer), accumulation=trainer.args.gradient_accumulation_steps)
 
 
 def report_accelerator(accelerator: Any, *, batch: BatchShape | None = None, checkpoint: Path | None = None) -> Report:

@@ -21,7 +21,7 @@ class ArgumentRow:
 
     Attributes:
         owner: name of the class.
-        written: the arguments, separated by spaces.
+        written: the arguments, separated by spaces; ``*`` for all.
         about: text for the documentation. After the names of arguments it is also the message.
         code: code of the note or error.
         fix: remedy of an error.
@@ -32,10 +32,6 @@ class ArgumentRow:
     about: str
     code: str = "FSDP-N613"
     fix: str = ""
-
-    @property
-    def names(self) -> frozenset[str]:
-        return frozenset(self.written.split())
 
 
 _DDP: Final = "configures DistributedDataParallel, which FSDP replaces"
@@ -55,14 +51,8 @@ ROWS: Final = (
                 "Remove it, and set reduce_dtype in fsdp_mixed_precision_policy."),
     ArgumentRow("InitProcessGroupKwargs", "init_method", "is not the address that the launcher gave the ranks",
                 "FSDP-E612", "Remove it, and start the script with a launcher."),
-    *(ArgumentRow(owner, names, _FP8, "FSDP-E121", "Remove it and set mixed_precision: bf16.") for owner, names in (
-        ("AORecipeKwargs", "config module_filter_func pad_inner_dim enable_fsdp_float8_all_gather"),
-        ("TERecipeKwargs", "use_autocast_during_eval margin interval fp8_format amax_history_len amax_compute_algo "
-                           "override_linear_precision use_mxfp8_block_scaling"),
-        ("MSAMPRecipeKwargs", "opt_level"),
-        ("FP8RecipeKwargs", "opt_level use_autocast_during_eval margin interval fp8_format amax_history_len "
-                            "amax_compute_algo override_linear_precision use_mxfp8_block_scaling backend"),
-    )),
+    *(ArgumentRow(owner, "*", _FP8, "FSDP-E121", "Remove it and set mixed_precision: bf16.")
+      for owner in ("AORecipeKwargs", "TERecipeKwargs", "MSAMPRecipeKwargs", "FP8RecipeKwargs")),
     ArgumentRow("TrainingArguments", "ddp_find_unused_parameters ddp_bucket_cap_mb ddp_broadcast_buffers "
                 "ddp_static_graph", _DDP),
     ArgumentRow("TrainingArguments", "deepspeed", _ONE_ENGINE, "FSDP-E120", "Keep one of them."),
@@ -84,7 +74,8 @@ def check_object(given: Any, *, source: str) -> Iterator[Problem]:
 def check_arguments(owner: str, given: Mapping[str, Any], *, source: str) -> Iterator[Problem]:
     """Yield a note or an error for each row of the table that has some of the given arguments."""
     for row in ROWS:
-        shown = {name: _shown(given[name]) for name in sorted(row.names & given.keys())}
+        names = given.keys() if row.written == "*" else given.keys() & set(row.written.split())
+        shown = {name: _shown(given[name]) for name in sorted(names)}
         if row.owner != owner or not shown:
             continue
         what = ", ".join(f"{name}={value}" for name, value in shown.items())

@@ -96,7 +96,8 @@ class PlannedFsdpPlugin(FullyShardedDataParallelPlugin):
         Raises:
             SpecError: a model has been prepared, so the assignment would have no effect.
         """
-        if name in FIELDS and not _equal(getattr(self, name), value):
+        before = getattr(self, name, None)
+        if name in FIELDS and not (value is before or (type(value) is type(before) and value == before)):
             if not self.is_in_use:
                 self.assigned = {**self.assigned, name: value}
             elif not (is_of_peft(value) and self.spec.wrap.policy == "transformer"):
@@ -194,14 +195,6 @@ class PlannedFsdpPlugin(FullyShardedDataParallelPlugin):
         self.__dict__["auto_wrap_policy"] = policy
         if self.fsdp_version == 1:
             self.__dict__["ignored_modules"] = [model.get_submodule(name) for name in plan.ignored_modules] or None
-
-
-def _equal(before: Any, value: Any) -> bool:
-    """Whether a value is the one that a field has. Values that cannot be compared differ."""
-    try:
-        return value is before or (type(value) is type(before) and bool(value == before))
-    except (RuntimeError, TypeError, ValueError):
-        return False
 
 
 def planned_plugin(accelerator: Any) -> PlannedFsdpPlugin | None:

@@ -37,7 +37,6 @@ from hf_fsdp_plugin.integrations.transformers import private
 from hf_fsdp_plugin.integrations.transformers.arguments import fsdp_arguments
 from hf_fsdp_plugin.integrations.transformers.checkpoints import checkpoint_to_resume
 from hf_fsdp_plugin.messages import print_once, print_warnings
-from hf_fsdp_plugin.observe.report import BatchShape
 from hf_fsdp_plugin.plan.names import unwrapped
 from hf_fsdp_plugin.plan.presharded import distributed_config_of
 from hf_fsdp_plugin.problems import Problem, SpecError
@@ -164,11 +163,11 @@ def train(original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any)
     finally:
         trainer.remove_callback(check)
     manager.wait()
-    given = trainer.args
-    checkpoint = Path(given.output_dir) / f"{TRAINER_PREFIX}{trainer.state.global_step}"
-    batch = BatchShape(per_device=given.per_device_train_batch_size, accumulation=given.gradient_accumulation_steps)
+    folder = trainer.args.output_dir
+    checkpoint = Path(folder) / f"{TRAINER_PREFIX}{trainer.state.global_step}"
     last = checkpoint if checkpoint.is_dir() else None
-    run_report.report_run(trainer.accelerator, output_dir=given.output_dir, batch=batch, checkpoint=last)
+    batch = run_report.trainer_batch(trainer)
+    run_report.report_run(trainer.accelerator, output_dir=folder, batch=batch, checkpoint=last)
     return result
 
 
