@@ -40,6 +40,16 @@ _row = DocumentedRow
 _NO_SHARDING: Final = "does not depend on how the model is sharded"
 _OTHER_GROUP: Final = "is refused (FSDP-E612) if a group with another one is started already"
 
+_FP8_NAMES: Final = {
+    "AORecipeKwargs": "config module_filter_func pad_inner_dim enable_fsdp_float8_all_gather",
+    "TERecipeKwargs": "use_autocast_during_eval margin interval fp8_format amax_history_len amax_compute_algo "
+    "override_linear_precision use_mxfp8_block_scaling",
+    "MSAMPRecipeKwargs": "opt_level",
+    "FP8RecipeKwargs": "opt_level use_autocast_during_eval margin interval fp8_format amax_history_len "
+    "amax_compute_algo override_linear_precision use_mxfp8_block_scaling backend",
+}
+"""Class of which every argument is refused -> its arguments."""
+
 # fmt: off
 _ROWS: Final = (
     _row("Accelerator", "applied", "fsdp_plugin mixed_precision parallelism_config kwargs_handlers dynamo_backend "
@@ -92,7 +102,7 @@ ROWS: Final = (
         DocumentedRow(
             row.owner,
             "refused" if row.code.startswith("FSDP-E") else "note",
-            row.written,
+            _FP8_NAMES[row.owner] if row.written == "*" else row.written,
             row.about,
             "" if row.code == "FSDP-N613" else row.code,
             row.fix,
