@@ -104,32 +104,33 @@ _OPTIMIZER_FIX = "call `accelerator.save_state(folder)` on all ranks."
 
 def torch_save(original: Callable[..., Any], obj: Any, *args: Any, **kwargs: Any) -> Any:
     """Write an object with whole weights. Collective if it contains the state dict of a model under FSDP2."""
-    obj = with_whole_weights("torch.save", obj)
-    check_no_shards("torch.save", obj)
-    return original(obj, *args, **kwargs)
+    return original(_with_gathered_weights("torch.save", obj), *args, **kwargs)
 
 
 def find_shared_tensors(original: Callable[..., Any], state_dict: Mapping[str, Any]) -> Any:
     """Check the tensors that safetensors is about to write. Each of its functions that writes calls this one."""
-    check_no_shards("safetensors", state_dict, dtensors=True)
+    _check_no_shards("safetensors", state_dict, dtensors=True)
     return original(state_dict)
 
 
 def accelerator_save(original: Callable[..., Any], accelerator: Any, obj: Any, *args: Any, **kwargs: Any) -> Any:
     """Gather and check on every rank, although only the main process writes: no rank continues without the file."""
-    obj = with_whole_weights("Accelerator.save", obj, keep=accelerator.is_local_main_process)
-    check_no_shards("Accelerator.save", obj, dtensors=bool(kwargs.get("safe_serialization")))
-    return original(obj, *args, **kwargs)
+    keep, safe = accelerator.is_local_main_process, bool(kwargs.get("safe_serialization"))
+    return original(_with_gathered_weights("Accelerator.save", obj, keep=keep, dtensors=safe), *args, **kwargs)
 
 
-def with_whole_weights(function: str, obj: Any, *, keep: bool = True) -> Any:
+def _with_gathered_weights(function: str, obj: Any, *, keep: bool = True, dtensors: bool = False) -> Any:
     """Return an object with whole tensors on the CPU instead of the ``DTensor`` weights of sharded models.
 
-    Collective if the object contains any. The state dicts of optimizers and modules are returned unchanged.
+    Collective if the object contains any. The state dicts of optimizers and modules are not gathered.
 
     Args:
         function: the function that writes the object, for messages.
         keep: whether this rank writes the object. Otherwise its tensors are empty.
+        dtensors: see :func:`_check_no_shards`.
+
+    Raises:
+        SpecError: the object still contains shards.
     """
     meshes = {
         parameter.device_mesh
@@ -137,9 +138,6 @@ def with_whole_weights(function: str, obj: Any, *, keep: bool = True) -> Any:
         for parameter in model.parameters()
         if isinstance(parameter, DTensor)
     }
-    tensors = _named_tensors(obj, _is_written_as_it_is) if meshes else ()
-    if not any(isinstance(tensor, DTensor) for _, tensor in tensors):
-        return obj
     written: dict[object, torch.Tensor] = {}
 
     def gather(tensor: Any) -> Any:
@@ -156,8 +154,12 @@ def with_whole_weights(function: str, obj: Any, *, keep: bool = True) -> Any:
         shard = local.untyped_storage().data_ptr(), local.storage_offset(), local.stride(), tensor.shape
         return written.setdefault(shard, whole.cpu())
 
-    with collective_call(f"{function} of the weights of a model", fix=FIX):
-        return _replace_leaves(obj, gather)
+    tensors = _named_tensors(obj, _is_written_as_it_is) if meshes else ()
+    if any(isinstance(tensor, DTensor) for _, tensor in tensors):
+        with collective_call(f"{function} of the weights of a model", fix=FIX):
+            obj = _replace_leaves(obj, gather)
+    _check_no_shards(function, obj, dtensors=dtensors)
+    return obj
 
 
 def _replace_leaves(obj: Any, replace: Callable[[Any], Any]) -> Any:
@@ -180,7 +182,7 @@ def _is_written_as_it_is(obj: Any) -> bool:
     return isinstance(obj, nn.Module) or (isinstance(obj, Mapping) and obj.keys() >= {"state", "param_groups"})
 
 
-def check_no_shards(function: str, obj: Any, *, dtensors: bool = False) -> None:
+def _check_no_shards(function: str, obj: Any, *, dtensors: bool = False) -> None:
     """Raise ``SpecError`` if ``obj`` contains shards, while there is a sharded model in this process.
 
     Args:

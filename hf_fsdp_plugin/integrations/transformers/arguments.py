@@ -61,12 +61,11 @@ def process_fsdp_args(original: Callable[[], Any], arguments: Any) -> Any:
     """
     mesh = getattr(arguments, "parallelism_config", None)
     spec = session.load(fsdp_arguments(arguments), parallelism_config=mesh)
+    print_warnings(spec.problems)
     if not spec.enabled:
-        print_warnings(spec.problems)
         if arguments.fsdp and not spec.uses_xla:
             arguments.fsdp = None  # Transformers turns FSDP on for any text, "false" included
         return original()
-    print_warnings(spec.problems)
     print_or_raise([*check_object(arguments, source=SOURCE)])
     session.remember(arguments, spec)
     if arguments.fsdp:

@@ -116,34 +116,27 @@ def check_model(model: Any, files: Sequence[str], load_config: Any) -> dict[str,
     with raised_everywhere():
         tensors = _read_headers(tuple(files))
         _read_headers.cache_clear()
-        if tensors and not load_config.is_quantized and load_config.device_mesh is None:
-            _compare(model, files, load_config, tensors)
-    return tensors
-
-
-def _compare(model: Any, files: Sequence[str], load_config: Any, tensors: Mapping[str, ModelTensor]) -> None:
-    """Raise the error of :func:`check_model` on this rank."""
-    expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items() if hasattr(tensor, "shape")}
-    weight_map = (load_config.sharded_metadata or {}).get("weight_map") or {}
-    absent = weight_map.keys() - tensors.keys()
-    odd = {name for name, tensor in tensors.items() if expected.get(name) != tensor.shape}
-    if not absent and (not odd or load_config.ignore_mismatched_sizes):
-        return
-    loaded = private.loaded_names(model, load_config.weight_mapping, [*absent, *odd])
-    if absent:
-        given = {loaded.get(name, (name, True))[0] for name in tensors}
-        tied = private.tied_weights(model)
-        needed = set(required_names(model, expected.keys() - given - tied.keys() - set(tied.values())))
-        lacking = [name for name in absent if loaded[name][0] in needed]
-        raise_absent_tensors(lacking, weight_map, files)
-    if not load_config.ignore_mismatched_sizes:
+        if not tensors or load_config.is_quantized or load_config.device_mesh is not None:
+            return tensors
+        state = model.state_dict()
+        expected = {name: tuple(tensor.shape) for name, tensor in state.items() if hasattr(tensor, "shape")}
+        weight_map = (load_config.sharded_metadata or {}).get("weight_map") or {}
+        absent = weight_map.keys() - tensors.keys()
+        odd = {name for name, tensor in tensors.items() if expected.get(name) != tensor.shape}
+        loaded = private.loaded_names(model, load_config.weight_mapping, [*absent, *odd])
+        if absent:
+            given = {loaded.get(name, (name, True))[0] for name in tensors}
+            tied = private.tied_weights(model)
+            needed = set(required_names(model, expected.keys() - given - tied.keys() - set(tied.values())))
+            raise_absent_tensors([name for name in absent if loaded[name][0] in needed], weight_map, files)
         mismatches = [
             ShapeMismatch(target, tensors[name].file, tensors[name].shape, expected[target])
-            for name in odd
+            for name in (odd if not load_config.ignore_mismatched_sizes else ())
             for target, is_unchanged in [loaded[name]]
             if is_unchanged and target in expected and expected[target] != tensors[name].shape
         ]
         raise_shape_mismatches(mismatches, type(model).__name__, "")
+    return tensors
 
 
 def check_loaded(model: Any, loading_info: Any, load_config: Any) -> None:
