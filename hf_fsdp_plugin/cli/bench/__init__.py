@@ -237,10 +237,15 @@ def run_worlds(
         job: with the cases of all worlds.
         spec: the settings that all cases share.
     """
+    from hf_fsdp_plugin.launcher.rendezvous import SignalException  # imports torch
+
     for size, world in worlds.items():
         groups = [group for group in job.groups if group[0].world_size == size]
         while left := [group for group in groups if not results.is_over(group)]:
-            ended = run_world(replace(job, groups=left), world, results, handover, spec)
+            try:
+                ended = run_world(replace(job, groups=left), world, results, handover, spec)
+            except SignalException as stop:  # while no ranks run
+                return int(stop.sigval)
             if ended.signal_number:
                 return ended.signal_number
             running = next((group for group in left if not results.is_over(group)), None)
