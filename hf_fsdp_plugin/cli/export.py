@@ -7,7 +7,9 @@ import re
 import sys
 from pathlib import Path
 
-from hf_fsdp_plugin.checkpoint import newest_complete, object_in, refuse
+from hf_fsdp_plugin.checkpoint.checking.inspection import newest_complete
+from hf_fsdp_plugin.checkpoint.errors import refuse
+from hf_fsdp_plugin.checkpoint.io import object_in
 from hf_fsdp_plugin.checkpoint.names import PREFIXES, TRAINER_STATE
 from hf_fsdp_plugin.cli import merge
 from hf_fsdp_plugin.cli.verbs import check_folder

@@ -10,7 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from hf_fsdp_plugin import text
-from hf_fsdp_plugin.checkpoint import Summary, checkpoints_of_run, summarize, why_incomplete
+from hf_fsdp_plugin.checkpoint.checking.inspection import (
+    Summary,
+    checkpoints_of_run,
+    summarize,
+    why_incomplete,
+)
 from hf_fsdp_plugin.cli.output import OK, PROBLEMS, print_json, print_problems, text_width
 from hf_fsdp_plugin.cli.verbs import check_folder
 from hf_fsdp_plugin.launcher.flags import UsageError

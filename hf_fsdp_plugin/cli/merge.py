@@ -6,7 +6,7 @@ import argparse
 import re
 from pathlib import Path
 
-from hf_fsdp_plugin.checkpoint import Merged, MergeOptions, merge
+from hf_fsdp_plugin.checkpoint.merging.merge import Merged, MergeOptions, merge
 from hf_fsdp_plugin.cli.output import OK, PROBLEMS, ProgressBars, print_json, print_problems
 from hf_fsdp_plugin.cli.verbs import check_folder
 from hf_fsdp_plugin.launcher.flags import UsageError

@@ -23,7 +23,7 @@ from hf_fsdp_plugin.integrations.preflight import stages
 from hf_fsdp_plugin.launcher.attempts import run_job
 from hf_fsdp_plugin.launcher.world import World
 from hf_fsdp_plugin.problems import Problem, has_errors
-from hf_fsdp_plugin.runs.exits import RunResult, first_failure, summarize_exit
+from hf_fsdp_plugin.runs.failures import RunResult, first_failure, summarize_exit
 from hf_fsdp_plugin.sources.interface import ConfigFile, Sources
 from hf_fsdp_plugin.sources.launchers import LaunchHandover, user_variables
 from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec

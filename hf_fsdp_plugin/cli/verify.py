@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from hf_fsdp_plugin.checkpoint import Verdict, checkpoints_of_run, read_stored_model, verify
+from hf_fsdp_plugin.checkpoint.checking.inspection import checkpoints_of_run
+from hf_fsdp_plugin.checkpoint.checking.verify import Verdict, verify
+from hf_fsdp_plugin.checkpoint.formats.known_formats import read_stored_model
 from hf_fsdp_plugin.checkpoint.names import MANIFEST_NAME
 from hf_fsdp_plugin.cli.output import OK, PROBLEMS, ProgressBars, colored, print_json, print_problems
 from hf_fsdp_plugin.cli.verbs import check_folder

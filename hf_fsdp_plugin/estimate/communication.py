@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from hf_fsdp_plugin.backends.loading.weight_loader import master_dtype
-from hf_fsdp_plugin.backends.sharding.module_forwards import checkpoints_itself
+from hf_fsdp_plugin.backends.sharding.forwards import checkpoints_itself
 from hf_fsdp_plugin.estimate.results import Axis, Collective, CollectiveKind, CommunicationEstimate, StepPhase
 from hf_fsdp_plugin.estimate.unit_sizes import unit_sizes
 from hf_fsdp_plugin.estimate.workload import Workload

@@ -168,7 +168,7 @@ class CallRecord:
     def _add_group(self, group: dist.ProcessGroup) -> _GroupCount:
         import torch.distributed as dist
 
-        from hf_fsdp_plugin.torch_private.process_groups import timeout_of
+        from hf_fsdp_plugin.torch_private.functions import timeout_of
 
         try:
             ranks: Sequence[int] = dist.get_process_group_ranks(group)

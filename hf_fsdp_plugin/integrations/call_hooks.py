@@ -150,7 +150,7 @@ def _record_caller(frame: FrameType | None, resolved: Any) -> None:
     operation = functional_operation(caller.f_code.co_name) if caller is not None else None
     if caller is None or operation is None:
         return
-    from hf_fsdp_plugin.torch_private.process_groups import resolve_group
+    from hf_fsdp_plugin.torch_private.functions import resolve_group
 
     group = resolve_group(resolved)
     if group is not None:

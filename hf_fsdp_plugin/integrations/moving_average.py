@@ -15,15 +15,10 @@ from torch import nn
 from hf_fsdp_plugin.backends.ranks.collective_entry import collective_call
 from hf_fsdp_plugin.backends.sharding.shard import locate_module
 from hf_fsdp_plugin.backends.torch_types import wait_for_reads
-from hf_fsdp_plugin.checkpoint import (
-    ModelShards,
-    copy_whole_tensors,
-    gathered_state,
-    load_tensors,
-    parameter_shards,
-    shards_below,
-)
 from hf_fsdp_plugin.checkpoint.names import MOVING_AVERAGE, numbered_from_one
+from hf_fsdp_plugin.checkpoint.reading.loading import copy_whole_tensors, load_tensors
+from hf_fsdp_plugin.checkpoint.shards import ModelShards, parameter_shards, shards_below
+from hf_fsdp_plugin.checkpoint.writing.state_files import gathered_state
 from hf_fsdp_plugin.integrations.saving import manager
 from hf_fsdp_plugin.messages import print_once
 from hf_fsdp_plugin.plan.names import unwrapped

@@ -20,7 +20,8 @@ import torch.distributed as dist
 from torch import nn
 
 from hf_fsdp_plugin.backends.ranks.agreement import broadcast_object, on_all_ranks
-from hf_fsdp_plugin.checkpoint import ModelShards, gathered_state
+from hf_fsdp_plugin.checkpoint.shards import ModelShards
+from hf_fsdp_plugin.checkpoint.writing.state_files import gathered_state
 from hf_fsdp_plugin.integrations.accelerate.plugin import planned_plugin
 from hf_fsdp_plugin.integrations.session import attributes_in_block
 from hf_fsdp_plugin.messages import print_once

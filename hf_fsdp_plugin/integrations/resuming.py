@@ -26,16 +26,10 @@ import torch.distributed as dist
 from hf_fsdp_plugin.backends.ranks.agreement import broadcast_object, on_all_ranks
 from hf_fsdp_plugin.backends.ranks.cluster import ranks_per_machine
 from hf_fsdp_plugin.backends.ranks.collective_entry import collective_call, load_failures, preparation_limit
-from hf_fsdp_plugin.checkpoint import (
-    Manifest,
-    check_states,
-    check_visible,
-    numbered_checkpoints,
-    read_manifest,
-    recover_interrupted_commit,
-    recover_run,
-    why_incomplete,
-)
+from hf_fsdp_plugin.checkpoint.checking.inspection import numbered_checkpoints, why_incomplete
+from hf_fsdp_plugin.checkpoint.folders import check_visible, recover_interrupted_commit, recover_run
+from hf_fsdp_plugin.checkpoint.formats.manifest import Manifest, read_manifest
+from hf_fsdp_plugin.checkpoint.reading.states import check_states
 from hf_fsdp_plugin.hangs.call_record import record
 from hf_fsdp_plugin.hangs.rank_files import RankFiles
 from hf_fsdp_plugin.integrations.accelerate.batches import samples_problem
@@ -151,7 +145,7 @@ def find_checkpoint(
         prefix: prefix of the checkpoint names, before the number.
         selected: the checkpoint that the user selected.
         fix: what to do if ``selected`` is incomplete.
-        verify, allow_pickles: as in :func:`hf_fsdp_plugin.checkpoint.check_states`.
+        verify, allow_pickles: as in :func:`hf_fsdp_plugin.checkpoint.reading.states.check_states`.
 
     Returns:
         ``None`` if ``selected`` is ``None`` and the run has no checkpoint.

@@ -24,16 +24,11 @@ from hf_fsdp_plugin.backends.optimizers.parameters import owner_of
 from hf_fsdp_plugin.backends.ranks.agreement import gather_objects, on_all_ranks
 from hf_fsdp_plugin.backends.ranks.collective_entry import collective_call
 from hf_fsdp_plugin.backends.sharding.shard import ModuleLocation, locate_module, plan_of
-from hf_fsdp_plugin.checkpoint import (
-    CheckpointManager,
-    ModelShards,
-    gathered_state,
-    manifest_of,
-    model_shards,
-    read_manifest,
-    shards_below,
-)
+from hf_fsdp_plugin.checkpoint.formats.manifest import read_manifest
 from hf_fsdp_plugin.checkpoint.names import HF_MODEL
+from hf_fsdp_plugin.checkpoint.shards import ModelShards, model_shards, shards_below
+from hf_fsdp_plugin.checkpoint.writing.manager import CheckpointManager
+from hf_fsdp_plugin.checkpoint.writing.state_files import gathered_state, manifest_of
 from hf_fsdp_plugin.integrations.accelerate.private import prepared_models, prepared_optimizers
 from hf_fsdp_plugin.integrations.session import session
 from hf_fsdp_plugin.plan.names import unwrapped

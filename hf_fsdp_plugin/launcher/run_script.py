@@ -44,7 +44,7 @@ def run_rank(script: str, args: Sequence[str], *, module: bool = False, **option
     """
     # lazy: the launcher and `check` import this module
     import hf_fsdp_plugin
-    from hf_fsdp_plugin.integrations.preflight.run import preflight
+    from hf_fsdp_plugin.integrations.preflight.stages import preflight
     from hf_fsdp_plugin.integrations.profiling import profiled_run
     from hf_fsdp_plugin.integrations.rank_watch import watch
 

@@ -21,8 +21,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from hf_fsdp_plugin.backends.loading.equal_weights import sum_bits
 from hf_fsdp_plugin.backends.loading.weight_loader import BROADCAST_ATTRIBUTE
 from hf_fsdp_plugin.backends.optimizers.parameters import has_parameters_of, parameters_in
-from hf_fsdp_plugin.backends.sharding.forward_hooks import float_outputs, is_activation
-from hf_fsdp_plugin.backends.sharding.module_forwards import checkpoints_itself
+from hf_fsdp_plugin.backends.sharding.forwards import checkpoints_itself, float_outputs, is_activation
 from hf_fsdp_plugin.backends.sharding.shard import plan_of
 from hf_fsdp_plugin.backends.torch_types import torch_dtype
 from hf_fsdp_plugin.contracts import off_without

@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from hf_fsdp_plugin.backends.optimizers.parameters import has_parameters_of, is_replicated, parameters_in
-from hf_fsdp_plugin.backends.sharding.forward_hooks import float_outputs
+from hf_fsdp_plugin.backends.sharding.forwards import float_outputs
 from hf_fsdp_plugin.backends.sharding.shard import sharded_models
 from hf_fsdp_plugin.observe.units import UnitObservation
 from hf_fsdp_plugin.problems import Problem, SpecError

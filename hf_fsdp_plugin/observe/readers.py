@@ -10,7 +10,7 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, Final
 
-from hf_fsdp_plugin.backends.sharding.module_forwards import checkpoints_itself
+from hf_fsdp_plugin.backends.sharding.forwards import checkpoints_itself
 from hf_fsdp_plugin.contracts import ContractError
 from hf_fsdp_plugin.devices import accelerator_type
 from hf_fsdp_plugin.observe import settings

@@ -15,7 +15,8 @@ from typing import Any
 
 import pytest
 
-from hf_fsdp_plugin.checkpoint import verify, why_incomplete
+from hf_fsdp_plugin.checkpoint.checking.inspection import why_incomplete
+from hf_fsdp_plugin.checkpoint.checking.verify import verify
 from tests.gloo import cases_checkpoint_failures as cases
 from tests.support.matrices import slow
 from tests.support.ranks import Ranks

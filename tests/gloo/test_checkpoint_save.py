@@ -11,7 +11,9 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from hf_fsdp_plugin.checkpoint import remove_checkpoint, summarize, verify
+from hf_fsdp_plugin.checkpoint.checking.inspection import summarize
+from hf_fsdp_plugin.checkpoint.checking.verify import verify
+from hf_fsdp_plugin.checkpoint.folders import remove_checkpoint
 from tests.gloo import cases_checkpoint_save as cases
 from tests.support.matrices import alternating
 from tests.support.ranks import Ranks

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from hf_fsdp_plugin.backends.sharding.forward_hooks import cast_activations
+from hf_fsdp_plugin.backends.sharding.forwards import cast_activations
 from tests.gloo import cases_inputs as cases
 from tests.support.ranks import Ranks
 

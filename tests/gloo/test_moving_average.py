@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from hf_fsdp_plugin.checkpoint import verify
+from hf_fsdp_plugin.checkpoint.checking.verify import verify
 from tests.gloo import cases_moving_average as cases
 from tests.support.matrices import slow
 from tests.support.ranks import Ranks

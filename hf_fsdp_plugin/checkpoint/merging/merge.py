@@ -15,7 +15,7 @@ from typing import Any, Final
 
 from hf_fsdp_plugin.checkpoint import names as file_names
 from hf_fsdp_plugin.checkpoint.checking.against_model import ConfigCheck, read_config
-from hf_fsdp_plugin.checkpoint.checking.completeness import checkpoint_of
+from hf_fsdp_plugin.checkpoint.checking.inspection import checkpoint_of
 from hf_fsdp_plugin.checkpoint.checking.verified_files import Progress, check_headers, input_files
 from hf_fsdp_plugin.checkpoint.checking.verify import manifest_problems
 from hf_fsdp_plugin.checkpoint.errors import problem, raise_if_any

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hf_fsdp_plugin.checkpoint.checking.completeness import checkpoint_of, why_incomplete
+from hf_fsdp_plugin.checkpoint.checking.inspection import checkpoint_of, why_incomplete
 from hf_fsdp_plugin.checkpoint.errors import file_problems_inside, problem, raise_if_any, refuse
 from hf_fsdp_plugin.checkpoint.folders import put_in_place, replaced_path
 from hf_fsdp_plugin.checkpoint.formats.safetensors import SafetensorsFile, plan_files

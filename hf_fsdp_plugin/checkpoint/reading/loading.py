@@ -21,14 +21,13 @@ import torch.distributed as dist
 from torch import nn
 
 from hf_fsdp_plugin.backends.ranks.agreement import broadcast_object, on_all_ranks
-from hf_fsdp_plugin.backends.sharding.forward_hooks import persistent_buffers
+from hf_fsdp_plugin.backends.sharding.forwards import persistent_buffers
 from hf_fsdp_plugin.backends.torch_types import PinnedWindows, wait_for_reads
 from hf_fsdp_plugin.checkpoint.checking.verified_files import check_headers, files_of_checkpoint
 from hf_fsdp_plugin.checkpoint.errors import problem, raise_if_any
 from hf_fsdp_plugin.checkpoint.folders import check_visible
 from hf_fsdp_plugin.checkpoint.formats.boxes import element_span, is_row_major, relative_slices, whole_box
-from hf_fsdp_plugin.checkpoint.formats.known_formats import read_stored_model
-from hf_fsdp_plugin.checkpoint.formats.safetensors import read_safetensors_model
+from hf_fsdp_plugin.checkpoint.formats.known_formats import read_stored_model, read_weights
 from hf_fsdp_plugin.checkpoint.formats.stored_tensors import StoredModel, StoredOptimizer, StoredTensor
 from hf_fsdp_plugin.checkpoint.io import MAX_SPAN, InputFiles, object_in
 from hf_fsdp_plugin.checkpoint.names import index_file, safetensors_file
@@ -231,7 +230,7 @@ def load_tensors(shards: ModelShards, checkpoint: Path, stem: str, *, verify: bo
         return False
 
     def read() -> StoredModel:
-        stored = read_safetensors_model(checkpoint, name)
+        stored = read_weights(checkpoint, name)
         assert stored is not None, "rank 0 has found the file, and all ranks see the same folder"
         return stored
 

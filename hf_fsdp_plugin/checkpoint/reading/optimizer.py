@@ -21,8 +21,14 @@ from hf_fsdp_plugin.backends.torch_types import PinnedWindows, copy_to_device, d
 from hf_fsdp_plugin.checkpoint.errors import raise_if_any, refuse
 from hf_fsdp_plugin.checkpoint.formats.boxes import whole_box
 from hf_fsdp_plugin.checkpoint.formats.known_formats import read_stored_optimizer
-from hf_fsdp_plugin.checkpoint.formats.optimizer_state import range_of, split_inner_key, split_key, state_layout
-from hf_fsdp_plugin.checkpoint.formats.stored_tensors import StoredOptimizer, StoredTensor
+from hf_fsdp_plugin.checkpoint.formats.stored_tensors import (
+    StoredOptimizer,
+    StoredTensor,
+    range_of,
+    split_inner_key,
+    split_key,
+    state_layout,
+)
 from hf_fsdp_plugin.checkpoint.io import InputFiles
 from hf_fsdp_plugin.checkpoint.reading import loading
 from hf_fsdp_plugin.checkpoint.shards import LocalShard, ModelShards, Piece, local_tensor, parameter_shards

@@ -26,7 +26,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from hf_fsdp_plugin.backends.optimizers.parameters import JointModels
 from hf_fsdp_plugin.backends.ranks.agreement import on_all_ranks
-from hf_fsdp_plugin.backends.sharding.forward_hooks import send_buffers
+from hf_fsdp_plugin.backends.sharding.forwards import send_buffers
 from hf_fsdp_plugin.checkpoint.errors import os_errors_as_problems
 from hf_fsdp_plugin.checkpoint.formats.manifest import FileRecord, Manifest
 from hf_fsdp_plugin.checkpoint.shards import ModelShards, model_shards, optimizer_shards, trainable_shards

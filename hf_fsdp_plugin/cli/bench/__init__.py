@@ -14,17 +14,17 @@ from pathlib import Path
 from typing import Any, Final
 
 from hf_fsdp_plugin.cli.bench.results import Results, bench_text
-from hf_fsdp_plugin.cli.model_plan import load_model
+from hf_fsdp_plugin.cli.check_output import load_model
 from hf_fsdp_plugin.cli.output import OK, PROBLEMS, print_failure, print_json, print_problems
-from hf_fsdp_plugin.cli.plan.arguments import sequence_length
+from hf_fsdp_plugin.cli.plan import sequence_length
 from hf_fsdp_plugin.cli.verbs import whole_number
-from hf_fsdp_plugin.hangs.calls import HANG_LIMIT_VARIABLE
+from hf_fsdp_plugin.hangs.rank_exit import HANG_LIMIT_VARIABLE
 from hf_fsdp_plugin.integrations import bench
 from hf_fsdp_plugin.integrations.bench import BenchWorkload, Case, CaseGroup
 from hf_fsdp_plugin.launcher.flags import Parser, UsageError, add_override_flag, add_setting_flags
 from hf_fsdp_plugin.launcher.world import FoundDevices, World, find_devices, num_cores, resolve_world
 from hf_fsdp_plugin.problems import Problem, SpecError, has_errors
-from hf_fsdp_plugin.runs.exits import RunResult, summarize_exit
+from hf_fsdp_plugin.runs.failures import RunResult, summarize_exit
 from hf_fsdp_plugin.sources.interface import ConfigFile, Sources
 from hf_fsdp_plugin.sources.launchers import LaunchHandover, user_variables
 from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec

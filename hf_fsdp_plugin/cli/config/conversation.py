@@ -24,7 +24,7 @@ from hf_fsdp_plugin.text import format_memory, parse_bytes, wrap_words
 if TYPE_CHECKING:
     from torch import nn
 
-    from hf_fsdp_plugin.estimate.planner.advice import Advice
+    from hf_fsdp_plugin.estimate.planner import Advice
     from hf_fsdp_plugin.estimate.results import MemoryEstimate
 
 T = TypeVar("T")
@@ -244,7 +244,7 @@ def _attempt(predict: Callable[[], T]) -> tuple[T | None, str]:
 
 def advice_of(state: State, gpu_memory: int) -> Advice:
     """Return the planner's answer. Raises ``SpecError`` if the model cannot be planned."""
-    from hf_fsdp_plugin.estimate.planner.search import advise
+    from hf_fsdp_plugin.estimate.planner import advise
     from hf_fsdp_plugin.estimate.workload import Workload
 
     answers, model = state.answers, state.model

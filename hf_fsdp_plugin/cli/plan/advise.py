@@ -17,7 +17,7 @@ from hf_fsdp_plugin.text import fit_table, format_memory, plural, truncate_lines
 
 if TYPE_CHECKING:
     from hf_fsdp_plugin.estimate.machines import Machine
-    from hf_fsdp_plugin.estimate.planner.advice import Advice, AdviceRow
+    from hf_fsdp_plugin.estimate.planner import Advice, AdviceRow
     from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec
 
 _ROWS: Final = 10
@@ -35,8 +35,7 @@ def print_advice(args: argparse.Namespace, planned: Planned) -> int:
     Raises:
         SpecError: the memory of a device is unknown (FSDP-E726).
     """
-    from hf_fsdp_plugin.estimate.planner.advice import compare_with_tree
-    from hf_fsdp_plugin.estimate.planner.search import advise
+    from hf_fsdp_plugin.estimate.planner import advise, compare_with_tree
 
     plan, workload, spec = planned.plan, planned.workload, planned.plan.spec
     if planned.gpu_memory is None:

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from hf_fsdp_plugin.backends.loading.weight_loader import master_dtype
-from hf_fsdp_plugin.backends.sharding.module_forwards import configs_with_cache, fp32_forwards
+from hf_fsdp_plugin.backends.sharding.forwards import configs_with_cache, fp32_forwards
 from hf_fsdp_plugin.backends.torch_types import cast_floats, torch_dtype
 from hf_fsdp_plugin.estimate.memory.recorder import Recorder, replace_forward
 from hf_fsdp_plugin.estimate.memory.step import StepProfile, expand_layers

@@ -12,7 +12,7 @@ from torch import nn
 from torch.autograd.graph import register_multi_grad_hook, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
-from hf_fsdp_plugin.backends.sharding.module_forwards import save_every_second_matmul
+from hf_fsdp_plugin.backends.sharding.forwards import save_every_second_matmul
 from hf_fsdp_plugin.backends.torch_types import cast_floats, torch_dtype
 from hf_fsdp_plugin.estimate.memory.step import Stage, StageKind
 from hf_fsdp_plugin.estimate.memory.tracker import DeviceAttention, Tracker
@@ -166,7 +166,7 @@ class Recorder:
         replace_forward(self._modules[name], forward, self._undo)
 
     def _checkpoint(self) -> None:
-        """Checkpoint the layers that run, as :mod:`hf_fsdp_plugin.backends.sharding.module_forwards` does."""
+        """Checkpoint the layers that run, as :mod:`hf_fsdp_plugin.backends.sharding.forwards` does."""
         if self._plan.activation.checkpointing == "none":
             return
         for name in [name for unit in self._plan.units if unit.from_policy for name in unit.modules]:

@@ -42,8 +42,7 @@ from hf_fsdp_plugin.sources.interface import Sources
 from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec
 from hf_fsdp_plugin.spec.load import assess, with_distributed_config
 from hf_fsdp_plugin.spec.rules import fsdp_is_off
-from hf_fsdp_plugin.torch_private.functions import ShardedGradScaler
-from hf_fsdp_plugin.torch_private.process_groups import set_timeout, timeout_of
+from hf_fsdp_plugin.torch_private.functions import ShardedGradScaler, set_timeout, timeout_of
 
 SOURCE: Final = "Accelerator()"
 _USE_MESH: Final = "ACCELERATE_USE_PARALLELISM_CONFIG"

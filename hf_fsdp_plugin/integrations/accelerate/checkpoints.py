@@ -19,16 +19,14 @@ from hf_fsdp_plugin.backends.optimizers.parameters import owner_of
 from hf_fsdp_plugin.backends.ranks.agreement import on_all_ranks
 from hf_fsdp_plugin.backends.ranks.collective_entry import TRAINING_LIMIT, collective_call, wait_for_all_ranks
 from hf_fsdp_plugin.backends.sharding.shard import locate_module, plan_of
-from hf_fsdp_plugin.checkpoint import (
-    Manifest,
-    load_model,
-    load_optimizer,
-    manifest_of,
-    numbered_checkpoints,
-    remove_checkpoint,
-)
-from hf_fsdp_plugin.checkpoint import load_state as load_state_file
+from hf_fsdp_plugin.checkpoint.checking.inspection import numbered_checkpoints
+from hf_fsdp_plugin.checkpoint.folders import remove_checkpoint
+from hf_fsdp_plugin.checkpoint.formats.manifest import Manifest
 from hf_fsdp_plugin.checkpoint.names import ACCELERATE_PREFIX, ACCELERATE_RUN, custom_state_file
+from hf_fsdp_plugin.checkpoint.reading.loading import load_model
+from hf_fsdp_plugin.checkpoint.reading.optimizer import load_optimizer
+from hf_fsdp_plugin.checkpoint.reading.states import load_state as load_state_file
+from hf_fsdp_plugin.checkpoint.writing.state_files import manifest_of
 from hf_fsdp_plugin.integrations.accelerate import plugin as plugins
 from hf_fsdp_plugin.integrations.accelerate.batches import batch_of, keep_samples_per_step
 from hf_fsdp_plugin.integrations.accelerate.private import prepared_models

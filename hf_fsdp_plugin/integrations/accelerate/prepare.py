@@ -21,8 +21,7 @@ from hf_fsdp_plugin.backends.ranks.agreement import on_all_ranks, same_on_all_ra
 from hf_fsdp_plugin.backends.ranks.cluster import ranks_per_machine
 from hf_fsdp_plugin.backends.ranks.collective_entry import collective_call, first_step, load_failures, preparation_limit
 from hf_fsdp_plugin.backends.sharding import shard as sharding
-from hf_fsdp_plugin.backends.sharding.parameter_access import check_parameter_hooks
-from hf_fsdp_plugin.backends.sharding.submodule_calls import free_after_forward, free_before_step
+from hf_fsdp_plugin.backends.sharding.script_access import check_parameter_hooks, free_after_forward, free_before_step
 from hf_fsdp_plugin.devices import get_device
 from hf_fsdp_plugin.estimate.unit_sizes import with_padding_warning
 from hf_fsdp_plugin.hangs.call_record import record
@@ -31,7 +30,7 @@ from hf_fsdp_plugin.integrations.accelerate import private
 from hf_fsdp_plugin.integrations.accelerate.accelerator import adopt_models
 from hf_fsdp_plugin.integrations.accelerate.batches import check_even_batches, notice_accumulation
 from hf_fsdp_plugin.integrations.accelerate.plugin import planned_plugin
-from hf_fsdp_plugin.integrations.preflight.run import preflight
+from hf_fsdp_plugin.integrations.preflight.stages import preflight
 from hf_fsdp_plugin.integrations.profiling.run import profiling
 from hf_fsdp_plugin.integrations.rank_watch import watch
 from hf_fsdp_plugin.messages import print_warnings

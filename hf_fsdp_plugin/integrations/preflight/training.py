@@ -18,7 +18,7 @@ from transformers.trainer_callback import TrainerCallback
 
 from hf_fsdp_plugin.backends.ranks.agreement import broadcast_object
 from hf_fsdp_plugin.backends.sharding.shard import plan_of
-from hf_fsdp_plugin.checkpoint import MergeOptions, merge
+from hf_fsdp_plugin.checkpoint.merging.merge import MergeOptions, merge
 from hf_fsdp_plugin.checkpoint.names import HF_MODEL, TRAINER_PREFIX, safetensors_file
 from hf_fsdp_plugin.integrations.accelerate.private import prepared_models
 from hf_fsdp_plugin.integrations.preflight.clone import MAX_PARAMS, num_params_of

@@ -18,15 +18,12 @@ from transformers.trainer_utils import has_length, sort_checkpoints
 from hf_fsdp_plugin.backends.ranks.agreement import on_all_ranks
 from hf_fsdp_plugin.backends.ranks.collective_entry import TRAINING_LIMIT, collective_call, wait_for_all_ranks
 from hf_fsdp_plugin.backends.sharding.shard import locate_module
-from hf_fsdp_plugin.checkpoint import (
-    Manifest,
-    manifest_of,
-    model_shards,
-    read_stored_model,
-    remove_checkpoint,
-    stored_state_dict_type,
-)
+from hf_fsdp_plugin.checkpoint.folders import remove_checkpoint
+from hf_fsdp_plugin.checkpoint.formats.known_formats import read_stored_model, stored_state_dict_type
+from hf_fsdp_plugin.checkpoint.formats.manifest import Manifest
 from hf_fsdp_plugin.checkpoint.names import HF_MODEL, TRAINER_PREFIX, TRAINER_STATE, safetensors_file, trainer_rng_file
+from hf_fsdp_plugin.checkpoint.shards import model_shards
+from hf_fsdp_plugin.checkpoint.writing.state_files import manifest_of
 from hf_fsdp_plugin.integrations import moving_average, peft, resuming
 from hf_fsdp_plugin.integrations.accelerate.batches import batch_facts, kept_accumulation
 from hf_fsdp_plugin.integrations.accelerate.plugin import PlannedFsdpPlugin, if_planned, if_sharded

@@ -31,7 +31,7 @@ from transformers.core_model_loading import WeightConverter
 from hf_fsdp_plugin.backends.loading.equal_weights import parameter_memory
 from hf_fsdp_plugin.backends.loading.shared_weights import Publication, Received, exchange
 from hf_fsdp_plugin.backends.ranks.agreement import on_all_ranks
-from hf_fsdp_plugin.checkpoint import ModelTensor
+from hf_fsdp_plugin.checkpoint.checking.against_model import ModelTensor
 from hf_fsdp_plugin.integrations import patching
 from hf_fsdp_plugin.integrations.accelerate.accelerator import accelerator
 from hf_fsdp_plugin.integrations.accelerate.prepare import shard_model

@@ -27,21 +27,21 @@ from transformers.utils import logging
 
 from hf_fsdp_plugin.backends.ranks.agreement import gather_objects, on_all_ranks
 from hf_fsdp_plugin.backends.ranks.collective_entry import collective_call, load_failures
-from hf_fsdp_plugin.backends.sharding.forward_hooks import send_buffers
+from hf_fsdp_plugin.backends.sharding.forwards import send_buffers
 from hf_fsdp_plugin.backends.sharding.shard import ModuleLocation, locate_module
-from hf_fsdp_plugin.checkpoint import (
-    ModelShards,
+from hf_fsdp_plugin.checkpoint.checking.against_model import (
     ModelTensor,
     ShapeMismatch,
     check_model_index,
-    gathered_state,
     raise_absent_tensors,
     raise_shape_mismatches,
     read_model_headers,
     required_names,
-    with_whole_weights,
 )
+from hf_fsdp_plugin.checkpoint.merging.merge import with_whole_weights
 from hf_fsdp_plugin.checkpoint.names import HF_MODEL, safetensors_file
+from hf_fsdp_plugin.checkpoint.shards import ModelShards
+from hf_fsdp_plugin.checkpoint.writing.state_files import gathered_state
 from hf_fsdp_plugin.integrations.patching import has_fsdp_settings
 from hf_fsdp_plugin.integrations.peft import adapter_state, as_unsharded
 from hf_fsdp_plugin.integrations.saving import FIX, bind_call, call_name, exporting, gathered, manager, shards_at

@@ -24,8 +24,8 @@ from transformers.utils import find_labels
 
 from hf_fsdp_plugin.backends.optimizers.parameters import replicate_parameters
 from hf_fsdp_plugin.backends.ranks.collective_entry import TRAINING_LIMIT, preparation_limit, wait_for_all_ranks
+from hf_fsdp_plugin.backends.sharding.script_access import free_gathered
 from hf_fsdp_plugin.backends.sharding.shard import plan_of
-from hf_fsdp_plugin.backends.sharding.submodule_calls import free_gathered
 from hf_fsdp_plugin.checkpoint.names import TRAINER_PREFIX
 from hf_fsdp_plugin.integrations import moving_average, patching, resuming, run_report
 from hf_fsdp_plugin.integrations.accelerate.accelerator import is_left_to_transformers

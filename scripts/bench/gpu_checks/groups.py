@@ -53,7 +53,7 @@ def process_groups(case: Case) -> Case:
 
     from hf_fsdp_plugin.backends.sharding.shard import plan_of
     from hf_fsdp_plugin.backends.torch_types import device_mesh
-    from hf_fsdp_plugin.torch_private.process_groups import set_timeout, timeout_of
+    from hf_fsdp_plugin.torch_private.functions import set_timeout, timeout_of
 
     before = timeout_of()
     set_timeout(timedelta(seconds=1234))

@@ -19,8 +19,7 @@ def predict(point: Point, device_type: str, capability: float | None = None) -> 
     import torch
 
     import hf_fsdp_plugin as hfp
-    from hf_fsdp_plugin.estimate.memory.device import Gpu, framework_bytes
-    from hf_fsdp_plugin.estimate.memory.peak import estimate_memory
+    from hf_fsdp_plugin.estimate.memory.peak import Gpu, estimate_memory, framework_bytes
     from scripts.bench.traced_memory import trace_memory
 
     with torch.device("meta"):

@@ -62,7 +62,7 @@ def save_stall(case: Case) -> Case:
 
 def _own_saves(case: Case, size: Size, folder: Path) -> dict[str, Any]:
     """Save twice in the background and once in the foreground, and return the times in seconds."""
-    from hf_fsdp_plugin.checkpoint import verify
+    from hf_fsdp_plugin.checkpoint.checking.verify import verify
     from hf_fsdp_plugin.integrations.saving import manager
 
     run, found = Run(case, size), {}

@@ -35,7 +35,7 @@ _LEAST_RATIO = 0.9
 def make_system(case: Case, system: str, size: Size) -> Any:
     """Return the training loop of this package, of stock Accelerate or of plain torch (``raw``)."""
     from hf_fsdp_plugin.integrations import bench
-    from hf_fsdp_plugin.integrations.bench.loops import make_loop
+    from hf_fsdp_plugin.integrations.bench.rank import make_loop
 
     device = torch_device(case)
     if system == "raw":
@@ -50,7 +50,7 @@ class PlainLoop:
     def __init__(self, case: Case, model: Any, device: Any) -> None:
         import torch
 
-        from hf_fsdp_plugin.integrations.bench.loops import LEARNING_RATE
+        from hf_fsdp_plugin.integrations.bench.rank import LEARNING_RATE
         from hf_fsdp_plugin.plan.resolve import resolve
 
         plan = resolve(spec_of(case), model, world_size=case["ranks"], device_type=device.type)
@@ -61,7 +61,7 @@ class PlainLoop:
     def step(self, batch: Any) -> Any:
         import torch
 
-        from hf_fsdp_plugin.integrations.bench.loops import MAX_GRAD_NORM
+        from hf_fsdp_plugin.integrations.bench.rank import MAX_GRAD_NORM
 
         loss = self.model(**batch).loss
         loss.backward()

@@ -42,7 +42,7 @@ def training(case: Case) -> Case:
 
 
 def _check_checkpoint(run: Run, kind: str) -> None:
-    from hf_fsdp_plugin.checkpoint import verify
+    from hf_fsdp_plugin.checkpoint.checking.verify import verify
     from hf_fsdp_plugin.integrations.saving import manager
 
     with shared_folder() as folder:

@@ -136,8 +136,8 @@ def commit(staging: Any, run: MadeUpRun) -> dict[str, Any]:
 
 
 def measure(world: int, version: int, layers: int, work: Path) -> dict[str, Any]:
-    from hf_fsdp_plugin.checkpoint import StagingFolder
     from hf_fsdp_plugin.checkpoint.names import BLOCK_FILE, DCP_METADATA, INDEX_FILE, MANIFEST_NAME
+    from hf_fsdp_plugin.checkpoint.writing.staging import StagingFolder
 
     shapes = llama_shapes(layers)
     run = MadeUpRun(world, shapes, version)

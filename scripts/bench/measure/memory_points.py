@@ -244,7 +244,7 @@ def measure(rank: int, report: Callable[..., None], point: Point, steps: int) ->
     import torch
 
     import hf_fsdp_plugin as hfp
-    from hf_fsdp_plugin.estimate.memory.meta_model import meta_batch
+    from hf_fsdp_plugin.estimate.memory.meta_pass import meta_batch
     from scripts.bench.allocator import AllocatorCounter
     from scripts.bench.traced_memory.optimizers import make_optimizers
 

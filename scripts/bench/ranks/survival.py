@@ -46,7 +46,8 @@ def train(rank: int, report: Callable[..., None], model: Any, run: Path, setting
     """Train until killed. Report each step, and the start, the hand-over to the background and the end of a save."""
     from transformers import TrainerCallback
 
-    from hf_fsdp_plugin.checkpoint.writing.save import Save, StagingFolder
+    from hf_fsdp_plugin.checkpoint.writing.manager import Save
+    from hf_fsdp_plugin.checkpoint.writing.staging import StagingFolder
 
     def step_of(path: Path) -> int:
         return int(path.name.rpartition("-")[2])
@@ -86,7 +87,7 @@ def resume(rank: int, report: Callable[..., None], model: Any, run: Path, settin
     import torch.distributed as dist
     from transformers import TrainerCallback
 
-    from hf_fsdp_plugin.checkpoint import verify
+    from hf_fsdp_plugin.checkpoint.checking.verify import verify
 
     class OneStep(TrainerCallback):
         def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:

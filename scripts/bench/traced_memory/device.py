@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch.autograd.graph import saved_tensors_hooks
 
-from hf_fsdp_plugin.backends.sharding import module_forwards as checkpointing
-from hf_fsdp_plugin.estimate.memory.device import Gpu, framework_bytes
+from hf_fsdp_plugin.backends.sharding import forwards as checkpointing
+from hf_fsdp_plugin.estimate.memory.peak import Gpu, framework_bytes
 from hf_fsdp_plugin.estimate.memory.tracker import dropout_with_byte_mask, run_attention
 from hf_fsdp_plugin.estimate.results import MemoryKind
 from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan

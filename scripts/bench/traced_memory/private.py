@@ -15,8 +15,7 @@ from torch.distributed.fsdp._fully_shard import _fsdp_param as fsdp_param
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 
-from hf_fsdp_plugin.torch_private.functions import storage_key
-from hf_fsdp_plugin.torch_private.process_groups import fake_process_group
+from hf_fsdp_plugin.torch_private.functions import fake_process_group, storage_key
 
 __all__ = ["FakeTensorMode", "fake_tensor_group", "next_sequence_number", "running_sequence_number"]
 __all__ += ["watch_propagation", "watch_resizes"]

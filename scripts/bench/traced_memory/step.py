@@ -14,11 +14,11 @@ from torch.distributed.tensor import DTensor
 from hf_fsdp_plugin.backends.optimizers.clipping import clip_grad_norm
 from hf_fsdp_plugin.backends.optimizers.known_optimizers import decide_step_mode
 from hf_fsdp_plugin.backends.optimizers.parameters import set_step_mode
-from hf_fsdp_plugin.backends.sharding.module_forwards import configs_with_cache
+from hf_fsdp_plugin.backends.sharding.forwards import configs_with_cache
+from hf_fsdp_plugin.backends.sharding.script_access import free_before_step
 from hf_fsdp_plugin.backends.sharding.shard import shard
-from hf_fsdp_plugin.backends.sharding.submodule_calls import free_before_step
 from hf_fsdp_plugin.backends.torch_types import torch_dtype
-from hf_fsdp_plugin.estimate.memory.meta_model import meta_batch
+from hf_fsdp_plugin.estimate.memory.meta_pass import meta_batch
 from hf_fsdp_plugin.estimate.workload import Workload
 from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan
 from hf_fsdp_plugin.problems import SpecError

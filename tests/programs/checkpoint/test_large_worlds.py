@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from hf_fsdp_plugin.checkpoint import summarize
+from hf_fsdp_plugin.checkpoint.checking.inspection import summarize
 from hf_fsdp_plugin.checkpoint.formats import dcp as reader
 from hf_fsdp_plugin.checkpoint.names import DCP_METADATA, INDEX_FILE, MANIFEST_NAME
 from hf_fsdp_plugin.checkpoint.writing import dcp_files
-from hf_fsdp_plugin.checkpoint.writing.save import StagingFolder
+from hf_fsdp_plugin.checkpoint.writing.staging import StagingFolder
 from tests.support.call_counts import calls_of
 from tests.support.made_up_runs import Counts, MadeUpRun, llama_shapes, plan_resume, sparse_data
 

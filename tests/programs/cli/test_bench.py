@@ -6,7 +6,7 @@ import re
 import pytest
 
 from hf_fsdp_plugin.cli.bench.results import bench_text
-from hf_fsdp_plugin.runs.exits import RankExit, RunResult
+from hf_fsdp_plugin.runs.failures import RankExit, RunResult
 from tests.support.json_schema import assert_valid
 
 LLAMA = {

@@ -7,8 +7,7 @@ import torch
 import transformers as hf
 
 import hf_fsdp_plugin as hfp
-from hf_fsdp_plugin.cli.plan.arguments import Planned
-from hf_fsdp_plugin.cli.plan.output import Prediction, plan_json, plan_text
+from hf_fsdp_plugin.cli.plan.output import Planned, Prediction, plan_json, plan_text
 from hf_fsdp_plugin.estimate.communication import estimate_communication
 from hf_fsdp_plugin.estimate.machines import machine_named
 from hf_fsdp_plugin.estimate.memory.peak import (

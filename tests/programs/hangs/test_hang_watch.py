@@ -70,7 +70,7 @@ Make = Callable[..., list[Rank]]
 def ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
     monkeypatch.setattr("torch.distributed.get_process_group_ranks", lambda group: [0, 1])
     monkeypatch.setattr("torch.distributed.get_backend", lambda group: "gloo")
-    monkeypatch.setattr("hf_fsdp_plugin.torch_private.process_groups.timeout_of", lambda group: None)
+    monkeypatch.setattr("hf_fsdp_plugin.torch_private.functions.timeout_of", lambda group: None)
     made: list[Rank] = []
 
     def make(late: str = SLEEPS) -> list[Rank]:
@@ -199,7 +199,7 @@ def test_state_of_the_process_is_named(ranks: Make, late: str, number: int | Non
 
 def test_time_out_of_the_group_shortens_the_limit(ranks: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     seconds = iter((timedelta(seconds=2), timedelta(seconds=2), timedelta(seconds=1)))
-    monkeypatch.setattr("hf_fsdp_plugin.torch_private.process_groups.timeout_of", lambda group: next(seconds))
+    monkeypatch.setattr("hf_fsdp_plugin.torch_private.functions.timeout_of", lambda group: next(seconds))
     both = ranks()
     hang, _ = watch_for(both, 20.0, limit=1000.0)
     assert hang is not None

@@ -13,7 +13,7 @@ import torch
 from safetensors.numpy import save_file
 
 from hf_fsdp_plugin.checkpoint.checking.against_model import ConfigCheck
-from hf_fsdp_plugin.checkpoint.checking.completeness import _last_file_problems
+from hf_fsdp_plugin.checkpoint.checking.inspection import _last_file_problems
 from hf_fsdp_plugin.checkpoint.checking.verify import verify
 from hf_fsdp_plugin.checkpoint.formats.known_formats import read_stored_model
 from hf_fsdp_plugin.checkpoint.io import parse_json

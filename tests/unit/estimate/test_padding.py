@@ -9,7 +9,7 @@ import torch
 import transformers as hf
 from torch import nn
 
-from hf_fsdp_plugin.cli.model_plan import plan_of
+from hf_fsdp_plugin.cli.check_output import plan_of
 from hf_fsdp_plugin.estimate.unit_sizes import SIGNIFICANT, padding_of, unit_shapes, with_padding_warning
 from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan
 from hf_fsdp_plugin.plan.resolve import resolve

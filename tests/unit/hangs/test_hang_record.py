@@ -35,7 +35,7 @@ def path(tmp_path: Path) -> Path:
 def record(path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[CallRecord]:
     monkeypatch.setattr("torch.distributed.get_process_group_ranks", lambda group: [0, 1])
     monkeypatch.setattr("torch.distributed.get_backend", lambda group: "gloo")
-    monkeypatch.setattr("hf_fsdp_plugin.torch_private.process_groups.timeout_of", lambda group: timedelta(seconds=90))
+    monkeypatch.setattr("hf_fsdp_plugin.torch_private.functions.timeout_of", lambda group: timedelta(seconds=90))
     record = CallRecord()
     record.open(path)
     yield record

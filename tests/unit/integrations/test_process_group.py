@@ -18,7 +18,7 @@ from hf_fsdp_plugin.integrations.accelerate import accelerator
 from hf_fsdp_plugin.integrations.accelerate.accelerator import init_partial_state
 from hf_fsdp_plugin.integrations.patching import restore_variables
 from hf_fsdp_plugin.integrations.session import attributes_in_block, session
-from hf_fsdp_plugin.torch_private.process_groups import timeout_of
+from hf_fsdp_plugin.torch_private.functions import timeout_of
 
 GIVEN = timedelta(seconds=77)
 

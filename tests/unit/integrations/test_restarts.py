@@ -24,7 +24,7 @@ def restarted(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def save(folder: Path, run: dict[str, Any], created: str = "2030-01-01T00:00:00+00:00") -> Path:
-    from hf_fsdp_plugin.checkpoint import Manifest, write_manifest
+    from hf_fsdp_plugin.checkpoint.formats.manifest import Manifest, write_manifest
 
     folder.mkdir(parents=True)
     facts: dict[str, Any] = {"kind": "full", "backend": "fsdp2", "world_size": 1, "mesh": {}, "strategy": "full_shard"}

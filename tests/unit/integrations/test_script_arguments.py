@@ -37,7 +37,7 @@ from hf_fsdp_plugin.integrations.session import session
 from hf_fsdp_plugin.messages import printer
 from hf_fsdp_plugin.problems import SpecError
 from hf_fsdp_plugin.supported import installed_versions, release_of
-from hf_fsdp_plugin.torch_private.process_groups import timeout_of
+from hf_fsdp_plugin.torch_private.functions import timeout_of
 from scripts.script_arguments import ROWS, DocumentedRow
 
 GLOO = Path(__file__).parents[2] / "gloo"

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from hf_fsdp_plugin.checkpoint.writing import save
+from hf_fsdp_plugin.checkpoint.writing import manager
 from hf_fsdp_plugin.hangs.rank_files import RankFiles
 from hf_fsdp_plugin.launcher.rank_processes import _SAVE_SECONDS, _SETTLE_SECONDS, _TERM_SECONDS, RankProcess
 
@@ -34,7 +34,7 @@ def test_rank_that_writes_a_checkpoint_has_more_time(
 
 
 def test_ranks_have_longer_than_their_own_handler_waits() -> None:
-    assert _SAVE_SECONDS > save._SIGTERM_TIMEOUT
+    assert _SAVE_SECONDS > manager._SIGTERM_TIMEOUT
 
 
 @pytest.mark.parametrize(("code", "expected"), [("raise SystemExit(3)", 3), ("import os; os.kill(os.getpid(), 9)", -9)])

@@ -12,8 +12,7 @@ from typing import Any
 
 import pytest
 
-from hf_fsdp_plugin.checkpoint.checking.completeness import why_incomplete
-from hf_fsdp_plugin.checkpoint.checking.inspection import summarize
+from hf_fsdp_plugin.checkpoint.checking.inspection import summarize, why_incomplete
 from hf_fsdp_plugin.checkpoint.checking.verify import verify
 from hf_fsdp_plugin.checkpoint.merging.merge import MergeOptions, merge
 from hf_fsdp_plugin.checkpoint.names import MANIFEST_NAME
