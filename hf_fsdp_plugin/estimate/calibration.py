@@ -194,7 +194,8 @@ def _attention(device: torch.device, dtype: str) -> Iterator[tuple[float, float,
         ]
 
         def step(inputs: Any = inputs) -> None:
-            functional.scaled_dot_product_attention(*inputs, is_causal=True).sum().backward()
+            query, key, value = inputs
+            functional.scaled_dot_product_attention(query, key, value, is_causal=True).sum().backward()
 
         flops = 2.0 * inputs[0].numel() * length
         yield flops, 3.5 * flops, step
