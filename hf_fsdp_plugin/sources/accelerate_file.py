@@ -6,14 +6,14 @@ is a JSON file, or the ``deepspeed_config`` section of Accelerate's file, which 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
 from hf_fsdp_plugin.problems import Origin, Problem
 from hf_fsdp_plugin.sources.collector import FSDP_SCOPES, Collector, entry_of
 from hf_fsdp_plugin.sources.interface import ConfigFile, Sources, SourceSettings, config_tree
-from hf_fsdp_plugin.sources.tree import ConfigEntry, ConfigFileError, Node, parse_text
+from hf_fsdp_plugin.sources.tree import ConfigFileError, Node, parse_text
 from hf_fsdp_plugin.vocabulary import TRAINING_FILE_MARKS, WORDS, Scope, find_row, plain_key
 
 SOURCE = "config"
@@ -41,12 +41,29 @@ def read(sources: Sources) -> SourceSettings | None:
 
 
 def _add_training_file(out: Collector, root: Node, file: ConfigFile) -> None:
-    """Add the config of a training script, which passes its FSDP keys to ``TrainingArguments``.
+    """Add the FSDP and precision keys of a training script's config, which it passes to ``TrainingArguments``.
 
     There, only ``fsdp`` enables FSDP. axolotl (``base_model``) sets it for every ``fsdp_config``.
     """
-    inner = Collector(out.source)
-    inner.add_training_file(_without_path(root.value, inner, file))
+    inner, num_ignored = Collector(out.source), 0
+    for entry in root.value:
+        is_fsdp = entry.key.lower().startswith("fsdp")
+        scopes: tuple[Scope, ...] = ("training", "parallelism", *(("fsdp",) if is_fsdp else ()))
+        row = find_row(entry.key, scopes)
+        if plain_key(entry.key, "training") == "fsdp_config" and isinstance(entry.value.value, str):
+            add_fsdp_config(inner, _file_beside(file, Path(entry.value.value)))
+            inner.mentions_fsdp = True
+        elif row is not None and row.scope in (*scopes, "fsdp"):
+            inner.add_entry(row, entry)
+        elif is_fsdp:
+            inner.report_unknown(entry, ("training", "fsdp"))
+        elif plain_key(entry.key, "launch") == "deepspeed" and not entry.value.is_empty:
+            inner.add("launch.extra.deepspeed_config", entry)
+        else:
+            num_ignored += 1
+    if num_ignored:
+        message = f"this is the config of a training script; {num_ignored} keys without FSDP meaning are ignored."
+        inner.problems.append(Problem(code="FSDP-N028", message=message, origin=Origin(source=out.source)))
     fsdp = next((entry for entry in root.value if plain_key(entry.key, "training") == "fsdp"), None)
     is_on = any(s.name == "launch.distributed_type" and s.value == "FSDP" for s in inner.settings)
     if not is_on and (fsdp is None or fsdp.value.is_empty) and any(entry.key == "base_model" for entry in root.value):
@@ -61,21 +78,10 @@ def _add_training_file(out: Collector, root: Node, file: ConfigFile) -> None:
     out.add("launch.distributed_type", fsdp or entry_of("", "NO"), value="NO", implied=True)
 
 
-def _without_path(entries: Iterable[ConfigEntry], out: Collector, file: ConfigFile) -> Iterator[ConfigEntry]:
-    """Yield the entries. If ``fsdp_config`` is a path, add the contents of its file to `out` instead.
-
-    The path is relative to the working directory, as in the script, or to the folder of `file` if only that file
-    exists.
-    """
-    for entry in entries:
-        if plain_key(entry.key, "training") != "fsdp_config" or not isinstance(entry.value.value, str):
-            yield entry
-            continue
-        path = Path(entry.value.value)
-        sibling = ConfigFile(path=file.path.parent / path, shown=str(Path(file.shown).parent / path))
-        named = sibling if sibling.path.exists() and not path.exists() else ConfigFile.at(path)
-        add_fsdp_config(out, named)
-        out.mentions_fsdp = True
+def _file_beside(file: ConfigFile, path: Path) -> ConfigFile:
+    """Return the file that another one names: in the working directory, as in the script, or beside the other one."""
+    sibling = ConfigFile(path=file.path.parent / path, shown=str(Path(file.shown).parent / path))
+    return sibling if sibling.path.exists() and not path.exists() else ConfigFile.at(path)
 
 
 def add_fsdp_config(out: Collector, config: FsdpConfig | ConfigFile) -> None:

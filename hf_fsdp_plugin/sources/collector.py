@@ -91,25 +91,7 @@ class Collector:
                 self._warn_misplaced(row, entry)
                 self.add_entry(row, entry)
             else:
-                self._report_unknown(entry, (*scopes, *misplaced))
-
-    def add_training_file(self, entries: Iterable[ConfigEntry]) -> None:
-        """Add the FSDP and precision keys of a training script's own config file; ignore its other keys."""
-        num_ignored = 0
-        for entry in entries:
-            scopes: tuple[Scope, ...] = ("training", "parallelism")
-            row = find_row(entry.key, (*scopes, "fsdp") if entry.key.lower().startswith("fsdp") else scopes)
-            if row is not None and row.scope in (*scopes, "fsdp"):
-                self.add_entry(row, entry)
-            elif entry.key.lower().startswith("fsdp"):
-                self._report_unknown(entry, ("training", "fsdp"))
-            elif plain_key(entry.key, "launch") == "deepspeed" and not entry.value.is_empty:
-                self.add("launch.extra.deepspeed_config", entry)
-            else:
-                num_ignored += 1
-        if num_ignored:
-            message = f"this is the config of a training script; {num_ignored} keys without FSDP meaning are ignored."
-            self.problems.append(Problem(code="FSDP-N028", message=message, origin=Origin(source=self.source)))
+                self.report_unknown(entry, (*scopes, *misplaced))
 
     def add_entry(self, row: SettingRow, entry: ConfigEntry) -> None:
         """Add one key. Null means that it is not set. Any other value without content (``""``, ``[]``) is an error."""
@@ -253,7 +235,8 @@ class Collector:
         message = f"'{entry.key}' is at the top level, where stock accelerate launch rejects it."
         self.report("FSDP-W021", entry, message, f"Move it under {section}:.", setting=row.name)
 
-    def _report_unknown(self, entry: ConfigEntry, scopes: Sequence[Scope]) -> None:
+    def report_unknown(self, entry: ConfigEntry, scopes: Sequence[Scope]) -> None:
+        """Report a key that none of these scopes has."""
         for scope in scopes:
             if unsupported := vocabulary.UNSUPPORTED_KEYS.get((scope, plain_key(entry.key, scope))):
                 self.report(unsupported.code, entry, f"'{entry.key}' {unsupported.why}", unsupported.fix)
