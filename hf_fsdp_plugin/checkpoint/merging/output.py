@@ -217,10 +217,12 @@ class MergeStaging:
         self._fingerprint = ""
 
     def __enter__(self) -> MergeStaging:
+        self.folder.parent.mkdir(parents=True, exist_ok=True)
         while True:
-            self.folder.mkdir(parents=True, exist_ok=True)
+            with suppress(FileExistsError):
+                self.folder.mkdir()
             with suppress(FileNotFoundError):
-                self._lock = os.open(self.folder, os.O_RDONLY)
+                self._lock = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY)
                 try:
                     fcntl.flock(self._lock, self._mode)
                 except BlockingIOError:

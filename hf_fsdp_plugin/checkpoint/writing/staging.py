@@ -32,14 +32,7 @@ from safetensors.numpy import load, save
 from hf_fsdp_plugin.backends.ranks.agreement import on_all_ranks
 from hf_fsdp_plugin.checkpoint import folders
 from hf_fsdp_plugin.checkpoint.errors import os_errors_as_problems
-from hf_fsdp_plugin.checkpoint.formats.manifest import (
-    FileRecord,
-    Manifest,
-    PackedRanges,
-    joined_ranges,
-    record_file,
-    write_manifest,
-)
+from hf_fsdp_plugin.checkpoint.formats import manifest as manifests
 from hf_fsdp_plugin.checkpoint.io import sync, write_bytes, write_text
 from hf_fsdp_plugin.checkpoint.names import SAVING, accelerate_rng_file, hidden_path, trainer_rng_file
 from hf_fsdp_plugin.checkpoint.writing.dcp_files import FolderEntries, SmallEntry, final_files
@@ -51,14 +44,14 @@ from hf_fsdp_plugin.problems import CheckpointError
 class RankRecord:
     """The files that one rank has written and synced, and the entries in them."""
 
-    files: tuple[FileRecord, ...]
+    files: tuple[manifests.FileRecord, ...]
     entries: tuple[FolderEntries, ...]
 
 
 def record_bytes(record: RankRecord) -> bytes:
     """Return the bytes of a record. Most ranks have the same ``contents``, which are one array."""
     names: dict[str, int] = {}
-    ranges = [PackedRanges.of(file.ranges, names).data for file in record.files]
+    ranges = [manifests.PackedRanges.of(file.ranges, names).data for file in record.files]
     contents = []
     for own in record.entries:
         smalls = [[small.path, small.data.hex(), small.dtype] for small in own.smalls]
@@ -85,13 +78,12 @@ def read_records(records: Iterable[bytes]) -> list[RankRecord]:
             known[shared] = names, [_typed(*each) for each in contents]
         names, contents = known[shared]
         files, folders = json.loads(arrays["places"].tobytes())
-        ranges = [PackedRanges(arrays[f"ranges{number}"].tobytes(), names) for number in range(len(files))]
-        entries = []
+        written, entries = [], []
+        for number, (path, size) in enumerate(files):
+            ranges = manifests.PackedRanges(arrays[f"ranges{number}"].tobytes(), names)
+            written.append(manifests.FileRecord(path=path, size=size, ranges=ranges))
         for number, ((folder, file), (tensors, smalls, aliases)) in enumerate(zip(folders, contents, strict=True)):
             entries.append(FolderEntries(folder, file, tensors, arrays[f"chunks{number}"], smalls, aliases))
-        written = [
-            FileRecord(path=path, size=size, ranges=own) for (path, size), own in zip(files, ranges, strict=True)
-        ]
         found.append(RankRecord(tuple(written), tuple(entries)))
     return found
 
@@ -155,9 +147,9 @@ class StagingFolder:
         record = replace(record, files=(*record.files, *(self._synced(name) for name in own)))
         write_bytes(self._record_path(rank), record_bytes(record))
 
-    def _synced(self, relative: str) -> FileRecord:
+    def _synced(self, relative: str) -> manifests.FileRecord:
         sync(self.folder / relative)
-        return record_file(self.folder, relative)
+        return manifests.record_file(self.folder, relative)
 
     def _record_path(self, rank: int) -> Path:
         return self._records / f"rank{rank}.record"
@@ -184,7 +176,7 @@ class StagingFolder:
         """Return the records of all ranks, in rank order."""
         return read_records(self._record_path(rank).read_bytes() for rank in range(world_size))
 
-    def commit(self, ranks: Sequence[RankRecord], manifest: Manifest) -> None:
+    def commit(self, ranks: Sequence[RankRecord], manifest: manifests.Manifest) -> None:
         """Complete the checkpoint, sync it and rename it. Called by rank 0 when all ranks have written their records.
 
         Args:
@@ -194,11 +186,11 @@ class StagingFolder:
         writer = PartWriter()  # not the manager's writer: a background commit must not share its memory
         for added in final_files([record.entries for record in ranks]):
             written += writer.write(self.folder, added)
-        parts_of: dict[str, list[FileRecord]] = {}  # of a file, several ranks may have written parts
+        parts_of: dict[str, list[manifests.FileRecord]] = {}  # of a file, several ranks may have written parts
         for file in written:
             parts_of.setdefault(file.path, []).append(file)
         records = {
-            path: replace(parts[0], ranges=joined_ranges([part.ranges for part in parts]))
+            path: replace(parts[0], ranges=manifests.joined_ranges([part.ranges for part in parts]))
             for path, parts in parts_of.items()
         }
         for path in sorted(self.folder.rglob("*")):
@@ -206,7 +198,7 @@ class StagingFolder:
             if relative not in records and path.is_file():
                 records[relative] = self._synced(relative)
         manifest = replace(manifest, files=tuple(records[path] for path in sorted(records)))
-        write_manifest(self.folder, manifest)
+        manifests.write_manifest(self.folder, manifest)
         for inner in (self.folder, *(path for path in self.folder.rglob("*") if path.is_dir())):
             sync(inner)
         if self._into:
