@@ -169,7 +169,9 @@ def _world_size(spec: FsdpSpec) -> int:
     return _NUM_HYBRID_RANKS if is_hybrid else _NUM_RANKS
 
 
-def _read_results(run: RunResult, records: Sequence[stages.RankRecord]) -> tuple[list[dict[str, Any]], list[Problem]]:
+def _read_results(
+    run: RunResult, records: Sequence[stages.PreflightRecord]
+) -> tuple[list[dict[str, Any]], list[Problem]]:
     """Return the results of the stages and the problems, from the records of the ranks and how these exited."""
     stopped = run.remote_failure  # why the launcher has stopped the ranks
     rows, problems = stages.stage_results(records, stopped=bool(stopped)), stages.problems_of(records)

@@ -36,7 +36,7 @@ _BYTES: Final = tuple(1 << power for power in range(14, 27, 2))
 _ATTENTION: Final = ((1, 64), (4, 128), (4, 256), (4, 512))
 _COLD_BYTES: Final = 64 << 20
 _COLLECTIVES: Final[tuple[CollectiveKind, ...]] = ("all_gather", "reduce_scatter", "all_reduce")
-Call = Callable[[], Any]
+TimedCall = Callable[[], Any]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,7 +54,7 @@ class Measuring:
     repeats: int = 5
     block_seconds: float = 0.02
 
-    def seconds(self, call: Call) -> float:
+    def seconds(self, call: TimedCall) -> float:
         """Return the mean time of a call on the slowest rank. Collective: all ranks measure at the same time."""
         call()
         once = self._block_seconds(call, 1)
@@ -65,7 +65,7 @@ class Measuring:
             times.append(self._block_seconds(call, number) / number)
         return statistics.mean(map(max, zip(*_of_ranks(times), strict=True)))
 
-    def _block_seconds(self, call: Call, number: int) -> float:
+    def _block_seconds(self, call: TimedCall, number: int) -> float:
         synchronize = get_device(self.device.type).synchronize
         synchronize()
         start = self.clock()
@@ -74,7 +74,7 @@ class Measuring:
         synchronize()
         return self.clock() - start
 
-    def curve(self, calls: Iterable[tuple[float, float, Call]]) -> Curve:
+    def curve(self, calls: Iterable[tuple[float, float, TimedCall]]) -> Curve:
         """Return the throughput at several sizes. `calls` has the size, the work and the call of each point."""
         return tuple((size, work / self.seconds(call)) for size, work, call in calls)
 
@@ -154,21 +154,23 @@ def calibrate(measuring: Measuring) -> Machine:
     )
 
 
-def _matmuls(device: torch.device, dtype: str) -> Iterator[tuple[float, float, Call]]:
+def _matmuls(device: torch.device, dtype: str) -> Iterator[tuple[float, float, TimedCall]]:
     for size in _MATMUL_SIZES if device.type == "cpu" else _LARGE_MATMUL_SIZES:
         yield 2.0 * size**3, 2.0 * size**3, _over_cold_memory(device, (size, size), dtype, torch.matmul)
 
 
 def _elementwise(
     device: torch.device, dtype: str, function: Callable[..., Any], sides: int
-) -> Iterator[tuple[float, float, Call]]:
+) -> Iterator[tuple[float, float, TimedCall]]:
     """Yield operations by bytes read and written, with the allocation of the result as in training."""
     for size in _BYTES:
         numel = size // _DTYPES[dtype].itemsize // sides
         yield float(size), float(size), _over_cold_memory(device, (numel,), dtype, function)
 
 
-def _over_cold_memory(device: torch.device, shape: tuple[int, ...], dtype: str, function: Callable[..., Any]) -> Call:
+def _over_cold_memory(
+    device: torch.device, shape: tuple[int, ...], dtype: str, function: Callable[..., Any]
+) -> TimedCall:
     """Return a call that uses other operands each time, as in training, so that they are not in a cache.
 
     The last results are kept, so that each result gets other memory.
@@ -186,7 +188,7 @@ def _over_cold_memory(device: torch.device, shape: tuple[int, ...], dtype: str, 
     return call
 
 
-def _attention(device: torch.device, dtype: str) -> Iterator[tuple[float, float, Call]]:
+def _attention(device: torch.device, dtype: str) -> Iterator[tuple[float, float, TimedCall]]:
     """Yield causal attention, forward and backward together (3.5 times the FLOPs of the forward)."""
     for batch, length in _ATTENTION:
         inputs: Any = [
@@ -292,7 +294,7 @@ def _collectives(measuring: Measuring) -> Iterator[MeasuredCollective]:
         dist.destroy_process_group(group)
 
 
-def _collective(kind: CollectiveKind, num_bytes: int, size: int, group: Any, device: torch.device) -> Call:
+def _collective(kind: CollectiveKind, num_bytes: int, size: int, group: Any, device: torch.device) -> TimedCall:
     whole = torch.ones(num_bytes // 4 // size * size, device=device)
     part = torch.ones(whole.numel() // size, device=device)
     if kind == "all_gather":

@@ -66,7 +66,7 @@ class Options:
 
 
 @dataclass(kw_only=True, slots=True)
-class RankRecord:
+class PreflightRecord:
     """What one rank has recorded: the content of its file.
 
     Attributes:
@@ -86,12 +86,12 @@ class RankRecord:
     model: dict[str, Any] = field(default_factory=dict)
 
 
-def read_records(folder: Path) -> list[RankRecord]:
+def read_records(folder: Path) -> list[PreflightRecord]:
     """Return the records of all ranks that have begun, in rank order."""
     return [pickle.loads(path.read_bytes()) for path in sorted(folder.glob("rank_*.pickle"))]
 
 
-def stage_results(records: Sequence[RankRecord], *, stopped: bool) -> list[dict[str, Any]]:
+def stage_results(records: Sequence[PreflightRecord], *, stopped: bool) -> list[dict[str, Any]]:
     """Return the result of every stage, as ``check --json`` contains it, with the time of the slowest rank.
 
     Args:
@@ -114,7 +114,7 @@ def stage_results(records: Sequence[RankRecord], *, stopped: bool) -> list[dict[
     return rows
 
 
-def problems_of(records: Sequence[RankRecord]) -> list[Problem]:
+def problems_of(records: Sequence[PreflightRecord]) -> list[Problem]:
     """Return the problems and notes of all ranks, each once. An error that only some ranks have names the first."""
     ranks: dict[Problem, list[int]] = {}
     for rank, record in enumerate(records):
@@ -143,7 +143,7 @@ class Preflight:
         self.options = Options()
         self.phase: RunPhase = "script"
         self.rank, self.world_size = 0, 1
-        self.record = RankRecord()
+        self.record = PreflightRecord()
         self._began = 0.0
         self._reported: BaseException | None = None
 
@@ -164,7 +164,7 @@ class Preflight:
     def begin(self, options: Options) -> None:
         self.active, self.options, self.phase = True, options, "script"
         self.rank, self.world_size = launched_rank(), launched_world_size()
-        self.record, self._reported = RankRecord(), None
+        self.record, self._reported = PreflightRecord(), None
         self.enter("start")
 
     def end(self, error: BaseException | None = None) -> None:

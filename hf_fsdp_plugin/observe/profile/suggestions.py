@@ -42,7 +42,7 @@ class Suggestion:
         return f"{text} A rank needs up to {format_memory(self.more_bytes)} more memory."
 
 
-def suggest(run: RunProfile, facts: Facts) -> list[Suggestion]:
+def suggest(run: RunProfile, facts: ProfileFacts) -> list[Suggestion]:
     """Return the suggestions, the largest gain first.
 
     A promise counts the time that remains if all ranks arrive together (``CallSums.transfer``): a collective that is
@@ -63,7 +63,7 @@ def suggest(run: RunProfile, facts: Facts) -> list[Suggestion]:
     return sorted(scaled, key=lambda each: -each.seconds)
 
 
-def _sync(run: RunProfile, facts: Facts) -> Iterator[Suggestion]:
+def _sync(run: RunProfile, facts: ProfileFacts) -> Iterator[Suggestion]:
     count = facts.get("forwards_per_step", 1)
     calls = max((unit["reduce"]["calls"] for unit in run["units"]), default=0.0)
     if count > 1 and calls > 1.5:
@@ -72,7 +72,7 @@ def _sync(run: RunProfile, facts: Facts) -> Iterator[Suggestion]:
         yield Suggestion("training.sync_each_batch", "false", whole * (calls - 1) / calls, whole, reason)
 
 
-def _reshard(run: RunProfile, facts: Facts) -> Iterator[Suggestion]:
+def _reshard(run: RunProfile, facts: ProfileFacts) -> Iterator[Suggestion]:
     values = {"full_shard": "shard_grad_op", "hybrid_shard": "hybrid_shard_zero2"}
     gathered = [unit for unit in run["units"] if unit["gather_backward"]["calls"]]
     if gathered and (value := values.get(facts.get("plan", {}).get("strategy"))):
@@ -81,7 +81,7 @@ def _reshard(run: RunProfile, facts: Facts) -> Iterator[Suggestion]:
         yield Suggestion("sharding.strategy", value, exposed, exposed, reason, more_bytes=size or None)
 
 
-def _micro_batch(run: RunProfile, facts: Facts) -> Iterator[Suggestion]:
+def _micro_batch(run: RunProfile, facts: ProfileFacts) -> Iterator[Suggestion]:
     count, batch = facts.get("forwards_per_step", 1), facts.get("batch") or [0]
     if count % 2 == 0:
         whole = _sum(run["units"], "gather_forward", "gather_backward")
@@ -91,13 +91,13 @@ def _micro_batch(run: RunProfile, facts: Facts) -> Iterator[Suggestion]:
         yield Suggestion("training.per_device_train_batch_size", value, whole / 2, whole, reason)
 
 
-def _data_loader(run: RunProfile, facts: Facts) -> Iterator[Suggestion]:
+def _data_loader(run: RunProfile, facts: ProfileFacts) -> Iterator[Suggestion]:
     seconds = run["phases"].get("data", {}).get("seconds", 0.0)
     reason = "the ranks wait for their data loaders. Workers load batches during the computation."
     yield Suggestion("training.dataloader_num_workers", "2", seconds, seconds, reason)
 
 
-def _checkpointing(run: RunProfile, facts: Facts) -> Iterator[Suggestion]:
+def _checkpointing(run: RunProfile, facts: ProfileFacts) -> Iterator[Suggestion]:
     units = [unit for unit in run["units"] if unit["recomputed_seconds"]]
     gain = sum(unit["recomputed_seconds"] for unit in units)
     backward = run["phases"].get("backward", {}).get("seconds", gain)
@@ -106,7 +106,7 @@ def _checkpointing(run: RunProfile, facts: Facts) -> Iterator[Suggestion]:
     yield Suggestion("activation.checkpointing", "none", gain, backward, reason)
 
 
-def _prefetch_forward(run: RunProfile, facts: Facts) -> Iterator[Suggestion]:
+def _prefetch_forward(run: RunProfile, facts: ProfileFacts) -> Iterator[Suggestion]:
     if facts.get("plan", {}).get("prefetch.forward") is False:
         units = run["units"][1:]
         gathers = [unit["gather_forward"] for unit in units]
@@ -118,7 +118,7 @@ def _prefetch_forward(run: RunProfile, facts: Facts) -> Iterator[Suggestion]:
         yield Suggestion("prefetch.forward", "true", gain, whole, reason)
 
 
-def _prefetch_backward(run: RunProfile, facts: Facts) -> Iterator[Suggestion]:
+def _prefetch_backward(run: RunProfile, facts: ProfileFacts) -> Iterator[Suggestion]:
     backward, now = run["phases"].get("backward"), facts.get("plan", {}).get("prefetch.backward")
     if backward is not None and now in ("post", "none"):
         units = [unit for unit in run["units"] if unit["gather_backward"]["calls"]]
@@ -129,7 +129,7 @@ def _prefetch_backward(run: RunProfile, facts: Facts) -> Iterator[Suggestion]:
         yield Suggestion("prefetch.backward", "pre", gain, exposed, reason)
 
 
-def _reduce_dtype(run: RunProfile, facts: Facts) -> Iterator[Suggestion]:
+def _reduce_dtype(run: RunProfile, facts: ProfileFacts) -> Iterator[Suggestion]:
     known = facts.get("units", {})
     units = [unit for unit in run["units"] if known.get(unit["name"], {}).get("reduce_dtype") == "fp32"]
     whole = _sum(units, "reduce")
@@ -137,7 +137,7 @@ def _reduce_dtype(run: RunProfile, facts: Facts) -> Iterator[Suggestion]:
     yield Suggestion("precision.reduce", "bf16", whole / 2, whole, reason)
 
 
-Facts = Mapping[str, Any]
+ProfileFacts = Mapping[str, Any]
 Unit = Mapping[str, Any]
 Rule = Callable[[RunProfile, Facts], Iterator[Suggestion]]
 _RULES: Final[tuple[Rule, ...]] = (_sync, _reshard, _micro_batch, _data_loader, _checkpointing)
