@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import re
 import textwrap
 import time
 import traceback
@@ -46,6 +47,12 @@ _AGREEMENT_SECONDS: Final = 10.0
 _MAX_MESSAGE: Final = 300
 _NOT_OF_USER: Final = (str(Path(__file__).parents[2]), "<")
 _LIBRARIES: Final = "site-packages"
+_NEEDS_GPU: Final = re.compile(
+    r"not compiled with CUDA|No CUDA GPUs are available|requires? (a |an )?(CUDA|GPU|NVIDIA)|No GPU found"
+    r"|NVIDIA driver|torch\.cuda\.is_available|only (works|supported|available) (on|with) (CUDA|GPU)"
+    r"|0 active drivers|Could not run .* from the 'CPU' backend",
+    re.IGNORECASE,
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -215,10 +222,15 @@ class Preflight:
         return stage in (*self.record.seconds, *self.record.failed, *self.record.skipped)
 
     def fail(self, error: BaseException) -> None:
-        """Record a failure of the current stage, and end the stage."""
+        """Record a failure of the current stage, and end the stage. What only a GPU can run is not tested instead."""
         stage, self._reported = self.record.running or "start", error
-        self.record.failed.append(stage)
-        self.record.problems += problems_of_error(error, stage)
+        text = _text_of(error)
+        if not isinstance(error, SpecError) and _NEEDS_GPU.search(text):
+            self.record.skipped[stage] = f"needs a GPU: {text}"
+            self.not_tested(f"{stage}, which needs a GPU: {text}")
+        else:
+            self.record.failed.append(stage)
+            self.record.problems += problems_of_error(error, stage)
         self.enter(None)
         self._write()
 
@@ -273,9 +285,12 @@ def problems_of_error(error: BaseException, stage: str) -> list[Problem]:
     """Return the problems of a failed stage: those of this package, or one that describes the exception."""
     if isinstance(error, SpecError):
         return [problem for problem in error.problems if problem.severity == "error"]
-    text = textwrap.shorten(f"{type(error).__name__}: {error}", _MAX_MESSAGE, placeholder=" …")
-    message = f"the stage '{stage}' failed{_place_of(error)}: {text}"
+    message = f"the stage '{stage}' failed{_place_of(error)}: {_text_of(error)}"
     return [Problem(code="FSDP-E750", message=message)]
+
+
+def _text_of(error: BaseException) -> str:
+    return textwrap.shorten(f"{type(error).__name__}: {error}", _MAX_MESSAGE, placeholder=" …")
 
 
 def _place_of(error: BaseException) -> str:

@@ -139,7 +139,7 @@ def _reduce_dtype(run: RunProfile, facts: ProfileFacts) -> Iterator[Suggestion]:
 
 ProfileFacts = Mapping[str, Any]
 Unit = Mapping[str, Any]
-Rule = Callable[[RunProfile, Facts], Iterator[Suggestion]]
+Rule = Callable[[RunProfile, ProfileFacts], Iterator[Suggestion]]
 _RULES: Final[tuple[Rule, ...]] = (_sync, _reshard, _micro_batch, _data_loader, _checkpointing)
 _RULES_OF_DEVICES: Final[tuple[Rule, ...]] = (_prefetch_forward, _prefetch_backward, _reduce_dtype)
 """Rules that do not hold for gloo: its collectives block the thread that trains, and it adds bf16 slowly."""

@@ -53,6 +53,16 @@ def test_failure_of_one_rank_fails_the_stage_and_names_it(ranks: tuple[Preflight
     assert (problem.rank, problem.origin, ranks[1].has_passed("step")) == (1, PROBLEM.origin, False)
 
 
+def test_what_only_a_gpu_can_run_is_not_tested(ranks: tuple[Preflight, ...], tmp_path: Path) -> None:
+    for rank in ranks:
+        rank.enter("step")
+        rank.fail(AssertionError("Torch not compiled with CUDA enabled"))
+    (row,) = (row for row in stage_results(read_records(tmp_path), stopped=False) if row["stage"] == "step")
+    assert row["result"] == "not tested" and row["reason"].startswith("needs a GPU: AssertionError: Torch not compiled")
+    (problem,) = problems_of(read_records(tmp_path))
+    assert (problem.code, problem.severity) == ("FSDP-W756", "warning")
+
+
 def test_failure_of_all_ranks_is_one_problem(ranks: tuple[Preflight, ...], tmp_path: Path) -> None:
     for rank in ranks:
         rank.enter("save")
