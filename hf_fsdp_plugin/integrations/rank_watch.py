@@ -123,6 +123,11 @@ class Watch:
         record.follow_thread()
         stack_file.follow_thread(threading.current_thread())
 
+    def script_ended(self) -> None:
+        """Record that the script has ended without an error. The report and the exit follow."""
+        if self.files is not None:
+            rank_files.write_atomically(self.files.ended, "")
+
     def failed(self, error: BaseException) -> None:
         """Record the exception that ends this rank. If it is a lost connection, look for the cause, and add it."""
         if self.files is None or self._watcher is None or self._pid != os.getpid() or self._failed is error:

@@ -212,14 +212,17 @@ def report_accelerator(accelerator: Any, *, batch: BatchShape | None = None, che
         SpecError: the plugin has prepared no model of this accelerator.
     """
     plugin = getattr(accelerator.state, "fsdp_plugin", None)
-    kinds: set[Any] = {kind for model in private.prepared_models(accelerator) for kind in manager.saved_kinds(model)}
+    models = private.prepared_models(accelerator)
+    kinds: set[Any] = {kind for model in models for kind in manager.saved_kinds(model)}
     kinds.add(stored_state_dict_type(checkpoint) if checkpoint is not None else None)
     report = build_report_of_trained(
-        [*private.prepared_models(accelerator), *getattr(plugin, "evaluated_models", ())],
+        [*models, *getattr(plugin, "evaluated_models", ())],
         private.prepared_optimizers(accelerator),
         batch=batch or _loader_batch(accelerator),
         state_dict=common_value(sorted(filter(None, kinds))) or getattr(plugin, "state_dict_kind", None),
-        saved_asynchronously=manager.last_asynchronous,
+        saved_asynchronously=next(
+            (each for each in map(manager.saved_asynchronously, models) if each is not None), None
+        ),
     )
     return replace(report, restarts=session.restarts, steps_before=record.counts.before)
 

@@ -57,6 +57,7 @@ def run_rank(script: str, args: Sequence[str], *, module: bool = False, **option
     except BaseException as error:
         preflight.end(error if is_failure(error) else None)
         if not is_failure(error):
+            watch.script_ended()
             raise
         from hf_fsdp_plugin.integrations.run_report import stop_reporting
         from hf_fsdp_plugin.integrations.torch_functions import add_remedy  # imports FSDP
@@ -70,6 +71,7 @@ def run_rank(script: str, args: Sequence[str], *, module: bool = False, **option
             sys.excepthook = _without_stderr(sys.excepthook)
         raise
     preflight.end()
+    watch.script_ended()
 
 
 def run(script: str, args: Sequence[str], *, module: bool = False) -> None:

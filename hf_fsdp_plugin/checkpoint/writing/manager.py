@@ -58,7 +58,6 @@ class CheckpointManager:
     Attributes:
         writer: writes this rank's part of each file.
         save_in_flight: the save that is being written in the background.
-        last_asynchronous: whether the last save was asynchronous; ``None`` if none was committed or started.
     """
 
     def __init__(self, in_flight_file: Callable[[], Path | None] = lambda: None) -> None:
@@ -66,8 +65,8 @@ class CheckpointManager:
         self._in_flight_file = in_flight_file
         self.writer = PartWriter()
         self.save_in_flight: Save | None = None
-        self.last_asynchronous: bool | None = None
         self._kinds: WeakKeyDictionary[nn.Module, set[StateDictKind]] = WeakKeyDictionary()
+        self._asynchronous: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
         self._open: Save | None = None
         self._buffers = StagingBuffers()  # reused by all saves
         self._hooks = ExitStack()  # of the save in flight
@@ -113,7 +112,6 @@ class CheckpointManager:
             self.save_in_flight = save
             self._hooks = hooks_of(save, self._poll, self._in_flight_file())  # optimizer steps, exit and SIGTERM
             save.start(contents, after)  # in a thread: write the copies, then the steps of finish
-        self.last_asynchronous = asynchronous
 
     def open_save(self, folder: Path) -> Save | None:
         """Return the save whose block is running, if ``folder`` is its folder. Not collective."""
@@ -161,6 +159,7 @@ class CheckpointManager:
         self._write(folder, files)
         if (save := self.open_save(folder)) is not None:
             save.models.add(index)
+            self._asynchronous[model] = save.asynchronous
 
     def save_optimizer(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path, kind: StateDictKind, index: int = 0
@@ -169,8 +168,11 @@ class CheckpointManager:
         with on_all_ranks("reading the layout of the optimizer"):
             files = state_files.optimizer_files(optimizer_shards(model, optimizer), index)
         self._write(folder, files)
+        save = self.open_save(folder)
         for owner in model.values() if isinstance(model, JointModels) else (model,):
             self._kinds.setdefault(owner, set()).add(kind)
+            if save is not None:
+                self._asynchronous[owner] = save.asynchronous
 
     def save_tensors(self, shards: ModelShards, folder: Path, stem: str) -> None:
         """Write other tensors of a model to safetensors files ``STEM`` in the same way as :meth:`save_model`."""
@@ -179,6 +181,10 @@ class CheckpointManager:
     def saved_kinds(self, model: nn.Module) -> set[StateDictKind]:
         """Return the state dict types of all checkpoints with an optimizer of this model."""
         return set(self._kinds.get(model, ()))
+
+    def saved_asynchronously(self, model: nn.Module) -> bool | None:
+        """Return whether the last checkpoint of this model was written in the background; ``None`` without one."""
+        return self._asynchronous.get(model)
 
     def prepare_buffers(
         self,
@@ -253,6 +259,7 @@ class Save:
         final: path of the checkpoint after the commit.
         folder: the folder to which Accelerate and Transformers write their files.
         models: indices of the saved models.
+        asynchronous: whether it is written and committed in the background.
         world_size: number of ranks that write.
     """
 
@@ -262,7 +269,7 @@ class Save:
         self.staging = StagingFolder(final, into=into)
         self.final, self.folder = self.staging.final, self.staging.folder
         self.models: set[int] = set()
-        self._asynchronous = asynchronous
+        self.asynchronous = asynchronous
         self._writer, self._buffers = writer, buffers
         # Stored, because a save may outlive the process group.
         self._rank, self.world_size = dist.get_rank(), dist.get_world_size()
@@ -279,7 +286,7 @@ class Save:
         parts = list(parts)
         with on_all_ranks(f"writing {self.final}"), os_errors_as_problems(self.final):
             self._entries += entries
-            if self._asynchronous:
+            if self.asynchronous:
                 size = sum(part.span for part in parts)
                 memory = self._buffers.take(len(self._staged), size, pinned=on_accelerator(parts))
                 self._staged.append((parts, memory, copy_parts(parts, memory)))
