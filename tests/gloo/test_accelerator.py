@@ -15,7 +15,7 @@ import pytest
 
 from tests.accelerator.accelerator_build import BACKEND, available
 from tests.support.launching import environment, write
-from tests.support.matrices import alternating
+from tests.support.matrices import alternating, slow
 from tests.support.ranks import Ranks
 from tests.support.tiny import parallel_config
 from tests.support.training import assert_same_training, reference, resume_with_default_device, train
@@ -64,7 +64,7 @@ def test_bf16_with_accumulation_trains_on_device(two_accelerator_ranks: Ranks, v
     assert found["losses"] == pytest.approx(reference_of("bert")["losses"], rel=0.01)
 
 
-@pytest.mark.parametrize("version", [1, 2])
+@pytest.mark.parametrize("version", [slow(1), 2])
 def test_hybrid_mesh_matches_on_device(four_accelerator_ranks: Ranks, version: int) -> None:
     found = four_accelerator_ranks.run(train, "llama", _config(version, "hybrid_shard", 4))[0]
     assert_same_training(found, reference_of("llama"))

@@ -72,7 +72,7 @@ def printed(done: Done, what: str) -> str:
     return next(line for line in done.stdout.splitlines() if line.startswith(what))
 
 
-@pytest.mark.parametrize(("name", "version"), [slow("npu", 1), slow("npu", 2), slow("sdaa", 1), ("sdaa", 2)])
+@pytest.mark.parametrize(("name", "version"), [slow("npu", 1), slow("npu", 2), slow("sdaa", 1), slow("sdaa", 2)])
 def test_training_and_resume_are_launched_on_devices(tmp_path: Path, name: str, version: int) -> None:
     """``sdaa`` stands for a device type that the plugin has no row for."""
     write_run(tmp_path, version)
@@ -97,7 +97,7 @@ def test_hang_on_devices_is_named(tmp_path: Path, version: int) -> None:
     assert "time.sleep(600)" in done.stderr
 
 
-@pytest.mark.parametrize("version", [slow(1), 2])
+@pytest.mark.parametrize("version", [slow(1), slow(2)])
 def test_profile_on_devices_has_a_result(tmp_path: Path, version: int) -> None:
     write_run(tmp_path, version)
     profile = [*LAUNCH[:-3], "profile", "--config_file", "fsdp.yaml", "--json", "--active", "1", "--num_processes", "2"]

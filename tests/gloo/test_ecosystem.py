@@ -56,6 +56,7 @@ def test_script_runs_unchanged(suite: Suite, case: Case, version: int) -> None:
     assert is_expected(case, row), f"{row['status']}: {row['detail']}"
 
 
+@pytest.mark.slow
 def test_behaviors_equal_two_unsharded_ranks(suite: Suite) -> None:
     wanted = [behavior for behavior in BEHAVIORS if behavior.name in QUICK_BEHAVIORS]
     rows = run_behaviors(wanted, suite, VERSIONS)

@@ -47,7 +47,7 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--np
 V4 = '{"min_num_params": 0, "xla": false, "xla_fsdp_v2": false, "xla_fsdp_grad_ckpt": false}'
 
 
-@pytest.mark.parametrize("installs", [False, slow(True)], ids=["hf-fsdp launch", "install"])
+@pytest.mark.parametrize("installs", [slow(False), slow(True)], ids=["hf-fsdp launch", "install"])
 def test_command_for_transformers_4_trains(tmp_path: Path, installs: bool) -> None:
     write(tmp_path, SCRIPT.format(first="import hf_fsdp_plugin; hf_fsdp_plugin.install()" if installs else ""))
     (tmp_path / "fsdp.yaml").write_text("distributed_type: MULTI_CPU\nnum_processes: 2\nuse_cpu: true\n")

@@ -270,6 +270,7 @@ def test_machine_joins_and_samples_stay_the_same(tmp_path: Path, launcher: str) 
     assert starts(tmp_path) == [["0", "1", "2"], ["3", "2", "1"]], errors(done)
 
 
+@pytest.mark.slow
 def test_hf_fsdp_launch_reads_the_variables_of_a_pod(tmp_path: Path) -> None:
     """Two launchers with one rank each; the id of the job names the run."""
     write(tmp_path, LOOP + MAIN)

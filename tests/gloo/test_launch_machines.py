@@ -131,6 +131,7 @@ PRINT_SETTING = r"""
 """
 
 
+@pytest.mark.slow
 def test_ram_efficient_loading_on_cpu_ranks(tmp_path: Path) -> None:
     (tmp_path / "fsdp.yaml").write_text(IGNORED_KEYS)
     done = launch_script(tmp_path, PRINT_SETTING, "--cpu")
@@ -138,6 +139,7 @@ def test_ram_efficient_loading_on_cpu_ranks(tmp_path: Path) -> None:
     assert done.stdout == "seen post fsdp.yaml:5 2\n"
 
 
+@pytest.mark.slow
 def test_config_problem_under_torchrun_is_shown_once(tmp_path: Path) -> None:
     write(tmp_path, "")
     (tmp_path / "fsdp.yaml").write_text("fsdp_config:\n  fsdp_offload_param: true\n")

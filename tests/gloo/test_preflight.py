@@ -217,6 +217,7 @@ def test_good_settings_pass_every_stage(folder: Path) -> None:
     assert model["name"] == "LlamaForCausalLM" and 10 * model["num_params"] < model["real_num_params"]
 
 
+@pytest.mark.slow
 def test_failing_metric_is_found_and_later_stages_run(folder: Path) -> None:
     tree = check_script(folder, METRIC)
     assert tree["results"].pop("load best") == "not tested"

@@ -139,6 +139,7 @@ def test_traces_are_written(profiled):
     assert not list(folder.rglob("*.part"))
 
 
+@pytest.mark.slow
 def test_script_of_two_steps_is_profiled_and_ends(tmp_path):
     done = finish(start(tmp_path, 2, steps=2), timeout=300)
     assert done.returncode == 0, done.stderr

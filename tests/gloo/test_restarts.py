@@ -187,6 +187,7 @@ def test_import_error_and_signal_are_not_restarted(tmp_path: Path) -> None:
     assert "[FSDP-E714]" in done.stderr and is_gone(rank)
 
 
+@pytest.mark.slow
 def test_torchrun_resumes_its_own_run_only(tmp_path: Path) -> None:
     write(tmp_path, TRAINER)
     done = torchrun(tmp_path, 1, "train.py", "1 5 0")

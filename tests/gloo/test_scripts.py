@@ -193,6 +193,7 @@ def test_install_without_fsdp_prints_one_warning(tmp_path: Path) -> None:
     assert not (tmp_path / "fsdp_report.json").exists()
 
 
+@pytest.mark.slow
 def test_launcher_and_ranks_print_a_warning_once(tmp_path: Path) -> None:
     config(tmp_path, fsdp_version="2")
     loop(tmp_path)
@@ -210,7 +211,7 @@ def test_config_without_prepared_model_is_reported(tmp_path: Path) -> None:
     assert "nothing was sharded" in done.stderr
 
 
-@pytest.mark.parametrize("launcher", ["hf-fsdp launch", slow("accelerate launch"), slow("torchrun")])
+@pytest.mark.parametrize("launcher", [slow("hf-fsdp launch"), slow("accelerate launch"), slow("torchrun")])
 def test_script_that_changes_directory_keeps_config(tmp_path: Path, launcher: str) -> None:
     config(tmp_path)
     (tmp_path / "else where").mkdir()

@@ -10,7 +10,7 @@ from tests.support.ranks import Ranks
 
 
 @pytest.mark.cpu_ranks("the simulated device does not show speed")
-@pytest.mark.parametrize("version", [slow(1), 2])
+@pytest.mark.parametrize("version", [slow(1), slow(2)])
 def test_calibrated_ranks_predict_their_step_time(two_ranks: Ranks, version: int) -> None:
     (machine, predicted, measured), (other, *_) = two_ranks.run(calibrated_and_measured, version)
     assert machine == other  # all ranks have the same figures
