@@ -9,6 +9,7 @@ machine, and one of each machine sends one message per second to the store.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import json
 import multiprocessing
@@ -244,6 +245,7 @@ class Watcher:
             # from before the end of the ranks that are killed below.
             rank_exit.write_error_file(found.message, seconds_ago=1)
             print_block(found.text)
+        _ignore_sigterm()
         for peer in self._peers.values():
             if peer.rank != self.rank and (rank_files.is_halted(peer.pid) or _beat_age(peer) > _FRESH):
                 peer.send(signal.SIGKILL)
@@ -267,6 +269,16 @@ def print_block(text: str) -> None:
 def has_failed() -> bool:
     """Return whether the script has ended with an exception."""
     return getattr(sys, "last_type", None) is not None
+
+
+def _ignore_sigterm() -> None:
+    """Keep the exit code of this process, to which a launcher sends SIGTERM as soon as another rank has been killed.
+
+    Python's own ``signal.signal`` works in the main thread only, which may never return.
+    """
+    libc = ctypes.CDLL(None)
+    libc.signal.argtypes = (ctypes.c_int, ctypes.c_void_p)
+    libc.signal(signal.SIGTERM, signal.SIG_IGN.value)
 
 
 def _exit() -> None:

@@ -75,7 +75,12 @@ def ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
 
     def make(late: str = SLEEPS) -> list[Rank]:
         for number, program in enumerate((SLEEPS, late)):
-            process = subprocess.Popen([sys.executable, "-c", program], start_new_session=True)
+            # A process that starts is busy, and on a busy machine it takes long to start.
+            command = [sys.executable, "-c", f"print(flush=True)\n{program}"]
+            process = subprocess.Popen(command, start_new_session=True, stdout=subprocess.PIPE)
+            assert process.stdout is not None
+            with process.stdout as output:
+                output.readline()
             made.append(Rank(number, process, RankFiles(tmp_path / f"rank_{number}"), CallRecord()))
         deadline = time.monotonic() + 20
         while late == WORKS and not processor_use([process.pid])[process.pid].seconds and time.monotonic() < deadline:
@@ -159,7 +164,6 @@ def test_rank_on_accelerator_is_busy_if_it_makes_progress(
     both = ranks(late)
     assert all(read_calls(rank.rank, rank.files.calls).on_accelerator for rank in both)
     both[0].record.waited()
-    time.sleep(1.0)  # until the interpreter of the late rank has started
     hang, notices = watch_for(both, 5.0 if is_busy else 30.0, is_strict=False, limit=2.0)
     assert (hang is None) == is_busy
     assert [notice for notice in notices if "FSDP-W732" in notice] == notices and len(notices) == is_busy
