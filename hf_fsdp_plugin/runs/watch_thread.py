@@ -40,6 +40,8 @@ from hf_fsdp_plugin.runs.failures import cause_of_abort, cause_of_end, find_firs
 from hf_fsdp_plugin.torch_private.functions import default_store
 
 _PAUSE: Final = 0.5
+_PAUSE_BEFORE_GROUP: Final = 0.1
+"""Seconds between two looks for the process group: a rank may be stopped half a second after it was made."""
 _FRESH: Final = 5.0
 """Seconds after the last heartbeat from which on another rank watches the machine."""
 _MISSING_SECONDS: Final = 60.0
@@ -144,9 +146,10 @@ class Watcher:
 
     def _pause(self) -> bool:
         """Wait for the next turn. Returns whether there is none."""
+        pause = _PAUSE if self._group_since or not self.limit else _PAUSE_BEFORE_GROUP
         if self._sigterm is None:
-            return self._stopped.wait(_PAUSE)
-        if self._sigterm.wait(_PAUSE) and not self._stopped.is_set():
+            return self._stopped.wait(pause)
+        if self._sigterm.wait(pause) and not self._stopped.is_set():
             self._say_why()
             return True
         return self._stopped.is_set()
