@@ -7,7 +7,7 @@ import re
 import sys
 from pathlib import Path
 
-from hf_fsdp_plugin.checkpoint.checking.inspection import newest_complete
+from hf_fsdp_plugin.checkpoint.checking.inspection import first_complete, numbered_checkpoints
 from hf_fsdp_plugin.checkpoint.errors import refuse
 from hf_fsdp_plugin.checkpoint.io import object_in
 from hf_fsdp_plugin.checkpoint.names import PREFIXES, TRAINER_STATE
@@ -44,7 +44,7 @@ def find_checkpoint(folder: Path, *, best: bool = False) -> Path:
     """
     skipped: list[tuple[Path, str]] = []
     for prefix in PREFIXES:
-        found, others = newest_complete(folder, prefix) if folder.is_dir() else (None, [])
+        found, others = first_complete(numbered_checkpoints(folder, prefix))
         skipped += others
         if found is not None:
             for path, why in others:

@@ -52,12 +52,10 @@ def completeness_problems(folder: Path) -> list[Problem]:
         return list(error.problems)
 
 
-def newest_complete(
-    run_folder: Path, prefix: str = file_names.TRAINER_PREFIX
-) -> tuple[Path | None, list[tuple[Path, str]]]:
-    """Return the complete checkpoint with the highest number, and the newer incomplete ones with the reasons."""
+def first_complete(folders: Iterable[Path]) -> tuple[Path | None, list[tuple[Path, str]]]:
+    """Return the first folder that is a complete checkpoint, and those before it with the reasons."""
     skipped: list[tuple[Path, str]] = []
-    for folder in numbered_checkpoints(run_folder, prefix):
+    for folder in folders:
         reason = why_incomplete(folder)
         if reason is None:
             return folder, skipped
