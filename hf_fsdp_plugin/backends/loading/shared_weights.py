@@ -118,7 +118,9 @@ exchange = WeightExchange()
 
 
 class Publication:
-    """Weights that this process computes for the others. Call :meth:`publish` or :meth:`close`.
+    """Weights that this process computes for the others, in a ``with`` block. Call :meth:`publish` or :meth:`close`.
+
+    An exception in the block closes the publication.
 
     They are moved one by one to a memory file (``man 2 memfd_create``), which has no size limit as ``/dev/shm`` has.
 
@@ -137,6 +139,13 @@ class Publication:
         self._maps: MemoryMaps | None = None
         self._can_move = True
         self.is_open = True
+
+    def __enter__(self) -> Publication:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None:
+            self.close()
 
     def move(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a view of a copy of the tensor in the memory that :meth:`publish` shares.
@@ -204,9 +213,6 @@ class Publication:
         except (OSError, RuntimeError, TypeError):  # no memory, or a dtype that has no bytes
             self.close()
             return False
-        except BaseException:
-            self.close()
-            raise
         self._thread = threading.Thread(target=self._serve, args=(text,), name="hf_fsdp_weights", daemon=True)
         self._thread.start()
         return True

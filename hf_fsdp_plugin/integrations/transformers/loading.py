@@ -223,22 +223,19 @@ def set_param_for_module(
 
 def _publish(publication: Publication, load: Callable[[], Any], model: Any, files: Sequence[str]) -> Any:
     """Load the weights and give them to the other ranks of the machine."""
-    try:
+    with publication:
         # Threads would read and cast many tensors before the first of them is published.
         with context_in_block(_publication, publication), patching.variables_in_block(HF_DEACTIVATE_ASYNC_LOAD="1"):
             result = load()
-    except BaseException:
-        publication.close()
-        raise
-    loaded = {name: tensor for name, tensor in model.state_dict(keep_vars=True).items() if not tensor.is_meta}
-    info = result[0]
-    facts = {
-        "missing": sorted(info.missing_keys),
-        "unexpected": sorted(info.unexpected_keys),
-        "is_complete": not (info.mismatched_keys or info.conversion_errors or info.error_msgs),
-    }
-    if not publication.publish(loaded, _real_paths(files), facts):
-        _report_private_memory(model, _CANNOT_SHARE)
+        loaded = {name: tensor for name, tensor in model.state_dict(keep_vars=True).items() if not tensor.is_meta}
+        info = result[0]
+        facts = {
+            "missing": sorted(info.missing_keys),
+            "unexpected": sorted(info.unexpected_keys),
+            "is_complete": not (info.mismatched_keys or info.conversion_errors or info.error_msgs),
+        }
+        if not publication.publish(loaded, _real_paths(files), facts):
+            _report_private_memory(model, _CANNOT_SHARE)
     return result
 
 
@@ -317,14 +314,11 @@ def load_gguf_checkpoint(original: Callable[..., dict[str, Any]], *args: Any, **
         return {**original(file), "tensors": shared.tensors([])}
     if shared is None:
         return original(**call)
-    try:
+    with shared:
         with context_in_block(_moved, MovedTensors(shared)):
             content = original(**call)
         content["tensors"] = dict(content["tensors"])
-    except BaseException:
-        shared.close()
-        raise
-    shared.publish(content["tensors"], [], None)
+        shared.publish(content["tensors"], [], None)
     return content
 
 
