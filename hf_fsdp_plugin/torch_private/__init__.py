@@ -4,7 +4,7 @@ Only the targets of hooks (``integrations.hooks``) are private names, too. Diffe
 torch are handled here. Each file covers one part of torch: ``modules`` (``torch.nn.Module``; imports no torch),
 ``functions`` (functions and classes that only have private names), ``elastic`` (the agent that starts ranks), ``fsdp1``
 (``FullyShardedDataParallel``) and ``fsdp2`` (``fully_shard``). ``live_unit`` defines a unit of either FSDP version as
-read from torch. ``live_objects`` makes objects of torch on which the private attributes are probed.
+read from torch.
 
 ``tests/unit/test_private_apis.py`` fails if another file of the package uses a private name.
 """

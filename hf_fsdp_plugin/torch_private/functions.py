@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -76,7 +75,6 @@ CONTRACTS = (
     *contracts_of(f"{_C10D}:ProcessGroupGloo._Options", "off", _TIMEOUTS, "_timeout"),
     *contracts_of(_C10D, "off", _TIMEOUTS, "set_timeout|_set_pg_timeout"),
     *contracts_of(_C10D, "off", "the record of collectives", "_resolve_process_group"),
-    *contracts_of("torch.testing._internal.distributed.fake_pg", "refused", "the table of contracts", "FakeStore"),
 )  # fmt: skip
 _NO_HOOKS: Mapping[int, Any] = {}
 
@@ -234,22 +232,6 @@ def resolve_group(group: Any) -> dist.ProcessGroup | None:
     if isinstance(group, str):
         return distributed_c10d._resolve_process_group(group)  # type: ignore[arg-type]
     return group if isinstance(group, dist.ProcessGroup) else None
-
-
-@contextmanager
-def fake_process_group(world_size: int) -> Iterator[None]:
-    """Make this process rank 0 of a world whose collectives do nothing.
-
-    Args:
-        world_size: number of ranks, which do not exist.
-    """
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
 
 
 class ShardedGradScaler(GradScaler):

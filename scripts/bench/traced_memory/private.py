@@ -9,17 +9,39 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.fsdp import _flat_param as flat_param
 from torch.distributed.fsdp._fully_shard import _fsdp_param as fsdp_param
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from hf_fsdp_plugin.torch_private.functions import fake_process_group, storage_key
+from hf_fsdp_plugin.torch_private.functions import storage_key
 
-__all__ = ["FakeTensorMode", "fake_tensor_group", "next_sequence_number", "running_sequence_number"]
+__all__ = [
+    "FakeTensorMode",
+    "fake_process_group",
+    "fake_tensor_group",
+    "next_sequence_number",
+    "running_sequence_number",
+]
 __all__ += ["watch_propagation", "watch_resizes"]
 _PROPAGATE = "_propagate_tensor_meta_non_cached"
+
+
+@contextmanager
+def fake_process_group(world_size: int) -> Iterator[None]:
+    """Make this process rank 0 of a world whose collectives do nothing.
+
+    Args:
+        world_size: number of ranks, which do not exist.
+    """
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
 
 
 @contextmanager

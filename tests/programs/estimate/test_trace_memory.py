@@ -21,8 +21,8 @@ from hf_fsdp_plugin.plan.resolve import resolve
 from hf_fsdp_plugin.problems import SpecError
 from hf_fsdp_plugin.spec.load import load_spec
 from hf_fsdp_plugin.torch_private.fsdp2 import installed_behavior
-from hf_fsdp_plugin.torch_private.functions import fake_process_group
 from scripts.bench.traced_memory import CannotTrace, TracedMemory, trace_memory
+from scripts.bench.traced_memory.private import fake_process_group
 
 STEP = Workload(micro_batch=2, seq_len=4, update_loop="for_loop", clip_norm=False)
 
