@@ -11,15 +11,14 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, Any, Final
 
 from hf_fsdp_plugin.hangs.call_record import record
 from hf_fsdp_plugin.hangs.calls import POINT_TO_POINT
 from hf_fsdp_plugin.integrations.patching import install_hooks
-from hf_fsdp_plugin.torch_private.modules import set_unit_names, unit_name
+from hf_fsdp_plugin.torch_private.modules import set_unit_name, unit_name
 
 Function = Callable[..., Any]
 
@@ -59,22 +58,15 @@ def functional_operation(name: str) -> str | None:
     return f"{operation} (coalesced)" if operation is not None and name.endswith("_coalesced") else operation
 
 
-class CallMarks:
-    """The marks of a profiled rank around the calls that are also recorded. ``None`` while no profile is made.
+call_marks: Final[dict[str, Function]] = {}
+"""The marks of a profiled rank around the calls that are also recorded; empty while no profile is made.
 
-    Attributes:
-        wait: returns the mark of a wait.
-        gather, reduction: return the mark of a collective of an FSDP1 unit, from the state of the unit.
-    """
-
-    def __init__(self) -> None:
-        self.wait: Function | None = None
-        self.gather: Function | None = None
-        self.reduction: Function | None = None
+``wait``, ``gather`` or ``reduction`` -> a function that returns the mark, of the unit that needs the collective.
+"""
 
 
-call_marks: Final = CallMarks()
-"""The marks of this process."""
+def _mark(kind: str, *unit: Any) -> AbstractContextManager[Any]:
+    return call_marks[kind](*unit) if kind in call_marks else nullcontext()
 
 
 def record_collective(original: Function) -> Function:
@@ -106,7 +98,7 @@ def record_message(original: Function) -> Function:
         import torch.distributed
 
         peer = torch.distributed.get_global_rank(group, args[1])
-        operation = f"{name.partition('_')[0]} {'to' if name == 'send' else 'from'} rank {peer}"
+        operation = f"{name} {'to' if name == 'send' else 'from'} rank {peer}"
         number = record.begin_named(POINT_TO_POINT, operation, peer)
         work = original(group, *args, **kwargs)
         record.started(work, number)
@@ -119,7 +111,7 @@ def record_wait(original: Function) -> Function:
     """Record that this rank waits for a ``Work``, and mark the wait in a profile."""
 
     def call(work: Any, *args: Any, **kwargs: Any) -> Any:
-        with call_marks.wait() if call_marks.wait is not None else nullcontext():
+        with _mark("wait"):
             if not record.is_open:
                 return original(work, *args, **kwargs)
             return _waiting(record.position_of(work), original, work, *args, **kwargs)
@@ -128,34 +120,28 @@ def record_wait(original: Function) -> Function:
 
 
 def record_functional(original: Function) -> Function:
-    """Record the functional collective, which ``DTensor`` calls, that resolves its process group."""
+    """Record the functional collective, which ``DTensor`` calls, that resolves its process group.
+
+    Other functions resolve groups too: they are ignored.
+    """
 
     def call(group: Any, *args: Any, **kwargs: Any) -> Any:
         import torch
 
         resolved = original(group, *args, **kwargs)
-        if not torch.compiler.is_compiling() and record.is_open:
-            _record_caller(inspect.currentframe(), resolved)
+        frame = inspect.currentframe()
+        caller = frame.f_back if frame is not None and record.is_open and not torch.compiler.is_compiling() else None
+        operation = functional_operation(caller.f_code.co_name) if caller is not None else None
+        if caller is not None and operation is not None:
+            from hf_fsdp_plugin.torch_private.functions import resolve_group
+
+            if (own_group := resolve_group(resolved)) is not None:
+                variables = caller.f_locals
+                record.begin(own_group, operation, variables.get("self", variables.get("inputs")))
+        del frame, caller  # a frame in a variable of its own is a reference cycle
         return resolved
 
     return call
-
-
-def _record_caller(frame: FrameType | None, resolved: Any) -> None:
-    """Record the functional collective that has called a frame. Other functions resolve groups too: they are ignored.
-
-    A frame is not kept in a variable of its own, which would be a reference cycle.
-    """
-    caller = frame.f_back if frame is not None else None
-    operation = functional_operation(caller.f_code.co_name) if caller is not None else None
-    if caller is None or operation is None:
-        return
-    from hf_fsdp_plugin.torch_private.functions import resolve_group
-
-    group = resolve_group(resolved)
-    if group is not None:
-        variables = caller.f_locals
-        record.begin(group, operation, variables.get("self", variables.get("inputs")))
 
 
 def wait_tensor(original: Function) -> Function:
@@ -180,8 +166,7 @@ def gather_of_unit(original: Function, name: str = "gather") -> Function:
     """Record, and mark in a profile, for which FSDP1 unit a function of its state gathers parameters."""
 
     def call(state: Any, unit: Any, *args: Any, **kwargs: Any) -> Any:
-        mark = getattr(call_marks, name)
-        with mark(state) if mark is not None else nullcontext():
+        with _mark(name, unit):
             return _of_unit(unit, original, state, unit, *args, **kwargs)
 
     return call
@@ -217,18 +202,21 @@ if TYPE_CHECKING:  # the launcher imports this module without torch
 
 def record_calls(path: Path) -> None:
     """Record all collectives from now on. Does nothing if the files cannot be written."""
-    from hf_fsdp_plugin.backends.ranks.collective_entry import collective_waits
+    from hf_fsdp_plugin.backends.ranks.collective_entry import wait_listeners
 
     with contextlib.suppress(OSError):
         record.open(path)
-        collective_waits.listen(record.on_arrival)
+        wait_listeners[:] = [record.on_arrival]
         install_hooks("calls", "hangs")
 
 
 def name_units(model: nn.Module) -> None:
-    """Give the units of a sharded model their names for the record, if collectives are recorded."""
-    if record.is_open:
+    """Give the units of a sharded model their names for the record and the profile, if one of them is made.
+
+    FSDP2's units know the names of their modules only from the first forward on, FSDP1's never do.
+    """
+    if record.is_open or call_marks:
         from hf_fsdp_plugin.observe.units import observe_units
 
-        names = {id(module): unit.name for unit in observe_units(model) for module in unit.live.modules}
-        set_unit_names(model, {path: names.get(id(module), path) for path, module in model.named_modules()})
+        for unit in observe_units(model):
+            set_unit_name(unit.live.source, unit.name)

@@ -98,7 +98,12 @@ def as_unsharded(model: Any, state: Mapping[str, torch.Tensor]) -> Iterator[None
         state: whole tensors by canonical names, at least those of the adapters.
     """
     with ExitStack() as stack:
-        stack.enter_context(_without_wrappers(model))
+        for module in list(model.modules()):
+            # Register the wrapped modules instead of their wrappers: the names of modules are those without FSDP.
+            if modules.wrapped_module(module) is None:
+                children = modules.children(module)
+                inner = {name: unwrapped(child) for name, child in children.items() if child is not None}
+                stack.enter_context(modules.entries_in_block(inner, children))
         for name, module in model.named_modules():
             saved = getattr(module, "modules_to_save", None)
             if isinstance(saved, nn.ModuleDict):
@@ -110,25 +115,6 @@ def as_unsharded(model: Any, state: Mapping[str, torch.Tensor]) -> Iterator[None
             stack.enter_context(modules.with_tensors(encoder, weights))
             stack.enter_context(modules.without_forward_hooks(encoder))
         yield
-
-
-@contextmanager
-def _without_wrappers(model: nn.Module) -> Iterator[None]:
-    """Register the wrapped modules instead of their wrappers, so that the names of modules are those without FSDP."""
-    replaced = [
-        (modules.children(module), attribute, child)
-        for module in model.modules()
-        if modules.wrapped_module(module) is None
-        for attribute, child in modules.children(module).items()
-        if child is not None and modules.wrapped_module(child) is not None
-    ]
-    for registered, attribute, wrapper in replaced:
-        registered[attribute] = unwrapped(wrapper)
-    try:
-        yield
-    finally:
-        for registered, attribute, wrapper in replaced:
-            registered[attribute] = wrapper
 
 
 def _below(state: Mapping[str, torch.Tensor], prefix: str) -> dict[str, torch.Tensor]:
@@ -152,10 +138,8 @@ def refuse_if_sharded(original: Callable[..., Any], tuner: Any, *args: Any, **kw
     if not any(modules.is_fsdp_managed(module) for module in tuner.modules()):
         return original(*args, **kwargs)
     message = "each rank has only parts of the weights, so adapters cannot be merged or removed in a sharded model."
-    fix = (
-        "Save the adapters (trainer.save_model, or save_pretrained on all ranks), and merge them in one process: "
-        "PeftModel.from_pretrained(base_model, folder).merge_and_unload()."
-    )
+    fix = "Save the adapters (trainer.save_model, or save_pretrained on all ranks), and merge them in one process: "
+    fix += "PeftModel.from_pretrained(base_model, folder).merge_and_unload()."
     raise SpecError([Problem(code="FSDP-E631", message=message, fix=fix)])
 
 
@@ -193,9 +177,8 @@ def with_lora(model: nn.Module, *, rank: int, quantized: bool) -> nn.Module:
         from peft import LoraConfig, get_peft_model
     except ImportError as error:
         message = "--lora-rank and --qlora need the package peft, which is not installed."
-        raise SpecError(
-            [Problem(code="FSDP-E727", message=message, fix="Run pip install peft, or leave them out.")]
-        ) from error
+        fix = "Run pip install peft, or leave them out."
+        raise SpecError([Problem(code="FSDP-E727", message=message, fix=fix)]) from error
     if quantized:
         _pack_linears(model)
     name = type(model).__name__

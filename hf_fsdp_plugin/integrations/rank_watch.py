@@ -14,7 +14,7 @@ import threading
 from pathlib import Path
 
 from hf_fsdp_plugin.backends.ranks.cluster import slurm_variables
-from hf_fsdp_plugin.backends.ranks.collective_entry import collective_waits
+from hf_fsdp_plugin.backends.ranks.collective_entry import wait_listeners
 from hf_fsdp_plugin.hangs import rank_files
 from hf_fsdp_plugin.hangs.call_record import record
 from hf_fsdp_plugin.hangs.rank_exit import exit_limit, hang_limit
@@ -171,7 +171,7 @@ class Watch:
         self._stop_watcher()
         atexit.unregister(self._at_exit)
         stack_file.close()
-        collective_waits.listen(lambda call: None)
+        wait_listeners.clear()
         record.close()
         if not self._is_given:
             rank_files.remove_files(self.files.stem)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
 from datetime import timedelta
@@ -18,6 +18,7 @@ from hf_fsdp_plugin.sources.interface import Sources
 from hf_fsdp_plugin.sources.launchers import locate_config
 from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec
 from hf_fsdp_plugin.spec.load import assess
+from hf_fsdp_plugin.torch_private.modules import entries_in_block
 
 T = TypeVar("T")
 _OTHER_RUNS: Final = frozenset({"FSDP-E120", "FSDP-E121", "FSDP-E122"})
@@ -34,18 +35,9 @@ def context_in_block(variable: ContextVar[T], value: T) -> Iterator[None]:
         variable.reset(token)
 
 
-@contextmanager
-def attributes_in_block(owner: Any, **attributes: Any) -> Iterator[None]:
+def attributes_in_block(owner: Any, **attributes: Any) -> AbstractContextManager[None]:
     """Give an object other values of attributes in the block. Those that it only inherits are removed afterwards."""
-    own = vars(owner)
-    before = {name: own[name] for name in attributes if name in own}
-    own.update(attributes)
-    try:
-        yield
-    finally:
-        for name in attributes:
-            own.pop(name, None)
-        own.update(before)
+    return entries_in_block(attributes, vars(owner))
 
 
 class Session:

@@ -223,9 +223,8 @@ def after_forward(root: FSDPModule, module: nn.Module, args: tuple[Any, ...], ou
 def start_backward_at(module: FSDPModule, tensors: list[torch.Tensor]) -> None:
     """Start the unit's backward at these tensors too. They require gradients, and the unit has left its forward."""
     state = state_of(module)
-    if (
-        state._training_state is _common.TrainingState.IDLE
-    ):  # otherwise a checkpointed module is computed again in backward
+    # Otherwise a checkpointed module is computed again in backward.
+    if state._training_state is _common.TrainingState.IDLE:
         state._register_pre_backward_hook(tensors)
 
 

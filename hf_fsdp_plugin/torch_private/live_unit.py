@@ -50,6 +50,7 @@ class LiveUnit:
         gradients: the gradients that are not ``None``.
         parameter_ids: ``id`` of every parameter object that can represent the unit in the module tree.
         copy_ids: ``id`` of the gathered parameters among them. An optimizer must not have these.
+        source: the object of torch that stands for the unit: a flat parameter's handle, or a group of parameters.
         unknown: attribute that could not be read -> why.
     """
 
@@ -93,6 +94,7 @@ class LiveUnit:
     places: tuple[tuple[nn.Module, str, bool], ...] = ()
     parameter_ids: frozenset[int] = frozenset()
     copy_ids: frozenset[int] = frozenset()
+    source: Any = None
     unknown: Mapping[str, ContractError] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -121,7 +123,8 @@ def read_facts(parts: Sequence[tuple[Any, Facts]], rows: tuple[Contract, ...]) -
         rows: the contracts of the file that defines the facts.
 
     Returns:
-        Arguments of :class:`LiveUnit`; its ``unknown`` has the facts for which torch lacks an attribute.
+        Arguments of :class:`LiveUnit`. Its source is the last object, and its ``unknown`` has the facts for which torch
+        lacks an attribute.
     """
     found: dict[str, Any] = {}
     unknown: dict[str, ContractError] = {}
@@ -135,7 +138,11 @@ def read_facts(parts: Sequence[tuple[Any, Facts]], rows: tuple[Contract, ...]) -
             if missing is None:
                 raise
             unknown[fact] = missing
-    return {**found, "unknown": {fact: error for fact, error in unknown.items() if fact not in found}}
+    return {
+        **found,
+        "source": parts[-1][0],
+        "unknown": {fact: error for fact, error in unknown.items() if fact not in found},
+    }
 
 
 def attribute_or(source: Any, name: str, default: Any, declared_by: type | None = None) -> Any:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any, Final
 
 from hf_fsdp_plugin.contracts import Contract, contracts_of, guard_functions
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
 _MODULE: Final = "torch.nn.modules.module:Module"
 _TREE: Final = "reading and changing the tree of modules"
-_FULLY_SHARD: Final = "torch.distributed.fsdp._fully_shard"
 _MESSAGES: Final = "the names of units in messages about collectives"
 ROOT: Final = "the root unit"
 _UNIT_NAME: Final = "_hf_fsdp_unit_name"
@@ -27,8 +26,8 @@ CONTRACTS = (
     *contracts_of(_MODULE, "refused", "`torch.compile` of layers", "_call_impl", "_compiled_call_impl"),
     *contracts_of(_MODULE, "refused", "saving a module of an adapter", "_forward_hooks", "_forward_pre_hooks"),
     *contracts_of("torch.nn.utils.stateless", "refused", "saving a module of an adapter", "_reparametrize_module"),
-    *contracts_of("torch.distributed.fsdp:FullyShardedDataParallel", "refused", "the names of parameters",
-                  "_fsdp_wrapped_module"),
+    *contracts_of("torch.distributed.fsdp.fully_sharded_data_parallel:FullyShardedDataParallel", "refused",
+                  "the names of parameters", "_fsdp_wrapped_module"),
     *contracts_of("torch.distributed.algorithms._checkpoint.checkpoint_wrapper:ActivationWrapper", "refused",
                   "the names of parameters", "_checkpoint_wrapped_module"),
     *contracts_of("torch._dynamo.eval_frame:OptimizedModule", "refused", "the names of parameters", "_orig_mod"),
@@ -38,12 +37,9 @@ CONTRACTS = (
                  use="`torch.compile` of a sharded model", behavior="Dynamo treats marked modules as managed by FSDP.")
         for name in ("_is_fsdp_managed_module", "_fsdp_use_orig_params")
     ),
-    *contracts_of("torch.distributed.fsdp.fully_sharded_data_parallel:FullyShardedDataParallel", "off", _MESSAGES,
-                  "_handle"),
     *contracts_of("torch.distributed.fsdp._flat_param:FlatParamHandle", "off", _MESSAGES, "_fully_sharded_module"),
-    *contracts_of("torch.distributed.fsdp:FSDPModule", "off", _MESSAGES, "_get_fsdp_state"),
-    *contracts_of(f"{_FULLY_SHARD}._fsdp_state:FSDPState", "off", _MESSAGES, "_fsdp_param_groups|_fsdp_param_group"),
-    *contracts_of(f"{_FULLY_SHARD}._fsdp_param_group:FSDPParamGroup", "off", _MESSAGES, "_module_fqn"),
+    *contracts_of("torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup", "off", _MESSAGES,
+                  "_module_fqn"),
 )  # fmt: skip
 _COMPILED: Final = "_orig_mod"
 CHECKPOINTED_ATTRIBUTE: Final = "_checkpoint_wrapped_module"
@@ -124,56 +120,48 @@ def is_fsdp_managed(module: nn.Module) -> bool:
 
 
 @contextmanager
-def without_forward_hooks(module: nn.Module) -> Iterator[None]:
-    """Call the module and those inside it without their hooks, which gather parameters collectively."""
-    kept = [(inner, inner._forward_pre_hooks, inner._forward_hooks) for inner in module.modules()]
-    for inner, _, _ in kept:
-        inner._forward_pre_hooks, inner._forward_hooks = OrderedDict(), OrderedDict()
+def entries_in_block(entries: Mapping[str, Any], *mappings: dict[str, Any]) -> Iterator[None]:
+    """Give dicts other entries in the block, which keep their places. New entries are removed afterwards."""
+    kept = [(mapping, {name: mapping[name] for name in entries if name in mapping}) for mapping in mappings]
+    for mapping in mappings:
+        mapping.update(entries)
     try:
         yield
     finally:
-        for inner, before, after in kept:
-            inner._forward_pre_hooks, inner._forward_hooks = before, after
+        for mapping, before in kept:
+            mapping.update(before)
+            for name in entries.keys() - before.keys():
+                mapping.pop(name, None)
 
 
-@contextmanager
-def with_tensors(module: nn.Module, tensors: dict[str, torch.Tensor]) -> Iterator[None]:
+def without_forward_hooks(module: nn.Module) -> AbstractContextManager[None]:
+    """Call the module and those inside it without their hooks, which gather parameters collectively."""
+    none: Any = {"_forward_pre_hooks": OrderedDict(), "_forward_hooks": OrderedDict()}
+    return entries_in_block(none, *map(vars, module.modules()))
+
+
+def with_tensors(module: nn.Module, tensors: dict[str, torch.Tensor]) -> AbstractContextManager[None]:
     """Let the module have other tensors as parameters and buffers, by its own names."""
     from torch.nn.utils.stateless import _reparametrize_module
 
-    with _reparametrize_module(module, tensors):
-        yield
+    return _reparametrize_module(module, tensors)
 
 
-def set_unit_names(model: nn.Module, names: Mapping[str, str]) -> None:
-    """Give each unit of a sharded model its name.
-
-    FSDP2's units know the names of their modules only from the first forward on, FSDP1's never do.
-
-    Args:
-        names: name of a module in the tree -> name of the unit.
-    """
-    for path, module in model.named_modules():
-        handle = getattr(module, "_handle", None)  # FSDP1
-        state = module._get_fsdp_state() if hasattr(module, "_get_fsdp_state") else None  # FSDP2
-        groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
-        for unit in (handle, *groups):
-            if unit is not None and _UNIT_NAME not in vars(unit):
-                setattr(unit, _UNIT_NAME, names.get(path, path) or ROOT)
+def set_unit_name(unit: Any, name: str) -> None:
+    """Give a unit, which is one of FSDP1's handles or of FSDP2's parameter groups, its name; empty for the root."""
+    setattr(unit, _UNIT_NAME, name)
 
 
-def unit_name(unit: Any) -> str:
-    """Return the name of a unit: one of FSDP1's handles or of FSDP2's parameter groups."""
-    name = getattr(unit, _UNIT_NAME, None)
+def unit_name(unit: Any, root: str = ROOT) -> str:
+    """Return the name of a unit, and ``root`` for the root; without :func:`set_unit_name`, what torch knows of it."""
+    name: str | None = getattr(unit, _UNIT_NAME, None)
     if name is None:
-        path = getattr(unit, "_module_fqn", None)
-        module = getattr(unit, "_fully_sharded_module", None)
-        name = type(module).__name__ if path is None and module is not None else path
+        module, name = getattr(unit, "_fully_sharded_module", None), getattr(unit, "_module_fqn", None)
+        name = type(module).__name__ if name is None and module is not None else name
         if name is None:
             return ""
-        name = name or ROOT
         setattr(unit, _UNIT_NAME, name)
-    return str(name)
+    return name or root
 
 
-guard_functions(globals(), CONTRACTS, off={"set_unit_names": None, "unit_name": ""})
+guard_functions(globals(), CONTRACTS, off={"unit_name": ""})

@@ -43,9 +43,11 @@ from typing import Any, Final, NoReturn
 import torch.distributed as dist
 
 from hf_fsdp_plugin.problems import CheckpointError, Origin, Problem, SpecError
-from hf_fsdp_plugin.text import format_names
+from hf_fsdp_plugin.text import name_ranks
 from hf_fsdp_plugin.torch_private.functions import default_store
 
+ON_ALL_RANKS: Final = "Call it on all ranks, outside of `if accelerator.is_main_process:`."
+"""The remedy for a collective call that only some ranks make."""
 LIMIT_VARIABLE: Final = "HF_FSDP_ARRIVAL_TIMEOUT"
 """Environment variable with the time in seconds that a rank waits for the others. It replaces both limits below."""
 DEFAULT_LIMIT: Final = 45.0
@@ -125,23 +127,17 @@ def announce_end() -> None:
             store.set(LEFT, "1")
 
 
-class CollectiveWaits:
-    """Reports to a listener for which call this rank waits."""
-
-    def __init__(self) -> None:
-        self.listen(lambda call: None)
-
-    def listen(self, listener: Callable[[str | None], None]) -> None:
-        """Call ``listener`` with the name of each call before this rank waits for the others, then with ``None``."""
-        self.report = listener
+wait_listeners: Final[list[Callable[[str | None], None]]] = []
+"""Called with the name of each call before this rank waits for the others, then with ``None``."""
 
 
-collective_waits = CollectiveWaits()
-"""The waits of this process."""
+def _report(call: str | None) -> None:
+    for listener in wait_listeners:
+        listener(call)
 
 
 def wait_for_all_ranks(
-    call: str, *, fix: str = "", limit: float = DEFAULT_LIMIT, given_up: Callable[[], bool] = _never
+    call: str, *, fix: str = ON_ALL_RANKS, limit: float = DEFAULT_LIMIT, given_up: Callable[[], bool] = _never
 ) -> None:
     """Wait until every rank has called this function with the same ``call``.
 
@@ -157,22 +153,22 @@ def wait_for_all_ranks(
     if not _has_other_ranks():
         return
     limit = arrival_limit(limit)
-    collective_waits.report(call)
+    _report(call)
     try:
         missing = Round(arrival_store(), call, given_up=given_up).join(limit)
     finally:
-        collective_waits.report(None)
+        _report(None)
     if missing:
         message = (
             f"{call} is a collective call: every rank must make it, because each rank has only a part of the weights. "
             f"{_describe(missing)}. The call waits for up to {limit:g} seconds ({LIMIT_VARIABLE})."
         )
-        raise SpecError([Problem(code="FSDP-E670", message=message, fix=fix or "Make the call on all ranks.")])
+        raise SpecError([Problem(code="FSDP-E670", message=message, fix=fix)])
 
 
 @contextmanager
 def collective_call(
-    call: str, *, fix: str = "", limit: float = DEFAULT_LIMIT, given_up: Callable[[], bool] = _never
+    call: str, *, fix: str = ON_ALL_RANKS, limit: float = DEFAULT_LIMIT, given_up: Callable[[], bool] = _never
 ) -> Iterator[None]:
     """Run the block, which contains collectives, after :func:`wait_for_all_ranks`. Inner blocks do not wait again."""
     if not _inside.get():
@@ -238,8 +234,8 @@ def _describe(missing: Sequence[tuple[int, str]]) -> str:
     places = [f"rank {rank} was {place}" for rank in absent[:3] if (place := _place_of(rank))]
     left = [rank for rank, call in missing if call == LEFT]
     other = [f"rank {rank} called {call}" for rank, call in missing if call and call != LEFT]
-    parts = [f"{_ranks(absent)} did not call it"] if absent else []
-    parts += [f"{_ranks(left)} did not call it and ended the script"] if left else []
+    parts = [f"{name_ranks(absent)} did not call it"] if absent else []
+    parts += [f"{name_ranks(left)} did not call it and ended the script"] if left else []
     return "; ".join([*parts, *places, *other[:3]])
 
 
@@ -247,10 +243,6 @@ def _place_of(rank: int) -> str:
     """Return where a rank has waited, if it has written that; see ``hangs.hang_queries``."""
     store, key = place_store(), place_key(rank)
     return str(json.loads(store.get(key))["place"]) if store.check([key]) else ""
-
-
-def _ranks(numbers: Sequence[int]) -> str:
-    return f"rank {numbers[0]}" if len(numbers) == 1 else f"ranks {format_names(list(numbers), 8)}"
 
 
 class Round:

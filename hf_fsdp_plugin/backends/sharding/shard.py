@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
 from hf_fsdp_plugin.backends.optimizers.parameters import attach_optimizers, detach_optimizers, has_stepped
 from hf_fsdp_plugin.backends.ranks.agreement import on_all_ranks
@@ -28,14 +29,14 @@ from hf_fsdp_plugin.problems import Problem, SpecError
 from hf_fsdp_plugin.text import format_names
 from hf_fsdp_plugin.torch_private import fsdp1
 from hf_fsdp_plugin.torch_private.functions import num_changes
-from hf_fsdp_plugin.torch_private.modules import is_fsdp_managed, mark_fsdp_managed
+from hf_fsdp_plugin.torch_private.modules import entries_in_block, is_fsdp_managed, mark_fsdp_managed
 from hf_fsdp_plugin.torch_private.modules import parameters as own_parameters
 
 PLAN_ATTRIBUTE = "_hf_fsdp_plan"
 """Attribute of a sharded model that contains its plan."""
 _sharded_models: Final[WeakSet[nn.Module]] = WeakSet()
 """The sharded models that are alive. A submodule, or the module in FSDP1's root, has no reference to its model."""
-_sharded_optimizers: Final[WeakSet[torch.optim.Optimizer]] = WeakSet()
+_sharded_optimizers: Final[WeakSet[Optimizer]] = WeakSet()
 """The optimizers of sharded models that are alive."""
 
 
@@ -58,9 +59,7 @@ class ModuleLocation:
         return f"{self.name}." if self.name else ""
 
 
-def shard(
-    plan: FsdpPlan, model: nn.Module, device: torch.device, optimizers: Iterable[torch.optim.Optimizer] = ()
-) -> nn.Module:
+def shard(plan: FsdpPlan, model: nn.Module, device: torch.device, optimizers: Iterable[Optimizer] = ()) -> nn.Module:
     """Shard ``model`` in place as planned. Collective.
 
     Args:
@@ -121,7 +120,7 @@ def _keep_class_names(model: nn.Module) -> None:
         created.__module__ = original.__module__
 
 
-def rebind_optimizers(model: nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> None:
+def rebind_optimizers(model: nn.Module, optimizers: Iterable[Optimizer]) -> None:
     """Replace gathered FSDP2 parameters by their shards in optimizers that were created after an evaluation.
 
     FSDP1 is not affected: its gathered and sharded parameters are the same objects.
@@ -131,7 +130,7 @@ def rebind_optimizers(model: nn.Module, optimizers: Iterable[torch.optim.Optimiz
         reshard_and_rebind(model, optimizers)
 
 
-def reshard_and_rebind(model: nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> None:
+def reshard_and_rebind(model: nn.Module, optimizers: Iterable[Optimizer]) -> None:
     """Free the gathered parameters of FSDP2 units, and replace them by their shards in optimizers without state."""
     detached = detach_optimizers([optimizer for optimizer in optimizers if not has_stepped(optimizer)], model)
     script_access.free_gathered(model)
@@ -152,12 +151,12 @@ def sharded_models() -> list[nn.Module]:
     return list(_sharded_models)
 
 
-def remember_optimizers(optimizers: Iterable[torch.optim.Optimizer]) -> None:
+def remember_optimizers(optimizers: Iterable[Optimizer]) -> None:
     """Add optimizers of sharded models to :func:`sharded_optimizers`."""
     _sharded_optimizers.update(optimizers)
 
 
-def sharded_optimizers() -> list[torch.optim.Optimizer]:
+def sharded_optimizers() -> list[Optimizer]:
     """Return the optimizers of sharded models that are alive."""
     return list(_sharded_optimizers)
 
@@ -173,9 +172,6 @@ def locate_module(module: nn.Module) -> ModuleLocation | None:
     root, name = next(((root, name) for root, name, other in named if other is module), (module, ""))
     plan = plan_of(root)
     return ModuleLocation(root, plan, canonical_name(name)) if plan is not None else None
-
-
-_FIX: Final = "Call it on all ranks, outside of `if accelerator.is_main_process:`."
 
 
 @contextmanager
@@ -209,7 +205,7 @@ def full_parameters(module: nn.Module, modify: bool = False) -> Iterator[dict[st
             yield dict(named_parameters(module))
         return
     root = place.root
-    with collective_call(f"full_parameters of {type(unwrapped(module)).__name__}", fix=_FIX), torch.no_grad():
+    with collective_call(f"full_parameters of {type(unwrapped(module)).__name__}"), torch.no_grad():
         script_access.check_not_whole(root, "full_parameters was called")
         if isinstance(root, (FSDP, FSDPModule)) and not forwards.private_api(root).is_idle(root):
             raise script_access.misuse_error(
@@ -232,8 +228,13 @@ def full_parameters(module: nn.Module, modify: bool = False) -> Iterator[dict[st
                 write()
 
 
+def has_shards(model: nn.Module) -> bool:
+    """Return whether a module has parameters that FSDP shards, by a plan or not."""
+    return any(isinstance(each, (FSDP, DTensor)) for each in (*model.modules(), *model.parameters()))
+
+
 def _check_not_sharded(module: nn.Module) -> None:
-    if any(isinstance(each, (FSDP, DTensor)) for each in (*module.modules(), *module.parameters())):
+    if has_shards(module):
         message = f"{type(module).__name__} is sharded, but was not prepared by an Accelerator or a Trainer."
         fix = "Pass the model to accelerator.prepare(), after hfp.install()."
         raise SpecError([Problem(code="FSDP-E309", message=message, fix=fix)])
@@ -312,10 +313,7 @@ def _whole_fsdp2(module: nn.Module) -> Iterator[Callable[[], None]]:
         for key, shard in shards.items():
             shard.to_local().copy_(shard_like(shard, wholes[key].data).to_local())
 
-    for registered, name, shard in places:
-        registered[name] = wholes[id(shard)]
-    try:
-        yield write
-    finally:
+    with ExitStack() as stack:
         for registered, name, shard in places:
-            registered[name] = shard
+            stack.enter_context(entries_in_block({name: wholes[id(shard)]}, registered))
+        yield write

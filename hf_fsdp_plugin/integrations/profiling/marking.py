@@ -15,6 +15,7 @@ from torch.profiler import record_function
 from hf_fsdp_plugin.observe.profile.trace import PREFIX, UNIT, Phase
 from hf_fsdp_plugin.observe.units import observe_units
 from hf_fsdp_plugin.plan.names import unwrapped
+from hf_fsdp_plugin.torch_private.modules import unit_name
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -25,14 +26,12 @@ class Marks:
 
     Attributes:
         enabled: whether the profiler runs.
-        names: ``id`` of the module of each FSDP1 unit -> the unit's name.
         stage_of: returns the stage of a preflight, in which nothing is profiled, for a phase.
         on_forward: called with the inputs of each training forward of a model, also without the profiler.
     """
 
     def __init__(self) -> None:
         self.enabled = False
-        self.names: dict[int, str] = {}
         self.stage_of: Callable[[Phase], AbstractContextManager[Any]] | None = None
         self.on_forward: Callable[[tuple[Any, ...], dict[str, Any]], None] | None = None
         self._open = threading.local()  # a recomputed forward runs in a thread of autograd
@@ -44,13 +43,13 @@ class Marks:
     def phase(self, phase: Phase) -> AbstractContextManager[Any]:
         return self(f"{PREFIX}{phase}") if self.stage_of is None else self.stage_of(phase)
 
-    def of_unit(self, prefix: str, state: nn.Module) -> AbstractContextManager[Any]:
+    def of_unit(self, prefix: str, unit: Any) -> AbstractContextManager[Any]:
         """Return the mark of a collective of an FSDP1 unit.
 
         Args:
             prefix: ``GATHER`` or ``REDUCE``.
         """
-        return self(f"{prefix}{self.names.get(id(state), '')}")
+        return self(f"{prefix}{unit_name(unit, root='')}")
 
     def instant(self, name: str) -> None:
         with self(name):
@@ -59,8 +58,6 @@ class Marks:
     def watch(self, model: nn.Module) -> None:
         """Mark the forwards of a sharded model, and those of its units."""
         for unit in observe_units(model):
-            for module in unit.live.modules:
-                self.names[id(module)] = unit.name
             if not unit.live.is_root and unit.num_params:
                 # A checkpointed module is called again inside its wrappers.
                 self._mark_forwards(unwrapped(unit.live.modules[0]), f"{UNIT}{unit.name}")

@@ -73,9 +73,8 @@ class Profiling:
         self._forwards_per_step = 1
         self._batch: tuple[int, ...] = ()
         install_hooks("calls", "profile")
-        call_marks.wait = functools.partial(marks, WAIT)
-        call_marks.gather = functools.partial(marks.of_unit, GATHER)
-        call_marks.reduction = functools.partial(marks.of_unit, REDUCE)
+        gather, reduction = (functools.partial(marks.of_unit, prefix) for prefix in (GATHER, REDUCE))
+        call_marks.update(wait=functools.partial(marks, WAIT), gather=gather, reduction=reduction)
         marks.on_forward = self._see_forward
         self._hook = register_optimizer_step_post_hook(self._after_step)
 
@@ -94,7 +93,7 @@ class Profiling:
         if not self.active:
             return
         self.active = False
-        call_marks.wait = call_marks.gather = call_marks.reduction = None
+        call_marks.clear()
         marks.unwatch()
         marks.on_forward = None
         self._hook.remove()
