@@ -240,17 +240,12 @@ def off_without(
             try:
                 return function(*args, **kwargs)
             except ContractError as error:
-                warn_off(error)
+                printer.print_once(off_warning(error))
                 return default
 
         return call
 
     return decorate
-
-
-def warn_off(error: ContractError) -> None:
-    """Warn once that a feature is off, because a contract does not hold."""
-    printer.print_once(off_warning(error))
 
 
 def off_warning(error: ContractError) -> Problem:

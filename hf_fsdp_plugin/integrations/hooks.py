@@ -11,7 +11,7 @@ is the first of ``args``. A replacement that finds no FSDP settings of this pack
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Final, Literal
 
 from hf_fsdp_plugin.contracts import Contract, Without
@@ -50,11 +50,10 @@ class Hook:
         use = f"the replacement {self.replacement}"
         return Contract(target=self.target, without=self.without, use=use, instead=self.instead)
 
-    def of(self, owner: Any) -> Hook | None:
-        """Return the row with the name that its module or class has; ``None`` if it has none of them."""
+    def name_in(self, owner: Any) -> str | None:
+        """Return the name that a module or class has; ``None`` if it has none of them."""
         names = (self.name, *self.instead)
-        found = next((name for name in names if getattr(owner, name, None) is not None or name == "__new__"), None)
-        return None if found is None else replace(self, target=self.target.removesuffix(self.name) + found, instead=())
+        return next((name for name in names if getattr(owner, name, None) is not None or name == "__new__"), None)
 
     @property
     def module(self) -> str:

@@ -104,8 +104,7 @@ class ExponentialMovingAverage:
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Return the whole averages by the names of the parameters, on the CPU of rank 0; else nothing. Collective."""
-        call = f"ExponentialMovingAverage.state_dict of {self._model_class}"
-        with collective_call(call, fix="Call it on all ranks."):
+        with collective_call(f"ExponentialMovingAverage.state_dict of {self._model_class}"):
             return gathered_state(self._averages)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:

@@ -15,10 +15,11 @@ from contextlib import AbstractContextManager, contextmanager
 from types import ModuleType
 from typing import Any, Final, TypeVar
 
-from hf_fsdp_plugin.contracts import missing_name_error, warn_off
+from hf_fsdp_plugin.contracts import missing_name_error, off_warning
 from hf_fsdp_plugin.integrations.hooks import HOOKS, Group, Hook
 from hf_fsdp_plugin.integrations.rank_process import ImportCallbacks
 from hf_fsdp_plugin.integrations.session import session
+from hf_fsdp_plugin.messages import print_once
 from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec
 from hf_fsdp_plugin.spellings import TRUE_WORDS
 
@@ -54,17 +55,18 @@ class ProcessChanges:
         hook = next(hook for hook in HOOKS["transformers"] if hook.target == target)
         if (subclass, target) not in self._requested:
             self._requested.add((subclass, target))
-            self._restorers.append(_replace(hook, subclass))
+            self._restorers.append(_replace(hook, subclass, hook.name))
 
     def _replace(self, hook: Hook, module: ModuleType) -> None:
         owner = getattr(module, hook.class_name, None) if hook.class_name else module
-        found = hook.of(owner)
-        if found is not None:
-            self._restorers.append(_replace(found, owner))
-        elif hook.without == "refused":
-            raise missing_name_error(hook.contract)
+        name = hook.name_in(owner)
+        if name is not None:
+            self._restorers.append(_replace(hook, owner, name))
         else:
-            warn_off(missing_name_error(hook.contract))
+            error = missing_name_error(hook.contract)
+            if hook.without == "refused":
+                raise error
+            print_once(off_warning(error))
 
     def remove(self) -> None:
         """Restore every original."""
@@ -84,26 +86,26 @@ class ProcessChanges:
         self.variables.clear()
 
 
-def _replace(hook: Hook, owner: Any) -> Callable[[], None]:
-    """Replace the target of ``hook``, in its module or class. Returns a function that restores the original."""
-    if hook.name == "__new__" and hook.name not in vars(owner):
-        define_new(owner)
-    inherited = hook.name not in vars(owner)
+def _replace(hook: Hook, owner: Any, name: str) -> Callable[[], None]:
+    """Replace an attribute of a module or class by that of ``hook``. Returns a function that restores the original."""
+    if name == "__new__" and name not in vars(owner):
+        _define_new(owner)
+    inherited = name not in vars(owner)
     # Without binding: getattr of a method of C++ returns a function that cannot be put back.
-    original = inspect.getattr_static(owner, hook.name)
+    original = inspect.getattr_static(owner, name)
     installed = [hook]
     if hook.direct:
         attribute = functools.wraps(original)(_replacement(hook)(original))
     else:
         attribute = _replacing_attribute(hook, owner, original, installed)
-    for each in [owner, *_importers(hook, original)]:
-        setattr(each, hook.name, attribute)
+    for each in [owner, *_importers(hook, name, original)]:
+        setattr(each, name, attribute)
 
     def restore() -> None:
         installed.clear()
-        for each in [owner, *_importers(hook, attribute)]:
-            if vars(each).get(hook.name) is attribute:
-                delattr(each, hook.name) if inherited else setattr(each, hook.name, original)
+        for each in [owner, *_importers(hook, name, attribute)]:
+            if vars(each).get(name) is attribute:
+                delattr(each, name) if inherited else setattr(each, name, original)
 
     return restore
 
@@ -137,26 +139,21 @@ def _replacing_attribute(hook: Hook, owner: Any, original: Any, installed: list[
     return type(original)(replacing) if is_wrapped else replacing
 
 
-def _importers(hook: Hook, function: Any) -> list[ModuleType]:
+def _importers(hook: Hook, name: str, function: Any) -> list[ModuleType]:
     """Return the modules of other libraries that have imported a function by name from the module that defines it.
 
     Modules that import it later get the replacement.
     """
     if hook.class_name or function.__module__ != hook.module:
         return []
-    name_of_hook = hook.name  # it is computed, and there are thousands of modules
+    # There are thousands of modules. Objects that a library puts in place of a module may have no name.
+    modules = [each for each in list(sys.modules.values()) if isinstance(each, ModuleType)]
+    importers = [(str(vars(each).get("__name__", "")), each) for each in modules if vars(each).get(name) is function]
     own = __name__.partition(".")[0]
-    found = []
-    for module in list(sys.modules.values()):
-        # Objects that a library puts in place of a module may have no name.
-        if isinstance(module, ModuleType) and vars(module).get(name_of_hook) is function:
-            name = str(vars(module).get("__name__", ""))
-            if name != hook.module and name.partition(".")[0] != own:
-                found.append(module)
-    return found
+    return [each for other, each in importers if other != hook.module and other.partition(".")[0] != own]
 
 
-def define_new(owner: Any) -> None:
+def _define_new(owner: Any) -> None:
     """Give a class a ``__new__`` that calls the inherited one, so that a hook can replace it.
 
     It is never deleted: CPython would refuse all arguments of the class's constructor afterwards (bpo-5322).

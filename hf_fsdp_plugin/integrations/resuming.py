@@ -26,7 +26,7 @@ import torch.distributed as dist
 from hf_fsdp_plugin.backends.ranks.agreement import broadcast_object, on_all_ranks
 from hf_fsdp_plugin.backends.ranks.cluster import ranks_per_machine
 from hf_fsdp_plugin.backends.ranks.collective_entry import collective_call, load_failures, preparation_limit
-from hf_fsdp_plugin.checkpoint.checking.inspection import numbered_checkpoints, why_incomplete
+from hf_fsdp_plugin.checkpoint.checking.inspection import first_complete, numbered_checkpoints, why_incomplete
 from hf_fsdp_plugin.checkpoint.folders import check_visible, recover_interrupted_commit, recover_run
 from hf_fsdp_plugin.checkpoint.formats.manifest import Manifest, read_manifest
 from hf_fsdp_plugin.checkpoint.reading.states import check_states
@@ -209,9 +209,8 @@ def checkpoint_after_restart(folder: Path, prefix: str) -> Path | None:
     if found is not None:
         print_once(f"{attempt}: resuming from {found}, the newest complete checkpoint of this run.")
     elif session.restarts.count:
-        print_once(
-            f"{attempt}: {folder} has no complete checkpoint of this run: training begins as on the first start."
-        )
+        found_none = f"{folder} has no complete checkpoint of this run"
+        print_once(f"{attempt}: {found_none}: training begins as on the first start.")
     return found
 
 
@@ -272,12 +271,10 @@ def _last_saved(folder: Path, prefix: str, *, this_run: bool, training: int | No
 
 def _first_complete(paths: Iterable[Path]) -> Path | None:
     """Return the first checkpoint that is complete, and report those before it."""
-    for path in paths:
-        reason = why_incomplete(path)
-        if reason is None:
-            return path
+    found, skipped = first_complete(paths)
+    for path, reason in skipped:
         print_once(Problem(code="FSDP-W432", message=f"{path} is skipped: {reason}"))
-    return None
+    return found
 
 
 def run_fact() -> dict[str, Any]:
@@ -342,10 +339,8 @@ def warn_differences(path: Path, batch: dict[str, Any]) -> None:
         return
     world_size = dist.get_world_size()
     if manifest.world_size != world_size:
-        message = (
-            f"{path} has the random state of {manifest.world_size} ranks, but this run has {world_size} ranks: "
-            "dropout and other random operations differ from those of the uninterrupted run."
-        )
+        message = f"{path} has the random state of {manifest.world_size} ranks, but this run has {world_size} ranks: "
+        message += "dropout and other random operations differ from those of the uninterrupted run."
         print_once(Problem(code="FSDP-W433", message=message))
     if (problem := samples_problem(path, manifest.batch, batch)) is not None:
         print_once(problem)

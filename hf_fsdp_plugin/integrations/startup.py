@@ -13,13 +13,7 @@ import sys
 from types import ModuleType
 from typing import Final
 
-from hf_fsdp_plugin.integrations.rank_process import (
-    RANK_VARIABLE,
-    ImportCallbacks,
-    is_rank,
-    may_be_rank,
-    rank_process,
-)
+from hf_fsdp_plugin.integrations import rank_process
 
 _LAUNCHERS: Final = frozenset(
     (
@@ -29,7 +23,7 @@ _LAUNCHERS: Final = frozenset(
     )
 )
 """Programs and modules that start ranks. A cluster may have set the variables of a rank for them."""
-_imports = ImportCallbacks()
+_imports = rank_process.ImportCallbacks()
 
 
 def start() -> None:
@@ -37,9 +31,9 @@ def start() -> None:
     if _imports in sys.meta_path:  # Python reads the files of a virtual environment twice
         return
     program = _program()
-    if program in _LAUNCHERS or sys.flags.ignore_environment or not may_be_rank(os.environ):
+    if program in _LAUNCHERS or sys.flags.ignore_environment or not rank_process.may_be_rank(os.environ):
         return
-    os.environ[RANK_VARIABLE] = rank_process(os.environ)
+    os.environ[rank_process.RANK_VARIABLE] = rank_process.rank_process(os.environ)
     if program.partition(".")[0] != "hf_fsdp_plugin":  # modules of this package call install() themselves
         _imports.add("accelerate", _install_hooks)
         _imports.add("transformers", _install_hooks)
@@ -60,7 +54,7 @@ def _program() -> str:
 
 def _install_hooks(module: ModuleType) -> None:
     _imports.close()
-    if not is_rank():
+    if not rank_process.is_rank():
         return
     from hf_fsdp_plugin.integrations import patching
     from hf_fsdp_plugin.integrations.session import session
@@ -73,7 +67,7 @@ def _install_hooks(module: ModuleType) -> None:
 
 
 def _install() -> None:
-    if is_rank():
+    if rank_process.is_rank():
         from hf_fsdp_plugin.integrations.install import install
         from hf_fsdp_plugin.integrations.session import session
 

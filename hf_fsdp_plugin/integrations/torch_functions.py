@@ -92,13 +92,6 @@ def _as_shards(module: nn.Module, state_dict: Mapping[str, Any]) -> Mapping[str,
     return given
 
 
-def has_shards(model: nn.Module) -> bool:
-    """Return whether a module has parameters that FSDP shards, by a plan or not."""
-    return any(isinstance(module, FSDP) for module in model.modules()) or any(
-        isinstance(parameter, DTensor) for parameter in model.parameters()
-    )
-
-
 _OPTIMIZER_FIX = "call `accelerator.save_state(folder)` on all ranks."
 
 
@@ -215,17 +208,18 @@ def is_shard(tensor: torch.Tensor, flat_storages: set[int]) -> bool:
     return tensor.numel() > 0 and tensor.untyped_storage().data_ptr() in flat_storages
 
 
-def _fsdp1_units() -> list[FSDP]:
-    return [unit for model in sharded_models() for unit in FSDP.fsdp_modules(model)]
+def _flat_units() -> list[tuple[Any, Any]]:
+    """Return the units of FSDP1 that have parameters, in all sharded models, with their flat parameters."""
+    return [pair for model in sharded_models() for pair in fsdp1.flat_units(model)]
 
 
 def flat_storages() -> set[int]:
     """Return the addresses of the memory of all flat shards of FSDP1, and of their optimizer state."""
     storages: set[int] = set()
     parameters: set[int] = set()
-    for unit in _fsdp1_units():
-        flat, group = fsdp1.flat_parameter(unit), fsdp1.shard_group(unit)
-        if flat is not None and group is not None and group.size() > 1:
+    for unit, flat in _flat_units():
+        group = fsdp1.shard_group(unit)
+        if group is not None and group.size() > 1:
             storages.add(fsdp1.local_shard(flat).untyped_storage().data_ptr())
             parameters.update(map(id, fsdp1.parameter_objects(flat)))
     for optimizer in sharded_optimizers() if parameters else ():
@@ -306,18 +300,16 @@ def add_remedy(error: BaseException) -> None:
     """
     if isinstance(error, RuntimeError) and not getattr(error, "__notes__", None) and _meets_shards(str(error)):
         message = "a whole tensor, such as a copy of a weight from before prepare(), was combined with a shard."
-        fix = (
-            "For averages of the weights (EMAModel, AveragedModel), use hfp.ExponentialMovingAverage. To read or "
-            "change whole weights, use hfp.full_parameters."
-        )
+        fix = "For averages of the weights (EMAModel, AveragedModel), use hfp.ExponentialMovingAverage. To read or "
+        fix += "change whole weights, use hfp.full_parameters."
         error.add_note(str(Problem(code="FSDP-E627", message=message, fix=fix)))
 
 
 def _meets_shards(text: str) -> bool:
     if _MIXED in text:
         return bool(sharded_models())
-    match = _SIZES.search(text)
-    flats = [flat for unit in _fsdp1_units() if match and (flat := fsdp1.flat_parameter(unit)) is not None]
+    if (match := _SIZES.search(text)) is None:
+        return False
     # The numbers of elements in this rank's parts of parameters.
-    sizes = {member.stop - member.start for flat in flats for member in fsdp1.original_parameters(flat)}
-    return match is not None and not sizes.isdisjoint(map(int, match.groups()))
+    sizes = {member.stop - member.start for _, flat in _flat_units() for member in fsdp1.original_parameters(flat)}
+    return not sizes.isdisjoint(map(int, match.groups()))

@@ -19,6 +19,7 @@ from typing import Any, Final, Literal
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.optim import Optimizer
 
 from hf_fsdp_plugin.backends.optimizers.parameters import StepMode, parameters_in, set_step_mode
 from hf_fsdp_plugin.backends.ranks.agreement import same_on_all_ranks
@@ -110,7 +111,7 @@ Under FSDP1 each rank has the norm of its shards. Under FSDP2 the common impleme
 """
 
 
-def known_optimizer(optimizer: torch.optim.Optimizer) -> KnownOptimizer | None:
+def known_optimizer(optimizer: Optimizer) -> KnownOptimizer | None:
     """Return the row of an optimizer; ``None`` for an unknown one.
 
     A subclass has the row of its base class unless it defines another ``step``.
@@ -124,7 +125,7 @@ def known_optimizer(optimizer: torch.optim.Optimizer) -> KnownOptimizer | None:
     return None
 
 
-def has_per_shard_state(optimizer: torch.optim.Optimizer) -> bool:
+def has_per_shard_state(optimizer: Optimizer) -> bool:
     """Whether the optimizer's state has tensors that belong to one shard, such as the codes and scales of blocks."""
     known = known_optimizer(optimizer)
     if known is None or known.per_shard_state == "never":
@@ -133,7 +134,7 @@ def has_per_shard_state(optimizer: torch.optim.Optimizer) -> bool:
     return known.per_shard_state == "always" or getattr(getattr(optimizer, "args", None), "optim_bits", 8) == 8
 
 
-def _names(cls: type[torch.optim.Optimizer]) -> Iterator[str]:
+def _names(cls: type[Optimizer]) -> Iterator[str]:
     """Yield the qualified names of the class and its bases, up to the one that defines ``step``."""
     # torch replaces the ``step`` of each class at its first object, so several classes may have the same one wrapped.
     step = inspect.unwrap(cls.step)
@@ -144,7 +145,7 @@ def _names(cls: type[torch.optim.Optimizer]) -> Iterator[str]:
             return
 
 
-def apply_step_mode(optimizer: torch.optim.Optimizer, plan: FsdpPlan) -> Problem | None:
+def apply_step_mode(optimizer: Optimizer, plan: FsdpPlan) -> Problem | None:
     """Decide how the steps of an optimizer of a sharded model run, and set it. Collective.
 
     Returns:
@@ -158,7 +159,7 @@ def apply_step_mode(optimizer: torch.optim.Optimizer, plan: FsdpPlan) -> Problem
     return problem
 
 
-def decide_step_mode(optimizer: torch.optim.Optimizer, plan: FsdpPlan) -> tuple[StepMode, Problem | None]:
+def decide_step_mode(optimizer: Optimizer, plan: FsdpPlan) -> tuple[StepMode, Problem | None]:
     """Return how the optimizer's steps run, and the reason why they cannot, or a warning.
 
     Collective for an unknown optimizer under FSDP2.
@@ -175,16 +176,14 @@ def decide_step_mode(optimizer: torch.optim.Optimizer, plan: FsdpPlan) -> tuple[
     return "unchanged", _check_flat_shards(optimizer, name, known, plan)
 
 
-def _name(optimizer: torch.optim.Optimizer) -> str:
+def _name(optimizer: Optimizer) -> str:
     """Return the name of the class, with the package because several packages have an ``AdamW``."""
     cls = type(optimizer)
     package = cls.__module__.partition(".")[0]
     return cls.__name__ if package in ("torch", "__main__") else f"{cls.__name__} of {package}"
 
 
-def _check_flat_shards(
-    optimizer: torch.optim.Optimizer, name: str, known: KnownOptimizer | None, plan: FsdpPlan
-) -> Problem | None:
+def _check_flat_shards(optimizer: Optimizer, name: str, known: KnownOptimizer | None, plan: FsdpPlan) -> Problem | None:
     """Return the reason why the optimizer cannot run on flat shards of FSDP1, or the warning that it is not known."""
     because = ""
     if known is None:
@@ -208,9 +207,7 @@ def _check_flat_shards(
     return Problem(code="FSDP-E320", message=message, fix=f"Set fsdp_version: 2, or {_USE_ELEMENTWISE}.")
 
 
-def _decide_fsdp2(
-    optimizer: torch.optim.Optimizer, name: str, known: KnownOptimizer | None
-) -> tuple[StepMode, Problem | None]:
+def _decide_fsdp2(optimizer: Optimizer, name: str, known: KnownOptimizer | None) -> tuple[StepMode, Problem | None]:
     parameters = parameters_in(optimizer)
     sharded = [parameter for parameter in parameters if isinstance(parameter, DTensor)]
     if not sharded:
@@ -275,17 +272,17 @@ class Outcome:
     error: str = ""
 
 
-def probe_flat_shards(optimizer: torch.optim.Optimizer, device: torch.device) -> Outcome:
+def probe_flat_shards(optimizer: Optimizer, device: torch.device) -> Outcome:
     """Compare whole tensors with flattened pieces, as FSDP1 has them. No communication."""
     return _compare(optimizer, device, _run_on_pieces)
 
 
-def probe_single_tensors(optimizer: torch.optim.Optimizer, device: torch.device) -> Outcome:
+def probe_single_tensors(optimizer: Optimizer, device: torch.device) -> Outcome:
     """Compare one step for all tensors with one step for each tensor. No communication."""
     return _compare(optimizer, device, lambda train, start, grads: train(start, grads, singly=True))
 
 
-def probe_dtensors(optimizer: torch.optim.Optimizer, like: DTensor) -> Outcome:
+def probe_dtensors(optimizer: Optimizer, like: DTensor) -> Outcome:
     """Compare whole tensors with DTensors that are sharded like ``like``. Collective.
 
     The tensors are divisible by the number of shards, so that all ranks run the same operations.
@@ -305,7 +302,7 @@ def probe_dtensors(optimizer: torch.optim.Optimizer, like: DTensor) -> Outcome:
     return _compare(optimizer, torch.device(like.to_local().device), run, rows=2 * mesh.size())
 
 
-def _compare(optimizer: torch.optim.Optimizer, device: torch.device, run: Run, rows: int = 6) -> Outcome:
+def _compare(optimizer: Optimizer, device: torch.device, run: Run, rows: int = 6) -> Outcome:
     """Compare two runs for the settings of each parameter group. The worst result counts."""
     if any(isinstance(getattr(type(optimizer), name, None), property) for name in ("param_groups", "state")):
         return Outcome("unknown", "it wraps another optimizer")
@@ -316,9 +313,7 @@ def _compare(optimizer: torch.optim.Optimizer, device: torch.device, run: Run, r
     return min(outcomes, key=lambda outcome: order.index(outcome.result))
 
 
-def _compare_group(
-    optimizer: torch.optim.Optimizer, group: dict[str, Any], device: torch.device, run: Run, rows: int
-) -> Outcome:
+def _compare_group(optimizer: Optimizer, group: dict[str, Any], device: torch.device, run: Run, rows: int) -> Outcome:
     error, train = "", partial(_train, optimizer, group)
     # Some optimizers accept matrices only.
     for shapes in ([(rows, 10), (rows,)], [(rows, 10), (rows, 4)]):
@@ -345,7 +340,7 @@ def _same_update(start: torch.Tensor, whole: torch.Tensor, other: torch.Tensor) 
 
 
 def _train(
-    optimizer: torch.optim.Optimizer, group: dict[str, Any], start: Tensors, grads: list[Tensors], singly: bool = False
+    optimizer: Optimizer, group: dict[str, Any], start: Tensors, grads: list[Tensors], singly: bool = False
 ) -> Tensors:
     """Return the tensors after training all of them with one copy of the optimizer.
 
@@ -380,9 +375,7 @@ def _pieces(wholes: Tensors, rank: int) -> Tensors:
     return [whole.reshape(-1).tensor_split([round(_CUT * whole.numel())])[rank] for whole in wholes]
 
 
-def _copy(
-    optimizer: torch.optim.Optimizer, group: dict[str, Any], parameters: Sequence[nn.Parameter]
-) -> torch.optim.Optimizer:
+def _copy(optimizer: Optimizer, group: dict[str, Any], parameters: Sequence[nn.Parameter]) -> Optimizer:
     """Return an optimizer with the same attributes, without state and hooks."""
     copied = object.__new__(type(optimizer))
     for name, value in vars(optimizer).items():
@@ -395,16 +388,14 @@ def _copy(
     return copied
 
 
-def _construct(
-    optimizer: torch.optim.Optimizer, group: dict[str, Any], parameters: Sequence[nn.Parameter]
-) -> torch.optim.Optimizer:
+def _construct(optimizer: Optimizer, group: dict[str, Any], parameters: Sequence[nn.Parameter]) -> Optimizer:
     """Return a new optimizer with the same defaults, for classes that create state in the constructor."""
     accepted = inspect.signature(type(optimizer)).parameters
     settings = {key: value for key, value in optimizer.defaults.items() if key in accepted}
     return type(optimizer)([{**group, "params": list(parameters)}], **settings)
 
 
-def _distinct_settings(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+def _distinct_settings(optimizer: Optimizer) -> list[dict[str, Any]]:
     """Return the settings of the groups, with a learning rate that is not zero (warmup begins at zero)."""
     found: dict[str, dict[str, Any]] = {}
     for group in optimizer.param_groups:

@@ -31,6 +31,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FlatParameter
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
 from hf_fsdp_plugin.backends.torch_types import shard_like
 from hf_fsdp_plugin.plan.names import canonical_name, named_parameters
@@ -40,7 +41,7 @@ from hf_fsdp_plugin.torch_private.fsdp1 import names_in
 _REPLICATED: Final = "_hf_fsdp_replicated"
 """Attribute that marks a replicated parameter."""
 StepMode = Literal["unchanged", "local", "whole"]
-StateFactory = Callable[[torch.optim.Optimizer, torch.Tensor, str], torch.Tensor]
+StateFactory = Callable[[Optimizer, torch.Tensor, str], torch.Tensor]
 """(optimizer, parameter, key) -> a new state tensor, as the optimizer creates it in its first step."""
 _STEP_MODE = "_hf_fsdp_step_mode"
 _STATE_FACTORY = "_hf_fsdp_state_factory"
@@ -56,7 +57,7 @@ class DetachedOptimizer:
         initial: canonical name -> the state that the optimizer has before its first step.
     """
 
-    optimizer: torch.optim.Optimizer
+    optimizer: Optimizer
     groups: tuple[tuple[str | nn.Parameter, ...], ...]
     initial: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
@@ -69,7 +70,7 @@ class _Filled:
     dtype: torch.dtype
 
 
-def detach_optimizers(optimizers: Iterable[torch.optim.Optimizer], model: nn.Module) -> list[DetachedOptimizer]:
+def detach_optimizers(optimizers: Iterable[Optimizer], model: nn.Module) -> list[DetachedOptimizer]:
     """Remove the model's parameters from its optimizers. Parameters of other models are left unchanged.
 
     Raises:
@@ -98,12 +99,12 @@ def detach_optimizers(optimizers: Iterable[torch.optim.Optimizer], model: nn.Mod
     return detached
 
 
-def has_stepped(optimizer: torch.optim.Optimizer) -> bool:
+def has_stepped(optimizer: Optimizer) -> bool:
     """Whether the optimizer has state that it had not before its first step."""
     return _initial_state(optimizer) is None
 
 
-def _initial_state(optimizer: torch.optim.Optimizer) -> dict[torch.Tensor, dict[str, Any]] | None:
+def _initial_state(optimizer: Optimizer) -> dict[torch.Tensor, dict[str, Any]] | None:
     """Return the state of an optimizer before its first step; ``None`` if it has stepped.
 
     Some optimizers create state in the constructor (Adagrad), or empty entries (schedule-free ones in ``train()``).
@@ -124,7 +125,7 @@ def _initial_state(optimizer: torch.optim.Optimizer) -> dict[torch.Tensor, dict[
     return initial
 
 
-def _filled(value: torch.Tensor, shape: torch.Size, optimizer: torch.optim.Optimizer) -> _Filled | None:
+def _filled(value: torch.Tensor, shape: torch.Size, optimizer: Optimizer) -> _Filled | None:
     """Return how to create a state tensor again; ``None`` if its elements differ."""
     if value.shape != shape:
         return None
@@ -177,18 +178,18 @@ def _sharded_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     return found
 
 
-def foreign_parameters(optimizer: torch.optim.Optimizer, models: Sequence[nn.Module]) -> int:
+def foreign_parameters(optimizer: Optimizer, models: Sequence[nn.Module]) -> int:
     """Return the number of the optimizer's parameters that are in none of the models, without replicated ones."""
     own = {id(p) for model in models for p in model.parameters()}
     return sum(id(p) not in own and not is_replicated(p) for p in parameters_in(optimizer))
 
 
-def parameters_in(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
+def parameters_in(optimizer: Optimizer) -> list[nn.Parameter]:
     """Return the parameters of all groups of an optimizer."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
-def has_parameters_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> bool:
+def has_parameters_of(model: nn.Module, optimizer: Optimizer) -> bool:
     """Return whether an optimizer has parameters of the model."""
     own = {id(parameter) for parameter in model.parameters()}
     return any(id(parameter) in own for parameter in parameters_in(optimizer))
@@ -201,7 +202,7 @@ class JointModels(nn.ModuleDict):
     """
 
 
-def owner_of(optimizer: torch.optim.Optimizer, models: Sequence[nn.Module]) -> nn.Module | None:
+def owner_of(optimizer: Optimizer, models: Sequence[nn.Module]) -> nn.Module | None:
     """Return the model whose parameters an optimizer has: :class:`JointModels` for several, ``None`` for none."""
     owners = {f"model_{i}": model for i, model in enumerate(models) if has_parameters_of(model, optimizer)}
     if replicated := list(filter(is_replicated, parameters_in(optimizer))):
@@ -239,13 +240,13 @@ def average_gradient(parameter: torch.Tensor) -> None:
         parameter.grad.div_(dist.get_world_size())
 
 
-def step_mode(optimizer: torch.optim.Optimizer) -> StepMode:
+def step_mode(optimizer: Optimizer) -> StepMode:
     """Return how the optimizer's steps run."""
     mode: StepMode = getattr(optimizer, _STEP_MODE, "unchanged")
     return mode
 
 
-def set_step_mode(optimizer: torch.optim.Optimizer, mode: StepMode) -> None:
+def set_step_mode(optimizer: Optimizer, mode: StepMode) -> None:
     """Set how the optimizer's steps run, once."""
     if mode == "unchanged" or step_mode(optimizer) == mode:
         return
@@ -255,12 +256,12 @@ def set_step_mode(optimizer: torch.optim.Optimizer, mode: StepMode) -> None:
     optimizer.register_step_post_hook(steps.after)
 
 
-def set_state_factory(optimizer: torch.optim.Optimizer, factory: StateFactory) -> None:
+def set_state_factory(optimizer: Optimizer, factory: StateFactory) -> None:
     """Set how state tensors of a subclass are created when they are loaded. Without it they cannot be saved."""
     setattr(optimizer, _STATE_FACTORY, factory)
 
 
-def state_factory(optimizer: torch.optim.Optimizer) -> StateFactory | None:
+def state_factory(optimizer: Optimizer) -> StateFactory | None:
     """Return the function that was set; ``None`` for optimizers whose state has no subclasses."""
     return getattr(optimizer, _STATE_FACTORY, None)
 
@@ -273,7 +274,7 @@ class _PlainSteps:
         self._swapped: list[tuple[DTensor, nn.Parameter]] = []
         self._groups: list[list[torch.Tensor]] = []
 
-    def before(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
+    def before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         """Replace the parameters. In ``whole`` mode, all but the last one are updated here."""
         self._restore(optimizer)  # the last step may have raised an error, without its hook at the end
         changed = _with_evaluated_closure(args, kwargs)
@@ -302,17 +303,17 @@ class _PlainSteps:
                 _step_without_hooks(optimizer)
         return changed
 
-    def after(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    def after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._restore(optimizer)
 
-    def _step_plain_parameters(self, optimizer: torch.optim.Optimizer) -> None:
+    def _step_plain_parameters(self, optimizer: Optimizer) -> None:
         """Update the parameters that FSDP2 does not shard, such as scalars, as usual."""
         for group, parameters in zip(optimizer.param_groups, self._groups, strict=True):
             group["params"] = [p for p in parameters if not isinstance(p, DTensor)]
         if any(parameter.grad is not None for parameter in parameters_in(optimizer)):
             _step_without_hooks(optimizer)
 
-    def _swap(self, optimizer: torch.optim.Optimizer, parameter: DTensor) -> nn.Parameter:
+    def _swap(self, optimizer: Optimizer, parameter: DTensor) -> nn.Parameter:
         """Return the plain tensor that the optimizer has in place of a parameter during a step. Moves its state."""
         plain = nn.Parameter(_plain(parameter, self._whole), requires_grad=parameter.requires_grad)
         if parameter.grad is not None and plain.numel():  # an empty shard gets no gradient
@@ -324,7 +325,7 @@ class _PlainSteps:
         return plain
 
     @torch.no_grad()
-    def _restore(self, optimizer: torch.optim.Optimizer) -> None:
+    def _restore(self, optimizer: Optimizer) -> None:
         """Write the updates to the shards, and give the optimizer its parameters and their state."""
         for parameter, plain in self._swapped:
             local, updated = parameter.to_local(), plain.detach()
@@ -339,7 +340,7 @@ class _PlainSteps:
             group["params"] = list(parameters)
 
 
-def _step_without_hooks(optimizer: torch.optim.Optimizer) -> None:
+def _step_without_hooks(optimizer: Optimizer) -> None:
     step: Any = type(optimizer).step
     while getattr(step, "hooked", False):  # set by torch on the function that calls the hooks
         step = step.__wrapped__

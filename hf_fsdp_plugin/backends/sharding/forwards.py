@@ -425,10 +425,8 @@ def send_buffers(model: nn.Module) -> None:
     dist.all_reduce(changes, dist.ReduceOp.MAX)
     differing = [name for name, has_changed in zip(own, changes.tolist(), strict=True) if has_changed]
     if differing:
-        message = (
-            f"the ranks have different values in {plural(len(differing), 'buffer')} of {type(model).__name__} "
-            f"({format_names(differing, 2)}). Evaluations and saved models have those of rank 0, as under DDP."
-        )
+        message = f"the ranks have different values in {plural(len(differing), 'buffer')} of {type(model).__name__} "
+        message += f"({format_names(differing, 2)}). Evaluations and saved models have those of rank 0, as under DDP."
         fix = "For statistics over all ranks, use torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)."
         print_once(Problem(code="FSDP-N640", message=message, fix=fix))
 

@@ -24,7 +24,7 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.tensor import DTensor
 
-from hf_fsdp_plugin.backends.ranks.collective_entry import FirstCalls
+from hf_fsdp_plugin.backends.ranks.collective_entry import ON_ALL_RANKS, FirstCalls
 from hf_fsdp_plugin.backends.sharding.forwards import cast_activations, cast_inputs, private_api, watch_mappings
 from hf_fsdp_plugin.backends.torch_types import cast_floats
 from hf_fsdp_plugin.messages import print_once
@@ -40,7 +40,7 @@ WHOLE_ATTRIBUTE: Final = "_hf_fsdp_has_whole_parameters"
 """Attribute of a sharded model in a block of ``full_parameters``."""
 _GATHERS = "_hf_fsdp_gathers"
 """Attribute of a method of a sharded model that gathers the root itself."""
-_FIX = "Call it on all ranks, outside of `if accelerator.is_main_process:`. Each rank may pass its own prompts."
+_FIX = f"{ON_ALL_RANKS} Each rank may pass its own prompts."
 
 
 def support_submodule_calls(model: nn.Module) -> None:

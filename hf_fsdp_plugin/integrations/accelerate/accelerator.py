@@ -19,9 +19,9 @@ import torch.distributed as dist
 from accelerate import Accelerator, utils
 
 from hf_fsdp_plugin.backends.optimizers.clipping import clip_grad_norm
+from hf_fsdp_plugin.backends.ranks import collective_entry
 from hf_fsdp_plugin.backends.ranks.cluster import gloo_interface, gloo_variables, raise_file_limit, slurm_variables
-from hf_fsdp_plugin.backends.ranks.collective_entry import DEFAULT_LIMIT, TRAINING_LIMIT, collective_call
-from hf_fsdp_plugin.backends.sharding.shard import locate_module
+from hf_fsdp_plugin.backends.sharding.shard import has_shards, locate_module
 from hf_fsdp_plugin.devices import DEVICES, accelerator_type, select_device
 from hf_fsdp_plugin.integrations import patching
 from hf_fsdp_plugin.integrations.accelerate import plugin as plugins
@@ -31,7 +31,7 @@ from hf_fsdp_plugin.integrations.run_report import report_run
 from hf_fsdp_plugin.integrations.saving import call_name, gathered, state_at
 from hf_fsdp_plugin.integrations.script_arguments import check_arguments, check_object, print_or_raise
 from hf_fsdp_plugin.integrations.session import session
-from hf_fsdp_plugin.integrations.torch_functions import FIX, has_shards
+from hf_fsdp_plugin.integrations.torch_functions import FIX
 from hf_fsdp_plugin.messages import print_once, print_warnings
 from hf_fsdp_plugin.plan.presharded import distributed_config_of
 from hf_fsdp_plugin.problems import Origin, Problem, SpecError
@@ -48,7 +48,7 @@ SOURCE: Final = "Accelerator()"
 _USE_MESH: Final = "ACCELERATE_USE_PARALLELISM_CONFIG"
 _SETTINGS: Final = dict(zip(DATA_SIZES, ("mesh.replicate", "mesh.shard"), strict=True))
 """Size of a ``ParallelismConfig`` -> its setting."""
-_CLIP_FIX = "Call it on all ranks, outside of `if accelerator.is_main_process:`. It clips by the norm of all shards."
+_CLIP_FIX = f"{collective_entry.ON_ALL_RANKS} It clips by the norm of all shards."
 
 
 def accelerator(spec: FsdpSpec, **kwargs: Any) -> Accelerator:
@@ -89,10 +89,8 @@ def init_accelerator(original: Callable[..., None], accelerator: Any, *args: Any
     if not isinstance(plugin, plugins.PlannedFsdpPlugin):
         original(**arguments)
         if plugin is None and accelerator.num_processes > 1 and session.installed:
-            message = (
-                "neither the launcher, nor the environment, nor the script enables FSDP: this Accelerator runs "
-                f"{accelerator.distributed_type.value} on {accelerator.num_processes} ranks."
-            )
+            message = "neither the launcher, nor the environment, nor the script enables FSDP: this Accelerator runs "
+            message += f"{accelerator.distributed_type.value} on {accelerator.num_processes} ranks."
             print_once(Problem(code="FSDP-W602", message=message, fix="Pass a config: --config_file CONFIG."))
         return
     check_accelerator(arguments, plugin.spec)
@@ -129,7 +127,7 @@ def get_state_dict(original: Callable[..., Any], accelerator: Any, model: Any, *
     if (answer := gathered.state_of(model)) is not None:
         return answer
     if (place := locate_module(model)) is not None:
-        with collective_call(call_name("Accelerator.get_state_dict", model), fix=FIX):
+        with collective_entry.collective_call(call_name("Accelerator.get_state_dict", model), fix=FIX):
             return state_at(place)
     if plugins.planned_plugin(accelerator) is not None and not has_shards(model):
         return model.state_dict()
@@ -144,7 +142,7 @@ def clip_grad_norm_(
     plugin: plugins.PlannedFsdpPlugin = accelerator.state.fsdp_plugin
     parameters = [parameters] if hasattr(parameters, "grad") else list(parameters)
     has_gradients = any(parameter.grad is not None for parameter in parameters)
-    limit = TRAINING_LIMIT if has_gradients else DEFAULT_LIMIT
+    limit = collective_entry.TRAINING_LIMIT if has_gradients else collective_entry.DEFAULT_LIMIT
     plugin.first_calls.wait("Accelerator.clip_grad_norm_", fix=_CLIP_FIX, limit=limit, before_step=True)
     accelerator.unscale_gradients()
     return clip_grad_norm(private.prepared_models(accelerator), parameters, float(max_norm), float(norm_type))

@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-import torch
 import torch.distributed as dist
+from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from hf_fsdp_plugin.integrations.accelerate import private
@@ -46,10 +46,8 @@ def check_even_batches(loader: Any) -> Problem | None:
         f"{longer} {plural(num_each + 1, 'batch', 'batches')}, the others {num_each}. Every forward of a sharded model "
         "is a collective call, so a loop over all batches fails on the ranks with more."
     )
-    fix = (
-        "Leave even_batches=True (gather_for_metrics() drops the repeated samples), set drop_last=True, or end the "
-        f"loop after {num_each} batches on all ranks."
-    )
+    fix = "Leave even_batches=True (gather_for_metrics() drops the repeated samples), set drop_last=True, or end the "
+    fix += f"loop after {num_each} batches on all ranks."
     return Problem(code="FSDP-W690", message=message, fix=fix)
 
 
@@ -59,7 +57,7 @@ _PROBES: Final = (0, *(2**power for power in range(21)))
 """Optimizer steps at which two learning-rate schedules are compared."""
 
 
-def notice_accumulation(accelerator: Any, optimizer: torch.optim.Optimizer) -> None:
+def notice_accumulation(accelerator: Any, optimizer: Optimizer) -> None:
     """Remember at the steps of an optimizer whether the loop calls ``accelerator.accumulate``.
 
     A loop that does not makes a step after each batch, whatever the number of accumulated batches is.

@@ -37,8 +37,6 @@ from hf_fsdp_plugin.integrations.saving import call_name, exporting, manager
 from hf_fsdp_plugin.integrations.session import context_in_block
 from hf_fsdp_plugin.plan.names import unwrapped
 
-_FIX = "Call it on all ranks, outside of `if accelerator.is_main_process:`."
-
 
 @plugins.if_sharded
 @mark_phase("checkpoint")
@@ -53,12 +51,10 @@ def save_state(
     project, run = accelerator.project_configuration, _run_folder(accelerator)
     final = Path(output_dir).expanduser() if run is None else run / f"{ACCELERATE_PREFIX}{accelerator.save_iteration}"
     if run is not None and final.exists():
-        raise ValueError(
-            f"checkpoint {final} already exists. Set accelerator.project_configuration.iteration to the number of the "
-            "next checkpoint."
-        )
+        fix = "Set accelerator.project_configuration.iteration to the number of the next checkpoint."
+        raise ValueError(f"checkpoint {final} already exists. {fix}")
     asynchronous = plugin.spec.checkpoint.asynchronous
-    wait_for_all_ranks("Accelerator.save_state", fix=_FIX, limit=TRAINING_LIMIT)
+    wait_for_all_ranks("Accelerator.save_state", limit=TRAINING_LIMIT)
 
     def manifest() -> Manifest:
         facts: dict[str, Any] = {"asynchronous": asynchronous, "batch": batch_of(accelerator), "run": run_fact()}
@@ -108,7 +104,7 @@ def load_state(original: Callable[..., Any], accelerator: Any, input_dir: Any = 
     It may have been written by any number of ranks, with either FSDP version. The comments are the steps of a resume.
     """
     # 1. All ranks meet, select a complete checkpoint, and check its small files.
-    wait_for_all_ranks("Accelerator.load_state", fix=_FIX, limit=TRAINING_LIMIT)
+    wait_for_all_ranks("Accelerator.load_state", limit=TRAINING_LIMIT)
     selected = Path(input_dir).expanduser() if input_dir is not None else None
     load_kwargs = (args[0] if args else kwargs.get("load_kwargs")) or {}
     allow_pickles = load_kwargs.get("weights_only") is False
@@ -162,7 +158,7 @@ def save_model(
     if place is None or place.name or not safe_serialization:
         original(model, save_directory, max_shard_size, safe_serialization)
         return
-    with collective_call(call_name("Accelerator.save_model", model), fix=_FIX):
+    with collective_call(call_name("Accelerator.save_model", model)):
         size, final, root = convert_file_size_to_int(max_shard_size), Path(save_directory), place.root
         with exporting(root, final, step=accelerator.step or None) as save:
             _write_config(root, save.folder)

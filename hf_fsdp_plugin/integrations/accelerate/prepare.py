@@ -10,8 +10,8 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from hf_fsdp_plugin.backends.loading.equal_weights import check_same_weights
 from hf_fsdp_plugin.backends.loading.shared_weights import exchange
@@ -105,11 +105,11 @@ def prepare_model(original: Callable[..., Any], accelerator: Any, model: Any, *a
     return _add_model(accelerator, model, _optimizers_of(accelerator))
 
 
-def _optimizers_of(accelerator: Any) -> list[torch.optim.Optimizer]:
+def _optimizers_of(accelerator: Any) -> list[Optimizer]:
     return [wrapper.optimizer for wrapper in private.prepared_optimizers(accelerator)]
 
 
-def _add_model(accelerator: Any, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> nn.Module:
+def _add_model(accelerator: Any, model: nn.Module, optimizers: Sequence[Optimizer]) -> nn.Module:
     """Shard a model, add it to those of the accelerator, and return it. Collective. A prepared model is returned.
 
     So is a script's own variable, which is the module inside the prepared model under FSDP1.
@@ -130,7 +130,7 @@ def _add_model(accelerator: Any, model: nn.Module, optimizers: Sequence[torch.op
 def shard_model(
     accelerator: Any,
     model: nn.Module,
-    optimizers: Sequence[torch.optim.Optimizer] = (),
+    optimizers: Sequence[Optimizer] = (),
     *,
     is_first: bool = True,
     is_trained: bool = True,
@@ -216,9 +216,7 @@ def _compile_units(accelerator: Any, plan: FsdpPlan, model: nn.Module) -> None:
                 model.get_submodule(name).compile(**kwargs)
 
 
-def _prepare_optimizers(
-    accelerator: Any, optimizers: Sequence[torch.optim.Optimizer], models: Sequence[nn.Module]
-) -> None:
+def _prepare_optimizers(accelerator: Any, optimizers: Sequence[Optimizer], models: Sequence[nn.Module]) -> None:
     """Check optimizers, decide how their steps run on the shards of ``models``, and watch the steps. Collective.
 
     Raises:
@@ -245,7 +243,7 @@ def _prepare_optimizers(
             free_before_step(model, optimizer)
 
 
-def _check_parameters(optimizers: Sequence[torch.optim.Optimizer], models: Sequence[nn.Module]) -> None:
+def _check_parameters(optimizers: Sequence[Optimizer], models: Sequence[nn.Module]) -> None:
     """Raise ``SpecError`` for an optimizer with parameters of no sharded model: training would not change the loss."""
     num_foreign = [(type(optimizer).__name__, foreign_parameters(optimizer, models)) for optimizer in optimizers]
     effect = "belong to no prepared model, so the optimizer would update copies that the model does not use."

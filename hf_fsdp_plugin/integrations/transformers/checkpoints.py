@@ -130,7 +130,7 @@ def save_model(
             kind = "sharded"  # the file for `from_pretrained` is written by PEFT, or by the Trainer's own method
         manager.save_model(trainer.model, save.folder, kind, adapter_only=is_peft_model(trainer.model))
         return None
-    with collective_call(f"save_model of {type(trainer).__name__}", fix="Call it on all ranks."):
+    with collective_call(f"save_model of {type(trainer).__name__}"):
         _export(trainer, folder)
     if trainer.args.push_to_hub and not _internal_call:
         trainer.push_to_hub(commit_message="Model save", revision=trainer.args.hub_revision)

@@ -29,15 +29,8 @@ from hf_fsdp_plugin.backends.ranks.agreement import gather_objects, on_all_ranks
 from hf_fsdp_plugin.backends.ranks.collective_entry import collective_call, load_failures
 from hf_fsdp_plugin.backends.sharding.forwards import send_buffers
 from hf_fsdp_plugin.backends.sharding.shard import ModuleLocation, locate_module
-from hf_fsdp_plugin.checkpoint.checking.against_model import (
-    ModelTensor,
-    ShapeMismatch,
-    check_model_index,
-    raise_absent_tensors,
-    raise_shape_mismatches,
-    read_model_headers,
-    required_names,
-)
+from hf_fsdp_plugin.checkpoint.checking import against_model
+from hf_fsdp_plugin.checkpoint.checking.against_model import ModelTensor, ShapeMismatch
 from hf_fsdp_plugin.checkpoint.merging.merge import with_whole_weights
 from hf_fsdp_plugin.checkpoint.names import HF_MODEL, safetensors_file
 from hf_fsdp_plugin.checkpoint.shards import ModelShards
@@ -58,7 +51,7 @@ _COPY = "Copy the file again, or add the key."
 @lru_cache(maxsize=1)
 def _read_headers(files: tuple[str, ...]) -> dict[str, ModelTensor]:
     """Return the tensors of the files. They are kept from when the files are found until the weights are loaded."""
-    return read_model_headers(files)
+    return against_model.read_model_headers(files)
 
 
 @contextmanager
@@ -77,7 +70,7 @@ def get_shard_files(
     if not has_fsdp_settings() or not os.path.isfile(index_filename):
         return original(pretrained_model_name_or_path, index_filename, *args, **kwargs)
     with raised_everywhere():
-        check_model_index(Path(index_filename), is_local=os.path.isdir(pretrained_model_name_or_path))
+        against_model.check_model_index(Path(index_filename), is_local=os.path.isdir(pretrained_model_name_or_path))
         try:
             return original(pretrained_model_name_or_path, index_filename, *args, **kwargs)
         except KeyError as error:
@@ -127,15 +120,17 @@ def check_model(model: Any, files: Sequence[str], load_config: Any) -> dict[str,
         if absent:
             given = {loaded.get(name, (name, True))[0] for name in tensors}
             tied = private.tied_weights(model)
-            needed = set(required_names(model, expected.keys() - given - tied.keys() - set(tied.values())))
-            raise_absent_tensors([name for name in absent if loaded[name][0] in needed], weight_map, files)
+            others = expected.keys() - given - tied.keys() - set(tied.values())
+            needed = set(against_model.required_names(model, others))
+            lacking = [name for name in absent if loaded[name][0] in needed]
+            against_model.raise_absent_tensors(lacking, weight_map, files)
         mismatches = [
             ShapeMismatch(target, tensors[name].file, tensors[name].shape, expected[target])
             for name in (odd if not load_config.ignore_mismatched_sizes else ())
             for target, is_unchanged in [loaded[name]]
             if is_unchanged and target in expected and expected[target] != tensors[name].shape
         ]
-        raise_shape_mismatches(mismatches, type(model).__name__, "")
+        against_model.raise_shape_mismatches(mismatches, type(model).__name__, "")
     return tensors
 
 
@@ -148,7 +143,8 @@ def check_loaded(model: Any, loading_info: Any, load_config: Any) -> None:
             ShapeMismatch(name, "", tuple(stored), tuple(expected))
             for name, stored, expected in loading_info.mismatched_keys
         ]
-        raise_shape_mismatches(mismatches, type(model).__name__, str(load_config.pretrained_model_name_or_path))
+        source = str(load_config.pretrained_model_name_or_path)
+        against_model.raise_shape_mismatches(mismatches, type(model).__name__, source)
 
 
 def save_pretrained(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:

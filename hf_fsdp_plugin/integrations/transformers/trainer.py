@@ -300,9 +300,7 @@ def replicate_parameters_of_losses(trainer: Any) -> None:
                 f"{type(loss).__name__} has modules with weights of the model ({format_names(tied)}). The model is "
                 "sharded, so these modules would keep the untrained weights."
             )
-            fix = (
-                "Untie them (DenoisingAutoEncoderLoss: tie_encoder_decoder=False with a decoder_name_or_path), or "
-                "train without FSDP."
-            )
+            fix = "Untie them (DenoisingAutoEncoderLoss: tie_encoder_decoder=False with a decoder_name_or_path), or "
+            fix += "train without FSDP."
             raise SpecError([Problem(code="FSDP-E654", message=message, fix=fix)])
         replicate_parameters(found.values(), trainer.accelerator.device)

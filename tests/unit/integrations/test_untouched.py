@@ -38,7 +38,7 @@ def test_replaced_function_calls_the_original_alone(hook: Hook, monkeypatch: pyt
 
     hfp.uninstall()
     monkeypatch.setattr(owner, hook.name, original)
-    restore = patching._replace(hook, owner)
+    restore = patching._replace(hook, owner, hook.name)
     session.uses_fsdp = False
     monkeypatch.setattr(
         "hf_fsdp_plugin.backends.sharding.shard._sharded_models", WeakSet()
