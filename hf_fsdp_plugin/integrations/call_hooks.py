@@ -17,31 +17,12 @@ from typing import TYPE_CHECKING, Any, Final
 
 from hf_fsdp_plugin.hangs.call_record import record
 from hf_fsdp_plugin.hangs.calls import POINT_TO_POINT
+from hf_fsdp_plugin.integrations.hooks import COLLECTIVES
 from hf_fsdp_plugin.integrations.patching import install_hooks
 from hf_fsdp_plugin.torch_private.modules import set_unit_name, unit_name
 
 Function = Callable[..., Any]
 
-_OPERATIONS: Final = {
-    "all_gather_single": ("all-gather", 1),
-    "_allgather_base": ("all-gather", 1),
-    "reduce_scatter_single": ("reduce-scatter", 1),
-    "_reduce_scatter_base": ("reduce-scatter", 1),
-    "allreduce": ("all-reduce", 0),
-    "broadcast": ("broadcast", 0),
-    "reduce": ("reduce", 0),
-    "allgather": ("all-gather (list)", 1),
-    "reduce_scatter": ("reduce-scatter (list)", 0),
-    "gather": ("gather", 1),
-    "scatter": ("scatter", 0),
-    "alltoall": ("all-to-all", 1),
-    "alltoall_base": ("all-to-all", 1),
-    "all_to_all_single": ("all-to-all", 1),
-    "barrier": ("barrier", None),
-    "monitored_barrier": ("monitored barrier", None),
-    "allreduce_coalesced": ("all-reduce (coalesced)", 0),
-}
-"""Method of a process group -> the operation in messages, and the position of this rank's tensors."""
 _FUNCTIONAL: Final = {
     "all_gather": "all-gather",
     "reduce_scatter": "reduce-scatter",
@@ -71,8 +52,9 @@ def _mark(kind: str, *unit: Any) -> AbstractContextManager[Any]:
 
 def record_collective(original: Function) -> Function:
     """Record a method of ``ProcessGroup`` that starts a collective."""
-    operation, position = _OPERATIONS[original.__name__]
-    blocks = original.__name__ == "monitored_barrier"
+    name = original.__name__
+    operation, position = next(found for names, found in COLLECTIVES.items() if name in names.split("|"))
+    blocks = name == "monitored_barrier"
 
     def call(group: Any, *args: Any, **kwargs: Any) -> Any:
         if not record.is_open:
@@ -211,11 +193,11 @@ def record_calls(path: Path) -> None:
 
 
 def name_units(model: nn.Module) -> None:
-    """Give the units of a sharded model their names for the record and the profile, if one of them is made.
+    """Give the units of a sharded model their names for the record, if collectives are recorded.
 
     FSDP2's units know the names of their modules only from the first forward on, FSDP1's never do.
     """
-    if record.is_open or call_marks:
+    if record.is_open:
         from hf_fsdp_plugin.observe.units import observe_units
 
         for unit in observe_units(model):

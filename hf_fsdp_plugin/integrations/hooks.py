@@ -66,7 +66,7 @@ class Hook:
 
     @property
     def name(self) -> str:
-        return self.contract.name
+        return self.target.rpartition(":")[2].rpartition(".")[2]
 
 
 def _rows(owner: str, replacement: str, reason: str, *names: str, **more: Any) -> tuple[Hook, ...]:
@@ -85,6 +85,25 @@ def _rows(owner: str, replacement: str, reason: str, *names: str, **more: Any) -
     )
 
 
+COLLECTIVES: Final = {
+    "allreduce": ("all-reduce", 0),
+    "broadcast": ("broadcast", 0),
+    "reduce": ("reduce", 0),
+    "allgather": ("all-gather (list)", 1),
+    "reduce_scatter": ("reduce-scatter (list)", 0),
+    "gather": ("gather", 1),
+    "scatter": ("scatter", 0),
+    "alltoall": ("all-to-all", 1),
+    "barrier": ("barrier", None),
+    "monitored_barrier": ("monitored barrier", None),
+    "allreduce_coalesced": ("all-reduce (coalesced)", 0),
+    # torch 2.11 and 2.12 have the other names, and call them.
+    "all_gather_single|_allgather_base": ("all-gather", 1),
+    "reduce_scatter_single|_reduce_scatter_base": ("reduce-scatter", 1),
+    "all_to_all_single|alltoall_base": ("all-to-all", 1),
+}
+"""Method of a process group -> the operation in messages, and the position of this rank's tensors."""
+
 Group = Literal["accelerate", "transformers", "loading", "preflight", "calls", "hangs", "profile"]
 
 _ACCELERATOR = "accelerate.accelerator:Accelerator"
@@ -93,7 +112,7 @@ _ARGUMENTS = "transformers.training_args:TrainingArguments"
 _TRAINER = "transformers.trainer:Trainer"
 _GGUF = "transformers.modeling_gguf_pytorch_utils"
 _BASE_MODEL = "sentence_transformers.base.model:BaseModel"
-_COLLECTIVES = "torch.distributed.distributed_c10d:ProcessGroup"
+_GROUP = "torch.distributed.distributed_c10d:ProcessGroup"
 _FUNCTIONAL = "torch.distributed._functional_collectives"
 _FSDP1 = "torch.distributed.fsdp._runtime_utils"
 _FSDP2 = "torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup"
@@ -261,13 +280,9 @@ _CALL_HOOKS = (
            "_post_backward_hook", **_RECORDED),
 )
 _HANG_HOOKS = (
-    *_rows(_COLLECTIVES, "call_hooks:record_collective", "The order of the collectives of each rank is recorded.",
-           "allreduce", "broadcast", "reduce", "allgather", "reduce_scatter", "gather", "scatter", "alltoall",
-           "barrier", "monitored_barrier", "allreduce_coalesced",
-           # torch 2.11 and 2.12 have the other names, and call them.
-           "all_gather_single|_allgather_base", "reduce_scatter_single|_reduce_scatter_base",
-           "all_to_all_single|alltoall_base", **_RECORDED),
-    *_rows(_COLLECTIVES, "call_hooks:record_message", "A rank that waits for a message names its peer.",
+    *_rows(_GROUP, "call_hooks:record_collective", "The order of the collectives of each rank is recorded.",
+           *COLLECTIVES, **_RECORDED),
+    *_rows(_GROUP, "call_hooks:record_message", "A rank that waits for a message names its peer.",
            "send", "recv", **_RECORDED),
     *_rows(_FUNCTIONAL, "call_hooks:record_functional",
            "Collectives of `DTensor` call no method of a process group in Python. All of them call this function.",

@@ -102,8 +102,8 @@ def as_unsharded(model: Any, state: Mapping[str, torch.Tensor]) -> Iterator[None
             # Register the wrapped modules instead of their wrappers: the names of modules are those without FSDP.
             if modules.wrapped_module(module) is None:
                 children = modules.children(module)
-                inner = {name: unwrapped(child) for name, child in children.items() if child is not None}
-                stack.enter_context(modules.entries_in_block(inner, children))
+                bare = {name: unwrapped(child) for name, child in children.items() if child is not None}
+                stack.enter_context(modules.entries_in_block(bare, children))
         for name, module in model.named_modules():
             saved = getattr(module, "modules_to_save", None)
             if isinstance(saved, nn.ModuleDict):

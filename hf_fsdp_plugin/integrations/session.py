@@ -48,6 +48,7 @@ class Session:
         sources: the sources given to ``install`` or by the launcher.
         report: path of the report; ``None`` for the output folder of the script.
         report_table: whether to print the tables of the report instead of a summary.
+        uses_fsdp: whether any source has asked for FSDP so far. Before, no function of another library is changed.
         is_automatic: whether ``hf-fsdp enable`` started the session, which an ``install`` of the script replaces.
         waits_for_call: whether the next call of a hooked function starts the deferred session.
         ambient: the spec of the sources; ``None`` if they do not enable FSDP.
@@ -76,7 +77,7 @@ class Session:
 
     def close(self) -> None:
         """End the session, and restore the state before ``install``."""
-        self.installed = self.report_table = self._uses_fsdp = self.is_automatic = False
+        self.installed = self.report_table = self.uses_fsdp = self.is_automatic = False
         self.sources = self._located = Sources(environ={})
         self.report: str | None = None
         self.ambient: FsdpSpec | None = None
@@ -110,16 +111,10 @@ class Session:
             self.defer(None)
             install()
 
-    @property
-    def uses_fsdp(self) -> bool:
-        """Whether any source has asked for FSDP so far. Before, no function of another library is changed."""
-        return self._uses_fsdp
-
-    @uses_fsdp.setter
-    def uses_fsdp(self, value: bool) -> None:
-        self._uses_fsdp = value
-        if value:
-            self.start_deferred()
+    def ask_for_fsdp(self) -> None:
+        """Note that a source has asked for FSDP, which starts a deferred session."""
+        self.uses_fsdp = True
+        self.start_deferred()
 
     def load(
         self,
@@ -142,12 +137,13 @@ class Session:
         if self._deferred is not None and not assessment.spec.enabled:
             return assessment.spec  # without FSDP, `hf-fsdp enable` changes nothing
         spec = assessment.checked_spec()
-        self.uses_fsdp |= spec.enabled
+        if spec.enabled:
+            self.ask_for_fsdp()
         return spec
 
     def is_active(self) -> bool:
         """Whether FSDP was asked for, or a model is sharded. Called at each call of a replaced function."""
-        if self._uses_fsdp:
+        if self.uses_fsdp:
             return True
         shard = sys.modules.get("hf_fsdp_plugin.backends.sharding.shard")  # which imports torch
         return shard is not None and shard.has_sharded_models()

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 import torch.utils.checkpoint
-from torch import nn
 from torch.amp.grad_scaler import GradScaler
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
@@ -42,8 +41,6 @@ _ATTENTION = (
 CONTRACTS = (
     *contracts_of(_CHECKPOINT, "refused", "activation checkpointing",
                   "ActivationWrapper", "CheckpointWrapper", "checkpoint_wrapper"),
-    *contracts_of(f"{_CHECKPOINT}:ActivationWrapper", "refused", "activation checkpointing",
-                  "_checkpoint_wrapped_module"),
     *contracts_of(f"{_CHECKPOINT}:CheckpointWrapper", "unobservable", "the report of activation checkpointing",
                   "checkpoint_fn"),
     *contracts_of("torch:ops.aten", "off", "selective activation checkpointing without recomputed attention",
@@ -104,11 +101,6 @@ READ_VALUE = import_target("torch:ops.aten._local_scalar_dense.default", CONTRAC
 cpu_attention = import_target("torch:ops.aten._scaled_dot_product_flash_attention_for_cpu", CONTRACTS)
 flash_attention = import_target("torch:ops.aten._scaled_dot_product_flash_attention", CONTRACTS)
 efficient_attention = import_target("torch:ops.aten._scaled_dot_product_efficient_attention", CONTRACTS)
-
-
-def checkpointed_module(wrapper: ActivationWrapper) -> nn.Module:
-    """Return the module inside a wrapper of activation checkpointing or offload."""
-    return wrapper._checkpoint_wrapped_module
 
 
 def with_local_tensor(layout: DTensor, local: torch.Tensor) -> DTensor:

@@ -330,13 +330,10 @@ def _compare_group(optimizer: Optimizer, group: dict[str, Any], device: torch.de
             other = run(train, start, grads)
         except Exception as failure:
             return Outcome("fails", _text(failure))
-        same = all(map(_same_update, start, whole, other))
+        steps = zip(start, whole, other, strict=True)
+        same = all((end - another).norm() <= _TOLERANCE * (end - begin).norm() for begin, end, another in steps)
         return Outcome("equal" if same else "different")
     return Outcome("unknown", error)
-
-
-def _same_update(start: torch.Tensor, whole: torch.Tensor, other: torch.Tensor) -> bool:
-    return bool((whole - other).norm() <= _TOLERANCE * (whole - start).norm())
 
 
 def _train(

@@ -49,7 +49,7 @@ from hf_fsdp_plugin.problems import Problem, SpecError
 from hf_fsdp_plugin.text import format_names, plural
 from hf_fsdp_plugin.torch_private import fsdp1, fsdp2, functions
 from hf_fsdp_plugin.torch_private.functions import tree_leaves, tree_map
-from hf_fsdp_plugin.torch_private.modules import buffers, non_persistent_buffers, replace_module
+from hf_fsdp_plugin.torch_private.modules import buffers, non_persistent_buffers, replace_module, wrapped_module
 
 Forward = Callable[..., Any]
 _MATMULS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
@@ -147,7 +147,8 @@ class ActivationOffload(functions.ActivationWrapper):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         with save_on_cpu(pin_memory=self.device_type != "cpu", device_type=self.device_type):
-            return functions.checkpointed_module(self)(*args, **kwargs)
+            wrapped: Any = wrapped_module(self)
+            return wrapped(*args, **kwargs)
 
 
 def save_every_second_matmul() -> Any:

@@ -78,7 +78,7 @@ class PlannedFsdpPlugin(FullyShardedDataParallelPlugin):
         self.evaluated_models: weakref.WeakKeyDictionary[nn.Module, None] = weakref.WeakKeyDictionary()
         self.assigned: Mapping[str, Any] = {}
         self.is_in_use = False
-        session.uses_fsdp = True
+        session.ask_for_fsdp()
         self._use_spec(spec)
 
     @classmethod
@@ -242,7 +242,7 @@ def init_plugin(original: Callable[..., None], plugin: Any, *args: Any, **kwargs
     if not session.installed:
         original(**given)
         return
-    session.uses_fsdp = True
+    session.ask_for_fsdp()
     # A setting that this constructor rejects may be supported. If it is not, the spec reports the reason.
     with suppress(ValueError, RuntimeError, KeyError, AttributeError):
         original(**given)

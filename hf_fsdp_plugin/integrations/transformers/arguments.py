@@ -40,7 +40,8 @@ def validate_arguments(original: Callable[..., None], arguments: Any, *args: Any
     """
     install_hooks("accelerate")
     _apply_old_arguments(arguments)
-    session.uses_fsdp |= any(getattr(arguments, name, None) for name in ("fsdp", "fsdp_config", *OLD_KEYS))
+    if any(getattr(arguments, name, None) for name in ("fsdp", "fsdp_config", *OLD_KEYS)):
+        session.ask_for_fsdp()
     if not session.uses_fsdp:
         original(*args, **kwargs)
         return
@@ -105,7 +106,7 @@ def prepare_distribute_model(
     """
     if distributed_config is None:
         return original(distributed_config, *args, **kwargs)
-    session.uses_fsdp = True
+    session.ask_for_fsdp()
     is_dict = isinstance(distributed_config, dict)
     read = source.read(Sources(distributed_config=distributed_config, environ={})) if is_dict else None
     if unknown := [problem for problem in read.problems if problem.code == "FSDP-E020"] if read is not None else []:
