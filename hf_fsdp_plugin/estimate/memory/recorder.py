@@ -19,6 +19,7 @@ from hf_fsdp_plugin.estimate.memory.tracker import DeviceAttention, Tracker
 from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan
 from hf_fsdp_plugin.plan.names import is_inside
 from hf_fsdp_plugin.torch_private.functions import in_backward, tree_leaves, tree_map_only
+from hf_fsdp_plugin.torch_private.modules import entries_in_block
 
 
 class Recorder:
@@ -207,11 +208,7 @@ class Recorder:
 
 def replace_forward(module: nn.Module, forward: Callable[..., Any], undo: ExitStack) -> None:
     """Set an instance's ``forward`` until `undo` is closed."""
-    if "forward" in vars(module):
-        undo.callback(setattr, module, "forward", module.forward)
-    else:
-        undo.callback(delattr, module, "forward")
-    module.forward = forward
+    undo.enter_context(entries_in_block({"forward": forward}, vars(module)))
 
 
 class _Border(torch.autograd.Function):

@@ -15,7 +15,7 @@ from torch.profiler import record_function
 from hf_fsdp_plugin.observe.profile.trace import PREFIX, UNIT, Phase
 from hf_fsdp_plugin.observe.units import observe_units
 from hf_fsdp_plugin.plan.names import unwrapped
-from hf_fsdp_plugin.torch_private.modules import unit_name
+from hf_fsdp_plugin.torch_private.modules import set_unit_name, unit_name
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -58,6 +58,7 @@ class Marks:
     def watch(self, model: nn.Module) -> None:
         """Mark the forwards of a sharded model, and those of its units."""
         for unit in observe_units(model):
+            set_unit_name(unit.live.source, unit.name)
             if not unit.live.is_root and unit.num_params:
                 # A checkpointed module is called again inside its wrappers.
                 self._mark_forwards(unwrapped(unit.live.modules[0]), f"{UNIT}{unit.name}")
