@@ -102,28 +102,32 @@ def record_wait(original: Function) -> Function:
 
 
 def record_functional(original: Function) -> Function:
-    """Record the functional collective, which ``DTensor`` calls, that resolves its process group.
-
-    Other functions resolve groups too: they are ignored.
-    """
+    """Record the functional collective, which ``DTensor`` calls, that resolves its process group."""
 
     def call(group: Any, *args: Any, **kwargs: Any) -> Any:
         import torch
 
         resolved = original(group, *args, **kwargs)
-        frame = inspect.currentframe()
-        caller = frame.f_back if frame is not None and record.is_open and not torch.compiler.is_compiling() else None
-        operation = functional_operation(caller.f_code.co_name) if caller is not None else None
-        if caller is not None and operation is not None:
-            from hf_fsdp_plugin.torch_private.functions import resolve_group
-
-            if (own_group := resolve_group(resolved)) is not None:
-                variables = caller.f_locals
-                record.begin(own_group, operation, variables.get("self", variables.get("inputs")))
-        del frame, caller  # a frame in a variable of its own is a reference cycle
+        if not torch.compiler.is_compiling() and record.is_open:
+            _record_caller(inspect.currentframe(), resolved)
         return resolved
 
     return call
+
+
+def _record_caller(frame: Any, resolved: Any) -> None:
+    """Record the functional collective that has called a frame. Other functions resolve groups too: they are ignored.
+
+    A frame is not kept in a variable of its own, which would be a reference cycle.
+    """
+    caller = frame.f_back
+    if (operation := functional_operation(caller.f_code.co_name)) is None:
+        return
+    from hf_fsdp_plugin.torch_private.functions import resolve_group
+
+    if (group := resolve_group(resolved)) is not None:
+        variables = caller.f_locals
+        record.begin(group, operation, variables.get("self", variables.get("inputs")))
 
 
 def wait_tensor(original: Function) -> Function:
