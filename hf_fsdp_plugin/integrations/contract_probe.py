@@ -15,7 +15,6 @@ import importlib.util
 import json
 import re
 import sys
-from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 from operator import attrgetter
@@ -36,24 +35,6 @@ PRIVATE_FILES: Final = (
 """The modules that use private names. Each has a tuple ``CONTRACTS``."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ProbedContract:
-    """A contract, and whether it holds on the installed versions.
-
-    Attributes:
-        status: ``changed`` is a replaced function whose source differs from that of every tested version.
-        replaced: whether it is the contract of a replaced function.
-    """
-
-    contract: Contract
-    status: ContractStatus
-    replaced: bool = False
-
-    def to_json(self) -> dict[str, Any]:
-        row = {"target": self.contract.target, "status": self.status, "without": self.contract.without}
-        return {**row, "use": self.contract.use, "replaced": self.replaced}
-
-
 def private_contracts() -> list[Contract]:
     """Return the rows of all files that use private names."""
     modules = [importlib.import_module(f"hf_fsdp_plugin.{name}") for name in PRIVATE_FILES]
@@ -65,11 +46,16 @@ def hook_rows() -> list[Hook]:
     return list({hook.target: hook for hooks in HOOKS.values() for hook in hooks}.values())
 
 
-def probe_contracts() -> list[ProbedContract]:
-    """Probe all contracts. Imports torch."""
+def probe_contracts() -> list[dict[str, Any]]:
+    """Probe all contracts, and return them as ``hf-fsdp doctor --json`` prints them. Imports torch.
+
+    The status ``changed`` is that of a replaced function whose source differs from that of every tested version.
+    """
+    rows = [(row, _probe(row), False) for row in private_contracts()]
+    rows += [(hook.contract, probe_hook(hook), True) for hook in hook_rows()]
     return [
-        *(ProbedContract(contract=row, status=_probe(row)) for row in private_contracts()),
-        *(ProbedContract(contract=row.contract, status=probe_hook(row), replaced=True) for row in hook_rows()),
+        {"target": row.target, "status": status, "without": row.without, "use": row.use, "replaced": is_replaced}
+        for row, status, is_replaced in rows
     ]
 
 
@@ -206,7 +192,7 @@ def _resolve(module: str, name: str) -> tuple[str, Definition] | None:
 
 def main() -> None:
     """Print all probed contracts as JSON, for ``hf-fsdp doctor``, which runs this in a process of its own."""
-    json.dump([row.to_json() for row in probe_contracts()], sys.stdout)
+    json.dump(probe_contracts(), sys.stdout)
 
 
 if __name__ == "__main__":

@@ -223,9 +223,11 @@ def all_rows() -> list[dict[str, Any]]:
     """Return every contract and replaced function that holds on the installed versions. Runs in another process."""
     code = (
         "import json, sys\n"
-        "from hf_fsdp_plugin.integrations.contract_probe import probe_contracts\n"
-        "rows = [{**row.to_json(), 'instead': row.contract.instead, 'library': row.contract.library} "
-        "for row in probe_contracts() if not row.contract.behavior and row.status in ('holds', 'changed')]\n"
+        "from hf_fsdp_plugin.integrations.contract_probe import hook_rows, private_contracts, probe_contracts\n"
+        "known = {row.target: row for row in (*private_contracts(), *(hook.contract for hook in hook_rows()))}\n"
+        "rows = [{**row, 'instead': known[row['target']].instead, 'library': known[row['target']].library} "
+        "for row in probe_contracts() "
+        "if not known[row['target']].behavior and row['status'] in ('holds', 'changed')]\n"
         "print(json.dumps(rows))"
     )
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=True)
