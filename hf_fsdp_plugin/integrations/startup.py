@@ -15,12 +15,10 @@ from typing import Final
 
 from hf_fsdp_plugin.integrations import rank_process
 
-_LAUNCHERS: Final = frozenset(
-    (
-        *("accelerate", "accelerate-launch", "hf-fsdp", "torchrun"),
-        *("accelerate.commands.accelerate_cli", "accelerate.commands.launch", "hf_fsdp_plugin.cli.main"),
-        *("torch.distributed.launch", "torch.distributed.run"),
-    )
+_LAUNCHERS: Final = (
+    *("accelerate", "accelerate-launch", "hf-fsdp", "torchrun"),
+    *("accelerate.commands.accelerate_cli", "accelerate.commands.launch", "hf_fsdp_plugin.cli.main"),
+    *("torch.distributed.launch", "torch.distributed.run"),
 )
 """Programs and modules that start ranks. A cluster may have set the variables of a rank for them."""
 _imports = rank_process.ImportCallbacks()
