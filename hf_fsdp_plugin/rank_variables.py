@@ -1,9 +1,36 @@
-"""The numbers of this process among the ranks, from its launcher's environment variables. torch is not needed."""
+"""The environment variables of a rank: its numbers among the ranks, its run, and time limits. torch is not needed.
+
+============================  ===============================================================================
+``HF_FSDP_RANK_FILES``        path of a rank's files without their suffix; set by ``hf-fsdp launch``
+``HF_FSDP_LAUNCHER_PID``      process of ``hf-fsdp launch``, which prints what its ranks report
+``HF_FSDP_RUN_ID``            id of the run, the same on all machines; set by ``hf-fsdp launch`` or a user
+``HF_FSDP_RESTART_COUNT``     number of restarts so far, 0 on the first start; set by ``hf-fsdp launch``
+``HF_FSDP_LOG_DIR``           folder of ``--log_dir``
+``HF_FSDP_HANG_TIMEOUT``      seconds that a rank may wait in a collective; 0: no watch, no records
+``HF_FSDP_EXIT_TIMEOUT``      seconds for which threads may keep a rank running after its script has ended
+``HF_FSDP_MACHINE_TIMEOUT``   seconds after which a silent machine counts as lost
+``TORCHELASTIC_ERROR_FILE``   file whose content torch's agent prints at the end of its output
+``PET_RDZV_ID``               id that a job of Kubernetes has, if its user sets one
+============================  ===============================================================================
+"""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from typing import Final
+
+FILES_VARIABLE: Final = "HF_FSDP_RANK_FILES"
+LAUNCHER_VARIABLE: Final = "HF_FSDP_LAUNCHER_PID"
+RUN_ID_VARIABLE: Final = "HF_FSDP_RUN_ID"
+RESTART_VARIABLE: Final = "HF_FSDP_RESTART_COUNT"
+LOG_VARIABLE: Final = "HF_FSDP_LOG_DIR"
+HANG_LIMIT_VARIABLE: Final = "HF_FSDP_HANG_TIMEOUT"
+EXIT_LIMIT_VARIABLE: Final = "HF_FSDP_EXIT_TIMEOUT"
+MACHINE_LIMIT_VARIABLE: Final = "HF_FSDP_MACHINE_TIMEOUT"
+ERROR_FILE_VARIABLE: Final = "TORCHELASTIC_ERROR_FILE"
+POD_ID_VARIABLE: Final = "PET_RDZV_ID"
+DEFAULT_HANG_LIMIT: Final = 120.0
 
 
 def launched_rank() -> int:
@@ -25,3 +52,40 @@ def variable_number(environ: Mapping[str, str], variable: str, default: int = 0)
     """Return the number in an environment variable; ``default`` if it is absent, or no number."""
     text = environ.get(variable, "").strip()
     return int(text) if text.isdecimal() else default
+
+
+def hang_limit(flag: str | None = None) -> tuple[float, bool]:
+    """Return the limit in seconds (0: off), and whether it was set by the flag or the environment.
+
+    Raises:
+        ValueError: the value is not a number of at least 0.
+    """
+    text = flag if flag is not None else os.environ.get(HANG_LIMIT_VARIABLE, "").strip()
+    if not text:
+        return DEFAULT_HANG_LIMIT, False
+    name = "--hang_timeout" if flag is not None else HANG_LIMIT_VARIABLE
+    return _read_seconds(text, name, "seconds, or 0 to switch the diagnosis of hangs off", least=0.0), True
+
+
+def exit_limit() -> float:
+    """Return the limit in seconds. Raises ``ValueError`` if the environment variable is not a positive number."""
+    return _read_seconds(os.environ.get(EXIT_LIMIT_VARIABLE, "").strip() or "300", EXIT_LIMIT_VARIABLE)
+
+
+def silence_limit() -> float:
+    """Return the limit in seconds. Raises ``ValueError`` if the environment variable is not a positive number.
+
+    The default is that of torchrun's c10d rendezvous: three missed heartbeats, one every five seconds.
+    """
+    return _read_seconds(os.environ.get(MACHINE_LIMIT_VARIABLE, "").strip() or "15", MACHINE_LIMIT_VARIABLE)
+
+
+def _read_seconds(text: str, name: str, expected: str = "seconds", least: float = 1e-9) -> float:
+    """Return a time limit. Raises ``ValueError`` with the name of the flag or the variable if it is no such number."""
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if least <= seconds < float("inf"):
+        return seconds
+    raise ValueError(f"{name} is {text!r}; expected {expected}.")
