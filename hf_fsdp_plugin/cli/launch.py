@@ -15,17 +15,12 @@ from typing import TYPE_CHECKING
 import hf_fsdp_plugin
 from hf_fsdp_plugin.cli.check_output import check_sources, plan_of_model
 from hf_fsdp_plugin.cli.output import exit_code, in_line_order, print_json, print_problems
-from hf_fsdp_plugin.hangs.rank_exit import exit_limit, hang_limit
-from hf_fsdp_plugin.hangs.rank_files import RUN_ID_VARIABLE
 from hf_fsdp_plugin.launcher import flags
 from hf_fsdp_plugin.launcher import world as worlds
-from hf_fsdp_plugin.launcher.flags import LaunchArguments, UsageError
-from hf_fsdp_plugin.launcher.other_machines import silence_limit
 from hf_fsdp_plugin.launcher.rank_processes import RankJob, launch_env, rank_command, settings_env
 from hf_fsdp_plugin.launcher.run_script import check_script
-from hf_fsdp_plugin.launcher.world import World, describe_world, find_devices, resolve_world
 from hf_fsdp_plugin.problems import Problem, SpecError, has_errors
-from hf_fsdp_plugin.runs.identity import POD_ID_VARIABLE
+from hf_fsdp_plugin.rank_variables import POD_ID_VARIABLE, RUN_ID_VARIABLE, exit_limit, hang_limit, silence_limit
 from hf_fsdp_plugin.sources.command_line import flag_name, parse_flags
 from hf_fsdp_plugin.sources.environment import torchrun_options, torchrun_variables
 from hf_fsdp_plugin.sources.interface import ConfigFile, Sources
@@ -55,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
     return run_launch(flags.read_launch_arguments(args))
 
 
-def run_launch(arguments: LaunchArguments) -> int:
+def run_launch(arguments: flags.LaunchArguments) -> int:
     """Run the script. Returns its exit code, or 1 for a config with errors. Raises ``UsageError``."""
     try:
         arguments = _with_variables(arguments)
@@ -66,7 +61,7 @@ def run_launch(arguments: LaunchArguments) -> int:
         return exit_code(error.problems, arguments.options.get("config_file"))
 
 
-def _with_variables(arguments: LaunchArguments) -> LaunchArguments:
+def _with_variables(arguments: flags.LaunchArguments) -> flags.LaunchArguments:
     """Add the options that the variables of torchrun set, as in a pod of Kubernetes, and that no flag sets."""
     found = torchrun_options(os.environ)
     if any(flag.name == "num_machines" for flag in parse_flags(arguments.command_line)):
@@ -74,11 +69,11 @@ def _with_variables(arguments: LaunchArguments) -> LaunchArguments:
     given = {name: value for name, value in found.items() if name not in arguments.options}
     restarts = given.get("max_restarts", "0")
     if not re.fullmatch(dict(_NUMBERS)["max_restarts"], restarts):
-        raise UsageError(f"PET_MAX_RESTARTS is {restarts!r}; expected a number.")
+        raise flags.UsageError(f"PET_MAX_RESTARTS is {restarts!r}; expected a number.")
     return replace(arguments, options={**given, **arguments.options})
 
 
-def _launch(arguments: LaunchArguments) -> int:
+def _launch(arguments: flags.LaunchArguments) -> int:
     from hf_fsdp_plugin.spec.load import assess
 
     handover = _handover(arguments)
@@ -91,14 +86,14 @@ def _launch(arguments: LaunchArguments) -> int:
         return _show_run(arguments, sources, _command(arguments))
     spec = assess(sources).checked_spec()
     _print_notices(arguments, *(problem for problem in spec.problems if problem.severity == "warning"))
-    world = resolve_world(spec, find_devices())
+    world = worlds.resolve_world(spec, worlds.find_devices())
     _print_notices(arguments, *world.problems)
     worlds.check_elastic(spec, world, int(arguments.options.get("min_machines", world.num_machines)))
     _print_notices(arguments, *notes)
     return _run_ranks(arguments, spec, world, handover)
 
 
-def _run_ranks(arguments: LaunchArguments, spec: FsdpSpec, world: World, handover: LaunchHandover) -> int:
+def _run_ranks(arguments: flags.LaunchArguments, spec: FsdpSpec, world: worlds.World, handover: LaunchHandover) -> int:
     from hf_fsdp_plugin.launcher.attempts import first_restarts, run_attempts  # lazy: imports torch
     from hf_fsdp_plugin.launcher.rendezvous import MachinesRendezvous, Rendezvous
 
@@ -124,7 +119,7 @@ def _run_ranks(arguments: LaunchArguments, spec: FsdpSpec, world: World, handove
     def describe_start() -> None:
         met = replace(world, num_machines=rendezvous.machines.num_machines)
         machine, address = rendezvous.machines.machine, rendezvous.address
-        _print_notices(arguments, describe_world(met, launch, machine=machine, address=address))
+        _print_notices(arguments, worlds.describe_world(met, launch, machine=machine, address=address))
 
     job = RankJob(
         on_start=describe_start,
@@ -147,7 +142,7 @@ def _run_id(options: Mapping[str, str]) -> str:
     return options.get("run_id") or os.environ.get(RUN_ID_VARIABLE) or os.environ.get(POD_ID_VARIABLE, "")
 
 
-def _facts(arguments: LaunchArguments, spec: FsdpSpec, world: World) -> dict[str, str]:
+def _facts(arguments: flags.LaunchArguments, spec: FsdpSpec, world: worlds.World) -> dict[str, str]:
     """Return the facts of the run that must be the same on all machines."""
     options = arguments.options
     return {
@@ -161,26 +156,26 @@ def _facts(arguments: LaunchArguments, spec: FsdpSpec, world: World) -> dict[str
     }
 
 
-def _check_usage(arguments: LaunchArguments) -> None:
+def _check_usage(arguments: flags.LaunchArguments) -> None:
     options = arguments.options
     if not arguments.script:
-        raise UsageError("no script. Usage: hf-fsdp launch [FLAGS] SCRIPT [ARGS ...]")
+        raise flags.UsageError("no script. Usage: hf-fsdp launch [FLAGS] SCRIPT [ARGS ...]")
     check_script(arguments)
     if options.get("show_ranks", "main") not in ("main", "all"):
-        raise UsageError(f"--show_ranks is {options['show_ranks']!r}; expected main or all.")
+        raise flags.UsageError(f"--show_ranks is {options['show_ranks']!r}; expected main or all.")
     for name in ("json", "model"):
         if name in options and "dry_run" not in options:
-            raise UsageError(f"--{name} needs --dry_run.")
+            raise flags.UsageError(f"--{name} needs --dry_run.")
     _check_writable(options)
     for name, pattern in _NUMBERS:
         if name in options and not re.fullmatch(pattern, options[name]):
-            raise UsageError(f"--{name} is {options[name]!r}; expected a number.")
+            raise flags.UsageError(f"--{name} is {options[name]!r}; expected a number.")
     try:
         hang_limit(options.get("hang_timeout"))
         exit_limit()
         silence_limit()
     except ValueError as error:
-        raise UsageError(f"{error}") from None
+        raise flags.UsageError(f"{error}") from None
 
 
 def _check_writable(options: Mapping[str, str]) -> None:
@@ -193,12 +188,12 @@ def _check_writable(options: Mapping[str, str]) -> None:
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise UsageError(f"--{name} {options[name]}: {error.strerror or error}.") from None
+            raise flags.UsageError(f"--{name} {options[name]}: {error.strerror or error}.") from None
         if not os.access(folder, os.W_OK | os.X_OK):
-            raise UsageError(f"--{name} {options[name]}: permission denied.")
+            raise flags.UsageError(f"--{name} {options[name]}: permission denied.")
 
 
-def _handover(arguments: LaunchArguments) -> LaunchHandover:
+def _handover(arguments: flags.LaunchArguments) -> LaunchHandover:
     options = arguments.options
     if given := options.get("config_file"):
         config: ConfigFile | None = ConfigFile.at(given)
@@ -220,31 +215,31 @@ def _with_absolute_path(flag: str) -> str:
     return f"{name}={absolute_path(value)}" if is_path else flag
 
 
-def _command(arguments: LaunchArguments) -> list[str]:
+def _command(arguments: flags.LaunchArguments) -> list[str]:
     module = ["-m"] if "module" in arguments.options else []
     return rank_command([*module, arguments.script, *arguments.script_args])
 
 
-def _print_notices(arguments: LaunchArguments, *lines: object) -> None:
+def _print_notices(arguments: flags.LaunchArguments, *lines: object) -> None:
     """Print notices to stderr, because stdout belongs to the script."""
     if "quiet" not in arguments.options:
         for line in lines:
             print(f"hf-fsdp: {line}", file=sys.stderr, flush=True)
 
 
-def _show_run(arguments: LaunchArguments, sources: Sources, command: Sequence[str]) -> int:
+def _show_run(arguments: flags.LaunchArguments, sources: Sources, command: Sequence[str]) -> int:
     """Print the settings, the units, and the command and the variables of a rank. Returns the exit code.
 
     Args:
         command: the command of a rank.
     """
-    world: World | None = None
+    world: worlds.World | None = None
     model, is_own = flags.model_of_script(arguments)
 
     def find_plan(spec: FsdpSpec) -> tuple[FsdpPlan | None, Sequence[Problem]]:
         nonlocal world
         try:
-            world = resolve_world(spec, find_devices())
+            world = worlds.resolve_world(spec, worlds.find_devices())
         except SpecError as error:
             return None, error.problems
         if not model or not spec.enabled:
@@ -271,7 +266,7 @@ def _show_run(arguments: LaunchArguments, sources: Sources, command: Sequence[st
         blocks = [f"units: {units}"] if spec.enabled and plan is None else []
         variables = " ".join(f"{name}={shlex.quote(value)}" for name, value in env.items())
         rank = (f"command of a rank: {shlex.join(command)}", f"variables of a rank: {variables}")
-        blocks.append("\n".join([describe_world(world, spec.launch), *map(printable, rank)]))
+        blocks.append("\n".join([worlds.describe_world(world, spec.launch), *map(printable, rank)]))
     checked.print_text(*blocks)
     if not has_errors(checked.problems):
         print("Nothing was started (--dry_run).")

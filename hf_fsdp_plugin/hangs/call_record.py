@@ -300,11 +300,8 @@ def read_calls(rank: int, path: Path) -> RankCalls:
             row, number, call = entry
             last_group = _group_name(row)
             _, before, calls = groups.get(last_group, (row, 0, []))
-            groups[last_group] = (
-                row,
-                number,
-                [*calls, call] if number == before + 1 else [call],
-            )  # no calls before a gap
+            calls = [*calls, call] if number == before + 1 else [call]  # no calls before a gap
+            groups[last_group] = row, number, calls
     waited = _entry(content, rows, words[_WAITING] - 1) if words[_WAITING] else None
     return RankCalls(
         rank=rank,

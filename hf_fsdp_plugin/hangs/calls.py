@@ -146,9 +146,7 @@ class RankCalls:
         place: where it is, as text (see ``hangs.rank_stacks``); empty if that is unknown.
         call: the library function that it is in, such as ``generate``; empty outside of known ones.
         cpu: share of one core that its processes have used lately; ``None`` if that was not measured.
-        cpu_of_children: the part of it that other processes than the rank's first one have used.
-        moved: whether its Python stack has changed meanwhile, or it could have run if a processor had been free. On an
-            accelerator, where a thread that waits for the device runs in a loop, page faults count instead.
+        is_busy: whether it makes progress: its Python stack has changed meanwhile, or its processes have worked.
         reads: whether it waits for a file system or a data loader.
         counts: its optimizer steps and forwards; ``None`` if they were not counted.
     """
@@ -163,8 +161,7 @@ class RankCalls:
     place: str = ""
     call: str = ""
     cpu: float | None = None
-    cpu_of_children: float | None = None
-    moved: bool = False
+    is_busy: bool = False
     reads: bool = False
     counts: Counts | None = None
 

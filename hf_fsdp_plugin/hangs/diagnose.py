@@ -15,23 +15,15 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, Final, Literal, NamedTuple
 
-from hf_fsdp_plugin.hangs.calls import (
-    ARRIVALS,
-    POINT_TO_POINT,
-    Call,
-    GroupCalls,
-    RankCalls,
-    Wait,
-    unpack_ranks,
-)
+from hf_fsdp_plugin.hangs.calls import ARRIVALS, POINT_TO_POINT, Call, GroupCalls, RankCalls, Wait, unpack_ranks
+from hf_fsdp_plugin.hangs.rank_stacks import Frame
 from hf_fsdp_plugin.text import name_ranks, plural
 
+SILENT_EXIT: Final = "Look for os._exit, or for a library that ends the process."
 HangKind = Literal["late", "different", "circle", "stuck"]
 _MAX_SKIPPED: Final = 64
 """Maximum number of calls that a rank may have skipped, and of later calls that are compared to find this out."""
 _MAX_CALLS: Final = 3
-_BUSY_SHARE: Final = 0.03
-"""Share of one core from which on a late rank is busy. Threads of idle processes use less than 1%."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +65,7 @@ class Diagnosis:
         is_busy: whether each late rank makes progress, so that it may still come.
         reads: whether each late rank is busy, or waits for a file system or a data loader.
         known: what is known of all ranks of the run, by rank.
+        stacks: the Python stacks of the ranks of this machine, outermost frame first.
     """
 
     kind: HangKind
@@ -83,6 +76,7 @@ class Diagnosis:
     is_busy: bool = False
     reads: bool = False
     known: Mapping[int, RankCalls] = field(default_factory=dict)
+    stacks: Mapping[int, Sequence[Frame]] = field(default_factory=dict)
 
 
 def diagnose_hang(ranks: Iterable[RankCalls], *, limit: float) -> Diagnosis | None:
@@ -120,8 +114,8 @@ def diagnose_hang(ranks: Iterable[RankCalls], *, limit: float) -> Diagnosis | No
         waiting=longest,
         others=tuple(others),
         difference=difference,
-        is_busy=is_late and all(map(_is_busy, late)),
-        reads=is_late and all(rank.reads or _is_busy(rank) for rank in late),
+        is_busy=is_late and all(rank.is_busy for rank in late),
+        reads=is_late and all(rank.reads or rank.is_busy for rank in late),
         known=run.known,
     )
 
@@ -299,12 +293,6 @@ def _grouped(waits: Mapping[int, Wait]) -> list[Wait]:
         ranks[wait.group, wait.number, wait.call].append(rank)
     found = [Wait(*key, max(waits[rank].seconds for rank in own), tuple(sorted(own))) for key, own in ranks.items()]
     return sorted(found, key=lambda each: (-each.seconds, each.group, each.number))
-
-
-def _is_busy(rank: RankCalls) -> bool:
-    # A thread that waits for an accelerator uses a whole core by default, and so do threads of NCCL.
-    used = rank.cpu_of_children if rank.on_accelerator else rank.cpu
-    return rank.moved or (used is not None and used >= _BUSY_SHARE)
 
 
 def _skipped(number: int, classes: Sequence[_Class]) -> tuple[tuple[int, ...], tuple[Call, ...]]:

@@ -5,19 +5,25 @@ A hang is a collective that a rank has waited for longer than a limit. See docs/
 
 from __future__ import annotations
 
+import json
+import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Final
 
+from hf_fsdp_plugin.hangs import rank_files, rank_stacks
 from hf_fsdp_plugin.hangs.call_record import RecordHeader, read_calls, read_header
 from hf_fsdp_plugin.hangs.calls import RankCalls
-from hf_fsdp_plugin.hangs.diagnose import diagnose_hang
+from hf_fsdp_plugin.hangs.diagnose import SILENT_EXIT, Diagnosis, diagnose_hang
 from hf_fsdp_plugin.hangs.hang_queries import HangQueries
-from hf_fsdp_plugin.hangs.hang_report import Hang, describe_busy, describe_standstill
-from hf_fsdp_plugin.hangs.rank_exit import read_failure, stack_of
-from hf_fsdp_plugin.hangs.rank_files import Peer, ProcessorUse, is_halted, processor_use
-from hf_fsdp_plugin.hangs.rank_stacks import Frame, find_place, read_stack, waits_for_data
+from hf_fsdp_plugin.hangs.rank_exit import stack_of
+from hf_fsdp_plugin.hangs.rank_files import FoundHang, Peer, ProcessorUse
+from hf_fsdp_plugin.problems import Problem
+from hf_fsdp_plugin.text import name_ranks, plural
+from hf_fsdp_plugin.version import SCHEMA_VERSION
 
 _TIMEOUT_SHARE: Final = 0.5
 """Longest limit, as a part of the time-out of the process groups."""
@@ -31,6 +37,8 @@ _STACK_SECONDS: Final = 0.2
 """Seconds that ranks have to record their stacks."""
 _MORE_STACKS: Final = 4
 """Further stacks that are read if ranks on accelerators have not moved: their processor time shows no progress."""
+_BUSY_SHARE: Final = 0.03
+"""Share of one core from which on a late rank is busy. Threads of idle processes use less than 1%."""
 _FAULTS: Final = 10.0
 """Page faults per second that are progress: memory that is touched for the first time."""
 _SAMPLE_SECONDS: Final = 1.0
@@ -43,7 +51,7 @@ class _Sample:
 
     time: float
     use: Mapping[int, ProcessorUse]
-    stacks: Mapping[int, Sequence[Frame]]
+    stacks: Mapping[int, Sequence[rank_stacks.Frame]]
 
 
 class HangFinder:
@@ -68,7 +76,7 @@ class HangFinder:
         self._noticed: set[tuple[object, ...]] = set()
         self._has_stood_still = False
 
-    def poll(self, ranks: Sequence[Peer]) -> Hang | None:
+    def poll(self, ranks: Sequence[Peer]) -> Diagnosis | None:
         """Return a hang that ends the run, if there is one. Reads some bytes per rank and second until ranks wait."""
         self.answer(ranks)
         now = time.monotonic()
@@ -98,7 +106,7 @@ class HangFinder:
         timeout = _timeout(read_calls(longest.rank, longest.files.calls))
         return min(self._limit, _TIMEOUT_SHARE * timeout) if timeout else self._limit
 
-    def _diagnose(self, ranks: Sequence[Peer], limit: float, longest: float) -> Hang | None:
+    def _diagnose(self, ranks: Sequence[Peer], limit: float, longest: float) -> Diagnosis | None:
         own, stacks = self._read(ranks)
         others = self._queries.ask(own)
         if others is None:
@@ -121,9 +129,9 @@ class HangFinder:
             self._sample = self._take_sample(ranks)
             self._next_diagnosis = time.monotonic() + limit / 2  # the processor time is measured until then
             return None
-        return Hang(diagnosis=diagnosis, stacks=stacks)
+        return replace(diagnosis, stacks=stacks)
 
-    def _read(self, ranks: Sequence[Peer]) -> tuple[list[RankCalls], dict[int, Sequence[Frame]]]:
+    def _read(self, ranks: Sequence[Peer]) -> tuple[list[RankCalls], dict[int, Sequence[rank_stacks.Frame]]]:
         """Return the calls and states of the ranks of this machine, and their stacks."""
         before = self._sample
         if before is None:
@@ -141,36 +149,39 @@ class HangFinder:
         found = []
         for rank in ranks:
             known = calls[rank.rank]
-            stack = stack_of(read_failure(rank.files.failure)) or after.stacks[rank.rank]
-            call, place = find_place(stack, known.counts)
+            stack = stack_of(rank_files.read_json(rank.files.failure)) or after.stacks[rank.rank]
+            call, place = rank_stacks.find_place(stack, known.counts)
             old, new = before.use.get(rank.pid, ProcessorUse()), after.use.get(rank.pid, ProcessorUse())
-            works = old.runs and new.runs
-            if known.on_accelerator:
-                works = new.faults - old.faults >= _FAULTS * seconds
             state = _state(rank)
-            used, of_children = new.seconds - old.seconds, new.seconds_of_children - old.seconds_of_children
             found.append(
                 replace(
                     known,
                     state=state,
                     place=place,
                     call=call,
-                    cpu=max(0.0, used) / seconds if state == "running" else None,
-                    cpu_of_children=max(0.0, of_children) / seconds if state == "running" else None,
-                    moved=rank.rank in moved or works,
-                    reads=old.in_file_system or new.in_file_system or waits_for_data(stack),
+                    cpu=max(0.0, new.seconds - old.seconds) / seconds if state == "running" else None,
+                    is_busy=rank.rank in moved or has_worked(old, new, seconds, known.on_accelerator),
+                    reads=old.in_file_system or new.in_file_system or rank_stacks.waits_for_data(stack),
                 )
             )
         return found, dict(after.stacks)
 
     def _take_sample(self, ranks: Sequence[Peer]) -> _Sample:
         # Read first, because the ranks use processor time when they handle the signal.
-        now, use = time.monotonic(), processor_use([rank.pid for rank in ranks])
+        now, use = time.monotonic(), rank_files.processor_use([rank.pid for rank in ranks])
         for rank in ranks:
-            if not rank.is_gone():
-                rank.request_stacks()
+            rank.request_stacks()
         time.sleep(_STACK_SECONDS)
-        return _Sample(now, use, {rank.rank: tuple(read_stack(rank.files.stacks)) for rank in ranks})
+        return _Sample(now, use, {rank.rank: tuple(rank_stacks.read_stack(rank.files.stacks)) for rank in ranks})
+
+
+def has_worked(old: ProcessorUse, new: ProcessorUse, seconds: float, on_accelerator: bool) -> bool:
+    """Return whether the processes of a rank have worked in the ``seconds`` between two times."""
+    if not on_accelerator:
+        return (old.runs and new.runs) or new.seconds - old.seconds >= _BUSY_SHARE * seconds
+    # A thread that waits for an accelerator uses a whole core by default, and so do threads of NCCL.
+    of_children = new.seconds_of_children - old.seconds_of_children
+    return new.faults - old.faults >= _FAULTS * seconds or of_children >= _BUSY_SHARE * seconds
 
 
 def _moved(before: _Sample, after: _Sample) -> set[int]:
@@ -189,4 +200,137 @@ def _state(rank: Peer) -> str:
         return "ended"
     if rank.is_gone():
         return "exited"
-    return "halted" if is_halted(rank.pid) else "running"
+    return "halted" if rank_files.is_halted(rank.pid) else "running"
+
+
+_SAME_CALLS: Final = (
+    "Make every rank call the same modules and functions in the same order. If a rank has no input for a module, such "
+    "as an expert without tokens or a batch without images, call it with an empty or made-up input. Make saves, "
+    "evaluations, generations and gradient clipping on all ranks."
+)
+_RAISE: Final = "If the rank needs this time, set a longer --hang_timeout."
+_FIXES: Final[Mapping[str, str]] = {
+    "halted": "Let the process continue (kill -CONT), or debug with --hang_timeout 0.",
+    "exited": SILENT_EXIT,
+    "ended": "Make every rank run the same number of steps, and make the same calls on all ranks.",
+    "unreachable": "Check whether this machine runs and is reachable.",
+}
+_LOADER: Final = "the data loader"
+_MAX_RANKS: Final = 4
+_MAX_CALLS: Final = 3
+
+
+def hang_problem(diagnosis: Diagnosis) -> Problem:
+    """Return the message of a hang that ends the run."""
+    waiting = diagnosis.waiting
+    if diagnosis.kind == "different" and diagnosis.difference is not None:
+        message = f"{diagnosis.difference} Since then {waiting}."
+        return Problem(code="FSDP-E729", message=message, fix=_SAME_CALLS)
+    if diagnosis.kind == "circle":
+        calls = "; ".join(str(each) for each in (waiting, *diagnosis.others)[:_MAX_CALLS])
+        message = f"{name_ranks(diagnosis.ranks)} wait for each other in different calls: {calls}."
+        return Problem(code="FSDP-E730", message=message, fix=_SAME_CALLS)
+    if diagnosis.kind == "stuck":
+        message = f"{waiting}, which every rank has begun."
+        fix = "Check the network and the processes' devices; the records show no rank that is late."
+        return Problem(code="FSDP-E731", message=message, fix=fix)
+    return Problem(code="FSDP-E728", message=_late(diagnosis), fix=_fix(diagnosis.known[diagnosis.ranks[0]]))
+
+
+def describe_busy(diagnosis: Diagnosis, ends_after: float) -> Problem:
+    """Return the notice for ranks that are late, but not idle."""
+    does = "is busy" if diagnosis.is_busy else "waits for files or data"
+    fix = f"The rank {does}, so the run continues. It ends when the wait has taken {ends_after:,.0f} s."
+    return Problem(code="FSDP-W732", message=_late(diagnosis), fix=fix)
+
+
+def describe_standstill(known: Iterable[RankCalls], seconds: float) -> Problem:
+    """Return the notice that no rank waits for another one, but none has begun a collective for a long time."""
+    shown = "; ".join(f"{name_ranks([rank.rank])} {_where(rank)}" for rank in list(known)[:_MAX_RANKS])
+    message = f"no rank of this machine has begun a collective for {seconds:,.0f} s, and none waits in one: {shown}."
+    fix = "The run continues. If the ranks should be training, stop it with Ctrl-C, which prints their places."
+    return Problem(code="FSDP-W733", message=message, fix=fix)
+
+
+def _late(diagnosis: Diagnosis) -> str:
+    waiting, ranks = diagnosis.waiting, diagnosis.ranks
+    late = [f"{name_ranks([rank])} {_where(diagnosis.known[rank], waiting.group)}" for rank in ranks[:_MAX_RANKS]]
+    if len(ranks) > _MAX_RANKS:
+        late.append(f"and {plural(len(ranks) - _MAX_RANKS, 'more rank')}")
+    are = "is" if len(ranks) == 1 else "are"
+    return f"{name_ranks(ranks)} {are} late: {waiting}. Meanwhile {'; '.join(late)}."
+
+
+def _where(rank: RankCalls, group: str = "") -> str:
+    if state := rank_stacks.describe_state(rank.state, rank.detail):
+        calls = rank.groups[group].calls if group in rank.groups else ()
+        if rank.state in ("halted", "exited") and calls:
+            place = f" {rank.place}" if rank.place else ""
+            return f"{state}{place}, after {calls[-1]}"
+        return state
+    place = f"was {rank.place or 'at an unknown place'}"
+    return place if rank.cpu is None else f"{place}, and its processes used {rank.cpu:.0%} of a core"
+
+
+def _fix(rank: RankCalls) -> str:
+    if rank.state in _FIXES:
+        return _FIXES[rank.state]
+    if rank.call == _LOADER:
+        return f"Look for slow reads and blocked workers of the data loader. {_RAISE}"
+    return f"If only some ranks call {rank.call}, make the call on all ranks. {_RAISE}" if rank.call else _RAISE
+
+
+_MAX_STACKS: Final = 2
+
+
+def found_hang(diagnosis: Diagnosis, dump: Path | None) -> FoundHang:
+    """Return the message, the stacks of ranks that cause the hang, the places of the others, and the file."""
+    problem = hang_problem(diagnosis)
+    causes, call = diagnosis.ranks, diagnosis.waiting.call
+    lines = [f"hang: {problem}"]
+    if diagnosis.kind != "different" and diagnosis.difference is not None:
+        lines.append(f"before, {diagnosis.difference}")
+    for rank in [rank for rank in causes if diagnosis.stacks.get(rank)][:_MAX_STACKS]:
+        lines.append("\n".join([f"stack of rank {rank}:", *rank_stacks.format_stack(diagnosis.stacks[rank])]))
+    others = [] if diagnosis.kind == "late" else list(causes)
+    others += [rank for rank in sorted(diagnosis.known) if rank not in causes]
+    lines += rank_stacks.shown_places(diagnosis.known[rank] for rank in others if diagnosis.known[rank].place)
+    if dump is not None:
+        lines.append(f"the collectives and stacks of the ranks are in {dump}")
+    lines.append("all ranks are being ended")
+    return FoundHang(
+        text="\n".join(f"hf-fsdp: {line}" for line in lines),
+        message=f"hang: {problem.message} [{problem.code}]",
+        same_as=f"{problem.code} in {call.operation} of {call.unit}",
+    )
+
+
+def write_hang(diagnosis: Diagnosis, folder: Path | None, *, limit: float) -> Path | None:
+    """Write the dump, and return its path; ``None`` if no folder is writable.
+
+    Args:
+        folder: where the user wants logs. By default the working directory, then the folder of temporary files.
+    """
+    problem = hang_problem(diagnosis)
+    content = {
+        "schema": SCHEMA_VERSION,
+        "time": time.time(),
+        "limit_seconds": limit,
+        "code": problem.code,
+        "message": problem.message,
+        "kind": diagnosis.kind,
+        "ranks": diagnosis.ranks,
+        "waiting": [asdict(each) | each.call._asdict() for each in (diagnosis.waiting, *diagnosis.others)],
+        "difference": diagnosis.difference and asdict(diagnosis.difference),
+        "calls_of_ranks": [rank.to_json() for _, rank in sorted(diagnosis.known.items())],
+        "stacks": {str(rank): list(map(asdict, stack)) for rank, stack in diagnosis.stacks.items()},
+    }
+    text = json.dumps(content, indent=1)
+    name = f"fsdp_hang_{time.strftime('%Y%m%d_%H%M%S')}.json"
+    path = (folder or Path()) / name
+    rank_files.write_atomically(path, text)
+    if not path.exists():
+        with suppress(OSError):  # a new folder of this user only: others could have put a link at a known name
+            path = Path(tempfile.mkdtemp(prefix="fsdp_hang_")) / name
+            rank_files.write_atomically(path, text)
+    return path if path.exists() else None

@@ -22,6 +22,8 @@ from __future__ import annotations
 import base64
 import contextlib
 import json
+import os
+import socket
 import threading
 import time
 import zlib
@@ -29,13 +31,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from typing import Any, Final, TypeVar
 
+import torch.distributed as dist
+
 from hf_fsdp_plugin.backends.ranks import collective_entry
 from hf_fsdp_plugin.hangs.call_record import record
 from hf_fsdp_plugin.hangs.calls import RankCalls, rank_from_json
-from hf_fsdp_plugin.hangs.hang_report import FoundHang
+from hf_fsdp_plugin.hangs.rank_files import FoundHang
 from hf_fsdp_plugin.hangs.rank_stacks import current_stack, find_place
 from hf_fsdp_plugin.problems import SpecError
+from hf_fsdp_plugin.rank_variables import RUN_ID_VARIABLE
 from hf_fsdp_plugin.text import printable
+from hf_fsdp_plugin.torch_private.functions import default_store
 
 THREAD: Final = "hf_fsdp_store"
 """Name of the threads that are in a request to the store."""
@@ -56,10 +62,6 @@ _MAX_NAMED: Final = 64
 _T = TypeVar("_T")
 
 
-class StoreLost(Exception):
-    """The store is gone, or does not answer."""
-
-
 class JobStore:
     """A connection to the store of the job whose requests never wait without end: each has a thread and a limit.
 
@@ -74,10 +76,10 @@ class JobStore:
         self._thread: threading.Thread | None = None
         self._is_closed = False
 
-    def ask(self, request: Callable[[Any], _T], seconds: float = _REQUEST_SECONDS) -> _T:
-        """Return the result of requests to the store. Raises ``StoreLost`` if they fail, or take too long."""
+    def ask(self, request: Callable[[Any], _T], seconds: float = _REQUEST_SECONDS) -> _T | None:
+        """Return the result of requests to the store; ``None`` if the store is gone, or does not answer in time."""
         if self._is_closed or (self._thread is not None and self._thread.is_alive()):
-            raise StoreLost  # the request before has not ended: the host of the store is stopped, or the network down
+            return None  # the request before has not ended: the host of the store is stopped, or the network down
         results: list[_T] = []
 
         def call() -> None:
@@ -92,9 +94,7 @@ class JobStore:
         while self._thread.is_alive() and time.monotonic() < deadline and not self._is_closed:
             self._thread.join(_POLL_SECONDS)
             self._waiting()
-        if not results:
-            raise StoreLost
-        return results[0]
+        return results[0] if results else None
 
     def close(self) -> None:
         """Allow no more requests, and end the one that another thread waits for."""
@@ -133,8 +133,7 @@ class HangQueries:
         now = time.monotonic()
         if self._store is not None and now >= self._next_look:
             self._next_look = now + _LOOK_SECONDS
-            with contextlib.suppress(StoreLost):
-                self._store.ask(self._read_news)
+            self._store.ask(self._read_news)
         return self._asked > self._answered
 
     def _read_news(self, store: Any) -> None:
@@ -154,8 +153,8 @@ class HangQueries:
     def answer(self, ranks: Sequence[RankCalls]) -> None:
         """Answer with the ranks of this machine."""
         if self._store is not None:
-            with contextlib.suppress(StoreLost):  # the machine that asks reports this one as unreachable
-                self._store.ask(lambda store: self._answer(store, ranks))
+            # If the store is lost, the machine that asks reports this one as unreachable.
+            self._store.ask(lambda store: self._answer(store, ranks))
 
     def _answer(self, store: Any, ranks: Sequence[RankCalls], own_question: int = 0) -> bool:
         """Answer the questions of other machines. Returns whether there were any."""
@@ -208,10 +207,7 @@ class HangQueries:
                 may_ask = not self._answer(store, ranks)  # otherwise another machine asks already
             return may_ask and self._collect(store, ranks if answers else None, others, deadline)
 
-        with contextlib.suppress(StoreLost):
-            if not self._store.ask(request, 2 * seconds):
-                return None
-        return list(others.values())
+        return None if self._store.ask(request, 2 * seconds) is False else list(others.values())
 
     def _collect(
         self, store: Any, ranks: Sequence[RankCalls] | None, others: dict[int, RankCalls], deadline: float
@@ -257,9 +253,22 @@ class HangQueries:
                 self._has_announcement(store)
 
         if self._store is not None:
-            with contextlib.suppress(StoreLost):  # the other machines find the hang themselves
-                self._store.ask(request)
+            self._store.ask(request)  # if the store is lost, the other machines find the hang themselves
         return self.announced or hang
+
+
+def watch_store() -> dist.Store:
+    """Return a connection of its own to the store of the default process group."""
+    return dist.PrefixStore(f"hf_fsdp_watch/{os.environ.get(RUN_ID_VARIABLE, '')}", default_store().clone())
+
+
+def queries_of_machine(store: JobStore, ranks: Sequence[int], world_size: int) -> HangQueries:
+    """Return the questions of this machine, whose ranks are given, to the others; without others, to nobody."""
+    if len(ranks) >= world_size:
+        return HangQueries()
+    host, machine = socket.gethostname(), os.environ.get("GROUP_RANK") or os.environ.get("SLURM_NODEID")
+    name = f"machine {machine} ({host})" if machine else f"machine {host}"
+    return HangQueries(store, name=name, ranks=ranks, world_size=world_size)
 
 
 def _machine(data: bytes) -> tuple[str, list[int]]:
@@ -330,5 +339,4 @@ class PlaceInStore:
             else:
                 places.set(self._key, json.dumps({"place": place}))
 
-        with contextlib.suppress(StoreLost):
-            self._store.ask(request)
+        self._store.ask(request)

@@ -1,10 +1,12 @@
-"""How a rank ends: the record of its failure, SIGTERM, threads that keep its process running, and the time limits."""
+"""How a rank ends: the record of its failure, SIGTERM, and threads that keep its process running."""
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import faulthandler
 import json
+import multiprocessing
 import os
 import select
 import signal
@@ -15,21 +17,19 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import FrameType
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
-from hf_fsdp_plugin.hangs.rank_files import write_atomically
+from hf_fsdp_plugin.hangs.rank_files import HANG, write_atomically
 from hf_fsdp_plugin.hangs.rank_stacks import Frame
 from hf_fsdp_plugin.problems import Problem, SpecError
-from hf_fsdp_plugin.rank_variables import launched_rank
+from hf_fsdp_plugin.rank_variables import ERROR_FILE_VARIABLE, EXIT_LIMIT_VARIABLE, launched_rank
 from hf_fsdp_plugin.text import format_names
 
-ERROR_FILE_VARIABLE: Final = "TORCHELASTIC_ERROR_FILE"
-"""Environment variable of torch's agent, which prints what the file contains at the end of its output."""
 _PROGRAMS: Final = (os.path.join("launcher", "run_script.py"), os.path.join("hf_fsdp_plugin", "__main__.py"))
 """Files of this package that run the script: their frames are not shown."""
 _MAX_FRAMES: Final = 300
-_CRASHES: Final = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)
-"""The signals of crashes whose stacks ``faulthandler`` writes."""
+CRASHES: Final = tuple(signal.Signals[f"SIG{name}"] for name in ("SEGV", "ABRT", "BUS", "FPE", "ILL", "TRAP", "SYS"))
+"""Signals that a process receives because of what it does. ``faulthandler`` writes its stacks at the first five."""
 
 
 def is_failure(error: BaseException) -> bool:
@@ -60,22 +60,13 @@ def failure_of(error: BaseException) -> dict[str, Any]:
     }
 
 
-def read_failure(path: Path) -> dict[str, Any] | None:
-    """Return the failure that a rank has recorded; ``None`` if it has recorded none."""
-    try:
-        content: dict[str, Any] = json.loads(path.read_text())
-    except (OSError, ValueError):
-        return None
-    return content
-
-
 def read_crash(stacks: Path) -> int:
     """Return the signal of a crash in native code, whose stack a rank has recorded; 0 without one."""
     try:
         text = stacks.read_text(errors="replace").replace("Floating-point", "Floating point")
     except OSError:
         return 0
-    return next((number for number in _CRASHES if f"Fatal Python error: {signal.strsignal(number)}" in text), 0)
+    return next((number for number in CRASHES if f"Fatal Python error: {signal.strsignal(number)}" in text), 0)
 
 
 def stack_of(failure: Mapping[str, Any] | None) -> list[Frame]:
@@ -99,6 +90,7 @@ def write_error_file(message: str, details: str = "", seconds_ago: int = 0) -> N
 
 
 _WAKE: Final = b"\n"
+_FLUSH_SECONDS: Final = 1.0
 
 
 class HeldSigterm:
@@ -173,43 +165,49 @@ def delayed_sigterm() -> Iterator[Callable[[], bool]]:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
-HANG_LIMIT_VARIABLE: Final = "HF_FSDP_HANG_TIMEOUT"
-"""Environment variable with the limit in seconds; 0 switches the watch and the records of the ranks off."""
-DEFAULT_HANG_LIMIT: Final = 120.0
-EXIT_LIMIT_VARIABLE: Final = "HF_FSDP_EXIT_TIMEOUT"
-"""Environment variable with the seconds for which threads may keep a rank running after its script has ended."""
+def has_failed() -> bool:
+    """Return whether the script has ended with an exception."""
+    return getattr(sys, "last_type", None) is not None
+
+
+def print_block(text: str) -> None:
+    """Print lines to stderr in one piece, also if another thread has stopped while it printed."""
+    content = f"{text}\n".encode(errors="backslashreplace")
+    with contextlib.suppress(OSError):
+        while content:
+            content = content[os.write(2, content) :]
+
+
+def ignore_sigterm() -> None:
+    """Keep the exit code of this process, to which a launcher sends SIGTERM as soon as another rank has been killed.
+
+    Python's own ``signal.signal`` works in the main thread only, which may never return.
+    """
+    libc = ctypes.CDLL(None)
+    libc.signal.argtypes = (ctypes.c_int, ctypes.c_void_p)
+    libc.signal(signal.SIGTERM, signal.SIG_IGN.value)
+
+
+def exit_after_hang(seconds: float = 0.0) -> NoReturn:
+    """Exit after ``seconds``, without the exit handlers, and with the children of this process."""
+    time.sleep(seconds)
+
+    def flush() -> None:
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError):
+                stream.flush()
+
+    flushing = threading.Thread(target=flush, daemon=True)  # the main thread may hold the locks of the streams
+    flushing.start()
+    flushing.join(_FLUSH_SECONDS)
+    for child in multiprocessing.active_children():  # such as a worker of a data loader that never returns
+        child.kill()
+    os._exit(HANG)
+
+
 _NOTICE_SECONDS: Final = 5.0
 _SCRIPT: Final = ("<module>", "_run_module_as_main")
 """Outermost functions of the main thread while it runs a script."""
-
-
-def read_seconds(text: str, name: str, expected: str = "seconds", least: float = 1e-9) -> float:
-    """Return a time limit. Raises ``ValueError`` with the name of the flag or the variable if it is no such number."""
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = -1.0
-    if least <= seconds < float("inf"):
-        return seconds
-    raise ValueError(f"{name} is {text!r}; expected {expected}.")
-
-
-def hang_limit(flag: str | None = None) -> tuple[float, bool]:
-    """Return the limit in seconds (0: off), and whether it was set by the flag or the environment.
-
-    Raises:
-        ValueError: the value is not a number of at least 0.
-    """
-    text = flag if flag is not None else os.environ.get(HANG_LIMIT_VARIABLE, "").strip()
-    if not text:
-        return DEFAULT_HANG_LIMIT, False
-    name = "--hang_timeout" if flag is not None else HANG_LIMIT_VARIABLE
-    return read_seconds(text, name, "seconds, or 0 to switch the diagnosis of hangs off", least=0.0), True
-
-
-def exit_limit() -> float:
-    """Return the limit in seconds. Raises ``ValueError`` if the environment variable is not a positive number."""
-    return read_seconds(os.environ.get(EXIT_LIMIT_VARIABLE, "").strip() or "300", EXIT_LIMIT_VARIABLE)
 
 
 class ExitWatch:

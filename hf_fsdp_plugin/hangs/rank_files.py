@@ -9,39 +9,24 @@ import os
 import socket
 import stat
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from hf_fsdp_plugin.hangs.rank_stacks import request_stack, stack_file
 
 HANG: Final = 75
 """Exit code of a run that was ended because of a hang. EX_TEMPFAIL of sysexits.h: try again."""
-FILES_VARIABLE = "HF_FSDP_RANK_FILES"
-"""Environment variable with the path of a rank's files, without their suffix; set by ``hf-fsdp launch``."""
-LAUNCHER_VARIABLE = "HF_FSDP_LAUNCHER_PID"
-"""Environment variable with the process of ``hf-fsdp launch``, which prints what its ranks report."""
-RUN_ID_VARIABLE = "HF_FSDP_RUN_ID"
-"""Environment variable with the id of the run, the same on all machines; set by ``hf-fsdp launch`` or a user."""
-LOG_VARIABLE = "HF_FSDP_LOG_DIR"
-"""Environment variable with the folder of ``--log_dir``."""
 
 
-class _RankFile:
-    """A file of one rank."""
+class _File:
+    """A file of one rank, with its suffix, or one that all ranks of a machine have in common, with its name."""
 
-    def __init__(self, suffix: str) -> None:
-        self.suffix = suffix
+    def __init__(self, name: str) -> None:
+        self.name, self.is_common = name, not name.startswith(".")
 
     def __get__(self, files: RankFiles, owner: type) -> Path:
-        return files.stem.with_suffix(self.suffix)
-
-
-class _MachineFile(_RankFile):
-    """A file that all ranks of a machine have in common."""
-
-    def __get__(self, files: RankFiles, owner: type) -> Path:
-        return files.stem.with_name(self.suffix)
+        return files.stem.with_name(self.name) if self.is_common else files.stem.with_suffix(self.name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,36 +35,36 @@ class RankFiles:
 
     Attributes:
         stem: their path without the suffix.
+        failure: JSON: how the script failed, written before the rank exits (see ``hangs.rank_exit``).
+        notice: a text that the launcher prints.
+        ended: exists if the script has ended without an error.
+        process: JSON: the rank's process, its start and its machine (see :func:`register_rank`).
+        stacks: stacks of the rank's threads (see ``hangs.rank_stacks``).
+        saving: exists while a checkpoint is written in the background.
+        calls: the rank's collectives, optimizer steps and forwards (see ``hangs.call_record``).
+        hang: JSON: the hang that ends the ranks of this machine (:class:`FoundHang`). One for all of them.
+        cause: exists if a rank that SIGTERM has ended has printed the reason. One for all ranks of this machine.
+        restarts: JSON: the failed attempts of the run (``runs.restart_policy``). The launcher writes it for all ranks.
     """
 
     stem: Path
-    failure = _RankFile(".json")
-    """JSON: how the script failed, written before the rank exits (see ``hangs.rank_exit``)."""
-    notice = _RankFile(".notice")
-    """A text that the launcher prints."""
-    ended = _RankFile(".ended")
-    """Exists if the script has ended without an error."""
-    process = _RankFile(".pid")
-    """JSON: the rank's process, its start and its machine (see :func:`register_rank`)."""
-    hang = _MachineFile("hang.json")
-    """JSON: the hang that ends the ranks of this machine (``hangs.hang_report.FoundHang``). One for all of them."""
-    cause = _MachineFile("cause")
-    """Exists if a rank that SIGTERM has ended has printed the reason. One for all ranks of this machine."""
-    stacks = _RankFile(".stacks")
-    """Stacks of the rank's threads (see ``hangs.rank_stacks``)."""
-    restarts = _MachineFile("restarts.json")
-    """JSON: the failed attempts of the run (``runs.restart_policy``). The launcher writes it for all its ranks."""
-    saving = _RankFile(".saving")
-    """Exists while a checkpoint is written in the background."""
-    calls = _RankFile(".calls")
-    """The rank's collectives, optimizer steps and forwards (see ``hangs.call_record``)."""
+    failure = _File(".json")
+    notice = _File(".notice")
+    ended = _File(".ended")
+    process = _File(".pid")
+    stacks = _File(".stacks")
+    saving = _File(".saving")
+    calls = _File(".calls")
+    hang = _File("hang.json")
+    cause = _File("cause")
+    restarts = _File("restarts.json")
 
 
 def remove_files(stem: Path) -> None:
     """Remove the files of one rank."""
     for file in vars(RankFiles).values():
-        if type(file) is _RankFile:
-            stem.with_suffix(file.suffix).unlink(missing_ok=True)
+        if type(file) is _File and not file.is_common:
+            stem.with_suffix(file.name).unlink(missing_ok=True)
 
 
 def private_folder(folder: Path) -> None:
@@ -103,6 +88,63 @@ def write_atomically(path: Path, text: str) -> None:
         os.replace(partial, path)
 
 
+def read_json(path: Path) -> Any:
+    """Return the content of a file; ``None`` if there is no such file, or something else in it."""
+    try:
+        return json.loads(path.read_text())
+    except (OSError, ValueError):
+        return None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FoundHang:
+    """A hang that ends the ranks of this machine, in ``RankFiles.hang``.
+
+    Attributes:
+        text: the whole output.
+        message: the message of the hang in one line.
+        same_as: identifies the hang in another attempt.
+        elsewhere: whether a rank of another machine has found it.
+    """
+
+    text: str
+    message: str
+    same_as: str
+    elsewhere: bool = False
+
+    def of_machine(self, machine: str) -> FoundHang:
+        """Return the hang for the ranks of other machines."""
+        message = f"{machine}: {self.message}"
+        text = f"hf-fsdp: the ranks of this machine were stopped because another failed: {message}"
+        return replace(self, text=text, message=message, elsewhere=True)
+
+    @classmethod
+    def from_json(cls, content: Any) -> FoundHang | None:
+        """Return what ``asdict`` of a hang has returned; ``None`` for anything else."""
+        try:
+            return cls(**content)
+        except TypeError:
+            return None
+
+    @classmethod
+    def read(cls, path: Path) -> FoundHang | None:
+        """Return the hang that a file describes; ``None`` if there is no such file."""
+        return cls.from_json(read_json(path))
+
+    def claim(self, path: Path) -> bool:
+        """Write the file. Returns ``False`` if another rank has written it before."""
+        part = path.with_name(f"{path.name}.{os.getpid()}")
+        with contextlib.suppress(OSError):  # such as a full disk: the other ranks of the machine end later
+            part.write_text(json.dumps(asdict(self)))
+            try:
+                os.link(part, path)
+            except FileExistsError:
+                return False
+            finally:
+                part.unlink()
+        return True
+
+
 _PARENT, _SESSION, _MINOR_FAULTS, _MAJOR_FAULTS, _START = 1, 3, 7, 9, 19
 _OWN_TIMES, _TIMES_OF_CHILDREN = slice(11, 13), slice(13, 15)
 """Positions in ``/proc/PID/stat`` after the name: user and system time of the process, and of its ended children."""
@@ -113,32 +155,12 @@ def is_halted(pid: int) -> bool:
     return _stat(pid)[0] in ("T", "t")
 
 
-def parent_of(pid: int) -> int:
-    """Return the parent of a process; 0 if it has exited."""
-    return int(_stat(pid)[_PARENT])
-
-
 def start_of(pid: int) -> int:
     """Return when a process has started, in clock ticks of the machine; 0 if it has exited.
 
     Together with the pid it identifies a process: the system uses the numbers of processes again.
     """
     return int(_stat(pid)[_START])
-
-
-def is_gone(pid: int, start: int) -> bool:
-    """Return whether a process that has started at ``start`` has exited. A process for which nobody waits has too."""
-    fields = _stat(pid)
-    return int(fields[_START]) != start or fields[0] in ("Z", "X")
-
-
-def environment_of(pid: int) -> frozenset[str]:
-    """Return the variables of a process as it was started, each as ``NAME=VALUE``; empty if they are not readable."""
-    try:
-        text = Path(f"/proc/{pid}/environ").read_bytes()
-    except OSError:
-        return frozenset()
-    return frozenset(text.decode(errors="replace").split("\0"))
 
 
 class ProcessorUse(NamedTuple):
@@ -214,8 +236,9 @@ class Peer:
     start: int
 
     def is_gone(self) -> bool:
-        """Return whether the process of the rank has exited."""
-        return is_gone(self.pid, self.start)
+        """Return whether the process of the rank has exited. A process for which nobody waits has too."""
+        fields = _stat(self.pid)
+        return int(fields[_START]) != self.start or fields[0] in ("Z", "X")
 
     def request_stacks(self) -> None:
         """Make the rank record its stack."""

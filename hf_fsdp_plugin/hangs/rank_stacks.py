@@ -45,13 +45,11 @@ _CALLS: Final = {
     "__next__": "the data loader",
 }
 """Functions of libraries that users know -> their name in messages. The outermost of nested calls is named."""
-_OWN_NAMES: Final = frozenset(
-    (
-        *("save_state", "load_state", "save_model", "get_state_dict", "save_pretrained", "push_to_hub", "prepare"),
-        *("clip_grad_norm_", "clip_grad_norm", "evaluate", "predict", "generate", "backward", "wait_for_everyone"),
-        "end_training",
-    )
-)
+_OWN_NAMES: Final = (
+    "save_state", "load_state", "save_model", "get_state_dict", "save_pretrained", "push_to_hub", "prepare",
+    "clip_grad_norm_", "clip_grad_norm", "evaluate", "predict", "generate", "backward", "wait_for_everyone",
+    "end_training",
+)  # fmt: skip
 """Functions that have their own name in messages, as those of ``torch.distributed`` have."""
 
 

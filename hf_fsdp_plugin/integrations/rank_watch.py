@@ -1,46 +1,77 @@
-"""Arms the diagnosis of hangs and failures in this process, if it is a rank. See :mod:`hf_fsdp_plugin.hangs`.
+"""The diagnosis of hangs and failures in this process, if it is a rank. See :mod:`hf_fsdp_plugin.hangs`.
 
-``install()`` does this under every launcher. It costs some microseconds per collective, and a thread that wakes up
-twice per second.
+``install()`` arms it under every launcher. It costs some microseconds per collective, and a thread that wakes up twice
+per second.
+
+The thread of each rank records a heartbeat. The one of the lowest rank whose heartbeat is fresh looks for hangs of all
+ranks of the machine, so that another rank takes over if that rank is stopped, or has a call that holds the
+interpreter's lock. It asks the other machines (``hangs.hang_queries``), and ends all ranks if they hang. Without a
+hang, it reads a few bytes of each rank of its machine, and one of each machine sends one message per second to the
+store.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
+import json
 import os
+import signal
+import socket
 import sys
 import threading
+import time
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Final
 
+import torch.distributed as dist
+
+import hf_fsdp_plugin.rank_variables as rank_variables
 from hf_fsdp_plugin.backends.ranks.cluster import slurm_variables
 from hf_fsdp_plugin.backends.ranks.collective_entry import wait_listeners
-from hf_fsdp_plugin.hangs import rank_files
-from hf_fsdp_plugin.hangs.call_record import record
-from hf_fsdp_plugin.hangs.rank_exit import exit_limit, hang_limit
-from hf_fsdp_plugin.hangs.rank_stacks import stack_file
+from hf_fsdp_plugin.hangs import hang_queries, rank_exit, rank_files
+from hf_fsdp_plugin.hangs.call_record import read_header, record
+from hf_fsdp_plugin.hangs.calls import RankCalls
+from hf_fsdp_plugin.hangs.hang_finder import HangFinder, found_hang, write_hang
+from hf_fsdp_plugin.hangs.rank_files import FoundHang, Peer, RankFiles, write_atomically
+from hf_fsdp_plugin.hangs.rank_stacks import HeldAbort, format_stack, stack_file
 from hf_fsdp_plugin.integrations import call_hooks, resuming
 from hf_fsdp_plugin.integrations.rank_process import RANK_VARIABLE, may_be_rank, rank_process
 from hf_fsdp_plugin.integrations.session import session
 from hf_fsdp_plugin.problems import Problem, SpecError
-from hf_fsdp_plugin.rank_variables import variable_number
+from hf_fsdp_plugin.runs import failures
 from hf_fsdp_plugin.runs.identity import attempt_folder, forget_run, identify_run
-from hf_fsdp_plugin.runs.watch_thread import Watcher, has_failed, print_block
+
+_PAUSE: Final = 0.5
+_PAUSE_BEFORE_GROUP: Final = 0.1
+"""Seconds between two looks for the process group: a rank may be stopped half a second after it was made."""
+_FRESH: Final = 5.0
+"""Seconds after the last heartbeat from which on another rank watches the machine."""
+_MISSING_SECONDS: Final = 60.0
+"""Seconds from the start of the process group until ranks that have not registered are not waited for."""
+_FAILURE_SECONDS: Final = 30.0
+"""Seconds that the ranks have to exit after the exception of one, before a hang is looked for again."""
+_FAILURE_ANSWER_SECONDS: Final = 4.0
+"""Seconds that other machines have to answer after a failure: a rank that has failed too exits soon."""
+_LEAD: Final = 1.0
+"""Seconds that the rank which reports a hang exits before the others: a launcher reports what exits first."""
+_STOP_SECONDS: Final = 10.0
 
 
 class Watch:
-    """The diagnosis in this process.
+    """The diagnosis in this process: the records of its rank, and the thread.
 
     Attributes:
-        files: the files of this rank; ``None`` while the diagnosis is not armed.
+        is_armed: whether this process is a rank whose files are open.
+        files: the files of this rank.
         has_launcher: whether ``hf-fsdp launch`` has started this rank, and prints what it reports.
     """
 
     def __init__(self) -> None:
-        self.files: rank_files.RankFiles | None = None
-        self.has_launcher = self._is_given = self._is_marked = self._knows_forks = False
-        self._rank = self._pid = 0
-        self._watcher: Watcher | None = None
+        self.files = RankFiles(Path())
+        self.is_armed = self.has_launcher = self._is_given = self._is_marked = False
         self._failed: BaseException | None = None
 
     def arm(self) -> None:
@@ -49,51 +80,40 @@ class Watch:
         Raises:
             SpecError: a limit in the environment is no number of seconds (FSDP-E674).
         """
-        if self.files is not None:
+        if self.is_armed:
             self.follow_thread()
             return
         environ = {**os.environ, **slurm_variables(os.environ)}
         if not may_be_rank(environ):
             return
         try:
-            (limit, is_strict), exit_seconds = hang_limit(), exit_limit()
+            (self._limit, self._is_strict), exit_seconds = rank_variables.hang_limit(), rank_variables.exit_limit()
         except ValueError as error:
             fix = "Set it to a number such as 300."
             raise SpecError([Problem(code="FSDP-E674", message=f"{error}", fix=fix)]) from None
-        self._rank, world_size = int(environ["RANK"]), int(environ.get("WORLD_SIZE", "1"))
-        self.has_launcher = bool(os.environ.pop(rank_files.LAUNCHER_VARIABLE, ""))
-        given = os.environ.pop(rank_files.FILES_VARIABLE, "")
+        self._rank, self._world_size = int(environ["RANK"]), int(environ.get("WORLD_SIZE", "1"))
+        self._local_size = rank_variables.variable_number(environ, "LOCAL_WORLD_SIZE", self._world_size)
+        if self._world_size == 1:
+            self._limit = 0.0
+        self.has_launcher = bool(os.environ.pop(rank_variables.LAUNCHER_VARIABLE, ""))
+        given = os.environ.pop(rank_variables.FILES_VARIABLE, "")
         self._is_given = bool(given)
-        local_size = variable_number(environ, "LOCAL_WORLD_SIZE", world_size)
         try:
             own = attempt_folder(identify_run(environ, tuple(sys.argv)), environ) / f"rank_{self._rank}"
-            files = rank_files.RankFiles(Path(given) if given else own)
-            self._open(files, records=bool(limit) and world_size > 1, is_alone=local_size == 1)
+            files = RankFiles(Path(given) if given else own)
+            self._open(files, records=bool(self._limit), is_alone=self._local_size == 1)
         except OSError as error:
-            print_block(f"hf-fsdp: rank {self._rank}: hangs are not diagnosed: {error.filename}: {error.strerror}")
+            text = f"hangs are not diagnosed: {error.filename}: {error.strerror}"
+            rank_exit.print_block(f"hf-fsdp: rank {self._rank}: {text}")
             return
-        self.files, self._pid = files, os.getpid()
+        self.files, self.is_armed = files, True
         self._is_marked = RANK_VARIABLE in environ
         os.environ[RANK_VARIABLE] = rank_process(environ)
         atexit.register(self._at_exit)
-        if not self._knows_forks:
-            self._knows_forks = True
-            os.register_at_fork(after_in_child=self._forget)
-        self._watcher = Watcher(
-            files=files,
-            rank=self._rank,
-            world_size=world_size,
-            local_size=local_size,
-            limit=limit if world_size > 1 else 0.0,
-            is_strict=is_strict,
-            exit_limit=exit_seconds,
-            has_launcher=self.has_launcher,
-            log_dir=Path(environ[rank_files.LOG_VARIABLE]) if environ.get(rank_files.LOG_VARIABLE) else None,
-        )
-        if world_size > 1 or self._is_given:
-            self._watcher.start()
+        os.register_at_fork(after_in_child=self._forget)  # does nothing if it is called again
+        self._start(exit_seconds)
 
-    def _open(self, files: rank_files.RankFiles, *, records: bool, is_alone: bool) -> None:
+    def _open(self, files: RankFiles, *, records: bool, is_alone: bool) -> None:
         if not self._is_given:
             rank_files.private_folder(files.stem.parent)
             rank_files.remove_files(files.stem)
@@ -118,6 +138,22 @@ class Watch:
         self.follow_thread()
         rank_files.register_rank(self._rank, files)
 
+    def _start(self, exit_seconds: float) -> None:
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="hf_fsdp_watch", daemon=True)
+        self._exits = rank_exit.ExitWatch(exit_seconds, notice=self.notice, fail=self._fail)
+        self._sigterm: rank_exit.HeldSigterm | None = None
+        self._store = hang_queries.JobStore(hang_queries.watch_store, record.beat)
+        self._place = hang_queries.PlaceInStore(self._store, self._rank)
+        self._queries = hang_queries.HangQueries()
+        self._peers: dict[int, Peer] = {}
+        self._hangs: HangFinder | None = None
+        self._group_since = self._last_turn = self._hold_until = 0.0
+        if self._world_size > 1 or self._is_given:
+            if not self.has_launcher and self._local_size > 1:
+                self._sigterm = rank_exit.hold_sigterm(self.files.stacks)
+            self._thread.start()
+
     def follow_thread(self) -> None:
         """Take the calling thread as the one that trains, which is not always the main thread of the process."""
         record.follow_thread()
@@ -125,28 +161,55 @@ class Watch:
 
     def script_ended(self) -> None:
         """Record that the script has ended without an error. The report and the exit follow."""
-        if self.files is not None:
-            rank_files.write_atomically(self.files.ended, "")
+        if self.is_armed:
+            write_atomically(self.files.ended, "")
 
     def failed(self, error: BaseException) -> None:
         """Record the exception that ends this rank. If it is a lost connection, look for the cause, and add it."""
-        if self.files is None or self._watcher is None or self._pid != os.getpid() or self._failed is error:
+        if not self.is_armed or self._failed is error:
             return
         self._failed = error
-        note = self._watcher.record_failure(error)
+        note = self._record_failure(error)
         if self.files.hang.exists():
-            self._watcher.exit_after_hang()
+            self._exit_after_hang()
         if note:
             error.add_note(f"hf-fsdp: {note}")
 
+    def _record_failure(self, error: BaseException) -> str:
+        """Record the exception that ends this rank. Returns the cause of a lost connection; empty without one."""
+        failure, note = rank_exit.failure_of(error), ""
+        write_atomically(self.files.failure, json.dumps(failure))
+        if not self.has_launcher:
+            with rank_exit.delayed_sigterm() as is_told:
+                note = failures.find_first_cause(self._rank, self.files, self._ask_others, is_told)
+        message = failure["message"] or f"exit code {getattr(error, 'code', 1)}"
+        is_spec = failure["kind"] == "spec"  # all ranks have this error: one rank of each machine writes and prints it
+        frames = [] if is_spec else format_stack(rank_exit.stack_of(failure))
+        if not is_spec or rank_variables.launched_local_rank() == 0:
+            cause = [f"hf-fsdp: {note}"] if note else []
+            rank_exit.write_error_file(message, "\n".join([message, *frames, *cause]))
+        return note
+
+    def _fail(self, problem: Problem) -> None:
+        self._record_failure(SpecError([problem]))
+        if not self.has_launcher:
+            rank_exit.print_block(f"hf-fsdp: {problem}")
+
+    def notice(self, text: object) -> None:
+        """Print a message for the user, or let the launcher print it."""
+        if self.has_launcher:
+            write_atomically(self.files.notice, str(text))
+        else:
+            rank_exit.print_block(f"hf-fsdp: {text}")
+
     def _at_exit(self) -> None:
-        files = self.files
-        if files is None or self._pid != os.getpid():
+        if not self.is_armed:
             return
-        has_ended = not files.failure.exists() and not has_failed()
+        files, self.is_armed = self.files, False
+        has_ended = not files.failure.exists() and not rank_exit.has_failed()
         if has_ended:
-            rank_files.write_atomically(files.ended, "")
-        is_free = self._stop_watcher()
+            write_atomically(files.ended, "")
+        is_free = self._stop()
         peers = rank_files.find_peers(files.stem.parent)
         if not self._is_given and all(peer.files.ended.exists() for peer in peers):  # this rank is the last one
             for peer in peers:
@@ -159,16 +222,22 @@ class Watch:
             sys.stderr.flush()
             os._exit(0 if has_ended else 1)
 
-    def _stop_watcher(self) -> bool:
-        watcher, self._watcher = self._watcher, None
-        return watcher is None or watcher.stop()
+    def _stop(self) -> bool:
+        """End the thread. Returns whether none is left that uses the store."""
+        self._stopped.set()
+        if self._sigterm is not None:
+            self._sigterm.wake()
+        self._store.close()
+        if self._thread.is_alive() and self._thread is not threading.current_thread():
+            self._thread.join(_STOP_SECONDS)
+        return self._store.join(_STOP_SECONDS)
 
     def disarm(self) -> None:
         """Undo :meth:`arm`, and remove the files of this rank."""
         resuming.end_attempt()
-        if self.files is None:
+        if not self.is_armed:
             return
-        self._stop_watcher()
+        self._stop()
         atexit.unregister(self._at_exit)
         stack_file.close()
         wait_listeners.clear()
@@ -178,14 +247,146 @@ class Watch:
             forget_run(self.files)
         if not self._is_marked:
             os.environ.pop(RANK_VARIABLE, None)
-        self.files = self._failed = session.in_flight_file = None
+        self.is_armed, self._failed, session.in_flight_file = False, None, None
 
     def _forget(self) -> None:
         """Leave the records to the parent of this forked process."""
-        if self.files is not None:
+        if self.is_armed:
             stack_file.close()
             record.forget()
-            self.files = self._watcher = session.in_flight_file = None
+            self.is_armed, session.in_flight_file = False, None
+
+    def _run(self) -> None:
+        try:
+            while not self._pause():
+                self._turn()
+        except Exception as error:
+            if not self._stopped.is_set():
+                self.notice(f"rank {self._rank} is not watched any more: {type(error).__name__}: {error}")
+        finally:
+            if self._sigterm is not None:
+                self._sigterm.release()
+
+    def _pause(self) -> bool:
+        """Wait for the next turn. Returns whether there is none."""
+        pause = _PAUSE if self._group_since or not self._limit else _PAUSE_BEFORE_GROUP
+        if self._sigterm is None:
+            return self._stopped.wait(pause)
+        if self._sigterm.wait(pause) and not self._stopped.is_set():
+            self._say_why()
+            return True
+        return self._stopped.is_set()
+
+    def _say_why(self) -> None:
+        """Print why this process is ended, if the files of its machine show it, and no rank has said it."""
+        if any(path.exists() for path in (self.files.failure, self.files.ended, self.files.hang)):
+            return
+        if cause := failures.cause_of_end(self.files):
+            with contextlib.suppress(OSError):
+                self.files.cause.touch(exist_ok=False)
+                rank_exit.print_block(f"hf-fsdp: {cause}")
+
+    def _turn(self) -> None:
+        now = time.monotonic()
+        if self._last_turn and now - self._last_turn > _FRESH:
+            # All processes were suspended, or a call held the interpreter's lock, so the waits do not show a hang.
+            self._hold_until, self._hangs = now + self._limit, None
+        record.beat()
+        if stack_file.held_abort is not None and stack_file.held_abort.has_begun():
+            self._abort(stack_file.held_abort)
+        files = self.files
+        if files.hang.exists():
+            self._exit_after_hang()
+        if self._exits.poll() and not (files.failure.exists() or rank_exit.has_failed() or files.ended.exists()):
+            write_atomically(files.ended, "")
+        if self._limit and dist.is_initialized():
+            self._group_since = self._group_since or now
+            self._place.poll()
+            if now >= self._hold_until:
+                self._look_for_hangs(now)
+        record.beat()
+        self._last_turn = time.monotonic()
+
+    def _abort(self, held: HeldAbort) -> None:
+        """Print why native code aborts this process, and end it."""
+        stack_file.record()
+        ask = functools.partial(self._ask_others, answers=True)
+        if cause := failures.cause_of_abort(self._rank, self.files, ask):
+            rank_exit.write_error_file(cause)
+            rank_exit.print_block(f"hf-fsdp: {cause}")
+        held.end()
+
+    def _look_for_hangs(self, now: float) -> None:
+        """Look for hangs, if this rank is the one that does."""
+        if len(self._peers) < self._local_size:
+            for peer in rank_files.find_peers(self.files.stem.parent):
+                if peer.rank not in self._peers and not peer.is_gone():  # otherwise it is one of an earlier run
+                    self._peers[peer.rank] = peer
+            if len(self._peers) < self._local_size and now - self._group_since < _MISSING_SECONDS:
+                return
+        peers = [self._peers[rank] for rank in sorted(self._peers)]
+        if next((peer.rank for peer in peers if _beat_age(peer) < _FRESH), self._rank) != self._rank:
+            self._hangs = None
+            return
+        if self._hangs is None:
+            ranks = [peer.rank for peer in peers]
+            self._queries = hang_queries.queries_of_machine(self._store, ranks, self._world_size)
+            self._hangs = HangFinder(
+                limit=self._limit, is_strict=self._is_strict, hang_queries=self._queries, notice=self.notice
+            )
+        if any(_age(peer.files.failure) < _FAILURE_SECONDS for peer in peers):
+            self._hangs.answer(peers)
+        elif (hang := self._hangs.poll(peers)) is not None and not self._stopped.is_set():
+            log_dir = Path(os.environ.get(rank_variables.LOG_VARIABLE, ""))
+            found = found_hang(hang, write_hang(hang, log_dir, limit=self._limit))
+            self._end(self._queries.announce(found, socket.gethostname()))
+        if self._queries.announced is not None:
+            self._end(self._queries.announced)
+
+    def _ask_others(self, ranks: Sequence[RankCalls], *, answers: bool = False) -> list[RankCalls]:
+        """Return the ranks of other machines after a failure. The thread that has failed calls it.
+
+        Args:
+            answers: whether the calling thread is the one that watches, which has to answer other machines meanwhile.
+        """
+        if not self._limit or not dist.is_initialized():
+            return []
+        store = hang_queries.JobStore(hang_queries.watch_store)
+        queries = hang_queries.queries_of_machine(store, [rank.rank for rank in ranks], self._world_size)
+        found = queries.ask(ranks, _FAILURE_ANSWER_SECONDS, after_failure=True, answers=answers)
+        store.join(_STOP_SECONDS)
+        return found or []
+
+    def _end(self, found: FoundHang) -> None:
+        """End all ranks of this machine."""
+        if not found.claim(self.files.hang):
+            self._exit_after_hang()
+        if not self.has_launcher:
+            # The order matters: a launcher may end this process as soon as another one has exited. The error must be
+            # from before the end of the ranks that are killed below.
+            rank_exit.write_error_file(found.message, seconds_ago=1)
+            rank_exit.print_block(found.text)
+        rank_exit.ignore_sigterm()
+        for peer in self._peers.values():
+            if peer.rank != self._rank and (rank_files.is_halted(peer.pid) or _beat_age(peer) > _FRESH):
+                peer.send(signal.SIGKILL)
+        rank_exit.exit_after_hang()
+
+    def _exit_after_hang(self) -> None:
+        """Exit because another rank has reported a hang."""
+        rank_exit.exit_after_hang(0.0 if self.has_launcher else _LEAD)
+
+
+def _beat_age(peer: Peer) -> float:
+    found = read_header(peer.files.calls)
+    return found.beat if found is not None and not peer.is_gone() else float("inf")
+
+
+def _age(path: Path) -> float:
+    try:
+        return time.time() - path.stat().st_mtime
+    except OSError:
+        return float("inf")
 
 
 watch = Watch()

@@ -20,21 +20,19 @@ import tempfile
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Final
 
-from hf_fsdp_plugin.hangs.hang_report import FoundHang
-from hf_fsdp_plugin.hangs.rank_exit import ERROR_FILE_VARIABLE
-from hf_fsdp_plugin.hangs.rank_files import RankFiles, write_atomically
-from hf_fsdp_plugin.launcher import rank_processes
+from hf_fsdp_plugin.hangs.rank_exit import print_block
+from hf_fsdp_plugin.hangs.rank_files import FoundHang, RankFiles, write_atomically
 from hf_fsdp_plugin.launcher.orphan_processes import Guard, OrphanProcess, end_processes, run_name
-from hf_fsdp_plugin.launcher.other_machines import Announced
-from hf_fsdp_plugin.launcher.rank_processes import RankJob, RankOutput, RankProcess
+from hf_fsdp_plugin.launcher.other_machines import Announced, wait_until
+from hf_fsdp_plugin.launcher.rank_processes import RankJob, RankOutput, RankProcess, launch_env, rank_command, rank_env
 from hf_fsdp_plugin.launcher.rendezvous import Rendezvous, SignalException  # imports torch with less output
 from hf_fsdp_plugin.launcher.world import World
 from hf_fsdp_plugin.problems import Problem
+from hf_fsdp_plugin.rank_variables import ERROR_FILE_VARIABLE
 from hf_fsdp_plugin.runs.failures import RunResult, first_failure, format_failures, summarize_exit
 from hf_fsdp_plugin.runs.restart_policy import FailedAttempt, Restarts, assess_attempt, decide_restart
 from hf_fsdp_plugin.sources.launchers import LaunchHandover
@@ -97,17 +95,13 @@ def run_job(
         should_stop: called again and again while the ranks run. Returns why they are stopped; ``None`` if they are not.
     """
     job = RankJob(
-        command=rank_processes.rank_command(words),
+        command=rank_command(words),
         num_local=world.size,
-        env={**rank_processes.launch_env(spec, world, handover), **env},
+        env={**launch_env(spec, world, handover), **env},
         grace=_JOB_GRACE,
         should_stop=should_stop,
     )
-    rendezvous = Rendezvous(first_restarts(0))
-    try:
-        result = run_once(job, rendezvous)
-    finally:
-        rendezvous.shutdown()
+    result = run_once(job, Rendezvous(first_restarts(0)))
     assert result is not None  # no machine is a spare
     return result
 
@@ -118,7 +112,7 @@ def _run_attempt(job: RankJob, rendezvous: Rendezvous) -> int | None:
     The steps after a failure:
 
     1. The rank records its exception before it exits (``hangs.rank_exit.failure_of``); a hang is recorded by the rank
-       that has found it (``runs.watch_thread``).
+       that has found it (``integrations.rank_watch``).
     2. The launcher sees the record or the exit, asks the other ranks for their stacks, gives them time to fail by
        themselves, announces the failure to the other machines, and stops its ranks (``AttemptRanks.is_over``).
     3. How each rank exited is read from its files; the first failure is determined, and the machine that has it gets
@@ -257,7 +251,7 @@ class AttemptRanks(LogsSpecs):
         for local_rank, env in envs.items():
             rank = int(env["RANK"])
             files = RankFiles(self._scratch / f"rank_{rank}")
-            env |= {**self._job.env, **rank_processes.rank_env(files, self._run, restarts)}
+            env |= {**self._job.env, **rank_env(files, self._run, restarts)}
             streams.error_files[local_rank] = env[ERROR_FILE_VARIABLE]
             opened = self._output.open(rank, is_first=local_rank == 0)
             streams.stdouts[local_rank], streams.stderrs[local_rank], tail = opened
@@ -306,8 +300,7 @@ class AttemptRanks(LogsSpecs):
         elif self._running():
             return False
         else:  # wait for machines whose ranks end later
-            machines.end()
-            machines.wait_for_end(_EXIT_BARRIER_SECONDS)
+            machines.end(_EXIT_BARRIER_SECONDS)
         return True
 
     def _stop_after_failure(self) -> None:
@@ -349,10 +342,8 @@ class AttemptRanks(LogsSpecs):
         self._request_stacks()
         _print_stopping(death_signal, len(self._running()), grace)
         self._send(death_signal)
-        deadline = time.monotonic() + grace
         try:
-            while self._running() and time.monotonic() < deadline:
-                time.sleep(_POLL_SECONDS)
+            wait_until(lambda: not self._running(), grace)
         except SignalException as stop:
             _print_stopping(stop.sigval, len(self._running()), 0.0)
         self._kill()
@@ -398,5 +389,4 @@ def _print_stopping(number: int, num_ranks: int, grace: float) -> None:
     """Print immediately how the ranks are stopped after a signal."""
     name = signal.Signals(number).name
     how = f"they have {grace:g} s, and the next {name} kills them" if grace else "they are killed"
-    with suppress(OSError):
-        os.write(2, f"hf-fsdp: {name}: stopping {plural(num_ranks, 'rank')}; {how}\n".encode())
+    print_block(f"hf-fsdp: {name}: stopping {plural(num_ranks, 'rank')}; {how}")

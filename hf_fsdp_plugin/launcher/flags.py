@@ -15,7 +15,7 @@ from typing import Any, Final, NoReturn
 from hf_fsdp_plugin.sources.command_line import RENAMED, SWITCHES, flag_name, machine_range, remedy_of_switch
 from hf_fsdp_plugin.spellings import nearest_word
 from hf_fsdp_plugin.text import printable
-from hf_fsdp_plugin.vocabulary import BY_KEY, ROWS, Scope, SettingRow, similar_key
+from hf_fsdp_plugin.vocabulary import BY_KEY, ROWS, WORDS, Scope, SettingRow, similar_key
 
 _LAUNCHER: Final = (
     ("config_file", "CONFIG", "Accelerate YAML or JSON with an fsdp_config"),
@@ -64,19 +64,11 @@ _PREFIXED: Final[tuple[Scope, ...]] = ("fsdp", "parallelism", "dynamo")
 _SHORT: Final = {"module": "-m", "quiet": "-q", "tee": "-t"}
 _NOT_FSDP: Final = "this launcher runs FSDP only. Use `accelerate launch` for other engines."
 _UNSUPPORTED: Final[Mapping[str, str]] = {
-    **dict.fromkeys(
-        (
-            "multi_gpu", "tpu", "use_deepspeed", "use_megatron_lm", "tpu_cluster", "no_tpu_cluster", "tpu_use_sudo",
-            "vm", "env", "aws_access_key_id", "aws_secret_access_key", "zero_stage",
-        ),
-        _NOT_FSDP,
-    ),
+    **dict.fromkeys(WORDS["flags_of_other_engines"], _NOT_FSDP),
     "no_python": "every rank runs Python with the plugin installed. Leave the flag out.",
-}  # fmt: skip
+}
 """Flag of other launchers -> why it is refused."""
-_UNSUPPORTED_PREFIXES: Final = (
-    "deepspeed_", "megatron_lm_", "fp8_", "zero3_", "offload_optimizer_", "offload_param_",
-)  # fmt: skip
+_UNSUPPORTED_PREFIXES: Final = tuple(WORDS["flag_prefixes_of_other_engines"])
 _OTHER_LAUNCHERS: Final[Mapping[str, str]] = {
     "config": "config_file",
     "nproc": "num_processes",
@@ -114,15 +106,12 @@ class SettingFlag(argparse.Action):
     """Appends the flag as it is written, with its value after ``=``, to ``command_line``, for ``load_spec``.
 
     Args:
-        about: the meaning of the setting, also where the help does not list it.
         aliases: names that are accepted too, with underscores.
     """
 
-    def __init__(
-        self, option_strings: Sequence[str], dest: str, about: str, aliases: Sequence[str] = (), **options: Any
-    ) -> None:
+    def __init__(self, option_strings: Sequence[str], dest: str, aliases: Sequence[str], **options: Any) -> None:
         super().__init__(option_strings, dest, default=(), **options)
-        self.about, self.aliases = about, aliases
+        self.aliases = aliases
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
         flag = str(option_string) if self.nargs == 0 else f"{option_string}={values}"
@@ -235,7 +224,8 @@ def add_launch_flags(parser: Parser) -> None:
     for name, value, about in _LAUNCHER:
         if name not in known:
             flags = [f"--{name}", *([_SHORT[name]] if name in _SHORT else [])]
-            kind: dict[str, Any] = {"action": _LauncherFlag, "metavar": value, "choices": _choices_of(value)}
+            choices = Suggested(value.split("|")) if "|" in value and value.islower() else None
+            kind: dict[str, Any] = {"action": _LauncherFlag, "metavar": value, "choices": choices}
             if not value:
                 kind = {"action": "store_const", "const": "true"}
             parser.add_argument(*flags, dest=f"launch.{name}", help=about, **kind)
@@ -260,28 +250,23 @@ def add_setting_flags(parser: Parser, *, is_shown: bool = False) -> None:
     group = parser.add_argument_group("settings", more) if is_shown else parser
     known = parser.by_name()
 
-    def add(to: Any, name: str, metavar: str, about: str, shown: str, row: SettingRow | None, **more: Any) -> None:
+    def add(to: Any, name: str, metavar: str, about: str, row: SettingRow | None, aliases: Sequence[str] = ()) -> None:
         if name not in known:
-            choices = _values_of(row) if row is not None and metavar else None
-            nargs = None if metavar else 0
-            options = {"dest": "command_line", "nargs": nargs, "metavar": metavar or None, "choices": choices, **more}
-            to.add_argument(f"--{name}", action=SettingFlag, about=about, help=shown, **options)
+            kind = {"metavar": metavar, "choices": _values_of(row)} if metavar else {"nargs": 0}
+            options = {"action": SettingFlag, "dest": "command_line", "help": about, "aliases": aliases, **kind}
+            to.add_argument(f"--{name}", **options)
 
     for name, value, about in _SETTINGS:
-        add(group, name, value, about, about if is_shown else argparse.SUPPRESS, BY_KEY.get(("launch", name)))
+        add(group, name, value, about if is_shown else argparse.SUPPRESS, BY_KEY.get(("launch", name)))
     for row in ROWS:
         if row.scope in _PREFIXED and row.opens is None:
-            prefix = row.key.removesuffix(row.spellings[0])
-            value = "" if row.key in SWITCHES else "VALUE"
-            aliases = [prefix + spelling for spelling in row.spellings]
-            add(parser, row.key, value, row.about, argparse.SUPPRESS, row, aliases=aliases)
+            aliases = [row.key.removesuffix(row.spellings[0]) + spelling for spelling in row.spellings]
+            add(parser, row.key, "" if row.key in SWITCHES else "VALUE", argparse.SUPPRESS, row, aliases)
 
 
-def _choices_of(value: str) -> Suggested | None:
-    return Suggested(value.split("|")) if "|" in value and value.islower() else None
-
-
-def _values_of(row: SettingRow) -> Suggested | None:
+def _values_of(row: SettingRow | None) -> Suggested | None:
+    if row is None:
+        return None
     if row.kind in ("bool", "reshard"):
         return Suggested(("true", "false"))
     return Suggested(value for value in row.choices if value not in ("auto", "fp8")) or None

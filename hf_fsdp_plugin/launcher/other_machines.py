@@ -10,15 +10,15 @@ grows with the number of machines only.
 from __future__ import annotations
 
 import json
-import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, astuple, dataclass
-from typing import Any, Final, Literal, TypeVar
+from typing import Any, Final, Literal
 
 from hf_fsdp_plugin.hangs.calls import RankCalls
-from hf_fsdp_plugin.hangs.rank_exit import read_seconds
 from hf_fsdp_plugin.problems import Problem
+from hf_fsdp_plugin.rank_variables import silence_limit
 from hf_fsdp_plugin.runs.restart_policy import FailedAttempt, lost_machine
 from hf_fsdp_plugin.text import plural, printable
 
@@ -52,13 +52,8 @@ def compare_facts(mine: Mapping[str, str], text: bytes) -> Problem | None:
     return Problem(code="FSDP-E708", message=message, fix=_FIX)
 
 
-MACHINE_LIMIT_VARIABLE: Final = "HF_FSDP_MACHINE_TIMEOUT"
-"""Environment variable with the seconds after which a silent machine counts as lost."""
-DEFAULT_LIMIT: Final = 15.0
-"""Default of this limit, as in torchrun's c10d rendezvous: three missed heartbeats, one every five seconds."""
-POLL_SECONDS: Final = 0.1
+_POLL_SECONDS: Final = 0.1
 AnnouncedKind = Literal["failed", "hung", "lost", "joins"]
-_T = TypeVar("_T")
 _BEAT_SECONDS: Final = 1.0
 _VERDICT_SECONDS: Final = 60.0
 """Seconds that a machine waits for the failed attempt of the machine that announced it, whose saves get 25 s."""
@@ -68,10 +63,12 @@ _MAX_TEXT: Final = 1000
 """Characters of a text of another machine that are printed."""
 
 
-def silence_limit() -> float:
-    """Return the limit in seconds. Raises ``ValueError`` if the environment variable is not a positive number."""
-    text = os.environ.get(MACHINE_LIMIT_VARIABLE, "").strip()
-    return read_seconds(text, MACHINE_LIMIT_VARIABLE) if text else DEFAULT_LIMIT
+def wait_until(is_done: Callable[[], bool], seconds: float) -> bool:
+    """Wait for at most ``seconds``. Returns the last result of ``is_done``."""
+    deadline = time.monotonic() + seconds
+    while not (done := is_done()) and time.monotonic() < deadline:
+        time.sleep(_POLL_SECONDS)
+    return done
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,49 +111,51 @@ class OtherMachines:
         watched = [0] if machine else range(1, num_machines)
         self._seen = dict.fromkeys(watched, (-1, now))
 
-    def failure(self) -> Announced | None:
-        """Return the failure that a machine has announced, or a machine that is lost. Asks once per second."""
-        now = time.monotonic()
-        if self._announced is None and now >= self._next_beat:
-            found = self._ask(lambda: self._check_others(now), None)
-            self._announced = self._announced or found  # the store may have been lost meanwhile
-        return self._announced
+    @property
+    def _is_alone(self) -> bool:
+        return self.num_machines == 1 or self.is_cut
 
-    def _ask(self, request: Callable[[], _T], otherwise: _T) -> _T:
-        """Return the result of requests to the store, or ``otherwise`` if this machine is alone."""
-        if self._is_alone:
-            return otherwise
+    @contextmanager
+    def _asking(self) -> Iterator[None]:
+        """Send requests to the store. After one that fails, the rest of the block is skipped, and nobody is asked."""
         try:
-            return request()
+            yield
         except RuntimeError:  # torch raises it if the connection is closed or the store does not answer
             self.is_cut = True
             if self._announced is None:
                 self._announced = Announced(self.machine, "the launcher that hosts the rendezvous is gone", "lost", 0)
-            return otherwise
 
-    def _check_others(self, now: float) -> Announced | None:
-        self._next_beat = now + _BEAT_SECONDS
-        self._store.add(f"beat/{self.machine}", 1)
-        if self._store.check(["failed"]):
-            return self._read_announced()
+    def failure(self) -> Announced | None:
+        """Return the failure that a machine has announced, or a machine that is lost. Asks once per second."""
+        now = time.monotonic()
+        if self._announced is None and now >= self._next_beat and not self._is_alone:
+            self._next_beat = now + _BEAT_SECONDS
+            with self._asking():
+                self._store.add(f"beat/{self.machine}", 1)
+                if self._store.check(["failed"]):
+                    self._announced = self._read_announced()
+                else:
+                    self._check_others(now)
+        return self._announced
+
+    def _check_others(self, now: float) -> None:
+        """Announce a machine that does not answer any more."""
         for other, (count, seen) in self._seen.items():
             if (beat := self._store.add(f"beat/{other}", 0)) != count:
                 self._seen[other] = (beat, now)
             elif now - seen > self._limit and not self.num_ended():
-                return self.announce(f"machine {other} has not answered for {self._limit:g} s", "lost", lost=other)
-        return None
+                self.announce(f"machine {other} has not answered for {self._limit:g} s", "lost", lost=other)
+                return
 
     def announce(self, text: str, kind: AnnouncedKind = "failed", *, lost: int = -1) -> Announced:
         """End the attempt on all machines. Returns what was announced first."""
         if self._announced is None:
-            mine = Announced(self.machine, text[:_MAX_TEXT], kind, lost)
-
-            def request() -> Announced:
-                self._store.compare_set("failed", "", json.dumps(astuple(mine)))
-                return self._read_announced()
-
-            found = self._ask(request, mine)
-            self._announced = self._announced or found
+            found = mine = Announced(self.machine, text[:_MAX_TEXT], kind, lost)
+            if not self._is_alone:
+                with self._asking():
+                    self._store.compare_set("failed", "", json.dumps(astuple(mine)))
+                    found = self._read_announced()
+            self._announced = self._announced or found  # the store may have been lost meanwhile
         return self._announced
 
     def _read_announced(self) -> Announced:
@@ -165,10 +164,6 @@ class OtherMachines:
             return Announced(int(machine), printable(str(text)[:_MAX_TEXT]), kind, int(lost))
         except (ValueError, TypeError):  # not written by a launcher
             return Announced(-1, "another program has written to the store of the run")
-
-    @property
-    def _is_alone(self) -> bool:
-        return self.num_machines == 1 or self.is_cut
 
     @property
     def is_first(self) -> bool:
@@ -185,23 +180,21 @@ class OtherMachines:
         first = self._announced
         if self._is_alone or first is None:
             return [], []
-        nothing: list[RankCalls] = []
-        notes = ["the ranks of other machines are not included: see the output of their launchers"]
-        return self._ask(lambda: self._share_places(places, first), (nothing, notes))
-
-    def _share_places(self, places: Sequence[RankCalls], first: Announced) -> tuple[list[RankCalls], list[str]]:
-        if not self.is_first:
-            own = [(each.rank, each.place, each.state) for each in places]
-            self._store.set(f"places/{self.machine}", json.dumps(own))
-            return [], [f"machine {first.machine} failed first: see the output of its launcher"]
-        keys = {each: f"places/{each}" for each in range(self.num_machines) if each not in (self.machine, first.lost)}
-        self._wait(lambda: bool(self._store.check(list(keys.values()))), _PLACES_SECONDS)
-        arrived = [each for each, key in keys.items() if self._store.check([key])]
-        rows = [row for each in arrived for row in json.loads(self._store.get(keys[each]))]
-        found = [RankCalls(rank=rank, place=printable(place), state=state) for rank, place, state in rows]
-        missing = ", ".join(str(each) for each in keys if each not in arrived)
-        note = f"the ranks of machines {missing} are not included: see their launchers' output"
-        return found, [note] if missing else []
+        with self._asking():
+            if not self.is_first:
+                own = [(each.rank, each.place, each.state) for each in places]
+                self._store.set(f"places/{self.machine}", json.dumps(own))
+                return [], [f"machine {first.machine} failed first: see the output of its launcher"]
+            others = {*range(self.num_machines)} - {self.machine, first.lost}
+            keys = {each: f"places/{each}" for each in sorted(others)}
+            wait_until(lambda: bool(self._store.check(list(keys.values()))), _PLACES_SECONDS)
+            arrived = [each for each, key in keys.items() if self._store.check([key])]
+            rows = [row for each in arrived for row in json.loads(self._store.get(keys[each]))]
+            found = [RankCalls(rank=rank, place=printable(place), state=state) for rank, place, state in rows]
+            missing = ", ".join(str(each) for each in keys if each not in arrived)
+            note = f"the ranks of machines {missing} are not included: see their launchers' output"
+            return found, [note] if missing else []
+        return [], ["the ranks of other machines are not included: see the output of their launchers"]
 
     def agree(self, attempt: FailedAttempt) -> FailedAttempt:
         """Return the failed attempt as the machine that announced the failure knows it. ``attempt``: as known here."""
@@ -210,31 +203,27 @@ class OtherMachines:
             attempt = lost_machine(first.lost, attempt)
         if first is None or self._is_alone:
             return attempt
-        return self._ask(lambda: self._agree(attempt, first), lost_machine(0, attempt))
+        with self._asking():
+            if self.is_first:
+                self._store.set("attempt", json.dumps(asdict(attempt)))
+                return attempt
+            if wait_until(lambda: bool(self._store.check(["attempt"])), _VERDICT_SECONDS):
+                return FailedAttempt(**json.loads(self._store.get("attempt")))
+            return lost_machine(first.machine, attempt)
+        return lost_machine(0, attempt)
 
-    def _agree(self, attempt: FailedAttempt, first: Announced) -> FailedAttempt:
-        if self.is_first:
-            self._store.set("attempt", json.dumps(asdict(attempt)))
-            return attempt
-        if self._wait(lambda: bool(self._store.check(["attempt"])), _VERDICT_SECONDS):
-            return FailedAttempt(**json.loads(self._store.get("attempt")))
-        return lost_machine(first.machine, attempt)
-
-    def end(self) -> None:
-        """Tell the others that the ranks of this machine have ended without a failure."""
-        self._ask(lambda: self._store.add("ended", 1), 0)
-
-    def num_ended(self) -> int:
-        """Return on how many machines the ranks have ended without a failure."""
-        return self._ask(lambda: int(self._store.add("ended", 0)), 0)
-
-    def wait_for_end(self, seconds: float) -> None:
-        """Wait until the ranks of all machines have ended, or those of one have failed."""
+    def num_ended(self, more: int = 0) -> int:
+        """Return on how many machines the ranks have ended without a failure, after ``more`` were added."""
         if not self._is_alone:
-            self._wait(lambda: self.failure() is not None or self.num_ended() == self.num_machines, seconds)
+            with self._asking():
+                return int(self._store.add("ended", more))
+        return 0
 
-    def _wait(self, is_done: Callable[[], bool], seconds: float) -> bool:
-        deadline = time.monotonic() + seconds
-        while not (done := is_done()) and time.monotonic() < deadline:
-            time.sleep(POLL_SECONDS)
-        return done
+    def end(self, seconds: float) -> None:
+        """Tell the others that the ranks of this machine have ended without a failure, and wait for theirs.
+
+        Waits for at most ``seconds``, until the ranks of all machines have ended, or those of one have failed.
+        """
+        self.num_ended(1)
+        if not self._is_alone:
+            wait_until(lambda: self.failure() is not None or self.num_ended() == self.num_machines, seconds)

@@ -26,17 +26,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
+import hf_fsdp_plugin.rank_variables as rank_variables
 from hf_fsdp_plugin.devices import get_device
-from hf_fsdp_plugin.hangs import rank_files
-from hf_fsdp_plugin.hangs.rank_exit import ERROR_FILE_VARIABLE, HANG_LIMIT_VARIABLE
-from hf_fsdp_plugin.hangs.rank_files import RankFiles
+from hf_fsdp_plugin.hangs.rank_files import RankFiles, is_halted
 from hf_fsdp_plugin.hangs.rank_stacks import request_stack
 from hf_fsdp_plugin.launcher.flags import LaunchArguments
 from hf_fsdp_plugin.launcher.orphan_processes import RUN_VARIABLE
 from hf_fsdp_plugin.launcher.world import World, num_threads
 from hf_fsdp_plugin.problems import Problem
 from hf_fsdp_plugin.runs.failures import RankExit, read_exit
-from hf_fsdp_plugin.runs.restart_policy import RESTART_VARIABLE, Restarts
+from hf_fsdp_plugin.runs.restart_policy import Restarts
 from hf_fsdp_plugin.sources.launchers import LaunchHandover
 from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec
 
@@ -82,7 +81,7 @@ def launch_env(
         arguments: the arguments of the launcher; by default none.
     """
     arguments = arguments or LaunchArguments()
-    options = {HANG_LIMIT_VARIABLE: "hang_timeout", rank_files.LOG_VARIABLE: "log_dir"}
+    options = {rank_variables.HANG_LIMIT_VARIABLE: "hang_timeout", rank_variables.LOG_VARIABLE: "log_dir"}
     return {
         **settings_env(spec, world, arguments),
         **{name: arguments.options[option] for name, option in options.items() if option in arguments.options},
@@ -98,14 +97,14 @@ def rank_env(files: RankFiles, run: str, restarts: Restarts) -> dict[str, str]:
         run: name with which the processes of the run are found (``orphan_processes.run_name``).
     """
     return {
-        rank_files.LAUNCHER_VARIABLE: str(os.getpid()),
-        rank_files.FILES_VARIABLE: str(files.stem),
+        rank_variables.LAUNCHER_VARIABLE: str(os.getpid()),
+        rank_variables.FILES_VARIABLE: str(files.stem),
         RUN_VARIABLE: run,
-        rank_files.RUN_ID_VARIABLE: restarts.run_id,
-        RESTART_VARIABLE: str(restarts.count),
+        rank_variables.RUN_ID_VARIABLE: restarts.run_id,
+        rank_variables.RESTART_VARIABLE: str(restarts.count),
         "TORCHELASTIC_RESTART_COUNT": str(restarts.count),
         "TORCHELASTIC_MAX_RESTARTS": str(restarts.max_restarts),
-        ERROR_FILE_VARIABLE: str(files.stem.with_suffix(".error")),
+        rank_variables.ERROR_FILE_VARIABLE: str(files.stem.with_suffix(".error")),
     }
 
 
@@ -199,7 +198,7 @@ class RankProcess:
 
     def request_stacks(self) -> None:
         """Make the rank record its stacks. Does nothing if it cannot yet, or has recorded where it failed."""
-        self.halted = rank_files.is_halted(self.pid)
+        self.halted = is_halted(self.pid)
         if not self.files.failure.exists():
             request_stack(self.files.stacks, self.pid)
 

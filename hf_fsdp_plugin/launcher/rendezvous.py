@@ -15,17 +15,19 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
-from hf_fsdp_plugin.launcher.other_machines import OtherMachines, compare_facts, silence_limit
+from hf_fsdp_plugin.launcher.other_machines import OtherMachines, compare_facts, wait_until
 from hf_fsdp_plugin.launcher.world import World, rendezvous_address
 from hf_fsdp_plugin.problems import Problem, SpecError
+from hf_fsdp_plugin.rank_variables import silence_limit
 from hf_fsdp_plugin.runs.restart_policy import Restarts
 from hf_fsdp_plugin.spec.fsdp_spec import LaunchSection
 from hf_fsdp_plugin.text import plural, printable
 
+_T = TypeVar("_T")
 MEET_SECONDS: Final = 600.0
 """Seconds that machines wait for each other. Same as torchrun's rendezvous."""
 _LAST_CALL_SECONDS: Final = 10
@@ -111,11 +113,6 @@ class Rendezvous(StaticTCPRendezvous):
     def get_run_id(self) -> str:
         return self.restarts.run_id
 
-    def shutdown(self) -> bool:
-        if self._listening is not None:
-            self._listening.close()
-        return True
-
 
 def _listen(port: int) -> socket.socket:
     return socket.create_server(("127.0.0.1", port), backlog=socket.SOMAXCONN)
@@ -146,20 +143,14 @@ class MachinesRendezvous(Rendezvous):
         self._conf: dict[str, Any] = dict(pair.split("=", 1) for pair in conf.split(",") if "=" in pair)
         self._seconds = float(self._conf.pop("timeout", self._conf.get("join_timeout", MEET_SECONDS)))
         self._is_numbered = launch.rdzv_backend == "static"
+        self._is_host = self._is_numbered and launch.machine_rank == 0
+        self._is_local = launch.main_process_ip in ("127.0.0.1", "localhost", "::1")
         self._store: Any = None
         self._handler: Any = None
         self._num_met = 0
         self._next_look = 0.0
         self._has_left = threading.Event()
         self._beats: threading.Thread | None = None
-
-    @property
-    def _is_host(self) -> bool:
-        return self._is_numbered and self._launch.machine_rank == 0
-
-    @property
-    def _is_local(self) -> bool:
-        return self._launch.main_process_ip in ("127.0.0.1", "localhost", "::1")
 
     def next_rendezvous(self) -> elastic.RendezvousInfo:
         """Wait for the other machines.
@@ -180,7 +171,10 @@ class MachinesRendezvous(Rendezvous):
             if isinstance(error, elastic.RendezvousTimeoutError):
                 reason = "not all of them came in time"
             elif isinstance(error, elastic.RendezvousClosedError):
-                self._raise_refused()
+                with contextlib.suppress(RuntimeError):
+                    refused = self._store.check(["refused"]) and compare_facts(self._facts, self._store.get("refused"))
+                    if refused:
+                        raise RendezvousError([refused]) from None
                 reason = "the run has ended on the other machines"
             raise self._not_met(printable(reason[:300]), again) from error
 
@@ -201,15 +195,8 @@ class MachinesRendezvous(Rendezvous):
         parameters = elastic.RendezvousParameters(
             "c10d", address, _NAME, self._min_machines, num_machines, local_addr=local, **options
         )
-        deadline = time.monotonic() + self._seconds
-        while True:
-            try:
-                backend, store = create_backend(parameters)
-                break
-            except elastic.RendezvousError:
-                if self._is_host or time.monotonic() > deadline:
-                    raise
-                time.sleep(1.0)  # machine 0 is not started yet
+        seconds = 0.0 if self._is_host else self._seconds  # machine 0 may not be started yet
+        backend, store = _retry(lambda: create_backend(parameters), elastic.RendezvousError, seconds)
         self._store = PrefixStore(_NAME, store)
         handler = create_handler(store, backend, parameters)
         mine = json.dumps(self._facts)
@@ -220,11 +207,6 @@ class MachinesRendezvous(Rendezvous):
             raise RendezvousError([problem])
         self._claim()
         self._handler = handler
-
-    def _raise_refused(self) -> None:
-        with contextlib.suppress(RuntimeError):
-            if self._store.check(["refused"]) and (problem := compare_facts(self._facts, self._store.get("refused"))):
-                raise RendezvousError([problem])
 
     def _claim(self) -> None:
         """Claim the number of this machine, and write heartbeats from now on.
@@ -290,10 +272,8 @@ class MachinesRendezvous(Rendezvous):
         # Ends torch's thread of heartbeats in any case: the interpreter must not end while it is in a request.
         with contextlib.suppress(RuntimeError, elastic.RendezvousError):
             self._handler.shutdown()
-            deadline = time.monotonic() + _LEAVE_SECONDS
-            may_host = self._is_host or not self._is_numbered
-            while may_host and self._store.add("left", 0) < self._num_met and time.monotonic() < deadline:
-                time.sleep(0.1)
+            if self._is_host or not self._is_numbered:  # this machine may host the store
+                wait_until(lambda: self._store.add("left", 0) >= self._num_met, _LEAVE_SECONDS)
         return True
 
     def _not_met(self, reason: str, again: bool) -> RendezvousError:
@@ -322,6 +302,18 @@ def _open(meeting: Store, size: int) -> None:
         meeting.set(f"go/{node}", json.dumps(go | {"number": numbers[each["rank"]]}))
 
 
+def _retry(request: Callable[[], _T], errors: type[Exception], seconds: float) -> _T:
+    """Return the result of a request, which is repeated once per second for ``seconds`` while it raises an error."""
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            return request()
+        except errors:
+            if time.monotonic() >= deadline:
+                raise
+            time.sleep(1.0)
+
+
 def _check_address(launch: LaunchSection, *, is_host: bool, seconds: float) -> None:
     """Check the name of machine 0 and, on it, that the port is free.
 
@@ -329,16 +321,13 @@ def _check_address(launch: LaunchSection, *, is_host: bool, seconds: float) -> N
         seconds: how long to wait for the name in a pod of Kubernetes, which has no name before it runs.
     """
     host, port = rendezvous_address(launch).rsplit(":", 1)
-    deadline = time.monotonic() + (seconds if "KUBERNETES_SERVICE_HOST" in os.environ else 0.0)
-    while True:
-        try:
-            family, _, _, _, address = socket.getaddrinfo(host, int(port), type=socket.SOCK_STREAM)[0]
-            break
-        except OSError as error:
-            if time.monotonic() >= deadline:
-                message = f"the address of machine 0, {printable(host)}, is unknown here: {error.strerror or error}."
-                raise _error("FSDP-E707", message, "Pass the address of machine 0 as --main_process_ip.") from None
-            time.sleep(1.0)
+    seconds = seconds if "KUBERNETES_SERVICE_HOST" in os.environ else 0.0
+    try:
+        found = _retry(lambda: socket.getaddrinfo(host, int(port), type=socket.SOCK_STREAM), OSError, seconds)
+    except OSError as error:
+        message = f"the address of machine 0, {printable(host)}, is unknown here: {error.strerror or error}."
+        raise _error("FSDP-E707", message, "Pass the address of machine 0 as --main_process_ip.") from None
+    family, *_, address = found[0]
     if not is_host:
         return
     try:

@@ -16,10 +16,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
-from hf_fsdp_plugin.hangs import hang_report, rank_exit, rank_stacks
+from hf_fsdp_plugin.hangs import rank_exit, rank_files, rank_stacks
 from hf_fsdp_plugin.hangs.call_record import read_calls
 from hf_fsdp_plugin.hangs.calls import Counts, RankCalls
-from hf_fsdp_plugin.hangs.diagnose import compare_calls
+from hf_fsdp_plugin.hangs.diagnose import SILENT_EXIT, compare_calls
 from hf_fsdp_plugin.hangs.rank_files import HANG, RankFiles, find_peers
 from hf_fsdp_plugin.hangs.rank_stacks import Frame
 from hf_fsdp_plugin.problems import Problem
@@ -111,7 +111,7 @@ def read_exit(rank: int, files: RankFiles, *, code: int, time: float, **facts: A
         code, time: code and time of its exit.
         facts: further fields of :class:`RankExit`.
     """
-    failure = rank_exit.read_failure(files.failure)
+    failure = rank_files.read_json(files.failure)
     found = RankExit(
         rank=rank,
         code=code,
@@ -148,7 +148,7 @@ class RunResult:
     has_remote_hang: bool = False
     elsewhere: Sequence[RankCalls] = ()
     notes: Sequence[str] = ()
-    hang: hang_report.FoundHang | None = None
+    hang: rank_files.FoundHang | None = None
     joins: bool = False
     first: RankExit | None = field(init=False)
 
@@ -292,7 +292,7 @@ def explain_failure(first: RankExit, result: RunResult) -> Problem | None:
     gone = [rank for rank in result.exits if rank.left_silently]
     if gone and first.has_lost_connection:
         steps = f" after {plural(gone[0].counts.steps, 'optimizer step')}" if gone[0].counts is not None else ""
-        how, fix = "with code 0", hang_report.SILENT_EXIT
+        how, fix = "with code 0", SILENT_EXIT
         if not gone[0].code_is_known:
             how, fix = "without an exception", f"{fix} A signal such as SIGKILL may also have killed it."
         text = f"{name_ranks([rank.rank for rank in gone])} exited {how} before the end of the script{steps}. "

@@ -42,16 +42,12 @@ from itertools import pairwise, zip_longest
 from pathlib import Path
 from typing import Final
 
-from hf_fsdp_plugin.hangs import rank_files
-from hf_fsdp_plugin.hangs.hang_report import FoundHang
-from hf_fsdp_plugin.hangs.rank_exit import ERROR_FILE_VARIABLE, read_crash
-from hf_fsdp_plugin.hangs.rank_files import RUN_ID_VARIABLE, RankFiles, write_atomically
-from hf_fsdp_plugin.rank_variables import variable_number
+from hf_fsdp_plugin.hangs.rank_exit import read_crash
+from hf_fsdp_plugin.hangs.rank_files import FoundHang, RankFiles, start_of, write_atomically
+from hf_fsdp_plugin.rank_variables import ERROR_FILE_VARIABLE, POD_ID_VARIABLE, RUN_ID_VARIABLE, variable_number
 from hf_fsdp_plugin.runs.failures import RankExit, RunResult, read_exit
 from hf_fsdp_plugin.runs.restart_policy import FailedAttempt, Restarts, assess_attempt, decide_restart
 
-POD_ID_VARIABLE: Final = "PET_RDZV_ID"
-"""Environment variable with the id that a job of Kubernetes has, if its user sets one."""
 _AGENT_VARIABLE: Final = "TORCHELASTIC_RUN_ID"
 
 
@@ -130,12 +126,17 @@ def _agent(environ: Mapping[str, str]) -> str:
     """Return an identifier of torch's agent: its folder of logs, or else its process and when that was started."""
     if (logs := _logs(environ)) is not None:
         return logs.parent.name
+    import psutil  # few processes need it
+
     # The nearest ancestor whose environment does not name the run: a shell or a profiler may be between.
-    pid = os.getppid()
-    named = f"{_AGENT_VARIABLE}={environ[_AGENT_VARIABLE]}"
-    while pid > 1 and named in rank_files.environment_of(pid):
-        pid = rank_files.parent_of(pid)
-    return f"{pid}-{rank_files.start_of(pid)}"
+    pid = 0
+    for process in psutil.Process().parents():
+        pid = process.pid
+        with suppress(psutil.Error):  # the process belongs to another user
+            if process.environ().get(_AGENT_VARIABLE) == environ[_AGENT_VARIABLE]:
+                continue
+        break
+    return f"{pid}-{start_of(pid)}"
 
 
 def _logs(environ: Mapping[str, str]) -> Path | None:
@@ -215,7 +216,10 @@ def make_offer(folder: Path | None, identity: RunIdentity, *, rank: int, machine
         folder: that of the files of this attempt; ``None`` if there are none.
     """
     new = Offer(known=Restarts(run_id=identity.id, max_restarts=identity.max_restarts))
-    memory = _read_memory(folder.parent) if folder is not None else None
+    memory: Offer | None = None
+    if folder is not None:
+        with suppress(*_DAMAGED):
+            memory = Offer.from_text((folder.parent / _MEMORY).read_text())
     before = memory or new
     known = before.known
     is_later = memory is not None and identity.attempt > memory.attempt  # a later attempt of the same launcher
@@ -259,12 +263,6 @@ def remember_run(folder: Path, agreed: Offer, attempt: int) -> None:
             for path in earlier.iterdir():
                 path.unlink()
             earlier.rmdir()
-
-
-def _read_memory(run: Path) -> Offer | None:
-    with suppress(*_DAMAGED):
-        return Offer.from_text((run / _MEMORY).read_text())
-    return None
 
 
 def _earlier(folder: Path) -> list[Path]:

@@ -19,14 +19,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-from hf_fsdp_plugin.hangs.rank_exit import stack_of
+from hf_fsdp_plugin.hangs.rank_exit import CRASHES, stack_of
 from hf_fsdp_plugin.hangs.rank_stacks import is_library
 from hf_fsdp_plugin.problems import Problem
-from hf_fsdp_plugin.runs.failures import RankExit, RunResult, summarize_exit
+from hf_fsdp_plugin.runs.failures import RankExit, RunResult, signal_name, summarize_exit
 from hf_fsdp_plugin.text import plural
-
-RESTART_VARIABLE: Final = "HF_FSDP_RESTART_COUNT"
-"""Environment variable of the ranks with the number of restarts so far; 0 on the first start."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -189,8 +186,6 @@ PROGRAM_ERRORS: Final = (ImportError, SyntaxError, NameError, AttributeError, Ty
 """Exceptions that a program raises whenever it is started."""
 _USAGE: Final = 2
 """Exit code of argparse."""
-_CRASHES: Final = ("SIGSEGV", "SIGABRT", "SIGBUS", "SIGFPE", "SIGILL", "SIGTRAP", "SIGSYS")
-"""Signals that a process receives because of what it does. The others are sent to it."""
 _MAX_TEXT: Final = 200
 
 
@@ -240,15 +235,12 @@ def _identity(first: RankExit) -> str:
         own = [frame for frame in frames if not is_library(frame.file)]
         return f"{first.failure['type']} at {' '.join(f'{each.file}:{each.line}' for each in (*own, frames[-1]))}"
     if first.code < 0:
-        names = [name for name in _CRASHES if getattr(signal, name, None) == -first.code]
-        return names[0] if names else ""
+        return signal_name(-first.code) if -first.code in CRASHES else ""
     return f"exit code {first.code}"
 
 
 def _progress(exits: Iterable[RankExit]) -> tuple[int | None, int | None]:
     """Return the optimizer steps of the run before this attempt and at its end; ``None`` if it trained nothing."""
     counts = [rank.counts for rank in exits if rank.counts is not None]
-    furthest = max(counts, key=lambda each: each.before + each.steps, default=None)
-    if furthest is None or furthest.before + furthest.steps == 0:
-        return None, None
-    return furthest.before, furthest.before + furthest.steps
+    furthest = max(counts, key=lambda each: each.total, default=None)
+    return (furthest.before, furthest.total) if furthest is not None and furthest.total else (None, None)

@@ -22,10 +22,10 @@ from hf_fsdp_plugin.cli.output import HANG
 from hf_fsdp_plugin.hangs import hang_finder, hang_queries
 from hf_fsdp_plugin.hangs.call_record import CallRecord, read_calls
 from hf_fsdp_plugin.hangs.calls import RankCalls
-from hf_fsdp_plugin.hangs.hang_finder import HangFinder
+from hf_fsdp_plugin.hangs.diagnose import Diagnosis
+from hf_fsdp_plugin.hangs.hang_finder import HangFinder, found_hang, hang_problem, write_hang
 from hf_fsdp_plugin.hangs.hang_queries import HangQueries
-from hf_fsdp_plugin.hangs.hang_report import FoundHang, Hang, found_hang, write_hang
-from hf_fsdp_plugin.hangs.rank_files import RankFiles, is_halted, processor_use
+from hf_fsdp_plugin.hangs.rank_files import FoundHang, RankFiles, is_halted, processor_use
 from hf_fsdp_plugin.runs.failures import RunResult, format_failures
 from tests.unit.hangs.test_hang_watch import LIMIT, queries_of
 
@@ -99,7 +99,7 @@ def ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
         rank.record.close()
 
 
-def watch_for(ranks: list[Rank], seconds: float, **options: object) -> tuple[Hang | None, list[str]]:
+def watch_for(ranks: list[Rank], seconds: float, **options: object) -> tuple[Diagnosis | None, list[str]]:
     notices: list[str] = []
     watch = HangFinder(
         **{  # type: ignore[arg-type]
@@ -122,7 +122,7 @@ def test_late_rank_is_reported_after_the_limit(ranks: Make, tmp_path: Path) -> N
     both = ranks()
     assert watch_for(both, LIMIT / 2)[0] is None
     hang, _ = watch_for(both, 20.0)
-    assert hang is not None and hang.problem.code == "FSDP-E728" and hang.diagnosis.ranks == (1,)
+    assert hang is not None and hang_problem(hang).code == "FSDP-E728" and hang.ranks == (1,)
     path = write_hang(hang, tmp_path, limit=LIMIT)
     assert path is not None and path.parent == tmp_path
     dump = json.loads(path.read_text())
@@ -176,19 +176,19 @@ def test_rank_that_reads_files_has_five_limits(ranks: Make, tmp_path: Path) -> N
     )
     (tmp_path / "train.py").write_text("import json\nconfig = json.loads(file.read())\n")
     hang, notices = watch_for(both, 30.0, is_strict=False)
-    assert hang is not None and hang.diagnosis.reads and not hang.diagnosis.is_busy
-    assert hang.diagnosis.waiting.seconds >= 5 * LIMIT
+    assert hang is not None and hang.reads and not hang.is_busy
+    assert hang.waiting.seconds >= 5 * LIMIT
     assert len(notices) == 1 and "FSDP-W732" in notices[0] and "waits for files or data" in notices[0]
 
 
 def test_busy_rank_is_a_hang_with_a_flag(ranks: Make) -> None:
     hang, _ = watch_for(ranks(WORKS), 20.0)
-    assert hang is not None and hang.diagnosis.ranks == (1,) and hang.diagnosis.is_busy
+    assert hang is not None and hang.ranks == (1,) and hang.is_busy
 
 
 def test_sleeping_rank_is_a_hang_without_a_flag(ranks: Make) -> None:
     hang, _ = watch_for(ranks(), 20.0, is_strict=False)
-    assert hang is not None and not hang.diagnosis.is_busy
+    assert hang is not None and not hang.is_busy
 
 
 @pytest.mark.parametrize(("late", "number"), [(SLEEPS, signal.SIGSTOP), (ENDS, None)])
@@ -197,8 +197,8 @@ def test_state_of_the_process_is_named(ranks: Make, late: str, number: int | Non
     if number is not None:
         os.kill(both[1].pid, number)
     hang, _ = watch_for(both, 20.0, is_strict=False)
-    assert hang is not None and hang.diagnosis.ranks == (1,)
-    assert ("SIGSTOP" if number is not None else "had exited before the end") in hang.problem.message
+    assert hang is not None and hang.ranks == (1,)
+    assert ("SIGSTOP" if number is not None else "had exited before the end") in hang_problem(hang).message
 
 
 def test_time_out_of_the_group_shortens_the_limit(ranks: Make, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -207,7 +207,7 @@ def test_time_out_of_the_group_shortens_the_limit(ranks: Make, monkeypatch: pyte
     both = ranks()
     hang, _ = watch_for(both, 20.0, limit=1000.0)
     assert hang is not None
-    assert 1.0 <= hang.diagnosis.waiting.seconds < 15
+    assert 1.0 <= hang.waiting.seconds < 15
     other = Group()
     other.group_name = "1"
     both[0].record.begin(other, "barrier", None)  # type: ignore[arg-type]
@@ -251,8 +251,8 @@ def test_silent_machine_is_late(ranks: Make) -> None:
     for rank in both:
         rank.files.calls.write_bytes(rank.files.calls.read_bytes().replace(b'"0,1"', b'"0-3"'))
     hang, _ = watch_for(both, 20.0, hang_queries=Silent())
-    assert hang is not None and hang.diagnosis.ranks == (2, 3)
-    assert "is on machine 1 (b), which does not answer" in hang.problem.message
+    assert hang is not None and hang.ranks == (2, 3)
+    assert "is on machine 1 (b), which does not answer" in hang_problem(hang).message
 
 
 def test_state_and_time_of_processes_are_read(ranks: Make) -> None:

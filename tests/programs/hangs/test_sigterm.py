@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from hf_fsdp_plugin.hangs.rank_exit import ERROR_FILE_VARIABLE, write_error_file
+from hf_fsdp_plugin.hangs.rank_exit import write_error_file
 from hf_fsdp_plugin.hangs.rank_stacks import read_stack
+from hf_fsdp_plugin.rank_variables import ERROR_FILE_VARIABLE
 
 HELD = """
 import os, signal, sys, threading, time
@@ -139,11 +140,11 @@ def test_end_after_a_hang_leaves_no_worker(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(
         "import multiprocessing, sys, time\n"
-        "from hf_fsdp_plugin.runs import watch_thread\n"
+        "from hf_fsdp_plugin.hangs.rank_exit import exit_after_hang\n"
         "if __name__ == '__main__':\n"
         "    worker = multiprocessing.get_context('fork').Process(target=time.sleep, args=(600,), daemon=True)\n"
         "    worker.start()\n"
-        "    watch_thread._exit()\n"
+        "    exit_after_hang()\n"
     )
     # The worker inherits the output, so that the call waits for its end, too.
     assert subprocess.run([sys.executable, script], capture_output=True, timeout=60).returncode == 75

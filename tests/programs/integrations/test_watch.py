@@ -14,22 +14,22 @@ from tests.unit.integrations.test_watch import armed_files
 
 def test_children_of_a_rank_are_no_ranks(as_rank: Path) -> None:
     files = armed_files()
-    code = "from hf_fsdp_plugin.integrations.rank_watch import watch; watch.arm(); print(watch.files)"
+    code = "from hf_fsdp_plugin.integrations.rank_watch import watch; watch.arm(); print(watch.is_armed)"
     env = {**os.environ, "TMPDIR": str(as_rank)}
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
-    assert done.stdout == "None\n"
+    assert done.stdout == "False\n"
     nested = subprocess.run(
         [sys.executable, "-c", code], env={**env, "MASTER_PORT": "2"}, capture_output=True, text=True, check=True
     )
-    assert "RankFiles" in nested.stdout, "a rank of another launcher that the rank has started"
+    assert nested.stdout == "True\n", "a rank of another launcher that the rank has started"
     read, write = os.pipe()
     if not (child := os.fork()):
         record.resume_at(5)
         watch.failed(ValueError("of the child"))
-        os.write(write, f"{watch.files} {record.is_open}".encode())
+        os.write(write, f"{watch.is_armed} {record.is_open}".encode())
         os._exit(0)
     os.waitpid(child, 0)
-    assert os.read(read, 100) == b"None False"
+    assert os.read(read, 100) == b"False False"
     os.close(read)
     os.close(write)
     counts = read_calls(0, files.calls).counts

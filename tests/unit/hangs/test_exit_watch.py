@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from hf_fsdp_plugin.hangs.rank_exit import EXIT_LIMIT_VARIABLE, exit_limit
+from hf_fsdp_plugin.rank_variables import EXIT_LIMIT_VARIABLE, exit_limit
 
 CODE = """
 import sys, threading, time

@@ -9,9 +9,9 @@ from dataclasses import replace
 import pytest
 
 from hf_fsdp_plugin.hangs.calls import ARRIVALS, POINT_TO_POINT, Call, Counts, GroupCalls, RankCalls, Wait
-from hf_fsdp_plugin.hangs.diagnose import Diagnosis, compare_calls, diagnose_hang
-from hf_fsdp_plugin.hangs.hang_report import Hang, describe_busy, describe_standstill
-from hf_fsdp_plugin.problems import Problem
+from hf_fsdp_plugin.hangs.diagnose import compare_calls, diagnose_hang
+from hf_fsdp_plugin.hangs.hang_finder import describe_busy, describe_standstill, hang_problem, has_worked
+from hf_fsdp_plugin.hangs.rank_files import ProcessorUse
 
 GROUP = "0 of ranks 0-3"
 LIMIT = 4.0
@@ -35,10 +35,6 @@ def rank_calls(
     return RankCalls(rank=rank, groups=groups, wait=wait, idle=waits or 60.0, place=f"at line {rank}")
 
 
-def problem_of(found: Diagnosis) -> Problem:
-    return Hang(diagnosis=found, stacks={}).problem
-
-
 def others_wait(late: RankCalls, *, seconds: float = 5.0) -> list[RankCalls]:
     return [rank_calls(rank, STEP, waits=seconds) for rank in range(4) if rank != late.rank] + [late]
 
@@ -48,7 +44,7 @@ def test_late_rank_and_the_unit_that_others_wait_for_are_named() -> None:
     found = diagnose_hang(others_wait(late), limit=LIMIT)
     assert found is not None and (found.kind, found.ranks) == ("late", (2,))
     assert found.waiting.ranks == (0, 1, 3) and found.waiting.call == STEP[-1]
-    problem = problem_of(found)
+    problem = hang_problem(found)
     assert problem.code == "FSDP-E728"
     assert (
         "rank 2 is late" in problem.message and "at line 2" in problem.message and "reduce-scatter" in problem.message
@@ -71,7 +67,7 @@ def test_state_of_the_late_rank_is_in_the_message(state: str) -> None:
     known = others_wait(late)
     found = diagnose_hang(known, limit=LIMIT)
     assert found is not None and found.ranks == (2,)
-    text = problem_of(found).message
+    text = hang_problem(found).message
     words = {"halted": "SIGSTOP", "exited": "had exited", "unreachable": "does not answer", "ended": "had ended"}
     assert words[state] in text
 
@@ -89,7 +85,7 @@ def test_skipped_layer_is_found_although_sizes_are_equal() -> None:
     assert found is not None and (found.kind, found.ranks) == ("different", (2,))
     assert found.difference is not None and found.difference.number == 3
     assert found.difference.reason == " Rank 2 left out all-gather of layers.2 (64 × fp32)."
-    problem = problem_of(found)
+    problem = hang_problem(found)
     assert problem.code == "FSDP-E729" and "Rank 2 left out all-gather of layers.2 (64 × fp32)" in problem.message
 
 
@@ -125,7 +121,7 @@ def test_rank_of_two_that_calls_the_model_alone_is_named(past: tuple[Call, ...])
     known = two_ranks((*past, *STEP[:6], STEP[0]), (*past, *STEP[:7]), 6, 5)
     found = diagnose_hang(known, limit=LIMIT)
     assert found is not None and (found.kind, found.ranks) == ("different", (0,))
-    text = problem_of(found).message
+    text = hang_problem(found).message
     assert "Rank 0 had called the model 6 times, the others 5 times." in text and "left out" not in text
 
 
@@ -135,7 +131,7 @@ def test_rank_that_leaves_a_forward_out_is_named() -> None:
     known = [replace(rank_calls(rank, calls, waits=5.0), counts=Counts(0, 2)) for rank in (0, 1, 3)] + [alone]
     found = diagnose_hang(known, limit=LIMIT)
     assert found is not None and found.ranks == (2,)
-    assert "Rank 2 had called the model once, the others twice." in problem_of(found).message
+    assert "Rank 2 had called the model once, the others twice." in hang_problem(found).message
 
 
 @pytest.mark.parametrize("odd", [0, 1])
@@ -148,7 +144,7 @@ def test_rank_of_two_with_an_unusual_call_is_named(odd: int, call: Call) -> None
     known = two_ranks(*calls, *forwards)
     found = diagnose_hang(known, limit=LIMIT)
     assert found is not None and found.ranks == (odd,)
-    text = problem_of(found).message
+    text = hang_problem(found).message
     assert f"In earlier steps, the call before was not followed by that of rank {odd}." in text
 
 
@@ -181,7 +177,7 @@ def test_sizes_of_uneven_operations_are_not_compared() -> None:
     assert compare_calls(rank_calls(rank, lists[rank], waits=5.0) for rank in range(4)) == ""
     found = diagnose_hang([rank_calls(rank, lists[rank], waits=5.0) for rank in range(4)], limit=LIMIT)
     assert found is not None and (found.kind, found.ranks) == ("stuck", ())
-    assert problem_of(found).code == "FSDP-E731"
+    assert hang_problem(found).code == "FSDP-E731"
 
 
 def test_dtypes_of_uneven_operations_are_compared() -> None:
@@ -220,7 +216,7 @@ def test_ranks_that_wait_for_each_other_are_a_circle() -> None:
     known = [save, *(rank_calls(rank, STEP[:6], waits=5.0) for rank in (1, 2, 3))]
     found = diagnose_hang(known, limit=LIMIT)
     assert found is not None and (found.kind, found.ranks) == ("circle", (0, 1, 2, 3))
-    problem = problem_of(found)
+    problem = hang_problem(found)
     assert problem.code == "FSDP-E730" and "Accelerator.save_state" in problem.message and "layers.5" in problem.message
 
 
@@ -231,9 +227,9 @@ def test_peer_of_a_receive_is_late() -> None:
     assert found is not None and (found.kind, found.ranks) == ("late", (3,))
 
 
-@pytest.mark.parametrize(("cpu", "moved", "is_busy"), [(0.5, False, True), (0.01, False, False), (0.01, True, True)])
-def test_late_rank_with_progress_is_busy(cpu: float, moved: bool, is_busy: bool) -> None:
-    late = replace(rank_calls(2, STEP[:5]), cpu=cpu, moved=moved)
+@pytest.mark.parametrize("is_busy", [False, True])
+def test_late_rank_with_progress_is_busy(is_busy: bool) -> None:
+    late = replace(rank_calls(2, STEP[:5]), is_busy=is_busy)
     found = diagnose_hang(others_wait(late), limit=LIMIT)
     assert found is not None and found.is_busy == is_busy
     problem = describe_busy(found, 540.0)
@@ -291,17 +287,21 @@ def test_standstill_names_the_places() -> None:
 
 
 @pytest.mark.parametrize(
-    ("cpu", "of_children", "moved", "is_busy"),
-    [(1.0, 0.0, False, False), (1.4, 0.4, False, True), (1.0, 0.0, True, True), (0.0, None, False, False)],
+    ("cpu", "of_children", "runs", "faults", "on_cpu", "on_accelerator"),
+    [
+        (1.0, 0.0, True, 5, True, False),
+        (1.4, 0.4, False, 5, True, True),
+        (0.01, 0.0, False, 500, False, True),
+        (0.01, 0.0, True, 5, True, False),
+        (0.01, 0.0, False, 5, False, False),
+    ],
 )
 def test_own_cpu_time_is_no_progress_on_accelerator(
-    cpu: float, of_children: float | None, moved: bool, is_busy: bool
+    cpu: float, of_children: float, runs: bool, faults: int, on_cpu: bool, on_accelerator: bool
 ) -> None:
     """A thread that waits for its GPU in a loop uses a core. Workers of a data loader do not wait for the GPU."""
-    known = [enqueued(rank, STEP, idle=9.0) for rank in range(3)]
-    late = replace(enqueued(3, STEP[:4], idle=10.0), cpu=cpu, cpu_of_children=of_children, moved=moved)
-    found = diagnose_hang([*known, late], limit=LIMIT)
-    assert found is not None and (found.kind, found.ranks, found.is_busy) == ("late", (3,), is_busy)
+    old, new = ProcessorUse(5.0, runs, 1.0, 100), ProcessorUse(5.0 + cpu, runs, 1.0 + of_children, 100 + faults)
+    assert [has_worked(old, new, 1.0, each) for each in (False, True)] == [on_cpu, on_accelerator]
 
 
 def test_rank_that_waits_for_files_has_its_own_notice() -> None:

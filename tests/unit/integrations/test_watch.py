@@ -16,24 +16,24 @@ import pytest
 from hf_fsdp_plugin import SpecError
 from hf_fsdp_plugin.hangs.call_record import read_calls, record
 from hf_fsdp_plugin.hangs.calls import Counts
-from hf_fsdp_plugin.hangs.rank_exit import ERROR_FILE_VARIABLE
-from hf_fsdp_plugin.hangs.rank_files import FILES_VARIABLE, LAUNCHER_VARIABLE, RankFiles, find_peers, start_of
+from hf_fsdp_plugin.hangs.rank_files import RankFiles, find_peers, start_of
 from hf_fsdp_plugin.integrations.rank_watch import watch
 from hf_fsdp_plugin.integrations.session import session
 from hf_fsdp_plugin.problems import Problem
+from hf_fsdp_plugin.rank_variables import ERROR_FILE_VARIABLE, FILES_VARIABLE, LAUNCHER_VARIABLE
 from hf_fsdp_plugin.runs.restart_policy import Restarts
 
 
 def armed_files() -> RankFiles:
     watch.arm()
-    assert watch.files is not None
+    assert watch.is_armed
     return watch.files
 
 
 def test_process_without_a_rank_is_not_armed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RANK", raising=False)
     watch.arm()
-    assert watch.files is None and not record.is_open
+    assert not watch.is_armed and not record.is_open
 
 
 def test_rank_is_armed_once_and_leaves_nothing(as_rank: Path) -> None:
@@ -71,7 +71,7 @@ def test_hang_of_earlier_ranks_does_not_end_new_ones(as_rank: Path, lives: bool)
     files.hang.write_text("{}")
     watch._open(files, records=False, is_alone=False)
     assert files.hang.exists() == lives
-    watch.files = files
+    watch.is_armed = True
     watch.disarm()
     other.process.unlink()
 
@@ -86,7 +86,7 @@ def test_folder_of_others_is_not_used(as_rank: Path, what: str, capfd: pytest.Ca
         folder.mkdir()
         folder.chmod(0o777)
     watch.arm()
-    assert watch.files is None
+    assert not watch.is_armed
     assert f"rank 0: hangs are not diagnosed: {folder}" in capfd.readouterr().err
 
 

@@ -53,7 +53,7 @@ def test_machine_that_announced_and_is_gone_was_lost() -> None:
 
 
 def test_silent_machine_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(module.MACHINE_LIMIT_VARIABLE, "0.2")
+    monkeypatch.setenv("HF_FSDP_MACHINE_TIMEOUT", "0.2")
     shared = store()
     one, two = OtherMachines(shared, 0, 2), OtherMachines(shared, 1, 2)
     two.failure()

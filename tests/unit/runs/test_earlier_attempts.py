@@ -14,8 +14,7 @@ from typing import Any
 
 import pytest
 
-from hf_fsdp_plugin.hangs.hang_report import FoundHang
-from hf_fsdp_plugin.hangs.rank_files import RankFiles
+from hf_fsdp_plugin.hangs.rank_files import FoundHang, RankFiles
 from hf_fsdp_plugin.runs.identity import (
     Offer,
     RunIdentity,
