@@ -69,7 +69,7 @@ def measure(args: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     rank = int(os.environ["RANK"])
     watch.arm()
-    assert watch.files is not None
+    assert watch.is_armed
     calls = watch.files.calls
     step, _ = plugin_loop(args, rank)
     block(step, args.warmup)
