@@ -39,6 +39,8 @@ EXAMPLES = (
 DEFAULT_GRACE = 30.0
 _OF_ONE_MACHINE = frozenset({"launch.machine_rank", "launch.main_process_ip", "launch.gpu_ids"})
 """Settings that may differ between machines."""
+_MODEL_FLAGS = ("model_name_or_path", "model_name", "model")
+"""Flags of training scripts that name the model."""
 _NUMBERS = (("grace", r"\d+(\.\d+)?"), ("num_cpu_threads_per_process", r"\d+"), ("max_restarts", r"\d{1,6}"))
 
 
@@ -234,7 +236,9 @@ def _show_run(arguments: flags.LaunchArguments, sources: Sources, command: Seque
         command: the command of a rank.
     """
     world: worlds.World | None = None
-    model, is_own = flags.model_of_script(arguments)
+    given = {flag.name: flag.text for flag in parse_flags(arguments.script_args)}
+    is_own = "model" in arguments.options
+    model = arguments.options.get("model") or next((given[name] for name in _MODEL_FLAGS if given.get(name)), "")
 
     def find_plan(spec: FsdpSpec) -> tuple[FsdpPlan | None, Sequence[Problem]]:
         nonlocal world

@@ -7,7 +7,7 @@ messages grows with the number of machines, and not with its square.
 
 ::
 
-    machine/<r>     JSON: name and ranks of the machine whose lowest rank is r
+    machine/<r>     name of the machine of rank r
     news            increased with each question and announcement: the counter that is read each second
     asked           number of questions
     failed/<m>      number of machines that have wanted to ask after a failure in minute m, because torch may keep the
@@ -56,6 +56,7 @@ _MOST_FAILED: Final = 8
 _LOOK_SECONDS: Final = 1.0
 _POLL_SECONDS: Final = 0.1
 _UNKNOWN_MACHINE: Final = "another machine"
+_MAX_NAME: Final = 200
 _MAX_NAMED: Final = 64
 """Maximum number of silent ranks whose machine is looked up."""
 
@@ -124,8 +125,8 @@ class HangQueries:
     ) -> None:
         self._store, self._name, self._ranks, self._world_size = store, name, tuple(ranks), world_size
         self.announced: FoundHang | None = None
-        self._is_registered = False
-        self._news = self._asked = self._answered = 0
+        self._news: int | None = None  # until the name of this machine is in the store
+        self._asked = self._answered = 0
         self._next_look = self._asks_from = 0.0
 
     def is_asked(self) -> bool:
@@ -137,9 +138,9 @@ class HangQueries:
         return self._asked > self._answered
 
     def _read_news(self, store: Any) -> None:
-        if not self._is_registered:
-            store.set(f"machine/{min(self._ranks)}", json.dumps({"name": self._name, "ranks": self._ranks}))
-            self._is_registered = True
+        if self._news is None:
+            for rank in self._ranks:
+                store.set(f"machine/{rank}", self._name)
         if (news := store.add("news", 0)) != self._news:
             self._asked = store.add("asked", 0)
             self._has_announcement(store)
@@ -237,9 +238,9 @@ class HangQueries:
                 missing -= found.keys()
             time.sleep(_POLL_SECONDS)
         for rank in sorted(missing)[:_MAX_NAMED]:
-            if others[rank].detail == _UNKNOWN_MACHINE and store.check([f"machine/{rank}"]):
-                name, of_machine = _machine(store.get(f"machine/{rank}"))
-                others.update((each, replace(others[each], detail=name)) for each in missing.intersection(of_machine))
+            if store.check([f"machine/{rank}"]):
+                name = store.get(f"machine/{rank}").decode(errors="replace")
+                others[rank] = replace(others[rank], detail=printable(name[:_MAX_NAME]))
         return True
 
     def announce(self, hang: FoundHang, machine: str) -> FoundHang:
@@ -269,14 +270,6 @@ def queries_of_machine(store: JobStore, ranks: Sequence[int], world_size: int) -
     host, machine = socket.gethostname(), os.environ.get("GROUP_RANK") or os.environ.get("SLURM_NODEID")
     name = f"machine {machine} ({host})" if machine else f"machine {host}"
     return HangQueries(store, name=name, ranks=ranks, world_size=world_size)
-
-
-def _machine(data: bytes) -> tuple[str, list[int]]:
-    """Return name and ranks of another machine; of none, if the text is invalid."""
-    content = _read_json(data)
-    if not isinstance(content, dict) or not isinstance(ranks := content.get("ranks"), list):
-        return _UNKNOWN_MACHINE, []
-    return str(content.get("name", "")), [rank for rank in ranks if isinstance(rank, int)]
 
 
 def _unpack(data: bytes) -> list[RankCalls]:

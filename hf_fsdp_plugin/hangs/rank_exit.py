@@ -16,11 +16,10 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from types import FrameType
 from typing import Any, Final, NoReturn
 
 from hf_fsdp_plugin.hangs.rank_files import HANG, write_atomically
-from hf_fsdp_plugin.hangs.rank_stacks import Frame
+from hf_fsdp_plugin.hangs.rank_stacks import Frame, current_stack
 from hf_fsdp_plugin.problems import Problem, SpecError
 from hf_fsdp_plugin.rank_variables import ERROR_FILE_VARIABLE, EXIT_LIMIT_VARIABLE, launched_rank
 from hf_fsdp_plugin.text import format_names
@@ -189,7 +188,7 @@ def ignore_sigterm() -> None:
 
 
 def exit_after_hang(seconds: float = 0.0) -> NoReturn:
-    """Exit after ``seconds``, without the exit handlers, and with the children of this process."""
+    """Exit after ``seconds`` without calling exit handlers, and kill the children of this process."""
     time.sleep(seconds)
 
     def flush() -> None:
@@ -226,13 +225,11 @@ class ExitWatch:
 
     def poll(self) -> bool:
         """Return whether the script has ended. Call it in a thread, again and again."""
-        outermost = frame = sys._current_frames().get(threading.main_thread().ident or 0)
-        while frame is not None:
-            outermost, frame = frame, frame.f_back
-        if outermost is None or outermost.f_code.co_name in _SCRIPT:
+        stack, _ = current_stack(threading.main_thread().ident or 0)
+        if not stack or stack[0].name in _SCRIPT:
             return False
         # Exit handlers, such as the report, run after the threads have ended.
-        if outermost.f_code.co_filename != threading.__file__ or not (held_by := _blocking_threads()):
+        if stack[0].file != threading.__file__ or not (held_by := _blocking_threads()):
             self._since = None
             return True
         self._since = self._since or time.monotonic()
@@ -254,18 +251,14 @@ class ExitWatch:
 
 def _blocking_threads() -> str:
     """Return which threads are not daemons, and where they are; empty if there are none."""
-    frames, main = sys._current_frames(), threading.main_thread()
-    shown = [
-        f"{thread.name} ({_place(frames.get(thread.ident or 0))})"
-        for thread in threading.enumerate()
-        if not thread.daemon and thread is not main
-    ]
+    threads = [each for each in threading.enumerate() if not each.daemon and each is not threading.main_thread()]
+    shown = [f"{thread.name} ({_place(thread)})" for thread in threads]
     return f"non-daemon threads {format_names(shown, 3)}" if shown else ""
 
 
-def _place(frame: FrameType | None) -> str:
+def _place(thread: threading.Thread) -> str:
     """Return file, line and function of the innermost frame outside the standard library."""
     library = os.path.dirname(threading.__file__)
-    stack = traceback.extract_stack(frame)
-    frames = [each for each in stack if os.path.dirname(each.filename) != library] or stack
-    return f"{frames[-1].filename}:{frames[-1].lineno}, in {frames[-1].name}" if frames else "starting"
+    stack, _ = current_stack(thread.ident or 0)
+    frames = [each for each in stack if os.path.dirname(each.file) != library] or stack
+    return f"{frames[-1].file}:{frames[-1].line}, in {frames[-1].name}" if frames else "starting"

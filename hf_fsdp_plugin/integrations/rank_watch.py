@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import functools
 import json
 import os
 import signal
@@ -310,8 +309,7 @@ class Watch:
     def _abort(self, held: HeldAbort) -> None:
         """Print why native code aborts this process, and end it."""
         stack_file.record()
-        ask = functools.partial(self._ask_others, answers=True)
-        if cause := failures.cause_of_abort(self._rank, self.files, ask):
+        if cause := failures.cause_of_abort(self._rank, self.files, self._ask_others):
             rank_exit.write_error_file(cause)
             rank_exit.print_block(f"hf-fsdp: {cause}")
         held.end()
@@ -343,17 +341,14 @@ class Watch:
         if self._queries.announced is not None:
             self._end(self._queries.announced)
 
-    def _ask_others(self, ranks: Sequence[RankCalls], *, answers: bool = False) -> list[RankCalls]:
-        """Return the ranks of other machines after a failure. The thread that has failed calls it.
-
-        Args:
-            answers: whether the calling thread is the one that watches, which has to answer other machines meanwhile.
-        """
+    def _ask_others(self, ranks: Sequence[RankCalls]) -> list[RankCalls]:
+        """Return the ranks of other machines after a failure. The thread that has failed calls it."""
         if not self._limit or not dist.is_initialized():
             return []
         store = hang_queries.JobStore(hang_queries.watch_store)
         queries = hang_queries.queries_of_machine(store, [rank.rank for rank in ranks], self._world_size)
-        found = queries.ask(ranks, _FAILURE_ANSWER_SECONDS, after_failure=True, answers=answers)
+        watches = threading.current_thread() is self._thread  # this thread has to answer other machines meanwhile
+        found = queries.ask(ranks, _FAILURE_ANSWER_SECONDS, after_failure=True, answers=watches)
         store.join(_STOP_SECONDS)
         return found or []
 

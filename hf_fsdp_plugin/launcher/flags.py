@@ -9,7 +9,6 @@ import argparse
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import Any, Final, NoReturn
 
 from hf_fsdp_plugin.sources.command_line import RENAMED, SWITCHES, flag_name, machine_range, remedy_of_switch
@@ -83,9 +82,6 @@ _OTHER_LAUNCHERS: Final[Mapping[str, str]] = {
     "fp16": "mixed_precision fp16",
 }
 """Flags of torchrun, deepspeed and training scripts -> the flag of launch with this meaning."""
-
-_MODEL_FLAGS: Final = ("--model_name_or_path", "--model_name", "--model")
-"""Flags of training scripts that name the model."""
 
 
 class UsageError(ValueError):
@@ -328,16 +324,3 @@ def read_launch_arguments(args: argparse.Namespace) -> LaunchArguments:
         script=words[0] if words else "",
         script_args=tuple(words[1:]),
     )
-
-
-def model_of_script(arguments: LaunchArguments) -> tuple[str, bool]:
-    """Return the model, or "", and whether ``--model`` of the launcher names it, not an argument of the script."""
-    if "model" in arguments.options:
-        return arguments.options["model"], True
-    for name in _MODEL_FLAGS:
-        for word, following in pairwise((*arguments.script_args, "")):
-            if word == name and following:
-                return following, False
-            if word.startswith(f"{name}="):
-                return word.removeprefix(f"{name}="), False
-    return "", False
