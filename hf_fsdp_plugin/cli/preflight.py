@@ -1,10 +1,11 @@
-"""``hf-fsdp check --run``: a tiny clone of the model trains on CPU ranks, through every stage of a run.
+"""``hf-fsdp check --run``: its arguments, and a tiny clone that trains on CPU ranks, through every stage of a run.
 
 Each rank records its stages in a file of a temporary folder (:mod:`hf_fsdp_plugin.integrations.preflight.stages`).
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import signal
@@ -15,21 +16,29 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from hf_fsdp_plugin.cli.output import Color, colored, text_width
 from hf_fsdp_plugin.devices import DEVICES
 from hf_fsdp_plugin.integrations.preflight import stages
-from hf_fsdp_plugin.launcher.attempts import run_job
-from hf_fsdp_plugin.launcher.world import World
+from hf_fsdp_plugin.launcher.flags import LaunchArguments, Parser, UsageError, why_refused
+from hf_fsdp_plugin.launcher.run_script import check_script
 from hf_fsdp_plugin.problems import Problem, has_errors
-from hf_fsdp_plugin.runs.failures import RunResult, first_failure, summarize_exit
+from hf_fsdp_plugin.sources.command_line import flag_name
 from hf_fsdp_plugin.sources.interface import ConfigFile, Sources
 from hf_fsdp_plugin.sources.launchers import LaunchHandover, user_variables
 from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec
 from hf_fsdp_plugin.strategies import STRATEGIES
 from hf_fsdp_plugin.text import fit_table, format_count, format_names, plural
 
+if TYPE_CHECKING:
+    from hf_fsdp_plugin.runs.failures import RunResult
+
+RUN_FLAG: Final = "--run"
+DEFAULT_LIMIT: Final = 240.0
+"""Seconds until the ranks of a preflight are stopped."""
+_FILE_SUFFIXES: Final = (".yaml", ".yml", ".json", ".py")
+"""Endings of words that are more likely CONFIG or SCRIPT than the value of a flag."""
 _MAX_TAIL: Final = 5
 _FAILED: Final = ("failed", "stood still")
 _NUM_RANKS: Final = 2
@@ -41,6 +50,78 @@ _DTYPES: Final = ("launch.mixed_precision", *(f"precision.{name}" for name in ("
 _ONE_MACHINE: Final = {
     "launch.num_machines": 1, "launch.machine_rank": 0, "launch.main_process_ip": "", "launch.gpu_ids": "all",
 }  # fmt: skip
+
+
+def add_run_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add ``--run`` and its options to the arguments of ``check``."""
+    parser.add_argument(
+        "--run",
+        action="store_true",
+        help="also train a tiny clone of the model on CPU ranks: prepare, step, clip, evaluate, save, resume, export",
+    )
+    about = f"with --run: stop the ranks after this time (default: {DEFAULT_LIMIT:g})"
+    parser.add_argument("--limit", type=float, default=DEFAULT_LIMIT, metavar="SECONDS", help=about)
+
+
+def split_run_words(argv: Sequence[str], parser: Parser) -> tuple[list[str], list[str], list[str]]:
+    """Return the words of ``check`` and of settings, those of ``TrainingArguments``, and SCRIPT with its arguments.
+
+    SCRIPT is the first word after CONFIG that is no flag or value, or the first one that ends in ``.py``. A flag that
+    neither ``check`` nor ``launch`` has belongs to ``TrainingArguments``, with the words up to the next flag.
+
+    Args:
+        parser: the parser of ``check``.
+    """
+    words, training, script = list(argv), [], []
+    checked: list[str] = []
+    has_config = any(flag_name(word.partition("=")[0]) in ("config_file", "fsdp") for word in words)
+    while words:
+        word = words.pop(0)
+        written, equals, _ = word.partition("=")
+        action = parser.find(written)
+        if word == "-m" or (not word.startswith("-") and (has_config or word.endswith(".py"))):
+            script = [word, *words]
+            break
+        if not word.startswith("--"):
+            checked.append(word)
+            has_config |= not word.startswith("-") or word == "-"
+        elif action is not None or why_refused(flag_name(written)):
+            checked.append(word)
+            takes_value = not equals and action is not None and action.nargs != 0
+            if takes_value and words and not words[0].startswith("--"):
+                checked.append(words.pop(0))
+        else:
+            training.append(word)
+            while not equals and words and not words[0].startswith("--") and not words[0].endswith(_FILE_SUFFIXES):
+                training.append(words.pop(0))
+    return checked, training, script
+
+
+def options_of(args: argparse.Namespace) -> stages.Options:
+    """Return the options of a preflight. ``--fsdp`` and ``--fsdp-config`` belong to ``TrainingArguments`` too."""
+    given = {name: value for name in ("fsdp", "fsdp_config") if (value := getattr(args, name)) is not None}
+    return stages.Options(
+        model=args.model or "",
+        script=args.script,
+        arguments=[*(word for name, value in given.items() for word in (f"--{name}", str(value))), *args.training],
+    )
+
+
+def check_run_usage(args: argparse.Namespace, num_configs: int) -> None:
+    """Raise ``UsageError`` if the usage of ``--run`` is wrong."""
+    if num_configs != 1 or args.fix or args.distributed_config:
+        raise UsageError("--run needs one config, and does not combine with --fix and --distributed-config.")
+    if not args.model and not args.script:
+        raise UsageError("--run needs --model DIR|ID or a SCRIPT.")
+    if args.script and args.training:
+        raise UsageError(f"{args.training[0]} is an argument of the script: write it after SCRIPT.")
+    if not args.limit > 0:
+        raise UsageError(f"--limit is {args.limit:g}; expected a positive number of seconds.")
+    if args.script:
+        is_module = args.script[0] == "-m"
+        words = args.script[1:] if is_module else args.script
+        options = {"module": "true"} if is_module else {}
+        check_script(LaunchArguments(script=words[0] if words else "", options=options))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,13 +137,6 @@ class PreflightResult:
     problems: Sequence[Problem]
     signal_number: int
 
-    @property
-    def ok(self) -> bool:
-        return bool(self.tree["ok"])
-
-    def to_json(self) -> dict[str, Any]:
-        return self.tree
-
 
 def run_preflight(spec: FsdpSpec, sources: Sources, options: stages.Options, limit_s: float) -> PreflightResult:
     """Run a preflight. Writes to a temporary folder only, and leaves no process.
@@ -71,6 +145,9 @@ def run_preflight(spec: FsdpSpec, sources: Sources, options: stages.Options, lim
         spec: the spec of `sources`, without errors.
         limit_s: seconds until the ranks are stopped.
     """
+    from hf_fsdp_plugin.launcher.attempts import run_job  # imports torch
+    from hf_fsdp_plugin.launcher.world import World
+
     overrides, changes = overrides_for_cpu(spec)
     size = _world_size(spec)
     precision = "bf16" if spec.launch.mixed_precision == "fp16" else spec.launch.mixed_precision
@@ -81,9 +158,13 @@ def run_preflight(spec: FsdpSpec, sources: Sources, options: stages.Options, lim
     with tempfile.TemporaryDirectory(prefix="hf_fsdp_preflight_", ignore_cleanup_errors=True) as scratch:
         folder = Path(scratch) / "run"
         folder.mkdir()
+        config = sources.config
+        if isinstance(config, ConfigFile) and config.data is not None:  # text from stdin, which the ranks cannot read
+            config = replace(config, path=Path(scratch) / "config.yaml")
+            config.path.write_bytes(config.data or b"")
         sources = replace(
             sources,
-            config=_as_file(sources.config, Path(scratch)),
+            config=config,
             overrides=(*sources.overrides, *overrides),
             training_arguments={},
             world_size=None,
@@ -121,15 +202,6 @@ def run_preflight(spec: FsdpSpec, sources: Sources, options: stages.Options, lim
         "stages": rows,
     }
     return PreflightResult(tree=tree, problems=(*changes, *problems), signal_number=run.signal_number)
-
-
-def _as_file(config: Any, scratch: Path) -> Any:
-    """Return a config that the ranks can read: text from stdin is written to a temporary file."""
-    if not isinstance(config, ConfigFile) or config.data is None:
-        return config
-    path = scratch / "config.yaml"
-    path.write_bytes(config.data)
-    return replace(config, path=path)
 
 
 def overrides_for_cpu(spec: FsdpSpec) -> tuple[list[str], list[Problem]]:
@@ -173,12 +245,18 @@ def _read_results(
     run: RunResult, records: Sequence[stages.PreflightRecord]
 ) -> tuple[list[dict[str, Any]], list[Problem]]:
     """Return the results of the stages and the problems, from the records of the ranks and how these exited."""
+    from hf_fsdp_plugin.runs.failures import first_failure, summarize_exit
+
     stopped = run.remote_failure  # why the launcher has stopped the ranks
     rows, problems = stages.stage_results(records, stopped=bool(stopped)), stages.problems_of(records)
     first = first_failure(run.exits)
     running = {rank: record.running for rank, record in enumerate(records) if record.running}
     if first is not None and first.tail:
-        problems = [_with_reason(problem, first.tail[-1]) for problem in problems]
+        # An exit of the script, such as argparse's, has no other message than the last line of stderr.
+        problems = [
+            replace(each, message=f"{each.message}: {first.tail[-1]}") if "SystemExit" in each.message else each
+            for each in problems
+        ]
     if stopped:
         places = [f"rank {rank} in the stage '{stage}'" for rank, stage in running.items()]
         message = f"the preflight was stopped after {stopped}: {format_names(places) or 'the ranks had not started'}."
@@ -192,11 +270,6 @@ def _read_results(
         problems.append(Problem(code="FSDP-E750", message=message))
         rows = [{**row, "result": "failed", "reason": None} if row["stage"] == stage else row for row in rows]
     return rows, problems
-
-
-def _with_reason(problem: Problem, last_line: str) -> Problem:
-    """Add the last line of stderr to an exit of the script, such as argparse's, which has no other message."""
-    return replace(problem, message=f"{problem.message}: {last_line}") if "SystemExit" in problem.message else problem
 
 
 def stage_table(preflight: PreflightResult) -> str:

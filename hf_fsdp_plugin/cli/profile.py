@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Final
 
 from hf_fsdp_plugin.cli import launch
 from hf_fsdp_plugin.cli.output import print_failure, print_json, print_problems
 from hf_fsdp_plugin.cli.verbs import whole_number
-from hf_fsdp_plugin.integrations.profiling import files
+from hf_fsdp_plugin.integrations.profiling import OPTIONS_VARIABLE, files
 from hf_fsdp_plugin.integrations.profiling.files import ProfileOptions
 from hf_fsdp_plugin.launcher.flags import LaunchArguments, Parser, UsageError, add_launch_flags, read_launch_arguments
-from hf_fsdp_plugin.observe.profile.run_profile import RunProfile
-from hf_fsdp_plugin.observe.profile.suggestions import Suggestion
+from hf_fsdp_plugin.observe.profile.run_profile import RunProfile, Suggestion
 from hf_fsdp_plugin.problems import Problem, SpecError, has_errors
 from hf_fsdp_plugin.text import format_bytes, format_seconds, format_table, plural
 
@@ -30,17 +30,13 @@ EXAMPLES = (
     "hf-fsdp profile --config_file fsdp.yaml train.py --per_device_train_batch_size 4",
     "hf-fsdp profile --config_file fsdp.yaml --active 8 --output profiles/first --json train.py",
 )
-FLAGS: Final[Mapping[str, tuple[str, str]]] = {
-    "output": ("DIR", "folder for the result (default: fsdp_profile)"),
-    "wait": ("N", "optimizer steps before the profiler starts (default: 1)"),
-    "warmup": ("N", "steps with the profiler that are not analyzed (default: 2)"),
-    "active": ("N", "steps that are analyzed (default: 4)"),
-    "after": ("N", "steps without the profiler, to measure its overhead (default: 3; the first is not counted)"),
-    "json": ("", "print one JSON object and nothing else on stdout; the script's output goes to stderr"),
-    "to_end": ("", "let the script run to its end; by default it ends after these steps"),
-    "force": ("", "replace an earlier profile in the folder"),
+_NUMBERS: Final[Mapping[str, str]] = {
+    "wait": "optimizer steps before the profiler starts (default: 1)",
+    "warmup": "steps with the profiler that are not analyzed (default: 2)",
+    "active": "steps that are analyzed (default: 4)",
+    "after": "steps without the profiler, to measure its overhead (default: 3; the first is not counted)",
 }
-"""Flag -> its value (empty for none) and its meaning. Flags with a number are fields of :class:`ProfileOptions`."""
+"""Flag with a number, a field of :class:`ProfileOptions` -> its meaning."""
 _VARIABLES: Final = {
     # Kineto prints a line for each start and end, torch a warning for each freed block that is older than the profile.
     "KINETO_LOG_LEVEL": "6",
@@ -61,17 +57,16 @@ _LEAST_LATE: Final = 0.01
 def add_arguments(parser: Parser) -> None:
     """Add the flags of this verb and those of ``launch``, and SCRIPT with its arguments."""
     group = parser.add_argument_group("profile")
-    for name, (value, text) in FLAGS.items():
-        if value == "N":
-            number = whole_number(1 if name == "active" else 0)
-            default = getattr(ProfileOptions, name)
-            group.add_argument(
-                f"--{name}", metavar="N", type=number, dest=f"profile.{name}", default=default, help=text
-            )
-        elif value:
-            group.add_argument(f"--{name}", metavar=value, default="fsdp_profile", help=text)
-        else:
-            group.add_argument(f"--{name}", action="store_true", help=text)
+    about = "folder for the result (default: fsdp_profile)"
+    group.add_argument("--output", metavar="DIR", default="fsdp_profile", help=about)
+    for name, about in _NUMBERS.items():
+        number, default = whole_number(1 if name == "active" else 0), getattr(ProfileOptions, name)
+        group.add_argument(f"--{name}", metavar="N", type=number, dest=f"profile.{name}", default=default, help=about)
+    about = "print one JSON object and nothing else on stdout; the script's output goes to stderr"
+    group.add_argument("--json", action="store_true", help=about)
+    about = "let the script run to its end; by default it ends after these steps"
+    group.add_argument("--to_end", action="store_true", help=about)
+    group.add_argument("--force", action="store_true", help="replace an earlier profile in the folder")
     add_launch_flags(parser)
 
 
@@ -89,10 +84,10 @@ def read_arguments(args: argparse.Namespace, environ: Mapping[str, str]) -> tupl
     options = ProfileOptions(
         folder=str(Path(args.output).expanduser().absolute()),
         stops=not args.to_end,
-        **{name: vars(args)[f"profile.{name}"] for name, (value, _) in FLAGS.items() if value == "N"},
+        **{name: vars(args)[f"profile.{name}"] for name in _NUMBERS},
     )
     variables = {name: value for name, value in _VARIABLES.items() if name not in environ}
-    return replace(launched, env={**variables, **options.to_env()}), options
+    return replace(launched, env={**variables, OPTIONS_VARIABLE: json.dumps(asdict(options))}), options
 
 
 def run(args: argparse.Namespace) -> int:

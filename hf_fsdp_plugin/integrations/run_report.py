@@ -160,25 +160,17 @@ def report_run(
     if path.is_dir() or not session.report:
         path /= REPORT_NAME
     try:
-        _publish(report, path)
+        if (written := report.write(path)) is not None:
+            text = f"{report}\n\nreport: {written}"
+            if not session.report_table:
+                text = f"{report.summary()}\nreport: {written} (--report_table prints its tables)"
+            with contextlib.suppress(OSError):  # stdout may be a pipe whose reader (head, less) has exited
+                print(f"\n{text}", flush=True)
+    except OSError as error:
+        print_once(f"cannot write the report to {path}: {error.strerror or error}. Pass a writable path as --report.")
     finally:
         # Any rank may read the file after this barrier. A failed rank must not leave the others waiting.
         dist.barrier()
-
-
-def _publish(report: Report, path: Path) -> None:
-    try:
-        written = report.write(path)
-    except OSError as error:
-        print_once(f"cannot write the report to {path}: {error.strerror or error}. Pass a writable path as --report.")
-        return
-    if written is None:
-        return
-    text = f"{report}\n\nreport: {written}"
-    if not session.report_table:
-        text = f"{report.summary()}\nreport: {written} (--report_table prints its tables)"
-    with contextlib.suppress(OSError):  # stdout may be a pipe whose reader (head, less) has exited
-        print(f"\n{text}", flush=True)
 
 
 def report(subject: Any) -> Report:

@@ -17,6 +17,7 @@ from weakref import WeakSet, finalize, ref
 import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.hooks import RemovableHandle
 
 from hf_fsdp_plugin.backends.loading.equal_weights import sum_bits
 from hf_fsdp_plugin.backends.loading.weight_loader import BROADCAST_ATTRIBUTE
@@ -26,9 +27,8 @@ from hf_fsdp_plugin.backends.sharding.shard import plan_of
 from hf_fsdp_plugin.backends.torch_types import torch_dtype
 from hf_fsdp_plugin.contracts import off_without
 from hf_fsdp_plugin.observe import optimizers as optimizer_checks
-from hf_fsdp_plugin.observe.memory import gradient_bytes
 from hf_fsdp_plugin.observe.optimizers import call_in_backward, has_gradient
-from hf_fsdp_plugin.observe.units import checkpoints_natively, observe_units
+from hf_fsdp_plugin.observe.units import checkpoints_natively, gradient_bytes, observe_units
 from hf_fsdp_plugin.observe.weights import ShardHashes, hash_parts
 from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan
 from hf_fsdp_plugin.plan.names import canonical_name, unwrapped
@@ -114,7 +114,7 @@ class FirstStep:
         num_backwards: number of backwards before the first optimizer step.
         unreduced: names of units with gradients that an optimizer step ignored because they were not reduced.
         first_bit_sum: sum of the bits of this rank's shards at the first forward; ``None`` if it was not recorded.
-        recomputation: counts of recomputed modules until the first optimizer step; ``None`` before a forward.
+        recomputation: counts of recomputed modules until the first optimizer step.
         cast_inputs: names of arguments of the model's forward with activations in another dtype than that of the
             computation, to which they are cast.
         kept_inputs: names of arguments with other floating-point tensors, which are not cast.
@@ -137,7 +137,7 @@ class FirstStep:
     native_checkpointing: set[bool] = field(default_factory=set)
     unreduced: set[str] = field(default_factory=set)
     first_bit_sum: torch.Tensor | None = None
-    recomputation: Recomputation | None = None
+    recomputation: Recomputation = field(default_factory=lambda: Recomputation({}))
     cast_inputs: list[str] = field(default_factory=list)
     kept_inputs: list[str] = field(default_factory=list)
     batch_sizes: StableValues = field(default_factory=StableValues)
@@ -172,8 +172,7 @@ class FirstStep:
         else:
             self.num_evaluating += self.evaluates
         self._num_forwards, self.evaluates = 0, False
-        if self.recomputation is not None:
-            self.recomputation.close()
+        self.recomputation.close()
         if self.num_steps & (self.num_steps - 1):  # not a power of two
             return
         self.native_checkpointing.add(any(map(checkpoints_natively, model.modules())))
@@ -234,47 +233,41 @@ def record_first_step(model: nn.Module, *optimizers: Any) -> FirstStep:
     return first_step
 
 
-class UselessStepWatch:
-    """Looks for steps of optimizers that have neither gradients nor parameters of a model with gradients.
+def _watch_useless_steps(model: nn.Module, first_step: FirstStep) -> RemovableHandle:
+    """Look for steps of optimizers that have neither gradients nor parameters of a model with gradients.
 
     An optimizer that was created before ``prepare`` and not prepared has the parameters that FSDP2 has replaced, so its
-    steps change nothing. Torch accepts that; here it is an error at the second step.
+    steps change nothing. Torch accepts that; here it is an error at the second step. An optimizer step of the model
+    ends the watch.
 
     Args:
         model: a prepared model. It is not kept alive.
-        first_step: the record of the model. An optimizer step of the model ends the watch.
+
+    Returns:
+        the handle that ends the watch. Optimizers iterate over their hooks, so a hook must not remove it.
     """
+    prepared, num_useless = ref(model), 0
+    # Optimizers without parameters of the model: a teacher is never trained, and its students step often.
+    unrelated = WeakSet[torch.optim.Optimizer]()
 
-    def __init__(self, model: nn.Module, first_step: FirstStep) -> None:
-        self._model, self._first_step = ref(model), first_step
-        self._num_useless = 0
-        self._unrelated = WeakSet[torch.optim.Optimizer]()
-        """Optimizers without parameters of the model: a teacher is never trained, and its students step often."""
-        self._handle = register_optimizer_step_post_hook(self._after_step)
-        finalize(model, self._handle.remove)
-
-    def close(self) -> None:
-        """End the watch. Optimizers iterate over their hooks, so a hook must not call it."""
-        self._handle.remove()
-
-    def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        model = self._model()
-        if model is None or self._first_step.num_steps:
+    def after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        nonlocal num_useless
+        if (model := prepared()) is None or first_step.num_steps:
             return
         held = parameters_in(optimizer)
-        if optimizer in self._unrelated and has_gradient(held):
+        if optimizer in unrelated and has_gradient(held):
             return
         if has_parameters_of(model, optimizer):
             record_first_step(model, optimizer)  # it was not prepared
             return
-        self._unrelated.add(optimizer)
+        unrelated.add(optimizer)
         if (
             not has_gradient(held)
             and not optimizer_checks.num_of_sharded_models(held)
             and has_gradient(model.parameters())
         ):
-            self._num_useless += 1
-            if self._num_useless == 2:
+            num_useless += 1
+            if num_useless == 2:
                 name = type(optimizer).__name__
                 message = f"two steps of {name} have changed nothing: none of its {len(held)} parameters has a "
                 message += f"gradient or belongs to the prepared {type(model).__name__}."
@@ -282,10 +275,14 @@ class UselessStepWatch:
                 fix += f"{name} with model.parameters() after prepare()."
                 raise SpecError([Problem(code="FSDP-E513", message=message, fix=fix)])
 
+    handle = register_optimizer_step_post_hook(after_step)
+    finalize(model, handle.remove)
+    return handle
+
 
 def _observe_forward(model: nn.Module, first_step: FirstStep) -> None:
     device_type, compute = next((parameter.device.type for parameter in model.parameters()), "cpu"), None
-    watch = UselessStepWatch(model, first_step)
+    watch = _watch_useless_steps(model, first_step)
     if (plan := plan_of(model)) is not None:
         device_type, compute = plan.device_type, torch_dtype(plan.precision.param)
         first_step.recomputation = Recomputation(checkpointed_modules(model, plan))
@@ -315,7 +312,7 @@ def _observe_forward(model: nn.Module, first_step: FirstStep) -> None:
         else:
             first_step.before_forward(device_type, args, kwargs)
             if first_step.num_steps == 1:
-                watch.close()
+                watch.remove()
 
     def after_forward(module: nn.Module, args: Any, output: Any) -> None:
         floats = float_outputs(output)

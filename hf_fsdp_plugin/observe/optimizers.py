@@ -7,7 +7,7 @@ were kept between two steps.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
@@ -55,6 +55,8 @@ def check_optimizers(
 ) -> list[Problem]:
     """Check that the optimizers together have exactly the trainable parameters of the model.
 
+    An optimizer that was created before wrapping updates the old, unsharded parameters, and the loss stays constant.
+
     Args:
         prepared_ids: ``id`` of the parameters that the optimizers had when they were prepared.
     """
@@ -63,7 +65,24 @@ def check_optimizers(
     copies = frozenset[int]().union(*(unit.live.known("copy_ids", frozenset()) for unit in units))
     own = {id(parameter) for parameter in model.parameters()}.union(*(unit.live.parameter_ids for unit in units))
     held = {id(parameter) for optimizer in optimizers for parameter in parameters_in(optimizer)}
-    problems = [problem for optimizer in optimizers for problem in _unused_parameters(optimizer, own, copies)]
+    problems = []
+    for optimizer in optimizers:
+        parameters, name = parameters_in(optimizer), type(optimizer).__name__
+        foreign = [each for each in parameters if id(each) not in own and not is_replicated(each)]
+        if num_foreign := len(foreign) - num_of_sharded_models(foreign):
+            message = (
+                f"{num_foreign} of the {len(parameters)} parameters of {name} do not belong to the sharded model. "
+            )
+            message += (
+                "The optimizer was created before wrapping, so it updates parameters that the model does not use."
+            )
+            fix = "Create the optimizer after preparing the model, or pass both to one prepare() call."
+            problems.append(Problem(code="FSDP-E504", message=message, fix=fix))
+        if num_copies := sum(id(parameter) in copies for parameter in parameters):
+            message = f"{num_copies} of the {len(parameters)} parameters of {name} are gathered copies, which "
+            message += "FSDP frees. Updates of them are lost."
+            fix = "Create the optimizer before the first forward, or pass model and optimizer to one prepare() call."
+            problems.append(Problem(code="FSDP-E504", message=message, fix=fix))
     # A model whose parameters are gathered now, for example after an evaluation, has the shards all the same.
     trained = {id(p) for p in model.parameters() if p.requires_grad and id(p) not in copies}
     left_out = trained - held
@@ -80,27 +99,6 @@ def check_optimizers(
     message += "they are not updated."
     fix = "Pass all trainable parameters to the optimizer, or set requires_grad = False on the others."
     return [Problem(code="FSDP-W505", message=message, fix=fix)]
-
-
-def _unused_parameters(
-    optimizer: torch.optim.Optimizer, own: Collection[int], copies: Collection[int]
-) -> Iterator[Problem]:
-    """Yield a problem for parameters of no live model, and one for gathered copies.
-
-    An optimizer that was created before wrapping updates the old, unsharded parameters, and the loss stays constant.
-    """
-    held, name = parameters_in(optimizer), type(optimizer).__name__
-    foreign = [parameter for parameter in held if id(parameter) not in own and not is_replicated(parameter)]
-    if num_foreign := len(foreign) - num_of_sharded_models(foreign):
-        message = f"{num_foreign} of the {len(held)} parameters of {name} do not belong to the sharded model. The "
-        message += "optimizer was created before wrapping, so it updates parameters that the model does not use."
-        fix = "Create the optimizer after preparing the model, or pass both to one prepare() call."
-        yield Problem(code="FSDP-E504", message=message, fix=fix)
-    if num_copies := sum(id(parameter) in copies for parameter in held):
-        message = f"{num_copies} of the {len(held)} parameters of {name} are gathered copies, which "
-        message += "FSDP frees. Updates of them are lost."
-        fix = "Create the optimizer before the first forward, or pass model and optimizer to one prepare() call."
-        yield Problem(code="FSDP-E504", message=message, fix=fix)
 
 
 def num_of_sharded_models(parameters: Sequence[torch.Tensor]) -> int:

@@ -1,6 +1,6 @@
 """Reads each setting from the live model and compares it with the requested value.
 
-The readers of checkpoints, activations, loading and the launch are here, the others in ``sharding_readers``.
+The readers of checkpoints, activations, loading and the launch are here, the others in ``settings``.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from hf_fsdp_plugin.backends.sharding.forwards import checkpoints_itself
 from hf_fsdp_plugin.contracts import ContractError
 from hf_fsdp_plugin.devices import accelerator_type
 from hf_fsdp_plugin.observe import settings
-from hf_fsdp_plugin.observe import sharding_readers as sharding
 from hf_fsdp_plugin.observe.settings import ObservedRun, ObservedValue, common_value, differing_value, unobserved_value
 from hf_fsdp_plugin.observe.units import checkpoints_natively
 from hf_fsdp_plugin.observe.weights import WeightComparison
 from hf_fsdp_plugin.plan.names import canonical_name, is_inside
+from hf_fsdp_plugin.spec.values import setting_to_json
 from hf_fsdp_plugin.text import format_bytes, format_names, plural
 from hf_fsdp_plugin.torch_private import functions
 from hf_fsdp_plugin.torch_private.functions import ActivationWrapper, CheckpointWrapper
@@ -39,8 +39,7 @@ def read_checkpointing(run: ObservedRun) -> ObservedValue:
     if not wrappers and not native:
         return ObservedValue("none")
     if missing := _not_recomputed(run):
-        recomputation = run.first_step.recomputation
-        total = len(missing) + (recomputation.num_recomputed if recomputation is not None else 0)
+        total = len(missing) + run.first_step.recomputation.num_recomputed
         reason = f"not computed again in the backward: {format_names(missing, 2)}"
         return differing_value(f"in {total - len(missing)} of {total} units", reason)
     if wrappers and native:
@@ -62,10 +61,7 @@ def read_checkpointing(run: ObservedRun) -> ObservedValue:
 
 def _not_recomputed(run: ObservedRun) -> tuple[str, ...]:
     """Return the checkpointed modules that the first step did not compute again, if it had a backward."""
-    first_step = run.first_step
-    if first_step.recomputation is None or not first_step.num_steps:
-        return ()
-    return first_step.recomputation.not_recomputed
+    return run.first_step.recomputation.not_recomputed if run.first_step.num_steps else ()
 
 
 def read_native(run: ObservedRun) -> ObservedValue:
@@ -162,7 +158,7 @@ def read_mixed_precision(run: ObservedRun) -> ObservedValue:
     if not run.units_with_params:
         return unobserved_value("no parameter belongs to a unit")
     value = common_value(unit.param_dtype for unit in run.units_in_policy_dtype)
-    if reason := sharding.unplanned_cast(run):
+    if reason := settings.unplanned_cast(run):
         return differing_value(value, reason)
     casts = any(unit.live.casts for unit in run.units_with_params)
     return ObservedValue(value if casts and value != "fp32" else "no")
@@ -191,15 +187,15 @@ def read_dynamo(run: ObservedRun) -> ObservedValue:
 ValueReader = Callable[[ObservedRun], ObservedValue]
 _ALWAYS_SHOWN: Final[dict[str, ValueReader]] = {
     "fsdp.version": lambda run: ObservedValue(common_value(unit.live.version for unit in run.units)),
-    "sharding.strategy": sharding.read_strategy,
-    "mesh.shard": sharding.read_mesh_shard,
-    "mesh.replicate": sharding.read_mesh_replicate,
-    "wrap.policy": sharding.read_wrap_policy,
-    "offload.params": sharding.read_offload,
-    "precision.param": sharding.read_param_dtype,
-    "precision.reduce": sharding.read_reduce_dtype,
-    "prefetch.backward": sharding.read_backward_prefetch,
-    "prefetch.forward": sharding.read_forward_prefetch,
+    "sharding.strategy": settings.read_strategy,
+    "mesh.shard": settings.read_mesh_shard,
+    "mesh.replicate": settings.read_mesh_replicate,
+    "wrap.policy": settings.read_wrap_policy,
+    "offload.params": settings.read_offload,
+    "precision.param": settings.read_param_dtype,
+    "precision.reduce": settings.read_reduce_dtype,
+    "prefetch.backward": settings.read_backward_prefetch,
+    "prefetch.forward": settings.read_forward_prefetch,
     "activation.checkpointing": read_checkpointing,
 }
 """Settings that determine the memory, the speed or the numerics of the run: the report contains them in any case."""
@@ -207,17 +203,17 @@ _ALWAYS_SHOWN: Final[dict[str, ValueReader]] = {
 READERS: Final[Mapping[str, ValueReader]] = MappingProxyType(
     {
         **_ALWAYS_SHOWN,
-        "wrap.classes": sharding.read_wrap_classes,
-        "wrap.min_num_params": sharding.read_min_num_params,
-        "wrap.ignored_modules": sharding.read_ignored_modules,
-        "offload.pin_memory": sharding.read_pin_memory,
-        "precision.fp32_modules": sharding.read_fp32_modules,
-        "precision.output": sharding.read_output_dtype,
-        "precision.buffer": sharding.read_buffer_dtype,
-        "prefetch.limit_all_gathers": lambda run: sharding.value_of_fsdp1(
+        "wrap.classes": settings.read_wrap_classes,
+        "wrap.min_num_params": settings.read_min_num_params,
+        "wrap.ignored_modules": settings.read_ignored_modules,
+        "offload.pin_memory": settings.read_pin_memory,
+        "precision.fp32_modules": settings.read_fp32_modules,
+        "precision.output": settings.read_output_dtype,
+        "precision.buffer": settings.read_buffer_dtype,
+        "prefetch.limit_all_gathers": lambda run: settings.value_of_fsdp1(
             run, "limit_all_gathers", "FSDP2 always limits all-gathers"
         ),
-        "params.use_orig": lambda run: sharding.value_of_fsdp1(
+        "params.use_orig": lambda run: settings.value_of_fsdp1(
             run, "use_orig", "FSDP2 always keeps the original parameters"
         ),
         "checkpoint.state_dict": lambda run: _value_or(
@@ -254,7 +250,7 @@ def read_setting(name: str, run: ObservedRun) -> ObservedValue:
     return unobserved_value("only the launcher uses this setting; the model does not record it")
 
 
-def observe_settings(run: ObservedRun) -> tuple[settings.SettingObservation, ...]:
+def observe_settings(run: ObservedRun) -> tuple[settings.SettingRow, ...]:
     """Compare the settings that the report shows with the live model, in the order of the spec."""
     spec = run.plan.spec
     shown = {*_ALWAYS_SHOWN, "wrap.classes"} if spec.wrap.policy == "transformer" else _ALWAYS_SHOWN
@@ -262,7 +258,8 @@ def observe_settings(run: ObservedRun) -> tuple[settings.SettingObservation, ...
     return tuple(_observe_setting(name, run) for name in names)
 
 
-def _observe_setting(name: str, run: ObservedRun) -> settings.SettingObservation:
+def _observe_setting(name: str, run: ObservedRun) -> settings.SettingRow:
+    """Return ``observed_setting`` of docs/json.schema.json."""
     plan = run.plan
     planned = plan.get(name)
     asked = plan.spec.get(name) if plan.spec.asked(name) else planned
@@ -280,23 +277,13 @@ def _observe_setting(name: str, run: ObservedRun) -> settings.SettingObservation
             found = unobserved_value(next(reasons, "no unit has parameters"))
     if plan.pre_sharded and not plan.spec.asked(name) and not found.unobservable:
         found = replace(found, reason=found.reason or "set by the script when it wrapped the model", matches=True)
-    matches = found.matches if found.matches is not None else _json_value(found.value) == _json_value(expected)
-    status: settings.Status = "unobservable" if found.unobservable else "applied" if matches else "differs"
-    return settings.SettingObservation(
-        setting=name,
-        # JSON values, because ranks exchange rows by pickle, which does not support a mapping proxy.
-        asked=_json_value(asked),
-        planned=_json_value(planned),
-        observed=_json_value(found.value),
-        status=status,
-        origin=plan.spec.origin(name),
-        reason=found.reason,
-    )
-
-
-def _json_value(value: Any) -> Any:
-    if isinstance(value, (tuple, list)):
-        return [_json_value(item) for item in value]
-    if hasattr(value, "items"):
-        return {str(key): _json_value(item) for key, item in value.items()}
-    return value if isinstance(value, (bool, int, float, str)) or value is None else str(value)
+    matches = found.matches if found.matches is not None else setting_to_json(found.value) == setting_to_json(expected)
+    return {
+        "setting": name,
+        "asked": setting_to_json(asked),
+        "planned": setting_to_json(planned),
+        "observed": setting_to_json(found.value),
+        "status": "unobservable" if found.unobservable else "applied" if matches else "differs",
+        "origin": plan.spec.origin(name).to_json(),
+        "reason": found.reason,
+    }

@@ -3,26 +3,23 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from importlib.metadata import version
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import nn
 
 from hf_fsdp_plugin.backends.ranks.agreement import gather_equal_objects, gather_objects, on_all_ranks
 from hf_fsdp_plugin.backends.sharding.shard import plan_of
 from hf_fsdp_plugin.contracts import off_warning, off_without
-from hf_fsdp_plugin.observe import units as observed
-from hf_fsdp_plugin.observe.first_step import FirstStep, recorded_first_step
-from hf_fsdp_plugin.observe.memory import observe_memory
+from hf_fsdp_plugin.observe import units as live_units
+from hf_fsdp_plugin.observe.first_step import recorded_first_step
 from hf_fsdp_plugin.observe.optimizers import check_optimizers, optimizers_of, trained_pair, unwrapped_optimizer
 from hf_fsdp_plugin.observe.readers import observe_settings
-from hf_fsdp_plugin.observe.report import BatchShape, RankObservation, Report, TrainingObservation
-from hf_fsdp_plugin.observe.settings import ObservedRun, SettingObservation, check_settings
-from hf_fsdp_plugin.observe.units import StructureComparison, UnitObservation
+from hf_fsdp_plugin.observe.report import BatchShape, Report
+from hf_fsdp_plugin.observe.settings import ObservedRun, SettingRow, check_settings
 from hf_fsdp_plugin.observe.weights import compare_weights, unchanged_parameters
 from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan
 from hf_fsdp_plugin.plan.names import canonical_name
@@ -57,27 +54,51 @@ def build_report(
     inner = [found for optimizer in optimizers if (found := unwrapped_optimizer(optimizer)) is not None]
     with on_all_ranks("reading the live model"):
         first_step = recorded_first_step(model)
-        units = observed.observe_units(model)
+        units = live_units.observe_units(model)
         unchanged = unchanged_parameters(first_step.shard_hashes, first_step.later_hashes, units)
-        own = _observe_rank(model, units, inner, unchanged)
-    ranks = tuple(gather_objects(own))
-    training = _observe_training(first_step, unchanged)
-    device_type = torch.device(own.device).type
+        memory = live_units.observe_memory(model, units, inner, recorded_grads_bytes=first_step.grads_bytes)
+        num_unmanaged = sum(parameter.numel() for parameter in live_units.unmanaged_parameters(model, units))
+        hashes = first_step.shard_hashes or {}
+        # The parts of this rank that are trained: a rank may have none.
+        trained = {key for key, value in hashes.items() if value is not None}
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        # The units compute on this device; offloaded shards are on another one.
+        devices = [device for unit in units if (device := unit.live.known("device")) is not None]
+        devices += [parameter.device for parameter in model.parameters()]
+        own: dict[str, Any] = {
+            "rank": rank,
+            "host": socket.gethostname(),
+            "device": str(next(iter(devices), "cpu")),
+            "num_local_params": sum(unit.num_local_params for unit in units) + num_unmanaged,
+            "weights_changed": bool(trained - unchanged) if trained and unchanged is not None else None,
+            **memory,
+        }
+    ranks = gather_objects(own)
+    known = [found for found in gather_equal_objects(unchanged) if found is not None]
+    training = {
+        "steps": first_step.num_steps,
+        "examined_steps": len(first_step.later_hashes),
+        "trained_parameters": len(hashes) if known else None,
+        "changed_parameters": len(hashes) - len(frozenset.intersection(*known)) if known else None,
+    }
+    device_type = own["device"].partition(":")[0]
     loads = plan.ram_efficient or plan.sync_module_states
     replicated = any(unit.live.known("replicate_size", 1) > 1 for unit in units)
     compare = off_without(None)(compare_weights)
     compared = compare(model, units, first_step.first_bit_sum) if loads or replicated else None
     with on_all_ranks("comparing the live model with the plan"):
-        structure = StructureComparison() if plan.pre_sharded else observed.compare_structure(model, units, plan)
+        structure = (
+            live_units.StructureComparison() if plan.pre_sharded else live_units.compare_structure(model, units, plan)
+        )
         run = ObservedRun(
             model=model,
             plan=plan,
             units=units,
             world_size=len(ranks),
             device_type=device_type,
-            rank=own.rank,
+            rank=rank,
             structure=structure,
-            num_hosts=len({row.host for row in ranks}),
+            num_hosts=len({row["host"] for row in ranks}),
             first_step=first_step,
             state_dict=state_dict,
             saved_asynchronously=saved_asynchronously,
@@ -92,22 +113,25 @@ def build_report(
             *check_training(run, training, prepared=bool(inner)),
         ]
     settings, problems = _merge_ranks(settings, problems)
-    return Report(
-        backend=_backend(model, units),
-        model_class=plan.model_class,
-        world_size=len(ranks),
-        mesh=_mesh(units, len(ranks)),
-        device=device_type,
-        units=units,
-        num_params=sum(unit.num_params for unit in units) + _num_unmanaged(model, units),
-        settings=settings,
-        memory=own.memory,
-        ranks=ranks,
-        problems=(*plan.problems, *check_settings(settings, plan), *problems),
-        batch=batch,
-        training=training,
-        versions={name: version(name) for name in _PACKAGES},
-    )
+    mesh = {"replicate": len(ranks), "shard": 1}
+    if (sharded := next((unit.live for unit in units if unit.num_params), None)) is not None:
+        # 0 is a size that the installed torch does not show.
+        mesh = {"replicate": sharded.known("replicate_size", 0), "shard": sharded.known("shard_size", 0)}
+    problems = [*plan.problems, *check_settings(settings, plan), *problems]
+    tree = {
+        "backend": _backend(model, units),
+        "model_class": plan.model_class,
+        "mesh": mesh,
+        "num_params": sum(unit.num_params for unit in units) + num_unmanaged,
+        "units": [unit.to_json() for unit in units],
+        "settings": settings,
+        "memory": memory,
+        "training": training,
+        "problems": [problem.to_json() for problem in problems],
+    }
+    versions = {name: version(name) for name in _PACKAGES}
+    world = {"world_size": len(ranks), "device": device_type, "ranks": ranks, "versions": versions}
+    return Report(model=tree, run=world, problems=tuple(problems), batch=batch)
 
 
 def build_report_of_trained(models: Sequence[Any], optimizers: Sequence[Any] = (), **facts: Any) -> Report:
@@ -145,38 +169,7 @@ def _find_plan(model: Any) -> FsdpPlan | None:
     return next((plan for module in model.modules() if (plan := plan_of(module)) is not None), None)
 
 
-def _observe_rank(
-    model: nn.Module,
-    units: Sequence[UnitObservation],
-    optimizers: Sequence[torch.optim.Optimizer],
-    unchanged: frozenset[tuple[int, int]] | None,
-) -> RankObservation:
-    first_step = recorded_first_step(model)
-    # The parts of this rank that are trained: a rank may have none.
-    trained = {key for key, value in (first_step.shard_hashes or {}).items() if value is not None}
-    return RankObservation(
-        rank=dist.get_rank() if dist.is_initialized() else 0,
-        host=socket.gethostname(),
-        device=str(_compute_device(model, units)),
-        num_local_params=sum(unit.num_local_params for unit in units) + _num_unmanaged(model, units),
-        memory=observe_memory(model, units, optimizers, recorded_grads_bytes=first_step.grads_bytes),
-        weights_changed=bool(trained - unchanged) if trained and unchanged is not None else None,
-    )
-
-
-def _observe_training(first_step: FirstStep, unchanged: frozenset[tuple[int, int]] | None) -> TrainingObservation:
-    """Combine what the ranks know of the parameters that have changed. Collective."""
-    known = [found for found in gather_equal_objects(unchanged) if found is not None]
-    num_trained = len(first_step.shard_hashes or ())
-    return TrainingObservation(
-        steps=first_step.num_steps,
-        examined_steps=len(first_step.later_hashes),
-        trained_parameters=num_trained if known else None,
-        changed_parameters=num_trained - len(frozenset.intersection(*known)) if known else None,
-    )
-
-
-def check_training(run: ObservedRun, training: TrainingObservation, *, prepared: bool) -> list[Problem]:
+def check_training(run: ObservedRun, training: Mapping[str, Any], *, prepared: bool) -> list[Problem]:
     """Check that the run trained what the plan trains, with constant batches.
 
     Args:
@@ -188,7 +181,7 @@ def check_training(run: ObservedRun, training: TrainingObservation, *, prepared:
     def add(code: str, message: str, fix: str = "") -> None:
         problems.append(Problem(code=code, message=message, fix=fix))
 
-    if prepared and not training.steps and first_step.num_backwards > 1:
+    if prepared and not training["steps"] and first_step.num_backwards > 1:
         add(
             "FSDP-E515",
             f"{first_step.num_backwards} backwards, but no optimizer step was observed: the weights are those of the "
@@ -196,11 +189,11 @@ def check_training(run: ObservedRun, training: TrainingObservation, *, prepared:
             "Call step() of the prepared optimizer after each backward, or after the last one of those whose gradients "
             "are accumulated.",
         )
-    if training.trained_parameters and not training.changed_parameters:
+    if training["trained_parameters"] and not training["changed_parameters"]:
         fix = "Check that step() of the prepared optimizer updates the parameters of the prepared model."
         add("FSDP-E510", f"{first_step.num_steps} optimizer steps have changed no weight of the model.", fix)
     if first_step.num_evaluating and (mode_dependent := _mode_dependent(run.model)):
-        message = f"the model was in eval mode in {first_step.num_evaluating} of {training.steps} steps, in which "
+        message = f"the model was in eval mode in {first_step.num_evaluating} of {training['steps']} steps, in which "
         message += f"{format_names(mode_dependent, 2)} did not act as in training."
         add("FSDP-W516", message, "Call model.train() before the training, and again after each evaluation.")
     if frozen:
@@ -217,7 +210,7 @@ def check_training(run: ObservedRun, training: TrainingObservation, *, prepared:
     return problems
 
 
-def check_structure(units: Sequence[UnitObservation], plan: FsdpPlan) -> list[Problem]:
+def check_structure(units: Sequence[live_units.UnitObservation], plan: FsdpPlan) -> list[Problem]:
     """Check that the model has units, and that their weights have the planned dtype."""
     if not units:
         message = f"nothing is sharded: {plan.model_class} has no FSDP unit, so every rank has the whole model."
@@ -248,21 +241,14 @@ def _mode_dependent(model: nn.Module) -> list[str]:
     return [canonical_name(name) for name, module in model.named_modules() if depends(module)]
 
 
-def _num_unmanaged(model: nn.Module, units: Sequence[UnitObservation]) -> int:
-    """Return the number of elements of the parameters that no unit shards."""
-    return sum(parameter.numel() for parameter in observed.unmanaged_parameters(model, units))
-
-
-def _merge_ranks(
-    settings: tuple[SettingObservation, ...], problems: list[Problem]
-) -> tuple[tuple[SettingObservation, ...], list[Problem]]:
+def _merge_ranks(settings: Sequence[SettingRow], problems: list[Problem]) -> tuple[list[SettingRow], list[Problem]]:
     """Return the same settings and problems on all ranks. Collective.
 
     A setting differs if it differs on any rank. A problem that only some ranks have names the first of them.
     """
     results = gather_equal_objects((settings, problems))
     rows = [
-        next((row for row in of_ranks if row.status == "differs"), of_ranks[0])
+        next((row for row in of_ranks if row["status"] == "differs"), of_ranks[0])
         for of_ranks in zip(*(found for found, _ in results), strict=True)
     ]
     ranks_with: dict[Problem, list[int]] = {}
@@ -273,25 +259,10 @@ def _merge_ranks(
     for problem, ranks in ranks_with.items():
         shown = problem if len(ranks) == len(results) else replace(problem, rank=ranks[0])
         merged.setdefault((problem.code, problem.message), shown)
-    return tuple(rows), list(merged.values())
+    return rows, list(merged.values())
 
 
-def _compute_device(model: nn.Module, units: Sequence[UnitObservation]) -> torch.device:
-    """Return the device that the units compute on; offloaded shards are on another device."""
-    devices = [device for unit in units if (device := unit.live.known("device")) is not None]
-    devices += [parameter.device for parameter in model.parameters()]
-    return devices[0] if devices else torch.device("cpu")
-
-
-def _mesh(units: Sequence[UnitObservation], world_size: int) -> dict[str, int]:
-    """Return the sizes of the mesh; 0 for one that the installed torch does not show."""
-    unit = next((unit.live for unit in units if unit.num_params), None)
-    if unit is None:
-        return {"replicate": world_size, "shard": 1}
-    return {"replicate": unit.known("replicate_size", 0), "shard": unit.known("shard_size", 0)}
-
-
-def _backend(model: nn.Module, units: Sequence[UnitObservation]) -> str:
+def _backend(model: nn.Module, units: Sequence[live_units.UnitObservation]) -> str:
     if not units:
         return "ddp" if isinstance(model, nn.parallel.DistributedDataParallel) else "none"
     return " and ".join(f"fsdp{number}" for number in sorted({unit.live.version for unit in units}))

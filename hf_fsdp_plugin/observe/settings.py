@@ -1,18 +1,25 @@
-"""A run as it is observed, the values of settings that are read off it, and the problems of those that differ."""
+"""A run as it is observed, and the settings of sharding, wrapping, precision and prefetching that are read off it.
+
+The readers of the other settings are in ``readers``.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from itertools import pairwise
+from typing import Any
 
 from torch import nn
 
 from hf_fsdp_plugin.observe.first_step import FirstStep
-from hf_fsdp_plugin.observe.units import StructureComparison, UnitObservation
+from hf_fsdp_plugin.observe.units import StructureComparison, UnitObservation, dtype_name, unmanaged_parameters
 from hf_fsdp_plugin.observe.weights import WeightComparison
 from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan
-from hf_fsdp_plugin.problems import Origin, Problem
+from hf_fsdp_plugin.plan.names import canonical_name, is_inside
+from hf_fsdp_plugin.problems import Problem
+from hf_fsdp_plugin.strategies import STRATEGIES, strategy_of
+from hf_fsdp_plugin.text import format_dtype, format_names
 
 
 @dataclass(frozen=True)
@@ -104,36 +111,11 @@ def common_value(values: Iterable[Any]) -> Any:
     return distinct[0] if len(distinct) == 1 else "mixed: " + ", ".join(sorted(map(str, distinct)))
 
 
-Status = Literal["applied", "differs", "unobservable"]
-
+SettingRow = Mapping[str, Any]
 _NOT_SUPPORTED_BY_FSDP2 = "FSDP-W148"
 
 
-@dataclass(frozen=True, kw_only=True)
-class SettingObservation:
-    """One setting of the report. ``asked``, ``planned`` and ``observed`` are JSON values.
-
-    Attributes:
-        asked: the requested value, or the planned value if no source sets it.
-        planned: the value in the plan for this model and world size; never ``auto``.
-        observed: the value on the live model; ``None`` if ``unobserved_value``.
-        origin: where the requested value was written, or ``DEFAULT_ORIGIN``.
-        reason: why the setting differs or is unobservable, or an explanation of an applied value.
-    """
-
-    setting: str
-    asked: Any
-    planned: Any
-    observed: Any
-    status: Status
-    origin: Origin
-    reason: str = ""
-
-    def to_json(self) -> dict[str, Any]:
-        return {**vars(self), "origin": self.origin.to_json()}
-
-
-def check_settings(settings: tuple[SettingObservation, ...], plan: FsdpPlan) -> list[Problem]:
+def check_settings(settings: Sequence[SettingRow], plan: FsdpPlan) -> list[Problem]:
     """Return a problem for each setting that differs.
 
     The problem is a warning if FSDP2 supports only the observed value, or if the script wrapped the model.
@@ -141,16 +123,16 @@ def check_settings(settings: tuple[SettingObservation, ...], plan: FsdpPlan) -> 
     not_supported = {problem.setting for problem in plan.problems if problem.code == _NOT_SUPPORTED_BY_FSDP2}
     problems = []
     for row in settings:
-        if row.status != "differs":
+        if row["status"] != "differs":
             continue
-        reason = f" ({row.reason})" if row.reason else ""
-        asked, observed = format_value(row.asked), format_value(row.observed)
+        reason = f" ({row['reason']})" if row["reason"] else ""
+        asked, observed = format_value(row["asked"]), format_value(row["observed"])
         message = f"{asked} was requested, but the live model has {observed}{reason}."
         code, fix = "FSDP-E503", "Do not change the model after prepare(). If nothing changes it, report a bug."
-        if plan.pre_sharded or row.setting in not_supported:
+        if plan.pre_sharded or row["setting"] in not_supported:
             code, fix = "FSDP-W506", ""
-        origin = plan.spec.origin(row.setting)
-        problems.append(Problem(code=code, setting=row.setting, origin=origin, message=message, fix=fix))
+        origin = plan.spec.origin(row["setting"])
+        problems.append(Problem(code=code, setting=row["setting"], origin=origin, message=message, fix=fix))
     return problems
 
 
@@ -161,3 +143,285 @@ def format_value(value: Any) -> str:
     if isinstance(value, (tuple, list)):
         return ", ".join(map(str, value)) or "nothing"
     return "" if value is None else str(value)
+
+
+def read_strategy(run: ObservedRun) -> ObservedValue:
+    """Read FSDP1's strategy; under FSDP2, derive it from the mesh and the reshard flag of the layers."""
+    value = common_value(unit.live.strategy or _strategy_of_mesh(unit) for unit in run.layers)
+    if run.structure.unsharded:
+        return differing_value(f"{value}, except some parameters", run.structure.reason)
+    if unreduced := not_reduced(run):
+        reason = f"gradients are not reduced: {format_names(unreduced, 2)}"
+        return differing_value(f"{value} without gradient reduction", reason)
+    gathered = [unit.label for unit in run.units_with_params if not unit.live.reshards_after_backward]
+    if gathered and run.world_size > 1:
+        reason = f"set_reshard_after_backward(False) keeps gathered parameters: {format_names(gathered, 2)}"
+        return differing_value(f"{value} without reshard after backward", reason)
+    if run.world_size == 1:
+        return ObservedValue(value, "with one rank, all strategies are the same", matches=True)
+    if all(unit.live.is_root for unit in run.layers) and _differs_in_reshard_only(value, run.plan.strategy):
+        # Both FSDP versions keep the root's gathered parameters until backward under every strategy.
+        return ObservedValue(run.plan.strategy, f"if the root is the only unit, {value} is the same", matches=True)
+    if value in STRATEGIES and not STRATEGIES[value].is_sharded and run.plan.mesh.shard == 1:
+        return ObservedValue(value, "a shard group of one rank does not shard", matches=True)
+    return ObservedValue(value)
+
+
+def _differs_in_reshard_only(value: str, planned: str) -> bool:
+    if value == planned or value not in STRATEGIES:
+        return False
+    return STRATEGIES[value].counterpart(reshard=STRATEGIES[planned].reshards_after_forward) is STRATEGIES[planned]
+
+
+def _strategy_of_mesh(unit: UnitObservation) -> str:
+    # None means that FSDP2 decides; it reshards all units except the root.
+    reshard = unit.live.reshard_asked in (None, True)
+    return strategy_of(sharded=unit.live.shard_size > 1, hybrid=unit.live.hybrid, reshard=reshard).name
+
+
+def read_mesh_shard(run: ObservedRun) -> ObservedValue:
+    """Read the size of the shard groups, and check that the ranks of a group are consecutive, as planned."""
+    size = common_value(unit.live.shard_size for unit in run.units_with_params)
+    if size == run.plan.mesh.shard and not run.plan.pre_sharded:
+        first = run.rank - run.rank % size
+        planned = tuple(range(first, first + size))
+        for unit in run.units_with_params:
+            if unit.live.shard_ranks not in ((), planned):
+                group, expected = (", ".join(map(str, ranks)) for ranks in (unit.live.shard_ranks, planned))
+                reason = f"the shards of {unit.name or 'the root'} are on ranks {group} instead of {expected}"
+                return differing_value(size, reason)
+    return ObservedValue(size)
+
+
+def read_mesh_replicate(run: ObservedRun) -> ObservedValue:
+    size = common_value(unit.live.replicate_size for unit in run.units_with_params)
+    local = [unit.label for unit in run.units_with_params if size != 1 and not unit.live.all_reduces]
+    if run.weights is not None and run.weights.diverged:
+        return differing_value(size, f"the replicas have different weights: {format_names(run.weights.diverged, 2)}")
+    if local:
+        return differing_value(size, f"gradients are not reduced over the replicas: {format_names(local, 2)}")
+    return ObservedValue(size)
+
+
+def read_wrap_policy(run: ObservedRun) -> ObservedValue:
+    """Check that the modules that the policy selected are units, because FSDP does not store the policy."""
+    if run.plan.sharded_at_load:
+        return ObservedValue("fsdp_plan", "from_pretrained chose the units", matches=True)
+    if run.plan.pre_sharded:
+        return ObservedValue("by hand", "the script wrapped the model")
+    wrapped = {name for unit in run.units for name in unit.module_names}
+    chosen = run.chosen
+    missing = [name for name in chosen if name not in wrapped]
+    below_root = {name for unit in run.units if not unit.live.is_root for name in unit.module_names}
+    if missing:
+        reason = f"{len(missing)} of {len(chosen)} planned units are missing, for example {missing[0]}"
+        return ObservedValue("other units" if below_root else "none", reason)
+    if not run.structure.is_equal:
+        return ObservedValue("other units", run.structure.reason)
+    if chosen:
+        reason = f"all {len(chosen)} modules that the policy chose are units"
+    elif below_root <= {name for unit in run.plan.units for name in unit.modules}:
+        # FSDP2 makes units of modules that the policy does not choose, such as embeddings.
+        reason = "the policy chose no unit, as planned" if below_root else "the root is the only unit, as planned"
+    else:
+        return ObservedValue("none", "no policy chose the units below the root")
+    return ObservedValue(run.plan.spec.wrap.policy, reason, matches=True)
+
+
+def read_wrap_classes(run: ObservedRun) -> ObservedValue:
+    """Read which requested classes are units. The plan has already reported classes that the model does not contain."""
+    asked = run.plan.spec.wrap.classes
+    found = {name for unit in run.units for name in unit.class_name.split(" + ")}
+    planned = {name for unit in run.plan.units if unit.from_policy for name in unit.class_names}
+    observed = tuple(name for name in asked if name in found) or tuple(sorted(found & planned))
+    missing = sorted(planned - found)
+    absent = sorted(set(asked) - found - planned)
+    reason = f"not in the model: {', '.join(absent)}" if absent else ""
+    if missing:
+        reason = f"not wrapped: {', '.join(missing)}"
+    if not run.structure.is_equal:
+        return differing_value(observed, reason or run.structure.reason)
+    # Without planned units, only the requested names can be compared.
+    return ObservedValue(observed, reason, matches=not missing if planned else not absent)
+
+
+def read_min_num_params(run: ObservedRun) -> ObservedValue:
+    sizes = [unit.num_params for unit in run.units if set(run.chosen).intersection(unit.module_names)]
+    if not sizes:
+        return unobserved_value("the size policy chose no unit")
+    # The threshold itself is not on the live model.
+    value = f"smallest unit {min(sizes):,}"
+    if not run.structure.is_equal:
+        return differing_value(value, run.structure.reason)
+    reason = f"the smallest unit that the size policy chose has {min(sizes)} parameters"
+    return ObservedValue(value, reason, matches=min(sizes) >= run.plan.spec.wrap.min_num_params)
+
+
+def read_ignored_modules(run: ObservedRun) -> ObservedValue:
+    unmanaged = {id(parameter) for parameter in unmanaged_parameters(run.model, run.units)}
+    found: list[str] = []
+    with_params = set()
+
+    def is_found(name: str) -> bool:
+        return any(is_inside(name, outer) for outer in found)
+
+    for name, module in run.model.named_modules():
+        name, parameters = canonical_name(name), list(module.parameters())
+        if parameters:
+            with_params.add(name)
+            if not is_found(name) and all(id(parameter) in unmanaged for parameter in parameters):
+                found.append(name)
+    sharded = [name for name in run.plan.ignored_modules if name in with_params and not is_found(name)]
+    reason = f"sharded: {', '.join(sharded[:3])}" if sharded else f"not sharded: {', '.join(found) or 'nothing'}"
+    return ObservedValue(found, reason, matches=not sharded)
+
+
+def read_offload(run: ObservedRun) -> ObservedValue:
+    offloaded = common_value(unit.offloaded for unit in run.units_with_params)
+    devices = {shard.device.type for unit in run.units_with_params for shard in unit.live.shards}
+    if offloaded is True and devices != {"cpu"}:
+        return ObservedValue(False, f"the offload policy is set, but the shards are on {', '.join(sorted(devices))}")
+    if run.plan.offload_params and run.device_type == "cpu" and devices == {"cpu"}:
+        return ObservedValue(True, "CPU ranks keep their shards in host memory", matches=True)
+    return ObservedValue(offloaded)
+
+
+def read_pin_memory(run: ObservedRun) -> ObservedValue:
+    if not any(unit.offloaded for unit in run.units_with_params):
+        return unobserved_value("no parameters are offloaded")
+    if run.device_type == "cpu":
+        return unobserved_value("CPU ranks do not pin memory")
+    shards = (shard for unit in run.units_with_params for shard in unit.live.shards)
+    return ObservedValue(common_value(shard.is_pinned() for shard in shards))
+
+
+def read_param_dtype(run: ObservedRun) -> ObservedValue:
+    value = common_value(unit.param_dtype for unit in run.units_in_policy_dtype)
+    if value is not None and (reason := unplanned_cast(run)):
+        return differing_value(value, reason)
+    if run.plan.precision.param == "unchanged":
+        casts = any(unit.live.casts for unit in run.units_with_params)
+        return ObservedValue(value, "the dtype of the parameters, without a cast", matches=not casts)
+    cast, kept = run.first_step.cast_inputs, run.first_step.kept_inputs
+    parts = [f"activations in {format_names(cast, 3)} are cast to it"] if cast else []
+    parts += [f"numbers in {format_names(kept, 3)} keep their dtype"] if kept else []
+    return ObservedValue(value, ", ".join(parts))
+
+
+def read_fp32_modules(run: ObservedRun) -> ObservedValue:
+    """Read which modules have parameters that are gathered in fp32 while the policy's dtype is another one."""
+    planned = set(run.plan.fp32_parameters)
+    found, others = [], []
+    names = {id(module): canonical_name(name) for name, module in run.model.named_modules()}
+    for unit in run.units_with_params:
+        for (module, key, _), dtype in zip(unit.live.places, unit.live.compute_dtypes, strict=False):
+            name = f"{names[id(module)]}.{key}".removeprefix(".")
+            is_fp32 = dtype_name(dtype) == "fp32"
+            if is_fp32:
+                found.append(name)
+            if is_fp32 != (name in planned) and dtype.is_floating_point:
+                others.append(name)
+    if not planned:
+        asked = run.plan.spec.precision.fp32_modules
+        return ObservedValue(asked, "without mixed precision, no parameter is cast", matches=True)
+    modules = list(dict.fromkeys(name.rpartition(".")[0] for name in found))
+    if others:
+        reason = f"{len(others)} parameters are not gathered in the planned dtype: {format_names(others, 3)}"
+        return differing_value(modules, reason)
+    return ObservedValue(modules, f"{len(found)} parameters are gathered in fp32", matches=True)
+
+
+def read_reduce_dtype(run: ObservedRun) -> ObservedValue:
+    dtypes = [unit.reduce_dtype for unit in run.units_with_params if unit.reduce_dtype]
+    if not dtypes:
+        return unobserved_value("no parameter is trained, so no gradient is reduced")
+    return ObservedValue(common_value(dtypes), matches=_true_if_unchanged(run.plan.precision.reduce))
+
+
+def read_output_dtype(run: ObservedRun) -> ObservedValue:
+    """Read the dtype of a recorded forward or, if there is none, of the root's policy."""
+    matches = _true_if_unchanged(run.plan.precision.output)
+    if run.first_step.output_dtype is not None:
+        return ObservedValue(dtype_name(run.first_step.output_dtype), "of a recorded forward", matches)
+    policies = [unit.live.output_dtype for unit in run.units if unit.live.is_root and unit.live.version == 2]
+    if policies:
+        return ObservedValue(dtype_name(policies[0]) or "unchanged", "from the policy of the root", matches)
+    return unobserved_value("FSDP1 does not store an output dtype, and no forward was recorded")
+
+
+def read_buffer_dtype(run: ObservedRun) -> ObservedValue:
+    dtypes = [dtype_name(buffer.dtype) for buffer in run.model.buffers() if buffer.is_floating_point()]
+    if not dtypes:
+        return unobserved_value("the model has no floating-point buffers")
+    if any(unit.live.version == 1 and unit.live.lazy for unit in run.units):
+        return unobserved_value("FSDP1 casts buffers in the first forward, which has not run yet")
+    return ObservedValue(common_value(dtypes), matches=_true_if_unchanged(run.plan.precision.buffer))
+
+
+def _true_if_unchanged(planned: str) -> bool | None:
+    return True if planned == "unchanged" else None
+
+
+_NO_PREFETCH = "fewer than two units below the root, so there is nothing to prefetch"
+
+
+def read_backward_prefetch(run: ObservedRun) -> ObservedValue:
+    if len(run.units_below_root) < 2:
+        return unobserved_value(_NO_PREFETCH)
+    return ObservedValue(common_value(unit.live.backward_prefetch for unit in run.units_below_root))
+
+
+def read_forward_prefetch(run: ObservedRun) -> ObservedValue:
+    """Read whether units prefetch the next one in the module tree."""
+    num_units = len(run.units_below_root)
+    if num_units < 2:
+        return unobserved_value(_NO_PREFETCH)
+    num_prefetching = sum(unit.live.forward_prefetch for unit in run.units_below_root)
+    if num_prefetching not in (0, num_units, num_units - 1):  # under FSDP2 the last unit has no next one
+        return differing_value(f"in {num_prefetching} of {num_units} units")
+    wrong = [
+        unit.name
+        for unit, successor in pairwise(unit for unit in run.units if not unit.live.is_root)
+        if unit.live.prefetched and set(map(id, unit.live.prefetched)) != set(map(id, successor.live.modules))
+    ]
+    if wrong and not run.plan.pre_sharded:
+        reason = f"{wrong[0]} prefetches another unit than the next one"
+        return differing_value(f"of another unit in {len(wrong)} units", reason)
+    return ObservedValue(num_prefetching > 0)
+
+
+def value_of_fsdp1(run: ObservedRun, attribute: str, fsdp2: str) -> ObservedValue:
+    """Read what only FSDP1 has a switch for.
+
+    Args:
+        fsdp2: what FSDP2 always does.
+    """
+    if any(unit.live.version == 2 for unit in run.units):
+        return ObservedValue(True, fsdp2)
+    return ObservedValue(common_value(getattr(unit.live, attribute) for unit in run.units))
+
+
+def unplanned_cast(run: ObservedRun) -> str:
+    """Describe a cast of the weights after they were sharded, or autocast to another dtype; empty without either."""
+    # Units may have their dtype before or after the cast to the master.
+    planned = {dtype for unit in run.plan.units for dtype in unit.dtypes}
+    shards = (shard for unit in run.units_with_params for shard in unit.live.shards if shard.is_floating_point())
+    found = {shard.dtype for shard in shards if format_dtype(shard.dtype) not in planned}
+    stored = sorted(set(map(dtype_name, found)) - {run.plan.precision.master})
+    if stored and not run.plan.pre_sharded:
+        return f"the weights have been cast to {', '.join(stored)} after they were sharded"
+    autocast = {dtype_name(dtype) for dtype in run.first_step.autocast_dtypes} - {run.plan.precision.param}
+    # Accelerate's autocast of a setting that the policy overrides is not of the script.
+    autocast -= {str(run.plan.spec.launch.mixed_precision).lower()}
+    return f"the model was called in an autocast context of {', '.join(sorted(autocast))}" if autocast else ""
+
+
+def not_reduced(run: ObservedRun) -> list[str]:
+    """Return the units whose gradients an optimizer step ignored, and units that do not reduce gradients if others do.
+
+    Between two micro-batches, Accelerate switches the reduction off for all units.
+    """
+    switched_off = [unit.label for unit in run.units_with_params if not unit.live.reduces]
+    if len(switched_off) == len(run.units_with_params):
+        switched_off = []
+    return sorted({*run.first_step.unreduced, *switched_off})

@@ -1,4 +1,7 @@
-"""Observes the units of a live model, and compares them and their parameters with those of the plan."""
+"""The units of a live model: their parameters, compared with those of the plan, and the memory of this rank.
+
+Memory is measured from the storages of the live tensors, beside the memory that DDP would need.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,10 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from torch.distributed.tensor import DTensor
 
+from hf_fsdp_plugin.backends.optimizers.parameters import step_mode
+from hf_fsdp_plugin.devices import DEVICES, available_device
 from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan
 from hf_fsdp_plugin.plan.names import canonical_name, unwrapped
 from hf_fsdp_plugin.text import format_dtype, format_names, plural
@@ -18,6 +24,7 @@ from hf_fsdp_plugin.torch_private import fsdp1, fsdp2
 from hf_fsdp_plugin.torch_private.functions import CheckpointWrapper
 from hf_fsdp_plugin.torch_private.live_unit import LiveUnit
 
+HELD = ("params_bytes", "grads_bytes", "optimizer_bytes")
 _DTYPE_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
@@ -64,6 +71,7 @@ class UnitObservation:
         return tuple(self.name.split(" + "))
 
     def to_json(self) -> dict[str, Any]:
+        """Return ``observed_unit`` of docs/json.schema.json."""
         facts = {name: value for name, value in vars(self).items() if name != "live"}
         return {"name": facts.pop("name"), "class": facts.pop("class_name"), **facts}
 
@@ -80,7 +88,27 @@ def observe_units(model: nn.Module) -> tuple[UnitObservation, ...]:
         for module in model.modules()
         if isinstance(module, CheckpointWrapper) or checkpoints_natively(module)
     }
-    units = [_observe_unit(unit, names, checkpointed) for unit in _live_units(model)]
+    order = {name: position for position, name in enumerate(names.values())}
+    units = []
+    for live in _live_units(model):
+        # torch stores a group's modules in the order of the call; reports use the order of the module tree.
+        modules = sorted(live.modules, key=lambda module: order[names[id(module)]])
+        module_names = [names[id(module)] for module in modules]
+        unit = UnitObservation(
+            name=" + ".join(module_names),
+            class_name=" + ".join(_plain_class_name(unwrapped(module)) for module in modules),
+            num_params=live.num_params,
+            num_local_params=live.num_local_params,
+            num_frozen=live.num_frozen,
+            param_dtype=dtype_name(live.known("compute_dtype")),
+            reduce_dtype=dtype_name(live.known("reduce_dtype")),
+            master_dtype="+".join(dtype_name(dtype) for dtype in live.known("master_dtypes", ())),
+            reshard_after_forward=live.known("reshards"),
+            offloaded=live.known("offloaded"),
+            checkpointed=all(name in checkpointed for name in module_names),
+            live=live,
+        )
+        units.append(unit)
     return tuple(sorted(units, key=lambda unit: unit.live.is_root))
 
 
@@ -111,27 +139,6 @@ def _live_units(model: nn.Module) -> Iterator[LiveUnit]:
         yield from units
 
 
-def _observe_unit(live: LiveUnit, names: dict[int, str], checkpointed: set[str]) -> UnitObservation:
-    order = {name: position for position, name in enumerate(names.values())}
-    # torch stores a group's modules in the order of the call; reports use the order of the module tree.
-    modules = sorted(live.modules, key=lambda module: order[names[id(module)]])
-    module_names = [names[id(module)] for module in modules]
-    return UnitObservation(
-        name=" + ".join(module_names),
-        class_name=" + ".join(_plain_class_name(unwrapped(module)) for module in modules),
-        num_params=live.num_params,
-        num_local_params=live.num_local_params,
-        num_frozen=live.num_frozen,
-        param_dtype=dtype_name(live.known("compute_dtype")),
-        reduce_dtype=dtype_name(live.known("reduce_dtype")),
-        master_dtype="+".join(dtype_name(dtype) for dtype in live.known("master_dtypes", ())),
-        reshard_after_forward=live.known("reshards"),
-        offloaded=live.known("offloaded"),
-        checkpointed=all(name in checkpointed for name in module_names),
-        live=live,
-    )
-
-
 def checkpoints_natively(module: nn.Module) -> bool:
     """Return whether Transformers' gradient checkpointing is enabled on this module."""
     attributes = vars(module)
@@ -148,9 +155,7 @@ def _plain_class_name(module: nn.Module) -> str:
 
 def dtype_name(dtype: torch.dtype | None) -> str:
     """Return ``fp32``, ``bf16`` or ``fp16``; torch's name for other dtypes; the empty string for ``None``."""
-    if dtype is None:
-        return ""
-    return _DTYPE_NAMES.get(dtype, format_dtype(dtype))
+    return "" if dtype is None else _DTYPE_NAMES.get(dtype, format_dtype(dtype))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -223,8 +228,8 @@ def compare_structure(model: nn.Module, units: Sequence[UnitObservation], plan: 
     ignored = set(map(canonical_name, plan.ignored_parameters))
     unsharded = {first(name) for name, parameter in model.named_parameters() if id(parameter) in unmanaged}
     return StructureComparison(
-        missing=_unit_names(planned_units - live_units),
-        extra=_unit_names(live_units - planned_units),
+        missing=tuple(sorted(" + ".join(sorted(names)) for names in planned_units - live_units)),
+        extra=tuple(sorted(" + ".join(sorted(names)) for names in live_units - planned_units)),
         unsharded=tuple(sorted(unsharded & planned.keys() - ignored)),
         moved=tuple(sorted(name for name in live.keys() & planned.keys() if live[name] != planned[name])),
         sharded=tuple(sorted(live.keys() & ignored)),
@@ -232,5 +237,114 @@ def compare_structure(model: nn.Module, units: Sequence[UnitObservation], plan: 
     )
 
 
-def _unit_names(units: set[frozenset[str]]) -> tuple[str, ...]:
-    return tuple(sorted(" + ".join(sorted(names)) for names in units))
+def observe_memory(
+    model: nn.Module,
+    units: Sequence[UnitObservation],
+    optimizers: Sequence[torch.optim.Optimizer] = (),
+    *,
+    recorded_grads_bytes: int | None = None,
+) -> dict[str, Any]:
+    """Measure the memory of this rank: ``memory`` of the report (docs/json.schema.json). No collectives.
+
+    A storage that several tensors share counts once. ``params_bytes`` are the shards, with FSDP's padding, and the
+    parameters that no unit shards; ``gathered_bytes`` the gathered parameters that are currently not freed;
+    ``buffers_bytes`` the buffers of the model, which are never sharded. ``grads_source`` is ``alive`` if the gradients
+    exist now, ``optimizer step`` if their size was recorded before a step, or ``trainable shards`` if it is computed
+    from the shards. ``peak_source`` is the name of an allocator (tensors on the device) or ``process resident set``
+    (includes libraries). ``ddp_…`` are the same tensors with the same dtypes, unsharded as on every rank of
+    DistributedDataParallel.
+
+    Args:
+        recorded_grads_bytes: size of the gradients before an optimizer step; used if no gradient exists now.
+    """
+    unmanaged = unmanaged_parameters(model, units)
+    trained = [parameter for parameter in unmanaged if parameter.requires_grad]
+    shards = [shard for unit in units for shard in unit.live.shards]
+    gathered = [tensor for unit in units for tensor in unit.live.known("gathered", ())]
+    ddp_params_bytes = sum(unit.num_params * _master_itemsize(unit) for unit in units)
+    ddp_grads_bytes = sum(unit.num_trainable * _master_itemsize(unit) for unit in units) + _nbytes(trained)
+    grads_bytes, grads_source = gradient_bytes(model, units), "alive"
+    if not (optimizers or recorded_grads_bytes or model.training):  # a process that only evaluates
+        ddp_grads_bytes = 0
+    elif grads_bytes == 0 and recorded_grads_bytes is None:
+        grads_bytes = sum(unit.live.known("num_local_trainable", 0) * _master_itemsize(unit) for unit in units)
+        grads_bytes, grads_source = grads_bytes + _nbytes(trained), "trainable shards"
+    if grads_bytes == 0 and recorded_grads_bytes is not None:
+        grads_bytes, grads_source = recorded_grads_bytes, "optimizer step"
+    device = available_device() if available_device().is_initialized() else DEVICES["cpu"]
+    states = [state for optimizer in optimizers for state in optimizer.state.values()]
+    tensors = [value for state in states for value in state.values() if isinstance(value, torch.Tensor)]
+    ddp = {
+        "ddp_params_bytes": ddp_params_bytes + _nbytes(unmanaged),
+        "ddp_grads_bytes": ddp_grads_bytes,
+        "ddp_optimizer_bytes": _whole_optimizer_bytes(units, trained, optimizers, tensors),
+    }
+    return {
+        "params_bytes": storage_bytes([*shards, *unmanaged]),
+        "grads_bytes": grads_bytes,
+        "optimizer_bytes": storage_bytes(tensors),
+        "gathered_bytes": storage_bytes(gathered, excluding=shards),
+        "buffers_bytes": storage_bytes(model.buffers()),
+        "peak_bytes": device.peak_memory(),
+        "grads_source": grads_source,
+        "peak_source": device.peak_source,
+        **ddp,
+        "ddp_bytes": sum(ddp.values()),
+    }
+
+
+def gradient_bytes(model: nn.Module, units: Sequence[UnitObservation]) -> int:
+    """Return the bytes of the gradients that exist on this rank now; 0 after ``zero_grad``."""
+    tensors = [gradient for unit in units for gradient in unit.live.known("gradients", ())]
+    # Between two collectives, parameters of FSDP1 can be views of gathered ones, which have no gradient.
+    tensors += [p.grad for p in unmanaged_parameters(model, units) if p.is_leaf and p.grad is not None]
+    return storage_bytes(tensors)
+
+
+def storage_bytes(tensors: Iterable[torch.Tensor], *, excluding: Iterable[torch.Tensor] = ()) -> int:
+    """Return the bytes of the distinct storages of the tensors' local parts; a freed or meta storage counts 0."""
+    excluded = dict(map(_storage, _plain_tensors(excluding)))
+    return sum(size for key, size in dict(map(_storage, _plain_tensors(tensors))).items() if key not in excluded)
+
+
+def _plain_tensors(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """Yield the local parts of tensors; of a tensor subclass (torchao's quantized state) the tensors inside it."""
+    for tensor in tensors:
+        local: Any = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        if hasattr(local, "__tensor_flatten__"):
+            yield from _plain_tensors(getattr(local, name) for name in local.__tensor_flatten__()[0])
+        else:
+            yield local
+
+
+def _storage(local: torch.Tensor) -> tuple[tuple[str, int], int]:
+    """Return the identity and the bytes of a tensor's storage."""
+    storage = local.untyped_storage()
+    key = str(local.device), storage.data_ptr() or -id(local)
+    return key, 0 if local.is_meta else storage.nbytes()
+
+
+def _nbytes(tensors: Iterable[torch.Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in tensors)
+
+
+def _master_itemsize(unit: UnitObservation) -> int:
+    return max((dtype.itemsize for dtype in unit.live.known("master_dtypes", ())), default=0)
+
+
+def _whole_optimizer_bytes(
+    units: Sequence[UnitObservation],
+    unmanaged: Sequence[nn.Parameter],
+    optimizers: Sequence[torch.optim.Optimizer],
+    tensors: Sequence[torch.Tensor],
+) -> int:
+    """Return the bytes of the unsharded optimizer state: exact for DTensors, else scaled by the trainable elements."""
+    optimizer_bytes = storage_bytes(tensors)
+    if any(step_mode(optimizer) == "whole" for optimizer in optimizers):
+        return optimizer_bytes
+    if any(isinstance(tensor, DTensor) and type(tensor.to_local()) is torch.Tensor for tensor in tensors):
+        return _nbytes(tensors)
+    num_unmanaged = sum(parameter.numel() for parameter in unmanaged)
+    whole = sum(unit.num_trainable for unit in units) + num_unmanaged
+    local = sum(unit.live.num_local_trainable for unit in units) + num_unmanaged
+    return round(optimizer_bytes * whole / local) if local else 0

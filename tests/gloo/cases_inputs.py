@@ -75,8 +75,8 @@ def received_by_units(version: int) -> dict[str, Any]:
         unit: {name: (str(tensor.dtype), tensor.flatten().tolist()) for name, tensor in recorder.received.items()}
         for unit, recorder in recorders.items()
     }
-    (row,) = [row for row in hfp.report(accelerator).settings if row.setting == "precision.param"]
-    return {**received, "reason": row.reason}
+    (row,) = [row for row in hfp.report(accelerator).model["settings"] if row["setting"] == "precision.param"]
+    return {**received, "reason": row["reason"]}
 
 
 class Tokens(torch.utils.data.Dataset):

@@ -9,9 +9,11 @@ import pickle
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
+
+import psutil
 
 from hf_fsdp_plugin.cli.bench.results import Results, bench_text
 from hf_fsdp_plugin.cli.check_output import load_model
@@ -20,7 +22,7 @@ from hf_fsdp_plugin.cli.plan import sequence_length
 from hf_fsdp_plugin.cli.verbs import whole_number
 from hf_fsdp_plugin.hangs.rank_exit import HANG_LIMIT_VARIABLE
 from hf_fsdp_plugin.integrations import bench
-from hf_fsdp_plugin.integrations.bench import BenchWorkload, Case, CaseGroup
+from hf_fsdp_plugin.integrations.bench import Case, CaseGroup
 from hf_fsdp_plugin.launcher.flags import Parser, UsageError, add_override_flag, add_setting_flags
 from hf_fsdp_plugin.launcher.world import FoundDevices, World, find_devices, num_cores, resolve_world
 from hf_fsdp_plugin.problems import Problem, SpecError, has_errors
@@ -66,14 +68,9 @@ def add_arguments(parser: Parser) -> None:
     )
     what.add_argument("--vs", choices=["stock"], default="", help="also run the same settings by stock Accelerate")
     how = parser.add_argument_group("measurement")
-    for name, default, text in (
-        ("micro-batch", 1, "samples per rank and step"),
-        ("seq-len", 512, "tokens per sample"),
-        ("steps", 5, "steps of a timed block"),
-        ("warm-up", 2, "steps of a case before its blocks"),
-        ("blocks", 5, "timed blocks of a case"),
-    ):
-        how.add_argument(f"--{name}", metavar="N", type=number, default=default, help=f"{text} (default: {default})")
+    for name, (default, text) in bench.WORKLOAD.items():
+        flag = f"--{name.replace('_', '-')}"
+        how.add_argument(flag, metavar="N", type=number, default=default, help=f"{text} (default: {default})")
     out = parser.add_argument_group("output")
     out.add_argument("--force", action="store_true", help="run cases that do not fit into CPU memory")
     out.add_argument("--json", action="store_true", help="print one JSON object and nothing else on stdout")
@@ -94,8 +91,7 @@ def run(args: argparse.Namespace) -> int:
             raise SpecError(problems)
         found = find_devices()
         worlds = _find_worlds(args.world_sizes, spec, found, problems)
-        workload = BenchWorkload(**{each.name: getattr(args, each.name) for each in fields(BenchWorkload)})
-        _, too_long = sequence_length(workload, model)  # type: ignore[arg-type]
+        _, too_long = sequence_length(args, model)  # type: ignore[arg-type]
         problems += [too_long] if too_long is not None else []
         if has_errors(problems):
             raise SpecError(problems)
@@ -108,20 +104,25 @@ def run(args: argparse.Namespace) -> int:
             "model": {"name": name, "class": type(model).__name__, "num_params": num_params},
             "device": {"type": device, "name": found.name or None},
             "threads": int(os.environ.get("OMP_NUM_THREADS") or threads),
-            "workload": asdict(workload),
+            "workload": {name: getattr(args, name) for name in bench.WORKLOAD},
             "settings": {setting: str(value) for setting, value, _ in spec.settings() if spec.asked(setting)},
         }
-        cases = list(bench.all_cases(args.world_sizes, args.strategies, [int(version) for version in args.versions]))
+        cases = [
+            Case(world_size=world_size, strategy=strategy, version=int(version))
+            for world_size in worlds
+            for strategy in dict.fromkeys(args.strategies)
+            for version in (dict.fromkeys(args.versions) if strategy != bench.DDP else (0,))
+        ]
         groups = _with_stock(cases, spec, device, problems) if args.vs else [(case,) for case in cases]
-        results = Results(head, [case for group in groups for case in group])
+        results = Results([case for group in groups for case in group])
         _leave_out(groups, num_params, results, problems, force=args.force)
     except SpecError as error:
         return print_failure(dict.fromkeys([*problems, *error.problems]), as_json=args.json)
     if not args.json:
         print_problems(problems)
-    job = bench.WorldJob(model=name, device=device, workload=workload, groups=groups)
+    job = bench.WorldJob(model=name, device=device, threads=head["threads"], workload=head["workload"], groups=groups)
     number = run_worlds(job, worlds, results, LaunchHandover(sources=sources, quiet=True), spec)
-    tree = results.to_json()
+    tree = results.to_json(head)
     fix = "The other cases are measured. Run this case again with other settings, or alone."
     failed = [
         Problem(code="FSDP-E786", message=f"{row['case']}: {row['reason'].rstrip('.')}.", fix=fix)
@@ -200,12 +201,12 @@ def _leave_out(
     Raises:
         SpecError: no case is left (FSDP-E781).
     """
-    free = available_bytes()
+    free = psutil.virtual_memory().available
     reasons = []
     for group in groups:
         case, reason = group[0], group[0].impossible
         needed = len(group) * case.world_size * (_LIBRARIES + 4 * num_params)
-        if not reason and free and needed > free and not force:
+        if not reason and needed > free and not force:
             reason = f"the ranks need {format_memory(needed)} of CPU memory for the whole models, "
             reason += f"and this machine has {format_memory(free)} free"
         if reason:
@@ -215,15 +216,6 @@ def _leave_out(
         fix = "Choose a smaller model or other cases; --force runs cases that do not fit."
         raise SpecError([Problem(code="FSDP-E781", message=f"no case can run. {'; '.join(reasons)}.", fix=fix)])
     problems += [Problem(code="FSDP-W782", message=f"left out: {reason}.") for reason in reasons]
-
-
-def available_bytes() -> int:
-    """Return the memory of this machine that new processes can use; 0 if the system does not show it."""
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
-        return 0
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), 0)
 
 
 def run_worlds(
@@ -277,7 +269,7 @@ def run_world(
                 show()
 
         show()
-        env = {"OMP_NUM_THREADS": str(results.head["threads"]), "TMPDIR": scratch}
+        env = {"OMP_NUM_THREADS": str(job.threads), "TMPDIR": scratch}
         env[HANG_LIMIT_VARIABLE] = "0"  # records of collectives would be a part of what is measured
         ended = run_job(["-m", _RANK, scratch], spec, world, handover, env=env, should_stop=follow)
         follow()

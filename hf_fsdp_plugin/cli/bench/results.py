@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import Any, Final
 
 from hf_fsdp_plugin.integrations.bench import DDP, TITLES, Case, CaseGroup
@@ -20,20 +20,12 @@ ResultRow = Mapping[str, Any]
 
 
 class Results:
-    """The results of one benchmark.
+    """The results of one benchmark: a row of its JSON for every case, in the order of the tables."""
 
-    Args:
-        head: what the benchmark measures, as JSON.
-        cases: every case, in the order of the tables.
-    """
-
-    def __init__(self, head: Mapping[str, Any], cases: Iterable[Case]) -> None:
-        self.head = dict(head)
-        self._cases = {case.name: case for case in cases}
+    def __init__(self, cases: Iterable[Case]) -> None:
         empty = {"status": "pending", "reason": None, "peak_source": None, "peak_bytes": None}
-        self._rows = {
-            name: {"case": name, **asdict(case), **empty, "seconds": [], "losses": []}
-            for name, case in self._cases.items()
+        self._rows: dict[str, dict[str, Any]] = {
+            case.name: {"case": case.name, **asdict(case), **empty, "seconds": [], "losses": []} for case in cases
         }
 
     def add(self, measured: Mapping[str, Any]) -> None:
@@ -49,42 +41,48 @@ class Results:
         """Return whether a group is measured, or will not be. Its cases are measured together."""
         return self._rows[group[0].name]["status"] != "pending"
 
-    def to_json(self) -> dict[str, Any]:
-        statuses = {row["status"] for row in self._rows.values()}
-        others = [case for case in self._cases.values() if case.system != "plugin" and self._rows[case.name]["seconds"]]
+    def to_json(self, head: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the whole result, with the figures of all cases.
+
+        Args:
+            head: what the benchmark measures.
+        """
+        rows = list(self._rows.values())
+        statuses, measured = {row["status"] for row in rows}, [row for row in rows if row["seconds"]]
         return {
             "ok": "failed" not in statuses and "measured" in statuses,
-            **self.head,
-            "cases": [{**self._rows[name], **self._figures(case)} for name, case in self._cases.items()],
+            **head,
+            "cases": [{**row, **_figures(row, measured, head["workload"])} for row in rows],
             "comparisons": [
-                comparison_of(self._rows[replace(case, system="plugin").name], self._rows[case.name]) for case in others
+                comparison_of(self._rows[row["case"].removesuffix(", stock")], row)
+                for row in measured
+                if row["system"] == "stock"
             ],
         }
 
-    def _figures(self, case: Case) -> dict[str, Any]:
-        """Return the figures of a case; null if it is not measured.
 
-        ``step_seconds`` is the median of all blocks, and samples and tokens per second are those of all ranks in this
-        time. ``efficiency`` is the throughput of a rank over that of the same case in the smallest measured world.
-        """
-        row, workload = self._rows[case.name], self.head["workload"]
-        seconds = row["seconds"]
-        if not seconds:
-            return dict.fromkeys(_FIGURES)
-        step = statistics.median(seconds)
-        quartiles = statistics.quantiles(seconds, n=4, method="inclusive") if len(seconds) > 1 else seconds
-        samples = case.world_size * workload["micro_batch"] / step
-        same = [each for each in self._cases.values() if replace(each, world_size=case.world_size) == case]
-        measured = [each for each in same if self._rows[each.name]["seconds"]]
-        smallest = self._rows[min(measured, key=lambda each: each.world_size).name]
-        return {
-            "step_seconds": step,
-            "step_quartiles": [quartiles[0], quartiles[-1]],
-            "samples_per_second": samples,
-            "tokens_per_second": samples * workload["seq_len"],
-            "efficiency": statistics.median(smallest["seconds"]) / step,
-            "loss": row["losses"][-1],
-        }
+def _figures(row: ResultRow, measured: Sequence[ResultRow], workload: Mapping[str, int]) -> dict[str, Any]:
+    """Return the figures of a case; null if it is not measured.
+
+    ``step_seconds`` is the median of all blocks, and samples and tokens per second are those of all ranks in this
+    time. ``efficiency`` is the throughput of a rank over that of the same case in the smallest measured world.
+    """
+    seconds = row["seconds"]
+    if not seconds:
+        return dict.fromkeys(_FIGURES)
+    step = statistics.median(seconds)
+    quartiles = statistics.quantiles(seconds, n=4, method="inclusive") if len(seconds) > 1 else seconds
+    samples = row["world_size"] * workload["micro_batch"] / step
+    same = [each for each in measured if all(each[name] == row[name] for name in ("strategy", "version", "system"))]
+    smallest = min(same, key=lambda each: each["world_size"])
+    return {
+        "step_seconds": step,
+        "step_quartiles": [quartiles[0], quartiles[-1]],
+        "samples_per_second": samples,
+        "tokens_per_second": samples * workload["seq_len"],
+        "efficiency": statistics.median(smallest["seconds"]) / step,
+        "loss": row["losses"][-1],
+    }
 
 
 def comparison_of(ours: ResultRow, other: ResultRow) -> dict[str, Any]:

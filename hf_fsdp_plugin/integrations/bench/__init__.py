@@ -5,7 +5,7 @@ Also what the ranks get: the workload and the tasks. Imports no torch, because t
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Final, Literal
@@ -29,6 +29,14 @@ TITLES: Final[Mapping[str, str]] = MappingProxyType(
     }
 )
 """Name of a strategy in ``--strategies`` -> its name in a table."""
+WORKLOAD: Final[Mapping[str, tuple[int, str]]] = {
+    "micro_batch": (1, "samples per rank and step"),
+    "seq_len": (512, "tokens per sample"),
+    "steps": (5, "steps of a timed block"),
+    "warm_up": (2, "steps of a case before its blocks"),
+    "blocks": (5, "timed blocks of a case"),
+}
+"""Number of the workload -> its default and its meaning."""
 JOB_FILE: Final = "job.pickle"
 """The file with the :class:`WorldJob` of the ranks. For each group of cases they write ``NUMBER.json`` beside it."""
 _SMALLEST_HYBRID: Final = 4
@@ -90,44 +98,19 @@ CaseGroup = tuple[Case, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
-class BenchWorkload:
-    """What every case trains, and how often.
-
-    Attributes:
-        micro_batch: samples of a rank in a step.
-        seq_len: tokens of a sample.
-        steps: steps of a block, which is timed as a whole.
-        warm_up: steps of a case before its first block.
-        blocks: blocks of a case.
-    """
-
-    micro_batch: int
-    seq_len: int
-    steps: int
-    warm_up: int
-    blocks: int
-
-
-@dataclass(frozen=True, kw_only=True)
 class WorldJob:
     """What the ranks of one world measure.
 
     Attributes:
+        workload: what every case trains, and how often, by the names of :data:`WORKLOAD`.
         groups: the cases. Those of a group are built together, and their blocks alternate.
     """
 
     model: str
     device: str
-    workload: BenchWorkload
+    threads: int
+    workload: Mapping[str, int]
     groups: Sequence[CaseGroup]
-
-
-def all_cases(world_sizes: Sequence[int], strategies: Sequence[str], versions: Sequence[int]) -> Iterator[Case]:
-    """Yield every case of this package, the numbers of ranks in increasing order. DDP has no versions."""
-    for world_size in sorted(set(world_sizes)):
-        for strategy in dict.fromkeys(strategies):
-            for version in dict.fromkeys(versions) if strategy != DDP else (0,):
-                yield Case(world_size=world_size, strategy=strategy, version=version)
 
 
 def why_not_in_stock(case: Case, device: str, *, prefetches: bool = False) -> str:

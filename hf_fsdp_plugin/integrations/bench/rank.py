@@ -36,7 +36,7 @@ from hf_fsdp_plugin.integrations.accelerate.private import SharedStates, set_dev
 from hf_fsdp_plugin.integrations.bench import DDP, JOB_FILE, Case, CaseGroup, WorldJob
 from hf_fsdp_plugin.integrations.install import uninstall
 from hf_fsdp_plugin.integrations.patching import install_hooks, remove_hooks
-from hf_fsdp_plugin.integrations.preflight.sample_data import MadeData, collate
+from hf_fsdp_plugin.integrations.preflight.clone import MadeData, collate
 from hf_fsdp_plugin.messages import printer
 from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan
 from hf_fsdp_plugin.plan.meta_model import config_and_class, meta_model
@@ -72,7 +72,13 @@ class CaseRunner:
         self._table = get_device(device.type)
         self._memory = PeakMemory(self._table)
         self._environ = _settings_in(os.environ)
-        self._batches = self._make_batches(meta_model(job.model))
+        size, num_ranks = job.workload["micro_batch"], dist.get_world_size()
+        data = MadeData(meta_model(job.model), num_ranks * _NUM_BATCHES * size, num_tokens=job.workload["seq_len"])
+        first = dist.get_rank() * _NUM_BATCHES
+        self._batches: list[Batch] = [
+            send_to_device(collate([data[number * size + index] for index in range(size)]), device)
+            for number in range(first, first + _NUM_BATCHES)
+        ]
 
     def prepare(self, group: CaseGroup) -> None:
         """Run one step of each case of a group, unmeasured: libraries are imported and threads are started then."""
@@ -90,14 +96,19 @@ class CaseRunner:
         for case in group:
             held = self._memory.free()
             loops[case] = self._build(case)
-            for index in range(workload.warm_up):
+            for index in range(workload["warm_up"]):
                 loops[case].step(self._batch(index))
-            peak = self._peak_of_step(loops[case], held)
+            self._memory.reset()
+            loops[case].step(self._batch(0))
+            self._table.synchronize()
+            peak = self._memory.peak()
+            # Of all ranks, the largest peak above what was held before the loop was built.
+            grown = torch.tensor(-1 if peak is None or held is None else max(0, peak - held))
+            dist.all_reduce(grown, dist.ReduceOp.MAX)
             loops[case].leave()
-            rows[case] = {
-                "case": case.name, "peak_bytes": peak, "peak_source": self._memory.source, "seconds": [], "losses": []
-            }  # fmt: skip
-        for block in range(workload.blocks):
+            row = {"case": case.name, "peak_bytes": int(grown) if grown >= 0 else None, "seconds": [], "losses": []}
+            rows[case] = {**row, "peak_source": self._memory.source}
+        for block in range(workload["blocks"]):
             for case in group if block % 2 == 0 else reversed(group):
                 seconds, loss = self._block(loops[case], block)
                 rows[case]["seconds"].append(seconds)
@@ -110,38 +121,22 @@ class CaseRunner:
         for name in _settings_in(os.environ).keys() - self._environ.keys():
             del os.environ[name]  # set by an Accelerator of another case
         sources = replace(self._sources, overrides=(*self._sources.overrides, *case.overrides))
-        spec = assess(sources).checked_spec()
-        loop = make_loop(case, spec, build_model(self._job.model), self._device)
+        config, model_class = config_and_class(self._job.model)
+        if hasattr(config, "use_cache"):
+            config.use_cache = False
+        torch.manual_seed(_SEED)
+        model: nn.Module = model_class(config)  # random fp32 weights, the same on all ranks
+        loop = make_loop(case, assess(sources).checked_spec(), model.train(), self._device)
         loop.enter()
         return loop
-
-    def _make_batches(self, model: nn.Module) -> list[Batch]:
-        workload, first = self._job.workload, dist.get_rank() * _NUM_BATCHES
-        size = workload.micro_batch
-        data = MadeData(model, dist.get_world_size() * _NUM_BATCHES * size, num_tokens=workload.seq_len)
-        made = [
-            collate([data[number * size + index] for index in range(size)])
-            for number in range(first, first + _NUM_BATCHES)
-        ]
-        return [send_to_device(batch, self._device) for batch in made]
 
     def _batch(self, index: int) -> Batch:
         return self._batches[index % _NUM_BATCHES]
 
-    def _peak_of_step(self, loop: Loop, held: int | None) -> int | None:
-        """Run a step, and return the largest peak of a rank above `held`, the bytes before the loop was built."""
-        self._memory.reset()
-        loop.step(self._batch(0))
-        self._table.synchronize()
-        peak = self._memory.peak()
-        grown = torch.tensor(-1 if peak is None or held is None else max(0, peak - held))
-        dist.all_reduce(grown, dist.ReduceOp.MAX)
-        return int(grown) if grown >= 0 else None
-
     def _block(self, loop: Loop, block: int) -> tuple[float, float]:
         """Run the steps of a block, and return the seconds of a step of all ranks, and the mean of the last losses."""
         loop.enter()
-        num_steps = self._job.workload.steps
+        num_steps = self._job.workload["steps"]
         self._table.synchronize()
         dist.barrier()
         start = time.perf_counter()
@@ -215,16 +210,19 @@ def stock_accelerator(plan: FsdpPlan, device: torch.device) -> Accelerator:
     Accelerate would run DDP: for this comparison its state is set to FSDP before `prepare`.
     """
     classes = sorted({name for unit in plan.units if unit.from_policy for name in unit.class_names})
+    policy = MixedPrecision if plan.version == 1 else MixedPrecisionPolicy
+    names = ("param", "reduce", "buffer" if plan.version == 1 else "output")
+    dtypes: dict[str, Any] = {f"{name}_dtype": torch_dtype(getattr(plan.precision, name)) for name in names}
     strategy, prefetch = STRATEGIES[plan.strategy], plan.prefetch
     settings: dict[str, Any] = {
         "reshard_after_forward": strategy.reshards_after_forward,
         "cpu_offload": plan.offload_params,
     }
     if plan.version == 1:
-        names = {"pre": "BACKWARD_PRE", "post": "BACKWARD_POST", "none": "NO_PREFETCH"}
+        prefetches = {"pre": "BACKWARD_PRE", "post": "BACKWARD_POST", "none": "NO_PREFETCH"}
         settings = {
             "sharding_strategy": strategy.torch_name,
-            "backward_prefetch": names[prefetch.backward],
+            "backward_prefetch": prefetches[prefetch.backward],
             "forward_prefetch": prefetch.forward,
             "limit_all_gathers": prefetch.limit_all_gathers,
             "use_orig_params": plan.use_orig,
@@ -235,7 +233,7 @@ def stock_accelerator(plan: FsdpPlan, device: torch.device) -> Accelerator:
         fsdp_version=plan.version,
         auto_wrap_policy="transformer_based_wrap" if classes else "no_wrap",
         transformer_cls_names_to_wrap=classes or None,
-        mixed_precision_policy=_policy(plan),
+        mixed_precision_policy=policy(**dtypes) if any(dtypes.values()) else None,
         cpu_ram_efficient_loading=False,
         **settings,
     )
@@ -248,24 +246,6 @@ def stock_accelerator(plan: FsdpPlan, device: torch.device) -> Accelerator:
     return accelerator
 
 
-def _policy(plan: FsdpPlan) -> MixedPrecision | MixedPrecisionPolicy | None:
-    names = ("param", "reduce", "buffer" if plan.version == 1 else "output")
-    dtypes: dict[str, Any] = {f"{name}_dtype": torch_dtype(getattr(plan.precision, name)) for name in names}
-    if not any(dtypes.values()):
-        return None
-    return MixedPrecision(**dtypes) if plan.version == 1 else MixedPrecisionPolicy(**dtypes)
-
-
-def build_model(path_or_id: str) -> nn.Module:
-    """Return the model of a config with random fp32 weights, which are the same on all ranks."""
-    config, model_class = config_and_class(path_or_id)
-    if hasattr(config, "use_cache"):
-        config.use_cache = False
-    torch.manual_seed(_SEED)
-    model: nn.Module = model_class(config)
-    return model.train()
-
-
 def _settings_in(environ: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in environ.items() if name.startswith(_PREFIXES)}
 
@@ -274,34 +254,29 @@ class PeakMemory:
     """On accelerators, bytes of tensors in the allocator; on the CPU, resident memory of the process (Linux only)."""
 
     def __init__(self, device: Device) -> None:
-        self._device = device
-
-    @property
-    def source(self) -> str:
-        return "resident memory" if self._device.type == "cpu" else self._device.peak_source
+        self._module = None if device.type == "cpu" else torch.get_device_module(device.type)
+        self.source = "resident memory" if self._module is None else device.peak_source
 
     def free(self) -> int | None:
         """Return unused memory to the system or device, and return what is held; ``None`` if that is unknown."""
         gc.collect()
-        if self._device.type != "cpu":
-            module = torch.get_device_module(self._device.type)
-            module.empty_cache()
-            return int(module.memory_allocated())
+        if self._module is not None:
+            self._module.empty_cache()
+            return int(self._module.memory_allocated())
         with contextlib.suppress(OSError, AttributeError):
             ctypes.CDLL(None).malloc_trim(0)  # glibc keeps freed memory, which later cases would use unseen
         return _resident("VmRSS")
 
     def reset(self) -> None:
         """Begin a new peak. Without this function of the system, the peak is that of the process."""
-        if self._device.type != "cpu":
-            module = torch.get_device_module(self._device.type)
-            module.reset_peak_memory_stats()
+        if self._module is not None:
+            self._module.reset_peak_memory_stats()
             return
         with contextlib.suppress(OSError):
             _RESET.write_text("5")  # proc(5): resets the peak resident set size
 
     def peak(self) -> int | None:
-        return _resident("VmHWM") if self._device.type == "cpu" else self._device.peak_memory()
+        return _resident("VmHWM") if self._module is None else int(self._module.max_memory_allocated())
 
 
 def _resident(name: str) -> int | None:
@@ -320,7 +295,13 @@ def main(folder: Path) -> None:
     uninstall()  # each case installs what it needs
     printer.quiet = True  # the settings were checked by the verb
     warnings.simplefilter("ignore")
-    runner = CaseRunner(job, _join(job.device), handover.sources)
+    local_rank = int(os.environ["LOCAL_RANK"])
+    table = get_device(job.device)
+    table.set_current(local_rank)
+    if not dist.is_initialized():  # install() starts one for some settings
+        dist.init_process_group(table.process_group_backend, timeout=_TIMEOUT)
+    device = torch.device("cpu") if job.device == "cpu" else torch.device(job.device, local_rank)
+    runner = CaseRunner(job, device, handover.sources)
     runner.prepare(job.groups[0])
     for number, group in enumerate(job.groups):
         rows = runner.run(group)
@@ -328,15 +309,6 @@ def main(folder: Path) -> None:
             write_atomically(folder / f"{number}.json", json.dumps(rows))
     dist.barrier()
     dist.destroy_process_group()
-
-
-def _join(device_type: str) -> torch.device:
-    local_rank = int(os.environ["LOCAL_RANK"])
-    table = get_device(device_type)
-    table.set_current(local_rank)
-    if not dist.is_initialized():  # install() starts one for some settings
-        dist.init_process_group(table.process_group_backend, timeout=_TIMEOUT)
-    return torch.device("cpu") if device_type == "cpu" else torch.device(device_type, local_rank)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from typing import Final
 
 from transformers import HfArgumentParser, Trainer, TrainingArguments
 
-from hf_fsdp_plugin.integrations.preflight.sample_data import MadeData, collate
+from hf_fsdp_plugin.integrations.preflight.clone import MadeData, collate
 from hf_fsdp_plugin.integrations.preflight.stages import preflight
 from hf_fsdp_plugin.plan.meta_model import config_and_class
 from hf_fsdp_plugin.problems import Problem, SpecError

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final, Literal
 
+from hf_fsdp_plugin.checkpoint.io import write_bytes
 from hf_fsdp_plugin.messages import printer
 from hf_fsdp_plugin.problems import Problem, SpecError
 from hf_fsdp_plugin.rank_variables import launched_rank, launched_world_size
@@ -147,7 +148,7 @@ class Preflight:
 
     def __init__(self) -> None:
         self.active = False
-        self.options = Options()
+        self.options, self.folder = Options(), Path()
         self.phase: RunPhase = "script"
         self.rank, self.world_size = 0, 1
         self.record = PreflightRecord()
@@ -170,6 +171,7 @@ class Preflight:
 
     def begin(self, options: Options) -> None:
         self.active, self.options, self.phase = True, options, "script"
+        self.folder = Path(options.folder)
         self.rank, self.world_size = launched_rank(), launched_world_size()
         self.record, self._reported = PreflightRecord(), None
         self.enter("start")
@@ -191,10 +193,6 @@ class Preflight:
     def is_in_script(self) -> bool:
         """Whether the script of the user runs, before the training of a Trainer."""
         return self.active and self.phase == "script"
-
-    @property
-    def folder(self) -> Path:
-        return Path(self.options.folder)
 
     def enter(self, stage: str | None) -> None:
         """End the current stage and begin another one; ``None`` begins no other one."""
@@ -275,10 +273,7 @@ class Preflight:
             raise
 
     def _write(self) -> None:
-        path = self.folder / f"rank_{self.rank}.pickle"
-        partial = path.with_suffix(".part")
-        partial.write_bytes(pickle.dumps(self.record))
-        partial.replace(path)
+        write_bytes(self.folder / f"rank_{self.rank}.pickle", pickle.dumps(self.record))
 
 
 def problems_of_error(error: BaseException, stage: str) -> list[Problem]:

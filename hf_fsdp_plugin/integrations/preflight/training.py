@@ -28,7 +28,7 @@ from hf_fsdp_plugin.integrations.profiling.marking import marks
 from hf_fsdp_plugin.integrations.run_report import report_run
 from hf_fsdp_plugin.integrations.saving import manager
 from hf_fsdp_plugin.integrations.transformers.private import save_checkpoint, untrained_copy
-from hf_fsdp_plugin.observe.profile.trace import Phase
+from hf_fsdp_plugin.observe.profile.rank_profile import Phase
 from hf_fsdp_plugin.plan.names import unwrapped
 from hf_fsdp_plugin.problems import Problem, SpecError
 from hf_fsdp_plugin.text import format_count, format_names
@@ -39,7 +39,6 @@ LAST_STEP: Final = 3
 """The first step whose learning rate a resumed scheduler computes: the optimizer stores the learning rate of step 2."""
 _NUM_STEPS_OF_LOOP: Final = 2
 _NUM_EVALUATED: Final = 8
-_STAGES_OF_PHASES: Final[dict[Phase, str]] = {"clipping": "clip", "checkpoint": "save"}
 _TOLERANCE: Final = 1e-5
 """Largest relative difference of weights after resuming. On the CPU they are usually equal."""
 _ADAPTER_TOLERANCE: Final = 1e-2
@@ -98,15 +97,30 @@ def inner_training_loop(original: Callable[..., Any], trainer: Any, *args: Any, 
     """Run three steps, resume from the checkpoint of the first one with a fresh model, and export the checkpoint.
 
     Ends the script then, because what follows may write to the folders of the user.
+
+    Raises:
+        SpecError: the script builds a large model itself, without ``from_pretrained`` or ``from_config``.
     """
     if not preflight.is_in_script:
         return original(*args, **kwargs)
-    _check_size(trainer)
+    num_params = num_params_of(trainer.model)
+    if num_params > MAX_PARAMS:
+        message = f"{type(trainer.model).__name__} has {format_count(num_params)} parameters, and is not replaced by a "
+        message += "clone, because the script builds it with its constructor."
+        fix = "Build it with from_pretrained or from_config of an Auto class, or pass --model instead of the script."
+        raise SpecError([Problem(code="FSDP-E752", message=message, fix=fix)])
     trainer.eval_dataset = first_samples(trainer.eval_dataset, _NUM_EVALUATED * preflight.world_size)
     if kwargs.get("resume_from_checkpoint") is not None:
         preflight.note_change("the training begins anew instead of resuming from the given checkpoint")
         kwargs["resume_from_checkpoint"] = None
-    fresh = _copy_for_second_run(trainer)
+    fresh = None
+    if plan_of(trainer.model) is not None:
+        preflight.skip("resume", "the script has prepared the model before the training")
+    else:
+        try:
+            fresh = untrained_copy(trainer)
+        except Exception as error:
+            preflight.skip("resume", f"the Trainer cannot be copied: {type(error).__name__}: {error}")
     preflight.phase = "first run"
     marks.stage_of = _stage_of
     callback = StageCallback(trainer)
@@ -121,32 +135,20 @@ def inner_training_loop(original: Callable[..., Any], trainer: Any, *args: Any, 
     preflight.attempt("prepare", train)
     trainer.remove_callback(callback)
     preflight.phase = "afterwards"  # the hooks record no stages in what follows
-    _skip_stages(trainer.args)
+    no_saves = trainer.args.save_strategy == "no"
+    for stage, is_skipped, reason in (
+        ("clip", preflight.has_passed("update"), "the Trainer does not clip gradients with the Accelerator"),
+        ("evaluate", trainer.args.eval_strategy == "no", "eval_strategy is no"),
+        ("save", no_saves, "save_strategy is no"),
+        ("load best", not trainer.args.load_best_model_at_end, "load_best_model_at_end is not set"),
+        ("resume", no_saves, "save_strategy is no"),
+        ("resume", trainer.args.save_only_model, "save_only_model is set, so these checkpoints cannot be resumed"),
+    ):
+        if is_skipped:
+            preflight.skip(stage, reason)
     if preflight.has_passed("prepare"):
         _further_stages(trainer, fresh, callback.weights)
     raise SystemExit(0)
-
-
-def _check_size(trainer: Any) -> None:
-    """Refuse a model that the script builds itself, without ``from_pretrained`` or ``from_config``, if it is large."""
-    num_params = num_params_of(trainer.model)
-    if num_params > MAX_PARAMS:
-        message = f"{type(trainer.model).__name__} has {format_count(num_params)} parameters, and is not replaced by a "
-        message += "clone, because the script builds it with its constructor."
-        fix = "Build it with from_pretrained or from_config of an Auto class, or pass --model instead of the script."
-        raise SpecError([Problem(code="FSDP-E752", message=message, fix=fix)])
-
-
-def _copy_for_second_run(trainer: Any) -> Any:
-    """Return a copy of the Trainer before its training; ``None`` if it cannot be copied."""
-    if plan_of(trainer.model) is not None:
-        preflight.skip("resume", "the script has prepared the model before the training")
-        return None
-    try:
-        return untrained_copy(trainer)
-    except Exception as error:
-        preflight.skip("resume", f"the Trainer cannot be copied: {type(error).__name__}: {error}")
-        return None
 
 
 def _note_report(trainer: Any) -> None:
@@ -156,30 +158,14 @@ def _note_report(trainer: Any) -> None:
     if preflight.rank == 0 and file.is_file():
         for problem in json.loads(file.read_text())["problems"]:
             if problem["severity"] != "note":
-                fields = {name: problem[name] for name in ("code", "message", "fix", "setting")}
-                preflight.note(Problem(**fields))
+                preflight.note(Problem(**{name: problem[name] for name in ("code", "message", "fix", "setting")}))
 
 
 def _stage_of(phase: Phase) -> AbstractContextManager[None]:
     """Return the stage of a call that this package replaces for every run. Only the first run records stages."""
-    stage = _STAGES_OF_PHASES.get(phase)
+    stage = {"clipping": "clip", "checkpoint": "save"}.get(phase)
     records = preflight.active and preflight.phase == "first run"
     return preflight.stage(stage) if stage is not None and records else nullcontext()
-
-
-def _skip_stages(args: Any) -> None:
-    """Record why stages are not tested under these arguments."""
-    no_saves = args.save_strategy == "no"
-    for stage, is_skipped, reason in (
-        ("clip", preflight.has_passed("update"), "the Trainer does not clip gradients with the Accelerator"),
-        ("evaluate", args.eval_strategy == "no", "eval_strategy is no"),
-        ("save", no_saves, "save_strategy is no"),
-        ("load best", not args.load_best_model_at_end, "load_best_model_at_end is not set"),
-        ("resume", no_saves, "save_strategy is no"),
-        ("resume", args.save_only_model, "save_only_model is set, so these checkpoints cannot be resumed"),
-    ):
-        if is_skipped:
-            preflight.skip(stage, reason)
 
 
 def _further_stages(trainer: Any, fresh: Any, weights: Mapping[int, Weights]) -> None:
@@ -255,34 +241,35 @@ class OwnLoop:
         if self._num_steps == _NUM_STEPS_OF_LOOP:
             preflight.phase = "afterwards"
             preflight.enter(None)
-            _stages_after_loop(self._accelerator)
+            self._further_stages()
             raise SystemExit(0)
 
+    def _further_stages(self) -> None:
+        accelerator, folder = self._accelerator, preflight.folder / "out" / "checkpoint_0"
+        models = prepared_models(accelerator)
+        trained = whole_weights(accelerator, models[0])
+        for stage in ("clip", "evaluate", "load best"):
+            preflight.skip(stage, "the script has its own loop")
+        if len(models) > 1:
+            preflight.skip("export", "the script has prepared several models")
 
-def _stages_after_loop(accelerator: Any) -> None:
-    folder = preflight.folder / "out" / "checkpoint_0"
-    models = prepared_models(accelerator)
-    model = models[0]
-    trained = whole_weights(accelerator, model)
-    for stage in ("clip", "evaluate", "load best"):
-        preflight.skip(stage, "the script has its own loop")
+        def save() -> None:
+            accelerator.save_state(str(folder))
+            manager.wait()
 
-    def save() -> None:
-        accelerator.save_state(str(folder))
-        manager.wait()
+        def load() -> None:
+            with torch.no_grad():
+                for parameter in models[0].parameters():
+                    parameter.zero_()
+            accelerator.load_state(str(folder))
+            compare_runs(trained, whole_weights(accelerator, models[0]))
 
-    def load() -> None:
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.zero_()
-        accelerator.load_state(str(folder))
-        compare_runs(trained, whole_weights(accelerator, model))
+        def export() -> None:
+            check_export(models[0], trained, folder)
 
-    if len(models) > 1:
-        preflight.skip("export", "the script has prepared several models")
-    for stage, run in (("save", save), ("resume", load), ("export", lambda: check_export(model, trained, folder))):
-        if not preflight.is_over(stage) and not preflight.attempt(stage, run):
-            return
+        for stage, run in (("save", save), ("resume", load), ("export", export)):
+            if not preflight.is_over(stage) and not preflight.attempt(stage, run):
+                return
 
 
 own_loop = OwnLoop()

@@ -9,10 +9,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Final
 
-from hf_fsdp_plugin.integrations.profiling import OPTIONS_VARIABLE
+from hf_fsdp_plugin.checkpoint.io import write_bytes
 from hf_fsdp_plugin.observe.profile.rank_profile import RankProfile
-from hf_fsdp_plugin.observe.profile.run_profile import RunProfile, merge_ranks
-from hf_fsdp_plugin.observe.profile.suggestions import Suggestion, suggest
+from hf_fsdp_plugin.observe.profile.run_profile import RunProfile, Suggestion, merge_ranks, suggest
 from hf_fsdp_plugin.problems import Problem
 from hf_fsdp_plugin.text import plural
 from hf_fsdp_plugin.version import SCHEMA_VERSION
@@ -57,9 +56,6 @@ class ProfileOptions:
     @property
     def last(self) -> int:
         return self.last_traced + self.after
-
-    def to_env(self) -> dict[str, str]:
-        return {OPTIONS_VARIABLE: json.dumps(asdict(self))}
 
     def rank_file(self, rank: int) -> Path:
         return Path(self.folder) / RANKS_FOLDER / f"rank_{rank}.json"
@@ -136,11 +132,5 @@ def write_file(path: Path, content: bytes) -> None:
     Raises:
         OSError: it cannot be written. Nothing is left behind.
     """
-    partial = path.with_name(path.name + PARTIAL)
     path.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        partial.write_bytes(content)
-        partial.replace(path)
-    except BaseException:
-        partial.unlink(missing_ok=True)
-        raise
+    write_bytes(path, content)

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.profiler import record_function
 
-from hf_fsdp_plugin.observe.profile.trace import PREFIX, UNIT, Phase
+from hf_fsdp_plugin.observe.profile.rank_profile import PREFIX, UNIT, Phase
 from hf_fsdp_plugin.observe.units import observe_units
 from hf_fsdp_plugin.plan.names import unwrapped
 from hf_fsdp_plugin.torch_private.modules import set_unit_name, unit_name

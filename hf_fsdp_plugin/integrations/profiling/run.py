@@ -32,8 +32,7 @@ from hf_fsdp_plugin.integrations.patching import install_hooks
 from hf_fsdp_plugin.integrations.profiling.files import NUM_TRACES, ProfileOptions, remove_paths, write_file
 from hf_fsdp_plugin.integrations.profiling.marking import marks
 from hf_fsdp_plugin.integrations.run_report import stop_reporting
-from hf_fsdp_plugin.observe.profile.rank_profile import profile_of
-from hf_fsdp_plugin.observe.profile.trace import BOUNDARY, GATHER, REDUCE, WAIT, Trace, read_trace
+from hf_fsdp_plugin.observe.profile.rank_profile import BOUNDARY, GATHER, REDUCE, WAIT, Trace, profile_of, read_trace
 from hf_fsdp_plugin.observe.units import UnitObservation, observe_units
 from hf_fsdp_plugin.problems import Problem, SpecError
 from hf_fsdp_plugin.rank_variables import launched_rank, launched_world_size
@@ -209,8 +208,7 @@ class Profiling:
 
     def _facts(self, plan: Any, units: Sequence[UnitObservation]) -> dict[str, Any]:
         """Return values that the trace does not contain: the batch, settings, and sizes and ranks of units."""
-        facts: dict[str, Any] = {"batch": list(self._batch), "forwards_per_step": self._forwards_per_step}
-        facts["units"] = {
+        of_units = {
             unit.name: {
                 "bytes": unit.num_params * _ITEM_BYTES.get(unit.param_dtype, 4),
                 "reduce_dtype": unit.reduce_dtype,
@@ -218,15 +216,12 @@ class Profiling:
             }
             for unit in units
         }
-        if plan is not None:
-            facts["plan"] = {
-                "backend": plan.backend,
-                "strategy": plan.strategy,
-                "model": plan.model_class,
-                "prefetch.forward": plan.prefetch.forward,
-                "prefetch.backward": plan.prefetch.backward,
-            }
-        return facts
+        facts = {"batch": list(self._batch), "forwards_per_step": self._forwards_per_step, "units": of_units}
+        if plan is None:
+            return facts
+        settings = {name: plan.get(name) for name in ("prefetch.forward", "prefetch.backward")}
+        of_plan = {"backend": plan.backend, "strategy": plan.strategy, "model": plan.model_class, **settings}
+        return {**facts, "plan": of_plan}
 
 
 def remove_files(options: ProfileOptions, rank: int) -> None:

@@ -1,20 +1,170 @@
-"""The profile of one rank: the phases of its steps, its computation and its collectives, read from its trace."""
+"""The profile of one rank: the phases of its steps, its computation and its collectives, read from its trace.
+
+The trace is the Chrome trace that torch's profiler writes. Its fields are those of Kineto (``output_json.cpp``). The
+first part of this file contains the names of the marks that a profiled rank writes into it, and of torch's own marks.
+"""
 
 from __future__ import annotations
 
+import json
 from bisect import bisect_right
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from itertools import accumulate, pairwise
-from typing import Any, Generic, NamedTuple, Self, TypeVar
+from pathlib import Path
+from typing import Any, Final, Literal, NamedTuple, Self, TypeVar, get_args
 
 from hf_fsdp_plugin.estimate.results import CollectiveKind
 from hf_fsdp_plugin.estimate.schedule import Interval, clip_intervals, merge_intervals, subtract_intervals, total_length
-from hf_fsdp_plugin.observe.profile import trace as traces
-from hf_fsdp_plugin.observe.profile.trace import Event, Phase, Trace
 from hf_fsdp_plugin.plan.names import canonical_name
 
 T = TypeVar("T")
+Phase = Literal["forward", "backward", "clipping", "optimizer", "data", "checkpoint", "evaluation", "other"]
+PHASES: Final[tuple[Phase, ...]] = get_args(Phase)
+"""Parts of a step. ``forward`` includes the computation of the loss; ``data`` is the time in the data loader on the
+main thread; ``other`` is what no mark covers.
+"""
+
+PREFIX: Final = "hf_fsdp::"
+BOUNDARY: Final = f"{PREFIX}step"
+"""Mark of an instant: the end of an optimizer step."""
+WAIT: Final = f"{PREFIX}wait"
+"""Mark of the time in which the main thread waits for a collective."""
+UNIT: Final = f"{PREFIX}unit "
+"""Beginning of the mark of a unit's forward, also of a recomputed one. The name of the unit follows."""
+GATHER: Final = f"{PREFIX}gather "
+REDUCE: Final = f"{PREFIX}reduce "
+"""Beginnings of the marks of an FSDP1 unit's collectives. The unit's name follows, which FSDP1 writes to no trace."""
+PHASE_MARKS: Final[tuple[tuple[str, Phase], ...]] = (
+    *((f"{PREFIX}{phase}", phase) for phase in PHASES),
+    ("Optimizer.step#", "optimizer"),
+    ("Optimizer.zero_grad#", "optimizer"),
+    ("enumerate(DataLoader)#", "data"),
+)
+"""Beginning of a mark -> phase: the marks of this package, and those that torch writes itself
+(``torch/optim/optimizer.py``, ``torch/utils/data/dataloader.py``).
+"""
+TORCH_UNIT_MARKS: Final = ("FSDP::all_gather", "FSDP::post_backward_reduce")
+"""Marks of FSDP2 around the calls of a unit's collectives, followed by `` (name)`` unless it is the root
+(``torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py``).
+"""
+
+_KINDS: Final[dict[str, CollectiveKind]] = {
+    "allgather": "all_gather",
+    "reducescatter": "reduce_scatter",
+    "allreduce": "all_reduce",
+    "broadcast": "broadcast",
+}
+"""Part of a name without underscores -> kind: of the operations that start a collective, such as
+``c10d::_allgather_base_`` (``torch/csrc/distributed/c10d/Ops.cpp``), and of the kernels of NCCL and RCCL, such as
+``ncclDevKernel_AllGather_RING_LL``.
+"""
+_NOT_COMPUTATION: Final = ("c10d::", "_c10d_functional::", "autograd::", PREFIX)
+_KERNELS: Final = ("kernel", "gpu_memcpy", "gpu_memset")
+_LAUNCHES: Final = ("cuda_runtime", "cuda_driver", "hip_runtime", "xpu_runtime")
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """An operation or an annotation of a CPU thread, or a kernel of a device, in seconds since the epoch.
+
+    Attributes:
+        launched: when a CPU thread launched a kernel; its start if that is unknown.
+    """
+
+    name: str
+    start: float
+    end: float
+    thread: int = 0
+    launched: float = 0.0
+
+    @property
+    def nccl_kind(self) -> CollectiveKind | None:
+        """The kind of collective that a kernel of NCCL or RCCL executes; ``None`` for other kernels."""
+        return collective_kind(self.name) or "broadcast" if self.name.startswith(("nccl", "rccl")) else None
+
+    @property
+    def copies(self) -> bool:
+        """Whether a kernel copies between host and device."""
+        return self.name.startswith(("Memcpy HtoD", "Memcpy DtoH"))
+
+
+def collective_kind(name: str) -> CollectiveKind | None:
+    """Return the kind in the name of an operation or a kernel; ``None`` if the name contains none."""
+    plain = name.replace("_", "").lower()
+    return next((kind for part, kind in _KINDS.items() if part in plain), None)
+
+
+@dataclass(kw_only=True)
+class Trace:
+    """What the analysis needs of one rank's trace. Every list is sorted by start.
+
+    Attributes:
+        marks: annotations of CPU threads.
+        ops: operations of CPU threads that compute.
+        waits: operations in which a CPU thread waits for a collective, other than issues.
+        issues: operations with which a CPU thread starts a collective.
+        kernels: kernels and copies of a device.
+    """
+
+    marks: list[Event] = field(default_factory=list)
+    ops: list[Event] = field(default_factory=list)
+    waits: list[Event] = field(default_factory=list)
+    issues: list[Event] = field(default_factory=list)
+    kernels: list[Event] = field(default_factory=list)
+
+    def list_of(self, category: str, name: str) -> list[Event] | None:
+        """Return the list to which an event belongs; ``None`` if the analysis does not need it."""
+        if category == "user_annotation":
+            return self.marks
+        if category in _KERNELS:
+            return self.kernels
+        if name.startswith("c10d::") and collective_kind(name) is not None:
+            return self.issues
+        if name == "_c10d_functional::wait_tensor":
+            return self.waits
+        return self.ops if "::" in name and not name.startswith(_NOT_COMPUTATION) else None
+
+
+def read_trace(path: Path) -> Trace:
+    """Return the content of a Chrome trace.
+
+    Raises:
+        ValueError: it is not a complete trace of torch's profiler.
+        OSError: it cannot be read.
+    """
+    rows: list[tuple[float, float, str, str, int, int]] = []
+    launches: dict[int, float] = {}
+
+    def reduce_object(pairs: list[tuple[str, Any]]) -> Any:
+        """Keep only the needed fields of an event while the file is parsed: a trace can have millions of events."""
+        tree = dict(pairs)
+        if "ph" not in tree:
+            return tree  # the arguments of an event, or the whole trace
+        category, start, args = str(tree.get("cat", "")), float(tree.get("ts", 0)), tree.get("args", {})
+        correlation = int(args.get("correlation", -1))
+        if category in _LAUNCHES:
+            launches[correlation] = start
+        elif tree["ph"] == "X" and category in ("cpu_op", "user_annotation", *_KERNELS):
+            thread = tree.get("tid", 0)
+            end = start + float(tree.get("dur", 0))
+            rows.append(
+                (start, end, category, str(tree["name"]), thread if isinstance(thread, int) else 0, correlation)
+            )
+        return None
+
+    with path.open() as file:
+        tree = json.load(file, object_pairs_hook=reduce_object)
+    if not isinstance(tree, dict) or "traceEvents" not in tree:
+        raise ValueError(f"{path} has no traceEvents.")
+    base = float(tree.get("baseTimeNanoseconds", 0)) / 1e9
+    trace = Trace()
+    for start, end, category, name, thread, correlation in sorted(rows):
+        if (events := trace.list_of(category, name)) is not None:
+            launched = base + launches.get(correlation, start) / 1e6
+            events.append(Event(name, base + start / 1e6, base + end / 1e6, thread, launched))
+    return trace
 
 
 @dataclass
@@ -48,16 +198,14 @@ class Times(Sums):
         """Neither computation nor communication: Python, launches of kernels, waiting for data."""
         return max(0.0, self.seconds - self.compute - self.exposed)
 
-    @property
-    def communication_share(self) -> float:
-        """The share of communication in computation plus communication, as in the usual table of a profile."""
-        whole = self.compute + self.communication
-        return self.communication / whole if whole else 0.0
-
     def to_json(self) -> dict[str, float]:
-        names = ("compute", "communication", "exposed", "idle")
-        seconds = {f"{name}_seconds": getattr(self, name) for name in names}
-        return {"seconds": self.seconds, **seconds, "communication_share": self.communication_share}
+        """Return ``phase_times`` of docs/json.schema.json."""
+        whole = self.compute + self.communication
+        return {
+            "seconds": self.seconds,
+            **{f"{name}_seconds": getattr(self, name) for name in ("compute", "communication", "exposed", "idle")},
+            "communication_share": self.communication / whole if whole else 0.0,
+        }
 
 
 class TimedCollective(NamedTuple):
@@ -140,14 +288,14 @@ def profile_of(
         most: number of steps after them that are used.
         more: the fields of the profile that the trace does not contain.
     """
-    ends = [mark.end for mark in trace.marks if mark.name == traces.BOUNDARY]
+    ends = [mark.end for mark in trace.marks if mark.name == BOUNDARY]
     if len(ends) < 2:
         return RankProfile(**more)
     skip = min(skip, len(ends) - 2)
-    segments = _segments(trace, ends[skip : skip + most + 1])
+    segments = list(_segments(trace, ends[skip : skip + most + 1]))
     num_steps = segments[-1].step + 1
-    segment_at = Spans([(segment.start, segment.end, None, segment) for segment in segments])
-    unit_at = Spans(_unit_marks(trace.marks, unit_names))
+    phase_spans = [(segment.start, segment.end, None, segment) for segment in segments]
+    unit_spans = _unit_marks(trace.marks, unit_names)
     compute, communication, collectives = (_device_activity if trace.kernels else _cpu_activity)(trace)
     exposed = subtract_intervals(communication, compute)
     device_time = _device_clock(trace)
@@ -159,45 +307,43 @@ def profile_of(
         )
         return Times(seconds=end - start, compute=computed, communication=called, exposed=waited)
 
-    times: dict[Phase, Times] = {}
+    times: dict[Phase, Times] = defaultdict(Times)
     for segment in segments:
-        times[segment.phase] = times.get(segment.phase, Times()) + times_between(segment.start, segment.end)
-    units: dict[str, UnitSeconds] = {}
+        times[segment.phase] += times_between(segment.start, segment.end)
+    units: dict[str, list[float]] = {}
     for mark in trace.marks:
-        inside = segment_at.find(mark.start) if mark.name.startswith(traces.UNIT) else None
+        inside = _innermost(phase_spans, mark.start) if mark.name.startswith(UNIT) else None
         if inside is not None and inside.phase in ("forward", "backward"):
-            found, name = times_between(mark.start, mark.end), mark.name.removeprefix(traces.UNIT)
-            seconds = (found.compute if trace.kernels else found.seconds - found.exposed) / num_steps
-            forward, recomputed = units.get(name, UnitSeconds())
-            if inside.phase == "forward":
-                units[name] = UnitSeconds(forward + seconds, recomputed)
-            else:
-                units[name] = UnitSeconds(forward, recomputed + seconds)
+            found = times_between(mark.start, mark.end)
+            seconds = found.compute if trace.kernels else found.seconds - found.exposed
+            of_unit = units.setdefault(mark.name.removeprefix(UNIT), [0.0, 0.0])
+            of_unit[inside.phase == "backward"] += seconds / num_steps
     calls = []
     for each in collectives:
-        if (inside := segment_at.find(each.called)) is not None:
+        if (inside := _innermost(phase_spans, each.called)) is not None:
             spans = merge_intervals(each.spans)
             seconds = total_length(spans)
             hidden = sum(total_length(clip_intervals(compute, *span)) for span in spans)
-            context = unit_at.find(each.called, each.thread), inside.step, inside.phase
+            context = _innermost(unit_spans, each.called, each.thread), inside.step, inside.phase
             calls.append(TimedCollective(each.kind, *context, spans[0][0], spans[-1][1], seconds, seconds - hidden))
-    times = {phase: each.scaled(1 / num_steps) for phase, each in times.items()}
-    return RankProfile(num_steps=num_steps, times=times, calls=calls, units=units, **more)
+    return RankProfile(
+        num_steps=num_steps,
+        times={phase: each.scaled(1 / num_steps) for phase, each in times.items()},
+        calls=calls,
+        units={name: UnitSeconds(*seconds) for name, seconds in units.items()},
+        **more,
+    )
 
 
-class Spans(Generic[T]):
-    """Values of spans of time, sorted by start: start, end, thread and value."""
+def _innermost(spans: Sequence[tuple[float, float, int | None, T]], time: float, thread: int | None = None) -> T | None:
+    """Return the value of the innermost span that contains a time, of a thread if one is given.
 
-    def __init__(self, spans: Sequence[tuple[float, float, int | None, T]]) -> None:
-        self._spans, self._starts = spans, [span[0] for span in spans]
-
-    def find(self, time: float, thread: int | None = None) -> T | None:
-        """Return the value of the innermost span that contains a time, of a thread if one is given."""
-        last = bisect_right(self._starts, time)
-        for _, end, own, value in reversed(self._spans[max(0, last - 4) : last]):
-            if time < end and (thread is None or own == thread):
-                return value
-        return None
+    Args:
+        spans: start, end, thread and value, sorted by start.
+    """
+    last = bisect_right(spans, time, key=lambda span: span[0])
+    around = reversed(spans[max(0, last - 4) : last])
+    return next((value for _, end, own, value in around if time < end and thread in (None, own)), None)
 
 
 class Segment(NamedTuple):
@@ -209,34 +355,26 @@ class Segment(NamedTuple):
     end: float
 
 
-def _segments(trace: Trace, boundaries: Sequence[float]) -> list[Segment]:
-    """Return the phases of the steps between boundaries, without gaps and in order."""
-    marks = [
-        (phase, mark) for mark in trace.marks for begin, phase in traces.PHASE_MARKS if mark.name.startswith(begin)
-    ]
+def _segments(trace: Trace, boundaries: Sequence[float]) -> Iterator[Segment]:
+    """Yield the phases of the steps between boundaries, in order.
+
+    The time between the outermost marks is filled: between a forward and its backward, the loss is computed.
+    """
+    marks = [(phase, mark) for mark in trace.marks for begin, phase in PHASE_MARKS if mark.name.startswith(begin)]
     marks.sort(key=lambda each: (each[1].start, -each[1].end))
-    return [
-        Segment(phase, step, low, high)
-        for step, (start, end) in enumerate(pairwise(boundaries))
-        for phase, low, high in _phases_between(marks, start, end)
-    ]
-
-
-def _phases_between(
-    marks: Iterable[tuple[Phase, Event]], start: float, end: float
-) -> Iterator[tuple[Phase, float, float]]:
-    """Fill the time between the outermost marks: between a forward and its backward, the loss is computed."""
-    position, last = start, ""
-    for phase, mark in marks:
-        low, high = max(mark.start, position), min(mark.end, end)
-        if high <= low:
-            continue  # in another step, or inside of another mark
-        if low > position:
-            yield "forward" if (last, phase) == ("forward", "backward") else "other", position, low
-        yield phase, low, high
-        position, last = high, phase
-    if end > position:
-        yield "other", position, end
+    for step, (start, end) in enumerate(pairwise(boundaries)):
+        position, last = start, ""
+        for phase, mark in marks:
+            low, high = max(mark.start, position), min(mark.end, end)
+            if high <= low:
+                continue  # in another step, or inside of another mark
+            if low > position:
+                is_loss = (last, phase) == ("forward", "backward")
+                yield Segment("forward" if is_loss else "other", step, position, low)
+            yield Segment(phase, step, low, high)
+            position, last = high, phase
+        if end > position:
+            yield Segment("other", step, position, end)
 
 
 def _device_clock(trace: Trace) -> Callable[[float], float]:
@@ -295,10 +433,10 @@ def _cpu_activity(trace: Trace) -> _Activity:
     for issue in trace.issues:
         if issue.end > ends.get(issue.thread, 0.0):
             ends[issue.thread] = issue.end
-            kind = traces.collective_kind(issue.name)
+            kind = collective_kind(issue.name)
             assert kind is not None, "an issue starts a collective"
             collectives.append(_Collective(kind, issue.start, issue.thread, [(issue.start, issue.end)]))
-    waits = merge_intervals(_spans([*trace.waits, *(mark for mark in trace.marks if mark.name == traces.WAIT)]))
+    waits = merge_intervals(_spans([*trace.waits, *(mark for mark in trace.marks if mark.name == WAIT)]))
     num_called, pending = 0, []
     for wait in waits:
         while num_called < len(collectives) and collectives[num_called].called < wait[1]:
@@ -318,19 +456,17 @@ def _unit_marks(marks: Iterable[Event], names: Iterable[str]) -> list[tuple[floa
     known = {frozenset(name.split(" + ")): name for name in names}
     found: list[tuple[float, float, int | None, str]] = []
     for mark in marks:
-        if (written := _written_unit(mark.name)) is not None:
-            modules = [canonical_name(part) for part in written.split(", ")]
-            name = known.get(frozenset(modules), " + ".join(modules))
-            found.append((mark.start, mark.end, mark.thread, name))
+        kind, _, rest = mark.name.partition(" (")
+        if mark.name.startswith((GATHER, REDUCE)):
+            written = mark.name.removeprefix(GATHER).removeprefix(REDUCE)
+        elif kind.strip() in TORCH_UNIT_MARKS:
+            written = rest.partition(")")[0]
+        else:
+            continue
+        modules = [canonical_name(part) for part in written.split(", ")]
+        name = known.get(frozenset(modules), " + ".join(modules))
+        found.append((mark.start, mark.end, mark.thread, name))
     return found
-
-
-def _written_unit(mark: str) -> str | None:
-    for prefix in (traces.GATHER, traces.REDUCE):
-        if mark.startswith(prefix):
-            return mark.removeprefix(prefix)
-    name, _, rest = mark.partition(" (")
-    return rest.partition(")")[0] if name.strip() in traces.TORCH_UNIT_MARKS else None
 
 
 def _spans(events: Iterable[Event]) -> list[Interval]:

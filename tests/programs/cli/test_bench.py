@@ -38,7 +38,7 @@ def run_world(job, world, results, handover, spec):
         for case in group:
             if case.strategy == "offload":
                 return RunResult(exits=(RankExit(rank=0, code=1, time=0.0, failure=OUT_OF_MEMORY),))
-            seconds = [world.size * (0.02 if case.system == "stock" else 0.01)] * job.workload.blocks
+            seconds = [world.size * (0.02 if case.system == "stock" else 0.01)] * job.workload["blocks"]
             results.add(
                 {
                     "case": case.name, "seconds": seconds, "losses": [1.0] * len(seconds), "peak_bytes": 1 << 20,

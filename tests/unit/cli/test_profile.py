@@ -2,8 +2,8 @@
 
 import errno
 import json
+import os
 from dataclasses import asdict
-from pathlib import Path
 from types import MappingProxyType
 
 import pytest
@@ -135,12 +135,11 @@ def test_full_disk_leaves_no_result(in_folder, monkeypatch, capsys):
 
 
 def test_file_is_complete_or_absent(tmp_path, monkeypatch):
-    def full(path, content):
-        path.touch()
+    def full(descriptor):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     write_file(tmp_path / "b.json", b"{}")
-    monkeypatch.setattr(Path, "write_bytes", full)
+    monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(OSError):
         write_file(tmp_path / "b.json", b"half")
     assert [path.name for path in tmp_path.iterdir()] == ["b.json"]

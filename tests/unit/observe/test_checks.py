@@ -4,7 +4,7 @@ import pytest
 from torch import nn
 
 from hf_fsdp_plugin.observe.first_step import FirstStep
-from hf_fsdp_plugin.observe.report import TrainingObservation, difference_lines
+from hf_fsdp_plugin.observe.report import difference_lines
 from hf_fsdp_plugin.observe.report_builder import check_training
 from hf_fsdp_plugin.observe.units import StructureComparison
 from tests.unit.observe.live_models import make_run
@@ -16,9 +16,8 @@ def codes(
     first_step = FirstStep(num_steps=steps, num_backwards=2)
     for number in batches:
         first_step.batch_sizes.add(int(number))
-    training = TrainingObservation(
-        steps=steps, changed_parameters=changed, trained_parameters=None if changed is None else 4
-    )
+    trained = None if changed is None else 4
+    training = {"steps": steps, "changed_parameters": changed, "trained_parameters": trained}
     run = make_run(model=nn.Linear(1, 1), first_step=first_step, structure=StructureComparison(frozen=frozen))
     problems = check_training(run, training, prepared=prepared)
     return [problem.code for problem in problems]
@@ -42,6 +41,6 @@ def test_frozen_parameters_and_changed_batches_are_warnings() -> None:
 
 def test_warnings_of_the_run_are_in_the_summary() -> None:
     run = make_run(structure=StructureComparison(frozen=("0.weight",)))
-    problems = check_training(run, TrainingObservation(), prepared=True)
+    problems = check_training(run, {"steps": 0, "changed_parameters": None, "trained_parameters": None}, prepared=True)
     [line] = difference_lines([], problems)
     assert line.startswith("WARNING") and "FSDP-W511" in line

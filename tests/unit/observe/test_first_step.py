@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from hf_fsdp_plugin.observe.first_step import Recomputation, StableValues, record_first_step, recorded_first_step
-from hf_fsdp_plugin.observe.memory import gradient_bytes
+from hf_fsdp_plugin.observe.units import gradient_bytes
 from tests.unit.observe.live_models import make_model
 
 

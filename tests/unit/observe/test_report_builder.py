@@ -22,7 +22,7 @@ def test_report_requires_a_prepared_model(subject: object, code: str) -> None:
 def test_model_without_units_is_not_sharded() -> None:
     found = build_report(make_model(), make_plan())
     assert "FSDP-E501" in [problem.code for problem in found.problems]
-    assert (found.backend, found.num_params, found.units) == ("none", 50, ())
+    assert [found.model[name] for name in ("backend", "num_params", "units")] == ["none", 50, []]
     assert "not sharded" in str(found)
 
 

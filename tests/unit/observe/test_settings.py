@@ -5,12 +5,12 @@ from typing import Any
 import pytest
 
 from hf_fsdp_plugin.observe.readers import observe_settings
-from hf_fsdp_plugin.observe.settings import SettingObservation, check_settings, format_value
+from hf_fsdp_plugin.observe.settings import SettingRow, check_settings, format_value
 from tests.unit.observe.live_models import make_plan, make_run, make_unit
 
 
-def rows_of(plan: Any, **facts: Any) -> dict[str, SettingObservation]:
-    return {row.setting: row for row in observe_settings(make_run(plan, **facts))}
+def rows_of(plan: Any, **facts: Any) -> dict[str, SettingRow]:
+    return {row["setting"]: row for row in observe_settings(make_run(plan, **facts))}
 
 
 def test_report_shows_set_settings_and_important_defaults() -> None:
@@ -23,13 +23,13 @@ def test_report_shows_set_settings_and_important_defaults() -> None:
 def test_origin_of_a_row_is_that_of_the_spec() -> None:
     plan = make_plan(fsdp_sharding_strategy="FULL_SHARD")
     rows = rows_of(plan)
-    assert rows["sharding.strategy"].to_json()["origin"] == plan.spec.origin("sharding.strategy").to_json()
-    assert rows["prefetch.backward"].to_json()["origin"]["source"] == "default"
+    assert rows["sharding.strategy"]["origin"] == plan.spec.origin("sharding.strategy").to_json()
+    assert rows["prefetch.backward"]["origin"]["source"] == "default"
 
 
 def test_auto_is_compared_with_the_planned_value() -> None:
     row = rows_of(make_plan(fsdp_size="auto"))["mesh.shard"]
-    assert (row.asked, row.planned, row.observed, row.status) == ("auto", 2, 2, "applied")
+    assert [row[name] for name in ("asked", "planned", "observed", "status")] == ["auto", 2, 2, "applied"]
 
 
 @pytest.mark.parametrize(
@@ -49,7 +49,7 @@ def test_setting_that_differs_has_one_problem(settings: Any, problems: list[tupl
 
 def test_model_without_units_differs_in_every_section() -> None:
     rows = rows_of(make_plan(), units=()).values()
-    assert {row.status for row in rows if not row.setting.startswith("launch.")} == {"differs"}
+    assert {row["status"] for row in rows if not row["setting"].startswith("launch.")} == {"differs"}
 
 
 @pytest.mark.parametrize(
@@ -58,10 +58,10 @@ def test_model_without_units_differs_in_every_section() -> None:
 @pytest.mark.parametrize("settings", [{}, {"fsdp_offload_params": True}, {"fsdp_mixed_precision_policy": "bf16"}])
 def test_units_without_parameters_are_unobservable(units: Any, settings: dict[str, Any]) -> None:
     rows = rows_of(make_plan(**settings), units=units)
-    assert not [row for row in rows.values() if "mixed" in str(row.observed)]
+    assert not [row for row in rows.values() if "mixed" in str(row["observed"])]
     for name in ("mesh.shard", "mesh.replicate", "precision.param", "offload.params"):
-        assert (rows[name].status, rows[name].observed) == ("unobservable", None), name
-    assert not [row for row in rows.values() if row.status == "differs" and not row.setting.startswith("wrap.")]
+        assert (rows[name]["status"], rows[name]["observed"]) == ("unobservable", None), name
+    assert not [row for row in rows.values() if row["status"] == "differs" and not row["setting"].startswith("wrap.")]
 
 
 @pytest.mark.parametrize(

@@ -4,20 +4,22 @@ from typing import Any
 
 import pytest
 
-from hf_fsdp_plugin.observe.memory import MemoryObservation
 from hf_fsdp_plugin.observe.report import memory_table, problem_lines, settings_table, status_line, units_table
-from hf_fsdp_plugin.observe.settings import SettingObservation
-from hf_fsdp_plugin.problems import DEFAULT_ORIGIN, Problem
+from hf_fsdp_plugin.observe.units import HELD
+from hf_fsdp_plugin.problems import Problem
 from tests.unit.observe.live_models import make_unit
 
 
-def row(name: str, **facts: Any) -> SettingObservation:
-    given = {"asked": 1, "planned": 1, "observed": 1, "status": "applied", "origin": DEFAULT_ORIGIN, **facts}
-    return SettingObservation(setting=name, **given)
+def row(name: str, **facts: Any) -> dict[str, Any]:
+    return {"setting": name, "asked": 1, "planned": 1, "observed": 1, "status": "applied", "reason": "", **facts}
+
+
+def unit(name: str, **facts: Any) -> dict[str, Any]:
+    return make_unit(name, **facts).to_json()
 
 
 def test_units_that_differ_in_a_number_share_a_row() -> None:
-    units = [make_unit(f"model.layers.{index}") for index in range(3)] + [make_unit("", num_frozen=5)]
+    units = [unit(f"model.layers.{index}") for index in range(3)] + [unit("", num_frozen=5)]
     lines = units_table(units).splitlines()
     assert len(lines) == 3
     assert lines[1].startswith("model.layers.0–2") and "Block ×3" in lines[1]
@@ -25,16 +27,13 @@ def test_units_that_differ_in_a_number_share_a_row() -> None:
 
 
 def test_units_that_differ_in_a_fact_have_separate_rows() -> None:
-    units = [make_unit("layers.0"), make_unit("layers.1", checkpointed=True)]
+    units = [unit("layers.0"), unit("layers.1", checkpointed=True)]
     assert [line.split()[0] for line in units_table(units).splitlines()] == ["unit", "layers.0", "layers.1"]
 
 
 def test_memory_of_different_ranks_is_a_range() -> None:
-    names = [name for name in MemoryObservation.__dataclass_fields__ if name.endswith("bytes")]
-    small, large = (
-        MemoryObservation(**dict.fromkeys(names, size), grads_source="alive", peak_source="process resident set")
-        for size in (1024, 2048)
-    )
+    names = [*HELD, *(f"ddp_{name}" for name in HELD), "peak_bytes", "ddp_bytes"]
+    small, large = ({**dict.fromkeys(names, size), "peak_source": "process resident set"} for size in (1024, 2048))
     table = memory_table([small, large], small)
     assert "1.0 KiB to 2.0 KiB" in table and "3.0 KiB to 6.0 KiB" in table and "peak (process resident set)" in table
 

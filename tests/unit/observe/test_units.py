@@ -1,10 +1,11 @@
-"""The units and parameters of the live model are compared with the plan's in both directions."""
+"""The units and parameters of the live model, compared with the plan's in both directions; bytes of storages."""
 
 from typing import Any
 
 import pytest
+import torch
 
-from hf_fsdp_plugin.observe.units import StructureComparison, compare_structure
+from hf_fsdp_plugin.observe.units import StructureComparison, compare_structure, storage_bytes
 from tests.unit.observe.live_models import make_model, make_plan, make_unit
 
 
@@ -42,3 +43,15 @@ def test_parameters_without_unit_are_unsharded(unit: str) -> None:
 def test_frozen_parameters_keep_the_units_equal() -> None:
     found = compare(unit_0={"frozen": True})
     assert found.is_equal and found.frozen == ("0.bias", "0.weight")
+
+
+def test_shared_storage_is_counted_once() -> None:
+    tensor = torch.ones(8)
+    assert storage_bytes([tensor, tensor[:2], torch.ones(2, device="meta")]) == 32
+    assert storage_bytes([tensor, torch.ones(1)], excluding=[tensor]) == 4
+
+
+def test_quantized_state_counts_the_tensors_inside():
+    quantized = pytest.importorskip("torchao.optim.subclass_8bit").OptimState8bit.zeros((64, 64), block_size=64)
+    codes, scales, table = 64 * 64, 64 * 4, 256 * 4
+    assert storage_bytes([quantized]) == codes + scales + table

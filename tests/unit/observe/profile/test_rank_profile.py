@@ -5,8 +5,16 @@ from dataclasses import asdict, replace
 
 import pytest
 
-from hf_fsdp_plugin.observe.profile.rank_profile import RankProfile, profile_of
-from hf_fsdp_plugin.observe.profile.trace import BOUNDARY, GATHER, UNIT, WAIT, Event, Trace
+from hf_fsdp_plugin.observe.profile.rank_profile import (
+    BOUNDARY,
+    GATHER,
+    UNIT,
+    WAIT,
+    Event,
+    RankProfile,
+    Trace,
+    profile_of,
+)
 
 MAIN = 1
 RANK = {"rank": 0, "world_size": 2, "host": "a", "device": "cpu"}
