@@ -112,13 +112,22 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_bytes(path: Path, *parts: bytes) -> None:
-    """Write ``parts`` to ``path`` atomically: to a temporary file, which is synced and renamed."""
+    """Write ``parts`` to ``path`` atomically: to a temporary file, which is synced and renamed.
+
+    Raises:
+        OSError: the file cannot be written. Nothing is left behind.
+    """
     temporary = path.with_name(f"{path.name}.part")
-    with temporary.open("wb") as file:
-        file.writelines(parts)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
+    try:
+        with temporary.open("wb") as file:
+            file.writelines(parts)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except BaseException:
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise
 
 
 _NOT_OPEN, _NO_DIRECT = -2, -1
