@@ -15,6 +15,7 @@ from hf_fsdp_plugin.sources.interface import ConfigFile, Sources
 from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec
 from hf_fsdp_plugin.spec.load import assess
 from hf_fsdp_plugin.spec.rules import check_defaults_without_script, defaults_of_script, fsdp_is_off
+from hf_fsdp_plugin.spec.values import setting_to_json
 from hf_fsdp_plugin.text import fit_table, plural, printable, wrap_items, wrap_words
 from hf_fsdp_plugin.vocabulary import BY_NAME, ROWS, canonical_setting, find_row
 
@@ -243,17 +244,6 @@ def _units(spec: FsdpSpec) -> str:
         "size": f"units of at least {spec.wrap.min_num_params:,} parameters",
         "none": "the whole model is one unit",
     }[spec.wrap.policy]
-
-
-def setting_to_json(value: Any) -> Any:
-    """Return a value of a setting as JSON."""
-    if isinstance(value, Mapping):
-        return {str(key): setting_to_json(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [setting_to_json(item) for item in value]
-    if isinstance(value, float) and (value != value or value in (float("inf"), float("-inf"))):
-        return str(value)  # JSON has no NaN and no infinity
-    return value
 
 
 def format_value(value: Any) -> str:

@@ -42,6 +42,17 @@ class InvalidValue(ValueError):
         self.expected, self.fix, self.code = expected, fix, code
 
 
+def setting_to_json(value: Any) -> Any:
+    """Return a value of a setting as JSON."""
+    if isinstance(value, Mapping):
+        return {str(key): setting_to_json(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [setting_to_json(item) for item in value]
+    if isinstance(value, float) and (value != value or value in (float("inf"), float("-inf"))):
+        return str(value)  # JSON has no NaN and no infinity
+    return value
+
+
 def parse_settings(source: SourceSettings) -> SourceSettings:
     """Return the settings of a source with typed values and its level, and a problem for each invalid value."""
     settings: list[Setting] = []

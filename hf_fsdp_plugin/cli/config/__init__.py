@@ -15,7 +15,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from hf_fsdp_plugin.cli.check_output import setting_to_json
 from hf_fsdp_plugin.cli.config import questions
 from hf_fsdp_plugin.cli.config.conversation import ask_question, ask_questions, predict_memory, show_text
 from hf_fsdp_plugin.cli.config.question import Question, State, label_of
@@ -29,6 +28,7 @@ from hf_fsdp_plugin.sources.interface import ConfigFile, Sources, config_tree, r
 from hf_fsdp_plugin.sources.launchers import default_config_file
 from hf_fsdp_plugin.sources.tree import ConfigFileError
 from hf_fsdp_plugin.spec.load import Assessment, assess
+from hf_fsdp_plugin.spec.values import setting_to_json
 from hf_fsdp_plugin.text import printable
 from hf_fsdp_plugin.vocabulary import TRAINING_FILE_MARKS
 
