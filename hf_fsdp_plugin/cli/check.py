@@ -11,15 +11,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hf_fsdp_plugin.cli import preflight
 from hf_fsdp_plugin.cli.check_output import Checked, check_sources, plan_of_model, verdict_line
 from hf_fsdp_plugin.cli.output import OK, PROBLEMS, in_line_order, print_json, print_problems
-from hf_fsdp_plugin.cli.preflight_arguments import (
-    RUN_FLAG,
-    add_run_arguments,
-    check_run_usage,
-    options_of,
-    split_run_words,
-)
 from hf_fsdp_plugin.cli.verbs import check_needs, make_parser, whole_number
 from hf_fsdp_plugin.launcher.flags import Parser, UsageError, add_override_flag, add_setting_flags
 from hf_fsdp_plugin.problems import Problem, has_errors
@@ -48,7 +42,7 @@ def add_arguments(parser: Parser) -> None:
         metavar="N",
         help="number of ranks (default: num_processes)",
     )
-    add_run_arguments(parser)
+    preflight.add_run_arguments(parser)
     about = "plan for cuda, cpu, … (default: the device that launch uses on this machine)"
     parser.add_argument("--device", metavar="TYPE", help=about)
     add_setting_flags(parser)
@@ -83,8 +77,8 @@ def parse_argv(argv: Sequence[str]) -> argparse.Namespace:
     parser = make_parser("check")
     training: list[str] = []
     script: list[str] = []
-    if RUN_FLAG in argv:
-        argv, training, script = split_run_words(argv, parser)
+    if preflight.RUN_FLAG in argv:
+        argv, training, script = preflight.split_run_words(argv, parser)
     args = parser.parse_args(argv)
     args.training, args.script = training, script
     return args
@@ -99,7 +93,7 @@ def run(args: argparse.Namespace) -> int:
         is_set = any(value is not None for value in (args.fsdp, args.fsdp_config, args.distributed_config))
         files = [None if is_set else default_config_file(os.environ)]
     if args.run:
-        check_run_usage(args, len(files))
+        preflight.check_run_usage(args, len(files))
     if args.fix:
         return _fix(args, files)
     checked = [_with_run(args, file) if args.run else check_config(args, file) for file in files]
@@ -156,11 +150,9 @@ def _with_run(args: argparse.Namespace, config: ConfigFile | None) -> Checked:
     checked = check_sources(sources)
     if has_errors(checked.problems):
         return checked
-    from hf_fsdp_plugin.cli.preflight import run_preflight  # imports torch
-
-    run = run_preflight(checked.spec, sources, options_of(args), args.limit)
+    run = preflight.run_preflight(checked.spec, sources, preflight.options_of(args), args.limit)
     problems = in_line_order(dict.fromkeys((*checked.problems, *run.problems)))
-    code = max(checked.exit_code, OK if run.ok and not has_errors(problems) else PROBLEMS)
+    code = max(checked.exit_code, OK if run.tree["ok"] and not has_errors(problems) else PROBLEMS)
     code = 128 + run.signal_number if run.signal_number else code
     return replace(checked, problems=tuple(problems), exit_code=code, run=run)
 
@@ -170,8 +162,8 @@ def _result(args: argparse.Namespace, checked: Checked) -> dict[str, Any]:
     if not args.model:
         del result["plan"]
     if args.run:
-        result["run"] = checked.run.to_json() if checked.run is not None else None
-        result["ok"] &= checked.run is not None and checked.run.ok
+        result["run"] = checked.run.tree if checked.run is not None else None
+        result["ok"] &= checked.run is not None and checked.run.tree["ok"]
     return result
 
 
