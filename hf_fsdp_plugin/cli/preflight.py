@@ -1,6 +1,7 @@
 """``hf-fsdp check --run``: its arguments, and a tiny clone that trains on CPU ranks, through every stage of a run.
 
 Each rank records its stages in a file of a temporary folder (:mod:`hf_fsdp_plugin.integrations.preflight.stages`).
+``check`` imports this module at its start, so what only a run needs is imported in the functions.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ import json
 import os
 import signal
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -19,8 +19,6 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
 
 from hf_fsdp_plugin.cli.output import Color, colored, text_width
-from hf_fsdp_plugin.devices import DEVICES
-from hf_fsdp_plugin.integrations.preflight import stages
 from hf_fsdp_plugin.launcher.flags import LaunchArguments, Parser, UsageError, why_refused
 from hf_fsdp_plugin.launcher.run_script import check_script
 from hf_fsdp_plugin.problems import Problem, has_errors
@@ -32,6 +30,7 @@ from hf_fsdp_plugin.strategies import STRATEGIES
 from hf_fsdp_plugin.text import fit_table, format_count, format_names, plural
 
 if TYPE_CHECKING:
+    from hf_fsdp_plugin.integrations.preflight import stages
     from hf_fsdp_plugin.runs.failures import RunResult
 
 RUN_FLAG: Final = "--run"
@@ -99,6 +98,8 @@ def split_run_words(argv: Sequence[str], parser: Parser) -> tuple[list[str], lis
 
 def options_of(args: argparse.Namespace) -> stages.Options:
     """Return the options of a preflight. ``--fsdp`` and ``--fsdp-config`` belong to ``TrainingArguments`` too."""
+    from hf_fsdp_plugin.integrations.preflight import stages
+
     given = {name: value for name in ("fsdp", "fsdp_config") if (value := getattr(args, name)) is not None}
     return stages.Options(
         model=args.model or "",
@@ -145,6 +146,10 @@ def run_preflight(spec: FsdpSpec, sources: Sources, options: stages.Options, lim
         spec: the spec of `sources`, without errors.
         limit_s: seconds until the ranks are stopped.
     """
+    import tempfile
+
+    from hf_fsdp_plugin.devices import DEVICES
+    from hf_fsdp_plugin.integrations.preflight import stages
     from hf_fsdp_plugin.launcher.attempts import run_job  # imports torch
     from hf_fsdp_plugin.launcher.world import World
 
@@ -245,6 +250,7 @@ def _read_results(
     run: RunResult, records: Sequence[stages.PreflightRecord]
 ) -> tuple[list[dict[str, Any]], list[Problem]]:
     """Return the results of the stages and the problems, from the records of the ranks and how these exited."""
+    from hf_fsdp_plugin.integrations.preflight import stages
     from hf_fsdp_plugin.runs.failures import first_failure, summarize_exit
 
     stopped = run.remote_failure  # why the launcher has stopped the ranks
@@ -274,6 +280,8 @@ def _read_results(
 
 def stage_table(preflight: PreflightResult) -> str:
     """Return the table of stages, with colors on a terminal, and one line with the result."""
+    from hf_fsdp_plugin.integrations.preflight import stages
+
     rows = preflight.tree["stages"]
     cells = [("stage", "result", "seconds", "")]
     for row in rows:

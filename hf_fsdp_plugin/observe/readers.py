@@ -250,40 +250,34 @@ def read_setting(name: str, run: ObservedRun) -> ObservedValue:
     return unobserved_value("only the launcher uses this setting; the model does not record it")
 
 
-def observe_settings(run: ObservedRun) -> tuple[settings.SettingRow, ...]:
-    """Compare the settings that the report shows with the live model, in the order of the spec."""
-    spec = run.plan.spec
+def observe_settings(run: ObservedRun) -> list[settings.SettingRow]:
+    """Compare the settings that the report shows with the live model, in the order of the spec.
+
+    Each of them is ``observed_setting`` of docs/json.schema.json.
+    """
+    plan, spec, rows = run.plan, run.plan.spec, []
     shown = {*_ALWAYS_SHOWN, "wrap.classes"} if spec.wrap.policy == "transformer" else _ALWAYS_SHOWN
-    names = (name for name, _, _ in spec.settings() if name in shown or spec.asked(name))
-    return tuple(_observe_setting(name, run) for name in names)
-
-
-def _observe_setting(name: str, run: ObservedRun) -> settings.SettingRow:
-    """Return ``observed_setting`` of docs/json.schema.json."""
-    plan = run.plan
-    planned = plan.get(name)
-    asked = plan.spec.get(name) if plan.spec.asked(name) else planned
-    expected = planned if asked == "auto" else asked
-    if not run.units and not name.startswith("launch."):
-        found = differing_value("not sharded", "no module of the live model is an FSDP unit")
-    else:
-        try:
-            found = read_setting(name, run)
-        except ContractError as error:
-            found = unobserved_value(error.reason)
-        if found.value is None and not found.unobservable:
-            # For example, scalars are not sharded, so the units of a model of scalars have no parameters.
-            reasons = (error.reason for unit in run.units for error in unit.live.unknown.values())
-            found = unobserved_value(next(reasons, "no unit has parameters"))
-    if plan.pre_sharded and not plan.spec.asked(name) and not found.unobservable:
-        found = replace(found, reason=found.reason or "set by the script when it wrapped the model", matches=True)
-    matches = found.matches if found.matches is not None else setting_to_json(found.value) == setting_to_json(expected)
-    return {
-        "setting": name,
-        "asked": setting_to_json(asked),
-        "planned": setting_to_json(planned),
-        "observed": setting_to_json(found.value),
-        "status": "unobservable" if found.unobservable else "applied" if matches else "differs",
-        "origin": plan.spec.origin(name).to_json(),
-        "reason": found.reason,
-    }
+    for name in (name for name, _, _ in spec.settings() if name in shown or spec.asked(name)):
+        planned = plan.get(name)
+        asked = spec.get(name) if spec.asked(name) else planned
+        if not run.units and not name.startswith("launch."):
+            found = differing_value("not sharded", "no module of the live model is an FSDP unit")
+        else:
+            try:
+                found = read_setting(name, run)
+            except ContractError as error:
+                found = unobserved_value(error.reason)
+            if found.value is None and not found.unobservable:
+                # For example, scalars are not sharded, so the units of a model of scalars have no parameters.
+                reasons = (error.reason for unit in run.units for error in unit.live.unknown.values())
+                found = unobserved_value(next(reasons, "no unit has parameters"))
+        if plan.pre_sharded and not spec.asked(name) and not found.unobservable:
+            found = replace(found, reason=found.reason or "set by the script when it wrapped the model", matches=True)
+        row = {"asked": asked, "planned": planned, "observed": found.value}
+        row = {key: setting_to_json(value) for key, value in row.items()}
+        expected = row["planned" if asked == "auto" else "asked"]
+        matches = row["observed"] == expected if found.matches is None else found.matches
+        status = "unobservable" if found.unobservable else "applied" if matches else "differs"
+        origin = spec.origin(name).to_json()
+        rows.append({"setting": name, **row, "status": status, "origin": origin, "reason": found.reason})
+    return rows

@@ -150,7 +150,10 @@ def read_strategy(run: ObservedRun) -> ObservedValue:
     value = common_value(unit.live.strategy or _strategy_of_mesh(unit) for unit in run.layers)
     if run.structure.unsharded:
         return differing_value(f"{value}, except some parameters", run.structure.reason)
-    if unreduced := not_reduced(run):
+    switched_off = [unit.label for unit in run.units_with_params if not unit.live.reduces]
+    if len(switched_off) == len(run.units_with_params):  # by Accelerate, between two micro-batches
+        switched_off = []
+    if unreduced := sorted({*run.first_step.unreduced, *switched_off}):
         reason = f"gradients are not reduced: {format_names(unreduced, 2)}"
         return differing_value(f"{value} without gradient reduction", reason)
     gathered = [unit.label for unit in run.units_with_params if not unit.live.reshards_after_backward]
@@ -414,14 +417,3 @@ def unplanned_cast(run: ObservedRun) -> str:
     # Accelerate's autocast of a setting that the policy overrides is not of the script.
     autocast -= {str(run.plan.spec.launch.mixed_precision).lower()}
     return f"the model was called in an autocast context of {', '.join(sorted(autocast))}" if autocast else ""
-
-
-def not_reduced(run: ObservedRun) -> list[str]:
-    """Return the units whose gradients an optimizer step ignored, and units that do not reduce gradients if others do.
-
-    Between two micro-batches, Accelerate switches the reduction off for all units.
-    """
-    switched_off = [unit.label for unit in run.units_with_params if not unit.live.reduces]
-    if len(switched_off) == len(run.units_with_params):
-        switched_off = []
-    return sorted({*run.first_step.unreduced, *switched_off})

@@ -147,19 +147,16 @@ def _grid(rows: Sequence[ResultRow], cell: Callable[[ResultRow, ResultRow | None
         table.setdefault(row["world_size"], {})[column] = row
     lines = [["ranks", *next(iter(table.values()))]]
     for world_size, columns in table.items():
-        baseline = columns.get(TITLES[DDP])
-        cells = [
-            cell(row, baseline) if row["step_seconds"] is not None else _why_not_measured(row)
-            for row in columns.values()
-        ]
-        lines.append([str(world_size), *cells])
+        line = [str(world_size)]
+        for row in columns.values():
+            if row["step_seconds"] is not None:
+                line.append(cell(row, columns.get(TITLES[DDP])))
+            elif row["status"] == "failed":
+                line.append("out of memory" if "OutOfMemoryError" in row["reason"] else "failed")
+            else:
+                line.append("–")
+        lines.append(line)
     return format_table(lines, right=range(1, len(lines[0])))
-
-
-def _why_not_measured(row: ResultRow) -> str:
-    if row["status"] == "failed":
-        return "out of memory" if "OutOfMemoryError" in row["reason"] else "failed"
-    return "–"
 
 
 def _throughput(row: ResultRow, baseline: ResultRow | None) -> str:

@@ -108,7 +108,9 @@ def find_clone(model_class: Any, config: Any, *, keep_vocabulary: bool = False) 
         problem = Problem(code="FSDP-E752", message=message, fix="Correct the config.json of the model.")
         raise SpecError([problem]) from error
     vocabulary = None if keep_vocabulary else SMALL_VOCABULARY
-    most = max(_NUM_LAYERS[0], num_layers_of(config))
+    stacks = [vars(part)[name] for part in config_parts(config) for name in vars(part) if _LAYERS.match(name)]
+    numbers = [number for stack in stacks for number in (stack if isinstance(stack, list | tuple) else [stack])]
+    most = max([_NUM_LAYERS[0], *(number for number in numbers if isinstance(number, int))])
     reasons: list[str] = []
     found: list[tuple[int, Clone]] = []
     for narrow in (True, False):
@@ -123,8 +125,18 @@ def find_clone(model_class: Any, config: Any, *, keep_vocabulary: bool = False) 
             if num_params > MAX_PARAMS:
                 reasons.append(f"with {num_layers} layers it has {format_count(num_params)} parameters")
                 break
-            problems = _problems(missing, [] if narrow else reasons)
-            clone = Clone(config=small, num_params=num_params, real_num_params=num_params_of(real), problems=problems)
+            problems = []
+            if missing:
+                classes = format_names(sorted(missing))
+                message = f"the clone has no module of class {classes}, which the model has in its later layers."
+                fix = "Test these layers in a short run of the whole model."
+                problems.append(Problem(code="FSDP-W759", message=message, fix=fix))
+            if reasons and not narrow:
+                message = "the clone has the widths of the model and fewer layers, because smaller widths failed: "
+                problems.append(Problem(code="FSDP-N757", message=message + reasons[0]))
+            clone = Clone(
+                config=small, num_params=num_params, real_num_params=num_params_of(real), problems=tuple(problems)
+            )
             found.append((len(missing), clone))
             if not missing:
                 if not (reason := _why_it_does_not_run(model_class, small)):
@@ -148,24 +160,6 @@ def _why_it_does_not_run(model_class: Any, config: Any) -> str:
     except Exception as error:
         return "" if "no made data" in str(error) else f"{type(error).__name__}: {error}"
     return ""
-
-
-def _problems(missing: frozenset[str], reasons: list[str]) -> tuple[Problem, ...]:
-    """Return the problems of a clone.
-
-    Args:
-        missing: classes of the model that the clone lacks.
-        reasons: why smaller widths failed, if it has the widths of the model.
-    """
-    found = []
-    if missing:
-        message = f"the clone has no module of class {format_names(sorted(missing))}, which the model has in its later "
-        fix = "Test these layers in a short run of the whole model."
-        found.append(Problem(code="FSDP-W759", message=f"{message}layers.", fix=fix))
-    if reasons:
-        message = f"the clone has the widths of the model and fewer layers, because smaller widths failed: {reasons[0]}"
-        found.append(Problem(code="FSDP-N757", message=message))
-    return tuple(found)
 
 
 def write_clone(model_class: Any, clone: Clone, folder: Path) -> None:
@@ -199,16 +193,6 @@ def small_config(
     if getattr(small, "quantization_config", None) is not None:
         del small.quantization_config
     return small
-
-
-def num_layers_of(config: Any) -> int:
-    """Return the number of layers of the largest stack of a config and its sub-configs."""
-    numbers = [0]
-    for part in config_parts(config):
-        for name, value in vars(part).items():
-            if _LAYERS.match(name):
-                numbers += [value] if isinstance(value, int) else value if isinstance(value, list | tuple) else []
-    return max(numbers)
 
 
 def _integers(config: Any) -> dict[str, int]:
