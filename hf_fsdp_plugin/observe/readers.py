@@ -255,7 +255,8 @@ def observe_settings(run: ObservedRun) -> list[settings.SettingRow]:
 
     Each of them is ``observed_setting`` of docs/json.schema.json.
     """
-    plan, spec, rows = run.plan, run.plan.spec, []
+    plan, spec = run.plan, run.plan.spec
+    rows: list[settings.SettingRow] = []
     shown = {*_ALWAYS_SHOWN, "wrap.classes"} if spec.wrap.policy == "transformer" else _ALWAYS_SHOWN
     for name in (name for name, _, _ in spec.settings() if name in shown or spec.asked(name)):
         planned = plan.get(name)

@@ -100,11 +100,11 @@ def run(args: argparse.Namespace) -> int:
         name = str(folder.absolute()) if folder.exists() else args.model
         num_params = sum(parameter.numel() for parameter in model.parameters())
         threads = 1 if device == "cpu" else max(1, num_cores() // max(args.world_sizes))
-        head = {
+        head: dict[str, Any] = {
             "model": {"name": name, "class": type(model).__name__, "num_params": num_params},
             "device": {"type": device, "name": found.name or None},
             "threads": int(os.environ.get("OMP_NUM_THREADS") or threads),
-            "workload": {name: getattr(args, name) for name in bench.WORKLOAD},
+            "workload": {number: getattr(args, number) for number in bench.WORKLOAD},
             "settings": {setting: str(value) for setting, value, _ in spec.settings() if spec.asked(setting)},
         }
         cases = [

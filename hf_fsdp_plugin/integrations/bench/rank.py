@@ -106,8 +106,8 @@ class CaseRunner:
             grown = torch.tensor(-1 if peak is None or held is None else max(0, peak - held))
             dist.all_reduce(grown, dist.ReduceOp.MAX)
             loops[case].leave()
-            row = {"case": case.name, "peak_bytes": int(grown) if grown >= 0 else None, "seconds": [], "losses": []}
-            rows[case] = {**row, "peak_source": self._memory.source}
+            peaks = {"peak_bytes": int(grown) if grown >= 0 else None, "peak_source": self._memory.source}
+            rows[case] = {"case": case.name, **peaks, "seconds": [], "losses": []}
         for block in range(workload["blocks"]):
             for case in group if block % 2 == 0 else reversed(group):
                 seconds, loss = self._block(loops[case], block)
