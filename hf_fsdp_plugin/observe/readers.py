@@ -250,13 +250,13 @@ def read_setting(name: str, run: ObservedRun) -> ObservedValue:
     return unobserved_value("only the launcher uses this setting; the model does not record it")
 
 
-def observe_settings(run: ObservedRun) -> list[settings.SettingRow]:
+def observe_settings(run: ObservedRun) -> list[settings.ObservedSetting]:
     """Compare the settings that the report shows with the live model, in the order of the spec.
 
     Each of them is ``observed_setting`` of docs/json.schema.json.
     """
     plan, spec = run.plan, run.plan.spec
-    rows: list[settings.SettingRow] = []
+    rows: list[settings.ObservedSetting] = []
     shown = {*_ALWAYS_SHOWN, "wrap.classes"} if spec.wrap.policy == "transformer" else _ALWAYS_SHOWN
     for name in (name for name, _, _ in spec.settings() if name in shown or spec.asked(name)):
         planned = plan.get(name)

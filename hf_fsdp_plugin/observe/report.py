@@ -24,7 +24,7 @@ from hf_fsdp_plugin.runs.restart_policy import Restarts
 from hf_fsdp_plugin.text import format_memory, format_names, format_table, plural, shorten, truncate_lines
 from hf_fsdp_plugin.version import SCHEMA_VERSION
 
-Row = Mapping[str, Any]
+JsonObject = Mapping[str, Any]
 """An object of the JSON, such as a setting, a unit, or the memory of a rank."""
 _WIDTH = 100
 _MAX_LINES = 10
@@ -171,16 +171,16 @@ class Report:
         )
 
 
-def _differing(settings: Iterable[Row]) -> set[str]:
+def _differing(settings: Iterable[JsonObject]) -> set[str]:
     return {row["setting"] for row in settings if row["status"] == "differs"}
 
 
-def units_table(units: Sequence[Row]) -> str:
+def units_table(units: Sequence[JsonObject]) -> str:
     """Format the units. Consecutive units whose names differ only in the number share a row."""
     if not units:
         return "units: none, the model is not sharded"
 
-    def similarity(unit: Row) -> tuple[str, Row]:
+    def similarity(unit: JsonObject) -> tuple[str, JsonObject]:
         facts = {key: value for key, value in unit.items() if key not in ("name", "num_local_params")}
         return re.sub(r"\d+", "#", unit["name"]), facts
 
@@ -200,7 +200,7 @@ def units_table(units: Sequence[Row]) -> str:
     return format_table(rows, right={2})
 
 
-def memory_table(ranks: Sequence[Row], own: Row) -> str:
+def memory_table(ranks: Sequence[JsonObject], own: JsonObject) -> str:
     """Format the memory of all ranks, and the memory that this rank would need under DistributedDataParallel."""
     rows = [("memory per rank", "this run", "data parallel")]
     for title, name in zip(("parameters", "gradients", "optimizer"), HELD, strict=True):
@@ -210,7 +210,7 @@ def memory_table(ranks: Sequence[Row], own: Row) -> str:
     return format_table(rows, right={1, 2})
 
 
-def memory_line(ranks: Sequence[Row], own: Row) -> str:
+def memory_line(ranks: Sequence[JsonObject], own: JsonObject) -> str:
     """Return the memory of all ranks as one line."""
     return (
         f"memory per rank: {_range_of_held(ranks)} of parameters, gradients and optimizer state (data parallel: "
@@ -230,7 +230,7 @@ def training_line(training: Mapping[str, Any]) -> str:
     return text
 
 
-def status_line(settings: Sequence[Row], *, trained: bool = True) -> str:
+def status_line(settings: Sequence[JsonObject], *, trained: bool = True) -> str:
     """Return the number of settings of each status, and the names of the settings that differ.
 
     Args:
@@ -244,7 +244,7 @@ def status_line(settings: Sequence[Row], *, trained: bool = True) -> str:
     return f"{text}, none differs" if trained else text
 
 
-def difference_lines(settings: Sequence[Row], problems: Sequence[Problem]) -> list[str]:
+def difference_lines(settings: Sequence[JsonObject], problems: Sequence[Problem]) -> list[str]:
     """Return one line for each error, each setting that differs and each warning of the run, at most 10 of each."""
     lines = {}
     for row in settings:
@@ -256,7 +256,7 @@ def difference_lines(settings: Sequence[Row], problems: Sequence[Problem]) -> li
     return [*truncate_lines(errors, _MAX_LINES), *truncate_lines(lines.values(), _MAX_LINES), *warnings]
 
 
-def settings_table(settings: Sequence[Row]) -> str:
+def settings_table(settings: Sequence[JsonObject]) -> str:
     """Format the requested and observed value of each setting; unobservable launcher settings share the last line."""
     rows = [("setting", "asked", "observed", "")]
     reasons = {}
@@ -301,7 +301,7 @@ def _wrap(text: str, *, first: str = "", rest: str = "  ") -> list[str]:
     return textwrap.wrap(text, _WIDTH, initial_indent=first, subsequent_indent=rest, break_long_words=False)
 
 
-def _range_of_held(ranks: Sequence[Row]) -> str:
+def _range_of_held(ranks: Sequence[JsonObject]) -> str:
     return _range(sum(rank[name] for name in HELD) for rank in ranks)
 
 

@@ -111,11 +111,11 @@ def common_value(values: Iterable[Any]) -> Any:
     return distinct[0] if len(distinct) == 1 else "mixed: " + ", ".join(sorted(map(str, distinct)))
 
 
-SettingRow = Mapping[str, Any]
+ObservedSetting = Mapping[str, Any]
 _NOT_SUPPORTED_BY_FSDP2 = "FSDP-W148"
 
 
-def check_settings(settings: Sequence[SettingRow], plan: FsdpPlan) -> list[Problem]:
+def check_settings(settings: Sequence[ObservedSetting], plan: FsdpPlan) -> list[Problem]:
     """Return a problem for each setting that differs.
 
     The problem is a warning if FSDP2 supports only the observed value, or if the script wrapped the model.
