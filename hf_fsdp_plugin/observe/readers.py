@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from types import MappingProxyType
 from typing import Any, Final
 
 from hf_fsdp_plugin.backends.sharding.forwards import checkpoints_itself
@@ -39,9 +38,9 @@ def read_checkpointing(run: ObservedRun) -> ObservedValue:
     if not wrappers and not native:
         return ObservedValue("none")
     if missing := _not_recomputed(run):
-        total = len(missing) + run.first_step.recomputation.num_recomputed
+        found = run.first_step.recomputation.num_recomputed
         reason = f"not computed again in the backward: {format_names(missing, 2)}"
-        return differing_value(f"in {total - len(missing)} of {total} units", reason)
+        return differing_value(f"in {found} of {found + len(missing)} units", reason)
     if wrappers and native:
         reason = "torch's and Transformers' checkpointing are both enabled, so activations are recomputed twice"
         return ObservedValue("twice", reason)
@@ -200,43 +199,39 @@ _ALWAYS_SHOWN: Final[dict[str, ValueReader]] = {
 }
 """Settings that determine the memory, the speed or the numerics of the run: the report contains them in any case."""
 
-READERS: Final[Mapping[str, ValueReader]] = MappingProxyType(
-    {
-        **_ALWAYS_SHOWN,
-        "wrap.classes": settings.read_wrap_classes,
-        "wrap.min_num_params": settings.read_min_num_params,
-        "wrap.ignored_modules": settings.read_ignored_modules,
-        "offload.pin_memory": settings.read_pin_memory,
-        "precision.fp32_modules": settings.read_fp32_modules,
-        "precision.output": settings.read_output_dtype,
-        "precision.buffer": settings.read_buffer_dtype,
-        "prefetch.limit_all_gathers": lambda run: settings.value_of_fsdp1(
-            run, "limit_all_gathers", "FSDP2 always limits all-gathers"
-        ),
-        "params.use_orig": lambda run: settings.value_of_fsdp1(
-            run, "use_orig", "FSDP2 always keeps the original parameters"
-        ),
-        "checkpoint.state_dict": lambda run: _value_or(
-            run.state_dict, "no checkpoint was saved, and the report has no Accelerator"
-        ),
-        "checkpoint.asynchronous": lambda run: _value_or(
-            run.saved_asynchronously, "no checkpoint was saved", "of the last checkpoint"
-        ),
-        "checkpoint.verify": lambda run: unobserved_value(
-            "only a resume uses this setting; the model does not record it"
-        ),
-        "activation.native": read_native,
-        "activation.offload": read_activation_offload,
-        "loading.ram_efficient": read_ram_efficient,
-        "loading.sync_module_states": lambda run: read_loading(run, planned=run.plan.sync_module_states),
-        "launch.num_processes": lambda run: ObservedValue(run.world_size),
-        "launch.num_machines": read_num_machines,
-        "launch.mixed_precision": read_mixed_precision,
-        "launch.use_cpu": read_use_cpu,
-        "launch.distributed_type": lambda run: ObservedValue("FSDP"),
-        "launch.dynamo_config": read_dynamo,
-    }
-)
+READERS: Final[Mapping[str, ValueReader]] = {
+    **_ALWAYS_SHOWN,
+    "wrap.classes": settings.read_wrap_classes,
+    "wrap.min_num_params": settings.read_min_num_params,
+    "wrap.ignored_modules": settings.read_ignored_modules,
+    "offload.pin_memory": settings.read_pin_memory,
+    "precision.fp32_modules": settings.read_fp32_modules,
+    "precision.output": settings.read_output_dtype,
+    "precision.buffer": settings.read_buffer_dtype,
+    "prefetch.limit_all_gathers": lambda run: settings.value_of_fsdp1(
+        run, "limit_all_gathers", "FSDP2 always limits all-gathers"
+    ),
+    "params.use_orig": lambda run: settings.value_of_fsdp1(
+        run, "use_orig", "FSDP2 always keeps the original parameters"
+    ),
+    "checkpoint.state_dict": lambda run: _value_or(
+        run.state_dict, "no checkpoint was saved, and the report has no Accelerator"
+    ),
+    "checkpoint.asynchronous": lambda run: _value_or(
+        run.saved_asynchronously, "no checkpoint was saved", "of the last checkpoint"
+    ),
+    "checkpoint.verify": lambda run: unobserved_value("only a resume uses this setting; the model does not record it"),
+    "activation.native": read_native,
+    "activation.offload": read_activation_offload,
+    "loading.ram_efficient": read_ram_efficient,
+    "loading.sync_module_states": lambda run: read_loading(run, planned=run.plan.sync_module_states),
+    "launch.num_processes": lambda run: ObservedValue(run.world_size),
+    "launch.num_machines": read_num_machines,
+    "launch.mixed_precision": read_mixed_precision,
+    "launch.use_cpu": read_use_cpu,
+    "launch.distributed_type": lambda run: ObservedValue("FSDP"),
+    "launch.dynamo_config": read_dynamo,
+}
 """Canonical name of a setting -> function that reads its value from the live model."""
 
 

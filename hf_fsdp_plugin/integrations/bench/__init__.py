@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any, Final, Literal
 
 from hf_fsdp_plugin.strategies import STRATEGIES
@@ -17,17 +16,15 @@ System = Literal["plugin", "stock"]
 """This package, or Accelerate without it."""
 DDP: Final = "ddp"
 OFFLOAD: Final = "offload"
-TITLES: Final[Mapping[str, str]] = MappingProxyType(
-    {
-        DDP: "DDP",
-        "shard_grad_op": "ZeRO-2",
-        "full_shard": "ZeRO-3",
-        "no_shard": "no_shard",
-        "hybrid_shard": "hybrid ZeRO-3",
-        "hybrid_shard_zero2": "hybrid ZeRO-2",
-        OFFLOAD: "ZeRO-3, offload",
-    }
-)
+TITLES: Final[Mapping[str, str]] = {
+    DDP: "DDP",
+    "shard_grad_op": "ZeRO-2",
+    "full_shard": "ZeRO-3",
+    "no_shard": "no_shard",
+    "hybrid_shard": "hybrid ZeRO-3",
+    "hybrid_shard_zero2": "hybrid ZeRO-2",
+    OFFLOAD: "ZeRO-3, offload",
+}
 """Name of a strategy in ``--strategies`` -> its name in a table."""
 WORKLOAD: Final[Mapping[str, tuple[int, str]]] = {
     "micro_batch": (1, "samples per rank and step"),
