@@ -56,7 +56,7 @@ def build_report(
         first_step = recorded_first_step(model)
         units = live_units.observe_units(model)
         unchanged = unchanged_parameters(first_step.shard_hashes, first_step.later_hashes, units)
-        memory = live_units.observe_memory(model, units, inner, recorded_grads_bytes=first_step.grads_bytes)
+        memory = live_units.observe_memory(model, units, inner, first_step.grads_bytes)
         num_unmanaged = sum(parameter.numel() for parameter in live_units.unmanaged_parameters(model, units))
         hashes = first_step.shard_hashes or {}
         # The parts of this rank that are trained: a rank may have none.
@@ -118,8 +118,10 @@ def build_report(
         # 0 is a size that the installed torch does not show.
         mesh = {"replicate": sharded.known("replicate_size", 0), "shard": sharded.known("shard_size", 0)}
     problems = [*plan.problems, *check_settings(settings, plan), *problems]
+    unsharded = "ddp" if isinstance(model, nn.parallel.DistributedDataParallel) else "none"
     tree = {
-        "backend": _backend(model, units),
+        "backend": " and ".join(f"fsdp{number}" for number in sorted({unit.live.version for unit in units}))
+        or unsharded,
         "model_class": plan.model_class,
         "mesh": mesh,
         "num_params": sum(unit.num_params for unit in units) + num_unmanaged,
@@ -262,9 +264,3 @@ def _merge_ranks(
         shown = problem if len(ranks) == len(results) else replace(problem, rank=ranks[0])
         merged.setdefault((problem.code, problem.message), shown)
     return rows, list(merged.values())
-
-
-def _backend(model: nn.Module, units: Sequence[live_units.UnitObservation]) -> str:
-    if not units:
-        return "ddp" if isinstance(model, nn.parallel.DistributedDataParallel) else "none"
-    return " and ".join(f"fsdp{number}" for number in sorted({unit.live.version for unit in units}))

@@ -238,11 +238,7 @@ def compare_structure(model: nn.Module, units: Sequence[UnitObservation], plan: 
 
 
 def observe_memory(
-    model: nn.Module,
-    units: Sequence[UnitObservation],
-    optimizers: Sequence[torch.optim.Optimizer] = (),
-    *,
-    recorded_grads_bytes: int | None = None,
+    model: nn.Module, units: Sequence[UnitObservation], optimizers: Sequence[Any], recorded_grads_bytes: int | None
 ) -> dict[str, Any]:
     """Measure the memory of this rank: ``memory`` of the report (docs/json.schema.json). No collectives.
 
@@ -255,6 +251,7 @@ def observe_memory(
     DistributedDataParallel.
 
     Args:
+        optimizers: torch's optimizers of the model.
         recorded_grads_bytes: size of the gradients before an optimizer step; used if no gradient exists now.
     """
     unmanaged = unmanaged_parameters(model, units)
@@ -274,15 +271,26 @@ def observe_memory(
     device = available_device() if available_device().is_initialized() else DEVICES["cpu"]
     states = [state for optimizer in optimizers for state in optimizer.state.values()]
     tensors = [value for state in states for value in state.values() if isinstance(value, torch.Tensor)]
+    # The unsharded optimizer state: exact for DTensors, else scaled by the trainable elements.
+    optimizer_bytes = storage_bytes(tensors)
+    if any(step_mode(optimizer) == "whole" for optimizer in optimizers):
+        whole_bytes = optimizer_bytes
+    elif any(isinstance(tensor, DTensor) and type(tensor.to_local()) is torch.Tensor for tensor in tensors):
+        whole_bytes = _nbytes(tensors)
+    else:
+        num_trained = sum(parameter.numel() for parameter in trained)
+        local = sum(unit.live.num_local_trainable for unit in units) + num_trained
+        whole = sum(unit.num_trainable for unit in units) + num_trained
+        whole_bytes = round(optimizer_bytes * whole / local) if local else 0
     ddp = {
         "ddp_params_bytes": ddp_params_bytes + _nbytes(unmanaged),
         "ddp_grads_bytes": ddp_grads_bytes,
-        "ddp_optimizer_bytes": _whole_optimizer_bytes(units, trained, optimizers, tensors),
+        "ddp_optimizer_bytes": whole_bytes,
     }
     return {
         "params_bytes": storage_bytes([*shards, *unmanaged]),
         "grads_bytes": grads_bytes,
-        "optimizer_bytes": storage_bytes(tensors),
+        "optimizer_bytes": optimizer_bytes,
         "gathered_bytes": storage_bytes(gathered, excluding=shards),
         "buffers_bytes": storage_bytes(model.buffers()),
         "peak_bytes": device.peak_memory(),
@@ -330,21 +338,3 @@ def _nbytes(tensors: Iterable[torch.Tensor]) -> int:
 
 def _master_itemsize(unit: UnitObservation) -> int:
     return max((dtype.itemsize for dtype in unit.live.known("master_dtypes", ())), default=0)
-
-
-def _whole_optimizer_bytes(
-    units: Sequence[UnitObservation],
-    unmanaged: Sequence[nn.Parameter],
-    optimizers: Sequence[torch.optim.Optimizer],
-    tensors: Sequence[torch.Tensor],
-) -> int:
-    """Return the bytes of the unsharded optimizer state: exact for DTensors, else scaled by the trainable elements."""
-    optimizer_bytes = storage_bytes(tensors)
-    if any(step_mode(optimizer) == "whole" for optimizer in optimizers):
-        return optimizer_bytes
-    if any(isinstance(tensor, DTensor) and type(tensor.to_local()) is torch.Tensor for tensor in tensors):
-        return _nbytes(tensors)
-    num_unmanaged = sum(parameter.numel() for parameter in unmanaged)
-    whole = sum(unit.num_trainable for unit in units) + num_unmanaged
-    local = sum(unit.live.num_local_trainable for unit in units) + num_unmanaged
-    return round(optimizer_bytes * whole / local) if local else 0

@@ -86,30 +86,25 @@ def compare_weights(
     received = {(broadcast.num_tensors, broadcast.checksum) for broadcast in broadcasts}
     if len(received) > 1:
         differing.add(("weights", "received from rank 0"))
+    changed = None
+    found_sums = [bit_sum for _, _, bit_sum in gathered if bit_sum is not None]
+    taken = [broadcast.shard_bit_sum for broadcast in broadcasts if broadcast.shard_bit_sum is not None]
+    if taken and len(taken) == len(broadcasts) == len(found_sums) and broadcasts[0].bit_sum is not None:
+        # The sum over the shards of all ranks, and the sum of what was broadcast or taken from files.
+        replicas = max((unit.live.known("replicate_size", 1) for unit in units), default=1)
+        changed = (sum(found_sums) - sum(taken) - replicas * broadcasts[0].bit_sum) % (1 << 64) != 0
     return WeightComparison(
         num_on_meta=max(list(checksums.values()).count(None) for checksums, _, _ in gathered),
         differing=tuple(sorted(map(" ".join, differing))),
         diverged=tuple(sorted(name for kind, name in differing if kind == "unit")),
         replicated=any(kind == "unit" and len(sums) > 1 for (kind, _, _), sums in found.items()),
         num_broadcast=min((broadcast.num_tensors for broadcast in broadcasts), default=None),
-        changed=_changed(broadcasts, [bit_sum for _, _, bit_sum in gathered], units),
+        changed=changed,
         num_filled=max((broadcast.num_filled for broadcast in broadcasts), default=0),
         num_from_files=min((broadcast.num_from_files for broadcast in broadcasts), default=0),
         before=max(memories, key=lambda memory: memory.private_bytes, default=None),
         num_shared_ranks=sum(memory.num_not_private > 0 for memory in memories),
     )
-
-
-def _changed(
-    broadcasts: Sequence[BroadcastRecord], bit_sums: Sequence[int | None], units: Sequence[UnitObservation]
-) -> bool | None:
-    """Compare the sum over the shards of all ranks with the sum of what was broadcast or taken from files."""
-    found = [bit_sum for bit_sum in bit_sums if bit_sum is not None]
-    taken = [broadcast.shard_bit_sum for broadcast in broadcasts if broadcast.shard_bit_sum is not None]
-    if not broadcasts or broadcasts[0].bit_sum is None or len(found) < len(bit_sums) or len(taken) < len(broadcasts):
-        return None
-    replicas = max((unit.live.known("replicate_size", 1) for unit in units), default=1)
-    return (sum(found) - sum(taken) - replicas * broadcasts[0].bit_sum) % (1 << 64) != 0
 
 
 def _checksums(model: nn.Module, units: Sequence[UnitObservation]) -> dict[_Key, _Checksum | None]:

@@ -46,10 +46,14 @@ def from_pretrained(
         return original(name, *args, **kwargs)
     if Path(str(name)).is_relative_to(preflight.folder):
         return original(name, *args, **kwargs)
+    from transformers import PreTrainedConfig
+
     with preflight.stage("clone"):
         if kwargs.get("gguf_file"):
             preflight.not_tested("reading the GGUF file")
-        config, kwargs = _config_of(cls, name, kwargs)
+        config = kwargs.pop("config", None)
+        if not isinstance(config, PreTrainedConfig):  # as the original reads it
+            config, kwargs = cls.config_class.from_pretrained(config or name, return_unused_kwargs=True, **kwargs)
         folder = _clone_folder(cls, config)
         if str(kwargs.get("attn_implementation") or "").startswith(("flash", "kernels")):
             preflight.not_tested(f"attn_implementation={kwargs['attn_implementation']}, sdpa is used instead")
@@ -90,17 +94,6 @@ def first_samples(data: Any, number: int = NUM_SAMPLES) -> Any:
 
         return Subset(data, range(number))
     return data
-
-
-def _config_of(cls: Any, name: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Return the config of the model as ``from_pretrained`` reads it, and the arguments that are left."""
-    from transformers import PreTrainedConfig
-
-    given = kwargs.pop("config", None)
-    if isinstance(given, PreTrainedConfig):
-        return given, kwargs
-    config, left = cls.config_class.from_pretrained(given or name, return_unused_kwargs=True, **kwargs)
-    return config, left
 
 
 def _clone_folder(cls: Any, config: Any) -> Path:

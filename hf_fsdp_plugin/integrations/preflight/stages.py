@@ -41,7 +41,6 @@ STAGES: Final[Mapping[str, str]] = {
     "resume": "a fresh model and optimizer continue from the checkpoint",
     "export": "merge of the checkpoint, and from_pretrained",
 }
-Result = Literal["passed", "failed", "stood still", "not tested"]
 RunPhase = Literal["script", "first run", "afterwards"]
 _AGREEMENT_SECONDS: Final = 10.0
 """Seconds that the other ranks have to fail too. Then the rank ends, and the launcher stops the others."""
@@ -107,7 +106,7 @@ def stage_results(records: Sequence[PreflightRecord], *, stopped: bool) -> list[
     """
     rows = []
     for stage in STAGES:
-        result: Result = "passed"
+        result = "passed"
         reason = next((record.skipped[stage] for record in records if stage in record.skipped), None)
         if any(stage in record.failed for record in records):
             result, reason = "failed", None

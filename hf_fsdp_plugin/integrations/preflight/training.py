@@ -130,7 +130,12 @@ def inner_training_loop(original: Callable[..., Any], trainer: Any, *args: Any, 
         original(*args, **kwargs)
         manager.wait()
         preflight.enter(None)
-        _note_report(trainer)
+        report_run(trainer.accelerator)
+        file = preflight.folder / REPORT_FILE
+        if preflight.rank == 0 and file.is_file():  # settings that differ from the plan, for example
+            for problem in json.loads(file.read_text())["problems"]:
+                if problem["severity"] != "note":
+                    preflight.note(Problem(**{name: problem[name] for name in ("code", "message", "fix", "setting")}))
 
     preflight.attempt("prepare", train)
     trainer.remove_callback(callback)
@@ -149,16 +154,6 @@ def inner_training_loop(original: Callable[..., Any], trainer: Any, *args: Any, 
     if preflight.has_passed("prepare"):
         _further_stages(trainer, fresh, callback.weights)
     raise SystemExit(0)
-
-
-def _note_report(trainer: Any) -> None:
-    """Record the problems in the report of the run: settings that differ from the plan, for example. Collective."""
-    report_run(trainer.accelerator)
-    file = preflight.folder / REPORT_FILE
-    if preflight.rank == 0 and file.is_file():
-        for problem in json.loads(file.read_text())["problems"]:
-            if problem["severity"] != "note":
-                preflight.note(Problem(**{name: problem[name] for name in ("code", "message", "fix", "setting")}))
 
 
 def _stage_of(phase: Phase) -> AbstractContextManager[None]:
