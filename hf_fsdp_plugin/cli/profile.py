@@ -30,13 +30,17 @@ EXAMPLES = (
     "hf-fsdp profile --config_file fsdp.yaml train.py --per_device_train_batch_size 4",
     "hf-fsdp profile --config_file fsdp.yaml --active 8 --output profiles/first --json train.py",
 )
-_NUMBERS: Final[Mapping[str, str]] = {
-    "wait": "optimizer steps before the profiler starts (default: 1)",
-    "warmup": "steps with the profiler that are not analyzed (default: 2)",
-    "active": "steps that are analyzed (default: 4)",
-    "after": "steps without the profiler, to measure its overhead (default: 3; the first is not counted)",
+FLAGS: Final[Mapping[str, tuple[str, str]]] = {
+    "output": ("DIR", "folder for the result (default: fsdp_profile)"),
+    "wait": ("N", "optimizer steps before the profiler starts (default: 1)"),
+    "warmup": ("N", "steps with the profiler that are not analyzed (default: 2)"),
+    "active": ("N", "steps that are analyzed (default: 4)"),
+    "after": ("N", "steps without the profiler, to measure its overhead (default: 3; the first is not counted)"),
+    "json": ("", "print one JSON object and nothing else on stdout; the script's output goes to stderr"),
+    "to_end": ("", "let the script run to its end; by default it ends after these steps"),
+    "force": ("", "replace an earlier profile in the folder"),
 }
-"""Flag with a number, a field of :class:`ProfileOptions` -> its meaning."""
+"""Flag -> its value (empty for none) and its meaning. Flags with a number are fields of :class:`ProfileOptions`."""
 _VARIABLES: Final = {
     # Kineto prints a line for each start and end, torch a warning for each freed block that is older than the profile.
     "KINETO_LOG_LEVEL": "6",
@@ -57,16 +61,17 @@ _LEAST_LATE: Final = 0.01
 def add_arguments(parser: Parser) -> None:
     """Add the flags of this verb and those of ``launch``, and SCRIPT with its arguments."""
     group = parser.add_argument_group("profile")
-    about = "folder for the result (default: fsdp_profile)"
-    group.add_argument("--output", metavar="DIR", default="fsdp_profile", help=about)
-    for name, about in _NUMBERS.items():
-        number, default = whole_number(1 if name == "active" else 0), getattr(ProfileOptions, name)
-        group.add_argument(f"--{name}", metavar="N", type=number, dest=f"profile.{name}", default=default, help=about)
-    about = "print one JSON object and nothing else on stdout; the script's output goes to stderr"
-    group.add_argument("--json", action="store_true", help=about)
-    about = "let the script run to its end; by default it ends after these steps"
-    group.add_argument("--to_end", action="store_true", help=about)
-    group.add_argument("--force", action="store_true", help="replace an earlier profile in the folder")
+    for name, (value, text) in FLAGS.items():
+        if value == "N":
+            number = whole_number(1 if name == "active" else 0)
+            default = getattr(ProfileOptions, name)
+            group.add_argument(
+                f"--{name}", metavar="N", type=number, dest=f"profile.{name}", default=default, help=text
+            )
+        elif value:
+            group.add_argument(f"--{name}", metavar=value, default="fsdp_profile", help=text)
+        else:
+            group.add_argument(f"--{name}", action="store_true", help=text)
     add_launch_flags(parser)
 
 
@@ -84,7 +89,7 @@ def read_arguments(args: argparse.Namespace, environ: Mapping[str, str]) -> tupl
     options = ProfileOptions(
         folder=str(Path(args.output).expanduser().absolute()),
         stops=not args.to_end,
-        **{name: vars(args)[f"profile.{name}"] for name in _NUMBERS},
+        **{name: vars(args)[f"profile.{name}"] for name, (value, _) in FLAGS.items() if value == "N"},
     )
     variables = {name: value for name, value in _VARIABLES.items() if name not in environ}
     return replace(launched, env={**variables, OPTIONS_VARIABLE: json.dumps(asdict(options))}), options
