@@ -55,12 +55,8 @@ def refuse_lfs_pointer(path: Path, content: bytes) -> None:
         return
     lines = content[:LFS_POINTER_SIZE].decode(errors="replace").splitlines()
     size = next((line.removeprefix("size ") for line in lines if line.startswith("size ")), "unknown")
-    refuse(
-        "FSDP-E469",
-        path,
-        f"is a pointer of Git LFS instead of the file, whose size is {size} bytes.",
-        "Run `git lfs pull` in its folder, or download the model again with `hf download`.",
-    )
+    fix = "Run `git lfs pull` in its folder, or download the model again with `hf download`."
+    refuse("FSDP-E469", path, f"is a pointer of Git LFS instead of the file, whose size is {size} bytes.", fix)
 
 
 def file_problems_inside(root: Path, files: Iterable[str], place: Path | str) -> list[Problem]:
@@ -131,8 +127,6 @@ def os_errors_as_problems(final: Path) -> Iterator[None]:
             raise
         code, fix = _DISK_PROBLEMS.get(reason.errno or 0, _OTHER)
         place = f" ({reason.filename})" if reason.filename is not None else ""
-        message = (
-            f"{final} could not be written: {reason.strerror or reason}{place}. Checkpoints that were saved before are "
-            "unchanged."
-        )
+        why = f"{final} could not be written: {reason.strerror or reason}{place}."
+        message = f"{why} Checkpoints that were saved before are unchanged."
         raise CheckpointError([Problem(code=code, message=message, fix=fix)]) from error

@@ -16,7 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from hf_fsdp_plugin.checkpoint import names as file_names
-from hf_fsdp_plugin.checkpoint.formats.manifest import Manifest, read_manifest
+from hf_fsdp_plugin.checkpoint.formats.manifest import readable_manifest
 from hf_fsdp_plugin.checkpoint.io import sync
 from hf_fsdp_plugin.problems import CheckpointError, Problem
 from hf_fsdp_plugin.rank_variables import launched_rank
@@ -96,7 +96,7 @@ def remove_replaced(before: Path, final: Path) -> None:
 
 def _files_of_user(folder: Path) -> list[Path]:
     """Return the files in a checkpoint's folder that were not written by a save."""
-    manifest = _read_manifest(folder)
+    manifest = readable_manifest(folder)
     files = [path.relative_to(folder) for path in folder.rglob("*") if path.is_file()]
     if manifest is not None:
         listed = {record.path for record in manifest.files} | {file_names.MANIFEST_NAME, file_names.BLOCK_FILE}
@@ -107,7 +107,7 @@ def _files_of_user(folder: Path) -> list[Path]:
 def move_files(folder: Path, final: Path) -> None:
     """Move all files, with the manifest last, and remove the files that only the previous manifest lists."""
     final.mkdir(parents=True, exist_ok=True)
-    before = _read_manifest(final)
+    before = readable_manifest(final)
     (final / file_names.MANIFEST_NAME).unlink(missing_ok=True)
     (final / file_names.BLOCK_FILE).unlink(missing_ok=True)
     new = sorted(path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
@@ -118,14 +118,6 @@ def move_files(folder: Path, final: Path) -> None:
         if Path(record.path) not in new:
             (final / record.path).unlink(missing_ok=True)
     sync(final)
-
-
-def _read_manifest(folder: Path) -> Manifest | None:
-    """Return the manifest of a folder; ``None`` if it is missing or damaged."""
-    try:
-        return read_manifest(folder)
-    except CheckpointError:
-        return None
 
 
 TIMEOUT = 75.0

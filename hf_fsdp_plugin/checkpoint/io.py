@@ -106,13 +106,8 @@ def read_file(path: Path) -> bytes:
     refuse("FSDP-E412", path, f"{message}; files with metadata have at most {_MAX_METADATA:,}.")
 
 
-def write_text(path: Path, text: str) -> None:
-    """Write ``text`` to ``path`` as :func:`write_bytes` does."""
-    write_bytes(path, text.encode())
-
-
-def write_bytes(path: Path, *parts: bytes) -> None:
-    """Write ``parts`` to ``path`` atomically: to a temporary file, which is synced and renamed.
+def write_atomically(path: Path, *parts: bytes | str) -> None:
+    """Write bytes and texts to ``path`` atomically: to a temporary file, which is synced and renamed.
 
     Raises:
         OSError: the file cannot be written. Nothing is left behind.
@@ -120,7 +115,7 @@ def write_bytes(path: Path, *parts: bytes) -> None:
     temporary = path.with_name(f"{path.name}.part")
     try:
         with temporary.open("wb") as file:
-            file.writelines(parts)
+            file.writelines(part.encode() if isinstance(part, str) else part for part in parts)
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)

@@ -104,10 +104,6 @@ class ModelShards:
     aliases: Mapping[str, str]
     by_id: Mapping[int, Sequence[LocalShard]] = field(default_factory=dict)
 
-    @property
-    def ties(self) -> tuple[tuple[str, ...], ...]:
-        return tuple(tuple(group) for group in self.names().values() if len(group) > 1)
-
     def names(self) -> dict[str, list[str]]:
         """Return name in ``tensors`` -> all names of the tensor. Another checkpoint may use any of them."""
         names = {shard.name: [shard.name] for shard in self.tensors}
@@ -194,17 +190,18 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def model_shards(model: nn.Module) -> ModelShards:
-    """Return the shards of parameters and persistent buffers. Gathered parameters are resharded first."""
+def model_shards(model: nn.Module, *, only_trained: bool = False) -> ModelShards:
+    """Return the shards of parameters and persistent buffers. Gathered parameters are resharded first.
+
+    Args:
+        only_trained: without frozen parameters and aliases: all that a checkpoint of an adapter contains of the model.
+    """
     parameters = parameter_shards(model)
     # The ranks may have different statistics, which must not be mixed: rank 0 is the only replica that writes.
     buffers = [replace(_replicated_shard(name, buffer), replicas=1) for name, buffer in persistent_buffers(model)]
+    if only_trained:
+        return ModelShards(tuple(shard for shard in (*parameters.tensors, *buffers) if not shard.frozen), {})
     return replace(parameters, tensors=(*parameters.tensors, *buffers))
-
-
-def trainable_shards(shards: ModelShards) -> ModelShards:
-    """Return the shards that are not frozen: all that a checkpoint of an adapter contains of the model."""
-    return ModelShards(tuple(shard for shard in shards.tensors if not shard.frozen), {})
 
 
 def shards_below(shards: ModelShards, prefix: str) -> ModelShards:
@@ -311,12 +308,12 @@ def _state_entries(
         raise _UnsupportedState(f"'{key}' of {own.name} has {shapes_text}")
     if not own.pieces:
         return {}
-    tensors = {key: local}
+    tensors = {"": local}
     if is_subclass:
         attributes: list[str] = local.__tensor_flatten__()[0]  # type: ignore[attr-defined]
-        tensors = {stored_tensors.inner_key(key, attribute): getattr(local, attribute) for attribute in attributes}
+        tensors = {attribute: getattr(local, attribute) for attribute in attributes}
     elements = stored_tensors.range_of(own.boxes, own.shape)
-    stored = {stored_tensors.per_shard_key(inner, elements): tensor for inner, tensor in tensors.items()}
+    stored = {stored_tensors.shard_key(key, attribute, elements): tensor for attribute, tensor in tensors.items()}
     shards = {key: _whole(f"state.{own.name}.{key}", tensor) for key, tensor in stored.items()}
     return {key: replace(each, replica=own.replica, replicas=own.replicas) for key, each in shards.items()}
 

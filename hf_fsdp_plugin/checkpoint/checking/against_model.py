@@ -11,7 +11,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -91,20 +91,11 @@ def _differences(stored: StoredModel, model: Any, path: Path) -> list[Problem]:
         if expected.get(name, shape) != shape
     ]
     target = f"the {type(model).__name__} of its config.json"
-    return difference_problems(
-        path.parent, missing, unexpected, other, num_expected=len(expected), target=target, fix=_OTHER
-    )
+    return difference_problems(path.parent, missing, unexpected, other, len(expected), target, _OTHER)
 
 
 def difference_problems(
-    place: Path,
-    missing: Sequence[str],
-    unexpected: Sequence[str],
-    other: Sequence[str],
-    *,
-    num_expected: int,
-    target: str,
-    fix: str = errors.COPY_AGAIN,
+    place: Path, missing: list[str], unexpected: list[str], other: list[str], num_expected: int, target: str, fix: str
 ) -> list[Problem]:
     """Return an error for each kind of difference between a checkpoint and ``target``, with a few examples."""
     found = [
@@ -123,7 +114,7 @@ def _loaded_names(stored: StoredModel, model: Any) -> tuple[dict[str, str], set[
     Hugging Face folders keep the names of the architecture's first release; other formats have the names of the model.
     """
     own = {name: name for name in stored.tensors}
-    if not format_named(stored.format).hugging_face_names or own.keys() <= model.state_dict().keys():
+    if format_named(stored.format).state_dict_type != "full" or own.keys() <= model.state_dict().keys():
         return own, set()
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key

@@ -23,7 +23,7 @@ from hf_fsdp_plugin.checkpoint.errors import problem
 from hf_fsdp_plugin.checkpoint.formats.archives import NotAnArchive, ZipEntry, is_archive, stored_entries
 from hf_fsdp_plugin.checkpoint.formats.boxes import dtype_size
 from hf_fsdp_plugin.checkpoint.formats.known_formats import format_named, read_stored_model, read_stored_optimizer
-from hf_fsdp_plugin.checkpoint.formats.manifest import Manifest, read_manifest
+from hf_fsdp_plugin.checkpoint.formats.manifest import Manifest, read_manifest, readable_manifest
 from hf_fsdp_plugin.checkpoint.formats.stored_tensors import StoredTensor, shared_tensors
 from hf_fsdp_plugin.checkpoint.io import object_in, read_file
 from hf_fsdp_plugin.problems import CheckpointError, Problem
@@ -293,9 +293,8 @@ def summarize(path: Path) -> Summary:
     """
     folder = checkpoint_of(path)
     incomplete = why_incomplete(folder)  # reports the problems that are suppressed below
-    manifest = model = optimizer = None
-    with suppress(CheckpointError):
-        manifest = read_manifest(folder)
+    manifest = readable_manifest(folder)
+    model = optimizer = None
     try:
         model = read_stored_model(folder)
     except CheckpointError:
@@ -308,7 +307,8 @@ def summarize(path: Path) -> Summary:
     files = {
         file.relative_to(folder).as_posix(): file.stat().st_size for file in sorted(own_files(folder)) if file.exists()
     }
-    parameters = {name: (tensor.dtype, tensor.shape) for name, tensor in model.tensors.items()} if model else {}
+    stored = {name: (tensor.dtype, tensor.shape) for name, tensor in model.tensors.items()} if model else {}
+    parameters = manifest.parameters if manifest else stored
     state = {
         name: {key: TensorType(v.dtype, v.shape) if isinstance(v, StoredTensor) else v for key, v in entry.items()}
         for name, entry in (optimizer.state if optimizer else {}).items()
@@ -319,9 +319,7 @@ def summarize(path: Path) -> Summary:
         incomplete=incomplete,
         step=manifest.step if manifest else (step if isinstance(step, int) else None),
         world_size=manifest.world_size if manifest else _ranks(files),
-        parameters={
-            name: TensorType(*kind) for name, kind in (manifest.parameters if manifest else parameters).items()
-        },
+        parameters={name: TensorType(*kind) for name, kind in parameters.items()},
         ties=manifest.ties if manifest else tuple(shared_tensors(model)) if model else (),
         state=state,
         groups=tuple(optimizer.groups) if optimizer else (),

@@ -9,21 +9,15 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
+from operator import attrgetter
 from pathlib import Path
-
-import xxhash
 
 from hf_fsdp_plugin.checkpoint.checking.inspection import checkpoint_of
 from hf_fsdp_plugin.checkpoint.errors import problem, refuse
 from hf_fsdp_plugin.checkpoint.formats.boxes import dtype_size, element_span
 from hf_fsdp_plugin.checkpoint.formats.manifest import FileRange, Manifest, read_manifest
-from hf_fsdp_plugin.checkpoint.formats.stored_tensors import (
-    PieceTable,
-    StoredModel,
-    StoredOptimizer,
-    labelled_tensors,
-)
-from hf_fsdp_plugin.checkpoint.io import InputFiles, hash_bytes
+from hf_fsdp_plugin.checkpoint.formats.stored_tensors import PieceTable, StoredModel, StoredOptimizer, labelled_tensors
+from hf_fsdp_plugin.checkpoint.io import InputFiles, hash_bytes, hash_file
 from hf_fsdp_plugin.checkpoint.names import MANIFEST_NAME
 from hf_fsdp_plugin.problems import CheckpointError, Problem
 from hf_fsdp_plugin.text import format_names
@@ -62,25 +56,18 @@ _MAX_BLOCK = 16 << 20
 """Maximum size in bytes of a block that is kept. Files without tensors, and earlier manifests, have larger ranges."""
 
 
-def input_files(
-    stored: StoredModel | StoredOptimizer, folder: Path, manifest: Manifest | None, *, in_order: bool = False
+def files_of_checkpoint(
+    checkpoint: Path, stored: StoredModel | StoredOptimizer, *, verify: bool, in_order: bool = True
 ) -> InputFiles:
-    """Return the files of a model or an optimizer in the checkpoint ``folder``; not verified without a manifest."""
-    if manifest is None:
-        return InputFiles(stored.root)
-    return VerifiedFiles(stored.root, manifest, folder, in_order=in_order)
-
-
-def files_of_checkpoint(checkpoint: Path, stored: StoredModel | StoredOptimizer, *, verify: bool) -> InputFiles:
     """Return the files of a model or an optimizer, verified if there is a manifest and ``verify`` is set.
-
-    They are meant to be read in the order of their bytes.
 
     Args:
         checkpoint: the folder of the checkpoint, or of its model or optimizer.
+        in_order: as in :class:`VerifiedFiles`.
     """
     folder = checkpoint_of(checkpoint)
-    return input_files(stored, folder, read_manifest(folder) if verify else None, in_order=True)
+    manifest = read_manifest(folder) if verify else None
+    return InputFiles(stored.root) if manifest is None else VerifiedFiles(stored.root, manifest, folder, in_order)
 
 
 def check_headers(files: InputFiles, stored: StoredModel | StoredOptimizer, rank: int = 0, world_size: int = 1) -> None:
@@ -91,8 +78,24 @@ def check_headers(files: InputFiles, stored: StoredModel | StoredOptimizer, rank
     Raises:
         CheckpointError: bytes differ from those that were saved.
     """
-    if isinstance(files, VerifiedFiles):
-        files.check_headers(stored, rank, world_size)
+    if not isinstance(files, VerifiedFiles):
+        return
+    places: dict[str, list[tuple[int, int]]] = {file: [] for file in stored.files[rank::world_size]}
+    for _, tensor in labelled_tensors(stored):
+        if isinstance(tensor.pieces, PieceTable):
+            continue  # its files have not been read
+        for piece in tensor.pieces:
+            if piece.file in places:
+                size = element_span(piece.strides, piece.box.sizes) * dtype_size(tensor.dtype)
+                places[piece.file].append((piece.offset, piece.offset + size))
+    for file, taken in places.items():
+        taken.sort()
+        at = 0
+        for block in files.blocks_of(file):
+            while at < len(taken) and taken[at][1] <= block.start:
+                at += 1
+            if at == len(taken) or taken[at][0] >= block.stop:
+                files.check_block(file, block)
 
 
 class VerifiedFiles(InputFiles):
@@ -103,7 +106,7 @@ class VerifiedFiles(InputFiles):
         in_order: each file is read from its start to its end, so that few blocks have to be kept.
     """
 
-    def __init__(self, root: Path, manifest: Manifest, folder: Path, *, in_order: bool = False) -> None:
+    def __init__(self, root: Path, manifest: Manifest, folder: Path, in_order: bool = False) -> None:
         super().__init__(root)
         self._max_kept = _MAX_KEPT_IN_ORDER if in_order else _MAX_KEPT
         self._folder = folder
@@ -119,8 +122,8 @@ class VerifiedFiles(InputFiles):
         self._checked.clear()
 
     def read(self, file: str, offset: int, out: memoryview) -> None:
-        blocks = self._blocks_of(file)
-        index = bisect_right(blocks, offset, key=_stop)
+        blocks = self.blocks_of(file)
+        index = bisect_right(blocks, offset, key=attrgetter("stop"))
         stop = offset + len(out)
         while offset < stop and index < len(blocks):
             run = self._whole_blocks(blocks, index, offset, stop)
@@ -138,31 +141,12 @@ class VerifiedFiles(InputFiles):
         if offset < stop:
             super().read(file, offset, out)  # raises an error: the file ended here when it was saved
 
-    def check_headers(self, stored: StoredModel | StoredOptimizer, rank: int, world_size: int) -> None:
-        """Compare the blocks without elements of a tensor, in the files that are this rank's share."""
-        places: dict[str, list[tuple[int, int]]] = {file: [] for file in stored.files[rank::world_size]}
-        for _, tensor in labelled_tensors(stored):
-            if isinstance(tensor.pieces, PieceTable):
-                continue  # its files have not been read
-            for piece in tensor.pieces:
-                if piece.file in places:
-                    size = element_span(piece.strides, piece.box.sizes) * dtype_size(tensor.dtype)
-                    places[piece.file].append((piece.offset, piece.offset + size))
-        for file, taken in places.items():
-            taken.sort()
-            at = 0
-            for block in self._blocks_of(file):
-                while at < len(taken) and taken[at][1] <= block.start:
-                    at += 1
-                if at == len(taken) or taken[at][0] >= block.stop:
-                    self._check(file, block)
-
     def check_file(self, file: str) -> None:
         """Compare all bytes of a file."""
-        for block in self._blocks_of(file):
-            self._check(file, block)
+        for block in self.blocks_of(file):
+            self.check_block(file, block)
 
-    def _blocks_of(self, file: str) -> Sequence[FileRange]:
+    def blocks_of(self, file: str) -> Sequence[FileRange]:
         if file not in self._blocks:
             path = (self._below / file).as_posix()
             if path not in self._records:
@@ -175,18 +159,17 @@ class VerifiedFiles(InputFiles):
     def _whole_blocks(self, blocks: Sequence[FileRange], index: int, start: int, stop: int) -> list[FileRange]:
         """Return the next blocks that are completely in the bytes ``[start, stop)``, up to ``_RUN`` bytes."""
         run: list[FileRange] = []
-        while index < len(blocks):
-            block = blocks[index]
+        for number in range(index, len(blocks)):
+            block = blocks[number]
             if block.start < start or block.stop > stop or (run and block.stop - start > _RUN):
                 break
             run.append(block)
-            index += 1
         return run
 
     def _read_part(self, file: str, block: FileRange, offset: int, out: memoryview) -> None:
         """Read a part of a block. The block is read and compared once, and kept for the next read."""
         if block.stop - block.start > _MAX_BLOCK:
-            self._check(file, block)
+            self.check_block(file, block)
             super().read(file, offset, out)
             return
         key = file, block.start
@@ -202,23 +185,13 @@ class VerifiedFiles(InputFiles):
         begin = offset - block.start
         out[:] = self._kept[key][begin : begin + len(out)]
 
-    def _check(self, file: str, block: FileRange) -> None:
+    def check_block(self, file: str, block: FileRange) -> None:
         """Read and compare a block of any size once."""
-        if (file, block.start) in self._checked:
-            return
-        hasher, window = xxhash.xxh3_128(), memoryview(bytearray(min(_RUN, block.stop - block.start)))
-        for start in range(block.start, block.stop, _RUN):
-            part = window[: min(_RUN, block.stop - start)]
-            super().read(file, start, part)
-            hasher.update(part)
-        self._compare(file, block, hasher.hexdigest())
-        self._checked.add((file, block.start))
+        if (file, block.start) not in self._checked:
+            self._compare(file, block, hash_file(self._root / file, block.start, block.stop))
+            self._checked.add((file, block.start))
 
     def _compare(self, file: str, block: FileRange, found: str) -> None:
         if found != block.hash:
             path = self._folder / self._below / file
-            raise CheckpointError([damage_problem(path, [block], len(self._blocks_of(file)), [block.name])])
-
-
-def _stop(block: FileRange) -> int:
-    return block.stop
+            raise CheckpointError([damage_problem(path, [block], len(self.blocks_of(file)), [block.name])])

@@ -20,17 +20,13 @@ from typing import Any
 from hf_fsdp_plugin.checkpoint.checking import inspection
 from hf_fsdp_plugin.checkpoint.checking.against_model import config_problems, difference_problems
 from hf_fsdp_plugin.checkpoint.checking.verified_files import REPLACE_FILE, Progress, damage_problem
-from hf_fsdp_plugin.checkpoint.errors import problem
+from hf_fsdp_plugin.checkpoint.errors import COPY_AGAIN, problem
+from hf_fsdp_plugin.checkpoint.formats import stored_tensors
 from hf_fsdp_plugin.checkpoint.formats.archives import crc_file
 from hf_fsdp_plugin.checkpoint.formats.dcp import index_problems
 from hf_fsdp_plugin.checkpoint.formats.known_formats import read_stored_model, read_stored_optimizer
 from hf_fsdp_plugin.checkpoint.formats.manifest import FileRange, FileRecord, Manifest, read_manifest
-from hf_fsdp_plugin.checkpoint.formats.stored_tensors import (
-    StoredModel,
-    StoredOptimizer,
-    labelled_tensors,
-    state_layout,
-)
+from hf_fsdp_plugin.checkpoint.formats.stored_tensors import StoredModel, StoredOptimizer
 from hf_fsdp_plugin.checkpoint.io import hash_file
 from hf_fsdp_plugin.checkpoint.names import BLOCK_FILE, MANIFEST_NAME, OPTIMIZER, is_adapter, is_wrapped_by_peft
 from hf_fsdp_plugin.problems import CheckpointError, Problem, has_errors
@@ -59,13 +55,12 @@ def manifest_problems(model: StoredModel, optimizer: StoredOptimizer | None, man
         unexpected += [f"optimizer state of {name}" for name in optimizer.state if name not in known]
         other += [
             f"{label} ({format_shape(tensor.shape)}, the parameter {format_shape(shapes[tensor.name])})"
-            for label, tensor in labelled_tensors(optimizer)
+            for label, tensor in stored_tensors.labelled_tensors(optimizer)
             if tensor.name in shapes
-            and state_layout(label.partition(" of ")[0], tensor.shape, shapes[tensor.name]) == "other"
+            and stored_tensors.state_layout(label.partition(" of ")[0], tensor.shape, shapes[tensor.name]) == "other"
         ]
-    return difference_problems(
-        model.root, missing, unexpected, other, num_expected=len(manifest.parameters), target="its manifest"
-    )
+    num_expected = len(manifest.parameters)
+    return difference_problems(model.root, missing, unexpected, other, num_expected, "its manifest", COPY_AGAIN)
 
 
 def _damaged_ranges(
@@ -103,36 +98,30 @@ def crc_problems(
 ) -> tuple[int, list[Problem]]:
     """Return the number of bytes with a CRC-32, and a problem for each archive that is damaged or incomplete."""
     offsets = functools.cache(partial(_tensor_offsets, folder))  # only needed to name the tensors in damaged bytes
+
+    def names_between(path: Path, start: int, stop: int) -> list[str]:
+        return [name for offset, name in offsets().get(path, ()) if start <= offset < stop]
+
     problems: list[Problem] = []
     ranges: dict[Path, list[FileRange]] = {}
     for path in files:
-        before = partial(_names_between, offsets, path, 0)
-        entries = [entry for entry in inspection.archive_entries(path, problems, REPLACE_FILE, before) if entry.crc]
-        ranges[path] = [FileRange(start=each.start, stop=each.stop, hash=str(each.crc)) for each in entries]
+        entries = inspection.archive_entries(path, problems, REPLACE_FILE, partial(names_between, path, 0))
+        ranges[path] = [FileRange(start=each.start, stop=each.stop, hash=str(each.crc)) for each in entries if each.crc]
     damaged, unreadable = _damaged_ranges(ranges, lambda *place: str(crc_file(*place)), progress)
     for path, found in damaged.items():
-        names = [name for item in found for name in _names_between(offsets, path, item.start, item.stop)]
+        names = [name for item in found for name in names_between(path, item.start, item.stop)]
         problems.append(damage_problem(path, found, len(ranges[path]), names))
     num_bytes = sum(item.stop - item.start for items in ranges.values() for item in items)
     return num_bytes, problems + unreadable
 
 
-_Offsets = dict[Path, list[tuple[int, str]]]
-"""Byte offset and name of every tensor in a file, in ascending order."""
-
-
-def _names_between(offsets: Callable[[], _Offsets], path: Path, start: int, stop: int) -> list[str]:
-    """Return the names of the tensors that begin in the bytes ``[start, stop)`` of a file."""
-    return [name for offset, name in offsets().get(path, ()) if start <= offset < stop]
-
-
-def _tensor_offsets(folder: Path) -> _Offsets:
-    """Return the offsets of tensors by file; unreadable models and optimizers are skipped."""
-    found: _Offsets = {}
+def _tensor_offsets(folder: Path) -> dict[Path, list[tuple[int, str]]]:
+    """Return byte offset and name of every tensor in a file, in ascending order; what is unreadable is skipped."""
+    found: dict[Path, list[tuple[int, str]]] = {}
     for read in (read_stored_model, read_stored_optimizer):
         with suppress(CheckpointError):
             stored = read(folder)
-            for label, tensor in labelled_tensors(stored) if stored is not None else ():
+            for label, tensor in stored_tensors.labelled_tensors(stored) if stored is not None else ():
                 for piece in tensor.pieces:
                     found.setdefault(folder / piece.file, []).append((piece.offset, label))
     return {path: sorted(offsets) for path, offsets in found.items()}

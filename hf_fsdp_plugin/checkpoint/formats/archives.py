@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import os
 import struct
+import zipfile
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn, cast
 
 from hf_fsdp_plugin.checkpoint.errors import refuse
 from hf_fsdp_plugin.checkpoint.formats.boxes import dtype_size, element_span
@@ -20,101 +21,88 @@ from hf_fsdp_plugin.checkpoint.formats.pickles import PickledTensor, read_pickle
 from hf_fsdp_plugin.checkpoint.io import file_blocks, open_for_reading
 from hf_fsdp_plugin.checkpoint.names import ENTRY_ALIGNMENT
 
-_END = struct.Struct("<4s4H2LH")
-END_SIZE = _END.size
+END_SIZE = 22
 """Size in bytes of the record at the end of an archive."""
 END_SIGNATURE = b"PK\5\6"
-_END64 = struct.Struct("<4sQ2H2L4Q")
-_END64_LOCATOR_SIZE = 20
-_ENTRY = struct.Struct("<4s6H3L5H2L")
 _LOCAL = struct.Struct("<4s5H3L2H")
-_MAX32 = 0xFFFFFFFF
-"""A 32-bit field contains this number if its value is in the zip64 field."""
-
-Read = Callable[[int, int], bytes]
-"""(byte offset, number of bytes) -> bytes; fewer bytes if the file is shorter."""
-
-
-class ZipError(Exception):
-    """The bytes are not a complete zip archive."""
+"""The record before the data of an entry. Its last two fields are the lengths of the name and of the extra field."""
+_DAMAGED = (zipfile.BadZipFile, struct.error, ValueError, OverflowError, NotImplementedError)
+"""The errors that ``zipfile`` raises for bytes that are not an archive."""
 
 
 class ZipEntry(NamedTuple):
-    """An entry of an archive: its data are the bytes ``[start, stop)``. ``crc`` is 0 if the writer computed none."""
+    """An entry of an archive: its data are the bytes ``[start, stop)`` after those of its header.
 
-    name: bytes
+    ``crc`` is 0 if the writer computed none.
+    """
+
+    name: str
+    header: int
     start: int
     stop: int
-    packed_size: int
     crc: int
     compressed: bool
 
     @property
     def record(self) -> str:
         """The name without the folder inside the archive: ``data.pkl``, ``data/0``."""
-        return self.name.decode("utf-8", "replace").partition("/")[2]
-
-
-def read_archive(read: Read, stop: int) -> tuple[int, list[ZipEntry]]:
-    """Return the offset of the archive that ends at ``stop``, and its entries.
-
-    Raises:
-        ZipError, struct.error: there is no complete archive.
-        OverflowError: an offset is outside of the file.
-    """
-    at = stop - _END.size
-    if at < 0:
-        raise ZipError("it has fewer bytes than an archive")
-    end = _END.unpack(read(at, _END.size))
-    size, offset = end[5:7]
-    locator = at - _END64_LOCATOR_SIZE
-    if locator >= _END64.size and read(locator, 4) == b"PK\6\7":
-        at = locator - _END64.size
-        end64 = _END64.unpack(read(at, _END64.size))
-        if end64[0] != b"PK\6\6":
-            raise ZipError("its zip64 directory is not at the recorded offset")
-        size, offset = end64[8:10]
-    if end[0] != END_SIGNATURE or end[7] != 0:
-        raise ZipError("it does not end with the directory of an archive")
-    if size + offset > at:
-        raise ZipError("its directory is not at the recorded offset")
-    directory, archive = at - size, at - size - offset
-    data, entries = read(directory, size), []
-    at = 0
-    while at < len(data):
-        fields = _ENTRY.unpack_from(data, at)
-        name_at = at + _ENTRY.size
-        extra_at = name_at + fields[10]
-        at = extra_at + fields[11] + fields[12]
-        if fields[0] != b"PK\1\2" or at > len(data):
-            raise ZipError("its directory is damaged")
-        name, extra = data[name_at:extra_at], data[extra_at : extra_at + fields[11]]
-        num_bytes, packed_size, header = _wide(extra, (fields[9], fields[8], fields[16]))
-        local = read(archive + header, _LOCAL.size + len(name))
-        local_fields = _LOCAL.unpack(local[: _LOCAL.size])
-        if local_fields[0] != b"PK\3\4" or local[_LOCAL.size :] != name:
-            raise ZipError(f"no entry {name.decode('utf-8', 'replace')!r} begins at byte {archive + header:,}")
-        start = archive + header + _LOCAL.size + local_fields[9] + local_fields[10]
-        if start + packed_size > directory:
-            raise ZipError(f"its entry {name.decode('utf-8', 'replace')!r} ends after the start of its directory")
-        entries.append(ZipEntry(name, start, start + num_bytes, packed_size, fields[7], fields[4] != 0))
-    return archive, entries
-
-
-def _wide(extra: bytes, values: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the values. Values of more than 32 bits are read from the zip64 field, which contains no other values."""
-    at = 0
-    while at + 4 <= len(extra):
-        kind, length = struct.unpack_from("<2H", extra, at)
-        if kind == 1:
-            wide = iter(struct.unpack_from(f"<{length // 8}Q", extra, at + 4))
-            return tuple(next(wide, value) if value == _MAX32 else value for value in values)
-        at += 4 + length
-    return values
+        return self.name.partition("/")[2]
 
 
 _EDGE = 2048
-"""Bytes read at once from each end of a zip. They contain all headers of a zip with one tensor."""
+"""Bytes read at once from each end of an archive. They contain all headers of an archive with one tensor."""
+
+
+class _Range:
+    """The bytes ``[start, start + length)`` of an open file, as a file for ``zipfile``."""
+
+    def __init__(self, descriptor: int, start: int, length: int) -> None:
+        self._descriptor, self._start, self.length, self._at = descriptor, start, length, 0
+        self._edges = [(at, os.pread(descriptor, _EDGE, start + at)) for at in (0, max(0, length - _EDGE))]
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        self._at = (0, self._at, self.length)[whence] + offset
+        if self._at < 0:
+            raise ValueError("an offset is before its first byte")
+        return self._at
+
+    def read(self, size: int = -1) -> bytes:
+        at, left = self._at, max(0, self.length - self._at)
+        size = left if size < 0 else min(size, left)
+        self._at += size
+        for begin, data in self._edges:
+            if begin <= at and at + size <= begin + len(data):
+                return data[at - begin : at - begin + size]
+        return os.pread(self._descriptor, size, self._start + at)
+
+
+def read_archive(file: _Range) -> list[ZipEntry]:
+    """Return the entries of the last archive in a part of a file. Their offsets are relative to the part.
+
+    Raises one of ``_DAMAGED`` if the part does not end with a complete archive.
+    """
+    file.seek(-END_SIZE, os.SEEK_END)
+    end = file.read()
+    if not end.startswith(END_SIGNATURE) or not end.endswith(b"\0\0"):  # zipfile also searches for it further ahead
+        raise zipfile.BadZipFile("it does not end with the directory of an archive")
+    entries = []
+    for info in zipfile.ZipFile(cast(Any, file)).infolist():
+        file.seek(info.header_offset)
+        signature, *_, name_size, extra_size = _LOCAL.unpack(file.read(_LOCAL.size))
+        name = file.read(name_size).decode("utf-8" if info.flag_bits & 0x800 else "cp437")
+        if signature != b"PK\3\4" or name != info.orig_filename:
+            raise zipfile.BadZipFile(f"no entry {info.orig_filename!r} begins at byte {info.header_offset:,}")
+        begin = info.header_offset + _LOCAL.size + name_size + extra_size
+        stop, is_compressed = begin + info.compress_size, info.compress_type != zipfile.ZIP_STORED
+        if stop > file.length - END_SIZE or (not is_compressed and info.file_size != info.compress_size):
+            raise zipfile.BadZipFile(f"its directory has a wrong size of the entry {name!r}")
+        entries.append(ZipEntry(name, info.header_offset, begin, stop, info.CRC, is_compressed))
+    if not entries:
+        raise zipfile.BadZipFile("it has no entries")
+    return entries
 
 
 class TorchZip:
@@ -127,33 +115,30 @@ class TorchZip:
     """
 
     def __init__(self, descriptor: int, start: int, length: int, place: Path | str) -> None:
-        self._descriptor, self._start, self._length, self._place = descriptor, start, length, place
-        self._edges = [(at, os.pread(descriptor, _EDGE, start + at)) for at in (0, max(0, length - _EDGE))]
-        if self._edges[0][1][:1] == b"\x80":
-            fix = "Load it with torch and save it again."
-            refuse("FSDP-E460", place, "is in the format of torch versions before 1.6, without a zip.", fix)
+        self._file, self._start, self._place = _Range(descriptor, start, length), start, place
         try:
-            archive, self._entries = read_archive(self._bytes, length)
-        except (ZipError, struct.error) as error:
+            self._entries = read_archive(self._file)
+        except _DAMAGED as error:
+            if os.pread(descriptor, 1, start) == b"\x80":
+                fix = "Load it with torch and save it again."
+                refuse("FSDP-E460", place, "is in the format of torch versions before 1.6, without a zip.", fix)
             self._damaged(f"{error}")
-        if archive != 0:
+        if min(entry.header for entry in self._entries) != 0:
             self._damaged("its directory is not at the recorded offset")
         for entry in self._entries:
-            if entry.compressed or entry.stop - entry.start != entry.packed_size:
-                self._damaged(f"record {entry.record!r} is compressed or invalid")
+            if entry.compressed:
+                self._damaged(f"record {entry.record!r} is compressed")
         self._records = {entry.record: entry for entry in self._entries}
         if "byteorder" in self._records and self.read("byteorder") != b"little":
             refuse("FSDP-E460", place, "is big-endian.", "Load and save it on a little-endian machine.")
 
     def read(self, name: str) -> bytes:
         """Return a record's bytes."""
-        entry = self._record(name)
-        return self._bytes(entry.start, entry.packed_size)
+        return self._bytes(self._record(name))
 
     def pickles(self) -> list[bytes]:
         """Return the bytes of all pickles. torch finds its pickle in letters of any case."""
-        found = [entry for entry in self._entries if entry.name.lower().endswith(b".pkl")]
-        return [self._bytes(entry.start, entry.packed_size) for entry in found]
+        return [self._bytes(entry) for entry in self._entries if entry.name.lower().endswith(".pkl")]
 
     def offset(self, name: str) -> int:
         """Return the byte offset of a record's data in the file."""
@@ -169,7 +154,8 @@ class TorchZip:
             # torch does not write a record for an empty storage.
             return self._start
         name = f"data/{tensor.storage.key}"
-        num_bytes, width = self._record(name).packed_size, dtype_size(tensor.dtype)
+        record, width = self._record(name), dtype_size(tensor.dtype)
+        num_bytes = record.stop - record.start
         needed = (tensor.offset + element_span(tensor.strides, tensor.shape)) * width
         if needed > num_bytes:
             self._damaged(f"record {name!r} has {num_bytes} bytes, and its tensor needs {needed}")
@@ -180,13 +166,9 @@ class TorchZip:
             self._damaged(f"it has no record {name!r}")
         return self._records[name]
 
-    def _bytes(self, at: int, size: int) -> bytes:
-        if at < 0 or at + size > self._length:
-            self._damaged(f"its directory refers to bytes {at} to {at + size} of {self._length}")
-        for begin, data in self._edges:
-            if begin <= at and at + size <= begin + len(data):
-                return data[at - begin : at - begin + size]
-        return os.pread(self._descriptor, size, self._start + at)
+    def _bytes(self, entry: ZipEntry) -> bytes:
+        self._file.seek(entry.start)
+        return self._file.read(entry.stop - entry.start)
 
     def _damaged(self, how: str) -> NoReturn:
         refuse("FSDP-E453", self._place, f"is damaged: {how}.")
@@ -251,25 +233,21 @@ def stored_entries(path: Path) -> Iterator[ZipEntry]:
         NotAnArchive: some bytes of the file do not belong to a complete archive.
     """
     with open_for_reading(path) as file:
-
-        def read(start: int, size: int) -> bytes:
-            return os.pread(file.fileno(), size, start)
-
         stop = os.fstat(file.fileno()).st_size
         while stop > 0:
             try:
-                archive, entries = read_archive(read, stop)
-            except (ZipError, struct.error, OverflowError):
+                entries = read_archive(_Range(file.fileno(), 0, stop))
+            except _DAMAGED:
                 raise NotAnArchive(stop) from None
             yield from (entry for entry in entries if not entry.compressed)
-            stop = _end_before(read, archive)
+            stop = _end_before(file.fileno(), min(entry.header for entry in entries))
 
 
-def _end_before(read: Read, start: int) -> int:
+def _end_before(descriptor: int, start: int) -> int:
     """Return the end of the archive before the one at ``start``: this package aligns archives, with zeros between."""
     if start % ENTRY_ALIGNMENT:
         return start
     begin = max(0, start - ENTRY_ALIGNMENT - END_SIZE + 1)
-    data = read(begin, start - begin)
+    data = os.pread(descriptor, start - begin, begin)
     end = data.rfind(END_SIGNATURE) + END_SIZE
     return begin + end if end >= END_SIZE and not any(data[end:]) else start

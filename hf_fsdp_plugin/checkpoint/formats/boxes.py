@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Final
@@ -98,6 +98,29 @@ def is_row_major(strides: Iterable[int], shape: Sequence[int]) -> bool:
 def element_span(strides: Iterable[int], shape: Iterable[int]) -> int:
     """Return the number of elements of a file from the first to the last element of a box with these strides."""
     return 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+
+
+def strided_parts(strides: Sequence[int], shape: Sequence[int], limit: int, sparse: int = 0) -> Iterator[Box]:
+    """Yield the parts of a box of this shape that are each read at once, because few elements lie between theirs.
+
+    Args:
+        strides: distance between neighbours in each dim, in elements of the file.
+        limit: maximum number of elements of the file from the first to the last element of a part.
+        sparse: a part that spans more elements of the file needs at least a quarter of them; 0: it may need fewer.
+    """
+    left = [whole_box(shape)]
+    while left:
+        box = left.pop()
+        span = element_span(strides, box.sizes)
+        if span <= limit and (not sparse or span <= max(sparse, 4 * box.numel)):
+            yield box
+            continue
+        dim = max((dim for dim, size in enumerate(box.sizes) if size > 1), key=lambda dim: strides[dim])
+        half = box.sizes[dim] // 2
+        for first, size in ((half, box.sizes[dim] - half), (0, half)):
+            offsets, sizes = [*box.offsets], [*box.sizes]
+            offsets[dim], sizes[dim] = offsets[dim] + first, size
+            left.append(Box(tuple(offsets), tuple(sizes)))
 
 
 def flat_range(shape: Sequence[int], start: int, stop: int) -> list[Box]:

@@ -9,24 +9,16 @@ from __future__ import annotations
 import os
 import reprlib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from hf_fsdp_plugin.checkpoint.errors import COPY_AGAIN, file_problems_inside, problem, raise_if_any, refuse
-from hf_fsdp_plugin.checkpoint.formats import pickles
+from hf_fsdp_plugin.checkpoint.formats import pickles, stored_tensors
 from hf_fsdp_plugin.checkpoint.formats.archives import TensorZips
-from hf_fsdp_plugin.checkpoint.formats.boxes import SIZES, Box, intersect, is_within, whole_box
+from hf_fsdp_plugin.checkpoint.formats.boxes import SIZES, Box, intersect, is_within
 from hf_fsdp_plugin.checkpoint.formats.index_file import METADATA_TAIL, ArchivePlace, IndexedPieces, IndexFile
-from hf_fsdp_plugin.checkpoint.formats.stored_tensors import (
-    CheckpointFormat,
-    PieceTable,
-    StoredPiece,
-    StoredState,
-    StoredTensor,
-    without_replicas,
-)
+from hf_fsdp_plugin.checkpoint.formats.stored_tensors import PieceTable, StoredPiece, StoredState, StoredTensor
 from hf_fsdp_plugin.checkpoint.io import InputFiles, read_file, read_range
 from hf_fsdp_plugin.checkpoint.names import DCP_METADATA, DCP_SUFFIX, FSDP_MODEL, INDEX_FILE, OPTIMIZER, numbered_name
 from hf_fsdp_plugin.problems import CheckpointError, Problem
@@ -82,13 +74,12 @@ def _read_index(root: Path, folder: Path) -> StoredState | None:
         return None  # another save has replaced the folder's files
     values: dict[_Path, Any] = {}
     for tensor in index.tensors:
-        values[tensor.path] = StoredTensor(_name(tensor.path), tensor.dtype, tensor.shape, IndexedPieces(index, tensor))
+        pieces = IndexedPieces(index, tensor)
+        values[tensor.path] = StoredTensor(str(tensor.path[-1]), tensor.dtype, tensor.shape, pieces)
     with _Zips(root, folder, index.path) as zips:
         for path, archive in index.values:
             values[path] = zips.value(_Entry(path, "", (), (), (archive,)))
-    for alias, path in index.aliases:
-        tied = values[path]
-        values[alias] = replace(tied, name=_name(alias)) if isinstance(tied, StoredTensor) else tied
+    values |= {alias: values[path] for alias, path in index.aliases}
     files = prefix + INDEX_FILE, *sorted({prefix + archive.file for _, archive in index.values})
     return StoredState(values, files, index.path)
 
@@ -111,8 +102,9 @@ def index_problems(checkpoint: Path) -> list[Problem]:
             expected = {} if index is None else _identities(_read_metadata(checkpoint, place.parent).entries)
         except CheckpointError:
             continue
-        names = [_name(path) for path in {**expected, **found} if found.get(path) != expected.get(path)]
-        if names:
+        paths = [path for path in {**expected, **found} if found.get(path) != expected.get(path)]
+        if paths:
+            names = [stored_tensors.entry_name(path) for path in paths]
             message = f"contradicts {DCP_METADATA} about {plural(len(names), 'entry', 'entries')}"
             problems.append(problem("FSDP-E459", place, f"{message}: {format_names(names, 3)}.", COPY_AGAIN))
     return problems
@@ -127,10 +119,6 @@ def _identities(entries: Mapping[_Path, Any]) -> dict[_Path, Any]:
         else:
             found[path] = repr(value)  # nan is not equal to itself
     return found
-
-
-def _name(path: _Path) -> str:
-    return ".".join(map(str, path))
 
 
 def _read_metadata(root: Path, folder: Path) -> StoredState:
@@ -148,7 +136,7 @@ def _read_metadata(root: Path, folder: Path) -> StoredState:
         for entry in entries:
             if entry.dtype:
                 pieces = _PiecesInZips(zips, entry, entries) if is_large else zips.pieces(entry)
-                values[entry.path] = StoredTensor(entry.name, entry.dtype, entry.shape, pieces)
+                values[entry.path] = StoredTensor(str(entry.path[-1]), entry.dtype, entry.shape, pieces)
             else:
                 values[entry.path] = zips.value(entry)
     return StoredState(values, (place.relative_to(root).as_posix(), *files), place)
@@ -162,10 +150,6 @@ class _Entry(NamedTuple):
     shape: tuple[int, ...]
     boxes: tuple[Box, ...]
     archives: tuple[ArchivePlace, ...]
-
-    @property
-    def name(self) -> str:
-        return _name(self.path)
 
 
 def _parse_metadata(metadata: Any) -> list[_Entry]:
@@ -253,15 +237,15 @@ class _Zips(InputFiles):
     def pieces(self, entry: _Entry, numbers: Iterable[int] | None = None) -> tuple[StoredPiece, ...]:
         """Return the pieces with these numbers, or all, without replicas."""
         numbers = range(len(entry.archives)) if numbers is None else numbers
-        return without_replicas([self._piece(entry, number) for number in numbers])
+        return stored_tensors.without_replicas([self._piece(entry, number) for number in numbers])
 
     def value(self, entry: _Entry) -> Any:
         """Return an entry that ``.metadata`` does not describe: an object, or a tensor."""
         value, offset = self._read_archive(entry.archives[0])
         if not isinstance(value, pickles.PickledTensor):
             return value
-        piece = StoredPiece(whole_box(value.shape), self._prefix + entry.archives[0].file, offset, value.strides)
-        return StoredTensor(entry.name, value.dtype, value.shape, without_replicas([piece]))
+        name, file = str(entry.path[-1]), self._prefix + entry.archives[0].file
+        return stored_tensors.tensor_in_file(name, value.dtype, value.shape, file, offset, value.strides)
 
     def _piece(self, entry: _Entry, number: int) -> StoredPiece:
         if (entry.path, number) not in self._pieces:
@@ -271,7 +255,8 @@ class _Zips(InputFiles):
             if isinstance(tensor, pickles.PickledTensor):
                 found = f"{tensor.dtype} {tensor.shape}"
             if found != f"{entry.dtype} {box.sizes}":
-                expected = f"{DCP_METADATA} expects {entry.dtype} {box.sizes} of {entry.name!r} there"
+                name = stored_tensors.entry_name(entry.path)
+                expected = f"{DCP_METADATA} expects {entry.dtype} {box.sizes} of {name!r} there"
                 message = f"contains {found} at byte {archive.start}, but {expected}."
                 fix = f"The files are of different checkpoints. {COPY_AGAIN}"
                 refuse("FSDP-E459", self._folder / archive.file, message, fix)
@@ -301,14 +286,9 @@ class _PiecesInZips(PieceTable):
         self._zips, self._entry, self._entries = zips, entry, entries
 
     def within(self, box: Box) -> Sequence[StoredPiece]:
-        low, high = (box.offsets[0], box.offsets[0] + box.sizes[0]) if box.sizes else (0, 1)
-        near = [
-            number
-            for number, other in enumerate(self._entry.boxes)
-            if not box.sizes or (other.offsets[0] < high and low < other.offsets[0] + other.sizes[0])
-        ]
+        numbers = [number for number, own in enumerate(self._entry.boxes) if intersect(box, own) is not None]
         try:  # the files stay open for the next tensor
-            return self._zips.pieces(self._entry, [n for n in near if intersect(box, self._entry.boxes[n]) is not None])
+            return self._zips.pieces(self._entry, numbers)
         except BaseException:
             self._zips.__exit__()
             raise
@@ -317,12 +297,3 @@ class _PiecesInZips(PieceTable):
         with self._zips:
             self._zips.read_all(self._entries)  # the entries of all tensors, because a file has pieces of many
             return self._zips.pieces(self._entry)
-
-
-FORMAT = CheckpointFormat(
-    name="dcp",
-    state_dict_type="sharded",
-    model_files=(f"{FSDP_MODEL}_{{number}}/{DCP_METADATA}",),
-    read=read_state,
-    index_files=(DCP_METADATA, INDEX_FILE),
-)

@@ -5,33 +5,61 @@ They read headers and metadata only, not the bytes of tensors. They do not impor
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Final
 
+from hf_fsdp_plugin.checkpoint import names as file_names
 from hf_fsdp_plugin.checkpoint.errors import refuse
-from hf_fsdp_plugin.checkpoint.formats import dcp
-from hf_fsdp_plugin.checkpoint.formats.boxes import dtype_size, numpy_dtype, whole_box
-from hf_fsdp_plugin.checkpoint.formats.safetensors import ADAPTER_FORMAT, FULL_FORMAT, read_safetensors
-from hf_fsdp_plugin.checkpoint.formats.stored_tensors import (
-    CheckpointFormat,
-    PieceTable,
-    StoredModel,
-    StoredOptimizer,
-    StoredState,
-    StoredTensor,
-    labelled_tensors,
-)
-from hf_fsdp_plugin.checkpoint.formats.torch_files import BIN_FORMAT, PER_RANK_FORMAT
-from hf_fsdp_plugin.checkpoint.io import object_in, read_range
-from hf_fsdp_plugin.checkpoint.names import FSDP_MODEL, MANIFEST_NAME, OPTIMIZER
-from hf_fsdp_plugin.plan.names import canonical_name
+from hf_fsdp_plugin.checkpoint.formats import dcp, safetensors, torch_files
+from hf_fsdp_plugin.checkpoint.formats.stored_tensors import StoredModel, StoredOptimizer, StoredState
+from hf_fsdp_plugin.checkpoint.io import object_in
 from hf_fsdp_plugin.spec.fsdp_spec import StateDictKind
-from hf_fsdp_plugin.text import format_names, plural
 
-FORMATS: Final[tuple[CheckpointFormat, ...]] = (dcp.FORMAT, FULL_FORMAT, BIN_FORMAT, PER_RANK_FORMAT, ADAPTER_FORMAT)
+
+@dataclass(frozen=True, slots=True)
+class CheckpointFormat:
+    """One way to store a model and an optimizer.
+
+    Attributes:
+        name: the value of ``format`` in ``inspect --json``.
+        state_dict_type: the ``fsdp_state_dict_type`` that it stores. In a format of the type ``full``, parameters have
+            the names that ``save_pretrained`` writes, which can differ from those of the modules.
+        read: (checkpoint, ``FSDP_MODEL`` or ``OPTIMIZER``, number of the model or optimizer) -> its state dict;
+            ``None`` if it is not stored in this format.
+        model_files: glob patterns, relative to the checkpoint, of the files that identify the format. ``{number}`` is
+            the number of the model, ``{suffix}`` is ``_{number}`` and empty for model 0.
+    """
+
+    name: str
+    state_dict_type: StateDictKind
+    read: Callable[[Path, str, int], StoredState | None]
+    model_files: tuple[str, ...]
+
+    def patterns(self, number: int) -> list[str]:
+        """Return ``model_files`` for the model with this number."""
+        return [file.format(number=number, suffix=f"_{number}" if number else "") for file in self.model_files]
+
+
+def _with_index(name: str) -> tuple[str, str]:
+    """Return the name of a model file, and the name of its index if it was split."""
+    return name, file_names.index_file(name)
+
+
+_FSDP = file_names.FSDP_MODEL
+_HF = file_names.safetensors_file(f"{file_names.HF_MODEL}{{suffix}}")
+_BIN = f"{file_names.HF_MODEL_BIN}{{suffix}}.bin"
+_ADAPTER = file_names.safetensors_file(file_names.ADAPTER)
+_RANK_FILES = f"{_FSDP}_{{number}}_rank*.bin", f"{_FSDP}{{suffix}}_rank*.bin"
+FORMATS: Final = (
+    CheckpointFormat("dcp", "sharded", dcp.read_state, (f"{_FSDP}_{{number}}/{file_names.DCP_METADATA}",)),
+    CheckpointFormat("full", "full", safetensors.read_model, _with_index(_HF)),
+    CheckpointFormat("bin", "full", torch_files.read_bin, (f"{_FSDP}{{suffix}}.bin", *_with_index(_BIN))),
+    CheckpointFormat("per_rank", "sharded", torch_files.read_per_rank, _RANK_FILES),
+    CheckpointFormat("full", "full", safetensors.read_adapter, _with_index(_ADAPTER)),
+)
 """All formats, in the order in which a checkpoint is searched for them. Rows with equal names differ in file names."""
 
 
@@ -46,7 +74,7 @@ def stored_state_dict_type(checkpoint: Path) -> StateDictKind | None:
     """
     for form in FORMATS:
         if any(True for pattern in form.patterns(0) for _ in checkpoint.glob(pattern)):
-            is_local = form is dcp.FORMAT and object_in(checkpoint / MANIFEST_NAME).get("kind") == "local"
+            is_local = form.name == "dcp" and object_in(checkpoint / file_names.MANIFEST_NAME).get("kind") == "local"
             return "local" if is_local else form.state_dict_type
     return None
 
@@ -64,15 +92,11 @@ def read_stored_model(checkpoint: Path, number: int = 0, *, partial: bool = Fals
     """
     with _os_errors_as_problems(checkpoint):
         for form in FORMATS:
-            if (state := form.read(checkpoint, FSDP_MODEL, number)) is not None:
-                return _checked(_as_model(checkpoint, form.name, state), state, partial=partial)
+            if (state := form.read(checkpoint, file_names.FSDP_MODEL, number)) is not None:
+                return state.checked(state.as_model(checkpoint, form.name), partial=partial)
     patterns = dict.fromkeys(pattern for form in FORMATS for pattern in form.patterns(number))
-    refuse(
-        "FSDP-E451",
-        checkpoint,
-        f"does not contain the weights of a model; none of these files exists: {', '.join(patterns)}.",
-        "Give the folder of a checkpoint or of a saved model.",
-    )
+    message = f"does not contain the weights of a model; none of these files exists: {', '.join(patterns)}."
+    refuse("FSDP-E451", checkpoint, message, "Give the folder of a checkpoint or of a saved model.")
 
 
 def read_stored_optimizer(checkpoint: Path, number: int = 0, *, partial: bool = False) -> StoredOptimizer | None:
@@ -86,10 +110,8 @@ def read_stored_optimizer(checkpoint: Path, number: int = 0, *, partial: bool = 
     """
     with _os_errors_as_problems(checkpoint):
         for form in FORMATS:
-            if (state := form.read(checkpoint, OPTIMIZER, number)) is not None:
-                parts = optimizer_parts(nested_value(state.entries), checkpoint, state.place)
-                stored = StoredOptimizer(checkpoint, form.name, *parts, state.files)
-                return _checked(stored, state, partial=partial)
+            if (state := form.read(checkpoint, file_names.OPTIMIZER, number)) is not None:
+                return state.checked(state.as_optimizer(checkpoint, form.name), partial=partial)
     return None
 
 
@@ -99,93 +121,8 @@ def read_weights(folder: Path, name: str) -> StoredModel | None:
     Returns ``None`` if neither exists. Raises the errors of :func:`read_stored_model`.
     """
     with _os_errors_as_problems(folder):
-        state = read_safetensors(folder, name)
-    return None if state is None else _as_model(folder, FULL_FORMAT.name, state)
-
-
-def _as_model(root: Path, form: str, state: StoredState) -> StoredModel:
-    """Return the entries by canonical name. The name of an entry is the path to it, joined with dots."""
-    tensors: dict[str, StoredTensor] = {}
-    objects: dict[str, Any] = {}
-    for path, value in state.entries.items():
-        name = canonical_name(".".join(map(str, path)))
-        if isinstance(value, StoredTensor):
-            tensors[name] = replace(value, name=name)
-        else:
-            objects[name] = value
-    return StoredModel(root, form, tensors, state.files, objects)
-
-
-def nested_value(entries: Mapping[tuple[Any, ...], Any]) -> Any:
-    """Nest flattened entries: ``{("a", 0, "b"): 1}`` -> ``{"a": [{"b": 1}]}``. Numbers in a path are list indices."""
-    if () in entries:
-        return entries[()]
-    branches: dict[Any, dict[tuple[Any, ...], Any]] = {}
-    for path, value in entries.items():
-        branches.setdefault(path[0], {})[path[1:]] = value
-    if branches and all(isinstance(key, int) for key in branches):
-        return [nested_value(branches[key]) for key in sorted(branches)]
-    return {key: nested_value(branch) for key, branch in branches.items()}
-
-
-def optimizer_parts(
-    value: Any, root: Path, place: Path
-) -> tuple[dict[str, dict[str, StoredTensor | Any]], list[dict[str, Any]]]:
-    """Return the state by parameter and the parameter groups of an optimizer's state dict.
-
-    An optimizer without FSDP numbers its parameters. The numbers are then used as names.
-
-    Raises:
-        CheckpointError: the value is not an optimizer's state dict.
-    """
-    state: dict[str, dict[str, StoredTensor | Any]] = {}
-    try:
-        for parameter, entry in value.get("state", {}).items():
-            name = canonical_name(str(parameter))
-            state[name] = {
-                key: replace(item, name=name) if isinstance(item, StoredTensor) else item for key, item in entry.items()
-            }
-        return state, [_group(group, root) for group in value.get("param_groups", [])]
-    except (AttributeError, TypeError):
-        message = "is not an optimizer's state dict: it does not contain a dict 'state' and a list 'param_groups'."
-        refuse("FSDP-E461", place, message, "Give a checkpoint that Accelerate, the Trainer or this package wrote.")
-
-
-def _group(group: Any, root: Path) -> dict[str, Any]:
-    plain = {key: _number(item, root) if isinstance(item, StoredTensor) else item for key, item in group.items()}
-    return {**plain, "params": [canonical_name(str(name)) for name in group.get("params", [])]}
-
-
-def _number(tensor: StoredTensor, root: Path) -> Any:
-    """Return the value of a scalar tensor, such as a learning rate; other tensors are returned unchanged."""
-    if whole_box(tensor.shape).numel != 1 or tensor.dtype != str(numpy_dtype(tensor.dtype)):
-        return tensor
-    import numpy
-
-    piece = tensor.within(whole_box(tensor.shape))[0]
-    data = read_range(root / piece.file, piece.offset, dtype_size(tensor.dtype))
-    return numpy.frombuffer(data, numpy_dtype(tensor.dtype))[0].item()
-
-
-_Stored = TypeVar("_Stored", StoredModel, StoredOptimizer)
-
-
-def _checked(stored: _Stored, state: StoredState, *, partial: bool) -> _Stored:
-    """Return ``stored`` if every element of its tensors is in a file.
-
-    Args:
-        partial: do not check the tensors whose pieces are read when they are needed, and checked then.
-    """
-    missing = {
-        label: count
-        for label, tensor in labelled_tensors(stored)
-        if not (partial and isinstance(tensor.pieces, PieceTable)) and (count := tensor.uncovered())
-    }
-    if missing:
-        amount = f"{plural(sum(missing.values()), 'element')} of {plural(len(missing), 'tensor')}"
-        message = f"{amount} are in none of the files: {format_names(missing, 3)}."
-        refuse("FSDP-E458", state.place, message, state.fix)
-    return stored
+        state = safetensors.read_safetensors(folder, name)
+    return None if state is None else state.as_model(folder, "full")
 
 
 @contextmanager

@@ -14,6 +14,7 @@ import os
 import re
 import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 from pathlib import Path
@@ -23,7 +24,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin, get_type_h
 from hf_fsdp_plugin.checkpoint import io
 from hf_fsdp_plugin.checkpoint.errors import COPY_AGAIN, problem, raise_if_any, refuse
 from hf_fsdp_plugin.checkpoint.names import BLOCK_FILE, MANIFEST_NAME
-from hf_fsdp_plugin.problems import Problem
+from hf_fsdp_plugin.problems import CheckpointError, Problem
 from hf_fsdp_plugin.spec.fsdp_spec import StateDictKind
 
 if TYPE_CHECKING:
@@ -222,7 +223,7 @@ def to_text(m: Manifest) -> str:
 def write_manifest(folder: Path, m: Manifest) -> None:
     """Write ``fsdp_manifest.json`` to ``folder``, atomically; before it ``fsdp_manifest.hashes`` if there are many."""
     if sum(len(record.ranges) for record in m.files) <= MAX_INLINE:
-        io.write_text(folder / MANIFEST_NAME, to_text(m))
+        io.write_atomically(folder / MANIFEST_NAME, to_text(m))
         return
     names: dict[str, int] = {}
     numbers: dict[int, Any] = {}
@@ -236,8 +237,8 @@ def write_manifest(folder: Path, m: Manifest) -> None:
         files.append({"path": record.path, "size": record.size, "blocks": [first, count], "hash": io.hash_bytes(data)})
         packed.append(data)
         first += count
-    io.write_bytes(folder / BLOCK_FILE, *packed)
-    io.write_text(folder / MANIFEST_NAME, _text(m, 2, files, num_blocks=first, names=list(names)))
+    io.write_atomically(folder / BLOCK_FILE, *packed)
+    io.write_atomically(folder / MANIFEST_NAME, _text(m, 2, files, num_blocks=first, names=list(names)))
 
 
 def _text(m: Manifest, version: int, files: list[Any], **more: Any) -> str:
@@ -315,7 +316,12 @@ def read_manifest(folder: Path) -> Manifest | None:
         refuse("FSDP-E472", path, f"cannot be read: {error.strerror}.", "Check its permissions and the disk.")
     reader = _Reader(path)
     tree = {"num_blocks": 0, "names": [], "run": {}, **_parse(path, data)}
-    values = {key: reader.value(kind, tree.get(key), key) for key, kind in _field_types().items()}
+    kinds = get_type_hints(Manifest) | {
+        "files": tuple[dict[str, Any], ...],
+        "num_blocks": int,
+        "names": tuple[str, ...],
+    }
+    values = {key: reader.value(kind, tree.get(key), key) for key, kind in kinds.items()}
     if values["world_size"] == 0:
         reader.report("world_size", 0, "an integer of at least 1")
     raise_if_any(reader.problems)
@@ -325,14 +331,11 @@ def read_manifest(folder: Path) -> Manifest | None:
     return Manifest(**{**values, "files": tuple(_record(folder, file, names) for file in values["files"])})
 
 
-def _field_types() -> dict[str, Any]:
-    """Return the fields of the JSON object and their types."""
-    return {
-        **get_type_hints(Manifest),
-        "files": tuple[dict[str, Any], ...],
-        "num_blocks": int,
-        "names": tuple[str, ...],
-    }
+def readable_manifest(folder: Path) -> Manifest | None:
+    """Return the manifest of a folder; ``None`` if it is missing or damaged."""
+    with suppress(CheckpointError):
+        return read_manifest(folder)
+    return None
 
 
 def _record(folder: Path, file: Mapping[str, Any], names: Sequence[str]) -> FileRecord:

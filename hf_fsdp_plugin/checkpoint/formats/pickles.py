@@ -191,13 +191,7 @@ _STORAGES = {
 
 # Protocol 2 calls ``bytes()`` for empty bytes, and ``OrderedDict()`` before it adds items. With arguments, ``bytes(n)``
 # would allocate ``n`` bytes, and ``OrderedDict(list)`` would hash keys that are not counted.
-_BUILTINS = {
-    "set": set,
-    "frozenset": frozenset,
-    "complex": complex,
-    "getattr": _attribute,
-    "bytes": lambda: b"",
-}
+_BUILTINS = {"set": set, "frozenset": frozenset, "complex": complex, "getattr": _attribute, "bytes": lambda: b""}
 _PATHS = dict.fromkeys(("PosixPath", "WindowsPath", "PurePosixPath"), lambda *parts: "/".join(parts))
 _DCP = "torch.distributed.checkpoint"
 _SHARDED = "torch.distributed._shard"

@@ -18,14 +18,8 @@ from typing import Any, NamedTuple
 
 from hf_fsdp_plugin.checkpoint import errors
 from hf_fsdp_plugin.checkpoint import names as file_names
-from hf_fsdp_plugin.checkpoint.formats.boxes import SAFETENSORS_NAMES, SIZES, dtype_size, row_major, whole_box
-from hf_fsdp_plugin.checkpoint.formats.stored_tensors import (
-    CheckpointFormat,
-    StoredPiece,
-    StoredState,
-    StoredTensor,
-    without_replicas,
-)
+from hf_fsdp_plugin.checkpoint.formats.boxes import SAFETENSORS_NAMES, SIZES, dtype_size
+from hf_fsdp_plugin.checkpoint.formats.stored_tensors import StoredState, tensor_in_file
 from hf_fsdp_plugin.checkpoint.io import open_for_reading, parse_json, read_file
 from hf_fsdp_plugin.problems import Problem
 from hf_fsdp_plugin.text import format_names, plural
@@ -260,32 +254,18 @@ def read_safetensors(root: Path, name: str) -> StoredState | None:
             problems.append(errors.problem("FSDP-E459", index, message, errors.COPY_AGAIN))
         for key in (key for key in entries if key in names):
             entry = entries[key]
-            piece = StoredPiece(whole_box(entry.shape), shard, entry.offset, row_major(entry.shape))
-            tensors[key,] = StoredTensor(key, entry.dtype, entry.shape, without_replicas([piece]))
+            tensors[key,] = tensor_in_file(key, entry.dtype, entry.shape, shard, entry.offset)
     errors.raise_if_any(problems)
     return StoredState(tensors, files, root)
 
 
-def _read_model(root: Path, stem: str, own_stem: str) -> StoredState | None:
-    """Return the model in ``{own_stem}.safetensors`` or its shards. Optimizers are not stored in this format."""
-    return read_safetensors(root, file_names.safetensors_file(own_stem)) if stem == file_names.FSDP_MODEL else None
+def read_model(root: Path, stem: str, number: int) -> StoredState | None:
+    """Return the model of a Hugging Face folder. Optimizers are not stored in this format."""
+    name = file_names.safetensors_file(file_names.numbered_from_one(file_names.HF_MODEL, number))
+    return read_safetensors(root, name) if stem == file_names.FSDP_MODEL else None
 
 
-_MODEL_FILE = file_names.safetensors_file(f"{file_names.HF_MODEL}{{suffix}}")
-_ADAPTER_FILE = file_names.safetensors_file(file_names.ADAPTER)
-
-FULL_FORMAT = CheckpointFormat(
-    name="full",
-    state_dict_type="full",
-    model_files=(_MODEL_FILE, file_names.index_file(_MODEL_FILE)),
-    read=lambda root, stem, number: _read_model(root, stem, file_names.numbered_from_one(file_names.HF_MODEL, number)),
-    hugging_face_names=True,
-    index_files=(file_names.index_file(file_names.safetensors_file(file_names.HF_MODEL)),),
-)
-ADAPTER_FORMAT = CheckpointFormat(
-    name="full",
-    state_dict_type="full",
-    model_files=(_ADAPTER_FILE, file_names.index_file(_ADAPTER_FILE)),
-    read=lambda root, stem, number: _read_model(root, stem, file_names.ADAPTER),
-    hugging_face_names=True,
-)
+def read_adapter(root: Path, stem: str, _number: int) -> StoredState | None:
+    """Return the weights of a PEFT adapter, which are one file without a number."""
+    name = file_names.safetensors_file(file_names.ADAPTER)
+    return read_safetensors(root, name) if stem == file_names.FSDP_MODEL else None

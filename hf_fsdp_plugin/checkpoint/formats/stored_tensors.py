@@ -21,21 +21,19 @@ To support state with another layout, add it here, and its case in ``shards.py``
 from __future__ import annotations
 
 import math
+import operator
 from abc import abstractmethod
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 
-from hf_fsdp_plugin.checkpoint.errors import COPY_AGAIN
+from hf_fsdp_plugin.checkpoint.errors import COPY_AGAIN, refuse
 from hf_fsdp_plugin.checkpoint.formats import boxes
-from hf_fsdp_plugin.checkpoint.io import MAX_SPAN, InputFiles
+from hf_fsdp_plugin.checkpoint.io import MAX_SPAN, InputFiles, read_range
+from hf_fsdp_plugin.plan.names import canonical_name
 from hf_fsdp_plugin.problems import CheckpointError, Problem
-from hf_fsdp_plugin.spec.fsdp_spec import StateDictKind
-from hf_fsdp_plugin.text import plural
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
+from hf_fsdp_plugin.text import format_names, plural
 
 MAX_PROBLEMS = 8
 """Maximum number of problems of the same kind that are reported, such as one per missing file."""
@@ -156,7 +154,7 @@ class StoredModel:
 
     Attributes:
         root: the folder that the files of the pieces are relative to.
-        format: name of the :class:`CheckpointFormat`: ``dcp``, ``full``, ``bin`` or ``per_rank``.
+        format: name of the format: ``dcp``, ``full``, ``bin`` or ``per_rank``.
         tensors: name -> tensor.
         files: every file that the reader opened, as in :class:`StoredPiece`.
         objects: name -> value, of the entries that are not tensors.
@@ -188,6 +186,7 @@ class StoredOptimizer:
     files: tuple[str, ...]
 
 
+_Stored = TypeVar("_Stored", StoredModel, StoredOptimizer)
 StateLayout = Literal["like_parameter", "scalar", "other"]
 _RANGE, _INNER = "@", "."
 
@@ -216,26 +215,26 @@ def range_of(held: Iterable[boxes.Box], shape: tuple[int, ...]) -> str:
     return f"{first}+{sum(box.numel for box in found)}"
 
 
-def per_shard_key(key: str, elements: str) -> str:
-    """Return the key of state that belongs to one shard. ``elements`` is from :func:`range_of`."""
-    return f"{key}{_RANGE}{elements}"
+def shard_key(key: str, attribute: str, elements: str) -> str:
+    """Return the key of state that belongs to one shard.
+
+    Args:
+        attribute: the name of an inner tensor of a tensor subclass; empty for other tensors.
+        elements: from :func:`range_of`.
+    """
+    return f"{key}{_INNER if attribute else ''}{attribute}{_RANGE}{elements}"
 
 
-def split_key(key: str) -> tuple[str, str | None]:
-    """Return the key without a range, and the range; ``None`` if the key has no range."""
-    name, _, elements = key.partition(_RANGE)
-    return (name, elements) if elements else (key, None)
+def split_key(key: str) -> tuple[str, str, str | None]:
+    """Return what :func:`shard_key` has joined. Without a range, it is the key, an empty text and ``None``."""
+    inner, _, elements = key.partition(_RANGE)
+    name, _, attribute = inner.partition(_INNER)
+    return (name, attribute, elements) if elements else (key, "", None)
 
 
-def inner_key(key: str, attribute: str) -> str:
-    """Return the key of an inner tensor of a tensor subclass."""
-    return f"{key}{_INNER}{attribute}"
-
-
-def split_inner_key(key: str) -> tuple[str, str]:
-    """Return the key of the state and the name of the inner tensor, which is empty for other tensors."""
-    name, _, attribute = key.partition(_INNER)
-    return name, attribute
+def entry_name(path: Iterable[Any]) -> str:
+    """Return the name of an entry of a state dict, by its path: ``state.lm_head.weight.exp_avg``."""
+    return ".".join(map(str, path))
 
 
 class StoredState(NamedTuple):
@@ -243,6 +242,7 @@ class StoredState(NamedTuple):
 
     Attributes:
         entries: path within the state dict -> tensor or other value. A value can be a nested dict or list of them.
+            The name of such a tensor can be any; :meth:`as_model` and :meth:`as_optimizer` set it.
         files: every file that the reader opened, relative to the root.
         place: the file or folder that describes the tensors, for messages.
         fix: remedy if elements are in none of the files.
@@ -253,33 +253,92 @@ class StoredState(NamedTuple):
     place: Path
     fix: str = COPY_AGAIN
 
+    def as_model(self, root: Path, form: str) -> StoredModel:
+        """Return the entries by canonical name. The name of an entry is the path to it, joined with dots."""
+        tensors: dict[str, StoredTensor] = {}
+        objects: dict[str, Any] = {}
+        for path, value in self.entries.items():
+            name = canonical_name(entry_name(path))
+            if isinstance(value, StoredTensor):
+                tensors[name] = replace(value, name=name)
+            else:
+                objects[name] = value
+        return StoredModel(root, form, tensors, self.files, objects)
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CheckpointFormat:
-    """One way to store a model and an optimizer: a file of this package, and one or more rows of ``FORMATS``.
+    def as_optimizer(self, root: Path, form: str) -> StoredOptimizer:
+        """Return the entries by parameter, and the parameter groups.
 
-    Attributes:
-        name: the value of ``format`` in ``inspect --json``.
-        state_dict_type: the ``fsdp_state_dict_type`` that it stores.
-        model_files: glob patterns, relative to the checkpoint, of the files that identify the format. ``{number}`` is
-            the number of the model, ``{suffix}`` is ``_{number}`` and empty for model 0.
-        read: (checkpoint, ``FSDP_MODEL`` or ``OPTIMIZER``, number of the model or optimizer) -> its state dict;
-            ``None`` if it is not stored in this format.
-        hugging_face_names: whether parameters have the names that ``save_pretrained`` writes, which can differ from
-            those of the modules.
-        index_files: names of files in the folder of the model that contain no tensors and only describe other files.
-    """
+        An optimizer without FSDP numbers its parameters. The numbers are then used as names.
 
-    name: str
-    state_dict_type: StateDictKind
-    model_files: tuple[str, ...]
-    read: Callable[[Path, str, int], StoredState | None]
-    hugging_face_names: bool = False
-    index_files: tuple[str, ...] = ()
+        Raises:
+            CheckpointError: the entries are not those of an optimizer's state dict.
+        """
+        value = _nested_value(self.entries)
+        state: dict[str, dict[str, StoredTensor | Any]] = {}
+        try:
+            for parameter, entry in value.get("state", {}).items():
+                name = canonical_name(str(parameter))
+                tensors = {key: item for key, item in entry.items() if isinstance(item, StoredTensor)}
+                state[name] = {**entry, **{key: replace(tensor, name=name) for key, tensor in tensors.items()}}
+            groups = [_group(group, root) for group in value.get("param_groups", [])]
+        except (AttributeError, TypeError):
+            message = "is not an optimizer's state dict: it does not contain a dict 'state' and a list 'param_groups'."
+            fix = "Give a checkpoint that Accelerate, the Trainer or this package wrote."
+            refuse("FSDP-E461", self.place, message, fix)
+        return StoredOptimizer(root, form, state, groups, self.files)
 
-    def patterns(self, number: int) -> list[str]:
-        """Return ``model_files`` for the model with this number."""
-        return [file.format(number=number, suffix=f"_{number}" if number else "") for file in self.model_files]
+    def checked(self, stored: _Stored, *, partial: bool) -> _Stored:
+        """Return ``stored`` if every element of its tensors is in a file.
+
+        Args:
+            partial: do not check the tensors whose pieces are read when they are needed, and checked then.
+        """
+        missing = {
+            label: count
+            for label, tensor in labelled_tensors(stored)
+            if not (partial and isinstance(tensor.pieces, PieceTable)) and (count := tensor.uncovered())
+        }
+        if missing:
+            amount = f"{plural(sum(missing.values()), 'element')} of {plural(len(missing), 'tensor')}"
+            message = f"{amount} are in none of the files: {format_names(missing, 3)}."
+            refuse("FSDP-E458", self.place, message, self.fix)
+        return stored
+
+
+def _nested_value(entries: Mapping[tuple[Any, ...], Any]) -> Any:
+    """Nest flattened entries: ``{("a", 0, "b"): 1}`` -> ``{"a": [{"b": 1}]}``. Numbers in a path are list indices."""
+    if () in entries:
+        return entries[()]
+    branches: dict[Any, dict[tuple[Any, ...], Any]] = {}
+    for path, value in entries.items():
+        branches.setdefault(path[0], {})[path[1:]] = value
+    if branches and all(isinstance(key, int) for key in branches):
+        return [_nested_value(branches[key]) for key in sorted(branches)]
+    return {key: _nested_value(branch) for key, branch in branches.items()}
+
+
+def _group(group: Any, root: Path) -> dict[str, Any]:
+    plain = {key: _number(item, root) if isinstance(item, StoredTensor) else item for key, item in group.items()}
+    return {**plain, "params": [canonical_name(str(name)) for name in group.get("params", [])]}
+
+
+def _number(tensor: StoredTensor, root: Path) -> Any:
+    """Return the value of a scalar tensor, such as a learning rate; other tensors are returned unchanged."""
+    if math.prod(tensor.shape) != 1 or tensor.dtype != str(boxes.numpy_dtype(tensor.dtype)):
+        return tensor
+    import numpy
+
+    piece = tensor.within(boxes.whole_box(tensor.shape))[0]
+    data = read_range(root / piece.file, piece.offset, boxes.dtype_size(tensor.dtype))
+    return numpy.frombuffer(data, boxes.numpy_dtype(tensor.dtype))[0].item()
+
+
+def tensor_in_file(
+    name: str, dtype: str, shape: tuple[int, ...], file: str, offset: int, strides: tuple[int, ...] | None = None
+) -> StoredTensor:
+    """Return a tensor that is in one file, from the byte ``offset`` on; row-major without ``strides``."""
+    piece = StoredPiece(boxes.whole_box(shape), file, offset, boxes.row_major(shape) if strides is None else strides)
+    return StoredTensor(name, dtype, shape, without_replicas([piece]))
 
 
 def without_replicas(pieces: Iterable[StoredPiece]) -> tuple[StoredPiece, ...]:
@@ -327,25 +386,9 @@ def read_run(files: InputFiles, tensor: StoredTensor, start: int, stop: int, out
             import numpy
 
             target = numpy.frombuffer(part, f"u{size}").reshape(box.sizes)[boxes.relative_slices(common, box)]
-            _read_strided(files, piece.file, offset, piece.strides, target)
-
-
-def _read_strided(files: InputFiles, file: str, offset: int, strides: Sequence[int], target: NDArray[Any]) -> None:
-    """Fill ``target`` with elements that are ``strides`` apart in the file.
-
-    The range from the first to the last element is read at once, unless it is large or most of it is not needed.
-    """
-    import numpy
-
-    count = boxes.element_span(strides, target.shape)
-    num_bytes = count * target.itemsize
-    if num_bytes > MAX_SPAN or (num_bytes > _MIN_SPLIT and count > 4 * target.size):
-        dim = max((d for d, size in enumerate(target.shape) if size > 1), key=lambda d: strides[d])
-        low, high = numpy.array_split(target, 2, axis=dim)
-        _read_strided(files, file, offset, strides, low)
-        _read_strided(files, file, offset + low.shape[dim] * strides[dim] * target.itemsize, strides, high)
-        return
-    stored = numpy.empty(count, target.dtype)
-    files.read(file, offset, stored.data.cast("B"))
-    steps = [stride * target.itemsize for stride in strides]
-    target[...] = numpy.lib.stride_tricks.as_strided(stored, target.shape, steps)
+            steps = [stride * size for stride in piece.strides]
+            for each in boxes.strided_parts(piece.strides, common.sizes, MAX_SPAN // size, _MIN_SPLIT // size):
+                stored = numpy.empty(boxes.element_span(piece.strides, each.sizes), target.dtype)
+                files.read(piece.file, offset + sum(map(operator.mul, each.offsets, steps)), stored.data.cast("B"))
+                into = target[boxes.relative_slices(each, boxes.whole_box(common.sizes))]
+                into[...] = numpy.lib.stride_tricks.as_strided(stored, each.sizes, steps)

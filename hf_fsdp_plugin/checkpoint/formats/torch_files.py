@@ -14,18 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from hf_fsdp_plugin.checkpoint.errors import COPY_ALL_RANKS, problem, raise_if_any, refuse
+from hf_fsdp_plugin.checkpoint.formats import stored_tensors
 from hf_fsdp_plugin.checkpoint.formats.archives import TorchZip
 from hf_fsdp_plugin.checkpoint.formats.boxes import Box, is_within, whole_box
 from hf_fsdp_plugin.checkpoint.formats.pickles import Distributed, PickledTensor, Replicate, Shard, StridedShard
 from hf_fsdp_plugin.checkpoint.formats.safetensors import read_weight_map
-from hf_fsdp_plugin.checkpoint.formats.stored_tensors import (
-    MAX_PROBLEMS,
-    CheckpointFormat,
-    StoredPiece,
-    StoredState,
-    StoredTensor,
-    without_replicas,
-)
+from hf_fsdp_plugin.checkpoint.formats.stored_tensors import StoredPiece, StoredState, StoredTensor
 from hf_fsdp_plugin.checkpoint.io import open_regular
 from hf_fsdp_plugin.checkpoint.names import FSDP_MODEL, HF_MODEL_BIN, index_file, numbered_from_one, numbered_name
 from hf_fsdp_plugin.problems import CheckpointError
@@ -140,10 +134,10 @@ def _merge(name: str, found: list[tuple[_File, Any]]) -> Any:
         for box, tensor in parts:
             dtype = dtype or tensor.dtype
             pieces.append(StoredPiece(box, relative, zipped.tensor_offset(tensor), tensor.strides))
-    return StoredTensor(name, dtype or "float32", shape or (), without_replicas(pieces))
+    return StoredTensor(name, dtype or "float32", shape or (), stored_tensors.without_replicas(pieces))
 
 
-def _read_bin(root: Path, stem: str, number: int) -> StoredState | None:
+def read_bin(root: Path, stem: str, number: int) -> StoredState | None:
     """Return the state in Accelerate's file, or in the file or shards of a Hugging Face folder."""
     for each in (FSDP_MODEL, HF_MODEL_BIN) if stem == FSDP_MODEL else (stem,):
         name = f"{numbered_from_one(each, number)}.bin"
@@ -156,19 +150,7 @@ def _read_bin(root: Path, stem: str, number: int) -> StoredState | None:
     return None
 
 
-_HF_FILE = f"{HF_MODEL_BIN}{{suffix}}.bin"
-
-BIN_FORMAT = CheckpointFormat(
-    name="bin",
-    state_dict_type="full",
-    model_files=(f"{FSDP_MODEL}{{suffix}}.bin", _HF_FILE, index_file(_HF_FILE)),
-    read=_read_bin,
-    hugging_face_names=True,
-    index_files=(index_file(f"{HF_MODEL_BIN}.bin"),),
-)
-
-
-def _read_per_rank(root: Path, stem: str, number: int) -> StoredState | None:
+def read_per_rank(root: Path, stem: str, number: int) -> StoredState | None:
     """Return the state in ``{stem}_rank{R}.bin`` of all ranks, or ``None`` if there are no such files."""
     for each in dict.fromkeys((numbered_name(stem, number), numbered_from_one(stem, number))):
         if names := _rank_files(root, each):
@@ -183,13 +165,7 @@ def _rank_files(root: Path, stem: str) -> list[str]:
     ranks = {int(match[1]) for path in root.iterdir() if (match := pattern.fullmatch(path.name))}
     missing = [root / f"{stem}_rank{rank}.bin" for rank in range(max(ranks, default=0)) if rank not in ranks]
     message = "is missing, although files of higher ranks exist."
-    raise_if_any([problem("FSDP-E457", path, message, COPY_ALL_RANKS) for path in missing[:MAX_PROBLEMS]])
+    raise_if_any(
+        [problem("FSDP-E457", path, message, COPY_ALL_RANKS) for path in missing[: stored_tensors.MAX_PROBLEMS]]
+    )
     return [f"{stem}_rank{rank}.bin" for rank in sorted(ranks)]
-
-
-PER_RANK_FORMAT = CheckpointFormat(
-    name="per_rank",
-    state_dict_type="sharded",
-    model_files=(f"{FSDP_MODEL}_{{number}}_rank*.bin", f"{FSDP_MODEL}{{suffix}}_rank*.bin"),
-    read=_read_per_rank,
-)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import mmap
-from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -96,18 +95,14 @@ def copy_file(
 ) -> dict[str, int]:
     """Write ``file`` to ``path``. Return tensor name -> number of values that became infinite in the new dtype."""
     infinite: Counter[str] = Counter()
-    names = list(file.offsets)
 
     def fill(memory: memoryview, start: int) -> None:
         """Fill the memory with the bytes of the file from ``start`` on: those of the header, then whole elements."""
-        end, at = start + len(memory), min(len(file.header), start + len(memory))
-        if start < at:
-            memory[: at - start] = file.header[start:at]
-        first = bisect_right(names, max(start, at), key=file.offsets.__getitem__) - 1
-        for name in names[max(first, 0) :]:
-            tensor, dtype, begin = plan.tensors[name], plan.dtypes[name], file.offsets[name]
-            if begin >= end:
-                break
+        end = start + len(memory)
+        header = file.header[start:end]
+        memory[: len(header)] = header
+        for name, begin in file.offsets.items():
+            tensor, dtype = plan.tensors[name], plan.dtypes[name]
             size = dtype_size(dtype)
             step = len(memory) if tensor.dtype == dtype else CAST_BLOCK * size
             stop = min(end, begin + math.prod(tensor.shape) * size)
@@ -160,8 +155,12 @@ def header_problems(folder: Path, plan: MergePlan) -> list[Problem]:
     return problems
 
 
-def byte_problems(source: InputFiles, plan: MergePlan, folder: Path, progress: Callable[[int], None]) -> list[Problem]:
-    """Compare all written bytes with the checkpoint; ``progress`` is called with the number of new bytes."""
+def byte_problems(source: InputFiles, plan: MergePlan, folder: Path, progress: Progress) -> list[Problem]:
+    """Compare all written bytes with the checkpoint."""
+
+    def report(num_bytes: int) -> None:
+        progress("verify", num_bytes, plan.num_bytes)
+
     written = read_stored_model(folder)
     problems = []
     with InputFiles(folder) as files:
@@ -169,7 +168,7 @@ def byte_problems(source: InputFiles, plan: MergePlan, folder: Path, progress: C
             different = [
                 name
                 for name in file.offsets
-                if not same_elements(source, plan.tensors[name], files, written.tensors[name], progress)
+                if not same_elements(source, plan.tensors[name], files, written.tensors[name], report)
             ]
             if different:
                 message = f"contains {plural(len(different), 'tensor')} whose bytes differ from the checkpoint"

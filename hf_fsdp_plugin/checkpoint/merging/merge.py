@@ -16,19 +16,24 @@ from typing import Any, Final
 from hf_fsdp_plugin.checkpoint import names as file_names
 from hf_fsdp_plugin.checkpoint.checking.against_model import ConfigCheck, read_config
 from hf_fsdp_plugin.checkpoint.checking.inspection import checkpoint_of
-from hf_fsdp_plugin.checkpoint.checking.verified_files import Progress, check_headers, input_files
+from hf_fsdp_plugin.checkpoint.checking.verified_files import Progress, check_headers, files_of_checkpoint
 from hf_fsdp_plugin.checkpoint.checking.verify import manifest_problems
 from hf_fsdp_plugin.checkpoint.errors import problem, raise_if_any
 from hf_fsdp_plugin.checkpoint.folders import restore_replaced
-from hf_fsdp_plugin.checkpoint.formats.known_formats import FORMATS, read_stored_model, stored_state_dict_type
+from hf_fsdp_plugin.checkpoint.formats.known_formats import read_stored_model, stored_state_dict_type
 from hf_fsdp_plugin.checkpoint.formats.manifest import read_manifest
 from hf_fsdp_plugin.checkpoint.formats.safetensors import index_text
-from hf_fsdp_plugin.checkpoint.io import InputFiles, hash_bytes, write_text
+from hf_fsdp_plugin.checkpoint.io import InputFiles, hash_bytes, write_atomically
 from hf_fsdp_plugin.checkpoint.merging import copying, output
-from hf_fsdp_plugin.checkpoint.merging.output import MergeStaging
 from hf_fsdp_plugin.messages import print_once
 from hf_fsdp_plugin.problems import CheckpointError, Problem, has_errors
 from hf_fsdp_plugin.text import format_names, plural
+
+_WEIGHTS: Final = (file_names.safetensors_file(file_names.HF_MODEL), f"{file_names.HF_MODEL_BIN}.bin")
+_READABLE: Final = (*_WEIGHTS, *map(file_names.index_file, _WEIGHTS), "adapter_config.json")
+"""Files from which ``from_pretrained`` reads weights, or by which it recognizes an adapter."""
+_DESCRIPTIONS: Final = (file_names.DCP_METADATA, file_names.INDEX_FILE, *map(file_names.index_file, _WEIGHTS))
+"""Files beside the weights that contain no tensors and only describe other files."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -114,7 +119,7 @@ def merge(checkpoint: Path, out: Path, options: MergeOptions, progress: Progress
     output.check_places(checkpoint, out, force=options.force)
     job = _Job(checkpoint, out, options, progress or (lambda *_: None))
     output.check_space(out, job.plan.num_bytes)
-    with MergeStaging(out, wait=options.wait) as staging, job.config_check() as check:
+    with output.MergeStaging(out, wait=options.wait) as staging, job.config_check() as check:
         try:
             output.check_places(checkpoint, out, force=options.force)  # another merge may have finished meanwhile
             staging.prepare(output.fingerprint(job.model, job.plan, verify_input=job.verify_input))
@@ -166,7 +171,7 @@ class _Job:
         self._report_plan()
 
     def _open(self) -> InputFiles:
-        return input_files(self.model, self.folder, self.manifest if self.verify_input else None)
+        return files_of_checkpoint(self.folder, self.model, verify=self.verify_input, in_order=False)
 
     def config_check(self) -> contextlib.AbstractContextManager[ConfigCheck | None]:
         """Compare with the config's model in the background, unless a manifest makes this unnecessary."""
@@ -175,7 +180,7 @@ class _Job:
             return contextlib.nullcontext()
         return ConfigCheck(self.checkpoint, self.options.number, self.config_folder)
 
-    def copy_tensors(self, staging: MergeStaging) -> None:
+    def copy_tensors(self, staging: output.MergeStaging) -> None:
         """Write the weights; files that an earlier merge has finished are kept."""
         self.result.resumed = [file.name for file in self.plan.files if staging.has(file)]
         with self._open() as source:
@@ -204,7 +209,7 @@ class _Job:
         """Write the files next to the weights: the index, config, tokenizer and so on."""
         text = index_text(self.plan.files)
         if text is not None:
-            write_text(folder / file_names.index_file(file_names.safetensors_file(file_names.HF_MODEL)), text)
+            write_atomically(folder / file_names.index_file(file_names.safetensors_file(file_names.HF_MODEL)), text)
         if self.config_folder is not None:
             output.copy_companions(self.config_folder, self.result.companions, folder, self.options.dtype)
 
@@ -212,13 +217,8 @@ class _Job:
         """Raise ``CheckpointError`` if the written headers differ from the plan, or the bytes from the checkpoint."""
         raise_if_any(copying.header_problems(folder, self.plan))
         if self.options.verify or self.options.delete_input:
-            total = self.plan.num_bytes
             with self._open() as source:
-                raise_if_any(
-                    copying.byte_problems(
-                        source, self.plan, folder, lambda count: self.progress("verify", count, total)
-                    )
-                )
+                raise_if_any(copying.byte_problems(source, self.plan, folder, self.progress))
             self.result.verified = True
 
     def delete_input(self) -> None:
@@ -236,7 +236,7 @@ class _Job:
         for path in files:
             path.unlink()
         for folder in {path.parent for path in files}:
-            for name in (name for form in FORMATS for name in form.index_files):
+            for name in _DESCRIPTIONS:
                 (folder / name).unlink(missing_ok=True)
             with contextlib.suppress(OSError):  # the folder contains other files
                 folder.rmdir()
@@ -283,11 +283,6 @@ class _Job:
 
     def _report(self, code: str, message: str, fix: str = "") -> None:
         self.result.problems.append(problem(code, self.checkpoint, message, fix))
-
-
-_WEIGHTS: Final = (file_names.safetensors_file(file_names.HF_MODEL), f"{file_names.HF_MODEL_BIN}.bin")
-_READABLE: Final = (*_WEIGHTS, *map(file_names.index_file, _WEIGHTS), "adapter_config.json")
-"""Files from which ``from_pretrained`` reads weights, or by which it recognizes an adapter."""
 
 
 def with_whole_weights(folder: Path) -> Path:

@@ -21,7 +21,7 @@ from hf_fsdp_plugin.checkpoint.errors import file_problems_inside, problem, rais
 from hf_fsdp_plugin.checkpoint.folders import put_in_place, replaced_path
 from hf_fsdp_plugin.checkpoint.formats.safetensors import SafetensorsFile, plan_files
 from hf_fsdp_plugin.checkpoint.formats.stored_tensors import StoredModel, StoredTensor, shared_tensors
-from hf_fsdp_plugin.checkpoint.io import hash_bytes, object_in, read_file, sync, write_text
+from hf_fsdp_plugin.checkpoint.io import hash_bytes, object_in, read_file, sync, write_atomically
 from hf_fsdp_plugin.checkpoint.names import ADAPTER, FSDP_MODEL, HF_MODEL, MERGING, hidden_path, is_adapter
 from hf_fsdp_plugin.text import format_bytes
 
@@ -71,16 +71,10 @@ def plan_merge(
         refuse("FSDP-E451", index.root, "contains no tensors.", "Give the folder of a checkpoint with a model.")
     aliases = _aliases(index, [*ties, *shared_tensors(index)])
     tensors = {name: tensor for name, tensor in index.tensors.items() if name not in aliases}
-    dtypes = {
-        name: dtype if dtype is not None and tensor.dtype in FLOATS else tensor.dtype
-        for name, tensor in tensors.items()
-    }
+    dtypes = {name: dtype if dtype and tensor.dtype in FLOATS else tensor.dtype for name, tensor in tensors.items()}
     adapter = is_adapter(tensors)
-    files = plan_files(
-        [(name, dtypes[name], tensor.shape) for name, tensor in tensors.items()],
-        sys.maxsize if adapter else max_shard_size,
-        stem=ADAPTER if adapter else HF_MODEL,
-    )
+    size, stem = (sys.maxsize, ADAPTER) if adapter else (max_shard_size, HF_MODEL)
+    files = plan_files([(name, dtypes[name], tensor.shape) for name, tensor in tensors.items()], size, stem)
     return MergePlan(tensors=tensors, dtypes=dtypes, aliases=aliases, files=tuple(files), adapter=adapter)
 
 
@@ -166,7 +160,7 @@ def copy_companions(folder: Path, names: list[str], out: Path, dtype: str | None
         target.parent.mkdir(exist_ok=True)
         if name == "config.json" and dtype is not None:
             config = _with_dtype(json.loads((folder / name).read_text(encoding="utf-8")), dtype)
-            write_text(target, json.dumps(config, indent=2, ensure_ascii=False) + "\n")
+            write_atomically(target, json.dumps(config, indent=2, ensure_ascii=False) + "\n")
         else:
             shutil.copyfile(folder / name, target)
             sync(target)
@@ -265,7 +259,7 @@ class MergeStaging:
 
     def _write_plan(self) -> None:
         plan = {"fingerprint": self._fingerprint, "infinite": self.infinite}
-        write_text(self.folder / PLAN_NAME, json.dumps(plan) + "\n")
+        write_atomically(self.folder / PLAN_NAME, json.dumps(plan) + "\n")
 
     def discard(self) -> None:
         shutil.rmtree(self.folder)

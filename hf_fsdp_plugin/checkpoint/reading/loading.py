@@ -10,9 +10,10 @@ optimizer.
 
 from __future__ import annotations
 
+import operator
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -26,7 +27,7 @@ from hf_fsdp_plugin.backends.torch_types import PinnedWindows, wait_for_reads
 from hf_fsdp_plugin.checkpoint.checking.verified_files import check_headers, files_of_checkpoint
 from hf_fsdp_plugin.checkpoint.errors import problem, raise_if_any
 from hf_fsdp_plugin.checkpoint.folders import check_visible
-from hf_fsdp_plugin.checkpoint.formats.boxes import element_span, is_row_major, relative_slices, whole_box
+from hf_fsdp_plugin.checkpoint.formats import boxes
 from hf_fsdp_plugin.checkpoint.formats.known_formats import read_stored_model, read_weights
 from hf_fsdp_plugin.checkpoint.formats.stored_tensors import StoredModel, StoredOptimizer, StoredTensor
 from hf_fsdp_plugin.checkpoint.io import MAX_SPAN, InputFiles, object_in
@@ -38,15 +39,12 @@ from hf_fsdp_plugin.problems import Problem
 from hf_fsdp_plugin.text import format_names, plural
 
 Stored = TypeVar("Stored", StoredModel, StoredOptimizer)
+ReadElements = Callable[[InputFiles], None]
+"""Reads the elements of stored tensors into the shards of this rank."""
 
 
 def load_stored(
-    checkpoint: Path,
-    into: str,
-    read: Callable[[], Stored],
-    match: Callable[[Stored], Callable[[InputFiles], None]],
-    *,
-    verify: bool,
+    checkpoint: Path, into: str, read: Callable[[], Stored], match: Callable[[Stored], ReadElements], *, verify: bool
 ) -> None:
     """Load a model or an optimizer from a checkpoint of any world. Collective.
 
@@ -96,7 +94,9 @@ def plan_transfers(stored: StoredTensor, pieces: Iterable[Piece]) -> Iterator[Tr
     dtype = getattr(torch, stored.dtype)
     for piece in pieces:
         for source, common, offset in stored.parts_of(piece.box):
-            yield Transfer(source.file, offset, source.strides, dtype, piece.tensor[relative_slices(common, piece.box)])
+            yield Transfer(
+                source.file, offset, source.strides, dtype, piece.tensor[boxes.relative_slices(common, piece.box)]
+            )
 
 
 @torch.no_grad()
@@ -121,22 +121,17 @@ def execute_transfers(files: InputFiles, work: Iterable[Transfer]) -> None:
 
 def _execute(files: InputFiles, windows: PinnedWindows, work: Transfer) -> None:
     into, strides, size = work.into, work.strides, work.dtype.itemsize
-    contiguous = into.is_contiguous() and is_row_major(strides, into.shape)
+    contiguous = into.is_contiguous() and boxes.is_row_major(strides, into.shape)
     if contiguous and into.dtype == work.dtype and into.device.type == "cpu":
         files.read(work.file, work.offset, _memory(into))
         return
-    num_bytes = element_span(strides, into.shape) * size
-    if num_bytes <= MAX_SPAN:
-        pinned = into.device.type != "cpu"
+    pinned = into.device.type != "cpu"
+    for part in boxes.strided_parts(strides, into.shape, MAX_SPAN // size):
+        num_bytes = boxes.element_span(strides, part.sizes) * size
         buffer = windows.take(num_bytes) if pinned else torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
-        files.read(work.file, work.offset, _memory(buffer))
-        into.copy_(buffer.view(work.dtype).as_strided(into.shape, strides), non_blocking=pinned)
-        return
-    dim = max((dim for dim, length in enumerate(into.shape) if length > 1), key=lambda dim: strides[dim])
-    step = max(1, min(MAX_SPAN // (strides[dim] * size), into.shape[dim] // 2))
-    for start in range(0, into.shape[dim], step):
-        part = into.narrow(dim, start, min(step, into.shape[dim] - start))
-        _execute(files, windows, replace(work, offset=work.offset + start * strides[dim] * size, into=part))
+        files.read(work.file, work.offset + sum(map(operator.mul, part.offsets, strides)) * size, _memory(buffer))
+        values = buffer.view(work.dtype).as_strided(part.sizes, strides)
+        into[boxes.relative_slices(part, boxes.whole_box(into.shape))].copy_(values, non_blocking=pinned)
 
 
 def _memory(tensor: torch.Tensor) -> memoryview:
@@ -192,7 +187,7 @@ def load_model(
     """
     missing: list[str] = []
 
-    def match(stored: StoredModel) -> Callable[[InputFiles], None]:
+    def match(stored: StoredModel) -> ReadElements:
         shards, inner = model_shards(model), unwrapped(model)
         names = shards.names()
         optional: set[str] = set()
@@ -234,7 +229,7 @@ def load_tensors(shards: ModelShards, checkpoint: Path, stem: str, *, verify: bo
         assert stored is not None, "rank 0 has found the file, and all ranks see the same folder"
         return stored
 
-    def match(stored: StoredModel) -> Callable[[InputFiles], None]:
+    def match(stored: StoredModel) -> ReadElements:
         return _matched(checkpoint / name, shards, shards.names(), stored)[0]
 
     load_stored(checkpoint, "model", read, match, verify=verify)
@@ -257,7 +252,7 @@ def copy_whole_tensors(state: Mapping[str, Any], shards: ModelShards) -> None:
         raise ValueError(f"the state_dict has no tensors with the names and shapes of {format_names(wrong, 3)}.")
     for shard in shards.tensors:
         for piece in shard.pieces:
-            piece.tensor.copy_(found[shard.name][relative_slices(piece.box, whole_box(shard.shape))])
+            piece.tensor.copy_(found[shard.name][boxes.relative_slices(piece.box, boxes.whole_box(shard.shape))])
 
 
 def _matched(
@@ -268,7 +263,7 @@ def _matched(
     *,
     optional: Collection[str] = (),
     ignored: Iterable[str] = (),
-) -> tuple[Callable[[InputFiles], None], list[str]]:
+) -> tuple[ReadElements, list[str]]:
     """Match the shards with the stored tensors that have one of their names.
 
     Args:
@@ -297,17 +292,13 @@ def _matched(
         for shard, tensor in pairs
         if shard.shape != tensor.shape
     ]
-    differences = {
-        "FSDP-E421": (missing, f"has no values for {plural(len(missing), 'tensor')} of the model"),
-        "FSDP-E422": (unexpected, f"has {plural(len(unexpected), 'tensor')} that the model does not have"),
-        "FSDP-E423": (shapes, f"has {plural(len(shapes), 'tensor')} with another shape than in the model"),
-    }
+    rows = [
+        ("FSDP-E421", missing, f"has no values for {plural(len(missing), 'tensor')} of the model"),
+        ("FSDP-E422", unexpected, f"has {plural(len(unexpected), 'tensor')} that the model does not have"),
+        ("FSDP-E423", shapes, f"has {plural(len(shapes), 'tensor')} with another shape than in the model"),
+    ]
     raise_if_any(
-        [
-            mismatch_problem(code, place, f"{text}: {format_names(wrong)}.")
-            for code, (wrong, text) in differences.items()
-            if wrong
-        ]
+        [mismatch_problem(code, place, f"{text}: {format_names(wrong)}.") for code, wrong, text in rows if wrong]
     )
 
     def fill(files: InputFiles) -> None:

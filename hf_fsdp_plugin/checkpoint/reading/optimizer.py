@@ -8,7 +8,7 @@ optimizer's current state, if it has one, so that no rank holds the state twice.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,16 +19,10 @@ from torch.distributed.tensor import DTensor
 from hf_fsdp_plugin.backends.optimizers.parameters import state_factory, step_mode
 from hf_fsdp_plugin.backends.torch_types import PinnedWindows, copy_to_device, dtensor_like
 from hf_fsdp_plugin.checkpoint.errors import raise_if_any, refuse
+from hf_fsdp_plugin.checkpoint.formats import stored_tensors
 from hf_fsdp_plugin.checkpoint.formats.boxes import whole_box
 from hf_fsdp_plugin.checkpoint.formats.known_formats import read_stored_optimizer
-from hf_fsdp_plugin.checkpoint.formats.stored_tensors import (
-    StoredOptimizer,
-    StoredTensor,
-    range_of,
-    split_inner_key,
-    split_key,
-    state_layout,
-)
+from hf_fsdp_plugin.checkpoint.formats.stored_tensors import StoredOptimizer, StoredTensor
 from hf_fsdp_plugin.checkpoint.io import InputFiles
 from hf_fsdp_plugin.checkpoint.reading import loading
 from hf_fsdp_plugin.checkpoint.shards import LocalShard, ModelShards, Piece, local_tensor, parameter_shards
@@ -60,13 +54,11 @@ def load_optimizer(
     def read() -> StoredOptimizer:
         stored = read_stored_optimizer(checkpoint, number, partial=True)
         if stored is None:
-            fix = (
-                "Resume from a checkpoint with optimizer state (save_only_model: false), or start with a new optimizer."
-            )
+            fix = "Resume from a checkpoint with optimizer state (save_only_model: false), or use a new optimizer."
             refuse("FSDP-E424", checkpoint, "has no optimizer state.", fix)
         return stored
 
-    def match(stored: StoredOptimizer) -> Callable[[InputFiles], None]:
+    def match(stored: StoredOptimizer) -> loading.ReadElements:
         return _StateLoader(optimizer, parameter_shards(model), stored, checkpoint).load
 
     loading.load_stored(checkpoint, "optimizer", read, match, verify=verify)
@@ -84,13 +76,11 @@ class _StateLoader:
     ) -> None:
         self._optimizer, self._root, self._checkpoint = optimizer, stored.root, checkpoint
         self._transfers: list[loading.Transfer] = []
-
-        def own_name(name: str) -> str:
-            """Return the model's name of a tied parameter, which may have been saved under another one."""
-            return shards.aliases.get(name, name)
-
-        self._state = {own_name(name): entry for name, entry in stored.state.items()}
-        self._groups = [{**group, "params": [own_name(name) for name in group["params"]]} for group in stored.groups]
+        own_names = shards.aliases  # a tied parameter may have been saved under another name
+        self._state = {own_names.get(name, name): entry for name, entry in stored.state.items()}
+        self._groups = [
+            {**group, "params": [own_names.get(name, name) for name in group["params"]]} for group in stored.groups
+        ]
         self._parameters = [
             [(parameter, shards.by_id.get(id(parameter), ())) for parameter in group["params"]]
             for group in optimizer.param_groups
@@ -141,9 +131,7 @@ class _StateLoader:
         if here == there:
             split = [name for group in own for name in sorted(group)[:1] if group not in saved]
             found.append(f"the same parameters are grouped differently, such as {format_names(split)}")
-        fix = (
-            "Create the optimizer with the same trainable parameters and parameter groups as in the run that was saved."
-        )
+        fix = "Create the optimizer with the same trainable parameters and parameter groups as in the saved run."
         refuse("FSDP-E425", self._checkpoint, f"{'; '.join(found)}.", fix)
 
     def _check_state(self) -> None:
@@ -154,11 +142,15 @@ class _StateLoader:
         for own in (part for group in self._parameters for _, parts in group for part in parts):
             entry = self._state.get(own.name, {})
             for key, value in entry.items():
-                is_tensor = isinstance(value, StoredTensor) and split_key(key)[1] is None
-                if is_tensor and not any_shape and state_layout(key, value.shape, own.shape) == "other":
+                is_tensor = isinstance(value, StoredTensor) and stored_tensors.split_key(key)[2] is None
+                if is_tensor and not any_shape and stored_tensors.state_layout(key, value.shape, own.shape) == "other":
                     unsupported.append(f"{key} of {own.name} {list(value.shape)}, parameter {list(own.shape)}")
-            ranges = {elements for _, elements in map(split_key, entry) if elements is not None}
-            if ranges and own.pieces and (own.start is not None or range_of(own.boxes, own.shape) not in ranges):
+            ranges = {elements for *_, elements in map(stored_tensors.split_key, entry) if elements is not None}
+            if (
+                ranges
+                and own.pieces
+                and (own.start is not None or stored_tensors.range_of(own.boxes, own.shape) not in ranges)
+            ):
                 other_shards.append(own.name)
         problems = []
         if unsupported:
@@ -173,17 +165,17 @@ class _StateLoader:
     def _entry(self, files: InputFiles, parameter: torch.Tensor, shards: Sequence[LocalShard]) -> dict[str, Any]:
         """Return the state of one parameter object, and add the reads that fill its tensors."""
         common: dict[str, list[tuple[LocalShard, Any]]] = {}
-        per_shard: dict[str, StoredTensor] = {}
+        per_shard: dict[tuple[str, str], StoredTensor] = {}
         for shard in shards:
             saved = self._state.get(shard.name, {})
-            if not shard.pieces and any(split_key(key)[1] for key in saved):
+            if not shard.pieces and any(stored_tensors.split_key(key)[2] for key in saved):
                 continue  # a rank without elements gets no state of a parameter with quantized state
             for key, value in saved.items():
-                name, elements = split_key(key)
+                name, attribute, elements = stored_tensors.split_key(key)
                 if elements is None:
                     common.setdefault(key, []).append((shard, value))
-                elif elements == range_of(shard.boxes, shard.shape):
-                    per_shard[name] = value
+                elif elements == stored_tensors.range_of(shard.boxes, shard.shape):
+                    per_shard[name, attribute] = value
         held = self._optimizer.state.get(parameter, {})
         entry = {key: self._common(files, parameter, key, saved, held.get(key)) for key, saved in common.items()}
         self._add_per_shard(entry, parameter, per_shard)
@@ -201,7 +193,7 @@ class _StateLoader:
         first, value = saved[0]
         if not isinstance(value, StoredTensor):
             return _common_value(key, [(shard.name, value) for shard, value in saved])
-        kind = state_layout(key, value.shape, first.shape)
+        kind = stored_tensors.state_layout(key, value.shape, first.shape)
         if kind == "scalar" and len(saved) > 1:  # of all parameters in a flat parameter
             planned, self._transfers = self._transfers, []
             tensors = [(shard.name, self._whole(stored)) for shard, stored in saved]
@@ -216,11 +208,12 @@ class _StateLoader:
             self._transfers += loading.plan_transfers(stored, shard.like(shard.name, local).pieces)
         return state
 
-    def _add_per_shard(self, entry: dict[str, Any], parameter: torch.Tensor, saved: Mapping[str, StoredTensor]) -> None:
+    def _add_per_shard(
+        self, entry: dict[str, Any], parameter: torch.Tensor, saved: Mapping[tuple[str, str], StoredTensor]
+    ) -> None:
         """Add state that belongs to this rank's shard: plain tensors, and the inner tensors of a tensor subclass."""
         factory = state_factory(self._optimizer)
-        for name, stored in saved.items():
-            key, attribute = split_inner_key(name)
+        for (key, attribute), stored in saved.items():
             if not attribute:
                 is_like = isinstance(parameter, DTensor) and stored.shape == tuple(local_tensor(parameter).shape)
                 if not is_like or not stored.shape:
@@ -234,7 +227,9 @@ class _StateLoader:
             inner = getattr(local_tensor(entry[key]), attribute, None) if key in entry else None
             if inner is None or tuple(inner.shape) != stored.shape:
                 fix = "Create the optimizer with the settings of the run that was saved (block_size)."
-                refuse("FSDP-E426", self._root, f"has quantized optimizer state that differs in {name}.", fix)
+                refuse(
+                    "FSDP-E426", self._root, f"has quantized optimizer state that differs in {key}.{attribute}.", fix
+                )
             self._fill(inner, stored)
 
     def _hyperparameters(self, own: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:

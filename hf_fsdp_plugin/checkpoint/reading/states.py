@@ -61,7 +61,10 @@ def check_states(
             shared = [name for name in names if name == file_names.TRAINER_STATE or _STATES.fullmatch(name)]
     shared = broadcast_object(shared)
     with on_all_ranks(f"checking {checkpoint}"):
-        files = [*_own_files(checkpoint, rank), *shared[rank::world_size]]
+        own = [file_names.trainer_rng_file(rank), file_names.accelerate_rng_file(rank)]
+        if rank == 0:
+            own.append(file_names.trainer_rng_file(None))
+        files = [*(name for name in own if (checkpoint / name).is_file()), *shared[rank::world_size]]
         if verify:
             _check_bytes(checkpoint, files)
         pickles = [
@@ -70,14 +73,6 @@ def check_states(
             if name != file_names.TRAINER_STATE and (not allow_pickles or _RNG.fullmatch(name))
         ]
         raise_if_any(problems_of(partial(load_state, path, only_check=True) for path in pickles))
-
-
-def _own_files(checkpoint: Path, rank: int) -> list[str]:
-    """Return the names of the files with the random state of a rank that exist."""
-    names = [file_names.trainer_rng_file(rank), file_names.accelerate_rng_file(rank)]
-    if rank == 0:
-        names.append(file_names.trainer_rng_file(None))
-    return [name for name in names if (checkpoint / name).is_file()]
 
 
 def _check_bytes(checkpoint: Path, files: list[str]) -> None:

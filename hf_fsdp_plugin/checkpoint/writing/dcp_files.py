@@ -33,6 +33,7 @@ from torch.serialization import skip_data
 
 from hf_fsdp_plugin.checkpoint.formats.archives import TorchZip
 from hf_fsdp_plugin.checkpoint.formats.index_file import METADATA_TAIL, index_bytes, pack_segments
+from hf_fsdp_plugin.checkpoint.formats.stored_tensors import entry_name
 from hf_fsdp_plugin.checkpoint.io import open_for_reading
 from hf_fsdp_plugin.checkpoint.names import DCP_METADATA, ENTRY_ALIGNMENT, INDEX_FILE, dcp_file
 from hf_fsdp_plugin.checkpoint.shards import LocalShard, shards_to_write
@@ -50,13 +51,6 @@ _SHARED = (
 """What the pickle of a chunk refers to: classes, and the names of attributes."""
 _NARROW, _WIDE = 0x7A5A7A00, 0x7A5A7A5A7A5A7A00
 """The first placeholders, whose pickles have four and eight bytes after their instruction."""
-_PART = 4 << 20
-"""Minimum number of bytes of a part of the pickle."""
-
-
-def flat_name(path: StatePath) -> str:
-    """Return the name of an entry in ``.metadata``."""
-    return ".".join(map(str, path))
 
 
 class Chunks(NamedTuple):
@@ -130,6 +124,14 @@ def _joined_chunks(ranks: Sequence[FolderEntries]) -> Iterator[tuple[StatePath, 
         yield path, dtype, shape, Chunks(found[:, :_FIXED], boxes[:, ::2], boxes[:, 1::2])
 
 
+@dataclass(frozen=True, slots=True)
+class StateFiles:
+    """This rank's part of a model's or an optimizer's files, and the entries that rank 0 lists in ``.metadata``."""
+
+    parts: list[FilePart]
+    entries: tuple[FolderEntries, ...] = ()
+
+
 MIN_INDEXED = 5_000
 """Minimum number of chunks of a folder with an index. Each rank reads the metadata of all ranks of smaller ones."""
 
@@ -139,7 +141,7 @@ def rank_file(
     tensors: Sequence[tuple[StatePath, LocalShard]],
     values: Mapping[StatePath, Any],
     aliases: Sequence[tuple[StatePath, StatePath]],
-) -> tuple[FilePart, FolderEntries]:
+) -> StateFiles:
     """Return this rank's file in ``folder``, and its entries. Each tensor is in the file of one of its replicas.
 
     Scalars and objects are in no rank's file: rank 0 writes them when it commits.
@@ -163,7 +165,8 @@ def rank_file(
         keys.append((paths[shard.name], shard.dtype_name, shard.shape))
     width = max(map(len, rows), default=_FIXED)
     chunks = numpy.array([row + [0] * (width - len(row)) for row in rows], dtype=numpy.int64).reshape(-1, width)
-    return whole_file(f"{folder}/{file}", items), FolderEntries(folder, file, keys, chunks, smalls, aliases)
+    entries = FolderEntries(folder, file, keys, chunks, smalls, aliases)
+    return StateFiles([whole_file(f"{folder}/{file}", items)], (entries,))
 
 
 def _scalar_entries(tensors: Mapping[StatePath, torch.Tensor]) -> list[SmallEntry]:
@@ -214,39 +217,31 @@ class MetadataPickle:
         described = self._pickled(tensor)
         assert described.endswith(b"]ub"), "the empty list of chunks is the last attribute"
         rows = self._rows(count, chunk, [*chunks.offsets.T, *chunks.sizes.T])
-        self._entries += [self._pickled(name), described[:-2], b"(", rows, b"eub"]
+        self._entries.append(b"".join([self._pickled(name), described[:-2], b"(", rows, b"eub"]))
         files, starts, lengths, _ = chunks.places.T
         columns = [self._file_places[files], starts, lengths, numpy.arange(count), *chunks.offsets.T]
-        self._storage += [b"(", self._rows(count, place, columns, reference=True), b"u"]
+        self._storage.append(b"(" + self._rows(count, place, columns, reference=True) + b"u")
 
     def add_value(self, path: StatePath, file: int, start: int, length: int) -> None:
         """Add an object that is not a tensor."""
         name = self._add_name(path)
-        self._entries += [self._pickled(name), self._pickled(dcp.BytesStorageMetadata())]
+        self._entries.append(self._pickled(name) + self._pickled(dcp.BytesStorageMetadata()))
         key, value = dcp.MetadataIndex(name), StorageInfo(self._files[file], start, length)
-        self._storage += [b"(", self._pickled(key), self._pickled(value), b"u"]
+        self._storage.append(b"(" + self._pickled(key) + self._pickled(value) + b"u")
 
     def finished(self) -> tuple[bytes, ...]:
-        """Return the bytes of the pickle, in parts of some megabytes. The last bytes contain the ``save_id``."""
-        instructions = [
-            *self._head, self._pickled(dcp.Metadata), b")\x81}(",  # a new object, and the dict of its attributes
+        """Return the bytes of the pickle, in small parts. The last ones contain the ``save_id``."""
+        return (
+            b"".join(self._head), self._pickled(dcp.Metadata), b")\x81}(",  # a new object, and its attributes
             self._pickled("state_dict_metadata"), b"}(", *self._entries, b"u",
-            self._pickled("planner_data"), b"}(", *self._paths, b"u",
+            self._pickled("planner_data"), b"}(", b"".join(self._paths), b"u",
             self._pickled("storage_data"), b"}", *self._storage,
             self._pickled("version"), self._pickled(CURRENT_DCP_VERSION),
             self._pickled("storage_meta"), self._pickled(dcp.StorageMeta(save_id=self._save_id)), b"ub.",
-        ]  # fmt: skip
-        parts, batch, size = [], [], 0
-        for item in instructions:
-            batch.append(item)
-            size += len(item)
-            if size >= _PART:
-                parts.append(b"".join(batch))
-                batch, size = [], 0
-        return (*parts, b"".join(batch))
+        )  # fmt: skip
 
     def _add_name(self, path: StatePath) -> str:
-        name = flat_name(path)
+        name = entry_name(path)
         self._share(name)
         self._paths += [self._pickled(name), self._pickled(path)]
         return name
@@ -339,7 +334,7 @@ def _files_of_folder(ranks: Sequence[FolderEntries]) -> list[FilePart]:
     metadata = whole_file(f"{folder}/{DCP_METADATA}", [Item(0, parts)])
     found = [whole_file(f"{folder}/{files[-1]}", items), metadata] if items else [metadata]
     if sum(len(own.chunks) for own in ranks) >= MIN_INDEXED:
-        last = b"".join(parts[-2:])[-METADATA_TAIL:].hex()
+        last = b"".join(parts[-8:])[-METADATA_TAIL:].hex()
         index = index_bytes(tensors, values, list(aliases.items()), files, (metadata.size, last))
         found.append(whole_file(f"{folder}/{INDEX_FILE}", [Item(0, (index,))]))
     return found
@@ -350,7 +345,7 @@ def _add_item(items: list[Item], contents: tuple[Content, ...], path: StatePath)
     end = items[-1].stop if items else 0
     padding = bytes(-end % ENTRY_ALIGNMENT)
     # The name is without the key of the state dict: lm_head.weight, state.lm_head.weight.exp_avg.
-    items.append(Item(end, (padding, *contents), name=flat_name(path[1:])))
+    items.append(Item(end, (padding, *contents), name=entry_name(path[1:])))
     return end + len(padding)
 
 

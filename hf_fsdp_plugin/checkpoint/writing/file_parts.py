@@ -1,15 +1,22 @@
-"""The parts of files that one rank writes: their description before anything is written, and the writer.
+"""The parts of files that one rank writes: their description, the memory in which they are assembled, and the writer.
 
 A part is either written directly from the tensors, window by window, or copied as a whole to a staging buffer and
 written from the buffer during training. Both use :func:`copy_window`. Writes bypass the page cache if the file system
 supports that; each range is hashed while it is written.
+
+Page faults in new memory take ten times as long as the copy from the model. Therefore a thread with low priority
+prefaults the staging buffers during training, and later saves reuse them.
 """
 
 from __future__ import annotations
 
+import ctypes
 import itertools
+import mmap
+import os
+import threading
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,7 +24,6 @@ import torch
 
 from hf_fsdp_plugin.checkpoint.formats.manifest import MAX_RANGE, FileRange, FileRecord
 from hf_fsdp_plugin.checkpoint.io import PAGE, OutputFile, hash_bytes, round_up
-from hf_fsdp_plugin.checkpoint.writing.buffers import allocate_aligned, piece_sizes, unpin
 from hf_fsdp_plugin.devices import DEVICES, available_device
 from hf_fsdp_plugin.messages import progress_bar
 
@@ -130,6 +136,90 @@ def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().reshape(-1).contiguous().view(torch.uint8)
 
 
+_MADV_HUGEPAGE, _MADV_POPULATE_WRITE = 14, 23  # Linux 2.6.38 and 5.14; if madvise fails, pages are zeroed instead
+_STEP = 64 << 20
+PIECE = 256 << 20
+"""Bytes that are pinned at a time. Kernels of the rank cannot be launched meanwhile.
+
+A copy from or to an accelerator must not cross from one piece to the next: CUDA refuses a range of two registrations.
+"""
+
+
+def allocate_aligned(size: int, *, pinned: bool = False) -> torch.Tensor:
+    """Allocate ``size`` bytes of page-aligned memory as a uint8 tensor, pinned for copies from an accelerator."""
+    # Shared memory, although its pages are small: after a fork, a write to private memory would move it to other pages,
+    # while the accelerator still copies to the pinned ones.
+    memory = mmap.mmap(-1, round_up(max(size, 1)))
+    tensor = torch.frombuffer(memory, dtype=torch.uint8)
+    _advise(tensor.data_ptr(), tensor.numel(), _MADV_HUGEPAGE)
+    if pinned:
+        # Prefaulted first, because the driver holds a lock of all its calls while it pins, and would allocate the pages
+        # under it. torch's pool of pinned memory is not used, because it rounds sizes up to powers of two.
+        allocate_pages(tensor)
+        if not _pin(tensor) and (allocated := _allocate_pinned(tensor.numel())) is not None:
+            return allocated
+    return tensor
+
+
+def _allocate_pinned(size: int) -> torch.Tensor | None:
+    """Allocate page-aligned memory in torch's pool, for devices that cannot pin other memory; ``None`` if it fails."""
+    try:
+        memory = torch.empty(size + PAGE, dtype=torch.uint8, pin_memory=True, device="cpu")
+    except RuntimeError:  # the system limits locked memory
+        return None
+    start = -memory.data_ptr() % PAGE
+    return memory[start : start + size]
+
+
+def _pin(memory: torch.Tensor) -> bool:
+    """Pin memory piece by piece. Returns whether all of it is pinned, or else none of it is."""
+    pinned: list[torch.Tensor] = []
+    for piece in memory.split(PIECE):
+        if not available_device().pin(piece):
+            for before in pinned:
+                available_device().unpin(before)
+            return False
+        pinned.append(piece)
+    return True
+
+
+def unpin(memory: torch.Tensor) -> None:
+    """Unpin memory of :func:`allocate_aligned`, before the last reference to it is deleted and it is unmapped."""
+    for piece in memory.split(PIECE):
+        if piece.is_pinned():
+            available_device().unpin(piece)
+
+
+def piece_sizes(into: torch.Tensor) -> list[int]:
+    """Return the sizes of the parts of a slice of memory of :func:`allocate_aligned` that each are in one piece."""
+    first = min(PIECE - int(into.storage_offset()) % PIECE, into.numel())
+    rest = into.numel() - first
+    return [first, *[PIECE] * (rest // PIECE), *([rest % PIECE] if rest % PIECE else [])]
+
+
+def allocate_pages(memory: torch.Tensor) -> None:
+    """Allocate all pages of ``memory``, in steps of 64 MiB so that waiting threads can run between them."""
+    for start in range(0, memory.numel(), _STEP):
+        part = memory[start : start + _STEP]
+        if not _advise(part.data_ptr(), part.numel(), _MADV_POPULATE_WRITE):
+            part[::PAGE].zero_()
+
+
+def _advise(address: int, size: int, advice: int) -> bool:
+    madvise = ctypes.CDLL(None).madvise  # ctypes releases the GIL during the call; mmap.madvise does not
+    return madvise(ctypes.c_void_p(address), ctypes.c_size_t(size), ctypes.c_int(advice)) == 0
+
+
+def lower_thread_priority() -> None:
+    """Give the calling thread (on Linux, only this thread) the lowest priority, so that it uses only idle cores."""
+    _set_thread_priority(threading.current_thread(), 19)
+
+
+def _set_thread_priority(thread: threading.Thread, nice: int) -> None:
+    with suppress(OSError, AttributeError):  # only root may raise a priority
+        os.setpriority(os.PRIO_PROCESS, thread.native_id or 0, nice)
+
+
 def copy_window(window: Window, memory: torch.Tensor) -> None:
     """Copy the bytes of a window to memory that begins with its first page.
 
@@ -198,7 +288,7 @@ class PartWriter:
     """Writes file parts to a folder, and keeps its memory for later parts."""
 
     def __init__(self) -> None:
-        self._memory: dict[bool, list[torch.Tensor]] = {}  # key: whether the memory is pinned
+        self._buffers = StagingBuffers()
 
     def write(self, root: Path, parts: Sequence[FilePart]) -> list[FileRecord]:
         """Write parts directly from their tensors, through windows of memory."""
@@ -217,18 +307,15 @@ class PartWriter:
 
     def close(self) -> None:
         """Free the memory."""
-        for memory in (memory for memories in self._memory.values() for memory in memories):
-            unpin(memory)
-        self._memory.clear()
+        self._buffers.close()
 
     def _filled(self, part: FilePart, *, pinned: bool) -> Generator[_Filled]:
         """Yield windows that contain the bytes of the file. The memory is reused after the next one.
 
         From an accelerator, the next window is copied while the caller writes this one.
         """
-        if pinned not in self._memory:
-            self._memory[pinned] = [allocate_aligned(WINDOW, pinned=pinned) for _ in range(1 + pinned)]
-        memories = itertools.cycle(self._memory[pinned])
+        numbers = (1, 2) if pinned else (0,)
+        memories = itertools.cycle([self._buffers.take(number, WINDOW, pinned=pinned) for number in numbers])
         copied: list[tuple[Callable[[], None], _Filled]] = []
         try:
             for window, memory in zip(part.windows, memories, strict=False):
@@ -281,3 +368,61 @@ def _write_window(file: OutputFile, window: Window, view: memoryview, *, shared:
         cuts = {start, min(round_up(start), stop), max(stop // PAGE * PAGE, start), stop}
     for low, high in itertools.pairwise(sorted(cuts)):
         file.write(view[low - window.origin : high - window.origin], low)
+
+
+class StagingBuffers:
+    """Numbered buffers that are used again, such as for the copies of this rank's shards while training continues."""
+
+    def __init__(self) -> None:
+        self._memory: dict[int, torch.Tensor] = {}
+        self._preparing: dict[int, threading.Thread] = {}
+
+    def prepare(self, sizes: Sequence[int], *, pinned: bool) -> None:
+        """Start to allocate buffers of these sizes (bytes) in the background. Not collective."""
+        device = available_device()
+        index = device.current_index() if pinned else 0
+
+        def work(number: int, size: int) -> None:
+            lower_thread_priority()
+            if pinned:  # A new thread starts on device 0, and pinning would create a context there.
+                device.set_current(index)
+            self._allocate(number, size, pinned=pinned)
+            if not pinned:
+                allocate_pages(self._memory[number])
+
+        for number, size in enumerate(sizes):
+            if number not in self._preparing and not self._has(number, size):
+                thread = threading.Thread(target=work, args=(number, size), name="hf-fsdp-buffer", daemon=True)
+                self._preparing[number] = thread
+                thread.start()
+
+    def take(self, number: int, size: int, *, pinned: bool) -> torch.Tensor:
+        """Wait for buffer ``number``, and return at least ``size`` bytes of memory."""
+        self._finish_preparing(number)
+        if not self._has(number, size):
+            self._allocate(number, size, pinned=pinned)
+        return self._memory[number]
+
+    def close(self) -> None:
+        """Free all buffers."""
+        for number in [*self._preparing]:
+            self._finish_preparing(number)
+        for memory in self._memory.values():
+            unpin(memory)
+        self._memory.clear()
+
+    def _has(self, number: int, size: int) -> bool:
+        return number in self._memory and self._memory[number].numel() >= size
+
+    def _allocate(self, number: int, size: int, *, pinned: bool) -> None:
+        """Free the old buffer, then allocate the new one."""
+        if number in self._memory:
+            unpin(self._memory.pop(number))
+        self._memory[number] = allocate_aligned(size, pinned=pinned)
+
+    def _finish_preparing(self, number: int) -> None:
+        thread = self._preparing.pop(number, None)
+        if thread is not None:
+            if thread.is_alive():
+                _set_thread_priority(thread, 0)
+            thread.join()

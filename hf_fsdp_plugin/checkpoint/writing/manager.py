@@ -29,11 +29,9 @@ from hf_fsdp_plugin.backends.ranks.agreement import on_all_ranks
 from hf_fsdp_plugin.backends.sharding.forwards import send_buffers
 from hf_fsdp_plugin.checkpoint.errors import os_errors_as_problems
 from hf_fsdp_plugin.checkpoint.formats.manifest import FileRecord, Manifest
-from hf_fsdp_plugin.checkpoint.shards import ModelShards, model_shards, optimizer_shards, trainable_shards
-from hf_fsdp_plugin.checkpoint.writing import state_files
-from hf_fsdp_plugin.checkpoint.writing.buffers import StagingBuffers, lower_thread_priority
-from hf_fsdp_plugin.checkpoint.writing.dcp_files import FolderEntries, final_files
-from hf_fsdp_plugin.checkpoint.writing.file_parts import FilePart, PartWriter, copy_parts, on_accelerator
+from hf_fsdp_plugin.checkpoint.shards import ModelShards, model_shards, optimizer_shards
+from hf_fsdp_plugin.checkpoint.writing import file_parts, state_files
+from hf_fsdp_plugin.checkpoint.writing.dcp_files import FolderEntries, StateFiles, final_files
 from hf_fsdp_plugin.checkpoint.writing.staging import RankRecord, StagingFolder
 from hf_fsdp_plugin.problems import CheckpointError, Problem
 from hf_fsdp_plugin.spec.fsdp_spec import StateDictKind
@@ -57,18 +55,19 @@ class CheckpointManager:
 
     Attributes:
         writer: writes this rank's part of each file.
+        buffers: the memory of asynchronous saves, which all of them use again.
         save_in_flight: the save that is being written in the background.
     """
 
     def __init__(self, in_flight_file: Callable[[], Path | None] = lambda: None) -> None:
         """``in_flight_file`` returns the path of a file that exists while a save is in flight; ``None`` for none."""
         self._in_flight_file = in_flight_file
-        self.writer = PartWriter()
+        self.writer = file_parts.PartWriter()
         self.save_in_flight: Save | None = None
         self._kinds: WeakKeyDictionary[nn.Module, set[StateDictKind]] = WeakKeyDictionary()
         self._asynchronous: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
         self._open: Save | None = None
-        self._buffers = StagingBuffers()  # reused by all saves
+        self.buffers = file_parts.StagingBuffers()
         self._hooks = ExitStack()  # of the save in flight
         self._group: dist.ProcessGroup | None = None
 
@@ -91,7 +90,7 @@ class CheckpointManager:
             after: rank 0 calls it after the commit.
         """
         self.wait()  # for the save in flight
-        save = Save(final.absolute(), asynchronous=asynchronous, into=into, writer=self.writer, buffers=self._buffers)
+        save = Save(final.absolute(), self, asynchronous=asynchronous, into=into)
         save.staging.create()  # rank 0 creates an empty folder beside the checkpoint, and all ranks see it
         outer, self._open = self._open, save  # another save may be opened and finished in the block
         try:
@@ -133,7 +132,7 @@ class CheckpointManager:
                 self.save_in_flight.join_at_exit()
         finally:
             self._retire()
-            self._buffers.close()
+            self.buffers.close()
             self.writer.close()
             if self._group is not None and dist.is_initialized():
                 dist.destroy_process_group(self._group)
@@ -152,9 +151,7 @@ class CheckpointManager:
         """Write a model's state to ``folder`` as a part of its open save, or immediately if there is none."""
         send_buffers(model)  # a resumed run has rank 0's buffers on all ranks, and so has the run that continues
         with on_all_ranks("reading the layout of the model"):
-            shards = model_shards(model)
-            if adapter_only:
-                shards = trainable_shards(shards)
+            shards = model_shards(model, only_trained=adapter_only)
             files = state_files.model_files(shards, kind, index, max_shard_size=max_shard_size)
         self._write(folder, files)
         if (save := self.open_save(folder)) is not None:
@@ -199,10 +196,10 @@ class CheckpointManager:
         """
         files = [state_files.model_files(model_shards(model), kind) for model in models]
         files += [state_files.optimizer_files(optimizer_shards(model, optimizer)) for model, optimizer in optimizers]
-        pinned = any(on_accelerator(state.parts) for state in files)
-        self._buffers.prepare([sum(part.span for part in state.parts) for state in files], pinned=pinned)
+        pinned = any(file_parts.on_accelerator(state.parts) for state in files)
+        self.buffers.prepare([sum(part.span for part in state.parts) for state in files], pinned=pinned)
 
-    def _write(self, folder: Path, files: state_files.StateFiles) -> None:
+    def _write(self, folder: Path, files: StateFiles) -> None:
         if (save := self.open_save(folder)) is not None:
             save.write(files.parts, files.entries)
             return
@@ -263,33 +260,31 @@ class Save:
         world_size: number of ranks that write.
     """
 
-    def __init__(
-        self, final: Path, *, asynchronous: bool, into: bool, writer: PartWriter, buffers: StagingBuffers
-    ) -> None:
+    def __init__(self, final: Path, manager: CheckpointManager, *, asynchronous: bool, into: bool) -> None:
         self.staging = StagingFolder(final, into=into)
         self.final, self.folder = self.staging.final, self.staging.folder
         self.models: set[int] = set()
         self.asynchronous = asynchronous
-        self._writer, self._buffers = writer, buffers
+        self._writer, self._buffers = manager.writer, manager.buffers
         # Stored, because a save may outlive the process group.
         self._rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self._records: list[FileRecord] = []
         self._entries: list[FolderEntries] = []
-        self._staged: list[tuple[list[FilePart], torch.Tensor, Callable[[], None]]] = []
+        self._staged: list[tuple[list[file_parts.FilePart], torch.Tensor, Callable[[], None]]] = []
         self._thread: threading.Thread | None = None
         self._record_written = False
         self._abandoned = threading.Event()
         self._error: Exception | None = None
 
-    def write(self, parts: Sequence[FilePart], entries: Sequence[FolderEntries] = ()) -> None:
+    def write(self, parts: Sequence[file_parts.FilePart], entries: Sequence[FolderEntries] = ()) -> None:
         """Write this rank's parts. An asynchronous save copies them now and writes them later."""
         parts = list(parts)
         with on_all_ranks(f"writing {self.final}"), os_errors_as_problems(self.final):
             self._entries += entries
             if self.asynchronous:
                 size = sum(part.span for part in parts)
-                memory = self._buffers.take(len(self._staged), size, pinned=on_accelerator(parts))
-                self._staged.append((parts, memory, copy_parts(parts, memory)))
+                memory = self._buffers.take(len(self._staged), size, pinned=file_parts.on_accelerator(parts))
+                self._staged.append((parts, memory, file_parts.copy_parts(parts, memory)))
             else:
                 self._records += self._writer.write(self.folder, parts)
 
@@ -307,7 +302,7 @@ class Save:
 
     def _run(self, manifest: Manifest, after: Callable[[], None] | None) -> None:
         """Body of the background thread. Uses no collectives and no tensors of the model."""
-        lower_thread_priority()
+        file_parts.lower_thread_priority()
         try:
             with os_errors_as_problems(self.final):
                 for parts, memory, wait_for_copies in self._staged:

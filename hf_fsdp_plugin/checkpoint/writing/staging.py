@@ -33,7 +33,7 @@ from hf_fsdp_plugin.backends.ranks.agreement import on_all_ranks
 from hf_fsdp_plugin.checkpoint import folders
 from hf_fsdp_plugin.checkpoint.errors import os_errors_as_problems
 from hf_fsdp_plugin.checkpoint.formats import manifest as manifests
-from hf_fsdp_plugin.checkpoint.io import sync, write_bytes, write_text
+from hf_fsdp_plugin.checkpoint.io import sync, write_atomically
 from hf_fsdp_plugin.checkpoint.names import SAVING, accelerate_rng_file, hidden_path, trainer_rng_file
 from hf_fsdp_plugin.checkpoint.writing.dcp_files import FolderEntries, SmallEntry, final_files
 from hf_fsdp_plugin.checkpoint.writing.file_parts import PartWriter
@@ -145,7 +145,7 @@ class StagingFolder:
         """Write the record of a rank, with the files that only this rank has written for the Trainer or Accelerate."""
         own = [name for name in (trainer_rng_file(rank), accelerate_rng_file(rank)) if (self.folder / name).is_file()]
         record = replace(record, files=(*record.files, *(self._synced(name) for name in own)))
-        write_bytes(self._record_path(rank), record_bytes(record))
+        write_atomically(self._record_path(rank), record_bytes(record))
 
     def _synced(self, relative: str) -> manifests.FileRecord:
         sync(self.folder / relative)
@@ -156,7 +156,7 @@ class StagingFolder:
 
     def write_failure(self, rank: int, text: str) -> None:
         """Write the error of a rank instead of its record. If this fails too, rank 0 stops waiting at the next poll."""
-        write_text(self._records / f"rank{rank}.failed", text)
+        write_atomically(self._records / f"rank{rank}.failed", text)
 
     def read_failures(self) -> dict[int, str]:
         """Return the errors that ranks have written, by rank.

@@ -20,7 +20,6 @@ import datetime
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any, Final
 
@@ -33,16 +32,9 @@ from hf_fsdp_plugin.checkpoint import names as file_names
 from hf_fsdp_plugin.checkpoint.formats.boxes import relative_slices, row_major, whole_box
 from hf_fsdp_plugin.checkpoint.formats.manifest import Manifest
 from hf_fsdp_plugin.checkpoint.formats.safetensors import index_text, plan_files
-from hf_fsdp_plugin.checkpoint.shards import (
-    LocalShard,
-    ModelShards,
-    OptimizerShards,
-    model_shards,
-    shards_to_write,
-    trainable_shards,
-)
-from hf_fsdp_plugin.checkpoint.writing.dcp_files import FolderEntries, StatePath, rank_file
-from hf_fsdp_plugin.checkpoint.writing.file_parts import FilePart, Item, shared_file, whole_file
+from hf_fsdp_plugin.checkpoint.shards import LocalShard, ModelShards, OptimizerShards, model_shards, shards_to_write
+from hf_fsdp_plugin.checkpoint.writing.dcp_files import StateFiles, StatePath, rank_file
+from hf_fsdp_plugin.checkpoint.writing.file_parts import Item, shared_file, whole_file
 from hf_fsdp_plugin.messages import print_once
 from hf_fsdp_plugin.problems import Problem
 from hf_fsdp_plugin.spec.fsdp_spec import StateDictKind
@@ -50,14 +42,6 @@ from hf_fsdp_plugin.version import __version__
 
 MAX_SHARD_SIZE = 50 * 10**9
 """Maximum number of bytes of tensors in one safetensors file; the default of Transformers 5."""
-
-
-@dataclass(frozen=True, slots=True)
-class StateFiles:
-    """This rank's part of a model's or an optimizer's files, and the entries that rank 0 lists in ``.metadata``."""
-
-    parts: list[FilePart]
-    entries: tuple[FolderEntries, ...] = ()
 
 
 def whole_files(shards: ModelShards, stem: str, *, max_shard_size: int = MAX_SHARD_SIZE) -> StateFiles:
@@ -100,8 +84,7 @@ def model_files(
         return whole_files(shards, stem, max_shard_size=max_shard_size)
     tensors = [(("model", shard.name), shard) for shard in shards.tensors]
     aliases = [(("model", alias), ("model", name)) for alias, name in shards.aliases.items()]
-    part, entries = rank_file(file_names.numbered_name(file_names.FSDP_MODEL, index), tensors, {}, aliases)
-    return StateFiles([part], (entries,))
+    return rank_file(file_names.numbered_name(file_names.FSDP_MODEL, index), tensors, {}, aliases)
 
 
 def optimizer_files(shards: OptimizerShards, index: int = 0) -> StateFiles:
@@ -118,8 +101,7 @@ def optimizer_files(shards: OptimizerShards, index: int = 0) -> StateFiles:
     if dist.get_rank() == 0:  # one entry per hyperparameter, because torch flattens a state dict to its leaves
         for number, group in enumerate(shards.groups):
             values |= {("optimizer", "param_groups", number, key): value for key, value in group.items()}
-    part, entries = rank_file(file_names.numbered_name(file_names.OPTIMIZER, index), tensors, values, [])
-    return StateFiles([part], (entries,))
+    return rank_file(file_names.numbered_name(file_names.OPTIMIZER, index), tensors, values, [])
 
 
 def manifest_of(
@@ -139,7 +121,7 @@ def manifest_of(
     """
     plan = plan_of(model)
     assert plan is not None, "models without a plan are saved by Accelerate"
-    shards = trainable_shards(model_shards(model)) if adapter_only else model_shards(model)
+    shards = model_shards(model, only_trained=adapter_only)
     parameters = {shard.name: (shard.dtype_name, shard.shape) for shard in shards.tensors}
     parameters |= {alias: parameters[name] for alias, name in shards.aliases.items()}
     versions = {name: version(name) for name in ("torch", "transformers", "accelerate")}
@@ -155,7 +137,7 @@ def manifest_of(
         versions={"hf_fsdp_plugin": __version__, **versions},
         settings={name: value for name, value in plan.settings() if not name.startswith("launch.")},
         parameters=parameters,
-        ties=shards.ties,
+        ties=tuple(tuple(group) for group in shards.names().values() if len(group) > 1),
         files=(),
         batch=batch,
         run=run or {},

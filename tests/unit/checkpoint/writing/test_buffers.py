@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from hf_fsdp_plugin.checkpoint.writing import buffers
-from hf_fsdp_plugin.checkpoint.writing.buffers import StagingBuffers
-from hf_fsdp_plugin.checkpoint.writing.file_parts import Item, copy_parts, whole_file
+from hf_fsdp_plugin.checkpoint.writing import file_parts
+from hf_fsdp_plugin.checkpoint.writing.file_parts import Item, StagingBuffers, copy_parts, whole_file
 from hf_fsdp_plugin.devices import Device
 
 SIZE = 1 << 20
@@ -53,14 +52,14 @@ class RecordingDevice(Device):
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> RecordingDevice:
     device = RecordingDevice(type="cuda", collectives="nccl")
-    prefault = buffers.allocate_pages
+    prefault = file_parts.allocate_pages
 
     def recorded(memory: torch.Tensor) -> None:
         prefault(memory)
-        device.prefaulted.update(piece.data_ptr() for piece in memory.split(buffers.PIECE))
+        device.prefaulted.update(piece.data_ptr() for piece in memory.split(file_parts.PIECE))
 
-    monkeypatch.setattr(buffers, "available_device", lambda: device)
-    monkeypatch.setattr(buffers, "allocate_pages", recorded)
+    monkeypatch.setattr(file_parts, "available_device", lambda: device)
+    monkeypatch.setattr(file_parts, "allocate_pages", recorded)
     monkeypatch.setattr(torch.Tensor, "is_pinned", lambda memory: memory.data_ptr() in device.pinned)
     return device
 
@@ -87,29 +86,29 @@ def test_buffers_are_pinned_on_the_device_of_the_rank(device: RecordingDevice) -
 
 def test_memory_is_pinned_in_pieces(device: RecordingDevice, monkeypatch: pytest.MonkeyPatch) -> None:
     """The driver's lock is held for one piece at a time."""
-    monkeypatch.setattr(buffers, "PIECE", 1 << 18)
-    memory = buffers.allocate_aligned(SIZE + 4096, pinned=True)
+    monkeypatch.setattr(file_parts, "PIECE", 1 << 18)
+    memory = file_parts.allocate_aligned(SIZE + 4096, pinned=True)
     assert {pointer - memory.data_ptr() for pointer in device.pinned} == set(range(0, SIZE + 1, 1 << 18))
-    buffers.unpin(memory)
+    file_parts.unpin(memory)
     assert device.pinned == set()
 
 
 def test_memory_is_pinned_completely_or_not_at_all(device: RecordingDevice, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(buffers, "PIECE", 1 << 18)
-    monkeypatch.setattr(buffers, "_allocate_pinned", lambda size: None)
+    monkeypatch.setattr(file_parts, "PIECE", 1 << 18)
+    monkeypatch.setattr(file_parts, "_allocate_pinned", lambda size: None)
     pin = RecordingDevice.pin
     monkeypatch.setattr(RecordingDevice, "pin", lambda self, memory: len(self.pinned) < 2 and pin(self, memory))
-    memory = buffers.allocate_aligned(SIZE, pinned=True)
+    memory = file_parts.allocate_aligned(SIZE, pinned=True)
     assert memory.numel() == SIZE and device.pinned == set()
     assert [name for name, *_ in device.calls] == ["pin", "pin", "unpin", "unpin"]
 
 
 def test_copies_do_not_cross_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(buffers, "PIECE", 1 << 16)
+    monkeypatch.setattr(file_parts, "PIECE", 1 << 16)
     content = torch.arange(60_000, dtype=torch.int32)
     first = Item(0, (bytes(100), b"head", content))
     part = whole_file("a", [first, Item(first.stop, (bytes(300_000 - first.stop), content[:10_000]))])
-    memory = buffers.allocate_aligned(part.span)
+    memory = file_parts.allocate_aligned(part.span)
     copies: list[tuple[int, int]] = []
     copy = torch.Tensor.copy_
 
