@@ -28,7 +28,7 @@ from hf_fsdp_plugin.backends.ranks.cluster import ranks_per_machine
 from hf_fsdp_plugin.backends.ranks.collective_entry import collective_call, load_failures, preparation_limit
 from hf_fsdp_plugin.checkpoint.checking.inspection import first_complete, numbered_checkpoints, why_incomplete
 from hf_fsdp_plugin.checkpoint.folders import check_visible, recover_interrupted_commit, recover_run
-from hf_fsdp_plugin.checkpoint.formats.manifest import Manifest, read_manifest
+from hf_fsdp_plugin.checkpoint.formats.manifest import Manifest, read_manifest, readable_manifest
 from hf_fsdp_plugin.checkpoint.reading.states import check_states
 from hf_fsdp_plugin.hangs.call_record import record
 from hf_fsdp_plugin.hangs.rank_files import RankFiles
@@ -261,7 +261,7 @@ def _last_saved(folder: Path, prefix: str, *, this_run: bool, training: int | No
     for path in folder.iterdir():
         if path.name.startswith(".") or not path.name.startswith(prefix) or not path.is_dir():
             continue
-        manifest = _read(path)
+        manifest = readable_manifest(path)
         if manifest is not None and (not this_run or _is_of_this_run(manifest, training)):
             number = re.search(r"(\d+)$", path.name)
             order = (manifest.created, int(number[1]) if number is not None else -1, path)
@@ -300,7 +300,7 @@ def continue_run(path: Path) -> dict[str, Any]:
         return {}
 
     def read() -> tuple[int, dict[str, Any]]:
-        manifest = _read(path)
+        manifest = readable_manifest(path)
         if manifest is None or not _is_of_this_run(manifest, None):
             return 0, {}
         return _run_steps(manifest), manifest.batch
@@ -310,13 +310,6 @@ def continue_run(path: Path) -> dict[str, Any]:
         record.resume_at(steps)
     session.first_samples_per_step = batch.get("first_samples_per_step", batch.get("samples_per_step"))
     return batch
-
-
-def _read(path: Path) -> Manifest | None:
-    """Return the manifest of a checkpoint; ``None`` if it is missing or damaged."""
-    with suppress(CheckpointError):
-        return read_manifest(path)
-    return None
 
 
 def _is_of_this_run(manifest: Manifest, training: int | None) -> bool:
