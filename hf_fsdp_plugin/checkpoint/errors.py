@@ -100,11 +100,8 @@ def missing_problem(relative: str, place: Path | str) -> Problem:
 _FREE_SPACE = "FSDP-E401", "Free space on this disk, or keep fewer checkpoints (save_total_limit)."
 _NO_PERMISSION = "FSDP-E402", "Save to a folder with write permission."
 _DISK_PROBLEMS = {
-    errno.ENOSPC: _FREE_SPACE,
-    errno.EDQUOT: _FREE_SPACE,
-    errno.EROFS: _NO_PERMISSION,
-    errno.EACCES: _NO_PERMISSION,
-    errno.EPERM: _NO_PERMISSION,
+    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), _FREE_SPACE),
+    **dict.fromkeys((errno.EROFS, errno.EACCES, errno.EPERM), _NO_PERMISSION),
     errno.ENOTDIR: ("FSDP-E403", "Save to a folder."),
 }
 _OTHER = "FSDP-E404", "Check the disk, or save to another one."

@@ -76,9 +76,8 @@ def remove_checkpoint(checkpoint: Path) -> None:
     """
     for copy in file_names.merged_copies(checkpoint):
         shutil.rmtree(copy, ignore_errors=True)
-    removed = file_names.hidden_path(
-        checkpoint.with_name(checkpoint.name.removeprefix(".")), f".removed{file_names.SAVING}"
-    )
+    visible = checkpoint.with_name(checkpoint.name.removeprefix("."))
+    removed = file_names.hidden_path(visible, f".removed{file_names.SAVING}")
     shutil.rmtree(removed, ignore_errors=True)
     checkpoint.rename(removed)
     shutil.rmtree(removed, ignore_errors=True)

@@ -338,9 +338,8 @@ def parse_json(text: str | bytes, *, only_finite: bool = False) -> Any:
         ValueError: it is not valid, or an object has a key twice.
         RecursionError: it is nested too deeply.
     """
-    return json.loads(
-        text, object_pairs_hook=without_duplicates, parse_constant=_refuse_constant if only_finite else None
-    )
+    constant = _refuse_constant if only_finite else None
+    return json.loads(text, object_pairs_hook=without_duplicates, parse_constant=constant)
 
 
 def object_in(path: Path) -> dict[str, Any]:

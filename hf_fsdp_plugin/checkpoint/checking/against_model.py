@@ -199,9 +199,8 @@ def read_model_headers(files: Iterable[str]) -> dict[str, ModelTensor]:
             else:
                 _check_other_file(path)
         except OSError as error:
-            errors.refuse(
-                "FSDP-E472", path, f"cannot be read: {error.strerror}.", "Check its permissions and the disk."
-            )
+            fix = "Check its permissions and the disk."
+            errors.refuse("FSDP-E472", path, f"cannot be read: {error.strerror}.", fix)
     return tensors
 
 

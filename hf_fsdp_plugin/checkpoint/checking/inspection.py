@@ -304,9 +304,8 @@ def summarize(path: Path) -> Summary:
         optimizer = read_stored_optimizer(folder)
     step = object_in(folder / file_names.TRAINER_STATE).get("global_step")
     version = object_in(folder / "config.json").get("transformers_version")
-    files = {
-        file.relative_to(folder).as_posix(): file.stat().st_size for file in sorted(own_files(folder)) if file.exists()
-    }
+    paths = [file for file in sorted(own_files(folder)) if file.exists()]
+    files = {file.relative_to(folder).as_posix(): file.stat().st_size for file in paths}
     stored = {name: (tensor.dtype, tensor.shape) for name, tensor in model.tensors.items()} if model else {}
     parameters = manifest.parameters if manifest else stored
     state = {

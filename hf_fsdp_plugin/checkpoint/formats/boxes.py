@@ -16,20 +16,14 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     import numpy
 
-_RAW = {
-    "bfloat16": "uint16",
-    "float8_e4m3fn": "uint8",
-    "float8_e4m3fnuz": "uint8",
-    "float8_e5m2": "uint8",
-    "float8_e5m2fnuz": "uint8",
-    "float8_e8m0fnu": "uint8",
-}
+_FLOAT8 = "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu"
+_RAW = {"bfloat16": "uint16", **dict.fromkeys(_FLOAT8, "uint8")}
 """Types that numpy does not have -> the unsigned integers of the same size."""
 
 SIZES: Final[Mapping[str, int]] = MappingProxyType({
     "bool": 1, "uint8": 1, "int8": 1, "uint16": 2, "int16": 2, "uint32": 4, "int32": 4, "uint64": 8, "int64": 8,
     "float16": 2, "float32": 4, "float64": 8, "complex64": 8, "complex128": 16,
-    "bfloat16": 2, **{name: 1 for name in _RAW if name.startswith("float8")},
+    "bfloat16": 2, **dict.fromkeys(_FLOAT8, 1),
 })  # fmt: skip
 """Type -> bytes per element."""
 

@@ -360,9 +360,8 @@ class _Machine:
             if isinstance(value, _HASHED):
                 count = _num_visits(value, MAX_TUPLE, _HASHED)
                 if count is None:
-                    raise _Excess(
-                        f"a tuple of more than {MAX_TUPLE:,} values, or {_MAX_DEPTH} tuples inside each other"
-                    )
+                    reason = f"a tuple of more than {MAX_TUPLE:,} values, or {_MAX_DEPTH} tuples inside each other"
+                    raise _Excess(reason)
                 self._count(count)
 
     def _counted(self, value: Any) -> Any:

@@ -165,7 +165,6 @@ def _rank_files(root: Path, stem: str) -> list[str]:
     ranks = {int(match[1]) for path in root.iterdir() if (match := pattern.fullmatch(path.name))}
     missing = [root / f"{stem}_rank{rank}.bin" for rank in range(max(ranks, default=0)) if rank not in ranks]
     message = "is missing, although files of higher ranks exist."
-    raise_if_any(
-        [problem("FSDP-E457", path, message, COPY_ALL_RANKS) for path in missing[: stored_tensors.MAX_PROBLEMS]]
-    )
+    problems = [problem("FSDP-E457", path, message, COPY_ALL_RANKS) for path in missing]
+    raise_if_any(problems[: stored_tensors.MAX_PROBLEMS])
     return [f"{stem}_rank{rank}.bin" for rank in sorted(ranks)]

@@ -94,9 +94,8 @@ def plan_transfers(stored: StoredTensor, pieces: Iterable[Piece]) -> Iterator[Tr
     dtype = getattr(torch, stored.dtype)
     for piece in pieces:
         for source, common, offset in stored.parts_of(piece.box):
-            yield Transfer(
-                source.file, offset, source.strides, dtype, piece.tensor[boxes.relative_slices(common, piece.box)]
-            )
+            into = piece.tensor[boxes.relative_slices(common, piece.box)]
+            yield Transfer(source.file, offset, source.strides, dtype, into)
 
 
 @torch.no_grad()

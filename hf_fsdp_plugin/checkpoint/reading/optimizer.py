@@ -7,6 +7,7 @@ optimizer's current state, if it has one, so that no rank holds the state twice.
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -97,11 +98,11 @@ class _StateLoader:
             # Under FSDP1, a parameter with an empty shard on this rank gets no gradient here, and so has no state.
             if entry and (parameter.numel() or isinstance(parameter, DTensor)):
                 state[index] = entry
-        param_groups: list[dict[str, Any]] = []
-        for own, saved in zip(self._optimizer.param_groups, self._saved_groups, strict=True):
-            start = sum(len(group["params"]) for group in param_groups)
-            numbers = list(range(start, start + len(own["params"])))
-            param_groups.append({**own, **self._hyperparameters(own, saved), "params": numbers})
+        numbers = itertools.count()
+        param_groups = [
+            {**own, **self._hyperparameters(own, saved), "params": [next(numbers) for _ in own["params"]]}
+            for own, saved in zip(self._optimizer.param_groups, self._saved_groups, strict=True)
+        ]
         loading.execute_transfers(files, self._transfers)
         _move_scalars(self._optimizer, state)
         self._optimizer.load_state_dict({"state": state, "param_groups": param_groups})
@@ -146,12 +147,9 @@ class _StateLoader:
                 if is_tensor and not any_shape and stored_tensors.state_layout(key, value.shape, own.shape) == "other":
                     unsupported.append(f"{key} of {own.name} {list(value.shape)}, parameter {list(own.shape)}")
             ranges = {elements for *_, elements in map(stored_tensors.split_key, entry) if elements is not None}
-            if (
-                ranges
-                and own.pieces
-                and (own.start is not None or stored_tensors.range_of(own.boxes, own.shape) not in ranges)
-            ):
-                other_shards.append(own.name)
+            if ranges and own.pieces:
+                held = stored_tensors.range_of(own.boxes, own.shape) if own.start is None else None
+                other_shards += [own.name] if held not in ranges else []
         problems = []
         if unsupported:
             message = f"has optimizer state that cannot be sharded like its parameters: {format_names(unsupported)}."
@@ -227,9 +225,8 @@ class _StateLoader:
             inner = getattr(local_tensor(entry[key]), attribute, None) if key in entry else None
             if inner is None or tuple(inner.shape) != stored.shape:
                 fix = "Create the optimizer with the settings of the run that was saved (block_size)."
-                refuse(
-                    "FSDP-E426", self._root, f"has quantized optimizer state that differs in {key}.{attribute}.", fix
-                )
+                message = f"has quantized optimizer state that differs in {key}.{attribute}."
+                refuse("FSDP-E426", self._root, message, fix)
             self._fill(inner, stored)
 
     def _hyperparameters(self, own: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
@@ -271,10 +268,8 @@ def _like_shard(
     shard = local_tensor(parameter).detach()
     if isinstance(held, torch.Tensor) and isinstance(held, DTensor) == isinstance(parameter, DTensor):
         local = local_tensor(held).detach()
-        is_same = (local.shape, local.stride(), local.device, local.dtype) == (
-            shard.shape, shard.stride(), shard.device, dtype,
-        )  # fmt: skip
-        if type(local) is torch.Tensor and is_same:
+        layout, wanted = (local.shape, local.stride(), local.device), (shard.shape, shard.stride(), shard.device)
+        if type(local) is torch.Tensor and layout == wanted and local.dtype == dtype:
             return (local.zero_() if padded else local), held
     local = (torch.zeros_like if padded else torch.empty_like)(shard, dtype=dtype)
     return local, dtensor_like(local, parameter) if isinstance(parameter, DTensor) else local

@@ -201,7 +201,7 @@ class CheckpointManager:
 
     def _write(self, folder: Path, files: StateFiles) -> None:
         if (save := self.open_save(folder)) is not None:
-            save.write(files.parts, files.entries)
+            save.write(files)
             return
         with on_all_ranks(f"writing {folder}"):
             folder.mkdir(parents=True, exist_ok=True)
@@ -276,17 +276,16 @@ class Save:
         self._abandoned = threading.Event()
         self._error: Exception | None = None
 
-    def write(self, parts: Sequence[file_parts.FilePart], entries: Sequence[FolderEntries] = ()) -> None:
+    def write(self, files: StateFiles) -> None:
         """Write this rank's parts. An asynchronous save copies them now and writes them later."""
-        parts = list(parts)
         with on_all_ranks(f"writing {self.final}"), os_errors_as_problems(self.final):
-            self._entries += entries
+            self._entries += files.entries
             if self.asynchronous:
-                size = sum(part.span for part in parts)
-                memory = self._buffers.take(len(self._staged), size, pinned=file_parts.on_accelerator(parts))
-                self._staged.append((parts, memory, file_parts.copy_parts(parts, memory)))
+                size = sum(part.span for part in files.parts)
+                memory = self._buffers.take(len(self._staged), size, pinned=file_parts.on_accelerator(files.parts))
+                self._staged.append((files.parts, memory, file_parts.copy_parts(files.parts, memory)))
             else:
-                self._records += self._writer.write(self.folder, parts)
+                self._records += self._writer.write(self.folder, files.parts)
 
     def finish(self, manifest: Manifest, after: Callable[[], None] | None) -> None:
         """Write the record of this rank. Rank 0 then commits the checkpoint and calls ``after``."""
