@@ -77,12 +77,8 @@ def _differences(stored: StoredModel, model: Any, path: Path) -> list[Problem]:
     names, merged = _loaded_names(stored, model)
     # Tensors that Transformers merges or splits when it loads them have different shapes in the files.
     shapes = {names[name]: tensor.shape for name, tensor in stored.tensors.items() if names[name] not in merged}
-    present = set(names.values())
-    tied: dict[int, set[str]] = {}
-    for name, tensor in state.items():
-        tied.setdefault(id(tensor), set()).add(name)
-    missing = [name for name, tensor in state.items() if present.isdisjoint(tied[id(tensor)])]
-    missing = required_names(model, missing)
+    present = {id(state[name]) for name in names.values() if name in state}  # tied names have the same tensor
+    missing = required_names(model, [name for name, tensor in state.items() if id(tensor) not in present])
     unexpected = [name for name in stored.tensors if names[name] not in expected]
     unexpected = _not_matching(unexpected, getattr(model, "_keys_to_ignore_on_load_unexpected", None))
     other = [
