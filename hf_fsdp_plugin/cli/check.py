@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from hf_fsdp_plugin.cli import preflight
 from hf_fsdp_plugin.cli.check_output import Checked, check_sources, plan_of_model, verdict_line
+from hf_fsdp_plugin.cli.main import check_needs, make_parser, whole_number
 from hf_fsdp_plugin.cli.output import OK, PROBLEMS, in_line_order, print_json, print_problems
-from hf_fsdp_plugin.cli.verbs import check_needs, make_parser, whole_number
 from hf_fsdp_plugin.launcher.flags import Parser, UsageError, add_override_flag, add_setting_flags
 from hf_fsdp_plugin.problems import Problem, has_errors
 from hf_fsdp_plugin.sources.interface import MAX_BYTES, ConfigFile, Sources, config_of, read_text
@@ -33,7 +33,6 @@ MAX_WORLD_SIZE = 1 << 20
 
 def add_arguments(parser: Parser) -> None:
     add_config_arguments(parser, several=True)
-    parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else on stdout")
     parser.add_argument("--fix", action="store_true", help="print the config with misspelled keys and values corrected")
     parser.add_argument("--model", metavar="DIR|ID", help="resolve the config against this model")
     parser.add_argument(

@@ -50,12 +50,12 @@ class Checked:
     run: PreflightResult | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """Return the object that ``--json`` prints, without the run."""
+        """Return the object that ``--json`` prints, without the run, for :func:`print_json`."""
         refused = refused_settings(self.spec, self.problems)
         settings = {
-            name: {"value": None, "refused": True, "origin": refused[name].to_json()}
+            name: {"value": None, "refused": True, "origin": refused[name]}
             if name in refused
-            else {"value": setting_to_json(value), "refused": False, "origin": origin.to_json()}
+            else {"value": setting_to_json(value), "refused": False, "origin": origin}
             for name, value, origin in self.spec.settings()
         }
         return {
@@ -63,8 +63,8 @@ class Checked:
             "config": self.config,
             "enabled": self.spec.enabled,
             "settings": settings,
-            "problems": [problem.to_json() for problem in self.problems],
-            "plan": self.plan.to_json() if self.plan is not None else None,
+            "problems": self.problems,
+            "plan": self.plan,
         }
 
     def print_text(self, *blocks: str) -> None:

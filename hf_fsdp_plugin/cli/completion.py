@@ -10,7 +10,7 @@ import shlex
 from collections.abc import Callable, Iterable, Mapping
 from typing import Final
 
-from hf_fsdp_plugin.cli.verbs import VERBS, make_parser
+from hf_fsdp_plugin.cli.main import VERBS, make_parser
 
 HELP = "Print a script that completes the verbs, flags and values of hf-fsdp in bash, zsh or fish."
 EXAMPLES = (

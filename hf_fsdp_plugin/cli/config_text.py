@@ -133,9 +133,9 @@ def script_arguments(micro_batch: int, accumulation: int, sync_each_batch: bool)
     return [*sizes, sync] if sync_each_batch else sizes
 
 
-def new_text(lines: Sequence[SettingLine], header: Iterable[str] = (), *, is_json: bool = False) -> str:
-    """Return the text of a new file, with a comment at its beginning."""
-    texts = list(header)
+def new_text(lines: Sequence[SettingLine], *, is_json: bool = False) -> str:
+    """Return the text of a new file."""
+    texts: list[str] = []
     for section in dict.fromkeys(line.section for line in lines):
         own = [line.text for line in lines if line.section == section]
         texts += [f"{section}:", *(f"  {text}" for text in own)] if section else own

@@ -12,7 +12,7 @@ EXAMPLES = ("hf-fsdp disable", "hf-fsdp disable --json")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else on stdout")
+    """Add no arguments."""
 
 
 def run(args: argparse.Namespace) -> int:
@@ -25,4 +25,4 @@ def run(args: argparse.Namespace) -> int:
             problems.append(cannot_change(file, error))
     removed = ", ".join(map(str, found))
     text = f"disabled: removed {removed}" if found else f"not enabled in {sys.prefix}: nothing to remove"
-    return print_outcome(problems, text, as_json=args.json)
+    return print_outcome(args, text, problems)

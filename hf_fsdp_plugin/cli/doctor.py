@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from hf_fsdp_plugin.cli.enable import check_enabled, find_enabled
-from hf_fsdp_plugin.cli.output import OK, PROBLEMS, print_json
+from hf_fsdp_plugin.cli.output import OK, PROBLEMS, print_result
 from hf_fsdp_plugin.launcher.world import DeviceSearch
 from hf_fsdp_plugin.problems import Problem, has_errors
 from hf_fsdp_plugin.supported import SUPPORTED, unsupported_versions, untested_versions
@@ -44,17 +44,13 @@ _EFFECTS: Final = {"off": "a feature is off", "unobservable": "unobservable in t
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else on stdout")
+    """Add no arguments."""
 
 
 def run(args: argparse.Namespace) -> int:
     """Print the diagnosis. Returns 1 if a version, torch or a needed contract does not hold."""
     found, problems = diagnose()
-    if args.json:
-        listed = [problem.to_json() for problem in problems]
-        print_json({"ok": not has_errors(problems), **found, "problems": listed})
-    else:
-        print(_text(found, problems))
+    print_result(args, {"ok": not has_errors(problems), **found, "problems": problems}, _text(found, problems))
     return PROBLEMS if has_errors(problems) else OK
 
 

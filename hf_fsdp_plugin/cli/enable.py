@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from hf_fsdp_plugin.cli.output import OK, PROBLEMS, print_json, print_problems, write_atomically
+from hf_fsdp_plugin.cli.output import print_result, write_atomically
 from hf_fsdp_plugin.integrations.rank_process import RANK_VARIABLE
-from hf_fsdp_plugin.problems import Problem, has_errors
+from hf_fsdp_plugin.problems import Problem
 from hf_fsdp_plugin.sources.launchers import LAUNCH_VARIABLE
 from hf_fsdp_plugin.version import __version__
 
@@ -79,7 +79,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--user", action="store_true", help="for a package in the user's own site-packages (pip install --user)"
     )
-    parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else on stdout")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -97,19 +96,12 @@ def run(args: argparse.Namespace) -> int:
         file.unlink()
         fix = "Install the package in this environment: pip install hf_fsdp_plugin."
         problems = [_refused(f"a new Python process does not find hf_fsdp_plugin when it reads {file}.", fix)]
-    return print_outcome(problems, f"enabled in {sys.prefix} by {file}", as_json=args.json)
+    return print_outcome(args, f"enabled in {sys.prefix} by {file}", problems)
 
 
-def print_outcome(problems: list[Problem], text: str, *, as_json: bool) -> int:
-    """Print the result of ``enable`` or ``disable``, and return the exit code."""
-    if as_json:
-        listed = [problem.to_json() for problem in problems]
-        print_json({"ok": not has_errors(problems), "enabled": find_enabled().to_json(), "problems": listed})
-    else:
-        print_problems(problems)
-        if not problems:
-            print(text)
-    return PROBLEMS if has_errors(problems) else OK
+def print_outcome(args: argparse.Namespace, text: str, problems: list[Problem]) -> int:
+    """Print the result of ``enable`` or ``disable``: the text if there are no problems. Returns the exit code."""
+    return print_result(args, {"enabled": find_enabled().to_json()}, "" if problems else text, problems)
 
 
 def find_enabled() -> Enabled:

@@ -9,7 +9,7 @@ import sys
 from dataclasses import asdict, dataclass
 from importlib.resources import files
 
-from hf_fsdp_plugin.cli.output import OK, USAGE, print_json
+from hf_fsdp_plugin.cli.output import USAGE, print_result
 from hf_fsdp_plugin.problems import AREAS, CODE
 from hf_fsdp_plugin.text import format_table, printable
 
@@ -35,7 +35,6 @@ class CodeDocumentation:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("code", nargs="?", help="a code in any case, with or without FSDP- (default: list all codes)")
-    parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else on stdout")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -43,12 +42,7 @@ def run(args: argparse.Namespace) -> int:
     entries = read_entries()
     if args.code is None:
         listed = [{"code": entry.code, "title": entry.title} for entry in entries.values()]
-        rows = [tuple(row.values()) for row in listed]
-        if args.json:
-            print_json({"codes": listed})
-        else:
-            print(format_table(rows))
-        return OK
+        return print_result(args, {"codes": listed}, format_table([tuple(row.values()) for row in listed]))
     # FSDP-E201, e201 and 201 are written for the same code.
     short = re.sub(r"[^A-Z0-9]", "", args.code.upper()).removeprefix("FSDP")
     entry = next((entry for code, entry in entries.items() if short in (code[-4:], code[-3:])), None)
@@ -59,11 +53,7 @@ def run(args: argparse.Namespace) -> int:
         hint = f"Did you mean {' or '.join(near)}?" if near else "`hf-fsdp explain` lists all codes."
         print(f"hf-fsdp explain: unknown problem code '{printable(args.code)}'. {hint}", file=sys.stderr)
         return USAGE
-    if args.json:
-        print_json(asdict(entry))
-    else:
-        print(f"{entry.code}: {entry.title}\n\n{entry.text}")
-    return OK
+    return print_result(args, asdict(entry), f"{entry.code}: {entry.title}\n\n{entry.text}")
 
 
 def read_entries() -> dict[str, CodeDocumentation]:

@@ -12,7 +12,7 @@ from hf_fsdp_plugin.checkpoint.errors import refuse
 from hf_fsdp_plugin.checkpoint.io import object_in
 from hf_fsdp_plugin.checkpoint.names import PREFIXES, TRAINER_STATE
 from hf_fsdp_plugin.cli import merge
-from hf_fsdp_plugin.cli.verbs import check_folder
+from hf_fsdp_plugin.cli.main import check_folder
 from hf_fsdp_plugin.text import printable
 
 HELP = (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from hf_fsdp_plugin.cli.verbs import VERBS, make_parser, usage_text
+from hf_fsdp_plugin.cli.main import VERBS, make_parser, usage_text
 
 HELP = "Print the help of a verb: the same as hf-fsdp VERB --help. Without a verb, list the verbs."
 EXAMPLES = ("hf-fsdp help", "hf-fsdp help launch")

@@ -16,8 +16,8 @@ from hf_fsdp_plugin.checkpoint.checking.inspection import (
     summarize,
     why_incomplete,
 )
-from hf_fsdp_plugin.cli.output import OK, PROBLEMS, print_json, print_problems, text_width
-from hf_fsdp_plugin.cli.verbs import check_folder
+from hf_fsdp_plugin.cli.main import check_folder
+from hf_fsdp_plugin.cli.output import OK, PROBLEMS, print_json, print_problems, print_result, text_width
 from hf_fsdp_plugin.launcher.flags import UsageError
 from hf_fsdp_plugin.problems import CheckpointError
 
@@ -30,7 +30,6 @@ _WIDTH = 112
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     about = "a checkpoint of any kind, a Hugging Face folder, or a folder of checkpoints"
     parser.add_argument("checkpoint", type=Path, help=about)
-    parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else on stdout")
     parser.add_argument("--parameters", action="store_true", help="list every parameter")
     parser.add_argument("--optimizer", action="store_true", help="list the optimizer's groups and state")
 
@@ -45,17 +44,13 @@ def run(args: argparse.Namespace) -> int:
         if paths:  # the folder of a run is usually not a checkpoint
             return _run(args, paths)
         if args.json:
-            problems = [problem.to_json() for problem in error.problems]
-            print_json({"checkpoint": str(args.checkpoint), "complete": False, "problems": problems})
+            print_json({"checkpoint": str(args.checkpoint), "complete": False, "problems": error.problems})
         else:
             print_problems(error.problems)
         return PROBLEMS
-    if args.json:
-        print_json(summary.to_json(parameters=args.parameters, optimizer=args.optimizer))
-    else:
-        print(_text(summary, parameters=args.parameters, optimizer=args.optimizer))
-        if paths:
-            print(f"\n{_table(_rows(paths))}")
+    table = f"\n\n{_table(_rows(paths))}" if paths and not args.json else ""
+    shown = {"parameters": args.parameters, "optimizer": args.optimizer}
+    print_result(args, summary.to_json(**shown), _text(summary, **shown) + table)
     if summary.incomplete is not None:
         print(text.printable(f"{summary.path}: {summary.incomplete}"), file=sys.stderr)
     return OK if summary.incomplete is None else PROBLEMS
@@ -67,17 +62,13 @@ def _run(args: argparse.Namespace, paths: list[Path]) -> int:
         raise UsageError("--parameters and --optimizer need one checkpoint, or --json.")
     rows = _rows(paths)
     newest = next((path for path, summary, reason in rows if summary is not None and reason is None), None)
-    if args.json:
-        summaries = [
-            {"checkpoint": str(path), "complete": False, "incomplete": reason}
-            if summary is None
-            else summary.to_json(parameters=args.parameters, optimizer=args.optimizer)
-            for path, summary, reason in rows
-        ]
-        tree = {"run": str(args.checkpoint), "checkpoints": summaries}
-        print_json({**tree, "newest_complete": None if newest is None else str(newest)})
-    else:
-        print(_table(rows))
+    summaries = [
+        {"checkpoint": str(path), "complete": False, "incomplete": reason}
+        if summary is None
+        else summary.to_json(parameters=args.parameters, optimizer=args.optimizer)
+        for path, summary, reason in rows
+    ]
+    print_result(args, {"run": str(args.checkpoint), "checkpoints": summaries, "newest_complete": newest}, _table(rows))
     if newest is None:
         print(f"{text.printable(str(args.checkpoint))}: none of the checkpoints is complete.", file=sys.stderr)
     return OK if newest is not None else PROBLEMS

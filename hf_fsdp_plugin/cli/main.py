@@ -1,4 +1,4 @@
-"""``hf-fsdp VERB``: imports the verb's module and runs it.
+"""``hf-fsdp VERB``: the verbs, their parsers and the text of ``hf-fsdp help``; imports a verb's module and runs it.
 
 A verb is a module of this package with ``HELP``, two ``EXAMPLES``, ``add_arguments(parser)`` and ``run(args) -> int``.
 A verb whose arguments one parser cannot read has ``parse_argv(argv)``, which returns the argument of ``run``. Both may
@@ -7,19 +7,48 @@ raise ``UsageError``, and ``run`` may raise ``SpecError``. The exit codes are in
 
 from __future__ import annotations
 
+import argparse
+import importlib
 import os
 import sys
-from collections.abc import Sequence
-from typing import Any
+import textwrap
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType, ModuleType
+from typing import Any, Final
 
 import hf_fsdp_plugin
-from hf_fsdp_plugin.cli.output import INTERRUPTED, OK, PROBLEMS, USAGE, print_failure
-from hf_fsdp_plugin.cli.verbs import PROG, VERBS, make_parser, usage_text, verb_module
-from hf_fsdp_plugin.launcher.flags import UsageError
+from hf_fsdp_plugin.cli.output import INTERRUPTED, OK, PROBLEMS, USAGE, print_failure, text_width
+from hf_fsdp_plugin.launcher.flags import Parser, UsageError
 from hf_fsdp_plugin.problems import SpecError
 from hf_fsdp_plugin.supported import unsupported_versions
 from hf_fsdp_plugin.text import printable
 
+PROG: Final = "hf-fsdp"
+VERBS: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        "check": "check a config: show every setting, its origin, and every problem",
+        "schema": "print a JSON Schema of the YAML config, for editors",
+        "config": "ask for model, machines and settings, predict, and write a config",
+        "launch": "check a config, then run a script on every rank with it",
+        "profile": "run a script for a few steps, and show where the time of a step goes",
+        "plan": "predict memory, communication and time of a training step",
+        "bench": "measure throughput, memory and scaling over ranks, strategies and settings",
+        "inspect": "describe a checkpoint, or all checkpoints of a run, from metadata alone",
+        "verify": "check every byte of a checkpoint, and its names and shapes",
+        "merge": "write any checkpoint as a Hugging Face folder, for from_pretrained",
+        "export": "merge the newest complete checkpoint of a run, or its best one",
+        "doctor": "show versions, devices, and what this package relies on in other libraries",
+        "enable": "let stock accelerate launch and torchrun use the plugin in this environment",
+        "disable": "undo enable",
+        "explain": "print the documentation of a problem code",
+        "completion": "print a script that completes flags in bash, zsh or fish",
+        "help": "print the help of a verb",
+    }
+)
+"""Verb -> description. Each verb is the module with this name, which is imported when the verb is called."""
+_WITHOUT_JSON: Final = frozenset({"completion", "help", "schema"})
+"""Verbs that print a text of one form. All others have the flag ``--json``."""
 _HELP_FLAGS = ("-h", "--help")
 _ANY_VERSION = frozenset({"completion", "disable", "doctor", "explain", "help"})
 """The verbs that run with unsupported versions of other libraries too."""
@@ -72,6 +101,75 @@ def _run(verb: str, argv: Sequence[str]) -> int:
     except KeyboardInterrupt:
         print(f"{PROG} {verb}: interrupted", file=sys.stderr)
         return INTERRUPTED
+
+
+def verb_module(verb: str) -> ModuleType:
+    """Import and return the module of a verb."""
+    return importlib.import_module(f"hf_fsdp_plugin.cli.{verb}")
+
+
+def make_parser(verb: str) -> Parser:
+    """Return the parser of a verb's arguments."""
+    module = verb_module(verb)
+    parser = Parser(
+        prog=f"{PROG} {verb}",
+        description=textwrap.fill(module.HELP, 100),
+        formatter_class=_formatter,
+        allow_abbrev=False,
+    )
+    module.add_arguments(parser)
+    if parser.find("--json") is None and verb not in _WITHOUT_JSON:
+        parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else on stdout")
+    examples = "\n".join(["examples:", *(f"  {example}" for example in module.EXAMPLES)])
+    parser.epilog = "\n\n".join(filter(None, [parser.epilog, examples]))
+    return parser
+
+
+def _formatter(prog: str) -> argparse.HelpFormatter:
+    """Return the formatter of help. Without a width, argparse imports shutil and its compression libraries."""
+    return argparse.RawDescriptionHelpFormatter(prog, width=min(text_width() or 100, 100))
+
+
+def check_needs(args: argparse.Namespace, needs: Mapping[str, Sequence[str]]) -> None:
+    """Raise ``UsageError`` for a flag that has no effect, because none of the flags that it needs was written.
+
+    Args:
+        needs: attribute of a flag -> attributes of which it needs one.
+    """
+    for name, others in needs.items():
+        if name in args.given and not any(other in args.given for other in others):
+            flags = " or ".join(f"--{other.replace('_', '-')}" for other in others)
+            raise UsageError(f"{args.given[name]} needs {flags}.")
+
+
+def check_folder(folder: Path) -> None:
+    """Raise ``UsageError`` if the folder of a checkpoint does not exist."""
+    if not folder.is_dir():
+        what = "is not a folder" if folder.exists() else "does not exist"
+        raise UsageError(f"{folder} {what}. Give the folder of a checkpoint.")
+
+
+def usage_text() -> str:
+    """Return the list of verbs and the exit codes."""
+    width = max(map(len, VERBS))
+    lines = [f"usage: {PROG} VERB [ARGUMENTS]", "", "verbs:"]
+    lines += [f"  {verb:<{width}}  {about}" for verb, about in VERBS.items()]
+    lines += ["", "exit codes: 0 fine, 1 problems found, 2 wrong usage or a path that does not exist, 130 interrupted;"]
+    lines += ["launch exits with the code of the script."]
+    lines += ["", f"{PROG} VERB --help describes a verb, with examples. {PROG} --version prints the version."]
+    return "\n".join(lines)
+
+
+def whole_number(least: int, most: int | None = None) -> Callable[[str], int]:
+    """Return the reader of a flag whose value is a whole number in a range, for ``add_argument(type=…)``."""
+    limits = f"from {least} on" if most is None else f"from {least} to {most}"
+
+    def read(text: str) -> int:
+        if not (text.isascii() and text.isdecimal()) or not least <= int(text) <= (most or int(text)):
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number {limits}.")
+        return int(text)
+
+    return read
 
 
 if __name__ == "__main__":

@@ -7,10 +7,10 @@ import re
 from pathlib import Path
 
 from hf_fsdp_plugin.checkpoint.merging.merge import Merged, MergeOptions, merge
-from hf_fsdp_plugin.cli.output import OK, PROBLEMS, ProgressBars, print_json, print_problems
-from hf_fsdp_plugin.cli.verbs import check_folder
+from hf_fsdp_plugin.cli.main import check_folder
+from hf_fsdp_plugin.cli.output import ProgressBars, print_result
 from hf_fsdp_plugin.launcher.flags import UsageError
-from hf_fsdp_plugin.problems import CheckpointError, Origin, Problem, has_errors
+from hf_fsdp_plugin.problems import CheckpointError, Origin, Problem
 from hf_fsdp_plugin.text import format_bytes, plural, printable
 
 HELP = "Write the model of any checkpoint as a Hugging Face folder. Memory use does not depend on the model's size."
@@ -41,7 +41,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     checks.add_argument("--no-verify", action="store_true", help=about)
     about = "verify, then delete the model files of CKPT if all checks pass; optimizer and other files are kept"
     add("--delete-input", action="store_true", help=about)
-    add("--json", action="store_true", help="print one JSON object and nothing else on stdout")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -67,12 +66,7 @@ def run(args: argparse.Namespace) -> int:
         fix = "Fix the cause, and start the same merge again. Finished files are kept."
         origin = Origin(source=str(error.filename or args.out))
         raise CheckpointError([Problem(code="FSDP-E495", message=message, fix=fix, origin=origin)]) from error
-    if args.json:
-        print_json(merged.to_json())
-    else:
-        print_problems(merged.problems)
-        print(_text(merged))
-    return PROBLEMS if has_errors(merged.problems) else OK
+    return print_result(args, merged.to_json(), _text(merged), merged.problems)
 
 
 def _text(merged: Merged) -> str:

@@ -5,9 +5,10 @@ docs/json.md describes the JSON objects.
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, Final, Literal, TextIO
@@ -102,17 +103,38 @@ def print_problems(problems: Iterable[Problem]) -> None:
 def print_failure(problems: Iterable[Problem], *, as_json: bool) -> int:
     """Print why a verb failed: one JSON object to stdout, or text to stderr. Returns the exit code."""
     if as_json:
-        print_json({"ok": False, "problems": [problem.to_json() for problem in problems]})
+        print_json({"ok": False, "problems": list(problems)})
     else:
         print_problems(problems)
     return PROBLEMS
 
 
+def print_result(
+    args: argparse.Namespace, tree: Mapping[str, Any], text: str, problems: Sequence[Problem] | None = None
+) -> int:
+    """Print the result of a verb: a JSON object with ``--json``, else the problems and a text. Returns the exit code.
+
+    Args:
+        problems: if they are given, ``ok`` and ``problems`` are added to the JSON object.
+    """
+    failed = has_errors(problems or ())
+    if args.json:
+        print_json(tree if problems is None else {"ok": not failed, **tree, "problems": problems})
+    else:
+        print_problems(problems or ())
+        if text:
+            print(text)
+    return PROBLEMS if failed else OK
+
+
 def print_json(tree: Mapping[str, Any]) -> None:
-    """Print one JSON object to stdout, with the version of its schema."""
+    """Print one JSON object to stdout, with the version of its schema. Parts of it may have a method ``to_json``."""
     import json  # only for --json, to start faster
 
-    text = json.dumps({"schema_version": SCHEMA_VERSION, **tree}, indent=2, ensure_ascii=False, default=str)
+    def convert(value: Any) -> Any:
+        return value.to_json() if hasattr(value, "to_json") else str(value)
+
+    text = json.dumps({"schema_version": SCHEMA_VERSION, **tree}, indent=2, ensure_ascii=False, default=convert)
     print("\n".join(map(printable, text.split("\n"))))  # JSON itself allows C1 control characters and surrogates
 
 

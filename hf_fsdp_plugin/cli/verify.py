@@ -9,8 +9,8 @@ from hf_fsdp_plugin.checkpoint.checking.inspection import checkpoints_of_run
 from hf_fsdp_plugin.checkpoint.checking.verify import Verdict, verify
 from hf_fsdp_plugin.checkpoint.formats.known_formats import read_stored_model
 from hf_fsdp_plugin.checkpoint.names import MANIFEST_NAME
+from hf_fsdp_plugin.cli.main import check_folder
 from hf_fsdp_plugin.cli.output import OK, PROBLEMS, ProgressBars, colored, print_json, print_problems
-from hf_fsdp_plugin.cli.verbs import check_folder
 from hf_fsdp_plugin.problems import CheckpointError
 from hf_fsdp_plugin.text import plural, printable
 
@@ -21,7 +21,6 @@ EXAMPLES = ("hf-fsdp verify out/checkpoint-500", "hf-fsdp verify out --no-config
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     about = "a checkpoint of any kind, a Hugging Face folder, or a run: all of its checkpoints"
     parser.add_argument("checkpoint", type=Path, help=about)
-    parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else on stdout")
     about = "skip the comparison with the model of config.json, which needs torch"
     parser.add_argument("--no-config-check", action="store_true", help=about)
 

@@ -25,8 +25,8 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn import functional
 
 from hf_fsdp_plugin.devices import get_device
+from hf_fsdp_plugin.estimate.interface import CollectiveKind
 from hf_fsdp_plugin.estimate.machines import Curve, Link, Machine, MeasuredCollective, read_machine
-from hf_fsdp_plugin.estimate.results import CollectiveKind
 from hf_fsdp_plugin.torch_private.functions import TorchDispatchMode
 
 _DTYPES: Final = {"fp32": torch.float32, "bf16": torch.bfloat16}

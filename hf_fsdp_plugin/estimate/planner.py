@@ -1,7 +1,4 @@
-"""The planner: compares strategies, meshes, checkpointing, offload and micro-batches, and ranks what fits.
-
-The best row is compared with the rule of thumb that guides print: a strategy by the number of parameters alone.
-"""
+"""The planner: compares strategies, meshes, checkpointing, offload and micro-batches, and ranks what fits."""
 
 from __future__ import annotations
 
@@ -13,14 +10,20 @@ from typing import Any, Final
 from torch import nn
 
 from hf_fsdp_plugin.estimate.communication import estimate_communication
+from hf_fsdp_plugin.estimate.interface import (
+    KIND_NAMES,
+    MEMORY_KINDS,
+    MemoryEstimate,
+    TimeEstimate,
+    Workload,
+    nearest_multiples,
+)
 from hf_fsdp_plugin.estimate.machines import Machine
 from hf_fsdp_plugin.estimate.memory.meta_pass import profile_step
 from hf_fsdp_plugin.estimate.memory.peak import follow_step
 from hf_fsdp_plugin.estimate.memory.step import StepProfile
-from hf_fsdp_plugin.estimate.results import KIND_NAMES, MEMORY_KINDS, MemoryEstimate, TimeEstimate
 from hf_fsdp_plugin.estimate.time import TimeModel, UnitCosts, unit_costs
 from hf_fsdp_plugin.estimate.unit_sizes import UnitSizes, ignored_bytes, unit_sizes
-from hf_fsdp_plugin.estimate.workload import Workload, nearest_multiples
 from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan
 from hf_fsdp_plugin.plan.resolve import resolve
 from hf_fsdp_plugin.problems import Problem, SpecError
@@ -464,27 +467,9 @@ def _first_fitting(subjects: Iterable[Subject], *, offload: bool) -> Iterator[tu
             return
 
 
-def tree_choice(num_params: int) -> tuple[str, bool]:
-    """Return strategy and offload: DDP up to 3 B parameters, ZeRO-2 to 13 B, ZeRO-3 to 70 B, then with offload."""
+def decision_tree(num_params: int) -> str:
+    """Return what guides print: DDP up to 3 B parameters, ZeRO-2 to 13 B, ZeRO-3 to 70 B, then with offload."""
     billions = num_params / 1.03e9  # models are named by rounded sizes: Llama 70B has 70.6 billion parameters
     strategy = "no_shard" if billions <= 3 else "shard_grad_op" if billions <= 13 else "full_shard"
-    return strategy, billions > 70
-
-
-def compare_with_tree(advice: Advice, num_params: int) -> str:
-    """Return whether the best row is the one of the decision tree, and if not, why."""
-    strategy, offload = tree_choice(num_params)
-    name = f"{strategy} with offload of parameters" if offload else strategy
-    rule = f"The usual decision tree by size alone ({format_count(num_params)} parameters) gives {name}"
-    best = advice.best
-    if best is None:
-        return f"{rule}, which does not fit either."
-    if (best.choice.sharding.strategy, best.choice.offload_params) == (strategy, offload):
-        return f"{rule}, as the planner does."
-    if offload:
-        return f"{rule}. It fits without offload here, which would copy all parameters over the host link in each pass."
-    of_tree = next(row for row in advice.rows if row.choice.sharding.strategy == strategy)
-    if not of_tree.fits:
-        return f"{rule}. It does not fit: it {of_tree.reason}."
-    reason = f"it {'is ' if of_tree.tokens_per_second else ''}{of_tree.reason}"
-    return f"{rule}. It fits with {format_memory(of_tree.needed_bytes)}, but {reason}."
+    offload = " with offload of parameters" if billions > 70 else ""
+    return f"The usual decision tree by size alone ({format_count(num_params)} parameters) gives {strategy}{offload}."

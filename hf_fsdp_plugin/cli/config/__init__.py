@@ -18,7 +18,14 @@ from typing import TYPE_CHECKING, Final
 from hf_fsdp_plugin.cli.config import questions
 from hf_fsdp_plugin.cli.config.conversation import ask_question, ask_questions, predict_memory, show_text
 from hf_fsdp_plugin.cli.config.question import Question, State, label_of
-from hf_fsdp_plugin.cli.config_text import SettingLine, changed_text, new_text, setting_lines, stock_limits
+from hf_fsdp_plugin.cli.config_text import (
+    SettingLine,
+    changed_text,
+    new_text,
+    script_arguments,
+    setting_lines,
+    stock_limits,
+)
 from hf_fsdp_plugin.cli.output import OK, print_failure, print_json, print_problems, write_atomically
 from hf_fsdp_plugin.launcher.flags import Suggested
 from hf_fsdp_plugin.launcher.world import DeviceSearch
@@ -33,7 +40,7 @@ from hf_fsdp_plugin.text import printable
 from hf_fsdp_plugin.vocabulary import TRAINING_FILE_MARKS
 
 if TYPE_CHECKING:
-    from hf_fsdp_plugin.estimate.results import MemoryEstimate
+    from hf_fsdp_plugin.estimate.interface import MemoryEstimate
 
 HELP = (
     "Ask for model, machines, batch and FSDP settings, predict the memory, and write a config for accelerate launch "
@@ -78,7 +85,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-y", "--yes", action="store_true", help="ask nothing: take the defaults of other answers")
     parser.add_argument("--force", action="store_true", help="change an existing file without confirmation")
     parser.add_argument("--cpu", action="store_true", help="run on CPU ranks instead of GPUs")
-    parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else on stdout")
     answers = parser.add_argument_group("answers", "each replaces a question")
     for question in questions.QUESTIONS:
         labels = Suggested(map(label_of, question.choices_in(State(answers={"gpus": 2}))))
@@ -120,16 +126,12 @@ def _run(args: argparse.Namespace) -> int:
     settings = fixed | questions.settings_of(state)
     lines = setting_lines(settings, state.version, questions.comments_of(state))
     if target.text is None or target.present is None:
-        text = new_text(lines, questions.header_of(state), is_json=target.is_json)
+        text = new_text(lines, is_json=target.is_json)
     else:
         unused = questions.unused_settings(state, settings)
         text = changed_text(target.text, lines, unused, target.present.spec, is_json=target.is_json)
     checked = _check(text, target, lines)
-    memory, memory_line = predict_memory(state, checked.spec)
-    if memory_line:
-        show_text(f"Predicted memory of these settings: {memory_line}.")
-    if not target.is_json:
-        text = questions.with_header(text, questions.header_of(state, memory_line))
+    memory = predict_memory(state, checked.spec)
     if not _may_write(args, target, text, state):
         print("Nothing was written.", file=sys.stderr)
         return print_failure([], as_json=args.json)
@@ -181,18 +183,20 @@ def _print_result(
     settings = {name: setting_to_json(value) for name, value, _ in checked.spec.settings()}
     written = {name: value for name, value in settings.items() if checked.spec.asked(name)}
     limits = list(stock_limits(written, state.version))
+    sizes = state.answers["micro_batch"], state.accumulation, state.answers.get("sync_each_batch", False)
+    print(f"\nArguments of the script: {' '.join(script_arguments(*sizes))}", file=sys.stderr)
     if args.json:
         print_json(
             {
                 "ok": True,
-                "path": str(target.path) if target.path is not None else None,
+                "path": target.path,
                 "written": target.path is not None and text != target.text,
                 "text": text,
                 "answers": state.answers,
                 "settings": settings,
-                "per_rank": memory.to_json() if memory is not None else None,
+                "per_rank": memory,
                 "stock_limits": limits,
-                "problems": [problem.to_json() for problem in checked.problems],
+                "problems": checked.problems,
             }
         )
         return

@@ -24,8 +24,8 @@ from hf_fsdp_plugin.text import format_memory, parse_bytes, wrap_words
 if TYPE_CHECKING:
     from torch import nn
 
+    from hf_fsdp_plugin.estimate.interface import MemoryEstimate
     from hf_fsdp_plugin.estimate.planner import Advice
-    from hf_fsdp_plugin.estimate.results import MemoryEstimate
 
 T = TypeVar("T")
 
@@ -220,14 +220,14 @@ def recommend(state: State, width: int | None) -> tuple[str, Mapping[str, Any]]:
     return text.rstrip(), settings | answers
 
 
-def predict_memory(state: State, spec: FsdpSpec) -> tuple[MemoryEstimate | None, str]:
-    """Return the predicted memory of the chosen settings, and its text; ``None`` without a model or a prediction."""
+def predict_memory(state: State, spec: FsdpSpec) -> MemoryEstimate | None:
+    """Show and return the predicted memory of the chosen settings; ``None`` without a model or a prediction."""
     model, size = state.model, parse_bytes(state.answers.get("gpu_memory", ""))
     memory, _ = _attempt(lambda: _estimate(state, model.model, spec)) if model is not None else (None, "")
-    if memory is None:
-        return None, ""
-    of = f" of {format_memory(size)}" if size else ""
-    return memory, f"{format_memory(memory.needed_bytes)}{of} per GPU, in the {memory.peak.where}"
+    if memory is not None:
+        needed = format_memory(memory.needed_bytes) + (f" of {format_memory(size)}" if size else "")
+        show_text(f"Predicted memory of these settings: {needed} per GPU, in the {memory.peak.where}.")
+    return memory
 
 
 def _attempt(predict: Callable[[], T]) -> tuple[T | None, str]:
@@ -244,8 +244,8 @@ def _attempt(predict: Callable[[], T]) -> tuple[T | None, str]:
 
 def advice_of(state: State, gpu_memory: int) -> Advice:
     """Return the planner's answer. Raises ``SpecError`` if the model cannot be planned."""
+    from hf_fsdp_plugin.estimate.interface import Workload
     from hf_fsdp_plugin.estimate.planner import advise
-    from hf_fsdp_plugin.estimate.workload import Workload
 
     answers, model = state.answers, state.model
     assert model is not None, "the caller checks that there is a model"
@@ -268,8 +268,8 @@ def advice_of(state: State, gpu_memory: int) -> Advice:
 
 
 def _estimate(state: State, model: nn.Module, spec: FsdpSpec) -> MemoryEstimate:
+    from hf_fsdp_plugin.estimate.interface import Workload
     from hf_fsdp_plugin.estimate.memory.peak import estimate_memory
-    from hf_fsdp_plugin.estimate.workload import Workload
     from hf_fsdp_plugin.plan.resolve import resolve
 
     answers = state.answers

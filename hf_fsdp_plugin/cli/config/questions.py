@@ -1,21 +1,18 @@
-"""The questions of ``hf-fsdp config``, as a table, and what the answers mean: settings, comments and the header."""
+"""The questions of ``hf-fsdp config``, as a table, and what the answers mean: settings and comments."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 from hf_fsdp_plugin.cli.config.question import Default, Question, State
-from hf_fsdp_plugin.cli.config_text import script_arguments
-from hf_fsdp_plugin.estimate.workload import nearest_multiples
+from hf_fsdp_plugin.estimate.interface import nearest_multiples
 from hf_fsdp_plugin.spec.values import InvalidValue, is_class_name, parse_value
 from hf_fsdp_plugin.strategies import STRATEGIES
 from hf_fsdp_plugin.text import SIZE_SPELLINGS, format_memory, format_names, parse_bytes
 from hf_fsdp_plugin.vocabulary import BY_NAME as ROWS_BY_NAME
 
-HEADER: Final = "# hf-fsdp config: "
-"""Begins each line of the comment at the beginning of a file."""
 _FSDP1: Final = {"prefetch.backward": "pre", "params.use_orig": True}
 """Settings that are written for FSDP1, because stock Accelerate has other defaults, and their values."""
 USUAL_GPUS: Final = 8
@@ -323,26 +320,3 @@ def comments_of(state: State) -> dict[str, str]:
     if state.num_machines > 1:
         comments["launch.num_processes"] = f"{state.num_machines} machines × {state.gpus} GPUs"
     return {**comments, "mesh.shard": "ranks that share one copy of the model", "mesh.replicate": "copies of the model"}
-
-
-def header_of(state: State, memory: str = "") -> list[str]:
-    """Return the comment at the beginning of the file: model, batch, the arguments of the script and the memory."""
-    answers = state.answers
-    tokens = f" of {answers['seq_len']:,} tokens" if "seq_len" in answers else ""
-    lines = [
-        state.model.text if state.model is not None else "",
-        f"{answers['global_batch']:,} samples{tokens} per step on {state.world_size:,} ranks:",
-        " ".join(script_arguments(answers["micro_batch"], state.accumulation, answers.get("sync_each_batch", False))),
-        f"predicted memory: {memory}" if memory else "",
-    ]
-    return [f"{HEADER}{line}" for line in lines if line]
-
-
-def with_header(text: str, header: Sequence[str]) -> str:
-    """Return the text with another comment at its beginning, if it has one of this verb."""
-    lines = text.splitlines(keepends=True)
-    start = next((number for number, line in enumerate(lines) if line.startswith(HEADER)), None)
-    if start is None:
-        return text
-    rest = [line for line in lines[start:] if not line.startswith(HEADER)]
-    return "".join([*lines[:start], *(f"{line}\n" for line in header), *rest])

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any, Final, get_args
 
 from hf_fsdp_plugin.cli import check
 from hf_fsdp_plugin.cli.check_output import load_model, plan_of
-from hf_fsdp_plugin.cli.output import OK, exit_code, in_line_order, print_failure, print_json
+from hf_fsdp_plugin.cli.main import check_needs
+from hf_fsdp_plugin.cli.output import exit_code, in_line_order, print_failure, print_result
 from hf_fsdp_plugin.cli.plan.output import Planned, print_prediction
-from hf_fsdp_plugin.cli.verbs import check_needs
-from hf_fsdp_plugin.estimate.workload import Attention, Optimizer, UpdateLoop, Workload, nearest_multiples
+from hf_fsdp_plugin.estimate.interface import Attention, Optimizer, UpdateLoop, Workload, nearest_multiples
 from hf_fsdp_plugin.launcher.flags import Parser, UsageError, add_setting_flags
 from hf_fsdp_plugin.problems import Origin, Problem, SpecError, has_errors
 from hf_fsdp_plugin.sources.launchers import default_config_file
@@ -53,7 +53,6 @@ _FLAGS: Final[tuple[tuple[str, str, str], ...]] = (
     ("html", "OUT", "write an HTML page with pictures; it needs no network"),
     ("force", "", "overwrite the file of --html"),
     ("advise", "", "compare all settings, and print the best config"),
-    ("json", "", "print one JSON object and nothing else on stdout"),
 )  # fmt: skip
 """Flag, its value (empty for none) and its meaning. Sizes are text: all invalid ones are reported together."""
 _OF_CALIBRATION: Final = frozenset({"calibrate", "world_size", "device", "json"})
@@ -116,11 +115,8 @@ def _calibrate(args: argparse.Namespace) -> int:
         raise SpecError(problems)
     path = calibration_path()
     machine = calibrate_ranks(num_ranks, args.device or accelerator_type() or "cpu", path)
-    if args.json:
-        print_json({"ok": True, "machine": machine.label, "file": str(path), "ranks": num_ranks})
-    else:
-        print(f"{machine.label}\nMeasured with {plural(num_ranks, 'rank')} at work, and written to {path}.")
-    return OK
+    text = f"{machine.label}\nMeasured with {plural(num_ranks, 'rank')} at work, and written to {path}."
+    return print_result(args, {"ok": True, "machine": machine.label, "file": str(path), "ranks": num_ranks}, text)
 
 
 def _check_flags(args: argparse.Namespace, names: Sequence[str]) -> None:

@@ -35,7 +35,7 @@ def print_advice(args: argparse.Namespace, planned: Planned) -> int:
     Raises:
         SpecError: the memory of a device is unknown (FSDP-E726).
     """
-    from hf_fsdp_plugin.estimate.planner import advise, compare_with_tree
+    from hf_fsdp_plugin.estimate.planner import advise, decision_tree
 
     plan, workload, spec = planned.plan, planned.workload, planned.plan.spec
     if planned.gpu_memory is None:
@@ -56,7 +56,7 @@ def print_advice(args: argparse.Namespace, planned: Planned) -> int:
     # The first row that stock Accelerate runs too, else the best one.
     chosen = next((row for row in advice.fitting if not _stock_limits(row)), advice.best)
     config, arguments = ("", []) if chosen is None else (config_text(chosen, spec), _arguments(chosen))
-    tree = compare_with_tree(advice, plan.num_params)
+    tree = decision_tree(plan.num_params)
     if args.json:
         tree_of_advice = {
             "ok": advice.best is not None,
@@ -80,7 +80,7 @@ def _answer_lines(advice: Advice, chosen: AdviceRow | None, tree: str) -> list[s
     """Return the best settings, a table, the rejected settings, and why the chosen row is not the best one.
 
     Args:
-        tree: how the best settings compare with the rule of thumb.
+        tree: what the rule of thumb gives.
     """
     width = text_width()
     lines = [*wrap_words(_answer(advice), width, ""), ""]

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import cache
+from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from hf_fsdp_plugin.cli.output import OK, PROBLEMS, colored, print_json, print_problems, text_width, write_atomically
-from hf_fsdp_plugin.estimate import results
-from hf_fsdp_plugin.estimate.workload import Workload
-from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan
+from hf_fsdp_plugin.cli.output import OK, PROBLEMS, colored, print_problems, print_result, text_width, write_atomically
+from hf_fsdp_plugin.estimate import interface
+from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan, equal_units
 from hf_fsdp_plugin.problems import Problem, SpecError
 from hf_fsdp_plugin.text import format_count, format_memory, format_seconds, format_table, plural, printable, wrap_words
 
@@ -25,6 +26,14 @@ _HEADROOM: Final = 0.9
 """Part of a device's memory above which a peak that fits is called close, if only allocated memory is predicted."""
 
 
+_COLORS: Final[dict[interface.MemoryKind, str]] = {
+    "params": "#0072b2", "grads": "#e69f00", "optimizer": "#009e73", "activations": "#cc79a7", "gathered": "#56b4e9",
+    "other": "#8c8c8c",
+}  # fmt: skip
+"""The palette of Okabe and Ito, which color-blind readers can tell apart."""
+_MOST_SPANS: Final = 1500
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Planned:
     """What the verb was asked to predict.
@@ -36,7 +45,7 @@ class Planned:
 
     plan: FsdpPlan
     model: nn.Module
-    workload: Workload
+    workload: interface.Workload
     gpu_memory: int | None
     machine: Machine | None
 
@@ -51,10 +60,10 @@ class Prediction:
     """
 
     planned: Planned
-    memory: results.MemoryEstimate
-    communication: results.CommunicationEstimate
+    memory: interface.MemoryEstimate
+    communication: interface.CommunicationEstimate
     times: TimeModel | None = None
-    time: results.TimeEstimate | None = None
+    time: interface.TimeEstimate | None = None
 
     @property
     def fits(self) -> bool | None:
@@ -84,11 +93,9 @@ def print_prediction(args: argparse.Namespace, planned: Planned, problems: Itera
     """Print memory, communication and time. Returns 1 if it does not fit."""
     prediction = predict(planned)
     written = write_page(args, prediction)
-    if args.json:
-        print_json(plan_json(prediction, problems))
-    else:
+    if not args.json:
         print_problems(problem for problem in problems if problem.severity != "note")
-        print("\n".join([plan_text(prediction), *written]))
+    print_result(args, plan_json(prediction, problems), "\n".join([plan_text(prediction), *written]))
     return PROBLEMS if prediction.fits is False else OK
 
 
@@ -123,7 +130,7 @@ def plan_json(prediction: Prediction, problems: Iterable[Problem]) -> dict[str, 
         "assumptions": list(memory.assumptions),
         "workload": asdict(planned.workload),
         "plan": planned.plan.to_json(),
-        "problems": [problem.to_json() for problem in problems],
+        "problems": list(problems),
     }
 
 
@@ -149,10 +156,10 @@ def plan_text(prediction: Prediction) -> str:
     return "\n".join(lines)
 
 
-def _communication_table(communication: results.CommunicationEstimate) -> str:
+def _communication_table(communication: interface.CommunicationEstimate) -> str:
     """Return calls and bytes of each collective per rank and optimizer step."""
     rows = [("communication per rank and step", "calls", "size")]
-    kinds: tuple[results.CollectiveKind, ...] = ("all_gather", "reduce_scatter", "all_reduce")
+    kinds: tuple[interface.CollectiveKind, ...] = ("all_gather", "reduce_scatter", "all_reduce")
     for kind in kinds:
         calls = sum(each.calls for each in communication.collectives if each.kind == kind)
         if calls:
@@ -180,10 +187,10 @@ def _time_lines(prediction: Prediction) -> Iterator[str]:
     yield from (format_table(table, right=(1,)), f"  {time.evidence}", f"  on {time.machine}")
 
 
-def _verdict(memory: results.MemoryEstimate, gpu_memory: int | None) -> str:
+def _verdict(memory: interface.MemoryEstimate, gpu_memory: int | None) -> str:
     """Return sentences: whether the step fits into the memory of a device, and which kind of memory limits it."""
     peak, largest = memory.peak, _largest(memory.peak)
-    why = f"Allocated memory has its peak in the {peak.where}; most of it is {results.KIND_NAMES[largest]} "
+    why = f"Allocated memory has its peak in the {peak.where}; most of it is {interface.KIND_NAMES[largest]} "
     why += f"({format_memory(peak.bytes_by_kind[largest])})."
     needed = memory.needed_bytes
     if gpu_memory is None:
@@ -201,7 +208,7 @@ def _verdict(memory: results.MemoryEstimate, gpu_memory: int | None) -> str:
     return f"{answer}: {need} ({part:.0%}), {left}. {why}"
 
 
-def _device_table(device: results.DeviceMemory) -> str:
+def _device_table(device: interface.DeviceMemory) -> str:
     """Return the table of the parts of the device's memory, in the order in which they add up."""
     rows = [
         ("memory of a device", "size"),
@@ -215,7 +222,7 @@ def _device_table(device: results.DeviceMemory) -> str:
     return format_table(rows, right=(1,))
 
 
-def _subject(plan: FsdpPlan, workload: Workload) -> str:
+def _subject(plan: FsdpPlan, workload: interface.Workload) -> str:
     mesh = f" ({plan.mesh.replicate} replicas × {plan.mesh.shard} shards)" if plan.mesh.replicate > 1 else ""
     steps = f" × {plural(workload.accumulation, 'micro-batch', 'micro-batches')}" if workload.accumulation > 1 else ""
     precision = plan.precision.param if plan.precision.param != "unchanged" else "the model's dtype"
@@ -226,18 +233,18 @@ def _subject(plan: FsdpPlan, workload: Workload) -> str:
     )
 
 
-def _kinds_table(memory: results.MemoryEstimate) -> str:
+def _kinds_table(memory: interface.MemoryEstimate) -> str:
     peak = memory.peak
     rows = [("memory per rank at the peak", "size", "part")]
-    for kind in results.MEMORY_KINDS:
+    for kind in interface.MEMORY_KINDS:
         size = peak.bytes_by_kind[kind]
-        rows.append((results.KIND_NAMES[kind], format_memory(size), f"{size / max(peak.bytes, 1):.0%}"))
+        rows.append((interface.KIND_NAMES[kind], format_memory(size), f"{size / max(peak.bytes, 1):.0%}"))
     rows.append(("total", format_memory(peak.bytes), ""))
     return format_table(rows, right=(1, 2))
 
 
-def _largest(moment: results.Moment) -> results.MemoryKind:
-    return max(results.MEMORY_KINDS, key=lambda kind: moment.bytes_by_kind[kind])
+def _largest(moment: interface.Moment) -> interface.MemoryKind:
+    return max(interface.MEMORY_KINDS, key=lambda kind: moment.bytes_by_kind[kind])
 
 
 def write_page(args: argparse.Namespace, prediction: Prediction) -> list[str]:
@@ -248,18 +255,54 @@ def write_page(args: argparse.Namespace, prediction: Prediction) -> list[str]:
     """
     if args.html is None:
         return []
-    from hf_fsdp_plugin.estimate.pictures import plan_page
-
-    planned = prediction.planned
-    page = plan_page(
-        planned.plan, planned.model, planned.workload, prediction.memory,
-        subject=_subject(planned.plan, planned.workload), gpu_memory=planned.gpu_memory, machine=planned.machine,
-        times=prediction.times,
-    )  # fmt: skip
     try:
-        write_atomically(Path(args.html), page.encode())
+        write_atomically(Path(args.html), plan_page(prediction).encode())
     except OSError as error:
         message = f"cannot write {args.html}: {error.strerror or error}."
         fix = "Choose a file in a folder that exists and is writable."
         raise SpecError([Problem(code="FSDP-E835", message=message, fix=fix)]) from error
     return [printable(f"written: {args.html}")]
+
+
+def plan_page(prediction: Prediction) -> str:
+    """Return one self-contained HTML page: memory during a step, streams of a step, and units.
+
+    The template charts.html draws them as SVG. It has no scripts and no addresses of other files.
+    """
+    planned, memory, spans = prediction.planned, prediction.memory, []
+    plan = planned.plan
+    if planned.machine is not None and prediction.times is not None:
+        spans = prediction.times.timeline(planned.machine).spans
+    body = _macros().plan(
+        title=f"{plan.model_class} on {plural(plan.world_size, 'rank')}",
+        subject=_subject(plan, planned.workload),
+        memory=memory,
+        gpu_memory=planned.gpu_memory,
+        areas=list(_areas(memory.timeline)),
+        units=equal_units(plan.units),
+        num_params=max(1, plan.num_params),
+        time=prediction.time,
+        spans=sorted(spans, key=lambda span: span.start - span.end)[:_MOST_SPANS],
+        step_end=max((span.end for span in spans), default=0.0) or 1.0,
+    )
+    return str(_macros().document(plan.model_class, str(body)))
+
+
+@cache
+def _macros() -> Any:
+    """Return the macros of the template, which return HTML and escape all texts."""
+    from jinja2 import Environment, StrictUndefined
+
+    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    environment.filters |= {"count": format_count, "seconds": format_seconds, "size": format_memory}
+    text = files("hf_fsdp_plugin.estimate").joinpath("charts.html").read_text(encoding="utf-8")
+    return environment.from_string(text, {"COLORS": _COLORS, "KIND_NAMES": interface.KIND_NAMES}).module
+
+
+def _areas(moments: Sequence[interface.Moment]) -> Iterator[tuple[str, list[tuple[int, int]]]]:
+    """Yield the color and the corners of a stacked area for each kind of memory: index of the moment, and bytes."""
+    lower = [0] * len(moments)
+    for kind in interface.MEMORY_KINDS:
+        upper = [below + moment.bytes_by_kind.get(kind, 0) for below, moment in zip(lower, moments, strict=True)]
+        yield _COLORS[kind], [*enumerate(upper), *reversed(list(enumerate(lower)))]
+        lower = upper

@@ -6,20 +6,20 @@ figures are the constants below, with their sources. On device types other than 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
+from math import ceil, prod
 from typing import Final
 
 from torch import nn
 
+from hf_fsdp_plugin.estimate.interface import DeviceMemory, MemoryEstimate, Optimizer, Workload, update_loop
 from hf_fsdp_plugin.estimate.machines import Machine
-from hf_fsdp_plugin.estimate.memory.fsdp1 import Fsdp1Engine
-from hf_fsdp_plugin.estimate.memory.fsdp2 import Fsdp2Engine
+from hf_fsdp_plugin.estimate.memory.engines import Fsdp1Engine, Fsdp2Engine
 from hf_fsdp_plugin.estimate.memory.meta_pass import profile_step
 from hf_fsdp_plugin.estimate.memory.step import Engine, Ledger, StepProfile
-from hf_fsdp_plugin.estimate.results import DeviceMemory, MemoryEstimate
-from hf_fsdp_plugin.estimate.unit_sizes import UnitSizes, ignored_bytes, unit_sizes
-from hf_fsdp_plugin.estimate.workload import Workload, state_bytes, update_bytes, update_loop
+from hf_fsdp_plugin.estimate.unit_sizes import ParameterShard, UnitSizes, ignored_bytes, unit_sizes
 from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan
 from hf_fsdp_plugin.strategies import STRATEGIES
 from hf_fsdp_plugin.text import format_memory, plural
@@ -46,6 +46,16 @@ _PCIE_BANDWIDTH: Final = 64e9
 RESERVED_RATIO: Final = 1.3
 NEEDED_RATIO: Final = 1.1
 """Ratios of reserved and of needed memory to the allocated peak: medians of simulated steps (docs/results.md)."""
+
+
+_STEP: Final = 4
+"""Bytes of the step count, an fp32 tensor per parameter (``_init_group`` in ``torch/optim/adam.py``)."""
+_MIN_8BIT: Final = 4096
+"""Smallest number of elements whose state bitsandbytes keeps in 8 bits (``min_8bit_size`` of ``Optimizer2State``)."""
+_BLOCK: Final = 256
+"""Elements of a block that share a scale in bitsandbytes' 8-bit state."""
+_CODE_BOOKS: Final = 2 * 256 * 4
+"""Bytes of the two tables from 8-bit codes to fp32 values."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -139,6 +149,59 @@ def _follow_micro_batches(engine: Engine, workload: Workload, profile: StepProfi
         engine.end_backward()
     ledger.free("activations", profile.input_bytes)
     return begin, most
+
+
+def state_bytes(optimizer: Optimizer, shards: Iterable[ParameterShard]) -> int:
+    """Return the bytes of an optimizer's state for the trainable shards of a rank.
+
+    ``adamw``: two tensors like the parameter. ``sgd``: none, as momentum is 0 by default. ``adafactor`` (Transformers):
+    sums of rows and columns of whole matrices, which every rank has. ``adamw_8bit``: two bytes per element and two fp32
+    scales per 256 elements. ``muon``: one tensor for matrices, and AdamW's two for other parameters.
+    """
+    return sum(_state_of(optimizer, shard) for shard in shards if shard.trainable) + (
+        _CODE_BOOKS if optimizer == "adamw_8bit" else 0
+    )
+
+
+def _state_of(optimizer: Optimizer, shard: ParameterShard) -> int:
+    size = prod(shard.shape) * shard.dtype.itemsize
+    if optimizer == "sgd":
+        return 0
+    if optimizer == "adafactor":
+        if len(shard.whole) < 2:
+            return prod(shard.whole) * 4
+        *rows, columns = shard.whole
+        return (prod(rows) + prod(rows[:-1]) * columns) * 4
+    if optimizer == "adamw_8bit" and prod(shard.shape) >= _MIN_8BIT:
+        return 2 * (prod(shard.shape) + ceil(prod(shard.shape) / _BLOCK) * 4)
+    if optimizer == "adamw_8bit":
+        return 2 * prod(shard.shape) * 4
+    if optimizer == "muon" and len(shard.whole) == 2:
+        return size
+    return 2 * size + _STEP
+
+
+def update_bytes(workload: Workload, device_type: str, shards: Sequence[ParameterShard]) -> int:
+    """Return the bytes of temporary tensors at the worst moment of an update.
+
+    ``for_loop``: a step of AdamW computes ``sqrt`` of the second moment and its quotient, and keeps the quotient until
+    the next parameter's is computed. ``foreach``: the square roots of all parameters. ``fused``: none. Adafactor
+    gathers one parameter and its gradient, and computes the update in fp32; Muon orthogonalizes one matrix in bf16.
+    """
+    trained = [shard for shard in shards if shard.trainable]
+    if not trained or workload.optimizer in ("adamw_8bit", "sgd"):
+        return 0
+    if workload.optimizer == "adafactor":
+        # parameter, gradient, its square and the update in fp32 (``Adafactor.step`` of Transformers)
+        return max(prod(shard.whole) for shard in trained) * 4 * 4
+    if workload.optimizer == "muon":
+        matrices = [prod(shard.whole) for shard in trained if len(shard.whole) == 2]
+        # gradient, iterate and its two products in bf16 (``_zeropower_via_newtonschulz`` of torch/optim/_muon.py)
+        return max(matrices, default=0) * 4 * 2
+    loop, sizes = update_loop(workload, device_type), [prod(shard.shape) * shard.dtype.itemsize for shard in trained]
+    if loop != "for_loop":
+        return sum(sizes) if loop == "foreach" else 0
+    return max([2 * sizes[0], *(before + 2 * size for before, size in pairwise(sizes))])
 
 
 def gpu_of(machine: Machine | None) -> Gpu:

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
+from hf_fsdp_plugin.cli.main import make_parser
 from hf_fsdp_plugin.cli.output import USAGE
-from hf_fsdp_plugin.cli.verbs import make_parser
 from tests.programs.cli.test_plan import LLAMA as LLAMA_OF_SIX_LAYERS
 from tests.programs.cli.test_plan import YAML
 from tests.support.merge_inputs import save

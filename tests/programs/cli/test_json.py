@@ -5,7 +5,7 @@ import json
 import jsonschema
 import pytest
 
-from hf_fsdp_plugin.cli.verbs import VERBS
+from hf_fsdp_plugin.cli.main import VERBS
 from tests.support import damages
 from tests.support.json_schema import SCHEMA, assert_valid
 

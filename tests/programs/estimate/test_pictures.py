@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import shutil
 import subprocess
+from dataclasses import replace
 from html.parser import HTMLParser
-from typing import Any
 
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from hf_fsdp_plugin.cli.plan.output import Planned, plan_page, predict
+from hf_fsdp_plugin.estimate.interface import Workload
 from hf_fsdp_plugin.estimate.machines import machine_named
-from hf_fsdp_plugin.estimate.memory.peak import estimate_memory
-from hf_fsdp_plugin.estimate.pictures import memory_by_strategy, plan_page
-from hf_fsdp_plugin.estimate.time import TimeModel
-from hf_fsdp_plugin.estimate.workload import Workload
 from hf_fsdp_plugin.plan.resolve import resolve
 from hf_fsdp_plugin.spec.load import load_spec
 
@@ -23,7 +21,7 @@ CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shuti
 
 
 @pytest.fixture(scope="module")
-def planned() -> Any:
+def planned() -> Planned:
     config = LlamaConfig(
         vocab_size=128,
         hidden_size=64,
@@ -38,15 +36,14 @@ def planned() -> Any:
     spec = load_spec(
         {"distributed_type": "FSDP", "num_processes": 8, "mixed_precision": "bf16", "fsdp_config": fsdp}, environ={}
     )
-    plan = resolve(spec, model, world_size=8, device_type="cuda")
-    workload = Workload(micro_batch=1, seq_len=32)
-    return plan, model, workload, estimate_memory(plan, model, workload)
+    plan = replace(resolve(spec, model, world_size=8, device_type="cuda"), model_class="a <b>small</b> model")
+    workload, machine = Workload(micro_batch=1, seq_len=32), machine_named("h100-sxm")
+    return Planned(plan=plan, model=model, workload=workload, gpu_memory=10**6, machine=machine)
 
 
 @pytest.fixture(scope="module")
-def page(planned: Any) -> str:
-    machine, times = machine_named("h100-sxm"), TimeModel(*planned[:3])
-    return plan_page(*planned, subject="a <b>small</b> model", gpu_memory=10**6, machine=machine, times=times)
+def page(planned: Planned) -> str:
+    return plan_page(predict(planned))
 
 
 class Parsed(HTMLParser):
@@ -86,24 +83,11 @@ def test_page_is_complete_and_self_contained(page):
     assert parsed.links == []
     assert "script" not in parsed.tags
     assert "http" not in page.replace("http://www.w3.org/2000/svg", "")
-    assert parsed.sections == ["strategies", "timeline", "streams", "units", "assumptions"]
+    assert parsed.sections == ["timeline", "streams", "units", "assumptions"]
     words = " ".join(parsed.texts)
-    assert "full_shard (planned)" in words
     assert "model.layers.0–5" in words
     assert parsed.tags["svg"] == 2
     assert "<b>small" not in page and "&lt;b&gt;small" in page
-
-
-def test_strategies_have_the_memory_of_their_plans(planned):
-    found = memory_by_strategy(*planned, 8)
-    assert set(found) == {"full_shard", "shard_grad_op", "no_shard"}
-    assert found["no_shard"].peak.bytes > found["full_shard"].peak.bytes
-    assert found["full_shard"] is planned[3]
-
-
-def test_hybrid_strategies_are_shown_for_several_machines(planned):
-    names = set(memory_by_strategy(*planned, 4))
-    assert names == {"full_shard", "shard_grad_op", "no_shard", "hybrid_shard 2×4", "hybrid_shard_zero2 2×4"}
 
 
 def test_page_lists_equal_units_once(page):
@@ -114,8 +98,8 @@ def test_page_lists_equal_units_once(page):
 
 
 def test_page_without_a_machine_has_no_streams(planned):
-    parsed = Parsed(plan_page(*planned, subject=""))
-    assert parsed.sections == ["strategies", "timeline", "units", "assumptions"]
+    parsed = Parsed(plan_page(predict(replace(planned, machine=None))))
+    assert parsed.sections == ["timeline", "units", "assumptions"]
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="needs a browser: apt-get install chromium")
@@ -139,5 +123,5 @@ def test_browser_shows_the_page_without_overflow(page, tmp_path, width):
     title = shown.partition("<title>")[2].partition("</title>")[0]
     content, visible, sections, font = title.split()
     assert int(content) <= int(visible) == width
-    assert int(sections) == 5
+    assert int(sections) == 4
     assert font == "16px"

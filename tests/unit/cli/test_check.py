@@ -7,8 +7,7 @@ import sys
 
 import pytest
 
-from hf_fsdp_plugin.cli.main import main
-from hf_fsdp_plugin.cli.verbs import VERBS
+from hf_fsdp_plugin.cli.main import VERBS, main
 from hf_fsdp_plugin.launcher import world
 from hf_fsdp_plugin.sources.interface import ConfigFile, Sources
 from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec

@@ -6,7 +6,7 @@ import subprocess
 import pytest
 
 from hf_fsdp_plugin.cli.completion import SCRIPTS, long_flags, visible_actions
-from hf_fsdp_plugin.cli.verbs import VERBS
+from hf_fsdp_plugin.cli.main import VERBS
 
 CASES = [
     ("hf-fsdp ver", "verify"),

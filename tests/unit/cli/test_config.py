@@ -75,13 +75,13 @@ def options(answers: dict[str, str]) -> list[str]:
 
 @pytest.mark.parametrize(("answers", "settings"), COMBINATIONS)
 def test_written_file_means_the_answers(config, answers, settings):
-    out, _ = config("--yes", "-o", "fsdp.yaml", "--json", *options(answers))
+    out, err = config("--yes", "-o", "fsdp.yaml", "--json", *options(answers))
     result = json.loads(out)
     assert_valid("config", result)
     spec = spec_of("fsdp.yaml")
     assert spec.enabled and {name: spec.get(name) for name in settings} == settings
     assert spec.launch.num_processes == 4
-    assert "--per_device_train_batch_size 1 --gradient_accumulation_steps 1" in result["text"]
+    assert "--per_device_train_batch_size 1 --gradient_accumulation_steps 1" in err
 
 
 @pytest.mark.parametrize("answers", [answers for answers, _ in COMBINATIONS])

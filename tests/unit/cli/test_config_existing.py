@@ -194,16 +194,6 @@ def test_text_that_means_other_settings_is_refused(tmp_path):
     assert [problem.code for problem in error.value.problems] == ["FSDP-E765"]
 
 
-def test_comment_at_the_beginning_is_replaced(config):
-    text = config("# mine\n" + config("", "--gpus", "2"), "--gpus", "4", "--global-batch", "16")
-    assert text.splitlines()[:3] == [
-        "# mine",
-        "# hf-fsdp config: 16 samples per step on 4 ranks:",
-        "# hf-fsdp config: --per_device_train_batch_size 1 --gradient_accumulation_steps 4",
-    ]
-    assert text.count("# hf-fsdp config") == 2
-
-
 def test_removing_the_last_key_removes_its_section():
     text = in_block_style("a: 1\nb:\n  c: 2  # x\n# y\nd: {e: 1, f: 2}\n", ["d"])
     assert text == "a: 1\nb:\n  c: 2  # x\n# y\nd:\n  e: 1\n  f: 2\n"

@@ -9,8 +9,7 @@ import pytest
 from hf_fsdp_plugin.__main__ import main as module_main
 from hf_fsdp_plugin.cli import explain
 from hf_fsdp_plugin.cli.explain import parse_page
-from hf_fsdp_plugin.cli.main import main, parse_arguments
-from hf_fsdp_plugin.cli.verbs import VERBS
+from hf_fsdp_plugin.cli.main import VERBS, main, parse_arguments
 
 
 @pytest.mark.parametrize("verb", VERBS)

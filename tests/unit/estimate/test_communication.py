@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from hf_fsdp_plugin.estimate.communication import estimate_communication
+from hf_fsdp_plugin.estimate.interface import Workload
 from hf_fsdp_plugin.estimate.unit_sizes import flat_starts, padded_shape
-from hf_fsdp_plugin.estimate.workload import Workload
 from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan
 from hf_fsdp_plugin.plan.resolve import resolve
 from hf_fsdp_plugin.spec.load import load_spec

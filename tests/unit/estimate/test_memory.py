@@ -10,10 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import hf_fsdp_plugin as hfp
-from hf_fsdp_plugin.estimate.memory.peak import estimate_memory
-from hf_fsdp_plugin.estimate.results import MEMORY_KINDS
+from hf_fsdp_plugin.estimate.interface import MEMORY_KINDS, Workload
+from hf_fsdp_plugin.estimate.memory.peak import estimate_memory, state_bytes, update_bytes
 from hf_fsdp_plugin.estimate.unit_sizes import ParameterShard, unit_sizes
-from hf_fsdp_plugin.estimate.workload import Workload, state_bytes, update_bytes
 
 HIDDEN, INNER, VOCAB, LAYERS, HEADS = 32, 64, 96, 6, 4
 LAYER = 4 * HIDDEN * HIDDEN + 3 * HIDDEN * INNER + 2 * HIDDEN

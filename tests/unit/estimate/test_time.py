@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
 from hf_fsdp_plugin.estimate.calibration import write_machine
+from hf_fsdp_plugin.estimate.interface import Workload
 from hf_fsdp_plugin.estimate.machines import (
     Link,
     Machine,
@@ -23,7 +24,6 @@ from hf_fsdp_plugin.estimate.machines import (
 )
 from hf_fsdp_plugin.estimate.schedule import UnitTimes, exposed_seconds, simulate
 from hf_fsdp_plugin.estimate.time import TimeModel, estimate_time
-from hf_fsdp_plugin.estimate.workload import Workload
 from hf_fsdp_plugin.plan.resolve import resolve
 from hf_fsdp_plugin.problems import SpecError
 from hf_fsdp_plugin.spec.load import load_spec

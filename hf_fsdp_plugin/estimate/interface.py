@@ -1,10 +1,67 @@
-"""The results of an estimate: memory, communication and time of one optimizer step of one rank."""
+"""What every estimate takes and returns: the workload, and memory, communication and time of one step of one rank."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Literal
+
+Optimizer = Literal["adamw", "sgd", "adafactor", "adamw_8bit", "muon"]
+UpdateLoop = Literal["for_loop", "foreach", "fused"]
+"""How the optimizer runs over the parameters: torch's arguments ``foreach`` and ``fused``, or neither."""
+Attention = Literal["eager", "sdpa", "flash_attention_2"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Workload:
+    """One optimizer step of one rank.
+
+    Attributes:
+        micro_batch: samples per rank and forward pass.
+        seq_len: tokens per sample, with padding.
+        accumulation: micro-batches per optimizer step.
+        sync_each_batch: whether gradients are reduced after every micro-batch. If not, ranks keep whole gradients of
+            all units until the last micro-batch (``no_sync``, Accelerate's default).
+        optimizer: adamw_8bit is bitsandbytes' ``AdamW8bit``.
+        update_loop: ``None`` for the default: ``fused`` for AdamW on CUDA, as the Trainer's; else torch's on the
+            device, ``foreach`` on accelerators and ``for_loop`` on the CPU.
+        clip_norm: whether gradients are clipped by their norm before the step (the Trainer's default).
+        attention: Transformers' ``attn_implementation``.
+    """
+
+    micro_batch: int
+    seq_len: int
+    accumulation: int = 1
+    sync_each_batch: bool = False
+    optimizer: Optimizer = "adamw"
+    update_loop: UpdateLoop | None = None
+    clip_norm: bool = True
+    attention: Attention = "sdpa"
+
+    @property
+    def tokens(self) -> int:
+        """Tokens per rank and micro-batch."""
+        return self.micro_batch * self.seq_len
+
+
+def update_loop(workload: Workload, device_type: str) -> UpdateLoop:
+    """Return how the optimizer runs over the parameters.
+
+    Unless the workload sets it: the Trainer's default for AdamW on CUDA (``optim`` of TrainingArguments is
+    ``adamw_torch_fused``), else torch's default on the device.
+    """
+    if workload.update_loop is not None:
+        return workload.update_loop
+    if device_type == "cuda" and workload.optimizer == "adamw":
+        return "fused"
+    return "for_loop" if device_type == "cpu" else "foreach"
+
+
+def nearest_multiples(count: int, divisor: int) -> str:
+    """Return the multiples of a divisor below and above a number that is not one itself, such as ``64 or 72``."""
+    below = count - count % divisor
+    return f"{below} or {below + divisor}" if below > 0 else str(divisor)
+
 
 MemoryKind = Literal["params", "grads", "optimizer", "activations", "gathered", "other"]
 KIND_NAMES: Final[Mapping[MemoryKind, str]] = {
