@@ -5,13 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Final, Literal
-
-_State = Literal["parameters", "gradients", "optimizer state"]
-_ALL: Final[tuple[_State, ...]] = ("parameters", "gradients", "optimizer state")
+from typing import Final
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Strategy:
     """One sharding strategy.
 
@@ -19,29 +16,25 @@ class Strategy:
         name: canonical name.
         number: the number in ``fsdp_sharding_strategy``, which is the value of torch's enum member.
         torch_name: name of the member of ``torch.distributed.fsdp.ShardingStrategy``.
-        sharded: the state that is sharded between a unit's forward and backward; empty if nothing is sharded.
+        is_sharded: whether gradients and optimizer state are sharded.
+        reshards_after_forward: whether gathered parameters are freed after a unit's forward and gathered again for its
+            backward.
         hybrid: whether the shard groups are replicated over a second axis of the mesh.
     """
 
     name: str
     number: int
     torch_name: str
-    sharded: tuple[_State, ...]
+    reshards_after_forward: bool
+    is_sharded: bool = True
     hybrid: bool = False
-
-    @property
-    def is_sharded(self) -> bool:
-        return bool(self.sharded)
-
-    @property
-    def reshards_after_forward(self) -> bool:
-        """Whether gathered parameters are freed after a unit's forward and gathered again for its backward."""
-        return "parameters" in self.sharded
 
     @property
     def about(self) -> str:
         """Description: ``full_shard: parameters, gradients, optimizer state``."""
-        return f"{self.name}: {', '.join(self.sharded) or 'nothing'}{' (per replica)' if self.hybrid else ''}"
+        parameters = "parameters, " if self.reshards_after_forward else ""
+        sharded = f"{parameters}gradients, optimizer state" if self.is_sharded else "nothing"
+        return f"{self.name}: {sharded}{' (per replica)' if self.hybrid else ''}"
 
     def counterpart(self, *, hybrid: bool | None = None, reshard: bool | None = None) -> Strategy:
         """Return the strategy that differs only in the given properties. ``no_shard`` returns itself."""
@@ -56,13 +49,11 @@ STRATEGIES: Final[Mapping[str, Strategy]] = MappingProxyType(
     {
         row.name: row
         for row in (
-            Strategy(name="full_shard", number=1, torch_name="FULL_SHARD", sharded=_ALL),
-            Strategy(name="shard_grad_op", number=2, torch_name="SHARD_GRAD_OP", sharded=_ALL[1:]),
-            Strategy(name="no_shard", number=3, torch_name="NO_SHARD", sharded=()),
-            Strategy(name="hybrid_shard", number=4, torch_name="HYBRID_SHARD", sharded=_ALL, hybrid=True),
-            Strategy(
-                name="hybrid_shard_zero2", number=5, torch_name="_HYBRID_SHARD_ZERO2", sharded=_ALL[1:], hybrid=True
-            ),
+            Strategy("full_shard", 1, "FULL_SHARD", reshards_after_forward=True),
+            Strategy("shard_grad_op", 2, "SHARD_GRAD_OP", reshards_after_forward=False),
+            Strategy("no_shard", 3, "NO_SHARD", reshards_after_forward=False, is_sharded=False),
+            Strategy("hybrid_shard", 4, "HYBRID_SHARD", reshards_after_forward=True, hybrid=True),
+            Strategy("hybrid_shard_zero2", 5, "_HYBRID_SHARD_ZERO2", reshards_after_forward=False, hybrid=True),
         )
     }
 )

@@ -130,6 +130,12 @@ def plural(count: int, noun: str, nouns: str = "") -> str:
     return f"{count:,} {noun if count == 1 else nouns or noun + 's'}"
 
 
+def nearest_multiples(count: int, divisor: int) -> str:
+    """Return the multiples of a divisor below and above a number that is not one itself, such as ``64 or 72``."""
+    below = count - count % divisor
+    return f"{below} or {below + divisor}" if below > 0 else str(divisor)
+
+
 def shorten(text: str, width: int) -> str:
     """Replace the middle of a text that is longer than `width` by ``…``."""
     return text if len(text) <= width else f"{text[: width // 2 - 1]}…{text[-(width - width // 2) :]}"

@@ -57,12 +57,6 @@ def update_loop(workload: Workload, device_type: str) -> UpdateLoop:
     return "for_loop" if device_type == "cpu" else "foreach"
 
 
-def nearest_multiples(count: int, divisor: int) -> str:
-    """Return the multiples of a divisor below and above a number that is not one itself, such as ``64 or 72``."""
-    below = count - count % divisor
-    return f"{below} or {below + divisor}" if below > 0 else str(divisor)
-
-
 MemoryKind = Literal["params", "grads", "optimizer", "activations", "gathered", "other"]
 KIND_NAMES: Final[Mapping[MemoryKind, str]] = {
     "params": "parameters", "grads": "gradients", "optimizer": "optimizer state", "activations": "activations",
@@ -86,12 +80,10 @@ class Moment:
     Attributes:
         where: ``forward of model.layers.3``, ``backward of model.layers.3``, ``clipping``, ``optimizer step``.
         bytes_by_kind: bytes at this moment.
-        seconds: time since the step began, if it is known.
     """
 
     where: str
     bytes_by_kind: Mapping[MemoryKind, int]
-    seconds: float | None = None
 
     @property
     def bytes(self) -> int:

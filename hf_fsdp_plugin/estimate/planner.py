@@ -10,14 +10,7 @@ from typing import Any, Final
 from torch import nn
 
 from hf_fsdp_plugin.estimate.communication import estimate_communication
-from hf_fsdp_plugin.estimate.interface import (
-    KIND_NAMES,
-    MEMORY_KINDS,
-    MemoryEstimate,
-    TimeEstimate,
-    Workload,
-    nearest_multiples,
-)
+from hf_fsdp_plugin.estimate.interface import KIND_NAMES, MEMORY_KINDS, MemoryEstimate, TimeEstimate, Workload
 from hf_fsdp_plugin.estimate.machines import Machine
 from hf_fsdp_plugin.estimate.memory.meta_pass import profile_step
 from hf_fsdp_plugin.estimate.memory.peak import follow_step
@@ -30,7 +23,7 @@ from hf_fsdp_plugin.problems import Problem, SpecError
 from hf_fsdp_plugin.spec.fsdp_spec import Checkpointing, DtypeName, Version
 from hf_fsdp_plugin.spec.load import load_spec
 from hf_fsdp_plugin.strategies import STRATEGIES
-from hf_fsdp_plugin.text import format_count, format_memory
+from hf_fsdp_plugin.text import format_count, format_memory, nearest_multiples
 
 HEADROOM: Final = 0.95
 """Part of a device's memory that a row may need. The rest is for the error of the prediction."""
@@ -51,24 +44,18 @@ _MIN_LENGTH: Final = 256
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Sharding:
-    """A strategy and the sizes of its mesh."""
-
-    strategy: str
-    shard: int
-    replicate: int
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Choice:
     """One combination of settings.
 
     Attributes:
+        shard, replicate: the sizes of the mesh.
         offload_activations: whether what is saved for backward is moved to CPU memory.
         sync_each_batch: whether gradients are reduced after every micro-batch.
     """
 
-    sharding: Sharding
+    strategy: str
+    shard: int
+    replicate: int = 1
     checkpointing: Checkpointing = "none"
     offload_activations: bool = False
     offload_params: bool = False
@@ -78,12 +65,11 @@ class Choice:
 
     def settings(self, version: Version) -> dict[str, Any]:
         """Return the FSDP settings by canonical name, as the spec has them."""
-        sharding = self.sharding
-        is_hybrid = STRATEGIES[sharding.strategy].hybrid
-        mesh = {"mesh.shard": sharding.shard, "mesh.replicate": sharding.replicate} if is_hybrid else {}
+        is_hybrid = STRATEGIES[self.strategy].hybrid
+        mesh = {"mesh.shard": self.shard, "mesh.replicate": self.replicate} if is_hybrid else {}
         return {
             "fsdp.version": version,
-            "sharding.strategy": sharding.strategy,
+            "sharding.strategy": self.strategy,
             **mesh,
             "activation.checkpointing": self.checkpointing,
             "activation.offload": self.offload_activations,
@@ -103,7 +89,7 @@ class AdviceRow:
 
     Attributes:
         settings: FSDP settings by canonical name.
-        plan, workload: what the figures are for.
+        plan: what the figures are for.
         fits: whether the needed memory is within the device's memory without headroom.
         time: ``None`` without a machine, and for rows that do not fit.
         communicated: bytes of all collectives of a rank per optimizer step.
@@ -113,7 +99,6 @@ class AdviceRow:
     choice: Choice
     settings: Mapping[str, Any]
     plan: FsdpPlan
-    workload: Workload
     fits: bool
     memory: MemoryEstimate
     time: TimeEstimate | None
@@ -243,7 +228,6 @@ class Subject:
 
     def __post_init__(self) -> None:
         self.world_size = self.num_machines * self.gpus_per_machine
-        self._any_sharding = Sharding(strategy="full_shard", shard=self.world_size, replicate=1)
         self._sharded, self._profile, self._costs = cache(self._resolve), cache(self._run), cache(self._count)
 
     def row(self, choice: Choice) -> AdviceRow:
@@ -256,14 +240,13 @@ class Subject:
         if fits and self.machine is not None:
             time = TimeModel(plan, self.model, workload, self._costs(choice.micro_batch)).estimate(self.machine)
         return AdviceRow(
-            choice=choice, settings=choice.settings(self.version), plan=plan, workload=workload, fits=fits,
-            memory=memory, time=time, communicated=communicated,
-            reason="" if fits else _rejection_reason(memory, self.limit),
+            choice=choice, settings=choice.settings(self.version), plan=plan, fits=fits, memory=memory, time=time,
+            communicated=communicated, reason="" if fits else _rejection_reason(memory, self.limit),
         )  # fmt: skip
 
     def plan(self, choice: Choice) -> FsdpPlan:
         """Return the plan of a choice. Its units do not depend on checkpointing and offload."""
-        plan, *_ = self._sharded(choice.sharding)
+        plan, *_ = self._sharded(choice.strategy, choice.shard, choice.replicate)
         activation = replace(
             plan.activation, checkpointing=choice.checkpointing, offload=choice.offload_activations, native=False
         )
@@ -277,13 +260,21 @@ class Subject:
 
     def memory(self, choice: Choice) -> MemoryEstimate:
         """Return the memory of a choice. The model runs once for each micro-batch and way to save activations."""
-        _, sizes, ignored = self._sharded(choice.sharding)
+        _, sizes, ignored = self._sharded(choice.strategy, choice.shard, choice.replicate)
         profile = self._profile(
-            replace(choice, sharding=self._any_sharding, accumulation=1, sync_each_batch=False, offload_params=False)
+            Choice(
+                strategy="full_shard",
+                shard=self.world_size,
+                checkpointing=choice.checkpointing,
+                offload_activations=choice.offload_activations,
+                micro_batch=choice.micro_batch,
+            )
         )
         return follow_step(self.plan(choice), sizes, ignored, self.workload_of(choice), profile)
 
-    def _resolve(self, sharding: Sharding) -> tuple[FsdpPlan, tuple[UnitSizes, ...], Mapping[str, int]]:
+    def _resolve(
+        self, strategy: str, shard: int, replicate: int
+    ) -> tuple[FsdpPlan, tuple[UnitSizes, ...], Mapping[str, int]]:
         settings = {
             "launch.distributed_type": "FSDP",
             "launch.num_processes": self.world_size,
@@ -291,7 +282,7 @@ class Subject:
             "precision.param": self.precision,
             "wrap.policy": "transformer",
             **self.wrap,
-            **Choice(sharding=sharding).settings(self.version),
+            **Choice(strategy=strategy, shard=shard, replicate=replicate).settings(self.version),
         }
         written = {name: list(value) if isinstance(value, tuple) else value for name, value in settings.items()}
         spec, local = load_spec(overrides=written, environ={}), self.gpus_per_machine
@@ -302,11 +293,11 @@ class Subject:
         return profile_step(self.plan(choice), self.model, self.workload_of(choice))
 
     def _count(self, micro_batch: int) -> dict[str, UnitCosts]:
-        choice = Choice(sharding=self._any_sharding, micro_batch=micro_batch)
+        choice = Choice(strategy="full_shard", shard=self.world_size, micro_batch=micro_batch)
         return unit_costs(self.plan(choice), self._profile(choice))
 
 
-def shardings(num_machines: int, gpus_per_machine: int) -> Iterator[Sharding]:
+def shardings(num_machines: int, gpus_per_machine: int) -> Iterator[Choice]:
     """Yield the strategies, hybrid ones for each shard size that divides a machine or is a number of machines."""
     world = num_machines * gpus_per_machine
     inside = set(micro_batches(gpus_per_machine))
@@ -316,7 +307,7 @@ def shardings(num_machines: int, gpus_per_machine: int) -> Iterator[Sharding]:
         if row.hybrid:
             sizes = sorted(size for size in inside | across if 1 < size < world)
         for shard in sizes:
-            yield Sharding(strategy=row.name, shard=shard, replicate=world // shard)
+            yield Choice(strategy=row.name, shard=shard, replicate=world // shard)
 
 
 def micro_batches(samples: int) -> tuple[int, ...]:
@@ -334,9 +325,7 @@ def _rows(subject: Subject, global_batch: int, *, offload: bool) -> Iterator[Adv
         if offload and sharding.strategy != "full_shard":
             continue
         for saving in _SAVINGS:
-            choice = Choice(
-                sharding=sharding, checkpointing=saving[0], offload_activations=saving[1], offload_params=offload
-            )
+            choice = replace(sharding, checkpointing=saving[0], offload_activations=saving[1], offload_params=offload)
             rows = list(_growing_batches(subject, choice, global_batch))
             yield from rows
             if saving == _SAVINGS[0] and not any(row.fits for row in rows):
@@ -388,7 +377,7 @@ def in_order(fitting: Sequence[AdviceRow], limit: int) -> list[AdviceRow]:
     def cost_of_equals(row: AdviceRow) -> tuple[float, ...]:
         choice = row.choice
         memory = int(row.needed_bytes / (limit * _SAME_MEMORY)) if limit else row.needed_bytes
-        is_hybrid = choice.sharding.replicate > 1 and choice.sharding.shard > 1
+        is_hybrid = choice.replicate > 1 and choice.shard > 1
         return *choice.extra_work, memory, is_hybrid, choice.sync_each_batch, *cost(row)
 
     rows = sorted(fitting, key=cost)
@@ -458,10 +447,8 @@ def _remedies(subject: Subject, global_batch: int) -> Iterator[str]:
 def _first_fitting(subjects: Iterable[Subject], *, offload: bool) -> Iterator[tuple[Subject, str]]:
     """Yield the first subject for which the settings with the least memory fit, if any, and this memory as text."""
     for subject in subjects:
-        sharding = Sharding(strategy="full_shard", shard=subject.world_size, replicate=1)
-        needed = subject.memory(
-            Choice(sharding=sharding, checkpointing="full", offload_activations=True, offload_params=offload)
-        ).needed_bytes
+        whole = Choice(strategy="full_shard", shard=subject.world_size, checkpointing="full", offload_activations=True)
+        needed = subject.memory(replace(whole, offload_params=offload)).needed_bytes
         if needed <= subject.limit:
             yield subject, format_memory(needed)
             return

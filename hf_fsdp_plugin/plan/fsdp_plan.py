@@ -227,16 +227,9 @@ class FsdpPlan(ModelParts):
             }
             for unit in self.units
         ]
-        lists = {name: list(value) for name, value in values.items() if isinstance(value, tuple)}
-        sections = {name: asdict(values[name]) for name in _SECTIONS}
-        return {
-            **values,
-            **lists,
-            **sections,
-            "device": self.device_type,
-            "num_params": self.num_params,
-            "units": units,
-        }
+        values |= {name: list(value) for name, value in values.items() if isinstance(value, tuple)}
+        values |= {name: asdict(values[name]) for name in _SECTIONS}
+        return {**values, "device": self.device_type, "num_params": self.num_params, "units": units}
 
     def __str__(self) -> str:
         lines = [self.text(), *(["", "problems"] if self.problems else [])]

@@ -1,15 +1,30 @@
-"""The modules and parameters of a model under all their names."""
+"""The modules and parameters of a model under all their names, and the modules that the spec selects.
+
+The wrap settings were written for the model that is trained. They may not fit a further model of another architecture,
+such as a reference, teacher or reward model: :func:`spec_of_further_model` replaces them.
+"""
 
 from __future__ import annotations
 
+import difflib
+import re
 from collections import Counter
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
+from functools import cache
+from typing import Any
 
 import torch
 from torch import nn
 
+from hf_fsdp_plugin.plan.fsdp_plan import ProblemCollector
 from hf_fsdp_plugin.plan.names import ancestors, common_path, is_inside, parent_of
+from hf_fsdp_plugin.problems import Problem
+from hf_fsdp_plugin.spec.fsdp_spec import ActivationSection, FsdpSpec, WrapSection
+from hf_fsdp_plugin.spec.rules import check_pattern, check_size_threshold
+from hf_fsdp_plugin.spellings import nearest_word
+from hf_fsdp_plugin.text import format_names
+from hf_fsdp_plugin.torch_private.modules import CHECKPOINTED_ATTRIBUTE
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 _LEAST_SHARE = 0.0005
@@ -152,3 +167,209 @@ def no_split_classes(model: nn.Module) -> tuple[str, ...]:
     for module in model.modules():
         found.update(getattr(module, "_no_split_modules", None) or ())
     return tuple(sorted(found))
+
+
+# From torch's size_based_auto_wrap_policy: lists are never called, and attention reads the weights of its projections.
+_NEVER_WRAPPED = (nn.ModuleList, nn.ModuleDict)
+_NEVER_ENTERED = (nn.MultiheadAttention,)
+
+
+def matching_modules(setting: str, model: nn.Module, problems: ProblemCollector) -> tuple[str, ...]:
+    """Return the names of the modules whose full name matches the regular expression of a setting."""
+    pattern = problems.spec.get(setting)
+    if not pattern:
+        return ()
+    if invalid := list(check_pattern(problems.spec, setting)):
+        problems.problems.extend(invalid)
+        return ()
+    compiled = re.compile(pattern)
+    names = [name for name, _ in model.named_modules()]
+    matched = tuple(name for name in names if compiled.fullmatch(name))
+    if "" in matched:
+        message = (
+            f"{pattern!r} matches the empty name of the root, so all parameters would be "
+            f"{'ignored' if setting == 'wrap.ignored_modules' else 'in fp32'}."
+        )
+        fix = "Write a pattern that matches only the modules that are meant."
+        problems.add("FSDP-E211", setting, message, fix)
+        return ()
+    if not matched:
+        partial = [name for name in names if compiled.search(name)]
+        near = partial or difflib.get_close_matches(pattern, names, n=3)
+        example = f" It must match a full name, such as {format_names(near, 3)}." if near else ""
+        message = f"{pattern!r} does not match the full name of any module of {type(model).__name__}.{example}"
+        fix = f"Write {'.*' + pattern + '.*' if partial else 'a pattern for full module names'}, or remove the key."
+        problems.add("FSDP-E212", setting, message, fix)
+    return matched
+
+
+def policy_modules(tree: ModuleTree, problems: ProblemCollector) -> tuple[str, ...]:
+    """Return the first names of the modules that the policy selects, children before parents, without the root."""
+    wrap = problems.spec.wrap
+    if wrap.policy == "size":
+        return _by_size(tree, problems)
+    if wrap.policy == "none":
+        return ()
+    classes = (_given_classes if wrap.classes else _own_classes)(tree, problems)
+    selected: dict[str, None] = {}
+    for name, module in tree.named():
+        if name and id(module) not in tree.ignored and not classes.isdisjoint(class_names(module)):
+            parent, _, attribute = name.rpartition(".")
+            if attribute == CHECKPOINTED_ATTRIBUTE and parent:  # the checkpoint wrapper around the module is the unit
+                name = tree.first_names[id(tree.modules[parent])]
+            selected[name] = None
+    return post_order(selected)
+
+
+def post_order(names: Iterable[str]) -> tuple[str, ...]:
+    """Return the names with children before parents, otherwise in order. Expects parents before children."""
+    ordered: list[str] = []
+    parents: list[str] = []
+    for name in names:
+        while parents and not name.startswith(parents[-1] + "."):
+            ordered.append(parents.pop())
+        parents.append(name)
+    return (*ordered, *reversed(parents))
+
+
+def _given_classes(tree: ModuleTree, problems: ProblemCollector) -> set[str]:
+    """Return the classes of the spec that the model has, and report the others."""
+    present, given = tree.present_classes(), problems.spec.wrap.classes
+    matched = [name for name in given if name in present]
+    absent = [name for name in dict.fromkeys(given) if name not in present]
+    if not absent:
+        return set(matched)
+    counts = tree.class_counts()
+    own = [name for name in no_split_classes(tree.model) if name in counts]
+    near = list(dict.fromkeys(filter(None, (nearest_word(name, counts, cutoff=0.7) for name in absent))))
+    message = f"{type(tree.model).__name__} has no module of class {format_names([repr(name) for name in absent])}"
+    if matched:
+        message = f"{message}. Only modules of class {format_names(matched)} become units."
+        fix = f"Did you mean {format_names(near)}?" if near else "Remove it, unless this config is for several models."
+        problems.add("FSDP-W213", "wrap.classes", message, fix)
+        return set(matched)
+    message += f". It has {_counts_text(dict.fromkeys([*near, *own, *counts]), counts)}."
+    if near or own:
+        keep = ", or remove the key: the model declares its own layer classes." if own else "."
+        fix = f"Write {format_names(near or own[:1])}{keep}"
+    else:
+        classes = ",".join(tree.repeated_classes())
+        key = f"fsdp_transformer_layer_cls_to_wrap: {classes}" if classes else "fsdp_transformer_layer_cls_to_wrap"
+        fix = f"Set {key}, or use SIZE_BASED_WRAP with fsdp_min_num_params."
+    problems.add("FSDP-E214", "wrap.classes", message, fix)
+    return set()
+
+
+def _counts_text(names: Iterable[str], counts: Mapping[str, int]) -> str:
+    """Return class names with counts: ``LlamaDecoderLayer ×30, LlamaMLP ×30 and 3 more``."""
+    return format_names([f"{name} ×{counts[name]}" for name in names], 5) or "no modules with parameters"
+
+
+def _own_classes(tree: ModuleTree, problems: ProblemCollector) -> set[str]:
+    """Return the layer classes that the model declares, else those that it repeats."""
+    declared = no_split_classes(tree.model)
+    if matched := tree.present_classes().intersection(declared):
+        return matched
+    repeated = tree.repeated_classes()
+    if repeated:
+        counts = tree.class_counts()
+        absent = f"declares {format_names(declared)}, but has no such module"
+        reason = absent if declared else "declares no layer classes"
+        name, units = type(tree.model).__name__, _counts_text(repeated, counts)
+        message = f"{name} {reason}. Its repeated layers are units: {units}."
+        fix = "To wrap other layers, name them in fsdp_transformer_layer_cls_to_wrap. The model has "
+        setting = "wrap.classes" if problems.spec.asked("wrap.classes") else "wrap.policy"
+        problems.add("FSDP-N215", setting, message, f"{fix}{_counts_text(counts, counts)}.")
+    return set(repeated)
+
+
+def has_no_layers(spec: FsdpSpec, tree: ModuleTree) -> bool:
+    """Whether the policy wraps layers that the config does not name, and the model neither declares nor repeats any."""
+    if spec.wrap.policy != "transformer" or spec.wrap.classes or tree.repeated_classes():
+        return False
+    return tree.present_classes().isdisjoint(no_split_classes(tree.model))
+
+
+def _by_size(tree: ModuleTree, problems: ProblemCollector) -> tuple[str, ...]:
+    threshold = problems.spec.wrap.min_num_params
+    if invalid := list(check_size_threshold(problems.spec)):
+        problems.problems.extend(invalid)
+        return ()
+    ignored = {id(entry.parameter) for entry in tree.parameters if entry.ignored}
+    selected: dict[int, None] = {}
+
+    @cache
+    def size(module: nn.Module) -> int:
+        return sum(p.numel() for p in module.parameters() if id(p) not in ignored)
+
+    def select(module: nn.Module, is_root: bool) -> int:
+        """Select units in ``module`` like torch's ``_recursive_wrap``, and return their number of parameters."""
+        if size(module) < threshold or isinstance(module, _NEVER_ENTERED):
+            return 0
+        inner = sum(select(child, False) for child in module.children() if id(child) not in tree.ignored)
+        if not is_root and size(module) - inner >= threshold and not isinstance(module, _NEVER_WRAPPED):
+            selected[id(module)] = None
+            return size(module)
+        return inner
+
+    select(tree.model, True)
+    return tuple(tree.first_names[key] for key in selected)
+
+
+def spec_of_further_model(spec: FsdpSpec, model: nn.Module, *, is_trained: bool) -> FsdpSpec:
+    """Return ``spec`` with wrap settings that fit ``model``, and a warning for those that differ.
+
+    Without a backward there are no activations to recompute, so a model that is not trained has no activation
+    checkpointing.
+    """
+    wrap, reason = _fitting_wrap(spec.wrap, model)
+    values: dict[str, Any] = {"wrap.policy": wrap.policy, "wrap.classes": wrap.classes}
+    for name in ("wrap.ignored_modules", "precision.fp32_modules"):
+        if not _is_empty_or_matches(spec.get(name), model):
+            values[name] = ""
+    changed = {name for name, value in values.items() if value != spec.get(name)}
+    if not is_trained and spec.activation != ActivationSection():
+        values |= {f"activation.{field}": value for field, value in asdict(ActivationSection()).items()}
+        changed |= {name for name in spec.origins if name.startswith("activation.")}
+    problems = spec.problems
+    if reason:
+        setting = "wrap.min_num_params" if spec.wrap.policy == "size" else "wrap.classes"
+        origin = spec.origin(setting)
+        problems = (*problems, Problem(code="FSDP-W260", setting=setting, message=reason, origin=origin))
+    origins = {name: origin for name, origin in spec.origins.items() if name not in changed}
+    spec = spec.with_values({**values, "wrap.min_num_params": wrap.min_num_params}, {})
+    return replace(spec, origins=origins, problems=problems)
+
+
+def _fitting_wrap(wrap: WrapSection, model: nn.Module) -> tuple[WrapSection, str]:
+    """Return wrap settings that select modules of ``model``, and the reason if they are not ``wrap``."""
+    name = type(model).__name__
+    inner = [module for module in model.modules() if module is not model]
+    if wrap.policy == "size":
+        sizes = [sum(parameter.numel() for parameter in module.parameters()) for module in inner]
+        if max(sizes, default=0) >= wrap.min_num_params:
+            return wrap, ""
+        small = f"no module of {name}, a further model, has {wrap.min_num_params:,} parameters"
+        return replace(wrap, policy="none", min_num_params=0), f"{small}. It is sharded as one unit."
+    if wrap.policy == "none":
+        return wrap, ""
+    present = {found for module in inner for found in class_names(module)}
+    if present.intersection(wrap.classes):
+        return wrap, ""
+    own = sorted(present.intersection(no_split_classes(model))) or ModuleTree(model).repeated_classes()
+    if own and not wrap.classes:
+        return wrap, ""
+    absent = f"{name}, a further model, has no {format_names(wrap.classes)}" if wrap.classes else ""
+    if own:
+        return replace(wrap, classes=()), f"{absent}. Its own layer classes are wrapped: {format_names(own)}."
+    absent = absent or f"{name}, a further model, has no layers that it declares or repeats"
+    return replace(wrap, policy="none", classes=()), f"{absent}. It is sharded as one unit."
+
+
+def _is_empty_or_matches(text: str, model: nn.Module) -> bool:
+    """Whether a pattern is empty or matches a module. One that is invalid is kept, because it is reported."""
+    try:
+        pattern = re.compile(text)
+    except re.error:
+        return True
+    return not text or any(pattern.fullmatch(name) for name, _ in model.named_modules())

@@ -10,12 +10,11 @@ from torch import nn
 
 from hf_fsdp_plugin.devices import unsupported_device
 from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan, MeshPlan, ModelParts, PlannedDtype, PrecisionPlan, ProblemCollector
-from hf_fsdp_plugin.plan.modules import ModuleTree
+from hf_fsdp_plugin.plan.modules import ModuleTree, matching_modules
 from hf_fsdp_plugin.plan.names import is_inside
 from hf_fsdp_plugin.plan.parameters import check_parameters
 from hf_fsdp_plugin.plan.presharded import model_class_name, sharded_parts
 from hf_fsdp_plugin.plan.units import wrap_units
-from hf_fsdp_plugin.plan.wrap_policy import matching_modules
 from hf_fsdp_plugin.problems import SpecError, has_errors
 from hf_fsdp_plugin.spec.fsdp_spec import DtypeName, FsdpSpec, Version
 from hf_fsdp_plugin.spec.rules import FP16_ON_CPU, check_fsdp2_support
@@ -28,12 +27,7 @@ _MIXED: Final = ("bf16", "fp16")
 
 
 def resolve(
-    spec: FsdpSpec,
-    model: nn.Module,
-    *,
-    world_size: int,
-    device_type: str = "cpu",
-    local_world_size: int | None = None,
+    spec: FsdpSpec, model: nn.Module, *, world_size: int, device_type: str = "cpu", local_world_size: int | None = None
 ) -> FsdpPlan:
     """Return the plan of a spec for one model and one world size. Needs no process group.
 

@@ -8,10 +8,9 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from hf_fsdp_plugin.plan.fsdp_plan import PrecisionPlan, ProblemCollector, UnitPlan, unit_plan
-from hf_fsdp_plugin.plan.modules import ModuleTree, ParameterEntry
+from hf_fsdp_plugin.plan.modules import ModuleTree, ParameterEntry, has_no_layers, policy_modules, post_order
 from hf_fsdp_plugin.plan.names import ancestors, is_inside, parent_of
 from hf_fsdp_plugin.plan.parameters import UnitSplitter, kind_in_fsdp1
-from hf_fsdp_plugin.plan.wrap_policy import has_no_layers, policy_modules, post_order
 from hf_fsdp_plugin.problems import has_errors
 from hf_fsdp_plugin.strategies import STRATEGIES
 from hf_fsdp_plugin.text import format_names, plural

@@ -139,11 +139,7 @@ def _choose(choices: Mapping[Any, str], default: str) -> str:
     from prompt_toolkit.output import create_output
 
     styles = [("highlighted", "bold"), ("answer", "bold"), ("pointer", "bold"), ("instruction", "")]
-    look: dict[str, Any] = {
-        "qmark": "",
-        "style": questionary.Style(styles),
-        "output": create_output(stdout=sys.stderr),
-    }
+    look: dict[str, Any] = {"qmark": "", "style": questionary.Style(styles), "output": create_output(stdout=sys.stderr)}
     if not choices:
         return str(questionary.text(">", default=default, **look).unsafe_ask())
     labels = [label_of(value) for value in choices]

@@ -7,10 +7,9 @@ from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 from hf_fsdp_plugin.cli.config.question import Default, Question, State
-from hf_fsdp_plugin.estimate.interface import nearest_multiples
 from hf_fsdp_plugin.spec.values import InvalidValue, is_class_name, parse_value
 from hf_fsdp_plugin.strategies import STRATEGIES
-from hf_fsdp_plugin.text import SIZE_SPELLINGS, format_memory, format_names, parse_bytes
+from hf_fsdp_plugin.text import SIZE_SPELLINGS, format_memory, format_names, nearest_multiples, parse_bytes
 from hf_fsdp_plugin.vocabulary import BY_NAME as ROWS_BY_NAME
 
 _FSDP1: Final = {"prefetch.backward": "pre", "params.use_orig": True}

@@ -14,11 +14,11 @@ from hf_fsdp_plugin.cli.check_output import load_model, plan_of
 from hf_fsdp_plugin.cli.main import check_needs
 from hf_fsdp_plugin.cli.output import exit_code, in_line_order, print_failure, print_result
 from hf_fsdp_plugin.cli.plan.output import Planned, print_prediction
-from hf_fsdp_plugin.estimate.interface import Attention, Optimizer, UpdateLoop, Workload, nearest_multiples
+from hf_fsdp_plugin.estimate.interface import Attention, Optimizer, UpdateLoop, Workload
 from hf_fsdp_plugin.launcher.flags import Parser, UsageError, add_setting_flags
 from hf_fsdp_plugin.problems import Origin, Problem, SpecError, has_errors
 from hf_fsdp_plugin.sources.launchers import default_config_file
-from hf_fsdp_plugin.text import SIZE_SPELLINGS, parse_bytes, plural
+from hf_fsdp_plugin.text import SIZE_SPELLINGS, nearest_multiples, parse_bytes, plural
 
 if TYPE_CHECKING:
     from torch import nn

@@ -55,7 +55,10 @@ def print_advice(args: argparse.Namespace, planned: Planned) -> int:
     )
     # The first row that stock Accelerate runs too, else the best one.
     chosen = next((row for row in advice.fitting if not _stock_limits(row)), advice.best)
-    config, arguments = ("", []) if chosen is None else (config_text(chosen, spec), _arguments(chosen))
+    config, arguments = "", list[str]()
+    if chosen is not None:
+        choice, config = chosen.choice, config_text(chosen, spec)
+        arguments = script_arguments(choice.micro_batch, choice.accumulation, choice.sync_each_batch)
     tree = decision_tree(plan.num_params)
     if args.json:
         tree_of_advice = {
@@ -159,10 +162,6 @@ def config_text(row: AdviceRow, spec: FsdpSpec) -> str:
     return new_text(setting_lines(settings, settings["fsdp.version"], comments))
 
 
-def _arguments(row: AdviceRow) -> list[str]:
-    return script_arguments(row.choice.micro_batch, row.choice.accumulation, row.choice.sync_each_batch)
-
-
 def _answer(advice: Advice) -> str:
     best = advice.best
     limit, memory = format_memory(advice.limit), format_memory(advice.gpu_memory)
@@ -177,9 +176,9 @@ def _answer(advice: Advice) -> str:
 
 
 def _settings(row: AdviceRow) -> str:
-    choice, sharding = row.choice, row.choice.sharding
-    is_hybrid = STRATEGIES[sharding.strategy].hybrid
-    parts = [f"{sharding.strategy} {sharding.replicate}×{sharding.shard}" if is_hybrid else sharding.strategy]
+    choice = row.choice
+    mesh = f" {choice.replicate}×{choice.shard}" if STRATEGIES[choice.strategy].hybrid else ""
+    parts = [f"{choice.strategy}{mesh}"]
     parts += [f"{choice.checkpointing} checkpointing" if choice.checkpointing != "none" else "no checkpointing"]
     parts += ["offload of activations"] if choice.offload_activations else []
     parts += ["offload of parameters"] if choice.offload_params else []

@@ -144,7 +144,6 @@ def plan_text(prediction: Prediction) -> str:
         *wrap_words(_subject(planned.plan, planned.workload), width, ""),
         "",
         _kinds_table(memory),
-        *([] if memory.device is None else ["", _device_table(memory.device)]),
         *(["", f"CPU memory per rank: {format_memory(memory.host_bytes)}"] if memory.host_bytes else []),
         "",
         _communication_table(prediction.communication),
@@ -181,7 +180,6 @@ def _time_lines(prediction: Prediction) -> Iterator[str]:
         ("communication", format_seconds(time.communication_seconds)),
         ("not overlapped", format_seconds(time.exposed_seconds)),
         ("tokens/s", f"{time.tokens_per_second:,.0f}"),
-        ("tokens/s per rank", f"{time.tokens_per_second / prediction.planned.plan.world_size:,.0f}"),
         ("model FLOP/s utilization", f"{time.mfu:.1%}" if time.mfu is not None else "unknown"),
     ]
     yield from (format_table(table, right=(1,)), f"  {time.evidence}", f"  on {time.machine}")
@@ -206,20 +204,6 @@ def _verdict(memory: interface.MemoryEstimate, gpu_memory: int | None) -> str:
         left += f", but {format_memory(memory.total_bytes)} would be used: torch's allocator must return cached memory "
         left += "in each step, which waits for the GPU"
     return f"{answer}: {need} ({part:.0%}), {left}. {why}"
-
-
-def _device_table(device: interface.DeviceMemory) -> str:
-    """Return the table of the parts of the device's memory, in the order in which they add up."""
-    rows = [
-        ("memory of a device", "size"),
-        ("allocated by torch at the peak", format_memory(device.allocated)),
-        ("reserved by torch's allocator, with that", format_memory(device.reserved)),
-        ("CUDA context", format_memory(device.context)),
-        ("NCCL", format_memory(device.nccl)),
-        ("total", format_memory(device.total)),
-        ("needed, if cached memory is returned", format_memory(device.total_needed)),
-    ]
-    return format_table(rows, right=(1,))
 
 
 def _subject(plan: FsdpPlan, workload: interface.Workload) -> str:
