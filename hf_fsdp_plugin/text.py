@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 import textwrap
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any
 
 _UNPRINTABLE = re.compile("[\\x00-\\x1f\\x7f-\\x9f\\u061c\\u200e\\u200f\\u2028-\\u202e\\u2066-\\u2069\\ud800-\\udfff]")
 """Control characters, line separators, marks that reverse the direction of text, and surrogates."""
@@ -66,6 +67,17 @@ def format_seconds(seconds: float) -> str:
 def format_dtype(dtype: object) -> str:
     """Return torch's name of a dtype without its module: ``bfloat16``."""
     return str(dtype).removeprefix("torch.")
+
+
+def format_value(value: Any, empty: str = "-") -> str:
+    """Return a value of a setting as text; `empty` for an empty text, list or mapping."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, (tuple, list)):
+        return printable(", ".join(map(str, value))) or empty
+    if isinstance(value, Mapping):
+        return ", ".join(f"{key}={format_value(item)}" for key, item in value.items()) or empty
+    return printable(str(value)) or empty
 
 
 def format_names(names: Collection[object], limit: int = 4) -> str:

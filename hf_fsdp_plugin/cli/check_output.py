@@ -16,7 +16,7 @@ from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec
 from hf_fsdp_plugin.spec.load import assess
 from hf_fsdp_plugin.spec.rules import check_defaults_without_script, defaults_of_script, fsdp_is_off
 from hf_fsdp_plugin.spec.values import setting_to_json
-from hf_fsdp_plugin.text import fit_table, plural, printable, wrap_items, wrap_words
+from hf_fsdp_plugin.text import fit_table, format_value, plural, printable, wrap_items, wrap_words
 from hf_fsdp_plugin.vocabulary import BY_NAME, ROWS, canonical_setting, find_row
 
 if TYPE_CHECKING:
@@ -246,12 +246,3 @@ def _units(spec: FsdpSpec) -> str:
     }[spec.wrap.policy]
 
 
-def format_value(value: Any) -> str:
-    """Return a value of a setting as text."""
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, (tuple, list)):
-        return printable(", ".join(str(item) for item in value)) or "-"
-    if isinstance(value, Mapping):
-        return ", ".join(f"{key}={format_value(item)}" for key, item in value.items()) or "-"
-    return printable(str(value)) if value != "" else "-"

@@ -14,7 +14,7 @@ import torch
 from hf_fsdp_plugin.plan.names import common_name
 from hf_fsdp_plugin.problems import Problem
 from hf_fsdp_plugin.spec.fsdp_spec import ActivationSection, FsdpSpec, PrefetchSection, StateDictKind, Version
-from hf_fsdp_plugin.text import fit_table, format_count, format_dtype, plural, truncate_lines
+from hf_fsdp_plugin.text import fit_table, format_count, format_dtype, format_value, plural, truncate_lines
 
 Backend = Literal["fsdp1", "fsdp2"]
 PlannedDtype = Literal["fp32", "bf16", "fp16", "unchanged"]
@@ -264,7 +264,7 @@ _MAX_NAMES = 12
 
 
 def _settings_text(settings: Iterable[tuple[str, Any]], width: int | None) -> list[str]:
-    """Return one line per section: ``prefetch    backward pre · forward no · limit_all_gathers yes``.
+    """Return one line per section: ``prefetch    backward pre · forward false · limit_all_gathers true``.
 
     Args:
         settings: canonical names and values, grouped by section.
@@ -275,20 +275,12 @@ def _settings_text(settings: Iterable[tuple[str, Any]], width: int | None) -> li
     lines: list[str] = []
     for section, group in groupby(split, key=lambda setting: setting[0]):
         lines.append(f"  {section}".ljust(indent))
-        for number, item in enumerate(f"{name} {_value_text(value)}" for _, name, value in group):
+        for number, item in enumerate(f"{name} {format_value(value)}" for _, name, value in group):
             if number and width is not None and len(lines[-1]) + len(item) + 3 > width:
                 lines.append(" " * indent + item)
             else:
                 lines[-1] += f" · {item}" if number else item
     return lines
-
-
-def _value_text(value: Any) -> str:
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    if isinstance(value, tuple):
-        value = ", ".join(map(str, value))
-    return str(value) if value != "" else "–"
 
 
 def _names_text(title: str, names: Sequence[str]) -> list[str]:

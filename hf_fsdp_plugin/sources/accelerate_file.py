@@ -30,7 +30,7 @@ def read(sources: Sources) -> SourceSettings | None:
     try:
         root = config_tree(config)
     except ConfigFileError as error:
-        return SourceSettings(problems=(error.problem,), dialect="accelerate")
+        return SourceSettings(problems=[error.problem], dialect="accelerate")
     keys = _keys_of(root)
     out = Collector(file.shown)
     if keys & TRAINING_FILE_MARKS and "distributed_type" not in keys:

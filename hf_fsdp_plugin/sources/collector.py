@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Final
 
 import hf_fsdp_plugin.spellings as spellings
@@ -31,7 +31,8 @@ _SEPARATORS: Final = str.maketrans(dict.fromkeys(f"{BLANKS},", " "))
 FSDP_SCOPES: tuple[Scope, ...] = ("fsdp", "precision", "parallelism")
 
 
-class Collector:
+@dataclass(slots=True)
+class Collector(SourceSettings):
     """Collects the settings and problems of one source.
 
     Attributes:
@@ -40,24 +41,14 @@ class Collector:
         mentions_fsdp: whether the source has an FSDP setting.
     """
 
-    def __init__(self, source: str, *, nulls: Collection[str | None] = (None,)) -> None:
-        self.source = source
-        self.nulls = nulls
-        self.settings: list[Setting] = []
-        self.not_set: list[Setting] = []
-        self.problems: list[Problem] = []
-        self.mentions_fsdp = False
-        self.inactive_problems: list[Problem] = []
+    source: str
+    nulls: Collection[str | None] = (None,)
+    mentions_fsdp: bool = False
 
     def result(self, dialect: Dialect | None) -> SourceSettings:
         """Return the settings and problems. `dialect` is used only if the source mentions FSDP."""
-        return SourceSettings(
-            settings=tuple(self.settings),
-            not_set=tuple(self.not_set),
-            problems=tuple(self.problems),
-            dialect=dialect if self.mentions_fsdp else None,
-            inactive_problems=tuple(self.inactive_problems),
-        )
+        self.dialect = dialect if self.mentions_fsdp else None
+        return self
 
     def extend(self, other: Collector, *, active: bool = True) -> None:
         """Add the content of another collector.

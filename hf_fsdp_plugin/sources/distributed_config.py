@@ -43,7 +43,7 @@ def read(sources: Sources) -> SourceSettings | None:
     try:
         tree = config_tree(given)
     except ConfigFileError as error:
-        return SourceSettings(problems=(error.problem,))
+        return SourceSettings(problems=[error.problem])
     # A field that is null has its default, as in Transformers.
     entries = (entry for entry in tree.value if entry.value.value is not None)
     fields = {plain_key(entry.key, "distributed"): entry for entry in entries}
@@ -53,7 +53,7 @@ def read(sources: Sources) -> SourceSettings | None:
         # from_pretrained does not shard the model, so these fields set nothing.
         message = "fsdp_size and dp_replicate_size are 1: from_pretrained does not shard the model."
         note = Problem(code="FSDP-N081", message=message, origin=Origin(source=out.source))
-        return SourceSettings(problems=tuple(out.problems) or (note,))
+        return SourceSettings(problems=out.problems or [note])
     _add_consequences(out, fields, sizes)
     return out.result("training_arguments")
 

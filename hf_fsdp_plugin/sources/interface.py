@@ -149,7 +149,7 @@ class Setting:
         return Problem(code=code, message=message, fix=fix, setting=canonical_setting(self.name), origin=self.origin)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(kw_only=True, slots=True)
 class SourceSettings:
     """All settings and problems of one source.
 
@@ -160,12 +160,12 @@ class SourceSettings:
         inactive_problems: the problems of inactive settings.
     """
 
-    settings: tuple[Setting, ...] = ()
-    not_set: tuple[Setting, ...] = ()
-    problems: tuple[Problem, ...] = ()
+    settings: list[Setting] = field(default_factory=list)
+    not_set: list[Setting] = field(default_factory=list)
+    problems: list[Problem] = field(default_factory=list)
     dialect: Dialect | None = None
     level: str = ""
-    inactive_problems: tuple[Problem, ...] = ()
+    inactive_problems: list[Problem] = field(default_factory=list)
 
 
 Reader = Callable[[Sources], SourceSettings | None]

@@ -20,6 +20,7 @@ from hf_fsdp_plugin.spec.precedence import derive_spec, merge_levels, read_all
 from hf_fsdp_plugin.spec.rules import check_rules
 from hf_fsdp_plugin.spec.values import parse_settings
 from hf_fsdp_plugin.strategies import STRATEGIES
+from hf_fsdp_plugin.text import format_value
 from hf_fsdp_plugin.vocabulary import canonical_setting
 
 
@@ -127,7 +128,7 @@ def with_distributed_config(spec: FsdpSpec, config: Any) -> FsdpSpec:
     level = parse_settings(replace(read, level=distributed_config_source.SOURCE))
     now = {name: (value, origin) for name, value, origin in spec.settings()}
     # The sizes of other axes are checked, but are not in the spec. A second call changes nothing.
-    new = tuple(s for s in level.settings if s.name in now and now[s.name] != (s.value, s.origin))
+    new = [s for s in level.settings if s.name in now and now[s.name] != (s.value, s.origin)]
     return _with_level(spec, replace(level, settings=new))
 
 
@@ -145,21 +146,21 @@ def with_plugin_object(spec: FsdpSpec, fields: Mapping[str, Any]) -> FsdpSpec:
     assert read is not None, "fields are given"
     level = parse_settings(replace(read, level=training_arguments.SOURCE))
     reshard = STRATEGIES[spec.sharding.strategy].counterpart
-    new = tuple(
+    new = [
         replace(s, name="sharding.strategy", value=reshard(reshard=s.value).name) if s.name == "sharding.reshard" else s
         for s in level.settings
         if s.name != "launch.distributed_type"
-    )
+    ]
     return _with_level(spec, replace(level, settings=new))
 
 
 def _with_level(spec: FsdpSpec, level: SourceSettings) -> FsdpSpec:
     """Return ``spec`` with the settings of a level of higher precedence. Raises ``SpecError``."""
-    given = tuple(
+    given = [
         Setting(name=name, value=value, origin=origin, level=accelerate_file.SOURCE)
         for name, value, origin in spec.settings()
         if spec.asked(name)
-    )
+    ]
     effective, overridden = merge_levels([level, SourceSettings(settings=given)])
     changed, derived = derive_spec(effective, {name: value for name, value, _ in spec.settings()})
     return _check(changed, [*spec.problems, *level.problems, *overridden, *derived]).checked_spec()
@@ -174,14 +175,8 @@ def _not_set(levels: Sequence[SourceSettings], spec: FsdpSpec) -> Iterator[Probl
         if name is not None and spec.asked(name):
             message += f" {spec.origin(name)} is used."
         elif name is not None:
-            message += f" The default is used: {_text_of_default(spec.get(name))}."
+            message += f" The default is used: {format_value(spec.get(name), 'none')}."
         yield setting.problem("FSDP-N051", message)
-
-
-def _text_of_default(value: Any) -> str:
-    if isinstance(value, bool):
-        return str(value).lower()
-    return str(value) if value or value == 0 else "none"
 
 
 def _ambiguous_version(levels: Sequence[SourceSettings], spec: FsdpSpec) -> Iterator[Problem]:

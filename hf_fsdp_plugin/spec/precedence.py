@@ -59,23 +59,23 @@ def read_all(sources: Sources) -> list[SourceSettings]:
     read = [replace(settings, level=level) for level, reader in PRECEDENCE if (settings := reader(sources)) is not None]
     if any(setting.enables_fsdp for source in read for setting in source.settings):
         read = [source if source.dialect is not None else _without_implied_off(source) for source in read]
-        return [replace(source, problems=(*source.problems, *source.inactive_problems)) for source in read]
+        return [replace(source, problems=[*source.problems, *source.inactive_problems]) for source in read]
     return [_without_inactive(source) for source in read]
 
 
 def _without_inactive(source: SourceSettings) -> SourceSettings:
     """Remove inactive settings, and report those that only FSDP has."""
-    settings = tuple(setting for setting in source.settings if not setting.inactive)
-    not_set = tuple(setting for setting in source.not_set if not setting.inactive)
+    settings = [setting for setting in source.settings if not setting.inactive]
+    not_set = [setting for setting in source.not_set if not setting.inactive]
     unused = [setting for setting in source.settings if setting.inactive and _is_only_for_fsdp(setting)]
     origins = [*(setting.origin for setting in unused), *(problem.origin for problem in source.inactive_problems)]
-    problems = source.problems
+    problems = list(source.problems)
     # Accelerate itself uses a ParallelismConfig in a run without FSDP.
     if origins and (origins[0] is None or origins[0].source != PARALLELISM):
         keys = ", ".join(dict.fromkeys(setting.origin.spelling for setting in unused)) or "fsdp_config"
         message = f"FSDP settings without fsdp do not enable FSDP and are not used: {keys}."
         fix = "Set fsdp=True to shard the model, or remove these settings."
-        problems += (Problem(code="FSDP-W033", message=message, fix=fix, origin=origins[0]),)
+        problems.append(Problem(code="FSDP-W033", message=message, fix=fix, origin=origins[0]))
     return replace(source, settings=settings, not_set=not_set, problems=problems)
 
 
@@ -91,8 +91,8 @@ def _without_implied_off(source: SourceSettings) -> SourceSettings:
     for setting in off if source.level == command_line.SOURCE else ():
         message = f"{setting.written} does not turn FSDP off, because another source enables it."
         problems.append(setting.problem("FSDP-W164", message, "Set distributed_type: NO in the config."))
-    settings = tuple(setting for setting in source.settings if setting not in off)
-    return replace(source, settings=settings, problems=tuple(problems))
+    settings = [setting for setting in source.settings if setting not in off]
+    return replace(source, settings=settings, problems=problems)
 
 
 def merge_levels(levels: Iterable[SourceSettings]) -> tuple[dict[str, Setting], tuple[Problem, ...]]:

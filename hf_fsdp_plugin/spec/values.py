@@ -72,7 +72,7 @@ def parse_settings(source: SourceSettings) -> SourceSettings:
     if any(problem.code == "FSDP-E122" for problem in problems):
         # The product of the other axes is not the world size.
         settings = [setting for setting in settings if not setting.name.startswith("mesh.")]
-    return replace(source, settings=tuple(settings), problems=(*source.problems, *problems))
+    return replace(source, settings=settings, problems=[*source.problems, *problems])
 
 
 def parse_value(row: SettingRow, raw: Any) -> Any:

@@ -27,14 +27,14 @@ LlamaForCausalLM · 23.7 k parameters · FSDP2 on 4 cpu ranks
   fsdp        version 2
   sharding    strategy full_shard
   mesh        shard 4 · replicate 1
-  wrap        policy transformer · classes LlamaDecoderLayer · min_num_params 0 · ignored_modules –
-  offload     params no · pin_memory no
-  precision   param unchanged · reduce fp32 · output unchanged · buffer unchanged · fp32_modules –
-  prefetch    backward none · forward no · limit_all_gathers yes
-  checkpoint  state_dict sharded · asynchronous no · verify yes
-  activation  checkpointing none · offload no · native no
-  loading     ram_efficient no · sync_module_states yes
-  params      use_orig yes
+  wrap        policy transformer · classes LlamaDecoderLayer · min_num_params 0 · ignored_modules -
+  offload     params false · pin_memory false
+  precision   param unchanged · reduce fp32 · output unchanged · buffer unchanged · fp32_modules -
+  prefetch    backward none · forward false · limit_all_gathers true
+  checkpoint  state_dict sharded · asynchronous false · verify true
+  activation  checkpointing none · offload false · native false
+  loading     ram_efficient false · sync_module_states true
+  params      use_orig true
 
 unit                                       class                              parameters   dtype    after forward
 model.embed_tokens + model.norm + lm_head  Embedding + LlamaRMSNorm + Linear  3.1 k        float32  kept
