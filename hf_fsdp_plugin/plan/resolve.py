@@ -15,9 +15,9 @@ from hf_fsdp_plugin.plan.names import is_inside
 from hf_fsdp_plugin.plan.parameters import check_parameters
 from hf_fsdp_plugin.plan.presharded import model_class_name, sharded_parts
 from hf_fsdp_plugin.plan.units import wrap_units
-from hf_fsdp_plugin.problems import SpecError, has_errors
+from hf_fsdp_plugin.problems import Origin, SpecError, has_errors
 from hf_fsdp_plugin.spec.fsdp_spec import DtypeName, FsdpSpec, Version
-from hf_fsdp_plugin.spec.rules import FP16_ON_CPU, check_fsdp2_support
+from hf_fsdp_plugin.spec.rules import FP16_ON_CPU, check_fsdp2_support, check_mesh_size
 from hf_fsdp_plugin.strategies import STRATEGIES, strategy_of
 from hf_fsdp_plugin.text import format_dtype, format_names, plural
 from hf_fsdp_plugin.torch_private.fsdp2 import first_version_with_dtype_per_parameter, installed_behavior
@@ -96,31 +96,35 @@ def resolve_mesh(world_size: int, local_world_size: int | None, problems: Proble
     if world_size < 1:
         problems.add("FSDP-E201", None, f"the world size is {world_size}.", "Set a world size of 1 or more.")
         return MeshPlan(replicate=1, shard=1), strategy.name
+    ranks = {"launch.num_processes": Origin(source="the world size")}
+    if wrong := list(check_mesh_size(spec.with_values({"launch.num_processes": world_size}, ranks))):
+        problems.problems += wrong
+        return MeshPlan(replicate=1, shard=world_size), strategy.name
     if not strategy.is_sharded:
-        if sizes.shard not in ("auto", 1):
-            message = f"{strategy.name} does not shard the model, but the shard size is {sizes.shard}."
-            problems.add("FSDP-E130", "mesh.shard", message, "Remove the shard size, or use full_shard.")
         if sizes.replicate not in ("auto", world_size):
             message = f"{strategy.name} on {world_size} ranks has {world_size} replicas, but the replicate size is "
             problems.add("FSDP-E128", "mesh.replicate", f"{message}{sizes.replicate}.", "Remove the replicate size.")
         return MeshPlan(replicate=world_size, shard=1), strategy.name
-    shard, replicate = (None if size == "auto" else size for size in (sizes.shard, sizes.replicate))
-    if shard is None and replicate is None:
+    if sizes.shard != "auto":
+        shard = sizes.shard
+    elif sizes.replicate != "auto":
+        shard = world_size // sizes.replicate
+    else:
         shard = world_size
         if strategy.hybrid:  # the ranks of one machine
             num_machines, given = max(1, spec.launch.num_machines), spec.launch.num_processes
             num_processes = world_size if given == "auto" else given
             usual = num_processes // num_machines if num_processes % num_machines == 0 else world_size
             shard = max(1, min(usual if local_world_size is None else local_world_size, world_size))
-    mesh = _complete_mesh(world_size, shard, replicate, problems)
-    if mesh is None:
-        return MeshPlan(replicate=1, shard=world_size), strategy.name
+        if world_size % shard:
+            divisors = [str(number) for number in range(1, world_size + 1) if world_size % number == 0]
+            message = f"the world size {world_size} is not divisible by the {shard} ranks of one machine."
+            fix = f"Set mesh.shard to one of {', '.join(divisors)}, or change the number of processes."
+            problems.add("FSDP-E129", "mesh.shard", message, fix)
+            return MeshPlan(replicate=1, shard=world_size), strategy.name
+    mesh = MeshPlan(replicate=world_size // shard, shard=shard)
     if mesh.shard == 1 and world_size > 1:
         unsharded = strategy_of(sharded=False, hybrid=False, reshard=False).name
-        if spec.asked("mesh.shard") and spec.asked("sharding.strategy"):
-            message = f"{strategy.name} with a shard size of 1 does not shard the model."
-            problems.add("FSDP-E130", "mesh.shard", message, f"Use {unsharded}, or a larger shard size.")
-            return mesh, strategy.name
         message = (
             f"nothing is sharded: each of the {world_size} ranks has a copy of the model, because a shard group has "
             f"one rank. This is {unsharded}, not {strategy.name}."
@@ -141,32 +145,6 @@ def resolve_mesh(world_size: int, local_world_size: int | None, problems: Proble
         fix = "Set mesh.shard (parallelism_config_dp_shard_size) below the world size to get several replicas."
         problems.add("FSDP-W205", "sharding.strategy", message, fix)
     return mesh, strategy.name
-
-
-def _complete_mesh(
-    world_size: int, shard: int | None, replicate: int | None, problems: ProblemCollector
-) -> MeshPlan | None:
-    """Return the mesh after computing its missing size; ``None`` if the sizes do not fit the world size."""
-    spec = problems.spec
-    if shard is not None and replicate is not None:
-        num_ranks = shard * replicate
-        if num_ranks == world_size:
-            return MeshPlan(replicate=replicate, shard=shard)
-        message = f"the mesh size {replicate} × {shard} (replicate × shard) is not the world size {world_size}."
-        fix = f"Start {num_ranks} processes, or choose sizes whose product is {world_size}."
-        problems.add("FSDP-E128", "mesh.shard" if spec.asked("mesh.shard") else "mesh.replicate", message, fix)
-        return None
-    setting, size = ("mesh.shard", shard) if shard is not None else ("mesh.replicate", replicate)
-    assert size is not None, "the caller sets at least one size"
-    if size < 1 or world_size % size:
-        divisor = f"{setting}={size}" if spec.asked(setting) else f"the {size} ranks of one machine"
-        divisors = [str(number) for number in range(1, world_size + 1) if world_size % number == 0]
-        message = f"the world size {world_size} is not divisible by {divisor}."
-        fix = f"Set {setting} to one of {', '.join(divisors)}, or change the number of processes."
-        problems.add("FSDP-E129", setting, message, fix)
-        return None
-    other = world_size // size
-    return MeshPlan(replicate=other, shard=size) if setting == "mesh.shard" else MeshPlan(replicate=size, shard=other)
 
 
 def resolve_precision(model: nn.Module, device_type: str, problems: ProblemCollector) -> PrecisionPlan:

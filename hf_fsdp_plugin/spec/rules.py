@@ -131,16 +131,7 @@ def _check_xla(spec: FsdpSpec) -> Iterator[Problem]:
 def _check_ranks(spec: FsdpSpec) -> Iterator[Problem]:
     """Check the sizes of the mesh, and the machines."""
     yield from check_mesh_size(spec)
-    launch, strategy = spec.launch, spec.sharding.strategy
-    is_sharded = STRATEGIES[strategy].is_sharded
-    num_ranks = [size for size in (spec.mesh.replicate, launch.num_processes) if size != "auto"]
-    if not is_sharded and spec.mesh.shard not in ("auto", 1):
-        message = f"{strategy} does not shard the model, but the shard size is {spec.mesh.shard}."
-        yield spec.problem("FSDP-E130", "mesh.shard", message, "Remove the shard size, or use full_shard.")
-    elif is_sharded and spec.mesh.shard == 1 and max(num_ranks, default=1) > 1 and spec.asked("sharding.strategy"):
-        message = f"{strategy} with a shard size of 1 does not shard the model."
-        yield spec.problem("FSDP-E130", "mesh.shard", message, "Use no_shard, or a larger shard size.")
-    num_machines = launch.num_machines
+    launch, num_machines = spec.launch, spec.launch.num_machines
     if launch.machine_rank >= num_machines:
         message = f"machine_rank is {launch.machine_rank}, but num_machines is {num_machines}; ranks begin at 0."
         fix = f"Set a rank from 0 to {num_machines - 1}."
@@ -164,10 +155,18 @@ def _check_ranks(spec: FsdpSpec) -> Iterator[Problem]:
 
 
 def check_mesh_size(spec: FsdpSpec) -> Iterator[Problem]:
-    world = spec.launch.num_processes
+    """Check the sizes of the mesh against the strategy and the number of ranks."""
+    world, strategy = spec.launch.num_processes, STRATEGIES[spec.sharding.strategy]
+    shard, replicate = spec.mesh.shard, spec.mesh.replicate
+    num_ranks = max((size for size in (replicate, world) if size != "auto"), default=1)
+    if not strategy.is_sharded and shard not in ("auto", 1):
+        message = f"{strategy.name} does not shard the model, but the shard size is {shard}."
+        yield spec.problem("FSDP-E130", "mesh.shard", message, "Remove the shard size, or use full_shard.")
+    elif strategy.is_sharded and shard == 1 and num_ranks > 1 and spec.asked("sharding.strategy"):
+        message = f"{strategy.name} with a shard size of 1 does not shard the model."
+        yield spec.problem("FSDP-E130", "mesh.shard", message, "Use no_shard, or a larger shard size.")
     if world == "auto":
         return
-    shard, replicate = spec.mesh.shard, spec.mesh.replicate
     where = spec.origin("launch.num_processes")
     if shard != "auto" and replicate != "auto" and shard * replicate != world:
         message = f"num_processes={world} ({where}) is not the mesh size {replicate} × {shard} (replicate × shard)."
