@@ -1,12 +1,11 @@
 """Machines: throughput of devices and of the links between them.
 
-Known machines are in the table machines.yaml, calibrated ones in JSON files.
+Known machines are in the table machines.yaml, measured ones in JSON files.
 """
 
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from functools import cache
@@ -192,16 +191,14 @@ def machine_named(name: str) -> Machine:
     Raises:
         SpecError: there is no such machine or network, or the file is invalid (FSDP-E830, FSDP-E831).
     """
-    path = Path(name) if name != "calibrated" else calibration_path()
-    if path.suffix in (".json", ".yaml", ".yml"):
-        return read_machine(path)
+    if Path(name).suffix in (".json", ".yaml", ".yml"):
+        return read_machine(Path(name))
     table = _table()
     base, _, network = name.lower().partition(":")
     for what, given, known in (("machine", base, table["machines"]), ("network", network, table["networks"])):
         if given not in known and (given or what == "machine"):
-            names = [*known, *(["calibrated"] if what == "machine" else [])]
-            close = " or ".join(each for each in names if each.startswith(given)) or nearest_word(given, names)
-            fix = did_you_mean(close, f"Use one of {', '.join(names)}, or the path of a machine file.")
+            close = " or ".join(each for each in known if each.startswith(given)) or nearest_word(given, known)
+            fix = did_you_mean(close, f"Use one of {', '.join(known)}, or the path of a machine file.")
             raise SpecError([Problem(code="FSDP-E830", message=f"{given!r} is not a known {what}.", fix=fix)])
     row = dict(table["machines"][base])
     usual, compared = row.pop("network"), row.pop("compared")
@@ -221,12 +218,6 @@ def _table() -> dict[str, Any]:
     text = files("hf_fsdp_plugin.estimate").joinpath("machines.yaml").read_text(encoding="utf-8")
     table: dict[str, Any] = yaml.safe_load(text)
     return table
-
-
-def calibration_path() -> Path:
-    """Return the path of the calibrated machine: ``$XDG_CACHE_HOME/hf_fsdp_plugin/machine.json``."""
-    folder = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(folder) / "hf_fsdp_plugin" / "machine.json"
 
 
 def read_machine(path: Path) -> Machine:
@@ -252,5 +243,5 @@ def read_machine(path: Path) -> Machine:
         reason = f"cannot read the machine file {path}: {error.strerror or error}."
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         reason = f"{path} is not a machine file: {error}."
-    fix = "Run hf-fsdp plan --calibrate, or name a known machine."
+    fix = "Name a known machine, or the file of a measured one."
     raise SpecError([Problem(code="FSDP-E831", message=reason, fix=fix)])

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any, Final, get_args
 from hf_fsdp_plugin.cli import check
 from hf_fsdp_plugin.cli.check_output import load_model, plan_of
 from hf_fsdp_plugin.cli.main import check_needs
-from hf_fsdp_plugin.cli.output import exit_code, in_line_order, print_failure, print_result
+from hf_fsdp_plugin.cli.output import exit_code, in_line_order, print_failure
 from hf_fsdp_plugin.cli.plan.output import Planned, print_prediction
 from hf_fsdp_plugin.estimate.interface import Attention, Optimizer, UpdateLoop, Workload
 from hf_fsdp_plugin.launcher.flags import Parser, UsageError, add_setting_flags
 from hf_fsdp_plugin.problems import Origin, Problem, SpecError, has_errors
 from hf_fsdp_plugin.sources.launchers import default_config_file
-from hf_fsdp_plugin.text import SIZE_SPELLINGS, nearest_multiples, parse_bytes, plural
+from hf_fsdp_plugin.text import SIZE_SPELLINGS, nearest_multiples, parse_bytes
 
 if TYPE_CHECKING:
     from torch import nn
@@ -46,16 +46,13 @@ _FLAGS: Final[tuple[tuple[str, str, str], ...]] = (
     ("device", "TYPE", "type of the devices (default: cuda; cpu with --cpu)"),
     (
         "machine", "NAME|FILE", "predict the time of a step on a100-40gb, a100-80gb, h100-sxm, h100-pcie, "
-        "h100-96gb-500w, h200, b200, or with another network, as h100-sxm:efa-3200; or on the machine of a file, or "
-        "on the calibrated one",
+        "h100-96gb-500w, h200, b200, or with another network, as h100-sxm:efa-3200; or on the machine of a file",
     ),
-    ("calibrate", "", "measure the present machine with --world-size ranks for --machine calibrated, and stop"),
     ("html", "OUT", "write an HTML page with pictures; it needs no network"),
     ("force", "", "overwrite the file of --html"),
     ("advise", "", "compare all settings, and print the best config"),
 )  # fmt: skip
 """Flag, its value (empty for none) and its meaning. Sizes are text: all invalid ones are reported together."""
-_OF_CALIBRATION: Final = frozenset({"calibrate", "world_size", "device", "json"})
 _NOT_ADVISED: Final = frozenset({"sync_each_batch", "device", "html", "force"})
 _LARGEST: Final = 1 << 24
 
@@ -87,8 +84,6 @@ def run(args: argparse.Namespace) -> int:
         fix = "Pass --force to overwrite it, or another name."
         problems.append(Problem(code="FSDP-E833", message=f"{args.html} exists.", fix=fix))
     try:
-        if args.calibrate:
-            return _calibrate(args)
         planned, shown = (None, None) if problems else _read_subject(args, names, problems)
         if planned is not None and args.advise:
             from hf_fsdp_plugin.cli.plan.advise import print_advice
@@ -103,22 +98,6 @@ def run(args: argparse.Namespace) -> int:
     return exit_code(problems, shown) or failed
 
 
-def _calibrate(args: argparse.Namespace) -> int:
-    """Measure the present machine, and store its figures for ``--machine calibrated``."""
-    from hf_fsdp_plugin.devices import accelerator_type
-    from hf_fsdp_plugin.estimate.calibration import calibrate_ranks
-    from hf_fsdp_plugin.estimate.machines import calibration_path
-
-    problems: list[Problem] = []
-    num_ranks = _read_size(args, "world-size", problems) or 2
-    if problems:
-        raise SpecError(problems)
-    path = calibration_path()
-    machine = calibrate_ranks(num_ranks, args.device or accelerator_type() or "cpu", path)
-    text = f"{machine.label}\nMeasured with {plural(num_ranks, 'rank')} at work, and written to {path}."
-    return print_result(args, {"ok": True, "machine": machine.label, "file": str(path), "ranks": num_ranks}, text)
-
-
 def _check_flags(args: argparse.Namespace, names: Sequence[str]) -> None:
     """Refuse a combination of flags in which a flag has no effect, so that no flag is ignored silently.
 
@@ -129,14 +108,10 @@ def _check_flags(args: argparse.Namespace, names: Sequence[str]) -> None:
         UsageError: the combination is refused.
     """
     for name, flag in args.given.items():
-        if args.calibrate and name not in _OF_CALIBRATION:
-            raise UsageError(f"{flag} has no effect with --calibrate.")
         if args.advise and name in _NOT_ADVISED:
             raise UsageError(f"{flag} has no effect with --advise.")
     check_needs(args, {"force": ["html"]})
-    if args.calibrate and (args.configs or args.command_line):
-        raise UsageError(f"{args.configs or args.command_line[0]} has no effect with --calibrate.")
-    if not args.calibrate and (args.model is None or len(names) > 1):
+    if args.model is None or len(names) > 1:
         raise UsageError("give --model, and at most one config.")
 
 

@@ -170,7 +170,7 @@ def _time_lines(prediction: Prediction) -> Iterator[str]:
     """Yield the lines about time."""
     time = prediction.time
     if time is None:
-        yield "time: unknown. Set --machine, such as h100-sxm, or measure this one with --calibrate."
+        yield "time: unknown. Set --machine, such as h100-sxm, or the file of a machine."
         return
     low, high = time.low_seconds, time.high_seconds
     table = [

@@ -28,8 +28,7 @@ PLAN = {
     "micro_batch": "--micro-batch 4", "seq_len": "--seq-len 32", "global_batch": "--global-batch 128",
     "accumulation": "--accumulation 4", "sync_each_batch": "--sync-each-batch", "optimizer": "--optimizer sgd",
     "update_loop": "--for-loop", "no_clip": "--no-clip", "attention": "--attention eager",
-    "gpu_memory": "--gpu-memory 1GiB", "machine": "--machine h100-sxm", "calibrate": "--calibrate",
-    "html": "--html out.html", "force": "--force",
+    "gpu_memory": "--gpu-memory 1GiB", "machine": "--machine h100-sxm", "html": "--html out.html", "force": "--force",
     "device": "--device cpu", "advise": "--advise",
     "lora_rank": "--lora-rank 4", "qlora": "--qlora", "json": "--json", "model": "--model other",
 }  # fmt: skip
@@ -88,7 +87,7 @@ def test_flags_have_an_effect_on_the_advice(outcome: Any) -> None:
     assert alone[0] == 0, alone
     refused = set()
     for name, flag in PLAN.items():
-        if name in {"advise", "calibrate", "qlora"} | EFFECTLESS - {"json"}:
+        if name in {"advise", "qlora"} | EFFECTLESS - {"json"}:
             continue
         needs = NEEDS.get(name, [])
         found = outcome(*base, *needs, flag)
@@ -102,7 +101,7 @@ def test_flags_have_an_effect_on_the_advice(outcome: Any) -> None:
 
 @pytest.mark.slow
 def test_pairs_of_workload_flags_have_both_effects(outcome: Any) -> None:
-    names = [name for name in PLAN if name not in EFFECTLESS | {"advise", "calibrate", "force"}]
+    names = [name for name in PLAN if name not in EFFECTLESS | {"advise", "force"}]
     names = [name for name in names if name not in ("qlora", "global_batch", "html")]
     single = {name: outcome(PLAN[name], "--json") for name in names}
     base = outcome("--json")
@@ -118,7 +117,6 @@ def test_pairs_of_workload_flags_have_both_effects(outcome: Any) -> None:
     "words",
     [
         "--force", "--advise --html out.html", "--advise --sync-each-batch", "--advise --device cpu",
-        "--calibrate --advise", "--calibrate --html out.html",
     ],
 )  # fmt: skip
 def test_flags_without_an_effect_are_refused(outcome: Any, words: str) -> None:

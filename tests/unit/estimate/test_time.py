@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
-from hf_fsdp_plugin.estimate.calibration import write_machine
 from hf_fsdp_plugin.estimate.interface import Workload
 from hf_fsdp_plugin.estimate.machines import (
     Link,
@@ -27,6 +26,7 @@ from hf_fsdp_plugin.estimate.time import TimeModel, estimate_time
 from hf_fsdp_plugin.plan.resolve import resolve
 from hf_fsdp_plugin.problems import SpecError
 from hf_fsdp_plugin.spec.load import load_spec
+from scripts.bench.calibration import write_machine
 
 STEP = Workload(micro_batch=2, seq_len=32)
 H100 = machine_named("h100-sxm")
@@ -214,15 +214,13 @@ def test_unknown_machine_is_refused(name):
     assert [problem.code for problem in caught.value.problems] == ["FSDP-E830"]
 
 
-def test_machine_file_is_read_as_written(tmp_path, monkeypatch):
+def test_machine_file_is_read_as_written(tmp_path):
     curves = {"matmul.fp32": ((1.0, 2.0), (3.0, 4.0))}
     collectives = (MeasuredCollective(kind="all_gather", group_size=2, seconds=((4.0, 1.0),)),)
     machine = Machine(**{**{f: getattr(H100, f) for f in H100.__slots__}, "curves": curves, "collectives": collectives})
     write_machine(machine, tmp_path / "m.json")
     assert read_machine(tmp_path / "m.json") == machine
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    write_machine(machine, tmp_path / "hf_fsdp_plugin" / "machine.json")
-    assert machine_named("calibrated") == machine
+    assert machine_named(str(tmp_path / "m.json")) == machine
 
 
 @pytest.mark.parametrize("content", [None, "", "[]", "{}", '{"curves": 1}'])

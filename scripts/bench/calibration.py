@@ -1,7 +1,13 @@
-"""Measures the present machine: throughput, start of operations and collectives, while all ranks are busy."""
+"""Measures the present machine: throughput, start of operations and collectives, while all ranks are busy.
+
+    python -m scripts.bench.calibration machine.json --ranks 4      one to two minutes
+
+`hf-fsdp plan --machine machine.json` predicts the time of a step on it.
+"""
 
 from __future__ import annotations
 
+import argparse
 import json
 import platform
 import statistics
@@ -24,7 +30,7 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn import functional
 
-from hf_fsdp_plugin.devices import get_device
+from hf_fsdp_plugin.devices import accelerator_type, get_device
 from hf_fsdp_plugin.estimate.interface import CollectiveKind
 from hf_fsdp_plugin.estimate.machines import Curve, Link, Machine, MeasuredCollective, read_machine
 from hf_fsdp_plugin.torch_private.functions import TorchDispatchMode
@@ -302,3 +308,15 @@ def _collective(kind: CollectiveKind, num_bytes: int, size: int, group: Any, dev
     if kind == "reduce_scatter":
         return lambda: dist.reduce_scatter_tensor(part, whole, group=group)
     return lambda: dist.all_reduce(whole, group=group)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("path", type=Path, help="file to write")
+    parser.add_argument("--ranks", type=int, default=2)
+    args = parser.parse_args()
+    print(calibrate_ranks(args.ranks, accelerator_type(), args.path).label)
+
+
+if __name__ == "__main__":
+    main()
