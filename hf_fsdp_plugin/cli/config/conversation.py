@@ -173,6 +173,7 @@ def _print(text: str, color: Color | None = None, indent: str = "") -> None:
 
 def read_model(path_or_id: str) -> ModelFacts:
     """Return the facts of a model. Raises ``SpecError`` (FSDP-E709) if it does not exist or cannot be built."""
+    from hf_fsdp_plugin.plan.meta_model import max_positions
     from hf_fsdp_plugin.plan.modules import ModuleTree, no_split_classes
 
     model, problems = load_model(path_or_id)
@@ -181,15 +182,12 @@ def read_model(path_or_id: str) -> ModelFacts:
     tree = ModuleTree(model)
     classes = dict(tree.class_counts())
     declared = tuple(name for name in no_split_classes(model) if name in classes)
-    config: Any = getattr(model, "config", None)
-    text_config = config.get_text_config() if hasattr(config, "get_text_config") else config
-    longest = getattr(text_config, "max_position_embeddings", None)
     return ModelFacts(
         model=model,
         classes=classes,
         layers=declared or tree.repeated_classes(),
         declares_layers=bool(declared),
-        max_seq_len=longest if isinstance(longest, int) else 0,
+        max_seq_len=max_positions(model),
     )
 
 

@@ -220,9 +220,9 @@ def _read_workload(args: argparse.Namespace, world_size: int, problems: list[Pro
 
 def sequence_length(workload: Workload, model: nn.Module) -> tuple[int, Problem | None]:
     """Return the tokens per sample, and the problem of a sequence that the model does not support."""
-    config = getattr(model, "config", None)
-    config = getattr(config, "text_config", config)
-    maximum = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None)
+    from hf_fsdp_plugin.plan.meta_model import max_positions
+
+    maximum = max_positions(model)
     length = workload.seq_len or min(_DEFAULT_LENGTH, maximum or _DEFAULT_LENGTH)
     if not maximum or length <= maximum:
         return length, None
