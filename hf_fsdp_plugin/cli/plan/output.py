@@ -102,7 +102,6 @@ def print_prediction(args: argparse.Namespace, planned: Planned, problems: Itera
 def plan_json(prediction: Prediction, problems: Iterable[Problem]) -> dict[str, Any]:
     """Return the object of ``plan --json``."""
     planned, memory, time = prediction.planned, prediction.memory, prediction.time
-    seconds = ("low", "high", "compute", "communication", "exposed")
     return {
         "ok": True,
         "per_rank": memory.to_json(),
@@ -121,12 +120,7 @@ def plan_json(prediction: Prediction, problems: Iterable[Problem]) -> dict[str, 
         "step_seconds": time and time.step_seconds,
         "tokens_per_second": time and time.tokens_per_second,
         "machine": time and time.machine,
-        "time": time
-        and {
-            **{f"{name}_seconds": getattr(time, f"{name}_seconds") for name in seconds},
-            "evidence": time.evidence,
-            "mfu": time.mfu,
-        },
+        "time": time and asdict(time),
         "assumptions": list(memory.assumptions),
         "workload": asdict(planned.workload),
         "plan": planned.plan.to_json(),
