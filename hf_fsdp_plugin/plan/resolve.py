@@ -17,7 +17,7 @@ from hf_fsdp_plugin.plan.presharded import model_class_name, sharded_parts
 from hf_fsdp_plugin.plan.units import wrap_units
 from hf_fsdp_plugin.problems import Origin, SpecError, has_errors
 from hf_fsdp_plugin.spec.fsdp_spec import DtypeName, FsdpSpec, Version
-from hf_fsdp_plugin.spec.rules import FP16_ON_CPU, check_fsdp2_support, check_mesh_size
+from hf_fsdp_plugin.spec.rules import FP16_ON_CPU, check_fsdp2_support, check_mesh_size, divisor_remedy
 from hf_fsdp_plugin.strategies import STRATEGIES, strategy_of
 from hf_fsdp_plugin.text import format_dtype, format_names, plural
 from hf_fsdp_plugin.torch_private.fsdp2 import first_version_with_dtype_per_parameter, installed_behavior
@@ -117,10 +117,8 @@ def resolve_mesh(world_size: int, local_world_size: int | None, problems: Proble
             usual = num_processes // num_machines if num_processes % num_machines == 0 else world_size
             shard = max(1, min(usual if local_world_size is None else local_world_size, world_size))
         if world_size % shard:
-            divisors = [str(number) for number in range(1, world_size + 1) if world_size % number == 0]
             message = f"the world size {world_size} is not divisible by the {shard} ranks of one machine."
-            fix = f"Set mesh.shard to one of {', '.join(divisors)}, or change the number of processes."
-            problems.add("FSDP-E129", "mesh.shard", message, fix)
+            problems.add("FSDP-E129", "mesh.shard", message, divisor_remedy("mesh.shard", world_size))
             return MeshPlan(replicate=1, shard=world_size), strategy.name
     mesh = MeshPlan(replicate=world_size // shard, shard=shard)
     if mesh.shard == 1 and world_size > 1:

@@ -170,13 +170,19 @@ def check_mesh_size(spec: FsdpSpec) -> Iterator[Problem]:
     where = spec.origin("launch.num_processes")
     if shard != "auto" and replicate != "auto" and shard * replicate != world:
         message = f"num_processes={world} ({where}) is not the mesh size {replicate} × {shard} (replicate × shard)."
-        fix = f"Choose sizes whose product is {world}, or remove one of them."
+        fix = f"Start {shard * replicate} processes, or choose sizes whose product is {world}."
         yield spec.problem("FSDP-E128", "mesh.shard", message, fix)
         return
     for name, size in (("mesh.shard", shard), ("mesh.replicate", replicate)):
-        if size != "auto" and world % size:
+        if size != "auto" and (size < 1 or world % size):
             message = f"num_processes={world} ({where}) is not divisible by {name}={size}."
-            yield spec.problem("FSDP-E129", name, message, f"Choose a divisor of {world}.")
+            yield spec.problem("FSDP-E129", name, message, divisor_remedy(name, world))
+
+
+def divisor_remedy(name: str, world: int) -> str:
+    """Return what to do if a size of the mesh does not divide the number of ranks."""
+    divisors = [str(number) for number in range(1, world + 1) if world % number == 0]
+    return f"Set {name} to one of {', '.join(divisors)}, or change the number of processes."
 
 
 def _check_units(spec: FsdpSpec) -> Iterator[Problem]:
