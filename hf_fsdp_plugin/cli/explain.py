@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import re
 import sys
 from dataclasses import asdict, dataclass
@@ -11,6 +10,7 @@ from importlib.resources import files
 
 from hf_fsdp_plugin.cli.output import USAGE, print_result
 from hf_fsdp_plugin.problems import AREAS, CODE
+from hf_fsdp_plugin.spellings import did_you_mean, nearest_word
 from hf_fsdp_plugin.text import format_table, printable
 
 HELP = "Print what a problem code means, with an example and the remedy. Without a code, list all codes."
@@ -47,10 +47,9 @@ def run(args: argparse.Namespace) -> int:
     short = re.sub(r"[^A-Z0-9]", "", args.code.upper()).removeprefix("FSDP")
     entry = next((entry for code, entry in entries.items() if short in (code[-4:], code[-3:])), None)
     if entry is None:
-        near = [code for code in entries if short[1:] == code[-3:]]
-        similar = difflib.get_close_matches(short, [code[-4:] for code in entries], n=3, cutoff=0.7)
-        near = near or [f"FSDP-{code}" for code in similar]
-        hint = f"Did you mean {' or '.join(near)}?" if near else "`hf-fsdp explain` lists all codes."
+        same_number = next((code for code in entries if short[1:] == code[-3:]), "")
+        near = same_number or nearest_word(f"FSDP-{short}", entries, cutoff=0.8)
+        hint = did_you_mean(near, "`hf-fsdp explain` lists all codes.")
         print(f"hf-fsdp explain: unknown problem code '{printable(args.code)}'. {hint}", file=sys.stderr)
         return USAGE
     return print_result(args, asdict(entry), f"{entry.code}: {entry.title}\n\n{entry.text}")

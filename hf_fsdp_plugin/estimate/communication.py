@@ -9,14 +9,7 @@ from torch import nn
 
 from hf_fsdp_plugin.backends.loading.weight_loader import master_dtype
 from hf_fsdp_plugin.backends.sharding.forwards import checkpoints_itself
-from hf_fsdp_plugin.estimate.interface import (
-    Axis,
-    Collective,
-    CollectiveKind,
-    CommunicationEstimate,
-    StepPhase,
-    Workload,
-)
+from hf_fsdp_plugin.estimate.types import Axis, Collective, CollectiveKind, CommunicationEstimate, StepPhase, Workload
 from hf_fsdp_plugin.estimate.unit_sizes import unit_sizes
 from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan
 from hf_fsdp_plugin.plan.names import ancestors, is_inside, parent_of

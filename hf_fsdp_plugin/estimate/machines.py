@@ -16,7 +16,7 @@ from typing import Any, Final, Literal
 
 import yaml
 
-from hf_fsdp_plugin.estimate.interface import CollectiveKind
+from hf_fsdp_plugin.estimate.types import CollectiveKind
 from hf_fsdp_plugin.problems import Problem, SpecError
 from hf_fsdp_plugin.spellings import did_you_mean, nearest_word
 

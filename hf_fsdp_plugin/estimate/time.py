@@ -12,11 +12,18 @@ from torch import nn
 
 from hf_fsdp_plugin.backends.loading.weight_loader import master_dtype
 from hf_fsdp_plugin.estimate.communication import checkpointed_modules, estimate_communication
-from hf_fsdp_plugin.estimate.interface import Collective, CollectiveKind, StepPhase, TimeEstimate, Workload, update_loop
 from hf_fsdp_plugin.estimate.machines import Machine
 from hf_fsdp_plugin.estimate.memory.meta_pass import profile_step
 from hf_fsdp_plugin.estimate.memory.step import OpCost, StepProfile
 from hf_fsdp_plugin.estimate.schedule import Timeline, UnitTimes, exposed_seconds, simulate
+from hf_fsdp_plugin.estimate.types import (
+    Collective,
+    CollectiveKind,
+    StepPhase,
+    TimeEstimate,
+    Workload,
+    update_loop,
+)
 from hf_fsdp_plugin.estimate.unit_sizes import UnitSizes, unit_sizes
 from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan
 from hf_fsdp_plugin.plan.names import ancestors, is_inside

@@ -222,24 +222,15 @@ def _is_list_of_texts(value: Any) -> bool:
 
 _EXPECTED: Final[tuple[tuple[str, Callable[[Any], bool], str], ...]] = (
     ("config", lambda value: isinstance(value, ConfigFile | Mapping), "a path or a dict"),
-    (
-        "distributed_config",
-        lambda value: isinstance(value, ConfigFile | Mapping) or hasattr(value, "to_dict"),
-        "a DistributedConfig, a dict or a path",
-    ),
-    (
-        "parallelism_config",
-        lambda value: isinstance(value, Mapping) or hasattr(value, "dp_shard_size"),
-        "a ParallelismConfig or a dict",
-    ),
+    ("distributed_config", lambda value: isinstance(value, ConfigFile | Mapping) or hasattr(value, "to_dict"),
+        "a DistributedConfig, a dict or a path"),
+    ("parallelism_config", lambda value: isinstance(value, Mapping) or hasattr(value, "dp_shard_size"),
+        "a ParallelismConfig or a dict"),
     ("training_arguments", _has_names, "a dict whose keys are names"),
     ("plugin_object", _has_names, "a dict whose keys are names"),
     ("environ", lambda value: _has_names(value) and _are_texts(value.values()), "a dict of text"),
     ("command_line", _is_list_of_texts, "a list of words, such as ['--fsdp', 'full_shard']"),
-    (
-        "overrides",
-        lambda value: isinstance(value, str) or _is_list_of_texts(value) or _has_names(value),
-        "a dict whose keys are names, or a list of NAME=VALUE",
-    ),
-)
+    ("overrides", lambda value: isinstance(value, str) or _is_list_of_texts(value) or _has_names(value),
+        "a dict whose keys are names, or a list of NAME=VALUE"),
+)  # fmt: skip
 """Source -> whether a value of it is valid, and what is expected."""

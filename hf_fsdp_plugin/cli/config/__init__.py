@@ -15,17 +15,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from hf_fsdp_plugin.cli import config_text
 from hf_fsdp_plugin.cli.config import questions
 from hf_fsdp_plugin.cli.config.conversation import ask_question, ask_questions, predict_memory, show_text
 from hf_fsdp_plugin.cli.config.question import Question, State, label_of
-from hf_fsdp_plugin.cli.config_text import (
-    SettingLine,
-    changed_text,
-    new_text,
-    script_arguments,
-    setting_lines,
-    stock_limits,
-)
 from hf_fsdp_plugin.cli.output import OK, print_failure, print_json, print_problems, write_atomically
 from hf_fsdp_plugin.launcher.flags import Suggested
 from hf_fsdp_plugin.launcher.world import DeviceSearch
@@ -40,7 +33,7 @@ from hf_fsdp_plugin.text import printable
 from hf_fsdp_plugin.vocabulary import TRAINING_FILE_MARKS
 
 if TYPE_CHECKING:
-    from hf_fsdp_plugin.estimate.interface import MemoryEstimate
+    from hf_fsdp_plugin.estimate.types import MemoryEstimate
 
 HELP = (
     "Ask for model, machines, batch and FSDP settings, predict the memory, and write a config for accelerate launch "
@@ -62,6 +55,7 @@ class Target:
         path: ``None`` for stdout.
         shown: as the user named it.
         text: the present content; ``None`` if there is no file.
+        new: the content that is written.
         present: the settings of the present content.
         is_default: whether it is Accelerate's default file.
     """
@@ -69,8 +63,13 @@ class Target:
     path: Path | None
     shown: str
     text: str | None = None
+    new: str = ""
     present: Assessment | None = None
     is_default: bool = False
+
+    @property
+    def is_changed(self) -> bool:
+        return self.path is not None and self.new != self.text
 
     @property
     def is_json(self) -> bool:
@@ -124,31 +123,32 @@ def _run(args: argparse.Namespace) -> int:
         search.close()
     fixed = questions.fixed_settings(state) if target.present is None else {}
     settings = fixed | questions.settings_of(state)
-    lines = setting_lines(settings, state.version, questions.comments_of(state))
+    lines = config_text.setting_lines(settings, state.version, questions.comments_of(state))
     if target.text is None or target.present is None:
-        text = new_text(lines, is_json=target.is_json)
+        text = config_text.new_text(lines, is_json=target.is_json)
     else:
         unused = questions.unused_settings(state, settings)
-        text = changed_text(target.text, lines, unused, target.present.spec, is_json=target.is_json)
-    checked = _check(text, target, lines)
+        text = config_text.changed_text(target.text, lines, unused, target.present.spec, is_json=target.is_json)
+    target = replace(target, new=text)
+    checked = _check(target, lines)
     memory = predict_memory(state, checked.spec)
-    if not _may_write(args, target, text, state):
+    if not _may_write(args, target, state):
         print("Nothing was written.", file=sys.stderr)
         return print_failure([], as_json=args.json)
-    if target.path is not None and text != target.text:
+    if target.path is not None and target.is_changed:
         try:
             target.path.parent.mkdir(parents=True, exist_ok=True)
-            write_atomically(target.path, text.encode())
+            write_atomically(target.path, target.new.encode())
         except OSError as error:
             raise _unwritable(target.shown, error.strerror or str(error)) from None
-    _print_result(args, target, text, state, checked, memory)
+    _print_result(args, target, state, checked, memory)
     return OK
 
 
-def _check(text: str, target: Target, lines: Sequence[SettingLine]) -> Assessment:
+def _check(target: Target, lines: Sequence[config_text.SettingLine]) -> Assessment:
     """Return the assessment of the new content. Raises ``SpecError`` if it has errors or other settings."""
     path = target.path or Path.cwd() / "stdout.yaml"
-    checked = assess(Sources(config=ConfigFile(path=path, shown=target.shown, data=text.encode()), environ={}))
+    checked = assess(Sources(config=ConfigFile(path=path, shown=target.shown, data=target.new.encode()), environ={}))
     if has_errors(checked.problems):
         print("The file would have these errors. It was not written.", file=sys.stderr)
         raise SpecError(checked.problems)
@@ -161,51 +161,42 @@ def _check(text: str, target: Target, lines: Sequence[SettingLine]) -> Assessmen
     return checked
 
 
-def _may_write(args: argparse.Namespace, target: Target, text: str, state: State) -> bool:
+def _may_write(args: argparse.Namespace, target: Target, state: State) -> bool:
     """Show the changes of an existing file and ask for confirmation, unless ``--force`` is given."""
-    if target.text is None or target.text == text:
+    if target.text is None or target.text == target.new:
         return True
-    lines = difflib.unified_diff(target.text.splitlines(), text.splitlines(), "before", "after", lineterm="", n=1)
+    before, after = target.text.splitlines(), target.new.splitlines()
+    lines = difflib.unified_diff(before, after, "before", "after", lineterm="", n=1)
     print("", *map(printable, lines), sep="\n", file=sys.stderr)
     question = Question(name="force", text=f"Change {target.shown}", default=True)
     return bool(args.force or ask_question(question, state))
 
 
 def _print_result(
-    args: argparse.Namespace,
-    target: Target,
-    text: str,
-    state: State,
-    checked: Assessment,
-    memory: MemoryEstimate | None,
+    args: argparse.Namespace, target: Target, state: State, checked: Assessment, memory: MemoryEstimate | None
 ) -> None:
     print_problems(problem for problem in checked.problems if problem.severity != "note")
     settings = {name: setting_to_json(value) for name, value, _ in checked.spec.settings()}
     written = {name: value for name, value in settings.items() if checked.spec.asked(name)}
-    limits = list(stock_limits(written, state.version))
+    limits = list(config_text.stock_limits(written, state.version))
     sizes = state.answers["micro_batch"], state.accumulation, state.answers.get("sync_each_batch", False)
-    print(f"\nArguments of the script: {' '.join(script_arguments(*sizes))}", file=sys.stderr)
+    print(f"\nArguments of the script: {' '.join(config_text.script_arguments(*sizes))}", file=sys.stderr)
     if args.json:
-        print_json(
-            {
-                "ok": True,
-                "path": target.path,
-                "written": target.path is not None and text != target.text,
-                "text": text,
-                "answers": state.answers,
-                "settings": settings,
-                "per_rank": memory,
-                "stock_limits": limits,
-                "problems": checked.problems,
-            }
-        )
+        tree = {"path": target.path, "written": target.is_changed, "text": target.new, "answers": state.answers}
+        tree |= {
+            "settings": settings,
+            "per_rank": memory,
+            "config_text.stock_limits": limits,
+            "problems": checked.problems,
+        }
+        print_json({"ok": True, **tree})
         return
     for limit in limits:
         print(f"note: {limit}", file=sys.stderr)
     if target.path is None:
-        print(text, end="")
+        print(target.new, end="")
     else:
-        print(f"\n{'wrote' if text != target.text else 'unchanged:'} {printable(target.shown)}", file=sys.stderr)
+        print(f"\n{'wrote' if target.is_changed else 'unchanged:'} {printable(target.shown)}", file=sys.stderr)
         option = "" if target.is_default else f"--config_file {shlex.quote(target.shown)} "
         for launcher in ("accelerate", "hf-fsdp"):
             print(printable(f"  {launcher} launch {option}train.py"), file=sys.stderr)

@@ -24,8 +24,8 @@ from hf_fsdp_plugin.text import format_memory, parse_bytes, wrap_words
 if TYPE_CHECKING:
     from torch import nn
 
-    from hf_fsdp_plugin.estimate.interface import MemoryEstimate
     from hf_fsdp_plugin.estimate.planner import Advice
+    from hf_fsdp_plugin.estimate.types import MemoryEstimate
 
 T = TypeVar("T")
 
@@ -238,8 +238,8 @@ def _attempt(predict: Callable[[], T]) -> tuple[T | None, str]:
 
 def advice_of(state: State, gpu_memory: int) -> Advice:
     """Return the planner's answer. Raises ``SpecError`` if the model cannot be planned."""
-    from hf_fsdp_plugin.estimate.interface import Workload
     from hf_fsdp_plugin.estimate.planner import advise
+    from hf_fsdp_plugin.estimate.types import Workload
 
     answers, model = state.answers, state.model
     assert model is not None, "the caller checks that there is a model"
@@ -262,8 +262,8 @@ def advice_of(state: State, gpu_memory: int) -> Advice:
 
 
 def _estimate(state: State, model: nn.Module, spec: FsdpSpec) -> MemoryEstimate:
-    from hf_fsdp_plugin.estimate.interface import Workload
     from hf_fsdp_plugin.estimate.memory.peak import estimate_memory
+    from hf_fsdp_plugin.estimate.types import Workload
     from hf_fsdp_plugin.plan.resolve import resolve
 
     answers = state.answers

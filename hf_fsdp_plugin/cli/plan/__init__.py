@@ -14,7 +14,7 @@ from hf_fsdp_plugin.cli.check_output import load_model, plan_of
 from hf_fsdp_plugin.cli.main import check_needs
 from hf_fsdp_plugin.cli.output import exit_code, in_line_order, print_failure
 from hf_fsdp_plugin.cli.plan.output import Planned, print_prediction
-from hf_fsdp_plugin.estimate.interface import Attention, Optimizer, UpdateLoop, Workload
+from hf_fsdp_plugin.estimate.types import Attention, Optimizer, UpdateLoop, Workload
 from hf_fsdp_plugin.launcher.flags import Parser, UsageError, add_setting_flags
 from hf_fsdp_plugin.problems import Origin, Problem, SpecError, has_errors
 from hf_fsdp_plugin.sources.launchers import default_config_file

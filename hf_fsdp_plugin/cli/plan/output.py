@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from hf_fsdp_plugin.cli.output import OK, PROBLEMS, colored, print_problems, print_result, text_width, write_atomically
-from hf_fsdp_plugin.estimate import interface
+from hf_fsdp_plugin.estimate import types
 from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan, equal_units
 from hf_fsdp_plugin.problems import Problem, SpecError
 from hf_fsdp_plugin.text import format_count, format_memory, format_seconds, format_table, plural, printable, wrap_words
@@ -26,7 +26,7 @@ _HEADROOM: Final = 0.9
 """Part of a device's memory above which a peak that fits is called close, if only allocated memory is predicted."""
 
 
-_COLORS: Final[dict[interface.MemoryKind, str]] = {
+_COLORS: Final[dict[types.MemoryKind, str]] = {
     "params": "#0072b2", "grads": "#e69f00", "optimizer": "#009e73", "activations": "#cc79a7", "gathered": "#56b4e9",
     "other": "#8c8c8c",
 }  # fmt: skip
@@ -45,7 +45,7 @@ class Planned:
 
     plan: FsdpPlan
     model: nn.Module
-    workload: interface.Workload
+    workload: types.Workload
     gpu_memory: int | None
     machine: Machine | None
 
@@ -60,10 +60,10 @@ class Prediction:
     """
 
     planned: Planned
-    memory: interface.MemoryEstimate
-    communication: interface.CommunicationEstimate
+    memory: types.MemoryEstimate
+    communication: types.CommunicationEstimate
     times: TimeModel | None = None
-    time: interface.TimeEstimate | None = None
+    time: types.TimeEstimate | None = None
 
     @property
     def fits(self) -> bool | None:
@@ -149,10 +149,10 @@ def plan_text(prediction: Prediction) -> str:
     return "\n".join(lines)
 
 
-def _communication_table(communication: interface.CommunicationEstimate) -> str:
+def _communication_table(communication: types.CommunicationEstimate) -> str:
     """Return calls and bytes of each collective per rank and optimizer step."""
     rows = [("communication per rank and step", "calls", "size")]
-    kinds: tuple[interface.CollectiveKind, ...] = ("all_gather", "reduce_scatter", "all_reduce")
+    kinds: tuple[types.CollectiveKind, ...] = ("all_gather", "reduce_scatter", "all_reduce")
     for kind in kinds:
         calls = sum(each.calls for each in communication.collectives if each.kind == kind)
         if calls:
@@ -179,10 +179,10 @@ def _time_lines(prediction: Prediction) -> Iterator[str]:
     yield from (format_table(table, right=(1,)), f"  {time.evidence}", f"  on {time.machine}")
 
 
-def _verdict(memory: interface.MemoryEstimate, gpu_memory: int | None) -> str:
+def _verdict(memory: types.MemoryEstimate, gpu_memory: int | None) -> str:
     """Return sentences: whether the step fits into the memory of a device, and which kind of memory limits it."""
     peak, largest = memory.peak, _largest(memory.peak)
-    why = f"Allocated memory has its peak in the {peak.where}; most of it is {interface.KIND_NAMES[largest]} "
+    why = f"Allocated memory has its peak in the {peak.where}; most of it is {types.KIND_NAMES[largest]} "
     why += f"({format_memory(peak.bytes_by_kind[largest])})."
     needed = memory.needed_bytes
     if gpu_memory is None:
@@ -200,7 +200,7 @@ def _verdict(memory: interface.MemoryEstimate, gpu_memory: int | None) -> str:
     return f"{answer}: {need} ({part:.0%}), {left}. {why}"
 
 
-def _subject(plan: FsdpPlan, workload: interface.Workload) -> str:
+def _subject(plan: FsdpPlan, workload: types.Workload) -> str:
     mesh = f" ({plan.mesh.replicate} replicas × {plan.mesh.shard} shards)" if plan.mesh.replicate > 1 else ""
     steps = f" × {plural(workload.accumulation, 'micro-batch', 'micro-batches')}" if workload.accumulation > 1 else ""
     precision = plan.precision.param if plan.precision.param != "unchanged" else "the model's dtype"
@@ -211,18 +211,18 @@ def _subject(plan: FsdpPlan, workload: interface.Workload) -> str:
     )
 
 
-def _kinds_table(memory: interface.MemoryEstimate) -> str:
+def _kinds_table(memory: types.MemoryEstimate) -> str:
     peak = memory.peak
     rows = [("memory per rank at the peak", "size", "part")]
-    for kind in interface.MEMORY_KINDS:
+    for kind in types.MEMORY_KINDS:
         size = peak.bytes_by_kind[kind]
-        rows.append((interface.KIND_NAMES[kind], format_memory(size), f"{size / max(peak.bytes, 1):.0%}"))
+        rows.append((types.KIND_NAMES[kind], format_memory(size), f"{size / max(peak.bytes, 1):.0%}"))
     rows.append(("total", format_memory(peak.bytes), ""))
     return format_table(rows, right=(1, 2))
 
 
-def _largest(moment: interface.Moment) -> interface.MemoryKind:
-    return max(interface.MEMORY_KINDS, key=lambda kind: moment.bytes_by_kind[kind])
+def _largest(moment: types.Moment) -> types.MemoryKind:
+    return max(types.MEMORY_KINDS, key=lambda kind: moment.bytes_by_kind[kind])
 
 
 def write_page(args: argparse.Namespace, prediction: Prediction) -> list[str]:
@@ -274,13 +274,13 @@ def _macros() -> Any:
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     environment.filters |= {"count": format_count, "seconds": format_seconds, "size": format_memory}
     text = files("hf_fsdp_plugin.estimate").joinpath("charts.html").read_text(encoding="utf-8")
-    return environment.from_string(text, {"COLORS": _COLORS, "KIND_NAMES": interface.KIND_NAMES}).module
+    return environment.from_string(text, {"COLORS": _COLORS, "KIND_NAMES": types.KIND_NAMES}).module
 
 
-def _areas(moments: Sequence[interface.Moment]) -> Iterator[tuple[str, list[tuple[int, int]]]]:
+def _areas(moments: Sequence[types.Moment]) -> Iterator[tuple[str, list[tuple[int, int]]]]:
     """Yield the color and the corners of a stacked area for each kind of memory: index of the moment, and bytes."""
     lower = [0] * len(moments)
-    for kind in interface.MEMORY_KINDS:
+    for kind in types.MEMORY_KINDS:
         upper = [below + moment.bytes_by_kind.get(kind, 0) for below, moment in zip(lower, moments, strict=True)]
         yield _COLORS[kind], [*enumerate(upper), *reversed(list(enumerate(lower)))]
         lower = upper

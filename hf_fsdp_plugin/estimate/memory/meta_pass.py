@@ -17,10 +17,10 @@ from torch import nn
 from hf_fsdp_plugin.backends.loading.weight_loader import master_dtype
 from hf_fsdp_plugin.backends.sharding.forwards import configs_with_cache, fp32_forwards
 from hf_fsdp_plugin.backends.torch_types import cast_floats, torch_dtype
-from hf_fsdp_plugin.estimate.interface import Workload
 from hf_fsdp_plugin.estimate.memory.recorder import Recorder, replace_forward
 from hf_fsdp_plugin.estimate.memory.step import StepProfile, expand_layers
 from hf_fsdp_plugin.estimate.memory.tracker import DeviceAttention
+from hf_fsdp_plugin.estimate.types import Workload
 from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan
 from hf_fsdp_plugin.plan.names import is_inside
 from hf_fsdp_plugin.problems import Problem, SpecError

@@ -14,11 +14,11 @@ from typing import Final
 
 from torch import nn
 
-from hf_fsdp_plugin.estimate.interface import DeviceMemory, MemoryEstimate, Optimizer, Workload, update_loop
 from hf_fsdp_plugin.estimate.machines import Machine
 from hf_fsdp_plugin.estimate.memory.engines import Fsdp1Engine, Fsdp2Engine
 from hf_fsdp_plugin.estimate.memory.meta_pass import profile_step
 from hf_fsdp_plugin.estimate.memory.step import Engine, Ledger, StepProfile
+from hf_fsdp_plugin.estimate.types import DeviceMemory, MemoryEstimate, Optimizer, Workload, update_loop
 from hf_fsdp_plugin.estimate.unit_sizes import ParameterShard, UnitSizes, ignored_bytes, unit_sizes
 from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan
 from hf_fsdp_plugin.strategies import STRATEGIES

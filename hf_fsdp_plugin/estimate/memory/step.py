@@ -10,8 +10,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
-from hf_fsdp_plugin.estimate.interface import MEMORY_KINDS, MemoryKind, Moment
 from hf_fsdp_plugin.estimate.machines import OpKind
+from hf_fsdp_plugin.estimate.types import MEMORY_KINDS, MemoryKind, Moment
 from hf_fsdp_plugin.estimate.unit_sizes import UnitSizes
 from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan
 from hf_fsdp_plugin.plan.names import is_inside

@@ -12,8 +12,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_fsdp_plugin.cli.plan.output import Planned, plan_page, predict
-from hf_fsdp_plugin.estimate.interface import Workload
 from hf_fsdp_plugin.estimate.machines import machine_named
+from hf_fsdp_plugin.estimate.types import Workload
 from hf_fsdp_plugin.plan.resolve import resolve
 from hf_fsdp_plugin.spec.load import load_spec
 

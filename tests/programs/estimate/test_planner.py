@@ -6,7 +6,6 @@ import pytest
 import torch
 import transformers as hf
 
-from hf_fsdp_plugin.estimate.interface import Workload
 from hf_fsdp_plugin.estimate.machines import machine_named
 from hf_fsdp_plugin.estimate.memory.peak import estimate_memory
 from hf_fsdp_plugin.estimate.planner import (
@@ -16,6 +15,7 @@ from hf_fsdp_plugin.estimate.planner import (
     micro_batches,
     shardings,
 )
+from hf_fsdp_plugin.estimate.types import Workload
 from hf_fsdp_plugin.problems import SpecError
 
 MIB = 1 << 20

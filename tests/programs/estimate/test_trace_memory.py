@@ -14,8 +14,8 @@ import torch.distributed as dist
 import transformers as hf
 from torch import nn
 
-from hf_fsdp_plugin.estimate.interface import Workload
 from hf_fsdp_plugin.estimate.memory.peak import estimate_memory
+from hf_fsdp_plugin.estimate.types import Workload
 from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan
 from hf_fsdp_plugin.plan.resolve import resolve
 from hf_fsdp_plugin.problems import SpecError

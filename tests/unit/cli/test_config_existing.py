@@ -188,9 +188,10 @@ def test_shipped_config_keeps_its_settings(config, path):
 
 def test_text_that_means_other_settings_is_refused(tmp_path):
     entry = SettingLine(name="offload.params", section="fsdp_config", key="fsdp_offload_params", value=True, means=True)
-    target = Target(path=tmp_path / "fsdp.yaml", shown="fsdp.yaml")
+    text = "distributed_type: FSDP\nfsdp_config: {fsdp_offload_params: false}\n"
+    target = Target(path=tmp_path / "fsdp.yaml", shown="fsdp.yaml", new=text)
     with pytest.raises(SpecError) as error:
-        _check("distributed_type: FSDP\nfsdp_config: {fsdp_offload_params: false}\n", target, [entry])
+        _check(target, [entry])
     assert [problem.code for problem in error.value.problems] == ["FSDP-E765"]
 
 

@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
-from hf_fsdp_plugin.estimate.interface import Workload
 from hf_fsdp_plugin.estimate.machines import (
     Link,
     Machine,
@@ -23,6 +22,7 @@ from hf_fsdp_plugin.estimate.machines import (
 )
 from hf_fsdp_plugin.estimate.schedule import UnitTimes, exposed_seconds, simulate
 from hf_fsdp_plugin.estimate.time import TimeModel, estimate_time
+from hf_fsdp_plugin.estimate.types import Workload
 from hf_fsdp_plugin.plan.resolve import resolve
 from hf_fsdp_plugin.problems import SpecError
 from hf_fsdp_plugin.spec.load import load_spec
