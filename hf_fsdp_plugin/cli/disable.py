@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import sys
 
-from hf_fsdp_plugin.cli.enable import cannot_change, enabled_files, print_outcome
+from hf_fsdp_plugin.cli.enable import cannot_change, enabled_files, find_enabled
+from hf_fsdp_plugin.cli.output import print_result
 
 HELP = "Remove what hf-fsdp enable has written: stock launchers do not use the plugin any more."
 EXAMPLES = ("hf-fsdp disable", "hf-fsdp disable --json")
@@ -25,4 +26,4 @@ def run(args: argparse.Namespace) -> int:
             problems.append(cannot_change(file, error))
     removed = ", ".join(map(str, found))
     text = f"disabled: removed {removed}" if found else f"not enabled in {sys.prefix}: nothing to remove"
-    return print_outcome(args, text, problems)
+    return print_result(args, {"enabled": find_enabled()}, "" if problems else text, problems)

@@ -96,12 +96,8 @@ def run(args: argparse.Namespace) -> int:
         file.unlink()
         fix = "Install the package in this environment: pip install hf_fsdp_plugin."
         problems = [_refused(f"a new Python process does not find hf_fsdp_plugin when it reads {file}.", fix)]
-    return print_outcome(args, f"enabled in {sys.prefix} by {file}", problems)
-
-
-def print_outcome(args: argparse.Namespace, text: str, problems: list[Problem]) -> int:
-    """Print the result of ``enable`` or ``disable``: the text if there are no problems. Returns the exit code."""
-    return print_result(args, {"enabled": find_enabled().to_json()}, "" if problems else text, problems)
+    text = "" if problems else f"enabled in {sys.prefix} by {file}"
+    return print_result(args, {"enabled": find_enabled()}, text, problems)
 
 
 def find_enabled() -> Enabled:

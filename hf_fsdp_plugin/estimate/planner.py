@@ -106,10 +106,6 @@ class AdviceRow:
     reason: str
 
     @property
-    def peak_bytes(self) -> int:
-        return self.memory.peak.bytes
-
-    @property
     def needed_bytes(self) -> int:
         """Memory of a device that the step needs: torch's allocator, context and NCCL."""
         return self.memory.needed_bytes

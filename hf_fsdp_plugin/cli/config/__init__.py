@@ -13,7 +13,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from hf_fsdp_plugin.cli import config_text
 from hf_fsdp_plugin.cli.config import questions
@@ -182,7 +182,12 @@ def _print_result(
     sizes = state.answers["micro_batch"], state.accumulation, state.answers.get("sync_each_batch", False)
     print(f"\nArguments of the script: {' '.join(config_text.script_arguments(*sizes))}", file=sys.stderr)
     if args.json:
-        tree = {"path": target.path, "written": target.is_changed, "text": target.new, "answers": state.answers}
+        tree: dict[str, Any] = {
+            "path": target.path,
+            "written": target.is_changed,
+            "text": target.new,
+            "answers": state.answers,
+        }
         tree |= {
             "settings": settings,
             "per_rank": memory,

@@ -198,7 +198,7 @@ def _row_json(row: AdviceRow) -> dict[str, Any]:
         "accumulation": row.choice.accumulation,
         "sync_each_batch": row.choice.sync_each_batch,
         "fits": row.fits,
-        "peak_bytes": row.peak_bytes,
+        "peak_bytes": row.memory.peak.bytes,
         "needed_bytes": row.needed_bytes,
         "peak_at": row.memory.peak.where,
         "host_bytes": row.memory.host_bytes,

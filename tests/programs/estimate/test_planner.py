@@ -77,7 +77,7 @@ def test_rows_that_fit_are_within_the_headroom():
     memory = int(sorted(row.needed_bytes for row in free)[len(free) // 2] / 0.95)
     found = advice(memory=memory, headroom=0.95)
     assert found.limit == int(memory * 0.95)
-    assert all(row.peak_bytes < row.needed_bytes <= found.limit for row in found.fitting)
+    assert all(row.memory.peak.bytes < row.needed_bytes <= found.limit for row in found.fitting)
     assert all(row.needed_bytes > found.limit and " of it " in row.reason for row in found.rejected)
     assert found.rejected and found.fitting and found.best is found.rows[0] and found.best.reason == ""
 
