@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from hf_fsdp_plugin.problems import Origin, Problem
 from hf_fsdp_plugin.sources.collector import Collector, entry_of
 from hf_fsdp_plugin.sources.interface import Dialect, Sources, SourceSettings
-from hf_fsdp_plugin.sources.training_arguments import add_fsdp_arguments
+from hf_fsdp_plugin.sources.transformers_objects import add_fsdp_arguments
 from hf_fsdp_plugin.sources.tree import ConfigEntry
 from hf_fsdp_plugin.spellings import did_you_mean, lower, nearest_word
 from hf_fsdp_plugin.vocabulary import BY_NAME, PREFIXES, WORDS, Scope, SettingRow, find_row, plain_key, similar_key

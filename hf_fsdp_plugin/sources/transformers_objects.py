@@ -1,17 +1,20 @@
-"""Reads Transformers' ``DistributedConfig``, with which ``from_pretrained`` shards a model while it loads it.
+"""Reads the objects of Transformers that a script makes: ``TrainingArguments`` and ``DistributedConfig``.
 
-Transformers is not imported: the source is an object with ``to_dict``, a dict, or the path of a JSON file as written by
-``DistributedConfig.to_json_file``.
+Transformers is not imported. ``TrainingArguments`` are read from their keyword arguments. A ``DistributedConfig``, with
+which ``from_pretrained`` shards a model while it loads it, is an object with ``to_dict``, a dict, or the path of a JSON
+file as written by ``DistributedConfig.to_json_file``.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from enum import Enum
 from types import MappingProxyType
-from typing import Final
+from typing import Any, Final
 
 from hf_fsdp_plugin.problems import Origin, Problem
+from hf_fsdp_plugin.sources.accelerate_file import FsdpConfig, add_fsdp_config
 from hf_fsdp_plugin.sources.collector import Collector, entry_of
 from hf_fsdp_plugin.sources.interface import ConfigFile, Sources, SourceSettings, config_tree
 from hf_fsdp_plugin.sources.tree import ConfigEntry, ConfigFileError
@@ -19,7 +22,15 @@ from hf_fsdp_plugin.spellings import FALSE_WORDS, TRUE_WORDS, word_of
 from hf_fsdp_plugin.strategies import strategy_of
 from hf_fsdp_plugin.vocabulary import find_row, plain_key
 
-SOURCE = "DistributedConfig"
+DISTRIBUTED_CONFIG = "DistributedConfig"
+ARGUMENTS = "TrainingArguments"
+KEYS = ("bf16", "fp16", "fp8", "gradient_checkpointing", "activation_checkpointing", "use_cpu", "no_cuda")
+"""Arguments that are settings whether or not FSDP is enabled."""
+OLD_KEYS = ("fsdp_min_num_params", "fsdp_transformer_layer_cls_to_wrap")
+"""Arguments of Transformers 4 that Transformers 5 removed."""
+
+FsdpOptions = bool | str | Enum | Sequence[str | Enum] | None
+"""Options as text or list, or a bool."""
 OTHER_AXES: Final = ("tp_size", "pp_size", "ep_size")
 """Sizes of the axes that FSDP does not use. Only 1 is supported."""
 
@@ -28,7 +39,56 @@ _NUMBER: Final = re.compile(r"\+?(\d{1,19})(?:\.0+)?", re.ASCII)
 _DEFAULTS: Final = frozenset({"", "auto", "false", "none", "null"})
 
 
-def read(sources: Sources) -> SourceSettings | None:
+def read_arguments(sources: Sources) -> SourceSettings | None:
+    """Read ``sources.training_arguments``. Arguments that are not related to FSDP are ignored."""
+    arguments = sources.training_arguments
+    if not arguments:
+        return None
+    out = Collector(ARGUMENTS)
+    given = {key: value for key, value in arguments.items() if not _is_default(value)}
+    for key in KEYS:
+        if key in given:
+            out.add_key("training", key, given[key])
+    old = {key: given[key] for key in OLD_KEYS if key in given}
+    fsdp = entry_of("fsdp", arguments["fsdp"]) if arguments.get("fsdp") is not None else None
+    add_fsdp_arguments(out, fsdp, arguments.get("fsdp_config"), old)
+    return out.result("training_arguments")
+
+
+def _is_default(value: Any) -> bool:
+    """Whether a value is ``None``, ``False`` or 0, which are defaults of Transformers and not settings."""
+    return value is None or (isinstance(value, int) and not value)
+
+
+def add_fsdp_arguments(
+    out: Collector,
+    fsdp: ConfigEntry | None,
+    fsdp_config: FsdpConfig,
+    old_arguments: Mapping[str, Any] = MappingProxyType({}),
+    *,
+    config_key: str = "fsdp_config",
+) -> None:
+    """Add the arguments ``fsdp`` and ``fsdp_config``. As in Transformers, only ``fsdp`` enables FSDP.
+
+    Args:
+        old_arguments: the arguments in ``OLD_KEYS``, which are part of ``fsdp_config`` today.
+        config_key: the key or flag of ``fsdp_config`` as written.
+    """
+    if fsdp is not None:
+        out.add_options(fsdp)
+    inner = Collector(out.source)
+    for key, value in old_arguments.items():
+        inner.add_key("fsdp", key, value)
+    if isinstance(fsdp_config, str) and not fsdp_config.strip():
+        if out.mentions_fsdp:
+            message = f"{config_key} is {fsdp_config!r}, which is not a value."
+            out.report("FSDP-E050", entry_of(config_key, fsdp_config), message, "Write JSON, or the path of a file.")
+    elif fsdp_config is not None and fsdp_config != {}:
+        add_fsdp_config(inner, fsdp_config)
+    out.extend(inner, active=out.mentions_fsdp)
+
+
+def read_distributed_config(sources: Sources) -> SourceSettings | None:
     """Read ``sources.distributed_config``; ``None`` if there is none.
 
     Every field of a ``DistributedConfig`` has a value when the model is loaded, so an absent ``dp_replicate_size`` is 1
@@ -39,7 +99,7 @@ def read(sources: Sources) -> SourceSettings | None:
         return None
     if hasattr(given, "to_dict"):
         given = given.to_dict()
-    out = Collector(given.shown if isinstance(given, ConfigFile) else SOURCE)
+    out = Collector(given.shown if isinstance(given, ConfigFile) else DISTRIBUTED_CONFIG)
     try:
         tree = config_tree(given)
     except ConfigFileError as error:
