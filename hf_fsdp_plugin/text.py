@@ -36,19 +36,21 @@ def format_memory(num_bytes: int) -> str:
     return f"{num_bytes} B" if unit == "B" else f"{size:.1f} {unit}"
 
 
-def parse_bytes(text: str) -> int | None:
+def parse_bytes(text: str, *, plain: int = 10**9, least: int = 1 << 20) -> int | None:
     """Return the bytes of ``80GB``, ``80 GB``, ``80GiB`` or ``80``; ``None`` if it is not the size of a memory.
 
-    A number without a unit is in GB. Sizes below 1 MiB and above 1 PiB are refused.
+    Args:
+        plain: bytes of the unit of a number without one.
+        least: smallest number of bytes that is not refused. The largest is 1 PiB.
     """
     found = _SIZE.fullmatch(text)
     if found is None:
         return None
     number, prefix, binary, is_bytes = found.groups()
     base = 1024 if binary else 1000
-    unit = base ** ("kmgt".index(prefix.lower()) + 1) if prefix else 1 if is_bytes else 10**9
+    unit = base ** ("kmgt".index(prefix.lower()) + 1) if prefix else 1 if is_bytes else plain
     size = int(float(number) * unit)
-    return size if 1 << 20 <= size <= 1 << 50 else None
+    return size if least <= size <= 1 << 50 else None
 
 
 def format_count(count: int) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import re
 from pathlib import Path
 
 from hf_fsdp_plugin.checkpoint.merging.merge import Merged, MergeOptions, merge
@@ -11,12 +10,11 @@ from hf_fsdp_plugin.cli.main import check_folder
 from hf_fsdp_plugin.cli.output import ProgressBars, print_result
 from hf_fsdp_plugin.launcher.flags import UsageError
 from hf_fsdp_plugin.problems import CheckpointError, Origin, Problem
-from hf_fsdp_plugin.text import format_bytes, plural, printable
+from hf_fsdp_plugin.text import format_bytes, parse_bytes, plural, printable
 
 HELP = "Write the model of any checkpoint as a Hugging Face folder. Memory use does not depend on the model's size."
 EXAMPLES = ("hf-fsdp merge out/checkpoint-500 merged", "hf-fsdp merge out/checkpoint-500 merged --dtype bf16 --verify")
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
-_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -87,8 +85,7 @@ def _text(merged: Merged) -> str:
 
 def _size(text: str) -> int:
     """Return the number of bytes of ``5GB``, ``500MiB`` or a plain number, as Hugging Face does."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?) *([KMGT]?I?)B?", text.strip().upper())
-    size = int(float(match[1]) * _UNITS[match[2]]) if match is not None and match[2] in _UNITS else 0
-    if size < 1:
+    size = parse_bytes(text, plain=1, least=1)
+    if size is None:
         raise argparse.ArgumentTypeError(f"'{text}' is not a size; use a form such as 5GB, 500MB or 2GiB")
     return size

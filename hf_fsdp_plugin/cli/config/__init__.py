@@ -180,7 +180,7 @@ def _print_result(
     written = {name: value for name, value in settings.items() if checked.spec.asked(name)}
     limits = list(config_text.stock_limits(written, state.version))
     sizes = state.answers["micro_batch"], state.accumulation, state.answers.get("sync_each_batch", False)
-    print(f"\nArguments of the script: {' '.join(config_text.script_arguments(*sizes))}", file=sys.stderr)
+    show_text(f"Arguments of the script: {' '.join(config_text.script_arguments(*sizes))}")
     if args.json:
         tree: dict[str, Any] = {
             "path": target.path,
@@ -191,7 +191,7 @@ def _print_result(
         tree |= {
             "settings": settings,
             "per_rank": memory,
-            "config_text.stock_limits": limits,
+            "stock_limits": limits,
             "problems": checked.problems,
         }
         print_json({"ok": True, **tree})
