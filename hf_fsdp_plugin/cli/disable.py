@@ -12,10 +12,6 @@ HELP = "Remove what hf-fsdp enable has written: stock launchers do not use the p
 EXAMPLES = ("hf-fsdp disable", "hf-fsdp disable --json")
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add no arguments."""
-
-
 def run(args: argparse.Namespace) -> int:
     """Remove the file. Returns 1 if that is not possible, and 0 if there is none."""
     found, problems = enabled_files(), []

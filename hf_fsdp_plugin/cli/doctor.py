@@ -43,10 +43,6 @@ _LIMIT: Final = 120.0
 _EFFECTS: Final = {"off": "a feature is off", "unobservable": "unobservable in the report", "refused": "refused"}
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add no arguments."""
-
-
 def run(args: argparse.Namespace) -> int:
     """Print the diagnosis. Returns 1 if a version, torch or a needed contract does not hold."""
     found, problems = diagnose()

@@ -1,6 +1,7 @@
 """``hf-fsdp VERB``: the verbs, their parsers and the text of ``hf-fsdp help``; imports a verb's module and runs it.
 
-A verb is a module of this package with ``HELP``, two ``EXAMPLES``, ``add_arguments(parser)`` and ``run(args) -> int``.
+A verb is a module of this package with ``HELP``, two ``EXAMPLES``, ``run(args) -> int`` and, if it
+has any, ``add_arguments(parser)``.
 A verb whose arguments one parser cannot read has ``parse_argv(argv)``, which returns the argument of ``run``. Both may
 raise ``UsageError``, and ``run`` may raise ``SpecError``. The exit codes are in :mod:`hf_fsdp_plugin.cli.output`.
 """
@@ -117,7 +118,8 @@ def make_parser(verb: str) -> Parser:
         formatter_class=_formatter,
         allow_abbrev=False,
     )
-    module.add_arguments(parser)
+    if hasattr(module, "add_arguments"):
+        module.add_arguments(parser)
     if parser.find("--json") is None and verb not in _WITHOUT_JSON:
         parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else on stdout")
     examples = "\n".join(["examples:", *(f"  {example}" for example in module.EXAMPLES)])

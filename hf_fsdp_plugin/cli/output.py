@@ -9,7 +9,7 @@ import argparse
 import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Final, Literal, TextIO
 
@@ -156,10 +156,8 @@ def write_atomically(path: Path, content: bytes) -> None:
         if path.exists():
             shutil.copymode(path, partial)
         os.replace(partial, path)
-    except BaseException:
-        with suppress(OSError):
-            partial.unlink(missing_ok=True)
-        raise
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 class ProgressBars(ExitStack):

@@ -24,10 +24,6 @@ _BY_KIND: Mapping[str, Mapping[str, Any]] = {
 """Kind of value -> schema, for kinds whose schema does not depend on the setting."""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add no arguments."""
-
-
 def run(args: argparse.Namespace) -> int:
     print(json.dumps(schema(), indent=2, ensure_ascii=False))
     return 0

@@ -208,11 +208,6 @@ def machine_named(name: str) -> Machine:
     return Machine(**row, name=base if network in ("", usual) else f"{base}:{network}")
 
 
-def machine_names() -> tuple[str, ...]:
-    """Return the names of the known machines."""
-    return tuple(_table()["machines"])
-
-
 @cache
 def _table() -> dict[str, Any]:
     text = files("hf_fsdp_plugin.estimate").joinpath("machines.yaml").read_text(encoding="utf-8")

@@ -267,10 +267,7 @@ def assumptions(plan: FsdpPlan, workload: Workload, gpu: Gpu = UNKNOWN) -> Itera
         if plan.offload_params:
             yield "Parameter offload has no effect on CPU ranks."
     elif device != "cuda":
-        yield (
-            f"What the allocator of {device} devices reserves beyond the allocated memory, their context, "
-            "and the buffers of their collectives are not known, and not included."
-        )
+        yield f"Of {device} devices, only the allocated memory is known: no context, no cached memory, no collectives."
     else:
         size = format_memory(workspace_bytes("cuda", gpu)[0])
         of = "GPUs from compute capability 9.0 on; name a --machine for others" if gpu.capability is None else "the GPU"
