@@ -210,14 +210,12 @@ Flags of other launchers are recognized:
 
 Predicts a step without a GPU; [planning.md](planning.md) describes how. The configs and flags are those of `check`.
 A flag without effect is refused (exit code 2): `--force` without `--html`, `--advise` with `--html`, `--device` or
-`--sync-each-batch`, and `--calibrate` with all but `--world-size`, `--device` and `--json`:
+`--sync-each-batch`:
 
 {planned}
 
 - `--machine NAME` also predicts time, tokens/s and MFU on a known machine (`h100-sxm`), with another network
-  (`h100-sxm:efa-3200`), on the machine of a file, or on the `calibrated` one
-  ([planning.md](planning.md#machines-and-calibration)).
-- `--calibrate` measures the present machine with `--world-size` ranks for `--machine calibrated`, and stops.
+  (`h100-sxm:efa-3200`), or on the machine of a file ([planning.md](planning.md#machines)).
 - `--html OUT` writes a page with pictures. An existing file is overwritten only with `--force`.
 
 ## bench

@@ -21,10 +21,9 @@ from hf_fsdp_plugin.integrations.script_arguments import check_object, print_or_
 from hf_fsdp_plugin.integrations.session import attributes_in_block, context_in_block, session
 from hf_fsdp_plugin.messages import print_warnings
 from hf_fsdp_plugin.problems import Origin, Problem, SpecError
-from hf_fsdp_plugin.sources import distributed_config as source
 from hf_fsdp_plugin.sources.accelerate_file import read_fsdp_config
 from hf_fsdp_plugin.sources.interface import Sources
-from hf_fsdp_plugin.sources.training_arguments import OLD_KEYS, SOURCE
+from hf_fsdp_plugin.sources.transformers_objects import ARGUMENTS, DISTRIBUTED_CONFIG, OLD_KEYS, read_distributed_config
 from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec
 from hf_fsdp_plugin.strategies import STRATEGIES
 from hf_fsdp_plugin.vocabulary import find_row
@@ -67,7 +66,7 @@ def process_fsdp_args(original: Callable[[], Any], arguments: Any) -> Any:
         if arguments.fsdp and not spec.uses_xla:
             arguments.fsdp = None  # Transformers turns FSDP on for any text, "false" included
         return original()
-    print_or_raise([*check_object(arguments, source=SOURCE)])
+    print_or_raise([*check_object(arguments, source=ARGUMENTS)])
     session.remember(arguments, spec)
     if arguments.fsdp:
         arguments.fsdp = True
@@ -108,7 +107,8 @@ def prepare_distribute_model(
         return original(distributed_config, *args, **kwargs)
     session.ask_for_fsdp()
     is_dict = isinstance(distributed_config, dict)
-    read = source.read(Sources(distributed_config=distributed_config, environ={})) if is_dict else None
+    given = Sources(distributed_config=distributed_config, environ={})
+    read = read_distributed_config(given) if is_dict else None
     if unknown := [problem for problem in read.problems if problem.code == "FSDP-E020"] if read is not None else []:
         raise SpecError(unknown)
     fields = distributed_config if is_dict else vars(distributed_config)
@@ -118,7 +118,8 @@ def prepare_distribute_model(
         if device_map is not None:
             message = f"from_pretrained was called with device_map={device_map!r} and a distributed_config."
             fix = "Remove device_map: each rank loads its shards to its own device."
-            raise SpecError([Problem(code="FSDP-E651", message=message, fix=fix, origin=Origin(source=source.SOURCE))])
+            origin = Origin(source=DISTRIBUTED_CONFIG)
+            raise SpecError([Problem(code="FSDP-E651", message=message, fix=fix, origin=origin)])
         if "RANK" in os.environ:  # as the first PartialState does, with a backend for CPU tensors too
             from accelerate import PartialState
 

@@ -61,7 +61,7 @@ def _advise(model: torch.nn.Module, version: Any, machines: int, machine: str | 
     best = advice.best
     return {
         "times": machine is not None, "cpu_seconds": round(seconds, 2), "rows": len(advice.rows),
-        "fit": len(advice.fitting), "best": best.choice.sharding.strategy if best else None,
+        "fit": len(advice.fitting), "best": best.choice.strategy if best else None,
     }  # fmt: skip
 
 

@@ -174,7 +174,7 @@ def worker(args: argparse.Namespace) -> None:
     import torch
     import torch.distributed as dist
 
-    from hf_fsdp_plugin.estimate.calibration import Measuring, calibrate
+    from scripts.bench.calibration import Measuring, calibrate
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
