@@ -45,7 +45,8 @@ def read_arguments(sources: Sources) -> SourceSettings | None:
     if not arguments:
         return None
     out = Collector(ARGUMENTS)
-    given = {key: value for key, value in arguments.items() if not _is_default(value)}
+    # None, False and 0 are defaults of Transformers, and not settings.
+    given = {key: v for key, v in arguments.items() if v is not None and (v or not isinstance(v, int))}
     for key in KEYS:
         if key in given:
             out.add_key("training", key, given[key])
@@ -53,11 +54,6 @@ def read_arguments(sources: Sources) -> SourceSettings | None:
     fsdp = entry_of("fsdp", arguments["fsdp"]) if arguments.get("fsdp") is not None else None
     add_fsdp_arguments(out, fsdp, arguments.get("fsdp_config"), old)
     return out.result("training_arguments")
-
-
-def _is_default(value: Any) -> bool:
-    """Whether a value is ``None``, ``False`` or 0, which are defaults of Transformers and not settings."""
-    return value is None or (isinstance(value, int) and not value)
 
 
 def add_fsdp_arguments(

@@ -288,6 +288,8 @@ def _combine_reshard(
 ) -> None:
     row = STRATEGIES[strategy.value]
     other = _strategy_of(reshard, row)
+    is_option = strategy.origin.spelling.lstrip("-").lower() == "fsdp"  # fsdp="full_shard auto_wrap"
+    is_in_config = reshard.level == strategy.level and reshard.origin.source != PLUGIN  # in fsdp_config
     if not row.is_sharded and has_precedence(reshard, strategy):
         settings["sharding.strategy"] = _strategy_of(reshard)
         problems.append(override_problem(strategy, reshard))
@@ -296,7 +298,7 @@ def _combine_reshard(
     elif row.hybrid and row.reshards_after_forward:
         settings["sharding.strategy"] = replace(strategy, value=other.value)
         problems.append(reshard.problem("FSDP-N109", f"{reshard.written} changes {strategy.origin} to {other.value}."))
-    elif version == 2 and _is_option_of_fsdp(strategy) and _is_from_fsdp_config(reshard, strategy):
+    elif version == 2 and is_option and is_in_config:
         # As in Transformers, fsdp_config has precedence over the options of fsdp.
         settings["sharding.strategy"] = other
         message = f"{strategy.written} is overridden by {reshard.origin}: the strategy is {other.value}."
@@ -320,11 +322,6 @@ def _combine_reshard(
         problems.append(strategy.problem("FSDP-E107", message, fix))
 
 
-def _is_option_of_fsdp(strategy: Setting) -> bool:
-    """Whether a strategy is an option of ``fsdp="full_shard auto_wrap"``."""
-    return strategy.origin.spelling.lstrip("-").lower() == "fsdp"
-
-
 def _combine_mesh(settings: Settings, problems: list[Problem]) -> None:
     """Change the strategy to its hybrid counterpart if the mesh replicates, or to no_shard if the shard size is 1."""
     replicate, shard = settings.get("mesh.replicate"), settings.get("mesh.shard")
@@ -345,11 +342,6 @@ def _combine_mesh(settings: Settings, problems: list[Problem]) -> None:
         settings["sharding.strategy"] = replace(strategy or replicate, name="sharding.strategy", value=hybrid.name)
         message = f"{replicate.written} changes the strategy {plain.name} to {hybrid.name}."
         problems.append(replicate.problem("FSDP-N111", message))
-
-
-def _is_from_fsdp_config(reshard: Setting, strategy: Setting) -> bool:
-    """Whether ``reshard_after_forward`` stands in the ``fsdp_config`` of the same ``TrainingArguments``."""
-    return reshard.level == strategy.level and reshard.origin.source != PLUGIN
 
 
 def _num_ranks(settings: Settings) -> int:

@@ -54,6 +54,7 @@ _FLAGS: Final[tuple[tuple[str, str, str], ...]] = (
 )  # fmt: skip
 """Flag, its value (empty for none) and its meaning. Sizes are text: all invalid ones are reported together."""
 _NOT_ADVISED: Final = frozenset({"sync_each_batch", "device", "html", "force"})
+"""Flags that have no effect with ``--advise``, and are refused, so that no flag is ignored silently."""
 _LARGEST: Final = 1 << 24
 
 
@@ -77,7 +78,12 @@ def add_arguments(parser: Parser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print the prediction. Returns 0 if it fits or the memory is unknown, 1 if it does not fit or after errors."""
     names = [name for name in (args.configs, args.config_option, args.config_file) if name is not None]
-    _check_flags(args, names)
+    for name, flag in args.given.items():
+        if args.advise and name in _NOT_ADVISED:
+            raise UsageError(f"{flag} has no effect with --advise.")
+    check_needs(args, {"force": ["html"]})
+    if args.model is None or len(names) > 1:
+        raise UsageError("give --model, and at most one config.")
     problems: list[Problem] = []
     shown = None
     if args.html is not None and not args.force and os.path.lexists(args.html):
@@ -96,23 +102,6 @@ def run(args: argparse.Namespace) -> int:
     problems = in_line_order(dict.fromkeys(problems))
     failed = print_failure(problems, as_json=args.json)
     return exit_code(problems, shown) or failed
-
-
-def _check_flags(args: argparse.Namespace, names: Sequence[str]) -> None:
-    """Refuse a combination of flags in which a flag has no effect, so that no flag is ignored silently.
-
-    Args:
-        names: the configs that were named.
-
-    Raises:
-        UsageError: the combination is refused.
-    """
-    for name, flag in args.given.items():
-        if args.advise and name in _NOT_ADVISED:
-            raise UsageError(f"{flag} has no effect with --advise.")
-    check_needs(args, {"force": ["html"]})
-    if args.model is None or len(names) > 1:
-        raise UsageError("give --model, and at most one config.")
 
 
 def _read_subject(
