@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from hf_fsdp_plugin.devices import available_device
-from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan, PlannedDtype
+from hf_fsdp_plugin.plan.fsdp_plan import DTYPES, FsdpPlan, PlannedDtype
 from hf_fsdp_plugin.strategies import STRATEGIES
 from hf_fsdp_plugin.torch_private.functions import set_timeout, timeout_of, tree_map_only, with_local_tensor
 
@@ -26,12 +26,11 @@ WINDOW: Final = 32 << 20
 """Bytes of one window of page-locked memory."""
 _ALIGNMENT: Final = 64
 """Offsets in a window are multiples of this, which is enough for elements of every dtype."""
-_DTYPES: Final = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "unchanged": None}
 
 
 def torch_dtype(name: PlannedDtype) -> torch.dtype | None:
     """Return the torch dtype of a planned dtype; ``None`` for ``unchanged``, which means no cast."""
-    return _DTYPES[name]
+    return DTYPES.get(name)
 
 
 def cast_floats(tree: Any, dtype: torch.dtype | None) -> Any:

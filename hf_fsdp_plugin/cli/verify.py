@@ -38,11 +38,9 @@ def run(args: argparse.Namespace) -> int:
             print_problems(verdict.problems)
             print(_text(verdict, printable(str(verdict.checkpoint))), flush=True)
     ok = all(verdict.ok for verdict in verdicts)
-    if args.json and found:
-        results = [verdict.to_json() for verdict in verdicts]
-        print_json({"ok": ok, "run": str(args.checkpoint), "checkpoints": results})
-    elif args.json:
-        print_json(verdicts[0].to_json())
+    if args.json:
+        run_json = {"ok": ok, "run": args.checkpoint, "checkpoints": verdicts}
+        print_json(run_json if found else verdicts[0].to_json())
     return OK if ok else PROBLEMS
 
 

@@ -25,9 +25,10 @@ from hf_fsdp_plugin.estimate.types import (
     update_loop,
 )
 from hf_fsdp_plugin.estimate.unit_sizes import UnitSizes, unit_sizes
-from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan
+from hf_fsdp_plugin.plan.fsdp_plan import DTYPES, FsdpPlan
 from hf_fsdp_plugin.plan.names import ancestors, is_inside
 from hf_fsdp_plugin.strategies import STRATEGIES
+from hf_fsdp_plugin.text import format_dtype
 
 _UPDATES: Final = {
     "adamw": (7, 21, 12), "sgd": (5, 7, 3), "adafactor": (9, 20, 15), "adamw_8bit": (4, 4, 1), "muon": (40, 40, 25),
@@ -252,7 +253,7 @@ def _recomputed(forward: Mapping[OpCost, int], checkpointing: str) -> Counter[Op
 def _compute_name(plan: FsdpPlan) -> str:
     if plan.precision.param != "unchanged":
         return plan.precision.param
-    names = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+    names = {format_dtype(dtype): name for name, dtype in DTYPES.items()}
     sizes = sum((Counter(unit.dtypes) for unit in plan.units), Counter())
     return names.get(max(sizes, key=sizes.__getitem__, default=""), "fp32")
 

@@ -18,6 +18,8 @@ from hf_fsdp_plugin.text import fit_table, format_count, format_dtype, format_va
 
 Backend = Literal["fsdp1", "fsdp2"]
 PlannedDtype = Literal["fp32", "bf16", "fp16", "unchanged"]
+DTYPES: Final = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+"""Name of a dtype in the spec and the plan -> torch's dtype."""
 UnitParameter = tuple[str, int, torch.dtype, bool]
 """Name, number of elements, dtype and ``requires_grad`` of one parameter."""
 

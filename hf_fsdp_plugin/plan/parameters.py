@@ -17,12 +17,11 @@ from typing import Final
 import torch
 from torch import nn
 
-from hf_fsdp_plugin.plan.fsdp_plan import PrecisionPlan, ProblemCollector, UnitPlan
+from hf_fsdp_plugin.plan.fsdp_plan import DTYPES, PrecisionPlan, ProblemCollector, UnitPlan
 from hf_fsdp_plugin.plan.modules import ModuleTree, ParameterEntry, class_names
 from hf_fsdp_plugin.plan.names import ancestors, is_inside, parent_of
 from hf_fsdp_plugin.text import format_dtype, format_names, plural
 
-_COMPUTE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _Violation = tuple[UnitPlan, str]
 """A unit that violates a rule, and the details for the message."""
 KindOf = Callable[[ParameterEntry], Hashable]
@@ -63,7 +62,7 @@ def _check_kinds(sharded: Sequence[ParameterEntry], precision: PrecisionPlan, pr
             sizes[entry.parameter.dtype] += entry.parameter.numel()
         usual = sizes.most_common(1)[0][0] if sizes else torch.bfloat16
         # bitsandbytes packs two 4-bit weights into each byte of a tensor of any dtype, but has no choice for 8 bits.
-        storage = f"bnb_4bit_quant_storage={_COMPUTE_DTYPES.get(precision.param) or usual}"
+        storage = f"bnb_4bit_quant_storage={DTYPES.get(precision.param) or usual}"
         message = (
             "FSDP shards only floating-point parameters, but "
             f"{plural(len(integers), 'parameter has', 'parameters have')} an integer dtype ({', '.join(dtypes)}), as "
@@ -85,7 +84,7 @@ def _check_kinds(sharded: Sequence[ParameterEntry], precision: PrecisionPlan, pr
         )
         problems.add("FSDP-E224", None, message, fix)
     # Packed 4-bit weights: a cast changes their bytes.
-    compute = _COMPUTE_DTYPES.get(precision.param)
+    compute = DTYPES.get(precision.param)
     packed = [entry for entry in floating if getattr(entry.parameter, "quant_state", None) is not None]
     stored = [format_dtype(entry.parameter.dtype) for entry in packed if entry.parameter.dtype != compute]
     if compute is not None and stored:

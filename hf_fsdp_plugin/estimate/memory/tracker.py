@@ -22,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 
 from hf_fsdp_plugin.estimate.machines import OpKind
 from hf_fsdp_plugin.estimate.memory.step import OpCost, Usage
+from hf_fsdp_plugin.plan.fsdp_plan import DTYPES
 from hf_fsdp_plugin.torch_private import functions
 
 _MAX_FLASH_HEAD_DIM: Final = 256
@@ -33,7 +34,7 @@ _FUNCTIONS: Final = frozenset(
     }
 )  # fmt: skip
 """Operators that compute exponentials and the like for each element."""
-_DTYPES: Final = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64"}
+_DTYPES: Final = {torch.float64: "fp64", **{dtype: name for name, dtype in DTYPES.items()}}
 
 
 _START: Final = OpCost(kind="memory", flops=0, bytes=0, dtype="fp32")
