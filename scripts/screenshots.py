@@ -18,9 +18,8 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from hf_fsdp_plugin.cli import output
-from hf_fsdp_plugin.cli.main import main
+from hf_fsdp_plugin.cli.main import VERBS, main
 from hf_fsdp_plugin.cli.profile import FLAGS
-from hf_fsdp_plugin.cli.verbs import VERBS
 from hf_fsdp_plugin.plan.meta_model import meta_model
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from hf_fsdp_plugin.cli import launch
+from hf_fsdp_plugin.cli.main import whole_number
 from hf_fsdp_plugin.cli.output import print_failure, print_json, print_problems
-from hf_fsdp_plugin.cli.verbs import whole_number
 from hf_fsdp_plugin.integrations.profiling import OPTIONS_VARIABLE, files
 from hf_fsdp_plugin.integrations.profiling.files import ProfileOptions
 from hf_fsdp_plugin.launcher.flags import LaunchArguments, Parser, UsageError, add_launch_flags, read_launch_arguments

@@ -17,15 +17,15 @@ import psutil
 
 from hf_fsdp_plugin.cli.bench.results import Results, bench_text
 from hf_fsdp_plugin.cli.check_output import load_model
+from hf_fsdp_plugin.cli.main import whole_number
 from hf_fsdp_plugin.cli.output import OK, PROBLEMS, print_failure, print_json, print_problems
 from hf_fsdp_plugin.cli.plan import sequence_length
-from hf_fsdp_plugin.cli.verbs import whole_number
-from hf_fsdp_plugin.hangs.rank_exit import HANG_LIMIT_VARIABLE
 from hf_fsdp_plugin.integrations import bench
 from hf_fsdp_plugin.integrations.bench import Case, CaseGroup
 from hf_fsdp_plugin.launcher.flags import Parser, UsageError, add_override_flag, add_setting_flags
 from hf_fsdp_plugin.launcher.world import FoundDevices, World, find_devices, num_cores, resolve_world
 from hf_fsdp_plugin.problems import Problem, SpecError, has_errors
+from hf_fsdp_plugin.rank_variables import HANG_LIMIT_VARIABLE
 from hf_fsdp_plugin.runs.failures import RunResult, summarize_exit
 from hf_fsdp_plugin.sources.interface import ConfigFile, Sources
 from hf_fsdp_plugin.sources.launchers import LaunchHandover, user_variables

@@ -15,8 +15,8 @@ from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple, Self, TypeVar, get_args
 
-from hf_fsdp_plugin.estimate.results import CollectiveKind
 from hf_fsdp_plugin.estimate.schedule import Interval, clip_intervals, merge_intervals, subtract_intervals, total_length
+from hf_fsdp_plugin.estimate.types import CollectiveKind
 from hf_fsdp_plugin.plan.names import canonical_name
 
 T = TypeVar("T")

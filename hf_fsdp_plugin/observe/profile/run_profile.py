@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from statistics import mean, median
 from typing import Any, Final, NamedTuple
 
-from hf_fsdp_plugin.estimate.results import CollectiveKind
+from hf_fsdp_plugin.estimate.types import CollectiveKind
 from hf_fsdp_plugin.observe.profile.rank_profile import PHASES, RankProfile, Sums, TimedCollective, Times, UnitSeconds
 from hf_fsdp_plugin.text import format_memory, format_seconds
 

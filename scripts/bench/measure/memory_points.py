@@ -231,7 +231,7 @@ def make_spec(point: Point, *, use_cpu: bool = True) -> Any:
 
 
 def make_workload(point: Point) -> Any:
-    from hf_fsdp_plugin.estimate.workload import Workload
+    from hf_fsdp_plugin.estimate.types import Workload
 
     return Workload(
         micro_batch=point.batch, seq_len=point.seq, accumulation=point.accumulation, sync_each_batch=point.sync,

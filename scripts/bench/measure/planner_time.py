@@ -14,7 +14,7 @@ import transformers as hf
 
 from hf_fsdp_plugin.estimate.machines import machine_named
 from hf_fsdp_plugin.estimate.planner import advise
-from hf_fsdp_plugin.estimate.workload import Workload
+from hf_fsdp_plugin.estimate.types import Workload
 from scripts.bench.common import make_parser
 from scripts.bench.tables.update_results import write_result
 

@@ -24,7 +24,7 @@ import hf_fsdp_plugin as hfp
 from hf_fsdp_plugin.estimate.machines import Link, Machine, machine_named
 from hf_fsdp_plugin.estimate.memory.step import OpCost
 from hf_fsdp_plugin.estimate.time import TimeModel, UnitCosts
-from hf_fsdp_plugin.estimate.workload import Workload
+from hf_fsdp_plugin.estimate.types import Workload
 from scripts.bench.common import make_parser
 from scripts.bench.measure.clock_fit import (
     PRIORS,

@@ -124,7 +124,7 @@ def predict(point: Point, ranks: int, machine: Any) -> dict[str, float]:
 
     import hf_fsdp_plugin as hfp
     from hf_fsdp_plugin.estimate.time import estimate_time
-    from hf_fsdp_plugin.estimate.workload import Workload
+    from hf_fsdp_plugin.estimate.types import Workload
 
     with torch.device("meta"):
         model = make_model(point)

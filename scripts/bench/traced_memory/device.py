@@ -13,7 +13,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from hf_fsdp_plugin.backends.sharding import forwards as checkpointing
 from hf_fsdp_plugin.estimate.memory.peak import Gpu, framework_bytes
 from hf_fsdp_plugin.estimate.memory.tracker import dropout_with_byte_mask, run_attention
-from hf_fsdp_plugin.estimate.results import MemoryKind
+from hf_fsdp_plugin.estimate.types import MemoryKind
 from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan
 from scripts.bench.allocator.caching_allocator import MIN_BLOCK
 from scripts.bench.traced_memory.recorder import Block, Recorder, ShardCopies

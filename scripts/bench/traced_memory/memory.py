@@ -14,8 +14,7 @@ from torch import nn
 
 from hf_fsdp_plugin.backends.torch_types import device_mesh
 from hf_fsdp_plugin.estimate.memory.peak import UNKNOWN, Gpu
-from hf_fsdp_plugin.estimate.results import MEMORY_KINDS, MemoryKind, Moment
-from hf_fsdp_plugin.estimate.workload import Workload
+from hf_fsdp_plugin.estimate.types import MEMORY_KINDS, MemoryKind, Moment, Workload
 from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan
 from hf_fsdp_plugin.problems import SpecError
 from scripts.bench.traced_memory.device import Device

@@ -9,7 +9,7 @@ from itertools import takewhile
 from typing import Final
 
 from hf_fsdp_plugin.estimate.memory.peak import Gpu, device_memory, workspace_bytes
-from hf_fsdp_plugin.estimate.results import DeviceMemory
+from hf_fsdp_plugin.estimate.types import DeviceMemory
 from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan
 from scripts.bench.allocator.caching_allocator import AllocatorSettings, CachingAllocator, OutOfDeviceMemory
 from scripts.bench.allocator.caching_allocator import Block as Allocation

@@ -19,7 +19,7 @@ from hf_fsdp_plugin.backends.sharding.script_access import free_before_step
 from hf_fsdp_plugin.backends.sharding.shard import shard
 from hf_fsdp_plugin.backends.torch_types import torch_dtype
 from hf_fsdp_plugin.estimate.memory.meta_pass import meta_batch
-from hf_fsdp_plugin.estimate.workload import Workload
+from hf_fsdp_plugin.estimate.types import Workload
 from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan
 from hf_fsdp_plugin.problems import SpecError
 from hf_fsdp_plugin.strategies import STRATEGIES

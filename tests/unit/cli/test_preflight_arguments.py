@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from hf_fsdp_plugin.cli.main import main
+from hf_fsdp_plugin.cli.main import main, make_parser
 from hf_fsdp_plugin.cli.preflight import overrides_for_cpu, split_run_words
-from hf_fsdp_plugin.cli.verbs import make_parser
 from hf_fsdp_plugin.spec.load import load_spec
 
 

@@ -9,7 +9,7 @@ from types import MappingProxyType
 import pytest
 
 from hf_fsdp_plugin.cli import launch, profile
-from hf_fsdp_plugin.cli.verbs import make_parser
+from hf_fsdp_plugin.cli.main import make_parser
 from hf_fsdp_plugin.integrations.profiling import OPTIONS_VARIABLE, files
 from hf_fsdp_plugin.integrations.profiling.files import ProfileOptions, read_ranks, write_file
 from hf_fsdp_plugin.launcher.flags import UsageError

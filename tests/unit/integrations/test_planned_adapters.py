@@ -8,7 +8,7 @@ import transformers as hf
 
 import hf_fsdp_plugin as hfp
 from hf_fsdp_plugin.estimate.memory.peak import estimate_memory
-from hf_fsdp_plugin.estimate.workload import Workload
+from hf_fsdp_plugin.estimate.types import Workload
 from hf_fsdp_plugin.integrations.peft import with_lora
 from hf_fsdp_plugin.problems import SpecError
 
