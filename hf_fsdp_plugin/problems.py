@@ -79,7 +79,7 @@ DEFAULT_ORIGIN = Origin(source="default")
 
 NAMED_SOURCES: Final = (
     "--model", "--set", "Accelerator()", "DistributedConfig", "FullyShardedDataParallelPlugin", "ParallelismConfig",
-    "TrainingArguments", "command line", "config", "default", "environment",
+    "TrainingArguments", "command line", "config", "default", "environment", "the world size",
 )  # fmt: skip
 """Sources that are not files."""
 

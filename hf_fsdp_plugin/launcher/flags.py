@@ -102,12 +102,15 @@ class SettingFlag(argparse.Action):
     """Appends the flag as it is written, with its value after ``=``, to ``command_line``, for ``load_spec``.
 
     Args:
+        about: the meaning of the setting, also where the help does not list it.
         aliases: names that are accepted too, with underscores.
     """
 
-    def __init__(self, option_strings: Sequence[str], dest: str, aliases: Sequence[str], **options: Any) -> None:
+    def __init__(
+        self, option_strings: Sequence[str], dest: str, about: str, aliases: Sequence[str], **options: Any
+    ) -> None:
         super().__init__(option_strings, dest, default=(), **options)
-        self.aliases = aliases
+        self.about, self.aliases = about, aliases
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
         flag = str(option_string) if self.nargs == 0 else f"{option_string}={values}"
@@ -249,15 +252,16 @@ def add_setting_flags(parser: Parser, *, is_shown: bool = False) -> None:
     def add(to: Any, name: str, metavar: str, about: str, row: SettingRow | None, aliases: Sequence[str] = ()) -> None:
         if name not in known:
             kind = {"metavar": metavar, "choices": _values_of(row)} if metavar else {"nargs": 0}
-            options = {"action": SettingFlag, "dest": "command_line", "help": about, "aliases": aliases, **kind}
-            to.add_argument(f"--{name}", **options)
+            shown = about if is_shown and to is group else argparse.SUPPRESS
+            options = {"action": SettingFlag, "dest": "command_line", "about": about, "help": shown, **kind}
+            to.add_argument(f"--{name}", aliases=aliases, **options)
 
     for name, value, about in _SETTINGS:
-        add(group, name, value, about if is_shown else argparse.SUPPRESS, BY_KEY.get(("launch", name)))
+        add(group, name, value, about, BY_KEY.get(("launch", name)))
     for row in ROWS:
         if row.scope in _PREFIXED and row.opens is None:
             aliases = [row.key.removesuffix(row.spellings[0]) + spelling for spelling in row.spellings]
-            add(parser, row.key, "" if row.key in SWITCHES else "VALUE", argparse.SUPPRESS, row, aliases)
+            add(parser, row.key, "" if row.key in SWITCHES else "VALUE", row.about, row, aliases)
 
 
 def _values_of(row: SettingRow | None) -> Suggested | None:

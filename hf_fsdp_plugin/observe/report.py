@@ -15,7 +15,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from hf_fsdp_plugin.checkpoint.io import write_text
+from hf_fsdp_plugin.checkpoint.io import write_atomically
 from hf_fsdp_plugin.observe.settings import format_value
 from hf_fsdp_plugin.observe.units import HELD
 from hf_fsdp_plugin.plan.names import common_name
@@ -111,7 +111,7 @@ class Report:
             target.write_text(text, encoding="utf-8")
         else:
             target.parent.mkdir(parents=True, exist_ok=True)
-            write_text(target, text)
+            write_atomically(target, text)
         return target
 
     def __str__(self) -> str:

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final, Literal
 
-from hf_fsdp_plugin.checkpoint.io import write_bytes
+from hf_fsdp_plugin.checkpoint.io import write_atomically
 from hf_fsdp_plugin.messages import printer
 from hf_fsdp_plugin.problems import Problem, SpecError
 from hf_fsdp_plugin.rank_variables import launched_rank, launched_world_size
@@ -272,7 +272,7 @@ class Preflight:
             raise
 
     def _write(self) -> None:
-        write_bytes(self.folder / f"rank_{self.rank}.pickle", pickle.dumps(self.record))
+        write_atomically(self.folder / f"rank_{self.rank}.pickle", pickle.dumps(self.record))
 
 
 def problems_of_error(error: BaseException, stage: str) -> list[Problem]:

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Final
 
-from hf_fsdp_plugin.checkpoint.io import write_bytes
+from hf_fsdp_plugin.checkpoint.io import write_atomically
 from hf_fsdp_plugin.observe.profile.rank_profile import RankProfile
 from hf_fsdp_plugin.observe.profile.run_profile import RunProfile, Suggestion, merge_ranks, suggest
 from hf_fsdp_plugin.problems import Problem
@@ -133,4 +133,4 @@ def write_file(path: Path, content: bytes) -> None:
         OSError: it cannot be written. Nothing is left behind.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_bytes(path, content)
+    write_atomically(path, content)
