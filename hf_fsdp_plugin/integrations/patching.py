@@ -12,6 +12,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, Final, TypeVar
 
@@ -27,6 +28,15 @@ _OVERRIDDEN: Final = "_hf_fsdp_overridden_class"
 """Attribute of a subclass that already overrides the hooked methods. Its value is the hooked class."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _ReplacedFunction:
+    """A function of a module, which other modules may have imported by name."""
+
+    name: str
+    original: Callable[..., Any]
+    replacement: Callable[..., Any]
+
+
 class ProcessChanges:
     """The hooks and variables of one process. A hook is installed once, now or right after its module is imported.
 
@@ -38,13 +48,21 @@ class ProcessChanges:
         self._imports = ImportCallbacks()
         self._requested: set[tuple[str | type, str]] = set()
         self._restorers: list[Callable[[], None]] = []
+        self._functions: list[_ReplacedFunction] = []
+        self._num_passed = 0  # of _functions, to the modules that have imported them
+        self._is_installing = False
         self.variables: dict[str, str | None] = {}
 
     def install(self, *groups: Group) -> None:
-        for hook in (hook for group in groups for hook in HOOKS[group]):
-            if (hook.replacement, hook.target) not in self._requested:
-                self._requested.add((hook.replacement, hook.target))
-                self._imports.add(hook.module, functools.partial(self._replace, hook))
+        self._is_installing = True
+        try:
+            for hook in (hook for group in groups for hook in HOOKS[group]):
+                if (hook.replacement, hook.target) not in self._requested:
+                    self._requested.add((hook.replacement, hook.target))
+                    self._imports.add(hook.module, functools.partial(self._replace, hook))
+        finally:
+            self._is_installing = False
+            self._pass_to_importers()
 
     def install_in_subclass(self, target: str, subclass: type) -> None:
         """Replace a method that a subclass overrides without calling the hooked one.
@@ -55,24 +73,60 @@ class ProcessChanges:
         hook = next(hook for hook in HOOKS["transformers"] if hook.target == target)
         if (subclass, target) not in self._requested:
             self._requested.add((subclass, target))
-            self._restorers.append(_replace(hook, subclass, hook.name))
+            self._replace_attribute(hook, subclass, hook.name)
 
     def _replace(self, hook: Hook, module: ModuleType) -> None:
         owner = getattr(module, hook.class_name, None) if hook.class_name else module
         name = hook.name_in(owner)
         if name is not None:
-            self._restorers.append(_replace(hook, owner, name))
+            self._replace_attribute(hook, owner, name)
+            if not self._is_installing:
+                self._pass_to_importers()
         else:
             error = missing_name_error(hook.contract)
             if hook.without == "refused":
                 raise error
             print_once(off_warning(error))
 
+    def _replace_attribute(self, hook: Hook, owner: Any, name: str) -> None:
+        """Replace an attribute of a module or class by that of ``hook``."""
+        if name == "__new__" and name not in vars(owner):
+            _define_new(owner)
+        inherited = name not in vars(owner)
+        # Without binding: getattr of a method of C++ returns a function that cannot be put back.
+        original = inspect.getattr_static(owner, name)
+        installed = [hook]
+        if hook.direct:
+            attribute = functools.wraps(original)(_replacement(hook)(original))
+        else:
+            attribute = _replacing_attribute(hook, owner, original, installed)
+        setattr(owner, name, attribute)
+        if not hook.class_name and original.__module__ == hook.module:
+            self._functions.append(_ReplacedFunction(name=name, original=original, replacement=attribute))
+
+        def restore() -> None:
+            installed.clear()
+            if vars(owner).get(name) is attribute:
+                delattr(owner, name) if inherited else setattr(owner, name, original)
+
+        self._restorers.append(restore)
+
+    def _pass_to_importers(self) -> None:
+        """Replace functions also where modules of other libraries have imported them by name.
+
+        Modules that import them later get the replacement.
+        """
+        new, self._num_passed = self._functions[self._num_passed :], len(self._functions)
+        _rebind({id(each.original): (each.name, each.replacement) for each in new})
+
     def remove(self) -> None:
         """Restore every original."""
         self._imports.close()
         for restore in reversed(self._restorers):
             restore()
+        _rebind({id(each.replacement): (each.name, each.original) for each in self._functions})
+        self._num_passed = 0
+        self._functions.clear()
         self._restorers.clear()
         self._requested.clear()
 
@@ -84,30 +138,6 @@ class ProcessChanges:
     def restore_variables(self) -> None:
         _set_or_remove(self.variables)
         self.variables.clear()
-
-
-def _replace(hook: Hook, owner: Any, name: str) -> Callable[[], None]:
-    """Replace an attribute of a module or class by that of ``hook``. Returns a function that restores the original."""
-    if name == "__new__" and name not in vars(owner):
-        _define_new(owner)
-    inherited = name not in vars(owner)
-    # Without binding: getattr of a method of C++ returns a function that cannot be put back.
-    original = inspect.getattr_static(owner, name)
-    installed = [hook]
-    if hook.direct:
-        attribute = functools.wraps(original)(_replacement(hook)(original))
-    else:
-        attribute = _replacing_attribute(hook, owner, original, installed)
-    for each in [owner, *_importers(hook, name, original)]:
-        setattr(each, name, attribute)
-
-    def restore() -> None:
-        installed.clear()
-        for each in [owner, *_importers(hook, name, attribute)]:
-            if vars(each).get(name) is attribute:
-                delattr(each, name) if inherited else setattr(each, name, original)
-
-    return restore
 
 
 def _replacing_attribute(hook: Hook, owner: Any, original: Any, installed: list[Hook]) -> Any:
@@ -139,18 +169,24 @@ def _replacing_attribute(hook: Hook, owner: Any, original: Any, installed: list[
     return type(original)(replacing) if is_wrapped else replacing
 
 
-def _importers(hook: Hook, name: str, function: Any) -> list[ModuleType]:
-    """Return the modules of other libraries that have imported a function by name from the module that defines it.
+def _rebind(functions: Mapping[int, tuple[str, Any]]) -> None:
+    """Replace functions in all modules but those of this package. There are thousands of modules, so it is one pass.
 
-    Modules that import it later get the replacement.
+    Args:
+        functions: ``id`` of each function -> the name by which modules have imported it, and what to put there.
     """
-    if hook.class_name or function.__module__ != hook.module:
-        return []
-    # There are thousands of modules. Objects that a library puts in place of a module may have no name.
-    modules = [each for each in list(sys.modules.values()) if isinstance(each, ModuleType)]
-    importers = [(str(vars(each).get("__name__", "")), each) for each in modules if vars(each).get(name) is function]
+    names = {name for name, _ in functions.values()}
     own = __name__.partition(".")[0]
-    return [each for other, each in importers if other != hook.module and other.partition(".")[0] != own]
+    for module in list(sys.modules.values()):
+        if not isinstance(module, ModuleType) or names.isdisjoint(variables := vars(module)):
+            continue
+        # Objects that a library puts in place of a module may have no name.
+        if str(variables.get("__name__", "")).partition(".")[0] == own:
+            continue
+        for name in names.intersection(variables):
+            found = functions.get(id(variables[name]))
+            if found is not None and found[0] == name:
+                setattr(module, name, found[1])
 
 
 def _define_new(owner: Any) -> None:

@@ -38,7 +38,8 @@ def test_replaced_function_calls_the_original_alone(hook: Hook, monkeypatch: pyt
 
     hfp.uninstall()
     monkeypatch.setattr(owner, hook.name, original)
-    restore = patching._replace(hook, owner, hook.name)
+    changes = patching.ProcessChanges()
+    changes._replace(hook, module)
     session.uses_fsdp = False
     monkeypatch.setattr(
         "hf_fsdp_plugin.backends.sharding.shard._sharded_models", WeakSet()
@@ -52,7 +53,7 @@ def test_replaced_function_calls_the_original_alone(hook: Hook, monkeypatch: pyt
         finally:
             sys.setprofile(None)
     finally:
-        restore()
+        changes.remove()
     assert (result, received) == ("result", [((1, 2), {"key": 3})])
     # WeakSet.__len__ if the module that shards is loaded.
     assert calls in (["replacing", "is_active", *more, "original"] for more in ([], ["has_sharded_models", "__len__"]))
