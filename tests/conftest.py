@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import tempfile
 from collections.abc import Iterator
@@ -11,6 +12,11 @@ import pytest
 from hypothesis import settings
 
 from tests.support.leaks import ProcessState, leaks_since, open_files_below
+
+# Before torch and transformers are imported. Ranks share the cores, so each has one thread. The models of the tests are
+# in files, so nothing is looked up on the hub.
+for name, value in (("OMP_NUM_THREADS", "1"), ("HF_HUB_OFFLINE", "1"), ("TOKENIZERS_PARALLELISM", "false")):
+    os.environ.setdefault(name, value)
 
 # A busy machine must not fail a test, so that no example has a time limit.
 settings.register_profile("untimed", deadline=None)
