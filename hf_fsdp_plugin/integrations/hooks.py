@@ -294,7 +294,7 @@ _HANG_HOOKS = (
 )
 
 _PROFILE_HOOKS = (
-    Hook("torch.autograd:backward", "profiling.marking:mark_backward",
+    Hook("torch.autograd:backward", "profiling.run:mark_backward",
          "The trace does not contain where a backward pass begins and ends.",
          "`hf-fsdp profile` is removed from this package.", always=True),
 )

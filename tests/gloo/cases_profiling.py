@@ -15,9 +15,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from transformers.trainer_callback import TrainerCallback
 
 import hf_fsdp_plugin as hfp
-from hf_fsdp_plugin.integrations.profiling.files import read_ranks
-from hf_fsdp_plugin.integrations.profiling.marking import marks
-from hf_fsdp_plugin.integrations.profiling.run import Profiling, profiling
+from hf_fsdp_plugin.integrations.profiling import read_ranks
+from hf_fsdp_plugin.integrations.profiling.run import Profiling, marks, profiling
 from hf_fsdp_plugin.observe.profile.run_profile import merge_ranks
 from tests.gloo.cases_trainer import losses, make_trainer
 

@@ -26,7 +26,7 @@ from hf_fsdp_plugin.devices import DEVICES, accelerator_type, select_device
 from hf_fsdp_plugin.integrations import patching
 from hf_fsdp_plugin.integrations.accelerate import plugin as plugins
 from hf_fsdp_plugin.integrations.accelerate import private
-from hf_fsdp_plugin.integrations.profiling.marking import mark_phase
+from hf_fsdp_plugin.integrations.profiling.run import mark_phase
 from hf_fsdp_plugin.integrations.run_report import report_run
 from hf_fsdp_plugin.integrations.saving import call_name, gathered, state_at
 from hf_fsdp_plugin.integrations.script_arguments import check_arguments, check_object, print_or_raise

@@ -31,7 +31,7 @@ from hf_fsdp_plugin.integrations.accelerate import plugin as plugins
 from hf_fsdp_plugin.integrations.accelerate.batches import batch_of, keep_samples_per_step
 from hf_fsdp_plugin.integrations.accelerate.private import prepared_models
 from hf_fsdp_plugin.integrations.moving_average import load_averages, save_averages
-from hf_fsdp_plugin.integrations.profiling.marking import mark_phase
+from hf_fsdp_plugin.integrations.profiling.run import mark_phase
 from hf_fsdp_plugin.integrations.resuming import continue_run, find_checkpoint, run_fact, warn_differences
 from hf_fsdp_plugin.integrations.saving import call_name, exporting, manager
 from hf_fsdp_plugin.integrations.session import context_in_block

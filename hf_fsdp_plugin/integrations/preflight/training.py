@@ -24,7 +24,7 @@ from hf_fsdp_plugin.integrations.accelerate.private import prepared_models
 from hf_fsdp_plugin.integrations.preflight.clone import MAX_PARAMS, num_params_of
 from hf_fsdp_plugin.integrations.preflight.replacements import first_samples
 from hf_fsdp_plugin.integrations.preflight.stages import REPORT_FILE, preflight, problems_of_error
-from hf_fsdp_plugin.integrations.profiling.marking import marks
+from hf_fsdp_plugin.integrations.profiling.run import marks
 from hf_fsdp_plugin.integrations.run_report import report_run
 from hf_fsdp_plugin.integrations.saving import manager
 from hf_fsdp_plugin.integrations.transformers.private import save_checkpoint, untrained_copy

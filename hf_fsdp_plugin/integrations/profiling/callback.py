@@ -9,7 +9,7 @@ from typing import Any
 from transformers.trainer_callback import TrainerCallback
 
 from hf_fsdp_plugin.backends.ranks.agreement import on_all_ranks
-from hf_fsdp_plugin.integrations.profiling import files
+from hf_fsdp_plugin.integrations import profiling as files
 from hf_fsdp_plugin.integrations.profiling.run import profiling, remove_files
 from hf_fsdp_plugin.messages import print_once
 from hf_fsdp_plugin.problems import SpecError, has_errors

@@ -1,5 +1,7 @@
 """The profile of this process: starts and stops torch's profiler by the optimizer's steps, and writes its files.
 
+In the trace are marks of this package: phases of a step, forwards of units, and waits for collectives.
+
 The trace of a rank is analyzed in the rank, so that the launcher reads a small file per rank.
 """
 
@@ -12,8 +14,10 @@ import json
 import os
 import socket
 import tempfile
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -22,23 +26,128 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
-from torch.profiler import ProfilerActivity, supported_activities
+from torch.profiler import ProfilerActivity, record_function, supported_activities
 from torch.profiler import profile as torch_profile
 
 from hf_fsdp_plugin.backends.sharding.shard import plan_of
 from hf_fsdp_plugin.devices import available_device
 from hf_fsdp_plugin.integrations.call_hooks import call_marks
 from hf_fsdp_plugin.integrations.patching import install_hooks
-from hf_fsdp_plugin.integrations.profiling.files import NUM_TRACES, ProfileOptions, remove_paths, write_file
-from hf_fsdp_plugin.integrations.profiling.marking import marks
+from hf_fsdp_plugin.integrations.profiling import NUM_TRACES, ProfileOptions, remove_paths, write_file
 from hf_fsdp_plugin.integrations.run_report import stop_reporting
-from hf_fsdp_plugin.observe.profile.rank_profile import BOUNDARY, GATHER, REDUCE, WAIT, Trace, profile_of, read_trace
+from hf_fsdp_plugin.observe.profile import rank_profile
+from hf_fsdp_plugin.observe.profile.rank_profile import Phase
 from hf_fsdp_plugin.observe.units import UnitObservation, observe_units
+from hf_fsdp_plugin.plan.names import unwrapped
 from hf_fsdp_plugin.problems import Problem, SpecError
 from hf_fsdp_plugin.rank_variables import launched_rank, launched_world_size
 from hf_fsdp_plugin.torch_private.functions import profiler_is_running
+from hf_fsdp_plugin.torch_private.modules import set_unit_name, unit_name
 
 _ITEM_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
+
+
+class Marks:
+    """Writes marks while the profiler runs; otherwise every function returns at once.
+
+    Attributes:
+        enabled: whether the profiler runs.
+        stage_of: returns the stage of a preflight, in which nothing is profiled, for a phase.
+    """
+
+    def __init__(self) -> None:
+        self.enabled = False
+        self.stage_of: Callable[[Phase], AbstractContextManager[Any]] | None = None
+        self._open = threading.local()  # a recomputed forward runs in a thread of autograd
+        self._handles: list[Any] = []
+
+    def __call__(self, name: str) -> AbstractContextManager[Any]:
+        return record_function(name) if self.enabled else nullcontext()
+
+    def phase(self, phase: Phase) -> AbstractContextManager[Any]:
+        return self(f"{rank_profile.PREFIX}{phase}") if self.stage_of is None else self.stage_of(phase)
+
+    def of_unit(self, prefix: str, unit: Any) -> AbstractContextManager[Any]:
+        """Return the mark of a collective of an FSDP1 unit.
+
+        Args:
+            prefix: ``GATHER`` or ``REDUCE``.
+        """
+        return self(f"{prefix}{unit_name(unit, root='')}")
+
+    def instant(self, name: str) -> None:
+        with self(name):
+            pass
+
+    def watch(self, model: nn.Module) -> None:
+        """Mark the forwards of a sharded model, and those of its units."""
+        for unit in observe_units(model):
+            set_unit_name(unit.live.source, unit.name)
+            if not unit.live.is_root and unit.num_params:
+                # A checkpointed module is called again inside its wrappers.
+                self._mark_forwards(unwrapped(unit.live.modules[0]), f"{rank_profile.UNIT}{unit.name}")
+        self._mark_forwards(model)
+
+    def unwatch(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def _mark_forwards(self, module: nn.Module, name: str = "") -> None:
+        """Mark the forwards of a module by a name, or by their phase.
+
+        A forward that an exception ends, as recomputation does, is marked too.
+        """
+
+        def begin(module: nn.Module, _: Any) -> None:
+            if not torch.compiler.is_compiling():
+                mark = self(name or f"{rank_profile.PREFIX}{'forward' if _trains(module) else 'evaluation'}")
+                mark.__enter__()
+                self._stack().append((id(module), mark))
+
+        def end(module: nn.Module, *_: Any) -> None:
+            stack = [] if torch.compiler.is_compiling() else self._stack()
+            while stack and any(key == id(module) for key, _ in stack):
+                key, mark = stack.pop()
+                mark.__exit__(None, None, None)
+                if key == id(module):
+                    return
+
+        self._handles.append(module.register_forward_pre_hook(begin, prepend=True))
+        self._handles.append(module.register_forward_hook(end, always_call=True))
+
+    def _stack(self) -> list[tuple[int, AbstractContextManager[Any]]]:
+        if not hasattr(self._open, "marks"):
+            self._open.marks = []
+        return self._open.marks
+
+
+def _trains(module: nn.Module) -> bool:
+    return module.training and torch.is_grad_enabled()
+
+
+marks = Marks()
+"""The marks of this process."""
+
+
+def mark_phase(phase: Phase) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Decorator: mark the calls of a function as a phase of the step."""
+
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with marks.phase(phase):
+                return function(*args, **kwargs)
+
+        return call
+
+    return decorate
+
+
+def mark_backward(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Mark a backward pass: the replacement of ``torch.autograd.backward``."""
+    with marks.phase("backward"):
+        return original(*args, **kwargs)
 
 
 class Profiling:
@@ -56,7 +165,7 @@ class Profiling:
         self.active = False
         self.options = ProfileOptions(folder="")
         self.failure: SpecError | None = None
-        self._hook: Any = None
+        self._hooks: list[Any] = []
         self._profiler: Any = None
 
     def begin(self, options: ProfileOptions) -> None:
@@ -72,15 +181,18 @@ class Profiling:
         self._forwards_per_step = 1
         self._batch: tuple[int, ...] = ()
         install_hooks("calls", "profile")
-        gather, reduction = (functools.partial(marks.of_unit, prefix) for prefix in (GATHER, REDUCE))
-        call_marks.update(wait=functools.partial(marks, WAIT), gather=gather, reduction=reduction)
-        marks.on_forward = self._see_forward
-        self._hook = register_optimizer_step_post_hook(self._after_step)
+        gather, reduction = (
+            functools.partial(marks.of_unit, prefix) for prefix in (rank_profile.GATHER, rank_profile.REDUCE)
+        )
+        call_marks.update(wait=functools.partial(marks, rank_profile.WAIT), gather=gather, reduction=reduction)
+        self._hooks = [register_optimizer_step_post_hook(self._after_step)]
 
     def watch(self, model: nn.Module) -> None:
         """Mark the forwards of a sharded model. Call it after the model is sharded."""
         if self.active:
             marks.watch(model)
+            hook = model.register_forward_pre_hook(self._see_forward, prepend=True, with_kwargs=True)
+            self._hooks.append(hook)
             self._model = model if self._model is None else self._model
 
     def end(self, *, failed: bool = False) -> None:
@@ -94,8 +206,8 @@ class Profiling:
         self.active = False
         call_marks.clear()
         marks.unwatch()
-        marks.on_forward = None
-        self._hook.remove()
+        for hook in self._hooks:
+            hook.remove()
         self._stop_tracing()
         profiler, self._profiler = self._profiler, None
         if failed or self.failure is not None:
@@ -105,8 +217,10 @@ class Profiling:
                 raise self.failure
             self._write(profiler)
 
-    def _see_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _see_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Count the training forwards, and keep the shape of the first tensor with two dims: samples and tokens."""
+        if torch.compiler.is_compiling() or not _trains(module):
+            return
         if self._num_steps == 0 and self.options.wait == 0 and self._profiler is None:
             self._start_tracing()
         self._num_forwards += 1
@@ -123,7 +237,7 @@ class Profiling:
         self._forwards_per_step, self._num_forwards = max(1, self._num_forwards), 0
         if self._step_began is not None:
             self._seconds[self._num_steps] = now - self._step_began
-        marks.instant(BOUNDARY)
+        marks.instant(rank_profile.BOUNDARY)
         if self._num_steps == options.last_traced:
             self._stop_tracing()
         elif self._num_steps == options.wait:
@@ -155,7 +269,7 @@ class Profiling:
         self._profiler = torch_profile(activities=activities)
         self._profiler.start()
         marks.enabled = True
-        marks.instant(BOUNDARY)
+        marks.instant(rank_profile.BOUNDARY)
 
     def _stop_tracing(self) -> None:
         if marks.enabled and self._profiler is not None:
@@ -165,13 +279,13 @@ class Profiling:
     def _write(self, profiler: Any) -> None:
         """Write the profile of this rank, and the trace if it is one of the first ranks."""
         options, rank = self.options, _rank()
-        trace, content = Trace(), None
+        trace, content = rank_profile.Trace(), None
         with tempfile.TemporaryDirectory(prefix="hf_fsdp_profile_") as scratch:
             path = Path(scratch) / "trace.json"
             try:
                 if profiler is not None:
                     profiler.export_chrome_trace(str(path))
-                    trace, content = read_trace(path), path.read_bytes()
+                    trace, content = rank_profile.read_trace(path), path.read_bytes()
             except (OSError, ValueError) as error:
                 # torch ignores errors when it writes a trace, so that a full disk shows as incomplete JSON.
                 reason = error.strerror if isinstance(error, OSError) and error.strerror else "the disk may be full"
@@ -181,7 +295,7 @@ class Profiling:
         plan = plan_of(self._model) if self._model is not None else None
         units = observe_units(self._model) if self._model is not None else ()
         first_active = options.wait + options.warmup + 1
-        profile = profile_of(
+        profile = rank_profile.profile_of(
             trace,
             unit_names=[unit.name for unit in units],
             skip=options.warmup,

@@ -28,7 +28,7 @@ from hf_fsdp_plugin.integrations import moving_average, peft, resuming
 from hf_fsdp_plugin.integrations.accelerate.batches import batch_facts, kept_accumulation
 from hf_fsdp_plugin.integrations.accelerate.plugin import PlannedFsdpPlugin, if_planned, if_sharded
 from hf_fsdp_plugin.integrations.accelerate.private import prepared_models
-from hf_fsdp_plugin.integrations.profiling.marking import mark_phase
+from hf_fsdp_plugin.integrations.profiling.run import mark_phase
 from hf_fsdp_plugin.integrations.saving import gathered, manager, remove_stale_weights
 from hf_fsdp_plugin.integrations.session import attributes_in_block, session
 from hf_fsdp_plugin.integrations.transformers import model_files, private

@@ -38,6 +38,7 @@ from hf_fsdp_plugin.checkpoint.writing.state_files import gathered_state
 from hf_fsdp_plugin.integrations.patching import has_fsdp_settings
 from hf_fsdp_plugin.integrations.peft import adapter_state, as_unsharded
 from hf_fsdp_plugin.integrations.saving import FIX, bind_call, call_name, exporting, gathered, manager, shards_at
+from hf_fsdp_plugin.integrations.session import attributes_in_block
 from hf_fsdp_plugin.integrations.torch_functions import flat_storages, is_shard
 from hf_fsdp_plugin.integrations.transformers import private
 from hf_fsdp_plugin.plan.names import canonical_name
@@ -225,7 +226,9 @@ def _write(original: Callable[..., Any], model: Any, call: Mapping[str, Any], st
     with ExitStack() as stack:
         if not is_peft_model(model):
             tensors = {id(tensor): tensor for name, tensor in state.items() if name not in _buffer_names(model)}
-            stack.enter_context(private.saved_by_one_rank(model, sum(tensor.numel() for tensor in tensors.values())))
+            num_parameters = sum(tensor.numel() for tensor in tensors.values())  # the index of the files contains it
+            stack.enter_context(attributes_in_block(model, num_parameters=lambda *args, **kwargs: num_parameters))
+            stack.enter_context(private.without_distributed_config(model))
         if stores_adapters(model):
             stack.enter_context(as_unsharded(model, state))
         return original(**{**call, "state_dict": dict(state), "is_main_process": True})

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Collection, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -134,11 +134,11 @@ def using_run_folder(trainer: Any, folder: Path) -> AbstractContextManager[None]
 
 def save_files(trainer: Any, folder: Path, state_dict: Mapping[str, torch.Tensor]) -> None:
     """Write model, config, tokenizer or processor, and arguments, with the Trainer's own method. Not collective."""
-    with _without_distributed_config(unwrapped(trainer.model)):
+    with without_distributed_config(unwrapped(trainer.model)):
         trainer._save(str(folder), state_dict=state_dict)
 
 
-def _without_distributed_config(model: Any) -> AbstractContextManager[None]:
+def without_distributed_config(model: Any) -> AbstractContextManager[None]:
     """Let ``save_pretrained`` write a given state dict: with a ``DistributedConfig`` it would gather the model."""
     config: Any = getattr(model, "config", None)
     is_sharded = config is not None and "distributed_config" in vars(config)
@@ -178,19 +178,6 @@ def has_adapters(model: Any) -> bool:
 
 def is_quantized(model: Any) -> bool:
     return getattr(model, "hf_quantizer", None) is not None
-
-
-@contextmanager
-def saved_by_one_rank(model: Any, num_parameters: int) -> Iterator[None]:
-    """Let one rank call ``save_pretrained`` with a state dict, without collectives.
-
-    The model then reports the number of parameters of the whole model, which the index of the files contains.
-    """
-    with (
-        attributes_in_block(model, num_parameters=lambda *args, **kwargs: num_parameters),
-        _without_distributed_config(model),
-    ):
-        yield
 
 
 def untrained_copy(trainer: Any) -> Any:

@@ -7,9 +7,8 @@ import torch
 from torch import nn
 
 from hf_fsdp_plugin.integrations.patching import remove_hooks
-from hf_fsdp_plugin.integrations.profiling.files import ProfileOptions
-from hf_fsdp_plugin.integrations.profiling.marking import marks
-from hf_fsdp_plugin.integrations.profiling.run import Profiling
+from hf_fsdp_plugin.integrations.profiling import ProfileOptions
+from hf_fsdp_plugin.integrations.profiling.run import Profiling, marks
 from hf_fsdp_plugin.problems import SpecError
 
 
