@@ -147,8 +147,9 @@ def source_hash(module: str, path: str) -> str | None:
         bases = _located_bases(module, owner)
         methods = ((where, node) for where, cls in bases for node in cls.body if isinstance(node, Definition))
         found = next(((where, node) for where, node in methods if node.name == name), None)
-        if found is None and name == "__init__" and bases and _is_dataclass(bases[0][1]):
-            found = bases[0]
+        decorators = [ast.unparse(each) for each in bases[0][1].decorator_list] if bases else []
+        if found is None and name == "__init__" and any("dataclass" in each for each in decorators):
+            found = bases[0]  # its constructor is generated from the fields, which are in the whole class
     else:
         found = _resolve(module, name)
     if found is None:
@@ -158,11 +159,6 @@ def source_hash(module: str, path: str) -> str | None:
     lines.append(last[: node.end_col_offset])  # without a comment after the code
     code = [stripped for line in lines if (stripped := line.strip()) and not stripped.startswith("#")]
     return hashlib.sha256("\n".join(code).encode()).hexdigest()[:16]
-
-
-def _is_dataclass(cls: ast.ClassDef) -> bool:
-    """Whether a class has a generated constructor. Its hash is that of the whole class, which has the fields."""
-    return any("dataclass" in ast.unparse(decorator) for decorator in cls.decorator_list)
 
 
 def _located_bases(module: str, name: str, depth: int = 4) -> list[tuple[str, ast.ClassDef]]:
@@ -193,7 +189,3 @@ def _resolve(module: str, name: str) -> tuple[str, Definition] | None:
 def main() -> None:
     """Print all probed contracts as JSON, for ``hf-fsdp doctor``, which runs this in a process of its own."""
     json.dump(probe_contracts(), sys.stdout)
-
-
-if __name__ == "__main__":
-    main()

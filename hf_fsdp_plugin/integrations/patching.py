@@ -10,8 +10,8 @@ import importlib
 import inspect
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, Final, TypeVar
@@ -23,6 +23,7 @@ from hf_fsdp_plugin.integrations.session import session
 from hf_fsdp_plugin.messages import print_once
 from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec
 from hf_fsdp_plugin.spellings import TRUE_WORDS
+from hf_fsdp_plugin.torch_private.modules import entries_in_block
 
 _OVERRIDDEN: Final = "_hf_fsdp_overridden_class"
 """Attribute of a subclass that already overrides the hooked methods. Its value is the hooked class."""
@@ -259,17 +260,6 @@ def _set_or_remove(variables: Mapping[str, str | None]) -> None:
             os.environ[name] = value
 
 
-@contextmanager
-def variables_in_block(**variables: str | None) -> Iterator[None]:
-    """Set environment variables in the block, or remove them (``None``)."""
-    before = {name: os.environ.get(name) for name in variables}
-    _set_or_remove(variables)
-    try:
-        yield
-    finally:
-        _set_or_remove(before)
-
-
 def set_loading_variables(spec: FsdpSpec) -> None:
     """Set whether ``from_pretrained``, which reads environment variables only, loads RAM-efficiently."""
     set_variables(**{_RAM_EFFICIENT: str(spec.loading.ram_efficient).lower()})
@@ -286,7 +276,7 @@ def has_fsdp_settings() -> bool:
 def loading_ram_efficiently() -> AbstractContextManager[None]:
     """Load RAM-efficiently in the block, whatever the settings are."""
     install_hooks("loading")
-    return variables_in_block(**dict.fromkeys(_EFFICIENT, "true"))
+    return entries_in_block(dict.fromkeys(_EFFICIENT, "true"), os.environ)
 
 
 def loads_ram_efficiently() -> bool:

@@ -43,6 +43,7 @@ from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec
 from hf_fsdp_plugin.spec.load import assess, with_distributed_config
 from hf_fsdp_plugin.spec.rules import fsdp_is_off
 from hf_fsdp_plugin.torch_private.functions import ShardedGradScaler, set_timeout, timeout_of
+from hf_fsdp_plugin.torch_private.modules import entries_in_block
 
 SOURCE: Final = "Accelerator()"
 _USE_MESH: Final = "ACCELERATE_USE_PARALLELISM_CONFIG"
@@ -102,7 +103,7 @@ def init_accelerator(original: Callable[..., None], accelerator: Any, *args: Any
     param = plugin.spec.precision.param
     arguments["mixed_precision"] = param if param in ("bf16", "fp16") else "no"
     # Otherwise Accelerate makes a mesh from variables, and refuses FSDP1 and replicas alone.
-    with patching.variables_in_block(**{_USE_MESH: None}):
+    with entries_in_block({_USE_MESH: "false"}, os.environ):
         original(**arguments)
     set_mesh(accelerator, mesh, plugin.spec)
     replace_scaler(accelerator)

@@ -29,7 +29,7 @@ from hf_fsdp_plugin.checkpoint.reading.states import load_state as load_state_fi
 from hf_fsdp_plugin.checkpoint.writing.state_files import manifest_of
 from hf_fsdp_plugin.integrations.accelerate import plugin as plugins
 from hf_fsdp_plugin.integrations.accelerate.batches import batch_of, keep_samples_per_step
-from hf_fsdp_plugin.integrations.accelerate.private import prepared_models
+from hf_fsdp_plugin.integrations.accelerate.private import prepared_models, shared_state
 from hf_fsdp_plugin.integrations.moving_average import load_averages, save_averages
 from hf_fsdp_plugin.integrations.profiling.run import mark_phase
 from hf_fsdp_plugin.integrations.resuming import continue_run, find_checkpoint, run_fact, warn_differences
@@ -135,7 +135,8 @@ _pickles_allowed: ContextVar[bool] = ContextVar("_pickles_allowed", default=Fals
 
 def load_custom_state(original: Callable[..., None], obj: Any, path: Any, index: int = 0) -> None:
     """Load the state of a registered object without executing anything that its file may contain."""
-    if not plugins.has_planned_state() or _pickles_allowed.get():
+    is_planned = isinstance(shared_state().get("fsdp_plugin"), plugins.PlannedFsdpPlugin)
+    if not is_planned or _pickles_allowed.get():
         original(obj, path, index)
         return
     obj.load_state_dict(load_state_file(Path(path) / custom_state_file(index)))
@@ -189,7 +190,7 @@ def save_fsdp_model(
 ) -> None:
     folder, save = Path(output_dir), manager.open_save(Path(output_dir))
     if save is None or model_index not in save.models:  # else the replacement of Trainer.save_model has written it
-        adapters = _only_adapters(adapter_only, model)
+        adapters = adapter_only and is_peft_model(model)  # the Trainer asks for adapters of any model
         manager.save_model(model, folder, plugin.state_dict_kind, model_index, adapter_only=adapters)
 
 
@@ -197,7 +198,8 @@ def save_fsdp_model(
 def load_fsdp_model(
     plugin: Any, accelerator: Any, model: Any, input_dir: Any, model_index: int = 0, adapter_only: bool = False
 ) -> Any:
-    adapters, verify = _only_adapters(adapter_only, model), plugin.spec.checkpoint.verify
+    adapters = adapter_only and is_peft_model(model)
+    verify = plugin.spec.checkpoint.verify
     return load_model(model, Path(input_dir), model_index, adapter_only=adapters, verify=verify)
 
 
@@ -224,8 +226,3 @@ def _with_owner(accelerator: Any, optimizer: Any, model: Any) -> tuple[Any, Any]
     """
     optimizer = getattr(optimizer, "optimizer", optimizer)
     return optimizer, owner_of(optimizer, prepared_models(accelerator)) or model
-
-
-def _only_adapters(adapter_only: bool, model: Any) -> bool:
-    """Return whether to save or load only adapters. The Trainer sets ``adapter_only`` for models without PEFT too."""
-    return adapter_only and is_peft_model(model)

@@ -29,7 +29,7 @@ from hf_fsdp_plugin.backends.ranks.collective_entry import FirstCalls
 from hf_fsdp_plugin.backends.sharding.shard import plan_of
 from hf_fsdp_plugin.backends.torch_types import torch_dtype
 from hf_fsdp_plugin.devices import accelerator_type
-from hf_fsdp_plugin.integrations.accelerate.private import prepared_models, shared_state
+from hf_fsdp_plugin.integrations.accelerate.private import prepared_models
 from hf_fsdp_plugin.integrations.patching import set_loading_variables
 from hf_fsdp_plugin.integrations.session import attributes_in_block, session
 from hf_fsdp_plugin.messages import print_once, print_warnings
@@ -201,11 +201,6 @@ def planned_plugin(accelerator: Any) -> PlannedFsdpPlugin | None:
     """Return the accelerator's plugin if it was made from a spec, else ``None``."""
     plugin = getattr(accelerator.state, "fsdp_plugin", None)
     return plugin if isinstance(plugin, PlannedFsdpPlugin) else None
-
-
-def has_planned_state() -> bool:
-    """Return whether the state that all Accelerators of the process share has a plugin that was made from a spec."""
-    return isinstance(shared_state().get("fsdp_plugin"), PlannedFsdpPlugin)
 
 
 def has_sharded_model(accelerator: Any) -> bool:

@@ -7,7 +7,6 @@ the units and settings of the plan of this package, or, as DDP, by stock Acceler
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import gc
 import json
 import os
@@ -28,6 +27,7 @@ from accelerate.utils import FullyShardedDataParallelPlugin, send_to_device
 from torch import nn
 from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy
 
+from hf_fsdp_plugin.backends.loading.shared_weights import return_freed_memory
 from hf_fsdp_plugin.backends.torch_types import torch_dtype
 from hf_fsdp_plugin.devices import Device, get_device
 from hf_fsdp_plugin.hangs.rank_files import write_atomically
@@ -263,8 +263,7 @@ class PeakMemory:
         if self._module is not None:
             self._module.empty_cache()
             return int(self._module.memory_allocated())
-        with contextlib.suppress(OSError, AttributeError):
-            ctypes.CDLL(None).malloc_trim(0)  # glibc keeps freed memory, which later cases would use unseen
+        return_freed_memory()  # later cases would use it unseen
         return _resident("VmRSS")
 
     def reset(self) -> None:

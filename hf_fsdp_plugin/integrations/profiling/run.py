@@ -47,6 +47,13 @@ from hf_fsdp_plugin.torch_private.modules import set_unit_name, unit_name
 _ITEM_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 
+class _OpenMarks(threading.local):
+    """The forwards that are running in a thread: a recomputed forward runs in a thread of autograd."""
+
+    def __init__(self) -> None:
+        self.marks: list[tuple[int, AbstractContextManager[Any]]] = []
+
+
 class Marks:
     """Writes marks while the profiler runs; otherwise every function returns at once.
 
@@ -58,7 +65,7 @@ class Marks:
     def __init__(self) -> None:
         self.enabled = False
         self.stage_of: Callable[[Phase], AbstractContextManager[Any]] | None = None
-        self._open = threading.local()  # a recomputed forward runs in a thread of autograd
+        self._open = _OpenMarks()
         self._handles: list[Any] = []
 
     def __call__(self, name: str) -> AbstractContextManager[Any]:
@@ -103,10 +110,10 @@ class Marks:
             if not torch.compiler.is_compiling():
                 mark = self(name or f"{rank_profile.PREFIX}{'forward' if _trains(module) else 'evaluation'}")
                 mark.__enter__()
-                self._stack().append((id(module), mark))
+                self._open.marks.append((id(module), mark))
 
         def end(module: nn.Module, *_: Any) -> None:
-            stack = [] if torch.compiler.is_compiling() else self._stack()
+            stack = [] if torch.compiler.is_compiling() else self._open.marks
             while stack and any(key == id(module) for key, _ in stack):
                 key, mark = stack.pop()
                 mark.__exit__(None, None, None)
@@ -115,11 +122,6 @@ class Marks:
 
         self._handles.append(module.register_forward_pre_hook(begin, prepend=True))
         self._handles.append(module.register_forward_hook(end, always_call=True))
-
-    def _stack(self) -> list[tuple[int, AbstractContextManager[Any]]]:
-        if not hasattr(self._open, "marks"):
-            self._open.marks = []
-        return self._open.marks
 
 
 def _trains(module: nn.Module) -> bool:

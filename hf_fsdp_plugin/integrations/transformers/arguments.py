@@ -12,13 +12,11 @@ import dataclasses
 import functools
 import os
 from collections.abc import Callable, Iterable, Mapping
-from contextvars import ContextVar
-from types import MappingProxyType
 from typing import Any, Final
 
 from hf_fsdp_plugin.integrations.patching import install_hooks, install_in_subclass, is_true, set_loading_variables
 from hf_fsdp_plugin.integrations.script_arguments import check_object, print_or_raise
-from hf_fsdp_plugin.integrations.session import attributes_in_block, context_in_block, session
+from hf_fsdp_plugin.integrations.session import attributes_in_block, session
 from hf_fsdp_plugin.messages import print_warnings
 from hf_fsdp_plugin.problems import Origin, Problem, SpecError
 from hf_fsdp_plugin.sources.accelerate_file import read_fsdp_config
@@ -129,8 +127,6 @@ def prepare_distribute_model(
 
 _CONSTRUCTOR: Final = "transformers.training_args:TrainingArguments.__init__"
 """The target of the hook whose replacement is :func:`init_arguments`."""
-_given: ContextVar[Mapping[str, Any]] = ContextVar("hf_fsdp_old_arguments", default=MappingProxyType({}))
-"""The arguments of the ``TrainingArguments`` that are being constructed."""
 
 
 def new_arguments(original: Callable[..., Any], kind: type, *args: Any, **kwargs: Any) -> Any:
@@ -144,11 +140,15 @@ def new_arguments(original: Callable[..., Any], kind: type, *args: Any, **kwargs
 
 
 def init_arguments(original: Callable[..., None], arguments: Any, *args: Any, **kwargs: Any) -> None:
-    """Accept the arguments as keyword arguments of ``TrainingArguments``, or of a subclass."""
-    own = {field.name for field in dataclasses.fields(arguments)}
-    given = {name: kwargs.pop(name) for name in OLD_KEYS if name in kwargs and name not in own}
-    with context_in_block(_given, {**_given.get(), **given}):
-        original(*args, **kwargs)
+    """Accept the arguments as keyword arguments of ``TrainingArguments``, or of a subclass: keep them as attributes."""
+    vars(arguments).update({name: kwargs.pop(name) for name in _old_keys(arguments) if name in kwargs})
+    original(*args, **kwargs)
+
+
+def _old_keys(kind: Any) -> list[str]:
+    """Return the names of the arguments for which a dataclass, or an instance, has no field."""
+    own = {field.name for field in dataclasses.fields(kind)}
+    return [name for name in OLD_KEYS if name not in own]
 
 
 def init_parser(original: Callable[..., None], parser: Any, dataclass_types: Any = None, **kwargs: Any) -> None:
@@ -169,8 +169,7 @@ def _with_old_fields(kind: Any) -> Any:
 
     if not isinstance(kind, type) or not issubclass(kind, TrainingArguments):
         return kind
-    own = {field.name for field in dataclasses.fields(kind)}
-    added = [name for name in OLD_KEYS if name not in own]
+    added = _old_keys(kind)
 
     def new(_: type, **given: Any) -> Any:
         return kind(**{name: value for name, value in given.items() if name not in added or value is not None})
@@ -183,10 +182,9 @@ def _with_old_fields(kind: Any) -> Any:
 
 
 def _apply_old_arguments(arguments: Any) -> None:
-    """Add the arguments of the ``TrainingArguments`` that are being constructed to its ``fsdp_config``."""
-    given = {name: value for name, value in _given.get().items() if value}
+    """Move the arguments of the ``TrainingArguments`` that are being constructed to its ``fsdp_config``."""
+    given = {name: value for name in _old_keys(arguments) if (value := vars(arguments).pop(name, None))}
     if given and isinstance(arguments.fsdp_config, Mapping | None):
         arguments.fsdp_config = {**(arguments.fsdp_config or {}), **given}
     else:  # a path or JSON text
-        for name, value in given.items():
-            setattr(arguments, name, value)
+        vars(arguments).update(given)

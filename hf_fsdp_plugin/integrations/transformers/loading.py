@@ -46,6 +46,7 @@ from hf_fsdp_plugin.problems import Problem, SpecError
 from hf_fsdp_plugin.rank_variables import launched_rank
 from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec
 from hf_fsdp_plugin.text import format_bytes
+from hf_fsdp_plugin.torch_private.modules import entries_in_block
 
 
 def from_pretrained(
@@ -225,7 +226,8 @@ def _publish(publication: Publication, load: Callable[[], Any], model: Any, file
     """Load the weights and give them to the other ranks of the machine."""
     with publication:
         # Threads would read and cast many tensors before the first of them is published.
-        with context_in_block(_publication, publication), patching.variables_in_block(HF_DEACTIVATE_ASYNC_LOAD="1"):
+        one_thread = entries_in_block({"HF_DEACTIVATE_ASYNC_LOAD": "1"}, os.environ)
+        with context_in_block(_publication, publication), one_thread:
             result = load()
         loaded = {name: tensor for name, tensor in model.state_dict(keep_vars=True).items() if not tensor.is_meta}
         info = result[0]
