@@ -6,7 +6,7 @@ Imports no torch, which may be in the middle of its import when hooks import thi
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any, Final
 
@@ -120,8 +120,8 @@ def is_fsdp_managed(module: nn.Module) -> bool:
 
 
 @contextmanager
-def entries_in_block(entries: Mapping[str, Any], *mappings: dict[str, Any]) -> Iterator[None]:
-    """Give dicts other entries in the block, which keep their places. New entries are removed afterwards."""
+def entries_in_block(entries: Mapping[str, Any], *mappings: MutableMapping[str, Any]) -> Iterator[None]:
+    """Give dicts, or the environment, other entries in the block, which keep their places. New ones are removed."""
     kept = [(mapping, {name: mapping[name] for name in entries if name in mapping}) for mapping in mappings]
     for mapping in mappings:
         mapping.update(entries)
