@@ -56,18 +56,17 @@ _MAX_BLOCK = 16 << 20
 """Maximum size in bytes of a block that is kept. Files without tensors, and earlier manifests, have larger ranges."""
 
 
-def files_of_checkpoint(
-    checkpoint: Path, stored: StoredModel | StoredOptimizer, *, verify: bool, in_order: bool = True
-) -> InputFiles:
+def files_of_checkpoint(checkpoint: Path, stored: StoredModel | StoredOptimizer, *, verify: bool) -> InputFiles:
     """Return the files of a model or an optimizer, verified if there is a manifest and ``verify`` is set.
+
+    They are meant to be read in the order of their bytes.
 
     Args:
         checkpoint: the folder of the checkpoint, or of its model or optimizer.
-        in_order: as in :class:`VerifiedFiles`.
     """
     folder = checkpoint_of(checkpoint)
     manifest = read_manifest(folder) if verify else None
-    return InputFiles(stored.root) if manifest is None else VerifiedFiles(stored.root, manifest, folder, in_order)
+    return InputFiles(stored.root) if manifest is None else VerifiedFiles(stored.root, manifest, folder, in_order=True)
 
 
 def check_headers(files: InputFiles, stored: StoredModel | StoredOptimizer, rank: int = 0, world_size: int = 1) -> None:

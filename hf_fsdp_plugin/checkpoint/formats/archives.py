@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import os
 import struct
-import zipfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn, cast
+from typing import Any, NamedTuple, NoReturn
 
 from hf_fsdp_plugin.checkpoint.errors import refuse
 from hf_fsdp_plugin.checkpoint.formats.boxes import dtype_size, element_span
@@ -21,13 +20,25 @@ from hf_fsdp_plugin.checkpoint.formats.pickles import PickledTensor, read_pickle
 from hf_fsdp_plugin.checkpoint.io import file_blocks, open_for_reading
 from hf_fsdp_plugin.checkpoint.names import ENTRY_ALIGNMENT
 
-END_SIZE = 22
-"""Size in bytes of the record at the end of an archive."""
+_END = struct.Struct("<4s4H2LH")
+"""The record at the end of an archive. Its last fields are size and offset of the directory, and a comment's length."""
+END_SIZE = _END.size
 END_SIGNATURE = b"PK\5\6"
+_END64 = struct.Struct("<4sQ2H2L4Q")
+"""The record before it of an archive with larger numbers. Its last fields are size and offset of the directory."""
+_LOCATOR_SIZE = 20
+"""Size in bytes of the record between both."""
+_ENTRY = struct.Struct("<4s6H3L5H2L")
 _LOCAL = struct.Struct("<4s5H3L2H")
 """The record before the data of an entry. Its last two fields are the lengths of the name and of the extra field."""
-_DAMAGED = (zipfile.BadZipFile, struct.error, ValueError, OverflowError, NotImplementedError)
-"""The errors that ``zipfile`` raises for bytes that are not an archive."""
+_MAX32 = 0xFFFFFFFF
+"""A field of 32 bits contains this number if its value is in the extra field."""
+Read = Callable[[int, int], bytes]
+"""(byte offset, number of bytes) -> bytes; fewer bytes if the file is shorter."""
+
+
+class ZipError(ValueError):
+    """The bytes are not a complete zip archive."""
 
 
 class ZipEntry(NamedTuple):
@@ -49,60 +60,64 @@ class ZipEntry(NamedTuple):
         return self.name.partition("/")[2]
 
 
+def read_archive(read: Read, stop: int) -> list[ZipEntry]:
+    """Return the entries of the archive that ends at ``stop``.
+
+    All data are before the directory. So the archives of a file do not overlap, and reading all of them takes a time
+    that grows with the file alone.
+
+    Raises:
+        ZipError, struct.error, OverflowError: there is no complete archive.
+    """
+    at = stop - END_SIZE
+    if at < 0:
+        raise ZipError("it has fewer bytes than an archive")
+    signature, *_, size, offset, comment_size = _END.unpack(read(at, END_SIZE))
+    if signature != END_SIGNATURE or comment_size:
+        raise ZipError("it does not end with the directory of an archive")
+    locator = at - _LOCATOR_SIZE
+    if locator >= _END64.size and read(locator, 4) == b"PK\6\7":
+        at = locator - _END64.size
+        signature, *_, size, offset = _END64.unpack(read(at, _END64.size))
+    directory, archive = at - size, at - size - offset
+    if archive < 0 or signature not in (END_SIGNATURE, b"PK\6\6"):
+        raise ZipError("its directory is not at the recorded offset")
+    data, entries, at = read(directory, size), [], 0
+    while at < size:
+        fields = _ENTRY.unpack_from(data, at)
+        name_at, at = at + _ENTRY.size, at + _ENTRY.size + sum(fields[10:13])
+        if fields[0] != b"PK\1\2" or at > len(data):
+            raise ZipError("its directory is damaged")
+        raw_name, extra = data[name_at : name_at + fields[10]], data[name_at + fields[10] : at - fields[12]]
+        num_bytes, packed_size, header = _wide(extra, (fields[9], fields[8], fields[16]))
+        name, header = raw_name.decode("utf-8", "replace"), archive + header
+        local = read(min(header, directory), _LOCAL.size + len(raw_name))  # the directory begins otherwise
+        signature, *_, name_size, extra_size = _LOCAL.unpack(local[: _LOCAL.size])
+        if signature != b"PK\3\4" or local[_LOCAL.size :] != raw_name:
+            raise ZipError(f"no entry {name!r} begins at byte {header:,}")
+        begin, is_compressed = header + _LOCAL.size + name_size + extra_size, fields[4] != 0
+        if begin + packed_size > directory or (not is_compressed and num_bytes != packed_size):
+            raise ZipError(f"its directory has a wrong size of the entry {name!r}")
+        entries.append(ZipEntry(name, header, begin, begin + packed_size, fields[7], is_compressed))
+    if not entries:
+        raise ZipError("it has no entries")
+    return entries
+
+
+def _wide(extra: bytes, values: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the values. Values of more than 32 bits are in the extra field."""
+    at = 0 if _MAX32 in values else len(extra)
+    while at + 4 <= len(extra):
+        kind, length = struct.unpack_from("<2H", extra, at)
+        if kind == 1:
+            wide = iter(struct.unpack_from(f"<{length // 8}Q", extra, at + 4))
+            return tuple(next(wide, value) if value == _MAX32 else value for value in values)
+        at += 4 + length
+    return values
+
+
 _EDGE = 2048
 """Bytes read at once from each end of an archive. They contain all headers of an archive with one tensor."""
-
-
-class _Range:
-    """The bytes ``[start, start + length)`` of an open file, as a file for ``zipfile``."""
-
-    def __init__(self, descriptor: int, start: int, length: int) -> None:
-        self._descriptor, self._start, self.length, self._at = descriptor, start, length, 0
-        self._edges = [(at, os.pread(descriptor, _EDGE, start + at)) for at in (0, max(0, length - _EDGE))]
-
-    def tell(self) -> int:
-        return self._at
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        self._at = (0, self._at, self.length)[whence] + offset
-        if self._at < 0:
-            raise ValueError("an offset is before its first byte")
-        return self._at
-
-    def read(self, size: int = -1) -> bytes:
-        at, left = self._at, max(0, self.length - self._at)
-        size = left if size < 0 else min(size, left)
-        self._at += size
-        for begin, data in self._edges:
-            if begin <= at and at + size <= begin + len(data):
-                return data[at - begin : at - begin + size]
-        return os.pread(self._descriptor, size, self._start + at)
-
-
-def read_archive(file: _Range) -> list[ZipEntry]:
-    """Return the entries of the last archive in a part of a file. Their offsets are relative to the part.
-
-    Raises one of ``_DAMAGED`` if the part does not end with a complete archive.
-    """
-    file.seek(-END_SIZE, os.SEEK_END)
-    end = file.read()
-    if not end.startswith(END_SIGNATURE) or not end.endswith(b"\0\0"):  # zipfile also searches for it further ahead
-        raise zipfile.BadZipFile("it does not end with the directory of an archive")
-    entries = []
-    for info in zipfile.ZipFile(cast(Any, file)).infolist():
-        file.seek(info.header_offset)
-        signature, *_, name_size, extra_size = _LOCAL.unpack(file.read(_LOCAL.size))
-        name = file.read(name_size).decode("utf-8" if info.flag_bits & 0x800 else "cp437")
-        if signature != b"PK\3\4" or name != info.orig_filename:
-            raise zipfile.BadZipFile(f"no entry {info.orig_filename!r} begins at byte {info.header_offset:,}")
-        begin = info.header_offset + _LOCAL.size + name_size + extra_size
-        stop, is_compressed = begin + info.compress_size, info.compress_type != zipfile.ZIP_STORED
-        if stop > file.length - END_SIZE or (not is_compressed and info.file_size != info.compress_size):
-            raise zipfile.BadZipFile(f"its directory has a wrong size of the entry {name!r}")
-        entries.append(ZipEntry(name, info.header_offset, begin, stop, info.CRC, is_compressed))
-    if not entries:
-        raise zipfile.BadZipFile("it has no entries")
-    return entries
 
 
 class TorchZip:
@@ -115,10 +130,11 @@ class TorchZip:
     """
 
     def __init__(self, descriptor: int, start: int, length: int, place: Path | str) -> None:
-        self._file, self._start, self._place = _Range(descriptor, start, length), start, place
+        self._descriptor, self._start, self._place = descriptor, start, place
+        self._edges = [(at, os.pread(descriptor, _EDGE, start + at)) for at in (0, max(0, length - _EDGE))]
         try:
-            self._entries = read_archive(self._file)
-        except _DAMAGED as error:
+            self._entries = read_archive(self._bytes_at, length)
+        except (ZipError, struct.error, OverflowError) as error:
             if os.pread(descriptor, 1, start) == b"\x80":
                 fix = "Load it with torch and save it again."
                 refuse("FSDP-E460", place, "is in the format of torch versions before 1.6, without a zip.", fix)
@@ -167,8 +183,13 @@ class TorchZip:
         return self._records[name]
 
     def _bytes(self, entry: ZipEntry) -> bytes:
-        self._file.seek(entry.start)
-        return self._file.read(entry.stop - entry.start)
+        return self._bytes_at(entry.start, entry.stop - entry.start)
+
+    def _bytes_at(self, at: int, size: int) -> bytes:
+        for begin, data in self._edges:
+            if begin <= at and at + size <= begin + len(data):
+                return data[at - begin : at - begin + size]
+        return os.pread(self._descriptor, size, self._start + at)
 
     def _damaged(self, how: str) -> NoReturn:
         refuse("FSDP-E453", self._place, f"is damaged: {how}.")
@@ -236,8 +257,8 @@ def stored_entries(path: Path) -> Iterator[ZipEntry]:
         stop = os.fstat(file.fileno()).st_size
         while stop > 0:
             try:
-                entries = read_archive(_Range(file.fileno(), 0, stop))
-            except _DAMAGED:
+                entries = read_archive(lambda at, size: os.pread(file.fileno(), size, at), stop)
+            except (ZipError, struct.error, OverflowError):
                 raise NotAnArchive(stop) from None
             yield from (entry for entry in entries if not entry.compressed)
             stop = _end_before(file.fileno(), min(entry.header for entry in entries))

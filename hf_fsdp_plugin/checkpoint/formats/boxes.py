@@ -145,10 +145,14 @@ def _in_row(row: int, boxes: Iterable[Box]) -> list[Box]:
 
 def intersect(a: Box, b: Box) -> Box | None:
     """Return the intersection of two boxes, or ``None`` if it is empty."""
-    offsets = tuple(max(x, y) for x, y in zip(a.offsets, b.offsets, strict=True))
-    ends = (min(x + n, y + m) for x, n, y, m in zip(a.offsets, a.sizes, b.offsets, b.sizes, strict=True))
-    sizes = tuple(end - offset for end, offset in zip(ends, offsets, strict=True))
-    return None if any(size <= 0 for size in sizes) else Box(offsets, sizes)
+    offsets, sizes = [], []
+    for x, n, y, m in zip(a.offsets, a.sizes, b.offsets, b.sizes, strict=True):
+        low, high = max(x, y), min(x + n, y + m)
+        if low >= high:  # most pairs of a tensor's boxes are apart in the first dim
+            return None
+        offsets.append(low)
+        sizes.append(high - low)
+    return Box(tuple(offsets), tuple(sizes))
 
 
 def is_within(box: Box, shape: Sequence[int]) -> bool:

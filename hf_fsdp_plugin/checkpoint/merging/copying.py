@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import mmap
+from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -95,13 +96,16 @@ def copy_file(
 ) -> dict[str, int]:
     """Write ``file`` to ``path``. Return tensor name -> number of values that became infinite in the new dtype."""
     infinite: Counter[str] = Counter()
+    names, begins = list(file.offsets), list(file.offsets.values())
 
     def fill(memory: memoryview, start: int) -> None:
         """Fill the memory with the bytes of the file from ``start`` on: those of the header, then whole elements."""
         end = start + len(memory)
         header = file.header[start:end]
         memory[: len(header)] = header
-        for name, begin in file.offsets.items():
+        # Only the tensors with bytes in the memory: a file has thousands of tensors, and is written in many steps.
+        first, last = max(bisect_right(begins, start) - 1, 0), bisect_left(begins, end)
+        for name, begin in zip(names[first:last], begins[first:last], strict=True):
             tensor, dtype = plan.tensors[name], plan.dtypes[name]
             size = dtype_size(dtype)
             step = len(memory) if tensor.dtype == dtype else CAST_BLOCK * size

@@ -16,7 +16,7 @@ from typing import Any, Final
 from hf_fsdp_plugin.checkpoint import names as file_names
 from hf_fsdp_plugin.checkpoint.checking.against_model import ConfigCheck, read_config
 from hf_fsdp_plugin.checkpoint.checking.inspection import checkpoint_of
-from hf_fsdp_plugin.checkpoint.checking.verified_files import Progress, check_headers, files_of_checkpoint
+from hf_fsdp_plugin.checkpoint.checking.verified_files import Progress, VerifiedFiles, check_headers
 from hf_fsdp_plugin.checkpoint.checking.verify import manifest_problems
 from hf_fsdp_plugin.checkpoint.errors import problem, raise_if_any
 from hf_fsdp_plugin.checkpoint.folders import restore_replaced
@@ -171,7 +171,9 @@ class _Job:
         self._report_plan()
 
     def _open(self) -> InputFiles:
-        return files_of_checkpoint(self.folder, self.model, verify=self.verify_input, in_order=False)
+        if self.manifest is None or not self.verify_input:
+            return InputFiles(self.model.root)
+        return VerifiedFiles(self.model.root, self.manifest, self.folder)
 
     def config_check(self) -> contextlib.AbstractContextManager[ConfigCheck | None]:
         """Compare with the config's model in the background, unless a manifest makes this unnecessary."""

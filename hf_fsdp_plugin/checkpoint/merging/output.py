@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hf_fsdp_plugin.checkpoint.checking.inspection import checkpoint_of, why_incomplete
+from hf_fsdp_plugin.checkpoint.checking.inspection import checkpoint_of, own_files, regular_size, why_incomplete
 from hf_fsdp_plugin.checkpoint.errors import file_problems_inside, problem, raise_if_any, refuse
 from hf_fsdp_plugin.checkpoint.folders import put_in_place, replaced_path
 from hf_fsdp_plugin.checkpoint.formats.safetensors import SafetensorsFile, plan_files
@@ -323,8 +323,7 @@ def check_space(out: Path, needed: int) -> None:
     """
     above = next(folder for folder in out.parents if folder.is_dir())
     status = os.statvfs(above)
-    staged = staging_path(out)
-    left = sum(path.stat().st_size for path in staged.iterdir() if path.is_file()) if staged.is_dir() else 0
+    left = sum(regular_size(path) or 0 for path in own_files(staging_path(out)))  # another merge may remove them
     free = status.f_bavail * status.f_frsize
     if needed > free + left:
         message = f"has {format_bytes(free)} of free space; the merge needs {format_bytes(needed - left)}."

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import struct
 import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hf_fsdp_plugin.checkpoint.formats.archives import TensorZips, TorchZip
+from hf_fsdp_plugin.checkpoint.formats.archives import TensorZips, TorchZip, read_archive
 from hf_fsdp_plugin.problems import CheckpointError
 
 
@@ -100,3 +101,55 @@ def test_big_endian_file_is_refused(saved: Path) -> None:
     saved.write_bytes(saved.read_bytes().replace(b"little", b"bigbig"))
     with pytest.raises(CheckpointError, match="FSDP-E460"):
         read(saved)
+
+
+def test_entry_that_reaches_into_the_directory_is_refused(saved: Path) -> None:
+    """Else archives could overlap, and reading all of them would take a time that grows with their square."""
+    data = bytearray(saved.read_bytes())
+    last = data.rindex(b"PK\1\2")
+    for at in (last + 20, last + 24):  # the sizes of the entry that is just before the directory
+        struct.pack_into("<L", data, at, struct.unpack_from("<L", data, at)[0] + 100)
+    saved.write_bytes(data)
+    with pytest.raises(CheckpointError, match=r"has a wrong size of the entry.*FSDP-E453"):
+        read(saved)
+
+
+@pytest.mark.parametrize("offset", [1, 1 << 20, 0xFFFFFFFE])
+def test_entry_without_a_header_is_refused(saved: Path, offset: int) -> None:
+    data = bytearray(saved.read_bytes())
+    struct.pack_into("<L", data, data.index(b"PK\1\2") + 42, offset)
+    saved.write_bytes(data)
+    with pytest.raises(CheckpointError, match=r"no entry .* begins at byte.*FSDP-E453"):
+        read(saved)
+
+
+@pytest.mark.parametrize("offset", [1 << 62, (1 << 63) - 1, (1 << 64) - 1])
+def test_offsets_that_no_file_has_are_refused(tmp_path: Path, offset: int) -> None:
+    with zipfile.ZipFile(tmp_path / "a.bin", "w") as made:
+        made.writestr("a/data.pkl", b".")
+    data = bytearray((tmp_path / "a.bin").read_bytes())
+    directory, end = data.index(b"PK\1\2"), len(data) - 22
+    struct.pack_into("<L", data, directory + 42, 0xFFFFFFFF)
+    wide = struct.pack("<2HQ", 1, 8, offset)
+    struct.pack_into("<H", data, directory + 30, len(wide))
+    struct.pack_into("<L", data, end + 12, end - directory + len(wide))
+    data[end:end] = wide
+    (tmp_path / "a.bin").write_bytes(data)
+    with pytest.raises(CheckpointError, match=r"no entry .* begins at byte.*FSDP-E453"):
+        read(tmp_path / "a.bin")
+
+
+def test_each_header_is_read_once(tmp_path: Path) -> None:
+    path, count = tmp_path / "many.bin", 500
+    with zipfile.ZipFile(path, "w") as made:
+        for number in range(count):
+            made.writestr(f"many/data/{number}", b"x")
+    data, reads = path.read_bytes(), []
+
+    def read_bytes(at: int, size: int) -> bytes:
+        reads.append(size)
+        return data[at : at + size]
+
+    assert len(read_archive(read_bytes, len(data))) == count
+    assert len(reads) <= count + 3, "a read for each header, and those of the end and the directory"
+    assert sum(reads) <= len(data)

@@ -11,7 +11,10 @@ import pytest
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
+from hf_fsdp_plugin.checkpoint.checking import verified_files
+from hf_fsdp_plugin.checkpoint.formats import boxes, manifest, stored_tensors
 from hf_fsdp_plugin.checkpoint.merging import copying
+from hf_fsdp_plugin.checkpoint.merging import merge as merging
 from hf_fsdp_plugin.checkpoint.merging.merge import MergeOptions, merge
 from tests.support import saved
 from tests.support.merge_inputs import CONFIG, TENSORS, assert_same, codes, messages, read, save
@@ -112,3 +115,43 @@ def test_names_of_peft_and_omitted_objects_are_reported(tmp_path: Path, out: Pat
     assert codes(merged) == ["FSDP-W488", "FSDP-W499", "FSDP-W493", "FSDP-E487"]
     assert "extra_state" in messages(merged)
     assert list(read(out)) == [name]
+
+
+def test_manifest_is_read_once_for_the_tensors(checkpoint: Path, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The manifest of a large checkpoint has millions of hashes."""
+    reads = []
+
+    def read_manifest(folder: Path) -> Any:
+        reads.append(folder)
+        return manifest.read_manifest(folder)
+
+    for module in (merging, verified_files):
+        monkeypatch.setattr(module, "read_manifest", read_manifest)
+    merge(checkpoint, out, MergeOptions(verify=True))
+    assert reads == [checkpoint]
+
+
+def test_each_step_of_a_file_uses_only_its_tensors(tmp_path: Path, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors = {f"layers.{number}.weight": numpy.full(64, number, numpy.float32) for number in range(200)}
+    folder = save(tmp_path / "ck", tensors)
+    monkeypatch.setattr(copying, "BUFFER", 4096)
+    used: list[str] = []
+
+    def read_run(files: Any, tensor: Any, *place: Any) -> None:
+        used.append(tensor.name)
+        stored_tensors.read_run(files, tensor, *place)
+
+    sizes: list[str] = []
+
+    def dtype_size(dtype: str) -> int:
+        sizes.append(dtype)
+        return boxes.dtype_size(dtype)
+
+    monkeypatch.setattr(copying, "read_run", read_run)
+    monkeypatch.setattr(copying, "dtype_size", dtype_size)
+    merge(folder, out, MergeOptions())
+    num_steps = (out / "model.safetensors").stat().st_size // 4096 + 1
+    assert num_steps > 10
+    assert len(sizes) <= len(tensors) + 2 * num_steps
+    assert sorted(set(used)) == sorted(tensors)
+    assert_same(read(out), tensors)
