@@ -1,4 +1,4 @@
-"""Compares a checkpoint with the model of its ``config.json``, and the files of ``from_pretrained`` with the model.
+"""Compares a checkpoint with its manifest and its config's model, and the files of ``from_pretrained`` with the model.
 
 Only the comparison with a config imports torch and Transformers. :class:`ConfigCheck` runs it in a child process:
 ``python -m hf_fsdp_plugin.checkpoint.checking.against_model CHECKPOINT NUMBER CONFIG_FOLDER`` prints a JSON list.
@@ -16,10 +16,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from hf_fsdp_plugin.checkpoint import errors
+from hf_fsdp_plugin.checkpoint.formats import stored_tensors
 from hf_fsdp_plugin.checkpoint.formats.known_formats import format_named
+from hf_fsdp_plugin.checkpoint.formats.manifest import Manifest
 from hf_fsdp_plugin.checkpoint.formats.safetensors import parse_weight_map, read_entries
-from hf_fsdp_plugin.checkpoint.formats.stored_tensors import MAX_PROBLEMS, StoredModel
+from hf_fsdp_plugin.checkpoint.formats.stored_tensors import MAX_PROBLEMS, StoredModel, StoredOptimizer
 from hf_fsdp_plugin.checkpoint.io import open_for_reading, read_file
+from hf_fsdp_plugin.checkpoint.names import is_adapter, is_wrapped_by_peft
 from hf_fsdp_plugin.problems import CheckpointError, Problem
 from hf_fsdp_plugin.text import format_names, format_shape, plural
 
@@ -88,6 +91,36 @@ def _differences(stored: StoredModel, model: Any, path: Path) -> list[Problem]:
     ]
     target = f"the {type(model).__name__} of its config.json"
     return difference_problems(path.parent, missing, unexpected, other, len(expected), target, _OTHER)
+
+
+def manifest_problems(model: StoredModel, optimizer: StoredOptimizer | None, manifest: Manifest) -> list[Problem]:
+    """Return errors for missing names, unexpected names, and dtypes and shapes that differ from the manifest."""
+    group_of = {name: tie for tie in manifest.ties for name in tie}
+    # The files and the manifest need to contain only one name of each group of tied names.
+    stored = {other for name in model.tensors for other in group_of.get(name, (name,))}
+    known = {other for name in manifest.parameters for other in group_of.get(name, (name,))}
+    missing = [name for name in manifest.parameters if name not in stored]
+    if is_adapter(model.tensors) and is_wrapped_by_peft(manifest.parameters):
+        # Earlier versions listed the base model of an adapter too, which the Trainer does not save.
+        missing = [name for name in missing if ".lora_" in name]
+    unexpected = [name for name in model.tensors if name not in known]
+    other = [
+        f"{name} ({tensor.dtype} {format_shape(tensor.shape)}, in the manifest {dtype} {format_shape(shape)})"
+        for name, tensor in model.tensors.items()
+        for dtype, shape in [manifest.parameters.get(name, (tensor.dtype, tensor.shape))]
+        if (dtype, shape) != (tensor.dtype, tensor.shape)
+    ]
+    if optimizer is not None:
+        shapes = {name: shape for name, (_, shape) in manifest.parameters.items()}
+        unexpected += [f"optimizer state of {name}" for name in optimizer.state if name not in known]
+        other += [
+            f"{label} ({format_shape(tensor.shape)}, the parameter {format_shape(shapes[tensor.name])})"
+            for label, tensor in stored_tensors.labelled_tensors(optimizer)
+            if tensor.name in shapes
+            and stored_tensors.state_layout(label.partition(" of ")[0], tensor.shape, shapes[tensor.name]) == "other"
+        ]
+    num_expected = len(manifest.parameters)
+    return difference_problems(model.root, missing, unexpected, other, num_expected, "its manifest", errors.COPY_AGAIN)
 
 
 def difference_problems(

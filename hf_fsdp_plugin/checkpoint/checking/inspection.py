@@ -20,11 +20,11 @@ from typing import Any, NamedTuple
 
 from hf_fsdp_plugin.checkpoint import names as file_names
 from hf_fsdp_plugin.checkpoint.errors import problem
-from hf_fsdp_plugin.checkpoint.formats.archives import NotAnArchive, ZipEntry, is_archive, stored_entries
 from hf_fsdp_plugin.checkpoint.formats.boxes import dtype_size
 from hf_fsdp_plugin.checkpoint.formats.known_formats import format_named, read_stored_model, read_stored_optimizer
 from hf_fsdp_plugin.checkpoint.formats.manifest import Manifest, read_manifest, readable_manifest
 from hf_fsdp_plugin.checkpoint.formats.stored_tensors import StoredTensor, shared_tensors
+from hf_fsdp_plugin.checkpoint.formats.torch_files import NotAnArchive, ZipEntry, is_archive, stored_entries
 from hf_fsdp_plugin.checkpoint.io import object_in, read_file
 from hf_fsdp_plugin.problems import CheckpointError, Problem
 from hf_fsdp_plugin.text import format_names, plural

@@ -1,7 +1,10 @@
-"""Verification that a checkpoint is unchanged since it was saved: all bytes, names, shapes and dtypes.
+"""Compares the bytes of a checkpoint with the hashes of its manifest: all of them, or those that a resume reads.
 
 A manifest has a hash for every byte of every file. Stock checkpoints have none: their structure and the CRC-32
 checksums of ``torch.save``'s archives are checked, and the number of bytes without a checksum is reported.
+
+A rank that resumes reads parts of some files. It reads and compares the blocks of the manifest that contain these
+parts, and no others.
 """
 
 from __future__ import annotations
@@ -9,58 +12,203 @@ from __future__ import annotations
 import functools
 import os
 import re
+from bisect import bisect_right
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 from hf_fsdp_plugin.checkpoint.checking import inspection
-from hf_fsdp_plugin.checkpoint.checking.against_model import config_problems, difference_problems
-from hf_fsdp_plugin.checkpoint.checking.verified_files import REPLACE_FILE, Progress, damage_problem
-from hf_fsdp_plugin.checkpoint.errors import COPY_AGAIN, problem
-from hf_fsdp_plugin.checkpoint.formats import stored_tensors
-from hf_fsdp_plugin.checkpoint.formats.archives import crc_file
+from hf_fsdp_plugin.checkpoint.checking.against_model import config_problems, manifest_problems
+from hf_fsdp_plugin.checkpoint.errors import problem, refuse
+from hf_fsdp_plugin.checkpoint.formats.boxes import dtype_size, element_span
 from hf_fsdp_plugin.checkpoint.formats.dcp import index_problems
 from hf_fsdp_plugin.checkpoint.formats.known_formats import read_stored_model, read_stored_optimizer
 from hf_fsdp_plugin.checkpoint.formats.manifest import FileRange, FileRecord, Manifest, read_manifest
-from hf_fsdp_plugin.checkpoint.formats.stored_tensors import StoredModel, StoredOptimizer
-from hf_fsdp_plugin.checkpoint.io import hash_file
-from hf_fsdp_plugin.checkpoint.names import BLOCK_FILE, MANIFEST_NAME, OPTIMIZER, is_adapter, is_wrapped_by_peft
+from hf_fsdp_plugin.checkpoint.formats.stored_tensors import PieceTable, StoredModel, StoredOptimizer, labelled_tensors
+from hf_fsdp_plugin.checkpoint.formats.torch_files import crc_file
+from hf_fsdp_plugin.checkpoint.io import InputFiles, hash_bytes, hash_file
+from hf_fsdp_plugin.checkpoint.names import BLOCK_FILE, MANIFEST_NAME, OPTIMIZER
 from hf_fsdp_plugin.problems import CheckpointError, Problem, has_errors
-from hf_fsdp_plugin.text import format_names, format_shape
+from hf_fsdp_plugin.text import format_names
+
+Progress = Callable[[str, int, int], None]
+"""Progress callback: receives the step (``merge``, ``verify``), the bytes since the last call, and the total."""
+
+REPLACE_FILE = "Replace this file with an undamaged copy, or resume from an earlier checkpoint."
 
 
-def manifest_problems(model: StoredModel, optimizer: StoredOptimizer | None, manifest: Manifest) -> list[Problem]:
-    """Return errors for missing names, unexpected names, and dtypes and shapes that differ from the manifest."""
-    group_of = {name: tie for tie in manifest.ties for name in tie}
-    # The files and the manifest need to contain only one name of each group of tied names.
-    stored = {other for name in model.tensors for other in group_of.get(name, (name,))}
-    known = {other for name in manifest.parameters for other in group_of.get(name, (name,))}
-    missing = [name for name in manifest.parameters if name not in stored]
-    if is_adapter(model.tensors) and is_wrapped_by_peft(manifest.parameters):
-        # Earlier versions listed the base model of an adapter too, which the Trainer does not save.
-        missing = [name for name in missing if ".lora_" in name]
-    unexpected = [name for name in model.tensors if name not in known]
-    other = [
-        f"{name} ({tensor.dtype} {format_shape(tensor.shape)}, in the manifest {dtype} {format_shape(shape)})"
-        for name, tensor in model.tensors.items()
-        for dtype, shape in [manifest.parameters.get(name, (tensor.dtype, tensor.shape))]
-        if (dtype, shape) != (tensor.dtype, tensor.shape)
-    ]
-    if optimizer is not None:
-        shapes = {name: shape for name, (_, shape) in manifest.parameters.items()}
-        unexpected += [f"optimizer state of {name}" for name in optimizer.state if name not in known]
-        other += [
-            f"{label} ({format_shape(tensor.shape)}, the parameter {format_shape(shapes[tensor.name])})"
-            for label, tensor in stored_tensors.labelled_tensors(optimizer)
-            if tensor.name in shapes
-            and stored_tensors.state_layout(label.partition(" of ")[0], tensor.shape, shapes[tensor.name]) == "other"
-        ]
-    num_expected = len(manifest.parameters)
-    return difference_problems(model.root, missing, unexpected, other, num_expected, "its manifest", COPY_AGAIN)
+def damage_problem(
+    path: Path, damaged: Sequence[FileRange], num_ranges: int, names: Iterable[str], swapped_with: str | None = None
+) -> Problem:
+    """Return a problem that reports the damaged ranges of one file.
+
+    Args:
+        num_ranges: number of ranges of the file.
+        names: the tensors in the damaged ranges.
+        swapped_with: another file of the checkpoint, whose saved hashes match the bytes of this file.
+    """
+    first = f"bytes {damaged[0].start:,} to {damaged[0].stop:,}"
+    where = first if len(damaged) == 1 else f"{len(damaged)} of {num_ranges} byte ranges (the first: {first})"
+    found = list(dict.fromkeys(name for name in names if name))
+    contents = f"They contain {format_names(found, 3)}." if found else "They contain no tensor."
+    swapped = f" The file has the contents of {swapped_with}." if swapped_with is not None else ""
+    return problem("FSDP-E471", path, f"{where} differ from what was saved. {contents}{swapped}", REPLACE_FILE)
+
+
+_RUN = 4 << 20
+"""Maximum number of bytes of whole blocks that are read at once: few, so that they are hashed in the CPU cache."""
+_MAX_KEPT = 64 << 20
+"""A block of which a read needs only a part is kept for the next read. Maximum number of bytes of all kept blocks."""
+_MAX_KEPT_IN_ORDER = 2 << 20
+"""Maximum number of kept bytes if files are read from start to end: two of the largest blocks that are written."""
+_MAX_BLOCK = 16 << 20
+"""Maximum size in bytes of a block that is kept. Files without tensors, and earlier manifests, have larger ranges."""
+
+
+def files_of_checkpoint(checkpoint: Path, stored: StoredModel | StoredOptimizer, *, verify: bool) -> InputFiles:
+    """Return the files of a model or an optimizer, verified if there is a manifest and ``verify`` is set.
+
+    They are meant to be read in the order of their bytes.
+
+    Args:
+        checkpoint: the folder of the checkpoint, or of its model or optimizer.
+    """
+    folder = inspection.checkpoint_of(checkpoint)
+    manifest = read_manifest(folder) if verify else None
+    return InputFiles(stored.root) if manifest is None else VerifiedFiles(stored.root, manifest, folder, in_order=True)
+
+
+def check_headers(files: InputFiles, stored: StoredModel | StoredOptimizer, rank: int = 0, world_size: int = 1) -> None:
+    """Compare the bytes that :meth:`InputFiles.read` does not read: headers, metadata, and values without a tensor.
+
+    Each rank compares some of the files.
+
+    Raises:
+        CheckpointError: bytes differ from those that were saved.
+    """
+    if not isinstance(files, VerifiedFiles):
+        return
+    places: dict[str, list[tuple[int, int]]] = {file: [] for file in stored.files[rank::world_size]}
+    for _, tensor in labelled_tensors(stored):
+        if isinstance(tensor.pieces, PieceTable):
+            continue  # its files have not been read
+        for piece in tensor.pieces:
+            if piece.file in places:
+                size = element_span(piece.strides, piece.box.sizes) * dtype_size(tensor.dtype)
+                places[piece.file].append((piece.offset, piece.offset + size))
+    for file, taken in places.items():
+        taken.sort()
+        at = 0
+        for block in files.blocks_of(file):
+            while at < len(taken) and taken[at][1] <= block.start:
+                at += 1
+            if at == len(taken) or taken[at][0] >= block.stop:
+                files.check_block(file, block)
+
+
+class VerifiedFiles(InputFiles):
+    """The files below ``root``. A read raises ``CheckpointError`` if it returns bytes that differ from the saved ones.
+
+    Args:
+        manifest: the manifest of the checkpoint ``folder``, which contains ``root``.
+        in_order: each file is read from its start to its end, so that few blocks have to be kept.
+    """
+
+    def __init__(self, root: Path, manifest: Manifest, folder: Path, in_order: bool = False) -> None:
+        super().__init__(root)
+        self._max_kept = _MAX_KEPT_IN_ORDER if in_order else _MAX_KEPT
+        self._folder = folder
+        self._below = root.resolve().relative_to(folder.resolve())
+        self._records = {record.path: record for record in manifest.files}
+        self._blocks: dict[str, Sequence[FileRange]] = {}
+        self._kept: OrderedDict[tuple[str, int], memoryview] = OrderedDict()
+        self._checked: set[tuple[str, int]] = set()
+
+    def __exit__(self, *_: object) -> None:
+        super().__exit__()
+        self._kept.clear()
+        self._checked.clear()
+
+    def read(self, file: str, offset: int, out: memoryview) -> None:
+        blocks = self.blocks_of(file)
+        index = bisect_right(blocks, offset, key=attrgetter("stop"))
+        stop = offset + len(out)
+        while offset < stop and index < len(blocks):
+            run = self._whole_blocks(blocks, index, offset, stop)
+            if run:
+                part, out = out[: run[-1].stop - offset], out[run[-1].stop - offset :]
+                super().read(file, offset, part)
+                for block in run:
+                    self._compare(file, block, hash_bytes(part[block.start - offset : block.stop - offset]))
+                offset, index = run[-1].stop, index + len(run)
+                continue
+            block = blocks[index]
+            count = min(stop, block.stop) - offset
+            self._read_part(file, block, offset, out[:count])
+            offset, out, index = offset + count, out[count:], index + 1
+        if offset < stop:
+            super().read(file, offset, out)  # raises an error: the file ended here when it was saved
+
+    def check_file(self, file: str) -> None:
+        """Compare all bytes of a file."""
+        for block in self.blocks_of(file):
+            self.check_block(file, block)
+
+    def blocks_of(self, file: str) -> Sequence[FileRange]:
+        if file not in self._blocks:
+            path = (self._below / file).as_posix()
+            if path not in self._records:
+                message = f"is not listed in {MANIFEST_NAME}, so its bytes cannot be verified."
+                fix = f"Restore the checkpoint's own files. If you replaced them on purpose, delete {MANIFEST_NAME}."
+                refuse("FSDP-E459", self._folder / path, message, fix)
+            self._blocks[file] = self._records[path].ranges
+        return self._blocks[file]
+
+    def _whole_blocks(self, blocks: Sequence[FileRange], index: int, start: int, stop: int) -> list[FileRange]:
+        """Return the next blocks that are completely in the bytes ``[start, stop)``, up to ``_RUN`` bytes."""
+        run: list[FileRange] = []
+        for number in range(index, len(blocks)):
+            block = blocks[number]
+            if block.start < start or block.stop > stop or (run and block.stop - start > _RUN):
+                break
+            run.append(block)
+        return run
+
+    def _read_part(self, file: str, block: FileRange, offset: int, out: memoryview) -> None:
+        """Read a part of a block. The block is read and compared once, and kept for the next read."""
+        if block.stop - block.start > _MAX_BLOCK:
+            self.check_block(file, block)
+            super().read(file, offset, out)
+            return
+        key = file, block.start
+        if key in self._kept:
+            self._kept.move_to_end(key)
+        else:
+            data = memoryview(bytearray(block.stop - block.start))
+            super().read(file, block.start, data)
+            self._compare(file, block, hash_bytes(data))
+            self._kept[key] = data
+            while len(self._kept) > 1 and sum(map(len, self._kept.values())) > self._max_kept:
+                self._kept.popitem(last=False)
+        begin = offset - block.start
+        out[:] = self._kept[key][begin : begin + len(out)]
+
+    def check_block(self, file: str, block: FileRange) -> None:
+        """Read and compare a block of any size once."""
+        if (file, block.start) not in self._checked:
+            self._compare(file, block, hash_file(self._root / file, block.start, block.stop))
+            self._checked.add((file, block.start))
+
+    def _compare(self, file: str, block: FileRange, found: str) -> None:
+        if found != block.hash:
+            path = self._folder / self._below / file
+            raise CheckpointError([damage_problem(path, [block], len(self.blocks_of(file)), [block.name])])
 
 
 def _damaged_ranges(
@@ -121,7 +269,7 @@ def _tensor_offsets(folder: Path) -> dict[Path, list[tuple[int, str]]]:
     for read in (read_stored_model, read_stored_optimizer):
         with suppress(CheckpointError):
             stored = read(folder)
-            for label, tensor in stored_tensors.labelled_tensors(stored) if stored is not None else ():
+            for label, tensor in labelled_tensors(stored) if stored is not None else ():
                 for piece in tensor.pieces:
                     found.setdefault(folder / piece.file, []).append((piece.offset, label))
     return {path: sorted(offsets) for path, offsets in found.items()}

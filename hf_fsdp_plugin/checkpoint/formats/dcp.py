@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 
 from hf_fsdp_plugin.checkpoint.errors import COPY_AGAIN, file_problems_inside, problem, raise_if_any, refuse
 from hf_fsdp_plugin.checkpoint.formats import pickles, stored_tensors
-from hf_fsdp_plugin.checkpoint.formats.archives import TensorZips
 from hf_fsdp_plugin.checkpoint.formats.boxes import SIZES, Box, intersect, is_within
 from hf_fsdp_plugin.checkpoint.formats.index_file import METADATA_TAIL, ArchivePlace, IndexedPieces, IndexFile
 from hf_fsdp_plugin.checkpoint.formats.stored_tensors import PieceTable, StoredPiece, StoredState, StoredTensor
+from hf_fsdp_plugin.checkpoint.formats.torch_files import TensorZips
 from hf_fsdp_plugin.checkpoint.io import InputFiles, read_file, read_range
 from hf_fsdp_plugin.checkpoint.names import DCP_METADATA, DCP_SUFFIX, FSDP_MODEL, INDEX_FILE, OPTIMIZER, numbered_name
 from hf_fsdp_plugin.problems import CheckpointError, Problem

@@ -1,6 +1,11 @@
-"""The formats of ``torch.save``: ``bin``, a state dict in one file, and ``per_rank``, a file per rank with its parts.
+"""The files of ``torch.save``: their zip archives and checksums, and the two formats of a state dict in them. No torch.
 
-Accelerate writes the second with ``use_dcp=False``.
+The records of an archive are uncompressed, so the file contains a tensor's bytes as they were in memory. A ``.bin`` or
+``.pt`` file is one archive; a ``.distcp`` file of DCP is a sequence of archives. The directory is at the end of an
+archive: https://pkware.cachefly.net/webdocs/casestudies/APPNOTE.TXT
+
+The formats are ``bin``, a state dict in one file, and ``per_rank``, a file per rank with its parts, which Accelerate
+writes with ``use_dcp=False``.
 """
 
 from __future__ import annotations
@@ -8,22 +13,277 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Sequence
+import struct
+import zlib
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, NoReturn
 
+from hf_fsdp_plugin.checkpoint import names as file_names
 from hf_fsdp_plugin.checkpoint.errors import COPY_ALL_RANKS, problem, raise_if_any, refuse
-from hf_fsdp_plugin.checkpoint.formats import stored_tensors
-from hf_fsdp_plugin.checkpoint.formats.archives import TorchZip
-from hf_fsdp_plugin.checkpoint.formats.boxes import Box, is_within, whole_box
-from hf_fsdp_plugin.checkpoint.formats.pickles import Distributed, PickledTensor, Replicate, Shard, StridedShard
+from hf_fsdp_plugin.checkpoint.formats import boxes, pickles, stored_tensors
+from hf_fsdp_plugin.checkpoint.formats.boxes import Box
+from hf_fsdp_plugin.checkpoint.formats.pickles import Distributed, PickledTensor
 from hf_fsdp_plugin.checkpoint.formats.safetensors import read_weight_map
 from hf_fsdp_plugin.checkpoint.formats.stored_tensors import StoredPiece, StoredState, StoredTensor
-from hf_fsdp_plugin.checkpoint.io import open_regular
-from hf_fsdp_plugin.checkpoint.names import FSDP_MODEL, HF_MODEL_BIN, index_file, numbered_from_one, numbered_name
+from hf_fsdp_plugin.checkpoint.io import file_blocks, open_for_reading, open_regular
 from hf_fsdp_plugin.problems import CheckpointError
 from hf_fsdp_plugin.torch_private.modules import LOCAL_TENSOR_ATTRIBUTE
+
+_END = struct.Struct("<4s4H2LH")
+"""The record at the end of an archive. Its last fields are size and offset of the directory, and a comment's length."""
+END_SIZE = _END.size
+END_SIGNATURE = b"PK\5\6"
+_END64 = struct.Struct("<4sQ2H2L4Q")
+"""The record before it of an archive with larger numbers. Its last fields are size and offset of the directory."""
+_LOCATOR_SIZE = 20
+"""Size in bytes of the record between both."""
+_ENTRY = struct.Struct("<4s6H3L5H2L")
+_LOCAL = struct.Struct("<4s5H3L2H")
+"""The record before the data of an entry. Its last two fields are the lengths of the name and of the extra field."""
+_MAX32 = 0xFFFFFFFF
+"""A field of 32 bits contains this number if its value is in the extra field."""
+Read = Callable[[int, int], bytes]
+"""(byte offset, number of bytes) -> bytes; fewer bytes if the file is shorter."""
+
+
+class ZipError(ValueError):
+    """The bytes are not a complete zip archive."""
+
+
+class ZipEntry(NamedTuple):
+    """An entry of an archive: its data are the bytes ``[start, stop)`` after those of its header.
+
+    ``crc`` is 0 if the writer computed none.
+    """
+
+    name: str
+    header: int
+    start: int
+    stop: int
+    crc: int
+    compressed: bool
+
+    @property
+    def record(self) -> str:
+        """The name without the folder inside the archive: ``data.pkl``, ``data/0``."""
+        return self.name.partition("/")[2]
+
+
+def read_archive(read: Read, stop: int) -> list[ZipEntry]:
+    """Return the entries of the archive that ends at ``stop``.
+
+    All data are before the directory. So the archives of a file do not overlap, and reading all of them takes a time
+    that grows with the file alone.
+
+    Raises:
+        ZipError, struct.error, OverflowError: there is no complete archive.
+    """
+    at = stop - END_SIZE
+    if at < 0:
+        raise ZipError("it has fewer bytes than an archive")
+    signature, *_, size, offset, comment_size = _END.unpack(read(at, END_SIZE))
+    if signature != END_SIGNATURE or comment_size:
+        raise ZipError("it does not end with the directory of an archive")
+    locator = at - _LOCATOR_SIZE
+    if locator >= _END64.size and read(locator, 4) == b"PK\6\7":
+        at = locator - _END64.size
+        signature, *_, size, offset = _END64.unpack(read(at, _END64.size))
+    directory, archive = at - size, at - size - offset
+    if archive < 0 or signature not in (END_SIGNATURE, b"PK\6\6"):
+        raise ZipError("its directory is not at the recorded offset")
+    data, entries, at = read(directory, size), [], 0
+    while at < size:
+        fields = _ENTRY.unpack_from(data, at)
+        name_at, at = at + _ENTRY.size, at + _ENTRY.size + sum(fields[10:13])
+        if fields[0] != b"PK\1\2" or at > len(data):
+            raise ZipError("its directory is damaged")
+        raw_name, extra = data[name_at : name_at + fields[10]], data[name_at + fields[10] : at - fields[12]]
+        num_bytes, packed_size, header = _wide(extra, (fields[9], fields[8], fields[16]))
+        name, header = raw_name.decode("utf-8", "replace"), archive + header
+        local = read(min(header, directory), _LOCAL.size + len(raw_name))  # the directory begins otherwise
+        signature, *_, name_size, extra_size = _LOCAL.unpack(local[: _LOCAL.size])
+        if signature != b"PK\3\4" or local[_LOCAL.size :] != raw_name:
+            raise ZipError(f"no entry {name!r} begins at byte {header:,}")
+        begin, is_compressed = header + _LOCAL.size + name_size + extra_size, fields[4] != 0
+        if begin + packed_size > directory or (not is_compressed and num_bytes != packed_size):
+            raise ZipError(f"its directory has a wrong size of the entry {name!r}")
+        entries.append(ZipEntry(name, header, begin, begin + packed_size, fields[7], is_compressed))
+    if not entries:
+        raise ZipError("it has no entries")
+    return entries
+
+
+def _wide(extra: bytes, values: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the values. Values of more than 32 bits are in the extra field."""
+    at = 0 if _MAX32 in values else len(extra)
+    while at + 4 <= len(extra):
+        kind, length = struct.unpack_from("<2H", extra, at)
+        if kind == 1:
+            wide = iter(struct.unpack_from(f"<{length // 8}Q", extra, at + 4))
+            return tuple(next(wide, value) if value == _MAX32 else value for value in values)
+        at += 4 + length
+    return values
+
+
+_EDGE = 2048
+"""Bytes read at once from each end of an archive. They contain all headers of an archive with one tensor."""
+
+
+class TorchZip:
+    """The records of a zip in the bytes ``[start, start + length)`` of an open file.
+
+    Record names do not include the folder inside the zip: ``data.pkl``, ``data/0``.
+
+    Raises:
+        CheckpointError: from every method, if the zip is truncated, compressed or damaged.
+    """
+
+    def __init__(self, descriptor: int, start: int, length: int, place: Path | str) -> None:
+        self._descriptor, self._start, self._place = descriptor, start, place
+        self._edges = [(at, os.pread(descriptor, _EDGE, start + at)) for at in (0, max(0, length - _EDGE))]
+        try:
+            self._entries = read_archive(self._bytes_at, length)
+        except (ZipError, struct.error, OverflowError) as error:
+            if os.pread(descriptor, 1, start) == b"\x80":
+                fix = "Load it with torch and save it again."
+                refuse("FSDP-E460", place, "is in the format of torch versions before 1.6, without a zip.", fix)
+            self._damaged(f"{error}")
+        if min(entry.header for entry in self._entries) != 0:
+            self._damaged("its directory is not at the recorded offset")
+        for entry in self._entries:
+            if entry.compressed:
+                self._damaged(f"record {entry.record!r} is compressed")
+        self._records = {entry.record: entry for entry in self._entries}
+        if "byteorder" in self._records and self.read("byteorder") != b"little":
+            refuse("FSDP-E460", place, "is big-endian.", "Load and save it on a little-endian machine.")
+
+    def read(self, name: str) -> bytes:
+        """Return a record's bytes."""
+        return self._bytes(self._record(name))
+
+    def pickles(self) -> list[bytes]:
+        """Return the bytes of all pickles. torch finds its pickle in letters of any case."""
+        return [self._bytes(entry) for entry in self._entries if entry.name.lower().endswith(".pkl")]
+
+    def offset(self, name: str) -> int:
+        """Return the byte offset of a record's data in the file."""
+        return self._start + self._record(name).start
+
+    def value(self) -> Any:
+        """Return the object that was saved, with a :class:`PickledTensor` for each tensor."""
+        return pickles.read_pickle(self.read("data.pkl"), self._place)
+
+    def tensor_offset(self, tensor: PickledTensor) -> int:
+        """Return the byte offset of a tensor's first element in the file. Checks that the last one is in the record."""
+        if 0 in tensor.shape:
+            # torch does not write a record for an empty storage.
+            return self._start
+        name = f"data/{tensor.storage.key}"
+        record, width = self._record(name), boxes.dtype_size(tensor.dtype)
+        num_bytes = record.stop - record.start
+        needed = (tensor.offset + boxes.element_span(tensor.strides, tensor.shape)) * width
+        if needed > num_bytes:
+            self._damaged(f"record {name!r} has {num_bytes} bytes, and its tensor needs {needed}")
+        return self.offset(name) + tensor.offset * width
+
+    def _record(self, name: str) -> ZipEntry:
+        if name not in self._records:
+            self._damaged(f"it has no record {name!r}")
+        return self._records[name]
+
+    def _bytes(self, entry: ZipEntry) -> bytes:
+        return self._bytes_at(entry.start, entry.stop - entry.start)
+
+    def _bytes_at(self, at: int, size: int) -> bytes:
+        for begin, data in self._edges:
+            if begin <= at and at + size <= begin + len(data):
+                return data[at - begin : at - begin + size]
+        return os.pread(self._descriptor, size, self._start + at)
+
+    def _damaged(self, how: str) -> NoReturn:
+        refuse("FSDP-E453", self._place, f"is damaged: {how}.")
+
+
+class TensorZips:
+    """A reader of zips with one tensor each. DCP writes thousands of them, so equal headers are parsed only once."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[int, bytes], tuple[bytes, PickledTensor, int]] = {}
+
+    def read(self, descriptor: int, start: int, length: int, place: Path | str) -> tuple[Any, int]:
+        """Return the tensor (or other saved object), and the byte offset of its first element in the file."""
+        end = os.pread(descriptor, END_SIZE, start + max(0, length - END_SIZE))
+        known = self._known.get((length, end))
+        if known is not None:
+            headers, tensor, offset = known
+            if os.pread(descriptor, len(headers), start) == headers:
+                return tensor, start + offset
+        zipped = TorchZip(descriptor, start, length, place)
+        value = zipped.value()
+        if not isinstance(value, PickledTensor):
+            return value, start
+        offset = zipped.tensor_offset(value) - start
+        # Everything that describes the tensor precedes its bytes; the directory repeats it.
+        self._known[length, end] = os.pread(descriptor, offset, start), value, offset
+        return value, start + offset
+
+
+class NotAnArchive(ValueError):
+    """The bytes before ``stop`` are not a complete zip archive."""
+
+    def __init__(self, stop: int) -> None:
+        super().__init__(f"the bytes before {stop:,} are not a complete zip archive")
+        self.stop = stop
+
+
+def is_archive(path: Path) -> bool:
+    """Whether a file has the signature of a zip archive."""
+    with open_for_reading(path) as file:
+        return file.read(4) == b"PK\x03\x04"
+
+
+def stored_pickles(path: Path) -> list[bytes]:
+    """Return the pickles in an archive that ``torch.save`` has written. Raises the errors of :class:`TorchZip`."""
+    with open_for_reading(path) as file:
+        return TorchZip(file.fileno(), 0, os.fstat(file.fileno()).st_size, path).pickles()
+
+
+def crc_file(path: Path, start: int, stop: int) -> int:
+    """Return the CRC-32 of the bytes ``[start, stop)`` of a file, or up to the end of the file if it is shorter."""
+    crc = 0
+    for block in file_blocks(path, start, stop):
+        crc = zlib.crc32(block, crc)
+    return crc
+
+
+def stored_entries(path: Path) -> Iterator[ZipEntry]:
+    """Yield every uncompressed entry of every archive in the file, the last archive first.
+
+    Raises:
+        NotAnArchive: some bytes of the file do not belong to a complete archive.
+    """
+    with open_for_reading(path) as file:
+        stop = os.fstat(file.fileno()).st_size
+        while stop > 0:
+            try:
+                entries = read_archive(lambda at, size: os.pread(file.fileno(), size, at), stop)
+            except (ZipError, struct.error, OverflowError):
+                raise NotAnArchive(stop) from None
+            yield from (entry for entry in entries if not entry.compressed)
+            stop = _end_before(file.fileno(), min(entry.header for entry in entries))
+
+
+def _end_before(descriptor: int, start: int) -> int:
+    """Return the end of the archive before the one at ``start``: this package aligns archives, with zeros between."""
+    if start % file_names.ENTRY_ALIGNMENT:
+        return start
+    begin = max(0, start - file_names.ENTRY_ALIGNMENT - END_SIZE + 1)
+    data = os.pread(descriptor, start - begin, begin)
+    end = data.rfind(END_SIGNATURE) + END_SIZE
+    return begin + end if end >= END_SIZE and not any(data[end:]) else start
+
 
 _Parts = tuple[tuple[int, ...], list[tuple[Box, PickledTensor]]]
 """The global shape of a tensor, and the boxes of one rank with their tensors."""
@@ -43,7 +303,7 @@ def parts_of(value: Distributed) -> _Parts:
         shape = tuple(metadata.size)
         parts = [(Box(tuple(s.metadata.shard_offsets), tuple(s.metadata.shard_sizes)), s.tensor) for s in shards]
     for box, tensor in parts:
-        if not isinstance(tensor, PickledTensor) or tensor.shape != box.sizes or not is_within(box, shape):
+        if not isinstance(tensor, PickledTensor) or tensor.shape != box.sizes or not boxes.is_within(box, shape):
             raise ValueError(f"a part of shape {getattr(tensor, 'shape', None)} does not match {box} of {shape}")
     return shape, [(box, tensor) for box, tensor in parts if box.numel]
 
@@ -55,9 +315,9 @@ def _of_dtensor(state: Any) -> _Parts:
     begins, ends = [0] * len(shape), list(shape)
     sizes = [math.prod(_flat(axis.shape)) for axis in spec.mesh._layout.axes]
     for size, coordinate, placement in zip(sizes, spec.mesh._coordinate_on_dim, spec.placements, strict=True):
-        if isinstance(placement, Replicate):
+        if isinstance(placement, pickles.Replicate):
             continue
-        if not isinstance(placement, Shard) or isinstance(placement, StridedShard):
+        if not isinstance(placement, pickles.Shard) or isinstance(placement, pickles.StridedShard):
             raise ValueError(f"placement {type(placement).__name__} is not supported")
         dim = placement.dim
         length = ends[dim] - begins[dim]
@@ -127,7 +387,7 @@ def _merge(name: str, found: list[tuple[_File, Any]]) -> Any:
     pieces = []
     for (relative, zipped), value in found:
         is_whole = isinstance(value, PickledTensor)
-        global_shape, parts = (value.shape, [(whole_box(value.shape), value)]) if is_whole else parts_of(value)
+        global_shape, parts = (value.shape, [(boxes.whole_box(value.shape), value)]) if is_whole else parts_of(value)
         if shape not in (None, global_shape):
             raise ValueError(f"{name!r} has the shape {global_shape} in {relative} and {shape} in another file")
         shape = global_shape
@@ -139,9 +399,9 @@ def _merge(name: str, found: list[tuple[_File, Any]]) -> Any:
 
 def read_bin(root: Path, stem: str, number: int) -> StoredState | None:
     """Return the state in Accelerate's file, or in the file or shards of a Hugging Face folder."""
-    for each in (FSDP_MODEL, HF_MODEL_BIN) if stem == FSDP_MODEL else (stem,):
-        name = f"{numbered_from_one(each, number)}.bin"
-        index = root / index_file(name)
+    for each in (file_names.FSDP_MODEL, file_names.HF_MODEL_BIN) if stem == file_names.FSDP_MODEL else (stem,):
+        name = f"{file_names.numbered_from_one(each, number)}.bin"
+        index = root / file_names.index_file(name)
         if (root / name).is_file():
             return StoredState(read_state_dict(root, [name]), (name,), root / name)
         if index.is_file():
@@ -152,7 +412,7 @@ def read_bin(root: Path, stem: str, number: int) -> StoredState | None:
 
 def read_per_rank(root: Path, stem: str, number: int) -> StoredState | None:
     """Return the state in ``{stem}_rank{R}.bin`` of all ranks, or ``None`` if there are no such files."""
-    for each in dict.fromkeys((numbered_name(stem, number), numbered_from_one(stem, number))):
+    for each in dict.fromkeys((file_names.numbered_name(stem, number), file_names.numbered_from_one(stem, number))):
         if names := _rank_files(root, each):
             fix = f"Only {', '.join(names)} are in the folder. {COPY_ALL_RANKS}"
             return StoredState(read_state_dict(root, names), tuple(names), root / f"{each}_rank*.bin", fix)

@@ -12,7 +12,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hf_fsdp_plugin.checkpoint.checking.verified_files import Progress
+from hf_fsdp_plugin.checkpoint.checking.verify import Progress
 from hf_fsdp_plugin.checkpoint.errors import problem
 from hf_fsdp_plugin.checkpoint.formats.boxes import SAFETENSORS_NAMES, dtype_size, numpy_dtype
 from hf_fsdp_plugin.checkpoint.formats.known_formats import read_stored_model

@@ -14,10 +14,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from hf_fsdp_plugin.checkpoint import names as file_names
-from hf_fsdp_plugin.checkpoint.checking.against_model import ConfigCheck, read_config
+from hf_fsdp_plugin.checkpoint.checking.against_model import ConfigCheck, manifest_problems, read_config
 from hf_fsdp_plugin.checkpoint.checking.inspection import checkpoint_of
-from hf_fsdp_plugin.checkpoint.checking.verified_files import Progress, VerifiedFiles, check_headers
-from hf_fsdp_plugin.checkpoint.checking.verify import manifest_problems
+from hf_fsdp_plugin.checkpoint.checking.verify import Progress, VerifiedFiles, check_headers
 from hf_fsdp_plugin.checkpoint.errors import problem, raise_if_any
 from hf_fsdp_plugin.checkpoint.folders import restore_replaced
 from hf_fsdp_plugin.checkpoint.formats.known_formats import read_stored_model, stored_state_dict_type

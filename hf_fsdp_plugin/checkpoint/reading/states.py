@@ -21,12 +21,11 @@ import torch
 
 from hf_fsdp_plugin.backends.ranks.agreement import broadcast_object, on_all_ranks
 from hf_fsdp_plugin.checkpoint import names as file_names
-from hf_fsdp_plugin.checkpoint.checking.verified_files import VerifiedFiles
-from hf_fsdp_plugin.checkpoint.checking.verify import crc_problems
+from hf_fsdp_plugin.checkpoint.checking.verify import VerifiedFiles, crc_problems
 from hf_fsdp_plugin.checkpoint.errors import problems_of, raise_if_any, refuse
-from hf_fsdp_plugin.checkpoint.formats.archives import is_archive, stored_pickles
 from hf_fsdp_plugin.checkpoint.formats.manifest import read_manifest
 from hf_fsdp_plugin.checkpoint.formats.pickles import refuse_excessive
+from hf_fsdp_plugin.checkpoint.formats.torch_files import is_archive, stored_pickles
 from hf_fsdp_plugin.checkpoint.io import read_file
 from hf_fsdp_plugin.text import format_names
 

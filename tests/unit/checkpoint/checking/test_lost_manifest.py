@@ -11,8 +11,8 @@ import torch.distributed as dist
 
 from hf_fsdp_plugin.checkpoint.checking.inspection import why_incomplete
 from hf_fsdp_plugin.checkpoint.checking.verify import verify
-from hf_fsdp_plugin.checkpoint.formats.archives import NotAnArchive, stored_entries
 from hf_fsdp_plugin.checkpoint.formats.boxes import whole_box
+from hf_fsdp_plugin.checkpoint.formats.torch_files import NotAnArchive, stored_entries
 from hf_fsdp_plugin.checkpoint.names import ENTRY_ALIGNMENT
 from hf_fsdp_plugin.checkpoint.shards import LocalShard, ModelShards, OptimizerShards, Piece
 from hf_fsdp_plugin.checkpoint.writing.dcp_files import final_files

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from hf_fsdp_plugin.checkpoint.checking import verified_files
-from hf_fsdp_plugin.checkpoint.checking.verified_files import VerifiedFiles, check_headers, files_of_checkpoint
+from hf_fsdp_plugin.checkpoint.checking import verify
+from hf_fsdp_plugin.checkpoint.checking.verify import VerifiedFiles, check_headers, files_of_checkpoint
 from hf_fsdp_plugin.checkpoint.formats.known_formats import read_stored_model, read_stored_optimizer
 from hf_fsdp_plugin.checkpoint.formats.manifest import FileRange, FileRecord
 from hf_fsdp_plugin.checkpoint.io import InputFiles, hash_bytes, hash_file
@@ -25,9 +25,9 @@ DATA = bytes(range(164))
 def files(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[VerifiedFiles]:
     """The file ``a`` with blocks of different sizes, in the folder ``part`` of a checkpoint."""
     if request.param is not None:
-        monkeypatch.setattr(verified_files, "_MAX_BLOCK", request.param)
-        monkeypatch.setattr(verified_files, "_MAX_KEPT", 2 * request.param)
-        monkeypatch.setattr(verified_files, "_RUN", request.param)
+        monkeypatch.setattr(verify, "_MAX_BLOCK", request.param)
+        monkeypatch.setattr(verify, "_MAX_KEPT", 2 * request.param)
+        monkeypatch.setattr(verify, "_RUN", request.param)
     (tmp_path / "part").mkdir()
     (tmp_path / "part" / "a").write_bytes(DATA)
     ranges = [
@@ -89,7 +89,7 @@ def test_only_blocks_with_requested_bytes_are_read(
         return hash_file(path, start, stop)
 
     monkeypatch.setattr(InputFiles, "read", recording)
-    monkeypatch.setattr(verified_files, "hash_file", hashing)
+    monkeypatch.setattr(verify, "hash_file", hashing)
     read(files, 39, 42)
     assert touched == set(range(8, 100))
 

@@ -8,8 +8,7 @@ import pytest
 
 from hf_fsdp_plugin.checkpoint import io
 from hf_fsdp_plugin.checkpoint.checking.inspection import why_incomplete
-from hf_fsdp_plugin.checkpoint.checking.verified_files import files_of_checkpoint
-from hf_fsdp_plugin.checkpoint.checking.verify import verify
+from hf_fsdp_plugin.checkpoint.checking.verify import files_of_checkpoint, verify
 from hf_fsdp_plugin.checkpoint.formats import manifest
 from hf_fsdp_plugin.checkpoint.formats.known_formats import read_stored_model
 from hf_fsdp_plugin.checkpoint.formats.manifest import RECORD_SIZE, BlockTable, FileRange, FileRecord, read_manifest

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hf_fsdp_plugin.checkpoint.formats.archives import TensorZips, TorchZip, read_archive
+from hf_fsdp_plugin.checkpoint.formats.torch_files import TensorZips, TorchZip, read_archive
 from hf_fsdp_plugin.problems import CheckpointError
 
 

@@ -11,7 +11,7 @@ import pytest
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
-from hf_fsdp_plugin.checkpoint.checking import verified_files
+from hf_fsdp_plugin.checkpoint.checking import verify
 from hf_fsdp_plugin.checkpoint.formats import boxes, manifest, stored_tensors
 from hf_fsdp_plugin.checkpoint.merging import copying
 from hf_fsdp_plugin.checkpoint.merging import merge as merging
@@ -125,7 +125,7 @@ def test_manifest_is_read_once_for_the_tensors(checkpoint: Path, out: Path, monk
         reads.append(folder)
         return manifest.read_manifest(folder)
 
-    for module in (merging, verified_files):
+    for module in (merging, verify):
         monkeypatch.setattr(module, "read_manifest", read_manifest)
     merge(checkpoint, out, MergeOptions(verify=True))
     assert reads == [checkpoint]
