@@ -225,19 +225,15 @@ def read_model_headers(files: Iterable[str]) -> dict[str, ModelTensor]:
             if file.endswith(".safetensors"):
                 entries = read_entries(path, any_dtype=True)
                 tensors |= {name: ModelTensor(file, entry.shape, entry.dtype) for name, entry in entries.items()}
-            else:
-                _check_other_file(path)
+                continue
+            with open_for_reading(path) as opened:
+                if not os.fstat(opened.fileno()).st_size:
+                    errors.refuse("FSDP-E453", path, "is empty.")
+                errors.refuse_lfs_pointer(path, opened.read(errors.LFS_POINTER_SIZE))
         except OSError as error:
             fix = "Check its permissions and the disk."
             errors.refuse("FSDP-E472", path, f"cannot be read: {error.strerror}.", fix)
     return tensors
-
-
-def _check_other_file(path: Path) -> None:
-    with open_for_reading(path) as file:
-        if not os.fstat(file.fileno()).st_size:
-            errors.refuse("FSDP-E453", path, "is empty.")
-        errors.refuse_lfs_pointer(path, file.read(errors.LFS_POINTER_SIZE))
 
 
 def raise_absent_tensors(absent: Iterable[str], weight_map: Mapping[str, str], files: Iterable[str]) -> None:

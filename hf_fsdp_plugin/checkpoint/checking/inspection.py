@@ -39,8 +39,10 @@ def why_incomplete(folder: Path) -> str | None:
     problems = completeness_problems(folder)
     if not problems:
         return None
-    more = f" (and {plural(len(problems) - 1, 'more problem')})" if len(problems) > 1 else ""
-    return _in_folder(problems[0], folder) + more
+    origin, message = problems[0].origin, problems[0].message
+    if origin is not None and origin.place != str(folder):
+        message = f"{origin.place.removeprefix(f'{folder}/')}: {message}"
+    return message + (f" (and {plural(len(problems) - 1, 'more problem')})" if len(problems) > 1 else "")
 
 
 def completeness_problems(folder: Path) -> list[Problem]:
@@ -143,13 +145,6 @@ def archive_entries(
     except OSError as error:
         problems.append(problem("FSDP-E472", path, f"cannot be read: {error.strerror}.", fix))
     return []
-
-
-def _in_folder(found: Problem, folder: Path) -> str:
-    """Return a problem's place and message, with the place relative to ``folder``."""
-    if found.origin is None or found.origin.place == str(folder):
-        return found.message
-    return f"{found.origin.place.removeprefix(f'{folder}/')}: {found.message}"
 
 
 def _archive_problems(folder: Path) -> list[Problem]:

@@ -78,7 +78,7 @@ def _read_index(root: Path, folder: Path) -> StoredState | None:
         values[tensor.path] = StoredTensor(str(tensor.path[-1]), tensor.dtype, tensor.shape, pieces)
     with _Zips(root, folder, index.path) as zips:
         for path, archive in index.values:
-            values[path] = zips.value(_Entry(path, "", (), (), (archive,)))
+            values[path] = zips.value(path, archive)
     values |= {alias: values[path] for alias, path in index.aliases}
     files = prefix + INDEX_FILE, *sorted({prefix + archive.file for _, archive in index.values})
     return StoredState(values, files, index.path)
@@ -138,7 +138,7 @@ def _read_metadata(root: Path, folder: Path) -> StoredState:
                 pieces = _PiecesInZips(zips, entry, entries) if is_large else zips.pieces(entry)
                 values[entry.path] = StoredTensor(str(entry.path[-1]), entry.dtype, entry.shape, pieces)
             else:
-                values[entry.path] = zips.value(entry)
+                values[entry.path] = zips.value(entry.path, entry.archives[0])
     return StoredState(values, (place.relative_to(root).as_posix(), *files), place)
 
 
@@ -239,13 +239,13 @@ class _Zips(InputFiles):
         numbers = range(len(entry.archives)) if numbers is None else numbers
         return stored_tensors.without_replicas([self._piece(entry, number) for number in numbers])
 
-    def value(self, entry: _Entry) -> Any:
+    def value(self, path: _Path, archive: ArchivePlace) -> Any:
         """Return an entry that ``.metadata`` does not describe: an object, or a tensor."""
-        value, offset = self._read_archive(entry.archives[0])
+        value, offset = self._read_archive(archive)
         if not isinstance(value, pickles.PickledTensor):
             return value
-        name, file = str(entry.path[-1]), self._prefix + entry.archives[0].file
-        return stored_tensors.tensor_in_file(name, value.dtype, value.shape, file, offset, value.strides)
+        file = self._prefix + archive.file
+        return stored_tensors.tensor_in_file(str(path[-1]), value.dtype, value.shape, file, offset, value.strides)
 
     def _piece(self, entry: _Entry, number: int) -> StoredPiece:
         if (entry.path, number) not in self._pieces:

@@ -344,14 +344,10 @@ _FLAT_FIX = (
 )
 
 
-_File = tuple[str, TorchZip]
-"""A file of the checkpoint: its name and its archive."""
-
-
 def read_state_dict(root: Path, names: list[str]) -> dict[tuple[Any, ...], Any]:
     """Merge the state dicts of all files into one, with a :class:`StoredTensor` for each tensor."""
     with ExitStack() as stack:
-        found: list[tuple[_File, Any]] = []
+        found: list[tuple[tuple[str, TorchZip], Any]] = []  # name and archive of a file, and its value
         for name in names:
             path = root / name
             descriptor = open_regular(path)
@@ -373,7 +369,7 @@ def read_state_dict(root: Path, names: list[str]) -> dict[tuple[Any, ...], Any]:
             refuse("FSDP-E460", root / names[0], message, fix)
 
 
-def _merge(name: str, found: list[tuple[_File, Any]]) -> Any:
+def _merge(name: str, found: list[tuple[tuple[str, TorchZip], Any]]) -> Any:
     """Merge the values of one name from several files. A value that is not a tensor is taken from the first file."""
     file, first = found[0]
     if isinstance(first, dict):

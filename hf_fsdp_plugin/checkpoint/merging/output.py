@@ -146,7 +146,8 @@ def companion_files(folder: Path) -> list[str]:
     Raises:
         CheckpointError: a file is a link out of the folder, to a file that the checkpoint must not publish.
     """
-    patterns = [*_PATTERNS, *(["*.py"] if _has_code(folder) else [])]
+    has_code = any(b'"auto_map"' in read_file(path) for path in folder.glob("*config.json") if path.is_file())
+    patterns = [*_PATTERNS, *(["*.py"] if has_code else [])]
     found = {path for pattern in patterns for path in folder.glob(pattern) if path.is_file()}
     names = sorted(path.relative_to(folder).as_posix() for path in found)
     raise_if_any(file_problems_inside(folder, names, folder))
@@ -179,10 +180,6 @@ def _with_dtype(config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
 
 def _has_config(folder: Path) -> bool:
     return any((folder / name).is_file() for name in MODEL_CONFIGS)
-
-
-def _has_code(folder: Path) -> bool:
-    return any(b'"auto_map"' in read_file(path) for path in folder.glob("*config.json") if path.is_file())
 
 
 PLAN_NAME = "merge_plan.json"

@@ -75,7 +75,17 @@ def read_records(records: Iterable[bytes]) -> list[RankRecord]:
         shared = arrays["contents"].tobytes()
         if shared not in known:
             names, contents = json.loads(zlib.decompress(shared))
-            known[shared] = names, [_typed(*each) for each in contents]
+            known[shared] = (
+                names,
+                [
+                    (
+                        [(tuple(path), dtype, tuple(shape)) for path, dtype, shape in tensors],
+                        [SmallEntry(tuple(path), bytes.fromhex(data), dtype) for path, data, dtype in smalls],
+                        [(tuple(alias), tuple(path)) for alias, path in aliases],
+                    )
+                    for tensors, smalls, aliases in contents
+                ],
+            )
         names, contents = known[shared]
         files, folders = json.loads(arrays["places"].tobytes())
         written, entries = [], []
@@ -86,15 +96,6 @@ def read_records(records: Iterable[bytes]) -> list[RankRecord]:
             entries.append(FolderEntries(folder, file, tensors, arrays[f"chunks{number}"], smalls, aliases))
         found.append(RankRecord(tuple(written), tuple(entries)))
     return found
-
-
-def _typed(tensors: Any, smalls: Any, aliases: Any) -> tuple[Any, Any, Any]:
-    """Return the tensors, small entries and aliases of a folder that JSON contains."""
-    return (
-        [(tuple(path), dtype, tuple(shape)) for path, dtype, shape in tensors],
-        [SmallEntry(tuple(path), bytes.fromhex(data), dtype) for path, data, dtype in smalls],
-        [(tuple(alias), tuple(path)) for alias, path in aliases],
-    )
 
 
 class StagingFolder:
