@@ -1,29 +1,5 @@
-"""``python -m hf_fsdp_plugin``: runs a script with the plugin, as a rank of ``accelerate launch`` or ``torchrun``.
+"""``python -m hf_fsdp_plugin``: runs a script with the plugin. What follows is printed by ``--help``.
 
-::
-
-    accelerate launch --config_file fsdp.yaml -m hf_fsdp_plugin train.py ARGS…
-    torchrun --nproc_per_node 4 -m hf_fsdp_plugin --config_file fsdp.yaml train.py ARGS…
-
-``python -m hf_fsdp_plugin --help`` lists the flags before the script.
-"""
-
-from __future__ import annotations
-
-import os
-import sys
-
-from hf_fsdp_plugin.launcher.flags import LaunchArguments, UsageError, parse_launch_arguments
-from hf_fsdp_plugin.launcher.run_script import check_script
-from hf_fsdp_plugin.rank_variables import launched_local_rank
-from hf_fsdp_plugin.sources.command_line import flag_name
-
-_USAGE = """\
-this module runs inside the ranks of a launcher. Use one of
-  hf-fsdp launch --config_file CONFIG SCRIPT
-  accelerate launch --config_file CONFIG -m hf_fsdp_plugin SCRIPT
-  torchrun --nproc_per_node N -m hf_fsdp_plugin --config_file CONFIG SCRIPT"""
-_HELP = """\
 usage: accelerate launch [LAUNCHER FLAGS] -m hf_fsdp_plugin [FLAGS] SCRIPT [ARGS ...]
        torchrun [LAUNCHER FLAGS] -m hf_fsdp_plugin [FLAGS] SCRIPT [ARGS ...]
 
@@ -43,7 +19,24 @@ flags, with hyphens or underscores:
 
 examples:
   accelerate launch --config_file fsdp.yaml -m hf_fsdp_plugin train.py --epochs 3
-  torchrun --nproc_per_node 4 -m hf_fsdp_plugin --config_file fsdp.yaml train.py"""
+  torchrun --nproc_per_node 4 -m hf_fsdp_plugin --config_file fsdp.yaml train.py
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from hf_fsdp_plugin.launcher.flags import LaunchArguments, UsageError, parse_launch_arguments
+from hf_fsdp_plugin.launcher.run_script import check_script
+from hf_fsdp_plugin.rank_variables import launched_local_rank
+from hf_fsdp_plugin.sources.command_line import flag_name
+
+_USAGE = """\
+this module runs inside the ranks of a launcher. Use one of
+  hf-fsdp launch --config_file CONFIG SCRIPT
+  accelerate launch --config_file CONFIG -m hf_fsdp_plugin SCRIPT
+  torchrun --nproc_per_node N -m hf_fsdp_plugin --config_file CONFIG SCRIPT"""
 _PLAIN_PROCESS = (
     "accelerate launch has started a plain process instead of ranks. It does so for --cpu and for configs without "
     "FSDP. Use `hf-fsdp launch --config_file CONFIG SCRIPT`, which also starts CPU ranks."
@@ -55,7 +48,7 @@ _SETTING_FLAGS = ("fsdp", "parallelism_config_", "mixed_precision")
 def main() -> int:
     """Run the script. Returns 2 for wrong usage."""
     if sys.argv[1:] in (["-h"], ["--help"]):
-        print(_HELP)
+        print((__doc__ or "").partition("\n\n")[2].rstrip())
         return 0
     try:
         arguments = _parse_arguments(sys.argv[1:])

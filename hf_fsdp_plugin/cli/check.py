@@ -1,4 +1,10 @@
-"""``hf-fsdp check``: prints every problem at once, every setting with its origin, and a verdict."""
+"""``hf-fsdp check``: Check FSDP configs: print every problem, every setting with its origin, and a verdict.
+
+Examples::
+
+    hf-fsdp check fsdp.yaml --world-size 8
+    hf-fsdp check --fsdp "full_shard auto_wrap" --json
+"""
 
 from __future__ import annotations
 
@@ -26,8 +32,6 @@ from hf_fsdp_plugin.text import printable
 if TYPE_CHECKING:
     from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan
 
-HELP = "Check FSDP configs: print every problem, every setting with its origin, and a verdict."
-EXAMPLES = ("hf-fsdp check fsdp.yaml --world-size 8", 'hf-fsdp check --fsdp "full_shard auto_wrap" --json')
 MAX_WORLD_SIZE = 1 << 20
 
 

@@ -1,4 +1,9 @@
-"""``hf-fsdp completion``: prints a script that completes verbs, flags and their values in a shell.
+"""``hf-fsdp completion``: Print a script that completes the verbs, flags and values of hf-fsdp in bash, zsh or fish.
+
+Examples::
+
+    hf-fsdp completion bash > ~/.local/share/bash-completion/completions/hf-fsdp
+    hf-fsdp completion fish > ~/.config/fish/completions/hf-fsdp.fish
 
 The scripts are static: pressing TAB starts no Python process.
 """
@@ -11,12 +16,6 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Final
 
 from hf_fsdp_plugin.cli.main import VERBS, make_parser
-
-HELP = "Print a script that completes the verbs, flags and values of hf-fsdp in bash, zsh or fish."
-EXAMPLES = (
-    "hf-fsdp completion bash > ~/.local/share/bash-completion/completions/hf-fsdp",
-    "hf-fsdp completion fish > ~/.config/fish/completions/hf-fsdp.fish",
-)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

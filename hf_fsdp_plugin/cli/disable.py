@@ -1,4 +1,10 @@
-"""``hf-fsdp disable``: removes the file of ``hf-fsdp enable``."""
+"""``hf-fsdp disable``: Remove what hf-fsdp enable has written: stock launchers do not use the plugin any more.
+
+Examples::
+
+    hf-fsdp disable
+    hf-fsdp disable --json
+"""
 
 from __future__ import annotations
 
@@ -7,9 +13,6 @@ import sys
 
 from hf_fsdp_plugin.cli.enable import cannot_change, enabled_files, find_enabled
 from hf_fsdp_plugin.cli.output import print_result
-
-HELP = "Remove what hf-fsdp enable has written: stock launchers do not use the plugin any more."
-EXAMPLES = ("hf-fsdp disable", "hf-fsdp disable --json")
 
 
 def run(args: argparse.Namespace) -> int:

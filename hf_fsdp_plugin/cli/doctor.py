@@ -1,4 +1,11 @@
-"""``hf-fsdp doctor``: versions, devices, and every contract with other libraries, probed on the installed versions."""
+"""``hf-fsdp doctor``: Show the installed versions, the devices, and what this package relies on in other libraries,
+probed on the installed versions. Paste the output into bug reports.
+
+Examples::
+
+    hf-fsdp doctor
+    hf-fsdp doctor --json > doctor.json
+"""
 
 from __future__ import annotations
 
@@ -23,12 +30,6 @@ from hf_fsdp_plugin.launcher.world import DeviceSearch
 from hf_fsdp_plugin.problems import Problem, has_errors
 from hf_fsdp_plugin.supported import SUPPORTED, unsupported_versions, untested_versions
 from hf_fsdp_plugin.text import format_memory, format_table, plural
-
-HELP = (
-    "Show the installed versions, the devices, and what this package relies on in other libraries, probed on the "
-    "installed versions. Paste the output into bug reports."
-)
-EXAMPLES = ("hf-fsdp doctor", "hf-fsdp doctor --json > doctor.json")
 
 _PACKAGES: Final = (
     *("hf_fsdp_plugin", "torch", "transformers", "accelerate", "datasets", "numpy", "safetensors", "huggingface_hub"),

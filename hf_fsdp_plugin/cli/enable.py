@@ -1,4 +1,10 @@
-"""``hf-fsdp enable``: stock ``accelerate launch`` and ``torchrun`` use the plugin, with unmodified scripts.
+"""``hf-fsdp enable``: Let stock accelerate launch and torchrun use the plugin in this Python environment, without -m
+hf_fsdp_plugin and without a line in the script. Ranks without FSDP settings, and all other processes, run as before.
+
+Examples::
+
+    hf-fsdp enable
+    hf-fsdp enable --user
 
 The verb writes one ``.pth`` file to the environment. Python runs the line of such a file at each start.
 """
@@ -22,11 +28,6 @@ from hf_fsdp_plugin.problems import Problem
 from hf_fsdp_plugin.sources.launchers import LAUNCH_VARIABLE
 from hf_fsdp_plugin.version import __version__
 
-HELP = (
-    "Let stock accelerate launch and torchrun use the plugin in this Python environment, without -m hf_fsdp_plugin and "
-    "without a line in the script. Ranks without FSDP settings, and all other processes, run as before."
-)
-EXAMPLES = ("hf-fsdp enable", "hf-fsdp enable --user")
 FILE_NAME: Final = "hf_fsdp_plugin_enabled.pth"
 """Name of the file. Python reads ``.pth`` files in the order of names: this one after those of editable installs."""
 _HEADER: Final = "# Written by `hf-fsdp enable` of hf_fsdp_plugin "

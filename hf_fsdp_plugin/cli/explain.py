@@ -1,4 +1,10 @@
-"""``hf-fsdp explain``: the documentation of a problem code."""
+"""``hf-fsdp explain``: Print what a problem code means, with an example and the remedy. Without a code, list all codes.
+
+Examples::
+
+    hf-fsdp explain FSDP-E701
+    hf-fsdp explain w711 --json
+"""
 
 from __future__ import annotations
 
@@ -13,8 +19,6 @@ from hf_fsdp_plugin.problems import AREAS, CODE
 from hf_fsdp_plugin.spellings import did_you_mean, nearest_word
 from hf_fsdp_plugin.text import format_table, printable
 
-HELP = "Print what a problem code means, with an example and the remedy. Without a code, list all codes."
-EXAMPLES = ("hf-fsdp explain FSDP-E701", "hf-fsdp explain w711 --json")
 _HEADING = re.compile(rf"## ({CODE.pattern}): (\S.*)")
 
 

@@ -1,4 +1,11 @@
-"""``hf-fsdp export``: finds the newest or the best checkpoint of a run, and merges it."""
+"""``hf-fsdp export``: Write the newest complete checkpoint of a run, or its best one, as a Hugging Face folder. (In a
+running Trainer, call trainer.save_model instead.)
+
+Examples::
+
+    hf-fsdp export out model
+    hf-fsdp export out model --best --max-shard-size 2GB
+"""
 
 from __future__ import annotations
 
@@ -14,12 +21,6 @@ from hf_fsdp_plugin.checkpoint.names import PREFIXES, TRAINER_STATE
 from hf_fsdp_plugin.cli import merge
 from hf_fsdp_plugin.cli.main import check_folder
 from hf_fsdp_plugin.text import printable
-
-HELP = (
-    "Write the newest complete checkpoint of a run, or its best one, as a Hugging Face folder. (In a running Trainer, "
-    "call trainer.save_model instead.)"
-)
-EXAMPLES = ("hf-fsdp export out model", "hf-fsdp export out model --best --max-shard-size 2GB")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

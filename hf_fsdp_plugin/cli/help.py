@@ -1,13 +1,16 @@
-"""``hf-fsdp help``: prints the verbs, or the help of one verb."""
+"""``hf-fsdp help``: Print the help of a verb: the same as hf-fsdp VERB --help. Without a verb, list the verbs.
+
+Examples::
+
+    hf-fsdp help
+    hf-fsdp help launch
+"""
 
 from __future__ import annotations
 
 import argparse
 
 from hf_fsdp_plugin.cli.main import VERBS, make_parser, usage_text
-
-HELP = "Print the help of a verb: the same as hf-fsdp VERB --help. Without a verb, list the verbs."
-EXAMPLES = ("hf-fsdp help", "hf-fsdp help launch")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -1,4 +1,11 @@
-"""``hf-fsdp inspect``: describes a checkpoint or a run from metadata."""
+"""``hf-fsdp inspect``: Describe a checkpoint, or all checkpoints of a run, from metadata alone: format, step,
+parameters, settings.
+
+Examples::
+
+    hf-fsdp inspect out/checkpoint-500
+    hf-fsdp inspect out --json
+"""
 
 from __future__ import annotations
 
@@ -16,8 +23,6 @@ from hf_fsdp_plugin.cli.output import OK, PROBLEMS, print_json, print_problems, 
 from hf_fsdp_plugin.launcher.flags import UsageError
 from hf_fsdp_plugin.problems import CheckpointError
 
-HELP = "Describe a checkpoint, or all checkpoints of a run, from metadata alone: format, step, parameters, settings."
-EXAMPLES = ("hf-fsdp inspect out/checkpoint-500", "hf-fsdp inspect out --json")
 _FILES_SHOWN = 20
 _WIDTH = 112
 

@@ -1,4 +1,10 @@
-"""``hf-fsdp launch``: checks the config, then starts one process per rank with the plugin installed."""
+"""``hf-fsdp launch``: Check a config, then run an unmodified script on every rank with the plugin installed.
+
+Examples::
+
+    hf-fsdp launch --config_file fsdp.yaml train.py --epochs 3
+    hf-fsdp launch --num_processes 4 --cpu --dry_run --model ./llama -m package.train
+"""
 
 from __future__ import annotations
 
@@ -31,11 +37,6 @@ from hf_fsdp_plugin.text import printable
 if TYPE_CHECKING:
     from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan
 
-HELP = "Check a config, then run an unmodified script on every rank with the plugin installed."
-EXAMPLES = (
-    "hf-fsdp launch --config_file fsdp.yaml train.py --epochs 3",
-    "hf-fsdp launch --num_processes 4 --cpu --dry_run --model ./llama -m package.train",
-)
 DEFAULT_GRACE = 30.0
 _OF_ONE_MACHINE = frozenset({"launch.machine_rank", "launch.main_process_ip", "launch.gpu_ids"})
 """Settings that may differ between machines."""

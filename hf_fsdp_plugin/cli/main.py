@@ -1,9 +1,9 @@
 """``hf-fsdp VERB``: the verbs, their parsers and the text of ``hf-fsdp help``; imports a verb's module and runs it.
 
-A verb is a module of this package with ``HELP``, two ``EXAMPLES``, ``run(args) -> int`` and, if it
-has any, ``add_arguments(parser)``.
-A verb whose arguments one parser cannot read has ``parse_argv(argv)``, which returns the argument of ``run``. Both may
-raise ``UsageError``, and ``run`` may raise ``SpecError``. The exit codes are in :mod:`hf_fsdp_plugin.cli.output`.
+A verb is a module of this package with ``run(args) -> int`` and, if it has arguments, ``add_arguments(parser)``. Its
+help is the first paragraph of the module's docstring, and the two examples after it. A verb whose arguments one parser
+cannot read has ``parse_argv(argv)``, which returns the argument of ``run``. Both may raise ``UsageError``, and ``run``
+may raise ``SpecError``. The exit codes are in :mod:`hf_fsdp_plugin.cli.output`.
 """
 
 from __future__ import annotations
@@ -112,9 +112,10 @@ def verb_module(verb: str) -> ModuleType:
 def make_parser(verb: str) -> Parser:
     """Return the parser of a verb's arguments."""
     module = verb_module(verb)
+    about, _, rest = (module.__doc__ or "").partition("\n\nExamples::\n\n")
     parser = Parser(
         prog=f"{PROG} {verb}",
-        description=textwrap.fill(module.HELP, 100),
+        description=textwrap.fill(about.partition(": ")[2], 100),
         formatter_class=_formatter,
         allow_abbrev=False,
     )
@@ -122,7 +123,7 @@ def make_parser(verb: str) -> Parser:
         module.add_arguments(parser)
     if parser.find("--json") is None and verb not in _WITHOUT_JSON:
         parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else on stdout")
-    examples = "\n".join(["examples:", *(f"  {example}" for example in module.EXAMPLES)])
+    examples = "examples:\n" + textwrap.indent(textwrap.dedent(rest.partition("\n\n")[0]).rstrip(), "  ")
     parser.epilog = "\n\n".join(filter(None, [parser.epilog, examples]))
     return parser
 

@@ -1,4 +1,11 @@
-"""``hf-fsdp merge``: writes the model of any checkpoint as a Hugging Face folder."""
+"""``hf-fsdp merge``: Write the model of any checkpoint as a Hugging Face folder. Memory use does not depend on the
+model's size.
+
+Examples::
+
+    hf-fsdp merge out/checkpoint-500 merged
+    hf-fsdp merge out/checkpoint-500 merged --dtype bf16 --verify
+"""
 
 from __future__ import annotations
 
@@ -12,8 +19,6 @@ from hf_fsdp_plugin.launcher.flags import UsageError
 from hf_fsdp_plugin.problems import CheckpointError, Origin, Problem
 from hf_fsdp_plugin.text import format_bytes, parse_bytes, plural, printable
 
-HELP = "Write the model of any checkpoint as a Hugging Face folder. Memory use does not depend on the model's size."
-EXAMPLES = ("hf-fsdp merge out/checkpoint-500 merged", "hf-fsdp merge out/checkpoint-500 merged --dtype bf16 --verify")
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 

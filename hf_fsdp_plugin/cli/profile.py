@@ -1,4 +1,11 @@
-"""``hf-fsdp profile``: runs a script for a few steps on every rank, and shows where the time of a step goes."""
+"""``hf-fsdp profile``: Run a script for a few steps on every rank, and show where the time of a step goes: computation,
+communication, units, slow ranks, and which settings would change it.
+
+Examples::
+
+    hf-fsdp profile --config_file fsdp.yaml train.py --per_device_train_batch_size 4
+    hf-fsdp profile --config_file fsdp.yaml --active 8 --output profiles/first --json train.py
+"""
 
 from __future__ import annotations
 
@@ -22,14 +29,6 @@ from hf_fsdp_plugin.observe.profile.run_profile import RunProfile, Suggestion
 from hf_fsdp_plugin.problems import Problem, SpecError, has_errors
 from hf_fsdp_plugin.text import format_bytes, format_seconds, format_table, plural
 
-HELP = (
-    "Run a script for a few steps on every rank, and show where the time of a step goes: computation, communication, "
-    "units, slow ranks, and which settings would change it."
-)
-EXAMPLES = (
-    "hf-fsdp profile --config_file fsdp.yaml train.py --per_device_train_batch_size 4",
-    "hf-fsdp profile --config_file fsdp.yaml --active 8 --output profiles/first --json train.py",
-)
 FLAGS: Final[Mapping[str, tuple[str, str]]] = {
     "output": ("DIR", "folder for the result (default: fsdp_profile)"),
     "wait": ("N", "optimizer steps before the profiler starts (default: 1)"),

@@ -1,4 +1,10 @@
-"""``hf-fsdp schema``: prints a JSON Schema of Accelerate's YAML, generated from the vocabulary."""
+"""``hf-fsdp schema``: Print a JSON Schema (draft 2020-12) of the YAML config, for completion and validation in editors.
+
+Examples::
+
+    hf-fsdp schema > fsdp.schema.json
+    hf-fsdp schema | jq .properties
+"""
 
 from __future__ import annotations
 
@@ -9,8 +15,6 @@ from typing import Any
 
 from hf_fsdp_plugin.vocabulary import PREFIXES, ROWS, STRATEGY_CHOICES, Scope, SettingRow
 
-HELP = "Print a JSON Schema (draft 2020-12) of the YAML config, for completion and validation in editors."
-EXAMPLES = ("hf-fsdp schema > fsdp.schema.json", "hf-fsdp schema | jq .properties")
 _BOOL_WORDS = ("true", "false", "yes", "no", "on", "off")
 _BY_KIND: Mapping[str, Mapping[str, Any]] = {
     "one": {"enum": [1, "1", None]},

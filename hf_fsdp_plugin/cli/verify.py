@@ -1,4 +1,11 @@
-"""``hf-fsdp verify``: checks that a checkpoint has exactly the bytes that were saved."""
+"""``hf-fsdp verify``: Check every byte of a checkpoint against its manifest, and every name and shape against its
+config.
+
+Examples::
+
+    hf-fsdp verify out/checkpoint-500
+    hf-fsdp verify out --no-config-check --json
+"""
 
 from __future__ import annotations
 
@@ -13,9 +20,6 @@ from hf_fsdp_plugin.cli.main import check_folder
 from hf_fsdp_plugin.cli.output import OK, PROBLEMS, ProgressBars, colored, print_json, print_problems
 from hf_fsdp_plugin.problems import CheckpointError
 from hf_fsdp_plugin.text import plural, printable
-
-HELP = "Check every byte of a checkpoint against its manifest, and every name and shape against its config."
-EXAMPLES = ("hf-fsdp verify out/checkpoint-500", "hf-fsdp verify out --no-config-check --json")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

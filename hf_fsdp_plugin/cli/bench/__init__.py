@@ -1,4 +1,11 @@
-"""``hf-fsdp bench``: measures steps of a model over numbers of ranks, strategies and FSDP versions."""
+"""``hf-fsdp bench``: Measure throughput, memory and scaling of a model over numbers of ranks, strategies and FSDP
+versions.
+
+Examples::
+
+    hf-fsdp bench --model meta-llama/Llama-3.1-8B --world-sizes 1,2,4,8 --mixed_precision bf16 --json > bench.json
+    hf-fsdp bench --model . --strategies full_shard --versions 1,2 --vs stock --blocks 20
+"""
 
 from __future__ import annotations
 
@@ -33,11 +40,6 @@ from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec
 from hf_fsdp_plugin.spec.load import assess
 from hf_fsdp_plugin.text import format_memory
 
-HELP = "Measure throughput, memory and scaling of a model over numbers of ranks, strategies and FSDP versions."
-EXAMPLES = (
-    "hf-fsdp bench --model meta-llama/Llama-3.1-8B --world-sizes 1,2,4,8 --mixed_precision bf16 --json > bench.json",
-    "hf-fsdp bench --model . --strategies full_shard --versions 1,2 --vs stock --blocks 20",
-)
 _DEFAULTS: Final = {"wrap.policy": "transformer", "prefetch.backward": "pre"}
 """Settings of all cases, unless a source sets them."""
 _LIBRARIES: Final = 450_000_000

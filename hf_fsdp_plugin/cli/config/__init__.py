@@ -1,4 +1,10 @@
-"""``hf-fsdp config``: asks for model, machines and FSDP settings, and writes a config file for Accelerate.
+"""``hf-fsdp config``: Ask for model, machines, batch and FSDP settings, predict the memory, and write a config for
+accelerate launch and hf-fsdp launch. An existing file keeps what is not asked.
+
+Examples::
+
+    hf-fsdp config -o fsdp.yaml --model meta-llama/Llama-3.1-8B --gpus 8 --gpu-memory 80GB
+    hf-fsdp config --yes --num-machines 2 --gpus 8 --strategy hybrid_shard
 
 The present content of the file is read first, and the file is replaced as the last step.
 """
@@ -35,14 +41,6 @@ from hf_fsdp_plugin.vocabulary import TRAINING_FILE_MARKS
 if TYPE_CHECKING:
     from hf_fsdp_plugin.estimate.types import MemoryEstimate
 
-HELP = (
-    "Ask for model, machines, batch and FSDP settings, predict the memory, and write a config for accelerate launch "
-    "and hf-fsdp launch. An existing file keeps what is not asked."
-)
-EXAMPLES = (
-    "hf-fsdp config -o fsdp.yaml --model meta-llama/Llama-3.1-8B --gpus 8 --gpu-memory 80GB",
-    "hf-fsdp config --yes --num-machines 2 --gpus 8 --strategy hybrid_shard",
-)
 STDOUT: Final = "-"
 _OTHER_CONFIG: Final = "FSDP-E766"
 

@@ -1,4 +1,11 @@
-"""``hf-fsdp plan``: predicts memory, communication and time of a training step."""
+"""``hf-fsdp plan``: Predict memory, communication and time of a training step, for a model, a config and a number of
+ranks.
+
+Examples::
+
+    hf-fsdp plan --model meta-llama/Llama-3.1-8B --config fsdp.yaml --world-size 8 --gpu-memory 80GB
+    hf-fsdp plan --model . --fsdp "full_shard auto_wrap" --mixed_precision bf16 --world-size 8 --seq-len 4096 --json
+"""
 
 from __future__ import annotations
 
@@ -23,11 +30,6 @@ from hf_fsdp_plugin.text import SIZE_SPELLINGS, nearest_multiples, parse_bytes
 if TYPE_CHECKING:
     from torch import nn
 
-HELP = "Predict memory, communication and time of a training step, for a model, a config and a number of ranks."
-EXAMPLES = (
-    "hf-fsdp plan --model meta-llama/Llama-3.1-8B --config fsdp.yaml --world-size 8 --gpu-memory 80GB",
-    'hf-fsdp plan --model . --fsdp "full_shard auto_wrap" --mixed_precision bf16 --world-size 8 --seq-len 4096 --json',
-)
 _DEFAULT_LENGTH: Final = 2048
 _QLORA_RANK: Final = 16
 _DEFAULTS: Final = ("full_shard auto_wrap", "precision.param=bf16")

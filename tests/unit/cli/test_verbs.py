@@ -1,6 +1,5 @@
 """Every verb: help, examples; ``hf-fsdp explain``."""
 
-import importlib
 import json
 import shlex
 
@@ -14,14 +13,13 @@ from hf_fsdp_plugin.cli.main import VERBS, main, parse_arguments
 
 @pytest.mark.parametrize("verb", VERBS)
 def test_help_ends_with_two_examples_that_parse(verb, capsys):
-    module = importlib.import_module(f"hf_fsdp_plugin.cli.{verb}")
-    for example in module.EXAMPLES:
+    assert main([verb, "--help"]) == 0
+    title, *examples = capsys.readouterr().out.splitlines()[-3:]
+    assert title == "examples:"
+    for example in examples:
         program, name, *argv = shlex.split(example.partition(" > ")[0].partition(" | ")[0])
         assert (program, name) == ("hf-fsdp", verb)
         parse_arguments(verb, argv)
-    assert main([verb, "--help"]) == 0
-    assert capsys.readouterr().out.splitlines()[-3:] == ["examples:", *(f"  {example}" for example in module.EXAMPLES)]
-    assert len(module.EXAMPLES) == 2
 
 
 @pytest.mark.parametrize("written", ["FSDP-E701", "e701", "fsdp_e701", "701"])
