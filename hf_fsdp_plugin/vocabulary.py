@@ -129,7 +129,9 @@ class UnsupportedKey(NamedTuple):
 
 _text = Path(__file__).with_name("vocabulary.yaml").read_text(encoding="utf-8")
 # All values are read as text: otherwise "no" and "off" would be bools.
-_settings, _unsupported, _groups = yaml.load_all(_text, Loader=getattr(yaml, "CBaseLoader", yaml.BaseLoader))
+_settings, _unsupported, _groups, OTHER_NAMES = yaml.load_all(
+    _text, Loader=getattr(yaml, "CBaseLoader", yaml.BaseLoader)
+)
 ROWS: tuple[SettingRow, ...] = tuple(
     _row_of(scope, name, fields) for scope, rows in _settings.items() for name, fields in _each_row(rows)
 )
@@ -145,7 +147,7 @@ UNSUPPORTED_KEYS, UNSUPPORTED_VALUES = (
 WORDS: Mapping[str, frozenset[str]] = MappingProxyType(
     {name: frozenset(_words(text)) for name, text in _groups.items()}
 )
-"""Name of a group -> its words."""
+"""Name of a group -> its words. ``OTHER_NAMES`` has tables: name of a table -> other name of a setting -> setting."""
 BY_NAME: Mapping[str, SettingRow] = MappingProxyType({row.name: row for row in reversed(ROWS)})
 BY_KEY: Mapping[tuple[Scope, str], SettingRow] = MappingProxyType(
     {(row.scope, spelling): row for row in ROWS for spelling in row.spellings}
@@ -160,18 +162,9 @@ def plain_key(key: str, scope: Scope) -> str:
     return plain.removeprefix(PREFIXES[scope])
 
 
-_DERIVED = {
-    "sharding.reshard": "sharding.strategy",
-    "wrap.auto": "wrap.policy",
-    "precision.off.bf16": "launch.mixed_precision",
-    "precision.off.fp16": "launch.mixed_precision",
-    "activation.trainer": "activation.checkpointing",
-}
-
-
 def canonical_setting(name: str) -> str | None:
     """Return the setting of ``FsdpSpec`` for an internal name, for messages; ``None`` if there is none."""
-    name = _DERIVED.get(name, name)
+    name = OTHER_NAMES["derived"].get(name, name)
     for gathered in ("launch.extra", "launch.dynamo_config"):
         if name.startswith(f"{gathered}."):
             return gathered

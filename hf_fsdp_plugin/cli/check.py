@@ -23,8 +23,8 @@ from hf_fsdp_plugin.cli.main import check_needs, make_parser, whole_number
 from hf_fsdp_plugin.cli.output import OK, PROBLEMS, in_line_order, print_json, print_problems
 from hf_fsdp_plugin.launcher.flags import Parser, UsageError, add_override_flag, add_setting_flags
 from hf_fsdp_plugin.problems import Problem, has_errors
+from hf_fsdp_plugin.sources.environment import default_config_file
 from hf_fsdp_plugin.sources.interface import MAX_BYTES, ConfigFile, Sources, config_of, read_text
-from hf_fsdp_plugin.sources.launchers import default_config_file
 from hf_fsdp_plugin.sources.tree import ConfigFileError
 from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec
 from hf_fsdp_plugin.text import printable

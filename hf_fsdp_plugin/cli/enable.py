@@ -25,7 +25,7 @@ from typing import Any, Final
 from hf_fsdp_plugin.cli.output import print_result, write_atomically
 from hf_fsdp_plugin.integrations.rank_process import RANK_VARIABLE
 from hf_fsdp_plugin.problems import Problem
-from hf_fsdp_plugin.sources.launchers import LAUNCH_VARIABLE
+from hf_fsdp_plugin.sources.environment import LAUNCH_VARIABLE
 from hf_fsdp_plugin.version import __version__
 
 FILE_NAME: Final = "hf_fsdp_plugin_enabled.pth"

@@ -10,20 +10,19 @@ from __future__ import annotations
 
 import argparse
 import re
-import sys
-from dataclasses import asdict, dataclass
 from importlib.resources import files
+from typing import NamedTuple
 
-from hf_fsdp_plugin.cli.output import USAGE, print_result
+from hf_fsdp_plugin.cli.output import print_result
+from hf_fsdp_plugin.launcher.flags import UsageError
 from hf_fsdp_plugin.problems import AREAS, CODE
 from hf_fsdp_plugin.spellings import did_you_mean, nearest_word
-from hf_fsdp_plugin.text import format_table, printable
+from hf_fsdp_plugin.text import format_table
 
 _HEADING = re.compile(rf"## ({CODE.pattern}): (\S.*)")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CodeDocumentation:
+class CodeDocumentation(NamedTuple):
     """The documentation of one problem code.
 
     Attributes:
@@ -54,9 +53,8 @@ def run(args: argparse.Namespace) -> int:
         same_number = next((code for code in entries if short[1:] == code[-3:]), "")
         near = same_number or nearest_word(f"FSDP-{short}", entries, cutoff=0.8)
         hint = did_you_mean(near, "`hf-fsdp explain` lists all codes.")
-        print(f"hf-fsdp explain: unknown problem code '{printable(args.code)}'. {hint}", file=sys.stderr)
-        return USAGE
-    return print_result(args, asdict(entry), f"{entry.code}: {entry.title}\n\n{entry.text}")
+        raise UsageError(f"unknown problem code '{args.code}'. {hint}")
+    return print_result(args, entry._asdict(), f"{entry.code}: {entry.title}\n\n{entry.text}")
 
 
 def read_entries() -> dict[str, CodeDocumentation]:

@@ -28,9 +28,15 @@ from hf_fsdp_plugin.launcher.run_script import check_script
 from hf_fsdp_plugin.problems import Problem, SpecError, has_errors
 from hf_fsdp_plugin.rank_variables import POD_ID_VARIABLE, RUN_ID_VARIABLE, exit_limit, hang_limit, silence_limit
 from hf_fsdp_plugin.sources.command_line import flag_name, parse_flags
-from hf_fsdp_plugin.sources.environment import torchrun_options, torchrun_variables
+from hf_fsdp_plugin.sources.environment import (
+    LaunchHandover,
+    absolute_path,
+    default_config_file,
+    torchrun_options,
+    torchrun_variables,
+    user_variables,
+)
 from hf_fsdp_plugin.sources.interface import ConfigFile, Sources
-from hf_fsdp_plugin.sources.launchers import LaunchHandover, absolute_path, default_config_file, user_variables
 from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec
 from hf_fsdp_plugin.text import printable
 

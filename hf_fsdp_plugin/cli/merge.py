@@ -10,6 +10,7 @@ Examples::
 from __future__ import annotations
 
 import argparse
+from dataclasses import fields
 from pathlib import Path
 
 from hf_fsdp_plugin.checkpoint.merging.merge import Merged, MergeOptions, merge
@@ -36,12 +37,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     about = "folder of config and tokenizer (default: CKPT or the folder above it)"
     add("--config", type=Path, metavar="DIR", help=about)
     about = "the model to write, if the checkpoint contains several (default: 0)"
-    add("--model-number", type=int, default=0, metavar="N", help=about)
+    add("--model-number", type=int, dest="number", default=0, metavar="N", help=about)
     add("--force", action="store_true", help="replace OUT if it is not empty")
     checks = parser.add_mutually_exclusive_group()
     checks.add_argument("--verify", action="store_true", help="compare every written byte with the checkpoint")
     about = "do not compare the bytes of the checkpoint with the hashes of its manifest while they are read"
-    checks.add_argument("--no-verify", action="store_true", help=about)
+    checks.add_argument("--no-verify", action="store_false", dest="verify_input", help=about)
     about = "verify, then delete the model files of CKPT if all checks pass; optimizer and other files are kept"
     add("--delete-input", action="store_true", help=about)
 
@@ -49,18 +50,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Merge. Return 0 if OUT is complete and every option was applied, 1 otherwise, 2 if CKPT does not exist."""
     check_folder(args.checkpoint)
-    if args.delete_input and args.no_verify:
+    if args.delete_input and not args.verify_input:
         raise UsageError("--no-verify conflicts with --delete-input. Keep one of them.")
-    options = MergeOptions(
-        dtype=DTYPES.get(args.dtype),
-        max_shard_size=args.max_shard_size,
-        config=args.config,
-        number=args.model_number,
-        force=args.force,
-        verify_input=not args.no_verify,
-        verify=args.verify,
-        delete_input=args.delete_input,
-    )
+    given = {field.name: vars(args)[field.name] for field in fields(MergeOptions) if field.name in args}
+    options = MergeOptions(**given | {"dtype": DTYPES.get(args.dtype)})
     try:
         with ProgressBars() as progress:
             merged = merge(args.checkpoint, args.out, options, progress)

@@ -23,8 +23,8 @@ from hf_fsdp_plugin.launcher.flags import LaunchArguments, Parser, UsageError, w
 from hf_fsdp_plugin.launcher.run_script import check_script
 from hf_fsdp_plugin.problems import Problem, has_errors
 from hf_fsdp_plugin.sources.command_line import flag_name
+from hf_fsdp_plugin.sources.environment import LaunchHandover, user_variables
 from hf_fsdp_plugin.sources.interface import ConfigFile, Sources
-from hf_fsdp_plugin.sources.launchers import LaunchHandover, user_variables
 from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec
 from hf_fsdp_plugin.strategies import STRATEGIES
 from hf_fsdp_plugin.text import fit_table, format_count, format_names, plural

@@ -6,13 +6,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+from hf_fsdp_plugin import vocabulary
 from hf_fsdp_plugin.problems import Origin, Problem
 from hf_fsdp_plugin.sources.collector import Collector, entry_of
 from hf_fsdp_plugin.sources.interface import Dialect, Sources, SourceSettings
-from hf_fsdp_plugin.sources.transformers_objects import add_fsdp_arguments
+from hf_fsdp_plugin.sources.script_objects import add_fsdp_arguments
 from hf_fsdp_plugin.sources.tree import ConfigEntry
 from hf_fsdp_plugin.spellings import did_you_mean, lower, nearest_word
-from hf_fsdp_plugin.vocabulary import BY_NAME, PREFIXES, WORDS, Scope, SettingRow, find_row, plain_key, similar_key
+from hf_fsdp_plugin.vocabulary import OTHER_NAMES, PREFIXES, WORDS, Scope, SettingRow, find_row, plain_key, similar_key
 
 SOURCE = "command line"
 OVERRIDES = "--set"
@@ -20,14 +21,7 @@ SWITCHES = WORDS["switches"]
 """Flags of ``accelerate launch`` that take no value, not even after ``=``; all other flags take a value."""
 
 SHORT_FLAGS = {"q": "quiet", "m": "module", "t": "tee", "h": "help"}
-SETTING_OF_SWITCH: Mapping[str, tuple[str, Any]] = {
-    "cpu": ("launch.use_cpu", True),
-    "use_fsdp": ("launch.distributed_type", "FSDP"),
-    "multi_gpu": ("launch.distributed_type", "MULTI_GPU"),
-    "use_deepspeed": ("launch.distributed_type", "DEEPSPEED"),
-    "use_megatron_lm": ("launch.distributed_type", "MEGATRON_LM"),
-    "tpu": ("launch.distributed_type", "XLA"),
-}
+SETTING_OF_SWITCH: Mapping[str, tuple[str, str]] = OTHER_NAMES["setting_of_switch"]
 LAUNCHER_FLAGS = WORDS["launcher_flags"]
 OPTIONAL_VALUE = WORDS["flags_with_optional_value"]
 """Flags of a training script whose value is optional; ``--fsdp`` without a value turns FSDP on."""
@@ -201,7 +195,7 @@ def read_overrides(sources: Sources) -> SourceSettings | None:
         return None
     for name, value in pairs:
         entry = entry_of(name, value)
-        row = BY_NAME.get(lower(name)) if "." in name else find_row(name, _ALL_SCOPES)
+        row = vocabulary.BY_NAME.get(lower(name)) if "." in name else find_row(name, _ALL_SCOPES)
         if row is not None and row.opens is not None and not entry.value.is_mapping:
             fix = "Set one of its settings, such as sharding.strategy=shard_grad_op, or pass --fsdp_config with JSON."
             out.report("FSDP-E032", entry, f"'{name}' is a section, not a setting.", fix)
@@ -229,5 +223,5 @@ def _split_pairs(texts: Iterable[Any], out: Collector) -> Iterable[tuple[str, st
 
 
 def _nearest_name(name: str) -> str:
-    nearest = nearest_word(name.lower(), [row.name for row in BY_NAME.values() if not row.internal])
+    nearest = nearest_word(name.lower(), [row.name for row in vocabulary.BY_NAME.values() if not row.internal])
     return nearest if "." in name else similar_key(name, _ALL_SCOPES) or nearest

@@ -8,12 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from hf_fsdp_plugin.problems import Problem, SpecError, has_errors
-from hf_fsdp_plugin.sources import accelerate_file, environment, transformers_objects
+from hf_fsdp_plugin.sources import accelerate_file, environment, script_objects
 from hf_fsdp_plugin.sources.accelerate_file import FsdpConfig
-from hf_fsdp_plugin.sources.accelerate_objects import read_plugin
+from hf_fsdp_plugin.sources.environment import locate_config
 from hf_fsdp_plugin.sources.interface import ConfigFile, Setting, Sources, SourceSettings, check_arguments, config_of
-from hf_fsdp_plugin.sources.launchers import locate_config
-from hf_fsdp_plugin.sources.transformers_objects import FsdpOptions
+from hf_fsdp_plugin.sources.script_objects import FsdpOptions, read_plugin
 from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec, defaults_of
 from hf_fsdp_plugin.spec.precedence import derive_spec, merge_levels, read_all
 from hf_fsdp_plugin.spec.rules import check_rules
@@ -121,10 +120,10 @@ def with_distributed_config(spec: FsdpSpec, config: Any) -> FsdpSpec:
     sources = Sources(distributed_config=config_of(config), environ={})
     if wrong := check_arguments(sources):
         raise SpecError(wrong)
-    read = transformers_objects.read_distributed_config(sources)
+    read = script_objects.read_distributed_config(sources)
     if read is None:
         return spec
-    level = parse_settings(replace(read, level=transformers_objects.DISTRIBUTED_CONFIG))
+    level = parse_settings(replace(read, level=script_objects.DISTRIBUTED_CONFIG))
     now = {name: (value, origin) for name, value, origin in spec.settings()}
     # The sizes of other axes are checked, but are not in the spec. A second call changes nothing.
     new = [s for s in level.settings if s.name in now and now[s.name] != (s.value, s.origin)]
@@ -143,7 +142,7 @@ def with_plugin_object(spec: FsdpSpec, fields: Mapping[str, Any]) -> FsdpSpec:
     """
     read = read_plugin(Sources(plugin_object=fields, environ={}))
     assert read is not None, "fields are given"
-    level = parse_settings(replace(read, level=transformers_objects.ARGUMENTS))
+    level = parse_settings(replace(read, level=script_objects.ARGUMENTS))
     reshard = STRATEGIES[spec.sharding.strategy].counterpart
     new = [
         replace(s, name="sharding.strategy", value=reshard(reshard=s.value).name) if s.name == "sharding.reshard" else s

@@ -8,20 +8,20 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from hf_fsdp_plugin.problems import Problem
-from hf_fsdp_plugin.sources import accelerate_file, command_line, environment, transformers_objects
-from hf_fsdp_plugin.sources.accelerate_objects import PARALLELISM, PLUGIN, read_parallelism_config, read_plugin
+from hf_fsdp_plugin.sources import accelerate_file, command_line, environment, script_objects
 from hf_fsdp_plugin.sources.collector import AUTO_WRAP, OFF
 from hf_fsdp_plugin.sources.interface import Reader, Setting, Sources, SourceSettings
+from hf_fsdp_plugin.sources.script_objects import PARALLELISM, PLUGIN, read_parallelism_config, read_plugin
 from hf_fsdp_plugin.spec.fsdp_spec import VERSION_DEFAULTS, FsdpSpec
 from hf_fsdp_plugin.strategies import DEFAULT_STRATEGY, STRATEGIES, Strategy, strategy_of
 
 PRECEDENCE: Final[tuple[tuple[str, Reader], ...]] = (
-    (transformers_objects.DISTRIBUTED_CONFIG, transformers_objects.read_distributed_config),
+    (script_objects.DISTRIBUTED_CONFIG, script_objects.read_distributed_config),
     (command_line.OVERRIDES, command_line.read_overrides),
     (command_line.SOURCE, command_line.read),
-    (transformers_objects.ARGUMENTS, transformers_objects.read_arguments),
-    (transformers_objects.ARGUMENTS, read_plugin),
-    (transformers_objects.ARGUMENTS, read_parallelism_config),
+    (script_objects.ARGUMENTS, script_objects.read_arguments),
+    (script_objects.ARGUMENTS, read_plugin),
+    (script_objects.ARGUMENTS, read_parallelism_config),
     (environment.TORCHRUN, environment.read_torchrun),
     (accelerate_file.SOURCE, accelerate_file.read),
     (environment.SOURCE, environment.read),
@@ -137,9 +137,7 @@ def has_precedence(one: Setting, other: Setting) -> bool:
 
 def _script_enables_fsdp(setting: Setting, effective: Setting) -> bool:
     """Whether a script enables FSDP under a launcher that was started with ``--multi_gpu``, as Transformers does."""
-    is_fsdp = (
-        setting.name in COMPLEMENTARY and setting.value == "FSDP" and setting.level == transformers_objects.ARGUMENTS
-    )
+    is_fsdp = setting.name in COMPLEMENTARY and setting.value == "FSDP" and setting.level == script_objects.ARGUMENTS
     return is_fsdp and effective.level == command_line.SOURCE and effective.value not in OTHER_ENGINES
 
 

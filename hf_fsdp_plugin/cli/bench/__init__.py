@@ -34,8 +34,8 @@ from hf_fsdp_plugin.launcher.world import FoundDevices, World, find_devices, num
 from hf_fsdp_plugin.problems import Problem, SpecError, has_errors
 from hf_fsdp_plugin.rank_variables import HANG_LIMIT_VARIABLE
 from hf_fsdp_plugin.runs.failures import RunResult, summarize_exit
+from hf_fsdp_plugin.sources.environment import LaunchHandover, user_variables
 from hf_fsdp_plugin.sources.interface import ConfigFile, Sources
-from hf_fsdp_plugin.sources.launchers import LaunchHandover, user_variables
 from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec
 from hf_fsdp_plugin.spec.load import assess
 from hf_fsdp_plugin.text import format_memory

@@ -19,7 +19,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 from hf_fsdp_plugin.cli import config_text
 from hf_fsdp_plugin.cli.config import questions
@@ -30,8 +30,8 @@ from hf_fsdp_plugin.launcher.flags import Suggested
 from hf_fsdp_plugin.launcher.world import DeviceSearch
 from hf_fsdp_plugin.problems import Origin, Problem, SpecError, has_errors
 from hf_fsdp_plugin.sources import environment
+from hf_fsdp_plugin.sources.environment import default_config_file
 from hf_fsdp_plugin.sources.interface import ConfigFile, Sources, config_tree, read_text
-from hf_fsdp_plugin.sources.launchers import default_config_file
 from hf_fsdp_plugin.sources.tree import ConfigFileError
 from hf_fsdp_plugin.spec.load import Assessment, assess
 from hf_fsdp_plugin.spec.values import setting_to_json
@@ -180,19 +180,9 @@ def _print_result(
     sizes = state.answers["micro_batch"], state.accumulation, state.answers.get("sync_each_batch", False)
     show_text(f"Arguments of the script: {' '.join(config_text.script_arguments(*sizes))}")
     if args.json:
-        tree: dict[str, Any] = {
-            "path": target.path,
-            "written": target.is_changed,
-            "text": target.new,
-            "answers": state.answers,
-        }
-        tree |= {
-            "settings": settings,
-            "per_rank": memory,
-            "stock_limits": limits,
-            "problems": checked.problems,
-        }
-        print_json({"ok": True, **tree})
+        tree = {"ok": True, "path": target.path, "written": target.is_changed, "text": target.new}
+        tree |= {"answers": state.answers, "settings": settings, "per_rank": memory, "stock_limits": limits}
+        print_json({**tree, "problems": checked.problems})
         return
     for limit in limits:
         print(f"note: {limit}", file=sys.stderr)

@@ -24,7 +24,7 @@ from hf_fsdp_plugin.cli.plan.output import Planned, print_prediction
 from hf_fsdp_plugin.estimate.types import Attention, Optimizer, UpdateLoop, Workload
 from hf_fsdp_plugin.launcher.flags import Parser, UsageError, add_setting_flags
 from hf_fsdp_plugin.problems import Origin, Problem, SpecError, has_errors
-from hf_fsdp_plugin.sources.launchers import default_config_file
+from hf_fsdp_plugin.sources.environment import default_config_file
 from hf_fsdp_plugin.text import SIZE_SPELLINGS, nearest_multiples, parse_bytes
 
 if TYPE_CHECKING:

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from hf_fsdp_plugin.launcher.flags import UsageError, parse_launch_arguments
+from hf_fsdp_plugin.sources.environment import LAUNCH_VARIABLE, LaunchHandover
 from hf_fsdp_plugin.sources.interface import ConfigFile, Sources
-from hf_fsdp_plugin.sources.launchers import LAUNCH_VARIABLE, LaunchHandover
 
 CONFIG = "distributed_type: FSDP\nuse_cpu: true\nfsdp_config:\n  fsdp_version: 2\n"
 SCRIPT = "open('started', 'w').write('x')"
