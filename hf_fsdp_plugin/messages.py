@@ -97,24 +97,19 @@ print_once = printer.print_once
 print_warnings = printer.print_warnings
 
 
-_BAR_DELAY = 1.0
-"""Seconds until a progress bar appears, so that short saves show none."""
-
-
 @contextmanager
-def progress_bar(step: str, total: int, *, delay: float | None = None) -> Iterator[Callable[[int], object]]:
+def progress_bar(step: str, total: int, *, delay: float = 1.0) -> Iterator[Callable[[int], object]]:
     """Show the progress of rank 0 on a terminal. Yields a function that is called with the bytes since its last call.
 
     Args:
         step: what is done, such as ``saving``.
         total: number of bytes.
-        delay: seconds until the bar appears, by default one.
+        delay: seconds until the bar appears. With the default of one, short saves show none.
     """
     if launched_rank() != 0 or not sys.stderr.isatty():
         yield lambda num_bytes: None
         return
     from tqdm import tqdm
 
-    seconds = _BAR_DELAY if delay is None else delay
-    with tqdm(total=total, desc=step, unit="B", unit_scale=True, leave=False, delay=seconds) as bar:
+    with tqdm(total=total, desc=step, unit="B", unit_scale=True, leave=False, delay=delay) as bar:
         yield bar.update

@@ -14,7 +14,6 @@ NULL_WORDS: Final = frozenset({"", "none", "null", "~"})
 
 _SEPARATOR: Final = re.compile(r"(?<=[a-z0-9])(?:-| +)(?=[a-z0-9])")
 """Characters that may replace ``_`` inside a word: a hyphen or spaces, but not both, and not at the ends."""
-_MAX_BITS: Final = 10_000
 BLANKS: Final = " \t\r\n\f\v"
 """Characters that are removed around keys and values. Other white space (no-break spaces) is part of the text."""
 QUOTES: Final = ('""', "''")
@@ -29,12 +28,7 @@ def lower(text: str) -> str:
 
 def word_of(raw: Any) -> str:
     """Return a value as lower-case text without blanks around it."""
-    return lower(text_of(raw))
-
-
-def text_of(raw: Any) -> str:
-    """Return ``str(raw)``; for an integer of more digits than Python converts to decimal, its hexadecimal digits."""
-    return hex(raw) if isinstance(raw, int) and raw.bit_length() > _MAX_BITS else str(raw)
+    return lower(str(raw))
 
 
 def without_prefix(word: str, prefixes: Sequence[str]) -> str:

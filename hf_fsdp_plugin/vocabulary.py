@@ -129,9 +129,7 @@ class UnsupportedKey(NamedTuple):
 
 _text = Path(__file__).with_name("vocabulary.yaml").read_text(encoding="utf-8")
 # All values are read as text: otherwise "no" and "off" would be bools.
-_settings, _unsupported, _groups, OTHER_NAMES = yaml.load_all(
-    _text, Loader=getattr(yaml, "CBaseLoader", yaml.BaseLoader)
-)
+_settings, _unsupported, _groups, TABLES = yaml.load_all(_text, Loader=getattr(yaml, "CBaseLoader", yaml.BaseLoader))
 ROWS: tuple[SettingRow, ...] = tuple(
     _row_of(scope, name, fields) for scope, rows in _settings.items() for name, fields in _each_row(rows)
 )
@@ -147,7 +145,7 @@ UNSUPPORTED_KEYS, UNSUPPORTED_VALUES = (
 WORDS: Mapping[str, frozenset[str]] = MappingProxyType(
     {name: frozenset(_words(text)) for name, text in _groups.items()}
 )
-"""Name of a group -> its words. ``OTHER_NAMES`` has tables: name of a table -> other name of a setting -> setting."""
+"""Name of a group -> its words. ``TABLES``: name of a table -> its content, as text."""
 BY_NAME: Mapping[str, SettingRow] = MappingProxyType({row.name: row for row in reversed(ROWS)})
 BY_KEY: Mapping[tuple[Scope, str], SettingRow] = MappingProxyType(
     {(row.scope, spelling): row for row in ROWS for spelling in row.spellings}
@@ -164,7 +162,7 @@ def plain_key(key: str, scope: Scope) -> str:
 
 def canonical_setting(name: str) -> str | None:
     """Return the setting of ``FsdpSpec`` for an internal name, for messages; ``None`` if there is none."""
-    name = OTHER_NAMES["derived"].get(name, name)
+    name = TABLES["derived"].get(name, name)
     for gathered in ("launch.extra", "launch.dynamo_config"):
         if name.startswith(f"{gathered}."):
             return gathered

@@ -39,12 +39,8 @@ def add_arguments(parser: Parser) -> None:
     add_config_arguments(parser, several=True)
     parser.add_argument("--fix", action="store_true", help="print the config with misspelled keys and values corrected")
     parser.add_argument("--model", metavar="DIR|ID", help="resolve the config against this model")
-    parser.add_argument(
-        "--world-size",
-        type=whole_number(1, MAX_WORLD_SIZE),
-        metavar="N",
-        help="number of ranks (default: num_processes)",
-    )
+    size, about = whole_number(1, MAX_WORLD_SIZE), "number of ranks (default: num_processes)"
+    parser.add_argument("--world-size", type=size, metavar="N", help=about)
     preflight.add_run_arguments(parser)
     about = "plan for cuda, cpu, … (default: the device that launch uses on this machine)"
     parser.add_argument("--device", metavar="TYPE", help=about)

@@ -19,7 +19,8 @@ from hf_fsdp_plugin.problems import Problem
 from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec
 from hf_fsdp_plugin.spellings import nearest_word
 from hf_fsdp_plugin.strategies import STRATEGIES
-from hf_fsdp_plugin.vocabulary import BY_NAME, PREFIXES, Scope, find_row, plain_key
+from hf_fsdp_plugin.text import format_value
+from hf_fsdp_plugin.vocabulary import BY_NAME, PREFIXES, TABLES, Scope, find_row, plain_key
 
 STOCK_VALUES: Final[Mapping[str, Mapping[Any, Any]]] = {
     "wrap.policy": {"transformer": "TRANSFORMER_BASED_WRAP", "size": "SIZE_BASED_WRAP", "none": "NO_WRAP"},
@@ -48,18 +49,6 @@ _OTHER_ENGINES: Final = ("deepspeed_config", "megatron_lm_config", "fp8_config")
 """Sections that FSDP refuses unless they are empty."""
 _MISSPELLED_KEY: Final = "FSDP-E020"
 _WORD: Final = re.compile(r"[\w.-]+")
-_STOCK_LIMITS: Final = (
-    ((1, 2), "launch.use_cpu", (True,), "does not shard on CPU ranks"),
-    ((2,), "sharding.strategy", ("no_shard",), "ignores NO_SHARD under FSDP2 and runs full_shard"),
-    ((2,), "checkpoint.state_dict", ("local",), "refuses LOCAL_STATE_DICT under FSDP2"),
-    ((2,), "prefetch.backward", ("post", "none"), "ignores fsdp_backward_prefetch under FSDP2"),
-    ((2,), "prefetch.forward", (True,), "ignores fsdp_forward_prefetch under FSDP2"),
-    ((1, 2), "activation.checkpointing", ("selective",), "refuses selective activation checkpointing"),
-    ((1,), "activation.offload", (True,), "refuses to offload activations under FSDP1"),
-    ((1, 2), "checkpoint.asynchronous", (True,), f"ignores {BY_NAME['checkpoint.asynchronous'].key}"),
-    ((1, 2), "offload.pin_memory", (False,), f"ignores {BY_NAME['offload.pin_memory'].key}"),
-)
-"""FSDP versions, setting, its values, and what stock ``accelerate launch`` does with them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -119,9 +108,10 @@ def stock_limits(settings: Mapping[str, Any], version: int, *, gpus: int = 0) ->
     Args:
         gpus: the size of the shard axis with which FSDP1 needs no mesh.
     """
-    for versions, name, values, text in _STOCK_LIMITS:
-        if version in versions and settings.get(name) in values:
-            yield f"Stock Accelerate {text}."
+    for limit in TABLES["stock_limits"]:
+        value = format_value(settings.get(limit["setting"]), "")
+        if str(version) in limit["versions"].split() and value in limit["values"].split():
+            yield f"Stock Accelerate {limit['text']}."
     if version == 1 and settings.get("mesh.shard", gpus) != gpus:
         yield "Stock Accelerate refuses parallelism_config under FSDP1."
 

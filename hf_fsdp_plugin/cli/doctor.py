@@ -152,7 +152,7 @@ def _text(found: Mapping[str, Any], problems: Sequence[Problem]) -> str:
     if devices["count"]:
         size = f", {format_memory(devices['memory_bytes'])} each" if devices["memory_bytes"] else ""
         text = f"{devices['count']} × {devices['kind']} {devices['name']}{size}"
-    shown = [str(problem) if problem.severity != "error" else problem.text("error: ") for problem in problems]
+    shown = [problem.text(f"{problem.severity}: ") for problem in problems]
     missing = [row for row in contracts if row["status"] == "missing"]
     verdict = "Everything that this package relies on is there." if contracts and not missing else ""
     blocks = [format_table(versions), f"devices: {text}\n{enabled}", _contracts_text(contracts) if contracts else ""]

@@ -77,9 +77,8 @@ class Enabled:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--user", action="store_true", help="for a package in the user's own site-packages (pip install --user)"
-    )
+    about = "for a package in the user's own site-packages (pip install --user)"
+    parser.add_argument("--user", action="store_true", help=about)
 
 
 def run(args: argparse.Namespace) -> int:

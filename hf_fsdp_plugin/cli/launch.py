@@ -27,15 +27,9 @@ from hf_fsdp_plugin.launcher.rank_processes import RankJob, launch_env, rank_com
 from hf_fsdp_plugin.launcher.run_script import check_script
 from hf_fsdp_plugin.problems import Problem, SpecError, has_errors
 from hf_fsdp_plugin.rank_variables import POD_ID_VARIABLE, RUN_ID_VARIABLE, exit_limit, hang_limit, silence_limit
+from hf_fsdp_plugin.sources import environment
 from hf_fsdp_plugin.sources.command_line import flag_name, parse_flags
-from hf_fsdp_plugin.sources.environment import (
-    LaunchHandover,
-    absolute_path,
-    default_config_file,
-    torchrun_options,
-    torchrun_variables,
-    user_variables,
-)
+from hf_fsdp_plugin.sources.environment import LaunchHandover
 from hf_fsdp_plugin.sources.interface import ConfigFile, Sources
 from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec
 from hf_fsdp_plugin.text import printable
@@ -72,7 +66,7 @@ def run_launch(arguments: flags.LaunchArguments) -> int:
 
 def _with_variables(arguments: flags.LaunchArguments) -> flags.LaunchArguments:
     """Add the options that the variables of torchrun set, as in a pod of Kubernetes, and that no flag sets."""
-    found = torchrun_options(os.environ)
+    found = environment.torchrun_options(os.environ)
     if any(flag.name == "num_machines" for flag in parse_flags(arguments.command_line)):
         found.pop("min_machines", None)
     given = {name: value for name, value in found.items() if name not in arguments.options}
@@ -206,22 +200,22 @@ def _handover(arguments: flags.LaunchArguments) -> LaunchHandover:
     options = arguments.options
     if given := options.get("config_file"):
         config: ConfigFile | None = ConfigFile.at(given)
-    elif config := default_config_file(os.environ):
+    elif config := environment.default_config_file(os.environ):
         _print_notices(arguments, f"no --config_file: reading Accelerate's default config file {config.shown}")
     sources = Sources(
         config=config,
         command_line=tuple(_with_absolute_path(flag) for flag in arguments.command_line),
         overrides=arguments.overrides,
-        environ={**user_variables(os.environ), **torchrun_variables(os.environ)},
+        environ={**environment.user_variables(os.environ), **environment.torchrun_variables(os.environ)},
     )
-    report, table = absolute_path(options.get("report")), "report_table" in options
+    report, table = environment.absolute_path(options.get("report")), "report_table" in options
     return LaunchHandover(sources=sources, quiet="quiet" in options, report=report, report_table=table)
 
 
 def _with_absolute_path(flag: str) -> str:
     name, _, value = flag.partition("=")
     is_path = flag_name(name) == "fsdp_config" and "{" not in value and Path(value).exists()
-    return f"{name}={absolute_path(value)}" if is_path else flag
+    return f"{name}={environment.absolute_path(value)}" if is_path else flag
 
 
 def _command(arguments: flags.LaunchArguments) -> list[str]:

@@ -53,11 +53,8 @@ _ONE_MACHINE: Final = {
 
 def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     """Add ``--run`` and its options to the arguments of ``check``."""
-    parser.add_argument(
-        "--run",
-        action="store_true",
-        help="also train a tiny clone of the model on CPU ranks: prepare, step, clip, evaluate, save, resume, export",
-    )
+    about = "also train a tiny clone of the model on CPU ranks: prepare, step, clip, evaluate, save, resume, export"
+    parser.add_argument("--run", action="store_true", help=about)
     about = f"with --run: stop the ranks after this time (default: {DEFAULT_LIMIT:g})"
     parser.add_argument("--limit", type=float, default=DEFAULT_LIMIT, metavar="SECONDS", help=about)
 

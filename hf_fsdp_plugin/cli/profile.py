@@ -120,11 +120,9 @@ def run(args: argparse.Namespace) -> int:
         print_json(tree)
     else:
         print_problems(problems)
-        print(
-            f"\n{profile_text(tree, suggestions, ranks[0].facts.get('plan'))}\n\nwritten: {folder / files.RESULT}",
-            end="",
-        )
-        print(f" and {plural(len(tree['files']['traces']), 'trace')} for ui.perfetto.dev or chrome://tracing")
+        traces = f"{plural(len(tree['files']['traces']), 'trace')} for ui.perfetto.dev or chrome://tracing"
+        print(f"\n{profile_text(tree, suggestions, ranks[0].facts.get('plan'))}\n")
+        print(f"written: {folder / files.RESULT} and {traces}")
     return code
 
 

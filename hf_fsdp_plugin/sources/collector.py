@@ -175,7 +175,7 @@ class Collector(SourceSettings):
             self._report_option(entry, value)
             return
         nodes = value if isinstance(value, tuple) else (entry.value,)
-        options = _split_options(" ".join(spellings.text_of(node.value) for node in nodes))
+        options = _split_options(" ".join(str(node.value) for node in nodes))
         if not options or (len(options) == 1 and options[0] in FALSE_WORDS):
             self.mentions_fsdp = False
             self.add("launch.distributed_type", entry, value="NO", implied=True)

@@ -6,26 +6,26 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from hf_fsdp_plugin import vocabulary
+import hf_fsdp_plugin.vocabulary as vocabulary
 from hf_fsdp_plugin.problems import Origin, Problem
 from hf_fsdp_plugin.sources.collector import Collector, entry_of
 from hf_fsdp_plugin.sources.interface import Dialect, Sources, SourceSettings
 from hf_fsdp_plugin.sources.script_objects import add_fsdp_arguments
 from hf_fsdp_plugin.sources.tree import ConfigEntry
 from hf_fsdp_plugin.spellings import did_you_mean, lower, nearest_word
-from hf_fsdp_plugin.vocabulary import OTHER_NAMES, PREFIXES, WORDS, Scope, SettingRow, find_row, plain_key, similar_key
+from hf_fsdp_plugin.vocabulary import Scope, SettingRow, find_row
 
 SOURCE = "command line"
 OVERRIDES = "--set"
-SWITCHES = WORDS["switches"]
+SWITCHES = vocabulary.WORDS["switches"]
 """Flags of ``accelerate launch`` that take no value, not even after ``=``; all other flags take a value."""
 
 SHORT_FLAGS = {"q": "quiet", "m": "module", "t": "tee", "h": "help"}
-SETTING_OF_SWITCH: Mapping[str, tuple[str, str]] = OTHER_NAMES["setting_of_switch"]
-LAUNCHER_FLAGS = WORDS["launcher_flags"]
-OPTIONAL_VALUE = WORDS["flags_with_optional_value"]
+SETTING_OF_SWITCH: Mapping[str, tuple[str, str]] = vocabulary.TABLES["setting_of_switch"]
+LAUNCHER_FLAGS = vocabulary.WORDS["launcher_flags"]
+OPTIONAL_VALUE = vocabulary.WORDS["flags_with_optional_value"]
 """Flags of a training script whose value is optional; ``--fsdp`` without a value turns FSDP on."""
-RENAMED: Mapping[str, str] = {name: f"fsdp_{name}" for name in WORDS["renamed_flags"]}
+RENAMED: Mapping[str, str] = {name: f"fsdp_{name}" for name in vocabulary.WORDS["renamed_flags"]}
 """Flag of ``accelerate launch`` before version 0.14 -> its present name."""
 
 
@@ -156,7 +156,7 @@ def _add_flag(out: Collector, flag: GivenFlag) -> None:
     if row is not None:
         out.add_entry(row, _entry(flag))
     elif flag.name in RENAMED or flag.name.lower().startswith(("fsdp", "parallelism_config")):
-        nearest = RENAMED.get(flag.name) or similar_key(flag.name, ("fsdp", "parallelism"))
+        nearest = RENAMED.get(flag.name) or vocabulary.similar_key(flag.name, ("fsdp", "parallelism"))
         fix = did_you_mean(nearest and f"--{nearest}", "Remove it.")
         out.report("FSDP-E030", _entry(flag), f"unknown flag '{flag.written}'.", fix)
 
@@ -175,9 +175,10 @@ def remedy_of_switch(written: str) -> str:
 
 def _row_of_flag(name: str) -> SettingRow | None:
     default: Scope = "training" if name in OPTIONAL_VALUE else "launch"
-    scope = next((scope for scope, prefix in PREFIXES.items() if prefix and name.startswith(prefix)), default)
+    prefixes = vocabulary.PREFIXES.items()
+    scope = next((scope for scope, prefix in prefixes if prefix and name.startswith(prefix)), default)
     row = find_row(name, (scope,))
-    if row is None or row.opens is not None or plain_key(name, row.scope) not in row.spellings:
+    if row is None or row.opens is not None or vocabulary.plain_key(name, row.scope) not in row.spellings:
         return None
     return row
 
@@ -224,4 +225,4 @@ def _split_pairs(texts: Iterable[Any], out: Collector) -> Iterable[tuple[str, st
 
 def _nearest_name(name: str) -> str:
     nearest = nearest_word(name.lower(), [row.name for row in vocabulary.BY_NAME.values() if not row.internal])
-    return nearest if "." in name else similar_key(name, _ALL_SCOPES) or nearest
+    return nearest if "." in name else vocabulary.similar_key(name, _ALL_SCOPES) or nearest

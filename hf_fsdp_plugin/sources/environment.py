@@ -30,15 +30,15 @@ from hf_fsdp_plugin.sources.collector import Collector, entry_of
 from hf_fsdp_plugin.sources.command_line import flags_before_script, machine_range, parse_flags
 from hf_fsdp_plugin.sources.interface import ENVIRONMENT, ConfigFile, Sources, SourceSettings
 from hf_fsdp_plugin.spellings import FALSE_WORDS, NULL_WORDS, TRUE_WORDS, did_you_mean
-from hf_fsdp_plugin.vocabulary import OTHER_NAMES, Scope, find_row, similar_key
+from hf_fsdp_plugin.vocabulary import TABLES, Scope, find_row, similar_key
 
 SOURCE = ENVIRONMENT
 PREFIXES: tuple[tuple[str, Scope], ...] = (("FSDP_", "fsdp"), ("PARALLELISM_CONFIG_", "parallelism"))
-ACCELERATE: Mapping[str, str] = OTHER_NAMES["accelerate_keys"]
+ACCELERATE: Mapping[str, str] = TABLES["accelerate_keys"]
 TORCHRUN = "variables of torchrun"
 """Name of the level of the variables that replace flags of ``torchrun``."""
-TORCHRUN_KEYS: Mapping[str, str] = OTHER_NAMES["torchrun_keys"]
-TORCHRUN_FLAGS: Mapping[str, str] = OTHER_NAMES["torchrun_flags"]
+TORCHRUN_KEYS: Mapping[str, str] = TABLES["torchrun_keys"]
+TORCHRUN_FLAGS: Mapping[str, str] = TABLES["torchrun_flags"]
 _AGENT = "TORCHELASTIC_RUN_ID"
 """A variable that torch's agent sets in its ranks. In these, the variables of ``torchrun`` have no effect any more."""
 LAUNCHER_MIN_NUM_PARAMS = "100000000"

@@ -62,7 +62,8 @@ def parse_settings(source: SourceSettings) -> SourceSettings:
         try:
             value = setting.value if row is None else parse_value(row, setting.value)
         except InvalidValue as invalid:
-            message = f"{setting.origin.spelling} is {_text_of_value(setting.value)}; expected {invalid.expected}."
+            shown = one_line(repr(setting.value) if isinstance(setting.value, str) else str(setting.value))
+            message = f"{setting.origin.spelling} is {shown}; expected {invalid.expected}."
             fix = invalid.fix or f"Correct {setting.origin.spelling}, or remove it."
             problems.append(setting.problem(invalid.code, message, fix))
             continue
@@ -257,16 +258,6 @@ def _word(raw: Any) -> str:
 
 def _nearest_known(word: str, known: Iterable[str]) -> str:
     return spellings.did_you_mean(spellings.nearest_word(word[:MAX_DIGITS], known))
-
-
-def _text_of_value(raw: Any) -> str:
-    """Return a value as text for messages. Strings are quoted."""
-    if isinstance(raw, str):
-        return one_line(repr(raw))
-    try:
-        return one_line(str(raw))
-    except ValueError:  # the integer has more digits than Python converts to text
-        return "a number of several thousand digits"
 
 
 _PARSERS: Mapping[ValueKind, Callable[[SettingRow, Any], Any]] = {

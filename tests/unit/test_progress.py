@@ -5,7 +5,6 @@ import sys
 
 import pytest
 
-from hf_fsdp_plugin import messages
 from hf_fsdp_plugin.checkpoint.checking.verified_files import Progress
 from hf_fsdp_plugin.checkpoint.checking.verify import verify
 from hf_fsdp_plugin.cli.main import main
@@ -25,8 +24,7 @@ class Terminal(io.StringIO):
 def test_bar_is_shown_on_a_terminal_of_rank_0(monkeypatch, rank: str, stream: io.StringIO, is_shown: bool) -> None:
     monkeypatch.setenv("RANK", rank)
     monkeypatch.setattr(sys, "stderr", stream)
-    monkeypatch.setattr(messages, "_BAR_DELAY", 0)
-    with progress_bar("saving", 2000) as update:
+    with progress_bar("saving", 2000, delay=0) as update:
         update(1000)
         update(1000)
     assert ("saving" in stream.getvalue()) == is_shown

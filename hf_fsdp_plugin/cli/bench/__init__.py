@@ -55,24 +55,18 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument("--config-file", "--config", metavar="CONFIG", help="Accelerate YAML or JSON of other settings")
     add_override_flag(parser)
     what = parser.add_argument_group("cases, each a list with commas")
-    what.add_argument(
-        "--world-sizes", metavar="N,…", type=_list_of(number), default="2", help="numbers of ranks (default: 2)"
+    lists: tuple[tuple[str, str, Callable[[str], Any], str, str], ...] = (
+        ("world-sizes", "N,…", number, "2", "numbers of ranks (default: 2)"),
+        ("strategies", "S,…", _one_of(*bench.TITLES), "ddp,shard_grad_op,full_shard", f"of {', '.join(bench.TITLES)}"),
+        ("versions", "V,…", _one_of("1", "2"), "2", "FSDP versions (default: 2)"),
     )
-    what.add_argument(
-        "--strategies",
-        metavar="S,…",
-        type=_list_of(_one_of(*bench.TITLES)),
-        default="ddp,shard_grad_op,full_shard",
-        help=f"of {', '.join(bench.TITLES)}",
-    )
-    what.add_argument(
-        "--versions", metavar="V,…", type=_list_of(_one_of("1", "2")), default="2", help="FSDP versions (default: 2)"
-    )
+    for flag, metavar, parse, default, about in lists:
+        what.add_argument(f"--{flag}", metavar=metavar, type=_list_of(parse), default=default, help=about)
     what.add_argument("--vs", choices=["stock"], default="", help="also run the same settings by stock Accelerate")
     how = parser.add_argument_group("measurement")
-    for name, (default, text) in bench.WORKLOAD.items():
+    for name, (value, text) in bench.WORKLOAD.items():
         flag = f"--{name.replace('_', '-')}"
-        how.add_argument(flag, metavar="N", type=number, default=default, help=f"{text} (default: {default})")
+        how.add_argument(flag, metavar="N", type=number, default=value, help=f"{text} (default: {value})")
     out = parser.add_argument_group("output")
     out.add_argument("--force", action="store_true", help="run cases that do not fit into CPU memory")
     out.add_argument("--json", action="store_true", help="print one JSON object and nothing else on stdout")

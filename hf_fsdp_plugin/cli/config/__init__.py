@@ -19,12 +19,11 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from hf_fsdp_plugin.cli import config_text
-from hf_fsdp_plugin.cli.config import questions
-from hf_fsdp_plugin.cli.config.conversation import ask_question, ask_questions, predict_memory, show_text
-from hf_fsdp_plugin.cli.config.question import Question, State, label_of
+from hf_fsdp_plugin.cli.config import conversation, questions
+from hf_fsdp_plugin.cli.config.conversation import Question, State, label_of, show_text
 from hf_fsdp_plugin.cli.output import OK, print_failure, print_json, print_problems, write_atomically
 from hf_fsdp_plugin.launcher.flags import Suggested
 from hf_fsdp_plugin.launcher.world import DeviceSearch
@@ -116,7 +115,7 @@ def _run(args: argparse.Namespace) -> int:
         if not args.yes:
             where = "prints the file" if target.shown == "-" else f"writes {target.shown}"
             show_text(f"This {where}. Ctrl-C at any question writes nothing.")
-        ask_questions(state, given)
+        conversation.ask_questions(questions.QUESTIONS, state, given)
     finally:
         search.close()
     fixed = questions.fixed_settings(state) if target.present is None else {}
@@ -129,7 +128,7 @@ def _run(args: argparse.Namespace) -> int:
         text = config_text.changed_text(target.text, lines, unused, target.present.spec, is_json=target.is_json)
     target = replace(target, new=text)
     checked = _check(target, lines)
-    memory = predict_memory(state, checked.spec)
+    memory = conversation.predict_memory(state, checked.spec)
     if not _may_write(args, target, state):
         print("Nothing was written.", file=sys.stderr)
         return print_failure([], as_json=args.json)
@@ -167,7 +166,7 @@ def _may_write(args: argparse.Namespace, target: Target, state: State) -> bool:
     lines = difflib.unified_diff(before, after, "before", "after", lineterm="", n=1)
     print("", *map(printable, lines), sep="\n", file=sys.stderr)
     question = Question(name="force", text=f"Change {target.shown}", default=True)
-    return bool(args.force or ask_question(question, state))
+    return bool(args.force or conversation.ask_question(question, state))
 
 
 def _print_result(
@@ -180,7 +179,7 @@ def _print_result(
     sizes = state.answers["micro_batch"], state.accumulation, state.answers.get("sync_each_batch", False)
     show_text(f"Arguments of the script: {' '.join(config_text.script_arguments(*sizes))}")
     if args.json:
-        tree = {"ok": True, "path": target.path, "written": target.is_changed, "text": target.new}
+        tree: dict[str, Any] = {"ok": True, "path": target.path, "written": target.is_changed, "text": target.new}
         tree |= {"answers": state.answers, "settings": settings, "per_rank": memory, "stock_limits": limits}
         print_json({**tree, "problems": checked.problems})
         return

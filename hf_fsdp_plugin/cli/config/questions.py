@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
-from hf_fsdp_plugin.cli.config.question import Default, Question, State
+from hf_fsdp_plugin.cli.config.conversation import USUAL_MIN_NUM_PARAMS, Default, Question, State
 from hf_fsdp_plugin.spec.values import InvalidValue, is_class_name, parse_value
 from hf_fsdp_plugin.strategies import STRATEGIES
 from hf_fsdp_plugin.text import SIZE_SPELLINGS, format_memory, format_names, nearest_multiples, parse_bytes
@@ -16,8 +16,6 @@ _FSDP1: Final = {"prefetch.backward": "pre", "params.use_orig": True}
 """Settings that are written for FSDP1, because stock Accelerate has other defaults, and their values."""
 USUAL_GPUS: Final = 8
 USUAL_SEQ_LEN: Final = 4096
-USUAL_MIN_NUM_PARAMS: Final = 100_000_000
-"""Default of ``accelerate config`` for the number of parameters from which the size policy makes a unit."""
 MAX_BATCH: Final = 1 << 24
 """Largest batch, and longest sequence, that an answer may give."""
 MAX_RANKS: Final = 1 << 20
