@@ -92,7 +92,7 @@ class Sources:
         training_arguments: keyword arguments of ``TrainingArguments``, including ``fsdp`` and ``fsdp_config``.
         distributed_config: a ``DistributedConfig``, a dict with its fields, or a ``ConfigFile`` with them.
         world_size: the value of ``check --world-size``, a number of ranks with the precedence of ``--set``.
-        problems: the problems found by :func:`sources.launchers.locate_config`.
+        problems: the problems found by :func:`sources.environment.locate_config`.
     """
 
     config: ConfigFile | Mapping[str, Any] | None = None
