@@ -75,7 +75,7 @@ def model_class_of(path_or_id: str | Path) -> Any:
 def max_positions(model: nn.Module) -> int:
     """Return the largest number of tokens of a sample; 0 if the config of the model has no limit."""
     config: Any = getattr(model, "config", None)
-    config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    config = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
     longest = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None)
     return longest if isinstance(longest, int) else 0
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from hf_fsdp_plugin.cli.plan.output import Planned, plan_page, predict
+from hf_fsdp_plugin.cli.plan.output import Planned, memory_by_strategy, plan_page, predict
 from hf_fsdp_plugin.estimate.machines import machine_named
 from hf_fsdp_plugin.estimate.types import Workload
 from hf_fsdp_plugin.plan.resolve import resolve
@@ -83,11 +83,25 @@ def test_page_is_complete_and_self_contained(page):
     assert parsed.links == []
     assert "script" not in parsed.tags
     assert "http" not in page.replace("http://www.w3.org/2000/svg", "")
-    assert parsed.sections == ["timeline", "streams", "units", "assumptions"]
+    assert parsed.sections == ["strategies", "timeline", "streams", "units", "assumptions"]
     words = " ".join(parsed.texts)
-    assert "model.layers.0–5" in words
+    assert "full_shard (planned)" in words and "model.layers.0–5" in words
     assert parsed.tags["svg"] == 2
     assert "<b>small" not in page and "&lt;b&gt;small" in page
+
+
+def test_strategies_have_the_memory_of_their_plans(planned):
+    prediction = predict(planned)
+    found = memory_by_strategy(prediction)
+    assert set(found) == {"full_shard", "shard_grad_op", "no_shard"}
+    assert found["no_shard"].peak.bytes > found["full_shard"].peak.bytes
+    assert found["full_shard"] is prediction.memory
+
+
+def test_hybrid_strategies_are_shown_for_several_machines(planned):
+    machines = replace(planned, machine=replace(planned.machine, ranks_per_machine=4))
+    names = set(memory_by_strategy(predict(machines)))
+    assert names == {"full_shard", "shard_grad_op", "no_shard", "hybrid_shard 2×4", "hybrid_shard_zero2 2×4"}
 
 
 def test_page_lists_equal_units_once(page):
@@ -99,7 +113,7 @@ def test_page_lists_equal_units_once(page):
 
 def test_page_without_a_machine_has_no_streams(planned):
     parsed = Parsed(plan_page(predict(replace(planned, machine=None))))
-    assert parsed.sections == ["timeline", "units", "assumptions"]
+    assert parsed.sections == ["strategies", "timeline", "units", "assumptions"]
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="needs a browser: apt-get install chromium")
@@ -123,5 +137,5 @@ def test_browser_shows_the_page_without_overflow(page, tmp_path, width):
     title = shown.partition("<title>")[2].partition("</title>")[0]
     content, visible, sections, font = title.split()
     assert int(content) <= int(visible) == width
-    assert int(sections) == 4
+    assert int(sections) == 5
     assert font == "16px"

@@ -1,5 +1,6 @@
 """The planner on several models: order, rejections, remedies, the decision tree, and the config of the best row."""
 
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -9,9 +10,11 @@ import transformers as hf
 from hf_fsdp_plugin.estimate.machines import machine_named
 from hf_fsdp_plugin.estimate.memory.peak import estimate_memory
 from hf_fsdp_plugin.estimate.planner import (
+    SAME_SPEED,
     Subject,
     advise,
     decision_tree,
+    in_order,
     micro_batches,
     shardings,
 )
@@ -97,6 +100,7 @@ def test_nothing_fits_names_a_change_that_does():
     found = advice(memory=smallest, headroom=1.0, seq_len=512)
     assert found.best is None
     assert any(text.startswith("Sequences of 256 tokens") for text in found.remedies)
+    assert "does not fit either" in decision_tree(found, 10**9)
 
 
 def subject_of(family, version, **wrap):
@@ -130,4 +134,37 @@ def test_meshes_divide_the_world():
     ],
 )
 def test_decision_tree_is_by_size_alone(billions, choice):
-    assert decision_tree(int(billions * 10**9)).endswith(f" gives {choice}.")
+    assert f" gives {choice}" in decision_tree(advice(), int(billions * 10**9))
+
+
+def test_difference_to_the_tree_has_a_reason():
+    found = advice()
+    best = found.best
+    assert best is not None
+    text = decision_tree(found, 10**9)
+    assert text.endswith("as the planner does.") if best.choice.strategy == "no_shard" else "but it" in text
+
+
+def test_equally_fast_rows_prefer_memory_and_simple_meshes():
+    found = advice(machine="h100-sxm", num_machines=2, gpus_per_machine=8, global_batch=64)
+    best, limit = found.best, found.limit
+    fastest = max(row.tokens_per_second for row in found.fitting)
+    tied = [row for row in found.fitting if row.tokens_per_second >= fastest * (1 - SAME_SPEED)]
+    assert found.fitting[: len(tied)] == tuple(tied) and len(tied) > 1
+    assert best.choice.checkpointing == "none"
+    assert best.choice.replicate == 1 or best.choice.shard == 1
+    least = min(row.memory.peak.bytes for row in tied)
+    assert best.tokens_per_second < fastest or best.memory.peak.bytes <= least + limit * 0.02
+    speeds = [row.tokens_per_second for row in found.fitting[len(tied) :]]
+    assert speeds == sorted(speeds, reverse=True)
+
+
+def test_less_memory_is_preferred_among_equally_fast_rows():
+    rows = advice(machine="h100-sxm", num_machines=2, gpus_per_machine=8, global_batch=64).fitting
+    timed = [row for row in rows if row.choice.checkpointing == "none"][:20]
+    same = [replace(row, time=replace(row.time, tokens_per_second=1e6 + number)) for number, row in enumerate(timed)]
+    limit = max(row.memory.peak.bytes for row in same)  # so that differences of these tiny models count
+    first = in_order(same, limit)[0]
+    assert first.memory.peak.bytes <= min(row.memory.peak.bytes for row in same) + limit * 0.02
+    slow = replace(first, time=replace(first.time, tokens_per_second=0.9e6))
+    assert in_order([*same[:1], slow], limit)[0] is same[0]
