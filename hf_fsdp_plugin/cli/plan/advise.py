@@ -59,7 +59,7 @@ def print_advice(args: argparse.Namespace, planned: Planned) -> int:
     if chosen is not None:
         choice, config = chosen.choice, config_text(chosen, spec)
         arguments = script_arguments(choice.micro_batch, choice.accumulation, choice.sync_each_batch)
-    tree = decision_tree(plan.num_params)
+    tree = decision_tree(advice, plan.num_params)
     if args.json:
         tree_of_advice = {
             "ok": advice.best is not None,
@@ -83,7 +83,7 @@ def _answer_lines(advice: Advice, chosen: AdviceRow | None, tree: str) -> list[s
     """Return the best settings, a table, the rejected settings, and why the chosen row is not the best one.
 
     Args:
-        tree: what the rule of thumb gives.
+        tree: how the best settings compare with the rule of thumb.
     """
     width = text_width()
     lines = [*wrap_words(_answer(advice), width, ""), ""]

@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING, Any, Final
 
 from hf_fsdp_plugin.cli.output import OK, PROBLEMS, colored, print_problems, print_result, text_width, write_atomically
 from hf_fsdp_plugin.estimate import types
+from hf_fsdp_plugin.estimate.machines import RANKS_PER_MACHINE
 from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan, equal_units
 from hf_fsdp_plugin.problems import Problem, SpecError
+from hf_fsdp_plugin.strategies import STRATEGIES
 from hf_fsdp_plugin.text import format_count, format_memory, format_seconds, format_table, plural, printable, wrap_words
 
 if TYPE_CHECKING:
@@ -32,6 +34,8 @@ _COLORS: Final[dict[types.MemoryKind, str]] = {
 }  # fmt: skip
 """The palette of Okabe and Ito, which color-blind readers can tell apart."""
 _MOST_SPANS: Final = 1500
+_BESIDE_TIME: Final = ("step_seconds", "tokens_per_second", "machine")
+"""Fields of a time estimate that ``plan --json`` has beside the object ``time``."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -120,7 +124,7 @@ def plan_json(prediction: Prediction, problems: Iterable[Problem]) -> dict[str, 
         "step_seconds": time and time.step_seconds,
         "tokens_per_second": time and time.tokens_per_second,
         "machine": time and time.machine,
-        "time": time and asdict(time),
+        "time": time and {name: value for name, value in asdict(time).items() if name not in _BESIDE_TIME},
         "assumptions": list(memory.assumptions),
         "workload": asdict(planned.workload),
         "plan": planned.plan.to_json(),
@@ -138,6 +142,7 @@ def plan_text(prediction: Prediction) -> str:
         *wrap_words(_subject(planned.plan, planned.workload), width, ""),
         "",
         _kinds_table(memory),
+        *([] if memory.device is None else ["", _device_table(memory.device)]),
         *(["", f"CPU memory per rank: {format_memory(memory.host_bytes)}"] if memory.host_bytes else []),
         "",
         _communication_table(prediction.communication),
@@ -174,6 +179,7 @@ def _time_lines(prediction: Prediction) -> Iterator[str]:
         ("communication", format_seconds(time.communication_seconds)),
         ("not overlapped", format_seconds(time.exposed_seconds)),
         ("tokens/s", f"{time.tokens_per_second:,.0f}"),
+        ("tokens/s per rank", f"{time.tokens_per_second / prediction.planned.plan.world_size:,.0f}"),
         ("model FLOP/s utilization", f"{time.mfu:.1%}" if time.mfu is not None else "unknown"),
     ]
     yield from (format_table(table, right=(1,)), f"  {time.evidence}", f"  on {time.machine}")
@@ -198,6 +204,20 @@ def _verdict(memory: types.MemoryEstimate, gpu_memory: int | None) -> str:
         left += f", but {format_memory(memory.total_bytes)} would be used: torch's allocator must return cached memory "
         left += "in each step, which waits for the GPU"
     return f"{answer}: {need} ({part:.0%}), {left}. {why}"
+
+
+def _device_table(device: types.DeviceMemory) -> str:
+    """Return the table of the parts of the device's memory, in the order in which they add up."""
+    sizes = {
+        "allocated by torch at the peak": device.allocated,
+        "reserved by torch's allocator, with that": device.reserved,
+        "CUDA context": device.context,
+        "NCCL": device.nccl,
+        "total": device.total,
+        "needed, if cached memory is returned": device.total_needed,
+    }
+    rows = [(name, format_memory(size)) for name, size in sizes.items()]
+    return format_table([("memory of a device", "size"), *rows], right=(1,))
 
 
 def _subject(plan: FsdpPlan, workload: types.Workload) -> str:
@@ -243,7 +263,7 @@ def write_page(args: argparse.Namespace, prediction: Prediction) -> list[str]:
 
 
 def plan_page(prediction: Prediction) -> str:
-    """Return one self-contained HTML page: memory during a step, streams of a step, and units.
+    """Return one self-contained HTML page: memory by strategy and during a step, streams of a step, and units.
 
     The template charts.html draws them as SVG. It has no scripts and no addresses of other files.
     """
@@ -256,6 +276,8 @@ def plan_page(prediction: Prediction) -> str:
         subject=_subject(plan, planned.workload),
         memory=memory,
         gpu_memory=planned.gpu_memory,
+        planned=_strategy_name(plan),
+        strategies=memory_by_strategy(prediction),
         areas=list(_areas(memory.timeline)),
         units=equal_units(plan.units),
         num_params=max(1, plan.num_params),
@@ -264,6 +286,38 @@ def plan_page(prediction: Prediction) -> str:
         step_end=max((span.end for span in spans), default=0.0) or 1.0,
     )
     return str(_macros().document(plan.model_class, str(body)))
+
+
+def memory_by_strategy(prediction: Prediction) -> dict[str, types.MemoryEstimate]:
+    """Return the memory of each strategy that is valid for the config, the largest first.
+
+    Hybrid strategies shard over the ranks of one machine, and are shown for several machines.
+    """
+    from hf_fsdp_plugin.estimate.memory.peak import estimate_memory
+    from hf_fsdp_plugin.plan.resolve import resolve
+
+    planned, plan = prediction.planned, prediction.planned.plan
+    ranks = planned.machine.ranks_per_machine if planned.machine is not None else RANKS_PER_MACHINE
+    world, found = plan.world_size, {_strategy_name(plan): prediction.memory}
+    for name, strategy in STRATEGIES.items():
+        if name == plan.strategy or (strategy.hybrid and (world <= ranks or world % ranks)):
+            continue
+        mesh: dict[str, Any] = {"mesh.shard": "auto", "mesh.replicate": "auto"}
+        if strategy.hybrid:
+            mesh = {"mesh.shard": ranks, "mesh.replicate": world // ranks}
+        spec = plan.spec.with_values({"sharding.strategy": name, **mesh}, {})
+        try:
+            other = resolve(spec, planned.model, world_size=world, device_type=plan.device_type)
+        except SpecError:  # FSDP1 has no offload without sharding
+            continue
+        found[_strategy_name(other)] = estimate_memory(other, planned.model, planned.workload)
+    return dict(sorted(found.items(), key=lambda item: -item[1].peak.bytes))
+
+
+def _strategy_name(plan: FsdpPlan) -> str:
+    """``full_shard``, or with the replicas and the shard size of a hybrid mesh: ``hybrid_shard 2×8``."""
+    is_hybrid = STRATEGIES[plan.strategy].hybrid
+    return f"{plan.strategy} {plan.mesh.replicate}×{plan.mesh.shard}" if is_hybrid else plan.strategy
 
 
 @cache
