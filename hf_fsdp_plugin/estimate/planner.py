@@ -9,12 +9,11 @@ from typing import Any, Final
 
 from torch import nn
 
-from hf_fsdp_plugin.estimate.communication import estimate_communication
 from hf_fsdp_plugin.estimate.machines import Machine
 from hf_fsdp_plugin.estimate.memory.meta_pass import profile_step
 from hf_fsdp_plugin.estimate.memory.peak import follow_step
 from hf_fsdp_plugin.estimate.memory.step import StepProfile
-from hf_fsdp_plugin.estimate.time import TimeModel, UnitCosts, unit_costs
+from hf_fsdp_plugin.estimate.time import TimeModel, UnitCosts, estimate_communication, unit_costs
 from hf_fsdp_plugin.estimate.types import KIND_NAMES, MEMORY_KINDS, MemoryEstimate, TimeEstimate, Workload
 from hf_fsdp_plugin.estimate.unit_sizes import UnitSizes, ignored_bytes, unit_sizes
 from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan

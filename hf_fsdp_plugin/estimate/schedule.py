@@ -42,8 +42,13 @@ class Span:
 
 @dataclass(slots=True)
 class Timeline:
-    """The spans of a step, and the time up to which each stream is occupied."""
+    """The spans of a step, and the time up to which each stream is occupied.
 
+    Attributes:
+        overlaps: whether streams run at the same time; if not, every collective blocks the computation.
+    """
+
+    overlaps: bool
     spans: list[Span] = field(default_factory=list)
     free: dict[Stream, float] = field(default_factory=lambda: {"compute": 0.0, "communication": 0.0, "all_reduce": 0.0})
 
@@ -59,6 +64,38 @@ class Timeline:
         end = max(self.free.values())
         self.free = {"compute": end, "communication": end, "all_reduce": end}
         return end
+
+    def forward(self, units: Sequence[UnitTimes], *, gathers: bool, limited: bool) -> None:
+        """Run a forward. Each all-gather waits for the start of the preceding unit if they are limited."""
+        start = self.free["compute"]
+        for unit in units:
+            issued = start if self.overlaps else self.free["compute"]
+            ready = self._gather(unit.name, unit.gather_forward if gathers else 0.0, issued)
+            end = self.run("compute", f"forward of {unit.name}", unit.forward, ready)
+            start = end - unit.forward if limited else start
+
+    def backward(self, units: Sequence[UnitTimes], *, reduces: bool, prefetch: str) -> None:
+        """Run a backward, the last unit first."""
+        ready: float | None = None
+        order = list(reversed(units))
+        for unit, preceding in zip(order, [*order[1:], None], strict=False):
+            if ready is None:
+                ready = self._gather(unit.name, unit.gather_backward, self.free["compute"])
+            end = self.run("compute", f"backward of {unit.name}", unit.backward, ready)
+            ready = None
+            if self.overlaps and prefetch != "none" and preceding is not None:
+                issued = end - unit.backward if prefetch == "pre" else end
+                ready = self._gather(preceding.name, preceding.gather_backward, issued)
+            if reduces and unit.reduce:
+                end = self.run("communication", f"reduce-scatter of {unit.name}", unit.reduce, end)
+            if reduces and unit.all_reduce:
+                end = self.run("all_reduce", f"all-reduce of {unit.name}", unit.all_reduce, end)
+            if reduces and not self.overlaps:
+                self.free["compute"] = max(self.free["compute"], end)
+
+    def _gather(self, name: str, seconds: float, issued: float) -> float:
+        """Run an all-gather. Return its end; 0 if there is none."""
+        return self.run("communication", f"all-gather of {name}", seconds, issued) if seconds else 0.0
 
 
 def simulate(
@@ -82,61 +119,18 @@ def simulate(
     Args:
         units: the times of the units, in forward order.
         keeps_gathered: whether units stay gathered in later micro-batches.
-        overlaps: whether streams run at the same time; if not, every collective blocks the computation.
+        overlaps: see :class:`Timeline`.
         tail: seconds of clipping and update.
     """
-    timeline = Timeline()
+    timeline = Timeline(overlaps)
     for index in range(micro_batches):
-        gathers = not (keeps_gathered and index)
-        _forward(timeline, units, gathers=gathers, limited=limited, overlaps=overlaps)
+        timeline.forward(units, gathers=not (keeps_gathered and index), limited=limited)
         reduces = reduces_each or index == micro_batches - 1
-        _backward(timeline, units, reduces=reduces, prefetch=prefetch, overlaps=overlaps)
+        timeline.backward(units, reduces=reduces, prefetch=prefetch)
         if reduces:
             timeline.wait_for_all()
     timeline.run("compute", "update", tail, timeline.wait_for_all())
     return timeline
-
-
-def _forward(timeline: Timeline, units: Sequence[UnitTimes], *, gathers: bool, limited: bool, overlaps: bool) -> None:
-    starts: list[float] = []
-    begin = timeline.free["compute"]
-    for index, unit in enumerate(units):
-        seconds = unit.gather_forward if gathers else 0.0
-        issued = starts[index - 1] if limited and index else begin
-        if not overlaps:
-            issued = timeline.free["compute"]
-        ready = timeline.run("communication", f"all-gather of {unit.name}", seconds, issued) if seconds else 0.0
-        end = timeline.run("compute", f"forward of {unit.name}", unit.forward, ready)
-        starts.append(end - unit.forward)
-
-
-def _backward(timeline: Timeline, units: Sequence[UnitTimes], *, reduces: bool, prefetch: str, overlaps: bool) -> None:
-    order = list(reversed(units))
-    ready: dict[int, float] = {}
-
-    def gather(index: int, after: float) -> None:
-        if index < len(order) and index not in ready:
-            seconds, name = order[index].gather_backward, order[index].name
-            ready[index] = timeline.run("communication", f"all-gather of {name}", seconds, after) if seconds else 0.0
-
-    for index, unit in enumerate(order):
-        gather(index, timeline.free["compute"])
-        end = timeline.run("compute", f"backward of {unit.name}", unit.backward, ready[index])
-        if prefetch == "pre" and overlaps:
-            gather(index + 1, end - unit.backward)
-        if prefetch == "post" and overlaps:
-            gather(index + 1, end)
-        if reduces:
-            _reduce(timeline, unit, end, overlaps=overlaps)
-
-
-def _reduce(timeline: Timeline, unit: UnitTimes, after: float, *, overlaps: bool) -> None:
-    if unit.reduce:
-        after = timeline.run("communication", f"reduce-scatter of {unit.name}", unit.reduce, after)
-    if unit.all_reduce:
-        after = timeline.run("all_reduce", f"all-reduce of {unit.name}", unit.all_reduce, after)
-    if not overlaps:
-        timeline.free["compute"] = max(timeline.free["compute"], after)
 
 
 def exposed_seconds(timeline: Timeline) -> float:

@@ -6,7 +6,7 @@ Imports no torch, which may be in the middle of its import when hooks import thi
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any, Final
 
@@ -57,6 +57,14 @@ def children(module: nn.Module) -> dict[str, nn.Module | None]:
 def parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
     """Return the mutable dict attribute -> parameter of the module itself."""
     return module._parameters
+
+
+def registrations(modules: Iterable[nn.Module]) -> Iterator[tuple[dict[str, Any], str, Any]]:
+    """Yield each place of each parameter: the mutable dict of the module, the attribute in it, and the parameter."""
+    for module in modules:
+        for attribute, parameter in list(module._parameters.items()):
+            if parameter is not None:
+                yield module._parameters, attribute, parameter
 
 
 def buffers(module: nn.Module) -> dict[str, torch.Tensor | None]:

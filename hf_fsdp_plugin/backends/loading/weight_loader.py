@@ -27,6 +27,7 @@ from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan, UnitPlan
 from hf_fsdp_plugin.plan.names import canonical_name
 from hf_fsdp_plugin.torch_private.modules import buffers as own_buffers
 from hf_fsdp_plugin.torch_private.modules import parameters as own_parameters
+from hf_fsdp_plugin.torch_private.modules import registrations
 
 BROADCAST_ATTRIBUTE = "_hf_fsdp_broadcast"
 """Attribute of a sharded model that contains its :class:`BroadcastRecord`."""
@@ -227,19 +228,14 @@ def materialize(model: nn.Module, names: Iterable[str], device: torch.device, re
 
     A script may create the model on the meta device on every rank except rank 0.
     """
-    wanted = set(names)
-    allocated: dict[int, nn.Parameter] = {}
-    for module_name, module in model.named_modules():
-        registered = own_parameters(module)
-        for attribute, parameter in list(registered.items()):
-            if parameter is None or not parameter.is_meta:
-                continue
-            name = canonical_name(f"{module_name}.{attribute}".lstrip("."))
-            if id(parameter) not in allocated and name in wanted:
-                empty = torch.empty_like(parameter, device=device)
-                allocated[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
-                record.num_filled += 1
-            registered[attribute] = allocated.get(id(parameter), parameter)
+    empty = {id(parameter): parameter for parameter in map(model.get_parameter, names) if parameter.is_meta}
+    record.num_filled += len(empty)
+    allocated = {
+        key: nn.Parameter(torch.empty_like(parameter, device=device), requires_grad=parameter.requires_grad)
+        for key, parameter in empty.items()
+    }
+    for registered, attribute, parameter in registrations(model.modules()):
+        registered[attribute] = allocated.get(id(parameter), parameter)
 
 
 def master_dtype(plan: FsdpPlan, parameter: torch.Tensor) -> torch.dtype:

@@ -18,7 +18,7 @@ from hf_fsdp_plugin.backends.sharding.forwards import apply_activation_checkpoin
 from hf_fsdp_plugin.backends.torch_types import device_mesh, dtensor_like, torch_dtype
 from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan
 from hf_fsdp_plugin.torch_private import fsdp2 as private
-from hf_fsdp_plugin.torch_private.modules import parameters as own_parameters
+from hf_fsdp_plugin.torch_private.modules import registrations
 
 _Places = list[tuple[dict[str, Any], str]]
 """Where a parameter is registered: dicts attribute -> parameter of modules, and the attributes in them."""
@@ -69,11 +69,9 @@ def apply_fsdp2(plan: FsdpPlan, model: nn.Module, device: torch.device) -> nn.Mo
 def _readable_places(model: nn.Module, loader: WeightLoader) -> dict[int, _Places]:
     """Return id of the parameter -> its places, for parameters of which each rank can read its part of the whole."""
     places: dict[int, _Places] = {}
-    for module in model.modules():
-        registered = own_parameters(module)
-        for attribute, parameter in registered.items():
-            if parameter is not None and parameter.dim() > 0 and loader.can_read_parts(parameter):
-                places.setdefault(id(parameter), []).append((registered, attribute))
+    for registered, attribute, parameter in registrations(model.modules()):
+        if parameter.dim() > 0 and loader.can_read_parts(parameter):
+            places.setdefault(id(parameter), []).append((registered, attribute))
     return places
 
 
@@ -140,17 +138,13 @@ def adopt_fsdp2(plan: FsdpPlan, model: nn.Module, device: torch.device) -> nn.Mo
 
 def _replace_by_masters(plan: FsdpPlan, model: nn.Module) -> None:
     """Replace trainable shards by shards in the dtype in which the optimizer updates them. Ties are kept."""
-    master = torch_dtype(plan.precision.master)
     replaced: dict[int, nn.Parameter] = {}
-    for module in model.modules():
-        registered = own_parameters(module)
-        for name, parameter in list(registered.items()):
-            if parameter is None or not isinstance(parameter, DTensor) or master in (None, parameter.dtype):
-                continue
-            if parameter.requires_grad and parameter.is_floating_point():
-                if id(parameter) not in replaced:
-                    replaced[id(parameter)] = nn.Parameter(parameter.detach().to(master))
-                registered[name] = replaced[id(parameter)]
+    for registered, name, parameter in registrations(model.modules()):
+        master = master_dtype(plan, parameter)
+        if isinstance(parameter, DTensor) and parameter.dtype != master:
+            if id(parameter) not in replaced:
+                replaced[id(parameter)] = nn.Parameter(parameter.detach().to(master))
+            registered[name] = replaced[id(parameter)]
 
 
 @contextmanager

@@ -33,8 +33,7 @@ from hf_fsdp_plugin.problems import Problem, SpecError
 from hf_fsdp_plugin.text import format_names
 from hf_fsdp_plugin.torch_private import fsdp1, fsdp2
 from hf_fsdp_plugin.torch_private.functions import gradient_hooks, runs_after_accumulation
-from hf_fsdp_plugin.torch_private.modules import children, wrapped_module
-from hf_fsdp_plugin.torch_private.modules import parameters as own_parameters
+from hf_fsdp_plugin.torch_private.modules import children, registrations, wrapped_module
 
 WHOLE_ATTRIBUTE: Final = "_hf_fsdp_has_whole_parameters"
 """Attribute of a sharded model in a block of ``full_parameters``."""
@@ -395,13 +394,13 @@ def refuse_copies(model: nn.Module) -> None:
     A copy would have one rank's shards, and no units. ``torch.optim.swa_utils.AveragedModel`` copies the model, too.
     """
     for module in model.modules():
-        if any(_is_sharded(parameter) for inner in module.modules() for parameter in own_parameters(inner).values()):
+        if any(_is_sharded(parameter) for _, _, parameter in registrations(module.modules())):
             # Copying looks for this method on the object. fully_shard has set another one on its classes.
             module.__deepcopy__ = partial(_refuse_copy, type(unwrapped(module)).__name__)  # type: ignore[assignment]
 
 
 def _is_sharded(parameter: Any) -> bool:
-    return parameter is not None and (isinstance(parameter, DTensor) or fsdp1.is_flattened(parameter))
+    return isinstance(parameter, DTensor) or fsdp1.is_flattened(parameter)
 
 
 def _refuse_copy(name: str, memo: Any) -> NoReturn:

@@ -29,8 +29,7 @@ from hf_fsdp_plugin.problems import Problem, SpecError
 from hf_fsdp_plugin.text import format_names
 from hf_fsdp_plugin.torch_private import fsdp1
 from hf_fsdp_plugin.torch_private.functions import num_changes
-from hf_fsdp_plugin.torch_private.modules import entries_in_block, is_fsdp_managed, mark_fsdp_managed
-from hf_fsdp_plugin.torch_private.modules import parameters as own_parameters
+from hf_fsdp_plugin.torch_private.modules import entries_in_block, is_fsdp_managed, mark_fsdp_managed, registrations
 
 PLAN_ATTRIBUTE = "_hf_fsdp_plan"
 """Attribute of a sharded model that contains its plan."""
@@ -297,12 +296,7 @@ def _whole_fsdp2(module: nn.Module) -> Iterator[Callable[[], None]]:
     Yields:
         A function that copies this rank's part of the whole parameters to its shards.
     """
-    places: list[tuple[dict[str, Any], str, Any]] = [
-        (registered, name, parameter)
-        for registered in map(own_parameters, module.modules())
-        for name, parameter in registered.items()
-        if isinstance(parameter, DTensor)
-    ]
+    places = [place for place in registrations(module.modules()) if isinstance(place[2], DTensor)]
     shards = {id(shard): shard for _, _, shard in places}  # a tied parameter is one object
     wholes = {
         key: nn.Parameter(shard.full_tensor(), requires_grad=shard.requires_grad) for key, shard in shards.items()

@@ -24,7 +24,7 @@ from hf_fsdp_plugin.estimate.types import Workload
 from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan
 from hf_fsdp_plugin.plan.names import is_inside
 from hf_fsdp_plugin.problems import Problem, SpecError
-from hf_fsdp_plugin.torch_private.modules import parameters as own_parameters
+from hf_fsdp_plugin.torch_private.modules import registrations
 
 _MIN_LAYERS = 5
 """Number of equal layers from which on some of them are skipped: the first two and the last two always run."""
@@ -206,21 +206,15 @@ def _set_compute_dtypes(plan: FsdpPlan, model: nn.Module, skipped: Iterable[str]
     new: dict[int, nn.Parameter] = {}
     in_trained_flat = _in_trained_flat(plan, model)
     kept = {id(model.get_parameter(name)) for name in plan.fp32_parameters}
-    for module in model.modules():
-        if id(module) in skipped_modules:
-            continue
-        registered = own_parameters(module)
-        for name, parameter in registered.items():
-            if parameter is None:
-                continue
-            if id(parameter) not in new:
-                casts = dtype is not None and parameter.is_floating_point()
-                computed = torch.float32 if id(parameter) in kept else dtype if casts else parameter.dtype
-                data = torch.empty_like(parameter, device="meta", dtype=computed)
-                needs_grad = parameter.requires_grad or id(parameter) in in_trained_flat
-                new[id(parameter)] = nn.Parameter(data, requires_grad=needs_grad)
-            undo.callback(registered.__setitem__, name, parameter)
-            registered[name] = new[id(parameter)]
+    for registered, name, parameter in registrations(m for m in model.modules() if id(m) not in skipped_modules):
+        if id(parameter) not in new:
+            casts = dtype is not None and parameter.is_floating_point()
+            computed = torch.float32 if id(parameter) in kept else dtype if casts else parameter.dtype
+            data = torch.empty_like(parameter, device="meta", dtype=computed)
+            needs_grad = parameter.requires_grad or id(parameter) in in_trained_flat
+            new[id(parameter)] = nn.Parameter(data, requires_grad=needs_grad)
+        undo.callback(registered.__setitem__, name, parameter)
+        registered[name] = new[id(parameter)]
 
 
 def _in_trained_flat(plan: FsdpPlan, model: nn.Module) -> set[int]:
@@ -253,12 +247,7 @@ def _set_stored_dtypes(plan: FsdpPlan, model: nn.Module, undo: ExitStack) -> Non
 
 
 def _store_outside(plan: FsdpPlan, unit: nn.Module, own: set[int], dtype: torch.dtype, undo: ExitStack) -> None:
-    slots = [
-        (registered, key, parameter)
-        for registered in map(own_parameters, unit.modules())
-        for key, parameter in registered.items()
-        if parameter is not None and id(parameter) in own
-    ]
+    slots = [slot for slot in registrations(unit.modules()) if id(slot[2]) in own]
     stored = [nn.Parameter(p.detach().to(master_dtype(plan, p)), requires_grad=p.requires_grad) for _, _, p in slots]
 
     def register(*, inside: bool) -> None:

@@ -8,7 +8,6 @@ import transformers as hf
 
 import hf_fsdp_plugin as hfp
 from hf_fsdp_plugin.cli.plan.output import Planned, Prediction, plan_json, plan_text
-from hf_fsdp_plugin.estimate.communication import estimate_communication
 from hf_fsdp_plugin.estimate.machines import machine_named
 from hf_fsdp_plugin.estimate.memory.peak import (
     UNKNOWN,
@@ -20,6 +19,7 @@ from hf_fsdp_plugin.estimate.memory.peak import (
     nccl_bytes,
     workspace_bytes,
 )
+from hf_fsdp_plugin.estimate.time import estimate_communication
 from hf_fsdp_plugin.estimate.types import Workload, update_loop
 from scripts.bench.allocator.caching_allocator import CachingAllocator
 from scripts.bench.traced_memory import trace_memory

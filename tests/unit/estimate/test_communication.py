@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from hf_fsdp_plugin.estimate.communication import estimate_communication
+from hf_fsdp_plugin.estimate.time import estimate_communication
 from hf_fsdp_plugin.estimate.types import Workload
 from hf_fsdp_plugin.estimate.unit_sizes import flat_starts, padded_shape
 from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan
