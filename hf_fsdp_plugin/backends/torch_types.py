@@ -14,8 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from hf_fsdp_plugin.devices import available_device
-from hf_fsdp_plugin.plan.fsdp_plan import DTYPES, FsdpPlan, PlannedDtype
-from hf_fsdp_plugin.strategies import STRATEGIES
+from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan
 from hf_fsdp_plugin.torch_private.functions import set_timeout, timeout_of, tree_map_only, with_local_tensor
 
 REPLICATE_AXIS: Final = "dp_replicate"
@@ -26,11 +25,6 @@ WINDOW: Final = 32 << 20
 """Bytes of one window of page-locked memory."""
 _ALIGNMENT: Final = 64
 """Offsets in a window are multiples of this, which is enough for elements of every dtype."""
-
-
-def torch_dtype(name: PlannedDtype) -> torch.dtype | None:
-    """Return the torch dtype of a planned dtype; ``None`` for ``unchanged``, which means no cast."""
-    return DTYPES.get(name)
 
 
 def cast_floats(tree: Any, dtype: torch.dtype | None) -> Any:
@@ -65,10 +59,8 @@ def device_mesh(plan: FsdpPlan) -> DeviceMesh:
     process that have the same mesh get the same object: each 2-D mesh has two more process groups, which own a
     communicator (NCCL: GPU memory) and threads (gloo) until the end of the process.
     """
-    strategy = STRATEGIES[plan.strategy]
-    if plan.mesh.replicate == 1 and strategy.is_sharded and not strategy.hybrid:
-        return _meshes.get(plan.device_type, {SHARD_AXIS: plan.mesh.shard})
-    return _meshes.get(plan.device_type, {REPLICATE_AXIS: plan.mesh.replicate, SHARD_AXIS: plan.mesh.shard})
+    replicas = {REPLICATE_AXIS: plan.mesh.replicate} if plan.has_replicas else {}
+    return _meshes.get(plan.device_type, {**replicas, SHARD_AXIS: plan.mesh.shard})
 
 
 class _Meshes:

@@ -15,7 +15,6 @@ from typing import Final
 import torch
 from torch import nn
 
-from hf_fsdp_plugin.backends.loading.weight_loader import master_dtype
 from hf_fsdp_plugin.backends.sharding.forwards import checkpoints_itself
 from hf_fsdp_plugin.estimate import types
 from hf_fsdp_plugin.estimate.machines import Machine
@@ -75,8 +74,6 @@ def _collectives(plan: FsdpPlan, model: nn.Module, workload: Workload) -> Iterat
     # FSDP1 keeps parameters that it does not free after forward until a backward that reduces gradients.
     forward = 1 if keeps_gathered and not workload.sync_each_batch else micro_batches
     reductions = micro_batches if workload.sync_each_batch else 1
-    # Gradients are reduced over replicas also if there is only one (see :func:`device_mesh`).
-    has_replicas = plan.mesh.replicate > 1 or strategy.hybrid or not strategy.is_sharded
     in_backward = _gathered_in_backward(plan, model)
     for unit, sizes, backward in zip(plan.units, unit_sizes(plan, model), in_backward, strict=True):
         name, reduced = unit.name, sizes.reduce_input
@@ -86,19 +83,19 @@ def _collectives(plan: FsdpPlan, model: nn.Module, workload: Workload) -> Iterat
                 yield calls(backward * micro_batches, "all_gather", "shard", sizes.gathered, "backward", name)
         if reduced and shards > 1:
             yield calls(reductions, "reduce_scatter", "shard", reduced, "backward", name)
-        if reduced and has_replicas:
+        if reduced and plan.has_replicas:  # also if there is only one replica
             yield calls(reductions, "all_reduce", "replicate", reduced // shards, "backward", name)
     # The gradients of parameters that are not sharded are averaged after every backward pass.
     for parameter in map(model.get_parameter, plan.ignored_parameters):
         if parameter.requires_grad:
-            num_bytes = parameter.numel() * master_dtype(plan, parameter).itemsize
+            num_bytes = parameter.numel() * plan.precision.stored_dtype(parameter).itemsize
             yield calls(micro_batches, "all_reduce", "world", num_bytes, "backward")
     if plan.precision.param == "fp16":  # the gradient scaler
         yield calls(1, "all_reduce", "world", 4, "clipping" if workload.clip_norm else "update")
     parameters = [model.get_parameter(name) for unit in plan.units for name in unit.parameters]
     is_sharded = shards > 1 or plan.backend == "fsdp2"  # FSDP2 has a shard axis of size 1, too
     if workload.clip_norm and parameters and is_sharded:
-        widest = any(master_dtype(plan, parameter) is torch.float64 for parameter in parameters)
+        widest = any(plan.precision.stored_dtype(parameter) is torch.float64 for parameter in parameters)
         yield calls(1, "all_reduce", "shard", 8 if widest else 4, "clipping")
 
 
@@ -200,7 +197,9 @@ class TimeModel:
         parameters = [model.get_parameter(name) for unit in plan.units for name in unit.parameters]
         trained = [parameter for parameter in parameters if parameter.requires_grad]
         self._num_tensors = max(1, len(trained))
-        self._local_bytes = sum(ceil(p.numel() / plan.mesh.shard) * master_dtype(plan, p).itemsize for p in trained)
+        self._local_bytes = sum(
+            ceil(p.numel() / plan.mesh.shard) * plan.precision.stored_dtype(p).itemsize for p in trained
+        )
         self._recomputed = _recomputed_units(plan, checkpointed_modules(plan, model))
 
     def estimate(self, machine: Machine) -> types.TimeEstimate:

@@ -15,9 +15,7 @@ from typing import Final
 import torch
 from torch import nn
 
-from hf_fsdp_plugin.backends.loading.weight_loader import master_dtype
-from hf_fsdp_plugin.backends.torch_types import torch_dtype
-from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan, UnitPlan
+from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan, UnitPlan, torch_dtype
 from hf_fsdp_plugin.strategies import STRATEGIES
 from hf_fsdp_plugin.text import format_names, plural
 
@@ -140,7 +138,7 @@ def _dtypes(plan: FsdpPlan, parameter: nn.Parameter) -> tuple[torch.dtype, torch
 
     Parameters that are not floating-point numbers, such as quantized ones, are not cast.
     """
-    stored = master_dtype(plan, parameter)
+    stored = plan.precision.stored_dtype(parameter)
     compute = (torch_dtype(plan.precision.param) or stored) if parameter.is_floating_point() else stored
     return stored, compute, torch_dtype(plan.precision.reduce) or compute
 

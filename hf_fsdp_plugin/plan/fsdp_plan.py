@@ -14,6 +14,7 @@ import torch
 from hf_fsdp_plugin.plan.names import common_name
 from hf_fsdp_plugin.problems import Problem
 from hf_fsdp_plugin.spec.fsdp_spec import ActivationSection, FsdpSpec, PrefetchSection, StateDictKind, Version
+from hf_fsdp_plugin.strategies import STRATEGIES
 from hf_fsdp_plugin.text import fit_table, format_count, format_dtype, format_value, plural, truncate_lines
 
 Backend = Literal["fsdp1", "fsdp2"]
@@ -34,6 +35,11 @@ _ATTRIBUTES: Final[Mapping[str, str]] = {
     "launch.num_processes": "world_size",
 }  # fmt: skip
 """Canonical name -> attribute of the plan, for other settings that the plan resolves."""
+
+
+def torch_dtype(name: PlannedDtype) -> torch.dtype | None:
+    """Return the torch dtype of a planned dtype; ``None`` for ``unchanged``, which means no cast."""
+    return DTYPES.get(name)
 
 
 class ProblemCollector:
@@ -67,6 +73,11 @@ class PrecisionPlan:
     master: Literal["fp32", "unchanged"]
     fp32_modules: str = ""
     """The pattern of the spec; :attr:`FsdpPlan.fp32_modules` are the modules."""
+
+    def stored_dtype(self, parameter: torch.Tensor) -> torch.dtype:
+        """Return the dtype in which a parameter is stored, and updated by the optimizer if it is trainable."""
+        is_updated = parameter.requires_grad and parameter.is_floating_point()
+        return torch.float32 if self.master == "fp32" and is_updated else parameter.dtype
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -188,6 +199,12 @@ class FsdpPlan(ModelParts):
     @property
     def version(self) -> Version:
         return 1 if self.backend == "fsdp1" else 2
+
+    @property
+    def has_replicas(self) -> bool:
+        """Whether the mesh has an axis of replicas. Hybrid and unsharded strategies have one also of size 1."""
+        strategy = STRATEGIES[self.strategy]
+        return self.mesh.replicate > 1 or strategy.hybrid or not strategy.is_sharded
 
     @property
     def num_params(self) -> int:

@@ -14,7 +14,6 @@ from dataclasses import asdict, dataclass, replace
 from functools import cache
 from typing import Any
 
-import torch
 from torch import nn
 
 from hf_fsdp_plugin.plan.fsdp_plan import ProblemCollector
@@ -66,10 +65,6 @@ class ParameterEntry:
     @property
     def is_floating(self) -> bool:
         return self.parameter.is_floating_point()
-
-    def stored_dtype(self, master: str) -> torch.dtype:
-        """Return the dtype of the shards. `master` is the dtype of trainable parameters, unless it is ``unchanged``."""
-        return torch.float32 if self.parameter.requires_grad and master == "fp32" else self.parameter.dtype
 
 
 class ModuleTree:

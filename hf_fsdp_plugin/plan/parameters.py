@@ -121,7 +121,7 @@ def _check_dtypes(
         groups: dict[torch.dtype, list[ParameterEntry]] = defaultdict(list)
         for entry in entries:
             if version == 1 or entry.parameter.requires_grad:
-                groups[entry.stored_dtype(precision.master)].append(entry)
+                groups[precision.stored_dtype(entry.parameter)].append(entry)
         if len(groups) < 2:
             continue
         by_size = sorted(groups.items(), key=lambda item: -sum(e.parameter.numel() for e in item[1]))
@@ -179,7 +179,7 @@ _MAGNITUDE: Final = "lora_magnitude_vector"
 
 def kind_in_fsdp1(precision: PrecisionPlan, use_orig: bool) -> KindOf:
     """Return a function for the dtype in which FSDP1 stores a parameter, and ``requires_grad`` if it matters."""
-    return lambda entry: (entry.stored_dtype(precision.master), None if use_orig else entry.parameter.requires_grad)
+    return lambda entry: (precision.stored_dtype(entry.parameter), None if use_orig else entry.parameter.requires_grad)
 
 
 class UnitSplitter:

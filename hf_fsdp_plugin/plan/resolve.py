@@ -198,7 +198,7 @@ def resolve_fp32_modules(
         problems.add("FSDP-E212", _FP32_MODULES, message, fix)
         return (), ()
     # FSDP2 can leave a parameter uncast, but not cast it to fp32.
-    others = [entry for entry in entries if entry.stored_dtype(precision.master) != torch.float32]
+    others = [entry for entry in entries if precision.stored_dtype(entry.parameter) != torch.float32]
     if others:
         dtypes = sorted({format_dtype(entry.parameter.dtype) for entry in others})
         why = "mixed precision is off"

@@ -21,9 +21,9 @@ from torch import nn
 from hf_fsdp_plugin.backends.loading import equal_weights
 from hf_fsdp_plugin.backends.optimizers.parameters import average_gradient
 from hf_fsdp_plugin.backends.ranks.agreement import same_on_all_ranks
-from hf_fsdp_plugin.backends.torch_types import PinnedWindows, copy_to_device, torch_dtype
+from hf_fsdp_plugin.backends.torch_types import PinnedWindows, copy_to_device
 from hf_fsdp_plugin.messages import progress_bar
-from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan, UnitPlan
+from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan, UnitPlan, torch_dtype
 from hf_fsdp_plugin.plan.names import canonical_name
 from hf_fsdp_plugin.torch_private.modules import buffers as own_buffers
 from hf_fsdp_plugin.torch_private.modules import parameters as own_parameters
@@ -163,7 +163,7 @@ class WeightLoader:
         parameters = self._prepare_parameters(self._plan.ignored_parameters)
         for parameter in parameters:
             # Every rank keeps these parameters. On the CPU, a view of a file would follow changes of the file.
-            dtype, copies = master_dtype(self._plan, parameter), self._device.type == "cpu"
+            dtype, copies = self._plan.precision.stored_dtype(parameter), self._device.type == "cpu"
             parameter.data = self._on_device(parameter.data).to(dtype, copy=copies)
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(average_gradient)
@@ -238,20 +238,13 @@ def materialize(model: nn.Module, names: Iterable[str], device: torch.device, re
         registered[attribute] = allocated.get(id(parameter), parameter)
 
 
-def master_dtype(plan: FsdpPlan, parameter: torch.Tensor) -> torch.dtype:
-    """Return the dtype in which the optimizer updates a parameter; for others, the dtype that it has."""
-    master = torch_dtype(plan.precision.master)
-    is_updated = parameter.requires_grad and parameter.is_floating_point()
-    return parameter.dtype if master is None or not is_updated else master
-
-
 def cast_to_master(plan: FsdpPlan, parameters: Iterable[nn.Parameter]) -> None:
     """Cast trainable floating-point parameters in place to the dtype in which the optimizer updates them.
 
     The optimizer updates the shards. In bf16, updates smaller than bf16's resolution would be lost.
     """
     for parameter in parameters:
-        dtype = master_dtype(plan, parameter)
+        dtype = plan.precision.stored_dtype(parameter)
         if parameter.dtype != dtype:
             parameter.data = parameter.data.to(dtype)
 

@@ -41,9 +41,9 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from hf_fsdp_plugin.backends.loading.equal_weights import hash_bits
-from hf_fsdp_plugin.backends.torch_types import cast_floats, torch_dtype
+from hf_fsdp_plugin.backends.torch_types import cast_floats
 from hf_fsdp_plugin.messages import print_once
-from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan
+from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan, torch_dtype
 from hf_fsdp_plugin.plan.names import canonical_name, unwrapped
 from hf_fsdp_plugin.problems import Problem, SpecError
 from hf_fsdp_plugin.text import format_names, plural

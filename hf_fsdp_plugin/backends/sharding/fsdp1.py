@@ -12,10 +12,10 @@ from torch import nn
 from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
-from hf_fsdp_plugin.backends.loading.weight_loader import WeightLoader, master_dtype, with_progress
+from hf_fsdp_plugin.backends.loading.weight_loader import WeightLoader, with_progress
 from hf_fsdp_plugin.backends.sharding.forwards import apply_activation_checkpointing, cast_inputs_of
-from hf_fsdp_plugin.backends.torch_types import cast_floats, device_mesh, torch_dtype
-from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan, UnitPlan
+from hf_fsdp_plugin.backends.torch_types import cast_floats, device_mesh
+from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan, UnitPlan, torch_dtype
 from hf_fsdp_plugin.plan.names import unwrapped
 from hf_fsdp_plugin.strategies import STRATEGIES
 from hf_fsdp_plugin.torch_private.fsdp1 import allow_gradients_of_compute_dtype, flatten_into
@@ -42,7 +42,7 @@ def apply_fsdp1(plan: FsdpPlan, model: nn.Module, device: torch.device) -> nn.Mo
     for unit in with_progress(plan.units, model):
         parameters = [model.get_parameter(name) for name in unit.parameters]
         # A unit can be filled by parts if all of its parameters are whole in host memory, with one dtype.
-        has_one_dtype = len({master_dtype(plan, parameter) for parameter in parameters}) == 1
+        has_one_dtype = len({plan.precision.stored_dtype(parameter) for parameter in parameters}) == 1
         can_read = has_one_dtype and all(map(loader.can_read_parts, parameters))
         on_read = loader.prepare_unit(unit, set(map(id, parameters)) if can_read else ())
         if unit.modules == ("",):
@@ -106,7 +106,7 @@ def _flattening_on_read(
     flat_device = torch.device("cpu") if plan.offload_params else device
     # With a device_id other than the CPU, torch would move the whole parameters to it.
     own_kwargs = kwargs if device.type == "cpu" else {**kwargs, "device_id": None}
-    with flatten_into(fill, master_dtype(plan, parameters[0]), flat_device), warnings.catch_warnings():
+    with flatten_into(fill, plan.precision.stored_dtype(parameters[0]), flat_device), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The passed-in `module` is on CPU")
         yield own_kwargs
 

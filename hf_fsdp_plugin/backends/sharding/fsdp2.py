@@ -13,10 +13,10 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from hf_fsdp_plugin.backends.loading.weight_loader import WeightLoader, cast_buffers, master_dtype, with_progress
+from hf_fsdp_plugin.backends.loading.weight_loader import WeightLoader, cast_buffers, with_progress
 from hf_fsdp_plugin.backends.sharding.forwards import apply_activation_checkpointing, cast_inputs_of, fp32_ids
-from hf_fsdp_plugin.backends.torch_types import device_mesh, dtensor_like, torch_dtype
-from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan
+from hf_fsdp_plugin.backends.torch_types import device_mesh, dtensor_like
+from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan, torch_dtype
 from hf_fsdp_plugin.torch_private import fsdp2 as private
 from hf_fsdp_plugin.torch_private.modules import registrations
 
@@ -91,7 +91,7 @@ def _sharded_on_read(
     the optimizer updates it. Offloaded shards stay in host memory. Ties are kept.
     """
     for parameter, places in whole:
-        empty = torch.empty_like(parameter, dtype=master_dtype(plan, parameter), device="meta")
+        empty = torch.empty_like(parameter, dtype=plan.precision.stored_dtype(parameter), device="meta")
         _register(nn.Parameter(empty, requires_grad=parameter.requires_grad), places)
     yield
     for parameter, places in whole:
@@ -140,7 +140,7 @@ def _replace_by_masters(plan: FsdpPlan, model: nn.Module) -> None:
     """Replace trainable shards by shards in the dtype in which the optimizer updates them. Ties are kept."""
     replaced: dict[int, nn.Parameter] = {}
     for registered, name, parameter in registrations(model.modules()):
-        master = master_dtype(plan, parameter)
+        master = plan.precision.stored_dtype(parameter)
         if isinstance(parameter, DTensor) and parameter.dtype != master:
             if id(parameter) not in replaced:
                 replaced[id(parameter)] = nn.Parameter(parameter.detach().to(master))

@@ -14,14 +14,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_fsdp_plugin.backends.loading.weight_loader import master_dtype
 from hf_fsdp_plugin.backends.sharding.forwards import configs_with_cache, fp32_forwards
-from hf_fsdp_plugin.backends.torch_types import cast_floats, torch_dtype
+from hf_fsdp_plugin.backends.torch_types import cast_floats
 from hf_fsdp_plugin.estimate.memory.recorder import Recorder, replace_forward
 from hf_fsdp_plugin.estimate.memory.step import StepProfile, expand_layers
 from hf_fsdp_plugin.estimate.memory.tracker import DeviceAttention
 from hf_fsdp_plugin.estimate.types import Workload
-from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan
+from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan, torch_dtype
 from hf_fsdp_plugin.plan.names import is_inside
 from hf_fsdp_plugin.problems import Problem, SpecError
 from hf_fsdp_plugin.torch_private.modules import registrations
@@ -248,7 +247,9 @@ def _set_stored_dtypes(plan: FsdpPlan, model: nn.Module, undo: ExitStack) -> Non
 
 def _store_outside(plan: FsdpPlan, unit: nn.Module, own: set[int], dtype: torch.dtype, undo: ExitStack) -> None:
     slots = [slot for slot in registrations(unit.modules()) if id(slot[2]) in own]
-    stored = [nn.Parameter(p.detach().to(master_dtype(plan, p)), requires_grad=p.requires_grad) for _, _, p in slots]
+    stored = [
+        nn.Parameter(p.detach().to(plan.precision.stored_dtype(p)), requires_grad=p.requires_grad) for _, _, p in slots
+    ]
 
     def register(*, inside: bool) -> None:
         for (registered, key, parameter), shard in zip(slots, stored, strict=True):

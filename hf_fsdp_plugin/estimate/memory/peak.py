@@ -21,7 +21,6 @@ from hf_fsdp_plugin.estimate.memory.step import Engine, Ledger, StepProfile
 from hf_fsdp_plugin.estimate.types import DeviceMemory, MemoryEstimate, Optimizer, Workload, update_loop
 from hf_fsdp_plugin.estimate.unit_sizes import ParameterShard, UnitSizes, ignored_bytes, unit_sizes
 from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan
-from hf_fsdp_plugin.strategies import STRATEGIES
 from hf_fsdp_plugin.text import format_memory, plural
 
 _MIB: Final = 1 << 20
@@ -227,9 +226,7 @@ def framework_bytes(device_type: str, gpu: Gpu = UNKNOWN) -> int:
 
 def communicator_sizes(plan: FsdpPlan) -> tuple[int, ...]:
     """Return the number of ranks of each NCCL communicator of a rank: the world, and the axes of a 2-D mesh."""
-    strategy = STRATEGIES[plan.strategy]
-    is_flat = plan.mesh.replicate == 1 and strategy.is_sharded and not strategy.hybrid
-    axes = () if is_flat else (plan.mesh.replicate, plan.mesh.shard)
+    axes = (plan.mesh.replicate, plan.mesh.shard) if plan.has_replicas else ()
     return tuple(size for size in (plan.world_size, *axes) if size > 1)
 
 
