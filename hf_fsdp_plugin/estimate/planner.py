@@ -239,6 +239,11 @@ class Subject:
             communicated=communicated, reason="" if fits else _rejection_reason(memory, self.limit),
         )  # fmt: skip
 
+    def whole(self, checkpointing: Checkpointing = "none", offload: bool = False) -> Choice:
+        """Return the choice that shards over all ranks, with micro-batches of one sample."""
+        whole = Choice(strategy="full_shard", shard=self.world_size)
+        return replace(whole, checkpointing=checkpointing, offload_activations=offload)
+
     def plan(self, choice: Choice) -> FsdpPlan:
         """Return the plan of a choice. Its units do not depend on checkpointing and offload."""
         plan, *_ = self._sharded(choice.strategy, choice.shard, choice.replicate)
@@ -256,15 +261,7 @@ class Subject:
     def memory(self, choice: Choice) -> MemoryEstimate:
         """Return the memory of a choice. The model runs once for each micro-batch and way to save activations."""
         _, sizes, ignored = self._sharded(choice.strategy, choice.shard, choice.replicate)
-        profile = self._profile(
-            Choice(
-                strategy="full_shard",
-                shard=self.world_size,
-                checkpointing=choice.checkpointing,
-                offload_activations=choice.offload_activations,
-                micro_batch=choice.micro_batch,
-            )
-        )
+        profile = self._profile(choice.checkpointing, choice.offload_activations, choice.micro_batch)
         return follow_step(self.plan(choice), sizes, ignored, self.workload_of(choice), profile)
 
     def _resolve(
@@ -284,12 +281,12 @@ class Subject:
         plan = resolve(spec, self.model, world_size=self.world_size, device_type="cuda", local_world_size=local)
         return plan, unit_sizes(plan, self.model), ignored_bytes(plan, self.model)
 
-    def _run(self, choice: Choice) -> StepProfile:
+    def _run(self, checkpointing: Checkpointing, offload: bool, micro_batch: int) -> StepProfile:
+        choice = replace(self.whole(checkpointing, offload), micro_batch=micro_batch)
         return profile_step(self.plan(choice), self.model, self.workload_of(choice))
 
     def _count(self, micro_batch: int) -> dict[str, UnitCosts]:
-        choice = Choice(strategy="full_shard", shard=self.world_size, micro_batch=micro_batch)
-        return unit_costs(self.plan(choice), self._profile(choice))
+        return unit_costs(self.plan(self.whole()), self._profile("none", False, micro_batch))
 
 
 def shardings(num_machines: int, gpus_per_machine: int) -> Iterator[Choice]:
@@ -442,8 +439,7 @@ def _remedies(subject: Subject, global_batch: int) -> Iterator[str]:
 def _first_fitting(subjects: Iterable[Subject], *, offload: bool) -> Iterator[tuple[Subject, str]]:
     """Yield the first subject for which the settings with the least memory fit, if any, and this memory as text."""
     for subject in subjects:
-        whole = Choice(strategy="full_shard", shard=subject.world_size, checkpointing="full", offload_activations=True)
-        needed = subject.memory(replace(whole, offload_params=offload)).needed_bytes
+        needed = subject.memory(replace(subject.whole("full", True), offload_params=offload)).needed_bytes
         if needed <= subject.limit:
             yield subject, format_memory(needed)
             return

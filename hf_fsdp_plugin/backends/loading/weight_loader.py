@@ -148,7 +148,10 @@ class WeightLoader:
         """
         parameters = self._prepare_parameters(unit.parameters, on_read)
         prepared = [parameter for parameter in parameters if id(parameter) not in on_read]
-        cast_to_master(self._plan, prepared)
+        for parameter in prepared:  # the optimizer updates the shards: in bf16, small updates would be lost
+            dtype = self._plan.precision.stored_dtype(parameter)
+            if parameter.dtype != dtype:
+                parameter.data = parameter.data.to(dtype)
         if prepared and broadcasts_weights(self._plan):
             self.record.bit_sum = _added(self.record.bit_sum, prepared)
         return [parameter for parameter in parameters if id(parameter) in on_read]
@@ -236,17 +239,6 @@ def materialize(model: nn.Module, names: Iterable[str], device: torch.device, re
     }
     for registered, attribute, parameter in registrations(model.modules()):
         registered[attribute] = allocated.get(id(parameter), parameter)
-
-
-def cast_to_master(plan: FsdpPlan, parameters: Iterable[nn.Parameter]) -> None:
-    """Cast trainable floating-point parameters in place to the dtype in which the optimizer updates them.
-
-    The optimizer updates the shards. In bf16, updates smaller than bf16's resolution would be lost.
-    """
-    for parameter in parameters:
-        dtype = plan.precision.stored_dtype(parameter)
-        if parameter.dtype != dtype:
-            parameter.data = parameter.data.to(dtype)
 
 
 def cast_buffers(plan: FsdpPlan, model: nn.Module) -> None:

@@ -57,12 +57,6 @@ _CACHE_ARGUMENTS = frozenset({"cache", "past_key_values", "layer_past"})
 """Names of the key-value cache in the layers of Transformers 5.17 to 5.24."""
 
 
-def compute_in_fp32(plan: FsdpPlan, model: nn.Module) -> None:
-    """Make the forwards of the plan's fp32 modules compute in fp32."""
-    for module, forward in fp32_forwards(plan, model):
-        module.forward = forward
-
-
 def fp32_forwards(plan: FsdpPlan, model: nn.Module) -> Iterator[tuple[nn.Module, Forward]]:
     """Yield each fp32 module of a plan with a forward that casts floating-point inputs to fp32, without autocast.
 

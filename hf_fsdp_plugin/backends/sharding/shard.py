@@ -25,6 +25,7 @@ from hf_fsdp_plugin.backends.sharding.fsdp2 import adopt_fsdp2, apply_fsdp2
 from hf_fsdp_plugin.backends.torch_types import shard_like, wait_for_reads
 from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan
 from hf_fsdp_plugin.plan.names import canonical_name, named_parameters, unwrapped
+from hf_fsdp_plugin.plan.presharded import sharded_backend
 from hf_fsdp_plugin.problems import Problem, SpecError
 from hf_fsdp_plugin.text import format_names
 from hf_fsdp_plugin.torch_private import fsdp1
@@ -75,7 +76,8 @@ def shard(plan: FsdpPlan, model: nn.Module, device: torch.device, optimizers: It
     parameter_hooks = script_access.find_parameter_hooks(model)
     if not plan.pre_sharded:
         forwards.apply_autocast(plan, model)
-    forwards.compute_in_fp32(plan, model)
+    for module, forward in forwards.fp32_forwards(plan, model):
+        module.forward = forward
     if plan.sharded_at_load:
         sharded = adopt_fsdp2(plan, model, device)
     elif plan.pre_sharded:
@@ -120,20 +122,15 @@ def _keep_class_names(model: nn.Module) -> None:
 
 
 def rebind_optimizers(model: nn.Module, optimizers: Iterable[Optimizer]) -> None:
-    """Replace gathered FSDP2 parameters by their shards in optimizers that were created after an evaluation.
+    """Free the gathered parameters of FSDP2 units, and replace them by their shards in optimizers without state.
 
+    After a forward, units that are not freed have gathered parameters, which an optimizer gets that is created then.
     FSDP1 is not affected: its gathered and sharded parameters are the same objects.
     """
-    plan = plan_of(model)
-    if plan is not None and plan.backend == "fsdp2":
-        reshard_and_rebind(model, optimizers)
-
-
-def reshard_and_rebind(model: nn.Module, optimizers: Iterable[Optimizer]) -> None:
-    """Free the gathered parameters of FSDP2 units, and replace them by their shards in optimizers without state."""
-    detached = detach_optimizers([optimizer for optimizer in optimizers if not has_stepped(optimizer)], model)
-    script_access.free_gathered(model)
-    attach_optimizers(detached, model)
+    if sharded_backend(model) == "fsdp2":
+        detached = detach_optimizers([optimizer for optimizer in optimizers if not has_stepped(optimizer)], model)
+        script_access.free_gathered(model)
+        attach_optimizers(detached, model)
 
 
 def plan_of(model: nn.Module) -> FsdpPlan | None:

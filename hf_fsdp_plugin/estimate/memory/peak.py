@@ -17,7 +17,7 @@ from torch import nn
 from hf_fsdp_plugin.estimate.machines import Machine
 from hf_fsdp_plugin.estimate.memory.engines import Fsdp1Engine, Fsdp2Engine
 from hf_fsdp_plugin.estimate.memory.meta_pass import profile_step
-from hf_fsdp_plugin.estimate.memory.step import Engine, Ledger, StepProfile
+from hf_fsdp_plugin.estimate.memory.step import Ledger, StepProfile
 from hf_fsdp_plugin.estimate.types import DeviceMemory, MemoryEstimate, Optimizer, Workload, update_loop
 from hf_fsdp_plugin.estimate.unit_sizes import ParameterShard, UnitSizes, ignored_bytes, unit_sizes
 from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan
@@ -112,7 +112,20 @@ def follow_step(
     ledger.add("params", ignored["params"] + (0 if engine.offloads else params))
     ledger.add("optimizer", 0 if engine.offloads else state)
     ledger.add("other", ignored["buffers"] + framework_bytes(plan.device_type, gpu))
-    last_batch, offloaded = _follow_micro_batches(engine, workload, profile)
+    ledger.add("activations", profile.input_bytes)
+    num = min(workload.accumulation, 3)  # the first, one in the middle, and the last
+    last_batch = offloaded = 0  # index of the first moment, and the most bytes that activation offload moves at a time
+    for number in range(num):
+        engine.syncs = workload.sync_each_batch or number == num - 1
+        last_batch, on_host = len(ledger.places), 0
+        for stage, phase, inside in profile.walk():
+            name = stage.name if stage.kind == "post_backward" else inside[-1]
+            ledger.at(f"{phase} of {name or plan.model_class}")
+            engine.run(stage)
+            on_host += stage.host_bytes
+            offloaded = max(offloaded, on_host)
+        engine.end_backward()
+    ledger.free("activations", profile.input_bytes)
     if workload.clip_norm:
         ledger.at("clipping")
     ledger.at("optimizer step")
@@ -125,29 +138,6 @@ def follow_step(
         assumptions=tuple(assumptions(plan, workload, gpu)),
         device=device_memory(plan, gpu, peak.bytes),
     )
-
-
-def _follow_micro_batches(engine: Engine, workload: Workload, profile: StepProfile) -> tuple[int, int]:
-    """Follow all different micro-batches of a step. Return the index of the last one's first moment, and host bytes.
-
-    The host bytes are the most that activation offload moves at a time.
-    """
-    ledger, root = engine.ledger, engine.plan.model_class
-    ledger.add("activations", profile.input_bytes)
-    num = min(workload.accumulation, 3)  # the first, one in the middle, and the last
-    begin = most = 0
-    for number in range(num):
-        engine.syncs = workload.sync_each_batch or number == num - 1
-        begin, host = len(ledger.places), 0
-        for stage, phase, inside in profile.walk():
-            name = stage.name if stage.kind == "post_backward" else inside[-1]
-            ledger.at(f"{phase} of {name or root}")
-            engine.run(stage)
-            host += stage.host_bytes
-            most = max(most, host)
-        engine.end_backward()
-    ledger.free("activations", profile.input_bytes)
-    return begin, most
 
 
 def state_bytes(optimizer: Optimizer, shards: Iterable[ParameterShard]) -> int:

@@ -10,7 +10,6 @@ from hf_fsdp_plugin.backends.loading.weight_loader import (
     BroadcastRecord,
     WeightLoader,
     cast_buffers,
-    cast_to_master,
     materialize,
 )
 from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan
@@ -58,13 +57,11 @@ def test_broadcast_counts_parameters_and_buffers(one_rank: None, plan_for: Calla
 def test_master_cast_skips_frozen_and_integer_parameters(plan_for: Callable[..., FsdpPlan]):
     model = nn.Linear(2, 2).to(torch.bfloat16)
     model.bias.requires_grad_(False)
-    plan = plan_for(nn.Sequential(nn.Linear(2, 2)))
+    precision = plan_for(nn.Sequential(nn.Linear(2, 2))).precision
     integers = nn.Parameter(torch.zeros(2, dtype=torch.int64), requires_grad=False)
     parameters = [*model.parameters(), integers]
-    dtypes = []
-    for master in ("unchanged", "fp32"):
-        cast_to_master(replace(plan, precision=replace(plan.precision, master=master)), parameters)
-        dtypes.append([parameter.dtype for parameter in parameters])
+    masters = (replace(precision, master=master) for master in ("unchanged", "fp32"))
+    dtypes = [list(map(master.stored_dtype, parameters)) for master in masters]
     assert dtypes[0] == [torch.bfloat16, torch.bfloat16, torch.int64]
     assert dtypes[1] == [torch.float32, torch.bfloat16, torch.int64]
 
