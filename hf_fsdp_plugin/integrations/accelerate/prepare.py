@@ -36,7 +36,7 @@ from hf_fsdp_plugin.integrations.rank_watch import watch
 from hf_fsdp_plugin.messages import print_warnings
 from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan
 from hf_fsdp_plugin.plan.names import unwrapped
-from hf_fsdp_plugin.plan.presharded import distributed_config_of, sharded_backend
+from hf_fsdp_plugin.plan.presharded import distributed_config_of
 from hf_fsdp_plugin.plan.resolve import resolve
 from hf_fsdp_plugin.problems import Problem, SpecError
 from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec
@@ -156,9 +156,7 @@ def shard_model(
     name = type(unwrapped(model)).__name__.removeprefix("FSDP")
     with _together(name):
         resuming.agree_on_attempt(name)
-        if sharded_backend(model) == "fsdp2":
-            # After a forward, units that are not freed have gathered parameters: they hide the sharding.
-            sharding.reshard_and_rebind(model, optimizers)
+        sharding.rebind_optimizers(model, optimizers)  # gathered parameters would hide the sharding
         # 2. Plan: the settings of this model, and the decisions from them.
         with on_all_ranks("planning"):
             if plan is None:
