@@ -31,6 +31,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from typing import Any, Final
 
 import torch
@@ -63,7 +64,10 @@ def fp32_forwards(plan: FsdpPlan, model: nn.Module) -> Iterator[tuple[nn.Module,
     Outputs are cast back to the compute dtype, except those of the model's head: the loss is computed in fp32.
     """
     compute = torch_dtype(plan.precision.param)
-    head = _head(model)
+    root: Any = model
+    head = None
+    with suppress(NotImplementedError, AttributeError):  # there is no accessor, or no head
+        head = root.get_output_embeddings()
     for module in map(model.get_submodule, plan.fp32_modules):
         output_dtype = None if module is head else compute
         yield module, _computing_in(torch.float32, module.forward, plan.device_type, output_dtype)
@@ -77,15 +81,6 @@ def fp32_ids(plan: FsdpPlan, model: nn.Module, names: Iterable[str] | None = Non
     """
     selected = plan.fp32_parameters if names is None else set(names).intersection(plan.fp32_parameters)
     return frozenset(id(model.get_parameter(name)) for name in selected)
-
-
-def _head(model: nn.Module) -> nn.Module | None:
-    getter = getattr(model, "get_output_embeddings", None)
-    try:
-        found = getter() if getter is not None else None
-    except NotImplementedError:
-        return None
-    return found if isinstance(found, nn.Module) else None
 
 
 def apply_autocast(plan: FsdpPlan, model: nn.Module) -> None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import transformers as hf
 
-from hf_fsdp_plugin.plan.meta_model import meta_model
+from hf_fsdp_plugin.plan.meta_model import max_positions, meta_model
 from tests.support.model_families import TEXT_CONFIG
 
 
@@ -32,6 +33,13 @@ def test_config_without_architectures_builds_a_causal_lm(tmp_path: Path) -> None
 def test_config_file_is_accepted(tmp_path: Path) -> None:
     config = saved(tmp_path, hf.LlamaConfig(**TEXT_CONFIG)) / "config.json"
     assert type(meta_model(config)) is hf.LlamaForCausalLM
+
+
+def test_largest_sample_of_a_model_with_several_text_configs_is_that_of_its_decoder() -> None:
+    decoder = hf.MusicgenDecoderConfig(max_position_embeddings=321)
+    parts = {"text_encoder": hf.T5Config(), "audio_encoder": hf.EncodecConfig(), "decoder": decoder}
+    model = SimpleNamespace(config=hf.MusicgenConfig(**{name: part.to_dict() for name, part in parts.items()}))
+    assert max_positions(model) == 321
 
 
 def test_gguf_file_is_read() -> None:
