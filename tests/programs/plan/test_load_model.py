@@ -35,7 +35,7 @@ def test_config_file_is_accepted(tmp_path: Path) -> None:
     assert type(meta_model(config)) is hf.LlamaForCausalLM
 
 
-def test_largest_sample_of_a_model_with_several_text_configs_is_that_of_its_decoder() -> None:
+def test_longest_sample_is_that_of_the_decoder() -> None:
     decoder = hf.MusicgenDecoderConfig(max_position_embeddings=321)
     parts = {"text_encoder": hf.T5Config(), "audio_encoder": hf.EncodecConfig(), "decoder": decoder}
     model = SimpleNamespace(config=hf.MusicgenConfig(**{name: part.to_dict() for name, part in parts.items()}))
