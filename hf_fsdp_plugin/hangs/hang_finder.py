@@ -160,7 +160,8 @@ class HangFinder:
                     place=place,
                     call=call,
                     cpu=max(0.0, new.seconds - old.seconds) / seconds if state == "running" else None,
-                    is_busy=rank.rank in moved or has_worked(old, new, seconds, known.on_accelerator),
+                    is_busy=rank.rank in moved
+                    or (state != "halted" and has_worked(old, new, seconds, known.on_accelerator)),
                     reads=old.in_file_system or new.in_file_system or rank_stacks.waits_for_data(stack),
                 )
             )

@@ -63,15 +63,20 @@ class Watch:
     """The diagnosis in this process: the records of its rank, and the thread.
 
     Attributes:
-        is_armed: whether this process is a rank whose files are open.
         files: the files of this rank.
         has_launcher: whether ``hf-fsdp launch`` has started this rank, and prints what it reports.
     """
 
     def __init__(self) -> None:
         self.files = RankFiles(Path())
-        self.is_armed = self.has_launcher = self._is_given = self._is_marked = False
+        self.has_launcher = self._is_given = self._is_marked = False
+        self._pid = 0
         self._failed: BaseException | None = None
+
+    @property
+    def is_armed(self) -> bool:
+        """Whether this process is a rank whose files are open. A process that is forked from a rank is none."""
+        return self._pid == os.getpid()
 
     def arm(self) -> None:
         """Arm the diagnosis. Does nothing in a process that is no rank, and little if it is armed.
@@ -105,7 +110,7 @@ class Watch:
             text = f"hangs are not diagnosed: {error.filename}: {error.strerror}"
             rank_exit.print_block(f"hf-fsdp: rank {self._rank}: {text}")
             return
-        self.files, self.is_armed = files, True
+        self.files, self._pid = files, os.getpid()
         self._is_marked = RANK_VARIABLE in environ
         os.environ[RANK_VARIABLE] = rank_process(environ)
         atexit.register(self._at_exit)
@@ -204,7 +209,7 @@ class Watch:
     def _at_exit(self) -> None:
         if not self.is_armed:
             return
-        files, self.is_armed = self.files, False
+        files, self._pid = self.files, 0
         has_ended = not files.failure.exists() and not rank_exit.has_failed()
         if has_ended:
             write_atomically(files.ended, "")
@@ -246,14 +251,14 @@ class Watch:
             forget_run(self.files)
         if not self._is_marked:
             os.environ.pop(RANK_VARIABLE, None)
-        self.is_armed, self._failed, session.in_flight_file = False, None, None
+        self._pid, self._failed, session.in_flight_file = 0, None, None
 
     def _forget(self) -> None:
         """Leave the records to the parent of this forked process."""
-        if self.is_armed:
+        if self._pid:
             stack_file.close()
             record.forget()
-            self.is_armed, session.in_flight_file = False, None
+            self._pid, session.in_flight_file = 0, None
 
     def _run(self) -> None:
         try:

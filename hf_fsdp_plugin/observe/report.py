@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from hf_fsdp_plugin.checkpoint.io import write_atomically
 from hf_fsdp_plugin.observe.settings import format_value
-from hf_fsdp_plugin.observe.units import HELD
+from hf_fsdp_plugin.observe.units import HELD, UnitObservation
 from hf_fsdp_plugin.plan.names import common_name
 from hf_fsdp_plugin.problems import Problem
 from hf_fsdp_plugin.runs.restart_policy import Restarts
@@ -26,6 +26,31 @@ from hf_fsdp_plugin.version import SCHEMA_VERSION
 
 JsonObject = Mapping[str, Any]
 """An object of the JSON, such as a setting, a unit, or the memory of a rank."""
+
+
+class Facts(dict[str, Any]):
+    """An object of the report's JSON, described in docs/json.schema.json, whose values are attributes too."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name in self:
+            return self[name]
+        raise AttributeError(f"the report has no {name!r} here, only {', '.join(self)}")
+
+
+class MemoryFacts(Facts):
+    """The memory of this rank (``observed_memory``), or a rank with its memory (``observed_rank``)."""
+
+    @property
+    def memory(self) -> MemoryFacts:
+        """The memory of a rank: its values stand beside the others of the rank."""
+        return self
+
+    @property
+    def held_bytes(self) -> int:
+        """The sum of parameters, gradients and optimizer state."""
+        return sum(self[name] for name in HELD)
+
+
 _WIDTH = 100
 _MAX_LINES = 10
 _OF_RUN = ("FSDP-W505", "FSDP-W511", "FSDP-W512", "FSDP-W516")
@@ -51,30 +76,53 @@ class BatchShape:
 class Report:
     """The live model compared with the plan, as JSON (``report`` of docs/json.schema.json) and as text.
 
-    It is the same on all ranks, except for the units' local sizes and ``memory`` of the model.
+    It is the same on all ranks, except for ``units`` and ``memory``.
 
     Attributes:
-        model: what depends on the model (``observed_model`` of the schema).
-        run: the world, its device, its ranks (``observed_rank``) and the versions of libraries.
+        backend: ``fsdp1``, ``fsdp2``, both, ``ddp`` or ``none``.
+        mesh: sizes of ``replicate`` and ``shard``.
+        device: type of the device on which the units compute.
+        units: one entry for each FSDP unit, with its sizes on this rank.
+        num_params: number of elements of the whole model.
+        settings: one entry for each setting that is shown (``observed_setting`` of the schema).
+        memory: memory of this rank (``observed_memory``).
+        ranks: one entry per rank (``observed_rank``).
         problems: the plan's warnings and notes, then the problems of the live model.
         batch: the input of one step; ``None`` if unknown.
+        training: what the optimizer steps changed (``observed_training``).
+        versions: versions of libraries.
         other_models: the reports of the run's other models, such as a second trained one or a reference model.
         restarts: the failed attempts of the run.
         steps_before: optimizer steps of the run that the checkpoint contained from which the last attempt has resumed.
     """
 
-    model: Mapping[str, Any]
-    run: Mapping[str, Any]
+    backend: str
+    model_class: str
+    world_size: int
+    mesh: dict[str, int]
+    device: str
+    units: tuple[UnitObservation, ...]
+    num_params: int
+    settings: tuple[Facts, ...]
+    memory: MemoryFacts
+    ranks: tuple[MemoryFacts, ...]
     problems: tuple[Problem, ...]
     batch: BatchShape | None
+    training: Facts
+    versions: dict[str, str]
     other_models: tuple[Report, ...] = ()
     restarts: Restarts = field(default_factory=Restarts)
     steps_before: int = 0
 
     @property
+    def differing(self) -> tuple[Facts, ...]:
+        """The settings whose observed value is not the requested one."""
+        return tuple(row for row in self.settings if row.status == "differs")
+
+    @property
     def num_data_ranks(self) -> int:
         """Number of ranks that read different samples. Tensor-parallel ranks outside the mesh read the same samples."""
-        return self.model["mesh"]["replicate"] * self.model["mesh"]["shard"]
+        return self.mesh["replicate"] * self.mesh["shard"]
 
     @property
     def effective_batch_size(self) -> int:
@@ -90,12 +138,29 @@ class Report:
         """Return the content of ``fsdp_report.json``."""
         return {
             "schema_version": SCHEMA_VERSION,
-            **self.model,
-            **self.run,
+            **self._model_json(),
+            "world_size": self.world_size,
+            "device": self.device,
+            "ranks": list(map(dict, self.ranks)),
             "effective_batch_size": self.effective_batch_size,
             "tokens": self.tokens,
-            "other_models": [other.model for other in self.other_models],
+            "versions": self.versions,
+            "other_models": [other._model_json() for other in self.other_models],
             "restarts": self.restarts.to_report(self.steps_before),
+        }
+
+    def _model_json(self) -> dict[str, Any]:
+        """Return what depends on the model (``observed_model`` of the schema)."""
+        return {
+            "backend": self.backend,
+            "model_class": self.model_class,
+            "mesh": self.mesh,
+            "num_params": self.num_params,
+            "units": [unit.to_json() for unit in self.units],
+            "settings": list(map(dict, self.settings)),
+            "memory": dict(self.memory),
+            "training": dict(self.training),
+            "problems": [problem.to_json() for problem in self.problems],
         }
 
     def write(self, path: str | os.PathLike[str]) -> Path | None:
@@ -123,56 +188,47 @@ class Report:
                 f"effective batch size {self.effective_batch_size} = {self.batch.per_device} per device × "
                 f"{self.batch.accumulation} accumulated × {self.num_data_ranks} data-parallel ranks{tokens}"
             )
-        settings = self.model["settings"]
         parts = [
             "\n".join(filter(None, [*lines, self.restarts.summary(self.steps_before)])),
-            units_table(self.model["units"]),
-            memory_table(self.run["ranks"], self.model["memory"]),
-            settings_table(settings),
-            problem_lines(self.problems, _differing(settings)),
+            units_table([unit.to_json() for unit in self.units]),
+            memory_table(self.ranks, self.memory),
+            settings_table(self.settings),
+            problem_lines(self.problems, {row.setting for row in self.differing}),
         ]
         for other in self.other_models:
-            settings, problems = other.model["settings"], [each for each in other.problems if each not in self.problems]
-            differing = [row for row in settings if row["status"] == "differs"]
+            problems = [each for each in other.problems if each not in self.problems]
             parts += [
                 "\n".join(_wrap(f"other model: {other._facts()}")),
-                units_table(other.model["units"]),
-                settings_table(differing) if differing else "",
-                problem_lines(problems, _differing(settings)),
+                units_table([unit.to_json() for unit in other.units]),
+                settings_table(other.differing) if other.differing else "",
+                problem_lines(problems, {row.setting for row in other.differing}),
             ]
         return "\n\n".join(filter(None, parts))
 
     def summary(self) -> str:
         """Return what ran, its memory, and every setting that differs: a few lines, at most 100 columns wide."""
-        settings, training = self.model["settings"], self.model["training"]
         lines = [
             f"FSDP: {self._facts()}",
-            memory_line(self.run["ranks"], self.model["memory"]),
-            training_line(training),
-            status_line(settings, trained=training["steps"] > 0),
+            memory_line(self.ranks, self.memory),
+            training_line(self.training),
+            status_line(self.settings, trained=self.training.steps > 0),
             *filter(None, [self.restarts.summary(self.steps_before)]),
-            *difference_lines(settings, self.problems),
+            *difference_lines(self.settings, self.problems),
         ]
         for other in self.other_models:
-            status = status_line(other.model["settings"], trained=other.model["training"]["steps"] > 0)
-            lines.append(f"other model: {other.model['model_class']}, {status}")
-            problems = [each for each in other.problems if each not in self.problems]
-            lines += difference_lines(other.model["settings"], problems)
+            status = status_line(other.settings, trained=other.training.steps > 0)
+            lines.append(f"other model: {other.model_class}, {status}")
+            lines += difference_lines(other.settings, [each for each in other.problems if each not in self.problems])
         return "\n".join(wrapped for line in lines for wrapped in _wrap(line))
 
     def _facts(self) -> str:
         """Return model, sizes, backend and mesh."""
-        model, run = self.model, self.run
-        local = _range((row["num_local_params"] for row in run["ranks"]), "{:,}".format)
+        local = _range((row.num_local_params for row in self.ranks), "{:,}".format)
         return (
-            f"{model['model_class']}, {model['num_params']:,} parameters, {local} per rank, "
-            f"{plural(len(model['units']), 'unit')}; {model['backend']}, {run['world_size']} × {run['device']}, "
-            f"replicate {model['mesh']['replicate']} × shard {model['mesh']['shard']}"
+            f"{self.model_class}, {self.num_params:,} parameters, {local} per rank, "
+            f"{plural(len(self.units), 'unit')}; {self.backend}, {self.world_size} × {self.device}, "
+            f"replicate {self.mesh['replicate']} × shard {self.mesh['shard']}"
         )
-
-
-def _differing(settings: Iterable[JsonObject]) -> set[str]:
-    return {row["setting"] for row in settings if row["status"] == "differs"}
 
 
 def units_table(units: Sequence[JsonObject]) -> str:

@@ -18,7 +18,7 @@ from hf_fsdp_plugin.observe import units as live_units
 from hf_fsdp_plugin.observe.first_step import recorded_first_step
 from hf_fsdp_plugin.observe.optimizers import check_optimizers, optimizers_of, trained_pair, unwrapped_optimizer
 from hf_fsdp_plugin.observe.readers import observe_settings
-from hf_fsdp_plugin.observe.report import BatchShape, Report
+from hf_fsdp_plugin.observe.report import BatchShape, Facts, MemoryFacts, Report
 from hf_fsdp_plugin.observe.settings import ObservedRun, ObservedSetting, check_settings
 from hf_fsdp_plugin.observe.weights import compare_weights, unchanged_parameters
 from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan
@@ -119,21 +119,22 @@ def build_report(
         mesh = {"replicate": sharded.known("replicate_size", 0), "shard": sharded.known("shard_size", 0)}
     problems = [*plan.problems, *check_settings(settings, plan), *problems]
     unsharded = "ddp" if isinstance(model, nn.parallel.DistributedDataParallel) else "none"
-    tree = {
-        "backend": " and ".join(f"fsdp{number}" for number in sorted({unit.live.version for unit in units}))
-        or unsharded,
-        "model_class": plan.model_class,
-        "mesh": mesh,
-        "num_params": sum(unit.num_params for unit in units) + num_unmanaged,
-        "units": [unit.to_json() for unit in units],
-        "settings": settings,
-        "memory": memory,
-        "training": training,
-        "problems": [problem.to_json() for problem in problems],
-    }
-    versions = {name: version(name) for name in _PACKAGES}
-    world = {"world_size": len(ranks), "device": device_type, "ranks": ranks, "versions": versions}
-    return Report(model=tree, run=world, problems=tuple(problems), batch=batch)
+    return Report(
+        backend=" and ".join(f"fsdp{number}" for number in sorted({unit.live.version for unit in units})) or unsharded,
+        model_class=plan.model_class,
+        world_size=len(ranks),
+        mesh=mesh,
+        device=device_type,
+        units=units,
+        num_params=sum(unit.num_params for unit in units) + num_unmanaged,
+        settings=tuple(map(Facts, settings)),
+        memory=MemoryFacts(memory),
+        ranks=tuple(map(MemoryFacts, ranks)),
+        problems=tuple(problems),
+        batch=batch,
+        training=Facts(training),
+        versions={name: version(name) for name in _PACKAGES},
+    )
 
 
 def build_report_of_trained(models: Sequence[Any], optimizers: Sequence[Any] = (), **facts: Any) -> Report:

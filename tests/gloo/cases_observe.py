@@ -101,13 +101,13 @@ def gradient_sources(config: dict[str, Any]) -> list[tuple[int, str]]:
     """Return gradient bytes and their source: before any backward, after a backward, and after ``zero_grad``."""
     model, plan = make_sharded(config)
     optimizer = torch.optim.AdamW(model.parameters())
-    observed = [build_report(model, plan).model["memory"]]
+    observed = [build_report(model, plan).memory]
     record_first_step(model, optimizer)
     backward(model)
-    observed.append(build_report(model, plan).model["memory"])
+    observed.append(build_report(model, plan).memory)
     optimizer.step()
     optimizer.zero_grad()
-    observed.append(build_report(model, plan).model["memory"])
+    observed.append(build_report(model, plan).memory)
     return [(memory["grads_bytes"], memory["grads_source"]) for memory in observed]
 
 

@@ -59,6 +59,28 @@ def test_rank_under_the_launcher_keeps_its_files(as_rank: Path, monkeypatch: pyt
     assert files.calls.exists()
 
 
+def test_process_forked_by_native_code_writes_nothing(as_rank: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python does not call its hooks of a fork then."""
+    files = armed_files()
+    with monkeypatch.context() as forked:
+        forked.setattr(os, "getpid", lambda: 1)
+        watch.failed(ValueError("of the child"))
+        watch.script_ended()
+        watch._at_exit()
+    assert watch.is_armed and not (watch._stopped.is_set() or files.failure.exists() or files.ended.exists())
+
+
+def test_watch_can_be_disarmed_twice_and_failures_without_it_are_ignored(as_rank: Path) -> None:
+    watch.failed(ValueError("before"))
+    files = armed_files()
+    watch.disarm()
+    watch.disarm()
+    watch.failed(ValueError("after"))
+    watch.script_ended()
+    watch._at_exit()
+    assert list(as_rank.iterdir()) == [] and not files.failure.exists()
+
+
 @pytest.mark.parametrize("lives", [True, False])
 def test_hang_of_earlier_ranks_does_not_end_new_ones(as_rank: Path, lives: bool) -> None:
     files = armed_files()
@@ -71,7 +93,7 @@ def test_hang_of_earlier_ranks_does_not_end_new_ones(as_rank: Path, lives: bool)
     files.hang.write_text("{}")
     watch._open(files, records=False, is_alone=False)
     assert files.hang.exists() == lives
-    watch.is_armed = True
+    watch._pid = os.getpid()
     watch.disarm()
     other.process.unlink()
 

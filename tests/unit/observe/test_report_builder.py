@@ -1,5 +1,6 @@
 """The report of a model without ranks, and the checks of the whole model."""
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -22,8 +23,21 @@ def test_report_requires_a_prepared_model(subject: object, code: str) -> None:
 def test_model_without_units_is_not_sharded() -> None:
     found = build_report(make_model(), make_plan())
     assert "FSDP-E501" in [problem.code for problem in found.problems]
-    assert [found.model[name] for name in ("backend", "num_params", "units")] == ["none", 50, []]
+    assert (found.backend, found.num_params, found.units) == ("none", 50, ())
     assert "not sharded" in str(found)
+
+
+def test_attributes_of_the_report_are_the_values_of_its_json() -> None:
+    found = build_report(make_model(), make_plan())
+    tree = json.loads(json.dumps(found.to_json()))
+    names = ("backend", "model_class", "world_size", "mesh", "device", "num_params", "memory", "training", "versions")
+    assert {name: getattr(found, name) for name in names} == {name: tree[name] for name in names}
+    assert list(found.settings) == tree["settings"] and list(found.ranks) == tree["ranks"]
+    assert found.differing and {row.status for row in found.differing} == {"differs"}
+    assert found.memory.held_bytes == found.memory.params_bytes + found.memory.grads_bytes
+    assert found.ranks[0].memory.peak_source == found.memory.peak_source and found.training.steps == 0
+    with pytest.raises(AttributeError, match="peak_bytes"):
+        found.memory.peek_bytes  # noqa: B018
 
 
 def test_summary_is_short_and_names_errors() -> None:
