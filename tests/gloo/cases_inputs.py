@@ -75,7 +75,7 @@ def received_by_units(version: int) -> dict[str, Any]:
         unit: {name: (str(tensor.dtype), tensor.flatten().tolist()) for name, tensor in recorder.received.items()}
         for unit, recorder in recorders.items()
     }
-    (row,) = [row for row in hfp.report(accelerator).model["settings"] if row["setting"] == "precision.param"]
+    (row,) = [row for row in hfp.report(accelerator).settings if row.setting == "precision.param"]
     return {**received, "reason": row["reason"]}
 
 

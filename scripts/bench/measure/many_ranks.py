@@ -73,7 +73,7 @@ def run_rank(rank: int, report: Callable[..., None], model: Any, folder: Path) -
     done("resume")
     found = hfp.report(accelerator)
     done("report")
-    statuses = {setting["status"] for setting in found.model["settings"]}
+    statuses = {setting.status for setting in found.settings}
     report("verdict", {"differs": "differs" in statuses})
     accelerator.end_training()
 
