@@ -112,18 +112,22 @@ class HangQueries:
     """The questions of a machine to the others.
 
     Args:
-        store: shared by all machines; ``None`` for a single machine, which has nobody to ask.
-        name: name of this machine, for messages.
+        store: shared by all machines. It is not used if this machine has all ranks, which has nobody to ask.
         ranks: the ranks of this machine.
+        world_size: number of ranks of all machines.
+        name: name of this machine in messages. By default its number, if the launcher has set it, and its host.
 
     Attributes:
         announced: the hang that another machine has announced; ``None`` without one.
     """
 
     def __init__(
-        self, store: JobStore | None = None, *, name: str = "", ranks: Sequence[int] = (), world_size: int = 0
+        self, store: JobStore | None = None, *, ranks: Sequence[int] = (), world_size: int = 0, name: str = ""
     ) -> None:
-        self._store, self._name, self._ranks, self._world_size = store, name, tuple(ranks), world_size
+        self._store = store if len(ranks) < world_size else None
+        self._ranks, self._world_size = tuple(ranks), world_size
+        host, machine = socket.gethostname(), os.environ.get("GROUP_RANK") or os.environ.get("SLURM_NODEID")
+        self._name = name or (f"machine {machine} ({host})" if machine else f"machine {host}")
         self.announced: FoundHang | None = None
         self._news: int | None = None  # until the name of this machine is in the store
         self._asked = self._answered = 0
@@ -261,15 +265,6 @@ class HangQueries:
 def watch_store() -> dist.Store:
     """Return a connection of its own to the store of the default process group."""
     return dist.PrefixStore(f"hf_fsdp_watch/{os.environ.get(RUN_ID_VARIABLE, '')}", default_store().clone())
-
-
-def queries_of_machine(store: JobStore, ranks: Sequence[int], world_size: int) -> HangQueries:
-    """Return the questions of this machine, whose ranks are given, to the others; without others, to nobody."""
-    if len(ranks) >= world_size:
-        return HangQueries()
-    host, machine = socket.gethostname(), os.environ.get("GROUP_RANK") or os.environ.get("SLURM_NODEID")
-    name = f"machine {machine} ({host})" if machine else f"machine {host}"
-    return HangQueries(store, name=name, ranks=ranks, world_size=world_size)
 
 
 def _unpack(data: bytes) -> list[RankCalls]:

@@ -333,7 +333,7 @@ class Watch:
             return
         if self._hangs is None:
             ranks = [peer.rank for peer in peers]
-            self._queries = hang_queries.queries_of_machine(self._store, ranks, self._world_size)
+            self._queries = hang_queries.HangQueries(self._store, ranks=ranks, world_size=self._world_size)
             self._hangs = HangFinder(
                 limit=self._limit, is_strict=self._is_strict, hang_queries=self._queries, notice=self.notice
             )
@@ -351,7 +351,8 @@ class Watch:
         if not self._limit or not dist.is_initialized():
             return []
         store = hang_queries.JobStore(hang_queries.watch_store)
-        queries = hang_queries.queries_of_machine(store, [rank.rank for rank in ranks], self._world_size)
+        own = [rank.rank for rank in ranks]
+        queries = hang_queries.HangQueries(store, ranks=own, world_size=self._world_size)
         watches = threading.current_thread() is self._thread  # this thread has to answer other machines meanwhile
         found = queries.ask(ranks, _FAILURE_ANSWER_SECONDS, after_failure=True, answers=watches)
         store.join(_STOP_SECONDS)

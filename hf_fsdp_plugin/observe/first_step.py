@@ -26,10 +26,8 @@ from hf_fsdp_plugin.backends.sharding.forwards import checkpoints_itself, float_
 from hf_fsdp_plugin.backends.sharding.shard import plan_of
 from hf_fsdp_plugin.backends.torch_types import torch_dtype
 from hf_fsdp_plugin.contracts import off_without
-from hf_fsdp_plugin.observe import optimizers as optimizer_checks
-from hf_fsdp_plugin.observe.optimizers import call_in_backward, has_gradient
+from hf_fsdp_plugin.observe import weights
 from hf_fsdp_plugin.observe.units import checkpoints_natively, gradient_bytes, observe_units
-from hf_fsdp_plugin.observe.weights import ShardHashes, hash_parts
 from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan
 from hf_fsdp_plugin.plan.names import canonical_name, unwrapped
 from hf_fsdp_plugin.problems import Problem, SpecError
@@ -143,8 +141,8 @@ class FirstStep:
     batch_sizes: StableValues = field(default_factory=StableValues)
     accumulation: StableValues = field(default_factory=StableValues)
     optimized_ids: set[int] = field(default_factory=set)
-    shard_hashes: ShardHashes | None = None
-    later_hashes: list[ShardHashes] = field(default_factory=list)
+    shard_hashes: weights.ShardHashes | None = None
+    later_hashes: list[weights.ShardHashes] = field(default_factory=list)
     evaluates: bool = False
     _num_forwards: int = 0
     observed: WeakSet[torch.optim.Optimizer] = field(default_factory=WeakSet)
@@ -183,13 +181,13 @@ class FirstStep:
         # Warm-up begins with a learning rate of 0. One in a tensor is not read.
         rates = [group.get("lr", 1.0) for group in optimizer.param_groups]
         if self.shard_hashes is None and any(isinstance(rate, torch.Tensor) or rate for rate in rates):
-            self.shard_hashes = hash_parts(units)
+            self.shard_hashes = weights.hash_parts(units)
 
     @off_without(None)
     def after_step(self, model: nn.Module) -> None:
         """Record the state of the units after an optimizer step."""
         if self.shard_hashes is not None and not self.num_steps & (self.num_steps - 1):
-            self.later_hashes.append(hash_parts(observe_units(model), only=self.shard_hashes))
+            self.later_hashes.append(weights.hash_parts(observe_units(model), only=self.shard_hashes))
 
     def begin_backward(self, _: torch.Tensor) -> None:
         """Count a backward before the first optimizer step. A hook of a forward's output."""
@@ -221,7 +219,7 @@ def record_first_step(model: nn.Module, *optimizers: Any) -> FirstStep:
     # when a backward begins, parameters have the gradients of the last step again, although they were zeroed.
     is_offloaded = plan is not None and plan.version == 1 and plan.offload_params and plan.device_type != "cpu"
     for optimizer in optimizers:
-        inner = optimizer_checks.unwrapped_optimizer(optimizer)
+        inner = weights.unwrapped_optimizer(optimizer)
         if inner is not None and inner not in first_step.observed:
             first_step.observed.add(inner)
             first_step.optimized_ids |= {id(parameter) for parameter in parameters_in(inner)}
@@ -229,7 +227,7 @@ def record_first_step(model: nn.Module, *optimizers: Any) -> FirstStep:
             inner.register_step_pre_hook(lambda optimizer, *_: first_step.before_step(model, optimizer))
             inner.register_step_post_hook(lambda *_: first_step.after_step(model))
             if not is_offloaded:
-                optimizer_checks.GradientWatch(model, inner)
+                weights.GradientWatch(model, inner)
     return first_step
 
 
@@ -255,16 +253,16 @@ def _watch_useless_steps(model: nn.Module, first_step: FirstStep) -> RemovableHa
         if (model := prepared()) is None or first_step.num_steps:
             return
         held = parameters_in(optimizer)
-        if optimizer in unrelated and has_gradient(held):
+        if optimizer in unrelated and weights.has_gradient(held):
             return
         if has_parameters_of(model, optimizer):
             record_first_step(model, optimizer)  # it was not prepared
             return
         unrelated.add(optimizer)
         if (
-            not has_gradient(held)
-            and not optimizer_checks.num_of_sharded_models(held)
-            and has_gradient(model.parameters())
+            not weights.has_gradient(held)
+            and not weights.num_of_sharded_models(held)
+            and weights.has_gradient(model.parameters())
         ):
             num_useless += 1
             if num_useless == 2:
@@ -321,7 +319,7 @@ def _observe_forward(model: nn.Module, first_step: FirstStep) -> None:
             if torch.compiler.is_compiling() or first_step.num_steps:
                 output_handle.remove()
             else:
-                call_in_backward(floats, first_step.begin_backward)
+                weights.call_in_backward(floats, first_step.begin_backward)
 
     model.register_forward_pre_hook(before_forward, with_kwargs=True)
     cast_handle = model.register_forward_pre_hook(before_cast, prepend=True, with_kwargs=True)

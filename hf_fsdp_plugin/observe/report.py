@@ -256,22 +256,22 @@ def units_table(units: Sequence[JsonObject]) -> str:
     return format_table(rows, right={2})
 
 
-def memory_table(ranks: Sequence[JsonObject], own: JsonObject) -> str:
+def memory_table(ranks: Sequence[MemoryFacts], own: MemoryFacts) -> str:
     """Format the memory of all ranks, and the memory that this rank would need under DistributedDataParallel."""
     rows = [("memory per rank", "this run", "data parallel")]
     for title, name in zip(("parameters", "gradients", "optimizer"), HELD, strict=True):
         rows.append((f"  {title}", _range(rank[name] for rank in ranks), format_memory(own[f"ddp_{name}"])))
-    rows.append(("  total", _range_of_held(ranks), format_memory(own["ddp_bytes"])))
+    rows.append(("  total", _range(rank.held_bytes for rank in ranks), format_memory(own["ddp_bytes"])))
     rows.append((f"  peak ({own['peak_source']})", _range(rank["peak_bytes"] for rank in ranks), ""))
     return format_table(rows, right={1, 2})
 
 
-def memory_line(ranks: Sequence[JsonObject], own: JsonObject) -> str:
+def memory_line(ranks: Sequence[MemoryFacts], own: MemoryFacts) -> str:
     """Return the memory of all ranks as one line."""
+    held, peak = _range(rank.held_bytes for rank in ranks), _range(rank.peak_bytes for rank in ranks)
     return (
-        f"memory per rank: {_range_of_held(ranks)} of parameters, gradients and optimizer state (data parallel: "
-        f"{format_memory(own['ddp_bytes'])}); peak {_range(rank['peak_bytes'] for rank in ranks)} "
-        f"({own['peak_source']})"
+        f"memory per rank: {held} of parameters, gradients and optimizer state (data parallel: "
+        f"{format_memory(own.ddp_bytes)}); peak {peak} ({own.peak_source})"
     )
 
 
@@ -355,10 +355,6 @@ def problem_lines(problems: Sequence[Problem], differing: Collection[str]) -> st
 
 def _wrap(text: str, *, first: str = "", rest: str = "  ") -> list[str]:
     return textwrap.wrap(text, _WIDTH, initial_indent=first, subsequent_indent=rest, break_long_words=False)
-
-
-def _range_of_held(ranks: Sequence[JsonObject]) -> str:
-    return _range(sum(rank[name] for name in HELD) for rank in ranks)
 
 
 def _range(counts: Iterable[int], shown: Callable[[int], str] = format_memory) -> str:

@@ -15,12 +15,12 @@ from hf_fsdp_plugin.backends.ranks.agreement import gather_equal_objects, gather
 from hf_fsdp_plugin.backends.sharding.shard import plan_of
 from hf_fsdp_plugin.contracts import off_warning, off_without
 from hf_fsdp_plugin.observe import units as live_units
+from hf_fsdp_plugin.observe import weights
 from hf_fsdp_plugin.observe.first_step import recorded_first_step
-from hf_fsdp_plugin.observe.optimizers import check_optimizers, optimizers_of, trained_pair, unwrapped_optimizer
 from hf_fsdp_plugin.observe.readers import observe_settings
 from hf_fsdp_plugin.observe.report import BatchShape, Facts, MemoryFacts, Report
 from hf_fsdp_plugin.observe.settings import ObservedRun, ObservedSetting, check_settings
-from hf_fsdp_plugin.observe.weights import compare_weights, unchanged_parameters
+from hf_fsdp_plugin.observe.weights import optimizers_of, unwrapped_optimizer
 from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan
 from hf_fsdp_plugin.plan.names import canonical_name
 from hf_fsdp_plugin.problems import Problem, SpecError
@@ -55,7 +55,7 @@ def build_report(
     with on_all_ranks("reading the live model"):
         first_step = recorded_first_step(model)
         units = live_units.observe_units(model)
-        unchanged = unchanged_parameters(first_step.shard_hashes, first_step.later_hashes, units)
+        unchanged = weights.unchanged_parameters(first_step.shard_hashes, first_step.later_hashes, units)
         memory = live_units.observe_memory(model, units, inner, first_step.grads_bytes)
         num_unmanaged = sum(parameter.numel() for parameter in live_units.unmanaged_parameters(model, units))
         hashes = first_step.shard_hashes or {}
@@ -84,7 +84,7 @@ def build_report(
     device_type = own["device"].partition(":")[0]
     loads = plan.ram_efficient or plan.sync_module_states
     replicated = any(unit.live.known("replicate_size", 1) > 1 for unit in units)
-    compare = off_without(None)(compare_weights)
+    compare = off_without(None)(weights.compare_weights)
     compared = compare(model, units, first_step.first_bit_sum) if loads or replicated else None
     with on_all_ranks("comparing the live model with the plan"):
         structure = (
@@ -109,7 +109,7 @@ def build_report(
         problems = [
             *map(off_warning, unknown.values()),
             *check_structure(units, plan),
-            *check_optimizers(model, units, inner, prepared_ids=first_step.optimized_ids),
+            *weights.check_optimizers(model, units, inner, prepared_ids=first_step.optimized_ids),
             *check_training(run, training, prepared=bool(inner)),
         ]
     settings, problems = _merge_ranks(settings, problems)
@@ -154,11 +154,13 @@ def build_report_of_trained(models: Sequence[Any], optimizers: Sequence[Any] = (
         message = f"report() found no model that hf_fsdp_plugin prepared ({names})."
         fix = "Call install() before the Accelerator or Trainer is created, and report() after prepare()."
         raise SpecError([Problem(code="FSDP-E508", message=message, fix=fix)])
-    model, own = trained_pair([*plans], optimizers)
-    report = build_report(model, plans[model], optimizers=own, **facts)
+    owned = {model: optimizers_of(model, optimizers) for model in plans}
+    # If no optimizer updates any of the models, the report of the first one contains the problem.
+    model = next((model for model in plans if owned[model]), next(iter(plans)))
+    report = build_report(model, plans[model], optimizers=owned[model] or optimizers, **facts)
     del plans[model]
     others = [
-        build_report(other, plan, optimizers=optimizers_of(other, optimizers), state_dict=facts.get("state_dict"))
+        build_report(other, plan, optimizers=owned[other], state_dict=facts.get("state_dict"))
         for other, plan in plans.items()
     ]
     return replace(report, other_models=tuple(others))

@@ -129,7 +129,7 @@ def _agent(environ: Mapping[str, str]) -> str:
     import psutil  # few processes need it
 
     # The nearest ancestor whose environment does not name the run: a shell or a profiler may be between.
-    pid = 0
+    pid = os.getppid()
     for process in psutil.Process().parents():
         pid = process.pid
         with suppress(psutil.Error):  # the process belongs to another user

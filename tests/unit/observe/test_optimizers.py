@@ -6,13 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from hf_fsdp_plugin.observe.optimizers import (
-    check_optimizers,
-    optimizers_of,
-    trained_pair,
-    unwrapped_optimizer,
-)
-from tests.unit.observe.live_models import make_model, make_unit
+from hf_fsdp_plugin.observe import report_builder
+from hf_fsdp_plugin.observe.weights import check_optimizers, optimizers_of, unwrapped_optimizer
+from tests.unit.observe.live_models import make_model, make_plan, make_unit
 
 
 @pytest.fixture
@@ -56,10 +52,15 @@ def test_optimizer_with_gathered_copies_is_an_error(model: nn.Module, optimizer:
     assert problem.code == "FSDP-E504" and "2 of the 6 parameters of AdamW are gathered copies" in problem.message
 
 
-def test_trained_model_is_reported_before_a_teacher(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def test_trained_model_is_reported_before_a_teacher(
+    model: nn.Module, optimizer: torch.optim.Optimizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(report_builder, "_find_plan", lambda model: make_plan())
     teacher = nn.Linear(2, 2)
-    assert trained_pair([teacher, model], [optimizer]) == (model, [optimizer])
-    assert trained_pair([teacher], []) == (teacher, [])
+    found = report_builder.build_report_of_trained([teacher, model], [optimizer])
+    assert (found.num_params, [other.num_params for other in found.other_models]) == (50, [6])
+    untrained = report_builder.build_report_of_trained([teacher], [optimizer])
+    assert "FSDP-E504" in [problem.code for problem in untrained.problems] and not untrained.other_models
     assert optimizers_of(teacher, [optimizer]) == []
 
 
