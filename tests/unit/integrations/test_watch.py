@@ -70,7 +70,7 @@ def test_process_forked_by_native_code_writes_nothing(as_rank: Path, monkeypatch
     assert watch.is_armed and not (watch._stopped.is_set() or files.failure.exists() or files.ended.exists())
 
 
-def test_watch_can_be_disarmed_twice_and_failures_without_it_are_ignored(as_rank: Path) -> None:
+def test_disarmed_watch_ignores_failures_and_exit(as_rank: Path) -> None:
     watch.failed(ValueError("before"))
     files = armed_files()
     watch.disarm()
