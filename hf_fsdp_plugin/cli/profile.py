@@ -22,8 +22,8 @@ from typing import Any, Final
 from hf_fsdp_plugin.cli import launch
 from hf_fsdp_plugin.cli.main import whole_number
 from hf_fsdp_plugin.cli.output import print_failure, print_json, print_problems
-from hf_fsdp_plugin.integrations.profiling import OPTIONS_VARIABLE, files
-from hf_fsdp_plugin.integrations.profiling.files import ProfileOptions
+from hf_fsdp_plugin.integrations import profiling
+from hf_fsdp_plugin.integrations.profiling import OPTIONS_VARIABLE, ProfileOptions
 from hf_fsdp_plugin.launcher.flags import LaunchArguments, Parser, UsageError, add_launch_flags, read_launch_arguments
 from hf_fsdp_plugin.observe.profile.run_profile import RunProfile, Suggestion
 from hf_fsdp_plugin.problems import Problem, SpecError, has_errors
@@ -102,27 +102,27 @@ def run(args: argparse.Namespace) -> int:
         _prepare(folder, force=args.force)
         with _stdout_to_stderr() if args.json else contextlib.nullcontext():
             code = launch.run_launch(launched)
-        ranks = files.read_ranks(folder)
-        problems = files.missing_parts(ranks, options)
+        ranks = profiling.read_ranks(folder)
+        problems = profiling.missing_parts(ranks, options)
         is_complete = bool(ranks) and sum(rank.num_steps > 0 for rank in ranks) == ranks[0].world_size
         if has_errors(problems) or (code and not is_complete):
-            files.remove_paths(files.files_of_profile(folder))
+            profiling.remove_paths(profiling.files_of_profile(folder))
             failed = print_failure([_failure(code)] if code else problems, as_json=args.json)
             return code or failed
         with _writing(folder):
-            tree, suggestions = files.write_profile(folder, ranks, problems)
+            tree, suggestions = profiling.write_profile(folder, ranks, problems)
     except SpecError as error:
         return print_failure(error.problems, as_json=args.json)
     finally:
         with contextlib.suppress(OSError):  # files that a rank could not complete, for example because it was killed
-            files.remove_paths(list(folder.rglob(f"*{files.PARTIAL}")))
+            profiling.remove_paths(list(folder.rglob(f"*{profiling.PARTIAL}")))
     if args.json:
         print_json(tree)
     else:
         print_problems(problems)
         traces = f"{plural(len(tree['files']['traces']), 'trace')} for ui.perfetto.dev or chrome://tracing"
         print(f"\n{profile_text(tree, suggestions, ranks[0].facts.get('plan'))}\n")
-        print(f"written: {folder / files.RESULT} and {traces}")
+        print(f"written: {folder / profiling.RESULT} and {traces}")
     return code
 
 
@@ -132,15 +132,15 @@ def _prepare(folder: Path, *, force: bool) -> None:
     Raises:
         SpecError: it cannot be written, or has a result and ``--force`` is not given (FSDP-E772, FSDP-E774).
     """
-    earlier = [path for path in files.files_of_profile(folder) if path.exists()]
+    earlier = [path for path in profiling.files_of_profile(folder) if path.exists()]
     if earlier and not force:
         message = f"{folder} contains an earlier profile."
         fix = "Pass --force to replace it, or --output with another folder."
         raise SpecError([Problem(code="FSDP-E774", message=message, fix=fix)])
     with _writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
-        files.remove_paths(earlier)
-        (folder / f"probe{files.PARTIAL}").write_bytes(b" " * 4096)  # deleted at the end
+        profiling.remove_paths(earlier)
+        (folder / f"probe{profiling.PARTIAL}").write_bytes(b" " * 4096)  # deleted at the end
 
 
 @contextlib.contextmanager

@@ -20,9 +20,8 @@ from hf_fsdp_plugin.integrations.saving import manager
 from hf_fsdp_plugin.integrations.session import session
 from hf_fsdp_plugin.messages import printer
 from hf_fsdp_plugin.problems import Problem
-from hf_fsdp_plugin.sources.environment import rank_variables
+from hf_fsdp_plugin.sources.environment import LaunchHandover, absolute_path, rank_variables
 from hf_fsdp_plugin.sources.interface import Sources, config_of
-from hf_fsdp_plugin.sources.launchers import LaunchHandover, absolute_path
 from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec
 from hf_fsdp_plugin.supported import untested_versions
 

@@ -14,8 +14,8 @@ from typing import Any, Final, TypeVar
 
 from hf_fsdp_plugin.runs.identity import RunIdentity
 from hf_fsdp_plugin.runs.restart_policy import Restarts
+from hf_fsdp_plugin.sources.environment import locate_config
 from hf_fsdp_plugin.sources.interface import Sources
-from hf_fsdp_plugin.sources.launchers import locate_config
 from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec
 from hf_fsdp_plugin.spec.load import assess
 from hf_fsdp_plugin.torch_private.modules import entries_in_block

@@ -35,7 +35,7 @@ from hf_fsdp_plugin.problems import Problem
 from hf_fsdp_plugin.rank_variables import ERROR_FILE_VARIABLE
 from hf_fsdp_plugin.runs.failures import RunResult, first_failure, format_failures, summarize_exit
 from hf_fsdp_plugin.runs.restart_policy import FailedAttempt, Restarts, assess_attempt, decide_restart
-from hf_fsdp_plugin.sources.launchers import LaunchHandover
+from hf_fsdp_plugin.sources.environment import LaunchHandover
 from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec
 from hf_fsdp_plugin.text import plural
 from hf_fsdp_plugin.torch_private.elastic import AttemptAgent

@@ -36,7 +36,7 @@ from hf_fsdp_plugin.launcher.world import World, num_threads
 from hf_fsdp_plugin.problems import Problem
 from hf_fsdp_plugin.runs.failures import RankExit, read_exit
 from hf_fsdp_plugin.runs.restart_policy import Restarts
-from hf_fsdp_plugin.sources.launchers import LaunchHandover
+from hf_fsdp_plugin.sources.environment import LaunchHandover
 from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec
 
 

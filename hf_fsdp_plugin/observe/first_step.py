@@ -24,11 +24,10 @@ from hf_fsdp_plugin.backends.loading.weight_loader import BROADCAST_ATTRIBUTE
 from hf_fsdp_plugin.backends.optimizers.parameters import has_parameters_of, parameters_in
 from hf_fsdp_plugin.backends.sharding.forwards import checkpoints_itself, float_outputs, is_activation
 from hf_fsdp_plugin.backends.sharding.shard import plan_of
-from hf_fsdp_plugin.backends.torch_types import torch_dtype
 from hf_fsdp_plugin.contracts import off_without
 from hf_fsdp_plugin.observe import weights
 from hf_fsdp_plugin.observe.units import checkpoints_natively, gradient_bytes, observe_units
-from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan
+from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan, torch_dtype
 from hf_fsdp_plugin.plan.names import canonical_name, unwrapped
 from hf_fsdp_plugin.problems import Problem, SpecError
 from hf_fsdp_plugin.torch_private.functions import in_backward, tree_leaves

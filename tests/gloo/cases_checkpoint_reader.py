@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from hf_fsdp_plugin.checkpoint import folders
-from hf_fsdp_plugin.checkpoint.checking.verified_files import VerifiedFiles
+from hf_fsdp_plugin.checkpoint.checking.verify import VerifiedFiles
 from hf_fsdp_plugin.checkpoint.names import INDEX_FILE
 from hf_fsdp_plugin.checkpoint.reading.loading import load_model
 from hf_fsdp_plugin.checkpoint.reading.optimizer import load_optimizer

@@ -7,7 +7,7 @@ from contextlib import nullcontext
 from typing import Any
 
 from hf_fsdp_plugin.backends.sharding.shard import plan_of
-from hf_fsdp_plugin.estimate.communication import estimate_communication
+from hf_fsdp_plugin.estimate.time import estimate_communication
 from hf_fsdp_plugin.estimate.types import Collective, Workload
 from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan
 from tests.gloo.collective_counter import CollectiveCounter

@@ -17,7 +17,8 @@ from tests.support.training import RELATIVE, assert_same_training, assert_same_w
 
 pytest.importorskip("peft")
 
-from hf_fsdp_plugin.checkpoint.checking.verify import manifest_problems, verify
+from hf_fsdp_plugin.checkpoint.checking.against_model import manifest_problems
+from hf_fsdp_plugin.checkpoint.checking.verify import verify
 from hf_fsdp_plugin.checkpoint.formats.known_formats import read_stored_model
 from hf_fsdp_plugin.checkpoint.formats.manifest import read_manifest
 from tests.gloo import cases_peft as cases

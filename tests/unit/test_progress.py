@@ -5,8 +5,7 @@ import sys
 
 import pytest
 
-from hf_fsdp_plugin.checkpoint.checking.verified_files import Progress
-from hf_fsdp_plugin.checkpoint.checking.verify import verify
+from hf_fsdp_plugin.checkpoint.checking.verify import Progress, verify
 from hf_fsdp_plugin.cli.main import main
 from hf_fsdp_plugin.messages import progress_bar
 

@@ -78,10 +78,9 @@ class Prediction:
 
 def predict(planned: Planned) -> Prediction:
     """Return the memory and communication of a step, and the time if a machine is given."""
-    from hf_fsdp_plugin.estimate.communication import estimate_communication
     from hf_fsdp_plugin.estimate.memory.meta_pass import profile_step
     from hf_fsdp_plugin.estimate.memory.peak import estimate_memory, gpu_of
-    from hf_fsdp_plugin.estimate.time import TimeModel, unit_costs
+    from hf_fsdp_plugin.estimate.time import TimeModel, estimate_communication, unit_costs
 
     plan, machine, subject = planned.plan, planned.machine, (planned.plan, planned.model, planned.workload)
     profile = profile_step(*subject)

@@ -36,9 +36,8 @@ from hf_fsdp_plugin.messages import print_once, print_warnings
 from hf_fsdp_plugin.plan.presharded import distributed_config_of
 from hf_fsdp_plugin.problems import Origin, Problem, SpecError
 from hf_fsdp_plugin.rank_variables import launched_world_size
-from hf_fsdp_plugin.sources.accelerate_objects import DATA_SIZES
 from hf_fsdp_plugin.sources.interface import Sources
-from hf_fsdp_plugin.sources.transformers_objects import OTHER_AXES
+from hf_fsdp_plugin.sources.script_objects import DATA_SIZES, OTHER_AXES
 from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec
 from hf_fsdp_plugin.spec.load import assess, with_distributed_config
 from hf_fsdp_plugin.spec.rules import fsdp_is_off

@@ -27,17 +27,22 @@ from torch.distributed.fsdp.wrap import lambda_auto_wrap_policy
 
 from hf_fsdp_plugin.backends.ranks.collective_entry import FirstCalls
 from hf_fsdp_plugin.backends.sharding.shard import plan_of
-from hf_fsdp_plugin.backends.torch_types import torch_dtype
 from hf_fsdp_plugin.devices import accelerator_type
 from hf_fsdp_plugin.integrations.accelerate.private import prepared_models
 from hf_fsdp_plugin.integrations.patching import set_loading_variables
 from hf_fsdp_plugin.integrations.session import attributes_in_block, session
 from hf_fsdp_plugin.messages import print_once, print_warnings
+from hf_fsdp_plugin.plan.fsdp_plan import torch_dtype
 from hf_fsdp_plugin.plan.modules import spec_of_further_model
 from hf_fsdp_plugin.plan.presharded import distributed_config_of
 from hf_fsdp_plugin.plan.resolve import resolve
 from hf_fsdp_plugin.problems import Origin, Problem, SpecError
-from hf_fsdp_plugin.sources.accelerate_objects import PLUGIN, STATE_DICT_CONFIGS, state_dict_options, unused_options
+from hf_fsdp_plugin.sources.script_objects import (
+    PLUGIN,
+    STATE_DICT_CONFIGS,
+    state_dict_options,
+    unused_options,
+)
 from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec, StateDictKind
 from hf_fsdp_plugin.spec.load import with_distributed_config, with_plugin_object
 from hf_fsdp_plugin.strategies import STRATEGIES

@@ -28,7 +28,6 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy
 
 from hf_fsdp_plugin.backends.loading.shared_weights import return_freed_memory
-from hf_fsdp_plugin.backends.torch_types import torch_dtype
 from hf_fsdp_plugin.devices import Device, get_device
 from hf_fsdp_plugin.hangs.rank_files import write_atomically
 from hf_fsdp_plugin.integrations.accelerate.accelerator import accelerator as planned_accelerator
@@ -38,11 +37,11 @@ from hf_fsdp_plugin.integrations.install import uninstall
 from hf_fsdp_plugin.integrations.patching import install_hooks, remove_hooks
 from hf_fsdp_plugin.integrations.preflight.clone import MadeData, collate
 from hf_fsdp_plugin.messages import printer
-from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan
+from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan, torch_dtype
 from hf_fsdp_plugin.plan.meta_model import config_and_class, meta_model
 from hf_fsdp_plugin.plan.resolve import resolve
+from hf_fsdp_plugin.sources.environment import LaunchHandover
 from hf_fsdp_plugin.sources.interface import Sources
-from hf_fsdp_plugin.sources.launchers import LaunchHandover
 from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec
 from hf_fsdp_plugin.spec.load import assess
 from hf_fsdp_plugin.strategies import STRATEGIES

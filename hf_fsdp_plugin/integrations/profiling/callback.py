@@ -13,7 +13,7 @@ from hf_fsdp_plugin.integrations import profiling as files
 from hf_fsdp_plugin.integrations.profiling.run import profiling, remove_files
 from hf_fsdp_plugin.messages import print_once
 from hf_fsdp_plugin.problems import SpecError, has_errors
-from hf_fsdp_plugin.sources.launchers import absolute_path
+from hf_fsdp_plugin.sources.environment import absolute_path
 
 
 class ProfilerCallback(TrainerCallback):

@@ -85,7 +85,7 @@ class PlainLoop:
 def _fsdp2(plan: Any, model: Any) -> Any:
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-    from hf_fsdp_plugin.backends.torch_types import torch_dtype
+    from hf_fsdp_plugin.plan.fsdp_plan import torch_dtype
 
     casts = {f"{name}_dtype": torch_dtype(getattr(plan.precision, name)) for name in ("param", "reduce")}
     last = MixedPrecisionPolicy(**casts, output_dtype=torch_dtype(plan.precision.output))
@@ -110,7 +110,7 @@ def _fsdp1(plan: Any, model: Any, device: Any) -> Any:
     )
     from torch.distributed.fsdp.wrap import CustomPolicy
 
-    from hf_fsdp_plugin.backends.torch_types import torch_dtype
+    from hf_fsdp_plugin.plan.fsdp_plan import torch_dtype
     from hf_fsdp_plugin.strategies import STRATEGIES
 
     wrapped = {id(model.get_submodule(name)) for unit in plan.units for name in unit.modules if name}

@@ -62,7 +62,7 @@ class NoBytes:
 
 def resume(checkpoint: Path, saved: int, run: MadeUpRun, rank: int) -> dict[str, Any]:
     """Plan and read the shards of one rank, from the checkpoint of ``saved`` ranks."""
-    verified: Any = importlib.import_module("hf_fsdp_plugin.checkpoint.checking.verified_files")
+    verified: Any = importlib.import_module("hf_fsdp_plugin.checkpoint.checking.verify")
     shards = run.shards(rank)
     before = resource.getrusage(resource.RUSAGE_SELF)
     with Counts(checkpoint) as counts, sparse_data(saved):

@@ -16,7 +16,7 @@ from accelerate import Accelerator
 
 import hf_fsdp_plugin as hfp
 from hf_fsdp_plugin.backends.sharding.shard import plan_of
-from hf_fsdp_plugin.estimate.communication import estimate_communication
+from hf_fsdp_plugin.estimate.time import estimate_communication
 from hf_fsdp_plugin.estimate.types import Workload
 from scripts.bench.ranks.two_hosts_link import transferred
 

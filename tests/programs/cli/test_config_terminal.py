@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from hf_fsdp_plugin import load_spec
-from hf_fsdp_plugin.cli.config.question import State
+from hf_fsdp_plugin.cli.config.conversation import State
 from hf_fsdp_plugin.cli.config.questions import QUESTIONS
 from tests.support.terminal import CTRL_C, CTRL_D, DOWN, ENTER, UP, Terminal
 

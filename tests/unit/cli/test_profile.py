@@ -10,8 +10,8 @@ import pytest
 
 from hf_fsdp_plugin.cli import launch, profile
 from hf_fsdp_plugin.cli.main import make_parser
-from hf_fsdp_plugin.integrations.profiling import OPTIONS_VARIABLE, files
-from hf_fsdp_plugin.integrations.profiling.files import ProfileOptions, read_ranks, write_file
+from hf_fsdp_plugin.integrations import profiling
+from hf_fsdp_plugin.integrations.profiling import OPTIONS_VARIABLE, ProfileOptions, read_ranks, write_file
 from hf_fsdp_plugin.launcher.flags import UsageError
 from hf_fsdp_plugin.observe.profile.rank_profile import RankProfile, Times
 from tests.support.json_schema import assert_valid
@@ -128,7 +128,7 @@ def test_full_disk_leaves_no_result(in_folder, monkeypatch, capsys):
             raise OSError(errno.ENOSPC, "No space left on device")
         write_file(path, content)
 
-    monkeypatch.setattr(files, "write_file", full)
+    monkeypatch.setattr(profiling, "write_file", full)
     ranks = lambda: [rank_file(in_folder, rank) for rank in (0, 1)] and None  # noqa: E731
     assert run(monkeypatch, capsys, 0, ranks=ranks) == (1, ["FSDP-E772"])
     assert not (in_folder / "profile.json").exists()

@@ -19,7 +19,7 @@ import hf_fsdp_plugin as hfp
 from hf_fsdp_plugin.cli.main import main
 from hf_fsdp_plugin.integrations.session import session
 from hf_fsdp_plugin.launcher.flags import parse_launch_arguments
-from hf_fsdp_plugin.sources.launchers import LAUNCH_VARIABLE
+from hf_fsdp_plugin.sources.environment import LAUNCH_VARIABLE
 
 NAMES = ("fsdp.version", "sharding.strategy", "wrap.policy", "wrap.classes", "wrap.min_num_params", "offload.params")
 Decision = tuple[Any, ...] | None
