@@ -50,7 +50,7 @@ def setting_to_json(value: Any) -> Any:
         return [setting_to_json(item) for item in value]
     if isinstance(value, float) and (value != value or value in (float("inf"), float("-inf"))):
         return str(value)  # JSON has no NaN and no infinity
-    return value
+    return value if value is None or isinstance(value, (str, int, float)) else str(value)  # such as a date of YAML
 
 
 def parse_settings(source: SourceSettings) -> SourceSettings:
