@@ -1,4 +1,7 @@
-"""The table of sharding strategies. Everything that depends on a strategy is derived from its row."""
+"""The table of sharding strategies. What depends on a strategy is derived from its row.
+
+Texts about strategies are also in ``cli/config/questions.py``, ``integrations/bench`` and ``observe/profile``.
+"""
 
 from __future__ import annotations
 

@@ -160,7 +160,7 @@ def _text(found: Mapping[str, Any], problems: Sequence[Problem]) -> str:
 
 
 def _contracts_text(contracts: Sequence[Mapping[str, Any]]) -> str:
-    """Return one line for each class or module and status, with the names."""
+    """Return a table of the contracts: one row for each class or module, status and effect, with the names."""
     num_holding = sum(row["status"] not in ("changed", "missing") for row in contracts)
     num_replaced = sum(row["replaced"] for row in contracts)
     count = plural(len(contracts), "name")

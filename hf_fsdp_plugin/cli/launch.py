@@ -270,7 +270,7 @@ def _show_run(arguments: flags.LaunchArguments, sources: Sources, command: Seque
             units = f"unknown, {model} cannot be built here. Pass --model with a folder that has a config.json."
         blocks = [f"units: {units}"] if spec.enabled and plan is None else []
         variables = " ".join(f"{name}={shlex.quote(value)}" for name, value in env.items())
-        rank = (f"command of a rank: {shlex.join(command)}", f"variables of a rank: {variables}")
+        rank = (f"command of a rank: {shlex.join(command)}", f"variables for its settings: {variables}")
         blocks.append("\n".join([worlds.describe_world(world, spec.launch), *map(printable, rank)]))
     checked.print_text(*blocks)
     if not has_errors(checked.problems):

@@ -79,7 +79,7 @@ def _values(row: SettingRow) -> dict[str, Any]:
 
 
 def _forms(choices: Any) -> list[Any]:
-    """Return every spelling of the values: names in both cases, numbers also as text, ``true`` also as a bool."""
+    """Return all accepted forms: spellings in both cases, digits also as numbers, ``true`` also as a bool, and null."""
     forms: dict[tuple[type, Any], Any] = {}
     for value, others in choices:
         for form in (value, *others):

@@ -20,7 +20,7 @@ from hf_fsdp_plugin.integrations.saving import manager
 from hf_fsdp_plugin.integrations.session import session
 from hf_fsdp_plugin.messages import printer
 from hf_fsdp_plugin.problems import Problem
-from hf_fsdp_plugin.sources.environment import LaunchHandover, absolute_path, rank_variables
+from hf_fsdp_plugin.sources.environment import LaunchHandover, absolute_path, variables_without_torchrun
 from hf_fsdp_plugin.sources.interface import Sources, config_of
 from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec
 from hf_fsdp_plugin.supported import untested_versions
@@ -63,7 +63,7 @@ def install(
         printer.quiet = True
     # The arguments complete the sources and the options of an earlier `install`, or else those of the launcher.
     before: Any = session if session.installed else handover
-    given = Sources(environ=rank_variables(os.environ), as_launched=True) if before is None else before.sources
+    given = before.sources if before else Sources(environ=variables_without_torchrun(os.environ), as_launched=True)
     sources = replace(
         given,
         config=given.config if config is None else config_of(config),

@@ -26,7 +26,7 @@ from typing import Final
 
 from hf_fsdp_plugin.hangs.rank_exit import print_block
 from hf_fsdp_plugin.hangs.rank_files import FoundHang, RankFiles, write_atomically
-from hf_fsdp_plugin.launcher.orphan_processes import Guard, OrphanProcess, end_processes, run_name
+from hf_fsdp_plugin.launcher.orphan_processes import Guard, OrphanProcess, attempt_name, end_processes
 from hf_fsdp_plugin.launcher.other_machines import Announced, wait_until
 from hf_fsdp_plugin.launcher.rank_processes import RankJob, RankOutput, RankProcess, launch_env, rank_command, rank_env
 from hf_fsdp_plugin.launcher.rendezvous import Rendezvous, SignalException  # imports torch with less output
@@ -111,13 +111,14 @@ def _run_attempt(job: RankJob, rendezvous: Rendezvous) -> int | None:
 
     The steps after a failure:
 
-    1. The rank records its exception before it exits (``hangs.rank_exit.failure_of``); a hang is recorded by the rank
-       that has found it (``integrations.rank_watch``).
-    2. The launcher sees the record or the exit, asks the other ranks for their stacks, gives them time to fail by
-       themselves, announces the failure to the other machines, and stops its ranks (``AttemptRanks.is_over``).
+    1. The rank records its exception before it exits (``Watch.failed`` in ``integrations.rank_watch``); a hang is
+       recorded by the rank that has found it.
+    2. The launcher sees the record or the exit, asks the other ranks for their stacks, and announces the failure to the
+       other machines (a lost connection only after 2 s, in which its cause may be announced). It gives its ranks time
+       to fail by themselves, and stops them (``AttemptRanks.is_over``).
     3. How each rank exited is read from its files; the first failure is determined, and the machine that has it gets
        the places of the ranks of other machines (``AttemptRanks.result``).
-    4. The summary is printed.
+    4. The summary is printed (``runs.failures.format_failures``).
     5. All machines take the attempt as the one that failed first knows it, and decide whether the ranks are started
        again.
     """
@@ -215,7 +216,7 @@ class AttemptRanks(LogsSpecs):
         self._files = RankFiles(scratch / "rank")
         self._prepared: dict[int, RankProcess] = {}
         self._noticed: set[str] = set()
-        self._run = run_name()
+        self._run = attempt_name()
         self._guard = Guard(self._run, scratch)
         self._announced: Announced | None = None
         self._stopped_by = ""

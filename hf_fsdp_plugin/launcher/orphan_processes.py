@@ -43,8 +43,8 @@ class OrphanProcess:
     command: str
 
 
-def run_name() -> str:
-    """Return a name for a new run, unique on this machine."""
+def attempt_name() -> str:
+    """Return a name for the processes of one attempt, unique on this machine."""
     return f"{os.getpid()}-{time.time_ns()}"
 
 

@@ -94,7 +94,7 @@ def rank_env(files: RankFiles, run: str, restarts: Restarts) -> dict[str, str]:
     """Return the variables of one rank in one attempt.
 
     Args:
-        run: name with which the processes of the run are found (``orphan_processes.run_name``).
+        run: name with which the processes of the attempt are found (``orphan_processes.attempt_name``).
     """
     return {
         rank_variables.LAUNCHER_VARIABLE: str(os.getpid()),

@@ -221,7 +221,7 @@ def compare_structure(model: nn.Module, units: Sequence[UnitObservation], plan: 
                 if not requires_grad:
                     frozen.add(name)
     frozen_before = {first(name) for unit in plan.units for name in unit.frozen}
-    # The root is a unit even if all parameters belong to others.
+    # The root is left out: FSDP makes it a unit even if other units own all its parameters.
     planned_units = set(modules_of) - {frozenset([""])}
     live_units = {frozenset(unit.module_names) for unit in units} - {frozenset([""])}
     unmanaged = {id(parameter) for parameter in unmanaged_parameters(model, units)}

@@ -217,7 +217,7 @@ def assess_attempt(result: RunResult, restarts: Restarts, *, machine: int, secon
 
 
 def _comes_again(first: RankExit) -> str:
-    """Return why a failure before the first optimizer step would come again; empty if it may not."""
+    """Return why a failure before the first optimizer step would come again; empty if a restart may help."""
     failure = first.failure
     if failure is None or failure["kind"] == "exit":
         return "the script's usage is wrong (exit code 2)." if first.code == _USAGE else ""

@@ -98,7 +98,7 @@ def torchrun_variables(environ: Mapping[str, str]) -> dict[str, str]:
     return {name: environ[name].strip() for name in known if environ.get(name, "").strip()}
 
 
-def rank_variables(environ: Mapping[str, str]) -> dict[str, str]:
+def variables_without_torchrun(environ: Mapping[str, str]) -> dict[str, str]:
     """Return the variables of a rank that another launcher has started, without the variables of ``torchrun``."""
     return {name: value for name, value in environ.items() if name not in TORCHRUN_KEYS}
 
@@ -292,7 +292,7 @@ class LaunchHandover:
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(
                 f"the environment variable {LAUNCH_VARIABLE} does not contain a launcher's handover ({error!r}). "
-                f"Unset it: only `hf-fsdp launch` and `python -m hf_fsdp_plugin` set it."
+                f"Unset it: only commands of `hf-fsdp` that start ranks set it."
             ) from error
 
 

@@ -142,7 +142,7 @@ def profiler_is_running() -> bool:
 
 
 def compilation_is_disabled() -> bool:
-    """Whether compiled modules run as they are, as with ``TORCHDYNAMO_DISABLE=1``."""
+    """Whether torch.compile is switched off, as with ``TORCHDYNAMO_DISABLE=1``: compiled modules run uncompiled."""
     import torch._dynamo.config as dynamo  # only compiled models need it
 
     return bool(dynamo.disable)
@@ -196,7 +196,7 @@ def called_by_engine(depth: int) -> bool:
 
 
 def timeout_of(group: dist.ProcessGroup | None = None) -> timedelta | None:
-    """Return the time-out of a process group, by default of all ranks; ``None`` if its backend reports none."""
+    """Return the time-out of a process group, by default that of all ranks; ``None`` if its backend reports none."""
     group = dist.group.WORLD if group is None else group
     backends: list[Any] = [group._get_backend(device) for device in group._device_types] if group is not None else []
     found = [getattr(getattr(backend, "options", None), "_timeout", None) for backend in backends]
@@ -226,7 +226,7 @@ def resolve_group(group: Any) -> dist.ProcessGroup | None:
     return group if isinstance(group, dist.ProcessGroup) else None
 
 
-class ShardedGradScaler(GradScaler):
+class CollectiveGradScaler(GradScaler):
     """Unscales this rank's part of each gradient, and skips a step on all ranks if any rank has an infinite gradient.
 
     torch's scalers pass all gradients of a dtype to one kernel, which raises for DTensors beside plain tensors. FSDP1's

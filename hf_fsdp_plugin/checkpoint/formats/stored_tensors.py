@@ -15,7 +15,7 @@ these elements, as in ``absmax1@0+2048``, and only a rank with the same elements
 (torchao's quantized state) is stored as its inner tensors: ``exp_avg.codes@0+2048``.
 
 To support state with another layout, add it here, and its case in ``shards.py``, ``reading/optimizer.py`` and
-``checking/verify.py``.
+``checking/against_model.py``.
 """
 
 from __future__ import annotations

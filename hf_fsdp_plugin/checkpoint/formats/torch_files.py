@@ -36,9 +36,9 @@ _END = struct.Struct("<4s4H2LH")
 END_SIZE = _END.size
 END_SIGNATURE = b"PK\5\6"
 _END64 = struct.Struct("<4sQ2H2L4Q")
-"""The record before it of an archive with larger numbers. Its last fields are size and offset of the directory."""
+"""The record before ``_END`` of an archive with larger numbers. It ends with size and offset of the directory."""
 _LOCATOR_SIZE = 20
-"""Size in bytes of the record between both."""
+"""Size in bytes of the record between these two."""
 _ENTRY = struct.Struct("<4s6H3L5H2L")
 _LOCAL = struct.Struct("<4s5H3L2H")
 """The record before the data of an entry. Its last two fields are the lengths of the name and of the extra field."""

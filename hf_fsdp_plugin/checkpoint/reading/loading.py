@@ -68,7 +68,7 @@ def load_stored(
     with on_all_ranks(f"comparing {checkpoint} with the {into}"):
         read_elements = match(stored)  # compares by name, and raises all differences at once
     with on_all_ranks(f"reading {checkpoint}"), files:
-        read_elements(files)  # transfers() intersects the boxes, and fill() reads them in the order of their bytes
+        read_elements(files)  # intersects the boxes, and reads them in the order of their bytes
 
 
 @dataclass(frozen=True, slots=True)

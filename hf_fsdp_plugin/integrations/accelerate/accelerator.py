@@ -41,7 +41,7 @@ from hf_fsdp_plugin.sources.script_objects import DATA_SIZES, OTHER_AXES
 from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec
 from hf_fsdp_plugin.spec.load import assess, with_distributed_config
 from hf_fsdp_plugin.spec.rules import fsdp_is_off
-from hf_fsdp_plugin.torch_private.functions import ShardedGradScaler, set_timeout, timeout_of
+from hf_fsdp_plugin.torch_private.functions import CollectiveGradScaler, set_timeout, timeout_of
 from hf_fsdp_plugin.torch_private.modules import entries_in_block
 
 SOURCE: Final = "Accelerator()"
@@ -260,10 +260,10 @@ def replace_scaler(accelerator: Any) -> None:
     Accelerate's scalers raise, or skip a step on some ranks only, for parameters that FSDP does not shard and for fused
     optimizers.
     """
-    if accelerator.scaler is not None and not isinstance(accelerator.scaler, ShardedGradScaler):
+    if accelerator.scaler is not None and not isinstance(accelerator.scaler, CollectiveGradScaler):
         handler = accelerator.scaler_handler
         settings = handler.to_kwargs() if handler is not None else {}
-        accelerator.scaler = ShardedGradScaler(accelerator.device.type, **settings)
+        accelerator.scaler = CollectiveGradScaler(accelerator.device.type, **settings)
 
 
 def init_partial_state(original: Callable[..., None], state: Any, *args: Any, **kwargs: Any) -> None:
