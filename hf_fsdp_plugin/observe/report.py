@@ -28,7 +28,7 @@ JsonObject = Mapping[str, Any]
 """An object of the JSON, such as a setting, a unit, or the memory of a rank."""
 
 
-class Facts(dict[str, Any]):
+class ReportRow(dict[str, Any]):
     """An object of the report's JSON, described in docs/json.schema.json, whose values are attributes too."""
 
     def __getattr__(self, name: str) -> Any:
@@ -37,11 +37,11 @@ class Facts(dict[str, Any]):
         raise AttributeError(f"the report has no {name!r} here, only {', '.join(self)}")
 
 
-class MemoryFacts(Facts):
+class MemoryRow(ReportRow):
     """The memory of this rank (``observed_memory``), or a rank with its memory (``observed_rank``)."""
 
     @property
-    def memory(self) -> MemoryFacts:
+    def memory(self) -> MemoryRow:
         """The memory of a rank: its values stand beside the others of the rank."""
         return self
 
@@ -103,19 +103,19 @@ class Report:
     device: str
     units: tuple[UnitObservation, ...]
     num_params: int
-    settings: tuple[Facts, ...]
-    memory: MemoryFacts
-    ranks: tuple[MemoryFacts, ...]
+    settings: tuple[ReportRow, ...]
+    memory: MemoryRow
+    ranks: tuple[MemoryRow, ...]
     problems: tuple[Problem, ...]
     batch: BatchShape | None
-    training: Facts
+    training: ReportRow
     versions: dict[str, str]
     other_models: tuple[Report, ...] = ()
     restarts: Restarts = field(default_factory=Restarts)
     steps_before: int = 0
 
     @property
-    def differing(self) -> tuple[Facts, ...]:
+    def differing(self) -> tuple[ReportRow, ...]:
         """The settings whose observed value is not the requested one."""
         return tuple(row for row in self.settings if row.status == "differs")
 
@@ -256,7 +256,7 @@ def units_table(units: Sequence[JsonObject]) -> str:
     return format_table(rows, right={2})
 
 
-def memory_table(ranks: Sequence[MemoryFacts], own: MemoryFacts) -> str:
+def memory_table(ranks: Sequence[MemoryRow], own: MemoryRow) -> str:
     """Format the memory of all ranks, and the memory that this rank would need under DistributedDataParallel."""
     rows = [("memory per rank", "this run", "data parallel")]
     for title, name in zip(("parameters", "gradients", "optimizer"), HELD, strict=True):
@@ -266,7 +266,7 @@ def memory_table(ranks: Sequence[MemoryFacts], own: MemoryFacts) -> str:
     return format_table(rows, right={1, 2})
 
 
-def memory_line(ranks: Sequence[MemoryFacts], own: MemoryFacts) -> str:
+def memory_line(ranks: Sequence[MemoryRow], own: MemoryRow) -> str:
     """Return the memory of all ranks as one line."""
     held, peak = _range(rank.held_bytes for rank in ranks), _range(rank.peak_bytes for rank in ranks)
     return (

@@ -18,7 +18,7 @@ from hf_fsdp_plugin.observe import units as live_units
 from hf_fsdp_plugin.observe import weights
 from hf_fsdp_plugin.observe.first_step import recorded_first_step
 from hf_fsdp_plugin.observe.readers import observe_settings
-from hf_fsdp_plugin.observe.report import BatchShape, Facts, MemoryFacts, Report
+from hf_fsdp_plugin.observe.report import BatchShape, MemoryRow, Report, ReportRow
 from hf_fsdp_plugin.observe.settings import ObservedRun, ObservedSetting, check_settings
 from hf_fsdp_plugin.observe.weights import optimizers_of, unwrapped_optimizer
 from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan
@@ -127,12 +127,12 @@ def build_report(
         device=device_type,
         units=units,
         num_params=sum(unit.num_params for unit in units) + num_unmanaged,
-        settings=tuple(map(Facts, settings)),
-        memory=MemoryFacts(memory),
-        ranks=tuple(map(MemoryFacts, ranks)),
+        settings=tuple(map(ReportRow, settings)),
+        memory=MemoryRow(memory),
+        ranks=tuple(map(MemoryRow, ranks)),
         problems=tuple(problems),
         batch=batch,
-        training=Facts(training),
+        training=ReportRow(training),
         versions={name: version(name) for name in _PACKAGES},
     )
 
