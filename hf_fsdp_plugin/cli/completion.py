@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import shlex
 from collections.abc import Callable, Iterable, Mapping
+from importlib.resources import files
 from typing import Final
 
 from hf_fsdp_plugin.cli.main import VERBS, make_parser
@@ -54,12 +55,8 @@ def _quoted(words: Iterable[str]) -> str:
     return shlex.quote(" ".join(words))
 
 
-def bash_script(end: str) -> str:
-    """Return the script for bash, which zsh can run too, with a case for the flags of each verb.
-
-    Args:
-        end: what calls the function of the script.
-    """
+def bash_script() -> str:
+    """Return the script for bash and for zsh: ``completion.bash``, with a case for the flags of each verb."""
     cases = []
     for verb in VERBS:
         actions = visible_actions(verb)
@@ -81,7 +78,8 @@ def bash_script(end: str) -> str:
             ),
             "      esac ;;",
         ]
-    return _BASH.replace("@VERBS@", " ".join(VERBS)).replace("@CASES@", "\n".join(cases)) + end
+    script = (files("hf_fsdp_plugin") / "cli" / "completion.bash").read_text(encoding="utf-8")
+    return script.replace("@VERBS@", " ".join(VERBS)).replace("@CASES@", "\n".join(cases))
 
 
 def fish_script() -> str:
@@ -100,46 +98,4 @@ def fish_script() -> str:
     return "\n".join(lines) + "\n"
 
 
-_BASH = """\
-_hf_fsdp() {
-  local cur="${COMP_WORDS[COMP_CWORD]}" prev="${COMP_WORDS[COMP_CWORD-1]}"
-  local flags="" valued="" positional="" values="" files="" script=0 i word
-  if ((COMP_CWORD == 1)); then
-    COMPREPLY=($(compgen -W "@VERBS@ --help --version" -- "$cur"))
-    return
-  fi
-  case "${COMP_WORDS[1]}" in
-@CASES@
-  esac
-  if ((script)); then
-    for ((i = 2; i < COMP_CWORD; i++)); do
-      word="${COMP_WORDS[i]}"
-      if [[ $word != -* ]]; then  # the script: its arguments are its own
-        COMPREPLY=($(compgen -f -- "$cur"))
-        return
-      fi
-      [[ " $valued " == *" ${word//_/-} "* ]] && ((i++))
-    done
-  fi
-  if [[ -n $values ]]; then
-    COMPREPLY=($(compgen -W "$values" -- "$cur"))
-  elif [[ -z $files && $cur == -* ]]; then
-    COMPREPLY=($(compgen -W "$flags" -- "$cur"))
-  elif [[ -z $files && -n $positional ]]; then
-    COMPREPLY=($(compgen -W "$positional" -- "$cur"))
-  else
-    COMPREPLY=($(compgen -f -- "$cur"))
-  fi
-}
-"""
-_BASH_END = "complete -o filenames -F _hf_fsdp hf-fsdp\n"
-_ZSH_BEGIN = "#compdef hf-fsdp\nautoload -U bashcompinit && bashcompinit\n"
-_ZSH_END = f"""\
-if [[ ${{funcstack[1]}} == _hf-fsdp ]]; then _bash_complete -o filenames -F _hf_fsdp; else {_BASH_END[:-1]}; fi
-"""
-
-SCRIPTS: Final[Mapping[str, Callable[[], str]]] = {
-    "bash": lambda: bash_script(_BASH_END),
-    "zsh": lambda: _ZSH_BEGIN + bash_script(_ZSH_END),
-    "fish": fish_script,
-}
+SCRIPTS: Final[Mapping[str, Callable[[], str]]] = {"bash": bash_script, "zsh": bash_script, "fish": fish_script}

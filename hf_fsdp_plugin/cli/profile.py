@@ -24,22 +24,13 @@ from hf_fsdp_plugin.cli.main import whole_number
 from hf_fsdp_plugin.cli.output import print_failure, print_json, print_problems
 from hf_fsdp_plugin.integrations import profiling
 from hf_fsdp_plugin.integrations.profiling import OPTIONS_VARIABLE, ProfileOptions
-from hf_fsdp_plugin.launcher.flags import LaunchArguments, Parser, UsageError, add_launch_flags, read_launch_arguments
+from hf_fsdp_plugin.launcher import flags
+from hf_fsdp_plugin.launcher.flags import LaunchArguments, UsageError
 from hf_fsdp_plugin.observe.profile.run_profile import RunProfile, Suggestion
 from hf_fsdp_plugin.problems import Problem, SpecError, has_errors
 from hf_fsdp_plugin.text import format_bytes, format_seconds, format_table, plural
 
-FLAGS: Final[Mapping[str, tuple[str, str]]] = {
-    "output": ("DIR", "folder for the result (default: fsdp_profile)"),
-    "wait": ("N", "optimizer steps before the profiler starts (default: 1)"),
-    "warmup": ("N", "steps with the profiler that are not analyzed (default: 2)"),
-    "active": ("N", "steps that are analyzed (default: 4)"),
-    "after": ("N", "steps without the profiler, to measure its overhead (default: 3; the first is not counted)"),
-    "json": ("", "print one JSON object and nothing else on stdout; the script's output goes to stderr"),
-    "to_end": ("", "let the script run to its end; by default it ends after these steps"),
-    "force": ("", "replace an earlier profile in the folder"),
-}
-"""Flag -> its value (empty for none) and its meaning. Flags with a number are fields of :class:`ProfileOptions`."""
+_FLAGS: Final[Mapping[str, tuple[str, str]]] = flags.FLAG_TABLES["profile"]
 _VARIABLES: Final = {
     # Kineto prints a line for each start and end, torch a warning for each freed block that is older than the profile.
     "KINETO_LOG_LEVEL": "6",
@@ -57,10 +48,10 @@ _LEAST_LATE: Final = 0.01
 """Share of a step by which a rank must be late to be listed."""
 
 
-def add_arguments(parser: Parser) -> None:
+def add_arguments(parser: flags.Parser) -> None:
     """Add the flags of this verb and those of ``launch``, and SCRIPT with its arguments."""
     group = parser.add_argument_group("profile")
-    for name, (value, text) in FLAGS.items():
+    for name, (value, text) in _FLAGS.items():
         if value == "N":
             number = whole_number(1 if name == "active" else 0)
             default = getattr(ProfileOptions, name)
@@ -71,7 +62,7 @@ def add_arguments(parser: Parser) -> None:
             group.add_argument(f"--{name}", metavar=value, default="fsdp_profile", help=text)
         else:
             group.add_argument(f"--{name}", action="store_true", help=text)
-    add_launch_flags(parser)
+    flags.add_launch_flags(parser)
 
 
 def read_arguments(args: argparse.Namespace, environ: Mapping[str, str]) -> tuple[LaunchArguments, ProfileOptions]:
@@ -80,7 +71,7 @@ def read_arguments(args: argparse.Namespace, environ: Mapping[str, str]) -> tupl
     Raises:
         UsageError: there is no script, or a flag is one of ``launch`` alone.
     """
-    launched = read_launch_arguments(args)
+    launched = flags.read_launch_arguments(args)
     if "dry_run" in launched.options:
         raise UsageError("--dry_run is a flag of hf-fsdp launch. A profile needs a run.")
     if not launched.script:
@@ -88,7 +79,7 @@ def read_arguments(args: argparse.Namespace, environ: Mapping[str, str]) -> tupl
     options = ProfileOptions(
         folder=str(Path(args.output).expanduser().absolute()),
         stops=not args.to_end,
-        **{name: vars(args)[f"profile.{name}"] for name, (value, _) in FLAGS.items() if value == "N"},
+        **{name: vars(args)[f"profile.{name}"] for name, (value, _) in _FLAGS.items() if value == "N"},
     )
     variables = {name: value for name, value in _VARIABLES.items() if name not in environ}
     return replace(launched, env={**variables, OPTIONS_VARIABLE: json.dumps(asdict(options))}), options

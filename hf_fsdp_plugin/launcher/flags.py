@@ -1,4 +1,4 @@
-"""The flags of ``hf-fsdp launch``, as tables, and the parser that reads them.
+"""The flags of ``hf-fsdp launch``, which are tables of ``flags.yaml``, and the parser of all verbs.
 
 The flags that set FSDP (:func:`add_setting_flags`) also belong to other verbs, as ``check`` and ``plan``.
 """
@@ -9,56 +9,21 @@ import argparse
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Final, NoReturn
+
+import yaml
 
 from hf_fsdp_plugin.sources.command_line import RENAMED, SWITCHES, flag_name, machine_range, remedy_of_switch
 from hf_fsdp_plugin.spellings import nearest_word
 from hf_fsdp_plugin.text import printable
 from hf_fsdp_plugin.vocabulary import BY_KEY, ROWS, WORDS, Scope, SettingRow, similar_key
 
-_LAUNCHER: Final = (
-    ("config_file", "CONFIG", "Accelerate YAML or JSON with an fsdp_config"),
-    ("module", "", "SCRIPT is a module name, as in python -m"),
-    ("report", "PATH", "file of the report of the run"),
-    ("report_table", "", "print the tables of the report, instead of a summary"),
-    ("dry_run", "", "print settings, units, rendezvous and command; start nothing"),
-    ("json", "", "with --dry_run: print one JSON object and nothing else on stdout"),
-    ("model", "DIR|ID", "with --dry_run: the model (default: --model_name_or_path of the script)"),
-    ("show_ranks", "main|all", "main (default): rank 0's output; all: every rank's, with its rank"),
-    ("log_dir", "DIR", "also write each rank's output to DIR/rank_N.log"),
-    ("grace", "SECONDS", "seconds until ranks are killed after SIGINT or SIGTERM (default: 30)"),
-    ("hang_timeout", "SECONDS", "longest wait in a collective (default: 120, longer for busy ranks; 0: off)"),
-    ("num_cpu_threads_per_process", "N", "OMP_NUM_THREADS of a rank"),
-    ("rdzv_conf", "KEY=VALUE,…", "options of the rendezvous of several machines, such as timeout=600"),
-    ("role", "NAME", "role name of the ranks, as in torchrun"),
-    ("tee", "N", "0 (default); any other value means --show_ranks all"),
-    ("max_restarts", "N", "restarts after failures, from the newest checkpoint (default: 0)"),
-    ("run_id", "NAME", "name of the run, the same in all its starts (default: random)"),
-    ("quiet", "", "print errors only, no notices"),
+FLAG_TABLES: Final[Mapping[str, Any]] = yaml.load(
+    Path(__file__).with_name("flags.yaml").read_text(encoding="utf-8"),
+    Loader=getattr(yaml, "CBaseLoader", yaml.BaseLoader),
 )
-"""Options of the launcher: name, value (empty for a switch), help."""
-_SETTINGS: Final = (
-    ("use_fsdp", "", "enable FSDP with its defaults if nothing else does"),
-    ("fsdp", "WORDS", 'as in TrainingArguments: "full_shard auto_wrap"'),
-    ("fsdp_config", "JSON|PATH", "as in TrainingArguments: JSON, or the path of a JSON or YAML file"),
-    ("num_processes", "N", "total ranks of all machines; auto: one per accelerator, or 2 on CPU"),
-    ("num_machines", "N", "number of machines, or MIN:MAX if some may be missing"),
-    ("machine_rank", "N", "number of this machine, from 0"),
-    ("main_process_ip", "ADDRESS", "address of machine 0"),
-    ("main_process_port", "PORT", "port on machine 0; 0 selects a free one (one machine only)"),
-    ("rdzv_backend", "KIND", "static (default) or c10d, for several machines"),
-    ("same_network", "", "as in Accelerate"),
-    ("mixed_precision", "KIND", "no, bf16 or fp16"),
-    ("cpu", "", "CPU ranks with gloo, even if there are GPUs"),
-    ("gpu_ids", "IDS", "GPUs to use: a comma-separated list, or all"),
-    ("debug", "", "check the shapes of collectives, and print full tracebacks"),
-    ("enable_cpu_affinity", "", "as in Accelerate"),
-    ("downcast_bf16", "", "as in Accelerate"),
-    ("main_training_function", "NAME", "as in Accelerate"),
-    ("monitor_interval", "SECONDS", argparse.SUPPRESS),
-    ("use_parallelism_config", "", argparse.SUPPRESS),
-)
-"""Settings whose flags have no prefix: name, value (empty for a switch), help. The last two have no effect."""
+"""The tables of ``flags.yaml``: name of a table -> flag -> its value, which is empty for a switch, and its help."""
 _PREFIXED: Final[tuple[Scope, ...]] = ("fsdp", "parallelism", "dynamo")
 _SHORT: Final = {"module": "-m", "quiet": "-q", "tee": "-t"}
 _NOT_FSDP: Final = "this launcher runs FSDP only. Use `accelerate launch` for other engines."
@@ -68,20 +33,6 @@ _UNSUPPORTED: Final[Mapping[str, str]] = {
 }
 """Flag of other launchers -> why it is refused."""
 _UNSUPPORTED_PREFIXES: Final = tuple(WORDS["flag_prefixes_of_other_engines"])
-_OTHER_LAUNCHERS: Final[Mapping[str, str]] = {
-    "config": "config_file",
-    "nproc": "num_processes",
-    "nproc_per_node": "num_processes",
-    "num_gpus": "num_processes",
-    "nnodes": "num_machines",
-    "num_nodes": "num_machines",
-    "node_rank": "machine_rank",
-    "master_addr": "main_process_ip",
-    "master_port": "main_process_port",
-    "bf16": "mixed_precision bf16",
-    "fp16": "mixed_precision fp16",
-}
-"""Flags of torchrun, deepspeed and training scripts -> the flag of launch with this meaning."""
 
 
 class UsageError(ValueError):
@@ -198,7 +149,7 @@ class Parser(argparse.ArgumentParser):
         if any(isinstance(action, SettingFlag) for action in self._actions):
             if reason := why_refused(name):
                 return f"{written} {reason}"
-            near = _OTHER_LAUNCHERS.get(name) or RENAMED.get(name, "")
+            near = FLAG_TABLES["other_launchers"].get(name) or RENAMED.get(name, "")
             near = near or (similar_key(name, _PREFIXED) if name.startswith(("fsdp_", "parallelism_config_")) else "")
         if not near:
             known = [flag[2:] for action in self._actions for flag in action.option_strings if flag.startswith("--")]
@@ -212,7 +163,7 @@ def why_refused(name: str) -> str:
     """Return why a verb that takes settings refuses a flag; empty if the flag is no flag of any launcher."""
     if name in _UNSUPPORTED or name.startswith(_UNSUPPORTED_PREFIXES):
         return f"is not supported: {_UNSUPPORTED.get(name, _NOT_FSDP)}"
-    if any(name == flag for flag, _, _ in _LAUNCHER):
+    if name in FLAG_TABLES["launch"]:
         return "is a flag of hf-fsdp launch only."
     return ""
 
@@ -220,7 +171,7 @@ def why_refused(name: str) -> str:
 def add_launch_flags(parser: Parser) -> None:
     """Add the flags of launch that the parser does not have yet, and SCRIPT with its arguments."""
     known = parser.by_name()
-    for name, value, about in _LAUNCHER:
+    for name, (value, about) in FLAG_TABLES["launch"].items():
         if name not in known:
             flags = [f"--{name}", *([_SHORT[name]] if name in _SHORT else [])]
             choices = Suggested(value.split("|")) if "|" in value and value.islower() else None
@@ -252,11 +203,11 @@ def add_setting_flags(parser: Parser, *, is_shown: bool = False) -> None:
     def add(to: Any, name: str, metavar: str, about: str, row: SettingRow | None, aliases: Sequence[str] = ()) -> None:
         if name not in known:
             kind = {"metavar": metavar, "choices": _values_of(row)} if metavar else {"nargs": 0}
-            shown = about if is_shown and to is group else argparse.SUPPRESS
+            shown = (is_shown and to is group and about) or argparse.SUPPRESS
             options = {"action": SettingFlag, "dest": "command_line", "about": about, "help": shown, **kind}
             to.add_argument(f"--{name}", aliases=aliases, **options)
 
-    for name, value, about in _SETTINGS:
+    for name, (value, about) in FLAG_TABLES["settings"].items():
         add(group, name, value, about, BY_KEY.get(("launch", name)))
     for row in ROWS:
         if row.scope in _PREFIXED and row.opens is None:

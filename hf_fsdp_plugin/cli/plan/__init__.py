@@ -22,7 +22,7 @@ from hf_fsdp_plugin.cli.main import check_needs
 from hf_fsdp_plugin.cli.output import exit_code, in_line_order, print_failure
 from hf_fsdp_plugin.cli.plan.output import Planned, print_prediction
 from hf_fsdp_plugin.estimate.types import Attention, Optimizer, UpdateLoop, Workload
-from hf_fsdp_plugin.launcher.flags import Parser, UsageError, add_setting_flags
+from hf_fsdp_plugin.launcher.flags import FLAG_TABLES, Parser, UsageError, add_setting_flags
 from hf_fsdp_plugin.problems import Origin, Problem, SpecError, has_errors
 from hf_fsdp_plugin.sources.environment import default_config_file
 from hf_fsdp_plugin.text import SIZE_SPELLINGS, nearest_multiples, parse_bytes
@@ -34,27 +34,6 @@ _DEFAULT_LENGTH: Final = 2048
 _QLORA_RANK: Final = 16
 _DEFAULTS: Final = ("full_shard auto_wrap", "precision.param=bf16")
 """Options of ``fsdp``, and a setting, that are used if the user sets none."""
-_FLAGS: Final[tuple[tuple[str, str, str], ...]] = (
-    ("world-size", "N", "number of ranks (default: num_processes)"),
-    ("micro-batch", "B", "samples per rank and forward (default: 1)"),
-    ("seq-len", "S", f"tokens per sample (default: {_DEFAULT_LENGTH}, or the model's maximum)"),
-    ("global-batch", "G", "samples per optimizer step; sets --accumulation"),
-    ("accumulation", "N", "micro-batches per optimizer step (default: 1)"),
-    ("sync-each-batch", "", "reduce gradients after every micro-batch, not only the last"),
-    ("no-clip", "", "gradients are not clipped"),
-    ("lora-rank", "R", "train LoRA adapters of this rank on all linear layers"),
-    ("qlora", "", "LoRA (rank 16 by default) on weights in 4 bits"),
-    ("gpu-memory", "SIZE", 'memory of a device: "80GB", "80GiB" or 80'),
-    ("device", "TYPE", "type of the devices (default: cuda; cpu with --cpu)"),
-    (
-        "machine", "NAME|FILE", "predict the time of a step on a100-40gb, a100-80gb, h100-sxm, h100-pcie, "
-        "h100-96gb-500w, h200, b200, or with another network, as h100-sxm:efa-3200; or on the machine of a file",
-    ),
-    ("html", "OUT", "write an HTML page with pictures; it needs no network"),
-    ("force", "", "overwrite the file of --html"),
-    ("advise", "", "compare all settings, and print the best config"),
-)  # fmt: skip
-"""Flag, its value (empty for none) and its meaning. Sizes are text: all invalid ones are reported together."""
 _NOT_ADVISED: Final = frozenset({"sync_each_batch", "device", "html", "force"})
 """Flags that have no effect with ``--advise``, and are refused, so that no flag is ignored silently."""
 _LARGEST: Final = 1 << 24
@@ -70,9 +49,9 @@ def add_arguments(parser: Parser) -> None:
         flag = f"--{name.replace('_', '-')}"
         loops.add_argument(flag, action="store_const", const=name, dest="update_loop", help=f"{name} optimizer updates")
     parser.add_argument("--attention", choices=get_args(Attention), default="sdpa", help="default: sdpa")
-    for name, value, about in _FLAGS:
+    for name, (value, about) in FLAG_TABLES["plan"].items():
         kind: dict[str, Any] = {"metavar": value} if value else {"action": "store_true"}
-        parser.add_argument(f"--{name}", help=about, **kind)
+        parser.add_argument(f"--{name.replace('_', '-')}", help=about, **kind)
     add_setting_flags(parser)
     parser.epilog = "also all setting flags of `hf-fsdp launch`: --mixed_precision bf16, --fsdp_version 2, --cpu, …"
 
