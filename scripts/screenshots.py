@@ -19,7 +19,7 @@ from pathlib import Path
 
 from hf_fsdp_plugin.cli import output
 from hf_fsdp_plugin.cli.main import VERBS, main
-from hf_fsdp_plugin.cli.profile import FLAGS
+from hf_fsdp_plugin.launcher.flags import FLAG_TABLES
 from hf_fsdp_plugin.plan.meta_model import meta_model
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -104,7 +104,7 @@ def _document(shot: Callable[..., str], run: str, doctor: str) -> str:
     schema = shot("hf-fsdp schema", lines=8)
     usage = shot("hf-fsdp help")
     profile_flags = "\n".join(
-        f"| `--{flag} {value}`".rstrip("` ") + f"` | {text} |" for flag, (value, text) in FLAGS.items()
+        f"| `--{flag} {value}`".rstrip("` ") + f"` | {text} |" for flag, (value, text) in FLAG_TABLES["profile"].items()
     )
     return f"""\
 # Command line
