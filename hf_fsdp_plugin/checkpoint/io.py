@@ -106,15 +106,22 @@ def read_file(path: Path) -> bytes:
     refuse("FSDP-E412", path, f"{message}; files with metadata have at most {_MAX_METADATA:,}.")
 
 
-def write_atomically(path: Path, *parts: bytes | str) -> None:
+def write_atomically(path: Path, *parts: bytes | str, preserve: bool = False) -> None:
     """Write bytes and texts to ``path`` atomically: to a temporary file, which is synced and renamed.
 
+    Args:
+        preserve: keep the permissions of the file that is replaced. If ``path`` is a link, the file to which it points
+            is replaced.
+
     Raises:
-        OSError: the file cannot be written. Nothing is left behind.
+        OSError: the file cannot be written. A present file is unchanged, and nothing is left behind.
     """
+    path = Path(os.path.realpath(path)) if preserve else path
     temporary = path.with_name(f"{path.name}.part")
     try:
         with temporary.open("wb") as file:
+            if preserve and path.exists():
+                os.fchmod(file.fileno(), stat.S_IMODE(path.stat().st_mode))
             file.writelines(part.encode() if isinstance(part, str) else part for part in parts)
             file.flush()
             os.fsync(file.fileno())

@@ -9,14 +9,15 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from hf_fsdp_plugin.cli.output import Color, colored, exit_code, in_line_order, print_problems, text_width
+from hf_fsdp_plugin.cli import output
+from hf_fsdp_plugin.cli.output import Color, colored
 from hf_fsdp_plugin.problems import DEFAULT_ORIGIN, Origin, Problem, SpecError, has_errors
 from hf_fsdp_plugin.sources.interface import ConfigFile, Sources
 from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec
 from hf_fsdp_plugin.spec.load import assess
 from hf_fsdp_plugin.spec.rules import check_defaults_without_script, defaults_of_script, fsdp_is_off
 from hf_fsdp_plugin.spec.values import setting_to_json
-from hf_fsdp_plugin.text import fit_table, format_value, plural, printable, wrap_items, wrap_words
+from hf_fsdp_plugin.text import format_value, plural, printable, wrap_items, wrap_words
 from hf_fsdp_plugin.vocabulary import BY_NAME, ROWS, canonical_setting, find_row
 
 if TYPE_CHECKING:
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
     from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan
 
 _UNKNOWN_KEYS: Final = frozenset({"FSDP-E020", "FSDP-E030", "FSDP-E032"})
-_REFUSED: Final = "refused"
 _PARAGRAPH: Final = 110
 _ROW_INDENT: Final = 4
 """Width of the line numbers before the keys."""
@@ -69,10 +69,10 @@ class Checked:
 
     def print_text(self, *blocks: str) -> None:
         """Print the problems, the settings, the plan, further blocks, the stages of a preflight and the verdict."""
-        print_problems(self.problems)
+        output.print_problems(self.problems)
         # If the config could not be read, a table of defaults would hide the reason.
         table = settings_table(self.spec, self.problems, self.config) if self.spec.origins else ""
-        plan = self.plan.text(width=text_width()) if self.plan is not None else ""
+        plan = self.plan.text(width=output.text_width()) if self.plan is not None else ""
         stages = ""
         if self.run is not None:
             from hf_fsdp_plugin.cli.preflight import stage_table
@@ -101,8 +101,10 @@ def check_sources(
     if not has_errors(problems):
         problems += check_defaults_without_script(spec)
     config = sources.config.shown if isinstance(sources.config, ConfigFile) else None
-    problems = in_line_order(dict.fromkeys(problems))
-    return Checked(config=config, spec=spec, problems=tuple(problems), plan=plan, exit_code=exit_code(problems, config))
+    problems = output.in_line_order(dict.fromkeys(problems))
+    return Checked(
+        config=config, spec=spec, problems=tuple(problems), plan=plan, exit_code=output.exit_code(problems, config)
+    )
 
 
 def plan_of_model(
@@ -160,12 +162,12 @@ def settings_table(spec: FsdpSpec, problems: Sequence[Problem], shown: str | Non
         shown: the config as the user named it. Its name is the heading of the last column, and is not repeated.
     """
     refused = refused_settings(spec, problems)
-    width = text_width()
+    width = output.text_width()
     rows: list[tuple[str, str, Origin]] = []
     defaults = []
     for name, value, origin in spec.settings():
         if name in refused:
-            rows.append((name, _REFUSED, refused[name]))
+            rows.append((name, "refused", refused[name]))
         elif spec.asked(name):
             rows.append((name, format_value(value), origin))
         elif spec.enabled and not name.startswith(("launch.", "xla.")):
@@ -177,9 +179,8 @@ def settings_table(spec: FsdpSpec, problems: Sequence[Problem], shown: str | Non
     used = max(len(name) for name, _, _ in rows) + max(len(value) for _, value, _ in rows) + 4
     room = None if width is None else width - used
     cells = [(name, value, _origin_text(origin, shown, room)) for name, value, origin in rows]
-    head, *table = fit_table([("setting", "value", shown or "origin"), *cells], width).split("\n")
-    table = [colored(line, "red") if f"  {_REFUSED}  " in line else line for line in table]
-    return "\n".join([colored(head, "bold"), *table, "", *lines])
+    colors: list[Color | None] = ["red" if name in refused else None for name, _, _ in rows]
+    return "\n".join([output.colored_table([("setting", "value", shown or "origin"), *cells], colors), "", *lines])
 
 
 def _origin_text(origin: Origin, shown: str | None, room: int | None) -> str:
@@ -215,7 +216,7 @@ def verdict_line(spec: FsdpSpec, problems: Sequence[Problem], shown: str) -> str
     color: Color = "red" if counts["error"] else "yellow" if counts["warning"] else "green"
     if counts["error"]:
         return f"{printable(shown)}: {colored(found, color)}"
-    lines = wrap_words(f"{printable(shown)}: {found}. {describe_run(spec)}", text_width())
+    lines = wrap_words(f"{printable(shown)}: {found}. {describe_run(spec)}", output.text_width())
     return "\n".join(lines).replace(found, colored(found, color), 1)
 
 

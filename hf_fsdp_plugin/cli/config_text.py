@@ -22,15 +22,8 @@ from hf_fsdp_plugin.strategies import STRATEGIES
 from hf_fsdp_plugin.text import format_value
 from hf_fsdp_plugin.vocabulary import BY_NAME, PREFIXES, TABLES, Scope, find_row, plain_key
 
-STOCK_VALUES: Final[Mapping[str, Mapping[Any, Any]]] = {
-    "wrap.policy": {"transformer": "TRANSFORMER_BASED_WRAP", "size": "SIZE_BASED_WRAP", "none": "NO_WRAP"},
-    "prefetch.backward": {"pre": "BACKWARD_PRE", "post": "BACKWARD_POST", "none": "NO_PREFETCH"},
-    "checkpoint.state_dict": {
-        "sharded": "SHARDED_STATE_DICT", "full": "FULL_STATE_DICT", "local": "LOCAL_STATE_DICT",
-    },
-    "activation.checkpointing": {"none": False, "full": True},
-}  # fmt: skip
-"""Setting -> canonical value -> the value that stock Accelerate accepts."""
+_STOCK_NAMES: Final = frozenset({"wrap.policy", "prefetch.backward", "checkpoint.state_dict"})
+"""Settings whose values stock Accelerate accepts under one name only, such as ``TRANSFORMER_BASED_WRAP``."""
 _SECTIONS: Final[Mapping[str, str]] = {"fsdp": "fsdp_config", "parallelism": "parallelism_config"}
 """Scope of a key -> its section in the file."""
 _SCOPES: Final[Mapping[str, tuple[Scope, ...]]] = {
@@ -86,14 +79,17 @@ def setting_lines(settings: Mapping[str, Any], version: int, comments: Mapping[s
     lines = []
     for name, value in settings.items():
         row = BY_NAME[name]
-        section, key = _SECTIONS.get(row.scope, ""), row.key
-        written = STOCK_VALUES[name].get(value, value) if name in STOCK_VALUES else value
+        section, key, written = _SECTIONS.get(row.scope, ""), row.key, value
         if name == "sharding.strategy":
             strategy, key, written = STRATEGIES[value], "fsdp_sharding_strategy", value.upper()
             if version == 2 and strategy.is_sharded and not (strategy.hybrid and strategy.reshards_after_forward):
                 key, written = "fsdp_reshard_after_forward", strategy.reshards_after_forward
         elif name.startswith("mesh."):
             section, key = "parallelism_config", f"{PREFIXES['parallelism']}dp_{name.partition('.')[2]}_size"
+        elif name in _STOCK_NAMES and value in row.choices:
+            written = next(spelling.upper() for spelling in row.choices[value] if "_" in spelling)
+        elif name == "activation.checkpointing":
+            written = {"none": False, "full": True}.get(value, value)
         elif isinstance(written, tuple):
             written = ",".join(written)
         if written != "":

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from hf_fsdp_plugin.cli.output import print_result, write_atomically
+from hf_fsdp_plugin.cli.output import print_result
 from hf_fsdp_plugin.integrations.rank_process import RANK_VARIABLE
 from hf_fsdp_plugin.problems import Problem
 from hf_fsdp_plugin.sources.environment import LAUNCH_VARIABLE
@@ -83,13 +83,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Write the file. Returns 1 if that is not possible, or if Python does not run it."""
+    from hf_fsdp_plugin.checkpoint.io import write_atomically  # doctor and disable run without the libraries of it
+
     file = _folder(user=args.user) / FILE_NAME
     problems = []
     if args.user and not site.ENABLE_USER_SITE:
         problems = [_refused(f"{sys.prefix} does not use {file.parent}.", "Leave --user out.")]
     else:
         try:
-            write_atomically(file, TEXT.encode())
+            write_atomically(file, TEXT, preserve=True)
         except OSError as error:
             problems = [cannot_change(file, error)]
     if not problems and not find_enabled().starts:

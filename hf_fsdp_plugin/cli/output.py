@@ -10,13 +10,12 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any, Final, Literal, TextIO
 
 from hf_fsdp_plugin.hangs.rank_files import HANG as HANG
 from hf_fsdp_plugin.messages import progress_bar
 from hf_fsdp_plugin.problems import Problem, has_errors, shown_problems
-from hf_fsdp_plugin.text import printable, wrap_words
+from hf_fsdp_plugin.text import fit_table, printable, wrap_words
 from hf_fsdp_plugin.version import SCHEMA_VERSION
 
 OK: Final = 0
@@ -69,6 +68,18 @@ def text_width(stream: TextIO | None = None) -> int | None:
         return (os.get_terminal_size(stream.fileno()).columns or None) if stream.isatty() else None
     except (OSError, ValueError):
         return None
+
+
+def colored_table(rows: Sequence[Sequence[str]], colors: Sequence[Color | None]) -> str:
+    """Return a table that fits on the terminal, with a bold head.
+
+    Args:
+        rows: the cells of the head, then those of each row.
+        colors: the color of each row after the head.
+    """
+    head, *lines = fit_table(rows, text_width()).split("\n")
+    shown = [line if color is None else colored(line, color) for line, color in zip(lines, colors, strict=True)]
+    return "\n".join([colored(head, "bold"), *shown])
 
 
 def in_line_order(problems: Iterable[Problem]) -> list[Problem]:
@@ -136,28 +147,6 @@ def print_json(tree: Mapping[str, Any]) -> None:
 
     text = json.dumps({"schema_version": SCHEMA_VERSION, **tree}, indent=2, ensure_ascii=False, default=convert)
     print("\n".join(map(printable, text.split("\n"))))  # JSON itself allows C1 control characters and surrogates
-
-
-def write_atomically(path: Path, content: bytes) -> None:
-    """Replace a file, complete or not at all, and keep its permissions. A link stays a link.
-
-    Raises:
-        OSError: it cannot be written. The present file is unchanged.
-    """
-    import shutil  # imports compression libraries
-
-    path = Path(os.path.realpath(path))
-    partial = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
-        with partial.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        if path.exists():
-            shutil.copymode(path, partial)
-        os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 class ProgressBars(ExitStack):

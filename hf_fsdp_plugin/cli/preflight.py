@@ -18,7 +18,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
 
-from hf_fsdp_plugin.cli.output import Color, colored, text_width
+from hf_fsdp_plugin.cli.output import Color, colored, colored_table
 from hf_fsdp_plugin.launcher.flags import LaunchArguments, Parser, UsageError, why_refused
 from hf_fsdp_plugin.launcher.run_script import check_script
 from hf_fsdp_plugin.problems import Problem, has_errors
@@ -27,7 +27,7 @@ from hf_fsdp_plugin.sources.environment import LaunchHandover, user_variables
 from hf_fsdp_plugin.sources.interface import ConfigFile, Sources
 from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec
 from hf_fsdp_plugin.strategies import STRATEGIES
-from hf_fsdp_plugin.text import fit_table, format_count, format_names, plural
+from hf_fsdp_plugin.text import format_count, format_names, plural
 
 if TYPE_CHECKING:
     from hf_fsdp_plugin.integrations.preflight import stages
@@ -284,12 +284,9 @@ def stage_table(preflight: PreflightResult) -> str:
     for row in rows:
         seconds = f"{row['seconds']:.1f}" if row["seconds"] else ""
         cells.append((row["stage"], row["result"], seconds, row["reason"] or stages.STAGES[row["stage"]]))
-    head, *lines = fit_table(cells, text_width()).split("\n")
     colors: dict[str, Color] = {**dict.fromkeys(_FAILED, "red"), "not tested": "dim"}
-    for number, row in enumerate(rows):
-        if row["result"] in colors:
-            lines[number] = colored(lines[number], colors[row["result"]])
-    return "\n".join([colored(head, "bold"), *lines, "", _summary(preflight)])
+    table = colored_table(cells, [colors.get(row["result"]) for row in rows])
+    return f"{table}\n\n{_summary(preflight)}"
 
 
 def _summary(preflight: PreflightResult) -> str:

@@ -21,7 +21,7 @@ from typing import Any, Final
 
 from hf_fsdp_plugin.cli import launch
 from hf_fsdp_plugin.cli.main import whole_number
-from hf_fsdp_plugin.cli.output import print_failure, print_json, print_problems
+from hf_fsdp_plugin.cli.output import print_failure, print_problems, print_result
 from hf_fsdp_plugin.integrations import profiling
 from hf_fsdp_plugin.integrations.profiling import OPTIONS_VARIABLE, ProfileOptions
 from hf_fsdp_plugin.launcher import flags
@@ -52,16 +52,11 @@ def add_arguments(parser: flags.Parser) -> None:
     """Add the flags of this verb and those of ``launch``, and SCRIPT with its arguments."""
     group = parser.add_argument_group("profile")
     for name, (value, text) in _FLAGS.items():
+        kind: dict[str, Any] = {"metavar": value, "default": "fsdp_profile"} if value else {"action": "store_true"}
         if value == "N":
-            number = whole_number(1 if name == "active" else 0)
-            default = getattr(ProfileOptions, name)
-            group.add_argument(
-                f"--{name}", metavar="N", type=number, dest=f"profile.{name}", default=default, help=text
-            )
-        elif value:
-            group.add_argument(f"--{name}", metavar=value, default="fsdp_profile", help=text)
-        else:
-            group.add_argument(f"--{name}", action="store_true", help=text)
+            kind |= {"type": whole_number(1 if name == "active" else 0), "default": getattr(ProfileOptions, name)}
+            kind["dest"] = f"profile.{name}"
+        group.add_argument(f"--{name}", help=text, **kind)
     flags.add_launch_flags(parser)
 
 
@@ -86,7 +81,11 @@ def read_arguments(args: argparse.Namespace, environ: Mapping[str, str]) -> tupl
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the script and print its profile. Returns 1 if there is none, or the exit code of the script."""
+    """Run the script and print its profile. Returns the exit code of the script, or 1 if there is no profile.
+
+    Raises:
+        SpecError: the profile cannot be written (FSDP-E772), or there is one (FSDP-E774).
+    """
     launched, options = read_arguments(args, os.environ)
     folder = Path(options.folder)
     try:
@@ -102,18 +101,14 @@ def run(args: argparse.Namespace) -> int:
             return code or failed
         with _writing(folder):
             tree, suggestions = profiling.write_profile(folder, ranks, problems)
-    except SpecError as error:
-        return print_failure(error.problems, as_json=args.json)
     finally:
         with contextlib.suppress(OSError):  # files that a rank could not complete, for example because it was killed
             profiling.remove_paths(list(folder.rglob(f"*{profiling.PARTIAL}")))
-    if args.json:
-        print_json(tree)
-    else:
+    if not args.json:
         print_problems(problems)
-        traces = f"{plural(len(tree['files']['traces']), 'trace')} for ui.perfetto.dev or chrome://tracing"
-        print(f"\n{profile_text(tree, suggestions, ranks[0].facts.get('plan'))}\n")
-        print(f"written: {folder / profiling.RESULT} and {traces}")
+    traces = f"{plural(len(tree['files']['traces']), 'trace')} for ui.perfetto.dev or chrome://tracing"
+    written = f"written: {folder / profiling.RESULT} and {traces}"
+    print_result(args, tree, f"\n{profile_text(tree, suggestions, ranks[0].facts.get('plan'))}\n\n{written}")
     return code
 
 

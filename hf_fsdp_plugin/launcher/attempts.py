@@ -66,7 +66,7 @@ def run_attempts(job: RankJob, rendezvous: Rendezvous) -> int:
     """Run the ranks until they succeed, or until no restart is left or helps. Returns the exit code of the launcher.
 
     Raises:
-        RendezvousError: the machines did not meet.
+        SpecError: the machines did not meet.
     """
     try:
         while (code := _run_attempt(job, rendezvous)) is None:
@@ -165,7 +165,7 @@ def run_once(job: RankJob, rendezvous: Rendezvous) -> RunResult | None:
         How they exited; ``None`` if the run has ended while this machine was a spare.
 
     Raises:
-        RendezvousError: the machines did not meet.
+        SpecError: the machines did not meet.
     """
     _prepare_torch()
     with tempfile.TemporaryDirectory(prefix="hf_fsdp_") as scratch:

@@ -64,10 +64,6 @@ with _variable("TORCH_CPP_LOG_LEVEL", os.environ.get("TORCH_CPP_LOG_LEVEL", "FAT
     from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
 
-class RendezvousError(SpecError):
-    """Not all machines joined, or they are about to run different things."""
-
-
 class Rendezvous(StaticTCPRendezvous):
     """The rendezvous of one machine. Each attempt has a store of its own on the loopback interface.
 
@@ -156,7 +152,7 @@ class MachinesRendezvous(Rendezvous):
         """Wait for the other machines.
 
         Raises:
-            RendezvousError: they did not come in time, or run something else.
+            SpecError: they did not come in time, or run something else.
         """
         again = bool(self._num_met)
         try:
@@ -174,7 +170,7 @@ class MachinesRendezvous(Rendezvous):
                 with contextlib.suppress(RuntimeError):
                     refused = self._store.check(["refused"]) and compare_facts(self._facts, self._store.get("refused"))
                     if refused:
-                        raise RendezvousError([refused]) from None
+                        raise SpecError([refused]) from None
                 reason = "the run has ended on the other machines"
             raise self._not_met(printable(reason[:300]), again) from error
 
@@ -204,7 +200,7 @@ class MachinesRendezvous(Rendezvous):
             if not self._store.check(["met"]):  # only machines that still wait are refused too, not a running run
                 self._store.set("refused", mine)
                 handler.set_closed()
-            raise RendezvousError([problem])
+            raise SpecError([problem])
         self._claim()
         self._handler = handler
 
@@ -276,7 +272,7 @@ class MachinesRendezvous(Rendezvous):
                 wait_until(lambda: self._store.add("left", 0) >= self._num_met, _LEAVE_SECONDS)
         return True
 
-    def _not_met(self, reason: str, again: bool) -> RendezvousError:
+    def _not_met(self, reason: str, again: bool) -> SpecError:
         at = rendezvous_address(self._launch)
         if again:
             fix = (
@@ -338,5 +334,5 @@ def _check_address(launch: LaunchSection, *, is_host: bool, seconds: float) -> N
         raise _error("FSDP-E707", message, fix) from None
 
 
-def _error(code: str, message: str, fix: str) -> RendezvousError:
-    return RendezvousError([Problem(code=code, message=message, fix=fix)])
+def _error(code: str, message: str, fix: str) -> SpecError:
+    return SpecError([Problem(code=code, message=message, fix=fix)])

@@ -25,7 +25,7 @@ import psutil
 from hf_fsdp_plugin.cli.bench.results import Results, bench_text
 from hf_fsdp_plugin.cli.check_output import load_model
 from hf_fsdp_plugin.cli.main import whole_number
-from hf_fsdp_plugin.cli.output import OK, PROBLEMS, print_failure, print_json, print_problems
+from hf_fsdp_plugin.cli.output import OK, PROBLEMS, print_failure, print_problems, print_result
 from hf_fsdp_plugin.cli.plan import sequence_length
 from hf_fsdp_plugin.integrations import bench
 from hf_fsdp_plugin.integrations.bench import Case, CaseGroup
@@ -125,11 +125,9 @@ def run(args: argparse.Namespace) -> int:
         for row in tree["cases"]
         if row["status"] == "failed"
     ]
-    if args.json:
-        print_json({**tree, "problems": [problem.to_json() for problem in (*problems, *failed)]})
-    else:
+    if not args.json:
         print_problems(failed)
-        print(bench_text(tree))
+    print_result(args, {**tree, "problems": [*problems, *failed]}, bench_text(tree))
     if number:
         print("hf-fsdp bench: stopped by a signal. The results are those until then.", file=sys.stderr)
         return 128 + number

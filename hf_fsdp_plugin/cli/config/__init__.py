@@ -21,10 +21,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from hf_fsdp_plugin.checkpoint.io import write_atomically
 from hf_fsdp_plugin.cli import config_text
 from hf_fsdp_plugin.cli.config import conversation, questions
 from hf_fsdp_plugin.cli.config.conversation import Question, State, label_of, show_text
-from hf_fsdp_plugin.cli.output import OK, print_failure, print_json, print_problems, write_atomically
+from hf_fsdp_plugin.cli.output import OK, print_failure, print_json, print_problems
 from hf_fsdp_plugin.launcher.flags import Suggested
 from hf_fsdp_plugin.launcher.world import DeviceSearch
 from hf_fsdp_plugin.problems import Origin, Problem, SpecError, has_errors
@@ -135,7 +136,7 @@ def _run(args: argparse.Namespace) -> int:
     if target.path is not None and target.is_changed:
         try:
             target.path.parent.mkdir(parents=True, exist_ok=True)
-            write_atomically(target.path, target.new.encode())
+            write_atomically(target.path, target.new, preserve=True)
         except OSError as error:
             raise _unwritable(target.shown, error.strerror or str(error)) from None
     _print_result(args, target, state, checked, memory)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from hf_fsdp_plugin.cli.config_text import new_text, script_arguments, setting_lines, stock_limits
-from hf_fsdp_plugin.cli.output import OK, PROBLEMS, colored, print_json, text_width
+from hf_fsdp_plugin.cli.output import OK, PROBLEMS, colored, print_result, text_width
 from hf_fsdp_plugin.cli.plan.output import Planned
 from hf_fsdp_plugin.estimate.machines import RANKS_PER_MACHINE
 from hf_fsdp_plugin.launcher.world import DEFAULT_PORT
@@ -60,22 +60,19 @@ def print_advice(args: argparse.Namespace, planned: Planned) -> int:
         choice, config = chosen.choice, config_text(chosen, spec)
         arguments = script_arguments(choice.micro_batch, choice.accumulation, choice.sync_each_batch)
     tree = decision_tree(advice, plan.num_params)
-    if args.json:
-        tree_of_advice = {
-            "ok": advice.best is not None,
-            "gpu_memory_bytes": advice.gpu_memory,
-            "limit_bytes": advice.limit,
-            "best": 0 if advice.best is not None else None,
-            "rows": [_row_json(row) for row in advice.rows],
-            "remedies": list(advice.remedies),
-            "decision_tree": tree,
-            "config": config or None,
-            "arguments": arguments,
-        }
-        print_json(tree_of_advice)
-    else:
-        lines = [*_answer_lines(advice, chosen, tree), *(f"# {argument}" for argument in arguments), config.rstrip()]
-        print("\n".join(lines).rstrip())
+    lines = [*_answer_lines(advice, chosen, tree), *(f"# {argument}" for argument in arguments), config.rstrip()]
+    shown = {
+        "ok": advice.best is not None,
+        "gpu_memory_bytes": advice.gpu_memory,
+        "limit_bytes": advice.limit,
+        "best": 0 if advice.best is not None else None,
+        "rows": [_row_json(row) for row in advice.rows],
+        "remedies": list(advice.remedies),
+        "decision_tree": tree,
+        "config": config or None,
+        "arguments": arguments,
+    }
+    print_result(args, shown, "\n".join(lines).rstrip())
     return OK if advice.best is not None else PROBLEMS
 
 

@@ -10,7 +10,8 @@ from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from hf_fsdp_plugin.cli.output import OK, PROBLEMS, colored, print_problems, print_result, text_width, write_atomically
+from hf_fsdp_plugin.checkpoint.io import write_atomically
+from hf_fsdp_plugin.cli.output import OK, PROBLEMS, colored, print_problems, print_result, text_width
 from hf_fsdp_plugin.estimate import types
 from hf_fsdp_plugin.estimate.machines import RANKS_PER_MACHINE
 from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan, equal_units
@@ -253,7 +254,7 @@ def write_page(args: argparse.Namespace, prediction: Prediction) -> list[str]:
     if args.html is None:
         return []
     try:
-        write_atomically(Path(args.html), plan_page(prediction).encode())
+        write_atomically(Path(args.html), plan_page(prediction), preserve=True)
     except OSError as error:
         message = f"cannot write {args.html}: {error.strerror or error}."
         fix = "Choose a file in a folder that exists and is writable."

@@ -9,7 +9,7 @@ from types import MappingProxyType
 import pytest
 
 from hf_fsdp_plugin.cli import launch, profile
-from hf_fsdp_plugin.cli.main import make_parser
+from hf_fsdp_plugin.cli.main import main, make_parser
 from hf_fsdp_plugin.integrations import profiling
 from hf_fsdp_plugin.integrations.profiling import OPTIONS_VARIABLE, ProfileOptions, read_ranks, write_file
 from hf_fsdp_plugin.launcher.flags import UsageError
@@ -78,7 +78,7 @@ def rank_file(folder, rank: int, *, steps: int = 12, profiled: bool = True) -> N
 def run(monkeypatch, capsys, code: int, *flags: str, ranks=lambda: None):
     """Run the verb with `ranks` in the place of the launcher, which returns `code`."""
     monkeypatch.setattr(launch, "run_launch", lambda arguments: ranks() or code)
-    found = profile.run(namespace("--json", *flags, "train.py"))
+    found = main(["profile", "--json", *flags, "train.py"])
     tree = json.loads(capsys.readouterr().out)
     assert_valid("profile", tree)
     return found, [problem["code"] for problem in tree["problems"]]
