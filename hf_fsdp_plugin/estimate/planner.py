@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any, Final
 
@@ -105,11 +105,6 @@ class AdviceRow:
     reason: str
 
     @property
-    def needed_bytes(self) -> int:
-        """Memory of a device that the step needs: torch's allocator, context and NCCL."""
-        return self.memory.needed_bytes
-
-    @property
     def tokens_per_second(self) -> float | None:
         return self.time.tokens_per_second if self.time is not None else None
 
@@ -119,43 +114,30 @@ class Advice:
     """The planner's answer.
 
     Attributes:
-        rows: those that fit, the best first (see :func:`in_order`), then one for each combination that does not fit.
+        fitting: the rows that fit, the best first (see :func:`in_order`).
+        rejected: a row for each combination that does not fit.
         limit: bytes of a device without headroom.
         remedies: what would fit, one sentence each, if nothing does.
     """
 
-    rows: tuple[AdviceRow, ...]
+    fitting: tuple[AdviceRow, ...]
+    rejected: tuple[AdviceRow, ...]
     gpu_memory: int
     limit: int
     remedies: tuple[str, ...] = ()
 
     @property
-    def fitting(self) -> tuple[AdviceRow, ...]:
-        return tuple(row for row in self.rows if row.fits)
-
-    @property
-    def rejected(self) -> tuple[AdviceRow, ...]:
-        return tuple(row for row in self.rows if not row.fits)
+    def rows(self) -> tuple[AdviceRow, ...]:
+        return (*self.fitting, *self.rejected)
 
     @property
     def best(self) -> AdviceRow | None:
         """The first row that fits; ``None`` if nothing fits."""
-        return self.rows[0] if self.rows and self.rows[0].fits else None
+        return self.fitting[0] if self.fitting else None
 
 
 def advise(
-    model: nn.Module,
-    workload: Workload,
-    *,
-    global_batch: int,
-    gpu_memory: int,
-    num_machines: int = 1,
-    gpus_per_machine: int = 8,
-    machine: Machine | None = None,
-    version: Version = 2,
-    precision: DtypeName = "bf16",
-    wrap: Mapping[str, Any] | None = None,
-    headroom: float = HEADROOM,
+    model: nn.Module, workload: Workload, *, global_batch: int, gpu_memory: int, headroom: float = HEADROOM, **more: Any
 ) -> Advice:
     """Return the combinations of settings that fit, the best first, and why the others do not.
 
@@ -168,21 +150,15 @@ def advise(
         workload: what is trained. Each row has its own micro-batch, accumulation and synchronization.
         global_batch: samples of all ranks per optimizer step.
         gpu_memory: bytes of a device.
-        machine: figures of devices and links, which predict tokens/s. Without them, rows that fit are ranked by
-            recomputation and communication.
-        precision: ``bf16`` or ``fp16`` with fp32 master weights, or ``auto`` for the model's dtype.
-        wrap: settings of the wrap policy, such as ``{"wrap.policy": "size", "wrap.min_num_params": 10**8}``. Default:
-            the layer classes that the model declares.
         headroom: part of the device's memory that may be used, above 0 and at most 1.
+        more: other attributes of :class:`Subject`: ``num_machines``, ``gpus_per_machine``, ``machine``, ``version``,
+            ``precision`` and ``wrap``.
 
     Raises:
         SpecError: the global batch is not divisible by the number of ranks (FSDP-E812), the model cannot be planned, or
             it has other inputs than a batch of text or images (FSDP-E811).
     """
-    subject = Subject(
-        model=model, workload=workload, version=version, precision=precision, wrap=wrap or {}, machine=machine,
-        num_machines=num_machines, gpus_per_machine=gpus_per_machine, limit=int(gpu_memory * headroom),
-    )  # fmt: skip
+    subject = Subject(model=model, workload=workload, limit=int(gpu_memory * headroom), **more)
     if global_batch < 1 or global_batch % subject.world_size:
         message = f"a global batch of {global_batch} is not divisible by {subject.world_size} ranks."
         near = nearest_multiples(global_batch, subject.world_size)
@@ -192,9 +168,9 @@ def advise(
     if not any(row.fits for row in rows):
         rows += _rows(subject, global_batch, offload=True)
     fitting = in_order([row for row in rows if row.fits], subject.limit)
-    rejected = sorted((row for row in rows if not row.fits), key=lambda row: row.needed_bytes)
     return Advice(
-        rows=(*(replace(row, reason=_reason(row, fitting[0])) for row in fitting), *rejected),
+        fitting=tuple(replace(row, reason=_reason(row, fitting[0])) for row in fitting),
+        rejected=tuple(sorted((row for row in rows if not row.fits), key=lambda row: row.memory.needed_bytes)),
         gpu_memory=gpu_memory,
         limit=subject.limit,
         remedies=() if fitting else tuple(_remedies(subject, global_batch)),
@@ -207,17 +183,21 @@ class Subject:
 
     Attributes:
         workload: what is trained, without the sizes that a choice sets.
-        machine: ``None`` for no times.
+        precision: ``bf16`` or ``fp16`` with fp32 master weights, or ``auto`` for the model's dtype.
+        wrap: settings of the wrap policy, such as ``{"wrap.policy": "size", "wrap.min_num_params": 10**8}``. Default:
+            the layer classes that the model declares.
+        machine: figures of devices and links, which predict tokens/s. Without them, rows that fit are ranked by
+            recomputation and communication.
         limit: bytes that a row may need.
     """
 
     model: nn.Module
     workload: Workload
-    version: Version
-    precision: DtypeName
-    wrap: Mapping[str, Any]
-    num_machines: int
-    gpus_per_machine: int
+    version: Version = 2
+    precision: DtypeName = "bf16"
+    wrap: Mapping[str, Any] = field(default_factory=dict)
+    num_machines: int = 1
+    gpus_per_machine: int = 8
     machine: Machine | None = None
     limit: int = 0
 
@@ -230,7 +210,7 @@ class Subject:
         plan, memory, workload = self.plan(choice), self.memory(choice), self.workload_of(choice)
         fits, communicated, time = memory.needed_bytes <= self.limit, 0, None
         if fits:
-            calls = estimate_communication(plan, self.model, workload).collectives
+            calls = estimate_communication(plan, self.model, workload)
             communicated = sum(each.bytes * each.calls for each in calls)
         if fits and self.machine is not None:
             time = TimeModel(plan, self.model, workload, self._costs(choice.micro_batch)).estimate(self.machine)
@@ -368,7 +348,7 @@ def in_order(fitting: Sequence[AdviceRow], limit: int) -> list[AdviceRow]:
 
     def cost_of_equals(row: AdviceRow) -> tuple[float, ...]:
         choice = row.choice
-        memory = int(row.needed_bytes / (limit * _SAME_MEMORY)) if limit else row.needed_bytes
+        memory = int(row.memory.needed_bytes / (limit * _SAME_MEMORY)) if limit else row.memory.needed_bytes
         is_hybrid = choice.replicate > 1 and choice.shard > 1
         return *choice.extra_work, memory, is_hybrid, choice.sync_each_batch, *cost(row)
 
@@ -391,7 +371,7 @@ def _reason(row: AdviceRow, best: AdviceRow) -> str:
         return f"{slower:.0%} slower"
     if row.choice.extra_work > best.choice.extra_work:
         return f"as fast although it {_difference(row, best)}"
-    more = row.needed_bytes - best.needed_bytes
+    more = row.memory.needed_bytes - best.memory.needed_bytes
     return f"as fast with {format_memory(more)} more memory" if more > 0 else "as fast"
 
 
@@ -465,4 +445,4 @@ def decision_tree(advice: Advice, num_params: int) -> str:
     if not row.fits:
         return f"{rule}. It does not fit: it {row.reason}."
     reason = f"it {'is ' if row.tokens_per_second else ''}{row.reason}"
-    return f"{rule}. It fits with {format_memory(row.needed_bytes)}, but {reason}."
+    return f"{rule}. It fits with {format_memory(row.memory.needed_bytes)}, but {reason}."

@@ -5,7 +5,13 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
+
+from hf_fsdp_plugin.estimate.types import Workload
+from hf_fsdp_plugin.strategies import STRATEGIES
+
+if TYPE_CHECKING:  # profiles are read without torch
+    from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan
 
 Interval = tuple[float, float]
 """Start and end in seconds. A sorted list of intervals that do not touch is a set. Functions of sets are linear."""
@@ -99,15 +105,7 @@ class Timeline:
 
 
 def simulate(
-    units: Sequence[UnitTimes],
-    *,
-    micro_batches: int,
-    reduces_each: bool,
-    keeps_gathered: bool,
-    prefetch: Literal["pre", "post", "none"],
-    limited: bool,
-    overlaps: bool,
-    tail: float,
+    units: Sequence[UnitTimes], plan: FsdpPlan, workload: Workload, *, overlaps: bool, tail: float
 ) -> Timeline:
     """Return the timeline of one step.
 
@@ -118,15 +116,17 @@ def simulate(
 
     Args:
         units: the times of the units, in forward order.
-        keeps_gathered: whether units stay gathered in later micro-batches.
         overlaps: see :class:`Timeline`.
         tail: seconds of clipping and update.
     """
     timeline = Timeline(overlaps)
-    for index in range(micro_batches):
-        timeline.forward(units, gathers=not (keeps_gathered and index), limited=limited)
-        reduces = reduces_each or index == micro_batches - 1
-        timeline.backward(units, reduces=reduces, prefetch=prefetch)
+    # Units of FSDP1 that are not freed after forward stay gathered in later micro-batches.
+    keeps_gathered = plan.backend == "fsdp1" and not STRATEGIES[plan.strategy].reshards_after_forward
+    for index in range(workload.accumulation):
+        gathers = index == 0 or workload.sync_each_batch or not keeps_gathered
+        timeline.forward(units, gathers=gathers, limited=plan.prefetch.limit_all_gathers)
+        reduces = workload.sync_each_batch or index == workload.accumulation - 1
+        timeline.backward(units, reduces=reduces, prefetch=plan.prefetch.backward)
         if reduces:
             timeline.wait_for_all()
     timeline.run("compute", "update", tail, timeline.wait_for_all())

@@ -43,8 +43,10 @@ _NOT_COMPARED: Final = (
 )
 
 
-def estimate_communication(plan: FsdpPlan, model: nn.Module, workload: Workload) -> types.CommunicationEstimate:
-    """Return every collective of one optimizer step of one rank, from the second step on.
+def estimate_communication(plan: FsdpPlan, model: nn.Module, workload: Workload) -> Iterator[types.Collective]:
+    """Yield every collective of one optimizer step of one rank, from the second step on.
+
+    Those of each unit come first, in the order of the plan, then those of ignored parameters and of clipping.
 
     The counts follow torch's sources (``_fully_shard/_fsdp_param_group.py`` and ``_runtime_utils.py``) and are compared
     with those of real runs. It is assumed that each unit runs once per forward pass and that every trainable parameter
@@ -54,11 +56,6 @@ def estimate_communication(plan: FsdpPlan, model: nn.Module, workload: Workload)
     Args:
         model: the model that was planned, on any device.
     """
-    return types.CommunicationEstimate(collectives=tuple(_collectives(plan, model, workload)))
-
-
-def _collectives(plan: FsdpPlan, model: nn.Module, workload: Workload) -> Iterator[types.Collective]:
-    """Yield the collectives of each unit, in the order of the plan, then those of ignored parameters and clipping."""
     strategy, micro_batches, shards = STRATEGIES[plan.strategy], workload.accumulation, plan.mesh.shard
     group_sizes: dict[types.Axis, int] = {"shard": shards, "replicate": plan.mesh.replicate, "world": plan.world_size}
 
@@ -158,11 +155,6 @@ def _last_parameter(path: str, layer: nn.Module) -> str:
     return f"{path}.{names[-1]}" if names else ""
 
 
-def estimate_time(plan: FsdpPlan, model: nn.Module, workload: Workload, machine: Machine) -> types.TimeEstimate:
-    """Return the time of one optimizer step of all ranks. Arguments and errors are those of :class:`TimeModel`."""
-    return TimeModel(plan, model, workload).estimate(machine)
-
-
 @dataclass(slots=True)
 class UnitCosts:
     """Operations of one unit in one micro-batch, and how often each runs."""
@@ -192,7 +184,7 @@ class TimeModel:
         self._plan, self._model, self._workload = plan, model, workload
         self.costs = unit_costs(plan, profile_step(plan, model, workload)) if costs is None else costs
         self._sizes = unit_sizes(plan, model)
-        self._calls = estimate_communication(plan, model, workload).collectives
+        self._calls = tuple(estimate_communication(plan, model, workload))
         self._of_units = {(call.unit, call.kind, call.phase): call for call in self._calls}
         parameters = [model.get_parameter(name) for unit in plan.units for name in unit.parameters]
         trained = [parameter for parameter in parameters if parameter.requires_grad]
@@ -225,8 +217,7 @@ class TimeModel:
 
     def timeline(self, machine: Machine) -> Timeline:
         """Return the simulated streams of a step."""
-        plan, workload = self._plan, self._workload
-        keeps_gathered = plan.backend == "fsdp1" and not STRATEGIES[plan.strategy].reshards_after_forward
+        plan = self._plan
         different = {id(costs): costs for costs in self.costs.values()}
         seconds = {key: self._compute_seconds(costs, machine) for key, costs in different.items()}
         units = [self._unit_times(sizes, seconds[id(self.costs[sizes.name])], machine) for sizes in self._sizes]
@@ -235,16 +226,7 @@ class TimeModel:
             *others, root = units
             last = UnitTimes(name=root.name, forward=root.forward, backward=root.backward)
             units = [replace(root, forward=0.0, backward=0.0), *others, last]
-        return simulate(
-            units,
-            micro_batches=workload.accumulation,
-            reduces_each=workload.sync_each_batch,
-            keeps_gathered=keeps_gathered and not workload.sync_each_batch,
-            prefetch=plan.prefetch.backward,
-            limited=plan.prefetch.limit_all_gathers,
-            overlaps=machine.overlaps,
-            tail=self._tail(machine),
-        )
+        return simulate(units, plan, self._workload, overlaps=machine.overlaps, tail=self._tail(machine))
 
     def _compute_seconds(self, costs: UnitCosts, machine: Machine) -> tuple[float, float, float]:
         """Return the seconds of the forward, the backward and a recomputed forward of a unit."""

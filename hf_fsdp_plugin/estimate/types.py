@@ -190,22 +190,6 @@ class Collective:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class CommunicationEstimate:
-    """Collectives of one optimizer step of one rank."""
-
-    collectives: tuple[Collective, ...]
-
-    def bytes_of(self, kind: CollectiveKind) -> int:
-        return sum(each.bytes * each.calls for each in self.collectives if each.kind == kind)
-
-    def to_json(self) -> dict[str, int]:
-        """Return the object ``communication`` of ``plan --json``."""
-        kinds: tuple[CollectiveKind, ...] = ("all_gather", "reduce_scatter", "all_reduce")
-        calls = sum(each.calls for each in self.collectives)
-        return {**{f"{kind}_bytes": self.bytes_of(kind) for kind in kinds}, "calls": calls}
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class TimeEstimate:
     """Time of one optimizer step.
 

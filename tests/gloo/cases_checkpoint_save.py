@@ -36,7 +36,7 @@ def train_and_save(output_dir: str, **arguments: Any) -> dict[str, Any]:
     return {
         "weights": gathered(trainer),
         "optimizer": optimizer if dist.get_rank() == 0 else {},
-        "asynchronous": manager.saved_asynchronously(trainer.model),
+        "asynchronous": manager.saved_asynchronously.get(trainer.model),
     }
 
 

@@ -55,9 +55,8 @@ def counted_and_estimated(
     )
     plan = plan_of(model)
     assert plan is not None
-    estimate = estimate_communication(plan, planned, workload)
     expected: Calls = Counter()
-    for call in estimate.collectives:
+    for call in estimate_communication(plan, planned, workload):
         expected[call.kind, _ranks(plan, call, rank), call.bytes, call.phase] += call.calls
     return counter.calls, expected
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from hf_fsdp_plugin.backends.sharding.shard import plan_of
-from hf_fsdp_plugin.estimate.time import estimate_time
+from hf_fsdp_plugin.estimate.time import TimeModel
 from hf_fsdp_plugin.estimate.types import Workload
 from scripts.bench.calibration import Measuring, calibrate
 from tests.support.tiny import parallel_config, tiny_llama
@@ -37,5 +37,5 @@ def calibrated_and_measured(version: int) -> tuple[Any, float, float]:
     workload = Workload(micro_batch=4, seq_len=64, optimizer="sgd")
     with torch.device("meta"):
         planned = tiny_llama(**sizes)
-    estimate = estimate_time(plan, planned, workload, machine)
+    estimate = TimeModel(plan, planned, workload).estimate(machine)
     return machine, estimate.step_seconds, min(times[1:])

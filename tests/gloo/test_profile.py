@@ -111,7 +111,7 @@ def test_collectives_equal_the_estimate(profiled):
     plan = hfp.resolve(hfp.load_spec(str(folder / "fsdp.yaml"), environ={}), model, world_size=2, device_type="cpu")
     estimated = estimate_communication(plan, model, workload)
     measured = tree["collectives"]
-    assert sum(sums["calls"] for sums in measured.values()) == estimated.to_json()["calls"]
+    assert sum(sums["calls"] for sums in measured.values()) == sum(call.calls for call in estimated)
     sizes = [4 * unit.num_params for unit in plan.units if unit.num_params]
     assert sorted(unit["bytes"] for unit in tree["units"]) == sorted(sizes)
 

@@ -7,7 +7,6 @@ figures are the constants below, with their sources. On device types other than 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from math import ceil, prod
 from typing import Final
@@ -57,24 +56,8 @@ _CODE_BOOKS: Final = 2 * 256 * 4
 """Bytes of the two tables from 8-bit codes to fp32 values."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Gpu:
-    """The known properties of the GPUs of a run.
-
-    Attributes:
-        capability: compute capability, such as 9.0; ``None`` if unknown, for which that of newer GPUs is assumed.
-        has_nvlink: ``None`` if unknown, for which NVLink is assumed, as it needs more memory.
-    """
-
-    capability: float | None = None
-    has_nvlink: bool | None = None
-
-
-UNKNOWN: Final = Gpu()
-
-
 def estimate_memory(
-    plan: FsdpPlan, model: nn.Module, workload: Workload, *, profile: StepProfile | None = None, gpu: Gpu = UNKNOWN
+    plan: FsdpPlan, model: nn.Module, workload: Workload, machine: Machine | None = None
 ) -> MemoryEstimate:
     """Return the memory of the rank that needs most, in the steady state, with every moment of a step.
 
@@ -83,15 +66,14 @@ def estimate_memory(
 
     Args:
         model: on the meta device, not sharded. It is unchanged afterwards.
-        profile: what :func:`profile_step` has returned for the same model, units, dtypes, checkpointing and sizes.
-        gpu: what is known of the GPU of a plan for CUDA.
+        machine: the figures of the GPUs of a plan for CUDA; ``None`` if they are unknown.
 
     Raises:
         SpecError: the model has other inputs than a batch of text or images (FSDP-E811), or cannot run on the meta
             device (FSDP-E810).
     """
-    profile = profile or profile_step(plan, model, workload)
-    return follow_step(plan, unit_sizes(plan, model), ignored_bytes(plan, model), workload, profile, gpu)
+    profile = profile_step(plan, model, workload)
+    return follow_step(plan, unit_sizes(plan, model), ignored_bytes(plan, model), workload, profile, machine)
 
 
 def follow_step(
@@ -100,9 +82,13 @@ def follow_step(
     ignored: Mapping[str, int],
     workload: Workload,
     profile: StepProfile,
-    gpu: Gpu = UNKNOWN,
+    machine: Machine | None = None,
 ) -> MemoryEstimate:
-    """Return the estimate from a profile and sizes that are computed already, as the planner does."""
+    """Return the estimate from sizes and a profile that are computed already, as the planner does.
+
+    Args:
+        profile: what :func:`profile_step` has returned for the same model, units, dtypes, checkpointing and sizes.
+    """
     ledger = Ledger()
     engine = (Fsdp1Engine if plan.backend == "fsdp1" else Fsdp2Engine)(plan, sizes, ledger)
     shards = [shard for unit in sizes for shard in unit.shards]
@@ -111,13 +97,13 @@ def follow_step(
     ledger.at("start of the step")
     ledger.add("params", ignored["params"] + (0 if engine.offloads else params))
     ledger.add("optimizer", 0 if engine.offloads else state)
-    ledger.add("other", ignored["buffers"] + framework_bytes(plan.device_type, gpu))
+    ledger.add("other", ignored["buffers"] + framework_bytes(plan.device_type, machine))
     ledger.add("activations", profile.input_bytes)
     num = min(workload.accumulation, 3)  # the first, one in the middle, and the last
     last_batch = offloaded = 0  # index of the first moment, and the most bytes that activation offload moves at a time
     for number in range(num):
         engine.syncs = workload.sync_each_batch or number == num - 1
-        last_batch, on_host = len(ledger.places), 0
+        last_batch, on_host = len(ledger.moments), 0
         for stage, phase, inside in profile.walk():
             name = stage.name if stage.kind == "post_backward" else inside[-1]
             ledger.at(f"{phase} of {name or plan.model_class}")
@@ -130,13 +116,13 @@ def follow_step(
         ledger.at("clipping")
     ledger.at("optimizer step")
     ledger.use("other", 0 if engine.offloads else update_bytes(workload, plan.device_type, shards))
-    peak = ledger.peak()
+    peak = max(ledger.moments, key=lambda moment: moment.bytes)
     return MemoryEstimate(
         peak=peak,
-        timeline=ledger.moments(last_batch),
+        timeline=tuple(ledger.moments[last_batch:]),
         host_bytes=host + offloaded,
-        assumptions=tuple(assumptions(plan, workload, gpu)),
-        device=device_memory(plan, gpu, peak.bytes),
+        assumptions=tuple(assumptions(plan, workload, machine)),
+        device=device_memory(plan, machine, peak.bytes),
     )
 
 
@@ -193,25 +179,21 @@ def update_bytes(workload: Workload, device_type: str, shards: Sequence[Paramete
     return max([2 * sizes[0], *(before + 2 * size for before, size in pairwise(sizes))])
 
 
-def gpu_of(machine: Machine | None) -> Gpu:
-    """Return the known properties of the GPUs of a machine."""
-    if machine is None or machine.capability is None:
-        return UNKNOWN
-    return Gpu(capability=machine.capability, has_nvlink=machine.intra.bandwidth > _PCIE_BANDWIDTH)
+def workspace_bytes(device_type: str, machine: Machine | None = None) -> tuple[int, ...]:
+    """Return the bytes of each workspace of cuBLAS: of the forward's thread, and of the backward's.
 
-
-def workspace_bytes(device_type: str, gpu: Gpu = UNKNOWN) -> tuple[int, ...]:
-    """Return the bytes of each workspace of cuBLAS: of the forward's thread, and of the backward's."""
+    For unknown GPUs, the compute capability of newer ones is assumed.
+    """
     if device_type != "cuda":
         return (0,) * _THREADS
-    capability = _WORKSPACES[0][0] if gpu.capability is None else gpu.capability
+    capability = (machine.capability if machine is not None else None) or _WORKSPACES[0][0]
     size = next(size for least, size in _WORKSPACES if capability >= least)
     return (size,) * _THREADS
 
 
-def framework_bytes(device_type: str, gpu: Gpu = UNKNOWN) -> int:
+def framework_bytes(device_type: str, machine: Machine | None = None) -> int:
     """Return the bytes that torch allocates on a device for its libraries."""
-    return sum(workspace_bytes(device_type, gpu))
+    return sum(workspace_bytes(device_type, machine))
 
 
 def communicator_sizes(plan: FsdpPlan) -> tuple[int, ...]:
@@ -220,29 +202,35 @@ def communicator_sizes(plan: FsdpPlan) -> tuple[int, ...]:
     return tuple(size for size in (plan.world_size, *axes) if size > 1)
 
 
-def nccl_bytes(plan: FsdpPlan, gpu: Gpu = UNKNOWN) -> int:
+def num_channels(machine: Machine | None) -> int:
+    """Return the channels of a communicator. For unknown GPUs, NVLink is assumed, as it needs more memory."""
+    if machine is None or machine.capability is None:
+        return _CHANNELS[True]
+    return _CHANNELS[machine.intra.bandwidth > _PCIE_BANDWIDTH]
+
+
+def nccl_bytes(plan: FsdpPlan, machine: Machine | None = None) -> int:
     """Return the bytes of the buffers of all communicators.
 
     Each channel has a ring, and for all-reduces a tree: with one neighbour if there are two ranks, else with one in
     half of the channels and two in the others. NVIDIA/nccl issue 964 measures 544 MB for 2 A100 and 688 MB for more;
     this function returns 576 and 720 MiB. NVLink SHARP, and buffers for the network, are not included.
     """
-    channels = _CHANNELS[gpu.has_nvlink is not False]
     neighbours = sum(2.0 if size == 2 else 2.5 for size in communicator_sizes(plan))
-    return int(channels * neighbours * _CONNECTION)
+    return int(num_channels(machine) * neighbours * _CONNECTION)
 
 
-def device_memory(plan: FsdpPlan, gpu: Gpu, allocated: int) -> DeviceMemory | None:
+def device_memory(plan: FsdpPlan, machine: Machine | None, allocated: int) -> DeviceMemory | None:
     """Return the memory of a device with an allocated peak; ``None`` for device types whose allocator is not known."""
     if plan.device_type != "cuda":
         return None
     return DeviceMemory(
         allocated=allocated, reserved=int(allocated * RESERVED_RATIO), needed=int(allocated * NEEDED_RATIO),
-        context=_CONTEXT, nccl=nccl_bytes(plan, gpu),
+        context=_CONTEXT, nccl=nccl_bytes(plan, machine),
     )  # fmt: skip
 
 
-def assumptions(plan: FsdpPlan, workload: Workload, gpu: Gpu = UNKNOWN) -> Iterator[str]:
+def assumptions(plan: FsdpPlan, workload: Workload, machine: Machine | None = None) -> Iterator[str]:
     """Yield the assumptions of an estimate, one sentence each."""
     loop, device = update_loop(workload, plan.device_type), plan.device_type
     is_default = workload.update_loop is None and loop == "fused"
@@ -256,8 +244,10 @@ def assumptions(plan: FsdpPlan, workload: Workload, gpu: Gpu = UNKNOWN) -> Itera
     elif device != "cuda":
         yield f"Of {device} devices, only the allocated memory is known: no context, no cached memory, no collectives."
     else:
-        size = format_memory(workspace_bytes("cuda", gpu)[0])
-        of = "GPUs from compute capability 9.0 on; name a --machine for others" if gpu.capability is None else "the GPU"
+        size = format_memory(workspace_bytes("cuda", machine)[0])
+        of = "the GPU"
+        if machine is None or machine.capability is None:
+            of = "GPUs from compute capability 9.0 on; name a --machine for others"
         yield (
             f"The allocator reserves {RESERVED_RATIO:g} times the allocated memory, and needs {NEEDED_RATIO:g} times: "
             "medians of simulated steps, which vary from 1.1 to 1.6 and from 1.03 to 1.23."
@@ -265,5 +255,5 @@ def assumptions(plan: FsdpPlan, workload: Workload, gpu: Gpu = UNKNOWN) -> Itera
         yield f"cuBLAS has two workspaces of {size}, for the threads of forward and backward, as on {of}."
         yield f"The CUDA context has {format_memory(_CONTEXT)}, the largest published figure."
         if groups := communicator_sizes(plan):
-            count, channels = plural(len(groups), "communicator"), _CHANNELS[gpu.has_nvlink is not False]
-            yield f"NCCL has {count} with {channels} channels each, without NVLink SHARP."
+            count = plural(len(groups), "communicator")
+            yield f"NCCL has {count} with {num_channels(machine)} channels each, without NVLink SHARP."

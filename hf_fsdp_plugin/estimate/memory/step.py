@@ -30,10 +30,6 @@ class Usage(NamedTuple):
     activations: int = 0
     grads: int = 0
 
-    @property
-    def total(self) -> int:
-        return self.activations + self.grads
-
     def minus(self, other: Usage) -> Usage:
         return Usage(self.activations - other.activations, self.grads - other.grads)
 
@@ -126,27 +122,17 @@ class Ledger:
     """Bytes in use now by kind. Records the largest usage of each place of the step.
 
     Attributes:
-        places: place, such as ``forward of model.layers.3``, its largest usage, and that by kind.
+        moments: the largest moment of each place, such as ``forward of model.layers.3``, in the order of the step.
     """
 
     def __init__(self) -> None:
         self._live: dict[MemoryKind, int] = dict.fromkeys(MEMORY_KINDS, 0)
-        self._total = 0
-        self.places: list[tuple[str, int, Mapping[MemoryKind, int]]] = []
-
-    def moments(self, start: int = 0) -> tuple[Moment, ...]:
-        """Return the largest moment of each place from `start` on, in the order of the step."""
-        return tuple(Moment(where=where, bytes_by_kind=kinds) for where, _, kinds in self.places[start:])
-
-    def peak(self) -> Moment:
-        """Return the largest moment of all."""
-        where, _, kinds = max(self.places, key=lambda place: place[1])
-        return Moment(where=where, bytes_by_kind=kinds)
+        self.moments: list[Moment] = []
 
     def at(self, where: str) -> None:
         """Begin another place."""
-        if not self.places or where != self.places[-1][0]:
-            self.places.append((where, self._total, self._live.copy()))
+        if not self.moments or where != self.moments[-1].where:
+            self.moments.append(Moment(where=where, bytes_by_kind=self._live.copy()))
 
     def add(self, kind: MemoryKind, size: int) -> None:
         """Allocate memory."""
@@ -155,7 +141,6 @@ class Ledger:
 
     def free(self, kind: MemoryKind, size: int) -> None:
         self._live[kind] -= size
-        self._total -= size
 
     def use(self, kind: MemoryKind, size: int) -> None:
         """Allocate memory and free it at once."""
@@ -171,11 +156,10 @@ class Ledger:
     def _apply(self, usage: Usage) -> None:
         self._live["activations"] += usage.activations
         self._live["grads"] += usage.grads
-        self._total += usage.total
 
     def _record(self) -> None:
-        if self._total > self.places[-1][1]:
-            self.places[-1] = (self.places[-1][0], self._total, self._live.copy())
+        if sum(self._live.values()) > self.moments[-1].bytes:
+            self.moments[-1] = replace(self.moments[-1], bytes_by_kind=self._live.copy())
 
 
 class Engine(ABC):

@@ -149,7 +149,7 @@ class Tracker(functions.TorchDispatchMode):
         return out
 
     def update_peak(self) -> None:
-        if self.live.total > self.peak.total:
+        if sum(self.live) > sum(self.peak):
             self.peak = self.live
         self.most_activations = max(self.most_activations, self.live.activations)
 

@@ -10,13 +10,11 @@ import hf_fsdp_plugin as hfp
 from hf_fsdp_plugin.cli.plan.output import Planned, Prediction, plan_json, plan_text
 from hf_fsdp_plugin.estimate.machines import machine_named
 from hf_fsdp_plugin.estimate.memory.peak import (
-    UNKNOWN,
-    Gpu,
     communicator_sizes,
     estimate_memory,
     framework_bytes,
-    gpu_of,
     nccl_bytes,
+    num_channels,
     workspace_bytes,
 )
 from hf_fsdp_plugin.estimate.time import estimate_communication
@@ -47,8 +45,9 @@ def plan_of(model, ranks=8, strategy="full_shard", device="cuda", version=2, **c
     [(8.0, 8 * MIB + 128 * 1024), (8.9, 8 * MIB + 128 * 1024), (9.0, 32 * MIB), (10.0, 32 * MIB), (None, 32 * MIB)],
 )
 def test_workspaces_follow_the_compute_capability(capability, size):
-    gpu = Gpu(capability=capability)
-    assert workspace_bytes("cuda", gpu) == (size, size) and framework_bytes("cuda", gpu) == 2 * size
+    machine = replace(machine_named("h100-sxm"), capability=capability)
+    assert workspace_bytes("cuda", machine) == (size, size) and framework_bytes("cuda", machine) == 2 * size
+    assert workspace_bytes("cuda") == (32 * MIB, 32 * MIB)
 
 
 def test_other_devices_have_no_workspaces():
@@ -56,9 +55,10 @@ def test_other_devices_have_no_workspaces():
 
 
 def test_known_machines_tell_capability_and_links():
-    assert gpu_of(machine_named("a100-80gb")) == Gpu(capability=8.0, has_nvlink=True)
-    assert gpu_of(machine_named("h100-pcie:ethernet-25")) == Gpu(capability=9.0, has_nvlink=False)
-    assert gpu_of(machine_named("b200")).capability == 10.0 and gpu_of(None) == UNKNOWN
+    slow, fast = machine_named("h100-pcie:ethernet-25"), machine_named("a100-80gb")
+    assert (fast.capability, slow.capability, machine_named("b200").capability) == (8.0, 9.0, 10.0)
+    assert num_channels(fast) == num_channels(None) > num_channels(slow)
+    assert num_channels(replace(slow, capability=None)) == num_channels(None)
 
 
 @pytest.mark.parametrize(
@@ -78,13 +78,13 @@ def test_communicators_are_those_of_the_mesh(ranks, strategy, config, groups):
 @pytest.mark.parametrize(("ranks", "published"), [(2, 544e6), (4, 688e6)])
 def test_nccl_is_near_the_published_measurement(ranks, published):
     """NVIDIA/nccl issue 964: one communicator of A100 with NVLink, in MB, taken as the MiB of nvidia-smi."""
-    found = nccl_bytes(plan_of(llama(), ranks), Gpu(capability=8.0, has_nvlink=True))
+    found = nccl_bytes(plan_of(llama(), ranks), machine_named("a100-80gb"))
     assert found == pytest.approx(published * 1.048576, rel=0.06)
 
 
 def test_slow_links_need_fewer_channels():
     plan = plan_of(llama())
-    assert nccl_bytes(plan, Gpu(has_nvlink=False)) == nccl_bytes(plan) / 6
+    assert nccl_bytes(plan, machine_named("h100-pcie:ethernet-25")) == nccl_bytes(plan) / 6
 
 
 @pytest.mark.parametrize(
@@ -174,7 +174,7 @@ def prediction():
     return Prediction(
         planned=Planned(plan=plan, model=model, workload=STEP, gpu_memory=80 * 10**9, machine=None),
         memory=replace(memory, device=device),
-        communication=estimate_communication(plan, model, STEP),
+        communication=tuple(estimate_communication(plan, model, STEP)),
     )
 
 

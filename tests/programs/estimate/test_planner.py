@@ -77,16 +77,16 @@ def test_peaks_are_those_of_estimate_memory():
 
 def test_rows_that_fit_are_within_the_headroom():
     free = advice().rows
-    memory = int(sorted(row.needed_bytes for row in free)[len(free) // 2] / 0.95)
+    memory = int(sorted(row.memory.needed_bytes for row in free)[len(free) // 2] / 0.95)
     found = advice(memory=memory, headroom=0.95)
     assert found.limit == int(memory * 0.95)
-    assert all(row.memory.peak.bytes < row.needed_bytes <= found.limit for row in found.fitting)
-    assert all(row.needed_bytes > found.limit and " of it " in row.reason for row in found.rejected)
+    assert all(row.memory.peak.bytes < row.memory.needed_bytes <= found.limit for row in found.fitting)
+    assert all(row.memory.needed_bytes > found.limit and " of it " in row.reason for row in found.rejected)
     assert found.rejected and found.fitting and found.best is found.rows[0] and found.best.reason == ""
 
 
 def test_offload_is_tried_only_if_nothing_else_fits():
-    smallest = min(row.needed_bytes for row in advice().rows)
+    smallest = min(row.memory.needed_bytes for row in advice().rows)
     found = advice(memory=smallest - 1, headroom=1.0)
     assert {row.choice.offload_params for row in found.fitting} == {True}
     assert all(row.memory.host_bytes for row in found.fitting)
@@ -96,7 +96,7 @@ def test_offload_is_tried_only_if_nothing_else_fits():
 
 
 def test_nothing_fits_names_a_change_that_does():
-    smallest = min(row.needed_bytes for row in advice(memory=MIB, seq_len=256).rows)
+    smallest = min(row.memory.needed_bytes for row in advice(memory=MIB, seq_len=256).rows)
     found = advice(memory=smallest, headroom=1.0, seq_len=512)
     assert found.best is None
     assert any(text.startswith("Sequences of 256 tokens") for text in found.remedies)

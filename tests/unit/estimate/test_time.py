@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ from hf_fsdp_plugin.estimate.machines import (
     seconds_at,
 )
 from hf_fsdp_plugin.estimate.schedule import UnitTimes, exposed_seconds, simulate
-from hf_fsdp_plugin.estimate.time import TimeModel, estimate_time
+from hf_fsdp_plugin.estimate.time import TimeModel
 from hf_fsdp_plugin.estimate.types import Workload
 from hf_fsdp_plugin.plan.resolve import resolve
 from hf_fsdp_plugin.problems import SpecError
@@ -50,6 +51,15 @@ def planned(model, world=8, strategy="full_shard", version=2, **settings):
     return resolve(load_spec(config, environ={}), model, world_size=world, device_type="cuda")
 
 
+@cache
+def planned_llama():
+    return planned(llama())
+
+
+def with_prefetch(plan, backward):
+    return replace(plan, prefetch=replace(plan.prefetch, backward=backward))
+
+
 def test_ring_is_latency_plus_bytes_over_bandwidth():
     machine = Machine(
         name="m", device="d", ranks_per_machine=4, peak={"bf16": 1e12}, memory_bandwidth=1e12, memory_bytes=1e10,
@@ -66,14 +76,14 @@ def test_ring_is_latency_plus_bytes_over_bandwidth():
 def test_gathers_overlap_with_computation():
     units = [UnitTimes(name=str(at), forward=2.0, backward=4.0, gather_forward=1.0, gather_backward=1.0, reduce=1.0)
              for at in range(3)]  # fmt: skip
-    common = {"micro_batches": 1, "reduces_each": False, "keeps_gathered": False, "limited": True, "tail": 0.0}
-    timeline = simulate(units, prefetch="pre", overlaps=True, **common)
+    plan = planned_llama()
+    timeline = simulate(units, plan, STEP, overlaps=True, tail=0.0)
     # Only the first all-gathers of forward and backward, and the last reduce-scatter, are not overlapped.
     assert max(span.end for span in timeline.spans) == 1 + 6 + 1 + 12 + 1
     assert exposed_seconds(timeline) == 3
-    without = simulate(units, prefetch="none", overlaps=True, **common)
+    without = simulate(units, with_prefetch(plan, "none"), STEP, overlaps=True, tail=0.0)
     assert max(span.end for span in without.spans) > max(span.end for span in timeline.spans)
-    serial = simulate(units, prefetch="pre", overlaps=False, **common)
+    serial = simulate(units, plan, STEP, overlaps=False, tail=0.0)
     assert max(span.end for span in serial.spans) == 18 + 9
 
 
@@ -87,10 +97,8 @@ def test_step_is_between_computation_and_the_sum(rows, prefetch, micro_batches):
         UnitTimes(name=str(at), forward=f, backward=b, gather_forward=g, gather_backward=g, reduce=r, all_reduce=a)
         for at, (f, b, g, r, a) in enumerate(rows)
     ]
-    timeline = simulate(
-        units, micro_batches=micro_batches, reduces_each=True, keeps_gathered=False, prefetch=prefetch, limited=True,
-        overlaps=True, tail=1.0,
-    )  # fmt: skip
+    workload = replace(STEP, accumulation=micro_batches, sync_each_batch=True)
+    timeline = simulate(units, with_prefetch(planned_llama(), prefetch), workload, overlaps=True, tail=1.0)
     end = max(span.end for span in timeline.spans)
     compute = sum(span.end - span.start for span in timeline.spans if span.stream == "compute")
     communication = sum(span.end - span.start for span in timeline.spans if span.stream != "compute")
@@ -116,7 +124,9 @@ def test_products_are_counted_exactly():
 def test_checkpointed_units_inside_layers_run_again():
     model = llama(num_hidden_layers=6)
     seconds = [
-        estimate_time(planned(model, fsdp_activation_checkpointing=True, **wrap), model, STEP, H100).compute_seconds
+        TimeModel(planned(model, fsdp_activation_checkpointing=True, **wrap), model, STEP)
+        .estimate(H100)
+        .compute_seconds
         for wrap in ({}, {"fsdp_transformer_layer_cls_to_wrap": "LlamaDecoderLayer,LlamaMLP"})
     ]
     assert seconds[1] >= seconds[0] * (1 - 1e-9)
@@ -170,7 +180,7 @@ def test_slow_host_and_contention_lengthen_the_step():
 @pytest.mark.parametrize("name", KNOWN_MACHINES)
 def test_every_machine_gives_an_estimate(name):
     model = llama()
-    estimate = estimate_time(planned(model), model, STEP, machine_named(name))
+    estimate = TimeModel(planned(model), model, STEP).estimate(machine_named(name))
     assert estimate.step_seconds > 0
     if estimate.low_seconds is not None:
         assert estimate.low_seconds <= estimate.step_seconds <= estimate.high_seconds
@@ -183,7 +193,7 @@ def test_every_machine_gives_an_estimate(name):
 def test_more_ranks_communicate_longer(strategy, version):
     model = llama(num_hidden_layers=3)
     seconds = [
-        estimate_time(planned(model, world, strategy, version), model, STEP, H100).communication_seconds
+        TimeModel(planned(model, world, strategy, version), model, STEP).estimate(H100).communication_seconds
         for world in (8, 64, 4096)
     ]
     assert seconds == sorted(seconds)
@@ -192,8 +202,8 @@ def test_more_ranks_communicate_longer(strategy, version):
 def test_checkpointing_adds_a_forward():
     model = llama(hidden_size=1024, intermediate_size=4096)
     workload = Workload(micro_batch=4, seq_len=2048)
-    plain = estimate_time(planned(model), model, workload, H100)
-    recomputed = estimate_time(planned(model, fsdp_activation_checkpointing=True), model, workload, H100)
+    plain = TimeModel(planned(model), model, workload).estimate(H100)
+    recomputed = TimeModel(planned(model, fsdp_activation_checkpointing=True), model, workload).estimate(H100)
     assert 1.1 < recomputed.compute_seconds / plain.compute_seconds < 1.5
 
 
@@ -237,7 +247,7 @@ def test_model_without_a_loss_is_refused():
     model = torch.nn.Sequential(torch.nn.Linear(4, 4))
     plan = planned(model, fsdp_auto_wrap_policy="NO_WRAP")
     with pytest.raises(SpecError) as caught:
-        estimate_time(plan, model, STEP, H100)
+        TimeModel(plan, model, STEP).estimate(H100)
     assert [problem.code for problem in caught.value.problems] == ["FSDP-E811"]
 
 
