@@ -67,11 +67,6 @@ def config_and_class(path_or_id: str | Path) -> tuple[Any, Any]:
     )
 
 
-def model_class_of(path_or_id: str | Path) -> Any:
-    """Return the class of Transformers that a config names. Raises ``ValueError`` as :func:`meta_model` does."""
-    return config_and_class(path_or_id)[1]
-
-
 def max_positions(model: nn.Module) -> int:
     """Return the largest number of tokens of a sample; 0 if the config of the model has no limit."""
     config: Any = getattr(model, "config", None)

@@ -24,6 +24,8 @@ from hf_fsdp_plugin.text import format_dtype, format_names, plural
 
 _Violation = tuple[UnitPlan, str]
 """A unit that violates a rule, and the details for the message."""
+_Owned = Sequence[tuple[UnitPlan, list[ParameterEntry]]]
+"""The units, and the floating-point parameters of each."""
 KindOf = Callable[[ParameterEntry], Hashable]
 """Returns what all parameters of a unit must have in common: dtype, ``requires_grad`` or both."""
 
@@ -107,12 +109,7 @@ def _check_kinds(sharded: Sequence[ParameterEntry], precision: PrecisionPlan, pr
         problems.add("FSDP-E121", None, message, fix)
 
 
-def _check_dtypes(
-    tree: ModuleTree,
-    owned: Iterable[tuple[UnitPlan, list[ParameterEntry]]],
-    precision: PrecisionPlan,
-    problems: ProblemCollector,
-) -> None:
+def _check_dtypes(tree: ModuleTree, owned: _Owned, precision: PrecisionPlan, problems: ProblemCollector) -> None:
     """Report units with several dtypes. FSDP1 requires one dtype per unit, FSDP2 one for its trainable parameters."""
     version = problems.spec.fsdp.version
     violations: list[_Violation] = []
@@ -140,9 +137,7 @@ def _check_dtypes(
     _report_violations(problems, "FSDP-E221", setting, rule, violations, fix)
 
 
-def _check_requires_grad(
-    tree: ModuleTree, owned: Iterable[tuple[UnitPlan, list[ParameterEntry]]], problems: ProblemCollector
-) -> None:
+def _check_requires_grad(tree: ModuleTree, owned: _Owned, problems: ProblemCollector) -> None:
     violations: list[_Violation] = []
     for unit, entries in owned:
         frozen = [entry for entry in entries if not entry.parameter.requires_grad]

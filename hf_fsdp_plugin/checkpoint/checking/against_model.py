@@ -11,7 +11,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -186,15 +186,6 @@ class ModelTensor(NamedTuple):
     dtype: str
 
 
-class ShapeMismatch(NamedTuple):
-    """A weight whose shape does not fit. ``file`` is empty if the weight is computed from several tensors."""
-
-    name: str
-    file: str
-    stored: tuple[int, ...]
-    expected: tuple[int, ...]
-
-
 def check_model_index(index: Path, *, is_local: bool) -> None:
     """Check the index of a model, and that all of its files exist in the same folder.
 
@@ -250,8 +241,15 @@ def raise_absent_tensors(absent: Iterable[str], weight_map: Mapping[str, str], f
     _raise_by_file("FSDP-E459", "does not contain {} that the index of the model lists there", found, errors.COPY_AGAIN)
 
 
-def raise_shape_mismatches(mismatches: Iterable[ShapeMismatch], model_class: str, folder: str) -> None:
-    """Raise a ``CheckpointError`` with one problem for each file; do nothing if there are no mismatches."""
+def raise_shape_mismatches(
+    mismatches: Iterable[tuple[str, str, Sequence[int], Sequence[int]]], model_class: str, folder: str
+) -> None:
+    """Raise a ``CheckpointError`` with one problem for each file; do nothing if there are no mismatches.
+
+    Args:
+        mismatches: name of a weight, its file, and its shapes in the file and in the model. The file is empty if the
+            weight is computed from several tensors.
+    """
     found = []
     for name, file, stored, expected in sorted(mismatches):
         shapes = f"{format_shape(stored)} in the file, {format_shape(expected)} in the model"

@@ -20,9 +20,9 @@ from typing import Any, NamedTuple
 
 from hf_fsdp_plugin.checkpoint import names as file_names
 from hf_fsdp_plugin.checkpoint.errors import problem
-from hf_fsdp_plugin.checkpoint.formats.boxes import dtype_size
 from hf_fsdp_plugin.checkpoint.formats.known_formats import format_named, read_stored_model, read_stored_optimizer
 from hf_fsdp_plugin.checkpoint.formats.manifest import Manifest, read_manifest, readable_manifest
+from hf_fsdp_plugin.checkpoint.formats.safetensors import num_bytes
 from hf_fsdp_plugin.checkpoint.formats.stored_tensors import StoredTensor, shared_tensors
 from hf_fsdp_plugin.checkpoint.formats.torch_files import NotAnArchive, ZipEntry, is_archive, stored_entries
 from hf_fsdp_plugin.checkpoint.io import object_in, read_file
@@ -194,10 +194,6 @@ class TensorType(NamedTuple):
     dtype: str
     shape: tuple[int, ...]
 
-    @property
-    def num_bytes(self) -> int:
-        return math.prod(self.shape) * dtype_size(self.dtype)
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Summary:
@@ -254,12 +250,12 @@ class Summary:
 
     @property
     def model_bytes(self) -> int:
-        return sum(kind.num_bytes for kind in self.distinct.values())
+        return sum(num_bytes(*kind) for kind in self.distinct.values())
 
     @property
     def optimizer_bytes(self) -> int:
         values = (value for entry in self.state.values() for value in entry.values())
-        return sum(value.num_bytes for value in values if isinstance(value, TensorType))
+        return sum(num_bytes(*value) for value in values if isinstance(value, TensorType))
 
     def to_json(self, *, parameters: bool = False, optimizer: bool = False) -> dict[str, Any]:
         """Return the object that ``inspect --json`` prints, with optional tables of parameters and optimizer state."""

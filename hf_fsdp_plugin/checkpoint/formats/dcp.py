@@ -59,9 +59,6 @@ def _folder(checkpoint: Path, name: str) -> Path | None:
     return None
 
 
-_Path = tuple[Any, ...]
-
-
 def _read_index(root: Path, folder: Path) -> StoredState | None:
     """Return the entries that the index of the folder lists; ``None`` if there is none of this ``.metadata``."""
     if not (folder / INDEX_FILE).is_file():
@@ -72,7 +69,7 @@ def _read_index(root: Path, folder: Path) -> StoredState | None:
     size = metadata.stat().st_size
     if index.metadata != (size, read_range(metadata, max(0, size - METADATA_TAIL), METADATA_TAIL).hex()):
         return None  # another save has replaced the folder's files
-    values: dict[_Path, Any] = {}
+    values: dict[stored_tensors.StatePath, Any] = {}
     for tensor in index.tensors:
         pieces = IndexedPieces(index, tensor)
         values[tensor.path] = StoredTensor(str(tensor.path[-1]), tensor.dtype, tensor.shape, pieces)
@@ -110,9 +107,9 @@ def index_problems(checkpoint: Path) -> list[Problem]:
     return problems
 
 
-def _identities(entries: Mapping[_Path, Any]) -> dict[_Path, Any]:
+def _identities(entries: Mapping[stored_tensors.StatePath, Any]) -> dict[stored_tensors.StatePath, Any]:
     """Return values that must be equal in an index and in ``.metadata``: for a tensor, the bytes of each box."""
-    found: dict[_Path, Any] = {}
+    found: dict[stored_tensors.StatePath, Any] = {}
     for path, value in entries.items():
         if isinstance(value, StoredTensor):
             found[path] = value.dtype, value.shape, {(piece.box, piece.file, piece.offset) for piece in value.pieces}
@@ -130,7 +127,7 @@ def _read_metadata(root: Path, folder: Path) -> StoredState:
         message = f"is not in the form that torch.distributed.checkpoint writes ({type(error).__name__}: {error})."
         refuse("FSDP-E453", place, message)
     is_large = sum(len(entry.archives) for entry in entries) > MAX_EAGER
-    values: dict[_Path, Any] = {}
+    values: dict[stored_tensors.StatePath, Any] = {}
     with _Zips(root, folder, place) as zips:
         files = zips.read_all(entry for entry in entries if not (is_large and entry.dtype))
         for entry in entries:
@@ -145,7 +142,7 @@ def _read_metadata(root: Path, folder: Path) -> StoredState:
 class _Entry(NamedTuple):
     """One entry of the state dict: its boxes, and the archive of each box; an object has no boxes and no dtype."""
 
-    path: _Path
+    path: stored_tensors.StatePath
     dtype: str
     shape: tuple[int, ...]
     boxes: tuple[Box, ...]
@@ -201,7 +198,7 @@ def _numbers(values: Any) -> tuple[int, ...]:
     return numbers
 
 
-def _path_of(name: str, paths: Mapping[Any, Any]) -> _Path:
+def _path_of(name: str, paths: Mapping[Any, Any]) -> stored_tensors.StatePath:
     """Return the path of an entry. Without one in the metadata, it is the top key and the rest of the name."""
     top, _, rest = name.partition(".")
     path = paths.get(name) or ((top, rest) if top in ("model", "optimizer") and rest else (name,))
@@ -223,7 +220,7 @@ class _Zips(InputFiles):
         self._prefix = _prefix(root, folder)
         self._checked: set[str] = set()
         self._archives = TensorZips()
-        self._pieces: dict[tuple[_Path, int], StoredPiece] = {}
+        self._pieces: dict[tuple[stored_tensors.StatePath, int], StoredPiece] = {}
 
     def read_all(self, entries: Iterable[_Entry]) -> list[str]:
         """Read all pieces, one file after the other. Return the files, relative to the checkpoint."""
@@ -239,7 +236,7 @@ class _Zips(InputFiles):
         numbers = range(len(entry.archives)) if numbers is None else numbers
         return stored_tensors.without_replicas([self._piece(entry, number) for number in numbers])
 
-    def value(self, path: _Path, archive: ArchivePlace) -> Any:
+    def value(self, path: stored_tensors.StatePath, archive: ArchivePlace) -> Any:
         """Return an entry that ``.metadata`` does not describe: an object, or a tensor."""
         value, offset = self._read_archive(archive)
         if not isinstance(value, pickles.PickledTensor):

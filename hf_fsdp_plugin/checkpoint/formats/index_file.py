@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hf_fsdp_plugin.checkpoint.errors import COPY_AGAIN, file_problems_inside, name_problem, raise_if_any, refuse
 from hf_fsdp_plugin.checkpoint.formats.boxes import SIZES, Box, flat_start, row_major, whole_box
-from hf_fsdp_plugin.checkpoint.formats.stored_tensors import PieceTable, StoredPiece
+from hf_fsdp_plugin.checkpoint.formats.stored_tensors import PieceTable, StatePath, StoredPiece, TiedPaths
 from hf_fsdp_plugin.checkpoint.io import hash_bytes, parse_json, read_file
 from hf_fsdp_plugin.checkpoint.names import INDEX_FILE
 
@@ -33,14 +33,11 @@ _LARGEST = 1 << 56
 _LARGEST_STEP = 1 << 42
 """Limits of a record's numbers, below which the arithmetic of int64 does not overflow."""
 
-Path_ = tuple[str | int, ...]
-"""Path of an entry in the nested state dict."""
-
 
 class IndexedTensor(NamedTuple):
     """A tensor, its records, and their hash."""
 
-    path: Path_
+    path: StatePath
     dtype: str
     shape: tuple[int, ...]
     records: memoryview
@@ -83,9 +80,9 @@ def pack_segments(places: NDArray[Any], sizes: NDArray[Any]) -> NDArray[Any]:
 
 
 def index_bytes(
-    tensors: Sequence[tuple[Path_, str, Sequence[int], NDArray[Any]]],
-    values: Sequence[tuple[Path_, int, int, int]],
-    aliases: Sequence[tuple[Path_, Path_]],
+    tensors: Sequence[tuple[StatePath, str, Sequence[int], NDArray[Any]]],
+    values: Sequence[tuple[StatePath, int, int, int]],
+    aliases: TiedPaths,
     files: Sequence[str],
     metadata: tuple[int, str],
 ) -> bytes:
@@ -94,7 +91,7 @@ def index_bytes(
     Args:
         tensors: path, dtype, shape and records of each tensor.
         values: path, number of the file, first byte and number of bytes of each small entry.
-        aliases: path of a tied name, and path of the entry that holds its tensor.
+        aliases: the other names of tied tensors.
         files: the names of the files, relative to the folder.
         metadata: size and last bytes (in hexadecimal) of the ``.metadata`` to which the index belongs.
     """
@@ -292,7 +289,7 @@ def _columns(rows: NDArray[Any], ndim: int) -> tuple[NDArray[Any], NDArray[Any],
     return rows[:, 0], rows[:, 1 : 3 + ndim], rows[:, 3 + ndim : 3 + 2 * ndim], rows[:, 3 + 2 * ndim :]
 
 
-def _path(parts: Any) -> Path_:
+def _path(parts: Any) -> StatePath:
     if not isinstance(parts, list) or not parts or not all(type(part) in (str, int) for part in parts):
         raise TypeError(f"the path {parts}")
     return tuple(parts)

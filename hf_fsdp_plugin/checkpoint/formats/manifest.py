@@ -201,7 +201,7 @@ class Manifest:
     mesh: dict[str, int]
     strategy: str
     step: int | None
-    asynchronous: bool
+    asynchronous: bool = False
     created: str
     versions: dict[str, str]
     settings: dict[str, Any]

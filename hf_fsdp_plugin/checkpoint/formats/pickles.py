@@ -199,11 +199,9 @@ _TENSOR = "torch.distributed.tensor"
 
 ALLOWED: dict[str, dict[str, Any]] = {
     "collections": {"OrderedDict": lambda: {}},
-    "builtins": _BUILTINS,
-    "__builtin__": _BUILTINS,
+    **dict.fromkeys(("builtins", "__builtin__"), _BUILTINS),
     "_codecs": {"encode": _latin},
-    "pathlib": _PATHS,
-    "pathlib._local": _PATHS,
+    **dict.fromkeys(("pathlib", "pathlib._local"), _PATHS),
     "torch": {**{dtype: dtype for dtype in SIZES}, **_STORAGES, "Size": _size, "device": _first, "Tensor": Kept},
     "torch.storage": {"UntypedStorage": "uint8"},
     "torch.nn.parameter": {"Parameter": Kept, "Buffer": Kept},
@@ -211,8 +209,7 @@ ALLOWED: dict[str, dict[str, Any]] = {
     "torch._utils": {
         "_rebuild_tensor_v2": _tensor_v2,
         "_rebuild_tensor_v3": _tensor_v3,
-        "_rebuild_parameter": _first,
-        "_rebuild_parameter_with_state": _first,
+        **dict.fromkeys(("_rebuild_parameter", "_rebuild_parameter_with_state"), _first),
         "_rebuild_wrapper_subclass": _kept_arguments,
     },
     "torch._tensor": {"_rebuild_from_type_v2": _from_type},

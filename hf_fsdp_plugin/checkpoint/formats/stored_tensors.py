@@ -39,6 +39,12 @@ MAX_PROBLEMS = 8
 """Maximum number of problems of the same kind that are reported, such as one per missing file."""
 
 
+StatePath = tuple[str | int, ...]
+"""Path of an entry in the nested state dict: ``("optimizer", "state", "lm_head.weight", "exp_avg")``."""
+TiedPaths = Sequence[tuple[StatePath, StatePath]]
+"""Pairs: path of a tied name, and path of the entry that holds its tensor."""
+
+
 @dataclass(frozen=True, slots=True)
 class StoredPiece:
     """One box of a tensor, in one file.
@@ -186,7 +192,7 @@ class StoredOptimizer:
     files: tuple[str, ...]
 
 
-_Stored = TypeVar("_Stored", StoredModel, StoredOptimizer)
+Stored = TypeVar("Stored", StoredModel, StoredOptimizer)
 StateLayout = Literal["like_parameter", "scalar", "other"]
 _RANGE, _INNER = "@", "."
 
@@ -287,7 +293,7 @@ class StoredState(NamedTuple):
             refuse("FSDP-E461", self.place, message, fix)
         return StoredOptimizer(root, form, state, groups, self.files)
 
-    def checked(self, stored: _Stored, *, partial: bool) -> _Stored:
+    def checked(self, stored: Stored, *, partial: bool) -> Stored:
         """Return ``stored`` if every element of its tensors is in a file.
 
         Args:

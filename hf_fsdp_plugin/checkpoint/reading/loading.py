@@ -15,7 +15,7 @@ import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -29,7 +29,7 @@ from hf_fsdp_plugin.checkpoint.errors import problem, raise_if_any
 from hf_fsdp_plugin.checkpoint.folders import check_visible
 from hf_fsdp_plugin.checkpoint.formats import boxes
 from hf_fsdp_plugin.checkpoint.formats.known_formats import read_stored_model, read_weights
-from hf_fsdp_plugin.checkpoint.formats.stored_tensors import StoredModel, StoredOptimizer, StoredTensor
+from hf_fsdp_plugin.checkpoint.formats.stored_tensors import Stored, StoredModel, StoredTensor
 from hf_fsdp_plugin.checkpoint.io import MAX_SPAN, InputFiles, object_in
 from hf_fsdp_plugin.checkpoint.names import index_file, safetensors_file
 from hf_fsdp_plugin.checkpoint.shards import ModelShards, Piece, model_shards
@@ -38,7 +38,6 @@ from hf_fsdp_plugin.plan.names import unwrapped
 from hf_fsdp_plugin.problems import Problem
 from hf_fsdp_plugin.text import format_names, plural
 
-Stored = TypeVar("Stored", StoredModel, StoredOptimizer)
 ReadElements = Callable[[InputFiles], None]
 """Reads the elements of stored tensors into the shards of this rank."""
 

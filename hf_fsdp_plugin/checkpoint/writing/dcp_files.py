@@ -32,7 +32,7 @@ from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION
 from torch.serialization import skip_data
 
 from hf_fsdp_plugin.checkpoint.formats.index_file import METADATA_TAIL, index_bytes, pack_segments
-from hf_fsdp_plugin.checkpoint.formats.stored_tensors import entry_name
+from hf_fsdp_plugin.checkpoint.formats.stored_tensors import StatePath, TiedPaths, entry_name
 from hf_fsdp_plugin.checkpoint.formats.torch_files import TorchZip
 from hf_fsdp_plugin.checkpoint.io import open_for_reading
 from hf_fsdp_plugin.checkpoint.names import DCP_METADATA, ENTRY_ALIGNMENT, INDEX_FILE, dcp_file
@@ -41,8 +41,6 @@ from hf_fsdp_plugin.checkpoint.writing.file_parts import Content, FilePart, Item
 from hf_fsdp_plugin.text import format_dtype
 from hf_fsdp_plugin.torch_private.functions import StorageInfo
 
-StatePath = tuple[str | int, ...]
-"""Path of an entry in the nested state dict: ``("optimizer", "state", "lm_head.weight", "exp_avg")``."""
 _SHARED = (
     dcp.Metadata, dcp.ChunkStorageMetadata, dcp.MetadataIndex, StorageInfo, dcp.TensorStorageMetadata,
     dcp.TensorProperties, torch.Size,
@@ -91,7 +89,7 @@ class FolderEntries:
         chunks: int64, a row for each chunk: number of the tensor, first byte and number of bytes of the entry, byte
             offset of the chunk's first element; then offset and size in each dim. Unused dims are 0.
         smalls: entries that are not in this rank's file: rank 0 writes them when it commits.
-        aliases: (path of a tied name, path of the entry that holds its tensor).
+        aliases: the other names of tied tensors.
     """
 
     folder: str
@@ -99,7 +97,7 @@ class FolderEntries:
     tensors: Sequence[TensorLayout]
     chunks: NDArray[Any]
     smalls: Sequence[SmallEntry] = ()
-    aliases: Sequence[tuple[StatePath, StatePath]] = ()
+    aliases: TiedPaths = ()
 
 
 def _joined_chunks(ranks: Sequence[FolderEntries]) -> Iterator[tuple[StatePath, str, tuple[int, ...], Chunks]]:
@@ -137,10 +135,7 @@ MIN_INDEXED = 5_000
 
 
 def rank_file(
-    folder: str,
-    tensors: Sequence[tuple[StatePath, LocalShard]],
-    values: Mapping[StatePath, Any],
-    aliases: Sequence[tuple[StatePath, StatePath]],
+    folder: str, tensors: Sequence[tuple[StatePath, LocalShard]], values: Mapping[StatePath, Any], aliases: TiedPaths
 ) -> StateFiles:
     """Return this rank's file in ``folder``, and its entries. Each tensor is in the file of one of its replicas.
 

@@ -57,6 +57,8 @@ class CheckpointManager:
         writer: writes this rank's part of each file.
         buffers: the memory of asynchronous saves, which all of them use again.
         save_in_flight: the save that is being written in the background.
+        saved_kinds: model -> state dict types of all checkpoints with an optimizer of it.
+        saved_asynchronously: model -> whether its last checkpoint was written in the background.
     """
 
     def __init__(self, in_flight_file: Callable[[], Path | None] = lambda: None) -> None:
@@ -64,8 +66,8 @@ class CheckpointManager:
         self._in_flight_file = in_flight_file
         self.writer = file_parts.PartWriter()
         self.save_in_flight: Save | None = None
-        self._kinds: WeakKeyDictionary[nn.Module, set[StateDictKind]] = WeakKeyDictionary()
-        self._asynchronous: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
+        self.saved_kinds: WeakKeyDictionary[nn.Module, set[StateDictKind]] = WeakKeyDictionary()
+        self.saved_asynchronously: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
         self._open: Save | None = None
         self.buffers = file_parts.StagingBuffers()
         self._hooks = ExitStack()  # of the save in flight
@@ -156,7 +158,7 @@ class CheckpointManager:
         self._write(folder, files)
         if (save := self.open_save(folder)) is not None:
             save.models.add(index)
-            self._asynchronous[model] = save.asynchronous
+            self.saved_asynchronously[model] = save.asynchronous
 
     def save_optimizer(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path, kind: StateDictKind, index: int = 0
@@ -167,35 +169,24 @@ class CheckpointManager:
         self._write(folder, files)
         save = self.open_save(folder)
         for owner in model.values() if isinstance(model, JointModels) else (model,):
-            self._kinds.setdefault(owner, set()).add(kind)
+            self.saved_kinds.setdefault(owner, set()).add(kind)
             if save is not None:
-                self._asynchronous[owner] = save.asynchronous
+                self.saved_asynchronously[owner] = save.asynchronous
 
     def save_tensors(self, shards: ModelShards, folder: Path, stem: str) -> None:
         """Write other tensors of a model to safetensors files ``STEM`` in the same way as :meth:`save_model`."""
         self._write(folder, state_files.whole_files(shards, stem))
 
-    def saved_kinds(self, model: nn.Module) -> set[StateDictKind]:
-        """Return the state dict types of all checkpoints with an optimizer of this model."""
-        return set(self._kinds.get(model, ()))
-
-    def saved_asynchronously(self, model: nn.Module) -> bool | None:
-        """Return whether the last checkpoint of this model was written in the background; ``None`` without one."""
-        return self._asynchronous.get(model)
-
     def prepare_buffers(
-        self,
-        models: Iterable[nn.Module],
-        optimizers: Iterable[tuple[nn.Module, torch.optim.Optimizer]],
-        kind: StateDictKind,
+        self, models: Iterable[nn.Module], pairs: Iterable[tuple[nn.Module, torch.optim.Optimizer]], kind: StateDictKind
     ) -> None:
         """Allocate the memory of an asynchronous save in the background. Not collective.
 
         Args:
-            optimizers: pairs of model and optimizer, after the optimizer's first step, which creates its state.
+            pairs: models and optimizers, after the optimizer's first step, which creates its state.
         """
         files = [state_files.model_files(model_shards(model), kind) for model in models]
-        files += [state_files.optimizer_files(optimizer_shards(model, optimizer)) for model, optimizer in optimizers]
+        files += [state_files.optimizer_files(optimizer_shards(model, optimizer)) for model, optimizer in pairs]
         pinned = any(file_parts.on_accelerator(state.parts) for state in files)
         self.buffers.prepare([sum(part.span for part in state.parts) for state in files], pinned=pinned)
 

@@ -32,8 +32,9 @@ from hf_fsdp_plugin.checkpoint import names as file_names
 from hf_fsdp_plugin.checkpoint.formats.boxes import relative_slices, row_major, whole_box
 from hf_fsdp_plugin.checkpoint.formats.manifest import Manifest
 from hf_fsdp_plugin.checkpoint.formats.safetensors import index_text, plan_files
+from hf_fsdp_plugin.checkpoint.formats.stored_tensors import StatePath
 from hf_fsdp_plugin.checkpoint.shards import LocalShard, ModelShards, OptimizerShards, model_shards, shards_to_write
-from hf_fsdp_plugin.checkpoint.writing.dcp_files import StateFiles, StatePath, rank_file
+from hf_fsdp_plugin.checkpoint.writing.dcp_files import StateFiles, rank_file
 from hf_fsdp_plugin.checkpoint.writing.file_parts import Item, shared_file, whole_file
 from hf_fsdp_plugin.messages import print_once
 from hf_fsdp_plugin.problems import Problem
@@ -104,19 +105,11 @@ def optimizer_files(shards: OptimizerShards, index: int = 0) -> StateFiles:
     return rank_file(file_names.numbered_name(file_names.OPTIMIZER, index), tensors, values, [])
 
 
-def manifest_of(
-    model: nn.Module,
-    kind: StateDictKind,
-    *,
-    step: int | None,
-    asynchronous: bool = False,
-    batch: dict[str, Any],
-    run: dict[str, Any] | None = None,
-    adapter_only: bool = False,
-) -> Manifest:
+def manifest_of(model: nn.Module, kind: StateDictKind, *, adapter_only: bool = False, **facts: Any) -> Manifest:
     """Return the manifest for ``model``, which must have a plan. ``files`` is empty. No communication.
 
     Args:
+        facts: the fields of the manifest that the training decides: ``step``, ``batch``, ``asynchronous``, ``run``.
         adapter_only: the checkpoint contains the parameters that are trained, and not those of the base model.
     """
     plan = plan_of(model)
@@ -131,16 +124,13 @@ def manifest_of(
         world_size=dist.get_world_size(),
         mesh={"replicate": plan.mesh.replicate, "shard": plan.mesh.shard},
         strategy=plan.strategy,
-        step=step,
-        asynchronous=asynchronous,
         created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         versions={"hf_fsdp_plugin": __version__, **versions},
         settings={name: value for name, value in plan.settings() if not name.startswith("launch.")},
         parameters=parameters,
         ties=tuple(tuple(group) for group in shards.names().values() if len(group) > 1),
         files=(),
-        batch=batch,
-        run=run or {},
+        **facts,
     )
 
 

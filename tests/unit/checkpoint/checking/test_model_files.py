@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from hf_fsdp_plugin.checkpoint.checking.against_model import (
-    ShapeMismatch,
     check_model_index,
     raise_absent_tensors,
     raise_shape_mismatches,
@@ -151,7 +150,7 @@ def test_absent_tensors_and_shapes_name_file_and_values() -> None:
     with pytest.raises(CheckpointError, match=r"/m/x\.safetensors: .*: a\. .*FSDP-E459"):
         raise_absent_tensors(["a"], {"a": "x.safetensors"}, ["/m/x.safetensors"])
     with pytest.raises(CheckpointError, match=r"/m/x: .*a \(2×3 in the file, 2×4 in the model\).*FSDP-E479"):
-        raise_shape_mismatches([ShapeMismatch("a", "/m/x", (2, 3), (2, 4))], "Model", "folder")
+        raise_shape_mismatches([("a", "/m/x", (2, 3), (2, 4))], "Model", "folder")
 
 
 def test_each_header_is_read_once_and_no_weights_are(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

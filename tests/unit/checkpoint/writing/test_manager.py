@@ -58,7 +58,7 @@ def test_save_is_committed_and_loads(manager: CheckpointManager, tmp_path: Path,
     save(manager, tmp_path / "checkpoint", model, asynchronous=asynchronous)
     manager.wait()
     assert why_incomplete(tmp_path / "checkpoint") is None
-    assert manager.saved_asynchronously(model) == asynchronous and manager.saved_asynchronously(other) is None
+    assert manager.saved_asynchronously.get(model) == asynchronous and other not in manager.saved_asynchronously
     load_model(other, tmp_path / "checkpoint")
     assert torch.equal(other.weight, model.weight)
 
