@@ -205,7 +205,7 @@ def report_accelerator(accelerator: Any, *, batch: BatchShape | None = None, che
     """
     plugin = getattr(accelerator.state, "fsdp_plugin", None)
     models = private.prepared_models(accelerator)
-    kinds: set[Any] = {kind for model in models for kind in manager.saved_kinds(model)}
+    kinds: set[Any] = {kind for model in models for kind in manager.saved_kinds.get(model, ())}
     kinds.add(stored_state_dict_type(checkpoint) if checkpoint is not None else None)
     report = build_report_of_trained(
         [*models, *getattr(plugin, "evaluated_models", ())],
@@ -213,7 +213,7 @@ def report_accelerator(accelerator: Any, *, batch: BatchShape | None = None, che
         batch=batch or _loader_batch(accelerator),
         state_dict=common_value(sorted(filter(None, kinds))) or getattr(plugin, "state_dict_kind", None),
         saved_asynchronously=next(
-            (each for each in map(manager.saved_asynchronously, models) if each is not None), None
+            (each for each in map(manager.saved_asynchronously.get, models) if each is not None), None
         ),
     )
     return replace(report, restarts=session.restarts, steps_before=record.counts.before)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
@@ -116,21 +116,13 @@ class Session:
         self.uses_fsdp = True
         self.start_deferred()
 
-    def load(
-        self,
-        training_arguments: Mapping[str, Any] | None = None,
-        *,
-        plugin_object: Mapping[str, Any] | None = None,
-        parallelism_config: Any = None,
-    ) -> FsdpSpec:
-        """Return the spec of all sources and these arguments. Raises ``SpecError`` with all problems."""
-        sources = replace(
-            self._located,
-            training_arguments=training_arguments or {},
-            plugin_object=plugin_object,
-            parallelism_config=parallelism_config,
-        )
-        assessment = assess(sources)
+    def load(self, **arguments: Any) -> FsdpSpec:
+        """Return the spec of all sources and of a script's arguments. Raises ``SpecError`` with all problems.
+
+        Args:
+            arguments: ``training_arguments``, ``plugin_object`` and ``parallelism_config`` of :class:`Sources`.
+        """
+        assessment = assess(replace(self._located, **arguments))
         errors = {problem.code for problem in assessment.problems if problem.severity == "error"}
         if not assessment.spec.enabled and errors and errors <= _OTHER_RUNS:
             return assessment.spec  # a script with install() that is started without FSDP runs as without install()

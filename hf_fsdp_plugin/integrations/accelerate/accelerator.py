@@ -237,7 +237,7 @@ def adopt_models(accelerator: Any, objects: Iterable[Any]) -> None:
     given = session.load(parallelism_config=accelerator.parallelism_config)
     spec = with_distributed_config(plugins.with_mixed_precision(given, accelerator.mixed_precision), config)
     print_warnings(spec.problems)
-    private.set_fsdp(accelerator.state)
+    private.set_in_states(accelerator.state, distributed_type=utils.DistributedType.FSDP)
     accelerator.state.fsdp_plugin = plugins.PlannedFsdpPlugin(spec)
     replace_scaler(accelerator)
     print_once("this Accelerator uses FSDP2 now, because from_pretrained has sharded the model.")
@@ -386,7 +386,7 @@ def init_accelerator_state(original: Callable[..., None], state: Any, *args: Any
         raise SpecError([Problem(code="FSDP-E601", message=message, fix=fix)])
     if state.distributed_type in (utils.DistributedType.MULTI_CPU, utils.DistributedType.FSDP):
         _remove_index_of_cpu(state)  # PartialState may have been created before it was hooked
-        private.set_fsdp(state)
+        private.set_in_states(state, distributed_type=utils.DistributedType.FSDP)
         state.fsdp_plugin = plugin
 
 

@@ -37,12 +37,7 @@ from hf_fsdp_plugin.plan.modules import spec_of_further_model
 from hf_fsdp_plugin.plan.presharded import distributed_config_of
 from hf_fsdp_plugin.plan.resolve import resolve
 from hf_fsdp_plugin.problems import Origin, Problem, SpecError
-from hf_fsdp_plugin.sources.script_objects import (
-    PLUGIN,
-    STATE_DICT_CONFIGS,
-    state_dict_options,
-    unused_options,
-)
+from hf_fsdp_plugin.sources.script_objects import PLUGIN, STATE_DICT_CONFIGS, state_dict_options, unused_options
 from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec, StateDictKind
 from hf_fsdp_plugin.spec.load import with_distributed_config, with_plugin_object
 from hf_fsdp_plugin.strategies import STRATEGIES

@@ -87,20 +87,12 @@ def reset_single_process_state(state: Any) -> None:
         PartialState._reset_state()
 
 
-def set_fsdp(state: Any) -> None:
-    """Make FSDP the distributed type of ``PartialState``, which each new ``AcceleratorState`` copies."""
-    from accelerate.state import PartialState
-    from accelerate.utils import DistributedType
-
-    state.distributed_type = DistributedType.FSDP
-    PartialState._shared_state["distributed_type"] = DistributedType.FSDP
-
-
-def set_device(state: Any, device: Any) -> None:
-    """Set the device of ``PartialState`` too, which each new ``AcceleratorState`` copies."""
+def set_in_states(state: Any, **attributes: Any) -> None:
+    """Set attributes of an ``AcceleratorState`` and of ``PartialState``, which each new ``AcceleratorState`` copies."""
     from accelerate.state import PartialState
 
-    state.device = PartialState._shared_state["device"] = device
+    vars(state).update(attributes)
+    PartialState._shared_state.update(attributes)
 
 
 class SharedStates:

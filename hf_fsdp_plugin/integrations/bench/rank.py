@@ -23,7 +23,7 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
-from accelerate.utils import FullyShardedDataParallelPlugin, send_to_device
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin, send_to_device
 from torch import nn
 from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy
 
@@ -31,7 +31,7 @@ from hf_fsdp_plugin.backends.loading.shared_weights import return_freed_memory
 from hf_fsdp_plugin.devices import Device, get_device
 from hf_fsdp_plugin.hangs.rank_files import write_atomically
 from hf_fsdp_plugin.integrations.accelerate.accelerator import accelerator as planned_accelerator
-from hf_fsdp_plugin.integrations.accelerate.private import SharedStates, set_device, set_fsdp
+from hf_fsdp_plugin.integrations.accelerate.private import SharedStates, set_in_states
 from hf_fsdp_plugin.integrations.bench import DDP, JOB_FILE, Case, CaseGroup, WorldJob
 from hf_fsdp_plugin.integrations.install import uninstall
 from hf_fsdp_plugin.integrations.patching import install_hooks, remove_hooks
@@ -239,9 +239,9 @@ def stock_accelerator(plan: FsdpPlan, device: torch.device) -> Accelerator:
     precision = plan.precision.param if plan.precision.param in ("bf16", "fp16") else None
     accelerator = Accelerator(cpu=device.type == "cpu", fsdp_plugin=plugin, mixed_precision=precision)
     if device.type == "cpu":
-        set_fsdp(accelerator.state)
+        # FSDP1 refuses Accelerate's device cpu:0.
+        set_in_states(accelerator.state, distributed_type=DistributedType.FSDP, device=torch.device("cpu"))
         accelerator.state.fsdp_plugin = plugin
-        set_device(accelerator.state, torch.device("cpu"))  # FSDP1 refuses Accelerate's cpu:0
     return accelerator
 
 

@@ -236,11 +236,11 @@ def _divide(config: Any, factor: int, width_factor: int) -> None:
             wanted = max(1, value // factor)
             if heads:
                 wanted = max(n for n in range(1, wanted + 1) if (min(heads) // factor) % n == 0)
-            _set(config, name, wanted)
+            setattr(config, name, wanted)
         elif _is_heads(name):
-            _set(config, name, value // factor)
+            setattr(config, name, value // factor)
         elif _WIDTHS.search(name):
-            _set(config, name, value // width_factor)
+            setattr(config, name, value // width_factor)
 
 
 def _reduce_layers(config: Any, num_layers: int) -> None:
@@ -249,16 +249,16 @@ def _reduce_layers(config: Any, num_layers: int) -> None:
     stages = {name: value for name, value in stages.items() if _LAYERS.match(name)}
     if stages:  # layers of each stage; other lists have one entry for each stage
         for name, value in stages.items():
-            _set(config, name, type(value)(min(each, num_layers) for each in value))
+            setattr(config, name, type(value)(min(each, num_layers) for each in value))
         return
     before = {value for name, value in _integers(config).items() if _LAYERS.match(name)}
     for name, value in list(vars(config).items()):
         if isinstance(value, int) and _LAYERS.match(name):
-            _set(config, name, min(value, num_layers))
+            setattr(config, name, min(value, num_layers))
         elif isinstance(value, list | tuple) and len(value) in before and len(value) > num_layers:
-            _set(config, name, value[:num_layers])
+            setattr(config, name, value[:num_layers])
         elif isinstance(value, list) and name.endswith("_layers") and value and all(isinstance(n, int) for n in value):
-            _set(config, name, [number for number in value if number < num_layers])
+            setattr(config, name, [number for number in value if number < num_layers])
 
 
 def _reduce_experts(config: Any) -> None:
@@ -269,7 +269,7 @@ def _reduce_experts(config: Any) -> None:
     wanted = math.ceil(max(4, selected + 1, 2 * groups) / groups) * groups
     for name, value in numbers.items():
         if _EXPERTS.match(name):
-            _set(config, name, min(value, wanted))
+            setattr(config, name, min(value, wanted))
 
 
 def _reduce_vocabulary(config: Any, size: int) -> None:
@@ -281,14 +281,9 @@ def _reduce_vocabulary(config: Any, size: int) -> None:
         if not _TOKEN_ID.search(name):
             continue
         if name in numbers:
-            _set(config, name, value % size)
+            setattr(config, name, value % size)
         elif isinstance(value, list) and all(isinstance(each, int) for each in value):
-            _set(config, name, [each % size for each in value])
-
-
-def _set(config: Any, name: str, value: Any) -> None:
-    if vars(config).get(name) != value:
-        setattr(config, name, value)
+            setattr(config, name, [each % size for each in value])
 
 
 def config_parts(config: Any) -> Iterator[Any]:

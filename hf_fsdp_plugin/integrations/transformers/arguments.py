@@ -21,12 +21,7 @@ from hf_fsdp_plugin.messages import print_warnings
 from hf_fsdp_plugin.problems import Origin, Problem, SpecError
 from hf_fsdp_plugin.sources.accelerate_file import read_fsdp_config
 from hf_fsdp_plugin.sources.interface import Sources
-from hf_fsdp_plugin.sources.script_objects import (
-    ARGUMENTS,
-    DISTRIBUTED_CONFIG,
-    OLD_KEYS,
-    read_distributed_config,
-)
+from hf_fsdp_plugin.sources.script_objects import ARGUMENTS, DISTRIBUTED_CONFIG, OLD_KEYS, read_distributed_config
 from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec
 from hf_fsdp_plugin.strategies import STRATEGIES
 from hf_fsdp_plugin.vocabulary import find_row
@@ -63,7 +58,7 @@ def process_fsdp_args(original: Callable[[], Any], arguments: Any) -> Any:
         SpecError: any source has an error. The exception contains all problems of all sources.
     """
     mesh = getattr(arguments, "parallelism_config", None)
-    spec = session.load(fsdp_arguments(arguments), parallelism_config=mesh)
+    spec = session.load(training_arguments=fsdp_arguments(arguments), parallelism_config=mesh)
     print_warnings(spec.problems)
     if not spec.enabled:
         if arguments.fsdp and not spec.uses_xla:

@@ -41,7 +41,7 @@ from hf_fsdp_plugin.integrations.transformers import private
 from hf_fsdp_plugin.integrations.transformers.model_files import check_loaded, check_model, without_progress_bar
 from hf_fsdp_plugin.messages import print_once
 from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan
-from hf_fsdp_plugin.plan.meta_model import model_class_of
+from hf_fsdp_plugin.plan.meta_model import config_and_class
 from hf_fsdp_plugin.problems import Problem, SpecError
 from hf_fsdp_plugin.rank_variables import launched_rank
 from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec
@@ -75,7 +75,7 @@ def from_pretrained(
         raise SpecError([Problem(code="FSDP-E694", message=message, fix=fix)])
     prepared_by = accelerator(spec)
     with on_all_ranks(f"loading {name_or_folder}"):
-        loaded_class = model_class or model_class_of(name_or_folder)
+        loaded_class = model_class or config_and_class(name_or_folder)[1]
         with patching.loading_ram_efficiently():
             model = loaded_class.from_pretrained(name_or_folder, **kwargs)
     return shard_model(prepared_by, model, plan=spec_or_plan if isinstance(spec_or_plan, FsdpPlan) else None)

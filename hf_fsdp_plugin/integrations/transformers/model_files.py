@@ -30,7 +30,7 @@ from hf_fsdp_plugin.backends.ranks.collective_entry import collective_call, load
 from hf_fsdp_plugin.backends.sharding.forwards import send_buffers
 from hf_fsdp_plugin.backends.sharding.shard import ModuleLocation, locate_module
 from hf_fsdp_plugin.checkpoint.checking import against_model
-from hf_fsdp_plugin.checkpoint.checking.against_model import ModelTensor, ShapeMismatch
+from hf_fsdp_plugin.checkpoint.checking.against_model import ModelTensor
 from hf_fsdp_plugin.checkpoint.merging.merge import with_whole_weights
 from hf_fsdp_plugin.checkpoint.names import HF_MODEL, safetensors_file
 from hf_fsdp_plugin.checkpoint.shards import ModelShards
@@ -126,7 +126,7 @@ def check_model(model: Any, files: Sequence[str], load_config: Any) -> dict[str,
             lacking = [name for name in absent if loaded[name][0] in needed]
             against_model.raise_absent_tensors(lacking, weight_map, files)
         mismatches = [
-            ShapeMismatch(target, tensors[name].file, tensors[name].shape, expected[target])
+            (target, tensors[name].file, tensors[name].shape, expected[target])
             for name in (odd if not load_config.ignore_mismatched_sizes else ())
             for target, is_unchanged in [loaded[name]]
             if is_unchanged and target in expected and expected[target] != tensors[name].shape
@@ -140,10 +140,7 @@ def check_loaded(model: Any, loading_info: Any, load_config: Any) -> None:
     if load_config.ignore_mismatched_sizes or not loading_info.mismatched_keys:
         return
     with raised_everywhere():
-        mismatches = [
-            ShapeMismatch(name, "", tuple(stored), tuple(expected))
-            for name, stored, expected in loading_info.mismatched_keys
-        ]
+        mismatches = [(name, "", stored, expected) for name, stored, expected in loading_info.mismatched_keys]
         source = str(load_config.pretrained_model_name_or_path)
         against_model.raise_shape_mismatches(mismatches, type(model).__name__, source)
 

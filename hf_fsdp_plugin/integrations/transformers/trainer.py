@@ -69,7 +69,8 @@ def _spec_of_trainer(trainer: Any) -> FsdpSpec | None:
     spec, config = session.spec_of_arguments(trainer.args), distributed_config_of(trainer.model)
     if config is None or (spec is None and is_left_to_transformers(config)):
         return spec
-    spec = spec or session.load(fsdp_arguments(trainer.args), parallelism_config=trainer.args.parallelism_config)
+    mesh = trainer.args.parallelism_config
+    spec = spec or session.load(training_arguments=fsdp_arguments(trainer.args), parallelism_config=mesh)
     spec = with_distributed_config(spec, config)
     print_warnings(spec.problems)
     private.hide_loading(trainer.model)

@@ -281,7 +281,7 @@ def test_variables_of_runs_without_fsdp_are_left_alone(
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     assert hfp.install() is None
-    assert raised(lambda: session.load({"fsdp": True})) != []
+    assert raised(lambda: session.load(training_arguments={"fsdp": True})) != []
 
 
 def test_mesh_without_fsdp_is_left_to_accelerate(assess: Callable[..., Any]) -> None:
