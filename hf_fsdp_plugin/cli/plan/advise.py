@@ -106,7 +106,7 @@ def rows_table(rows: Sequence[AdviceRow], chosen: AdviceRow | None, width: int |
         if number < _ROWS or row is chosen:
             mark, batches = "»" if row is chosen else "", f"{row.choice.accumulation} of {row.choice.micro_batch}"
             speed = [f"{row.tokens_per_second or 0:,.0f}"] if has_speed else []
-            table.append((mark, _settings(row), batches, format_memory(row.needed_bytes), *speed, row.reason))
+            table.append((mark, _settings(row), batches, format_memory(row.memory.needed_bytes), *speed, row.reason))
     rest = len(rows) + 1 - len(table)
     return fit_table(table, width) + (f"\n… and {rest} more that fit" if rest else "")
 
@@ -166,7 +166,7 @@ def _answer(advice: Advice) -> str:
         change = " ".join(advice.remedies) or "No number of machines up to 64 times as many would change that."
         return f"{colored('Nothing fits', 'red')} into {limit} ({memory} without headroom). {change}"
     speed = f", {best.tokens_per_second:,.0f} tokens/s" if best.tokens_per_second else ""
-    peak = format_memory(best.needed_bytes)
+    peak = format_memory(best.memory.needed_bytes)
     return f"{colored('Best', 'green')}: {_settings(best)}, {_batches(best)}: {peak} of {limit} ({memory} without " + (
         f"headroom) per GPU{speed}."
     )
@@ -196,7 +196,7 @@ def _row_json(row: AdviceRow) -> dict[str, Any]:
         "sync_each_batch": row.choice.sync_each_batch,
         "fits": row.fits,
         "peak_bytes": row.memory.peak.bytes,
-        "needed_bytes": row.needed_bytes,
+        "needed_bytes": row.memory.needed_bytes,
         "peak_at": row.memory.peak.where,
         "host_bytes": row.memory.host_bytes,
         "step_seconds": row.time.step_seconds if row.time is not None else None,

@@ -66,7 +66,7 @@ class Prediction:
 
     planned: Planned
     memory: types.MemoryEstimate
-    communication: types.CommunicationEstimate
+    communication: Sequence[types.Collective]
     times: TimeModel | None = None
     time: types.TimeEstimate | None = None
 
@@ -80,13 +80,15 @@ class Prediction:
 def predict(planned: Planned) -> Prediction:
     """Return the memory and communication of a step, and the time if a machine is given."""
     from hf_fsdp_plugin.estimate.memory.meta_pass import profile_step
-    from hf_fsdp_plugin.estimate.memory.peak import estimate_memory, gpu_of
+    from hf_fsdp_plugin.estimate.memory.peak import follow_step
     from hf_fsdp_plugin.estimate.time import TimeModel, estimate_communication, unit_costs
+    from hf_fsdp_plugin.estimate.unit_sizes import ignored_bytes, unit_sizes
 
     plan, machine, subject = planned.plan, planned.machine, (planned.plan, planned.model, planned.workload)
     profile = profile_step(*subject)
-    memory = estimate_memory(*subject, profile=profile, gpu=gpu_of(machine))
-    prediction = Prediction(planned=planned, memory=memory, communication=estimate_communication(*subject))
+    sizes, ignored = unit_sizes(plan, planned.model), ignored_bytes(plan, planned.model)
+    memory = follow_step(plan, sizes, ignored, planned.workload, profile, machine)
+    prediction = Prediction(planned=planned, memory=memory, communication=tuple(estimate_communication(*subject)))
     if machine is None:
         return prediction
     times = TimeModel(*subject, unit_costs(plan, profile))
@@ -120,7 +122,10 @@ def plan_json(prediction: Prediction, problems: Iterable[Problem]) -> dict[str, 
             {"where": moment.where, "bytes": moment.bytes, **{f"{k}_bytes": v for k, v in moment.bytes_by_kind.items()}}
             for moment in memory.timeline
         ],
-        "communication": prediction.communication.to_json(),
+        "communication": {
+            **{f"{kind}_bytes": size for kind, (_, size) in _calls_and_bytes(prediction.communication).items()},
+            "calls": sum(each.calls for each in prediction.communication),
+        },
         "step_seconds": time and time.step_seconds,
         "tokens_per_second": time and time.tokens_per_second,
         "machine": time and time.machine,
@@ -154,14 +159,21 @@ def plan_text(prediction: Prediction) -> str:
     return "\n".join(lines)
 
 
-def _communication_table(communication: types.CommunicationEstimate) -> str:
-    """Return calls and bytes of each collective per rank and optimizer step."""
+def _calls_and_bytes(communication: Sequence[types.Collective]) -> dict[str, tuple[int, int]]:
+    """Return the calls and the bytes of each kind of collective per rank and optimizer step."""
+    found = dict.fromkeys(("all_gather", "reduce_scatter", "all_reduce"), (0, 0))
+    for each in communication:
+        calls, size = found[each.kind]
+        found[each.kind] = calls + each.calls, size + each.bytes * each.calls
+    return found
+
+
+def _communication_table(communication: Sequence[types.Collective]) -> str:
+    """Return the table of calls and bytes of each kind of collective."""
     rows = [("communication per rank and step", "calls", "size")]
-    kinds: tuple[types.CollectiveKind, ...] = ("all_gather", "reduce_scatter", "all_reduce")
-    for kind in kinds:
-        calls = sum(each.calls for each in communication.collectives if each.kind == kind)
+    for kind, (calls, size) in _calls_and_bytes(communication).items():
         if calls:
-            rows.append((kind.replace("_", "-"), f"{calls:,}", format_memory(communication.bytes_of(kind))))
+            rows.append((kind.replace("_", "-"), f"{calls:,}", format_memory(size)))
     return format_table(rows, right=(1, 2)) if len(rows) > 1 else "no communication"
 
 

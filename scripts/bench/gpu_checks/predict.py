@@ -16,21 +16,25 @@ def predict(point: Point, device_type: str, capability: float | None = None) -> 
 
     Allocated and reserved memory are without the workspaces of cuBLAS; the total has all that the driver counts.
     """
+    from dataclasses import replace
+
     import torch
 
     import hf_fsdp_plugin as hfp
-    from hf_fsdp_plugin.estimate.memory.peak import Gpu, estimate_memory, framework_bytes
+    from hf_fsdp_plugin.estimate.machines import machine_named
+    from hf_fsdp_plugin.estimate.memory.peak import estimate_memory, framework_bytes
     from scripts.bench.traced_memory import trace_memory
 
     with torch.device("meta"):
         model = make_model(point)
     spec = make_spec(point, use_cpu=device_type == "cpu")
     plan = hfp.resolve(spec, model, world_size=point.ranks, device_type=device_type)
-    gpu = Gpu(capability=capability)
-    workspaces = framework_bytes(device_type, gpu)
+    # Of its other figures, only the speed of the links matters, which is unknown here: NVLink needs more memory.
+    machine = replace(machine_named("h100-sxm"), capability=capability)
+    workspaces = framework_bytes(device_type, machine)
     found: dict[str, dict[str, int | None]] = {}
     for name, method in {"traced": trace_memory, "closed_form": estimate_memory}.items():
-        estimate = method(plan, model, make_workload(point), gpu=gpu)
+        estimate = method(plan, model, make_workload(point), machine)
         device = estimate.device
         found[name] = {
             "allocated": (estimate.peak.bytes if device is None else device.allocated) - workspaces,

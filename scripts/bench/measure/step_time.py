@@ -123,7 +123,7 @@ def predict(point: Point, ranks: int, machine: Any) -> dict[str, float]:
     import torch
 
     import hf_fsdp_plugin as hfp
-    from hf_fsdp_plugin.estimate.time import estimate_time
+    from hf_fsdp_plugin.estimate.time import TimeModel
     from hf_fsdp_plugin.estimate.types import Workload
 
     with torch.device("meta"):
@@ -132,7 +132,7 @@ def predict(point: Point, ranks: int, machine: Any) -> dict[str, float]:
     workload = Workload(
         micro_batch=point.batch, seq_len=point.seq, accumulation=point.accumulation, update_loop="for_loop"
     )
-    estimate = estimate_time(plan, model, workload, machine)
+    estimate = TimeModel(plan, model, workload).estimate(machine)
     kept = ("step_seconds", "compute_seconds", "communication_seconds")
     return {key: value for key, value in asdict(estimate).items() if key in kept}
 

@@ -88,7 +88,7 @@ def measure(accelerator: Any, model: Any, optimizer: Any, out: Path) -> None:
     rows = [bytes_of(lambda number=number: step(WARM_UP + number)) for number in range(STEPS)]
     plan = plan_of(model)
     assert plan is not None
-    calls = estimate_communication(plan, make_model(), Workload(micro_batch=4, seq_len=1, clip_norm=False)).collectives
+    calls = estimate_communication(plan, make_model(), Workload(micro_batch=4, seq_len=1, clip_norm=False))
     collectives = [
         {"kind": c.kind, "axis": c.axis, "group_size": c.group_size, "bytes": c.bytes, "calls": c.calls} for c in calls
     ]

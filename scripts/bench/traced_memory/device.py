@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch.autograd.graph import saved_tensors_hooks
 
 from hf_fsdp_plugin.backends.sharding import forwards as checkpointing
-from hf_fsdp_plugin.estimate.memory.peak import Gpu, framework_bytes
+from hf_fsdp_plugin.estimate.machines import Machine
+from hf_fsdp_plugin.estimate.memory.peak import framework_bytes
 from hf_fsdp_plugin.estimate.memory.tracker import dropout_with_byte_mask, run_attention
 from hf_fsdp_plugin.estimate.types import MemoryKind
 from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan
@@ -27,7 +28,7 @@ _UPDATE: Final = ("clipping", "optimizer step")
 class Device:
     """The device of a plan."""
 
-    def __init__(self, plan: FsdpPlan, gpu: Gpu) -> None:
+    def __init__(self, plan: FsdpPlan, machine: Machine | None) -> None:
         self.type = plan.device_type
         self.is_cpu = plan.device_type == "cpu"
         self.offloads = plan.offload_params and not self.is_cpu
@@ -35,7 +36,7 @@ class Device:
         if self.offloads and plan.backend == "fsdp1" and plan.use_orig:
             # The original parameters are views of the copy until the unit is resharded (``flat_param_to``).
             self.shard_copies = "while_gathered"
-        self.framework_bytes = framework_bytes(plan.device_type, gpu)
+        self.framework_bytes = framework_bytes(plan.device_type, machine)
 
     def size_of(self, block: Block) -> int:
         """Return the bytes that the device's allocator takes for a block."""

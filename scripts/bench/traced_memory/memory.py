@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from hf_fsdp_plugin.backends.torch_types import device_mesh
-from hf_fsdp_plugin.estimate.memory.peak import UNKNOWN, Gpu
+from hf_fsdp_plugin.estimate.machines import Machine
 from hf_fsdp_plugin.estimate.types import MEMORY_KINDS, MemoryKind, Moment, Workload
 from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan
 from hf_fsdp_plugin.problems import SpecError
@@ -48,7 +48,7 @@ class TracedMemory:
     expandable: int | None
 
 
-def trace_memory(plan: FsdpPlan, model: nn.Module, workload: Workload, *, gpu: Gpu = UNKNOWN) -> TracedMemory:
+def trace_memory(plan: FsdpPlan, model: nn.Module, workload: Workload, machine: Machine | None = None) -> TracedMemory:
     """Return the memory of the rank that needs most, from a training step of ``model`` under fake tensors.
 
     The backends shard a copy of the model in a fake process group of ``plan.world_size`` ranks. A first step creates
@@ -56,7 +56,7 @@ def trace_memory(plan: FsdpPlan, model: nn.Module, workload: Workload, *, gpu: G
 
     Args:
         model: the model that was planned, for example on the meta device. It is not changed.
-        gpu: what is known of the GPU of a plan for CUDA.
+        machine: the figures of the GPUs of a plan for CUDA; ``None`` if they are unknown.
 
     Raises:
         CannotTrace: this process already has a process group, or the step cannot run under fake tensors.
@@ -64,10 +64,10 @@ def trace_memory(plan: FsdpPlan, model: nn.Module, workload: Workload, *, gpu: G
     """
     if dist.is_initialized():
         raise CannotTrace("this process is a rank of a run, so it cannot be rank 0 of a world that does not exist.")
-    device = Device(plan, gpu)
+    device = Device(plan, machine)
     events, start = _record(_traceable(plan), model, workload, device)
     found, host = moments(events, start, device)
-    simulated = simulated_memory(plan, gpu, events, start, lambda block: device.kind_of(block) is not None)
+    simulated = simulated_memory(plan, machine, events, start, lambda block: device.kind_of(block) is not None)
     return TracedMemory(
         peak=max(found, key=lambda moment: moment.bytes),
         timeline=merged(found, lambda where: where.endswith(f" of {plan.model_class}")),

@@ -8,7 +8,8 @@ from dataclasses import replace
 from itertools import takewhile
 from typing import Final
 
-from hf_fsdp_plugin.estimate.memory.peak import Gpu, device_memory, workspace_bytes
+from hf_fsdp_plugin.estimate.machines import Machine
+from hf_fsdp_plugin.estimate.memory.peak import device_memory, workspace_bytes
 from hf_fsdp_plugin.estimate.types import DeviceMemory
 from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan
 from scripts.bench.allocator.caching_allocator import AllocatorSettings, CachingAllocator, OutOfDeviceMemory
@@ -25,7 +26,11 @@ _TOLERANCE: Final = 0.02
 
 
 def simulated_memory(
-    plan: FsdpPlan, gpu: Gpu, events: Sequence[Event], start: int, is_on_device: Callable[[Block], bool]
+    plan: FsdpPlan,
+    machine: Machine | None,
+    events: Sequence[Event],
+    start: int,
+    is_on_device: Callable[[Block], bool],
 ) -> tuple[DeviceMemory, int] | None:
     """Return the memory of a device, and the reserved bytes with expandable segments; ``None`` if it is not for CUDA.
 
@@ -40,7 +45,7 @@ def simulated_memory(
     def run(capacity: int | None = None, *, expandable: bool = False) -> CachingAllocator:
         allocator = CachingAllocator(AllocatorSettings(expandable_segments=expandable), capacity)
         replay = Replay(allocator, is_on_device, defers_frees=plan.backend == "fsdp1")
-        replay.run(events, start, workspace_bytes(plan.device_type, gpu))
+        replay.run(events, start, workspace_bytes(plan.device_type, machine))
         return allocator
 
     free = run()
@@ -53,7 +58,7 @@ def simulated_memory(
             needed = limit
         except OutOfDeviceMemory:
             low = limit
-    found = device_memory(plan, gpu, allocated)
+    found = device_memory(plan, machine, allocated)
     assert found is not None, "the plan is for CUDA"
     found = replace(found, reserved=free.peak_reserved, needed=needed)
     return found, run(expandable=True).peak_reserved
