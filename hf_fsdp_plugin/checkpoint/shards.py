@@ -22,7 +22,7 @@ from hf_fsdp_plugin.backends.optimizers.known_optimizers import has_per_shard_st
 from hf_fsdp_plugin.backends.optimizers.parameters import JointModels, state_factory, step_mode
 from hf_fsdp_plugin.backends.sharding.forwards import persistent_buffers
 from hf_fsdp_plugin.backends.sharding.script_access import check_not_whole, free_gathered
-from hf_fsdp_plugin.checkpoint.formats import stored_tensors
+from hf_fsdp_plugin.checkpoint.formats import optimizer_state
 from hf_fsdp_plugin.checkpoint.formats.boxes import Box, flat_range, whole_box
 from hf_fsdp_plugin.plan.names import canonical_name
 from hf_fsdp_plugin.problems import CheckpointError, Problem
@@ -247,7 +247,7 @@ def optimizer_shards(model: nn.Module, optimizer: torch.optim.Optimizer) -> Opti
     for group in optimizer.param_groups:
         settings = {key: value for key, value in group.items() if key != "params"}
         for key, value in settings.items():
-            for found in stored_tensors.unsupported_values(value):
+            for found in optimizer_state.unsupported_values(value):
                 # Scalars and dtypes can be stored. One rank would store its part of other tensors only.
                 is_setting = found.numel() == 1 if isinstance(found, torch.Tensor) else isinstance(found, torch.dtype)
                 if not is_setting:
@@ -285,7 +285,7 @@ def _state_entries(
     A state tensor whose meaning depends on the shard has a key with the elements of the shard.
     """
     if not isinstance(value, torch.Tensor):
-        if stored_tensors.unsupported_values(value):
+        if optimizer_state.unsupported_values(value):
             raise _UnsupportedState(f"'{key}' of {own.name} is a {type(value).__name__} object")
         return {key: value}
     name = f"state.{own.name}.{key}"
@@ -297,7 +297,7 @@ def _state_entries(
         shapes = tuple(local.shape), tuple(shard.shape)
         if own.start is not None and local.numel() > 1:  # a whole FSDP1 unit, which is flat
             shapes = (local.numel(),), (shard.numel(),)
-        layout = stored_tensors.state_layout(key, *shapes)
+        layout = optimizer_state.state_layout(key, *shapes)
         if layout != "other":
             return {key: own.like(name, local) if layout == "like_parameter" else _whole(name, local)}
     is_subclass = type(local) is not torch.Tensor
@@ -312,8 +312,8 @@ def _state_entries(
     if is_subclass:
         attributes: list[str] = local.__tensor_flatten__()[0]  # type: ignore[attr-defined]
         tensors = {attribute: getattr(local, attribute) for attribute in attributes}
-    elements = stored_tensors.range_of(own.boxes, own.shape)
-    stored = {stored_tensors.shard_key(key, attribute, elements): tensor for attribute, tensor in tensors.items()}
+    elements = optimizer_state.range_of(own.boxes, own.shape)
+    stored = {optimizer_state.shard_key(key, attribute, elements): tensor for attribute, tensor in tensors.items()}
     shards = {key: _whole(f"state.{own.name}.{key}", tensor) for key, tensor in stored.items()}
     return {key: replace(each, replica=own.replica, replicas=own.replicas) for key, each in shards.items()}
 

@@ -23,7 +23,7 @@ from hf_fsdp_plugin.cli.check_output import check_sources, plan_of_model
 from hf_fsdp_plugin.cli.output import exit_code, in_line_order, print_json, print_problems
 from hf_fsdp_plugin.launcher import flags
 from hf_fsdp_plugin.launcher import world as worlds
-from hf_fsdp_plugin.launcher.rank_processes import RankJob, launch_env, rank_command, settings_env
+from hf_fsdp_plugin.launcher.rank_environment import RankJob, launch_env, rank_command, settings_env
 from hf_fsdp_plugin.launcher.run_script import check_script
 from hf_fsdp_plugin.problems import Problem, SpecError, has_errors
 from hf_fsdp_plugin.rank_variables import POD_ID_VARIABLE, RUN_ID_VARIABLE, exit_limit, hang_limit, silence_limit
@@ -97,8 +97,8 @@ def _launch(arguments: flags.LaunchArguments) -> int:
 
 
 def _run_ranks(arguments: flags.LaunchArguments, spec: FsdpSpec, world: worlds.World, handover: LaunchHandover) -> int:
-    from hf_fsdp_plugin.launcher.attempts import first_restarts, run_attempts  # lazy: imports torch
     from hf_fsdp_plugin.launcher.rendezvous import MachinesRendezvous, Rendezvous
+    from hf_fsdp_plugin.launcher.start_ranks import first_restarts, run_attempts
 
     options = arguments.options
     launch = spec.launch

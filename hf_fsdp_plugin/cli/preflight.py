@@ -147,7 +147,7 @@ def run_preflight(spec: FsdpSpec, sources: Sources, options: stages.Options, lim
 
     from hf_fsdp_plugin.devices import DEVICES
     from hf_fsdp_plugin.integrations.preflight import stages
-    from hf_fsdp_plugin.launcher.attempts import run_job  # imports torch
+    from hf_fsdp_plugin.launcher.start_ranks import run_job
     from hf_fsdp_plugin.launcher.world import World
 
     overrides, changes = overrides_for_cpu(spec)

@@ -16,7 +16,7 @@ from hf_fsdp_plugin.backends.ranks.collective_entry import collective_call
 from hf_fsdp_plugin.backends.sharding.shard import locate_module
 from hf_fsdp_plugin.backends.torch_types import wait_for_reads
 from hf_fsdp_plugin.checkpoint.names import MOVING_AVERAGE, numbered_from_one
-from hf_fsdp_plugin.checkpoint.reading.loading import copy_whole_tensors, load_tensors
+from hf_fsdp_plugin.checkpoint.reading.resharding import copy_whole_tensors, load_tensors
 from hf_fsdp_plugin.checkpoint.shards import ModelShards, parameter_shards, shards_below
 from hf_fsdp_plugin.checkpoint.writing.state_files import gathered_state
 from hf_fsdp_plugin.integrations.saving import manager

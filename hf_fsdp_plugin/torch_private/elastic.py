@@ -1,4 +1,4 @@
-"""Torch's elastic agent for the ranks of one attempt. ``launcher.attempts.AttemptRanks`` decides when it is over.
+"""Torch's elastic agent for the ranks of one attempt. ``launcher.start_ranks.AttemptRanks`` decides when it is over.
 
 The documentation of torch says that a custom agent implements the methods that are replaced here, but torch does not
 promise to keep them.

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import nn
 
-from hf_fsdp_plugin.checkpoint.reading.loading import load_model
+from hf_fsdp_plugin.checkpoint.reading.resharding import load_model
 from hf_fsdp_plugin.integrations.saving import manager
 from tests.support.tiny import parallel_config
 from tests.support.training import fresh_accelerator

@@ -23,8 +23,8 @@ from torch.utils._pytree import tree_leaves
 from hf_fsdp_plugin.checkpoint import folders
 from hf_fsdp_plugin.checkpoint.checking.verify import VerifiedFiles
 from hf_fsdp_plugin.checkpoint.names import INDEX_FILE
-from hf_fsdp_plugin.checkpoint.reading.loading import load_model
 from hf_fsdp_plugin.checkpoint.reading.optimizer import load_optimizer
+from hf_fsdp_plugin.checkpoint.reading.resharding import load_model
 from hf_fsdp_plugin.checkpoint.shards import LocalShard, local_tensor, optimizer_shards
 from hf_fsdp_plugin.checkpoint.writing import dcp_files
 from hf_fsdp_plugin.integrations.saving import manager

@@ -242,7 +242,7 @@ def plan_resume(checkpoint: Path, shards: Any, rank: int, world: int) -> tuple[l
     """
     from hf_fsdp_plugin.checkpoint.checking.verify import check_headers, files_of_checkpoint
     from hf_fsdp_plugin.checkpoint.formats.known_formats import read_stored_model, read_stored_optimizer
-    from hf_fsdp_plugin.checkpoint.reading.loading import plan_transfers
+    from hf_fsdp_plugin.checkpoint.reading.resharding import plan_transfers
 
     model, optimizer = shards
     held, work = 0, []

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from hf_fsdp_plugin.checkpoint import errors
-from hf_fsdp_plugin.checkpoint.formats import stored_tensors
+from hf_fsdp_plugin.checkpoint.formats import optimizer_state, stored_tensors
 from hf_fsdp_plugin.checkpoint.formats.known_formats import format_named
 from hf_fsdp_plugin.checkpoint.formats.manifest import Manifest
 from hf_fsdp_plugin.checkpoint.formats.safetensors import parse_weight_map, read_entries
@@ -117,7 +117,7 @@ def manifest_problems(model: StoredModel, optimizer: StoredOptimizer | None, man
             f"{label} ({format_shape(tensor.shape)}, the parameter {format_shape(shapes[tensor.name])})"
             for label, tensor in stored_tensors.labelled_tensors(optimizer)
             if tensor.name in shapes
-            and stored_tensors.state_layout(label.partition(" of ")[0], tensor.shape, shapes[tensor.name]) == "other"
+            and optimizer_state.state_layout(label.partition(" of ")[0], tensor.shape, shapes[tensor.name]) == "other"
         ]
     num_expected = len(manifest.parameters)
     return difference_problems(model.root, missing, unexpected, other, num_expected, "its manifest", errors.COPY_AGAIN)

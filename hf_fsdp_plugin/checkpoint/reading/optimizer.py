@@ -20,12 +20,12 @@ from torch.distributed.tensor import DTensor
 from hf_fsdp_plugin.backends.optimizers.parameters import state_factory, step_mode
 from hf_fsdp_plugin.backends.torch_types import PinnedWindows, copy_to_device, dtensor_like
 from hf_fsdp_plugin.checkpoint.errors import raise_if_any, refuse
-from hf_fsdp_plugin.checkpoint.formats import stored_tensors
+from hf_fsdp_plugin.checkpoint.formats import optimizer_state
 from hf_fsdp_plugin.checkpoint.formats.boxes import whole_box
 from hf_fsdp_plugin.checkpoint.formats.known_formats import read_stored_optimizer
 from hf_fsdp_plugin.checkpoint.formats.stored_tensors import StoredOptimizer, StoredTensor
 from hf_fsdp_plugin.checkpoint.io import InputFiles
-from hf_fsdp_plugin.checkpoint.reading import loading
+from hf_fsdp_plugin.checkpoint.reading import resharding
 from hf_fsdp_plugin.checkpoint.shards import LocalShard, ModelShards, Piece, local_tensor, parameter_shards
 from hf_fsdp_plugin.text import format_names, plural
 
@@ -59,10 +59,10 @@ def load_optimizer(
             refuse("FSDP-E424", checkpoint, "has no optimizer state.", fix)
         return stored
 
-    def match(stored: StoredOptimizer) -> loading.ReadElements:
+    def match(stored: StoredOptimizer) -> resharding.ReadElements:
         return _StateLoader(optimizer, parameter_shards(model), stored, checkpoint).load
 
-    loading.load_stored(checkpoint, "optimizer", read, match, verify=verify)
+    resharding.load_stored(checkpoint, "optimizer", read, match, verify=verify)
 
 
 class _StateLoader:
@@ -76,7 +76,7 @@ class _StateLoader:
         self, optimizer: torch.optim.Optimizer, shards: ModelShards, stored: StoredOptimizer, checkpoint: Path
     ) -> None:
         self._optimizer, self._root, self._checkpoint = optimizer, stored.root, checkpoint
-        self._transfers: list[loading.Transfer] = []
+        self._transfers: list[resharding.Transfer] = []
         own_names = shards.aliases  # a tied parameter may have been saved under another name
         self._state = {own_names.get(name, name): entry for name, entry in stored.state.items()}
         self._groups = [
@@ -103,7 +103,7 @@ class _StateLoader:
             {**own, **self._hyperparameters(own, saved), "params": [next(numbers) for _ in own["params"]]}
             for own, saved in zip(self._optimizer.param_groups, self._saved_groups, strict=True)
         ]
-        loading.execute_transfers(files, self._transfers)
+        resharding.execute_transfers(files, self._transfers)
         _move_scalars(self._optimizer, state)
         self._optimizer.load_state_dict({"state": state, "param_groups": param_groups})
 
@@ -143,21 +143,21 @@ class _StateLoader:
         for own in (part for group in self._parameters for _, parts in group for part in parts):
             entry = self._state.get(own.name, {})
             for key, value in entry.items():
-                is_tensor = isinstance(value, StoredTensor) and stored_tensors.split_key(key)[2] is None
-                if is_tensor and not any_shape and stored_tensors.state_layout(key, value.shape, own.shape) == "other":
+                is_tensor = isinstance(value, StoredTensor) and optimizer_state.split_key(key)[2] is None
+                if is_tensor and not any_shape and optimizer_state.state_layout(key, value.shape, own.shape) == "other":
                     unsupported.append(f"{key} of {own.name} {list(value.shape)}, parameter {list(own.shape)}")
-            ranges = {elements for *_, elements in map(stored_tensors.split_key, entry) if elements is not None}
+            ranges = {elements for *_, elements in map(optimizer_state.split_key, entry) if elements is not None}
             if ranges and own.pieces:
-                held = stored_tensors.range_of(own.boxes, own.shape) if own.start is None else None
+                held = optimizer_state.range_of(own.boxes, own.shape) if own.start is None else None
                 other_shards += [own.name] if held not in ranges else []
         problems = []
         if unsupported:
             message = f"has optimizer state that cannot be sharded like its parameters: {format_names(unsupported)}."
-            problems.append(loading.mismatch_problem("FSDP-E426", self._checkpoint, message))
+            problems.append(resharding.mismatch_problem("FSDP-E426", self._checkpoint, message))
         if other_shards:  # for example, quantized state
             message = f"has optimizer state of other shards than those of this rank: {format_names(other_shards)}."
             fix = "Resume with the same FSDP version, strategy and number of ranks, or start with a new optimizer."
-            problems.append(loading.mismatch_problem("FSDP-E426", self._checkpoint, message, fix))
+            problems.append(resharding.mismatch_problem("FSDP-E426", self._checkpoint, message, fix))
         raise_if_any(problems)
 
     def _entry(self, files: InputFiles, parameter: torch.Tensor, shards: Sequence[LocalShard]) -> dict[str, Any]:
@@ -166,13 +166,13 @@ class _StateLoader:
         per_shard: dict[tuple[str, str], StoredTensor] = {}
         for shard in shards:
             saved = self._state.get(shard.name, {})
-            if not shard.pieces and any(stored_tensors.split_key(key)[2] for key in saved):
+            if not shard.pieces and any(optimizer_state.split_key(key)[2] for key in saved):
                 continue  # a rank without elements gets no state of a parameter with quantized state
             for key, value in saved.items():
-                name, attribute, elements = stored_tensors.split_key(key)
+                name, attribute, elements = optimizer_state.split_key(key)
                 if elements is None:
                     common.setdefault(key, []).append((shard, value))
-                elif elements == stored_tensors.range_of(shard.boxes, shard.shape):
+                elif elements == optimizer_state.range_of(shard.boxes, shard.shape):
                     per_shard[name, attribute] = value
         held = self._optimizer.state.get(parameter, {})
         entry = {key: self._common(files, parameter, key, saved, held.get(key)) for key, saved in common.items()}
@@ -191,11 +191,11 @@ class _StateLoader:
         first, value = saved[0]
         if not isinstance(value, StoredTensor):
             return _common_value(key, [(shard.name, value) for shard, value in saved])
-        kind = stored_tensors.state_layout(key, value.shape, first.shape)
+        kind = optimizer_state.state_layout(key, value.shape, first.shape)
         if kind == "scalar" and len(saved) > 1:  # of all parameters in a flat parameter
             planned, self._transfers = self._transfers, []
             tensors = [(shard.name, self._whole(stored)) for shard, stored in saved]
-            loading.execute_transfers(files, self._transfers)
+            resharding.execute_transfers(files, self._transfers)
             self._transfers = planned
             found = _common_value(key, [(name, tensor.item()) for name, tensor in tensors])
             return next(tensor for _, tensor in tensors if tensor.item() == found)
@@ -203,7 +203,7 @@ class _StateLoader:
             return self._whole(value)
         local, state = _like_shard(parameter, getattr(torch, value.dtype), held, padded=first.start is not None)
         for shard, stored in saved:
-            self._transfers += loading.plan_transfers(stored, shard.like(shard.name, local).pieces)
+            self._transfers += resharding.plan_transfers(stored, shard.like(shard.name, local).pieces)
         return state
 
     def _add_per_shard(
@@ -248,7 +248,7 @@ class _StateLoader:
         return tensor
 
     def _fill(self, tensor: torch.Tensor, stored: StoredTensor) -> None:
-        self._transfers += loading.plan_transfers(stored, [Piece(whole_box(stored.shape), tensor)])
+        self._transfers += resharding.plan_transfers(stored, [Piece(whole_box(stored.shape), tensor)])
 
 
 def _sizes(groups: list[frozenset[str]]) -> str:

@@ -244,7 +244,7 @@ def run_world(
     job: bench.WorldJob, world: World, results: Results, handover: LaunchHandover, spec: FsdpSpec
 ) -> RunResult:
     """Run cases until their end, or until a rank has failed, and take over what is measured."""
-    from hf_fsdp_plugin.launcher.attempts import run_job  # imports torch
+    from hf_fsdp_plugin.launcher.start_ranks import run_job
 
     with tempfile.TemporaryDirectory(prefix="hf_fsdp_bench_", ignore_cleanup_errors=True) as scratch:
         folder = Path(scratch)

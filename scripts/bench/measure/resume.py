@@ -112,7 +112,7 @@ def run_rank(way: str, folder: str, *, save: bool) -> dict[str, Any]:
 
         load_fsdp_model(accelerator.state.fsdp_plugin, accelerator, model, str(path))
     elif way.endswith("export"):
-        from hf_fsdp_plugin.checkpoint.reading.loading import load_model
+        from hf_fsdp_plugin.checkpoint.reading.resharding import load_model
 
         load_model(model, path)
     else:

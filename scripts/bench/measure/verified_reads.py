@@ -78,8 +78,8 @@ def prepared(args: argparse.Namespace, version: int) -> tuple[Any, Any, Any]:
 
 
 def load(model: Any, optimizer: Any, folder: Path, verify: bool) -> None:
-    from hf_fsdp_plugin.checkpoint.reading.loading import load_model
     from hf_fsdp_plugin.checkpoint.reading.optimizer import load_optimizer
+    from hf_fsdp_plugin.checkpoint.reading.resharding import load_model
 
     load_model(model, folder, verify=verify)
     load_optimizer(model, optimizer.optimizer, folder, verify=verify)

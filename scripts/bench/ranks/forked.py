@@ -47,7 +47,6 @@ def preload() -> None:
     import torch.distributed.fsdp
 
     from hf_fsdp_plugin.checkpoint.checking.verify import verify  # noqa: F401
-    from hf_fsdp_plugin.checkpoint.reading.loading import load_model  # noqa: F401
 
 
 @dataclass(slots=True)

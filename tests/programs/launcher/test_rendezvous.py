@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 from hf_fsdp_plugin import SpecError
-from hf_fsdp_plugin.launcher.attempts import first_restarts
 from hf_fsdp_plugin.launcher.other_machines import compare_facts
 from hf_fsdp_plugin.launcher.rendezvous import MachinesRendezvous, Rendezvous, _check_address
+from hf_fsdp_plugin.launcher.start_ranks import first_restarts
 from hf_fsdp_plugin.launcher.world import World
 from hf_fsdp_plugin.runs.restart_policy import FailedAttempt, Restarts
 from hf_fsdp_plugin.spec.fsdp_spec import LaunchSection

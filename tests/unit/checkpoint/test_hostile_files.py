@@ -19,7 +19,7 @@ from hf_fsdp_plugin.checkpoint.formats.known_formats import read_stored_model
 from hf_fsdp_plugin.checkpoint.io import parse_json
 from hf_fsdp_plugin.checkpoint.merging.merge import MergeOptions, merge
 from hf_fsdp_plugin.checkpoint.names import MANIFEST_NAME
-from hf_fsdp_plugin.checkpoint.reading.loading import _model_type
+from hf_fsdp_plugin.checkpoint.reading.resharding import _model_type
 from hf_fsdp_plugin.checkpoint.reading.states import load_state
 from hf_fsdp_plugin.cli.export import find_checkpoint
 from hf_fsdp_plugin.problems import CheckpointError

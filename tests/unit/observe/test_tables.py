@@ -40,9 +40,7 @@ def test_units_that_differ_in_a_fact_have_separate_rows() -> None:
 
 def test_memory_of_different_ranks_is_a_range() -> None:
     names = [*HELD, *(f"ddp_{name}" for name in HELD), "peak_bytes", "ddp_bytes"]
-    small, large = (
-        MemoryRow(dict.fromkeys(names, size), peak_source="process resident set") for size in (1024, 2048)
-    )
+    small, large = (MemoryRow(dict.fromkeys(names, size), peak_source="process resident set") for size in (1024, 2048))
     table = memory_table([small, large], small)
     assert "1.0 KiB to 2.0 KiB" in table and "3.0 KiB to 6.0 KiB" in table and "peak (process resident set)" in table
 

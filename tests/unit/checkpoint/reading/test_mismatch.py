@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from hf_fsdp_plugin.checkpoint.reading.loading import load_model
 from hf_fsdp_plugin.checkpoint.reading.optimizer import load_optimizer
+from hf_fsdp_plugin.checkpoint.reading.resharding import load_model
 from hf_fsdp_plugin.problems import CheckpointError
 
 WEIGHT, BIAS = torch.ones(3, 4), torch.ones(3)

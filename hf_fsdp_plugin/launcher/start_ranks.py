@@ -28,7 +28,8 @@ from hf_fsdp_plugin.hangs.rank_exit import print_block
 from hf_fsdp_plugin.hangs.rank_files import FoundHang, RankFiles, write_atomically
 from hf_fsdp_plugin.launcher.orphan_processes import Guard, OrphanProcess, attempt_name, end_processes
 from hf_fsdp_plugin.launcher.other_machines import Announced, wait_until
-from hf_fsdp_plugin.launcher.rank_processes import RankJob, RankOutput, RankProcess, launch_env, rank_command, rank_env
+from hf_fsdp_plugin.launcher.rank_environment import RankJob, launch_env, rank_command, rank_env
+from hf_fsdp_plugin.launcher.rank_processes import RankOutput, RankProcess
 from hf_fsdp_plugin.launcher.rendezvous import Rendezvous, SignalException  # imports torch with less output
 from hf_fsdp_plugin.launcher.world import World
 from hf_fsdp_plugin.problems import Problem
