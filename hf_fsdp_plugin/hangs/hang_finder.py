@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Final
 
 from hf_fsdp_plugin.hangs import rank_files, rank_stacks
-from hf_fsdp_plugin.hangs.call_record import RecordHeader, read_calls, read_header
-from hf_fsdp_plugin.hangs.calls import RankCalls
+from hf_fsdp_plugin.hangs.calls import RankCalls, RecordHeader, read_calls, read_header
 from hf_fsdp_plugin.hangs.diagnose import SILENT_EXIT, Diagnosis, diagnose_hang
 from hf_fsdp_plugin.hangs.hang_queries import HangQueries
 from hf_fsdp_plugin.hangs.rank_exit import stack_of

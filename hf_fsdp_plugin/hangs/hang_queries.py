@@ -33,9 +33,8 @@ from typing import Any, Final, TypeVar
 
 import torch.distributed as dist
 
-from hf_fsdp_plugin.backends.ranks import collective_entry
-from hf_fsdp_plugin.hangs.call_record import record
-from hf_fsdp_plugin.hangs.calls import RankCalls, rank_from_json
+from hf_fsdp_plugin.backends.ranks import agreement
+from hf_fsdp_plugin.hangs.calls import RankCalls, rank_from_json, record
 from hf_fsdp_plugin.hangs.rank_files import FoundHang
 from hf_fsdp_plugin.hangs.rank_stacks import current_stack, find_place
 from hf_fsdp_plugin.problems import SpecError
@@ -299,10 +298,10 @@ class PlaceInStore:
     """
 
     def __init__(self, store: JobStore, rank: int) -> None:
-        self._store, self._key = store, collective_entry.place_key(rank)
-        self._limit = collective_entry.DEFAULT_LIMIT / 2
+        self._store, self._key = store, agreement.place_key(rank)
+        self._limit = agreement.DEFAULT_LIMIT / 2
         with contextlib.suppress(SpecError):  # the first call that needs the limit raises this error
-            self._limit = collective_entry.arrival_limit() / 2
+            self._limit = agreement.arrival_limit() / 2
         self._position: tuple[Any, ...] = ()
         self._since = 0.0
         self._is_written = False
@@ -321,7 +320,7 @@ class PlaceInStore:
         self._is_written = place is not None
 
         def request(store: Any) -> None:
-            places = collective_entry.place_store(store.underlying_store)
+            places = agreement.place_store(store.underlying_store)
             if place is None:
                 places.delete_key(self._key)
             else:

@@ -61,7 +61,9 @@ _READS: Final = re.compile(
 )
 """Calls of functions that read or write files."""
 _NUM_LAST_FRAMES = 2
-_ROUND: Final = os.path.join("backends", "ranks", "collective_entry.py")
+_ROUND: Final = os.path.join("backends", "ranks", "agreement.py")
+_ROUND_LOOP: Final = "_wait"
+"""Function of this file with the loop that waits for other ranks."""
 _RECORDING = os.path.join("integrations", "call_hooks.py")
 """The file whose functions are called around each collective."""
 
@@ -263,7 +265,7 @@ def current_stack(thread: int) -> tuple[list[Frame], tuple[Any, ...]]:
     position: list[tuple[int, int]] = []
     while frame is not None:
         file = frame.f_code.co_filename
-        if file.endswith(_ROUND):  # the loop that waits for other ranks
+        if file.endswith(_ROUND) and frame.f_code.co_name == _ROUND_LOOP:
             stack.clear()
             position.clear()
         else:

@@ -1,4 +1,4 @@
-"""Replacements of torch's collectives that record each call (see :mod:`hf_fsdp_plugin.hangs.call_record`).
+"""Replacements of torch's collectives that record each call (see :mod:`hf_fsdp_plugin.hangs.calls`).
 
 The replacements for waits and for functions of FSDP1's units also mark the call in a profile.
 
@@ -15,8 +15,7 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from hf_fsdp_plugin.hangs.call_record import record
-from hf_fsdp_plugin.hangs.calls import POINT_TO_POINT
+from hf_fsdp_plugin.hangs.calls import POINT_TO_POINT, record
 from hf_fsdp_plugin.integrations.hooks import COLLECTIVES
 from hf_fsdp_plugin.integrations.patching import install_hooks
 from hf_fsdp_plugin.torch_private.modules import set_unit_name, unit_name
@@ -188,7 +187,7 @@ if TYPE_CHECKING:  # the launcher imports this module without torch
 
 def record_calls(path: Path) -> None:
     """Record all collectives from now on. Does nothing if the files cannot be written."""
-    from hf_fsdp_plugin.backends.ranks.collective_entry import wait_listeners
+    from hf_fsdp_plugin.backends.ranks.agreement import wait_listeners
 
     with contextlib.suppress(OSError):
         record.open(path)

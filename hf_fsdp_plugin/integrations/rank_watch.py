@@ -28,11 +28,10 @@ from typing import Final
 import torch.distributed as dist
 
 import hf_fsdp_plugin.rank_variables as rank_variables
+from hf_fsdp_plugin.backends.ranks.agreement import wait_listeners
 from hf_fsdp_plugin.backends.ranks.cluster import slurm_variables
-from hf_fsdp_plugin.backends.ranks.collective_entry import wait_listeners
 from hf_fsdp_plugin.hangs import hang_queries, rank_exit, rank_files
-from hf_fsdp_plugin.hangs.call_record import read_header, record
-from hf_fsdp_plugin.hangs.calls import RankCalls
+from hf_fsdp_plugin.hangs.calls import RankCalls, read_header, record
 from hf_fsdp_plugin.hangs.hang_finder import HangFinder, found_hang, write_hang
 from hf_fsdp_plugin.hangs.rank_files import FoundHang, Peer, RankFiles, write_atomically
 from hf_fsdp_plugin.hangs.rank_stacks import HeldAbort, format_stack, stack_file

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any, Final
+from typing import Final
 
 from hf_fsdp_plugin.backends.sharding.forwards import checkpoints_itself
 from hf_fsdp_plugin.contracts import ContractError
@@ -22,11 +22,6 @@ from hf_fsdp_plugin.text import format_bytes, format_names, plural
 from hf_fsdp_plugin.torch_private import functions
 from hf_fsdp_plugin.torch_private.functions import ActivationWrapper, CheckpointWrapper
 from hf_fsdp_plugin.torch_private.modules import calls_compiled
-
-
-def _value_or(value: Any, missing: str, reason: str = "") -> ObservedValue:
-    """Return a value of the run; unobservable if it is ``None``, for the reason `missing`."""
-    return unobserved_value(missing) if value is None else ObservedValue(value, reason)
 
 
 def read_checkpointing(run: ObservedRun) -> ObservedValue:
@@ -184,6 +179,29 @@ def read_dynamo(run: ObservedRun) -> ObservedValue:
 
 
 ValueReader = Callable[[ObservedRun], ObservedValue]
+
+
+def _recorded(attribute: str, missing: str, reason: str = "") -> ValueReader:
+    """Return a reader of an attribute of the run, which is unobservable if it is ``None``, for the reason `missing`."""
+
+    def read(run: ObservedRun) -> ObservedValue:
+        value = getattr(run, attribute)
+        return unobserved_value(missing) if value is None else ObservedValue(value, reason)
+
+    return read
+
+
+def _switch_of_fsdp1(attribute: str, fsdp2: str) -> ValueReader:
+    """Return a reader of what only FSDP1 has a switch for. ``fsdp2`` is what FSDP2 always does."""
+
+    def read(run: ObservedRun) -> ObservedValue:
+        if any(unit.live.version == 2 for unit in run.units):
+            return ObservedValue(True, fsdp2)
+        return ObservedValue(common_value(getattr(unit.live, attribute) for unit in run.units))
+
+    return read
+
+
 _ALWAYS_SHOWN: Final[dict[str, ValueReader]] = {
     "fsdp.version": lambda run: ObservedValue(common_value(unit.live.version for unit in run.units)),
     "sharding.strategy": settings.read_strategy,
@@ -208,18 +226,10 @@ READERS: Final[Mapping[str, ValueReader]] = {
     "precision.fp32_modules": settings.read_fp32_modules,
     "precision.output": settings.read_output_dtype,
     "precision.buffer": settings.read_buffer_dtype,
-    "prefetch.limit_all_gathers": lambda run: settings.value_of_fsdp1(
-        run, "limit_all_gathers", "FSDP2 always limits all-gathers"
-    ),
-    "params.use_orig": lambda run: settings.value_of_fsdp1(
-        run, "use_orig", "FSDP2 always keeps the original parameters"
-    ),
-    "checkpoint.state_dict": lambda run: _value_or(
-        run.state_dict, "no checkpoint was saved, and the report has no Accelerator"
-    ),
-    "checkpoint.asynchronous": lambda run: _value_or(
-        run.saved_asynchronously, "no checkpoint was saved", "of the last checkpoint"
-    ),
+    "prefetch.limit_all_gathers": _switch_of_fsdp1("limit_all_gathers", "FSDP2 always limits all-gathers"),
+    "params.use_orig": _switch_of_fsdp1("use_orig", "FSDP2 always keeps the original parameters"),
+    "checkpoint.state_dict": _recorded("state_dict", "no checkpoint was saved, and the report has no Accelerator"),
+    "checkpoint.asynchronous": _recorded("saved_asynchronously", "no checkpoint was saved", "of the last checkpoint"),
     "checkpoint.verify": lambda run: unobserved_value("only a resume uses this setting; the model does not record it"),
     "activation.native": read_native,
     "activation.offload": read_activation_offload,
@@ -245,13 +255,13 @@ def read_setting(name: str, run: ObservedRun) -> ObservedValue:
     return unobserved_value("only the launcher uses this setting; the model does not record it")
 
 
-def observe_settings(run: ObservedRun) -> list[settings.ObservedSetting]:
+def observe_settings(run: ObservedRun) -> list[settings.JsonObject]:
     """Compare the settings that the report shows with the live model, in the order of the spec.
 
     Each of them is ``observed_setting`` of docs/json.schema.json.
     """
     plan, spec = run.plan, run.plan.spec
-    rows: list[settings.ObservedSetting] = []
+    rows: list[settings.JsonObject] = []
     shown = {*_ALWAYS_SHOWN, "wrap.classes"} if spec.wrap.policy == "transformer" else _ALWAYS_SHOWN
     for name in (name for name, _, _ in spec.settings() if name in shown or spec.asked(name)):
         planned = plan.get(name)

@@ -16,16 +16,13 @@ from typing import Any
 import torch.distributed as dist
 
 from hf_fsdp_plugin.checkpoint.io import write_atomically
-from hf_fsdp_plugin.observe.settings import format_value
+from hf_fsdp_plugin.observe.settings import JsonObject, format_value
 from hf_fsdp_plugin.observe.units import HELD, UnitObservation
 from hf_fsdp_plugin.plan.names import common_name
 from hf_fsdp_plugin.problems import Problem
 from hf_fsdp_plugin.runs.restart_policy import Restarts
 from hf_fsdp_plugin.text import format_memory, format_names, format_table, plural, shorten, truncate_lines
 from hf_fsdp_plugin.version import SCHEMA_VERSION
-
-JsonObject = Mapping[str, Any]
-"""An object of the JSON, such as a setting, a unit, or the memory of a rank."""
 
 
 class ReportRow(dict[str, Any]):

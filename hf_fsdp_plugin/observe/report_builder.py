@@ -19,7 +19,7 @@ from hf_fsdp_plugin.observe import weights
 from hf_fsdp_plugin.observe.first_step import recorded_first_step
 from hf_fsdp_plugin.observe.readers import observe_settings
 from hf_fsdp_plugin.observe.report import BatchShape, MemoryRow, Report, ReportRow
-from hf_fsdp_plugin.observe.settings import ObservedRun, ObservedSetting, check_settings
+from hf_fsdp_plugin.observe.settings import JsonObject, ObservedRun, check_settings
 from hf_fsdp_plugin.observe.weights import optimizers_of, unwrapped_optimizer
 from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan
 from hf_fsdp_plugin.plan.names import canonical_name
@@ -246,9 +246,7 @@ def _mode_dependent(model: nn.Module) -> list[str]:
     return [canonical_name(name) for name, module in model.named_modules() if depends(module)]
 
 
-def _merge_ranks(
-    settings: Sequence[ObservedSetting], problems: list[Problem]
-) -> tuple[list[ObservedSetting], list[Problem]]:
+def _merge_ranks(settings: Sequence[JsonObject], problems: list[Problem]) -> tuple[list[JsonObject], list[Problem]]:
     """Return the same settings and problems on all ranks. Collective.
 
     A setting differs if it differs on any rank. A problem that only some ranks have names the first of them.

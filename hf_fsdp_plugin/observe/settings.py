@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import nn
 
+from hf_fsdp_plugin import text
 from hf_fsdp_plugin.observe.first_step import FirstStep
 from hf_fsdp_plugin.observe.units import StructureComparison, UnitObservation, dtype_name, unmanaged_parameters
 from hf_fsdp_plugin.observe.weights import WeightComparison
@@ -111,11 +112,12 @@ def common_value(values: Iterable[Any]) -> Any:
     return distinct[0] if len(distinct) == 1 else "mixed: " + ", ".join(sorted(map(str, distinct)))
 
 
-ObservedSetting = Mapping[str, Any]
+JsonObject = Mapping[str, Any]
+"""An object of the report's JSON, such as a setting, a unit, or the memory of a rank."""
 _NOT_SUPPORTED_BY_FSDP2 = "FSDP-W148"
 
 
-def check_settings(settings: Sequence[ObservedSetting], plan: FsdpPlan) -> list[Problem]:
+def check_settings(settings: Sequence[JsonObject], plan: FsdpPlan) -> list[Problem]:
     """Return a problem for each setting that differs.
 
     The problem is a warning if FSDP2 supports only the observed value, or if the script wrapped the model.
@@ -138,11 +140,7 @@ def check_settings(settings: Sequence[ObservedSetting], plan: FsdpPlan) -> list[
 
 def format_value(value: Any) -> str:
     """Format a value for tables and messages."""
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, (tuple, list)):
-        return ", ".join(map(str, value)) or "nothing"
-    return "" if value is None else str(value)
+    return "" if value in (None, "") else text.format_value(value, "nothing")
 
 
 def read_strategy(run: ObservedRun) -> ObservedValue:
@@ -391,17 +389,6 @@ def read_forward_prefetch(run: ObservedRun) -> ObservedValue:
         reason = f"{wrong[0]} prefetches another unit than the next one"
         return differing_value(f"of another unit in {len(wrong)} units", reason)
     return ObservedValue(num_prefetching > 0)
-
-
-def value_of_fsdp1(run: ObservedRun, attribute: str, fsdp2: str) -> ObservedValue:
-    """Read what only FSDP1 has a switch for.
-
-    Args:
-        fsdp2: what FSDP2 always does.
-    """
-    if any(unit.live.version == 2 for unit in run.units):
-        return ObservedValue(True, fsdp2)
-    return ObservedValue(common_value(getattr(unit.live, attribute) for unit in run.units))
 
 
 def unplanned_cast(run: ObservedRun) -> str:

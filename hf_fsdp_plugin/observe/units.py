@@ -19,13 +19,12 @@ from hf_fsdp_plugin.backends.optimizers.parameters import step_mode
 from hf_fsdp_plugin.devices import DEVICES, available_device
 from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan
 from hf_fsdp_plugin.plan.names import canonical_name, unwrapped
-from hf_fsdp_plugin.text import format_dtype, format_names, plural
+from hf_fsdp_plugin.text import format_names, plural, short_dtype
 from hf_fsdp_plugin.torch_private import fsdp1, fsdp2
 from hf_fsdp_plugin.torch_private.functions import CheckpointWrapper
 from hf_fsdp_plugin.torch_private.live_unit import LiveUnit
 
 HELD = ("params_bytes", "grads_bytes", "optimizer_bytes")
-_DTYPE_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,7 +154,7 @@ def _plain_class_name(module: nn.Module) -> str:
 
 def dtype_name(dtype: torch.dtype | None) -> str:
     """Return ``fp32``, ``bf16`` or ``fp16``; torch's name for other dtypes; the empty string for ``None``."""
-    return "" if dtype is None else _DTYPE_NAMES.get(dtype, format_dtype(dtype))
+    return "" if dtype is None else short_dtype(dtype)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,8 +17,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from hf_fsdp_plugin.hangs import rank_exit, rank_files, rank_stacks
-from hf_fsdp_plugin.hangs.call_record import read_calls
-from hf_fsdp_plugin.hangs.calls import Counts, RankCalls
+from hf_fsdp_plugin.hangs.calls import Counts, RankCalls, read_calls
 from hf_fsdp_plugin.hangs.diagnose import SILENT_EXIT, compare_calls
 from hf_fsdp_plugin.hangs.rank_files import HANG, RankFiles, find_peers
 from hf_fsdp_plugin.hangs.rank_stacks import Frame

@@ -114,10 +114,6 @@ class WeightLoader:
         # Parameters are removed when they are prepared: a new parameter may get the id of one that was freed.
         self._mapped = equal_weights.find_mapped_parameters(model, device) if broadcasts_weights(plan) else set()
 
-    def attach_record(self, sharded: nn.Module) -> None:
-        """Let the report find what this rank received."""
-        setattr(sharded, BROADCAST_ATTRIBUTE, self.record)
-
     def prepare_buffers(self) -> None:
         """Move all buffers to the device, and overwrite them with rank 0's values if the plan broadcasts.
 

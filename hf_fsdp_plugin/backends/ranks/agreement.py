@@ -1,20 +1,55 @@
-"""Raise errors of one rank on all ranks, before the other ranks wait for it in a collective."""
+"""Keeps the ranks together: they wait for each other before a collective, and errors of one rank are raised on all.
+
+Errors: a rank that fails while the others go on would leave them in their next collective. So all ranks raise its error
+after the block in which it has failed (:func:`on_all_ranks`), which exchanges that by a collective of its own.
+
+Waits: a script that saves on one rank only (``if accelerator.is_main_process: model.save_pretrained(…)``) would wait in
+a collective without end, because the other ranks never call it. Before such a collective, each rank registers its
+arrival in the store of the process group, and waits until all ranks have arrived (:func:`wait_for_all_ranks`). If some
+do not, the waiting ranks raise an error that names them. Only the store is used, so this works for every backend.
+
+The ranks meet in rounds, which are numbered in the store. A round ends once: the last rank to arrive ends it as
+complete, the first rank whose limit is over ends it as failed. A rank that arrives with another call than the first
+one, or that waits for a rank whose script has ended, ends it as failed after a short time in which more ranks may
+arrive. A rank that arrives at a failed round joins the next one, so a call can be repeated after a failure. Each rank
+sends a constant number of messages per call; only the rank that ends a round sends one per rank.
+
+::
+
+    round               number of the current round
+    <n>/first           the call of the first rank that arrived
+    <n>/rank<r>         the call of rank r
+    <n>/count/<call>    number of ranks that have made this call
+    <n>/ended           1 if a rank has ended the round; the first increment decides
+    <n>/result          JSON: the rank that has ended the round, its call, the missing ranks and their other calls
+    left                set if a rank has ended its script
+    left/rank<r>        set if rank r has
+
+A rank that fails to load a model announces its error in the store, too (:class:`LoadFailures`), and all ranks with the
+same error meet in a round. Ranks that have loaded the model, such as from another copy of the files, raise the error
+when they prepare the model. A rank is not waited for while it loads: a script may load the model on some ranks only.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import json
+import os
 import pickle
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import replace
-from typing import TypeVar
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
+from contextvars import ContextVar
+from dataclasses import asdict, replace
+from datetime import timedelta
+from typing import Any, Final, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from hf_fsdp_plugin.problems import CheckpointError, Problem, SpecError
-from hf_fsdp_plugin.text import format_names
-from hf_fsdp_plugin.torch_private.functions import supports_cpu
+from hf_fsdp_plugin.problems import CheckpointError, Origin, Problem, SpecError
+from hf_fsdp_plugin.text import format_names, name_ranks
+from hf_fsdp_plugin.torch_private.functions import default_store, supports_cpu
 
 T = TypeVar("T")
 _SHORT = 64
@@ -131,3 +166,375 @@ def _any_rank_failed(failed: bool) -> bool:
     flag = torch.tensor([failed], dtype=torch.int32, device="cpu")  # whatever the default device is
     dist.all_reduce(flag, dist.ReduceOp.MAX)
     return bool(flag)
+
+
+ON_ALL_RANKS: Final = "Call it on all ranks, outside of `if accelerator.is_main_process:`."
+"""The remedy for a collective call that only some ranks make."""
+LIMIT_VARIABLE: Final = "HF_FSDP_ARRIVAL_TIMEOUT"
+"""Environment variable with the time in seconds that a rank waits for the others. It replaces both limits below."""
+DEFAULT_LIMIT: Final = 45.0
+TRAINING_LIMIT: Final = 540.0
+"""Seconds for calls during training, before which ranks may load data, compile, evaluate or upload for different times.
+
+Shorter than the ten minutes after which NCCL ends a rank that waits in a collective.
+"""
+PREPARATION_SHARE: Final = 0.9
+"""Part of the process group's time-out for preparing a model, before which ranks load models and preprocess data."""
+LEFT: Final = "left"
+"""Key that a rank adds to the store at the end of its script, and its "call" in a round. It makes no call any more."""
+_STEPPED: Final = "stepped"
+"""Key that a rank adds to the store at its first optimizer step."""
+_SETTLE: Final = 3.0
+"""Seconds in which further ranks may arrive at a round that fails: at another call, or with the same error."""
+_RECOVERY: Final = 5.0
+"""Seconds that other ranks wait for a rank that could not load a model to continue, for example with another folder."""
+_LONGEST_PAUSE: Final = 0.25
+"""Seconds between two questions to the store. The pauses grow with the time waited."""
+_PAUSE_PER_RANK: Final = 1e-3 / 16
+"""Seconds of the first pause for each rank, and at least a millisecond: one process answers all ranks."""
+
+
+def arrival_store() -> dist.Store:
+    """Return the part of the process group's store in which the rounds are."""
+    return dist.PrefixStore("hf_fsdp_arrivals", default_store())
+
+
+def place_store(store: dist.Store | None = None) -> dist.Store:
+    """Return the part of the store in which ranks that make no progress write where they are: JSON with ``place``.
+
+    Args:
+        store: a clone of the store of the process group, which is the default.
+    """
+    return dist.PrefixStore("hf_fsdp_places", default_store() if store is None else store)
+
+
+def place_key(rank: int) -> str:
+    return f"rank{rank}"
+
+
+def _never() -> bool:
+    return False
+
+
+def _has_other_ranks() -> bool:
+    return dist.is_initialized() and dist.get_world_size() > 1
+
+
+def arrival_limit(default: float = DEFAULT_LIMIT) -> float:
+    """Return the limit in seconds. Raises ``SpecError`` if the environment variable is not a positive number."""
+    text = os.environ.get(LIMIT_VARIABLE, "").strip()
+    try:
+        limit = float(text) if text else default
+    except ValueError:
+        limit = 0.0
+    if limit > 0:
+        return limit
+    message = f"{LIMIT_VARIABLE}={text} is not a positive number of seconds."
+    raise SpecError([Problem(code="FSDP-E674", message=message, fix=f"Set it to a number such as {DEFAULT_LIMIT:g}.")])
+
+
+def preparation_limit() -> float:
+    """Return the limit in seconds for the first collective of a model. Never shorter than that of other calls."""
+    # init_process_group gives its time-out to the store.
+    seconds = default_store().timeout.total_seconds() if dist.is_initialized() else 0.0
+    return max(TRAINING_LIMIT, PREPARATION_SHARE * seconds)
+
+
+def announce_end() -> None:
+    """Announce that the script of this rank has ended, so that other ranks do not wait for it in a call."""
+    if _has_other_ranks():
+        with suppress(dist.DistError):  # the rank that hosts the store may have exited
+            store = arrival_store()
+            store.set(f"{LEFT}/rank{dist.get_rank()}", "1")
+            store.set(LEFT, "1")
+
+
+wait_listeners: Final[list[Callable[[str | None], None]]] = []
+"""Called with the name of each call before this rank waits for the others, then with ``None``."""
+
+
+def _report(call: str | None) -> None:
+    for listener in wait_listeners:
+        listener(call)
+
+
+def wait_for_all_ranks(
+    call: str, *, fix: str = ON_ALL_RANKS, limit: float = DEFAULT_LIMIT, given_up: Callable[[], bool] = _never
+) -> None:
+    """Wait until every rank has called this function with the same ``call``.
+
+    Args:
+        call: the collective call for messages, such as ``save_pretrained of LlamaForCausalLM``.
+        fix: what to write instead of a call on some ranks.
+        limit: seconds to wait, unless the environment variable sets another limit.
+        given_up: returns whether some rank will not make the call, so that waiting for it is useless.
+
+    Raises:
+        SpecError: on each rank that waited, if some ranks did not arrive in time. It names these ranks.
+    """
+    if not _has_other_ranks():
+        return
+    limit = arrival_limit(limit)
+    _report(call)
+    try:
+        missing = Round(arrival_store(), call, given_up=given_up).join(limit)
+    finally:
+        _report(None)
+    if missing:
+        message = (
+            f"{call} is a collective call: every rank must make it, because each rank has only a part of the weights. "
+            f"{_describe(missing)}. The call waits for up to {limit:g} seconds ({LIMIT_VARIABLE})."
+        )
+        raise SpecError([Problem(code="FSDP-E670", message=message, fix=fix)])
+
+
+@contextmanager
+def collective_call(
+    call: str, *, fix: str = ON_ALL_RANKS, limit: float = DEFAULT_LIMIT, given_up: Callable[[], bool] = _never
+) -> Iterator[None]:
+    """Run the block, which contains collectives, after :func:`wait_for_all_ranks`. Inner blocks do not wait again."""
+    if not _inside.get():
+        wait_for_all_ranks(call, fix=fix, limit=limit, given_up=given_up)
+    token = _inside.set(True)
+    try:
+        yield
+    finally:
+        _inside.reset(token)
+
+
+def collective_preparation(call: str, *, fix: str = ON_ALL_RANKS) -> AbstractContextManager[None]:
+    """Return a :func:`collective_call` for what ranks call after they have loaded a model, each at its own time.
+
+    The wait ends when a rank has announced that it could not load the model (:class:`LoadFailures`).
+    """
+    return collective_call(call, fix=fix, limit=preparation_limit(), given_up=load_failures.raise_announced)
+
+
+_inside: ContextVar[bool] = ContextVar("hf_fsdp_collective_call", default=False)
+
+
+class FirstCalls:
+    """Waits for all ranks at the first call of a kind, because scripts make such calls in each step.
+
+    If a script makes a call on some ranks only (``if accelerator.is_main_process:``), the first call shows it.
+    """
+
+    def __init__(self) -> None:
+        self._checked: set[str] = set()
+
+    def wait(self, call: str, *, fix: str, limit: float = TRAINING_LIMIT, before_step: bool = False) -> None:
+        """Wait for all ranks as :func:`wait_for_all_ranks` does, if it is the first call with this name.
+
+        Args:
+            before_step: whether all ranks make the call before their first optimizer step. A rank that has made a step
+                will then not make the call, so the others do not wait for it any longer.
+        """
+        if call in self._checked or not _has_other_ranks() or _inside.get():
+            return
+        watches = before_step and not first_step.is_made
+        given_up = (lambda: bool(arrival_store().check([_STEPPED]))) if watches else _never
+        wait_for_all_ranks(call, fix=fix, limit=limit, given_up=given_up)
+        self._checked.add(call)
+
+
+class FirstStepAnnouncer:
+    """Announces the first optimizer step of this process.
+
+    Attributes:
+        is_made: whether it was made.
+    """
+
+    def __init__(self) -> None:
+        self.is_made = False
+
+    def announce(self, *_: Any) -> None:
+        """Announce a step, if it is the first one. A pre-hook of optimizers."""
+        if not self.is_made:
+            self.is_made = True
+            if _has_other_ranks():
+                arrival_store().set(_STEPPED, "1")
+
+
+first_step = FirstStepAnnouncer()
+"""The first optimizer step of this process."""
+
+
+def _describe(missing: Sequence[tuple[int, str]]) -> str:
+    absent = [rank for rank, call in missing if not call]
+    places = [f"rank {rank} was {place}" for rank in absent[:3] if (place := _place_of(rank))]
+    left = [rank for rank, call in missing if call == LEFT]
+    other = [f"rank {rank} called {call}" for rank, call in missing if call and call != LEFT]
+    parts = [f"{name_ranks(absent)} did not call it"] if absent else []
+    parts += [f"{name_ranks(left)} did not call it and ended the script"] if left else []
+    return "; ".join([*parts, *places, *other[:3]])
+
+
+def _place_of(rank: int) -> str:
+    """Return where a rank has waited, if it has written that; see ``hangs.hang_queries``."""
+    store, key = place_store(), place_key(rank)
+    return str(json.loads(store.get(key))["place"]) if store.check([key]) else ""
+
+
+class Round:
+    """One rank's part in the rounds of a store.
+
+    Args:
+        store: a store that all ranks share.
+        rank, world_size: rank of this process, and number of ranks; by default those of the default process group.
+        given_up: see :func:`wait_for_all_ranks`.
+    """
+
+    def __init__(
+        self,
+        store: dist.Store,
+        call: str,
+        rank: int | None = None,
+        world_size: int | None = None,
+        given_up: Callable[[], bool] = _never,
+    ) -> None:
+        self._store, self._call, self._given_up = store, call, given_up
+        self._rank = dist.get_rank() if rank is None else rank
+        self._world_size = dist.get_world_size() if world_size is None else world_size
+
+    def join(self, limit: float) -> list[tuple[int, str]]:
+        """Arrive, and wait for at most ``limit`` seconds.
+
+        Returns:
+            The ranks that did not arrive, each with the call that it made instead; empty if all arrived.
+        """
+        while True:
+            number = self._store.add("round", 0)
+            if self._ended(number):
+                continue  # the rank that ended it is about to start the next round
+            self._store.set(f"{number}/rank{self._rank}", self._call)
+            try:
+                if self._store.compare_set(f"{number}/first", "", self._call).decode() != self._call:
+                    limit = min(limit, _SETTLE)
+                if self._store.add(f"{number}/count/{self._call}", 1) == self._world_size:
+                    self._end(number, complete=True)
+                elif not self._wait(number, limit):
+                    self._end(number, complete=False)
+            except BaseException:  # for example KeyboardInterrupt: this rank must not be counted twice if it retries
+                self._end(number, complete=False)
+                raise
+            self._store.wait([f"{number}/result"], timedelta(seconds=60))
+            result: dict[str, Any] = json.loads(self._store.get(f"{number}/result"))
+            missing = [(rank, call) for rank, call in result["missing"]]
+            mine = dict(missing).get(self._rank)
+            if mine is None:
+                return missing
+            if mine == self._call:  # this rank arrived in time, but made another call
+                return [(result["rank"], result["call"])]
+            # The round failed while this rank was arriving.
+
+    def _ended(self, number: int) -> bool:
+        return bool(self._store.check([f"{number}/result"]))
+
+    def _wait(self, number: int, limit: float) -> bool:
+        """Return whether the round ended within ``limit`` seconds."""
+        deadline = time.monotonic() + limit
+        while (remaining := deadline - time.monotonic()) > 0:
+            if remaining > _SETTLE and (self._given_up() or self._store.check([LEFT])):
+                deadline = time.monotonic() + min(remaining, _SETTLE)
+            if self._ended(number):
+                return True
+            # Not store.wait: it prints a warning when its time is over, and handles no signals.
+            waited = limit - remaining
+            first = max(0.001, self._world_size * _PAUSE_PER_RANK)
+            time.sleep(min(max(first, waited / 20), _LONGEST_PAUSE, remaining))
+        return self._ended(number)
+
+    def _end(self, number: int, *, complete: bool) -> None:
+        """End the round, unless another rank ends it."""
+        if self._store.add(f"{number}/ended", 1) != 1:
+            return
+        missing = [] if complete else self._missing(number)
+        self._store.add("round", 1)
+        result = {"rank": self._rank, "call": self._call, "missing": missing}
+        self._store.set(f"{number}/result", json.dumps(result))
+        if complete and number:  # every rank is in this round, so none reads the previous one
+            keys = [f"rank{rank}" for rank in range(self._world_size)]
+            for key in (*keys, "first", f"count/{self._call}", "ended", "result"):
+                self._store.delete_key(f"{number - 1}/{key}")
+
+    def _missing(self, number: int) -> list[tuple[int, str]]:
+        calls = []
+        for rank in range(self._world_size):
+            has_called, has_left = (self._store.check([f"{where}/rank{rank}"]) for where in (number, LEFT))
+            call = self._store.get(f"{number}/rank{rank}").decode() if has_called else LEFT if has_left else ""
+            calls.append((rank, call))
+        return [(rank, call) for rank, call in calls if call != self._call]
+
+
+class LoadFailures:
+    """The failed loads of this run, as far as this rank knows them."""
+
+    def __init__(self) -> None:
+        self._announced = False
+        self._seen: tuple[float, dict[str, Any]] | None = None
+
+    def raise_everywhere(self, error: SpecError) -> NoReturn:
+        """Announce that this rank could not load a model, and raise the error. Not collective.
+
+        The store contains the announcement of the first rank that failed, as JSON: an id, the rank and its problems.
+
+        Raises:
+            SpecError: the error itself if all ranks have it; otherwise that of the first rank that failed.
+        """
+        if not _has_other_ranks():
+            raise error
+        problems = [asdict(problem) for problem in error.problems]
+        own = {"id": os.urandom(8).hex(), "rank": dist.get_rank(), "problems": problems}
+        first = json.loads(_failure_store().compare_set("failure", "", json.dumps(own)))
+        self._announced = first["id"] == own["id"]
+        # This also keeps the store of rank 0 alive until the other ranks have read the error.
+        same_error = hashlib.sha256(json.dumps(problems).encode()).hexdigest()
+        if not Round(_failure_store(), same_error).join(_SETTLE):
+            self.close()
+            raise error
+        raise _error_of(first) from error
+
+    def raise_announced(self) -> bool:
+        """Raise the error of a rank that could not load a model and has not continued. Not collective.
+
+        Returns:
+            False, so that this can be the ``given_up`` of a wait for all ranks, which it ends.
+        """
+        try:
+            store = _failure_store()
+            found = json.loads(store.get("failure")) if store.check(["failure"]) else None
+        except dist.DistError:
+            if self._seen is None:
+                raise
+            found, self._seen = self._seen[1], (0.0, self._seen[1])  # the failed rank was the host of the store
+        if found is None:
+            self._seen = None
+        elif self._seen is None or self._seen[1]["id"] != found["id"]:
+            self._seen = (time.monotonic(), found)
+        elif time.monotonic() - self._seen[0] > _RECOVERY:
+            self._seen = None
+            raise _error_of(found)
+        return False
+
+    def close(self) -> None:
+        """Withdraw what this rank has announced, because it continues."""
+        if self._announced:
+            self._announced = False
+            if dist.is_initialized():
+                _failure_store().delete_key("failure")
+
+
+load_failures = LoadFailures()
+"""The failed loads of this run."""
+
+
+def _failure_store() -> dist.Store:
+    return dist.PrefixStore("hf_fsdp_load", default_store())
+
+
+def _error_of(failure: dict[str, Any]) -> CheckpointError:
+    def problem_of(fields: dict[str, Any]) -> Problem:
+        origin = Origin(**fields["origin"]) if fields["origin"] is not None else None
+        return Problem(**{**fields, "origin": origin, "rank": failure["rank"]})
+
+    return CheckpointError(map(problem_of, failure["problems"]))

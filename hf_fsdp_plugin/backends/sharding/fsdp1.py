@@ -13,7 +13,7 @@ from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision,
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
 from hf_fsdp_plugin.backends.loading.weight_loader import WeightLoader, with_progress
-from hf_fsdp_plugin.backends.sharding.forwards import apply_activation_checkpointing, cast_inputs_of
+from hf_fsdp_plugin.backends.sharding.forwards import cast_inputs_of
 from hf_fsdp_plugin.backends.torch_types import cast_floats, device_mesh
 from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan, UnitPlan, torch_dtype
 from hf_fsdp_plugin.plan.names import unwrapped
@@ -26,15 +26,12 @@ _ONE_DTYPE = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _BACKWARD_PREFETCH = {"pre": BackwardPrefetch.BACKWARD_PRE, "post": BackwardPrefetch.BACKWARD_POST, "none": None}
 
 
-def apply_fsdp1(plan: FsdpPlan, model: nn.Module, device: torch.device) -> nn.Module:
+def apply_fsdp1(plan: FsdpPlan, model: nn.Module, device: torch.device, loader: WeightLoader) -> nn.Module:
     """Wrap ``model`` unit by unit and return the root ``FullyShardedDataParallel``.
 
     Units are wrapped one by one instead of by an ``auto_wrap_policy``, so that exactly the planned units are wrapped
     and each receives rank 0's weights just before it is sharded. Needs a process group of ``plan.world_size`` ranks.
     """
-    loader = WeightLoader(plan, model, device)
-    apply_activation_checkpointing(plan, model)
-    loader.prepare_buffers()
     ignored = loader.prepare_ignored()
     kwargs = _constructor_arguments(plan, device)
     compute_dtype = torch_dtype(plan.precision.param)
@@ -65,7 +62,6 @@ def apply_fsdp1(plan: FsdpPlan, model: nn.Module, device: torch.device) -> nn.Mo
     if output_dtype is not None:  # FSDP1 has no argument like FSDP2's ``output_dtype``
         root.register_forward_hook(lambda module, args, output: cast_floats(output, output_dtype))
     allow_gradients_of_compute_dtype(root)
-    loader.attach_record(root)
     return root
 
 

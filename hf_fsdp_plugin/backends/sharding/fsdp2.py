@@ -14,7 +14,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 
 from hf_fsdp_plugin.backends.loading.weight_loader import WeightLoader, cast_buffers, with_progress
-from hf_fsdp_plugin.backends.sharding.forwards import apply_activation_checkpointing, cast_inputs_of, fp32_ids
+from hf_fsdp_plugin.backends.sharding.forwards import cast_inputs_of, fp32_ids
 from hf_fsdp_plugin.backends.torch_types import device_mesh, dtensor_like
 from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan, torch_dtype
 from hf_fsdp_plugin.torch_private import fsdp2 as private
@@ -24,15 +24,12 @@ _Places = list[tuple[dict[str, Any], str]]
 """Where a parameter is registered: dicts attribute -> parameter of modules, and the attributes in them."""
 
 
-def apply_fsdp2(plan: FsdpPlan, model: nn.Module, device: torch.device) -> nn.Module:
+def apply_fsdp2(plan: FsdpPlan, model: nn.Module, device: torch.device, loader: WeightLoader) -> nn.Module:
     """Shard ``model`` in place, unit by unit, and return it. Needs a process group of ``plan.world_size`` ranks.
 
     Parameters become ``DTensor`` objects. Existing optimizers need the new objects
     (:mod:`hf_fsdp_plugin.backends.optimizers.parameters`).
     """
-    loader = WeightLoader(plan, model, device)
-    apply_activation_checkpointing(plan, model)
-    loader.prepare_buffers()
     cast_buffers(plan, model)
     kwargs: dict[str, Any] = {
         "mesh": device_mesh(plan),
@@ -62,7 +59,6 @@ def apply_fsdp2(plan: FsdpPlan, model: nn.Module, device: torch.device) -> nn.Mo
     # Before FSDP2's own hook, which gathers the parameters.
     model.register_forward_pre_hook(lambda model, args: private.keep_requires_grad(model), prepend=True)
     _set_prefetch_and_no_sync(plan, model)
-    loader.attach_record(model)
     return model
 
 

@@ -24,7 +24,7 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.tensor import DTensor
 
-from hf_fsdp_plugin.backends.ranks.collective_entry import ON_ALL_RANKS, FirstCalls
+from hf_fsdp_plugin.backends.ranks.agreement import ON_ALL_RANKS, FirstCalls
 from hf_fsdp_plugin.backends.sharding.forwards import cast_activations, cast_inputs, private_api, watch_mappings
 from hf_fsdp_plugin.backends.torch_types import cast_floats
 from hf_fsdp_plugin.messages import print_once

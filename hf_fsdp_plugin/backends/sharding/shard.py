@@ -16,9 +16,9 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from hf_fsdp_plugin.backends.loading.weight_loader import BROADCAST_ATTRIBUTE, WeightLoader
 from hf_fsdp_plugin.backends.optimizers.parameters import attach_optimizers, detach_optimizers, has_stepped
-from hf_fsdp_plugin.backends.ranks.agreement import on_all_ranks
-from hf_fsdp_plugin.backends.ranks.collective_entry import collective_call
+from hf_fsdp_plugin.backends.ranks.agreement import collective_call, on_all_ranks
 from hf_fsdp_plugin.backends.sharding import forwards, script_access
 from hf_fsdp_plugin.backends.sharding.fsdp1 import apply_fsdp1
 from hf_fsdp_plugin.backends.sharding.fsdp2 import adopt_fsdp2, apply_fsdp2
@@ -82,10 +82,13 @@ def shard(plan: FsdpPlan, model: nn.Module, device: torch.device, optimizers: It
         sharded = adopt_fsdp2(plan, model, device)
     elif plan.pre_sharded:
         sharded = model
-    elif plan.backend == "fsdp2":
-        sharded = apply_fsdp2(plan, model, device)
     else:
-        sharded = apply_fsdp1(plan, model, device)
+        loader = WeightLoader(plan, model, device)
+        forwards.apply_activation_checkpointing(plan, model)
+        loader.prepare_buffers()
+        apply = apply_fsdp2 if plan.backend == "fsdp2" else apply_fsdp1
+        sharded = apply(plan, model, device, loader)
+        setattr(sharded, BROADCAST_ATTRIBUTE, loader.record)
     _keep_class_names(sharded)
     forwards.watch_buffers(sharded)
     mark_fsdp_managed(sharded)

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from hf_fsdp_plugin.backends.ranks import collective_entry
-from hf_fsdp_plugin.backends.ranks.collective_entry import (
+from hf_fsdp_plugin.backends.ranks import agreement
+from hf_fsdp_plugin.backends.ranks.agreement import (
     Round,
     announce_end,
     arrival_limit,
@@ -67,7 +67,7 @@ def test_other_call_of_a_rank_is_named(store: dist.Store) -> None:
 
 
 def test_another_call_ends_the_round_before_the_limit(store: dist.Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(collective_entry, "_SETTLE", SHORT)
+    monkeypatch.setattr(agreement, "_SETTLE", SHORT)
     results = together(
         lambda: join(store, 0, "save", of=3, limit=LONG), lambda: join(store, 1, "evaluate", of=3, limit=LONG)
     )
@@ -76,32 +76,32 @@ def test_another_call_ends_the_round_before_the_limit(store: dist.Store, monkeyp
 
 
 def test_round_ends_when_a_rank_will_not_come(store: dist.Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(collective_entry, "_SETTLE", SHORT)
+    monkeypatch.setattr(agreement, "_SETTLE", SHORT)
     waiting = Round(store, "clip", 0, 2, given_up=lambda: bool(store.check(["stepped"])))
     missing, _ = together(lambda: waiting.join(LONG), lambda: store.set("stepped", "1"))
     assert missing == [(1, "")]
 
 
 def test_only_the_first_call_waits(world: dist.Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = collective_entry.FirstCalls()
+    calls = agreement.FirstCalls()
     with pytest.raises(SpecError):
         calls.wait("clip", fix="Call it on all ranks.", limit=SHORT)
-    monkeypatch.setattr(collective_entry, "wait_for_all_ranks", lambda *_, **__: None)
+    monkeypatch.setattr(agreement, "wait_for_all_ranks", lambda *_, **__: None)
     calls.wait("clip", fix="", limit=SHORT)
-    monkeypatch.setattr(collective_entry, "wait_for_all_ranks", None)
+    monkeypatch.setattr(agreement, "wait_for_all_ranks", None)
     calls.wait("clip", fix="", limit=SHORT)
 
 
 def test_first_step_of_another_rank_ends_the_wait(world: dist.Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(collective_entry, "_SETTLE", SHORT)
-    monkeypatch.setattr(collective_entry, "first_step", collective_entry.FirstStepAnnouncer())
-    collective_entry.FirstStepAnnouncer().announce()  # by another rank
+    monkeypatch.setattr(agreement, "_SETTLE", SHORT)
+    monkeypatch.setattr(agreement, "first_step", agreement.FirstStepAnnouncer())
+    agreement.FirstStepAnnouncer().announce()  # by another rank
     with pytest.raises(SpecError):
-        collective_entry.FirstCalls().wait("clip", fix="", limit=LONG, before_step=True)
+        agreement.FirstCalls().wait("clip", fix="", limit=LONG, before_step=True)
 
 
 def test_rank_that_ended_its_script_ends_the_wait(world: dist.Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(collective_entry, "_SETTLE", SHORT)
+    monkeypatch.setattr(agreement, "_SETTLE", SHORT)
     with monkeypatch.context() as patch:
         patch.setattr(dist, "get_rank", lambda: 2)
         announce_end()
@@ -142,7 +142,7 @@ def world(store: dist.Store, monkeypatch: pytest.MonkeyPatch) -> dist.Store:
     """This process as rank 1 of 3 ranks with this store."""
     for name, value in (("is_initialized", True), ("get_world_size", 3), ("get_rank", 1)):
         monkeypatch.setattr(dist, name, lambda value=value: value)
-    monkeypatch.setattr(collective_entry, "default_store", lambda: store)
+    monkeypatch.setattr(agreement, "default_store", lambda: store)
     return store
 
 
@@ -155,11 +155,11 @@ def test_problem_names_call_and_ranks(world: dist.Store) -> None:
 
 @pytest.mark.parametrize("value", ["none", "0", "-3", "nan"])
 def test_invalid_limit_is_refused(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
-    monkeypatch.setenv(collective_entry.LIMIT_VARIABLE, value)
+    monkeypatch.setenv(agreement.LIMIT_VARIABLE, value)
     with pytest.raises(SpecError) as caught:
         arrival_limit()
     assert [problem.code for problem in caught.value.problems] == ["FSDP-E674"]
-    monkeypatch.setenv(collective_entry.LIMIT_VARIABLE, "7.5")
+    monkeypatch.setenv(agreement.LIMIT_VARIABLE, "7.5")
     assert arrival_limit() == 7.5
 
 
@@ -169,7 +169,7 @@ def test_first_pause_grows_with_the_world(
 ) -> None:
     """One process answers the questions of all ranks."""
     pauses: list[float] = []
-    monkeypatch.setattr(collective_entry.time, "sleep", pauses.append)
+    monkeypatch.setattr(agreement.time, "sleep", pauses.append)
     Round(store, "save", 0, world_size)._wait(0, 0.3)
     assert pauses[0] == pytest.approx(first, rel=0.2)
     assert all(pause >= first * 0.8 for pause in pauses[:3])

@@ -13,10 +13,19 @@ from typing import Any
 import pytest
 import torch
 
-from hf_fsdp_plugin.hangs import call_record as layout
+from hf_fsdp_plugin.hangs import calls as layout
 from hf_fsdp_plugin.hangs import rank_exit, rank_stacks
-from hf_fsdp_plugin.hangs.call_record import NUM_SLOTS, CallRecord, read_calls, read_header
-from hf_fsdp_plugin.hangs.calls import ARRIVALS, Call, pack_ranks, rank_from_json, unpack_ranks
+from hf_fsdp_plugin.hangs.calls import (
+    ARRIVALS,
+    NUM_SLOTS,
+    Call,
+    CallRecord,
+    pack_ranks,
+    rank_from_json,
+    read_calls,
+    read_header,
+    unpack_ranks,
+)
 
 
 class Group:

@@ -5,11 +5,11 @@ from typing import Any
 import pytest
 
 from hf_fsdp_plugin.observe.readers import observe_settings
-from hf_fsdp_plugin.observe.settings import ObservedSetting, check_settings, format_value
+from hf_fsdp_plugin.observe.settings import JsonObject, check_settings, format_value
 from tests.unit.observe.live_models import make_plan, make_run, make_unit
 
 
-def rows_of(plan: Any, **facts: Any) -> dict[str, ObservedSetting]:
+def rows_of(plan: Any, **facts: Any) -> dict[str, JsonObject]:
     return {row["setting"]: row for row in observe_settings(make_run(plan, **facts))}
 
 
