@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import textwrap
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 _UNPRINTABLE = re.compile("[\\x00-\\x1f\\x7f-\\x9f\\u061c\\u200e\\u200f\\u2028-\\u202e\\u2066-\\u2069\\ud800-\\udfff]")
 """Control characters, line separators, marks that reverse the direction of text, and surrogates."""
@@ -69,6 +69,16 @@ def format_seconds(seconds: float) -> str:
 def format_dtype(dtype: object) -> str:
     """Return torch's name of a dtype without its module: ``bfloat16``."""
     return str(dtype).removeprefix("torch.")
+
+
+SHORT_DTYPES: Final = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+"""Torch's name of a dtype -> its name in the spec, the plan and messages."""
+
+
+def short_dtype(dtype: object) -> str:
+    """Return ``fp32``, ``bf16`` or ``fp16`` for a dtype or torch's name of it; torch's name for other dtypes."""
+    name = format_dtype(dtype)
+    return SHORT_DTYPES.get(name, name)
 
 
 def format_value(value: Any, empty: str = "-") -> str:

@@ -18,9 +18,9 @@ from hf_fsdp_plugin.cli.main import check_folder
 from hf_fsdp_plugin.cli.output import ProgressBars, print_result
 from hf_fsdp_plugin.launcher.flags import UsageError
 from hf_fsdp_plugin.problems import CheckpointError, Origin, Problem
-from hf_fsdp_plugin.text import format_bytes, parse_bytes, plural, printable
+from hf_fsdp_plugin.text import SHORT_DTYPES, format_bytes, parse_bytes, plural, printable
 
-DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+DTYPES = {name: of_torch for of_torch, name in SHORT_DTYPES.items()}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -23,10 +23,10 @@ from hf_fsdp_plugin.estimate.memory.step import OpCost, StepProfile
 from hf_fsdp_plugin.estimate.schedule import Timeline, UnitTimes, exposed_seconds, simulate
 from hf_fsdp_plugin.estimate.types import CollectiveKind, StepPhase, Workload
 from hf_fsdp_plugin.estimate.unit_sizes import UnitSizes, unit_sizes
-from hf_fsdp_plugin.plan.fsdp_plan import DTYPES, FsdpPlan
+from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan
 from hf_fsdp_plugin.plan.names import ancestors, is_inside, parent_of
 from hf_fsdp_plugin.strategies import STRATEGIES
-from hf_fsdp_plugin.text import format_dtype
+from hf_fsdp_plugin.text import SHORT_DTYPES
 
 _UPDATES: Final = {
     "adamw": (7, 21, 12), "sgd": (5, 7, 3), "adafactor": (9, 20, 15), "adamw_8bit": (4, 4, 1), "muon": (40, 40, 25),
@@ -350,9 +350,8 @@ def _recomputed(forward: Mapping[OpCost, int], checkpointing: str) -> Counter[Op
 def _compute_name(plan: FsdpPlan) -> str:
     if plan.precision.param != "unchanged":
         return plan.precision.param
-    names = {format_dtype(dtype): name for name, dtype in DTYPES.items()}
     sizes = sum((Counter(unit.dtypes) for unit in plan.units), Counter())
-    return names.get(max(sizes, key=sizes.__getitem__, default=""), "fp32")
+    return SHORT_DTYPES.get(max(sizes, key=sizes.__getitem__, default=""), "fp32")
 
 
 def interval_of(

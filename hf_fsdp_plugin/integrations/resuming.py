@@ -23,14 +23,13 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from hf_fsdp_plugin.backends.ranks.agreement import broadcast_object, on_all_ranks
+from hf_fsdp_plugin.backends.ranks import agreement
 from hf_fsdp_plugin.backends.ranks.cluster import ranks_per_machine
-from hf_fsdp_plugin.backends.ranks.collective_entry import collective_call, load_failures, preparation_limit
 from hf_fsdp_plugin.checkpoint.checking.inspection import first_complete, numbered_checkpoints, why_incomplete
 from hf_fsdp_plugin.checkpoint.folders import check_visible, recover_interrupted_commit, recover_run
 from hf_fsdp_plugin.checkpoint.formats.manifest import Manifest, read_manifest, readable_manifest
 from hf_fsdp_plugin.checkpoint.reading.states import check_states
-from hf_fsdp_plugin.hangs.call_record import record
+from hf_fsdp_plugin.hangs.calls import record
 from hf_fsdp_plugin.hangs.rank_files import RankFiles
 from hf_fsdp_plugin.integrations.accelerate.batches import samples_problem
 from hf_fsdp_plugin.integrations.saving import manager
@@ -94,8 +93,8 @@ class ProcessAttempt:
         """
         self.begin()
         if self._is_open and dist.is_initialized():
-            load_failures.close()  # this rank continues, even if a load failed
-            with collective_call(call, limit=preparation_limit(), given_up=load_failures.raise_announced):
+            agreement.load_failures.close()  # this rank continues, even if a load failed
+            with agreement.collective_preparation(call):
                 agreed = self._exchange()
             self._is_open = False
             session.restarts, self._refusal = agreed.known, agreed.known.refusal
@@ -113,7 +112,7 @@ class ProcessAttempt:
         machine knows, the numbers ``machines`` and ``ranks`` of those that have written, and ``complete`` at the end.
         """
         rank, world_size = dist.get_rank(), dist.get_world_size()
-        store = dist.PrefixStore(broadcast_object(f"hf_fsdp_attempt_{uuid.uuid4().hex}"), default_store())
+        store = dist.PrefixStore(agreement.broadcast_object(f"hf_fsdp_attempt_{uuid.uuid4().hex}"), default_store())
         if self._is_lowest:
             number = variable_number(self._environ, "GROUP_RANK", variable_number(self._environ, "SLURM_NODEID"))
             mine = runs.make_offer(self._folder, self._identity, rank=rank, machine=number)
@@ -125,7 +124,7 @@ class ProcessAttempt:
             store.wait(["complete"])
             offers = [store.get(f"machine{number}").decode() for number in range(store.add("machines", 0))]
             text = runs.merge_offers([runs.Offer.from_text(offer) for offer in offers]).to_text()
-        return runs.Offer.from_text(broadcast_object(text))
+        return runs.Offer.from_text(agreement.broadcast_object(text))
 
 
 _attempt = ProcessAttempt()
@@ -219,7 +218,7 @@ def _select_on_rank_0(select: Callable[[], Path | None]) -> Path | None:
     manager.wait()  # selecting removes the staging folders of interrupted saves
     selected = _on_rank_0(select)
     if selected is not None:
-        with on_all_ranks("looking for a checkpoint"):
+        with agreement.on_all_ranks("looking for a checkpoint"):
             check_visible(selected, "resumes from")
     return selected
 
@@ -227,13 +226,13 @@ def _select_on_rank_0(select: Callable[[], Path | None]) -> Path | None:
 def _on_rank_0(look: Callable[[], T]) -> T:
     """Return rank 0's result on all ranks, or raise its error on all of them. Collective if there are ranks."""
     answer: Any = None, ()
-    with on_all_ranks("looking for a checkpoint"):
+    with agreement.on_all_ranks("looking for a checkpoint"):
         if not dist.is_initialized() or dist.get_rank() == 0:
             try:
                 answer = look(), ()
             except CheckpointError as error:  # the error is about the checkpoint, not about this rank
                 answer = None, error.problems
-    found, problems = broadcast_object(answer)
+    found, problems = agreement.broadcast_object(answer)
     if problems:
         raise CheckpointError(problems)
     result: T = found

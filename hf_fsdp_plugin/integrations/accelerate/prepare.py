@@ -17,14 +17,13 @@ from hf_fsdp_plugin.backends.loading.equal_weights import check_same_weights
 from hf_fsdp_plugin.backends.loading.shared_weights import exchange
 from hf_fsdp_plugin.backends.optimizers.known_optimizers import apply_step_mode
 from hf_fsdp_plugin.backends.optimizers.parameters import foreign_parameters, has_parameters_of, set_state_factory
-from hf_fsdp_plugin.backends.ranks.agreement import on_all_ranks, same_on_all_ranks
+from hf_fsdp_plugin.backends.ranks import agreement
 from hf_fsdp_plugin.backends.ranks.cluster import ranks_per_machine
-from hf_fsdp_plugin.backends.ranks.collective_entry import collective_call, first_step, load_failures, preparation_limit
 from hf_fsdp_plugin.backends.sharding import shard as sharding
 from hf_fsdp_plugin.backends.sharding.script_access import check_parameter_hooks, free_after_forward, free_before_step
 from hf_fsdp_plugin.devices import get_device
 from hf_fsdp_plugin.estimate.unit_sizes import with_padding_warning
-from hf_fsdp_plugin.hangs.call_record import record
+from hf_fsdp_plugin.hangs.calls import record
 from hf_fsdp_plugin.integrations import call_hooks, peft, resuming, run_report, saving, script_arguments
 from hf_fsdp_plugin.integrations.accelerate import private
 from hf_fsdp_plugin.integrations.accelerate.accelerator import adopt_models
@@ -152,18 +151,18 @@ def shard_model(
     compiler: Any = model.dynamo_ctx if inner is not None else None
     model = model if inner is None else inner
     # 1. Load failures: this rank continues. A rank that could not load the model raises its error on all ranks.
-    load_failures.close()
+    agreement.load_failures.close()
     name = type(unwrapped(model)).__name__.removeprefix("FSDP")
     with _together(name):
         resuming.agree_on_attempt(name)
         sharding.rebind_optimizers(model, optimizers)  # gathered parameters would hide the sharding
         # 2. Plan: the settings of this model, and the decisions from them.
-        with on_all_ranks("planning"):
+        with agreement.on_all_ranks("planning"):
             if plan is None:
                 spec = plugin.spec_for(model, is_first=is_first, is_trained=is_trained)
                 plan = make_plan(accelerator, spec, model)
         # 3. Agree: the same plan and weights on all ranks.
-        same_on_all_ranks("the plan", json.dumps(plan.to_json(), sort_keys=True))
+        agreement.same_on_all_ranks("the plan", json.dumps(plan.to_json(), sort_keys=True))
         if (problem := check_same_weights(plan, model, accelerator.device)) is not None:
             plan = replace(plan, problems=(*plan.problems, problem))
         plan = with_padding_warning(plan, model)
@@ -221,7 +220,7 @@ def _prepare_optimizers(accelerator: Any, optimizers: Sequence[Optimizer], model
         SpecError: an optimizer has parameters of no prepared model, or cannot run on these shards.
     """
     names = " and ".join(sorted({type(optimizer).__name__ for optimizer in optimizers}))
-    with _together(names), on_all_ranks("checking the optimizers"):
+    with _together(names), agreement.on_all_ranks("checking the optimizers"):
         _check_parameters(optimizers, models)
     sharding.remember_optimizers(optimizers)
     problems: list[Problem | None] = []
@@ -233,7 +232,7 @@ def _prepare_optimizers(accelerator: Any, optimizers: Sequence[Optimizer], model
     script_arguments.print_or_raise([problem for problem in problems if problem is not None])
     for optimizer in optimizers:
         record.count_steps(optimizer)
-        optimizer.register_step_pre_hook(first_step.announce)
+        optimizer.register_step_pre_hook(agreement.first_step.announce)
         notice_accumulation(accelerator, optimizer)
         if preflight.active:
             _own_loop().watch_optimizer(optimizer)
@@ -252,8 +251,7 @@ def _check_parameters(optimizers: Sequence[Optimizer], models: Sequence[nn.Modul
 
 
 def _together(names: str) -> AbstractContextManager[None]:
-    call = f"Accelerator.prepare of {names}"
-    return collective_call(call, fix=_FIX, limit=preparation_limit(), given_up=load_failures.raise_announced)
+    return agreement.collective_preparation(f"Accelerator.prepare of {names}", fix=_FIX)
 
 
 def _own_loop() -> Any:

@@ -17,7 +17,7 @@ import pytest
 import torch.distributed as dist
 
 import hf_fsdp_plugin as hfp
-from hf_fsdp_plugin.hangs.call_record import record
+from hf_fsdp_plugin.hangs.calls import record
 from hf_fsdp_plugin.hangs.rank_files import RankFiles
 from hf_fsdp_plugin.integrations import resuming as subject
 from hf_fsdp_plugin.integrations.session import session
@@ -64,9 +64,8 @@ class World:
         patch.setattr(dist, "is_initialized", lambda: True)
         patch.setattr(dist, "get_world_size", lambda: self.size)
         patch.setattr(dist, "get_rank", lambda: self.known.rank)
-        patch.setattr(subject, "preparation_limit", lambda: 1.0)
-        patch.setattr(subject, "collective_call", lambda *args, **kwargs: nullcontext())
-        patch.setattr(subject, "broadcast_object", self._broadcast)
+        patch.setattr(subject.agreement, "collective_preparation", lambda call: nullcontext())
+        patch.setattr(subject.agreement, "broadcast_object", self._broadcast)
 
     def run(self, attempt: int = 0, *, agreements: int = 1, **more: str) -> list[Any]:
         """Return what each rank knows after it has agreed, or the problem that it has raised."""
