@@ -22,19 +22,13 @@ from hf_fsdp_plugin.torch_private.modules import set_unit_name, unit_name
 
 Function = Callable[..., Any]
 
-_FUNCTIONAL: Final = {
-    "all_gather": "all-gather",
-    "reduce_scatter": "reduce-scatter",
-    "all_reduce": "all-reduce",
-    "broadcast": "broadcast",
-    "all_to_all": "all-to-all",
-}
-"""Begin of the name of a functional collective -> the operation in messages."""
+_FUNCTIONAL: Final = ("all_gather", "reduce_scatter", "all_reduce", "broadcast", "all_to_all")
+"""Begins of the names of functional collectives; with hyphens, they are the operations in messages."""
 
 
 def functional_operation(name: str) -> str | None:
     """Return the operation in messages of a functional collective; ``None`` for other functions."""
-    operation = next((operation for begin, operation in _FUNCTIONAL.items() if name.startswith(begin)), None)
+    operation = next((begin.replace("_", "-") for begin in _FUNCTIONAL if name.startswith(begin)), None)
     return f"{operation} (coalesced)" if operation is not None and name.endswith("_coalesced") else operation
 
 

@@ -258,11 +258,8 @@ def _watch_useless_steps(model: nn.Module, first_step: FirstStep) -> RemovableHa
             record_first_step(model, optimizer)  # it was not prepared
             return
         unrelated.add(optimizer)
-        if (
-            not weights.has_gradient(held)
-            and not weights.num_of_sharded_models(held)
-            and weights.has_gradient(model.parameters())
-        ):
+        changes_something = weights.has_gradient(held) or weights.num_of_sharded_models(held)
+        if not changes_something and weights.has_gradient(model.parameters()):
             num_useless += 1
             if num_useless == 2:
                 name = type(optimizer).__name__

@@ -231,20 +231,16 @@ def check_optimizers(
     held = {id(parameter) for optimizer in optimizers for parameter in parameters_in(optimizer)}
     problems = []
     for optimizer in optimizers:
-        parameters, name = parameters_in(optimizer), type(optimizer).__name__
+        parameters = parameters_in(optimizer)
+        of_all = f"of the {len(parameters)} parameters of {type(optimizer).__name__}"
         foreign = [each for each in parameters if id(each) not in own and not is_replicated(each)]
         if num_foreign := len(foreign) - num_of_sharded_models(foreign):
-            message = (
-                f"{num_foreign} of the {len(parameters)} parameters of {name} do not belong to the sharded model. "
-            )
-            message += (
-                "The optimizer was created before wrapping, so it updates parameters that the model does not use."
-            )
+            message = f"{num_foreign} {of_all} do not belong to the sharded model. The optimizer was created before "
+            message += "wrapping, so it updates parameters that the model does not use."
             fix = "Create the optimizer after preparing the model, or pass both to one prepare() call."
             problems.append(Problem(code="FSDP-E504", message=message, fix=fix))
         if num_copies := sum(id(parameter) in copies for parameter in parameters):
-            message = f"{num_copies} of the {len(parameters)} parameters of {name} are gathered copies, which "
-            message += "FSDP frees. Updates of them are lost."
+            message = f"{num_copies} {of_all} are gathered copies, which FSDP frees. Updates of them are lost."
             fix = "Create the optimizer before the first forward, or pass model and optimizer to one prepare() call."
             problems.append(Problem(code="FSDP-E504", message=message, fix=fix))
     # A model whose parameters are gathered now, for example after an evaluation, has the shards all the same.
@@ -267,7 +263,7 @@ def check_optimizers(
 
 def num_of_sharded_models(parameters: Sequence[torch.Tensor]) -> int:
     """Return how many of the parameters belong to any sharded model. This rank may have no gradients of its shards."""
-    known = {id(parameter) for model in sharded_models() for parameter in model.parameters()} if parameters else ()
+    known = {id(parameter) for model in sharded_models for parameter in model.parameters()} if parameters else ()
     return sum(id(parameter) in known for parameter in parameters)
 
 

@@ -348,11 +348,12 @@ _STACK_SECONDS: Final = 0.05
 """Seconds that another rank has to record its stack."""
 
 
+AskOthers = Callable[[Sequence[RankCalls]], Sequence[RankCalls]]
+"""Takes what is known of the ranks of this machine. Returns what is known of the ranks of other machines."""
+
+
 def find_first_cause(
-    rank: int,
-    files: RankFiles,
-    ask_others: Callable[[Sequence[RankCalls]], Sequence[RankCalls]],
-    is_told_to_end: Callable[[], bool] = lambda: False,
+    rank: int, files: RankFiles, ask_others: AskOthers, is_told_to_end: Callable[[], bool] = lambda: False
 ) -> str:
     """Return the cause of a lost connection, if other ranks show it; else an empty text, as for other failures.
 
@@ -361,7 +362,6 @@ def find_first_cause(
 
     Args:
         rank, files: rank and files of this process, which has recorded its failure.
-        ask_others: returns what is known of the ranks of other machines.
         is_told_to_end: whether the launcher ends this process: then half a second is left, and nobody is asked.
     """
     deadline = time.monotonic() + _SECONDS
@@ -399,9 +399,7 @@ def cause_of_end(files: RankFiles) -> str:
     return _first_failed(first, result) if first is not None and first.code < 0 else ""
 
 
-def cause_of_abort(
-    rank: int, files: RankFiles, ask_others: Callable[[Sequence[RankCalls]], Sequence[RankCalls]]
-) -> str:
+def cause_of_abort(rank: int, files: RankFiles, ask_others: AskOthers) -> str:
     """Return where native code aborts this rank, which is alone on its machine, and what other machines know of it."""
     for found in exits_of_machine(files):
         if found.rank == rank:

@@ -15,12 +15,9 @@ from torch.distributed.elastic.multiprocessing import LogsSpecs
 
 from hf_fsdp_plugin.contracts import contracts_of, missing_name_error
 
-CONTRACTS = contracts_of(
-    "torch.distributed.elastic.agent.server.local_elastic_agent:LocalElasticAgent",
-    "refused",
-    "`hf-fsdp launch`",
-    *("_start_workers", "_monitor_workers", "_exit_barrier", "_shutdown"),
-)
+_AGENT = "torch.distributed.elastic.agent.server.local_elastic_agent:LocalElasticAgent"
+_METHODS = ("_start_workers", "_monitor_workers", "_exit_barrier", "_shutdown")
+CONTRACTS = contracts_of(_AGENT, "refused", "`hf-fsdp launch`", *_METHODS)
 
 
 class AttemptAgent(LocalElasticAgent):

@@ -16,6 +16,7 @@ from torch.distributed.fsdp.fully_sharded_data_parallel import FullyShardedDataP
 from hf_fsdp_plugin.contracts import Contract, contracts_of, guard_functions, import_target
 from hf_fsdp_plugin.strategies import BY_TORCH_NAME, Strategy
 from hf_fsdp_plugin.torch_private.live_unit import Facts, LiveUnit, attribute_or, read_facts
+from hf_fsdp_plugin.torch_private.modules import Inputs
 from hf_fsdp_plugin.torch_private.modules import parameters as own_parameters
 
 _FSDP1 = "torch.distributed.fsdp.fully_sharded_data_parallel"
@@ -272,9 +273,7 @@ def is_summoned(unit: Any) -> bool:
     return bool(unit.training_state is _common.TrainingState.SUMMON_FULL_PARAMS)
 
 
-def before_forward(
-    root: Any, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def before_forward(root: Any, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs:
     """Do what ``root.forward`` does before it calls the wrapped module. Return the inputs to pass on. Collective."""
     args, kwargs = _runtime._root_pre_forward(root, root, args, kwargs)
     return _runtime._pre_forward(root, root._handle, _runtime._pre_forward_unshard, module, args, kwargs)
@@ -302,10 +301,6 @@ def read_unit(unit: Any, *, is_root: bool) -> LiveUnit:
     own: Facts = {"reshards": lambda unit: strategy_of(unit).reshards_after_forward and not is_root}
     parts = [(unit, {**_UNIT_FACTS, **own})] + ([(unit._handle, _HANDLE_FACTS)] if unit._handle is not None else [])
     return LiveUnit(version=1, is_root=is_root, **read_facts(parts, CONTRACTS))
-
-
-def _is_sharded(unit: Any) -> bool:
-    return strategy_of(unit).is_sharded
 
 
 def _gradients(handle: Any) -> tuple[torch.Tensor, ...]:
@@ -341,9 +336,9 @@ _UNIT_FACTS: Facts = {
     "modules": lambda unit: (unit,),
     "device": compute_device,
     "strategy": lambda unit: strategy_of(unit).name,
-    "shard_size": lambda unit: unit.process_group.size() if _is_sharded(unit) else 1,
-    "shard_rank": lambda unit: unit.process_group.rank() if _is_sharded(unit) else 0,
-    "shard_ranks": lambda unit: tuple(dist.get_process_group_ranks(unit.process_group)) if _is_sharded(unit) else (),
+    "shard_size": lambda unit: group.size() if (group := shard_group(unit)) is not None else 1,
+    "shard_rank": lambda unit: group.rank() if (group := shard_group(unit)) is not None else 0,
+    "shard_ranks": lambda unit: tuple(dist.get_process_group_ranks(g)) if (g := shard_group(unit)) is not None else (),
     "replicate_size": lambda unit: group.size() if (group := replicate_group(unit)) is not None else 1,
     "hybrid": lambda unit: strategy_of(unit).hybrid,
     "reduces": lambda unit: bool(unit._sync_gradients),

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from hf_fsdp_plugin.contracts import contracts_of, guard_functions, import_target, release_of
 from hf_fsdp_plugin.torch_private.live_unit import Facts, LiveUnit, attribute_or, read_facts
-from hf_fsdp_plugin.torch_private.modules import LOCAL_TENSOR_ATTRIBUTE, forward_pre_hooks
+from hf_fsdp_plugin.torch_private.modules import LOCAL_TENSOR_ATTRIBUTE, Inputs, forward_pre_hooks
 
 _COMMON = "torch.distributed.fsdp._fully_shard._fsdp_common"
 _STATE = "torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState"
@@ -197,11 +197,9 @@ def is_idle(root: FSDPModule) -> bool:
     return state._training_state is _common.TrainingState.IDLE and state._state_ctx.iter_forward_root is None
 
 
-def before_forward(
-    root: FSDPModule, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def before_forward(root: FSDPModule, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs:
     """Run the hook that runs before the root's forward. Return the inputs to pass on. Collective."""
-    inputs: tuple[tuple[Any, ...], dict[str, Any]] = state_of(root)._pre_forward(module, args, kwargs)
+    inputs: Inputs = state_of(root)._pre_forward(module, args, kwargs)
     return inputs
 
 

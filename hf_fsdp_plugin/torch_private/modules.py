@@ -48,6 +48,9 @@ LOCAL_TENSOR_ATTRIBUTE: Final = "_local_tensor"
 WRAPPER_ATTRIBUTES: Final = ("_fsdp_wrapped_module", CHECKPOINTED_ATTRIBUTE, _COMPILED)
 """Attributes in which wrappers (FSDP1, activation checkpointing, ``torch.compile``) store the wrapped module."""
 
+Inputs = tuple[tuple[Any, ...], dict[str, Any]]
+"""The positional and the named arguments of a module's forward."""
+
 
 def children(module: nn.Module) -> dict[str, nn.Module | None]:
     """Return the mutable dict attribute -> child. ``named_children`` omits a module's second name."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -54,7 +54,7 @@ class _Group:
 
 @torch.no_grad()
 def clip_grad_norm(
-    models: Sequence[nn.Module], parameters: Iterable[nn.Parameter], max_norm: float, norm_type: float = 2.0
+    models: Collection[nn.Module], parameters: Iterable[nn.Parameter], max_norm: float, norm_type: float = 2.0
 ) -> torch.Tensor:
     """Scale the gradients of ``parameters`` so that their total norm is at most ``max_norm``. Collective.
 
@@ -80,7 +80,7 @@ def clip_grad_norm(
     return total
 
 
-def check_whole_gradients(models: Sequence[nn.Module], tensors: Sequence[torch.Tensor]) -> None:
+def check_whole_gradients(models: Collection[nn.Module], tensors: Sequence[torch.Tensor]) -> None:
     """Raise ``SpecError`` if FSDP1 has sharded one of the gradients. No communication."""
     sharded = {number for number, (over, _) in _flat_shards(models).items() if any(group.size() > 1 for group in over)}
     parameters = [parameter for model in models for parameter in model.parameters() if id(parameter) in sharded]
@@ -103,7 +103,7 @@ def _by_device(tensors: Iterable[torch.Tensor]) -> dict[torch.device, list[torch
     return found
 
 
-def _groups(models: Sequence[nn.Module], parameters: Iterable[nn.Parameter]) -> list[_Group]:
+def _groups(models: Collection[nn.Module], parameters: Iterable[nn.Parameter]) -> list[_Group]:
     """Group gradients by the process groups over which their norms are reduced.
 
     A rank whose shard is empty has no gradient but still needs the group, because it must take part in the reduction.
@@ -136,7 +136,7 @@ def _groups(models: Sequence[nn.Module], parameters: Iterable[nn.Parameter]) -> 
     return list(groups.values())
 
 
-def _flat_shards(models: Sequence[nn.Module]) -> dict[int, _Shards]:
+def _flat_shards(models: Collection[nn.Module]) -> dict[int, _Shards]:
     """Return ``id`` of each FSDP1 parameter -> shard group, if it is sharded, and device on which it is computed."""
     found: dict[int, _Shards] = {}
     for model in models:

@@ -277,7 +277,7 @@ def wait_for_all_ranks(
     limit = arrival_limit(limit)
     _report(call)
     try:
-        missing = Round(arrival_store(), call, given_up=given_up).join(limit)
+        missing = Round(arrival_store(), call).join(limit, given_up)
     finally:
         _report(None)
     if missing:
@@ -381,23 +381,15 @@ class Round:
     Args:
         store: a store that all ranks share.
         rank, world_size: rank of this process, and number of ranks; by default those of the default process group.
-        given_up: see :func:`wait_for_all_ranks`.
     """
 
-    def __init__(
-        self,
-        store: dist.Store,
-        call: str,
-        rank: int | None = None,
-        world_size: int | None = None,
-        given_up: Callable[[], bool] = _never,
-    ) -> None:
-        self._store, self._call, self._given_up = store, call, given_up
+    def __init__(self, store: dist.Store, call: str, rank: int | None = None, world_size: int | None = None) -> None:
+        self._store, self._call = store, call
         self._rank = dist.get_rank() if rank is None else rank
         self._world_size = dist.get_world_size() if world_size is None else world_size
 
-    def join(self, limit: float) -> list[tuple[int, str]]:
-        """Arrive, and wait for at most ``limit`` seconds.
+    def join(self, limit: float, given_up: Callable[[], bool] = _never) -> list[tuple[int, str]]:
+        """Arrive, and wait for at most ``limit`` seconds; for ``given_up`` see :func:`wait_for_all_ranks`.
 
         Returns:
             The ranks that did not arrive, each with the call that it made instead; empty if all arrived.
@@ -412,7 +404,7 @@ class Round:
                     limit = min(limit, _SETTLE)
                 if self._store.add(f"{number}/count/{self._call}", 1) == self._world_size:
                     self._end(number, complete=True)
-                elif not self._wait(number, limit):
+                elif not self._wait(number, limit, given_up):
                     self._end(number, complete=False)
             except BaseException:  # for example KeyboardInterrupt: this rank must not be counted twice if it retries
                 self._end(number, complete=False)
@@ -430,11 +422,11 @@ class Round:
     def _ended(self, number: int) -> bool:
         return bool(self._store.check([f"{number}/result"]))
 
-    def _wait(self, number: int, limit: float) -> bool:
+    def _wait(self, number: int, limit: float, given_up: Callable[[], bool]) -> bool:
         """Return whether the round ended within ``limit`` seconds."""
         deadline = time.monotonic() + limit
         while (remaining := deadline - time.monotonic()) > 0:
-            if remaining > _SETTLE and (self._given_up() or self._store.check([LEFT])):
+            if remaining > _SETTLE and (given_up() or self._store.check([LEFT])):
                 deadline = time.monotonic() + min(remaining, _SETTLE)
             if self._ended(number):
                 return True

@@ -50,7 +50,7 @@ from hf_fsdp_plugin.problems import Problem, SpecError
 from hf_fsdp_plugin.text import format_names, plural
 from hf_fsdp_plugin.torch_private import fsdp1, fsdp2, functions
 from hf_fsdp_plugin.torch_private.functions import tree_leaves, tree_map
-from hf_fsdp_plugin.torch_private.modules import buffers, non_persistent_buffers, replace_module, wrapped_module
+from hf_fsdp_plugin.torch_private.modules import Inputs, buffers, non_persistent_buffers, replace_module, wrapped_module
 
 Forward = Callable[..., Any]
 _MATMULS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
@@ -230,9 +230,7 @@ def cast_inputs_of(unit: nn.Module, dtype: torch.dtype | None) -> None:
         setattr(unit, _DTYPE, dtype)
 
 
-def cast_inputs(
-    unit: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def cast_inputs(unit: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs:
     """Return the inputs of a unit, with its activations in the compute dtype."""
     args, kwargs = cast_activations((args, kwargs), vars(unit).get(_DTYPE))
     return args, kwargs

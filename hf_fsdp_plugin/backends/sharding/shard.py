@@ -34,9 +34,9 @@ from hf_fsdp_plugin.torch_private.modules import entries_in_block, is_fsdp_manag
 
 PLAN_ATTRIBUTE = "_hf_fsdp_plan"
 """Attribute of a sharded model that contains its plan."""
-_sharded_models: Final[WeakSet[nn.Module]] = WeakSet()
+sharded_models: Final[WeakSet[nn.Module]] = WeakSet()
 """The sharded models that are alive. A submodule, or the module in FSDP1's root, has no reference to its model."""
-_sharded_optimizers: Final[WeakSet[Optimizer]] = WeakSet()
+sharded_optimizers: Final[WeakSet[Optimizer]] = WeakSet()
 """The optimizers of sharded models that are alive."""
 
 
@@ -101,7 +101,7 @@ def shard(plan: FsdpPlan, model: nn.Module, device: torch.device, optimizers: It
     forwards.refuse_double_backward(sharded)
     attach_optimizers(detached, sharded)
     setattr(sharded, PLAN_ATTRIBUTE, plan)
-    _sharded_models.add(sharded)
+    sharded_models.add(sharded)
     return sharded
 
 
@@ -141,25 +141,6 @@ def plan_of(model: nn.Module) -> FsdpPlan | None:
     return getattr(model, PLAN_ATTRIBUTE, None)
 
 
-def has_sharded_models() -> bool:
-    return bool(_sharded_models)
-
-
-def sharded_models() -> list[nn.Module]:
-    """Return the sharded models that are alive."""
-    return list(_sharded_models)
-
-
-def remember_optimizers(optimizers: Iterable[Optimizer]) -> None:
-    """Add optimizers of sharded models to :func:`sharded_optimizers`."""
-    _sharded_optimizers.update(optimizers)
-
-
-def sharded_optimizers() -> list[Optimizer]:
-    """Return the optimizers of sharded models that are alive."""
-    return list(_sharded_optimizers)
-
-
 def locate_module(module: nn.Module) -> ModuleLocation | None:
     """Return where a sharded model, or a module in one, is; ``None`` for any other module."""
     plan = plan_of(module)
@@ -167,7 +148,7 @@ def locate_module(module: nn.Module) -> ModuleLocation | None:
         return ModuleLocation(module, plan, "")
     if not is_fsdp_managed(module):
         return None
-    named = ((root, name, other) for root in sharded_models() for name, other in root.named_modules())
+    named = ((root, name, other) for root in sharded_models for name, other in root.named_modules())
     root, name = next(((root, name) for root, name, other in named if other is module), (module, ""))
     plan = plan_of(root)
     return ModuleLocation(root, plan, canonical_name(name)) if plan is not None else None

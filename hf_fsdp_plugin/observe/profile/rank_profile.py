@@ -50,13 +50,8 @@ TORCH_UNIT_MARKS: Final = ("FSDP::all_gather", "FSDP::post_backward_reduce")
 (``torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py``).
 """
 
-_KINDS: Final[dict[str, CollectiveKind]] = {
-    "allgather": "all_gather",
-    "reducescatter": "reduce_scatter",
-    "allreduce": "all_reduce",
-    "broadcast": "broadcast",
-}
-"""Part of a name without underscores -> kind: of the operations that start a collective, such as
+_KINDS: Final[tuple[CollectiveKind, ...]] = get_args(CollectiveKind)
+"""Parts of names, without the underscores: of the operations that start a collective, such as
 ``c10d::_allgather_base_`` (``torch/csrc/distributed/c10d/Ops.cpp``), and of the kernels of NCCL and RCCL, such as
 ``ncclDevKernel_AllGather_RING_LL``.
 """
@@ -93,7 +88,7 @@ class Event:
 def collective_kind(name: str) -> CollectiveKind | None:
     """Return the kind in the name of an operation or a kernel; ``None`` if the name contains none."""
     plain = name.replace("_", "").lower()
-    return next((kind for part, kind in _KINDS.items() if part in plain), None)
+    return next((kind for kind in _KINDS if kind.replace("_", "") in plain), None)
 
 
 @dataclass(kw_only=True)

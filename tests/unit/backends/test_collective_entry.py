@@ -77,8 +77,10 @@ def test_another_call_ends_the_round_before_the_limit(store: dist.Store, monkeyp
 
 def test_round_ends_when_a_rank_will_not_come(store: dist.Store, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(agreement, "_SETTLE", SHORT)
-    waiting = Round(store, "clip", 0, 2, given_up=lambda: bool(store.check(["stepped"])))
-    missing, _ = together(lambda: waiting.join(LONG), lambda: store.set("stepped", "1"))
+    waiting = Round(store, "clip", 0, 2)
+    missing, _ = together(
+        lambda: waiting.join(LONG, lambda: bool(store.check(["stepped"]))), lambda: store.set("stepped", "1")
+    )
     assert missing == [(1, "")]
 
 
@@ -170,6 +172,6 @@ def test_first_pause_grows_with_the_world(
     """One process answers the questions of all ranks."""
     pauses: list[float] = []
     monkeypatch.setattr(agreement.time, "sleep", pauses.append)
-    Round(store, "save", 0, world_size)._wait(0, 0.3)
+    Round(store, "save", 0, world_size)._wait(0, 0.3, lambda: False)
     assert pauses[0] == pytest.approx(first, rel=0.2)
     assert all(pause >= first * 0.8 for pause in pauses[:3])
