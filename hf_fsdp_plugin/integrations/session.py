@@ -138,7 +138,7 @@ class Session:
         if self.uses_fsdp:
             return True
         shard = sys.modules.get("hf_fsdp_plugin.backends.sharding.shard")  # which imports torch
-        return shard is not None and shard.has_sharded_models()
+        return shard is not None and bool(shard.sharded_models)
 
     def remember(self, arguments: Any, spec: FsdpSpec) -> None:
         """Keep the spec of a ``TrainingArguments`` for the Trainer that will be created with it."""

@@ -127,7 +127,7 @@ def _with_gathered_weights(function: str, obj: Any, *, keep: bool = True, dtenso
     """
     meshes = {
         parameter.device_mesh
-        for model in sharded_models()
+        for model in sharded_models
         for parameter in model.parameters()
         if isinstance(parameter, DTensor)
     }
@@ -181,7 +181,7 @@ def _check_no_shards(function: str, obj: Any, *, dtensors: bool = False) -> None
     Args:
         dtensors: whether to refuse the ``DTensor`` objects of a single rank too.
     """
-    if not sharded_models():
+    if not sharded_models:
         return
     storages = flat_storages()
     found = [
@@ -210,7 +210,7 @@ def is_shard(tensor: torch.Tensor, flat_storages: set[int]) -> bool:
 
 def _flat_units() -> list[tuple[Any, Any]]:
     """Return the units of FSDP1 that have parameters, in all sharded models, with their flat parameters."""
-    return [pair for model in sharded_models() for pair in fsdp1.flat_units(model)]
+    return [pair for model in sharded_models for pair in fsdp1.flat_units(model)]
 
 
 def flat_storages() -> set[int]:
@@ -222,7 +222,7 @@ def flat_storages() -> set[int]:
         if group is not None and group.size() > 1:
             storages.add(fsdp1.local_shard(flat).untyped_storage().data_ptr())
             parameters.update(map(id, fsdp1.parameter_objects(flat)))
-    for optimizer in sharded_optimizers() if parameters else ():
+    for optimizer in sharded_optimizers if parameters else ():
         for state in (state for parameter, state in optimizer.state.items() if id(parameter) in parameters):
             for value in state.values():
                 if isinstance(value, torch.Tensor) and value.dim() and value.layout == torch.strided:
@@ -265,10 +265,10 @@ def clip_grad_norm_(
     if not any(fsdp1.is_flattened(parameter) for parameter in parameters):
         return original(parameters, max_norm, norm_type, error_if_nonfinite, foreach)
     if error_if_nonfinite:
-        total = clip_grad_norm(sharded_models(), parameters, float("inf"), float(norm_type))
+        total = clip_grad_norm(sharded_models, parameters, float("inf"), float(norm_type))
         if not torch.isfinite(total):
             raise RuntimeError(f"the norm of the gradients is {total.item()}, and error_if_nonfinite=True.")
-    return clip_grad_norm(sharded_models(), parameters, float(max_norm), float(norm_type))
+    return clip_grad_norm(sharded_models, parameters, float(max_norm), float(norm_type))
 
 
 def get_total_norm(original: Callable[..., torch.Tensor], tensors: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -278,7 +278,7 @@ def get_total_norm(original: Callable[..., torch.Tensor], tensors: Any, *args: A
         SpecError: the result would be the norm of one rank's shards.
     """
     tensors = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
-    check_whole_gradients(sharded_models(), tensors)
+    check_whole_gradients(sharded_models, tensors)
     return original(tensors, *args, **kwargs)
 
 
@@ -307,7 +307,7 @@ def add_remedy(error: BaseException) -> None:
 
 def _meets_shards(text: str) -> bool:
     if _MIXED in text:
-        return bool(sharded_models())
+        return bool(sharded_models)
     if (match := _SIZES.search(text)) is None:
         return False
     # The numbers of elements in this rank's parts of parameters.

@@ -222,7 +222,7 @@ def _prepare_optimizers(accelerator: Any, optimizers: Sequence[Optimizer], model
     names = " and ".join(sorted({type(optimizer).__name__ for optimizer in optimizers}))
     with _together(names), agreement.on_all_ranks("checking the optimizers"):
         _check_parameters(optimizers, models)
-    sharding.remember_optimizers(optimizers)
+    sharding.sharded_optimizers.update(optimizers)
     problems: list[Problem | None] = []
     for optimizer in optimizers:
         plan = next((sharding.plan_of(model) for model in models if has_parameters_of(model, optimizer)), None)
