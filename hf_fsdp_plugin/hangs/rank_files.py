@@ -41,7 +41,7 @@ class RankFiles:
         process: JSON: the rank's process, its start and its machine (see :func:`register_rank`).
         stacks: stacks of the rank's threads (see ``hangs.rank_stacks``).
         saving: exists while a checkpoint is written in the background.
-        calls: the rank's collectives, optimizer steps and forwards (see ``hangs.call_record``).
+        calls: the rank's collectives, optimizer steps and forwards (see ``hangs.calls``).
         hang: JSON: the hang that ends the ranks of this machine (:class:`FoundHang`). One for all of them.
         cause: exists if a rank that SIGTERM has ended has printed the reason. One for all ranks of this machine.
         restarts: JSON: the failed attempts of the run (``runs.restart_policy``). The launcher writes it for all ranks.

@@ -18,6 +18,7 @@ from hf_fsdp_plugin.backends.sharding.forwards import cast_inputs_of, fp32_ids
 from hf_fsdp_plugin.backends.torch_types import device_mesh, dtensor_like
 from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan, torch_dtype
 from hf_fsdp_plugin.torch_private import fsdp2 as private
+from hf_fsdp_plugin.torch_private.functions import compute_local_shape_and_global_offset
 from hf_fsdp_plugin.torch_private.modules import registrations
 
 _Places = list[tuple[dict[str, Any], str]]
@@ -93,22 +94,12 @@ def _sharded_on_read(
     for parameter, places in whole:
         registered, attribute = places[0]
         sharded: DTensor = registered[attribute]
-        part = _part(parameter.detach(), sharded)
+        shape, offset = compute_local_shape_and_global_offset(sharded.shape, sharded.device_mesh, sharded.placements)
+        part = parameter.detach()[tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))]
         local = torch.empty(part.shape, dtype=sharded.dtype, device="cpu" if plan.offload_params else device)
         with torch.no_grad():
             loader.copy_part(local, part)
         _register(nn.Parameter(dtensor_like(local, sharded), requires_grad=parameter.requires_grad), places)
-
-
-def _part(whole: torch.Tensor, sharded: DTensor) -> torch.Tensor:
-    """Return this rank's part of ``whole``, which ``fully_shard`` splits as ``torch.chunk`` does."""
-    for axis, placement in enumerate(sharded.placements):
-        if placement.is_shard():
-            dim: int = placement.dim  # type: ignore[attr-defined]
-            chunks = torch.chunk(whole, sharded.device_mesh.size(axis), dim)
-            rank = sharded.device_mesh.get_local_rank(axis)
-            whole = chunks[rank] if rank < len(chunks) else whole.narrow(dim, 0, 0)
-    return whole
 
 
 def adopt_fsdp2(plan: FsdpPlan, model: nn.Module, device: torch.device) -> nn.Module:
