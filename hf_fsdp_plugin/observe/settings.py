@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from hf_fsdp_plugin import text
+import hf_fsdp_plugin.text as text
 from hf_fsdp_plugin.observe.first_step import FirstStep
 from hf_fsdp_plugin.observe.units import StructureComparison, UnitObservation, dtype_name, unmanaged_parameters
 from hf_fsdp_plugin.observe.weights import WeightComparison
