@@ -11,8 +11,8 @@ from dataclasses import replace
 from typing import Any
 
 from hf_fsdp_plugin.backends.loading.shared_weights import exchange
+from hf_fsdp_plugin.backends.ranks.agreement import load_failures
 from hf_fsdp_plugin.backends.ranks.cluster import slurm_variables
-from hf_fsdp_plugin.backends.ranks.collective_entry import load_failures
 from hf_fsdp_plugin.devices import accelerator_type, select_device
 from hf_fsdp_plugin.integrations import patching, resuming, run_report, torch_functions
 from hf_fsdp_plugin.integrations.rank_watch import watch

@@ -12,7 +12,7 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from hf_fsdp_plugin.backends.ranks.collective_entry import collective_call
+from hf_fsdp_plugin.backends.ranks.agreement import collective_call
 from hf_fsdp_plugin.backends.sharding.shard import locate_module
 from hf_fsdp_plugin.backends.torch_types import wait_for_reads
 from hf_fsdp_plugin.checkpoint.names import MOVING_AVERAGE, numbered_from_one

@@ -32,7 +32,7 @@ from hf_fsdp_plugin.backends.ranks.agreement import wait_listeners
 from hf_fsdp_plugin.backends.ranks.cluster import slurm_variables
 from hf_fsdp_plugin.hangs import hang_queries, rank_exit, rank_files
 from hf_fsdp_plugin.hangs.calls import RankCalls, read_header, record
-from hf_fsdp_plugin.hangs.hang_finder import HangFinder, found_hang, write_hang
+from hf_fsdp_plugin.hangs.hang_watch import HangFinder, found_hang, write_hang
 from hf_fsdp_plugin.hangs.rank_files import FoundHang, Peer, RankFiles, write_atomically
 from hf_fsdp_plugin.hangs.rank_stacks import HeldAbort, format_stack, stack_file
 from hf_fsdp_plugin.integrations import call_hooks, resuming

@@ -12,11 +12,10 @@ from typing import Any
 
 import torch.distributed as dist
 
-from hf_fsdp_plugin.backends.ranks.agreement import gather_objects
-from hf_fsdp_plugin.backends.ranks.collective_entry import announce_end
+from hf_fsdp_plugin.backends.ranks.agreement import announce_end, gather_objects
 from hf_fsdp_plugin.backends.sharding.shard import plan_of
 from hf_fsdp_plugin.checkpoint.formats.known_formats import stored_state_dict_type
-from hf_fsdp_plugin.hangs.call_record import record
+from hf_fsdp_plugin.hangs.calls import record
 from hf_fsdp_plugin.integrations.accelerate import private
 from hf_fsdp_plugin.integrations.saving import manager
 from hf_fsdp_plugin.integrations.session import session

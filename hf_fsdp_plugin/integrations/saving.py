@@ -21,8 +21,7 @@ import torch.distributed as dist
 from torch import nn
 
 from hf_fsdp_plugin.backends.optimizers.parameters import owner_of
-from hf_fsdp_plugin.backends.ranks.agreement import gather_objects, on_all_ranks
-from hf_fsdp_plugin.backends.ranks.collective_entry import collective_call
+from hf_fsdp_plugin.backends.ranks.agreement import collective_call, gather_objects, on_all_ranks
 from hf_fsdp_plugin.backends.sharding.shard import ModuleLocation, locate_module, plan_of
 from hf_fsdp_plugin.checkpoint.formats.manifest import read_manifest
 from hf_fsdp_plugin.checkpoint.names import HF_MODEL

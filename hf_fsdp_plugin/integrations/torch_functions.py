@@ -26,7 +26,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.tensor import DTensor
 
 from hf_fsdp_plugin.backends.optimizers.clipping import check_whole_gradients, clip_grad_norm
-from hf_fsdp_plugin.backends.ranks.collective_entry import collective_call
+from hf_fsdp_plugin.backends.ranks.agreement import collective_call
 from hf_fsdp_plugin.backends.sharding.script_access import free_gathered, gathers_root_itself
 from hf_fsdp_plugin.backends.sharding.shard import locate_module, sharded_models, sharded_optimizers
 from hf_fsdp_plugin.backends.torch_types import shard_like

@@ -18,7 +18,7 @@ from typing import Any, Final
 
 from hf_fsdp_plugin.hangs import rank_exit, rank_files, rank_stacks
 from hf_fsdp_plugin.hangs.calls import Counts, RankCalls, read_calls
-from hf_fsdp_plugin.hangs.diagnose import SILENT_EXIT, compare_calls
+from hf_fsdp_plugin.hangs.hang_cause import SILENT_EXIT, compare_calls
 from hf_fsdp_plugin.hangs.rank_files import HANG, RankFiles, find_peers
 from hf_fsdp_plugin.hangs.rank_stacks import Frame
 from hf_fsdp_plugin.problems import Problem

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from hf_fsdp_plugin.torch_private.functions import ShardedGradScaler
+from hf_fsdp_plugin.torch_private.functions import CollectiveGradScaler
 from tests.support.tiny import MODELS, parallel_config
 from tests.support.training import fresh_accelerator, train, train_prepared
 
@@ -72,7 +72,7 @@ def scaled_accelerator(version: int, ignored: str) -> Any:
     """An Accelerator with the scaler that it would have for fp16 on a GPU."""
     accelerator = fresh_accelerator(parallel_config("full_shard", version, 2, fsdp_ignored_modules=ignored))
     accelerator.native_amp, accelerator.state._mixed_precision = True, "fp16"
-    accelerator.scaler = ShardedGradScaler("cpu", init_scale=SCALE)
+    accelerator.scaler = CollectiveGradScaler("cpu", init_scale=SCALE)
     return accelerator
 
 

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 from transformers import TrainerCallback, get_scheduler
 
 import hf_fsdp_plugin as hfp
-from hf_fsdp_plugin.hangs.call_record import record
+from hf_fsdp_plugin.hangs.calls import record
 from hf_fsdp_plugin.integrations.session import session
 from hf_fsdp_plugin.messages import printer
 from hf_fsdp_plugin.runs.restart_policy import FailedAttempt, Restarts

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
 
 import hf_fsdp_plugin as hfp
-from hf_fsdp_plugin.backends.ranks.collective_entry import LIMIT_VARIABLE
+from hf_fsdp_plugin.backends.ranks.agreement import LIMIT_VARIABLE
 from tests.support.tiny import MODELS, parallel_config
 from tests.support.training import adamw, fresh_accelerator, loss_of
 

@@ -256,7 +256,7 @@ def forget_end_of_script() -> None:
     """Remove the announcement that the script of this rank has ended, because the rank runs another case."""
     import torch.distributed as dist
 
-    from hf_fsdp_plugin.backends.ranks.collective_entry import LEFT, arrival_store
+    from hf_fsdp_plugin.backends.ranks.agreement import LEFT, arrival_store
 
     if dist.is_initialized():
         for key in (f"{LEFT}/rank{dist.get_rank()}", LEFT):

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from accelerate import Accelerator, utils
 
 from hf_fsdp_plugin.backends.optimizers.clipping import clip_grad_norm
-from hf_fsdp_plugin.backends.ranks import collective_entry
+from hf_fsdp_plugin.backends.ranks import agreement
 from hf_fsdp_plugin.backends.ranks.cluster import gloo_interface, gloo_variables, raise_file_limit, slurm_variables
 from hf_fsdp_plugin.backends.sharding.shard import has_shards, locate_module
 from hf_fsdp_plugin.devices import DEVICES, accelerator_type, select_device
@@ -48,7 +48,7 @@ SOURCE: Final = "Accelerator()"
 _USE_MESH: Final = "ACCELERATE_USE_PARALLELISM_CONFIG"
 _SETTINGS: Final = dict(zip(DATA_SIZES, ("mesh.replicate", "mesh.shard"), strict=True))
 """Size of a ``ParallelismConfig`` -> its setting."""
-_CLIP_FIX = f"{collective_entry.ON_ALL_RANKS} It clips by the norm of all shards."
+_CLIP_FIX = f"{agreement.ON_ALL_RANKS} It clips by the norm of all shards."
 
 
 def accelerator(spec: FsdpSpec, **kwargs: Any) -> Accelerator:
@@ -127,7 +127,7 @@ def get_state_dict(original: Callable[..., Any], accelerator: Any, model: Any, *
     if (answer := gathered.state_of(model)) is not None:
         return answer
     if (place := locate_module(model)) is not None:
-        with collective_entry.collective_call(call_name("Accelerator.get_state_dict", model), fix=FIX):
+        with agreement.collective_call(call_name("Accelerator.get_state_dict", model), fix=FIX):
             return state_at(place)
     if plugins.planned_plugin(accelerator) is not None and not has_shards(model):
         return model.state_dict()
@@ -142,7 +142,7 @@ def clip_grad_norm_(
     plugin: plugins.PlannedFsdpPlugin = accelerator.state.fsdp_plugin
     parameters = [parameters] if hasattr(parameters, "grad") else list(parameters)
     has_gradients = any(parameter.grad is not None for parameter in parameters)
-    limit = collective_entry.TRAINING_LIMIT if has_gradients else collective_entry.DEFAULT_LIMIT
+    limit = agreement.TRAINING_LIMIT if has_gradients else agreement.DEFAULT_LIMIT
     plugin.first_calls.wait("Accelerator.clip_grad_norm_", fix=_CLIP_FIX, limit=limit, before_step=True)
     accelerator.unscale_gradients()
     return clip_grad_norm(private.prepared_models(accelerator), parameters, float(max_norm), float(norm_type))

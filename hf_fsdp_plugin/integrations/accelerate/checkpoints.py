@@ -16,8 +16,7 @@ from accelerate.utils import convert_file_size_to_int
 from accelerate.utils.modeling import is_peft_model
 
 from hf_fsdp_plugin.backends.optimizers.parameters import owner_of
-from hf_fsdp_plugin.backends.ranks.agreement import on_all_ranks
-from hf_fsdp_plugin.backends.ranks.collective_entry import TRAINING_LIMIT, collective_call, wait_for_all_ranks
+from hf_fsdp_plugin.backends.ranks.agreement import TRAINING_LIMIT, collective_call, on_all_ranks, wait_for_all_ranks
 from hf_fsdp_plugin.backends.sharding.shard import locate_module, plan_of
 from hf_fsdp_plugin.checkpoint.checking.inspection import numbered_checkpoints
 from hf_fsdp_plugin.checkpoint.folders import remove_checkpoint

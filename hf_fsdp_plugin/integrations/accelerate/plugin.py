@@ -25,7 +25,7 @@ from torch import nn
 from torch.distributed import fsdp
 from torch.distributed.fsdp.wrap import lambda_auto_wrap_policy
 
-from hf_fsdp_plugin.backends.ranks.collective_entry import FirstCalls
+from hf_fsdp_plugin.backends.ranks.agreement import FirstCalls
 from hf_fsdp_plugin.backends.sharding.shard import plan_of
 from hf_fsdp_plugin.devices import accelerator_type
 from hf_fsdp_plugin.integrations.accelerate.private import prepared_models

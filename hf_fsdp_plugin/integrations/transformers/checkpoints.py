@@ -15,8 +15,7 @@ import torch.distributed as dist
 from accelerate.utils.modeling import is_peft_model
 from transformers.trainer_utils import has_length, sort_checkpoints
 
-from hf_fsdp_plugin.backends.ranks.agreement import on_all_ranks
-from hf_fsdp_plugin.backends.ranks.collective_entry import TRAINING_LIMIT, collective_call, wait_for_all_ranks
+from hf_fsdp_plugin.backends.ranks.agreement import TRAINING_LIMIT, collective_call, on_all_ranks, wait_for_all_ranks
 from hf_fsdp_plugin.backends.sharding.shard import locate_module
 from hf_fsdp_plugin.checkpoint.folders import remove_checkpoint
 from hf_fsdp_plugin.checkpoint.formats.known_formats import read_stored_model, stored_state_dict_type

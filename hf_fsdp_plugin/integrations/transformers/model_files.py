@@ -25,8 +25,7 @@ from accelerate.utils import convert_file_size_to_int
 from accelerate.utils.modeling import is_peft_model
 from transformers.utils import logging
 
-from hf_fsdp_plugin.backends.ranks.agreement import gather_objects, on_all_ranks
-from hf_fsdp_plugin.backends.ranks.collective_entry import collective_call, load_failures
+from hf_fsdp_plugin.backends.ranks.agreement import collective_call, gather_objects, load_failures, on_all_ranks
 from hf_fsdp_plugin.backends.sharding.forwards import send_buffers
 from hf_fsdp_plugin.backends.sharding.shard import ModuleLocation, locate_module
 from hf_fsdp_plugin.checkpoint.checking import against_model

@@ -23,7 +23,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.utils import find_labels
 
 from hf_fsdp_plugin.backends.optimizers.parameters import replicate_parameters
-from hf_fsdp_plugin.backends.ranks.collective_entry import TRAINING_LIMIT, preparation_limit, wait_for_all_ranks
+from hf_fsdp_plugin.backends.ranks.agreement import TRAINING_LIMIT, preparation_limit, wait_for_all_ranks
 from hf_fsdp_plugin.backends.sharding.script_access import free_gathered
 from hf_fsdp_plugin.backends.sharding.shard import plan_of
 from hf_fsdp_plugin.checkpoint.names import TRAINER_PREFIX

@@ -98,9 +98,8 @@ def collectives(case: Case) -> Case:
     import torch
     import torch.distributed as dist
 
-    from hf_fsdp_plugin.hangs.call_record import read_calls, record
-    from hf_fsdp_plugin.hangs.calls import rank_from_json
-    from hf_fsdp_plugin.hangs.diagnose import compare_calls
+    from hf_fsdp_plugin.hangs.calls import rank_from_json, read_calls, record
+    from hf_fsdp_plugin.hangs.hang_cause import compare_calls
     from hf_fsdp_plugin.integrations.call_hooks import record_calls
 
     with tempfile.TemporaryDirectory() as folder:

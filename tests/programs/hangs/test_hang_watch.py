@@ -19,12 +19,11 @@ import pytest
 import torch.distributed as dist
 
 from hf_fsdp_plugin.cli.output import HANG
-from hf_fsdp_plugin.hangs import hang_finder, hang_queries
-from hf_fsdp_plugin.hangs.call_record import CallRecord, read_calls
-from hf_fsdp_plugin.hangs.calls import RankCalls
-from hf_fsdp_plugin.hangs.diagnose import Diagnosis
-from hf_fsdp_plugin.hangs.hang_finder import HangFinder, found_hang, hang_problem, write_hang
+from hf_fsdp_plugin.hangs import hang_queries, hang_watch
+from hf_fsdp_plugin.hangs.calls import CallRecord, RankCalls, read_calls
+from hf_fsdp_plugin.hangs.hang_cause import Diagnosis
 from hf_fsdp_plugin.hangs.hang_queries import HangQueries
+from hf_fsdp_plugin.hangs.hang_watch import HangFinder, found_hang, hang_problem, write_hang
 from hf_fsdp_plugin.hangs.rank_files import FoundHang, RankFiles, is_halted, processor_use
 from hf_fsdp_plugin.runs.failures import RunResult, format_failures
 from tests.unit.hangs.test_hang_watch import LIMIT, queries_of
@@ -211,7 +210,7 @@ def test_time_out_of_the_group_shortens_the_limit(ranks: Make, monkeypatch: pyte
     other = Group()
     other.group_name = "1"
     both[0].record.begin(other, "barrier", None)  # type: ignore[arg-type]
-    assert hang_finder._timeout(read_calls(0, both[0].files.calls)) == 2.0, "another group has a shorter time-out"
+    assert hang_watch._timeout(read_calls(0, both[0].files.calls)) == 2.0, "another group has a shorter time-out"
 
 
 @pytest.mark.slow

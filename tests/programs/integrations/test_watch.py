@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from hf_fsdp_plugin.hangs.call_record import read_calls, record
+from hf_fsdp_plugin.hangs.calls import read_calls, record
 from hf_fsdp_plugin.integrations.rank_watch import watch
 from tests.unit.integrations.test_watch import armed_files
 

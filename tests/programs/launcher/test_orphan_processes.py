@@ -18,12 +18,12 @@ from hf_fsdp_plugin.launcher.orphan_processes import (
     OrphanProcess,
     end_processes,
     processes_of,
-    run_name,
+    attempt_name,
 )
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="finds processes in /proc")
 
-RUN = run_name()
+RUN = attempt_name()
 SLEEP = "import time; print(flush=True); time.sleep(60)"
 IGNORES_SIGTERM = f"import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); {SLEEP}"
 

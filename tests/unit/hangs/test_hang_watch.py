@@ -16,9 +16,9 @@ import torch.distributed as dist
 
 from hf_fsdp_plugin.hangs import hang_queries, rank_files
 from hf_fsdp_plugin.hangs.calls import Call, RankCalls, Wait
-from hf_fsdp_plugin.hangs.diagnose import Diagnosis
-from hf_fsdp_plugin.hangs.hang_finder import write_hang
+from hf_fsdp_plugin.hangs.hang_cause import Diagnosis
 from hf_fsdp_plugin.hangs.hang_queries import HangQueries, JobStore
+from hf_fsdp_plugin.hangs.hang_watch import write_hang
 from hf_fsdp_plugin.hangs.rank_files import ProcessorUse, processor_use
 from hf_fsdp_plugin.rank_variables import DEFAULT_HANG_LIMIT, HANG_LIMIT_VARIABLE, hang_limit
 

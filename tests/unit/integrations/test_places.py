@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from hf_fsdp_plugin.hangs.call_record import CallRecord, read_calls
-from hf_fsdp_plugin.hangs.calls import Counts
+from hf_fsdp_plugin.hangs.calls import CallRecord, Counts, read_calls
 from hf_fsdp_plugin.hangs.rank_stacks import (
     STACK_SIGNAL,
     Frame,

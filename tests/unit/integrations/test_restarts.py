@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import hf_fsdp_plugin as hfp
-from hf_fsdp_plugin.hangs.call_record import record
+from hf_fsdp_plugin.hangs.calls import record
 from hf_fsdp_plugin.integrations import resuming as subject
 from hf_fsdp_plugin.integrations.session import session
 from hf_fsdp_plugin.runs.identity import RunIdentity

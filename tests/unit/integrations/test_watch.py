@@ -14,8 +14,7 @@ from pathlib import Path
 import pytest
 
 from hf_fsdp_plugin import SpecError
-from hf_fsdp_plugin.hangs.call_record import read_calls, record
-from hf_fsdp_plugin.hangs.calls import Counts
+from hf_fsdp_plugin.hangs.calls import Counts, read_calls, record
 from hf_fsdp_plugin.hangs.rank_files import RankFiles, find_peers, start_of
 from hf_fsdp_plugin.integrations.rank_watch import watch
 from hf_fsdp_plugin.integrations.session import session

@@ -16,7 +16,7 @@ from typing import Final
 
 from hf_fsdp_plugin.hangs import rank_files, rank_stacks
 from hf_fsdp_plugin.hangs.calls import RankCalls, RecordHeader, read_calls, read_header
-from hf_fsdp_plugin.hangs.diagnose import SILENT_EXIT, Diagnosis, diagnose_hang
+from hf_fsdp_plugin.hangs.hang_cause import SILENT_EXIT, Diagnosis, diagnose_hang
 from hf_fsdp_plugin.hangs.hang_queries import HangQueries
 from hf_fsdp_plugin.hangs.rank_exit import stack_of
 from hf_fsdp_plugin.hangs.rank_files import FoundHang, Peer, ProcessorUse
