@@ -257,7 +257,8 @@ class _Run:
         ranks = (unusual or ahead) if is_tie else ()
         ranks = ranks or _ranks_of(classes if is_tie else classes[1:])
         if ahead and (ranks == ahead or ranks != unusual):
-            own, others = map(_times, (most, few) if ranks == ahead else (few, most))
+            counts = (most, few) if ranks == ahead else (few, most)
+            own, others = ({1: "once", 2: "twice"}.get(count, f"{count:,} times") for count in counts)
             return ranks, f" {name_ranks(ranks).capitalize()} had called the model {own}, the others {others}."
         if ranks == unusual:
             return ranks, f" In earlier steps, the call before was not followed by that of {name_ranks(ranks)}."
@@ -280,10 +281,6 @@ class _Run:
 
 def _ranks_of(classes: Iterable[_Class]) -> tuple[int, ...]:
     return tuple(sorted(rank for each in classes for rank in each.ranks))
-
-
-def _times(count: int) -> str:
-    return {1: "once", 2: "twice"}.get(count, f"{count:,} times")
 
 
 def _grouped(waits: Mapping[int, Wait]) -> list[Wait]:

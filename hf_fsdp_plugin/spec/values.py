@@ -98,10 +98,6 @@ def _parse_integer(row: SettingRow, raw: Any) -> int:
     return _parse_number(raw, _INTEGER, "an integer, such as 8", row.minimum)
 
 
-def _parse_count(row: SettingRow, raw: Any) -> int:
-    return _parse_number(raw, _COUNT, "an integer, such as 100000000, 1e8 or 100M", row.minimum)
-
-
 def _parse_size(row: SettingRow, raw: Any) -> int | str:
     if _word(raw) in ("auto", "-1"):
         return "auto"
@@ -261,7 +257,8 @@ def _nearest_known(word: str, known: Iterable[str]) -> str:
 
 
 _PARSERS: Mapping[ValueKind, Callable[[SettingRow, Any], Any]] = {
-    "bool": _parse_bool, "integer": _parse_integer, "count": _parse_count, "size": _parse_size,
+    "bool": _parse_bool, "integer": _parse_integer, "size": _parse_size,
+    "count": lambda row, raw: _parse_number(raw, _COUNT, "an integer, such as 100000000, 1e8 or 100M", row.minimum),
     "choice": _parse_choice, "names": _parse_names, "mapping": _parse_mapping, "any": lambda row, raw: raw,
     "reshard": _parse_reshard, "one": _parse_one, "mode": _parse_mode, "address": _parse_address,
     "devices": _parse_devices, "identifier": _parse_identifier, "pattern": _parse_pattern,

@@ -351,10 +351,6 @@ def _is_replicated(group: Any) -> bool:
     return isinstance(group.mesh_info, _common.DDPMeshInfo)
 
 
-def _shard_ranks(group: Any) -> tuple[int, ...]:
-    return tuple(dist.get_process_group_ranks(group.mesh_info.shard_process_group)) if _is_sharded(group) else ()
-
-
 def _parameter_ids(group: Any) -> frozenset[int]:
     found: list[torch.Tensor] = [*_parameters(group)]
     with suppress(AttributeError):  # the ids of the shards are known also if torch lacks an attribute
@@ -388,7 +384,9 @@ _GROUP_FACTS: Facts = {
     "casts": lambda group: _policy(group).param_dtype is not None,
     "shard_size": lambda group: group.mesh_info.shard_mesh_size if _is_sharded(group) else 1,
     "shard_rank": lambda group: group.mesh_info.shard_mesh_rank if _is_sharded(group) else 0,
-    "shard_ranks": _shard_ranks,
+    "shard_ranks": lambda group: (
+        tuple(dist.get_process_group_ranks(group.mesh_info.shard_process_group)) if _is_sharded(group) else ()
+    ),
     "replicate_size": lambda group: group.mesh_info.replicate_mesh_size if _is_replicated(group) else 1,
     "hybrid": lambda group: _is_sharded(group) and _is_replicated(group),
     "reduces": lambda group: bool(group.reduce_grads),

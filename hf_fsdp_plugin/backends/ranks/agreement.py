@@ -253,11 +253,6 @@ wait_listeners: Final[list[Callable[[str | None], None]]] = []
 """Called with the name of each call before this rank waits for the others, then with ``None``."""
 
 
-def _report(call: str | None) -> None:
-    for listener in wait_listeners:
-        listener(call)
-
-
 def wait_for_all_ranks(
     call: str, *, fix: str = ON_ALL_RANKS, limit: float = DEFAULT_LIMIT, given_up: Callable[[], bool] = _never
 ) -> None:
@@ -275,11 +270,13 @@ def wait_for_all_ranks(
     if not _has_other_ranks():
         return
     limit = arrival_limit(limit)
-    _report(call)
+    for listener in wait_listeners:
+        listener(call)
     try:
         missing = Round(arrival_store(), call).join(limit, given_up)
     finally:
-        _report(None)
+        for listener in wait_listeners:
+            listener(None)
     if missing:
         message = (
             f"{call} is a collective call: every rank must make it, because each rank has only a part of the weights. "

@@ -394,13 +394,10 @@ def refuse_copies(model: nn.Module) -> None:
     A copy would have one rank's shards, and no units. ``torch.optim.swa_utils.AveragedModel`` copies the model, too.
     """
     for module in model.modules():
-        if any(_is_sharded(parameter) for _, _, parameter in registrations(module.modules())):
+        parameters: list[Any] = [parameter for _, _, parameter in registrations(module.modules())]
+        if any(isinstance(each, DTensor) or fsdp1.is_flattened(each) for each in parameters):
             # Copying looks for this method on the object. fully_shard has set another one on its classes.
             module.__deepcopy__ = partial(_refuse_copy, type(unwrapped(module)).__name__)  # type: ignore[assignment]
-
-
-def _is_sharded(parameter: Any) -> bool:
-    return isinstance(parameter, DTensor) or fsdp1.is_flattened(parameter)
 
 
 def _refuse_copy(name: str, memo: Any) -> NoReturn:

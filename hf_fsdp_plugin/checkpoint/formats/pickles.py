@@ -114,15 +114,6 @@ class TensorMeta(NamedTuple):
     dtype: str
 
 
-def _tensor_v2(storage: PickledStorage, offset: int, size: Any, strides: Any, *_: Any) -> PickledTensor:
-    return _tensor(storage, storage.dtype, offset, size, strides)
-
-
-def _tensor_v3(storage: PickledStorage, offset: int, size: Any, strides: Any, *rest: Any) -> PickledTensor:
-    """Stand-in for dtypes without a storage class: the storage is untyped, and the dtype is an argument."""
-    return _tensor(storage, rest[2], offset, size, strides)
-
-
 def _tensor(storage: PickledStorage, dtype: str, offset: int, size: Any, strides: Any) -> PickledTensor:
     numbers = (offset, *size, *strides)
     if dtype not in SIZES or len(size) != len(strides) or not all(type(n) is int and n >= 0 for n in numbers):
@@ -207,8 +198,9 @@ ALLOWED: dict[str, dict[str, Any]] = {
     "torch.nn.parameter": {"Parameter": Kept, "Buffer": Kept},
     "torch.serialization": {"_get_layout": _first},
     "torch._utils": {
-        "_rebuild_tensor_v2": _tensor_v2,
-        "_rebuild_tensor_v3": _tensor_v3,
+        "_rebuild_tensor_v2": lambda storage, *values: _tensor(storage, storage.dtype, *values[:3]),
+        # for dtypes without a storage class: the storage is untyped, and the dtype is an argument
+        "_rebuild_tensor_v3": lambda storage, *values: _tensor(storage, values[5], *values[:3]),
         **dict.fromkeys(("_rebuild_parameter", "_rebuild_parameter_with_state"), _first),
         "_rebuild_wrapper_subclass": _kept_arguments,
     },

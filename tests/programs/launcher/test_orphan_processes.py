@@ -16,9 +16,9 @@ from hf_fsdp_plugin.launcher.orphan_processes import (
     RUN_VARIABLE,
     Guard,
     OrphanProcess,
+    attempt_name,
     end_processes,
     processes_of,
-    attempt_name,
 )
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="finds processes in /proc")
