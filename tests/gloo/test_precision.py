@@ -60,5 +60,5 @@ def test_infinite_gradient_of_one_rank_skips_all_ranks(two_ranks: Ranks, how: st
 
 def test_accelerator_gets_the_scaler_with_its_settings(two_ranks: Ranks) -> None:
     name, state = two_ranks.run(cases.scaler_of_accelerator, 2)[0]
-    assert name == "ShardedGradScaler"
+    assert name == "CollectiveGradScaler"
     assert state["scale"] == 256.0
