@@ -20,7 +20,7 @@ Severity = Literal["error", "warning", "note"]
 
 _PACKAGES: Final = ("sources", "spec", "plan", "backends", "checkpoint", "observe", "integrations", "cli", "estimate")
 AREAS: Final[Mapping[str, str]] = MappingProxyType({str(digit): name for digit, name in enumerate(_PACKAGES)})
-"""First digit of a code -> the package that reports it, which is also the name of the page in ``problem_pages/``."""
+"""First digit of a code -> the area of the problem, which is the name of the page in ``problem_pages/``."""
 
 CODE: Final = re.compile(r"FSDP-([EWN])([0-8])\d\d")
 _SUGGESTION: Final = re.compile(r"Did you mean (?:--)?([^\s?]+)\?")

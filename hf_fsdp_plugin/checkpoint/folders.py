@@ -1,6 +1,6 @@
 """The folders of checkpoints: their commit by a rename, recovery from interrupted commits, removal, and visibility.
 
-``writing.staging.StagingFolder.commit`` has the order of a commit: files, manifest, syncs, rename, removal.
+``writing.staging.StagingFolder.commit`` has the order of a commit: files, manifest, syncs, rename, sync, removal.
 
 Clients of network file systems cache the names in a folder, also of files that did not exist, for up to a minute (NFS:
 ``acdirmax``). A wait for such a name that takes longer than a few seconds is announced on stderr.
@@ -28,22 +28,22 @@ def replaced_path(final: Path) -> Path:
 
 
 def put_in_place(folder: Path, final: Path) -> Path | None:
-    """Rename ``folder`` to ``final``.
+    """Rename ``folder`` to ``final``, durably: a power failure that follows cannot lose both folders.
 
     Returns:
         The new path of the folder that was at ``final``, which the caller deletes; ``None`` if there was none. If the
         second rename fails, the first one is undone.
     """
-    if not final.exists():
-        folder.rename(final)
-        return None
-    replaced = replaced_path(final)
-    final.rename(replaced)
+    replaced = replaced_path(final) if final.exists() else None
+    if replaced is not None:
+        final.rename(replaced)
     try:
         folder.rename(final)
     except OSError:
-        replaced.rename(final)
+        if replaced is not None:
+            replaced.rename(final)
         raise
+    sync(final.parent)
     return replaced
 
 
@@ -117,6 +117,7 @@ def move_files(folder: Path, final: Path) -> None:
         if Path(record.path) not in new:
             (final / record.path).unlink(missing_ok=True)
     sync(final)
+    sync(final.parent)
 
 
 TIMEOUT = 75.0

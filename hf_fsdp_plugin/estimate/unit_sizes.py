@@ -22,7 +22,7 @@ from hf_fsdp_plugin.text import format_names, plural
 _ALIGNMENT = 16
 """Bytes to which FSDP1 aligns each parameter in a flat parameter (``_get_aligned_numel`` of ``_flat_param.py``)."""
 SIGNIFICANT: Final = 0.1
-"""Part of padding, in all units together or in the largest unit, from which it is reported."""
+"""Share of padding from which FSDP-W837 is reported: in all units together, or in the largest one."""
 _LEAST_ELEMENTS: Final = 1 << 12
 """Elements of padding from which it is reported: in models that are smaller, it does not matter."""
 _NUMBER: Final = re.compile(r"(?<=\.)\d+(?=\.)")

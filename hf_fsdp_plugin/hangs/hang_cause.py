@@ -55,9 +55,9 @@ class Diagnosis:
     """Why ranks wait.
 
     Attributes:
-        kind: ``late``: ranks have not begun the collective and wait in none; ``different``: ranks called different
-            collectives; ``circle``: ranks wait for each other in different calls; ``stuck``: all ranks have begun the
-            same collective, and it does not end.
+        kind: ``late``: ranks have not begun the collective and wait in none, or are halted, gone or unreachable;
+            ``different``: ranks called different collectives; ``circle``: ranks wait for each other in different calls;
+            ``stuck``: all ranks have begun the same collective, and it does not end.
         ranks: the ranks that cause it; all that wait for each other in a circle; empty if nobody is late.
         waiting: the collective that has been waited for the longest.
         others: further collectives in which ranks wait.

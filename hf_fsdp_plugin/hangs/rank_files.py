@@ -68,7 +68,7 @@ def remove_files(stem: Path) -> None:
 
 
 def private_folder(folder: Path) -> None:
-    """Make a folder below another one that both belong to this user only.
+    """Make a folder and its parent, which no other user can write.
 
     Raises:
         OSError: it cannot be made, or another user has made it, or a link.

@@ -78,7 +78,7 @@ class Watch:
         return self._pid == os.getpid()
 
     def arm(self) -> None:
-        """Arm the diagnosis. Does nothing in a process that is no rank, and little if it is armed.
+        """Arm the diagnosis. Does nothing in a process that is no rank, and only :meth:`follow_thread` if it is armed.
 
         Raises:
             SpecError: a limit in the environment is no number of seconds (FSDP-E674).

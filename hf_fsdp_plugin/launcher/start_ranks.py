@@ -1,7 +1,7 @@
 """The attempts of a run: the ranks of this machine are started, watched, and started again after a failure.
 
-This is the page of ``hf-fsdp launch`` after its config is checked, and of a rank's failure until its summary:
-:func:`_run_attempt` and :func:`run_once` list the steps.
+The steps of ``hf-fsdp launch`` after its config is checked are listed in :func:`run_once`, and those from a rank's
+failure to its summary in :func:`_run_attempt`.
 
 Torch's agent meets the other machines, sets torch's variables, starts the processes and handles signals. Added to it
 is what users miss in it: ranks have a moment to fail by themselves before they are stopped, so that the summary names

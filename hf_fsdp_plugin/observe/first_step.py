@@ -356,5 +356,5 @@ def checkpointed_modules(model: nn.Module, plan: FsdpPlan) -> dict[str, nn.Modul
 
 
 _STABLE: Final = 3
-"""Length from which a run counts. The last batch or step of an epoch may be smaller: a run of length one."""
+"""Number of equal values in succession from which they count: the last batch or step of an epoch may be smaller."""
 _MAX_VALUES: Final = 8

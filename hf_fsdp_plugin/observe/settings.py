@@ -401,6 +401,6 @@ def unplanned_cast(run: ObservedRun) -> str:
     if stored and not run.plan.pre_sharded:
         return f"the weights have been cast to {', '.join(stored)} after they were sharded"
     autocast = {dtype_name(dtype) for dtype in run.first_step.autocast_dtypes} - {run.plan.precision.param}
-    # Accelerate's autocast of a setting that the policy overrides is not of the script.
+    # Accelerate autocasts to `mixed_precision` even if the policy overrides it: that is not a cast by the script.
     autocast -= {str(run.plan.spec.launch.mixed_precision).lower()}
     return f"the model was called in an autocast context of {', '.join(sorted(autocast))}" if autocast else ""

@@ -3,9 +3,10 @@
 Parameters that all ranks have mapped from equal files (:mod:`hf_fsdp_plugin.backends.loading.equal_weights`) are not
 broadcast: each rank reads its own part of them only.
 
-This implements ``sync_module_states`` and the second half of ``cpu_ram_efficient_loading``. One unit is broadcast at a
-time, so a rank holds at most one whole unit on its device. FSDP1's own broadcast rejects CPU modules, and FSDP2 has no
-broadcast. This broadcast works for both versions and every device type.
+This implements ``sync_module_states`` and, after rank 0 has loaded the model, the broadcast of
+``cpu_ram_efficient_loading``. One unit is broadcast at a time, so a rank holds at most one whole unit on its device.
+FSDP1's own broadcast rejects CPU modules, and FSDP2 has no broadcast. This broadcast works for both versions and every
+device type.
 """
 
 from __future__ import annotations

@@ -178,7 +178,7 @@ def apply_activation_checkpointing(plan: FsdpPlan, model: nn.Module) -> None:
         module = model.get_submodule(name)
         wrapped = wrap(module)
         wrapped.register_forward_pre_hook(_without_cache, with_kwargs=True)
-        can_drop_cache &= checkpoints_itself(module)  # it gets the cache under a known name
+        can_drop_cache &= checkpoints_itself(module)  # then `_without_cache` removes the cache from its arguments
         if activation.offload:
             wrapped = ActivationOffload(wrapped, device_type=plan.device_type)
         replace_module(model, module, wrapped)

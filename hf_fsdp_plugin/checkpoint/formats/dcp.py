@@ -60,7 +60,7 @@ def _folder(checkpoint: Path, name: str) -> Path | None:
 
 
 def _read_index(root: Path, folder: Path) -> StoredState | None:
-    """Return the entries that the index of the folder lists; ``None`` if there is none of this ``.metadata``."""
+    """Return the entries that the index of the folder lists; ``None`` without one of this ``.metadata``."""
     if not (folder / INDEX_FILE).is_file():
         return None
     prefix = _prefix(root, folder)

@@ -250,7 +250,7 @@ class IndexedPieces(PieceTable):
         boxes = [Box(everything.offsets, tuple(found)) for found in numpy.unique(sizes, axis=0).tolist()]
         if everything.numel > _LARGEST or any(flat_start(box, shape) is None for box in boxes):
             return super().uncovered(shape)
-        # All chunks are contiguous in the tensor: compute what ``boxes.uncovered`` does, for all chunks at once.
+        # All chunks are contiguous in the tensor: compute what ``boxes.count_uncovered`` does, for all chunks at once.
         begin = offsets @ numpy.array(row_major(shape), dtype=numpy.int64)
         order = numpy.argsort(begin, kind="stable")
         begin, end = begin[order], (begin + sizes.prod(axis=1))[order]

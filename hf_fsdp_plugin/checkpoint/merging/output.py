@@ -266,7 +266,6 @@ class MergeStaging:
         (self.folder / PLAN_NAME).unlink()
         sync(self.folder)
         replaced = put_in_place(self.folder, self.out)
-        sync(self.out.parent)
         if replaced is not None:
             shutil.rmtree(replaced)
 

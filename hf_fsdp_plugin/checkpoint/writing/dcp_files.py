@@ -101,7 +101,7 @@ class FolderEntries:
 
 
 def _joined_chunks(ranks: Sequence[FolderEntries]) -> Iterator[tuple[StatePath, str, tuple[int, ...], Chunks]]:
-    """Yield each tensor with its chunks of all ranks, in the order of the ranks, whose number is that of the file.
+    """Yield each tensor with its chunks of all ranks, in the order of the ranks. Each rank has the file of its number.
 
     No loop over chunks: with 1,024 ranks there are millions.
     """

@@ -206,5 +206,4 @@ class StagingFolder:
             folders.move_files(self.folder, self.final)
         elif (replaced := folders.put_in_place(self.folder, self.final)) is not None:
             folders.remove_replaced(replaced, self.final)
-        sync(self.final.parent)
         self.discard()

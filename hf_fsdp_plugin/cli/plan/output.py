@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from hf_fsdp_plugin.estimate.time import TimeModel
 
 _HEADROOM: Final = 0.9
-"""Part of a device's memory above which a peak that fits is called close, if only allocated memory is predicted."""
+"""Part of a device's memory from which a peak "just fits", if only allocated memory is predicted."""
 
 
 _COLORS: Final[dict[types.MemoryKind, str]] = {

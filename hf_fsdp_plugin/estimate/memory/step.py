@@ -119,10 +119,10 @@ def expand_layers(stages: Sequence[Stage], representatives: Mapping[str, str]) -
 
 
 class Ledger:
-    """Bytes in use now by kind. Records the largest usage of each place of the step.
+    """Bytes in use now by kind. Keeps the moment of the largest usage in each part of the step.
 
     Attributes:
-        moments: the largest moment of each place, such as ``forward of model.layers.3``, in the order of the step.
+        moments: the moment of the largest usage in each part, such as ``forward of model.layers.3``, in order.
     """
 
     def __init__(self) -> None:

@@ -117,7 +117,7 @@ def load_state(original: Callable[..., Any], accelerator: Any, input_dir: Any = 
     warn_differences(path, {})
     saved = continue_run(path)
     # 3. Accelerate loads its parts. Its calls of load_fsdp_model and load_fsdp_optimizer are replaced: they read the
-    #    elements of this rank's shards (checkpoint.reading.loading.load_stored).
+    #    elements of this rank's shards (checkpoint.reading.resharding.load_stored).
     with context_in_block(_pickles_allowed, allow_pickles):
         result = original(str(path), *args, **kwargs)
     # 4. After a restart with another number of ranks, an optimizer step keeps its samples.

@@ -57,7 +57,7 @@ class PlannedFsdpPlugin(FullyShardedDataParallelPlugin):
     """The FSDP plugin of an Accelerator whose models are sharded by a plan.
 
     The stock constructor is never called: it reads fifteen environment variables, writes one, and needs a GPU for
-        ``sync_module_states``.
+    ``sync_module_states``.
 
     Attributes:
         spec: the settings, from which the plan is resolved when a model is prepared.

@@ -40,7 +40,7 @@ _LIMITS: Final = {
 def from_pretrained(
     original: Callable[..., Any], cls: Any, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """Load the clone of the model that is named: from files, as the model itself."""
+    """Load the clone in place of the named model, also from files."""
     name = pretrained_model_name_or_path
     if not preflight.is_in_script or (name is None and kwargs.get("state_dict") is not None):
         return original(name, *args, **kwargs)

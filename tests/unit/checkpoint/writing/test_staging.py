@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,21 @@ def test_staging_folder_is_seen_by_all_ranks(rank: int, tmp_path: Path, monkeypa
     with pytest.raises(CheckpointError) as caught:
         staging.create()
     assert [problem.code for problem in caught.value.problems] == ["FSDP-E405"]
+
+
+def test_rename_is_durable_before_the_replaced_folder_is_deleted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, final = tmp_path / ".checkpoint-4.saving", tmp_path / "checkpoint-4"
+    for path in (folder, final):
+        path.mkdir()
+        (path / "name").write_text(path.name)
+    synced: list[tuple[Path, list[str]]] = []
+    monkeypatch.setattr(folders, "sync", lambda path: synced.append((path, sorted(os.listdir(tmp_path)))))
+    replaced = folders.put_in_place(folder, final)
+    assert synced == [(tmp_path, [".checkpoint-4.replaced", "checkpoint-4"])]
+    assert replaced is not None and (replaced / "name").read_text() == "checkpoint-4"
+    assert (final / "name").read_text() == ".checkpoint-4.saving"
 
 
 @pytest.mark.parametrize("committed", [True, False])
