@@ -277,12 +277,12 @@ class Run:
     def __init__(self, case: Case, size: Size = TINY, *, stock: bool = False, **optimizer: Any) -> None:
         import torch
 
-        from hf_fsdp_plugin.torch_private.functions import ShardedGradScaler
+        from hf_fsdp_plugin.torch_private.functions import CollectiveGradScaler
 
         model = size.model() if size is TINY else size.model(torch_device(case))
         self.accelerator = new_accelerator(case, stock=stock, model=model)
         if case.get("scaled") and case["device"] == "cpu":  # CPU ranks have no fp16 training
-            self.accelerator.scaler = ShardedGradScaler("cpu", init_scale=1024.0)
+            self.accelerator.scaler = CollectiveGradScaler("cpu", init_scale=1024.0)
         # The first steps of a large model would not lower its loss at the rate of the tiny one.
         adamw = torch.optim.AdamW(model.parameters(), lr=1e-3 if size is TINY else 1e-4, **optimizer)
         self.model, self.optimizer = self.accelerator.prepare(model, adamw)

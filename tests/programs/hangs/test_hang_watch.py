@@ -82,7 +82,8 @@ def ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
                 output.readline()
             made.append(Rank(number, process, RankFiles(tmp_path / f"rank_{number}"), CallRecord()))
         deadline = time.monotonic() + 20
-        while late == WORKS and not processor_use([process.pid])[process.pid].seconds and time.monotonic() < deadline:
+        used = {WORKS: "seconds", ALLOCATES: "seconds", STARTS_WORKER: "seconds_of_children"}.get(late)
+        while used and not getattr(processor_use([process.pid])[process.pid], used) and time.monotonic() < deadline:
             time.sleep(0.05)
         for rank in made:
             rank.record.open(rank.files.calls)

@@ -107,7 +107,7 @@ def test_flags_override_variables_of_torchrun(assess):
 
 def test_ranks_of_other_launchers_ignore_variables_of_torchrun(assess):
     """Flags of torchrun have replaced them, or the pod itself is the rank."""
-    for variables in (POD | {"TORCHELASTIC_RUN_ID": "job"}, environment.rank_variables(POD)):
+    for variables in (POD | {"TORCHELASTIC_RUN_ID": "job"}, environment.variables_without_torchrun(POD)):
         assert assess(ONE_MACHINE, environ=variables).spec.launch.num_machines == 1
 
 
