@@ -55,7 +55,7 @@ BENCHMARKS = (
         name="checkpoint_save", minutes=60, quick="--rounds 1 --full-rounds 1 --layers 2 --hidden 128 --vocabulary 1000"
     ),
     Benchmark(name="closed_against_trace", quick="--settings 2"),
-    Benchmark(name="command_start", quick="--rounds 3"),
+    Benchmark(name="command_start", quick="--rounds 10"),
     Benchmark(name="computed_weights", quick="--rounds 1"),
     Benchmark(name="enabled_start", quick="--pairs 60"),
     Benchmark(name="gloo_connections", quick="--worlds 16"),
