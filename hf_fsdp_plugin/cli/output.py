@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, Final, Literal, TextIO
 
-from hf_fsdp_plugin.hangs.rank_files import HANG as HANG
+from hf_fsdp_plugin.hangs import HANG as HANG
 from hf_fsdp_plugin.messages import progress_bar
 from hf_fsdp_plugin.problems import Problem, has_errors, shown_problems
 from hf_fsdp_plugin.text import fit_table, printable, wrap_words

@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any, Final
 
 from hf_fsdp_plugin.cli.output import Color, colored, colored_table
 from hf_fsdp_plugin.launcher.flags import LaunchArguments, Parser, UsageError, why_refused
-from hf_fsdp_plugin.launcher.run_script import check_script
 from hf_fsdp_plugin.problems import Problem, has_errors
 from hf_fsdp_plugin.sources.command_line import flag_name
 from hf_fsdp_plugin.sources.environment import LaunchHandover, user_variables
@@ -116,6 +115,8 @@ def check_run_usage(args: argparse.Namespace, num_configs: int) -> None:
     if not args.limit > 0:
         raise UsageError(f"--limit is {args.limit:g}; expected a positive number of seconds.")
     if args.script:
+        from hf_fsdp_plugin.launcher.run_script import check_script
+
         is_module = args.script[0] == "-m"
         words = args.script[1:] if is_module else args.script
         options = {"module": "true"} if is_module else {}

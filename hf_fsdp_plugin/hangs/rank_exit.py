@@ -18,7 +18,8 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
-from hf_fsdp_plugin.hangs.rank_files import HANG, write_atomically
+from hf_fsdp_plugin.hangs import HANG
+from hf_fsdp_plugin.hangs.rank_files import write_atomically
 from hf_fsdp_plugin.hangs.rank_stacks import Frame, current_stack
 from hf_fsdp_plugin.problems import Problem, SpecError
 from hf_fsdp_plugin.rank_variables import ERROR_FILE_VARIABLE, EXIT_LIMIT_VARIABLE, launched_rank

@@ -15,9 +15,6 @@ from typing import Any, Final, NamedTuple
 
 from hf_fsdp_plugin.hangs.rank_stacks import request_stack, stack_file
 
-HANG: Final = 75
-"""Exit code of a run that was ended because of a hang. EX_TEMPFAIL of sysexits.h: try again."""
-
 
 class _File:
     """A file of one rank, with its suffix, or one that all ranks of a machine have in common, with its name."""

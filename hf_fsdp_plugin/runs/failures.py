@@ -16,10 +16,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
-from hf_fsdp_plugin.hangs import rank_exit, rank_files, rank_stacks
+from hf_fsdp_plugin.hangs import HANG, rank_exit, rank_files, rank_stacks
 from hf_fsdp_plugin.hangs.calls import Counts, RankCalls, read_calls
 from hf_fsdp_plugin.hangs.hang_cause import SILENT_EXIT, compare_calls
-from hf_fsdp_plugin.hangs.rank_files import HANG, RankFiles, find_peers
+from hf_fsdp_plugin.hangs.rank_files import RankFiles, find_peers
 from hf_fsdp_plugin.hangs.rank_stacks import Frame
 from hf_fsdp_plugin.problems import Problem
 from hf_fsdp_plugin.text import name_ranks, plural, truncate_lines

@@ -419,3 +419,10 @@ def test_verdict_names_what_runs_in_each_kind_of_script(capsys, tmp_path):
     with_fsdp = "If TrainingArguments in the script set fsdp, it runs FSDP2; each layer is a unit."
     assert verdict() == f"{alone} {with_fsdp}"
     assert "FSDP2" not in verdict("--fsdp_version", "1", "--fsdp_auto_wrap_policy", "NO_WRAP")
+
+
+def test_check_starts_without_the_modules_of_ranks(tmp_path, imports_no_heavy_library):
+    path = tmp_path / "fsdp.yaml"
+    path.write_text(GOOD)
+    of_ranks = ("multiprocessing", "hf_fsdp_plugin.hangs.calls", "hf_fsdp_plugin.launcher.run_script")
+    imports_no_heavy_library("check", path, libraries=("torch", *of_ranks))
