@@ -156,8 +156,7 @@ TRAINING_FILE_MARKS = WORDS["training_file_marks"]
 
 def plain_key(key: str, scope: Scope) -> str:
     """Normalize a key: lower case, ``_`` for ``-`` and spaces, without the prefix of the scope."""
-    plain = lower(key).replace("-", "_").replace(" ", "_")
-    return plain.removeprefix(PREFIXES[scope])
+    return lower(key).replace("-", "_").replace(" ", "_").removeprefix(PREFIXES[scope])
 
 
 def canonical_setting(name: str) -> str | None:

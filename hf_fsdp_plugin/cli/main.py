@@ -9,6 +9,7 @@ may raise ``SpecError``. The exit codes are in :mod:`hf_fsdp_plugin.cli.output`.
 from __future__ import annotations
 
 import argparse
+import gc
 import importlib
 import os
 import sys
@@ -50,15 +51,15 @@ VERBS: Final[Mapping[str, str]] = MappingProxyType(
 """Verb -> description. Each verb is the module with this name, which is imported when the verb is called."""
 _WITHOUT_JSON: Final = frozenset({"completion", "help", "schema"})
 """Verbs that print a text of one form. All others have the flag ``--json``."""
-_HELP_FLAGS = ("-h", "--help")
 _ANY_VERSION = frozenset({"completion", "disable", "doctor", "explain", "help"})
 """The verbs that run with unsupported versions of other libraries too."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one verb and return its exit code."""
+    gc.set_threshold(50_000)  # not 700: a search for garbage takes a sixth of the time in which libraries are imported
     argv = list(sys.argv[1:] if argv is None else argv)
-    if not argv or argv[0] in _HELP_FLAGS:
+    if not argv or argv[0] in ("-h", "--help"):
         print(usage_text())
         return OK if argv else USAGE
     if argv[0] == "--version":
@@ -116,7 +117,8 @@ def make_parser(verb: str) -> Parser:
     parser = Parser(
         prog=f"{PROG} {verb}",
         description=textwrap.fill(about.partition(": ")[2], 100),
-        formatter_class=_formatter,
+        # Without a width, argparse imports shutil and its compression libraries.
+        formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(prog, width=min(text_width() or 100, 100)),
         allow_abbrev=False,
     )
     if hasattr(module, "add_arguments"):
@@ -126,11 +128,6 @@ def make_parser(verb: str) -> Parser:
     examples = "examples:\n" + textwrap.indent(textwrap.dedent(rest.partition("\n\n")[0]).rstrip(), "  ")
     parser.epilog = "\n\n".join(filter(None, [parser.epilog, examples]))
     return parser
-
-
-def _formatter(prog: str) -> argparse.HelpFormatter:
-    """Return the formatter of help. Without a width, argparse imports shutil and its compression libraries."""
-    return argparse.RawDescriptionHelpFormatter(prog, width=min(text_width() or 100, 100))
 
 
 def check_needs(args: argparse.Namespace, needs: Mapping[str, Sequence[str]]) -> None:

@@ -179,12 +179,12 @@ def _rebind(functions: Mapping[int, tuple[str, Any]]) -> None:
     names = {name for name, _ in functions.values()}
     own = __name__.partition(".")[0]
     for module in list(sys.modules.values()):
-        if not isinstance(module, ModuleType) or names.isdisjoint(variables := vars(module)):
+        if not isinstance(module, ModuleType) or (variables := vars(module)).keys().isdisjoint(names):
             continue
         # Objects that a library puts in place of a module may have no name.
         if str(variables.get("__name__", "")).partition(".")[0] == own:
             continue
-        for name in names.intersection(variables):
+        for name in variables.keys() & names:
             found = functions.get(id(variables[name]))
             if found is not None and found[0] == name:
                 setattr(module, name, found[1])

@@ -125,9 +125,12 @@ def _with_gathered_weights(function: str, obj: Any, *, keep: bool = True, dtenso
     Raises:
         SpecError: the object still contains shards.
     """
+    # The models are searched only if necessary: pickle calls torch.save for each tensor that ranks send each other.
+    tensors = (tensor for _, tensor in _named_tensors(obj, _is_written_as_it_is))
+    has_dtensors = bool(sharded_models) and any(isinstance(tensor, DTensor) for tensor in tensors)
     meshes = {
         parameter.device_mesh
-        for model in sharded_models
+        for model in (sharded_models if has_dtensors else ())
         for parameter in model.parameters()
         if isinstance(parameter, DTensor)
     }
@@ -147,8 +150,7 @@ def _with_gathered_weights(function: str, obj: Any, *, keep: bool = True, dtenso
         shard = local.untyped_storage().data_ptr(), local.storage_offset(), local.stride(), tensor.shape
         return written.setdefault(shard, whole.cpu())
 
-    tensors = _named_tensors(obj, _is_written_as_it_is) if meshes else ()
-    if any(isinstance(tensor, DTensor) for _, tensor in tensors):
+    if meshes:
         with collective_call(f"{function} of the weights of a model", fix=FIX):
             obj = _replace_leaves(obj, gather)
     _check_no_shards(function, obj, dtensors=dtensors)
@@ -181,15 +183,11 @@ def _check_no_shards(function: str, obj: Any, *, dtensors: bool = False) -> None
     Args:
         dtensors: whether to refuse the ``DTensor`` objects of a single rank too.
     """
-    if not sharded_models:
-        return
-    storages = flat_storages()
-    found = [
-        name
-        for name, tensor in _named_tensors(obj)
-        if is_shard(tensor, storages) or (dtensors and isinstance(tensor, DTensor))
-    ]
-    if found:
+    tensors = [*_named_tensors(obj)] if sharded_models else []
+    storages = flat_storages() if tensors else set()
+    if found := [
+        name for name, tensor in tensors if is_shard(tensor, storages) or (dtensors and isinstance(tensor, DTensor))
+    ]:
         shards = f"one rank's part of {plural(len(found), 'tensor')}"
         message = f"{function} would write {shards} instead of the whole tensors: {format_names(found, 3)}."
         raise SpecError([Problem(code="FSDP-E672", message=message, fix=f"{FIX} For optimizers: {_OPTIMIZER_FIX}")])

@@ -158,10 +158,8 @@ def class_names(module: nn.Module) -> set[str]:
 
 def no_split_classes(model: nn.Module) -> tuple[str, ...]:
     """Return the layer classes that the model and its submodules declare in ``_no_split_modules``."""
-    found: set[str] = set()
-    for module in model.modules():
-        found.update(getattr(module, "_no_split_modules", None) or ())
-    return tuple(sorted(found))
+    declared = (getattr(module, "_no_split_modules", None) or () for module in model.modules())
+    return tuple(sorted({name for names in declared for name in names}))
 
 
 # From torch's size_based_auto_wrap_policy: lists are never called, and attention reads the weights of its projections.

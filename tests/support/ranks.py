@@ -135,6 +135,7 @@ def _serve(rank: int, world_size: int, folder: str, pipe: Connection, device: st
         TMPDIR=folder, **_VARIABLES,
     )  # fmt: skip
     tempfile.tempdir = folder
+    gc.disable()  # until the first case has imported what it needs
     if device == "accelerator":
         _switch_accelerator_on(world_size)
     else:
@@ -179,6 +180,7 @@ def _serve(rank: int, world_size: int, folder: str, pipe: Connection, device: st
             # Accelerate collects garbage in each training: without this, among the objects of all imported modules.
             gc.collect()
             gc.freeze()
+            gc.enable()
             num_modules = len(sys.modules)
         pipe.send(reply)
 

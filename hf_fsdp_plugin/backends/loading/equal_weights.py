@@ -92,9 +92,19 @@ class MemoryMaps:
         self._starts = [region.start for region in self._regions]
 
     @classmethod
-    def read(cls) -> MemoryMaps:
+    def read(cls, tensors: Iterable[torch.Tensor]) -> MemoryMaps:
+        """Return the mappings, with their private bytes if one of the tensors is in a file.
+
+        The kernel counts these bytes by a search of all pages of the process.
+        """
+        maps = cls._read("maps")
+        found = (maps.find(tensor) for tensor in tensors if is_plain_on_cpu(tensor))
+        return cls._read("smaps") if any(region is not None and region.is_file for region in found) else maps
+
+    @classmethod
+    def _read(cls, name: str) -> MemoryMaps:
         try:
-            text = Path("/proc/self/smaps").read_text(errors="replace")
+            text = Path(f"/proc/self/{name}").read_text(errors="replace")
         except OSError:
             return cls([])
         regions: list[MappedRegion] = []
@@ -144,11 +154,12 @@ class ParameterMemory:
 
 def parameter_memory(parameters: Iterable[torch.Tensor]) -> ParameterMemory:
     """Read off the addresses of the parameters which memory they are in. No collectives."""
-    maps = MemoryMaps.read()
+    distinct = {id(parameter): parameter for parameter in parameters}.values()
+    maps = MemoryMaps.read(distinct)
     counts: Counter[str] = Counter()
     touched: dict[int, MappedRegion] = {}
     private_bytes = total_bytes = 0
-    for parameter in {id(parameter): parameter for parameter in parameters}.values():
+    for parameter in distinct:
         total_bytes += parameter.nbytes
         region = maps.find(parameter) if parameter.device.type == "cpu" else None
         if parameter.device.type != "cpu":
@@ -174,7 +185,7 @@ def find_mapped_parameters(model: nn.Module, device: torch.device) -> set[int]:
     parameters = list(model.parameters())
     if not parameters:
         return set()
-    maps, file_status = MemoryMaps.read(), cache(_status)
+    maps, file_status = MemoryMaps.read(parameters), cache(_status)
     views = [_hashes_of_view(parameter, maps, file_status) for parameter in parameters]
     files = [of_file for of_file, _ in views]
     equal = _equal_on_all_ranks([*files, *(of_copy for _, of_copy in views)], device)
@@ -203,9 +214,9 @@ def _hashes_of_view(
     return _hash(region.path, status[1], *view), _hash(os.path.basename(region.path), *view)
 
 
-def is_plain_on_cpu(parameter: nn.Parameter) -> bool:
-    """Whether the data of a parameter is an ordinary tensor in host memory."""
-    return type(parameter.data) is torch.Tensor and parameter.device.type == "cpu"
+def is_plain_on_cpu(tensor: torch.Tensor) -> bool:
+    """Whether the data of a tensor or parameter is an ordinary tensor in host memory."""
+    return type(tensor.data) is torch.Tensor and tensor.device.type == "cpu"
 
 
 def _status(path: str) -> tuple[int, int] | None:

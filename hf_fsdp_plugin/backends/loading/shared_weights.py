@@ -156,7 +156,7 @@ class Publication:
         if not self._can_move or type(tensor) is not torch.Tensor or tensor.device.type != "cpu":
             return tensor
         if self._maps is None:
-            self._maps = MemoryMaps.read()
+            self._maps = MemoryMaps.read(())
         region = self._maps.find(tensor)
         if region is not None and region.is_file:
             return tensor
@@ -219,7 +219,7 @@ class Publication:
 
     def _table(self, tensors: Mapping[str, torch.Tensor], files: Sequence[str]) -> dict[str, list[Any]]:
         """Return name -> (index of the file, offset in bytes, shape, dtype). Moves tensors out of private memory."""
-        maps = MemoryMaps.read()
+        maps = MemoryMaps.read(tensors.values())
         indices = {path: index for index, path in enumerate(files)}
         table: dict[str, list[Any]] = {}
         offsets: dict[int, int] = {}

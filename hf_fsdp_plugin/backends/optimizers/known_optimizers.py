@@ -411,8 +411,7 @@ def _random_tensors(shapes: Sequence[tuple[int, ...]], device: torch.device) -> 
 
     def random(shape: tuple[int, ...], scale: float) -> torch.Tensor:
         tensor = torch.randn(shape, generator=generator)
-        slope = torch.linspace(0.1, scale, tensor.numel()).view(shape)
-        return (tensor * slope).to(device)
+        return (tensor * torch.linspace(0.1, scale, tensor.numel()).view(shape)).to(device)
 
     start = [random(shape, 1.0) for shape in shapes]
     return start, [[random(shape, 5.0) for shape in shapes] for _ in range(_NUM_STEPS)]

@@ -78,9 +78,8 @@ def _slurm_local_size(environ: Mapping[str, str], world_size: int) -> int | None
     if _integer(environ.get("SLURM_NTASKS")) != world_size:
         return None
     tasks = environ.get("SLURM_STEP_TASKS_PER_NODE") or environ.get("SLURM_TASKS_PER_NODE", "")
-    counts: list[int] = []
-    for size, repeats in re.findall(r"(\d+)(?:\(x(\d+)\))?", tasks):
-        counts += [int(size)] * int(repeats or 1)
+    found = re.findall(r"(\d+)(?:\(x(\d+)\))?", tasks)
+    counts = [int(size) for size, repeats in found for _ in range(int(repeats or 1))]
     node = _integer(environ.get("SLURM_NODEID"))
     return counts[node] if node is not None and node < len(counts) else None
 

@@ -49,8 +49,18 @@ def test_views_of_a_changed_mapping_are_not(model: nn.Sequential):
     with torch.no_grad():
         model[1].weight[40:] = 0.0
     assert found(model) == [False, False]
-    region = MemoryMaps.read().find(model[1].weight)
+    region = MemoryMaps.read([model[1].weight]).find(model[1].weight)
     assert region is not None and region.private_bytes > 0
+
+
+def test_pages_are_counted_only_for_views_of_a_file(model: nn.Sequential, monkeypatch: pytest.MonkeyPatch):
+    read = []
+    original = Path.read_text
+    monkeypatch.setattr(Path, "read_text", lambda path, **options: read.append(path.name) or original(path, **options))
+    MemoryMaps.read([torch.ones(2), torch.ones(2, device="meta")])
+    assert read == ["maps"]
+    MemoryMaps.read(model.parameters())
+    assert read[1:] == ["maps", "smaps"]
 
 
 def test_views_of_a_removed_file_are_not(model: nn.Sequential, tmp_path: Path):

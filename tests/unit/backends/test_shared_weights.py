@@ -180,4 +180,4 @@ def test_without_proc_no_mapping_is_known(monkeypatch: pytest.MonkeyPatch) -> No
         raise FileNotFoundError
 
     monkeypatch.setattr(Path, "read_text", missing)
-    assert MemoryMaps.read().find(torch.ones(2)) is None
+    assert MemoryMaps.read([torch.ones(2)]).find(torch.ones(2)) is None

@@ -33,6 +33,7 @@ H100 = machine_named("h100-sxm")
 KNOWN_MACHINES = ("a100-40gb", "a100-80gb", "h100-sxm", "h100-pcie", "h100-96gb-500w", "h200", "b200")
 
 
+@cache
 def llama(**sizes):
     defaults = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "vocab_size": 128}
     config = LlamaConfig(**{**defaults, **sizes}, num_attention_heads=4, num_key_value_heads=2, use_cache=False)
