@@ -41,12 +41,12 @@ _BUSY_SHARE: Final = 0.03
 _FAULTS: Final = 10.0
 """Page faults per second that are progress: memory that is touched for the first time."""
 _SAMPLE_SECONDS: Final = 1.0
-"""Seconds for which the processor time is measured if no rank waits on this machine."""
+"""Shortest time, in seconds, for which the processor time is measured, unless the limit is shorter."""
 
 
 @dataclass(slots=True)
 class _Sample:
-    """Processor time and stacks of the ranks of this machine at one time."""
+    """Processor time of the ranks of this machine until ``time``, and their stacks soon after it."""
 
     time: float
     use: Mapping[int, ProcessorUse]
@@ -132,10 +132,9 @@ class HangFinder:
 
     def _read(self, ranks: Sequence[Peer]) -> tuple[list[RankCalls], dict[int, Sequence[rank_stacks.Frame]]]:
         """Return the calls and states of the ranks of this machine, and their stacks."""
-        before = self._sample
-        if before is None:
-            before = self._take_sample(ranks)
-            time.sleep(_SAMPLE_SECONDS)
+        before = self._sample or self._take_sample(ranks)
+        # On a busy machine, the sample may have taken until now.
+        time.sleep(max(0.0, before.time + min(_SAMPLE_SECONDS, self._limit / 2) - time.monotonic()))
         after = self._take_sample(ranks)
         seconds = max(after.time - before.time, 1e-3)
         calls = {rank.rank: read_calls(rank.rank, rank.files.calls) for rank in ranks}
@@ -168,7 +167,7 @@ class HangFinder:
 
     def _take_sample(self, ranks: Sequence[Peer]) -> _Sample:
         # Read first, because the ranks use processor time when they handle the signal.
-        now, use = time.monotonic(), rank_files.processor_use([rank.pid for rank in ranks])
+        use, now = rank_files.processor_use([rank.pid for rank in ranks]), time.monotonic()
         for rank in ranks:
             rank.request_stacks()
         time.sleep(_STACK_SECONDS)
