@@ -12,6 +12,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from unittest.mock import patch
 
 from tests.support.leaks import ProcessState, leaks_since
 
+_MAX_RANKS = 4
 CASE_TIMEOUT_S = 560
 AFTER_FAILURE_S = 60
 ACCELERATOR_BACKEND = Path(__file__).resolve().parents[1] / "accelerator" / "backend"
@@ -30,7 +32,7 @@ _IMPORTED = (
     "torch.distributed.fsdp", "torch.distributed.checkpoint", "accelerate", "transformers.trainer",
     "transformers.models.llama.modeling_llama", "hf_fsdp_plugin",
 )  # fmt: skip
-"""Modules of the process from which CPU ranks are forked."""
+"""Modules of the process from which ranks are forked."""
 _LIBRARY_VARIABLES = (
     "ACCELERATE_USE_FSDP",  # set by Accelerator if it has an FSDP plugin
     "FSDP_CPU_RAM_EFFICIENT_LOADING",  # set by FullyShardedDataParallelPlugin and TrainingArguments
@@ -57,11 +59,7 @@ class Ranks:
         self._start()
 
     def _start(self) -> None:
-        # All CPU ranks of the session are forked from one process that has imported the libraries: 7 seconds per rank.
-        # The simulated accelerator must be switched on before torch is imported.
-        context: Any = multiprocessing.get_context("forkserver" if self.device == "cpu" else "spawn")
-        if self.device == "cpu":
-            context.set_forkserver_preload(list(_IMPORTED))
+        context: Any = multiprocessing.get_context("forkserver")
         # The ranks outlive the test that starts them, so their temporary files are not in its temporary folder.
         self._folder = tempfile.TemporaryDirectory(prefix="hf_fsdp_ranks_", ignore_cleanup_errors=True)
         self._pipes: list[Connection] = []
@@ -70,8 +68,7 @@ class Ranks:
             pipe, rank_pipe = context.Pipe()
             arguments = (rank, self.world_size, self._folder.name, rank_pipe, self.device)
             process = context.Process(target=_serve, args=arguments, daemon=True)
-            with patch.dict(os.environ, _VARIABLES):  # read by the imports of the process that forks the ranks
-                process.start()
+            _fork(process, self.device)
             self._pipes.append(pipe)
             self._processes.append(process)
 
@@ -129,6 +126,22 @@ class Ranks:
         self._folder.cleanup()
 
 
+_servers: dict[str, forkserver.ForkServer] = {}
+"""Device -> the process that has imported the libraries and forks all ranks of the session: 7 seconds per rank."""
+
+
+def _fork(process: Any, device: str) -> None:
+    """Start a rank. The simulated accelerator must be switched on before torch is imported."""
+    if device not in _servers:
+        _servers[device] = forkserver.ForkServer()
+        _servers[device].set_forkserver_preload(list(_IMPORTED))
+    with (
+        patch.dict(os.environ, _VARIABLES | _accelerator_variables() if device == "accelerator" else _VARIABLES),
+        patch.object(forkserver, "connect_to_new_process", _servers[device].connect_to_new_process),
+    ):
+        process.start()
+
+
 def _serve(rank: int, world_size: int, folder: str, pipe: Connection, device: str) -> None:
     os.environ.update(
         RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(world_size),
@@ -136,9 +149,7 @@ def _serve(rank: int, world_size: int, folder: str, pipe: Connection, device: st
     )  # fmt: skip
     tempfile.tempdir = folder
     gc.disable()  # until the first case has imported what it needs
-    if device == "accelerator":
-        _switch_accelerator_on(world_size)
-    else:
+    if device == "cpu":
         os.environ["ACCELERATE_USE_CPU"] = "true"
     import torch
     import torch.distributed as dist
@@ -185,14 +196,10 @@ def _serve(rank: int, world_size: int, folder: str, pipe: Connection, device: st
         pipe.send(reply)
 
 
-def _switch_accelerator_on(world_size: int) -> None:
-    """Let this process and its children have the simulated accelerator. torch must not have been imported."""
-    if "torch" in sys.modules:
-        raise RuntimeError("torch was imported before the simulated accelerator was switched on")
+def _accelerator_variables() -> dict[str, str]:
+    """Return the variables with which a process and its children have the simulated accelerator."""
     paths = [str(ACCELERATOR_BACKEND), *filter(None, [os.environ.get("PYTHONPATH")])]
-    os.environ.update(PYTHONPATH=os.pathsep.join(paths), SIM_ACCELERATOR_COUNT=str(world_size))
-    # A process that multiprocessing has started has the module search path of its parent.
-    sys.path.insert(0, str(ACCELERATOR_BACKEND))
+    return {"PYTHONPATH": os.pathsep.join(paths), "SIM_ACCELERATOR_COUNT": str(_MAX_RANKS)}
 
 
 def _ignore_use_cpu() -> None:
