@@ -327,9 +327,9 @@ def write_hang(diagnosis: Diagnosis, folder: Path | None, *, limit: float) -> Pa
     text = json.dumps(content, indent=1)
     name = f"fsdp_hang_{time.strftime('%Y%m%d_%H%M%S')}.json"
     path = (folder or Path()) / name
-    rank_files.write_atomically(path, text)
+    rank_files.write_if_possible(path, text)
     if not path.exists():
         with suppress(OSError):  # a new folder of this user only: others could have put a link at a known name
             path = Path(tempfile.mkdtemp(prefix="fsdp_hang_")) / name
-            rank_files.write_atomically(path, text)
+            rank_files.write_if_possible(path, text)
     return path if path.exists() else None

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Final, NoReturn
 
 from hf_fsdp_plugin.hangs import HANG
-from hf_fsdp_plugin.hangs.rank_files import write_atomically
+from hf_fsdp_plugin.hangs.rank_files import write_if_possible
 from hf_fsdp_plugin.hangs.rank_stacks import Frame, current_stack
 from hf_fsdp_plugin.problems import Problem, SpecError
 from hf_fsdp_plugin.rank_variables import ERROR_FILE_VARIABLE, EXIT_LIMIT_VARIABLE, launched_rank
@@ -86,7 +86,7 @@ def write_error_file(message: str, details: str = "", seconds_ago: int = 0) -> N
     path = Path(os.environ.get(ERROR_FILE_VARIABLE, ""))
     if path.name and not path.exists():
         more = {"py_callstack": details or message, "timestamp": str(int(time.time()) - seconds_ago)}
-        write_atomically(path, json.dumps({"message": {"message": message, "extraInfo": more}}))
+        write_if_possible(path, json.dumps({"message": {"message": message, "extraInfo": more}}))
 
 
 _WAKE: Final = b"\n"

@@ -77,7 +77,7 @@ def private_folder(folder: Path) -> None:
             raise PermissionError(errno.EPERM, "it is not a folder of this user only", str(each))
 
 
-def write_atomically(path: Path, text: str) -> None:
+def write_if_possible(path: Path, text: str) -> None:
     """Write a file that is never seen incomplete. Does nothing if that is not possible, such as on a full disk."""
     partial = path.with_name(f"{path.name}.part")
     with contextlib.suppress(OSError):
@@ -253,7 +253,7 @@ class Peer:
 def register_rank(rank: int, files: RankFiles) -> None:
     """Write the file with which the other ranks of the machine find this process."""
     own = {"rank": rank, "pid": os.getpid(), "start": start_of(os.getpid()), "host": socket.gethostname()}
-    write_atomically(files.process, json.dumps(own))
+    write_if_possible(files.process, json.dumps(own))
 
 
 def find_peers(folder: Path) -> list[Peer]:

@@ -33,7 +33,7 @@ from hf_fsdp_plugin.backends.ranks.cluster import slurm_variables
 from hf_fsdp_plugin.hangs import hang_queries, rank_exit, rank_files
 from hf_fsdp_plugin.hangs.calls import RankCalls, read_header, record
 from hf_fsdp_plugin.hangs.hang_watch import HangFinder, found_hang, write_hang
-from hf_fsdp_plugin.hangs.rank_files import FoundHang, Peer, RankFiles, write_atomically
+from hf_fsdp_plugin.hangs.rank_files import FoundHang, Peer, RankFiles, write_if_possible
 from hf_fsdp_plugin.hangs.rank_stacks import HeldAbort, format_stack, stack_file
 from hf_fsdp_plugin.integrations import call_hooks, resuming
 from hf_fsdp_plugin.integrations.rank_process import RANK_VARIABLE, may_be_rank, rank_process
@@ -165,7 +165,7 @@ class Watch:
     def script_ended(self) -> None:
         """Record that the script has ended without an error. The report and the exit follow."""
         if self.is_armed:
-            write_atomically(self.files.ended, "")
+            write_if_possible(self.files.ended, "")
 
     def failed(self, error: BaseException) -> None:
         """Record the exception that ends this rank. If it is a lost connection, look for the cause, and add it."""
@@ -181,7 +181,7 @@ class Watch:
     def _record_failure(self, error: BaseException) -> str:
         """Record the exception that ends this rank. Returns the cause of a lost connection; empty without one."""
         failure, note = rank_exit.failure_of(error), ""
-        write_atomically(self.files.failure, json.dumps(failure))
+        write_if_possible(self.files.failure, json.dumps(failure))
         if not self.has_launcher:
             with rank_exit.delayed_sigterm() as is_told:
                 note = failures.find_first_cause(self._rank, self.files, self._ask_others, is_told)
@@ -201,7 +201,7 @@ class Watch:
     def notice(self, text: object) -> None:
         """Print a message for the user, or let the launcher print it."""
         if self.has_launcher:
-            write_atomically(self.files.notice, str(text))
+            write_if_possible(self.files.notice, str(text))
         else:
             rank_exit.print_block(f"hf-fsdp: {text}")
 
@@ -211,7 +211,7 @@ class Watch:
         files, self._pid = self.files, 0
         has_ended = not files.failure.exists() and not rank_exit.has_failed()
         if has_ended:
-            write_atomically(files.ended, "")
+            write_if_possible(files.ended, "")
         is_free = self._stop()
         peers = rank_files.find_peers(files.stem.parent)
         if not self._is_given and all(peer.files.ended.exists() for peer in peers):  # this rank is the last one
@@ -301,7 +301,7 @@ class Watch:
         if files.hang.exists():
             self._exit_after_hang()
         if self._exits.poll() and not (files.failure.exists() or rank_exit.has_failed() or files.ended.exists()):
-            write_atomically(files.ended, "")
+            write_if_possible(files.ended, "")
         if self._limit and dist.is_initialized():
             self._group_since = self._group_since or now
             self._place.poll()

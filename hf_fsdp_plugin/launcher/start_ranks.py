@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Final
 
 from hf_fsdp_plugin.hangs.rank_exit import print_block
-from hf_fsdp_plugin.hangs.rank_files import FoundHang, RankFiles, write_atomically
+from hf_fsdp_plugin.hangs.rank_files import FoundHang, RankFiles, write_if_possible
 from hf_fsdp_plugin.launcher.orphan_processes import Guard, OrphanProcess, attempt_name, end_processes
 from hf_fsdp_plugin.launcher.other_machines import Announced, wait_until
 from hf_fsdp_plugin.launcher.rank_environment import RankJob, launch_env, rank_command, rank_env
@@ -244,7 +244,7 @@ class AttemptRanks(LogsSpecs):
     def begin(self) -> None:
         """The machines have met: print where, and write what the ranks read."""
         self._job.on_start()
-        write_atomically(self._files.restarts, json.dumps(asdict(self._rendezvous.restarts)))
+        write_if_possible(self._files.restarts, json.dumps(asdict(self._rendezvous.restarts)))
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
         """Complete the environment of each rank, and return where its output goes. Torch's agent calls it for both."""

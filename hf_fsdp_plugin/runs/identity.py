@@ -43,7 +43,7 @@ from pathlib import Path
 from typing import Final
 
 from hf_fsdp_plugin.hangs.rank_exit import read_crash
-from hf_fsdp_plugin.hangs.rank_files import FoundHang, RankFiles, start_of, write_atomically
+from hf_fsdp_plugin.hangs.rank_files import FoundHang, RankFiles, start_of, write_if_possible
 from hf_fsdp_plugin.rank_variables import ERROR_FILE_VARIABLE, POD_ID_VARIABLE, RUN_ID_VARIABLE, variable_number
 from hf_fsdp_plugin.runs.failures import RankExit, RunResult, read_exit
 from hf_fsdp_plugin.runs.restart_policy import FailedAttempt, Restarts, assess_attempt, decide_restart
@@ -257,7 +257,7 @@ def merge_offers(offers: Sequence[Offer]) -> Offer:
 
 def remember_run(folder: Path, agreed: Offer, attempt: int) -> None:
     """Keep what the machines have agreed on for the next attempt, and remove the files of the attempts before."""
-    write_atomically(folder.parent / _MEMORY, replace(agreed, attempt=attempt).to_text())
+    write_if_possible(folder.parent / _MEMORY, replace(agreed, attempt=attempt).to_text())
     for earlier in _earlier(folder):
         with suppress(OSError):
             for path in earlier.iterdir():

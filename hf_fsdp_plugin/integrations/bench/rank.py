@@ -29,7 +29,7 @@ from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy
 
 from hf_fsdp_plugin.backends.loading.shared_weights import return_freed_memory
 from hf_fsdp_plugin.devices import Device, get_device
-from hf_fsdp_plugin.hangs.rank_files import write_atomically
+from hf_fsdp_plugin.hangs.rank_files import write_if_possible
 from hf_fsdp_plugin.integrations.accelerate.accelerator import accelerator as planned_accelerator
 from hf_fsdp_plugin.integrations.accelerate.private import SharedStates, set_in_states
 from hf_fsdp_plugin.integrations.bench import DDP, JOB_FILE, Case, CaseGroup, WorldJob
@@ -304,7 +304,7 @@ def main(folder: Path) -> None:
     for number, group in enumerate(job.groups):
         rows = runner.run(group)
         if dist.get_rank() == 0:
-            write_atomically(folder / f"{number}.json", json.dumps(rows))
+            write_if_possible(folder / f"{number}.json", json.dumps(rows))
     dist.barrier()
     dist.destroy_process_group()
 
