@@ -60,7 +60,7 @@ BENCHMARKS = (
     Benchmark(name="enabled_start", quick="--pairs 60"),
     Benchmark(name="gloo_connections", quick="--worlds 16"),
     Benchmark(name="hang_overhead", quick=f"--pairs 2 {_SMALL_MODEL}"),
-    Benchmark(name="hangs", quick="--kinds sleep skip --versions 2 --ways loop"),
+    Benchmark(name="hangs", minutes=120, quick="--kinds sleep skip --versions 2 --ways loop"),
     Benchmark(
         name="hangs_healthy",
         minutes=90,

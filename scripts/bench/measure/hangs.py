@@ -39,6 +39,8 @@ _UNIT = r"(of (model\.|lm_head|the root unit)|all-gather \(list\))"
 """Part of a collective: its FSDP unit. The Trainer also gathers the number of tokens, which needs no unit."""
 _LATE = rf"rank 1 is late: rank 0 has waited .* {_UNIT}.*FSDP-E728"
 _REDUCED = r"all-reduce \(3 × fp32\).*all-reduce \(4 × fp32\).*FSDP-E7(29|43)"
+_GATHERS = r"rank 0: all-gather [^;]*; rank 1: all-gather [^;.]*.*FSDP-E743"
+"""The Trainer's different gathers of the two ranks, whichever of them gloo aborts first."""
 EXPECTED = {
     "sleep": rf"{_LATE}(?s:.*)time\.sleep",
     "loader": rf"{_LATE}(?s:.*)__getitem__",
@@ -47,7 +49,7 @@ EXPECTED = {
     "leave": rf"rank 1 exited with(out an exception| code 0) .* {_UNIT}.*FSDP-E734|"
     r"rank 1 is late.*had exited.*FSDP-E728|rank 1 is on machine .*, which does not answer.*FSDP-E7(28|43)",
     "skip": r"[Rr]ank 1 left out all-gather.* of model\.layers\.2.*FSDP-E7(29|43)",
-    "steps": rf"rank 1 was in all_gather .*all-gather.*FSDP-E7|{_UNIT}(?s:.*)rank 1 .*(ended|report)|"
+    "steps": rf"{_GATHERS}|rank 1 was in all_gather .*all-gather.*FSDP-E7|{_UNIT}(?s:.*)rank 1 .*(ended|report)|"
     rf"rank 1 .*(ended|report).* {_UNIT}",
     "save": rf"rank 0 .*save.* {_UNIT}.*FSDP-E7|{_UNIT}.*FSDP-E7(?s:.*)rank 0 was in sav|"
     rf"{_UNIT}.*rank 0 has waited for \d+ s in .*save.*FSDP-E7",
@@ -60,7 +62,7 @@ EXPECTED = {
     "collate": rf"rank 1 is late: .* {_UNIT}.*data loader.*FSDP-E728",
     "barrier": r"rank 0 .*barrier.*FSDP-E7|rank 0: barrier.*FSDP-E7",
     "gather": r"rank 1: all-gather[^;]*\(5 × fp32\).*(by that of rank 1|[Rr]ank 1 ).*FSDP-E7",
-    "nan": rf"rank 1 was in all_gather .*all-gather.*FSDP-E7|{_UNIT}(?s:.*)rank 1 .*(ended|report)|"
+    "nan": rf"{_GATHERS}|rank 1 was in all_gather .*all-gather.*FSDP-E7|{_UNIT}(?s:.*)rank 1 .*(ended|report)|"
     rf"rank 1 .*(ended|report).* {_UNIT}",
     "warm": rf"{_UNIT}.*Rank 0 had called the model twice, the others once.*FSDP-E7",
     "predict": rf"rank 1 .*(ended|report).*{_UNIT}|{_UNIT}(?s:.*)rank 1 .*(ended|report)|predict.*FSDP-E670",
