@@ -15,11 +15,12 @@ from tests.support.launching import finish, is_gone, launch, launch_script, star
 from tests.support.matrices import slow
 
 SHOW = """
-    import json, os, sys
+    import gc, json, os, sys
     seen = {name: os.environ.get(name) for name in (
         "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "ACCELERATE_USE_CPU", "OMP_NUM_THREADS")}
     seen |= {"argv": sys.argv, "path": sys.path[0], "file": __file__, "name": __name__}
     seen["main"] = sys.modules["__main__"].__file__
+    seen["collects_garbage"], seen["num_frozen"] = gc.isenabled(), gc.get_freeze_count()
     with open(f"seen_{seen['RANK']}.json", "w") as file:
         json.dump(seen, file)
     print("shown by rank", seen["RANK"])
@@ -45,6 +46,7 @@ def test_script_runs_on_every_rank_as_under_python(tmp_path: Path) -> None:
         assert rank["path"] == str(script.parent)
         assert rank["file"] == rank["main"] == str(script)
         assert rank["name"] == "__main__"
+        assert rank["collects_garbage"] and rank["num_frozen"] > 100_000  # the objects of the imported libraries
 
 
 @pytest.mark.slow

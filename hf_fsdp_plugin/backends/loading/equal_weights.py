@@ -93,13 +93,16 @@ class MemoryMaps:
 
     @classmethod
     def read(cls, tensors: Iterable[torch.Tensor]) -> MemoryMaps:
-        """Return the mappings, with their private bytes if one of the tensors is in a file.
+        """Return the mappings, with their private bytes if one of the tensors may be in a file.
 
         The kernel counts these bytes by a search of all pages of the process.
         """
         maps = cls._read("maps")
-        found = (maps.find(tensor) for tensor in tensors if is_plain_on_cpu(tensor))
-        return cls._read("smaps") if any(region is not None and region.is_file for region in found) else maps
+        for tensor in (tensor for tensor in tensors if tensor.device.type == "cpu"):
+            # A subclass may be a view of a file, too, but need not have one memory that can be looked up.
+            if not is_plain_on_cpu(tensor) or ((region := maps.find(tensor)) is not None and region.is_file):
+                return cls._read("smaps")
+        return maps
 
     @classmethod
     def _read(cls, name: str) -> MemoryMaps:

@@ -14,6 +14,10 @@ CPU = torch.device("cpu")
 pytestmark = pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="the kernel lists no mappings")
 
 
+class Subclass(torch.Tensor):
+    """A tensor as those of quantized weights."""
+
+
 @pytest.fixture
 def model(one_rank: None, tmp_path: Path) -> nn.Sequential:
     """Two linear layers of whole pages, which are views of a file."""
@@ -61,6 +65,8 @@ def test_pages_are_counted_only_for_views_of_a_file(model: nn.Sequential, monkey
     assert read == ["maps"]
     MemoryMaps.read(model.parameters())
     assert read[1:] == ["maps", "smaps"]
+    MemoryMaps.read([torch.ones(2).as_subclass(Subclass)])
+    assert read[3:] == ["maps", "smaps"]
 
 
 def test_views_of_a_removed_file_are_not(model: nn.Sequential, tmp_path: Path):
