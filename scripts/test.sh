@@ -27,6 +27,10 @@ unset PYTHONDONTWRITEBYTECODE
 # Three files at a time, on two cores: tests of ranks often wait, for imports of one rank or for a time limit. The files
 # run in the order of their paths, so that the longest ones, in tests/gloo, do not begin last.
 quick=("$python" -m pytest -q -m "not slow and not gpu" -n "${WORKERS:-3}" --dist loadfile --no-loadscope-reorder)
+# Tests of bitsandbytes and sentence-transformers, which scripts/environment.sh installs beside the environment.
+with_libraries="tests/gloo/test_losses.py tests/gloo/test_optimizer_names.py tests/gloo/test_optimizers.py tests/gloo/test_quantized.py
+  tests/gloo/test_sentence_transformer.py tests/unit/backends/test_known_optimizers.py"
+libraries=$("$python" -c 'import sys; print(sys.prefix)')/libraries${PYTHONPATH:+:$PYTHONPATH}
 if [ "${1:-}" = --accelerator ]; then
   shared_ranks=$(grep -l "_ranks: Ranks" tests/gloo/test_*.py)
   RANKS_DEVICE=accelerator exec "${quick[@]}" $shared_ranks "${@:2}"
@@ -36,14 +40,16 @@ if [ "${1:-}" = --unit ]; then
   exec "$python" -m pytest -q -m "not slow and not gpu" -n "$WORKERS" --dist loadfile tests/unit "${@:2}"
 fi
 if [ $# -gt 0 ]; then
-  exec "$python" -m pytest -q "$@"
+  PYTHONPATH=$libraries exec "$python" -m pytest -q "$@"
 fi
 "$python" -m ruff check --quiet .
 "$python" -m ruff format --check --quiet .
 "$python" -m mypy & # beside the tests, which often wait
 types=$!
 echo "tests on ranks of the simulated accelerator (docs/devices.md)"
-RANKS_DEVICE=accelerator RANKS_CASES=few "${quick[@]}" tests/gloo/test_{precision,checkpoint_save,moving_average,resume,submodule_calls,several_models,inputs}.py
+RANKS_DEVICE=accelerator RANKS_CASES=few "${quick[@]}" tests/gloo/test_{precision,checkpoint_save,submodule_calls,several_models,inputs}.py
 wait "$types"
-echo "all quick tests"
-exec "${quick[@]}"
+echo "tests of bitsandbytes and sentence-transformers"
+PYTHONPATH=$libraries "${quick[@]}" $with_libraries tests/unit/integrations/test_hooks.py
+echo "all other quick tests"
+exec "${quick[@]}" tests ${with_libraries//tests/--ignore=tests}

@@ -107,6 +107,7 @@ def test_save_of_one_rank_names_both_places(tmp_path: Path) -> None:
     assert re.search(r"rank 1 was in (forward|backward)[^;]*at train.py:\d+", error), error
 
 
+@pytest.mark.slow
 def test_get_state_dict_of_one_rank_names_the_barrier(tmp_path: Path) -> None:
     error = done_with(tmp_path, "get_state_dict", limit="60", arrivals="6").stderr
     assert "Accelerator.get_state_dict" in error and "[FSDP-E670]" in error, error

@@ -15,8 +15,6 @@ from tests.support.launching import Done, launch, run, write
 
 QUICK = {
     ("sleep", 1, "loop", "hf-fsdp"),
-    ("stop", 2, "loop", "torchrun"),
-    ("skip", 1, "loop", "srun"),
     ("skip", 2, "loop", "two agents"),
 }
 CASES = [

@@ -224,15 +224,6 @@ def test_private_weights_are_a_warning_with_their_size(
     assert ("FSDP-W660" in printed and "kB on each rank" in printed) == is_private
 
 
-@pytest.mark.cpu_ranks("a quantized model on devices is whole on each of them by design, without FSDP-W660")
-def test_quantized_model_is_whole_on_every_rank(two_ranks: Ranks, tmp_path: Path) -> None:
-    pytest.importorskip("bitsandbytes")
-    two_ranks.run(cases.save_plain, "llama", str(tmp_path))
-    first, second = two_ranks.run(cases.load_quantized, str(tmp_path), efficient_config())
-    assert first[1] == second[1] == 0
-    assert "FSDP-W660" in first[0] and "quantized (bitsandbytes)" in first[0]
-
-
 @both_versions
 def test_model_that_a_script_creates_on_meta_is_filled(two_ranks: Ranks, version: int) -> None:
     first, second = two_ranks.run(cases.prepare_meta_model, efficient_config(version))

@@ -30,7 +30,7 @@ LONG = (
 )
 
 
-@pytest.mark.parametrize("points", [QUICK, slow(LONG)], ids=["quick", "long"])
+@pytest.mark.parametrize("points", [slow(QUICK), slow(LONG)], ids=["quick", "long"])
 def test_predicted_peak_equals_the_counter(points: tuple[str, ...], tmp_path: Path) -> None:
     if reason := available():
         pytest.skip(f"no simulated accelerator: {reason}")

@@ -134,7 +134,7 @@ def report(folder: Path) -> dict:
     return tree["restarts"]
 
 
-@pytest.mark.parametrize("version", [slow(1), 2])
+@pytest.mark.parametrize("version", [slow(1), slow(2)])
 def test_killed_run_has_the_losses_of_an_uninterrupted_one(tmp_path: Path, version: int) -> None:
     runs = {}
     for name, words in {"whole": (), "killed": ("--max_restarts", "2")}.items():

@@ -9,10 +9,13 @@ import torch
 
 from tests.support.matrices import slow
 from tests.support.ranks import Ranks
+from tests.support.tiny import parallel_config, tiny_bert
 
 pytest.importorskip("sentence_transformers")
 
 from tests.gloo import cases_sentence_transformer as cases
+from tests.gloo import cases_submodule_calls
+from tests.gloo.cases_trl import write_model
 
 
 def assert_loads(folder: Path, expected: dict[str, torch.Tensor], base: Path) -> None:
@@ -51,3 +54,11 @@ def test_every_saved_folder_loads(two_ranks: Ranks, tmp_path: Path, version: int
     assert resumed[-2:] == pytest.approx(whole[-2:], rel=1e-6)
     last = result["saved"][4]
     assert all(torch.allclose(result["resumed"][name], tensor, atol=1e-6) for name, tensor in last.items())
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_sentence_transformer_encodes_as_in_one_process(two_ranks: Ranks, tmp_path: Path, version: int) -> None:
+    write_model(str(tmp_path), tiny_bert())
+    config = parallel_config("full_shard", version, 2, fsdp_transformer_layer_cls_to_wrap="BertLayer")
+    for found, expected in two_ranks.run(cases_submodule_calls.encode, config, str(tmp_path)):
+        torch.testing.assert_close(found, expected)

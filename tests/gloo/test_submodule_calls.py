@@ -117,12 +117,3 @@ def test_seq2seq_trainer_generates_as_one_process(
     assert run["losses"] == pytest.approx(expected["losses"], rel=1e-5)
     assert run["eval losses"] == pytest.approx(expected["eval losses"], rel=1e-5)
     assert run["tokens"] == expected["tokens"]
-
-
-@VERSIONS
-def test_sentence_transformer_encodes_as_in_one_process(two_ranks: Ranks, tmp_path: Path, version: int) -> None:
-    pytest.importorskip("sentence_transformers")
-    write_model(str(tmp_path), tiny_bert())
-    config = config_of(version, fsdp_transformer_layer_cls_to_wrap="BertLayer")
-    for found, expected in two_ranks.run(cases.encode, config, str(tmp_path)):
-        torch.testing.assert_close(found, expected)

@@ -7,6 +7,7 @@ from pathlib import Path
 from scripts.run_peers import Suite, run_file
 
 
+@pytest.mark.slow
 def test_suite_runs_without_and_with_the_plugin(tmp_path: Path) -> None:
     (tmp_path / "test_it.py").write_text(
         "import math, subprocess, sys, unittest\n"

@@ -254,7 +254,7 @@ ACCELERATE = ("-m", "accelerate.commands.accelerate_cli", "config")
 @pytest.mark.parametrize(
     ("argv", "file", "number"),
     [
-        ((), ".cache/huggingface/accelerate/default_config.yaml", 0),
+        slow((), ".cache/huggingface/accelerate/default_config.yaml", 0),
         slow(("--config_file", "fsdp.json"), "fsdp.json", 5),
         slow(("--config_file", "fsdp.yaml"), "fsdp.yaml", 9),
     ],

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.matrices import slow
+
 PROGRAM = """
 import json, os, sys
 if sys.argv[1] == "installed":
@@ -50,7 +52,7 @@ print(json.dumps(facts))
 """
 
 
-@pytest.mark.parametrize("variables", [{}, {"ACCELERATE_TORCH_DEVICE": "cpu:64"}], ids=["default", "index"])
+@pytest.mark.parametrize("variables", [slow({}), {"ACCELERATE_TORCH_DEVICE": "cpu:64"}], ids=["default", "index"])
 def test_training_is_the_same_with_and_without_install(tmp_path: Path, variables: dict[str, str]) -> None:
     found = []
     for how in ("without", "installed"):
