@@ -11,8 +11,8 @@ checkpoint is in the page cache for all of them.
 Accelerate prepares FSDP on accelerators only. The stock runs set the distributed type of its state to FSDP by hand.
 
 A second time includes an update of every shard in place, as the first step of an optimizer makes it. Transformers
-leaves the shards in the mapped file, and the system copies them when they are first changed. The plugin copies them in
-the background; the second time includes the wait for it, which a first forward begins with.
+leaves the shards in the mapped file, and the system copies them when they are first changed. The plugin copies them
+before ``prepare`` returns, so that its first time is longer.
 
 Memory is sampled every ten milliseconds until after the update: private memory is ``RssAnon`` of ``/proc/self/status``,
 mapped files are ``RssFile``, both above their size before the clock starts. A time is that of the slowest rank, memory
