@@ -27,8 +27,9 @@ from __future__ import annotations
 import os
 import sys
 
-from hf_fsdp_plugin.launcher.flags import LaunchArguments, UsageError, parse_launch_arguments
+from hf_fsdp_plugin.launcher.flags import LaunchArguments, parse_launch_arguments
 from hf_fsdp_plugin.launcher.run_script import check_script
+from hf_fsdp_plugin.problems import UsageError
 from hf_fsdp_plugin.rank_variables import launched_local_rank
 from hf_fsdp_plugin.sources.command_line import flag_name
 

@@ -168,6 +168,13 @@ def shown_problems(problems: Iterable[Problem]) -> tuple[list[Problem], list[str
     return problems[:MAX_SHOWN], [f"… and {plural(len(problems) - MAX_SHOWN, 'more problem')}: {codes}"]
 
 
+class UsageError(ValueError):
+    """Wrong usage of the command line: exit code 2."""
+
+    def __str__(self) -> str:
+        return printable(super().__str__())
+
+
 class SpecError(ValueError):
     """All problems of a config at once; at least one of them is an error.
 

@@ -71,10 +71,10 @@ _ROWS: Final = (
          "compiles the units of the wrap policy, which is what use_regional_compilation means"),
     _row("DataLoaderConfiguration", "library", "split_batches dispatch_batches even_batches use_seedable_sampler "
          "data_seed non_blocking use_stateful_dataloader", _NO_SHARDING),
-    _row("ParallelismConfig", "applied", "dp_replicate_size dp_shard_size", "is mesh.replicate or mesh.shard",
+    _row("ParallelismConfig", "applied", "dp_replicate_size dp_shard_size cp_size tp_size",
+         "is mesh.replicate, mesh.shard, mesh.context or mesh.tensor", elsewhere=True),
+    _row("ParallelismConfig", "refused", "sp_size", "is an axis of DeepSpeed; only 1 is supported", "FSDP-E122",
          elsewhere=True),
-    _row("ParallelismConfig", "refused", "tp_size cp_size sp_size", "is another kind of parallelism; only 1 is "
-         "supported", "FSDP-E122", elsewhere=True),
     _row("ParallelismConfig", "note", "tp_handler cp_handler sp_handler", "has no effect without its axis",
          "FSDP-W026", elsewhere=True),
     _row("ParallelismConfig", "library", "cp_backend sp_backend", "has one value only"),

@@ -5,6 +5,7 @@ Host memory is copied to an accelerator through page-locked memory, so that the 
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final
 
@@ -13,13 +14,24 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from hf_fsdp_plugin.axes import (
+    CONTEXT_AXIS,
+    DATA_AXIS,
+    DATA_CONTEXT_AXIS,
+    REPLICATE_AXIS,
+    SHARD_AXIS,
+    SHARD_CONTEXT_AXIS,
+    TENSOR_AXIS,
+)
 from hf_fsdp_plugin.devices import available_device
-from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan
-from hf_fsdp_plugin.torch_private.functions import set_timeout, timeout_of, tree_map_only, with_local_tensor
-
-REPLICATE_AXIS: Final = "dp_replicate"
-SHARD_AXIS: Final = "dp_shard"
-"""Accelerate's names for the axes of the mesh."""
+from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan, MeshPlan
+from hf_fsdp_plugin.torch_private.functions import (
+    flatten_mesh,
+    set_timeout,
+    timeout_of,
+    tree_map_only,
+    with_local_tensor,
+)
 
 WINDOW: Final = 32 << 20
 """Bytes of one window of page-locked memory."""
@@ -53,14 +65,33 @@ def shard_like(parameter: DTensor, whole: torch.Tensor) -> DTensor:
 
 
 def device_mesh(plan: FsdpPlan) -> DeviceMesh:
-    """Return a 1-D mesh with a shard axis, or a 2-D mesh (replicate x shard) if parameters are replicated.
+    """Return the mesh that FSDP shards over: 1-D, or 2-D (replicate x shard) if parameters are replicated.
 
-    The ranks of a shard group are consecutive, so that the frequent all-gathers stay within a machine. All models of a
-    process that have the same mesh get the same object: each 2-D mesh has two more process groups, which own a
-    communicator (NCCL: GPU memory) and threads (gloo) until the end of the process.
+    The ranks of a shard group are consecutive, so that the frequent all-gathers stay within a machine. With a context
+    axis, the shard axis is the shard and context axes of :func:`world_mesh` together.
     """
-    replicas = {REPLICATE_AXIS: plan.mesh.replicate} if plan.has_replicas else {}
-    return _meshes.get(plan.device_type, {**replicas, SHARD_AXIS: plan.mesh.shard})
+    replicas = [REPLICATE_AXIS] if plan.has_replicas else []
+    world = world_mesh(plan.mesh, plan.device_type, has_replicas=plan.has_replicas)
+    if plan.mesh.context == 1:
+        return world
+    with warnings.catch_warnings(action="ignore", category=UserWarning):  # of a joint axis beside others
+        return world[(*replicas, SHARD_CONTEXT_AXIS)]
+
+
+def world_mesh(sizes: MeshPlan, device_type: str, *, has_replicas: bool) -> DeviceMesh:
+    """Return the mesh of all ranks with Accelerate's names of its axes. Collective at the first call for each mesh.
+
+    All models of a process that have the same mesh get the same object: the axes of a mesh have process groups, which
+    own a communicator (NCCL: GPU memory) and threads (gloo) until the end of the process. With a context axis, the mesh
+    has the joint axes that Accelerate and the Trainer look up.
+    """
+    replicas = {REPLICATE_AXIS: sizes.replicate} if has_replicas else {}
+    axes = {**replicas, SHARD_AXIS: sizes.shard}
+    if sizes.context > 1:
+        axes[CONTEXT_AXIS] = sizes.context
+    if sizes.tensor > 1:
+        axes[TENSOR_AXIS] = sizes.tensor
+    return _meshes.get(device_type, axes)
 
 
 class _Meshes:
@@ -76,13 +107,23 @@ class _Meshes:
             self._world, self._created = dist.group.WORLD, {}
         key = (device_type, tuple(axes.items()))
         if key not in self._created:
-            mesh = init_device_mesh(device_type, tuple(axes.values()), mesh_dim_names=tuple(axes))
-            # torch gives new groups its default (10 minutes for NCCL), not that of `ddp_timeout`.
-            if (timeout := timeout_of()) is not None:
-                for group in mesh.get_all_groups():
-                    set_timeout(timeout, group)
-            self._created[key] = mesh
+            self._created[key] = self._create(device_type, axes)
         return self._created[key]
+
+    def _create(self, device_type: str, axes: Mapping[str, int]) -> DeviceMesh:
+        mesh = init_device_mesh(device_type, tuple(axes.values()), mesh_dim_names=tuple(axes))
+        meshes = [mesh]
+        if axes.keys() & {CONTEXT_AXIS, TENSOR_AXIS}:
+            data = [name for name in axes if name in (REPLICATE_AXIS, SHARD_AXIS)]
+            joint = {DATA_AXIS: data}
+            if CONTEXT_AXIS in axes:
+                joint |= {SHARD_CONTEXT_AXIS: [SHARD_AXIS, CONTEXT_AXIS], DATA_CONTEXT_AXIS: [*data, CONTEXT_AXIS]}
+            meshes += [flatten_mesh(mesh[tuple(names)], joined) for joined, names in joint.items()]
+        # torch gives new groups its default (10 minutes for NCCL), not that of `ddp_timeout`.
+        if (timeout := timeout_of()) is not None:
+            for group in {group for each in meshes for group in each.get_all_groups()}:
+                set_timeout(timeout, group)
+        return mesh
 
 
 _meshes = _Meshes()

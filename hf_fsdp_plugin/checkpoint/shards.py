@@ -7,6 +7,7 @@ the whole tensor. Shards of both FSDP versions are described by such boxes.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -168,7 +169,7 @@ def parameter_shards(model: nn.Module) -> ModelShards:
 def _dtensor_shard(name: str, parameter: DTensor) -> LocalShard:
     mesh, placements = parameter.device_mesh, parameter.placements
     sizes, offsets = compute_local_shape_and_global_offset(parameter.shape, mesh, placements)
-    replica, replicas = 0, 1
+    replica, replicas = _replica_of_ranks(tuple(sorted(mesh.mesh.flatten().tolist())), dist.get_world_size())
     for axis, placement in enumerate(placements):
         if isinstance(placement, Replicate):
             replica = replica * mesh.size(axis) + mesh.get_local_rank(axis)
@@ -176,6 +177,20 @@ def _dtensor_shard(name: str, parameter: DTensor) -> LocalShard:
     box, local = Box(tuple(offsets), tuple(sizes)), parameter.to_local()
     pieces = _pieces(local, [box] if box.numel else [])
     return LocalShard(name, local.dtype, tuple(parameter.shape), pieces, replica, replicas, not parameter.requires_grad)
+
+
+@functools.cache
+def _replica_of_ranks(ranks: tuple[int, ...], world_size: int) -> tuple[int, int]:
+    """Return which of the groups of ranks with equal tensors this one is, and their number.
+
+    A parameter that no tensor-parallel plan divides is on a mesh without that axis: other ranks have it, too.
+    """
+    steps, covered, first_ranks = [rank - ranks[0] for rank in ranks], set[int](), []
+    for rank in range(world_size):
+        if rank not in covered:
+            first_ranks.append(rank)
+            covered.update(rank + step for step in steps)
+    return first_ranks.index(ranks[0]), len(first_ranks)
 
 
 def _replicated_shard(name: str, tensor: torch.Tensor) -> LocalShard:

@@ -21,8 +21,8 @@ from hf_fsdp_plugin.cli import preflight
 from hf_fsdp_plugin.cli.check_output import Checked, check_sources, plan_of_model, verdict_line
 from hf_fsdp_plugin.cli.main import check_needs, make_parser, whole_number
 from hf_fsdp_plugin.cli.output import OK, PROBLEMS, in_line_order, print_json, print_problems
-from hf_fsdp_plugin.launcher.flags import Parser, UsageError, add_override_flag, add_setting_flags
-from hf_fsdp_plugin.problems import Problem, has_errors
+from hf_fsdp_plugin.launcher.flags import Parser, add_override_flag, add_setting_flags
+from hf_fsdp_plugin.problems import Problem, UsageError, has_errors
 from hf_fsdp_plugin.sources.environment import default_config_file
 from hf_fsdp_plugin.sources.interface import MAX_BYTES, ConfigFile, Sources, config_of, read_text
 from hf_fsdp_plugin.sources.tree import ConfigFileError
@@ -197,4 +197,4 @@ def smallest_world_size(spec: FsdpSpec) -> int:
     """Return ``num_processes``. If that is ``auto``, return the number of ranks that the mesh needs."""
     if spec.launch.num_processes != "auto":
         return spec.launch.num_processes
-    return math.prod(size for size in (spec.mesh.shard, spec.mesh.replicate) if size != "auto")
+    return math.prod(size for size in spec.mesh.axes().values() if size != "auto")

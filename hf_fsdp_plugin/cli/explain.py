@@ -14,8 +14,7 @@ from importlib.resources import files
 from typing import NamedTuple
 
 from hf_fsdp_plugin.cli.output import print_result
-from hf_fsdp_plugin.launcher.flags import UsageError
-from hf_fsdp_plugin.problems import AREAS, CODE
+from hf_fsdp_plugin.problems import AREAS, CODE, UsageError
 from hf_fsdp_plugin.spellings import did_you_mean, nearest_word
 from hf_fsdp_plugin.text import format_table
 

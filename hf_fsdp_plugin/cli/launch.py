@@ -25,7 +25,7 @@ from hf_fsdp_plugin.launcher import flags
 from hf_fsdp_plugin.launcher import world as worlds
 from hf_fsdp_plugin.launcher.rank_environment import RankJob, launch_env, rank_command, settings_env
 from hf_fsdp_plugin.launcher.run_script import check_script
-from hf_fsdp_plugin.problems import Problem, SpecError, has_errors
+from hf_fsdp_plugin.problems import Problem, SpecError, UsageError, has_errors
 from hf_fsdp_plugin.rank_variables import POD_ID_VARIABLE, RUN_ID_VARIABLE, exit_limit, hang_limit, silence_limit
 from hf_fsdp_plugin.sources import environment
 from hf_fsdp_plugin.sources.command_line import flag_name, parse_flags
@@ -72,7 +72,7 @@ def _with_variables(arguments: flags.LaunchArguments) -> flags.LaunchArguments:
     given = {name: value for name, value in found.items() if name not in arguments.options}
     restarts = given.get("max_restarts", "0")
     if not re.fullmatch(dict(_NUMBERS)["max_restarts"], restarts):
-        raise flags.UsageError(f"PET_MAX_RESTARTS is {restarts!r}; expected a number.")
+        raise UsageError(f"PET_MAX_RESTARTS is {restarts!r}; expected a number.")
     return replace(arguments, options={**given, **arguments.options})
 
 
@@ -162,23 +162,23 @@ def _facts(arguments: flags.LaunchArguments, spec: FsdpSpec, world: worlds.World
 def _check_usage(arguments: flags.LaunchArguments) -> None:
     options = arguments.options
     if not arguments.script:
-        raise flags.UsageError("no script. Usage: hf-fsdp launch [FLAGS] SCRIPT [ARGS ...]")
+        raise UsageError("no script. Usage: hf-fsdp launch [FLAGS] SCRIPT [ARGS ...]")
     check_script(arguments)
     if options.get("show_ranks", "main") not in ("main", "all"):
-        raise flags.UsageError(f"--show_ranks is {options['show_ranks']!r}; expected main or all.")
+        raise UsageError(f"--show_ranks is {options['show_ranks']!r}; expected main or all.")
     for name in ("json", "model"):
         if name in options and "dry_run" not in options:
-            raise flags.UsageError(f"--{name} needs --dry_run.")
+            raise UsageError(f"--{name} needs --dry_run.")
     _check_writable(options)
     for name, pattern in _NUMBERS:
         if name in options and not re.fullmatch(pattern, options[name]):
-            raise flags.UsageError(f"--{name} is {options[name]!r}; expected a number.")
+            raise UsageError(f"--{name} is {options[name]!r}; expected a number.")
     try:
         hang_limit(options.get("hang_timeout"))
         exit_limit()
         silence_limit()
     except ValueError as error:
-        raise flags.UsageError(f"{error}") from None
+        raise UsageError(f"{error}") from None
 
 
 def _check_writable(options: Mapping[str, str]) -> None:
@@ -191,9 +191,9 @@ def _check_writable(options: Mapping[str, str]) -> None:
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise flags.UsageError(f"--{name} {options[name]}: {error.strerror or error}.") from None
+            raise UsageError(f"--{name} {options[name]}: {error.strerror or error}.") from None
         if not os.access(folder, os.W_OK | os.X_OK):
-            raise flags.UsageError(f"--{name} {options[name]}: permission denied.")
+            raise UsageError(f"--{name} {options[name]}: permission denied.")
 
 
 def _handover(arguments: flags.LaunchArguments) -> LaunchHandover:

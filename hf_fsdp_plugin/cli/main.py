@@ -17,14 +17,17 @@ import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType, ModuleType
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import hf_fsdp_plugin
 from hf_fsdp_plugin.cli.output import INTERRUPTED, OK, PROBLEMS, USAGE, print_failure, text_width
-from hf_fsdp_plugin.launcher.flags import Parser, UsageError
-from hf_fsdp_plugin.problems import SpecError
+from hf_fsdp_plugin.problems import SpecError, UsageError
 from hf_fsdp_plugin.supported import unsupported_versions
 from hf_fsdp_plugin.text import printable
+
+if TYPE_CHECKING:
+    # Imported where it is used: it reads the tables of settings and flags, which `hf-fsdp --version` does not need.
+    from hf_fsdp_plugin.launcher.flags import Parser
 
 PROG: Final = "hf-fsdp"
 VERBS: Final[Mapping[str, str]] = MappingProxyType(
@@ -112,6 +115,8 @@ def verb_module(verb: str) -> ModuleType:
 
 def make_parser(verb: str) -> Parser:
     """Return the parser of a verb's arguments."""
+    from hf_fsdp_plugin.launcher.flags import Parser
+
     module = verb_module(verb)
     about, _, rest = (module.__doc__ or "").partition("\n\nExamples::\n\n")
     parser = Parser(

@@ -16,8 +16,7 @@ from pathlib import Path
 from hf_fsdp_plugin.checkpoint.merging.merge import Merged, MergeOptions, merge
 from hf_fsdp_plugin.cli.main import check_folder
 from hf_fsdp_plugin.cli.output import ProgressBars, print_result
-from hf_fsdp_plugin.launcher.flags import UsageError
-from hf_fsdp_plugin.problems import CheckpointError, Origin, Problem
+from hf_fsdp_plugin.problems import CheckpointError, Origin, Problem, UsageError
 from hf_fsdp_plugin.text import SHORT_DTYPES, format_bytes, parse_bytes, plural, printable
 
 DTYPES = {name: of_torch for of_torch, name in SHORT_DTYPES.items()}

@@ -18,9 +18,10 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
 
+from hf_fsdp_plugin.axes import MODEL_AXES
 from hf_fsdp_plugin.cli.output import Color, colored, colored_table
-from hf_fsdp_plugin.launcher.flags import LaunchArguments, Parser, UsageError, why_refused
-from hf_fsdp_plugin.problems import Problem, has_errors
+from hf_fsdp_plugin.launcher.flags import LaunchArguments, Parser, why_refused
+from hf_fsdp_plugin.problems import Problem, UsageError, has_errors
 from hf_fsdp_plugin.sources.command_line import flag_name
 from hf_fsdp_plugin.sources.environment import LaunchHandover, user_variables
 from hf_fsdp_plugin.sources.interface import ConfigFile, Sources
@@ -215,6 +216,7 @@ def overrides_for_cpu(spec: FsdpSpec) -> tuple[list[str], list[Problem]]:
     if spec.asked("mesh.shard") or spec.asked("mesh.replicate") or size == _NUM_HYBRID_RANKS:
         replicas = 2 if size == _NUM_HYBRID_RANKS or mesh.shard == 1 else 1
         values |= {"mesh.shard": size // replicas, "mesh.replicate": replicas}
+    values |= {f"mesh.{axis}": 1 for axis in MODEL_AXES if spec.asked(f"mesh.{axis}")}
     values |= {name: value for name, value in _ONE_MACHINE.items() if spec.asked(name)}
     values |= {name: "bf16" for name in _DTYPES if spec.get(name) == "fp16"}
     if spec.wrap.policy == "size":

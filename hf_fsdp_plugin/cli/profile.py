@@ -25,9 +25,9 @@ from hf_fsdp_plugin.cli.output import print_failure, print_problems, print_resul
 from hf_fsdp_plugin.integrations import profiling
 from hf_fsdp_plugin.integrations.profiling import OPTIONS_VARIABLE, ProfileOptions
 from hf_fsdp_plugin.launcher import flags
-from hf_fsdp_plugin.launcher.flags import LaunchArguments, UsageError
+from hf_fsdp_plugin.launcher.flags import LaunchArguments
 from hf_fsdp_plugin.observe.profile.run_profile import RunProfile, Suggestion
-from hf_fsdp_plugin.problems import Problem, SpecError, has_errors
+from hf_fsdp_plugin.problems import Problem, SpecError, UsageError, has_errors
 from hf_fsdp_plugin.text import format_bytes, format_seconds, format_table, plural
 
 _FLAGS: Final[Mapping[str, tuple[str, str]]] = flags.FLAG_TABLES["profile"]

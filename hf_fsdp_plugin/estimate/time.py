@@ -56,7 +56,7 @@ def estimate_communication(plan: FsdpPlan, model: nn.Module, workload: Workload)
     Args:
         model: the model that was planned, on any device.
     """
-    strategy, micro_batches, shards = STRATEGIES[plan.strategy], workload.accumulation, plan.mesh.shard
+    strategy, micro_batches, shards = STRATEGIES[plan.strategy], workload.accumulation, plan.mesh.num_shards
     group_sizes: dict[types.Axis, int] = {"shard": shards, "replicate": plan.mesh.replicate, "world": plan.world_size}
 
     def calls(
@@ -190,7 +190,7 @@ class TimeModel:
         trained = [parameter for parameter in parameters if parameter.requires_grad]
         self._num_tensors = max(1, len(trained))
         self._local_bytes = sum(
-            ceil(p.numel() / plan.mesh.shard) * plan.precision.stored_dtype(p).itemsize for p in trained
+            ceil(p.numel() / plan.mesh.num_shards) * plan.precision.stored_dtype(p).itemsize for p in trained
         )
         self._recomputed = _recomputed_units(plan, checkpointed_modules(plan, model))
 
@@ -211,7 +211,7 @@ class TimeModel:
         return types.TimeEstimate(
             step_seconds=step, low_seconds=low and step * low, high_seconds=high and step * high, evidence=evidence,
             compute_seconds=compute + contention, communication_seconds=communication, exposed_seconds=not_overlapped,
-            tokens_per_second=workload.tokens * workload.accumulation * plan.world_size / step if step else 0.0,
+            tokens_per_second=workload.tokens * workload.accumulation * plan.mesh.num_batches / step if step else 0.0,
             mfu=flops / step / peak if peak and step else None, machine=machine.label,
         )  # fmt: skip
 
@@ -247,7 +247,7 @@ class TimeModel:
             copy_out = _copy_seconds(2 * sizes.gathered, machine)
         copy_in = _copy_seconds(2 * sizes.reduce_input, machine) if sizes.reduce_input else 0.0
         if plan.offload_params and machine.overlaps and gather_forward:
-            copied = sizes.gathered / plan.mesh.shard / machine.host_bandwidth
+            copied = sizes.gathered / plan.mesh.num_shards / machine.host_bandwidth
             gather_forward, gather_backward = gather_forward + copied, gather_backward + copied
         return UnitTimes(
             name=name or "the root",
@@ -308,7 +308,7 @@ def _recomputed_units(plan: FsdpPlan, checkpointed: Collection[str]) -> set[str]
 def collective_seconds(call: types.Collective, plan: FsdpPlan, machine: Machine) -> float:
     """Return the seconds of one call, by the number of machines that its axis spans."""
     ranks = machine.ranks_per_machine
-    per_machine = max(1, ranks // plan.mesh.shard) if call.axis == "replicate" else ranks
+    per_machine = max(1, ranks // plan.mesh.num_shards) if call.axis == "replicate" else ranks
     machines = ceil(call.group_size / min(per_machine, call.group_size))
     return machine.collective_seconds(call.kind, call.group_size, call.bytes, machines)
 

@@ -148,7 +148,7 @@ def _fsdp2(plan: FsdpPlan, unit: UnitPlan, parameters: list[nn.Parameter], fp32:
 
     Parameters of several dtypes are gathered as bytes, and their gradients are reduced in one dtype.
     """
-    num = plan.mesh.shard
+    num = plan.mesh.num_shards
     shards: list[ParameterShard] = []
     sums = Counter(compute_shard=0, gathered=0, flat_grad=0, reduce_input=0, grad_shard=0, cast_grads=0)
     whole, gradient_dtypes = [0], set()
@@ -196,7 +196,7 @@ def _fsdp1(plan: FsdpPlan, unit: UnitPlan, parameters: list[nn.Parameter]) -> Un
     process group, and the optimizer updates views of the flat shard; otherwise the flat shard itself. Gradients of
     frozen parameters in a trained unit are reduced, too.
     """
-    num, is_sharded = plan.mesh.shard, STRATEGIES[plan.strategy].is_sharded
+    num, is_sharded = plan.mesh.num_shards, STRATEGIES[plan.strategy].is_sharded
     stored, compute, reduce = _dtypes(plan, parameters[0]) if parameters else (torch.float32,) * 3
     trainable = any(p.requires_grad for p in parameters)
     aligned = _ALIGNMENT // compute.itemsize if plan.use_orig else 1
@@ -291,7 +291,7 @@ def with_padding_warning(plan: FsdpPlan, model: nn.Module) -> FsdpPlan:
     Args:
         model: the model that was planned, not sharded. Models that were sharded before ``prepare`` keep their shards.
     """
-    shards = plan.mesh.shard
+    shards = plan.mesh.num_shards
     if plan.backend != "fsdp2" or plan.pre_sharded or shards == 1 or not plan.units:
         return plan
     units = unit_shapes(plan, model)
@@ -317,7 +317,7 @@ def with_padding_warning(plan: FsdpPlan, model: nn.Module) -> FsdpPlan:
 def _padding_remedy(plan: FsdpPlan, units: Shapes) -> str:
     """Return the remedy: to set the largest shard group without much padding, or FSDP1, which pads whole units only."""
     flat = "set fsdp_version: 1, which shards all parameters of a unit as one flat tensor."
-    for size in range(plan.mesh.shard - 1, 1, -1):
+    for size in range(plan.mesh.num_shards - 1, 1, -1):
         if plan.world_size % size == 0 and (left := padding_of(units, size).share) < SIGNIFICANT:
             return (
                 f"Set mesh.shard (parallelism_config_dp_shard_size) to {size}: with {plan.world_size // size} replicas "

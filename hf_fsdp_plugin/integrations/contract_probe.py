@@ -29,7 +29,7 @@ Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 ContractStatus = Literal["holds", "changed", "missing", "not installed", "not in this version"]
 
 PRIVATE_FILES: Final = (
-    *(f"torch_private.{name}" for name in ("elastic", "fsdp1", "fsdp2", "functions", "modules")),
+    *(f"torch_private.{name}" for name in ("context_parallel", "elastic", "fsdp1", "fsdp2", "functions", "modules")),
     *(f"integrations.{name}.private" for name in ("accelerate", "transformers")),
 )
 """The modules that use private names. Each has a tuple ``CONTRACTS``."""

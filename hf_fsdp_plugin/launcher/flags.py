@@ -14,9 +14,9 @@ from typing import Any, Final, NoReturn
 
 import yaml
 
+from hf_fsdp_plugin.problems import UsageError
 from hf_fsdp_plugin.sources.command_line import RENAMED, SWITCHES, flag_name, machine_range, remedy_of_switch
 from hf_fsdp_plugin.spellings import nearest_word
-from hf_fsdp_plugin.text import printable
 from hf_fsdp_plugin.vocabulary import BY_KEY, ROWS, WORDS, Scope, SettingRow, similar_key
 
 FLAG_TABLES: Final[Mapping[str, Any]] = yaml.load(
@@ -33,13 +33,6 @@ _UNSUPPORTED: Final[Mapping[str, str]] = {
 }
 """Flag of other launchers -> why it is refused."""
 _UNSUPPORTED_PREFIXES: Final = tuple(WORDS["flag_prefixes_of_other_engines"])
-
-
-class UsageError(ValueError):
-    """Wrong usage of the command line: exit code 2."""
-
-    def __str__(self) -> str:
-        return printable(super().__str__())
 
 
 class Suggested(tuple[str, ...]):

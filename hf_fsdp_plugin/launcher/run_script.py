@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from hf_fsdp_plugin.hangs.rank_exit import is_failure
-from hf_fsdp_plugin.launcher.flags import LaunchArguments, UsageError
-from hf_fsdp_plugin.problems import SpecError
+from hf_fsdp_plugin.launcher.flags import LaunchArguments
+from hf_fsdp_plugin.problems import SpecError, UsageError
 from hf_fsdp_plugin.rank_variables import LAUNCHER_VARIABLE, launched_local_rank
 
 

@@ -77,7 +77,7 @@ class Report:
 
     Attributes:
         backend: ``fsdp1``, ``fsdp2``, both, ``ddp`` or ``none``.
-        mesh: sizes of ``replicate`` and ``shard``.
+        mesh: sizes of ``replicate`` and ``shard``, and of ``context``, ``tensor`` and ``expert`` if they are above 1.
         device: type of the device on which the units compute.
         units: one entry for each FSDP unit, with its sizes on this rank.
         num_params: number of elements of the whole model.
@@ -128,8 +128,9 @@ class Report:
 
     @property
     def tokens(self) -> int:
-        """Tokens per optimizer step; 0 if unknown."""
-        return self.effective_batch_size * (self.batch.seq_len or 0) if self.batch else 0
+        """Tokens per optimizer step; 0 if unknown. The model's inputs are a part of each sequence on a context axis."""
+        seq_len = (self.batch.seq_len or 0) * self.mesh.get("context", 1) if self.batch else 0
+        return self.effective_batch_size * seq_len
 
     def to_json(self) -> dict[str, Any]:
         """Return the content of ``fsdp_report.json``."""
@@ -224,7 +225,7 @@ class Report:
         return (
             f"{self.model_class}, {self.num_params:,} parameters, {local} per rank, "
             f"{plural(len(self.units), 'unit')}; {self.backend}, {self.world_size} × {self.device}, "
-            f"replicate {self.mesh['replicate']} × shard {self.mesh['shard']}"
+            + " × ".join(f"{axis} {size}" for axis, size in self.mesh.items())
         )
 
 

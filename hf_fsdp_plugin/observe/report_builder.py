@@ -11,6 +11,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
+from hf_fsdp_plugin.axes import MODEL_AXES
 from hf_fsdp_plugin.backends.ranks.agreement import gather_equal_objects, gather_objects, on_all_ranks
 from hf_fsdp_plugin.backends.sharding.shard import plan_of
 from hf_fsdp_plugin.contracts import off_warning, off_without
@@ -19,7 +20,7 @@ from hf_fsdp_plugin.observe import weights
 from hf_fsdp_plugin.observe.first_step import recorded_first_step
 from hf_fsdp_plugin.observe.readers import observe_settings
 from hf_fsdp_plugin.observe.report import BatchShape, MemoryRow, Report, ReportRow
-from hf_fsdp_plugin.observe.settings import JsonObject, ObservedRun, check_settings
+from hf_fsdp_plugin.observe.settings import JsonObject, ObservedRun, axis_size, check_settings
 from hf_fsdp_plugin.observe.weights import optimizers_of, unwrapped_optimizer
 from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan
 from hf_fsdp_plugin.plan.names import canonical_name
@@ -116,7 +117,9 @@ def build_report(
     mesh = {"replicate": len(ranks), "shard": 1}
     if (sharded := next((unit.live for unit in units if unit.num_params), None)) is not None:
         # 0 is a size that the installed torch does not show.
-        mesh = {"replicate": sharded.known("replicate_size", 0), "shard": sharded.known("shard_size", 0)}
+        others = {axis: size for axis in MODEL_AXES if (size := axis_size(run, axis)) > 1}
+        shard = sharded.known("shard_size", 0) // others.get("context", 1)
+        mesh = {"replicate": sharded.known("replicate_size", 0), "shard": shard} | others
     problems = [*plan.problems, *check_settings(settings, plan), *problems]
     unsharded = "ddp" if isinstance(model, nn.parallel.DistributedDataParallel) else "none"
     return Report(

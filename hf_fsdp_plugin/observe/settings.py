@@ -13,6 +13,7 @@ from typing import Any
 from torch import nn
 
 import hf_fsdp_plugin.text as text
+from hf_fsdp_plugin.axes import MODEL_AXES
 from hf_fsdp_plugin.observe.first_step import FirstStep
 from hf_fsdp_plugin.observe.units import StructureComparison, UnitObservation, dtype_name, unmanaged_parameters
 from hf_fsdp_plugin.observe.weights import WeightComparison
@@ -21,6 +22,7 @@ from hf_fsdp_plugin.plan.names import canonical_name, is_inside
 from hf_fsdp_plugin.problems import Problem
 from hf_fsdp_plugin.strategies import STRATEGIES, strategy_of
 from hf_fsdp_plugin.text import format_dtype, format_names
+from hf_fsdp_plugin.torch_private.context_parallel import CONTEXT_MESH, context_exchange
 
 
 @dataclass(frozen=True)
@@ -182,16 +184,31 @@ def _strategy_of_mesh(unit: UnitObservation) -> str:
 
 def read_mesh_shard(run: ObservedRun) -> ObservedValue:
     """Read the size of the shard groups, and check that the ranks of a group are consecutive, as planned."""
-    size = common_value(unit.live.shard_size for unit in run.units_with_params)
+    context = axis_size(run, "context")
+    size = common_value(unit.live.shard_size // context for unit in run.units_with_params)
     if size == run.plan.mesh.shard and not run.plan.pre_sharded:
-        first = run.rank - run.rank % size
-        planned = tuple(range(first, first + size))
+        first = run.rank - run.rank % (size * context)
+        planned = tuple(range(first, first + size * context))
         for unit in run.units_with_params:
             if unit.live.shard_ranks not in ((), planned):
                 group, expected = (", ".join(map(str, ranks)) for ranks in (unit.live.shard_ranks, planned))
                 reason = f"the shards of {unit.name or 'the root'} are on ranks {group} instead of {expected}"
                 return differing_value(size, reason)
     return ObservedValue(size)
+
+
+def axis_size(run: ObservedRun, axis: str) -> int:
+    """Return the size of a model axis on the meshes of the live model; 1 if they do not have it."""
+    if axis == "context":
+        mesh = run.model.__dict__.get(CONTEXT_MESH)
+        return mesh.size() if mesh is not None else 1
+    return max((unit.live.known("axes", {}).get(MODEL_AXES[axis], 1) for unit in run.units), default=1)
+
+
+def read_context_exchange(run: ObservedRun) -> ObservedValue:
+    if axis_size(run, "context") == 1:
+        return ObservedValue(run.plan.get("mesh.context_exchange"), "there is no context axis", matches=True)
+    return ObservedValue(context_exchange())
 
 
 def read_mesh_replicate(run: ObservedRun) -> ObservedValue:

@@ -34,7 +34,7 @@ _PART = 1 << 22
 """Number of elements that are added at a time. Two copies of them in double precision have 64 MiB."""
 _Checksum = list[float]
 """The sum of the elements, and the sum of their magnitudes."""
-_Key = tuple[str, str, int]
+_Key = tuple[str, str, tuple[int, ...]]
 """Kind of a tensor (unit, parameter or buffer), its name, and the number of its shard."""
 
 ShardHashes = dict[tuple[int, int], torch.Tensor | None]
@@ -123,16 +123,22 @@ def compare_weights(
 def _checksums(model: nn.Module, units: Sequence[UnitObservation]) -> dict[_Key, _Checksum | None]:
     found: dict[_Key, torch.Tensor | None] = {}
     for unit in units:
-        if unit.live.shards:
-            found["unit", unit.name or "root", unit.live.shard_rank] = _checksum(unit.live.shards)
+        # The parameters of a unit may be divided over different axes: only ranks with equal parts are compared.
+        same_part: dict[tuple[int, ...], list[torch.Tensor]] = {}
+        for number, shard in enumerate(unit.live.shards):
+            coordinates = unit.live.known("coordinates", ())
+            part = coordinates[number] if coordinates else (unit.live.shard_rank,)
+            same_part.setdefault(part, []).append(shard)
+        for part, shards in same_part.items():
+            found["unit", unit.name or "root", part] = _checksum(shards)
     unmanaged = {id(parameter) for parameter in unmanaged_parameters(model, units)}
     for name, parameter in model.named_parameters():
         if id(parameter) in unmanaged:
-            found["parameter", canonical_name(name), 0] = _checksum([parameter])
+            found["parameter", canonical_name(name), ()] = _checksum([parameter])
     for name, module in model.named_modules():
         for attribute in sorted(non_persistent_buffers(module)):
             if (buffer := buffers(module).get(attribute)) is not None:
-                found["buffer", canonical_name(f"{name}.{attribute}".lstrip(".")), 0] = _checksum([buffer])
+                found["buffer", canonical_name(f"{name}.{attribute}".lstrip(".")), ()] = _checksum([buffer])
     sums = {key: checksum for key, checksum in found.items() if checksum is not None}
     return {**dict.fromkeys(found), **read_together(sums)}
 

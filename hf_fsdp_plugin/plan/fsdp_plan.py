@@ -56,10 +56,35 @@ class ProblemCollector:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MeshPlan:
-    """Sizes of the mesh's axes. Their product is the world size."""
+    """Sizes of the mesh's axes. The product of all but ``expert`` is the world size.
+
+    Attributes:
+        replicate, shard: axes of data parallelism; each of their ranks trains other samples.
+        context: ranks that divide each sequence. FSDP shards over them, too.
+        tensor: ranks that divide each layer.
+        expert: ranks that divide the experts of a layer; they are ranks of the shard and tensor axes.
+    """
 
     replicate: int
     shard: int
+    context: int = 1
+    tensor: int = 1
+    expert: int = 1
+
+    @property
+    def num_shards(self) -> int:
+        """Number of shards of a parameter that only FSDP divides."""
+        return self.shard * self.context
+
+    @property
+    def num_batches(self) -> int:
+        """Number of ranks that train different samples."""
+        return self.replicate * self.shard
+
+
+def has_replicas(mesh: MeshPlan, strategy: str) -> bool:
+    """Return whether the mesh has an axis of replicas. Hybrid and unsharded strategies have one also of size 1."""
+    return mesh.replicate > 1 or STRATEGIES[strategy].hybrid or not STRATEGIES[strategy].is_sharded
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -202,9 +227,7 @@ class FsdpPlan(ModelParts):
 
     @property
     def has_replicas(self) -> bool:
-        """Whether the mesh has an axis of replicas. Hybrid and unsharded strategies have one also of size 1."""
-        strategy = STRATEGIES[self.strategy]
-        return self.mesh.replicate > 1 or strategy.hybrid or not strategy.is_sharded
+        return has_replicas(self.mesh, self.strategy)
 
     @property
     def num_params(self) -> int:
@@ -223,7 +246,7 @@ class FsdpPlan(ModelParts):
         requested = self.spec.get(name)
         section, _, field = name.partition(".")
         if section in _SECTIONS:
-            return getattr(getattr(self, section), field)
+            return getattr(getattr(self, section), field, requested)
         return getattr(self, _ATTRIBUTES[name]) if name in _ATTRIBUTES else requested
 
     def settings(self) -> Iterator[tuple[str, Any]]:

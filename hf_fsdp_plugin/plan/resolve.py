@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import fields, replace
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch import nn
@@ -17,7 +17,13 @@ from hf_fsdp_plugin.plan.presharded import model_class_name, sharded_parts
 from hf_fsdp_plugin.plan.units import wrap_units
 from hf_fsdp_plugin.problems import Origin, SpecError, has_errors
 from hf_fsdp_plugin.spec.fsdp_spec import DtypeName, FsdpSpec, Version
-from hf_fsdp_plugin.spec.rules import FP16_ON_CPU, check_fsdp2_support, check_mesh_size, divisor_remedy
+from hf_fsdp_plugin.spec.rules import (
+    FP16_ON_CPU,
+    check_fsdp2_support,
+    check_mesh_size,
+    check_model_axes,
+    divisor_remedy,
+)
 from hf_fsdp_plugin.strategies import STRATEGIES, strategy_of
 from hf_fsdp_plugin.text import format_dtype, format_names, plural
 from hf_fsdp_plugin.torch_private.fsdp2 import first_version_with_dtype_per_parameter, installed_behavior
@@ -51,6 +57,8 @@ def resolve(
         if parts.sharded_at_load or not parts.pre_sharded
         else ((), ())
     )
+    _check_attention(mesh, model, collector)
+    check_divided_layers(mesh, model, collector)
     _check_offload(spec, version, device_type, collector)
     _check_activation(spec, model, parts.pre_sharded, collector)
     if (problem := unsupported_device(device_type)) is not None:
@@ -105,23 +113,27 @@ def resolve_mesh(world_size: int, local_world_size: int | None, problems: Proble
             message = f"{strategy.name} on {world_size} ranks has {world_size} replicas, but the replicate size is "
             problems.add("FSDP-E128", "mesh.replicate", f"{message}{sizes.replicate}.", "Remove the replicate size.")
         return MeshPlan(replicate=world_size, shard=1), strategy.name
+    others = {"context": sizes.context, "tensor": sizes.tensor, "expert": sizes.expert}
+    num_batches = world_size // sizes.batch_ranks
     if sizes.shard != "auto":
         shard = sizes.shard
     elif sizes.replicate != "auto":
-        shard = world_size // sizes.replicate
+        shard = num_batches // sizes.replicate
     else:
-        shard = world_size
+        shard = num_batches
         if strategy.hybrid:  # the ranks of one machine
             num_machines, given = max(1, spec.launch.num_machines), spec.launch.num_processes
             num_processes = world_size if given == "auto" else given
             usual = num_processes // num_machines if num_processes % num_machines == 0 else world_size
-            shard = max(1, min(usual if local_world_size is None else local_world_size, world_size))
-        if world_size % shard:
+            local = usual if local_world_size is None else local_world_size
+            shard = max(1, min(local // sizes.batch_ranks, num_batches))
+        if num_batches % shard:
             message = f"the world size {world_size} is not divisible by the {shard} ranks of one machine."
             problems.add("FSDP-E129", "mesh.shard", message, divisor_remedy("mesh.shard", world_size))
             return MeshPlan(replicate=1, shard=world_size), strategy.name
-    mesh = MeshPlan(replicate=world_size // shard, shard=shard)
-    if mesh.shard == 1 and world_size > 1:
+    mesh = MeshPlan(replicate=num_batches // shard, shard=shard, **others)
+    problems.problems += check_model_axes(spec.with_values({"mesh.shard": shard}, {}))
+    if mesh.num_shards == 1 and num_batches > 1:
         unsharded = strategy_of(sharded=False, hybrid=False, reshard=False).name
         message = (
             f"nothing is sharded: each of the {world_size} ranks has a copy of the model, because a shard group has "
@@ -135,7 +147,7 @@ def resolve_mesh(world_size: int, local_world_size: int | None, problems: Proble
         message = f"a mesh with {mesh.replicate} replicas changes the strategy {strategy.name} to {hybrid.name}."
         problems.add("FSDP-N111", "sharding.strategy", message)
         strategy = hybrid
-    elif mesh.replicate == 1 and strategy is hybrid and world_size > 1:
+    elif mesh.replicate == 1 and strategy is hybrid and num_batches > 1:
         why = "By default, parameters are sharded over the ranks of one machine, and all ranks are on one machine."
         if spec.asked("mesh.shard") or spec.asked("mesh.replicate"):
             why = f"The sizes of the mesh leave no second replica on {world_size} ranks."
@@ -241,6 +253,55 @@ def _planned_parts(model: nn.Module, strategy: str, precision: PrecisionPlan, pr
         ignored_modules=ignored,
         ignored_parameters=tuple(entry.name for entry in tree.parameters if entry.ignored),
     )
+
+
+def _check_attention(mesh: MeshPlan, model: nn.Module, problems: ProblemCollector) -> None:
+    """Check that each layer's attention can be divided over a context axis: torch divides causal SDPA only."""
+    config = getattr(model, "config", None)
+    if mesh.context == 1 or config is None:
+        return
+    used = getattr(config, "_attn_implementation", None) or "sdpa"
+    if used != "sdpa":
+        message = f"mesh.context={mesh.context} divides the attention of torch (sdpa), and the model uses {used}."
+        fix = "Load the model with attn_implementation='sdpa', or set cp_size to 1."
+        problems.add("FSDP-E206", "mesh.context", message, fix)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    kinds = {*(getattr(text, "layer_types", None) or ())} - {"full_attention"}
+    if not kinds and getattr(text, "layer_types", None) is None and getattr(text, "sliding_window", None):
+        kinds = {"sliding_attention"}
+    if kinds:
+        message = (
+            f"mesh.context={mesh.context} divides full causal attention, and {model_class_name(model)} has layers with "
+            f"{format_names(sorted(kinds))}."
+        )
+        fix = "Set cp_size to 1, or train a model whose layers all have full attention."
+        problems.add("FSDP-E206", "mesh.context", message, fix)
+
+
+def check_divided_layers(mesh: MeshPlan, model: nn.Module, problems: ProblemCollector) -> None:
+    """Check that a model has plans for the tensor and expert axes, and sizes that these axes divide."""
+    config: Any = getattr(model, "config", None)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    name = model_class_name(model)
+    axes = {
+        "tensor": (mesh.tensor, "tp_plan", ("num_attention_heads", "num_key_value_heads")),
+        "expert": (mesh.expert, "ep_plan", ("num_experts", "num_local_experts", "n_routed_experts")),
+    }
+    for axis, (size, plan, counts) in axes.items():
+        if size == 1:
+            continue
+        setting = f"mesh.{axis}"
+        if not getattr(model, plan, None):
+            message = (
+                f"{setting}={size}, but {name} has no {plan}: Transformers does not know how to divide its layers."
+            )
+            fix = f"Set {setting} to 1, or train a model of Transformers whose config has a base_model_{plan}."
+            problems.add("FSDP-E207", setting, message, fix)
+        for count, number in ((count, getattr(text, count, None)) for count in counts):
+            if isinstance(number, int) and number % size:
+                message = f"{setting}={size} does not divide the {count}={number} of {name}."
+                fix = f"Set it to a divisor of {number}."
+                problems.add("FSDP-E208", setting, message, fix)
 
 
 def _check_offload(spec: FsdpSpec, version: Version, device_type: str, problems: ProblemCollector) -> None:

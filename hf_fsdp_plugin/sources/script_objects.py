@@ -36,8 +36,8 @@ OLD_KEYS = ("fsdp_min_num_params", "fsdp_transformer_layer_cls_to_wrap")
 
 FsdpOptions = bool | str | Enum | Sequence[str | Enum] | None
 """Options as text or list, or a bool."""
-OTHER_AXES: Final = ("tp_size", "pp_size", "ep_size")
-"""Sizes of the axes that FSDP does not use. Only 1 is supported."""
+_AXIS_OF_FIELDS: Final = MappingProxyType({"tp_": "tp_size", "ep_": "ep_size"})
+"""Beginning of the names of fields -> the size that must be above 1, so that they have an effect."""
 
 _SIZES: Final = MappingProxyType({"fsdp_size": "mesh.shard", "dp_replicate_size": "mesh.replicate"})
 _NUMBER: Final = re.compile(r"\+?(\d{1,19})(?:\.0+)?", re.ASCII)
@@ -137,6 +137,9 @@ def _add_fields(out: Collector, fields: Mapping[str, ConfigEntry]) -> None:
     for name, entry in fields.items():
         row = find_row(name, ("distributed",))
         if row is not None and row.kind == "any":
+            axis = _AXIS_OF_FIELDS.get(name[:3], "")
+            if axis in fields and (_size_of(fields, axis) or 0) > 1:
+                continue  # Transformers uses it when it loads the model
             if not entry.value.is_empty and word_of(entry.value.value) not in _DEFAULTS:
                 out.report("FSDP-N080", entry, f"{entry.key} is {row.about[0].lower()}{row.about[1:]}")
         elif name == "fsdp_mixed_precision":
@@ -362,7 +365,9 @@ def parallelism_fields(given: Any) -> dict[str, Any]:
     fields = {name: value for name, value in fields.items() if value is not None and not name.startswith("_")}
     if all(fields.get(name, 1) == 1 for name in DATA_SIZES):
         fields = {name: value for name, value in fields.items() if name not in DATA_SIZES}
-    # The constructor sets the backends, and the handler of an axis above 1, which is refused.
+    if (exchange := getattr(fields.get("cp_handler"), "cp_comm_strategy", None)) is not None:
+        fields["cp_comm_strategy"] = exchange
+    # The constructor sets the backends, and the handler of an axis above 1.
     return {
         name: value
         for name, value in fields.items()

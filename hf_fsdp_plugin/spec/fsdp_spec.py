@@ -19,6 +19,7 @@ Version = Literal[1, 2]
 WrapPolicy = Literal["transformer", "size", "none"]
 DtypeName = Literal["fp32", "bf16", "fp16", "auto"]
 BackwardPrefetch = Literal["pre", "post", "none"]
+ContextExchange = Literal["allgather", "alltoall"]
 StateDictKind = Literal["full", "sharded", "local"]
 Checkpointing = Literal["none", "full", "selective"]
 
@@ -37,8 +38,29 @@ class ShardingSection:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MeshSection:
+    """Sizes of the axes. The product of all but ``expert``, which divides shard × tensor again, is the world size."""
+
     shard: int | Literal["auto"] = "auto"
     replicate: int | Literal["auto"] = "auto"
+    context: int = 1
+    tensor: int = 1
+    expert: int = 1
+    context_exchange: ContextExchange = "allgather"
+
+    @property
+    def batch_ranks(self) -> int:
+        """Number of ranks that train the same samples."""
+        return self.context * self.tensor
+
+    @property
+    def has_model_axes(self) -> bool:
+        """Whether the mesh has other axes than those of data parallelism."""
+        return self.batch_ranks > 1 or self.expert > 1
+
+    def axes(self) -> dict[str, int | Literal["auto"]]:
+        """Return the axes whose product is the world size: replicate, shard, and the others if they are above 1."""
+        others = {"context": self.context, "tensor": self.tensor}
+        return {"replicate": self.replicate, "shard": self.shard} | {k: v for k, v in others.items() if v > 1}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

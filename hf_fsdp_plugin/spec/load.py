@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from hf_fsdp_plugin.problems import Problem, SpecError, has_errors
 from hf_fsdp_plugin.sources import accelerate_file, environment, script_objects
@@ -107,6 +107,10 @@ def assess(sources: Sources) -> Assessment:
     return _check(spec, read, [*_not_set(levels, spec), *overridden, *_ambiguous_version(levels, spec), *derived])
 
 
+MADE_FROM_SPEC: Final = "_hf_fsdp_made_from_spec"
+"""Attribute of a ``DistributedConfig`` whose sizes are those of a spec."""
+
+
 def with_distributed_config(spec: FsdpSpec, config: Any) -> FsdpSpec:
     """Return ``spec`` with the settings of a ``DistributedConfig``, as if it had been one of the sources.
 
@@ -117,6 +121,8 @@ def with_distributed_config(spec: FsdpSpec, config: Any) -> FsdpSpec:
     Raises:
         SpecError: the config has an error, or conflicts with other settings. The exception contains all problems.
     """
+    if getattr(config, MADE_FROM_SPEC, False):
+        return spec
     sources = Sources(distributed_config=config_of(config), environ={})
     if wrong := check_arguments(sources):
         raise SpecError(wrong)

@@ -324,7 +324,8 @@ def _combine_mesh(settings: Settings, problems: list[Problem]) -> None:
     """Change the strategy to its hybrid counterpart if the mesh replicates, or to no_shard if the shard size is 1."""
     replicate, shard = settings.get("mesh.replicate"), settings.get("mesh.shard")
     strategy = settings.get("sharding.strategy")
-    if shard is not None and shard.value == 1 and _num_ranks(settings) > 1:
+    shares_samples = any(settings[name].value != 1 for name in ("mesh.context", "mesh.tensor") if name in settings)
+    if shard is not None and shard.value == 1 and _num_ranks(settings) > 1 and not shares_samples:
         if strategy is None:
             unsharded = strategy_of(sharded=False, hybrid=False, reshard=False)
             settings["sharding.strategy"] = replace(shard, name="sharding.strategy", value=unsharded.name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -155,28 +156,71 @@ def _check_ranks(spec: FsdpSpec) -> Iterator[Problem]:
 
 
 def check_mesh_size(spec: FsdpSpec) -> Iterator[Problem]:
-    """Check the sizes of the mesh against the strategy and the number of ranks."""
-    world, strategy = spec.launch.num_processes, STRATEGIES[spec.sharding.strategy]
-    shard, replicate = spec.mesh.shard, spec.mesh.replicate
+    """Check the sizes of the mesh against the version, the strategy and the number of ranks."""
+    mesh, world, strategy = spec.mesh, spec.launch.num_processes, STRATEGIES[spec.sharding.strategy]
+    shard, replicate = mesh.shard, mesh.replicate
+    yield from check_model_axes(spec)
     num_ranks = max((size for size in (replicate, world) if size != "auto"), default=1)
     if not strategy.is_sharded and shard not in ("auto", 1):
         message = f"{strategy.name} does not shard the model, but the shard size is {shard}."
         yield spec.problem("FSDP-E130", "mesh.shard", message, "Remove the shard size, or use full_shard.")
-    elif strategy.is_sharded and shard == 1 and num_ranks > 1 and spec.asked("sharding.strategy"):
+    elif (
+        strategy.is_sharded
+        and shard == 1
+        and num_ranks > 1
+        and spec.asked("sharding.strategy")
+        and not mesh.has_model_axes
+    ):
         message = f"{strategy.name} with a shard size of 1 does not shard the model."
         yield spec.problem("FSDP-E130", "mesh.shard", message, "Use no_shard, or a larger shard size.")
     if world == "auto":
         return
     where = spec.origin("launch.num_processes")
-    if shard != "auto" and replicate != "auto" and shard * replicate != world:
-        message = f"num_processes={world} ({where}) is not the mesh size {replicate} × {shard} (replicate × shard)."
-        fix = f"Start {shard * replicate} processes, or choose sizes whose product is {world}."
+    known = {name: size for name, size in mesh.axes().items() if size != "auto"}
+    product = math.prod(known.values())
+    if len(known) == len(mesh.axes()) and product != world:
+        sizes, names = (" × ".join(map(str, words)) for words in (known.values(), known))
+        message = f"num_processes={world} ({where}) is not the mesh size {sizes} ({names})."
+        fix = f"Start {product} processes, or choose sizes whose product is {world}."
         yield spec.problem("FSDP-E128", "mesh.shard", message, fix)
         return
-    for name, size in (("mesh.shard", shard), ("mesh.replicate", replicate)):
-        if size != "auto" and (size < 1 or world % size):
-            message = f"num_processes={world} ({where}) is not divisible by {name}={size}."
-            yield spec.problem("FSDP-E129", name, message, divisor_remedy(name, world))
+    wrong = [(f"mesh.{axis}", size) for axis, size in known.items() if size < 1 or world % size]
+    for name, size in wrong:
+        message = f"num_processes={world} ({where}) is not divisible by {name}={size}."
+        yield spec.problem("FSDP-E129", name, message, divisor_remedy(name, world))
+    if not wrong and world % product:
+        sizes = " × ".join(f"mesh.{axis}={size}" for axis, size in known.items() if size > 1)
+        message = f"num_processes={world} ({where}) is not divisible by {sizes}."
+        yield spec.problem("FSDP-E129", "mesh.shard", message, f"Start a multiple of {product} processes.")
+
+
+def check_model_axes(spec: FsdpSpec) -> Iterator[Problem]:
+    """Check the axes whose ranks train the same samples: they need FSDP2 and shards."""
+    mesh = spec.mesh
+    used = {f"mesh.{axis}": getattr(mesh, axis) for axis in ("context", "tensor", "expert")}
+    for name, size in used.items():
+        if size > 1 and spec.fsdp.version == 1:
+            message = f"{name}={size} requires FSDP2, and the version is 1 ({spec.origin('fsdp.version')})."
+            yield spec.problem("FSDP-E137", name, message, f"Set fsdp_version: 2, or {name} to 1.")
+        elif size > 1 and not STRATEGIES[spec.sharding.strategy].is_sharded:
+            message = (
+                f"{name}={size} with {spec.sharding.strategy}: Accelerate and Transformers combine it with shards."
+            )
+            yield spec.problem("FSDP-E137", name, message, "Use full_shard, with mesh.shard: 2 or more.")
+    if mesh.batch_ranks > 1 and mesh.shard == 1 and mesh.replicate not in ("auto", 1):
+        message = (
+            f"mesh.replicate={mesh.replicate} with mesh.shard=1 and {mesh.batch_ranks} ranks for the same samples:"
+        )
+        message += " Accelerate combines replicas with these axes only if the model is sharded, too."
+        yield spec.problem("FSDP-E138", "mesh.shard", message, "Set mesh.shard to 2 or more, or mesh.replicate to 1.")
+    if mesh.expert % mesh.tensor and mesh.expert > 1:
+        message = f"mesh.expert={mesh.expert} is not a multiple of mesh.tensor={mesh.tensor}."
+        fix = "An expert group consists of whole tensor groups: set a multiple of mesh.tensor, or mesh.tensor to 1."
+        yield spec.problem("FSDP-E138", "mesh.expert", message, fix)
+    elif mesh.expert > 1 and mesh.shard != "auto" and (mesh.shard * mesh.batch_ranks) % mesh.expert:
+        message = f"mesh.expert={mesh.expert} does not divide the {mesh.shard * mesh.batch_ranks} ranks of one replica."
+        fix = f"Set it to a divisor of mesh.shard × mesh.context × mesh.tensor that is a multiple of {mesh.tensor}."
+        yield spec.problem("FSDP-E138", "mesh.expert", message, fix)
 
 
 def divisor_remedy(name: str, world: int) -> str:

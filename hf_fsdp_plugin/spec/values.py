@@ -109,11 +109,8 @@ def _parse_size(row: SettingRow, raw: Any) -> int | str:
 
 def _parse_one(row: SettingRow, raw: Any) -> int:
     if _parse_number(raw, _INTEGER, "1") != 1:
-        raise InvalidValue(
-            "1, because the plugin supports data parallelism only (replicate × shard)",
-            "Set it to 1, or train this model without the plugin.",
-            code="FSDP-E122",
-        )
+        unsupported = UNSUPPORTED_VALUES[row.name, "above 1"]
+        raise InvalidValue(f"1, {unsupported.why}", unsupported.fix, code=unsupported.code)
     return 1
 
 

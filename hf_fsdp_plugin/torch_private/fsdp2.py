@@ -6,7 +6,7 @@ Estimates and plans read the description of the installed torch, and contain no 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
@@ -19,6 +19,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 
 from hf_fsdp_plugin.contracts import contracts_of, guard_functions, import_target, release_of
+from hf_fsdp_plugin.torch_private.functions import is_sharded
 from hf_fsdp_plugin.torch_private.live_unit import Facts, LiveUnit, attribute_or, read_facts
 from hf_fsdp_plugin.torch_private.modules import LOCAL_TENSOR_ATTRIBUTE, Inputs, forward_pre_hooks
 
@@ -351,6 +352,18 @@ def _is_replicated(group: Any) -> bool:
     return isinstance(group.mesh_info, _common.DDPMeshInfo)
 
 
+def _coordinate(parameter: DTensor) -> tuple[int, ...]:
+    """Return which of the shards of a parameter this rank has: its position on each axis that divides the parameter."""
+    mesh, placements = parameter.device_mesh, parameter.placements
+    return tuple(mesh.get_local_rank(axis) for axis, place in enumerate(placements) if is_sharded(place))
+
+
+def _axes(group: Any) -> Mapping[str, int]:
+    """Return the names and sizes of the axes of the meshes of the unit's parameters, such as ``tp``."""
+    meshes = {parameter.device_mesh for parameter in _parameters(group)}
+    return {name: mesh.size(dim) for mesh in meshes for dim, name in enumerate(mesh.mesh_dim_names or ())}
+
+
 def _parameter_ids(group: Any) -> frozenset[int]:
     found: list[torch.Tensor] = [*_parameters(group)]
     with suppress(AttributeError):  # the ids of the shards are known also if torch lacks an attribute
@@ -387,6 +400,8 @@ _GROUP_FACTS: Facts = {
     "shard_ranks": lambda group: (
         tuple(dist.get_process_group_ranks(group.mesh_info.shard_process_group)) if _is_sharded(group) else ()
     ),
+    "axes": _axes,
+    "coordinates": lambda group: tuple(map(_coordinate, _parameters(group))),
     "replicate_size": lambda group: group.mesh_info.replicate_mesh_size if _is_replicated(group) else 1,
     "hybrid": lambda group: _is_sharded(group) and _is_replicated(group),
     "reduces": lambda group: bool(group.reduce_grads),

@@ -14,7 +14,7 @@ import torch.utils.checkpoint
 from torch.amp.grad_scaler import GradScaler
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Placement
 
 from hf_fsdp_plugin.contracts import contracts_of, guard_functions, import_target
 
@@ -72,6 +72,7 @@ CONTRACTS = (
     *contracts_of(f"{_C10D}:ProcessGroupGloo._Options", "off", _TIMEOUTS, "_timeout"),
     *contracts_of(_C10D, "off", _TIMEOUTS, "set_timeout|_set_pg_timeout"),
     *contracts_of(_C10D, "off", "the record of collectives", "_resolve_process_group"),
+    *contracts_of("torch.distributed.device_mesh:DeviceMesh", "refused", "context parallelism", "_flatten"),
 )  # fmt: skip
 _NO_HOOKS: Mapping[int, Any] = {}
 
@@ -101,6 +102,16 @@ READ_VALUE = import_target("torch:ops.aten._local_scalar_dense.default", CONTRAC
 cpu_attention = import_target("torch:ops.aten._scaled_dot_product_flash_attention_for_cpu", CONTRACTS)
 flash_attention = import_target("torch:ops.aten._scaled_dot_product_flash_attention", CONTRACTS)
 efficient_attention = import_target("torch:ops.aten._scaled_dot_product_efficient_attention", CONTRACTS)
+
+
+def is_sharded(placement: Placement) -> bool:
+    """Return whether an axis of a mesh divides a tensor, also after another axis has (``_StridedShard``)."""
+    return not (placement.is_replicate() or placement.is_partial())
+
+
+def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
+    """Return the axes of a mesh as one axis, which the mesh of all ranks then has under this name, too. Collective."""
+    return mesh._flatten(name)
 
 
 def with_local_tensor(layout: DTensor, local: torch.Tensor) -> DTensor:

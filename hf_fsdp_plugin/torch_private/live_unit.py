@@ -39,6 +39,8 @@ class LiveUnit:
         forward_prefetch: whether another unit is gathered before this unit's forward.
         prefetched: the modules of the units that FSDP2 gathers before this unit's forward.
         shard_ranks: the ranks that have the unit's shards, in the order of the shards; empty if it is not sharded.
+        axes: name and size of the axes of the mesh, as torch has them: ``cp``, ``tp`` and ``ep`` among others.
+        coordinates: for each of ``shards``, which part of the parameter this rank has; empty under FSDP1.
         reduces: whether the next backward reduces gradients over the shard group.
         all_reduces: whether the next backward reduces gradients over the replicas.
         unreduced: whether there are gradients that were computed but not reduced, so that the optimizer misses them.
@@ -73,6 +75,8 @@ class LiveUnit:
     shard_rank: int = 0
     shard_ranks: tuple[int, ...] = ()
     replicate_size: int = 1
+    axes: Mapping[str, int] = field(default_factory=dict)
+    coordinates: tuple[tuple[int, ...], ...] = ()
     reduces: bool = True
     all_reduces: bool = True
     unreduced: bool = False

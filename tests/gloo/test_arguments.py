@@ -58,8 +58,6 @@ def test_mesh_of_training_arguments_is_applied(four_ranks: Ranks, tmp_path: Path
 @pytest.mark.parametrize(
     ("sizes", "code"),
     [
-        ({"tp_size": 2}, "FSDP-E122"),
-        ({"cp_size": 2, "dp_shard_size": 2}, "FSDP-E122"),
         ({"sp_size": 2}, "FSDP-E122"),
         ({"dp_replicate_size": 2}, "FSDP-E128"),  # 2 × 1 of four ranks
         ({"dp_shard_size": 2}, "FSDP-E128"),

@@ -9,10 +9,9 @@ import pytest
 import torch
 
 from tests.gloo import cases_submodule_calls as cases
-from tests.gloo.cases_trl import write_model
 from tests.support.matrices import slow
 from tests.support.ranks import RankError, Ranks
-from tests.support.tiny import parallel_config, tiny_bert
+from tests.support.tiny import parallel_config
 
 VERSIONS = pytest.mark.parametrize("version", [1, 2])
 LAYOUTS = pytest.mark.parametrize(

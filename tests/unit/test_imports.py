@@ -21,6 +21,7 @@ TORCH_FREE = (
     "text",
     "problems",
     "strategies",
+    "axes",
     "spellings",
     "vocabulary",
     "sources",

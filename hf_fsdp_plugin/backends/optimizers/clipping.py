@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Placement
 
 from hf_fsdp_plugin.problems import Problem, SpecError
 from hf_fsdp_plugin.torch_private import fsdp1
-from hf_fsdp_plugin.torch_private.functions import scale_tensors, supports_cpu, tensor_norms
+from hf_fsdp_plugin.torch_private.functions import is_sharded, scale_tensors, supports_cpu, tensor_norms
 
 # The same constant as in torch's clip_grads_with_norm_.
 _EPSILON = 1e-6
@@ -117,7 +117,7 @@ def _groups(models: Collection[nn.Module], parameters: Iterable[nn.Parameter]) -
             layout = parameter.device_mesh, parameter.placements
             if layout not in known:
                 mesh, placements = layout
-                sharded = tuple(mesh.get_group(axis) for axis, place in enumerate(placements) if place.is_shard())
+                sharded = tuple(mesh.get_group(axis) for axis, place in enumerate(placements) if is_sharded(place))
                 known[layout] = sharded, torch.device(mesh.device_type)
             over, device = known[layout]
             gradient = gradient.to_local() if isinstance(gradient, DTensor) else gradient

@@ -26,6 +26,7 @@ from hf_fsdp_plugin.backends.ranks.agreement import same_on_all_ranks
 from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan
 from hf_fsdp_plugin.problems import Problem
 from hf_fsdp_plugin.strategies import STRATEGIES
+from hf_fsdp_plugin.torch_private.functions import is_sharded
 
 Needs = Literal["elements", "blocks", "tensors", "backward", "closure"]
 """The values that one update of an optimizer reads.
@@ -290,7 +291,7 @@ def probe_dtensors(optimizer: Optimizer, like: DTensor) -> Outcome:
 
     mesh = like.device_mesh
     replicate: list[Placement] = [Replicate()] * mesh.ndim
-    placements = [Shard(0) if placement.is_shard() else Replicate() for placement in like.placements]
+    placements = [Shard(0) if is_sharded(placement) else Replicate() for placement in like.placements]
 
     def run(train: Train, start: Tensors, grads: list[Tensors]) -> Tensors:
         def sharded(whole: torch.Tensor) -> DTensor:

@@ -30,6 +30,8 @@ from hf_fsdp_plugin.checkpoint.shards import LocalShard, ModelShards, Piece, loc
 from hf_fsdp_plugin.text import format_names, plural
 
 logger = logging.getLogger(__name__)
+_SAVED_POSITIONS = "_hf_fsdp_saved_positions"
+"""Attribute of an optimizer whose groups were others when saved: the position of the saved group for each of them."""
 
 
 def load_optimizer(
@@ -63,6 +65,16 @@ def load_optimizer(
         return _StateLoader(optimizer, parameter_shards(model), stored, checkpoint).load
 
     resharding.load_stored(checkpoint, "optimizer", read, match, verify=verify)
+
+
+def fit_schedule(scheduler: Any) -> None:
+    """Give a loaded scheduler a learning rate for each group of its optimizer, if the groups were others when saved."""
+    optimizer = getattr(scheduler.optimizer, "optimizer", scheduler.optimizer)  # inside that of Accelerate
+    positions = vars(optimizer).get(_SAVED_POSITIONS)
+    for name in ("base_lrs", "_last_lr") if positions is not None else ():
+        rates = getattr(scheduler, name, None)
+        if isinstance(rates, list) and len(rates) > max(positions):
+            setattr(scheduler, name, [rates[position] for position in positions])
 
 
 class _StateLoader:
@@ -115,11 +127,33 @@ class _StateLoader:
         own = [frozenset(part.name for _, parts in group for part in parts) for group in self._parameters]
         saved = [frozenset(group["params"]) for group in self._groups]
         if {group for group in own if group} != {group for group in saved if group}:
-            self._refuse_groups(own, saved)
+            return self._pair_divided_groups(own, saved)
         left: dict[frozenset[str], list[dict[str, Any]]] = {}
         for names, group in zip(saved, self._groups, strict=True):
             left.setdefault(names, []).append(group)
         return [left[names].pop(0) if left.get(names) else {} for names in own]
+
+    def _pair_divided_groups(self, own: list[frozenset[str]], saved: list[frozenset[str]]) -> list[dict[str, Any]]:
+        """Pair groups of other sizes, if parameters that are grouped differently have the same options.
+
+        The Trainer has a group for each mesh of parameters, so that the groups depend on the axes.
+        """
+        if frozenset[str]().union(*own) != frozenset[str]().union(*saved):
+            self._refuse_groups(own, saved)
+        pairs: list[dict[str, Any]] = []
+        positions: list[int] = []
+        for names in own:
+            found = [position for position, others in enumerate(saved) if others & names]
+            sources = [self._groups[position] for position in found]
+            of_sources = frozenset[str]().union(*(source["params"] for source in sources))
+            groups = zip(self._optimizer.param_groups, own, strict=True)
+            sharing = [group for group, others in groups if others & of_sources]
+            if not (_have_same_options(sources) and _have_same_options(sharing)):
+                self._refuse_groups(own, saved)
+            pairs.append(sources[0] if sources else {})
+            positions.append(found[0] if found else 0)
+        setattr(self._optimizer, _SAVED_POSITIONS, tuple(positions))
+        return pairs
 
     def _refuse_groups(self, own: list[frozenset[str]], saved: list[frozenset[str]]) -> None:
         """Raise the problem of parameter groups that do not contain the same parameters."""
@@ -249,6 +283,11 @@ class _StateLoader:
 
     def _fill(self, tensor: torch.Tensor, stored: StoredTensor) -> None:
         self._transfers += resharding.plan_transfers(stored, [Piece(whole_box(stored.shape), tensor)])
+
+
+def _have_same_options(groups: Sequence[Mapping[str, Any]]) -> bool:
+    options = [{k: v for k, v in group.items() if k not in ("params", "param_names")} for group in groups]
+    return all(each == options[0] for each in options)
 
 
 def _sizes(groups: list[frozenset[str]]) -> str:

@@ -29,9 +29,9 @@ from hf_fsdp_plugin.cli.output import OK, PROBLEMS, print_failure, print_problem
 from hf_fsdp_plugin.cli.plan import sequence_length
 from hf_fsdp_plugin.integrations import bench
 from hf_fsdp_plugin.integrations.bench import Case, CaseGroup
-from hf_fsdp_plugin.launcher.flags import Parser, UsageError, add_override_flag, add_setting_flags
+from hf_fsdp_plugin.launcher.flags import Parser, add_override_flag, add_setting_flags
 from hf_fsdp_plugin.launcher.world import FoundDevices, World, find_devices, num_cores, resolve_world
-from hf_fsdp_plugin.problems import Problem, SpecError, has_errors
+from hf_fsdp_plugin.problems import Problem, SpecError, UsageError, has_errors
 from hf_fsdp_plugin.rank_variables import HANG_LIMIT_VARIABLE
 from hf_fsdp_plugin.runs.failures import RunResult, summarize_exit
 from hf_fsdp_plugin.sources.environment import LaunchHandover, user_variables

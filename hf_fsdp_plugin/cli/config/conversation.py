@@ -15,9 +15,8 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 from hf_fsdp_plugin.cli.check_output import load_model
 from hf_fsdp_plugin.cli.config_text import stock_limits
 from hf_fsdp_plugin.cli.output import Color, colored, text_width
-from hf_fsdp_plugin.launcher.flags import UsageError
 from hf_fsdp_plugin.launcher.world import FoundDevices
-from hf_fsdp_plugin.problems import Problem, SpecError
+from hf_fsdp_plugin.problems import Problem, SpecError, UsageError
 from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec
 from hf_fsdp_plugin.spellings import FALSE_WORDS, TRUE_WORDS
 from hf_fsdp_plugin.strategies import STRATEGIES

@@ -22,8 +22,8 @@ from hf_fsdp_plugin.cli.main import check_needs
 from hf_fsdp_plugin.cli.output import exit_code, in_line_order, print_failure
 from hf_fsdp_plugin.cli.plan.output import Planned, print_prediction
 from hf_fsdp_plugin.estimate.types import Attention, Optimizer, UpdateLoop, Workload
-from hf_fsdp_plugin.launcher.flags import FLAG_TABLES, Parser, UsageError, add_setting_flags
-from hf_fsdp_plugin.problems import Origin, Problem, SpecError, has_errors
+from hf_fsdp_plugin.launcher.flags import FLAG_TABLES, Parser, add_setting_flags
+from hf_fsdp_plugin.problems import Origin, Problem, SpecError, UsageError, has_errors
 from hf_fsdp_plugin.sources.environment import default_config_file
 from hf_fsdp_plugin.text import SIZE_SPELLINGS, nearest_multiples, parse_bytes
 

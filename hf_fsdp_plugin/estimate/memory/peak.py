@@ -198,7 +198,7 @@ def framework_bytes(device_type: str, machine: Machine | None = None) -> int:
 
 def communicator_sizes(plan: FsdpPlan) -> tuple[int, ...]:
     """Return the number of ranks of each NCCL communicator of a rank: the world, and the axes of a 2-D mesh."""
-    axes = (plan.mesh.replicate, plan.mesh.shard) if plan.has_replicas else ()
+    axes = (plan.mesh.replicate, plan.mesh.num_shards) if plan.has_replicas else ()
     return tuple(size for size in (plan.world_size, *axes) if size > 1)
 
 
@@ -236,6 +236,8 @@ def assumptions(plan: FsdpPlan, workload: Workload, machine: Machine | None = No
     is_default = workload.update_loop is None and loop == "fused"
     default = ", the Trainer's default (adamw_torch_fused); --foreach or --for-loop for others" if is_default else ""
     yield "All samples have the full sequence length."
+    if plan.mesh.context > 1:
+        yield "Each rank has its part of a sequence. Keys and values that ranks exchange are not included."
     yield f"The optimizer is {workload.optimizer} with {loop} updates{default}."
     if device == "cpu":
         yield "Memory that torch's allocator has reserved but not allocated (fragmentation) is not included."

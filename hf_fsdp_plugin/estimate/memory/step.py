@@ -180,7 +180,7 @@ class Engine(ABC):
         self.sizes = {unit.name: unit for unit in sizes}
         self.syncs = True
         self.offloads = plan.offload_params and plan.device_type != "cpu"
-        self.is_sharded = plan.mesh.shard > 1 if plan.backend == "fsdp2" else STRATEGIES[plan.strategy].is_sharded
+        self.is_sharded = plan.mesh.num_shards > 1 if plan.backend == "fsdp2" else STRATEGIES[plan.strategy].is_sharded
         self.gathered: set[str] = set()
         self.order: list[str] = []
         self.tree_order = [unit.name for unit in plan.units if unit.name]

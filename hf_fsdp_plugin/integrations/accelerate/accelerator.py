@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Final
 
@@ -20,9 +20,16 @@ from accelerate import Accelerator, utils
 
 from hf_fsdp_plugin.backends.optimizers.clipping import clip_grad_norm
 from hf_fsdp_plugin.backends.ranks import agreement
-from hf_fsdp_plugin.backends.ranks.cluster import gloo_interface, gloo_variables, raise_file_limit, slurm_variables
+from hf_fsdp_plugin.backends.ranks.cluster import (
+    gloo_interface,
+    gloo_variables,
+    raise_file_limit,
+    ranks_per_machine,
+    slurm_variables,
+)
 from hf_fsdp_plugin.backends.sharding.shard import has_shards, locate_module
-from hf_fsdp_plugin.devices import DEVICES, accelerator_type, select_device
+from hf_fsdp_plugin.backends.torch_types import world_mesh
+from hf_fsdp_plugin.devices import DEVICES, accelerator_type, get_device, select_device
 from hf_fsdp_plugin.integrations import patching
 from hf_fsdp_plugin.integrations.accelerate import plugin as plugins
 from hf_fsdp_plugin.integrations.accelerate import private
@@ -33,11 +40,13 @@ from hf_fsdp_plugin.integrations.script_arguments import check_arguments, check_
 from hf_fsdp_plugin.integrations.session import session
 from hf_fsdp_plugin.integrations.torch_functions import FIX
 from hf_fsdp_plugin.messages import print_once, print_warnings
+from hf_fsdp_plugin.plan.fsdp_plan import ProblemCollector, has_replicas
 from hf_fsdp_plugin.plan.presharded import distributed_config_of
+from hf_fsdp_plugin.plan.resolve import resolve_mesh
 from hf_fsdp_plugin.problems import Origin, Problem, SpecError
 from hf_fsdp_plugin.rank_variables import launched_world_size
 from hf_fsdp_plugin.sources.interface import Sources
-from hf_fsdp_plugin.sources.script_objects import DATA_SIZES, OTHER_AXES
+from hf_fsdp_plugin.sources.script_objects import DATA_SIZES
 from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec
 from hf_fsdp_plugin.spec.load import assess, with_distributed_config
 from hf_fsdp_plugin.spec.rules import fsdp_is_off
@@ -46,8 +55,14 @@ from hf_fsdp_plugin.torch_private.modules import entries_in_block
 
 SOURCE: Final = "Accelerator()"
 _USE_MESH: Final = "ACCELERATE_USE_PARALLELISM_CONFIG"
-_SETTINGS: Final = dict(zip(DATA_SIZES, ("mesh.replicate", "mesh.shard"), strict=True))
+_SETTINGS: Final = {
+    **dict(zip(DATA_SIZES, ("mesh.replicate", "mesh.shard"), strict=True)),
+    "cp_size": "mesh.context",
+    "tp_size": "mesh.tensor",
+}
 """Size of a ``ParallelismConfig`` -> its setting."""
+_DATA_FIELDS: Final = ("fsdp_size", "dp_replicate_size")
+"""Sizes of a ``DistributedConfig`` for data parallelism."""
 _CLIP_FIX = f"{agreement.ON_ALL_RANKS} It clips by the norm of all shards."
 
 
@@ -149,6 +164,30 @@ def clip_grad_norm_(
 
 
 @plugins.if_planned
+def maybe_context_parallel(
+    original: Callable[..., Any],
+    accelerator: Any,
+    buffers: Sequence[torch.Tensor] | None = None,
+    buffer_seq_dims: Sequence[int] | None = None,
+    no_restore_buffers: Collection[torch.Tensor] | None = None,
+) -> Any:
+    """Divide sequences. Raises ``SpecError`` for a length that is not a multiple of twice the ranks.
+
+    Each rank has two parts, one from either end of the sequence, so that causal attention takes all the same time.
+    """
+    config = accelerator.parallelism_config
+    multiple = 2 * config.cp_size if config is not None and config.cp_enabled else 1
+    lengths = {buffer.size(dim) for buffer, dim in zip(buffers or (), buffer_seq_dims or (), strict=False)}
+    if wrong := sorted(length for length in lengths if length % multiple):
+        message = f"a sequence of {wrong[0]:,} tokens is not divisible by {multiple} (2 × cp_size)."
+        fix = (
+            f"Pad or pack sequences to a multiple of {multiple}, such as with pad_to_multiple_of of the data collator."
+        )
+        raise SpecError([Problem(code="FSDP-E615", setting="mesh.context", message=message, fix=fix)])
+    return original(buffers=buffers, buffer_seq_dims=buffer_seq_dims, no_restore_buffers=no_restore_buffers)
+
+
+@plugins.if_planned
 @mark_phase("clipping")
 def clip_grad_value_(original: Callable[..., Any], accelerator: Any, parameters: Any, clip_value: Any) -> None:
     accelerator.unscale_gradients()
@@ -190,13 +229,16 @@ def _check_mesh(config: Any, spec: FsdpSpec) -> Iterator[Problem]:
     """Yield an error for axes other than data, and for sizes that differ from a spec that was made without them."""
     if config is None:
         return
-    alone = assess(Sources(config={"distributed_type": "FSDP"}, parallelism_config=config, environ={}))
+    fsdp = {"distributed_type": "FSDP", "fsdp_config": {"fsdp_version": spec.fsdp.version}}
+    alone = assess(Sources(config=fsdp, parallelism_config=config, environ={}))
     yield from (problem for problem in alone.problems if problem.severity == "error")
     # The session has read a config, and has reported the sources that override it.
     reported = {each.setting for each in spec.problems if each.origin and each.origin.source == "ParallelismConfig"}
     for name, setting in _SETTINGS.items() if alone.ok else ():
         size = alone.spec.get(setting)
-        if alone.spec.asked(setting) and size != spec.get(setting) and setting not in reported:
+        # The Trainer makes a config of its own for a divided model, without an axis of replicas.
+        is_derived = (spec.mesh.tensor > 1 and name in DATA_SIZES) or (name not in DATA_SIZES and size == 1)
+        if alone.spec.asked(setting) and size != spec.get(setting) and setting not in reported and not is_derived:
             message = f"{name} is {size}, but the spec of this Accelerator has {setting}={spec.get(setting)}."
             fix = "Pass it to load_spec: load_spec(config, parallelism_config=…)."
             origin = Origin(source=SOURCE, spelling="parallelism_config", text=f"{name}={size}")
@@ -208,6 +250,9 @@ def set_mesh(accelerator: Any, config: Any, spec: FsdpSpec) -> None:
 
     Without a shard axis and under FSDP1, Accelerate would refuse them in the next Accelerator.
     """
+    if spec.mesh.has_model_axes:
+        _set_world_mesh(accelerator, spec)
+        return
     if config is None and patching.is_true(_USE_MESH):
         with suppress(ValueError):
             config = utils.ParallelismConfig()
@@ -217,6 +262,30 @@ def set_mesh(accelerator: Any, config: Any, spec: FsdpSpec) -> None:
     if is_same and config.total_size == accelerator.num_processes:
         accelerator.state.device_mesh = config.get_device_mesh(accelerator.device.type)
         accelerator.state.parallelism_config = config
+
+
+def _set_world_mesh(accelerator: Any, spec: FsdpSpec) -> None:
+    """Set the mesh of all axes, from which loaders and the Trainer read which ranks train the same samples. Collective.
+
+    Raises:
+        SpecError: the sizes do not fit the world.
+    """
+    kind, collector = accelerator.device.type, ProblemCollector(spec)
+    local_size = ranks_per_machine(os.environ, accelerator.num_processes, get_device(kind).count())
+    sizes, strategy = resolve_mesh(accelerator.num_processes, local_size, collector)
+    print_or_raise([problem for problem in collector.problems if problem.severity == "error"])
+    exchange = utils.TorchContextParallelConfig(cp_comm_strategy=spec.mesh.context_exchange)
+    config = utils.ParallelismConfig(
+        dp_replicate_size=sizes.replicate,
+        dp_shard_size=sizes.shard,
+        cp_size=sizes.context,
+        tp_size=sizes.tensor,
+        sp_size=1,
+        cp_handler=exchange if sizes.context > 1 else None,
+    )
+    mesh = world_mesh(sizes, kind, has_replicas=has_replicas(sizes, strategy))
+    config.device_mesh = accelerator.state.device_mesh = mesh
+    accelerator.state.parallelism_config = config
 
 
 def adopt_models(accelerator: Any, objects: Iterable[Any]) -> None:
@@ -244,14 +313,15 @@ def adopt_models(accelerator: Any, objects: Iterable[Any]) -> None:
 
 
 def is_left_to_transformers(config: Any) -> bool:
-    """Return whether a ``DistributedConfig`` uses tensor, pipeline or expert parallelism, and report it."""
-    sizes = {name: getattr(config, name, None) or 1 for name in OTHER_AXES}
+    """Return whether a ``DistributedConfig`` has no FSDP axis, or a pipeline axis, and report it."""
+    sizes = {name: getattr(config, name, None) or 1 for name in (*_DATA_FIELDS, "tp_size", "ep_size", "pp_size")}
     used = [f"{name}={size}" for name, size in sizes.items() if size != 1]
-    if used:
-        message = f"the model is loaded with {', '.join(used)}, which this package does not support."
+    is_left = bool(used) and (sizes["pp_size"] != 1 or all(sizes[name] == 1 for name in _DATA_FIELDS))
+    if is_left:
+        message = f"the model is loaded with {', '.join(used)}, which has no FSDP axis that this package could use."
         fix = "Transformers trains it, without a report and without checkpoints of this package."
         print_once(Problem(code="FSDP-W650", message=message, fix=fix, origin=Origin(source="DistributedConfig")))
-    return bool(used)
+    return is_left
 
 
 def replace_scaler(accelerator: Any) -> None:

@@ -22,13 +22,13 @@ from hf_fsdp_plugin.checkpoint.checking.inspection import numbered_checkpoints
 from hf_fsdp_plugin.checkpoint.folders import remove_checkpoint
 from hf_fsdp_plugin.checkpoint.formats.manifest import Manifest
 from hf_fsdp_plugin.checkpoint.names import ACCELERATE_PREFIX, ACCELERATE_RUN, custom_state_file
-from hf_fsdp_plugin.checkpoint.reading.optimizer import load_optimizer
+from hf_fsdp_plugin.checkpoint.reading.optimizer import fit_schedule, load_optimizer
 from hf_fsdp_plugin.checkpoint.reading.resharding import load_model
 from hf_fsdp_plugin.checkpoint.reading.states import load_state as load_state_file
 from hf_fsdp_plugin.checkpoint.writing.state_files import manifest_of
 from hf_fsdp_plugin.integrations.accelerate import plugin as plugins
 from hf_fsdp_plugin.integrations.accelerate.batches import batch_of, keep_samples_per_step
-from hf_fsdp_plugin.integrations.accelerate.private import prepared_models, shared_state
+from hf_fsdp_plugin.integrations.accelerate.private import prepared_models, prepared_schedulers, shared_state
 from hf_fsdp_plugin.integrations.moving_average import load_averages, save_averages
 from hf_fsdp_plugin.integrations.profiling.run import mark_phase
 from hf_fsdp_plugin.integrations.resuming import continue_run, find_checkpoint, run_fact, warn_differences
@@ -120,6 +120,8 @@ def load_state(original: Callable[..., Any], accelerator: Any, input_dir: Any = 
     #    elements of this rank's shards (checkpoint.reading.resharding.load_stored).
     with context_in_block(_pickles_allowed, allow_pickles):
         result = original(str(path), *args, **kwargs)
+    for scheduler in prepared_schedulers(accelerator):
+        fit_schedule(scheduler.scheduler)
     # 4. After a restart with another number of ranks, an optimizer step keeps its samples.
     if saved:
         keep_samples_per_step(accelerator, path, saved)

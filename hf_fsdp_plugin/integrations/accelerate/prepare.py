@@ -169,7 +169,9 @@ def shard_model(
         print_warnings(plan.problems)
         if accelerator.is_main_process:
             logger.info("%s", plan)
-        # 4. Compile the units, before FSDP's hooks are added around them.
+        # 4. Attention divides sequences, and units are compiled, before FSDP's hooks are added around them.
+        if plan.mesh.context > 1:
+            private.prepare_context_parallel(accelerator, model)
         _compile_units(accelerator, plan, model)
         # 5. Shard.
         sharded = sharding.shard(plan, model, accelerator.device, optimizers)
@@ -195,7 +197,15 @@ def make_plan(accelerator: Any, spec: FsdpSpec, model: nn.Module) -> FsdpPlan:
     check_parameter_hooks(model)
     kind, world_size = accelerator.device.type, accelerator.num_processes
     local_size = ranks_per_machine(os.environ, world_size, get_device(kind).count())
-    return resolve(spec, model, world_size=world_size, device_type=kind, local_world_size=local_size)
+    plan = resolve(spec, model, world_size=world_size, device_type=kind, local_world_size=local_size)
+    for axis in ("tensor", "expert"):
+        if (size := getattr(plan.mesh, axis)) > 1 and not plan.sharded_at_load:
+            message = (
+                f"mesh.{axis}={size}, but {plan.model_class} was loaded whole: only from_pretrained divides layers."
+            )
+            fix = "Load it with from_pretrained, after the launcher or install() has read the config."
+            raise SpecError([spec.problem("FSDP-E209", f"mesh.{axis}", message, fix)])
+    return plan
 
 
 def _compile_units(accelerator: Any, plan: FsdpPlan, model: nn.Module) -> None:

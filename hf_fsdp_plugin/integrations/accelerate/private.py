@@ -13,13 +13,16 @@ from typing import Any
 import torch
 from torch import nn
 
+from hf_fsdp_plugin.axes import CONTEXT_AXIS
 from hf_fsdp_plugin.contracts import Contract, contracts_of, guard_functions
+from hf_fsdp_plugin.torch_private.context_parallel import CONTEXT_MESH, add_cpu_attention
 
 _ACCELERATOR = "accelerate.accelerator:Accelerator"
 _STATE = "accelerate.state"
 CONTRACTS = (
     *contracts_of(_ACCELERATOR, "refused", "`prepare` and checkpoints", "_models", "_optimizers", "_schedulers",
                   "_dataloaders", "_prepare_one"),
+    *contracts_of(_ACCELERATOR, "refused", "context parallelism", "_prepare_cp"),
     Contract(target="accelerate.accelerator:_is_accelerate_prepared", without="off", use="a second `prepare`",
              behavior="`prepare` returns objects with this mark unchanged."),
     *contracts_of(f"{_STATE}:PartialState", "refused", "FSDP on CPU ranks", "_shared_state", "_reset_state"),
@@ -56,6 +59,14 @@ def prepared_dataloaders(accelerator: Any) -> list[Any]:
 def prepare_one(accelerator: Any, obj: Any, *, first_pass: bool = False) -> Any:
     """Prepare an object that is not a model. Schedulers are prepared in the second pass, after their optimizers."""
     return accelerator._prepare_one(obj, first_pass=first_pass)
+
+
+def prepare_context_parallel(accelerator: Any, model: nn.Module) -> None:
+    """Let ``maybe_context_parallel`` divide sequences, and the attention of ``model`` use the causal mask only."""
+    if accelerator.device.type == "cpu":
+        add_cpu_attention()
+    accelerator._prepare_cp(model)
+    setattr(model, CONTEXT_MESH, accelerator.torch_device_mesh[CONTEXT_AXIS])
 
 
 def is_prepared(obj: Any) -> bool:

@@ -25,7 +25,7 @@ from typing import Any, Final
 
 import torch
 from torch import nn
-from transformers import modeling_utils
+from transformers import DistributedConfig, modeling_utils
 from transformers.core_model_loading import WeightConverter
 
 from hf_fsdp_plugin.backends.loading.equal_weights import parameter_memory
@@ -36,15 +36,18 @@ from hf_fsdp_plugin.integrations import patching
 from hf_fsdp_plugin.integrations.accelerate.accelerator import accelerator
 from hf_fsdp_plugin.integrations.accelerate.prepare import shard_model
 from hf_fsdp_plugin.integrations.saving import bind_call
-from hf_fsdp_plugin.integrations.session import context_in_block
+from hf_fsdp_plugin.integrations.script_arguments import print_or_raise
+from hf_fsdp_plugin.integrations.session import context_in_block, session
 from hf_fsdp_plugin.integrations.transformers import private
 from hf_fsdp_plugin.integrations.transformers.model_files import check_loaded, check_model, without_progress_bar
 from hf_fsdp_plugin.messages import print_once
-from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan
+from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan, MeshPlan, ProblemCollector
 from hf_fsdp_plugin.plan.meta_model import config_and_class
+from hf_fsdp_plugin.plan.resolve import check_divided_layers, resolve_mesh
 from hf_fsdp_plugin.problems import Problem, SpecError
-from hf_fsdp_plugin.rank_variables import launched_rank
+from hf_fsdp_plugin.rank_variables import launched_rank, launched_world_size
 from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec
+from hf_fsdp_plugin.spec.load import MADE_FROM_SPEC
 from hf_fsdp_plugin.text import format_bytes
 from hf_fsdp_plugin.torch_private.modules import entries_in_block
 
@@ -79,6 +82,53 @@ def from_pretrained(
         with patching.loading_ram_efficiently():
             model = loaded_class.from_pretrained(name_or_folder, **kwargs)
     return shard_model(prepared_by, model, plan=spec_or_plan if isinstance(spec_or_plan, FsdpPlan) else None)
+
+
+_OWN_LAYOUT: Final = frozenset({"distributed_config", "tp_plan", "tp_size", "device_map"})
+"""Arguments of ``from_pretrained`` with which a script decides where the weights are."""
+
+
+def from_pretrained_on_axes(original: Callable[..., Any], kind: type, *args: Any, **kwargs: Any) -> Any:
+    """Divide the layers of a model over the tensor and expert axes of the settings while it is loaded.
+
+    Raises:
+        SpecError: the sizes do not fit the world.
+    """
+    spec = session.trainer_spec or session.ambient
+    has_axes = spec is not None and max(spec.mesh.tensor, spec.mesh.expert) > 1
+    if spec is None or not has_axes or kwargs.keys() & _OWN_LAYOUT:
+        return original(*args, **kwargs)
+    collector = ProblemCollector(spec)
+    sizes, _ = resolve_mesh(launched_world_size(), None, collector)
+    print_or_raise([problem for problem in collector.problems if problem.severity == "error"])
+    config = DistributedConfig(
+        tp_size=sizes.tensor,
+        fsdp_size=sizes.num_shards,
+        dp_replicate_size=sizes.replicate,
+        fsdp_cpu_offload=spec.offload.params,
+        ep_size=sizes.expert if sizes.expert > 1 else None,
+    )
+    setattr(config, MADE_FROM_SPEC, True)
+    return original(*args, **kwargs, distributed_config=config)
+
+
+def distribute_checked_model(
+    original: Callable[..., Any], kind: type, model: Any, distributed_config: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """Check that the axes of a ``DistributedConfig`` divide the heads and experts of a model, before its weights load.
+
+    Raises:
+        SpecError: they do not, or the model has no plan for an axis.
+    """
+    collector = ProblemCollector(session.trainer_spec or session.ambient or FsdpSpec())
+    sizes = {
+        "tensor": getattr(distributed_config, "tp_size", 1) or 1,
+        "expert": getattr(distributed_config, "ep_size", 1) or 1,
+    }
+    check_divided_layers(MeshPlan(replicate=1, shard=1, **sizes), model, collector)
+    is_planned = any(isinstance(getattr(distributed_config, plan, None), dict) for plan in ("tp_plan", "ep_plan"))
+    print_or_raise([each for each in collector.problems if not (is_planned and each.code == "FSDP-E207")])
+    return original(model, distributed_config, *args, **kwargs)
 
 
 def is_fsdp_enabled(original: Callable[[], bool]) -> bool:

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from hf_fsdp_plugin.launcher.flags import UsageError, parse_launch_arguments
+from hf_fsdp_plugin.launcher.flags import parse_launch_arguments
+from hf_fsdp_plugin.problems import UsageError
 from hf_fsdp_plugin.sources.environment import LAUNCH_VARIABLE, LaunchHandover
 from hf_fsdp_plugin.sources.interface import ConfigFile, Sources
 

@@ -12,8 +12,8 @@ from hf_fsdp_plugin.cli import launch, profile
 from hf_fsdp_plugin.cli.main import main, make_parser
 from hf_fsdp_plugin.integrations import profiling
 from hf_fsdp_plugin.integrations.profiling import OPTIONS_VARIABLE, ProfileOptions, read_ranks, write_file
-from hf_fsdp_plugin.launcher.flags import UsageError
 from hf_fsdp_plugin.observe.profile.rank_profile import RankProfile, Times
+from hf_fsdp_plugin.problems import UsageError
 from tests.support.json_schema import assert_valid
 
 

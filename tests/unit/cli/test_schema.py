@@ -42,7 +42,7 @@ def test_schema_accepts_valid_configs(validator, path):
         {"fsdp_config": {"fsdp_sharding_strategy": 9}},
         {"fsdp_config": {"fsdp_offload_params": "perhaps"}},
         {"fsdp_config": {"fsdp_min_num_params": -1}},
-        {"parallelism_config": {"parallelism_config_tp_size": 2}},
+        {"parallelism_config": {"parallelism_config_pp_size": 2}},
         {"fsdp_config": "full_shard"},
     ],
 )

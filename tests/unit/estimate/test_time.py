@@ -252,6 +252,30 @@ def test_model_without_a_loss_is_refused():
     assert [problem.code for problem in caught.value.problems] == ["FSDP-E811"]
 
 
+def test_context_axis_divides_the_tokens_of_a_rank():
+    """The shards are those of data parallelism on as many ranks."""
+    model = llama()
+    alone, divided = (planned(model, world=4, **axes) for axes in ({}, {"cp_size": 2}))
+    one, half = (TimeModel(plan, model, STEP) for plan in (alone, divided))
+    assert divided.mesh.num_shards == alone.mesh.num_shards == 4
+    first, second = (
+        sum(op.flops * n for op, n in each.costs["model.layers.0"].forward.items()) for each in (one, half)
+    )
+    assert second < 0.6 * first
+    assert half.estimate(H100).tokens_per_second < 1.1 * one.estimate(H100).tokens_per_second
+
+
+@pytest.mark.parametrize("axis", ["tp_size", "ep_size"])
+def test_divided_layers_are_not_predicted(axis):
+    config = MixtralConfig(hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+                           num_key_value_heads=2, num_local_experts=4, vocab_size=128, use_cache=False)  # fmt: skip
+    with torch.device("meta"):
+        model = MixtralForCausalLM(config)
+    with pytest.raises(SpecError) as caught:
+        TimeModel(planned(model, world=4, **{axis: 2}), model, STEP)
+    assert [problem.code for problem in caught.value.problems] == ["FSDP-E813"]
+
+
 def test_curves_are_linear_between_points():
     curve = ((10.0, 1.0), (20.0, 3.0))
     assert [interpolate(curve, size) for size in (1, 15, 99)] == [1.0, 2.0, 3.0]

@@ -24,6 +24,7 @@ COMPANIONS: Mapping[str, Mapping[str, Any]] = {
 RULES: Mapping[str, frozenset[str]] = {
     "launch.distributed_type": frozenset({"FSDP-E120", "FSDP-E123", "FSDP-E126"}),
     "launch.machine_rank": frozenset({"FSDP-E131"}),
+    **dict.fromkeys(("mesh.context", "mesh.tensor", "mesh.expert"), frozenset({"FSDP-E137", "FSDP-E138"})),
     "xla.enabled": frozenset({"FSDP-E126"}),
     "xla.v2": frozenset({"FSDP-E126"}),
     "launch.extra.deepspeed_config": frozenset({"FSDP-E120"}),

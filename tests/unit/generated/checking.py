@@ -116,6 +116,9 @@ def _find(assessment: Assessment, name: str) -> Any:
     return assessment.spec.get(name)
 
 
+_AXES = tuple(f"mesh.{name}" for name in ("shard", "replicate", "context", "context_exchange", "tensor", "expert"))
+
+
 def _observed(name: str, value: Any) -> tuple[str, Any]:
     """The setting of the spec that shows the value of a setting, and its value there; empty if none does."""
     if name in ("sharding.reshard",):
@@ -130,7 +133,7 @@ def _observed(name: str, value: Any) -> tuple[str, Any]:
         return name, value
     prefixes = ("launch.extra", "training.", "distributed.", "launch.fsdp_config", "launch.parallelism_config",
                 "launch.dynamo_config", "activation.trainer", "launch.fp16")  # fmt: skip
-    if name.startswith(prefixes) or (name.startswith("mesh.") and name not in ("mesh.shard", "mesh.replicate")):
+    if name.startswith(prefixes) or (name.startswith("mesh.") and name not in _AXES):
         return "", None
     return name, value
 

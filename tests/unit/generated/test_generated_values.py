@@ -84,7 +84,7 @@ def test_oracle_imports_nothing_of_the_package() -> None:
         ("wrap.classes", "['A', \"B\"]", "config", accepted(("A", "B"))),
         ("wrap.classes", "[A)", "config", REFUSED),
         ("mesh.shard", -1, "config", accepted("auto")),
-        ("mesh.tp", 2, "config", REFUSED),
+        ("mesh.pipeline", 2, "config", REFUSED),
         ("launch.mixed_precision", "fp8", "config", REFUSED),
         ("launch.main_process_ip", "host:29500", "config", REFUSED),
         ("training.fsdp", "hybrid shard, offload", "config", accepted({

@@ -177,7 +177,7 @@ def raised(function: Callable[[], Any]) -> list[str]:
 
 
 SPECIAL: dict[str, Any] = {
-    "init_method": "tcp://127.0.0.1:1", "tp_size": 2, "cp_size": 2, "sp_size": 2, "param_init_fn": nn.init.zeros_,
+    "init_method": "tcp://127.0.0.1:1", "sp_size": 2, "param_init_fn": nn.init.zeros_,
     "state_dict_config": FullStateDictConfig(rank0_only=False), "optim_state_dict_config": FullStateDictConfig(),
     "deepspeed": {"zero_optimization": {"stage": 2}},
 }  # fmt: skip
@@ -273,7 +273,7 @@ def test_fp8_of_every_entry_has_one_code(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "variables", [{"ACCELERATE_MIXED_PRECISION": "fp8"}, {"PARALLELISM_CONFIG_TP_SIZE": "2"}], ids=str
+    "variables", [{"ACCELERATE_MIXED_PRECISION": "fp8"}, {"PARALLELISM_CONFIG_PP_SIZE": "2"}], ids=str
 )
 def test_variables_of_runs_without_fsdp_are_left_alone(
     uninstalled: None, monkeypatch: pytest.MonkeyPatch, variables: dict[str, str]
@@ -440,6 +440,7 @@ APPLIED: dict[tuple[str, str], Callable[[str], None] | str] = {
     ("TorchDynamoPlugin", "backend mode fullgraph dynamic options disable use_regional_compilation"):
         dynamo_argument_is_applied,
     ("ParallelismConfig", "dp_replicate_size dp_shard_size"): mesh_is_applied,
+    ("ParallelismConfig", "cp_size tp_size"): "test_axes.py::test_axes_of_parallelism_config_are_applied",
     ("FullyShardedDataParallelPlugin", " ".join(OF_PLUGIN)): plugin_argument_is_applied,
     ("TrainingArguments", "fsdp fsdp_config bf16 fp16 use_cpu gradient_checkpointing activation_checkpointing"):
         training_argument_is_applied,

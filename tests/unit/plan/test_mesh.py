@@ -111,3 +111,32 @@ def test_strategy_that_shards_refuses_a_shard_size_of_1() -> None:
         collector = ProblemCollector(spec)
         resolve_mesh(world_size, None, collector)
         assert [problem.code for problem in collector.problems] == codes
+
+
+@pytest.mark.parametrize(
+    ("world_size", "sizes", "expected"),
+    [
+        (8, {"context": 2}, (1, 4, 8, 4)),
+        (8, {"context": 2, "replicate": 2}, (2, 2, 4, 4)),
+        (8, {"tensor": 2}, (1, 4, 4, 4)),
+        (8, {"context": 2, "tensor": 2}, (1, 2, 4, 2)),
+        (8, {"expert": 8}, (1, 8, 8, 8)),
+        (4, {"context": 4}, (1, 1, 4, 1)),
+    ],
+    ids=str,
+)
+def test_shard_size_is_what_the_other_axes_leave(
+    world_size: int, sizes: dict[str, int], expected: tuple[int, int, int, int]
+) -> None:
+    """Replicas, shard size, shards of a parameter, and ranks with other samples."""
+    spec = FsdpSpec(sharding=ShardingSection(strategy="full_shard"), mesh=MeshSection(**sizes))
+    collector = ProblemCollector(spec)
+    mesh, _ = resolve_mesh(world_size, None, collector)
+    assert (mesh.replicate, mesh.shard, mesh.num_shards, mesh.num_batches) == expected
+    assert [problem for problem in collector.problems if problem.severity == "error"] == []
+
+
+def test_expert_size_must_divide_the_ranks_of_a_replica() -> None:
+    assert ("FSDP-E138", "mesh.expert") in codes_of("full_shard", 8, expert=8, replicate=2)
+    assert ("FSDP-E138", "mesh.expert") not in codes_of("full_shard", 8, expert=4, replicate=2)
+    assert codes_of("full_shard", 6, context=2, tensor=2) == [("FSDP-E129", "mesh.shard")]

@@ -26,7 +26,7 @@ def test_text_has_settings_units_and_ties() -> None:
 LlamaForCausalLM · 23.7 k parameters · FSDP2 on 4 cpu ranks
   fsdp        version 2
   sharding    strategy full_shard
-  mesh        shard 4 · replicate 1
+  mesh        shard 4 · replicate 1 · context 1 · tensor 1 · expert 1 · context_exchange allgather
   wrap        policy transformer · classes LlamaDecoderLayer · min_num_params 0 · ignored_modules -
   offload     params false · pin_memory false
   precision   param unchanged · reduce fp32 · output unchanged · buffer unchanged · fp32_modules -
@@ -65,7 +65,7 @@ def test_json_has_documented_keys() -> None:
     plan = planned(wrapping("LlamaDecoderLayer"), on_meta("llama"), world_size=4)
     found = json.loads(json.dumps(plan.to_json()))
     assert found["backend"] == "fsdp2"
-    assert found["mesh"] == {"replicate": 1, "shard": 4}
+    assert found["mesh"] == {"replicate": 1, "shard": 4, "context": 1, "tensor": 1, "expert": 1}
     assert [(unit["name"], unit["class"]) for unit in found["units"]] == [
         ("model.embed_tokens", "Embedding"),
         ("model.layers.0", "LlamaDecoderLayer"),

@@ -31,7 +31,7 @@ BAD = {
     "python_tag.yaml": (1, "FSDP-E011"),
     "ram_efficient_without_sync.yaml": (4, "FSDP-E149"),
     "tabs.yaml": (3, "FSDP-E006"),
-    "tensor_parallel.yaml": (8, "FSDP-E122"),
+    "pipeline_parallel.yaml": (8, "FSDP-E122"),
     "trailing_comma.json": (1, "FSDP-E007"),
     "two_documents.yaml": (2, "FSDP-E010"),
 }

@@ -61,12 +61,18 @@ def test_field_without_effect_is_reported(codes, field):
     assert codes(severity="note", distributed_config=config) == ["FSDP-N080"]
 
 
-@pytest.mark.parametrize("axis", ["tp_size", "pp_size", "ep_size"])
-def test_other_parallelism_is_refused(codes, axis):
-    assert codes(distributed_config={"fsdp_size": 2, axis: 2}) == ["FSDP-E122"]
-    assert codes(distributed_config={"fsdp_size": 2, axis: 1}) == []
+def test_pipeline_is_refused(codes):
+    assert codes(distributed_config={"fsdp_size": 2, "pp_size": 2}) == ["FSDP-E122"]
+    assert codes(distributed_config={"fsdp_size": 2, "pp_size": 1}) == []
     with pytest.raises(hfp.SpecError, match="FSDP-E122"):
-        with_distributed_config(hfp.load_spec(YAML, environ={}), {"fsdp_size": 2, axis: 2})
+        with_distributed_config(hfp.load_spec(YAML, environ={}), {"fsdp_size": 2, "pp_size": 2})
+
+
+def test_axes_are_settings(codes):
+    config = {"fsdp_size": 4, "tp_size": 2, "ep_size": 4, "tp_plan": {"layers.*": "colwise"}, "ep_plan": {"x": "y"}}
+    mesh = with_distributed_config(hfp.load_spec({"distributed_type": "FSDP"}, environ={}), config).mesh
+    assert (mesh.shard, mesh.replicate, mesh.tensor, mesh.expert) == (4, 1, 2, 4)
+    assert codes(severity="note", distributed_config=config) == []
 
 
 def test_misspelled_field_is_refused(codes):

@@ -45,8 +45,8 @@ def test_model_differences_are_reported_at_once(
     assert torch.equal(model.weight, before)
 
 
-def saved(names: list[list[str]], **state: Any) -> dict[str, Any]:
-    groups = [{"params": each, "lr": 0.5} for each in names]
+def saved(names: list[list[str]], rates: tuple[float, ...] = (0.5, 0.5), **state: Any) -> dict[str, Any]:
+    groups = [{"params": each, "lr": rate} for each, rate in zip(names, rates, strict=False)]
     return {"state": {"weight": state} if state else {}, "param_groups": groups}
 
 
@@ -54,8 +54,9 @@ def saved(names: list[list[str]], **state: Any) -> dict[str, Any]:
     ("stored", "code"),
     [
         (saved([["weight", "bias"]], momentum_buffer=WEIGHT), ""),
+        (saved([["weight"], ["bias"]], momentum_buffer=WEIGHT), ""),  # groups of the same options
         (None, "FSDP-E424"),
-        (saved([["weight"], ["bias"]]), "FSDP-E425"),
+        (saved([["weight"], ["bias"]], (0.5, 0.1)), "FSDP-E425"),
         (saved([["weight", "bias", "scale"]]), "FSDP-E425"),
         (saved([["weight", "bias"]], momentum_buffer=BIAS), "FSDP-E426"),
     ],

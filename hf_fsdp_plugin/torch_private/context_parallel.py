@@ -1,0 +1,80 @@
+"""Context parallelism on CPU ranks: torch's ring attention has handlers for the attention operators of GPUs only.
+
+``torch.distributed.tensor.experimental.context_parallel`` replaces ``scaled_dot_product_attention``. Its inputs become
+``DTensor`` objects that are sharded over the sequence, and torch calls a handler for the operator that it chooses for
+them. The handlers here have the interface of torch's own, and use the same ring.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from hf_fsdp_plugin.contracts import contracts_of, guard_functions, import_target
+
+_MODULE: Final = "torch.distributed.tensor.experimental._context_parallel._attention"
+_FORWARD: Final = "_scaled_dot_product_flash_attention_for_cpu"
+_BACKWARD: Final = "_scaled_dot_product_flash_attention_for_cpu_backward"
+_USE: Final = "context parallelism on CPU ranks"
+CONTRACTS = (
+    *contracts_of(_MODULE, "refused", _USE, "custom_ops", "_templated_ring_attention",
+                  "_templated_ring_attention_backward"),
+    *contracts_of(_MODULE, "unobservable", "the report of context parallelism", "_cp_options"),
+    *contracts_of("torch._ops:OpOverload", "refused", _USE, "_schema"),
+    *contracts_of("torch:ops.aten", "refused", _USE, f"{_FORWARD}.default", f"{_BACKWARD}.default"),
+)  # fmt: skip
+CONTEXT_MESH: Final = "_hf_fsdp_context_mesh"
+"""Attribute of a model whose attention is divided: the mesh of the ranks that divide each sequence."""
+_SEQUENCE_DIM: Final = 2
+"""Dimension of the sequence in queries, keys and values: (batch, heads, sequence, head size)."""
+
+
+def add_cpu_attention() -> None:
+    """Let ``context_parallel`` run on the CPU. A second call, and a torch that has own handlers, change nothing."""
+    handlers = import_target(f"{_MODULE}:custom_ops", CONTRACTS)
+    own: dict[str, Callable[..., Any]] = {_FORWARD: _attention, _BACKWARD: _attention_backward}
+    for name, handler in own.items():
+        handlers.setdefault(import_target(f"torch:ops.aten.{name}.default", CONTRACTS), handler)
+
+
+def context_exchange() -> str:
+    """Return how the ranks of a context axis exchange keys and values: ``allgather`` or ``alltoall``."""
+    method = import_target(f"{_MODULE}:_cp_options", CONTRACTS).rotate_method
+    return str(method.name.lower().replace("_", ""))
+
+
+def _attention(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[DTensor, DTensor]:
+    given = _arguments(operator, args, kwargs)
+    query: DTensor = given["query"]
+    ring = import_target(f"{_MODULE}:_templated_ring_attention", CONTRACTS)
+    out, logsumexp = ring(query.device_mesh.get_group(), _SEQUENCE_DIM, operator, **_local(given))
+    return _like(query, out), _like(query, logsumexp)
+
+
+def _attention_backward(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[DTensor, ...]:
+    given = _arguments(operator, args, kwargs)
+    query: DTensor = given["query"]
+    ring = import_target(f"{_MODULE}:_templated_ring_attention_backward", CONTRACTS)
+    gradients = ring(query.device_mesh.get_group(), _SEQUENCE_DIM, operator, grad_out_name="grad_out", **_local(given))
+    return tuple(_like(query, gradient) for gradient in gradients)
+
+
+def _arguments(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of an operator by name, without those that have their defaults."""
+    names = (argument.name for argument in operator._schema.arguments)
+    return {**dict(zip(names, args, strict=False)), **kwargs}
+
+
+def _local(given: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value.to_local() if isinstance(value, DTensor) else value for name, value in given.items()}
+
+
+def _like(query: DTensor, local: torch.Tensor) -> DTensor:
+    """Return a tensor that is sharded over the sequence like the query."""
+    return DTensor.from_local(local, query.device_mesh, query.placements, run_check=False)
+
+
+guard_functions(globals(), CONTRACTS)

@@ -1,0 +1,141 @@
+"""Cases that four ranks run: meshes with context, tensor and expert axes, by the Trainer and by a loop."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import hf_fsdp_plugin as hfp
+from hf_fsdp_plugin.integrations.session import session
+from hf_fsdp_plugin.problems import SpecError
+from tests.gloo.cases_distributed_config import PLAIN, norms
+from tests.gloo.cases_trainer import gathered, losses, make_trainer
+from tests.support.ranks import on_accelerator
+from tests.support.tiny import GLOBAL_BATCH, LENGTH, global_batch, my_part
+from tests.support.training import MAX_NORM, fresh_accelerator
+
+Sizes = dict[str, Any]
+"""Sizes of axes: cp, tp, ep, dp_shard, dp_replicate; and cp_comm_strategy."""
+
+
+def config_of(sizes: Sizes, version: int = 2, **settings: Any) -> dict[str, Any]:
+    """A config with a mesh, as ``accelerate config`` writes it."""
+    keys = {
+        name if "_" in name and not name.startswith("dp") else f"{name}_size": value for name, value in sizes.items()
+    }
+    return {
+        "distributed_type": "FSDP",
+        "use_cpu": not on_accelerator(),
+        "fsdp_config": {
+            "fsdp_version": version,
+            "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+            "fsdp_state_dict_type": "SHARDED_STATE_DICT",
+            **settings,
+        },
+        "parallelism_config": {f"parallelism_config_{key}": value for key, value in keys.items()},
+    }
+
+
+def num_batches(sizes: Sizes) -> int:
+    """Number of ranks that train different samples."""
+    return dist.get_world_size() // (sizes.get("cp", 1) * sizes.get("tp", 1))
+
+
+def train(folder: str, output_dir: str, sizes: Sizes, *, resume: bool = False, **arguments: Any) -> dict[str, Any]:
+    """Train six steps through the Trainer, save every third step and export the model; or continue at step 3."""
+    from transformers import AutoModelForCausalLM
+
+    hfp.install(config_of(sizes))
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    arguments = {"save_strategy": "steps", "save_steps": 3, **PLAIN, **arguments}
+    trainer = make_trainer(
+        output_dir, model, per_device_train_batch_size=GLOBAL_BATCH // num_batches(sizes), **arguments
+    )
+    trainer.train(resume_from_checkpoint=str(Path(output_dir) / "checkpoint-3") if resume else None)
+    exported = str(Path(output_dir) / "exported")
+    trainer.save_model(exported)
+    dist.barrier()
+    return {
+        "losses": losses(trainer),
+        "norms": norms(trainer),
+        "weights": gathered(trainer),
+        "exported": dict(AutoModelForCausalLM.from_pretrained(exported, distributed_config=None).state_dict())
+        if dist.get_rank() == 0
+        else {},
+        "report": json.loads((Path(output_dir) / "fsdp_report.json").read_text()),
+    }
+
+
+def train_in_loop(sizes: Sizes, num_steps: int = 3, length: int = LENGTH, **settings: Any) -> dict[str, Any]:
+    """Train a whole model with ``accelerator.maybe_context_parallel``, as in Accelerate's guide."""
+    from tests.support.tiny import tiny_llama
+
+    accelerator = fresh_accelerator(config_of(sizes, **settings))
+    model = tiny_llama()
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
+    size, found = num_batches(sizes), {"losses": [], "norms": []}
+    number = dist.get_rank() // sizes.get("cp", 1)
+    for step in range(num_steps):
+        tokens = my_part(global_batch(step), number, size)["input_ids"].to(accelerator.device)
+        tokens = torch.nn.functional.pad(tokens, (0, length - LENGTH))
+        labels = torch.nn.functional.pad(tokens, (0, 1), value=-100)[:, 1:].contiguous()
+        positions = torch.arange(length, device=tokens.device).expand(len(tokens), -1).contiguous()
+        num_targets = (labels != -100).sum()
+        divided = [tokens, labels, positions]
+        with accelerator.maybe_context_parallel(
+            buffers=divided, buffer_seq_dims=[1, 1, 1], no_restore_buffers=set(divided)
+        ):
+            logits = model(input_ids=tokens, position_ids=positions).logits
+            total = torch.nn.functional.cross_entropy(
+                logits.flatten(0, 1).float(), labels.flatten(), ignore_index=-100, reduction="sum"
+            )
+            loss = total / num_targets * sizes.get("cp", 1)
+            accelerator.backward(loss)
+        found["norms"].append(accelerator.clip_grad_norm_(model.parameters(), MAX_NORM).item())
+        optimizer.step()
+        optimizer.zero_grad()
+        mean = loss.detach().clone()
+        dist.all_reduce(mean)
+        found["losses"].append(mean.item() / dist.get_world_size())
+    weights = {key: value.cpu() for key, value in accelerator.get_state_dict(model).items()}
+    return {**found, "weights": weights, "report": hfp.report(accelerator).to_json()}
+
+
+def train_with_object(folder: str, output_dir: str, sizes: Sizes) -> dict[str, Any]:
+    """Train with ``TrainingArguments(parallelism_config=ParallelismConfig(…))``, whose sizes a script sets.
+
+    With a tensor axis, the script loads the model with a ``DistributedConfig``, too.
+    """
+    from accelerate import ParallelismConfig
+    from transformers import AutoModelForCausalLM
+
+    fields = {"tp_size": sizes["tp"], "fsdp_size": sizes["dp_shard"]} if "tp" in sizes else None
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, distributed_config=fields)
+    arguments = {**PLAIN, "per_device_train_batch_size": GLOBAL_BATCH // num_batches(sizes)}
+    mesh = ParallelismConfig(**{f"{name}_size": size for name, size in sizes.items()})
+    fsdp = {"fsdp": "full_shard auto_wrap", "fsdp_config": {"version": 2}}
+    trainer = make_trainer(output_dir, model, parallelism_config=mesh, **fsdp, **arguments)
+    trainer.train()
+    report = json.loads((Path(output_dir) / "fsdp_report.json").read_text())
+    return {"losses": losses(trainer), "norms": norms(trainer), "report": report}
+
+
+def refused(folder: str, sizes: Sizes, *, build: bool = False, **arguments: Any) -> list[str]:
+    """The codes with which loading and preparing a model are refused."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    try:
+        hfp.install(config_of(sizes))
+        if build:
+            model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+        else:
+            model = AutoModelForCausalLM.from_pretrained(folder, **arguments)
+        assert session.ambient is not None
+        hfp.accelerator(session.ambient).prepare(model)
+    except SpecError as error:
+        return [problem.code for problem in error.problems if problem.severity == "error"]
+    return []
