@@ -169,7 +169,9 @@ def parameter_shards(model: nn.Module) -> ModelShards:
 def _dtensor_shard(name: str, parameter: DTensor) -> LocalShard:
     mesh, placements = parameter.device_mesh, parameter.placements
     sizes, offsets = compute_local_shape_and_global_offset(parameter.shape, mesh, placements)
-    replica, replicas = _replica_of_ranks(tuple(sorted(mesh.mesh.flatten().tolist())), dist.get_world_size())
+    replica, replicas, world_size = 0, 1, dist.get_world_size()
+    if mesh.size() < world_size:
+        replica, replicas = replica_of_ranks(tuple(sorted(mesh.mesh.flatten().tolist())), world_size)
     for axis, placement in enumerate(placements):
         if isinstance(placement, Replicate):
             replica = replica * mesh.size(axis) + mesh.get_local_rank(axis)
@@ -180,7 +182,7 @@ def _dtensor_shard(name: str, parameter: DTensor) -> LocalShard:
 
 
 @functools.cache
-def _replica_of_ranks(ranks: tuple[int, ...], world_size: int) -> tuple[int, int]:
+def replica_of_ranks(ranks: tuple[int, ...], world_size: int) -> tuple[int, int]:
     """Return which of the groups of ranks with equal tensors this one is, and their number.
 
     A parameter that no tensor-parallel plan divides is on a mesh without that axis: other ranks have it, too.

@@ -77,7 +77,7 @@ class MeshPlan:
         return self.shard * self.context
 
     @property
-    def num_batches(self) -> int:
+    def num_data_ranks(self) -> int:
         """Number of ranks that train different samples."""
         return self.replicate * self.shard
 

@@ -114,26 +114,26 @@ def resolve_mesh(world_size: int, local_world_size: int | None, problems: Proble
             problems.add("FSDP-E128", "mesh.replicate", f"{message}{sizes.replicate}.", "Remove the replicate size.")
         return MeshPlan(replicate=world_size, shard=1), strategy.name
     others = {"context": sizes.context, "tensor": sizes.tensor, "expert": sizes.expert}
-    num_batches = world_size // sizes.batch_ranks
+    num_data_ranks = world_size // sizes.ranks_per_sample
     if sizes.shard != "auto":
         shard = sizes.shard
     elif sizes.replicate != "auto":
-        shard = num_batches // sizes.replicate
+        shard = num_data_ranks // sizes.replicate
     else:
-        shard = num_batches
+        shard = num_data_ranks
         if strategy.hybrid:  # the ranks of one machine
             num_machines, given = max(1, spec.launch.num_machines), spec.launch.num_processes
             num_processes = world_size if given == "auto" else given
             usual = num_processes // num_machines if num_processes % num_machines == 0 else world_size
             local = usual if local_world_size is None else local_world_size
-            shard = max(1, min(local // sizes.batch_ranks, num_batches))
-        if num_batches % shard:
+            shard = max(1, min(local // sizes.ranks_per_sample, num_data_ranks))
+        if num_data_ranks % shard:
             message = f"the world size {world_size} is not divisible by the {shard} ranks of one machine."
             problems.add("FSDP-E129", "mesh.shard", message, divisor_remedy("mesh.shard", world_size))
             return MeshPlan(replicate=1, shard=world_size), strategy.name
-    mesh = MeshPlan(replicate=num_batches // shard, shard=shard, **others)
+    mesh = MeshPlan(replicate=num_data_ranks // shard, shard=shard, **others)
     problems.problems += check_model_axes(spec.with_values({"mesh.shard": shard}, {}))
-    if mesh.num_shards == 1 and num_batches > 1:
+    if mesh.num_shards == 1 and num_data_ranks > 1:
         unsharded = strategy_of(sharded=False, hybrid=False, reshard=False).name
         message = (
             f"nothing is sharded: each of the {world_size} ranks has a copy of the model, because a shard group has "
@@ -147,7 +147,7 @@ def resolve_mesh(world_size: int, local_world_size: int | None, problems: Proble
         message = f"a mesh with {mesh.replicate} replicas changes the strategy {strategy.name} to {hybrid.name}."
         problems.add("FSDP-N111", "sharding.strategy", message)
         strategy = hybrid
-    elif mesh.replicate == 1 and strategy is hybrid and num_batches > 1:
+    elif mesh.replicate == 1 and strategy is hybrid and num_data_ranks > 1:
         why = "By default, parameters are sharded over the ranks of one machine, and all ranks are on one machine."
         if spec.asked("mesh.shard") or spec.asked("mesh.replicate"):
             why = f"The sizes of the mesh leave no second replica on {world_size} ranks."

@@ -39,7 +39,8 @@ FsdpOptions = bool | str | Enum | Sequence[str | Enum] | None
 _AXIS_OF_FIELDS: Final = MappingProxyType({"tp_": "tp_size", "ep_": "ep_size"})
 """Beginning of the names of fields -> the size that must be above 1, so that they have an effect."""
 
-_SIZES: Final = MappingProxyType({"fsdp_size": "mesh.shard", "dp_replicate_size": "mesh.replicate"})
+FSDP_SIZES: Final = MappingProxyType({"fsdp_size": "mesh.shard", "dp_replicate_size": "mesh.replicate"})
+"""Size of a ``DistributedConfig`` for data parallelism -> its setting."""
 _NUMBER: Final = re.compile(r"\+?(\d{1,19})(?:\.0+)?", re.ASCII)
 _DEFAULTS: Final = frozenset({"", "auto", "false", "none", "null"})
 
@@ -122,7 +123,7 @@ def read_distributed_config(sources: Sources) -> SourceSettings | None:
     entries = (entry for entry in tree.value if entry.value.value is not None)
     fields = {plain_key(entry.key, "distributed"): entry for entry in entries}
     _add_fields(out, fields)
-    sizes = {name: _size_of(fields, name) for name in _SIZES}
+    sizes = {name: _size_of(fields, name) for name in FSDP_SIZES}
     if sizes["fsdp_size"] == sizes["dp_replicate_size"] == 1:
         # from_pretrained does not shard the model, so these fields set nothing.
         message = "fsdp_size and dp_replicate_size are 1: from_pretrained does not shard the model."
@@ -144,10 +145,10 @@ def _add_fields(out: Collector, fields: Mapping[str, ConfigEntry]) -> None:
                 out.report("FSDP-N080", entry, f"{entry.key} is {row.about[0].lower()}{row.about[1:]}")
         elif name == "fsdp_mixed_precision":
             _add_mixed_precision(out, entry)
-        elif name in _SIZES and word_of(entry.value.value) in ("-1", "auto"):
+        elif name in FSDP_SIZES and word_of(entry.value.value) in ("-1", "auto"):
             # Accelerate computes such a size from the world size; Transformers does not.
             message = f"{entry.key} is {entry.value.text}; expected a number of ranks."
-            out.report("FSDP-E101", entry, message, "Set the number of ranks.", setting=_SIZES[name])
+            out.report("FSDP-E101", entry, message, "Set the number of ranks.", setting=FSDP_SIZES[name])
         elif row is not None and row.scope == "distributed":
             out.add_entry(row, entry)
         else:
@@ -170,10 +171,10 @@ def _add_mixed_precision(out: Collector, entry: ConfigEntry) -> None:
 def _add_consequences(out: Collector, fields: Mapping[str, ConfigEntry], sizes: Mapping[str, int | None]) -> None:
     """Add the settings that follow from the fields, including the fields that are absent."""
     out.mentions_fsdp = True
-    defaults = {**dict.fromkeys(_SIZES, 1), "fsdp_cpu_offload": False}
+    defaults = {**dict.fromkeys(FSDP_SIZES, 1), "fsdp_cpu_offload": False}
     for name, value in defaults.items():
         if name not in fields or fields[name].value.is_empty:
-            out.add(_SIZES.get(name, "offload.params"), entry_of(name, value), implied=True)
+            out.add(FSDP_SIZES.get(name, "offload.params"), entry_of(name, value), implied=True)
     cause = fields.get("fsdp_size") or entry_of("fsdp_size", 1)
     out.add("launch.distributed_type", cause, value="FSDP", implied=True)
     out.add("fsdp.version", cause, value="2", implied=True)

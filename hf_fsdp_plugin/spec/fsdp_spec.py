@@ -48,14 +48,14 @@ class MeshSection:
     context_exchange: ContextExchange = "allgather"
 
     @property
-    def batch_ranks(self) -> int:
+    def ranks_per_sample(self) -> int:
         """Number of ranks that train the same samples."""
         return self.context * self.tensor
 
     @property
     def has_model_axes(self) -> bool:
         """Whether the mesh has other axes than those of data parallelism."""
-        return self.batch_ranks > 1 or self.expert > 1
+        return self.ranks_per_sample > 1 or self.expert > 1
 
     def axes(self) -> dict[str, int | Literal["auto"]]:
         """Return the axes whose product is the world size: replicate, shard, and the others if they are above 1."""

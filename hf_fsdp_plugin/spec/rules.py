@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from hf_fsdp_plugin.axes import MODEL_AXES
 from hf_fsdp_plugin.problems import Problem
 from hf_fsdp_plugin.sources.accelerate_file import equivalent_settings
 from hf_fsdp_plugin.sources.interface import enables_fsdp
@@ -197,8 +198,7 @@ def check_mesh_size(spec: FsdpSpec) -> Iterator[Problem]:
 def check_model_axes(spec: FsdpSpec) -> Iterator[Problem]:
     """Check the axes whose ranks train the same samples: they need FSDP2 and shards."""
     mesh = spec.mesh
-    used = {f"mesh.{axis}": getattr(mesh, axis) for axis in ("context", "tensor", "expert")}
-    for name, size in used.items():
+    for name, size in ((f"mesh.{axis}", getattr(mesh, axis)) for axis in MODEL_AXES):
         if size > 1 and spec.fsdp.version == 1:
             message = f"{name}={size} requires FSDP2, and the version is 1 ({spec.origin('fsdp.version')})."
             yield spec.problem("FSDP-E137", name, message, f"Set fsdp_version: 2, or {name} to 1.")
@@ -207,9 +207,9 @@ def check_model_axes(spec: FsdpSpec) -> Iterator[Problem]:
                 f"{name}={size} with {spec.sharding.strategy}: Accelerate and Transformers combine it with shards."
             )
             yield spec.problem("FSDP-E137", name, message, "Use full_shard, with mesh.shard: 2 or more.")
-    if mesh.batch_ranks > 1 and mesh.shard == 1 and mesh.replicate not in ("auto", 1):
+    if mesh.ranks_per_sample > 1 and mesh.shard == 1 and mesh.replicate not in ("auto", 1):
         message = (
-            f"mesh.replicate={mesh.replicate} with mesh.shard=1 and {mesh.batch_ranks} ranks for the same samples:"
+            f"mesh.replicate={mesh.replicate} with mesh.shard=1 and {mesh.ranks_per_sample} ranks for the same samples:"
         )
         message += " Accelerate combines replicas with these axes only if the model is sharded, too."
         yield spec.problem("FSDP-E138", "mesh.shard", message, "Set mesh.shard to 2 or more, or mesh.replicate to 1.")
@@ -217,8 +217,10 @@ def check_model_axes(spec: FsdpSpec) -> Iterator[Problem]:
         message = f"mesh.expert={mesh.expert} is not a multiple of mesh.tensor={mesh.tensor}."
         fix = "An expert group consists of whole tensor groups: set a multiple of mesh.tensor, or mesh.tensor to 1."
         yield spec.problem("FSDP-E138", "mesh.expert", message, fix)
-    elif mesh.expert > 1 and mesh.shard != "auto" and (mesh.shard * mesh.batch_ranks) % mesh.expert:
-        message = f"mesh.expert={mesh.expert} does not divide the {mesh.shard * mesh.batch_ranks} ranks of one replica."
+    elif mesh.expert > 1 and mesh.shard != "auto" and (mesh.shard * mesh.ranks_per_sample) % mesh.expert:
+        message = (
+            f"mesh.expert={mesh.expert} does not divide the {mesh.shard * mesh.ranks_per_sample} ranks of one replica."
+        )
         fix = f"Set it to a divisor of mesh.shard × mesh.context × mesh.tensor that is a multiple of {mesh.tensor}."
         yield spec.problem("FSDP-E138", "mesh.expert", message, fix)
 

@@ -12,8 +12,8 @@ import torch.distributed as dist
 import hf_fsdp_plugin as hfp
 from hf_fsdp_plugin.integrations.session import session
 from hf_fsdp_plugin.problems import SpecError
-from tests.gloo.cases_distributed_config import PLAIN, norms
-from tests.gloo.cases_trainer import gathered, losses, make_trainer
+from tests.gloo.cases_distributed_config import PLAIN, exported_results, norms
+from tests.gloo.cases_trainer import losses, make_trainer
 from tests.support.ranks import on_accelerator
 from tests.support.tiny import GLOBAL_BATCH, LENGTH, global_batch, my_part
 from tests.support.training import MAX_NORM, fresh_accelerator
@@ -56,18 +56,7 @@ def train(folder: str, output_dir: str, sizes: Sizes, *, resume: bool = False, *
         output_dir, model, per_device_train_batch_size=GLOBAL_BATCH // num_batches(sizes), **arguments
     )
     trainer.train(resume_from_checkpoint=str(Path(output_dir) / "checkpoint-3") if resume else None)
-    exported = str(Path(output_dir) / "exported")
-    trainer.save_model(exported)
-    dist.barrier()
-    return {
-        "losses": losses(trainer),
-        "norms": norms(trainer),
-        "weights": gathered(trainer),
-        "exported": dict(AutoModelForCausalLM.from_pretrained(exported, distributed_config=None).state_dict())
-        if dist.get_rank() == 0
-        else {},
-        "report": json.loads((Path(output_dir) / "fsdp_report.json").read_text()),
-    }
+    return exported_results(trainer, output_dir)
 
 
 def train_in_loop(sizes: Sizes, num_steps: int = 3, length: int = LENGTH, **settings: Any) -> dict[str, Any]:

@@ -66,12 +66,17 @@ def train(
     folder: str, output_dir: str, fields: dict[str, Any], *, own: bool = False, **arguments: Any
 ) -> dict[str, Any]:
     """Train six steps through the Trainer, save every third step and export the model."""
-    from transformers import AutoModelForCausalLM
-
     arguments = {"save_strategy": "steps", "save_steps": 3, **PLAIN, **arguments}
     model = load(folder, **fields)
     trainer = make_trainer(output_dir, model, optimizers=own_optimizers(model) if own else (None, None), **arguments)
     trainer.train()
+    return exported_results(trainer, output_dir)
+
+
+def exported_results(trainer: Any, output_dir: str) -> dict[str, Any]:
+    """Export the model, and return what was trained, with the weights that Transformers loads from the export."""
+    from transformers import AutoModelForCausalLM
+
     exported = str(Path(output_dir) / "exported")
     trainer.save_model(exported)
     dist.barrier()
@@ -79,7 +84,8 @@ def train(
         "losses": losses(trainer),
         "norms": norms(trainer),
         "weights": gathered(trainer),
-        "exported": dict(AutoModelForCausalLM.from_pretrained(exported).state_dict()),
+        # Without a config, settings with axes would divide the model again.
+        "exported": dict(AutoModelForCausalLM.from_pretrained(exported, distributed_config=None).state_dict()),
         "report": json.loads((Path(output_dir) / "fsdp_report.json").read_text()),
     }
 

@@ -42,10 +42,11 @@ def profile_step(plan: FsdpPlan, model: nn.Module, workload: Workload) -> StepPr
             (FSDP-E811), or is divided over a tensor or expert axis (FSDP-E813).
     """
     if plan.mesh.tensor > 1 or plan.mesh.expert > 1:
+        axis = "mesh.tensor" if plan.mesh.tensor > 1 else "mesh.expert"
         sizes = f"mesh.tensor={plan.mesh.tensor} and mesh.expert={plan.mesh.expert}"
         message = f"memory and time are not predicted for {sizes}: Transformers divides layers while it loads a model."
         fix = "Predict the same ranks without these axes, or train a few steps and read the peak in the report."
-        raise SpecError([plan.spec.problem("FSDP-E813", "mesh.tensor", message, fix)])
+        raise SpecError([plan.spec.problem("FSDP-E813", axis, message, fix)])
     batch = meta_batch(model, micro_batch=workload.micro_batch, seq_len=workload.seq_len // plan.mesh.context)
     try:
         return _profile(plan, model, workload, batch)

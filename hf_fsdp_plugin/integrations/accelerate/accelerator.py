@@ -40,13 +40,13 @@ from hf_fsdp_plugin.integrations.script_arguments import check_arguments, check_
 from hf_fsdp_plugin.integrations.session import session
 from hf_fsdp_plugin.integrations.torch_functions import FIX
 from hf_fsdp_plugin.messages import print_once, print_warnings
-from hf_fsdp_plugin.plan.fsdp_plan import ProblemCollector, has_replicas
+from hf_fsdp_plugin.plan.fsdp_plan import MeshPlan, ProblemCollector, has_replicas
 from hf_fsdp_plugin.plan.presharded import distributed_config_of
 from hf_fsdp_plugin.plan.resolve import resolve_mesh
 from hf_fsdp_plugin.problems import Origin, Problem, SpecError
 from hf_fsdp_plugin.rank_variables import launched_world_size
 from hf_fsdp_plugin.sources.interface import Sources
-from hf_fsdp_plugin.sources.script_objects import DATA_SIZES
+from hf_fsdp_plugin.sources.script_objects import DATA_SIZES, FSDP_SIZES
 from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec
 from hf_fsdp_plugin.spec.load import assess, with_distributed_config
 from hf_fsdp_plugin.spec.rules import fsdp_is_off
@@ -61,8 +61,6 @@ _SETTINGS: Final = {
     "tp_size": "mesh.tensor",
 }
 """Size of a ``ParallelismConfig`` -> its setting."""
-_DATA_FIELDS: Final = ("fsdp_size", "dp_replicate_size")
-"""Sizes of a ``DistributedConfig`` for data parallelism."""
 _CLIP_FIX = f"{agreement.ON_ALL_RANKS} It clips by the norm of all shards."
 
 
@@ -226,7 +224,7 @@ def check_handlers(objects: Iterable[Any]) -> None:
 
 
 def _check_mesh(config: Any, spec: FsdpSpec) -> Iterator[Problem]:
-    """Yield an error for axes other than data, and for sizes that differ from a spec that was made without them."""
+    """Yield an error for refused axes, and for sizes that differ from a spec that was made without them."""
     if config is None:
         return
     fsdp = {"distributed_type": "FSDP", "fsdp_config": {"fsdp_version": spec.fsdp.version}}
@@ -236,7 +234,8 @@ def _check_mesh(config: Any, spec: FsdpSpec) -> Iterator[Problem]:
     reported = {each.setting for each in spec.problems if each.origin and each.origin.source == "ParallelismConfig"}
     for name, setting in _SETTINGS.items() if alone.ok else ():
         size = alone.spec.get(setting)
-        # The Trainer makes a config of its own for a divided model, without an axis of replicas.
+        # The Trainer makes a config of its own for a divided model, without an axis of replicas. A size of 1 of the
+        # other axes is a default of the config.
         is_derived = (spec.mesh.tensor > 1 and name in DATA_SIZES) or (name not in DATA_SIZES and size == 1)
         if alone.spec.asked(setting) and size != spec.get(setting) and setting not in reported and not is_derived:
             message = f"{name} is {size}, but the spec of this Accelerator has {setting}={spec.get(setting)}."
@@ -264,16 +263,23 @@ def set_mesh(accelerator: Any, config: Any, spec: FsdpSpec) -> None:
         accelerator.state.parallelism_config = config
 
 
+def mesh_of_world(spec: FsdpSpec, world_size: int, device_type: str) -> tuple[MeshPlan, str]:
+    """Return the mesh and the strategy of these ranks, before there is a model. Raises ``SpecError``."""
+    collector = ProblemCollector(spec)
+    local_size = ranks_per_machine(os.environ, world_size, get_device(device_type).count())
+    resolved = resolve_mesh(world_size, local_size, collector)
+    print_or_raise([problem for problem in collector.problems if problem.severity == "error"])
+    return resolved
+
+
 def _set_world_mesh(accelerator: Any, spec: FsdpSpec) -> None:
     """Set the mesh of all axes, from which loaders and the Trainer read which ranks train the same samples. Collective.
 
     Raises:
         SpecError: the sizes do not fit the world.
     """
-    kind, collector = accelerator.device.type, ProblemCollector(spec)
-    local_size = ranks_per_machine(os.environ, accelerator.num_processes, get_device(kind).count())
-    sizes, strategy = resolve_mesh(accelerator.num_processes, local_size, collector)
-    print_or_raise([problem for problem in collector.problems if problem.severity == "error"])
+    kind = accelerator.device.type
+    sizes, strategy = mesh_of_world(spec, accelerator.num_processes, kind)
     exchange = utils.TorchContextParallelConfig(cp_comm_strategy=spec.mesh.context_exchange)
     config = utils.ParallelismConfig(
         dp_replicate_size=sizes.replicate,
@@ -314,9 +320,9 @@ def adopt_models(accelerator: Any, objects: Iterable[Any]) -> None:
 
 def is_left_to_transformers(config: Any) -> bool:
     """Return whether a ``DistributedConfig`` has no FSDP axis, or a pipeline axis, and report it."""
-    sizes = {name: getattr(config, name, None) or 1 for name in (*_DATA_FIELDS, "tp_size", "ep_size", "pp_size")}
+    sizes = {name: getattr(config, name, None) or 1 for name in (*FSDP_SIZES, "tp_size", "ep_size", "pp_size")}
     used = [f"{name}={size}" for name, size in sizes.items() if size != 1]
-    is_left = bool(used) and (sizes["pp_size"] != 1 or all(sizes[name] == 1 for name in _DATA_FIELDS))
+    is_left = bool(used) and (sizes["pp_size"] != 1 or all(sizes[name] == 1 for name in FSDP_SIZES))
     if is_left:
         message = f"the model is loaded with {', '.join(used)}, which has no FSDP axis that this package could use."
         fix = "Transformers trains it, without a report and without checkpoints of this package."

@@ -120,6 +120,7 @@ def load_state(original: Callable[..., Any], accelerator: Any, input_dir: Any = 
     #    elements of this rank's shards (checkpoint.reading.resharding.load_stored).
     with context_in_block(_pickles_allowed, allow_pickles):
         result = original(str(path), *args, **kwargs)
+    #    The schedules follow the groups of the optimizer, which depend on the axes of the mesh.
     for scheduler in prepared_schedulers(accelerator):
         fit_schedule(scheduler.scheduler)
     # 4. After a restart with another number of ranks, an optimizer step keeps its samples.

@@ -21,7 +21,13 @@ from hf_fsdp_plugin.messages import print_warnings
 from hf_fsdp_plugin.problems import Origin, Problem, SpecError
 from hf_fsdp_plugin.sources.accelerate_file import read_fsdp_config
 from hf_fsdp_plugin.sources.interface import Sources
-from hf_fsdp_plugin.sources.script_objects import ARGUMENTS, DISTRIBUTED_CONFIG, OLD_KEYS, read_distributed_config
+from hf_fsdp_plugin.sources.script_objects import (
+    ARGUMENTS,
+    DISTRIBUTED_CONFIG,
+    FSDP_SIZES,
+    OLD_KEYS,
+    read_distributed_config,
+)
 from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec
 from hf_fsdp_plugin.strategies import STRATEGIES
 from hf_fsdp_plugin.vocabulary import find_row
@@ -110,7 +116,7 @@ def prepare_distribute_model(
     if unknown := [problem for problem in read.problems if problem.code == "FSDP-E020"] if read is not None else []:
         raise SpecError(unknown)
     fields = distributed_config if is_dict else vars(distributed_config)
-    sizes = [fields.get(name) for name in ("fsdp_size", "dp_replicate_size")]
+    sizes = [fields.get(name) for name in FSDP_SIZES]
     if any(isinstance(size, int) and size > 1 for size in sizes):
         device_map = kwargs.get("device_map", args[0] if args else None)
         if device_map is not None:

@@ -32,8 +32,9 @@ from hf_fsdp_plugin.backends.loading.equal_weights import parameter_memory
 from hf_fsdp_plugin.backends.loading.shared_weights import Publication, Received, exchange
 from hf_fsdp_plugin.backends.ranks.agreement import on_all_ranks
 from hf_fsdp_plugin.checkpoint.checking.against_model import ModelTensor
+from hf_fsdp_plugin.devices import accelerator_type
 from hf_fsdp_plugin.integrations import patching
-from hf_fsdp_plugin.integrations.accelerate.accelerator import accelerator
+from hf_fsdp_plugin.integrations.accelerate.accelerator import accelerator, mesh_of_world
 from hf_fsdp_plugin.integrations.accelerate.prepare import shard_model
 from hf_fsdp_plugin.integrations.saving import bind_call
 from hf_fsdp_plugin.integrations.script_arguments import print_or_raise
@@ -43,7 +44,7 @@ from hf_fsdp_plugin.integrations.transformers.model_files import check_loaded, c
 from hf_fsdp_plugin.messages import print_once
 from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan, MeshPlan, ProblemCollector
 from hf_fsdp_plugin.plan.meta_model import config_and_class
-from hf_fsdp_plugin.plan.resolve import check_divided_layers, resolve_mesh
+from hf_fsdp_plugin.plan.resolve import check_divided_layers
 from hf_fsdp_plugin.problems import Problem, SpecError
 from hf_fsdp_plugin.rank_variables import launched_rank, launched_world_size
 from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec
@@ -98,16 +99,12 @@ def from_pretrained_on_axes(original: Callable[..., Any], kind: type, *args: Any
     has_axes = spec is not None and max(spec.mesh.tensor, spec.mesh.expert) > 1
     if spec is None or not has_axes or kwargs.keys() & _OWN_LAYOUT:
         return original(*args, **kwargs)
-    collector = ProblemCollector(spec)
-    sizes, _ = resolve_mesh(launched_world_size(), None, collector)
-    print_or_raise([problem for problem in collector.problems if problem.severity == "error"])
-    config = DistributedConfig(
-        tp_size=sizes.tensor,
-        fsdp_size=sizes.num_shards,
-        dp_replicate_size=sizes.replicate,
-        fsdp_cpu_offload=spec.offload.params,
-        ep_size=sizes.expert if sizes.expert > 1 else None,
-    )
+    mesh, _ = mesh_of_world(spec, launched_world_size(), "cpu" if spec.launch.use_cpu else accelerator_type())
+    fields: dict[str, Any] = {"tp_size": mesh.tensor, "fsdp_size": mesh.num_shards}
+    # Added to Transformers after 5.17.
+    others = {"dp_replicate_size": mesh.replicate, "ep_size": mesh.expert}
+    fields |= {name: size for name, size in others.items() if size > 1}
+    config = DistributedConfig(**fields, fsdp_cpu_offload=spec.offload.params)
     setattr(config, MADE_FROM_SPEC, True)
     return original(*args, **kwargs, distributed_config=config)
 

@@ -132,7 +132,7 @@ def test_shard_size_is_what_the_other_axes_leave(
     spec = FsdpSpec(sharding=ShardingSection(strategy="full_shard"), mesh=MeshSection(**sizes))
     collector = ProblemCollector(spec)
     mesh, _ = resolve_mesh(world_size, None, collector)
-    assert (mesh.replicate, mesh.shard, mesh.num_shards, mesh.num_batches) == expected
+    assert (mesh.replicate, mesh.shard, mesh.num_shards, mesh.num_data_ranks) == expected
     assert [problem for problem in collector.problems if problem.severity == "error"] == []
 
 
