@@ -169,6 +169,7 @@ class ProcessorUse(NamedTuple):
         seconds_of_children: the part of ``seconds`` of all processes but the first, which is the rank itself.
         faults: page faults. A process that only waits for a device, in a loop, has none.
         in_file_system: whether one of them is in an uninterruptible wait (state D), as for a file system.
+        child_runs: ``runs`` of all processes but the first.
     """
 
     seconds: float = 0.0
@@ -176,6 +177,7 @@ class ProcessorUse(NamedTuple):
     seconds_of_children: float = 0.0
     faults: int = 0
     in_file_system: bool = False
+    child_runs: bool = False
 
 
 def processor_use(ranks: Collection[int]) -> dict[int, ProcessorUse]:
@@ -195,6 +197,7 @@ def processor_use(ranks: Collection[int]) -> dict[int, ProcessorUse]:
                 before.seconds_of_children + of_children + (0.0 if is_rank else own),
                 before.faults + int(fields[_MINOR_FAULTS]) + int(fields[_MAJOR_FAULTS]),
                 before.in_file_system or fields[0] == "D",
+                before.child_runs or (fields[0] == "R" and not is_rank),
             )
     return used
 

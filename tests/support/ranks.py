@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import gc
 import importlib
 import multiprocessing
 import os
+import signal
 import sys
 import tempfile
 import time
@@ -23,6 +25,7 @@ from tests.support.leaks import ProcessState, leaks_since
 _MAX_RANKS = 4
 CASE_TIMEOUT_S = 560
 AFTER_FAILURE_S = 60
+_PR_SET_PDEATHSIG = 1
 ACCELERATOR_BACKEND = Path(__file__).resolve().parents[1] / "accelerator" / "backend"
 _VARIABLES = {
     "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "TQDM_DISABLE": "1",
@@ -46,7 +49,9 @@ class RankError(AssertionError):
 class Ranks:
     """``world_size`` processes with a process group, which run one function after the other.
 
-    If a rank ends or hangs in a case, all ranks are started again for the next one.
+    If a rank ends or hangs in a case, all ranks are started again for the next one. Between cases the processes are
+    stopped (SIGSTOP): gloo has a thread for each process group, which wakes up a hundred times a second, and the groups
+    of all earlier cases remain.
 
     Args:
         device: ``cpu``, or ``accelerator``: the simulated accelerator of tests/accelerator, one device per rank. A case
@@ -87,7 +92,9 @@ class Ranks:
                 code = self._processes[rank].exitcode
                 self.stop()
                 raise RankError(f"rank {rank} ended with exit code {code} after the case before") from None
+        self._signal(signal.SIGCONT)
         replies = self._replies()
+        self._signal(signal.SIGSTOP)
         failures = [f"rank {rank}:\n{value}" for rank, (ok, value) in sorted(replies.items()) if not ok]
         if failures:
             raise RankError("\n".join(failures))
@@ -118,6 +125,11 @@ class Ranks:
                     deadline = min(deadline, time.monotonic() + AFTER_FAILURE_S)
         return replies
 
+    def _signal(self, number: signal.Signals) -> None:
+        for process in self._processes:
+            if process.pid is not None and process.exitcode is None:
+                os.kill(process.pid, number)
+
     def stop(self) -> None:
         for process in self._processes:
             process.kill()
@@ -143,6 +155,7 @@ def _fork(process: Any, device: str) -> None:
 
 
 def _serve(rank: int, world_size: int, folder: str, pipe: Connection, device: str) -> None:
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # a stopped process does not see that its pipe is closed
     os.environ.update(
         RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(world_size),
         TMPDIR=folder, **_VARIABLES,

@@ -304,6 +304,13 @@ def test_own_cpu_time_is_no_progress_on_accelerator(
     assert [has_worked(old, new, 1.0, each) for each in (False, True)] == [on_cpu, on_accelerator]
 
 
+def test_child_of_a_busy_machine_works_without_time() -> None:
+    """A process that could run, but has got no processor between the two times."""
+    use = ProcessorUse(5.0, True, 1.0, 100, child_runs=True)
+    assert has_worked(use, use, 1.0, on_accelerator=True)
+    assert not has_worked(use._replace(child_runs=False), use, 1.0, on_accelerator=True)
+
+
 def test_rank_that_waits_for_files_has_its_own_notice() -> None:
     late = replace(rank_calls(2, STEP[:5]), cpu=0.0, reads=True)
     found = diagnose_hang(others_wait(late), limit=LIMIT)
