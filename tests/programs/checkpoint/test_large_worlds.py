@@ -44,8 +44,7 @@ class Saved:
 def save(folder: Path, world: int, layers: int = 1, *, indexed: bool = True) -> Saved:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", lambda _: None)
-        if indexed:
-            patch.setattr(dcp_files, "MIN_INDEXED", 0)  # few layers
+        patch.setattr(dcp_files, "MIN_INDEXED", 0 if indexed else 1 << 40)
         run = MadeUpRun(world, llama_shapes(layers))
         staging = StagingFolder(folder / "checkpoint-20")
         staging._create()

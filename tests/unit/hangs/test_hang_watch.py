@@ -33,12 +33,17 @@ def test_use_of_a_session_contains_its_children(monkeypatch: pytest.MonkeyPatch,
         times = [seconds * ticks, 0, of_ended * ticks, 0]
         return [state, "1", str(session), str(session), "0", "0", "0", str(faults), "0", "2", "0", *map(str, times)]
 
-    known = {7: stat_of("S", 7, 10, 5, 1), 8: stat_of("D", 7, 20, 3, 0), 9: stat_of("R", 9, 0, 4, 0), 10: stat_of("R", 7, 0, 0, 0)}
+    known = {
+        7: stat_of("S", 7, 10, 5, 1),
+        8: stat_of("D", 7, 20, 3, 0),
+        9: stat_of("R", 9, 0, 4, 0),
+        10: stat_of("R", 7, 0, 0, 0),
+    }
     monkeypatch.setattr(rank_files, "_stat", known.__getitem__)
     for pid in known:
         (tmp_path / str(pid)).mkdir()
     monkeypatch.setattr(rank_files, "Path", lambda path: tmp_path)
-    assert processor_use([7]) == {7: ProcessorUse(9.0, True, 4.0, 34, True, True)}
+    assert processor_use([7]) == {7: ProcessorUse(9.0, True, 4.0, 36, True, True)}
     assert processor_use([9]) == {9: ProcessorUse(4.0, True, 0.0, 2, False)}
 
 
