@@ -12,7 +12,6 @@ import pytest
 import torch
 from safetensors.numpy import save_file
 
-from hf_fsdp_plugin.checkpoint.checking.against_model import ConfigCheck
 from hf_fsdp_plugin.checkpoint.checking.inspection import _last_file_problems
 from hf_fsdp_plugin.checkpoint.checking.verify import verify
 from hf_fsdp_plugin.checkpoint.formats.known_formats import read_stored_model
@@ -77,15 +76,6 @@ def test_duplicate_key_in_an_index_of_weights_is_refused(tmp_path: Path) -> None
     (tmp_path / "model.safetensors.index.json").write_text(f'{{"weight_map": {{{entries}}}}}')
     with pytest.raises(CheckpointError, match=r"duplicate key 'model\.steps'.*FSDP-E453"):
         read_stored_model(tmp_path)
-
-
-def test_problems_of_the_config_check_have_a_place(tmp_path: Path) -> None:
-    save_file(TENSORS, tmp_path / "model.safetensors")
-    (tmp_path / "config.json").write_text('{"model_type": "no such"}')
-    with ConfigCheck(tmp_path, 0, tmp_path) as check:
-        (found,) = check.problems()
-    assert found.code == "FSDP-N475" and found.origin is not None
-    assert found.origin.place == str(tmp_path / "config.json")
 
 
 def with_pickle(path: Path, data: bytes, form: str) -> Path:

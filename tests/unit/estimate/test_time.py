@@ -20,8 +20,9 @@ from hf_fsdp_plugin.estimate.machines import (
     read_machine,
     seconds_at,
 )
+from hf_fsdp_plugin.estimate.memory.meta_pass import profile_step
 from hf_fsdp_plugin.estimate.schedule import UnitTimes, exposed_seconds, simulate
-from hf_fsdp_plugin.estimate.time import TimeModel
+from hf_fsdp_plugin.estimate.time import TimeModel, unit_costs
 from hf_fsdp_plugin.estimate.types import Workload
 from hf_fsdp_plugin.plan.resolve import resolve
 from hf_fsdp_plugin.problems import SpecError
@@ -193,10 +194,9 @@ def test_every_machine_gives_an_estimate(name):
 @pytest.mark.parametrize("version", [1, 2])
 def test_more_ranks_communicate_longer(strategy, version):
     model = llama(num_hidden_layers=3)
-    seconds = [
-        TimeModel(planned(model, world, strategy, version), model, STEP).estimate(H100).communication_seconds
-        for world in (8, 64, 4096)
-    ]
+    plans = [planned(model, world, strategy, version) for world in (8, 64, 4096)]
+    costs = unit_costs(plans[0], profile_step(plans[0], model, STEP))
+    seconds = [TimeModel(plan, model, STEP, costs).estimate(H100).communication_seconds for plan in plans]
     assert seconds == sorted(seconds)
 
 

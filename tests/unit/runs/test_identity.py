@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
 import sys
 import types
 from pathlib import Path
@@ -14,15 +12,6 @@ import pytest
 from hf_fsdp_plugin.runs.identity import RunIdentity, attempt_folder, attempt_number, identify_run
 
 SRUN = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_PROCID": "1"}
-PRINT = (
-    "import json, os; from hf_fsdp_plugin.runs.identity import identify_run;"
-    "print(json.dumps(identify_run(os.environ).id))"
-)
-AGENT = """
-import os, subprocess, sys
-env = {**os.environ, "TORCHELASTIC_RUN_ID": "none"}
-print(subprocess.run(sys.argv[1:], env=env, capture_output=True, text=True, check=True).stdout, end="")
-"""
 
 
 def torch_agent(logs: Path, attempt: int, **more: str) -> dict[str, str]:
@@ -52,19 +41,6 @@ def test_attempts_with_one_number_have_different_folders(tmp_path: Path) -> None
     folders.append(attempt_folder(identify_run(joined), joined))
     assert len(set(folders)) == 3 and len({folder.parent for folder in folders}) == 1
     assert [attempt_number(folder) for folder in folders] == [0, 0, 0]
-
-
-@pytest.mark.parametrize("wrapper", [[], ["/bin/sh", "-c", '"$@"; exit $?', "sh"]])
-def test_agent_without_logs_is_a_process(wrapper: list[str]) -> None:
-    """A shell may be between the agent and its rank. Two ranks of one agent have one id, those of two have not."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("TORCHELASTIC", "SLURM"))}
-    rank = [*wrapper, sys.executable, "-c", PRINT]
-    both = [sys.executable, "-c", AGENT, "/bin/sh", "-c", '"$@"; "$@"', "sh", *rank]
-    found = [
-        subprocess.run(both, env=kept, capture_output=True, text=True, check=True).stdout.splitlines() for _ in "ab"
-    ]
-    ids = [json.loads(line) for lines in found for line in lines]
-    assert len(ids) == 4 and len(set(ids)) == 2 and ids[0] == ids[1] and ids[0].startswith("none-")
 
 
 def test_srun_task_is_named_by_job_step_and_command_line() -> None:

@@ -5,11 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from safetensors.numpy import save_file
 
 from hf_fsdp_plugin.checkpoint.merging.merge import MergeOptions, merge
 from hf_fsdp_plugin.checkpoint.merging.output import staging_path
 from hf_fsdp_plugin.problems import CheckpointError
-from tests.support.merge_inputs import codes, messages, tree
+from tests.support.merge_inputs import TENSORS, assert_same, codes, messages, read, tree
 
 
 def test_stock_shards_load_in_transformers(tmp_path: Path, out: Path) -> None:
@@ -51,3 +52,12 @@ def test_stock_shards_load_in_transformers(tmp_path: Path, out: Path) -> None:
         merge(stock, tmp_path / "new", MergeOptions(config=tmp_path / "other"))
     assert tree(tmp_path) == before
     assert not staging_path(tmp_path / "new").exists()
+
+
+def test_different_copies_of_tied_weights_are_kept(tmp_path: Path, out: Path) -> None:
+    (tmp_path / "ck").mkdir()
+    save_file(TENSORS, tmp_path / "ck" / "model.safetensors")
+    (tmp_path / "ck" / "config.json").write_text('{"model_type": "no such", "tie_word_embeddings": true}')
+    merged = merge(tmp_path / "ck", out, MergeOptions())
+    assert_same(read(out))
+    assert "FSDP-N475" in codes(merged)

@@ -9,7 +9,6 @@ from typing import Any
 import numpy
 import pytest
 from safetensors import safe_open
-from safetensors.numpy import save_file
 
 from hf_fsdp_plugin.checkpoint.checking import verify
 from hf_fsdp_plugin.checkpoint.formats import boxes, manifest, stored_tensors
@@ -45,15 +44,6 @@ def test_tied_names_of_the_manifest_are_written_once(tmp_path: Path, out: Path) 
     assert_same(read(out), tensors)
     assert "FSDP-N491" in codes(merged)
     assert "'lm_head.weight' (tied to 'model.embed_tokens.weight')" in messages(merged)
-
-
-def test_different_copies_of_tied_weights_are_kept(tmp_path: Path, out: Path) -> None:
-    (tmp_path / "ck").mkdir()
-    save_file(TENSORS, tmp_path / "ck" / "model.safetensors")
-    (tmp_path / "ck" / "config.json").write_text('{"model_type": "no such", "tie_word_embeddings": true}')
-    merged = merge(tmp_path / "ck", out, MergeOptions())
-    assert_same(read(out))
-    assert "FSDP-N475" in codes(merged)
 
 
 def test_dtype_is_converted_and_set_in_the_config(checkpoint: Path, out: Path) -> None:
