@@ -13,6 +13,11 @@ DATA_AXIS: Final = "dp"
 """The replicate and shard axes as one. The next two are such joint axes, too."""
 SHARD_CONTEXT_AXIS: Final = "dp_shard_cp"
 DATA_CONTEXT_AXIS: Final = "dp_cp"
+AXIS_NAMES: Final = frozenset({
+    REPLICATE_AXIS, SHARD_AXIS, CONTEXT_AXIS, TENSOR_AXIS, EXPERT_AXIS, DATA_AXIS, SHARD_CONTEXT_AXIS,
+    DATA_CONTEXT_AXIS,
+})  # fmt: skip
+"""All names of axes in meshes. The process groups of an axis are described as ``mesh_`` and its name."""
 
 MODEL_AXES: Final = {"context": CONTEXT_AXIS, "tensor": TENSOR_AXIS, "expert": EXPERT_AXIS}
 """Axes whose ranks train the same samples, or share experts -> their name in a mesh of torch."""

@@ -28,6 +28,7 @@ from threading import get_ident
 from time import monotonic_ns
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
+from hf_fsdp_plugin.axes import AXIS_NAMES
 from hf_fsdp_plugin.text import format_dtype, name_ranks, short_dtype
 
 if TYPE_CHECKING:  # torch is imported with the first process group; the launcher reads the files without it
@@ -376,8 +377,9 @@ class CallRecord:
         except (KeyError, ValueError, RuntimeError):  # a group that torch does not know, such as a test's
             ranks = ()
         timeout = timeout_of(group)
+        axis = str(getattr(group, "group_desc", "")).removeprefix("mesh_")
         row = {
-            "group": group.group_name,
+            "group": f"{group.group_name} ({axis})" if axis in AXIS_NAMES else group.group_name,
             "ranks": pack_ranks(ranks),
             "timeout": timeout.total_seconds() if timeout is not None else 0.0,
             "enqueues": dist.get_backend(group) not in ("gloo", "mpi"),

@@ -244,6 +244,8 @@ _TRANSFORMERS_HOOKS = (
     Hook(f"{_TRAINER}._finalize_training", "transformers.checkpoints:finalize_training",
          "The best checkpoint is loaded, and others deleted, while the last one may still be written.",
          "This package has no asynchronous saves."),
+    Hook(f"{_TRAINER}._load_optimizer_and_scheduler", "transformers.checkpoints:load_optimizer_and_scheduler",
+         "The saved schedule has a value for each group of the optimizer; the groups depend on the axes of the mesh."),
     Hook(f"{_TRAINER}._load_rng_state", "transformers.checkpoints:load_rng_state",
          "The file of the RNG state has another name for a single rank. Differences of a resumed run are reported."),
     Hook("transformers.trainer_seq2seq:Seq2SeqTrainer.prediction_step", "transformers.trainer:prediction_step",

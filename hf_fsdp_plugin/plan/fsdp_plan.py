@@ -76,6 +76,11 @@ class MeshPlan:
         """Number of shards of a parameter that only FSDP divides."""
         return self.shard * self.context
 
+    def axes(self) -> dict[str, int]:
+        """Return replicate and shard, and the other axes above 1, with their sizes."""
+        others = {"context": self.context, "tensor": self.tensor, "expert": self.expert}
+        return {"replicate": self.replicate, "shard": self.shard} | {k: v for k, v in others.items() if v > 1}
+
     @property
     def num_data_ranks(self) -> int:
         """Number of ranks that train different samples."""

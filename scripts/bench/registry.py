@@ -51,6 +51,7 @@ class Benchmark:
 
 _SMALL_MODEL = "--layers 2 --hidden 64 --length 32"
 BENCHMARKS = (
+    Benchmark(name="axes", quick="--only alltoall"),
     Benchmark(
         name="checkpoint_save", minutes=60, quick="--rounds 1 --full-rounds 1 --layers 2 --hidden 128 --vocabulary 1000"
     ),

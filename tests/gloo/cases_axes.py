@@ -45,11 +45,13 @@ def num_batches(sizes: Sizes) -> int:
     return dist.get_world_size() // (sizes.get("cp", 1) * sizes.get("tp", 1))
 
 
-def train(folder: str, output_dir: str, sizes: Sizes, *, resume: bool = False, **arguments: Any) -> dict[str, Any]:
+def train(
+    folder: str, output_dir: str, sizes: Sizes, *, resume: bool = False, asynchronous: bool = False, **arguments: Any
+) -> dict[str, Any]:
     """Train six steps through the Trainer, save every third step and export the model; or continue at step 3."""
     from transformers import AutoModelForCausalLM
 
-    hfp.install(config_of(sizes))
+    hfp.install(config_of(sizes, fsdp_async_save=asynchronous))
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     arguments = {"save_strategy": "steps", "save_steps": 3, **PLAIN, **arguments}
     trainer = make_trainer(

@@ -113,6 +113,7 @@ def test_length_that_is_not_divisible_is_refused(four_ranks: Ranks) -> None:
         ("llama", {"tp": 2}, {"cp": 2}),
         ("llama", {"cp": 2, "tp": 2}, {}),
         ("mixtral", {"ep": 4}, {"ep": 2, "tp": 2}),
+        ("mixtral", {"ep": 2}, {}),
     ],
     ids=str,
 )

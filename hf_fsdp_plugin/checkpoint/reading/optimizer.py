@@ -7,11 +7,13 @@ optimizer's current state, if it has one, so that no rank holds the state twice.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import itertools
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import nn
@@ -32,6 +34,10 @@ from hf_fsdp_plugin.text import format_names, plural
 logger = logging.getLogger(__name__)
 _SAVED_POSITIONS = "_hf_fsdp_saved_positions"
 """Attribute of an optimizer whose groups were others when saved: the position of the saved group for each of them."""
+_OF_GROUPS: Final = frozenset(
+    {"base_lrs", "_last_lr", "lr_lambdas", "min_lrs", "max_lrs", "base_momentums", "max_momentums"}
+)
+"""Entries of the state of torch's schedulers that are lists with a value for each group."""
 
 
 def load_optimizer(
@@ -67,14 +73,38 @@ def load_optimizer(
     resharding.load_stored(checkpoint, "optimizer", read, match, verify=verify)
 
 
-def fit_schedule(scheduler: Any) -> None:
-    """Give a loaded scheduler a learning rate for each group of its optimizer, if the groups were others when saved."""
+@contextlib.contextmanager
+def schedules_follow_groups(schedulers: Iterable[Any]) -> Iterator[None]:
+    """Let schedulers that are loaded in this block have a learning rate for each group of their optimizers.
+
+    The optimizers are loaded first. Their groups may have been others when saved: they depend on the axes of the mesh.
+    """
+    known = list(schedulers)
+    for scheduler in known:
+        scheduler.load_state_dict = functools.partial(_load_schedule, scheduler)
+    try:
+        yield
+    finally:
+        for scheduler in known:
+            del scheduler.load_state_dict
+
+
+def _load_schedule(scheduler: Any, state: Mapping[str, Any]) -> None:
     optimizer = getattr(scheduler.optimizer, "optimizer", scheduler.optimizer)  # inside that of Accelerate
     positions = vars(optimizer).get(_SAVED_POSITIONS)
-    for name in ("base_lrs", "_last_lr") if positions is not None else ():
-        rates = getattr(scheduler, name, None)
-        if isinstance(rates, list) and len(rates) > max(positions):
-            setattr(scheduler, name, [rates[position] for position in positions])
+    type(scheduler).load_state_dict(scheduler, state if positions is None else _schedule_of(state, positions))
+
+
+def _schedule_of(state: Mapping[str, Any], positions: Sequence[int]) -> dict[str, Any]:
+    """Return a scheduler's state, and that of the schedulers in it, with the values of the groups at ``positions``."""
+    found = dict(state)
+    for name in _OF_GROUPS & found.keys():
+        if isinstance(found[name], list) and len(found[name]) > max(positions):
+            found[name] = [found[name][position] for position in positions]
+    for name, parts in found.items():
+        if isinstance(parts, list) and all(isinstance(part, dict) and "base_lrs" in part for part in parts):
+            found[name] = [_schedule_of(part, positions) for part in parts]
+    return found
 
 
 class _StateLoader:

@@ -122,7 +122,7 @@ def manifest_of(model: nn.Module, kind: StateDictKind, *, adapter_only: bool = F
         kind=kind,
         backend=plan.backend,
         world_size=dist.get_world_size(),
-        mesh={"replicate": plan.mesh.replicate, "shard": plan.mesh.shard},
+        mesh=plan.mesh.axes(),
         strategy=plan.strategy,
         created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         versions={"hf_fsdp_plugin": __version__, **versions},

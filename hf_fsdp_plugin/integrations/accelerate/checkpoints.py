@@ -22,7 +22,7 @@ from hf_fsdp_plugin.checkpoint.checking.inspection import numbered_checkpoints
 from hf_fsdp_plugin.checkpoint.folders import remove_checkpoint
 from hf_fsdp_plugin.checkpoint.formats.manifest import Manifest
 from hf_fsdp_plugin.checkpoint.names import ACCELERATE_PREFIX, ACCELERATE_RUN, custom_state_file
-from hf_fsdp_plugin.checkpoint.reading.optimizer import fit_schedule, load_optimizer
+from hf_fsdp_plugin.checkpoint.reading.optimizer import load_optimizer, schedules_follow_groups
 from hf_fsdp_plugin.checkpoint.reading.resharding import load_model
 from hf_fsdp_plugin.checkpoint.reading.states import load_state as load_state_file
 from hf_fsdp_plugin.checkpoint.writing.state_files import manifest_of
@@ -118,11 +118,9 @@ def load_state(original: Callable[..., Any], accelerator: Any, input_dir: Any = 
     saved = continue_run(path)
     # 3. Accelerate loads its parts. Its calls of load_fsdp_model and load_fsdp_optimizer are replaced: they read the
     #    elements of this rank's shards (checkpoint.reading.resharding.load_stored).
-    with context_in_block(_pickles_allowed, allow_pickles):
+    schedulers = [scheduler.scheduler for scheduler in prepared_schedulers(accelerator)]
+    with context_in_block(_pickles_allowed, allow_pickles), schedules_follow_groups(schedulers):
         result = original(str(path), *args, **kwargs)
-    #    The schedules follow the groups of the optimizer, which depend on the axes of the mesh.
-    for scheduler in prepared_schedulers(accelerator):
-        fit_schedule(scheduler.scheduler)
     # 4. After a restart with another number of ranks, an optimizer step keeps its samples.
     if saved:
         keep_samples_per_step(accelerator, path, saved)

@@ -21,7 +21,7 @@ from hf_fsdp_plugin.checkpoint.folders import remove_checkpoint
 from hf_fsdp_plugin.checkpoint.formats.known_formats import read_stored_model, stored_state_dict_type
 from hf_fsdp_plugin.checkpoint.formats.manifest import Manifest
 from hf_fsdp_plugin.checkpoint.names import HF_MODEL, TRAINER_PREFIX, TRAINER_STATE, safetensors_file, trainer_rng_file
-from hf_fsdp_plugin.checkpoint.reading.optimizer import fit_schedule
+from hf_fsdp_plugin.checkpoint.reading.optimizer import schedules_follow_groups
 from hf_fsdp_plugin.checkpoint.shards import model_shards
 from hf_fsdp_plugin.checkpoint.writing.state_files import manifest_of
 from hf_fsdp_plugin.integrations import moving_average, peft, resuming
@@ -255,13 +255,19 @@ def checkpoint_to_resume(trainer: Any, resume: Any) -> Any:
 
 
 @if_planned
+def load_optimizer_and_scheduler(original: Callable[..., None], trainer: Any, checkpoint: str | None) -> None:
+    """Load both, also if the groups of the optimizer were others when saved."""
+    with schedules_follow_groups([getattr(trainer.lr_scheduler, "scheduler", trainer.lr_scheduler)]):
+        original(checkpoint)
+
+
+@if_planned
 def load_rng_state(original: Callable[..., None], trainer: Any, checkpoint: str | None) -> None:
     """Load the RNG state, and report whether random numbers or data differ from the uninterrupted run."""
     if checkpoint is None:
         original(checkpoint)
         return
     resuming.warn_differences(Path(checkpoint), _batch(trainer))
-    fit_schedule(getattr(trainer.lr_scheduler, "scheduler", trainer.lr_scheduler))
     # The Trainer's file has different names for a single rank and for rank 0 of several ranks.
     single, first = Path(checkpoint) / trainer_rng_file(None), Path(checkpoint) / trainer_rng_file(0)
     mine, other = (single, first) if dist.get_world_size() == 1 else (first, single)

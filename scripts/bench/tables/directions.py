@@ -51,6 +51,11 @@ DIRECTIONS: Final = (
     # Exit codes, restarts, and moments of kills.
     Direction(r"^runs/.*(/exit_code|/losses|/bitwise_equal)$|/restarts$|^runs/[^/]+/kills", "not compared"),
     Direction(r"^cases/[^/]+/(promised_seconds|measured_seconds|gains|step_seconds|ratio)", "not compared"),
+    # Pairs of axes: differences from one process.
+    Direction(r"^pairs/.*/(losses|norms|resumed_losses)$", "smaller", 1e-5),
+    Direction(r"^pairs/.*/(verified|merged_equal|exported_equal)$", "larger"),
+    Direction(r"^pairs/.*/settings_that_differ$", "smaller"),
+    Direction(r"^pairs/.*/(sizes|mesh|asynchronous)(/|$)", "not compared"),
     # Tests of other libraries: those without the plugin are what it is compared with.
     Direction(r"^suites/.*/with/passed$", "larger"),
     Direction(r"^suites/.*/with/failed$", "smaller"),

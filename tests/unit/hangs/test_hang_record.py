@@ -31,8 +31,8 @@ from hf_fsdp_plugin.hangs.calls import (
 class Group:
     """A process group that torch does not know."""
 
-    def __init__(self, name: str) -> None:
-        self.group_name = name
+    def __init__(self, name: str, description: str = "undefined") -> None:
+        self.group_name, self.group_desc = name, description
 
 
 @pytest.fixture
@@ -72,6 +72,12 @@ def test_calls_are_read_with_their_unit_and_size(record: CallRecord, path: Path)
     )
     assert (calls.last, calls.ranks, calls.enqueues, calls.timeout) == (5, "0,1", False, 90.0)
     assert rank_from_json(json.loads(json.dumps(found.to_json()))).groups == found.groups
+
+
+@pytest.mark.parametrize(("description", "name"), [("mesh_cp", "7 (cp)"), ("mesh_dim_0", "7"), ("undefined", "7")])
+def test_group_of_an_axis_has_its_name(record: CallRecord, path: Path, description: str, name: str) -> None:
+    record.begin(Group("7", description), "all-gather", torch.empty(3))  # type: ignore[arg-type]
+    assert list(read_calls(0, path).groups) == [f"{name} of ranks 0,1"]
 
 
 def test_wait_is_read_until_it_ends(record: CallRecord, path: Path) -> None:
