@@ -82,8 +82,8 @@ def world_mesh(sizes: MeshPlan, device_type: str, *, has_replicas: bool) -> Devi
     """Return the mesh of all ranks with Accelerate's names of its axes. Collective at the first call for each mesh.
 
     All models of a process that have the same mesh get the same object: the axes of a mesh have process groups, which
-    own a communicator (NCCL: GPU memory) and threads (gloo) until the end of the process. With a context axis, the mesh
-    has the joint axes that Accelerate and the Trainer look up.
+    own a communicator (NCCL: GPU memory) and threads (gloo) until the end of the process. With a context or tensor
+    axis, the mesh has the joint axes that Accelerate, the Trainer and scripts look up.
     """
     replicas = {REPLICATE_AXIS: sizes.replicate} if has_replicas else {}
     axes = {**replicas, SHARD_AXIS: sizes.shard}
@@ -115,9 +115,8 @@ class _Meshes:
         meshes = [mesh]
         if axes.keys() & {CONTEXT_AXIS, TENSOR_AXIS}:
             data = [name for name in axes if name in (REPLICATE_AXIS, SHARD_AXIS)]
-            joint = {DATA_AXIS: data}
-            if CONTEXT_AXIS in axes:
-                joint |= {SHARD_CONTEXT_AXIS: [SHARD_AXIS, CONTEXT_AXIS], DATA_CONTEXT_AXIS: [*data, CONTEXT_AXIS]}
+            context = [name for name in axes if name == CONTEXT_AXIS]
+            joint = {DATA_AXIS: data, SHARD_CONTEXT_AXIS: [SHARD_AXIS, *context], DATA_CONTEXT_AXIS: [*data, *context]}
             meshes += [flatten_mesh(mesh[tuple(names)], joined) for joined, names in joint.items()]
         # torch gives new groups its default (10 minutes for NCCL), not that of `ddp_timeout`.
         if (timeout := timeout_of()) is not None:

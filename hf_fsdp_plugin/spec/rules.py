@@ -160,7 +160,7 @@ def check_mesh_size(spec: FsdpSpec) -> Iterator[Problem]:
     """Check the sizes of the mesh against the version, the strategy and the number of ranks."""
     mesh, world, strategy = spec.mesh, spec.launch.num_processes, STRATEGIES[spec.sharding.strategy]
     shard, replicate = mesh.shard, mesh.replicate
-    yield from check_model_axes(_with_known_shard(spec))
+    yield from check_model_axes(with_known_shard(spec))
     num_ranks = max((size for size in (replicate, world) if size != "auto"), default=1)
     if not strategy.is_sharded and shard not in ("auto", 1):
         message = f"{strategy.name} does not shard the model, but the shard size is {shard}."
@@ -195,7 +195,7 @@ def check_mesh_size(spec: FsdpSpec) -> Iterator[Problem]:
         yield spec.problem("FSDP-E129", "mesh.shard", message, f"Start a multiple of {product} processes.")
 
 
-def _with_known_shard(spec: FsdpSpec) -> FsdpSpec:
+def with_known_shard(spec: FsdpSpec) -> FsdpSpec:
     """Return the spec with the shard size that the number of ranks leaves, if nothing else decides it."""
     mesh, world, replicate = spec.mesh, spec.launch.num_processes, spec.mesh.replicate
     if replicate == "auto" and not STRATEGIES[spec.sharding.strategy].hybrid:

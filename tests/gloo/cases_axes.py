@@ -14,7 +14,7 @@ from hf_fsdp_plugin.integrations.session import session
 from hf_fsdp_plugin.problems import SpecError
 from tests.gloo.cases_distributed_config import PLAIN, exported_results, norms
 from tests.gloo.cases_trainer import losses, make_trainer
-from tests.support.ranks import on_accelerator
+from tests.support.ranks import on_accelerator, own_device
 from tests.support.tiny import GLOBAL_BATCH, LENGTH, global_batch, my_part
 from tests.support.training import MAX_NORM, fresh_accelerator
 
@@ -96,18 +96,26 @@ def train_in_loop(sizes: Sizes, num_steps: int = 3, length: int = LENGTH, **sett
     return {**found, "weights": weights, "report": hfp.report(accelerator).to_json()}
 
 
-def train_with_object(folder: str, output_dir: str, sizes: Sizes) -> dict[str, Any]:
+def train_with_object(
+    folder: str, output_dir: str, sizes: Sizes, *, for_transformers_4: bool = False
+) -> dict[str, Any]:
     """Train with ``TrainingArguments(parallelism_config=ParallelismConfig(…))``, whose sizes a script sets.
 
-    With a tensor axis, the script loads the model with a ``DistributedConfig``, too.
+    With a tensor axis, the script loads the model with a ``DistributedConfig``, or with ``tp_plan`` and ``device_mesh``
+    as for Transformers 4, which the examples of Accelerate do.
     """
     from accelerate import ParallelismConfig
     from transformers import AutoModelForCausalLM
 
-    fields = {"tp_size": sizes["tp"], "fsdp_size": sizes["dp_shard"]} if "tp" in sizes else None
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, distributed_config=fields)
-    arguments = {**PLAIN, "per_device_train_batch_size": GLOBAL_BATCH // num_batches(sizes)}
     mesh = ParallelismConfig(**{f"{name}_size": size for name, size in sizes.items()})
+    layout: dict[str, Any] = {}
+    if for_transformers_4:
+        hfp.install()
+        layout = {"tp_plan": "auto", "device_mesh": mesh.build_device_mesh(own_device().type)}
+    elif "tp" in sizes:
+        layout["distributed_config"] = {"tp_size": sizes["tp"], "fsdp_size": sizes["dp_shard"]}
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **layout)
+    arguments = {**PLAIN, "per_device_train_batch_size": GLOBAL_BATCH // num_batches(sizes)}
     fsdp = {"fsdp": "full_shard auto_wrap", "fsdp_config": {"version": 2}}
     trainer = make_trainer(output_dir, model, parallelism_config=mesh, **fsdp, **arguments)
     trainer.train()

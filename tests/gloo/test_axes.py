@@ -82,11 +82,25 @@ def test_loop_equals_one_process(four_ranks: Ranks, sizes: cases.Sizes) -> None:
     assert differing(run["report"]) == []
 
 
-@pytest.mark.parametrize(("axis", "name"), [("cp", "context"), ("tp", "tensor")])
+@pytest.mark.parametrize(
+    ("axis", "name", "for_transformers_4"), [("cp", "context", False), ("tp", "tensor", False), ("tp", "tensor", True)]
+)
 def test_axes_of_parallelism_config_are_applied(
-    four_ranks: Ranks, tmp_path: Path, folders: dict[str, str], expected: dict[str, Any], axis: str, name: str
+    four_ranks: Ranks,
+    tmp_path: Path,
+    folders: dict[str, str],
+    expected: dict[str, Any],
+    axis: str,
+    name: str,
+    for_transformers_4: bool,
 ) -> None:
-    run = four_ranks.run(cases.train_with_object, folders["llama"], str(tmp_path), {axis: 2, "dp_shard": 2})[0]
+    run = four_ranks.run(
+        cases.train_with_object,
+        folders["llama"],
+        str(tmp_path),
+        {axis: 2, "dp_shard": 2},
+        for_transformers_4=for_transformers_4,
+    )[0]
     assert run["losses"] == pytest.approx(expected["llama"]["losses"], rel=RELATIVE)
     assert run["norms"] == pytest.approx(expected["llama"]["norms"], rel=RELATIVE)
     assert axes_of(run["report"]) == {name: 2} and differing(run["report"]) == []

@@ -28,6 +28,7 @@ from torch import nn
 from transformers import DistributedConfig, modeling_utils
 from transformers.core_model_loading import WeightConverter
 
+from hf_fsdp_plugin.axes import CONTEXT_AXIS, REPLICATE_AXIS, SHARD_AXIS, TENSOR_AXIS
 from hf_fsdp_plugin.backends.loading.equal_weights import parameter_memory
 from hf_fsdp_plugin.backends.loading.shared_weights import Publication, Received, exchange
 from hf_fsdp_plugin.backends.ranks.agreement import on_all_ranks
@@ -96,17 +97,38 @@ def from_pretrained_on_axes(original: Callable[..., Any], kind: type, *args: Any
         SpecError: the sizes do not fit the world.
     """
     spec = session.trainer_spec or session.ambient
-    has_axes = spec is not None and max(spec.mesh.tensor, spec.mesh.expert) > 1
-    if spec is None or not has_axes or kwargs.keys() & _OWN_LAYOUT:
+    mesh = _given_mesh(kwargs)
+    if mesh is not None:
+        kwargs = {name: value for name, value in kwargs.items() if name not in _OLD_TENSOR_ARGUMENTS}
+    elif spec is not None and max(spec.mesh.tensor, spec.mesh.expert) > 1 and not kwargs.keys() & _OWN_LAYOUT:
+        mesh, _ = mesh_of_world(spec, launched_world_size(), "cpu" if spec.launch.use_cpu else accelerator_type())
+    if mesh is None:
         return original(*args, **kwargs)
-    mesh, _ = mesh_of_world(spec, launched_world_size(), "cpu" if spec.launch.use_cpu else accelerator_type())
     fields: dict[str, Any] = {"tp_size": mesh.tensor, "fsdp_size": mesh.num_shards}
     # Added to Transformers after 5.17.
     others = {"dp_replicate_size": mesh.replicate, "ep_size": mesh.expert}
     fields |= {name: size for name, size in others.items() if size > 1}
-    config = DistributedConfig(**fields, fsdp_cpu_offload=spec.offload.params)
+    config = DistributedConfig(**fields, fsdp_cpu_offload=spec is not None and spec.offload.params)
     setattr(config, MADE_FROM_SPEC, True)
     return original(*args, **kwargs, distributed_config=config)
+
+
+_OLD_TENSOR_ARGUMENTS: Final = ("tp_plan", "tp_size", "device_mesh")
+
+
+def _given_mesh(kwargs: Mapping[str, Any]) -> MeshPlan | None:
+    """Return the mesh in the arguments ``tp_plan="auto", device_mesh=…`` of scripts for earlier versions.
+
+    The mesh is that of Accelerate. Transformers 5 ignores it, and divides the layers over all ranks.
+    """
+    mesh = kwargs.get("device_mesh")
+    sizes = dict(zip(getattr(mesh, "mesh_dim_names", None) or (), getattr(mesh, "shape", ()), strict=False))
+    size = sizes.get(TENSOR_AXIS, 1)
+    if size == 1 or kwargs.get("tp_plan", "auto") != "auto" or kwargs.get("tp_size", size) not in (None, size):
+        return None
+    replicate, shard, context = (sizes.get(axis, 1) for axis in (REPLICATE_AXIS, SHARD_AXIS, CONTEXT_AXIS))
+    found = MeshPlan(replicate=replicate, shard=shard, context=context, tensor=size)
+    return found if found.num_shards > 1 else None
 
 
 def distribute_checked_model(
