@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from hf_fsdp_plugin.backends.ranks.agreement import broadcast_object, on_all_ranks
 from hf_fsdp_plugin.checkpoint.shards import ModelShards
@@ -27,7 +28,9 @@ from hf_fsdp_plugin.integrations.session import attributes_in_block
 from hf_fsdp_plugin.messages import print_once
 from hf_fsdp_plugin.plan.names import canonical_name, unwrapped
 from hf_fsdp_plugin.problems import Problem, SpecError
+from hf_fsdp_plugin.text import format_names
 from hf_fsdp_plugin.torch_private import modules
+from hf_fsdp_plugin.torch_private.functions import compute_local_shape_and_global_offset
 
 _PROMPT_ENCODER = "prompt_encoder"
 
@@ -122,7 +125,7 @@ def _below(state: Mapping[str, torch.Tensor], prefix: str) -> dict[str, torch.Te
 
 
 def check_adapters(model: nn.Module) -> None:
-    """Raise ``SpecError`` for adapters that would train with one rank's shards as if they were whole matrices."""
+    """Raise ``SpecError`` for adapters that would train with one rank's shards as if they were larger matrices."""
     configs = getattr(unwrapped(model), "peft_config", None)
     kinds = {name: config.peft_type for name, config in configs.items()} if isinstance(configs, dict) else {}
     if found := [f"{name!r} (ADALORA)" for name, kind in kinds.items() if getattr(kind, "value", kind) == "ADALORA"]:
@@ -131,6 +134,23 @@ def check_adapters(model: nn.Module) -> None:
             "importance of ranks from whole matrices and gradients, and each rank has only parts of them."
         )
         raise SpecError([Problem(code="FSDP-E630", message=message, fix="Use LoRA, or train without FSDP.")])
+    wrong = [name for name, parameter in model.named_parameters() if kinds and not _has_its_part(parameter)]
+    if wrong:
+        message = (
+            f"PEFT has created {format_names(wrong, 2)} with the size of a shard, instead of this rank's part on the "
+            "tensor axis: it does not know layers that are divided by FSDP and by tensor parallelism."
+        )
+        fix = "Train the adapters without a tensor axis: set tp_size to 1 and a larger dp_shard_size or cp_size."
+        raise SpecError([Problem(code="FSDP-E634", message=message, fix=fix)])
+
+
+def _has_its_part(parameter: torch.Tensor) -> bool:
+    """Return whether a parameter's local tensor has the shape of this rank's part."""
+    if not isinstance(parameter, DTensor):
+        return True
+    mesh, placements = parameter.device_mesh, parameter.placements
+    shape, _ = compute_local_shape_and_global_offset(parameter.shape, mesh, placements)
+    return shape == parameter.to_local().shape
 
 
 def refuse_if_sharded(original: Callable[..., Any], tuner: Any, *args: Any, **kwargs: Any) -> Any:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 import hf_fsdp_plugin as hfp
 from hf_fsdp_plugin.integrations.session import session
 from hf_fsdp_plugin.problems import SpecError
-from tests.gloo.cases_distributed_config import PLAIN, exported_results, norms
+from tests.gloo.cases_distributed_config import PLAIN, exported_results, norms, with_adapters
 from tests.gloo.cases_trainer import losses, make_trainer
 from tests.support.ranks import on_accelerator, own_device
 from tests.support.tiny import GLOBAL_BATCH, LENGTH, global_batch, my_part
@@ -46,13 +46,21 @@ def num_batches(sizes: Sizes) -> int:
 
 
 def train(
-    folder: str, output_dir: str, sizes: Sizes, *, resume: bool = False, asynchronous: bool = False, **arguments: Any
+    folder: str,
+    output_dir: str,
+    sizes: Sizes,
+    *,
+    resume: bool = False,
+    asynchronous: bool = False,
+    adapters: bool = False,
+    **arguments: Any,
 ) -> dict[str, Any]:
     """Train six steps through the Trainer, save every third step and export the model; or continue at step 3."""
     from transformers import AutoModelForCausalLM
 
     hfp.install(config_of(sizes, fsdp_async_save=asynchronous))
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model = with_adapters(model) if adapters else model
     arguments = {"save_strategy": "steps", "save_steps": 3, **PLAIN, **arguments}
     trainer = make_trainer(
         output_dir, model, per_device_train_batch_size=GLOBAL_BATCH // num_batches(sizes), **arguments

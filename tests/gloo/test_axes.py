@@ -116,6 +116,22 @@ def test_axes_of_distributed_config_are_kept(
     assert axes_of(run["report"]) == {"tensor": 2} and differing(run["report"]) == []
 
 
+@pytest.mark.parametrize(("name", "sizes"), [("llama", {"cp": 2}), ("mixtral", {"ep": 2})], ids=str)
+def test_adapters_equal_one_process(
+    four_ranks: Ranks, tmp_path: Path, folders: dict[str, str], name: str, sizes: cases.Sizes
+) -> None:
+    alone = of_script.one_process(folders[name], str(tmp_path / "alone"), adapters=True)
+    run = four_ranks.run(cases.train, folders[name], str(tmp_path), sizes, adapters=True)[0]
+    assert run["losses"] == pytest.approx(alone["losses"], rel=RELATIVE)
+    assert run["norms"] == pytest.approx(alone["norms"], rel=RELATIVE)
+    assert differing(run["report"]) == []
+
+
+def test_adapters_on_a_tensor_axis_are_refused(four_ranks: Ranks, tmp_path: Path, folders: dict[str, str]) -> None:
+    with pytest.raises(RankError, match=r"lora_B.*FSDP-E634"):
+        four_ranks.run(cases.train, folders["llama"], str(tmp_path), {"tp": 2}, adapters=True)
+
+
 def test_length_that_is_not_divisible_is_refused(four_ranks: Ranks) -> None:
     with pytest.raises(RankError, match=r"13 tokens is not divisible by 4 .*FSDP-E615"):
         four_ranks.run(cases.train_in_loop, {"cp": 2}, length=13)
