@@ -18,9 +18,9 @@ import yaml
 from hf_fsdp_plugin.spellings import lower, nearest_word
 from hf_fsdp_plugin.strategies import STRATEGIES
 
-Scope = Literal["fsdp", "parallelism", "dynamo", "precision", "launch", "training", "distributed"]
-"""The scope in which a key is valid: in ``fsdp_config``, ``parallelism_config``, ``dynamo_config`` or the precision
-policy, at the top level of Accelerate's file, among the arguments of a training script, or in a ``DistributedConfig``.
+Scope = Literal["fsdp", "parallelism", "dynamo", "precision", "fp8", "launch", "training", "distributed"]
+"""The scope in which a key is valid: in ``fsdp_config``, ``parallelism_config``, ``dynamo_config``, ``fp8_config`` or the
+precision policy, at the top level of Accelerate's file, among the arguments of a training script, or in a ``DistributedConfig``.
 """
 
 ValueKind = Literal[
@@ -36,7 +36,7 @@ ValueKind = Literal[
 
 PREFIXES: Mapping[Scope, str] = MappingProxyType(
     {
-        "fsdp": "fsdp_", "parallelism": "parallelism_config_", "dynamo": "dynamo_",
+        "fsdp": "fsdp_", "parallelism": "parallelism_config_", "dynamo": "dynamo_", "fp8": "fp8_",
         "precision": "", "launch": "", "training": "", "distributed": "",
     }
 )  # fmt: skip
@@ -162,7 +162,7 @@ def plain_key(key: str, scope: Scope) -> str:
 def canonical_setting(name: str) -> str | None:
     """Return the setting of ``FsdpSpec`` for an internal name, for messages; ``None`` if there is none."""
     name = TABLES["derived"].get(name, name)
-    for gathered in ("launch.extra", "launch.dynamo_config"):
+    for gathered in ("launch.extra", "launch.dynamo_config", "fp8.te_options"):
         if name.startswith(f"{gathered}."):
             return gathered
     row = BY_NAME.get(name)

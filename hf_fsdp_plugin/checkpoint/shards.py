@@ -29,7 +29,7 @@ from hf_fsdp_plugin.plan.names import canonical_name
 from hf_fsdp_plugin.problems import CheckpointError, Problem
 from hf_fsdp_plugin.text import format_dtype, format_names
 from hf_fsdp_plugin.torch_private import fsdp1
-from hf_fsdp_plugin.torch_private.functions import compute_local_shape_and_global_offset
+from hf_fsdp_plugin.torch_private.functions import compute_local_shape_and_global_offset, unconverted
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,7 +176,7 @@ def _dtensor_shard(name: str, parameter: DTensor) -> LocalShard:
         if isinstance(placement, Replicate):
             replica = replica * mesh.size(axis) + mesh.get_local_rank(axis)
             replicas *= mesh.size(axis)
-    box, local = Box(tuple(offsets), tuple(sizes)), parameter.to_local()
+    box, local = Box(tuple(offsets), tuple(sizes)), local_tensor(parameter)
     pieces = _pieces(local, [box] if box.numel else [])
     return LocalShard(name, local.dtype, tuple(parameter.shape), pieces, replica, replicas, not parameter.requires_grad)
 
@@ -204,7 +204,7 @@ def _replicated_shard(name: str, tensor: torch.Tensor) -> LocalShard:
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """Return this rank's part of a tensor."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return unconverted(tensor.to_local()) if isinstance(tensor, DTensor) else tensor
 
 
 def model_shards(model: nn.Module, *, only_trained: bool = False) -> ModelShards:

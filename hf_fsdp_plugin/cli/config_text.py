@@ -38,7 +38,7 @@ _SAME: Final[Mapping[str, Collection[str]]] = {
     "activation.checkpointing": ("activation.checkpointing", "activation.trainer"),
 }
 """Setting -> names of the rows whose keys set it."""
-_OTHER_ENGINES: Final = ("deepspeed_config", "megatron_lm_config", "fp8_config")
+_OTHER_ENGINES: Final = ("deepspeed_config", "megatron_lm_config")
 """Sections that FSDP refuses unless they are empty."""
 _MISSPELLED_KEY: Final = "FSDP-E020"
 _WORD: Final = re.compile(r"[\w.-]+")

@@ -42,7 +42,7 @@ def schema() -> dict[str, Any]:
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": "Accelerate config with FSDP, as read by hf-fsdp",
         **whole,
-        "$defs": {scope: _section(scope) for scope in ("fsdp", "parallelism", "precision", "dynamo")},
+        "$defs": {scope: _section(scope) for scope in ("fsdp", "parallelism", "precision", "dynamo", "fp8")},
     }
 
 

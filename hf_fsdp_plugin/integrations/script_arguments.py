@@ -36,7 +36,7 @@ class ArgumentRow:
 
 _DDP: Final = "configures DistributedDataParallel, which FSDP replaces"
 _HOOK: Final = "changes the dtype or the algorithm of the gradient reduction of DistributedDataParallel, not of FSDP"
-_FP8: Final = "configures fp8, which is implemented inside the model (torchao, TransformerEngine), not by FSDP"
+_MSAMP: Final = "configures MS-AMP, which Accelerate does not combine with FSDP"
 _ONE_ENGINE: Final = "selects another engine, and FSDP is enabled"
 
 # fmt: off
@@ -51,8 +51,8 @@ ROWS: Final = (
                 "Remove it, and set reduce_dtype in fsdp_mixed_precision_policy."),
     ArgumentRow("InitProcessGroupKwargs", "init_method", "is not the address that the launcher gave the ranks",
                 "FSDP-E612", "Remove it, and start the script with a launcher."),
-    *(ArgumentRow(owner, "*", _FP8, "FSDP-E121", "Remove it and set mixed_precision: bf16.")
-      for owner in ("AORecipeKwargs", "TERecipeKwargs", "MSAMPRecipeKwargs", "FP8RecipeKwargs")),
+    *(ArgumentRow(owner, "*", _MSAMP, "FSDP-E121", "Pass AORecipeKwargs or TERecipeKwargs instead.")
+      for owner in ("MSAMPRecipeKwargs", "FP8RecipeKwargs")),
     ArgumentRow("TrainingArguments", "ddp_find_unused_parameters ddp_bucket_cap_mb ddp_broadcast_buffers "
                 "ddp_static_graph", _DDP),
     ArgumentRow("TrainingArguments", "deepspeed", _ONE_ENGINE, "FSDP-E120", "Keep one of them."),

@@ -24,7 +24,7 @@ FLAG_TABLES: Final[Mapping[str, Any]] = yaml.load(
     Loader=getattr(yaml, "CBaseLoader", yaml.BaseLoader),
 )
 """The tables of ``flags.yaml``: name of a table -> flag -> its value, which is empty for a switch, and its help."""
-_PREFIXED: Final[tuple[Scope, ...]] = ("fsdp", "parallelism", "dynamo")
+_PREFIXED: Final[tuple[Scope, ...]] = ("fsdp", "parallelism", "dynamo", "fp8")
 _SHORT: Final = {"module": "-m", "quiet": "-q", "tee": "-t"}
 _NOT_FSDP: Final = "this launcher runs FSDP only. Use `accelerate launch` for other engines."
 _UNSUPPORTED: Final[Mapping[str, str]] = {
@@ -189,7 +189,8 @@ def add_setting_flags(parser: Parser, *, is_shown: bool = False) -> None:
     Args:
         is_shown: whether the help lists them.
     """
-    more = "with hyphens or underscores; also all flags --fsdp_*, --parallelism_config_* and --dynamo_* of Accelerate"
+    flags = "--fsdp_*, --parallelism_config_*, --dynamo_* and --fp8_*"
+    more = f"with hyphens or underscores; also all flags {flags} of Accelerate"
     group = parser.add_argument_group("settings", more) if is_shown else parser
     known = parser.by_name()
 
@@ -213,7 +214,7 @@ def _values_of(row: SettingRow | None) -> Suggested | None:
         return None
     if row.kind in ("bool", "reshard"):
         return Suggested(("true", "false"))
-    return Suggested(value for value in row.choices if value not in ("auto", "fp8")) or None
+    return Suggested(value for value in row.choices if value != "auto") or None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

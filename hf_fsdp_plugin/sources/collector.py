@@ -207,7 +207,7 @@ class Collector(SourceSettings):
             self.add("launch.mixed_precision", entry, value=dtype)
             self._add_param_dtype(entry, dtype)
         elif word in FALSE_WORDS:
-            if dtype in OFF:  # not fp8, which no setting turns on
+            if dtype in OFF:  # fp8: false is the default
                 self.add(OFF[dtype], entry, value=False, implied=True)
         else:
             message = f"{entry.key} is {entry.value.text!r}; expected true or false."
@@ -218,8 +218,9 @@ class Collector(SourceSettings):
         """Add the parameter dtype that a mixed precision mode implies, if the mode is valid."""
         row = vocabulary.BY_NAME["launch.mixed_precision"]
         found = spellings.look_up(row.choices, mode, row.prefixes)
-        if found in ("bf16", "fp16", "no"):
-            self.add("precision.param", entry, value="auto" if found == "no" else found, implied=True)
+        if found is not None:
+            implied = {"no": "auto", "fp8": "bf16"}.get(found, found)  # as in Accelerate
+            self.add("precision.param", entry, value=implied, implied=True)
 
     def _warn_misplaced(self, row: SettingRow, entry: ConfigEntry) -> None:
         section = "parallelism_config" if row.scope == "parallelism" else "fsdp_config"

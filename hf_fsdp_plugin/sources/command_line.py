@@ -183,7 +183,7 @@ def _row_of_flag(name: str) -> SettingRow | None:
     return row
 
 
-_ALL_SCOPES: tuple[Scope, ...] = ("launch", "fsdp", "parallelism", "precision", "dynamo", "training")
+_ALL_SCOPES: tuple[Scope, ...] = ("launch", "fsdp", "parallelism", "precision", "dynamo", "fp8", "training")
 
 
 def read_overrides(sources: Sources) -> SourceSettings | None:

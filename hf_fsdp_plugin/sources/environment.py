@@ -33,7 +33,11 @@ from hf_fsdp_plugin.spellings import FALSE_WORDS, NULL_WORDS, TRUE_WORDS, did_yo
 from hf_fsdp_plugin.vocabulary import TABLES, Scope, find_row, similar_key
 
 SOURCE = ENVIRONMENT
-PREFIXES: tuple[tuple[str, Scope], ...] = (("FSDP_", "fsdp"), ("PARALLELISM_CONFIG_", "parallelism"))
+PREFIXES: tuple[tuple[str, Scope], ...] = (
+    ("FSDP_", "fsdp"),
+    ("PARALLELISM_CONFIG_", "parallelism"),
+    ("ACCELERATE_FP8_", "fp8"),
+)
 ACCELERATE: Mapping[str, str] = TABLES["accelerate_keys"]
 TORCHRUN = "variables of torchrun"
 """Name of the level of the variables that replace flags of ``torchrun``."""
@@ -74,8 +78,6 @@ def _add(out: Collector, name: str, value: str, variables: Mapping[str, str]) ->
             out.report("FSDP-E036", entry_of(name, value), message, "Correct or unset it.")
     elif upper == "FSDP_MIN_NUM_PARAMS" and word == LAUNCHER_MIN_NUM_PARAMS and not is_size_policy:
         return
-    elif upper == "ACCELERATE_FP8_BACKEND" and word not in ("", "no"):
-        out.add("launch.extra.fp8_config", entry_of(name, value))
     elif upper in ACCELERATE and (ACCELERATE[upper] != "use_cpu" or word not in FALSE_WORDS):
         out.add_key("launch", ACCELERATE[upper], value, written=name)
     for prefix, scope in PREFIXES:

@@ -21,6 +21,7 @@ DtypeName = Literal["fp32", "bf16", "fp16", "auto"]
 BackwardPrefetch = Literal["pre", "post", "none"]
 ContextExchange = Literal["allgather", "alltoall"]
 StateDictKind = Literal["full", "sharded", "local"]
+Fp8Backend = Literal["auto", "ao", "te", "msamp"]
 Checkpointing = Literal["none", "full", "selective"]
 
 
@@ -88,6 +89,16 @@ class PrecisionSection:
     output: DtypeName = "auto"
     buffer: DtypeName = "auto"
     fp32_modules: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fp8Section:
+    """They have an effect with ``mixed_precision: fp8``. ``te_options`` are arguments of ``TERecipeKwargs``."""
+
+    backend: Fp8Backend = "auto"
+    all_gather: bool = True  # VERSION_DEFAULTS has another default
+    pad_inner_dim: bool = True
+    te_options: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -171,6 +182,7 @@ class FsdpSpec:
     wrap: WrapSection = field(default_factory=WrapSection)
     offload: OffloadSection = field(default_factory=OffloadSection)
     precision: PrecisionSection = field(default_factory=PrecisionSection)
+    fp8: Fp8Section = field(default_factory=Fp8Section)
     prefetch: PrefetchSection = field(default_factory=PrefetchSection)
     checkpoint: CheckpointSection = field(default_factory=CheckpointSection)
     activation: ActivationSection = field(default_factory=ActivationSection)
@@ -214,6 +226,11 @@ class FsdpSpec:
         return self.launch.distributed_type == "FSDP" and any(enables_fsdp(*setting) for setting in asked)
 
     @property
+    def uses_fp8(self) -> bool:
+        """Whether linear layers compute in fp8."""
+        return self.launch.mixed_precision == "fp8"
+
+    @property
     def uses_xla(self) -> bool:
         """Whether the settings select the FSDP of PyTorch/XLA."""
         return self.xla.enabled or self.xla.v2
@@ -248,7 +265,10 @@ DIALECT_DEFAULTS: Final[Mapping[Dialect | None, Mapping[str, Any]]] = MappingPro
 """Dialect -> the defaults that depend on it. The sections above contain all other defaults."""
 
 VERSION_DEFAULTS: Final[Mapping[int, Mapping[str, Any]]] = MappingProxyType(
-    {1: {"prefetch.backward": "none"}, 2: {"prefetch.backward": "pre"}}
+    {
+        1: {"prefetch.backward": "none", "fp8.all_gather": False},
+        2: {"prefetch.backward": "pre", "fp8.all_gather": True},
+    }
 )
 """FSDP version -> the defaults that depend on it."""
 

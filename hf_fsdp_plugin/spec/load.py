@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
-from hf_fsdp_plugin.problems import Problem, SpecError, has_errors
+from hf_fsdp_plugin.problems import Origin, Problem, SpecError, has_errors
 from hf_fsdp_plugin.sources import accelerate_file, environment, script_objects
 from hf_fsdp_plugin.sources.accelerate_file import FsdpConfig
 from hf_fsdp_plugin.sources.environment import locate_config
@@ -156,6 +156,17 @@ def with_plugin_object(spec: FsdpSpec, fields: Mapping[str, Any]) -> FsdpSpec:
         if s.name != "launch.distributed_type"
     ]
     return _with_level(spec, replace(level, settings=new))
+
+
+def with_arguments(spec: FsdpSpec, values: Mapping[str, Any], origin: Origin) -> FsdpSpec:
+    """Return ``spec`` with settings that the arguments of an Accelerator set, by canonical name.
+
+    Raises:
+        SpecError: they conflict with other settings.
+    """
+    level = script_objects.ARGUMENTS
+    settings = [Setting(name=name, value=value, origin=origin, level=level) for name, value in values.items()]
+    return _with_level(spec, SourceSettings(settings=settings))
 
 
 def _with_level(spec: FsdpSpec, level: SourceSettings) -> FsdpSpec:

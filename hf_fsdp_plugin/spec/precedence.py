@@ -180,6 +180,7 @@ def derive_spec(effective: Settings, dialect_defaults: Mapping[str, Any]) -> tup
     _derive_mode(settings)
     _gather(settings, "launch.dynamo_config", "dynamo_")
     _gather(settings, "launch.extra", "")
+    _gather(settings, "fp8.te_options", "")
     defaults = dict(dialect_defaults)
     version = settings["fsdp.version"].value if "fsdp.version" in settings else defaults["fsdp.version"]
     defaults |= VERSION_DEFAULTS[version]
@@ -210,6 +211,8 @@ def _derive_mode(settings: Settings) -> None:
     mode, param = settings.get("launch.mixed_precision"), settings.get("precision.param")
     if mode is None or param is None or mode.origin == param.origin or param.implied or param.value == mode.value:
         return
+    if mode.value == "fp8" and param.value == "bf16":
+        return  # it is the dtype of everything that fp8 does not compute
     if has_precedence(param, mode):
         value = param.value if param.value in ("bf16", "fp16") else "no"
         settings["launch.mixed_precision"] = replace(param, name="launch.mixed_precision", value=value)

@@ -12,6 +12,7 @@ from hf_fsdp_plugin.axes import MODEL_AXES
 from hf_fsdp_plugin.problems import Problem
 from hf_fsdp_plugin.sources.accelerate_file import equivalent_settings
 from hf_fsdp_plugin.sources.interface import enables_fsdp
+from hf_fsdp_plugin.spec.fp8 import check_fp8
 from hf_fsdp_plugin.spec.fsdp_spec import DIALECT_DEFAULTS, FsdpSpec
 from hf_fsdp_plugin.spec.precedence import OTHER_ENGINES
 from hf_fsdp_plugin.spec.values import is_class_name
@@ -31,7 +32,15 @@ FSDP_SECTIONS = frozenset(
 
 def check_rules(spec: FsdpSpec) -> tuple[Problem, ...]:
     """Return all problems that the rules find."""
-    rules = (_check_engine, _check_ranks, _check_units, _check_precision, check_fsdp2_support, _check_loading)
+    rules = (
+        _check_engine,
+        _check_ranks,
+        _check_units,
+        _check_precision,
+        check_fp8,
+        check_fsdp2_support,
+        _check_loading,
+    )
     return tuple(problem for rule in rules for problem in rule(spec))
 
 
@@ -50,10 +59,6 @@ def _check_engine(spec: FsdpSpec) -> Iterator[Problem]:
         if extra.get(key):
             message = f"{key} is set; this plugin runs FSDP, not {engine}."
             yield spec.problem("FSDP-E120", "launch.extra", message, f"Remove {key}, or use accelerate launch.")
-    if extra.get("fp8_config"):
-        message = "fp8 is configured. It is implemented inside the model (torchao, TransformerEngine), not by FSDP."
-        fix = "Remove fp8_config and ACCELERATE_FP8_BACKEND, and set mixed_precision: bf16."
-        yield spec.problem("FSDP-E121", "launch.extra", message, fix)
     yield from _check_enabled(spec)
     yield from _check_xla(spec)
 

@@ -139,23 +139,12 @@ def _parse_choice(row: SettingRow, raw: Any) -> Any:
     found = look_up(row.choices, raw, row.prefixes)
     if found is not None:
         return int(found) if found.isdigit() else found
-    forms = [value for value in row.choices if value not in ("auto", "fp8")]  # fp8 is refused with its own reason
+    forms = [value for value in row.choices if value != "auto"]
     known = [form for value, others in row.choices.items() for form in (value.lower(), *others) if not form.isdigit()]
     expected = f"{', '.join(forms[:-1])} or {forms[-1]}"
     if row.choices is STRATEGY_CHOICES:
         expected = f"{', '.join(forms)} or 1 to {len(forms)}"
     raise InvalidValue(expected, _nearest_known(value_key(raw, row.prefixes), known))
-
-
-def _parse_mode(row: SettingRow, raw: Any) -> str:
-    mode = str(_parse_choice(row, raw))
-    if mode == "fp8":
-        raise InvalidValue(
-            "no, bf16 or fp16. fp8 is implemented inside the model (torchao, TransformerEngine), not by FSDP",
-            "Set mixed_precision: bf16.",
-            code="FSDP-E121",
-        )
-    return mode
 
 
 def _parse_reshard(row: SettingRow, raw: Any) -> bool | str:
@@ -257,6 +246,6 @@ _PARSERS: Mapping[ValueKind, Callable[[SettingRow, Any], Any]] = {
     "bool": _parse_bool, "integer": _parse_integer, "size": _parse_size,
     "count": lambda row, raw: _parse_number(raw, _COUNT, "an integer, such as 100000000, 1e8 or 100M", row.minimum),
     "choice": _parse_choice, "names": _parse_names, "mapping": _parse_mapping, "any": lambda row, raw: raw,
-    "reshard": _parse_reshard, "one": _parse_one, "mode": _parse_mode, "address": _parse_address,
+    "reshard": _parse_reshard, "one": _parse_one, "mode": _parse_choice, "address": _parse_address,
     "devices": _parse_devices, "identifier": _parse_identifier, "pattern": _parse_pattern,
 }  # fmt: skip

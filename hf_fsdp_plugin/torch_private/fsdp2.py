@@ -6,7 +6,7 @@ Estimates and plans read the description of the installed torch, and contain no 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
@@ -19,7 +19,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 
 from hf_fsdp_plugin.contracts import contracts_of, guard_functions, import_target, release_of
-from hf_fsdp_plugin.torch_private.functions import is_sharded
+from hf_fsdp_plugin.torch_private.functions import is_sharded, num_changes, unconverted
 from hf_fsdp_plugin.torch_private.live_unit import Facts, LiveUnit, attribute_or, read_facts
 from hf_fsdp_plugin.torch_private.modules import LOCAL_TENSOR_ATTRIBUTE, Inputs, forward_pre_hooks
 
@@ -42,6 +42,7 @@ CONTRACTS = (
                   "mp_policy|param_dtype"),
     *contracts_of(_PARAM, "refused", "sharding a model while it is read",
                   "_module_info", "padded_sharded_param_size", "reset_sharded_param"),
+    *contracts_of(_PARAM, "refused", "all-gathers in fp8", "_init_extensions"),
     *contracts_of(_INFO, "refused", "sharding a model while it is read", "module", "param_name"),
     *contracts_of(_STATE, "off", _HOOKS, "_state_ctx"),
     *contracts_of(_CONTEXT, "off", _HOOKS, "all_states"),
@@ -160,6 +161,28 @@ def own_shards(state: Any) -> None:
             item.reset_sharded_param()
 
 
+def convert_shards(model: nn.Module, wrapper_of: Callable[[nn.Module, str], Callable[..., Any] | None]) -> None:
+    """Replace shards by tensors that convert themselves in the all-gather, which have ``fsdp_pre_all_gather``.
+
+    Args:
+        wrapper_of: takes a module and an attribute; returns the function that makes such a tensor of the shard, or
+            ``None`` to keep the shard.
+    """
+    states = {id(state): state for m in model.modules() if isinstance(m, FSDPModule) for state in [state_of(m)]}
+    for item in (item for state in states.values() for group in _parameter_groups(state) for item in group.fsdp_params):
+        if (wrap := wrapper_of(item._module_info.module, item._module_info.param_name)) is not None:
+            wrapped = wrap(getattr(item.sharded_param, LOCAL_TENSOR_ATTRIBUTE))
+            setattr(item.sharded_param, LOCAL_TENSOR_ATTRIBUTE, wrapped)
+            item._sharded_param_data = wrapped.view(-1)
+            item._init_extensions()
+
+
+def local_changes(parameter: torch.Tensor) -> tuple[int, ...]:
+    """Return how often a parameter and its shard were changed in place."""
+    local = getattr(parameter, LOCAL_TENSOR_ATTRIBUTE, parameter)
+    return num_changes(parameter), num_changes(local), num_changes(unconverted(local))
+
+
 def mark_backward_prefetch(hook: Any, kind: str) -> None:
     """Mark a forward pre-hook of a unit as a replacement of torch's implicit backward prefetch."""
     setattr(hook, _BACKWARD_PREFETCH_MARK, kind)
@@ -267,7 +290,7 @@ def _parameters(group: Any) -> list[DTensor]:
 
 
 def _local(group: Any) -> list[torch.Tensor]:
-    return [parameter.to_local() for parameter in _parameters(group)]
+    return [unconverted(parameter.to_local()) for parameter in _parameters(group)]
 
 
 def _wholes(group: Any) -> list[nn.Parameter]:
@@ -409,7 +432,7 @@ _GROUP_FACTS: Facts = {
     "reshards_after_backward": lambda group: bool(group.reshard_after_backward),
     "unreduced": _is_unreduced,
     "offloaded": lambda group: isinstance(group.offload_policy, CPUOffloadPolicy),
-    "shards": lambda group: tuple(item._sharded_param_data for item in group.fsdp_params),
+    "shards": lambda group: tuple(unconverted(item._sharded_param_data) for item in group.fsdp_params),
     "parts": lambda group: tuple(_local(group)),
     "gathered": _gathered,
     "gradients": _gradients,

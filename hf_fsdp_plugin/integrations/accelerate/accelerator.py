@@ -31,13 +31,13 @@ from hf_fsdp_plugin.backends.sharding.shard import has_shards, locate_module
 from hf_fsdp_plugin.backends.torch_types import world_mesh
 from hf_fsdp_plugin.devices import DEVICES, accelerator_type, get_device, select_device
 from hf_fsdp_plugin.integrations import patching
+from hf_fsdp_plugin.integrations.accelerate import fp8, private
 from hf_fsdp_plugin.integrations.accelerate import plugin as plugins
-from hf_fsdp_plugin.integrations.accelerate import private
 from hf_fsdp_plugin.integrations.profiling.run import mark_phase
 from hf_fsdp_plugin.integrations.run_report import report_run
 from hf_fsdp_plugin.integrations.saving import call_name, gathered, state_at
 from hf_fsdp_plugin.integrations.script_arguments import check_arguments, check_object, print_or_raise
-from hf_fsdp_plugin.integrations.session import session
+from hf_fsdp_plugin.integrations.session import attributes_in_block, session
 from hf_fsdp_plugin.integrations.torch_functions import FIX
 from hf_fsdp_plugin.messages import print_once, print_warnings
 from hf_fsdp_plugin.plan.fsdp_plan import MeshPlan, ProblemCollector, has_replicas
@@ -98,7 +98,9 @@ def init_accelerator(original: Callable[..., None], accelerator: Any, *args: Any
     if spec is not None:
         # The spec of a Trainer already contains the precision of its arguments.
         given = None if session.trainer_spec is not None else arguments.get("mixed_precision")
-        plugin = plugins.PlannedFsdpPlugin.replacing(plugin, plugins.with_mixed_precision(spec, given))
+        spec = plugins.with_mixed_precision(spec, given)
+        spec = fp8.with_handlers(spec, arguments.get("kwargs_handlers") or (), SOURCE)
+        plugin = plugins.PlannedFsdpPlugin.replacing(plugin, spec)
     if not isinstance(plugin, plugins.PlannedFsdpPlugin):
         original(**arguments)
         if plugin is None and accelerator.num_processes > 1 and session.installed:
@@ -114,8 +116,13 @@ def init_accelerator(original: Callable[..., None], accelerator: Any, *args: Any
         arguments["dynamo_plugin"] = dynamo
     param = plugin.spec.precision.param
     arguments["mixed_precision"] = param if param in ("bf16", "fp16") else "no"
+    # Accelerate cannot load parts of fp8 models. Here they are loaded before they get the class of fp8 weights.
+    loads_parts: dict[str, Any] = {}
+    if plugin.spec.uses_fp8:
+        arguments["mixed_precision"], loads_parts = "fp8", {"cpu_ram_efficient_loading": False}
+        arguments["kwargs_handlers"] = fp8.handlers_of(plugin.spec, arguments.get("kwargs_handlers") or ())
     # Otherwise Accelerate makes a mesh from variables, and refuses FSDP1 and replicas alone.
-    with entries_in_block({_USE_MESH: "false"}, os.environ):
+    with entries_in_block({_USE_MESH: "false"}, os.environ), attributes_in_block(plugin, **loads_parts):
         original(**arguments)
     set_mesh(accelerator, mesh, plugin.spec)
     replace_scaler(accelerator)

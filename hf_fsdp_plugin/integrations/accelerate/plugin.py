@@ -39,7 +39,7 @@ from hf_fsdp_plugin.plan.resolve import resolve
 from hf_fsdp_plugin.problems import Origin, Problem, SpecError
 from hf_fsdp_plugin.sources.script_objects import PLUGIN, STATE_DICT_CONFIGS, state_dict_options, unused_options
 from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec, StateDictKind
-from hf_fsdp_plugin.spec.load import with_distributed_config, with_plugin_object
+from hf_fsdp_plugin.spec.load import with_arguments, with_distributed_config, with_plugin_object
 from hf_fsdp_plugin.strategies import STRATEGIES
 
 STATE_DICT_FIELDS: Final = frozenset({"state_dict_type", "state_dict_config", "optim_state_dict_config"})
@@ -354,16 +354,15 @@ def with_mixed_precision(spec: FsdpSpec, given: Any) -> FsdpSpec:
     """Return ``spec`` with the precision of ``Accelerator(mixed_precision=…)``, which overrides the sources.
 
     Raises:
-        SpecError: the precision is fp8.
+        SpecError: the precision is fp8, which conflicts with other settings.
     """
     if given is None or (given == "no" and not spec.asked("precision.param")):
         return spec
     name, origin = "precision.param", Origin(source="Accelerator()", spelling="mixed_precision", text=str(given))
-    if str(given).lower() == "fp8":
-        message = "mixed_precision=fp8: fp8 is implemented inside the model (torchao, TransformerEngine), not by FSDP."
-        fix = "Set mixed_precision to bf16."
-        raise SpecError([Problem(code="FSDP-E121", setting=name, message=message, fix=fix, origin=origin)])
-    param: Any = given if given in ("bf16", "fp16") else "auto"
+    given = str(given).lower()
+    param: Any = {"bf16": "bf16", "fp16": "fp16", "fp8": "bf16"}.get(given, "auto")
+    if given != spec.launch.mixed_precision and "fp8" in (given, spec.launch.mixed_precision):
+        return with_arguments(spec, {"launch.mixed_precision": given, name: param}, origin)
     if param == spec.precision.param:
         return spec
     changed, before = spec.with_values({name: param}, {name: origin}), spec.origin(name)

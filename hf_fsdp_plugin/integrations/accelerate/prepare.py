@@ -25,7 +25,7 @@ from hf_fsdp_plugin.devices import get_device
 from hf_fsdp_plugin.estimate.unit_sizes import with_padding_warning
 from hf_fsdp_plugin.hangs.calls import record
 from hf_fsdp_plugin.integrations import call_hooks, peft, resuming, run_report, saving, script_arguments
-from hf_fsdp_plugin.integrations.accelerate import private
+from hf_fsdp_plugin.integrations.accelerate import fp8, private
 from hf_fsdp_plugin.integrations.accelerate.accelerator import adopt_models
 from hf_fsdp_plugin.integrations.accelerate.batches import check_even_batches, notice_accumulation
 from hf_fsdp_plugin.integrations.accelerate.plugin import planned_plugin
@@ -169,12 +169,17 @@ def shard_model(
         print_warnings(plan.problems)
         if accelerator.is_main_process:
             logger.info("%s", plan)
-        # 4. Attention divides sequences, and units are compiled, before FSDP's hooks are added around them.
+        # 4. Linear layers are replaced by those of fp8, attention divides sequences, and units are compiled, before
+        # FSDP's hooks are added around them.
+        with agreement.on_all_ranks("converting the model to fp8"):
+            fp8.convert_model(accelerator, plan, model, optimizers)
+            convert_shards = fp8.plain_weights(model)
         if plan.mesh.context > 1:
             private.prepare_context_parallel(accelerator, model)
         _compile_units(accelerator, plan, model)
         # 5. Shard.
         sharded = sharding.shard(plan, model, accelerator.device, optimizers)
+        convert_shards(sharded)
         # 6. Hooks: the progress, the diagnosis of hangs and the profile of this rank follow the model.
         record.count_forwards(sharded)
         watch.follow_thread()
@@ -248,6 +253,8 @@ def _prepare_optimizers(accelerator: Any, optimizers: Sequence[Optimizer], model
             _own_loop().watch_optimizer(optimizer)
         for model in models:
             free_before_step(model, optimizer)
+            if has_parameters_of(model, optimizer):
+                fp8.refresh_scales_after_steps(optimizer, model)
 
 
 def _check_parameters(optimizers: Sequence[Optimizer], models: Sequence[nn.Module]) -> None:
