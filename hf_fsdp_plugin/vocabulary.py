@@ -19,8 +19,9 @@ from hf_fsdp_plugin.spellings import lower, nearest_word
 from hf_fsdp_plugin.strategies import STRATEGIES
 
 Scope = Literal["fsdp", "parallelism", "dynamo", "precision", "fp8", "launch", "training", "distributed"]
-"""The scope in which a key is valid: in ``fsdp_config``, ``parallelism_config``, ``dynamo_config``, ``fp8_config`` or the
-precision policy, at the top level of Accelerate's file, among the arguments of a training script, or in a ``DistributedConfig``.
+"""The scope in which a key is valid: in ``fsdp_config``, ``parallelism_config``, ``dynamo_config``, ``fp8_config`` or
+the precision policy, at the top level of Accelerate's file, among the arguments of a training script, or in a
+``DistributedConfig``.
 """
 
 ValueKind = Literal[

@@ -12,7 +12,7 @@ from typing import Final
 from hf_fsdp_plugin.backends.sharding.forwards import checkpoints_itself
 from hf_fsdp_plugin.contracts import ContractError
 from hf_fsdp_plugin.devices import accelerator_type
-from hf_fsdp_plugin.observe import settings
+from hf_fsdp_plugin.observe import fp8, settings
 from hf_fsdp_plugin.observe.settings import ObservedRun, ObservedValue, common_value, differing_value, unobserved_value
 from hf_fsdp_plugin.observe.units import checkpoints_natively
 from hf_fsdp_plugin.observe.weights import WeightComparison
@@ -146,6 +146,8 @@ def read_num_machines(run: ObservedRun) -> ObservedValue:
 
 
 def read_mixed_precision(run: ObservedRun) -> ObservedValue:
+    if run.plan.spec.uses_fp8:
+        return replace(fp8.read_backend(run), value="fp8" if any(unit.fp8_modules for unit in run.units) else "no")
     asked, param = str(run.plan.spec.launch.mixed_precision).lower(), run.plan.spec.precision.param
     if (asked in ("bf16", "fp16") or param in ("bf16", "fp16")) and param != asked:
         return unobserved_value(f"overridden by precision.param={param}")
@@ -175,7 +177,8 @@ def read_dynamo(run: ObservedRun) -> ObservedValue:
         return ObservedValue("not compiled", reason, matches=not compiles)
     if compiles and compiled and len(called) < len(chosen):
         return differing_value(f"compiled in {len(called)} of {len(chosen)} units")
-    return ObservedValue("compiled" if compiled else "not compiled", matches=bool(compiled) == compiles)
+    reason = f"by region: {plural(len(compiled), 'module')}" if compiled and "" not in compiled else ""
+    return ObservedValue("compiled" if compiled else "not compiled", reason, matches=bool(compiled) == compiles)
 
 
 ValueReader = Callable[[ObservedRun], ObservedValue]
@@ -239,6 +242,10 @@ READERS: Final[Mapping[str, ValueReader]] = {
     "activation.offload": read_activation_offload,
     "loading.ram_efficient": read_ram_efficient,
     "loading.sync_module_states": lambda run: read_loading(run, planned=run.plan.sync_module_states),
+    "fp8.backend": fp8.read_backend,
+    "fp8.all_gather": fp8.read_all_gather,
+    "fp8.pad_inner_dim": fp8.read_padding,
+    "fp8.te_options": lambda run: unobserved_value("the layers of Transformer Engine do not store its recipe"),
     "launch.num_processes": lambda run: ObservedValue(run.world_size),
     "launch.num_machines": read_num_machines,
     "launch.mixed_precision": read_mixed_precision,
@@ -266,7 +273,9 @@ def observe_settings(run: ObservedRun) -> list[settings.JsonObject]:
     """
     plan, spec = run.plan, run.plan.spec
     rows: list[settings.JsonObject] = []
-    shown = {*_ALWAYS_SHOWN, "wrap.classes"} if spec.wrap.policy == "transformer" else _ALWAYS_SHOWN
+    shown = {*_ALWAYS_SHOWN, *(["wrap.classes"] if spec.wrap.policy == "transformer" else [])}
+    if spec.uses_fp8:
+        shown |= {"fp8.backend", "fp8.all_gather"}
     for name in (name for name, _, _ in spec.settings() if name in shown or spec.asked(name)):
         planned = plan.get(name)
         asked = spec.get(name) if spec.asked(name) else planned

@@ -236,6 +236,7 @@ def units_table(units: Sequence[JsonObject]) -> str:
 
     def similarity(unit: JsonObject) -> tuple[str, JsonObject]:
         facts = {key: value for key, value in unit.items() if key not in ("name", "num_local_params")}
+        facts["fp8_modules"] = re.sub(r"\d+", "#", str(unit["fp8_modules"]))
         return re.sub(r"\d+", "#", unit["name"]), facts
 
     rows = [("unit", "class", "parameters", "compute", "reduce", "master", "reshard", "")]
@@ -245,6 +246,8 @@ def units_table(units: Sequence[JsonObject]) -> str:
         if unit["num_frozen"]:
             is_frozen = unit["num_frozen"] == unit["num_params"]
             notes.append("frozen" if is_frozen else f"{unit['num_frozen']:,} frozen")
+        if unit["fp8_modules"]:
+            notes.append(f"{plural(len(unit['fp8_modules']), 'layer')} in fp8")
         times = f" ×{len(similar)}" if len(similar) > 1 else ""
         name = shorten(common_name([each["name"] for each in similar]) or "(root)", 30)
         class_name = shorten(unit["class"], 30 - len(times)) + times

@@ -40,6 +40,7 @@ class UnitObservation:
         master_dtype: dtype in which the shards are kept and updated.
         reshard_after_forward: whether gathered parameters are freed between forward and backward; never true for
             the root. ``None``, like ``offloaded``, if the installed torch does not show it.
+        fp8_modules: the canonical names of the layers that compute in fp8.
         live: the torch objects of the unit; not part of the report.
     """
 
@@ -54,6 +55,7 @@ class UnitObservation:
     reshard_after_forward: bool | None
     offloaded: bool | None
     checkpointed: bool
+    fp8_modules: tuple[str, ...] = ()
     live: LiveUnit = field(repr=False, compare=False)
 
     @property
@@ -72,6 +74,7 @@ class UnitObservation:
     def to_json(self) -> dict[str, Any]:
         """Return ``observed_unit`` of docs/json.schema.json."""
         facts = {name: value for name, value in vars(self).items() if name != "live"}
+        facts["fp8_modules"] = list(self.fp8_modules)
         return {"name": facts.pop("name"), "class": facts.pop("class_name"), **facts}
 
 
@@ -105,6 +108,11 @@ def observe_units(model: nn.Module) -> tuple[UnitObservation, ...]:
             reshard_after_forward=live.known("reshards"),
             offloaded=live.known("offloaded"),
             checkpointed=all(name in checkpointed for name in module_names),
+            fp8_modules=tuple(
+                names[id(module)]
+                for module, key, _ in live.known("places", ())
+                if key == "weight" and fp8_library(module)
+            ),
             live=live,
         )
         units.append(unit)
@@ -142,6 +150,16 @@ def checkpoints_natively(module: nn.Module) -> bool:
     """Return whether Transformers' gradient checkpointing is enabled on this module."""
     attributes = vars(module)
     return attributes.get("gradient_checkpointing") is True and "_gradient_checkpointing_func" in attributes
+
+
+def fp8_library(module: nn.Module) -> str:
+    """Return ``ao`` for a layer of torchao that computes in fp8, ``te`` for one of Transformer Engine, or nothing."""
+    for kind in type(module).__mro__:
+        if kind.__name__ == "Float8Linear":
+            return "ao"
+        if kind.__module__.startswith("transformer_engine."):
+            return "te"
+    return ""
 
 
 def _plain_class_name(module: nn.Module) -> str:

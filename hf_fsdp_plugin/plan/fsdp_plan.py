@@ -13,6 +13,7 @@ import torch
 
 from hf_fsdp_plugin.plan.names import common_name
 from hf_fsdp_plugin.problems import Problem
+from hf_fsdp_plugin.spec.fp8 import fp8_backend
 from hf_fsdp_plugin.spec.fsdp_spec import ActivationSection, FsdpSpec, PrefetchSection, StateDictKind, Version
 from hf_fsdp_plugin.strategies import STRATEGIES
 from hf_fsdp_plugin.text import fit_table, format_count, format_dtype, format_value, plural, truncate_lines
@@ -32,7 +33,7 @@ _ATTRIBUTES: Final[Mapping[str, str]] = {
     "fsdp.version": "version", "sharding.strategy": "strategy", "offload.params": "offload_params",
     "offload.pin_memory": "pin_memory", "checkpoint.state_dict": "state_dict", "loading.ram_efficient": "ram_efficient",
     "loading.sync_module_states": "sync_module_states", "params.use_orig": "use_orig",
-    "launch.num_processes": "world_size",
+    "fp8.backend": "fp8_backend", "launch.num_processes": "world_size",
 }  # fmt: skip
 """Canonical name -> attribute of the plan, for other settings that the plan resolves."""
 
@@ -231,6 +232,10 @@ class FsdpPlan(ModelParts):
         return 1 if self.backend == "fsdp1" else 2
 
     @property
+    def fp8_backend(self) -> str:
+        return fp8_backend(self.spec)
+
+    @property
     def has_replicas(self) -> bool:
         return has_replicas(self.mesh, self.strategy)
 
@@ -288,7 +293,8 @@ class FsdpPlan(ModelParts):
         Args:
             width: maximum number of columns of a line; ``None`` for no limit.
         """
-        settings = [(name, value) for name, value in self.settings() if not name.startswith(("launch.", "xla."))]
+        hidden = ("launch.", "xla.") if self.spec.uses_fp8 else ("launch.", "xla.", "fp8.")
+        settings = [(name, value) for name, value in self.settings() if not name.startswith(hidden)]
         master = self.precision.master
         frozen = [name for unit in self.units for name in unit.frozen]
         lines = [

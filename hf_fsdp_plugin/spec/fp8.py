@@ -48,16 +48,13 @@ def check_fp8(spec: FsdpSpec) -> Iterator[Problem]:
         fix = f"Install it with `pip install {package}`, or {_OFF}"
         yield spec.problem("FSDP-E166", "fp8.backend", message, fix)
     if spec.fp8.all_gather and spec.fsdp.version == 1:
-        message = (
-            f"weights are all-gathered in fp8 by FSDP2 only, and the version is 1 ({spec.origin('fsdp.version')})."
-        )
+        where = spec.origin("fsdp.version")
+        message = f"weights are all-gathered in fp8 by FSDP2 only, and the version is 1 ({where})."
         fix = "Set fsdp_version: 2, or enable_fsdp_float8_all_gather: false in fp8_config."
         yield spec.problem("FSDP-E167", "fp8.all_gather", message, fix)
     for axis in ("tensor", "expert"):
         if (size := getattr(spec.mesh, axis)) > 1:
-            message = (
-                f"mesh.{axis}={size} with fp8: Accelerate converts whole layers, and from_pretrained divides them."
-            )
+            message = f"mesh.{axis}={size} with fp8: only whole layers are converted, and from_pretrained divides them."
             yield spec.problem("FSDP-E167", f"mesh.{axis}", message, f"Set mesh.{axis} to 1, or {_OFF}")
     if spec.precision.fp32_modules:
         message = "modules that compute in fp32 cannot be excluded from fp8, which Accelerate chooses by their sizes."

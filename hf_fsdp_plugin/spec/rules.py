@@ -32,16 +32,8 @@ FSDP_SECTIONS = frozenset(
 
 def check_rules(spec: FsdpSpec) -> tuple[Problem, ...]:
     """Return all problems that the rules find."""
-    rules = (
-        _check_engine,
-        _check_ranks,
-        _check_units,
-        _check_precision,
-        check_fp8,
-        check_fsdp2_support,
-        _check_loading,
-    )
-    return tuple(problem for rule in rules for problem in rule(spec))
+    of_run, of_model = (_check_engine, _check_ranks, _check_units), (_check_precision, check_fp8, check_fsdp2_support)
+    return tuple(problem for rule in (*of_run, *of_model, _check_loading) for problem in rule(spec))
 
 
 def _check_engine(spec: FsdpSpec) -> Iterator[Problem]:

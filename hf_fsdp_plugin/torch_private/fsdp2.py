@@ -440,6 +440,11 @@ _GROUP_FACTS: Facts = {
         (item._module_info.module, item._module_info.param_name, item.sharded_param.requires_grad)
         for item in group.fsdp_params
     ),
+    "casting": lambda group: tuple(
+        (item._module_info.module, item._module_info.param_name)
+        for item in group.fsdp_params
+        if hasattr(getattr(item.sharded_param, LOCAL_TENSOR_ATTRIBUTE), "fsdp_pre_all_gather")
+    ),
     "parameter_ids": _parameter_ids,
     "copy_ids": lambda group: frozenset(map(id, _wholes(group))),
 }

@@ -45,6 +45,7 @@ class LiveUnit:
         all_reduces: whether the next backward reduces gradients over the replicas.
         unreduced: whether there are gradients that were computed but not reduced, so that the optimizer misses them.
         places: the module, the attribute name and ``requires_grad`` of each parameter.
+        casting: the module and the attribute name of each parameter that casts itself in FSDP2's all-gather.
         lazy: whether torch has not initialized the unit yet. It does so in the first forward.
         shards: memory of this rank's parameters.
         parts: this rank's part of each parameter, without padding.
@@ -96,6 +97,7 @@ class LiveUnit:
     gathered: tuple[torch.Tensor, ...] = ()
     gradients: tuple[torch.Tensor, ...] = ()
     places: tuple[tuple[nn.Module, str, bool], ...] = ()
+    casting: tuple[tuple[nn.Module, str], ...] = ()
     parameter_ids: frozenset[int] = frozenset()
     copy_ids: frozenset[int] = frozenset()
     source: Any = None

@@ -112,6 +112,12 @@ def convert_model(accelerator: Any, plan: FsdpPlan, model: nn.Module, optimizers
         group["params"] = [after.get(parameter, parameter) for parameter in group["params"]]
 
 
+def apply_autocast(accelerator: Any, plan: FsdpPlan, model: nn.Module) -> None:
+    """Run the forward of a sharded model in the fp8 autocast of Transformer Engine, if the plan selects it."""
+    if plan.spec.uses_fp8 and accelerator.te_recipe_handler is not None:
+        utils.apply_fp8_autowrap(model, accelerator.te_recipe_handler)
+
+
 def _gathered_in_fp8(model: nn.Module) -> dict[str, Any]:
     """Return name of a module -> its weight, for weights that convert themselves in the all-gather."""
     return {

@@ -180,6 +180,7 @@ def shard_model(
         # 5. Shard.
         sharded = sharding.shard(plan, model, accelerator.device, optimizers)
         convert_shards(sharded)
+        fp8.apply_autocast(accelerator, plan, sharded)
         # 6. Hooks: the progress, the diagnosis of hangs and the profile of this rank follow the model.
         record.count_forwards(sharded)
         watch.follow_thread()
