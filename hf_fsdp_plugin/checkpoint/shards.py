@@ -29,7 +29,8 @@ from hf_fsdp_plugin.plan.names import canonical_name
 from hf_fsdp_plugin.problems import CheckpointError, Problem
 from hf_fsdp_plugin.text import format_dtype, format_names
 from hf_fsdp_plugin.torch_private import fsdp1
-from hf_fsdp_plugin.torch_private.functions import compute_local_shape_and_global_offset, unconverted
+from hf_fsdp_plugin.torch_private.functions import compute_local_shape_and_global_offset
+from hf_fsdp_plugin.torch_private.modules import local_shard
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,7 +205,7 @@ def _replicated_shard(name: str, tensor: torch.Tensor) -> LocalShard:
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """Return this rank's part of a tensor."""
-    return unconverted(tensor.to_local()) if isinstance(tensor, DTensor) else tensor
+    return local_shard(tensor) if isinstance(tensor, DTensor) else tensor
 
 
 def model_shards(model: nn.Module, *, only_trained: bool = False) -> ModelShards:

@@ -22,7 +22,7 @@ from hf_fsdp_plugin.estimate.memory.meta_pass import profile_step
 from hf_fsdp_plugin.estimate.memory.step import OpCost, StepProfile
 from hf_fsdp_plugin.estimate.schedule import Timeline, UnitTimes, exposed_seconds, simulate
 from hf_fsdp_plugin.estimate.types import CollectiveKind, StepPhase, Workload
-from hf_fsdp_plugin.estimate.unit_sizes import UnitSizes, unit_sizes
+from hf_fsdp_plugin.estimate.unit_sizes import UnitSizes, fp8_gathered, unit_sizes
 from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan
 from hf_fsdp_plugin.plan.names import ancestors, is_inside, parent_of
 from hf_fsdp_plugin.strategies import STRATEGIES
@@ -87,6 +87,8 @@ def estimate_communication(plan: FsdpPlan, model: nn.Module, workload: Workload)
         if parameter.requires_grad:
             num_bytes = parameter.numel() * plan.precision.stored_dtype(parameter).itemsize
             yield calls(micro_batches, "all_reduce", "world", num_bytes, "backward")
+    if weights := fp8_gathered(plan, model):  # the largest elements, from which their scales are computed
+        yield calls(1, "all_reduce", "shard", 4 * len(weights), "update")
     if plan.precision.param == "fp16":  # the gradient scaler
         yield calls(1, "all_reduce", "world", 4, "clipping" if workload.clip_norm else "update")
     parameters = [model.get_parameter(name) for unit in plan.units for name in unit.parameters]

@@ -91,16 +91,32 @@ def unit_sizes(plan: FsdpPlan, model: nn.Module) -> tuple[UnitSizes, ...]:
     """
     parameters = dict(model.named_parameters(remove_duplicate=False))
     fp32 = {id(parameters[name]) for name in plan.fp32_parameters}
+    fp8 = {id(weight) for weight in fp8_gathered(plan, model)}
     found: dict[object, UnitSizes] = {}
     result = []
     for unit in plan.units:
         own = [parameters[name] for name in unit.parameters]
-        kinds = tuple((p.shape, p.dtype, p.requires_grad, id(p) in fp32) for p in own)
+        kinds = tuple((p.shape, p.dtype, p.requires_grad, id(p) in fp32, id(p) in fp8) for p in own)
         key = (unit.reshard_after_forward, unit.name == "", kinds)
         if key not in found:
-            found[key] = _fsdp1(plan, unit, own) if plan.backend == "fsdp1" else _fsdp2(plan, unit, own, fp32)
+            found[key] = _fsdp1(plan, unit, own) if plan.backend == "fsdp1" else _fsdp2(plan, unit, own, fp32, fp8)
         result.append(replace(found[key], name=unit.name))
     return tuple(result)
+
+
+def fp8_gathered(plan: FsdpPlan, model: nn.Module) -> list[nn.Parameter]:
+    """Return the weights that are all-gathered in fp8: those of the linear layers that Accelerate converts by default.
+
+    Args:
+        model: the model that was planned, before its layers are converted.
+    """
+    if not (plan.spec.uses_fp8 and plan.spec.fp8.all_gather and plan.fp8_backend == "ao" and plan.backend == "fsdp2"):
+        return []
+    from accelerate.utils.ao import filter_linear_layers, find_first_last_linear_layers  # few predictions need it
+
+    others = [*find_first_last_linear_layers(model)]
+    layers = ((name, module) for name, module in model.named_modules() if isinstance(module, nn.Linear))
+    return [module.weight for name, module in layers if filter_linear_layers(module, name, others)]
 
 
 def ignored_bytes(plan: FsdpPlan, model: nn.Module) -> Mapping[str, int]:
@@ -143,8 +159,13 @@ def _dtypes(plan: FsdpPlan, parameter: nn.Parameter) -> tuple[torch.dtype, torch
     return stored, compute, torch_dtype(plan.precision.reduce) or compute
 
 
-def _fsdp2(plan: FsdpPlan, unit: UnitPlan, parameters: list[nn.Parameter], fp32: Collection[int]) -> UnitSizes:
+def _fsdp2(
+    plan: FsdpPlan, unit: UnitPlan, parameters: list[nn.Parameter], fp32: Collection[int], fp8: Collection[int]
+) -> UnitSizes:
     """FSDP2 splits each parameter on dim 0, and pads the shards to one size.
+
+    Args:
+        fp32, fp8: ids of the parameters that are gathered in these dtypes. Gradients are never in fp8.
 
     Parameters of several dtypes are gathered as bytes, and their gradients are reduced in one dtype.
     """
@@ -164,8 +185,9 @@ def _fsdp2(plan: FsdpPlan, unit: UnitPlan, parameters: list[nn.Parameter], fp32:
                 shape=own, whole=tuple(parameter.shape), numel=padded, dtype=stored, trainable=parameter.requires_grad
             )
         )
-        sums["compute_shard"] += padded * compute.itemsize if compute != stored else 0
-        sums["gathered"] += numel * compute.itemsize
+        gathered = torch.float8_e4m3fn if id(parameter) in fp8 else compute
+        sums["compute_shard"] += padded * gathered.itemsize if gathered != stored else 0
+        sums["gathered"] += numel * gathered.itemsize
         if parameter.requires_grad:
             whole.append(parameter.numel() * compute.itemsize)
             sums["flat_grad"] += numel * compute.itemsize

@@ -19,9 +19,15 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 
 from hf_fsdp_plugin.contracts import contracts_of, guard_functions, import_target, release_of
-from hf_fsdp_plugin.torch_private.functions import is_sharded, num_changes, unconverted
+from hf_fsdp_plugin.torch_private.functions import is_sharded, num_changes
 from hf_fsdp_plugin.torch_private.live_unit import Facts, LiveUnit, attribute_or, read_facts
-from hf_fsdp_plugin.torch_private.modules import LOCAL_TENSOR_ATTRIBUTE, Inputs, forward_pre_hooks
+from hf_fsdp_plugin.torch_private.modules import (
+    LOCAL_TENSOR_ATTRIBUTE,
+    Inputs,
+    forward_pre_hooks,
+    local_shard,
+    unconverted,
+)
 
 _COMMON = "torch.distributed.fsdp._fully_shard._fsdp_common"
 _STATE = "torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState"
@@ -290,7 +296,7 @@ def _parameters(group: Any) -> list[DTensor]:
 
 
 def _local(group: Any) -> list[torch.Tensor]:
-    return [unconverted(parameter.to_local()) for parameter in _parameters(group)]
+    return [local_shard(parameter) for parameter in _parameters(group)]
 
 
 def _wholes(group: Any) -> list[nn.Parameter]:

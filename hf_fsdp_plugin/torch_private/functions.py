@@ -124,14 +124,6 @@ def num_changes(tensor: torch.Tensor) -> int:
     return int(tensor._version)
 
 
-def unconverted(shard: torch.Tensor) -> torch.Tensor:
-    """Return the plain memory of a shard that converts itself in the all-gather of FSDP2; other tensors unchanged."""
-    if hasattr(shard, "fsdp_pre_all_gather"):
-        plain: torch.Tensor = getattr(shard, shard.__tensor_flatten__()[0][0])
-        return plain
-    return shard
-
-
 def current_backward() -> int | None:
     """Return the number of the backward that autograd runs on this thread; ``None`` outside of one."""
     number = torch._C._current_graph_task_id()

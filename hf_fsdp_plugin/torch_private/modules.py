@@ -15,6 +15,7 @@ from hf_fsdp_plugin.contracts import Contract, contracts_of, guard_functions
 if TYPE_CHECKING:
     import torch
     from torch import nn
+    from torch.distributed.tensor import DTensor
 
 _MODULE: Final = "torch.nn.modules.module:Module"
 _TREE: Final = "reading and changing the tree of modules"
@@ -50,6 +51,23 @@ WRAPPER_ATTRIBUTES: Final = ("_fsdp_wrapped_module", CHECKPOINTED_ATTRIBUTE, _CO
 
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 """The positional and the named arguments of a module's forward."""
+
+
+def local_shard(tensor: DTensor) -> torch.Tensor:
+    """Return this rank's part of a tensor, without the class of shards that cast themselves in the all-gather.
+
+    The result is the memory of the shard itself: changes of a view of it would not be counted.
+    """
+    local: torch.Tensor = tensor._local_tensor
+    return unconverted(local) if hasattr(local, "fsdp_pre_all_gather") else tensor.to_local()
+
+
+def unconverted(shard: torch.Tensor) -> torch.Tensor:
+    """Return the plain memory of a shard that casts itself in the all-gather of FSDP2; other tensors unchanged."""
+    if hasattr(shard, "fsdp_pre_all_gather"):
+        plain: torch.Tensor = getattr(shard, shard.__tensor_flatten__()[0][0])
+        return plain
+    return shard
 
 
 def children(module: nn.Module) -> dict[str, nn.Module | None]:

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+import hf_fsdp_plugin as hfp
+from hf_fsdp_plugin.problems import SpecError
+from tests.gloo.cases_distributed_config import PLAIN, exported_results
+from tests.gloo.cases_trainer import make_trainer
+from tests.support.ranks import reset_accelerate
 from tests.support.tiny import MODELS, parallel_config
 from tests.support.training import MAX_NORM, adamw, fresh_accelerator, loss_of, train_prepared
 
@@ -20,8 +26,12 @@ def config_of(version: int = 2, *, mixed_precision: str = "fp8", **fp8: Any) -> 
     return {**config, "mixed_precision": mixed_precision, "fp8_config": {"backend": "AO", **fp8}}
 
 
-def reference(name: str, num_steps: int = NUM_STEPS) -> dict[str, Any]:
-    """Losses, norms and weights of one process that computes the parts of two ranks, with fp32 masters."""
+def reference(name: str, num_steps: int = NUM_STEPS, *, all_gather: bool = False) -> dict[str, Any]:
+    """Losses, norms and weights of one process that computes the parts of two ranks, with fp32 masters.
+
+    Args:
+        all_gather: whether weights are cast to fp8 from fp32; otherwise from bf16.
+    """
     from accelerate.utils import convert_model_to_fp8_ao
     from torchao.float8 import Float8LinearConfig
 
@@ -32,6 +42,8 @@ def reference(name: str, num_steps: int = NUM_STEPS) -> dict[str, Any]:
         for parameter in computing.parameters():  # buffers stay in fp32, as under FSDP2
             parameter.data = parameter.data.to(torch.bfloat16)
         convert_model_to_fp8_ao(computing, config=Float8LinearConfig(emulate=True, pad_inner_dim=True))
+        if all_gather:
+            _cast_weights(computing, model)
         parts = [_backward(computing, name, step, part) for part in range(2)]
         for key, parameter in model.named_parameters():
             parameter.grad = sum(gradients[key] for _, gradients in parts) / 2  # type: ignore[assignment]
@@ -39,6 +51,21 @@ def reference(name: str, num_steps: int = NUM_STEPS) -> dict[str, Any]:
         optimizer.step()
         losses.append(sum(loss for loss, _ in parts) / 2)
     return {"losses": losses, "norms": norms, "weights": dict(model.state_dict())}
+
+
+def _cast_weights(computing: nn.Module, masters: nn.Module) -> None:
+    """Replace the weights of layers in fp8 by the masters, cast to fp8."""
+    from torchao.float8.float8_scaling_utils import hp_tensor_to_float8_dynamic
+    from torchao.float8.float8_training_tensor import Float8TrainingTensor, GemmInputRole
+
+    for name, module in computing.named_modules():
+        if type(module).__name__ == "Float8Linear":
+            how: Any = (torch.float8_e4m3fn, module.linear_mm_config)
+            cast: Any = hp_tensor_to_float8_dynamic(
+                masters.get_submodule(name).weight.detach(), *how, gemm_input_role=GemmInputRole.WEIGHT
+            )
+            rest: Any = (torch.bfloat16, module.linear_mm_config, GemmInputRole.WEIGHT)
+            module.weight = nn.Parameter(Float8TrainingTensor(cast._data, cast._scale, *rest))
 
 
 def _backward(model: nn.Module, name: str, step: int, part: int) -> tuple[float, dict[str, torch.Tensor]]:
@@ -67,3 +94,60 @@ def train(config: dict[str, Any], name: str = "llama", **arguments: Any) -> dict
     model = MODELS[name]()
     model, optimizer = accelerator.prepare(model, adamw(model))
     return {"gathered": gathered_dtypes(model), **train_prepared(accelerator, model, optimizer, name, NUM_STEPS)}
+
+
+def save_and_load(folder: str, config: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
+    """Train, save, train on, load in the same run and repeat; then repeat in a new run from the checkpoint."""
+    accelerator = fresh_accelerator(config)
+    model = MODELS["llama"]()
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.05))
+    train_prepared(accelerator, model, optimizer, "llama", 2)
+    accelerator.save_state(f"{folder}/state")
+    weights = accelerator.get_state_dict(model)
+    first = train_prepared(accelerator, model, optimizer, "llama", 2)["losses"]
+    accelerator.load_state(f"{folder}/state")
+    again = train_prepared(accelerator, model, optimizer, "llama", 2)["losses"]
+    accelerator.load_state(f"{folder}/state")
+    accelerator.save_model(model, f"{folder}/model")
+    accelerator.unwrap_model(model).save_pretrained(
+        f"{folder}/exported", is_main_process=accelerator.is_main_process, state_dict=accelerator.get_state_dict(model)
+    )
+    accelerator = fresh_accelerator(after)
+    model = MODELS["llama"]()
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.05))
+    accelerator.load_state(f"{folder}/state")
+    new = train_prepared(accelerator, model, optimizer, "llama", 2)["losses"]
+    return {"first": first, "again": again, "new": new, "weights": weights}
+
+
+def train_by_trainer(folder: str, output_dir: str, config: dict[str, Any], *, resume: bool = False) -> dict[str, Any]:
+    """Train six steps through the Trainer, save every third step and export the model; or continue at step 3."""
+    from transformers import AutoModelForCausalLM
+
+    hfp.install(config)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    trainer = make_trainer(output_dir, model, save_strategy="steps", save_steps=3, **PLAIN)
+    trainer.train(resume_from_checkpoint=str(Path(output_dir) / "checkpoint-3") if resume else None)
+    return exported_results(trainer, output_dir)
+
+
+def train_with_handler(arguments: dict[str, Any], **recipe: Any) -> dict[str, Any]:
+    """Train with ``AORecipeKwargs`` of the script, which turns fp8 on."""
+    from accelerate import Accelerator
+    from accelerate.utils import AORecipeKwargs
+
+    reset_accelerate()
+    hfp.install({**config_of(mixed_precision="no"), "fp8_config": None})
+    accelerator = Accelerator(cpu=True, kwargs_handlers=[AORecipeKwargs(**recipe)], **arguments)
+    model = MODELS["llama"]()
+    model, optimizer = accelerator.prepare(model, adamw(model))
+    return {"gathered": gathered_dtypes(model), **train_prepared(accelerator, model, optimizer, "llama", NUM_STEPS)}
+
+
+def refused(config: dict[str, Any]) -> list[str]:
+    """The codes with which preparing a model is refused."""
+    try:
+        fresh_accelerator(config).prepare(MODELS["llama"]())
+    except SpecError as error:
+        return [problem.code for problem in error.problems if problem.severity == "error"]
+    return []

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _resolve_process_group
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -39,12 +41,17 @@ class CollectiveCounter(TorchDispatchMode):
         self.phase = ""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # DTensor runs the operator on its shards, and then the collectives are seen here
         if func.namespace == "c10d":
             name = func._schema.name.partition("::")[2]
             groups = [_group(arg) for arg in args]
             ranks = next(tuple(dist.get_process_group_ranks(group)) for group in groups if group is not None)
             sides = [sum(t.nbytes for t in tree_leaves(arg) if isinstance(t, torch.Tensor)) for arg in args]
             self.calls[_KINDS.get(name, name), ranks, max(sides), self.phase] += 1
+        elif func._schema.name == "_c10d_functional::all_reduce":  # of a DTensor
+            ranks = tuple(dist.get_process_group_ranks(_resolve_process_group(args[2])))
+            self.calls["all_reduce", ranks, args[0].nbytes, self.phase] += 1
         return func(*args, **(kwargs or {}))
 
 

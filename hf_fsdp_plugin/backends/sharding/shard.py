@@ -30,7 +30,13 @@ from hf_fsdp_plugin.problems import Problem, SpecError
 from hf_fsdp_plugin.text import format_names
 from hf_fsdp_plugin.torch_private import fsdp1
 from hf_fsdp_plugin.torch_private.functions import num_changes
-from hf_fsdp_plugin.torch_private.modules import entries_in_block, is_fsdp_managed, mark_fsdp_managed, registrations
+from hf_fsdp_plugin.torch_private.modules import (
+    entries_in_block,
+    is_fsdp_managed,
+    local_shard,
+    mark_fsdp_managed,
+    registrations,
+)
 
 PLAN_ATTRIBUTE = "_hf_fsdp_plan"
 """Attribute of a sharded model that contains its plan."""
@@ -284,9 +290,9 @@ def _whole_fsdp2(module: nn.Module) -> Iterator[Callable[[], None]]:
     }
 
     def write() -> None:
-        wait_for_reads(shard.to_local() for shard in shards.values())
+        wait_for_reads(local_shard(shard) for shard in shards.values())
         for key, shard in shards.items():
-            shard.to_local().copy_(shard_like(shard, wholes[key].data).to_local())
+            local_shard(shard).copy_(shard_like(shard, wholes[key].data).to_local())
 
     with ExitStack() as stack:
         for registered, name, shard in places:

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.autograd.graph import increment_version
 
 from hf_fsdp_plugin.backends.ranks.agreement import broadcast_object, on_all_ranks
 from hf_fsdp_plugin.backends.sharding.forwards import persistent_buffers
@@ -122,6 +123,7 @@ def _execute(files: InputFiles, windows: PinnedWindows, work: Transfer) -> None:
     contiguous = into.is_contiguous() and boxes.is_row_major(strides, into.shape)
     if contiguous and into.dtype == work.dtype and into.device.type == "cpu":
         files.read(work.file, work.offset, _memory(into))
+        increment_version(into)  # torch does not see that its memory has changed
         return
     pinned = into.device.type != "cpu"
     for part in boxes.strided_parts(strides, into.shape, MAX_SPAN // size):

@@ -238,6 +238,8 @@ def assumptions(plan: FsdpPlan, workload: Workload, machine: Machine | None = No
     yield "All samples have the full sequence length."
     if plan.mesh.context > 1:
         yield "Each rank has its part of a sequence. Keys and values that ranks exchange are not included."
+    if plan.spec.uses_fp8:
+        yield "Layers in fp8 compute as fast as in bf16, and their copies of activations in fp8 are not included."
     yield f"The optimizer is {workload.optimizer} with {loop} updates{default}."
     if device == "cpu":
         yield "Memory that torch's allocator has reserved but not allocated (fragmentation) is not included."

@@ -167,26 +167,34 @@ def _wrapping(kind: Any, inner: str, context: Any) -> Callable[[torch.Tensor], t
 
 
 def _keep_scales(model: nn.Module) -> None:
-    """Compute the scales of all weights in one reduction before a forward, if weights have changed.
+    """Compute the scales of all weights in one reduction before a forward, if weights have changed since.
 
-    Otherwise each all-gather reduces the maximum of each weight. After a checkpoint is loaded, the scales of the
-    weights before would be wrong.
+    Otherwise each all-gather reduces the largest element of each weight. After a checkpoint is loaded, the scales of
+    the weights before would be wrong.
     """
     from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
 
-    seen: list[int] = []
+    seen: list[object] = []
+
+    def changes() -> list[object]:
+        return [local_changes(parameter) for parameter in model.parameters()]
 
     def refresh(*_: Any) -> None:
-        changes = [local_changes(parameter) for parameter in model.parameters()]
-        if changes != seen:
-            precompute_float8_dynamic_scale_for_fsdp(model)
-            seen[:] = changes
+        precompute_float8_dynamic_scale_for_fsdp(model)
+        seen[:] = changes()
 
-    model.register_forward_pre_hook(refresh, prepend=True)  # before FSDP2's own hook
+    def refresh_if_changed(*_: Any) -> None:
+        if seen != changes():
+            refresh()
+
+    model.register_forward_pre_hook(refresh_if_changed, prepend=True)  # before FSDP2's own hook
     setattr(model, _REFRESH, refresh)
 
 
 def refresh_scales_after_steps(optimizer: Optimizer, model: nn.Module) -> None:
-    """Compute the scales of the updated weights after each step of an optimizer, as Accelerate does."""
+    """Compute the scales of the updated weights after each step of an optimizer, as Accelerate does.
+
+    torch does not count the changes by fused optimizers.
+    """
     if (refresh := getattr(model, _REFRESH, None)) is not None:
         optimizer.register_step_post_hook(refresh)
