@@ -40,10 +40,7 @@ _row = DocumentedRow
 _NO_SHARDING: Final = "does not depend on how the model is sharded"
 _OTHER_GROUP: Final = "is refused (FSDP-E612) if a group with another one is started already"
 
-_FP8_NAMES: Final = {
-    "AORecipeKwargs": "config module_filter_func pad_inner_dim enable_fsdp_float8_all_gather",
-    "TERecipeKwargs": "use_autocast_during_eval margin interval fp8_format amax_history_len amax_compute_algo "
-    "override_linear_precision use_mxfp8_block_scaling",
+_MSAMP_NAMES: Final = {
     "MSAMPRecipeKwargs": "opt_level",
     "FP8RecipeKwargs": "opt_level use_autocast_during_eval margin interval fp8_format amax_history_len "
     "amax_compute_algo override_linear_precision use_mxfp8_block_scaling backend",
@@ -63,6 +60,10 @@ _ROWS: Final = (
          "configures the scaler of fp16"),
     _row("InitProcessGroupKwargs", "applied", "timeout", "is set on a group that is started already, too"),
     _row("InitProcessGroupKwargs", "applied", "backend", _OTHER_GROUP),
+    _row("AORecipeKwargs", "applied", "config module_filter_func pad_inner_dim enable_fsdp_float8_all_gather",
+         "turns fp8 on, and overrides `fp8_config`"),
+    _row("TERecipeKwargs", "applied", "use_autocast_during_eval margin interval fp8_format amax_history_len "
+         "amax_compute_algo override_linear_precision use_mxfp8_block_scaling", "turns fp8 on with Transformer Engine"),
     _row("ProfileKwargs", "library", "activities schedule_option on_trace_ready record_shapes profile_memory "
          "with_stack with_flops with_modules output_trace_dir", "applies to `accelerator.profile()`"),
     _row("GradientAccumulationPlugin", "library", "num_steps adjust_scheduler sync_with_dataloader sync_each_batch",
@@ -102,7 +103,7 @@ ROWS: Final = (
         DocumentedRow(
             row.owner,
             "refused" if row.code.startswith("FSDP-E") else "note",
-            _FP8_NAMES[row.owner] if row.written == "*" else row.written,
+            _MSAMP_NAMES[row.owner] if row.written == "*" else row.written,
             row.about,
             "" if row.code == "FSDP-N613" else row.code,
             row.fix,

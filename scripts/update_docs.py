@@ -33,6 +33,7 @@ PLACES = {
     "fsdp": "`fsdp_config`, `TrainingArguments(fsdp_config=…)`",
     "parallelism": "`parallelism_config`",
     "dynamo": "`dynamo_config`",
+    "fp8": "`fp8_config`",
     "precision": "`fsdp_mixed_precision_policy`",
     "launch": "the top level of Accelerate's file, `hf-fsdp launch --…`",
     "training": "`TrainingArguments`",
@@ -71,7 +72,7 @@ begin with `fsdp`, which are refused. |
 | environment variables | `FSDP_KEY` and `PARALLELISM_CONFIG_KEY` for the keys of `fsdp_config` and \
 `parallelism_config`. Other variables that begin so are ignored with the warning FSDP-W035. \
 `ACCELERATE_MIXED_PRECISION`, `ACCELERATE_USE_CPU` (if true) and `ACCELERATE_DEBUG_MODE` are `mixed_precision`, \
-`use_cpu` and `debug`; `ACCELERATE_FP8_BACKEND`, unless it is `NO`, is `fp8_config`. |
+`use_cpu` and `debug`; `ACCELERATE_FP8_KEY` are the keys of `fp8_config`. |
 
 ## How keys are written
 

@@ -30,12 +30,11 @@ def read_backend(run: ObservedRun) -> ObservedValue:
 
 def read_all_gather(run: ObservedRun) -> ObservedValue:
     """Read whether the shards of all layers in fp8 cast themselves in the all-gather."""
-    if not (layers := _layers(run)):
-        return unobserved_value(_OFF)
-    casting = {id(module) for unit in run.units for module, key in unit.live.casting if key == "weight"}
-    found = sum(id(module) in casting for module in layers.values())
-    if 0 < found < len(layers):
-        return differing_value(f"in {found} of {len(layers)} layers")
+    if not (sharded := {name for unit in run.units for name in unit.fp8_modules}):
+        return unobserved_value("no layer in fp8 is sharded" if run.plan.spec.uses_fp8 else _OFF)
+    found = sum(key == "weight" for unit in run.units for _, key in unit.live.casting)
+    if 0 < found < len(sharded):
+        return differing_value(f"in {found} of {len(sharded)} layers")
     return ObservedValue(found > 0)
 
 

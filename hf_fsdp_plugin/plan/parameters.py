@@ -103,8 +103,8 @@ def _check_kinds(sharded: Sequence[ParameterEntry], precision: PrecisionPlan, pr
             f"all-gather, which is not supported: {_names(own)}."
         )
         fix = (
-            "Call convert_to_float8_training with Float8LinearConfig(enable_fsdp_float8_all_gather=False), or exclude "
-            "the modules with fsdp_ignored_modules."
+            "Set mixed_precision: fp8 instead of calling convert_to_float8_training, or call it with "
+            "Float8LinearConfig(enable_fsdp_float8_all_gather=False)."
         )
         problems.add("FSDP-E121", None, message, fix)
 

@@ -33,6 +33,8 @@ def _is_installed(backend: str) -> bool:
 
 def check_fp8(spec: FsdpSpec) -> Iterator[Problem]:
     """Check that the backend is installed, and works with the other settings."""
+    if not spec.enabled:
+        return
     if not spec.uses_fp8:
         if given := [name for name in _SETTINGS if spec.asked(name) and spec.get(name) != "auto"]:
             message = f"{given[0]} has no effect: mixed_precision is {spec.launch.mixed_precision}."

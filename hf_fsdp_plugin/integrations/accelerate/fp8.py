@@ -23,6 +23,7 @@ from hf_fsdp_plugin.problems import Origin, SpecError
 from hf_fsdp_plugin.spec.fp8 import fp8_backend
 from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec
 from hf_fsdp_plugin.spec.load import with_arguments
+from hf_fsdp_plugin.text import format_names, plural
 from hf_fsdp_plugin.torch_private.fsdp2 import convert_shards, local_changes
 
 _REFRESH: Final = "_hf_fsdp_refresh_scales"
@@ -130,9 +131,10 @@ def _gathered_in_fp8(model: nn.Module) -> dict[str, Any]:
 def _check_divisible(plan: FsdpPlan, model: nn.Module) -> None:
     """Check that all shards of a weight are equally large: torchao casts them without the padding of FSDP2."""
     size = plan.mesh.num_shards
-    wrong = {name: weight.shape for name, weight in _gathered_in_fp8(model).items() if weight.shape[0] % size}
-    for name, shape in list(wrong.items())[:1]:
-        message = f"{name}.weight has {shape[0]} rows, which {size} shards do not divide. {len(wrong)} weights have."
+    rows = {f"{name}.weight": weight.shape[0] for name, weight in _gathered_in_fp8(model).items()}
+    wrong = [name for name, number in rows.items() if number % size and name not in plan.ignored_parameters]
+    if wrong:
+        message = f"{size} shards do not divide the rows of {plural(len(wrong), 'weight')}: {format_names(wrong, 3)}."
         fix = "Set enable_fsdp_float8_all_gather: false in fp8_config, or another shard size."
         raise SpecError([plan.spec.problem("FSDP-E169", "fp8.all_gather", message, fix)])
 

@@ -242,7 +242,7 @@ def test_world_size_is_shown_as_written(capsys, config):
 @pytest.mark.parametrize(
     ("setting", "absent", "present"),
     [
-        ("launch.mixed_precision=bf17", "fp8", "no, fp16 or bf16"),
+        ("launch.mixed_precision=bf17", "auto", "no, fp16, bf16 or fp8"),
         ("launch.num_processes=two", "1e8", "auto, or an integer"),
         ("wrap.min_num_params=many", "nothing", "100000000, 1e8 or 100M"),
     ],

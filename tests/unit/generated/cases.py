@@ -29,7 +29,8 @@ RULES: Mapping[str, frozenset[str]] = {
     "xla.v2": frozenset({"FSDP-E126"}),
     "launch.extra.deepspeed_config": frozenset({"FSDP-E120"}),
     "launch.extra.megatron_lm_config": frozenset({"FSDP-E120"}),
-    "launch.extra.fp8_config": frozenset({"FSDP-E121"}),
+    "launch.mixed_precision": frozenset({"FSDP-E166"}),  # the library of fp8 may not be installed
+    "training.fp8": frozenset({"FSDP-E166"}),
 }
 """Setting -> errors of rules between settings, which an accepted value may cause."""
 INDEPENDENT = (
@@ -122,7 +123,7 @@ class Builder:
 
 
 def value_in_config(self: Builder) -> Case:
-    setting = self.setting("fsdp", "precision", "parallelism", "dynamo", "launch")
+    setting = self.setting("fsdp", "precision", "parallelism", "dynamo", "fp8", "launch")
     key, raw = making.written_key(self.random, setting), self.value(setting)
     case = self.single("value in a dict", "config", setting, key, raw, {"config": config_of(setting, key, raw)})
     if too_deep(raw):
@@ -144,7 +145,7 @@ def config_of(setting: Documented, key: str, raw: Any) -> dict[str, Any]:
 
 
 def value_in_file(self: Builder) -> Case:
-    setting = self.setting("fsdp", "precision", "parallelism", "dynamo", "launch")
+    setting = self.setting("fsdp", "precision", "parallelism", "dynamo", "fp8", "launch")
     key, raw = making.written_key(self.random, setting), self.value(setting)
     is_json = self.random.random() < 0.3
     text, raw = scalar(self.random, raw, is_json=is_json)
@@ -172,7 +173,7 @@ def value_of_set(self: Builder) -> Case:
 
 
 def value_of_flag(self: Builder) -> Case:
-    setting = pick(self.random, [s for s in self.settings if s.section in ("fsdp", "parallelism", "dynamo", "launch")
+    setting = pick(self.random, [s for s in self.settings if s.section in ("fsdp", "parallelism", "dynamo", "fp8", "launch")
                                  and s.kind not in ("section", "options")])  # fmt: skip
     if setting.kind in ("bool", "any") and setting.section in ("launch", "dynamo"):  # switches, and flags of launchers
         setting = self.named["launch.num_processes"]
@@ -187,10 +188,10 @@ def value_of_flag(self: Builder) -> Case:
 
 
 def value_of_variable(self: Builder) -> Case:
-    setting = self.setting("fsdp", "parallelism")
+    setting = self.setting("fsdp", "parallelism", "fp8")
     while setting.kind in ("section", "mapping"):
-        setting = self.setting("fsdp", "parallelism")
-    key = (setting.prefix + pick(self.random, setting.keys)).upper()
+        setting = self.setting("fsdp", "parallelism", "fp8")
+    key = ("accelerate_" * (setting.section == "fp8") + setting.prefix + pick(self.random, setting.keys)).upper()
     if self.random.random() < 0.1:
         key = pick(self.random, ("ACCELERATE_MIXED_PRECISION", "ACCELERATE_DEBUG_MODE"))
         setting = self.named["launch.debug" if key.endswith("MODE") else "launch.mixed_precision"]
@@ -295,7 +296,7 @@ def wrong_key(self: Builder) -> Case:
     case = Case(f"wrong key: {place}", {})
     if place == "--set":
         key = key.partition("=")[0].strip() or "x"
-        meant = self.oracle.name(key) or self.key(key, (*FSDP_SECTIONS, "launch", "dynamo", "training"))
+        meant = self.oracle.name(key) or self.key(key, (*FSDP_SECTIONS, "launch", "dynamo", "fp8", "training"))
         case.sources = {"overrides": {key: as_text(raw)}}
     elif place == "flag":
         key = "--" + key.lstrip("-").partition("=")[0]
@@ -333,7 +334,7 @@ def wrong_key(self: Builder) -> Case:
     return case
 
 
-_ALL = ("fsdp", "precision", "parallelism", "dynamo", "launch")
+_ALL = ("fsdp", "precision", "parallelism", "dynamo", "fp8", "launch")
 _PLACES: Mapping[str, tuple[tuple[str, ...], bool]] = {
     "dict": (_ALL, False),
     "file": (_ALL, False),

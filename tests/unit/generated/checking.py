@@ -113,6 +113,8 @@ def _shown(expected: Expected, assessment: Assessment) -> str:
 def _find(assessment: Assessment, name: str) -> Any:
     if name.startswith("launch.dynamo_config."):
         return assessment.spec.launch.dynamo_config.get("dynamo_" + name.rpartition(".")[2])
+    if name.startswith("fp8.te_options."):
+        return assessment.spec.fp8.te_options.get(name.rpartition(".")[2])
     return assessment.spec.get(name)
 
 
@@ -125,14 +127,14 @@ def _observed(name: str, value: Any) -> tuple[str, Any]:
         return "sharding.strategy", value
     if name == "precision.policy":
         return ("precision.param", value) if isinstance(value, str) else ("", None)
-    if name in ("training.bf16", "training.fp16", "launch.fp16") and value:
+    if name in ("training.bf16", "training.fp16", "training.fp8", "launch.fp16") and value:
         return "launch.mixed_precision", name.rpartition(".")[2]
     if name == "xla.settings":
         return "", None
-    if name.startswith("launch.dynamo_config."):
+    if name.startswith(("launch.dynamo_config.", "fp8.te_options.")):
         return name, value
     prefixes = ("launch.extra", "training.", "distributed.", "launch.fsdp_config", "launch.parallelism_config",
-                "launch.dynamo_config", "activation.trainer", "launch.fp16")  # fmt: skip
+                "launch.dynamo_config", "activation.trainer", "launch.fp16", "launch.fp8_config", "fp8.opt_level")  # fmt: skip
     if name.startswith(prefixes) or (name.startswith("mesh.") and name not in _AXES):
         return "", None
     return name, value

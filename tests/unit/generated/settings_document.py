@@ -14,6 +14,7 @@ SECTIONS = {
     "`fsdp_config`": "fsdp",
     "`parallelism_config`": "parallelism",
     "`dynamo_config`": "dynamo",
+    "`fp8_config`": "fp8",
     "`fsdp_mixed_precision_policy`": "precision",
     "the top level of Accelerate's file": "launch",
     "`TrainingArguments`": "training",

@@ -36,6 +36,7 @@ from hf_fsdp_plugin.integrations.accelerate.prepare import _compile_units
 from hf_fsdp_plugin.integrations.session import session
 from hf_fsdp_plugin.messages import printer
 from hf_fsdp_plugin.problems import SpecError
+from hf_fsdp_plugin.spec import fp8
 from hf_fsdp_plugin.supported import installed_versions, release_of
 from hf_fsdp_plugin.torch_private.functions import timeout_of
 from scripts.script_arguments import ROWS, DocumentedRow
@@ -263,17 +264,21 @@ def test_defaults_of_handlers_are_accepted(handler: Any, printed: Callable[[], l
 
 
 @pytest.mark.usefixtures("rank")
-def test_fp8_of_every_entry_has_one_code(tmp_path: Path) -> None:
-    assert raised(lambda: Accelerator(mixed_precision="fp8")) == ["FSDP-E121"]
+def test_fp8_without_its_library_has_one_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fp8, "_is_installed", lambda backend: False)
+    assert raised(lambda: Accelerator(mixed_precision="fp8")) == ["FSDP-E166"]
     on = {"distributed_type": "FSDP"}
-    for environ in ({"ACCELERATE_MIXED_PRECISION": "fp8"}, {"ACCELERATE_FP8_BACKEND": "TE"}):
-        assert raised(lambda environ=environ: hfp.load_spec(on, environ=environ)) == ["FSDP-E121"]
-    assert raised(lambda: hfp.load_spec(on, environ={"ACCELERATE_FP8_BACKEND": "NO"})) == []
-    assert raised(lambda: hfp.load_spec(on, training_arguments={"fp8": True}, environ={})) == ["FSDP-E121"]
+    assert raised(lambda: hfp.load_spec(on, environ={"ACCELERATE_MIXED_PRECISION": "fp8"})) == ["FSDP-E166"]
+    assert raised(lambda: hfp.load_spec(on, training_arguments={"fp8": True}, environ={})) == ["FSDP-E166"]
+    assert raised(lambda: hfp.load_spec({**on, "mixed_precision": "fp8"}, environ={})) == ["FSDP-E166"]
+    monkeypatch.setattr(fp8, "_is_installed", lambda backend: True)
+    assert raised(lambda: hfp.load_spec({**on, "mixed_precision": "fp8"}, environ={})) == []
 
 
 @pytest.mark.parametrize(
-    "variables", [{"ACCELERATE_MIXED_PRECISION": "fp8"}, {"PARALLELISM_CONFIG_PP_SIZE": "2"}], ids=str
+    "variables",
+    [{"ACCELERATE_MIXED_PRECISION": "fp8", "ACCELERATE_FP8_BACKEND": "MSAMP"}, {"PARALLELISM_CONFIG_PP_SIZE": "2"}],
+    ids=str,
 )
 def test_variables_of_runs_without_fsdp_are_left_alone(
     uninstalled: None, monkeypatch: pytest.MonkeyPatch, variables: dict[str, str]

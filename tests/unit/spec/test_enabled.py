@@ -80,7 +80,7 @@ def test_training_file_has_version_of_training_arguments(assess):
 
 
 @pytest.mark.parametrize(
-    ("key", "value", "code"), [("fp8", True, "FSDP-E121"), ("pipeline_parallel_size", 2, "FSDP-E122")]
+    ("key", "value", "code"), [("pipeline_parallel_size", 2, "FSDP-E122"), ("sequence_parallel_size", 2, "FSDP-E122")]
 )
 def test_unsupported_key_of_training_file_is_error(codes, key, value, code):
     assert codes({"base_model": "m", "fsdp": ["full_shard"], key: value}) == [code]

@@ -2,7 +2,10 @@
 
 import pytest
 
+from hf_fsdp_plugin.spec import fp8
+
 FSDP = {"distributed_type": "FSDP"}
+FP8 = {"mixed_precision": "fp8"}
 
 
 def config(launch=None, **fsdp):
@@ -14,8 +17,13 @@ REJECTED = [
     ("FSDP-E120", {"distributed_type": "MEGATRON_LM"}, "Megatron-LM"),
     ("FSDP-E120", {**FSDP, "deepspeed_config": {"zero_stage": 2}}, "deepspeed_config"),
     ("FSDP-E120", {**FSDP, "megatron_lm_config": {"megatron_lm_tp_degree": 2}}, "megatron_lm_config"),
-    ("FSDP-E121", {**FSDP, "mixed_precision": "fp8"}, "mixed_precision"),
-    ("FSDP-E121", {**FSDP, "fp8_config": {"backend": "TE"}}, "fp8_config"),
+    ("FSDP-E121", config({**FP8, "fp8_config": {"backend": "MSAMP"}}), "MS-AMP"),
+    ("FSDP-W165", config({"fp8_config": {"backend": "AO"}}, fsdp_version=2), "mixed_precision is no"),
+    ("FSDP-E166", config({**FP8, "fp8_config": {"backend": "TE"}}), "transformer-engine"),
+    ("FSDP-E167", config({**FP8, "fp8_config": {"enable_fsdp_float8_all_gather": True}}, fsdp_version=1), "FSDP2 only"),
+    ("FSDP-E167", config({**FP8, "parallelism_config": {"tp_size": 2}}, fsdp_version=2), "mesh.tensor=2"),
+    ("FSDP-E167", config(FP8, fsdp_version=2, fsdp_fp32_modules="norm"), "fp32"),
+    ("FSDP-E167", config(FP8, fsdp_version=2, mixed_precision_policy={"param_dtype": "fp16"}), "fp16"),
     ("FSDP-E122", {**FSDP, "parallelism_config": {"sp_size": 2}}, "only DeepSpeed"),
     ("FSDP-E122", {**FSDP, "parallelism_config": {"pp_size": 2}}, "pipelines"),
     ("FSDP-E128", config({"num_processes": 4, "parallelism_config": {"cp_size": 2}}, fsdp_version=2, fsdp_size=1,
@@ -59,6 +67,12 @@ REJECTED = [
 ]  # fmt: skip
 
 
+@pytest.fixture(autouse=True)
+def only_torchao(monkeypatch):
+    """torchao is installed, and no other library of fp8."""
+    monkeypatch.setattr(fp8, "_is_installed", lambda backend: backend == "ao")
+
+
 @pytest.mark.parametrize(
     ("code", "given", "part"), REJECTED, ids=[f"{code}-{n}" for n, (code, *_) in enumerate(REJECTED)]
 )
@@ -73,6 +87,10 @@ def test_invalid_config_is_one_error_with_fix(problems, code, given, part):
     "given",
     [
         {**FSDP, "deepspeed_config": {}, "megatron_lm_config": {}, "fp8_config": None},
+        config({**FP8, "fp8_config": {"backend": "AO", "enable_fsdp_float8_all_gather": True}}, fsdp_version=2),
+        config({**FP8, "fp8_config": {"backend": "NO", "pad_inner_dim": False}}, fsdp_version=1),
+        config({**FP8, "parallelism_config": {"cp_size": 2}}, fsdp_version=2),
+        config({"fp8_config": {"backend": "NO"}}),
         config(xla=False),
         config(fsdp_activation_checkpointing=True, fsdp_activation_checkpointing_offload=True),
         config(fsdp_version=1, fsdp_activation_checkpointing=True, fsdp_activation_checkpointing_offload=True),
