@@ -40,7 +40,7 @@ print(hashlib.sha256(sys.stdin.buffer.read()).hexdigest())')" $TORCH"
   # of their own, which scripts/test.sh adds to the path of the tests that need them. It gets what the environment lacks.
   local libraries missing
   libraries=$("$python" -c 'import sys; print(sys.prefix)')/libraries
-  missing=$("${pip[@]}" --constraint "$CONSTRAINTS" --dry-run --report - "$TORCH" bitsandbytes sentence-transformers |
+  missing=$("${pip[@]}" --constraint "$CONSTRAINTS" --dry-run --report - "$TORCH" bitsandbytes sentence-transformers torchao |
     "$python" -c 'import json, sys
 for package in json.load(sys.stdin)["install"]:
     print(package["metadata"]["name"] + "==" + package["metadata"]["version"])')

@@ -61,9 +61,10 @@ _ROWS: Final = (
     _row("InitProcessGroupKwargs", "applied", "timeout", "is set on a group that is started already, too"),
     _row("InitProcessGroupKwargs", "applied", "backend", _OTHER_GROUP),
     _row("AORecipeKwargs", "applied", "config module_filter_func pad_inner_dim enable_fsdp_float8_all_gather",
-         "turns fp8 on, and overrides `fp8_config`"),
-    _row("TERecipeKwargs", "applied", "use_autocast_during_eval margin interval fp8_format amax_history_len "
-         "amax_compute_algo override_linear_precision use_mxfp8_block_scaling", "turns fp8 on with Transformer Engine"),
+         "turns fp8 on, and overrides `fp8_config`", elsewhere=True),
+    _row("TERecipeKwargs", "library", "use_autocast_during_eval margin interval fp8_format amax_history_len "
+         "amax_compute_algo override_linear_precision use_mxfp8_block_scaling",
+         "turns fp8 on with Transformer Engine, to which Accelerate passes it"),
     _row("ProfileKwargs", "library", "activities schedule_option on_trace_ready record_shapes profile_memory "
          "with_stack with_flops with_modules output_trace_dir", "applies to `accelerator.profile()`"),
     _row("GradientAccumulationPlugin", "library", "num_steps adjust_scheduler sync_with_dataloader sync_each_batch",

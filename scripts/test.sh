@@ -27,8 +27,8 @@ unset PYTHONDONTWRITEBYTECODE
 # Three files at a time, on two cores: tests of ranks often wait, for imports of one rank or for a time limit. The files
 # run in the order of their paths, so that the longest ones, in tests/gloo, do not begin last.
 quick=("$python" -m pytest -q -m "not slow and not gpu" -n "${WORKERS:-3}" --dist loadfile --no-loadscope-reorder)
-# Tests of bitsandbytes and sentence-transformers, which scripts/environment.sh installs beside the environment.
-with_libraries="tests/gloo/test_losses.py tests/gloo/test_optimizer_names.py tests/gloo/test_optimizers.py tests/gloo/test_quantized.py
+# Tests of bitsandbytes, sentence-transformers and torchao, which scripts/environment.sh installs beside the environment.
+with_libraries="tests/gloo/test_fp8.py tests/gloo/test_losses.py tests/gloo/test_optimizer_names.py tests/gloo/test_optimizers.py tests/gloo/test_quantized.py
   tests/gloo/test_sentence_transformer.py tests/unit/backends/test_known_optimizers.py"
 libraries=$("$python" -c 'import sys; print(sys.prefix)')/libraries${PYTHONPATH:+:$PYTHONPATH}
 if [ "${1:-}" = --accelerator ]; then
@@ -49,7 +49,7 @@ types=$!
 echo "tests on ranks of the simulated accelerator (docs/devices.md)"
 RANKS_DEVICE=accelerator RANKS_CASES=few "${quick[@]}" tests/gloo/test_{precision,checkpoint_save,submodule_calls,several_models,inputs}.py
 wait "$types"
-echo "tests of bitsandbytes and sentence-transformers"
+echo "tests of bitsandbytes, sentence-transformers and torchao"
 PYTHONPATH=$libraries "${quick[@]}" $with_libraries tests/unit/integrations/test_hooks.py
 echo "all other quick tests"
 exec "${quick[@]}" tests ${with_libraries//tests/--ignore=tests}

@@ -48,7 +48,8 @@ def check_fp8(spec: FsdpSpec) -> Iterator[Problem]:
         package = _PACKAGES[backend][1]
         message = f"fp8 needs {package}, which is not installed."
         fix = f"Install it with `pip install {package}`, or {_OFF}"
-        yield spec.problem("FSDP-E166", "fp8.backend", message, fix)
+        name = "fp8.backend" if spec.asked("fp8.backend") else "launch.mixed_precision"
+        yield spec.problem("FSDP-E166", name, message, fix)
     if spec.fp8.all_gather and spec.fsdp.version == 1:
         where = spec.origin("fsdp.version")
         message = f"weights are all-gathered in fp8 by FSDP2 only, and the version is 1 ({where})."

@@ -131,13 +131,20 @@ def train_by_trainer(folder: str, output_dir: str, config: dict[str, Any], *, re
     return exported_results(trainer, output_dir)
 
 
-def train_with_handler(arguments: dict[str, Any], **recipe: Any) -> dict[str, Any]:
-    """Train with ``AORecipeKwargs`` of the script, which turns fp8 on."""
+def train_with_handler(arguments: dict[str, Any], *, only: str = "", **recipe: Any) -> dict[str, Any]:
+    """Train with ``AORecipeKwargs`` of the script, which turns fp8 on.
+
+    Args:
+        only: end of the names of the layers that compute in fp8, with a config of the script.
+    """
     from accelerate import Accelerator
     from accelerate.utils import AORecipeKwargs
+    from torchao.float8 import Float8LinearConfig
 
     reset_accelerate()
     hfp.install({**config_of(mixed_precision="no"), "fp8_config": None})
+    if only:
+        recipe |= {"config": Float8LinearConfig(), "module_filter_func": lambda module, name: name.endswith(only)}
     accelerator = Accelerator(cpu=True, kwargs_handlers=[AORecipeKwargs(**recipe)], **arguments)
     model = MODELS["llama"]()
     model, optimizer = accelerator.prepare(model, adamw(model))

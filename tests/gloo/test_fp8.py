@@ -119,6 +119,15 @@ def test_recipe_of_a_script_turns_fp8_on(
     assert differing(run["report"]) == []
 
 
+def test_recipe_of_a_script_selects_layers(two_ranks: Ranks) -> None:
+    run = two_ranks.run(cases.train_with_handler, {"mixed_precision": "fp8"}, only="q_proj")[0]
+    found = [name for unit in run["report"]["units"] for name in unit["fp8_modules"]]
+    assert sorted(found) == [name for name in sorted([*LAYERS, "model.layers.0.self_attn.q_proj"]) if "q_proj" in name]
+    assert run["gathered"] == {"torch.bfloat16"}
+    assert settings_of(run["report"], "fp8.")["fp8.pad_inner_dim"] is False
+    assert differing(run["report"]) == []
+
+
 @pytest.mark.parametrize("regional", [True, False])
 def test_regions_are_compiled_with_fp8(two_ranks: Ranks, references: dict[bool, Any], regional: bool) -> None:
     dynamo = {"dynamo_backend": "AOT_EAGER", "dynamo_use_regional_compilation": regional}

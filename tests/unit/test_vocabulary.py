@@ -11,7 +11,7 @@ import pytest
 from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec
 from hf_fsdp_plugin.vocabulary import BY_KEY, PREFIXES, ROWS, SettingRow, find_row, plain_key, similar_key
 
-DERIVED = {"activation.native", "launch.extra"}
+DERIVED = {"activation.native", "launch.extra", "fp8.te_options"}
 """Fields without a key, derived from other settings."""
 
 
@@ -91,7 +91,7 @@ def _given(scope: str, key: str = "", value: Any = None) -> dict[str, Any]:
     """Return sources with one more key in one scope."""
     sections: dict[str, Any] = {
         "fsdp": {"fsdp_version": 2}, "parallelism": {}, "dynamo": {}, "precision": {}, "launch": {}, "training": {},
-        "distributed": {"fsdp_size": 4},
+        "fp8": {}, "distributed": {"fsdp_size": 4},
     }  # fmt: skip
     if key:
         sections[scope] = {**sections[scope], key: value}
@@ -100,7 +100,7 @@ def _given(scope: str, key: str = "", value: Any = None) -> dict[str, Any]:
     if scope == "training":
         return {"config": {"base_model": "m", "fsdp": True, **sections["training"]}}
     return {
-        "config": {**config, "dynamo_config": sections["dynamo"], **sections["launch"]},
+        "config": {**config, "dynamo_config": sections["dynamo"], "fp8_config": sections["fp8"], **sections["launch"]},
         **({"distributed_config": sections["distributed"]} if scope == "distributed" else {}),
     }
 

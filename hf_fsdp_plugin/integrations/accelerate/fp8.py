@@ -8,9 +8,9 @@ to fp8 in the all-gather of FSDP2.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import Any, Final
+from typing import Any
 
 import torch
 from accelerate import utils
@@ -18,16 +18,13 @@ from torch import nn
 from torch.optim import Optimizer
 
 from hf_fsdp_plugin.devices import accelerator_type
+from hf_fsdp_plugin.integrations.torchao import casting_weights
 from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan
 from hf_fsdp_plugin.problems import Origin, SpecError
 from hf_fsdp_plugin.spec.fp8 import fp8_backend
 from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec
 from hf_fsdp_plugin.spec.load import with_arguments
 from hf_fsdp_plugin.text import format_names, plural
-from hf_fsdp_plugin.torch_private.fsdp2 import convert_shards, local_changes
-
-_REFRESH: Final = "_hf_fsdp_refresh_scales"
-"""Attribute of a model whose weights are gathered in fp8: the function that computes their scales again."""
 
 
 def with_handlers(spec: FsdpSpec, handlers: Iterable[Any], source: str) -> FsdpSpec:
@@ -45,7 +42,7 @@ def with_handlers(spec: FsdpSpec, handlers: Iterable[Any], source: str) -> FsdpS
                 "fp8.all_gather": config.enable_fsdp_float8_all_gather,
                 "fp8.pad_inner_dim": config.pad_inner_dim,
             }
-        elif isinstance(handler, utils.TERecipeKwargs):
+        elif type(handler) is utils.TERecipeKwargs:
             values = {"fp8.backend": "te"}
         if values:
             origin = Origin(source=source, spelling="kwargs_handlers", text=type(handler).__name__)
@@ -119,84 +116,12 @@ def apply_autocast(accelerator: Any, plan: FsdpPlan, model: nn.Module) -> None:
         utils.apply_fp8_autowrap(model, accelerator.te_recipe_handler)
 
 
-def _gathered_in_fp8(model: nn.Module) -> dict[str, Any]:
-    """Return name of a module -> its weight, for weights that convert themselves in the all-gather."""
-    return {
-        name: module.weight
-        for name, module in model.named_modules()
-        if hasattr(getattr(module, "weight", None), "fsdp_pre_all_gather")
-    }
-
-
 def _check_divisible(plan: FsdpPlan, model: nn.Module) -> None:
     """Check that all shards of a weight are equally large: torchao casts them without the padding of FSDP2."""
     size = plan.mesh.num_shards
-    rows = {f"{name}.weight": weight.shape[0] for name, weight in _gathered_in_fp8(model).items()}
+    rows = {f"{name}.weight": weight.shape[0] for name, weight in casting_weights(model).items()}
     wrong = [name for name, number in rows.items() if number % size and name not in plan.ignored_parameters]
     if wrong:
         message = f"{size} shards do not divide the rows of {plural(len(wrong), 'weight')}: {format_names(wrong, 3)}."
         fix = "Set enable_fsdp_float8_all_gather: false in fp8_config, or another shard size."
         raise SpecError([plan.spec.problem("FSDP-E169", "fp8.all_gather", message, fix)])
-
-
-def plain_weights(model: nn.Module) -> Callable[[nn.Module], None]:
-    """Register the plain weights instead of those that convert themselves, so that they are loaded and sharded.
-
-    Returns:
-        A function that makes the shards of the model convert themselves.
-    """
-    kinds: dict[int, Callable[[torch.Tensor], torch.Tensor]] = {}
-    for name, weight in _gathered_in_fp8(model).items():
-        module = model.get_submodule(name)
-        (inner, *_), context = weight.__tensor_flatten__()
-        kinds[id(module)] = _wrapping(type(weight.data), inner, context)
-        module.weight = getattr(weight, inner)  # the parameter that the module had before the conversion
-
-    def convert(sharded: nn.Module) -> None:
-        if kinds:
-            convert_shards(sharded, lambda module, name: kinds.get(id(module)) if name == "weight" else None)
-            _keep_scales(sharded)
-
-    return convert
-
-
-def _wrapping(kind: Any, inner: str, context: Any) -> Callable[[torch.Tensor], torch.Tensor]:
-    def wrap(shard: torch.Tensor) -> torch.Tensor:
-        wrapped: torch.Tensor = kind.__tensor_unflatten__({inner: shard}, context, shard.shape, shard.stride())
-        return wrapped
-
-    return wrap
-
-
-def _keep_scales(model: nn.Module) -> None:
-    """Compute the scales of all weights in one reduction before a forward, if weights have changed since.
-
-    Otherwise each all-gather reduces the largest element of each weight. After a checkpoint is loaded, the scales of
-    the weights before would be wrong.
-    """
-    from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
-
-    seen: list[object] = []
-
-    def changes() -> list[object]:
-        return [local_changes(parameter) for parameter in model.parameters()]
-
-    def refresh(*_: Any) -> None:
-        precompute_float8_dynamic_scale_for_fsdp(model)
-        seen[:] = changes()
-
-    def refresh_if_changed(*_: Any) -> None:
-        if seen != changes():
-            refresh()
-
-    model.register_forward_pre_hook(refresh_if_changed, prepend=True)  # before FSDP2's own hook
-    setattr(model, _REFRESH, refresh)
-
-
-def refresh_scales_after_steps(optimizer: Optimizer, model: nn.Module) -> None:
-    """Compute the scales of the updated weights after each step of an optimizer, as Accelerate does.
-
-    torch does not count the changes by fused optimizers.
-    """
-    if (refresh := getattr(model, _REFRESH, None)) is not None:
-        optimizer.register_step_post_hook(refresh)

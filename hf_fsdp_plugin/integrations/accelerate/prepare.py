@@ -24,7 +24,7 @@ from hf_fsdp_plugin.backends.sharding.script_access import check_parameter_hooks
 from hf_fsdp_plugin.devices import get_device
 from hf_fsdp_plugin.estimate.unit_sizes import with_padding_warning
 from hf_fsdp_plugin.hangs.calls import record
-from hf_fsdp_plugin.integrations import call_hooks, peft, resuming, run_report, saving, script_arguments
+from hf_fsdp_plugin.integrations import call_hooks, peft, resuming, run_report, saving, script_arguments, torchao
 from hf_fsdp_plugin.integrations.accelerate import fp8, private
 from hf_fsdp_plugin.integrations.accelerate.accelerator import adopt_models
 from hf_fsdp_plugin.integrations.accelerate.batches import check_even_batches, notice_accumulation
@@ -173,7 +173,7 @@ def shard_model(
         # FSDP's hooks are added around them.
         with agreement.on_all_ranks("converting the model to fp8"):
             fp8.convert_model(accelerator, plan, model, optimizers)
-            convert_shards = fp8.plain_weights(model)
+            convert_shards = torchao.plain_weights(model)
         if plan.mesh.context > 1:
             private.prepare_context_parallel(accelerator, model)
         _compile_units(accelerator, plan, model)
@@ -255,7 +255,7 @@ def _prepare_optimizers(accelerator: Any, optimizers: Sequence[Optimizer], model
         for model in models:
             free_before_step(model, optimizer)
             if has_parameters_of(model, optimizer):
-                fp8.refresh_scales_after_steps(optimizer, model)
+                torchao.refresh_scales_after_steps(optimizer, model)
 
 
 def _check_parameters(optimizers: Sequence[Optimizer], models: Sequence[nn.Module]) -> None:

@@ -173,9 +173,14 @@ def value_of_set(self: Builder) -> Case:
 
 
 def value_of_flag(self: Builder) -> Case:
-    setting = pick(self.random, [s for s in self.settings if s.section in ("fsdp", "parallelism", "dynamo", "fp8", "launch")
-                                 and s.kind not in ("section", "options")])  # fmt: skip
-    if setting.kind in ("bool", "any") and setting.section in ("launch", "dynamo"):  # switches, and flags of launchers
+    sections = ("fsdp", "parallelism", "dynamo", "fp8", "launch")
+    kinds = ("section", "options")
+    setting = pick(self.random, [s for s in self.settings if s.section in sections and s.kind not in kinds])
+    if setting.kind in ("bool", "any") and setting.section in (
+        "launch",
+        "dynamo",
+        "fp8",
+    ):  # switches, and flags of launchers
         setting = self.named["launch.num_processes"]
     key = "--" + making.written_key(self.random, setting, prefixed=True).lower()
     raw = as_text(self.value(setting))

@@ -134,7 +134,8 @@ def _observed(name: str, value: Any) -> tuple[str, Any]:
     if name.startswith(("launch.dynamo_config.", "fp8.te_options.")):
         return name, value
     prefixes = ("launch.extra", "training.", "distributed.", "launch.fsdp_config", "launch.parallelism_config",
-                "launch.dynamo_config", "activation.trainer", "launch.fp16", "launch.fp8_config", "fp8.opt_level")  # fmt: skip
+                "launch.dynamo_config", "activation.trainer", "launch.fp16", "launch.fp8_config",
+                "fp8.opt_level")  # fmt: skip
     if name.startswith(prefixes) or (name.startswith("mesh.") and name not in _AXES):
         return "", None
     return name, value

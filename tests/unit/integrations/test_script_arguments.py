@@ -31,6 +31,7 @@ from torch.distributed.fsdp import FullStateDictConfig
 from transformers import TrainingArguments
 
 import hf_fsdp_plugin as hfp
+from hf_fsdp_plugin.integrations.accelerate import fp8 as recipes
 from hf_fsdp_plugin.integrations.accelerate.accelerator import replace_scaler
 from hf_fsdp_plugin.integrations.accelerate.prepare import _compile_units
 from hf_fsdp_plugin.integrations.session import session
@@ -445,6 +446,9 @@ APPLIED: dict[tuple[str, str], Callable[[str], None] | str] = {
     ("TorchDynamoPlugin", "backend mode fullgraph dynamic options disable use_regional_compilation"):
         dynamo_argument_is_applied,
     ("ParallelismConfig", "dp_replicate_size dp_shard_size"): mesh_is_applied,
+    ("AORecipeKwargs", "config module_filter_func"): "test_fp8.py::test_recipe_of_a_script_selects_layers",
+    ("AORecipeKwargs", "pad_inner_dim enable_fsdp_float8_all_gather"):
+        "test_fp8.py::test_recipe_of_a_script_turns_fp8_on",
     ("ParallelismConfig", "cp_size tp_size"): "test_axes.py::test_axes_of_parallelism_config_are_applied",
     ("FullyShardedDataParallelPlugin", " ".join(OF_PLUGIN)): plugin_argument_is_applied,
     ("TrainingArguments", "fsdp fsdp_config bf16 fp16 use_cpu gradient_checkpointing activation_checkpointing"):
@@ -486,3 +490,13 @@ def test_timeout_of_a_started_group_is_a_warning(printed: Callable[[], list[str]
     Accelerator(kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(seconds=77))])
     assert printed() == ["FSDP-W614"]
     assert timeout_of() != timedelta(seconds=77)
+
+
+@pytest.mark.usefixtures("rank")
+def test_gpu_without_fp8_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fp8, "_is_installed", lambda backend: True)
+    monkeypatch.setattr(recipes, "accelerator_type", lambda: "cuda")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
+    spec = hfp.load_spec({"distributed_type": "FSDP", "mixed_precision": "fp8"}, environ={})
+    assert raised(lambda: recipes.handlers_of(spec, [])) == ["FSDP-E168"]
+    assert recipes.handlers_of(hfp.load_spec({"distributed_type": "FSDP"}, environ={}), []) == []

@@ -6,7 +6,7 @@ import pytest
 
 from hf_fsdp_plugin.vocabulary import BY_NAME, ROWS, SettingRow, canonical_setting
 
-KEYS = [row for row in ROWS if row.scope in ("fsdp", "parallelism", "launch", "dynamo", "precision")]
+KEYS = [row for row in ROWS if row.scope in ("fsdp", "parallelism", "launch", "dynamo", "fp8", "precision")]
 SETTINGS = [row for row in KEYS if row.opens is None and not row.ignored and row.kind != "any"]
 TEXTS = [row for row in SETTINGS if row.scope == "fsdp" and row.kind != "mapping"]
 
@@ -15,7 +15,7 @@ def _config(row: SettingRow, value: Any) -> dict[str, Any]:
     section = {row.key: value}
     if row.scope == "precision":
         return {"fsdp_config": {"fsdp_mixed_precision_policy": section}}
-    sections = {"fsdp": "fsdp_config", "parallelism": "parallelism_config", "dynamo": "dynamo_config"}
+    sections = {name: f"{name}_config" for name in ("fsdp", "parallelism", "dynamo", "fp8")}
     return {sections[row.scope]: section} if row.scope in sections else section
 
 

@@ -87,9 +87,8 @@ def test_pattern_of_modules_is_text(codes, value):
 
 @pytest.mark.parametrize("row", [row for row in ROWS if row.ignored], ids=lambda row: row.key)
 def test_key_without_effect_is_reported(assess, row):
-    section = (lambda value: {"parallelism_config": {row.key: value}}) if row.scope == "parallelism" else None
     for value in ("something", *row.stock):
-        given = section(value) if section else {row.key: value}
+        given = {row.key: value} if row.scope == "launch" else {f"{row.scope}_config": {row.key: value}}
         found = [p for p in assess({"distributed_type": "FSDP", **given}).problems if p.code == "FSDP-W026"]
         assert [problem.origin.spelling for problem in found] == ([row.key] if value == "something" else [])
 

@@ -18,7 +18,6 @@ REJECTED = [
     ("FSDP-E120", {**FSDP, "deepspeed_config": {"zero_stage": 2}}, "deepspeed_config"),
     ("FSDP-E120", {**FSDP, "megatron_lm_config": {"megatron_lm_tp_degree": 2}}, "megatron_lm_config"),
     ("FSDP-E121", config({**FP8, "fp8_config": {"backend": "MSAMP"}}), "MS-AMP"),
-    ("FSDP-W165", config({"fp8_config": {"backend": "AO"}}, fsdp_version=2), "mixed_precision is no"),
     ("FSDP-E166", config({**FP8, "fp8_config": {"backend": "TE"}}), "transformer-engine"),
     ("FSDP-E167", config({**FP8, "fp8_config": {"enable_fsdp_float8_all_gather": True}}, fsdp_version=1), "FSDP2 only"),
     ("FSDP-E167", config({**FP8, "parallelism_config": {"tp_size": 2}}, fsdp_version=2), "mesh.tensor=2"),
@@ -118,6 +117,7 @@ def test_valid_config_is_accepted(codes, given):
     ("given", "code", "setting"),
     [
         (config(fsdp_version=2, fsdp_limit_all_gathers=False), "FSDP-W148", "prefetch.limit_all_gathers"),
+        (config({"fp8_config": {"backend": "AO"}}, fsdp_version=2), "FSDP-W165", "fp8.backend"),
         (config(fsdp_version=2, fsdp_use_orig_params=False), "FSDP-W148", "params.use_orig"),
         (config(wrap_policy="SIZE_BASED", min_num_param=9, transformer_layer_cls="A"), "FSDP-W143", "wrap.classes"),
         (config(wrap_policy="NO_WRAP", transformer_layer_cls="A"), "FSDP-W143", "wrap.classes"),

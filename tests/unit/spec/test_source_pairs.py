@@ -35,7 +35,7 @@ def _pair(row: SettingRow) -> tuple[Any, str, Any, str]:
 
 
 def _section(row: SettingRow, value: str) -> dict[str, Any]:
-    sections = {"fsdp": "fsdp_config", "parallelism": "parallelism_config"}
+    sections = {"fsdp": "fsdp_config", "parallelism": "parallelism_config", "fp8": "fp8_config"}
     if row.scope == "precision":
         return {"fsdp_config": {"fsdp_mixed_precision_policy": {row.key: value}}}
     return {sections[row.scope]: {row.key: value}} if row.scope in sections else {row.key: value}
@@ -44,7 +44,7 @@ def _section(row: SettingRow, value: str) -> dict[str, Any]:
 def _sources(row: SettingRow, value: str) -> dict[str, dict[str, Any]]:
     """Return the sources that can set a row, strongest first."""
     found: dict[str, dict[str, Any]] = {"--set": {"overrides": [f"{row.name}={value}"]}}
-    if row.scope in ("fsdp", "parallelism", "launch") and row.key != "use_cpu" and row.kind != "bool":
+    if row.scope in ("fsdp", "parallelism", "fp8", "launch") and row.key != "use_cpu" and row.kind != "bool":
         found["command line"] = {"command_line": [f"--{row.key}={value}"]}
     if row.scope in ("fsdp", "precision"):
         found["TrainingArguments"] = {"fsdp": True, "fsdp_config": _section(row, value)["fsdp_config"]}
@@ -76,6 +76,7 @@ def test_every_setting_is_in_a_pair():
         "xla.settings",
         "launch.dynamo_config",
         "launch.extra",
+        "fp8.te_options",
         "activation.native",
         "launch.main_training_function",
     }

@@ -1,0 +1,87 @@
+"""Weights of torchao that cast themselves to fp8 in the all-gather of FSDP2, and their scales."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from hf_fsdp_plugin.torch_private.fsdp2 import convert_shards, local_changes
+
+_REFRESH: Final = "_hf_fsdp_refresh_scales"
+"""Attribute of a model whose weights are gathered in fp8: the function that computes their scales again."""
+
+
+def casting_weights(model: nn.Module) -> dict[str, Any]:
+    """Return name of a module -> its weight, for weights that convert themselves in the all-gather."""
+    return {
+        name: module.weight
+        for name, module in model.named_modules()
+        if hasattr(getattr(module, "weight", None), "fsdp_pre_all_gather")
+    }
+
+
+def plain_weights(model: nn.Module) -> Callable[[nn.Module], None]:
+    """Register the plain weights instead of those that convert themselves, so that they are loaded and sharded.
+
+    Returns:
+        A function that makes the shards of the model convert themselves.
+    """
+    kinds: dict[int, Callable[[torch.Tensor], torch.Tensor]] = {}
+    for name, weight in casting_weights(model).items():
+        module = model.get_submodule(name)
+        (inner, *_), context = weight.__tensor_flatten__()
+        kinds[id(module)] = _wrapping(type(weight.data), inner, context)
+        module.weight = getattr(weight, inner)  # the parameter that the module had before the conversion
+
+    def convert(sharded: nn.Module) -> None:
+        if kinds:
+            convert_shards(sharded, lambda module, name: kinds.get(id(module)) if name == "weight" else None)
+            _keep_scales(sharded)
+
+    return convert
+
+
+def _wrapping(kind: Any, inner: str, context: Any) -> Callable[[torch.Tensor], torch.Tensor]:
+    def wrap(shard: torch.Tensor) -> torch.Tensor:
+        wrapped: torch.Tensor = kind.__tensor_unflatten__({inner: shard}, context, shard.shape, shard.stride())
+        return wrapped
+
+    return wrap
+
+
+def _keep_scales(model: nn.Module) -> None:
+    """Compute the scales of all weights in one reduction before a forward, if weights have changed since.
+
+    Otherwise each all-gather reduces the largest element of each weight. After a checkpoint is loaded, the scales of
+    the weights before would be wrong.
+    """
+    from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
+
+    seen: list[object] = []
+
+    def changes() -> list[object]:
+        return [local_changes(parameter) for parameter in model.parameters()]
+
+    def refresh(*_: Any) -> None:
+        precompute_float8_dynamic_scale_for_fsdp(model)
+        seen[:] = changes()
+
+    def refresh_if_changed(*_: Any) -> None:
+        if seen != changes():
+            refresh()
+
+    model.register_forward_pre_hook(refresh_if_changed, prepend=True)  # before FSDP2's own hook
+    setattr(model, _REFRESH, refresh)
+
+
+def refresh_scales_after_steps(optimizer: Optimizer, model: nn.Module) -> None:
+    """Compute the scales of the updated weights after each step of an optimizer, as Accelerate does.
+
+    torch does not count the changes by fused optimizers.
+    """
+    if (refresh := getattr(model, _REFRESH, None)) is not None:
+        optimizer.register_step_post_hook(refresh)
