@@ -104,7 +104,7 @@ def unit_sizes(plan: FsdpPlan, model: nn.Module) -> tuple[UnitSizes, ...]:
     return tuple(result)
 
 
-def fp8_gathered(plan: FsdpPlan, model: nn.Module) -> list[nn.Parameter]:
+def fp8_gathered(plan: FsdpPlan, model: nn.Module) -> list[torch.Tensor]:
     """Return the weights that are all-gathered in fp8: those of the linear layers that Accelerate converts by default.
 
     Args:

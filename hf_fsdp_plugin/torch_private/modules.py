@@ -65,7 +65,8 @@ def local_shard(tensor: DTensor) -> torch.Tensor:
 def unconverted(shard: torch.Tensor) -> torch.Tensor:
     """Return the plain memory of a shard that casts itself in the all-gather of FSDP2; other tensors unchanged."""
     if hasattr(shard, "fsdp_pre_all_gather"):
-        plain: torch.Tensor = getattr(shard, shard.__tensor_flatten__()[0][0])
+        wrapper: Any = shard
+        plain: torch.Tensor = getattr(shard, wrapper.__tensor_flatten__()[0][0])
         return plain
     return shard
 
