@@ -11,7 +11,7 @@ from torch import nn
 
 import hf_fsdp_plugin as hfp
 from hf_fsdp_plugin.problems import SpecError
-from tests.gloo.cases_distributed_config import PLAIN, exported_results
+from tests.gloo.cases_distributed_config import PLAIN, exported_results, load
 from tests.gloo.cases_trainer import make_trainer
 from tests.support.ranks import reset_accelerate
 from tests.support.tiny import MODELS, parallel_config
@@ -151,10 +151,11 @@ def train_with_handler(arguments: dict[str, Any], *, only: str = "", **recipe: A
     return {"gathered": gathered_dtypes(model), **train_prepared(accelerator, model, optimizer, "llama", NUM_STEPS)}
 
 
-def refused(config: dict[str, Any]) -> list[str]:
-    """The codes with which preparing a model is refused."""
+def refused(config: dict[str, Any], folder: str = "") -> list[str]:
+    """The codes with which preparing a model is refused; a model of a folder is sharded while it is loaded."""
     try:
-        fresh_accelerator(config).prepare(MODELS["llama"]())
+        accelerator = fresh_accelerator(config)
+        accelerator.prepare(load(folder, fsdp_size=2) if folder else MODELS["llama"]())
     except SpecError as error:
         return [problem.code for problem in error.problems if problem.severity == "error"]
     return []

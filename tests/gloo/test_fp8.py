@@ -148,3 +148,8 @@ def test_collectives_of_fp8_equal_estimate(two_ranks: Ranks, fp8: dict[str, Any]
 def test_weights_that_shards_do_not_divide_are_refused(three_ranks: Ranks) -> None:
     assert three_ranks.run(cases.refused, {**cases.config_of(), "num_processes": 3}) == [["FSDP-E169"]] * 3
     assert three_ranks.run(cases.refused, {**cases.config_of(**WHOLE), "num_processes": 3}) == [[]] * 3
+
+
+def test_model_that_is_sharded_at_load_is_refused(two_ranks: Ranks, tmp_path: Path) -> None:
+    tiny_llama().save_pretrained(tmp_path)  # type: ignore[operator]
+    assert two_ranks.run(cases.refused, cases.config_of(), str(tmp_path)) == [["FSDP-E167"]] * 2

@@ -10,6 +10,7 @@ import pytest
 from hf_fsdp_plugin.cli.main import VERBS, main
 from hf_fsdp_plugin.launcher import world
 from hf_fsdp_plugin.sources.interface import ConfigFile, Sources
+from hf_fsdp_plugin.spec import fp8
 from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec
 from hf_fsdp_plugin.spec.load import assess
 
@@ -426,3 +427,11 @@ def test_check_starts_without_the_modules_of_ranks(tmp_path, imports_no_heavy_li
     path.write_text(GOOD)
     of_ranks = ("multiprocessing", "hf_fsdp_plugin.hangs.calls", "hf_fsdp_plugin.launcher.run_script")
     imports_no_heavy_library("check", path, libraries=("torch", *of_ranks))
+
+
+def test_summary_names_fp8_and_the_other_precision(capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr(fp8, "_is_installed", lambda backend: True)
+    path = tmp_path / "fp8.yaml"
+    path.write_text("distributed_type: FSDP\nmixed_precision: fp8\nfsdp_config: {fsdp_version: 2}\n")
+    assert main(["check", str(path)]) == 0
+    assert "; fp8 and bf16." in capsys.readouterr().out
