@@ -229,7 +229,7 @@ def describe_run(spec: FsdpSpec) -> str:
         return f"Transformers runs the FSDP of PyTorch/XLA {on}."
     if not spec.enabled:
         return f"Runs without FSDP {on}."
-    precision = "no mixed precision" if spec.precision.param == "auto" else spec.precision.param
+    precision: str = "no mixed precision" if spec.precision.param == "auto" else spec.precision.param
     precision = f"fp8 and {precision}" if spec.uses_fp8 else precision
     text = f"Runs FSDP{spec.fsdp.version} {spec.sharding.strategy} {on}; {_units(spec)}; {precision}."
     if of_script := defaults_of_script(spec):
