@@ -13,6 +13,7 @@ ranks but the first. With these replacements, every rank initializes them.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import hashlib
 import os
@@ -20,6 +21,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from contextvars import ContextVar
 from dataclasses import replace
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Final
 
@@ -50,7 +52,7 @@ from hf_fsdp_plugin.problems import Problem, SpecError
 from hf_fsdp_plugin.rank_variables import launched_rank, launched_world_size
 from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec
 from hf_fsdp_plugin.spec.load import MADE_FROM_SPEC
-from hf_fsdp_plugin.text import format_bytes
+from hf_fsdp_plugin.text import format_bytes, format_names
 from hf_fsdp_plugin.torch_private.modules import entries_in_block
 
 
@@ -105,9 +107,14 @@ def from_pretrained_on_axes(original: Callable[..., Any], kind: type, *args: Any
     if mesh is None:
         return original(*args, **kwargs)
     fields: dict[str, Any] = {"tp_size": mesh.tensor, "fsdp_size": mesh.num_shards}
-    # Added to Transformers after 5.17.
     others = {"dp_replicate_size": mesh.replicate, "ep_size": mesh.expert}
     fields |= {name: size for name, size in others.items() if size > 1}
+    if missing := fields.keys() - {field.name for field in dataclasses.fields(DistributedConfig)}:  # 5.17 and older
+        names = format_names(sorted(missing))
+        message = (
+            f"the DistributedConfig of Transformers {version('transformers')} has no {names}, which this mesh needs."
+        )
+        raise SpecError([Problem(code="FSDP-E122", message=message, fix="Install a newer version of Transformers.")])
     config = DistributedConfig(**fields, fsdp_cpu_offload=spec is not None and spec.offload.params)
     setattr(config, MADE_FROM_SPEC, True)
     return original(*args, **kwargs, distributed_config=config)

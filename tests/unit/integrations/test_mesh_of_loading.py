@@ -1,0 +1,68 @@
+"""The mesh with which ``from_pretrained`` divides a model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from hf_fsdp_plugin.integrations.session import session
+from hf_fsdp_plugin.integrations.transformers import loading
+from hf_fsdp_plugin.problems import SpecError
+from hf_fsdp_plugin.spec.load import load_spec
+
+
+@dataclass
+class OldDistributedConfig:
+    """The fields of Transformers 5.17."""
+
+    tp_size: int = 1
+    fsdp_size: int = 1
+    fsdp_cpu_offload: bool = False
+
+
+@dataclass
+class Mesh:
+    mesh_dim_names: tuple[str, ...]
+    shape: tuple[int, ...]
+
+
+def received(monkeypatch: pytest.MonkeyPatch, sizes: dict[str, int], **arguments: Any) -> dict[str, Any]:
+    """Return the arguments with which Transformers is called, for a config with an FSDP2 mesh on eight ranks."""
+    config = {
+        "distributed_type": "FSDP",
+        "use_cpu": True,
+        "fsdp_config": {"fsdp_version": 2},
+        "parallelism_config": {f"parallelism_config_{name}": size for name, size in sizes.items()},
+    }
+    monkeypatch.setattr(session, "ambient", load_spec(config, environ={}))
+    monkeypatch.setattr(session, "trainer_spec", None)
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    return loading.from_pretrained_on_axes(lambda *args, **kwargs: kwargs, object, **arguments)
+
+
+def test_axis_that_transformers_does_not_have_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loading, "DistributedConfig", OldDistributedConfig)
+    assert received(monkeypatch, {"tp_size": 2})["distributed_config"] == OldDistributedConfig(2, 4)
+    with pytest.raises(SpecError, match=r"has no ep_size.*FSDP-E122"):
+        received(monkeypatch, {"ep_size": 2})
+
+
+def test_mesh_of_a_script_for_transformers_4_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    mesh = Mesh(("dp_replicate", "dp_shard", "tp"), (2, 2, 2))
+    config = received(monkeypatch, {}, tp_plan="auto", device_mesh=mesh)["distributed_config"]
+    assert (config.dp_replicate_size, config.fsdp_size, config.tp_size) == (2, 2, 2)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"tp_plan": {"layers.*.q_proj": "colwise"}, "device_mesh": Mesh(("dp_shard", "tp"), (4, 2))},
+        {"tp_plan": "auto", "device_mesh": Mesh(("tp",), (8,))},
+        {"tp_plan": "auto", "tp_size": 4, "device_mesh": Mesh(("dp_shard", "tp"), (4, 2))},
+        {"tp_plan": "auto"},
+    ],
+)
+def test_other_arguments_of_a_script_are_kept(monkeypatch: pytest.MonkeyPatch, arguments: dict[str, Any]) -> None:
+    assert received(monkeypatch, {}, **arguments) == arguments
