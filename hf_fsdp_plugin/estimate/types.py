@@ -161,8 +161,8 @@ class MemoryEstimate:
         return {"peak_bytes": self.peak.bytes, **kinds, "host_bytes": self.host_bytes}
 
 
-CollectiveKind = Literal["all_gather", "reduce_scatter", "all_reduce", "broadcast"]
-Axis = Literal["shard", "replicate", "world"]
+CollectiveKind = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast"]
+Axis = Literal["shard", "replicate", "context", "tensor", "expert", "world"]
 StepPhase = Literal["forward", "backward", "clipping", "update"]
 
 
@@ -171,10 +171,11 @@ class Collective:
     """Calls of one collective that are alike, in one optimizer step.
 
     Attributes:
-        axis: the ranks that take part: those of the mesh's shard or replicate axis, or all.
+        axis: the ranks that take part: those of an axis of the mesh, or all. Experts are sharded over the ranks of the
+            shard axis that have the same ones.
         group_size: number of ranks that take part in a call.
         bytes: bytes of the larger side of one call on a rank: the output of an all-gather, the input of a
-            reduce-scatter, the tensor of an all-reduce.
+            reduce-scatter, the tensor of an all-reduce, what one side of an all-to-all has.
         calls: number of calls per optimizer step.
         unit: name of the unit, as in the plan; empty for the root unit and for collectives of no unit.
         phase: the part of the step.

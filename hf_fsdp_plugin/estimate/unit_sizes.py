@@ -15,6 +15,7 @@ from typing import Final
 import torch
 from torch import nn
 
+from hf_fsdp_plugin.estimate.divided import divided, has_divided_layers, local_tensor, num_shards
 from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan, UnitPlan, torch_dtype
 from hf_fsdp_plugin.strategies import STRATEGIES
 from hf_fsdp_plugin.text import format_names, plural
@@ -65,9 +66,11 @@ class UnitSizes:
         cast_grads: copies of gradients in the dtype of the reduction, which the CPU makes for all gradients of other
             dtypes before the reduce-scatter if a unit has gradients of several dtypes.
         reshards: whether the gathered parameters are freed after forward.
+        num_shards: number of ranks that have a shard each.
     """
 
     name: str
+    num_shards: int
     shards: tuple[ParameterShard, ...]
     params: int
     compute_shard: int
@@ -87,8 +90,15 @@ def unit_sizes(plan: FsdpPlan, model: nn.Module) -> tuple[UnitSizes, ...]:
     """Return the sizes of all units of a plan, in its order.
 
     Args:
-        model: the model that was planned, on any device.
+        model: the model that was planned, whole; on the meta device if a tensor or expert axis divides it.
     """
+    if has_divided_layers(plan.mesh):
+        with divided(plan, model) as rank:
+            return _sizes(plan, rank.model)
+    return _sizes(plan, model)
+
+
+def _sizes(plan: FsdpPlan, model: nn.Module) -> tuple[UnitSizes, ...]:
     parameters = dict(model.named_parameters(remove_duplicate=False))
     fp32 = {id(parameters[name]) for name in plan.fp32_parameters}
     fp8 = {id(weight) for weight in fp8_gathered(plan, model)}
@@ -96,7 +106,9 @@ def unit_sizes(plan: FsdpPlan, model: nn.Module) -> tuple[UnitSizes, ...]:
     result = []
     for unit in plan.units:
         own = [parameters[name] for name in unit.parameters]
-        kinds = tuple((p.shape, p.dtype, p.requires_grad, id(p) in fp32, id(p) in fp8) for p in own)
+        kinds = tuple(
+            (p.shape, local_tensor(p).shape, p.dtype, p.requires_grad, id(p) in fp32, id(p) in fp8) for p in own
+        )
         key = (unit.reshard_after_forward, unit.name == "", kinds)
         if key not in found:
             found[key] = _fsdp1(plan, unit, own) if plan.backend == "fsdp1" else _fsdp2(plan, unit, own, fp32, fp8)
@@ -164,12 +176,13 @@ def _fsdp2(
 ) -> UnitSizes:
     """FSDP2 splits each parameter on dim 0, and pads the shards to one size.
 
+    It splits the part of a parameter that a tensor or expert axis leaves to this rank. Parameters of several dtypes are
+    gathered as bytes, and their gradients are reduced in one dtype.
+
     Args:
         fp32, fp8: ids of the parameters that are gathered in these dtypes. Gradients are never in fp8.
-
-    Parameters of several dtypes are gathered as bytes, and their gradients are reduced in one dtype.
     """
-    num = plan.mesh.num_shards
+    num = num_shards(plan, parameters[0]) if parameters else plan.mesh.num_shards
     shards: list[ParameterShard] = []
     sums = Counter(compute_shard=0, gathered=0, flat_grad=0, reduce_input=0, grad_shard=0, cast_grads=0)
     whole, gradient_dtypes = [0], set()
@@ -177,9 +190,10 @@ def _fsdp2(
         stored, compute, reduce = _dtypes(plan, parameter)
         if id(parameter) in fp32:
             compute, reduce = torch.float32, torch_dtype(plan.precision.reduce) or torch.float32
-        shape = padded_shape(parameter.shape, num)
+        local = local_tensor(parameter)
+        shape = padded_shape(local.shape, num)
         numel, padded = prod(shape), prod(shape) // num
-        own = (min(shape[0] // num, parameter.shape[0]), *parameter.shape[1:])
+        own = (min(shape[0] // num, local.shape[0]), *local.shape[1:])
         shards.append(
             ParameterShard(
                 shape=own, whole=tuple(parameter.shape), numel=padded, dtype=stored, trainable=parameter.requires_grad
@@ -189,17 +203,18 @@ def _fsdp2(
         sums["compute_shard"] += padded * gathered.itemsize if gathered != stored else 0
         sums["gathered"] += numel * gathered.itemsize
         if parameter.requires_grad:
-            whole.append(parameter.numel() * compute.itemsize)
+            whole.append(local.numel() * compute.itemsize)
             sums["flat_grad"] += numel * compute.itemsize
             sums["reduce_input"] += numel * reduce.itemsize
             sums["grad_shard"] += padded * stored.itemsize
             # Autograd casts a gradient to a narrower dtype of the reduction.
             gradient_dtypes.add(compute if compute.itemsize <= reduce.itemsize else reduce)
-            sums["cast_grads"] += parameter.numel() * reduce.itemsize if compute.itemsize < reduce.itemsize else 0
+            sums["cast_grads"] += local.numel() * reduce.itemsize if compute.itemsize < reduce.itemsize else 0
     if len(gradient_dtypes) < 2:
         sums["cast_grads"] = 0
     return UnitSizes(
         name=unit.name,
+        num_shards=num,
         shards=tuple(shards),
         params=sum(shard.numel * shard.dtype.itemsize for shard in shards),
         whole_grads=sum(whole),
@@ -247,6 +262,7 @@ def _fsdp1(plan: FsdpPlan, unit: UnitPlan, parameters: list[nn.Parameter]) -> Un
     trained = total if trainable else 0
     return UnitSizes(
         name=unit.name,
+        num_shards=num,
         shards=tuple(shards) if total else (),
         params=local * stored.itemsize,
         compute_shard=local * compute.itemsize if casts and is_sharded else 0,

@@ -21,7 +21,7 @@ _BACKWARD: Final = "_scaled_dot_product_flash_attention_for_cpu_backward"
 _USE: Final = "context parallelism on CPU ranks"
 CONTRACTS = (
     *contracts_of(_MODULE, "refused", _USE, "custom_ops", "_templated_ring_attention",
-                  "_templated_ring_attention_backward"),
+                  "_templated_ring_attention_backward", "set_rotate_method"),
     *contracts_of(_MODULE, "unobservable", "the report of context parallelism", "_cp_options"),
     *contracts_of("torch._ops:OpOverload", "refused", _USE, "_schema"),
     *contracts_of("torch:ops.aten", "refused", _USE, f"{_FORWARD}.default", f"{_BACKWARD}.default"),
@@ -44,6 +44,11 @@ def context_exchange() -> str:
     """Return how the ranks of a context axis exchange keys and values: ``allgather`` or ``alltoall``."""
     method = import_target(f"{_MODULE}:_cp_options", CONTRACTS).rotate_method
     return str(method.name.lower().replace("_", ""))
+
+
+def set_context_exchange(method: str) -> None:
+    """Set how the ranks of a context axis exchange keys and values: ``allgather`` or ``alltoall``."""
+    import_target(f"{_MODULE}:set_rotate_method", CONTRACTS)(method)
 
 
 def _attention(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[DTensor, DTensor]:

@@ -13,9 +13,12 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.experimental import context_parallel
 
 from hf_fsdp_plugin.backends.sharding.forwards import configs_with_cache, fp32_forwards
 from hf_fsdp_plugin.backends.torch_types import cast_floats
+from hf_fsdp_plugin.estimate.divided import RankModel, divided
 from hf_fsdp_plugin.estimate.memory.recorder import Recorder, replace_forward
 from hf_fsdp_plugin.estimate.memory.step import StepProfile, expand_layers
 from hf_fsdp_plugin.estimate.memory.tracker import DeviceAttention
@@ -23,6 +26,7 @@ from hf_fsdp_plugin.estimate.types import Workload
 from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan, torch_dtype
 from hf_fsdp_plugin.plan.names import is_inside
 from hf_fsdp_plugin.problems import Problem, SpecError
+from hf_fsdp_plugin.torch_private.context_parallel import add_cpu_attention, context_exchange, set_context_exchange
 from hf_fsdp_plugin.torch_private.modules import registrations
 
 _MIN_LAYERS = 5
@@ -39,17 +43,14 @@ def profile_step(plan: FsdpPlan, model: nn.Module, workload: Workload) -> StepPr
 
     Raises:
         SpecError: the model cannot run on the meta device (FSDP-E810), has other inputs than a batch of text or images
-            (FSDP-E811), or is divided over a tensor or expert axis (FSDP-E813).
+            (FSDP-E811), or its axes cannot be predicted in this process (FSDP-E813).
     """
-    if plan.mesh.tensor > 1 or plan.mesh.expert > 1:
-        axis = "mesh.tensor" if plan.mesh.tensor > 1 else "mesh.expert"
-        sizes = f"mesh.tensor={plan.mesh.tensor} and mesh.expert={plan.mesh.expert}"
-        message = f"memory and time are not predicted for {sizes}: Transformers divides layers while it loads a model."
-        fix = "Predict the same ranks without these axes, or train a few steps and read the peak in the report."
-        raise SpecError([plan.spec.problem("FSDP-E813", axis, message, fix)])
-    batch = meta_batch(model, micro_batch=workload.micro_batch, seq_len=workload.seq_len // plan.mesh.context)
+    batch = meta_batch(model, micro_batch=workload.micro_batch, seq_len=workload.seq_len)
     try:
-        return _profile(plan, model, workload, batch)
+        with divided(plan, model) as rank:
+            return _profile(plan, rank, workload, batch)
+    except SpecError:
+        raise
     except Exception as error:  # the code of the model can raise any exception
         reason = (str(error).strip().splitlines() or [""])[0]
         message = f"{type(model).__name__} cannot run on the meta device: {type(error).__name__}: {reason}"
@@ -57,7 +58,8 @@ def profile_step(plan: FsdpPlan, model: nn.Module, workload: Workload) -> StepPr
         raise SpecError([Problem(code="FSDP-E810", message=message, fix=fix)]) from error
 
 
-def _profile(plan: FsdpPlan, model: nn.Module, workload: Workload, batch: dict[str, Any]) -> StepProfile:
+def _profile(plan: FsdpPlan, rank: RankModel, workload: Workload, batch: dict[str, Any]) -> StepProfile:
+    model = rank.model
     equal = equal_layers(model, plan.fp32_parameters)
     groups = {layer: copies for layer, copies in equal.items() if _has_own_units(plan, layer)}
     with ExitStack() as undo:
@@ -65,7 +67,10 @@ def _profile(plan: FsdpPlan, model: nn.Module, workload: Workload, batch: dict[s
         _set_compute_dtypes(plan, model, [name for copies in groups.values() for name in copies], undo)
         for module, forward in list(fp32_forwards(plan, model)):
             replace_forward(module, forward, undo)
-        recorder = Recorder(plan, model, groups, undo)
+        if rank.context is not None:
+            batch = _divide_sequence(plan, model, batch, rank.context, undo)
+        inputs = [x for x in batch.values() if isinstance(x, torch.Tensor)]
+        recorder = Recorder(plan, rank, inputs, groups, undo)
         _set_stored_dtypes(plan, model, undo)
         undo.enter_context(DeviceAttention(plan.device_type))
         undo.enter_context(recorder.tracker)
@@ -78,8 +83,36 @@ def _profile(plan: FsdpPlan, model: nn.Module, workload: Workload, batch: dict[s
         recorder.finish()
     return StepProfile(
         stages=tuple(expand_layers(recorder.stages, recorder.representatives)),
-        input_bytes=sum(x.untyped_storage().nbytes() for x in batch.values() if isinstance(x, torch.Tensor)),
+        input_bytes=sum(x.untyped_storage().nbytes() for x in inputs),
     )
+
+
+def _divide_sequence(
+    plan: FsdpPlan, model: nn.Module, batch: dict[str, Any], mesh: DeviceMesh, undo: ExitStack
+) -> dict[str, torch.Tensor]:
+    """Return the part of a batch that a rank of the context axis has, in the memory of the whole batch.
+
+    The batch and the attention are those of the Trainer and of Accelerate's ``_attach_context_parallel_hooks``.
+    """
+    ids, labels = batch["input_ids"], torch.zeros_like(batch["labels"])
+    positions = torch.arange(ids.shape[1], device="meta").expand(ids.shape[0], -1)
+    parts = {"input_ids": ids, "labels": labels, "shift_labels": torch.zeros_like(labels), "position_ids": positions}
+    buffers = list(parts.values())
+    undo.callback(set_context_exchange, context_exchange())
+    set_context_exchange(plan.spec.mesh.context_exchange)
+    if plan.device_type == "cpu":
+        add_cpu_attention()
+    undo.enter_context(
+        context_parallel(mesh, buffers=buffers, buffer_seq_dims=[1] * len(buffers), no_restore_buffers=set(buffers))
+    )
+
+    def causal(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+        return args, {**kwargs, "attention_mask": None, "is_causal": True}
+
+    for name, module in model.named_modules():
+        if name.endswith("self_attn"):
+            undo.callback(module.register_forward_pre_hook(causal, with_kwargs=True).remove)
+    return parts
 
 
 def meta_batch(model: nn.Module, *, micro_batch: int, seq_len: int) -> dict[str, Any]:

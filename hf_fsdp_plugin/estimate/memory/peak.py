@@ -13,6 +13,7 @@ from typing import Final
 
 from torch import nn
 
+from hf_fsdp_plugin.estimate.divided import as_loaded
 from hf_fsdp_plugin.estimate.machines import Machine
 from hf_fsdp_plugin.estimate.memory.engines import Fsdp1Engine, Fsdp2Engine
 from hf_fsdp_plugin.estimate.memory.meta_pass import profile_step
@@ -72,6 +73,7 @@ def estimate_memory(
         SpecError: the model has other inputs than a batch of text or images (FSDP-E811), or cannot run on the meta
             device (FSDP-E810).
     """
+    plan = as_loaded(plan, model)
     profile = profile_step(plan, model, workload)
     return follow_step(plan, unit_sizes(plan, model), ignored_bytes(plan, model), workload, profile, machine)
 

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from hf_fsdp_plugin.backends.sharding.forwards import save_every_second_matmul
 from hf_fsdp_plugin.backends.torch_types import cast_floats
+from hf_fsdp_plugin.estimate.divided import RankModel, local_tensor
 from hf_fsdp_plugin.estimate.memory.step import Stage, StageKind
 from hf_fsdp_plugin.estimate.memory.tracker import DeviceAttention, Tracker
 from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan, torch_dtype
@@ -29,16 +30,25 @@ class Recorder:
         representatives: layer that does not run -> equal layer that runs.
     """
 
-    def __init__(self, plan: FsdpPlan, model: nn.Module, groups: Mapping[str, Iterable[str]], undo: ExitStack) -> None:
+    def __init__(
+        self,
+        plan: FsdpPlan,
+        rank: RankModel,
+        inputs: Iterable[torch.Tensor],
+        groups: Mapping[str, Iterable[str]],
+        undo: ExitStack,
+    ) -> None:
         """Add the hooks. ``undo`` removes them when it is closed.
 
         Args:
+            inputs: the batch, which is not counted.
             groups: layer that runs -> equal layers that do not.
         """
-        self._plan, self._undo = plan, undo
+        self._plan, self._undo, model = plan, undo, rank.model
         self._modules = dict(model.named_modules(remove_duplicate=False))
         self.stages: list[Stage] = []
-        self.tracker = Tracker([*model.parameters(), *model.buffers()])
+        ignored = [*model.parameters(), *model.buffers(), *inputs]
+        self.tracker = Tracker(ignored, rank.axes, plan.device_type)
         self.representatives = {name: layer for layer, names in groups.items() for name in names}
         self._open: tuple[StageKind, str, int] | None = None
         self._missing: dict[str, set[str]] = {}
@@ -83,8 +93,8 @@ class Recorder:
 
     def _post_backward(self, unit: str) -> None:
         self._in_backward.pop(unit, None)
-        grads = (parameter.grad for parameter in self._gradients[unit])
-        self.mark("post_backward", unit, sum(grad.untyped_storage().nbytes() for grad in grads if grad is not None))
+        grads = [local_tensor(p.grad) for p in self._gradients[unit] if p.grad is not None]
+        self.mark("post_backward", unit, sum(grad.untyped_storage().nbytes() for grad in grads))
 
     def _pre_backward(self, unit: str) -> None:
         for layer in self._layers_in_backward:

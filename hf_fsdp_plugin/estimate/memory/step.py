@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 from hf_fsdp_plugin.estimate.machines import OpKind
-from hf_fsdp_plugin.estimate.types import MEMORY_KINDS, MemoryKind, Moment
+from hf_fsdp_plugin.estimate.types import MEMORY_KINDS, Axis, CollectiveKind, MemoryKind, Moment
 from hf_fsdp_plugin.estimate.unit_sizes import UnitSizes
 from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan
 from hf_fsdp_plugin.plan.names import is_inside
@@ -45,6 +45,14 @@ class OpCost:
     length: int = 0
 
 
+class AxisCall(NamedTuple):
+    """A collective that the forward or backward of a layer runs over an axis; see ``Collective``."""
+
+    kind: CollectiveKind
+    axis: Axis
+    bytes: int
+
+
 @dataclass(frozen=True, slots=True)
 class Stage:
     """What a forward and backward pass allocates from one event to the next.
@@ -59,6 +67,7 @@ class Stage:
         most_activations: the most activations of the stage, relative to the start, with each gradient until it is
             accumulated.
         ops: operations and how often each runs, without those that checkpointing repeats.
+        calls: collectives over context, tensor and expert axes, with those that checkpointing repeats.
     """
 
     kind: StageKind
@@ -69,6 +78,7 @@ class Stage:
     host_bytes: int
     most_activations: int
     ops: Mapping[OpCost, int]
+    calls: Mapping[AxisCall, int]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

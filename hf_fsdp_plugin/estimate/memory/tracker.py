@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
 from functools import cache
 from typing import Any, Final
@@ -21,10 +21,14 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
 from hf_fsdp_plugin.estimate.machines import OpKind
-from hf_fsdp_plugin.estimate.memory.step import OpCost, Usage
+from hf_fsdp_plugin.estimate.divided import local_tensor
+from hf_fsdp_plugin.estimate.memory.step import AxisCall, OpCost, Usage
+from hf_fsdp_plugin.estimate.types import Axis
 from hf_fsdp_plugin.plan.fsdp_plan import DTYPES
-from hf_fsdp_plugin.torch_private import functions
+from hf_fsdp_plugin.torch_private import fake_ranks, functions
 
+_ATTENTION: Final = F.scaled_dot_product_attention
+"""The function itself. Context parallelism replaces the attribute, and calls it for divided tensors."""
 _MAX_FLASH_HEAD_DIM: Final = 256
 _FUNCTIONS: Final = frozenset(
     {
@@ -90,19 +94,28 @@ class Tracker(functions.TorchDispatchMode):
         peak: the usage with the largest total since :meth:`restart`.
         most_activations: the largest number of bytes of activations since then.
         ops: operations since then, and how often each ran, without those that run while `counts_ops` is not set.
+        calls: collectives since then, and how often each ran.
     """
 
     peak: Usage
     most_activations: int
     ops: Counter[OpCost]
+    calls: Counter[AxisCall]
 
-    def __init__(self, ignored: Iterable[torch.Tensor]) -> None:
+    def __init__(self, ignored: Iterable[torch.Tensor], axes: Mapping[str, Axis], device_type: str) -> None:
+        """Begin with no memory in use.
+
+        Args:
+            ignored: tensors that are not counted.
+            axes: name of a process group -> its axis.
+        """
         super().__init__()
+        self._axes, self._copies_collectives = axes, device_type == "cpu"
         self.live = Usage()
         self.host_bytes = 0
         self.restart()
         self.counts_ops = True
-        self._known: dict[int, Any] = {functions.storage_key(tensor): None for tensor in ignored}
+        self._known: dict[int, Any] = {functions.storage_key(local_tensor(tensor)): None for tensor in ignored}
         self._grads: set[int] = set()
         self._last_op: str = ""
 
@@ -111,35 +124,42 @@ class Tracker(functions.TorchDispatchMode):
         self._start, self._start_host_bytes = self.live, self.host_bytes
         self.peak = self.live
         self.most_activations = self.live.activations
-        self.ops = Counter()
+        self.ops, self.calls = Counter(), Counter()
 
-    def usage_since_start(self) -> tuple[Usage, Usage, int, int, Counter[OpCost]]:
+    def usage_since_start(self) -> tuple[Usage, Usage, int, int, Counter[OpCost], Counter[AxisCall]]:
         """Return the last fields of a :class:`Stage` for what has run since :meth:`restart`."""
         self.update_peak()
         start, host_bytes = self._start, self.host_bytes - self._start_host_bytes
         most_activations = self.most_activations - start.activations
-        return self.peak.minus(start), self.live.minus(start), host_bytes, most_activations, self.ops
+        return self.peak.minus(start), self.live.minus(start), host_bytes, most_activations, self.ops, self.calls
 
     def count_gradient(self, parameter: torch.Tensor) -> None:
         """Count the storage of a parameter's gradient, which was allocated as an activation, as a gradient."""
-        gradient = parameter.grad
-        if gradient is None:
+        if parameter.grad is None:
             return
+        gradient = local_tensor(parameter.grad)
         key, size = functions.storage_key(gradient), gradient.untyped_storage().nbytes()
         if key in self._known and key not in self._grads and self._known[key] is not None:
             self._grads.add(key)
             self.live = Usage(self.live.activations - size, self.live.grads + size)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if fake_ranks.runs_on_local_tensors(types):
+            return NotImplemented
         if func is functions.READ_VALUE:
             return self._value(args[0])
         kwargs = kwargs or {}
-        out: Any = (_grouped_product if func is functions.GROUPED_MM else func)(*args, **kwargs)
-        if self.counts_ops and (cost := op_cost(func, args, kwargs, out)) is not None:
+        if func.namespace == "c10d":
+            out: Any = fake_ranks.run_in_place(func, args)
+        else:
+            out = (_grouped_product if func is functions.GROUPED_MM else func)(*args, **kwargs)
+        if (call := fake_ranks.collective_of(func, args, out)) is not None:
+            self._count_call(*call)
+        elif self.counts_ops and (cost := op_cost(func, args, kwargs, out)) is not None:
             self.ops[cost] += 1
         self._last_op = str(func)
         for tensor in functions.tree_leaves(out):
-            if isinstance(tensor, torch.Tensor):
+            if isinstance(tensor, torch.Tensor) and not fake_ranks.is_fake(tensor):
                 self._see(tensor)
         # Autograd adds a gradient to another one in place if nothing else refers to it. With a dispatch mode it adds
         # out of place (torch/csrc/autograd/input_buffer.cpp), and frees the operand at once.
@@ -152,6 +172,14 @@ class Tracker(functions.TorchDispatchMode):
         if sum(self.live) > sum(self.peak):
             self.peak = self.live
         self.most_activations = max(self.most_activations, self.live.activations)
+
+    def _count_call(self, kind: Any, group: str, size: int) -> None:
+        """Count a collective. Gloo copies the output of an all-gather, and the input of a reduce-scatter."""
+        self.calls[AxisCall(kind, self._axes[group], size)] += 1
+        if self._copies_collectives and kind in ("all_gather", "reduce_scatter"):
+            before, self.live = self.live, Usage(self.live.activations + size, self.live.grads)
+            self.update_peak()
+            self.live = before
 
     def _value(self, tensor: torch.Tensor) -> Any:
         """Return a value for ``item()``, which meta tensors do not have.
@@ -201,7 +229,7 @@ class DeviceAttention(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is F.scaled_dot_product_attention:
+        if func is _ATTENTION:
             return run_attention(self._device_type, *args, **kwargs)
         if func is F.dropout and self._device_type != "cpu":
             return dropout_with_byte_mask(*args, **kwargs)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import typing
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -17,7 +18,8 @@ class Point:
 
     ``lora`` is the rank of adapters on all linear layers; with ``qlora`` their weights are bitsandbytes' NF4 with
     nested scales, and the others have the dtype of the precision. Whisper's sounds and CLIP's images have fixed sizes.
-    ``fp32`` is the pattern of ``fsdp_fp32_modules``, which needs torch 2.15.
+    ``fp32`` is the pattern of ``fsdp_fp32_modules``, which needs torch 2.15. ``context``, ``tensor`` and ``expert`` are
+    sizes of axes.
     """
 
     family: Family = "llama"
@@ -51,6 +53,10 @@ class Point:
     heads: int = 8
     kv_heads: int = 4
     experts: int = 4
+    context: int = 1
+    tensor: int = 1
+    expert: int = 1
+    exchange: Literal["allgather", "alltoall"] = "allgather"
 
     def __str__(self) -> str:
         """Return what differs from the default, in the form that :func:`parse_point` reads."""
@@ -198,6 +204,11 @@ def make_batch(shapes: dict[str, Any], vocab: int, generator: Any) -> dict[str, 
 def make_spec(point: Point, *, use_cpu: bool = True) -> Any:
     import hf_fsdp_plugin as hfp
 
+    return hfp.load_spec(make_settings(point, use_cpu=use_cpu))
+
+
+def make_settings(point: Point, *, use_cpu: bool = True) -> dict[str, Any]:
+    """Return the point's config, as ``accelerate config`` writes it."""
     fsdp = {
         "fsdp_version": point.version,
         "fsdp_sharding_strategy": point.strategy.upper(),
@@ -219,15 +230,18 @@ def make_spec(point: Point, *, use_cpu: bool = True) -> Any:
         fsdp["fsdp_use_orig_params"] = point.use_orig
     if point.strategy.startswith("hybrid"):
         fsdp |= {"fsdp_dp_shard_size": 2}
-    return hfp.load_spec(
-        {
-            "distributed_type": "FSDP",
-            "num_processes": point.ranks,
-            "use_cpu": use_cpu,
-            "mixed_precision": point.precision,
-            "fsdp_config": fsdp,
-        }
-    )
+    sizes = {"cp_size": point.context, "tp_size": point.tensor, "ep_size": point.expert}
+    axes: dict[str, Any] = {f"parallelism_config_{name}": size for name, size in sizes.items() if size > 1}
+    if point.context > 1:
+        axes["parallelism_config_cp_comm_strategy"] = point.exchange
+    return {
+        "distributed_type": "FSDP",
+        "num_processes": point.ranks,
+        "use_cpu": use_cpu,
+        "mixed_precision": point.precision,
+        "fsdp_config": fsdp,
+        **({"parallelism_config": axes} if axes else {}),
+    }
 
 
 def make_workload(point: Point) -> Any:
@@ -250,14 +264,17 @@ def measure(rank: int, report: Callable[..., None], point: Point, steps: int) ->
 
     counter = AllocatorCounter()
     before = counter.current
+    is_divided = max(point.tensor, point.expert) > 1
+    if is_divided:
+        hfp.install(make_settings(point))
     accelerator = hfp.accelerator(make_spec(point), gradient_accumulation_steps=point.accumulation)
     if point.sync:
         accelerator.gradient_state.plugin_kwargs["sync_each_batch"] = True
-    model = make_model(point)
+    model = _divided_model(point) if is_divided else make_model(point)
     shapes = meta_batch(model, micro_batch=point.batch, seq_len=point.seq)
     optimizers = make_optimizers(model, make_workload(point), "cpu")
     model, *optimizers = accelerator.prepare(model.train(), *optimizers)
-    generator = torch.Generator().manual_seed(1 + rank)
+    generator = torch.Generator().manual_seed(1 + rank // (point.context * point.tensor))
     peaks = []
     for _ in range(1 + steps):
         counter.reset_peak()
@@ -267,6 +284,33 @@ def measure(rank: int, report: Callable[..., None], point: Point, steps: int) ->
     report("peaks", peaks[1:])
 
 
+def _divided_model(point: Point) -> Any:
+    """Return the point's model as ``from_pretrained`` divides it over the ranks. Tokens are routed to all experts."""
+    import tempfile
+
+    import torch.distributed as dist
+
+    folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else ""]
+    dist.broadcast_object_list(folder)
+    if dist.get_rank() == 0:
+        make_model(point).save_pretrained(folder[0])
+    dist.barrier()
+    config = make_config(point)
+    return getattr(__import__("transformers"), _CLASSES[point.family]).from_pretrained(
+        folder[0], attn_implementation=point.attention, config=config
+    )
+
+
+def _context_batch(batch: dict[str, Any]) -> dict[str, Any]:
+    """Return a batch with what the Trainer adds to it for context parallelism."""
+    import torch
+
+    ids, labels = batch["input_ids"], batch["labels"].clone()
+    shifted = torch.nn.functional.pad(labels, (0, 1), value=-100)[:, 1:].contiguous()
+    positions = torch.arange(ids.shape[1]).expand(ids.shape[0], -1)
+    return {"input_ids": ids, "labels": labels, "shift_labels": shifted, "position_ids": positions}
+
+
 def train_step(point: Point, accelerator: Any, model: Any, optimizers: Any, shapes: Any, generator: Any) -> None:
     """One optimizer step, with a new batch for each micro-batch."""
     for _ in range(point.accumulation):
@@ -274,7 +318,16 @@ def train_step(point: Point, accelerator: Any, model: Any, optimizers: Any, shap
             batch = make_batch(shapes, point.vocab, generator)
             moved = {id(value): value.to(accelerator.device) for value in batch.values()}  # labels may be inputs
             batch = {name: moved[id(value)] for name, value in batch.items()}
-            accelerator.backward(model(**batch).loss)
+            divided: Any = nullcontext()
+            if point.context > 1:
+                batch = _context_batch(batch)
+                buffers = list(batch.values())
+                divided = accelerator.maybe_context_parallel(
+                    buffers=buffers, buffer_seq_dims=[1] * len(buffers), no_restore_buffers=set(buffers)
+                )
+                del buffers
+            with divided:
+                accelerator.backward(model(**batch).loss)
             if accelerator.sync_gradients and point.clip:
                 accelerator.clip_grad_norm_(model.parameters(), 1.0)
             for optimizer in optimizers:

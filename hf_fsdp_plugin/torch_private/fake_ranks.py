@@ -1,0 +1,89 @@
+"""Process groups of ranks that do not exist, and the collectives that a dispatch mode sees.
+
+torch's backend ``fake`` communicates nothing. Its private module registers it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from hf_fsdp_plugin.contracts import contracts_of, guard_functions, import_target
+from hf_fsdp_plugin.torch_private.functions import operator_name, resolve_group, tree_leaves
+
+_FAKE: Final = "torch.testing._internal.distributed.fake_pg"
+_C10D: Final = "torch._C._distributed_c10d"
+_FUNCTIONAL: Final = "torch.distributed._functional_collectives"
+_USE: Final = "the prediction for context, tensor and expert axes"
+CONTRACTS = (
+    *contracts_of(_FAKE, "refused", _USE, "FakeStore"),
+    *contracts_of(_C10D, "refused", _USE, "FakeWork"),
+    *contracts_of("torch._subclasses.fake_tensor", "refused", _USE, "FakeTensor"),
+    *contracts_of(_FUNCTIONAL, "refused", _USE, "AsyncCollectiveTensor"),
+)  # fmt: skip
+FakeTensor = import_target("torch._subclasses.fake_tensor:FakeTensor", CONTRACTS)
+AsyncCollectiveTensor = import_target(f"{_FUNCTIONAL}:AsyncCollectiveTensor", CONTRACTS)
+KINDS: Final = {
+    "all_gather_into_tensor": "all_gather", "_allgather_base_": "all_gather", "allgather_": "all_gather",
+    "reduce_scatter_tensor": "reduce_scatter", "_reduce_scatter_base_": "reduce_scatter",
+    "all_reduce": "all_reduce", "allreduce_": "all_reduce",
+    "all_to_all_single": "all_to_all", "alltoall_base_": "all_to_all",
+}  # fmt: skip
+"""Operator of the namespaces ``c10d`` and ``_c10d_functional`` -> kind of collective."""
+
+
+@contextmanager
+def fake_process_group(world_size: int, rank: int = 0) -> Iterator[None]:
+    """Make this process a rank of a world whose collectives do nothing.
+
+    Args:
+        world_size: number of ranks, which do not exist.
+    """
+    store = import_target(f"{_FAKE}:FakeStore", CONTRACTS)()
+    dist.init_process_group("fake", store=store, rank=rank, world_size=world_size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def runs_on_local_tensors(types: Iterable[type]) -> bool:
+    """Return whether an operator has arguments that are divided or in a collective: it calls operators on the memory."""
+    return any(issubclass(each, DTensor | AsyncCollectiveTensor) for each in types)
+
+
+def is_fake(tensor: Any) -> bool:
+    """Return whether a tensor only stands for a shape, while ``DTensor`` computes the layout of a result."""
+    return isinstance(tensor, FakeTensor)
+
+
+def collective_of(func: Any, args: Any, out: Any) -> tuple[str, str, int] | None:
+    """Return the kind, the name of the group and the bytes of the larger side of a collective that has run."""
+    kind = KINDS.get(operator_name(func)) if "c10d" in func.namespace else None
+    if kind is None:
+        return None
+    group = resolve_group(args[-1]) or next(filter(None, map(_unboxed, args)))
+    sides = [sum(t.nbytes for t in tree_leaves(arg) if isinstance(t, torch.Tensor)) for arg in (*args, out)]
+    return kind, group.group_name, max(sides)
+
+
+def run_in_place(func: Any, args: Any) -> Any:
+    """Return the result of a collective of the namespace ``c10d``, which has no kernel for meta tensors."""
+    work = import_target(f"{_C10D}:FakeWork", CONTRACTS)().boxed()
+    return work if len(func._schema.returns) == 1 else (args[0], work)
+
+
+def _unboxed(argument: Any) -> dist.ProcessGroup | None:
+    """Return the process group in an operator's argument; ``None`` for other arguments."""
+    try:
+        return dist.ProcessGroup.unbox(argument) if isinstance(argument, torch.ScriptObject) else None
+    except RuntimeError:  # another class, such as the reduction
+        return None
+
+
+guard_functions(globals(), CONTRACTS)
