@@ -57,7 +57,7 @@ def divided(plan: FsdpPlan, model: nn.Module) -> Iterator[RankModel]:
             return
         model, axes = _divide(plan.mesh, model, fsdp=False)
         context = mesh["cp"] if plan.mesh.context > 1 else None
-        yield RankModel(model=model, axes=axes | _group(mesh, "cp"), context=context)
+        yield RankModel(model=model, axes=axes | (_group(mesh, "cp") if context else {}), context=context)
 
 
 def as_loaded(plan: FsdpPlan, model: nn.Module) -> FsdpPlan:

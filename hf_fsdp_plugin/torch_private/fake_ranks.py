@@ -24,9 +24,12 @@ CONTRACTS = (
     *contracts_of(_FAKE, "refused", _USE, "FakeStore"),
     *contracts_of(_C10D, "refused", _USE, "FakeWork"),
     *contracts_of("torch._subclasses.fake_tensor", "refused", _USE, "FakeTensor"),
+    *contracts_of("torch:ops._c10d_functional", "refused", _USE, "_wrap_tensor_autograd.default"),
     *contracts_of(_FUNCTIONAL, "refused", _USE, "AsyncCollectiveTensor"),
 )  # fmt: skip
 FakeTensor = import_target("torch._subclasses.fake_tensor:FakeTensor", CONTRACTS)
+WRAP = import_target("torch:ops._c10d_functional._wrap_tensor_autograd.default", CONTRACTS)
+"""The operator after a functional collective, which returns the tensor for autograd."""
 AsyncCollectiveTensor = import_target(f"{_FUNCTIONAL}:AsyncCollectiveTensor", CONTRACTS)
 KINDS: Final = {
     "all_gather_into_tensor": "all_gather", "_allgather_base_": "all_gather", "allgather_": "all_gather",

@@ -67,13 +67,15 @@ def _profile(plan: FsdpPlan, rank: RankModel, workload: Workload, batch: dict[st
         _set_compute_dtypes(plan, model, [name for copies in groups.values() for name in copies], undo)
         for module, forward in list(fp32_forwards(plan, model)):
             replace_forward(module, forward, undo)
-        if rank.context is not None:
-            batch = _divide_sequence(plan, model, batch, rank.context, undo)
         inputs = [x for x in batch.values() if isinstance(x, torch.Tensor)]
         recorder = Recorder(plan, rank, inputs, groups, undo)
         _set_stored_dtypes(plan, model, undo)
         undo.enter_context(DeviceAttention(plan.device_type))
         undo.enter_context(recorder.tracker)
+        input_bytes = sum(x.untyped_storage().nbytes() for x in inputs)
+        if rank.context is not None:
+            batch = _divide_sequence(plan, model, batch, rank.context, undo)
+            input_bytes = recorder.tracker.live.activations
         recorder.mark("start", "")
         outputs = model(**batch)
         loss: torch.Tensor = outputs["loss"] if isinstance(outputs, dict) else outputs[0]
@@ -83,18 +85,18 @@ def _profile(plan: FsdpPlan, rank: RankModel, workload: Workload, batch: dict[st
         recorder.finish()
     return StepProfile(
         stages=tuple(expand_layers(recorder.stages, recorder.representatives)),
-        input_bytes=sum(x.untyped_storage().nbytes() for x in inputs),
+        input_bytes=input_bytes,
     )
 
 
 def _divide_sequence(
     plan: FsdpPlan, model: nn.Module, batch: dict[str, Any], mesh: DeviceMesh, undo: ExitStack
 ) -> dict[str, torch.Tensor]:
-    """Return the part of a batch that a rank of the context axis has, in the memory of the whole batch.
+    """Return the part of a batch that a rank of the context axis has, in new tensors with memory for the whole batch.
 
     The batch and the attention are those of the Trainer and of Accelerate's ``_attach_context_parallel_hooks``.
     """
-    ids, labels = batch["input_ids"], torch.zeros_like(batch["labels"])
+    ids, labels = torch.zeros_like(batch["input_ids"]), torch.zeros_like(batch["labels"])
     positions = torch.arange(ids.shape[1], device="meta").expand(ids.shape[0], -1)
     parts = {"input_ids": ids, "labels": labels, "shift_labels": torch.zeros_like(labels), "position_ids": positions}
     buffers = list(parts.values())

@@ -93,7 +93,7 @@ class Recorder:
 
     def _post_backward(self, unit: str) -> None:
         self._in_backward.pop(unit, None)
-        grads = [local_tensor(p.grad) for p in self._gradients[unit] if p.grad is not None]
+        grads = (local_tensor(p.grad) for p in self._gradients[unit] if p.grad is not None)
         self.mark("post_backward", unit, sum(grad.untyped_storage().nbytes() for grad in grads))
 
     def _pre_backward(self, unit: str) -> None:

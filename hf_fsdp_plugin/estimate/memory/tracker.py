@@ -151,6 +151,8 @@ class Tracker(functions.TorchDispatchMode):
         kwargs = kwargs or {}
         if func.namespace == "c10d":
             out: Any = fake_ranks.run_in_place(func, args)
+        elif func is fake_ranks.WRAP:
+            out = args[0].view_as(args[0])  # on meta tensors, torch's operator returns a copy
         else:
             out = (_grouped_product if func is functions.GROUPED_MM else func)(*args, **kwargs)
         if (call := fake_ranks.collective_of(func, args, out)) is not None:
@@ -184,10 +186,11 @@ class Tracker(functions.TorchDispatchMode):
     def _value(self, tensor: torch.Tensor) -> Any:
         """Return a value for ``item()``, which meta tensors do not have.
 
-        Transformers asks whether all tokens are attended to and in one sequence: yes. Other conditions are false.
+        Transformers asks whether all tokens are attended to and in one sequence: yes, unless a rank has two parts of
+        it. Other conditions are false.
         """
         if tensor.dtype is torch.bool:
-            return self._last_op == "aten.all.default"
+            return self._last_op == "aten.all.default" and "context" not in self._axes.values()
         return 1.0 if tensor.is_floating_point() else 0
 
     def _see(self, tensor: torch.Tensor) -> None:
