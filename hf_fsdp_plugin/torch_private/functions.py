@@ -61,7 +61,7 @@ CONTRACTS = (
     *contracts_of("torch.amp.grad_scaler:GradScaler", "refused", _SCALER, "_unscale_grads_"),
     *contracts_of("torch", "refused", _SCALER, "_amp_foreach_non_finite_check_and_unscale_"),
     *contracts_of(_DISPATCH, "refused", _PREDICTION, "TorchDispatchMode"),
-    *contracts_of("torch:ops.aten", "refused", _PREDICTION, "_grouped_mm.default", "_local_scalar_dense.default",
+    *contracts_of("torch:ops.aten", "refused", _PREDICTION, "_grouped_mm.default", "_local_scalar_dense.default", "_to_copy.default",
                   "_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention",
                   "_scaled_dot_product_efficient_attention"),
     *contracts_of("torch:UntypedStorage", "refused", _PREDICTION, "_cdata"),
@@ -99,6 +99,8 @@ GROUPED_MM = import_target("torch:ops.aten._grouped_mm.default", CONTRACTS)
 """The operator that ``torch.nn.functional.grouped_mm`` calls."""
 READ_VALUE = import_target("torch:ops.aten._local_scalar_dense.default", CONTRACTS)
 """The operator of ``Tensor.item()``."""
+TO_COPY = import_target("torch:ops.aten._to_copy.default", CONTRACTS)
+"""The operator of ``Tensor.to`` and, for tensors that are not in host memory, of ``Tensor.tolist``."""
 cpu_attention = import_target("torch:ops.aten._scaled_dot_product_flash_attention_for_cpu", CONTRACTS)
 flash_attention = import_target("torch:ops.aten._scaled_dot_product_flash_attention", CONTRACTS)
 efficient_attention = import_target("torch:ops.aten._scaled_dot_product_efficient_attention", CONTRACTS)

@@ -118,6 +118,7 @@ class Tracker(functions.TorchDispatchMode):
         self._known: dict[int, Any] = {functions.storage_key(local_tensor(tensor)): None for tensor in ignored}
         self._grads: set[int] = set()
         self._last_op: str = ""
+        self._num_counted = 0
 
     def restart(self) -> None:
         """Begin another stage."""
@@ -149,6 +150,8 @@ class Tracker(functions.TorchDispatchMode):
         if func is functions.READ_VALUE:
             return self._value(args[0])
         kwargs = kwargs or {}
+        if func is functions.TO_COPY and args[0].is_meta and str(kwargs.get("device", "meta")) == "cpu":
+            return self._counts(args[0])
         if func.namespace == "c10d":
             out: Any = fake_ranks.run_in_place(func, args)
         elif func is fake_ranks.WRAP:
@@ -160,6 +163,8 @@ class Tracker(functions.TorchDispatchMode):
         elif self.counts_ops and (cost := op_cost(func, args, kwargs, out)) is not None:
             self.ops[cost] += 1
         self._last_op = str(func)
+        if self._last_op == "aten.scatter_add_.default":
+            self._num_counted = args[2].numel()
         for tensor in functions.tree_leaves(out):
             if isinstance(tensor, torch.Tensor) and not fake_ranks.is_fake(tensor):
                 self._see(tensor)
@@ -192,6 +197,12 @@ class Tracker(functions.TorchDispatchMode):
         if tensor.dtype is torch.bool:
             return self._last_op == "aten.all.default" and "context" not in self._axes.values()
         return 1.0 if tensor.is_floating_point() else 0
+
+    def _counts(self, counts: torch.Tensor) -> torch.Tensor:
+        """Return how many of the rows that were counted last each rank of an expert axis sends or gets: equal parts."""
+        num, rest = divmod(self._num_counted, counts.shape[-1])
+        row = [num + (rank < rest) for rank in range(counts.shape[-1])]
+        return torch.tensor(row).expand(counts.shape).clone()
 
     def _see(self, tensor: torch.Tensor) -> None:
         storage = tensor.untyped_storage()

@@ -296,9 +296,21 @@ def _divided_model(point: Point) -> Any:
         make_model(point).save_pretrained(folder[0])
     dist.barrier()
     config = make_config(point)
-    return getattr(__import__("transformers"), _CLASSES[point.family]).from_pretrained(
+    model = getattr(__import__("transformers"), _CLASSES[point.family]).from_pretrained(
         folder[0], attn_implementation=point.attention, config=config
     )
+    for name, module in model.named_modules():
+        if point.expert > 1 and name.endswith("mlp.gate"):
+            module.register_forward_hook(lambda router, args, output: _balanced(output, point.experts))
+    return model
+
+
+def _balanced(output: Any, experts: int) -> Any:
+    """Return the output of a router that selects all experts equally often."""
+    import torch
+
+    *others, index = output
+    return (*others, torch.arange(index.numel()).view(index.shape).remainder(experts))
 
 
 def _context_batch(batch: dict[str, Any]) -> dict[str, Any]:
