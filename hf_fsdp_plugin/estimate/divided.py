@@ -48,7 +48,7 @@ def divided(plan: FsdpPlan, model: nn.Module) -> Iterator[RankModel]:
     Raises:
         SpecError: this process is a rank of a run already, or nothing is sharded (FSDP-E813).
     """
-    if max(plan.mesh.context, plan.mesh.tensor, plan.mesh.expert) == 1:
+    if not plan.mesh.has_model_axes:
         yield RankModel(model=model, axes={})
         return
     with _ranks(plan) as mesh:
@@ -86,14 +86,20 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def dividing_axis(parameter: torch.Tensor) -> Axis | None:
+    """Return the axis that divides a parameter of :func:`divided`."""
+    if not isinstance(parameter, DTensor):
+        return None
+    return "expert" if parameter.device_mesh.mesh_dim_names == ("ep",) else "tensor"
+
+
 def num_shards(plan: FsdpPlan, parameter: torch.Tensor) -> int:
     """Return the number of ranks over which FSDP shards a parameter of :func:`divided`.
 
     The ranks that have the same experts shard them.
     """
-    is_expert = isinstance(parameter, DTensor) and parameter.device_mesh.mesh_dim_names == ("ep",)
     mesh = plan.mesh
-    return mesh.num_shards * mesh.tensor // mesh.expert if is_expert else mesh.num_shards
+    return mesh.num_shards * mesh.tensor // mesh.expert if dividing_axis(parameter) == "expert" else mesh.num_shards
 
 
 @contextmanager

@@ -10,16 +10,17 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import ceil
-from typing import Final
+from typing import Final, Literal
 
 import torch
 from torch import nn
 
 from hf_fsdp_plugin.backends.sharding.forwards import checkpoints_itself
 from hf_fsdp_plugin.estimate import types
+from hf_fsdp_plugin.estimate.divided import as_loaded
 from hf_fsdp_plugin.estimate.machines import Machine
 from hf_fsdp_plugin.estimate.memory.meta_pass import profile_step
-from hf_fsdp_plugin.estimate.memory.step import OpCost, StepProfile
+from hf_fsdp_plugin.estimate.memory.step import AxisCall, OpCost, StepProfile
 from hf_fsdp_plugin.estimate.schedule import Timeline, UnitTimes, exposed_seconds, simulate
 from hf_fsdp_plugin.estimate.types import CollectiveKind, StepPhase, Workload
 from hf_fsdp_plugin.estimate.unit_sizes import UnitSizes, fp8_gathered, unit_sizes
@@ -43,10 +44,13 @@ _NOT_COMPARED: Final = (
 )
 
 
-def estimate_communication(plan: FsdpPlan, model: nn.Module, workload: Workload) -> Iterator[types.Collective]:
+def estimate_communication(
+    plan: FsdpPlan, model: nn.Module, workload: Workload, profile: StepProfile | None = None
+) -> Iterator[types.Collective]:
     """Yield every collective of one optimizer step of one rank, from the second step on.
 
-    Those of each unit come first, in the order of the plan, then those of ignored parameters and of clipping.
+    Those of each unit come first, in the order of the plan, then those of context, tensor and expert axes, of ignored
+    parameters and of clipping.
 
     The counts follow torch's sources (``_fully_shard/_fsdp_param_group.py`` and ``_runtime_utils.py``) and are compared
     with those of real runs. It is assumed that each unit runs once per forward pass and that every trainable parameter
@@ -54,15 +58,24 @@ def estimate_communication(plan: FsdpPlan, model: nn.Module, workload: Workload)
     rank (8 bytes), and losses when it logs them.
 
     Args:
-        model: the model that was planned, on any device.
+        model: the model that was planned, on any device; on the meta device with context, tensor or expert axes.
+        profile: what ``profile_step`` returns, if it is known. Only these axes need it.
+
+    Raises:
+        SpecError: with these axes, as :func:`~hf_fsdp_plugin.estimate.memory.peak.estimate_memory`.
     """
+    plan = as_loaded(plan, model)
     strategy, micro_batches, shards = STRATEGIES[plan.strategy], workload.accumulation, plan.mesh.num_shards
-    group_sizes: dict[types.Axis, int] = {"shard": shards, "replicate": plan.mesh.replicate, "world": plan.world_size}
+    mesh = plan.mesh
+    group_sizes: dict[types.Axis, int] = {
+        "shard": shards, "replicate": mesh.replicate, "world": plan.world_size, "context": mesh.context,
+        "tensor": mesh.tensor, "expert": mesh.expert,
+    }  # fmt: skip
 
     def calls(
-        number: int, kind: CollectiveKind, axis: types.Axis, size: int, phase: StepPhase, unit: str = ""
+        number: int, kind: CollectiveKind, axis: types.Axis, size: int, phase: StepPhase, unit: str = "", ranks: int = 0
     ) -> types.Collective:
-        ranks = group_sizes[axis]
+        ranks = ranks or group_sizes[axis]
         return types.Collective(
             kind=kind, axis=axis, group_size=ranks, bytes=size, calls=number, unit=unit, phase=phase
         )
@@ -71,17 +84,21 @@ def estimate_communication(plan: FsdpPlan, model: nn.Module, workload: Workload)
     # FSDP1 keeps parameters that it does not free after forward until a backward that reduces gradients.
     forward = 1 if keeps_gathered and not workload.sync_each_batch else micro_batches
     reductions = micro_batches if workload.sync_each_batch else 1
-    in_backward = _gathered_in_backward(plan, model)
-    for unit, sizes, backward in zip(plan.units, unit_sizes(plan, model), in_backward, strict=True):
-        name, reduced = unit.name, sizes.reduce_input
-        if shards > 1 and unit.parameters:
-            yield calls(forward, "all_gather", "shard", sizes.gathered, "forward", name)
+    in_backward, all_sizes = _gathered_in_backward(plan, model), unit_sizes(plan, model)
+    for unit, sizes, backward in zip(plan.units, all_sizes, in_backward, strict=True):
+        name, reduced, ranks = unit.name, sizes.reduce_input, sizes.num_shards
+        if ranks > 1 and unit.parameters:
+            yield calls(forward, "all_gather", "shard", sizes.gathered, "forward", name, ranks)
             if backward:
-                yield calls(backward * micro_batches, "all_gather", "shard", sizes.gathered, "backward", name)
-        if reduced and shards > 1:
-            yield calls(reductions, "reduce_scatter", "shard", reduced, "backward", name)
+                yield calls(backward * micro_batches, "all_gather", "shard", sizes.gathered, "backward", name, ranks)
+        if reduced and ranks > 1:
+            yield calls(reductions, "reduce_scatter", "shard", reduced, "backward", name, ranks)
         if reduced and plan.has_replicas:  # also if there is only one replica
-            yield calls(reductions, "all_reduce", "replicate", reduced // shards, "backward", name)
+            yield calls(reductions, "all_reduce", "replicate", reduced // ranks, "backward", name)
+    if mesh.has_model_axes:
+        profile = profile_step(plan, model, workload) if profile is None else profile
+        for (name, phase, call), number in axis_calls(plan, profile).items():
+            yield calls(number * micro_batches, call.kind, call.axis, call.bytes, phase, name)
     # The gradients of parameters that are not sharded are averaged after every backward pass.
     for parameter in map(model.get_parameter, plan.ignored_parameters):
         if parameter.requires_grad:
@@ -95,7 +112,22 @@ def estimate_communication(plan: FsdpPlan, model: nn.Module, workload: Workload)
     is_sharded = shards > 1 or plan.backend == "fsdp2"  # FSDP2 has a shard axis of size 1, too
     if workload.clip_norm and parameters and is_sharded:
         widest = any(plan.precision.stored_dtype(parameter) is torch.float64 for parameter in parameters)
-        yield calls(1, "all_reduce", "shard", 8 if widest else 4, "clipping")
+        # Norms are added up for each layout of parameters, axis by axis.
+        layouts = dict.fromkeys((sizes.num_shards, shard.axis) for sizes in all_sizes for shard in sizes.shards)
+        for ranks, axis in layouts:
+            yield calls(1, "all_reduce", "shard", 8 if widest else 4, "clipping", ranks=ranks)
+            if axis is not None:
+                yield calls(1, "all_reduce", axis, 8 if widest else 4, "clipping")
+
+
+def axis_calls(plan: FsdpPlan, profile: StepProfile) -> Counter[tuple[str, Literal["forward", "backward"], AxisCall]]:
+    """Return the collectives over context, tensor and expert axes in one micro-batch: unit, pass and call."""
+    units, found = {"", *(unit.name for unit in plan.units)}, Counter()
+    for stage, phase, inside in profile.walk():
+        unit = next(name for name in reversed(inside) if name in units)
+        for call, number in stage.calls.items():
+            found[unit, phase, call] += number
+    return found
 
 
 def _gathered_in_backward(plan: FsdpPlan, model: nn.Module) -> list[int]:

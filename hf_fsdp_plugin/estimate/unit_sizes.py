@@ -15,7 +15,8 @@ from typing import Final
 import torch
 from torch import nn
 
-from hf_fsdp_plugin.estimate.divided import divided, has_divided_layers, local_tensor, num_shards
+from hf_fsdp_plugin.estimate.divided import divided, dividing_axis, has_divided_layers, local_tensor, num_shards
+from hf_fsdp_plugin.estimate.types import Axis
 from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan, UnitPlan, torch_dtype
 from hf_fsdp_plugin.strategies import STRATEGIES
 from hf_fsdp_plugin.text import format_names, plural
@@ -37,6 +38,7 @@ class ParameterShard:
         shape: shape of the shard on the rank with the largest one: rank 0.
         whole: shape of the whole parameter.
         numel: elements that are allocated, with padding.
+        axis: the axis that divides the parameter before FSDP does.
     """
 
     shape: tuple[int, ...]
@@ -44,6 +46,7 @@ class ParameterShard:
     numel: int
     dtype: torch.dtype
     trainable: bool
+    axis: Axis | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -196,8 +199,9 @@ def _fsdp2(
         own = (min(shape[0] // num, local.shape[0]), *local.shape[1:])
         shards.append(
             ParameterShard(
-                shape=own, whole=tuple(parameter.shape), numel=padded, dtype=stored, trainable=parameter.requires_grad
-            )
+                shape=own, whole=tuple(parameter.shape), numel=padded, dtype=stored, trainable=parameter.requires_grad,
+                axis=dividing_axis(parameter),
+            )  # fmt: skip
         )
         gathered = torch.float8_e4m3fn if id(parameter) in fp8 else compute
         sums["compute_shard"] += padded * gathered.itemsize if gathered != stored else 0

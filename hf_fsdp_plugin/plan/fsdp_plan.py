@@ -83,6 +83,11 @@ class MeshPlan:
         return {"replicate": self.replicate, "shard": self.shard} | {k: v for k, v in others.items() if v > 1}
 
     @property
+    def has_model_axes(self) -> bool:
+        """Whether ranks divide sequences, layers or experts."""
+        return max(self.context, self.tensor, self.expert) > 1
+
+    @property
     def num_data_ranks(self) -> int:
         """Number of ranks that train different samples."""
         return self.replicate * self.shard

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ import hf_fsdp_plugin as hfp
 from hf_fsdp_plugin.integrations.session import session
 from hf_fsdp_plugin.problems import SpecError
 from tests.gloo.cases_distributed_config import PLAIN, exported_results, norms, with_adapters
+from tests.gloo.collective_counter import CollectiveCounter
 from tests.gloo.cases_trainer import losses, make_trainer
 from tests.support.ranks import on_accelerator, own_device
 from tests.support.tiny import GLOBAL_BATCH, LENGTH, global_batch, my_part
@@ -102,6 +105,46 @@ def train_in_loop(sizes: Sizes, num_steps: int = 3, length: int = LENGTH, **sett
         found["losses"].append(mean.item() / dist.get_world_size())
     weights = {key: value.cpu() for key, value in accelerator.get_state_dict(model).items()}
     return {**found, "weights": weights, "report": hfp.report(accelerator).to_json()}
+
+
+def balanced(output: Any, experts: int) -> Any:
+    """The output of a router that selects all experts equally often."""
+    *others, index = output
+    return (*others, torch.arange(index.numel(), device=index.device).view(index.shape).remainder(experts))
+
+
+def counted(folder: str, sizes: Sizes, experts: int = 4) -> Counter[tuple[str, tuple[int, ...], int, str]]:
+    """The collectives of the second step of a training with the batches of the Trainer."""
+    from transformers import AutoModelForCausalLM
+
+    hfp.install(config_of(sizes))
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    for name, module in model.named_modules():
+        if sizes.get("ep", 1) > 1 and name.endswith("mlp.gate"):
+            module.register_forward_hook(lambda router, args, output: balanced(output, experts))
+    assert session.ambient is not None
+    accelerator = hfp.accelerator(session.ambient)
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
+    counter, cp = CollectiveCounter(), sizes.get("cp", 1)
+    for step in range(2):
+        tokens = my_part(global_batch(step), 0, GLOBAL_BATCH // 2)["input_ids"].to(accelerator.device)
+        batch = {"input_ids": tokens, "labels": tokens.clone()}
+        if cp > 1:
+            positions = torch.arange(LENGTH, device=tokens.device).expand(len(tokens), -1).contiguous()
+            batch |= {"shift_labels": tokens.roll(-1, 1), "position_ids": positions}
+        parts = list(batch.values()) if cp > 1 else []
+        divided = {"buffers": parts, "buffer_seq_dims": [1] * len(parts), "no_restore_buffers": set(parts)}
+        with counter if step == 1 else nullcontext(), accelerator.maybe_context_parallel(**divided):
+            with counter.during("forward"):
+                loss = model(**batch).loss
+            with counter.during("backward"):
+                accelerator.backward(loss)
+            with counter.during("clipping"):
+                accelerator.clip_grad_norm_(model.parameters(), MAX_NORM)
+            with counter.during("update"):
+                optimizer.step()
+                optimizer.zero_grad()
+    return counter.calls
 
 
 def train_with_object(

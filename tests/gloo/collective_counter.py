@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -22,8 +23,13 @@ _KINDS = {
     "_reduce_scatter_base_": "reduce_scatter",
     "allreduce_": "all_reduce",
     "broadcast_": "broadcast",
+    "alltoall_base_": "all_to_all",
+    "all_to_all_single": "all_to_all",
+    "all_reduce": "all_reduce",
+    "all_gather_into_tensor": "all_gather",
+    "reduce_scatter_tensor": "reduce_scatter",
 }
-"""Operator of the namespace ``c10d`` -> kind of collective."""
+"""Operator of the namespaces ``c10d`` and ``_c10d_functional`` -> kind of collective."""
 
 
 class CollectiveCounter(TorchDispatchMode):
@@ -41,22 +47,22 @@ class CollectiveCounter(TorchDispatchMode):
         self.phase = ""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # DTensor runs the operator on its shards, and then the collectives are seen here
-        if func.namespace == "c10d":
-            name = func._schema.name.partition("::")[2]
+        if any(issubclass(each, DTensor | AsyncCollectiveTensor) for each in types):
+            return NotImplemented  # they call operators on the memory of this rank
+        out = func(*args, **(kwargs or {}))
+        name = func._schema.name.partition("::")[2]
+        if func.namespace == "c10d" or (func.namespace == "_c10d_functional" and name in _KINDS):
             groups = [_group(arg) for arg in args]
             ranks = next(tuple(dist.get_process_group_ranks(group)) for group in groups if group is not None)
-            sides = [sum(t.nbytes for t in tree_leaves(arg) if isinstance(t, torch.Tensor)) for arg in args]
+            sides = [sum(t.nbytes for t in tree_leaves(arg) if isinstance(t, torch.Tensor)) for arg in (*args, out)]
             self.calls[_KINDS.get(name, name), ranks, max(sides), self.phase] += 1
-        elif func._schema.name == "_c10d_functional::all_reduce":  # of a DTensor
-            ranks = tuple(dist.get_process_group_ranks(_resolve_process_group(args[2])))
-            self.calls["all_reduce", ranks, args[0].nbytes, self.phase] += 1
-        return func(*args, **(kwargs or {}))
+        return out
 
 
 def _group(argument: Any) -> dist.ProcessGroup | None:
     """The process group in an operator's argument; ``None`` for other arguments."""
+    if isinstance(argument, str) and argument.isdigit():  # the names of groups are numbers
+        return _resolve_process_group(argument)
     if not isinstance(argument, torch.ScriptObject):
         return None
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,11 +10,16 @@ from typing import Any
 import pytest
 import torch
 
+from hf_fsdp_plugin.estimate.time import estimate_communication
+from hf_fsdp_plugin.estimate.types import Collective, Workload
+from hf_fsdp_plugin.plan.fsdp_plan import MeshPlan
+from hf_fsdp_plugin.plan.resolve import resolve
+from hf_fsdp_plugin.spec.load import load_spec
 from tests.gloo import cases_axes as cases
 from tests.gloo import cases_distributed_config as of_script
 from tests.support.matrices import slow
 from tests.support.ranks import RankError, Ranks
-from tests.support.tiny import tiny_llama, tiny_mixtral
+from tests.support.tiny import LENGTH, tiny_llama, tiny_mixtral
 from tests.support.training import assert_same_weights, differing, reference
 
 RELATIVE = 1e-5
@@ -70,6 +76,31 @@ def test_trainer_equals_one_process(
     assert differing(run["report"]) == []
     full = {"cp": "context", "tp": "tensor", "ep": "expert"}
     assert axes_of(run["report"]) == {full[axis]: size for axis, size in sizes.items() if axis in full}
+
+
+@pytest.mark.parametrize(("name", "sizes"), [*MESHES, ("mixtral", {"tp": 2})], ids=str)
+def test_estimated_collectives_are_those_of_ranks(
+    four_ranks: Ranks, folders: dict[str, str], name: str, sizes: cases.Sizes
+) -> None:
+    with torch.device("meta"):
+        model = MODELS[name]()  # type: ignore[operator]
+    plan = resolve(load_spec(cases.config_of(sizes)), model, world_size=4)
+    workload = Workload(micro_batch=2, seq_len=LENGTH)
+    estimated = list(estimate_communication(plan, model, workload))
+    for rank, calls in enumerate(four_ranks.run(cases.counted, folders[name], sizes)):
+        expected: Counter[tuple[str, tuple[int, ...], int, str]] = Counter()
+        for call in estimated:
+            expected[call.kind, ranks_of(plan.mesh, call, rank), call.bytes, call.phase] += call.calls
+        assert calls == expected
+
+
+def ranks_of(mesh: MeshPlan, call: Collective, rank: int) -> tuple[int, ...]:
+    """The ranks that take part in a call, as the mesh arranges them."""
+    # Ranks that have the same experts shard them, the others those that have the same part of a layer.
+    of_shards = mesh.tensor if call.group_size == mesh.num_shards else mesh.expert
+    inside = {"shard": of_shards, "context": mesh.tensor}.get(call.axis, 1)
+    first = rank - rank // inside % call.group_size * inside
+    return tuple(range(first, first + inside * call.group_size, inside))
 
 
 @pytest.mark.parametrize("sizes", [{"cp": 2}, slow({"cp": 2, "cp_comm_strategy": "alltoall"})], ids=str)

@@ -236,7 +236,7 @@ class Fsdp2Engine(Engine):
 
     def _start(self, name: str) -> None:
         """Allocate the buffer of an all-gather, and until it has started its input (``foreach_all_gather``)."""
-        if name in self.gathered or name in self._buffered or not self.sizes[name].shards or not self.is_sharded:
+        if name in self.gathered or name in self._buffered or not self.sizes[name].shards or self.sizes[name].num_shards == 1:
             return
         sizes = self.sizes[name]
         source = sizes.compute_shard or (sizes.params if self.offloads else 0)
@@ -252,7 +252,7 @@ class Fsdp2Engine(Engine):
             return
         self.ledger.add("gathered", sizes.gathered)
         self.gathered.add(name)
-        if self.offloads and not self.is_sharded:  # one parameter after the other is copied to the device
+        if self.offloads and sizes.num_shards == 1:  # one parameter after the other is copied to the device
             copied = max(shard.numel * shard.dtype.itemsize for shard in sizes.shards)
             self.ledger.use("gathered", copied)
         if name in self._buffered and keep_buffer:
@@ -306,7 +306,7 @@ class Fsdp2Engine(Engine):
             whole: bytes of the gradients, which have one dtype if they were accumulated.
         """
         sizes, ledger = self.sizes[name], self.ledger
-        keeps_last = self.is_sharded and self._behavior.keeps_last_gradient
+        keeps_last = sizes.num_shards > 1 and self._behavior.keeps_last_gradient
         last = whole * sizes.last_grad // sizes.whole_grads if keeps_last else 0
         ledger.add("gathered", sizes.reduce_input)
         self._reduce_input = sizes.reduce_input
@@ -314,7 +314,7 @@ class Fsdp2Engine(Engine):
             ledger.use("grads", sizes.cast_grads)
         ledger.free("grads", whole - last)
         ledger.add("gathered", sizes.reduce_output)
-        if self.is_sharded:
+        if sizes.num_shards > 1:
             self.copy_of_collective(sizes.reduce_input)
         ledger.free("gathered", sizes.reduce_output)
         if sizes.reduce_output == sizes.grad_shard:
