@@ -107,9 +107,11 @@ def _ranks(plan: FsdpPlan) -> Iterator[DeviceMesh]:
     """Make this process a rank of the smallest world that has these axes."""
     mesh = plan.mesh
     if dist.is_initialized() or mesh.replicate * mesh.num_shards == 1:
-        message = "memory and time are not predicted for a mesh without data-parallel ranks, or in a rank of a run"
-        fix = "Predict it with hf-fsdp plan, for ranks that shard the model."
-        raise SpecError([plan.spec.problem("FSDP-E813", "mesh.tensor", f"{message}.", fix)])
+        axis = "context" if mesh.context > 1 else "tensor" if mesh.tensor > 1 else "expert"
+        where = "in a rank of a run" if dist.is_initialized() else "without ranks over which FSDP shards the model"
+        message = f"memory and time are not predicted for mesh.{axis}={getattr(mesh, axis)} {where}."
+        fix = "Run hf-fsdp plan in a process of its own, or leave ranks for the shard axis."
+        raise SpecError([plan.spec.problem("FSDP-E813", f"mesh.{axis}", message, fix)])
     sizes = (_num_fsdp_ranks(mesh) // mesh.context, mesh.context, mesh.tensor)
     with fake_process_group(sizes[0] * sizes[1] * sizes[2]):
         yield init_device_mesh("cpu", sizes, mesh_dim_names=("fsdp", "cp", "tp"))

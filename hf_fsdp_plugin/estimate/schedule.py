@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, get_args
 
 from hf_fsdp_plugin.estimate.types import Workload
 from hf_fsdp_plugin.strategies import STRATEGIES
@@ -15,7 +15,7 @@ if TYPE_CHECKING:  # profiles are read without torch
 
 Interval = tuple[float, float]
 """Start and end in seconds. A sorted list of intervals that do not touch is a set. Functions of sets are linear."""
-Stream = Literal["compute", "communication", "all_reduce"]
+Stream = Literal["compute", "communication", "all_reduce", "axes"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -25,6 +25,7 @@ class UnitTimes:
     Attributes:
         gather_forward, gather_backward: all-gathers; 0 if the unit stays gathered.
         reduce, all_reduce: reduction over the shard axis and over the replicas.
+        exchange_forward, exchange_backward: collectives over context, tensor and expert axes, for which layers wait.
     """
 
     name: str
@@ -34,6 +35,8 @@ class UnitTimes:
     gather_backward: float = 0.0
     reduce: float = 0.0
     all_reduce: float = 0.0
+    exchange_forward: float = 0.0
+    exchange_backward: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,7 +59,7 @@ class Timeline:
 
     overlaps: bool
     spans: list[Span] = field(default_factory=list)
-    free: dict[Stream, float] = field(default_factory=lambda: {"compute": 0.0, "communication": 0.0, "all_reduce": 0.0})
+    free: dict[Stream, float] = field(default_factory=lambda: dict.fromkeys(get_args(Stream), 0.0))
 
     def run(self, stream: Stream, what: str, seconds: float, after: float = 0.0) -> float:
         """Append a span that begins when the stream is free and not before ``after``. Return its end."""
@@ -68,7 +71,7 @@ class Timeline:
 
     def wait_for_all(self) -> float:
         end = max(self.free.values())
-        self.free = {"compute": end, "communication": end, "all_reduce": end}
+        self.free = dict.fromkeys(self.free, end)
         return end
 
     def forward(self, units: Sequence[UnitTimes], *, gathers: bool, limited: bool) -> None:
@@ -78,6 +81,7 @@ class Timeline:
             issued = start if self.overlaps else self.free["compute"]
             ready = self._gather(unit.name, unit.gather_forward if gathers else 0.0, issued)
             end = self.run("compute", f"forward of {unit.name}", unit.forward, ready)
+            self._exchange(unit.name, unit.exchange_forward, end)
             start = end - unit.forward if limited else start
 
     def backward(self, units: Sequence[UnitTimes], *, reduces: bool, prefetch: str) -> None:
@@ -87,10 +91,11 @@ class Timeline:
         for unit, preceding in zip(order, [*order[1:], None], strict=False):
             if ready is None:
                 ready = self._gather(unit.name, unit.gather_backward, self.free["compute"])
-            end = self.run("compute", f"backward of {unit.name}", unit.backward, ready)
+            computed = self.run("compute", f"backward of {unit.name}", unit.backward, ready)
+            end = self._exchange(unit.name, unit.exchange_backward, computed)
             ready = None
             if self.overlaps and prefetch != "none" and preceding is not None:
-                issued = end - unit.backward if prefetch == "pre" else end
+                issued = computed - unit.backward if prefetch == "pre" else end
                 ready = self._gather(preceding.name, preceding.gather_backward, issued)
             if reduces and unit.reduce:
                 end = self.run("communication", f"reduce-scatter of {unit.name}", unit.reduce, end)
@@ -98,6 +103,12 @@ class Timeline:
                 end = self.run("all_reduce", f"all-reduce of {unit.name}", unit.all_reduce, end)
             if reduces and not self.overlaps:
                 self.free["compute"] = max(self.free["compute"], end)
+
+    def _exchange(self, name: str, seconds: float, after: float) -> float:
+        """Run the collectives of a unit's layers, for which the computation waits. Return their end."""
+        if seconds:
+            self.free["compute"] = after = self.run("axes", f"exchange of {name}", seconds, after)
+        return after
 
     def _gather(self, name: str, seconds: float, issued: float) -> float:
         """Run an all-gather. Return its end; 0 if there is none."""

@@ -17,7 +17,7 @@ from torch import nn
 
 from hf_fsdp_plugin.backends.sharding.forwards import checkpoints_itself
 from hf_fsdp_plugin.estimate import types
-from hf_fsdp_plugin.estimate.divided import as_loaded
+from hf_fsdp_plugin.estimate.divided import as_loaded, has_divided_layers
 from hf_fsdp_plugin.estimate.machines import Machine
 from hf_fsdp_plugin.estimate.memory.meta_pass import profile_step
 from hf_fsdp_plugin.estimate.memory.step import AxisCall, OpCost, StepProfile
@@ -40,7 +40,7 @@ that of ``_multi_tensor_adamw``. Muon: five Newton-Schulz iterations, counted as
 """
 _NOT_COMPARED: Final = (
     "no interval: the published runs that were compared train dense decoders for language on A100, H100 SXM and H200, "
-    "with all parameters in bf16 and without offload"
+    "with all parameters in bf16, and without offload and context, tensor or expert axes"
 )
 
 
@@ -205,27 +205,40 @@ class TimeModel:
     """
 
     def __init__(
-        self, plan: FsdpPlan, model: nn.Module, workload: Workload, costs: Mapping[str, UnitCosts] | None = None
+        self,
+        plan: FsdpPlan,
+        model: nn.Module,
+        workload: Workload,
+        costs: Mapping[str, UnitCosts] | None = None,
+        profile: StepProfile | None = None,
     ) -> None:
         """Count the operations, unless `costs` has them already.
 
         Args:
             model: the model that was planned, on the meta device.
+            profile: what ``profile_step`` returns, if it is known.
 
         Raises:
             SpecError: as :func:`~hf_fsdp_plugin.estimate.memory.peak.estimate_memory`.
         """
+        plan = as_loaded(plan, model)
+        if profile is None and (costs is None or plan.mesh.has_model_axes):
+            profile = profile_step(plan, model, workload)
         self._plan, self._model, self._workload = plan, model, workload
-        self.costs = unit_costs(plan, profile_step(plan, model, workload)) if costs is None else costs
+        self.costs = costs or unit_costs(plan, profile)
         self._sizes = unit_sizes(plan, model)
-        self._calls = tuple(estimate_communication(plan, model, workload))
-        self._of_units = {(call.unit, call.kind, call.phase): call for call in self._calls}
+        self._calls = tuple(estimate_communication(plan, model, workload, profile))
+        by_fsdp = [call for call in self._calls if call.axis in ("shard", "replicate")]
+        self._of_units = {(call.unit, call.kind, call.phase): call for call in by_fsdp}
         parameters = [model.get_parameter(name) for unit in plan.units for name in unit.parameters]
         trained = [parameter for parameter in parameters if parameter.requires_grad]
         self._num_tensors = max(1, len(trained))
         self._local_bytes = sum(
             ceil(p.numel() / plan.mesh.num_shards) * plan.precision.stored_dtype(p).itemsize for p in trained
         )
+        if has_divided_layers(plan.mesh):
+            shards = [shard for sizes in self._sizes for shard in sizes.shards if shard.trainable]
+            self._local_bytes = sum(shard.numel * shard.dtype.itemsize for shard in shards)
         self._recomputed = _recomputed_units(plan, checkpointed_modules(plan, model))
 
     def estimate(self, machine: Machine) -> types.TimeEstimate:
@@ -259,8 +272,9 @@ class TimeModel:
         if not plan.units[-1].name and plan.units[-1].parameters and len(units) > 1:
             # The root's parameters are gathered first, and its head and loss run last.
             *others, root = units
-            last = UnitTimes(name=root.name, forward=root.forward, backward=root.backward)
-            units = [replace(root, forward=0.0, backward=0.0), *others, last]
+            last = replace(root, gather_forward=0.0, gather_backward=0.0, reduce=0.0, all_reduce=0.0)
+            first = replace(root, forward=0.0, backward=0.0, exchange_forward=0.0, exchange_backward=0.0)
+            units = [first, *others, last]
         return simulate(units, plan, self._workload, overlaps=machine.overlaps, tail=self._tail(machine))
 
     def _compute_seconds(self, costs: UnitCosts, machine: Machine) -> tuple[float, float, float]:
@@ -288,11 +302,19 @@ class TimeModel:
             name=name or "the root",
             forward=forward + hooks + (copy_out if gather_forward else 0.0),
             backward=backward + hooks + copy_out * num_gathers + copy_in + recomputed * (name in self._recomputed),
+            exchange_forward=self._exchange_seconds(name, "forward", machine),
+            exchange_backward=self._exchange_seconds(name, "backward", machine),
             gather_forward=gather_forward,
             gather_backward=gather_backward * num_gathers,
             reduce=reduce,
             all_reduce=all_reduce,
         )
+
+    def _exchange_seconds(self, unit: str, phase: StepPhase, machine: Machine) -> float:
+        """Return the seconds of a unit's collectives over context, tensor and expert axes in one micro-batch."""
+        calls = [call for call in self._calls if call.axis in types.LAYER_AXES and (call.unit, call.phase) == (unit, phase)]
+        seconds = sum(collective_seconds(call, self._plan, machine) * call.calls for call in calls)
+        return seconds / self._workload.accumulation
 
     def _calls_of(self, unit: str, kind: CollectiveKind, phase: StepPhase, machine: Machine) -> tuple[float, float]:
         """Return the seconds of one call, and the calls per micro-batch; zeros if there is none."""
@@ -342,8 +364,11 @@ def _recomputed_units(plan: FsdpPlan, checkpointed: Collection[str]) -> set[str]
 
 def collective_seconds(call: types.Collective, plan: FsdpPlan, machine: Machine) -> float:
     """Return the seconds of one call, by the number of machines that its axis spans."""
-    ranks = machine.ranks_per_machine
-    per_machine = max(1, ranks // plan.mesh.num_shards) if call.axis == "replicate" else ranks
+    mesh = plan.mesh
+    # Ranks are numbered tensor axis first, then context, shard and replicate axis; or expert axis first.
+    of_shards = mesh.tensor if call.group_size == mesh.num_shards else mesh.expert
+    steps = {"context": mesh.tensor, "shard": of_shards, "replicate": mesh.num_shards * mesh.tensor}
+    per_machine = max(1, machine.ranks_per_machine // steps.get(call.axis, 1))
     machines = ceil(call.group_size / min(per_machine, call.group_size))
     return machine.collective_seconds(call.kind, call.group_size, call.bytes, machines)
 
@@ -400,7 +425,7 @@ def interval_of(
     is_decoder = type(model).__name__.endswith(("CausalLM", "LMHeadModel"))
     is_trained = all(parameter.requires_grad for parameter in model.parameters())
     has_experts = any(type(module).__name__.endswith("Experts") for module in model.modules())
-    is_plain = dtype == "bf16" and not plan.offload_params
+    is_plain = dtype == "bf16" and not plan.offload_params and not plan.mesh.has_model_axes
     if runs is None or not (is_decoder and is_trained and is_plain) or has_experts:
         return None, None, _NOT_COMPARED
     inside = f"{runs.inside} of {runs.runs} published runs on {runs.devices} lie inside"

@@ -163,6 +163,8 @@ class MemoryEstimate:
 
 CollectiveKind = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast"]
 Axis = Literal["shard", "replicate", "context", "tensor", "expert", "world"]
+LAYER_AXES: Final = frozenset({"context", "tensor", "expert"})
+"""Axes whose collectives are in the forward and backward of layers, which wait for them."""
 StepPhase = Literal["forward", "backward", "clipping", "update"]
 
 

@@ -334,7 +334,7 @@ def with_padding_warning(plan: FsdpPlan, model: nn.Module) -> FsdpPlan:
         model: the model that was planned, not sharded. Models that were sharded before ``prepare`` keep their shards.
     """
     shards = plan.mesh.num_shards
-    if plan.backend != "fsdp2" or plan.pre_sharded or shards == 1 or not plan.units:
+    if plan.backend != "fsdp2" or plan.pre_sharded or has_divided_layers(plan.mesh) or shards == 1 or not plan.units:
         return plan
     units = unit_shapes(plan, model)
     found = padding_of(units, shards)

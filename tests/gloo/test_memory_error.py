@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -23,20 +24,42 @@ LONG = (
     f"family=llama,version=1,lora=8,wrap=parts,{SMALL}",
 )
 
+_FOUR = f"version=2,ranks=4,{SMALL}"
+AXES = (f"family=llama,tensor=2,precision=bf16,{_FOUR}", f"family=mixtral,expert=4,{_FOUR}")
+MORE_AXES = (
+    f"family=llama,context=2,tensor=2,{_FOUR}",
+    f"family=llama,context=2,exchange=alltoall,{_FOUR}",
+    f"family=mixtral,tensor=2,{_FOUR}",
+    f"family=mixtral,expert=2,{_FOUR}",
+    f"family=llama,tensor=2,accumulation=2,{_FOUR}",
+)
+
 pytestmark = pytest.mark.skipif(
     not sys.platform.startswith("linux") or not any(map(shutil.which, ("cc", "gcc", "clang"))),
     reason="the allocator's memory is counted by a library that is compiled for Linux",
 )
 
 
-@pytest.mark.parametrize("points", [QUICK, slow(LONG)], ids=["quick", "long"])
-def test_predicted_peak_is_near_the_measured_one(points: tuple[str, ...], tmp_path: Path) -> None:
+def compared(points: tuple[str, ...], tmp_path: Path) -> list[dict[str, Any]]:
+    """The rows of the points: the measured peak, and the errors of the predictions."""
     out = tmp_path / "memory_error.json"
     command = [sys.executable, "-m", "scripts.bench", "memory_error", "--out", str(out), "--points", *points]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     rows = json.loads(out.read_text())["points"]
     assert len(rows) == len(points)
-    for row in rows:
+    return rows
+
+
+@pytest.mark.parametrize("points", [AXES, slow(MORE_AXES)], ids=["two", "more"])
+def test_predicted_peak_of_axes_is_the_measured_one(points: tuple[str, ...], tmp_path: Path) -> None:
+    """The prediction has a batch with labels of its own, and no scalars of the loop."""
+    for row in compared(points, tmp_path):
+        assert abs(row["predicted"]["closed_form"]["bytes"] - row["measured_bytes"]) < 4096, row
+
+
+@pytest.mark.parametrize("points", [QUICK, slow(LONG)], ids=["quick", "long"])
+def test_predicted_peak_is_near_the_measured_one(points: tuple[str, ...], tmp_path: Path) -> None:
+    for row in compared(points, tmp_path):
         assert abs(row["error"]["traced"]) < 0.05, row
         assert abs(row["error"]["closed_form"]) < 0.20, row

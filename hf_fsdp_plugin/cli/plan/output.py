@@ -79,19 +79,21 @@ class Prediction:
 
 def predict(planned: Planned) -> Prediction:
     """Return the memory and communication of a step, and the time if a machine is given."""
+    from hf_fsdp_plugin.estimate.divided import as_loaded
     from hf_fsdp_plugin.estimate.memory.meta_pass import profile_step
     from hf_fsdp_plugin.estimate.memory.peak import follow_step
     from hf_fsdp_plugin.estimate.time import TimeModel, estimate_communication, unit_costs
     from hf_fsdp_plugin.estimate.unit_sizes import ignored_bytes, unit_sizes
 
+    planned = replace(planned, plan=as_loaded(planned.plan, planned.model))
     plan, machine, subject = planned.plan, planned.machine, (planned.plan, planned.model, planned.workload)
     profile = profile_step(*subject)
     sizes, ignored = unit_sizes(plan, planned.model), ignored_bytes(plan, planned.model)
     memory = follow_step(plan, sizes, ignored, planned.workload, profile, machine)
-    prediction = Prediction(planned=planned, memory=memory, communication=tuple(estimate_communication(*subject)))
+    prediction = Prediction(planned=planned, memory=memory, communication=tuple(estimate_communication(*subject, profile)))
     if machine is None:
         return prediction
-    times = TimeModel(*subject, unit_costs(plan, profile))
+    times = TimeModel(*subject, unit_costs(plan, profile), profile)
     return replace(prediction, times=times, time=times.estimate(machine))
 
 
@@ -123,7 +125,7 @@ def plan_json(prediction: Prediction, problems: Iterable[Problem]) -> dict[str, 
             for moment in memory.timeline
         ],
         "communication": {
-            **{f"{kind}_bytes": size for kind, (_, size) in _calls_and_bytes(prediction.communication).items()},
+            **{f"{name}_bytes": size for name, size in _communicated(prediction.communication).items()},
             "calls": sum(each.calls for each in prediction.communication),
         },
         "step_seconds": time and time.step_seconds,
@@ -159,21 +161,26 @@ def plan_text(prediction: Prediction) -> str:
     return "\n".join(lines)
 
 
-def _calls_and_bytes(communication: Sequence[types.Collective]) -> dict[str, tuple[int, int]]:
-    """Return the calls and the bytes of each kind of collective per rank and optimizer step."""
-    found = dict.fromkeys(("all_gather", "reduce_scatter", "all_reduce"), (0, 0))
+def _communicated(communication: Sequence[types.Collective]) -> dict[str, int]:
+    """Return the bytes of each kind of collective per rank and optimizer step, then those of each axis of layers."""
+    found = dict.fromkeys(("all_gather", "reduce_scatter", "all_reduce"), 0)
     for each in communication:
-        calls, size = found[each.kind]
-        found[each.kind] = calls + each.calls, size + each.bytes * each.calls
+        for name in (each.kind, *({each.axis} & types.LAYER_AXES)):
+            found[name] = found.get(name, 0) + each.bytes * each.calls
     return found
 
 
 def _communication_table(communication: Sequence[types.Collective]) -> str:
-    """Return the table of calls and bytes of each kind of collective."""
+    """Return the table of calls and bytes of each kind of collective, and of each axis that divides layers."""
     rows = [("communication per rank and step", "calls", "size")]
-    for kind, (calls, size) in _calls_and_bytes(communication).items():
-        if calls:
-            rows.append((kind.replace("_", "-"), f"{calls:,}", format_memory(size)))
+    order = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
+    for axis in ("", "context", "tensor", "expert"):
+        over = [each for each in communication if (each.axis if each.axis in types.LAYER_AXES else "") == axis]
+        for kind in order:
+            if alike := [each for each in over if each.kind == kind]:
+                name = kind.replace("_", "-") + (f" over the {axis} axis" if axis else "")
+                size = sum(each.bytes * each.calls for each in alike)
+                rows.append((name, f"{sum(each.calls for each in alike):,}", format_memory(size)))
     return format_table(rows, right=(1, 2)) if len(rows) > 1 else "no communication"
 
 
@@ -233,7 +240,11 @@ def _device_table(device: types.DeviceMemory) -> str:
 
 
 def _subject(plan: FsdpPlan, workload: types.Workload) -> str:
-    mesh = f" ({plan.mesh.replicate} replicas × {plan.mesh.shard} shards)" if plan.mesh.replicate > 1 else ""
+    sizes = {"replicas": plan.mesh.replicate, "shards": plan.mesh.shard, "context": plan.mesh.context,
+             "tensor": plan.mesh.tensor}  # fmt: skip
+    mesh = " × ".join(f"{size} {name}" for name, size in sizes.items() if size > 1 or name == "shards")
+    mesh += f", {plan.mesh.expert} expert" if plan.mesh.expert > 1 else ""
+    mesh = f" ({mesh})" if plan.mesh.replicate > 1 or plan.mesh.has_model_axes else ""
     steps = f" × {plural(workload.accumulation, 'micro-batch', 'micro-batches')}" if workload.accumulation > 1 else ""
     precision = plan.precision.param if plan.precision.param != "unchanged" else "the model's dtype"
     return (
@@ -311,6 +322,8 @@ def memory_by_strategy(prediction: Prediction) -> dict[str, types.MemoryEstimate
     planned, plan = prediction.planned, prediction.planned.plan
     ranks = planned.machine.ranks_per_machine if planned.machine is not None else RANKS_PER_MACHINE
     world, found = plan.world_size, {_strategy_name(plan): prediction.memory}
+    if plan.sharded_at_load:  # by the plan of the model, not by a strategy
+        return found
     for name, strategy in STRATEGIES.items():
         if name == plan.strategy or (strategy.hybrid and (world <= ranks or world % ranks)):
             continue

@@ -199,8 +199,15 @@ def framework_bytes(device_type: str, machine: Machine | None = None) -> int:
 
 
 def communicator_sizes(plan: FsdpPlan) -> tuple[int, ...]:
-    """Return the number of ranks of each NCCL communicator of a rank: the world, and the axes of a 2-D mesh."""
-    axes = (plan.mesh.replicate, plan.mesh.num_shards) if plan.has_replicas else ()
+    """Return the number of ranks of each NCCL communicator of a rank: the world, and the axes of a mesh with several.
+
+    The ranks that have the same experts have one, too.
+    """
+    mesh = plan.mesh
+    axes: tuple[int, ...] = (mesh.replicate, mesh.num_shards) if plan.has_replicas or mesh.has_model_axes else ()
+    if mesh.has_model_axes:
+        axes += (mesh.context, mesh.tensor, mesh.expert)
+        axes += (mesh.num_shards * mesh.tensor // mesh.expert,) if mesh.expert > 1 else ()
     return tuple(size for size in (plan.world_size, *axes) if size > 1)
 
 
@@ -239,7 +246,9 @@ def assumptions(plan: FsdpPlan, workload: Workload, machine: Machine | None = No
     default = ", the Trainer's default (adamw_torch_fused); --foreach or --for-loop for others" if is_default else ""
     yield "All samples have the full sequence length."
     if plan.mesh.context > 1:
-        yield "Each rank has its part of a sequence. Keys and values that ranks exchange are not included."
+        yield "Each rank has its part of a sequence, in the batch of the Trainer. Memory is that of the first rank."
+    if plan.mesh.expert > 1:
+        yield "Tokens are distributed equally over the experts. A rank with more tokens needs more memory."
     if plan.spec.uses_fp8:
         yield "Layers in fp8 compute as fast as in bf16, and their copies of activations in fp8 are not included."
     yield f"The optimizer is {workload.optimizer} with {loop} updates{default}."

@@ -150,7 +150,7 @@ class Tracker(functions.TorchDispatchMode):
         if func is functions.READ_VALUE:
             return self._value(args[0])
         kwargs = kwargs or {}
-        if func is functions.TO_COPY and args[0].is_meta and str(kwargs.get("device", "meta")) == "cpu":
+        if func is functions.TO_COPY and self._num_counted and args[0].is_meta and str(kwargs.get("device")) == "cpu":
             return self._counts(args[0])
         if func.namespace == "c10d":
             out: Any = fake_ranks.run_in_place(func, args)

@@ -64,7 +64,9 @@ def predict(point: Point) -> dict[str, Any]:
         model = make_model(point)
     plan = hfp.resolve(make_spec(point), model, world_size=point.ranks, device_type="cpu")
     workload = make_workload(point)
-    methods = {"traced": trace_memory, "closed_form": estimate_memory}
+    methods: dict[str, Any] = {"traced": trace_memory, "closed_form": estimate_memory}
+    if plan.mesh.has_model_axes:  # a trace has whole layers and sequences
+        del methods["traced"]
     found: dict[str, Any] = {}
     for name, method in methods.items():
         start = time.perf_counter()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import tempfile
 import typing
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -266,6 +268,7 @@ def measure(rank: int, report: Callable[..., None], point: Point, steps: int) ->
     before = counter.current
     is_divided = max(point.tensor, point.expert) > 1
     if is_divided:
+        tempfile.tempdir = os.getcwd()  # which is removed after the measurement
         hfp.install(make_settings(point))
     accelerator = hfp.accelerator(make_spec(point), gradient_accumulation_steps=point.accumulation)
     if point.sync:
@@ -285,20 +288,16 @@ def measure(rank: int, report: Callable[..., None], point: Point, steps: int) ->
 
 
 def _divided_model(point: Point) -> Any:
-    """Return the point's model as ``from_pretrained`` divides it over the ranks. Tokens are routed to all experts."""
-    import tempfile
-
+    """Return the point's model as ``from_pretrained`` divides it over the ranks. All experts get as many tokens."""
     import torch.distributed as dist
+    import transformers
 
-    folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else ""]
-    dist.broadcast_object_list(folder)
+    folder = "model"  # in the folder of this measurement
     if dist.get_rank() == 0:
-        make_model(point).save_pretrained(folder[0])
+        make_model(point).save_pretrained(folder)
     dist.barrier()
-    config = make_config(point)
-    model = getattr(__import__("transformers"), _CLASSES[point.family]).from_pretrained(
-        folder[0], attn_implementation=point.attention, config=config
-    )
+    model_class = getattr(transformers, _CLASSES[point.family])
+    model = model_class.from_pretrained(folder, attn_implementation=point.attention, config=make_config(point))
     for name, module in model.named_modules():
         if point.expert > 1 and name.endswith("mlp.gate"):
             module.register_forward_hook(lambda router, args, output: _balanced(output, point.experts))

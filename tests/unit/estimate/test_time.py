@@ -7,6 +7,7 @@ from functools import cache
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
@@ -22,7 +23,7 @@ from hf_fsdp_plugin.estimate.machines import (
 )
 from hf_fsdp_plugin.estimate.memory.meta_pass import profile_step
 from hf_fsdp_plugin.estimate.schedule import UnitTimes, exposed_seconds, simulate
-from hf_fsdp_plugin.estimate.time import TimeModel, unit_costs
+from hf_fsdp_plugin.estimate.time import TimeModel, collective_seconds, estimate_communication, unit_costs
 from hf_fsdp_plugin.estimate.types import Workload
 from hf_fsdp_plugin.plan.resolve import resolve
 from hf_fsdp_plugin.problems import SpecError
@@ -265,15 +266,61 @@ def test_context_axis_divides_the_tokens_of_a_rank():
     assert half.estimate(H100).tokens_per_second < 1.1 * one.estimate(H100).tokens_per_second
 
 
-@pytest.mark.parametrize("axis", ["tp_size", "ep_size"])
-def test_divided_layers_are_not_predicted(axis):
+def mixtral():
     config = MixtralConfig(hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
-                           num_key_value_heads=2, num_local_experts=4, vocab_size=128, use_cache=False)  # fmt: skip
+                           num_key_value_heads=4, num_local_experts=4, vocab_size=128, use_cache=False)  # fmt: skip
     with torch.device("meta"):
-        model = MixtralForCausalLM(config)
+        return MixtralForCausalLM(config)
+
+
+@pytest.mark.parametrize("sizes", [{"tp_size": 2}, {"ep_size": 2}, {"cp_size": 2, "tp_size": 2}], ids=str)
+def test_layers_wait_for_collectives_of_axes(sizes):
+    """The links are so slow that the collectives take almost all of the time."""
+    model = mixtral()
+    slow = replace(H100, intra=replace(H100.intra, bandwidth=1e3))
+    times = TimeModel(planned(model, world=4, **sizes), model, STEP)
+    calls = [call for call in estimate_communication(planned(model, world=4, **sizes), model, STEP)]
+    axes = {name: [call for call in calls if call.axis == name] for name in ("context", "tensor", "expert")}
+    full = {"cp_size": "context", "tp_size": "tensor", "ep_size": "expert"}
+    assert {name for name, found in axes.items() if found} == {full[name] for name in sizes}
+    in_layers = sum(
+        call.bytes * call.calls * (2 if call.kind == "all_reduce" else 1) / 2 / 1e3
+        for found in axes.values()
+        for call in found
+        if call.phase in ("forward", "backward")
+    )
+    spans = times.timeline(slow).spans
+    exchanged = sum(span.end - span.start for span in spans if span.stream == "axes")
+    assert exchanged == pytest.approx(in_layers, rel=0.01)
+    compute = [(span.start, span.end) for span in spans if span.stream == "compute"]
+    waits = [(span.start, span.end) for span in spans if span.stream == "axes"]
+    assert not any(a < d and c < b for a, b in compute for c, d in waits)
+
+
+def test_tensor_axis_is_placed_inside_a_machine():
+    model = mixtral()
+    call = next(
+        call for call in estimate_communication(planned(model, world=8, tp_size=2), model, STEP) if call.axis == "tensor"
+    )
+    inside, across = (replace(H100, ranks_per_machine=ranks) for ranks in (2, 1))
+    plan = planned(model, world=8, tp_size=2)
+    assert collective_seconds(call, plan, inside) < collective_seconds(call, plan, across)
+
+
+def test_mesh_that_shards_nothing_is_not_predicted():
+    model = mixtral()
     with pytest.raises(SpecError) as caught:
-        TimeModel(planned(model, world=4, **{axis: 2}), model, STEP)
+        TimeModel(planned(model, world=4, tp_size=4), model, STEP)
     assert [problem.code for problem in caught.value.problems] == ["FSDP-E813"]
+
+
+def test_model_and_process_are_unchanged_by_axes():
+    model = mixtral()
+    before = {name: (id(parameter), parameter.shape) for name, parameter in model.named_parameters()}
+    TimeModel(planned(model, world=4, ep_size=4), model, STEP)
+    assert {name: (id(parameter), parameter.shape) for name, parameter in model.named_parameters()} == before
+    assert not any("forward" in vars(module) for module in model.modules())
+    assert not dist.is_initialized()
 
 
 def test_curves_are_linear_between_points():
