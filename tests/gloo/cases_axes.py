@@ -54,14 +54,14 @@ def train(
     sizes: Sizes,
     *,
     resume: bool = False,
-    asynchronous: bool = False,
     adapters: bool = False,
+    settings: dict[str, Any] | None = None,
     **arguments: Any,
 ) -> dict[str, Any]:
     """Train six steps through the Trainer, save every third step and export the model; or continue at step 3."""
     from transformers import AutoModelForCausalLM
 
-    hfp.install(config_of(sizes, fsdp_async_save=asynchronous))
+    hfp.install(config_of(sizes, **(settings or {})))
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     model = with_adapters(model) if adapters else model
     arguments = {"save_strategy": "steps", "save_steps": 3, **PLAIN, **arguments}
@@ -113,11 +113,13 @@ def balanced(output: Any, experts: int) -> Any:
     return (*others, torch.arange(index.numel(), device=index.device).view(index.shape).remainder(experts))
 
 
-def counted(folder: str, sizes: Sizes, experts: int = 4) -> Counter[tuple[str, tuple[int, ...], int, str]]:
+def counted(
+    folder: str, sizes: Sizes, settings: dict[str, Any], experts: int = 4
+) -> Counter[tuple[str, tuple[int, ...], int, str]]:
     """The collectives of the second step of a training with the batches of the Trainer."""
     from transformers import AutoModelForCausalLM
 
-    hfp.install(config_of(sizes))
+    hfp.install(config_of(sizes, **settings))
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     for name, module in model.named_modules():
         if sizes.get("ep", 1) > 1 and name.endswith("mlp.gate"):

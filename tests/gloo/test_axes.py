@@ -31,6 +31,7 @@ LLAMA: list[cases.Sizes] = [
     {"cp": 2, "tp": 2},
 ]
 MIXTRAL: list[cases.Sizes] = [{"ep": 4}, {"ep": 2, "tp": 2}, {"ep": 2}]
+CHECKPOINTING = {"fsdp_activation_checkpointing": True}
 MESHES = [("llama", sizes) for sizes in LLAMA] + [("mixtral", sizes) for sizes in MIXTRAL]
 
 
@@ -78,16 +79,33 @@ def test_trainer_equals_one_process(
     assert axes_of(run["report"]) == {full[axis]: size for axis, size in sizes.items() if axis in full}
 
 
-@pytest.mark.parametrize(("name", "sizes"), [*MESHES, ("mixtral", {"tp": 2})], ids=str)
+@pytest.mark.parametrize(("name", "sizes"), [("llama", {"tp": 2}), ("mixtral", {"ep": 4})], ids=str)
+def test_checkpointed_layers_equal_one_process(
+    four_ranks: Ranks, tmp_path: Path, folders: dict[str, str], expected: dict[str, Any], name: str, sizes: cases.Sizes
+) -> None:
+    run = four_ranks.run(cases.train, folders[name], str(tmp_path), sizes, settings=CHECKPOINTING)[0]
+    assert run["losses"] == pytest.approx(expected[name]["losses"], rel=RELATIVE)
+    assert all(torch.equal(run["exported"][key], weight) for key, weight in run["weights"].items())
+    assert differing(run["report"]) == []
+    settings = {row["setting"]: row["observed"] for row in run["report"]["settings"]}
+    assert settings["activation.checkpointing"] == "full"
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes", "settings"),
+    [*((name, sizes, {}) for name, sizes in MESHES), ("mixtral", {"tp": 2}, {}), ("llama", {"cp": 2}, CHECKPOINTING),
+     ("llama", {"tp": 2}, CHECKPOINTING), ("mixtral", {"ep": 2}, CHECKPOINTING)],
+    ids=str,
+)  # fmt: skip
 def test_estimated_collectives_are_those_of_ranks(
-    four_ranks: Ranks, folders: dict[str, str], name: str, sizes: cases.Sizes
+    four_ranks: Ranks, folders: dict[str, str], name: str, sizes: cases.Sizes, settings: dict[str, Any]
 ) -> None:
     with torch.device("meta"):
         model = MODELS[name]()  # type: ignore[operator]
-    plan = resolve(load_spec(cases.config_of(sizes)), model, world_size=4)
+    plan = resolve(load_spec(cases.config_of(sizes, **settings)), model, world_size=4)
     workload = Workload(micro_batch=2, seq_len=LENGTH)
     estimated = list(estimate_communication(plan, model, workload))
-    for rank, calls in enumerate(four_ranks.run(cases.counted, folders[name], sizes)):
+    for rank, calls in enumerate(four_ranks.run(cases.counted, folders[name], sizes, settings)):
         expected: Counter[tuple[str, tuple[int, ...], int, str]] = Counter()
         for call in estimated:
             expected[call.kind, ranks_of(plan.mesh, call, rank), call.bytes, call.phase] += call.calls

@@ -86,6 +86,7 @@ def shard(plan: FsdpPlan, model: nn.Module, device: torch.device, optimizers: It
         module.forward = forward
     if plan.sharded_at_load:
         sharded = adopt_fsdp2(plan, model, device)
+        forwards.apply_activation_checkpointing(plan, sharded)
     elif plan.pre_sharded:
         sharded = model
     else:

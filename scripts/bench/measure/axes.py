@@ -84,7 +84,7 @@ def measure(ranks: Any, weights: str, sizes: dict[str, Any], expected: dict[str,
     from tests.gloo import cases_axes as cases
     from tests.support.training import differing
 
-    run = ranks.run(cases.train, weights, str(folder), sizes, asynchronous=True)[0]
+    run = ranks.run(cases.train, weights, str(folder), sizes, settings={"fsdp_async_save": True})[0]
     verdict, manifest = verify(folder / "checkpoint-6"), read_manifest(folder / "checkpoint-6")
     merge(folder / "checkpoint-6", folder / "merged", MergeOptions(verify=True, config=Path(weights)))
     merged = AutoModelForCausalLM.from_pretrained(folder / "merged", distributed_config=None).state_dict()
