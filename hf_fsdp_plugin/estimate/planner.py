@@ -9,6 +9,7 @@ from typing import Any, Final
 
 from torch import nn
 
+from hf_fsdp_plugin.estimate.divided import as_loaded
 from hf_fsdp_plugin.estimate.machines import Machine
 from hf_fsdp_plugin.estimate.memory.meta_pass import profile_step
 from hf_fsdp_plugin.estimate.memory.peak import follow_step
@@ -47,7 +48,7 @@ class Choice:
     """One combination of settings.
 
     Attributes:
-        shard, replicate: the sizes of the mesh.
+        shard, replicate, context, tensor, expert: the sizes of the mesh.
         offload_activations: whether what is saved for backward is moved to CPU memory.
         sync_each_batch: whether gradients are reduced after every micro-batch.
     """
@@ -55,6 +56,9 @@ class Choice:
     strategy: str
     shard: int
     replicate: int = 1
+    context: int = 1
+    tensor: int = 1
+    expert: int = 1
     checkpointing: Checkpointing = "none"
     offload_activations: bool = False
     offload_params: bool = False
@@ -66,6 +70,7 @@ class Choice:
         """Return the FSDP settings by canonical name, as the spec has them."""
         is_hybrid = STRATEGIES[self.strategy].hybrid
         mesh = {"mesh.shard": self.shard, "mesh.replicate": self.replicate} if is_hybrid else {}
+        mesh |= {f"mesh.{axis}": size for axis, size in self.axes.items() if size > 1}
         return {
             "fsdp.version": version,
             "sharding.strategy": self.strategy,
@@ -74,6 +79,16 @@ class Choice:
             "activation.offload": self.offload_activations,
             "offload.params": self.offload_params,
         }
+
+    @property
+    def axes(self) -> dict[str, int]:
+        """Axes whose ranks train the same samples or share experts, and their sizes."""
+        return {"context": self.context, "tensor": self.tensor, "expert": self.expert}
+
+    @property
+    def mesh(self) -> Choice:
+        """The choice with the sizes of the mesh and the strategy only."""
+        return Choice(strategy=self.strategy, shard=self.shard, replicate=self.replicate, **self.axes)
 
     @property
     def extra_work(self) -> tuple[int, ...]:
@@ -141,7 +156,8 @@ def advise(
 ) -> Advice:
     """Return the combinations of settings that fit, the best first, and why the others do not.
 
-    Offload of parameters is tried only if nothing fits without it. A combination that does not fit is not tried with a
+    Offload of parameters, and context and tensor axes, are tried only if nothing fits without them; a machine's ranks
+    as an expert axis, for each model that has one. A combination that does not fit is not tried with a
     larger micro-batch, and a strategy that does not fit with full checkpointing and offloaded activations is not tried
     with less.
 
@@ -164,9 +180,12 @@ def advise(
         near = nearest_multiples(global_batch, subject.world_size)
         fix = f"Use a global batch of {near}, or another number of ranks."
         raise SpecError([Problem(code="FSDP-E812", message=message, fix=fix)])
-    rows = list(_rows(subject, global_batch, offload=False))
+    plain = list(shardings(subject.num_machines, subject.gpus_per_machine))
+    rows = list(_rows(subject, global_batch, [*plain, *_with_axes(subject, _expert_axes(subject))]))
     if not any(row.fits for row in rows):
-        rows += _rows(subject, global_batch, offload=True)
+        rows += _rows(subject, global_batch, _with_axes(subject, _axes_in_machine(subject)))
+    if not any(row.fits for row in rows):
+        rows += _rows(subject, global_batch, plain, offload=True)
     fitting = in_order([row for row in rows if row.fits], subject.limit)
     return Advice(
         fitting=tuple(replace(row, reason=_reason(row, fitting[0])) for row in fitting),
@@ -210,10 +229,12 @@ class Subject:
         plan, memory, workload = self.plan(choice), self.memory(choice), self.workload_of(choice)
         fits, communicated, time = memory.needed_bytes <= self.limit, 0, None
         if fits:
-            calls = estimate_communication(plan, self.model, workload)
+            profile = self._profile_of(choice)
+            calls = estimate_communication(plan, self.model, workload, profile)
             communicated = sum(each.bytes * each.calls for each in calls)
         if fits and self.machine is not None:
-            time = TimeModel(plan, self.model, workload, self._costs(choice.micro_batch)).estimate(self.machine)
+            costs = self._costs(choice.micro_batch, self._whole_of(choice))
+            time = TimeModel(plan, self.model, workload, costs, profile).estimate(self.machine)
         return AdviceRow(
             choice=choice, settings=choice.settings(self.version), plan=plan, fits=fits, memory=memory, time=time,
             communicated=communicated, reason="" if fits else _rejection_reason(memory, self.limit),
@@ -226,7 +247,7 @@ class Subject:
 
     def plan(self, choice: Choice) -> FsdpPlan:
         """Return the plan of a choice. Its units do not depend on checkpointing and offload."""
-        plan, *_ = self._sharded(choice.strategy, choice.shard, choice.replicate)
+        plan, *_ = self._sharded(choice.mesh)
         activation = replace(
             plan.activation, checkpointing=choice.checkpointing, offload=choice.offload_activations, native=False
         )
@@ -240,13 +261,28 @@ class Subject:
 
     def memory(self, choice: Choice) -> MemoryEstimate:
         """Return the memory of a choice. The model runs once for each micro-batch and way to save activations."""
-        _, sizes, ignored = self._sharded(choice.strategy, choice.shard, choice.replicate)
-        profile = self._profile(choice.checkpointing, choice.offload_activations, choice.micro_batch)
-        return follow_step(self.plan(choice), sizes, ignored, self.workload_of(choice), profile)
+        _, sizes, ignored = self._sharded(choice.mesh)
+        return follow_step(self.plan(choice), sizes, ignored, self.workload_of(choice), self._profile_of(choice))
 
-    def _resolve(
-        self, strategy: str, shard: int, replicate: int
-    ) -> tuple[FsdpPlan, tuple[UnitSizes, ...], Mapping[str, int]]:
+    def supports(self, choice: Choice) -> bool:
+        """Return whether the model can be divided over the axes of a choice."""
+        if self.workload.seq_len % (2 * choice.context if choice.context > 1 else 1):
+            return False
+        try:
+            self._sharded(choice.mesh)
+        except SpecError:
+            return False
+        return True
+
+    def _whole_of(self, choice: Choice) -> Choice:
+        """Return the mesh with the same axes, and full_shard."""
+        return Choice(strategy="full_shard", shard=choice.shard * choice.replicate, **choice.axes)
+
+    def _profile_of(self, choice: Choice) -> StepProfile:
+        saving = choice.checkpointing, choice.offload_activations
+        return self._profile(*saving, choice.micro_batch, self._whole_of(choice))
+
+    def _resolve(self, mesh: Choice) -> tuple[FsdpPlan, tuple[UnitSizes, ...], Mapping[str, int]]:
         settings = {
             "launch.distributed_type": "FSDP",
             "launch.num_processes": self.world_size,
@@ -254,19 +290,20 @@ class Subject:
             "precision.param": self.precision,
             "wrap.policy": "transformer",
             **self.wrap,
-            **Choice(strategy=strategy, shard=shard, replicate=replicate).settings(self.version),
+            **mesh.settings(self.version),
         }
         written = {name: list(value) if isinstance(value, tuple) else value for name, value in settings.items()}
         spec, local = load_spec(overrides=written, environ={}), self.gpus_per_machine
         plan = resolve(spec, self.model, world_size=self.world_size, device_type="cuda", local_world_size=local)
+        plan = as_loaded(plan, self.model)
         return plan, unit_sizes(plan, self.model), ignored_bytes(plan, self.model)
 
-    def _run(self, checkpointing: Checkpointing, offload: bool, micro_batch: int) -> StepProfile:
-        choice = replace(self.whole(checkpointing, offload), micro_batch=micro_batch)
+    def _run(self, checkpointing: Checkpointing, offload: bool, micro_batch: int, whole: Choice) -> StepProfile:
+        choice = replace(whole, checkpointing=checkpointing, offload_activations=offload, micro_batch=micro_batch)
         return profile_step(self.plan(choice), self.model, self.workload_of(choice))
 
-    def _count(self, micro_batch: int) -> dict[str, UnitCosts]:
-        return unit_costs(self.plan(self.whole()), self._profile("none", False, micro_batch))
+    def _count(self, micro_batch: int, whole: Choice) -> dict[str, UnitCosts]:
+        return unit_costs(self.plan(whole), self._profile("none", False, micro_batch, whole))
 
 
 def shardings(num_machines: int, gpus_per_machine: int) -> Iterator[Choice]:
@@ -291,9 +328,37 @@ def _powers(largest: int) -> list[int]:
     return [1 << exponent for exponent in range(largest.bit_length())]
 
 
-def _rows(subject: Subject, global_batch: int, *, offload: bool) -> Iterator[AdviceRow]:
-    """Yield the rows with or without offload of parameters."""
-    for sharding in shardings(subject.num_machines, subject.gpus_per_machine):
+def _expert_axes(subject: Subject) -> Iterator[dict[str, int]]:
+    """Yield the largest expert axis inside a machine: tokens are exchanged in each layer."""
+    sizes = [size for size in _powers(subject.gpus_per_machine) if size > 1 and getattr(subject.model, "ep_plan", None)]
+    supported = [size for size in sizes if any(_with_axes(subject, [{"expert": size}]))]
+    if supported:
+        yield {"expert": supported[-1]}
+
+
+def _axes_in_machine(subject: Subject) -> Iterator[dict[str, int]]:
+    """Yield context and tensor axes inside a machine."""
+    for size in _powers(subject.gpus_per_machine):
+        if size > 1:
+            yield {"context": size}
+            if getattr(subject.model, "tp_plan", None):
+                yield {"tensor": size}
+
+
+def _with_axes(subject: Subject, axes: Iterable[dict[str, int]]) -> Iterator[Choice]:
+    """Yield full_shard with each of the axes over which the model can be divided."""
+    for sizes in axes if subject.version == 2 else ():
+        per_sample = sizes.get("context", 1) * sizes.get("tensor", 1)
+        choice = Choice(strategy="full_shard", shard=subject.world_size // per_sample, **sizes)
+        if subject.world_size % per_sample == 0 and subject.supports(choice):
+            yield choice
+
+
+def _rows(
+    subject: Subject, global_batch: int, meshes: Iterable[Choice], *, offload: bool = False
+) -> Iterator[AdviceRow]:
+    """Yield the rows of meshes with or without offload of parameters."""
+    for sharding in meshes:
         if offload and sharding.strategy != "full_shard":
             continue
         for saving in _SAVINGS:
@@ -306,7 +371,7 @@ def _rows(subject: Subject, global_batch: int, *, offload: bool) -> Iterator[Adv
 
 def _growing_batches(subject: Subject, choice: Choice, global_batch: int) -> Iterator[AdviceRow]:
     """Yield a choice with growing micro-batches, up to the first that does not fit."""
-    per_rank = global_batch // subject.world_size
+    per_rank = global_batch // (choice.shard * choice.replicate)
     # FSDP1 cannot add gradients on the CPU to new ones on the device (``prepare_gradient_for_backward``).
     can_sync = subject.version == 2 or not choice.offload_params
     for syncs in (False, True) if can_sync else (False,):
@@ -350,7 +415,7 @@ def in_order(fitting: Sequence[AdviceRow], limit: int) -> list[AdviceRow]:
         choice = row.choice
         memory = int(row.memory.needed_bytes / (limit * _SAME_MEMORY)) if limit else row.memory.needed_bytes
         is_hybrid = choice.replicate > 1 and choice.shard > 1
-        return *choice.extra_work, memory, is_hybrid, choice.sync_each_batch, *cost(row)
+        return *choice.extra_work, memory, *choice.axes.values(), is_hybrid, choice.sync_each_batch, *cost(row)
 
     rows = sorted(fitting, key=cost)
     fastest = rows[0].tokens_per_second if rows else None

@@ -176,6 +176,7 @@ def _settings(row: AdviceRow) -> str:
     choice = row.choice
     mesh = f" {choice.replicate}×{choice.shard}" if STRATEGIES[choice.strategy].hybrid else ""
     parts = [f"{choice.strategy}{mesh}"]
+    parts += [f"{axis} axis of {size}" for axis, size in choice.axes.items() if size > 1]
     parts += [f"{choice.checkpointing} checkpointing" if choice.checkpointing != "none" else "no checkpointing"]
     parts += ["offload of activations"] if choice.offload_activations else []
     parts += ["offload of parameters"] if choice.offload_params else []
