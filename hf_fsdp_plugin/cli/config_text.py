@@ -15,6 +15,7 @@ from typing import Any, Final
 
 import yaml
 
+from hf_fsdp_plugin.axes import MODEL_AXES
 from hf_fsdp_plugin.problems import Problem
 from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec
 from hf_fsdp_plugin.spellings import nearest_word
@@ -85,7 +86,8 @@ def setting_lines(settings: Mapping[str, Any], version: int, comments: Mapping[s
             if version == 2 and strategy.is_sharded and not (strategy.hybrid and strategy.reshards_after_forward):
                 key, written = "fsdp_reshard_after_forward", strategy.reshards_after_forward
         elif name.startswith("mesh."):
-            section, key = "parallelism_config", f"{PREFIXES['parallelism']}dp_{name.partition('.')[2]}_size"
+            axis = name.partition(".")[2]
+            section, key = "parallelism_config", f"{PREFIXES['parallelism']}{MODEL_AXES.get(axis, f'dp_{axis}')}_size"
         elif name in _STOCK_NAMES and value in row.choices:
             written = next(spelling.upper() for spelling in row.choices[value] if "_" in spelling)
         elif name == "activation.checkpointing":

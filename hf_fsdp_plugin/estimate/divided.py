@@ -127,7 +127,9 @@ def _divide(mesh: MeshPlan, model: nn.Module, *, fsdp: bool) -> tuple[nn.Module,
     from transformers.distributed.utils import TransformersDeviceMesh
 
     num = _num_fsdp_ranks(mesh)
-    config = DistributedConfig(tp_size=mesh.tensor, fsdp_size=num, **({"ep_size": mesh.expert} if mesh.expert > 1 else {}))
+    fields: dict[str, Any] = {"tp_size": mesh.tensor, "fsdp_size": num}
+    fields |= {"ep_size": mesh.expert} if mesh.expert > 1 else {}  # added to Transformers after 5.17
+    config = DistributedConfig(**fields)
     dense, experts = (
         init_device_mesh("cpu", (1, 1, *sizes), mesh_dim_names=("pp", "dp_replicate", *names))
         for sizes, names in (

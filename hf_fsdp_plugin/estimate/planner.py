@@ -81,7 +81,7 @@ class Choice:
         }
 
     @property
-    def axes(self) -> dict[str, int]:
+    def axes(self) -> dict[str, Any]:
         """Axes whose ranks train the same samples or share experts, and their sizes."""
         return {"context": self.context, "tensor": self.tensor, "expert": self.expert}
 
@@ -229,12 +229,12 @@ class Subject:
         plan, memory, workload = self.plan(choice), self.memory(choice), self.workload_of(choice)
         fits, communicated, time = memory.needed_bytes <= self.limit, 0, None
         if fits:
-            profile = self._profile_of(choice)
-            calls = estimate_communication(plan, self.model, workload, profile)
+            profile, (_, sizes, _) = self._profile_of(choice), self._sharded(choice.mesh)
+            calls = estimate_communication(plan, self.model, workload, profile, sizes)
             communicated = sum(each.bytes * each.calls for each in calls)
         if fits and self.machine is not None:
             costs = self._costs(choice.micro_batch, self._whole_of(choice))
-            time = TimeModel(plan, self.model, workload, costs, profile).estimate(self.machine)
+            time = TimeModel(plan, self.model, workload, costs, profile, sizes).estimate(self.machine)
         return AdviceRow(
             choice=choice, settings=choice.settings(self.version), plan=plan, fits=fits, memory=memory, time=time,
             communicated=communicated, reason="" if fits else _rejection_reason(memory, self.limit),
@@ -328,7 +328,7 @@ def _powers(largest: int) -> list[int]:
     return [1 << exponent for exponent in range(largest.bit_length())]
 
 
-def _expert_axes(subject: Subject) -> Iterator[dict[str, int]]:
+def _expert_axes(subject: Subject) -> Iterator[dict[str, Any]]:
     """Yield the largest expert axis inside a machine: tokens are exchanged in each layer."""
     sizes = [size for size in _powers(subject.gpus_per_machine) if size > 1 and getattr(subject.model, "ep_plan", None)]
     supported = [size for size in sizes if any(_with_axes(subject, [{"expert": size}]))]
@@ -336,16 +336,18 @@ def _expert_axes(subject: Subject) -> Iterator[dict[str, int]]:
         yield {"expert": supported[-1]}
 
 
-def _axes_in_machine(subject: Subject) -> Iterator[dict[str, int]]:
-    """Yield context and tensor axes inside a machine."""
+def _axes_in_machine(subject: Subject) -> Iterator[dict[str, Any]]:
+    """Yield context and tensor axes inside a machine. Accelerate divides attention in modules of one name only."""
+    has_attention = any(name.endswith("self_attn") for name, _ in subject.model.named_modules())
     for size in _powers(subject.gpus_per_machine):
         if size > 1:
-            yield {"context": size}
+            if has_attention:
+                yield {"context": size}
             if getattr(subject.model, "tp_plan", None):
                 yield {"tensor": size}
 
 
-def _with_axes(subject: Subject, axes: Iterable[dict[str, int]]) -> Iterator[Choice]:
+def _with_axes(subject: Subject, axes: Iterable[dict[str, Any]]) -> Iterator[Choice]:
     """Yield full_shard with each of the axes over which the model can be divided."""
     for sizes in axes if subject.version == 2 else ():
         per_sample = sizes.get("context", 1) * sizes.get("tensor", 1)

@@ -7,7 +7,7 @@ roofline, of communication by an α-β model, and of their overlap.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import ceil
 from typing import Final, Literal
@@ -45,7 +45,11 @@ _NOT_COMPARED: Final = (
 
 
 def estimate_communication(
-    plan: FsdpPlan, model: nn.Module, workload: Workload, profile: StepProfile | None = None
+    plan: FsdpPlan,
+    model: nn.Module,
+    workload: Workload,
+    profile: StepProfile | None = None,
+    sizes_of_units: Sequence[UnitSizes] | None = None,
 ) -> Iterator[types.Collective]:
     """Yield every collective of one optimizer step of one rank, from the second step on.
 
@@ -60,6 +64,7 @@ def estimate_communication(
     Args:
         model: the model that was planned, on any device; on the meta device with context, tensor or expert axes.
         profile: what ``profile_step`` returns, if it is known. Only these axes need it.
+        sizes_of_units: what ``unit_sizes`` returns, if it is known.
 
     Raises:
         SpecError: with these axes, as :func:`~hf_fsdp_plugin.estimate.memory.peak.estimate_memory`.
@@ -84,7 +89,7 @@ def estimate_communication(
     # FSDP1 keeps parameters that it does not free after forward until a backward that reduces gradients.
     forward = 1 if keeps_gathered and not workload.sync_each_batch else micro_batches
     reductions = micro_batches if workload.sync_each_batch else 1
-    in_backward, all_sizes = _gathered_in_backward(plan, model), unit_sizes(plan, model)
+    in_backward, all_sizes = _gathered_in_backward(plan, model), sizes_of_units or unit_sizes(plan, model)
     for unit, sizes, backward in zip(plan.units, all_sizes, in_backward, strict=True):
         name, reduced, ranks = unit.name, sizes.reduce_input, sizes.num_shards
         if ranks > 1 and unit.parameters:
@@ -122,7 +127,8 @@ def estimate_communication(
 
 def axis_calls(plan: FsdpPlan, profile: StepProfile) -> Counter[tuple[str, Literal["forward", "backward"], AxisCall]]:
     """Return the collectives over context, tensor and expert axes in one micro-batch: unit, pass and call."""
-    units, found = {"", *(unit.name for unit in plan.units)}, Counter()
+    units = {"", *(unit.name for unit in plan.units)}
+    found: Counter[tuple[str, Literal["forward", "backward"], AxisCall]] = Counter()
     for stage, phase, inside in profile.walk():
         unit = next(name for name in reversed(inside) if name in units)
         for call, number in stage.calls.items():
@@ -211,23 +217,24 @@ class TimeModel:
         workload: Workload,
         costs: Mapping[str, UnitCosts] | None = None,
         profile: StepProfile | None = None,
+        sizes: Sequence[UnitSizes] | None = None,
     ) -> None:
         """Count the operations, unless `costs` has them already.
 
         Args:
             model: the model that was planned, on the meta device.
-            profile: what ``profile_step`` returns, if it is known.
+            profile, sizes: what ``profile_step`` and ``unit_sizes`` return, if they are known.
 
         Raises:
             SpecError: as :func:`~hf_fsdp_plugin.estimate.memory.peak.estimate_memory`.
         """
         plan = as_loaded(plan, model)
-        if profile is None and (costs is None or plan.mesh.has_model_axes):
+        if profile is None and costs is None:
             profile = profile_step(plan, model, workload)
         self._plan, self._model, self._workload = plan, model, workload
-        self.costs = costs or unit_costs(plan, profile)
-        self._sizes = unit_sizes(plan, model)
-        self._calls = tuple(estimate_communication(plan, model, workload, profile))
+        self.costs = unit_costs(plan, profile) if costs is None and profile is not None else costs or {}
+        self._sizes = sizes or unit_sizes(plan, model)
+        self._calls = tuple(estimate_communication(plan, model, workload, profile, self._sizes))
         by_fsdp = [call for call in self._calls if call.axis in ("shard", "replicate")]
         self._of_units = {(call.unit, call.kind, call.phase): call for call in by_fsdp}
         parameters = [model.get_parameter(name) for unit in plan.units for name in unit.parameters]
@@ -312,7 +319,9 @@ class TimeModel:
 
     def _exchange_seconds(self, unit: str, phase: StepPhase, machine: Machine) -> float:
         """Return the seconds of a unit's collectives over context, tensor and expert axes in one micro-batch."""
-        calls = [call for call in self._calls if call.axis in types.LAYER_AXES and (call.unit, call.phase) == (unit, phase)]
+        calls = [
+            call for call in self._calls if call.axis in types.LAYER_AXES and (call.unit, call.phase) == (unit, phase)
+        ]
         seconds = sum(collective_seconds(call, self._plan, machine) * call.calls for call in calls)
         return seconds / self._workload.accumulation
 

@@ -199,9 +199,13 @@ def _fsdp2(
         own = (min(shape[0] // num, local.shape[0]), *local.shape[1:])
         shards.append(
             ParameterShard(
-                shape=own, whole=tuple(parameter.shape), numel=padded, dtype=stored, trainable=parameter.requires_grad,
+                shape=own,
+                whole=tuple(parameter.shape),
+                numel=padded,
+                dtype=stored,
+                trainable=parameter.requires_grad,
                 axis=dividing_axis(parameter),
-            )  # fmt: skip
+            )
         )
         gathered = torch.float8_e4m3fn if id(parameter) in fp8 else compute
         sums["compute_shard"] += padded * gathered.itemsize if gathered != stored else 0

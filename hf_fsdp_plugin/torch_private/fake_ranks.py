@@ -56,7 +56,7 @@ def fake_process_group(world_size: int, rank: int = 0) -> Iterator[None]:
 
 
 def runs_on_local_tensors(types: Iterable[type]) -> bool:
-    """Return whether an operator has arguments that are divided or in a collective: it calls operators on the memory."""
+    """Return whether an operator has arguments that are divided, and calls operators on the memory of a rank."""
     return any(issubclass(each, DTensor | AsyncCollectiveTensor) for each in types)
 
 

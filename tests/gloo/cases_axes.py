@@ -15,8 +15,8 @@ import hf_fsdp_plugin as hfp
 from hf_fsdp_plugin.integrations.session import session
 from hf_fsdp_plugin.problems import SpecError
 from tests.gloo.cases_distributed_config import PLAIN, exported_results, norms, with_adapters
-from tests.gloo.collective_counter import CollectiveCounter
 from tests.gloo.cases_trainer import losses, make_trainer
+from tests.gloo.collective_counter import CollectiveCounter
 from tests.support.ranks import on_accelerator, own_device
 from tests.support.tiny import GLOBAL_BATCH, LENGTH, global_batch, my_part
 from tests.support.training import MAX_NORM, fresh_accelerator

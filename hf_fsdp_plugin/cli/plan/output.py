@@ -90,10 +90,12 @@ def predict(planned: Planned) -> Prediction:
     profile = profile_step(*subject)
     sizes, ignored = unit_sizes(plan, planned.model), ignored_bytes(plan, planned.model)
     memory = follow_step(plan, sizes, ignored, planned.workload, profile, machine)
-    prediction = Prediction(planned=planned, memory=memory, communication=tuple(estimate_communication(*subject, profile)))
+    prediction = Prediction(
+        planned=planned, memory=memory, communication=tuple(estimate_communication(*subject, profile, sizes))
+    )
     if machine is None:
         return prediction
-    times = TimeModel(*subject, unit_costs(plan, profile), profile)
+    times = TimeModel(*subject, unit_costs(plan, profile), profile, sizes)
     return replace(prediction, times=times, time=times.estimate(machine))
 
 

@@ -236,7 +236,12 @@ class Fsdp2Engine(Engine):
 
     def _start(self, name: str) -> None:
         """Allocate the buffer of an all-gather, and until it has started its input (``foreach_all_gather``)."""
-        if name in self.gathered or name in self._buffered or not self.sizes[name].shards or self.sizes[name].num_shards == 1:
+        if (
+            name in self.gathered
+            or name in self._buffered
+            or not self.sizes[name].shards
+            or self.sizes[name].num_shards == 1
+        ):
             return
         sizes = self.sizes[name]
         source = sizes.compute_shard or (sizes.params if self.offloads else 0)

@@ -20,8 +20,8 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
-from hf_fsdp_plugin.estimate.machines import OpKind
 from hf_fsdp_plugin.estimate.divided import local_tensor
+from hf_fsdp_plugin.estimate.machines import OpKind
 from hf_fsdp_plugin.estimate.memory.step import AxisCall, OpCost, Usage
 from hf_fsdp_plugin.estimate.types import Axis
 from hf_fsdp_plugin.plan.fsdp_plan import DTYPES

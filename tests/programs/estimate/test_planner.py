@@ -33,6 +33,12 @@ def model(family: str) -> torch.nn.Module:
             ),
             hf.LlamaForCausalLM,
         ),
+        "large-vocabulary": (
+            hf.LlamaConfig(
+                hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=8, vocab_size=1 << 15
+            ),
+            hf.LlamaForCausalLM,
+        ),
         "gpt2": (hf.GPT2Config(n_embd=256, n_layer=6, n_head=4, vocab_size=1024), hf.GPT2LMHeadModel),
         "bert": (
             hf.BertConfig(
@@ -168,3 +174,28 @@ def test_less_memory_is_preferred_among_equally_fast_rows():
     assert first.memory.peak.bytes <= min(row.memory.peak.bytes for row in same) + limit * 0.02
     slow = replace(first, time=replace(first.time, tokens_per_second=0.9e6))
     assert in_order([*same[:1], slow], limit)[0] is same[0]
+
+
+def test_context_and_tensor_axes_are_tried_where_nothing_else_fits():
+    plain = advice("large-vocabulary", 1 << 36, seq_len=1 << 14, global_batch=4)
+    assert not any(axis_sizes(row) for row in plain.rows)
+    least = min(row.memory.needed_bytes for row in plain.rows)
+    found = advice("large-vocabulary", int(least * 0.9 / 0.95), seq_len=1 << 14, global_batch=4)
+    assert found.best is not None and not any(row.choice.offload_params for row in found.rows)
+    tried = {name for row in found.rows for name in axis_sizes(row).items()}
+    assert tried == {("context", 2), ("context", 4), ("tensor", 2), ("tensor", 4)}
+    assert all(axis_sizes(row) for row in found.fitting)
+    assert all(row.settings[f"mesh.{name}"] == size for row in found.fitting for name, size in axis_sizes(row).items())
+    for row in found.fitting:
+        assert row.choice.shard * row.choice.context * row.choice.tensor == 4
+        # The ranks of an axis train the same samples.
+        assert row.choice.micro_batch * row.choice.accumulation * row.choice.shard == 4
+
+
+def test_models_without_plan_get_no_axes():
+    found = advice("gpt2", memory=1 << 20)
+    assert found.best is None and not any(row.choice.tensor > 1 or row.choice.expert > 1 for row in found.rows)
+
+
+def axis_sizes(row):
+    return {name: size for name, size in row.choice.axes.items() if size > 1}

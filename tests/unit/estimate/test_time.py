@@ -279,7 +279,7 @@ def test_layers_wait_for_collectives_of_axes(sizes):
     model = mixtral()
     slow = replace(H100, intra=replace(H100.intra, bandwidth=1e3))
     times = TimeModel(planned(model, world=4, **sizes), model, STEP)
-    calls = [call for call in estimate_communication(planned(model, world=4, **sizes), model, STEP)]
+    calls = list(estimate_communication(planned(model, world=4, **sizes), model, STEP))
     axes = {name: [call for call in calls if call.axis == name] for name in ("context", "tensor", "expert")}
     full = {"cp_size": "context", "tp_size": "tensor", "ep_size": "expert"}
     assert {name for name, found in axes.items() if found} == {full[name] for name in sizes}
@@ -300,7 +300,9 @@ def test_layers_wait_for_collectives_of_axes(sizes):
 def test_tensor_axis_is_placed_inside_a_machine():
     model = mixtral()
     call = next(
-        call for call in estimate_communication(planned(model, world=8, tp_size=2), model, STEP) if call.axis == "tensor"
+        call
+        for call in estimate_communication(planned(model, world=8, tp_size=2), model, STEP)
+        if call.axis == "tensor"
     )
     inside, across = (replace(H100, ranks_per_machine=ranks) for ranks in (2, 1))
     plan = planned(model, world=8, tp_size=2)
