@@ -176,14 +176,14 @@ def test_less_memory_is_preferred_among_equally_fast_rows():
     assert in_order([*same[:1], slow], limit)[0] is same[0]
 
 
-def test_context_and_tensor_axes_are_tried_where_nothing_else_fits():
+def test_axes_are_tried_where_nothing_else_fits():
     plain = advice("large-vocabulary", 1 << 36, seq_len=1 << 14, global_batch=4)
     assert not any(axis_sizes(row) for row in plain.rows)
     least = min(row.memory.needed_bytes for row in plain.rows)
     found = advice("large-vocabulary", int(least * 0.9 / 0.95), seq_len=1 << 14, global_batch=4)
     assert found.best is not None and not any(row.choice.offload_params for row in found.rows)
     tried = {name for row in found.rows for name in axis_sizes(row).items()}
-    assert tried == {("context", 2), ("context", 4), ("tensor", 2), ("tensor", 4)}
+    assert tried == {("context", 2), ("context", 4), ("tensor", 2)}  # FSDP must shard over some ranks
     assert all(axis_sizes(row) for row in found.fitting)
     assert all(row.settings[f"mesh.{name}"] == size for row in found.fitting for name, size in axis_sizes(row).items())
     for row in found.fitting:
