@@ -156,10 +156,10 @@ def advise(
 ) -> Advice:
     """Return the combinations of settings that fit, the best first, and why the others do not.
 
-    Offload of parameters, and context and tensor axes, are tried only if nothing fits without them; a machine's ranks
-    as an expert axis, for each model that has one. A combination that does not fit is not tried with a
-    larger micro-batch, and a strategy that does not fit with full checkpointing and offloaded activations is not tried
-    with less.
+    Offload of parameters, and context and tensor axes, are tried only if nothing fits without them, and these axes up
+    to the first size that fits; a machine's ranks as an expert axis, for each model that has one. A combination that
+    does not fit is not tried with a larger micro-batch, and a strategy that does not fit with full checkpointing and
+    offloaded activations is not tried with less.
 
     Args:
         model: on the meta device, not sharded. It is unchanged afterwards.
@@ -183,7 +183,8 @@ def advise(
     plain = list(shardings(subject.num_machines, subject.gpus_per_machine))
     rows = list(_rows(subject, global_batch, [*plain, *_with_axes(subject, _expert_axes(subject))]))
     if not any(row.fits for row in rows):
-        rows += _rows(subject, global_batch, _with_axes(subject, _axes_in_machine(subject)))
+        for sizes in _axes_in_machine(subject):
+            rows += _up_to_first_size(subject, global_batch, sizes)
     if not any(row.fits for row in rows):
         rows += _rows(subject, global_batch, plain, offload=True)
     fitting = in_order([row for row in rows if row.fits], subject.limit)
@@ -336,15 +337,25 @@ def _expert_axes(subject: Subject) -> Iterator[dict[str, Any]]:
         yield {"expert": supported[-1]}
 
 
-def _axes_in_machine(subject: Subject) -> Iterator[dict[str, Any]]:
-    """Yield context and tensor axes inside a machine. Accelerate divides attention in modules of one name only."""
-    has_attention = any(name.endswith("self_attn") for name, _ in subject.model.named_modules())
-    for size in _powers(subject.gpus_per_machine):
-        if size > 1:
-            if has_attention:
-                yield {"context": size}
-            if getattr(subject.model, "tp_plan", None):
-                yield {"tensor": size}
+def _axes_in_machine(subject: Subject) -> Iterator[list[dict[str, Any]]]:
+    """Yield the sizes of a context and of a tensor axis inside a machine.
+
+    Accelerate divides attention in modules of one name only.
+    """
+    sizes = _powers(subject.gpus_per_machine)[1:]
+    if any(name.endswith("self_attn") for name, _ in subject.model.named_modules()):
+        yield [{"context": size} for size in sizes]
+    if getattr(subject.model, "tp_plan", None):
+        yield [{"tensor": size} for size in sizes]
+
+
+def _up_to_first_size(subject: Subject, global_batch: int, sizes: Iterable[dict[str, Any]]) -> Iterator[AdviceRow]:
+    """Yield the rows of growing sizes of an axis, up to the first that fits: larger ones communicate more."""
+    for choice in _with_axes(subject, sizes):
+        rows = list(_rows(subject, global_batch, [choice]))
+        yield from rows
+        if any(row.fits for row in rows):
+            return
 
 
 def _with_axes(subject: Subject, axes: Iterable[dict[str, Any]]) -> Iterator[Choice]:

@@ -183,7 +183,7 @@ def test_axes_are_tried_where_nothing_else_fits():
     found = advice("large-vocabulary", int(least * 0.9 / 0.95), seq_len=1 << 14, global_batch=4)
     assert found.best is not None and not any(row.choice.offload_params for row in found.rows)
     tried = {name for row in found.rows for name in axis_sizes(row).items()}
-    assert tried == {("context", 2), ("context", 4), ("tensor", 2)}  # FSDP must shard over some ranks
+    assert tried == {("context", 2), ("tensor", 2)}  # larger axes only communicate more
     assert all(axis_sizes(row) for row in found.fitting)
     assert all(row.settings[f"mesh.{name}"] == size for row in found.fitting for name, size in axis_sizes(row).items())
     for row in found.fitting:
