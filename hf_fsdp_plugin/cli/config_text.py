@@ -112,6 +112,10 @@ def stock_limits(settings: Mapping[str, Any], version: int, *, gpus: int = 0) ->
             yield f"Stock Accelerate {limit['text']}."
     if version == 1 and settings.get("mesh.shard", gpus) != gpus:
         yield "Stock Accelerate refuses parallelism_config under FSDP1."
+    if settings.get("mesh.tensor", 1) > 1:
+        yield "Stock Accelerate divides no layers: the script must load the model with a tensor-parallel plan."
+    if settings.get("mesh.expert", 1) > 1:
+        yield "Stock Accelerate has no expert axis."
 
 
 def script_arguments(micro_batch: int, accumulation: int, sync_each_batch: bool) -> list[str]:

@@ -113,7 +113,17 @@ class State:
     @property
     def accumulation(self) -> int:
         """Forward passes of a rank per optimizer step."""
-        return int(self.answers["global_batch"]) // (int(self.answers.get("micro_batch", 1)) * self.world_size)
+        return self.samples_of_rank // int(self.answers.get("micro_batch", 1))
+
+    @property
+    def samples_of_rank(self) -> int:
+        """Samples of a rank per optimizer step. The ranks of a context axis have the same samples."""
+        return int(self.answers["global_batch"]) * self.context // self.world_size
+
+    @property
+    def context(self) -> int:
+        """Ranks that divide each sequence."""
+        return int(self.answers.get("context_size", 1))
 
     @property
     def version(self) -> int:

@@ -97,10 +97,24 @@ def _parse_global_batch(text: str, state: State) -> int:
 
 def _parse_micro_batch(text: str, state: State) -> int:
     micro_batch = _parse_size(text, state)
-    per_rank = int(state.answers["global_batch"]) // state.world_size
-    if per_rank % micro_batch:
-        raise ValueError(f"{micro_batch:,} does not divide {per_rank:,}, the samples of a rank and step.")
+    if state.samples_of_rank % micro_batch:
+        raise ValueError(f"{micro_batch:,} does not divide {state.samples_of_rank:,}, the samples of a rank and step.")
     return micro_batch
+
+
+def _parse_context_size(text: str, state: State) -> int:
+    size = _integer(1, state.gpus)(text, state)
+    if state.gpus % size:
+        raise ValueError(f"{size} does not divide the {state.gpus} GPUs of a machine.")
+    if size > 1 and int(state.answers["seq_len"]) % (2 * size):
+        raise ValueError(f"the sequence length is not divisible by {2 * size}, two parts for each of {size} ranks.")
+    return size
+
+
+def _needs_context(state: State) -> bool:
+    """Whether the model fits only if ranks divide each sequence, or the file has such an axis."""
+    wanted = max(state.recommended.get("mesh.context", 1), state.existing.mesh.context)
+    return state.version == 2 and state.model is not None and wanted > 1
 
 
 _STRATEGIES: Final = {
@@ -113,7 +127,7 @@ _STRATEGIES: Final = {
 
 
 def _strategy_choices(state: State) -> Mapping[Any, str]:
-    has_groups = _largest_group(state.world_size) > 1
+    has_groups = _largest_group(state.world_size) > 1 and state.context == 1
     return {name: about for name, about in _STRATEGIES.items() if has_groups or not STRATEGIES[name].hybrid}
 
 
@@ -220,6 +234,9 @@ QUESTIONS: Final = (
         default=2, reason="the version that PyTorch develops",
         choices={1: "FullyShardedDataParallel: flat parameters; deprecated by Transformers",
                  2: "fully_shard: one DTensor per parameter"}),
+    Question(name="context_size", text="Ranks that divide each sequence (context parallelism)", setting="mesh.context",
+        default=1, reason="each rank has whole sequences", asked=_needs_context, parse=_parse_context_size,
+        about="each rank has a part of each sequence, for which the others send keys and values"),
     Question(name="micro_batch", text="Samples of a rank per forward pass", parse=_parse_micro_batch,
         default=1, reason="needs least memory; the rest of the batch is accumulated"),
     Question(name="sync_each_batch", text="Reduce gradients after every micro-batch (sync_each_batch)",
@@ -279,6 +296,10 @@ def settings_of(state: State) -> dict[str, Any]:
         found |= {**written, **given}
     if "wrap.classes" in found:
         found["wrap.classes"] = tuple(word for word in found["wrap.classes"].split(",") if word)
+    if state.context > 1:
+        found["mesh.shard"] = state.world_size // state.context  # stock Accelerate computes no size
+    elif not state.existing.asked("mesh.context"):
+        found.pop("mesh.context", None)
     if state.is_hybrid:
         found["mesh.replicate"] = state.world_size // found["mesh.shard"]
         if state.version == 1 and found["mesh.shard"] == state.gpus:
@@ -316,4 +337,5 @@ def comments_of(state: State) -> dict[str, str]:
     comments = {name: question.comment(state.answers[question.name], state) for name, question in answered.items()}
     if state.num_machines > 1:
         comments["launch.num_processes"] = f"{state.num_machines} machines × {state.gpus} GPUs"
-    return {**comments, "mesh.shard": "ranks that share one copy of the model", "mesh.replicate": "copies of the model"}
+    shard = "ranks with other samples" if state.context > 1 else "ranks that share one copy of the model"
+    return {**comments, "mesh.shard": shard, "mesh.replicate": "copies of the model"}

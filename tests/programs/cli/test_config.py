@@ -27,7 +27,9 @@ EVERY_OPTION = [
 
 
 def test_every_option_sets_its_answer(config, llama):
-    assert {name for answers in EVERY_OPTION for name in answers} == {question.name for question in QUESTIONS}
+    # A context axis is asked for only if the model does not fit without it.
+    known = {question.name for question in QUESTIONS} - {"context_size"}
+    assert {name for answers in EVERY_OPTION for name in answers} == known
     shown = {"yes": True, "no": False}
     for number, answers in enumerate(EVERY_OPTION):
         out, _ = config("--yes", "-o", f"{number}.yaml", "--json", *options(answers))
@@ -80,6 +82,30 @@ def test_recommended_settings_fit_and_are_those_of_plan(config, llama, hf_fsdp, 
         config(*argv, "--force", "--gpu-memory", memory, "--strategy", "full_shard")
         again, _ = config(*argv, "--force", "--gpu-memory", memory)
         assert json.loads(again)["settings"]["sharding.strategy"] == "full_shard"  # the value of the file
+
+
+LLAMA_8B = {
+    "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
+    "num_key_value_heads": 8, "vocab_size": 128256, "max_position_embeddings": 1 << 17,
+}  # fmt: skip
+
+
+def test_context_axis_is_asked_for_where_nothing_else_fits(config, llama):
+    Path("llama/config.json").write_text(json.dumps({**LLAMA, **LLAMA_8B}))
+    long = ["--yes", "--model", "llama", "--gpus", "8", "--gpu-memory", "80GB", "--global-batch", "8", "--json"]
+    out, err = config(*long, "-o", "long.yaml", "--seq-len", str(1 << 16))
+    result = json.loads(out)
+    size = result["answers"]["context_size"]
+    assert size > 1 and "Recommended" in err and result["stock_limits"] == []
+    mesh = spec_of("long.yaml").mesh
+    assert (mesh.context, mesh.shard) == (size, 8 // size)
+    # The ranks of the axis have the same samples.
+    samples = result["answers"]["micro_batch"] * int(err.split("--gradient_accumulation_steps ")[1].split()[0])
+    assert samples == size
+    _, err = config(*long, "-o", "short.yaml", "--seq-len", "1024", "--context-size", "2", code=2)
+    assert "FSDP-E763" in err
+    _, err = config(*long, "-o", "odd.yaml", "--seq-len", str(1 << 16), "--context-size", "3", code=2)
+    assert "3 does not divide the 8 GPUs" in err
 
 
 def test_model_gives_classes_and_limits(config, llama):
