@@ -147,6 +147,8 @@ _ACCELERATE_HOOKS = (
          reason="For parameters that are not all those of one model, FSDP1's norm covers one rank's shards only."),
     Hook(f"{_ACCELERATOR}.maybe_context_parallel", "accelerate.accelerator:maybe_context_parallel",
          "torch's error for a sequence that the context axis does not divide names neither the length nor the axis."),
+    Hook("transformers.masking_utils:find_packed_sequence_indices", "accelerate.accelerator:find_packed_sequences",
+         "The two parts of a sequence that a rank of the context axis has are taken for packed sequences."),
     Hook(f"{_ACCELERATOR}.clip_grad_value_", "accelerate.accelerator:clip_grad_value_",
          "Accelerate refuses it under FSDP, although it clips each element alone."),
     # Modules that have imported it by name get the replacement, too.

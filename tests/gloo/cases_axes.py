@@ -79,7 +79,12 @@ def train_in_loop(sizes: Sizes, num_steps: int = 3, length: int = LENGTH, **sett
     accelerator = fresh_accelerator(config_of(sizes, **settings))
     model = tiny_llama()
     model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
-    size, found = num_batches(sizes), {"losses": [], "norms": []}
+    size, found = num_batches(sizes), {"losses": [], "norms": [], "masks": []}
+
+    def note_mask(layer: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        found["masks"].append(kwargs["attention_mask"])
+
+    model.model.layers[0].register_forward_pre_hook(note_mask, with_kwargs=True)
     number = dist.get_rank() // sizes.get("cp", 1)
     for step in range(num_steps):
         tokens = my_part(global_batch(step), number, size)["input_ids"].to(accelerator.device)

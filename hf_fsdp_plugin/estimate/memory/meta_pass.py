@@ -27,7 +27,7 @@ from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan, torch_dtype
 from hf_fsdp_plugin.plan.names import is_inside
 from hf_fsdp_plugin.problems import Problem, SpecError
 from hf_fsdp_plugin.torch_private.context_parallel import add_cpu_attention, context_exchange, set_context_exchange
-from hf_fsdp_plugin.torch_private.modules import registrations
+from hf_fsdp_plugin.torch_private.modules import entries_in_block, registrations
 
 _MIN_LAYERS = 5
 """Number of equal layers from which on some of them are skipped: the first two and the last two always run."""
@@ -96,6 +96,8 @@ def _divide_sequence(
 
     The batch and the attention are those of the Trainer and of Accelerate's ``_attach_context_parallel_hooks``.
     """
+    from transformers import masking_utils
+
     ids, labels = torch.zeros_like(batch["input_ids"]), torch.zeros_like(batch["labels"])
     positions = torch.arange(ids.shape[1], device="meta").expand(ids.shape[0], -1)
     parts = {"input_ids": ids, "labels": labels, "shift_labels": torch.zeros_like(labels), "position_ids": positions}
@@ -107,6 +109,9 @@ def _divide_sequence(
     undo.enter_context(
         context_parallel(mesh, buffers=buffers, buffer_seq_dims=[1] * len(buffers), no_restore_buffers=set(buffers))
     )
+
+    # As the replacement of integrations.accelerate.accelerator: there is no mask of packed sequences.
+    undo.enter_context(entries_in_block({"find_packed_sequence_indices": lambda ids: None}, vars(masking_utils)))
 
     def causal(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
         return args, {**kwargs, "attention_mask": None, "is_causal": True}

@@ -11,7 +11,8 @@ import functools
 import inspect
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
+from contextvars import ContextVar
 from typing import Any, Final
 
 import torch
@@ -37,7 +38,7 @@ from hf_fsdp_plugin.integrations.profiling.run import mark_phase
 from hf_fsdp_plugin.integrations.run_report import report_run
 from hf_fsdp_plugin.integrations.saving import call_name, gathered, state_at
 from hf_fsdp_plugin.integrations.script_arguments import check_arguments, check_object, print_or_raise
-from hf_fsdp_plugin.integrations.session import attributes_in_block, session
+from hf_fsdp_plugin.integrations.session import attributes_in_block, context_in_block, session
 from hf_fsdp_plugin.integrations.torch_functions import FIX
 from hf_fsdp_plugin.messages import print_once, print_warnings
 from hf_fsdp_plugin.plan.fsdp_plan import MeshPlan, ProblemCollector, has_replicas
@@ -189,7 +190,25 @@ def maybe_context_parallel(
             f"Pad or pack sequences to a multiple of {multiple}, such as with pad_to_multiple_of of the data collator."
         )
         raise SpecError([Problem(code="FSDP-E615", setting="mesh.context", message=message, fix=fix)])
-    return original(buffers=buffers, buffer_seq_dims=buffer_seq_dims, no_restore_buffers=no_restore_buffers)
+    divided = original(buffers=buffers, buffer_seq_dims=buffer_seq_dims, no_restore_buffers=no_restore_buffers)
+    return _without_masks(divided) if multiple > 1 else divided
+
+
+_sequences_are_divided: ContextVar[bool] = ContextVar("sequences_are_divided", default=False)
+
+
+@contextmanager
+def _without_masks(divided: AbstractContextManager[None]) -> Iterator[None]:
+    with context_in_block(_sequences_are_divided, True), divided:
+        yield
+
+
+def find_packed_sequences(original: Callable[..., Any], position_ids: Any) -> Any:
+    """Find no packed sequences in a divided one: its two parts would be two sequences.
+
+    Transformers would make a mask of all pairs of the rank's tokens, which Accelerate does not pass to the attention.
+    """
+    return None if _sequences_are_divided.get() else original(position_ids)
 
 
 @plugins.if_planned
