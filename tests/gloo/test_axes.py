@@ -33,6 +33,8 @@ LLAMA: list[cases.Sizes] = [
 MIXTRAL: list[cases.Sizes] = [{"ep": 4}, {"ep": 2, "tp": 2}, {"ep": 2}]
 CHECKPOINTING = {"fsdp_activation_checkpointing": True}
 MESHES = [("llama", sizes) for sizes in LLAMA] + [("mixtral", sizes) for sizes in MIXTRAL]
+# Pairs of axes contain what each of them does.
+QUICK: list[cases.Sizes] = [{"cp": 2}, {"cp": 2, "tp": 2}, {"ep": 2, "tp": 2}]
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +67,7 @@ def axes_of(report: dict[str, Any]) -> dict[str, int]:
     return {name: size for name, size in report["mesh"].items() if name not in ("replicate", "shard")}
 
 
-@pytest.mark.parametrize(("name", "sizes"), MESHES, ids=str)
+@pytest.mark.parametrize(("name", "sizes"), [mesh if mesh[1] in QUICK else slow(*mesh) for mesh in MESHES], ids=str)
 def test_trainer_equals_one_process(
     four_ranks: Ranks, tmp_path: Path, folders: dict[str, str], expected: dict[str, Any], name: str, sizes: cases.Sizes
 ) -> None:
@@ -79,7 +81,7 @@ def test_trainer_equals_one_process(
     assert axes_of(run["report"]) == {full[axis]: size for axis, size in sizes.items() if axis in full}
 
 
-@pytest.mark.parametrize(("name", "sizes"), [("llama", {"tp": 2}), ("mixtral", {"ep": 4})], ids=str)
+@pytest.mark.parametrize(("name", "sizes"), [("llama", {"tp": 2}), slow("mixtral", {"ep": 4})], ids=str)
 def test_checkpointed_layers_equal_one_process(
     four_ranks: Ranks, tmp_path: Path, folders: dict[str, str], expected: dict[str, Any], name: str, sizes: cases.Sizes
 ) -> None:
@@ -93,8 +95,9 @@ def test_checkpointed_layers_equal_one_process(
 
 @pytest.mark.parametrize(
     ("name", "sizes", "settings"),
-    [*((name, sizes, {}) for name, sizes in MESHES), ("mixtral", {"tp": 2}, {}), ("llama", {"cp": 2}, CHECKPOINTING),
-     ("llama", {"tp": 2}, CHECKPOINTING), ("mixtral", {"ep": 2}, CHECKPOINTING)],
+    [*((name, sizes, {}) if sizes in QUICK else slow(name, sizes, {}) for name, sizes in MESHES),
+     slow("mixtral", {"tp": 2}, {}), slow("llama", {"cp": 2}, CHECKPOINTING), slow("llama", {"tp": 2}, CHECKPOINTING),
+     ("mixtral", {"ep": 2}, CHECKPOINTING)],
     ids=str,
 )  # fmt: skip
 def test_estimated_collectives_are_those_of_ranks(
@@ -193,7 +196,7 @@ def test_length_that_is_not_divisible_is_refused(four_ranks: Ranks) -> None:
     [
         ("llama", {"tp": 2}, {"cp": 2}),
         ("llama", {"cp": 2, "tp": 2}, {}),
-        ("mixtral", {"ep": 4}, {"ep": 2, "tp": 2}),
+        slow("mixtral", {"ep": 4}, {"ep": 2, "tp": 2}),
         ("mixtral", {"ep": 2}, {}),
     ],
     ids=str,
