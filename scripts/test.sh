@@ -8,7 +8,7 @@
 #   bash scripts/test.sh -m slow          the combinations and long runs that the quick set omits (hours)
 #
 # Creates .venv on the first run. Environment variables: VENV, PYTHON, TORCH (see scripts/environment.sh), WORKERS
-# (number of test files that run at the same time, default 3, with --unit 2; 0: one process).
+# (number of tests that run at the same time, default 3; 0: one process).
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -36,8 +36,7 @@ if [ "${1:-}" = --accelerator ]; then
   RANKS_DEVICE=accelerator exec "${quick[@]}" $shared_ranks "${@:2}"
 fi
 if [ "${1:-}" = --unit ]; then
-  WORKERS=${WORKERS:-2}
-  exec "$python" -m pytest -q -m "not slow and not gpu" -n "$WORKERS" --dist loadfile tests/unit "${@:2}"
+  exec "$python" -m pytest -q -m "not slow and not gpu" -n "${WORKERS:-3}" --dist worksteal tests/unit "${@:2}"
 fi
 if [ $# -gt 0 ]; then
   PYTHONPATH=$libraries exec "$python" -m pytest -q "$@"
