@@ -16,6 +16,7 @@ docs/results/layer_classes.json. Exit code 1 if less than 95% are equal or have 
 from __future__ import annotations
 
 import json
+import re
 import signal
 import sys
 import warnings
@@ -35,6 +36,8 @@ from scripts.bench.common import describe_machine, make_parser
 SECONDS = 60
 """Limit for one model."""
 NEEDED = 0.95
+_PLACE = re.compile(r" from '[^']*'?")
+"""The file of a module in an error: a folder of this machine."""
 
 
 def compare(model: nn.Module) -> dict[str, Any] | None:
@@ -79,7 +82,7 @@ def main() -> int:
                 compared = compare(model_class(config_class()))
         except Exception as error:
             counts["cannot be created"] += 1
-            models[name] = {"error": f"{type(error).__name__}: {error}"[:150]}
+            models[name] = {"error": _PLACE.sub("", f"{type(error).__name__}: {error}")[:150]}
             continue
         finally:
             signal.alarm(0)

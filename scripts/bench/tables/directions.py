@@ -51,6 +51,9 @@ DIRECTIONS: Final = (
     # Exit codes, restarts, and moments of kills.
     Direction(r"^runs/.*(/exit_code|/losses|/bitwise_equal)$|/restarts$|^runs/[^/]+/kills", "not compared"),
     Direction(r"^cases/[^/]+/(promised_seconds|measured_seconds|gains|step_seconds|ratio)", "not compared"),
+    # The closed form against the trace, over all settings.
+    Direction(r"^(median|worst)$", "nearer 0", 0.001),
+    Direction(r"^compared$", "not compared"),
     # Pairs of axes: differences from one process.
     Direction(r"^pairs/.*/(losses|norms|resumed_losses)$", "smaller", 1e-5),
     Direction(r"^pairs/.*/(verified|merged_equal|exported_equal)$", "larger"),
