@@ -233,6 +233,8 @@ _TRANSFORMERS_HOOKS = (
          "The Trainer refuses `optimizers` under FSDP. `prepare` replaces their parameters too."),
     Hook(f"{_TRAINER}._set_signature_columns_if_needed", "transformers.trainer:set_signature_columns",
          "The signature of FSDP1's wrapper accepts any argument, so the Trainer keeps no dataset column."),
+    Hook(f"{_TRAINER}._run_epoch", "transformers.trainer:run_epoch",
+         "A run that is resumed after its last step, as after a failure at its end, trains a step more each time."),
     Hook(f"{_TRAINER}.evaluation_loop", "transformers.trainer:evaluation_loop",
          "Evaluation before training raises under FSDP2; under FSDP1, unsharded parameters are trained after it."),
     Hook("transformers.trainer:update_fsdp_plugin_peft", "peft:update_fsdp_plugin_peft",

@@ -127,6 +127,16 @@ def train_and_resume(output_dir: str, **arguments: Any) -> dict[str, Any]:
     }
 
 
+def resume_after_the_end(output_dir: str, **arguments: Any) -> dict[str, Any]:
+    """Train half of the data, and resume from the checkpoint of the last step."""
+    arguments = {"max_steps": 3, "save_strategy": "steps", "save_steps": 3, **arguments}
+    whole = make_trainer(output_dir, **arguments)
+    whole.train()
+    resumed = make_trainer(output_dir, **arguments)
+    resumed.train(resume_from_checkpoint=True)
+    return {"steps": resumed.state.global_step, "weights": (gathered(whole), gathered(resumed))}
+
+
 def evaluate_around_training(output_dir: str, **arguments: Any) -> dict[str, Any]:
     """Evaluate before and after training, and generate tokens at the end."""
     trainer = make_trainer(output_dir, **arguments)

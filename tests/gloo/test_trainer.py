@@ -53,6 +53,14 @@ def test_resumed_training_equals_uninterrupted(
 
 
 @both_versions
+def test_run_that_is_resumed_after_its_end_trains_nothing(two_ranks: Ranks, tmp_path: Path, version: int) -> None:
+    """The Trainer alone trains a fourth step."""
+    run = two_ranks.run(cases.resume_after_the_end, str(tmp_path), **settings(version))[0]
+    whole, resumed = run["weights"]
+    assert run["steps"] == 3 and all((whole[name] == resumed[name]).all() for name in whole)
+
+
+@both_versions
 def test_save_override_finds_files_of_the_run(two_ranks: Ranks, tmp_path: Path, version: int) -> None:
     (tmp_path / "args.json").write_text("{}")
     two_ranks.run(cases.train_with_save_override, str(tmp_path), **settings(version))

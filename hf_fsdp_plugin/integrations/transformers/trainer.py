@@ -120,6 +120,15 @@ class WeightDecayCheck(TrainerCallback):
 
 
 @if_planned
+def run_epoch(original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:
+    """Train nothing in a run that was resumed after its last step. The Trainer would train a step more each time."""
+    if 0 < trainer.state.max_steps <= trainer.state.global_step:
+        trainer.control.should_training_stop = True
+        return None
+    return original(*args, **kwargs)
+
+
+@if_planned
 def evaluation_loop(original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:
     """Shard the model before an evaluation that precedes the training.
 
