@@ -17,11 +17,11 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
+from hf_fsdp_plugin.axes import MODEL_AXES
 from hf_fsdp_plugin.estimate.types import Axis
 from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan, MeshPlan
 from hf_fsdp_plugin.plan.presharded import sharded_units
 from hf_fsdp_plugin.problems import SpecError
-from hf_fsdp_plugin.torch_private.fake_ranks import fake_process_group
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,11 +53,11 @@ def divided(plan: FsdpPlan, model: nn.Module) -> Iterator[RankModel]:
         return
     with _ranks(plan) as mesh:
         if not has_divided_layers(plan.mesh):
-            yield RankModel(model=model, axes=_group(mesh, "cp"), context=mesh["cp"])
+            yield RankModel(model=model, axes=_group(mesh, "context"), context=mesh["cp"])
             return
         model, axes = _divide(plan.mesh, model, fsdp=False)
         context = mesh["cp"] if plan.mesh.context > 1 else None
-        yield RankModel(model=model, axes=axes | (_group(mesh, "cp") if context else {}), context=context)
+        yield RankModel(model=model, axes=axes | (_group(mesh, "context") if context else {}), context=context)
 
 
 def as_loaded(plan: FsdpPlan, model: nn.Module) -> FsdpPlan:
@@ -112,6 +112,9 @@ def _ranks(plan: FsdpPlan) -> Iterator[DeviceMesh]:
         message = f"memory and time are not predicted for mesh.{axis}={getattr(mesh, axis)} {where}."
         fix = "Run hf-fsdp plan in a process of its own, or leave ranks for the shard axis."
         raise SpecError([plan.spec.problem("FSDP-E813", f"mesh.{axis}", message, fix)])
+    # Its private names of torch are needed for predictions only; ranks that train import this module, too.
+    from hf_fsdp_plugin.torch_private.fake_ranks import fake_process_group
+
     sizes = (_num_fsdp_ranks(mesh) // mesh.context, mesh.context, mesh.tensor)
     with fake_process_group(sizes[0] * sizes[1] * sizes[2]):
         yield init_device_mesh("cpu", sizes, mesh_dim_names=("fsdp", "cp", "tp"))
@@ -142,10 +145,9 @@ def _divide(mesh: MeshPlan, model: nn.Module, *, fsdp: bool) -> tuple[nn.Module,
     copied: Any = copy.deepcopy(model)
     type(copied).maybe_distribute_model(copied, config, TransformersDeviceMesh(dense, experts))
     copied.tie_weights()
-    return copied, _group(dense, "tp") | _group(experts, "ep")
+    return copied, _group(dense, "tensor") | _group(experts, "expert")
 
 
-def _group(mesh: DeviceMesh, name: str) -> dict[str, Axis]:
+def _group(mesh: DeviceMesh, axis: Axis) -> dict[str, Axis]:
     """Return the name of the group of an axis, and the axis."""
-    full: dict[str, Axis] = {"cp": "context", "tp": "tensor", "ep": "expert"}
-    return {mesh[name].get_group().group_name: full[name]}
+    return {mesh[MODEL_AXES[axis]].get_group().group_name: axis}

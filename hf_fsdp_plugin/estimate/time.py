@@ -229,10 +229,11 @@ class TimeModel:
             SpecError: as :func:`~hf_fsdp_plugin.estimate.memory.peak.estimate_memory`.
         """
         plan = as_loaded(plan, model)
-        if profile is None and costs is None:
-            profile = profile_step(plan, model, workload)
+        if costs is None:
+            profile = profile or profile_step(plan, model, workload)
+            costs = unit_costs(plan, profile)
         self._plan, self._model, self._workload = plan, model, workload
-        self.costs = unit_costs(plan, profile) if costs is None and profile is not None else costs or {}
+        self.costs = costs
         self._sizes = sizes or unit_sizes(plan, model)
         self._calls = tuple(estimate_communication(plan, model, workload, profile, self._sizes))
         by_fsdp = [call for call in self._calls if call.axis in ("shard", "replicate")]

@@ -191,11 +191,10 @@ class Tracker(functions.TorchDispatchMode):
     def _value(self, tensor: torch.Tensor) -> Any:
         """Return a value for ``item()``, which meta tensors do not have.
 
-        Transformers asks whether all tokens are attended to and in one sequence: yes, unless a rank has two parts of
-        it. Other conditions are false.
+        Transformers asks whether all tokens are attended to and in one sequence: yes. Other conditions are false.
         """
         if tensor.dtype is torch.bool:
-            return self._last_op == "aten.all.default" and "context" not in self._axes.values()
+            return self._last_op == "aten.all.default"
         return 1.0 if tensor.is_floating_point() else 0
 
     def _counts(self, counts: torch.Tensor) -> torch.Tensor:
