@@ -20,7 +20,7 @@ from hf_fsdp_plugin.estimate import types
 from hf_fsdp_plugin.estimate.divided import as_loaded, has_divided_layers
 from hf_fsdp_plugin.estimate.machines import Machine
 from hf_fsdp_plugin.estimate.memory.meta_pass import profile_step
-from hf_fsdp_plugin.estimate.memory.step import AxisCall, OpCost, StepProfile
+from hf_fsdp_plugin.estimate.memory.step import AxisCall, OpCost, Stage, StepProfile
 from hf_fsdp_plugin.estimate.schedule import Timeline, UnitTimes, exposed_seconds, simulate
 from hf_fsdp_plugin.estimate.types import CollectiveKind, StepPhase, Workload
 from hf_fsdp_plugin.estimate.unit_sizes import UnitSizes, fp8_gathered, unit_sizes
@@ -127,10 +127,8 @@ def estimate_communication(
 
 def axis_calls(plan: FsdpPlan, profile: StepProfile) -> Counter[tuple[str, Literal["forward", "backward"], AxisCall]]:
     """Return the collectives over context, tensor and expert axes in one micro-batch: unit, pass and call."""
-    units = {"", *(unit.name for unit in plan.units)}
     found: Counter[tuple[str, Literal["forward", "backward"], AxisCall]] = Counter()
-    for stage, phase, inside in profile.walk():
-        unit = next(name for name in reversed(inside) if name in units)
+    for stage, phase, unit in _stages_of_units(plan, profile):
         for call, number in stage.calls.items():
             found[unit, phase, call] += number
     return found
@@ -348,12 +346,19 @@ class TimeModel:
         return traffic / throughput + starts * machine.update_op_seconds + seconds
 
 
+def _stages_of_units(
+    plan: FsdpPlan, profile: StepProfile
+) -> Iterator[tuple[Stage, Literal["forward", "backward"], str]]:
+    """Yield each stage, its pass, and the innermost unit around it: the root (empty) outside of the others."""
+    units = {"", *(unit.name for unit in plan.units)}
+    for stage, phase, inside in profile.walk():
+        yield stage, phase, next(name for name in reversed(inside) if name in units)
+
+
 def unit_costs(plan: FsdpPlan, profile: StepProfile) -> dict[str, UnitCosts]:
     """Return unit name -> its operations in one micro-batch. Operations outside of units (the loss) are the root's."""
-    units = {"", *(unit.name for unit in plan.units)}
-    costs = {name: UnitCosts(Counter(), Counter()) for name in units}
-    for stage, phase, inside in profile.walk():
-        unit = next(name for name in reversed(inside) if name in units)
+    costs = {name: UnitCosts(Counter(), Counter()) for name in ("", *(unit.name for unit in plan.units))}
+    for stage, phase, unit in _stages_of_units(plan, profile):
         getattr(costs[unit], phase).update(stage.ops)
     shared: dict[object, UnitCosts] = {}
     return {
