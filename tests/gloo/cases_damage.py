@@ -9,6 +9,7 @@ import pickle
 import random
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,10 @@ import torch.distributed as dist
 
 from hf_fsdp_plugin.checkpoint.names import MANIFEST_NAME
 from hf_fsdp_plugin.integrations.saving import manager
+from hf_fsdp_plugin.integrations.session import attributes_in_block
 from hf_fsdp_plugin.problems import SpecError
 from tests.gloo.cases_checkpoint_accelerate import trained_loop
-from tests.gloo.cases_trainer import make_trainer
+from tests.gloo.cases_trainer import losses, make_trainer
 from tests.support.damages import exchange, flip, truncate
 
 Damage = Callable[[Path], None]
@@ -189,3 +191,35 @@ def resume_trainer(output_dir: str, arguments: dict[str, Any]) -> dict[str, str]
                 found[f"{kind} {name}"] = str(error)
             dist.barrier()
     return found
+
+
+def resume_from_split_files(output_dir: str, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Resume a Trainer from a model in several files, and from copies of the checkpoint with one damaged file each.
+
+    Returns:
+        the losses of the run that saved and of the resumed one, and file -> the error of its copy.
+    """
+    split = attributes_in_block(manager, save_model=partial(manager.save_model, max_shard_size=100_000))
+    saved = make_trainer(output_dir, save_strategy="steps", save_steps=1, max_steps=2, **arguments)
+    with split:
+        saved.train()
+    original, kept = Path(output_dir) / "checkpoint-1", Path(output_dir) / "kept"
+    resumed = make_trainer(output_dir, save_strategy="no", max_steps=2, **arguments)
+    resumed.train(resume_from_checkpoint=str(original))
+    if dist.get_rank() == 0:
+        shutil.copytree(original, kept)
+    dist.barrier()
+    errors: dict[str, str] = {}
+    for name in sorted(file.name for file in kept.glob("model-*.safetensors"))[:2]:
+        if dist.get_rank() == 0:
+            shutil.rmtree(original)
+            shutil.copytree(kept, original)
+            flip(original / name)
+        dist.barrier()
+        damaged = make_trainer(output_dir, save_strategy="no", max_steps=2, **arguments)
+        try:
+            damaged.train(resume_from_checkpoint=str(original))
+        except SpecError as error:
+            errors[name] = str(error)
+        dist.barrier()
+    return {"saved": losses(saved), "resumed": losses(resumed), "errors": errors}

@@ -74,3 +74,16 @@ def test_trainer_resumes_from_undamaged_plain_states(two_ranks: Ranks, tmp_path:
         kind, file = name.split()
         assert file in text and ("FSDP-E471" if kind == "flip" else "FSDP-E454") in text, (name, text)
     assert not (tmp_path / "executed").exists()
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_trainer_compares_models_in_several_files(two_ranks: Ranks, tmp_path: Path, version: int) -> None:
+    settings = {
+        "fsdp": "full_shard auto_wrap",
+        "fsdp_config": {"version": version, "state_dict_type": "FULL_STATE_DICT"},
+    }
+    runs = two_ranks.run(cases.resume_from_split_files, str(tmp_path), settings)
+    assert runs[0]["resumed"][-1] == runs[0]["saved"][-1]
+    assert len(runs[0]["errors"]) == 2 and runs[0] == runs[1]
+    for name, text in runs[0]["errors"].items():
+        assert name in text and "FSDP-E471" in text, text

@@ -387,10 +387,10 @@ def watch_buffers(model: nn.Module) -> None:
     """Send rank 0's buffers before the first forward of each evaluation. Models without buffers are not watched."""
     if any(True for _ in persistent_buffers(model)):
         # The module in FSDP1's root wrapper may also be called directly.
-        unwrapped(model).register_forward_pre_hook(_send_before_evaluation)
+        # As a decorator, disable would import torch's compiler in every process: a second.
+        unwrapped(model).register_forward_pre_hook(torch.compiler.disable(_send_before_evaluation))
 
 
-@torch.compiler.disable
 def _send_before_evaluation(model: nn.Module, args: Any) -> None:
     if model.training:
         setattr(model, _EQUAL_BUFFERS, False)

@@ -20,13 +20,22 @@ from hf_fsdp_plugin.backends.sharding.shard import locate_module
 from hf_fsdp_plugin.checkpoint.folders import remove_checkpoint
 from hf_fsdp_plugin.checkpoint.formats.known_formats import read_stored_model, stored_state_dict_type
 from hf_fsdp_plugin.checkpoint.formats.manifest import Manifest
-from hf_fsdp_plugin.checkpoint.names import HF_MODEL, TRAINER_PREFIX, TRAINER_STATE, safetensors_file, trainer_rng_file
+from hf_fsdp_plugin.checkpoint.names import (
+    HF_MODEL,
+    HF_MODEL_BIN,
+    TRAINER_PREFIX,
+    TRAINER_STATE,
+    index_file,
+    safetensors_file,
+    trainer_rng_file,
+)
 from hf_fsdp_plugin.checkpoint.reading.optimizer import schedules_follow_groups
+from hf_fsdp_plugin.checkpoint.reading.resharding import load_model
 from hf_fsdp_plugin.checkpoint.shards import model_shards
 from hf_fsdp_plugin.checkpoint.writing.state_files import manifest_of
 from hf_fsdp_plugin.integrations import moving_average, peft, resuming
 from hf_fsdp_plugin.integrations.accelerate.batches import batch_facts, kept_accumulation
-from hf_fsdp_plugin.integrations.accelerate.plugin import PlannedFsdpPlugin, if_planned, if_sharded
+from hf_fsdp_plugin.integrations.accelerate.plugin import PlannedFsdpPlugin, has_sharded_model, if_planned, if_sharded
 from hf_fsdp_plugin.integrations.accelerate.private import prepared_models
 from hf_fsdp_plugin.integrations.profiling.run import mark_phase
 from hf_fsdp_plugin.integrations.saving import gathered, manager, remove_stale_weights
@@ -252,6 +261,21 @@ def checkpoint_to_resume(trainer: Any, resume: Any) -> Any:
         return resume
     print_once(f"resuming from {found}, the newest complete checkpoint.")
     return str(found)
+
+
+def load_split_model(trainer: Any, model: Any, checkpoint: Path) -> bool:
+    """Load a model whose weights are split over several files, as those of a full state dict above 50 GB. Collective.
+
+    The Trainer calls ``load_fsdp_model`` only for a single file, or for shards.
+
+    Returns:
+        Whether the checkpoint has such a model. If not, nothing was loaded.
+    """
+    indexes = (index_file(safetensors_file(HF_MODEL)), index_file(f"{HF_MODEL_BIN}.bin"))
+    if not has_sharded_model(trainer.accelerator) or not any((checkpoint / name).is_file() for name in indexes):
+        return False
+    load_model(model, checkpoint, verify=trainer.accelerator.state.fsdp_plugin.spec.checkpoint.verify)
+    return True
 
 
 @if_planned

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -152,13 +152,23 @@ def overrides_save(trainer: Any) -> bool:
     return type(trainer)._save is not Trainer._save
 
 
-def loading_sharded_models(trainer: Any) -> AbstractContextManager[None]:
-    """Load checkpoints with the Trainer's own methods, which load shards, instead of the methods of a subclass."""
+def loading_sharded_models(trainer: Any, load_split: Callable[[Any, Any, Path], bool]) -> AbstractContextManager[None]:
+    """Load checkpoints with the Trainer's own methods, which load shards, instead of the methods of a subclass.
+
+    Args:
+        load_split: loads the model of a checkpoint if it is split over several files, and returns whether it is. The
+            Trainer's method reads the whole files on each rank, and compares no byte with what was saved.
+    """
     from transformers import Trainer
 
-    own = {name: getattr(Trainer, name) for name in ("_load_from_checkpoint", "_load_best_model")}
-    overridden = {name: method for name, method in own.items() if getattr(type(trainer), name) is not method}
-    return attributes_in_block(trainer, **{name: method.__get__(trainer) for name, method in overridden.items()})
+    load = Trainer._load_from_checkpoint.__get__(trainer)
+
+    def load_from_checkpoint(resume_from_checkpoint: str, model: Any = None) -> None:
+        if not load_split(trainer, trainer.model if model is None else model, Path(resume_from_checkpoint)):
+            load(resume_from_checkpoint, model)
+
+    best = Trainer._load_best_model.__get__(trainer)
+    return attributes_in_block(trainer, _load_from_checkpoint=load_from_checkpoint, _load_best_model=best)
 
 
 def train_batch_size(trainer: Any) -> int:

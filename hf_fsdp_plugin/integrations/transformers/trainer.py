@@ -35,7 +35,7 @@ from hf_fsdp_plugin.integrations.saving import manager
 from hf_fsdp_plugin.integrations.session import attributes_in_block, session
 from hf_fsdp_plugin.integrations.transformers import private
 from hf_fsdp_plugin.integrations.transformers.arguments import fsdp_arguments
-from hf_fsdp_plugin.integrations.transformers.checkpoints import checkpoint_to_resume
+from hf_fsdp_plugin.integrations.transformers.checkpoints import checkpoint_to_resume, load_split_model
 from hf_fsdp_plugin.messages import print_once, print_warnings
 from hf_fsdp_plugin.plan.names import unwrapped
 from hf_fsdp_plugin.plan.presharded import distributed_config_of
@@ -168,7 +168,7 @@ def train(original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any)
     check = WeightDecayCheck()
     trainer.add_callback(check)
     try:
-        with private.loading_sharded_models(trainer):
+        with private.loading_sharded_models(trainer, load_split_model):
             result = original(*args, **kwargs)
     finally:
         trainer.remove_callback(check)
