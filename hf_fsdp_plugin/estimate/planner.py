@@ -454,7 +454,7 @@ def _reason(row: AdviceRow, best: AdviceRow) -> str:
 
 
 def _difference(row: AdviceRow, best: AdviceRow) -> str:
-    """Return what a row does that the best one does not."""
+    """Return what a choice of settings does in a step that the best choice does not."""
     if row.choice.offload_params and not best.choice.offload_params:
         return "copies parameters between CPU and device"
     if row.choice.checkpointing != best.choice.checkpointing:

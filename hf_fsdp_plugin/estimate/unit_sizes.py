@@ -35,7 +35,7 @@ class ParameterShard:
     """One tensor that the optimizer updates on a rank.
 
     Attributes:
-        shape: shape of the shard on the rank with the largest one: rank 0.
+        shape: shape of the shard of rank 0, which has the largest one.
         whole: shape of the whole parameter.
         numel: elements that are allocated, with padding.
         axis: the axis that divides the parameter before FSDP does.

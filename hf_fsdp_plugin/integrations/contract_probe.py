@@ -28,8 +28,9 @@ from hf_fsdp_plugin.supported import installed_versions, release_of
 Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 ContractStatus = Literal["holds", "changed", "missing", "not installed", "not in this version"]
 
+_TORCH_FILES: Final = ("context_parallel", "elastic", "fake_ranks", "fsdp1", "fsdp2", "functions", "modules")
 PRIVATE_FILES: Final = (
-    *(f"torch_private.{name}" for name in ("context_parallel", "elastic", "fsdp1", "fsdp2", "functions", "modules")),
+    *(f"torch_private.{name}" for name in _TORCH_FILES),
     *(f"integrations.{name}.private" for name in ("accelerate", "transformers")),
 )
 """The modules that use private names. Each has a tuple ``CONTRACTS``."""

@@ -2,8 +2,9 @@
 
 Each row contains the replaced function, its replacement, the reason, and when the row can be deleted.
 :mod:`hf_fsdp_plugin.integrations.patching` installs and removes the rows; ``docs/hooks.md`` is generated from them. To
-hook another function, write its replacement in ``integrations/<library>/`` and add a row here. The rows were checked
-with accelerate 1.15 and transformers 5.17 to 5.24.
+hook another function, write its replacement in the file or folder of the library in ``integrations/`` and add a row
+here (those for TRL and sentence-transformers are beside those for the functions of Accelerate that they resemble). The
+rows were checked with accelerate 1.15 and transformers 5.17 to 5.24.
 
 A replacement is called as ``replacement(original, *args, **kwargs)``; the original of a method is bound, and ``self``
 is the first of ``args``. A replacement that finds no FSDP settings of this package calls the original.

@@ -128,7 +128,8 @@ class ExponentialMovingAverage:
         """
         if not load_tensors(self._averages, checkpoint, numbered_from_one(MOVING_AVERAGE, index), verify=verify):
             self.reset()
-            message = f"{checkpoint} has no moving average {index} of {self._model_class}: it begins anew."
+            message = f"{checkpoint} has no moving average of the {self._model_class} (model {index}), so the average "
+            message += "starts from the weights that were loaded."
             print_once(Problem(code="FSDP-W435", message=message))
 
     @property

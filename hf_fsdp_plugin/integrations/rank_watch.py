@@ -168,7 +168,18 @@ class Watch:
             write_if_possible(self.files.ended, "")
 
     def failed(self, error: BaseException) -> None:
-        """Record the exception that ends this rank. If it is a lost connection, look for the cause, and add it."""
+        """Record the exception that ends this rank. If it is a lost connection, look for the cause, and add it.
+
+        Without ``hf-fsdp launch`` these are the steps from the failure to its summary; with it, the launcher does all
+        but the first (``launcher.start_ranks``):
+
+        1. write the failure to this rank's file (``rank_exit.failure_of``);
+        2. find the first failure of all ranks: read the files of this machine, and ask the others if the connection
+           to them was lost (``failures.find_first_cause``);
+        3. write message, frames and cause to the error file that torchrun prints (``rank_exit.write_error_file``);
+        4. if the hang diagnosis has stopped the ranks, exit with its code;
+        5. add the cause to the exception, whose traceback Python prints.
+        """
         if not self.is_armed or self._failed is error:
             return
         self._failed = error

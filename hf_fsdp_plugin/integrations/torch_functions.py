@@ -45,7 +45,8 @@ FIX = (
 
 def state_dict(original: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """Return a complete state dict, if the module belongs to a sharded model. Collective under FSDP1."""
-    if args or kwargs.get("destination") is not None or not is_fsdp_managed(module):  # an inner call has a destination
+    # torch calls state_dict of the modules inside with a destination, which old scripts pass by position.
+    if args or kwargs.get("destination") is not None or not is_fsdp_managed(module):
         return original(*args, **kwargs)
     prefix = kwargs.get("prefix", "")
     answer = gathered.state_of(module)

@@ -48,7 +48,7 @@ from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
 _POLL_SECONDS: Final = 0.05
 _STACK_SECONDS: Final = 0.05
 """Seconds that ranks have to record their stacks, which takes milliseconds, before they receive another signal."""
-_SETTLE_SECONDS: Final = 2.0
+_CAUSE_SECONDS: Final = 2.0
 """Seconds that a machine whose rank has only lost a connection waits for the cause on another machine."""
 _EXIT_BARRIER_SECONDS: Final = 300.0
 """Seconds that a launcher waits for machines whose ranks exit later. Same as torchrun's exit barrier."""
@@ -311,7 +311,7 @@ class AttemptRanks(LogsSpecs):
         self._request_stacks()
         while running := self._running():
             seconds = time.monotonic() - began
-            self._announce(wait=seconds < _SETTLE_SECONDS)
+            self._announce(wait=seconds < _CAUSE_SECONDS)
             joins = self._announced is not None and self._announced.kind == "joins"
             for rank in running:
                 rank.stop(seconds, now=joins or self._files.hang.exists())

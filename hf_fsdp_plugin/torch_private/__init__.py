@@ -3,8 +3,8 @@
 Only the targets of hooks (``integrations.hooks``) are private names, too. Differences between the supported versions of
 torch are handled here. Each file covers one part of torch: ``modules`` (``torch.nn.Module``; imports no torch),
 ``functions`` (functions and classes that only have private names), ``elastic`` (the agent that starts ranks), ``fsdp1``
-(``FullyShardedDataParallel``) and ``fsdp2`` (``fully_shard``). ``live_unit`` defines a unit of either FSDP version as
-read from torch.
+(``FullyShardedDataParallel``), ``fsdp2`` (``fully_shard``), ``context_parallel``, and ``fake_ranks`` (process groups of
+ranks that do not exist, for predictions). ``live_unit`` defines a unit of either FSDP version as read from torch.
 
 ``tests/unit/test_private_apis.py`` fails if another file of the package uses a private name.
 """

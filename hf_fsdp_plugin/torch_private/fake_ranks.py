@@ -25,6 +25,7 @@ CONTRACTS = (
     *contracts_of(_C10D, "refused", _USE, "FakeWork"),
     *contracts_of("torch._subclasses.fake_tensor", "refused", _USE, "FakeTensor"),
     *contracts_of("torch:ops._c10d_functional", "refused", _USE, "_wrap_tensor_autograd.default"),
+    *contracts_of("torch._ops:OpOverload", "refused", _USE, "_schema"),
     *contracts_of(_FUNCTIONAL, "refused", _USE, "AsyncCollectiveTensor"),
 )  # fmt: skip
 FakeTensor = import_target("torch._subclasses.fake_tensor:FakeTensor", CONTRACTS)

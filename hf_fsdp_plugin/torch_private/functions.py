@@ -276,7 +276,7 @@ def _local_gradients(optimizer: torch.optim.Optimizer) -> dict[tuple[torch.devic
                 continue
             local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
             if local.is_sparse:
-                parameter.grad = local = local.coalesce()  # duplicates of an index could overflow as a sum
+                parameter.grad = local = local.coalesce()  # sums the values of equal indices: the sum may be inf
                 local = local.values()
             if local.numel():
                 found[local.device, local.dtype].append(local)

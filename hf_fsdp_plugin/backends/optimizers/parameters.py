@@ -268,7 +268,7 @@ def state_factory(optimizer: Optimizer) -> StateFactory | None:
 
 
 class _PlainSteps:
-    """The step hooks of one optimizer."""
+    """Hooks around an optimizer's step that put plain parameters in place of its ``DTensor``s, and put these back."""
 
     def __init__(self, *, whole: bool) -> None:
         self._whole = whole

@@ -68,7 +68,7 @@ class Properties(Kept):
 
 
 class Metadata(Kept):
-    """The contents of ``.metadata``, by name: the entries, the file ranges of their bytes, and their paths."""
+    """The contents of ``.metadata``, with the attributes that torch gives it: tensors, their file ranges and paths."""
 
 
 class TensorMetadata(Kept):

@@ -180,9 +180,12 @@ class StagingFolder:
     def commit(self, ranks: Sequence[RankRecord], manifest: manifests.Manifest) -> None:
         """Complete the checkpoint, sync it and rename it. Called by rank 0 when all ranks have written their records.
 
+        A power failure between two steps leaves the folder that was there before, or the new one.
+
         Args:
             manifest: the manifest, complete except for ``files``.
         """
+        # 1. The files that need the entries of all ranks, such as the index of a folder of shards.
         written = [file for record in ranks for file in record.files]
         writer = PartWriter()  # not the manager's writer: a background commit must not share its memory
         for added in final_files([record.entries for record in ranks]):
@@ -194,14 +197,17 @@ class StagingFolder:
             path: replace(parts[0], ranges=manifests.joined_ranges([part.ranges for part in parts]))
             for path, parts in parts_of.items()
         }
+        # 2. Files that others have written, such as the state of the Trainer: sync and hash them.
         for path in sorted(self.folder.rglob("*")):
             relative = path.relative_to(self.folder).as_posix()
             if relative not in records and path.is_file():
                 records[relative] = self._synced(relative)
+        # 3. The manifest names all of them. Then the names in the folders are synced.
         manifest = replace(manifest, files=tuple(records[path] for path in sorted(records)))
         manifests.write_manifest(self.folder, manifest)
         for inner in (self.folder, *(path for path in self.folder.rglob("*") if path.is_dir())):
             sync(inner)
+        # 4. Rename the folder; one that is there is renamed before, and deleted afterwards.
         if self._into:
             folders.move_files(self.folder, self.final)
         elif (replaced := folders.put_in_place(self.folder, self.final)) is not None:

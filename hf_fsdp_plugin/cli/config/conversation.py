@@ -64,7 +64,7 @@ class ModelFacts:
 
     @property
     def layers_text(self) -> str:
-        """``LlamaDecoderLayer ×32``."""
+        """The classes of layers with their numbers, such as ``LlamaDecoderLayer ×32``."""
         return ", ".join(f"{name} ×{self.classes[name]}" for name in self.layers)
 
     @property

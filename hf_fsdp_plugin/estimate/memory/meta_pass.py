@@ -131,7 +131,7 @@ def meta_batch(model: nn.Module, *, micro_batch: int, seq_len: int) -> dict[str,
     Raises:
         SpecError: the model has other inputs (FSDP-E811).
     """
-    # The forward of a PeftModel without a task type takes any arguments, so that of the model inside is read.
+    # The forward of a PeftModel without a task type accepts any arguments. The model inside it names them.
     model = inner() if callable(inner := getattr(model, "get_base_model", None)) else model
     config: Any = getattr(model, "config", None)
     main = getattr(model, "main_input_name", "input_ids")

@@ -154,7 +154,19 @@ def evaluation_loop(original: Callable[..., Any], trainer: Any, *args: Any, **kw
 
 @if_planned
 def train(original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:
-    """Resume from a complete checkpoint only, also after a restart of the run, and write the report at the end."""
+    """Resume from a complete checkpoint only, also after a restart of the run, and write the report at the end.
+
+    A resume has these steps:
+
+    1. the ranks agree on the attempt of the run (``resuming.agree_on_attempt``);
+    2. choose the checkpoint: the newest complete one after a restart, else what the script asks for
+       (``checkpoints.checkpoint_to_resume``);
+    3. the Trainer's own ``train`` prepares the model and calls ``_load_from_checkpoint``: the shards of the model are
+       read by the replacement of ``load_fsdp_model``, or by ``checkpoints.load_split_model``;
+    4. it calls ``_load_optimizer_and_scheduler``, in which the replacement of ``load_fsdp_optimizer`` reads the shards
+       of the optimizer, and ``_load_rng_state``: both are replaced (``checkpoints``);
+    5. it skips the batches of the steps that were trained, and trains.
+    """
     if trainer.model is not None:  # the Trainer removes it after each trial of a hyperparameter search
         private.show_loading(trainer.model)
     replicate_parameters_of_losses(trainer)

@@ -35,14 +35,14 @@ UNIT: Final = f"{PREFIX}unit "
 """Beginning of the mark of a unit's forward, also of a recomputed one. The name of the unit follows."""
 GATHER: Final = f"{PREFIX}gather "
 REDUCE: Final = f"{PREFIX}reduce "
-"""Beginnings of the marks of an FSDP1 unit's collectives. The unit's name follows, which FSDP1 writes to no trace."""
+"""Prefixes of the marks of an FSDP1 unit's collectives. The unit's name follows, which FSDP1 writes to no trace."""
 PHASE_MARKS: Final[tuple[tuple[str, Phase], ...]] = (
     *((f"{PREFIX}{phase}", phase) for phase in PHASES),
     ("Optimizer.step#", "optimizer"),
     ("Optimizer.zero_grad#", "optimizer"),
     ("enumerate(DataLoader)#", "data"),
 )
-"""Beginning of a mark -> phase: the marks of this package, and those that torch writes itself
+"""Prefix of a mark's name -> phase: the marks of this package, and those that torch writes itself
 (``torch/optim/optimizer.py``, ``torch/utils/data/dataloader.py``).
 """
 TORCH_UNIT_MARKS: Final = ("FSDP::all_gather", "FSDP::post_backward_reduce")

@@ -37,6 +37,11 @@ def test_every_private_name_has_a_row(module: str) -> None:
     assert used - known - own == set()
 
 
+def test_every_table_of_contracts_is_probed() -> None:
+    tables = {path for path in PACKAGE.rglob("*.py") if re.search(r"^CONTRACTS\b", path.read_text(), re.MULTILINE)}
+    assert {".".join(path.relative_to(PACKAGE).with_suffix("").parts) for path in tables} == set(PRIVATE_FILES)
+
+
 def test_replaced_functions_have_a_tested_source() -> None:
     """After a test with new versions: ``python -m scripts.update_contracts``."""
     statuses = {hook.target: probe_hook(hook) for hook in hook_rows()}
