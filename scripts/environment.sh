@@ -30,7 +30,8 @@ print(hashlib.sha256(sys.stdin.buffer.read()).hexdigest())')" $TORCH"
   if [ "$(cat "$VENV/installed-$extras" 2>/dev/null)" = "$wanted" ]; then
     return
   fi
-  local pip=("$python" -m pip install -qq --disable-pip-version-check --root-user-action=ignore)
+  # Of 15,000 modules, Python compiles those that are imported; to compile all takes half a minute.
+  local pip=("$python" -m pip install -qq --no-compile --disable-pip-version-check --root-user-action=ignore)
   echo "installing $TORCH"
   "${pip[@]}" "$TORCH"
   echo "installing hf_fsdp_plugin with its dependencies: $extras"

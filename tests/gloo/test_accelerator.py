@@ -108,7 +108,7 @@ ONE_DEVICE = """
 """
 
 
-@pytest.mark.parametrize("visible", ["own", "all"])
+@pytest.mark.parametrize("visible", [slow("own"), "all"])
 def test_ranks_use_their_device_whatever_they_see(tmp_path: Path, visible: str) -> None:
     """`srun --gpus-per-task` shows each rank its own device, whose index is then 0 whatever the local rank is."""
     if reason := available():
