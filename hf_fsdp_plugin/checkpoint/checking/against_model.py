@@ -1,6 +1,7 @@
 """Compares a checkpoint with its manifest and its config's model, and the files of ``from_pretrained`` with the model.
 
-Only the comparison with a config imports torch and Transformers. :class:`ConfigCheck` runs it in a child process:
+The comparison with a config needs no torch if the checkpoint is equal to the outline of the model, which a child
+process finds. Otherwise it builds the model, which imports torch. :class:`ConfigCheck` compares in a child process:
 ``python -m hf_fsdp_plugin.checkpoint.checking.against_model CHECKPOINT NUMBER CONFIG_FOLDER`` prints a JSON list.
 """
 
@@ -9,13 +10,15 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 from hf_fsdp_plugin.checkpoint import errors
+from hf_fsdp_plugin.checkpoint.checking import model_outline
 from hf_fsdp_plugin.checkpoint.formats import optimizer_state, stored_tensors
 from hf_fsdp_plugin.checkpoint.formats.known_formats import format_named
 from hf_fsdp_plugin.checkpoint.formats.manifest import Manifest
@@ -26,6 +29,8 @@ from hf_fsdp_plugin.checkpoint.names import is_adapter, is_wrapped_by_peft
 from hf_fsdp_plugin.problems import CheckpointError, Problem
 from hf_fsdp_plugin.text import format_names, format_shape, plural
 
+_TIME_LIMIT = 1800.0
+"""Maximum duration of a comparison in seconds; of one beside a merge, after everything else is done."""
 _NOT_COMPARED = "names and shapes were not compared with a model"
 _OTHER = "Use the config.json of the checkpoint's model, or a checkpoint of this config's model."
 _REPLACE = "Replace it with the config.json of the model."
@@ -44,16 +49,32 @@ def config_problems(stored: StoredModel, folder: Path) -> list[Problem]:
         reason = "the checkpoint contains the weights of an adapter"
     elif "quantization_config" in config:
         reason = "the model is quantized when it is loaded"
+    elif "torch" not in sys.modules and _equals_outline(stored, folder):
+        return []
     else:
-        from hf_fsdp_plugin.plan.meta_model import meta_model
-
         try:
+            from hf_fsdp_plugin.plan.meta_model import meta_model
+
             model = meta_model(folder)
-        except ValueError as error:
+        except (ImportError, ValueError) as error:
             reason = " ".join(str(error).removeprefix(f"{folder}: ").split()).removesuffix(".")
         else:
             return _differences(stored, model, path)
     return [errors.problem("FSDP-N475", path, f"{reason}; {_NOT_COMPARED}.")]
+
+
+def _equals_outline(stored: StoredModel, folder: Path) -> bool:
+    """Whether names and shapes are known without torch, and equal. If not, only the model itself tells what differs."""
+    command = [sys.executable, "-m", model_outline.__name__, str(folder)]
+    try:
+        done = subprocess.run(command, capture_output=True, timeout=_TIME_LIMIT, env=_environ())
+        return json.loads(done.stdout) == {name: list(tensor.shape) for name, tensor in stored.tensors.items()}
+    except (OSError, ValueError, subprocess.SubprocessError):
+        return False
+
+
+def _environ() -> dict[str, str]:
+    return {"OMP_NUM_THREADS": "1", **os.environ, "HF_HUB_OFFLINE": "1"}
 
 
 def read_config(folder: Path, fix: str = _REPLACE) -> dict[str, Any] | None:
@@ -278,11 +299,10 @@ class ConfigCheck:
     """Compares a checkpoint's names and shapes with the model of a config, in the background."""
 
     def __init__(self, checkpoint: Path, number: int, config: Path) -> None:
-        self._config = config
+        self._config = config / "config.json"
         command = [sys.executable, "-m", __name__, str(checkpoint), str(number), str(config)]
-        environ = {"OMP_NUM_THREADS": "1", **os.environ, "HF_HUB_OFFLINE": "1"}
         pipe = subprocess.PIPE
-        self._process = subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=environ)
+        self._process = subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=_environ())
 
     def __enter__(self) -> ConfigCheck:
         return self
@@ -292,15 +312,29 @@ class ConfigCheck:
         self._process.communicate()
 
     def problems(self) -> list[Problem]:
-        """Wait for the child process, and return its problems, or a note if it failed."""
-        output, error_output = self._process.communicate()
-        if self._process.returncode == 0:
+        """Wait for the child process, and return its problems.
+
+        Raises:
+            CheckpointError: the child process failed, was killed, or took too long, so that nothing is known.
+        """
+        try:
+            output, error_output = self._process.communicate(timeout=_TIME_LIMIT)
+        except subprocess.TimeoutExpired:
+            self._refuse(f"its process has not ended after {_TIME_LIMIT:.0f} seconds")
+        status = self._process.returncode
+        if status == 0:
             return [
                 errors.problem(found["code"], found["origin"]["file"], found["message"], found["fix"])
                 for found in json.loads(output)
             ]
-        reason = (error_output.strip().splitlines() or [f"exit code {self._process.returncode}"])[-1]
-        return [errors.problem("FSDP-N475", self._config, f"{reason}; {_NOT_COMPARED}.")]
+        if status < 0:
+            self._refuse(f"its process was ended by {signal.Signals(-status).name}")
+        last = (error_output.strip().splitlines() or [f"its process returned {status}"])[-1]
+        self._refuse(last.strip().removesuffix("."))
+
+    def _refuse(self, reason: str) -> NoReturn:
+        fix = "Start it again, with more free memory. If it fails again, move config.json away to skip the comparison."
+        errors.refuse("FSDP-E440", self._config, f"the comparison with its model failed: {reason}.", fix)
 
 
 if __name__ == "__main__":

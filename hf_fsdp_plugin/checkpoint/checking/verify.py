@@ -311,7 +311,7 @@ def verify(checkpoint: Path, *, config_check: bool = True, progress: Progress = 
     """Verify the checkpoint ``checkpoint``, or the checkpoint that contains this folder.
 
     Args:
-        config_check: compare names and shapes with the model of ``config.json``, which imports torch.
+        config_check: compare names and shapes with the model of ``config.json``, which may import torch.
         progress: called while bytes are read.
     """
     folder = inspection.checkpoint_of(checkpoint)

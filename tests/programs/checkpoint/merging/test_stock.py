@@ -1,0 +1,138 @@
+"""Merges of checkpoints of the stock stack, which are compared with the model of a config in another process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from hf_fsdp_plugin.checkpoint.checking import against_model
+from hf_fsdp_plugin.checkpoint.checking.against_model import config_problems
+from hf_fsdp_plugin.checkpoint.formats.known_formats import read_stored_model
+from hf_fsdp_plugin.checkpoint.merging.merge import MergeOptions, merge
+from hf_fsdp_plugin.problems import CheckpointError
+from tests.support import saved
+from tests.support.merge_inputs import MODEL, codes, messages, read, tree
+
+State = dict[str, torch.Tensor]
+
+
+def stock(folder: Path, change: Callable[[State], object] = lambda _: None) -> Path:
+    """Write the checkpoint of a tiny model as ``save_state`` does without the plugin, and its config."""
+    model = saved.tiny_llama()
+    state = dict(model.state_dict())
+    change(state)
+    dcp.save({"model": state}, checkpoint_id=folder / MODEL, no_dist=True)
+    (folder / "trainer_state.json").write_text("{}")
+    model.config.architectures = ["LlamaForCausalLM"]
+    model.config.save_pretrained(folder)
+    return folder
+
+
+def in_children(monkeypatch: pytest.MonkeyPatch, folder: Path, program: str) -> None:
+    """Run lines at the start of each Python process that this one starts."""
+    folder.mkdir()
+    (folder / "sitecustomize.py").write_text(f"import os, signal, sys, time\n{program}\n")
+    monkeypatch.setenv("PYTHONPATH", str(folder), prepend=":")
+
+
+def refusal(checkpoint: Path, out: Path) -> str:
+    """Return the message of a merge that is refused, after a check that it leaves nothing behind."""
+    before = tree(out.parent)
+    with pytest.raises(CheckpointError) as caught:
+        merge(checkpoint, out, MergeOptions())
+    assert tree(out.parent) == before and not out.exists()
+    assert not list(out.parent.glob(".*"))
+    return str(caught.value)
+
+
+def test_stock_merge_needs_no_torch(tmp_path: Path, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    in_children(monkeypatch, tmp_path / "site", "")
+    (tmp_path / "site" / "torch.py").write_text("raise SystemExit('torch is imported')")
+    merged = merge(stock(tmp_path / "run"), out, MergeOptions())
+    assert (merged.compared_with, codes(merged)) == ("model", [])
+
+
+def test_merged_bytes_equal_those_of_accelerate(tmp_path: Path, out: Path) -> None:
+    from accelerate.utils.fsdp_utils import merge_fsdp_weights
+
+    checkpoint = stock(tmp_path / "run", lambda state: state.update({"lm_head.weight": torch.randn(32, 16).bfloat16()}))
+    merge_fsdp_weights(str(checkpoint / MODEL), str(tmp_path / "theirs"))
+    assert merge(checkpoint, out, MergeOptions()).compared_with == "model"
+    ours, theirs = (_as_torch(folder) for folder in (out, tmp_path / "theirs"))
+    assert ours.keys() == theirs.keys()
+    for name, tensor in ours.items():
+        assert tensor.dtype == theirs[name].dtype and torch.equal(tensor, theirs[name]), name
+
+
+def _as_torch(folder: Path) -> State:
+    from safetensors.torch import load_file
+
+    return {name: tensor for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()}
+
+
+def _damage(state: State) -> None:
+    """Remove a weight, add one, and resize one."""
+    del state["model.norm.weight"]
+    state["model.norm.bias"] = torch.zeros(16)
+    state["lm_head.weight"] = torch.zeros(8, 16)
+
+
+DAMAGES: dict[str, tuple[Callable[[State], Any], list[str]]] = {
+    "all": (_damage, ["FSDP-E477", "FSDP-E478", "FSDP-E479"]),
+    "missing": (lambda state: state.pop("model.norm.weight"), ["FSDP-E477"]),
+    "additional": (lambda state: state.update({"model.norm.bias": torch.zeros(16)}), ["FSDP-E478"]),
+    "resized": (lambda state: state.update({"lm_head.weight": torch.zeros(8, 16)}), ["FSDP-E479"]),
+}
+
+
+@pytest.mark.parametrize(
+    "damage", [name if name == "all" else pytest.param(name, marks=pytest.mark.slow) for name in DAMAGES]
+)
+def test_another_model_is_refused_as_with_torch(tmp_path: Path, out: Path, damage: str) -> None:
+    change, expected = DAMAGES[damage]
+    checkpoint = stock(tmp_path / "run", change)
+    found = config_problems(read_stored_model(checkpoint), checkpoint)  # this process has imported torch
+    assert [problem.code for problem in found] == expected
+    assert refusal(checkpoint, out) == str(CheckpointError(found))
+
+
+def test_killed_comparison_ends_the_merge(tmp_path: Path, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = "if sys.orig_argv[2].endswith('against_model'): os.kill(os.getpid(), signal.SIGKILL)"
+    in_children(monkeypatch, tmp_path / "site", program)
+    message = refusal(stock(tmp_path / "run"), out)
+    assert "FSDP-E440" in message and f"{tmp_path / 'run' / 'config.json'}: " in message and "SIGKILL" in message
+
+
+def test_endless_comparison_ends_the_merge(tmp_path: Path, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    in_children(monkeypatch, tmp_path / "site", "time.sleep(300)")
+    monkeypatch.setattr(against_model, "_TIME_LIMIT", 0.2)
+    message = refusal(stock(tmp_path / "run"), out)
+    assert "FSDP-E440" in message and "has not ended after" in message
+
+
+def test_failed_comparison_ends_the_merge(tmp_path: Path, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = "print('\\n  no space left\\n', file=sys.stderr, flush=True), os._exit(3)"
+    program = f"if sys.orig_argv[2].endswith('against_model'): {lines}"
+    in_children(monkeypatch, tmp_path / "site", program)
+    message = refusal(stock(tmp_path / "run"), out)
+    assert "FSDP-E440" in message and "failed: no space left." in message
+
+
+@pytest.mark.slow
+def test_killed_outline_is_replaced_by_the_model(tmp_path: Path, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = "if sys.orig_argv[2].endswith('model_outline'): os.kill(os.getpid(), signal.SIGKILL)"
+    in_children(monkeypatch, tmp_path / "site", program)
+    assert merge(stock(tmp_path / "run"), out, MergeOptions()).compared_with == "model"
+
+
+def test_missing_transformers_is_noted(tmp_path: Path, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without Transformers there is no model. The weights are merged, and the result does not claim a comparison."""
+    in_children(monkeypatch, tmp_path / "site", "sys.modules['transformers'] = None")
+    merged = merge(stock(tmp_path / "run"), out, MergeOptions())
+    assert (merged.compared_with, codes(merged)) == ("", ["FSDP-N475"]) and "transformers" in messages(merged)
+    assert read(out).keys() == saved.tiny_llama().state_dict().keys()
