@@ -41,11 +41,9 @@ def model_outline(folder: Path) -> Shapes:
         sys.meta_path.insert(0, _Finder())
     auto = importlib.import_module("transformers.models.auto.configuration_auto")
     config = auto.AutoConfig.from_pretrained(str(folder), trust_remote_code=False)
-    if hasattr(config, "auto_map") or hasattr(config, "quantization_config"):
-        raise NoOutlineError
     module = importlib.import_module(type(config).__module__.replace(".configuration_", ".modeling_"))
     name = config.architectures[0]
-    if name not in module.__all__:
+    if name not in module.__all__ or hasattr(config, "quantization_config"):
         raise NoOutlineError(name)
     model = getattr(module, name)(config)
     shapes = dict(model.named_tensors())
@@ -79,7 +77,7 @@ class _Unknown:
         return type(self)()
 
     def __mro_entries__(self, _: tuple[Any, ...]) -> tuple[type, ...]:
-        return () if self._name in _WITHOUT_PARAMETERS else (_NotBuilt,)
+        return () if self._name == "GenerationMixin" else (_NotBuilt,)  # it has no parameters and no constructor
 
     def __enter__(self) -> _Unknown:
         return self
@@ -91,10 +89,6 @@ class _Unknown:
     __bool__ = __iter__ = __len__ = __index__ = __int__ = __float__ = __contains__ = _refuse
     __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = _refuse
     __hash__ = object.__hash__
-
-
-_WITHOUT_PARAMETERS: Final = ("GenerationMixin",)
-"""Base classes without parameters and without a constructor."""
 
 
 class _NotBuilt:
@@ -212,7 +206,7 @@ class _Module:
 
 def _check_options(options: dict[str, Any]) -> None:
     """Refuse what may change the parameters: all other options than these."""
-    if options.keys() - {"device", "dtype", "_freeze"}:
+    if options.keys() - {"device", "dtype", "_freeze", "stride", "padding", "dilation", "padding_mode"}:
         raise NoOutlineError
 
 
@@ -231,15 +225,7 @@ class _Embedding(_Module):
 
 
 class _LayerNorm(_Module):
-    def __init__(
-        self,
-        normalized_shape: Any,
-        eps: float = 1e-5,
-        elementwise_affine: bool = True,
-        bias: bool = True,
-        **options: Any,
-    ) -> None:
-        _check_options(options)
+    def __init__(self, normalized_shape: Any, eps: float = 1e-5, elementwise_affine: bool = True, bias: bool = True):
         shape = (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
         if elementwise_affine:
             self.weight = _Parameter(_sized(shape))
@@ -247,43 +233,16 @@ class _LayerNorm(_Module):
             self.bias = _Parameter(_sized(shape))
 
 
-class _GroupNorm(_Module):
-    def __init__(self, num_groups: int, num_channels: int, eps: float = 1e-5, affine: bool = True) -> None:
-        if affine:
-            self._set_weights((num_channels,))
-
-
-class _BatchNorm(_Module):
-    def __init__(
-        self, num_features: int, eps: float = 1e-5, momentum: float = 0.1, affine: bool = True, **options: Any
-    ) -> None:
-        _check_options(options)
-        if affine:
-            self._set_weights((num_features,))
-        self.running_mean, self.running_var = (_Buffer(_sized(num_features)) for _ in range(2))
-        self.num_batches_tracked = _Buffer(_sized())
-
-
 class _Conv(_Module):
     num_dims: int
 
-    def __init__(
-        self,
-        in_channels: int,
-        out_channels: int,
-        kernel_size: Any,
-        stride: Any = 1,
-        padding: Any = 0,
-        dilation: Any = 1,
-        groups: int = 1,
-        bias: bool = True,
-        padding_mode: str = "zeros",
-        **options: Any,
-    ) -> None:
+    def __init__(self, in_channels: int, out_channels: int, kernel_size: Any, *others: Any, **options: Any) -> None:
+        groups, bias = options.pop("groups", 1), options.pop("bias", True)
         _check_options(options)
-        kernel = (kernel_size,) * self.num_dims if isinstance(kernel_size, int) else tuple(kernel_size)
-        self.stride, self.padding, self.kernel_size = stride, padding, kernel
-        self._set_weights((out_channels, in_channels // groups, *kernel), bias)
+        if others[3:]:  # after stride, padding and dilation, which do not change the parameters
+            raise NoOutlineError
+        self.kernel_size = (kernel_size,) * self.num_dims if isinstance(kernel_size, int) else tuple(kernel_size)
+        self._set_weights((out_channels, in_channels // groups, *self.kernel_size), bias)
 
 
 class _MultiheadAttention(_Module):
@@ -295,15 +254,14 @@ class _MultiheadAttention(_Module):
 
 class _ModuleList(_Module):
     def __init__(self, modules: Any = ()) -> None:
-        self.extend(modules)
+        for module in modules:
+            self.append(module)
+
+    extend = __init__
 
     def append(self, module: Any) -> _ModuleList:
         setattr(self, str(len(self)), module)
         return self
-
-    def extend(self, modules: Any) -> None:
-        for module in modules:
-            self.append(module)
 
     def __len__(self) -> int:
         return len(self.children())
@@ -318,18 +276,6 @@ class _ModuleList(_Module):
 class _Sequential(_ModuleList):
     def __init__(self, *modules: Any) -> None:
         super().__init__(modules)
-
-
-class _ModuleDict(_Module):
-    def __init__(self, modules: Any = ()) -> None:
-        for name, module in dict(modules).items():
-            self[name] = module
-
-    def __setitem__(self, name: str, module: Any) -> None:
-        setattr(self, name, module)
-
-    def __getitem__(self, name: str) -> Any:
-        return vars(self)[name]
 
 
 class _PreTrainedModel(_Module):
@@ -367,12 +313,8 @@ _TORCH_NN: Final[dict[str, Any]] = {
     "Linear": _Linear,
     "Embedding": _Embedding,
     "LayerNorm": _LayerNorm,
-    "GroupNorm": _GroupNorm,
-    "BatchNorm1d": _BatchNorm,
-    "BatchNorm2d": _BatchNorm,
     "MultiheadAttention": _MultiheadAttention,
     "ModuleList": _ModuleList,
-    "ModuleDict": _ModuleDict,
     "Sequential": _Sequential,
     **{f"Conv{num}d": type(f"Conv{num}d", (_Conv,), {"num_dims": num}) for num in (1, 2, 3)},
     **dict.fromkeys(_NO_PARAMETERS.split(), _Module),
@@ -414,10 +356,8 @@ class _Substitute(types.ModuleType):
             raise AttributeError(name)
         if self.__name__ == "torch.nn":
             return _TORCH_NN[name] if name in _TORCH_NN else _Unknown(name)
-        if self.__name__ in ("torch.nn.functional", "torch.nn.init"):
-            return _Value(name)
         if self.__name__.startswith("torch."):
-            return _Unknown(name)
+            return (_Value if self.__name__ in ("torch.nn.functional", "torch.nn.init") else _Unknown)(name)
         if self.__name__ == "torch":
             return importlib.import_module("torch.nn") if name == "nn" else _TORCH.get(name, _Value(name))
         if name in _TRANSFORMERS:

@@ -4,8 +4,8 @@ Two gloo ranks write the shards of a Llama (fp32, 0.52 B parameters) as the stoc
 are timed alternately; the order is reversed from pair to pair. Before each process, the checkpoint is read once, the
 disk is synced and the previous output is removed, so that the page cache is the same for all. Memory is the largest
 peak resident set of a process. ``ours`` merges a checkpoint of the plugin, with config and manifest, and compares the
-result with the manifest. ``ours_and_model`` merges a checkpoint of the stock stack, which has no manifest; it
-also imports torch and Transformers and builds the model on the meta device to compare names and shapes.
+result with the manifest. ``ours_and_model`` merges a checkpoint of the stock stack, which has no manifest; beside the
+copying, it compares names and shapes with the model of the config. CPU time is that of a process and its children.
 
     python -m scripts.bench merge              (six minutes on 2 cores, 15 GB of disk; writes docs/results/merge.json)
 """
@@ -35,9 +35,10 @@ TARGETS = {"times_as_fast": 4.0, "memory_of_stock": 0.35, "memory_4_of_1_gb": 1.
 
 @dataclass(frozen=True)
 class Run:
-    """Duration of a process in seconds, and the largest peak resident set of it and its children in MB."""
+    """Duration and CPU time of a process in seconds, and the largest peak resident set of it and its children in MB."""
 
     seconds: float
+    cpu_seconds: float
     peak_mb: float
 
 
@@ -154,7 +155,7 @@ def measure(command: list[str], folder: Path, out: Path) -> Run:
         if process.returncode:
             output.seek(0)
             raise SystemExit(f"{' '.join(command)}:\n{output.read().decode()}")
-    return Run(seconds, usage.ru_maxrss / 1024)
+    return Run(seconds, usage.ru_utime + usage.ru_stime, usage.ru_maxrss / 1024)
 
 
 def check_equal(ours: Path, stock: Path) -> None:
@@ -220,6 +221,7 @@ def write(
         "checkpoint_bytes": num_bytes,
         "pairs": args.pairs,
         "seconds": {name: [round(run.seconds, 2) for run in found] for name, found in runs.items()},
+        "cpu_seconds": {name: [round(run.cpu_seconds, 2) for run in found] for name, found in runs.items()},
         "times_as_fast_as_stock": {name: round(statistics.median(found), 2) for name, found in faster.items()},
         "times_as_fast_as_stock_range": {name: [round(min(f), 2), round(max(f), 2)] for name, f in faster.items()},
         "peak_mb": {name: {size: round(peak) for size, peak in found.items()} for name, found in peaks.items()},
