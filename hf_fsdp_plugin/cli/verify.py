@@ -25,7 +25,7 @@ from hf_fsdp_plugin.text import plural, printable
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     about = "a checkpoint of any kind, a Hugging Face folder, or a run: all of its checkpoints"
     parser.add_argument("checkpoint", type=Path, help=about)
-    about = "skip the comparison with the model of config.json, which needs torch"
+    about = "skip the comparison with the model of config.json, which may need torch"
     parser.add_argument("--no-config-check", action="store_true", help=about)
 
 

@@ -24,14 +24,12 @@ from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
-Shapes = dict[str, tuple[int, ...]]
-
 
 class NoOutlineError(Exception):
     """The model contains something that has no substitute."""
 
 
-def model_outline(folder: Path) -> Shapes:
+def model_outline(folder: Path) -> dict[str, tuple[int, ...]]:
     """Return name -> shape of the ``state_dict`` of the model that the ``config.json`` of a folder names.
 
     Raises:

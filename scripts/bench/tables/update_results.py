@@ -83,13 +83,16 @@ def merge(result: Result) -> list[str]:
         "cp": "`cp`",
     }
     faster, peak = result["times_as_fast_as_stock"], result["peak_mb"]
-    seconds = {name: statistics.median(found) for name, found in result["seconds"].items()}
-    lines = ["| 2 GB | time | speedup | peak memory at 1, 2, 4 GB |", "|---|---|---|---|"]
+    seconds, cpu = (
+        {name: f"{statistics.median(found):.1f} s" for name, found in result[key].items()}
+        for key in ("seconds", "cpu_seconds")
+    )
+    lines = ["| 2 GB | time | CPU time | speedup | peak memory at 1, 2, 4 GB |", "|---|---|---|---|---|"]
     stock = " / ".join(str(value) for value in peak["stock"].values())
-    lines.append(f"| `accelerate merge-weights` | {seconds['stock']:.1f} s | 1 | {stock} MB |")
+    lines.append(f"| `accelerate merge-weights` | {seconds['stock']} | {cpu['stock']} | 1 | {stock} MB |")
     for name, shown in names.items():
         memory = f"{' / '.join(str(value) for value in peak[name].values())} MB" if name in peak else ""
-        lines.append(f"| {shown} | {seconds[name]:.1f} s | {faster[name]:.1f} | {memory} |")
+        lines.append(f"| {shown} | {seconds[name]} | {cpu[name]} | {faster[name]:.1f} | {memory} |")
     return [*lines, "", f"{result['model']}; medians of {result['pairs']} alternating pairs."]
 
 
