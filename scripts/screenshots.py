@@ -90,6 +90,7 @@ def _document(shot: Callable[..., str], run: str, doctor: str) -> str:
     right = shot("hf-fsdp check fixed.yaml --model llama --num_processes 4")
     wizard = shot("hf-fsdp config --yes -o wizard.yaml --model llama --gpus 4 --gpu-memory 80GB")
     rewritten = shot("hf-fsdp config --yes --force -o wizard.yaml --gpus 8 --strategy shard_grad_op")
+    migrated = shot("hf-fsdp migrate wizard.yaml --to 1 --diff")
     dry_run = shot("hf-fsdp launch --config_file fixed.yaml --dry_run train.py")
     flag = shot("hf-fsdp launch --config fixed.yaml train.py")
     as_json = shot("hf-fsdp check fsdp.yaml --json --set nonsense=1", lines=24)
@@ -176,6 +177,14 @@ of the questions. Without `--force`, the change must be confirmed:
 
 Without `-o`, Accelerate's default file is written; `-o -` prints it. Other settings are added to the file by hand, and
 are kept. Ctrl-C at any question writes nothing. [planning.md](planning.md) describes the questions.
+
+## migrate
+
+Rewrites a config for the other FSDP version, with comments and order kept, and lists what changes in the behavior of a
+run. `--out FILE` and `--in-place` write it; `--prove` trains a tiny clone with both configs first.
+[migrate.md](migrate.md) describes what becomes of each setting.
+
+{migrated}
 
 ## launch
 

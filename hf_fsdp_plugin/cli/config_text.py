@@ -9,7 +9,7 @@ import contextlib
 import itertools
 import json
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -21,7 +21,7 @@ from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec
 from hf_fsdp_plugin.spellings import nearest_word
 from hf_fsdp_plugin.strategies import STRATEGIES
 from hf_fsdp_plugin.text import format_value
-from hf_fsdp_plugin.vocabulary import BY_NAME, PREFIXES, TABLES, Scope, find_row, plain_key
+from hf_fsdp_plugin.vocabulary import BY_NAME, PREFIXES, TABLES, Scope, SettingRow, find_row, plain_key
 
 _STOCK_NAMES: Final = frozenset({"wrap.policy", "prefetch.backward", "checkpoint.state_dict"})
 """Settings whose values stock Accelerate accepts under one name only, such as ``TRANSFORMER_BASED_WRAP``."""
@@ -132,7 +132,7 @@ def new_text(lines: Sequence[SettingLine], *, is_json: bool = False) -> str:
         own = [line.text for line in lines if line.section == section]
         texts += [f"{section}:", *(f"  {text}" for text in own)] if section else own
     text = "\n".join(texts) + "\n"
-    return _as_json(text) if is_json else text
+    return as_json(text) if is_json else text
 
 
 def changed_text(
@@ -146,27 +146,40 @@ def changed_text(
         present: the settings that the file has.
     """
     new = [line for line in lines if not (present.asked(line.name) and present.get(line.name) == line.means)]
+    text, is_json = in_yaml(text, is_json=is_json)
+    if not text:
+        return new_text(new, is_json=is_json)
+    if any(_changes(text, new, unused)):
+        text = edited(text, lambda block: _changes(block, new, unused))
+    return as_json(text) if is_json else text
+
+
+def in_yaml(text: str, *, is_json: bool) -> tuple[str, bool]:
+    """Return the text of a config as YAML in block style, and whether it is JSON."""
     with contextlib.suppress(ValueError):
         is_json = isinstance(json.loads(text), dict)
     if is_json or text.lstrip().startswith("{"):  # in flow style, which has no comments
         tree = yaml.safe_load(text.replace("\t", " "))
-        if not tree:
-            return new_text(new, is_json=is_json)
-        text = yaml.safe_dump(tree, sort_keys=False, allow_unicode=True, width=1 << 20)
-    if any(_changes(text, new, unused)):
-        newline = "\r\n" if "\r\n" in text else "\n"
-        text = in_block_style(text, _SECTIONS.values())
-        text = change_keys(text, *_changes(text, new, unused)).replace("\n", newline)
-    return _as_json(text) if is_json else text
+        text = yaml.safe_dump(tree, sort_keys=False, allow_unicode=True, width=1 << 20) if tree else ""
+    return text, is_json
 
 
-def _changes(
-    text: str, new: Sequence[SettingLine], unused: Collection[str]
-) -> tuple[dict[Key, list[str]], dict[str, list[str]]]:
-    """Return the other lines of keys, and the lines that are added to each section (see :func:`change_keys`)."""
-    keys = keys_of(text)
+def edited(text: str, changes: Callable[[str], Changes]) -> str:
+    """Return the text of a YAML file with the changes, which are computed when its sections have one line per key."""
+    newline = "\r\n" if "\r\n" in text else "\n"
+    text = in_block_style(text, _SECTIONS.values())
+    return change_keys(text, *changes(text)).replace("\n", newline)
+
+
+def rows_of(keys: Iterable[Key]) -> dict[Key, SettingRow]:
+    """Return key -> its row of the vocabulary, for the keys that have one."""
     known = {key: find_row(key.name, _SCOPES[key.section]) for key in keys if key.section in _SCOPES}
-    rows = {key: row for key, row in known.items() if row is not None}
+    return {key: row for key, row in known.items() if row is not None}
+
+
+def _changes(text: str, new: Sequence[SettingLine], unused: Collection[str]) -> Changes:
+    keys = keys_of(text)
+    rows = rows_of(keys)
     replaced: dict[Key, list[str]] = {}
     added: dict[str, list[str]] = {}
     for key in keys:
@@ -188,7 +201,7 @@ def _changes(
     return replaced, added
 
 
-def _as_json(text: str) -> str:
+def as_json(text: str) -> str:
     return json.dumps(yaml.safe_load(text), indent=2, ensure_ascii=False) + "\n"
 
 
@@ -215,6 +228,10 @@ class Key:
     indent: str
     start: int
     stop: int
+
+
+Changes = tuple[dict[Key, list[str]], dict[str, list[str]]]
+"""The other lines of keys, and the lines that are added to each section (see :func:`change_keys`)."""
 
 
 def keys_of(text: str) -> list[Key]:

@@ -46,6 +46,7 @@ VERBS: Final[Mapping[str, str]] = MappingProxyType(
         "doctor": "show versions, devices, and what this package relies on in other libraries",
         "enable": "let stock accelerate launch and torchrun use the plugin in this environment",
         "disable": "undo enable",
+        "migrate": "rewrite a config for FSDP1 or FSDP2, list what changes, and prove equal losses",
         "explain": "print the documentation of a problem code",
         "completion": "print a script that completes flags in bash, zsh or fish",
         "help": "print the help of a verb",

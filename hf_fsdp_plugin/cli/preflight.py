@@ -12,8 +12,8 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
@@ -131,11 +131,15 @@ class PreflightResult:
     Attributes:
         tree: the object ``run`` of ``check --json``.
         signal_number: the signal that stopped it, or 0.
+        steps: ``loss`` and ``grad_norm`` of each step, if the options ask for them.
+        report: the content of the run's report; empty without one.
     """
 
     tree: dict[str, Any]
     problems: Sequence[Problem]
     signal_number: int
+    steps: Sequence[dict[str, float]] = ()
+    report: Mapping[str, Any] = field(default_factory=dict)
 
 
 def run_preflight(spec: FsdpSpec, sources: Sources, options: stages.Options, limit_s: float) -> PreflightResult:
@@ -164,7 +168,7 @@ def run_preflight(spec: FsdpSpec, sources: Sources, options: stages.Options, lim
         folder.mkdir()
         config = sources.config
         if isinstance(config, ConfigFile) and config.data is not None:  # text from stdin, which the ranks cannot read
-            config = replace(config, path=Path(scratch) / "config.yaml")
+            config = replace(config, path=Path(scratch) / f"config{config.path.suffix or '.yaml'}")
             config.path.write_bytes(config.data or b"")
         sources = replace(
             sources,
@@ -197,6 +201,8 @@ def run_preflight(spec: FsdpSpec, sources: Sources, options: stages.Options, lim
             print("\r\033[K" if sys.stderr.isatty() else "", end="", file=sys.stderr, flush=True)
         seconds = time.monotonic() - began
         records = stages.read_records(folder)
+        report_file = folder / stages.REPORT_FILE
+        report = json.loads(report_file.read_text()) if report_file.is_file() else {}
     rows, problems = _read_results(run, records)
     tree = {
         "ok": not run.signal_number and all(row["result"] not in _FAILED for row in rows),
@@ -205,7 +211,13 @@ def run_preflight(spec: FsdpSpec, sources: Sources, options: stages.Options, lim
         "model": next((record.model for record in records if record.model), None),
         "stages": rows,
     }
-    return PreflightResult(tree=tree, problems=(*changes, *problems), signal_number=run.signal_number)
+    return PreflightResult(
+        tree=tree,
+        problems=(*changes, *problems),
+        signal_number=run.signal_number,
+        steps=records[0].steps if records else (),
+        report=report,
+    )
 
 
 def overrides_for_cpu(spec: FsdpSpec) -> tuple[list[str], list[Problem]]:

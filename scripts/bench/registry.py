@@ -77,6 +77,7 @@ BENCHMARKS = (
     Benchmark(name="memory_error", minutes=90, quick="--only family=llama,version=1,strategy=full_shard"),
     Benchmark(name="memory_on_device"),
     Benchmark(name="merge", quick="--pairs 1"),
+    Benchmark(name="migrate_proofs", minutes=90, quick="--only TRL"),
     Benchmark(name="planner_time", quick=""),
     Benchmark(name="preflight_time", quick="--only BERT"),
     Benchmark(name="published_runs", quick=""),

@@ -64,12 +64,14 @@ class Options:
         model: ``--model``; empty if the script names it.
         script: SCRIPT ARGS or ``-m`` MODULE ARGS; empty for the built-in script.
         arguments: arguments of ``TrainingArguments``, for the built-in script.
+        records_steps: whether the loss and the norm of the gradients of each step are recorded.
     """
 
     folder: str = ""
     model: str = ""
     script: Sequence[str] = ()
     arguments: Sequence[str] = ()
+    records_steps: bool = False
 
 
 @dataclass(kw_only=True, slots=True)
@@ -83,6 +85,7 @@ class PreflightRecord:
         skipped: the stages that are not tested, with the reasons.
         problems: the problems of the failed stages, and warnings and notes.
         model: class and parameters of the model and of its clone.
+        steps: ``loss`` and ``grad_norm`` of each step of the first run.
     """
 
     running: str | None = None
@@ -91,6 +94,7 @@ class PreflightRecord:
     skipped: dict[str, str] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
     model: dict[str, Any] = field(default_factory=dict)
+    steps: list[dict[str, float]] = field(default_factory=list)
 
 
 def read_records(folder: Path) -> list[PreflightRecord]:

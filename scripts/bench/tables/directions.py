@@ -51,6 +51,11 @@ DIRECTIONS: Final = (
     # Exit codes, restarts, and moments of kills.
     Direction(r"^runs/.*(/exit_code|/losses|/bitwise_equal)$|/restarts$|^runs/[^/]+/kills", "not compared"),
     Direction(r"^cases/[^/]+/(promised_seconds|measured_seconds|gains|step_seconds|ratio)", "not compared"),
+    # Migrations: configs with equal losses, and differences of losses and norms.
+    Direction(r"^(equal|returned)$", "larger"),
+    Direction(r"^rows/.*/(from_version|to_version|tolerance|changes)$|^configs$", "not compared"),
+    Direction(r"^rows/.*/(norm_difference|settings_that_differ)$", "smaller", 1e-3),
+    Direction(r"^rows/.*/peak_bytes/(old|new)$", "not compared"),
     # The closed form against the trace, over all settings.
     Direction(r"^(median|worst)$", "nearer 0", 0.001),
     Direction(r"^compared$", "not compared"),
