@@ -184,7 +184,8 @@ def locate_config(sources: Sources) -> Sources:
             shown = config.shown if config is not None else "the launcher's flags"
             message = f"this process was started by accelerate launch; its settings are read from {shown}."
             problems.append(Problem(code="FSDP-N040", message=message))
-            sources = replace(sources, config=config, command_line=(*flags, *sources.command_line), environ={})
+            command_line = (*flags, *sources.command_line)
+            sources = replace(sources, config=config, command_line=command_line, environ={}, dialects="off")
         elif written_by_accelerate(variables):
             problems.append(CONFIG_NOT_FOUND)
     if sources.config is None and sources.default_file:

@@ -92,6 +92,8 @@ class Sources:
         training_arguments: keyword arguments of ``TrainingArguments``, including ``fsdp`` and ``fsdp_config``.
         distributed_config: a ``DistributedConfig``, a dict with its fields, or a ``ConfigFile`` with them.
         world_size: the value of ``check --world-size``, a number of ranks with the precedence of ``--set``.
+        dialects: whether a config of another program is read as one of FSDP (``on``), also one that a converted file
+            needs arguments for (``convert``), or refused (``off``), because its own program is running.
         problems: the problems found by :func:`sources.environment.locate_config`.
     """
 
@@ -106,6 +108,7 @@ class Sources:
     environ: Mapping[str, str] | None = None
     default_file: bool = False
     as_launched: bool = False
+    dialects: Literal["on", "off", "convert"] = "on"
     problems: tuple[Problem, ...] = ()
 
 

@@ -10,6 +10,7 @@ from typing import Any, Final
 from hf_fsdp_plugin.problems import Problem
 from hf_fsdp_plugin.sources import accelerate_file, command_line, environment, script_objects
 from hf_fsdp_plugin.sources.collector import AUTO_WRAP, OFF
+from hf_fsdp_plugin.sources.dialects import reader
 from hf_fsdp_plugin.sources.interface import Reader, Setting, Sources, SourceSettings
 from hf_fsdp_plugin.sources.script_objects import PARALLELISM, PLUGIN, read_parallelism_config, read_plugin
 from hf_fsdp_plugin.spec.fsdp_spec import VERSION_DEFAULTS, FsdpSpec
@@ -23,7 +24,7 @@ PRECEDENCE: Final[tuple[tuple[str, Reader], ...]] = (
     (script_objects.ARGUMENTS, read_plugin),
     (script_objects.ARGUMENTS, read_parallelism_config),
     (environment.TORCHRUN, environment.read_torchrun),
-    (accelerate_file.SOURCE, accelerate_file.read),
+    (accelerate_file.SOURCE, reader.read),
     (environment.SOURCE, environment.read),
 )
 """The level and the reader of every source, highest precedence first. The defaults have the lowest precedence.

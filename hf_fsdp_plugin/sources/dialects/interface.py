@@ -1,0 +1,381 @@
+"""What every dialect has: marks that identify a file, the table of its keys, and a reader of its values.
+
+A dialect is one file ``<name>.py`` with the constant ``DIALECT``, and its table ``<name>.yaml``:
+
+.. code-block:: yaml
+
+    sets:        # key -> canonical settings of the vocabulary
+      zero_optimization.stage: {to: sharding.strategy, why: "Stage 3 is full_shard."}
+    arguments:   # key -> arguments of TrainingArguments
+      gradient_clipping: {to: max_grad_norm}
+    irrelevant:  # keys without a meaning for FSDP
+      - {keys: steps_per_print wall_clock_breakdown, why: Output of DeepSpeed.}
+    refused:     # keys that change the training, and have no counterpart
+      - {keys: sparse_attention, why: "...", fix: "..."}
+    aliases:     # other spellings of a key or a section
+      bfloat16: bf16
+
+Keys are paths with dots. ``section.*`` is every key of a section that has no row of its own. A row for a section
+includes all keys in it. ``auto`` of a row names the arguments that replace the value ``auto``; by default, this is
+``to`` in ``arguments``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Final, Literal
+
+import yaml
+
+from hf_fsdp_plugin.problems import Origin, Problem
+from hf_fsdp_plugin.sources.collector import Collector, entry_of
+from hf_fsdp_plugin.sources.command_line import parse_flags
+from hf_fsdp_plugin.sources.interface import ConfigFile, Sources, config_tree, read_text
+from hf_fsdp_plugin.sources.tree import ConfigEntry, ConfigFileError, Entries, Node, one_line
+from hf_fsdp_plugin.spellings import FALSE_WORDS, NULL_WORDS, did_you_mean, nearest_word, word_of
+from hf_fsdp_plugin.text import format_value, plural
+
+Fate = Literal["sets", "arguments", "irrelevant", "refused"]
+"""What becomes of a key: settings, arguments of ``TrainingArguments``, nothing with a reason, or an error."""
+AUTO: Final = "auto"
+"""The value that the arguments of the Trainer replace."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DialectKey:
+    """One row of the table of a dialect.
+
+    Attributes:
+        path: the key with its sections: ``zero_optimization.stage``.
+        to: canonical names of settings, or names of arguments.
+        auto: names of the arguments that replace ``auto``.
+        why: the reason, one sentence.
+        fix: for refused keys: what to do.
+    """
+
+    path: str
+    fate: Fate
+    to: tuple[str, ...] = ()
+    auto: tuple[str, ...] = ()
+    why: str = ""
+    fix: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KeyOutcome:
+    """What became of one key of a file.
+
+    Attributes:
+        origin: its place, and key and value as written.
+        becomes: ``sharding.strategy=full_shard``, ``max_grad_norm=1.0``; empty for a key without effect.
+    """
+
+    origin: Origin
+    fate: Fate
+    becomes: tuple[str, ...] = ()
+    why: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return an item of ``keys`` in the output of ``hf-fsdp convert``."""
+        return {"key": self.origin.spelling, "value": self.origin.text, "line": self.origin.line, "fate": self.fate,
+                "becomes": list(self.becomes), "why": self.why or None}  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KeyTable:
+    """All keys of a dialect: path -> row. ``aliases``: another path -> the path in the table."""
+
+    rows: Mapping[str, DialectKey]
+    aliases: Mapping[str, str]
+
+    def row(self, path: str) -> DialectKey | None:
+        """Return the row of a path, also of a section or of ``section.*``; ``None`` if there is none."""
+        section = path.rpartition(".")[0]
+        return self.rows.get(path) or self.rows.get(f"{section}.*" if section else "*")
+
+    def is_section(self, path: str) -> bool:
+        """Whether the table has rows for keys in this section."""
+        return any(known.startswith(f"{path}.") for known in self.rows)
+
+    def known(self, path: str) -> str:
+        """Return the path in the table for a path whose key or first section may have another spelling."""
+        if path in self.aliases:
+            return self.aliases[path]
+        section, dot, key = path.rpartition(".")
+        return f"{self.known(section)}{dot}{key}" if dot else path
+
+
+@cache
+def load_table(name: str) -> KeyTable:
+    """Return the table in ``<name>.yaml``. All values are text."""
+    text = Path(__file__).with_name(f"{name}.yaml").read_text(encoding="utf-8")
+    content: dict[str, Any] = yaml.load(text, Loader=getattr(yaml, "CBaseLoader", yaml.BaseLoader))
+    rows: dict[str, DialectKey] = {}
+    with_target: tuple[Fate, ...] = ("sets", "arguments")
+    for fate in with_target:
+        for path, fields in content.get(fate, {}).items():
+            to = tuple(fields["to"].split())
+            auto = tuple(fields.get("auto", "" if fate == "sets" else fields["to"]).split())
+            rows[path] = DialectKey(path=path, fate=fate, to=to, auto=auto, why=fields.get("why", ""))
+    in_groups: tuple[Fate, ...] = ("irrelevant", "refused")
+    for fate in in_groups:
+        for group in content.get(fate, []):
+            for path in group["keys"].split():
+                rows[path] = DialectKey(path=path, fate=fate, why=group["why"], fix=group.get("fix", ""))
+    return KeyTable(rows=MappingProxyType(rows), aliases=MappingProxyType(content.get("aliases", {})))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DialectDocument:
+    """A config of which the dialect is not known yet.
+
+    Attributes:
+        shown: its name in messages.
+        file: the file; ``None`` for a dict.
+        text: its text; empty for a dict.
+        root: its tree; without entries if the text is neither YAML nor JSON.
+        error: why the text has no tree.
+        sources: everything else that was given with the config.
+    """
+
+    shown: str
+    file: ConfigFile | None
+    text: str
+    root: Node
+    error: ConfigFileError | None
+    sources: Sources
+
+    @classmethod
+    def of(cls, sources: Sources) -> DialectDocument:
+        """Read ``sources.config``. Raises ``ConfigFileError`` if it cannot be read as text."""
+        config = sources.config
+        file = config if isinstance(config, ConfigFile) else None
+        text, root, error = "", Node(value=Entries()), None
+        if file is not None:
+            text = read_text(file)
+            config = replace(file, data=text.encode())
+        assert config is not None
+        try:
+            root = config_tree(config)
+        except ConfigFileError as reason:
+            error = reason
+        shown = file.shown if file is not None else "config"
+        return cls(shown=shown, file=file, text=text, root=root, error=error, sources=sources)
+
+    def keys(self) -> dict[str, ConfigEntry]:
+        """Return the entries of the top level by their key."""
+        return {entry.key.strip(): entry for entry in self.root.value}
+
+    def arguments(self) -> dict[str, Any]:
+        """Return the arguments of ``TrainingArguments`` that were given with the config."""
+        flags = {flag.name: flag.text or True for flag in parse_flags(self.sources.command_line)}
+        return {**flags, **self.sources.training_arguments}
+
+
+@dataclass(kw_only=True, slots=True)
+class DialectReading(Collector):
+    """Collects the settings and the arguments that a file of a dialect contains, and what became of each key.
+
+    Attributes:
+        dialect_of: the dialect of the file.
+        document: the file.
+        outcomes: what became of each key, in the order of the file.
+        arguments: arguments of ``TrainingArguments``: name -> value.
+        unfilled: keys with the value ``auto``, for which no argument was given, and the arguments that replace it.
+    """
+
+    dialect_of: ConfigDialect
+    document: DialectDocument
+    outcomes: list[KeyOutcome] = field(default_factory=list)
+    arguments: dict[str, Any] = field(default_factory=dict)
+    unfilled: list[tuple[ConfigEntry, tuple[str, ...]]] = field(default_factory=list)
+
+    def read_tree(self) -> None:
+        """Read all keys of the file's tree."""
+        for path, entry in leaves(self.dialect_of.table, self.document.root.value):
+            self.add_path(path, entry)
+
+    def add_path(self, path: str, entry: ConfigEntry) -> None:
+        """Read one key. Its row in the table decides what becomes of it; an unknown key is an error.
+
+        Args:
+            path: the key with its sections, as in the table.
+            entry: the value, with its place. Its key is shown in messages.
+        """
+        row = self.dialect_of.table.row(path)
+        if row is None:
+            self._report_unknown(path, entry)
+        elif row.fate == "irrelevant":
+            self._record(row, entry)
+        elif row.fate == "refused":
+            self._refuse(row, entry)
+        elif (filled := self._without_auto(row, entry)) is not None:
+            self._add_row(row, filled)
+
+    def imply(self, name: str, value: object, cause: ConfigEntry | None = None) -> None:
+        """Add a setting that the file implies, and that another key of it may override."""
+        self.add(name, cause or entry_of(self.dialect_of.title, "", is_switch=True), value=value, implied=True)
+
+    def set_argument(self, name: str, entry: ConfigEntry, *, value: object = ...) -> None:
+        """Add an argument of ``TrainingArguments``. Another value beside the file is an error."""
+        new = entry.value.plain() if value is ... else value
+        given = self.document.arguments().get(name)
+        if given is not None and not same_value(given, new):
+            message = f"{entry.key} is {entry.value.text}, and the argument {name} is {format_value(given, 'none')}."
+            self.report("FSDP-E066", entry, message, f"Remove one of them, or set {entry.key} to {AUTO}.")
+        elif name in self.arguments and not same_value(self.arguments[name], new):
+            message = f"{entry.key} is {entry.value.text}, and another key sets {name} to {self.arguments[name]}."
+            self.report("FSDP-E066", entry, message, "Keep one of them.")
+        self.arguments[name] = new
+
+    def refuse(self, entry: ConfigEntry, why: str, fix: str) -> None:
+        """Report a value that changes the training and has no counterpart."""
+        self.report("FSDP-E062", entry, f"{entry.key} is {entry.value.text}: {why}", fix)
+
+    def report_version(self, entry: ConfigEntry, known: Sequence[str]) -> None:
+        """Report a version of the dialect that is not known."""
+        message = f"{entry.key} is {entry.value.text}, an unknown version of {self.dialect_of.title}."
+        self.report("FSDP-E065", entry, message, f"Known versions: {', '.join(known)}.")
+
+    def finish(self) -> None:
+        """Add the problems that concern the whole file."""
+        converts = self.document.sources.dialects == "convert"
+        if self.unfilled:
+            keys = ", ".join(entry.key for entry, _ in self.unfilled)
+            flags = dict.fromkeys(f"--{name}" for _, names in self.unfilled for name in names)
+            message = f"only the arguments of the Trainer know the values of {keys}."
+            fix = f"Give the arguments of the script: {' '.join(flags)}."
+            code = "FSDP-E063" if converts else "FSDP-N069"
+            self.report(code, self.unfilled[0][0], message, fix)
+        if self.arguments and not converts and not self.dialect_of.own_script:
+            words = " ".join(f"--{name} {format_value(value, 'none')}" for name, value in self.arguments.items())
+            message = "the file sets arguments of the Trainer, which the script must be given."
+            self._report_file("FSDP-W068", message, f"Pass {words} to the script.")
+        counts = [(fate, sum(outcome.fate == fate for outcome in self.outcomes)) for fate in _TEXTS]
+        texts = [_TEXTS[fate].format(plural(count, "key")) for fate, count in counts if count]
+        message = f"this is a config of {self.dialect_of.title}, which is read as a config of FSDP"
+        self._report_file("FSDP-N067", f"{message}: {', '.join(texts)}." if texts else f"{message}.", "")
+
+    def _add_row(self, row: DialectKey, entry: ConfigEntry) -> None:
+        num_settings, arguments, num_problems = len(self.settings), dict(self.arguments), len(self.problems)
+        handler = self.dialect_of.handlers.get(row.path)
+        if handler is not None:
+            handler(self, entry)
+        elif row.fate == "sets":
+            for name in row.to:
+                self.add(name, entry)
+        else:
+            for name in row.to:
+                self.set_argument(name, entry)
+        if any(problem.severity == "error" for problem in self.problems[num_problems:]):
+            return
+        new = [f"{setting.name}={format_value(setting.value, 'none')}" for setting in self.settings[num_settings:]]
+        changed = {name: v for name, v in self.arguments.items() if name not in arguments or arguments[name] != v}
+        new += [f"{name}={format_value(value, 'none')}" for name, value in changed.items()]
+        self._record(row, entry, tuple(new))
+
+    def _record(self, row: DialectKey, entry: ConfigEntry, becomes: tuple[str, ...] = ()) -> None:
+        outcome = KeyOutcome(origin=self._origin(entry), fate=row.fate, becomes=becomes, why=row.why)
+        self.outcomes.append(outcome)
+
+    def _refuse(self, row: DialectKey, entry: ConfigEntry) -> None:
+        if is_off(entry.value):
+            origin = self._origin(entry)
+            self.outcomes.append(KeyOutcome(origin=origin, fate="irrelevant", why="It is turned off."))
+        else:
+            self.refuse(entry, row.why, row.fix)
+
+    def _without_auto(self, row: DialectKey, entry: ConfigEntry) -> ConfigEntry | None:
+        """Return the entry with the argument that replaces ``auto``; ``None`` if the Trainer's default applies."""
+        if not row.auto or word_of(entry.value.value) != AUTO:
+            return entry
+        given = self.document.arguments()
+        values = [given.get(name) for name in row.auto]
+        if any(value is not None for value in values):
+            value = entry_of("", values[0] if len(values) == 1 else values).value
+            return replace(entry, value=replace(value, line=entry.line))
+        if given:
+            self._record(replace(row, why=f"The default of {' and '.join(row.auto)} applies."), entry)
+        else:
+            self.unfilled.append((entry, row.auto))
+        return None
+
+    def _report_unknown(self, path: str, entry: ConfigEntry) -> None:
+        message = f"'{one_line(entry.key)}' is not a key of {self.dialect_of.title}."
+        section, _, key = path.rpartition(".")
+        known = [row.rpartition(".")[2] for row in self.dialect_of.table.rows if row.rpartition(".")[0] == section]
+        fix = did_you_mean(nearest_word(key, known), "Remove it.")
+        self.report("FSDP-E061", entry, message, fix)
+
+    def _report_file(self, code: str, message: str, fix: str) -> None:
+        self.problems.append(Problem(code=code, message=message, fix=fix, origin=Origin(source=self.source)))
+
+
+_TEXTS: Final[Mapping[Fate, str]] = {
+    "sets": "{} of FSDP",
+    "arguments": "{} for the Trainer",
+    "irrelevant": "{} without effect",
+}
+"""Fate -> how a note counts its keys."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ConfigDialect:
+    """One dialect.
+
+    Attributes:
+        name: name of its module and of its table: ``deepspeed``.
+        title: name in messages: ``DeepSpeed``.
+        marks: returns the entries of a document that only this dialect has; none if it is another dialect.
+        read: reads a document, usually with :meth:`DialectReading.read_tree`, and then what several keys imply.
+        handlers: path -> function that reads this key; other keys set what their row names to their value.
+        own_script: whether the file is read by the training script too, so that it knows its arguments.
+        is_accelerate: whether the file is one of Accelerate, for another engine.
+    """
+
+    name: str
+    title: str
+    marks: Callable[[DialectDocument], Sequence[ConfigEntry]]
+    read: Callable[[DialectReading], None]
+    handlers: Mapping[str, Callable[[DialectReading, ConfigEntry], None]] = field(default_factory=dict)
+    own_script: bool = False
+    is_accelerate: bool = False
+
+    @property
+    def table(self) -> KeyTable:
+        """The table of all keys."""
+        return load_table(self.name)
+
+
+def leaves(table: KeyTable, entries: Sequence[ConfigEntry], section: str = "") -> Iterator[tuple[str, ConfigEntry]]:
+    """Yield each key that has a row, and each unknown one, as its path in the table and its entry.
+
+    The key of the entry is the path as written: ``zero_optimization.stage``.
+    """
+    for entry in entries:
+        written = f"{section}.{entry.key.strip()}" if section else entry.key.strip()
+        path = table.known(written)
+        if path not in table.rows and table.is_section(path) and entry.value.is_mapping:
+            yield from leaves(table, entry.value.value, written)
+        elif path in table.rows or not (table.is_section(path) and entry.value.is_empty):
+            yield path, replace(entry, key=written)
+
+
+def is_off(node: Node) -> bool:
+    """Whether a value turns a feature off: empty, false, 0, none, or a section with ``enabled: false``."""
+    if node.is_mapping:
+        inner = {entry.key: entry.value for entry in node.value}
+        return not inner or ("enabled" in inner and is_off(inner["enabled"]))
+    return node.is_empty or word_of(node.value) in FALSE_WORDS | NULL_WORDS
+
+
+def same_value(one: Any, other: Any) -> bool:
+    """Whether two values are equal, also if one of them is text: ``"1e-4"`` and ``0.0001``."""
+    try:
+        return float(one) == float(other)
+    except (TypeError, ValueError):
+        return word_of(one) == word_of(other)

@@ -1,0 +1,56 @@
+"""Reads the config: finds its dialect, or reads it as a config of Accelerate or of a training script."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+from hf_fsdp_plugin.problems import Origin, Problem
+from hf_fsdp_plugin.sources import accelerate_file
+from hf_fsdp_plugin.sources.dialects import deepspeed
+from hf_fsdp_plugin.sources.dialects.interface import ConfigDialect, DialectDocument, DialectReading
+from hf_fsdp_plugin.sources.interface import Sources, SourceSettings
+from hf_fsdp_plugin.sources.tree import ConfigEntry, ConfigFileError
+from hf_fsdp_plugin.spellings import word_of
+
+DIALECTS: Final[tuple[ConfigDialect, ...]] = (deepspeed.DIALECT,)
+_MARKS_OF_ACCELERATE: Final = ("distributed_type", "compute_environment")
+
+
+def read(sources: Sources) -> SourceSettings | None:
+    """Read ``sources.config``; ``None`` if there is none. A file of a dialect gives a ``DialectReading``."""
+    if sources.config is None or sources.dialects == "off":
+        return accelerate_file.read(sources)
+    try:
+        document = DialectDocument.of(sources)
+    except ConfigFileError as error:
+        return SourceSettings(problems=[error.problem], dialect="accelerate")
+    found = {dialect.title: marks for dialect in DIALECTS if (marks := dialect.marks(document))}
+    known = [dialect for dialect in DIALECTS if dialect.title in found]
+    if known and not any(dialect.is_accelerate for dialect in known):
+        found |= _marks_of_accelerate(document)
+    if len(found) > 1:
+        return SourceSettings(problems=[_mixed(document, found)], dialect="accelerate")
+    if not known:
+        return accelerate_file.read(sources)
+    reading = DialectReading(source=document.shown, dialect_of=known[0], document=document)
+    reading.mentions_fsdp = True
+    known[0].read(reading)
+    reading.finish()
+    return reading.result("training_arguments")
+
+
+def _marks_of_accelerate(document: DialectDocument) -> dict[str, Sequence[ConfigEntry]]:
+    entries = [entry for name, entry in document.keys().items() if word_of(name) in _MARKS_OF_ACCELERATE]
+    return {"Accelerate": entries} if entries else {}
+
+
+def _mixed(document: DialectDocument, found: Mapping[str, Sequence[ConfigEntry]]) -> Problem:
+    """Return the error that a file has keys of several dialects."""
+    firsts = [(title, marks[0]) for title, marks in found.items()]
+    places = [
+        f"{entry.key} of {title}{f' in line {entry.line}' if entry.line is not None else ''}" for title, entry in firsts
+    ]
+    message = f"the file mixes configs of several programs: {', '.join(places)}."
+    origin = Origin(source=document.shown, line=firsts[-1][1].line)
+    return Problem(code="FSDP-E064", message=message, fix="Write one file for each of them.", origin=origin)
