@@ -85,7 +85,7 @@ def setting_lines(settings: Mapping[str, Any], version: int, comments: Mapping[s
             strategy, key, written = STRATEGIES[value], "fsdp_sharding_strategy", value.upper()
             if version == 2 and strategy.is_sharded and not (strategy.hybrid and strategy.reshards_after_forward):
                 key, written = "fsdp_reshard_after_forward", strategy.reshards_after_forward
-        elif name.startswith("mesh."):
+        elif name.startswith("mesh.") and name != "mesh.context_exchange":
             axis = name.partition(".")[2]
             section, key = "parallelism_config", f"{PREFIXES['parallelism']}{MODEL_AXES.get(axis, f'dp_{axis}')}_size"
         elif name in _STOCK_NAMES and value in row.choices:

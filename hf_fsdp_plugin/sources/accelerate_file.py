@@ -1,14 +1,13 @@
 """Reads the config: Accelerate's file, only its ``fsdp_config`` section, a training script's config file, or a dict.
 
-A config of DeepSpeed is not a source of settings: it is refused, with the FSDP settings that have the same effect. It
-is a JSON file, or the ``deepspeed_config`` section of Accelerate's file, which has other keys.
+Configs of other programs are read by ``sources.dialects``. Here, one of DeepSpeed is refused.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from hf_fsdp_plugin.problems import Origin, Problem
 from hf_fsdp_plugin.sources.collector import FSDP_SCOPES, Collector, entry_of
@@ -51,7 +50,7 @@ def _add_training_file(out: Collector, root: Node, file: ConfigFile) -> None:
         scopes: tuple[Scope, ...] = ("training", "parallelism", *(("fsdp",) if is_fsdp else ()))
         row = find_row(entry.key, scopes)
         if plain_key(entry.key, "training") == "fsdp_config" and isinstance(entry.value.value, str):
-            add_fsdp_config(inner, _file_beside(file, Path(entry.value.value)))
+            add_fsdp_config(inner, file_beside(file, Path(entry.value.value)))
             inner.mentions_fsdp = True
         elif row is not None and row.scope in (*scopes, "fsdp"):
             inner.add_entry(row, entry)
@@ -78,7 +77,7 @@ def _add_training_file(out: Collector, root: Node, file: ConfigFile) -> None:
     out.add("launch.distributed_type", fsdp or entry_of("", "NO"), value="NO", implied=True)
 
 
-def _file_beside(file: ConfigFile, path: Path) -> ConfigFile:
+def file_beside(file: ConfigFile, path: Path) -> ConfigFile:
     """Return the file that another one names: in the working directory, as in the script, or beside the other one."""
     sibling = ConfigFile(path=file.path.parent / path, shown=str(Path(file.shown).parent / path))
     return sibling if sibling.path.exists() and not path.exists() else ConfigFile.at(path)
@@ -122,12 +121,8 @@ def _parse_fsdp_config(config: FsdpConfig | ConfigFile, source: str) -> tuple[No
 def _add_config(out: Collector, root: Node, *, is_whole: bool, scopes: tuple[Scope, ...]) -> None:
     """Add a whole file of Accelerate, or only a section, whose keys are in `scopes`. Refuse a config of DeepSpeed."""
     if WORDS["deepspeed_keys"] & _keys_of(root):
-        settings = equivalent_settings(root.plain())
-        equivalent = f" The equivalent settings are {', '.join(settings)}." if settings else ""
-        message = f"this is a config of DeepSpeed, not of FSDP.{equivalent}"
-        fix = (
-            "Write a config with distributed_type: FSDP and an fsdp_config, or use accelerate launch to run DeepSpeed."
-        )
+        message = "this is a config of DeepSpeed, not of FSDP."
+        fix = "Convert it with hf-fsdp convert, or pass it to hf-fsdp launch --config_file, which trains with FSDP."
         out.problems.append(Problem(code="FSDP-E060", message=message, fix=fix, origin=Origin(source=out.source)))
     elif is_whole:
         out.add_mapping(root.value, ("launch", "training"), misplaced=("fsdp", "parallelism"))
@@ -142,37 +137,3 @@ def _keys_of(root: Node) -> set[str]:
 def _is_top_level(key: str) -> bool:
     row = find_row(key, ("launch",))
     return row is not None and row.scope == "launch" and plain_key(key, "launch") in row.spellings
-
-
-_STRATEGIES: Final[Mapping[str, str]] = {"0": "NO_SHARD", "1": "SHARD_GRAD_OP", "2": "SHARD_GRAD_OP", "3": "FULL_SHARD"}
-"""ZeRO stage -> FSDP strategy. FSDP has no strategy that shards the optimizer state only."""
-
-
-def equivalent_settings(config: Mapping[str, Any]) -> list[str]:
-    """Return the FSDP settings with the effect of a config of DeepSpeed, as lines of Accelerate's file."""
-    zero = _section(config, "zero_optimization")
-    settings = []
-    stage = str(zero.get("stage", config.get("zero_stage", ""))).strip()
-    if stage in _STRATEGIES:
-        settings.append(f"fsdp_sharding_strategy: {_STRATEGIES[stage]}")
-    offloads = ("offload_optimizer", "offload_param")
-    devices = [_section(zero, key).get("device") for key in offloads]
-    devices += [config.get(key) for key in ("offload_optimizer_device", "offload_param_device")]
-    if any(str(device).strip().lower() in ("cpu", "nvme") for device in devices) or zero.get("cpu_offload") is True:
-        settings.append("fsdp_offload_params: true")
-    enabled = [dtype for dtype in ("bf16", "fp16") if _is_true(_section(config, dtype).get("enabled", False))]
-    settings += [f"mixed_precision: {dtype}" for dtype in enabled]
-    if zero.get("stage3_gather_16bit_weights_on_model_save") or _is_true(config.get("zero3_save_16bit_model")):
-        settings.append("fsdp_state_dict_type: FULL_STATE_DICT")
-    if isinstance(config.get("activation_checkpointing"), Mapping):
-        settings.append("fsdp_activation_checkpointing: true")
-    return settings
-
-
-def _section(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    section = config.get(key)
-    return section if isinstance(section, Mapping) else {}
-
-
-def _is_true(value: Any) -> bool:
-    return value is True or str(value).strip().lower() == "true"

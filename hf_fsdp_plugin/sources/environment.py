@@ -177,6 +177,8 @@ def locate_config(sources: Sources) -> Sources:
     """
     problems = list(sources.problems)
     variables = variables_of(sources)
+    if variables.get("ACCELERATE_USE_DEEPSPEED", "").lower() in TRUE_WORDS:
+        sources = replace(sources, dialects="off")  # accelerate launch has started DeepSpeed itself
     if sources.config is None and sources.as_launched:
         launch = find_launch(variables)
         if launch is not None:

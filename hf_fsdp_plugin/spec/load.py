@@ -58,7 +58,8 @@ def load_spec(
     """Return the checked spec of a config and all other sources of FSDP settings.
 
     Args:
-        config: path of Accelerate's YAML or JSON, or of only its ``fsdp_config`` section; or a dict of either form.
+        config: path of Accelerate's YAML or JSON, of only its ``fsdp_config`` section, or of a config of DeepSpeed or
+            another program (docs/dialects.md); or a dict of any form.
         fsdp: ``fsdp`` of ``TrainingArguments``: a bool, or options as text or list.
         fsdp_config: ``fsdp_config`` of ``TrainingArguments``: a dict, the path of a JSON or YAML file, or JSON text.
         training_arguments: other keyword arguments of ``TrainingArguments``.

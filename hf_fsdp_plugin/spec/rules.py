@@ -10,7 +10,6 @@ from typing import Any
 
 from hf_fsdp_plugin.axes import MODEL_AXES
 from hf_fsdp_plugin.problems import Problem
-from hf_fsdp_plugin.sources.accelerate_file import equivalent_settings
 from hf_fsdp_plugin.sources.interface import enables_fsdp
 from hf_fsdp_plugin.spec.fp8 import check_fp8
 from hf_fsdp_plugin.spec.fsdp_spec import DIALECT_DEFAULTS, FsdpSpec
@@ -41,10 +40,8 @@ def _check_engine(spec: FsdpSpec) -> Iterator[Problem]:
     kind, extra = spec.launch.distributed_type, spec.launch.extra
     if kind in OTHER_ENGINES:
         message = f"distributed_type is {kind}: this is a config for {OTHER_ENGINES[kind]}, not for FSDP."
-        section = extra.get("deepspeed_config")
-        settings = equivalent_settings(section) if isinstance(section, Mapping) else []
-        equivalent = f" with {', '.join(settings)}" if settings else ""
-        fix = f"Set distributed_type: FSDP and an fsdp_config{equivalent}, or use accelerate launch."
+        fix = "Set distributed_type: FSDP and an fsdp_config, or convert the file with hf-fsdp convert."
+        fix = fix if kind == "DEEPSPEED" else "Set distributed_type: FSDP and an fsdp_config, or use accelerate launch."
         yield spec.problem("FSDP-E120", "launch.distributed_type", message, fix)
     for engine in () if kind in OTHER_ENGINES else OTHER_ENGINES.values():
         key = f"{engine.lower().replace('-', '_')}_config"

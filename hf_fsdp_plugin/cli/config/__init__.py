@@ -242,7 +242,7 @@ def _read(path: Path, shown: str) -> tuple[str, Assessment]:
         message = "this is the config of a training script, not a config of Accelerate."
         fix = "Give another path with -o."
         raise SpecError([Problem(code=_OTHER_CONFIG, message=message, fix=fix, origin=Origin(source=shown))])
-    return text, assess(Sources(config=file, environ={}))
+    return text, assess(Sources(config=file, environ={}, dialects="off"))
 
 
 def _unwritable(shown: str, reason: str) -> SpecError:

@@ -11,18 +11,21 @@ A dialect is one file ``<name>.py`` with the constant ``DIALECT``, and its table
     irrelevant:  # keys without a meaning for FSDP
       - {keys: steps_per_print wall_clock_breakdown, why: Output of DeepSpeed.}
     refused:     # keys that change the training, and have no counterpart
-      - {keys: sparse_attention, why: "...", fix: "..."}
+      - {keys: gradient_allreduce_op, allowed: mean, why: "FSDP computes the mean", fix: "Remove it."}
     aliases:     # other spellings of a key or a section
       bfloat16: bf16
+    about: ...   # for docs/dialects.md, with an example
 
 Keys are paths with dots. ``section.*`` is every key of a section that has no row of its own. A row for a section
 includes all keys in it. ``auto`` of a row names the arguments that replace the value ``auto``; by default, this is
-``to`` in ``arguments``.
+``to`` in ``arguments``. ``allowed`` are the values of a refused key that change nothing; by default, those for which
+:func:`is_off` is true.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
@@ -38,9 +41,11 @@ from hf_fsdp_plugin.sources.interface import ConfigFile, Sources, config_tree, r
 from hf_fsdp_plugin.sources.tree import ConfigEntry, ConfigFileError, Entries, Node, one_line
 from hf_fsdp_plugin.spellings import FALSE_WORDS, NULL_WORDS, did_you_mean, nearest_word, word_of
 from hf_fsdp_plugin.text import format_value, plural
+from hf_fsdp_plugin.vocabulary import WORDS, Scope, find_row
 
 Fate = Literal["sets", "arguments", "irrelevant", "refused"]
 """What becomes of a key: settings, arguments of ``TrainingArguments``, nothing with a reason, or an error."""
+_LAUNCHER_SCOPES: Final[tuple[Scope, ...]] = ("launch", "fsdp", "parallelism", "dynamo", "fp8")
 AUTO: Final = "auto"
 """The value that the arguments of the Trainer replace."""
 
@@ -53,8 +58,9 @@ class DialectKey:
         path: the key with its sections: ``zero_optimization.stage``.
         to: canonical names of settings, or names of arguments.
         auto: names of the arguments that replace ``auto``.
-        why: the reason, one sentence.
+        why: the reason, one sentence; for refused keys, without capital and full stop.
         fix: for refused keys: what to do.
+        allowed: for refused keys: values in lower case that are not refused.
     """
 
     path: str
@@ -63,6 +69,7 @@ class DialectKey:
     auto: tuple[str, ...] = ()
     why: str = ""
     fix: str = ""
+    allowed: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,8 +88,9 @@ class KeyOutcome:
 
     def to_json(self) -> dict[str, Any]:
         """Return an item of ``keys`` in the output of ``hf-fsdp convert``."""
-        return {"key": self.origin.spelling, "value": self.origin.text, "line": self.origin.line, "fate": self.fate,
-                "becomes": list(self.becomes), "why": self.why or None}  # fmt: skip
+        place = {"file": self.origin.source, "line": self.origin.line}
+        told = {"fate": self.fate, "becomes": list(self.becomes), "why": self.why or None}
+        return {"key": self.origin.spelling, "value": self.origin.text, **place, **told}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -91,6 +99,7 @@ class KeyTable:
 
     rows: Mapping[str, DialectKey]
     aliases: Mapping[str, str]
+    about: str = ""
 
     def row(self, path: str) -> DialectKey | None:
         """Return the row of a path, also of a section or of ``section.*``; ``None`` if there is none."""
@@ -124,9 +133,12 @@ def load_table(name: str) -> KeyTable:
     in_groups: tuple[Fate, ...] = ("irrelevant", "refused")
     for fate in in_groups:
         for group in content.get(fate, []):
+            texts: dict[str, Any] = {"why": group["why"], "fix": group.get("fix", "")}
+            allowed = tuple(group.get("allowed", "").split())
             for path in group["keys"].split():
-                rows[path] = DialectKey(path=path, fate=fate, why=group["why"], fix=group.get("fix", ""))
-    return KeyTable(rows=MappingProxyType(rows), aliases=MappingProxyType(content.get("aliases", {})))
+                rows[path] = DialectKey(path=path, fate=fate, allowed=allowed, **texts)
+    aliases = MappingProxyType(content.get("aliases", {}))
+    return KeyTable(rows=MappingProxyType(rows), aliases=aliases, about=content.get("about", ""))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -173,7 +185,14 @@ class DialectDocument:
     def arguments(self) -> dict[str, Any]:
         """Return the arguments of ``TrainingArguments`` that were given with the config."""
         flags = {flag.name: flag.text or True for flag in parse_flags(self.sources.command_line)}
-        return {**flags, **self.sources.training_arguments}
+        given = {**flags, **self.sources.training_arguments}
+        return {name: value for name, value in given.items() if not _is_for_launcher(name)}
+
+    def world_size(self) -> int | None:
+        """Return the number of ranks that was given with the config; ``None`` if there is none."""
+        given = [flag.text for flag in parse_flags(self.sources.command_line) if flag.name == "num_processes"]
+        number = str(self.sources.world_size or (given[-1] if given else ""))
+        return int(number) if number.isdecimal() and int(number) else None
 
 
 @dataclass(kw_only=True, slots=True)
@@ -186,18 +205,29 @@ class DialectReading(Collector):
         outcomes: what became of each key, in the order of the file.
         arguments: arguments of ``TrainingArguments``: name -> value.
         unfilled: keys with the value ``auto``, for which no argument was given, and the arguments that replace it.
+        found: path -> entry of each key of the tree.
+        becomes: what the key sets that is being read: ``max_grad_norm=1.0``.
     """
 
     dialect_of: ConfigDialect
     document: DialectDocument
     outcomes: list[KeyOutcome] = field(default_factory=list)
     arguments: dict[str, Any] = field(default_factory=dict)
-    unfilled: list[tuple[ConfigEntry, tuple[str, ...]]] = field(default_factory=list)
+    unfilled: list[tuple[Origin, tuple[str, ...]]] = field(default_factory=list)
+    found: dict[str, ConfigEntry] = field(default_factory=dict)
+    becomes: list[str] = field(default_factory=list)
 
     def read_tree(self) -> None:
         """Read all keys of the file's tree."""
-        for path, entry in leaves(self.dialect_of.table, self.document.root.value):
+        found = list(leaves(self.dialect_of.table, self.document.root.value))
+        self.found = dict(found)
+        for path, entry in found:
             self.add_path(path, entry)
+
+    def text(self, path: str, default: str = "") -> str:
+        """Return the value of a key of the tree in lower case; `default` if it is absent or empty."""
+        entry = self.found.get(path)
+        return default if entry is None or entry.value.is_empty else word_of(entry.value.value)
 
     def add_path(self, path: str, entry: ConfigEntry) -> None:
         """Read one key. Its row in the table decides what becomes of it; an unknown key is an error.
@@ -207,7 +237,9 @@ class DialectReading(Collector):
             entry: the value, with its place. Its key is shown in messages.
         """
         row = self.dialect_of.table.row(path)
-        if row is None:
+        if path.rpartition(".")[2].startswith("_"):
+            self._record(DialectKey(path=path, fate="irrelevant", why="It is a comment."), entry)
+        elif row is None:
             self._report_unknown(path, entry)
         elif row.fate == "irrelevant":
             self._record(row, entry)
@@ -222,7 +254,7 @@ class DialectReading(Collector):
 
     def set_argument(self, name: str, entry: ConfigEntry, *, value: object = ...) -> None:
         """Add an argument of ``TrainingArguments``. Another value beside the file is an error."""
-        new = entry.value.plain() if value is ... else value
+        new = typed_value(entry.value.plain() if value is ... else value)
         given = self.document.arguments().get(name)
         if given is not None and not same_value(given, new):
             message = f"{entry.key} is {entry.value.text}, and the argument {name} is {format_value(given, 'none')}."
@@ -231,26 +263,38 @@ class DialectReading(Collector):
             message = f"{entry.key} is {entry.value.text}, and another key sets {name} to {self.arguments[name]}."
             self.report("FSDP-E066", entry, message, "Keep one of them.")
         self.arguments[name] = new
+        self.becomes.append(f"{name}={format_value(new, 'none')}")
 
     def refuse(self, entry: ConfigEntry, why: str, fix: str) -> None:
         """Report a value that changes the training and has no counterpart."""
-        self.report("FSDP-E062", entry, f"{entry.key} is {entry.value.text}: {why}", fix)
+        self.report("FSDP-E062", entry, f"{entry.key} is {entry.value.text}: {why}.", fix)
+
+    def differs(self, entry: ConfigEntry, message: str, fix: str = "") -> None:
+        """Report that a value is read as something that is not exactly the same: a warning with a fix, or a note."""
+        self.report("FSDP-W070" if fix else "FSDP-N071", entry, message, fix)
 
     def report_version(self, entry: ConfigEntry, known: Sequence[str]) -> None:
         """Report a version of the dialect that is not known."""
         message = f"{entry.key} is {entry.value.text}, an unknown version of {self.dialect_of.title}."
         self.report("FSDP-E065", entry, message, f"Known versions: {', '.join(known)}.")
 
+    def merge(self, other: DialectReading) -> None:
+        """Add what a file contains that this file names."""
+        self.extend(other)
+        self.outcomes += other.outcomes
+        self.arguments |= other.arguments
+        self.unfilled += other.unfilled
+
     def finish(self) -> None:
         """Add the problems that concern the whole file."""
         converts = self.document.sources.dialects == "convert"
         if self.unfilled:
-            keys = ", ".join(entry.key for entry, _ in self.unfilled)
+            keys = ", ".join(origin.spelling for origin, _ in self.unfilled)
             flags = dict.fromkeys(f"--{name}" for _, names in self.unfilled for name in names)
             message = f"only the arguments of the Trainer know the values of {keys}."
             fix = f"Give the arguments of the script: {' '.join(flags)}."
             code = "FSDP-E063" if converts else "FSDP-N069"
-            self.report(code, self.unfilled[0][0], message, fix)
+            self.problems.append(Problem(code=code, message=message, fix=fix, origin=self.unfilled[0][0]))
         if self.arguments and not converts and not self.dialect_of.own_script:
             words = " ".join(f"--{name} {format_value(value, 'none')}" for name, value in self.arguments.items())
             message = "the file sets arguments of the Trainer, which the script must be given."
@@ -261,7 +305,8 @@ class DialectReading(Collector):
         self._report_file("FSDP-N067", f"{message}: {', '.join(texts)}." if texts else f"{message}.", "")
 
     def _add_row(self, row: DialectKey, entry: ConfigEntry) -> None:
-        num_settings, arguments, num_problems = len(self.settings), dict(self.arguments), len(self.problems)
+        num_settings, num_problems = len(self.settings), len(self.problems)
+        self.becomes = []
         handler = self.dialect_of.handlers.get(row.path)
         if handler is not None:
             handler(self, entry)
@@ -274,16 +319,14 @@ class DialectReading(Collector):
         if any(problem.severity == "error" for problem in self.problems[num_problems:]):
             return
         new = [f"{setting.name}={format_value(setting.value, 'none')}" for setting in self.settings[num_settings:]]
-        changed = {name: v for name, v in self.arguments.items() if name not in arguments or arguments[name] != v}
-        new += [f"{name}={format_value(value, 'none')}" for name, value in changed.items()]
-        self._record(row, entry, tuple(new))
+        self._record(row, entry, (*new, *self.becomes))
 
     def _record(self, row: DialectKey, entry: ConfigEntry, becomes: tuple[str, ...] = ()) -> None:
         outcome = KeyOutcome(origin=self._origin(entry), fate=row.fate, becomes=becomes, why=row.why)
         self.outcomes.append(outcome)
 
     def _refuse(self, row: DialectKey, entry: ConfigEntry) -> None:
-        if is_off(entry.value):
+        if word_of(entry.value.value) in row.allowed if row.allowed else is_off(entry.value):
             origin = self._origin(entry)
             self.outcomes.append(KeyOutcome(origin=origin, fate="irrelevant", why="It is turned off."))
         else:
@@ -301,7 +344,7 @@ class DialectReading(Collector):
         if given:
             self._record(replace(row, why=f"The default of {' and '.join(row.auto)} applies."), entry)
         else:
-            self.unfilled.append((entry, row.auto))
+            self.unfilled.append((self._origin(entry), row.auto))
         return None
 
     def _report_unknown(self, path: str, entry: ConfigEntry) -> None:
@@ -351,6 +394,12 @@ class ConfigDialect:
         return load_table(self.name)
 
 
+def _is_for_launcher(flag: str) -> bool:
+    """Whether a flag is one of the launcher, or one that configures FSDP."""
+    is_known = flag in WORDS["launcher_flags"] | WORDS["switches"] or flag.startswith("fsdp") or flag == "set"
+    return is_known or find_row(flag, _LAUNCHER_SCOPES) is not None
+
+
 def leaves(table: KeyTable, entries: Sequence[ConfigEntry], section: str = "") -> Iterator[tuple[str, ConfigEntry]]:
     """Yield each key that has a row, and each unknown one, as its path in the table and its entry.
 
@@ -359,7 +408,7 @@ def leaves(table: KeyTable, entries: Sequence[ConfigEntry], section: str = "") -
     for entry in entries:
         written = f"{section}.{entry.key.strip()}" if section else entry.key.strip()
         path = table.known(written)
-        if path not in table.rows and table.is_section(path) and entry.value.is_mapping:
+        if entry.value.is_mapping and table.is_section(path):
             yield from leaves(table, entry.value.value, written)
         elif path in table.rows or not (table.is_section(path) and entry.value.is_empty):
             yield path, replace(entry, key=written)
@@ -369,8 +418,20 @@ def is_off(node: Node) -> bool:
     """Whether a value turns a feature off: empty, false, 0, none, or a section with ``enabled: false``."""
     if node.is_mapping:
         inner = {entry.key: entry.value for entry in node.value}
-        return not inner or ("enabled" in inner and is_off(inner["enabled"]))
+        if "enabled" in inner:
+            return is_off(inner["enabled"])
+        return all(value.is_mapping and is_off(value) for value in inner.values())
     return node.is_empty or word_of(node.value) in FALSE_WORDS | NULL_WORDS
+
+
+def typed_value(value: Any) -> Any:
+    """Return the number, bool or text that a text is: ``1e-4``, which is text in YAML 1.1, and flags."""
+    if not isinstance(value, str):
+        return value
+    for kind in (int, float):
+        with suppress(ValueError):
+            return kind(value)
+    return {"true": True, "false": False}.get(value.lower(), value)
 
 
 def same_value(one: Any, other: Any) -> bool:

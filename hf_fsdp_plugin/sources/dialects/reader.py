@@ -7,13 +7,13 @@ from typing import Final
 
 from hf_fsdp_plugin.problems import Origin, Problem
 from hf_fsdp_plugin.sources import accelerate_file
-from hf_fsdp_plugin.sources.dialects import deepspeed
+from hf_fsdp_plugin.sources.dialects import accelerate, deepspeed
 from hf_fsdp_plugin.sources.dialects.interface import ConfigDialect, DialectDocument, DialectReading
 from hf_fsdp_plugin.sources.interface import Sources, SourceSettings
 from hf_fsdp_plugin.sources.tree import ConfigEntry, ConfigFileError
 from hf_fsdp_plugin.spellings import word_of
 
-DIALECTS: Final[tuple[ConfigDialect, ...]] = (deepspeed.DIALECT,)
+DIALECTS: Final[tuple[ConfigDialect, ...]] = (accelerate.DIALECT, deepspeed.DIALECT)
 _MARKS_OF_ACCELERATE: Final = ("distributed_type", "compute_environment")
 
 
@@ -47,7 +47,7 @@ def _marks_of_accelerate(document: DialectDocument) -> dict[str, Sequence[Config
 
 def _mixed(document: DialectDocument, found: Mapping[str, Sequence[ConfigEntry]]) -> Problem:
     """Return the error that a file has keys of several dialects."""
-    firsts = [(title, marks[0]) for title, marks in found.items()]
+    firsts = sorted(((title, marks[0]) for title, marks in found.items()), key=lambda first: first[1].line or 0)
     places = [
         f"{entry.key} of {title}{f' in line {entry.line}' if entry.line is not None else ''}" for title, entry in firsts
     ]

@@ -29,7 +29,9 @@ def validate(verb: str, printed: str) -> dict:
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    for name, text in {"good.yaml": GOOD, "bad.yaml": BAD, "broken.yaml": "a: [", "train.py": "1"}.items():
+    deepspeed = '{"zero_optimization": {"stage": 3}, "bf16": {"enabled": "auto"}, "gradient_clipping": 1}'
+    texts = {"good.yaml": GOOD, "bad.yaml": BAD, "broken.yaml": "a: [", "train.py": "1", "ds.json": deepspeed}
+    for name, text in texts.items():
         (tmp_path / name).write_text(text)
     (tmp_path / "llama").mkdir()
     (tmp_path / "llama/config.json").write_text(json.dumps(LLAMA))
@@ -51,6 +53,10 @@ def test_schema_is_valid_and_has_every_verb():
         ("check good.yaml bad.yaml", 1),
         ("check --fsdp full_shard --world-size 4", 0),
         ("check good.yaml --model none/such", 1),
+        ("convert good.yaml", 0),
+        ("convert ds.json --to distributed-config --num_processes 2 -- --bf16 true", 0),
+        ("convert ds.json", 1),
+        ("convert none.json", 2),
         ("plan good.yaml --model llama --seq-len 16", 0),
         ("plan good.yaml --model llama --seq-len 0", 1),
         ("plan --advise good.yaml --model llama --seq-len 16 --global-batch 4 --gpu-memory 80GB", 0),

@@ -73,13 +73,15 @@ def test_missing_fsdp_config_is_reported_once(
     assert capsys.readouterr().err.count("[FSDP-W602]") == num_lines
 
 
-def test_install_leaves_other_engines_alone() -> None:
+def test_install_leaves_other_engines_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     config = {"distributed_type": "DEEPSPEED", "deepspeed_config": {"zero_stage": 2}}
+    assert hfp.load_spec(config, environ={}).sharding.strategy == "shard_grad_op"
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
     assert hfp.install(config) is None
     with pytest.raises(hfp.SpecError, match="FSDP-E120"):
         process_fsdp_args(lambda: None, SimpleNamespace(fsdp="full_shard", fsdp_config=None))
     with pytest.raises(hfp.SpecError, match="FSDP-E120"):
-        hfp.load_spec(config, environ={})
+        hfp.load_spec(config)
 
 
 def test_accelerator_of_spec_without_fsdp_is_stock(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,186 @@
+"""``hf-fsdp convert``: Convert a config of DeepSpeed, of another trainer or of Accelerate into one for FSDP, and show
+what became of each key.
+
+Examples::
+
+    hf-fsdp convert ds_zero3.json --out fsdp.yaml -- --bf16 true --learning_rate 2e-5
+    hf-fsdp convert deepspeed.yaml --to training-arguments --json
+
+The arguments of the script after ``--`` replace the values "auto".
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+from hf_fsdp_plugin.checkpoint.io import write_atomically
+from hf_fsdp_plugin.cli.check import config_named
+from hf_fsdp_plugin.cli.config_text import stock_limits
+from hf_fsdp_plugin.cli.converted import TARGETS, Converted
+from hf_fsdp_plugin.cli.main import make_parser
+from hf_fsdp_plugin.cli.output import (
+    OK,
+    exit_code,
+    in_line_order,
+    print_failure,
+    print_json,
+    print_problems,
+    text_width,
+)
+from hf_fsdp_plugin.launcher.flags import Parser, add_override_flag, add_setting_flags
+from hf_fsdp_plugin.problems import Origin, Problem, SpecError, UsageError
+from hf_fsdp_plugin.sources.command_line import parse_flags
+from hf_fsdp_plugin.sources.dialects.interface import DialectReading, KeyOutcome, typed_value
+from hf_fsdp_plugin.sources.dialects.reader import read
+from hf_fsdp_plugin.sources.interface import ConfigFile, Sources
+from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec
+from hf_fsdp_plugin.spec.load import assess
+from hf_fsdp_plugin.text import fit_table, format_value, printable
+
+_PARTIAL: Final = "distributed-config"
+"""The form that has few settings: it is used with TrainingArguments, which have the others."""
+
+
+def add_arguments(parser: Parser) -> None:
+    parser.add_argument("source", metavar="SOURCE", help="the config to convert; - reads stdin")
+    about = "form of the new config: a YAML for accelerate launch (default), Python arguments, or JSON"
+    parser.add_argument("--to", choices=tuple(TARGETS), default="accelerate", help=about)
+    parser.add_argument("-o", "--out", metavar="FILE", help="write the new config to this file (default: print it)")
+    parser.add_argument("--force", action="store_true", help="replace an existing file")
+    add_override_flag(parser)
+    add_setting_flags(parser)
+    parser.epilog = "also all setting flags of `hf-fsdp launch`; after --: arguments of the script"
+
+
+def parse_argv(argv: Sequence[str]) -> argparse.Namespace:
+    """Parse the arguments after ``convert``. The words after ``--`` are arguments of a training script."""
+    words = list(argv)
+    split = words.index("--") if "--" in words else len(words)
+    args = make_parser("convert").parse_args(words[:split])
+    flags = list(parse_flags(words[split + 1 :]))
+    if sum(flag.num_words for flag in flags) != len(words[split + 1 :]):
+        raise UsageError("the words after -- must be flags of the script with their values: --bf16 true.")
+    args.training_arguments = {flag.name: True if flag.value is None else typed_value(flag.value) for flag in flags}
+    return args
+
+
+def run(args: argparse.Namespace) -> int:
+    """Convert a config. Returns 0 if it was converted, 1 if it has errors, 2 if there is no such file."""
+    sources = Sources(
+        config=config_named(args.source),
+        training_arguments=args.training_arguments,
+        command_line=args.command_line,
+        overrides=args.overrides,
+        environ={},
+        dialects="convert",
+    )
+    _check_out(args.out, force=args.force)
+    assessment = assess(sources)
+    if not assessment.ok:
+        print_failure(in_line_order(assessment.problems), as_json=args.json)
+        return exit_code(assessment.problems, args.source)
+    reading, spec = read(sources), assessment.spec
+    if not spec.enabled:
+        message = "the config does not enable FSDP, DeepSpeed or DDP, so there is nothing to convert."
+        fix = "Pass --use_fsdp to add FSDP with its defaults."
+        raise SpecError([Problem(code="FSDP-E736", message=message, fix=fix, origin=Origin(source=args.source))])
+    dialect = reading if isinstance(reading, DialectReading) else None
+    converted = TARGETS[args.to](spec, dialect.arguments if dialect is not None else {})
+    problems = in_line_order([*assessment.problems, *_lost_settings(args.to, converted, spec)])
+    if args.out is not None:
+        _write(args.out, converted.text)
+    outcomes = dialect.outcomes if dialect is not None else _outcomes_of(spec)
+    limits = list(stock_limits({name: spec.get(name) for name in spec.origins}, spec.fsdp.version))
+    if args.json:
+        title = dialect.dialect_of.title if dialect is not None else None
+        tree = {"ok": True, "dialect": title, "to": args.to, "path": args.out, "text": converted.text}
+        tree |= {"keys": outcomes, "script_arguments": converted.script, "launcher": converted.launcher}
+        print_json({**tree, "stock_limits": limits, "problems": problems})
+        return OK
+    _print_outcomes(outcomes)
+    print_problems(problems)
+    _print_rest(args.to, converted, limits)
+    if args.out is None:
+        print(converted.text, end="")
+    else:
+        print(f"wrote {printable(args.out)}", file=sys.stderr)
+    return OK
+
+
+def _outcomes_of(spec: FsdpSpec) -> list[KeyOutcome]:
+    """Return what became of the keys of a config that is one of FSDP already."""
+    given = [(name, value, origin) for name, value, origin in spec.settings() if spec.asked(name)]
+    return [
+        KeyOutcome(origin=origin, fate="sets", becomes=(f"{name}={format_value(value, 'none')}",))
+        for name, value, origin in given
+    ]
+
+
+def _lost_settings(target: str, converted: Converted, spec: FsdpSpec) -> list[Problem]:
+    """Return a warning if a ``DistributedConfig`` lacks settings. Raises ``SpecError`` if another form does."""
+    if not (names := converted.changed_settings(spec)):
+        return []
+    texts = ", ".join(f"{name}={format_value(spec.get(name), 'none')}" for name in names)
+    message = f"the new config does not contain {texts}."
+    if target == _PARTIAL:
+        fix = "Set them in TrainingArguments: --to training-arguments prints them."
+        return [Problem(code="FSDP-W738", message=message, fix=fix)]
+    fix = "Use --to accelerate, which has all settings." if target != "accelerate" else "Report this as a bug."
+    raise SpecError([Problem(code="FSDP-E737", message=message, fix=f"{fix} Nothing was written.")])
+
+
+def _print_outcomes(outcomes: Sequence[KeyOutcome]) -> None:
+    """Print a table of what became of each key to stderr."""
+    rows = [("place", "key", "becomes")]
+    for outcome in outcomes:
+        becomes = ", ".join(outcome.becomes) or f"nothing. {outcome.why}"
+        rows.append((outcome.origin.place, outcome.origin.written, becomes))
+    print(fit_table(rows, text_width(sys.stderr)), end="\n\n", file=sys.stderr)
+
+
+def _print_rest(target: str, converted: Converted, limits: Sequence[str]) -> None:
+    """Print what the new config does not contain, and the limits of stock Accelerate, to stderr."""
+    for limit in limits if target == "accelerate" else ():
+        print(f"note: {limit}", file=sys.stderr)
+    script = "The same as flags of the script" if target == "training-arguments" else "Arguments of the script"
+    for title, values in ((script, converted.script), ("Settings of hf-fsdp launch", converted.launcher)):
+        flags = [f"--{name.removeprefix('launch.')} {_flag_value(value)}" for name, value in values.items()]
+        if flags:
+            print(printable(f"{title}: {' '.join(flags)}"), file=sys.stderr)
+
+
+def _flag_value(value: Any) -> str:
+    is_nested = isinstance(value, Mapping | list)
+    return shlex.quote(json.dumps(value) if is_nested else format_value(value, ""))
+
+
+def _check_out(out: str | None, *, force: bool) -> None:
+    """Raise ``SpecError`` if the file exists or cannot be written."""
+    if out is None:
+        return
+    origin, path = Origin(source=out), ConfigFile.at(out).path
+    if path.exists() and not force:
+        message, fix = "the file exists.", "Pass --force to replace it, or another path."
+        raise SpecError([Problem(code="FSDP-E761", message=message, fix=fix, origin=origin)])
+    if path.is_dir() or not os.access(path.parent, os.W_OK | os.X_OK):
+        raise _unwritable(out, "it is a folder" if path.is_dir() else f"{path.parent} is not a folder that allows it")
+
+
+def _write(out: str, text: str) -> None:
+    try:
+        write_atomically(ConfigFile.at(out).path, text, preserve=True)
+    except OSError as error:
+        raise _unwritable(out, error.strerror or str(error)) from None
+
+
+def _unwritable(out: str, reason: str) -> SpecError:
+    message = f"the file cannot be written: {reason}. It was not changed."
+    return SpecError(
+        [Problem(code="FSDP-E764", message=message, fix="Choose another path.", origin=Origin(source=out))]
+    )

@@ -1,0 +1,119 @@
+"""Reads Accelerate's file with a section for DeepSpeed and the file that it names, and, to convert it, one for DDP."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Final
+
+from hf_fsdp_plugin.sources.accelerate_file import file_beside
+from hf_fsdp_plugin.sources.dialects import deepspeed
+from hf_fsdp_plugin.sources.dialects.interface import ConfigDialect, DialectDocument, DialectReading, is_off
+from hf_fsdp_plugin.sources.interface import ConfigFile
+from hf_fsdp_plugin.sources.tree import ConfigEntry, ConfigFileError
+from hf_fsdp_plugin.spellings import NULL_WORDS, word_of
+
+_SECTION: Final = "deepspeed_config"
+_FILE: Final = f"{_SECTION}.deepspeed_config_file"
+_OF_FILE: Final = (
+    "zero_stage", "offload_optimizer_device", "offload_param_device", "zero3_save_16bit_model",
+    "gradient_accumulation_steps", "gradient_clipping",
+)  # fmt: skip
+"""Keys of the section that conflict with the config of DeepSpeed that it names, as in Accelerate."""
+
+
+def _marks(document: DialectDocument) -> Sequence[ConfigEntry]:
+    """Return the entry of DeepSpeed with its section, or, to convert it, of DDP."""
+    keys = document.keys()
+    if (kind := keys.get("distributed_type")) is None:
+        return []
+    word = word_of(kind.value.value)
+    is_ddp = document.sources.dialects == "convert" and word.startswith("multi_")
+    has_section = _SECTION in keys and not keys[_SECTION].value.is_empty
+    return [kind] if is_ddp or (word == "deepspeed" and has_section) else []
+
+
+def _read(reading: DialectReading) -> None:
+    kind = reading.document.keys()["distributed_type"]
+    reading.imply("fsdp.version", "2", kind)
+    reading.imply("wrap.policy", "transformer", kind)
+    reading.read_tree()
+    if not any(setting.name == "sharding.strategy" for setting in reading.settings):
+        is_ddp = word_of(kind.value.value) != "deepspeed"
+        reading.imply("sharding.strategy", "full_shard" if is_ddp else "shard_grad_op", kind)
+
+
+def _add_type(reading: DialectReading, entry: ConfigEntry) -> None:
+    reading.imply("launch.distributed_type", "FSDP", entry)
+    if word_of(entry.value.value) != "deepspeed":
+        message = f"{entry.key} is {entry.value.text}: each rank had a copy of the model, and full_shard divides it."
+        reading.differs(entry, message)
+
+
+def _add_own(reading: DialectReading, entry: ConfigEntry) -> None:
+    """Add a key that Accelerate reads for every engine. The section of another engine is a contradiction."""
+    if entry.key in ("fsdp_config", "megatron_lm_config") and not entry.value.is_empty:
+        kind = reading.text("distributed_type").upper()
+        message = f"{entry.key} is set, and distributed_type is {kind}, which ignores it."
+        reading.report("FSDP-E066", entry, message, "Keep one of them.")
+    elif entry.key != _SECTION:
+        reading.add_mapping([entry], ("launch", "training"), misplaced=("fsdp", "parallelism"))
+
+
+def _add_file(reading: DialectReading, entry: ConfigEntry) -> None:
+    """Read the config of DeepSpeed that the section names."""
+    if entry.value.text.lower() in NULL_WORDS:
+        return
+    others = [key for name in _OF_FILE if (key := f"{_SECTION}.{name}") in reading.found]
+    if others:
+        message = f"{entry.key} is set, and {', '.join(others)}, which Accelerate does not accept with it."
+        reading.report("FSDP-E066", entry, message, "Set them in one of the two files.")
+    document, path = reading.document, Path(entry.value.text)
+    file = file_beside(document.file, path) if document.file is not None else ConfigFile.at(path)
+    try:
+        inner_document = DialectDocument.of(replace(document.sources, config=file))
+        if inner_document.error is not None:
+            raise inner_document.error
+    except ConfigFileError as error:
+        reading.problems.append(error.problem)
+        return
+    inner = DialectReading(source=file.shown, dialect_of=deepspeed.DIALECT, document=inner_document)
+    deepspeed.DIALECT.read(inner)
+    reading.merge(inner)
+    if reading.text("mixed_precision"):  # it replaces auto
+        reading.unfilled = [item for item in reading.unfilled if item[1] not in (("bf16",), ("fp16",))]
+
+
+def _add_clipping(reading: DialectReading, entry: ConfigEntry) -> None:
+    if entry.value.text.lower() not in NULL_WORDS:
+        reading.set_argument("max_grad_norm", entry)
+
+
+def _add_state_dict(reading: DialectReading, entry: ConfigEntry) -> None:
+    reading.add("checkpoint.state_dict", entry, value="sharded" if is_off(entry.value) else "full")
+
+
+def _add_loading(reading: DialectReading, entry: ConfigEntry) -> None:
+    if reading.text(f"{_SECTION}.zero_stage", "3" if _FILE in reading.found else "2") == "3":
+        reading.add("loading.ram_efficient", entry)
+
+
+DIALECT: Final = ConfigDialect(
+    name="accelerate",
+    title="Accelerate for DeepSpeed or DDP",
+    marks=_marks,
+    read=_read,
+    handlers={
+        "distributed_type": _add_type,
+        f"{_SECTION}.zero_stage": deepspeed.add_stage,
+        f"{_SECTION}.offload_optimizer_device": deepspeed.add_offload,
+        f"{_SECTION}.offload_param_device": deepspeed.add_offload,
+        f"{_SECTION}.zero3_save_16bit_model": _add_state_dict,
+        f"{_SECTION}.zero3_init_flag": _add_loading,
+        f"{_SECTION}.gradient_clipping": _add_clipping,
+        _FILE: _add_file,
+        "*": _add_own,
+    },
+    is_accelerate=True,
+)
