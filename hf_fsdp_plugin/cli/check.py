@@ -59,7 +59,7 @@ def add_config_arguments(parser: argparse.ArgumentParser, *, several: bool) -> N
     """
     files = "files" if several else "file"
     default = "(default: Accelerate's default config file)"
-    about = f"Accelerate YAML or JSON {files}; - reads stdin {default}"
+    about = f"{files} of Accelerate, or of DeepSpeed or another program (docs/dialects.md); - reads stdin {default}"
     parser.add_argument("configs", nargs="*" if several else "?", metavar="CONFIG", help=about)
     parser.add_argument("--config-file", metavar="CONFIG", help="the same as CONFIG, as in launch")
     about = 'as in TrainingArguments: "full_shard auto_wrap"'
@@ -121,6 +121,7 @@ def _sources(args: argparse.Namespace, config: ConfigFile | None) -> Sources:
         config=config,
         training_arguments=given,
         command_line=args.command_line,
+        script_arguments=(*getattr(args, "training", ()), *getattr(args, "script", ())),  # plan has none
         overrides=args.overrides,
         world_size=args.world_size,
         distributed_config=distributed_config,

@@ -205,6 +205,7 @@ def _handover(arguments: flags.LaunchArguments) -> LaunchHandover:
     sources = Sources(
         config=config,
         command_line=tuple(_with_absolute_path(flag) for flag in arguments.command_line),
+        script_arguments=tuple(arguments.script_args),
         overrides=arguments.overrides,
         environ={**environment.user_variables(os.environ), **environment.torchrun_variables(os.environ)},
     )

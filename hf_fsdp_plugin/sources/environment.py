@@ -9,7 +9,7 @@ handover therefore contains the user's variables, and a rank reads these instead
 ::
 
     {"config": "/abs/fsdp.yaml" | null, "config_shown": "fsdp.yaml" | null, "quiet": false,
-     "command_line": ["--fsdp_offload_params=true"], "overrides": ["mesh.shard=2"],
+     "command_line": ["--fsdp_offload_params=true"], "script_arguments": ["--bf16"], "overrides": ["mesh.shard=2"],
      "report": "/abs/report.json" | null, "report_table": false, "environ": {"FSDP_VERSION": "2"}}
 
 Stock ``accelerate launch`` passes on only settings for which it has environment variables. The plugin therefore reads
@@ -267,6 +267,7 @@ class LaunchHandover:
             "config_shown": file.shown if file is not None else None,
             "quiet": self.quiet,
             "command_line": list(self.sources.command_line),
+            "script_arguments": list(self.sources.script_arguments),
             "overrides": list(self.sources.overrides),
             "report": self.report,
             "report_table": self.report_table,
@@ -290,6 +291,7 @@ class LaunchHandover:
             sources = Sources(
                 config=ConfigFile(path=Path(path), shown=shown or path) if path is not None else None,
                 command_line=tuple(content.pop("command_line")),
+                script_arguments=tuple(content.pop("script_arguments")),
                 overrides=tuple(content.pop("overrides")),
                 environ=dict(content.pop("environ")),
             )

@@ -92,8 +92,10 @@ class Sources:
         training_arguments: keyword arguments of ``TrainingArguments``, including ``fsdp`` and ``fsdp_config``.
         distributed_config: a ``DistributedConfig``, a dict with its fields, or a ``ConfigFile`` with them.
         world_size: the value of ``check --world-size``, a number of ranks with the precedence of ``--set``.
-        dialects: whether a config of another program is read as one of FSDP (``on``), also one that a converted file
-            needs arguments for (``convert``), or refused (``off``), because its own program is running.
+        script_arguments: words of the script's command line. They replace ``auto`` in a config of DeepSpeed, and are
+            not settings.
+        dialects: whether a config of another program is read as one of FSDP: ``on``; ``convert``, which also reads DDP,
+            and needs all values of ``auto``; or ``off``, because that program itself is running.
         problems: the problems found by :func:`sources.environment.locate_config`.
     """
 
@@ -108,6 +110,7 @@ class Sources:
     environ: Mapping[str, str] | None = None
     default_file: bool = False
     as_launched: bool = False
+    script_arguments: Sequence[str] = ()
     dialects: Literal["on", "off", "convert"] = "on"
     problems: tuple[Problem, ...] = ()
 

@@ -56,6 +56,7 @@ def test_script_runs_on_every_rank_as_under_python(tmp_path: Path) -> None:
             "config_shown": "fsdp.yaml",
             "quiet": False,
             "command_line": ["--cpu", "--fsdp_offload_params=false"],
+            "script_arguments": arguments[1:],
             "overrides": ["prefetch.forward=true"],
             "report": str(tmp_path / "r.json"),
             "report_table": False,

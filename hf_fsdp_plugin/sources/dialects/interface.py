@@ -184,8 +184,8 @@ class DialectDocument:
 
     def arguments(self) -> dict[str, Any]:
         """Return the arguments of ``TrainingArguments`` that were given with the config."""
-        flags = {flag.name: flag.text or True for flag in parse_flags(self.sources.command_line)}
-        given = {**flags, **self.sources.training_arguments}
+        words = (*self.sources.command_line, *self.sources.script_arguments)
+        given = {flag.name: flag.text or True for flag in parse_flags(words)} | dict(self.sources.training_arguments)
         return {name: value for name, value in given.items() if not _is_for_launcher(name)}
 
     def world_size(self) -> int | None:
@@ -237,8 +237,11 @@ class DialectReading(Collector):
             entry: the value, with its place. Its key is shown in messages.
         """
         row = self.dialect_of.table.row(path)
-        if path.rpartition(".")[2].startswith("_"):
-            self._record(DialectKey(path=path, fate="irrelevant", why="It is a comment."), entry)
+        is_comment, is_empty = path.rpartition(".")[2].startswith("_"), entry.value.value is None
+        is_empty |= row is None and entry.value.is_empty and self.dialect_of.table.is_section(path)
+        if is_comment or is_empty:
+            why = "It is a comment." if is_comment else "It has no value."
+            self._record(DialectKey(path=path, fate="irrelevant", why=why), entry)
         elif row is None:
             self._report_unknown(path, entry)
         elif row.fate == "irrelevant":
@@ -295,8 +298,10 @@ class DialectReading(Collector):
             fix = f"Give the arguments of the script: {' '.join(flags)}."
             code = "FSDP-E063" if converts else "FSDP-N069"
             self.problems.append(Problem(code=code, message=message, fix=fix, origin=self.unfilled[0][0]))
-        if self.arguments and not converts and not self.dialect_of.own_script:
-            words = " ".join(f"--{name} {format_value(value, 'none')}" for name, value in self.arguments.items())
+        given = self.document.arguments()
+        missing = {name: value for name, value in self.arguments.items() if name not in given}
+        if missing and not converts and not self.dialect_of.own_script:
+            words = " ".join(f"--{name} {format_value(value, 'none')}" for name, value in missing.items())
             message = "the file sets arguments of the Trainer, which the script must be given."
             self._report_file("FSDP-W068", message, f"Pass {words} to the script.")
         counts = [(fate, sum(outcome.fate == fate for outcome in self.outcomes)) for fate in _TEXTS]
@@ -396,8 +401,9 @@ class ConfigDialect:
 
 def _is_for_launcher(flag: str) -> bool:
     """Whether a flag is one of the launcher, or one that configures FSDP."""
-    is_known = flag in WORDS["launcher_flags"] | WORDS["switches"] or flag.startswith("fsdp") or flag == "set"
-    return is_known or find_row(flag, _LAUNCHER_SCOPES) is not None
+    if flag in WORDS["launcher_flags"] | WORDS["switches"] or flag.startswith("fsdp") or flag == "set":
+        return True
+    return flag not in WORDS["flags_with_optional_value"] and find_row(flag, _LAUNCHER_SCOPES) is not None
 
 
 def leaves(table: KeyTable, entries: Sequence[ConfigEntry], section: str = "") -> Iterator[tuple[str, ConfigEntry]]:
@@ -408,9 +414,9 @@ def leaves(table: KeyTable, entries: Sequence[ConfigEntry], section: str = "") -
     for entry in entries:
         written = f"{section}.{entry.key.strip()}" if section else entry.key.strip()
         path = table.known(written)
-        if entry.value.is_mapping and table.is_section(path):
+        if entry.value.is_mapping and entry.value.value and table.is_section(path):
             yield from leaves(table, entry.value.value, written)
-        elif path in table.rows or not (table.is_section(path) and entry.value.is_empty):
+        else:
             yield path, replace(entry, key=written)
 
 

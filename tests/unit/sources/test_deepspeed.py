@@ -170,6 +170,13 @@ def test_auto_is_filled_from_the_arguments():
     assert "gradient_accumulation_steps" not in read.arguments and "adam_beta2" not in read.arguments
 
 
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_flag_without_value_fills_auto(assess, dtype):
+    config = {**zero(), dtype: {"enabled": "auto"}}
+    assert assess(config, script_arguments=(f"--{dtype}",)).spec.precision.param == dtype
+    assert assess(config, script_arguments=("--seed", "1")).spec.precision.param == "auto"
+
+
 def test_auto_without_arguments_is_one_error():
     read = reading({**ZERO_3, **TRAINER})
     (problem,) = [problem for problem in read.problems if problem.code == "FSDP-E063"]
@@ -187,6 +194,17 @@ def test_run_leaves_auto_and_arguments_to_the_script(problems):
     assert "train_micro_batch_size_per_gpu" in note.message
     (warning,) = problems(config, severity="warning")
     assert warning.code == "FSDP-W068" and "--max_grad_norm 1.0" in warning.fix
+
+
+def test_arguments_of_the_script_fill_and_are_compared(assess, problems):
+    config = {**ZERO_3, **TRAINER, "gradient_clipping": 1.0, "bf16": {"enabled": "auto"}}
+    words = ("--bf16", "--max_grad_norm", "1.0", "--optim", "adamw_torch", "--adam_epsilon=1e-6")
+    assert assess(config, script_arguments=words).spec.precision.param == "bf16"
+    (warning,) = problems(config, severity="warning", script_arguments=words)
+    assert warning.code == "FSDP-W068" and "--max_grad_norm" not in warning.fix and "--weight_decay 0.1" in warning.fix
+    notes = problems(config, severity="note", script_arguments=words)
+    assert "FSDP-N069" not in [note.code for note in notes]
+    assert [p.code for p in problems(config, script_arguments=("--max_grad_norm", "0.5"))] == ["FSDP-E066"]
 
 
 REFUSED = {
@@ -227,6 +245,19 @@ def test_feature_that_is_turned_off_is_accepted():
     read = reading({**zero(zero_quantized_weights=False), **off})
     assert codes(read) == []
     assert {fates(read)[key] for key in off if key != "optimizer"} == {"irrelevant"}
+
+
+def test_key_without_value_is_not_set(problems):
+    config = {**zero(offload_param=None, offload_optimizer={}), "gradient_clipping": None, "optimizer": None}
+    assert problems(config) == []
+    read = reading(config)
+    assert read.arguments == {} and set(fates(read).values()) == {"sets", "irrelevant"} and len(read.outcomes) == 5
+
+
+def test_unknown_version_names_the_known_ones():
+    read = reading(zero())
+    read.report_version(read.found["zero_optimization.stage"], ["1", "2"])
+    assert codes(read) == ["FSDP-E065"] and read.problems[-1].fix == "Known versions: 1, 2."
 
 
 def test_unknown_key_has_its_line_and_a_suggestion(problems, tmp_path):
