@@ -41,6 +41,13 @@ fsdp_config:
   fsdp_offload_param: false
   fsdp_state_dict_type: SHARDED_STATE_DICT
 """,
+    "ds_zero3.json": """\
+{
+  "zero_optimization": {"stage": 3, "stage3_prefetch_bucket_size": 5e8, "overlap_comm": true},
+  "bf16": {"enabled": "auto"},
+  "gradient_clipping": 1.0
+}
+""",
     "train.py": """\
 import torch
 from accelerate import Accelerator
@@ -91,6 +98,8 @@ def _document(shot: Callable[..., str], run: str, doctor: str) -> str:
     wizard = shot("hf-fsdp config --yes -o wizard.yaml --model llama --gpus 4 --gpu-memory 80GB")
     rewritten = shot("hf-fsdp config --yes --force -o wizard.yaml --gpus 8 --strategy shard_grad_op")
     migrated = shot("hf-fsdp migrate wizard.yaml --to 1 --diff")
+    unfilled = shot("hf-fsdp convert ds_zero3.json")
+    converted = shot("hf-fsdp convert ds_zero3.json -- --bf16 true")
     dry_run = shot("hf-fsdp launch --config_file fixed.yaml --dry_run train.py")
     flag = shot("hf-fsdp launch --config fixed.yaml train.py")
     as_json = shot("hf-fsdp check fsdp.yaml --json --set nonsense=1", lines=24)
@@ -185,6 +194,14 @@ run. `--out FILE` and `--in-place` write it; `--prove` trains a tiny clone with 
 [migrate.md](migrate.md) describes what becomes of each setting.
 
 {migrated}
+## convert
+
+Configs of DeepSpeed and of other programs become a YAML, arguments of Python or a `DistributedConfig`.
+[dialects.md](dialects.md) lists all keys. The arguments of the script after `--` replace values `auto`.
+
+{converted}
+
+{unfilled}
 
 ## launch
 

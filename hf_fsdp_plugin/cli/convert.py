@@ -41,8 +41,10 @@ from hf_fsdp_plugin.sources.dialects.reader import read
 from hf_fsdp_plugin.sources.interface import ConfigFile, Sources
 from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec
 from hf_fsdp_plugin.spec.load import assess
-from hf_fsdp_plugin.text import fit_table, format_value, printable
+from hf_fsdp_plugin.text import fit_table, format_value, printable, wrap_words
 
+_OF_ARGUMENTS: Final = ("FSDP-N104",)
+"""Notes that an argument after ``--`` repeats the key whose value ``auto`` it replaces."""
 _PARTIAL: Final = "distributed-config"
 """The form that has few settings: it is used with TrainingArguments, which have the others."""
 
@@ -92,7 +94,8 @@ def run(args: argparse.Namespace) -> int:
         raise SpecError([Problem(code="FSDP-E736", message=message, fix=fix, origin=Origin(source=args.source))])
     dialect = reading if isinstance(reading, DialectReading) else None
     converted = TARGETS[args.to](spec, dialect.arguments if dialect is not None else {})
-    problems = in_line_order([*assessment.problems, *_lost_settings(args.to, converted, spec)])
+    told = [problem for problem in assessment.problems if problem.code not in _OF_ARGUMENTS]
+    problems = in_line_order([*told, *_lost_settings(args.to, converted, spec)])
     if args.out is not None:
         _write(args.out, converted.text)
     outcomes = dialect.outcomes if dialect is not None else _outcomes_of(spec)
@@ -136,12 +139,18 @@ def _lost_settings(target: str, converted: Converted, spec: FsdpSpec) -> list[Pr
 
 
 def _print_outcomes(outcomes: Sequence[KeyOutcome]) -> None:
-    """Print a table of what became of each key to stderr."""
-    rows = [("place", "key", "becomes")]
+    """Print to stderr what each key becomes, and the keys without effect by their reason."""
+    rows, without = [("place", "key", "becomes")], dict[str, list[str]]()
     for outcome in outcomes:
-        becomes = ", ".join(outcome.becomes) or f"nothing. {outcome.why}"
-        rows.append((outcome.origin.place, outcome.origin.written, becomes))
-    print(fit_table(rows, text_width(sys.stderr)), end="\n\n", file=sys.stderr)
+        if outcome.becomes:
+            rows.append((outcome.origin.place, outcome.origin.written, ", ".join(outcome.becomes)))
+        else:
+            without.setdefault(outcome.why, []).append(outcome.origin.spelling)
+    width = text_width(sys.stderr)
+    lines = [fit_table(rows, width)]
+    for why, keys in without.items():
+        lines += wrap_words(printable(f"no effect: {', '.join(keys)}. {why}"), width)
+    print("\n".join(lines), end="\n\n", file=sys.stderr)
 
 
 def _print_rest(target: str, converted: Converted, limits: Sequence[str]) -> None:

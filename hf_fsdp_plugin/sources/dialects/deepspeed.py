@@ -8,7 +8,14 @@ from typing import Final
 
 from hf_fsdp_plugin.problems import Problem
 from hf_fsdp_plugin.sources.collector import entry_of
-from hf_fsdp_plugin.sources.dialects.interface import AUTO, ConfigDialect, DialectDocument, DialectReading, is_off
+from hf_fsdp_plugin.sources.dialects.interface import (
+    AUTO,
+    ConfigDialect,
+    DialectDocument,
+    DialectReading,
+    is_off,
+    same_value,
+)
 from hf_fsdp_plugin.sources.tree import ConfigEntry
 from hf_fsdp_plugin.spellings import word_of
 from hf_fsdp_plugin.vocabulary import BY_NAME, TRAINING_FILE_MARKS
@@ -55,6 +62,11 @@ def _read(reading: DialectReading) -> None:
             reading.problems = [p for p in reading.problems if not _is_in(p, f"{section}.params.")]
     if not any(path in reading.found for path in (ZERO, f"{ZERO}.stage")):
         reading.imply("sharding.strategy", "no_shard")
+    if not reading.text("gradient_clipping") and "max_grad_norm" not in reading.arguments:
+        message = "without gradient_clipping, DeepSpeed does not clip; the Trainer clips unless max_grad_norm is 0."
+        reading.report_file("FSDP-N071", message, "")
+        if reading.document.sources.dialects == "convert" and "max_grad_norm" not in reading.document.arguments():
+            reading.arguments["max_grad_norm"] = 0.0
 
 
 def _is_in(problem: Problem, section: str) -> bool:
@@ -189,6 +201,9 @@ def _number(reading: DialectReading, path: str) -> int | None:
 
 def _add_optimizer(reading: DialectReading, entry: ConfigEntry) -> None:
     _add_choice(reading, entry, _OPTIMIZERS, "optim")
+    if not same_value(reading.text("optimizer.params.weight_decay", "0"), 0):
+        message = f"{entry.key} is {entry.value.text}: DeepSpeed decays all weights, the Trainer no biases and norms."
+        reading.differs(entry, message)
 
 
 def _add_schedule(reading: DialectReading, entry: ConfigEntry) -> None:

@@ -303,11 +303,11 @@ class DialectReading(Collector):
         if missing and not converts and not self.dialect_of.own_script:
             words = " ".join(f"--{name} {format_value(value, 'none')}" for name, value in missing.items())
             message = "the file sets arguments of the Trainer, which the script must be given."
-            self._report_file("FSDP-W068", message, f"Pass {words} to the script.")
+            self.report_file("FSDP-W068", message, f"Pass {words} to the script.")
         counts = [(fate, sum(outcome.fate == fate for outcome in self.outcomes)) for fate in _TEXTS]
         texts = [_TEXTS[fate].format(plural(count, "key")) for fate, count in counts if count]
         message = f"this is a config of {self.dialect_of.title}, which is read as a config of FSDP"
-        self._report_file("FSDP-N067", f"{message}: {', '.join(texts)}." if texts else f"{message}.", "")
+        self.report_file("FSDP-N067", f"{message}: {', '.join(texts)}." if texts else f"{message}.", "")
 
     def _add_row(self, row: DialectKey, entry: ConfigEntry) -> None:
         num_settings, num_problems = len(self.settings), len(self.problems)
@@ -359,7 +359,8 @@ class DialectReading(Collector):
         fix = did_you_mean(nearest_word(key, known), "Remove it.")
         self.report("FSDP-E061", entry, message, fix)
 
-    def _report_file(self, code: str, message: str, fix: str) -> None:
+    def report_file(self, code: str, message: str, fix: str) -> None:
+        """Add a problem of the whole file."""
         self.problems.append(Problem(code=code, message=message, fix=fix, origin=Origin(source=self.source)))
 
 

@@ -94,3 +94,12 @@ def test_missing_default_file_is_error(assess, tmp_path):
     (tmp_path / "accelerate").mkdir()
     (tmp_path / "accelerate" / "default_config.yaml").write_text("distributed_type: FSDP\n")
     assert assess(environ=environ, default_file=True).ok
+
+
+def test_deepspeed_of_accelerate_launch_is_not_read_as_fsdp(assess, parents, tmp_path):
+    text = "distributed_type: DEEPSPEED\ndeepspeed_config:\n  zero_stage: 3\n"
+    (tmp_path / "ds.yaml").write_text(text)
+    parents(tmp_path, ["python", "train.py"], ["accelerate", "launch", "--config_file", "ds.yaml", "train.py"])
+    found = assess(as_launched=True)
+    assert not found.spec.enabled and "FSDP-E120" in [problem.code for problem in found.problems]
+    assert assess(tmp_path / "ds.yaml").spec.enabled

@@ -156,7 +156,7 @@ def test_key_sets_settings(assess, config, settings):
 )  # fmt: skip
 def test_key_is_an_argument_of_the_trainer(config, arguments):
     read = reading({**zero(), **config}, flags=("--num_processes", "4"))
-    assert (codes(read), read.arguments) == ([], arguments)
+    assert (codes(read), read.arguments) == ([], {"max_grad_norm": 0.0} | arguments)
 
 
 def test_auto_is_filled_from_the_arguments():
@@ -251,7 +251,11 @@ def test_key_without_value_is_not_set(problems):
     config = {**zero(offload_param=None, offload_optimizer={}), "gradient_clipping": None, "optimizer": None}
     assert problems(config) == []
     read = reading(config)
-    assert read.arguments == {} and set(fates(read).values()) == {"sets", "irrelevant"} and len(read.outcomes) == 5
+    assert (
+        read.arguments == {"max_grad_norm": 0.0}
+        and set(fates(read).values()) == {"sets", "irrelevant"}
+        and len(read.outcomes) == 5
+    )
 
 
 def test_unknown_version_names_the_known_ones():
@@ -301,11 +305,28 @@ def test_differences_are_told(problems):
     def found(config: Any) -> set[str]:
         return {p.code for kind in ("warning", "note") for p in problems(config, severity=kind)} - {"FSDP-N067"}
 
-    assert found(zero(3)) == found(zero(2)) == set()
-    assert found(zero(1)) == {"FSDP-N071"}
-    assert found(zero(3, zero_hpz_partition_size=8)) == {"FSDP-W070"}
-    assert found(zero(3, offload_param={"device": "nvme"})) == {"FSDP-W070"}
-    assert found(zero(3, offload_optimizer={"device": "cpu"})) == {"FSDP-N071"}
+    clipping = {"gradient_clipping": "auto"}
+    assert found({**zero(3), **clipping}) == found({**zero(2), **clipping}) == {"FSDP-N069"}
+    assert found({**zero(1), **clipping}) == {"FSDP-N069", "FSDP-N071"}
+    assert found({**zero(3, zero_hpz_partition_size=8), **clipping}) == {"FSDP-N069", "FSDP-W070"}
+    assert found({**zero(3, offload_param={"device": "nvme"}), **clipping}) == {"FSDP-N069", "FSDP-W070"}
+    assert found({**zero(3, offload_optimizer={"device": "cpu"}), **clipping}) == {"FSDP-N069", "FSDP-N071"}
+
+
+def test_missing_clipping_is_told_and_converted(problems):
+    (note,) = [problem for problem in problems(zero(), severity="note") if problem.code == "FSDP-N071"]
+    assert "max_grad_norm is 0" in note.message and problems(zero(), severity="warning") == []
+    assert reading(zero()).arguments == {"max_grad_norm": 0.0}
+    assert "max_grad_norm" not in reading(zero(), arguments={"max_grad_norm": 2}).arguments
+    assert "max_grad_norm" not in reading(ACCELERATE | {"deepspeed_config": {"zero_stage": 3}}).arguments
+
+
+def test_weight_decay_of_all_parameters_is_told(problems):
+    def notes(decay: Any) -> int:
+        config = {**zero(), "optimizer": {"type": "AdamW", "params": {"weight_decay": decay}}}
+        return sum("biases" in problem.message for problem in problems(config, severity="note"))
+
+    assert (notes(0.1), notes("auto"), notes(0)) == (1, 1, 0)
 
 
 ACCELERATE = {
