@@ -60,7 +60,7 @@ def _read(reading: DialectReading) -> None:
         origins = {problem.origin and problem.origin.spelling for problem in reading.problems}
         if f"{section}.type" in origins and reading.arguments.get(_ARGUMENT_OF[section]) is None:
             reading.problems = [p for p in reading.problems if not _is_in(p, f"{section}.params.")]
-    if not any(path in reading.found for path in (ZERO, f"{ZERO}.stage")):
+    if not any(setting.name == "sharding.strategy" for setting in reading.settings):
         reading.imply("sharding.strategy", "no_shard")
     if not reading.text("gradient_clipping") and "max_grad_norm" not in reading.arguments:
         message = "without gradient_clipping, DeepSpeed does not clip; the Trainer clips unless max_grad_norm is 0."

@@ -237,8 +237,8 @@ class DialectReading(Collector):
             entry: the value, with its place. Its key is shown in messages.
         """
         row = self.dialect_of.table.row(path)
-        is_comment, is_empty = path.rpartition(".")[2].startswith("_"), entry.value.value is None
-        is_empty |= row is None and entry.value.is_empty and self.dialect_of.table.is_section(path)
+        is_comment, is_section = path.rpartition(".")[2].startswith("_"), self.dialect_of.table.is_section(path)
+        is_empty = entry.value.value is None or (is_section and entry.value.is_empty)
         if is_comment or is_empty:
             why = "It is a comment." if is_comment else "It has no value."
             self._record(DialectKey(path=path, fate="irrelevant", why=why), entry)

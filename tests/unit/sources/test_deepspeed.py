@@ -114,6 +114,8 @@ def test_stage_is_a_strategy(assess, stage, strategy):
     ("config", "settings"),
     [
         ({"train_micro_batch_size_per_gpu": 2}, {"sharding.strategy": "no_shard"}),
+        ({"zero_optimization": {}}, {"sharding.strategy": "no_shard"}),
+        ({"zero_optimization": {"reduce_bucket_size": 1}}, {"sharding.strategy": "no_shard"}),
         ({"zero_optimization": True, "train_batch_size": 8}, {"sharding.strategy": "shard_grad_op"}),
         (zero(mics_shard_size=4), {"sharding.strategy": "hybrid_shard", "mesh.shard": 4}),
         (zero(mics_shard_size=-1, zero_hpz_partition_size=1), {"sharding.strategy": "full_shard"}),
