@@ -194,6 +194,7 @@ run. `--out FILE` and `--in-place` write it; `--prove` trains a tiny clone with 
 [migrate.md](migrate.md) describes what becomes of each setting.
 
 {migrated}
+
 ## convert
 
 Configs of DeepSpeed and of other programs become a YAML, arguments of Python or a `DistributedConfig`.
