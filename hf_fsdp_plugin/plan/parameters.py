@@ -172,6 +172,11 @@ _MAGNITUDE: Final = "lora_magnitude_vector"
 """DoRA's attribute in a LoRA layer, which then reads the weight of its base layer."""
 
 
+def reads_base_layer(layer: nn.Module) -> bool:
+    """Return whether a layer of PEFT reads the weight of its base layer instead of calling it, as DoRA does."""
+    return class_names(layer).isdisjoint(_CALLS_BASE_LAYER) or len(getattr(layer, _MAGNITUDE, ())) > 0
+
+
 def kind_in_fsdp1(precision: PrecisionPlan, use_orig: bool) -> KindOf:
     """Return a function for the dtype in which FSDP1 stores a parameter, and ``requires_grad`` if it matters."""
     return lambda entry: (precision.stored_dtype(entry.parameter), None if use_orig else entry.parameter.requires_grad)

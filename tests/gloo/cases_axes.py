@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -56,12 +57,17 @@ def train(
     resume: bool = False,
     adapters: bool = False,
     settings: dict[str, Any] | None = None,
+    keys: dict[str, Any] | None = None,
     **arguments: Any,
 ) -> dict[str, Any]:
-    """Train six steps through the Trainer, save every third step and export the model; or continue at step 3."""
+    """Train six steps through the Trainer, save every third step and export the model; or continue at step 3.
+
+    Args:
+        keys: keys of the config beside its sections for FSDP and the mesh.
+    """
     from transformers import AutoModelForCausalLM
 
-    hfp.install(config_of(sizes, **(settings or {})))
+    hfp.install({**config_of(sizes, **(settings or {})), **(keys or {})})
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     model = with_adapters(model) if adapters else model
     arguments = {"save_strategy": "steps", "save_steps": 3, **PLAIN, **arguments}
@@ -72,11 +78,17 @@ def train(
     return exported_results(trainer, output_dir)
 
 
-def train_in_loop(sizes: Sizes, num_steps: int = 3, length: int = LENGTH, **settings: Any) -> dict[str, Any]:
-    """Train a whole model with ``accelerator.maybe_context_parallel``, as in Accelerate's guide."""
+def train_in_loop(
+    sizes: Sizes, num_steps: int = 3, length: int = LENGTH, keys: dict[str, Any] | None = None, **settings: Any
+) -> dict[str, Any]:
+    """Train a whole model with ``accelerator.maybe_context_parallel``, as in Accelerate's guide.
+
+    Args:
+        keys: keys of the config beside its sections for FSDP and the mesh.
+    """
     from tests.support.tiny import tiny_llama
 
-    accelerator = fresh_accelerator(config_of(sizes, **settings))
+    accelerator = fresh_accelerator({**config_of(sizes, **settings), **(keys or {})})
     model = tiny_llama()
     model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
     size, found = num_batches(sizes), {"losses": [], "norms": [], "masks": []}
@@ -89,19 +101,9 @@ def train_in_loop(sizes: Sizes, num_steps: int = 3, length: int = LENGTH, **sett
     for step in range(num_steps):
         tokens = my_part(global_batch(step), number, size)["input_ids"].to(accelerator.device)
         tokens = torch.nn.functional.pad(tokens, (0, length - LENGTH))
-        labels = torch.nn.functional.pad(tokens, (0, 1), value=-100)[:, 1:].contiguous()
-        positions = torch.arange(length, device=tokens.device).expand(len(tokens), -1).contiguous()
-        num_targets = (labels != -100).sum()
-        divided = [tokens, labels, positions]
-        with accelerator.maybe_context_parallel(
-            buffers=divided, buffer_seq_dims=[1, 1, 1], no_restore_buffers=set(divided)
-        ):
-            logits = model(input_ids=tokens, position_ids=positions).logits
-            total = torch.nn.functional.cross_entropy(
-                logits.flatten(0, 1).float(), labels.flatten(), ignore_index=-100, reduction="sum"
-            )
-            loss = total / num_targets * sizes.get("cp", 1)
-            accelerator.backward(loss)
+        loss = backward_of_divided(
+            model, tokens, sizes.get("cp", 1), accelerator.maybe_context_parallel, accelerator.backward
+        )
         found["norms"].append(accelerator.clip_grad_norm_(model.parameters(), MAX_NORM).item())
         optimizer.step()
         optimizer.zero_grad()
@@ -110,6 +112,29 @@ def train_in_loop(sizes: Sizes, num_steps: int = 3, length: int = LENGTH, **sett
         found["losses"].append(mean.item() / dist.get_world_size())
     weights = {key: value.cpu() for key, value in accelerator.get_state_dict(model).items()}
     return {**found, "weights": weights, "report": hfp.report(accelerator).to_json()}
+
+
+def backward_of_divided(
+    model: Any, tokens: torch.Tensor, size: int, divide: Any, backward: Callable[[torch.Tensor], None]
+) -> torch.Tensor:
+    """Compute the loss of this rank's part of whole sequences and its gradients, and return the loss.
+
+    Args:
+        size: the number of ranks that divide each sequence; the mean of their losses is that of the sequences.
+        divide: ``accelerator.maybe_context_parallel``, or torch's own function.
+    """
+    labels = torch.nn.functional.pad(tokens, (0, 1), value=-100)[:, 1:].contiguous()
+    positions = torch.arange(tokens.size(1), device=tokens.device).expand(len(tokens), -1).contiguous()
+    num_targets = (labels != -100).sum()
+    divided = [tokens, labels, positions]
+    with divide(buffers=divided, buffer_seq_dims=[1, 1, 1], no_restore_buffers=set(divided)):
+        logits = model(input_ids=tokens, position_ids=positions).logits
+        total = torch.nn.functional.cross_entropy(
+            logits.flatten(0, 1).float(), labels.flatten(), ignore_index=-100, reduction="sum"
+        )
+        loss: torch.Tensor = total / num_targets * size
+        backward(loss)
+    return loss
 
 
 def balanced(output: Any, experts: int) -> Any:

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import copy
+import functools
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import hf_fsdp_plugin as hfp
 from hf_fsdp_plugin.problems import SpecError
-from tests.gloo.cases_distributed_config import PLAIN, exported_results, load
+from hf_fsdp_plugin.torch_private.context_parallel import add_cpu_attention
+from tests.gloo import cases_peft  # noqa: F401 (adds models with adapters)
+from tests.gloo.cases_axes import backward_of_divided
+from tests.gloo.cases_distributed_config import PLAIN, exported_results, load, with_adapters
 from tests.gloo.cases_trainer import make_trainer
 from tests.support.ranks import reset_accelerate
-from tests.support.tiny import MODELS, parallel_config
+from tests.support.tiny import MODELS, global_batch, parallel_config
 from tests.support.training import MAX_NORM, adamw, fresh_accelerator, loss_of, train_prepared
 
 NUM_STEPS = 6
@@ -26,11 +32,14 @@ def config_of(version: int = 2, *, mixed_precision: str = "fp8", **fp8: Any) -> 
     return {**config, "mixed_precision": mixed_precision, "fp8_config": {"backend": "AO", **fp8}}
 
 
-def reference(name: str, num_steps: int = NUM_STEPS, *, all_gather: bool = False) -> dict[str, Any]:
-    """Losses, norms and weights of one process that computes the parts of two ranks, with fp32 masters.
+def reference(
+    name: str, num_steps: int = NUM_STEPS, *, all_gather: bool = False, divided: bool = False
+) -> dict[str, Any]:
+    """Losses, norms and weights of one process that computes the parts of several ranks, with fp32 masters.
 
     Args:
         all_gather: whether weights are cast to fp8 from fp32; otherwise from bf16.
+        divided: whether this is one of several ranks with whole models, which divide sequences instead of samples.
     """
     from accelerate.utils import convert_model_to_fp8_ao
     from torchao.float8 import Float8LinearConfig
@@ -44,12 +53,14 @@ def reference(name: str, num_steps: int = NUM_STEPS, *, all_gather: bool = False
         convert_model_to_fp8_ao(computing, config=Float8LinearConfig(emulate=True, pad_inner_dim=True))
         if all_gather:
             _cast_weights(computing, model)
-        parts = [_backward(computing, name, step, part) for part in range(2)]
+        parts = _of_divided_sequences(computing, step) if divided else _of_samples(computing, name, step)
         for key, parameter in model.named_parameters():
-            parameter.grad = sum(gradients[key] for _, gradients in parts) / 2  # type: ignore[assignment]
+            if parameter.requires_grad:
+                gradient = sum(gradients[key] for _, gradients in parts) / len(parts)
+                parameter.grad = gradient  # type: ignore[assignment]
         norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM).item())
         optimizer.step()
-        losses.append(sum(loss for loss, _ in parts) / 2)
+        losses.append(sum(loss for loss, _ in parts) / len(parts))
     return {"losses": losses, "norms": norms, "weights": dict(model.state_dict())}
 
 
@@ -68,11 +79,40 @@ def _cast_weights(computing: nn.Module, masters: nn.Module) -> None:
             module.weight = nn.Parameter(Float8TrainingTensor(cast._data, cast._scale, *rest))
 
 
-def _backward(model: nn.Module, name: str, step: int, part: int) -> tuple[float, dict[str, torch.Tensor]]:
+Results = tuple[float, dict[str, torch.Tensor]]
+"""The loss of a part of a batch, and its gradients in fp32."""
+
+
+def _of_samples(model: nn.Module, name: str, step: int) -> list[Results]:
+    """The results of the parts of two ranks."""
+    parts = []
+    for part in range(2):
+        loss = loss_of(model, name, step, part, 2)
+        loss.backward()
+        parts.append(_taken(model, loss))
+    return parts
+
+
+def _of_divided_sequences(model: nn.Module, step: int) -> list[Results]:
+    """The results of all ranks, each of which has a part of each sequence, with Accelerate's hooks and torch's ring."""
+    from accelerate.big_modeling import _attach_context_parallel_hooks
+    from torch.distributed.tensor.experimental import context_parallel
+
+    add_cpu_attention()
+    _attach_context_parallel_hooks(model)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
+    divide, tokens = functools.partial(context_parallel, mesh), global_batch(step)["input_ids"]
+    loss = backward_of_divided(model, tokens, mesh.size(), divide, torch.Tensor.backward)
+    parts: list[Any] = [None] * mesh.size()
+    dist.all_gather_object(parts, _taken(model, loss))
+    return parts
+
+
+def _taken(model: nn.Module, loss: torch.Tensor) -> Results:
+    """The loss and the gradients, which are removed from the model."""
+    gradients = {key: p.grad.float() for key, p in model.named_parameters() if p.grad is not None}
     model.zero_grad()
-    loss = loss_of(model, name, step, part, 2)
-    loss.backward()
-    return loss.item(), {key: p.grad.float() for key, p in model.named_parameters() if p.grad is not None}
+    return loss.item(), gradients
 
 
 def gathered_dtypes(model: nn.Module) -> set[str]:
@@ -120,12 +160,15 @@ def save_and_load(folder: str, config: dict[str, Any], after: dict[str, Any]) ->
     return {"first": first, "again": again, "new": new, "weights": weights}
 
 
-def train_by_trainer(folder: str, output_dir: str, config: dict[str, Any], *, resume: bool = False) -> dict[str, Any]:
+def train_by_trainer(
+    folder: str, output_dir: str, config: dict[str, Any], *, resume: bool = False, adapters: bool = False
+) -> dict[str, Any]:
     """Train six steps through the Trainer, save every third step and export the model; or continue at step 3."""
     from transformers import AutoModelForCausalLM
 
     hfp.install(config)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model = with_adapters(model) if adapters else model
     trainer = make_trainer(output_dir, model, save_strategy="steps", save_steps=3, **PLAIN)
     trainer.train(resume_from_checkpoint=str(Path(output_dir) / "checkpoint-3") if resume else None)
     return exported_results(trainer, output_dir)
@@ -151,11 +194,11 @@ def train_with_handler(arguments: dict[str, Any], *, only: str = "", **recipe: A
     return {"gathered": gathered_dtypes(model), **train_prepared(accelerator, model, optimizer, "llama", NUM_STEPS)}
 
 
-def refused(config: dict[str, Any], folder: str = "") -> list[str]:
+def refused(config: dict[str, Any], folder: str = "", name: str = "llama") -> list[str]:
     """The codes with which preparing a model is refused; a model of a folder is sharded while it is loaded."""
     try:
         accelerator = fresh_accelerator(config)
-        accelerator.prepare(load(folder, fsdp_size=2) if folder else MODELS["llama"]())
+        accelerator.prepare(load(folder, fsdp_size=2) if folder else MODELS[name]())
     except SpecError as error:
         return [problem.code for problem in error.problems if problem.severity == "error"]
     return []

@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file
 from torch.nn import Linear
 
+from tests.support.matrices import slow
 from tests.support.ranks import Ranks
 from tests.support.tiny import tiny_llama
 from tests.support.training import assert_same_training, assert_same_weights, differing
@@ -17,9 +18,12 @@ from tests.support.training import assert_same_training, assert_same_weights, di
 pytest.importorskip("torchao", reason="torchao is not installed")
 
 from tests.gloo import cases_fp8 as cases
+from tests.gloo.cases_axes import train as train_by_trainer
+from tests.gloo.cases_axes import train_in_loop
 from tests.gloo.cases_communication import counted_and_estimated
 
 WHOLE = {"enable_fsdp_float8_all_gather": False}
+OFFLOAD = {"fsdp_offload_params": True}
 LAYERS = [name for name, module in tiny_llama().named_modules() if isinstance(module, Linear)][1:-1]
 """The layers that Accelerate converts: all but the first and the last."""
 
@@ -45,6 +49,9 @@ def settings_of(report: dict[str, Any], section: str) -> dict[str, Any]:
         (2, {}, {"fsdp_sharding_strategy": "SHARD_GRAD_OP"}),
         (2, {}, {"fsdp_cpu_ram_efficient_loading": True}),
         (2, {}, {"fsdp_auto_wrap_policy": "NO_WRAP"}),
+        (2, {}, OFFLOAD),
+        slow(2, WHOLE, OFFLOAD),
+        slow(1, {}, OFFLOAD),
     ],
     ids=str,
 )
@@ -60,6 +67,47 @@ def test_training_equals_one_process(
     assert differing(run["report"]) == []
     observed = settings_of(run["report"], "fp8.")
     assert (observed["fp8.backend"], observed["fp8.all_gather"]) == ("ao", gathers)
+
+
+@pytest.mark.parametrize(
+    ("name", "version", "fp8", "settings"),
+    [
+        ("lora", 2, {}, {}),
+        slow("lora", 2, WHOLE, {}),
+        slow("lora", 1, {}, {}),
+        slow("lora", 2, {}, OFFLOAD),
+        slow("peft-modules", 2, {}, {}),
+        slow("peft-embedding", 2, {}, {}),
+        slow("peft-bias", 2, {}, {}),
+        slow("peft-ia3", 2, {}, {}),
+        slow("peft-loha", 2, {}, {}),
+        slow("peft-ptuning", 2, {}, {}),
+        slow("peft-dora", 2, WHOLE, {}),
+    ],
+    ids=str,
+)
+def test_adapters_equal_one_process(
+    two_ranks: Ranks, name: str, version: int, fp8: dict[str, Any], settings: dict[str, Any]
+) -> None:
+    gathers = version == 2 and not fp8
+    expected = two_ranks.run(cases.reference, name, all_gather=gathers)[0]
+    config = cases.config_of(version, **fp8)
+    config["fsdp_config"] |= settings
+    run = two_ranks.run(cases.train, config, name)[0]
+    assert run["losses"] == pytest.approx(expected["losses"], rel=1e-5)
+    assert run["norms"] == pytest.approx(expected["norms"], rel=1e-5)
+    assert run["gathered"] == {"torch.float8_e4m3fn" if gathers else "torch.bfloat16"}
+    assert differing(run["report"]) == []
+
+
+@pytest.mark.parametrize("fp8", [{}, slow(WHOLE)], ids=str)
+def test_divided_sequences_equal_whole_models(two_ranks: Ranks, fp8: dict[str, Any]) -> None:
+    keys = {"mixed_precision": "fp8", "fp8_config": {"backend": "AO", **fp8}}
+    expected = two_ranks.run(cases.reference, "llama", 3, all_gather=not fp8, divided=True)[0]
+    run = two_ranks.run(train_in_loop, {"cp": 2}, keys=keys)[0]
+    assert_same_training(run, expected)
+    assert any(unit["fp8_modules"] for unit in run["report"]["units"])
+    assert run["report"]["mesh"]["context"] == 2 and differing(run["report"]) == []
 
 
 def test_report_names_each_layer_in_fp8(two_ranks: Ranks) -> None:
@@ -96,14 +144,22 @@ def test_run_resumes_from_weights_in_fp32(
     assert all(torch.equal(weight, run["weights"][name]) for name, weight in loaded.state_dict().items())
 
 
-def test_trainer_saves_and_resumes(two_ranks: Ranks, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("settings", "adapters"),
+    [({}, False), slow(OFFLOAD, False), slow({}, True), slow(OFFLOAD, True)],
+    ids=str,
+)
+def test_trainer_saves_and_resumes(two_ranks: Ranks, tmp_path: Path, settings: dict[str, Any], adapters: bool) -> None:
     tiny_llama().save_pretrained(tmp_path / "llama")  # type: ignore[operator]
-    arguments = (str(tmp_path / "llama"), str(tmp_path / "run"), cases.config_of())
-    whole = two_ranks.run(cases.train_by_trainer, *arguments)[0]
-    resumed = two_ranks.run(cases.train_by_trainer, *arguments, resume=True)[0]
+    config = cases.config_of()
+    config["fsdp_config"] |= settings
+    arguments = (str(tmp_path / "llama"), str(tmp_path / "run"), config)
+    whole = two_ranks.run(cases.train_by_trainer, *arguments, adapters=adapters)[0]
+    resumed = two_ranks.run(cases.train_by_trainer, *arguments, resume=True, adapters=adapters)[0]
     assert resumed["losses"] == pytest.approx(whole["losses"], rel=1e-5)
     assert_same_weights(resumed["weights"], whole["weights"])
-    assert all(torch.equal(whole["exported"][key], weight) for key, weight in whole["weights"].items())
+    exported = {key.removeprefix("base_model.model."): weight for key, weight in whole["weights"].items()}
+    assert all(torch.equal(whole["exported"][key], weight) for key, weight in exported.items())
     assert differing(whole["report"]) == []
     assert any(unit["fp8_modules"] for unit in whole["report"]["units"])
 
@@ -148,6 +204,24 @@ def test_collectives_of_fp8_equal_estimate(two_ranks: Ranks, fp8: dict[str, Any]
 def test_weights_that_shards_do_not_divide_are_refused(three_ranks: Ranks) -> None:
     assert three_ranks.run(cases.refused, {**cases.config_of(), "num_processes": 3}) == [["FSDP-E169"]] * 3
     assert three_ranks.run(cases.refused, {**cases.config_of(**WHOLE), "num_processes": 3}) == [[]] * 3
+
+
+def test_adapters_that_read_weights_in_fp8_are_refused(two_ranks: Ranks) -> None:
+    assert two_ranks.run(cases.refused, cases.config_of(), name="peft-dora") == [["FSDP-E635"]] * 2
+    assert two_ranks.run(cases.refused, cases.config_of(**WHOLE), name="peft-dora") == [[]] * 2
+
+
+@pytest.mark.slow
+def test_run_with_divided_sequences_resumes(four_ranks: Ranks, tmp_path: Path) -> None:
+    tiny_llama().save_pretrained(tmp_path / "llama")  # type: ignore[operator]
+    keys = {"mixed_precision": "fp8", "fp8_config": {"backend": "AO"}}
+    arguments = (str(tmp_path / "llama"), str(tmp_path / "run"), {"cp": 2})
+    whole = four_ranks.run(train_by_trainer, *arguments, keys=keys)[0]
+    resumed = four_ranks.run(train_by_trainer, *arguments, keys=keys, resume=True)[0]
+    assert resumed["losses"] == pytest.approx(whole["losses"], rel=1e-5)
+    assert_same_weights(resumed["weights"], whole["weights"])
+    assert all(torch.equal(whole["exported"][key], weight) for key, weight in whole["weights"].items())
+    assert differing(whole["report"]) == []
 
 
 def test_model_that_is_sharded_at_load_is_refused(two_ranks: Ranks, tmp_path: Path) -> None:

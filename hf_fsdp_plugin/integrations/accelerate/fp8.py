@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from hf_fsdp_plugin.devices import accelerator_type
 from hf_fsdp_plugin.integrations.torchao import casting_weights
 from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan
+from hf_fsdp_plugin.plan.parameters import reads_base_layer
 from hf_fsdp_plugin.problems import Origin, SpecError
 from hf_fsdp_plugin.spec.fp8 import fp8_backend
 from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec
@@ -100,7 +101,7 @@ def convert_model(accelerator: Any, plan: FsdpPlan, model: nn.Module, optimizers
         if plan.device_type == "cpu":
             handler.config = replace(handler.config, emulate=True)
         utils.convert_model_to_fp8_ao(model, config=handler.config, module_filter_func=handler.module_filter_func)
-        _check_divisible(plan, model)
+        _check_weights(plan, model)
         return
     before = dict(model.named_parameters())
     with torch.no_grad():
@@ -116,12 +117,21 @@ def apply_autocast(accelerator: Any, plan: FsdpPlan, model: nn.Module) -> None:
         utils.apply_fp8_autowrap(model, accelerator.te_recipe_handler)
 
 
-def _check_divisible(plan: FsdpPlan, model: nn.Module) -> None:
-    """Check that all shards of a weight are equally large: torchao casts them without the padding of FSDP2."""
-    size = plan.mesh.num_shards
-    rows = {f"{name}.weight": weight.shape[0] for name, weight in casting_weights(model).items()}
+def _check_weights(plan: FsdpPlan, model: nn.Module) -> None:
+    """Check that torchao can cast the shards, without the padding of FSDP2, and that only layers use the result."""
+    size, weights = plan.mesh.num_shards, casting_weights(model)
+    rows = {f"{name}.weight": weight.shape[0] for name, weight in weights.items()}
     wrong = [name for name, number in rows.items() if number % size and name not in plan.ignored_parameters]
+    wrapped = {name: name.rpartition(".")[0] for name in weights if name.endswith(".base_layer")}
+    read = [name for name, layer in wrapped.items() if reads_base_layer(model.get_submodule(layer))]
+    problems, gather_whole = [], "Set enable_fsdp_float8_all_gather: false in fp8_config"
     if wrong:
         message = f"{size} shards do not divide the rows of {plural(len(wrong), 'weight')}: {format_names(wrong, 3)}."
-        fix = "Set enable_fsdp_float8_all_gather: false in fp8_config, or another shard size."
-        raise SpecError([plan.spec.problem("FSDP-E169", "fp8.all_gather", message, fix)])
+        fix = f"{gather_whole}, or another shard size."
+        problems.append(plan.spec.problem("FSDP-E169", "fp8.all_gather", message, fix))
+    if read:
+        message = f"adapters compute with the weights of {plural(len(read), 'layer')}, which are gathered in fp8: "
+        message += f"{format_names(read, 3)}."
+        problems.append(plan.spec.problem("FSDP-E635", "fp8.all_gather", message, f"{gather_whole}, or use LoRA."))
+    if problems:
+        raise SpecError(problems)
