@@ -30,7 +30,7 @@ from hf_fsdp_plugin.problems import CheckpointError, Problem
 from hf_fsdp_plugin.text import format_dtype, format_names
 from hf_fsdp_plugin.torch_private import fsdp1
 from hf_fsdp_plugin.torch_private.functions import compute_local_shape_and_global_offset
-from hf_fsdp_plugin.torch_private.modules import local_shard
+from hf_fsdp_plugin.torch_private.modules import local_tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,11 +203,6 @@ def _replicated_shard(name: str, tensor: torch.Tensor) -> LocalShard:
     return replace(whole, replica=dist.get_rank(), replicas=dist.get_world_size(), frozen=frozen)
 
 
-def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """Return this rank's part of a tensor."""
-    return local_shard(tensor) if isinstance(tensor, DTensor) else tensor
-
-
 def model_shards(model: nn.Module, *, only_trained: bool = False) -> ModelShards:
     """Return the shards of parameters and persistent buffers. Gathered parameters are resharded first.
 
@@ -328,7 +323,7 @@ def _state_entries(
         return {}
     tensors = {"": local}
     if is_subclass:
-        attributes: list[str] = local.__tensor_flatten__()[0]  # type: ignore[attr-defined]
+        attributes: list[str] = local.__tensor_flatten__()[0]
         tensors = {attribute: getattr(local, attribute) for attribute in attributes}
     elements = optimizer_state.range_of(own.boxes, own.shape)
     stored = {optimizer_state.shard_key(key, attribute, elements): tensor for attribute, tensor in tensors.items()}

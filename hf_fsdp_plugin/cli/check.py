@@ -198,4 +198,4 @@ def smallest_world_size(spec: FsdpSpec) -> int:
     """Return ``num_processes``. If that is ``auto``, return the number of ranks that the mesh needs."""
     if spec.launch.num_processes != "auto":
         return spec.launch.num_processes
-    return math.prod(size for size in spec.mesh.axes().values() if size != "auto")
+    return math.prod(size for size in spec.mesh.rank_axes().values() if size != "auto")

@@ -52,7 +52,7 @@ def divided(plan: FsdpPlan, model: nn.Module) -> Iterator[RankModel]:
         yield RankModel(model=model, axes={})
         return
     with _ranks(plan) as mesh:
-        if not has_divided_layers(plan.mesh):
+        if not plan.mesh.has_divided_layers:
             yield RankModel(model=model, axes=_group(mesh, "context"), context=mesh["cp"])
             return
         model, axes = _divide(plan.mesh, model, fsdp=False)
@@ -66,7 +66,7 @@ def as_loaded(plan: FsdpPlan, model: nn.Module) -> FsdpPlan:
     Raises:
         SpecError: as :func:`divided`.
     """
-    if not has_divided_layers(plan.mesh) or plan.sharded_at_load:
+    if not plan.mesh.has_divided_layers or plan.sharded_at_load:
         return plan
     with _ranks(plan):
         loaded, _ = _divide(plan.mesh, model, fsdp=True)
@@ -76,30 +76,11 @@ def as_loaded(plan: FsdpPlan, model: nn.Module) -> FsdpPlan:
     return replace(plan, units=units, sharded_at_load=True)
 
 
-def has_divided_layers(mesh: MeshPlan) -> bool:
-    """Return whether ``from_pretrained`` divides the layers of a model."""
-    return max(mesh.tensor, mesh.expert) > 1
-
-
-def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the memory that a rank has of a parameter or a gradient, on which it computes."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
 def dividing_axis(parameter: torch.Tensor) -> Axis | None:
     """Return the axis that divides a parameter of :func:`divided`."""
     if not isinstance(parameter, DTensor):
         return None
     return "expert" if parameter.device_mesh.mesh_dim_names == ("ep",) else "tensor"
-
-
-def num_shards(plan: FsdpPlan, parameter: torch.Tensor) -> int:
-    """Return the number of ranks over which FSDP shards a parameter of :func:`divided`.
-
-    The ranks that have the same experts shard them.
-    """
-    mesh = plan.mesh
-    return mesh.num_shards * mesh.tensor // mesh.expert if dividing_axis(parameter) == "expert" else mesh.num_shards
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from torch import nn
 
 from hf_fsdp_plugin.backends.sharding.forwards import checkpoints_itself
 from hf_fsdp_plugin.estimate import types
-from hf_fsdp_plugin.estimate.divided import as_loaded, has_divided_layers
+from hf_fsdp_plugin.estimate.divided import as_loaded
 from hf_fsdp_plugin.estimate.machines import Machine
 from hf_fsdp_plugin.estimate.memory.meta_pass import profile_step
 from hf_fsdp_plugin.estimate.memory.step import AxisCall, OpCost, Stage, StepProfile
@@ -242,7 +242,7 @@ class TimeModel:
         self._local_bytes = sum(
             ceil(p.numel() / plan.mesh.num_shards) * plan.precision.stored_dtype(p).itemsize for p in trained
         )
-        if has_divided_layers(plan.mesh):
+        if plan.mesh.has_divided_layers:
             shards = [shard for sizes in self._sizes for shard in sizes.shards if shard.trainable]
             self._local_bytes = sum(shard.numel * shard.dtype.itemsize for shard in shards)
         self._recomputed = _recomputed_units(plan, checkpointed_modules(plan, model))

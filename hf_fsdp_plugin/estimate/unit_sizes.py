@@ -15,11 +15,12 @@ from typing import Final
 import torch
 from torch import nn
 
-from hf_fsdp_plugin.estimate.divided import divided, dividing_axis, has_divided_layers, local_tensor, num_shards
+from hf_fsdp_plugin.estimate.divided import divided, dividing_axis
 from hf_fsdp_plugin.estimate.types import Axis
 from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan, UnitPlan, torch_dtype
 from hf_fsdp_plugin.strategies import STRATEGIES
 from hf_fsdp_plugin.text import format_names, plural
+from hf_fsdp_plugin.torch_private.modules import local_tensor
 
 _ALIGNMENT = 16
 """Bytes to which FSDP1 aligns each parameter in a flat parameter (``_get_aligned_numel`` of ``_flat_param.py``)."""
@@ -95,7 +96,7 @@ def unit_sizes(plan: FsdpPlan, model: nn.Module) -> tuple[UnitSizes, ...]:
     Args:
         model: the model that was planned, whole; on the meta device if a tensor or expert axis divides it.
     """
-    if has_divided_layers(plan.mesh):
+    if plan.mesh.has_divided_layers:
         with divided(plan, model) as rank:
             return _sizes(plan, rank.model)
     return _sizes(plan, model)
@@ -185,7 +186,8 @@ def _fsdp2(
     Args:
         fp32, fp8: ids of the parameters that are gathered in these dtypes. Gradients are never in fp8.
     """
-    num = num_shards(plan, parameters[0]) if parameters else plan.mesh.num_shards
+    mesh, of_experts = plan.mesh, bool(parameters) and dividing_axis(parameters[0]) == "expert"
+    num = mesh.num_expert_shards if of_experts else mesh.num_shards
     shards: list[ParameterShard] = []
     sums = Counter(compute_shard=0, gathered=0, flat_grad=0, reduce_input=0, grad_shard=0, cast_grads=0)
     whole, gradient_dtypes = [0], set()
@@ -338,7 +340,7 @@ def with_padding_warning(plan: FsdpPlan, model: nn.Module) -> FsdpPlan:
         model: the model that was planned, not sharded. Models that were sharded before ``prepare`` keep their shards.
     """
     shards = plan.mesh.num_shards
-    if plan.backend != "fsdp2" or plan.pre_sharded or has_divided_layers(plan.mesh) or shards == 1 or not plan.units:
+    if plan.backend != "fsdp2" or plan.pre_sharded or plan.mesh.has_divided_layers or shards == 1 or not plan.units:
         return plan
     units = unit_shapes(plan, model)
     found = padding_of(units, shards)

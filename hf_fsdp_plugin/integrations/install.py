@@ -20,9 +20,11 @@ from hf_fsdp_plugin.integrations.saving import manager
 from hf_fsdp_plugin.integrations.session import session
 from hf_fsdp_plugin.messages import printer
 from hf_fsdp_plugin.problems import Problem
+from hf_fsdp_plugin.rank_variables import launched_world_size
 from hf_fsdp_plugin.sources.environment import LaunchHandover, absolute_path, variables_without_torchrun
 from hf_fsdp_plugin.sources.interface import Sources, config_of
 from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec
+from hf_fsdp_plugin.spec.rules import mesh_variables
 from hf_fsdp_plugin.supported import untested_versions
 
 
@@ -92,6 +94,7 @@ def install(
         # Libraries that quantize place a model on the current device, also before the first Accelerator.
         select_device(int(os.environ["LOCAL_RANK"]))
     if session.ambient is not None:
+        patching.set_variables(**mesh_variables(spec, launched_world_size()) if "RANK" in os.environ else {})
         patching.set_loading_variables(spec)
         if spec.loading.ram_efficient and "RANK" in os.environ:
             from accelerate import PartialState

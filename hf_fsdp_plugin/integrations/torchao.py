@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from hf_fsdp_plugin.torch_private.fsdp2 import convert_shards, local_changes
-from hf_fsdp_plugin.torch_private.modules import parameters
+from hf_fsdp_plugin.torch_private.modules import casts_itself, parameters
 
 _REFRESH: Final = "_hf_fsdp_refresh_scales"
 """Attribute of a model whose weights are gathered in fp8: the function that computes their scales again."""
@@ -20,7 +20,7 @@ def casting_weights(model: nn.Module) -> dict[str, Any]:
     """Return name of a module -> its weight, for weights that convert themselves in the all-gather."""
     # Layers of PEFT return the weight of the layer inside them.
     own = ((name, parameters(module).get("weight")) for name, module in model.named_modules())
-    return {name: weight for name, weight in own if hasattr(weight, "fsdp_pre_all_gather")}
+    return {name: weight for name, weight in own if casts_itself(weight)}
 
 
 def plain_weights(model: nn.Module) -> Callable[[nn.Module], None]:

@@ -22,7 +22,7 @@ from hf_fsdp_plugin.launcher.world import World, num_threads
 from hf_fsdp_plugin.runs.restart_policy import Restarts
 from hf_fsdp_plugin.sources.environment import LaunchHandover
 from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec
-from hf_fsdp_plugin.spec.rules import with_known_shard
+from hf_fsdp_plugin.spec.rules import mesh_variables
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -111,20 +111,11 @@ def settings_env(spec: FsdpSpec, world: World, arguments: LaunchArguments) -> di
         (launch.downcast_bf16, "ACCELERATE_DOWNCAST_BF16", "true"),
     )
     env = {name: value for is_set, name, value in rows if is_set}
-    env |= mesh_env(spec, world)
+    env |= mesh_variables(spec, world.size)
     for key, value in spec.launch.dynamo_config.items():
         text = str(value).upper() if key == "backend" else str(value)
         env[f"ACCELERATE_DYNAMO_{key.removeprefix('dynamo_').upper()}"] = text
     return env
-
-
-def mesh_env(spec: FsdpSpec, world: World) -> dict[str, str]:
-    """Return the variables from which a script's ``ParallelismConfig()`` reads sizes, as ``accelerate launch`` does."""
-    mesh = with_known_shard(spec.with_values({"launch.num_processes": world.size}, {})).mesh
-    sizes = {"DP_REPLICATE": mesh.replicate, "DP_SHARD": mesh.shard, "CP": mesh.context, "TP": mesh.tensor}
-    if not any(spec.asked(f"mesh.{axis}") for axis in mesh.axes()):
-        return {}
-    return {f"PARALLELISM_CONFIG_{name}_SIZE": str(size) for name, size in sizes.items() if size != "auto"}
 
 
 def rank_command(words: Sequence[str]) -> list[str]:

@@ -149,7 +149,7 @@ def resolve_world(spec: FsdpSpec, found: FoundDevices) -> World:
     if launch.num_processes == "auto":
         num_local = num_devices
         if use_cpu:  # the ranks of the mesh on one machine, if the config sets a mesh
-            sizes = [size for size in spec.mesh.axes().values() if size != "auto"]
+            sizes = [size for size in spec.mesh.rank_axes().values() if size != "auto"]
             num_local = max(NUM_CPU_RANKS, math.prod(sizes) // launch.num_machines)
     else:
         num_local, rest = divmod(launch.num_processes, launch.num_machines)

@@ -88,6 +88,16 @@ class MeshPlan:
         return max(self.context, self.tensor, self.expert) > 1
 
     @property
+    def has_divided_layers(self) -> bool:
+        """Whether ``from_pretrained`` divides the layers of a model."""
+        return max(self.tensor, self.expert) > 1
+
+    @property
+    def num_expert_shards(self) -> int:
+        """Number of shards of a parameter of experts: the ranks that have the same experts shard them."""
+        return self.num_shards * self.tensor // self.expert
+
+    @property
     def num_data_ranks(self) -> int:
         """Number of ranks that train different samples."""
         return self.replicate * self.shard

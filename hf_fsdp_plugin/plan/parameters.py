@@ -21,6 +21,7 @@ from hf_fsdp_plugin.plan.fsdp_plan import DTYPES, PrecisionPlan, ProblemCollecto
 from hf_fsdp_plugin.plan.modules import ModuleTree, ParameterEntry, class_names
 from hf_fsdp_plugin.plan.names import ancestors, is_inside, parent_of
 from hf_fsdp_plugin.text import format_dtype, format_names, plural
+from hf_fsdp_plugin.torch_private.modules import casts_itself
 
 _Violation = tuple[UnitPlan, str]
 """A unit that violates a rule, and the details for the message."""
@@ -97,7 +98,7 @@ def _check_kinds(sharded: Sequence[ParameterEntry], precision: PrecisionPlan, pr
         fix = f"Set bnb_4bit_quant_storage={compute}, or mixed_precision to the dtype {stored[0]} or no."
         problems.add("FSDP-E266", "precision.param", message, fix)
     # Weights that convert themselves in FSDP2's all-gather, as torchao's do for fp8: copies would lose that.
-    if own := [entry for entry in sharded if hasattr(entry.parameter, "fsdp_pre_all_gather")]:
+    if own := [entry for entry in sharded if casts_itself(entry.parameter)]:
         message = (
             f"{plural(len(own), 'weight')} of class {type(own[0].parameter).__name__} would be converted in the "
             f"all-gather, which is not supported: {_names(own)}."

@@ -59,7 +59,11 @@ class MeshSection:
         return self.ranks_per_sample > 1 or self.expert > 1
 
     def axes(self) -> dict[str, int | Literal["auto"]]:
-        """Return the axes whose product is the world size: replicate, shard, and the others if they are above 1."""
+        """Return replicate and shard, and the other axes above 1, with their sizes."""
+        return self.rank_axes() | ({"expert": self.expert} if self.expert > 1 else {})
+
+    def rank_axes(self) -> dict[str, int | Literal["auto"]]:
+        """Return the axes whose product is the world size: all but the expert axis."""
         others = {"context": self.context, "tensor": self.tensor}
         return {"replicate": self.replicate, "shard": self.shard} | {k: v for k, v in others.items() if v > 1}
 

@@ -171,9 +171,9 @@ def check_mesh_size(spec: FsdpSpec) -> Iterator[Problem]:
     if world == "auto":
         return
     where = spec.origin("launch.num_processes")
-    known = {name: size for name, size in mesh.axes().items() if size != "auto"}
+    known = {name: size for name, size in mesh.rank_axes().items() if size != "auto"}
     product = math.prod(known.values())
-    if len(known) == len(mesh.axes()) and product != world:
+    if len(known) == len(mesh.rank_axes()) and product != world:
         sizes, names = (" × ".join(map(str, words)) for words in (known.values(), known))
         message = f"num_processes={world} ({where}) is not the mesh size {sizes} ({names})."
         fix = f"Start {product} processes, or choose sizes whose product is {world}."
@@ -197,6 +197,18 @@ def with_known_shard(spec: FsdpSpec) -> FsdpSpec:
     if mesh.shard != "auto" or world == "auto" or replicate == "auto" or world % (replicate * mesh.ranks_per_sample):
         return spec
     return spec.with_values({"mesh.shard": world // (replicate * mesh.ranks_per_sample)}, {})
+
+
+def mesh_variables(spec: FsdpSpec, world_size: int) -> dict[str, str]:
+    """Return the variables from which a script's ``ParallelismConfig()`` reads sizes, as ``accelerate launch`` does.
+
+    Accelerate has no expert axis: its ranks are those of the other axes.
+    """
+    mesh = with_known_shard(spec.with_values({"launch.num_processes": world_size}, {})).mesh
+    sizes = {"DP_REPLICATE": mesh.replicate, "DP_SHARD": mesh.shard, "CP": mesh.context, "TP": mesh.tensor}
+    if not any(spec.asked(f"mesh.{axis}") for axis in mesh.axes()):
+        return {}
+    return {f"PARALLELISM_CONFIG_{name}_SIZE": str(size) for name, size in sizes.items() if size != "auto"}
 
 
 def check_model_axes(spec: FsdpSpec) -> Iterator[Problem]:

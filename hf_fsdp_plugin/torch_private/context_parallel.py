@@ -14,6 +14,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from hf_fsdp_plugin.contracts import contracts_of, guard_functions, import_target
+from hf_fsdp_plugin.torch_private.modules import local_tensor
 
 _MODULE: Final = "torch.distributed.tensor.experimental._context_parallel._attention"
 _FORWARD: Final = "_scaled_dot_product_flash_attention_for_cpu"
@@ -74,7 +75,7 @@ def _arguments(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
 
 
 def _local(given: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value.to_local() if isinstance(value, DTensor) else value for name, value in given.items()}
+    return {name: local_tensor(value) for name, value in given.items()}
 
 
 def _like(query: DTensor, local: torch.Tensor) -> DTensor:

@@ -24,8 +24,9 @@ from hf_fsdp_plugin.torch_private.live_unit import Facts, LiveUnit, attribute_or
 from hf_fsdp_plugin.torch_private.modules import (
     LOCAL_TENSOR_ATTRIBUTE,
     Inputs,
+    casts_itself,
     forward_pre_hooks,
-    local_shard,
+    local_tensor,
     unconverted,
 )
 
@@ -296,7 +297,7 @@ def _parameters(group: Any) -> list[DTensor]:
 
 
 def _local(group: Any) -> list[torch.Tensor]:
-    return [local_shard(parameter) for parameter in _parameters(group)]
+    return [local_tensor(parameter) for parameter in _parameters(group)]
 
 
 def _wholes(group: Any) -> list[nn.Parameter]:
@@ -449,7 +450,7 @@ _GROUP_FACTS: Facts = {
     "casting": lambda group: tuple(
         (item._module_info.module, item._module_info.param_name)
         for item in group.fsdp_params
-        if hasattr(getattr(item.sharded_param, LOCAL_TENSOR_ATTRIBUTE), "fsdp_pre_all_gather")
+        if casts_itself(getattr(item.sharded_param, LOCAL_TENSOR_ATTRIBUTE))
     ),
     "parameter_ids": _parameter_ids,
     "copy_ids": lambda group: frozenset(map(id, _wholes(group))),

@@ -15,7 +15,6 @@ from hf_fsdp_plugin.contracts import Contract, contracts_of, guard_functions
 if TYPE_CHECKING:
     import torch
     from torch import nn
-    from torch.distributed.tensor import DTensor
 
 _MODULE: Final = "torch.nn.modules.module:Module"
 _TREE: Final = "reading and changing the tree of modules"
@@ -53,18 +52,26 @@ Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 """The positional and the named arguments of a module's forward."""
 
 
-def local_shard(tensor: DTensor) -> torch.Tensor:
-    """Return this rank's part of a tensor, without the class of shards that cast themselves in the all-gather.
+def local_tensor(tensor: Any) -> Any:
+    """Return this rank's part of a ``DTensor``, and any other object unchanged.
 
-    The result is the memory of the shard itself: changes of a view of it would not be counted.
+    A shard that casts itself in the all-gather is returned without its class. The result is its memory: changes of a
+    view of it would not be counted.
     """
-    local: torch.Tensor = tensor._local_tensor
-    return unconverted(local) if hasattr(local, "fsdp_pre_all_gather") else tensor.to_local()
+    local = getattr(tensor, LOCAL_TENSOR_ATTRIBUTE, None)
+    if local is None:
+        return tensor
+    return unconverted(local) if casts_itself(local) else tensor.to_local()
+
+
+def casts_itself(tensor: Any) -> bool:
+    """Return whether a tensor casts itself in the all-gather of FSDP2, as torchao's weights for fp8 do."""
+    return hasattr(tensor, "fsdp_pre_all_gather")
 
 
 def unconverted(shard: torch.Tensor) -> torch.Tensor:
     """Return the plain memory of a shard that casts itself in the all-gather of FSDP2; other tensors unchanged."""
-    if hasattr(shard, "fsdp_pre_all_gather"):
+    if casts_itself(shard):
         wrapper: Any = shard
         plain: torch.Tensor = getattr(shard, wrapper.__tensor_flatten__()[0][0])
         return plain

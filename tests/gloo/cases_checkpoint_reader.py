@@ -25,10 +25,11 @@ from hf_fsdp_plugin.checkpoint.checking.verify import VerifiedFiles
 from hf_fsdp_plugin.checkpoint.names import INDEX_FILE
 from hf_fsdp_plugin.checkpoint.reading.optimizer import load_optimizer
 from hf_fsdp_plugin.checkpoint.reading.resharding import load_model
-from hf_fsdp_plugin.checkpoint.shards import LocalShard, local_tensor, optimizer_shards
+from hf_fsdp_plugin.checkpoint.shards import LocalShard, optimizer_shards
 from hf_fsdp_plugin.checkpoint.writing import dcp_files
 from hf_fsdp_plugin.integrations.saving import manager
 from hf_fsdp_plugin.problems import SpecError
+from hf_fsdp_plugin.torch_private.modules import local_tensor
 from tests.gloo.cases_checkpoint_formats import FULL, save_full_fsdp1
 from tests.support.tiny import global_batch, my_part, parallel_config, tiny_llama
 from tests.support.training import fresh_accelerator

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from hf_fsdp_plugin.checkpoint.shards import local_tensor
+from hf_fsdp_plugin.torch_private.modules import local_tensor
 from scripts.bench.ranks import host_waits as bench
 from tests.support.model_families import FAMILIES
 from tests.support.training import fresh_accelerator

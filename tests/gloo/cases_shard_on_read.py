@@ -15,8 +15,8 @@ from torch import nn
 
 import hf_fsdp_plugin as hfp
 from hf_fsdp_plugin.backends.loading.weight_loader import BROADCAST_ATTRIBUTE, WeightLoader
-from hf_fsdp_plugin.checkpoint.shards import local_tensor
 from hf_fsdp_plugin.plan.names import unwrapped
+from hf_fsdp_plugin.torch_private.modules import local_tensor
 from tests.gloo.cases_families import clones
 from tests.support.model_families import FAMILIES
 from tests.support.ranks import own_device

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import textwrap
 from pathlib import Path
 
 import pytest
 
-from tests.support.launching import launch_script
+from tests.gloo.test_enable import Enabled
+from tests.support.launching import Done, launch_script
 from tests.support.matrices import slow
 from tests.support.tiny import tiny_llama
 
@@ -85,13 +87,46 @@ SCRIPT = """
 def test_public_config_runs_unchanged(
     tmp_path: Path, mesh: dict[str, int], axes: dict[str, int], efficient: str, state_dict: str
 ) -> None:
+    write_inputs(tmp_path, mesh, efficient, state_dict)
+    assert_trained(tmp_path, launch_script(tmp_path, SCRIPT), mesh, axes)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", ["accelerate launch", "torchrun"])
+@pytest.mark.parametrize(
+    ("mesh", "axes"),
+    [({"cp": 2, "shard": 1, "tp": 1}, {"context": 2}), ({"cp": 1, "shard": 2, "tp": 2}, {"tensor": 2})],
+    ids=str,
+)
+def test_stock_launchers_run_axes_of_a_config(
+    tmp_path: Path, launcher: str, mesh: dict[str, int], axes: dict[str, int]
+) -> None:
+    enabled = Enabled(tmp_path)
+    text = write_inputs(tmp_path, mesh, "true", "FULL_STATE_DICT")
+    if launcher == "torchrun":
+        install = "import hf_fsdp_plugin; hf_fsdp_plugin.install('fsdp.yaml')\n"
+        done = enabled.torchrun(install + textwrap.dedent(SCRIPT), ranks=num_ranks(mesh))
+    else:
+        done = enabled.accelerate(SCRIPT, config=text)
+    assert_trained(tmp_path, done, mesh, axes)
+
+
+def num_ranks(mesh: dict[str, int]) -> int:
+    return mesh["cp"] * mesh["shard"] * mesh["tp"]
+
+
+def write_inputs(folder: Path, mesh: dict[str, int], efficient: str, state_dict: str) -> str:
+    """Write a model and the config, and return the text of the config."""
+    tiny_llama().save_pretrained(folder / "model")
+    text = CONFIG.format(**mesh, ranks=num_ranks(mesh), efficient=efficient, state_dict=state_dict)
+    (folder / "fsdp.yaml").write_text(text)
+    return text
+
+
+def assert_trained(tmp_path: Path, done: Done, mesh: dict[str, int], axes: dict[str, int]) -> None:
+    """The run has the axes, differs in no setting, and has saved another model than the one that it loaded."""
     from transformers import AutoModelForCausalLM
 
-    tiny_llama().save_pretrained(tmp_path / "model")
-    ranks = mesh["cp"] * mesh["shard"] * mesh["tp"]
-    text = CONFIG.format(**mesh, ranks=ranks, efficient=efficient, state_dict=state_dict)
-    (tmp_path / "fsdp.yaml").write_text(text)
-    done = launch_script(tmp_path, SCRIPT)
     assert done.returncode == 0, done.stderr
     report = json.loads((tmp_path / "out" / "fsdp_report.json").read_text())
     assert report["mesh"] == {"replicate": 1, "shard": mesh["shard"], **axes}

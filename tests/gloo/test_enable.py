@@ -93,9 +93,10 @@ class Enabled:
         self.file.write_text(TEXT)
         write(folder, FACTS, name="facts.py")
 
-    def torchrun(self, script: str, *arguments: str, **variables: str) -> Done:
+    def torchrun(self, script: str, *arguments: str, ranks: int = 2, **variables: str) -> Done:
         write(self.folder, script)
-        command = [self.python, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "train.py"]
+        command = [self.python, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
+        command += ["train.py"]
         return run(self.folder, [*command, *arguments], PYTHONPATH="", OMP_NUM_THREADS="1", **variables)
 
     def accelerate(self, script: str, *arguments: str, config: str = CONFIG) -> Done:

@@ -33,6 +33,7 @@ from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan
 from hf_fsdp_plugin.plan.names import canonical_name
 from hf_fsdp_plugin.problems import Problem
 from hf_fsdp_plugin.text import format_names, plural
+from hf_fsdp_plugin.torch_private.modules import local_tensor
 
 SHARED_NAME = "hf_fsdp"
 """Name of the memory files of :mod:`hf_fsdp_plugin.backends.loading.shared_weights`, which the kernel lists."""
@@ -157,7 +158,7 @@ class ParameterMemory:
 
 def parameter_memory(parameters: Iterable[torch.Tensor]) -> ParameterMemory:
     """Read off the addresses of the parameters which memory they are in. No collectives."""
-    distinct = {id(parameter): parameter for parameter in parameters}.values()
+    distinct = {id(parameter): local_tensor(parameter) for parameter in parameters}.values()
     maps = MemoryMaps.read(distinct)
     counts: Counter[str] = Counter()
     touched: dict[int, MappedRegion] = {}

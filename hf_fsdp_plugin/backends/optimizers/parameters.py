@@ -37,7 +37,7 @@ from hf_fsdp_plugin.backends.torch_types import shard_like
 from hf_fsdp_plugin.plan.names import canonical_name, named_parameters
 from hf_fsdp_plugin.problems import Problem, SpecError
 from hf_fsdp_plugin.torch_private.fsdp1 import names_in
-from hf_fsdp_plugin.torch_private.modules import local_shard
+from hf_fsdp_plugin.torch_private.modules import local_tensor
 
 _REPLICATED: Final = "_hf_fsdp_replicated"
 """Attribute that marks a replicated parameter."""
@@ -329,7 +329,7 @@ class _PlainSteps:
     def _restore(self, optimizer: Optimizer) -> None:
         """Write the updates to the shards, and give the optimizer its parameters and their state."""
         for parameter, plain in self._swapped:
-            local, updated = local_shard(parameter), plain.detach()
+            local, updated = local_tensor(parameter), plain.detach()
             if self._whole:
                 updated = shard_like(parameter, updated).to_local()
             if updated.numel() and updated.data_ptr() != local.data_ptr():  # it has not updated the shard's memory
@@ -351,9 +351,7 @@ def _step_without_hooks(optimizer: Optimizer) -> None:
 @torch.no_grad()
 def _plain(value: Any, whole: bool) -> Any:
     """Return a parameter, a gradient or a loaded state value as a plain tensor. Collective for whole tensors."""
-    if not isinstance(value, DTensor):
-        return value
-    return value.full_tensor() if whole else local_shard(value)
+    return value.full_tensor() if whole and isinstance(value, DTensor) else local_tensor(value)
 
 
 def _with_evaluated_closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:

@@ -33,7 +33,7 @@ from hf_fsdp_plugin.torch_private.functions import num_changes
 from hf_fsdp_plugin.torch_private.modules import (
     entries_in_block,
     is_fsdp_managed,
-    local_shard,
+    local_tensor,
     mark_fsdp_managed,
     registrations,
 )
@@ -291,9 +291,9 @@ def _whole_fsdp2(module: nn.Module) -> Iterator[Callable[[], None]]:
     }
 
     def write() -> None:
-        wait_for_reads(local_shard(shard) for shard in shards.values())
+        wait_for_reads(local_tensor(shard) for shard in shards.values())
         for key, shard in shards.items():
-            local_shard(shard).copy_(shard_like(shard, wholes[key].data).to_local())
+            local_tensor(shard).copy_(shard_like(shard, wholes[key].data).to_local())
 
     with ExitStack() as stack:
         for registered, name, shard in places:

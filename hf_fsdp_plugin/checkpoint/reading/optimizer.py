@@ -28,8 +28,9 @@ from hf_fsdp_plugin.checkpoint.formats.known_formats import read_stored_optimize
 from hf_fsdp_plugin.checkpoint.formats.stored_tensors import StoredOptimizer, StoredTensor
 from hf_fsdp_plugin.checkpoint.io import InputFiles
 from hf_fsdp_plugin.checkpoint.reading import resharding
-from hf_fsdp_plugin.checkpoint.shards import LocalShard, ModelShards, Piece, local_tensor, parameter_shards
+from hf_fsdp_plugin.checkpoint.shards import LocalShard, ModelShards, Piece, parameter_shards
 from hf_fsdp_plugin.text import format_names, plural
+from hf_fsdp_plugin.torch_private.modules import local_tensor
 
 logger = logging.getLogger(__name__)
 _SAVED_POSITIONS = "_hf_fsdp_saved_positions"

@@ -207,7 +207,7 @@ def communicator_sizes(plan: FsdpPlan) -> tuple[int, ...]:
     axes: tuple[int, ...] = (mesh.replicate, mesh.num_shards) if plan.has_replicas or mesh.has_model_axes else ()
     if mesh.has_model_axes:
         axes += (mesh.context, mesh.tensor, mesh.expert)
-        axes += (mesh.num_shards * mesh.tensor // mesh.expert,) if mesh.expert > 1 else ()
+        axes += (mesh.num_expert_shards,) if mesh.expert > 1 else ()
     return tuple(size for size in (plan.world_size, *axes) if size > 1)
 
 

@@ -14,13 +14,13 @@ from torch.utils.checkpoint import checkpoint
 
 from hf_fsdp_plugin.backends.sharding.forwards import save_every_second_matmul
 from hf_fsdp_plugin.backends.torch_types import cast_floats
-from hf_fsdp_plugin.estimate.divided import RankModel, local_tensor
+from hf_fsdp_plugin.estimate.divided import RankModel
 from hf_fsdp_plugin.estimate.memory.step import Stage, StageKind
 from hf_fsdp_plugin.estimate.memory.tracker import DeviceAttention, Tracker
 from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan, torch_dtype
 from hf_fsdp_plugin.plan.names import is_inside
 from hf_fsdp_plugin.torch_private.functions import in_backward, tree_leaves, tree_map_only
-from hf_fsdp_plugin.torch_private.modules import entries_in_block
+from hf_fsdp_plugin.torch_private.modules import entries_in_block, local_tensor
 
 
 class Recorder:

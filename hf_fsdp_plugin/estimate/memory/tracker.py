@@ -20,12 +20,12 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
-from hf_fsdp_plugin.estimate.divided import local_tensor
 from hf_fsdp_plugin.estimate.machines import OpKind
 from hf_fsdp_plugin.estimate.memory.step import AxisCall, OpCost, Usage
 from hf_fsdp_plugin.estimate.types import Axis
 from hf_fsdp_plugin.plan.fsdp_plan import DTYPES
 from hf_fsdp_plugin.torch_private import fake_ranks, functions
+from hf_fsdp_plugin.torch_private.modules import local_tensor
 
 _ATTENTION: Final = F.scaled_dot_product_attention
 """The function itself. Context parallelism replaces the attribute, and calls it for divided tensors."""
