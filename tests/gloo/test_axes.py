@@ -33,6 +33,7 @@ LLAMA: list[cases.Sizes] = [
 MIXTRAL: list[cases.Sizes] = [{"ep": 4}, {"ep": 2, "tp": 2}, {"ep": 2}]
 CHECKPOINTING = {"fsdp_activation_checkpointing": True}
 MESHES = [("llama", sizes) for sizes in LLAMA] + [("mixtral", sizes) for sizes in MIXTRAL]
+HYBRID: list[cases.Sizes] = [{"dp_replicate": 2, "dp_shard": 2, "cp": 2}, {"dp_replicate": 2, "dp_shard": 2, "tp": 2}]
 # Pairs of axes contain what each of them does.
 QUICK: list[cases.Sizes] = [{"cp": 2}, {"cp": 2, "tp": 2}, {"ep": 2, "tp": 2}]
 
@@ -41,6 +42,13 @@ QUICK: list[cases.Sizes] = [{"cp": 2}, {"cp": 2, "tp": 2}, {"ep": 2, "tp": 2}]
 def four_ranks() -> Iterator[Ranks]:
     """Ranks of these tests alone: gloo has threads for each axis of each mesh, which take time while ranks wait."""
     world = Ranks(4)
+    yield world
+    world.stop()
+
+
+@pytest.fixture(scope="module")
+def eight_ranks() -> Iterator[Ranks]:
+    world = Ranks(8)
     yield world
     world.stop()
 
@@ -79,6 +87,23 @@ def test_trainer_equals_one_process(
     assert differing(run["report"]) == []
     full = {"cp": "context", "tp": "tensor", "ep": "expert"}
     assert axes_of(run["report"]) == {full[axis]: size for axis, size in sizes.items() if axis in full}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", HYBRID, ids=str)
+def test_replicas_of_divided_models_equal_one_process(
+    eight_ranks: Ranks, tmp_path: Path, folders: dict[str, str], expected: dict[str, Any], sizes: cases.Sizes
+) -> None:
+    run = eight_ranks.run(cases.train, folders["llama"], str(tmp_path), sizes)[0]
+    assert run["losses"] == pytest.approx(expected["llama"]["losses"], rel=RELATIVE)
+    assert run["norms"] == pytest.approx(expected["llama"]["norms"], rel=RELATIVE)
+    assert all(torch.equal(run["exported"][key], weight) for key, weight in run["weights"].items())
+    assert differing(run["report"]) == []
+    assert run["report"]["mesh"] == {"replicate": 2, "shard": 2, "context" if "cp" in sizes else "tensor": 2}
+    for second in (sizes, {}):
+        again = eight_ranks.run(cases.train, folders["llama"], str(tmp_path), second, resume=True)[0]
+        assert again["losses"] == pytest.approx(expected["llama"]["losses"], rel=1e-4)
+        assert_same_weights(again["weights"], expected["llama"]["weights"], 1e-4)
 
 
 @pytest.mark.parametrize(("name", "sizes"), [("llama", {"tp": 2}), slow("mixtral", {"ep": 4})], ids=str)
