@@ -156,10 +156,10 @@ def advise(
 ) -> Advice:
     """Return the combinations of settings that fit, the best first, and why the others do not.
 
-    Offload of parameters, and context and tensor axes, are tried only if nothing fits without them, and these axes up
-    to the first size that fits; a machine's ranks as an expert axis, for each model that has one. A combination that
-    does not fit is not tried with a larger micro-batch, and a strategy that does not fit with full checkpointing and
-    offloaded activations is not tried with less.
+    Context and tensor axes, pairs of axes, and offload of parameters are tried only if nothing fits without them, and
+    axes up to the first size that fits; a machine's ranks as an expert axis, for each model that has one. A combination
+    that does not fit is not tried with a larger micro-batch, and a strategy that does not fit with full checkpointing
+    and offloaded activations is not tried with less.
 
     Args:
         model: on the meta device, not sharded. It is unchanged afterwards.
@@ -182,9 +182,10 @@ def advise(
         raise SpecError([Problem(code="FSDP-E812", message=message, fix=fix)])
     plain = list(shardings(subject.num_machines, subject.gpus_per_machine))
     rows = list(_rows(subject, global_batch, [*plain, *_with_axes(subject, _expert_axes(subject))]))
-    if not any(row.fits for row in rows):
-        for sizes in _axes_in_machine(subject):
-            rows += _up_to_first_size(subject, global_batch, sizes)
+    for alternatives in (_axes_in_machine, _pairs_of_axes):
+        if not any(row.fits for row in rows):
+            for sizes in alternatives(subject):
+                rows += _up_to_first_size(subject, global_batch, sizes)
     if not any(row.fits for row in rows):
         rows += _rows(subject, global_batch, plain, offload=True)
     fitting = in_order([row for row in rows if row.fits], subject.limit)
@@ -347,6 +348,16 @@ def _axes_in_machine(subject: Subject) -> Iterator[list[dict[str, Any]]]:
         yield [{"context": size} for size in sizes]
     if getattr(subject.model, "tp_plan", None):
         yield [{"tensor": size} for size in sizes]
+
+
+def _pairs_of_axes(subject: Subject) -> Iterator[list[dict[str, Any]]]:
+    """Yield the sizes of a context axis with a tensor axis inside a machine, and with the largest expert axis."""
+    axes = [sizes for each in _axes_in_machine(subject) for sizes in each]
+    contexts = [sizes for sizes in axes if "context" in sizes]
+    pairs = [{**context, **other} for context in contexts for other in axes if "tensor" in other]
+    in_machine = [pair for pair in pairs if pair["context"] * pair["tensor"] <= subject.gpus_per_machine]
+    yield sorted(in_machine, key=lambda pair: pair["context"] * pair["tensor"])
+    yield [{**context, **expert} for expert in _expert_axes(subject) for context in contexts]
 
 
 def _up_to_first_size(subject: Subject, global_batch: int, sizes: Iterable[dict[str, Any]]) -> Iterator[AdviceRow]:

@@ -1,4 +1,4 @@
-"""Train, save, merge, export and resume on each pair of axes of a mesh, on four gloo ranks.
+"""Train, save, merge, export and resume on pairs of axes of a mesh: on four gloo ranks, and three axes on eight.
 
 The Trainer trains small models in fp32 for six steps and saves a checkpoint after three and six, in the background.
 Compared are
@@ -15,6 +15,7 @@ Meshes that are not possible have the code of their problem instead.
 
 from __future__ import annotations
 
+import math
 import tempfile
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -36,10 +37,17 @@ PAIRS: Final[dict[str, tuple[str, dict[str, Any]]]] = {
     "context × tensor": ("llama", {"cp": 2, "tp": 2}),
     "context × expert": ("mixtral", {"cp": 2, "ep": 2}),
     "tensor × expert": ("mixtral", {"tp": 2, "ep": 2}),
+    "replicate × shard × context": ("llama", {"dp_replicate": 2, "dp_shard": 2, "cp": 2}),
+    "replicate × shard × tensor": ("llama", {"dp_replicate": 2, "dp_shard": 2, "tp": 2}),
     "shard × sequence": ("llama", {"sp": 2}),
     "shard × pipeline": ("llama", {"pp": 2}),
 }
-"""Name of a pair -> model, and the sizes above 1 on four ranks."""
+"""Name of a pair -> model, and the sizes above 1. The ranks are four, or the product of three axes."""
+
+
+def num_ranks(sizes: Mapping[str, Any]) -> int:
+    """Return the number of ranks for the sizes of a row."""
+    return max(4, math.prod(sizes.get(axis, 1) for axis in ("dp_replicate", "dp_shard", "cp", "tp")))
 
 
 def relative_difference(found: list[float], expected: list[float]) -> float:
@@ -70,7 +78,7 @@ def refused_by_config(sizes: dict[str, Any], version: int) -> list[str]:
     from hf_fsdp_plugin.spec.load import load_spec
     from tests.gloo.cases_axes import config_of
 
-    config = config_of(sizes, version) | {"num_processes": 4}
+    config = config_of(sizes, version) | {"num_processes": num_ranks(sizes)}
     return codes_of(lambda: load_spec(config, environ={}))
 
 
@@ -113,8 +121,7 @@ def main() -> int:
 
     pairs: dict[str, Any] = {}
     with tempfile.TemporaryDirectory(prefix="axes_") as name, ExitStack() as at_end:
-        ranks = Ranks(4)
-        at_end.callback(ranks.stop)
+        worlds: dict[int, Ranks] = {}
         weights, expected = {}, {}
         for model, build in {"llama": tiny_llama, "mixtral": lambda: tiny_mixtral(experts=4)}.items():
             weights[model] = str(Path(name) / model)
@@ -123,17 +130,21 @@ def main() -> int:
         for pair, (model, sizes) in PAIRS.items():
             if args.only not in pair:
                 continue
-            row: dict[str, Any] = {"model": model, "sizes": sizes, "fsdp1": refused_by_config(sizes, 1)}
+            row: dict[str, Any] = {"model": model, "sizes": sizes, "ranks": num_ranks(sizes)}
+            row["fsdp1"] = refused_by_config(sizes, 1)
             row["refused"] = refused_by_config(sizes, 2)
             if not row["refused"]:
                 folder = Path(tempfile.mkdtemp(dir=name))
+                if row["ranks"] not in worlds:
+                    worlds[row["ranks"]] = Ranks(row["ranks"])
+                    at_end.callback(worlds[row["ranks"]].stop)
                 try:
-                    row["fsdp2"] = measure(ranks, weights[model], sizes, expected[model], folder)
+                    row["fsdp2"] = measure(worlds[row["ranks"]], weights[model], sizes, expected[model], folder)
                 except RankError as error:
                     row["failed"] = str(error).strip().splitlines()[-1]
             pairs[pair] = row
             print(pair, row, flush=True)
-    write_result("axes", args.out, {"ranks": 4, "pairs": pairs})
+    write_result("axes", args.out, {"pairs": pairs})
     return 0
 
 

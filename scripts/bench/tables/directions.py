@@ -63,7 +63,7 @@ DIRECTIONS: Final = (
     Direction(r"^pairs/.*/(losses|norms|resumed_losses)$", "smaller", 1e-5),
     Direction(r"^pairs/.*/(verified|merged_equal|exported_equal)$", "larger"),
     Direction(r"^pairs/.*/settings_that_differ$", "smaller"),
-    Direction(r"^pairs/.*/(sizes|mesh|asynchronous)(/|$)", "not compared"),
+    Direction(r"^pairs/.*/(sizes|mesh|asynchronous|ranks)(/|$)", "not compared"),
     # Tests of other libraries: those without the plugin are what it is compared with.
     Direction(r"^suites/.*/with/passed$", "larger"),
     Direction(r"^suites/.*/with/failed$", "smaller"),

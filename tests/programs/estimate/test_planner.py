@@ -39,6 +39,29 @@ def model(family: str) -> torch.nn.Module:
             ),
             hf.LlamaForCausalLM,
         ),
+        "large-layers": (
+            hf.LlamaConfig(
+                hidden_size=1024,
+                intermediate_size=1 << 17,
+                num_hidden_layers=2,
+                num_attention_heads=8,
+                num_key_value_heads=2,
+                vocab_size=512,
+            ),
+            hf.LlamaForCausalLM,
+        ),
+        "mixtral": (
+            hf.MixtralConfig(
+                hidden_size=64,
+                intermediate_size=64,
+                num_hidden_layers=2,
+                num_attention_heads=4,
+                num_key_value_heads=2,
+                num_local_experts=4,
+                vocab_size=512,
+            ),
+            hf.MixtralForCausalLM,
+        ),
         "gpt2": (hf.GPT2Config(n_embd=256, n_layer=6, n_head=4, vocab_size=1024), hf.GPT2LMHeadModel),
         "bert": (
             hf.BertConfig(
@@ -190,6 +213,19 @@ def test_axes_are_tried_where_nothing_else_fits():
         assert row.choice.shard * row.choice.context * row.choice.tensor == 4
         # The ranks of an axis train the same samples.
         assert row.choice.micro_batch * row.choice.accumulation * row.choice.shard == 4
+
+
+def test_pairs_of_axes_are_tried_where_no_axis_fits():
+    """Layers are large, and two heads of keys and values limit the tensor axis."""
+    found = advice("large-layers", 7500 * MIB, seq_len=1 << 11, global_batch=8, gpus_per_machine=8)
+    assert {str(axis_sizes(row)) for row in found.fitting} == {"{'context': 4, 'tensor': 2}"}
+    assert not any(row.choice.offload_params for row in found.rows)
+    assert {"{'context': 8}", "{'tensor': 2}"} <= {str(axis_sizes(row)) for row in found.rejected}
+
+
+def test_context_axis_is_tried_with_an_expert_axis():
+    found = advice("mixtral", MIB, gpus_per_machine=2, num_machines=2)
+    assert {"{'expert': 2}", "{'context': 2, 'expert': 2}"} <= {str(axis_sizes(row)) for row in found.rejected}
 
 
 def test_models_without_plan_get_no_axes():

@@ -332,8 +332,8 @@ def test_model_adds_the_plan_or_its_errors(capsys, config, tiny_llama):
     config.write_text(GOOD.replace(": A", ": LlamaDecoderLayer"))
     code, result = check(capsys, str(config), "--model", str(tiny_llama))
     assert code == 0
-    axes = {axis: size for axis, size in result["plan"]["mesh"].items() if size > 1}
-    assert (result["plan"]["backend"], axes) == ("fsdp1", {"shard": 2})
+    assert result["plan"]["backend"] == "fsdp1"
+    assert result["plan"]["mesh"] == {"replicate": 1, "shard": 2, "context": 1, "tensor": 1, "expert": 1}
     config.write_text(GOOD.replace(": A", ": LamaDecoderLayer"))
     code, result = check(capsys, str(config), "--model", str(tiny_llama))
     assert (code, result["plan"], result["problems"][0]["setting"]) == (1, None, "wrap.classes")
