@@ -13,15 +13,14 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from hf_fsdp_plugin.checkpoint.io import write_atomically
 from hf_fsdp_plugin.cli.check import config_named
 from hf_fsdp_plugin.cli.config_text import stock_limits
+from hf_fsdp_plugin.cli.config_writing import check_place, file_exists_error, write_config
 from hf_fsdp_plugin.cli.converted import TARGETS, Converted
 from hf_fsdp_plugin.cli.main import make_parser
 from hf_fsdp_plugin.cli.output import (
@@ -82,7 +81,11 @@ def run(args: argparse.Namespace) -> int:
         environ={},
         dialects="convert",
     )
-    _check_out(args.out, force=args.force)
+    target = ConfigFile.at(args.out).path if args.out is not None else None
+    if target is not None:
+        if target.exists() and not args.force:
+            raise file_exists_error(args.out, "the file exists.", "--out")
+        check_place(target, args.out)
     assessment = assess(sources)
     if not assessment.ok:
         print_failure(in_line_order(assessment.problems), as_json=args.json)
@@ -96,8 +99,8 @@ def run(args: argparse.Namespace) -> int:
     converted = TARGETS[args.to](spec, dialect.arguments if dialect is not None else {})
     told = [problem for problem in assessment.problems if problem.code not in _OF_ARGUMENTS]
     problems = in_line_order([*told, *_lost_settings(args.to, converted, spec)])
-    if args.out is not None:
-        _write(args.out, converted.text)
+    if target is not None:
+        write_config(target, args.out, converted.text)
     outcomes = dialect.outcomes if dialect is not None else _outcomes_of(spec)
     limits = list(stock_limits({name: spec.get(name) for name in spec.origins}, spec.fsdp.version))
     if args.json:
@@ -167,29 +170,3 @@ def _print_rest(target: str, converted: Converted, limits: Sequence[str]) -> Non
 def _flag_value(value: Any) -> str:
     is_nested = isinstance(value, Mapping | list)
     return shlex.quote(json.dumps(value) if is_nested else format_value(value, ""))
-
-
-def _check_out(out: str | None, *, force: bool) -> None:
-    """Raise ``SpecError`` if the file exists or cannot be written."""
-    if out is None:
-        return
-    origin, path = Origin(source=out), ConfigFile.at(out).path
-    if path.exists() and not force:
-        message, fix = "the file exists.", "Pass --force to replace it, or another path."
-        raise SpecError([Problem(code="FSDP-E761", message=message, fix=fix, origin=origin)])
-    if path.is_dir() or not os.access(path.parent, os.W_OK | os.X_OK):
-        raise _unwritable(out, "it is a folder" if path.is_dir() else f"{path.parent} is not a folder that allows it")
-
-
-def _write(out: str, text: str) -> None:
-    try:
-        write_atomically(ConfigFile.at(out).path, text, preserve=True)
-    except OSError as error:
-        raise _unwritable(out, error.strerror or str(error)) from None
-
-
-def _unwritable(out: str, reason: str) -> SpecError:
-    message = f"the file cannot be written: {reason}. It was not changed."
-    return SpecError(
-        [Problem(code="FSDP-E764", message=message, fix="Choose another path.", origin=Origin(source=out))]
-    )

@@ -21,10 +21,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from hf_fsdp_plugin.checkpoint.io import write_atomically
 from hf_fsdp_plugin.cli import config_text
 from hf_fsdp_plugin.cli.config import conversation, questions
 from hf_fsdp_plugin.cli.config.conversation import Question, State, label_of, show_text
+from hf_fsdp_plugin.cli.config_writing import check_place, file_exists_error, write_config
 from hf_fsdp_plugin.cli.output import OK, print_failure, print_json, print_problems
 from hf_fsdp_plugin.launcher.flags import Suggested
 from hf_fsdp_plugin.launcher.world import DeviceSearch
@@ -104,9 +104,7 @@ def _run(args: argparse.Namespace) -> int:
     given = {name: value for name in questions.BY_NAME if (value := getattr(args, name)) is not None}
     target = find_target(args.config_file, os.environ, force=args.force)
     if args.yes and target.text is not None and not args.force:
-        message = "the file exists. --yes does not change it."
-        fix = "Pass --force to change it, or another path with -o."
-        raise SpecError([Problem(code="FSDP-E761", message=message, fix=fix, origin=Origin(source=target.shown))])
+        raise file_exists_error(target.shown, "the file exists. --yes does not change it.", "-o")
     search = DeviceSearch()
     try:
         state = State(path=target.shown, machine=search.result, takes_defaults=args.yes)
@@ -134,11 +132,7 @@ def _run(args: argparse.Namespace) -> int:
         print("Nothing was written.", file=sys.stderr)
         return print_failure([], as_json=args.json)
     if target.path is not None and target.is_changed:
-        try:
-            target.path.parent.mkdir(parents=True, exist_ok=True)
-            write_atomically(target.path, target.new, preserve=True)
-        except OSError as error:
-            raise _unwritable(target.shown, error.strerror or str(error)) from None
+        write_config(target.path, target.shown, target.new)
     _print_result(args, target, state, checked, memory)
     return OK
 
@@ -210,15 +204,7 @@ def find_target(name: str | None, variables: Mapping[str, str], *, force: bool) 
     found = default_config_file(variables) if name is None else ConfigFile.at(name)
     path = found.path if found is not None else Path(environment.accelerate_cache(variables), "default_config.yaml")
     target = Target(path=path, shown=name or str(path), is_default=name is None)
-    folder = path.parent
-    while target.is_default and not folder.exists() and folder != folder.parent:  # these folders are made
-        folder = folder.parent
-    if path.is_dir():
-        raise _unwritable(target.shown, "it is a folder")
-    if not folder.is_dir():
-        raise _unwritable(target.shown, f"{folder} is not a folder")
-    if not os.access(folder, os.W_OK | os.X_OK):
-        raise _unwritable(target.shown, f"no permission to write to {folder}")
+    check_place(path, target.shown, makes_folders=target.is_default)
     if not os.path.lexists(path):
         return target
     try:
@@ -243,9 +229,3 @@ def _read(path: Path, shown: str) -> tuple[str, Assessment]:
         fix = "Give another path with -o."
         raise SpecError([Problem(code=_OTHER_CONFIG, message=message, fix=fix, origin=Origin(source=shown))])
     return text, assess(Sources(config=file, environ={}, dialects="off"))
-
-
-def _unwritable(shown: str, reason: str) -> SpecError:
-    message = f"the file cannot be written: {reason}. It was not changed."
-    fix = "Choose another path with -o."
-    return SpecError([Problem(code="FSDP-E764", message=message, fix=fix, origin=Origin(source=shown))])

@@ -18,16 +18,16 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from hf_fsdp_plugin.checkpoint.io import write_atomically
 from hf_fsdp_plugin.cli.check import config_named
 from hf_fsdp_plugin.cli.config_text import stock_limits
+from hf_fsdp_plugin.cli.config_writing import check_place, file_exists_error, write_config
 from hf_fsdp_plugin.cli.main import check_needs
 from hf_fsdp_plugin.cli.migrate.changes import BehaviorChange, behavior_changes
 from hf_fsdp_plugin.cli.migrate.proof import Proof, proof_table, prove
 from hf_fsdp_plugin.cli.migrate.rewriting import Migration, migrate
 from hf_fsdp_plugin.cli.output import exit_code, print_failure, print_json, print_problems, text_width
 from hf_fsdp_plugin.cli.preflight import DEFAULT_LIMIT
-from hf_fsdp_plugin.problems import Origin, Problem, SpecError, UsageError, has_errors
+from hf_fsdp_plugin.problems import SpecError, UsageError, has_errors
 from hf_fsdp_plugin.spec.values import setting_to_json
 from hf_fsdp_plugin.text import plural, printable, wrap_words
 
@@ -66,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
     changes = behavior_changes(migration.old_spec, migration.new_spec)
     proved = proof is None or not (has_errors(proof.problems) or proof.signal_number)
     if target is not None and proved:
-        _write(target, args.out or args.config, migration.after)
+        write_config(target, args.out or args.config, migration.after)
     _print(args, migration, changes, proof, target if proved else None)
     if proof is not None and proof.signal_number:
         return 128 + proof.signal_number
@@ -77,26 +77,9 @@ def _check_target(args: argparse.Namespace, target: Path | None) -> None:
     """Raise ``SpecError`` if the file cannot be written, before ranks are started."""
     if target is None:
         return
-    shown = Origin(source=args.out or args.config)
     if args.out and os.path.lexists(target) and not args.force and not target.is_dir():
-        message, fix = "the file exists.", "Pass --force to replace it, or another path with --out."
-        raise SpecError([Problem(code="FSDP-E761", message=message, fix=fix, origin=shown)])
-    if target.is_dir() or not target.parent.is_dir() or not os.access(target.parent, os.W_OK | os.X_OK):
-        reason = "it is a folder" if target.is_dir() else f"{target.parent} is not a folder that can be written to"
-        raise _unwritable(shown.source, reason)
-
-
-def _unwritable(shown: str, reason: str) -> SpecError:
-    message = f"the file cannot be written: {reason}. It was not changed."
-    fix = "Choose another path with --out."
-    return SpecError([Problem(code="FSDP-E764", message=message, fix=fix, origin=Origin(source=shown))])
-
-
-def _write(target: Path, shown: str, text: str) -> None:
-    try:
-        write_atomically(target, text, preserve=True)
-    except OSError as error:
-        raise _unwritable(shown, error.strerror or str(error)) from None
+        raise file_exists_error(args.out, "the file exists.", "--out")
+    check_place(target, args.out or args.config)
 
 
 def _print(

@@ -64,7 +64,7 @@ def migrate(file: ConfigFile, to: int | None = None) -> Migration:
         SpecError: the config has errors, is not for FSDP, has the version already, mixes keys of both versions, or has
             settings that the other version cannot have.
     """
-    spec = assess(Sources(config=file, environ={})).checked_spec()
+    spec = assess(Sources(config=file, environ={}, dialects="off")).checked_spec()
     to = to or 3 - spec.fsdp.version
     if problems := list(_check(file, spec, to)):
         raise SpecError(problems)
@@ -78,7 +78,7 @@ def migrate(file: ConfigFile, to: int | None = None) -> Migration:
     after = config_text.edited(restored, rewriter.changes)
     after = config_text.as_json(after) if is_json else after
     new = replace(file, data=after.encode())
-    migrated = assess(Sources(config=new, environ={}))
+    migrated = assess(Sources(config=new, environ={}, dialects="off"))
     if wrong := _wrong_settings(spec, migrated, rewriter.changes_mesh or restored != text):
         fix = "Write these settings as plain keys of fsdp_config, one per line. Nothing was written."
         message = f"the file cannot be rewritten for FSDP{to}: {'; '.join(wrong)}."
@@ -100,7 +100,7 @@ def _check(file: ConfigFile, spec: FsdpSpec, to: int) -> Iterator[Problem]:
     place, version = Origin(source=file.shown), spec.fsdp.version
     if not spec.enabled:
         message = f"this is not a config for PyTorch's FSDP: distributed_type is {spec.launch.distributed_type}."
-        fix = "Give a file with distributed_type: FSDP and an fsdp_config."
+        fix = "Give a file with distributed_type: FSDP and an fsdp_config; hf-fsdp convert makes one."
         yield Problem(code="FSDP-E788", message=message, fix=fix, origin=spec.origins.get(_DISTRIBUTED, place))
         return
     if mixed := _key_of_fsdp2(file, spec):

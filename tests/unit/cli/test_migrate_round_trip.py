@@ -9,6 +9,7 @@ from random import Random
 import pytest
 
 from hf_fsdp_plugin.cli.migrate.rewriting import migrate
+from hf_fsdp_plugin.problems import SpecError
 from hf_fsdp_plugin.sources.interface import ConfigFile, Sources
 from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec
 from hf_fsdp_plugin.spec.load import assess
@@ -17,7 +18,12 @@ from tests.unit.generated.oracle import Oracle
 from tests.unit.generated.settings_document import read_document
 
 ROOT = Path(__file__).parents[3]
-FILES = sorted([*(ROOT / "configs").glob("*.yaml"), *(ROOT / "tests/data/good").iterdir()])
+FILES = [
+    path
+    for path in sorted([*(ROOT / "configs").glob("*.yaml"), *(ROOT / "tests/data/good").iterdir()])
+    if assess(Sources(config=ConfigFile.at(path), environ={}, dialects="off")).spec.enabled
+]
+"""The configs of FSDP. Those of other programs are converted first."""
 NO_EFFECT = ("params.use_orig", "prefetch.limit_all_gathers")
 """Settings that FSDP2 ignores."""
 STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2", 1, 2, 3, 4, 5)
@@ -48,6 +54,11 @@ def assert_round_trip(file: ConfigFile) -> None:
 
 def config_of(text: str, name: str = "c.yaml") -> ConfigFile:
     return ConfigFile(path=Path("/none") / name, shown=name, data=text.encode())
+
+
+def test_config_of_another_program_is_converted_first():
+    with pytest.raises(SpecError, match=r"hf-fsdp convert.*FSDP-E120"):
+        migrate(ConfigFile.at(ROOT / "tests/data/good/accelerate_deepspeed.yaml"))
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
