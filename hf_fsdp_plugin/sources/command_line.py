@@ -37,12 +37,14 @@ class GivenFlag(NamedTuple):
         name: the name with underscores, without leading dashes: ``fsdp_offload_params``.
         value: ``None`` if the flag has none, which is not the same as ``--flag=``.
         num_words: the number of words of the command line that form the flag.
+        line: the line of a script.
     """
 
     written: str
     name: str
     value: str | None
     num_words: int
+    line: int | None = None
 
     @property
     def text(self) -> str:
@@ -59,7 +61,7 @@ def flags_before_script(argv: Sequence[str]) -> tuple[str, ...]:
     """Return the flags in the arguments of ``accelerate launch``, which end at the script."""
     position = 0
     while position < len(argv) and argv[position].startswith("-") and argv[position] != "--":
-        position += _parse_flag(argv, position).num_words
+        position += parse_flag(argv, position).num_words
     return tuple(argv[:position])
 
 
@@ -70,7 +72,7 @@ def parse_flags(argv: Sequence[str]) -> Iterator[GivenFlag]:
         if not argv[position].startswith("-") or argv[position] in ("-", "--"):
             position += 1
             continue
-        flag = _parse_flag(argv, position)
+        flag = parse_flag(argv, position)
         position += flag.num_words
         yield flag
 
@@ -86,13 +88,13 @@ def read(sources: Sources) -> SourceSettings | None:
             first = given.setdefault(flag.name, flag)
             if first.value != flag.value:
                 message = f"{flag.shown} conflicts with {first.shown}."
-                arguments.report("FSDP-E102", _entry(flag), message, "Keep one of them.")
+                arguments.report("FSDP-E102", flag_entry(flag), message, "Keep one of them.")
         else:
-            _add_flag(flags, flag)
+            add_flag(flags, flag)
     fsdp, config = given.get("fsdp"), given.get("fsdp_config")
     add_fsdp_arguments(
         arguments,
-        _entry(fsdp) if fsdp is not None else None,
+        flag_entry(fsdp) if fsdp is not None else None,
         config.text if config is not None else None,
         config_key=config.written if config is not None else "",
     )
@@ -124,7 +126,8 @@ def machine_range(text: str) -> tuple[str, str] | None:
     return (low, high) if is_range else None
 
 
-def _parse_flag(argv: Sequence[str], position: int) -> GivenFlag:
+def parse_flag(argv: Sequence[str], position: int) -> GivenFlag:
+    """Return the flag at a position of a command line, with the next word if it takes a value."""
     word = argv[position]
     written, equals, value = word.partition("=")
     name = flag_name(written) if written.startswith("--") else SHORT_FLAGS.get(written[1:], "")
@@ -140,7 +143,8 @@ def _parse_flag(argv: Sequence[str], position: int) -> GivenFlag:
     return GivenFlag(written=written, name=name, value=text, num_words=2 if takes_next else 1)
 
 
-def _add_flag(out: Collector, flag: GivenFlag) -> None:
+def add_flag(out: Collector, flag: GivenFlag) -> None:
+    """Add a flag of ``accelerate launch``, or one of a training script that the vocabulary has."""
     if flag.name in LAUNCHER_FLAGS or flag.name == "set":
         return
     if flag.name in SWITCHES and flag.value is not None:
@@ -150,22 +154,22 @@ def _add_flag(out: Collector, flag: GivenFlag) -> None:
     if flag.name in SETTING_OF_SWITCH:
         setting, value = SETTING_OF_SWITCH[flag.name]
         out.mentions_fsdp |= flag.name == "use_fsdp"
-        out.add(setting, _entry(flag), value=value)
+        out.add(setting, flag_entry(flag), value=value)
         return
     row = _row_of_flag(flag.name)
     if row is not None:
-        out.add_entry(row, _entry(flag))
+        out.add_entry(row, flag_entry(flag))
     elif flag.name in RENAMED or flag.name.lower().startswith(("fsdp", "parallelism_config")):
         nearest = RENAMED.get(flag.name) or vocabulary.similar_key(flag.name, ("fsdp", "parallelism"))
         fix = did_you_mean(nearest and f"--{nearest}", "Remove it.")
-        out.report("FSDP-E030", _entry(flag), f"unknown flag '{flag.written}'.", fix)
+        out.report("FSDP-E030", flag_entry(flag), f"unknown flag '{flag.written}'.", fix)
 
 
-def _entry(flag: GivenFlag) -> ConfigEntry:
+def flag_entry(flag: GivenFlag) -> ConfigEntry:
     """Return the entry of a flag. A flag whose value is optional is true without one."""
-    if flag.value is not None:
-        return entry_of(flag.written, flag.value)
-    return entry_of(flag.written, "true" if flag.name in SWITCHES | OPTIONAL_VALUE else "", is_switch=True)
+    default = "true" if flag.name in SWITCHES | OPTIONAL_VALUE else ""
+    given = flag.value is not None
+    return replace(entry_of(flag.written, flag.value if given else default, is_switch=not given), line=flag.line)
 
 
 def remedy_of_switch(written: str) -> str:

@@ -263,7 +263,7 @@ class LaunchHandover:
         file = self.sources.config
         assert file is None or isinstance(file, ConfigFile), "the launcher reads its config from a file"
         content = {
-            "config": str(file.path) if file is not None else None,
+            "config": file.address if file is not None else None,
             "config_shown": file.shown if file is not None else None,
             "quiet": self.quiet,
             "command_line": list(self.sources.command_line),
@@ -289,7 +289,7 @@ class LaunchHandover:
             content = json.loads(text)
             path, shown = content.pop("config"), content.pop("config_shown")
             sources = Sources(
-                config=ConfigFile(path=Path(path), shown=shown or path) if path is not None else None,
+                config=replace(ConfigFile.at(path), shown=shown or path) if path is not None else None,
                 command_line=tuple(content.pop("command_line")),
                 script_arguments=tuple(content.pop("script_arguments")),
                 overrides=tuple(content.pop("overrides")),

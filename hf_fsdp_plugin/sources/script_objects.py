@@ -119,18 +119,26 @@ def read_distributed_config(sources: Sources) -> SourceSettings | None:
         tree = config_tree(given)
     except ConfigFileError as error:
         return SourceSettings(problems=[error.problem])
+    if not add_distributed_config(out, tree.value):
+        return SourceSettings(problems=out.problems)
+    return out.result("training_arguments")
+
+
+def add_distributed_config(out: Collector, entries: Iterable[ConfigEntry]) -> bool:
+    """Add the fields of a ``DistributedConfig``. Return false if it does not shard, so that it sets nothing."""
     # A field that is null has its default, as in Transformers.
-    entries = (entry for entry in tree.value if entry.value.value is not None)
-    fields = {plain_key(entry.key, "distributed"): entry for entry in entries}
+    fields = {plain_key(entry.key, "distributed"): entry for entry in entries if entry.value.value is not None}
     _add_fields(out, fields)
     sizes = {name: _size_of(fields, name) for name in FSDP_SIZES}
     if sizes["fsdp_size"] == sizes["dp_replicate_size"] == 1:
         # from_pretrained does not shard the model, so these fields set nothing.
         message = "fsdp_size and dp_replicate_size are 1: from_pretrained does not shard the model."
-        note = Problem(code="FSDP-N081", message=message, origin=Origin(source=out.source))
-        return SourceSettings(problems=out.problems or [note])
+        out.settings.clear()
+        if not out.problems:
+            out.problems.append(Problem(code="FSDP-N081", message=message, origin=Origin(source=out.source)))
+        return False
     _add_consequences(out, fields, sizes)
-    return out.result("training_arguments")
+    return True
 
 
 def _add_fields(out: Collector, fields: Mapping[str, ConfigEntry]) -> None:

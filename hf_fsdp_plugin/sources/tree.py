@@ -282,5 +282,5 @@ def _line(event: Any) -> int:
 
 _DECIMAL = re.compile(r"[-+]?(?:0|[1-9]\d*)(?:\.\d+)?(?:e[-+]?\d+)?|[-+]?\.inf|\.nan", re.ASCII | re.IGNORECASE)
 _PLAIN_TAGS = frozenset(
-    {"!", *(f"tag:yaml.org,2002:{name}" for name in ("str", "int", "float", "bool", "null", "seq", "map"))}
+    {"!", *(f"tag:yaml.org,2002:{name}" for name in ("str", "int", "float", "bool", "null", "seq", "map", "set"))}
 )
