@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from hf_fsdp_plugin.cli.explain import read_entries
@@ -333,13 +333,17 @@ def dialects() -> str:
     parts = [_DIALECTS_HEAD]
     for dialect in DIALECTS_OF_CONFIGS:
         head = ["| key | becomes | |", "|---|---|---|"]
-        rows = [_dialect_row(row) for row in dialect.table.rows.values()]
+        groups: dict[tuple[str, str], list[DialectKey]] = {}  # the keys that have no effect for the same reason
+        for key in dialect.table.rows.values():
+            group = key.why if key.fate == "irrelevant" and not key.to else key.path
+            groups.setdefault((key.fate, group), []).append(key)
+        rows = [_dialect_row(keys[0], [key.path for key in keys]) for keys in groups.values()]
         rows += [f"| `{alias}` | as `{path}` | |" for alias, path in dialect.table.aliases.items()]
         parts += [f"## {dialect.title}", "", dialect.table.about.strip(), "", *head, *rows, ""]
     return "\n".join(parts)
 
 
-def _dialect_row(row: DialectKey) -> str:
+def _dialect_row(row: DialectKey, paths: Sequence[str]) -> str:
     texts = {"irrelevant": "no effect", "refused": "refused (FSDP-E062)"}
     target = ", ".join(f"`{name}`" for name in row.to) or texts.get(row.fate, "the same key")
     place = "arguments of the Trainer: " if row.fate == "arguments" else ""
@@ -347,7 +351,7 @@ def _dialect_row(row: DialectKey) -> str:
     if row.fate == "refused":
         unless = f" unless it is {' or '.join(f'`{value}`' for value in row.allowed)}" if row.allowed else ""
         target, why = f"{target}{unless}", f"{why}. {row.fix}"
-    return f"| `{row.path}` | {place}{target} | {why} |".replace("|  |", "| |")
+    return f"| {', '.join(f'`{path}`' for path in paths)} | {place}{target} | {why} |".replace("|  |", "| |")
 
 
 def hooks() -> str:

@@ -5,6 +5,7 @@ Configs of other programs are read by ``sources.dialects``. Here, one of DeepSpe
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from hf_fsdp_plugin.problems import Origin, Problem
 from hf_fsdp_plugin.sources.collector import FSDP_SCOPES, Collector, entry_of
 from hf_fsdp_plugin.sources.interface import ConfigFile, Sources, SourceSettings, config_tree
 from hf_fsdp_plugin.sources.tree import ConfigFileError, Node, parse_text
-from hf_fsdp_plugin.vocabulary import TRAINING_FILE_MARKS, WORDS, Scope, find_row, plain_key
+from hf_fsdp_plugin.vocabulary import WORDS, Scope, find_row, plain_key
 
 SOURCE = "config"
 FsdpConfig = Mapping[str, Any] | str | Path | None
@@ -32,55 +33,18 @@ def read(sources: Sources) -> SourceSettings | None:
         return SourceSettings(problems=[error.problem], dialect="accelerate")
     keys = _keys_of(root)
     out = Collector(file.shown)
-    if keys & TRAINING_FILE_MARKS and "distributed_type" not in keys:
-        _add_training_file(out, root, file)
-        return out.result("training_arguments")
     _add_config(out, root, is_whole=any(_is_top_level(key) for key in keys), scopes=("fsdp", "parallelism"))
     return out.result("accelerate")
 
 
-def _add_training_file(out: Collector, root: Node, file: ConfigFile) -> None:
-    """Add the FSDP and precision keys of a training script's config, which it passes to ``TrainingArguments``.
-
-    There, only ``fsdp`` enables FSDP. axolotl (``base_model``) sets it for every ``fsdp_config``.
-    """
-    inner, num_ignored = Collector(out.source), 0
-    for entry in root.value:
-        is_fsdp = entry.key.lower().startswith("fsdp")
-        scopes: tuple[Scope, ...] = ("training", "parallelism", *(("fsdp",) if is_fsdp else ()))
-        row = find_row(entry.key, scopes)
-        if plain_key(entry.key, "training") == "fsdp_config" and isinstance(entry.value.value, str):
-            add_fsdp_config(inner, file_beside(file, Path(entry.value.value)))
-            inner.mentions_fsdp = True
-        elif row is not None and row.scope in (*scopes, "fsdp"):
-            inner.add_entry(row, entry)
-        elif is_fsdp:
-            inner.report_unknown(entry, ("training", "fsdp"))
-        elif plain_key(entry.key, "launch") == "deepspeed" and not entry.value.is_empty:
-            inner.add("launch.extra.deepspeed_config", entry)
-        else:
-            num_ignored += 1
-    if num_ignored:
-        message = f"this is the config of a training script; {num_ignored} keys without FSDP meaning are ignored."
-        inner.problems.append(Problem(code="FSDP-N028", message=message, origin=Origin(source=out.source)))
-    fsdp = next((entry for entry in root.value if plain_key(entry.key, "training") == "fsdp"), None)
-    is_on = any(s.name == "launch.distributed_type" and s.value == "FSDP" for s in inner.settings)
-    if not is_on and (fsdp is None or fsdp.value.is_empty) and any(entry.key == "base_model" for entry in root.value):
-        is_on = any(setting.enables_fsdp for setting in inner.settings)
-    if is_on:
-        out.extend(inner)
-        out.mentions_fsdp = True
-        return
-    inner.settings = [setting for setting in inner.settings if setting.name != "launch.distributed_type"]
-    out.problems, inner.problems = inner.problems, []
-    out.extend(inner, active=False)
-    out.add("launch.distributed_type", fsdp or entry_of("", "NO"), value="NO", implied=True)
-
-
 def file_beside(file: ConfigFile, path: Path) -> ConfigFile:
-    """Return the file that another one names: in the working directory, as in the script, or beside the other one."""
-    sibling = ConfigFile(path=file.path.parent / path, shown=str(Path(file.shown).parent / path))
-    return sibling if sibling.path.exists() and not path.exists() else ConfigFile.at(path)
+    """Return the file that another one names.
+
+    Its path is relative to the working directory of a script: the present one, or a folder that contains the other.
+    """
+    found = [path, Path(file.shown).parent / path, *(folder / path for folder in file.path.parent.parents)]
+    # Unlike Path.is_file, os.path.isfile is false for a name that is too long.
+    return ConfigFile.at(next((candidate for candidate in found if os.path.isfile(candidate)), path))
 
 
 def add_fsdp_config(out: Collector, config: FsdpConfig | ConfigFile) -> None:

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
-from pathlib import Path
 from typing import Final
 
-from hf_fsdp_plugin.sources.accelerate_file import file_beside
 from hf_fsdp_plugin.sources.dialects import deepspeed
 from hf_fsdp_plugin.sources.dialects.interface import ConfigDialect, DialectDocument, DialectReading, is_off
-from hf_fsdp_plugin.sources.interface import ConfigFile
-from hf_fsdp_plugin.sources.tree import ConfigEntry, ConfigFileError
+from hf_fsdp_plugin.sources.dialects.training_script import find_file
+from hf_fsdp_plugin.sources.tree import ConfigEntry
 from hf_fsdp_plugin.spellings import NULL_WORDS, word_of
 
 _SECTION: Final = "deepspeed_config"
@@ -69,18 +66,9 @@ def _add_file(reading: DialectReading, entry: ConfigEntry) -> None:
     if others:
         message = f"{entry.key} is set, and {', '.join(others)}, which Accelerate does not accept with it."
         reading.report("FSDP-E066", entry, message, "Set them in one of the two files.")
-    document, path = reading.document, Path(entry.value.text)
-    file = file_beside(document.file, path) if document.file is not None else ConfigFile.at(path)
-    try:
-        inner_document = DialectDocument.of(replace(document.sources, config=file))
-        if inner_document.error is not None:
-            raise inner_document.error
-    except ConfigFileError as error:
-        reading.problems.append(error.problem)
+    if (file := find_file(reading, entry)) is None:
         return
-    inner = DialectReading(source=file.shown, dialect_of=deepspeed.DIALECT, document=inner_document)
-    deepspeed.DIALECT.read(inner)
-    reading.merge(inner)
+    reading.include(file)
     if reading.text("mixed_precision"):  # it replaces auto
         reading.unfilled = [item for item in reading.unfilled if item[1] not in (("bf16",), ("fp16",))]
 

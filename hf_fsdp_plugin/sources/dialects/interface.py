@@ -5,7 +5,7 @@ A dialect is one file ``<name>.py`` with the constant ``DIALECT``, and its table
 .. code-block:: yaml
 
     sets:        # key -> canonical settings of the vocabulary
-      zero_optimization.stage: {to: sharding.strategy, why: "Stage 3 is full_shard."}
+      zero_optimization.stage: {to: sharding.strategy, why: "Stage 3 is full_shard.", values: {3: full_shard}}
     arguments:   # key -> arguments of TrainingArguments
       gradient_clipping: {to: max_grad_norm}
     irrelevant:  # keys without a meaning for FSDP
@@ -14,12 +14,13 @@ A dialect is one file ``<name>.py`` with the constant ``DIALECT``, and its table
       - {keys: gradient_allreduce_op, allowed: mean, why: "FSDP computes the mean", fix: "Remove it."}
     aliases:     # other spellings of a key or a section
       bfloat16: bf16
+    include: training_arguments  # another table: its rows for keys without a row here
     about: ...   # for docs/dialects.md, with an example
 
-Keys are paths with dots. ``section.*`` is every key of a section that has no row of its own. A row for a section
-includes all keys in it. ``auto`` of a row names the arguments that replace the value ``auto``; by default, this is
-``to`` in ``arguments``. ``allowed`` are the values of a refused key that change nothing; by default, those for which
-:func:`is_off` is true.
+Keys are paths with dots. ``section.*`` is every key of a section that has no row of its own, ``prefix_*`` every such
+key of the top level that begins with ``prefix_``, and ``*`` every other one. A row for a section includes all keys in
+it. ``auto`` of a row names the arguments that replace the value ``auto``; by default, this is ``to`` in ``arguments``.
+``allowed`` are the values of a refused key that change nothing; by default, those for which :func:`is_off` is true.
 """
 
 from __future__ import annotations
@@ -37,15 +38,24 @@ import yaml
 from hf_fsdp_plugin.problems import Origin, Problem
 from hf_fsdp_plugin.sources.collector import Collector, entry_of
 from hf_fsdp_plugin.sources.command_line import parse_flags
-from hf_fsdp_plugin.sources.interface import ConfigFile, Sources, config_tree, read_text
+from hf_fsdp_plugin.sources.interface import (
+    ConfigFile,
+    Dialect,
+    Sources,
+    SourceSettings,
+    config_tree,
+    read_text,
+)
 from hf_fsdp_plugin.sources.tree import ConfigEntry, ConfigFileError, Entries, Node, one_line
 from hf_fsdp_plugin.spellings import FALSE_WORDS, NULL_WORDS, did_you_mean, nearest_word, word_of
-from hf_fsdp_plugin.text import format_value, plural
-from hf_fsdp_plugin.vocabulary import WORDS, Scope, find_row
+from hf_fsdp_plugin.text import format_names, format_value, plural
+from hf_fsdp_plugin.vocabulary import WORDS, Scope, canonical_setting, find_row
 
 Fate = Literal["sets", "arguments", "irrelevant", "refused"]
 """What becomes of a key: settings, arguments of ``TrainingArguments``, nothing with a reason, or an error."""
 _LAUNCHER_SCOPES: Final[tuple[Scope, ...]] = ("launch", "fsdp", "parallelism", "dynamo", "fp8")
+MAX_SCRIPT: Final = 100_000
+"""Limit of scripts, in characters."""
 AUTO: Final = "auto"
 """The value that the arguments of the Trainer replace."""
 
@@ -58,6 +68,7 @@ class DialectKey:
         path: the key with its sections: ``zero_optimization.stage``.
         to: canonical names of settings, or names of arguments.
         auto: names of the arguments that replace ``auto``.
+        values: value in the file, in lower case -> value of the settings; empty if they are the same.
         why: the reason, one sentence; for refused keys, without capital and full stop.
         fix: for refused keys: what to do.
         allowed: for refused keys: values in lower case that are not refused.
@@ -67,6 +78,7 @@ class DialectKey:
     fate: Fate
     to: tuple[str, ...] = ()
     auto: tuple[str, ...] = ()
+    values: Mapping[str, str] = field(default_factory=dict)
     why: str = ""
     fix: str = ""
     allowed: tuple[str, ...] = ()
@@ -102,9 +114,11 @@ class KeyTable:
     about: str = ""
 
     def row(self, path: str) -> DialectKey | None:
-        """Return the row of a path, also of a section or of ``section.*``; ``None`` if there is none."""
+        """Return the row of a path, also of ``section.*``, ``prefix_*`` or ``*``; ``None`` if there is none."""
         section = path.rpartition(".")[0]
-        return self.rows.get(path) or self.rows.get(f"{section}.*" if section else "*")
+        prefix = f"{path.partition('_')[0]}_*"
+        names = (path, f"{section}.*") if section else (path, prefix, "*")
+        return next((self.rows[name] for name in names if name in self.rows), None)
 
     def is_section(self, path: str) -> bool:
         """Whether the table has rows for keys in this section."""
@@ -123,13 +137,15 @@ def load_table(name: str) -> KeyTable:
     """Return the table in ``<name>.yaml``. All values are text."""
     text = Path(__file__).with_name(f"{name}.yaml").read_text(encoding="utf-8")
     content: dict[str, Any] = yaml.load(text, Loader=getattr(yaml, "CBaseLoader", yaml.BaseLoader))
-    rows: dict[str, DialectKey] = {}
+    included = load_table(content["include"]) if "include" in content else KeyTable(rows={}, aliases={})
+    rows = dict(included.rows)
     with_target: tuple[Fate, ...] = ("sets", "arguments")
     for fate in with_target:
         for path, fields in content.get(fate, {}).items():
             to = tuple(fields["to"].split())
             auto = tuple(fields.get("auto", "" if fate == "sets" else fields["to"]).split())
-            rows[path] = DialectKey(path=path, fate=fate, to=to, auto=auto, why=fields.get("why", ""))
+            values = MappingProxyType(fields.get("values", {}))
+            rows[path] = DialectKey(path=path, fate=fate, to=to, auto=auto, values=values, why=fields.get("why", ""))
     in_groups: tuple[Fate, ...] = ("irrelevant", "refused")
     for fate in in_groups:
         for group in content.get(fate, []):
@@ -137,7 +153,7 @@ def load_table(name: str) -> KeyTable:
             allowed = tuple(group.get("allowed", "").split())
             for path in group["keys"].split():
                 rows[path] = DialectKey(path=path, fate=fate, allowed=allowed, **texts)
-    aliases = MappingProxyType(content.get("aliases", {}))
+    aliases = MappingProxyType({**included.aliases, **content.get("aliases", {})})
     return KeyTable(rows=MappingProxyType(rows), aliases=aliases, about=content.get("about", ""))
 
 
@@ -149,7 +165,7 @@ class DialectDocument:
         shown: its name in messages.
         file: the file; ``None`` for a dict.
         text: its text; empty for a dict.
-        root: its tree; without entries if the text is neither YAML nor JSON.
+        root: its tree; without entries if the text is a script, or neither YAML nor JSON.
         error: why the text has no tree.
         sources: everything else that was given with the config.
     """
@@ -170,9 +186,12 @@ class DialectDocument:
         if file is not None:
             text = read_text(file)
             config = replace(file, data=text.encode())
+            if is_script(file) and len(text) > MAX_SCRIPT:
+                message = f"the script is larger than {MAX_SCRIPT:,} characters, the limit for scripts."
+                raise ConfigFileError("FSDP-E004", message, "Give a script that starts a training.", source=file.shown)
         assert config is not None
         try:
-            root = config_tree(config)
+            root = root if is_script(file) else config_tree(config)
         except ConfigFileError as reason:
             error = reason
         shown = file.shown if file is not None else "config"
@@ -207,15 +226,25 @@ class DialectReading(Collector):
         unfilled: keys with the value ``auto``, for which no argument was given, and the arguments that replace it.
         found: path -> entry of each key of the tree.
         becomes: what the key sets that is being read: ``max_grad_norm=1.0``.
+        read_other: reads another config; used by :meth:`include`.
+        defaults: selects the defaults of settings that no file sets.
+        included_arguments: the arguments that only included files set.
+        unknown: the keys of a file with ``own_script`` that the table does not have.
+        path: the path in the table of the key that is being read.
     """
 
     dialect_of: ConfigDialect
     document: DialectDocument
+    read_other: Callable[[Sources], SourceSettings | None]
+    defaults: Dialect = "training_arguments"
     outcomes: list[KeyOutcome] = field(default_factory=list)
     arguments: dict[str, Any] = field(default_factory=dict)
     unfilled: list[tuple[Origin, tuple[str, ...]]] = field(default_factory=list)
     found: dict[str, ConfigEntry] = field(default_factory=dict)
     becomes: list[str] = field(default_factory=list)
+    included_arguments: dict[str, Any] = field(default_factory=dict)
+    unknown: list[ConfigEntry] = field(default_factory=list)
+    path: str = ""
 
     def read_tree(self) -> None:
         """Read all keys of the file's tree."""
@@ -236,7 +265,7 @@ class DialectReading(Collector):
             path: the key with its sections, as in the table.
             entry: the value, with its place. Its key is shown in messages.
         """
-        row = self.dialect_of.table.row(path)
+        row, self.path = self.dialect_of.table.row(path), path
         is_comment, is_section = path.rpartition(".")[2].startswith("_"), self.dialect_of.table.is_section(path)
         is_empty = entry.value.value is None or (is_section and entry.value.is_empty)
         if is_comment or is_empty:
@@ -250,6 +279,34 @@ class DialectReading(Collector):
             self._refuse(row, entry)
         elif (filled := self._without_auto(row, entry)) is not None:
             self._add_row(row, filled)
+
+    def record_read(self, path: str, entry: ConfigEntry) -> None:
+        """Record what became of a key that another reader has read into this collector."""
+        row, origin = self.dialect_of.table.row(path), self._origin(entry)
+        if row is None or any(p.severity == "error" and p.origin == origin for p in self.problems):
+            return
+        new = [f"{s.name}={format_value(s.value, 'none')}" for s in self.settings if s.origin == origin]
+        self._record(row, entry, tuple(new))
+
+    def include(self, config: ConfigFile | Mapping[str, Any], arguments: Mapping[str, Any] | None = None) -> None:
+        """Read a config that the file names or contains, with its own dialect. This reading gets what it sets.
+
+        Args:
+            arguments: arguments of ``TrainingArguments`` in the file, which replace the value ``auto`` in the config.
+        """
+        given = {**(arguments or {}), **self.document.sources.training_arguments}
+        part = self.read_other(replace(self.document.sources, config=config, training_arguments=given))
+        assert part is not None, "a config is given"
+        self.defaults = part.dialect or self.defaults
+        self.settings += part.settings
+        self.not_set += part.not_set
+        self.problems += part.problems
+        if isinstance(part, DialectReading):
+            self.outcomes += part.outcomes
+            self.unfilled += part.unfilled
+            new = {name: value for name, value in part.arguments.items() if not same_value(value, given.get(name))}
+            self.included_arguments |= new
+            self.arguments |= new
 
     def imply(self, name: str, value: object, cause: ConfigEntry | None = None) -> None:
         """Add a setting that the file implies, and that another key of it may override."""
@@ -268,6 +325,10 @@ class DialectReading(Collector):
         self.arguments[name] = new
         self.becomes.append(f"{name}={format_value(new, 'none')}")
 
+    def ignore(self, entry: ConfigEntry, why: str) -> None:
+        """Record a key that has no effect for a reason that is not in the table."""
+        self.outcomes.append(KeyOutcome(origin=self._origin(entry), fate="irrelevant", why=why))
+
     def refuse(self, entry: ConfigEntry, why: str, fix: str) -> None:
         """Report a value that changes the training and has no counterpart."""
         self.report("FSDP-E062", entry, f"{entry.key} is {entry.value.text}: {why}.", fix)
@@ -276,17 +337,21 @@ class DialectReading(Collector):
         """Report that a value is read as something that is not exactly the same: a warning with a fix, or a note."""
         self.report("FSDP-W070" if fix else "FSDP-N071", entry, message, fix)
 
+    def report_unresolved(self, entry: ConfigEntry) -> None:
+        """Report a value of a script that is known only when the script runs."""
+        message = f"{entry.key} is {one_line(str(entry.value.value))}, which is known only when the script runs."
+        self.report("FSDP-E076", entry, message, f"Write the value of {entry.key} into the script.")
+
+    def skip(self, entry: ConfigEntry, flag: str) -> None:
+        """Report a value that is known only when the script runs, and that the flag of a launcher replaces."""
+        message = f"{entry.key} is {entry.value.text}, which is known only when the script runs. It is not used."
+        self.report("FSDP-W078", entry, message, f"Pass {flag}.")
+        self.ignore(entry, "Its value is known only when the script runs.")
+
     def report_version(self, entry: ConfigEntry, known: Sequence[str]) -> None:
         """Report a version of the dialect that is not known."""
         message = f"{entry.key} is {entry.value.text}, an unknown version of {self.dialect_of.title}."
         self.report("FSDP-E065", entry, message, f"Known versions: {', '.join(known)}.")
-
-    def merge(self, other: DialectReading) -> None:
-        """Add what a file contains that this file names."""
-        self.extend(other)
-        self.outcomes += other.outcomes
-        self.arguments |= other.arguments
-        self.unfilled += other.unfilled
 
     def finish(self) -> None:
         """Add the problems that concern the whole file."""
@@ -298,9 +363,15 @@ class DialectReading(Collector):
             fix = f"Give the arguments of the script: {' '.join(flags)}."
             code = "FSDP-E063" if converts else "FSDP-N069"
             self.problems.append(Problem(code=code, message=message, fix=fix, origin=self.unfilled[0][0]))
+        if self.unknown:
+            names = format_names([entry.key for entry in self.unknown])
+            message = f"the table of the keys of {self.dialect_of.title} does not have {names}."
+            fix = "Check the spelling. If a newer version has the key, check that it has no effect on sharding."
+            self.report("FSDP-W072", self.unknown[0], message, fix)
         given = self.document.arguments()
-        missing = {name: value for name, value in self.arguments.items() if name not in given}
-        if missing and not converts and not self.dialect_of.own_script:
+        needed = self.included_arguments if self.dialect_of.own_script else self.arguments
+        missing = {name: value for name, value in needed.items() if name not in given}
+        if missing and not converts:
             words = " ".join(f"--{name} {format_value(value, 'none')}" for name, value in missing.items())
             message = "the file sets arguments of the Trainer, which the script must be given."
             self.report_file("FSDP-W068", message, f"Pass {words} to the script.")
@@ -312,8 +383,11 @@ class DialectReading(Collector):
     def _add_row(self, row: DialectKey, entry: ConfigEntry) -> None:
         num_settings, num_problems = len(self.settings), len(self.problems)
         self.becomes = []
-        handler = self.dialect_of.handlers.get(row.path)
-        if handler is not None:
+        handlers = self.dialect_of.handlers
+        handler = handlers.get(row.path) or handlers.get(row.fate)
+        if row.values and not entry.value.is_empty:
+            self._add_translated(row, entry)
+        elif handler is not None:
             handler(self, entry)
         elif row.fate == "sets":
             for name in row.to:
@@ -326,14 +400,25 @@ class DialectReading(Collector):
         new = [f"{setting.name}={format_value(setting.value, 'none')}" for setting in self.settings[num_settings:]]
         self._record(row, entry, (*new, *self.becomes))
 
+    def _add_translated(self, row: DialectKey, entry: ConfigEntry) -> None:
+        value = row.values.get(word_of(entry.value.value).rpartition(".")[2])
+        if value is None and is_script(self.document.file):
+            self.skip(entry, f"--{row.to[0].rpartition('.')[2]}")
+        elif value is None:
+            message = f"{entry.key} is {entry.value.shown}; expected {', '.join(row.values)}."
+            self.report("FSDP-E101", entry, message, f"Correct {entry.key}.", setting=canonical_setting(row.to[0]))
+        else:
+            for name in row.to:
+                self.add(name, entry, value=value)
+
     def _record(self, row: DialectKey, entry: ConfigEntry, becomes: tuple[str, ...] = ()) -> None:
         outcome = KeyOutcome(origin=self._origin(entry), fate=row.fate, becomes=becomes, why=row.why)
         self.outcomes.append(outcome)
 
     def _refuse(self, row: DialectKey, entry: ConfigEntry) -> None:
-        if word_of(entry.value.value) in row.allowed if row.allowed else is_off(entry.value):
-            origin = self._origin(entry)
-            self.outcomes.append(KeyOutcome(origin=origin, fate="irrelevant", why="It is turned off."))
+        is_off_here = word_of(entry.value.value) in row.allowed if row.allowed else is_off(entry.value)
+        if is_off_here or (row.path.endswith("_size") and entry.value.text == "1"):
+            self.ignore(entry, "It is turned off.")
         else:
             self.refuse(entry, row.why, row.fix)
 
@@ -355,9 +440,14 @@ class DialectReading(Collector):
     def _report_unknown(self, path: str, entry: ConfigEntry) -> None:
         message = f"'{one_line(entry.key)}' is not a key of {self.dialect_of.title}."
         section, _, key = path.rpartition(".")
-        known = [row.rpartition(".")[2] for row in self.dialect_of.table.rows if row.rpartition(".")[0] == section]
-        fix = did_you_mean(nearest_word(key, known), "Remove it.")
-        self.report("FSDP-E061", entry, message, fix)
+        rows = self.dialect_of.table.rows.values()
+        known = {row.path.rpartition(".")[2]: row for row in rows if row.path.rpartition(".")[0] == section}
+        nearest = nearest_word(key, known)
+        if self.dialect_of.own_script and (not nearest or known[nearest].fate in ("arguments", "irrelevant")):
+            self.ignore(entry, f"It is not in the table of the keys of {self.dialect_of.title}.")
+            self.unknown.append(entry)
+        else:
+            self.report("FSDP-E061", entry, message, did_you_mean(nearest, "Remove it."))
 
     def report_file(self, code: str, message: str, fix: str) -> None:
         """Add a problem of the whole file."""
@@ -381,8 +471,10 @@ class ConfigDialect:
         title: name in messages: ``DeepSpeed``.
         marks: returns the entries of a document that only this dialect has; none if it is another dialect.
         read: reads a document, usually with :meth:`DialectReading.read_tree`, and then what several keys imply.
-        handlers: path -> function that reads this key; other keys set what their row names to their value.
-        own_script: whether the file is read by the training script too, so that it knows its arguments.
+        handlers: path or fate -> function that reads this key, or the other keys with this fate. A key without one sets
+            what its row names to its value.
+        is_general: whether the marks are also those of other dialects, which have precedence.
+        own_script: whether the file is read by the training script too, so that it knows its arguments and its keys.
         is_accelerate: whether the file is one of Accelerate, for another engine.
     """
 
@@ -391,6 +483,7 @@ class ConfigDialect:
     marks: Callable[[DialectDocument], Sequence[ConfigEntry]]
     read: Callable[[DialectReading], None]
     handlers: Mapping[str, Callable[[DialectReading, ConfigEntry], None]] = field(default_factory=dict)
+    is_general: bool = False
     own_script: bool = False
     is_accelerate: bool = False
 
@@ -419,6 +512,11 @@ def leaves(table: KeyTable, entries: Sequence[ConfigEntry], section: str = "") -
             yield from leaves(table, entry.value.value, written)
         else:
             yield path, replace(entry, key=written)
+
+
+def is_script(file: ConfigFile | None) -> bool:
+    """Whether a file is a script of a shell or of Python by its name."""
+    return file is not None and file.path.suffix.lower() in (".sh", ".bash", ".slurm", ".sbatch", ".py")
 
 
 def is_off(node: Node) -> bool:

@@ -87,7 +87,7 @@ def test_fsdp_config_alone_equals_whole_file(assess, shape, tmp_path):
         ({"fsdp_config": {"final_state_dict_type": "FULL"}}, "FSDP-W026", "final_state_dict_type", "axolotl"),
         ({"distributed_type": "FSDP", "fsdp_offload_params": True}, "FSDP-W021", "fsdp_offload_params", "fsdp_config"),
         ({"distributed_type": "FSDP", "_description": "ours"}, "FSDP-N027", "_description", "comment"),
-        ({"base_model": "m", "fsdp_version": 2}, "FSDP-N028", "", "1 keys"),
+        ({"base_model": "m", "fsdp_version": 2}, "FSDP-N067", "", "axolotl"),
     ],
 )
 def test_key_without_meaning_is_reported(assess, config, code, spelling, part):

@@ -83,8 +83,8 @@ def test_training_file_has_version_of_training_arguments(assess):
     ("key", "value", "code"), [("pipeline_parallel_size", 2, "FSDP-E122"), ("sequence_parallel_size", 2, "FSDP-E122")]
 )
 def test_unsupported_key_of_training_file_is_error(codes, key, value, code):
-    assert codes({"base_model": "m", "fsdp": ["full_shard"], key: value}) == [code]
-    assert codes({"base_model": "m", "fsdp": ["full_shard"], key: type(value)(value == 2)}) == []
+    assert codes({"model_name_or_path": "m", "fsdp": ["full_shard"], key: value}) == [code]
+    assert codes({"model_name_or_path": "m", "fsdp": ["full_shard"], key: type(value)(value == 2)}) == []
 
 
 @pytest.mark.parametrize(

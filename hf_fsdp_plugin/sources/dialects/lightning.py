@@ -1,0 +1,208 @@
+"""Reads Lightning's FSDPStrategy and ModelParallelStrategy: in a script, or in a YAML of LightningCLI or of Hydra."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Final
+
+from hf_fsdp_plugin.sources.dialects.interface import ConfigDialect, DialectDocument, DialectReading
+from hf_fsdp_plugin.sources.dialects.python_calls import ScriptPart, choose_part, find_calls
+from hf_fsdp_plugin.sources.tree import ConfigEntry, from_python
+from hf_fsdp_plugin.spellings import word_of
+from hf_fsdp_plugin.vocabulary import BY_NAME
+
+_STRATEGIES: Final = ("FSDPStrategy", "ModelParallelStrategy")
+_ALIASES: Final = ("fsdp", "fsdp_cpu_offload")
+_TRAINERS: Final = ("Trainer", "Fabric")
+_CLASS: Final = ("class_path", "_target_")
+"""Key of a class in a file of LightningCLI, and of Hydra."""
+_MIN_NUM_PARAMS: Final = 100_000_000
+"""torch's default threshold of ``size_based_auto_wrap_policy``."""
+
+
+def _strategy_calls(document: DialectDocument) -> list[ScriptPart]:
+    """Return the calls that make a strategy, or those of a trainer with the name of one."""
+    trainers = (
+        call
+        for call in find_calls(document, _TRAINERS)
+        if any(entry.key == "strategy" and entry.value.value in _ALIASES for entry in call.entries)
+    )
+    return find_calls(document, _STRATEGIES) or list(trainers)
+
+
+def _marks(document: DialectDocument) -> Sequence[ConfigEntry]:
+    trainer = document.keys().get("trainer")
+    inner = trainer.value.value if trainer is not None and trainer.value.is_mapping else ()
+    return [entry for entry in inner if entry.key == "strategy"] or [call.mark() for call in _strategy_calls(document)]
+
+
+def _read(reading: DialectReading) -> None:
+    entries = list(_entries_of_file(reading.document) or _entries_of_script(reading))
+    given = dict(entries)
+    if "strategy" not in given:
+        return  # choose_part has reported why
+    name = word_of(given["strategy"].value.value).rpartition(".")[2]
+    is_composable = name == "modelparallelstrategy"
+    reading.imply("launch.distributed_type", "FSDP")
+    reading.imply("offload.params", name == "fsdp_cpu_offload")
+    reading.imply("checkpoint.state_dict", "sharded" if is_composable else "full")
+    if not is_composable:
+        reading.imply("params.use_orig", True)
+        reading.imply("wrap.policy", "none")
+    for path, entry in entries:
+        if path.endswith("_parallel_size") and word_of(entry.value.value) == "auto":
+            reading.ignore(entry, "It is the default.")
+        else:
+            reading.add_path(path, entry)
+    if is_composable:
+        _add_default_size(reading, given, "tensor_parallel_size", "mesh.tensor", given.get("trainer.devices"))
+        _add_default_size(reading, given, "data_parallel_size", "mesh.shard", given.get("trainer.num_nodes"), 1)
+
+
+def _entries_of_file(document: DialectDocument) -> list[tuple[str, ConfigEntry]]:
+    """Return the arguments of the strategy by name, and those of the trainer with the prefix ``trainer.``."""
+    keys = document.keys()
+    entries = [(key, entry) for key, entry in keys.items() if key != "trainer"]
+    for entry in keys["trainer"].value.value if "trainer" in keys else ():
+        written = replace(entry, key=f"trainer.{entry.key}")
+        if entry.key != "strategy":
+            entries.append((written.key, written))
+        elif entry.value.is_mapping:
+            entries += _entries_of_object(written)
+        else:
+            entries.append(("strategy", written))
+    return entries
+
+
+def _entries_of_object(strategy: ConfigEntry) -> Iterator[tuple[str, ConfigEntry]]:
+    for entry in strategy.value.value:
+        written = f"{strategy.key}.{entry.key}"
+        if entry.key == "init_args" and entry.value.is_mapping:
+            yield from ((inner.key, replace(inner, key=f"{written}.{inner.key}")) for inner in entry.value.value)
+        else:
+            yield "strategy" if entry.key in _CLASS else entry.key, replace(entry, key=written)
+
+
+def _entries_of_script(reading: DialectReading) -> Iterator[tuple[str, ConfigEntry]]:
+    call = choose_part(reading, _strategy_calls(reading.document), "calls that make a strategy")
+    if call is None:
+        return
+    trainers = [call]
+    if call.name in _STRATEGIES:
+        yield "strategy", call.mark()
+        yield from ((entry.key, entry) for entry in call.entries)
+        trainers = find_calls(reading.document, _TRAINERS)
+    for entry in trainers[0].entries if len(trainers) == 1 else ():
+        if entry.key != "strategy":
+            yield f"trainer.{entry.key}", entry
+        elif call.name in _TRAINERS:
+            yield "strategy", entry
+
+
+def _object(entry: ConfigEntry) -> tuple[str, Mapping[str, Any]]:
+    """Return the name of a class or function and its arguments; the name is empty for other values."""
+    value = entry.value.plain()
+    if not isinstance(value, dict) or not any(key in value for key in _CLASS):
+        return "", {}
+    name = str(next(value[key] for key in _CLASS if key in value)).rpartition(".")[2]
+    arguments = value.get("init_args", value)
+    return (str(arguments["0"]), arguments) if name == "partial" and "0" in arguments else (name, arguments)
+
+
+def _add_wrap_policy(reading: DialectReading, entry: ConfigEntry) -> None:
+    name, arguments = _object(entry)
+    given = arguments.get("module_classes", arguments.get("transformer_layer_cls", arguments.get("0")))
+    classes = given if name else entry.value.plain()
+    if "size_based_auto_wrap_policy" in (name, classes):
+        reading.add("wrap.policy", entry, value="size")
+        reading.add("wrap.min_num_params", entry, value=arguments.get("min_num_params", _MIN_NUM_PARAMS))
+    elif name in ("", "ModuleWrapPolicy", "transformer_auto_wrap_policy") and isinstance(classes, list | dict):
+        reading.add("wrap.policy", entry, value="transformer")
+        reading.add("wrap.classes", entry, value=[str(kind).rpartition(".")[2] for kind in classes])
+    elif not entry.value.is_empty:
+        fix = "Pass a set of layer classes, or size_based_auto_wrap_policy with min_num_params."
+        reading.refuse(entry, "a custom wrap function is not supported", fix)
+
+
+def _add_offload(reading: DialectReading, entry: ConfigEntry) -> None:
+    name, arguments = _object(entry)
+    offloads = arguments.get("offload_params", arguments.get("0", False))
+    reading.add_entry(BY_NAME["offload.params"], replace(entry, value=from_python(offloads)) if name else entry)
+
+
+def _add_checkpointing(reading: DialectReading, entry: ConfigEntry) -> None:
+    if not entry.value.is_empty:
+        reading.add("activation.checkpointing", entry, value="full")
+
+
+def _add_mixed_precision(reading: DialectReading, entry: ConfigEntry) -> None:
+    """Add the dtypes of torch's ``MixedPrecision``."""
+    _, arguments = _object(entry)
+    for name in ("param", "reduce", "buffer"):
+        if (dtype := arguments.get(f"{name}_dtype")) is not None:
+            reading.add(f"precision.{name}", entry, value=str(dtype).rpartition(".")[2])
+
+
+def _add_mesh(reading: DialectReading, entry: ConfigEntry) -> None:
+    sizes = entry.value.plain()
+    if isinstance(sizes, list) and len(sizes) == 2:
+        reading.add("mesh.replicate", entry, value=sizes[0])
+        reading.add("mesh.shard", entry, value=sizes[1])
+    elif sizes is not None:
+        reading.refuse(entry, "expected two numbers", "Write (replication size, sharding size).")
+
+
+def _add_default_size(
+    reading: DialectReading,
+    given: Mapping[str, ConfigEntry],
+    name: str,
+    setting: str,
+    cause: ConfigEntry | None,
+    default: int | None = None,
+) -> None:
+    """Add a size of ModelParallelStrategy that is ``auto``: the devices of a machine, or the machines."""
+    if name in given and word_of(given[name].value.value) != "auto":
+        return
+    size = default if cause is None else cause.value.value
+    if isinstance(size, int):
+        reading.imply(setting, size, cause)
+    else:
+        reading.report_unresolved(replace(given["strategy"], key=name, value=from_python("auto")))
+
+
+def _add_devices(reading: DialectReading, entry: ConfigEntry) -> None:
+    """Add the number of ranks of all machines, if it is written."""
+    devices = entry.value.plain()
+    devices = len(devices) if isinstance(devices, list) else devices
+    entries = _entries_of_file(reading.document) or _entries_of_script(reading)
+    nodes = [other.value.value for path, other in entries if path == "trainer.num_nodes"]
+    if isinstance(devices, int) and devices > 0 and all(isinstance(number, int) for number in nodes):
+        reading.add("launch.num_processes", entry, value=devices * (nodes[0] if nodes else 1))
+    else:
+        reading.skip(entry, "--num_processes")
+
+
+def _add_nodes(reading: DialectReading, entry: ConfigEntry) -> None:
+    if isinstance(entry.value.value, int):
+        reading.add("launch.num_machines", entry)
+    else:
+        reading.skip(entry, "--num_machines")
+
+
+DIALECT: Final = ConfigDialect(
+    name="lightning",
+    title="Lightning",
+    marks=_marks,
+    read=_read,
+    handlers={
+        "cpu_offload": _add_offload,
+        "mixed_precision": _add_mixed_precision,
+        "auto_wrap_policy": _add_wrap_policy,
+        "activation_checkpointing": _add_checkpointing,
+        "activation_checkpointing_policy": _add_checkpointing,
+        "device_mesh": _add_mesh,
+        "trainer.devices": _add_devices,
+        "trainer.num_nodes": _add_nodes,
+    },
+)

@@ -1,0 +1,36 @@
+"""Reads the YAML of LLaMA-Factory: arguments of ``TrainingArguments``, or the ``dist_config`` of its version 1."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+from hf_fsdp_plugin.sources.dialects.interface import ConfigDialect, DialectDocument, DialectReading, leaves
+from hf_fsdp_plugin.sources.dialects.training_script import HANDLERS, include_deepspeed, read_training
+from hf_fsdp_plugin.sources.tree import ConfigEntry
+
+
+def _marks(document: DialectDocument) -> Sequence[ConfigEntry]:
+    return [entry for key, entry in document.keys().items() if key in ("finetuning_type", "dist_config")]
+
+
+def _read(reading: DialectReading) -> None:
+    entries = list(leaves(reading.dialect_of.table, reading.document.root.value))
+    given = dict(entries)
+    if "dist_config.name" in given:
+        # The defaults of version 1.
+        reading.imply("fsdp.version", "2")
+        reading.imply("activation.checkpointing", "full")
+        if "bf16" not in given:
+            reading.imply("launch.mixed_precision", "bf16")
+            reading.imply("precision.param", "bf16")
+    read_training(reading, entries)
+    file = given.get("dist_config.config_file")
+    if file is not None and not file.value.is_empty:
+        include_deepspeed(reading, file, given, {})
+
+
+DIALECT: Final = ConfigDialect(
+    name="llama_factory", title="LLaMA-Factory", marks=_marks, read=_read, own_script=True,
+    handlers={**HANDLERS, "dist_config.config_file": HANDLERS["deepspeed"]},
+)  # fmt: skip

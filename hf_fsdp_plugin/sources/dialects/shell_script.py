@@ -1,0 +1,254 @@
+"""Reads the command in a shell script that starts a training: the flags of its launcher and of the training script."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Final
+
+import yaml
+
+from hf_fsdp_plugin.sources.command_line import GivenFlag, add_flag, flag_entry, parse_flag
+from hf_fsdp_plugin.sources.dialects import axolotl, llama_factory, ms_swift, training_script
+from hf_fsdp_plugin.sources.dialects.interface import (
+    MAX_SCRIPT,
+    ConfigDialect,
+    DialectDocument,
+    DialectReading,
+    is_script,
+)
+from hf_fsdp_plugin.sources.dialects.python_calls import ScriptPart, choose_part
+from hf_fsdp_plugin.sources.dialects.shell_commands import ShellCommand, ShellWord, parse_commands
+from hf_fsdp_plugin.sources.dialects.training_script import as_file, find_file, load_presets, read_training
+from hf_fsdp_plugin.sources.interface import MAX_BYTES
+from hf_fsdp_plugin.sources.tree import ConfigEntry, from_python
+from hf_fsdp_plugin.vocabulary import TRAINING_FILE_MARKS
+
+_TOOLS: Final[Mapping[str, ConfigDialect]] = {
+    "swift": ms_swift.DIALECT, "llama_factory": llama_factory.DIALECT, "axolotl": axolotl.DIALECT
+}  # fmt: skip
+"""Launcher -> the dialect of its arguments. Other scripts have those of a training script."""
+_WITHOUT_SCRIPT: Final = {*_TOOLS, "trl"}
+"""Launchers that start a script of their own."""
+_DEEPSPEED_FLAGS: Final = re.compile(
+    r"use_deepspeed|deepspeed_\w+|zero_stage|zero3_\w+|offload_(?:optimizer|param)_\w+|gradient_(?:clipping|accumulation_steps)"
+)
+"""Flags of ``accelerate launch`` that are keys of ``deepspeed_config``."""
+
+
+@cache
+def _tables() -> dict[str, Any]:
+    content: dict[str, Any] = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
+    return content
+
+
+@cache
+def _programs() -> re.Pattern[str]:
+    groups = "|".join(f"(?P<{name}>{pattern})" for name, pattern in _tables()["programs"].items())
+    return re.compile(rf"(?<![^ ])(?<!--)(?:{groups}) ")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainingCommand(ScriptPart):
+    """A command that starts a training.
+
+    Attributes:
+        launcher: one of the programs in the table.
+        flags: the flags of the launcher.
+        arguments: the flags of the training script.
+        files: the other words after the script.
+        variables: the variables of the script.
+    """
+
+    launcher: str
+    flags: tuple[GivenFlag, ...]
+    arguments: tuple[GivenFlag, ...]
+    files: tuple[ShellWord, ...]
+    variables: Mapping[str, str]
+
+
+def find_trainings(document: DialectDocument) -> list[TrainingCommand]:
+    """Return the commands that start a training, in a shell script or in a text that is no YAML."""
+    is_python = document.file is not None and document.file.path.suffix.lower() == ".py"
+    if is_python or len(document.text) > MAX_SCRIPT or (document.error is None and not is_script(document.file)):
+        return []
+    return [training for command in _all_commands(document.text) if (training := _training_of(command)) is not None]
+
+
+def _all_commands(text: str, first: int = 1) -> Iterator[ShellCommand]:
+    """Yield the commands of a script, also those that ``bash -c`` runs."""
+    for command in parse_commands(text):
+        words = tuple(replace(word, line=word.line + first - 1) for word in command.words)
+        yield replace(command, words=words)
+        for option, script in pairwise(words):
+            if option.text in ("-c", "-lc"):
+                yield from _all_commands(script.text, script.line)
+
+
+def _training_of(command: ShellCommand) -> TrainingCommand | None:
+    if command.words[0].text in ("echo", "printf"):
+        return None
+    line = "".join(f"{_without_folder(text)} " for text in command.texts)
+    for found in _programs().finditer(line):
+        before = line[: found.start()].split(" ")
+        if len(before) > 1 and re.fullmatch(r"--[^ =]+", before[-2]):
+            continue  # the value of a flag
+        launcher = str(found.lastgroup)
+        words = command.words[line[: found.end()].count(" ") :]
+        flags: list[GivenFlag] = []
+        others: Sequence[ShellWord] = words
+        if launcher not in _WITHOUT_SCRIPT:
+            flags, others = _parse_flags(words, until_script=True)
+        script = "" if launcher in _WITHOUT_SCRIPT else " ".join(word.text for word in others[:1])
+        arguments, files = _parse_flags(others if launcher in _WITHOUT_SCRIPT else others[1:])
+        return TrainingCommand(
+            name=f"{found[0]}{script}".strip(), first=command.line, last=command.words[-1].line, launcher=launcher,
+            flags=tuple(flags), arguments=tuple(arguments), files=tuple(files), variables=command.variables,
+        )  # fmt: skip
+    return None
+
+
+def _without_folder(text: str) -> str:
+    """Return a word for the recognition of programs: ``/env/bin/torchrun`` is ``torchrun``."""
+    return "_" if " " in text or not text else text if text.startswith("-") else text.rpartition("/")[2]
+
+
+def _parse_flags(
+    words: Sequence[ShellWord], *, until_script: bool = False
+) -> tuple[list[GivenFlag], Sequence[ShellWord]]:
+    """Return the flags and the other words. ``until_script``: those before the first other word, and the rest."""
+    texts, position = [word.text for word in words], 0
+    flags: list[GivenFlag] = []
+    others: list[ShellWord] = []
+    while position < len(texts):
+        if texts[position] in ("-", "--") or not texts[position].startswith("-"):
+            if until_script and texts[position].startswith("$"):  # flags that another script sets
+                flag = GivenFlag(written="nproc_per_node", name="nproc_per_node", value=texts[position], num_words=1)
+                flags.append(flag._replace(line=words[position].line))
+            elif until_script:
+                return flags, words[position:]
+            else:
+                others.append(words[position])
+            position += 1
+            continue
+        flag = parse_flag(texts, position)
+        if until_script and flag.name in _tables()["switches"].split():
+            flag = flag._replace(value=None, num_words=1)
+        flags.append(flag._replace(line=words[position].line))
+        position += flag.num_words
+    return flags, others
+
+
+def _marks(document: DialectDocument) -> Sequence[ConfigEntry]:
+    return [training.mark() for training in find_trainings(document)]
+
+
+def _read(reading: DialectReading) -> None:
+    training = choose_part(reading, find_trainings(reading.document), "training commands")
+    if training is None:
+        return
+    _include_files(reading, training)
+    if training.launcher in ("accelerate", "trl"):
+        _add_accelerate_flags(reading, training)
+    else:
+        _add_launcher_flags(reading, training)
+    _add_arguments(reading, training)
+    # A flag overrides the files, but does not turn off what they turn on.
+    given = {setting.name for setting in reading.settings if setting.origin.source == reading.source}
+    given.discard("launch.distributed_type")
+    reading.settings = [s for s in reading.settings if s.origin.source == reading.source or s.name not in given]
+
+
+def _include_files(reading: DialectReading, training: TrainingCommand) -> None:
+    """Read the configs that a command names: of Accelerate, and of the training script."""
+    presets = load_presets()["accelerate_of_trl"]
+    for flag in (*training.flags, *training.arguments):
+        entry = flag_entry(flag)
+        if flag.name == "accelerate_config" and flag.text in presets:
+            reading.include(as_file(reading, entry, json.dumps(presets[flag.text])))
+        elif flag.name == "accelerate_config" or (flag.name == "config_file" and flag in training.flags):
+            names = presets if flag.name == "accelerate_config" else ()
+            if (file := find_file(reading, entry, names)) is not None:
+                reading.include(file)
+    words = [flag_entry(flag) for flag in training.arguments if flag.name == "config"]
+    words += [ConfigEntry(key="config", line=word.line, value=from_python(word.text)) for word in training.files]
+    is_own = training.launcher in _WITHOUT_SCRIPT
+    marks = re.compile(rf"^[\s\"']*(?:{'|'.join(TRAINING_FILE_MARKS)})[\"']?\s*:", re.MULTILINE)
+    for entry in words:
+        if entry.value.text.endswith((".yaml", ".yml", ".json")):
+            file = find_file(reading, entry, report=is_own)
+            # Another file of a script may be anything, such as data.
+            is_small = file is not None and file.path.stat().st_size <= MAX_BYTES
+            if file is not None and (is_own or (is_small and marks.search(file.path.read_text("utf-8", "replace")))):
+                reading.include(file)
+
+
+def _add_accelerate_flags(reading: DialectReading, training: TrainingCommand) -> None:
+    flags = training.flags or [flag for flag in training.arguments if flag.name in ("num_processes", "mixed_precision")]
+    engine = next((flag for flag in flags if flag.name == "use_deepspeed"), None)
+    section: dict[str, str] = {}
+    if any("fsdp" in flag.name for flag in flags):
+        reading.defaults = "accelerate"
+    for flag in flags:
+        entry = flag_entry(flag)
+        if engine is not None and _DEEPSPEED_FLAGS.fullmatch(flag.name):
+            section[flag.name] = flag.text
+            reading.record_read("accelerate.deepspeed", entry)
+        elif "$" in flag.text:
+            reading.skip(entry, flag.written)
+        else:
+            add_flag(reading, flag)
+            reading.record_read(f"accelerate.{flag.name}", entry)
+    if engine is None:
+        return
+    if any(flag.name == "use_fsdp" for flag in flags):
+        message = "--use_fsdp and --use_deepspeed are both set."
+        reading.report("FSDP-E073", flag_entry(engine), message, "Remove --use_deepspeed to train with FSDP.")
+    del section["use_deepspeed"]
+    config = {"distributed_type": "DEEPSPEED", "deepspeed_config": section}
+    arguments = {flag.name: flag.value for flag in training.arguments if flag.value and "$" not in flag.value}
+    reading.include(as_file(reading, flag_entry(engine), json.dumps(config)), arguments)
+
+
+def _add_launcher_flags(reading: DialectReading, training: TrainingCommand) -> None:
+    """Add the flags of torchrun or deepspeed, or the variables that take their place."""
+    table, flags = reading.dialect_of.table, list(training.flags)
+    for variable, name in _tables()["variables"].items() if training.launcher in _TOOLS else ():
+        if variable in training.variables:
+            value = training.variables[variable]
+            flags.append(GivenFlag(written=variable, name=name, value=value, num_words=0, line=training.first))
+    nodes = next((flag.text for flag in flags if flag.name in ("nnodes", "num_nodes")), "1")
+    for flag in flags:
+        entry, path = flag_entry(flag), table.known(f"launcher.{flag.name}")
+        if path == "launcher.nproc_per_node" and flag.text.isdecimal() and nodes.isdecimal():
+            entry = replace(entry, value=from_python(int(flag.text) * int(nodes)))
+        elif path == "launcher.nproc_per_node" or (path in table.rows and not re.fullmatch(r"[\w.:-]+", flag.text)):
+            reading.skip(entry, f"--{table.rows[path].to[0].rpartition('.')[2]}")
+            continue
+        reading.add_path(path, entry)
+
+
+def _add_arguments(reading: DialectReading, training: TrainingCommand) -> None:
+    """Add the arguments of the training script, with the table of its dialect."""
+    own, reading.dialect_of = reading.dialect_of, _TOOLS.get(training.launcher, training_script.DIALECT)
+    table, flags = reading.dialect_of.table, {flag.name: flag for flag in training.arguments}
+    if "deepspeed_config" in flags and not flags.get("deepspeed", flags["deepspeed_config"]).value:
+        flags["deepspeed"] = flags.pop("deepspeed_config")  # --deepspeed --deepspeed_config FILE
+    usable: list[tuple[str, ConfigEntry]] = []
+    for name, flag in flags.items():
+        path, entry = table.known(name), flag_entry(flag)
+        row = table.row(path)
+        if row is not None and row.fate in ("sets", "refused") and "$" in flag.text:
+            reading.report_unresolved(entry)
+        else:
+            usable.append((path, entry))
+    (ms_swift.read_arguments if training.launcher == "swift" else read_training)(reading, usable)
+    reading.dialect_of = own
+
+
+DIALECT: Final = ConfigDialect(name="shell_script", title="a shell script", marks=_marks, read=_read, own_script=True)
