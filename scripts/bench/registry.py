@@ -80,6 +80,7 @@ BENCHMARKS = (
     Benchmark(name="migrate_proofs", minutes=90, quick="--only TRL"),
     Benchmark(name="planner_time", quick=""),
     Benchmark(name="preflight_time", quick="--only BERT"),
+    Benchmark(name="public_configs", quick="--every 20"),
     Benchmark(name="published_runs", quick=""),
     Benchmark(name="readers", quick="--rounds 1"),
     Benchmark(name="renamed_names", quick="--only FSDPParam.sharded_param"),

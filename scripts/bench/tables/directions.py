@@ -72,6 +72,10 @@ DIRECTIONS: Final = (
     Direction(r"^combinations/.*/passed$", "larger"),
     Direction(r"^counts/(refused|cannot be tried|cannot be created|layers not found)$", "smaller"),
     Direction(r"^combinations/|^counts/|^names/|^models/", "not compared"),
+    # Public configs: keys by what becomes of them.
+    Direction(r"^dialects/.*/(lost|unknown|refused)$", "smaller"),
+    Direction(r"^dialects/.*/(same_spec|converted)$", "larger"),
+    Direction(r"^dialects/|^refusals/|^repositories$", "not compared"),
     # Checks on a GPU: its figures, and those of other systems.
     Direction(
         r"/figures/(tokens_per_second/plugin|times_as_fast_as/|gb_per_second|tflop_per_second|overlapped)",

@@ -421,6 +421,21 @@ def readers(result: Result) -> list[str]:
     return lines
 
 
+def public_configs(result: Result) -> list[str]:
+    titles = ("settings of FSDP", "arguments of the Trainer", "without effect", "refused", "unknown", "lost")
+    fates = ("sets", "arguments", "irrelevant", "refused", "unknown", "lost")
+    lines = [f"| configs | files | keys | {' | '.join(titles)} | converted | the same spec |", "|" + "---|" * 11]
+    for title, row in result["dialects"].items():
+        cells = [f"{row[name]:,}" for name in ("files", "keys", *fates)]
+        lines.append(f"| {title} | {' | '.join(cells)} | {row['states'].get('converted', 0)} | {row['same_spec']} |")
+    states: dict[str, int] = {}
+    for row in result["dialects"].values():
+        for state, count in row["states"].items():
+            states[state] = states.get(state, 0) + count
+    others = ", ".join(f"{count} × {state}" for state, count in sorted(states.items()) if state != "converted")
+    return [*lines, "", f"Configs of {result['repositories']} repositories. Not converted: {others}."]
+
+
 def large_world(result: Result) -> list[str]:
     head = [
         "ranks", "CPU time of a resume, a rank", "reads", "bytes read, without data", "opened files",
@@ -554,6 +569,7 @@ _ALL = (
     gloo_connections, large_world, memory_error, memory_on_device, step_time, published_runs, unexpressed, throughput,
     restarts, two_hosts, hangs, hangs_healthy, hang_overhead, suggestions,
     axes, planner_time, closed_against_trace, preflight_time, reserved_memory, host_waits, migrate_proofs,
+    public_configs,
 )  # fmt: skip
 TABLES: dict[str, Callable[[Result], list[str]]] = {table.__name__: table for table in _ALL}
 
