@@ -32,6 +32,7 @@ from hf_fsdp_plugin.checkpoint.reading.states import check_states
 from hf_fsdp_plugin.hangs.calls import record
 from hf_fsdp_plugin.hangs.rank_files import RankFiles
 from hf_fsdp_plugin.integrations.accelerate.batches import samples_problem
+from hf_fsdp_plugin.integrations.deepspeed import engine_state, warn_missing_state
 from hf_fsdp_plugin.integrations.saving import manager
 from hf_fsdp_plugin.integrations.session import session
 from hf_fsdp_plugin.messages import print_once
@@ -325,9 +326,14 @@ def _run_steps(manifest: Manifest) -> int:
 
 
 def warn_differences(path: Path, batch: dict[str, Any]) -> None:
-    """Report the effects of a world size or batch that differs from the checkpoint. Does nothing without a manifest."""
+    """Report the effects of a world size or batch that differs from the checkpoint. Collective.
+
+    Of checkpoints without a manifest, only those of DeepSpeed are examined.
+    """
     manifest = read_manifest(path)
     if manifest is None:
+        if engine := engine_state(path):
+            warn_missing_state(path, engine)
         return
     world_size = dist.get_world_size()
     if manifest.world_size != world_size:

@@ -13,7 +13,7 @@ from typing import Final
 
 from hf_fsdp_plugin.checkpoint import names as file_names
 from hf_fsdp_plugin.checkpoint.errors import refuse
-from hf_fsdp_plugin.checkpoint.formats import dcp, safetensors, torch_files
+from hf_fsdp_plugin.checkpoint.formats import dcp, deepspeed, safetensors, torch_files
 from hf_fsdp_plugin.checkpoint.formats.stored_tensors import StoredModel, StoredOptimizer, StoredState
 from hf_fsdp_plugin.checkpoint.io import object_in
 from hf_fsdp_plugin.spec.fsdp_spec import StateDictKind
@@ -53,8 +53,11 @@ _HF = file_names.safetensors_file(f"{file_names.HF_MODEL}{{suffix}}")
 _BIN = f"{file_names.HF_MODEL_BIN}{{suffix}}.bin"
 _ADAPTER = file_names.safetensors_file(file_names.ADAPTER)
 _RANK_FILES = f"{_FSDP}_{{number}}_rank*.bin", f"{_FSDP}{{suffix}}_rank*.bin"
+_DEEPSPEED = f"*/{deepspeed.MODEL_FILES}", deepspeed.MODEL_FILES
 FORMATS: Final = (
     CheckpointFormat("dcp", "sharded", dcp.read_state, (f"{_FSDP}_{{number}}/{file_names.DCP_METADATA}",)),
+    # before the 16-bit weights that the Trainer writes beside DeepSpeed's files
+    CheckpointFormat("deepspeed", "sharded", deepspeed.read_state, _DEEPSPEED),
     CheckpointFormat("full", "full", safetensors.read_model, _with_index(_HF)),
     CheckpointFormat("bin", "full", torch_files.read_bin, (f"{_FSDP}{{suffix}}.bin", *_with_index(_BIN))),
     CheckpointFormat("per_rank", "sharded", torch_files.read_per_rank, _RANK_FILES),

@@ -236,6 +236,12 @@ ALLOWED: dict[str, dict[str, Any]] = {
     f"{_SHARDED}.sharding_spec.chunk_sharding_spec": {"ChunkShardingSpec": Kept},
     f"{_SHARDED}.sharding_spec.api": {"EnumerableShardingSpec": Kept},
     "torch.distributed.remote_device": {"_remote_device": Kept},
+    "deepspeed.runtime.fp16.loss_scaler": dict.fromkeys(("LossScaler", "DynamicLossScaler"), Kept),
+    "deepspeed.runtime.zero.config": {"ZeroStageEnum": _first},
+    "deepspeed.utils.tensor_fragment": {"fragment_address": Kept},
+    "deepspeed.checkpoint.universal_checkpoint": {"SubparamShape": Kept},
+    "argparse": {"Namespace": Kept},  # the arguments of a script
+    "types": {"SimpleNamespace": Kept},
 }
 """Module -> name in a pickle -> its stand-in."""
 

@@ -16,12 +16,11 @@ import re
 import struct
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 from hf_fsdp_plugin.checkpoint import names as file_names
-from hf_fsdp_plugin.checkpoint.errors import COPY_ALL_RANKS, problem, raise_if_any, refuse
+from hf_fsdp_plugin.checkpoint.errors import COPY_ALL_RANKS, file_problems_inside, problem, raise_if_any, refuse
 from hf_fsdp_plugin.checkpoint.formats import boxes, pickles, stored_tensors
 from hf_fsdp_plugin.checkpoint.formats.boxes import Box
 from hf_fsdp_plugin.checkpoint.formats.pickles import Distributed, PickledTensor
@@ -344,29 +343,44 @@ _FLAT_FIX = (
 )
 
 
+def open_archive(root: Path, name: str) -> tuple[TorchZip, Any]:
+    """Return the archive in a file of ``torch.save`` below ``root``, and the object that was saved.
+
+    Raises:
+        CheckpointError: the file is missing, is outside of ``root``, or is damaged.
+    """
+    raise_if_any(file_problems_inside(root, [name], root))
+    descriptor = open_regular(root / name)
+    try:
+        archive = TorchZip(descriptor, 0, os.fstat(descriptor).st_size, root / name)
+        return archive, archive.value()
+    finally:
+        os.close(descriptor)
+
+
+def stored_values(file: str, archive: TorchZip, value: Any) -> Any:
+    """Return an object of an archive with a :class:`StoredTensor` for each tensor in its dicts and lists."""
+    return _merge("", [((file, archive), value)])
+
+
 def read_state_dict(root: Path, names: list[str]) -> dict[tuple[Any, ...], Any]:
     """Merge the state dicts of all files into one, with a :class:`StoredTensor` for each tensor."""
-    with ExitStack() as stack:
-        found: list[tuple[tuple[str, TorchZip], Any]] = []  # name and archive of a file, and its value
-        for name in names:
-            path = root / name
-            descriptor = open_regular(path)
-            stack.callback(os.close, descriptor)
-            zipped = TorchZip(descriptor, 0, os.fstat(descriptor).st_size, path)
-            value = zipped.value()
-            if not isinstance(value, dict):
-                refuse("FSDP-E460", path, f"contains a {type(value).__name__} instead of a state dict.")
-            if any(str(key).endswith(FLAT_PARAMETER) for key in value):
-                refuse("FSDP-E460", path, _FLAT, _FLAT_FIX)
-            found.append(((name, zipped), value))
-        try:
-            return {(key,): value for key, value in _merge("", found).items()}
-        except (AttributeError, KeyError, TypeError, ValueError, IndexError, ArithmeticError, RecursionError) as error:
-            if isinstance(error, CheckpointError):
-                raise
-            message = f"is not a state dict in the form that torch 2.13 writes ({type(error).__name__}: {error})."
-            fix = "Save it again with fsdp_state_dict_type: SHARDED_STATE_DICT and use_dcp=True."
-            refuse("FSDP-E460", root / names[0], message, fix)
+    found: list[tuple[tuple[str, TorchZip], Any]] = []  # name and archive of a file, and its value
+    for name in names:
+        archive, value = open_archive(root, name)
+        if not isinstance(value, dict):
+            refuse("FSDP-E460", root / name, f"contains a {type(value).__name__} instead of a state dict.")
+        if any(str(key).endswith(FLAT_PARAMETER) for key in value):
+            refuse("FSDP-E460", root / name, _FLAT, _FLAT_FIX)
+        found.append(((name, archive), value))
+    try:
+        return {(key,): value for key, value in _merge("", found).items()}
+    except (AttributeError, KeyError, TypeError, ValueError, IndexError, ArithmeticError, RecursionError) as error:
+        if isinstance(error, CheckpointError):
+            raise
+        message = f"is not a state dict in the form that torch 2.13 writes ({type(error).__name__}: {error})."
+        fix = "Save it again with fsdp_state_dict_type: SHARDED_STATE_DICT and use_dcp=True."
+        refuse("FSDP-E460", root / names[0], message, fix)
 
 
 def _merge(name: str, found: list[tuple[tuple[str, TorchZip], Any]]) -> Any:

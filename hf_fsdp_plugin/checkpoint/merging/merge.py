@@ -19,6 +19,7 @@ from hf_fsdp_plugin.checkpoint.checking.inspection import checkpoint_of
 from hf_fsdp_plugin.checkpoint.checking.verify import Progress, VerifiedFiles, check_headers
 from hf_fsdp_plugin.checkpoint.errors import problem, raise_if_any
 from hf_fsdp_plugin.checkpoint.folders import restore_replaced
+from hf_fsdp_plugin.checkpoint.formats.deepspeed import LATEST
 from hf_fsdp_plugin.checkpoint.formats.known_formats import read_stored_model, stored_state_dict_type
 from hf_fsdp_plugin.checkpoint.formats.manifest import read_manifest
 from hf_fsdp_plugin.checkpoint.formats.safetensors import index_text
@@ -300,7 +301,8 @@ def with_whole_weights(folder: Path) -> Path:
     if not folder.is_dir() or stored_state_dict_type(folder) not in ("sharded", "local"):
         return folder
     model = folder / file_names.numbered_name(file_names.FSDP_MODEL, 0)
-    times = [path.stat().st_mtime_ns for path in (model, model / file_names.DCP_METADATA) if path.exists()]
+    places = model, model / file_names.DCP_METADATA, *(folder / name for name in LATEST)
+    times = [path.stat().st_mtime_ns for path in places if path.exists()]
     state = hash_bytes(repr(times).encode())[:12]  # other weights get another copy
     copy = file_names.hidden_path(folder, f"{file_names.MERGED}{state}")
     if copy.is_dir():

@@ -120,16 +120,16 @@ class _StateLoader:
     ) -> None:
         self._optimizer, self._root, self._checkpoint = optimizer, stored.root, checkpoint
         self._transfers: list[resharding.Transfer] = []
-        own_names = shards.aliases  # a tied parameter may have been saved under another name
-        self._state = {own_names.get(name, name): entry for name, entry in stored.state.items()}
-        self._groups = [
-            {**group, "params": [own_names.get(name, name) for name in group["params"]]} for group in stored.groups
-        ]
         self._parameters = [
             [(parameter, shards.by_id.get(id(parameter), ())) for parameter in group["params"]]
             for group in optimizer.param_groups
         ]
         """The parameter objects of each group, with their shards: FSDP1's flat parameters have several."""
+        own_names = {**shards.aliases, **self._names_by_number(stored)}  # a tied parameter may have another saved name
+        self._state = {own_names.get(name, name): entry for name, entry in stored.state.items()}
+        self._groups = [
+            {**group, "params": [own_names.get(name, name) for name in group["params"]]} for group in stored.groups
+        ]
         self._saved_groups = self._pair_groups()
         self._check_state()
 
@@ -149,6 +149,17 @@ class _StateLoader:
         resharding.execute_transfers(files, self._transfers)
         _move_scalars(self._optimizer, state)
         self._optimizer.load_state_dict({"state": state, "param_groups": param_groups})
+
+    def _names_by_number(self, stored: StoredOptimizer) -> dict[str, str]:
+        """Return number -> name, if the state dict has numbers: torch's optimizers and DDP number the parameters."""
+        saved = [group["params"] for group in stored.groups]
+        own = [[part.name for _, parts in group for part in parts] for group in self._parameters]
+        is_flat = any(len(parts) > 1 for group in self._parameters for _, parts in group)  # in another order
+        if is_flat or not all(name.isdecimal() for names in saved for name in names):
+            return {}
+        if [len(names) for names in saved] != [len(names) for names in own]:
+            return {}
+        return dict(zip(itertools.chain(*saved), itertools.chain(*own), strict=True))
 
     def _pair_groups(self) -> list[dict[str, Any]]:
         """Return, for each group of the optimizer, the saved group with the same parameters.

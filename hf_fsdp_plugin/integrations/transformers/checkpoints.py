@@ -17,6 +17,7 @@ from transformers.trainer_utils import has_length, sort_checkpoints
 
 from hf_fsdp_plugin.backends.ranks.agreement import TRAINING_LIMIT, collective_call, on_all_ranks, wait_for_all_ranks
 from hf_fsdp_plugin.backends.sharding.shard import locate_module
+from hf_fsdp_plugin.checkpoint.errors import refuse
 from hf_fsdp_plugin.checkpoint.folders import remove_checkpoint
 from hf_fsdp_plugin.checkpoint.formats.known_formats import read_stored_model, stored_state_dict_type
 from hf_fsdp_plugin.checkpoint.formats.manifest import Manifest
@@ -31,12 +32,15 @@ from hf_fsdp_plugin.checkpoint.names import (
 )
 from hf_fsdp_plugin.checkpoint.reading.optimizer import schedules_follow_groups
 from hf_fsdp_plugin.checkpoint.reading.resharding import load_model
+from hf_fsdp_plugin.checkpoint.reading.states import load_state
 from hf_fsdp_plugin.checkpoint.shards import model_shards
 from hf_fsdp_plugin.checkpoint.writing.state_files import manifest_of
 from hf_fsdp_plugin.integrations import moving_average, peft, resuming
 from hf_fsdp_plugin.integrations.accelerate.batches import batch_facts, kept_accumulation
+from hf_fsdp_plugin.integrations.accelerate.checkpoints import load_fsdp_optimizer
 from hf_fsdp_plugin.integrations.accelerate.plugin import PlannedFsdpPlugin, has_sharded_model, if_planned, if_sharded
 from hf_fsdp_plugin.integrations.accelerate.private import prepared_models
+from hf_fsdp_plugin.integrations.deepspeed import engine_state, load_schedule
 from hf_fsdp_plugin.integrations.profiling.run import mark_phase
 from hf_fsdp_plugin.integrations.saving import gathered, manager, remove_stale_weights
 from hf_fsdp_plugin.integrations.session import attributes_in_block, session
@@ -257,32 +261,55 @@ def checkpoint_to_resume(trainer: Any, resume: Any) -> Any:
     fix = "Pass a complete checkpoint, or resume_from_checkpoint=True for the newest one."
     verify = trainer.accelerator.state.fsdp_plugin.spec.checkpoint.verify
     found = resuming.find_checkpoint(Path(trainer.args.output_dir), TRAINER_PREFIX, selected, fix=fix, verify=verify)
+    if found is not None and not (found / TRAINER_STATE).is_file() and engine_state(found):
+        message = (
+            f"has no {TRAINER_STATE}, with the step and the position in the data, so the Trainer cannot resume from it."
+        )
+        fix = "Give the folder checkpoint-N of a Trainer, or train the weights that `hf-fsdp merge` writes."
+        refuse("FSDP-E417", found, message, fix)
     if resume is not True or found is None:
         return resume
     print_once(f"resuming from {found}, the newest complete checkpoint.")
     return str(found)
 
 
-def load_split_model(trainer: Any, model: Any, checkpoint: Path) -> bool:
-    """Load a model whose weights are split over several files, as those of a full state dict above 50 GB. Collective.
+def load_other_model(trainer: Any, model: Any, checkpoint: Path) -> bool:
+    """Load a model for which the Trainer does not call ``load_fsdp_model``, as it does for shards and a single file.
 
-    The Trainer calls ``load_fsdp_model`` only for a single file, or for shards.
+    These are the files of a full state dict above 50 GB, and the checkpoints of DeepSpeed. Collective.
 
     Returns:
         Whether the checkpoint has such a model. If not, nothing was loaded.
     """
-    indexes = (index_file(safetensors_file(HF_MODEL)), index_file(f"{HF_MODEL_BIN}.bin"))
-    if not has_sharded_model(trainer.accelerator) or not any((checkpoint / name).is_file() for name in indexes):
+    if not has_sharded_model(trainer.accelerator):
         return False
-    load_model(model, checkpoint, verify=trainer.accelerator.state.fsdp_plugin.spec.checkpoint.verify)
+    is_adapter, indexes = (
+        is_peft_model(model),
+        (index_file(safetensors_file(HF_MODEL)), index_file(f"{HF_MODEL_BIN}.bin")),
+    )
+    is_split = not is_adapter and any((checkpoint / name).is_file() for name in indexes)
+    if not is_split and not engine_state(checkpoint):
+        return False
+    verify = trainer.accelerator.state.fsdp_plugin.spec.checkpoint.verify
+    load_model(model, checkpoint, adapter_only=is_adapter, verify=verify)
     return True
 
 
 @if_planned
 def load_optimizer_and_scheduler(original: Callable[..., None], trainer: Any, checkpoint: str | None) -> None:
     """Load both, also if the groups of the optimizer were others when saved."""
-    with schedules_follow_groups([getattr(trainer.lr_scheduler, "scheduler", trainer.lr_scheduler)]):
-        original(checkpoint)
+    scheduler = trainer.lr_scheduler
+    engine = {} if checkpoint is None else engine_state(Path(checkpoint))
+    with schedules_follow_groups([getattr(scheduler, "scheduler", scheduler)]):
+        if checkpoint is None or not engine:
+            original(checkpoint)
+            return
+        plugin, saved = trainer.accelerator.state.fsdp_plugin, Path(checkpoint) / "scheduler.pt"
+        load_fsdp_optimizer(original, plugin, trainer.accelerator, trainer.optimizer, trainer.model, checkpoint)
+        if saved.is_file():
+            scheduler.load_state_dict(load_state(saved))
+        else:
+            load_schedule(Path(checkpoint), scheduler, engine)
 
 
 @if_planned

@@ -156,15 +156,15 @@ def loading_sharded_models(trainer: Any, load_split: Callable[[Any, Any, Path], 
     """Load checkpoints with the Trainer's own methods, which load shards, instead of the methods of a subclass.
 
     Args:
-        load_split: loads the model of a checkpoint if it is split over several files, and returns whether it is. The
-            Trainer's method reads the whole files on each rank, and compares no byte with what was saved.
+        load_other: loads the model of a checkpoint for which the Trainer's method does not call ``load_fsdp_model``,
+            and returns whether it has. The method would read whole files on each rank, or find no weights.
     """
     from transformers import Trainer
 
     load = Trainer._load_from_checkpoint.__get__(trainer)
 
     def load_from_checkpoint(resume_from_checkpoint: str, model: Any = None) -> None:
-        if not load_split(trainer, trainer.model if model is None else model, Path(resume_from_checkpoint)):
+        if not load_other(trainer, trainer.model if model is None else model, Path(resume_from_checkpoint)):
             load(resume_from_checkpoint, model)
 
     best = Trainer._load_best_model.__get__(trainer)

@@ -35,7 +35,7 @@ from hf_fsdp_plugin.integrations.saving import manager
 from hf_fsdp_plugin.integrations.session import attributes_in_block, session
 from hf_fsdp_plugin.integrations.transformers import private
 from hf_fsdp_plugin.integrations.transformers.arguments import fsdp_arguments
-from hf_fsdp_plugin.integrations.transformers.checkpoints import checkpoint_to_resume, load_split_model
+from hf_fsdp_plugin.integrations.transformers.checkpoints import checkpoint_to_resume, load_other_model
 from hf_fsdp_plugin.messages import print_once, print_warnings
 from hf_fsdp_plugin.plan.names import unwrapped
 from hf_fsdp_plugin.plan.presharded import distributed_config_of
@@ -162,7 +162,7 @@ def train(original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any)
     2. choose the checkpoint: the newest complete one after a restart, else what the script asks for
        (``checkpoints.checkpoint_to_resume``);
     3. the Trainer's own ``train`` prepares the model and calls ``_load_from_checkpoint``: the shards of the model are
-       read by the replacement of ``load_fsdp_model``, or by ``checkpoints.load_split_model``;
+       read by the replacement of ``load_fsdp_model``, or by ``checkpoints.load_other_model``;
     4. it calls ``_load_optimizer_and_scheduler``, in which the replacement of ``load_fsdp_optimizer`` reads the shards
        of the optimizer, and ``_load_rng_state``: both are replaced (``checkpoints``);
     5. it skips the batches of the steps that were trained, and trains.
@@ -180,7 +180,7 @@ def train(original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any)
     check = WeightDecayCheck()
     trainer.add_callback(check)
     try:
-        with private.loading_sharded_models(trainer, load_split_model):
+        with private.loading_sharded_models(trainer, load_other_model):
             result = original(*args, **kwargs)
     finally:
         trainer.remove_callback(check)
