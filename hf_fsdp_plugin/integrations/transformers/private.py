@@ -152,7 +152,7 @@ def overrides_save(trainer: Any) -> bool:
     return type(trainer)._save is not Trainer._save
 
 
-def loading_sharded_models(trainer: Any, load_split: Callable[[Any, Any, Path], bool]) -> AbstractContextManager[None]:
+def loading_sharded_models(trainer: Any, load_other: Callable[[Any, Any, Path], bool]) -> AbstractContextManager[None]:
     """Load checkpoints with the Trainer's own methods, which load shards, instead of the methods of a subclass.
 
     Args:
