@@ -18,11 +18,11 @@ from hf_fsdp_plugin.checkpoint.names import ACCELERATE_RNG, MANIFEST_NAME, TRAIN
 from hf_fsdp_plugin.messages import print_once
 from hf_fsdp_plugin.text import plural
 
-_STEPS, _SKIPPED, _SCHEDULE, _RANKS = "global_steps", "skipped_steps", "lr_scheduler", "dp_world_size"
+_STEPS, _SKIPPED, _SCHEDULE = "global_steps", "skipped_steps", "lr_scheduler"
 
 
 def engine_state(checkpoint: Path) -> dict[str, Any]:
-    """Return steps, ranks and schedule of a checkpoint of DeepSpeed; empty for other checkpoints. Collective.
+    """Return steps and schedule of a checkpoint of DeepSpeed; empty for other checkpoints. Collective.
 
     Raises:
         CheckpointError: the files of DeepSpeed are damaged or incomplete.
@@ -31,7 +31,7 @@ def engine_state(checkpoint: Path) -> dict[str, Any]:
     with on_all_ranks(f"reading {checkpoint}"):
         if dist.get_rank() == 0 and not (checkpoint / MANIFEST_NAME).exists():
             state = read_engine_state(checkpoint)
-            found = {key: state.get(key) for key in (_STEPS, _SKIPPED, _SCHEDULE, _RANKS) if state}
+            found = {key: state.get(key) for key in (_STEPS, _SKIPPED, _SCHEDULE) if state}
     found = broadcast_object({key: value for key, value in found.items() if not unsupported_values(value)})
     return found
 
@@ -52,7 +52,7 @@ def load_schedule(checkpoint: Path, scheduler: Any, engine: dict[str, Any]) -> N
     scheduler.load_state_dict(saved)
 
 
-def warn_missing_state(checkpoint: Path, engine: dict[str, Any]) -> None:
+def warn_missing_state(checkpoint: Path) -> None:
     """Report the random states that a checkpoint of DeepSpeed does not contain, or that are of other ranks."""
     world_size = dist.get_world_size()
     files = [path for stem in (TRAINER_RNG, ACCELERATE_RNG) for path in checkpoint.glob(f"{stem}*")]

@@ -332,8 +332,8 @@ def warn_differences(path: Path, batch: dict[str, Any]) -> None:
     """
     manifest = read_manifest(path)
     if manifest is None:
-        if engine := engine_state(path):
-            warn_missing_state(path, engine)
+        if engine_state(path):
+            warn_missing_state(path)
         return
     world_size = dist.get_world_size()
     if manifest.world_size != world_size:

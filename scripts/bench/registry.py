@@ -58,6 +58,7 @@ BENCHMARKS = (
     Benchmark(name="closed_against_trace", quick="--settings 2"),
     Benchmark(name="command_start", quick="--rounds 10"),
     Benchmark(name="computed_weights", quick="--rounds 1"),
+    Benchmark(name="deepspeed_checkpoints", minutes=60),  # DeepSpeed is not a dependency: without it, exit code 2
     Benchmark(name="enabled_start", quick="--pairs 60"),
     Benchmark(name="gloo_connections", quick="--worlds 16"),
     Benchmark(name="hang_overhead", quick=f"--pairs 2 {_SMALL_MODEL}"),

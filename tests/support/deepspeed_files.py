@@ -117,7 +117,7 @@ class Zero:
             "optimizer": None if stage else self._plain_optimizer(),
             "param_shapes": shapes if stage else None,
             "frozen_param_shapes": None if frozen is None else OrderedDict((n, t.shape) for n, t in frozen.items()),
-            "shared_params": dict(self.shared) if stage else None,
+            "shared_params": dict(self.shared if rank == 0 else {}) if stage else None,
             "frozen_param_fragments": fragments,
             "lr_scheduler": self.schedule,
             "skipped_steps": 0,

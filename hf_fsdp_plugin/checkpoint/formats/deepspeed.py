@@ -85,10 +85,12 @@ def tag_folder(root: Path, number: int = 0) -> Path | None:
     Raises:
         CheckpointError: the tag of the last save does not exist, or there are several tags and none is named.
     """
+    if (root / MANIFEST_NAME).is_file():  # this package has written another checkpoint into the folder
+        return None
     for folder in (root, root / numbered_from_one(HF_MODEL_BIN, number)):
         if any(folder.glob(MODEL_FILES)):
             return folder
-    if number or (root / MANIFEST_NAME).is_file():  # this package has written another checkpoint into the folder
+    if number:
         return None
     tags = sorted({path.parent for path in root.glob(f"*/{MODEL_FILES}")})
     found = f"It contains {format_names([tag.name for tag in tags])}." if tags else "It contains no other tag."
@@ -257,7 +259,8 @@ class _Checkpoint:
             self._refuse_axes(others)
         self._optimizer: dict[str, Any] = {}
         if self._shapes:
-            self._read_optimizer()
+            with _parsing(root / model_files[0]):
+                self._read_optimizer()
 
     def weights(self) -> dict[tuple[Any, ...], Any]:
         """Return the entries of the model's state dict, in its order."""
@@ -309,23 +312,19 @@ class _Checkpoint:
 
     def _read_optimizer(self) -> None:
         """Read the file that describes the optimizer, and check that the files of all ranks are there."""
-        file = f"{self._prefix}{_UNIVERSAL}/optimizer_state.pt"
-        if not self._is_universal:
-            if not self._ranks.files:
-                self._check_ranks(
-                    (), self.engine.get("dp_world_size") or 1, "zero_pp_rank_0_mp_rank_00_optim_states.pt"
-                )
-            file = self._ranks.files[0]
+        if not self._ranks.files and not self._is_universal:
+            like = "zero_pp_rank_0_mp_rank_00_optim_states.pt"
+            self._check_ranks((), _size(self.engine.get("dp_world_size", 1)), like)
+        file = f"{self._prefix}{_UNIVERSAL}/optimizer_state.pt" if self._is_universal else self._ranks.files[0]
         archive, value = open_archive(self._root, file)
         self._first = file, archive
         self.files.append(file)
         with _parsing(self._root / file):
             self._optimizer = value if self._is_universal else value["optimizer_state_dict"]
             count = self._optimizer["partition_count"]
-            count = max(count) if isinstance(count, list) else count
-        for files in ((self._ranks.files,) if self._ranks.files else ()) + (
-            (self._model_ranks.files,) * self._is_stage3
-        ):
+            count = _size(max(count) if isinstance(count, list) else count)
+        model_files = self._model_ranks.files if self._is_stage3 else []
+        for files in filter(None, (self._ranks.files, model_files)):
             self._check_ranks(range(len(files)), count, files[0])
             if len(files) > count:
                 message = f"has files of {len(files)} ranks, but {count} ranks have written the checkpoint."
@@ -366,7 +365,7 @@ class _Checkpoint:
                 begin += size
             else:
                 found[parameter] = _divided(self._ranks, name, parameter, shape, vector.numel, shift=begin)
-                begin += numel + (paddings[number][index] if paddings else 0)
+                begin += numel + (_size(paddings[number][index]) if paddings else 0)
         available = vector.numel * (1 if self._is_stage3 else count)
         if not begin <= available <= begin + (0 if self._is_stage3 else _MAX_PADDING * count):
             message = f"has {available:,} elements of {name}; the parameters of the group need {begin:,}."
@@ -442,7 +441,13 @@ def _missing(found: Iterable[int], count: int) -> list[int]:
 
 
 def _checked_shapes(shapes: Mapping[str, Any]) -> dict[str, Shape]:
-    for name, shape in shapes.items():
-        if not isinstance(name, str) or not all(type(size) is int and size >= 0 for size in shape):
-            raise TypeError(f"shape {reprlib.repr(shape)} of {reprlib.repr(name)}")
-    return {name: tuple(shape) for name, shape in shapes.items()}
+    """Return name -> shape. Raises ``TypeError`` or ``ValueError`` for other values."""
+    if not all(isinstance(name, str) for name in shapes):
+        raise TypeError("a name of a parameter that is not a text")
+    return {name: tuple(_size(size) for size in shape) for name, shape in shapes.items()}
+
+
+def _size(value: Any) -> int:
+    if type(value) is not int or value < 0:
+        raise ValueError(f"{reprlib.repr(value)} is not a size")
+    return value

@@ -69,7 +69,7 @@ class Merged:
     """The result of a merge.
 
     Attributes:
-        format: name of the checkpoint's format: ``dcp``, ``full``, ``bin`` or ``per_rank``.
+        format: name of the checkpoint's format: ``dcp``, ``deepspeed``, ``full``, ``bin`` or ``per_rank``.
         num_tensors: number of tensors written; tied ones count once.
         num_bytes: size of all weight files in bytes.
         files: the weight files; ``resumed`` lists those that an earlier, interrupted merge had finished.
@@ -230,6 +230,8 @@ class _Job:
             reason = "there is no model to compare its names and shapes with"
         elif self.model.objects:
             reason = "it contains entries that were not written"
+        elif self.model.format == "deepspeed":
+            reason = "its files contain the state of the optimizer, too"
         if reason:
             fix = "Delete the checkpoint manually if you do not need it."
             self._report("FSDP-E487", f"was not deleted, because {reason}.", fix)

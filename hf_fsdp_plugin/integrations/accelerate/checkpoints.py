@@ -126,7 +126,8 @@ def load_state(original: Callable[..., Any], accelerator: Any, input_dir: Any = 
     # 3. Accelerate loads its parts. Its calls of load_fsdp_model and load_fsdp_optimizer are replaced: they read the
     #    elements of this rank's shards (checkpoint.reading.resharding.load_stored).
     schedulers = [scheduler.scheduler for scheduler in prepared_schedulers(accelerator)]
-    engine = {} if (path / "scheduler.bin").exists() else engine_state(path)
+    engine = engine_state(path)  # of DeepSpeed, which may have saved the schedule
+    engine = {} if (path / "scheduler.bin").exists() else engine
     with context_in_block(_pickles_allowed, allow_pickles), schedules_follow_groups(schedulers):
         with without_schedulers(accelerator) if engine else nullcontext():
             result = original(str(path), *args, **kwargs)

@@ -261,16 +261,21 @@ def checkpoint_to_resume(trainer: Any, resume: Any) -> Any:
     fix = "Pass a complete checkpoint, or resume_from_checkpoint=True for the newest one."
     verify = trainer.accelerator.state.fsdp_plugin.spec.checkpoint.verify
     found = resuming.find_checkpoint(Path(trainer.args.output_dir), TRAINER_PREFIX, selected, fix=fix, verify=verify)
-    if found is not None and not (found / TRAINER_STATE).is_file() and engine_state(found):
-        message = (
-            f"has no {TRAINER_STATE}, with the step and the position in the data, so the Trainer cannot resume from it."
-        )
-        fix = "Give the folder checkpoint-N of a Trainer, or train the weights that `hf-fsdp merge` writes."
-        refuse("FSDP-E417", found, message, fix)
+    if found is not None and engine_state(found):
+        with on_all_ranks(f"reading {found}"):
+            _check_trainer_state(found)
     if resume is not True or found is None:
         return resume
     print_once(f"resuming from {found}, the newest complete checkpoint.")
     return str(found)
+
+
+def _check_trainer_state(checkpoint: Path) -> None:
+    """Raise ``CheckpointError`` if a checkpoint of DeepSpeed was not written by a Trainer."""
+    if not (checkpoint / TRAINER_STATE).is_file():
+        message = f"has no {TRAINER_STATE} with the step and the position in the data: a Trainer cannot resume from it."
+        fix = "Give the folder checkpoint-N of a Trainer, or train the weights that `hf-fsdp merge` writes."
+        refuse("FSDP-E417", checkpoint, message, fix)
 
 
 def load_other_model(trainer: Any, model: Any, checkpoint: Path) -> bool:
@@ -283,10 +288,8 @@ def load_other_model(trainer: Any, model: Any, checkpoint: Path) -> bool:
     """
     if not has_sharded_model(trainer.accelerator):
         return False
-    is_adapter, indexes = (
-        is_peft_model(model),
-        (index_file(safetensors_file(HF_MODEL)), index_file(f"{HF_MODEL_BIN}.bin")),
-    )
+    is_adapter = is_peft_model(model)
+    indexes = (index_file(safetensors_file(HF_MODEL)), index_file(f"{HF_MODEL_BIN}.bin"))
     is_split = not is_adapter and any((checkpoint / name).is_file() for name in indexes)
     if not is_split and not engine_state(checkpoint):
         return False

@@ -59,6 +59,9 @@ DIRECTIONS: Final = (
     # The closed form against the trace, over all settings.
     Direction(r"^(median|worst)$", "nearer 0", 0.001),
     Direction(r"^compared$", "not compared"),
+    # Checkpoints of DeepSpeed.
+    Direction(r"^cases/.*/(weights|state|layout)_equal$", "larger"),
+    Direction(r"^cases/.*/zero_to_fp32$|^time/seconds/zero_to_fp32", "not compared"),
     # Pairs of axes: differences from one process.
     Direction(r"^pairs/.*/(losses|norms|resumed_losses)$", "smaller", 1e-5),
     Direction(r"^pairs/.*/(verified|merged_equal|exported_equal)$", "larger"),

@@ -102,6 +102,28 @@ def merge(result: Result) -> list[str]:
     return [*lines, "", f"{result['model']}; medians of {result['pairs']} alternating pairs."]
 
 
+def deepspeed_checkpoints(result: Result) -> list[str]:
+    """One row per case."""
+
+    def shown(value: bool | None) -> str:
+        return "" if value is None else "equal" if value else "differ"
+
+    lines = ["| saved by DeepSpeed | weights | AdamW state | loss after resuming with FSDP2 |", "|---|---|---|---|"]
+    for name, case in result["cases"].items():
+        state = shown(case.get("state_equal"))
+        lines.append(
+            f"| {name} | {shown(case['weights_equal'])} | {state} | differs by {case['loss_difference']:.1e} |"
+        )
+    lines += ["", f"DeepSpeed {result['deepspeed']}. Weights and states are compared bit for bit."]
+    if timed := result["time"]:
+        seconds = {name: statistics.median(found) for name, found in timed["seconds"].items()}
+        lines[-1] += (
+            f" To merge {timed['checkpoint_bytes'] / 1e9:.1f} GB, `hf-fsdp merge` takes {seconds['merge']:.1f} s, and "
+            f"`zero_to_fp32` takes {seconds['zero_to_fp32']:.1f} s."
+        )
+    return lines
+
+
 def verified_reads(result: Result) -> list[str]:
     """One row per size of the ranges; the size that the package writes is marked."""
     same, other, grown = result["resume"]["same"], result["resume"]["other"], result["bytes_read_per_byte"]
@@ -569,7 +591,7 @@ _ALL = (
     gloo_connections, large_world, memory_error, memory_on_device, step_time, published_runs, unexpressed, throughput,
     restarts, two_hosts, hangs, hangs_healthy, hang_overhead, suggestions,
     axes, planner_time, closed_against_trace, preflight_time, reserved_memory, host_waits, migrate_proofs,
-    public_configs,
+    public_configs, deepspeed_checkpoints,
 )  # fmt: skip
 TABLES: dict[str, Callable[[Result], list[str]]] = {table.__name__: table for table in _ALL}
 

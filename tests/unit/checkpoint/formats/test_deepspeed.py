@@ -182,6 +182,8 @@ DAMAGES: dict[str, tuple[str, str, Callable[[Path], object]]] = {
     "other shapes": ("FSDP-E459", "fp32 of group 0", lambda tag: change(tag / MODEL_0, with_shape((7, 500)))),
     "no shapes": ("FSDP-E453", MODEL_0, lambda tag: change(tag / MODEL_0, with_shape((7, -5)))),
     "no groups": ("FSDP-E453", OPTIMIZER_1, lambda tag: change(tag / OPTIMIZER_1, dict.clear)),
+    "no padding": ("FSDP-E453", "run", lambda tag: (tag.parent / "latest").write_text(str(pad(tag.parent)))),
+    "no count": ("FSDP-E453", OPTIMIZER_0, lambda tag: change(tag / OPTIMIZER_0, with_ranks("2"))),
     "short vector": ("FSDP-E459", OPTIMIZER_1, lambda tag: change(tag / OPTIMIZER_1, with_vector(torch.zeros(3)))),
     "dtype": ("FSDP-E459", OPTIMIZER_1, lambda tag: change(tag / OPTIMIZER_1, with_vector(torch.zeros(50).half()))),
     "no vector": ("FSDP-E459", "fp32 of group 0", lambda tag: change(tag / OPTIMIZER_1, with_vector("x"))),
@@ -199,7 +201,14 @@ def add_tag(folder: Path) -> None:
     (folder / "latest").unlink()
 
 
-def with_ranks(count: int) -> Callable[[Any], object]:
+def pad(folder: Path) -> str:
+    """Write another tag, in which the padding of a parameter is negative, and return its name."""
+    tag = ZERO.write(folder, 2, 2, tag="global_step5")
+    change(tag / OPTIMIZER_0, lambda state: optimizer_of(state)["param_alignment_paddings"][0].__setitem__(0, -8))
+    return tag.name
+
+
+def with_ranks(count: Any) -> Callable[[Any], object]:
     return lambda state: optimizer_of(state).update(partition_count=count)
 
 
@@ -236,6 +245,13 @@ def test_damaged_checkpoint_is_refused_and_nothing_is_written(
     with pytest.raises(CheckpointError, match="FSDP-E483"):
         merge(run, tmp_path / "merged", MergeOptions())
     assert sorted(tmp_path.rglob("*")) == before and not (tmp_path / "executed").exists()
+
+
+def test_merge_keeps_files_that_contain_the_optimizer(tmp_path: Path) -> None:
+    names = [path.name for path in ZERO.write(tmp_path / "run", 2, 2).iterdir()]
+    result = merge(tmp_path / "run", tmp_path / "out", MergeOptions(delete_input=True))
+    assert not result.deleted and "FSDP-E487" in [problem.code for problem in result.problems]
+    assert [path.name for path in (tmp_path / "run" / "global_step3").iterdir()] == names
 
 
 @pytest.mark.parametrize(
