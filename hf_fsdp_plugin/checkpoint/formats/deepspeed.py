@@ -242,6 +242,10 @@ class _Checkpoint:
         if others := [name for name in names if _OTHER_AXES.fullmatch(name)]:
             self._refuse_axes(others)
         model_files = self._of_ranks(names, _MODEL)
+        if not model_files:
+            refuse(
+                "FSDP-E453", folder, f"has no file of the model whose name is as DeepSpeed writes it ({MODEL_FILES})."
+            )
         self._is_stage3 = "zero_pp_rank_" in model_files[0]
         self._is_universal = (folder / _UNIVERSAL).is_dir()
         self._model_ranks = _RankFiles(root, model_files, lambda state: state["frozen_param_fragments"] or {})

@@ -10,13 +10,15 @@ DeepSpeed is not a dependency. Install it in a folder of its own, without a comp
 
     DS_BUILD_OPS=0 pip install --no-deps --no-build-isolation --target DIR deepspeed hjson msgpack ninja py-cpuinfo \\
         psutil pydantic pydantic_core annotated_types typing_inspection einops tqdm
-    python -m scripts.bench deepspeed_checkpoints --libs DIR     (20 minutes on 2 cores)
+    python -m scripts.bench deepspeed_checkpoints --libs DIR     (5 minutes on 2 cores)
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
+import re
 import shutil
 import statistics
 import subprocess
@@ -32,6 +34,7 @@ from scripts.bench.tables.update_results import write_result
 
 LIBS, REFERENCE = "DEEPSPEED_LIBS", "reference.torch"
 STEPS, MORE = 3, 2
+TAG = f"global_step{STEPS}"
 BATCH, LENGTH, VOCABULARY = 8, 16, 97
 RESUMING_RANKS = 2
 
@@ -55,6 +58,18 @@ class Case:
     universal: bool = False
     zero: dict[str, Any] = field(default_factory=dict)
     config: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def has_script(self) -> bool:
+        """Whether zero_to_fp32 reads the checkpoint."""
+        return self.stage > 0 and not self.config
+
+    def folder(self, work: Path) -> Path:
+        """Return the folder that DeepSpeed writes to."""
+        return work / re.sub(r"\W+", "_", self.name) / "saved"
+
+    def checkpoint(self, work: Path) -> Path:
+        return self.folder(work) / f"{TAG}_universal" if self.universal else self.folder(work)
 
 
 _FP32_GRADIENTS = {"data_types": {"grad_accum_dtype": "fp32"}}
@@ -101,15 +116,24 @@ def batch_of(step: int, rank: int, world_size: int) -> Any:
     return data.chunk(world_size)[rank]
 
 
-def write_with_deepspeed(case: Case, folder: Path, sizes: dict[str, int]) -> None:
-    """Train, save, and train more steps. Runs on each rank of DeepSpeed."""
+def write_with_deepspeed(work: Path, cases: list[Case], sizes: dict[str, int]) -> None:
+    """Train, save, and train more steps, for each case. Runs on each rank of DeepSpeed."""
     sys.path.insert(0, os.environ[LIBS])
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    for case in cases:
+        if case.ranks == dist.get_world_size():
+            train_with_deepspeed(case, case.folder(work), sizes)
+    dist.destroy_process_group()
+
+
+def train_with_deepspeed(case: Case, folder: Path, sizes: dict[str, int]) -> None:
     import deepspeed
     import torch
     import torch.distributed as dist
     from deepspeed.utils import safe_get_full_fp32_param
 
-    dist.init_process_group("gloo")
     rank, world_size = dist.get_rank(), dist.get_world_size()
     model, groups = make_model(case.frozen, sizes)
     optimizer, scheduler = make_optimizer(groups)
@@ -137,38 +161,73 @@ def write_with_deepspeed(case: Case, folder: Path, sizes: dict[str, int]) -> Non
         dist.all_reduce(loss)
         losses.append(loss.item() / world_size)
     if rank == 0:
-        model.config.save_pretrained(folder)
         torch.save(state, folder / REFERENCE)
         (folder / "losses.json").write_text(json.dumps(losses[STEPS:]))
-    dist.destroy_process_group()
 
 
 def gather(optimizer: Any, parameter: Any, key: str) -> Any:
-    """Return a state of a parameter, gathered by the addresses that DeepSpeed keeps at its parameters. Collective."""
+    """Return a state of a parameter, gathered from the vectors of all ranks. Collective.
+
+    DeepSpeed's own function returns the states of other parameters with ``round_robin_gradients``.
+    """
     import torch
     import torch.distributed as dist
     from deepspeed.utils import safe_get_full_optimizer_state
 
     if hasattr(parameter, "ds_id"):  # stage 3
         return safe_get_full_optimizer_state(parameter, key)
-    whole, mapping, inner = torch.zeros(parameter.numel()), parameter._hp_mapping, optimizer.optimizer
-    if mapping is not None:  # this rank has a part
-        vector = inner.state[inner.param_groups[mapping.param_group_index]["params"][0]][key]
-        own, target = mapping.hp_fragment_address, mapping.lp_fragment_address
-        whole[target.start : target.start + own.numel] = vector[own.start : own.start + own.numel]
-    dist.all_reduce(whole)
-    return whole.view(parameter.shape)
+    inner, groups = optimizer.optimizer, getattr(optimizer, "round_robin_bit16_groups", None) or optimizer.bf16_groups
+    number = next(number for number, group in enumerate(groups) if any(each is parameter for each in group))
+    vector = inner.state[inner.param_groups[number]["params"][0]][key]
+    joined = [torch.empty_like(vector) for _ in range(dist.get_world_size())]
+    dist.all_gather(joined, vector)
+    begin = 0
+    for each in groups[number]:
+        if each is parameter:
+            break
+        begin += each.numel()
+    return torch.cat(joined)[begin : begin + parameter.numel()].view(parameter.shape)
 
 
-def resume(case: Case, folder: Path, checkpoint: Path) -> None:
-    """Resume from the checkpoint with FSDP2, and write the losses. Runs on each rank."""
+def convert_with_deepspeed(work: Path, cases: list[Case]) -> None:
+    """Write the fp32 weights, and the universal checkpoints, with the programs of DeepSpeed."""
+    sys.path.insert(0, os.environ[LIBS])
+    from deepspeed.checkpoint import ds_to_universal
+    from deepspeed.utils.zero_to_fp32 import convert_zero_checkpoint_to_fp32_state_dict
+
+    for case in cases:
+        folder = case.folder(work)
+        if case.has_script:
+            convert_zero_checkpoint_to_fp32_state_dict(str(folder), str(folder.with_name("consolidated")))
+        if case.universal:
+            words = {"input_folder": str(folder / TAG), "output_folder": str(case.checkpoint(work))}
+            words |= {"num_extract_workers": 1, "num_merge_workers": 1, "keep_temp_folder": False}
+            ds_to_universal.main(argparse.Namespace(**words, strict=True, inject_missing_state=True))
+
+
+def resume_all(work: Path, cases: list[Case]) -> None:
+    """Resume from each checkpoint with FSDP2, and write the losses. Runs on each rank."""
     import torch.distributed as dist
-    from accelerate import Accelerator
+
+    from tests.support.training import fresh_accelerator
+
+    dist.init_process_group("gloo")
+    for case in cases:
+        precision = "bf16" if case.bf16 else "no"
+        settings = {"fsdp_version": 2, "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}
+        config = {"distributed_type": "FSDP", "mixed_precision": precision, "use_cpu": True, "fsdp_config": settings}
+        losses = resume(case, fresh_accelerator(config), case.checkpoint(work))
+        if dist.get_rank() == 0:
+            (case.folder(work) / "resumed.json").write_text(json.dumps(losses))
+    dist.destroy_process_group()
+
+
+def resume(case: Case, accelerator: Any, checkpoint: Path) -> list[float]:
+    import torch.distributed as dist
 
     model, groups = make_model(case.frozen, SIZES)
     optimizer, scheduler = make_optimizer(groups)
-    accelerator = Accelerator(step_scheduler_with_optimizer=False)
-    model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
+    model, optimizer, prepared = accelerator.prepare(model, optimizer, scheduler)
     accelerator.load_state(str(checkpoint))
     losses = []
     for step in range(STEPS, STEPS + MORE):
@@ -177,29 +236,29 @@ def resume(case: Case, folder: Path, checkpoint: Path) -> None:
         accelerator.backward(loss)
         accelerator.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-        scheduler.step()
+        prepared.scheduler.step()  # once for each step; Accelerate's scheduler steps once for each rank
         optimizer.zero_grad()
         losses.append(float(accelerator.reduce(loss.detach().float(), "mean")))
-    if dist.get_rank() == 0:
-        (folder / "resumed.json").write_text(json.dumps(losses))
-
-
-_CONFIG = """\
-distributed_type: FSDP
-fsdp_config:
-  fsdp_version: 2
-  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP
-mixed_precision: {precision}
-use_cpu: true
-"""
+    return losses
 
 
 class Runner:
-    """Runs the programs of a case."""
+    """Runs programs, with one thread for each rank.
 
-    def __init__(self, libs: Path) -> None:
+    Args:
+        libs: the folder with DeepSpeed.
+        only: part of the names of the cases.
+    """
+
+    def __init__(self, libs: Path, work: Path, only: str) -> None:
+        self._work, self._only, self._libs = work, only, libs
         self._environ = child_environment({**os.environ, LIBS: str(libs), "DS_ACCELERATOR": "cpu", "DS_BUILD_OPS": "0"})
-        self._libs = libs
+
+    def part(self, name: str, num_ranks: int = 1) -> None:
+        """Run a part of this program on some ranks."""
+        ranks = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(num_ranks))
+        module = "scripts.bench.measure.deepspeed_checkpoints"
+        self.run(*(ranks if num_ranks > 1 else ()), "-m", module, name, self._work, self._only)
 
     def run(self, *words: str | Path, deepspeed: bool = False) -> float:
         """Run a Python program, and return its duration in seconds."""
@@ -207,71 +266,50 @@ class Runner:
         if deepspeed:
             environ["PYTHONPATH"] = f"{environ['PYTHONPATH']}{os.pathsep}{self._libs}"
         start = time.monotonic()
-        done = subprocess.run(
-            [sys.executable, *map(str, words)], env=environ, capture_output=True, text=True, check=False
-        )
+        command = [sys.executable, *map(str, words)]
+        done = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
         if done.returncode:
             print(done.stdout[-3000:], done.stderr[-5000:], file=sys.stderr)
-            raise SystemExit(f"failed: {' '.join(map(str, words))}")
+            raise SystemExit(f"failed: {' '.join(command[1:])}")
         return time.monotonic() - start
-
-    def write(self, case: Case, folder: Path, sizes: str) -> None:
-        ranks = "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(case.ranks)
-        self.run(*ranks, "-m", "scripts.bench.measure.deepspeed_checkpoints", "write", case.name, folder, sizes)
-        if case.universal:
-            tag = folder / f"global_step{STEPS}"
-            words = "--input_folder", tag, "--output_folder", f"{tag}_universal", "--inject_missing_state"
-            self.run("-m", "deepspeed.checkpoint.ds_to_universal", *words, deepspeed=True)
-
-    def resume(self, case: Case, folder: Path, checkpoint: Path) -> float:
-        """Return the largest relative difference of the losses after resuming."""
-        config = folder / "fsdp.yaml"
-        config.write_text(_CONFIG.format(precision="bf16" if case.bf16 else "'no'"))
-        launch = "-m", "hf_fsdp_plugin.cli.main", "launch", "--config_file", config, "--num_processes", RESUMING_RANKS
-        self.run(*map(str, launch), Path(__file__), "resume", case.name, folder, checkpoint)
-        found, expected = (json.loads((folder / name).read_text()) for name in ("resumed.json", "losses.json"))
-        return max(abs(a - b) / b for a, b in zip(found, expected, strict=True))
 
     def zero_to_fp32(self, folder: Path, out: Path) -> float:
         return self.run(folder / "zero_to_fp32.py", folder, out, deepspeed=True)
 
-    def merge(self, checkpoint: Path, out: Path, config: Path) -> float:
-        words = "merge", checkpoint, out, "--dtype", "fp32", "--config", config
-        return self.run("-m", "hf_fsdp_plugin.cli.main", *words)
+    def merge(self, checkpoint: Path, out: Path) -> float:
+        return self.run("-m", "hf_fsdp_plugin.cli.main", "merge", checkpoint, out, "--dtype", "fp32")
 
 
-def measure(case: Case, runner: Runner, work: Path) -> dict[str, Any]:
+def measure(case: Case, work: Path) -> dict[str, Any]:
     """Return the figures of one case."""
-    folder = work / "saved"
-    folder.mkdir(parents=True)
-    runner.write(case, folder, "small")
-    tag = folder / f"global_step{STEPS}"
-    checkpoint = tag.with_name(f"{tag.name}_universal") if case.universal else folder
-    runner.merge(checkpoint, work / "merged", folder)
-    has_script = case.stage > 0 and case.config != _FP32_GRADIENTS
-    if has_script:
-        runner.zero_to_fp32(folder, work / "consolidated")
-    weights = compare_weights(case, work, tag, has_script)
-    found = {"ranks": case.ranks, "zero_to_fp32": has_script, "weights_equal": weights}
+    from hf_fsdp_plugin.checkpoint.merging.merge import MergeOptions, merge
+
+    folder, checkpoint = case.folder(work), case.checkpoint(work)
+    merge(checkpoint, folder.with_name("merged"), MergeOptions(dtype="float32"))
+    found = {"ranks": case.ranks, "zero_to_fp32": case.has_script, "weights_equal": compare_weights(case, folder)}
     if case.stage:
         found["state_equal"] = compare_state(folder, checkpoint)
-    if has_script and not case.universal:
-        found["layout_equal"] = compare_layout(case, work, tag)
-    return found | {"loss_difference": round(runner.resume(case, folder, checkpoint), 8)}
+    if case.has_script and not case.universal:
+        found["layout_equal"] = compare_layout(case, folder)
+    losses, expected = (json.loads((folder / name).read_text()) for name in ("resumed.json", "losses.json"))
+    difference = max(abs(a - b) / b for a, b in zip(losses, expected, strict=True))
+    return found | {"loss_difference": round(difference, 8)}
 
 
-def compare_weights(case: Case, work: Path, tag: Path, has_script: bool) -> bool:
+def compare_weights(case: Case, folder: Path) -> bool:
     """Whether the merged weights are those of zero_to_fp32, or of the model; a tied weight has one of its names."""
     import torch
     from safetensors.torch import load_file
 
-    found = load_file(work / "merged" / "model.safetensors")
-    expected = {} if case.stage == 3 else torch.load(next(tag.glob("mp_rank_00*")), weights_only=False)["module"]
+    found = load_file(folder.with_name("merged") / "model.safetensors")
+    expected = {} if case.stage == 3 else torch.load(next((folder / TAG).glob("mp_rank_00*")))["module"]
     expected = {name: tensor.float() for name, tensor in expected.items()}
-    expected |= {name: state["fp32"] for name, state in torch.load(tag.parent / REFERENCE).items()}
-    if has_script:
-        for path in (work / "consolidated").glob("*.bin"):
+    expected |= {name: state["fp32"] for name, state in torch.load(folder / REFERENCE).items()}
+    if case.has_script:
+        for path in folder.with_name("consolidated").glob("*.bin"):
             expected |= torch.load(path)
+    elif case.stage:
+        expected["lm_head.weight"] = expected["model.embed_tokens.weight"]
     missing = expected.keys() - found.keys()
     found |= dict.fromkeys(missing & {"lm_head.weight"}, found["model.embed_tokens.weight"])
     return found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in expected)
@@ -297,7 +335,7 @@ def compare_state(folder: Path, checkpoint: Path) -> bool:
     )
 
 
-def compare_layout(case: Case, work: Path, tag: Path) -> bool:
+def compare_layout(case: Case, folder: Path) -> bool:
     """Whether what the tests write has the same entries and sizes as the files of DeepSpeed."""
     import torch
 
@@ -306,7 +344,6 @@ def compare_layout(case: Case, work: Path, tag: Path) -> bool:
     from tests.support.assembled import assembled
     from tests.support.deepspeed_files import Zero
 
-    folder = tag.parent
     model, optimizer = read_stored_model(folder), read_stored_optimizer(folder)
     engine = read_engine_state(folder)
     assert optimizer is not None
@@ -323,7 +360,7 @@ def compare_layout(case: Case, work: Path, tag: Path) -> bool:
         schedule=engine["lr_scheduler"],
     )
     assert trained <= set(zero.weights)
-    place = zero.write(work / "made", case.stage, case.ranks)
+    place, tag = zero.write(folder.with_name("made"), case.stage, case.ranks), folder / TAG
     names = sorted(path.name for path in tag.glob("*.pt"))
     if names != sorted(path.name for path in place.glob("*.pt")):
         return False
@@ -353,16 +390,15 @@ def contents(path: Path) -> dict[str, str]:
 
 def time_merges(runner: Runner, work: Path, pairs: int) -> dict[str, Any]:
     """Return the durations of both programs for a larger model."""
-    folder = work / "saved"
-    folder.mkdir()
-    runner.write(TIMED, folder, "large")
+    runner.part("write-large", TIMED.ranks)
+    folder = TIMED.folder(work)
     seconds: dict[str, list[float]] = {"merge": [], "zero_to_fp32": []}
     for pair in range(pairs):
         for name in list(seconds) if pair % 2 == 0 else reversed(list(seconds)):
-            out = work / name
+            out = folder.with_name(name)
             shutil.rmtree(out, ignore_errors=True)
             subprocess.run(["sync"], check=False)
-            found = runner.merge(folder, out, folder) if name == "merge" else runner.zero_to_fp32(folder, out)
+            found = runner.merge(folder, out) if name == "merge" else runner.zero_to_fp32(folder, out)
             seconds[name].append(round(found, 2))
     merged = statistics.median(seconds["merge"])
     return {
@@ -373,34 +409,48 @@ def time_merges(runner: Runner, work: Path, pairs: int) -> dict[str, Any]:
     }
 
 
-def case_named(name: str) -> Case:
-    return next(case for case in (*CASES, TIMED) if case.name == name)
+def run_part(name: str, work: Path, only: str) -> None:
+    """Run a part of the measurement in a process of its own."""
+    cases = [case for case in CASES if only in case.name]
+    match name:
+        case "write":
+            write_with_deepspeed(work, cases, SIZES)
+        case "write-large":
+            write_with_deepspeed(work, [TIMED], LARGE)
+        case "convert":
+            convert_with_deepspeed(work, cases)
+        case "resume":
+            resume_all(work, cases)
 
 
 def main() -> int:
-    if sys.argv[1:2] == ["write"]:
-        write_with_deepspeed(case_named(sys.argv[2]), Path(sys.argv[3]), LARGE if sys.argv[4] == "large" else SIZES)
-        return 0
-    if sys.argv[1:2] == ["resume"]:
-        resume(case_named(sys.argv[2]), Path(sys.argv[3]), Path(sys.argv[4]))
+    if sys.argv[1:2] and sys.argv[1] in ("write", "write-large", "convert", "resume"):
+        run_part(sys.argv[1], Path(sys.argv[2]), sys.argv[3])
         return 0
     parser = make_parser(__doc__, "deepspeed_checkpoints")
     parser.add_argument("--libs", type=Path, default=os.environ.get(LIBS), help=f"folder with DeepSpeed (or ${LIBS})")
-    parser.add_argument("--only", help="only the cases whose name contains this")
+    parser.add_argument("--only", default="", help="only the cases whose name contains this")
     parser.add_argument("--pairs", type=int, default=3, help="pairs of merges that are timed; 0: none")
     args = parser.parse_args()
     if args.libs is None or not (Path(args.libs) / "deepspeed").is_dir():
         install = (__doc__ or "").partition("DeepSpeed is not a dependency.")[2].strip()
         print(f"DeepSpeed was not found; --libs names its folder.\n{install}", file=sys.stderr)
         return 2
-    runner = Runner(Path(args.libs))
-    cases: dict[str, Any] = {}
-    with tempfile.TemporaryDirectory() as work:
-        for number, case in enumerate(case for case in CASES if not args.only or args.only in case.name):
-            cases[case.name] = measure(case, runner, Path(work) / str(number))
-            print(case.name, cases[case.name], flush=True)
-        timed = time_merges(runner, Path(work), args.pairs) if args.pairs else {}
-    write_result("deepspeed_checkpoints", args.out, {"deepspeed": version_in(args.libs), "cases": cases, "time": timed})
+    cases = [case for case in CASES if args.only in case.name]
+    with tempfile.TemporaryDirectory() as folder:
+        work = Path(folder)
+        runner = Runner(Path(args.libs), work, args.only)
+        for num_ranks in sorted({case.ranks for case in cases}):
+            runner.part("write", num_ranks)
+        runner.part("convert")
+        runner.part("resume", RESUMING_RANKS)
+        figures = {}
+        for case in cases:
+            figures[case.name] = measure(case, work)
+            print(case.name, figures[case.name], flush=True)
+        timed = time_merges(runner, work, args.pairs) if args.pairs else {}
+    result = {"deepspeed": version_in(args.libs), "cases": figures, "time": timed}
+    write_result("deepspeed_checkpoints", args.out, result)
     return 0
 
 

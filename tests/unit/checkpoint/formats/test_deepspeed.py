@@ -167,6 +167,7 @@ DAMAGES: dict[str, tuple[str, str, Callable[[Path], object]]] = {
     "file of the model": ("FSDP-E457", MODEL_1, lambda tag: (tag / MODEL_1).unlink()),
     "first file": ("FSDP-E457", OPTIMIZER_0, lambda tag: (tag / OPTIMIZER_0).unlink()),
     "all files of the optimizer": ("FSDP-E457", "zero_pp_rank_0_", lambda tag: remove_optimizer(tag)),
+    "names": ("FSDP-E453", "global_step3", lambda tag: rename_all(tag)),
     "truncated": ("FSDP-E453", OPTIMIZER_1, lambda tag: cut(tag / OPTIMIZER_1)),
     "fewer ranks": ("FSDP-E459", "global_step3", lambda tag: change(tag / OPTIMIZER_0, with_ranks(1))),
     "more ranks": ("FSDP-E457", "rank_2_", lambda tag: change(tag / OPTIMIZER_0, with_ranks(3))),
@@ -194,6 +195,11 @@ DAMAGES: dict[str, tuple[str, str, Callable[[Path], object]]] = {
 def remove_optimizer(tag: Path) -> None:
     for path in tag.glob(f"*_{OPTIMIZER}"):
         path.unlink()
+
+
+def rename_all(tag: Path) -> None:
+    for path in list(tag.iterdir()):
+        path.rename(tag / f"x{path.name}")
 
 
 def add_tag(folder: Path) -> None:
