@@ -98,9 +98,10 @@ def test_no_outline_of_transformers_differs(tmp_path: Path) -> None:
 
     expected: dict[Path, dict[str, list[int]]] = {}
     for mapping in (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING):
-        for config_class, model_class in mapping.items():
-            folder = tmp_path / f"{config_class.__name__}-{getattr(model_class, '__name__', '')}"
+        for config_class in mapping.keys():  # noqa: SIM118 (items() raises for a class that is not there)
             try:
+                model_class = mapping[config_class]
+                folder = tmp_path / f"{config_class.__name__}-{model_class.__name__}"
                 config = config_class(num_hidden_layers=3)
                 config.architectures = [model_class.__name__]
                 config.save_pretrained(folder)
