@@ -87,9 +87,10 @@ CASES = (
     Case(name="ZeRO-1, fp32, universal", stage=1, universal=True),
     Case(name="ZeRO-3, bf16, frozen, universal", stage=3, bf16=True, frozen=True, universal=True),
 )
-TIMED = Case(name="timed", stage=2, bf16=True)
+_BUCKET = 1_000_000
+TIMED = Case(name="timed", stage=2, bf16=True, zero={"reduce_bucket_size": _BUCKET, "allgather_bucket_size": _BUCKET})
 SIZES = {"hidden_size": 32, "intermediate_size": 45, "num_hidden_layers": 2, "vocab_size": VOCABULARY}
-LARGE = {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 6, "vocab_size": 32000}
+LARGE = {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 6, "vocab_size": 32000}
 
 
 def make_model(frozen: bool, sizes: dict[str, int]) -> tuple[Any, list[dict[str, Any]]]:
@@ -186,7 +187,7 @@ def gather(optimizer: Any, parameter: Any, key: str) -> Any:
         if each is parameter:
             break
         begin += each.numel()
-    return torch.cat(joined)[begin : begin + parameter.numel()].view(parameter.shape)
+    return torch.cat(joined)[begin : begin + parameter.numel()].view(parameter.shape).clone()
 
 
 def convert_with_deepspeed(work: Path, cases: list[Case]) -> None:
