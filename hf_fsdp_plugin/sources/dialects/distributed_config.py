@@ -10,8 +10,9 @@ from hf_fsdp_plugin.sources.dialects.python_calls import choose_part, find_calls
 from hf_fsdp_plugin.sources.script_objects import add_distributed_config
 from hf_fsdp_plugin.sources.tree import ConfigEntry
 
-_OWN_FIELDS: Final = ("tp_plan", "ep_plan", "fsdp_plan", "ep_implementation", "enable_expert_parallel",
-                      "enable_sequence_parallel", "fsdp_cpu_offload", "fsdp_mixed_precision")  # fmt: skip
+_OWN_FIELDS: Final = (
+    "tp_plan", "ep_plan", "fsdp_plan", "ep_implementation", "enable_expert_parallel", "enable_sequence_parallel"
+)  # fmt: skip
 """Fields that no other config has at its top level."""
 
 

@@ -15,6 +15,7 @@ A dialect is one file ``<name>.py`` with the constant ``DIALECT``, and its table
     aliases:     # other spellings of a key or a section
       bfloat16: bf16
     include: training_arguments  # another table: its rows for keys without a row here
+    any_case: true  # upper case and - are accepted in keys
     about: ...   # for docs/dialects.md, with an example
 
 Keys are paths with dots. ``section.*`` is every key of a section that has no row of its own, ``prefix_*`` every such
@@ -107,17 +108,21 @@ class KeyOutcome:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KeyTable:
-    """All keys of a dialect: path -> row. ``aliases``: another path -> the path in the table."""
+    """All keys of a dialect: path -> row. ``aliases``: another path -> the path in the table.
+
+    ``any_case``: whether upper case and ``-`` are accepted, as in the keys of Accelerate.
+    """
 
     rows: Mapping[str, DialectKey]
     aliases: Mapping[str, str]
     about: str = ""
+    any_case: bool = False
 
     def row(self, path: str) -> DialectKey | None:
         """Return the row of a path, also of ``section.*``, ``prefix_*`` or ``*``; ``None`` if there is none."""
         section = path.rpartition(".")[0]
         prefix = f"{path.partition('_')[0]}_*"
-        names = (path, f"{section}.*") if section else (path, prefix, "*")
+        names = (path, f"{section}.*", "*") if section else (path, prefix, "*")
         return next((self.rows[name] for name in names if name in self.rows), None)
 
     def is_section(self, path: str) -> bool:
@@ -126,6 +131,8 @@ class KeyTable:
 
     def known(self, path: str) -> str:
         """Return the path in the table for a path whose key or first section may have another spelling."""
+        if self.any_case:
+            path = path.lower().replace("-", "_")
         if path in self.aliases:
             return self.aliases[path]
         section, dot, key = path.rpartition(".")
@@ -154,7 +161,8 @@ def load_table(name: str) -> KeyTable:
             for path in group["keys"].split():
                 rows[path] = DialectKey(path=path, fate=fate, allowed=allowed, **texts)
     aliases = MappingProxyType({**included.aliases, **content.get("aliases", {})})
-    return KeyTable(rows=MappingProxyType(rows), aliases=aliases, about=content.get("about", ""))
+    any_case = included.any_case or "any_case" in content
+    return KeyTable(rows=MappingProxyType(rows), aliases=aliases, about=content.get("about", ""), any_case=any_case)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -278,7 +286,7 @@ class DialectReading(Collector):
         elif row.fate == "refused":
             self._refuse(row, entry)
         elif (filled := self._without_auto(row, entry)) is not None:
-            self._add_row(row, filled)
+            self.add_row(row, filled)
 
     def record_read(self, path: str, entry: ConfigEntry) -> None:
         """Record what became of a key that another reader has read into this collector."""
@@ -380,7 +388,8 @@ class DialectReading(Collector):
         message = f"this is a config of {self.dialect_of.title}, which is read as a config of FSDP"
         self.report_file("FSDP-N067", f"{message}: {', '.join(texts)}." if texts else f"{message}.", "")
 
-    def _add_row(self, row: DialectKey, entry: ConfigEntry) -> None:
+    def add_row(self, row: DialectKey, entry: ConfigEntry) -> None:
+        """Add a key with the fate ``sets`` or ``arguments``, and record what it becomes."""
         num_settings, num_problems = len(self.settings), len(self.problems)
         self.becomes = []
         handlers = self.dialect_of.handlers

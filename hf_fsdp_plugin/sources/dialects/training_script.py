@@ -20,6 +20,7 @@ from hf_fsdp_plugin.sources.collector import FSDP_SCOPES
 from hf_fsdp_plugin.sources.dialects.interface import (
     ConfigDialect,
     DialectDocument,
+    DialectKey,
     DialectReading,
     is_off,
     leaves,
@@ -58,6 +59,9 @@ def read_training(
     for path, entry in entries:
         if path in ("bf16", "fp16") and "fp8" in given:
             reading.ignore(entry, "With fp8, everything but linear layers computes in bf16.")
+        elif _is_catch_all(reading, path) and find_row(path, ("training", "parallelism")):
+            reading.path = path  # an argument of a script that is a setting
+            reading.add_row(DialectKey(path=path, fate="sets"), entry)
         else:
             reading.add_path(path, entry)
     if deepspeed is not None:
@@ -67,6 +71,11 @@ def read_training(
         reading.imply("launch.distributed_type", "FSDP")
     if not any(s.name == "launch.distributed_type" and s.value == "FSDP" for s in reading.settings):
         _deactivate(reading, fsdp)
+
+
+def _is_catch_all(reading: DialectReading, path: str) -> bool:
+    row = reading.dialect_of.table.row(path)
+    return row is not None and row.path == "*"
 
 
 def _deactivate(reading: DialectReading, fsdp: ConfigEntry | None) -> None:
@@ -81,13 +90,15 @@ def _deactivate(reading: DialectReading, fsdp: ConfigEntry | None) -> None:
 def add_known(reading: DialectReading, entry: ConfigEntry) -> None:
     """Add a key that the vocabulary has, or whose row in the table names a setting of the vocabulary."""
     section, _, name = reading.path.rpartition(".")
-    scopes = FSDP_SCOPES if section in ("fsdp_config", "parallelism_config") else _SCOPES
-    table = reading.dialect_of.table
-    row = find_row(name, scopes)
+    is_inner, table = section in ("fsdp_config", "parallelism_config"), reading.dialect_of.table
+    scopes = FSDP_SCOPES if is_inner else _SCOPES
+    if is_inner:
+        entry = replace(entry, key=entry.key.rpartition(".")[2])  # as in a file with this section alone
+    row = find_row(name if is_inner else reading.path, scopes)
     if row is None and reading.path in table.rows:
         row = BY_NAME[table.rows[reading.path].to[0]]
     if row is None:
-        reading.report_unknown(replace(entry, key=name), scopes)
+        reading.report_unknown(entry, scopes)
     else:
         reading.add_entry(row, entry)
 

@@ -149,11 +149,20 @@ def count_keys(read: Any, root: Sequence[ConfigEntry], problems: Iterable[Proble
         ignored = [key for key in written if (row := find_row(key, _SCOPES)) is not None and row.ignored]
         fates = dict.fromkeys((*ignored, *(p.origin.spelling for p in problems if p.origin)), "irrelevant")
         fates |= dict.fromkeys((s.origin.spelling for s in (*read.settings, *read.not_set)), "sets")
-    keys = dict.fromkeys((*written, *fates, *(unknown | refused)))
+    keys = dict.fromkeys((*written, *fates))
+    keys |= dict.fromkeys(name for name in unknown | refused if not any(_is(key, name) for key in keys))
     keys.pop("", None)
     return Counter(
-        "unknown" if key in unknown else "refused" if key in refused else fates.get(key, "lost") for key in keys
-    )
+        "unknown" if any(_is(key, name) for name in unknown)
+        else "refused" if any(_is(key, name) for name in refused)
+        else fates.get(key, "lost")
+        for key in keys
+    )  # fmt: skip
+
+
+def _is(key: str, name: str) -> bool:
+    """Whether a problem with a key is about this one, whose section it may omit."""
+    return name == key or key.endswith(f".{name}")
 
 
 def _inner(entry: ConfigEntry) -> list[str]:
