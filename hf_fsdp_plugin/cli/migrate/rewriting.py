@@ -16,6 +16,8 @@ from hf_fsdp_plugin.axes import MODEL_AXES
 from hf_fsdp_plugin.cli import config_text
 from hf_fsdp_plugin.cli.config_text import Changes, Key, line_of
 from hf_fsdp_plugin.problems import Origin, Problem, SpecError
+from hf_fsdp_plugin.sources.dialects.interface import DialectReading, is_script
+from hf_fsdp_plugin.sources.dialects.reader import read
 from hf_fsdp_plugin.sources.interface import ConfigFile, Sources, config_tree, read_text
 from hf_fsdp_plugin.sources.tree import ConfigFileError
 from hf_fsdp_plugin.spec.fsdp_spec import VERSION_DEFAULTS, FsdpSpec
@@ -64,7 +66,9 @@ def migrate(file: ConfigFile, to: int | None = None) -> Migration:
         SpecError: the config has errors, is not for FSDP, has the version already, mixes keys of both versions, or has
             settings that the other version cannot have.
     """
-    spec = assess(Sources(config=file, environ={}, dialects="off")).checked_spec()
+    sources = Sources(config=file, environ={})
+    spec = assess(sources).checked_spec()
+    _check_dialect(file, sources)
     to = to or 3 - spec.fsdp.version
     if problems := list(_check(file, spec, to)):
         raise SpecError(problems)
@@ -78,7 +82,7 @@ def migrate(file: ConfigFile, to: int | None = None) -> Migration:
     after = config_text.edited(restored, rewriter.changes)
     after = config_text.as_json(after) if is_json else after
     new = replace(file, data=after.encode())
-    migrated = assess(Sources(config=new, environ={}, dialects="off"))
+    migrated = assess(Sources(config=new, environ={}))
     if wrong := _wrong_settings(spec, migrated, rewriter.changes_mesh or restored != text):
         fix = "Write these settings as plain keys of fsdp_config, one per line. Nothing was written."
         message = f"the file cannot be rewritten for FSDP{to}: {'; '.join(wrong)}."
@@ -93,6 +97,15 @@ def migrate(file: ConfigFile, to: int | None = None) -> Migration:
         new_spec=migrated.spec,
         kept=tuple(rewriter.kept),
     )
+
+
+def _check_dialect(file: ConfigFile, sources: Sources) -> None:
+    """Raise ``SpecError`` if a file has no keys of FSDP. Of other programs, only the YAML of training scripts has."""
+    reading = read(sources)
+    if isinstance(reading, DialectReading) and (is_script(file) or not reading.dialect_of.own_script):
+        message = f"this is a config of {reading.dialect_of.title}, without the keys of FSDP."
+        fix = "Convert it first: hf-fsdp convert prints a config for FSDP2, or with --fsdp_version 1 one for FSDP1."
+        raise SpecError([Problem(code="FSDP-E788", message=message, fix=fix, origin=Origin(source=file.shown))])
 
 
 def _check(file: ConfigFile, spec: FsdpSpec, to: int) -> Iterator[Problem]:

@@ -64,8 +64,9 @@ FILES: dict[str, tuple[Form, Decision]] = {
     "no": ({"distributed_type": "NO"}, None),
     "section": ({"fsdp_sharding_strategy": 2}, (1, "shard_grad_op", "none", [], 0, False)),
     "axolotl off": ({"base_model": "m", "fsdp": None, "fsdp_config": None}, None),
-    "axolotl": ({"base_model": "m", "fsdp": ["full_shard", "auto_wrap"]}, _FULL),
-    "axolotl 2": ({"base_model": "m", "fsdp_config": {"offload_params": True}}, (*_FULL[:5], True)),
+    # axolotl's own default is version 1.
+    "axolotl": ({"base_model": "m", "fsdp": ["full_shard", "auto_wrap"]}, (1, *_FULL[1:])),
+    "axolotl 2": ({"base_model": "m", "fsdp_config": {"offload_params": True}}, (1, *_FULL[1:5], True)),
     "llama factory": ({"model_name_or_path": "m", "fsdp": ["full_shard", "auto_wrap"]}, _FULL),
     "llama factory off": ({"model_name_or_path": "m", "fsdp": "", "fsdp_config": V4}, None),
 }  # fmt: skip
