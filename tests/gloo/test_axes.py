@@ -35,7 +35,8 @@ CHECKPOINTING = {"fsdp_activation_checkpointing": True}
 MESHES = [("llama", sizes) for sizes in LLAMA] + [("mixtral", sizes) for sizes in MIXTRAL]
 HYBRID: list[cases.Sizes] = [{"dp_replicate": 2, "dp_shard": 2, "cp": 2}, {"dp_replicate": 2, "dp_shard": 2, "tp": 2}]
 # Pairs of axes contain what each of them does.
-QUICK: list[cases.Sizes] = [{"cp": 2}, {"cp": 2, "tp": 2}, {"ep": 2, "tp": 2}]
+BOTH: cases.Sizes = {"cp": 2, "tp": 2}
+QUICK: list[cases.Sizes] = [BOTH, {"ep": 2, "tp": 2}]
 
 
 @pytest.fixture(scope="module")
@@ -121,7 +122,7 @@ def test_checkpointed_layers_equal_one_process(
 
 @pytest.mark.parametrize(
     ("name", "sizes", "settings"),
-    [*((name, sizes, {}) if sizes in QUICK else slow(name, sizes, {}) for name, sizes in MESHES),
+    [*((name, sizes, {}) if sizes == BOTH else slow(name, sizes, {}) for name, sizes in MESHES),
      slow("mixtral", {"tp": 2}, {}), slow("llama", {"cp": 2}, CHECKPOINTING), slow("llama", {"tp": 2}, CHECKPOINTING),
      ("mixtral", {"ep": 2}, CHECKPOINTING)],
     ids=str,
@@ -196,7 +197,7 @@ def test_axes_of_distributed_config_are_kept(
     assert axes_of(run["report"]) == {"tensor": 2} and differing(run["report"]) == []
 
 
-@pytest.mark.parametrize(("name", "sizes"), [("llama", {"cp": 2}), ("mixtral", {"ep": 2})], ids=str)
+@pytest.mark.parametrize(("name", "sizes"), [("llama", {"cp": 2}), slow("mixtral", {"ep": 2})], ids=str)
 def test_adapters_equal_one_process(
     four_ranks: Ranks, tmp_path: Path, folders: dict[str, str], name: str, sizes: cases.Sizes
 ) -> None:
@@ -221,7 +222,7 @@ def test_length_that_is_not_divisible_is_refused(four_ranks: Ranks) -> None:
     ("name", "first", "second"),
     [
         ("llama", {"tp": 2}, {"cp": 2}),
-        ("llama", {"cp": 2, "tp": 2}, {}),
+        slow("llama", BOTH, {}),
         slow("mixtral", {"ep": 4}, {"ep": 2, "tp": 2}),
         ("mixtral", {"ep": 2}, {}),
     ],

@@ -46,9 +46,9 @@ def settings_of(report: dict[str, Any], section: str) -> dict[str, Any]:
         (2, WHOLE, {}),
         (1, {}, {}),
         (2, {}, {"fsdp_activation_checkpointing": True}),
-        (2, {}, {"fsdp_sharding_strategy": "SHARD_GRAD_OP"}),
+        slow(2, {}, {"fsdp_sharding_strategy": "SHARD_GRAD_OP"}),
         (2, {}, {"fsdp_cpu_ram_efficient_loading": True}),
-        (2, {}, {"fsdp_auto_wrap_policy": "NO_WRAP"}),
+        slow(2, {}, {"fsdp_auto_wrap_policy": "NO_WRAP"}),
         (2, {}, OFFLOAD),
         slow(2, WHOLE, OFFLOAD),
         slow(1, {}, OFFLOAD),
@@ -122,7 +122,7 @@ def test_report_names_each_layer_in_fp8(two_ranks: Ranks) -> None:
 
 @pytest.mark.parametrize(
     ("before", "after"),
-    [({}, {}), ({"fsdp_state_dict_type": "FULL_STATE_DICT"}, {}), ({"fsdp_async_save": True}, {})],
+    [slow({}, {}), slow({"fsdp_state_dict_type": "FULL_STATE_DICT"}, {}), ({"fsdp_async_save": True}, {})],
     ids=str,
 )
 def test_run_resumes_from_weights_in_fp32(
@@ -184,7 +184,7 @@ def test_recipe_of_a_script_selects_layers(two_ranks: Ranks) -> None:
     assert differing(run["report"]) == []
 
 
-@pytest.mark.parametrize("regional", [True, False])
+@pytest.mark.parametrize("regional", [True, slow(False)])
 def test_regions_are_compiled_with_fp8(two_ranks: Ranks, references: dict[bool, Any], regional: bool) -> None:
     dynamo = {"dynamo_backend": "AOT_EAGER", "dynamo_use_regional_compilation": regional}
     run = two_ranks.run(cases.train, {**cases.config_of(), "dynamo_config": dynamo})[0]
@@ -194,7 +194,7 @@ def test_regions_are_compiled_with_fp8(two_ranks: Ranks, references: dict[bool, 
     assert differing(run["report"]) == []
 
 
-@pytest.mark.parametrize("fp8", [{}, WHOLE], ids=str)
+@pytest.mark.parametrize("fp8", [{}, slow(WHOLE)], ids=str)
 def test_collectives_of_fp8_equal_estimate(two_ranks: Ranks, fp8: dict[str, Any]) -> None:
     for counted, estimated in two_ranks.run(counted_and_estimated, "llama", cases.config_of(**fp8), accumulation=2):
         assert counted == estimated
