@@ -19,13 +19,14 @@ from tests.programs.cli.test_plan import LLAMA as LLAMA_OF_SIX_LAYERS
 from tests.programs.cli.test_plan import YAML
 from tests.support.merge_inputs import save
 
-LLAMA = {**LLAMA_OF_SIX_LAYERS, "num_hidden_layers": 2}
+# So large that each flag changes the first two digits of the memory.
+LLAMA = {**LLAMA_OF_SIX_LAYERS, "num_hidden_layers": 2, "max_position_embeddings": 16384, "vocab_size": 131072}
 PLAN = {
     "config_option": "--config sharded.yaml", "config_file": "--config-file sharded.yaml",
     "fsdp": "--fsdp shard_grad_op",
     "fsdp_config": "--fsdp-config options.json", "overrides": "--set sharding.strategy=no_shard",
     "distributed_config": "--distributed-config distributed.json", "world_size": "--world-size 8",
-    "micro_batch": "--micro-batch 4", "seq_len": "--seq-len 32", "global_batch": "--global-batch 128",
+    "micro_batch": "--micro-batch 4", "seq_len": "--seq-len 16384", "global_batch": "--global-batch 128",
     "accumulation": "--accumulation 4", "sync_each_batch": "--sync-each-batch", "optimizer": "--optimizer sgd",
     "update_loop": "--for-loop", "no_clip": "--no-clip", "attention": "--attention eager",
     "gpu_memory": "--gpu-memory 1GiB", "machine": "--machine h100-sxm", "html": "--html out.html", "force": "--force",
