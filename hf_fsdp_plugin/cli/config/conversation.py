@@ -145,8 +145,9 @@ class Question:
         default: the default answer, or a function that returns it with its reason in a state.
         reason: the reason of the default, in one line.
         setting: canonical name of the setting that the answer is; empty if it is not one setting.
-        choices: the answers of a list with a description of each, or a function that returns them; empty for an answer
-            that is typed. A question whose default is a bool has the choices yes and no.
+        choices: the answers of a list with a description of each; empty for an answer that is typed. A question whose
+            default is a bool has the choices yes and no.
+        offered: whether a choice is possible in a state.
         parse: converts typed text. Raises ``ValueError`` with what is expected.
         asked: whether the question applies in a state.
         about: comment of an answer in the file, if neither the reason of the default nor the choice describes it.
@@ -157,7 +158,8 @@ class Question:
     default: Any
     reason: str = ""
     setting: str = ""
-    choices: Mapping[Any, str] | Callable[[State], Mapping[Any, str]] = field(default_factory=dict)
+    choices: Mapping[Any, str] = field(default_factory=dict)
+    offered: Callable[[Any, State], bool] = lambda choice, state: True
     parse: Callable[[str, State], Any] = lambda text, state: text
     asked: Callable[[State], bool] = lambda state: True
     about: str = ""
@@ -175,7 +177,7 @@ class Question:
         """Return the answers of the list in a state, each with its description."""
         if isinstance(self.default, bool):
             return YES_NO
-        return self.choices(state) if callable(self.choices) else self.choices
+        return {choice: about for choice, about in self.choices.items() if self.offered(choice, state)}
 
     def read(self, text: str, state: State) -> Any:
         """Return the answer that a text means. Raises ``ValueError`` with what is expected."""

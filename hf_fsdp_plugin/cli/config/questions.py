@@ -1,10 +1,16 @@
-"""The questions of ``hf-fsdp config``, as a table, and what the answers mean: settings and comments."""
+"""The questions of ``hf-fsdp config``: what is computed for them, and what the answers mean: settings and comments.
+
+Their texts are in ``questions.yaml``.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, Final
+
+import yaml
 
 from hf_fsdp_plugin.cli.config.conversation import USUAL_MIN_NUM_PARAMS, Default, Question, State
 from hf_fsdp_plugin.spec.values import InvalidValue, is_class_name, parse_value
@@ -87,6 +93,10 @@ def _parse_seq_len(text: str, state: State) -> int:
     return seq_len
 
 
+def _global_batch(state: State) -> Default:
+    return Default(state.world_size, "one sample per rank; use the batch size of your recipe")
+
+
 def _parse_global_batch(text: str, state: State) -> int:
     batch = _parse_size(text, state)
     if batch % state.world_size:
@@ -117,18 +127,9 @@ def _needs_context(state: State) -> bool:
     return state.version == 2 and state.model is not None and wanted > 1
 
 
-_STRATEGIES: Final = {
-    "full_shard": "shards parameters, gradients and optimizer state (ZeRO-3): least memory",
-    "shard_grad_op": "keeps gathered parameters until backward (ZeRO-2): faster, more memory",
-    "no_shard": "every rank has the whole model (DDP): fastest if it fits",
-    "hybrid_shard": "full_shard within a group of ranks, which are replicated",
-    "hybrid_shard_zero2": "shard_grad_op within a group of ranks, which are replicated",
-}
-
-
-def _strategy_choices(state: State) -> Mapping[Any, str]:
-    has_groups = _largest_group(state.world_size) > 1 and state.context == 1
-    return {name: about for name, about in _STRATEGIES.items() if has_groups or not STRATEGIES[name].hybrid}
+def _is_strategy_possible(strategy: str, state: State) -> bool:
+    """Whether the ranks can be divided into the groups of a hybrid strategy."""
+    return not STRATEGIES[strategy].hybrid or (_largest_group(state.world_size) > 1 and state.context == 1)
 
 
 def _largest_group(world_size: int) -> int:
@@ -191,92 +192,42 @@ def _has_model(state: State) -> bool:
     return state.model is not None
 
 
+def _has_policy(policy: str) -> Callable[[State], bool]:
+    return lambda state: state.answers["wrap_policy"] == policy
+
+
 def _has_machines(state: State) -> bool:
     return state.num_machines > 1
 
 
-QUESTIONS: Final = (
-    Question(name="model", text="Model (folder, config.json or hub id; empty for none)",
-        default="", reason="without a model, no memory is predicted"),
-    Question(name="num_machines", text="Number of machines", setting="launch.num_machines",
-        default=1, reason="one machine needs no address and no port", parse=_integer(1, MAX_RANKS)),
-    Question(name="gpus", text="GPUs of each machine", default=_gpus,
-        parse=_integer(1, lambda state: MAX_RANKS // state.num_machines)),
-    Question(name="gpu_memory", text="Memory of a GPU, such as 80GB (empty if unknown)",
-        default=_gpu_memory, parse=_parse_memory, asked=_has_model),
-    Question(name="machine_rank", text="Rank of this machine, from 0", setting="launch.machine_rank",
-        default=0, reason="the other machines use the same file with --machine_rank", asked=_has_machines,
-        parse=_integer(0, lambda state: state.num_machines - 1)),
-    Question(name="main_process_ip", text="Address of machine 0 (empty to pass it as --main_process_ip)",
-        setting="launch.main_process_ip", default="", reason="not in the file", asked=_has_machines,
-        parse=lambda text, state: _parse_setting("launch.main_process_ip", text) if text else "",
-        about="all machines connect to this address"),
-    Question(name="main_process_port", text="Free port on machine 0", setting="launch.main_process_port",
-        default=29500, reason="the default port of torchrun", asked=_has_machines,
-        parse=_integer(1, 65535), about="must be free on machine 0"),
-    Question(name="precision", text="Precision", setting="launch.mixed_precision",
-        default="bf16", reason="half the memory of fp32 for activations; no loss scaling",
-        choices={"bf16": "compute in bf16, update in fp32; for A100, H100 and newer GPUs",
-                 "fp16": "compute in fp16 with loss scaling; for V100 and T4",
-                 "no": "compute in the dtype of the model"}),
-    Question(name="seq_len", text="Sequence length in tokens",
-        default=_seq_len, parse=_parse_seq_len, asked=_has_model),
-    Question(name="optimizer", text="Optimizer", asked=_has_model,
-        default="adamw", reason="the Trainer's default: 8 bytes of state per parameter",
-        choices={"adamw": "two fp32 values per parameter",
-                 "sgd": "no state without momentum",
-                 "adafactor": "rows and columns of the second moment",
-                 "adamw_8bit": "two 8-bit values per parameter (bitsandbytes)",
-                 "muon": "one value per parameter of a matrix"}),
-    Question(name="global_batch", text="Samples of all ranks per optimizer step", parse=_parse_global_batch,
-        default=lambda state: Default(state.world_size, "one sample per rank; use the batch size of your recipe")),
-    Question(name="fsdp_version", text="FSDP version", setting="fsdp.version",
-        default=2, reason="the version that PyTorch develops",
-        choices={1: "FullyShardedDataParallel: flat parameters; deprecated by Transformers",
-                 2: "fully_shard: one DTensor per parameter"}),
-    Question(name="context_size", text="Ranks that divide each sequence (context parallelism)", setting="mesh.context",
-        default=1, reason="each rank has whole sequences", asked=_needs_context, parse=_parse_context_size,
-        about="each rank has a part of each sequence, for which the others send keys and values"),
-    Question(name="micro_batch", text="Samples of a rank per forward pass", parse=_parse_micro_batch,
-        default=1, reason="needs least memory; the rest of the batch is accumulated"),
-    Question(name="sync_each_batch", text="Reduce gradients after every micro-batch (sync_each_batch)",
-        default=False, reason="less communication; gradients are kept unsharded meanwhile",
-        asked=lambda state: _has_model(state) and state.accumulation > 1),
-    Question(name="strategy", text="Sharding strategy", setting="sharding.strategy", choices=_strategy_choices,
-        default="full_shard", reason="least memory; needs one more all-gather per unit"),
-    Question(name="group_size", text="Ranks that share one copy of the model", setting="mesh.shard",
-        default=_group_size, parse=_parse_group_size, asked=lambda state: state.is_hybrid),
-    Question(name="wrap_policy", text="Units of the model (wrap policy)", setting="wrap.policy", default=_wrap_policy,
-        choices={"transformer": "one unit per layer, by class name",
-                 "size": "units of at least a number of parameters",
-                 "none": "one unit: the whole model is gathered at once"}),
-    Question(name="wrap_classes", setting="wrap.classes",
-        text="Layer classes, separated by commas (empty for those that the model declares)",
-        default=_classes, parse=_parse_classes, about="each module of these classes is one unit",
-        asked=lambda state: state.answers["wrap_policy"] == "transformer"),
-    Question(name="min_num_params", text="Parameters of the smallest unit", setting="wrap.min_num_params",
-        default=USUAL_MIN_NUM_PARAMS, reason="the default of accelerate config", parse=_parse_min_num_params,
-        asked=lambda state: state.answers["wrap_policy"] == "size", about="parameters of the smallest unit"),
-    Question(name="offload", text="Offload parameters, gradients and optimizer state to the CPU",
-        setting="offload.params", default=False, reason="faster; the optimizer would run on the CPU",
-        about="frees GPU memory; the optimizer runs on the CPU, which is slow"),
-    Question(name="checkpointing", text="Activation checkpointing", setting="activation.checkpointing",
-        default="none", reason="no recomputation; choose full if memory is short",
-        choices={"none": "keeps all activations: fastest",
-                 "full": "recomputes each unit in backward: about a third more computation",
-                 "selective": "recomputes all but attention and half of the matmuls"}),
-    Question(name="activation_offload", text="Offload checkpointed activations to the CPU",
-        setting="activation.offload", default=False, reason="the inputs of the units stay on the GPU",
-        asked=lambda state: state.answers["checkpointing"] != "none",
-        about="for long sequences: the inputs of the units are kept in CPU memory"),
-    Question(name="state_dict", text="Content of checkpoints (state dict type)", setting="checkpoint.state_dict",
-        default="sharded", reason="every rank writes its part; resumes on any number of GPUs",
-        choices={"sharded": "every rank writes its part: fast, for any number of GPUs",
-                 "full": "rank 0 gathers and writes the whole model: slow for large models",
-                 "local": "the same files as sharded, for configs that name it"}),
-    Question(name="ram_efficient_loading", text="RAM-efficient loading", setting="loading.ram_efficient",
-        default=True, reason="a machine holds the weights once, not once per GPU", about="each rank loads all weights"),
-)  # fmt: skip
+_FUNCTIONS: Final[Mapping[str, Mapping[str, Any]]] = {
+    "num_machines": {"parse": _integer(1, MAX_RANKS)},
+    "gpus": {"default": _gpus, "parse": _integer(1, lambda state: MAX_RANKS // state.num_machines)},
+    "gpu_memory": {"default": _gpu_memory, "parse": _parse_memory, "asked": _has_model},
+    "machine_rank": {"parse": _integer(0, lambda state: state.num_machines - 1), "asked": _has_machines},
+    "main_process_ip": {
+        "parse": lambda text, state: _parse_setting("launch.main_process_ip", text) if text else "",
+        "asked": _has_machines,
+    },
+    "main_process_port": {"parse": _integer(1, 65535), "asked": _has_machines},
+    "seq_len": {"default": _seq_len, "parse": _parse_seq_len, "asked": _has_model},
+    "optimizer": {"asked": _has_model},
+    "global_batch": {"default": _global_batch, "parse": _parse_global_batch},
+    "context_size": {"parse": _parse_context_size, "asked": _needs_context},
+    "micro_batch": {"parse": _parse_micro_batch},
+    "sync_each_batch": {"asked": lambda state: _has_model(state) and state.accumulation > 1},
+    "strategy": {"offered": _is_strategy_possible},
+    "group_size": {"default": _group_size, "parse": _parse_group_size, "asked": lambda state: state.is_hybrid},
+    "wrap_policy": {"default": _wrap_policy},
+    "wrap_classes": {"default": _classes, "parse": _parse_classes, "asked": _has_policy("transformer")},
+    "min_num_params": {
+        "default": USUAL_MIN_NUM_PARAMS, "parse": _parse_min_num_params, "asked": _has_policy("size"),
+    },
+    "activation_offload": {"asked": lambda state: state.answers["checkpointing"] != "none"},
+}  # fmt: skip
+"""Name of a question -> the fields that the table in ``questions.yaml`` cannot contain."""
+_TABLE: Final = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
+QUESTIONS: Final = tuple(Question(**row, **_FUNCTIONS.get(row["name"], {})) for row in _TABLE)
 BY_NAME: Final[Mapping[str, Question]] = {question.name: question for question in QUESTIONS}
 BY_SETTING: Final[Mapping[str, Question]] = {question.setting: question for question in QUESTIONS if question.setting}
 
