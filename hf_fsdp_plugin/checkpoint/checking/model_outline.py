@@ -61,27 +61,18 @@ class _Unknown:
     """Any object of a library: a function, a class, or an instance. It may be a module with parameters."""
 
     def __init__(self, name: str = "") -> None:
-        vars(self)["_name"] = name
+        self._name = name
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
         return type(self)(name)
 
-    def __setattr__(self, name: str, value: object) -> None:
-        pass
-
     def __call__(self, *_: Any, **__: Any) -> Any:
         return type(self)()
 
     def __mro_entries__(self, _: tuple[Any, ...]) -> tuple[type, ...]:
         return () if self._name == "GenerationMixin" else (_NotBuilt,)  # it has no parameters and no constructor
-
-    def __enter__(self) -> _Unknown:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
 
     __or__ = __ror__ = __getitem__ = __call__  # of annotations
     __bool__ = __iter__ = __len__ = __index__ = __int__ = __float__ = __contains__ = _refuse
