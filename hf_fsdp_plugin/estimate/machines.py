@@ -180,9 +180,7 @@ def interpolate(curve: Curve, size: float) -> float:
 
 def seconds_at(curve: Curve, size: float) -> float:
     """Return seconds at a size; beyond the largest point, in proportion to the size."""
-    if size > curve[-1][0]:
-        return curve[-1][1] * size / curve[-1][0]
-    return interpolate(curve, size)
+    return curve[-1][1] * size / curve[-1][0] if size > curve[-1][0] else interpolate(curve, size)
 
 
 def machine_named(name: str) -> Machine:

@@ -15,7 +15,7 @@ from hf_fsdp_plugin.estimate.memory.meta_pass import profile_step
 from hf_fsdp_plugin.estimate.memory.peak import follow_step
 from hf_fsdp_plugin.estimate.memory.step import StepProfile
 from hf_fsdp_plugin.estimate.time import TimeModel, UnitCosts, estimate_communication, unit_costs
-from hf_fsdp_plugin.estimate.types import KIND_NAMES, MEMORY_KINDS, MemoryEstimate, TimeEstimate, Workload
+from hf_fsdp_plugin.estimate.types import KIND_NAMES, MemoryEstimate, TimeEstimate, Workload
 from hf_fsdp_plugin.estimate.unit_sizes import UnitSizes, ignored_bytes, unit_sizes
 from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan
 from hf_fsdp_plugin.plan.resolve import resolve
@@ -242,11 +242,6 @@ class Subject:
             communicated=communicated, reason="" if fits else _rejection_reason(memory, self.limit),
         )  # fmt: skip
 
-    def whole(self, checkpointing: Checkpointing = "none", offload: bool = False) -> Choice:
-        """Return the choice that shards over all ranks, with micro-batches of one sample."""
-        whole = Choice(strategy="full_shard", shard=self.world_size)
-        return replace(whole, checkpointing=checkpointing, offload_activations=offload)
-
     def plan(self, choice: Choice) -> FsdpPlan:
         """Return the plan of a choice. Its units do not depend on checkpointing and offload."""
         plan, *_ = self._sharded(choice.mesh)
@@ -413,8 +408,7 @@ def _growing_batches(subject: Subject, choice: Choice, global_batch: int) -> Ite
 
 def _rejection_reason(memory: MemoryEstimate, limit: int) -> str:
     """Return why an estimate does not fit, in one line."""
-    sizes = memory.peak.bytes_by_kind
-    kind = max(MEMORY_KINDS, key=lambda kind: sizes[kind])
+    sizes, kind = memory.peak.bytes_by_kind, memory.peak.largest
     name = "other memory" if kind == "other" else KIND_NAMES[kind]
     needed, available = format_memory(memory.needed_bytes), format_memory(limit)
     return f"needs {needed} of {available}, {format_memory(sizes[kind])} of it {name}, in the {memory.peak.where}"
@@ -508,7 +502,8 @@ def _remedies(subject: Subject, global_batch: int) -> Iterator[str]:
 def _first_fitting(subjects: Iterable[Subject], *, offload: bool) -> Iterator[tuple[Subject, str]]:
     """Yield the first subject for which the settings with the least memory fit, if any, and this memory as text."""
     for subject in subjects:
-        needed = subject.memory(replace(subject.whole("full", True), offload_params=offload)).needed_bytes
+        least = Choice(strategy="full_shard", shard=subject.world_size, checkpointing="full", offload_activations=True)
+        needed = subject.memory(replace(least, offload_params=offload)).needed_bytes
         if needed <= subject.limit:
             yield subject, format_memory(needed)
             return

@@ -89,6 +89,11 @@ class Moment:
     def bytes(self) -> int:
         return sum(self.bytes_by_kind.values())
 
+    @property
+    def largest(self) -> MemoryKind:
+        """The kind with the most bytes."""
+        return max(MEMORY_KINDS, key=lambda kind: self.bytes_by_kind[kind])
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeviceMemory:

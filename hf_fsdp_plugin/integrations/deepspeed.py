@@ -32,8 +32,7 @@ def engine_state(checkpoint: Path) -> dict[str, Any]:
         if dist.get_rank() == 0 and not (checkpoint / MANIFEST_NAME).exists():
             state = read_engine_state(checkpoint)
             found = {key: state.get(key) for key in (_STEPS, _SKIPPED, _SCHEDULE) if state}
-    found = broadcast_object({key: value for key, value in found.items() if not unsupported_values(value)})
-    return found
+    return broadcast_object({key: value for key, value in found.items() if not unsupported_values(value)})
 
 
 def load_schedule(checkpoint: Path, scheduler: Any, engine: dict[str, Any]) -> None:

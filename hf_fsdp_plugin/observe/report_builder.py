@@ -190,13 +190,9 @@ def check_training(run: ObservedRun, training: Mapping[str, Any], *, prepared: b
         problems.append(Problem(code=code, message=message, fix=fix))
 
     if prepared and not training["steps"] and first_step.num_backwards > 1:
-        add(
-            "FSDP-E515",
-            f"{first_step.num_backwards} backwards, but no optimizer step was observed: the weights are those of the "
-            "beginning.",
-            "Call step() of the prepared optimizer after each backward, or after the last one of those whose gradients "
-            "are accumulated.",
-        )
+        message = f"{first_step.num_backwards} backwards, but no optimizer step was observed: the weights are those of "
+        fix = "Call step() of the prepared optimizer after each backward, or after the last one of those whose "
+        add("FSDP-E515", f"{message}the beginning.", f"{fix}gradients are accumulated.")
     if training["trained_parameters"] and not training["changed_parameters"]:
         fix = "Check that step() of the prepared optimizer updates the parameters of the prepared model."
         add("FSDP-E510", f"{first_step.num_steps} optimizer steps have changed no weight of the model.", fix)

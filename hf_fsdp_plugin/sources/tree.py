@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from hf_fsdp_plugin.problems import Origin, Problem
+from hf_fsdp_plugin.problems import Origin, Problem, SpecError
 from hf_fsdp_plugin.spellings import BLANKS
 
 MAX_TEXT = 80
@@ -151,12 +151,12 @@ _TOO_DEEP = "the content is nested too deeply or too long for a config.", "Check
 _EVENTS: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
-class ConfigFileError(ValueError):
+class ConfigFileError(SpecError):
     """A config that cannot be parsed. ``problem`` contains the reason and the remedy."""
 
     def __init__(self, code: str, message: str, fix: str, *, source: str, line: int | None = None) -> None:
         self.problem = Problem(code=code, message=message, fix=fix, origin=Origin(source=source, line=line))
-        super().__init__(str(self.problem))
+        super().__init__([self.problem])
 
 
 def parse_text(text: str, *, source: str, is_json: bool = False) -> Node:

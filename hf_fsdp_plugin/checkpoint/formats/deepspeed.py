@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 import re
 import reprlib
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain, islice
 from pathlib import Path
@@ -243,9 +243,8 @@ class _Checkpoint:
             self._refuse_axes(others)
         model_files = self._of_ranks(names, _MODEL)
         if not model_files:
-            refuse(
-                "FSDP-E453", folder, f"has no file of the model whose name is as DeepSpeed writes it ({MODEL_FILES})."
-            )
+            message = f"has no file of the model whose name is as DeepSpeed writes it ({MODEL_FILES})."
+            refuse("FSDP-E453", folder, message)
         self._is_stage3 = "zero_pp_rank_" in model_files[0]
         self._is_universal = (folder / _UNIVERSAL).is_dir()
         self._model_ranks = _RankFiles(root, model_files, lambda state: state["frozen_param_fragments"] or {})
@@ -402,9 +401,8 @@ class _Checkpoint:
             if match := pattern.fullmatch(name):
                 rank = int(match[1] or 0)
                 if rank in found:
-                    message = (
-                        f"has two files of rank {rank}, which are of different checkpoints: {found[rank]}, {name}."
-                    )
+                    files = f"{found[rank]}, {name}"
+                    message = f"has two files of rank {rank}, which are of different checkpoints: {files}."
                     fix = "Move the files of the other checkpoint to another folder."
                     refuse("FSDP-E459", self._folder, message, fix)
                 found[rank] = name
@@ -412,13 +410,12 @@ class _Checkpoint:
             self._check_ranks(found, max(found) + 1, next(iter(found.values())))
         return [self._prefix + found[rank] for rank in sorted(found)]
 
-    def _check_ranks(self, found: Iterable[int], count: int, like: str) -> None:
+    def _check_ranks(self, found: Container[int], count: int, like: str) -> None:
         """Check that the ranks below ``count`` have a file with a name such as ``like``."""
-        names = (re.sub(r"pp_rank_\d+", f"pp_rank_{rank}", Path(like).name) for rank in _missing(found, count))
+        missing = islice((rank for rank in range(count) if rank not in found), MAX_PROBLEMS)
+        files = [self._folder / re.sub(r"pp_rank_\d+", f"pp_rank_{rank}", Path(like).name) for rank in missing]
         message = f"is missing; {count} ranks have written the checkpoint."
-        errors.raise_if_any(
-            [errors.problem("FSDP-E457", self._folder / name, message, errors.COPY_ALL_RANKS) for name in names]
-        )
+        errors.raise_if_any([errors.problem("FSDP-E457", file, message, errors.COPY_ALL_RANKS) for file in files])
 
     def _refuse_axes(self, found: Sequence[str]) -> None:
         message = "has a model that was divided by tensor or pipeline parallelism, or by experts"
@@ -436,12 +433,6 @@ def _divided(
     """Return a tensor that is divided over the ranks. The arguments are those of :class:`_FlatPieces`."""
     pieces = _FlatPieces(ranks, vector, shape, max(size, 1), shift, start)
     return StoredTensor(name, ranks.vector(0, vector).dtype, shape, pieces)
-
-
-def _missing(found: Iterable[int], count: int) -> list[int]:
-    """Return the first numbers below ``count`` that were not found."""
-    known = set(found)
-    return list(islice((number for number in range(count) if number not in known), MAX_PROBLEMS))
 
 
 def _checked_shapes(shapes: Mapping[str, Any]) -> dict[str, Shape]:

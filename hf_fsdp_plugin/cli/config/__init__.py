@@ -32,7 +32,6 @@ from hf_fsdp_plugin.problems import Origin, Problem, SpecError, has_errors
 from hf_fsdp_plugin.sources import environment
 from hf_fsdp_plugin.sources.environment import default_config_file
 from hf_fsdp_plugin.sources.interface import ConfigFile, Sources, config_tree, read_text
-from hf_fsdp_plugin.sources.tree import ConfigFileError
 from hf_fsdp_plugin.spec.load import Assessment, assess
 from hf_fsdp_plugin.spec.values import setting_to_json
 from hf_fsdp_plugin.text import printable
@@ -218,12 +217,8 @@ def find_target(name: str | None, variables: Mapping[str, str], *, force: bool) 
 
 def _read(path: Path, shown: str) -> tuple[str, Assessment]:
     file = ConfigFile(path=path, shown=shown)
-    try:
-        text = read_text(file)
-        tree = config_tree(file)
-    except ConfigFileError as error:
-        raise SpecError([error.problem]) from None
-    keys = {entry.key.strip().lower() for entry in tree.value}
+    text = read_text(file)
+    keys = {entry.key.strip().lower() for entry in config_tree(file).value}
     if keys & TRAINING_FILE_MARKS and "distributed_type" not in keys:
         message = "this is the config of a training script, not a config of Accelerate."
         fix = "Give another path with -o."

@@ -63,14 +63,11 @@ def run(args: argparse.Namespace) -> int:
     except SpecError as error:
         print_failure(error.problems, as_json=args.json)
         return exit_code(error.problems, args.config)
-    changes = behavior_changes(migration.old_spec, migration.new_spec)
     proved = proof is None or not (has_errors(proof.problems) or proof.signal_number)
     if target is not None and proved:
         write_config(target, args.out or args.config, migration.after)
-    _print(args, migration, changes, proof, target if proved else None)
-    if proof is not None and proof.signal_number:
-        return 128 + proof.signal_number
-    return int(not proved)
+    _print(args, migration, proof, target if proved else None)
+    return 128 + proof.signal_number if proof is not None and proof.signal_number else int(not proved)
 
 
 def _check_target(args: argparse.Namespace, target: Path | None) -> None:
@@ -82,14 +79,9 @@ def _check_target(args: argparse.Namespace, target: Path | None) -> None:
     check_place(target, args.out or args.config)
 
 
-def _print(
-    args: argparse.Namespace,
-    migration: Migration,
-    changes: list[BehaviorChange],
-    proof: Proof | None,
-    written: Path | None,
-) -> None:
+def _print(args: argparse.Namespace, migration: Migration, proof: Proof | None, written: Path | None) -> None:
     old, new = migration.old_spec, migration.new_spec
+    changes = behavior_changes(old, new)
     settings = {name: setting_to_json(value) for name, value, _ in new.settings() if new.asked(name)}
     limits = list(stock_limits(settings, new.fsdp.version))
     of_proof = proof.problems if proof is not None else ()

@@ -124,10 +124,9 @@ def _rows(old: PreflightResult, new: PreflightResult) -> Iterator[dict[str, Any]
     yield row("backend", *(report["backend"] for report in reports))
     yield row("mesh", *(_sizes(report["mesh"]) for report in reports))
     yield row("units", *(len(report["units"]) for report in reports))
-    for number, (one, other) in enumerate(zip(old.steps, new.steps, strict=True), 1):
-        yield row(f"loss, step {number}", one["loss"], other["loss"])
-    for number, (one, other) in enumerate(zip(old.steps, new.steps, strict=True), 1):
-        yield row(f"gradient norm, step {number}", one["grad_norm"], other["grad_norm"])
+    for what, name in (("loss", "loss"), ("gradient norm", "grad_norm")):
+        for number, (one, other) in enumerate(zip(old.steps, new.steps, strict=True), 1):
+            yield row(f"{what}, step {number}", one[name], other[name])
     for name in ("params", "grads", "optimizer", "peak"):
         yield row(f"memory, {name}", *(report["memory"][f"{name}_bytes"] for report in reports))
     observed = [{each["setting"]: each["observed"] for each in report["settings"]} for report in reports]
@@ -135,15 +134,12 @@ def _rows(old: PreflightResult, new: PreflightResult) -> Iterator[dict[str, Any]
         one, other = (each[name] for each in observed)
         if one != other and None not in (one, other):
             yield row(name, one, other)
-    yield row("settings that differ from the config", *map(_num_differing, reports))
+    counts = (sum(each["status"] == "differs" for each in report["settings"]) for report in reports)
+    yield row("settings that differ from the config", *counts)
 
 
 def _sizes(mesh: Mapping[str, int]) -> str:
     return " × ".join(f"{size} {axis}" for axis, size in mesh.items() if size > 1 or axis == "shard")
-
-
-def _num_differing(report: Mapping[str, Any]) -> int:
-    return sum(each["status"] == "differs" for each in report["settings"])
 
 
 def proof_table(proof: Proof) -> str:

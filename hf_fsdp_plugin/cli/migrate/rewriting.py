@@ -8,7 +8,7 @@ restores it. JSON has no comments: there a key that FSDP2 ignores stays, and siz
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -19,13 +19,12 @@ from hf_fsdp_plugin.problems import Origin, Problem, SpecError
 from hf_fsdp_plugin.sources.dialects.interface import DialectReading, is_script
 from hf_fsdp_plugin.sources.dialects.reader import read
 from hf_fsdp_plugin.sources.interface import ConfigFile, Sources, config_tree, read_text
-from hf_fsdp_plugin.sources.tree import ConfigFileError
 from hf_fsdp_plugin.spec.fsdp_spec import VERSION_DEFAULTS, FsdpSpec
 from hf_fsdp_plugin.spec.load import Assessment, assess
 from hf_fsdp_plugin.spellings import FALSE_WORDS, TRUE_WORDS
 from hf_fsdp_plugin.strategies import STRATEGIES
 from hf_fsdp_plugin.text import format_value
-from hf_fsdp_plugin.vocabulary import PREFIXES, SettingRow, find_row
+from hf_fsdp_plugin.vocabulary import PREFIXES, find_row
 
 _ONLY_FSDP1: Final = ("params.use_orig", "prefetch.limit_all_gathers")
 """Settings without an effect under FSDP2."""
@@ -72,10 +71,7 @@ def migrate(file: ConfigFile, to: int | None = None) -> Migration:
     to = to or 3 - spec.fsdp.version
     if problems := list(_check(file, spec, to)):
         raise SpecError(problems)
-    try:
-        before = read_text(file)
-    except ConfigFileError as error:
-        raise SpecError([error.problem]) from None
+    before = read_text(file)
     text, is_json = config_text.in_yaml(before, is_json=file.path.suffix.lower() == ".json")
     rewriter = _Rewriter(spec=spec, to=to, keeps_comments=not is_json)
     restored = _restored(text, to)
@@ -89,13 +85,7 @@ def migrate(file: ConfigFile, to: int | None = None) -> Migration:
         problem = Problem(code="FSDP-E792", message=message, fix=fix, origin=Origin(source=file.shown))
         raise SpecError([problem, *(each for each in migrated.problems if each.severity == "error")])
     return Migration(
-        old=file,
-        new=new,
-        before=before,
-        after=after,
-        old_spec=spec,
-        new_spec=migrated.spec,
-        kept=tuple(rewriter.kept),
+        old=file, new=new, before=before, after=after, old_spec=spec, new_spec=migrated.spec, kept=tuple(rewriter.kept)
     )
 
 
@@ -187,16 +177,13 @@ class _Rewriter:
         self._spec, self._to, self._keeps_comments = spec, to, keeps_comments
         self.kept: list[str] = []
         self.changes_mesh = False
-        self._lines: list[str] = []
-        self._rows: Mapping[Key, SettingRow] = {}
         self._replaced: dict[Key, list[str]] = {}
         self._added: dict[str, list[str]] = {}
 
     def changes(self, text: str) -> Changes:
         """Return the changes of a text in which the keys of the new version are no comments."""
-        self._lines, keys = text.splitlines(), config_text.keys_of(text)
-        self._rows, self._replaced, self._added, self.kept = config_text.rows_of(keys), {}, {}, []
-        self._keys = keys
+        self._lines, self._keys = text.splitlines(), config_text.keys_of(text)
+        self._rows = config_text.rows_of(self._keys)
         self._set_version()
         if self._to == 2:
             self._change_to_fsdp2()
@@ -290,16 +277,19 @@ class _Rewriter:
         return row is not None and row.name.startswith("mesh.")
 
     def _change_to_fsdp1(self) -> None:
-        spec = self._spec
-        named, reshard = self._keys_of(_STRATEGY), self._keys_of(_RESHARD)
-        by_mesh = self._is_named_by_mesh
+        named, reshard, by_mesh = self._keys_of(_STRATEGY), self._keys_of(_RESHARD), self._is_named_by_mesh
         if reshard:
             self._name_strategy((named or reshard)[0])
             self._replaced |= {key: [] for key in reshard if named}
         elif by_mesh and not named:
             self._add_strategy()
         section_keys = [key for key in self._keys if not key.section and key.name == _PARALLELISM]
-        if section_keys and (reshard or by_mesh or not spec.asked(_STRATEGY)) and not named and self._is_own_mesh():
+        if (
+            section_keys
+            and (reshard or by_mesh or not self._spec.asked(_STRATEGY))
+            and not named
+            and self._is_own_mesh()
+        ):
             self.changes_mesh = True
             self._keep(section_keys[0])
             members = [key for key in self._keys if key.section == _PARALLELISM]

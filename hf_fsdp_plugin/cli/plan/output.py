@@ -121,7 +121,7 @@ def plan_json(prediction: Prediction, problems: Iterable[Problem]) -> dict[str, 
         "method": "closed_form",
         "fits": prediction.fits,
         "gpu_memory_bytes": planned.gpu_memory,
-        "limited_by": {"kind": _largest(memory.peak), "moment": memory.peak.where},
+        "limited_by": {"kind": memory.peak.largest, "moment": memory.peak.where},
         "timeline": [
             {"where": moment.where, "bytes": moment.bytes, **{f"{k}_bytes": v for k, v in moment.bytes_by_kind.items()}}
             for moment in memory.timeline
@@ -208,7 +208,7 @@ def _time_lines(prediction: Prediction) -> Iterator[str]:
 
 def _verdict(memory: types.MemoryEstimate, gpu_memory: int | None) -> str:
     """Return sentences: whether the step fits into the memory of a device, and which kind of memory limits it."""
-    peak, largest = memory.peak, _largest(memory.peak)
+    peak, largest = memory.peak, memory.peak.largest
     why = f"Allocated memory has its peak in the {peak.where}; most of it is {types.KIND_NAMES[largest]} "
     why += f"({format_memory(peak.bytes_by_kind[largest])})."
     needed = memory.needed_bytes
@@ -264,10 +264,6 @@ def _kinds_table(memory: types.MemoryEstimate) -> str:
         rows.append((types.KIND_NAMES[kind], format_memory(size), f"{size / max(peak.bytes, 1):.0%}"))
     rows.append(("total", format_memory(peak.bytes), ""))
     return format_table(rows, right=(1, 2))
-
-
-def _largest(moment: types.Moment) -> types.MemoryKind:
-    return max(types.MEMORY_KINDS, key=lambda kind: moment.bytes_by_kind[kind])
 
 
 def write_page(args: argparse.Namespace, prediction: Prediction) -> list[str]:
