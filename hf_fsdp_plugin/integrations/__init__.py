@@ -1,6 +1,6 @@
 """Integrations with Accelerate, Transformers, PEFT and torch's functions, and the runs of ``bench`` and of preflights.
 
-``install`` replaces functions of these libraries in this process, as listed in ``hooks.py``. ``accelerator`` and
+``install`` replaces functions of these libraries in this process, as listed in ``hooks.yaml``. ``accelerator`` and
 ``FsdpTrainer`` do the same for one object. All of them plan and shard models in ``accelerate/prepare.py``.
 ``run_report.py`` writes the report at the end.
 """
