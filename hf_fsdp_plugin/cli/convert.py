@@ -23,19 +23,11 @@ from hf_fsdp_plugin.cli.config_text import stock_limits
 from hf_fsdp_plugin.cli.config_writing import check_place, file_exists_error, write_config
 from hf_fsdp_plugin.cli.converted import TARGETS, Converted
 from hf_fsdp_plugin.cli.main import make_parser
-from hf_fsdp_plugin.cli.output import (
-    OK,
-    exit_code,
-    in_line_order,
-    print_failure,
-    print_json,
-    print_problems,
-    text_width,
-)
+from hf_fsdp_plugin.cli.output import exit_code, in_line_order, print_failure, print_json, print_problems, text_width
 from hf_fsdp_plugin.launcher.flags import Parser, add_override_flag, add_setting_flags
 from hf_fsdp_plugin.problems import Origin, Problem, SpecError, UsageError
 from hf_fsdp_plugin.sources.command_line import parse_flags
-from hf_fsdp_plugin.sources.dialects.interface import DialectReading, KeyOutcome, typed_value
+from hf_fsdp_plugin.sources.dialects.interface import DialectReading, KeyOutcome, shown_setting, typed_value
 from hf_fsdp_plugin.sources.dialects.reader import read
 from hf_fsdp_plugin.sources.interface import ConfigFile, Sources
 from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec
@@ -74,13 +66,9 @@ def parse_argv(argv: Sequence[str]) -> argparse.Namespace:
 def run(args: argparse.Namespace) -> int:
     """Convert a config. Returns 0 if it was converted, 1 if it has errors, 2 if there is no such file."""
     sources = Sources(
-        config=config_named(args.source),
-        training_arguments=args.training_arguments,
-        command_line=args.command_line,
-        overrides=args.overrides,
-        environ={},
-        dialects="convert",
-    )
+        config=config_named(args.source), training_arguments=args.training_arguments, environ={}, dialects="convert",
+        command_line=args.command_line, overrides=args.overrides,
+    )  # fmt: skip
     target = ConfigFile.at(args.out).path if args.out is not None else None
     if target is not None:
         if target.exists() and not args.force:
@@ -95,20 +83,20 @@ def run(args: argparse.Namespace) -> int:
         message = "the config does not enable FSDP, DeepSpeed or DDP, so there is nothing to convert."
         fix = "Pass --use_fsdp to add FSDP with its defaults."
         raise SpecError([Problem(code="FSDP-E736", message=message, fix=fix, origin=Origin(source=args.source))])
-    dialect = reading if isinstance(reading, DialectReading) else None
-    converted = TARGETS[args.to](spec, dialect.arguments if dialect is not None else {})
+    title, outcomes, arguments = None, _outcomes_of(spec), dict[str, Any]()
+    if isinstance(reading, DialectReading):
+        title, outcomes, arguments = reading.dialect_of.title, reading.outcomes, reading.arguments
+    converted = TARGETS[args.to](spec, arguments)
     told = [problem for problem in assessment.problems if problem.code not in _OF_ARGUMENTS]
     problems = in_line_order([*told, *_lost_settings(args.to, converted, spec)])
     if target is not None:
         write_config(target, args.out, converted.text)
-    outcomes = dialect.outcomes if dialect is not None else _outcomes_of(spec)
     limits = list(stock_limits({name: spec.get(name) for name in spec.origins}, spec.fsdp.version))
     if args.json:
-        title = dialect.dialect_of.title if dialect is not None else None
         tree = {"ok": True, "dialect": title, "to": args.to, "path": args.out, "text": converted.text}
         tree |= {"keys": outcomes, "script_arguments": converted.script, "launcher": converted.launcher}
         print_json({**tree, "stock_limits": limits, "problems": problems})
-        return OK
+        return exit_code(problems, args.source)
     _print_outcomes(outcomes)
     print_problems(problems)
     _print_rest(args.to, converted, limits)
@@ -116,24 +104,20 @@ def run(args: argparse.Namespace) -> int:
         print(converted.text, end="")
     else:
         print(f"wrote {printable(args.out)}", file=sys.stderr)
-    return OK
+    return exit_code(problems, args.source)
 
 
 def _outcomes_of(spec: FsdpSpec) -> list[KeyOutcome]:
     """Return what became of the keys of a config that is one of FSDP already."""
-    given = [(name, value, origin) for name, value, origin in spec.settings() if spec.asked(name)]
-    return [
-        KeyOutcome(origin=origin, fate="sets", becomes=(f"{name}={format_value(value, 'none')}",))
-        for name, value, origin in given
-    ]
+    given = ((shown_setting(name, value), origin) for name, value, origin in spec.settings() if spec.asked(name))
+    return [KeyOutcome(origin=origin, fate="sets", becomes=(shown,)) for shown, origin in given]
 
 
 def _lost_settings(target: str, converted: Converted, spec: FsdpSpec) -> list[Problem]:
     """Return a warning if a ``DistributedConfig`` lacks settings. Raises ``SpecError`` if another form does."""
     if not (names := converted.changed_settings(spec)):
         return []
-    texts = ", ".join(f"{name}={format_value(spec.get(name), 'none')}" for name in names)
-    message = f"the new config does not contain {texts}."
+    message = f"the new config does not contain {', '.join(shown_setting(name, spec.get(name)) for name in names)}."
     if target == _PARTIAL:
         fix = "Set them in TrainingArguments: --to training-arguments prints them."
         return [Problem(code="FSDP-W738", message=message, fix=fix)]

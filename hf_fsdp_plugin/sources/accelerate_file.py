@@ -5,7 +5,6 @@ Configs of other programs are read by ``sources.dialects``. Here, one of DeepSpe
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -22,29 +21,13 @@ FsdpConfig = Mapping[str, Any] | str | Path | None
 
 
 def read(sources: Sources) -> SourceSettings | None:
-    """Read ``sources.config``; ``None`` if there is none."""
-    config = sources.config
-    if config is None:
+    """Read ``sources.config``; ``None`` if there is none. Raises ``ConfigFileError``."""
+    if (config := sources.config) is None:
         return None
-    file = config if isinstance(config, ConfigFile) else ConfigFile.at(SOURCE)
-    try:
-        root = config_tree(config)
-    except ConfigFileError as error:
-        return SourceSettings(problems=[error.problem], dialect="accelerate")
-    keys = _keys_of(root)
-    out = Collector(file.shown)
-    _add_config(out, root, is_whole=any(_is_top_level(key) for key in keys), scopes=("fsdp", "parallelism"))
+    root = config_tree(config)
+    out = Collector(config.shown if isinstance(config, ConfigFile) else SOURCE)
+    _add_config(out, root, is_whole=any(map(_is_top_level, _keys_of(root))), scopes=("fsdp", "parallelism"))
     return out.result("accelerate")
-
-
-def file_beside(file: ConfigFile, path: Path) -> ConfigFile:
-    """Return the file that another one names.
-
-    Its path is relative to the working directory of a script: the present one, or a folder that contains the other.
-    """
-    found = [path, Path(file.shown).parent / path, *(folder / path for folder in file.path.parent.parents)]
-    # Unlike Path.is_file, os.path.isfile is false for a name that is too long.
-    return ConfigFile.at(next((candidate for candidate in found if os.path.isfile(candidate)), path))
 
 
 def add_fsdp_config(out: Collector, config: FsdpConfig | ConfigFile) -> None:

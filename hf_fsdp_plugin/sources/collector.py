@@ -141,10 +141,19 @@ class Collector(SourceSettings):
         raw = entry.value.plain() if value is ... else value
         self.settings.append(Setting(name=name, value=raw, origin=self._origin(entry), implied=implied))
 
+    def sets(self, name: str) -> bool:
+        """Whether one of the settings has this canonical name."""
+        return any(setting.name == name for setting in self.settings)
+
     def report(self, code: str, entry: ConfigEntry, message: str, fix: str = "", *, setting: str | None = None) -> None:
         """Add a problem with the origin of an entry."""
         problem = Problem(code=code, message=message, fix=fix, setting=setting, origin=self._origin(entry))
         self.problems.append(problem)
+
+    def expect(self, entry: ConfigEntry, expected: str, fix: str = "", *, setting: str | None = None) -> None:
+        """Report a value that is not one of the expected ones."""
+        message = f"{entry.key} is {entry.value.shown}; expected {expected}."
+        self.report("FSDP-E101", entry, message, fix or f"Correct {entry.key}.", setting=setting)
 
     def _origin(self, entry: ConfigEntry) -> Origin:
         text = None if entry.is_switch else entry.value.text
@@ -163,13 +172,12 @@ class Collector(SourceSettings):
 
     def add_options(self, entry: ConfigEntry) -> None:
         """Add the value of ``fsdp``: options separated by spaces or commas, a list of options, or a bool."""
-        self.mentions_fsdp = True
         value = entry.value.value
+        self.mentions_fsdp = value is not None
+        if value is None:
+            return
         if isinstance(value, Entries):
             self.add_mapping(value, FSDP_SCOPES)
-            return
-        if value is None:
-            self.mentions_fsdp = False
             return
         if isinstance(value, ObjectText):
             self._report_option(entry, value)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -57,24 +57,29 @@ class GivenFlag(NamedTuple):
         return self.written if self.value is None else f"{self.written}={self.value}"
 
 
+def parse_words(argv: Sequence[str], switches: Collection[str] = SWITCHES) -> Iterator[tuple[int, GivenFlag | None]]:
+    """Yield each flag of a command line with its position, and ``None`` for each other word.
+
+    Args:
+        switches: names of the flags that take no value.
+    """
+    position = 0
+    while position < len(argv):
+        is_flag = argv[position].startswith("-") and argv[position] not in ("-", "--")
+        flag = parse_flag(argv, position, switches) if is_flag else None
+        yield position, flag
+        position += 1 if flag is None else flag.num_words
+
+
 def flags_before_script(argv: Sequence[str]) -> tuple[str, ...]:
     """Return the flags in the arguments of ``accelerate launch``, which end at the script."""
-    position = 0
-    while position < len(argv) and argv[position].startswith("-") and argv[position] != "--":
-        position += parse_flag(argv, position).num_words
-    return tuple(argv[:position])
+    end = next((position for position, flag in parse_words(argv) if flag is None), len(argv))
+    return tuple(argv[:end])
 
 
 def parse_flags(argv: Sequence[str]) -> Iterator[GivenFlag]:
     """Yield the flags of a command line; other words are skipped."""
-    position = 0
-    while position < len(argv):
-        if not argv[position].startswith("-") or argv[position] in ("-", "--"):
-            position += 1
-            continue
-        flag = parse_flag(argv, position)
-        position += flag.num_words
-        yield flag
+    return (flag for _, flag in parse_words(argv) if flag is not None)
 
 
 def read(sources: Sources) -> SourceSettings | None:
@@ -92,25 +97,16 @@ def read(sources: Sources) -> SourceSettings | None:
         else:
             add_flag(flags, flag)
     fsdp, config = given.get("fsdp"), given.get("fsdp_config")
-    add_fsdp_arguments(
-        arguments,
-        flag_entry(fsdp) if fsdp is not None else None,
-        config.text if config is not None else None,
-        config_key=config.written if config is not None else "",
-    )
-    if fsdp is not None and not arguments.mentions_fsdp:
-        _deactivate(flags)
+    entry = flag_entry(fsdp) if fsdp is not None else None
+    text, key = (config.text, config.written) if config is not None else (None, "")
+    add_fsdp_arguments(arguments, entry, text, config_key=key)
+    if fsdp is not None and not arguments.mentions_fsdp and not flags.sets("launch.distributed_type"):
+        # --fsdp "" turns FSDP off, and --use_fsdp is not given: flags such as --fsdp_min_num_params are inactive.
+        flags.settings = [replace(setting, inactive=setting.enables_fsdp) for setting in flags.settings]
+        flags.mentions_fsdp = False
     dialect: Dialect = "training_arguments" if arguments.mentions_fsdp else "accelerate"
     arguments.extend(flags)
     return arguments.result(dialect)
-
-
-def _deactivate(flags: Collector) -> None:
-    """Make flags such as ``--fsdp_min_num_params`` inactive, because ``--fsdp ""`` turns FSDP off."""
-    if any(setting.name == "launch.distributed_type" for setting in flags.settings):
-        return  # --use_fsdp was given, which enables FSDP too
-    flags.settings = [replace(setting, inactive=setting.enables_fsdp) for setting in flags.settings]
-    flags.mentions_fsdp = False
 
 
 def flag_name(written: str) -> str:
@@ -126,7 +122,7 @@ def machine_range(text: str) -> tuple[str, str] | None:
     return (low, high) if is_range else None
 
 
-def parse_flag(argv: Sequence[str], position: int) -> GivenFlag:
+def parse_flag(argv: Sequence[str], position: int, switches: Collection[str]) -> GivenFlag:
     """Return the flag at a position of a command line, with the next word if it takes a value."""
     word = argv[position]
     written, equals, value = word.partition("=")
@@ -135,7 +131,7 @@ def parse_flag(argv: Sequence[str], position: int) -> GivenFlag:
     takes_next = not (
         equals
         or following is None
-        or name in SWITCHES
+        or name in switches
         or following.startswith("--")
         or (name in OPTIONAL_VALUE and following.startswith("-"))
     )

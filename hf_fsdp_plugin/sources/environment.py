@@ -24,6 +24,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from hf_fsdp_plugin.problems import Origin, Problem
 from hf_fsdp_plugin.sources.collector import Collector, entry_of
@@ -33,11 +34,7 @@ from hf_fsdp_plugin.spellings import FALSE_WORDS, NULL_WORDS, TRUE_WORDS, did_yo
 from hf_fsdp_plugin.vocabulary import TABLES, Scope, find_row, similar_key
 
 SOURCE = ENVIRONMENT
-PREFIXES: tuple[tuple[str, Scope], ...] = (
-    ("FSDP_", "fsdp"),
-    ("PARALLELISM_CONFIG_", "parallelism"),
-    ("ACCELERATE_FP8_", "fp8"),
-)
+PREFIXES: Mapping[str, Scope] = {"FSDP_": "fsdp", "PARALLELISM_CONFIG_": "parallelism", "ACCELERATE_FP8_": "fp8"}
 ACCELERATE: Mapping[str, str] = TABLES["accelerate_keys"]
 TORCHRUN = "variables of torchrun"
 """Name of the level of the variables that replace flags of ``torchrun``."""
@@ -48,6 +45,8 @@ _AGENT = "TORCHELASTIC_RUN_ID"
 LAUNCHER_MIN_NUM_PARAMS = "100000000"
 """Value that ``accelerate launch`` always sets by default, even without the size policy."""
 LAUNCH_VARIABLE = "HF_FSDP_LAUNCH"
+_WORDS = ("command_line", "script_arguments", "overrides")
+"""Sources that are lists of words, which the launcher passes to its ranks."""
 CONFIG_NOT_FOUND = Problem(
     code="FSDP-W041",
     message="this process was started by accelerate launch, whose config file was not found. Only the environment "
@@ -80,7 +79,7 @@ def _add(out: Collector, name: str, value: str, variables: Mapping[str, str]) ->
         return
     elif upper in ACCELERATE and (ACCELERATE[upper] != "use_cpu" or word not in FALSE_WORDS):
         out.add_key("launch", ACCELERATE[upper], value, written=name)
-    for prefix, scope in PREFIXES:
+    for prefix, scope in PREFIXES.items():
         if not upper.startswith(prefix):
             continue
         key = upper.removeprefix(prefix)
@@ -132,9 +131,8 @@ def _add_torchrun(out: Collector, name: str, value: str, machines: tuple[str, st
     entry = entry_of(name, value)
     if name == "PET_NNODES":
         if (found := machine_range(value)) is None:
-            message = f"{name} is {value!r}; expected a number, or MIN:MAX with MIN from 1 to MAX."
-            fix = "Correct it, or pass --num_machines."
-            out.report("FSDP-E101", entry, message, fix, setting="launch.num_machines")
+            expected, fix = "a number, or MIN:MAX with MIN from 1 to MAX", "Correct it, or pass --num_machines."
+            out.expect(entry, expected, fix, setting="launch.num_machines")
         else:
             out.add("launch.num_machines", entry, value=found[1])
     elif name == "PET_NPROC_PER_NODE" and value.isdecimal():
@@ -265,12 +263,8 @@ class LaunchHandover:
         content = {
             "config": file.address if file is not None else None,
             "config_shown": file.shown if file is not None else None,
-            "quiet": self.quiet,
-            "command_line": list(self.sources.command_line),
-            "script_arguments": list(self.sources.script_arguments),
-            "overrides": list(self.sources.overrides),
-            "report": self.report,
-            "report_table": self.report_table,
+            **{name: list(getattr(self.sources, name)) for name in _WORDS},
+            **{name: getattr(self, name) for name in ("quiet", "report", "report_table")},
             "environ": dict(self.sources.environ or {}),
         }
         return {LAUNCH_VARIABLE: json.dumps(content)}
@@ -288,12 +282,11 @@ class LaunchHandover:
         try:
             content = json.loads(text)
             path, shown = content.pop("config"), content.pop("config_shown")
+            words: dict[str, Any] = {name: tuple(content.pop(name)) for name in _WORDS}
             sources = Sources(
                 config=replace(ConfigFile.at(path), shown=shown or path) if path is not None else None,
-                command_line=tuple(content.pop("command_line")),
-                script_arguments=tuple(content.pop("script_arguments")),
-                overrides=tuple(content.pop("overrides")),
                 environ=dict(content.pop("environ")),
+                **words,
             )
             return cls(sources=sources, **content)
         except (ValueError, KeyError, TypeError) as error:

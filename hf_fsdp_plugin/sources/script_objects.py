@@ -109,8 +109,7 @@ def read_distributed_config(sources: Sources) -> SourceSettings | None:
     Every field of a ``DistributedConfig`` has a value when the model is loaded, so an absent ``dp_replicate_size`` is 1
     and an absent ``fsdp_cpu_offload`` is false. ``fsdp_mixed_precision`` sets dtypes only if it is true.
     """
-    given = sources.distributed_config
-    if given is None:
+    if (given := sources.distributed_config) is None:
         return None
     if hasattr(given, "to_dict"):
         given = given.to_dict()
@@ -155,8 +154,7 @@ def _add_fields(out: Collector, fields: Mapping[str, ConfigEntry]) -> None:
             _add_mixed_precision(out, entry)
         elif name in FSDP_SIZES and word_of(entry.value.value) in ("-1", "auto"):
             # Accelerate computes such a size from the world size; Transformers does not.
-            message = f"{entry.key} is {entry.value.text}; expected a number of ranks."
-            out.report("FSDP-E101", entry, message, "Set the number of ranks.", setting=FSDP_SIZES[name])
+            out.expect(entry, "a number of ranks", "Set the number of ranks.", setting=FSDP_SIZES[name])
         elif row is not None and row.scope == "distributed":
             out.add_entry(row, entry)
         else:
@@ -172,8 +170,7 @@ def _add_mixed_precision(out: Collector, entry: ConfigEntry) -> None:
         out.add("precision.param", entry, value="bf16")
         out.add("precision.reduce", entry, value="fp32")
     elif word not in FALSE_WORDS:
-        message = f"{entry.key} is {entry.value.shown}; expected true or false."
-        out.report("FSDP-E101", entry, message, f"Correct {entry.key}, or remove it.", setting="precision.param")
+        out.expect(entry, "true or false", f"Correct {entry.key}, or remove it.", setting="precision.param")
 
 
 def _add_consequences(out: Collector, fields: Mapping[str, ConfigEntry], sizes: Mapping[str, int | None]) -> None:
@@ -354,15 +351,10 @@ def read_parallelism_config(sources: Sources) -> SourceSettings | None:
     The object is also an argument of runs without FSDP, so it does not enable FSDP. Its constructor replaces missing
     sizes by 1: two data sizes of 1 are not set. If one of them is larger, a 1 is a size.
     """
-    given = sources.parallelism_config
-    if given is None:
+    if (given := sources.parallelism_config) is None:
         return None
     out = Collector(PARALLELISM)
-    for name, value in parallelism_fields(given).items():
-        if find_row(name, ("parallelism",)) is None:
-            out.add_mapping([entry_of(name, value)], ("parallelism",))  # reports an unknown key
-        else:
-            out.add_key("parallelism", name, value)
+    out.add_mapping([entry_of(name, value) for name, value in parallelism_fields(given).items()], ("parallelism",))
     inactive = Collector(PARALLELISM)
     inactive.extend(out, active=False)
     return inactive.result(None)

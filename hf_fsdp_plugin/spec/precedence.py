@@ -274,7 +274,7 @@ def _derive_strategy(settings: Settings, version: int, problems: list[Problem]) 
     """Combine the strategy with ``reshard_after_forward``, then with the mesh."""
     reshard, strategy = settings.pop("sharding.reshard", None), settings.get("sharding.strategy")
     if reshard is not None and strategy is not None:
-        _combine_reshard(settings, strategy, reshard, version, problems)
+        _combine_reshard(settings, reshard, version, problems)
     elif reshard is not None:
         settings["sharding.strategy"] = _strategy_of(reshard)
     _combine_mesh(settings, problems)
@@ -285,9 +285,8 @@ def _strategy_of(reshard: Setting, row: Strategy = DEFAULT_STRATEGY) -> Setting:
     return replace(reshard, name="sharding.strategy", value=value)
 
 
-def _combine_reshard(
-    settings: Settings, strategy: Setting, reshard: Setting, version: int, problems: list[Problem]
-) -> None:
+def _combine_reshard(settings: Settings, reshard: Setting, version: int, problems: list[Problem]) -> None:
+    strategy = settings["sharding.strategy"]
     row = STRATEGIES[strategy.value]
     other = _strategy_of(reshard, row)
     is_option = strategy.origin.spelling.lstrip("-").lower() == "fsdp"  # fsdp="full_shard auto_wrap"

@@ -155,17 +155,12 @@ def check_mesh_size(spec: FsdpSpec) -> Iterator[Problem]:
     mesh, world, strategy = spec.mesh, spec.launch.num_processes, STRATEGIES[spec.sharding.strategy]
     shard, replicate = mesh.shard, mesh.replicate
     yield from check_model_axes(with_known_shard(spec))
+    asked = spec.asked("sharding.strategy")
     num_ranks = max((size for size in (replicate, world) if size != "auto"), default=1)
     if not strategy.is_sharded and shard not in ("auto", 1):
         message = f"{strategy.name} does not shard the model, but the shard size is {shard}."
         yield spec.problem("FSDP-E130", "mesh.shard", message, "Remove the shard size, or use full_shard.")
-    elif (
-        strategy.is_sharded
-        and shard == 1
-        and num_ranks > 1
-        and spec.asked("sharding.strategy")
-        and not mesh.has_model_axes
-    ):
+    elif strategy.is_sharded and shard == 1 and num_ranks > 1 and asked and not mesh.has_model_axes:
         message = f"{strategy.name} with a shard size of 1 does not shard the model."
         yield spec.problem("FSDP-E130", "mesh.shard", message, "Use no_shard, or a larger shard size.")
     if world == "auto":
@@ -213,30 +208,25 @@ def mesh_variables(spec: FsdpSpec, world_size: int) -> dict[str, str]:
 
 def check_model_axes(spec: FsdpSpec) -> Iterator[Problem]:
     """Check the axes whose ranks train the same samples: they need FSDP2 and shards."""
-    mesh = spec.mesh
+    mesh, num_same = spec.mesh, spec.mesh.ranks_per_sample
     for name, size in ((f"mesh.{axis}", getattr(mesh, axis)) for axis in MODEL_AXES):
         if size > 1 and spec.fsdp.version == 1:
             message = f"{name}={size} requires FSDP2, and the version is 1 ({spec.origin('fsdp.version')})."
             yield spec.problem("FSDP-E137", name, message, f"Set fsdp_version: 2, or {name} to 1.")
         elif size > 1 and not STRATEGIES[spec.sharding.strategy].is_sharded:
-            message = (
-                f"{name}={size} with {spec.sharding.strategy}: Accelerate and Transformers combine it with shards."
-            )
+            strategy = spec.sharding.strategy
+            message = f"{name}={size} with {strategy}: Accelerate and Transformers combine it with shards."
             yield spec.problem("FSDP-E137", name, message, "Use full_shard, with mesh.shard: 2 or more.")
-    if mesh.ranks_per_sample > 1 and mesh.shard == 1 and mesh.replicate not in ("auto", 1):
-        message = (
-            f"mesh.replicate={mesh.replicate} with mesh.shard=1 and {mesh.ranks_per_sample} ranks for the same samples:"
-        )
+    if num_same > 1 and mesh.shard == 1 and mesh.replicate not in ("auto", 1):
+        message = f"mesh.replicate={mesh.replicate} with mesh.shard=1 and {num_same} ranks for the same samples:"
         message += " Accelerate combines replicas with these axes only if the model is sharded, too."
         yield spec.problem("FSDP-E138", "mesh.shard", message, "Set mesh.shard to 2 or more, or mesh.replicate to 1.")
     if mesh.expert % mesh.tensor and mesh.expert > 1:
         message = f"mesh.expert={mesh.expert} is not a multiple of mesh.tensor={mesh.tensor}."
         fix = "An expert group consists of whole tensor groups: set a multiple of mesh.tensor, or mesh.tensor to 1."
         yield spec.problem("FSDP-E138", "mesh.expert", message, fix)
-    elif mesh.expert > 1 and mesh.shard != "auto" and (mesh.shard * mesh.ranks_per_sample) % mesh.expert:
-        message = (
-            f"mesh.expert={mesh.expert} does not divide the {mesh.shard * mesh.ranks_per_sample} ranks of one replica."
-        )
+    elif mesh.expert > 1 and mesh.shard != "auto" and (mesh.shard * num_same) % mesh.expert:
+        message = f"mesh.expert={mesh.expert} does not divide the {mesh.shard * num_same} ranks of one replica."
         fix = f"Set it to a divisor of mesh.shard × mesh.context × mesh.tensor that is a multiple of {mesh.tensor}."
         yield spec.problem("FSDP-E138", "mesh.expert", message, fix)
 

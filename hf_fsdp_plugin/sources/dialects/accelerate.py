@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from hf_fsdp_plugin.sources.dialects import deepspeed
-from hf_fsdp_plugin.sources.dialects.interface import ConfigDialect, DialectDocument, DialectReading, is_off
+from hf_fsdp_plugin.sources.dialects.interface import ConfigDialect, DialectDocument, DialectReading
 from hf_fsdp_plugin.sources.dialects.training_script import find_file
 from hf_fsdp_plugin.sources.tree import ConfigEntry
 from hf_fsdp_plugin.spellings import NULL_WORDS, word_of
@@ -36,7 +36,7 @@ def _read(reading: DialectReading) -> None:
     reading.imply("fsdp.version", "2", kind)
     reading.imply("wrap.policy", "transformer", kind)
     reading.read_tree()
-    if not any(setting.name == "sharding.strategy" for setting in reading.settings):
+    if not reading.sets("sharding.strategy"):
         is_ddp = word_of(kind.value.value) != "deepspeed"
         reading.imply("sharding.strategy", "full_shard" if is_ddp else "shard_grad_op", kind)
 
@@ -44,16 +44,14 @@ def _read(reading: DialectReading) -> None:
 def _add_type(reading: DialectReading, entry: ConfigEntry) -> None:
     reading.imply("launch.distributed_type", "FSDP", entry)
     if word_of(entry.value.value) != "deepspeed":
-        message = f"{entry.key} is {entry.value.text}: each rank had a copy of the model, and full_shard divides it."
-        reading.differs(entry, message)
+        reading.differs(entry, "each rank had a copy of the model, and full_shard divides it")
 
 
 def _add_own(reading: DialectReading, entry: ConfigEntry) -> None:
     """Add a key that Accelerate reads for every engine. The section of another engine is a contradiction."""
     if entry.key in ("fsdp_config", "megatron_lm_config") and not entry.value.is_empty:
         kind = reading.text("distributed_type").upper()
-        message = f"{entry.key} is set, and distributed_type is {kind}, which ignores it."
-        reading.report("FSDP-E066", entry, message, "Keep one of them.")
+        reading.contradicts(entry, f"and distributed_type is {kind}, which ignores it")
     elif entry.key != _SECTION:
         reading.add_mapping([entry], ("launch", "training"), misplaced=("fsdp", "parallelism"))
 
@@ -64,22 +62,13 @@ def _add_file(reading: DialectReading, entry: ConfigEntry) -> None:
         return
     others = [key for name in _OF_FILE if (key := f"{_SECTION}.{name}") in reading.found]
     if others:
-        message = f"{entry.key} is set, and {', '.join(others)}, which Accelerate does not accept with it."
-        reading.report("FSDP-E066", entry, message, "Set them in one of the two files.")
+        reason = f"and {', '.join(others)} cannot be set with it in Accelerate"
+        reading.contradicts(entry, reason, "Set them in one of the two files.")
     if (file := find_file(reading, entry)) is None:
         return
     reading.include(file)
     if reading.text("mixed_precision"):  # it replaces auto
         reading.unfilled = [item for item in reading.unfilled if item[1] not in (("bf16",), ("fp16",))]
-
-
-def _add_clipping(reading: DialectReading, entry: ConfigEntry) -> None:
-    if entry.value.text.lower() not in NULL_WORDS:
-        reading.set_argument("max_grad_norm", entry)
-
-
-def _add_state_dict(reading: DialectReading, entry: ConfigEntry) -> None:
-    reading.add("checkpoint.state_dict", entry, value="sharded" if is_off(entry.value) else "full")
 
 
 def _add_loading(reading: DialectReading, entry: ConfigEntry) -> None:
@@ -88,20 +77,13 @@ def _add_loading(reading: DialectReading, entry: ConfigEntry) -> None:
 
 
 DIALECT: Final = ConfigDialect(
-    name="accelerate",
-    title="Accelerate for DeepSpeed or DDP",
-    marks=_marks,
-    read=_read,
+    name="accelerate", title="Accelerate for DeepSpeed or DDP", marks=_marks, read=_read, is_accelerate=True,
     handlers={
         "distributed_type": _add_type,
         f"{_SECTION}.zero_stage": deepspeed.add_stage,
-        f"{_SECTION}.offload_optimizer_device": deepspeed.add_offload,
-        f"{_SECTION}.offload_param_device": deepspeed.add_offload,
-        f"{_SECTION}.zero3_save_16bit_model": _add_state_dict,
+        "offload.params": deepspeed.add_offload,
         f"{_SECTION}.zero3_init_flag": _add_loading,
-        f"{_SECTION}.gradient_clipping": _add_clipping,
         _FILE: _add_file,
         "*": _add_own,
     },
-    is_accelerate=True,
-)
+)  # fmt: skip

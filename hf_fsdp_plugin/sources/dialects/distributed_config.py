@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-from hf_fsdp_plugin.sources.dialects.interface import ConfigDialect, DialectDocument, DialectReading
+from hf_fsdp_plugin.sources.dialects.interface import ConfigDialect, DialectDocument, DialectReading, marked_by
 from hf_fsdp_plugin.sources.dialects.python_calls import choose_part, find_calls
 from hf_fsdp_plugin.sources.script_objects import add_distributed_config
 from hf_fsdp_plugin.sources.tree import ConfigEntry
@@ -17,8 +17,7 @@ _OWN_FIELDS: Final = (
 
 
 def _marks(document: DialectDocument) -> Sequence[ConfigEntry]:
-    marks = [entry for key, entry in document.keys().items() if key in _OWN_FIELDS]
-    return marks or [call.mark() for call in find_calls(document, ("DistributedConfig",))]
+    return marked_by(_OWN_FIELDS)(document) or [call.mark() for call in find_calls(document, ("DistributedConfig",))]
 
 
 def _read(reading: DialectReading) -> None:

@@ -20,33 +20,27 @@ A dialect is one file ``<name>.py`` with the constant ``DIALECT``, and its table
 
 Keys are paths with dots. ``section.*`` is every key of a section that has no row of its own, ``prefix_*`` every such
 key of the top level that begins with ``prefix_``, and ``*`` every other one. A row for a section includes all keys in
-it. ``auto`` of a row names the arguments that replace the value ``auto``; by default, this is ``to`` in ``arguments``.
+it. ``values`` of a row translates values; ``on`` and ``off`` are those that turn a feature on or off.
+``auto`` of a row names the arguments that replace the value ``auto``; by default, this is ``to`` in ``arguments``.
 ``allowed`` are the values of a refused key that change nothing; by default, those for which :func:`is_off` is true.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, get_args
 
 import yaml
 
 from hf_fsdp_plugin.problems import Origin, Problem
 from hf_fsdp_plugin.sources.collector import Collector, entry_of
 from hf_fsdp_plugin.sources.command_line import parse_flags
-from hf_fsdp_plugin.sources.interface import (
-    ConfigFile,
-    Dialect,
-    Sources,
-    SourceSettings,
-    config_tree,
-    read_text,
-)
+from hf_fsdp_plugin.sources.interface import ConfigFile, Dialect, Sources, SourceSettings, config_tree, read_text
 from hf_fsdp_plugin.sources.tree import ConfigEntry, ConfigFileError, Entries, Node, one_line
 from hf_fsdp_plugin.spellings import FALSE_WORDS, NULL_WORDS, did_you_mean, nearest_word, word_of
 from hf_fsdp_plugin.text import format_names, format_value, plural
@@ -55,6 +49,7 @@ from hf_fsdp_plugin.vocabulary import WORDS, Scope, canonical_setting, find_row
 Fate = Literal["sets", "arguments", "irrelevant", "refused"]
 """What becomes of a key: settings, arguments of ``TrainingArguments``, nothing with a reason, or an error."""
 _LAUNCHER_SCOPES: Final[tuple[Scope, ...]] = ("launch", "fsdp", "parallelism", "dynamo", "fp8")
+_TEXT_LOADER: Final[Any] = getattr(yaml, "CBaseLoader", yaml.BaseLoader)
 MAX_SCRIPT: Final = 100_000
 """Limit of scripts, in characters."""
 AUTO: Final = "auto"
@@ -140,26 +135,27 @@ class KeyTable:
 
 
 @cache
-def load_table(name: str) -> KeyTable:
-    """Return the table in ``<name>.yaml``. All values are text."""
+def load_yaml(name: str, loader: Any = _TEXT_LOADER) -> dict[str, Any]:
+    """Return the content of ``<name>.yaml``. By default, all values are text."""
     text = Path(__file__).with_name(f"{name}.yaml").read_text(encoding="utf-8")
-    content: dict[str, Any] = yaml.load(text, Loader=getattr(yaml, "CBaseLoader", yaml.BaseLoader))
+    content: dict[str, Any] = yaml.load(text, Loader=loader)
+    return content
+
+
+@cache
+def load_table(name: str) -> KeyTable:
+    """Return the table in ``<name>.yaml``."""
+    content = load_yaml(name)
     included = load_table(content["include"]) if "include" in content else KeyTable(rows={}, aliases={})
     rows = dict(included.rows)
-    with_target: tuple[Fate, ...] = ("sets", "arguments")
-    for fate in with_target:
-        for path, fields in content.get(fate, {}).items():
-            to = tuple(fields["to"].split())
-            auto = tuple(fields.get("auto", "" if fate == "sets" else fields["to"]).split())
-            values = MappingProxyType(fields.get("values", {}))
-            rows[path] = DialectKey(path=path, fate=fate, to=to, auto=auto, values=values, why=fields.get("why", ""))
-    in_groups: tuple[Fate, ...] = ("irrelevant", "refused")
-    for fate in in_groups:
-        for group in content.get(fate, []):
-            texts: dict[str, Any] = {"why": group["why"], "fix": group.get("fix", "")}
-            allowed = tuple(group.get("allowed", "").split())
-            for path in group["keys"].split():
-                rows[path] = DialectKey(path=path, fate=fate, allowed=allowed, **texts)
+    for fate in get_args(Fate):
+        groups = content.get(fate, {})
+        pairs = groups.items() if isinstance(groups, dict) else [(group["keys"], group) for group in groups]
+        for paths, fields in pairs:
+            lists = {"to": "", "auto": fields.get("to", "") if fate == "arguments" else "", "allowed": ""}
+            given: dict[str, Any] = {key: tuple(fields.get(key, default).split()) for key, default in lists.items()}
+            given |= {key: fields[key] for key in ("values", "why", "fix") if key in fields}
+            rows |= {path: DialectKey(path=path, fate=fate, **given) for path in paths.split()}
     aliases = MappingProxyType({**included.aliases, **content.get("aliases", {})})
     any_case = included.any_case or "any_case" in content
     return KeyTable(rows=MappingProxyType(rows), aliases=aliases, about=content.get("about", ""), any_case=any_case)
@@ -172,7 +168,7 @@ class DialectDocument:
     Attributes:
         shown: its name in messages.
         file: the file; ``None`` for a dict.
-        text: its text; empty for a dict.
+        text: its text; empty for a dict, and if it is larger than a script may be.
         root: its tree; without entries if the text is a script, or neither YAML nor JSON.
         error: why the text has no tree.
         sources: everything else that was given with the config.
@@ -203,7 +199,13 @@ class DialectDocument:
         except ConfigFileError as reason:
             error = reason
         shown = file.shown if file is not None else "config"
+        text = text if len(text) <= MAX_SCRIPT else ""
         return cls(shown=shown, file=file, text=text, root=root, error=error, sources=sources)
+
+    @property
+    def is_script(self) -> bool:
+        """Whether it is a script by the name of its file."""
+        return is_script(self.file)
 
     def keys(self) -> dict[str, ConfigEntry]:
         """Return the entries of the top level by their key."""
@@ -238,7 +240,7 @@ class DialectReading(Collector):
         defaults: selects the defaults of settings that no file sets.
         included_arguments: the arguments that only included files set.
         unknown: the keys of a file with ``own_script`` that the table does not have.
-        path: the path in the table of the key that is being read.
+        path, row: the path in the table of the key that is being read, and its row.
     """
 
     dialect_of: ConfigDialect
@@ -253,12 +255,17 @@ class DialectReading(Collector):
     included_arguments: dict[str, Any] = field(default_factory=dict)
     unknown: list[ConfigEntry] = field(default_factory=list)
     path: str = ""
+    row: DialectKey = DialectKey(path="*", fate="sets")
+
+    def leaves(self) -> list[tuple[str, ConfigEntry]]:
+        """Return the path in the table and the entry of each key of the file's tree."""
+        found = list(leaves(self.dialect_of.table, self.document.root.value))
+        self.found = dict(found)
+        return found
 
     def read_tree(self) -> None:
         """Read all keys of the file's tree."""
-        found = list(leaves(self.dialect_of.table, self.document.root.value))
-        self.found = dict(found)
-        for path, entry in found:
+        for path, entry in self.leaves():
             self.add_path(path, entry)
 
     def text(self, path: str, default: str = "") -> str:
@@ -293,8 +300,7 @@ class DialectReading(Collector):
         row, origin = self.dialect_of.table.row(path), self._origin(entry)
         if row is None or any(p.severity == "error" and p.origin == origin for p in self.problems):
             return
-        new = [f"{s.name}={format_value(s.value, 'none')}" for s in self.settings if s.origin == origin]
-        self._record(row, entry, tuple(new))
+        self._record(row, entry, tuple(shown_setting(s.name, s.value) for s in self.settings if s.origin == origin))
 
     def include(self, config: ConfigFile | Mapping[str, Any], arguments: Mapping[str, Any] | None = None) -> None:
         """Read a config that the file names or contains, with its own dialect. This reading gets what it sets.
@@ -325,13 +331,12 @@ class DialectReading(Collector):
         new = typed_value(entry.value.plain() if value is ... else value)
         given = self.document.arguments().get(name)
         if given is not None and not same_value(given, new):
-            message = f"{entry.key} is {entry.value.text}, and the argument {name} is {format_value(given, 'none')}."
-            self.report("FSDP-E066", entry, message, f"Remove one of them, or set {entry.key} to {AUTO}.")
+            reason = f"and the argument {name} is {format_value(given, 'none')}"
+            self.contradicts(entry, reason, f"Remove one of them, or set {entry.key} to {AUTO}.")
         elif name in self.arguments and not same_value(self.arguments[name], new):
-            message = f"{entry.key} is {entry.value.text}, and another key sets {name} to {self.arguments[name]}."
-            self.report("FSDP-E066", entry, message, "Keep one of them.")
+            self.contradicts(entry, f"and another key sets {name} to {self.arguments[name]}")
         self.arguments[name] = new
-        self.becomes.append(f"{name}={format_value(new, 'none')}")
+        self.becomes.append(shown_setting(name, new))
 
     def ignore(self, entry: ConfigEntry, why: str) -> None:
         """Record a key that has no effect for a reason that is not in the table."""
@@ -341,9 +346,13 @@ class DialectReading(Collector):
         """Report a value that changes the training and has no counterpart."""
         self.report("FSDP-E062", entry, f"{entry.key} is {entry.value.text}: {why}.", fix)
 
-    def differs(self, entry: ConfigEntry, message: str, fix: str = "") -> None:
+    def differs(self, entry: ConfigEntry, reason: str, fix: str = "") -> None:
         """Report that a value is read as something that is not exactly the same: a warning with a fix, or a note."""
-        self.report("FSDP-W070" if fix else "FSDP-N071", entry, message, fix)
+        self.report("FSDP-W070" if fix else "FSDP-N071", entry, f"{entry.key} is {entry.value.text}: {reason}.", fix)
+
+    def contradicts(self, entry: ConfigEntry, reason: str, fix: str = "Keep one of them.") -> None:
+        """Report a value that contradicts another key or argument."""
+        self.report("FSDP-E066", entry, f"{entry.key} is {entry.value.text}, {reason}.", fix)
 
     def report_unresolved(self, entry: ConfigEntry) -> None:
         """Report a value of a script that is known only when the script runs."""
@@ -355,11 +364,6 @@ class DialectReading(Collector):
         message = f"{entry.key} is {entry.value.text}, which is known only when the script runs. It is not used."
         self.report("FSDP-W078", entry, message, f"Pass {flag}.")
         self.ignore(entry, "Its value is known only when the script runs.")
-
-    def report_version(self, entry: ConfigEntry, known: Sequence[str]) -> None:
-        """Report a version of the dialect that is not known."""
-        message = f"{entry.key} is {entry.value.text}, an unknown version of {self.dialect_of.title}."
-        self.report("FSDP-E065", entry, message, f"Known versions: {', '.join(known)}.")
 
     def finish(self) -> None:
         """Add the problems that concern the whole file."""
@@ -391,38 +395,42 @@ class DialectReading(Collector):
     def add_row(self, row: DialectKey, entry: ConfigEntry) -> None:
         """Add a key with the fate ``sets`` or ``arguments``, and record what it becomes."""
         num_settings, num_problems = len(self.settings), len(self.problems)
-        self.becomes = []
+        self.row, self.becomes = row, []
         handlers = self.dialect_of.handlers
-        handler = handlers.get(row.path) or handlers.get(row.fate)
-        if row.values and not entry.value.is_empty:
-            self._add_translated(row, entry)
-        elif handler is not None:
-            handler(self, entry)
-        elif row.fate == "sets":
-            for name in row.to:
-                self.add(name, entry)
-        else:
-            for name in row.to:
-                self.set_argument(name, entry)
-        if any(problem.severity == "error" for problem in self.problems[num_problems:]):
-            return
-        new = [f"{setting.name}={format_value(setting.value, 'none')}" for setting in self.settings[num_settings:]]
-        self._record(row, entry, (*new, *self.becomes))
+        by_fate = DialectReading.add_targets if row.values else handlers.get(row.fate, DialectReading.add_targets)
+        handler = handlers.get(row.path) or handlers.get(" ".join(row.to)) or by_fate
+        handler(self, entry)
+        if not any(problem.severity == "error" for problem in self.problems[num_problems:]):
+            new = [shown_setting(setting.name, setting.value) for setting in self.settings[num_settings:]]
+            self._record(row, entry, (*new, *self.becomes))
 
-    def _add_translated(self, row: DialectKey, entry: ConfigEntry) -> None:
-        value = row.values.get(word_of(entry.value.value).rpartition(".")[2])
-        if value is None and is_script(self.document.file):
-            self.skip(entry, f"--{row.to[0].rpartition('.')[2]}")
-        elif value is None:
-            message = f"{entry.key} is {entry.value.shown}; expected {', '.join(row.values)}."
-            self.report("FSDP-E101", entry, message, f"Correct {entry.key}.", setting=canonical_setting(row.to[0]))
-        else:
-            for name in row.to:
+    def add_targets(self, entry: ConfigEntry) -> None:
+        """Set what the row of the key names to the value of the key."""
+        value = self.translated(entry)
+        for name in self.row.to if value is not None else ():
+            if self.row.fate == "sets":
                 self.add(name, entry, value=value)
+            elif word_of(entry.value.value) not in NULL_WORDS | {AUTO}:  # the Trainer has its own default
+                self.set_argument(name, entry, value=value)
+
+    def translated(self, entry: ConfigEntry) -> object:
+        """Return the value that the row of the key has for a value, ``...`` if it has no values, or report an error."""
+        row = self.row
+        value = row.values.get(word_of(entry.value.value).rpartition(".")[2])
+        value = value or row.values.get("off" if is_off(entry.value) else "on")
+        if value is not None or not row.values:
+            return value or ...
+        if row.fate == "arguments":
+            reason = f"the Trainer has none of this name; known are {', '.join(row.values)}"
+            self.refuse(entry, reason, f"Remove the section, and choose {row.to[0]} of TrainingArguments.")
+        elif self.document.is_script:
+            self.skip(entry, f"--{row.to[0].rpartition('.')[2]}")
+        else:
+            self.expect(entry, ", ".join(row.values), setting=canonical_setting(row.to[0]))
+        return None
 
     def _record(self, row: DialectKey, entry: ConfigEntry, becomes: tuple[str, ...] = ()) -> None:
-        outcome = KeyOutcome(origin=self._origin(entry), fate=row.fate, becomes=becomes, why=row.why)
-        self.outcomes.append(outcome)
+        self.outcomes.append(KeyOutcome(origin=self._origin(entry), fate=row.fate, becomes=becomes, why=row.why))
 
     def _refuse(self, row: DialectKey, entry: ConfigEntry) -> None:
         is_off_here = word_of(entry.value.value) in row.allowed if row.allowed else is_off(entry.value)
@@ -480,8 +488,8 @@ class ConfigDialect:
         title: name in messages: ``DeepSpeed``.
         marks: returns the entries of a document that only this dialect has; none if it is another dialect.
         read: reads a document, usually with :meth:`DialectReading.read_tree`, and then what several keys imply.
-        handlers: path or fate -> function that reads this key, or the other keys with this fate. A key without one sets
-            what its row names to its value.
+        handlers: path, ``to`` of a row, or fate of a row without values -> function that reads these keys; the first of
+            them applies. A key without one sets what its row names to its value.
         is_general: whether the marks are also those of other dialects, which have precedence.
         own_script: whether the file is read by the training script too, so that it knows its arguments and its keys.
         is_accelerate: whether the file is one of Accelerate, for another engine.
@@ -521,6 +529,16 @@ def leaves(table: KeyTable, entries: Sequence[ConfigEntry], section: str = "") -
             yield from leaves(table, entry.value.value, written)
         else:
             yield path, replace(entry, key=written)
+
+
+def marked_by(names: Collection[str]) -> Callable[[DialectDocument], list[ConfigEntry]]:
+    """Return a function that returns the entries of a document's top level with these names."""
+    return lambda document: [entry for key, entry in document.keys().items() if key.lower() in names]
+
+
+def shown_setting(name: str, value: object) -> str:
+    """Return a setting or an argument with its value, for the list of what the keys become."""
+    return f"{name}={format_value(value, 'none')}"
 
 
 def is_script(file: ConfigFile | None) -> bool:

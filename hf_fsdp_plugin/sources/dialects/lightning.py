@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
-from hf_fsdp_plugin.sources.dialects.interface import ConfigDialect, DialectDocument, DialectReading
+from hf_fsdp_plugin.sources.dialects.interface import AUTO, ConfigDialect, DialectDocument, DialectReading
 from hf_fsdp_plugin.sources.dialects.python_calls import ScriptPart, choose_part, find_calls
 from hf_fsdp_plugin.sources.tree import ConfigEntry, from_python
 from hf_fsdp_plugin.spellings import word_of
@@ -23,12 +23,11 @@ _MIN_NUM_PARAMS: Final = 100_000_000
 
 def _strategy_calls(document: DialectDocument) -> list[ScriptPart]:
     """Return the calls that make a strategy, or those of a trainer with the name of one."""
-    trainers = (
+    return find_calls(document, _STRATEGIES) or [
         call
         for call in find_calls(document, _TRAINERS)
         if any(entry.key == "strategy" and entry.value.value in _ALIASES for entry in call.entries)
-    )
-    return find_calls(document, _STRATEGIES) or list(trainers)
+    ]
 
 
 def _marks(document: DialectDocument) -> Sequence[ConfigEntry]:
@@ -39,10 +38,10 @@ def _marks(document: DialectDocument) -> Sequence[ConfigEntry]:
 
 def _read(reading: DialectReading) -> None:
     entries = list(_entries_of_file(reading.document) or _entries_of_script(reading))
-    given = dict(entries)
-    if "strategy" not in given:
+    reading.found = dict(entries)
+    if "strategy" not in reading.found:
         return  # choose_part has reported why
-    name = word_of(given["strategy"].value.value).rpartition(".")[2]
+    name = reading.text("strategy").rpartition(".")[2]
     is_composable = name == "modelparallelstrategy"
     reading.imply("launch.distributed_type", "FSDP")
     reading.imply("offload.params", name == "fsdp_cpu_offload")
@@ -51,20 +50,21 @@ def _read(reading: DialectReading) -> None:
         reading.imply("params.use_orig", True)
         reading.imply("wrap.policy", "none")
     for path, entry in entries:
-        if path.endswith("_parallel_size") and word_of(entry.value.value) == "auto":
+        if path.endswith("_parallel_size") and word_of(entry.value.value) == AUTO:
             reading.ignore(entry, "It is the default.")
         else:
             reading.add_path(path, entry)
     if is_composable:
-        _add_default_size(reading, given, "tensor_parallel_size", "mesh.tensor", given.get("trainer.devices"))
-        _add_default_size(reading, given, "data_parallel_size", "mesh.shard", given.get("trainer.num_nodes"), 1)
+        _add_default_size(reading, "tensor_parallel_size", "mesh.tensor", "trainer.devices", None)
+        _add_default_size(reading, "data_parallel_size", "mesh.shard", "trainer.num_nodes", 1)
 
 
 def _entries_of_file(document: DialectDocument) -> list[tuple[str, ConfigEntry]]:
     """Return the arguments of the strategy by name, and those of the trainer with the prefix ``trainer.``."""
     keys = document.keys()
-    entries = [(key, entry) for key, entry in keys.items() if key != "trainer"]
-    for entry in keys["trainer"].value.value if "trainer" in keys else ():
+    trainer = keys.pop("trainer", None)
+    entries = list(keys.items())
+    for entry in trainer.value.value if trainer is not None else ():
         written = replace(entry, key=f"trainer.{entry.key}")
         if entry.key != "strategy":
             entries.append((written.key, written))
@@ -131,11 +131,6 @@ def _add_offload(reading: DialectReading, entry: ConfigEntry) -> None:
     reading.add_entry(BY_NAME["offload.params"], replace(entry, value=from_python(offloads)) if name else entry)
 
 
-def _add_checkpointing(reading: DialectReading, entry: ConfigEntry) -> None:
-    if not entry.value.is_empty:
-        reading.add("activation.checkpointing", entry, value="full")
-
-
 def _add_mixed_precision(reading: DialectReading, entry: ConfigEntry) -> None:
     """Add the dtypes of torch's ``MixedPrecision``."""
     _, arguments = _object(entry)
@@ -153,56 +148,38 @@ def _add_mesh(reading: DialectReading, entry: ConfigEntry) -> None:
         reading.refuse(entry, "expected two numbers", "Write (replication size, sharding size).")
 
 
-def _add_default_size(
-    reading: DialectReading,
-    given: Mapping[str, ConfigEntry],
-    name: str,
-    setting: str,
-    cause: ConfigEntry | None,
-    default: int | None = None,
-) -> None:
+def _add_default_size(reading: DialectReading, name: str, setting: str, cause: str, default: int | None) -> None:
     """Add a size of ModelParallelStrategy that is ``auto``: the devices of a machine, or the machines."""
-    if name in given and word_of(given[name].value.value) != "auto":
+    given = reading.found.get(cause)
+    size = default if given is None else given.value.value
+    if reading.text(name, AUTO) != AUTO:
         return
-    size = default if cause is None else cause.value.value
     if isinstance(size, int):
-        reading.imply(setting, size, cause)
+        reading.imply(setting, size, given)
     else:
-        reading.report_unresolved(replace(given["strategy"], key=name, value=from_python("auto")))
+        reading.report_unresolved(replace(reading.found["strategy"], key=name, value=from_python(AUTO)))
 
 
-def _add_devices(reading: DialectReading, entry: ConfigEntry) -> None:
-    """Add the number of ranks of all machines, if it is written."""
-    devices = entry.value.plain()
-    devices = len(devices) if isinstance(devices, list) else devices
-    entries = _entries_of_file(reading.document) or _entries_of_script(reading)
-    nodes = [other.value.value for path, other in entries if path == "trainer.num_nodes"]
-    if isinstance(devices, int) and devices > 0 and all(isinstance(number, int) for number in nodes):
-        reading.add("launch.num_processes", entry, value=devices * (nodes[0] if nodes else 1))
+def _add_number(reading: DialectReading, entry: ConfigEntry) -> None:
+    """Add the number of machines, or of the ranks of all machines, if it is written."""
+    name, number, factor = reading.row.to[0], entry.value.plain(), 1
+    number = len(number) if isinstance(number, list) else number
+    if name == "launch.num_processes" and "trainer.num_nodes" in reading.found:
+        factor = reading.found["trainer.num_nodes"].value.value
+    if isinstance(number, int) and number > 0 and isinstance(factor, int):
+        reading.add(name, entry, value=number * factor)
     else:
-        reading.skip(entry, "--num_processes")
-
-
-def _add_nodes(reading: DialectReading, entry: ConfigEntry) -> None:
-    if isinstance(entry.value.value, int):
-        reading.add("launch.num_machines", entry)
-    else:
-        reading.skip(entry, "--num_machines")
+        reading.skip(entry, f"--{name.removeprefix('launch.')}")
 
 
 DIALECT: Final = ConfigDialect(
-    name="lightning",
-    title="Lightning",
-    marks=_marks,
-    read=_read,
+    name="lightning", title="Lightning", marks=_marks, read=_read,
     handlers={
         "cpu_offload": _add_offload,
         "mixed_precision": _add_mixed_precision,
         "auto_wrap_policy": _add_wrap_policy,
-        "activation_checkpointing": _add_checkpointing,
-        "activation_checkpointing_policy": _add_checkpointing,
         "device_mesh": _add_mesh,
-        "trainer.devices": _add_devices,
-        "trainer.num_nodes": _add_nodes,
+        "trainer.devices": _add_number,
+        "trainer.num_nodes": _add_number,
     },
-)
+)  # fmt: skip

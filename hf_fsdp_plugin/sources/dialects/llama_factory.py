@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Final
 
-from hf_fsdp_plugin.sources.dialects.interface import ConfigDialect, DialectDocument, DialectReading, leaves
+from hf_fsdp_plugin.sources.dialects.interface import ConfigDialect, DialectReading, marked_by
 from hf_fsdp_plugin.sources.dialects.training_script import HANDLERS, include_deepspeed, read_training
-from hf_fsdp_plugin.sources.tree import ConfigEntry
-
-
-def _marks(document: DialectDocument) -> Sequence[ConfigEntry]:
-    return [entry for key, entry in document.keys().items() if key in ("finetuning_type", "dist_config")]
 
 
 def _read(reading: DialectReading) -> None:
-    entries = list(leaves(reading.dialect_of.table, reading.document.root.value))
-    given = dict(entries)
+    entries, given = reading.leaves(), reading.found
     if "dist_config.name" in given:
         # The defaults of version 1.
         reading.imply("fsdp.version", "2")
@@ -31,6 +24,6 @@ def _read(reading: DialectReading) -> None:
 
 
 DIALECT: Final = ConfigDialect(
-    name="llama_factory", title="LLaMA-Factory", marks=_marks, read=_read, own_script=True,
-    handlers={**HANDLERS, "dist_config.config_file": HANDLERS["deepspeed"]},
+    name="llama_factory", title="LLaMA-Factory", marks=marked_by({"finetuning_type", "dist_config"}), read=_read,
+    own_script=True, handlers={**HANDLERS, "dist_config.config_file": HANDLERS["deepspeed"]},
 )  # fmt: skip

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Final
 
-from hf_fsdp_plugin.sources.dialects.interface import ConfigDialect, DialectDocument, DialectReading, leaves
+from hf_fsdp_plugin.sources.dialects.interface import ConfigDialect, DialectDocument, DialectReading
 from hf_fsdp_plugin.sources.dialects.training_script import HANDLERS, find_file, load_presets, read_training
 from hf_fsdp_plugin.sources.interface import config_tree
 from hf_fsdp_plugin.sources.tree import ConfigEntry, ConfigFileError, from_python
@@ -19,10 +19,6 @@ def _marks(document: DialectDocument) -> Sequence[ConfigEntry]:
     if set(keys) == {"fsdp", "fsdp_config"}:  # the file of a preset
         return list(keys.values())
     return [entry for key, entry in keys.items() if key in _MARKS]
-
-
-def _read(reading: DialectReading) -> None:
-    read_arguments(reading, list(leaves(reading.dialect_of.table, reading.document.root.value)))
 
 
 def read_arguments(reading: DialectReading, entries: Sequence[tuple[str, ConfigEntry]]) -> None:
@@ -53,5 +49,6 @@ def _expand_preset(reading: DialectReading, entry: ConfigEntry) -> Iterator[tupl
 
 
 DIALECT: Final = ConfigDialect(
-    name="ms_swift", title="ms-swift", marks=_marks, read=_read, handlers=HANDLERS, own_script=True
-)
+    name="ms_swift", title="ms-swift", marks=_marks, handlers=HANDLERS, own_script=True,
+    read=lambda reading: read_arguments(reading, reading.leaves()),
+)  # fmt: skip

@@ -62,14 +62,6 @@ class ShellCommand:
     words: tuple[ShellWord, ...]
     variables: Mapping[str, str] = field(default_factory=dict)
 
-    @property
-    def line(self) -> int:
-        return self.words[0].line
-
-    @property
-    def texts(self) -> list[str]:
-        return [word.text for word in self.words]
-
 
 def parse_commands(text: str) -> Iterator[ShellCommand]:
     """Yield the commands of a script in their order. Branches and loops are not followed: each command occurs once."""
@@ -77,12 +69,10 @@ def parse_commands(text: str) -> Iterator[ShellCommand]:
     words: list[ShellWord] = []
     array, line, skips = "", 1, False
     for token in _TOKEN.finditer(f"{text}\n"):
-        kind, written = token.lastgroup, token[0]
+        written = token[0]
         if token["array"]:
-            array, values = token["name"], []
-            if "+" in written:
-                values = variables.get(array, [])
-            variables[array] = list(values)
+            array = token["name"]
+            variables[array] = list(variables.get(array, [])) if "+" in written else []
         elif token["word"] and skips:
             skips = False  # the file of a redirection
         elif token["word"] and array:
@@ -97,7 +87,6 @@ def parse_commands(text: str) -> Iterator[ShellCommand]:
         elif token["end"]:
             yield from _finish(words, variables)
             words = []
-        assert kind is not None
         line += written.count("\n")
     yield from _finish(words, variables)
 
@@ -123,22 +112,22 @@ def _expand(written: str, variables: Mapping[str, list[str]]) -> list[str]:
     """Return the words that a written word stands for. An unquoted variable with blanks becomes several words."""
     words, is_assignment = [""], _ASSIGNMENT.fullmatch(written) is not None
     for piece in _PIECE.finditer(written):
-        if (quoted := piece["quoted"]) is not None:
+        quoted, variable = piece["quoted"], piece["variable"]
+        if quoted is not None and re.fullmatch(r'"\$\{\w+\[@\]\}"', quoted):
+            parts = _values_of(quoted[1:-1], variables)
+        elif quoted is not None:
             inner = quoted[1:-1]
-            if quoted[0] == '"' and re.fullmatch(r"\$\{\w+\[@\]\}", inner):
-                values = _values_of(inner, variables)
-                words = [*words[:-1], words[-1] + values[0], *values[1:]] if values else words
-                continue
             if quoted[0] == '"':
                 inner = re.sub(r"\\([\"\\$`]|\n)", lambda match: match[1].strip("\n"), inner)
                 inner = _INNER_VARIABLE.sub(lambda match: " ".join(_values_of(match[0], variables)), inner)
-            words[-1] += inner
-        elif piece["variable"] is not None:
-            value = " ".join(_values_of(piece["variable"], variables))
+            parts = [inner]
+        elif variable is not None:
+            value = " ".join(_values_of(variable, variables))
             parts = [value] if is_assignment or re.search(r"\$\(|`", value) else value.split()
-            words = [*words[:-1], words[-1] + parts[0], *parts[1:]] if parts else words
         else:
-            words[-1] += (piece["substitution"] or piece["escaped"] or piece["plain"] or "").replace("\n", " ")
+            parts = [(piece["substitution"] or piece["escaped"] or piece["plain"] or "").replace("\n", " ")]
+        if parts:
+            words = [*words[:-1], words[-1] + parts[0], *parts[1:]]
     is_empty = words == [""] and not re.search("['\"]", written)
     return [] if is_empty else words
 

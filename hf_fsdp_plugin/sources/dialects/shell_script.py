@@ -2,26 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import pairwise
-from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
-import yaml
-
-from hf_fsdp_plugin.sources.command_line import GivenFlag, add_flag, flag_entry, parse_flag
-from hf_fsdp_plugin.sources.dialects import axolotl, llama_factory, ms_swift, training_script
-from hf_fsdp_plugin.sources.dialects.interface import (
-    MAX_SCRIPT,
-    ConfigDialect,
-    DialectDocument,
-    DialectReading,
-    is_script,
-)
+from hf_fsdp_plugin.sources.command_line import SWITCHES, GivenFlag, add_flag, flag_entry, parse_words
+from hf_fsdp_plugin.sources.dialects import accelerate, axolotl, llama_factory, ms_swift, training_script
+from hf_fsdp_plugin.sources.dialects.interface import ConfigDialect, DialectDocument, DialectReading, load_yaml
 from hf_fsdp_plugin.sources.dialects.python_calls import ScriptPart, choose_part
 from hf_fsdp_plugin.sources.dialects.shell_commands import ShellCommand, ShellWord, parse_commands
 from hf_fsdp_plugin.sources.dialects.training_script import as_file, find_file, load_presets, read_training
@@ -35,21 +25,11 @@ _TOOLS: Final[Mapping[str, ConfigDialect]] = {
 """Launcher -> the dialect of its arguments. Other scripts have those of a training script."""
 _WITHOUT_SCRIPT: Final = {*_TOOLS, "trl"}
 """Launchers that start a script of their own."""
-_DEEPSPEED_FLAGS: Final = re.compile(
-    r"use_deepspeed|deepspeed_\w+|zero_stage|zero3_\w+|offload_(?:optimizer|param)_\w+|gradient_(?:clipping|accumulation_steps)"
-)
-"""Flags of ``accelerate launch`` that are keys of ``deepspeed_config``."""
-
-
-@cache
-def _tables() -> dict[str, Any]:
-    content: dict[str, Any] = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
-    return content
 
 
 @cache
 def _programs() -> re.Pattern[str]:
-    groups = "|".join(f"(?P<{name}>{pattern})" for name, pattern in _tables()["programs"].items())
+    groups = "|".join(f"(?P<{name}>{pattern})" for name, pattern in load_yaml("shell_script")["programs"].items())
     return re.compile(rf"(?<![^ ])(?<!--)(?:{groups}) ")
 
 
@@ -75,7 +55,7 @@ class TrainingCommand(ScriptPart):
 def find_trainings(document: DialectDocument) -> list[TrainingCommand]:
     """Return the commands that start a training, in a shell script or in a text that is no YAML."""
     is_python = document.file is not None and document.file.path.suffix.lower() == ".py"
-    if is_python or len(document.text) > MAX_SCRIPT or (document.error is None and not is_script(document.file)):
+    if is_python or (document.error is None and not document.is_script):
         return []
     return [training for command in _all_commands(document.text) if (training := _training_of(command)) is not None]
 
@@ -93,22 +73,22 @@ def _all_commands(text: str, first: int = 1) -> Iterator[ShellCommand]:
 def _training_of(command: ShellCommand) -> TrainingCommand | None:
     if command.words[0].text in ("echo", "printf"):
         return None
-    line = "".join(f"{_without_folder(text)} " for text in command.texts)
+    line = "".join(f"{_without_folder(word.text)} " for word in command.words)
     for found in _programs().finditer(line):
         before = line[: found.start()].split(" ")
         if len(before) > 1 and re.fullmatch(r"--[^ =]+", before[-2]):
             continue  # the value of a flag
         launcher = str(found.lastgroup)
         words = command.words[line[: found.end()].count(" ") :]
-        flags: list[GivenFlag] = []
-        others: Sequence[ShellWord] = words
+        flags: tuple[GivenFlag, ...] = ()
+        name = found[0]
         if launcher not in _WITHOUT_SCRIPT:
-            flags, others = _parse_flags(words, until_script=True)
-        script = "" if launcher in _WITHOUT_SCRIPT else " ".join(word.text for word in others[:1])
-        arguments, files = _parse_flags(others if launcher in _WITHOUT_SCRIPT else others[1:])
+            flags, words = _parse_flags(words, until_script=True)
+            name, words = " ".join([name.strip(), *(word.text for word in words[:1])]), words[1:]
+        arguments, files = _parse_flags(words)
         return TrainingCommand(
-            name=f"{found[0]}{script}".strip(), first=command.line, last=command.words[-1].line, launcher=launcher,
-            flags=tuple(flags), arguments=tuple(arguments), files=tuple(files), variables=command.variables,
+            name=name.strip(), first=command.words[0].line, last=command.words[-1].line, launcher=launcher,
+            flags=flags, arguments=arguments, files=files, variables=command.variables,
         )  # fmt: skip
     return None
 
@@ -120,28 +100,22 @@ def _without_folder(text: str) -> str:
 
 def _parse_flags(
     words: Sequence[ShellWord], *, until_script: bool = False
-) -> tuple[list[GivenFlag], Sequence[ShellWord]]:
+) -> tuple[tuple[GivenFlag, ...], tuple[ShellWord, ...]]:
     """Return the flags and the other words. ``until_script``: those before the first other word, and the rest."""
-    texts, position = [word.text for word in words], 0
+    switches = SWITCHES | frozenset(load_yaml("shell_script")["switches"].split() if until_script else ())
     flags: list[GivenFlag] = []
     others: list[ShellWord] = []
-    while position < len(texts):
-        if texts[position] in ("-", "--") or not texts[position].startswith("-"):
-            if until_script and texts[position].startswith("$"):  # flags that another script sets
-                flag = GivenFlag(written="nproc_per_node", name="nproc_per_node", value=texts[position], num_words=1)
-                flags.append(flag._replace(line=words[position].line))
-            elif until_script:
-                return flags, words[position:]
-            else:
-                others.append(words[position])
-            position += 1
-            continue
-        flag = parse_flag(texts, position)
-        if until_script and flag.name in _tables()["switches"].split():
-            flag = flag._replace(value=None, num_words=1)
-        flags.append(flag._replace(line=words[position].line))
-        position += flag.num_words
-    return flags, others
+    for position, flag in parse_words([word.text for word in words], switches):
+        word = words[position]
+        if flag is None and until_script and word.text.startswith("$"):  # flags that another script sets
+            flag = GivenFlag(written="nproc_per_node", name="nproc_per_node", value=word.text, num_words=1)
+        if flag is not None:
+            flags.append(flag._replace(line=word.line))
+        elif until_script:
+            return tuple(flags), tuple(words[position:])
+        else:
+            others.append(word)
+    return tuple(flags), tuple(others)
 
 
 def _marks(document: DialectDocument) -> Sequence[ConfigEntry]:
@@ -170,7 +144,7 @@ def _include_files(reading: DialectReading, training: TrainingCommand) -> None:
     for flag in (*training.flags, *training.arguments):
         entry = flag_entry(flag)
         if flag.name == "accelerate_config" and flag.text in presets:
-            reading.include(as_file(reading, entry, json.dumps(presets[flag.text])))
+            reading.include(as_file(reading, entry, presets[flag.text]))
         elif flag.name == "accelerate_config" or (flag.name == "config_file" and flag in training.flags):
             names = presets if flag.name == "accelerate_config" else ()
             if (file := find_file(reading, entry, names)) is not None:
@@ -191,12 +165,12 @@ def _include_files(reading: DialectReading, training: TrainingCommand) -> None:
 def _add_accelerate_flags(reading: DialectReading, training: TrainingCommand) -> None:
     flags = training.flags or [flag for flag in training.arguments if flag.name in ("num_processes", "mixed_precision")]
     engine = next((flag for flag in flags if flag.name == "use_deepspeed"), None)
-    section: dict[str, str] = {}
+    section, keys = dict[str, str](), accelerate.DIALECT.table.rows
     if any("fsdp" in flag.name for flag in flags):
         reading.defaults = "accelerate"
     for flag in flags:
         entry = flag_entry(flag)
-        if engine is not None and _DEEPSPEED_FLAGS.fullmatch(flag.name):
+        if engine is not None and (flag is engine or f"deepspeed_config.{flag.name}" in keys):
             section[flag.name] = flag.text
             reading.record_read("accelerate.deepspeed", entry)
         elif "$" in flag.text:
@@ -209,16 +183,16 @@ def _add_accelerate_flags(reading: DialectReading, training: TrainingCommand) ->
     if any(flag.name == "use_fsdp" for flag in flags):
         message = "--use_fsdp and --use_deepspeed are both set."
         reading.report("FSDP-E073", flag_entry(engine), message, "Remove --use_deepspeed to train with FSDP.")
-    del section["use_deepspeed"]
+    del section[engine.name]
     config = {"distributed_type": "DEEPSPEED", "deepspeed_config": section}
     arguments = {flag.name: flag.value for flag in training.arguments if flag.value and "$" not in flag.value}
-    reading.include(as_file(reading, flag_entry(engine), json.dumps(config)), arguments)
+    reading.include(as_file(reading, flag_entry(engine), config), arguments)
 
 
 def _add_launcher_flags(reading: DialectReading, training: TrainingCommand) -> None:
     """Add the flags of torchrun or deepspeed, or the variables that take their place."""
     table, flags = reading.dialect_of.table, list(training.flags)
-    for variable, name in _tables()["variables"].items() if training.launcher in _TOOLS else ():
+    for variable, name in load_yaml("shell_script")["variables"].items() if training.launcher in _TOOLS else ():
         if variable in training.variables:
             value = training.variables[variable]
             flags.append(GivenFlag(written=variable, name=name, value=value, num_words=0, line=training.first))

@@ -9,22 +9,13 @@ import json
 import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 from typing import Any, Final
 
 import yaml
 
-from hf_fsdp_plugin.sources.accelerate_file import file_beside
 from hf_fsdp_plugin.sources.collector import FSDP_SCOPES
-from hf_fsdp_plugin.sources.dialects.interface import (
-    ConfigDialect,
-    DialectDocument,
-    DialectKey,
-    DialectReading,
-    is_off,
-    leaves,
-)
+from hf_fsdp_plugin.sources.dialects.interface import ConfigDialect, DialectReading, is_off, load_yaml, marked_by
 from hf_fsdp_plugin.sources.interface import ConfigFile, config_tree
 from hf_fsdp_plugin.sources.tree import ConfigEntry, ConfigFileError, Node, parse_text
 from hf_fsdp_plugin.spellings import did_you_mean, nearest_word
@@ -51,7 +42,7 @@ def read_training(
         config_enables: whether ``fsdp_config`` enables FSDP without ``fsdp``, which Transformers ignores.
         presets: configs of DeepSpeed that have a name.
     """
-    given = {path: entry for path, entry in entries if not is_off(entry.value)}
+    table, given = reading.dialect_of.table, {path: entry for path, entry in entries if not is_off(entry.value)}
     fsdp, deepspeed = given.get("fsdp"), given.get("deepspeed")
     if fsdp is not None and deepspeed is not None:
         message = f"{fsdp.key} and {deepspeed.key} are both set."
@@ -59,9 +50,9 @@ def read_training(
     for path, entry in entries:
         if path in ("bf16", "fp16") and "fp8" in given:
             reading.ignore(entry, "With fp8, everything but linear layers computes in bf16.")
-        elif _is_catch_all(reading, path) and find_row(path, ("training", "parallelism")):
+        elif table.row(path) is table.rows.get("*", ...) and find_row(path, ("training", "parallelism")):
             reading.path = path  # an argument of a script that is a setting
-            reading.add_row(DialectKey(path=path, fate="sets"), entry)
+            reading.add_row(replace(table.rows["*"], path=path, fate="sets", why=""), entry)
         else:
             reading.add_path(path, entry)
     if deepspeed is not None:
@@ -71,11 +62,6 @@ def read_training(
         reading.imply("launch.distributed_type", "FSDP")
     if not any(s.name == "launch.distributed_type" and s.value == "FSDP" for s in reading.settings):
         _deactivate(reading, fsdp)
-
-
-def _is_catch_all(reading: DialectReading, path: str) -> bool:
-    row = reading.dialect_of.table.row(path)
-    return row is not None and row.path == "*"
 
 
 def _deactivate(reading: DialectReading, fsdp: ConfigEntry | None) -> None:
@@ -90,13 +76,11 @@ def _deactivate(reading: DialectReading, fsdp: ConfigEntry | None) -> None:
 def add_known(reading: DialectReading, entry: ConfigEntry) -> None:
     """Add a key that the vocabulary has, or whose row in the table names a setting of the vocabulary."""
     section, _, name = reading.path.rpartition(".")
-    is_inner, table = section in ("fsdp_config", "parallelism_config"), reading.dialect_of.table
+    is_inner = section in ("fsdp_config", "parallelism_config")
     scopes = FSDP_SCOPES if is_inner else _SCOPES
     if is_inner:
         entry = replace(entry, key=entry.key.rpartition(".")[2])  # as in a file with this section alone
-    row = find_row(name if is_inner else reading.path, scopes)
-    if row is None and reading.path in table.rows:
-        row = BY_NAME[table.rows[reading.path].to[0]]
+    row = find_row(name if is_inner else reading.path, scopes) or BY_NAME.get("".join(reading.row.to[:1]))
     if row is None:
         reading.report_unknown(entry, scopes)
     else:
@@ -141,26 +125,24 @@ def include_deepspeed(
     """
     scalars = {path: other.value.plain() for path, other in given.items() if "." not in path}
     arguments = {name: value for name, value in scalars.items() if isinstance(value, bool | int | float | str)}
-    text = entry.value.plain() if entry.value.is_mapping else str(entry.value.value)
-    config = presets.get(text, text) if isinstance(text, str) else text
-    if isinstance(config, Mapping) or config.lstrip().startswith("{"):
-        content = config if isinstance(config, str) else json.dumps(config)
-        reading.include(as_file(reading, entry, content), arguments | reading.arguments)
-    elif (file := find_file(reading, entry, presets)) is not None:
+    text = str(entry.value.value)
+    config = entry.value.plain() if entry.value.is_mapping else presets.get(text, text)
+    is_content = isinstance(config, Mapping) or config.lstrip().startswith("{")
+    file = as_file(reading, entry, config) if is_content else find_file(reading, entry, presets)
+    if file is not None:
         reading.include(file, arguments | reading.arguments)
 
 
-@cache
 def load_presets() -> Mapping[str, Presets]:
     """Return the configs that have a name, by the key that names them."""
-    content: dict[str, Presets] = yaml.safe_load(Path(__file__).with_name("presets.yaml").read_text(encoding="utf-8"))
-    return content
+    return load_yaml("presets", yaml.SafeLoader)
 
 
-def as_file(reading: DialectReading, entry: ConfigEntry, text: str) -> ConfigFile:
+def as_file(reading: DialectReading, entry: ConfigEntry, config: Mapping[str, Any] | str) -> ConfigFile:
     """Return a file with a config that is part of another file, for messages and for its dialect."""
     folder = reading.document.file.path.parent if reading.document.file is not None else Path()
     path = folder / f"{entry.key.strip('-')}.json"
+    text = config if isinstance(config, str) else json.dumps(config)
     return ConfigFile(path=path, shown=f"{reading.source} {entry.key}", data=text.encode())
 
 
@@ -169,22 +151,24 @@ def find_file(
 ) -> ConfigFile | None:
     """Return the file that an entry names; ``None`` if there is none, which is an error with `report`.
 
+    Its path is relative to the working directory of a script: the present one, or a folder that contains the config.
+
     Args:
         names: names that the entry could have had instead of a path.
     """
     text, other = str(entry.value.value), reading.document.file
     path = Path(text).expanduser()
-    file = file_beside(other, path) if other is not None else ConfigFile.at(path)
-    if os.path.isfile(file.path):
-        return file
-    if not report or "$" in text:
-        if report:
-            reading.report_unresolved(entry)
-        return None
-    message = f"{entry.key} names the file {text}, which does not exist."
-    fix = "Correct the path; it is relative to the working directory, or to a folder that contains the config."
-    nearest = nearest_word(text, list(names)) if "." not in text else ""
-    reading.report("FSDP-E001", entry, message, did_you_mean(nearest, fix))
+    folders = [Path(other.shown).parent, *other.path.parent.parents] if other is not None else []
+    for candidate in (path, *(folder / path for folder in folders)):
+        if os.path.isfile(candidate):  # false for a name that is too long, unlike Path.is_file
+            return ConfigFile.at(candidate)
+    if report and "$" in text:
+        reading.report_unresolved(entry)
+    elif report:
+        message = f"{entry.key} names the file {text}, which does not exist."
+        fix = "Correct the path; it is relative to the working directory, or to a folder that contains the config."
+        nearest = nearest_word(text, list(names)) if "." not in text else ""
+        reading.report("FSDP-E001", entry, message, did_you_mean(nearest, fix))
     return None
 
 
@@ -197,15 +181,7 @@ HANDLERS: Final = {
 """Handlers of the keys of ``TrainingArguments``. :func:`read_training` reads the config of DeepSpeed last."""
 
 
-def _marks(document: DialectDocument) -> Sequence[ConfigEntry]:
-    return [entry for key, entry in document.keys().items() if key.lower() in TRAINING_FILE_MARKS]
-
-
-def _read(reading: DialectReading) -> None:
-    read_training(reading, list(leaves(reading.dialect_of.table, reading.document.root.value)))
-
-
 DIALECT: Final = ConfigDialect(
-    name="training_script", title="a training script", marks=_marks, read=_read, handlers=HANDLERS,
-    is_general=True, own_script=True,
+    name="training_script", title="a training script", marks=marked_by(TRAINING_FILE_MARKS), handlers=HANDLERS,
+    read=lambda reading: read_training(reading, reading.leaves()), is_general=True, own_script=True,
 )  # fmt: skip

@@ -28,13 +28,13 @@ from hf_fsdp_plugin.sources.interface import ConfigFile, Sources
     ],
 )
 def test_script_is_split_into_commands(script, expected):
-    assert [command.texts for command in parse_commands(script)] == expected
+    assert [[word.text for word in command.words] for command in parse_commands(script)] == expected
 
 
 def test_lines_and_variables_of_a_command_are_known():
     first, second = parse_commands("X=1\na \\\n b\n\nY=2 c d")
     assert [word.line for word in first.words] == [2, 3]
-    assert second.line == 5 and second.variables == {"X": "1", "Y": "2"}
+    assert second.words[0].line == 5 and second.variables == {"X": "1", "Y": "2"}
 
 
 @pytest.fixture
@@ -190,5 +190,5 @@ def test_hostile_script_is_read_in_time(script):
     assert found(script("torchrun a.py\n" + "# text\n" * 20_000)) == ["FSDP-E004"]
     growing = "A=xxxxxxxxxx\n" + "A=$A$A\n" * 60 + "B=(a b)\n" + 'B=("${B[@]}" "${B[@]}")\n' * 40
     (command,) = parse_commands(f"{growing}torchrun a.py $A")
-    assert len(command.texts[-1]) <= 10_000
+    assert len(command.words[-1].text) <= 10_000
     assert list(parse_commands("$(" * 5_000 + "<<x\n" * 500)) is not None
