@@ -152,8 +152,7 @@ def add_flag(out: Collector, flag: GivenFlag) -> None:
         out.mentions_fsdp |= flag.name == "use_fsdp"
         out.add(setting, flag_entry(flag), value=value)
         return
-    row = _row_of_flag(flag.name)
-    if row is not None:
+    if (row := _row_of_flag(flag.name)) is not None:
         out.add_entry(row, flag_entry(flag))
     elif flag.name in RENAMED or flag.name.lower().startswith(("fsdp", "parallelism_config")):
         nearest = RENAMED.get(flag.name) or vocabulary.similar_key(flag.name, ("fsdp", "parallelism"))

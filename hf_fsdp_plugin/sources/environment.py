@@ -178,8 +178,7 @@ def locate_config(sources: Sources) -> Sources:
     if variables.get("ACCELERATE_USE_DEEPSPEED", "").lower() in TRUE_WORDS:
         sources = replace(sources, dialects="off")  # accelerate launch has started DeepSpeed itself
     if sources.config is None and sources.as_launched:
-        launch = find_launch(variables)
-        if launch is not None:
+        if (launch := find_launch(variables)) is not None:
             config, flags = launch
             shown = config.shown if config is not None else "the launcher's flags"
             message = f"this process was started by accelerate launch; its settings are read from {shown}."
@@ -276,8 +275,7 @@ class LaunchHandover:
         Raises:
             ValueError: the variable does not contain a handover.
         """
-        text = environ.get(LAUNCH_VARIABLE)
-        if text is None:
+        if (text := environ.get(LAUNCH_VARIABLE)) is None:
             return None
         try:
             content = json.loads(text)

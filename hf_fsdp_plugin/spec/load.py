@@ -121,8 +121,7 @@ def with_distributed_config(spec: FsdpSpec, config: Any) -> FsdpSpec:
     sources = Sources(distributed_config=config_of(config), environ={})
     if wrong := check_arguments(sources):
         raise SpecError(wrong)
-    read = script_objects.read_distributed_config(sources)
-    if read is None:
+    if (read := script_objects.read_distributed_config(sources)) is None:
         return spec
     level = parse_settings(replace(read, level=script_objects.DISTRIBUTED_CONFIG))
     now = {name: (value, origin) for name, value, origin in spec.settings()}

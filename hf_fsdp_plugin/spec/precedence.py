@@ -124,10 +124,8 @@ def _merge_level(level: SourceSettings) -> tuple[dict[str, Setting], list[Proble
         first = settings.setdefault(setting.name, setting)
         if first is setting or setting.implied or first.origin == setting.origin:
             continue
-        if first.value == setting.value:
-            problems.append(_repetition_problem(setting, first))
-        else:
-            problems.append(conflict_problem(setting, first))
+        problem_of = _repetition_problem if first.value == setting.value else conflict_problem
+        problems.append(problem_of(setting, first))
     return settings, problems
 
 

@@ -136,8 +136,7 @@ def _parse_number(raw: Any, form: re.Pattern[str], expected: str, minimum: int |
 
 def _parse_choice(row: SettingRow, raw: Any) -> Any:
     _word(raw)
-    found = look_up(row.choices, raw, row.prefixes)
-    if found is not None:
+    if (found := look_up(row.choices, raw, row.prefixes)) is not None:
         return int(found) if found.isdigit() else found
     forms = [value for value in row.choices if value != "auto"]
     known = [form for value, others in row.choices.items() for form in (value.lower(), *others) if not form.isdigit()]

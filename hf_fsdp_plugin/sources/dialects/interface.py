@@ -138,8 +138,7 @@ class KeyTable:
 def load_yaml(name: str, loader: Any = _TEXT_LOADER) -> dict[str, Any]:
     """Return the content of ``<name>.yaml``. By default, all values are text."""
     text = Path(__file__).with_name(f"{name}.yaml").read_text(encoding="utf-8")
-    content: dict[str, Any] = yaml.load(text, Loader=loader)
-    return content
+    return yaml.load(text, Loader=loader)
 
 
 @cache

@@ -85,8 +85,7 @@ def _entries_of_object(strategy: ConfigEntry) -> Iterator[tuple[str, ConfigEntry
 
 
 def _entries_of_script(reading: DialectReading) -> Iterator[tuple[str, ConfigEntry]]:
-    call = choose_part(reading, _strategy_calls(reading.document), "calls that make a strategy")
-    if call is None:
+    if (call := choose_part(reading, _strategy_calls(reading.document), "calls that make a strategy")) is None:
         return
     trainers = [call]
     if call.name in _STRATEGIES:

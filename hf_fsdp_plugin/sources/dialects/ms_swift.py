@@ -33,8 +33,7 @@ def read_arguments(reading: DialectReading, entries: Sequence[tuple[str, ConfigE
 def _expand_preset(reading: DialectReading, entry: ConfigEntry) -> Iterator[tuple[str, ConfigEntry]]:
     """Yield the keys in the preset or the file that ``fsdp`` names."""
     presets = load_presets()["fsdp_of_swift"]
-    config = presets.get(entry.value.text)
-    if config is None:
+    if (config := presets.get(entry.value.text)) is None:
         if (file := find_file(reading, entry, presets)) is None:
             return
         try:

@@ -33,8 +33,7 @@ _MARKS_OF_ACCELERATE: Final = ("distributed_type", "compute_environment")
 
 def read(sources: Sources) -> SourceSettings | None:
     """Read ``sources.config``; ``None`` if there is none. A file of a dialect gives a ``DialectReading``."""
-    read = _read_config(sources)
-    if isinstance(read, DialectReading):
+    if isinstance(read := _read_config(sources), DialectReading):
         read.finish()
     return read
 

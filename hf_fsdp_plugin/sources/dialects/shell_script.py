@@ -123,8 +123,7 @@ def _marks(document: DialectDocument) -> Sequence[ConfigEntry]:
 
 
 def _read(reading: DialectReading) -> None:
-    training = choose_part(reading, find_trainings(reading.document), "training commands")
-    if training is None:
+    if (training := choose_part(reading, find_trainings(reading.document), "training commands")) is None:
         return
     _include_files(reading, training)
     if training.launcher in ("accelerate", "trl"):

@@ -60,14 +60,11 @@ def read_training(
         return
     if config_enables and any(path.startswith("fsdp_config") for path in given):
         reading.imply("launch.distributed_type", "FSDP")
-    if not any(s.name == "launch.distributed_type" and s.value == "FSDP" for s in reading.settings):
-        _deactivate(reading, fsdp)
-
-
-def _deactivate(reading: DialectReading, fsdp: ConfigEntry | None) -> None:
-    """Make the settings inactive, because the config does not enable FSDP."""
-    given = [setting for setting in reading.settings if setting.name != "launch.distributed_type"]
-    reading.settings = [replace(setting, inactive=True) for setting in given]
+    if any(s.name == "launch.distributed_type" and s.value == "FSDP" for s in reading.settings):
+        return
+    # The settings are inactive, because the config does not enable FSDP.
+    others = [setting for setting in reading.settings if setting.name != "launch.distributed_type"]
+    reading.settings = [replace(setting, inactive=True) for setting in others]
     reading.not_set = [replace(setting, inactive=True) for setting in reading.not_set]
     reading.imply("launch.distributed_type", "NO", fsdp)
     reading.mentions_fsdp = False
