@@ -187,6 +187,9 @@ class StackFile:
                     self.held_abort = HeldAbort()
                 faulthandler.enable(self._descriptor if crashes == "record" else 2, all_threads=True)
             if STACK_SIGNAL is not None:
+                # What close() restores: another rank may ask for the stack after this one has stopped recording.
+                with contextlib.suppress(ValueError):  # another thread than the main one
+                    signal.signal(STACK_SIGNAL, signal.SIG_IGN)
                 # Only the thread that receives the signal: others may run, and to read their frames then can crash.
                 faulthandler.register(STACK_SIGNAL, self._descriptor, all_threads=False)
                 self._sigterm = signal.getsignal(signal.SIGTERM)

@@ -133,8 +133,9 @@ class ProcessChanges:
 
     def set_variables(self, **variables: str) -> None:
         """Set environment variables until :meth:`restore_variables`."""
-        self.variables = {**{name: os.environ.get(name) for name in variables}, **self.variables}
-        _set_or_remove(variables)
+        changed = {name: value for name, value in variables.items() if os.environ.get(name) != value}
+        self.variables = {**{name: os.environ.get(name) for name in changed}, **self.variables}
+        _set_or_remove(changed)
 
     def restore_variables(self) -> None:
         _set_or_remove(self.variables)

@@ -148,3 +148,20 @@ def test_end_after_a_hang_leaves_no_worker(tmp_path: Path) -> None:
     )
     # The worker inherits the output, so that the call waits for its end, too.
     assert subprocess.run([sys.executable, script], capture_output=True, timeout=60).returncode == 75
+
+
+def test_request_for_a_stack_after_the_recording_ends_nothing(tmp_path: Path) -> None:
+    """The other ranks of a run may ask for the stack of a rank whose script has just ended."""
+    code = """
+import os, sys
+from pathlib import Path
+from hf_fsdp_plugin.hangs.rank_stacks import StackFile, request_stack
+path, stacks = Path(sys.argv[1]), StackFile()
+for _ in range(2):
+    stacks.open(path, crashes="print")
+    stacks.close()
+    request_stack(path, os.getpid())
+print("goes on")
+"""
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path / "s")], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (0, "goes on\n"), done.stderr

@@ -38,6 +38,7 @@ def in_children(monkeypatch: pytest.MonkeyPatch, folder: Path, program: str) -> 
     folder.mkdir()
     (folder / "sitecustomize.py").write_text(f"import os, signal, sys, time\n{program}\n")
     monkeypatch.setenv("PYTHONPATH", str(folder), prepend=":")
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")  # the folder is compared before and after
 
 
 def refusal(checkpoint: Path, out: Path) -> str:
