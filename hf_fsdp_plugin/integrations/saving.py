@@ -68,14 +68,19 @@ def prepare_buffers_after_first_step(accelerator: Any, kind: StateDictKind) -> N
     if not prepared_optimizers(accelerator):
         return
 
+    is_prepared = False
+
     def prepare(*_: Any) -> None:
-        hook.remove()
+        nonlocal is_prepared
+        if is_prepared:
+            return
+        is_prepared = True
         models = [model for model in prepared_models(accelerator) if plan_of(model) is not None]
         optimizers = [wrapper.optimizer for wrapper in prepared_optimizers(accelerator)]
         owners = [(owner_of(optimizer, models), optimizer) for optimizer in optimizers]
         manager.prepare_buffers(models, [(owner, each) for owner, each in owners if owner is not None], kind)
 
-    hook = prepared_optimizers(accelerator)[-1].optimizer.register_step_post_hook(prepare)
+    prepared_optimizers(accelerator)[-1].optimizer.register_step_post_hook(prepare)
 
 
 class GatheredModels:

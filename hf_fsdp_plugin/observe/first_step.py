@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final
@@ -16,12 +16,10 @@ from weakref import WeakSet, finalize, ref
 
 import torch
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_post_hook
-from torch.utils.hooks import RemovableHandle
 
 from hf_fsdp_plugin.backends.loading.equal_weights import sum_bits
 from hf_fsdp_plugin.backends.loading.weight_loader import BROADCAST_ATTRIBUTE
-from hf_fsdp_plugin.backends.optimizers.parameters import has_parameters_of, parameters_in
+from hf_fsdp_plugin.backends.optimizers.parameters import after_each_step, has_parameters_of, parameters_in
 from hf_fsdp_plugin.backends.sharding.forwards import checkpoints_itself, float_outputs, is_activation
 from hf_fsdp_plugin.backends.sharding.shard import plan_of
 from hf_fsdp_plugin.contracts import off_without
@@ -230,7 +228,7 @@ def record_first_step(model: nn.Module, *optimizers: Any) -> FirstStep:
     return first_step
 
 
-def _watch_useless_steps(model: nn.Module, first_step: FirstStep) -> RemovableHandle:
+def _watch_useless_steps(model: nn.Module, first_step: FirstStep) -> Callable[[], None]:
     """Look for steps of optimizers that have neither gradients nor parameters of a model with gradients.
 
     An optimizer that was created before ``prepare`` and not prepared has the parameters that FSDP2 has replaced, so its
@@ -241,7 +239,7 @@ def _watch_useless_steps(model: nn.Module, first_step: FirstStep) -> RemovableHa
         model: a prepared model. It is not kept alive.
 
     Returns:
-        the handle that ends the watch. Optimizers iterate over their hooks, so a hook must not remove it.
+        The function that ends the watch.
     """
     prepared, num_useless = ref(model), 0
     # Optimizers without parameters of the model: a teacher is never trained, and its students step often.
@@ -269,14 +267,14 @@ def _watch_useless_steps(model: nn.Module, first_step: FirstStep) -> RemovableHa
                 fix += f"{name} with model.parameters() after prepare()."
                 raise SpecError([Problem(code="FSDP-E513", message=message, fix=fix)])
 
-    handle = register_optimizer_step_post_hook(after_step)
-    finalize(model, handle.remove)
-    return handle
+    end = after_each_step(after_step)
+    finalize(model, end)
+    return end
 
 
 def _observe_forward(model: nn.Module, first_step: FirstStep) -> None:
     device_type, compute = next((parameter.device.type for parameter in model.parameters()), "cpu"), None
-    watch = _watch_useless_steps(model, first_step)
+    end_watch = _watch_useless_steps(model, first_step)
     if (plan := plan_of(model)) is not None:
         device_type, compute = plan.device_type, torch_dtype(plan.precision.param)
         first_step.recomputation = Recomputation(checkpointed_modules(model, plan))
@@ -306,7 +304,7 @@ def _observe_forward(model: nn.Module, first_step: FirstStep) -> None:
         else:
             first_step.before_forward(device_type, args, kwargs)
             if first_step.num_steps == 1:
-                watch.remove()
+                end_watch()
 
     def after_forward(module: nn.Module, args: Any, output: Any) -> None:
         floats = float_outputs(output)

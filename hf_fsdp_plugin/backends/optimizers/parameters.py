@@ -24,6 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache, partial
 from typing import Any, Final, Literal
 
 import torch
@@ -32,6 +33,7 @@ from torch import nn
 from torch.distributed.fsdp import FlatParameter
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from hf_fsdp_plugin.backends.torch_types import shard_like
 from hf_fsdp_plugin.plan.names import canonical_name, named_parameters
@@ -265,6 +267,36 @@ def set_state_factory(optimizer: Optimizer, factory: StateFactory) -> None:
 def state_factory(optimizer: Optimizer) -> StateFactory | None:
     """Return the function that was set; ``None`` for optimizers whose state has no subclasses."""
     return getattr(optimizer, _STATE_FACTORY, None)
+
+
+StepCallback = Callable[[Optimizer, Any, Any], None]
+_step_callbacks: Final[dict[object, StepCallback]] = {}
+
+
+def after_each_step(callback: StepCallback) -> Callable[[], None]:
+    """Call a function after each step of every optimizer, until the returned function is called.
+
+    That may be at any time. A handle of torch must not be removed in a step, because torch iterates over the hooks
+    themselves: neither by a hook, nor by the finalizer of an object that Python collects meanwhile.
+    """
+    _register_step_callbacks()
+    key = object()
+    _step_callbacks[key] = callback
+    return partial(_end_callback, key)
+
+
+@cache
+def _register_step_callbacks() -> None:
+    register_optimizer_step_post_hook(_call_step_callbacks)
+
+
+def _call_step_callbacks(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    for callback in list(_step_callbacks.values()):
+        callback(optimizer, args, kwargs)
+
+
+def _end_callback(key: object) -> None:
+    _step_callbacks.pop(key, None)
 
 
 class _PlainSteps:

@@ -22,9 +22,8 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from hf_fsdp_plugin.backends.optimizers.parameters import JointModels
+from hf_fsdp_plugin.backends.optimizers.parameters import JointModels, after_each_step
 from hf_fsdp_plugin.backends.ranks.agreement import on_all_ranks
 from hf_fsdp_plugin.backends.sharding.forwards import send_buffers
 from hf_fsdp_plugin.checkpoint.errors import os_errors_as_problems
@@ -405,7 +404,7 @@ def hooks_of(save: Save, poll: Callable[[], object], marker: Path | None) -> Exi
     if marker is not None:
         with suppress(OSError):
             marker.touch()
-    hooks.callback(register_optimizer_step_post_hook(poll_after_step).remove)
+    hooks.callback(after_each_step(poll_after_step))
     atexit.register(save.join_at_exit)  # no collective: the other ranks may have exited
     hooks.callback(atexit.unregister, save.join_at_exit)
     if threading.current_thread() is threading.main_thread():
