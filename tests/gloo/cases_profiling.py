@@ -11,10 +11,10 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_post_hook
 from transformers.trainer_callback import TrainerCallback
 
 import hf_fsdp_plugin as hfp
+from hf_fsdp_plugin.backends.optimizers.parameters import after_each_step
 from hf_fsdp_plugin.integrations.profiling import read_ranks
 from hf_fsdp_plugin.integrations.profiling.run import Profiling, marks, profiling
 from hf_fsdp_plugin.observe.profile.run_profile import merge_ranks
@@ -33,14 +33,14 @@ def profile(folder: str, *, num_bytes: int | None = None, short: dict[str, Any],
     """
     before: list[float] = []
     after = _StepEnds()
-    # Called before the hook of the profiler, which is registered later; the callback is called after that hook.
-    handle = register_optimizer_step_post_hook(lambda *_: before.append(time.perf_counter()))
+    # Called before the function of the profiler, which is added later; the callback is called after both.
+    end = after_each_step(lambda *_: before.append(time.perf_counter()))
     callbacks = [hfp.ProfilerCallback(f"{folder}/profile", **short), after, *arguments.pop("callbacks", ())]
     resume = arguments.pop("resume_from_checkpoint", None)
     trainer = make_trainer(f"{folder}/out", callbacks=callbacks, **arguments)
     with contextlib.redirect_stderr(io.StringIO()) as printed, _full_disk(num_bytes):
         trainer.train(resume_from_checkpoint=resume)
-    handle.remove()
+    end()
     torch.distributed.barrier()
     ends = {"before": before, "after": after.times}
     return {"printed": printed.getvalue(), "ends": ends, "losses": losses(trainer), **_files(Path(folder) / "profile")}

@@ -25,10 +25,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.profiler import ProfilerActivity, record_function, supported_activities
 from torch.profiler import profile as torch_profile
 
+from hf_fsdp_plugin.backends.optimizers.parameters import after_each_step
 from hf_fsdp_plugin.backends.sharding.shard import plan_of
 from hf_fsdp_plugin.devices import available_device
 from hf_fsdp_plugin.integrations.call_hooks import call_marks
@@ -187,7 +187,7 @@ class Profiling:
             functools.partial(marks.of_unit, prefix) for prefix in (rank_profile.GATHER, rank_profile.REDUCE)
         )
         call_marks.update(wait=functools.partial(marks, rank_profile.WAIT), gather=gather, reduction=reduction)
-        self._hooks = [register_optimizer_step_post_hook(self._after_step)]
+        self._end_steps = after_each_step(self._after_step)
 
     def watch(self, model: nn.Module) -> None:
         """Mark the forwards of a sharded model. Call it after the model is sharded."""
@@ -208,8 +208,10 @@ class Profiling:
         self.active = False
         call_marks.clear()
         marks.unwatch()
+        self._end_steps()
         for hook in self._hooks:
             hook.remove()
+        self._hooks.clear()
         self._stop_tracing()
         profiler, self._profiler = self._profiler, None
         if failed or self.failure is not None:
