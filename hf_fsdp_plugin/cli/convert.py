@@ -66,9 +66,13 @@ def parse_argv(argv: Sequence[str]) -> argparse.Namespace:
 def run(args: argparse.Namespace) -> int:
     """Convert a config. Returns 0 if it was converted, 1 if it has errors, 2 if there is no such file."""
     sources = Sources(
-        config=config_named(args.source), training_arguments=args.training_arguments, environ={}, dialects="convert",
-        command_line=args.command_line, overrides=args.overrides,
-    )  # fmt: skip
+        config=config_named(args.source),
+        training_arguments=args.training_arguments,
+        environ={},
+        dialects="convert",
+        command_line=args.command_line,
+        overrides=args.overrides,
+    )
     target = ConfigFile.at(args.out).path if args.out is not None else None
     if target is not None:
         if target.exists() and not args.force:

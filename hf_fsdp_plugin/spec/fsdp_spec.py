@@ -259,17 +259,21 @@ class FsdpSpec:
 SECTIONS: tuple[str, ...] = tuple(f.name for f in fields(FsdpSpec) if f.name not in ("origins", "problems"))
 
 
-DIALECT_DEFAULTS: Final[Mapping[Dialect | None, Mapping[str, Any]]] = {
-    "accelerate": {"fsdp.version": 1, "wrap.policy": "none"},
-    "training_arguments": {"fsdp.version": 2, "wrap.policy": "transformer"},
-    None: {},
-}
+DIALECT_DEFAULTS: Final[Mapping[Dialect | None, Mapping[str, Any]]] = MappingProxyType(
+    {
+        "accelerate": {"fsdp.version": 1, "wrap.policy": "none"},
+        "training_arguments": {"fsdp.version": 2, "wrap.policy": "transformer"},
+        None: {},
+    }
+)
 """Dialect -> the defaults that depend on it. The sections above contain all other defaults."""
 
-VERSION_DEFAULTS: Final[Mapping[int, Mapping[str, Any]]] = {
-    1: {"prefetch.backward": "none", "fp8.all_gather": False},
-    2: {"prefetch.backward": "pre", "fp8.all_gather": True},
-}
+VERSION_DEFAULTS: Final[Mapping[int, Mapping[str, Any]]] = MappingProxyType(
+    {
+        1: {"prefetch.backward": "none", "fp8.all_gather": False},
+        2: {"prefetch.backward": "pre", "fp8.all_gather": True},
+    }
+)
 """FSDP version -> the defaults that depend on it."""
 
 

@@ -81,11 +81,17 @@ def load_spec(
     if isinstance(arguments, Mapping):  # otherwise check_arguments reports the type
         arguments = {**arguments, **{key: value for key, value in given.items() if value is not None}}
     sources = Sources(
-        config=config_of(config), training_arguments=arguments, plugin_object=plugin_object,
-        distributed_config=config_of(distributed_config), parallelism_config=parallelism_config,
-        command_line=command_line, overrides=overrides, environ=environ,
-        default_file=default_file, as_launched=as_launched,
-    )  # fmt: skip
+        config=config_of(config),
+        training_arguments=arguments,
+        plugin_object=plugin_object,
+        distributed_config=config_of(distributed_config),
+        parallelism_config=parallelism_config,
+        command_line=command_line,
+        overrides=overrides,
+        environ=environ,
+        default_file=default_file,
+        as_launched=as_launched,
+    )
     return assess(sources).checked_spec()
 
 

@@ -331,7 +331,8 @@ _TRANSFORMERS: Final[dict[str, Any]] = {
     "use_kernelized_func": _decorator,
 }
 _REAL: Final = re.compile(
-    r"transformers\.(backbone_utils|configuration_utils|utils\.type_validators|modeling_layers|modeling_rope_utils|activations|pytorch_utils|generation\.configuration_utils"
+    r"transformers\.(activations|backbone_utils|configuration_utils|generation\.configuration_utils|modeling_layers"
+    r"|modeling_rope_utils|pytorch_utils|utils\.type_validators"
     r"|integrations\.heterogeneity(\.configuration_utils)?|models\.(\w+\.)+(configuration|modeling|generation)_\w+"
     r"|models\.auto\.(auto_factory|auto_mappings))"
     r"|packaging(\.\w+)*|typing_extensions|huggingface_hub\.(dataclasses|errors)"
