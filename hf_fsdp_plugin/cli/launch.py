@@ -23,7 +23,7 @@ from hf_fsdp_plugin.cli.check_output import check_sources, plan_of_model
 from hf_fsdp_plugin.cli.output import exit_code, in_line_order, print_json, print_problems
 from hf_fsdp_plugin.launcher import flags
 from hf_fsdp_plugin.launcher import world as worlds
-from hf_fsdp_plugin.launcher.rank_environment import RankJob, launch_env, rank_command, settings_env
+from hf_fsdp_plugin.launcher.rank_environment import DEFAULT_GRACE, RankJob, launch_env, rank_command, settings_env
 from hf_fsdp_plugin.launcher.run_script import check_script
 from hf_fsdp_plugin.problems import Problem, SpecError, UsageError, has_errors
 from hf_fsdp_plugin.rank_variables import POD_ID_VARIABLE, RUN_ID_VARIABLE, exit_limit, hang_limit, silence_limit
@@ -37,7 +37,6 @@ from hf_fsdp_plugin.text import printable
 if TYPE_CHECKING:
     from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan
 
-DEFAULT_GRACE = 30.0
 _OF_ONE_MACHINE = frozenset({"launch.machine_rank", "launch.main_process_ip", "launch.gpu_ids"})
 """Settings that may differ between machines."""
 _MODEL_FLAGS = ("model_name_or_path", "model_name", "model")

@@ -31,7 +31,7 @@ from hf_fsdp_plugin.text import format_count, format_names, plural
 
 if TYPE_CHECKING:
     from hf_fsdp_plugin.integrations.preflight import stages
-    from hf_fsdp_plugin.runs.failures import RunResult
+    from hf_fsdp_plugin.runs.failures import AttemptResult
 
 RUN_FLAG: Final = "--run"
 DEFAULT_LIMIT: Final = 240.0
@@ -259,7 +259,7 @@ def _world_size(spec: FsdpSpec) -> int:
 
 
 def _read_results(
-    run: RunResult, records: Sequence[stages.PreflightRecord]
+    run: AttemptResult, records: Sequence[stages.PreflightRecord]
 ) -> tuple[list[dict[str, Any]], list[Problem]]:
     """Return the results of the stages and the problems, from the records of the ranks and how these exited."""
     from hf_fsdp_plugin.integrations.preflight import stages

@@ -24,6 +24,9 @@ from hf_fsdp_plugin.sources.environment import LaunchHandover
 from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec
 from hf_fsdp_plugin.spec.rules import mesh_variables
 
+DEFAULT_GRACE = 30.0
+"""Seconds until the ranks are killed after the launcher has got a signal."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankJob:
@@ -48,7 +51,7 @@ class RankJob:
     env: Mapping[str, str]
     notice: Callable[[object], None] = lambda notice: None
     role: str = "default"
-    grace: float = 30.0
+    grace: float = DEFAULT_GRACE
     show_all: bool = False
     show_first: bool = False
     log_dir: Path | None = None

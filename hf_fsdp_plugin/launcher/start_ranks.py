@@ -34,7 +34,7 @@ from hf_fsdp_plugin.launcher.rendezvous import Rendezvous, SignalException  # im
 from hf_fsdp_plugin.launcher.world import World
 from hf_fsdp_plugin.problems import Problem
 from hf_fsdp_plugin.rank_variables import ERROR_FILE_VARIABLE
-from hf_fsdp_plugin.runs.failures import RunResult, first_failure, format_failures, summarize_exit
+from hf_fsdp_plugin.runs.failures import AttemptResult, first_failure, format_failures, summarize_exit
 from hf_fsdp_plugin.runs.restart_policy import FailedAttempt, Restarts, assess_attempt, decide_restart
 from hf_fsdp_plugin.sources.environment import LaunchHandover
 from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec
@@ -87,7 +87,7 @@ def run_job(
     *,
     env: Mapping[str, str],
     should_stop: Callable[[], str | None],
-) -> RunResult:
+) -> AttemptResult:
     """Run a script or a module once on ranks of this machine, with hidden output, and return how they exited.
 
     Args:
@@ -149,7 +149,7 @@ def _run_attempt(job: RankJob, rendezvous: Rendezvous) -> int | None:
     return None
 
 
-def run_once(job: RankJob, rendezvous: Rendezvous) -> RunResult | None:
+def run_once(job: RankJob, rendezvous: Rendezvous) -> AttemptResult | None:
     """Run the ranks of this machine once. No process of theirs is left afterwards.
 
     Torch's agent takes these steps:
@@ -189,7 +189,7 @@ def run_once(job: RankJob, rendezvous: Rendezvous) -> RunResult | None:
                 return attempt.result(signal_number=signal.SIGPIPE)
 
 
-def _print_failures(job: RankJob, result: RunResult) -> None:
+def _print_failures(job: RankJob, result: AttemptResult) -> None:
     live = [rank.rank for rank in (result.exits if job.show_all else result.exits[:1])]
     sys.stdout.flush()
     if text := format_failures(result, debug=job.debug, shown_live=live):
@@ -350,7 +350,7 @@ class AttemptRanks(LogsSpecs):
             _print_stopping(stop.sigval, len(self._running()), 0.0)
         self._kill()
 
-    def result(self, *, signal_number: int = 0) -> RunResult:
+    def result(self, *, signal_number: int = 0) -> AttemptResult:
         """Return how the ranks exited. Ends the processes that they have left behind."""
         has_ended = not signal_number and not any(rank.is_running or rank.has_failed for rank in self.ranks)
         if not has_ended:
@@ -360,7 +360,7 @@ class AttemptRanks(LogsSpecs):
         self._print_notices()
         announced, machines = self._announced, self._rendezvous.machines
         is_remote = announced is not None and (announced.kind == "lost" or announced.machine != machines.machine)
-        result = RunResult(
+        result = AttemptResult(
             exits=tuple(rank.result() for rank in self.ranks),
             signal_number=signal_number,
             remote_failure=self._stopped_by or (str(announced) if is_remote else None),

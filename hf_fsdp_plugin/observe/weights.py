@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from hf_fsdp_plugin.backends.loading.equal_weights import ParameterMemory, hash_bits, read_together
+from hf_fsdp_plugin.backends.loading.equal_weights import SUM_MODULUS, ParameterMemory, hash_bits, read_together
 from hf_fsdp_plugin.backends.loading.weight_loader import BROADCAST_ATTRIBUTE, BroadcastRecord
 from hf_fsdp_plugin.backends.optimizers.parameters import has_parameters_of, is_replicated, parameters_in
 from hf_fsdp_plugin.backends.ranks.agreement import gather_objects, on_all_ranks
@@ -105,7 +105,7 @@ def compare_weights(
     if taken and len(taken) == len(broadcasts) == len(found_sums) and broadcasts[0].bit_sum is not None:
         # The sum over the shards of all ranks, and the sum of what was broadcast or taken from files.
         replicas = max((unit.live.known("replicate_size", 1) for unit in units), default=1)
-        changed = (sum(found_sums) - sum(taken) - replicas * broadcasts[0].bit_sum) % (1 << 64) != 0
+        changed = (sum(found_sums) - sum(taken) - replicas * broadcasts[0].bit_sum) % SUM_MODULUS != 0
     return WeightComparison(
         num_on_meta=max(list(checksums.values()).count(None) for checksums, _, _ in gathered),
         differing=tuple(sorted(map(" ".join, differing))),

@@ -127,7 +127,7 @@ def read_exit(rank: int, files: RankFiles, *, code: int, time: float, **facts: A
 
 
 @dataclass(kw_only=True, slots=True)
-class RunResult:
+class AttemptResult:
     """How the ranks of this machine exited.
 
     Attributes:
@@ -236,7 +236,7 @@ _HINTS = {
 }
 
 
-def format_failures(result: RunResult, *, debug: bool = False, shown_live: Iterable[int] = ()) -> str:
+def format_failures(result: AttemptResult, *, debug: bool = False, shown_live: Iterable[int] = ()) -> str:
     """Format the whole summary; empty if every rank succeeded.
 
     Args:
@@ -283,7 +283,7 @@ def format_failures(result: RunResult, *, debug: bool = False, shown_live: Itera
     return "\n".join(lines)
 
 
-def explain_failure(first: RankExit, result: RunResult) -> Problem | None:
+def explain_failure(first: RankExit, result: AttemptResult) -> Problem | None:
     """Return why a rank has lost the connection or was aborted; ``None`` if nothing is known but its own error."""
     if not first.may_disagree:
         return None
@@ -312,7 +312,7 @@ def _capitalized(sentences: str) -> str:
     return f"{sentences[:1].upper()}{sentences[1:]}"
 
 
-def _format_places(result: RunResult) -> list[str]:
+def _format_places(result: AttemptResult) -> list[str]:
     """Return one text for each place at which ranks were, on all machines that are known."""
     return rank_stacks.shown_places([*result.places, *result.elsewhere])
 
@@ -408,7 +408,7 @@ def cause_of_abort(rank: int, files: RankFiles, ask_others: AskOthers) -> str:
     return ""
 
 
-def _first_failed(first: RankExit, result: RunResult) -> str:
+def _first_failed(first: RankExit, result: AttemptResult) -> str:
     place = f" {first.place}" if first.place else ""
     more = f". {_capitalized(str(problem))}" if (problem := explain_failure(first, result)) is not None else ""
     return f"rank {first.rank} failed first{place}: {summarize_exit(first)}{more}"
@@ -428,7 +428,7 @@ def exits_of_machine(files: RankFiles) -> list[RankExit]:
     return found
 
 
-def _result_of(exits: Sequence[RankExit], elsewhere: Sequence[RankCalls] = ()) -> RunResult:
+def _result_of(exits: Sequence[RankExit], elsewhere: Sequence[RankCalls] = ()) -> AttemptResult:
     """Return how the ranks of this machine exited, with what is known of the ranks of other machines."""
     exited, places = list(exits), []
     for rank in elsewhere:
@@ -438,4 +438,4 @@ def _result_of(exits: Sequence[RankExit], elsewhere: Sequence[RankCalls] = ()) -
         state = rank.state if rank.state in ("ended", "unreachable") else "running"
         if rank.place or state != "running":
             places.append(replace(rank, state=state))
-    return RunResult(exits=tuple(exited), elsewhere=places)
+    return AttemptResult(exits=tuple(exited), elsewhere=places)

@@ -45,7 +45,7 @@ from typing import Final
 from hf_fsdp_plugin.hangs.rank_exit import read_crash
 from hf_fsdp_plugin.hangs.rank_files import FoundHang, RankFiles, start_of, write_if_possible
 from hf_fsdp_plugin.rank_variables import ERROR_FILE_VARIABLE, POD_ID_VARIABLE, RUN_ID_VARIABLE, variable_number
-from hf_fsdp_plugin.runs.failures import RankExit, RunResult, read_exit
+from hf_fsdp_plugin.runs.failures import AttemptResult, RankExit, read_exit
 from hf_fsdp_plugin.runs.restart_policy import FailedAttempt, Restarts, assess_attempt, decide_restart
 
 _AGENT_VARIABLE: Final = "TORCHELASTIC_RUN_ID"
@@ -305,7 +305,7 @@ def _failed_attempts(folder: Path, first: int, known: Restarts, machine: int) ->
         try:
             exits = _exits(path)
             if not all(each.ended and each.failure is None for each in exits):
-                result = RunResult(exits=tuple(exits), hang=FoundHang.read(RankFiles(path / "rank").hang))
+                result = AttemptResult(exits=tuple(exits), hang=FoundHang.read(RankFiles(path / "rank").hang))
                 yield assess_attempt(result, known, machine=machine, seconds=_began(after) - _began(path))
         except _DAMAGED:
             yield None

@@ -22,7 +22,7 @@ from typing import Any, Final
 from hf_fsdp_plugin.hangs.rank_exit import CRASHES, stack_of
 from hf_fsdp_plugin.hangs.rank_stacks import is_library
 from hf_fsdp_plugin.problems import Problem
-from hf_fsdp_plugin.runs.failures import RankExit, RunResult, signal_name, summarize_exit
+from hf_fsdp_plugin.runs.failures import AttemptResult, RankExit, signal_name, summarize_exit
 from hf_fsdp_plugin.text import plural
 
 
@@ -189,7 +189,7 @@ _USAGE: Final = 2
 _MAX_TEXT: Final = 200
 
 
-def assess_attempt(result: RunResult, restarts: Restarts, *, machine: int, seconds: float) -> FailedAttempt:
+def assess_attempt(result: AttemptResult, restarts: Restarts, *, machine: int, seconds: float) -> FailedAttempt:
     """Return the attempt as this machine knows it. It must have failed, here or on another machine."""
     began, steps = _progress(result.exits)
     attempt = FailedAttempt(machine=machine, began=began, steps=steps, seconds=seconds)

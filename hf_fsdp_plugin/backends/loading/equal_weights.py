@@ -49,9 +49,11 @@ _NOT_READ = -(1 << 62)
 """Result of a rank for a parameter that another rank with the same file reads. A reduction with MAX ignores it."""
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Bytes of an element -> the integer type with the same size."""
-_ADDED = 1 << 15
+SUM_MODULUS = 1 << 32
+"""Sums of bits are modulo this number: torch adds 4-byte integers to 4 bytes three times as fast as to 8 bytes."""
+_ADDED = 1 << 17
 _ADDED_ON_ACCELERATOR = 1 << 24
-"""Number of elements that are added at a time. torch makes a copy of them with 8 bytes per element."""
+"""Number of elements that are added at a time. If they have less than 4 bytes, torch makes a copy with 4 bytes each."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -265,7 +267,7 @@ def _equal_on_all_ranks(values: Sequence[int], device: torch.device) -> list[boo
 
 
 def sum_bits(tensors: Iterable[torch.Tensor]) -> torch.Tensor | None:
-    """Return the sum of the tensors' elements, read as integers, modulo 2**64; ``None`` if there are none to read.
+    """Return the sum of the tensors' elements, read as integers, modulo 2**32; ``None`` if there are none to read.
 
     The sums of the parts of a tensor add up to the sum of the tensor. The result is on the device of the tensors.
     """
@@ -280,14 +282,12 @@ def sum_bits(tensors: Iterable[torch.Tensor]) -> torch.Tensor | None:
 
 
 def _sum(integers: torch.Tensor) -> torch.Tensor:
-    # torch makes a copy of 64-bit integers first. On the CPU a small one stays in the processor's cache, and leaves
+    # torch makes a copy if the sum has another type. On the CPU a small one stays in the processor's cache, and leaves
     # no hole between the shards in memory. numpy needs none, but FSDP1 cannot resize a storage that numpy has seen.
     size = _ADDED if integers.device.type == "cpu" else _ADDED_ON_ACCELERATOR
-    parts = integers.split(size) if integers.numel() else [integers]
-    total = parts[0].sum(dtype=torch.int64)
-    for part in parts[1:]:
-        total += part.sum(dtype=torch.int64)
-    return total
+    dtype = torch.int64 if integers.dtype == torch.int64 else torch.int32
+    sums = [part.sum(dtype=dtype) for part in integers.split(size)] if integers.numel() else [integers.sum(dtype=dtype)]
+    return torch.stack(sums).sum(dtype=torch.int64) % SUM_MODULUS
 
 
 def hash_bits(tensor: torch.Tensor) -> torch.Tensor:

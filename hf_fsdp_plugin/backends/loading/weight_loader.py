@@ -52,7 +52,7 @@ class BroadcastRecord:
         before: which memory the parameters of this rank were in before the broadcast.
         checksum: checksum of the bits of all tensors. Equal on all ranks if all received the same weights.
         bit_sum: sum of the bits of the parameters of all units just before they were sharded, without those that every
-            rank took from a file; ``None`` if unknown. It is modulo 2**64, as the next one.
+            rank took from a file; ``None`` if unknown. It is modulo 2**32, as the next one.
         shard_bit_sum: sum of the bits of the shards that this rank took from whole weights; ``None`` if unknown.
     """
 

@@ -33,7 +33,7 @@ from hf_fsdp_plugin.launcher.flags import Parser, add_override_flag, add_setting
 from hf_fsdp_plugin.launcher.world import FoundDevices, World, find_devices, num_cores, resolve_world
 from hf_fsdp_plugin.problems import Problem, SpecError, UsageError, has_errors
 from hf_fsdp_plugin.rank_variables import HANG_LIMIT_VARIABLE
-from hf_fsdp_plugin.runs.failures import RunResult, summarize_exit
+from hf_fsdp_plugin.runs.failures import AttemptResult, summarize_exit
 from hf_fsdp_plugin.sources.environment import LaunchHandover, user_variables
 from hf_fsdp_plugin.sources.interface import ConfigFile, Sources
 from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec
@@ -242,7 +242,7 @@ def run_worlds(
 
 def run_world(
     job: bench.WorldJob, world: World, results: Results, handover: LaunchHandover, spec: FsdpSpec
-) -> RunResult:
+) -> AttemptResult:
     """Run cases until their end, or until a rank has failed, and take over what is measured."""
     from hf_fsdp_plugin.launcher.start_ranks import run_job
 
@@ -270,7 +270,7 @@ def run_world(
         return ended
 
 
-def _reason(ended: RunResult) -> str:
+def _reason(ended: AttemptResult) -> str:
     """Return why the ranks have ended before a group was measured."""
     first = ended.first
     if first is None:

@@ -14,9 +14,13 @@ from hf_fsdp_plugin.spellings import NULL_WORDS, word_of
 _SECTION: Final = "deepspeed_config"
 _FILE: Final = f"{_SECTION}.deepspeed_config_file"
 _OF_FILE: Final = (
-    "zero_stage", "offload_optimizer_device", "offload_param_device", "zero3_save_16bit_model",
-    "gradient_accumulation_steps", "gradient_clipping",
-)  # fmt: skip
+    "zero_stage",
+    "offload_optimizer_device",
+    "offload_param_device",
+    "zero3_save_16bit_model",
+    "gradient_accumulation_steps",
+    "gradient_clipping",
+)
 """Keys of the section that conflict with the config of DeepSpeed that it names, as in Accelerate."""
 
 
@@ -77,7 +81,11 @@ def _add_loading(reading: DialectReading, entry: ConfigEntry) -> None:
 
 
 DIALECT: Final = ConfigDialect(
-    name="accelerate", title="Accelerate for DeepSpeed or DDP", marks=_marks, read=_read, is_accelerate=True,
+    name="accelerate",
+    title="Accelerate for DeepSpeed or DDP",
+    marks=_marks,
+    read=_read,
+    is_accelerate=True,
     handlers={
         "distributed_type": _add_type,
         f"{_SECTION}.zero_stage": deepspeed.add_stage,
@@ -86,4 +94,4 @@ DIALECT: Final = ConfigDialect(
         _FILE: _add_file,
         "*": _add_own,
     },
-)  # fmt: skip
+)

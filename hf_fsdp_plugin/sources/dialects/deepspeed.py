@@ -14,9 +14,13 @@ from hf_fsdp_plugin.spellings import word_of
 from hf_fsdp_plugin.vocabulary import BY_NAME, TRAINING_FILE_MARKS
 
 _MARKS: Final = frozenset(
-    {"zero_optimization", "train_micro_batch_size_per_gpu", "zero_allow_untested_optimizer",
-     "zero_force_ds_cpu_optimizer"}
-)  # fmt: skip
+    {
+        "zero_optimization",
+        "train_micro_batch_size_per_gpu",
+        "zero_allow_untested_optimizer",
+        "zero_force_ds_cpu_optimizer",
+    }
+)
 _WEAK_MARKS: Final = frozenset({"train_batch_size", "steps_per_print", "wall_clock_breakdown"})
 """Keys that configs of training scripts may have, too."""
 ZERO: Final = "zero_optimization"
@@ -176,7 +180,10 @@ def _add_betas(reading: DialectReading, entry: ConfigEntry) -> None:
 
 
 DIALECT: Final = ConfigDialect(
-    name="deepspeed", title="DeepSpeed", marks=_marks, read=_read,
+    name="deepspeed",
+    title="DeepSpeed",
+    marks=_marks,
+    read=_read,
     handlers={
         "sharding.strategy": add_stage,
         "sharding.strategy mesh.shard": _add_group,
@@ -190,4 +197,4 @@ DIALECT: Final = ConfigDialect(
         "optimizer.params.betas": _add_betas,
         "scheduler.type": _add_schedule,
     },
-)  # fmt: skip
+)

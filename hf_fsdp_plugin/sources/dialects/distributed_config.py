@@ -11,8 +11,13 @@ from hf_fsdp_plugin.sources.script_objects import add_distributed_config
 from hf_fsdp_plugin.sources.tree import ConfigEntry
 
 _OWN_FIELDS: Final = (
-    "tp_plan", "ep_plan", "fsdp_plan", "ep_implementation", "enable_expert_parallel", "enable_sequence_parallel"
-)  # fmt: skip
+    "tp_plan",
+    "ep_plan",
+    "fsdp_plan",
+    "ep_implementation",
+    "enable_expert_parallel",
+    "enable_sequence_parallel",
+)
 """Fields that no other config has at its top level."""
 
 

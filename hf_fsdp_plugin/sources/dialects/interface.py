@@ -388,7 +388,7 @@ class DialectReading(Collector):
             self.report_file("FSDP-W068", message, f"Pass {words} to the script.")
         counts = [(fate, sum(outcome.fate == fate for outcome in self.outcomes)) for fate in _TEXTS]
         texts = [_TEXTS[fate].format(plural(count, "key")) for fate, count in counts if count]
-        message = f"this is a config of {self.dialect_of.title}, which is read as a config of FSDP"
+        message = f"the settings of {self.dialect_of.title} are read as settings of FSDP"
         self.report_file("FSDP-N067", f"{message}: {', '.join(texts)}." if texts else f"{message}.", "")
 
     def add_row(self, row: DialectKey, entry: ConfigEntry) -> None:

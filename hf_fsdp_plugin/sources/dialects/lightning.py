@@ -172,7 +172,10 @@ def _add_number(reading: DialectReading, entry: ConfigEntry) -> None:
 
 
 DIALECT: Final = ConfigDialect(
-    name="lightning", title="Lightning", marks=_marks, read=_read,
+    name="lightning",
+    title="Lightning",
+    marks=_marks,
+    read=_read,
     handlers={
         "cpu_offload": _add_offload,
         "mixed_precision": _add_mixed_precision,
@@ -181,4 +184,4 @@ DIALECT: Final = ConfigDialect(
         "trainer.devices": _add_number,
         "trainer.num_nodes": _add_number,
     },
-)  # fmt: skip
+)

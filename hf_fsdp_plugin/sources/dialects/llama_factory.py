@@ -24,6 +24,10 @@ def _read(reading: DialectReading) -> None:
 
 
 DIALECT: Final = ConfigDialect(
-    name="llama_factory", title="LLaMA-Factory", marks=marked_by({"finetuning_type", "dist_config"}), read=_read,
-    own_script=True, handlers={**HANDLERS, "dist_config.config_file": HANDLERS["deepspeed"]},
-)  # fmt: skip
+    name="llama_factory",
+    title="LLaMA-Factory",
+    marks=marked_by({"finetuning_type", "dist_config"}),
+    read=_read,
+    own_script=True,
+    handlers={**HANDLERS, "dist_config.config_file": HANDLERS["deepspeed"]},
+)

@@ -48,6 +48,10 @@ def _expand_preset(reading: DialectReading, entry: ConfigEntry) -> Iterator[tupl
 
 
 DIALECT: Final = ConfigDialect(
-    name="ms_swift", title="ms-swift", marks=_marks, handlers=HANDLERS, own_script=True,
+    name="ms_swift",
+    title="ms-swift",
+    marks=_marks,
+    handlers=HANDLERS,
+    own_script=True,
     read=lambda reading: read_arguments(reading, reading.leaves()),
-)  # fmt: skip
+)

@@ -23,9 +23,16 @@ from hf_fsdp_plugin.sources.interface import Sources, SourceSettings
 from hf_fsdp_plugin.sources.tree import ConfigEntry, ConfigFileError
 
 _MODULES: Final = (
-    accelerate, deepspeed, axolotl, llama_factory, ms_swift, lightning, distributed_config, shell_script,
+    accelerate,
+    deepspeed,
+    axolotl,
+    llama_factory,
+    ms_swift,
+    lightning,
+    distributed_config,
+    shell_script,
     training_script,
-)  # fmt: skip
+)
 DIALECTS: Final[tuple[ConfigDialect, ...]] = tuple(module.DIALECT for module in _MODULES)
 _MAX_DEPTH: Final = 4
 _MARKS_OF_ACCELERATE: Final = ("distributed_type", "compute_environment")
@@ -53,9 +60,12 @@ def _read_config(sources: Sources, depth: int = 0) -> SourceSettings | None:
     except ConfigFileError as error:
         return SourceSettings(problems=[error.problem], dialect="accelerate")
     reading = DialectReading(
-        source=document.shown, dialect_of=dialect, document=document, mentions_fsdp=True,
+        source=document.shown,
+        dialect_of=dialect,
+        document=document,
+        mentions_fsdp=True,
         read_other=partial(_read_config, depth=depth + 1),
-    )  # fmt: skip
+    )
     dialect.read(reading)
     return reading.result(reading.defaults)
 

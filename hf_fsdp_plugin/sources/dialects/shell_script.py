@@ -20,8 +20,10 @@ from hf_fsdp_plugin.sources.tree import ConfigEntry, from_python
 from hf_fsdp_plugin.vocabulary import TRAINING_FILE_MARKS
 
 _TOOLS: Final[Mapping[str, ConfigDialect]] = {
-    "swift": ms_swift.DIALECT, "llama_factory": llama_factory.DIALECT, "axolotl": axolotl.DIALECT
-}  # fmt: skip
+    "swift": ms_swift.DIALECT,
+    "llama_factory": llama_factory.DIALECT,
+    "axolotl": axolotl.DIALECT,
+}
 """Launcher -> the dialect of its arguments. Other scripts have those of a training script."""
 _WITHOUT_SCRIPT: Final = {*_TOOLS, "trl"}
 """Launchers that start a script of their own."""
@@ -87,9 +89,15 @@ def _training_of(command: ShellCommand) -> TrainingCommand | None:
             name, words = " ".join([name.strip(), *(word.text for word in words[:1])]), words[1:]
         arguments, files = _parse_flags(words)
         return TrainingCommand(
-            name=name.strip(), first=command.words[0].line, last=command.words[-1].line, launcher=launcher,
-            flags=flags, arguments=arguments, files=files, variables=command.variables,
-        )  # fmt: skip
+            name=name.strip(),
+            first=command.words[0].line,
+            last=command.words[-1].line,
+            launcher=launcher,
+            flags=flags,
+            arguments=arguments,
+            files=files,
+            variables=command.variables,
+        )
     return None
 
 

@@ -179,6 +179,11 @@ HANDLERS: Final = {
 
 
 DIALECT: Final = ConfigDialect(
-    name="training_script", title="a training script", marks=marked_by(TRAINING_FILE_MARKS), handlers=HANDLERS,
-    read=lambda reading: read_training(reading, reading.leaves()), is_general=True, own_script=True,
-)  # fmt: skip
+    name="training_script",
+    title="a training script",
+    marks=marked_by(TRAINING_FILE_MARKS),
+    handlers=HANDLERS,
+    read=lambda reading: read_training(reading, reading.leaves()),
+    is_general=True,
+    own_script=True,
+)

@@ -6,7 +6,7 @@ import re
 import pytest
 
 from hf_fsdp_plugin.cli.bench.results import bench_text
-from hf_fsdp_plugin.runs.failures import RankExit, RunResult
+from hf_fsdp_plugin.runs.failures import AttemptResult, RankExit
 from tests.support.json_schema import assert_valid
 
 LLAMA = {
@@ -37,7 +37,7 @@ def run_world(job, world, results, handover, spec):
     for group in job.groups:
         for case in group:
             if case.strategy == "offload":
-                return RunResult(exits=(RankExit(rank=0, code=1, time=0.0, failure=OUT_OF_MEMORY),))
+                return AttemptResult(exits=(RankExit(rank=0, code=1, time=0.0, failure=OUT_OF_MEMORY),))
             seconds = [world.size * (0.02 if case.system == "stock" else 0.01)] * job.workload["blocks"]
             results.add(
                 {
@@ -45,7 +45,7 @@ def run_world(job, world, results, handover, spec):
                     "peak_source": "resident memory",
                 }
             )  # fmt: skip
-    return RunResult(exits=())
+    return AttemptResult(exits=())
 
 
 def codes(text: str) -> list[str]:
@@ -128,7 +128,7 @@ def test_new_ranks_measure_what_a_failure_has_left(bench, monkeypatch):
 
 
 def test_signal_exits_130_with_the_results_until_then(bench, monkeypatch):
-    monkeypatch.setattr("hf_fsdp_plugin.cli.bench.run_world", lambda *args: RunResult(exits=(), signal_number=2))
+    monkeypatch.setattr("hf_fsdp_plugin.cli.bench.run_world", lambda *args: AttemptResult(exits=(), signal_number=2))
     code, out, err = bench("--model llama --strategies ddp --seq-len 16 --json")
     assert code == 130 and "stopped by a signal" in err
     assert json.loads(out)["cases"][0]["status"] == "pending"

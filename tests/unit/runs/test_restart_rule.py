@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from hf_fsdp_plugin.hangs.calls import Counts, RankCalls
-from hf_fsdp_plugin.runs.failures import RankExit, RunResult
+from hf_fsdp_plugin.runs.failures import AttemptResult, RankExit
 from hf_fsdp_plugin.runs.restart_policy import (
     FailedAttempt,
     Restarts,
@@ -33,7 +33,7 @@ def rank(code: int = 1, how: dict[str, Any] | None = None, counts: Counts | None
 
 
 def decided(restarts: Restarts, *exits: RankExit, signal_number: int = 0) -> Restarts:
-    result = RunResult(exits=exits, signal_number=signal_number)
+    result = AttemptResult(exits=exits, signal_number=signal_number)
     return decide_restart([assess_attempt(result, restarts, machine=0, seconds=1.0)], restarts)
 
 
@@ -99,17 +99,17 @@ def test_signal_to_the_launcher_is_not_restarted() -> None:
 
 def test_cause_is_found_among_machines() -> None:
     lost = failure("RuntimeError", message="RuntimeError: Connection closed by peer")
-    mine = assess_attempt(RunResult(exits=(rank(1, lost, Counts(4, 4)),)), RUN, machine=0, seconds=1.0)
-    theirs = assess_attempt(RunResult(exits=(rank(-signal.SIGKILL),)), RUN, machine=1, seconds=1.0)
+    mine = assess_attempt(AttemptResult(exits=(rank(1, lost, Counts(4, 4)),)), RUN, machine=0, seconds=1.0)
+    theirs = assess_attempt(AttemptResult(exits=(rank(-signal.SIGKILL),)), RUN, machine=1, seconds=1.0)
     attempt = decide_restart([mine, theirs], RUN).failures[0]
     assert (attempt.failure, attempt.machine, attempt.steps) == ("rank 1: killed by SIGKILL", 1, 4)
-    silent = RunResult(exits=(rank(-signal.SIGTERM),), remote_failure="machine 1 has not answered for 15 s")
+    silent = AttemptResult(exits=(rank(-signal.SIGTERM),), remote_failure="machine 1 has not answered for 15 s")
     silent = replace(silent, exits=(replace(silent.exits[0], stopped=True),))
     assert assess_attempt(silent, RUN, machine=0, seconds=1.0).failure == silent.remote_failure
     assert decide_restart([mine, lost_machine(1, mine)], RUN).failures[0].failure == "machine 1 was lost"
 
 
 def test_attempt_and_refusal_are_read_as_written() -> None:
-    attempt = assess_attempt(RunResult(exits=(rank(1, failure("OSError")),)), RUN, machine=1, seconds=1.0)
+    attempt = assess_attempt(AttemptResult(exits=(rank(1, failure("OSError")),)), RUN, machine=1, seconds=1.0)
     for found in (decide_restart([attempt], RUN), decide_restart([attempt], Restarts())):
         assert Restarts.from_json(json.loads(json.dumps(asdict(found)))) == found
