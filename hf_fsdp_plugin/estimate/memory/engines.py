@@ -36,7 +36,7 @@ class Fsdp1Engine(Engine):
         if self.plan.prefetch.backward == "pre":
             self._prefetch_backward(name)
 
-    def post_backward(self, name: str, grads: int) -> None:
+    def post_backward(self, name: str, grads: int, *, at_end: bool) -> None:
         """Complete a unit. With forward prefetch, its views are older than the operators of the unit before it.
 
         Autograd runs the newest node first, so the gradient is flattened only after the backward of that unit.
@@ -168,6 +168,8 @@ class Fsdp2Engine(Engine):
         """Bytes of all-reduced buffers that are kept until the end of backward, apart from the gradients."""
 
     def pre_forward(self, name: str) -> None:
+        if name in self._in_backward:  # a recomputation: ``FSDPState._pre_forward`` returns
+            return
         if name not in self.gathered:
             self._start(name)
             previous, self._held = self._held, 0
@@ -177,7 +179,9 @@ class Fsdp2Engine(Engine):
             self._start(successor)
 
     def end_forward(self) -> None:
-        self._adds_in_place = self._behavior.accumulates_in_place and bool(self.accumulated)
+        # Gradients in the dtype of the reduction stay where autograd adds to them.
+        casts = any(unit.flat_grad and unit.reduce_input != unit.flat_grad for unit in self.sizes.values())
+        self._adds_in_place = bool(self.accumulated) and (self._behavior.accumulates_in_place or not casts)
         self.ledger.free("gathered", self._held)
         self._held = 0
 
@@ -203,13 +207,14 @@ class Fsdp2Engine(Engine):
         if self.plan.prefetch.backward == "pre" and (target := neighbour(self.order, name, -1)) is not None:
             self._start(target)
 
-    def post_backward(self, name: str, grads: int) -> None:
+    def post_backward(self, name: str, grads: int, *, at_end: bool) -> None:
         if name in self._in_backward:
             self._in_backward.remove(name)
         if self._adds_in_place:
             self._add_new_gradient(name)
             grads = 0
-        if self.plan.prefetch.backward == "post" and (target := neighbour(self.tree_order, name, -1)) is not None:
+        target = neighbour(self.tree_order, name, -1)
+        if self.plan.prefetch.backward == "post" and target is not None and not at_end:
             self._start(target)
         if not self.syncs:
             self.release(name)
@@ -332,9 +337,11 @@ class Fsdp2Engine(Engine):
             else:
                 ledger.free("gathered", sizes.reduce_output)
         ledger.free("grads", last)
+        is_copied = self.offloads or name in self.reduced
         self.keep_reduced(name)
-        if self.offloads and self.plan.mesh.replicate > 1 and sizes.reduce_output == sizes.grad_shard:
-            # Offload copies the all-reduced buffer, which is kept until the end of backward (``_all_reduce_state``).
+        if is_copied and self.plan.mesh.replicate > 1 and sizes.reduce_output == sizes.grad_shard:
+            # Offload copies the all-reduced buffer, and a gradient of an earlier micro-batch gets it added; the buffer
+            # is kept until the end of backward (``_all_reduce_state``).
             ledger.add("gathered", sizes.reduce_output)
             self._all_reduced += sizes.reduce_output
 

@@ -107,7 +107,7 @@ def follow_step(
         engine.syncs = workload.sync_each_batch or number == num - 1
         last_batch, on_host = len(ledger.moments), 0
         for stage, phase, inside in profile.walk():
-            name = stage.name if stage.kind == "post_backward" else inside[-1]
+            name = stage.name if stage.kind in ("post_backward", "last_post_backward") else inside[-1]
             ledger.at(f"{phase} of {name or plan.model_class}")
             engine.run(stage)
             on_host += stage.host_bytes
@@ -169,8 +169,9 @@ def update_bytes(workload: Workload, device_type: str, shards: Sequence[Paramete
     if not trained or workload.optimizer in ("adamw_8bit", "sgd"):
         return 0
     if workload.optimizer == "adafactor":
-        # parameter, gradient, its square and the update in fp32 (``Adafactor.step`` of Transformers)
-        return max(prod(shard.whole) for shard in trained) * 4 * 4
+        # the square of the gradient and the update in fp32 (``Adafactor.step`` of Transformers), and of a sharded
+        # parameter the whole one and its gradient
+        return max(prod(shard.whole) * (2 if shard.shape == shard.whole else 4) for shard in trained) * 4
     if workload.optimizer == "muon":
         matrices = [prod(shard.whole) for shard in trained if len(shard.whole) == 2]
         # gradient, iterate and its two products in bf16 (``_zeropower_via_newtonschulz`` of torch/optim/_muon.py)

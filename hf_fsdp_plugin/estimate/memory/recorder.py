@@ -88,13 +88,13 @@ class Recorder:
         """Close the last stages: units whose inputs need no gradient complete their backward at the end."""
         for unit in self._plan.units:
             if unit.name in self._in_backward:
-                self._post_backward(unit.name)
+                self._post_backward(unit.name, "last_post_backward")
         self.mark("leave", "")
 
-    def _post_backward(self, unit: str) -> None:
+    def _post_backward(self, unit: str, kind: StageKind = "post_backward") -> None:
         self._in_backward.pop(unit, None)
         grads = (local_tensor(p.grad) for p in self._gradients[unit] if p.grad is not None)
-        self.mark("post_backward", unit, sum(grad.untyped_storage().nbytes() for grad in grads))
+        self.mark(kind, unit, sum(grad.untyped_storage().nbytes() for grad in grads))
 
     def _pre_backward(self, unit: str) -> None:
         for layer in self._layers_in_backward:

@@ -6,22 +6,25 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 from hf_fsdp_plugin.estimate.machines import OpKind
 from hf_fsdp_plugin.estimate.types import MEMORY_KINDS, Axis, CollectiveKind, MemoryKind, Moment
 from hf_fsdp_plugin.estimate.unit_sizes import UnitSizes
-from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan
+from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan, UnitPlan
 from hf_fsdp_plugin.plan.names import is_inside
 from hf_fsdp_plugin.strategies import STRATEGIES
 
 StageKind = Literal[
-    "start", "pre_forward", "post_forward", "loss", "pre_backward", "post_backward", "enter", "leave", "enter_backward",
-    "leave_backward",
+    "start", "pre_forward", "post_forward", "loss", "pre_backward", "post_backward", "last_post_backward", "enter", "leave",
+    "enter_backward", "leave_backward",
 ]  # fmt: skip
-"""What happens at the start of a stage. ``enter`` and ``leave`` are the borders of layers that may not be units."""
+"""What happens at the start of a stage. ``enter`` and ``leave`` are the borders of layers that may not be units.
+
+``last_post_backward`` is the ``post_backward`` of a unit whose inputs need no gradient: at the end of the backward.
+"""
 
 
 class Usage(NamedTuple):
@@ -180,7 +183,7 @@ class Engine(ABC):
         syncs: whether gradients are reduced in the current backward.
         is_sharded: whether there are all-gathers.
         order: units in the order in which their forwards ended.
-        tree_order: units in the order of the module tree, without the root.
+        tree_order: units in the order of the module tree, each before the units in it, without the root.
         accumulated: unit -> bytes of whole gradients that are kept while gradients accumulate.
         reduced: units with a sharded gradient.
     """
@@ -193,7 +196,7 @@ class Engine(ABC):
         self.is_sharded = plan.mesh.num_shards > 1 if plan.backend == "fsdp2" else STRATEGIES[plan.strategy].is_sharded
         self.gathered: set[str] = set()
         self.order: list[str] = []
-        self.tree_order = [unit.name for unit in plan.units if unit.name]
+        self.tree_order = [unit.name for unit in in_tree_order(plan.units) if unit.name]
         self.accumulated: dict[str, int] = {}
         self.reduced: set[str] = set()
 
@@ -211,8 +214,8 @@ class Engine(ABC):
             self.end_forward()
         elif stage.kind == "pre_backward":
             self.pre_backward(name)
-        elif stage.kind == "post_backward":
-            self.post_backward(name, stage.freed_grads)
+        elif stage.kind in ("post_backward", "last_post_backward"):
+            self.post_backward(name, stage.freed_grads, at_end=stage.kind == "last_post_backward")
         self.run_operators(stage)
 
     @abstractmethod
@@ -225,11 +228,12 @@ class Engine(ABC):
     def pre_backward(self, name: str) -> None: ...
 
     @abstractmethod
-    def post_backward(self, name: str, grads: int) -> None:
+    def post_backward(self, name: str, grads: int, *, at_end: bool) -> None:
         """Complete the backward of a unit.
 
         Args:
             grads: bytes of the unit's whole gradients, which the ledger contains.
+            at_end: whether the unit's inputs need no gradient.
         """
 
     def run_operators(self, stage: Stage) -> None:
@@ -259,6 +263,17 @@ class Engine(ABC):
         if self.offloads or name in self.reduced:
             self.ledger.free("grads", self.sizes[name].grad_shard)
         self.reduced.add(name)
+
+
+def in_tree_order(units: Iterable[UnitPlan]) -> list[UnitPlan]:
+    """Return the units of a plan, which has each after the units in it, in the order of ``model.modules()``."""
+    trees: list[list[UnitPlan]] = []  # of the units so far, each without one around it
+    for unit in units:
+        inner: list[UnitPlan] = []
+        while trees and is_inside(trees[-1][0].modules[0], unit.modules[0]):
+            inner = trees.pop() + inner
+        trees.append([unit, *inner])
+    return [unit for tree in trees for unit in tree]
 
 
 def neighbour(order: Sequence[str], name: str, step: int) -> str | None:

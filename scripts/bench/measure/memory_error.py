@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from scripts.bench.allocator import NoCounter, restart_with_counter
-from scripts.bench.common import make_parser
+from scripts.bench.common import child_environment, make_parser
 from scripts.bench.measure.memory_points import (
     POINTS,
     Point,
@@ -126,6 +126,8 @@ def main() -> int:
         args.predict.write_text(json.dumps([predict(point) for point in points]))
         return 0
     try:
+        # Points with 4-bit weights need bitsandbytes, which scripts/environment.sh installs beside the environment.
+        os.environ.update(child_environment(os.environ, Path(sys.prefix, "libraries")))
         restart_with_counter()
     except NoCounter as error:
         raise SystemExit(str(error)) from error

@@ -56,24 +56,22 @@ def bench(name: str, folder: Path, *words: str) -> dict[str, Any]:
 
 def main() -> None:
     parser = make_parser(__doc__, "throughput")
-    parser.add_argument("--rounds", default="4", help="times that each case is built")
-    parser.add_argument("--blocks", default="15", help="alternating blocks of a round")
+    parser.add_argument("--blocks", default="60", help="alternating blocks")
     parser.add_argument("--versions", default="1,2")
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=MODELS)
     parser.add_argument("--precision", default="no", choices=["no", "bf16"])
-    parser.add_argument("--quick", action="store_true", help="the tiny model under FSDP2, one round of two blocks")
+    parser.add_argument("--quick", action="store_true", help="the tiny model under FSDP2, two blocks")
     args = parser.parse_args()
     if args.quick:
-        args.rounds, args.blocks, args.versions, args.models = "1", "2", "2", ["tiny"]
-    words = ["--rounds", args.rounds, "--blocks", args.blocks, "--versions", args.versions]
-    words += ["--mixed_precision", args.precision]
+        args.blocks, args.versions, args.models = "2", "2", ["tiny"]
+    words = ["--blocks", args.blocks, "--versions", args.versions, "--mixed_precision", args.precision]
     runs: dict[str, Any] = {}
     with tempfile.TemporaryDirectory(prefix="throughput_") as folder:
         for name in args.models:
             found = bench(name, Path(folder), *words)
             kept = ("about", "workload", "threads", "comparisons")
             cases = [
-                {key: case[key] for key in ("case", "step_seconds", "step_quartiles", "cpu_step_seconds", "peak_bytes")}
+                {key: case[key] for key in ("case", "system", "step_seconds", "step_quartiles", "peak_bytes")}
                 for case in found["cases"]
             ]
             runs[name] = {**{key: found[key] for key in kept}, "cases": cases}

@@ -45,7 +45,7 @@ DIRECTIONS: Final = (
     Direction(r"times_as_fast", "larger"),
     # What torch's allocator is predicted to hold.
     Direction(r"^rows/.*/(reserved|needed|expandable|allocated_bytes)$", "not compared"),
-    Direction(r"(^|/)comparisons/.*/(ratio|cpu_ratio)$", "larger", 0.01),
+    Direction(r"(^|/)comparisons/.*/ratio$", "larger", 0.01),
     Direction(r"^targets/|memory_of_stock|peak_of_stock|peak_at_4_gb_of_1_gb/ours", "smaller"),
     Direction(r"^ratios/|(^|/)ratio(_median)?$|_ratio$|^ratios_of_rounds$", "smaller", 0.01),
     # Exit codes, restarts, and moments of kills.

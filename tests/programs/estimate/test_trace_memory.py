@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import resource
 import time
+from collections.abc import Iterable
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +16,7 @@ import transformers as hf
 from torch import nn
 
 from hf_fsdp_plugin.estimate.memory.peak import estimate_memory
-from hf_fsdp_plugin.estimate.types import Workload
+from hf_fsdp_plugin.estimate.types import MemoryEstimate, Moment, Workload
 from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan
 from hf_fsdp_plugin.plan.resolve import resolve
 from hf_fsdp_plugin.problems import SpecError
@@ -53,7 +54,15 @@ def llama(layers: int = 2) -> nn.Module:
         return hf.LlamaForCausalLM(hf.LlamaConfig(**sizes, num_hidden_layers=layers, use_cache=False))
 
 
-def at(estimate: TracedMemory, where: str) -> dict[str, int]:
+def largest(timeline: Iterable[Moment]) -> dict[str, int]:
+    """Return place -> the most bytes of all its moments."""
+    found: dict[str, int] = {}
+    for moment in timeline:
+        found[moment.where] = max(moment.bytes, found.get(moment.where, 0))
+    return found
+
+
+def at(estimate: TracedMemory | MemoryEstimate, where: str) -> dict[str, int]:
     """Return the bytes of the kinds that are not 0 at a place."""
     (moment,) = (moment for moment in estimate.timeline if moment.where == where)
     return {kind: size for kind, size in moment.bytes_by_kind.items() if size}
@@ -135,6 +144,42 @@ def test_both_methods_agree_about_offload(version: int, strategy: str):
     traced, closed = (method(plan, model, step).peak for method in (trace_memory, estimate_memory))
     workspace = 32 << 20
     assert abs((traced.bytes - workspace) / (closed.bytes - workspace) - 1) < 0.06  # blocks of 512 bytes
+
+
+@pytest.mark.parametrize("version", [1, 2])
+@pytest.mark.parametrize("backward", ["BACKWARD_PRE", "BACKWARD_POST"])
+def test_both_methods_prefetch_units_inside_units_alike(version: int, backward: str):
+    model = llama(4)
+    nested = {"fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "fsdp_forward_prefetch": True}
+    nested["fsdp_transformer_layer_cls_to_wrap"] = "LlamaDecoderLayer,LlamaMLP"
+    plan = plan_of(model, 4, fsdp_version=version, fsdp_backward_prefetch=backward, **nested)
+    step = replace(STEP, micro_batch=1)
+    traced, closed = (largest(method(plan, model, step).timeline) for method in (trace_memory, estimate_memory))
+    inner = [f"{way} of model.layers.{index}.mlp" for way in ("forward", "backward") for index in (0, 1, 2)]
+    assert [closed[where] for where in inner] == pytest.approx([traced[where] for where in inner], rel=0.001)
+    assert max(closed.values()) == pytest.approx(max(traced.values()), rel=0.001)
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_both_methods_free_each_new_gradient_that_autograd_adds(version: int):
+    sizes = {"hidden_size": 64, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "vocab_size": 64}
+    with torch.device("meta"):
+        model = hf.MixtralForCausalLM(hf.MixtralConfig(**sizes, **experts, num_hidden_layers=3, use_cache=False))
+    late = {"fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "fsdp_backward_prefetch": "BACKWARD_POST"}
+    plan = plan_of(model, 4, fsdp_version=version, **late)
+    step = replace(STEP, seq_len=16, accumulation=2, sync_each_batch=False)
+    traced, closed = (method(plan, model, step).peak for method in (trace_memory, estimate_memory))
+    assert closed.bytes == pytest.approx(traced.bytes, rel=0.005)
+
+
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
+def test_adafactor_gathers_only_sharded_parameters(strategy: str):
+    model = llama()
+    plan = plan_of(model, 4, fsdp_sharding_strategy=strategy)
+    step = replace(STEP, optimizer="adafactor")
+    traced, closed = (at(method(plan, model, step), "optimizer step") for method in (trace_memory, estimate_memory))
+    assert closed["other"] == pytest.approx(traced["other"], rel=0.1)
 
 
 def test_dropout_mask_has_one_byte_on_gpus():
