@@ -115,11 +115,15 @@ def plan_of_model(
     Args:
         model: a folder with a ``config.json``, or a hub id.
     """
-    built, problems = load_model(model)
-    return (None, problems) if built is None else plan_of(spec, built, world_size=world_size, device_type=device_type)
+    built, problems = load_meta_model(model)
+    return (
+        (None, problems)
+        if built is None
+        else plan_with_problems(spec, built, world_size=world_size, device_type=device_type)
+    )
 
 
-def plan_of(
+def plan_with_problems(
     spec: FsdpSpec, model: nn.Module, *, world_size: int, device_type: str
 ) -> tuple[FsdpPlan | None, tuple[Problem, ...]]:
     """Return the plan and its problems; no plan if a problem is an error."""
@@ -133,7 +137,7 @@ def plan_of(
     return plan, plan.problems
 
 
-def load_model(model: str) -> tuple[nn.Module | None, tuple[Problem, ...]]:
+def load_meta_model(model: str) -> tuple[nn.Module | None, tuple[Problem, ...]]:
     """Return the model on the meta device; ``None`` and the reason if it does not exist or cannot be built."""
     from hf_fsdp_plugin.plan.meta_model import meta_model
 

@@ -147,7 +147,7 @@ def _fsdp1_units(model: nn.Module) -> tuple[UnitPlan, ...]:
                 (canonical_name(f"{name}.{m.name}".lstrip(".")), m.shape.numel(), flat.dtype, m.requires_grad)
                 for m in fsdp1.original_parameters(flat)
             ]
-        reshard = fsdp1.strategy_of(module).reshards_after_forward and bool(name)
+        reshard = fsdp1.strategy_of_unit(module).reshards_after_forward and bool(name)
         modules = {name: model_class_name(module)}
         units.append(unit_plan(modules, rows, reshard=reshard, from_policy=bool(name), is_split_off=False))
     return tuple(reversed(units))

@@ -124,7 +124,7 @@ def flatten_into(into: FlattenedInto, dtype: torch.dtype, device: torch.device) 
         handle_class.flatten_tensors = original
 
 
-def strategy_of(unit: Any) -> Strategy:
+def strategy_of_unit(unit: Any) -> Strategy:
     return BY_TORCH_NAME[unit.sharding_strategy.name]
 
 
@@ -225,12 +225,12 @@ def compute_device(unit: Any) -> Any:
 
 def shard_group(unit: Any) -> dist.ProcessGroup | None:
     """Return the group over which the unit's parameters are sharded; ``None`` if each rank has all of them."""
-    return unit.process_group if strategy_of(unit).is_sharded else None
+    return unit.process_group if strategy_of_unit(unit).is_sharded else None
 
 
 def replicate_group(unit: Any) -> dist.ProcessGroup | None:
     """Return the group of ranks with the same shard; ``None`` if this rank is the only one."""
-    strategy = strategy_of(unit)
+    strategy = strategy_of_unit(unit)
     if not strategy.is_sharded:
         return unit.process_group
     return unit._inter_node_pg if strategy.hybrid else None
@@ -298,7 +298,7 @@ def original_dtype(unit: Any) -> torch.dtype | None:
 def read_unit(unit: Any, *, is_root: bool) -> LiveUnit:
     """Return the unit of one ``FullyShardedDataParallel`` module."""
     # _post_forward keeps the root's parameters under every strategy.
-    own: Facts = {"reshards": lambda unit: strategy_of(unit).reshards_after_forward and not is_root}
+    own: Facts = {"reshards": lambda unit: strategy_of_unit(unit).reshards_after_forward and not is_root}
     parts = [(unit, {**_UNIT_FACTS, **own})] + ([(unit._handle, _HANDLE_FACTS)] if unit._handle is not None else [])
     return LiveUnit(version=1, is_root=is_root, **read_facts(parts, CONTRACTS))
 
@@ -335,15 +335,15 @@ def _size(handle: Any, *, trainable: bool | None = None, local: bool = False) ->
 _UNIT_FACTS: Facts = {
     "modules": lambda unit: (unit,),
     "device": compute_device,
-    "strategy": lambda unit: strategy_of(unit).name,
+    "strategy": lambda unit: strategy_of_unit(unit).name,
     "shard_size": lambda unit: group.size() if (group := shard_group(unit)) is not None else 1,
     "shard_rank": lambda unit: group.rank() if (group := shard_group(unit)) is not None else 0,
     "shard_ranks": lambda unit: tuple(dist.get_process_group_ranks(g)) if (g := shard_group(unit)) is not None else (),
     "replicate_size": lambda unit: group.size() if (group := replicate_group(unit)) is not None else 1,
-    "hybrid": lambda unit: strategy_of(unit).hybrid,
+    "hybrid": lambda unit: strategy_of_unit(unit).hybrid,
     "reduces": lambda unit: bool(unit._sync_gradients),
     "all_reduces": lambda unit: bool(unit._sync_gradients),
-    "reshard_asked": lambda unit: strategy_of(unit).reshards_after_forward,
+    "reshard_asked": lambda unit: strategy_of_unit(unit).reshards_after_forward,
     "offloaded": lambda unit: bool(unit.cpu_offload.offload_params),
     "backward_prefetch": lambda unit: _BACKWARD_PREFETCH_NAMES.get(getattr(unit.backward_prefetch, "name", ""), "none"),
     "forward_prefetch": lambda unit: bool(unit.forward_prefetch),

@@ -8,9 +8,12 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from hf_fsdp_plugin.cli.main import parse_arguments
+from scripts.bench.measure import throughput
 from scripts.bench.registry import BENCHMARKS
 
 ROOT = Path(__file__).parents[2]
@@ -57,6 +60,28 @@ def test_every_program_that_writes_a_result_has_a_row():
 def test_most_benchmarks_have_quick_sizes():
     quick = {row.name for row in BENCHMARKS if row.command(quick=True, out="x") is not None}
     assert len(quick) > 20 and {"load", "step_overhead", "unexpressed", "generated_values"} <= quick
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [row.name for row in BENCHMARKS if row.quick is not None])
+def test_benchmark_runs_with_small_sizes(name: str):
+    command = [sys.executable, "-m", "scripts.bench", "--quick", "--only", name]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_flags_of_throughput_are_flags_of_bench(tmp_path, monkeypatch):
+    def run_bench(command: list[str], **options: object) -> None:
+        assert command[3] == "bench"
+        parsed.append(parse_arguments("bench", command[4:]))
+        raise InterruptedError
+
+    parsed: list[Any] = []
+    monkeypatch.setattr(subprocess, "run", run_bench)
+    monkeypatch.setattr(sys, "argv", ["throughput", "--blocks", "7", "--out", str(tmp_path / "throughput.json")])
+    with pytest.raises(InterruptedError):
+        throughput.main()
+    assert parsed[0].blocks == 7
 
 
 def test_list_says_what_each_benchmark_measures():

@@ -71,7 +71,7 @@ def check_states(
             for name in files
             if name != file_names.TRAINER_STATE and (not allow_pickles or _RNG.fullmatch(name))
         ]
-        raise_if_any(problems_of(partial(load_state, path, only_check=True) for path in pickles))
+        raise_if_any(problems_of(partial(load_state_file, path, only_check=True) for path in pickles))
 
 
 def _check_bytes(checkpoint: Path, files: list[str]) -> None:
@@ -85,7 +85,7 @@ def _check_bytes(checkpoint: Path, files: list[str]) -> None:
         raise_if_any(problems_of(partial(verified.check_file, name) for name in files if name in listed))
 
 
-def load_state(path: Path, *, only_check: bool = False) -> Any:
+def load_state_file(path: Path, *, only_check: bool = False) -> Any:
     """Return the object in a file of ``torch.save``, with tensors on the CPU.
 
     Args:

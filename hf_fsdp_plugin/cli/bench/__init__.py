@@ -23,7 +23,7 @@ from typing import Any, Final
 import psutil
 
 from hf_fsdp_plugin.cli.bench.results import Results, bench_text
-from hf_fsdp_plugin.cli.check_output import load_model
+from hf_fsdp_plugin.cli.check_output import load_meta_model
 from hf_fsdp_plugin.cli.main import whole_number
 from hf_fsdp_plugin.cli.output import OK, PROBLEMS, print_failure, print_problems, print_result
 from hf_fsdp_plugin.cli.plan import sequence_length
@@ -81,7 +81,7 @@ def run(args: argparse.Namespace) -> int:
     problems: list[Problem] = []
     try:
         sources, spec = _settings(args, problems)
-        model, model_problems = load_model(args.model)
+        model, model_problems = load_meta_model(args.model)
         problems += model_problems
         if model is None or has_errors(problems):
             raise SpecError(problems)

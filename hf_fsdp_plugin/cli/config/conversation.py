@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
-from hf_fsdp_plugin.cli.check_output import load_model
+from hf_fsdp_plugin.cli.check_output import load_meta_model
 from hf_fsdp_plugin.cli.config_text import stock_limits
 from hf_fsdp_plugin.cli.output import Color, colored, text_width
 from hf_fsdp_plugin.launcher.world import FoundDevices
@@ -371,7 +371,7 @@ def read_model(path_or_id: str) -> ModelFacts:
     from hf_fsdp_plugin.plan.meta_model import max_positions
     from hf_fsdp_plugin.plan.modules import ModuleTree, no_split_classes
 
-    model, problems = load_model(path_or_id)
+    model, problems = load_meta_model(path_or_id)
     if model is None:
         raise SpecError(problems)
     tree = ModuleTree(model)

@@ -17,7 +17,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final, get_args
 
 from hf_fsdp_plugin.cli import check
-from hf_fsdp_plugin.cli.check_output import load_model, plan_of
+from hf_fsdp_plugin.cli.check_output import load_meta_model, plan_with_problems
 from hf_fsdp_plugin.cli.main import check_needs
 from hf_fsdp_plugin.cli.output import exit_code, in_line_order, print_failure
 from hf_fsdp_plugin.cli.plan.output import Planned, print_prediction
@@ -101,7 +101,7 @@ def _read_subject(
     if args.gpu_memory is None and machine is not None:
         gpu_memory = int(machine.memory_bytes) or None
     lora_rank = _read_size(args, "lora-rank", problems) or (_QLORA_RANK if args.qlora and not args.lora_rank else None)
-    model, model_problems = load_model(args.model)
+    model, model_problems = load_meta_model(args.model)
     if model is not None and lora_rank is not None:
         from hf_fsdp_plugin.integrations.peft import with_lora
 
@@ -126,7 +126,7 @@ def _read_subject(
     if has_errors(problems):
         return None, shown
     device_type = args.device or ("cpu" if checked.spec.launch.use_cpu else "cuda")
-    plan, more = plan_of(checked.spec, model, world_size=world_size, device_type=device_type)
+    plan, more = plan_with_problems(checked.spec, model, world_size=world_size, device_type=device_type)
     problems += [problem for problem in more if problem not in problems]
     if plan is None or has_errors(problems):
         return None, shown

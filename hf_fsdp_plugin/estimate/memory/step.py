@@ -18,8 +18,8 @@ from hf_fsdp_plugin.plan.names import is_inside
 from hf_fsdp_plugin.strategies import STRATEGIES
 
 StageKind = Literal[
-    "start", "pre_forward", "post_forward", "loss", "pre_backward", "post_backward", "last_post_backward", "enter", "leave",
-    "enter_backward", "leave_backward",
+    "start", "pre_forward", "post_forward", "loss", "pre_backward", "post_backward", "last_post_backward", "enter",
+    "leave", "enter_backward", "leave_backward",
 ]  # fmt: skip
 """What happens at the start of a stage. ``enter`` and ``leave`` are the borders of layers that may not be units.
 

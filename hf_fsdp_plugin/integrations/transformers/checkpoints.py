@@ -32,7 +32,7 @@ from hf_fsdp_plugin.checkpoint.names import (
 )
 from hf_fsdp_plugin.checkpoint.reading.optimizer import schedules_follow_groups
 from hf_fsdp_plugin.checkpoint.reading.resharding import load_model
-from hf_fsdp_plugin.checkpoint.reading.states import load_state
+from hf_fsdp_plugin.checkpoint.reading.states import load_state_file
 from hf_fsdp_plugin.checkpoint.shards import model_shards
 from hf_fsdp_plugin.checkpoint.writing.state_files import manifest_of
 from hf_fsdp_plugin.integrations import moving_average, peft, resuming
@@ -310,7 +310,7 @@ def load_optimizer_and_scheduler(original: Callable[..., None], trainer: Any, ch
         plugin, saved = trainer.accelerator.state.fsdp_plugin, Path(checkpoint) / "scheduler.pt"
         load_fsdp_optimizer(original, plugin, trainer.accelerator, trainer.optimizer, trainer.model, checkpoint)
         if saved.is_file():
-            scheduler.load_state_dict(load_state(saved))
+            scheduler.load_state_dict(load_state_file(saved))
         else:
             load_schedule(Path(checkpoint), scheduler, engine)
 

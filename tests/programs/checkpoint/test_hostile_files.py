@@ -11,14 +11,14 @@ import torch
 from safetensors.numpy import save_file
 
 from hf_fsdp_plugin.checkpoint.checking.against_model import ConfigCheck
-from hf_fsdp_plugin.checkpoint.reading.states import load_state
+from hf_fsdp_plugin.checkpoint.reading.states import load_state_file
 from tests.support.merge_inputs import TENSORS
 
 
 def test_compressed_state_is_refused_before_it_grows(tmp_path: Path) -> None:
     path = tmp_path / "scheduler.pt"
     torch.save({"last_epoch": 7}, path)
-    assert load_state(path) == {"last_epoch": 7}
+    assert load_state_file(path) == {"last_epoch": 7}
     with zipfile.ZipFile(path) as source:
         records = {name: source.read(name) for name in source.namelist()}
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as target:
@@ -28,9 +28,9 @@ def test_compressed_state_is_refused_before_it_grows(tmp_path: Path) -> None:
     assert path.stat().st_size < 1_000_000
     program = (
         "import resource, sys; from pathlib import Path\n"
-        "from hf_fsdp_plugin.checkpoint.reading.states import load_state\n"
+        "from hf_fsdp_plugin.checkpoint.reading.states import load_state_file\n"
         "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
-        "try: load_state(Path(sys.argv[1]))\n"
+        "try: load_state_file(Path(sys.argv[1]))\n"
         "except ValueError as error: print(error)\n"
         "assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100_000\n"
     )

@@ -19,7 +19,7 @@ from hf_fsdp_plugin.checkpoint.io import parse_json
 from hf_fsdp_plugin.checkpoint.merging.merge import MergeOptions, merge
 from hf_fsdp_plugin.checkpoint.names import MANIFEST_NAME
 from hf_fsdp_plugin.checkpoint.reading.resharding import _model_type
-from hf_fsdp_plugin.checkpoint.reading.states import load_state
+from hf_fsdp_plugin.checkpoint.reading.states import load_state_file
 from hf_fsdp_plugin.cli.export import find_checkpoint
 from hf_fsdp_plugin.problems import CheckpointError
 from tests.support import saved
@@ -104,9 +104,9 @@ def with_pickle(path: Path, data: bytes, form: str) -> Path:
 def test_exhausting_pickle_of_a_state_is_refused(tmp_path: Path, name: str, form: str) -> None:
     """torch's own reader hangs or crashes, so a resume would, too."""
     with pytest.raises(CheckpointError, match="FSDP-E455"):
-        load_state(with_pickle(tmp_path / "scheduler.pt", ATTACKS[name], form))
+        load_state_file(with_pickle(tmp_path / "scheduler.pt", ATTACKS[name], form))
     plain = with_pickle(tmp_path / "scheduler.pt", pickle.dumps({"a": (1, 2)}, 2) + pickle.dumps([], 2), form)
-    assert load_state(plain) == {"a": (1, 2)}
+    assert load_state_file(plain) == {"a": (1, 2)}
 
 
 @pytest.mark.parametrize("text", ["[1]", '"x"', "5", "[" * 100_000, '{"best_model_checkpoint": 5}'])

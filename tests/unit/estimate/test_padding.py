@@ -9,7 +9,7 @@ import torch
 import transformers as hf
 from torch import nn
 
-from hf_fsdp_plugin.cli.check_output import plan_of
+from hf_fsdp_plugin.cli.check_output import plan_with_problems
 from hf_fsdp_plugin.estimate.unit_sizes import SIGNIFICANT, padding_of, unit_shapes, with_padding_warning
 from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan
 from hf_fsdp_plugin.plan.resolve import resolve
@@ -106,6 +106,6 @@ def test_padded_elements_equal_estimated_buffers(shards: int) -> None:
 
 def test_command_line_reports_padding() -> None:
     spec = load_spec(fsdp="full_shard auto_wrap", fsdp_config={"version": 2})
-    plan, problems = plan_of(spec, mixtral(2), world_size=16, device_type="cuda")
+    plan, problems = plan_with_problems(spec, mixtral(2), world_size=16, device_type="cuda")
     assert plan is not None
     assert [problem.code for problem in problems].count("FSDP-W837") == 1

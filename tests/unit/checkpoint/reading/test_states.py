@@ -30,7 +30,7 @@ def test_only_rank_0_lists_the_folder(checkpoint: Path, monkeypatch: pytest.Monk
     read, listed = [], []
     listdir = Path.iterdir
     monkeypatch.setattr(states, "broadcast_object", lambda own: own if rank == 0 else SHARED)
-    monkeypatch.setattr(states, "load_state", lambda path, only_check: read.append(path.name))
+    monkeypatch.setattr(states, "load_state_file", lambda path, only_check: read.append(path.name))
     monkeypatch.setattr(Path, "iterdir", lambda folder: listed.append(folder) or listdir(folder))
     check_states(checkpoint, rank, 3, verify=False)
     own = {f"rng_state_{rank}.pth", f"random_states_{rank}.pkl"} | ({"rng_state.pth"} if rank == 0 else set())
