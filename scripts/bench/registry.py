@@ -75,7 +75,7 @@ BENCHMARKS = (
     Benchmark(name="layer_classes", quick="--only bert"),
     Benchmark(name="load", quick="--rounds 1 --worlds 2"),
     Benchmark(name="many_ranks", quick="--worlds 4"),
-    Benchmark(name="memory_error", minutes=90, quick="--only family=llama,version=1,strategy=full_shard"),
+    Benchmark(name="memory_error", minutes=90, quick="--points family=llama,version=1 family=clip,batch=8,seq=64"),
     Benchmark(name="memory_on_device"),
     Benchmark(name="merge", quick="--pairs 1"),
     Benchmark(name="migrate_proofs", minutes=90, quick="--only TRL"),

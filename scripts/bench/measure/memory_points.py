@@ -324,11 +324,14 @@ def _context_batch(batch: dict[str, Any]) -> dict[str, Any]:
 
 def train_step(point: Point, accelerator: Any, model: Any, optimizers: Any, shapes: Any, generator: Any) -> None:
     """One optimizer step, with a new batch for each micro-batch."""
+    import torch
+
     for _ in range(point.accumulation):
         with accelerator.accumulate(model):
             batch = make_batch(shapes, point.vocab, generator)
-            moved = {id(value): value.to(accelerator.device) for value in batch.values()}  # labels may be inputs
-            batch = {name: moved[id(value)] for name, value in batch.items()}
+            tensors = [value for value in batch.values() if isinstance(value, torch.Tensor)]  # return_loss is a bool
+            moved = {id(tensor): tensor.to(accelerator.device) for tensor in tensors}  # labels may be inputs
+            batch = {name: moved.get(id(value), value) for name, value in batch.items()}
             divided: Any = nullcontext()
             if point.context > 1:
                 batch = _context_batch(batch)
