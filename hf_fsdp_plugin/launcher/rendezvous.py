@@ -19,6 +19,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from typing import Any, Final, TypeVar
 
+import psutil
+
 from hf_fsdp_plugin.launcher.other_machines import OtherMachines, compare_facts, wait_until
 from hf_fsdp_plugin.launcher.world import World, rendezvous_address
 from hf_fsdp_plugin.problems import Problem, SpecError
@@ -193,6 +195,7 @@ class MachinesRendezvous(Rendezvous):
         )
         seconds = 0.0 if self._is_host else self._seconds  # machine 0 may not be started yet
         backend, store = _retry(lambda: create_backend(parameters), elastic.RendezvousError, seconds)
+        _limit_silence(address, limit)
         self._store = PrefixStore(_NAME, store)
         handler = create_handler(store, backend, parameters)
         mine = json.dumps(self._facts)
@@ -296,6 +299,18 @@ def _open(meeting: Store, size: int) -> None:
     numbers = {rank: number for number, rank in enumerate(sorted(each["rank"] for each in joined))}
     for node, each in enumerate(joined):
         meeting.set(f"go/{node}", json.dumps(go | {"number": numbers[each["rank"]]}))
+
+
+def _limit_silence(address: str, seconds: float) -> None:
+    """Let requests to the store at an address fail if that machine is out of reach for ``seconds``. Linux only.
+
+    torch waits for an answer without a limit, and the kernel sends a request again for 15 minutes, ever more rarely.
+    """
+    option, port = getattr(socket, "TCP_USER_TIMEOUT", None), int(address.rpartition(":")[2])
+    for connection in psutil.Process().net_connections("tcp") if option is not None else ():
+        if connection.raddr and connection.raddr.port == port:
+            with socket.socket(fileno=os.dup(connection.fd)) as own:
+                own.setsockopt(socket.IPPROTO_TCP, option, round(seconds * 1000))
 
 
 def _retry(request: Callable[[], _T], errors: type[Exception], seconds: float) -> _T:

@@ -62,6 +62,9 @@ DIRECTIONS: Final = (
     # Checkpoints of DeepSpeed.
     Direction(r"^cases/.*/(weights|state|layout)_equal$", "larger"),
     Direction(r"^cases/.*/zero_to_fp32$|^time/seconds/zero_to_fp32", "not compared"),
+    # What the dtype of the reduction changes: the losses themselves depend on seed and model.
+    Direction(r"^gradient_error/", "smaller", 1e-3),
+    Direction(r"^(loss_gap|final_loss)/", "not compared"),
     # Pairs of axes: differences from one process.
     Direction(r"^pairs/.*/(losses|norms|resumed_losses)$", "smaller", 1e-5),
     Direction(r"^pairs/.*/(verified|merged_equal|exported_equal)$", "larger"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -11,11 +12,13 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import psutil
 import pytest
+from torch.distributed import TCPStore
 
 from hf_fsdp_plugin import SpecError
 from hf_fsdp_plugin.launcher.other_machines import compare_facts
-from hf_fsdp_plugin.launcher.rendezvous import MachinesRendezvous, Rendezvous, _check_address
+from hf_fsdp_plugin.launcher.rendezvous import MachinesRendezvous, Rendezvous, _check_address, _limit_silence
 from hf_fsdp_plugin.launcher.start_ranks import first_restarts
 from hf_fsdp_plugin.launcher.world import World
 from hf_fsdp_plugin.runs.restart_policy import FailedAttempt, Restarts
@@ -254,3 +257,19 @@ def test_machine_with_the_store_that_was_killed_may_come_back(port: int) -> None
         assert not isinstance(result, Exception), result
     assert back.restarts == other.restarts == ONCE
     at_once(back.shutdown, other.shutdown)
+
+
+@pytest.mark.skipif(not hasattr(socket, "TCP_USER_TIMEOUT"), reason="an option of Linux")
+def test_requests_to_a_store_out_of_reach_end_after_the_limit():
+    # Without the option, a launcher waits in its request until the kernel sends it again, minutes after the link is up.
+    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    client = TCPStore("127.0.0.1", server.port, is_master=False)
+    _limit_silence(f"127.0.0.1:{server.port}", 7)
+    limits = []
+    for connection in psutil.Process().net_connections("tcp"):
+        if connection.raddr and connection.raddr.port == server.port:
+            with socket.socket(fileno=os.dup(connection.fd)) as own:
+                limits.append(own.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT))
+    assert len(limits) == 2 and set(limits) == {7000}  # the master has a client of its own
+    client.set("still", "open")
+    assert server.get("still") == b"open"
