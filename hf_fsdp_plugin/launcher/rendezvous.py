@@ -306,11 +306,13 @@ def _limit_silence(address: str, seconds: float) -> None:
 
     torch waits for an answer without a limit, and the kernel sends a request again for 15 minutes, ever more rarely.
     """
-    option, port = getattr(socket, "TCP_USER_TIMEOUT", None), int(address.rpartition(":")[2])
-    for connection in psutil.Process().net_connections("tcp") if option is not None else ():
+    if not hasattr(socket, "TCP_USER_TIMEOUT"):
+        return
+    port = int(address.rpartition(":")[2])
+    for connection in psutil.Process().net_connections("tcp"):
         if connection.raddr and connection.raddr.port == port:
             with socket.socket(fileno=os.dup(connection.fd)) as own:
-                own.setsockopt(socket.IPPROTO_TCP, option, round(seconds * 1000))
+                own.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(seconds * 1000))
 
 
 def _retry(request: Callable[[], _T], errors: type[Exception], seconds: float) -> _T:
