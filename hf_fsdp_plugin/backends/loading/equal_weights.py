@@ -50,7 +50,7 @@ _NOT_READ = -(1 << 62)
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Bytes of an element -> the integer type with the same size."""
 SUM_MODULUS = 1 << 32
-"""Sums of bits are modulo this number: torch adds 4-byte integers to 4 bytes three times as fast as to 8 bytes."""
+"""Sums of bits are modulo this number: torch adds 4-byte integers to 4 bytes without a copy, but not to 8 bytes."""
 _ADDED = 1 << 17
 _ADDED_ON_ACCELERATOR = 1 << 24
 """Number of elements that are added at a time. If they have less than 4 bytes, torch makes a copy with 4 bytes each."""
@@ -286,8 +286,8 @@ def _sum(integers: torch.Tensor) -> torch.Tensor:
     # no hole between the shards in memory. numpy needs none, but FSDP1 cannot resize a storage that numpy has seen.
     size = _ADDED if integers.device.type == "cpu" else _ADDED_ON_ACCELERATOR
     dtype = torch.int64 if integers.dtype == torch.int64 else torch.int32
-    sums = [part.sum(dtype=dtype) for part in integers.split(size)] if integers.numel() else [integers.sum(dtype=dtype)]
-    return torch.stack(sums).sum(dtype=torch.int64) % SUM_MODULUS
+    sums = torch.stack([part.sum(dtype=dtype) for part in integers.split(size)])
+    return sums.sum(dtype=torch.int64) % SUM_MODULUS
 
 
 def hash_bits(tensor: torch.Tensor) -> torch.Tensor:
