@@ -92,7 +92,7 @@ BENCHMARKS = (
     Benchmark(name="start", quick="--rounds 1"),
     Benchmark(name="step_overhead", quick=f"--pairs 2 {_SMALL_MODEL}"),
     Benchmark(name="step_time", quick="--ranks 2 --rounds 1 --only bert"),
-    Benchmark(name="suggestions", quick="--cases data --rounds 1"),
+    Benchmark(name="suggestions", quick="--cases data --pairs 1"),
     Benchmark(name="survival", minutes=120, quick="--trials 4 --no-disk-full"),
     Benchmark(name="throughput", minutes=90, quick="--quick"),
     Benchmark(name="two_hosts", quick="--only bytes --versions 2"),

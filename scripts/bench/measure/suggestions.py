@@ -4,7 +4,7 @@ Each case has a setting that is worse than necessary. `hf-fsdp profile` must sug
 alternately through `hf-fsdp launch` without the profiler, and the gain is the difference of their median steps.
 
     python -m scripts.bench suggestions              (half an hour on 2 cores; writes docs/results/suggestions.json)
-    python -m scripts.bench suggestions --cases sync,data --rounds 1
+    python -m scripts.bench suggestions --cases sync,data --pairs 1
 """
 
 from __future__ import annotations
@@ -45,12 +45,14 @@ class Case:
         setting: the setting that the profile must suggest.
         flags: flags of the launcher, before and after the change.
         arguments: arguments of the script, before and after the change.
+        pairs: pairs of runs, of which each gain is the difference. The smaller the gain, the more are needed.
     """
 
     what: str
     setting: str
     flags: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
     arguments: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
+    pairs: int = 3
 
 
 CASES = {
@@ -69,6 +71,7 @@ CASES = {
         what="activations are computed again in backward",
         setting="activation.checkpointing",
         flags=(("--set", "activation.checkpointing=full"), ("--set", "activation.checkpointing=none")),
+        pairs=9,
     ),
     "data": Case(
         what="the data loader waits 50 ms for each sample",
@@ -87,7 +90,7 @@ _PROGRAM = [sys.executable, "-m", "hf_fsdp_plugin.cli.main"]
 def main() -> int:
     parser = make_parser(__doc__, "suggestions")
     parser.add_argument("--cases", default=",".join(CASES), help="comma-separated: " + ", ".join(CASES))
-    parser.add_argument("--rounds", type=int, default=3, help="pairs of runs")
+    parser.add_argument("--pairs", type=int, help="pairs of runs (default: those of the case)")
     parser.add_argument("--steps", type=int, default=14, help="steps of a run; the first four are not counted")
     args = parser.parse_args()
     rows = {}
@@ -97,7 +100,7 @@ def main() -> int:
         for case in args.cases.split(","):
             rows[case] = _measure(CASES[case], folder / case, folder / "fsdp.yaml", args)
             _show(case, rows[case])
-    write_result("suggestions", args.out, {"cases": rows, "rounds": args.rounds, "ranks": 2})
+    write_result("suggestions", args.out, {"cases": rows, "ranks": 2})
     return 0 if all(row["promised_seconds"] is not None for row in rows.values()) else 1
 
 
@@ -108,7 +111,7 @@ def _measure(case: Case, folder: Path, config: Path, args: argparse.Namespace) -
     done = _run([*profile, *script, *case.arguments[0]])
     found = [each for each in json.loads(done.stdout)["suggestions"] if each["setting"] == case.setting]
     times: tuple[list[float], list[float]] = ([], [])
-    for number in range(args.rounds):
+    for number in range(args.pairs or case.pairs):
         for changed in (0, 1) if number % 2 == 0 else (1, 0):
             launch = [*_PROGRAM, "launch", "--config_file", str(config), "--quiet", *case.flags[changed]]
             words = [*script, "--steps", str(args.steps), *case.arguments[changed]]
