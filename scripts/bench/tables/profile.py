@@ -27,7 +27,7 @@ def suggestions(result: dict[str, Any]) -> list[str]:
     return [
         *lines,
         "",
-        f"{result['ranks']} CPU ranks with gloo; pairs of runs without the profiler.",
+        f"{result['ranks']} CPU ranks with gloo. A gain is the difference of a pair of runs without the profiler.",
     ]
 
 
