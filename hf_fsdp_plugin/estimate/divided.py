@@ -108,12 +108,11 @@ def _num_fsdp_ranks(mesh: MeshPlan) -> int:
 def _divide(mesh: MeshPlan, model: nn.Module, *, fsdp: bool) -> tuple[nn.Module, dict[str, Axis]]:
     """Return a copy that Transformers has divided, and sharded if `fsdp`, and name of a group -> its axis."""
     from transformers import DistributedConfig
-    from transformers.distributed.utils import TransformersDeviceMesh
+
+    from hf_fsdp_plugin.torch_private.fake_ranks import transformers_mesh
 
     num = _num_fsdp_ranks(mesh)
-    fields: dict[str, Any] = {"tp_size": mesh.tensor, "fsdp_size": num}
-    fields |= {"ep_size": mesh.expert} if mesh.expert > 1 else {}  # added to Transformers after 5.17
-    config = DistributedConfig(**fields)
+    config = DistributedConfig(tp_size=mesh.tensor, fsdp_size=num, ep_size=mesh.expert)
     dense, experts = (
         init_device_mesh("cpu", (1, 1, *sizes), mesh_dim_names=("pp", "dp_replicate", *names))
         for sizes, names in (
@@ -124,7 +123,7 @@ def _divide(mesh: MeshPlan, model: nn.Module, *, fsdp: bool) -> tuple[nn.Module,
     if not fsdp:
         config.fsdp_size = 1
     copied: Any = copy.deepcopy(model)
-    type(copied).maybe_distribute_model(copied, config, TransformersDeviceMesh(dense, experts))
+    type(copied).maybe_distribute_model(copied, config, transformers_mesh(dense, experts))
     copied.tie_weights()
     return copied, _group(dense, "tensor") | _group(experts, "expert")
 

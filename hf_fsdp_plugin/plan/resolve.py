@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import fields, replace
+from importlib.metadata import version as version_of
 from typing import Any, Final
 
 import torch
@@ -25,11 +26,14 @@ from hf_fsdp_plugin.spec.rules import (
     divisor_remedy,
 )
 from hf_fsdp_plugin.strategies import STRATEGIES, strategy_of
-from hf_fsdp_plugin.text import format_dtype, format_names, plural
+from hf_fsdp_plugin.supported import release_of
+from hf_fsdp_plugin.text import format_dtype, format_names, format_value, plural
 from hf_fsdp_plugin.torch_private.fsdp2 import first_version_with_dtype_per_parameter, installed_behavior
 
 _FP32_MODULES: Final = "precision.fp32_modules"
 _MIXED: Final = ("bf16", "fp16")
+_AXES_SINCE: Final = {"tensor": (5, 19), "expert": (5, 20), "replicate": (5, 23)}
+"""Axis -> the release of Transformers that added it beside the other axes of a mesh."""
 
 
 def resolve(
@@ -278,8 +282,19 @@ def _check_attention(mesh: MeshPlan, model: nn.Module, problems: ProblemCollecto
         problems.add("FSDP-E206", "mesh.context", message, fix)
 
 
+def check_installed_axes(mesh: MeshPlan, problems: ProblemCollector) -> None:
+    """Check that the installed Transformers can divide the layers of a model over a mesh and shard it, too."""
+    needed = max((since for axis, since in _AXES_SINCE.items() if getattr(mesh, axis) > 1), default=(0, 0))
+    installed = version_of("transformers")
+    if mesh.has_divided_layers and mesh.replicate * mesh.num_shards > 1 and release_of(installed) < needed:
+        message = f"Transformers {installed} cannot make a mesh of {format_value(mesh.axes())}."
+        fix = f"Install transformers>={needed[0]}.{needed[1]}."
+        problems.add("FSDP-E122", "mesh.tensor" if mesh.tensor > 1 else "mesh.expert", message, fix)
+
+
 def check_divided_layers(mesh: MeshPlan, model: nn.Module, problems: ProblemCollector) -> None:
-    """Check that a model has plans for the tensor and expert axes, and sizes that these axes divide."""
+    """Check that a model has plans for the tensor and expert axes, and that Transformers can divide its layers."""
+    check_installed_axes(mesh, problems)
     config: Any = getattr(model, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     name = model_class_name(model)

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from hf_fsdp_plugin.contracts import contracts_of, guard_functions, import_target
+from hf_fsdp_plugin.contracts import Contract, contracts_of, guard_functions, import_target
 from hf_fsdp_plugin.torch_private.functions import operator_name, resolve_group, tree_leaves
 
 _FAKE: Final = "torch.testing._internal.distributed.fake_pg"
@@ -27,6 +27,7 @@ CONTRACTS = (
     *contracts_of("torch:ops._c10d_functional", "refused", _USE, "_wrap_tensor_autograd.default"),
     *contracts_of("torch._ops:OpOverload", "refused", _USE, "_schema"),
     *contracts_of(_FUNCTIONAL, "refused", _USE, "AsyncCollectiveTensor"),
+    Contract(target="transformers.distributed.utils:TransformersDeviceMesh", without="refused", use=_USE, since="5.19"),
 )  # fmt: skip
 FakeTensor = import_target("torch._subclasses.fake_tensor:FakeTensor", CONTRACTS)
 WRAP = import_target("torch:ops._c10d_functional._wrap_tensor_autograd.default", CONTRACTS)
@@ -54,6 +55,11 @@ def fake_process_group(world_size: int, rank: int = 0) -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
+
+
+def transformers_mesh(dense: dist.DeviceMesh, experts: dist.DeviceMesh) -> Any:
+    """Return the meshes of the dense layers and of the experts as ``maybe_distribute_model`` takes them."""
+    return import_target("transformers.distributed.utils:TransformersDeviceMesh", CONTRACTS)(dense, experts)
 
 
 def runs_on_local_tensors(types: Iterable[type]) -> bool:

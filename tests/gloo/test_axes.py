@@ -17,11 +17,12 @@ from hf_fsdp_plugin.plan.resolve import resolve
 from hf_fsdp_plugin.spec.load import load_spec
 from tests.gloo import cases_axes as cases
 from tests.gloo import cases_distributed_config as of_script
-from tests.support.matrices import slow
+from tests.support.matrices import needs_transformers, slow
 from tests.support.ranks import RankError, Ranks
 from tests.support.tiny import LENGTH, tiny_llama, tiny_mixtral
 from tests.support.training import assert_same_weights, differing, reference
 
+pytestmark = needs_transformers("5.20")
 RELATIVE = 1e-5
 MODELS = {"llama": tiny_llama, "mixtral": lambda: tiny_mixtral(experts=4)}
 LLAMA: list[cases.Sizes] = [

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.gloo import cases_distributed_config as cases
-from tests.support.matrices import slow
+from tests.support.matrices import needs_transformers, slow
 from tests.support.ranks import Ranks
 from tests.support.tiny import tiny_llama
 from tests.support.training import assert_same_weights, differing, reference
@@ -64,6 +64,7 @@ def test_resumed_training_equals_uninterrupted(
     assert_same_weights(resumed["weights"], run["weights"], 1e-6)
 
 
+@needs_transformers("5.23")
 @pytest.mark.slow
 def test_two_by_two_mesh_equals_one_process(
     four_ranks: Ranks, folder: str, tmp_path: Path, expected: dict[str, Any]
@@ -76,6 +77,7 @@ def test_two_by_two_mesh_equals_one_process(
     assert observed["sharding.strategy"] == "hybrid_shard"
 
 
+@needs_transformers("5.23")
 def test_training_resumes_in_other_world_size(
     four_ranks: Ranks, folder: str, trained: tuple[dict[str, Any], str]
 ) -> None:

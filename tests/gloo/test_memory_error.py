@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.matrices import slow
+from tests.support.matrices import needs_transformers, slow
 
 ROOT = Path(__file__).parents[2]
 SMALL = "layers=2,hidden=128,inter=256,heads=4,kv_heads=2,vocab=500,seq=128"
@@ -51,6 +51,7 @@ def compared(points: tuple[str, ...], tmp_path: Path) -> list[dict[str, Any]]:
     return rows
 
 
+@needs_transformers("5.20")
 @pytest.mark.parametrize("points", [AXES[:1], slow(AXES[1:] + MORE_AXES)], ids=["tensor", "more"])
 def test_predicted_peak_of_axes_is_the_measured_one(points: tuple[str, ...], tmp_path: Path) -> None:
     """The prediction has a batch with labels of its own, and no scalars of the loop."""

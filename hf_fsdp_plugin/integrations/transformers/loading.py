@@ -13,7 +13,6 @@ ranks but the first. With these replacements, every rank initializes them.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import hashlib
 import os
@@ -21,7 +20,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from contextvars import ContextVar
 from dataclasses import replace
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Final
 
@@ -47,12 +45,12 @@ from hf_fsdp_plugin.integrations.transformers.model_files import check_loaded, c
 from hf_fsdp_plugin.messages import print_once
 from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan, MeshPlan, ProblemCollector
 from hf_fsdp_plugin.plan.meta_model import config_and_class
-from hf_fsdp_plugin.plan.resolve import check_divided_layers
+from hf_fsdp_plugin.plan.resolve import check_divided_layers, check_installed_axes
 from hf_fsdp_plugin.problems import Problem, SpecError
 from hf_fsdp_plugin.rank_variables import launched_rank, launched_world_size
 from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec
 from hf_fsdp_plugin.spec.load import MADE_FROM_SPEC
-from hf_fsdp_plugin.text import format_bytes, format_names
+from hf_fsdp_plugin.text import format_bytes
 from hf_fsdp_plugin.torch_private.modules import entries_in_block
 
 
@@ -96,26 +94,22 @@ def from_pretrained_on_axes(original: Callable[..., Any], kind: type, *args: Any
     """Divide the layers of a model over the tensor and expert axes of the settings while it is loaded.
 
     Raises:
-        SpecError: the sizes do not fit the world.
+        SpecError: the sizes do not fit the world, or the installed Transformers does not have the axes.
     """
-    spec = session.trainer_spec or session.ambient
+    spec = session.trainer_spec or session.ambient or FsdpSpec()
     mesh = _given_mesh(kwargs)
     if mesh is not None:
         kwargs = {name: value for name, value in kwargs.items() if name not in _OLD_TENSOR_ARGUMENTS}
-    elif spec is not None and max(spec.mesh.tensor, spec.mesh.expert) > 1 and not kwargs.keys() & _OWN_LAYOUT:
+    elif max(spec.mesh.tensor, spec.mesh.expert) > 1 and not kwargs.keys() & _OWN_LAYOUT:
         mesh, _ = mesh_of_world(spec, launched_world_size(), "cpu" if spec.launch.use_cpu else accelerator_type())
     if mesh is None:
         return original(*args, **kwargs)
-    fields: dict[str, Any] = {"tp_size": mesh.tensor, "fsdp_size": mesh.num_shards}
-    others = {"dp_replicate_size": mesh.replicate, "ep_size": mesh.expert}
-    fields |= {name: size for name, size in others.items() if size > 1}
-    if missing := fields.keys() - {field.name for field in dataclasses.fields(DistributedConfig)}:  # 5.17 and older
-        names = format_names(sorted(missing))
-        message = (
-            f"the DistributedConfig of Transformers {version('transformers')} has no {names}, which this mesh needs."
-        )
-        raise SpecError([Problem(code="FSDP-E122", message=message, fix="Install a newer version of Transformers.")])
-    config = DistributedConfig(**fields, fsdp_cpu_offload=spec is not None and spec.offload.params)
+    collector = ProblemCollector(spec)
+    check_installed_axes(mesh, collector)
+    print_or_raise(collector.problems)
+    fields: dict[str, Any] = {"tp_size": mesh.tensor, "fsdp_size": mesh.num_shards, "ep_size": mesh.expert}
+    fields |= {"dp_replicate_size": mesh.replicate} if mesh.replicate > 1 else {}
+    config = DistributedConfig(**fields, fsdp_cpu_offload=spec.offload.params)
     setattr(config, MADE_FROM_SPEC, True)
     return original(*args, **kwargs, distributed_config=config)
 
@@ -147,11 +141,9 @@ def distribute_checked_model(
         SpecError: they do not, or the model has no plan for an axis.
     """
     collector = ProblemCollector(session.trainer_spec or session.ambient or FsdpSpec())
-    sizes = {
-        "tensor": getattr(distributed_config, "tp_size", 1) or 1,
-        "expert": getattr(distributed_config, "ep_size", 1) or 1,
-    }
-    check_divided_layers(MeshPlan(replicate=1, shard=1, **sizes), model, collector)
+    fields = {"replicate": "dp_replicate_size", "shard": "fsdp_size", "tensor": "tp_size", "expert": "ep_size"}
+    sizes = {axis: getattr(distributed_config, field, 1) or 1 for axis, field in fields.items()}
+    check_divided_layers(MeshPlan(**sizes), model, collector)
     is_planned = any(isinstance(getattr(distributed_config, plan, None), dict) for plan in ("tp_plan", "ep_plan"))
     print_or_raise([each for each in collector.problems if not (is_planned and each.code == "FSDP-E207")])
     return original(model, distributed_config, *args, **kwargs)

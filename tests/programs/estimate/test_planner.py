@@ -20,6 +20,7 @@ from hf_fsdp_plugin.estimate.planner import (
 )
 from hf_fsdp_plugin.estimate.types import Workload
 from hf_fsdp_plugin.problems import SpecError
+from tests.support.matrices import needs_transformers
 
 MIB = 1 << 20
 
@@ -114,6 +115,7 @@ def test_rows_that_fit_are_within_the_headroom():
     assert found.rejected and found.fitting and found.best is found.rows[0] and found.best.reason == ""
 
 
+@needs_transformers("5.19")
 def test_offload_is_tried_only_if_nothing_else_fits():
     smallest = min(row.memory.needed_bytes for row in advice().rows)
     found = advice(memory=smallest - 1, headroom=1.0)
@@ -124,6 +126,7 @@ def test_offload_is_tried_only_if_nothing_else_fits():
     assert not any(row.choice.sync_each_batch for row in rows)
 
 
+@needs_transformers("5.19")
 def test_nothing_fits_names_a_change_that_does():
     smallest = min(row.memory.needed_bytes for row in advice(memory=MIB, seq_len=256).rows)
     found = advice(memory=smallest, headroom=1.0, seq_len=512)
@@ -199,6 +202,7 @@ def test_less_memory_is_preferred_among_equally_fast_rows():
     assert in_order([*same[:1], slow], limit)[0] is same[0]
 
 
+@needs_transformers("5.19")
 def test_axes_are_tried_where_nothing_else_fits():
     plain = advice("large-vocabulary", 1 << 36, seq_len=1 << 14, global_batch=4)
     assert not any(axis_sizes(row) for row in plain.rows)
@@ -215,6 +219,7 @@ def test_axes_are_tried_where_nothing_else_fits():
         assert row.choice.micro_batch * row.choice.accumulation * row.choice.shard == 4
 
 
+@needs_transformers("5.19")
 def test_pairs_of_axes_are_tried_where_no_axis_fits():
     """Layers are large, and two heads of keys and values limit the tensor axis."""
     found = advice("large-layers", 7500 * MIB, seq_len=1 << 11, global_batch=8, gpus_per_machine=8)
@@ -223,6 +228,7 @@ def test_pairs_of_axes_are_tried_where_no_axis_fits():
     assert {"{'context': 8}", "{'tensor': 2}"} <= {str(axis_sizes(row)) for row in found.rejected}
 
 
+@needs_transformers("5.20")
 def test_context_axis_is_tried_with_an_expert_axis():
     found = advice("mixtral", MIB, gpus_per_machine=2, num_machines=2)
     assert {"{'expert': 2}", "{'context': 2, 'expert': 2}"} <= {str(axis_sizes(row)) for row in found.rejected}

@@ -29,6 +29,7 @@ from hf_fsdp_plugin.plan.resolve import resolve
 from hf_fsdp_plugin.problems import SpecError
 from hf_fsdp_plugin.spec.load import load_spec
 from scripts.bench.calibration import write_machine
+from tests.support.matrices import needs_transformers
 
 STEP = Workload(micro_batch=2, seq_len=32)
 H100 = machine_named("h100-sxm")
@@ -273,6 +274,7 @@ def mixtral():
         return MixtralForCausalLM(config)
 
 
+@needs_transformers("5.20")
 @pytest.mark.parametrize("sizes", [{"tp_size": 2}, {"ep_size": 2}, {"cp_size": 2, "tp_size": 2}], ids=str)
 def test_layers_wait_for_collectives_of_axes(sizes):
     """The links are so slow that the collectives take almost all of the time."""
@@ -297,6 +299,7 @@ def test_layers_wait_for_collectives_of_axes(sizes):
     assert not any(a < d and c < b for a, b in compute for c, d in waits)
 
 
+@needs_transformers("5.19")
 def test_tensor_axis_is_placed_inside_a_machine():
     model = mixtral()
     call = next(
@@ -316,6 +319,7 @@ def test_mesh_that_shards_nothing_is_not_predicted():
     assert [problem.code for problem in caught.value.problems] == ["FSDP-E813"]
 
 
+@needs_transformers("5.20")
 def test_model_and_process_are_unchanged_by_axes():
     model = mixtral()
     before = {name: (id(parameter), parameter.shape) for name, parameter in model.named_parameters()}

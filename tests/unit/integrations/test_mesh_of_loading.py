@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from transformers import DistributedConfig
 
 from hf_fsdp_plugin.integrations.session import session
 from hf_fsdp_plugin.integrations.transformers import loading
+from hf_fsdp_plugin.plan import resolve
 from hf_fsdp_plugin.problems import SpecError
 from hf_fsdp_plugin.spec.load import load_spec
-
-
-@dataclass
-class OldDistributedConfig:
-    """The fields of Transformers 5.17."""
-
-    tp_size: int = 1
-    fsdp_size: int = 1
-    fsdp_cpu_offload: bool = False
+from tests.support.matrices import needs_transformers
 
 
 @dataclass
@@ -42,13 +38,37 @@ def received(monkeypatch: pytest.MonkeyPatch, sizes: dict[str, int], **arguments
     return loading.from_pretrained_on_axes(lambda *args, **kwargs: kwargs, object, **arguments)
 
 
-def test_axis_that_transformers_does_not_have_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loading, "DistributedConfig", OldDistributedConfig)
-    assert received(monkeypatch, {"tp_size": 2})["distributed_config"] == OldDistributedConfig(2, 4)
-    with pytest.raises(SpecError, match=r"has no ep_size.*FSDP-E122"):
-        received(monkeypatch, {"ep_size": 2})
+@pytest.mark.parametrize(
+    ("installed", "sizes", "needed"),
+    [
+        ("5.18.1", {"tp_size": 2}, "5.19"),
+        ("5.19.0", {"ep_size": 2}, "5.20"),
+        ("5.18.1", {"tp_size": 2, "ep_size": 2}, "5.20"),
+        ("5.22.0", {"tp_size": 2, "dp_replicate_size": 2, "dp_shard_size": 2}, "5.23"),
+    ],
+)
+def test_mesh_that_transformers_cannot_make_is_refused(
+    monkeypatch: pytest.MonkeyPatch, installed: str, sizes: dict[str, int], needed: str
+) -> None:
+    monkeypatch.setattr(resolve, "version_of", lambda library: installed)
+    with pytest.raises(SpecError, match=rf"Transformers {installed} cannot make.*Install transformers>={needed}\. "):
+        received(monkeypatch, sizes)
 
 
+@pytest.mark.parametrize(("installed", "is_refused"), [("5.18.1", True), ("5.19.0", False)])
+@pytest.mark.parametrize("fsdp_size", [1, 2])
+def test_config_of_a_script_is_checked_like_settings(
+    monkeypatch: pytest.MonkeyPatch, installed: str, is_refused: bool, fsdp_size: int
+) -> None:
+    """Layers of a model that is not sharded are divided by all versions."""
+    monkeypatch.setattr(resolve, "version_of", lambda library: installed)
+    model = SimpleNamespace(tp_plan={"layers.*": "colwise"}, config=None)
+    config = DistributedConfig(tp_size=2, fsdp_size=fsdp_size)
+    with pytest.raises(SpecError, match="FSDP-E122") if is_refused and fsdp_size > 1 else nullcontext():
+        assert loading.distribute_checked_model(lambda *args: "divided", object, model, config) == "divided"
+
+
+@needs_transformers("5.23")
 def test_mesh_of_a_script_for_transformers_4_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     mesh = Mesh(("dp_replicate", "dp_shard", "tp"), (2, 2, 2))
     config = received(monkeypatch, {}, tp_plan="auto", device_mesh=mesh)["distributed_config"]

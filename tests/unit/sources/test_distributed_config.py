@@ -9,6 +9,12 @@ from transformers.distributed.configuration_utils import DistributedConfig
 import hf_fsdp_plugin as hfp
 from hf_fsdp_plugin.spec.load import with_distributed_config
 from hf_fsdp_plugin.vocabulary import find_row
+from tests.support.matrices import needs_transformers
+
+
+def with_replicas(*values):
+    return pytest.param(*values, marks=needs_transformers("5.23"))
+
 
 YAML = {"distributed_type": "FSDP", "fsdp_config": {"fsdp_version": 1, "fsdp_sharding_strategy": 2}}
 
@@ -23,10 +29,10 @@ YAML = {"distributed_type": "FSDP", "fsdp_config": {"fsdp_version": 1, "fsdp_sha
         ({"fsdp_size": 4}, "offload.params", False),
         ({"fsdp_size": 4}, "precision.param", "auto"),
         ({"fsdp_size": 4}, "launch.distributed_type", "FSDP"),
-        ({"fsdp_size": 2, "dp_replicate_size": 2}, "mesh.replicate", 2),
-        ({"fsdp_size": 2, "dp_replicate_size": 2}, "sharding.strategy", "hybrid_shard"),
-        ({"dp_replicate_size": 2}, "mesh.shard", 1),
-        ({"dp_replicate_size": 2}, "sharding.strategy", "no_shard"),
+        with_replicas({"fsdp_size": 2, "dp_replicate_size": 2}, "mesh.replicate", 2),
+        with_replicas({"fsdp_size": 2, "dp_replicate_size": 2}, "sharding.strategy", "hybrid_shard"),
+        with_replicas({"dp_replicate_size": 2}, "mesh.shard", 1),
+        with_replicas({"dp_replicate_size": 2}, "sharding.strategy", "no_shard"),
         ({"fsdp_size": 2, "fsdp_cpu_offload": True}, "offload.params", True),
         ({"fsdp_size": 2, "fsdp_mixed_precision": True}, "precision.param", "bf16"),
         ({"fsdp_size": 2, "fsdp_mixed_precision": True}, "precision.reduce", "fp32"),
