@@ -38,13 +38,14 @@ PRIVATE_FILES: Final = (
 
 def private_contracts() -> list[Contract]:
     """Return the rows of all files that use private names."""
-    modules = [importlib.import_module(f"hf_fsdp_plugin.{name}") for name in PRIVATE_FILES]
+    modules = (importlib.import_module(f"hf_fsdp_plugin.{name}") for name in PRIVATE_FILES)
     return list(dict.fromkeys(row for module in modules for row in module.CONTRACTS))
 
 
 def hook_rows() -> list[Hook]:
-    """Return the replaced functions, each once."""
-    return list({hook.target: hook for hooks in HOOKS.values() for hook in hooks}.values())
+    """Return the replaced functions, each once: of several replacements, the one without which a run is refused."""
+    hooks = sorted((hook for group in HOOKS.values() for hook in group), key=lambda hook: hook.without == "refused")
+    return list({hook.target: hook for hook in hooks}.values())
 
 
 def probe_contracts() -> list[dict[str, Any]]:

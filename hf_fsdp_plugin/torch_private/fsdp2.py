@@ -22,7 +22,6 @@ from hf_fsdp_plugin.contracts import contracts_of, guard_functions, import_targe
 from hf_fsdp_plugin.torch_private.functions import is_sharded, num_changes
 from hf_fsdp_plugin.torch_private.live_unit import Facts, LiveUnit, attribute_or, read_facts
 from hf_fsdp_plugin.torch_private.modules import (
-    LOCAL_TENSOR_ATTRIBUTE,
     Inputs,
     casts_itself,
     forward_pre_hooks,
@@ -56,6 +55,7 @@ CONTRACTS = (
     *contracts_of(_PARAM, "off", _HOOKS, "sharded_state", "_unsharded_param"),
     *contracts_of("torch.distributed.fsdp._fully_shard._fsdp_param:ShardedState", "off", _HOOKS, "UNSHARDED"),
     *contracts_of(_PARAM, "refused", "saving and resuming under FSDP2", "sharded_param", "_sharded_param_data"),
+    *contracts_of("torch.distributed.tensor:DTensor", "refused", "writing and reading shards", "_local_tensor"),
     *contracts_of(f"{_COMMON}:TrainingState", "off", _CALLS, "IDLE"),
     *contracts_of(_STATE, "off", _CALLS, "_training_state", "_pre_forward", "_post_forward",
                   "_register_pre_backward_hook", "_force_complete_incomplete_states|_modules_to_run_forward"),
@@ -164,7 +164,7 @@ def own_shards(state: Any) -> None:
             parameter = getattr(item._module_info.module, item._module_info.param_name)
             local = parameter.to_local()
             if local.untyped_storage().nbytes() > item.padded_sharded_param_size.numel() * local.itemsize:
-                setattr(parameter, LOCAL_TENSOR_ATTRIBUTE, local.detach().clone())
+                parameter._local_tensor = local.detach().clone()
             item.reset_sharded_param()
 
 
@@ -178,15 +178,14 @@ def convert_shards(model: nn.Module, wrapper_of: Callable[[nn.Module, str], Call
     states = {id(state): state for m in model.modules() if isinstance(m, FSDPModule) for state in [state_of(m)]}
     for item in (item for state in states.values() for group in _parameter_groups(state) for item in group.fsdp_params):
         if (wrap := wrapper_of(item._module_info.module, item._module_info.param_name)) is not None:
-            wrapped = wrap(getattr(item.sharded_param, LOCAL_TENSOR_ATTRIBUTE))
-            setattr(item.sharded_param, LOCAL_TENSOR_ATTRIBUTE, wrapped)
+            item.sharded_param._local_tensor = wrapped = wrap(item.sharded_param._local_tensor)
             item._sharded_param_data = wrapped.view(-1)
             item._init_extensions()
 
 
 def local_changes(parameter: torch.Tensor) -> tuple[int, ...]:
     """Return how often a parameter and its shard were changed in place."""
-    local = getattr(parameter, LOCAL_TENSOR_ATTRIBUTE, parameter)
+    local = parameter._local_tensor if isinstance(parameter, DTensor) else parameter
     return num_changes(parameter), num_changes(local), num_changes(unconverted(local))
 
 
@@ -450,7 +449,7 @@ _GROUP_FACTS: Facts = {
     "casting": lambda group: tuple(
         (item._module_info.module, item._module_info.param_name)
         for item in group.fsdp_params
-        if casts_itself(getattr(item.sharded_param, LOCAL_TENSOR_ATTRIBUTE))
+        if casts_itself(item.sharded_param._local_tensor)
     ),
     "parameter_ids": _parameter_ids,
     "copy_ids": lambda group: frozenset(map(id, _wholes(group))),

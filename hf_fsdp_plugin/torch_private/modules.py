@@ -44,7 +44,7 @@ CONTRACTS = (
 _COMPILED: Final = "_orig_mod"
 CHECKPOINTED_ATTRIBUTE: Final = "_checkpoint_wrapped_module"
 LOCAL_TENSOR_ATTRIBUTE: Final = "_local_tensor"
-"""Attribute of a ``DTensor`` that contains the shard, also in a pickled ``DTensor``."""
+"""Attribute of a pickled ``DTensor`` that contains the shard."""
 WRAPPER_ATTRIBUTES: Final = ("_fsdp_wrapped_module", CHECKPOINTED_ATTRIBUTE, _COMPILED)
 """Attributes in which wrappers (FSDP1, activation checkpointing, ``torch.compile``) store the wrapped module."""
 
@@ -58,10 +58,9 @@ def local_tensor(tensor: Any) -> Any:
     A shard that casts itself in the all-gather is returned without its class. The result is its memory: changes of a
     view of it would not be counted.
     """
-    local = getattr(tensor, LOCAL_TENSOR_ATTRIBUTE, None)
-    if local is None:
+    if not hasattr(tensor, "to_local"):
         return tensor
-    return unconverted(local) if casts_itself(local) else tensor.to_local()
+    return unconverted(tensor._local_tensor) if casts_itself(tensor._local_tensor) else tensor.to_local()
 
 
 def casts_itself(tensor: Any) -> bool:

@@ -17,13 +17,14 @@ PRIVATE = re.compile(r"_[a-zA-Z]\w*")
 
 
 def private_names(file: Path) -> set[str]:
-    """Return the private attributes of objects other than ``self`` that a file reads or writes."""
-    tree = ast.parse(file.read_text(encoding="utf-8"))
-    return {
-        node.attr
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Attribute) and PRIVATE.fullmatch(node.attr) and ast.unparse(node.value) != "self"
-    }
+    """Return the private attributes of objects other than ``self`` that a file reads or writes, also by ``getattr``."""
+    names = set()
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value) != "self":
+            names.add(node.attr)
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "setattr", "hasattr", "delattr"):
+            names.add(str(getattr(node.args[1], "value", "")))
+    return set(filter(PRIVATE.fullmatch, names))
 
 
 @pytest.mark.parametrize("module", PRIVATE_FILES)
@@ -46,6 +47,12 @@ def test_replaced_functions_have_a_tested_source() -> None:
     """After a test with new versions: ``python -m scripts.update_contracts``."""
     statuses = {hook.target: probe_hook(hook) for hook in hook_rows()}
     assert {target: status for target, status in statuses.items() if status in ("missing", "changed")} == {}
+
+
+def test_function_replaced_twice_has_the_strictest_row() -> None:
+    """The row of a preflight is off without ``from_pretrained``; axes that would be lost silently are refused."""
+    rows = {hook.target: hook.without for hook in hook_rows()}
+    assert rows["transformers.modeling_utils:PreTrainedModel.from_pretrained"] == "refused"
 
 
 def test_names_are_found_in_sources() -> None:
