@@ -25,6 +25,8 @@ _CONVERSION = "transformers.core_model_loading"
 _FILES = "the folder of a saved model"
 _LOADED = "a model that `from_pretrained` has sharded"
 _READING = "sharding a model while it is read"
+_MARKS = ("_is_distributed_loading_by_transformers", "_device_mesh")
+"""Attributes of a model that ``from_pretrained`` has sharded. Transformers 5.18 has only the second."""
 CONTRACTS = (
     *contracts_of(_TRAINER, "off", "the batch size in the report", "_train_batch_size"),
     *contracts_of(_TRAINER, "refused", "checkpoints of the Trainer", "_get_output_dir", "_save", "_save_checkpoint"),
@@ -37,7 +39,7 @@ CONTRACTS = (
     *contracts_of(_MODEL, "refused", _FILES, "_keys_to_ignore_on_save", "all_tied_weights_keys"),
     *contracts_of("transformers.integrations.peft:PeftAdapterMixin", "refused", _FILES, "_hf_peft_config_loaded"),
     Contract(target="transformers.distributed.mixin:_is_distributed_loading_by_transformers", without="off",
-             use=_LOADED, behavior="`from_pretrained` marks a model that it has sharded.", since="5.20"),
+             use=_LOADED, behavior="`from_pretrained` marks a model that it has sharded.", since="5.19"),
     *contracts_of(_CONVERSION, "refused", _FILES, "revert_weight_conversion"),
     *contracts_of(_CONVERSION, "refused", _READING, "WeightConverter", "WeightRenaming", "rename_source_key"),
     *contracts_of("transformers.utils.loading_report", "refused", _READING, "LoadStateDictInfo"),
@@ -56,19 +58,17 @@ def hide_loading(model: Any) -> None:
     """Make a model that ``from_pretrained`` has sharded look like any other model to the constructor of a Trainer.
 
     The Trainer refuses checkpoints for such a model, and does not pass it to ``Accelerator.prepare``. It reads the
-    attribute of the model only in its constructor, so :func:`show_loading` can undo this afterwards.
+    attributes of the model only in its constructor, so :func:`show_loading` can undo this afterwards.
     """
     for module in model.modules():
-        if vars(module).get("_is_distributed_loading_by_transformers"):
-            module._is_distributed_loading_by_transformers = False
-            module._hf_fsdp_hides_loading = True
+        hidden = {name: vars(module)[name] for name in _MARKS if vars(module).get(name)}
+        vars(module).update(dict.fromkeys(hidden), _hf_fsdp_hidden_marks=hidden)
 
 
 def show_loading(model: Any) -> None:
     """Undo :func:`hide_loading`."""
     for module in model.modules():
-        if vars(module).pop("_hf_fsdp_hides_loading", False):
-            module._is_distributed_loading_by_transformers = True
+        vars(module).update(vars(module).pop("_hf_fsdp_hidden_marks", {}))
 
 
 def tied_weights(model: Any) -> Mapping[str, str]:
