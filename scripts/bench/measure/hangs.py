@@ -3,7 +3,7 @@
     python -m scripts.bench hangs                      # all kinds × FSDP1, FSDP2 × own loop, Trainer × launchers
     python -m scripts.bench hangs --kinds sleep skip --versions 2 --ways loop --launchers torchrun srun
     python -m scripts.bench hangs --kinds skip --replace   # measures one kind again
-    python -m scripts.bench hangs --healthy 30         # minutes of slow training without faults: counts alarms
+    python -m scripts.bench hangs --healthy 30 --launchers torchrun   # minutes of slow training: counts alarms
 
 Each run is a real launch of ``scripts/bench/ranks/hangs.py``; srun is imitated by Slurm's variables. The result goes to
 docs/results/hangs.json. FSDP1 and FSDP2 take turns under the launchers except ``hf-fsdp launch`` and torchrun.
@@ -262,19 +262,16 @@ def main() -> int:
     parser.add_argument("--show", action="store_true", help="print the output of runs that fail")
     arguments = parser.parse_args()
     if arguments.healthy:
-        runs = [
-            train_healthily(arguments.healthy, version, launcher)
-            for launcher in arguments.launchers
-            for version in arguments.versions
-        ]
-        for run in runs:
-            print(run)
         path = arguments.out.with_name("hangs_healthy.json")
-        write_result(
-            "hangs_healthy",
-            path,
-            {"command": f"python -m scripts.bench hangs --healthy {arguments.healthy:g}", "runs": runs},
-        )
+        runs: list[dict[str, object]] = []
+        for launcher, version in product(arguments.launchers, arguments.versions):
+            runs.append(train_healthily(arguments.healthy, version, launcher))
+            print(runs[-1], flush=True)
+            tried = {(run["launcher"], run["version"]) for run in runs}
+            earlier = json.loads(path.read_text())["runs"] if arguments.replace else []
+            kept = [run for run in earlier if (run["launcher"], run["version"]) not in tried]
+            command = f"python -m scripts.bench hangs --healthy {arguments.healthy:g}"
+            write_result("hangs_healthy", path, {"command": command, "runs": [*kept, *runs]})
         return any(run["alarms"] or run["exit_code"] for run in runs)
     outcomes = []
     for launcher, version, way, kind in cases(arguments):
