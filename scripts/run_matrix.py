@@ -172,14 +172,16 @@ def run_quickstart(environment: Environment) -> Cell:
 
 
 def table(matrix: Matrix, results: Mapping[str, Any]) -> str:
-    """Return the Markdown table: a row for each combination, a column for each subject."""
+    """Return the Markdown table: a row for each combination, with the date of its oldest cell."""
     subjects = (*matrix.subjects, QUICKSTART)
-    lines = ["| " + " | ".join([*SHOWN, *subjects]) + " |", "|" + "---|" * (len(SHOWN) + len(subjects))]
+    header = [*SHOWN, "tested", *subjects]
+    lines = ["| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
     for name in matrix.combinations:
         found = results.get(name, {})
         versions = [found.get("versions", {}).get(package, "") for package in SHOWN]
         cells = [_shown(found.get("cells", {}).get(subject)) for subject in subjects]
-        lines.append("| " + " | ".join([*versions, *cells]) + " |")
+        tested = min((cell["date"] for cell in found.get("cells", {}).values() if "date" in cell), default="")
+        lines.append("| " + " | ".join([*versions, tested, *cells]) + " |")
     return "\n".join(lines) + "\n"
 
 

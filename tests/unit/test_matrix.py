@@ -17,7 +17,10 @@ SMALL = Matrix(
 RESULTS = {
     "old": {
         "versions": {"torch": "2.11.0"},
-        "cells": {"trainer": {"ok": True, "passed": 7}, QUICKSTART: {"ok": False, "reason": "…", "seconds": 3}},
+        "cells": {
+            "trainer": {"ok": True, "passed": 7, "date": "2026-11-24"},
+            QUICKSTART: {"ok": False, "reason": "…", "seconds": 3, "date": "2026-11-25"},
+        },
     }
 }
 
@@ -63,5 +66,8 @@ def test_table_shows_each_cell(tmp_path: Path) -> None:
     write_document(SMALL, RESULTS, document)
     text = document.read_text()
     assert text.startswith("before\n") and text.endswith("<!-- results:end matrix -->\nafter\n")
-    assert "| 2.11.0 |  |  |  |  | 7 | **failed** |" in table(SMALL, RESULTS) and table(SMALL, RESULTS) in text
+    assert (
+        "| 2.11.0 |  |  |  |  | 2026-11-24 | 7 | **failed** |" in table(SMALL, RESULTS)
+        and table(SMALL, RESULTS) in text
+    )
     assert summary(SMALL, RESULTS).startswith("1 of 4 cells are green: 2 combinations, 7 tests")
