@@ -15,6 +15,7 @@ import argparse
 import json
 import os
 import re
+import shlex
 import socket
 import subprocess
 import sys
@@ -25,6 +26,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 from scripts.bench.common import RANKS, child_environment, make_parser
 from scripts.bench.tables.update_results import write_result
@@ -208,7 +210,7 @@ def provoke(kind: str, version: int, way: str, launcher: str = "hf-fsdp") -> Out
     )
 
 
-def train_healthily(minutes: float, version: int, launcher: str = "hf-fsdp") -> dict[str, object]:
+def train_healthily(minutes: float, version: int, launcher: str = "hf-fsdp") -> dict[str, Any]:
     """Train slowly without faults, with the default limit, and count alarms and notices."""
     with tempfile.TemporaryDirectory() as name:
         exit_code, output, _ = launch(
@@ -263,15 +265,16 @@ def main() -> int:
     arguments = parser.parse_args()
     if arguments.healthy:
         path = arguments.out.with_name("hangs_healthy.json")
-        runs: list[dict[str, object]] = []
+        runs: list[dict[str, Any]] = []
         for launcher, version in product(arguments.launchers, arguments.versions):
             runs.append(train_healthily(arguments.healthy, version, launcher))
             print(runs[-1], flush=True)
             tried = {(run["launcher"], run["version"]) for run in runs}
             earlier = json.loads(path.read_text())["runs"] if arguments.replace else []
-            kept = [run for run in earlier if (run["launcher"], run["version"]) not in tried]
-            command = f"python -m scripts.bench hangs --healthy {arguments.healthy:g}"
-            write_result("hangs_healthy", path, {"command": command, "runs": [*kept, *runs]})
+            rows = [*(run for run in earlier if (run["launcher"], run["version"]) not in tried), *runs]
+            launchers = " ".join(dict.fromkeys(shlex.quote(row["launcher"]) for row in rows))
+            command = f"python -m scripts.bench hangs --healthy {arguments.healthy:g} --launchers {launchers}"
+            write_result("hangs_healthy", path, {"command": command, "runs": rows})
         return any(run["alarms"] or run["exit_code"] for run in runs)
     outcomes = []
     for launcher, version, way, kind in cases(arguments):
