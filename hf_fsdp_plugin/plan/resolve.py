@@ -285,8 +285,7 @@ def _check_attention(mesh: MeshPlan, model: nn.Module, problems: ProblemCollecto
 def check_installed_axes(mesh: MeshPlan, problems: ProblemCollector) -> None:
     """Check that the installed Transformers can divide the layers of a model over a mesh and shard it, too."""
     needed = max((since for axis, since in _AXES_SINCE.items() if getattr(mesh, axis) > 1), default=(0, 0))
-    divides_and_shards = mesh.has_divided_layers and mesh.replicate * mesh.num_shards > 1
-    if divides_and_shards and release_of(installed := version_of("transformers")) < needed:
+    if mesh.has_divided_layers and mesh.num_shards > 1 and release_of(installed := version_of("transformers")) < needed:
         message = f"Transformers {installed} cannot make a mesh of {format_value(mesh.axes())}."
         fix = f"Install transformers>={needed[0]}.{needed[1]}."
         problems.add("FSDP-E122", "mesh.tensor" if mesh.tensor > 1 else "mesh.expert", message, fix)

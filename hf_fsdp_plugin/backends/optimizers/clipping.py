@@ -110,15 +110,16 @@ def _groups(models: Collection[nn.Module], parameters: Iterable[nn.Parameter]) -
     """
     flat = _flat_shards(models)
     known: dict[tuple[DeviceMesh, tuple[Placement, ...]], _Shards] = {}  # a model has few layouts of its parameters
+    first: dict[tuple[int, ...], dist.ProcessGroup] = {}  # the experts have a mesh of their own, with the same ranks
     groups: dict[object, _Group] = {}
     for parameter in parameters:
         gradient = parameter.grad
         if isinstance(parameter, DTensor):
-            layout = parameter.device_mesh, parameter.placements
+            layout = mesh, placements = parameter.device_mesh, parameter.placements
             if layout not in known:
-                mesh, placements = layout
-                sharded = tuple(mesh.get_group(axis) for axis, place in enumerate(placements) if is_sharded(place))
-                known[layout] = sharded, torch.device(mesh.device_type)
+                sharded = (mesh.get_group(axis) for axis, place in enumerate(placements) if is_sharded(place))
+                over = tuple(first.setdefault(tuple(dist.get_process_group_ranks(group)), group) for group in sharded)
+                known[layout] = over, torch.device(mesh.device_type)
             over, device = known[layout]
             gradient = gradient.to_local() if isinstance(gradient, DTensor) else gradient
         else:
