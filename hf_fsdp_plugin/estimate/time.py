@@ -118,7 +118,7 @@ def estimate_communication(
     if workload.clip_norm and parameters and is_sharded:
         widest = any(plan.precision.stored_dtype(parameter) is torch.float64 for parameter in parameters)
         # Norms are added up for each layout of parameters, axis by axis. Experts may be on the ranks of a tensor axis.
-        pairs = ((sizes.num_shards, shard.axis) for sizes in all_sizes for shard in sizes.shards)
+        pairs = dict.fromkeys((sizes.num_shards, shard.axis) for sizes in all_sizes for shard in sizes.shards)
         for (ranks, _), axis in {(ranks, plan.mesh.axes().get(str(axis))): axis for ranks, axis in pairs}.items():
             yield calls(1, "all_reduce", "shard", 8 if widest else 4, "clipping", ranks=ranks)
             if axis is not None:

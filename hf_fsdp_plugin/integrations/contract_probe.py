@@ -38,7 +38,7 @@ PRIVATE_FILES: Final = (
 
 def private_contracts() -> list[Contract]:
     """Return the rows of all files that use private names."""
-    modules = (importlib.import_module(f"hf_fsdp_plugin.{name}") for name in PRIVATE_FILES)
+    modules = [importlib.import_module(f"hf_fsdp_plugin.{name}") for name in PRIVATE_FILES]
     return list(dict.fromkeys(row for module in modules for row in module.CONTRACTS))
 
 

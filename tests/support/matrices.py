@@ -1,4 +1,4 @@
-"""Parameters of tests: which cases are quick, and which run only with ``-m slow``."""
+"""Parameters and marks of tests: which cases are quick, slow (``-m slow``), or need a release of Transformers."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ _FILES = "the folder of a saved model"
 _LOADED = "a model that `from_pretrained` has sharded"
 _READING = "sharding a model while it is read"
 _MARKS = ("_is_distributed_loading_by_transformers", "_device_mesh")
-"""Attributes of a model that ``from_pretrained`` has sharded. Transformers 5.18 has only the second."""
+"""Attributes of a model that ``from_pretrained`` has sharded. Trainers read the first; that of 5.18 reads the second."""
 CONTRACTS = (
     *contracts_of(_TRAINER, "off", "the batch size in the report", "_train_batch_size"),
     *contracts_of(_TRAINER, "refused", "checkpoints of the Trainer", "_get_output_dir", "_save", "_save_checkpoint"),
@@ -61,14 +61,14 @@ def hide_loading(model: Any) -> None:
     attributes of the model only in its constructor, so :func:`show_loading` can undo this afterwards.
     """
     for module in model.modules():
-        hidden = {name: vars(module)[name] for name in _MARKS if vars(module).get(name)}
-        vars(module).update(dict.fromkeys(hidden), _hf_fsdp_hidden_marks=hidden)
+        if (mark := next(filter(vars(module).get, _MARKS), None)) is not None:
+            vars(module).update({mark: None, "_hf_fsdp_hidden_mark": {mark: vars(module)[mark]}})
 
 
 def show_loading(model: Any) -> None:
     """Undo :func:`hide_loading`."""
     for module in model.modules():
-        vars(module).update(vars(module).pop("_hf_fsdp_hidden_marks", {}))
+        vars(module).update(vars(module).pop("_hf_fsdp_hidden_mark", {}))
 
 
 def tied_weights(model: Any) -> Mapping[str, str]:
