@@ -26,7 +26,7 @@ _FILES = "the folder of a saved model"
 _LOADED = "a model that `from_pretrained` has sharded"
 _READING = "sharding a model while it is read"
 _MARKS = ("_is_distributed_loading_by_transformers", "_device_mesh")
-"""Attributes of a model that ``from_pretrained`` has sharded. Trainers read the first; that of 5.18 reads the second."""
+"""Attributes of a model that ``from_pretrained`` has sharded. The Trainer of 5.18 reads only the second."""
 CONTRACTS = (
     *contracts_of(_TRAINER, "off", "the batch size in the report", "_train_batch_size"),
     *contracts_of(_TRAINER, "refused", "checkpoints of the Trainer", "_get_output_dir", "_save", "_save_checkpoint"),
