@@ -7,6 +7,7 @@
 #   bash scripts/gpu_check.sh --only 'scaler'   cases whose name matches a regular expression (--list prints the names)
 #   bash scripts/gpu_check.sh --missing         keep results of older code: only cases without any result
 #   bash scripts/gpu_check.sh --cpu             the same checks on CPU ranks, to test this program
+#   bash scripts/gpu_check.sh --one-of-each     one case of each check, under one version of FSDP
 #
 # One GPU runs one rank, and two ranks on the same GPU over gloo as an experiment. It cannot show NCCL, overlap, hybrid
 # sharding and the diagnosis of hangs, which run from two GPUs on. docs/gpu-review.md lists the checks.
@@ -16,7 +17,7 @@ cd "$(dirname "$0")/.."
 
 case "${1:-}" in
   -h | --help)
-    sed -n '2,13s/^# \{0,1\}//p' "$0"
+    sed -n '2,14s/^# \{0,1\}//p' "$0"
     exit 0
     ;;
 esac

@@ -5,7 +5,18 @@ from __future__ import annotations
 import copy
 import gc
 
-from scripts.bench.gpu_checks import adapters, groups, launched, loading, memory, saving, speed, training  # noqa: F401  (add checks)
+from scripts.bench.gpu_checks import (  # noqa: F401  (add checks)  # noqa: F401
+    adapters,
+    groups,
+    launched,
+    layers,
+    loading,
+    memory,
+    recovery,
+    saving,
+    speed,
+    training,
+)
 from scripts.bench.gpu_checks.base import CHECKS, Case, Check, Skipped, device_module, on_accelerator, reset_process
 
 __all__ = ["CHECKS", "Case", "Check", "Skipped", "run_check"]

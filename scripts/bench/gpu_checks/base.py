@@ -161,6 +161,11 @@ class Size:
         ids = [torch.randint(0, self.config["vocab_size"], shape, generator=generator) for _ in range(number)]
         return [{"input_ids": each, "labels": each} for each in (each.to(device) for each in ids)]
 
+    def with_layers(self, count: int, *, micro_batch: int, seq: int) -> Size:
+        """Return the same model with another number of layers, and another batch."""
+        config = {**self.config, "num_hidden_layers": count}
+        return Size(name=f"{self.name}, {count} layers", config=config, micro_batch=micro_batch, seq_len=seq)
+
 
 def _size(
     name: str, hidden: int, inter: int, layers: int, heads: int, kv: int, vocab: int, batch: int, seq: int
@@ -179,6 +184,13 @@ SIZES = (
     TINY,
 )
 """From the largest to the smallest."""
+
+
+def llama_3_8b_layers(count: int) -> Size:
+    """Return some layers of Llama-3-8B with a smaller vocabulary, and one sequence of 8,192 tokens."""
+    return _size(f"{count} layers of 8 B", 4096, 14336, count, 32, 8, 32000, 1, 8192)
+
+
 _SMALLEST_DEVICE = 12e9
 """Bytes of free memory below which models are tiny: their steps are mostly Python, so that times show nothing."""
 
@@ -274,6 +286,9 @@ class Run:
         optimizer: arguments of AdamW.
     """
 
+    LEARNING_RATE = 1e-3
+    """Of the tiny model. The first steps of a large one would not lower its loss at this rate."""
+
     def __init__(self, case: Case, size: Size = TINY, *, stock: bool = False, **optimizer: Any) -> None:
         import torch
 
@@ -283,18 +298,17 @@ class Run:
         self.accelerator = new_accelerator(case, stock=stock, model=model)
         if case.get("scaled") and case["device"] == "cpu":  # CPU ranks have no fp16 training
             self.accelerator.scaler = CollectiveGradScaler("cpu", init_scale=1024.0)
-        # The first steps of a large model would not lower its loss at the rate of the tiny one.
-        adamw = torch.optim.AdamW(model.parameters(), lr=1e-3 if size is TINY else 1e-4, **optimizer)
+        adamw = torch.optim.AdamW(model.parameters(), lr=self.LEARNING_RATE if size is TINY else 1e-4, **optimizer)
         self.model, self.optimizer = self.accelerator.prepare(model, adamw)
         self.batch = size.batches(self.accelerator.device, 1)[0]
 
-    def backward(self) -> float:
-        loss = self.model(**self.batch).loss
+    def backward(self, batch: dict[str, Any] | None = None) -> float:
+        loss = self.model(**(self.batch if batch is None else batch)).loss
         self.accelerator.backward(loss)
         return float(loss.item())
 
-    def step(self, *, clip: bool = True) -> float:
-        loss = self.backward()
+    def step(self, batch: dict[str, Any] | None = None, *, clip: bool = True) -> float:
+        loss = self.backward(batch)
         if clip:
             self.accelerator.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()

@@ -9,19 +9,26 @@ from typing import Any
 from hf_fsdp_plugin.devices import get_device
 from hf_fsdp_plugin.strategies import STRATEGIES
 from scripts.bench.gpu_checks.base import CHECKS, Case
+from scripts.bench.gpu_checks.layers import MODES
 
+_FP16 = {"precision": "fp16"}
+_OFFLOAD = {"offload": True}
+_EXPANDABLE = {"environment": {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}}
 _FIRST: Sequence[str | tuple[str, Mapping[str, Any]]] = (
-    "training", "sync_free_steps", "throughput", "prediction", "load_speed", "save_stall", "fused_resume",
-    "generation", "compiled", ("scaler", {"precision": "fp16"}), "nccl", "overlap", "hangs", "profiler", "launcher",
+    # Does it start, and are results right that would be wrong silently?
+    "training", ("scaler", _FP16), ("scaler", {**_FP16, **_OFFLOAD}), "fused_resume", "parity", "memory_error",
+    ("extra_forward", _OFFLOAD), ("generation", _OFFLOAD), "sync_free_steps",
+    # Speed and memory.
+    "layers", "throughput", "host_time", "prediction", "load_speed", "save_stall",
+    "generation", "compiled", "nccl", "overlap", "hangs", "spawned_child", "profiler", "launcher",
     ("training", {"strategy": "hybrid_shard"}),
 )  # fmt: skip
 """Run under FSDP2, then under FSDP1, before all others."""
 _OTHERS: Sequence[str | tuple[str, Mapping[str, Any]]] = (
-    "lora", "qlora", "collectives", "contexts", "pinned_saves", "state_dict", ("state_dict", {"offload": True}),
-    "checkpointed_prediction", ("training", {"offload": True}), ("clipping", {"precision": "fp32"}),
-    "activation_offload", "loading", ("scaler", {"precision": "fp16", "offload": True}), "ignored_modules",
-    ("ignored_modules", {"precision": "fp16"}), "reports", "process_groups", "restart", "bench", "one_visible_gpu",
-    "resume_on_one_rank",
+    "lora", "qlora", "collectives", "contexts", "pinned_saves", "state_dict", ("state_dict", _OFFLOAD),
+    "checkpointed_prediction", ("prediction", _EXPANDABLE), ("training", _OFFLOAD), ("clipping", {"precision": "fp32"}),
+    "activation_offload", "loading", "extra_forward", "ignored_modules", ("ignored_modules", _FP16), "reports",
+    "process_groups", "restart", "bench", "one_visible_gpu", "resume_on_one_rank",
 )  # fmt: skip
 _ONCE = ("pinning", "ranks_per_machine")
 """They do not depend on the version of FSDP."""
@@ -66,6 +73,9 @@ def cases(*, num_devices: int, device: str) -> list[Case]:
 def _of_one_world() -> Iterator[Case]:
     for each in (*_FIRST, *_OTHERS):
         check, changed = (each, {}) if isinstance(each, str) else each
+        if check == "layers":  # torchtitan's figures, and the hand-written loops, are of FSDP2
+            yield from ({"check": check, "version": 2, "mode": mode} for mode in MODES)
+            continue
         for version in (2, 1):
             yield {"check": check, "version": version, **changed}
         if check == "save_stall":
@@ -79,7 +89,17 @@ def _of_one_world() -> Iterator[Case]:
 def name_of(case: Case) -> str:
     """Return the name of a case without version and ranks: ``scaler fp16 offload``."""
     words = [case["check"], *([case["strategy"]] if case["check"] == "training" else []), case["precision"]]
+    words += [case["mode"]] if "mode" in case else []
+    words += ["expandable segments"] if "environment" in case else []
     return " ".join([*words, *(["offload"] if case["offload"] else []), *(["one GPU"] if case.get("shared") else [])])
+
+
+def one_of_each(every: Sequence[Case]) -> list[Case]:
+    """Return the first case of each check, and of each mode of a check."""
+    first: dict[tuple[str, str], Case] = {}
+    for case in every:
+        first.setdefault((case["check"], case.get("mode", "")), case)
+    return list(first.values())
 
 
 def key(case: Case) -> tuple[str, int, int]:

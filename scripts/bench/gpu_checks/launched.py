@@ -27,6 +27,14 @@ def launcher(case: Case) -> Case:
     return found
 
 
+@check(seconds=25, limit=150)
+def spawned_child(case: Case) -> Case:
+    """Let each rank of a Trainer start a process that calls ``install()``: it waits for nobody and uses no device."""
+    result = on_rank_0(lambda folder: launch(case, folder, "child"))
+    expect(result["code"] == 0, f"exit code {result['code']}: {result['text']}")
+    return {"text": "children of all ranks have no process group and no device context", **result["report"]}
+
+
 @check(seconds=35, limit=150)
 def restart(case: Case) -> Case:
     """Kill a rank of a launched Trainer. The launcher frees the devices and resumes from the last checkpoint."""

@@ -56,7 +56,7 @@ def _compare(case: Case, changed: dict[str, Any]) -> Case:
         version=case["version"], strategy=case["strategy"], ranks=case["ranks"],
         precision="no" if case["precision"] == "fp32" else case["precision"],
         prefetch="none",  # as in the config of the checks
-        loop="foreach" if on_accelerator(case) else "for_loop",
+        loop=_loop(case),
         batch=size.micro_batch, seq=size.seq_len, layers=c["num_hidden_layers"], hidden=c["hidden_size"],
         inter=c["intermediate_size"], vocab=c["vocab_size"], heads=c["num_attention_heads"],
         kv_heads=c["num_key_value_heads"], **changed,
@@ -84,6 +84,16 @@ def _compare(case: Case, changed: dict[str, Any]) -> Case:
     return {"text": text, "errors": errors, **found}
 
 
+def _loop(case: Case) -> Any:
+    """Return the implementation of AdamW: on GPUs the default of ``TrainingArguments``.
+
+    The fused kernels of other devices may be made of operators whose results take memory.
+    """
+    if not on_accelerator(case):
+        return "for_loop"
+    return "fused" if case["device"] == "cuda" else "foreach"
+
+
 def measure(case: Case, size: Size) -> dict[str, int]:
     """Train, and return the largest of each figure of the ranks in bytes.
 
@@ -97,7 +107,7 @@ def measure(case: Case, size: Size) -> dict[str, int]:
     gc.collect()
     memory.empty_cache()
     before = {"allocated": memory.memory_allocated(), "reserved": memory.memory_reserved()}
-    run = Run(case, size, foreach=True)
+    run = Run(case, size, **{_loop(case): True})
     for _ in range(2):
         run.step()
     memory.synchronize()

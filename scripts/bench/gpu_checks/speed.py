@@ -28,8 +28,8 @@ from scripts.bench.gpu_checks.base import (
     torch_device,
 )
 
-_LEAST_RATIO = 0.9
-"""Tokens per second over those of another system below which `throughput` fails, unless the model is tiny."""
+LEAST_RATIO = 0.9
+"""Tokens per second over those of another system below which a check fails, unless the model is tiny."""
 
 
 def make_system(case: Case, system: str, size: Size) -> Any:
@@ -45,31 +45,43 @@ def make_system(case: Case, system: str, size: Size) -> Any:
 
 
 class PlainLoop:
-    """The training loop of plain torch, with the units and settings of the plan. Collective."""
+    """The training loop of plain torch, with the units and settings of the plan. Collective.
 
-    def __init__(self, case: Case, model: Any, device: Any) -> None:
+    Args:
+        change: changes the model before it is sharded, and returns what is called after each optimizer step.
+        lr: learning rate; that of the other loops by default.
+    """
+
+    def __init__(
+        self, case: Case, model: Any, device: Any, change: Callable[[Any], Any] | None = None, lr: float | None = None
+    ) -> None:
         import torch
 
         from hf_fsdp_plugin.integrations.bench.rank import LEARNING_RATE
         from hf_fsdp_plugin.plan.resolve import resolve
 
         plan = resolve(spec_of(case), model, world_size=case["ranks"], device_type=device.type)
+        self._after_step = None if change is None else change(model)
         self.model = _fsdp1(plan, model, device) if plan.version == 1 else _fsdp2(plan, model)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=LEARNING_RATE)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=lr or LEARNING_RATE)
         self.clips_itself = plan.version == 1
 
-    def step(self, batch: Any) -> Any:
+    def step(self, batch: Any, *, clip: bool = True) -> Any:
         import torch
 
         from hf_fsdp_plugin.integrations.bench.rank import MAX_GRAD_NORM
 
         loss = self.model(**batch).loss
         loss.backward()
-        if self.clips_itself:
+        if not clip:
+            pass
+        elif self.clips_itself:
             self.model.clip_grad_norm_(MAX_GRAD_NORM)
         else:
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), MAX_GRAD_NORM)
         self.optimizer.step()
+        if self._after_step is not None:
+            self._after_step()
         self.optimizer.zero_grad()
         return loss.detach()
 
@@ -241,19 +253,12 @@ def throughput(case: Case) -> Case:
         peaks[system] = max(on_all((memory.peak() or 0) - (held or 0)))
         loops[system].leave()
     expect(max(losses.values()) - min(losses.values()) < 0.05, f"losses of step 3: {losses}")
-    times: dict[str, list[float]] = {system: [] for system in systems}
-    num_blocks, num_steps = (5, 4) if size is not TINY else (2, 2)
-    for block in range(num_blocks):
-        for system in systems if block % 2 == 0 else reversed(systems):
-            times[system].append(_time_of_step(loops[system], batches, num_steps, device))
+    times = alternate(loops, batches, device, is_tiny=size is TINY)
     tokens = size.micro_batch * size.seq_len * case["ranks"]
-    rates = {system: round(tokens / statistics.median(found), 1) for system, found in times.items()}
-    ratios = {
-        other: round(statistics.median(b / a for a, b in zip(times["plugin"], times[other], strict=True)), 4)
-        for other in systems[1:]
-    }
+    rates = {system: round(tokens / seconds, 1) for system, seconds in medians(times).items()}
+    ratios = {other: ratio_of(times, other) for other in systems[1:]}
     tflops = round(6 * size.num_params * rates["plugin"] / case["ranks"] / 1e12, 1)
-    slow = [other for other, ratio in ratios.items() if ratio < _LEAST_RATIO and size is not TINY]
+    slow = [other for other, ratio in ratios.items() if ratio < LEAST_RATIO and size is not TINY]
     expect(not slow, f"slower than {slow}: {rates} tokens/s")
     compared = "; ".join(f"{ratio:.3f} × {other}" for other, ratio in ratios.items())
     return {
@@ -265,6 +270,25 @@ def throughput(case: Case) -> Case:
         "peak_bytes": peaks,
         "third_losses": {system: round(loss, 4) for system, loss in losses.items()},
     }
+
+
+def alternate(loops: dict[str, Any], batches: list[Case], device: Any, *, is_tiny: bool) -> dict[str, list[float]]:
+    """Let blocks of steps of several loops alternate, and return the seconds of a step in each block."""
+    times: dict[str, list[float]] = {system: [] for system in loops}
+    num_blocks, num_steps = (2, 2) if is_tiny else (5, 4)
+    for block in range(num_blocks):
+        for system in loops if block % 2 == 0 else reversed(loops):
+            times[system].append(_time_of_step(loops[system], batches, num_steps, device))
+    return times
+
+
+def medians(times: dict[str, list[float]]) -> dict[str, float]:
+    return {system: statistics.median(found) for system, found in times.items()}
+
+
+def ratio_of(times: dict[str, list[float]], other: str) -> float:
+    """Return how many times as fast as another system this package is: the median over the blocks."""
+    return round(statistics.median(b / a for a, b in zip(times["plugin"], times[other], strict=True)), 4)
 
 
 def _time_of_step(loop: Any, batches: list[dict[str, Any]], num_steps: int, device: Any) -> float:
@@ -310,3 +334,17 @@ def nccl(case: Case) -> Case:
     version = ".".join(map(str, device_module(case).nccl.version())) if case["device"] == "cuda" else ""
     text = f"{dist.get_backend_config()} {version}: {', '.join(f'{name} {rate} GB/s' for name, rate in rates.items())}"
     return {"text": text, "gb_per_second": rates, "nccl": version}
+
+
+def why_no_compiler(case: Case) -> str:
+    """Return why inductor cannot compile a kernel here: it needs a C compiler and the headers of Python."""
+    import torch
+
+    if case["device"] != "cuda":
+        return ""
+    function = torch.compile(lambda x: torch.sin(x) * 2 + 1)
+    try:
+        function(torch.ones(1024, device=torch.device("cuda", torch.cuda.current_device()))).sum().item()
+    except Exception as error:  # of inductor, triton or the compiler
+        return " ".join(f"{type(error).__name__}: {error}".split())[:300]
+    return ""

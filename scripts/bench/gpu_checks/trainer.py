@@ -2,6 +2,7 @@
 
 import os
 import signal
+import subprocess
 import sys
 import time
 from typing import Any
@@ -18,7 +19,7 @@ size = next(size for size in SIZES if size.name == name)
 class Fault(TrainerCallback):
     """Kills the last rank of the first attempt after step 4, or lets it sleep, if the script is asked to.
 
-    If the run resumes, prints the step at which it begins.
+    If the run resumes, prints the step at which it begins. ``child`` starts a process in each rank in step 2.
     """
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -26,6 +27,9 @@ class Fault(TrainerCallback):
             print(f"resumed at step {state.global_step}", flush=True)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if faults == ["child"] and state.global_step == 2:
+            command = [sys.executable, "-m", "scripts.bench.gpu_checks.child", "config.json"]
+            subprocess.run(command, timeout=60, check=True)
         is_last = int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1
         if (
             faults not in (["kill"], ["hang"])

@@ -18,6 +18,7 @@ from scripts.bench.gpu_checks.base import (
     on_all,
     shared_folder,
 )
+from scripts.bench.gpu_checks.speed import why_no_compiler
 
 
 @check(seconds=5, limit=120)
@@ -120,7 +121,7 @@ def compiled(case: Case) -> Case:
     import torch
 
     backend = "inductor" if case["device"] == "cuda" else "aot_eager"
-    if reason := _why_no_compiler(case):
+    if reason := why_no_compiler(case):
         raise Skipped(f"torch.compile does not work here without this package: {reason}")
     eager = Run(case).train()
     run = Run({**case, "top": {"dynamo_config": {"dynamo_backend": backend.upper()}}})
@@ -128,20 +129,6 @@ def compiled(case: Case) -> Case:
     expect(abs(losses[-1] - eager[-1]) < 0.05, f"compiled {losses[-1]}, eager {eager[-1]}")
     torch.compiler.reset()
     return {"eager": round(eager[-1], 4), backend: round(losses[-1], 4)}
-
-
-def _why_no_compiler(case: Case) -> str:
-    """Return why inductor cannot compile a kernel here: it needs a C compiler and the headers of Python."""
-    import torch
-
-    if case["device"] != "cuda":
-        return ""
-    function = torch.compile(lambda x: torch.sin(x) * 2 + 1)
-    try:
-        function(torch.ones(1024, device=torch.device("cuda", torch.cuda.current_device()))).sum().item()
-    except Exception as error:  # of inductor, triton or the compiler
-        return " ".join(f"{type(error).__name__}: {error}".split())[:300]
-    return ""
 
 
 @check(seconds=4)

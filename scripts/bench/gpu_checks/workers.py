@@ -141,7 +141,8 @@ class Workers:
 def _world(case: Case) -> tuple[Any, ...]:
     """Return what ranks must have in common to run two cases."""
     own_device = case["check"] == "one_visible_gpu"
-    return case["device"], case["ranks"], case["backend"], bool(case.get("shared")), own_device
+    environment = str(case.get("environment", ""))
+    return case["device"], case["ranks"], case["backend"], bool(case.get("shared")), own_device, environment
 
 
 def _free_port() -> int:
@@ -163,7 +164,7 @@ def _serve(rank: int, port: int, case: Case, pipe: Connection, log: str) -> None
     threads = 1 if case["device"] == "cpu" else max(1, min(16, (os.cpu_count() or 1) // ranks))
     os.environ.update(
         _ENVIRONMENT, RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(ranks),
-        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
+        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), **case.get("environment", {}),
     )  # fmt: skip
     os.environ.setdefault("OMP_NUM_THREADS", str(threads))
     if case["check"] == "one_visible_gpu" and case["device"] == "cuda":
@@ -214,9 +215,10 @@ def _line(figures: Case) -> str:
 
 def _start_process_group(case: Case) -> None:
     """Start the process group. On GPUs an Accelerator starts ``cpu:gloo,cuda:nccl``, as in a script."""
-    import gpu_checks  # noqa: F401  (imports take seconds that belong to no check)
     import torch
     import torch.distributed as dist
+
+    import scripts.bench.gpu_checks  # noqa: F401  (imports take seconds that belong to no check)
 
     if case["device"] == "cpu":
         os.environ["ACCELERATE_USE_CPU"] = "true"

@@ -25,7 +25,7 @@ from typing import Any
 from hf_fsdp_plugin.problems import SpecError
 from scripts.bench.common import RESULTS, ROOT, describe_machine
 from scripts.bench.gpu_checks.base import CHECKS, Case, Unusable
-from scripts.bench.gpu_checks.cases import cases, full_name, key
+from scripts.bench.gpu_checks.cases import cases, full_name, key, one_of_each
 from scripts.bench.gpu_checks.results import NOT_SHOWN, Results, code_version, row_key
 from scripts.bench.gpu_checks.workers import Workers
 
@@ -82,6 +82,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"gpu_check: {error}", file=sys.stderr)
         return 1
     every = [case for case in cases(num_devices=count, device=device) if re.search(options.only, full_name(case))]
+    if options.one_of_each:
+        every = one_of_each(every)
     if options.list:
         print("\n".join(map(full_name, every)))
         return 0
@@ -164,6 +166,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="gpu_check.sh", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--minutes", type=float, help="end after this time; the next call continues")
     parser.add_argument("--only", default="", metavar="REGEX", help="run these cases, also those with a result")
+    parser.add_argument("--one-of-each", action="store_true", help="run one case of each check, to test this program")
     parser.add_argument("--missing", action="store_true", help="keep results of other code: run cases without any")
     parser.add_argument("--again", action="store_true", help="run cases that have a result of this code, too")
     parser.add_argument("--list", action="store_true", help="print the names of the cases in order, and run none")
