@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,28 +11,29 @@ from typing import Any
 
 import pytest
 
+from tests.accelerator.accelerator_build import available
 from tests.gloo.cases_gpu_check import run
 from tests.support.matrices import slow
-from tests.support.ranks import RankError, Ranks
+from tests.support.ranks import ACCELERATOR_BACKEND, RankError, Ranks
 
-SLOW = (
-    "training", "launcher", "restart", "compiled", "ignored_modules", "scaler", "activation_offload", "generation",
-    "loading", "pinned_saves", "bench", "profiler", "checkpointed_prediction", "hangs", "overlap", "resume_on_one_rank",
-    "qlora",
+ROOT = Path(__file__).resolve().parents[2]
+
+ON_CPU = (
+    "launcher", "restart", "hangs", "profiler", "overlap", "bench", "spawned_child", "resume_on_one_rank", "layers",
+    "one_visible_gpu", "ranks_per_machine", "throughput",
 )  # fmt: skip
-"""Checks that take seconds."""
-QUICK = (
-    "state_dict", "clipping", "reports", "process_groups", "ranks_per_machine", "collectives", "sync_free_steps",
-    "throughput", "nccl", "load_speed", "fused_resume", "save_stall", "pinning", "contexts", "lora", "one_visible_gpu",
-    "prediction",
+"""Checks whose case in the quick tests runs on CPU ranks: those that start processes, which take long."""
+ON_DEVICE = (
+    "training", "scaler", "fused_resume", "parity", "memory_error", "extra_forward", "generation", "sync_free_steps",
+    "host_time", "prediction", "load_speed", "save_stall", "pinning", "compiled", "nccl", "lora", "qlora",
+    "collectives", "contexts", "pinned_saves", "state_dict", "checkpointed_prediction", "clipping", "activation_offload", "loading",
+    "ignored_modules", "reports", "process_groups",
 )  # fmt: skip
-QUICK_ON_CPU = (
-    "clipping", "reports", "process_groups", "ranks_per_machine", "collectives", "nccl", "load_speed", "pinning",
-    "one_visible_gpu", "contexts", "sync_free_steps",
-)  # fmt: skip
-"""The simulated device runs the other quick checks too, and shows more."""
-ON_ACCELERATORS = ("sync_free_steps", "pinning", "contexts")
-"""They have nothing to check on CPU ranks; ``contexts`` nothing on a simulated device either."""
+"""Checks whose case in the quick tests runs on the simulated device, which shows more."""
+SKIPPED = {"qlora": "not installed: bitsandbytes", "contexts": "only CUDA has contexts"}
+"""Checks that these machines cannot run, and the reason that their row has."""
+NOT_ON_CPU = ("sync_free_steps", "pinning", "contexts")
+"""Checks that have nothing to show on CPU ranks."""
 
 
 @pytest.fixture
@@ -43,16 +45,6 @@ def gpu() -> SimpleNamespace:
     return SimpleNamespace(check=gpu_check, base=base, cases=cases, results=results, workers=workers)
 
 
-def parameters(quick: tuple[str, ...]) -> list[Any]:
-    """Each check with two ranks: quick ones under one version, the others in the slow run."""
-    found: list[Any] = []
-    for number, name in enumerate((*QUICK, *SLOW)):
-        for version in (1, 2):
-            is_quick = name in quick and version == 1 + number % 2
-            found.append((name, version) if is_quick else slow(name, version))
-    return found
-
-
 def case_of(check: str, version: int, **changed: Any) -> dict[str, Any]:
     precision = "bf16" if check in ("ignored_modules", "throughput", "load_speed") else "fp32"
     return {
@@ -61,14 +53,62 @@ def case_of(check: str, version: int, **changed: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def run_program(out: Path, *arguments: str, environ: dict[str, str] | None = None) -> dict[str, Any]:
+    """Run the script that users start, and return check -> the row of its case."""
+    command = ["bash", str(ROOT / "scripts" / "gpu_check.sh"), "--out", str(out), *arguments]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=900, check=False, env={**os.environ, **(environ or {})}
+    )
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+    return {row["name"].split()[0]: row for row in json.loads(out.read_text())["rows"]}
+
+
+def check_rows(rows: dict[str, Any], expected: tuple[str, ...]) -> None:
+    assert rows.keys() == set(expected)
+    for name, row in rows.items():
+        if name in SKIPPED:
+            assert (row["status"], row["reason"]) == ("skipped", SKIPPED[name])
+        else:
+            assert row["status"] == "passed" and row["figures"] and row["ranks"] == 2, row
+
+
+@pytest.mark.cpu_ranks("the next test runs the program on devices")
+@pytest.mark.timeout(1200)
+def test_program_passes_on_cpu_ranks(tmp_path: Path) -> None:
+    only = f"^({'|'.join(ON_CPU)}) .*2 ranks"
+    rows = run_program(tmp_path / "out.json", "--cpu", "--one-of-each", "--only", only)
+    check_rows(rows, ON_CPU)
+    result = json.loads((tmp_path / "out.json").read_text())["rows"]
+    modes = {row["name"].removeprefix("layers bf16 "): row["status"] for row in result if "layers" in row["name"]}
+    assert modes.pop("fp8 compiled") == "skipped"
+    assert modes == dict.fromkeys(("eager", "selective", "compiled", "compiled selective"), "passed")
+
+
+@pytest.mark.cpu_ranks("runs once, on devices of its own")
+@pytest.mark.timeout(1200)
+def test_program_passes_on_simulated_devices(tmp_path: Path) -> None:
+    if reason := available():
+        pytest.skip(f"no simulated accelerator: {reason}")
+    environ = {"PYTHONPATH": str(ACCELERATOR_BACKEND), "SIM_ACCELERATOR_COUNT": "2"}
+    only = f"^({'|'.join(ON_DEVICE)}) .*2 ranks"
+    check_rows(run_program(tmp_path / "out.json", "--one-of-each", "--only", only, environ=environ), ON_DEVICE)
+
+
+def test_every_check_has_a_case_in_the_quick_tests(gpu: SimpleNamespace) -> None:
+    assert {*ON_CPU, *ON_DEVICE} == set(gpu.base.CHECKS) and not {*ON_CPU}.intersection(ON_DEVICE)
+
+
+EVERY = [slow(name, version) for name in (*ON_CPU, *ON_DEVICE) for version in (1, 2) if name != "layers"]
+
+
 @pytest.mark.cpu_ranks("the next test runs the checks on devices")
-@pytest.mark.parametrize(("check", "version"), parameters(QUICK_ON_CPU))
+@pytest.mark.parametrize(("check", "version"), EVERY)
 def test_check_passes_on_cpu_ranks(two_ranks: Ranks, check: str, version: int) -> None:
     for figures in two_ranks.run(run, case_of(check, version)):
-        assert json.dumps(figures) and (isinstance(figures, str) == (check in ON_ACCELERATORS))
+        assert json.dumps(figures) and (isinstance(figures, str) == (check in NOT_ON_CPU))
 
 
-@pytest.mark.parametrize(("check", "version"), parameters(QUICK))
+@pytest.mark.parametrize(("check", "version"), EVERY)
 def test_check_passes_on_simulated_device(two_accelerator_ranks: Ranks, check: str, version: int) -> None:
     """The same checks, as on a GPU: the first contact with one does not fail in the check itself."""
     case = case_of(check, version, device="npu", backend="hccl")
@@ -101,10 +141,6 @@ def test_refused_case_has_its_codes(two_ranks: Ranks) -> None:
     assert two_ranks.run(run, case_of("generation", 2, precision="fp16")) == [["FSDP-E147"]] * 2
 
 
-def test_every_check_is_tested(gpu: SimpleNamespace) -> None:
-    assert {*QUICK, *SLOW} == set(gpu.base.CHECKS)
-
-
 def test_one_gpu_runs_every_check_and_two_run_more(gpu: SimpleNamespace) -> None:
     one, two, four = (gpu.cases.cases(num_devices=count, device="cuda") for count in (1, 2, 4))
     cpu = gpu.cases.cases(num_devices=2, device="cpu")
@@ -124,9 +160,10 @@ def test_telling_checks_come_first_and_fit_into_one_call(gpu: SimpleNamespace) -
     for case in one:
         seconds += gpu.base.CHECKS[case["check"]].seconds
         reached += [case["check"]] if seconds < 7 * 60 else []
-    told = {"training", "sync_free_steps", "throughput", "prediction", "load_speed", "save_stall"}
-    assert told <= set(reached[:16])
-    assert sum(gpu.base.CHECKS[case["check"]].seconds for case in one if case["ranks"] == 1) < 24 * 60
+    silent = {"training", "scaler", "fused_resume", "parity", "memory_error", "extra_forward", "generation"}
+    assert {*silent, "sync_free_steps", "layers"} <= set(reached)
+    checks = [gpu.base.CHECKS[case["check"]] for case in one if case["ranks"] == 1]
+    assert sum(check.seconds for check in checks if check.min_ranks == 1) < 25 * 60
 
 
 def fake(gpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, results: dict[str, Any]) -> list[tuple[str, float]]:
@@ -248,13 +285,3 @@ def test_ranks_run_cases_in_turn_and_are_ended_by_the_limit(gpu: SimpleNamespace
         assert refused["status"] == "refused" and "FSDP-E147" in refused["reason"] and "traceback" in refused
     finally:
         workers.stop()
-
-
-@pytest.mark.slow
-def test_program_runs_cases_and_writes_rows(tmp_path: Path) -> None:
-    script = Path(__file__).parents[2] / "scripts" / "gpu_check.sh"
-    command = ["bash", str(script), "--cpu", "--only", "clipping.*FSDP2, 2 ranks", "--out", str(tmp_path / "out.json")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=180, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    (row,) = json.loads((tmp_path / "out.json").read_text())["rows"]
-    assert row["status"] == "passed" and set(row["figures"]["norms"]) == {"1.0", "2.0", "inf"}

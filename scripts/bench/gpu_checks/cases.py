@@ -13,14 +13,14 @@ from scripts.bench.gpu_checks.layers import MODES
 
 _FP16 = {"precision": "fp16"}
 _OFFLOAD = {"offload": True}
-_EXPANDABLE = {"environment": {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}}
+_EXPANDABLE = {"version": 2, "environment": {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}}
 _FIRST: Sequence[str | tuple[str, Mapping[str, Any]]] = (
     # Does it start, and are results right that would be wrong silently?
     "training", ("scaler", _FP16), ("scaler", {**_FP16, **_OFFLOAD}), "fused_resume", "parity", "memory_error",
     ("extra_forward", _OFFLOAD), ("generation", _OFFLOAD), "sync_free_steps",
     # Speed and memory.
     "layers", "throughput", "host_time", "prediction", "load_speed", "save_stall",
-    "generation", "compiled", "nccl", "overlap", "hangs", "spawned_child", "profiler", "launcher",
+    "generation", "compiled", "nccl", "overlap", "hangs", "profiler", "launcher",
     ("training", {"strategy": "hybrid_shard"}),
 )  # fmt: skip
 """Run under FSDP2, then under FSDP1, before all others."""
@@ -30,7 +30,7 @@ _OTHERS: Sequence[str | tuple[str, Mapping[str, Any]]] = (
     "activation_offload", "loading", "extra_forward", "ignored_modules", ("ignored_modules", _FP16), "reports",
     "process_groups", "restart", "bench", "one_visible_gpu", "resume_on_one_rank",
 )  # fmt: skip
-_ONCE = ("pinning", "ranks_per_machine")
+_ONCE = ("pinning", "ranks_per_machine", "spawned_child")
 """They do not depend on the version of FSDP."""
 _SHARED = ("training", "loading", "state_dict", "scaler")
 """Run by two ranks on one GPU."""
@@ -76,7 +76,7 @@ def _of_one_world() -> Iterator[Case]:
         if check == "layers":  # torchtitan's figures, and the hand-written loops, are of FSDP2
             yield from ({"check": check, "version": 2, "mode": mode} for mode in MODES)
             continue
-        for version in (2, 1):
+        for version in (2, 1) if "version" not in changed else (changed["version"],):
             yield {"check": check, "version": version, **changed}
         if check == "save_stall":
             yield from ({"check": name} for name in _ONCE)

@@ -57,7 +57,7 @@ _PEAKS = {"H100": 989e12, "H200": 989e12, "A100": 312e12}
 _PRODUCTS = frozenset({"aten::mm", "aten::addmm", "aten::_scaled_mm"})
 
 
-@check(seconds=45, limit=240)
+@check(seconds=40, limit=240)
 def layers(case: Case) -> Case:
     """Compare a mode with hand-written FSDP2: tokens per second, share of the peak, and matrix products of a step.
 
@@ -261,7 +261,7 @@ def _reset_compiler() -> None:
     torch.compiler.reset()
 
 
-@check(seconds=25, limit=120)
+@check(seconds=10, limit=120)
 def host_time(case: Case) -> Case:
     """Time the host's work for each unit: steps that are too small for the device, against hand-written FSDP."""
     size = TINY if free_memory(case) < 12e9 else TINY.with_layers(32, micro_batch=1, seq=128)
@@ -288,7 +288,7 @@ def host_time(case: Case) -> Case:
     return {"text": text, "step_seconds": seconds, "added_microseconds_per_unit": round(added, 1)}
 
 
-@check(seconds=20, limit=120)
+@check(seconds=12, limit=240)
 def parity(case: Case) -> Case:
     """Train 50 steps here and with hand-written FSDP: the losses of each step must be equal.
 

@@ -226,7 +226,7 @@ def sync_mode(mode: str) -> Iterator[None]:
 # ---- throughput -----------------------------------------------------------------------------------------------------
 
 
-@check(seconds=45, limit=200)
+@check(seconds=30, limit=200)
 def throughput(case: Case) -> Case:
     """Compare tokens per second with stock Accelerate and plain torch: the same model, batches and settings.
 
