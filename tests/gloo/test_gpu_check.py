@@ -26,8 +26,8 @@ ON_CPU = (
 ON_DEVICE = (
     "training", "scaler", "fused_resume", "parity", "memory_error", "extra_forward", "generation", "sync_free_steps",
     "host_time", "prediction", "load_speed", "save_stall", "pinning", "compiled", "nccl", "lora", "qlora",
-    "collectives", "contexts", "pinned_saves", "state_dict", "checkpointed_prediction", "clipping", "activation_offload", "loading",
-    "ignored_modules", "reports", "process_groups",
+    "collectives", "contexts", "pinned_saves", "state_dict", "checkpointed_prediction", "clipping",
+    "activation_offload", "loading", "ignored_modules", "reports", "process_groups",
 )  # fmt: skip
 """Checks whose case in the quick tests runs on the simulated device, which shows more."""
 SKIPPED = {"qlora": "not installed: bitsandbytes", "contexts": "only CUDA has contexts"}
