@@ -16,7 +16,7 @@ from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
-from hf_fsdp_plugin.contracts import contracts_of, guard_functions, import_target
+from hf_fsdp_plugin.contracts import Contract, contracts_of, guard_functions, import_target
 
 if TYPE_CHECKING:
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import ActivationWrapper as ActivationWrapper
@@ -58,7 +58,10 @@ CONTRACTS = (
                   "_version"),
     *contracts_of("torch:Tensor", "off", "hooks of a script on parameters",
                   "_backward_hooks", "_post_accumulate_grad_hooks"),
-    *contracts_of("torch.amp.grad_scaler:GradScaler", "refused", _SCALER, "_unscale_grads_"),
+    *contracts_of("torch.amp.grad_scaler:GradScaler", "refused", _SCALER, "_device", "_growth_tracker",
+                  "_lazy_init_scale_growth_tracker", "_unscale_grads_"),
+    Contract(target="torch.amp.grad_scaler:_step_supports_amp_scaling", without="refused", use=_SCALER,
+             behavior="The scaler skips the steps of optimizers without this mark, and fused kernels skip their own."),
     *contracts_of("torch", "refused", _SCALER, "_amp_foreach_non_finite_check_and_unscale_"),
     *contracts_of(_DISPATCH, "refused", _PREDICTION, "TorchDispatchMode"),
     *contracts_of("torch:ops.aten", "refused", _PREDICTION, "_grouped_mm.default", "_local_scalar_dense.default",
@@ -264,6 +267,20 @@ class CollectiveGradScaler(GradScaler):
         # Ranks with empty shards have gradients on fewer devices, so there is one collective for all of them.
         dist.all_reduce(found_inf, dist.ReduceOp.MAX)
         return {found_inf.device: found_inf}
+
+    def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
+        # Accelerate calls it in `load_state`. A scaler that has been used has both, with the values that were loaded.
+        if self._growth_tracker is None:
+            super()._lazy_init_scale_growth_tracker(dev)
+
+    def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
+        """Unscale the gradients and call ``optimizer.step``, unless a gradient is infinite. Collective."""
+        # Fused kernels of the CPU read the flag and the scale from asynchronous copies, before these have arrived.
+        if getattr(optimizer, "_step_supports_amp_scaling", False) and self._device != "cpu":
+            parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+            if any(parameter.device.type == "cpu" for parameter in parameters):
+                optimizer._step_supports_amp_scaling = False
+        return super().step(optimizer, *args, **kwargs)
 
 
 def _local_gradients(optimizer: torch.optim.Optimizer) -> dict[tuple[torch.device, torch.dtype], list[torch.Tensor]]:

@@ -85,22 +85,61 @@ def train_scaled(version: int, name: str, ignored: str, how: str) -> dict[str, A
 
 def step_with_infinite_gradient(version: int, ignored: str, how: str) -> dict[str, Any]:
     """Make one gradient of the last rank infinite, without clipping, and step. The next step is an ordinary one."""
-    accelerator = scaled_accelerator(version, ignored)
+    return _step_with_infinite_gradient(scaled_accelerator(version, ignored), how)
+
+
+def step_offloaded_with_infinite_gradient(version: int, how: str, clip: bool) -> dict[str, Any]:
+    """The same on devices, with shards in host memory."""
+    config = parallel_config("full_shard", version, 2, use_cpu=False, fsdp_offload_params=True)
+    accelerator = fresh_accelerator({**config, "mixed_precision": "fp16"})
+    accelerator.scaler.load_state_dict({**accelerator.scaler.state_dict(), "scale": SCALE})
+    return _step_with_infinite_gradient(accelerator, how, clip)
+
+
+def _step_with_infinite_gradient(accelerator: Any, how: str, clip: bool = False) -> dict[str, Any]:
     model = MODELS["llama"]()
     model, optimizer = accelerator.prepare(model, adamw(model, how))
     found: dict[str, Any] = {"changed": [], "scales": []}
     for is_infinite in (True, False):
-        accelerator.backward(model(input_ids=torch.ones(2, 4, dtype=torch.long), labels=torch.ones(2, 4).long()).loss)
+        ids = torch.ones(2, 4, dtype=torch.long, device=accelerator.device)
+        accelerator.backward(model(input_ids=ids, labels=ids).loss)
         if is_infinite and dist.get_rank() == dist.get_world_size() - 1:
             gradients = (_local(p.grad) for p in model.parameters() if p.grad is not None)
             next(gradient for gradient in gradients if gradient.numel()).view(-1)[0] = float("inf")
         before = [_local(parameter.detach()).clone() for parameter in model.parameters()]
+        if clip:
+            accelerator.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
         after = [_local(parameter.detach()) for parameter in model.parameters()]
         found["changed"].append(any(not torch.equal(a, b) for a, b in zip(before, after, strict=True)))
         found["scales"].append(accelerator.scaler.get_scale())
     return found
+
+
+def load_after_steps(folder: str, version: int) -> list[dict[str, Any]]:
+    """Save, step with an infinite gradient, load: the state of the scaler after each, and after a step of a new one."""
+    states = []
+    for is_new in (False, True):
+        accelerator = scaled_accelerator(version, "lm_head")
+        model = MODELS["llama"]()
+        model, optimizer = accelerator.prepare(model, adamw(model, "plain"))
+
+        def step(factor: float) -> None:
+            ids = torch.ones(2, 4, dtype=torch.long)
+            accelerator.backward(factor * model(input_ids=ids, labels=ids).loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            states.append(accelerator.scaler.state_dict())
+
+        if not is_new:
+            step(1.0)
+            accelerator.save_state(folder)
+            step(float("inf"))
+        accelerator.load_state(folder)
+        states.append(accelerator.scaler.state_dict())
+        step(1.0)
+    return states
 
 
 def _local(tensor: Any) -> torch.Tensor:

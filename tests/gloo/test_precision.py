@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -56,6 +57,24 @@ def test_scaled_training_equals_one_process(two_ranks: Ranks, name: str, ignored
 def test_infinite_gradient_of_one_rank_skips_all_ranks(two_ranks: Ranks, how: str, version: int) -> None:
     found = two_ranks.run(cases.step_with_infinite_gradient, version, "lm_head", how)
     assert found == [{"changed": [False, True], "scales": [cases.SCALE / 2, cases.SCALE / 2]}] * 2
+
+
+@VERSIONS
+@pytest.mark.parametrize(("how", "clip"), [("fused", False), ("fused", True), slow("plain", False)])
+def test_infinite_gradient_in_host_memory_skips_the_step(
+    two_accelerator_ranks: Ranks, version: int, how: str, clip: bool
+) -> None:
+    """Fused kernels of the CPU would read their flag from a copy that has not arrived yet."""
+    found = two_accelerator_ranks.run(cases.step_offloaded_with_infinite_gradient, version, how, clip)
+    assert found == [{"changed": [False, True], "scales": [cases.SCALE / 2, cases.SCALE / 2]}] * 2
+
+
+@VERSIONS
+def test_used_scaler_loads_the_state_of_a_checkpoint(two_ranks: Ranks, tmp_path: Path, version: int) -> None:
+    saved, skipped, loaded, continued, new, again = two_ranks.run(cases.load_after_steps, str(tmp_path), version)[0]
+    assert skipped["scale"] == saved["scale"] / 2
+    assert loaded == new == saved
+    assert continued == again and continued["_growth_tracker"] == saved["_growth_tracker"] + 1
 
 
 def test_accelerator_gets_the_scaler_with_its_settings(two_ranks: Ranks) -> None:
