@@ -338,13 +338,16 @@ def _whole(name: str, tensor: torch.Tensor) -> LocalShard:
 
 
 def shards_to_write(shards: Iterable[LocalShard]) -> list[LocalShard]:
-    """Return the shards that this rank writes. Replicas divide them by size, with the same result on every rank."""
+    """Return the shards that this rank writes. Replicas divide them by size, with the same result on every rank.
+
+    A tensor without elements has no pieces, but is listed in the files.
+    """
     loads: dict[int, list[int]] = {}
     mine = []
     for shard in shards:
         load = loads.setdefault(shard.replicas, [0] * shard.replicas)
         writer = load.index(min(load))
         load[writer] += shard.num_bytes
-        if writer == shard.replica and shard.pieces:
+        if writer == shard.replica and (shard.pieces or 0 in shard.shape):
             mine.append(shard)
     return mine

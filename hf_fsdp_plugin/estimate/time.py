@@ -104,16 +104,19 @@ def estimate_communication(
         profile = profile_step(plan, model, workload) if profile is None else profile
         for (name, phase, call), number in axis_calls(plan, profile).items():
             yield calls(number * micro_batches, call.kind, call.axis, call.bytes, phase, name)
+    names = [name for unit in plan.units for name in unit.parameters]
     # The gradients of parameters that are not sharded are averaged after every backward pass.
     for parameter in map(model.get_parameter, plan.ignored_parameters):
         if parameter.requires_grad:
             num_bytes = parameter.numel() * plan.precision.stored_dtype(parameter).itemsize
             yield calls(micro_batches, "all_reduce", "world", num_bytes, "backward")
+    if plan.world_size > 1 and any(model.get_parameter(name).requires_grad for name in names):
+        yield calls(reductions, "all_reduce", "world", len(names), "backward")  # whether any rank has used each of them
     if weights := fp8_gathered(plan, model):  # the largest elements, from which their scales are computed
         yield calls(1, "all_reduce", "shard", 4 * len(weights), "update")
     if plan.precision.param == "fp16":  # the gradient scaler
         yield calls(1, "all_reduce", "world", 4, "clipping" if workload.clip_norm else "update")
-    parameters = [model.get_parameter(name) for unit in plan.units for name in unit.parameters]
+    parameters = list(map(model.get_parameter, names))
     is_sharded = shards > 1 or plan.backend == "fsdp2"  # FSDP2 has a shard axis of size 1, too
     if workload.clip_norm and parameters and is_sharded:
         widest = any(plan.precision.stored_dtype(parameter) is torch.float64 for parameter in parameters)

@@ -29,6 +29,7 @@ from hf_fsdp_plugin.backends.optimizers.clipping import check_whole_gradients, c
 from hf_fsdp_plugin.backends.ranks.agreement import collective_call
 from hf_fsdp_plugin.backends.sharding.script_access import free_gathered, gathers_root_itself
 from hf_fsdp_plugin.backends.sharding.shard import locate_module, sharded_models, sharded_optimizers
+from hf_fsdp_plugin.backends.sharding.unused_parameters import fsdp1_backward_ended
 from hf_fsdp_plugin.backends.torch_types import shard_like
 from hf_fsdp_plugin.integrations.saving import gathered, part_of
 from hf_fsdp_plugin.problems import Problem, SpecError
@@ -41,6 +42,13 @@ FIX = (
     "Call `state = accelerator.get_state_dict(model)` on all ranks, before `if accelerator.is_main_process:`; then "
     "save `state` on the main process."
 )
+
+
+def finish_backward(original: Callable[..., None], root: nn.Module, *args: Any) -> None:
+    """Finish a backward of FSDP1, with the gradients of units and parameters that some micro-batches do not use."""
+    fsdp1.reduce_earlier_gradients(root)
+    original(root, *args)
+    fsdp1_backward_ended(root)
 
 
 def state_dict(original: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:

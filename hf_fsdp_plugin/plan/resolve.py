@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import fields, replace
 from importlib.metadata import version as version_of
 from typing import Any, Final
@@ -10,8 +11,16 @@ import torch
 from torch import nn
 
 from hf_fsdp_plugin.devices import unsupported_device
-from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan, MeshPlan, ModelParts, PlannedDtype, PrecisionPlan, ProblemCollector
-from hf_fsdp_plugin.plan.modules import ModuleTree, matching_modules
+from hf_fsdp_plugin.plan.fsdp_plan import (
+    FsdpPlan,
+    MeshPlan,
+    ModelParts,
+    PlannedDtype,
+    PrecisionPlan,
+    ProblemCollector,
+    UnitPlan,
+)
+from hf_fsdp_plugin.plan.modules import ModuleTree, class_names, matching_modules
 from hf_fsdp_plugin.plan.names import is_inside
 from hf_fsdp_plugin.plan.parameters import check_parameters
 from hf_fsdp_plugin.plan.presharded import model_class_name, sharded_parts
@@ -65,6 +74,8 @@ def resolve(
     check_divided_layers(mesh, model, collector)
     _check_offload(spec, version, device_type, collector)
     _check_activation(spec, model, parts.pre_sharded, collector)
+    if version == 1 and STRATEGIES[strategy].is_sharded:
+        _check_reentrant(model, parts.units, collector)
     if (problem := unsupported_device(device_type)) is not None:
         collector.problems.append(problem)
     if version == 2:
@@ -362,3 +373,32 @@ def _check_activation(spec: FsdpSpec, model: nn.Module, pre_sharded: bool, probl
     message = f"{model_name} {reason}. With fsdp_activation_checkpointing, each layer would be recomputed twice."
     fix = f"Remove {enabled_by}, or fsdp_activation_checkpointing."
     problems.add("FSDP-E242", setting, message, fix)
+
+
+def _check_reentrant(model: nn.Module, units: Sequence[UnitPlan], problems: ProblemCollector) -> None:
+    """Check that no unit of FSDP1 contains layers that Transformers computes again in backwards of their own.
+
+    FSDP1 reduces the gradients of a unit, and frees its parameters, at the end of the first of these backwards.
+    """
+    for name, module in model.named_modules():
+        function = vars(module).get("_gradient_checkpointing_func")
+        is_enabled = module.gradient_checkpointing if "GradientCheckpointingLayer" in class_names(module) else False
+        if not (is_enabled and getattr(function, "keywords", {}).get("use_reentrant")):
+            continue
+        around = [
+            unit.name or "(root)"
+            for unit in units
+            if any(is_inside(parameter, name) for parameter in unit.parameters)
+            and not any(is_inside(other, name) for other in unit.modules)
+        ]
+        if around:
+            message = (
+                f"use_reentrant=True of gradient checkpointing, and {name} is in the unit {around[0]}. FSDP1 frees "
+            )
+            message += "the parameters of a unit after the backward of the first checkpointed layer in it."
+            fix = (
+                'Set gradient_checkpointing_kwargs={"use_reentrant": False}, fsdp_version: 2, or units that are these '
+            )
+            fix += "layers: fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP."
+            problems.add("FSDP-E225", None, message, fix)
+            return

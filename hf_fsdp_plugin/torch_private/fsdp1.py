@@ -29,6 +29,7 @@ _READ = "the table of the units"
 _CALLS = "a call of a module inside of a sharded model"
 _EVALUATION = "saving after an evaluation under FSDP1"
 _ON_READ = "sharding a model while it is read"
+_UNUSED = "parameters that a step does not use"
 CONTRACTS = (
     *contracts_of(_UNIT, "refused", _SAVE, "_handle", "sharding_strategy", "process_group", "compute_device"),
     Contract(target="torch.distributed.fsdp._init_utils:_inter_node_pg", without="refused", use=_SAVE,
@@ -51,6 +52,11 @@ CONTRACTS = (
     *contracts_of(f"{_FLAT}:FlatParamHandle", "refused", _ON_READ, "flatten_tensors", "rank", "world_size"),
     *contracts_of(_RUNTIME, "off", _CALLS, "_root_pre_forward", "_pre_forward", "_pre_forward_unshard",
                   "_post_forward", "_post_forward_reshard", "_register_pre_backward_hooks"),
+    *contracts_of(f"{_FLAT}:FlatParamHandle", "off", _UNUSED, "_use_unsharded_views"),
+    *contracts_of(f"{_FLAT}:FlatParameter", "off", _UNUSED, "_is_grad_none_mask", "_post_backward_called"),
+    *contracts_of(f"{_COMMON}:TrainingState", "off", _UNUSED, "FORWARD_BACKWARD"),
+    *contracts_of(f"{_COMMON}:HandleTrainingState", "off", _UNUSED, "BACKWARD_PRE", "BACKWARD_POST"),
+    *contracts_of(_RUNTIME, "off", _UNUSED, "_post_backward_hook"),
     *contracts_of(_UNIT, "unobservable", _READ, "_sync_gradients", "cpu_offload",
                   "backward_prefetch", "forward_prefetch", "limit_all_gathers", "_use_orig_params", "_is_root"),
     *contracts_of(f"{_FLAT}:FlatParamHandle", "unobservable", _READ, "_orig_param_dtype", "_fwd_bwd_param_dtype",
@@ -250,6 +256,11 @@ def free_gathered(unit: Any) -> None:
         _runtime._reshard(unit, handle, free_unsharded_flat_param=gathered)
 
 
+def has_freed(root: Any) -> bool:
+    """Return whether the gathered parameters of any unit are freed."""
+    return any(unit._handle.needs_unshard() for unit, _ in flat_units(root))
+
+
 def register_parameters(unit: Any) -> None:
     """Register the parameters of an unsharded unit (``NO_SHARD``) again, if its last forward replaced them by tensors.
 
@@ -288,6 +299,104 @@ def start_backward_at(unit: Any, tensors: list[torch.Tensor]) -> None:
     """Start the unit's backward at these tensors too. They require gradients, and the unit has left its forward."""
     if is_idle(unit):  # otherwise a checkpointed module computes its output again inside backward
         _runtime._register_pre_backward_hooks(unit, unit, tensors, unit._handle)
+
+
+class FlatGradients:
+    """The parameters of a unit without a gradient of this rank, in the backwards up to one that is reduced.
+
+    The parameters in a forward are views of one flat parameter: outputs of ``torch.split``. In the backward, the node
+    of that split receives a gradient for each view, or ``None``, for which autograd fills in zeros.
+    """
+
+    def __init__(self, unit: Any) -> None:
+        self._unit, self._flat = unit, unit._handle.flat_param
+        self.num_parameters = len(self._flat._param_infos)
+        self._outputs: list[int] = []
+        self.reset()
+        handle = unit._handle
+        original = handle._use_unsharded_views
+
+        def use_unsharded_views(as_params: bool) -> None:
+            original(as_params)
+            if not as_params:
+                self._watch_views()
+
+        handle._use_unsharded_views = use_unsharded_views
+
+    def reset(self) -> None:
+        """Begin anew, after gradients were reduced."""
+        self._used: set[int] = set()
+        self._had_gradient: list[bool] = []
+
+    @property
+    def reduces(self) -> bool:
+        """Whether the current backward reduces gradients."""
+        return bool(self._unit._sync_gradients)
+
+    def unused(self) -> list[int]:
+        """Return the positions of the parameters that had no gradient before, and got none of this rank."""
+        members = original_parameters(self._flat) if self._had_gradient else ()
+        return [
+            position
+            for position, member in enumerate(members)
+            if member.requires_grad and position not in self._used and not self._had_gradient[position]
+        ]
+
+    def remove(self, positions: list[int]) -> list[str]:
+        """Remove the reduced gradients of these parameters. Return the names of those of which it is not possible."""
+        flat = self._flat
+        if flat._params is None:
+            return [flat._fqns[position] for position in positions]
+        removed = {flat._param_infos[position][:2] for position in positions}
+        for position in positions:
+            flat._params[position].grad = None
+            flat._is_grad_none_mask[position] = True  # otherwise torch may show the gradient again
+        for shared, info in zip(flat._shared_params, flat._shared_param_infos, strict=True):
+            if (info.prim_param_name, info.prim_module) in removed:
+                shared.grad = None
+        return []
+
+    def _watch_views(self) -> None:
+        infos = self._flat._param_infos
+        view = getattr(infos[0].module, infos[0].param_name)
+        if view.grad_fn is None:  # nothing is trained
+            return
+        split = view.grad_fn.next_functions[0][0]
+        if not self._outputs:
+            views = [getattr(info.module, info.param_name) for info in infos]
+            origins = [view.grad_fn.next_functions[0] for view in views]
+            if any(node is not split for node, _ in origins):
+                self._used.update(range(self.num_parameters))
+                return
+            self._outputs = [output for _, output in origins]
+        split.register_prehook(self._record)
+
+    def _record(self, gradients: tuple[torch.Tensor | None, ...]) -> None:
+        if not self._had_gradient:
+            parameters = self._flat._params or [self._flat] * self.num_parameters
+            self._had_gradient = [parameter.grad is not None for parameter in parameters]
+        self._used.update(index for index, output in enumerate(self._outputs) if gradients[output] is not None)
+
+
+def watch_gradients(model: nn.Module) -> list[FlatGradients]:
+    """Watch the gradients of the units of a model."""
+    return [FlatGradients(unit) for unit, _ in flat_units(model)]
+
+
+def reduce_earlier_gradients(root: Any) -> None:
+    """Reduce the gradients of units that earlier micro-batches have used, but not this one. At the end of its backward.
+
+    torch reduces them only in a backward through the unit, and raises at the end of another one.
+    """
+    if not root._sync_gradients:
+        return
+    states = _common.HandleTrainingState
+    for unit, flat in reversed(flat_units(root)):
+        was_used = _attribute(flat, "_post_backward_called") and flat.grad is not None
+        if was_used and unit._handle._training_state is not states.BACKWARD_POST:
+            unit.training_state = _common.TrainingState.FORWARD_BACKWARD
+            unit._handle._training_state = states.BACKWARD_PRE
+            _runtime._post_backward_hook(unit, unit._handle, flat)
 
 
 def original_dtype(unit: Any) -> torch.dtype | None:
@@ -377,4 +486,4 @@ _HANDLE_FACTS: Facts = {
     "parameter_ids": lambda handle: frozenset(id(parameter) for parameter in parameter_objects(handle.flat_param)),
 }
 
-guard_functions(globals(), CONTRACTS)
+guard_functions(globals(), CONTRACTS, off={"watch_gradients": [], "reduce_earlier_gradients": None})

@@ -19,7 +19,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 
 from hf_fsdp_plugin.contracts import contracts_of, guard_functions, import_target, release_of
-from hf_fsdp_plugin.torch_private.functions import is_sharded, num_changes
+from hf_fsdp_plugin.torch_private.functions import is_sharded, num_changes, runs_after_accumulation
 from hf_fsdp_plugin.torch_private.live_unit import Facts, LiveUnit, attribute_or, read_facts
 from hf_fsdp_plugin.torch_private.modules import (
     Inputs,
@@ -38,6 +38,7 @@ _INFO = "torch.distributed.fsdp._fully_shard._fsdp_param:ParamModuleInfo"
 _HOOKS = "the hook before a forward that keeps `requires_grad`"
 _CALLS = "a call of a module inside of a sharded model"
 _READ = "the table of the units"
+_UNUSED = "parameters that a step does not use"
 CONTRACTS = (
     *contracts_of("torch.distributed.fsdp:FSDPModule", "refused", "sharding with FSDP2", "_get_fsdp_state"),
     *contracts_of(_STATE, "refused", "sharding with FSDP2", "_modules", "_fsdp_param_groups|_fsdp_param_group"),
@@ -60,6 +61,8 @@ CONTRACTS = (
     *contracts_of(_STATE, "off", _CALLS, "_training_state", "_pre_forward", "_post_forward",
                   "_register_pre_backward_hook", "_force_complete_incomplete_states|_modules_to_run_forward"),
     *contracts_of(_CONTEXT, "off", _CALLS, "iter_forward_root"),
+    *contracts_of(_STATE, "off", _UNUSED, "_root_post_backward_final_callback"),
+    *contracts_of(_GROUP, "off", _UNUSED, "pre_backward", "post_backward"),
     *contracts_of(_STATE, "unobservable", _READ, "_auto_reshard_after_forward", "_device", "_is_root",
                   "_states_to_forward_prefetch", "_states_to_backward_prefetch"),
     *contracts_of(_GROUP, "unobservable", _READ, "modules", "mesh_info", "post_forward_mesh_info", "reduce_grads",
@@ -254,6 +257,107 @@ def start_backward_at(module: FSDPModule, tensors: list[torch.Tensor]) -> None:
     # Otherwise a checkpointed module is computed again in backward.
     if state._training_state is _common.TrainingState.IDLE:
         state._register_pre_backward_hook(tensors)
+
+
+class GroupGradients:
+    """The parameters of a unit without a gradient of this rank, in the backwards up to one that is reduced.
+
+    The ranks reduce the same parameters of a unit whose backward has begun: those that this rank has not used with
+    zeros. Parameters with hooks of ``register_post_accumulate_grad_hook`` are excepted: such a gradient would run them.
+    """
+
+    def __init__(self, group: Any) -> None:
+        self._group = group
+        self.num_parameters = len(group.fsdp_params)
+        self.reset()
+        group.pre_backward, group.post_backward = self._pre_backward, self._post_backward
+
+    def reset(self) -> None:
+        """Begin anew, after gradients were reduced."""
+        self._has_begun = False
+        self._used: set[int] = set()
+        self._filled: set[int] = set()
+
+    @property
+    def reduces(self) -> bool:
+        """Whether the current backward reduces gradients."""
+        return bool(self._group.reduce_grads)
+
+    def unused(self) -> list[int]:
+        """Return the positions of the parameters that had no gradient before, and got zeros of this rank."""
+        return sorted(self._filled - self._used)
+
+    def remove(self, positions: list[int]) -> list[str]:
+        """Remove the reduced gradients of these parameters. Return the names of those of which it is not possible."""
+        for position in positions:
+            self._group.fsdp_params[position].sharded_param.grad = None
+        return []
+
+    def _pre_backward(self, *args: Any) -> Any:
+        self._has_begun = True
+        return type(self._group).pre_backward(self._group, *args)
+
+    def _post_backward(self, *args: Any) -> Any:
+        # torch calls it at the end of each backward for all units, and reads gradients of what was never gathered.
+        if wholes := _wholes(self._group):
+            for whole in wholes:
+                if whole.numel() == 0:
+                    whole.grad = None  # torch cannot reduce a gradient without elements
+            if self._has_begun and self.reduces:
+                self._complete()
+            type(self._group).post_backward(self._group, *args)
+
+    def _complete(self) -> None:
+        """Add the missing gradients of zeros, and give all gradients one dtype, as the reduce-scatter needs it.
+
+        Gradients of earlier micro-batches have the dtype of the reduction, those of the last one that of the
+        computation. torch casts them if they are added up.
+        """
+        items = self._group.fsdp_params
+        for position, item in enumerate(items):
+            whole, shard = item._unsharded_param, item.sharded_param
+            if item.unsharded_accumulated_grad is not None or whole.grad is not None:
+                self._used.add(position)
+            elif shard.requires_grad and whole.numel() and not runs_after_accumulation(shard):
+                if shard.grad is None:
+                    self._filled.add(position)
+                whole.grad = _zeros_like(whole)
+        latest = [item for item in items if item.unsharded_accumulated_grad is None]
+        dtype = self._group._reduce_dtype
+        if len(latest) < len(items) and dtype is not None:
+            for item in latest:
+                gradient = item._unsharded_param.grad
+                if gradient is not None and gradient.dtype != dtype:
+                    item._unsharded_param.grad = None
+                    item.unsharded_accumulated_grad = gradient.to(dtype)
+
+
+def _zeros_like(whole: torch.Tensor) -> torch.Tensor:
+    """Return a gradient of zeros of a gathered parameter, whose memory may be freed."""
+    dtype = getattr(whole, "grad_dtype", None) or whole.dtype
+    if isinstance(whole, DTensor):
+        return torch.zeros_like(whole, dtype=dtype)
+    return torch.zeros(whole.shape, dtype=dtype, device=whole.device)
+
+
+def watch_gradients(model: nn.Module, after_backward: Callable[[], None]) -> list[GroupGradients]:
+    """Watch the gradients of the units of a model.
+
+    Args:
+        after_backward: called at the end of each backward, when FSDP2 has finished it.
+    """
+    states = {id(state): state for m in model.modules() if isinstance(m, FSDPModule) for state in [state_of(m)]}
+    for state in states.values():
+        state._root_post_backward_final_callback = _then(state._root_post_backward_final_callback, after_backward)
+    return [GroupGradients(group) for state in states.values() for group in _parameter_groups(state)]
+
+
+def _then(first: Callable[[], None], second: Callable[[], None]) -> Callable[[], None]:
+    def call() -> None:
+        first()
+        second()
+
+    return call
 
 
 def read_units(state: Any, *, is_root: bool) -> Iterator[LiveUnit]:
@@ -455,4 +559,4 @@ _GROUP_FACTS: Facts = {
     "copy_ids": lambda group: frozenset(map(id, _wholes(group))),
 }
 
-guard_functions(globals(), CONTRACTS, off={"keep_requires_grad": None, "is_idle": False})
+guard_functions(globals(), CONTRACTS, off={"keep_requires_grad": None, "is_idle": False, "watch_gradients": []})

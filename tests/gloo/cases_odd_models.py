@@ -111,6 +111,64 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], dict[str, Any]]]] 
 }
 
 
+class Registers(nn.Module):
+    """Two layers with optional tokens, of which the first has none."""
+
+    class Layer(nn.Module):
+        def __init__(self, number: int) -> None:
+            super().__init__()
+            self.linear, self.registers = nn.Linear(4, 4), nn.Parameter(torch.zeros(number, 4))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            tokens = torch.cat([self.registers.expand(x.shape[0], *self.registers.shape), x], dim=1)
+            return torch.tanh(self.linear(tokens))[:, len(self.registers) :]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(self.Layer(0), self.Layer(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x)
+
+
+def _registers_loss(model: nn.Module, step: int, part: int = 0, num_parts: int = 1) -> torch.Tensor:
+    batch = torch.randn(4, 3, 4, generator=torch.Generator().manual_seed(step)).chunk(num_parts)[part]
+    return (model(batch.to(next(model.parameters()).device)) - 1).square().mean()
+
+
+def train_registers() -> dict[str, Any]:
+    """The weights of one process after four steps."""
+    torch.manual_seed(0)
+    model = Registers()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for step in range(4):
+        _registers_loss(model, step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model.state_dict()
+
+
+def resume_registers(config: dict[str, Any], folder: str) -> dict[str, Any]:
+    """The weights after two steps, and two more in another training that resumes; and those that were saved."""
+    saved: dict[str, Any] = {}
+    for start in (0, 2):
+        accelerator = fresh_accelerator(config)
+        torch.manual_seed(start)
+        model: Any = Registers()
+        model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+        if start:
+            accelerator.load_state(folder)
+        for step in range(start, start + 2):
+            accelerator.backward(_registers_loss(model, step, accelerator.process_index, accelerator.num_processes))
+            accelerator.clip_grad_norm_(model.parameters(), 1e9)
+            optimizer.step()
+            optimizer.zero_grad()
+        if not start:
+            accelerator.save_state(folder)
+        saved = accelerator.get_state_dict(model)
+    return saved
+
+
 def report_of_odd(config: dict[str, Any], name: str) -> dict[str, Any]:
     """Train a model with clipping; return its report and the gradient norms."""
     make, batch = MODELS[name]

@@ -342,6 +342,18 @@ def differentiate_twice(config: dict[str, Any]) -> dict[str, list[str]]:
     return codes
 
 
+def backward_twice(config: dict[str, Any]) -> list[str]:
+    """The codes of a second backward through one forward; losses of two outputs that are added do not raise."""
+    accelerator = fresh_accelerator(config)
+    model: Any = accelerator.prepare(tiny_llama())
+    batch = my_part(global_batch(0), accelerator.process_index, accelerator.num_processes)
+    output = model(**batch)
+    accelerator.backward(output.loss + output.logits.square().mean())
+    output = model(**batch)
+    accelerator.backward(output.loss, retain_graph=True)
+    return codes_of(lambda: accelerator.backward(output.logits.square().mean()))
+
+
 class SharpnessAware(torch.optim.SGD):
     """Has the methods of the sharpness-aware optimizers that scripts contain."""
 

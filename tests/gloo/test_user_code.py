@@ -172,6 +172,16 @@ def test_double_backward_is_refused(two_ranks: Ranks, version: int) -> None:
         assert codes == {kind: ["FSDP-E313"] for kind in ("loss", "logits", "backward")}
 
 
+@pytest.mark.parametrize(
+    ("version", "strategy", "codes"),
+    [(1, "full_shard", ["FSDP-E315"]), (1, "shard_grad_op", ["FSDP-E315"]), (1, "no_shard", []), (2, "full_shard", [])],
+)
+def test_second_backward_is_refused_if_weights_are_freed(
+    two_ranks: Ranks, version: int, strategy: str, codes: list[str]
+) -> None:
+    assert two_ranks.run(cases.backward_twice, parallel_config(strategy, version, 2)) == [codes] * 2
+
+
 @VERSIONS
 def test_sharpness_aware_optimizer_is_refused(two_ranks: Ranks, version: int) -> None:
     codes = two_ranks.run(cases.prepare_sharpness_aware, parallel_config("full_shard", version, 2))

@@ -352,27 +352,40 @@ def _dicts(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[dict[Any, Any]
 
 
 def refuse_double_backward(model: nn.Module) -> None:
-    """Make a backward with ``create_graph=True`` from an output of the model raise ``SpecError`` on all ranks.
+    """Make a second backward through a forward of the model raise ``SpecError`` on all ranks, if FSDP cannot run it.
 
-    FSDP frees the gathered weights in the backward, and computes gradients of shards without a graph. A second backward
-    would read freed memory, which ends the process, and FSDP2 returns gradients that cannot be differentiated.
+    FSDP frees the gathered weights in the backward, and computes gradients of shards without a graph. With
+    ``create_graph=True``, a second backward would read freed memory, which ends the process, and FSDP2 returns
+    gradients that cannot be differentiated. With ``retain_graph=True``, only FSDP2 gathers the weights again.
     """
     model.register_forward_hook(_watch_backward_of)
 
 
 def _watch_backward_of(module: nn.Module, args: Any, output: Any) -> None:
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        backwards: set[int | None] = set()
         for tensor in float_outputs(output):
             if tensor.requires_grad:
-                tensor.register_hook(_refuse_graph)
+                tensor.register_hook(lambda _: _check_backward(module, backwards))
 
 
-def _refuse_graph(_: torch.Tensor) -> None:
+def _check_backward(model: nn.Module, backwards: set[int | None]) -> None:
+    """Check a backward through outputs of a forward, which has begun.
+
+    Args:
+        backwards: the earlier ones.
+    """
     if torch.is_grad_enabled():  # in a backward: create_graph=True
         message = "a backward through a sharded model has create_graph=True. FSDP has no gradients of gradients."
         fix = "Call backward without create_graph. For a gradient penalty, train without FSDP, or use the difference "
         fix += "of two forwards."
         raise SpecError([Problem(code="FSDP-E313", message=message, fix=fix)])
+    backwards.add(functions.current_backward())
+    if len(backwards) > 1 and isinstance(model, FullyShardedDataParallel) and fsdp1.has_freed(model):
+        message = "a second backward through one forward of the model (retain_graph=True). FSDP1 has freed the weights "
+        message += "in the first one, and does not gather them again."
+        fix = "Add the losses and call backward once, run a forward for each backward, or set fsdp_version: 2."
+        raise SpecError([Problem(code="FSDP-E315", message=message, fix=fix)])
 
 
 def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

@@ -22,6 +22,7 @@ from hf_fsdp_plugin.backends.ranks.agreement import collective_call, on_all_rank
 from hf_fsdp_plugin.backends.sharding import forwards, script_access
 from hf_fsdp_plugin.backends.sharding.fsdp1 import apply_fsdp1
 from hf_fsdp_plugin.backends.sharding.fsdp2 import adopt_fsdp2, apply_fsdp2
+from hf_fsdp_plugin.backends.sharding.unused_parameters import watch_unused_parameters
 from hf_fsdp_plugin.backends.torch_types import shard_like, wait_for_reads
 from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan
 from hf_fsdp_plugin.plan.names import canonical_name, named_parameters, unwrapped
@@ -106,6 +107,7 @@ def shard(plan: FsdpPlan, model: nn.Module, device: torch.device, optimizers: It
     script_access.refuse_copies(sharded)
     script_access.correct_flat_reads(sharded)
     forwards.refuse_double_backward(sharded)
+    watch_unused_parameters(sharded)
     attach_optimizers(detached, sharded)
     setattr(sharded, PLAN_ATTRIBUTE, plan)
     sharded_models.add(sharded)

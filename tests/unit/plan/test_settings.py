@@ -145,6 +145,20 @@ def test_checkpointing_of_checkpointed_layers_is_refused() -> None:
     plan_of(model)
 
 
+def test_reentrant_checkpointing_in_units_of_fsdp1_is_refused() -> None:
+    model = on_meta("llama")
+    model.gradient_checkpointing_enable({"use_reentrant": True})
+    version, one_unit = FsdpSection(version=1), WrapSection(policy="none")
+    inner = WrapSection(policy="transformer", classes=("LlamaMLP",))
+    for wrap in (one_unit, inner):
+        assert "model.layers.0" in refusal("FSDP-E225", model, fsdp=version, wrap=wrap).message
+    unsharded = ShardingSection(strategy="no_shard")
+    for sections in ({"fsdp": version}, {"wrap": one_unit}, {"fsdp": version, "wrap": one_unit, "sharding": unsharded}):
+        plan_of(model, **sections)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    plan_of(model, fsdp=version, wrap=one_unit)
+
+
 def test_native_checkpointing_needs_a_transformers_model() -> None:
     assert "Linear" in refusal("FSDP-E240", nn.Linear(2, 2), wrap=WrapSection(), activation=NATIVE).message
 

@@ -1,0 +1,72 @@
+"""Gradients of parameters that a step does not use, on some ranks or on all: they are those of one process.
+
+In one process, a parameter that no micro-batch of a step uses has no gradient, and an optimizer changes neither the
+parameter nor its state. FSDP1 gives it a gradient of zeros, with which momentum and weight decay change it. FSDP2
+reduces the gradients that a rank has, so ranks that use different parameters of a unit would reduce different tensors.
+
+Here the ranks reduce the same parameters of a unit, with zeros for those that a rank has not used. After the backward
+they agree which parameters no rank has used, and remove the gradients of these. The flags are in host memory, so that
+no rank waits for its device, and only a rank that has not used a parameter waits for the flags of the other ranks.
+
+A unit as a whole is gathered by all ranks or by none: a rank that skips a unit that another rank uses ends in a hang.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+
+from hf_fsdp_plugin.messages import print_once
+from hf_fsdp_plugin.plan.names import canonical_name
+from hf_fsdp_plugin.problems import Problem
+from hf_fsdp_plugin.text import format_names
+from hf_fsdp_plugin.torch_private import fsdp1, fsdp2
+from hf_fsdp_plugin.torch_private.functions import supports_cpu
+
+_ATTRIBUTE: Final = "_hf_fsdp_unused_parameters"
+
+
+def watch_unused_parameters(model: nn.Module) -> None:
+    """Remove the gradients of parameters that no rank has used, at the end of each backward of a sharded model."""
+    if isinstance(model, FullyShardedDataParallel):
+        setattr(model, _ATTRIBUTE, fsdp1.watch_gradients(model))
+    elif isinstance(model, FSDPModule):
+        units: list[Any] = []
+        units += fsdp2.watch_gradients(model, lambda: _remove_unused(units))
+
+
+def fsdp1_backward_ended(root: nn.Module) -> None:
+    """Remove the gradients of parameters that no rank has used. Collective."""
+    _remove_unused(vars(root).get(_ATTRIBUTE, ()))
+
+
+def _remove_unused(units: Sequence[Any]) -> None:
+    group = dist.group.WORLD
+    if group is None or not supports_cpu(group) or not any(unit.reduces for unit in units):
+        return
+    unused = [unit.unused() for unit in units]
+    sizes = [unit.num_parameters for unit in units]
+    is_used = torch.ones(sum(sizes), dtype=torch.uint8, device="cpu")  # whatever the default device is
+    for part, positions in zip(is_used.split(sizes), unused, strict=True):
+        part[positions] = 0
+    work = dist.all_reduce(is_used, dist.ReduceOp.MAX, async_op=True) if dist.get_world_size() > 1 else None
+    if any(unused) and work is not None:
+        work.wait()
+    for unit, part, positions in zip(units, is_used.split(sizes), unused, strict=True):
+        unit.reset()
+        if names := unit.remove([position for position in positions if not part[position]]):
+            _warn(names)
+
+
+def _warn(names: list[str]) -> None:
+    message = (
+        f"a step has not used {format_names(sorted(map(canonical_name, names)), 3)}. Without use_orig_params, they "
+    )
+    message += "have gradients of zeros, with which the momentum and the weight decay of an optimizer change them."
+    fix = "Set fsdp_use_orig_params: true, or use fsdp_version: 2."
+    print_once(Problem(code="FSDP-W314", message=message, fix=fix))
