@@ -188,7 +188,10 @@ def report(subject: Any) -> Report:
 
 def trainer_batch(trainer: Any) -> BatchShape:
     """Return the input of one optimizer step of a Trainer."""
-    return BatchShape(per_device=train_batch_size(trainer), accumulation=trainer.args.gradient_accumulation_steps)
+    per_device = train_batch_size(trainer)
+    if trainer.accelerator.split_batches:
+        per_device //= trainer.accelerator.num_processes
+    return BatchShape(per_device=per_device, accumulation=trainer.args.gradient_accumulation_steps)
 
 
 def report_accelerator(accelerator: Any, *, batch: BatchShape | None = None, checkpoint: Path | None = None) -> Report:

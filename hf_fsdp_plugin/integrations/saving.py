@@ -30,12 +30,13 @@ from hf_fsdp_plugin.checkpoint.writing.manager import CheckpointManager
 from hf_fsdp_plugin.checkpoint.writing.state_files import gathered_state, manifest_of
 from hf_fsdp_plugin.integrations.accelerate.private import prepared_models, prepared_optimizers
 from hf_fsdp_plugin.integrations.session import session
+from hf_fsdp_plugin.observe.first_step import warn_added
 from hf_fsdp_plugin.plan.names import unwrapped
 from hf_fsdp_plugin.spec.fsdp_spec import StateDictKind
 
 _HF_WEIGHTS: Final = re.compile(rf"{HF_MODEL}(-\d{{5}}-of-\d{{5}})?\.safetensors(\.index\.json)?")
 
-manager = CheckpointManager(in_flight_file=lambda: session.in_flight_file)
+manager = CheckpointManager(in_flight_file=lambda: session.in_flight_file, check_model=warn_added)
 """Writes the checkpoints of every Accelerator and Trainer in this process."""
 
 

@@ -12,22 +12,30 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final
-from weakref import WeakSet, finalize, ref
+from weakref import WeakKeyDictionary, WeakSet, finalize, ref
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from hf_fsdp_plugin.backends.loading.equal_weights import sum_bits
 from hf_fsdp_plugin.backends.loading.weight_loader import BROADCAST_ATTRIBUTE
-from hf_fsdp_plugin.backends.optimizers.parameters import after_each_step, has_parameters_of, parameters_in
+from hf_fsdp_plugin.backends.optimizers.parameters import (
+    after_each_step,
+    has_parameters_of,
+    is_replicated,
+    parameters_in,
+)
 from hf_fsdp_plugin.backends.sharding.forwards import checkpoints_itself, float_outputs, is_activation
 from hf_fsdp_plugin.backends.sharding.shard import plan_of
 from hf_fsdp_plugin.contracts import off_without
+from hf_fsdp_plugin.messages import print_once
 from hf_fsdp_plugin.observe import weights
-from hf_fsdp_plugin.observe.units import checkpoints_natively, gradient_bytes, observe_units
+from hf_fsdp_plugin.observe.units import checkpoints_natively, gradient_bytes, observe_units, unmanaged_parameters
 from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan, torch_dtype
 from hf_fsdp_plugin.plan.names import canonical_name, unwrapped
 from hf_fsdp_plugin.problems import Problem, SpecError
+from hf_fsdp_plugin.text import format_names, plural
 from hf_fsdp_plugin.torch_private.functions import in_backward, tree_leaves
 from hf_fsdp_plugin.torch_private.modules import calls_compiled
 
@@ -87,12 +95,21 @@ class StableValues:
 
     values: list[int] = field(default_factory=list)
     _last: deque[int] = field(default_factory=lambda: deque(maxlen=_STABLE))
+    _num: int = 0
+    _num_others: int = 0
 
     def add(self, number: int) -> None:
         """Append a number to the sequence."""
         self._last.append(number)
+        self._num += 1
+        self._num_others += bool(self.values) and number != self.values[0]
         if self._last.count(number) == _STABLE and number not in self.values and len(self.values) < _MAX_VALUES:
             self.values.append(number)
+
+    @property
+    def constant(self) -> int | None:
+        """The only value, if it is most of the numbers; ``None`` otherwise."""
+        return self.values[0] if len(self.values) == 1 and 4 * self._num_others <= self._num else None
 
 
 @dataclass(kw_only=True)
@@ -115,7 +132,14 @@ class FirstStep:
         kept_inputs: names of arguments with other floating-point tensors, which are not cast.
         batch_sizes: first dimension of the model's first input tensor, in training forwards.
         accumulation: numbers of training forwards per optimizer step.
+        input_sizes: all dimensions of the tensors that the last training forward got.
+        is_packed: whether its inputs have positions or lengths of several sequences in one row.
         evaluates: whether a forward in eval mode, with gradients, has run since the last optimizer step.
+        unsharded: the parameters that no unit had when the record began; ``None`` if this is unknown.
+        num_without_rate: number of optimizer steps whose learning rates were all 0.
+        alternating: optimizers that have stepped after another one of this model.
+        num_optimized: number of parameters of each optimizer when they were last checked.
+        options: number of an examined step, class of the optimizer, name of an option -> its value in each group.
         observed: the optimizers whose steps are observed.
         optimized_ids: ``id`` of the parameters that the optimizers had when they were prepared.
         shard_hashes: hashes of the trained shards before the first optimizer step with a learning rate above 0.
@@ -141,6 +165,14 @@ class FirstStep:
     shard_hashes: weights.ShardHashes | None = None
     later_hashes: list[weights.ShardHashes] = field(default_factory=list)
     evaluates: bool = False
+    input_sizes: frozenset[int] = frozenset()
+    is_packed: bool = False
+    unsharded: tuple[nn.Parameter, ...] | None = None
+    num_without_rate: int = 0
+    alternating: WeakSet[torch.optim.Optimizer] = field(default_factory=WeakSet)
+    options: dict[tuple[int, str, str], tuple[Any, ...]] = field(default_factory=dict)
+    num_optimized: WeakKeyDictionary[torch.optim.Optimizer, int] = field(default_factory=WeakKeyDictionary)
+    _last: int = 0
     _num_forwards: int = 0
     observed: WeakSet[torch.optim.Optimizer] = field(default_factory=WeakSet)
 
@@ -168,16 +200,29 @@ class FirstStep:
             self.num_evaluating += self.evaluates
         self._num_forwards, self.evaluates = 0, False
         self.recomputation.close()
+        # Warm-up begins with a learning rate of 0. One in a tensor is not read, and without one the optimizer sets it.
+        rates = [group.get("lr") for group in optimizer.param_groups]
+        has_rate = any(rate is None or isinstance(rate, torch.Tensor) or rate for rate in rates)
+        self.num_without_rate += not has_rate
+        if self._last not in (0, id(optimizer)):
+            self.alternating.add(optimizer)
+        self._last = id(optimizer)
+        num_optimized = len(parameters_in(optimizer))
+        if num_optimized > self.num_optimized.get(optimizer, 0):
+            self.num_optimized[optimizer] = num_optimized
+            check_added(model, optimizer)
         if self.num_steps & (self.num_steps - 1):  # not a power of two
             return
+        for name in optimizer.defaults:
+            values = tuple(group.get(name) for group in optimizer.param_groups)
+            if all(isinstance(value, _SIMPLE) for value in values):
+                self.options[self.num_steps, type(optimizer).__name__, name] = values
         self.native_checkpointing.add(any(map(checkpoints_natively, model.modules())))
         units = observe_units(model)
         if self.grads_bytes is None:
             self.grads_bytes = gradient_bytes(model, units)
         self.unreduced.update(unit.name or "(root)" for unit in units if unit.live.unreduced)
-        # Warm-up begins with a learning rate of 0. One in a tensor is not read.
-        rates = [group.get("lr", 1.0) for group in optimizer.param_groups]
-        if self.shard_hashes is None and any(isinstance(rate, torch.Tensor) or rate for rate in rates):
+        if self.shard_hashes is None and has_rate:
             self.shard_hashes = weights.hash_parts(units)
 
     @off_without(None)
@@ -195,11 +240,11 @@ class FirstStep:
         self._num_forwards += 1
         if torch.is_autocast_enabled(device_type):
             self.autocast_dtypes.add(torch.get_autocast_dtype(device_type))
-        sizes = (
-            value.shape[0] for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor) and value.dim()
-        )
-        if (size := next(sizes, None)) is not None:
-            self.batch_sizes.add(size)
+        inputs = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor) and value.dim()]
+        if inputs:
+            self.batch_sizes.add(inputs[0].shape[0])
+            self.input_sizes = frozenset(size for value in inputs for size in value.shape)
+            self.is_packed = any(kwargs.get(name) is not None for name in _OF_PACKED)
 
 
 def record_first_step(model: nn.Module, *optimizers: Any) -> FirstStep:
@@ -208,7 +253,7 @@ def record_first_step(model: nn.Module, *optimizers: Any) -> FirstStep:
     Call it after the model is sharded, and again for each further optimizer.
     """
     if _ATTRIBUTE not in model.__dict__:
-        model.__dict__[_ATTRIBUTE] = FirstStep()
+        model.__dict__[_ATTRIBUTE] = FirstStep(unsharded=_unsharded_parameters(model))
         _observe_forward(model, model.__dict__[_ATTRIBUTE])
     first_step: FirstStep = model.__dict__[_ATTRIBUTE]
     plan = plan_of(model)
@@ -220,6 +265,7 @@ def record_first_step(model: nn.Module, *optimizers: Any) -> FirstStep:
         if inner is not None and inner not in first_step.observed:
             first_step.observed.add(inner)
             first_step.optimized_ids |= {id(parameter) for parameter in parameters_in(inner)}
+            first_step.num_optimized[inner] = len(parameters_in(inner))
             # A hook must not remove itself here: the optimizer iterates over its hooks without a copy.
             inner.register_step_pre_hook(lambda optimizer, *_: first_step.before_step(model, optimizer))
             inner.register_step_post_hook(lambda *_: first_step.after_step(model))
@@ -253,6 +299,7 @@ def _watch_useless_steps(model: nn.Module, first_step: FirstStep) -> Callable[[]
         if optimizer in unrelated and weights.has_gradient(held):
             return
         if has_parameters_of(model, optimizer):
+            check_added(model, optimizer)
             record_first_step(model, optimizer)  # it was not prepared
             return
         unrelated.add(optimizer)
@@ -325,6 +372,44 @@ def recorded_first_step(model: nn.Module) -> FirstStep:
     return model.__dict__.get(_ATTRIBUTE) or FirstStep()
 
 
+@off_without(None)
+def _unsharded_parameters(model: nn.Module) -> tuple[nn.Parameter, ...]:
+    return tuple(unmanaged_parameters(model, observe_units(model)))
+
+
+@off_without({})
+def added_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the parameters that were added to a model after it was prepared, by name. One rank needs no sharding."""
+    known = recorded_first_step(model).unsharded
+    if known is None or not dist.is_initialized() or dist.get_world_size() == 1:
+        return {}
+    known_ids = set(map(id, known))
+    new = {id(each) for each in unmanaged_parameters(model, observe_units(model)) if not is_replicated(each)}
+    named = ((canonical_name(name), parameter) for name, parameter in model.named_parameters())
+    return {name: parameter for name, parameter in named if id(parameter) in new - known_ids}
+
+
+def check_added(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Raise ``SpecError`` for an optimizer with parameters that were added to the model after it was prepared."""
+    held = set(map(id, parameters_in(optimizer)))
+    added = [name for name, each in added_parameters(model).items() if id(each) in held and each.requires_grad]
+    if added:
+        message = f"{type(optimizer).__name__} has {plural(len(added), 'parameter')} that were added after prepare(): "
+        message += f"{format_names(added, 3)}. They are not sharded, and their gradients are not reduced: each rank "
+        message += "would train its own values."
+        fix = "Add modules, adapters and parameters to the model before prepare()."
+        raise SpecError([Problem(code="FSDP-E517", message=message, fix=fix)])
+
+
+def warn_added(model: nn.Module) -> None:
+    """Print a warning if a model that is saved has parameters that were added to it after it was prepared."""
+    if added := list(added_parameters(model)):
+        message = f"{plural(len(added), 'parameter')} of the saved model were added to it after prepare(): "
+        message += f"{format_names(added, 3)}. They are not sharded and may differ by rank: rank 0's values are saved."
+        fix = "Add modules, adapters and parameters to the model before prepare()."
+        print_once(Problem(code="FSDP-W518", message=message, fix=fix))
+
+
 def _called_inside(module: nn.Module) -> list[nn.Module]:
     """Return the children of a module; the module itself if it has none.
 
@@ -356,3 +441,6 @@ def checkpointed_modules(model: nn.Module, plan: FsdpPlan) -> dict[str, nn.Modul
 _STABLE: Final = 3
 """Number of equal values in succession from which they count: the last batch or step of an epoch may be smaller."""
 _MAX_VALUES: Final = 8
+_SIMPLE: Final = (bool, int, float, str, tuple, type(None))
+_OF_PACKED: Final = ("position_ids", "seq_idx", "cu_seq_lens_q", "cu_seqlens", "cu_seqlens_q")
+"""Arguments of a forward with several sequences in one row."""

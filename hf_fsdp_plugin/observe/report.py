@@ -50,7 +50,7 @@ class MemoryRow(ReportRow):
 
 _WIDTH = 100
 _MAX_LINES = 10
-_OF_RUN = ("FSDP-W505", "FSDP-W511", "FSDP-W512", "FSDP-W516")
+_OF_RUN = tuple(f"FSDP-W{number}" for number in (505, 511, 512, 516, 519, 520, 521, 522))
 """Warnings about the trained model that are printed nowhere else."""
 
 
@@ -62,11 +62,13 @@ class BatchShape:
         per_device: sequences per forward.
         accumulation: forwards per optimizer step.
         seq_len: tokens per sequence; ``None`` if unknown.
+        all_ranks: sequences per optimizer step of all ranks, if these have different numbers.
     """
 
     per_device: int
     accumulation: int = 1
     seq_len: int | None = None
+    all_ranks: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,7 +126,9 @@ class Report:
     @property
     def effective_batch_size(self) -> int:
         """Sequences per optimizer step; 0 if unknown."""
-        return self.batch.per_device * self.batch.accumulation * self.num_data_ranks if self.batch else 0
+        if self.batch is None:
+            return 0
+        return self.batch.all_ranks or self.batch.per_device * self.batch.accumulation * self.num_data_ranks
 
     @property
     def tokens(self) -> int:
@@ -182,10 +186,12 @@ class Report:
         lines = _wrap(f"FSDP report of the live model: {self._facts()}")
         if self.batch is not None:
             tokens = f", {self.tokens:,} tokens" if self.tokens else ""
-            lines.append(
-                f"effective batch size {self.effective_batch_size} = {self.batch.per_device} per device × "
-                f"{self.batch.accumulation} accumulated × {self.num_data_ranks} data-parallel ranks{tokens}"
+            factors = (
+                f" = {self.batch.per_device} per device × {self.batch.accumulation} accumulated × "
+                f"{self.num_data_ranks} data-parallel ranks"
             )
+            factors = ", of different sizes by rank" if self.batch.all_ranks else factors
+            lines.append(f"effective batch size {self.effective_batch_size}{factors}{tokens}")
         parts = [
             "\n".join(filter(None, [*lines, self.restarts.summary(self.steps_before)])),
             units_table([unit.to_json() for unit in self.units]),
@@ -284,6 +290,8 @@ def training_line(training: Mapping[str, Any]) -> str:
     if training["changed_parameters"] is not None:
         trained = plural(training["trained_parameters"], "trained parameter")
         text += f"; {training['changed_parameters']} of {trained} changed"
+        if training["changed_parameters"] and (unchanged := training["unchanged_parameters"]):
+            text += f", not {format_names(unchanged, 3)}"
     return text
 
 

@@ -17,7 +17,7 @@ from hf_fsdp_plugin.backends.sharding.shard import plan_of
 from hf_fsdp_plugin.contracts import off_warning, off_without
 from hf_fsdp_plugin.observe import units as live_units
 from hf_fsdp_plugin.observe import weights
-from hf_fsdp_plugin.observe.first_step import recorded_first_step
+from hf_fsdp_plugin.observe.first_step import FirstStep, added_parameters, recorded_first_step
 from hf_fsdp_plugin.observe.readers import observe_settings
 from hf_fsdp_plugin.observe.report import BatchShape, MemoryRow, Report, ReportRow
 from hf_fsdp_plugin.observe.settings import JsonObject, ObservedRun, axis_size, check_settings
@@ -25,7 +25,7 @@ from hf_fsdp_plugin.observe.weights import optimizers_of, unwrapped_optimizer
 from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan
 from hf_fsdp_plugin.plan.names import canonical_name
 from hf_fsdp_plugin.problems import Problem, SpecError
-from hf_fsdp_plugin.text import format_names
+from hf_fsdp_plugin.text import format_names, plural
 
 _PACKAGES = ("torch", "transformers", "accelerate")
 
@@ -75,12 +75,18 @@ def build_report(
             **memory,
         }
     ranks = gather_objects(own)
-    known = [found for found in gather_equal_objects(unchanged) if found is not None]
+    names = weights.names_of_parts(model, units)
+    batches = batch, observed_batch(batch, first_step)
+    infinite = weights.infinite_parts(units)
+    found_by_rank = gather_equal_objects((unchanged, infinite, first_step.options, batches))
+    known = [found[0] for found in found_by_rank if found[0] is not None]
+    untouched = frozenset.intersection(*known) if known else frozenset()
     training = {
         "steps": first_step.num_steps,
         "examined_steps": len(first_step.later_hashes),
         "trained_parameters": len(hashes) if known else None,
-        "changed_parameters": len(hashes) - len(frozenset.intersection(*known)) if known else None,
+        "changed_parameters": len(hashes) - len(untouched) if known else None,
+        "unchanged_parameters": sorted(names[key] for key in untouched),
     }
     device_type = own["device"].partition(":")[0]
     loads = plan.ram_efficient or plan.sync_module_states
@@ -91,6 +97,7 @@ def build_report(
         structure = (
             live_units.StructureComparison() if plan.pre_sharded else live_units.compare_structure(model, units, plan)
         )
+        structure = replace(structure, added=tuple(added_parameters(model)))
         run = ObservedRun(
             model=model,
             plan=plan,
@@ -111,7 +118,10 @@ def build_report(
             *map(off_warning, unknown.values()),
             *check_structure(units, plan),
             *weights.check_optimizers(model, units, inner, prepared_ids=first_step.optimized_ids),
+            *weights.check_shared(inner, first_step.alternating),
             *check_training(run, training, prepared=bool(inner)),
+            *check_options([found[2] for found in found_by_rank]),
+            *check_values([names[key] for key in sorted(frozenset().union(*(found[1] for found in found_by_rank)))]),
         ]
     settings, problems = _merge_ranks(settings, problems)
     mesh = {"replicate": len(ranks), "shard": 1}
@@ -120,6 +130,8 @@ def build_report(
         others = {axis: size for axis in MODEL_AXES if (size := axis_size(run, axis)) > 1}
         shard = sharded.known("shard_size", 0) // others.get("context", 1)
         mesh = {"replicate": sharded.known("replicate_size", 0), "shard": shard} | others
+    batch, batch_problems = batch_of_ranks([found[3] for found in found_by_rank], mesh["replicate"] * mesh["shard"])
+    problems += batch_problems
     problems = [*plan.problems, *check_settings(settings, plan), *problems]
     unsharded = "ddp" if isinstance(model, nn.parallel.DistributedDataParallel) else "none"
     return Report(
@@ -196,6 +208,11 @@ def check_training(run: ObservedRun, training: Mapping[str, Any], *, prepared: b
     if training["trained_parameters"] and not training["changed_parameters"]:
         fix = "Check that step() of the prepared optimizer updates the parameters of the prepared model."
         add("FSDP-E510", f"{first_step.num_steps} optimizer steps have changed no weight of the model.", fix)
+    if training["steps"] and first_step.num_without_rate == first_step.num_steps:
+        message = (
+            f"the learning rate was 0 in all {plural(first_step.num_steps, 'optimizer step')}: no weight was trained."
+        )
+        add("FSDP-W519", message, "Check the learning rate and its schedule.")
     if first_step.num_evaluating and (mode_dependent := _mode_dependent(run.model)):
         message = f"the model was in eval mode in {first_step.num_evaluating} of {training['steps']} steps, in which "
         message += f"{format_names(mode_dependent, 2)} did not act as in training."
@@ -212,6 +229,80 @@ def check_training(run: ObservedRun, training: Mapping[str, Any], *, prepared: b
             changed = f"{what} changed during the run: {', then '.join(map(str, numbers))}."
             add("FSDP-W512", f"{changed} The report's effective batch size holds for a part of it.")
     return problems
+
+
+def observed_batch(batch: BatchShape | None, first_step: FirstStep) -> BatchShape | None:
+    """Return the input of a step as this rank has observed it, if that is smaller than what the arguments give.
+
+    More rows or forwards may be pairs of samples, or several forwards of the same samples. Fewer rows may be packed
+    samples. If the batch size is another dimension of the inputs, the rows are no samples.
+    """
+    if batch is None:
+        return None
+    rows, forwards = first_step.batch_sizes.constant, first_step.accumulation.constant or batch.accumulation
+    if rows is None or first_step.is_packed or batch.per_device in first_step.input_sizes:
+        rows = batch.per_device
+    if rows * forwards >= batch.per_device * batch.accumulation:
+        return batch
+    return replace(batch, per_device=min(rows, batch.per_device), accumulation=min(forwards, batch.accumulation))
+
+
+def batch_of_ranks(
+    batches: Sequence[tuple[BatchShape | None, BatchShape | None]], num_data_ranks: int
+) -> tuple[BatchShape | None, list[Problem]]:
+    """Return the input of a step of all ranks, and a warning for each way in which it is not the requested one.
+
+    Args:
+        batches: for each rank, what the arguments give, and what was observed.
+        num_data_ranks: number of ranks that read different samples.
+    """
+    asked, found = min(batches, key=lambda each: each[1] == each[0])  # of a rank on which they differ, if there is one
+    if asked is None or found is None:
+        return None, []
+    problems = []
+    if found.accumulation < asked.accumulation:
+        message = (
+            f"{asked.accumulation} forwards per optimizer step were requested, but {found.accumulation} was observed."
+        )
+        fix = "In a loop, run each batch in the block `with accelerator.accumulate(model):`."
+        problems.append(Problem(code="FSDP-W512", message=message, fix=fix))
+    if found.per_device < asked.per_device:
+        message = f"{asked.per_device} samples per forward were requested, but {found.per_device} was observed."
+        fix = "Check whether the collator, or the code before the forward, drops samples."
+        problems.append(Problem(code="FSDP-W512", message=message, fix=fix))
+    sizes = [each.per_device * each.accumulation for _, each in batches if each is not None]
+    if len(sizes) == len(batches) and len(set(sizes)) > 1:
+        message = f"the ranks have batches of different sizes: {min(sizes)} to {max(sizes)} samples per optimizer step."
+        fix = "Give all ranks the same batch size: the gradients of the ranks are averaged with equal weights."
+        problems.append(Problem(code="FSDP-W512", message=message, fix=fix))
+        found = replace(found, all_ranks=sum(sizes) * num_data_ranks // len(sizes))
+    return found, problems
+
+
+def check_options(ranks: Sequence[Mapping[tuple[int, str, str], Any]]) -> list[Problem]:
+    """Check that the options of optimizers, such as the learning rate, are the same on all ranks."""
+    differing: dict[tuple[str, str], Problem] = {}
+    for key, own in ranks[0].items():
+        step, optimizer, option = key
+        other = next((rank for rank, options in enumerate(ranks) if options.get(key, own) != own), None)
+        if other is None or (optimizer, option) in differing:
+            continue
+        pairs = zip(own, ranks[other][key], strict=False)
+        values = next((pair for pair in pairs if pair[0] != pair[1]), (own, ranks[other][key]))
+        message = f"{option} of {optimizer} differs by rank in step {step}: {values[0]} on rank 0, {values[1]} on rank "
+        message += f"{other}. Each rank updates its shards with its own value."
+        fix = "Set the options of optimizers and the schedule of the learning rate to the same values on all ranks."
+        differing[optimizer, option] = Problem(code="FSDP-W520", message=message, fix=fix)
+    return list(differing.values())
+
+
+def check_values(infinite: Sequence[str]) -> list[Problem]:
+    """Check that no parameter contains NaN or infinity. ``infinite`` are the names of those that do, on any rank."""
+    if not infinite:
+        return []
+    message = f"{plural(len(infinite), 'parameter')} of the trained model contain NaN or infinity: "
+    fix = "Check the loss of each step: a lower learning rate, clipping, or bf16 instead of fp16 may help."
+    return [Problem(code="FSDP-W522", message=f"{message}{format_names(infinite, 3)}.", fix=fix)]
 
 
 def check_structure(units: Sequence[live_units.UnitObservation], plan: FsdpPlan) -> list[Problem]:

@@ -150,6 +150,9 @@ def read_strategy(run: ObservedRun) -> ObservedValue:
     value = common_value(unit.live.strategy or _strategy_of_mesh(unit) for unit in run.layers)
     if run.structure.unsharded:
         return differing_value(f"{value}, except some parameters", run.structure.reason)
+    if added := run.structure.added:
+        reason = f"{text.plural(len(added), 'parameter')} were added after prepare(): {format_names(added, 2)}"
+        return differing_value(f"{value}, except some parameters", reason)
     switched_off = [unit.label for unit in run.units_with_params if not unit.live.reduces]
     if len(switched_off) == len(run.units_with_params):  # by Accelerate, between two micro-batches
         switched_off = []

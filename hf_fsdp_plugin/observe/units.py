@@ -186,6 +186,7 @@ class StructureComparison:
         moved: parameters that are in another unit than planned.
         sharded: parameters that the plan does not shard and that a unit has.
         frozen: parameters of units that the plan trains and that no longer require a gradient. The units are equal.
+        added: parameters that were added after the model was sharded. The units are equal.
     """
 
     missing: tuple[str, ...] = ()
@@ -194,6 +195,7 @@ class StructureComparison:
     moved: tuple[str, ...] = ()
     sharded: tuple[str, ...] = ()
     frozen: tuple[str, ...] = ()
+    added: tuple[str, ...] = ()
 
     @property
     def is_equal(self) -> bool:

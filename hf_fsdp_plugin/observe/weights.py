@@ -8,8 +8,10 @@ between two steps.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import combinations
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
@@ -26,12 +28,14 @@ from hf_fsdp_plugin.backends.sharding.shard import sharded_models
 from hf_fsdp_plugin.observe.units import UnitObservation, unmanaged_parameters
 from hf_fsdp_plugin.plan.names import canonical_name
 from hf_fsdp_plugin.problems import Problem, SpecError
+from hf_fsdp_plugin.text import plural
 from hf_fsdp_plugin.torch_private.functions import current_backward
 from hf_fsdp_plugin.torch_private.modules import buffers, non_persistent_buffers
 
 _TOLERANCE = 1e-6
 _PART = 1 << 22
 """Number of elements that are added at a time. Two copies of them in double precision have 64 MiB."""
+_FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _Checksum = list[float]
 """The sum of the elements, and the sum of their magnitudes."""
 _Key = tuple[str, str, tuple[int, ...]]
@@ -203,6 +207,27 @@ def hash_parts(units: Iterable[UnitObservation], only: Collection[tuple[int, int
     }
 
 
+def names_of_parts(model: nn.Module, units: Iterable[UnitObservation]) -> dict[tuple[int, int], str]:
+    """Return the canonical name of each parameter, by the keys of ``ShardHashes``."""
+    names = {id(module): canonical_name(name) for name, module in model.named_modules()}
+    return {
+        (number, index): f"{names.get(id(module), '?')}.{attribute}".lstrip(".")
+        for number, unit in enumerate(units)
+        for index, (module, attribute, _) in enumerate(unit.live.known("places", ()))
+    }
+
+
+def infinite_parts(units: Iterable[UnitObservation]) -> frozenset[tuple[int, int]]:
+    """Return the keys, as in ``ShardHashes``, of parameters with NaN or infinity in this rank's part."""
+    ranges = {
+        (number, index): torch.stack(torch.aminmax(part.detach())).float()
+        for number, unit in enumerate(units)
+        for index, part in enumerate(unit.live.known("parts", ()))
+        if part.numel() and part.dtype in _FLOATS and type(part.detach()) is torch.Tensor and not part.is_meta
+    }
+    return frozenset(key for key, ends in read_together(ranges).items() if not all(map(math.isfinite, ends)))
+
+
 def unwrapped_optimizer(optimizer: Any) -> torch.optim.Optimizer | None:
     """Return the torch optimizer inside Accelerate's ``AcceleratedOptimizer``."""
     while optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
@@ -265,6 +290,20 @@ def check_optimizers(
     message += "they are not updated."
     fix = "Pass all trainable parameters to the optimizer, or set requires_grad = False on the others."
     return [Problem(code="FSDP-W505", message=message, fix=fix)]
+
+
+def check_shared(
+    optimizers: Sequence[torch.optim.Optimizer], alternating: Collection[torch.optim.Optimizer]
+) -> list[Problem]:
+    """Check that no two optimizers whose steps alternate have the same parameters."""
+    held = [(optimizer, set(map(id, parameters_in(optimizer)))) for optimizer in optimizers if optimizer in alternating]
+    for (one, own), (other, others) in combinations(held, 2):
+        if num_shared := len(own & others):
+            message = f"{plural(num_shared, 'parameter')} are in {type(one).__name__} and in {type(other).__name__}, "
+            message += "whose steps alternate: each gradient is applied twice, with two optimizer states."
+            fix = "Prepare one optimizer for each parameter. If two are intended, ignore the warning."
+            return [Problem(code="FSDP-W521", message=message, fix=fix)]
+    return []
 
 
 def num_of_sharded_models(parameters: Sequence[torch.Tensor]) -> int:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
+import tempfile
 from collections.abc import Callable
 from typing import Any
 
@@ -160,12 +163,118 @@ def with_frozen_reference(accelerator: Any) -> None:
         optimizer.zero_grad()
 
 
+def _steps(accelerator: Any, model: nn.Module, *optimizers: Any, num: int = NUM_STEPS, factor: float = 1.0) -> None:
+    for step in range(num):
+        loss = model(**my_part(global_batch(step), dist.get_rank(), dist.get_world_size())).loss
+        accelerator.backward(loss * factor)
+        for optimizer in optimizers:
+            optimizer.step()
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+
+
+def _add_head(accelerator: Any, model: nn.Module, *, trained: bool = True) -> nn.Module:
+    inner: Any = accelerator.unwrap_model(model)
+    inner.head = nn.Linear(64, 1)
+    head: nn.Module = inner.head
+    return head.requires_grad_(trained)
+
+
+def added_before_the_optimizer(accelerator: Any) -> None:
+    model = accelerator.prepare(MODELS["llama"]())
+    _add_head(accelerator, model)
+    accelerator.prepare(torch.optim.AdamW(model.parameters()))
+
+
+def replaced_before_the_optimizer(accelerator: Any) -> None:
+    model = accelerator.prepare(MODELS["llama"]())
+    inner: Any = accelerator.unwrap_model(model)
+    inner.lm_head = nn.Linear(inner.lm_head.in_features, inner.lm_head.out_features)
+    accelerator.prepare(torch.optim.AdamW(model.parameters()))
+
+
+def added_to_a_group(accelerator: Any) -> None:
+    model, optimizer = _prepared(accelerator)
+    _steps(accelerator, model, optimizer)
+    optimizer.optimizer.add_param_group({"params": list(_add_head(accelerator, model).parameters())})
+    _steps(accelerator, model, optimizer, num=1)
+
+
+def added_for_an_unprepared_optimizer(accelerator: Any) -> None:
+    model = accelerator.prepare(MODELS["llama"]())
+    _add_head(accelerator, model)
+    _steps(accelerator, model, torch.optim.AdamW(model.parameters()))
+
+
+def added_and_saved(accelerator: Any) -> None:
+    model, optimizer = _prepared(accelerator)
+    _add_head(accelerator, model, trained=False)
+    _steps(accelerator, model, optimizer)
+    accelerator.save_state(f"{tempfile.gettempdir()}/added")  # the ranks share the folder
+
+
+def added_before_prepare(accelerator: Any) -> None:
+    model: Any = MODELS["llama"]()
+    model.head = nn.Linear(64, 1)
+    model.head.requires_grad_(False)
+    model = accelerator.prepare(model)
+    optimizer = accelerator.prepare(torch.optim.AdamW(model.parameters(), lr=1e-2))
+    _steps(accelerator, model, optimizer)
+    accelerator.save_state(f"{tempfile.gettempdir()}/before")
+
+
+def no_rate(accelerator: Any) -> None:
+    model: Any = MODELS["llama"]()
+    _steps(accelerator, *accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.0)))
+
+
+def warm_up(accelerator: Any) -> None:
+    model, optimizer = _prepared(accelerator)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer.optimizer, lambda step: step / NUM_STEPS)
+    for _ in range(NUM_STEPS):
+        _steps(accelerator, model, optimizer, num=1)
+        schedule.step()
+
+
+def rate_by_rank(accelerator: Any) -> None:
+    model: Any = MODELS["llama"]()
+    rate = 1e-2 if dist.get_rank() else 1e-4
+    _steps(accelerator, *accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=rate)))
+
+
+def one_group_without_rate(accelerator: Any) -> None:
+    model: Any = MODELS["llama"]()
+    layers = [p for name, p in model.named_parameters() if "layers.0" in name]
+    others = [p for name, p in model.named_parameters() if "layers.0" not in name]
+    optimizer = torch.optim.AdamW([{"params": others}, {"params": layers, "lr": 0.0}], lr=1e-2)
+    _steps(accelerator, *accelerator.prepare(model, optimizer))
+
+
+def same_parameters_twice(accelerator: Any) -> None:
+    model: Any = MODELS["llama"]()
+    optimizers = [torch.optim.SGD(model.parameters(), lr=1e-2) for _ in range(2)]
+    _steps(accelerator, *accelerator.prepare(model, *optimizers))
+
+
+def one_optimizer_after_the_other(accelerator: Any) -> None:
+    model: Any = MODELS["llama"]()
+    model, first, second = accelerator.prepare(model, *(torch.optim.SGD(model.parameters(), lr=1e-2) for _ in range(2)))
+    _steps(accelerator, model, first)
+    _steps(accelerator, model, second)
+
+
+def loss_is_nan(accelerator: Any) -> None:
+    _steps(accelerator, *_prepared(accelerator), factor=float("nan"))
+
+
 LOOPS = {
     loop.__name__: loop
     for loop in (
         unprepared_optimizer, optimizer_of_shards, no_step, evaluation, never_zeroed, zeroed_before_backward,
         zeroed_in_place, accumulated_by_hand, discriminator, penalty_on_shards, two_optimizers, with_frozen_reference,
-        optimizer_in_backward,
+        optimizer_in_backward, added_before_the_optimizer, replaced_before_the_optimizer, added_to_a_group,
+        added_for_an_unprepared_optimizer, added_and_saved, added_before_prepare, no_rate, warm_up, rate_by_rank,
+        one_group_without_rate, same_parameters_twice, one_optimizer_after_the_other, loss_is_nan,
     )
 }  # fmt: skip
 
@@ -173,10 +282,48 @@ LOOPS = {
 def run_loop(config: dict[str, Any], name: str) -> dict[str, Any]:
     """Return the codes of the problems, the part ``training`` of the report, and its summary."""
     accelerator = fresh_accelerator(config)
+    printed = io.StringIO()
     try:
-        LOOPS[name](accelerator)
+        with contextlib.redirect_stderr(printed):
+            LOOPS[name](accelerator)
     except SpecError as error:
-        return {"codes": [problem.code for problem in error.problems], "raised": True}
+        return {"codes": [problem.code for problem in error.problems], "raised": True, "message": str(error)}
     report = hfp.report(accelerator)
     codes = [problem.code for problem in report.problems if problem.severity == "error"]
-    return {"codes": codes, "raised": False, "report": report.to_json(), "summary": report.summary()}
+    warnings = [problem.code for problem in report.problems if problem.code.startswith("FSDP-W5")]
+    found = {"codes": codes, "raised": False, "report": report.to_json(), "summary": report.summary()}
+    return found | {"warnings": warnings, "printed": printed.getvalue()}
+
+
+def run_batches(config: dict[str, Any], accumulation: int, sizes: tuple[int, int], kind: str) -> dict[str, Any]:
+    """Train with a loader, and return the effective batch size of the report, and the messages of FSDP-W512.
+
+    Args:
+        accumulation: the argument of the Accelerator.
+        sizes: the batch size of each rank.
+        kind: ``accumulated``, ``not accumulated``, or what the collator does: ``first only``, ``packed``.
+    """
+    accelerator = fresh_accelerator(config, gradient_accumulation_steps=accumulation)
+    batches = [{name: value[row] for name, value in global_batch(row // 4).items()} for row in [*range(4)] * 48]
+
+    def collate(samples: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+        if kind == "first only":
+            samples = samples[:1]
+        batch = {name: torch.stack([sample[name] for sample in samples]) for name in samples[0]}
+        if kind == "packed":
+            num_samples, length = batch["input_ids"].shape
+            batch = {name: value.reshape(1, -1) for name, value in batch.items() if name != "attention_mask"}
+            batch["position_ids"] = torch.arange(length).repeat(num_samples)[None]
+        return batch
+
+    loader: Any = torch.utils.data.DataLoader(batches, batch_size=sizes[dist.get_rank()], collate_fn=collate)  # type: ignore[arg-type]
+    model: Any = MODELS["llama"]()
+    model, optimizer, loader = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2), loader)
+    for _, batch in zip(range(12), loader, strict=False):
+        with contextlib.nullcontext() if kind == "not accumulated" else accelerator.accumulate(model):
+            accelerator.backward(model(**batch).loss)
+            optimizer.step()
+            optimizer.zero_grad()
+    report = hfp.report(accelerator)
+    messages = [problem.message for problem in report.problems if problem.code == "FSDP-W512"]
+    return {"size": report.effective_batch_size, "messages": messages, "table": str(report)}

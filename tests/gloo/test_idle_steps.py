@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.gloo.cases_idle_steps import NUM_STEPS, run_loop
+from tests.gloo.cases_idle_steps import NUM_STEPS, run_batches, run_loop
 from tests.support.json_schema import assert_valid
 from tests.support.ranks import Ranks
 from tests.support.tiny import parallel_config
@@ -77,6 +77,7 @@ def test_backwards_without_a_step_are_reported(two_ranks: Ranks, version: int) -
     assert "none differs" not in found["summary"] and "no optimizer step was observed" in found["summary"]
     assert found["report"]["training"] == {
         "steps": 0, "examined_steps": 0, "changed_parameters": None, "trained_parameters": None,
+        "unchanged_parameters": [],
     }  # fmt: skip
 
 
@@ -84,3 +85,76 @@ def test_backwards_without_a_step_are_reported(two_ranks: Ranks, version: int) -
 def test_evaluation_has_no_problem_but_no_step(two_ranks: Ranks, version: int) -> None:
     found = run(two_ranks, version, "evaluation")
     assert found["codes"] == [] and "none differs" not in found["summary"]
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize(
+    ("name", "parameter"),
+    [
+        ("added_before_the_optimizer", "head.weight"),
+        ("replaced_before_the_optimizer", "lm_head.weight"),
+        ("added_to_a_group", "head.weight"),
+        ("added_for_an_unprepared_optimizer", "head.weight"),
+    ],
+)
+def test_training_of_added_parameters_is_refused(two_ranks: Ranks, version: int, name: str, parameter: str) -> None:
+    found = run(two_ranks, version, name)
+    assert (found["codes"], found["raised"]) == (["FSDP-E517"], True) and parameter in found["message"]
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_added_parameters_are_reported_and_named_in_a_save(two_ranks: Ranks, version: int) -> None:
+    found = run(two_ranks, version, "added_and_saved")
+    rows = {row["setting"]: row for row in found["report"]["settings"]}
+    assert rows["sharding.strategy"]["status"] == "differs" and "head.weight" in rows["sharding.strategy"]["reason"]
+    assert [row["setting"] for row in rows.values() if row["status"] == "differs"] == ["sharding.strategy"]
+    assert "FSDP-W518" in found["printed"] and "head.weight" in found["printed"]
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_parameters_added_before_prepare_are_accepted(two_ranks: Ranks, version: int) -> None:
+    found = run(two_ranks, version, "added_before_prepare")
+    assert (found["codes"], found["warnings"]) == ([], []) and "none differs" in found["summary"]
+    assert "FSDP-W518" not in found["printed"]
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize(
+    ("name", "warnings", "text"),
+    [
+        ("no_rate", ["FSDP-W519"], "the learning rate was 0 in all 3 optimizer steps"),
+        ("warm_up", [], ""),
+        ("rate_by_rank", ["FSDP-W520"], "lr of AdamW differs by rank in step 1: 0.0001 on rank 0, 0.01 on rank 1"),
+        ("one_group_without_rate", [], "changed, not model.layers.0."),
+        ("same_parameters_twice", ["FSDP-W521"], "are in SGD and in SGD"),
+        ("one_optimizer_after_the_other", [], ""),
+        ("loss_is_nan", ["FSDP-W522"], "contain NaN or infinity: lm_head.weight"),
+    ],
+)
+def test_steps_that_do_not_train_as_intended_are_named(
+    two_ranks: Ranks, version: int, name: str, warnings: list[str], text: str
+) -> None:
+    found = run(two_ranks, version, name)
+    assert (found["codes"], found["warnings"]) == ([], warnings)
+    assert text in " ".join(found["summary"].split())
+    assert_valid("report", found["report"])
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize(
+    ("accumulation", "sizes", "kind", "size", "text"),
+    [
+        (2, (4, 4), "accumulated", 16, ""),
+        (2, (4, 4), "not accumulated", 8, "2 forwards per optimizer step were requested, but 1 was observed"),
+        (1, (4, 2), "accumulated", 6, "batches of different sizes: 2 to 4"),
+        (1, (4, 4), "first only", 2, "4 samples per forward were requested, but 1 was observed"),
+        (1, (4, 4), "packed", 8, ""),
+    ],
+)
+def test_effective_batch_size_is_the_observed_one(
+    two_ranks: Ranks, version: int, accumulation: int, sizes: tuple[int, int], kind: str, size: int, text: str
+) -> None:
+    config = parallel_config("full_shard", version, 2)
+    for found in two_ranks.run(run_batches, config, accumulation, sizes, kind):
+        assert found["size"] == size and f"effective batch size {size}" in found["table"]
+        assert len(found["messages"]) == bool(text) and text in "".join(found["messages"])

@@ -60,9 +60,18 @@ class CheckpointManager:
         saved_asynchronously: model -> whether its last checkpoint was written in the background.
     """
 
-    def __init__(self, in_flight_file: Callable[[], Path | None] = lambda: None) -> None:
-        """``in_flight_file`` returns the path of a file that exists while a save is in flight; ``None`` for none."""
-        self._in_flight_file = in_flight_file
+    def __init__(
+        self,
+        in_flight_file: Callable[[], Path | None] = lambda: None,
+        check_model: Callable[[nn.Module], None] = lambda _: None,
+    ) -> None:
+        """Create a manager.
+
+        Args:
+            in_flight_file: returns the path of a file that exists while a save is in flight; ``None`` for none.
+            check_model: called with each model before it is saved.
+        """
+        self._in_flight_file, self._check_model = in_flight_file, check_model
         self.writer = file_parts.PartWriter()
         self.save_in_flight: Save | None = None
         self.saved_kinds: WeakKeyDictionary[nn.Module, set[StateDictKind]] = WeakKeyDictionary()
@@ -150,6 +159,7 @@ class CheckpointManager:
         max_shard_size: int = state_files.MAX_SHARD_SIZE,
     ) -> None:
         """Write a model's state to ``folder`` as a part of its open save, or immediately if there is none."""
+        self._check_model(model)
         send_buffers(model)  # a resumed run has rank 0's buffers on all ranks, and so has the run that continues
         with on_all_ranks("reading the layout of the model"):
             shards = model_shards(model, only_trained=adapter_only)

@@ -33,6 +33,7 @@ from hf_fsdp_plugin.integrations.preflight.stages import preflight
 from hf_fsdp_plugin.integrations.profiling.run import profiling
 from hf_fsdp_plugin.integrations.rank_watch import watch
 from hf_fsdp_plugin.messages import print_warnings
+from hf_fsdp_plugin.observe.first_step import check_added
 from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan
 from hf_fsdp_plugin.plan.names import unwrapped
 from hf_fsdp_plugin.plan.presharded import distributed_config_of
@@ -259,13 +260,19 @@ def _prepare_optimizers(accelerator: Any, optimizers: Sequence[Optimizer], model
 
 
 def _check_parameters(optimizers: Sequence[Optimizer], models: Sequence[nn.Module]) -> None:
-    """Raise ``SpecError`` for an optimizer with parameters of no sharded model: training would not change the loss."""
+    """Raise ``SpecError`` for an optimizer with parameters of no sharded model, or that were added to one later.
+
+    Training would not change the loss, or each rank would train its own values.
+    """
     num_foreign = [(type(optimizer).__name__, foreign_parameters(optimizer, models)) for optimizer in optimizers]
     effect = "belong to no prepared model, so the optimizer would update copies that the model does not use."
     fix = "Pass the optimizer and all of its models to one call of prepare(), or create it after preparing them."
     messages = [f"{number} parameters of {name} {effect}" for name, number in num_foreign if number]
     if messages and any(sharding.plan_of(model) for model in models):
         raise SpecError([Problem(code="FSDP-E604", message=message, fix=fix) for message in messages])
+    for optimizer in optimizers:
+        for model in models:
+            check_added(model, optimizer)
 
 
 def _together(names: str) -> AbstractContextManager[None]:
