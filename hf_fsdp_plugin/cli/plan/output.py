@@ -34,6 +34,11 @@ _COLORS: Final[dict[types.MemoryKind, str]] = {
     "other": "#8c8c8c",
 }  # fmt: skip
 """The palette of Okabe and Ito, which color-blind readers can tell apart."""
+_WIDTH: Final = 1000
+_HEIGHT: Final = 200
+"""Units of a picture. Browsers cannot hold coordinates in bytes: they limit them to about 2^25."""
+_LEAST_HEIGHT: Final = 2.5
+"""Height of a band with few bytes, so that it is visible."""
 _MOST_SPANS: Final = 1500
 _BESIDE_TIME: Final = ("step_seconds", "tokens_per_second", "machine")
 """Fields of a time estimate that ``plan --json`` has beside the object ``time``."""
@@ -351,13 +356,22 @@ def _macros() -> Any:
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     environment.filters |= {"count": format_count, "seconds": format_seconds, "size": format_memory}
     text = files("hf_fsdp_plugin.estimate").joinpath("charts.html").read_text(encoding="utf-8")
-    return environment.from_string(text, {"COLORS": _COLORS, "KIND_NAMES": types.KIND_NAMES}).module
+    names = {"COLORS": _COLORS, "KIND_NAMES": types.KIND_NAMES, "WIDTH": _WIDTH, "HEIGHT": _HEIGHT}
+    return environment.from_string(text, names).module
 
 
-def _areas(moments: Sequence[types.Moment]) -> Iterator[tuple[str, list[tuple[int, int]]]]:
-    """Yield the color and the corners of a stacked area for each kind of memory: index of the moment, and bytes."""
-    lower = [0] * len(moments)
+def _areas(moments: Sequence[types.Moment]) -> Iterator[tuple[str, list[tuple[float, float]]]]:
+    """Yield the color and the corners of a stacked area for each kind of memory, in units of the picture."""
+    top = max([1, *(moment.bytes for moment in moments)])
+    heights = [
+        {kind: max(_LEAST_HEIGHT, _HEIGHT * size / top) for kind, size in moment.bytes_by_kind.items() if size}
+        for moment in moments
+    ]
+    scale = _HEIGHT / max([_HEIGHT, *(sum(each.values()) for each in heights)])
+    xs = [_WIDTH * index / max(1, len(moments) - 1) for index in range(len(moments))]
+    lower = [float(_HEIGHT)] * len(moments)
     for kind in types.MEMORY_KINDS:
-        upper = [below + moment.bytes_by_kind.get(kind, 0) for below, moment in zip(lower, moments, strict=True)]
-        yield _COLORS[kind], [*enumerate(upper), *reversed(list(enumerate(lower)))]
+        upper = [below - scale * each.get(kind, 0) for below, each in zip(lower, heights, strict=True)]
+        if upper != lower:
+            yield _COLORS[kind], [*zip(xs, upper, strict=True), *reversed([*zip(xs, lower, strict=True)])]
         lower = upper
