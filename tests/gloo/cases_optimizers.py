@@ -193,10 +193,14 @@ def train(
     stop: int = NUM_STEPS,
     resume_from: str | None = None,
     save_to: str | None = None,
-    model_first: bool = False,
+    order: str = "together",
     **settings: Any,
 ) -> dict[str, Any]:
-    """Train from step ``start`` to step ``stop``. Returns the losses, or the codes of the problems."""
+    """Train from step ``start`` to step ``stop``. Returns the losses, or the codes of the problems.
+
+    Args:
+        order: how model and optimizer are prepared: in one call, in two, or by Accelerate's single methods.
+    """
     world_size = dist.get_world_size()
     more: dict[str, Any] = {"fsdp_use_orig_params": use_orig} if version == 1 else {}
     if _model(name) == "simple":
@@ -204,9 +208,15 @@ def train(
     accelerator = fresh_accelerator(parallel_config("full_shard", version, world_size, **more, **settings))
     model = MODELS[_model(name)]()
     try:
-        if model_first:
+        if order == "model first":
             model = accelerator.prepare(model)
             optimizer = accelerator.prepare(make(name, model, split=use_orig))
+        elif order == "optimizer first":
+            optimizer = accelerator.prepare(make(name, model, split=use_orig))
+            model = accelerator.prepare(model)
+        elif order == "single methods":
+            model = accelerator.prepare_model(model)
+            optimizer = accelerator.prepare_optimizer(make(name, model, split=use_orig))
         else:
             model, optimizer = accelerator.prepare(model, make(name, model, split=use_orig))
         if resume_from:
@@ -215,6 +225,9 @@ def train(
         for step in range(start, stop):
             part = loss_of(model, _model(name), step, accelerator.process_index, world_size)
             accelerator.backward(part)
+            if order != "together":
+                with torch.no_grad():  # an evaluation before the step leaves units gathered
+                    loss_of(model, _model(name), step)
             total = part.detach().clone()
             dist.all_reduce(total)
             with _eager(name):
@@ -225,7 +238,8 @@ def train(
             accelerator.save_state(save_to)
     except hfp.SpecError as error:
         return {"codes": sorted({problem.code for problem in error.problems}), "losses": []}
-    return {"codes": [], "losses": losses, "mode": getattr(optimizer.optimizer, "_hf_fsdp_step_mode", "unchanged")}
+    mode = getattr(optimizer.optimizer, "_hf_fsdp_step_mode", "unchanged")
+    return {"codes": [], "losses": losses, "mode": mode, "num_steps": hfp.report(accelerator).training.steps}
 
 
 def one_process(name: str, *, split: bool = True) -> list[float]:

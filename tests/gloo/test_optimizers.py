@@ -153,8 +153,18 @@ def test_quantized_state_is_refused_by_other_shards(two_ranks: Ranks, one_rank: 
     assert again["codes"] == ["FSDP-E426"]
 
 
-@pytest.mark.parametrize("name", ["hf-adafactor", "bnb-adamw8bit"])
-def test_optimizer_of_prepared_model_trains_the_same(two_ranks: Ranks, name: str) -> None:
+ORDERS = pytest.mark.parametrize("order", ["model first", "optimizer first", "single methods"])
+
+
+@ORDERS
+@pytest.mark.parametrize("name", ["hf-adafactor", "adamw-fused", "bnb-adamw8bit"])
+def test_optimizer_prepared_apart_trains_the_same(two_ranks: Ranks, name: str, order: str) -> None:
     available(name)
-    run = two_ranks.run(cases.train, name, 2, model_first=True)[0]
+    run = two_ranks.run(cases.train, name, 2, order=order)[0]
     assert run["losses"] == pytest.approx(losses_of_one_process(name, True), rel=tolerance(name))
+    assert run["num_steps"] == cases.NUM_STEPS
+
+
+@ORDERS
+def test_optimizer_prepared_apart_is_refused_the_same(two_ranks: Ranks, order: str) -> None:
+    assert two_ranks.run(cases.train, "hf-adafactor", 1, order=order)[0]["codes"] == ["FSDP-E320"]

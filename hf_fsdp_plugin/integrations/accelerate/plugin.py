@@ -62,6 +62,7 @@ class PlannedFsdpPlugin(FullyShardedDataParallelPlugin):
     Attributes:
         spec: the settings, from which the plan is resolved when a model is prepared.
         first_calls: the collective calls of the Accelerator whose first call waits for all ranks.
+        adapted_optimizers: optimizers whose steps are adapted to the shards.
         later_optimizers: optimizers with the parameters of a model that is sharded before they are prepared.
         evaluated_models: the models that were sharded for evaluation only and still exist, in the order in which they
             were prepared: reference, teacher and reward models.
@@ -74,6 +75,7 @@ class PlannedFsdpPlugin(FullyShardedDataParallelPlugin):
 
     def __init__(self, spec: FsdpSpec) -> None:
         self.first_calls = FirstCalls()
+        self.adapted_optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self.later_optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self.evaluated_models: weakref.WeakKeyDictionary[nn.Module, None] = weakref.WeakKeyDictionary()
         self.assigned: Mapping[str, Any] = {}

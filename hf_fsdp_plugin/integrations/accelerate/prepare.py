@@ -28,11 +28,11 @@ from hf_fsdp_plugin.integrations import call_hooks, peft, resuming, run_report, 
 from hf_fsdp_plugin.integrations.accelerate import fp8, private
 from hf_fsdp_plugin.integrations.accelerate.accelerator import adopt_models
 from hf_fsdp_plugin.integrations.accelerate.batches import check_even_batches, notice_accumulation
-from hf_fsdp_plugin.integrations.accelerate.plugin import planned_plugin
+from hf_fsdp_plugin.integrations.accelerate.plugin import if_planned, planned_plugin
 from hf_fsdp_plugin.integrations.preflight.stages import preflight
 from hf_fsdp_plugin.integrations.profiling.run import profiling
 from hf_fsdp_plugin.integrations.rank_watch import watch
-from hf_fsdp_plugin.messages import print_warnings
+from hf_fsdp_plugin.messages import print_once, print_warnings
 from hf_fsdp_plugin.observe.first_step import check_added
 from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan
 from hf_fsdp_plugin.plan.names import unwrapped
@@ -60,32 +60,18 @@ def prepare(original: Callable[..., Any], accelerator: Any, *args: Any, **kwargs
         SpecError: on all ranks, if a plan cannot be resolved or an optimizer has parameters of no prepared model.
     """
     adopt_models(accelerator, args)
-    if (plugin := planned_plugin(accelerator)) is None:
+    if planned_plugin(accelerator) is None:
         return original(*args, **kwargs)
-    # 1. Accelerate prepares loaders and optimizers, and then schedulers, which need the prepared optimizers.
-    prepared = list(args)
+    # 1. Models are planned and sharded. The optimizers of this call get the shards instead of the parameters.
+    given = [getattr(obj, "optimizer", obj) for obj in args if isinstance(obj, Optimizer)]
+    models = iter(_add_models(accelerator, [obj for obj in args if isinstance(obj, nn.Module)], given))
+    prepared = [next(models) if isinstance(obj, nn.Module) else obj for obj in args]
+    # 2. Accelerate prepares loaders and optimizers by the methods below, then schedulers, which need the optimizers.
     for first_pass in (True, False):
         prepared = [
             obj if isinstance(obj, nn.Module) else private.prepare_one(accelerator, obj, first_pass=first_pass)
             for obj in prepared
         ]
-    # 2. Models are planned and sharded. Optimizers get the shards instead of the parameters.
-    optimizers = [*_optimizers_of(accelerator), *plugin.later_optimizers]
-    prepared = [_add_model(accelerator, obj, optimizers) if isinstance(obj, nn.Module) else obj for obj in prepared]
-    models = private.prepared_models(accelerator)
-    for model in models:
-        sharding.rebind_optimizers(model, optimizers)
-    if any(isinstance(obj, nn.Module) for obj in args):
-        exchange.close()  # every rank has loaded its model
-    # 3. Optimizers are checked, and their steps are adapted to shards, unless this call prepares no optimizer.
-    new_optimizers = [obj.optimizer for obj in prepared if hasattr(obj, "optimizer")]
-    if new_optimizers:
-        _prepare_optimizers(accelerator, new_optimizers, models)
-    # 4. What the ranks do from now on is watched: batches, the report, the memory of asynchronous saves.
-    print_warnings(problem for obj in prepared if (problem := check_even_batches(obj)) is not None)
-    run_report.track_run(accelerator)
-    if plugin.spec.checkpoint.asynchronous and new_optimizers:
-        saving.prepare_buffers_after_first_step(accelerator, plugin.state_dict_kind)
     private.mark_prepared(accelerator, *prepared)
     return tuple(prepared) if len(prepared) > 1 else prepared[0]
 
@@ -102,11 +88,48 @@ def prepare_model(original: Callable[..., Any], accelerator: Any, model: Any, *a
             # Accelerate leaves the placement to FSDP, which does not shard a model in this mode.
             kwargs["device_placement"] = True
         return original(model, *args, **kwargs)
-    return _add_model(accelerator, model, _optimizers_of(accelerator))
+    return _add_models(accelerator, [model])[0]
+
+
+@if_planned
+def prepare_optimizer(original: Callable[..., Any], accelerator: Any, *args: Any, **kwargs: Any) -> Any:
+    """Prepare an optimizer, and adapt it to the sharded models. Collective."""
+    prepared = original(*args, **kwargs)
+    private.mark_prepared(accelerator, prepared)
+    _prepare_optimizers(accelerator, [prepared.optimizer])
+    return prepared
+
+
+@if_planned
+def prepare_data_loader(original: Callable[..., Any], accelerator: Any, *args: Any, **kwargs: Any) -> Any:
+    """Prepare a data loader, and warn if the ranks have different numbers of batches."""
+    prepared = original(*args, **kwargs)
+    private.mark_prepared(accelerator, prepared)
+    if (problem := check_even_batches(prepared)) is not None:
+        print_once(problem)
+    return prepared
 
 
 def _optimizers_of(accelerator: Any) -> list[Optimizer]:
     return [wrapper.optimizer for wrapper in private.prepared_optimizers(accelerator)]
+
+
+def _add_models(
+    accelerator: Any, models: Sequence[nn.Module], new_optimizers: Sequence[Optimizer] = ()
+) -> list[nn.Module]:
+    """Shard models and return them. Optimizers that are prepared, or that ``prepare`` will prepare, get the shards."""
+    plugin = planned_plugin(accelerator)
+    assert plugin is not None
+    optimizers = [*_optimizers_of(accelerator), *plugin.later_optimizers, *new_optimizers]
+    added = [_add_model(accelerator, model, optimizers) for model in models]
+    known = private.prepared_models(accelerator)
+    for model in known:
+        sharding.rebind_optimizers(model, optimizers)
+    if models:
+        exchange.close()  # every rank has loaded its model
+        earlier = [each for each in _optimizers_of(accelerator) if not foreign_parameters(each, known)]
+        _prepare_optimizers(accelerator, earlier)
+    return added
 
 
 def _add_model(accelerator: Any, model: nn.Module, optimizers: Sequence[Optimizer]) -> nn.Module:
@@ -230,16 +253,31 @@ def _compile_units(accelerator: Any, plan: FsdpPlan, model: nn.Module) -> None:
                 model.get_submodule(name).compile(**kwargs)
 
 
-def _prepare_optimizers(accelerator: Any, optimizers: Sequence[Optimizer], models: Sequence[nn.Module]) -> None:
-    """Check optimizers, decide how their steps run on the shards of ``models``, and watch the steps. Collective.
+def _prepare_optimizers(accelerator: Any, optimizers: Sequence[Optimizer]) -> None:
+    """Adapt optimizers to the sharded models, once and if there are any, and watch the run. Collective.
 
     Raises:
         SpecError: an optimizer has parameters of no prepared model, or cannot run on these shards.
     """
-    names = " and ".join(sorted({type(optimizer).__name__ for optimizer in optimizers}))
-    with _together(names), agreement.on_all_ranks("checking the optimizers"):
-        _check_parameters(optimizers, models)
-    sharding.sharded_optimizers.update(optimizers)
+    plugin, models = planned_plugin(accelerator), private.prepared_models(accelerator)
+    assert plugin is not None
+    if not any(sharding.plan_of(model) for model in models):
+        return
+    optimizers = [each for each in optimizers if each not in plugin.adapted_optimizers]
+    if optimizers:
+        names = " and ".join(sorted({type(optimizer).__name__ for optimizer in optimizers}))
+        with _together(names), agreement.on_all_ranks("checking the optimizers"):
+            _check_parameters(optimizers, models)
+        sharding.sharded_optimizers.update(optimizers)
+        _adapt_steps(accelerator, optimizers, models)
+        plugin.adapted_optimizers.update(optimizers)
+        if plugin.spec.checkpoint.asynchronous:
+            saving.prepare_buffers_after_first_step(accelerator, plugin.state_dict_kind)
+    run_report.track_run(accelerator)
+
+
+def _adapt_steps(accelerator: Any, optimizers: Sequence[Optimizer], models: Sequence[nn.Module]) -> None:
+    """Decide how the steps of optimizers run on the shards of ``models``, and watch the steps. Collective."""
     problems: list[Problem | None] = []
     for optimizer in optimizers:
         plan = next((sharding.plan_of(model) for model in models if has_parameters_of(model, optimizer)), None)
@@ -268,7 +306,7 @@ def _check_parameters(optimizers: Sequence[Optimizer], models: Sequence[nn.Modul
     effect = "belong to no prepared model, so the optimizer would update copies that the model does not use."
     fix = "Pass the optimizer and all of its models to one call of prepare(), or create it after preparing them."
     messages = [f"{number} parameters of {name} {effect}" for name, number in num_foreign if number]
-    if messages and any(sharding.plan_of(model) for model in models):
+    if messages:
         raise SpecError([Problem(code="FSDP-E604", message=message, fix=fix) for message in messages])
     for optimizer in optimizers:
         for model in models:
