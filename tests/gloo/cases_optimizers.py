@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import io
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
@@ -240,6 +242,23 @@ def train(
         return {"codes": sorted({problem.code for problem in error.problems}), "losses": []}
     mode = getattr(optimizer.optimizer, "_hf_fsdp_step_mode", "unchanged")
     return {"codes": [], "losses": losses, "mode": mode, "num_steps": hfp.report(accelerator).training.steps}
+
+
+def printed_about_groups(by: str, order: str) -> str:
+    """Prepare a model of FSDP1 and an optimizer with groups by names or dimensions. Returns what was printed."""
+    accelerator = fresh_accelerator(parallel_config("full_shard", 1, dist.get_world_size()))
+    model: Any = MODELS["llama"]()
+    if order == "model first":
+        model = accelerator.prepare(model)
+    named = list(model.named_parameters())
+    first = [p for name, p in named if ("norm" not in name if by == "names" else p.dim() >= 2)]
+    inside = {id(p) for p in first}
+    optimizer = torch.optim.AdamW(
+        [{"params": first}, {"params": [p for _, p in named if id(p) not in inside], "weight_decay": 0.0}]
+    )
+    with contextlib.redirect_stderr(io.StringIO()) as printed:
+        accelerator.prepare(model, optimizer)
+    return printed.getvalue()
 
 
 def one_process(name: str, *, split: bool = True) -> list[float]:

@@ -35,6 +35,7 @@ def make_trainer(
     callbacks: Any = (),
     optimizers: tuple[Any, Any] = (None, None),
     model_init: Any = None,
+    trainer_class: Any = hfp.FsdpTrainer,
     **arguments: Any,
 ) -> Any:
     world_size = torch.distributed.get_world_size()
@@ -44,7 +45,7 @@ def make_trainer(
         "save_strategy": "no", "lr_scheduler_type": "linear",
     }  # fmt: skip
     args = hfp.FsdpTrainingArguments(output_dir=output_dir, **{**defaults, **arguments})
-    return hfp.FsdpTrainer(
+    return trainer_class(
         model=MODELS[model]() if isinstance(model, str) else model,
         args=args,
         train_dataset=Batches(6),
@@ -108,6 +109,28 @@ def printed_about_weight_decay(output_dir: str, **arguments: Any) -> str:
     with contextlib.redirect_stderr(io.StringIO()) as printed:
         make_trainer(output_dir, max_steps=1, **arguments).train()
     return printed.getvalue()
+
+
+def train_with_groups_by_dimensions(output_dir: str, evaluates: bool, **arguments: Any) -> list[list[int]]:
+    """Train one step with groups of matrices and vectors. Returns the numbers of dimensions of their members."""
+    groups: list[list[int]] = []
+
+    class GroupingTrainer(hfp.FsdpTrainer):
+        def create_optimizer(self, model: Any = None) -> Any:
+            parameters = [p for p in self.model.parameters() if p.requires_grad]
+            matrices = [p for p in parameters if p.ndim >= 2]
+            vectors = [p for p in parameters if p.dim() < 2]
+            groups.extend(sorted({p.ndim for p in group}) for group in (matrices, vectors))
+            groups.append([len(matrices), len(vectors)])
+            self.optimizer = torch.optim.AdamW([{"params": matrices}, {"params": vectors, "weight_decay": 0.0}])
+            return self.optimizer
+
+    trainer = make_trainer(output_dir, max_steps=1, trainer_class=GroupingTrainer, **arguments)
+    if evaluates:
+        trainer.evaluate()
+    trainer.train()
+    groups.append([len(group["params"]) for group in trainer.optimizer.param_groups])
+    return groups
 
 
 def train_and_resume(output_dir: str, **arguments: Any) -> dict[str, Any]:

@@ -168,3 +168,10 @@ def test_optimizer_prepared_apart_trains_the_same(two_ranks: Ranks, name: str, o
 @ORDERS
 def test_optimizer_prepared_apart_is_refused_the_same(two_ranks: Ranks, order: str) -> None:
     assert two_ranks.run(cases.train, "hf-adafactor", 1, order=order)[0]["codes"] == ["FSDP-E320"]
+
+
+@pytest.mark.parametrize("by", ["names", "dimensions"])
+@pytest.mark.parametrize("order", ["together", "model first"])
+def test_groups_by_dimensions_of_pieces_are_a_warning(two_ranks: Ranks, by: str, order: str) -> None:
+    printed = two_ranks.run(cases.printed_about_groups, by, order)[0]
+    assert ("FSDP-W328" in printed) == (by == "dimensions" and order == "model first")

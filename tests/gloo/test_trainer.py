@@ -137,3 +137,15 @@ def test_weight_decay_of_biases_and_norms_is_a_warning(
     }
     printed, _ = two_ranks.run(cases.printed_about_weight_decay, str(tmp_path), **arguments)
     assert ("FSDP-W692" in printed) == (not use_orig and weight_decay > 0)
+
+
+@pytest.mark.parametrize("evaluates", [False, True])
+@pytest.mark.parametrize("version", [1, 2])
+def test_optimizer_is_created_with_original_shapes(
+    two_ranks: Ranks, tmp_path: Path, version: int, evaluates: bool
+) -> None:
+    run = two_ranks.run(cases.train_with_groups_by_dimensions, str(tmp_path), evaluates, **settings(version))[0]
+    matrices, vectors, created, trained = run
+    assert (matrices, vectors) == ([2], [1])
+    assert created == trained
+    assert min(created) > 0

@@ -38,7 +38,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from hf_fsdp_plugin.backends.torch_types import shard_like
 from hf_fsdp_plugin.plan.names import canonical_name, named_parameters
 from hf_fsdp_plugin.problems import Problem, SpecError
-from hf_fsdp_plugin.torch_private.fsdp1 import names_in
+from hf_fsdp_plugin.torch_private.fsdp1 import flat_units, names_in, original_parameters
 from hf_fsdp_plugin.torch_private.modules import local_tensor
 
 _REPLICATED: Final = "_hf_fsdp_replicated"
@@ -46,6 +46,8 @@ _REPLICATED: Final = "_hf_fsdp_replicated"
 StepMode = Literal["unchanged", "local", "whole"]
 StateFactory = Callable[[Optimizer, torch.Tensor, str], torch.Tensor]
 """(optimizer, parameter, key) -> a new state tensor, as the optimizer creates it in its first step."""
+_ATTACHED = "_hf_fsdp_attached"
+"""Attribute of an optimizer that was created with parameters of the original shapes."""
 _STEP_MODE = "_hf_fsdp_step_mode"
 _STATE_FACTORY = "_hf_fsdp_state_factory"
 
@@ -161,6 +163,26 @@ def attach_optimizers(detached: Iterable[DetachedOptimizer], model: nn.Module) -
             group["params"] = list(parameters.values())
         for name, state in item.initial.items():
             item.optimizer.state[found[name]] = {key: _create(value, found[name]) for key, value in state.items()}
+        setattr(item.optimizer, _ATTACHED, True)
+
+
+def check_groups(optimizer: Optimizer, model: nn.Module) -> Problem | None:
+    """Return a warning if FSDP1's pieces, which all have one dimension, may have decided the groups of an optimizer.
+
+    This is so if it was created after sharding, one of its groups is empty, and another one has matrices.
+    """
+    if getattr(optimizer, _ATTACHED, False) or all(group["params"] for group in optimizer.param_groups):
+        return None
+    members = [member for _, flat in flat_units(model) for member in original_parameters(flat)]
+    matrices = {id(member.parameter): member.name for member in members if len(member.shape) > 1}
+    found = next((name for p in parameters_in(optimizer) if (name := matrices.get(id(p)))), None)
+    if found is None:
+        return None
+    message = f"{type(optimizer).__name__} was created after prepare() and has an empty parameter group. Under FSDP1, "
+    message += f"`ndim` and `dim()` of all parameters are 1 then, also of matrices such as {canonical_name(found)}, so "
+    message += "groups by the number of dimensions are wrong."
+    fix = "Create the optimizer before prepare(), and pass it to the same call as the model, or set fsdp_version: 2. "
+    return Problem(code="FSDP-W328", message=message, fix=f"{fix}Groups by names are right: ignore this for them.")
 
 
 def _create(value: Any, parameter: nn.Parameter) -> Any:

@@ -16,7 +16,12 @@ from torch.optim import Optimizer
 from hf_fsdp_plugin.backends.loading.equal_weights import check_same_weights
 from hf_fsdp_plugin.backends.loading.shared_weights import exchange
 from hf_fsdp_plugin.backends.optimizers.known_optimizers import apply_step_mode
-from hf_fsdp_plugin.backends.optimizers.parameters import foreign_parameters, has_parameters_of, set_state_factory
+from hf_fsdp_plugin.backends.optimizers.parameters import (
+    check_groups,
+    foreign_parameters,
+    has_parameters_of,
+    set_state_factory,
+)
 from hf_fsdp_plugin.backends.ranks import agreement
 from hf_fsdp_plugin.backends.ranks.cluster import ranks_per_machine
 from hf_fsdp_plugin.backends.sharding import shard as sharding
@@ -284,6 +289,7 @@ def _adapt_steps(accelerator: Any, optimizers: Sequence[Optimizer], models: Sequ
         if private.can_create_state(optimizer):
             set_state_factory(optimizer, private.create_state)
         problems.append(apply_step_mode(optimizer, plan) if plan is not None else None)
+        problems += [check_groups(optimizer, model) for model in models]
     script_arguments.print_or_raise([problem for problem in problems if problem is not None])
     for optimizer in optimizers:
         record.count_steps(optimizer)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from transformers.utils import find_labels
 from hf_fsdp_plugin.backends.optimizers.parameters import replicate_parameters
 from hf_fsdp_plugin.backends.ranks.agreement import TRAINING_LIMIT, preparation_limit, wait_for_all_ranks
 from hf_fsdp_plugin.backends.sharding.script_access import free_gathered
-from hf_fsdp_plugin.backends.sharding.shard import plan_of
+from hf_fsdp_plugin.backends.sharding.shard import create_with_original_shapes, plan_of
 from hf_fsdp_plugin.checkpoint.names import TRAINER_PREFIX
 from hf_fsdp_plugin.integrations import moving_average, patching, resuming, run_report
 from hf_fsdp_plugin.integrations.accelerate.accelerator import is_left_to_transformers
@@ -179,8 +180,12 @@ def train(original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any)
     prepare_moving_averages(trainer, found)
     check = WeightDecayCheck()
     trainer.add_callback(check)
+    create = partial(create_optimizer, trainer, trainer.create_optimizer)
     try:
-        with private.loading_sharded_models(trainer, load_other_model):
+        with (
+            attributes_in_block(trainer, create_optimizer=create),
+            private.loading_sharded_models(trainer, load_other_model),
+        ):
             result = original(*args, **kwargs)
     finally:
         trainer.remove_callback(check)
@@ -191,6 +196,17 @@ def train(original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any)
     batch = run_report.trainer_batch(trainer)
     run_report.report_run(trainer.accelerator, output_dir=folder, batch=batch, checkpoint=last)
     return result
+
+
+def create_optimizer(trainer: Any, create: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Create the optimizer of a Trainer, which sees the original shapes of a model that FSDP1 has sharded before."""
+
+    def created() -> Any:
+        create(*args, **kwargs)
+        return trainer.optimizer
+
+    create_with_original_shapes(next(iter((*args, *kwargs.values())), None) or trainer.model, created)
+    return trainer.optimizer
 
 
 @patching.override_hooked_methods(Trainer)
