@@ -70,9 +70,13 @@ def file_problems_inside(root: Path, files: Iterable[str], place: Path | str) ->
     if root.parent.name == "snapshots":
         allowed.append(os.path.realpath(root.parent.parent / "blobs"))
     problems = []
+    present = {entry.name for entry in os.scandir(root)} if root.is_dir() else set()  # asking for each name is slow
     for file in files:
         if (found := name_problem(file, place)) is not None:
             problems.append(found)
+            continue
+        if "/" not in file and file not in present:
+            problems.append(missing_problem(file, place))
             continue
         real = Path(os.path.realpath(root / file))
         if not any(real.is_relative_to(folder) for folder in allowed):

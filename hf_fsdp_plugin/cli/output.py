@@ -62,7 +62,7 @@ def text_width(stream: TextIO | None = None) -> int | None:
     """Return the number of columns of a terminal, or ``COLUMNS``; ``None`` for a file or a pipe: no limit."""
     stream = stream or sys.stdout
     given = os.environ.get("COLUMNS", "")
-    if given.isdecimal() and int(given) > 0:
+    if given.isdecimal() and len(given) < 6 and int(given) > 0:
         return int(given)
     try:
         return (os.get_terminal_size(stream.fileno()).columns or None) if stream.isatty() else None

@@ -12,7 +12,7 @@ import os
 import re
 import stat
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -177,9 +177,8 @@ def _last_file_problems(folder: Path) -> list[Problem]:
     return []
 
 
-_RANK_IN_NAME = re.compile(
-    rf"(?:{file_names.TRAINER_RNG}_|{file_names.ACCELERATE_RNG}_|__|_rank)(\d+)(?:_\d+\{file_names.DCP_SUFFIX}|\.\w+)"
-)
+_RANDOM_STATE = re.compile(rf"(?:{file_names.TRAINER_RNG}|{file_names.ACCELERATE_RNG})_(\d+)\.\w+")
+_SHARDS = re.compile(rf"(?:__|_rank)(\d+)(?:_\d+\{file_names.DCP_SUFFIX}|\.\w+)")
 
 _FACTS = (
     "incomplete", "format", "kind", "step", "world_size", "num_elements", "dtypes", "model_bytes", "optimizer_bytes",
@@ -332,9 +331,13 @@ def checkpoints_of_run(folder: Path) -> list[Path]:
     return found + [path for place in places for path in sorted(place.glob(f".checkpoint*{file_names.SAVING}"))]
 
 
-def _ranks(files: Iterable[str]) -> int | None:
-    """Return the highest rank in a file name, plus 1. Each rank saves at least a file with its random state."""
-    ranks = [int(match[1]) for file in files if (match := _RANK_IN_NAME.search(file.rpartition("/")[2]))]
-    if not ranks and file_names.trainer_rng_file(None) in files:
-        return 1
-    return max(ranks) + 1 if ranks else None
+def _ranks(files: Collection[str]) -> int | None:
+    """Return the highest rank in a file name, plus 1. Each rank saves at least a file with its random state.
+
+    Of files with shards, there can be one more, with what is the same on all ranks.
+    """
+    for pattern in (_RANDOM_STATE, _SHARDS):
+        ranks = [int(match[1]) for file in files if (match := pattern.search(file.rpartition("/")[2]))]
+        if ranks:
+            return max(ranks) + 1
+    return 1 if file_names.trainer_rng_file(None) in files else None

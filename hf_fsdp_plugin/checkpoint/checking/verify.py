@@ -25,12 +25,18 @@ from typing import Any
 
 from hf_fsdp_plugin.checkpoint.checking import inspection
 from hf_fsdp_plugin.checkpoint.checking.against_model import config_problems, manifest_problems
-from hf_fsdp_plugin.checkpoint.errors import problem, refuse
+from hf_fsdp_plugin.checkpoint.errors import problem
 from hf_fsdp_plugin.checkpoint.formats.boxes import dtype_size, element_span
 from hf_fsdp_plugin.checkpoint.formats.dcp import index_problems
 from hf_fsdp_plugin.checkpoint.formats.known_formats import read_stored_model, read_stored_optimizer
 from hf_fsdp_plugin.checkpoint.formats.manifest import FileRange, FileRecord, Manifest, read_manifest
-from hf_fsdp_plugin.checkpoint.formats.stored_tensors import PieceTable, StoredModel, StoredOptimizer, labelled_tensors
+from hf_fsdp_plugin.checkpoint.formats.stored_tensors import (
+    MAX_PROBLEMS,
+    PieceTable,
+    StoredModel,
+    StoredOptimizer,
+    labelled_tensors,
+)
 from hf_fsdp_plugin.checkpoint.formats.torch_files import crc_file
 from hf_fsdp_plugin.checkpoint.io import InputFiles, hash_bytes, hash_file
 from hf_fsdp_plugin.checkpoint.names import BLOCK_FILE, MANIFEST_NAME, OPTIMIZER
@@ -164,9 +170,7 @@ class VerifiedFiles(InputFiles):
         if file not in self._blocks:
             path = (self._below / file).as_posix()
             if path not in self._records:
-                message = f"is not listed in {MANIFEST_NAME}, so its bytes cannot be verified."
-                fix = f"Restore the checkpoint's own files. If you replaced them on purpose, delete {MANIFEST_NAME}."
-                refuse("FSDP-E459", self._folder / path, message, fix)
+                raise CheckpointError([_unlisted_problem(self._folder / path)])
             self._blocks[file] = self._records[path].ranges
         return self._blocks[file]
 
@@ -209,6 +213,12 @@ class VerifiedFiles(InputFiles):
         if found != block.hash:
             path = self._folder / self._below / file
             raise CheckpointError([damage_problem(path, [block], len(self.blocks_of(file)), [block.name])])
+
+
+def _unlisted_problem(path: Path) -> Problem:
+    message = f"is not listed in {MANIFEST_NAME}, so its bytes cannot be verified."
+    fix = f"Restore the checkpoint's own files. If you replaced them on purpose, delete {MANIFEST_NAME}."
+    return problem("FSDP-E459", path, message, fix)
 
 
 def _damaged_ranges(
@@ -404,6 +414,10 @@ def _contents_problems(
         return [] if is_reported else list(error.problems)
     problems = index_problems(folder)
     if manifest is not None:
+        listed = {record.path for record in manifest.files}
+        read = [stored.root / file for stored in (model, optimizer) if stored is not None for file in stored.files]
+        unlisted = [path for path in read if path.relative_to(folder).as_posix() not in listed]
+        problems += [_unlisted_problem(path) for path in unlisted[:MAX_PROBLEMS]]  # a resume refuses them
         problems += manifest_problems(model, optimizer, manifest)
     if config_check:
         problems += config_problems(model, folder)

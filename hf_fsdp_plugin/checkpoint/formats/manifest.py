@@ -324,6 +324,8 @@ def read_manifest(folder: Path) -> Manifest | None:
     values = {key: reader.value(kind, tree.get(key), key) for key, kind in kinds.items()}
     if values["world_size"] == 0:
         reader.report("world_size", 0, "an integer of at least 1")
+    if values["files"] == ():
+        reader.report("files", [], "at least one file")
     raise_if_any(reader.problems)
     num_blocks, names = values.pop("num_blocks"), values.pop("names")
     _check_files(reader, folder, values["files"], num_blocks)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import numpy
 import pytest
 from torch.distributed import HashStore
 
+from hf_fsdp_plugin.cli import output
 from hf_fsdp_plugin.launcher.other_machines import OtherMachines
 from hf_fsdp_plugin.problems import MAX_SHOWN, CheckpointError, Problem
 from hf_fsdp_plugin.text import fit_table, format_table, printable
@@ -170,3 +172,9 @@ def test_verify_summarizes_many_missing_files(local: Path, hf_fsdp: Any) -> None
     assert code == 1 and "301 problems" in out
     lines = [line for line in err.splitlines() if line]
     assert len(lines) == MAX_SHOWN + 1 and "more problems" in lines[-1] and "× FSDP-E457" in lines[-1]
+
+
+@pytest.mark.parametrize(("columns", "width"), [("80", 80), ("9" * 5000, None), ("-1", None), ("x", None)])
+def test_columns_of_any_length_are_accepted(monkeypatch: pytest.MonkeyPatch, columns: str, width: int | None) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
+    assert output.text_width(io.StringIO()) == width

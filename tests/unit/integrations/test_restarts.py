@@ -24,12 +24,14 @@ def restarted(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def save(folder: Path, run: dict[str, Any], created: str = "2030-01-01T00:00:00+00:00") -> Path:
-    from hf_fsdp_plugin.checkpoint.formats.manifest import Manifest, write_manifest
+    from hf_fsdp_plugin.checkpoint.formats.manifest import Manifest, record_file, write_manifest
 
     folder.mkdir(parents=True)
     facts: dict[str, Any] = {"kind": "full", "backend": "fsdp2", "world_size": 1, "mesh": {}, "strategy": "full_shard"}
     facts |= {"step": 1, "asynchronous": False, "versions": {}, "settings": {}, "parameters": {}, "ties": ()}
-    write_manifest(folder, Manifest(**facts, created=created, files=(), batch={}, run=run))
+    (folder / "config.json").write_text("{}")
+    files = (record_file(folder, "config.json"),)
+    write_manifest(folder, Manifest(**facts, created=created, files=files, batch={}, run=run))
     return folder
 
 

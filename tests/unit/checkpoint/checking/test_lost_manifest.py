@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hf_fsdp_plugin.checkpoint.checking.inspection import why_incomplete
+from hf_fsdp_plugin.checkpoint.checking.inspection import summarize, why_incomplete
 from hf_fsdp_plugin.checkpoint.checking.verify import verify
 from hf_fsdp_plugin.checkpoint.formats.boxes import whole_box
 from hf_fsdp_plugin.checkpoint.formats.torch_files import NotAnArchive, stored_entries
@@ -82,3 +82,13 @@ def test_gap_at_another_offset_is_refused(tmp_path: Path) -> None:
         (tmp_path / "other").write_bytes(data + bytes(gap) + data)
         with pytest.raises(NotAnArchive):
             list(stored_entries(tmp_path / "other"))
+
+
+@pytest.mark.parametrize(("names", "ranks"), [(("rng_state_0.pth", "rng_state_1.pth"), 2), ((), 3)])
+def test_ranks_are_counted_by_their_random_states(tmp_path: Path, names: tuple[str, ...], ranks: int) -> None:
+    """Without them, by the files with shards, of which there is one more."""
+    checkpoint = saved.local_checkpoint(tmp_path / "ck")
+    (checkpoint / "fsdp_manifest.json").unlink()
+    for name in names:
+        torch.save({}, checkpoint / name)
+    assert summarize(checkpoint).world_size == ranks

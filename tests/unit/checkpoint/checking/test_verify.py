@@ -150,3 +150,11 @@ def test_whole_checkpoint_is_verified_when_given_a_part(local):
     damages.flip(local / FILES[8], 3)
     verdict = verify(local / "pytorch_model_fsdp_0")
     assert verdict.checkpoint == local and "trainer_state.json" in errors(verdict)[0]
+
+
+def test_unlisted_file_that_a_resume_reads_is_an_error(local):
+    """A resume refuses it too. Other files that are not listed are the user's."""
+    manifest = manifest_of(local)
+    listed = tuple(record for record in manifest.files if record.path != "optimizer_0/__1_0.distcp")
+    (local / MANIFEST_NAME).write_text(to_text(replace(manifest, files=listed)))
+    assert "optimizer_0/__1_0.distcp: is not listed" in only_error(local, "FSDP-E459")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -81,3 +82,11 @@ def test_invalid_index_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "model.safetensors.index.json").write_text(text)
     with pytest.raises(CheckpointError, match=r"index\.json: .*FSDP-E453"):
         read_stored_model(tmp_path)
+
+
+def test_index_of_many_missing_files_is_refused_quickly(tmp_path: Path) -> None:
+    shard(tmp_path, {f"w{number}": f"part{number}.safetensors" for number in range(20_000)})
+    begin = time.process_time()
+    with pytest.raises(CheckpointError, match="FSDP-E457"):
+        read_stored_model(tmp_path)
+    assert time.process_time() - begin < 1  # 3 s if each path is resolved

@@ -34,7 +34,8 @@ def test_manifest_round_trips(tmp_path):
 def test_settings_are_converted_to_json_values(tmp_path):
     values = (1, 2), math.inf, Path("x"), MappingProxyType({1: {"z", "y"}}), None, True
     settings = dict(zip("abcdef", values, strict=True))
-    (tmp_path / MANIFEST_NAME).write_text(to_text(saved.manifest(settings=settings)))
+    files = (FileRecord(path="f", size=0, ranges=()),)
+    (tmp_path / MANIFEST_NAME).write_text(to_text(saved.manifest(settings=settings, files=files)))
     json.loads((tmp_path / MANIFEST_NAME).read_text(), parse_constant=pytest.fail)
     found = read_manifest(tmp_path)
     assert found is not None

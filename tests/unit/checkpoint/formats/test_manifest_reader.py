@@ -211,3 +211,9 @@ def test_number_that_is_not_json_is_refused(tmp_path, tree, number):
     write(tmp_path, {**tree, "batch": {"a": float(number)}})
     with pytest.raises(CheckpointError, match=rf"{number}.*FSDP-E463"):
         read_manifest(tmp_path)
+
+
+def test_manifest_without_files_is_refused(tmp_path, tree):
+    write(tmp_path, {**tree, "files": []})
+    with pytest.raises(CheckpointError, match=r"files is \[\].*FSDP-E463"):
+        read_manifest(tmp_path)
