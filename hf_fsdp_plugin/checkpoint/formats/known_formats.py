@@ -13,7 +13,7 @@ from typing import Final
 
 from hf_fsdp_plugin.checkpoint import names as file_names
 from hf_fsdp_plugin.checkpoint.errors import refuse
-from hf_fsdp_plugin.checkpoint.formats import dcp, deepspeed, safetensors, torch_files
+from hf_fsdp_plugin.checkpoint.formats import dcp, deepspeed, hf_shards, safetensors, torch_files
 from hf_fsdp_plugin.checkpoint.formats.stored_tensors import StoredModel, StoredOptimizer, StoredState
 from hf_fsdp_plugin.checkpoint.io import object_in
 from hf_fsdp_plugin.spec.fsdp_spec import StateDictKind
@@ -62,6 +62,8 @@ FORMATS: Final = (
     CheckpointFormat("bin", "full", torch_files.read_bin, (f"{_FSDP}{{suffix}}.bin", *_with_index(_BIN))),
     CheckpointFormat("per_rank", "sharded", torch_files.read_per_rank, _RANK_FILES),
     CheckpointFormat("full", "full", safetensors.read_adapter, _with_index(_ADAPTER)),
+    # after a single file, which may be made of the shards in the same folder
+    CheckpointFormat("hf_shards", "sharded", hf_shards.read_model, (hf_shards.FILES,)),
 )
 """All formats, in the order in which a checkpoint is searched for them. Rows with equal names differ in file names."""
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import struct
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from hf_fsdp_plugin.checkpoint.io import open_for_reading, parse_json, read_file
 from hf_fsdp_plugin.problems import Problem
 from hf_fsdp_plugin.text import format_names, plural
 
+_SURROGATE = re.compile("[\ud800-\udfff]")
 MAX_HEADER = 100_000_000
 """Maximum size of a header in bytes; the limit of the safetensors library."""
 
@@ -43,11 +45,14 @@ class TensorEntry(NamedTuple):
     offset: int
 
 
-def read_entries(path: Path, *, any_dtype: bool = False) -> dict[str, TensorEntry]:
+def read_entries(
+    path: Path, *, any_dtype: bool = False, metadata: dict[str, Any] | None = None
+) -> dict[str, TensorEntry]:
     """Return the tensors in a safetensors file, from its header. Checks that they tile the bytes after it.
 
     Args:
         any_dtype: accept element types that this package does not know, such as the packed ones of quantized weights.
+        metadata: receives what the header contains besides the tensors.
 
     Raises:
         CheckpointError: the file is truncated, longer than its header allows, or its header is damaged.
@@ -64,7 +69,9 @@ def read_entries(path: Path, *, any_dtype: bool = False) -> dict[str, TensorEntr
     begin = 8 + length
     try:
         header = parse_json(text)
-        header.pop("__metadata__", None)
+        others = header.pop("__metadata__", None)
+        if metadata is not None:
+            metadata.update(others or {})
         found = sorted(_parse_entry(name, entry, begin, any_dtype) for name, entry in header.items())
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         errors.refuse("FSDP-E453", path, f"has a damaged header ({type(error).__name__}: {error}).")
@@ -192,8 +199,12 @@ def _check(tensors: Sequence[TensorHeader]) -> None:
             fix = f"Convert it to one of {', '.join(SAFETENSORS_NAMES)}."
             message = f"'{name}' is {dtype}, which safetensors does not support."
             problems.append(Problem(code="FSDP-E466", message=message, fix=fix))
-        if name in seen or name == "__metadata__":
-            reason = "is the name of two tensors" if name in seen else "is a reserved name of safetensors"
+        reasons = {
+            "is the name of two tensors": name in seen,
+            "is a reserved name of safetensors": name == "__metadata__",
+            "is not valid Unicode": _SURROGATE.search(name) is not None,
+        }
+        for reason in [reason for reason, applies in reasons.items() if applies]:
             problems.append(Problem(code="FSDP-E467", message=f"'{name}' {reason}.", fix="Rename the tensor."))
         seen.add(name)
     errors.raise_if_any(problems)
