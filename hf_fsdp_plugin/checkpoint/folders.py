@@ -34,21 +34,41 @@ def put_in_place(folder: Path, final: Path) -> Path | None:
         The new path of the folder that was at ``final``, which the caller deletes; ``None`` if there was none. If the
         second rename fails, the first one is undone.
     """
-    replaced = replaced_path(final) if final.exists() else None
-    if replaced is not None:
+    replaced = replaced_path(final)
+    if is_staging_link(final):
+        final.unlink()
+    elif final.exists():
         final.rename(replaced)
     try:
         folder.rename(final)
     except OSError:
-        if replaced is not None:
+        if replaced.is_dir():
             replaced.rename(final)
         raise
     sync(final.parent)
-    return replaced
+    return replaced if replaced.is_dir() else None
+
+
+def link_staging(final: Path) -> None:
+    """Let ``final`` be a link to the staging folder of its save. A folder that is there is renamed, as at a commit."""
+    if final.exists():
+        final.rename(replaced_path(final))
+    final.symlink_to(_staging_target(final), target_is_directory=True)
+
+
+def is_staging_link(path: Path) -> bool:
+    """Return whether ``path`` is a link that :func:`link_staging` has made, for a save that is not committed."""
+    return path.is_symlink() and Path(os.readlink(path)) == _staging_target(path)
+
+
+def _staging_target(final: Path) -> Path:
+    return Path(file_names.hidden_path(final, file_names.SAVING).name, final.name)
 
 
 def restore_replaced(final: Path) -> None:
     """Undo a replacement that was interrupted between its two renames."""
+    if is_staging_link(final):
+        final.unlink()
     replaced = replaced_path(final)
     if replaced.is_dir() and not final.exists():
         replaced.rename(final)
@@ -63,10 +83,12 @@ def recover_interrupted_commit(final: Path) -> None:
 
 def recover_run(run: Path, prefix: str) -> None:
     """Recover the interrupted commits of a run's checkpoints, and remove the staging folders of interrupted saves."""
+    for path in filter(is_staging_link, run.glob(f"{prefix}*")):
+        restore_replaced(path)
     for path in run.glob(f".{prefix}*{file_names.REPLACED}"):
         recover_interrupted_commit(run / path.name.removeprefix(".").removesuffix(file_names.REPLACED))
     for path in run.glob(f".{prefix}*{file_names.SAVING}"):
-        shutil.rmtree(path, ignore_errors=True)
+        _remove_folder(path)
 
 
 def remove_checkpoint(checkpoint: Path) -> None:
@@ -78,9 +100,16 @@ def remove_checkpoint(checkpoint: Path) -> None:
         shutil.rmtree(copy, ignore_errors=True)
     visible = checkpoint.with_name(checkpoint.name.removeprefix("."))
     removed = file_names.hidden_path(visible, f".removed{file_names.SAVING}")
-    shutil.rmtree(removed, ignore_errors=True)
+    _remove_folder(removed)
     checkpoint.rename(removed)
-    shutil.rmtree(removed, ignore_errors=True)
+    _remove_folder(removed)
+
+
+def _remove_folder(path: Path) -> None:
+    """Remove a folder, or a link to one, whose target stays."""
+    if path.is_symlink():
+        path.unlink()
+    shutil.rmtree(path, ignore_errors=True)
 
 
 def remove_replaced(before: Path, final: Path) -> None:

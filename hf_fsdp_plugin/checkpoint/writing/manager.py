@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import nn
 
 from hf_fsdp_plugin.backends.optimizers.parameters import JointModels, after_each_step
-from hf_fsdp_plugin.backends.ranks.agreement import on_all_ranks
+from hf_fsdp_plugin.backends.ranks.agreement import broadcast_object, on_all_ranks
 from hf_fsdp_plugin.backends.sharding.forwards import send_buffers
 from hf_fsdp_plugin.checkpoint.errors import os_errors_as_problems
 from hf_fsdp_plugin.checkpoint.formats.manifest import FileRecord, Manifest
@@ -89,6 +89,7 @@ class CheckpointManager:
         *,
         asynchronous: bool = False,
         into: bool = False,
+        linked: bool = False,
         after: Callable[[], None] | None = None,
     ) -> Iterator[Save]:
         """Save a checkpoint. The block adds files to the folder of the save; then the save is committed.
@@ -97,10 +98,11 @@ class CheckpointManager:
             manifest: returns the manifest, complete except for ``files``; called after the block.
             asynchronous: write and commit in the background.
             into: add the files to the folder ``final`` instead of replacing it.
+            linked: the block writes to ``final``, a link until the commit. If it writes nothing, nothing is saved.
             after: rank 0 calls it after the commit.
         """
         self.wait()  # for the save in flight
-        save = Save(final.absolute(), self, asynchronous=asynchronous, into=into)
+        save = Save(final.absolute(), self, asynchronous=asynchronous, into=into, linked=linked)
         save.staging.create()  # rank 0 creates an empty folder beside the checkpoint, and all ranks see it
         outer, self._open = self._open, save  # another save may be opened and finished in the block
         try:
@@ -108,6 +110,9 @@ class CheckpointManager:
                 # Accelerate and the Trainer write their files. Their calls that save a model or an optimizer come to
                 # save_model and save_optimizer, in which each rank writes its shards, or copies them to memory.
                 yield save
+            if linked and not broadcast_object(any(save.folder.iterdir()) or save.models):
+                save.discard()
+                return
             contents = manifest()
             if not asynchronous:
                 save.finish(contents, after)  # each rank: its record; rank 0: the manifest, syncs, and the rename
@@ -260,8 +265,10 @@ class Save:
         world_size: number of ranks that write.
     """
 
-    def __init__(self, final: Path, manager: CheckpointManager, *, asynchronous: bool, into: bool) -> None:
-        self.staging = StagingFolder(final, into=into)
+    def __init__(
+        self, final: Path, manager: CheckpointManager, *, asynchronous: bool, into: bool, linked: bool
+    ) -> None:
+        self.staging = StagingFolder(final, into=into, linked=linked)
         self.final, self.folder = self.staging.final, self.staging.folder
         self.models: set[int] = set()
         self.asynchronous = asynchronous

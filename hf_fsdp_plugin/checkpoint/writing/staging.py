@@ -9,6 +9,8 @@ A checkpoint is written to a hidden folder, which the commit renames::
     run/.checkpoint-20.replaced/                  during the commit, the folder that had this name before
     run/.checkpoint-10.removed.saving/            a checkpoint during its removal
 
+For code that computes the path of the checkpoint itself, ``run/checkpoint-20`` is a link to it until the rename.
+
 Ranks communicate through files, because collectives of a background save would interleave with collectives of training.
 A record is a safetensors file. Most ranks write the same tensors, scalars and names, so these are one array, and equal
 arrays are parsed once.
@@ -107,11 +109,16 @@ class StagingFolder:
         root: path of the staging folder itself.
     """
 
-    def __init__(self, final: Path, *, into: bool = False) -> None:
-        """``into``: add the files to the folder ``final`` instead of replacing it."""
-        # The target of a link is replaced, not the link.
-        self.final = final = final.resolve() if final.is_symlink() else final
-        self._into = into
+    def __init__(self, final: Path, *, into: bool = False, linked: bool = False) -> None:
+        """
+        Args:
+            into: add the files to the folder ``final`` instead of replacing it.
+            linked: ``final`` is a link to the folder until the commit.
+        """
+        # The target of a user's link is replaced, not the link.
+        is_users = final.is_symlink() and not folders.is_staging_link(final)
+        self.final = final = final.resolve() if is_users else final
+        self._into, self._linked = into, linked
         # With ``into``, the folder exists, and its parent may not be writable.
         self.root = final / SAVING if into else hidden_path(final, SAVING)
         self.folder = self.root / final.name
@@ -125,6 +132,8 @@ class StagingFolder:
                     self._create()
             with on_all_ranks(f"preparing {self.root}"):
                 folders.check_visible(self.folder, "created")
+                if self._linked:
+                    folders.check_visible(self.final, "created")
         except CheckpointError:
             if dist.get_rank() == 0:
                 self.discard()
@@ -137,10 +146,14 @@ class StagingFolder:
         shutil.rmtree(self.root, ignore_errors=True)
         self.folder.mkdir(parents=True)
         self._records.mkdir()
+        if self._linked:
+            folders.link_staging(self.final)
 
     def discard(self) -> None:
         """Remove the folder. Called by rank 0 after all ranks have stopped writing."""
         shutil.rmtree(self.root, ignore_errors=True)
+        if self._linked:
+            folders.restore_replaced(self.final)
 
     def write_record(self, rank: int, record: RankRecord) -> None:
         """Write the record of a rank, with the files that only this rank has written for the Trainer or Accelerate."""
@@ -198,6 +211,8 @@ class StagingFolder:
             for path, parts in parts_of.items()
         }
         # 2. Files that others have written, such as the state of the Trainer: sync and hash them.
+        for name in (manifests.MANIFEST_NAME, manifests.BLOCK_FILE):  # of a model that was saved to this folder
+            (self.folder / name).unlink(missing_ok=True)
         for path in sorted(self.folder.rglob("*")):
             relative = path.relative_to(self.folder).as_posix()
             if relative not in records and path.is_file():

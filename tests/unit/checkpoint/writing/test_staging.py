@@ -9,6 +9,7 @@ import pytest
 import torch.distributed as dist
 
 from hf_fsdp_plugin.checkpoint import folders
+from hf_fsdp_plugin.checkpoint.checking.inspection import why_incomplete
 from hf_fsdp_plugin.checkpoint.folders import recover_interrupted_commit, recover_run, remove_checkpoint
 from hf_fsdp_plugin.checkpoint.writing.staging import StagingFolder
 from hf_fsdp_plugin.problems import CheckpointError
@@ -71,3 +72,48 @@ def test_remove_checkpoint_leaves_nothing(tmp_path: Path) -> None:
     (tmp_path / "checkpoint-2" / "optimizer_0").mkdir(parents=True)
     remove_checkpoint(tmp_path / "checkpoint-2")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_removed_link_leaves_its_target(tmp_path: Path) -> None:
+    """An earlier removal may have left a link, which a later one removes too."""
+    target = tmp_path / "disk"
+    target.mkdir()
+    for name in ("checkpoint-2", ".checkpoint-2.removed.saving"):
+        (tmp_path / name).symlink_to(target)
+    remove_checkpoint(tmp_path / "checkpoint-2")
+    assert os.listdir(tmp_path) == ["disk"]
+
+
+@pytest.mark.parametrize("exists", [False, True])
+def test_link_to_staging_folder_is_replaced_or_removed(
+    exists: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    final = tmp_path / "checkpoint-4"
+    if exists:
+        final.mkdir()
+        (final / "optimizer.bin").write_text("old")
+    for is_interrupted in (True, False):
+        staging = StagingFolder(final, linked=True)
+        staging.create()
+        (final / "optimizer.bin").write_text("new")
+        assert (staging.folder / "optimizer.bin").read_text() == "new" and folders.is_staging_link(final)
+        assert why_incomplete(final) is not None
+        if is_interrupted:
+            recover_run(tmp_path, "checkpoint-")
+            assert os.listdir(tmp_path) == (["checkpoint-4"] if exists else [])
+            assert not exists or (final / "optimizer.bin").read_text() == "old"
+        else:
+            replaced = folders.put_in_place(staging.folder, final)
+            assert (replaced is not None) == exists and not final.is_symlink()
+            assert (final / "optimizer.bin").read_text() == "new"
+
+
+def test_discarded_link_restores_the_replaced_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    final = tmp_path / "checkpoint-4"
+    final.mkdir()
+    staging = StagingFolder(final, linked=True)
+    staging.create()
+    staging.discard()
+    assert os.listdir(tmp_path) == ["checkpoint-4"] and final.is_dir() and not final.is_symlink()
