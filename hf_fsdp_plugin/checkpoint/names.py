@@ -17,6 +17,9 @@ MANIFEST_NAME: Final = "fsdp_manifest.json"
 BLOCK_FILE: Final = "fsdp_manifest.hashes"
 """The hashes of a checkpoint that are too many for its manifest."""
 TRAINER_STATE: Final = "trainer_state.json"
+TRAINER_SCHEDULE: Final = "scheduler.pt"
+TRAINER_OPTIMIZER: Final = "optimizer.pt"
+"""The optimizer of a Trainer without FSDP, with the layout of :data:`OPTIMIZER` in a ``.bin`` file."""
 
 # Stems of file names. A number, a rank or a suffix follows.
 FSDP_MODEL: Final = "pytorch_model_fsdp"

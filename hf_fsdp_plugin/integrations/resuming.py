@@ -28,6 +28,7 @@ from hf_fsdp_plugin.backends.ranks.cluster import ranks_per_machine
 from hf_fsdp_plugin.checkpoint.checking.inspection import first_complete, numbered_checkpoints, why_incomplete
 from hf_fsdp_plugin.checkpoint.folders import check_visible, recover_interrupted_commit, recover_run
 from hf_fsdp_plugin.checkpoint.formats.manifest import Manifest, read_manifest, readable_manifest
+from hf_fsdp_plugin.checkpoint.names import ACCELERATE_RNG, TRAINER_RNG
 from hf_fsdp_plugin.checkpoint.reading.states import check_states
 from hf_fsdp_plugin.hangs.calls import record
 from hf_fsdp_plugin.hangs.rank_files import RankFiles
@@ -40,6 +41,7 @@ from hf_fsdp_plugin.problems import CheckpointError, Problem, SpecError
 from hf_fsdp_plugin.rank_variables import launched_world_size, variable_number
 from hf_fsdp_plugin.runs import identity as runs
 from hf_fsdp_plugin.runs.restart_policy import Restarts
+from hf_fsdp_plugin.text import plural
 from hf_fsdp_plugin.torch_private.functions import default_store
 
 T = TypeVar("T")
@@ -217,14 +219,14 @@ def checkpoint_after_restart(folder: Path, prefix: str) -> Path | None:
 def _select_on_rank_0(select: Callable[[], Path | None]) -> Path | None:
     """Let rank 0, which asks for the files of the checkpoints, select one for all ranks. Collective."""
     manager.wait()  # selecting removes the staging folders of interrupted saves
-    selected = _on_rank_0(select)
+    selected = on_rank_0(select)
     if selected is not None:
         with agreement.on_all_ranks("looking for a checkpoint"):
             check_visible(selected, "resumes from")
     return selected
 
 
-def _on_rank_0(look: Callable[[], T]) -> T:
+def on_rank_0(look: Callable[[], T]) -> T:
     """Return rank 0's result on all ranks, or raise its error on all of them. Collective if there are ranks."""
     answer: Any = None, ()
     with agreement.on_all_ranks("looking for a checkpoint"):
@@ -305,7 +307,7 @@ def continue_run(path: Path) -> dict[str, Any]:
             return 0, {}
         return _run_steps(manifest), manifest.batch
 
-    steps, batch = _on_rank_0(read)
+    steps, batch = on_rank_0(read)
     if steps > record.counts.total:  # otherwise the script goes back to an earlier checkpoint by itself
         record.resume_at(steps)
     session.first_samples_per_step = batch.get("first_samples_per_step", batch.get("samples_per_step"))
@@ -328,17 +330,25 @@ def _run_steps(manifest: Manifest) -> int:
 def warn_differences(path: Path, batch: dict[str, Any]) -> None:
     """Report the effects of a world size or batch that differs from the checkpoint. Collective.
 
-    Of checkpoints without a manifest, only those of DeepSpeed are examined.
+    Of checkpoints without a manifest, the random states are counted.
     """
     manifest = read_manifest(path)
-    if manifest is None:
-        if engine_state(path):
-            warn_missing_state(path)
+    if manifest is None and engine_state(path):
+        warn_missing_state(path)
         return
     world_size = dist.get_world_size()
-    if manifest.world_size != world_size:
-        message = f"{path} has the random state of {manifest.world_size} ranks, but this run has {world_size} ranks: "
-        message += "dropout and other random operations differ from those of the uninterrupted run."
+    if manifest is None and dist.get_rank() != 0:
+        return  # only rank 0, which prints, lists the folder
+    num_saved = manifest.world_size if manifest is not None else _num_random_states(path)
+    if num_saved != world_size:
+        message = f"{path} has the random state of {plural(num_saved, 'rank')}, but this run has "
+        message += f"{plural(world_size, 'rank')}: dropout and other random operations differ from those of the "
+        message += "uninterrupted run."
         print_once(Problem(code="FSDP-W433", message=message))
-    if (problem := samples_problem(path, manifest.batch, batch)) is not None:
+    if manifest is not None and (problem := samples_problem(path, manifest.batch, batch)) is not None:
         print_once(problem)
+
+
+def _num_random_states(path: Path) -> int:
+    """Return the number of ranks whose random state is in a folder."""
+    return sum(1 for stem in (TRAINER_RNG, ACCELERATE_RNG) for _ in path.glob(f"{stem}*"))

@@ -156,8 +156,10 @@ def resume_after_the_end(output_dir: str, **arguments: Any) -> dict[str, Any]:
     whole = make_trainer(output_dir, **arguments)
     whole.train()
     resumed = make_trainer(output_dir, **arguments)
-    resumed.train(resume_from_checkpoint=True)
-    return {"steps": resumed.state.global_step, "weights": (gathered(whole), gathered(resumed))}
+    with contextlib.redirect_stderr(io.StringIO()) as printed:
+        resumed.train(resume_from_checkpoint=True)
+    weights = gathered(whole), gathered(resumed)
+    return {"steps": resumed.state.global_step, "weights": weights, "printed": printed.getvalue()}
 
 
 def evaluate_around_training(output_dir: str, **arguments: Any) -> dict[str, Any]:

@@ -188,3 +188,82 @@ def test_samples_per_step_that_cannot_be_kept_are_reported(
     assert [(run["accumulation"], run["samples"]) for run in runs] == [(1, 4), (1, 2)]
     assert [any("FSDP-W434" in line for line in run["printed"]) for run in runs] == [False, True]
     assert runs[1]["rates"][2] == pytest.approx(runs[0]["rates"][1] * 2), "the third part of the warm-up, twice"
+
+
+LOST = {
+    "a model only": ((), (True, False), True, ("FSDP-E424", "optimizer state, learning rate schedule, random state")),
+    "no optimizer": (("optimizer_0",), (False, False), False, ("FSDP-E424", "has no optimizer state,")),
+    "no schedule": (("scheduler.pt",), (False, True), False, ("FSDP-E424", "has no learning rate schedule,")),
+    "no random state": (("rng_state*",), (False, False), False, ("FSDP-E424", "has no random state,")),
+}
+
+
+@pytest.mark.parametrize("version", [slow(1), 2])
+@pytest.mark.parametrize("case", LOST)
+def test_trainer_refuses_checkpoint_without_state(two_ranks: Ranks, tmp_path: Path, version: int, case: str) -> None:
+    lost, only_model, manifest, texts = LOST[case]
+    arguments = config(version, "SHARDED")
+    for found in two_ranks.run(cases.resume_without, str(tmp_path), lost, only_model, manifest=manifest, **arguments):
+        assert all(text in found["error"] for text in texts)
+        assert not found["losses"]
+
+
+@pytest.mark.parametrize("version", [1, slow(2)])
+def test_run_of_models_only_resumes_with_warning(two_ranks: Ranks, tmp_path: Path, version: int) -> None:
+    found = two_ranks.run(cases.resume_without, str(tmp_path), (), (True, True), **config(version, "SHARDED"))[0]
+    assert found["error"] == "" and "FSDP-W408" in found["printed"] and 3 in found["losses"]
+
+
+def test_lost_random_state_of_a_rank_is_a_warning(two_ranks: Ranks, tmp_path: Path) -> None:
+    arguments = {"manifest": False, **config(2, "SHARDED")}
+    found = two_ranks.run(cases.resume_without, str(tmp_path), ("rng_state_1.pth",), (False, False), **arguments)[0]
+    assert found["error"] == "" and "FSDP-W433" in found["printed"] and "random state of 1 rank," in found["printed"]
+    found = two_ranks.run(cases.resume_without, str(tmp_path / "all"), (), (False, False), **arguments)[0]
+    assert found["error"] == "" and "FSDP-W" not in found["printed"] and 3 in found["losses"]
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_optimizer_of_run_without_fsdp_is_read(two_ranks: Ranks, tmp_path: Path, version: int) -> None:
+    found = two_ranks.run(cases.resume_from_unsharded, str(tmp_path), **config(version, "SHARDED"))[0]
+    assert "optimizer.pt" in found["files"] and found["error"] == "" and "FSDP-W" not in found["printed"]
+    resumed = [found["losses"][step] for step in range(1, 7)]
+    assert resumed == pytest.approx(found["whole"], rel=REORDERED)
+
+
+OWN_FILES = {"notes.txt", "optimizer_0", "rng_state_0.pth", "rng_state_1.pth", "scheduler.pt", "trainer_state.json"}
+
+
+@pytest.mark.parametrize(
+    ("version", "kind", "asynchronous"), [(1, "FULL", False), (2, "SHARDED", True), slow(2, "SHARDED", False)]
+)
+def test_checkpoint_method_of_a_class_is_atomic(
+    two_ranks: Ranks, tmp_path: Path, version: int, kind: str, asynchronous: bool
+) -> None:
+    """The method does not call that of Transformers, and computes its paths itself."""
+    arguments = config(version, kind, async_save=asynchronous)
+    found = two_ranks.run(cases.own_checkpoints, str(tmp_path), **arguments)[0]
+    assert set(found["problems"]) == {"checkpoint-2", "checkpoint-4"} and not any(found["problems"].values())
+    assert set(found["files"]) >= OWN_FILES
+    assert "no space in my store" in found["failure"] and found["losses"][5] == pytest.approx(found["whole"][5])
+    assert [name for name in found["left"] if "checkpoint" in name] == ["checkpoint-2", "checkpoint-4"]
+    assert "saves.txt" in found["left"]
+
+
+def test_own_checkpoint_outside_of_a_save_has_no_manifest(two_ranks: Ranks, tmp_path: Path) -> None:
+    """Such a folder can be resumed from: the manifest would list the model only."""
+    found = two_ranks.run(cases.own_checkpoints, str(tmp_path), "SometimesOwn", **config(2, "SHARDED"))[0]
+    assert "FSDP-N474" in str(found["problems"]["checkpoint-2"]) and not found["problems"]["checkpoint-4"]
+    assert found["losses"][5] == pytest.approx(found["whole"][5])
+
+
+@pytest.mark.parametrize(("version", "ranks"), [(1, (0, 1)), (2, (1,)), slow(2, (0, 1))])
+def test_checkpoint_at_sigterm_is_of_one_step(
+    two_ranks: Ranks, tmp_path: Path, version: int, ranks: tuple[int, ...]
+) -> None:
+    """The signals arrive at different moments, or at one rank only. Then the run is resumed, without a signal."""
+    found = two_ranks.run(cases.preempt, str(tmp_path), ranks, **config(version, "SHARDED"))
+    assert 3 < found[0]["step"] == found[1]["step"] < 60
+    for each in found:
+        assert each["checkpoints"] == [f"checkpoint-{each['step']}"] and each["problems"] == ()
+        assert each["resumed"] == each["step"] + 1
+        assert each["is_restored"] and not each["threads"]

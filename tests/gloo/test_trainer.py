@@ -57,6 +57,7 @@ def test_run_that_is_resumed_after_its_end_trains_nothing(two_ranks: Ranks, tmp_
     """The Trainer alone trains a fourth step."""
     run = two_ranks.run(cases.resume_after_the_end, str(tmp_path), **settings(version))[0]
     whole, resumed = run["weights"]
+    assert "FSDP-N410" in run["printed"]
     assert run["steps"] == 3 and all((whole[name] == resumed[name]).all() for name in whole)
 
 

@@ -408,15 +408,18 @@ def _merge(name: str, found: list[tuple[tuple[str, TorchZip], Any]]) -> Any:
 
 
 def read_bin(root: Path, stem: str, number: int) -> StoredState | None:
-    """Return the state in Accelerate's file, or in the file or shards of a Hugging Face folder."""
-    for each in (file_names.FSDP_MODEL, file_names.HF_MODEL_BIN) if stem == file_names.FSDP_MODEL else (stem,):
-        name = f"{file_names.numbered_from_one(each, number)}.bin"
+    """Return the state in Accelerate's or the Trainer's file, or in the file or shards of a Hugging Face folder."""
+    stems = (file_names.FSDP_MODEL, file_names.HF_MODEL_BIN) if stem == file_names.FSDP_MODEL else (stem,)
+    names = [f"{file_names.numbered_from_one(each, number)}.bin" for each in stems]
+    if stem == file_names.OPTIMIZER and number == 0:
+        names.append(file_names.TRAINER_OPTIMIZER)
+    for name in names:
         index = root / file_names.index_file(name)
         if (root / name).is_file():
             return StoredState(read_state_dict(root, [name]), (name,), root / name)
         if index.is_file():
-            names = list(read_weight_map(root, index))
-            return StoredState(read_state_dict(root, names), (index.name, *names), index)
+            files = list(read_weight_map(root, index))
+            return StoredState(read_state_dict(root, files), (index.name, *files), index)
     return None
 
 

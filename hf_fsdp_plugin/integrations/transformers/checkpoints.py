@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
+import datetime
 import math
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -13,18 +15,24 @@ from typing import Any
 
 import torch.distributed as dist
 from accelerate.utils.modeling import is_peft_model
-from transformers.trainer_utils import has_length, sort_checkpoints
+from transformers import TrainerState
+from transformers.trainer_utils import has_length
 
 from hf_fsdp_plugin.backends.ranks.agreement import TRAINING_LIMIT, collective_call, on_all_ranks, wait_for_all_ranks
 from hf_fsdp_plugin.backends.sharding.shard import locate_module
+from hf_fsdp_plugin.checkpoint.checking.inspection import numbered_checkpoints
 from hf_fsdp_plugin.checkpoint.errors import refuse
 from hf_fsdp_plugin.checkpoint.folders import remove_checkpoint
 from hf_fsdp_plugin.checkpoint.formats.known_formats import read_stored_model, stored_state_dict_type
 from hf_fsdp_plugin.checkpoint.formats.manifest import Manifest
+from hf_fsdp_plugin.checkpoint.io import object_in
 from hf_fsdp_plugin.checkpoint.names import (
+    BLOCK_FILE,
     HF_MODEL,
     HF_MODEL_BIN,
+    MANIFEST_NAME,
     TRAINER_PREFIX,
+    TRAINER_SCHEDULE,
     TRAINER_STATE,
     index_file,
     safetensors_file,
@@ -33,6 +41,7 @@ from hf_fsdp_plugin.checkpoint.names import (
 from hf_fsdp_plugin.checkpoint.reading.optimizer import schedules_follow_groups
 from hf_fsdp_plugin.checkpoint.reading.resharding import load_model
 from hf_fsdp_plugin.checkpoint.reading.states import load_state_file
+from hf_fsdp_plugin.checkpoint.reading.trainer_state import check_trainer_checkpoint
 from hf_fsdp_plugin.checkpoint.shards import model_shards
 from hf_fsdp_plugin.checkpoint.writing.state_files import manifest_of
 from hf_fsdp_plugin.integrations import moving_average, peft, resuming
@@ -47,16 +56,25 @@ from hf_fsdp_plugin.integrations.session import attributes_in_block, session
 from hf_fsdp_plugin.integrations.transformers import model_files, private
 from hf_fsdp_plugin.messages import print_once
 from hf_fsdp_plugin.plan.names import unwrapped
+from hf_fsdp_plugin.problems import Problem
 from hf_fsdp_plugin.spec.fsdp_spec import StateDictKind
 
 
 @if_sharded
 @mark_phase("checkpoint")
 def save_checkpoint(original: Callable[..., None], trainer: Any, model: Any, trial: Any = None) -> None:
-    """Make the Trainer write to a staging folder, which is renamed when the checkpoint is complete. Collective."""
+    """Make the Trainer write to a staging folder, which is renamed when the checkpoint is complete. Collective.
+
+    A method of the Trainer's class that does not call that of Transformers computes the path of the checkpoint itself:
+    the path is a link to the staging folder meanwhile.
+    """
     plugin: PlannedFsdpPlugin = trainer.accelerator.state.fsdp_plugin
     run = private.run_folder(trainer, trial)
     final = run / f"{TRAINER_PREFIX}{trainer.state.global_step}"
+    if manager.open_save(final) is not None:  # in such a method
+        original(model, trial)
+        return
+    is_own = private.has_own_checkpoints(trainer)
     # A checkpoint that is pushed to the Hub has to be complete when the Trainer's method returns.
     asynchronous = plugin.spec.checkpoint.asynchronous and not trainer.args.push_to_hub
     wait_for_all_ranks(
@@ -68,11 +86,11 @@ def save_checkpoint(original: Callable[..., None], trainer: Any, model: Any, tri
     def manifest() -> Manifest:
         facts: dict[str, Any] = {"asynchronous": asynchronous, "batch": _batch(trainer), "run": resuming.run_fact()}
         facts |= {"step": trainer.state.global_step, "adapter_only": is_peft_model(trainer.model)}
-        return manifest_of(trainer.model, _kind_of_checkpoints(trainer), **facts)
+        return manifest_of(trainer.model, _kind_of_checkpoints(trainer) if save.models else "full", **facts)
 
     rotate = partial(_remove_oldest, trainer, run, final)
-    with manager.saving(final, manifest, asynchronous=asynchronous, after=rotate) as save:
-        with private.using_run_folder(trainer, save.staging.root):
+    with manager.saving(final, manifest, asynchronous=asynchronous, linked=is_own, after=rotate) as save:
+        with nullcontext() if is_own else private.using_run_folder(trainer, save.staging.root):
             original(model, trial)
         moving_average.save_averages(prepared_models(trainer.accelerator), save.folder)
         if trainer.state.best_model_checkpoint == str(save.folder):
@@ -96,11 +114,19 @@ def _remove_oldest(trainer: Any, run: Path, newest: Path) -> None:
     if limit is None or limit <= 0:
         return
     protected = {newest} | ({Path(best)} if best is not None else set())
-    # Sorted by date, because a new run in the folder of an older run has lower numbers.
-    checkpoints = [Path(path) for path in sort_checkpoints(str(run), use_mtime=True)]
+    # Not sorted by number first, because a new run in the folder of an older run has lower numbers.
+    checkpoints = numbered_checkpoints(run, TRAINER_PREFIX)[::-1]
+    checkpoints.sort(key=_time_of_save)
     num_to_remove = max(len(checkpoints) - max(limit, len(protected)), 0)
     for path in [path for path in checkpoints if path not in protected][:num_to_remove]:
         remove_checkpoint(path)
+
+
+def _time_of_save(checkpoint: Path) -> str:
+    """Return when a checkpoint was saved. The times of its files, which a copy changes, are used without a manifest."""
+    created = object_in(checkpoint / MANIFEST_NAME).get("created")
+    modified = datetime.datetime.fromtimestamp(checkpoint.stat().st_mtime, datetime.UTC)
+    return created if isinstance(created, str) else modified.isoformat(timespec="seconds")
 
 
 def _batch(trainer: Any) -> dict[str, Any]:
@@ -145,9 +171,25 @@ def save_model(
         return None
     with collective_call(f"save_model of {type(trainer).__name__}"):
         _export(trainer, folder)
+        if _internal_call and output_dir is not None:
+            _expect_more_files(trainer, folder)
     if trainer.args.push_to_hub and not _internal_call:
         trainer.push_to_hub(commit_message="Model save", revision=trainer.args.hub_revision)
     return None
+
+
+def _expect_more_files(trainer: Any, folder: Path) -> None:
+    """Remove the manifest of a model that a method of the Trainer's class saves as the first part of a checkpoint.
+
+    The manifest would not list the other parts, with which a resume would refuse the checkpoint. Collective.
+    """
+    with on_all_ranks(f"writing {folder}"):
+        for name in (MANIFEST_NAME, BLOCK_FILE) if dist.get_rank() == 0 else ():
+            (folder / name).unlink(missing_ok=True)
+    message = f"{type(trainer).__name__} writes the files of {folder.name} one after the other: an interrupted save "
+    message += "leaves an incomplete folder. It has no manifest, so that its bytes cannot be verified."
+    fix = "Call super()._save_checkpoint(model, trial) in the class, and add files to its folder afterwards."
+    print_once(Problem(code="FSDP-W409", message=message, fix=fix))
 
 
 def _export(trainer: Any, folder: Path) -> None:
@@ -254,6 +296,7 @@ def checkpoint_to_resume(trainer: Any, resume: Any) -> Any:
     if (own := resuming.checkpoint_after_restart(Path(trainer.args.output_dir), TRAINER_PREFIX)) is not None:
         if saved := resuming.continue_run(own):
             _keep_samples_per_step(trainer, saved)
+        _check_contents(trainer, own)
         return str(own)
     if not resume:
         return resume
@@ -261,21 +304,33 @@ def checkpoint_to_resume(trainer: Any, resume: Any) -> Any:
     fix = "Pass a complete checkpoint, or resume_from_checkpoint=True for the newest one."
     verify = trainer.accelerator.state.fsdp_plugin.spec.checkpoint.verify
     found = resuming.find_checkpoint(Path(trainer.args.output_dir), TRAINER_PREFIX, selected, fix=fix, verify=verify)
-    if found is not None and engine_state(found):
-        with on_all_ranks(f"reading {found}"):
-            _check_trainer_state(found)
-    if resume is not True or found is None:
+    if found is None:
+        return resume
+    _check_contents(trainer, found)
+    if resume is not True:
         return resume
     print_once(f"resuming from {found}, the newest complete checkpoint.")
     return str(found)
 
 
-def _check_trainer_state(checkpoint: Path) -> None:
-    """Raise ``CheckpointError`` if a checkpoint of DeepSpeed was not written by a Trainer."""
-    if not (checkpoint / TRAINER_STATE).is_file():
-        message = f"has no {TRAINER_STATE} with the step and the position in the data: a Trainer cannot resume from it."
-        fix = "Give the folder checkpoint-N of a Trainer, or train the weights that `hf-fsdp merge` writes."
-        refuse("FSDP-E417", checkpoint, message, fix)
+def _check_contents(trainer: Any, checkpoint: Path) -> None:
+    """Check that a checkpoint has what the Trainer continues with, of which it skips what is missing. Collective.
+
+    A checkpoint of DeepSpeed has optimizer and schedule in files of its own.
+    """
+    engine, fields = engine_state(checkpoint), {field.name for field in dataclasses.fields(TrainerState)}
+
+    def check() -> Problem | None:
+        if not engine:
+            return check_trainer_checkpoint(checkpoint, fields, model_only=trainer.args.save_only_model)
+        if not (checkpoint / TRAINER_STATE).is_file():
+            message = f"has no {TRAINER_STATE} with the step and the position in the data."
+            fix = "Give the folder checkpoint-N of a Trainer, or train the weights that `hf-fsdp merge` writes."
+            refuse("FSDP-E417", checkpoint, message, fix)
+        return None
+
+    if (warning := resuming.on_rank_0(check)) is not None:
+        print_once(warning)
 
 
 def load_other_model(trainer: Any, model: Any, checkpoint: Path) -> bool:
@@ -303,11 +358,12 @@ def load_optimizer_and_scheduler(original: Callable[..., None], trainer: Any, ch
     """Load both, also if the groups of the optimizer were others when saved."""
     scheduler = trainer.lr_scheduler
     engine = {} if checkpoint is None else engine_state(Path(checkpoint))
+    saved = Path(checkpoint or "") / TRAINER_SCHEDULE
     with schedules_follow_groups([getattr(scheduler, "scheduler", scheduler)]):
-        if checkpoint is None or not engine:
-            original(checkpoint)
+        if checkpoint is None or not (engine or saved.is_file()):
+            original(checkpoint)  # a model only
             return
-        plugin, saved = trainer.accelerator.state.fsdp_plugin, Path(checkpoint) / "scheduler.pt"
+        plugin = trainer.accelerator.state.fsdp_plugin
         load_fsdp_optimizer(original, plugin, trainer.accelerator, trainer.optimizer, trainer.model, checkpoint)
         if saved.is_file():
             scheduler.load_state_dict(load_state_file(saved))

@@ -7,6 +7,8 @@ listed in :mod:`hf_fsdp_plugin.integrations.hooks` instead.
 from __future__ import annotations
 
 import copy
+import functools
+import inspect
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -150,6 +152,26 @@ def overrides_save(trainer: Any) -> bool:
     from transformers import Trainer
 
     return type(trainer)._save is not Trainer._save
+
+
+def has_own_checkpoints(trainer: Any) -> bool:
+    """Return whether the Trainer's class has a method for whole checkpoints that calls none of its base classes."""
+    from transformers import Trainer
+
+    for cls in type(trainer).__mro__[: type(trainer).__mro__.index(Trainer)]:
+        method = inspect.unwrap(vars(cls).get("_save_checkpoint", Trainer._save_checkpoint))
+        code = getattr(method, "__code__", None)
+        is_override = code is not None and method is not inspect.unwrap(Trainer._save_checkpoint)
+        if is_override and "_save_checkpoint" not in code.co_names:
+            return True
+    return False
+
+
+def saving_own_checkpoints(trainer: Any, save: Callable[..., None]) -> AbstractContextManager[Any]:
+    """Run ``save(method, trainer, model, trial)`` in place of a method of the Trainer's class for whole checkpoints."""
+    if not has_own_checkpoints(trainer):
+        return nullcontext()
+    return attributes_in_block(trainer, _save_checkpoint=functools.partial(save, trainer._save_checkpoint, trainer))
 
 
 def loading_sharded_models(trainer: Any, load_other: Callable[[Any, Any, Path], bool]) -> AbstractContextManager[None]:

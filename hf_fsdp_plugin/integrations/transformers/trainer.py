@@ -36,7 +36,12 @@ from hf_fsdp_plugin.integrations.saving import manager
 from hf_fsdp_plugin.integrations.session import attributes_in_block, session
 from hf_fsdp_plugin.integrations.transformers import private
 from hf_fsdp_plugin.integrations.transformers.arguments import fsdp_arguments
-from hf_fsdp_plugin.integrations.transformers.checkpoints import checkpoint_to_resume, load_other_model
+from hf_fsdp_plugin.integrations.transformers.checkpoints import (
+    checkpoint_to_resume,
+    load_other_model,
+    save_checkpoint,
+)
+from hf_fsdp_plugin.integrations.transformers.preemption import AgreedCheckpoint
 from hf_fsdp_plugin.messages import print_once, print_warnings
 from hf_fsdp_plugin.plan.names import unwrapped
 from hf_fsdp_plugin.plan.presharded import distributed_config_of
@@ -125,6 +130,10 @@ def run_epoch(original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: 
     """Train nothing in a run that was resumed after its last step. The Trainer would train a step more each time."""
     if 0 < trainer.state.max_steps <= trainer.state.global_step:
         trainer.control.should_training_stop = True
+        message = f"the checkpoint is of step {trainer.state.global_step}: the {trainer.state.max_steps} steps of this "
+        message += "run are done, so nothing is trained."
+        fix = "To train on, raise max_steps or num_train_epochs."
+        print_once(Problem(code="FSDP-N410", message=message, fix=fix))
         return None
     return original(*args, **kwargs)
 
@@ -178,17 +187,21 @@ def train(original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any)
         found = checkpoint_to_resume(trainer, resume)
         args, kwargs = (found, *args[1:]), {k: v for k, v in kwargs.items() if k != "resume_from_checkpoint"}
     prepare_moving_averages(trainer, found)
-    check = WeightDecayCheck()
-    trainer.add_callback(check)
+    callbacks = (WeightDecayCheck(), agreed := AgreedCheckpoint(trainer))
+    for callback in callbacks:
+        trainer.add_callback(callback)
     create = partial(create_optimizer, trainer, trainer.create_optimizer)
     try:
         with (
             attributes_in_block(trainer, create_optimizer=create),
             private.loading_sharded_models(trainer, load_other_model),
+            private.saving_own_checkpoints(trainer, save_checkpoint),
         ):
             result = original(*args, **kwargs)
     finally:
-        trainer.remove_callback(check)
+        agreed.close()
+        for callback in callbacks:
+            trainer.remove_callback(callback)
     manager.wait()
     folder = trainer.args.output_dir
     checkpoint = Path(folder) / f"{TRAINER_PREFIX}{trainer.state.global_step}"

@@ -1,0 +1,91 @@
+"""What a Trainer continues with: refused if it is missing or invalid."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hf_fsdp_plugin.checkpoint.reading import trainer_state
+from hf_fsdp_plugin.problems import CheckpointError, Problem
+
+FIELDS = {"global_step", "epoch", "max_steps", "best_model_checkpoint", "log_history", "stateful_callbacks"}
+STATE = {"global_step": 4, "epoch": 0.5, "max_steps": 6, "best_model_checkpoint": None, "log_history": []}
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(trainer_state, "read_stored_optimizer", lambda *_, **__: object())
+    for name in ("scheduler.pt", "rng_state_0.pth"):
+        (tmp_path / name).touch()
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "trainer_state.json").write_text(json.dumps(STATE))
+    return tmp_path
+
+
+def check(checkpoint: Path, *, model_only: bool = False) -> Problem | None:
+    return trainer_state.check_trainer_checkpoint(checkpoint, FIELDS, model_only=model_only)
+
+
+def refusal(checkpoint: Path, *, model_only: bool = False) -> str:
+    with pytest.raises(CheckpointError) as caught:
+        check(checkpoint, model_only=model_only)
+    (found,) = caught.value.problems
+    return f"{found.code}: {found.message}"
+
+
+def test_complete_checkpoint_is_accepted(checkpoint: Path) -> None:
+    assert check(checkpoint) is check(checkpoint, model_only=True) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "code"),
+    [
+        ("[]", "FSDP-E453"), ("null", "FSDP-E453"), ('{"epoch": 1, "epoch": 2}', "FSDP-E453"), ("{", "FSDP-E453"),
+        ("[" * 100_000, "FSDP-E453"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("name", ["trainer_state.json", "config.json"])
+def test_damaged_json_is_refused(checkpoint: Path, name: str, text: str, code: str) -> None:
+    (checkpoint / name).write_text(text)
+    assert refusal(checkpoint).startswith(code)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"global_step": "4"}, {"global_step": -5}, {"global_step": 4.5}, {"global_step": None}, {"global_step": True},
+        {"epoch": "1"}, {"log_history": {}}, {"stateful_callbacks": []}, {"best_model_checkpoint": 1},
+        {"best_model_checkpoint": "a\u001b[2J"}, {"a\u001b[2J": 1},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_invalid_value_is_refused(checkpoint: Path, changed: dict[str, Any]) -> None:
+    (checkpoint / "trainer_state.json").write_text(json.dumps(STATE | changed))
+    assert refusal(checkpoint).startswith("FSDP-E418") and "\u001b" not in refusal(checkpoint)
+
+
+def test_file_of_a_terabyte_is_not_read(checkpoint: Path) -> None:
+    with (checkpoint / "config.json").open("wb") as file:
+        file.truncate(1 << 40)
+    assert refusal(checkpoint).startswith("FSDP-E412")
+
+
+def test_missing_state_is_named(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (checkpoint / "scheduler.pt").unlink()
+    assert "no learning rate schedule," in refusal(checkpoint, model_only=True)
+    (checkpoint / "rng_state_0.pth").unlink()
+    monkeypatch.setattr(trainer_state, "read_stored_optimizer", lambda *_, **__: None)
+    assert "optimizer state, learning rate schedule, random state" in refusal(checkpoint)
+    warning = check(checkpoint, model_only=True)
+    assert warning is not None and warning.code == "FSDP-W408"
+    (checkpoint / "trainer_state.json").unlink()
+    assert "step of the Trainer (trainer_state.json)" in refusal(checkpoint, model_only=True)
+
+
+def test_link_to_a_device_is_missing(checkpoint: Path) -> None:
+    (checkpoint / "scheduler.pt").unlink()
+    (checkpoint / "scheduler.pt").symlink_to("/dev/zero")
+    assert refusal(checkpoint).startswith("FSDP-E424")
