@@ -44,11 +44,11 @@ FIX = (
 )
 
 
-def finish_backward(original: Callable[..., None], root: nn.Module, *args: Any) -> None:
+def finish_backward(original: Callable[..., None], state: FSDP, *args: Any) -> None:
     """Finish a backward of FSDP1, with the gradients of units and parameters that some micro-batches do not use."""
-    fsdp1.reduce_earlier_gradients(root)
-    original(root, *args)
-    fsdp1_backward_ended(root)
+    fsdp1.reduce_earlier_gradients(state)
+    original(state, *args)
+    fsdp1_backward_ended(state)
 
 
 def state_dict(original: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:

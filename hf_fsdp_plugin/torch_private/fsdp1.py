@@ -52,7 +52,7 @@ CONTRACTS = (
     *contracts_of(f"{_FLAT}:FlatParamHandle", "refused", _ON_READ, "flatten_tensors", "rank", "world_size"),
     *contracts_of(_RUNTIME, "off", _CALLS, "_root_pre_forward", "_pre_forward", "_pre_forward_unshard",
                   "_post_forward", "_post_forward_reshard", "_register_pre_backward_hooks"),
-    *contracts_of(f"{_FLAT}:FlatParamHandle", "off", _UNUSED, "_use_unsharded_views"),
+    *contracts_of(f"{_FLAT}:FlatParamHandle", "off", _UNUSED, "_use_unsharded_views", "_training_state"),
     *contracts_of(f"{_FLAT}:FlatParameter", "off", _UNUSED, "_is_grad_none_mask", "_post_backward_called"),
     *contracts_of(f"{_COMMON}:TrainingState", "off", _UNUSED, "FORWARD_BACKWARD"),
     *contracts_of(f"{_COMMON}:HandleTrainingState", "off", _UNUSED, "BACKWARD_PRE", "BACKWARD_POST"),
@@ -308,8 +308,8 @@ class FlatGradients:
     of that split receives a gradient for each view, or ``None``, for which autograd fills in zeros.
     """
 
-    def __init__(self, unit: Any) -> None:
-        self._unit, self._flat = unit, unit._handle.flat_param
+    def __init__(self, name: str, unit: Any) -> None:
+        self._name, self._unit, self._flat = name, unit, unit._handle.flat_param
         self.num_parameters = len(self._flat._param_infos)
         self._outputs: list[int] = []
         self.reset()
@@ -346,7 +346,7 @@ class FlatGradients:
         """Remove the reduced gradients of these parameters. Return the names of those of which it is not possible."""
         flat = self._flat
         if flat._params is None:
-            return [flat._fqns[position] for position in positions]
+            return [f"{self._name}.{flat._fqns[position]}".lstrip(".") for position in positions]
         removed = {flat._param_infos[position][:2] for position in positions}
         for position in positions:
             flat._params[position].grad = None
@@ -380,7 +380,10 @@ class FlatGradients:
 
 def watch_gradients(model: nn.Module) -> list[FlatGradients]:
     """Watch the gradients of the units of a model."""
-    return [FlatGradients(unit) for unit, _ in flat_units(model)]
+    units: list[tuple[str, Any]] = [
+        (name, unit) for name, unit in model.named_modules() if isinstance(unit, FullyShardedDataParallel)
+    ]
+    return [FlatGradients(name, unit) for name, unit in units if flat_parameter(unit) is not None]
 
 
 def reduce_earlier_gradients(root: Any) -> None:

@@ -323,7 +323,7 @@ class GroupGradients:
                     self._filled.add(position)
                 whole.grad = _zeros_like(whole)
         latest = [item for item in items if item.unsharded_accumulated_grad is None]
-        dtype = self._group._reduce_dtype
+        dtype = attribute_or(self._group, "_reduce_dtype", None)  # from torch 2.15 on, all gradients have one dtype
         if len(latest) < len(items) and dtype is not None:
             for item in latest:
                 gradient = item._unsharded_param.grad

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -76,7 +77,24 @@ def test_parameters_that_no_rank_uses_have_no_gradient(two_ranks: Ranks, version
         assert run["unused_gradients"] == 0
 
 
+@VERSIONS
+@pytest.mark.parametrize("num_steps", [1, 2])
+def test_training_with_unused_parameters_is_resumed(
+    two_ranks: Ranks, num_steps: int, version: int, tmp_path: Path
+) -> None:
+    """After one step, some parameters have no optimizer state."""
+    config, name, folder = config_of(version, LAYERS), "another head in each step", str(tmp_path / "state")
+    two_ranks.run(cases.train, config, name, 1, steps=range(num_steps), folder=folder)
+    steps = range(num_steps, cases.NUM_STEPS)
+    run, _ = two_ranks.run(cases.train, config, name, 1, steps=steps, folder=folder)
+    expected = cases.reference(name, 1)
+    assert run["losses"] == pytest.approx(expected["losses"][num_steps:], rel=1e-6)
+    assert_same_weights(run["weights"], expected["weights"], 1e-6)
+
+
 def test_unused_parameters_of_flat_ones_are_named(two_ranks: Ranks) -> None:
     config = config_of(1, {**LAYERS, "fsdp_use_orig_params": False})
-    assert two_ranks.run(cases.codes_of_training, config, "another head in each step")[0] == ["FSDP-W314"]
-    assert two_ranks.run(cases.codes_of_training, config, "another head on each rank")[0] == []
+    printed = two_ranks.run(cases.warnings_of_training, config, "another head in each step")[0]
+    assert "FSDP-W314" in printed and "heads.0.weight" in printed and "layers.0.experts.1.weight" in printed
+    printed = two_ranks.run(cases.warnings_of_training, config, "another head on each rank")[0]
+    assert "heads." not in printed
