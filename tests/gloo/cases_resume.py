@@ -225,7 +225,12 @@ def own_checkpoints(output_dir: str, kind: str = "OwnCheckpoints", **arguments: 
         made.__class__ = cls
         return made
 
-    trainer(4).train()
+    printed: list[str] = []
+    printer.listener = lambda message: printed.append(str(message))
+    try:
+        trainer(4).train()
+    finally:
+        printer.listener = None
     dist.barrier()
     found = sorted(Path(output_dir).glob("checkpoint-*"))
     problems = {path.name: [str(each) for each in verify(path).problems] for path in found}
@@ -240,7 +245,8 @@ def own_checkpoints(output_dir: str, kind: str = "OwnCheckpoints", **arguments: 
     whole.train()
     dist.barrier()
     return {
-        "losses": losses, "failure": failure, "problems": problems, "left": sorted(os.listdir(output_dir)),
+        "losses": losses, "failure": failure, "printed": "\n".join(printed), "problems": problems,
+        "left": sorted(os.listdir(output_dir)),
         "whole": {entry["step"]: entry["loss"] for entry in whole.state.log_history if "loss" in entry},
         "files": sorted(os.listdir(Path(output_dir, "checkpoint-4"))),
     }  # fmt: skip
@@ -280,3 +286,15 @@ def preempt(output_dir: str, ranks: tuple[int, ...], **arguments: Any) -> dict[s
 def _position(trainer: Any) -> int:
     names = [type(each).__name__ for each in trainer.callback_handler.callbacks]
     return names.index("JITCheckpointCallback")
+
+
+def rotate_after_copy(output_dir: str, **arguments: Any) -> list[str]:
+    """Train to step 3, give the newest checkpoints the oldest dates, and resume to step 4. Returns what is left."""
+    arguments |= {"save_strategy": "steps", "save_steps": 1, "save_total_limit": 3}
+    make_trainer(output_dir, max_steps=3, **arguments).train()
+    if dist.get_rank() == 0:
+        for path in Path(output_dir).glob("checkpoint-*"):
+            os.utime(path, (10**9 - int(path.name[-1]), 10**9 - int(path.name[-1])))
+    dist.barrier()
+    make_trainer(output_dir, max_steps=5, **arguments).train(resume_from_checkpoint=True)
+    return sorted(path.name for path in Path(output_dir).glob("checkpoint-*"))

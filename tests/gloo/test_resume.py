@@ -246,12 +246,13 @@ def test_checkpoint_method_of_a_class_is_atomic(
     assert set(found["files"]) >= OWN_FILES
     assert "no space in my store" in found["failure"] and found["losses"][5] == pytest.approx(found["whole"][5])
     assert [name for name in found["left"] if "checkpoint" in name] == ["checkpoint-2", "checkpoint-4"]
-    assert "saves.txt" in found["left"]
+    assert "saves.txt" in found["left"] and "FSDP-W" not in found["printed"]
 
 
 def test_own_checkpoint_outside_of_a_save_has_no_manifest(two_ranks: Ranks, tmp_path: Path) -> None:
     """Such a folder can be resumed from: the manifest would list the model only."""
     found = two_ranks.run(cases.own_checkpoints, str(tmp_path), "SometimesOwn", **config(2, "SHARDED"))[0]
+    assert found["printed"].count("FSDP-W409") == 1
     assert "FSDP-N474" in str(found["problems"]["checkpoint-2"]) and not found["problems"]["checkpoint-4"]
     assert found["losses"][5] == pytest.approx(found["whole"][5])
 
@@ -267,3 +268,9 @@ def test_checkpoint_at_sigterm_is_of_one_step(
         assert each["checkpoints"] == [f"checkpoint-{each['step']}"] and each["problems"] == ()
         assert each["resumed"] == each["step"] + 1
         assert each["is_restored"] and not each["threads"]
+
+
+def test_oldest_checkpoints_are_removed_by_time_of_save(two_ranks: Ranks, tmp_path: Path) -> None:
+    """The dates of the folders are those of a copy. Saves within a second are ordered by their steps."""
+    left = two_ranks.run(cases.rotate_after_copy, str(tmp_path), **config(2, "SHARDED"))[0]
+    assert left == ["checkpoint-3", "checkpoint-4", "checkpoint-5"]

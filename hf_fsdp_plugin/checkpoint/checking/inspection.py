@@ -6,7 +6,6 @@ Only names, sizes, headers and metadata are read: the manifest, or the structure
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import re
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from hf_fsdp_plugin.checkpoint import names as file_names
+from hf_fsdp_plugin.checkpoint.checking.trainer_state import check_trainer_state
 from hf_fsdp_plugin.checkpoint.errors import problem
 from hf_fsdp_plugin.checkpoint.formats.deepspeed import read_engine_state
 from hf_fsdp_plugin.checkpoint.formats.known_formats import format_named, read_stored_model, read_stored_optimizer
@@ -26,7 +26,7 @@ from hf_fsdp_plugin.checkpoint.formats.manifest import Manifest, read_manifest, 
 from hf_fsdp_plugin.checkpoint.formats.safetensors import num_bytes
 from hf_fsdp_plugin.checkpoint.formats.stored_tensors import StoredTensor, shared_tensors
 from hf_fsdp_plugin.checkpoint.formats.torch_files import NotAnArchive, ZipEntry, is_archive, stored_entries
-from hf_fsdp_plugin.checkpoint.io import object_in, read_file
+from hf_fsdp_plugin.checkpoint.io import object_in
 from hf_fsdp_plugin.problems import CheckpointError, Problem
 from hf_fsdp_plugin.text import format_names, plural
 
@@ -164,7 +164,8 @@ def _last_file_problems(folder: Path) -> list[Problem]:
     name, path = folder.resolve().name, folder / file_names.TRAINER_STATE
     try:
         if re.fullmatch(rf"{file_names.TRAINER_PREFIX}\d+", name):
-            json.loads(read_file(path))
+            path.stat()
+            check_trainer_state(path)
         elif re.fullmatch(rf"{file_names.ACCELERATE_PREFIX}\d+", name):
             path = folder / file_names.accelerate_rng_file(0)
             path.stat()
@@ -172,8 +173,8 @@ def _last_file_problems(folder: Path) -> list[Problem]:
         return [problem("FSDP-E452", folder, f"has no {path.name}: the save was not finished.", _RESUME_EARLIER)]
     except OSError as error:
         return [problem("FSDP-E472", path, f"cannot be read: {error.strerror}.", _RESUME_EARLIER)]
-    except (ValueError, RecursionError) as error:
-        return [problem("FSDP-E453", path, f"is not valid JSON: {error}.", _RESUME_EARLIER)]
+    except CheckpointError as error:
+        return list(error.problems)
     return []
 
 

@@ -69,7 +69,7 @@ class Merged:
     """The result of a merge.
 
     Attributes:
-        format: name of the checkpoint's format: ``dcp``, ``deepspeed``, ``full``, ``bin`` or ``per_rank``.
+        format: name of the checkpoint's format, as in :class:`StoredModel`.
         num_tensors: number of tensors written; tied ones count once.
         num_bytes: size of all weight files in bytes.
         files: the weight files; ``resumed`` lists those that an earlier, interrupted merge had finished.

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, Final
 
 from hf_fsdp_plugin.checkpoint import names as file_names
-from hf_fsdp_plugin.checkpoint.checking.inspection import regular_size
 from hf_fsdp_plugin.checkpoint.errors import COPY_AGAIN, problem, refuse
 from hf_fsdp_plugin.checkpoint.formats.known_formats import read_stored_optimizer
 from hf_fsdp_plugin.checkpoint.io import parse_json, read_file
@@ -44,7 +43,7 @@ def check_trainer_checkpoint(checkpoint: Path, fields: Collection[str], *, model
         _object_in(config)
     missing = _missing_states(checkpoint)
     if state.exists():
-        _check_values(state, _object_in(state), fields)
+        check_trainer_state(state, fields)
     else:
         missing += (f"step of the Trainer ({file_names.TRAINER_STATE})",)
     if not missing:
@@ -62,12 +61,22 @@ _REMEDY: Final = (
 )
 
 
+def check_trainer_state(path: Path, fields: Collection[str] | None = None) -> None:
+    """Raise ``CheckpointError`` if ``trainer_state.json`` is damaged, or has values that a Trainer cannot use.
+
+    Args:
+        fields: as in :func:`check_trainer_checkpoint`; ``None`` to accept any.
+    """
+    state = _object_in(path)
+    _check_values(path, state, state.keys() if fields is None else fields)
+
+
 def _missing_states(checkpoint: Path) -> tuple[str, ...]:
     """Return what is missing, as regular files, of optimizer, schedule and random state."""
     found = (
         read_stored_optimizer(checkpoint, partial=True) is not None,
-        regular_size(checkpoint / file_names.TRAINER_SCHEDULE) is not None,
-        any(regular_size(path) is not None for path in checkpoint.glob(f"{file_names.TRAINER_RNG}*.pth")),
+        (checkpoint / file_names.TRAINER_SCHEDULE).is_file(),
+        any(path.is_file() for path in checkpoint.glob(f"{file_names.TRAINER_RNG}*.pth")),
     )
     return tuple(name for name, is_found in zip(_MODEL_ONLY, found, strict=True) if not is_found)
 

@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 
-from hf_fsdp_plugin.checkpoint.reading import trainer_state
+from hf_fsdp_plugin.checkpoint.checking import trainer_state
+from hf_fsdp_plugin.checkpoint.checking.verify import verify
 from hf_fsdp_plugin.problems import CheckpointError, Problem
+from tests.support import saved
 
 FIELDS = {"global_step", "epoch", "max_steps", "best_model_checkpoint", "log_history", "stateful_callbacks"}
 STATE = {"global_step": 4, "epoch": 0.5, "max_steps": 6, "best_model_checkpoint": None, "log_history": []}
@@ -89,3 +91,13 @@ def test_link_to_a_device_is_missing(checkpoint: Path) -> None:
     (checkpoint / "scheduler.pt").unlink()
     (checkpoint / "scheduler.pt").symlink_to("/dev/zero")
     assert refusal(checkpoint).startswith("FSDP-E424")
+
+
+@pytest.mark.parametrize(("text", "code"), [("[]", "FSDP-E453"), ('{"global_step": "4"}', "FSDP-E418")])
+def test_verify_refuses_it_too(tmp_path: Path, text: str, code: str) -> None:
+    """With a manifest, the bytes are those that were saved."""
+    folder = saved.local_checkpoint(tmp_path / "checkpoint-20")
+    assert saved.errors(verify(folder)) == []
+    (folder / "fsdp_manifest.json").unlink()
+    (folder / "trainer_state.json").write_text(text)
+    saved.only_error(folder, code)
