@@ -54,7 +54,7 @@ def estimate_communication(
     """Yield every collective of one optimizer step of one rank, from the second step on.
 
     Those of each unit come first, in the order of the plan, then those of context, tensor and expert axes, of ignored
-    parameters and of clipping.
+    parameters, of the flags of used parameters, and of clipping.
 
     The counts follow torch's sources (``_fully_shard/_fsdp_param_group.py`` and ``_runtime_utils.py``) and are compared
     with those of real runs. It is assumed that each unit runs once per forward pass and that every trainable parameter
