@@ -15,6 +15,7 @@ from hf_fsdp_plugin.backends.ranks.agreement import load_failures
 from hf_fsdp_plugin.backends.ranks.cluster import slurm_variables
 from hf_fsdp_plugin.devices import accelerator_type, select_device
 from hf_fsdp_plugin.integrations import patching, resuming, run_report, torch_functions
+from hf_fsdp_plugin.integrations.rank_process import may_be_rank
 from hf_fsdp_plugin.integrations.rank_watch import watch
 from hf_fsdp_plugin.integrations.saving import manager
 from hf_fsdp_plugin.integrations.session import session
@@ -87,22 +88,25 @@ def install(
         # Otherwise torch initializes CUDA to look for GPUs, and processes that are forked later cannot use it.
         patching.set_variables(PYTORCH_NVML_BASED_CUDA_CHECK="1")
     cpu = spec.launch.use_cpu or accelerator_type() == "cpu"
+    # Processes that a rank has spawned inherit its variables, and import its script again.
+    is_child = "RANK" in os.environ and not may_be_rank(os.environ)
     if "RANK" in os.environ and cpu:
         # Otherwise Accelerate creates no process group on CPU ranks of other launchers.
         patching.set_variables(ACCELERATE_USE_CPU="true")
-    elif "LOCAL_RANK" in os.environ and not cpu:
+    elif "LOCAL_RANK" in os.environ and not cpu and not is_child:
         # Libraries that quantize place a model on the current device, also before the first Accelerator.
         select_device(int(os.environ["LOCAL_RANK"]))
     if session.ambient is not None:
         patching.set_variables(**mesh_variables(spec, launched_world_size()) if "RANK" in os.environ else {})
         patching.set_loading_variables(spec)
-        if spec.loading.ram_efficient and "RANK" in os.environ:
+        if spec.loading.ram_efficient and "RANK" in os.environ and not is_child:
             from accelerate import PartialState
 
             # Scripts and libraries that load a model first ask torch.distributed or PartialState() for their rank. The
             # time-out is applied when a script gives one.
             PartialState(cpu=cpu)
-    run_report.start_reporting()
+    if not is_child:
+        run_report.start_reporting()
     return session.ambient
 
 

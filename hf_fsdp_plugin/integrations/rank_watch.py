@@ -36,11 +36,12 @@ from hf_fsdp_plugin.hangs.hang_watch import HangFinder, found_hang, write_hang
 from hf_fsdp_plugin.hangs.rank_files import FoundHang, Peer, RankFiles, write_if_possible
 from hf_fsdp_plugin.hangs.rank_stacks import HeldAbort, format_stack, stack_file
 from hf_fsdp_plugin.integrations import call_hooks, resuming
-from hf_fsdp_plugin.integrations.rank_process import RANK_VARIABLE, may_be_rank, rank_process
+from hf_fsdp_plugin.integrations.rank_process import RANK_VARIABLE, is_rank, may_be_rank, rank_process
 from hf_fsdp_plugin.integrations.session import session
 from hf_fsdp_plugin.problems import Problem, SpecError
 from hf_fsdp_plugin.runs import failures
 from hf_fsdp_plugin.runs.identity import attempt_folder, forget_run, identify_run
+from hf_fsdp_plugin.torch_private.functions import nccl_record
 
 _PAUSE: Final = 0.5
 _PAUSE_BEFORE_GROUP: Final = 0.1
@@ -55,6 +56,8 @@ _FAILURE_ANSWER_SECONDS: Final = 4.0
 """Seconds that other machines have to answer after a failure: a rank that has failed too exits soon."""
 _LEAD: Final = 1.0
 """Seconds that the rank which reports a hang exits before the others: a launcher reports what exits first."""
+_NCCL_SECONDS: Final = 5.0
+"""Seconds for the record of NCCL, after which the process is ended by a signal."""
 _STOP_SECONDS: Final = 10.0
 
 
@@ -68,7 +71,8 @@ class Watch:
 
     def __init__(self) -> None:
         self.files = RankFiles(Path())
-        self.has_launcher = self._is_given = self._is_marked = False
+        self.has_launcher = self._is_given = False
+        self._is_marked = True
         self._pid = 0
         self._failed: BaseException | None = None
 
@@ -94,6 +98,10 @@ class Watch:
         except ValueError as error:
             fix = "Set it to a number such as 300."
             raise SpecError([Problem(code="FSDP-E674", message=f"{error}", fix=fix)]) from None
+        self._is_marked = RANK_VARIABLE in environ
+        os.environ[RANK_VARIABLE] = rank_process(
+            environ
+        )  # before the files, without which children are no ranks either
         self._rank, self._world_size = int(environ["RANK"]), int(environ.get("WORLD_SIZE", "1"))
         self._local_size = rank_variables.variable_number(environ, "LOCAL_WORLD_SIZE", self._world_size)
         if self._world_size == 1:
@@ -110,8 +118,6 @@ class Watch:
             rank_exit.print_block(f"hf-fsdp: rank {self._rank}: {text}")
             return
         self.files, self._pid = files, os.getpid()
-        self._is_marked = RANK_VARIABLE in environ
-        os.environ[RANK_VARIABLE] = rank_process(environ)
         atexit.register(self._at_exit)
         os.register_at_fork(after_in_child=self._forget)  # does nothing if it is called again
         self._start(exit_seconds)
@@ -249,6 +255,8 @@ class Watch:
     def disarm(self) -> None:
         """Undo :meth:`arm`, and remove the files of this rank."""
         resuming.end_attempt()
+        if not self._is_marked and is_rank():
+            os.environ.pop(RANK_VARIABLE, None)
         if not self.is_armed:
             return
         self._stop()
@@ -259,8 +267,6 @@ class Watch:
         if not self._is_given:
             rank_files.remove_files(self.files.stem)
             forget_run(self.files)
-        if not self._is_marked:
-            os.environ.pop(RANK_VARIABLE, None)
         self._pid, self._failed, session.in_flight_file = 0, None, None
 
     def _forget(self) -> None:
@@ -378,6 +384,7 @@ class Watch:
             rank_exit.write_error_file(found.message, seconds_ago=1)
             rank_exit.print_block(found.text)
         rank_exit.ignore_sigterm()
+        self._write_nccl_record()
         for peer in self._peers.values():
             if peer.rank != self._rank and (rank_files.is_halted(peer.pid) or _beat_age(peer) > _FRESH):
                 peer.send(signal.SIGKILL)
@@ -385,7 +392,18 @@ class Watch:
 
     def _exit_after_hang(self) -> None:
         """Exit because another rank has reported a hang."""
+        self._write_nccl_record()
         rank_exit.exit_after_hang(0.0 if self.has_launcher else _LEAD)
+
+    def _write_nccl_record(self) -> None:
+        """Write what torch has recorded of NCCL before the process ends, which has no handlers at its exit."""
+        if signal.getsignal(signal.SIGALRM) is signal.SIG_DFL:
+            # The request holds the interpreter's lock, and may wait for a device that hangs.
+            signal.setitimer(signal.ITIMER_REAL, _NCCL_SECONDS)
+        if found := nccl_record():
+            name = f"fsdp_nccl_{time.strftime('%Y%m%d_%H%M%S')}_rank_{self._rank}.json"
+            write_if_possible(Path(os.environ.get(rank_variables.LOG_VARIABLE, "")) / name, found.decode())
+        signal.setitimer(signal.ITIMER_REAL, 0)
 
 
 def _beat_age(peer: Peer) -> float:

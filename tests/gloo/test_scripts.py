@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import sys
 from collections.abc import Sequence
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 
 from scripts.data import locate
+from tests.accelerator.accelerator_build import BACKEND, available
 from tests.support.json_schema import assert_valid
 from tests.support.launching import LAUNCH, run
 from tests.support.matrices import slow
@@ -370,3 +372,47 @@ def test_conflict_of_file_and_arguments_is_an_error(tmp_path: Path, body: str, f
     done = launched(tmp_path, "hf-fsdp launch", *TRAINER, *flags)
     assert done.returncode == 1
     assert message in done.stderr and "Traceback" not in done.stderr
+
+
+WITH_WORKERS = """\
+import json
+import multiprocessing
+import os
+import torch
+import hf_fsdp_plugin as hfp
+from hf_fsdp_plugin.devices import accelerator_type
+
+hfp.install("fsdp.yaml")
+
+
+def state(kind):
+    from hf_fsdp_plugin.integrations import run_report
+    device = accelerator_type()
+    uses_device = device != "cpu" and torch.get_device_module(device).is_initialized()
+    return [torch.distributed.is_initialized(), uses_device, run_report._reporter is not None]
+
+
+if __name__ == "__main__":
+    found = {"rank": state("rank")}
+    for kind in ("spawn", "forkserver"):
+        with multiprocessing.get_context(kind).Pool(1) as pool:
+            found[kind] = pool.map_async(state, [kind]).get(200)[0]
+    print(json.dumps(found), flush=True)
+"""
+
+
+@pytest.mark.parametrize("device", ["cpu", "accelerator"])
+def test_install_in_workers_of_a_rank_starts_nothing(tmp_path: Path, device: str) -> None:
+    """Spawned workers of a data loader import the script again. They would wait for peers that never come."""
+    if device == "accelerator" and (reason := available()):
+        pytest.skip(f"no simulated accelerator: {reason}")
+    config(tmp_path, fsdp_cpu_ram_efficient_loading="true")
+    file = tmp_path / "fsdp.yaml"
+    file.write_text(file.read_text().replace("use_cpu: true", f"use_cpu: {str(device == 'cpu').lower()}"))
+    (tmp_path / "train.py").write_text(WITH_WORKERS)
+    path = {"PYTHONPATH": os.pathsep.join([str(BACKEND), str(BACKEND.parents[2])])} if device == "accelerator" else {}
+    done = run(tmp_path, [*TORCHRUN, "train.py"], **path)
+    ok(done)
+    found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    nothing = [False, False, False]
+    assert found == [{"rank": [True, device != "cpu", True], "spawn": nothing, "forkserver": nothing}] * 2
