@@ -27,6 +27,7 @@ from hf_fsdp_plugin.sources.interface import Sources, config_of
 from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec
 from hf_fsdp_plugin.spec.rules import mesh_variables
 from hf_fsdp_plugin.supported import untested_versions
+from hf_fsdp_plugin.text import shorten
 
 
 def install(
@@ -73,6 +74,10 @@ def install(
         command_line=(*given.command_line, *command_line),
         overrides=(*given.overrides, *overrides),
     )
+    if before and None not in (given.config, sources.config) and _name(given.config) != _name(sources.config):
+        message = f"install() was called with {_name(sources.config)}, which replaces {_name(given.config)}."
+        fix = "Pass one config to the launcher or to install(). Single values are overridden with overrides=."
+        printer.print_once(Problem(code="FSDP-W648", message=message, fix=fix))
     report = absolute_path(report) or getattr(before, "report", None)
     report_table = report_table or getattr(before, "report_table", False)
     spec = session.begin(sources, report=report, report_table=report_table)
@@ -108,6 +113,11 @@ def install(
     if not is_child:
         run_report.start_reporting()
     return session.ambient
+
+
+def _name(config: Any) -> str:
+    """Return the path of a config, or its content."""
+    return shorten(str(getattr(config, "address", config)), 200)
 
 
 def uninstall() -> None:

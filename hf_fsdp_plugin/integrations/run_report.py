@@ -214,6 +214,7 @@ def report_accelerator(accelerator: Any, *, batch: BatchShape | None = None, che
         private.prepared_optimizers(accelerator),
         batch=batch or _loader_batch(accelerator),
         state_dict=common_value(sorted(filter(None, kinds))) or getattr(plugin, "state_dict_kind", None),
+        state_dict_reason=getattr(plugin, "state_dict_reason", ""),
         saved_asynchronously=next(
             (each for each in map(manager.saved_asynchronously.get, models) if each is not None), None
         ),

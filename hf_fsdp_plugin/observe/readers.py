@@ -41,6 +41,8 @@ def read_checkpointing(run: ObservedRun) -> ObservedValue:
         return ObservedValue("twice", reason)
     if native:
         layers = read_native(run)
+        if run.plan.activation.checkpointing == "none" and layers.value is True:
+            return ObservedValue("full", "the script has enabled the model's own checkpointing", matches=True)
         reason = layers.reason or "Transformers' gradient checkpointing"
         return ObservedValue("full" if layers.value is True else layers.value, reason, layers.matches)
     keywords = [functions.checkpoint_keywords(module) for module in wrappers]
@@ -62,6 +64,9 @@ def read_native(run: ObservedRun) -> ObservedValue:
     """Read whether Transformers' checkpointing is enabled, in all layers that support it."""
     layers = list(filter(checkpoints_itself, run.model.modules()))
     num_enabled = sum(map(checkpoints_natively, layers))
+    every = -(-len(layers) // num_enabled) if num_enabled else 1
+    if every > 1 and [checkpoints_natively(layer) for layer in layers] == [n % every == 0 for n in range(len(layers))]:
+        return ObservedValue(True, f"in one of {every} layers: every_n_layers={every} of Transformers", matches=True)
     if 0 < num_enabled < len(layers):
         return differing_value(f"in {num_enabled} of {len(layers)} layers")
     if run.plan.activation.native and (missing := _not_recomputed(run)):
@@ -194,6 +199,12 @@ def _recorded(attribute: str, missing: str, reason: str = "") -> ValueReader:
     return read
 
 
+def read_state_dict(run: ObservedRun) -> ObservedValue:
+    if run.state_dict is None:
+        return unobserved_value("no checkpoint was saved, and the report has no Accelerator")
+    return ObservedValue(run.state_dict, run.state_dict_reason, matches=True if run.state_dict_reason else None)
+
+
 def _switch_of_fsdp1(attribute: str, fsdp2: str) -> ValueReader:
     """Return a reader of what only FSDP1 has a switch for. ``fsdp2`` is what FSDP2 always does."""
 
@@ -235,7 +246,7 @@ READERS: Final[Mapping[str, ValueReader]] = {
     "precision.buffer": settings.read_buffer_dtype,
     "prefetch.limit_all_gathers": _switch_of_fsdp1("limit_all_gathers", "FSDP2 always limits all-gathers"),
     "params.use_orig": _switch_of_fsdp1("use_orig", "FSDP2 always keeps the original parameters"),
-    "checkpoint.state_dict": _recorded("state_dict", "no checkpoint was saved, and the report has no Accelerator"),
+    "checkpoint.state_dict": read_state_dict,
     "checkpoint.asynchronous": _recorded("saved_asynchronously", "no checkpoint was saved", "of the last checkpoint"),
     "checkpoint.verify": lambda run: unobserved_value("only a resume uses this setting; the model does not record it"),
     "activation.native": read_native,
@@ -254,6 +265,10 @@ READERS: Final[Mapping[str, ValueReader]] = {
     "launch.dynamo_config": read_dynamo,
 }
 """Canonical name of a setting -> function that reads its value from the live model."""
+
+
+_DTYPES: Final = ("precision.param", "precision.reduce", "precision.output", "launch.mixed_precision")
+"""Settings whose values a script may change for an evaluation, for example by ``bf16_full_eval``."""
 
 
 def read_setting(name: str, run: ObservedRun) -> ObservedValue:
@@ -290,6 +305,8 @@ def observe_settings(run: ObservedRun) -> list[settings.JsonObject]:
                 # For example, scalars are not sharded, so the units of a model of scalars have no parameters.
                 reasons = (error.reason for unit in run.units for error in unit.live.unknown.values())
                 found = unobserved_value(next(reasons, "no unit has parameters"))
+        if name in _DTYPES and not run.first_step.num_steps and (cast := settings.stored_cast(run)):
+            found = replace(found, reason=f"{cast}, in a run without optimizer steps", matches=True)
         if plan.pre_sharded and not spec.asked(name) and not found.unobservable:
             found = replace(found, reason=found.reason or "set by the script when it wrapped the model", matches=True)
         row = {"asked": asked, "planned": planned, "observed": found.value}

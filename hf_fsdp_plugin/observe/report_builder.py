@@ -37,6 +37,7 @@ def build_report(
     optimizers: Sequence[Any] = (),
     batch: BatchShape | None = None,
     state_dict: str | None = None,
+    state_dict_reason: str = "",
     saved_asynchronously: bool | None = None,
 ) -> Report:
     """Read the live model and compare it with the plan. Collective: every rank of the process group must call it.
@@ -47,6 +48,7 @@ def build_report(
         batch: the input of one optimizer step on one rank.
         state_dict: the state dict type of the last checkpoint or, if there is none, of the next one: ``full``,
             ``sharded`` or ``local``.
+        state_dict_reason: why it is another one than the requested type; empty if it should not be.
         saved_asynchronously: whether the last checkpoint was written asynchronously; ``None`` if there is none.
 
     Raises:
@@ -109,6 +111,7 @@ def build_report(
             num_hosts=len({row["host"] for row in ranks}),
             first_step=first_step,
             state_dict=state_dict,
+            state_dict_reason=state_dict_reason,
             saved_asynchronously=saved_asynchronously,
             weights=compared,
         )
@@ -116,7 +119,7 @@ def build_report(
         unknown = {error.reason: error for unit in units for error in unit.live.unknown.values()}
         problems = [
             *map(off_warning, unknown.values()),
-            *check_structure(units, plan),
+            *check_structure(units, plan, trained=first_step.num_steps > 0 or bool(inner)),
             *weights.check_optimizers(model, units, inner, prepared_ids=first_step.optimized_ids),
             *weights.check_shared(inner, first_step.alternating),
             *check_training(run, training, prepared=bool(inner)),
@@ -158,7 +161,7 @@ def build_report_of_trained(models: Sequence[Any], optimizers: Sequence[Any] = (
     It contains the reports of the other prepared models.
 
     Args:
-        facts: ``batch``, ``state_dict`` and ``saved_asynchronously`` of :func:`build_report`.
+        facts: ``batch``, ``saved_asynchronously`` and those of ``state_dict`` of :func:`build_report`.
 
     Raises:
         SpecError: the plugin prepared none of the models.
@@ -305,15 +308,17 @@ def check_values(infinite: Sequence[str]) -> list[Problem]:
     return [Problem(code="FSDP-W522", message=f"{message}{format_names(infinite, 3)}.", fix=fix)]
 
 
-def check_structure(units: Sequence[live_units.UnitObservation], plan: FsdpPlan) -> list[Problem]:
-    """Check that the model has units, and that their weights have the planned dtype."""
+def check_structure(
+    units: Sequence[live_units.UnitObservation], plan: FsdpPlan, *, trained: bool = True
+) -> list[Problem]:
+    """Check that the model has units and, if it is trained, that their weights have the planned dtype."""
     if not units:
         message = f"nothing is sharded: {plan.model_class} has no FSDP unit, so every rank has the whole model."
         fix = "Call install() before the Accelerator or Trainer is created, so that the plugin shards the model."
         return [Problem(code="FSDP-E501", message=message, fix=fix)]
     master = plan.precision.master
     differing = [unit for unit in units if unit.num_trainable and unit.master_dtype != master]
-    if master == "unchanged" or not differing or plan.pre_sharded:
+    if master == "unchanged" or not differing or plan.pre_sharded or not trained:
         return []
     first = differing[0]
     message = f"{len(differing)} units keep and update their weights in {first.master_dtype} instead of {master}, "

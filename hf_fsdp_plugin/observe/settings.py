@@ -52,6 +52,7 @@ class ObservedRun:
         num_hosts: number of distinct host names of the ranks.
         first_step: what was recorded while the model was trained.
         state_dict: state dict type of the last or the next checkpoint; ``None`` if unknown.
+        state_dict_reason: why checkpoints have another type than the requested one; empty if they should not.
         saved_asynchronously: whether the last checkpoint was written asynchronously; ``None`` if there is none.
         weights: the comparison of weights across ranks; ``None`` if they were not compared.
     """
@@ -66,6 +67,7 @@ class ObservedRun:
     num_hosts: int = 1
     first_step: FirstStep = field(default_factory=FirstStep)
     state_dict: str | None = None
+    state_dict_reason: str = ""
     saved_asynchronously: bool | None = None
     weights: WeightComparison | None = None
 
@@ -92,9 +94,19 @@ class ObservedRun:
 
     @property
     def layers(self) -> list[UnitObservation]:
-        """The units that the wrap policy selected. If there are none: all units except the root, or else the root."""
+        """The units that the wrap policy selected. If there are none: all units except the root, or else the root.
+
+        Of the others, those that are freed between forward and backward come first.
+        """
         chosen = [unit for unit in self.units_with_params if set(self.chosen).intersection(unit.module_names)]
-        return chosen or self.units_below_root or self.units_with_params
+        freed = [unit for unit in self.units_below_root if not self.is_kept(unit)]
+        return chosen or freed or self.units_below_root or self.units_with_params
+
+    def is_kept(self, unit: UnitObservation) -> bool:
+        """Whether the plan keeps the gathered parameters of a unit that no policy chose until the backward."""
+        planned = {name: each for each in self.plan.units for name in map(canonical_name, each.modules)}
+        found = [planned[name] for name in unit.module_names if name in planned]
+        return any(not each.from_policy and not each.reshard_after_forward for each in found)
 
 
 def unobserved_value(reason: str) -> ObservedValue:
@@ -168,6 +180,9 @@ def read_strategy(run: ObservedRun) -> ObservedValue:
     if all(unit.live.is_root for unit in run.layers) and _differs_in_reshard_only(value, run.plan.strategy):
         # Both FSDP versions keep the root's gathered parameters until backward under every strategy.
         return ObservedValue(run.plan.strategy, f"if the root is the only unit, {value} is the same", matches=True)
+    if all(map(run.is_kept, run.layers)) and _differs_in_reshard_only(value, run.plan.strategy):
+        reason = "the policy chose no unit, and the plan keeps the parameters of the others until the backward"
+        return ObservedValue(run.plan.strategy, reason, matches=True)
     if value in STRATEGIES and not STRATEGIES[value].is_sharded and run.plan.mesh.shard == 1:
         return ObservedValue(value, "a shard group of one rank does not shard", matches=True)
     return ObservedValue(value)
@@ -336,7 +351,7 @@ def read_fp32_modules(run: ObservedRun) -> ObservedValue:
     names = {id(module): canonical_name(name) for name, module in run.model.named_modules()}
     for unit in run.units_with_params:
         for (module, key, _), dtype in zip(unit.live.places, unit.live.compute_dtypes, strict=False):
-            name = f"{names[id(module)]}.{key}".removeprefix(".")
+            name = f"{names.get(id(module), '(replaced)')}.{key}".removeprefix(".")
             is_fp32 = dtype_name(dtype) == "fp32"
             if is_fp32:
                 found.append(name)
@@ -413,14 +428,21 @@ def read_forward_prefetch(run: ObservedRun) -> ObservedValue:
 
 def unplanned_cast(run: ObservedRun) -> str:
     """Describe a cast of the weights after they were sharded, or autocast to another dtype; empty without either."""
+    if cast := stored_cast(run):
+        return cast
+    autocast = {dtype_name(dtype) for dtype in run.first_step.autocast_dtypes} - {run.plan.precision.param}
+    # Accelerate autocasts to `mixed_precision` even if the policy overrides it: that is not a cast by the script.
+    autocast -= {str(run.plan.spec.launch.mixed_precision).lower()}
+    return f"the model was called in an autocast context of {', '.join(sorted(autocast))}" if autocast else ""
+
+
+def stored_cast(run: ObservedRun) -> str:
+    """Describe a cast of the weights after they were sharded; empty without one."""
     # Units may have their dtype before or after the cast to the master.
     planned = {dtype for unit in run.plan.units for dtype in unit.dtypes}
     shards = (shard for unit in run.units_with_params for shard in unit.live.shards if shard.is_floating_point())
     found = {shard.dtype for shard in shards if format_dtype(shard.dtype) not in planned}
     stored = sorted(set(map(dtype_name, found)) - {run.plan.precision.master})
-    if stored and not run.plan.pre_sharded:
-        return f"the weights have been cast to {', '.join(stored)} after they were sharded"
-    autocast = {dtype_name(dtype) for dtype in run.first_step.autocast_dtypes} - {run.plan.precision.param}
-    # Accelerate autocasts to `mixed_precision` even if the policy overrides it: that is not a cast by the script.
-    autocast -= {str(run.plan.spec.launch.mixed_precision).lower()}
-    return f"the model was called in an autocast context of {', '.join(sorted(autocast))}" if autocast else ""
+    if not stored or run.plan.pre_sharded:
+        return ""
+    return f"the weights have been cast to {', '.join(stored)} after they were sharded"

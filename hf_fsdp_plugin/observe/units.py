@@ -94,7 +94,9 @@ def observe_units(model: nn.Module) -> tuple[UnitObservation, ...]:
     units = []
     for live in _live_units(model):
         # torch stores a group's modules in the order of the call; reports use the order of the module tree.
-        modules = sorted(live.modules, key=lambda module: order[names[id(module)]])
+        # A script may have replaced some of them.
+        modules = [module for module in live.modules if id(module) in names]
+        modules.sort(key=lambda module: order[names[id(module)]])
         module_names = [names[id(module)] for module in modules]
         unit = UnitObservation(
             name=" + ".join(module_names),
@@ -111,7 +113,7 @@ def observe_units(model: nn.Module) -> tuple[UnitObservation, ...]:
             fp8_modules=tuple(
                 names[id(module)]
                 for module, key, _ in live.known("places", ())
-                if key == "weight" and fp8_library(module)
+                if key == "weight" and fp8_library(module) and id(module) in names
             ),
             live=live,
         )

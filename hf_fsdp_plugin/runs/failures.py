@@ -208,9 +208,17 @@ def summarize_exit(rank: RankExit) -> str:
     if failure is not None and failure["kind"] in ("exception", "interrupt"):
         return first_line(failure)
     if failure is not None and failure["kind"] == "spec":
-        return "the config has errors"
+        return spec_failure(failure)
     message = f": {failure['message']}" if failure is not None and failure["message"] else ""
     return f"killed by {signal_name(-rank.code)}" if rank.code < 0 else f"exit code {rank.code}{message}"
+
+
+def spec_failure(failure: Mapping[str, Any]) -> str:
+    """Return what a ``SpecError`` is: the config has errors, or the code and message of the first error of the run."""
+    codes = [code for code in failure.get("codes", ()) if code[len("FSDP-")] == "E"]
+    if all(code.startswith(_OF_CONFIG) for code in codes):
+        return "the config has errors"
+    return f"{codes[0]}: {first_line(failure)}"
 
 
 def first_line(failure: Mapping[str, Any]) -> str:
@@ -228,6 +236,8 @@ def signal_name(number: int) -> str:
         return f"signal {number}"
 
 
+_OF_CONFIG = ("FSDP-E0", "FSDP-E1", "FSDP-E2")
+"""Codes of errors that the sources, the spec or the plan have: no rank has begun to train."""
 _MAX_LINES = 30
 _HINTS = {
     "SIGKILL": "Most likely sent by the kernel's out-of-memory killer: use fewer ranks or smaller batches.",

@@ -22,7 +22,7 @@ from typing import Any, Final
 from hf_fsdp_plugin.hangs.rank_exit import CRASHES, stack_of
 from hf_fsdp_plugin.hangs.rank_stacks import is_library
 from hf_fsdp_plugin.problems import Problem
-from hf_fsdp_plugin.runs.failures import AttemptResult, RankExit, signal_name, summarize_exit
+from hf_fsdp_plugin.runs.failures import AttemptResult, RankExit, signal_name, spec_failure, summarize_exit
 from hf_fsdp_plugin.text import plural
 
 
@@ -222,7 +222,7 @@ def _comes_again(first: RankExit) -> str:
     if failure is None or failure["kind"] == "exit":
         return "the script's usage is wrong (exit code 2)." if first.code == _USAGE else ""
     if failure["kind"] == "spec":
-        return "" if first.has_waited else "the config has errors."
+        return "" if first.has_waited else f"{spec_failure(failure).rstrip('.')}."
     kind = getattr(builtins, failure["type"], None)
     if isinstance(kind, type) and issubclass(kind, PROGRAM_ERRORS):
         return f"it has failed with {failure['type']} before the first optimizer step."

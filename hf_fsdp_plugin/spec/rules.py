@@ -245,8 +245,11 @@ def _check_units(spec: FsdpSpec) -> Iterator[Problem]:
         fix = "Set fsdp_activation_checkpointing: true, or remove fsdp_activation_checkpointing_offload."
         yield spec.problem("FSDP-E140", "activation.offload", message, fix)
     elif activation.offload and activation.native:
-        message = "gradient_checkpointing of Transformers cannot offload activations."
-        fix = "Set fsdp_activation_checkpointing: true instead of gradient_checkpointing."
+        message = (
+            "activation offload belongs to FSDP's checkpointing, but gradient_checkpointing of Transformers is set."
+        )
+        fix = "Set fsdp_activation_checkpointing: true instead of gradient_checkpointing, or pass "
+        fix += 'activation_checkpointing_kwargs={"offload": True} (Transformers 5.24) instead of the offload.'
         yield spec.problem("FSDP-E141", "activation.offload", message, fix)
     yield from check_size_threshold(spec)
     if wrap.policy != "transformer" and wrap.classes:

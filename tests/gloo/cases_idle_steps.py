@@ -279,7 +279,7 @@ LOOPS = {
 }  # fmt: skip
 
 
-def run_loop(config: dict[str, Any], name: str) -> dict[str, Any]:
+def run_loop(config: dict[str, Any], name: str, *, with_message: bool = False) -> dict[str, Any]:
     """Return the codes of the problems, the part ``training`` of the report, and its summary."""
     accelerator = fresh_accelerator(config)
     printed = io.StringIO()
@@ -287,7 +287,8 @@ def run_loop(config: dict[str, Any], name: str) -> dict[str, Any]:
         with contextlib.redirect_stderr(printed):
             LOOPS[name](accelerator)
     except SpecError as error:
-        return {"codes": [problem.code for problem in error.problems], "raised": True, "message": str(error)}
+        message = {"message": str(error)} if with_message else {}
+        return {"codes": [problem.code for problem in error.problems], "raised": True, **message}
     report = hfp.report(accelerator)
     codes = [problem.code for problem in report.problems if problem.severity == "error"]
     warnings = [problem.code for problem in report.problems if problem.code.startswith("FSDP-W5")]
@@ -303,7 +304,8 @@ def run_batches(config: dict[str, Any], accumulation: int, sizes: tuple[int, int
         sizes: the batch size of each rank.
         kind: ``accumulated``, ``not accumulated``, or what the collator does: ``first only``, ``packed``.
     """
-    accelerator = fresh_accelerator(config, gradient_accumulation_steps=accumulation)
+    accelerator = fresh_accelerator(config)
+    accelerator.gradient_accumulation_steps = accumulation
     batches = [{name: value[row] for name, value in global_batch(row // 4).items()} for row in [*range(4)] * 48]
 
     def collate(samples: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:

@@ -66,6 +66,7 @@ class PlannedFsdpPlugin(FullyShardedDataParallelPlugin):
         later_optimizers: optimizers with the parameters of a model that is sharded before they are prepared.
         evaluated_models: the models that were sharded for evaluation only and still exist, in the order in which they
             were prepared: reference, teacher and reward models.
+        state_dict_reason: why checkpoints have another state dict type than the requested one; empty without a reason.
         assigned: the fields that the script has assigned since the spec was made.
         is_in_use: whether a model has been prepared, so that the settings cannot change any more.
         parallelism_config: the script's ``ParallelismConfig``, whose sizes are in ``spec``.
@@ -78,6 +79,7 @@ class PlannedFsdpPlugin(FullyShardedDataParallelPlugin):
         self.adapted_optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self.later_optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self.evaluated_models: weakref.WeakKeyDictionary[nn.Module, None] = weakref.WeakKeyDictionary()
+        self.state_dict_reason = ""
         self.assigned: Mapping[str, Any] = {}
         self.is_in_use = False
         session.ask_for_fsdp()

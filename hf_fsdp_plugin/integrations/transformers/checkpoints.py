@@ -101,8 +101,12 @@ def save_checkpoint(original: Callable[..., None], trainer: Any, model: Any, tri
 
 def _kind_of_checkpoints(trainer: Any) -> StateDictKind:
     """Return the state dict type of checkpoints. Those without optimizer state are loaded with `from_pretrained`."""
-    kind: StateDictKind = trainer.accelerator.state.fsdp_plugin.state_dict_kind
-    return "full" if trainer.args.save_only_model else kind
+    plugin = trainer.accelerator.state.fsdp_plugin
+    kind: StateDictKind = plugin.state_dict_kind
+    if trainer.args.save_only_model and kind != "full":
+        plugin.state_dict_reason = "save_only_model=True writes whole weights, which from_pretrained loads"
+        return "full"
+    return kind
 
 
 def _remove_oldest(trainer: Any, run: Path, newest: Path) -> None:
@@ -167,6 +171,9 @@ def save_model(
         kind, adapters = _kind_of_checkpoints(trainer), model_files.stores_adapters(unwrapped(trainer.model))
         if kind == "full" and (adapters or private.overrides_save(trainer)):
             kind = "sharded"  # the file for `from_pretrained` is written by PEFT, or by the Trainer's own method
+            writer = "PEFT" if adapters else f"{type(trainer).__name__}._save"
+            plugin = trainer.accelerator.state.fsdp_plugin
+            plugin.state_dict_reason = f"{writer} writes the whole file, and the shards are written beside it"
         manager.save_model(trainer.model, save.folder, kind, adapter_only=is_peft_model(trainer.model))
         return None
     with collective_call(f"save_model of {type(trainer).__name__}"):

@@ -157,3 +157,16 @@ def test_entry_points_agree_on_files(
     assert by_check(capsys, "c.yaml") == expected
     assert by_launch(monkeypatch, "--config_file", "c.yaml") == expected
     assert decided(hfp.install("c.yaml")) == expected
+
+
+def test_second_install_names_the_replaced_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    paths = [tmp_path / f"fsdp{version}.yaml" for version in (1, 2)]
+    for version, path in enumerate(paths, 1):
+        path.write_text(yaml.safe_dump({"distributed_type": "FSDP", "fsdp_config": {"fsdp_version": version}}))
+    hfp.install(paths[0])
+    hfp.install(paths[0])
+    hfp.install(overrides=["precision.param=bf16"])
+    assert "FSDP-W648" not in capsys.readouterr().err
+    spec = hfp.install(paths[1])
+    assert spec is not None and spec.version == 2
+    assert f"{paths[1]}, which replaces {paths[0]}" in capsys.readouterr().err

@@ -11,7 +11,7 @@ import pytest
 from hf_fsdp_plugin.hangs.calls import Call, Counts, GroupCalls, RankCalls
 from hf_fsdp_plugin.hangs.rank_stacks import Frame
 from hf_fsdp_plugin.launcher.run_script import __file__ as LIBRARY_FILE
-from hf_fsdp_plugin.runs.failures import AttemptResult, RankExit, format_failures
+from hf_fsdp_plugin.runs.failures import AttemptResult, RankExit, format_failures, summarize_exit
 
 SAVE = (Frame("/work/train.py", 30, "main"), Frame(LIBRARY_FILE, 9, "save_state"))
 BACKWARD = (Frame("/work/train.py", 20, "main"), Frame(LIBRARY_FILE, 9, "backward"))
@@ -111,6 +111,19 @@ def test_places_explain_a_call_that_ranks_did_not_make(code: str, named: bool) -
     failure = {**LOST, "kind": "spec", "message": "rank 1 did not call it.", "codes": [code]}
     text = summary(rank(0, failure=failure), rank(1, -signal.SIGTERM, stopped=True, stack=BACKWARD, steps=1))
     assert ("rank 1 was in backward at /work/train.py:20 after 1 optimizer step" in text) is named
+
+
+@pytest.mark.parametrize(
+    ("codes", "text"),
+    [
+        (["FSDP-E670"], "FSDP-E670: rank 1 did not call it."),
+        (["FSDP-W311", "FSDP-E421"], "FSDP-E421: rank 1 did not call it."),
+        (["FSDP-E201"], "the config has errors"),
+    ],
+)
+def test_only_errors_of_the_config_are_called_so(codes: list[str], text: str) -> None:
+    failure = {**LOST, "kind": "spec", "message": "rank 1 did not call it.", "codes": codes}
+    assert summarize_exit(rank(0, failure=failure)) == text
 
 
 def calls_of(number: int, *units: str) -> RankCalls:
