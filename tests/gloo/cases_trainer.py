@@ -13,6 +13,7 @@ import torch
 
 import hf_fsdp_plugin as hfp
 from tests.support.tiny import GLOBAL_BATCH, MODELS, global_batch
+from tests.support.training import fresh_accelerator
 
 
 class Batches(torch.utils.data.Dataset):
@@ -205,3 +206,64 @@ def train_with_best_model(output_dir: str, **arguments: Any) -> dict[str, Any]:
     best = trainer.state.best_metric
     num_checkpoints = len(list(Path(output_dir).glob("checkpoint-*")))
     return {"best": best, "again": trainer.evaluate()["eval_loss"], "num_checkpoints": num_checkpoints}
+
+
+class OwnSave(hfp.FsdpTrainer):
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        super()._save(output_dir, state_dict=state_dict)
+
+
+class NormOnly(torch.nn.Module):
+    """A module in which the wrap policy finds no layer, and FSDP2 gets a unit for the norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = torch.nn.Linear(8, 8), torch.nn.LayerNorm(8), torch.nn.Linear(8, 1)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        outputs: torch.Tensor = self.last(self.norm(self.first(inputs)))
+        return outputs
+
+
+def report_on_purpose(output_dir: str, how: str, **arguments: Any) -> dict[str, Any]:
+    """Return the settings and the codes of the report of a run in which the plugin or the script sets a value."""
+    saving = {"save_strategy": "steps", "save_steps": 2, "max_steps": 2}
+    if how == "adapters":
+        trainer = make_trainer(output_dir, "lora", **saving, **arguments)
+    elif how == "own save":
+        trainer = make_trainer(output_dir, **saving, **arguments)
+        trainer.__class__ = OwnSave
+    elif how == "model only":
+        trainer = make_trainer(output_dir, save_only_model=True, **saving, **arguments)
+    elif how == "checkpointing":
+        model: Any = MODELS["llama"]()
+        model.gradient_checkpointing_enable()
+        trainer = make_trainer(output_dir, model, max_steps=2, **arguments)
+    elif how == "every second layer":
+        every = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"every_n_layers": 2}}
+        trainer = make_trainer(output_dir, max_steps=2, **every, **arguments)
+    elif how == "half evaluation":
+        trainer = make_trainer(output_dir, bf16_full_eval=True, **arguments)
+    else:
+        trainer = None
+    if trainer is None:
+        fsdp = {"fsdp_version": arguments["fsdp_config"]["version"], "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}
+        config = {"distributed_type": "FSDP", "use_cpu": True, "fsdp_config": fsdp}
+        accelerator = fresh_accelerator(config)
+        plain = NormOnly()
+        prepared, optimizer = accelerator.prepare(plain, torch.optim.AdamW(plain.parameters(), lr=1e-2))
+        accelerator.backward(prepared(torch.randn(4, 8)).sum())
+        optimizer.step()
+        report = hfp.report(accelerator)
+    elif how == "half evaluation":
+        trainer.evaluate()
+        report = hfp.report(trainer)
+    else:
+        trainer.train()
+        return _settings_of(json.loads((Path(output_dir) / "fsdp_report.json").read_text()))
+    return _settings_of(report.to_json())
+
+
+def _settings_of(report: dict[str, Any]) -> dict[str, Any]:
+    errors = [problem["code"] for problem in report["problems"] if problem["severity"] == "error"]
+    return {"settings": {row["setting"]: row for row in report["settings"]}, "errors": errors}

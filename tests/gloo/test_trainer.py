@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import PreTrainedModel
 
 from tests.gloo import cases_trainer as cases
 from tests.support.matrices import slow
@@ -150,3 +151,26 @@ def test_optimizer_is_created_with_original_shapes(
     assert (matrices, vectors) == ([2], [1])
     assert created == trained
     assert min(created) > 0
+
+
+@both_versions
+@pytest.mark.parametrize(
+    ("how", "kind", "setting", "reason"),
+    [
+        ("adapters", "full", "checkpoint.state_dict", "PEFT writes the whole file"),
+        ("own save", "full", "checkpoint.state_dict", "OwnSave._save writes the whole file"),
+        ("model only", "sharded", "checkpoint.state_dict", "save_only_model=True"),
+        ("checkpointing", "sharded", "activation.checkpointing", "the script has enabled"),
+        ("every second layer", "sharded", "activation.checkpointing", "every_n_layers=2"),
+        ("half evaluation", "sharded", "precision.param", "in a run without optimizer steps"),
+        ("norm only", "sharded", "sharding.strategy", ""),
+    ],
+)
+def test_value_that_is_set_on_purpose_is_applied(
+    two_ranks: Ranks, tmp_path: Path, version: int, how: str, kind: str, setting: str, reason: str
+) -> None:
+    if how == "every second layer" and not hasattr(PreTrainedModel, "_activation_checkpointing_enable"):
+        pytest.skip("since Transformers 5.24")
+    found = two_ranks.run(cases.report_on_purpose, str(tmp_path), how, **settings(version, state_dict_type=kind))[0]
+    assert [row for row in found["settings"].values() if row["status"] == "differs"] == [] and found["errors"] == []
+    assert found["settings"][setting]["status"] == "applied" and reason in found["settings"][setting]["reason"]
