@@ -35,10 +35,10 @@ def read_model(root: Path, stem: str, number: int) -> StoredState | None:
                 found = f"{entry.dtype} with {len(box.sizes)} dimensions, and {dtypes[name]} with {len(same.sizes)}"
                 refuse("FSDP-E459", root / file, f"the files have {name!r} as {found}.")
     tensors: dict[tuple[Any, ...], Any] = {}
-    for name, found in pieces.items():
-        ends = ([at + size for at, size in zip(each.box.offsets, each.box.sizes, strict=True)] for each in found)
+    for name, own in pieces.items():
+        ends = ([at + size for at, size in zip(each.box.offsets, each.box.sizes, strict=True)] for each in own)
         shape = tuple(map(max, zip(*ends, strict=True)))
-        tensors[name,] = StoredTensor(name, dtypes[name], shape, without_replicas(found))
+        tensors[name,] = StoredTensor(name, dtypes[name], shape, without_replicas(own))
     return StoredState(tensors, tuple(files), root, COPY_ALL_RANKS) if files else None
 
 

@@ -160,9 +160,8 @@ def has_own_checkpoints(trainer: Any) -> bool:
 
     for cls in type(trainer).__mro__[: type(trainer).__mro__.index(Trainer)]:
         method = inspect.unwrap(vars(cls).get("_save_checkpoint", Trainer._save_checkpoint))
-        code = getattr(method, "__code__", None)
-        is_override = code is not None and method is not inspect.unwrap(Trainer._save_checkpoint)
-        if is_override and "_save_checkpoint" not in code.co_names:
+        names = getattr(getattr(method, "__code__", None), "co_names", ("_save_checkpoint",))
+        if method is not inspect.unwrap(Trainer._save_checkpoint) and "_save_checkpoint" not in names:
             return True
     return False
 
