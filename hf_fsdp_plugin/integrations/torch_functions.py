@@ -14,14 +14,17 @@ FSDP1. Optimizer state, modules and flat shards are refused. Objects without sha
 from __future__ import annotations
 
 import copy
-import re
+import traceback
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import nullcontext
+from pathlib import Path
+from types import FrameType
 from typing import Any, Final
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.tensor import DTensor
 
@@ -32,6 +35,7 @@ from hf_fsdp_plugin.backends.sharding.shard import locate_module, sharded_models
 from hf_fsdp_plugin.backends.sharding.unused_parameters import fsdp1_backward_ended
 from hf_fsdp_plugin.backends.torch_types import shard_like
 from hf_fsdp_plugin.integrations.saving import gathered, part_of
+from hf_fsdp_plugin.plan.names import unwrapped
 from hf_fsdp_plugin.problems import Problem, SpecError
 from hf_fsdp_plugin.strategies import STRATEGIES
 from hf_fsdp_plugin.text import format_names, plural
@@ -295,28 +299,49 @@ def register_forward_method(original: Callable[..., None], module: Any, method_n
         original(module, method_name)
 
 
-_MIXED: Final = "got mixed torch.Tensor and DTensor"
-_SIZES: Final = re.compile(r"size of tensor a \((\d+)\) must match the size of tensor b \((\d+)\)")
+_TORCH: Final = str(Path(torch.__file__).parent)
 
 
 def add_remedy(error: BaseException) -> None:
     """Add a problem with its remedy to an error that torch raises because whole tensors meet shards.
 
-    Python prints it after the error. Averages that were copied before ``prepare``, such as ``EMAModel`` of diffusers,
-    cause such errors.
+    Python prints it after the error. The tensors are found in the frames of the traceback.
     """
-    if isinstance(error, RuntimeError) and not getattr(error, "__notes__", None) and _meets_shards(str(error)):
+    if not isinstance(error, RuntimeError) or getattr(error, "__notes__", None) or not sharded_models:
+        return
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    callers = [frame.f_locals.get("self") for frame in frames]
+    modules = [caller for caller in callers if isinstance(caller, nn.Module)]
+    if modules and (unit := _unit_not_called(modules)) is not None:
+        inner, outer = (type(unwrapped(module)).__name__ for module in (modules[-1], unit))
+        message = f"{inner}, a module inside a unit of FSDP ({outer}), was called outside of the unit's forward, where "
+        message += "its parameters are shards."
+        fix = f"Call it in the forward of {outer}, or let no {outer} be a unit: fsdp_auto_wrap_policy: NO_WRAP, or "
+        fix += "another fsdp_transformer_layer_cls_to_wrap."
+        error.add_note(str(Problem(code="FSDP-E642", message=message, fix=fix)))
+    elif _has_shards(frames):
         message = "a whole tensor, such as a copy of a weight from before prepare(), was combined with a shard."
         fix = "For averages of the weights (EMAModel, AveragedModel), use hfp.ExponentialMovingAverage. To read or "
         fix += "change whole weights, use hfp.full_parameters."
         error.add_note(str(Problem(code="FSDP-E627", message=message, fix=fix)))
 
 
-def _meets_shards(text: str) -> bool:
-    if _MIXED in text:
-        return bool(sharded_models)
-    if (match := _SIZES.search(text)) is None:
-        return False
-    # The numbers of elements in this rank's parts of parameters.
-    sizes = {member.stop - member.start for _, flat in _flat_units() for member in fsdp1.original_parameters(flat)}
-    return not sizes.isdisjoint(map(int, match.groups()))
+def _unit_not_called(callers: list[nn.Module]) -> nn.Module | None:
+    """Return the unit of the innermost module that was called, if the unit was not called itself.
+
+    The root unit is gathered in any call.
+    """
+    module = callers[-1]
+    root = next((model for model in sharded_models if any(inner is module for inner in model.modules())), None)
+    inner_units = [unit for unit in root.modules() if unit is not root] if root is not None else []
+    units = [unit for unit in inner_units if isinstance(unit, (FSDP, FSDPModule)) and module in set(unit.modules())]
+    return units[-1] if units and not any(unit in callers for unit in units) else None
+
+
+def _has_shards(frames: list[FrameType]) -> bool:
+    """Return whether the innermost frame outside of torch has a shard among its variables, or in a list of them."""
+    own = [frame for frame in frames if not frame.f_code.co_filename.startswith(_TORCH)]
+    values = list(own[-1].f_locals.values()) if own else []
+    tensors = [tensor for value in values for tensor in (value if isinstance(value, list | tuple) else [value])]
+    storages = flat_storages()
+    return any(isinstance(tensor, torch.Tensor) and is_shard(tensor, storages) for tensor in tensors)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from torch.distributed.fsdp.fully_sharded_data_parallel import FullyShardedDataP
 
 from hf_fsdp_plugin.contracts import Contract, contracts_of, guard_functions, import_target
 from hf_fsdp_plugin.strategies import BY_TORCH_NAME, Strategy
+from hf_fsdp_plugin.torch_private.functions import in_backward, num_changes, runs_in_backward
 from hf_fsdp_plugin.torch_private.live_unit import Facts, LiveUnit, attribute_or, read_facts
 from hf_fsdp_plugin.torch_private.modules import Inputs
 from hf_fsdp_plugin.torch_private.modules import parameters as own_parameters
@@ -28,6 +30,8 @@ _SAVE = "saving, resuming and clipping under FSDP1"
 _READ = "the table of the units"
 _CALLS = "a call of a module inside of a sharded model"
 _EVALUATION = "saving after an evaluation under FSDP1"
+_LOGGED = "training under FSDP1 after a forward without its backward"
+_FAILED = "training on after a forward or a backward that has failed"
 _ON_READ = "sharding a model while it is read"
 _UNUSED = "parameters that a step does not use"
 CONTRACTS = (
@@ -48,6 +52,11 @@ CONTRACTS = (
     *contracts_of(f"{_FLAT}:FlatParamHandle", "refused", _EVALUATION, "needs_unshard", "_use_orig_params"),
     *contracts_of(_UNIT, "refused", _EVALUATION, "training_state"),
     *contracts_of(f"{_COMMON}:TrainingState", "refused", _EVALUATION, "IDLE", "SUMMON_FULL_PARAMS"),
+    *contracts_of(_RUNTIME, "refused", _LOGGED, "_post_backward_hook"),
+    *contracts_of(f"{_FLAT}:FlatParameter", "refused", _LOGGED, "_post_backward_hook_state"),
+    *contracts_of(_UNIT, "off", _FAILED, "_post_backward_callback_queued", "_sync_gradients"),
+    *contracts_of(_RUNTIME, "off", _FAILED, "_post_backward_final_callback"),
+    *contracts_of(f"{_FLAT}:FlatParameter", "off", _FAILED, "_post_backward_called", "_saved_grad_shard"),
     *contracts_of(_FLAT, "refused", _ON_READ, "FlatParamHandle"),
     *contracts_of(f"{_FLAT}:FlatParamHandle", "refused", _ON_READ, "flatten_tensors", "rank", "world_size"),
     *contracts_of(_RUNTIME, "off", _CALLS, "_root_pre_forward", "_pre_forward", "_pre_forward_unshard",
@@ -208,6 +217,44 @@ def allow_gradients_of_compute_dtype(root: nn.Module) -> None:
                 parameter.grad_dtype = None
 
 
+def reduce_after_any_forward(root: nn.Module) -> None:
+    """Reduce gradients in mixed precision, and of offloaded shards, also if a forward before has had no backward.
+
+    torch registers the reduction in the first forward, on the node that accumulates its gradients. If the gathered
+    parameters have another dtype or device than the shards, each forward has its own node, so the reduction would not run if the graph of the first forward is not used, as for
+    a loss that is only logged or skipped. It must run once, after the last accumulation, which is that of the first
+    forward in the graph.
+    """
+    for unit, _ in flat_units(root):
+        if unit.mixed_precision.param_dtype is not None or unit.cpu_offload.offload_params:
+            unit.module.register_forward_pre_hook(partial(_follow_accumulation, unit, []))
+
+
+@torch.compiler.disable
+def _follow_accumulation(unit: Any, nodes: list[Any], *_: Any) -> None:
+    """Register the reduction on the node of this forward too. A forward pre-hook of the gathered module of a unit.
+
+    Args:
+        nodes: the nodes of the forwards since the last backward.
+    """
+    handle = unit._handle
+    registered = _attribute(handle.flat_param, "_post_backward_hook_state")
+    if registered is None or not handle.flat_param.requires_grad or not torch.is_grad_enabled() or in_backward():
+        return
+    node = handle.flat_param.expand_as(handle.flat_param).grad_fn.next_functions[0][0]
+    if node is registered[0]:
+        nodes[:] = [node]
+        return
+    earlier = tuple(nodes)
+
+    def reduce(*_: Any) -> None:
+        if not any(map(runs_in_backward, earlier)):
+            _runtime._post_backward_hook(unit, handle, None)
+
+    node.register_hook(reduce)
+    nodes.append(node)
+
+
 def is_flattened(parameter: nn.Parameter) -> bool:
     """Whether a parameter is a flat parameter or a part of one."""
     return _common._is_fsdp_flattened(parameter) or isinstance(parameter, FlatParameter)
@@ -248,12 +295,29 @@ def free_gathered(unit: Any) -> None:
     Otherwise the next forward would ignore values that are loaded into the shards, and the shapes of parameters would
     differ from those of their optimizer state.
     """
+    if is_gathered(unit):
+        handle = unit._handle
+        whole = handle.uses_sharded_strategy and not handle.needs_unshard()
+        _runtime._reshard(unit, handle, free_unsharded_flat_param=whole)
+
+
+def is_gathered(unit: Any) -> bool:
+    """Whether the unit has copies of its parameters that are gathered or in low precision."""
     handle = unit._handle
     if handle is None or _attribute(handle.flat_param, "_local_shard") is None:  # before the first forward
-        return
-    gathered = handle.uses_sharded_strategy and not handle.needs_unshard()
-    if gathered or handle.flat_param.data_ptr() != handle.flat_param._local_shard.data_ptr():
-        _runtime._reshard(unit, handle, free_unsharded_flat_param=gathered)
+        return False
+    if handle.uses_sharded_strategy and not handle.needs_unshard():
+        return True
+    return bool(handle.flat_param.data_ptr() != handle.flat_param._local_shard.data_ptr())
+
+
+def num_unit_changes(unit: Any) -> tuple[int, int]:
+    """Return how often a unit's shards and its gathered copies were changed in place, while it stays gathered."""
+    flat = unit._handle.flat_param
+    if flat._params is None:  # the flat parameter is that of the optimizer
+        return num_changes(flat), 0
+    # The gathered copies are views of the flat parameter.
+    return sum(map(num_changes, flat._params)), num_changes(flat)
 
 
 def has_freed(root: Any) -> bool:
@@ -293,6 +357,43 @@ def before_forward(root: Any, module: nn.Module, args: tuple[Any, ...], kwargs: 
 def after_forward(root: Any, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
     """Do what ``root.forward`` does after it has called the wrapped module. Return the output to pass on."""
     return _runtime._post_forward(root, root._handle, _runtime._post_forward_reshard, root, None, output)
+
+
+def backward_has_failed(root: Any) -> bool:
+    """Whether a backward of the root has started and not ended, although none is running."""
+    if not root._is_root:  # before the first forward
+        return False
+    return bool(root._post_backward_callback_queued) and not in_backward()
+
+
+@torch.no_grad()  # otherwise some units would keep their gathered parameters
+def discard_call(root: Any, *, backward: bool) -> bool:
+    """Discard a forward or a backward that has raised an error, so that the next forward is a first one.
+
+    Args:
+        backward: whether to discard all gradients too, of which some units have none.
+
+    Returns:
+        Whether this version of torch can do so.
+    """
+    units = FullyShardedDataParallel.fsdp_modules(root)
+    synchronizes = [unit._sync_gradients for unit in units]
+    for unit in units:
+        unit._sync_gradients = False  # then gradients are left as they are
+    try:
+        _runtime._post_backward_final_callback(root, root)
+    finally:
+        for unit, value in zip(units, synchronizes, strict=True):
+            unit._sync_gradients = value
+    for unit, flat in flat_units(root):
+        free_gathered(unit)
+        if backward:
+            flat._post_backward_called = False
+            for parameter in parameter_objects(flat):
+                parameter.grad = None
+            if _attribute(flat, "_saved_grad_shard") is not None:
+                del flat._saved_grad_shard
+    return True
 
 
 def start_backward_at(unit: Any, tensors: list[torch.Tensor]) -> None:
@@ -489,4 +590,13 @@ _HANDLE_FACTS: Facts = {
     "parameter_ids": lambda handle: frozenset(id(parameter) for parameter in parameter_objects(handle.flat_param)),
 }
 
-guard_functions(globals(), CONTRACTS, off={"watch_gradients": [], "reduce_earlier_gradients": None})
+guard_functions(
+    globals(),
+    CONTRACTS,
+    off={
+        "watch_gradients": [],
+        "reduce_earlier_gradients": None,
+        "backward_has_failed": False,
+        "discard_call": False,
+    },
+)

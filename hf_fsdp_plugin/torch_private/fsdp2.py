@@ -19,7 +19,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 
 from hf_fsdp_plugin.contracts import contracts_of, guard_functions, import_target, release_of
-from hf_fsdp_plugin.torch_private.functions import is_sharded, num_changes, runs_after_accumulation
+from hf_fsdp_plugin.torch_private.functions import in_backward, is_sharded, num_changes, runs_after_accumulation
 from hf_fsdp_plugin.torch_private.live_unit import Facts, LiveUnit, attribute_or, read_facts
 from hf_fsdp_plugin.torch_private.modules import (
     Inputs,
@@ -63,6 +63,8 @@ CONTRACTS = (
     *contracts_of(_CONTEXT, "off", _CALLS, "iter_forward_root"),
     *contracts_of(_STATE, "off", _UNUSED, "_root_post_backward_final_callback"),
     *contracts_of(_GROUP, "off", _UNUSED, "pre_backward", "post_backward"),
+    *contracts_of(_CONTEXT, "off", "training on after a backward that has failed",
+                  "post_backward_final_callback_queued"),
     *contracts_of(_STATE, "unobservable", _READ, "_auto_reshard_after_forward", "_device", "_is_root",
                   "_states_to_forward_prefetch", "_states_to_backward_prefetch"),
     *contracts_of(_GROUP, "unobservable", _READ, "modules", "mesh_info", "post_forward_mesh_info", "reduce_grads",
@@ -217,6 +219,19 @@ def keep_requires_grad(root: Any) -> None:
             group._init_mp_dtypes()
 
 
+def is_gathered(module: FSDPModule) -> bool:
+    """Whether the parameters of a unit are gathered."""
+    groups = _parameter_groups(state_of(module))
+    return any(item.sharded_state is _UNSHARDED for group in groups for item in group.fsdp_params[:1])
+
+
+def num_unit_changes(module: FSDPModule) -> tuple[int, int]:
+    """Return how often a unit's shards and its gathered copies were changed in place, while it stays gathered."""
+    items = [item for group in _parameter_groups(state_of(module)) for item in group.fsdp_params]
+    shards = sum(num for item in items for num in local_changes(item.sharded_param))
+    return shards, sum(num_changes(item._unsharded_param) for item in items if item.sharded_state is _UNSHARDED)
+
+
 def reshards_after_forward(state: Any, *, is_root: bool) -> bool:
     """Whether any parameters are freed after forward. A root's unset flag is decided in the first forward."""
     if is_root and getattr(state, "_auto_reshard_after_forward", False):
@@ -224,10 +239,21 @@ def reshards_after_forward(state: Any, *, is_root: bool) -> bool:
     return any(group.post_forward_mesh_info is not None for group in _parameter_groups(state))
 
 
+def compute_device(root: FSDPModule) -> torch.device:
+    """Return the device on which the root is computed; offloaded shards are in CPU memory."""
+    device: torch.device = state_of(root)._device
+    return device
+
+
 def is_idle(root: FSDPModule) -> bool:
     """Whether the root is neither in a forward nor in a backward."""
     state = state_of(root)
     return state._training_state is _common.TrainingState.IDLE and state._state_ctx.iter_forward_root is None
+
+
+def is_outside_of_call(module: FSDPModule) -> bool:
+    """Whether the hooks of a unit have not run: it is neither in a forward nor computed again in a backward."""
+    return bool(state_of(module)._training_state is _common.TrainingState.IDLE)
 
 
 def before_forward(root: FSDPModule, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs:
@@ -249,6 +275,33 @@ def after_forward(root: FSDPModule, module: nn.Module, args: tuple[Any, ...], ou
                 other._modules_to_run_forward.clear()
                 output = other._post_forward(module, args, output)
     return state._post_forward(module, args, output)
+
+
+def backward_has_failed(root: FSDPModule) -> bool:
+    """Whether a backward of the root has started and not ended, although none is running."""
+    return bool(state_of(root)._state_ctx.post_backward_final_callback_queued) and not in_backward()
+
+
+def discard_call(root: FSDPModule, *, backward: bool) -> bool:
+    """Discard a forward or a backward that has raised an error, so that the next forward is a first one.
+
+    Args:
+        backward: whether to discard all gradients too, of which some units have none.
+
+    Returns:
+        Whether this version of torch can do so.
+    """
+    reset = getattr(root, "reset_iter_state", None)
+    if reset is None:
+        return False
+    reset()
+    for group in (group for other in state_of(root)._state_ctx.all_states for group in _parameter_groups(other)):
+        for parameter in (*_parameters(group), *_wholes(group)) if backward else ():
+            parameter.grad = None
+        for item in group.fsdp_params if backward else ():
+            if item.unsharded_accumulated_grad is not None:
+                item.unsharded_accumulated_grad = None
+    return True
 
 
 def start_backward_at(module: FSDPModule, tensors: list[torch.Tensor]) -> None:
@@ -559,4 +612,14 @@ _GROUP_FACTS: Facts = {
     "copy_ids": lambda group: frozenset(map(id, _wholes(group))),
 }
 
-guard_functions(globals(), CONTRACTS, off={"keep_requires_grad": None, "is_idle": False, "watch_gradients": []})
+guard_functions(
+    globals(),
+    CONTRACTS,
+    off={
+        "keep_requires_grad": None,
+        "is_idle": False,
+        "watch_gradients": [],
+        "backward_has_failed": False,
+        "is_outside_of_call": False,
+    },
+)

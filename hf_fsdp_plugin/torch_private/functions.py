@@ -52,6 +52,8 @@ CONTRACTS = (
     *contracts_of(_TREE, "refused", "the inputs and outputs of a model", "tree_leaves", "tree_map", "tree_map_only"),
     *contracts_of("torch", "refused", "clipping the norm of gradients", "_foreach_mul_", "_foreach_norm"),
     *contracts_of("torch:_C", "off", "the count of recomputed modules", "_current_graph_task_id"),
+    *contracts_of("torch:_C", "off", "training under FSDP1 after a forward without its backward",
+                  "_will_engine_execute_node"),
     *contracts_of("torch._dynamo.config", "off", "the report of compilation that is disabled", "disable"),
     *contracts_of("torch:autograd", "off", "the warning of a second profiler", "_profiler_enabled"),
     *contracts_of("torch:Tensor", "off", "the error for parameters that a script changes while it reads them",
@@ -78,6 +80,8 @@ CONTRACTS = (
     *contracts_of(_C10D, "off", "the record of collectives", "_resolve_process_group"),
     *contracts_of("torch.distributed.device_mesh:DeviceMesh", "refused", "context parallelism", "_flatten"),
 )  # fmt: skip
+CALLS_FORWARD = "_hf_fsdp_calls_forward"
+"""Attribute of a function that replaces the ``forward`` of a module and calls it."""
 _NO_HOOKS: Mapping[int, Any] = {}
 
 if not TYPE_CHECKING:
@@ -141,10 +145,17 @@ def in_backward() -> bool:
     return current_backward() is not None
 
 
+def runs_in_backward(node: torch.autograd.graph.Node) -> bool:
+    """Return whether the backward on this thread executes a node. Outside of a backward it raises."""
+    return bool(torch._C._will_engine_execute_node(node))
+
+
 def uses_torch_checkpoint(wrapper: CheckpointWrapper) -> bool:
     """Return whether the wrapper still calls torch's ``checkpoint``."""
     function = getattr(wrapper.checkpoint_fn, "func", None)
-    return function is torch.utils.checkpoint.checkpoint and "forward" not in vars(wrapper)
+    forward = vars(wrapper).get("forward")
+    calls_own = forward is None or hasattr(forward, CALLS_FORWARD)
+    return function is torch.utils.checkpoint.checkpoint and calls_own
 
 
 def checkpoint_keywords(wrapper: CheckpointWrapper) -> dict[str, Any]:
@@ -305,4 +316,6 @@ _FALSE_WITHOUT = (
     "in_backward", "runs_after_accumulation", "profiler_is_running", "compilation_is_disabled", "supports_cpu",
 )  # fmt: skip
 _OFF = {**dict.fromkeys(_NONE_WITHOUT), **dict.fromkeys(_FALSE_WITHOUT, False)}
-guard_functions(globals(), CONTRACTS, off={**_OFF, "num_changes": 0, "gradient_hooks": _NO_HOOKS})
+guard_functions(
+    globals(), CONTRACTS, off={**_OFF, "num_changes": 0, "runs_in_backward": True, "gradient_hooks": _NO_HOOKS}
+)

@@ -18,7 +18,7 @@ from hf_fsdp_plugin.backends.torch_types import cast_floats, device_mesh
 from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan, UnitPlan, torch_dtype
 from hf_fsdp_plugin.plan.names import unwrapped
 from hf_fsdp_plugin.strategies import STRATEGIES
-from hf_fsdp_plugin.torch_private.fsdp1 import allow_gradients_of_compute_dtype, flatten_into
+from hf_fsdp_plugin.torch_private.fsdp1 import allow_gradients_of_compute_dtype, flatten_into, reduce_after_any_forward
 from hf_fsdp_plugin.torch_private.modules import replace_module
 
 _ONE_DTYPE = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -62,6 +62,7 @@ def apply_fsdp1(plan: FsdpPlan, model: nn.Module, device: torch.device, loader: 
     if output_dtype is not None:  # FSDP1 has no argument like FSDP2's ``output_dtype``
         root.register_forward_hook(lambda module, args, output: cast_floats(output, output_dtype))
     allow_gradients_of_compute_dtype(root)
+    reduce_after_any_forward(root)
     return root
 
 

@@ -14,6 +14,7 @@ from this rank's backward, before the gradients of the ranks are reduced. DDP ca
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any, Final, NoReturn
@@ -25,25 +26,33 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.tensor import DTensor
 
 from hf_fsdp_plugin.backends.ranks.agreement import ON_ALL_RANKS, FirstCalls
-from hf_fsdp_plugin.backends.sharding.forwards import cast_activations, cast_inputs, private_api, watch_mappings
-from hf_fsdp_plugin.backends.torch_types import cast_floats
+from hf_fsdp_plugin.backends.sharding.forwards import (
+    cast_activations,
+    cast_inputs,
+    float_outputs,
+    private_api,
+    watch_mappings,
+)
+from hf_fsdp_plugin.backends.torch_types import cast_floats, wait_for_reads
 from hf_fsdp_plugin.messages import print_once
 from hf_fsdp_plugin.plan.names import canonical_name, named_parameters, unwrapped
 from hf_fsdp_plugin.problems import Problem, SpecError
 from hf_fsdp_plugin.text import format_names
 from hf_fsdp_plugin.torch_private import fsdp1, fsdp2
-from hf_fsdp_plugin.torch_private.functions import gradient_hooks, runs_after_accumulation
-from hf_fsdp_plugin.torch_private.modules import children, registrations, wrapped_module
+from hf_fsdp_plugin.torch_private.functions import CALLS_FORWARD, gradient_hooks, runs_after_accumulation
+from hf_fsdp_plugin.torch_private.modules import children, local_tensor, registrations, wrapped_module
 
 WHOLE_ATTRIBUTE: Final = "_hf_fsdp_has_whole_parameters"
 """Attribute of a sharded model in a block of ``full_parameters``."""
 _GATHERS = "_hf_fsdp_gathers"
 """Attribute of a method of a sharded model that gathers the root itself."""
+_CALLS = "_hf_fsdp_calls"
+"""Attribute of a sharded model with its :class:`_Calls`."""
 _FIX = f"{ON_ALL_RANKS} Each rank may pass its own prompts."
 
 
 def support_submodule_calls(model: nn.Module) -> None:
-    """Make the modules of a sharded model callable outside the model's forward.
+    """Make the modules of a sharded model callable outside the model's forward, and free what calls have gathered.
 
     This includes all modules of the root unit, and the outermost modules of the other units. A call is collective: all
     ranks must make it. The model's ``generate`` also frees what it has gathered, and ``resize_token_embeddings``
@@ -55,9 +64,16 @@ def support_submodule_calls(model: nn.Module) -> None:
     if isinstance(model, FullyShardedDataParallel):
         for unit in FullyShardedDataParallel.fsdp_modules(model):
             unit.forward = _forward_if_sharded(model, unit)  # type: ignore[method-assign]
-    elif not isinstance(model, FSDPModule):
+    elif isinstance(model, FSDPModule):
+        for unit in _units_of(model):
+            unit.forward = _forward_of_call(unit)  # type: ignore[method-assign]
+    else:
         return
-    calls = _SubmoduleCalls(model)
+    calls = _Calls(model)
+    object.__setattr__(model, _CALLS, calls)
+    # The compiler would skip these hooks in a compiled model.
+    model.register_forward_pre_hook(torch.compiler.disable(calls.before), prepend=True, with_kwargs=True)
+    model.register_forward_hook(torch.compiler.disable(calls.after), always_call=True)
     outermost = list(calls.modules())
     for module in outermost:
         module.register_forward_pre_hook(calls.before, prepend=True, with_kwargs=True)
@@ -78,26 +94,21 @@ def gathers_root_itself(method: Any) -> bool:
 def free_before_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Free what is still gathered before each step of an optimizer of a sharded model.
 
-    The root, and units without reshard after forward, stay gathered after a forward without gradients, such as an
-    evaluation between backward and step. The next forward would use this copy instead of the updated shards.
+    A forward with gradients whose backward has not run leaves the root gathered. The next forward would use this copy
+    instead of the updated shards.
+
+    Of offloaded shards, FSDP waits for the copies to the device at the end of a backward only. Those of another forward
+    after it may still run, and the step would change what they read.
     """
-    if isinstance(model, (FullyShardedDataParallel, FSDPModule)):
-        units = _units_of(model)  # found once: a search in each step takes milliseconds
+    calls: _Calls | None = getattr(model, _CALLS, None)
+    if calls is not None:
 
         def before_step(*_: Any) -> None:
             check_not_whole(model, "the optimizer was stepped")
-            _free(units)
+            if calls.free():
+                wait_for_reads(local_tensor(parameter) for parameter in model.parameters())
 
         optimizer.register_step_pre_hook(before_step)
-
-
-def free_after_forward(model: nn.Module) -> None:
-    """Free what is still gathered after each forward of a model that is not trained.
-
-    No backward frees it. It would take memory during the training of another model, and it would be outdated if the
-    shards are changed, as TRL's ``sync_ref_model`` does.
-    """
-    model.register_forward_hook(lambda *_: None if torch.is_grad_enabled() else free_gathered(model))
 
 
 def free_gathered(model: nn.Module) -> None:
@@ -133,17 +144,29 @@ def misuse_error(what: str, fix: str) -> SpecError:
     return SpecError([Problem(code="FSDP-E308", message=f"{what}.", fix=fix)])
 
 
-class _SubmoduleCalls:
-    """Hooks for the modules of one root, which run the root's own hooks.
+class _Calls:
+    """Hooks for one root and its modules. Those of a module run the root's own hooks, if the root is not running.
 
     Only the outermost call enters the root's forward. The root is not idle during it, so modules inside it do nothing.
+
+    Gathered parameters: FSDP keeps those of the root, and of units without reshard after forward, until the next
+    backward. If none follows, they would take memory, and the next forward would use them although the script has
+    changed the shards: optimizers that evaluate with other weights do so, averages, TRL's ``sync_ref_model``. So a call
+    without a backward frees what it has gathered itself. What it has found gathered belongs to a graph whose backward
+    will come, or to an accumulation of gradients.
     """
 
     def __init__(self, root: Any) -> None:
         self._root = root
         self._fsdp = private_api(root)
+        self._units = _units_of(root)
         self._entered: nn.Module | None = None
         self._keeps_gathered = False
+        self._is_read = False
+        """Whether a call without a backward has read the shards since the last step."""
+        self._found_gathered: list[nn.Module] = []
+        self._changes: dict[int, tuple[int, int]] = {}
+        """Id of a unit that stays gathered -> how often its shards and its gathered copies were changed."""
         self._first_calls = FirstCalls()
 
     def modules(self) -> Iterator[nn.Module]:
@@ -160,22 +183,74 @@ class _SubmoduleCalls:
 
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Enter the root's forward, unless the root is running. A forward pre-hook."""
-        if torch.compiler.is_compiling() or not self._is_idle():
+        if torch.compiler.is_compiling():
             return None
+        if self._fsdp.backward_has_failed(self._root):
+            self._discard_backward()
+        if not self._is_idle():
+            # `generate` has entered it, and FSDP moves inputs only then. Transformers prepares the inputs of a forward
+            # on the device of the shards, which may be offloaded.
+            return self._on_device((args, kwargs)) if self._keeps_gathered and self._entered is None else None
         self._entered = module
-        return self._enter(module, args, kwargs)
+        self._free_outdated()
+        return None if module is self._root else self._enter(module, args, kwargs)
 
     def after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         """Leave the root's forward if this module has entered it. A forward hook."""
         if self._entered is not module:
             return None
         self._entered = None
-        output = self._fsdp.after_forward(self._root, module, args, output)
-        watch_mappings(self._root, output)
-        if not torch.is_grad_enabled() and not self._keeps_gathered:
-            # No backward will free the parameters. An optimizer step would leave the gathered copy outdated.
-            free_gathered(self._root)
+        if output is None and sys.exc_info()[0] is not None and self._fsdp.discard_call(self._root, backward=False):
+            return None  # the call has failed
+        if module is not self._root:
+            output = self._fsdp.after_forward(self._root, module, args, output)
+            watch_mappings(self._root, output)
+        if not self._keeps_gathered:
+            gathered = [unit for unit in self._units if self._fsdp.is_gathered(unit)]
+            if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in float_outputs(output)):
+                self._changes = {id(unit): self._fsdp.num_unit_changes(unit) for unit in gathered}
+            else:
+                self._is_read = True
+                _free(unit for unit in gathered if unit not in self._found_gathered)
         return output
+
+    def free(self) -> bool:
+        """Free everything. Return whether a call without a backward has read the shards since the last time."""
+        gathered = [unit for unit in self._units if self._fsdp.is_gathered(unit)]
+        was_read, self._is_read = self._is_read or bool(gathered), False
+        _free(gathered)
+        return was_read
+
+    def _discard_backward(self) -> None:
+        """Let the next forward be a first one after a backward that has raised an error, which the script has caught.
+
+        Otherwise FSDP would not reduce gradients from now on, or would compute with freed parameters.
+        """
+        if not self._fsdp.discard_call(self._root, backward=True):
+            message = (
+                "the model is called again after an error in its backward, such as torch.OutOfMemoryError. FSDP of "
+            )
+            message += f"torch {torch.__version__} would not reduce gradients any more."
+            fix = "Use torch 2.13 or newer, or start the script again, with a smaller batch size."
+            raise SpecError([Problem(code="FSDP-E318", message=message, fix=fix)])
+
+    def _free_outdated(self) -> None:
+        """Find what earlier calls have left gathered, and free it if the script has changed the shards since."""
+        self._found_gathered = []
+        for unit in self._units:
+            if self._fsdp.is_gathered(unit):
+                now = self._fsdp.num_unit_changes(unit)
+                shards, copies = self._changes.get(id(unit), now)
+                if copies != now[1]:
+                    message = f"a script changed weights of {type(unwrapped(unit)).__name__} in place after a forward "
+                    message += "with gradients without its backward. It changed gathered copies, not the shards."
+                    fix = "Run forwards that no backward follows under torch.no_grad(), or call backward before the "
+                    fix += "change, or change the weights in hfp.full_parameters(model, modify=True)."
+                    raise SpecError([Problem(code="FSDP-E317", message=message, fix=fix)])
+                if shards != now[0]:
+                    _free([unit])
+                else:
+                    self._found_gathered.append(unit)
 
     def wrap_generate(self, module: nn.Module, generate: Callable[..., Any]) -> Callable[..., Any]:
         """Return ``generate`` that gathers the root before the first token, and frees everything at the end."""
@@ -187,6 +262,7 @@ class _SubmoduleCalls:
             self._first_calls.wait(f"generate of {type(unwrapped(module)).__name__.removeprefix('FSDP')}", fix=_FIX)
             self._keeps_gathered = True
             try:
+                self._free_outdated()
                 with torch.no_grad():
                     # It may read the root's own parameters before it calls a module. FSDP2's root leaves its forward
                     # after the first token, and enters it again for each further token.
@@ -194,6 +270,7 @@ class _SubmoduleCalls:
                 return generate(*args, **kwargs)
             finally:
                 self._keeps_gathered = False
+                self._is_read = True
                 if not self._is_idle():
                     with torch.no_grad():
                         self._fsdp.after_forward(self._root, module, (), None)
@@ -210,6 +287,14 @@ class _SubmoduleCalls:
         remaining = iter(entered)
         positional = tuple(next(remaining) if isinstance(value, torch.Tensor) else value for value in args)
         return positional, {**kwargs, **entered_named}
+
+    def _on_device(self, inputs: Any) -> Any:
+        """Return inputs with the tensors in plain containers on the device of the forward."""
+        if isinstance(inputs, torch.Tensor):
+            return inputs.to(self._fsdp.compute_device(self._root))
+        if type(inputs) is tuple:
+            return tuple(map(self._on_device, inputs))
+        return {k: self._on_device(v) for k, v in inputs.items()} if type(inputs) is dict else inputs
 
     def _is_idle(self) -> bool:
         """Whether the root is neither in a forward nor in a backward."""
@@ -238,6 +323,23 @@ def _forward_if_sharded(root: Any, unit: Any) -> Callable[..., Any]:
         return cast_floats(forward(*args, **kwargs), fsdp1.original_dtype(root))
 
     return forward_if_sharded
+
+
+def _forward_of_call(unit: Any) -> Callable[..., Any]:
+    """Return the forward of a unit of FSDP2 that calls the unit if a script calls ``unit.forward(x)``, as FSDP1 does.
+
+    The hooks of FSDP2, which gather the parameters, would not run.
+    """
+    forward = unit.forward
+
+    @functools.wraps(forward)
+    def forward_of_call(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling() or not fsdp2.is_outside_of_call(unit):
+            return forward(*args, **kwargs)
+        return unit(*args, **kwargs)
+
+    setattr(forward_of_call, CALLS_FORWARD, True)
+    return forward_of_call
 
 
 def _refuse_resize(*args: Any, **kwargs: Any) -> NoReturn:

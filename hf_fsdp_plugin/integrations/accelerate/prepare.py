@@ -25,7 +25,7 @@ from hf_fsdp_plugin.backends.optimizers.parameters import (
 from hf_fsdp_plugin.backends.ranks import agreement
 from hf_fsdp_plugin.backends.ranks.cluster import ranks_per_machine
 from hf_fsdp_plugin.backends.sharding import shard as sharding
-from hf_fsdp_plugin.backends.sharding.script_access import check_parameter_hooks, free_after_forward, free_before_step
+from hf_fsdp_plugin.backends.sharding.script_access import check_parameter_hooks, free_before_step
 from hf_fsdp_plugin.devices import get_device
 from hf_fsdp_plugin.estimate.unit_sizes import with_padding_warning
 from hf_fsdp_plugin.hangs.calls import record
@@ -347,5 +347,4 @@ def prepare_for_evaluation(accelerator: Any, model: nn.Module) -> nn.Module:
         plugin = planned_plugin(accelerator)
         assert plugin is not None
         plugin.evaluated_models[model] = None
-        free_after_forward(model)
     return model.eval()

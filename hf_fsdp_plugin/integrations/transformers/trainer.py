@@ -25,7 +25,6 @@ from transformers.utils import find_labels
 
 from hf_fsdp_plugin.backends.optimizers.parameters import replicate_parameters
 from hf_fsdp_plugin.backends.ranks.agreement import TRAINING_LIMIT, preparation_limit, wait_for_all_ranks
-from hf_fsdp_plugin.backends.sharding.script_access import free_gathered
 from hf_fsdp_plugin.backends.sharding.shard import create_with_original_shapes, plan_of
 from hf_fsdp_plugin.checkpoint.names import TRAINER_PREFIX
 from hf_fsdp_plugin.integrations import moving_average, patching, resuming, run_report
@@ -157,9 +156,7 @@ def evaluation_loop(original: Callable[..., Any], trainer: Any, *args: Any, **kw
         for callback in trainer.callback_handler.callbacks:
             if isinstance(callback, ExponentialMovingAverageCallback):
                 stack.enter_context(callback.evaluating())
-        output = original(*args, **kwargs)
-    free_gathered(trainer.model)
-    return output
+        return original(*args, **kwargs)
 
 
 @if_planned
