@@ -221,9 +221,9 @@ def reduce_after_any_forward(root: nn.Module) -> None:
     """Reduce gradients in mixed precision, and of offloaded shards, also if a forward before has had no backward.
 
     torch registers the reduction in the first forward, on the node that accumulates its gradients. If the gathered
-    parameters have another dtype or device than the shards, each forward has its own node, so the reduction would not run if the graph of the first forward is not used, as for
-    a loss that is only logged or skipped. It must run once, after the last accumulation, which is that of the first
-    forward in the graph.
+    parameters have another dtype or device than the shards, each forward has its own node. So the reduction would not
+    run if the graph of the first forward is not used, as for a loss that is only logged or skipped. It must run once,
+    after the last accumulation, which is that of the first forward in the graph.
     """
     for unit, _ in flat_units(root):
         if unit.mixed_precision.param_dtype is not None or unit.cpu_offload.offload_params:
