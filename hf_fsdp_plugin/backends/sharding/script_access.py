@@ -33,6 +33,7 @@ from hf_fsdp_plugin.backends.sharding.forwards import (
     private_api,
     watch_mappings,
 )
+from hf_fsdp_plugin.backends.sharding.unused_parameters import discard_backward
 from hf_fsdp_plugin.backends.torch_types import cast_floats, wait_for_reads
 from hf_fsdp_plugin.messages import print_once
 from hf_fsdp_plugin.plan.names import canonical_name, named_parameters, unwrapped
@@ -233,6 +234,7 @@ class _Calls:
             message += f"torch {torch.__version__} would not reduce gradients any more."
             fix = "Use torch 2.13 or newer, or start the script again, with a smaller batch size."
             raise SpecError([Problem(code="FSDP-E318", message=message, fix=fix)])
+        discard_backward(self._root)
 
     def _free_outdated(self) -> None:
         """Find what earlier calls have left gathered, and free it if the script has changed the shards since."""

@@ -38,6 +38,13 @@ def watch_unused_parameters(model: nn.Module) -> None:
     elif isinstance(model, FSDPModule):
         units: list[Any] = []
         units += fsdp2.watch_gradients(model, lambda: _remove_unused(units))
+        setattr(model, _ATTRIBUTE, units)
+
+
+def discard_backward(root: nn.Module) -> None:
+    """Forget which parameters a backward has used that has failed."""
+    for unit in vars(root).get(_ATTRIBUTE, ()):
+        unit.reset()
 
 
 def fsdp1_backward_ended(root: nn.Module) -> None:
