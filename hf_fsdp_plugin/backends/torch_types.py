@@ -118,7 +118,7 @@ class _Meshes:
             context = [name for name in axes if name == CONTEXT_AXIS]
             joint = {DATA_AXIS: data, SHARD_CONTEXT_AXIS: [SHARD_AXIS, *context], DATA_CONTEXT_AXIS: [*data, *context]}
             meshes += [flatten_mesh(mesh[tuple(names)], joined) for joined, names in joint.items()]
-        # torch gives new groups its default (10 minutes for NCCL), not that of `ddp_timeout`.
+        # torch gives new groups its default, not that of `ddp_timeout`.
         if (timeout := timeout_of()) is not None:
             for group in {group for each in meshes for group in each.get_all_groups()}:
                 set_timeout(timeout, group)

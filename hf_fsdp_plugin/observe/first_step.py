@@ -435,7 +435,8 @@ def checkpointed_modules(model: nn.Module, plan: FsdpPlan) -> dict[str, nn.Modul
     else:
         chosen = {canonical_name(name) for unit in plan.units if unit.from_policy for name in unit.modules}
         found = {name: unwrapped(module) for name, module in modules if name in chosen}
-    return {name: module for name, module in found.items() if not calls_compiled(module)}
+    compiled = {name for name, module in modules if calls_compiled(module)}  # the wrapper of a checkpoint may be
+    return {name: module for name, module in found.items() if name not in compiled}
 
 
 _STABLE: Final = 3

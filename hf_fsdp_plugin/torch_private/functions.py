@@ -43,8 +43,8 @@ CONTRACTS = (
                   "ActivationWrapper", "CheckpointWrapper", "checkpoint_wrapper"),
     *contracts_of(f"{_CHECKPOINT}:CheckpointWrapper", "unobservable", "the report of activation checkpointing",
                   "checkpoint_fn"),
-    *contracts_of("torch:ops.aten", "off", "selective activation checkpointing without recomputed attention",
-                  *(f"{name}.default" for name in (*_ATTENTION, "_grouped_mm"))),
+    *contracts_of("torch:ops.aten", "off", "selective activation checkpointing that saves attention and products",
+                  *(f"{name}.default" for name in (*_ATTENTION, "_grouped_mm", "_scaled_mm"))),
     *contracts_of(_FILES, "refused", "writing a checkpoint in the format of torch", "_StorageInfo"),
     *contracts_of(_C10D, "refused", "the agreement of the ranks", "_get_default_store"),
     *contracts_of(_LAYOUT, "refused", "saving shards", "compute_local_shape_and_global_offset"),
@@ -55,6 +55,8 @@ CONTRACTS = (
     *contracts_of("torch:_C", "off", "training under FSDP1 after a forward without its backward",
                   "_will_engine_execute_node"),
     *contracts_of("torch._dynamo.config", "off", "the report of compilation that is disabled", "disable"),
+    *contracts_of("torch._dynamo.config", "off", "`torch.compile` of layers without graph breaks",
+                  "capture_scalar_outputs", "skip_fwd_side_effects_in_bwd_under_checkpoint"),
     *contracts_of("torch:autograd", "off", "the warning of a second profiler", "_profiler_enabled"),
     *contracts_of("torch:Tensor", "off", "the error for parameters that a script changes while it reads them",
                   "_version"),
@@ -78,6 +80,9 @@ CONTRACTS = (
     *contracts_of(f"{_C10D}:ProcessGroupGloo._Options", "off", _TIMEOUTS, "_timeout"),
     *contracts_of(_C10D, "off", _TIMEOUTS, "set_timeout|_set_pg_timeout"),
     *contracts_of(_C10D, "off", "the record of collectives", "_resolve_process_group"),
+    # Builds without NCCL have the record of other backends only.
+    *contracts_of("torch._C._distributed_c10d", "off", "the record of NCCL after a hang",
+                  "_dump_nccl_trace_json|_dump_fr_trace_json"),
     *contracts_of("torch.distributed.device_mesh:DeviceMesh", "refused", "context parallelism", "_flatten"),
 )  # fmt: skip
 CALLS_FORWARD = "_hf_fsdp_calls_forward"
@@ -105,6 +110,8 @@ ATTENTION_OPS = tuple(import_target(f"torch:ops.aten.{name}.default", CONTRACTS)
 """The operators that ``scaled_dot_product_attention`` calls."""
 GROUPED_MM = import_target("torch:ops.aten._grouped_mm.default", CONTRACTS)
 """The operator that ``torch.nn.functional.grouped_mm`` calls."""
+SCALED_MM = import_target("torch:ops.aten._scaled_mm.default", CONTRACTS)
+"""The operator of matrix products in fp8."""
 READ_VALUE = import_target("torch:ops.aten._local_scalar_dense.default", CONTRACTS)
 """The operator of ``Tensor.item()``."""
 TO_COPY = import_target("torch:ops.aten._to_copy.default", CONTRACTS)
@@ -176,6 +183,18 @@ def compilation_is_disabled() -> bool:
     return bool(dynamo.disable)
 
 
+def allow_checkpointed_graphs() -> None:
+    """Let torch.compile trace layers that checkpoint themselves, or read numbers, as experts do, in one graph.
+
+    Accelerate sets the same for the layers that it compiles.
+    """
+    import torch._dynamo.config as dynamo  # only compiled modules need it
+
+    for name in ("capture_scalar_outputs", "skip_fwd_side_effects_in_bwd_under_checkpoint"):
+        getattr(dynamo, name)  # torch raises if it is set and does not exist
+        setattr(dynamo, name, True)
+
+
 def gradient_hooks(tensor: torch.Tensor) -> Mapping[int, Any]:
     """Return the hooks of ``register_hook`` by their numbers. A removed hook leaves the mapping."""
     hooks: Mapping[int, Any] | None = tensor._backward_hooks
@@ -241,6 +260,13 @@ def set_timeout(timeout: timedelta, group: dist.ProcessGroup | None = None) -> N
     # torch 2.14 and older have only the private function, which 2.15 deprecates.
     public = getattr(dist, "set_timeout", None) or distributed_c10d._set_pg_timeout
     public(timeout, group)
+
+
+def nccl_record() -> bytes:
+    """Return what torch has recorded of NCCL's collectives, as JSON; empty without NCCL. Asks CUDA for events."""
+    if not dist.is_nccl_available():
+        return b""
+    return bytes(torch._C._distributed_c10d._dump_nccl_trace_json(includeCollectives=True, onlyActive=False))
 
 
 def resolve_group(group: Any) -> dist.ProcessGroup | None:
@@ -311,11 +337,10 @@ def _local_gradients(optimizer: torch.optim.Optimizer) -> dict[tuple[torch.devic
     return found
 
 
-_NONE_WITHOUT = ("current_backward", "timeout_of", "set_timeout", "resolve_group")
+_NONE_WITHOUT = ("allow_checkpointed_graphs", "current_backward", "timeout_of", "set_timeout", "resolve_group")
 _FALSE_WITHOUT = (
     "in_backward", "runs_after_accumulation", "profiler_is_running", "compilation_is_disabled", "supports_cpu",
 )  # fmt: skip
 _OFF = {**dict.fromkeys(_NONE_WITHOUT), **dict.fromkeys(_FALSE_WITHOUT, False)}
-guard_functions(
-    globals(), CONTRACTS, off={**_OFF, "num_changes": 0, "runs_in_backward": True, "gradient_hooks": _NO_HOOKS}
-)
+_OTHERS = {"num_changes": 0, "nccl_record": b"", "runs_in_backward": True, "gradient_hooks": _NO_HOOKS}
+guard_functions(globals(), CONTRACTS, off={**_OFF, **_OTHERS})

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -15,10 +17,11 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 import hf_fsdp_plugin as hfp
 from tests.gloo.cases_trainer import losses, make_trainer
 from tests.support.ranks import own_device
-from tests.support.tiny import MODELS, SimpleModel, tiny_bert, tiny_llama
+from tests.support.tiny import MODELS, SimpleModel, parallel_config, tiny_bert, tiny_llama
 from tests.support.training import fresh_accelerator, loss_of, sgd, train_prepared
 
 NUM_STEPS = 3
+NUM_LAYERS = 3
 
 
 def wrap_by_author(model: nn.Module, version: int, use_orig: bool) -> nn.Module:
@@ -165,8 +168,32 @@ def train_compiled(config: dict[str, Any], how: str) -> dict[str, Any]:
         **run,
         "num_graphs": counter.frame_count,
         "dynamo": counters["frames"]["ok"],
+        "unique_graphs": counters["stats"]["unique_graphs"],
         "breaks": list(counters["graph_break"]),
     }
+
+
+def matmuls_of_backward(version: int) -> dict[str, int]:
+    """Return the matrix products of a backward with layers that inductor compiles, by kind of checkpointing."""
+    found = {}
+    for kind in ("none", "selective", "full"):
+        torch._dynamo.reset()
+        settings = (
+            {} if kind == "none" else {"fsdp_activation_checkpointing": "selective" if kind == "selective" else True}
+        )
+        config = parallel_config("full_shard", version, 2, **settings)
+        accelerator = fresh_accelerator({**config, "dynamo_config": {"dynamo_backend": "INDUCTOR"}})
+        model: Any = accelerator.prepare(tiny_llama(layers=NUM_LAYERS))
+        ids = torch.arange(16).view(2, 8)
+        # The compiler leaves a variable for its processes.
+        with torch._inductor.config.patch(compile_threads=1), patch.dict(os.environ):
+            for _ in range(2):  # the first one compiles
+                loss = model(input_ids=ids, labels=ids).loss
+                with torch.profiler.profile() as profile:
+                    accelerator.backward(loss)
+        found[kind] = sum(event.count for event in profile.key_averages() if event.key == "aten::mm")
+    torch._dynamo.reset()
+    return found
 
 
 def train_two(config: dict[str, Any]) -> list[dict[str, Any]]:

@@ -124,22 +124,22 @@ def load_after_steps(folder: str, version: int) -> list[dict[str, Any]]:
         accelerator = scaled_accelerator(version, "lm_head")
         model = MODELS["llama"]()
         model, optimizer = accelerator.prepare(model, adamw(model, "plain"))
-
-        def step(factor: float) -> None:
-            ids = torch.ones(2, 4, dtype=torch.long)
-            accelerator.backward(factor * model(input_ids=ids, labels=ids).loss)
-            optimizer.step()
-            optimizer.zero_grad()
-            states.append(accelerator.scaler.state_dict())
-
         if not is_new:
-            step(1.0)
+            states.append(_state_after_step(accelerator, model, optimizer))
             accelerator.save_state(folder)
-            step(float("inf"))
+            states.append(_state_after_step(accelerator, model, optimizer, float("inf")))
         accelerator.load_state(folder)
-        states.append(accelerator.scaler.state_dict())
-        step(1.0)
+        states += [accelerator.scaler.state_dict(), _state_after_step(accelerator, model, optimizer)]
     return states
+
+
+def _state_after_step(accelerator: Any, model: nn.Module, optimizer: Any, factor: float = 1.0) -> dict[str, Any]:
+    ids = torch.ones(2, 4, dtype=torch.long)
+    accelerator.backward(factor * model(input_ids=ids, labels=ids).loss)
+    optimizer.step()
+    optimizer.zero_grad()
+    state: dict[str, Any] = accelerator.scaler.state_dict()
+    return state
 
 
 def _local(tensor: Any) -> torch.Tensor:

@@ -204,6 +204,28 @@ def test_compiled_layers_with_ignored_modules_are_one_graph(two_ranks: Ranks, ve
 
 
 @VERSIONS
+@pytest.mark.parametrize("kind", [True, "selective"])
+def test_layers_are_compiled_with_their_checkpoints(two_ranks: Ranks, version: int, kind: Any) -> None:
+    config = config_of(version, fsdp_activation_checkpointing=kind)
+    run = two_ranks.run(cases.train_compiled, {**config, "dynamo_config": {"dynamo_backend": "aot_eager"}}, "config")[0]
+    assert_same_training(run, reference_of("llama"))
+    assert differing(run["report"]) == []
+    assert run["unique_graphs"] == 1 and run["breaks"] == []
+    rows = {row["setting"]: row["observed"] for row in run["report"]["settings"]}
+    assert rows["launch.dynamo_config"] == "compiled"
+    assert rows["activation.checkpointing"] == ("full" if kind is True else kind)
+
+
+@VERSIONS
+def test_compiled_selective_checkpoint_saves_products(two_ranks: Ranks, version: int) -> None:
+    """The policy does not know the operators of compiled code: in a checkpoint, all products would be recomputed."""
+    for found in two_ranks.run(cases.matmuls_of_backward, version):
+        per_layer = 7  # the last product of a layer is not needed for its gradients
+        assert found["full"] - found["none"] == cases.NUM_LAYERS * (per_layer - 1)
+        assert found["selective"] - found["none"] == cases.NUM_LAYERS * (per_layer // 2)
+
+
+@VERSIONS
 def test_two_models_are_prepared_in_one_call(two_ranks: Ranks, version: int) -> None:
     config = config_of(version, fsdp_auto_wrap_policy="SIZE_BASED_WRAP", fsdp_min_num_params=2000)
     llama, simple = two_ranks.run(cases.train_two, config)[0]

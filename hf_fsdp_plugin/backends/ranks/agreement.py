@@ -176,7 +176,7 @@ DEFAULT_LIMIT: Final = 45.0
 TRAINING_LIMIT: Final = 540.0
 """Seconds for calls during training, before which ranks may load data, compile, evaluate or upload for different times.
 
-Shorter than the ten minutes after which NCCL ends a rank that waits in a collective.
+Shorter than the ten minutes after which NCCL ends a rank, if a script starts a process group of NCCL alone.
 """
 PREPARATION_SHARE: Final = 0.9
 """Part of the process group's time-out for preparing a model, before which ranks load models and preprocess data."""

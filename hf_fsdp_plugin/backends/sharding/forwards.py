@@ -53,7 +53,9 @@ from hf_fsdp_plugin.torch_private.functions import tree_leaves, tree_map
 from hf_fsdp_plugin.torch_private.modules import Inputs, buffers, non_persistent_buffers, replace_module, wrapped_module
 
 Forward = Callable[..., Any]
-_MATMULS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+_MATMULS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default, functions.SCALED_MM, functions.GROUPED_MM)
+_SAVED = (*functions.ATTENTION_OPS, torch.ops.aten.max.default)
+"""Operators that are not recomputed. The largest element of a tensor is its scale in fp8."""
 _CACHE_ARGUMENTS = frozenset({"cache", "past_key_values", "layer_past"})
 """Names of the key-value cache in the layers of Transformers 5.17 to 5.24."""
 
@@ -148,7 +150,7 @@ def save_every_second_matmul() -> Any:
     seen = {True: 0, False: 0}
 
     def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        if op in functions.ATTENTION_OPS:
+        if op in _SAVED:
             return CheckpointPolicy.MUST_SAVE
         if op in _MATMULS:
             # Forward and recompute have separate counters, so that both make the same decision for each matmul.
@@ -160,23 +162,29 @@ def save_every_second_matmul() -> Any:
     return create_selective_checkpoint_contexts(policy)
 
 
-def apply_activation_checkpointing(plan: FsdpPlan, model: nn.Module) -> None:
-    """Wrap each unit of the wrap policy in place, before sharding.
+def apply_activation_checkpointing(
+    plan: FsdpPlan, model: nn.Module, compile_unit: Callable[[nn.Module], None] | None = None
+) -> None:
+    """Wrap each unit of the wrap policy in place, before sharding, and compile it together with its checkpoint.
 
     ``FSDP(checkpoint(layer))`` gathers a unit's parameters once for recompute and backward; ``checkpoint(FSDP(layer))``
     gathers them twice. The random state is restored for the recompute. Accelerate does not restore it under FSDP2, so
     dropout draws different random numbers in the forward and in the recompute.
     """
     activation = plan.activation
-    if activation.native or activation.checkpointing == "none":
-        return
+    is_wrapped = not activation.native and activation.checkpointing != "none"
     wrap: Callable[[nn.Module], nn.Module] = functools.partial(functions.checkpoint_wrapper, preserve_rng_state=True)
     if activation.checkpointing == "selective":
         wrap = functools.partial(functions.checkpoint_wrapper, context_fn=save_every_second_matmul)
     can_drop_cache = True
     for name in [name for unit in plan.units if unit.from_policy for name in unit.modules]:
         module = model.get_submodule(name)
-        wrapped = wrap(module)
+        wrapped = wrap(module) if is_wrapped else module
+        if compile_unit is not None:
+            # The compiler sees the operators that the policy saves. In a checkpoint, it would replace them before.
+            compile_unit(wrapped)
+        if not is_wrapped:
+            continue
         wrapped.register_forward_pre_hook(_without_cache, with_kwargs=True)
         can_drop_cache &= checkpoints_itself(module)  # then `_without_cache` removes the cache from its arguments
         if activation.offload:

@@ -66,11 +66,19 @@ class ModuleLocation:
         return f"{self.name}." if self.name else ""
 
 
-def shard(plan: FsdpPlan, model: nn.Module, device: torch.device, optimizers: Iterable[Optimizer] = ()) -> nn.Module:
+def shard(
+    plan: FsdpPlan,
+    model: nn.Module,
+    device: torch.device,
+    optimizers: Iterable[Optimizer] = (),
+    compile_unit: Callable[[nn.Module], None] | None = None,
+) -> nn.Module:
     """Shard ``model`` in place as planned. Collective.
 
     Args:
         optimizers: optimizers with parameters of the model, which are replaced by the sharded ones.
+        compile_unit: compiles a unit of the wrap policy in place, before FSDP's hooks are added around it. Units of a
+            model that is sharded already are not compiled.
 
     Returns:
         The sharded model: under FSDP1 a new root module.
@@ -92,7 +100,7 @@ def shard(plan: FsdpPlan, model: nn.Module, device: torch.device, optimizers: It
         sharded = model
     else:
         loader = WeightLoader(plan, model, device)
-        forwards.apply_activation_checkpointing(plan, model)
+        forwards.apply_activation_checkpointing(plan, model, compile_unit)
         loader.prepare_buffers()
         apply = apply_fsdp2 if plan.backend == "fsdp2" else apply_fsdp1
         sharded = apply(plan, model, device, loader)

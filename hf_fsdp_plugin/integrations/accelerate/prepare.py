@@ -45,6 +45,7 @@ from hf_fsdp_plugin.plan.presharded import distributed_config_of
 from hf_fsdp_plugin.plan.resolve import resolve
 from hf_fsdp_plugin.problems import Problem, SpecError
 from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec
+from hf_fsdp_plugin.torch_private.functions import allow_checkpointed_graphs
 from hf_fsdp_plugin.torch_private.modules import compile_call, compiled_module
 
 logger = logging.getLogger(__name__)
@@ -198,16 +199,14 @@ def shard_model(
         print_warnings(plan.problems)
         if accelerator.is_main_process:
             logger.info("%s", plan)
-        # 4. Linear layers are replaced by those of fp8, attention divides sequences, and units are compiled, before
-        # FSDP's hooks are added around them.
+        # 4. Linear layers are replaced by those of fp8, and attention divides sequences.
         with agreement.on_all_ranks("converting the model to fp8"):
             fp8.convert_model(accelerator, plan, model, optimizers)
             convert_shards = torchao.plain_weights(model)
         if plan.mesh.context > 1:
             private.prepare_context_parallel(accelerator, model)
-        _compile_units(accelerator, plan, model)
-        # 5. Shard.
-        sharded = sharding.shard(plan, model, accelerator.device, optimizers)
+        # 5. Units are compiled with their checkpoints, and sharded.
+        sharded = sharding.shard(plan, model, accelerator.device, optimizers, _unit_compiler(accelerator))
         convert_shards(sharded)
         fp8.apply_autocast(accelerator, plan, sharded)
         # 6. Hooks: the progress, the diagnosis of hangs and the profile of this rank follow the model.
@@ -243,19 +242,17 @@ def make_plan(accelerator: Any, spec: FsdpSpec, model: nn.Module) -> FsdpPlan:
     return plan
 
 
-def _compile_units(accelerator: Any, plan: FsdpPlan, model: nn.Module) -> None:
-    """Compile the units of the wrap policy in place, unless ``dynamo_backend`` is ``no``.
+def _unit_compiler(accelerator: Any) -> Callable[[nn.Module], None] | None:
+    """Return a function that compiles a unit in place; ``None`` if ``dynamo_backend`` is ``no``.
 
     Equal layers share one compilation, and no graph breaks occur at FSDP hooks inside a layer.
     """
     dynamo = accelerator.state.dynamo_plugin
-    if dynamo is None or dynamo.backend.value.lower() == "no" or plan.pre_sharded:
-        return
+    if dynamo is None or dynamo.backend.value.lower() == "no":
+        return None
+    allow_checkpointed_graphs()
     kwargs = {key: value for key, value in dynamo.to_kwargs().items() if key != "use_regional_compilation"}
-    for unit in plan.units:
-        if unit.from_policy:
-            for name in unit.modules:
-                model.get_submodule(name).compile(**kwargs)
+    return lambda unit: unit.compile(**kwargs)
 
 
 def _prepare_optimizers(accelerator: Any, optimizers: Sequence[Optimizer]) -> None:

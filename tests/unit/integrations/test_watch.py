@@ -10,16 +10,19 @@ import subprocess
 import threading
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from hf_fsdp_plugin import SpecError
+from hf_fsdp_plugin.hangs import rank_exit
 from hf_fsdp_plugin.hangs.calls import Counts, read_calls, record
 from hf_fsdp_plugin.hangs.rank_files import RankFiles, find_peers, start_of
 from hf_fsdp_plugin.integrations.rank_watch import watch
 from hf_fsdp_plugin.integrations.session import session
 from hf_fsdp_plugin.problems import Problem
-from hf_fsdp_plugin.rank_variables import ERROR_FILE_VARIABLE, FILES_VARIABLE, LAUNCHER_VARIABLE
+from hf_fsdp_plugin.rank_variables import ERROR_FILE_VARIABLE, FILES_VARIABLE, LAUNCHER_VARIABLE, LOG_VARIABLE
 from hf_fsdp_plugin.runs.restart_policy import Restarts
 
 
@@ -45,6 +48,28 @@ def test_rank_is_armed_once_and_leaves_nothing(as_rank: Path) -> None:
     watch.disarm()
     assert list(as_rank.iterdir()) == [] and not record.is_open
     record.resume_at(0)
+
+
+def test_record_of_nccl_is_written_before_the_end(
+    as_rank: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Builds with NCCL have the function; here that of other backends has its place, and returns the same kind."""
+    monkeypatch.setenv(LOG_VARIABLE, str(tmp_path))
+
+    def exit_after_hang(seconds: float = 0.0) -> None:
+        assert signal.getitimer(signal.ITIMER_REAL)[0] == 0
+
+    monkeypatch.setattr(rank_exit, "exit_after_hang", exit_after_hang)
+    armed_files()
+    watch._exit_after_hang()
+    assert list(tmp_path.glob("fsdp_nccl*")) == []  # without NCCL
+    c10d: Any = torch._C._distributed_c10d
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
+    monkeypatch.setattr(c10d, "_dump_nccl_trace_json", c10d._dump_fr_trace_json, raising=False)
+    watch._exit_after_hang()
+    [path] = tmp_path.glob("fsdp_nccl*_rank_0.json")
+    assert "entries" in json.loads(path.read_text()) or "version" in json.loads(path.read_text())
+    watch.disarm()
 
 
 def test_rank_under_the_launcher_keeps_its_files(as_rank: Path, monkeypatch: pytest.MonkeyPatch) -> None:
