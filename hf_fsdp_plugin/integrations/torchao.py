@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import torch
@@ -39,7 +39,7 @@ def plain_weights(model: nn.Module) -> Callable[[nn.Module], None]:
     def convert(sharded: nn.Module) -> None:
         if kinds:
             convert_shards(sharded, lambda module, name: kinds.get(id(module)) if name == "weight" else None)
-            _keep_scales(sharded)
+            _keep_scales(sharded, [module for module in sharded.modules() if id(module) in kinds])
 
     return convert
 
@@ -52,7 +52,7 @@ def _wrapping(kind: Any, inner: str, context: Any) -> Callable[[torch.Tensor], t
     return wrap
 
 
-def _keep_scales(model: nn.Module) -> None:
+def _keep_scales(model: nn.Module, modules: Sequence[nn.Module]) -> None:
     """Compute the scales of all weights in one reduction before a forward, if weights have changed since.
 
     Otherwise each all-gather reduces the largest element of each weight. After a checkpoint is loaded, the scales of
@@ -60,17 +60,14 @@ def _keep_scales(model: nn.Module) -> None:
     """
     from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
 
-    seen: list[object] = []
-
-    def changes() -> list[object]:
-        return [local_changes(parameter) for parameter in model.parameters()]
+    seen: list[int] = []
 
     def refresh(*_: Any) -> None:
         precompute_float8_dynamic_scale_for_fsdp(model)
-        seen[:] = changes()
+        seen[:] = local_changes(module.weight for module in modules)
 
     def refresh_if_changed(*_: Any) -> None:
-        if seen != changes():
+        if seen != local_changes(module.weight for module in modules):
             refresh()
 
     model.register_forward_pre_hook(refresh_if_changed, prepend=True)  # before FSDP2's own hook

@@ -6,7 +6,7 @@ Estimates and plans read the description of the installed torch, and contain no 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
@@ -50,6 +50,7 @@ CONTRACTS = (
     *contracts_of(_PARAM, "refused", "sharding a model while it is read",
                   "_module_info", "padded_sharded_param_size", "reset_sharded_param"),
     *contracts_of(_PARAM, "refused", "all-gathers in fp8", "_init_extensions"),
+    *contracts_of("torch:Tensor", "refused", "all-gathers in fp8", "_version"),
     *contracts_of(_INFO, "refused", "sharding a model while it is read", "module", "param_name"),
     *contracts_of(_STATE, "off", _HOOKS, "_state_ctx"),
     *contracts_of(_CONTEXT, "off", _HOOKS, "all_states"),
@@ -188,10 +189,13 @@ def convert_shards(model: nn.Module, wrapper_of: Callable[[nn.Module, str], Call
             item._init_extensions()
 
 
-def local_changes(parameter: torch.Tensor) -> tuple[int, ...]:
-    """Return how often a parameter and its shard were changed in place."""
-    local = parameter._local_tensor if isinstance(parameter, DTensor) else parameter
-    return num_changes(parameter), num_changes(local), num_changes(unconverted(local))
+def local_changes(parameters: Iterable[torch.Tensor]) -> list[int]:
+    """Return how often parameters and their shards were changed in place. Called before each forward."""
+    found = []
+    for parameter in parameters:
+        local = parameter._local_tensor if isinstance(parameter, DTensor) else parameter
+        found += (parameter._version, local._version, unconverted(local)._version)
+    return found
 
 
 def mark_backward_prefetch(hook: Any, kind: str) -> None:
@@ -228,7 +232,7 @@ def is_gathered(module: FSDPModule) -> bool:
 def num_unit_changes(module: FSDPModule) -> tuple[int, int]:
     """Return how often a unit's shards and its gathered copies were changed in place, while it stays gathered."""
     items = [item for group in _parameter_groups(state_of(module)) for item in group.fsdp_params]
-    shards = sum(num for item in items for num in local_changes(item.sharded_param))
+    shards = sum(local_changes(item.sharded_param for item in items))
     return shards, sum(num_changes(item._unsharded_param) for item in items if item.sharded_state is _UNSHARDED)
 
 

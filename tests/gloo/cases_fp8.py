@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import functools
+import io
+from contextlib import redirect_stderr
 from pathlib import Path
 from typing import Any
 
@@ -134,6 +136,15 @@ def train(config: dict[str, Any], name: str = "llama", **arguments: Any) -> dict
     model = MODELS[name]()
     model, optimizer = accelerator.prepare(model, adamw(model))
     return {"gathered": gathered_dtypes(model), **train_prepared(accelerator, model, optimizer, name, NUM_STEPS)}
+
+
+def printed_by_prepare(config: dict[str, Any]) -> str:
+    """Return what this rank prints when a model is converted."""
+    with redirect_stderr(io.StringIO()) as printed:
+        accelerator = fresh_accelerator(config)
+        model = MODELS["llama"]()
+        accelerator.prepare(model, adamw(model))
+    return printed.getvalue()
 
 
 def save_and_load(folder: str, config: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:

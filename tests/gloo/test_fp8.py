@@ -194,6 +194,13 @@ def test_regions_are_compiled_with_fp8(two_ranks: Ranks, references: dict[bool, 
     assert differing(run["report"]) == []
 
 
+@pytest.mark.parametrize("backend", ["AOT_EAGER", "NO"])
+def test_fp8_without_compilation_is_warned_of(two_ranks: Ranks, backend: str) -> None:
+    config = {**cases.config_of(), "dynamo_config": {"dynamo_backend": backend}}
+    printed = two_ranks.run(cases.printed_by_prepare, config)[0]
+    assert printed.count("FSDP-W641") == (backend == "NO")
+
+
 @pytest.mark.parametrize("fp8", [{}, slow(WHOLE)], ids=str)
 def test_collectives_of_fp8_equal_estimate(two_ranks: Ranks, fp8: dict[str, Any]) -> None:
     for counted, estimated in two_ranks.run(counted_and_estimated, "llama", cases.config_of(**fp8), accumulation=2):

@@ -19,9 +19,10 @@ from torch.optim import Optimizer
 
 from hf_fsdp_plugin.devices import accelerator_type
 from hf_fsdp_plugin.integrations.torchao import casting_weights
+from hf_fsdp_plugin.messages import print_once
 from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan
 from hf_fsdp_plugin.plan.parameters import reads_base_layer
-from hf_fsdp_plugin.problems import Origin, SpecError
+from hf_fsdp_plugin.problems import Origin, Problem, SpecError
 from hf_fsdp_plugin.spec.fp8 import fp8_backend
 from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec
 from hf_fsdp_plugin.spec.load import with_arguments
@@ -98,6 +99,9 @@ def convert_model(accelerator: Any, plan: FsdpPlan, model: nn.Module, optimizers
         fix = "Load it without a distributed_config, and do not shard it before prepare()."
         raise SpecError([plan.spec.problem("FSDP-E167", "launch.mixed_precision", message, fix)])
     if (handler := accelerator.ao_recipe_handler) is not None:
+        if accelerator.state.dynamo_plugin.backend.value.lower() == "no":
+            message = "torchao's fp8 without torch.compile casts in separate kernels: a step takes longer than in bf16."
+            print_once(Problem(code="FSDP-W641", message=message, fix="Set dynamo_config: {dynamo_backend: INDUCTOR}."))
         if plan.device_type == "cpu":
             handler.config = replace(handler.config, emulate=True)
         utils.convert_model_to_fp8_ao(model, config=handler.config, module_filter_func=handler.module_filter_func)
