@@ -107,6 +107,8 @@ def settings_env(spec: FsdpSpec, world: World, arguments: LaunchArguments) -> di
         (spec.loading.ram_efficient, "ACCELERATE_USE_FSDP", "true"),  # from_pretrained reads this and the next one
         (spec.loading.ram_efficient, "FSDP_CPU_RAM_EFFICIENT_LOADING", "true"),
         (world.gpu_ids, get_device(world.device).visible_variable, world.gpu_ids),
+        # ROCm prefers its own variable, which a job may have set.
+        (world.gpu_ids and is_cuda and "HIP_VISIBLE_DEVICES" in given, "HIP_VISIBLE_DEVICES", world.gpu_ids),
         # as torchrun does
         (is_cuda and "TORCH_NCCL_ASYNC_ERROR_HANDLING" not in given, "TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
         (launch.debug, "ACCELERATE_DEBUG_MODE", "true"),

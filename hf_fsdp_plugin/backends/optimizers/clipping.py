@@ -76,7 +76,13 @@ def clip_grad_norm(
     if math.isfinite(max_norm):
         factor = torch.clamp(max_norm / (total + _EPSILON), max=1.0)
         for device, gradients in _by_device(gradient for group in groups for gradient in group.gradients).items():
-            scale_tensors(gradients, factor.to(device))
+            on_device = factor.to(device)
+            # One kernel scales tensors of the factor's dtype only. In fp16, small factors would be zero.
+            narrow = [gradient for gradient in gradients if gradient.dtype is torch.bfloat16]
+            others = [gradient for gradient in gradients if gradient.dtype is not torch.bfloat16]
+            for tensors, by in ((narrow, on_device.bfloat16()), (others, on_device)):
+                if tensors:
+                    scale_tensors(tensors, by)
     return total
 
 

@@ -138,6 +138,8 @@ def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
 
 _MADV_HUGEPAGE, _MADV_POPULATE_WRITE = 14, 23  # Linux 2.6.38 and 5.14; if madvise fails, pages are zeroed instead
 _STEP = 64 << 20
+_PINNED = "_hf_fsdp_pinned"
+"""Attribute of memory that :func:`_pin` has pinned."""
 PIECE = 256 << 20
 """Bytes that are pinned at a time. Kernels of the rank cannot be launched meanwhile.
 
@@ -180,14 +182,14 @@ def _pin(memory: torch.Tensor) -> bool:
                 available_device().unpin(before)
             return False
         pinned.append(piece)
+    setattr(memory, _PINNED, True)
     return True
 
 
 def unpin(memory: torch.Tensor) -> None:
     """Unpin memory of :func:`allocate_aligned`, before the last reference to it is deleted and it is unmapped."""
-    for piece in memory.split(PIECE):
-        if piece.is_pinned():
-            available_device().unpin(piece)
+    for piece in memory.split(PIECE) if getattr(memory, _PINNED, False) else ():  # not that of torch's pool
+        available_device().unpin(piece)
 
 
 def piece_sizes(into: torch.Tensor) -> list[int]:

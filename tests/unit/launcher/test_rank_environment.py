@@ -6,6 +6,9 @@ from typing import Any
 
 import pytest
 
+from hf_fsdp_plugin.launcher.flags import LaunchArguments
+from hf_fsdp_plugin.launcher.rank_environment import settings_env
+from hf_fsdp_plugin.launcher.world import World
 from hf_fsdp_plugin.spec.load import load_spec
 from hf_fsdp_plugin.spec.rules import mesh_variables
 
@@ -29,3 +32,16 @@ def test_sizes_of_axes_are_variables_as_of_accelerate(sizes: dict[str, int], exp
     }
     found = mesh_variables(load_spec(config, environ={}), 8)
     assert found == {f"PARALLELISM_CONFIG_{name}_SIZE": str(size) for name, size in expected.items()}
+
+
+@pytest.mark.parametrize("given", [{}, {"HIP_VISIBLE_DEVICES": "4,5"}])
+def test_gpu_ids_replace_the_variable_of_rocm(monkeypatch: pytest.MonkeyPatch, given: dict[str, str]) -> None:
+    monkeypatch.delenv("HIP_VISIBLE_DEVICES", raising=False)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    spec = load_spec({"distributed_type": "FSDP"}, environ={})
+    world = World(device="cuda", num_machines=1, machine_rank=0, num_local=2, gpu_ids="0,1")
+    found = settings_env(spec, world, LaunchArguments())
+    assert {name: found[name] for name in found if "VISIBLE" in name} == dict.fromkeys(
+        ("CUDA_VISIBLE_DEVICES", *given), "0,1"
+    )

@@ -103,6 +103,16 @@ def test_memory_is_pinned_completely_or_not_at_all(device: RecordingDevice, monk
     assert [name for name, *_ in device.calls] == ["pin", "pin", "unpin", "unpin"]
 
 
+def test_memory_of_torch_is_not_unpinned(device: RecordingDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's pool gives it to others later, and unpins it itself."""
+    pool = torch.zeros(SIZE, dtype=torch.uint8)
+    monkeypatch.setattr(RecordingDevice, "pin", lambda self, memory: False)
+    monkeypatch.setattr(file_parts, "_allocate_pinned", lambda size: pool)
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda memory: True)
+    file_parts.unpin(file_parts.allocate_aligned(SIZE, pinned=True))
+    assert device.calls == []
+
+
 def test_copies_do_not_cross_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(file_parts, "PIECE", 1 << 16)
     content = torch.arange(60_000, dtype=torch.int32)
