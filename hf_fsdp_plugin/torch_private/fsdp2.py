@@ -191,7 +191,7 @@ def convert_shards(model: nn.Module, wrapper_of: Callable[[nn.Module, str], Call
 
 def local_changes(parameters: Iterable[torch.Tensor]) -> list[int]:
     """Return how often parameters and their shards were changed in place. Called before each forward."""
-    found = []
+    found: list[int] = []
     for parameter in parameters:
         local = parameter._local_tensor if isinstance(parameter, DTensor) else parameter
         found += (parameter._version, local._version, unconverted(local)._version)

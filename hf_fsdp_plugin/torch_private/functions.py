@@ -266,7 +266,8 @@ def nccl_record() -> bytes:
     """Return what torch has recorded of NCCL's collectives, as JSON; empty without NCCL. Asks CUDA for events."""
     if not dist.is_nccl_available():
         return b""
-    return bytes(torch._C._distributed_c10d._dump_nccl_trace_json(includeCollectives=True, onlyActive=False))
+    module: Any = torch._C._distributed_c10d
+    return bytes(module._dump_nccl_trace_json(includeCollectives=True, onlyActive=False))
 
 
 def resolve_group(group: Any) -> dist.ProcessGroup | None:
@@ -310,7 +311,7 @@ class CollectiveGradScaler(GradScaler):
         if self._growth_tracker is None:
             super()._lazy_init_scale_growth_tracker(dev)
 
-    def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
+    def step(self, optimizer: Any, *args: Any, **kwargs: Any) -> float | None:
         """Unscale the gradients and call ``optimizer.step``, unless a gradient is infinite. Collective."""
         # Fused kernels of the CPU read the flag and the scale from asynchronous copies, before these have arrived.
         if getattr(optimizer, "_step_supports_amp_scaling", False) and self._device != "cpu":
