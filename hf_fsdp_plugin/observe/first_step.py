@@ -215,7 +215,7 @@ class FirstStep:
             return
         for name in optimizer.defaults:
             values = tuple(group.get(name) for group in optimizer.param_groups)
-            if all(isinstance(value, _SIMPLE) for value in values):
+            if all(map(_is_simple, values)):
                 self.options[self.num_steps, type(optimizer).__name__, name] = values
         self.native_checkpointing.add(any(map(checkpoints_natively, model.modules())))
         units = observe_units(model)
@@ -372,6 +372,12 @@ def recorded_first_step(model: nn.Module) -> FirstStep:
     return model.__dict__.get(_ATTRIBUTE) or FirstStep()
 
 
+def _is_simple(value: Any) -> bool:
+    """Whether the value of an option can be compared without a wait for the device."""
+    parts = value if type(value) is tuple else (value,)
+    return all(part is None or isinstance(part, (int, float, str)) for part in parts)
+
+
 @off_without(None)
 def _unsharded_parameters(model: nn.Module) -> tuple[nn.Parameter, ...]:
     return tuple(unmanaged_parameters(model, observe_units(model)))
@@ -430,6 +436,8 @@ def checkpointed_modules(model: nn.Module, plan: FsdpPlan) -> dict[str, nn.Modul
     modules = [(canonical_name(name), module) for name, module in model.named_modules()]
     if plan.activation.native:
         found = {name: module for name, module in modules if checkpoints_itself(module)}
+        # Transformers may leave out layers (`every_n_layers`). If none is enabled yet, all of them will be.
+        found = {name: module for name, module in found.items() if checkpoints_natively(module)} or found
     elif plan.activation.checkpointing == "none" or plan.pre_sharded:
         found = {}
     else:
@@ -442,6 +450,5 @@ def checkpointed_modules(model: nn.Module, plan: FsdpPlan) -> dict[str, nn.Modul
 _STABLE: Final = 3
 """Number of equal values in succession from which they count: the last batch or step of an epoch may be smaller."""
 _MAX_VALUES: Final = 8
-_SIMPLE: Final = (bool, int, float, str, tuple, type(None))
 _OF_PACKED: Final = ("position_ids", "seq_idx", "cu_seq_lens_q", "cu_seqlens", "cu_seqlens_q")
 """Arguments of a forward with several sequences in one row."""

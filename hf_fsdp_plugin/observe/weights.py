@@ -218,12 +218,18 @@ def names_of_parts(model: nn.Module, units: Iterable[UnitObservation]) -> dict[t
 
 
 def infinite_parts(units: Iterable[UnitObservation]) -> frozenset[tuple[int, int]]:
-    """Return the keys, as in ``ShardHashes``, of parameters with NaN or infinity in this rank's part."""
+    """Return the keys, as in ``ShardHashes``, of trained parameters with NaN or infinity in this rank's part."""
     ranges = {
         (number, index): torch.stack(torch.aminmax(part.detach())).float()
         for number, unit in enumerate(units)
-        for index, part in enumerate(unit.live.known("parts", ()))
-        if part.numel() and part.dtype in _FLOATS and type(part.detach()) is torch.Tensor and not part.is_meta
+        for index, (part, (_, _, trained)) in enumerate(
+            zip(unit.live.known("parts", ()), unit.live.known("places", ()), strict=False)
+        )
+        if trained
+        and part.numel()
+        and part.dtype in _FLOATS
+        and type(part.detach()) is torch.Tensor
+        and not part.is_meta
     }
     return frozenset(key for key, ends in read_together(ranges).items() if not all(map(math.isfinite, ends)))
 

@@ -168,5 +168,5 @@ def test_second_install_names_the_replaced_config(tmp_path: Path, capsys: pytest
     hfp.install(overrides=["precision.param=bf16"])
     assert "FSDP-W648" not in capsys.readouterr().err
     spec = hfp.install(paths[1])
-    assert spec is not None and spec.version == 2
+    assert spec is not None and spec.get("fsdp.version") == 2
     assert f"{paths[1]}, which replaces {paths[0]}" in capsys.readouterr().err
