@@ -124,16 +124,27 @@ def _below(state: Mapping[str, torch.Tensor], prefix: str) -> dict[str, torch.Te
     return {name.removeprefix(prefix): tensor for name, tensor in state.items() if name.startswith(prefix)}
 
 
-def check_adapters(model: nn.Module) -> None:
-    """Raise ``SpecError`` for adapters that would train with one rank's shards as if they were larger matrices."""
-    configs = getattr(unwrapped(model), "peft_config", None)
-    kinds = {name: config.peft_type for name, config in configs.items()} if isinstance(configs, dict) else {}
+def check_adapters(model: nn.Module, *, version: int) -> None:
+    """Raise ``SpecError`` for adapters that would train with one rank's shards as if they were larger matrices.
+
+    Args:
+        version: the version of FSDP.
+    """
+    given = getattr(unwrapped(model), "peft_config", None)
+    configs: dict[str, Any] = given if isinstance(given, dict) else {}
+    kinds = {name: config.peft_type for name, config in configs.items()}
     if found := [f"{name!r} (ADALORA)" for name, kind in kinds.items() if getattr(kind, "value", kind) == "ADALORA"]:
         message = (
             f"the adapter {', '.join(found)} is not supported with FSDP: AdaLoRA computes its regularization and the "
             "importance of ranks from whole matrices and gradients, and each rank has only parts of them."
         )
         raise SpecError([Problem(code="FSDP-E630", message=message, fix="Use LoRA, or train without FSDP.")])
+    targets = {name: getattr(config, "target_parameters", None) for name, config in configs.items()}
+    if version == 1 and (found := [f"{name!r} ({', '.join(each)})" for name, each in targets.items() if each]):
+        message = f"the adapter {', '.join(found)} has target_parameters, which PEFT replaces in each forward by sums. "
+        message += "Under FSDP1 they are views of a flat parameter, which cannot be replaced."
+        fix = "Set fsdp_version: 2, or use target_modules."
+        raise SpecError([Problem(code="FSDP-E646", message=message, fix=fix)])
     wrong = [name for name, parameter in model.named_parameters() if kinds and not _has_its_part(parameter)]
     if wrong:
         message = (

@@ -56,6 +56,7 @@ KINDS: dict[str, Callable[[], Any]] = {
     "adalora": partial(_other, "AdaLoraConfig", target_modules=list(TARGETS), total_step=100),
     "boft": partial(_other, "BOFTConfig", target_modules=list(TARGETS), boft_block_size=4),
     "two": _lora,
+    "parameters": partial(_lora, target_modules=[], target_parameters=["self_attn.q_proj.weight"]),
 }
 
 
@@ -77,6 +78,21 @@ MODELS.update({f"peft-{kind}": partial(adapted_llama, kind) for kind in KINDS})
 def train_adapter(config: dict[str, Any], kind: str) -> dict[str, Any]:
     """The results of :func:`training.train`. Ranks that have not imported this module do not know its models."""
     return train(f"peft-{kind}", config, sgd, NUM_STEPS)
+
+
+def prepare_lora_fa(config: dict[str, Any]) -> list[str]:
+    """The codes of the problems with the optimizer of LoRA-FA."""
+    from peft.optimizers import create_lorafa_optimizer
+
+    import hf_fsdp_plugin as hfp
+
+    accelerator = fresh_accelerator(config)
+    model = adapted_llama("lora")
+    try:
+        accelerator.prepare(model, create_lorafa_optimizer(model, r=4, lora_alpha=8, lr=1e-3))
+    except hfp.SpecError as error:
+        return [problem.code for problem in error.problems]
+    return []
 
 
 def train_disabled_first(config: dict[str, Any], kind: str) -> dict[str, Any]:

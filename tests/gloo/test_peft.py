@@ -142,6 +142,20 @@ def test_adalora_is_refused(two_ranks: Ranks, backend: str) -> None:
         train_kind(two_ranks, "adalora", backend)
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_lora_on_parameters_needs_fsdp2(two_ranks: Ranks, backend: str) -> None:
+    if backend == "fsdp2":
+        assert_same_training(train_kind(two_ranks, "parameters", backend), reference_of("parameters"))
+        return
+    with pytest.raises(RankError, match="FSDP-E646"):
+        train_kind(two_ranks, "parameters", backend)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_optimizer_of_lora_fa_is_refused(two_ranks: Ranks, backend: str) -> None:
+    assert two_ranks.run(cases.prepare_lora_fa, config_of(backend))[0] == ["FSDP-E321"]
+
+
 @pytest.mark.parametrize(
     ("by_peft", "settings", "expected"),
     [

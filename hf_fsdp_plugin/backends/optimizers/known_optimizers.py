@@ -28,12 +28,13 @@ from hf_fsdp_plugin.problems import Problem
 from hf_fsdp_plugin.strategies import STRATEGIES
 from hf_fsdp_plugin.torch_private.functions import is_sharded
 
-Needs = Literal["elements", "blocks", "tensors", "backward", "closure"]
+Needs = Literal["elements", "blocks", "tensors", "pairs", "backward", "closure"]
 """The values that one update of an optimizer reads.
 
 ``elements``: only the same element of gradient and state. Any shard gives the same numbers as the whole tensor.
 ``blocks``: blocks of elements that share a scale. Shards give nearly the same numbers as the whole tensor.
 ``tensors``: the whole parameter or several parameters: norms, factored moments, projections, orthogonalization.
+``pairs``: several parameters, whole, for the update of one.
 ``backward``: it runs inside the backward pass, with gradients that are not yet reduced over the ranks.
 ``closure``: it evaluates the loss several times in one step, with a number of evaluations that depends on the rank.
 """
@@ -99,6 +100,8 @@ KNOWN_OPTIMIZERS: Final = (
     KnownOptimizer("prodigyopt", "tensors", because="estimates one step size from all parameters"),
     KnownOptimizer("galore_torch", "tensors", "whole", because=_PROJECTED),
     KnownOptimizer("apollo_torch", "tensors", "whole", because=_PROJECTED),
+    KnownOptimizer("peft.optimizers.lorafa.LoraFAOptimizer", "pairs",
+         because="computes the update of lora_B from the whole lora_A of the same layer"),
     KnownOptimizer("lomo_optim", "backward", because=_LAYERWISE),
 )
 # fmt: on
@@ -166,7 +169,7 @@ def decide_step_mode(optimizer: Optimizer, plan: FsdpPlan) -> tuple[StepMode, Pr
     Collective for an unknown optimizer under FSDP2.
     """
     known, name = known_optimizer(optimizer), _name(optimizer)
-    if known is not None and known.needs in ("backward", "closure"):
+    if known is not None and known.needs in ("pairs", "backward", "closure"):
         message = f"{name} cannot run with FSDP: it {known.because}."
         fix = f"{_USE_ELEMENTWISE.capitalize()}, or train without FSDP."
         return "unchanged", Problem(code="FSDP-E321", message=message, fix=fix)

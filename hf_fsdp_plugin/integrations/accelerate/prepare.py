@@ -227,7 +227,7 @@ def make_plan(accelerator: Any, spec: FsdpSpec, model: nn.Module) -> FsdpPlan:
         message = f"{type(model).__name__} was loaded with a device_map over several devices."
         fix = "Load it without device_map: FSDP places the model."
         raise SpecError([Problem(code="FSDP-E605", message=message, fix=fix)])
-    peft.check_adapters(model)
+    peft.check_adapters(model, version=spec.fsdp.version)
     check_parameter_hooks(model)
     kind, world_size = accelerator.device.type, accelerator.num_processes
     local_size = ranks_per_machine(os.environ, world_size, get_device(kind).count())
