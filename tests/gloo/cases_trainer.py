@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 import hf_fsdp_plugin as hfp
+from hf_fsdp_plugin.integrations.patching import install_hooks
 from tests.support.tiny import GLOBAL_BATCH, MODELS, global_batch
 from tests.support.training import fresh_accelerator
 
@@ -132,6 +133,92 @@ def train_with_groups_by_dimensions(output_dir: str, evaluates: bool, **argument
     trainer.train()
     groups.append([len(group["params"]) for group in trainer.optimizer.param_groups])
     return groups
+
+
+def _step_loss_of(model: Any, rows: list[dict[str, torch.Tensor]]) -> float:
+    with torch.no_grad():
+        return float(model(**{key: torch.stack([row[key] for row in rows]) for key in rows[0]}).loss)
+
+
+def train_one_step_of(kind: str, output_dir: str, **arguments: Any) -> dict[str, Any]:
+    """Evaluate and train one step of all samples, of a model that ignores the number of labels or divides by it.
+
+    Returns:
+        The losses, the loss of the whole step in one process, and what was printed.
+    """
+    from transformers import BertConfig, BertForSequenceClassification, T5Config, T5ForConditionalGeneration
+
+    torch.manual_seed(0)
+    small: dict[str, Any] = {"vocab_size": 64, "num_layers": 1, "num_heads": 2}
+    if kind == "t5":
+        config = T5Config(d_model=16, d_kv=8, d_ff=32, decoder_start_token_id=0, dropout_rate=0.0, **small)
+        model: Any = T5ForConditionalGeneration(config)
+    elif kind == "bert":
+        sizes = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "num_hidden_layers": 1}
+        dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+        model = BertForSequenceClassification(BertConfig(vocab_size=64, num_labels=4, **sizes, **dropout))
+    else:
+        model = MODELS[kind]()
+    ids = torch.randint(2, 32, (8, 10))
+    labels = torch.randint(0, 4, (8,)) if kind == "bert" else ids[:, :6] if kind == "t5" else ids
+    rows = [{"input_ids": ids[i], "labels": labels[i]} for i in range(8)]
+    expected = _step_loss_of(model, rows)
+    args = hfp.FsdpTrainingArguments(
+        output_dir=output_dir, max_steps=1, per_device_train_batch_size=2, per_device_eval_batch_size=2,
+        gradient_accumulation_steps=2, logging_steps=1, report_to="none", disable_tqdm=True, use_cpu=True,
+        save_strategy="no", **arguments,
+    )  # fmt: skip
+    with contextlib.redirect_stderr(io.StringIO()) as printed:
+        trainer = hfp.FsdpTrainer(model=model, args=args, train_dataset=rows, eval_dataset=rows)
+        evaluated = trainer.evaluate()["eval_loss"]
+        trainer.train()
+    return {"losses": [evaluated, *losses(trainer)], "expected": expected, "printed": printed.getvalue()}
+
+
+def train_after_memory_error(output_dir: str, **arguments: Any) -> list[float]:
+    """Train with a search of the batch size, in which batches of more than two samples are too large."""
+
+    class SmallMemory(hfp.FsdpTrainer):
+        def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
+            if len(inputs["labels"]) > 2:
+                raise torch.OutOfMemoryError("CUDA out of memory. (simulated)")
+            return super().training_step(model, inputs, num_items_in_batch)
+
+    trainer = make_trainer(
+        output_dir, trainer_class=SmallMemory, auto_find_batch_size=True, per_device_train_batch_size=4, **arguments
+    )
+    trainer.train()
+    return losses(trainer)
+
+
+def evaluate_converted(output_dir: str, train: bool, **arguments: Any) -> dict[str, Any]:
+    """Evaluate with ``bf16_full_eval``, after a training or alone."""
+    trainer = make_trainer(output_dir, max_steps=1, bf16_full_eval=True, **arguments)
+    try:
+        if train:
+            trainer.train()
+        loss = trainer.evaluate()["eval_loss"]
+    except hfp.SpecError as error:
+        return {"codes": [problem.code for problem in error.problems]}
+    found = hfp.report(trainer).to_json()["settings"]
+    return {"codes": [], "loss": loss, "differing": [each["setting"] for each in found if each["status"] == "differs"]}
+
+
+def count_parameters(output_dir: str, **arguments: Any) -> dict[str, Any]:
+    """The counts of trainable parameters of a prepared model by the Trainer, and of the unsharded model."""
+    from transformers import trainer as module
+
+    model = MODELS["llama"]()
+    model.get_input_embeddings().weight.requires_grad_(False)
+    expected = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    trainer = make_trainer(output_dir, model, **arguments)
+    trainer.evaluate()
+    install_hooks("transformers")  # the Trainer calls the function for its log
+    try:
+        logged = module.get_model_param_count(trainer.model, trainable_only=True)
+    finally:
+        hfp.uninstall()
+    return {"counts": [trainer.get_num_trainable_parameters(), logged], "expected": expected}
 
 
 def train_and_resume(output_dir: str, **arguments: Any) -> dict[str, Any]:

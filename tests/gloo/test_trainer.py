@@ -141,6 +141,42 @@ def test_weight_decay_of_biases_and_norms_is_a_warning(
     assert ("FSDP-W692" in printed) == (not use_orig and weight_decay > 0)
 
 
+@pytest.mark.parametrize("kind", ["t5", "bert", "llama"])
+@pytest.mark.parametrize("version", [1, 2])
+def test_loss_that_ignores_the_number_of_labels_is_a_mean(
+    two_ranks: Ranks, tmp_path: Path, version: int, kind: str
+) -> None:
+    run = two_ranks.run(cases.train_one_step_of, kind, str(tmp_path), **settings(version))[0]
+    assert run["losses"] == pytest.approx([run["expected"]] * 2, rel=1e-5)
+    assert ("FSDP-N644" in run["printed"]) == (kind != "llama")
+
+
+def test_batch_size_is_found_after_an_error(two_ranks: Ranks, tmp_path: Path) -> None:
+    first, second = (
+        two_ranks.run(cases.train_after_memory_error, str(tmp_path / str(version)), **settings(version))[0]
+        for version in (1, 2)
+    )
+    assert len(first) == 6
+    assert first == pytest.approx(second, rel=1e-5)
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_full_eval_needs_the_dtype_of_the_training(two_ranks: Ranks, tmp_path: Path, version: int) -> None:
+    def run(train: bool, **more: Any) -> dict[str, Any]:
+        return two_ranks.run(cases.evaluate_converted, str(tmp_path), train, **settings(version), **more)[0]
+
+    assert run(True)["codes"] == ["FSDP-E645"]
+    alone, mixed = run(False), run(True, bf16=True)
+    assert alone["codes"] == mixed["codes"] == []
+    assert alone["differing"] == mixed["differing"] == []
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_trainer_counts_whole_parameters(two_ranks: Ranks, tmp_path: Path, version: int) -> None:
+    run = two_ranks.run(cases.count_parameters, str(tmp_path), **settings(version))[0]
+    assert run["counts"] == [run["expected"]] * 2
+
+
 @pytest.mark.parametrize("evaluates", [False, True])
 @pytest.mark.parametrize("version", [1, 2])
 def test_optimizer_is_created_with_original_shapes(

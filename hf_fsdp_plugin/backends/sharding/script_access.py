@@ -431,7 +431,7 @@ def correct_flat_reads(model: nn.Module) -> None:
         return
     for module in model.modules():
         if hasattr(type(module), "num_parameters"):  # Transformers
-            module.num_parameters = partial(_num_parameters, model, module)  # type: ignore[assignment]
+            module.num_parameters = partial(num_parameters, model, module)  # type: ignore[assignment]
         if hasattr(type(module), "get_nb_trainable_parameters"):  # PEFT
             module.get_nb_trainable_parameters = partial(_trainable_and_all, model, module)  # type: ignore[assignment]
     names = {id(module): canonical_name(name) for name, module in model.named_modules()}
@@ -456,7 +456,7 @@ def _warn_of_read_shard(warned: list[str], name: str, gradient: torch.Tensor) ->
         print_once(Problem(code="FSDP-W311", message=message, fix=fix))
 
 
-def _num_parameters(
+def num_parameters(
     root: nn.Module, module: nn.Module, only_trainable: bool = False, exclude_embeddings: bool = False
 ) -> int:
     """Return what ``num_parameters`` of Transformers returns for the unsharded model."""
@@ -469,7 +469,7 @@ def _num_parameters(
 
 def _trainable_and_all(root: nn.Module, module: nn.Module) -> tuple[int, int]:
     """Return what ``get_nb_trainable_parameters`` of PEFT returns for the unsharded model."""
-    return _num_parameters(root, module, only_trainable=True), _num_parameters(root, module)
+    return num_parameters(root, module, only_trainable=True), num_parameters(root, module)
 
 
 def _sizes(root: nn.Module, module: nn.Module) -> Iterator[tuple[nn.Module, int, bool]]:

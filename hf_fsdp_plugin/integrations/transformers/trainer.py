@@ -16,7 +16,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
@@ -25,6 +25,7 @@ from transformers.utils import find_labels
 
 from hf_fsdp_plugin.backends.optimizers.parameters import replicate_parameters
 from hf_fsdp_plugin.backends.ranks.agreement import TRAINING_LIMIT, preparation_limit, wait_for_all_ranks
+from hf_fsdp_plugin.backends.sharding.script_access import num_parameters
 from hf_fsdp_plugin.backends.sharding.shard import create_with_original_shapes, plan_of
 from hf_fsdp_plugin.checkpoint.names import TRAINER_PREFIX
 from hf_fsdp_plugin.integrations import moving_average, patching, resuming, run_report
@@ -40,8 +41,10 @@ from hf_fsdp_plugin.integrations.transformers.checkpoints import (
     load_other_model,
     save_checkpoint,
 )
+from hf_fsdp_plugin.integrations.transformers.losses import watch_loss
 from hf_fsdp_plugin.integrations.transformers.preemption import AgreedCheckpoint
 from hf_fsdp_plugin.messages import print_once, print_warnings
+from hf_fsdp_plugin.plan.fsdp_plan import torch_dtype
 from hf_fsdp_plugin.plan.names import unwrapped
 from hf_fsdp_plugin.plan.presharded import distributed_config_of
 from hf_fsdp_plugin.problems import Problem, SpecError
@@ -107,10 +110,32 @@ def set_signature_columns(original: Callable[[], None], trainer: Any) -> None:
         original()
 
 
-class WeightDecayCheck(TrainerCallback):
-    """Warns if biases and norms are in flat parameters with weights, which have one weight decay."""
+def get_model_param_count(original: Callable[..., int], model: Any, trainable_only: bool = False) -> int:
+    """Return the number of whole parameters. Transformers counts this rank's pieces of FSDP1."""
+    if isinstance(model, FullyShardedDataParallel):
+        return num_parameters(model, model, only_trainable=trainable_only)
+    return original(model, trainable_only=trainable_only)
+
+
+def get_num_trainable_parameters(original: Callable[[], int], trainer: Any) -> int:
+    """Return the number of whole trainable parameters. The Trainer counts this rank's pieces of FSDP1."""
+    if isinstance(trainer.model, FullyShardedDataParallel):
+        return num_parameters(trainer.model, trainer.model, only_trainable=True)
+    return original()
+
+
+class StartChecks(TrainerCallback):
+    """Checks the prepared model and the arguments of a Trainer when the training begins."""
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        watch_loss(self._trainer, model)
+        self._check_weight_decay(args, model)
+
+    def _check_weight_decay(self, args: Any, model: Any) -> None:
+        """Warn if biases and norms are in flat parameters with weights, which have one weight decay."""
         plan = plan_of(model)
         if plan is None or plan.backend != "fsdp1" or plan.use_orig or not args.weight_decay:
             return
@@ -138,6 +163,13 @@ def run_epoch(original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: 
 
 
 @if_planned
+def update_auto_batch_size(original: Callable[..., None], trainer: Any, *args: Any, **kwargs: Any) -> None:
+    """Keep the sharded model for a retry with smaller batches. The Trainer would train FSDP1's pieces as the model."""
+    with attributes_in_block(trainer, is_fsdp_enabled=False):
+        original(*args, **kwargs)
+
+
+@if_planned
 def evaluation_loop(original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:
     """Shard the model before an evaluation that precedes the training.
 
@@ -145,6 +177,8 @@ def evaluation_loop(original: Callable[..., Any], trainer: Any, *args: Any, **kw
     """
     private.show_loading(trainer.model)
     is_prepared = bool(prepared_models(trainer.accelerator))
+    if not is_prepared and (dtype := _full_eval(trainer)) is not None:
+        trainer.model.to(torch_dtype(dtype))  # the Trainer would convert shards
     wait_for_all_ranks(
         f"an evaluation or prediction of {type(trainer).__name__} after step {trainer.state.global_step}",
         fix="Call `evaluate` and `predict`, and set `control.should_evaluate`, on all ranks.",
@@ -152,7 +186,12 @@ def evaluation_loop(original: Callable[..., Any], trainer: Any, *args: Any, **kw
     )
     if not is_prepared:
         trainer.model = trainer.model_wrapped = trainer.accelerator.prepare(trainer.model)
+    watch_loss(trainer, trainer.model)
+    if trainer.gather_function == trainer.accelerator.gather:
+        # Seq2SeqTrainer's choice keeps the samples that are repeated to give all ranks as many batches.
+        trainer.gather_function = trainer.accelerator.gather_for_metrics
     with ExitStack() as stack:
+        stack.enter_context(_without_full_eval(trainer))
         for callback in trainer.callback_handler.callbacks:
             if isinstance(callback, ExponentialMovingAverageCallback):
                 stack.enter_context(callback.evaluating())
@@ -184,7 +223,12 @@ def train(original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any)
         found = checkpoint_to_resume(trainer, resume)
         args, kwargs = (found, *args[1:]), {k: v for k, v in kwargs.items() if k != "resume_from_checkpoint"}
     prepare_moving_averages(trainer, found)
-    callbacks = (WeightDecayCheck(), agreed := AgreedCheckpoint(trainer))
+    if (dtype := _full_eval(trainer)) is not None:
+        message = f"{dtype}_full_eval converts the whole model to {dtype} after a training, but the weights are "
+        message += "shards, which the training computes in another dtype."
+        fix = f"Set {dtype}: true, with which evaluations are computed in {dtype} too, or remove {dtype}_full_eval."
+        raise SpecError([Problem(code="FSDP-E645", message=message, fix=fix)])
+    callbacks = (StartChecks(trainer), agreed := AgreedCheckpoint(trainer))
     for callback in callbacks:
         trainer.add_callback(callback)
     create = partial(create_optimizer, trainer, trainer.create_optimizer)
@@ -193,6 +237,7 @@ def train(original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any)
             attributes_in_block(trainer, create_optimizer=create),
             private.loading_sharded_models(trainer, load_other_model),
             private.saving_own_checkpoints(trainer, save_checkpoint),
+            _without_full_eval(trainer),
         ):
             result = original(*args, **kwargs)
     finally:
@@ -206,6 +251,20 @@ def train(original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any)
     batch = run_report.trainer_batch(trainer)
     run_report.report_run(trainer.accelerator, output_dir=folder, batch=batch, checkpoint=last)
     return result
+
+
+def _full_eval(trainer: Any) -> Literal["bf16", "fp16"] | None:
+    """Return the dtype of an evaluation of the whole model, unless FSDP computes in it anyway; ``None`` for none."""
+    plugin = planned_plugin(trainer.accelerator)
+    assert plugin is not None
+    asked: Literal["bf16", "fp16"] | None = "fp16" if trainer.args.fp16_full_eval else None
+    asked = "bf16" if trainer.args.bf16_full_eval else asked
+    return None if asked == plugin.spec.precision.param else asked
+
+
+def _without_full_eval(trainer: Any) -> AbstractContextManager[None]:
+    """Keep the Trainer from converting shards, and from moving the whole model to the device, in the block."""
+    return attributes_in_block(trainer.args, bf16_full_eval=False, fp16_full_eval=False)
 
 
 def create_optimizer(trainer: Any, create: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
