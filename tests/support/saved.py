@@ -138,8 +138,12 @@ def _shard(name: str, whole: Any, rank: int, world_size: int) -> Any:
     return LocalShard(name, tensor.dtype, tuple(tensor.shape), (Piece(box, own.contiguous()),))
 
 
-def local_checkpoint(folder: Path, world_size: int = 2) -> Path:
-    """Write a checkpoint with ``fsdp_state_dict_type: LOCAL``: rows of each tensor, and Adam's first moment."""
+def local_checkpoint(folder: Path, world_size: int = 2, **trainer_state: Any) -> Path:
+    """Write a checkpoint with ``fsdp_state_dict_type: LOCAL``: rows of each tensor, and Adam's first moment.
+
+    Args:
+        trainer_state: further fields of ``trainer_state.json``.
+    """
     draw = numpy.random.default_rng(len(str(folder)))
     names = [name for name in SHAPES if name != "head.weight"]
     places = write_shards(
@@ -150,7 +154,7 @@ def local_checkpoint(folder: Path, world_size: int = 2) -> Path:
         aliases={"head.weight": "embed.weight"},
         world_size=world_size,
     )
-    (folder / "trainer_state.json").write_text(json.dumps({"global_step": 20}))
+    (folder / "trainer_state.json").write_text(json.dumps({"global_step": 20, **trainer_state}))
     write_manifest(
         folder,
         places=places,
