@@ -82,6 +82,7 @@ class Machine:
         evidence: how far predictions were from published runs; ``None`` if no run on this device was compared.
         intra, inter: links inside a machine and, per rank, between machines.
         host_bandwidth: bytes/s between device and host memory.
+        host_memory_bytes: memory of the host; 0 if it is unknown.
         capability: CUDA's compute capability, such as 9.0; ``None`` if it is unknown or the device is no GPU.
         op_seconds: time of the host to start an operation.
         update_op_seconds: time to start an operation of the optimizer.
@@ -109,6 +110,7 @@ class Machine:
     intra: Link
     inter: Link
     host_bandwidth: float
+    host_memory_bytes: float = 0.0
     capability: float | None = None
     op_seconds: float = 5e-6
     update_op_seconds: float = 5e-6

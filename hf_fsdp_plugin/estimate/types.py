@@ -139,16 +139,25 @@ class MemoryEstimate:
     Attributes:
         peak: the moment with the most memory.
         timeline: moments in the order of a step; every unit's forward and backward pass, clipping and update.
-        host_bytes: memory of the host per rank that offload uses.
+        offload_bytes: memory of the host per rank that offload uses.
+        rounding_bytes: the part of it that is lost by rounding, of parameters and gradients.
+        staging_bytes: memory of the host per rank for the copies of asynchronous saves. Replicas divide the tensors.
         assumptions: what the figures assume, one sentence each.
         device: what the device holds; ``None`` where only the allocated memory, the peak, is predicted.
     """
 
     peak: Moment
     timeline: tuple[Moment, ...] = ()
-    host_bytes: int = 0
+    offload_bytes: int = 0
+    rounding_bytes: int = 0
+    staging_bytes: int = 0
     assumptions: tuple[str, ...] = ()
     device: DeviceMemory | None = None
+
+    @property
+    def host_bytes(self) -> int:
+        """Memory of the host per rank, besides that of the process."""
+        return self.offload_bytes + self.staging_bytes
 
     @property
     def needed_bytes(self) -> int:

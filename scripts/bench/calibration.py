@@ -23,6 +23,7 @@ from itertools import cycle
 from pathlib import Path
 from typing import Any, Final
 
+import psutil
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
@@ -151,6 +152,7 @@ def calibrate(measuring: Measuring) -> Machine:
         intra=link,
         inter=link,
         host_bandwidth=large,
+        host_memory_bytes=float(psutil.virtual_memory().total),
         op_seconds=_op_seconds(measuring),
         update_op_seconds=_update_op_seconds(measuring),
         unit_seconds={version: _unit_seconds(measuring, version) for version in ("fsdp1", "fsdp2")},

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from hf_fsdp_plugin.checkpoint.io import write_atomically
 from hf_fsdp_plugin.cli.output import OK, PROBLEMS, colored, print_problems, print_result, text_width
+from hf_fsdp_plugin.cli.plan.suggestions import suggest
 from hf_fsdp_plugin.estimate import types
 from hf_fsdp_plugin.estimate.machines import RANKS_PER_MACHINE
 from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan, equal_units
@@ -59,6 +60,10 @@ class Planned:
     gpu_memory: int | None
     machine: Machine | None
 
+    @property
+    def ranks_per_machine(self) -> int:
+        return self.machine.ranks_per_machine if self.machine is not None else RANKS_PER_MACHINE
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prediction:
@@ -74,6 +79,11 @@ class Prediction:
     communication: Sequence[types.Collective]
     times: TimeModel | None = None
     time: types.TimeEstimate | None = None
+
+    @property
+    def suggestions(self) -> list[str]:
+        """What may help and no key of a config sets, one line each."""
+        return list(suggest(self.planned.plan, self.memory, self.planned.gpu_memory, self.planned.ranks_per_machine))
 
     @property
     def fits(self) -> bool | None:
@@ -107,6 +117,7 @@ def predict(planned: Planned) -> Prediction:
 def print_prediction(args: argparse.Namespace, planned: Planned, problems: Iterable[Problem]) -> int:
     """Print memory, communication and time. Returns 1 if it does not fit."""
     prediction = predict(planned)
+    problems = [*problems, *host_problems(prediction)]
     written = write_page(args, prediction)
     if not args.json:
         print_problems(problem for problem in problems if problem.severity != "note")
@@ -121,12 +132,18 @@ def plan_json(prediction: Prediction, problems: Iterable[Problem]) -> dict[str, 
         "ok": True,
         "per_rank": memory.to_json(),
         "device_memory": None if memory.device is None else memory.device.to_json(),
-        "suggestions": [],
+        "suggestions": prediction.suggestions,
         "peak_at": memory.peak.where,
         "method": "closed_form",
         "fits": prediction.fits,
         "gpu_memory_bytes": planned.gpu_memory,
         "limited_by": {"kind": memory.peak.largest, "moment": memory.peak.where},
+        "host_memory": {
+            "offload_bytes": memory.offload_bytes,
+            "staging_bytes": memory.staging_bytes,
+            "ranks_per_machine": min(planned.plan.world_size, planned.ranks_per_machine),
+            "machine_bytes": int(planned.machine.host_memory_bytes) or None if planned.machine else None,
+        },
         "timeline": [
             {"where": moment.where, "bytes": moment.bytes, **{f"{k}_bytes": v for k, v in moment.bytes_by_kind.items()}}
             for moment in memory.timeline
@@ -157,15 +174,37 @@ def plan_text(prediction: Prediction) -> str:
         "",
         _kinds_table(memory),
         *([] if memory.device is None else ["", _device_table(memory.device)]),
-        *(["", f"CPU memory per rank: {format_memory(memory.host_bytes)}"] if memory.host_bytes else []),
+        *(["", *wrap_words(_host_memory(planned, memory), width, "")] if memory.host_bytes else []),
         "",
         _communication_table(prediction.communication),
         "",
         *_time_lines(prediction),
         *(["", "assumptions"] if memory.assumptions else []),
         *(line for text in memory.assumptions for line in wrap_words(f"  {text}", width, "  ")),
+        *(["", "suggestions"] if prediction.suggestions else []),
+        *(line for text in prediction.suggestions for line in wrap_words(f"  {text}", width, "  ")),
     ]
     return "\n".join(lines)
+
+
+def _host_memory(planned: Planned, memory: types.MemoryEstimate) -> str:
+    """Return the CPU memory of a rank and of a machine, and what it is for."""
+    ranks = min(planned.plan.world_size, planned.ranks_per_machine)
+    parts = {"offload": memory.offload_bytes, "copies of asynchronous saves": memory.staging_bytes}
+    shown = ", ".join(f"{name} {format_memory(size)}" for name, size in parts.items() if size)
+    total = f"{format_memory(memory.host_bytes * ranks)} on a machine with {plural(ranks, 'rank')}"
+    return f"CPU memory per rank: {format_memory(memory.host_bytes)} ({shown}); {total}"
+
+
+def host_problems(prediction: Prediction) -> Iterator[Problem]:
+    """Yield the warning that a machine has less memory than its ranks need for offload and for copies of saves."""
+    planned, memory = prediction.planned, prediction.memory
+    ranks, machine = min(planned.plan.world_size, planned.ranks_per_machine), planned.machine
+    if machine is not None and 0 < machine.host_memory_bytes < memory.host_bytes * ranks:
+        has = format_memory(int(machine.host_memory_bytes))
+        message = f"{machine.name} has {has} of CPU memory, which is too little. {_host_memory(planned, memory)}."
+        fix = "Use more machines, or less memory: without fsdp_async_save, training waits for each save; without "
+        yield Problem(code="FSDP-W814", message=message, fix=f"{fix}fsdp_offload_params, the device needs more memory.")
 
 
 def _communicated(communication: Sequence[types.Collective]) -> dict[str, int]:
@@ -323,7 +362,7 @@ def memory_by_strategy(prediction: Prediction) -> dict[str, types.MemoryEstimate
     from hf_fsdp_plugin.plan.resolve import resolve
 
     planned, plan = prediction.planned, prediction.planned.plan
-    ranks = planned.machine.ranks_per_machine if planned.machine is not None else RANKS_PER_MACHINE
+    ranks = planned.ranks_per_machine
     world, found = plan.world_size, {_strategy_name(plan): prediction.memory}
     if plan.sharded_at_load:  # by the plan of the model, not by a strategy
         return found

@@ -17,7 +17,7 @@ from hf_fsdp_plugin.estimate.divided import as_loaded
 from hf_fsdp_plugin.estimate.machines import Machine
 from hf_fsdp_plugin.estimate.memory.engines import Fsdp1Engine, Fsdp2Engine
 from hf_fsdp_plugin.estimate.memory.meta_pass import profile_step
-from hf_fsdp_plugin.estimate.memory.step import Ledger, StepProfile
+from hf_fsdp_plugin.estimate.memory.step import Ledger, StepProfile, pinned_bytes
 from hf_fsdp_plugin.estimate.types import DeviceMemory, MemoryEstimate, Optimizer, Workload, update_loop
 from hf_fsdp_plugin.estimate.unit_sizes import ParameterShard, UnitSizes, ignored_bytes, unit_sizes
 from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan
@@ -95,7 +95,10 @@ def follow_step(
     engine = (Fsdp1Engine if plan.backend == "fsdp1" else Fsdp2Engine)(plan, sizes, ledger)
     shards = [shard for unit in sizes for shard in unit.shards]
     params, state = sum(unit.params for unit in sizes), state_bytes(workload.optimizer, shards)
-    host = params + state + sum(unit.grad_shard for unit in sizes) if engine.offloads else 0
+    on_host = list(offloaded_tensors(plan, sizes)) if engine.offloads else []
+    pins = plan.pin_memory or plan.backend == "fsdp1"
+    lost = sum(pinned_bytes(size) - size for size in on_host) if pins else 0
+    copies = params + ignored["params"] + ignored["buffers"] + state if plan.spec.checkpoint.asynchronous else 0
     ledger.at("start of the step")
     ledger.add("params", ignored["params"] + (0 if engine.offloads else params))
     ledger.add("optimizer", 0 if engine.offloads else state)
@@ -105,13 +108,13 @@ def follow_step(
     last_batch = offloaded = 0  # index of the first moment, and the most bytes that activation offload moves at a time
     for number in range(num):
         engine.syncs = workload.sync_each_batch or number == num - 1
-        last_batch, on_host = len(ledger.moments), 0
+        last_batch, moved = len(ledger.moments), 0
         for stage, phase, inside in profile.walk():
             name = stage.name if stage.kind in ("post_backward", "last_post_backward") else inside[-1]
             ledger.at(f"{phase} of {name or plan.model_class}")
             engine.run(stage)
-            on_host += stage.host_bytes
-            offloaded = max(offloaded, on_host)
+            moved += stage.host_bytes
+            offloaded = max(offloaded, moved)
         engine.end_backward()
     ledger.free("activations", profile.input_bytes)
     if workload.clip_norm:
@@ -122,10 +125,27 @@ def follow_step(
     return MemoryEstimate(
         peak=peak,
         timeline=tuple(ledger.moments[last_batch:]),
-        host_bytes=host + offloaded,
+        offload_bytes=sum(on_host) + lost + (state if engine.offloads else 0) + offloaded,
+        rounding_bytes=lost,
+        staging_bytes=ceil(copies / (plan.mesh.replicate if plan.mesh.num_shards > 1 else plan.world_size)),
         assumptions=tuple(assumptions(plan, workload, machine)),
         device=device_memory(plan, machine, peak.bytes),
     )
+
+
+def offloaded_tensors(plan: FsdpPlan, sizes: Iterable[UnitSizes]) -> Iterator[int]:
+    """Yield the bytes of each tensor of parameters and gradients that offload keeps in CPU memory.
+
+    FSDP1 allocates a gradient for each flat shard, also of frozen units (``init_flat_param_attributes``).
+    """
+    for unit in sizes:
+        if plan.backend == "fsdp1":
+            yield from (unit.params, unit.params)
+            continue
+        for shard in unit.shards:
+            yield shard.numel * shard.dtype.itemsize
+            if shard.trainable:
+                yield prod(shard.shape) * shard.dtype.itemsize
 
 
 def state_bytes(optimizer: Optimizer, shards: Iterable[ParameterShard]) -> int:

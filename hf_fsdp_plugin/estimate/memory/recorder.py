@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from hf_fsdp_plugin.backends.sharding.forwards import save_every_second_matmul
 from hf_fsdp_plugin.backends.torch_types import cast_floats
 from hf_fsdp_plugin.estimate.divided import RankModel
-from hf_fsdp_plugin.estimate.memory.step import Stage, StageKind
+from hf_fsdp_plugin.estimate.memory.step import Stage, StageKind, pinned_bytes
 from hf_fsdp_plugin.estimate.memory.tracker import DeviceAttention, Tracker
 from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan, torch_dtype
 from hf_fsdp_plugin.plan.names import is_inside
@@ -201,6 +201,7 @@ class Recorder:
 
         def pack(tensor: torch.Tensor) -> Any:
             size = tensor.numel() * tensor.element_size()
+            size = pinned_bytes(size) if self._plan.device_type != "cpu" else size
             tracker.host_bytes += size
             return tensor.shape, tensor.dtype, size
 

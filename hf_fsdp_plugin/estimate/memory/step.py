@@ -27,6 +27,15 @@ StageKind = Literal[
 """
 
 
+def pinned_bytes(size: int) -> int:
+    """Return the bytes that torch's pool of pinned memory allocates for a tensor: the next power of two.
+
+    See ``allocate`` in ATen/core/CachingHostAllocator.h. ``pinned_max_round_threshold_mb`` of ``PYTORCH_ALLOC_CONF``
+    is the size from which it does not round.
+    """
+    return 1 << (size - 1).bit_length() if size else 0
+
+
 class Usage(NamedTuple):
     """Bytes of activations and temporary tensors, and bytes of whole gradients of parameters."""
 

@@ -1,6 +1,7 @@
 """``hf-fsdp plan``: the answer, the tables, JSON, and bad input."""
 
 import json
+from dataclasses import asdict
 
 import pytest
 import yaml
@@ -110,6 +111,49 @@ def test_bad_input_is_a_problem(plan, argv, codes):
 def test_all_problems_are_reported_at_once(plan):
     result = plan("--model custom fsdp.yaml --gpu-memory x --world-size 0 --set sharding.strategy=9 --json")
     assert {"FSDP-E720", "FSDP-E722", "FSDP-E723"} < codes_of(result) and len(codes_of(result)) == 4
+
+
+def test_host_memory_is_compared_with_the_machine(plan, tmp_path):
+    machine = asdict(machine_named("h100-sxm"))
+    for memory, warns in ((100e3, True), (1e9, False), (0, False)):
+        (tmp_path / "machine.json").write_text(json.dumps({**machine, "host_memory_bytes": memory}))
+        argv = "--model llama fsdp.yaml --seq-len 64 --machine machine.json --set checkpoint.asynchronous=true"
+        code, out, _ = plan(f"{argv} --json")
+        found = json.loads(out)
+        assert code == 0 and any(problem["code"] == "FSDP-W814" for problem in found["problems"]) == warns
+        assert found["host_memory"]["staging_bytes"] == found["per_rank"]["host_bytes"] > 0
+        assert (found["host_memory"]["ranks_per_machine"], found["host_memory"]["machine_bytes"]) == (4, memory or None)
+    text = plan(argv)[1]
+    assert "copies of asynchronous saves" in text and "on a machine with 4 ranks" in text
+
+
+@pytest.mark.parametrize(
+    ("argv", "expected"),
+    [
+        ("", set()),
+        ("--device cpu --world-size 64", set()),
+        ("--world-size 16", {"set_separate_reduce_scatter_group", "enable_cpu_affinity"}),
+        ("--world-size 16 --fsdp_version 1", {"enable_cpu_affinity"}),
+        ("--world-size 16 --enable_cpu_affinity", {"set_separate_reduce_scatter_group"}),
+        ("--world-size 64", {"set_separate_reduce_scatter_group", "enable_cpu_affinity", "gc.collect"}),
+        ("--world-size 3 --set offload.params=true", {"enable_cpu_affinity", "pinned_max_round_threshold_mb"}),
+    ],
+)
+def test_suggestions_are_made_where_they_apply(plan, argv, expected):
+    words = ("set_separate_reduce_scatter_group", "enable_cpu_affinity", "gc.collect", "expandable_segments",
+             "pinned_max_round_threshold_mb", "fp8")  # fmt: skip
+    code, out, _ = plan(f"--model llama fsdp.yaml --seq-len 64 --json {argv}")
+    assert code == 0
+    assert {word for word in words for text in json.loads(out)["suggestions"] if word in text} == expected
+
+
+def test_memory_that_just_fits_suggests_larger_segments(plan):
+    argv = "--model llama fsdp.yaml --seq-len 64 --json"
+    device = json.loads(plan(argv)[1])["device_memory"]
+    for name, suggested in (("needed_bytes", True), ("total_bytes", False)):
+        memory = device[name] // (1 << 20) + 1
+        found = json.loads(plan(f"{argv} --gpu-memory {memory}MiB")[1])
+        assert any("expandable_segments" in text for text in found["suggestions"]) == suggested
 
 
 def test_global_batch_sets_the_accumulation(plan):

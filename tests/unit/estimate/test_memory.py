@@ -2,6 +2,7 @@
 
 import time
 from functools import cache
+from math import ceil, log2
 
 import pytest
 import torch
@@ -124,6 +125,35 @@ def test_offload_moves_states_to_the_host():
     assert found.host_bytes >= 4 * (TOTAL // 2 * 4)
     end = at(found, "clipping")
     assert (end["params"], end["grads"], end["optimizer"]) == (0, 0, 0)
+
+
+@pytest.mark.parametrize(("version", "pins"), [(1, True), (2, True), (2, False)])
+def test_offload_counts_the_rounding_of_pinned_memory(version, pins):
+    options = {} if pins else {"pin_memory": False}
+    found = estimate(2, version=version, device="cuda", offload_params=True, **options)
+    plan = plan_of(2, version=version, device="cuda", offload_params=True, **options)
+    units = unit_sizes(plan, llama())
+    tensors = [unit.params for unit in units]
+    if version == 2:
+        tensors = [shard.numel * 4 for unit in units for shard in unit.shards]
+    rounded = sum(1 << ceil(log2(size)) for size in tensors if size) if pins else sum(tensors)
+    assert found.rounding_bytes == 2 * (rounded - sum(tensors))
+    state = state_bytes("adamw", [shard for unit in units for shard in unit.shards])
+    assert found.offload_bytes == 2 * rounded + state  # parameters and gradients
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_copies_of_asynchronous_saves_are_counted(version):
+    assert estimate(2, version=version).staging_bytes == 0
+    num_tensors = LAYERS * 9 + 3
+    buffers = sum(buffer.nbytes for buffer in llama().buffers())
+    found = estimate(2, version=version, async_save=True).staging_bytes
+    assert found == pytest.approx(TOTAL // 2 * 4 * 3 + buffers, abs=4 * num_tensors)
+    replicated = estimate(4, version=version, strategy="hybrid_shard", async_save=True).staging_bytes
+    assert replicated == pytest.approx(found / 2, abs=4)
+    assert estimate(2, version=version, strategy="no_shard", async_save=True).staging_bytes == pytest.approx(
+        found, abs=512
+    )
 
 
 def test_checkpointing_saves_the_input_of_each_layer_only():
