@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import inspect
+import io
+from contextlib import redirect_stderr
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from accelerate.utils import ProjectConfiguration
 
 import hf_fsdp_plugin as hfp
-from hf_fsdp_plugin.backends.sharding.shard import PLAN_ATTRIBUTE
+from hf_fsdp_plugin import host_memory
+from hf_fsdp_plugin.backends.sharding.shard import PLAN_ATTRIBUTE, plan_of
+from hf_fsdp_plugin.estimate.memory.peak import estimate_memory
+from hf_fsdp_plugin.estimate.types import Workload
 from hf_fsdp_plugin.integrations.saving import manager
 from tests.support.ranks import on_accelerator
 from tests.support.tiny import global_batch, my_part, parallel_config, tiny_llama
@@ -66,6 +72,29 @@ def save_and_load(folder: str, before: dict[str, Any], after: dict[str, Any]) ->
         "losses": (whole, [second.step(number) for number in (2, 3)]),
         "rates": (first.scheduler.get_last_lr(), second.scheduler.get_last_lr()),
     }
+
+
+def save_with_memory(folder: str, system: str, version: int) -> dict[str, Any]:
+    """Save asynchronously, and resume, on a machine whose available memory is in the files of the folder ``system``.
+
+    Returns what is printed, too, and the bytes of the copies in memory.
+    """
+    manager.close()  # free the copies of earlier cases
+    settings = {"version": version, "async_save": True}
+    with (
+        redirect_stderr(io.StringIO()) as printed,
+        mock.patch.object(host_memory, "SYSTEM", Path(system)),
+        mock.patch.object(manager, "_has_warned", False),
+    ):
+        run = save_and_load(folder, settings, settings)
+        again = trained_loop(**settings)
+        again.accelerator.save_state(f"{folder}-2")
+    copies = [buffer.numel() for buffer in manager.buffers._memory.values()]
+    manager.close()
+    with torch.device("meta"):
+        model = tiny_llama()
+    predicted = estimate_memory(plan_of(again.model), model, Workload(micro_batch=1, seq_len=8)).staging_bytes
+    return {**run, "printed": printed.getvalue(), "copies": copies, "predicted": predicted}
 
 
 def save_over(folder: str) -> list[float]:

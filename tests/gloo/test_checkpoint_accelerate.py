@@ -12,6 +12,8 @@ import torch
 from accelerate.utils import merge_fsdp_weights
 from safetensors.torch import load_file
 
+from hf_fsdp_plugin.checkpoint.checking.verify import verify
+from hf_fsdp_plugin.checkpoint.formats.manifest import read_manifest
 from tests.gloo import cases_checkpoint_accelerate as cases
 from tests.support.ranks import Ranks
 
@@ -37,6 +39,34 @@ def test_loop_resumes_with_same_losses(
         assert run["rates"][0] == run["rates"][1]
     assert (folder / "config.json").exists() and (folder / "fsdp_manifest.json").exists()
     assert runs[0]["saved"] == str(folder)
+
+
+@pytest.mark.parametrize("version", [1, 2])
+@pytest.mark.parametrize(("available", "num_copies"), [(1 << 20, 2), (200 << 10, 1), (40 << 10, 0)])
+def test_asynchronous_save_without_memory_is_synchronous(
+    two_ranks: Ranks, tmp_path: Path, version: int, available: int, num_copies: int
+) -> None:
+    """Copies of the model and of the optimizer are in memory, or only of the model, or none."""
+    system, available = tmp_path / "system", available + version * 1024  # a warning that no case before has printed
+    (system / "proc/self").mkdir(parents=True)
+    (system / "sys/fs/cgroup").mkdir(parents=True)
+    (system / "proc/meminfo").write_text("MemAvailable: 64000000 kB\n")
+    (system / "proc/self/cgroup").write_text("0::/\n")
+    (system / "sys/fs/cgroup/memory.max").write_text(f"{available + 5000}\n")
+    (system / "sys/fs/cgroup/memory.current").write_text("5000\n")
+    runs = two_ranks.run(cases.save_with_memory, str(tmp_path / "state"), str(system), version)
+    for run in runs:
+        whole, resumed = run["losses"]
+        assert resumed == pytest.approx(whole, rel=1e-6)
+        assert len(run["copies"]) == num_copies
+        if num_copies == 2:
+            assert sum(run["copies"]) == pytest.approx(run["predicted"], rel=0.1)
+    warned = num_copies < 2
+    assert runs[0]["printed"].count("FSDP-W284") == warned
+    assert not warned or f"may use {int(available * 0.9) // 2 / 1024:.1f} KiB" in runs[0]["printed"]
+    for folder in (tmp_path / "state", tmp_path / "state-2"):
+        assert verify(folder).ok
+        assert read_manifest(folder).asynchronous == (not warned)
 
 
 def test_save_replaces_a_checkpoint_and_keeps_other_files(two_ranks: Ranks, tmp_path: Path) -> None:

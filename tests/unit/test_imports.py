@@ -31,6 +31,7 @@ OTHERS = (
     "rank_variables",
     "messages",
     "contracts",
+    "host_memory",
     "devices",
     "torch_private",
     "plan",

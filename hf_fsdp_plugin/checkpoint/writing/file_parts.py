@@ -15,7 +15,7 @@ import itertools
 import mmap
 import os
 import threading
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -404,6 +404,12 @@ class StagingBuffers:
         if not self._has(number, size):
             self._allocate(number, size, pinned=pinned)
         return self._memory[number]
+
+    def missing(self, sizes: Mapping[int, int]) -> int:
+        """Return the bytes that :meth:`take` would allocate for buffers of these sizes by number. Does not wait."""
+        held = {number: memory.numel() for number, memory in [*self._memory.items()]}
+        others = {number: round_up(size) for number, size in sizes.items() if number not in self._preparing}
+        return sum(max(0, size - held.get(number, 0)) for number, size in others.items())
 
     def close(self) -> None:
         """Free all buffers."""

@@ -11,10 +11,12 @@ import atexit
 import itertools
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from weakref import WeakKeyDictionary
@@ -25,6 +27,7 @@ from torch import nn
 
 from hf_fsdp_plugin.backends.optimizers.parameters import JointModels, after_each_step
 from hf_fsdp_plugin.backends.ranks.agreement import broadcast_object, on_all_ranks
+from hf_fsdp_plugin.backends.ranks.cluster import ranks_per_machine
 from hf_fsdp_plugin.backends.sharding.forwards import send_buffers
 from hf_fsdp_plugin.checkpoint.errors import os_errors_as_problems
 from hf_fsdp_plugin.checkpoint.formats.manifest import FileRecord, Manifest
@@ -32,9 +35,15 @@ from hf_fsdp_plugin.checkpoint.shards import ModelShards, model_shards, optimize
 from hf_fsdp_plugin.checkpoint.writing import file_parts, state_files
 from hf_fsdp_plugin.checkpoint.writing.dcp_files import FolderEntries, StateFiles, final_files
 from hf_fsdp_plugin.checkpoint.writing.staging import RankRecord, StagingFolder
+from hf_fsdp_plugin.devices import available_device
+from hf_fsdp_plugin.host_memory import available_memory
+from hf_fsdp_plugin.messages import print_once
 from hf_fsdp_plugin.problems import CheckpointError, Problem
 from hf_fsdp_plugin.spec.fsdp_spec import StateDictKind
+from hf_fsdp_plugin.text import format_memory
 
+_USABLE = 0.9
+"""Part of the available memory of a machine for copies of asynchronous saves. Training needs memory, too."""
 POLL_INTERVAL = 0.02
 """Seconds between checks for the records of other ranks."""
 _POLL_COST = 1e-4
@@ -78,6 +87,7 @@ class CheckpointManager:
         self.saved_asynchronously: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
         self._open: Save | None = None
         self.buffers = file_parts.StagingBuffers()
+        self._has_warned = False
         self._hooks = ExitStack()  # of the save in flight
         self._group: dist.ProcessGroup | None = None
 
@@ -113,7 +123,7 @@ class CheckpointManager:
             if linked and not broadcast_object(any(save.folder.iterdir()) or save.models):
                 save.discard()
                 return
-            contents = manifest()
+            contents = replace(manifest(), asynchronous=save.asynchronous)
             if not asynchronous:
                 save.finish(contents, after)  # each rank: its record; rank 0: the manifest, syncs, and the rename
         except Exception:
@@ -194,7 +204,7 @@ class CheckpointManager:
     def prepare_buffers(
         self, models: Iterable[nn.Module], pairs: Iterable[tuple[nn.Module, torch.optim.Optimizer]], kind: StateDictKind
     ) -> None:
-        """Allocate the memory of an asynchronous save in the background. Not collective.
+        """Allocate the memory of an asynchronous save in the background, if there is enough. Not collective.
 
         Args:
             pairs: models and optimizers, after the optimizer's first step, which creates its state.
@@ -202,7 +212,30 @@ class CheckpointManager:
         files = [state_files.model_files(model_shards(model), kind) for model in models]
         files += [state_files.optimizer_files(optimizer_shards(model, optimizer)) for model, optimizer in pairs]
         pinned = any(file_parts.on_accelerator(state.parts) for state in files)
-        self.buffers.prepare([sum(part.span for part in state.parts) for state in files], pinned=pinned)
+        sizes = [sum(part.span for part in state.parts) for state in files]
+        if self._fits(self.buffers.missing(dict(enumerate(sizes))), _memory_of_rank()):
+            self.buffers.prepare(sizes, pinned=pinned)
+
+    def fits_on_all_ranks(self, number: int, size: int) -> bool:
+        """Return whether all ranks have the memory for buffer ``number`` of an asynchronous save. Collective.
+
+        Each machine is asked before any of its ranks allocates. All ranks get the same result.
+        """
+        figures = torch.tensor([self.buffers.missing({number: size}), -_memory_of_rank()], device="cpu")
+        dist.all_reduce(figures, op=dist.ReduceOp.MAX, group=self._cpu_group())
+        missing, available = figures.tolist()
+        return self._fits(missing, -available)
+
+    def _fits(self, missing: int, available: int) -> bool:
+        """Return whether the bytes are available. Warns once if they are not."""
+        if missing > available and not self._has_warned:
+            self._has_warned = True
+            message = f"an asynchronous save needs {format_memory(missing)} of CPU memory per rank for copies, and "
+            message += f"each rank may use {format_memory(available)} of its machine ({_USABLE:.0%} of MemAvailable, "
+            message += "or of what the limit of its control group leaves): it is written synchronously."
+            fix = "Use more machines or machines with more memory, raise the limit of the container or job, or set "
+            print_once(Problem(code="FSDP-W284", message=message, fix=f"{fix}fsdp_async_save: false."))
+        return missing <= available
 
     def _write(self, folder: Path, files: StateFiles) -> None:
         if (save := self.open_save(folder)) is not None:
@@ -239,6 +272,13 @@ class CheckpointManager:
         return self._group
 
 
+def _memory_of_rank() -> int:
+    """Return the bytes of memory that this rank may allocate for copies: its part of what the machine has available."""
+    ranks = ranks_per_machine(os.environ, dist.get_world_size(), available_device().count())
+    available = available_memory()
+    return sys.maxsize if available is None else int(available * _USABLE) // ranks
+
+
 class _OtherRankFailed(CheckpointError):
     """A save was abandoned because another rank failed. The error of that rank is reported instead of this one.
 
@@ -261,7 +301,8 @@ class Save:
         final: path of the checkpoint after the commit.
         folder: the folder to which Accelerate and Transformers write their files.
         models: indices of the saved models.
-        asynchronous: whether it is written and committed in the background.
+        asynchronous: whether it is written in the background. If not all ranks have the memory for a copy, the rest of
+            an asynchronous save is written at once, and only the commit is in the background.
         world_size: number of ranks that write.
     """
 
@@ -273,6 +314,7 @@ class Save:
         self.models: set[int] = set()
         self.asynchronous = asynchronous
         self._writer, self._buffers = manager.writer, manager.buffers
+        self._fits = manager.fits_on_all_ranks
         # Stored, because a save may outlive the process group.
         self._rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self._records: list[FileRecord] = []
@@ -284,11 +326,15 @@ class Save:
         self._error: Exception | None = None
 
     def write(self, files: StateFiles) -> None:
-        """Write this rank's parts. An asynchronous save copies them now and writes them later."""
+        """Write this rank's parts. An asynchronous save copies them now and writes them later, if there is memory."""
+        size = sum(part.span for part in files.parts)
+        if self.asynchronous and not self._fits(len(self._staged), size):
+            self.asynchronous = False
+            if not self._staged:
+                self._buffers.close()  # some ranks may have allocated what others need: the next save asks again
         with on_all_ranks(f"writing {self.final}"), os_errors_as_problems(self.final):
             self._entries += files.entries
             if self.asynchronous:
-                size = sum(part.span for part in files.parts)
                 memory = self._buffers.take(len(self._staged), size, pinned=file_parts.on_accelerator(files.parts))
                 self._staged.append((files.parts, memory, file_parts.copy_parts(files.parts, memory)))
             else:

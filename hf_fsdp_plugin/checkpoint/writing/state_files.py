@@ -109,7 +109,7 @@ def manifest_of(model: nn.Module, kind: StateDictKind, *, adapter_only: bool = F
     """Return the manifest for ``model``, which must have a plan. ``files`` is empty. No communication.
 
     Args:
-        facts: the fields of the manifest that the training decides: ``step``, ``batch``, ``asynchronous``, ``run``.
+        facts: the fields of the manifest that the training decides: ``step``, ``batch``, ``run``.
         adapter_only: the checkpoint contains the parameters that are trained, and not those of the base model.
     """
     plan = plan_of(model)

@@ -20,13 +20,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
-import psutil
-
 from hf_fsdp_plugin.cli.bench.results import Results, bench_text
 from hf_fsdp_plugin.cli.check_output import load_meta_model
 from hf_fsdp_plugin.cli.main import whole_number
 from hf_fsdp_plugin.cli.output import OK, PROBLEMS, print_failure, print_problems, print_result
 from hf_fsdp_plugin.cli.plan import sequence_length
+from hf_fsdp_plugin.host_memory import available_memory
 from hf_fsdp_plugin.integrations import bench
 from hf_fsdp_plugin.integrations.bench import Case, CaseGroup
 from hf_fsdp_plugin.launcher.flags import Parser, add_override_flag, add_setting_flags
@@ -195,12 +194,12 @@ def _leave_out(
     Raises:
         SpecError: no case is left (FSDP-E781).
     """
-    free = psutil.virtual_memory().available
+    free = available_memory()
     reasons = []
     for group in groups:
         case, reason = group[0], group[0].impossible
         needed = len(group) * case.world_size * (_LIBRARIES + 4 * num_params)
-        if not reason and needed > free and not force:
+        if not reason and free is not None and needed > free and not force:
             reason = f"the ranks need {format_memory(needed)} of CPU memory for the whole models, "
             reason += f"and this machine has {format_memory(free)} free"
         if reason:

@@ -63,7 +63,7 @@ def save_state(
     wait_for_all_ranks("Accelerator.save_state", limit=TRAINING_LIMIT)
 
     def manifest() -> Manifest:
-        facts: dict[str, Any] = {"asynchronous": asynchronous, "batch": batch_of(accelerator), "run": run_fact()}
+        facts: dict[str, Any] = {"batch": batch_of(accelerator), "run": run_fact()}
         return manifest_of(model, plugin.state_dict_kind, step=accelerator.step or None, **facts)
 
     rotate = functools.partial(_remove_oldest, run, project.total_limit) if run is not None else None
