@@ -16,9 +16,11 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+import hf_fsdp_plugin
 from hf_fsdp_plugin.cli.plan.output import _COLORS, Planned, Prediction, memory_by_strategy, plan_page, predict
 from hf_fsdp_plugin.estimate.machines import machine_named
 from hf_fsdp_plugin.estimate.types import KIND_NAMES, MemoryEstimate, Workload
+from hf_fsdp_plugin.launcher.flags import FLAG_TABLES
 from hf_fsdp_plugin.plan.fsdp_plan import equal_units
 from hf_fsdp_plugin.plan.resolve import resolve
 from hf_fsdp_plugin.spec.load import load_spec
@@ -176,11 +178,19 @@ def shown(predictions: dict[str, Prediction], tmp_path_factory: pytest.TempPathF
     (folder / "frames.html").write_text(frames, encoding="utf-8")
     command = [
         CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--force-device-scale-factor=1",
+        "--disable-dev-shm-usage",  # containers have 64 MB of it
         "--allow-file-access-from-files", f"--user-data-dir={folder / 'profile'}", "--virtual-time-budget=20000",
         "--dump-dom", (folder / "frames.html").as_uri(),
     ]  # fmt: skip
     output = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False).stdout
     return json.loads(unescape(output.partition("<pre>")[2].partition("</pre>")[0]))
+
+
+def test_plan_is_the_only_verb_with_a_page():
+    """A page of another verb needs the tests below, too."""
+    templates = [path.name for path in Path(hf_fsdp_plugin.__file__).parent.rglob("*.html")]
+    assert templates == ["charts.html"]
+    assert [verb for verb, flags in FLAG_TABLES.items() if "html" in flags] == ["plan"]
 
 
 PAGES = pytest.mark.parametrize("page_name", [f"{name}-{width}" for name in ("8B", "405B") for width in WIDTHS])
