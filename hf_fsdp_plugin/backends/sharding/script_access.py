@@ -66,8 +66,8 @@ def support_submodule_calls(model: nn.Module) -> None:
         for unit in FullyShardedDataParallel.fsdp_modules(model):
             unit.forward = _forward_if_sharded(model, unit)  # type: ignore[method-assign]
     elif isinstance(model, FSDPModule):
-        for unit in _units_of(model):
-            unit.forward = _forward_of_call(unit)  # type: ignore[method-assign]
+        for module in _units_of(model):
+            module.forward = _forward_of_call(module)  # type: ignore[method-assign]
     else:
         return
     calls = _Calls(model)
