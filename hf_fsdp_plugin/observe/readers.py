@@ -305,8 +305,12 @@ def observe_settings(run: ObservedRun) -> list[settings.JsonObject]:
                 # For example, scalars are not sharded, so the units of a model of scalars have no parameters.
                 reasons = (error.reason for unit in run.units for error in unit.live.unknown.values())
                 found = unobserved_value(next(reasons, "no unit has parameters"))
-        if name in _DTYPES and not run.first_step.num_steps and (cast := settings.stored_cast(run)):
-            found = replace(found, reason=f"{cast}, in a run without optimizer steps", matches=True)
+        if (
+            name in _DTYPES
+            and not (run.model.training or run.first_step.num_steps)
+            and (cast := settings.stored_cast(run))
+        ):
+            found = replace(found, reason=f"{cast}, of a model that is only evaluated", matches=True)
         if plan.pre_sharded and not spec.asked(name) and not found.unobservable:
             found = replace(found, reason=found.reason or "set by the script when it wrapped the model", matches=True)
         row = {"asked": asked, "planned": planned, "observed": found.value}

@@ -119,7 +119,7 @@ def build_report(
         unknown = {error.reason: error for unit in units for error in unit.live.unknown.values()}
         problems = [
             *map(off_warning, unknown.values()),
-            *check_structure(units, plan, trained=first_step.num_steps > 0 or bool(inner)),
+            *check_structure(units, plan, trained=model.training or first_step.num_steps > 0),
             *weights.check_optimizers(model, units, inner, prepared_ids=first_step.optimized_ids),
             *weights.check_shared(inner, first_step.alternating),
             *check_training(run, training, prepared=bool(inner)),
