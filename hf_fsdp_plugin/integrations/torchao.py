@@ -52,7 +52,7 @@ def _wrapping(kind: Any, inner: str, context: Any) -> Callable[[torch.Tensor], t
     return wrap
 
 
-def _keep_scales(model: nn.Module, modules: Sequence[nn.Module]) -> None:
+def _keep_scales(model: nn.Module, modules: Sequence[Any]) -> None:
     """Compute the scales of all weights in one reduction before a forward, if weights have changed since.
 
     Otherwise each all-gather reduces the largest element of each weight. After a checkpoint is loaded, the scales of

@@ -377,7 +377,7 @@ def discard_call(root: Any, *, backward: bool) -> bool:
         Whether this version of torch can do so.
     """
     units: list[Any] = FullyShardedDataParallel.fsdp_modules(root)
-    synchronizes = [unit._sync_gradients for unit in units]
+    synchronizes: list[Any] = [unit._sync_gradients for unit in units]
     for unit in units:
         unit._sync_gradients = False  # then gradients are left as they are
     try:
