@@ -67,7 +67,7 @@ def support_submodule_calls(model: nn.Module) -> None:
             unit.forward = _forward_if_sharded(model, unit)  # type: ignore[method-assign]
     elif isinstance(model, FSDPModule):
         for module in _units_of(model):
-            module.forward = _forward_of_call(module)  # type: ignore[method-assign]
+            module.forward = _forward_of_call(module)
     else:
         return
     calls = _Calls(model)
