@@ -61,6 +61,9 @@ def build_report(
         unchanged = weights.unchanged_parameters(first_step.shard_hashes, first_step.later_hashes, units)
         memory = live_units.observe_memory(model, units, inner, first_step.grads_bytes)
         num_unmanaged = sum(parameter.numel() for parameter in live_units.unmanaged_parameters(model, units))
+        names = weights.names_of_parts(model, units)
+        batches = batch, observed_batch(batch, first_step)
+        infinite = weights.infinite_parts(units)
         hashes = first_step.shard_hashes or {}
         # The parts of this rank that are trained: a rank may have none.
         trained = {key for key, value in hashes.items() if value is not None}
@@ -77,9 +80,6 @@ def build_report(
             **memory,
         }
     ranks = gather_objects(own)
-    names = weights.names_of_parts(model, units)
-    batches = batch, observed_batch(batch, first_step)
-    infinite = weights.infinite_parts(units)
     found_by_rank = gather_equal_objects((unchanged, infinite, first_step.options, batches))
     known = [found[0] for found in found_by_rank if found[0] is not None]
     untouched = frozenset.intersection(*known) if known else frozenset()
