@@ -34,7 +34,11 @@ with_libraries="tests/gloo/test_fp8.py tests/gloo/test_losses.py tests/gloo/test
 libraries=$("$python" -c 'import sys; print(sys.prefix)')/libraries${PYTHONPATH:+:$PYTHONPATH}
 if [ "${1:-}" = --accelerator ]; then
   shared_ranks=$(grep -l "_ranks: Ranks" tests/gloo/test_*.py)
-  RANKS_DEVICE=accelerator exec "${quick[@]}" $shared_ranks "${@:2}"
+  result=passed
+  RANKS_DEVICE=accelerator "${quick[@]}" $shared_ranks "${@:2}" || result=failed
+  [ $# -gt 1 ] || "$python" -m scripts.last_runs --record accelerator "$result"
+  [ "$result" = passed ]
+  exit
 fi
 if [ "${1:-}" = --unit ]; then
   exec "$python" -m pytest -q -m "not slow and not gpu" -n "${WORKERS:-3}" --dist worksteal tests/unit "${@:2}"

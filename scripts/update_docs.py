@@ -24,6 +24,7 @@ from hf_fsdp_plugin.spec.fsdp_spec import DIALECT_DEFAULTS, VERSION_DEFAULTS, Fs
 from hf_fsdp_plugin.spec.values import MAX_DIGITS, UNITS
 from hf_fsdp_plugin.spellings import FALSE_WORDS, TRUE_WORDS
 from hf_fsdp_plugin.vocabulary import PREFIXES, ROWS, TRAINING_FILE_MARKS, SettingRow
+from scripts.last_runs import record
 from scripts.launcher_features import clusters
 from scripts.screenshots import command_line
 from scripts.script_arguments import ROWS as SCRIPT_ROWS
@@ -433,6 +434,7 @@ def main() -> int:
     check = args.check
     if args.runs:
         (DOCS / "command_line.md").write_text(command_line(runs=True), encoding="utf-8")
+        record("screenshots", "passed")
     changed = outdated()
     for path, text in changed.items():
         if check:

@@ -26,6 +26,7 @@ from types import FrameType
 
 from scripts.bench.common import ROOT, child_environment
 from scripts.bench.registry import QUICK_MINUTES, Benchmark, chosen
+from scripts.last_runs import record
 
 _SECONDS_TO_END = 30.0
 """After SIGTERM, before SIGKILL."""
@@ -94,6 +95,8 @@ def run_all(rows: list[Benchmark], *, quick: bool) -> int:
             result, exit_code = run_limited(command, log, 60 * limit_minutes(row, quick=quick))
         except Stopped:
             result, exit_code = "stopped", 130
+        if not quick and exit_code != 130:
+            record(row.name, result)
         summary.append(f"{row.name:<20} {result:<12} exit code {exit_code:3} {time.monotonic() - began:6.0f} s")
         if exit_code:
             code = 1

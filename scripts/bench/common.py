@@ -71,15 +71,25 @@ def main_of_two_ranks(script: str, measure: Callable[[], None]) -> int:
 
 
 def describe_machine() -> dict[str, Any]:
-    """Return date, processor, number of cores, and versions, as a JSON object."""
+    """Return date, commit, processor, number of cores, and versions, as a JSON object."""
     return {
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),
+        "commit": commit(),
         "machine": f"{_processor()}, {os.cpu_count()} cores",
         "versions": {
             "python": platform.python_version(),
             **{name: version(name) for name in ("torch", "transformers", "accelerate")},
         },
     }
+
+
+def commit() -> str:
+    """Return the short hash of the present commit, with ``+`` if files differ from it; empty without git."""
+    command = ["git", "describe", "--always", "--exclude=*", "--dirty=+"]
+    try:
+        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return ""
 
 
 def _processor() -> str:

@@ -26,6 +26,7 @@ runner.chosen = lambda names: [Benchmark(name=name, program=f"{name}.py", shell=
                                          minutes=LIMIT, quick="") for name in names]
 runner.QUICK_MINUTES = LIMIT
 runner.ROOT = runner.Path.cwd()
+runner.record = lambda name, result: open("recorded", "a").write(f"{name} {result}\\n")
 runner.update_tables = lambda: open("rendered", "w").close() or 0
 raise SystemExit(runner.main())
 """
@@ -123,6 +124,7 @@ def test_failure_does_not_end_the_others(suite):
 def test_results_are_rendered_after_a_run(suite):
     done = run_suite(suite, "--only", "works")
     assert done.returncode == 0 and (suite / "rendered").exists()
+    assert (suite / "recorded").read_text() == "works passed\n"
     assert done.stdout.count("passed") == 1
 
 

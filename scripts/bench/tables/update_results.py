@@ -34,7 +34,7 @@ from scripts.bench.tables.planning import (
 from scripts.bench.tables.profile import suggestions
 
 BLOCK = re.compile(r"(<!-- results:begin (?P<name>[\w-]+) -->\n).*?(<!-- results:end (?P=name) -->)", re.DOTALL)
-HEAD = ("date", "machine", "versions", "load_average_of_15_minutes", "command", "device")
+HEAD = ("date", "commit", "machine", "versions", "load_average_of_15_minutes", "command", "device")
 
 Result = dict[str, Any]
 
