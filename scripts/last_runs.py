@@ -4,8 +4,8 @@
     python -m scripts.last_runs --stale                  those that should run again
     python -m scripts.last_runs --record NAME RESULT     for the program that runs a set, at its end
 
-The dates are those of docs/results/last_runs.json and of the results in docs/results, whichever is later. A set is stale
-if it has never run, has not passed, ran more than 30 days ago, or if a later commit changes its code.
+The dates are those of docs/results/last_runs.json and of the results in docs/results, whichever is later. A set is
+stale if it has never run, has not passed, ran more than 30 days ago, or if a later commit changes its code.
 """
 
 from __future__ import annotations

@@ -62,7 +62,7 @@ BENCHMARKS = (
         name="checkpoint_save", minutes=60, quick="--rounds 1 --full-rounds 1 --layers 2 --hidden 128 --vocabulary 1000"
     ),
     Benchmark(name="closed_against_trace", code="estimate", quick="--settings 2"),
-    Benchmark(name="command_start", code="cli", quick="--rounds 10"),
+    Benchmark(name="command_start", code="cli", quick="--rounds 1"),
     Benchmark(name="computed_weights", code="backends/loading", quick="--rounds 1"),
     Benchmark(
         name="deepspeed_checkpoints", code="checkpoint", minutes=60

@@ -38,7 +38,7 @@ NOT_RUN: dict[str, str] = {
     r"/usr/bin/python3 -m hf_fsdp_plugin.cli.main enable": "changes the environment of Python",
     r"bash scripts/(test|quickstart)\.sh": "runs this test, or minutes: scripts/matrix.sh runs the quickstart",
     r"bash scripts/gpu_check\.sh": "needs a GPU, or minutes: tests/gloo/test_gpu_check.py",
-    r"(bash )?scripts/(ecosystem|matrix|two_hosts)\.sh": "takes minutes to hours: python -m scripts.last_runs",
+    r"(bash )?scripts/(coverage|ecosystem|matrix|two_hosts)\.sh": "takes minutes to hours: python -m scripts.last_runs",
     r"(\S*/)?python (-m )?scripts": "tests/programs/test_every_program.py runs each program with its own sizes",
     r"python tests/accelerator/backend/torch_npu/build\.py": "tests/accelerator builds it",
     r"python -c 'import torch; print\(torch\.ones\(2, device=\"npu\"\)\)'": "tests/accelerator",

@@ -206,7 +206,15 @@ def _serve(rank: int, world_size: int, folder: str, pipe: Connection, device: st
             gc.freeze()
             gc.enable()
             num_modules = len(sys.modules)
+        _save_coverage()
         pipe.send(reply)
+
+
+def _save_coverage() -> None:
+    """Write what this rank has executed, under scripts/coverage.sh: a rank ends by SIGKILL."""
+    coverage = sys.modules.get("coverage")
+    if coverage is not None and (running := coverage.Coverage.current()) is not None:
+        running.save()
 
 
 def _accelerator_variables() -> dict[str, str]:

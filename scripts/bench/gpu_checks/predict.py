@@ -1,4 +1,4 @@
-"""``python -m scripts.bench.gpu_checks.predict POINT DEVICE [CAPABILITY]``: print the predicted memory of a point as JSON.
+"""``python -m scripts.bench.gpu_checks.predict POINT DEVICE [CAPABILITY]``: print the predicted memory.
 
 A process of its own, because a trace makes a process group.
 """

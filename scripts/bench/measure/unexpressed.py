@@ -39,7 +39,6 @@ SIZES: Final = {
     "vocab_size": 256, "hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 4, "num_attention_heads": 4,
     "num_key_value_heads": 2,
 }  # fmt: skip
-_WAIT: Final = 3600.0
 
 Report = Callable[[str, Any], None]
 
