@@ -94,7 +94,8 @@ def save_with_memory(folder: str, system: str, version: int) -> dict[str, Any]:
     with torch.device("meta"):
         model = tiny_llama()
     predicted = estimate_memory(plan_of(again.model), model, Workload(micro_batch=1, seq_len=8)).staging_bytes
-    return {**run, "printed": printed.getvalue(), "copies": copies, "predicted": predicted}
+    num_tensors = 4 * sum(1 for _ in model.parameters())  # with those of the optimizer's state
+    return {**run, "printed": printed.getvalue(), "copies": copies, "predicted": predicted, "num_tensors": num_tensors}
 
 
 def save_over(folder: str) -> list[float]:

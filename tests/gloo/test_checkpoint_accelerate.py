@@ -42,7 +42,7 @@ def test_loop_resumes_with_same_losses(
 
 
 @pytest.mark.parametrize("version", [1, 2])
-@pytest.mark.parametrize(("available", "num_copies"), [(1 << 20, 2), (200 << 10, 1), (40 << 10, 0)])
+@pytest.mark.parametrize(("available", "num_copies"), [(1 << 20, 2), (290 << 10, 1), (40 << 10, 0)])
 def test_asynchronous_save_without_memory_is_synchronous(
     two_ranks: Ranks, tmp_path: Path, version: int, available: int, num_copies: int
 ) -> None:
@@ -59,8 +59,8 @@ def test_asynchronous_save_without_memory_is_synchronous(
         whole, resumed = run["losses"]
         assert resumed == pytest.approx(whole, rel=1e-6)
         assert len(run["copies"]) == num_copies
-        if num_copies == 2:
-            assert sum(run["copies"]) == pytest.approx(run["predicted"], rel=0.1)
+        if num_copies == 2:  # a file has about 1 KB beside each of the tensors
+            assert 0 <= sum(run["copies"]) - run["predicted"] <= 2048 * run["num_tensors"]
     warned = num_copies < 2
     assert runs[0]["printed"].count("FSDP-W284") == warned
     assert not warned or f"may use {int(available * 0.9) // 2 / 1024:.1f} KiB" in runs[0]["printed"]
