@@ -33,7 +33,7 @@ from transformers import TrainingArguments
 import hf_fsdp_plugin as hfp
 from hf_fsdp_plugin.integrations.accelerate import fp8 as recipes
 from hf_fsdp_plugin.integrations.accelerate.accelerator import replace_scaler
-from hf_fsdp_plugin.integrations.accelerate.prepare import _compile_units
+from hf_fsdp_plugin.integrations.accelerate.prepare import _unit_compiler
 from hf_fsdp_plugin.integrations.session import session
 from hf_fsdp_plugin.messages import printer
 from hf_fsdp_plugin.problems import SpecError
@@ -363,12 +363,11 @@ def dynamo_argument_is_applied(name: str) -> None:
     given = {"backend": "aot_eager", name: values.get(name, True)}
     plugin = TorchDynamoPlugin(**given)
     compiled: list[dict[str, Any]] = []
-    model: Any = SimpleNamespace(
-        get_submodule=lambda _: SimpleNamespace(compile=lambda **kwargs: compiled.append(kwargs))
-    )
-    units = [SimpleNamespace(from_policy=True, modules=("layer",)), SimpleNamespace(from_policy=False, modules=("",))]
+    unit: Any = SimpleNamespace(compile=lambda **kwargs: compiled.append(kwargs))
     accelerator = SimpleNamespace(state=SimpleNamespace(dynamo_plugin=plugin))
-    _compile_units(accelerator, SimpleNamespace(units=units, pre_sharded=False), model)  # type: ignore[arg-type]
+    compile_unit = _unit_compiler(accelerator)
+    assert compile_unit is not None
+    compile_unit(unit)
     (kwargs,) = compiled
     assert kwargs["backend"] == given["backend"]
     assert name == "use_regional_compilation" or kwargs[name] == given[name]
