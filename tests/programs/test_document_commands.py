@@ -234,8 +234,8 @@ def parse_program(module: str, words: list[str], monkeypatch: pytest.MonkeyPatch
             name, *words = words
             module = f"scripts.bench.measure.{name}"
         patch.setattr(sys, "argv", [module, *words])
-        module = f"{module}.__main__" if module == "scripts.bench" else module
-        runpy.run_module(module, run_name="__main__", alter_sys=True)
+        path = ROOT / module.replace(".", "/")
+        runpy.run_path(str(path / "__main__.py" if path.is_dir() else path.with_suffix(".py")), run_name="__main__")
 
 
 BLOCKS = [block for block in blocks() if block]
