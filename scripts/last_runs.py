@@ -69,7 +69,6 @@ SETS: Final = (
         for folder in SLOW_FOLDERS
     ),
     RunSet(name="accelerator", command="bash scripts/test.sh --accelerator", code=(_PACKAGE, "tests/accelerator")),
-    RunSet(name="quickstart", command="bash scripts/quickstart.sh"),
     RunSet(
         name="screenshots",
         command="python -m scripts.update_docs --runs",

@@ -89,5 +89,4 @@ print(f"settings: {statuses.count('applied')} applied, {len(differing)} differ")
 if differing:
     sys.exit("\n".join(f"  {entry['setting']}: requested {entry['asked']}, observed {entry['observed']}" for entry in differing))
 PYTHON
-"$python" -m scripts.last_runs --record quickstart passed
 echo "done in $SECONDS s after installation. The model is in $out."

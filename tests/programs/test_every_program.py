@@ -49,7 +49,7 @@ HELP: dict[str, str] = {
     "scripts/ecosystem.sh": "set ecosystem",
     "scripts/finetune_bert.py": "tests/gloo/test_scripts.py",
     "scripts/matrix.sh": "set matrix",
-    "scripts/quickstart.sh": "set quickstart",
+    "scripts/quickstart.sh": "set matrix",
     "scripts/run_peers.py": "set peers",
     "scripts/test.sh": ".ci/run",
     "scripts/train_causal_lm.py": "tests/gloo/test_scripts.py",

@@ -64,7 +64,7 @@ def test_result_has_machine_and_command(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
     found = json.loads((tmp_path / "a.json").read_text())
     assert found["command"] == "python -m scripts.bench speed" and found["load_average_of_15_minutes"] >= 0
-    assert {"date", "machine", "versions"} <= found.keys() and "| x | 1 |" in done.stdout
+    assert {"date", "commit", "machine", "versions"} <= found.keys() and "| x | 1 |" in done.stdout
 
 
 def test_gpu_check_has_a_row_for_each_case(monkeypatch: pytest.MonkeyPatch) -> None:
