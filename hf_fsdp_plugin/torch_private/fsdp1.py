@@ -361,9 +361,8 @@ def after_forward(root: Any, module: nn.Module, args: tuple[Any, ...], output: A
 
 def backward_has_failed(root: Any) -> bool:
     """Whether a backward of the root has started and not ended, although none is running."""
-    if not root._is_root:  # before the first forward
-        return False
-    return bool(root._post_backward_callback_queued) and not in_backward()
+    # Only the root has it, from the end of its first forward with gradients on.
+    return bool(vars(root).get("_post_backward_callback_queued")) and not in_backward()
 
 
 @torch.no_grad()  # otherwise some units would keep their gathered parameters

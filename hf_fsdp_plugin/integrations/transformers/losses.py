@@ -39,9 +39,11 @@ def watch_loss(trainer: Any, model: nn.Module) -> None:
     class Watched(torch.Tensor):
         @classmethod
         def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            if func.__name__ not in _NEUTRAL:
-                uses.append(func.__name__)
-            return super().__torch_function__(func, types, args, kwargs or {})
+            if func.__name__ in _NEUTRAL:
+                return super().__torch_function__(func, types, args, kwargs or {})
+            uses.append(func.__name__)
+            # The result is a plain tensor: a loss of another class would lose the hooks with which FSDP1 begins backward.
+            return nn.Parameter.__torch_function__(func, types, args, kwargs or {})
 
     def before(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
         if isinstance(number := kwargs.get(_NUM_ITEMS), torch.Tensor):
@@ -53,8 +55,6 @@ def watch_loss(trainer: Any, model: nn.Module) -> None:
         if isinstance(kwargs.get(_NUM_ITEMS), Watched) and kwargs.get("labels") is not None and loss is not None:
             for handle in handles:
                 handle.remove()
-            # The loss may be of this class, too. From now on, results with it are plain tensors.
-            Watched.__torch_function__ = nn.Parameter.__torch_function__  # type: ignore[method-assign]
             if not uses:
                 _scale_as_mean(trainer, module)
 
