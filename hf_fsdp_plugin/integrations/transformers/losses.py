@@ -42,7 +42,7 @@ def watch_loss(trainer: Any, model: nn.Module) -> None:
             if func.__name__ in _NEUTRAL:
                 return super().__torch_function__(func, types, args, kwargs or {})
             uses.append(func.__name__)
-            # The result is a plain tensor: a loss of another class would lose the hooks with which FSDP1 begins backward.
+            # The result is a plain tensor: FSDP1 does not begin the backward of a loss of another class.
             return nn.Parameter.__torch_function__(func, types, args, kwargs or {})
 
     def before(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
