@@ -167,7 +167,8 @@ def test_optimizer_prepared_apart_trains_the_same(two_ranks: Ranks, name: str, o
 
 @ORDERS
 def test_optimizer_prepared_apart_is_refused_the_same(two_ranks: Ranks, order: str) -> None:
-    assert two_ranks.run(cases.train, "hf-adafactor", 1, order=order)[0]["codes"] == ["FSDP-E320"]
+    codes = two_ranks.run(cases.train, "hf-adafactor", 1, order=order)[0]["codes"]
+    assert [code for code in codes if code != "FSDP-W328"] == ["FSDP-E320"]  # one of the case's groups is empty
 
 
 @pytest.mark.parametrize("by", ["names", "dimensions"])
