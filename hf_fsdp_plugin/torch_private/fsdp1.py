@@ -54,7 +54,7 @@ CONTRACTS = (
     *contracts_of(f"{_COMMON}:TrainingState", "refused", _EVALUATION, "IDLE", "SUMMON_FULL_PARAMS"),
     *contracts_of(_RUNTIME, "refused", _LOGGED, "_post_backward_hook"),
     *contracts_of(f"{_FLAT}:FlatParameter", "refused", _LOGGED, "_post_backward_hook_state"),
-    *contracts_of(_UNIT, "off", _FAILED, "_post_backward_callback_queued", "_sync_gradients"),
+    *contracts_of(_UNIT, "off", _FAILED, "_sync_gradients"),
     *contracts_of(_RUNTIME, "off", _FAILED, "_post_backward_final_callback"),
     *contracts_of(f"{_FLAT}:FlatParameter", "off", _FAILED, "_post_backward_called", "_saved_grad_shard"),
     *contracts_of(_FLAT, "refused", _ON_READ, "FlatParamHandle"),
@@ -361,7 +361,7 @@ def after_forward(root: Any, module: nn.Module, args: tuple[Any, ...], output: A
 
 def backward_has_failed(root: Any) -> bool:
     """Whether a backward of the root has started and not ended, although none is running."""
-    # Only the root has it, from the end of its first forward with gradients on.
+    # Only the root has it, from the end of its first forward with gradients on, so it cannot be probed before.
     return bool(vars(root).get("_post_backward_callback_queued")) and not in_backward()
 
 

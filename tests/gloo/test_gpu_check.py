@@ -25,11 +25,13 @@ ON_CPU = (
 """Checks whose case in the quick tests runs on CPU ranks: those that start processes, which take long."""
 ON_DEVICE = (
     "training", "scaler", "fused_resume", "parity", "memory_error", "extra_forward", "generation", "sync_free_steps",
-    "host_time", "prediction", "load_speed", "save_stall", "pinning", "compiled", "nccl", "lora", "qlora",
-    "collectives", "contexts", "pinned_saves", "state_dict", "checkpointed_prediction", "clipping",
+    "host_time", "load_speed", "save_stall", "pinning", "compiled", "nccl", "lora", "qlora",
+    "collectives", "contexts", "pinned_saves", "state_dict", "clipping",
     "activation_offload", "loading", "ignored_modules", "reports", "process_groups",
 )  # fmt: skip
 """Checks whose case in the quick tests runs on the simulated device, which shows more."""
+ON_RANKS = ("prediction", "checkpointed_prediction")
+"""Checks whose case in the quick tests runs on ranks of the tests, in fp32."""
 SKIPPED = {"qlora": "not installed: bitsandbytes", "contexts": "only CUDA has contexts"}
 """Checks that these machines cannot run, and the reason that their row has."""
 NOT_ON_CPU = ("sync_free_steps", "pinning", "contexts")
@@ -54,13 +56,16 @@ def case_of(check: str, version: int, **changed: Any) -> dict[str, Any]:
 
 
 def run_program(out: Path, *arguments: str, environ: dict[str, str] | None = None) -> dict[str, Any]:
-    """Run the script that users start, and return check -> the row of its case."""
+    """Run the script that users start, and return check -> the row of its first case."""
     command = ["bash", str(ROOT / "scripts" / "gpu_check.sh"), "--out", str(out), *arguments]
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=900, check=False, env={**os.environ, **(environ or {})}
     )
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
-    return {row["name"].split()[0]: row for row in json.loads(out.read_text())["rows"]}
+    rows: dict[str, Any] = {}
+    for row in json.loads(out.read_text())["rows"]:
+        rows.setdefault(row["name"].split()[0], row)  # of the modes of a check, the first
+    return rows
 
 
 def check_rows(rows: dict[str, Any], expected: tuple[str, ...]) -> None:
@@ -95,20 +100,25 @@ def test_program_passes_on_simulated_devices(tmp_path: Path) -> None:
 
 
 def test_every_check_has_a_case_in_the_quick_tests(gpu: SimpleNamespace) -> None:
-    assert {*ON_CPU, *ON_DEVICE} == set(gpu.base.CHECKS) and not {*ON_CPU}.intersection(ON_DEVICE)
+    assert {*ON_CPU, *ON_DEVICE, *ON_RANKS} == set(gpu.base.CHECKS) and not {*ON_CPU}.intersection(ON_DEVICE)
 
 
 EVERY = [slow(name, version) for name in (*ON_CPU, *ON_DEVICE) for version in (1, 2) if name != "layers"]
+PREDICTIONS = [
+    ("prediction", 2),
+    slow("prediction", 1),
+    *(slow("checkpointed_prediction", version) for version in (1, 2)),
+]
 
 
 @pytest.mark.cpu_ranks("the next test runs the checks on devices")
-@pytest.mark.parametrize(("check", "version"), EVERY)
+@pytest.mark.parametrize(("check", "version"), [*EVERY, *(slow(name, 2) for name in ON_RANKS)])
 def test_check_passes_on_cpu_ranks(two_ranks: Ranks, check: str, version: int) -> None:
     for figures in two_ranks.run(run, case_of(check, version)):
         assert json.dumps(figures) and (isinstance(figures, str) == (check in NOT_ON_CPU))
 
 
-@pytest.mark.parametrize(("check", "version"), EVERY)
+@pytest.mark.parametrize(("check", "version"), [*EVERY, *PREDICTIONS])
 def test_check_passes_on_simulated_device(two_accelerator_ranks: Ranks, check: str, version: int) -> None:
     """The same checks, as on a GPU: the first contact with one does not fail in the check itself."""
     case = case_of(check, version, device="npu", backend="hccl")

@@ -198,7 +198,7 @@ def test_optimizer_is_created_with_original_shapes(
         ("model only", "sharded", "checkpoint.state_dict", "save_only_model=True"),
         ("checkpointing", "sharded", "activation.checkpointing", "the script has enabled"),
         ("every second layer", "sharded", "activation.checkpointing", "every_n_layers=2"),
-        ("half evaluation", "sharded", "precision.param", "of a model that is only evaluated"),
+        ("half evaluation", "sharded", "precision.param", "the dtype of the parameters"),
         ("norm only", "sharded", "sharding.strategy", ""),
     ],
 )

@@ -7,6 +7,7 @@ by the labels of all of them. Many models return a mean instead: T5, BART, BERT,
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping
 from typing import Any, Final
 
@@ -18,7 +19,7 @@ from hf_fsdp_plugin.plan.names import unwrapped
 from hf_fsdp_plugin.problems import Problem
 
 _WATCHED: Final = "_hf_fsdp_watched_loss"
-"""Attribute of a Trainer: the model whose loss is watched."""
+"""Attribute of a Trainer: weak reference to the model whose loss is watched."""
 _NUM_ITEMS: Final = "num_items_in_batch"
 _NEUTRAL: Final = frozenset({"__get__", "to", "detach", "dim", "size", "numel", "is_floating_point", "is_complex"})
 """Functions of a tensor that do not compute with its value. FSDP calls them for all inputs."""
@@ -31,9 +32,9 @@ def watch_loss(trainer: Any, model: nn.Module) -> None:
     """
     dynamo = trainer.accelerator.state.dynamo_plugin
     compiles = trainer.args.torch_compile or (dynamo is not None and dynamo.backend.value.lower() != "no")
-    if compiles or not trainer.model_accepts_loss_kwargs or getattr(trainer, _WATCHED, None) is model:
+    if compiles or not trainer.model_accepts_loss_kwargs or getattr(trainer, _WATCHED, lambda: None)() is model:
         return
-    setattr(trainer, _WATCHED, model)
+    setattr(trainer, _WATCHED, weakref.ref(model))
     uses: list[str] = []
 
     class Watched(torch.Tensor):

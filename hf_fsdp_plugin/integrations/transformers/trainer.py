@@ -231,7 +231,7 @@ def train(original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any)
     callbacks = (StartChecks(trainer), agreed := AgreedCheckpoint(trainer))
     for callback in callbacks:
         trainer.add_callback(callback)
-    create = partial(create_optimizer, trainer, trainer.create_optimizer)
+    create = partial(create_optimizer, trainer, _own_create_optimizer(trainer))
     try:
         with (
             attributes_in_block(trainer, create_optimizer=create),
@@ -267,6 +267,15 @@ def _without_full_eval(trainer: Any) -> AbstractContextManager[None]:
     return attributes_in_block(trainer.args, bf16_full_eval=False, fp16_full_eval=False)
 
 
+def _own_create_optimizer(trainer: Any) -> Callable[..., Any]:
+    """Return the method of a Trainer, which may be a copy of one that trains, with the replacement of that one."""
+    method = vars(trainer).get("create_optimizer")
+    if isinstance(method, partial) and method.func is create_optimizer:
+        return partial(type(trainer).create_optimizer, trainer)
+    own: Callable[..., Any] = trainer.create_optimizer
+    return own
+
+
 def create_optimizer(trainer: Any, create: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Create the optimizer of a Trainer, which sees the original shapes of a model that FSDP1 has sharded before."""
 
@@ -274,7 +283,8 @@ def create_optimizer(trainer: Any, create: Callable[..., Any], *args: Any, **kwa
         create(*args, **kwargs)
         return trainer.optimizer
 
-    create_with_original_shapes(next(iter((*args, *kwargs.values())), None) or trainer.model, created)
+    model = next(iter((*args, *kwargs.values())), None)
+    create_with_original_shapes(trainer.model if model is None else model, created)
     return trainer.optimizer
 
 
