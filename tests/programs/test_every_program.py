@@ -61,6 +61,7 @@ HELP: dict[str, str] = {
 BENCHMARK_PROGRAMS = {row.path(): row.name for row in BENCHMARKS}
 """Programs whose smallest run is a slow test (test_all_benchmarks.py), and each of which is a set."""
 ELSEWHERE: dict[str, str] = {
+    "scripts/bench/gpu_checks/child.py": "tests/gloo/test_gpu_check.py",
     "scripts/bench/ranks/hangs.py": "set hangs",
     "scripts/bench/ranks/host_waits.py": "tests/gloo/test_host_waits.py",
     "scripts/bench/ranks/restarts.py": "set restarts",
