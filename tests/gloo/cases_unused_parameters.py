@@ -28,7 +28,7 @@ class Layer(nn.Module):
 
 
 class Net(nn.Module):
-    """A tower, layers with experts, and two heads, of which each forward uses what it is told to use."""
+    """A tower, layers with experts, and two heads, of which each forward uses those that its arguments name."""
 
     def __init__(self) -> None:
         super().__init__()

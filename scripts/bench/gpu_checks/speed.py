@@ -73,11 +73,9 @@ class PlainLoop:
 
         loss = self.model(**batch).loss
         loss.backward()
-        if not clip:
-            pass
-        elif self.clips_itself:
+        if clip and self.clips_itself:
             self.model.clip_grad_norm_(MAX_GRAD_NORM)
-        else:
+        elif clip:
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), MAX_GRAD_NORM)
         self.optimizer.step()
         if self._after_step is not None:
