@@ -96,7 +96,7 @@ def no_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
     before = ProcessState.read()
     yield
     leaks = leaks_since(before)
-    before.restore_environment()
+    before.restore()
     if folder is not None:
         leaks += open_files_below(folder)
     if leaks:

@@ -20,6 +20,7 @@ from hf_fsdp_plugin.launcher.flags import parse_launch_arguments
 from hf_fsdp_plugin.problems import UsageError
 from tests.support import saved
 from tests.support.documents import ROOT, Command, blocks, inline_commands, simple_commands
+from tests.support.leaks import ProcessState
 from tests.unit.cli.conftest import LLAMA
 
 RANKS = "starts ranks: tests/gloo"
@@ -223,7 +224,7 @@ def parse_shell(path: str, words: list[str], monkeypatch: pytest.MonkeyPatch) ->
 
 def parse_program(module: str, words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Run a program until its arguments are parsed."""
-    original = argparse.ArgumentParser.parse_args
+    original, process = argparse.ArgumentParser.parse_args, ProcessState.read()
 
     def parse_args(self: argparse.ArgumentParser, *args: Any, **kwargs: Any) -> NoReturn:
         original(self, *args, **kwargs)
@@ -237,6 +238,7 @@ def parse_program(module: str, words: list[str], monkeypatch: pytest.MonkeyPatch
         patch.setattr(sys, "argv", [module, *words])
         path = ROOT / module.replace(".", "/")
         runpy.run_path(str(path / "__main__.py" if path.is_dir() else path.with_suffix(".py")), run_name="__main__")
+    process.restore()  # some programs handle SIGTERM
 
 
 BLOCKS = [block for block in blocks() if block]

@@ -19,6 +19,7 @@ import pytest
 
 from scripts.bench.registry import BENCHMARKS
 from scripts.last_runs import SETS
+from tests.support.leaks import ProcessState
 
 ROOT = Path(__file__).resolve().parents[2]
 RUN: dict[str, str] = {
@@ -123,10 +124,11 @@ def test_program_prints_its_help(
     monkeypatch.setenv("PYTHONPATH", str(ROOT))  # python -m scripts.bench changes it
     monkeypatch.setattr(sys, "argv", [path, "--help"])
     monkeypatch.setattr(sys, "path", [str((ROOT / path).parent), *sys.path])
-    before = set(sys.modules)
+    modules, process = set(sys.modules), ProcessState.read()
     with pytest.raises(SystemExit) as stopped:
         runpy.run_path(str(ROOT / path), run_name="__main__")
-    sys.modules.pop("data", None) if "data" not in before else None  # scripts/data.py, as the example scripts see it
+    process.restore()  # some programs handle SIGTERM
+    sys.modules.pop("data", None) if "data" not in modules else None  # scripts/data.py, as the example scripts see it
     assert not stopped.value.code and "usage" in capsys.readouterr().out
 
 

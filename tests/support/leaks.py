@@ -1,8 +1,9 @@
-"""Compares environment variables, threads, child processes, process groups and files before and after a test."""
+"""Compares the state of the process before and after a test: variables, handlers, threads, processes, groups, files."""
 
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import tempfile
 import threading
@@ -10,12 +11,14 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 _WATCHED_FOLDERS = (ROOT, ROOT / "configs", ROOT / "docs", ROOT / "hf_fsdp_plugin", ROOT / "scripts", ROOT / "tests")
 _CACHES = frozenset({"__pycache__", ".hypothesis", ".pytest_cache", ".mypy_cache", ".ruff_cache", "outputs"})
 # Set by the libraries at their first import or by pytest for every test.
 _LIBRARY_VARIABLES = ("PYTEST_", "TORCH", "TRITON_", "KMP_", "KINETO_", "CUDA_MODULE_LOADING", "TF_")
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _LIBRARY_THREADS = ("tqdm", "pytest_timeout", "pin_memory")
 _GRACE_SECONDS = 5.0
 _CLOCK_TICK_NS = 50_000_000
@@ -31,6 +34,7 @@ class ProcessState:
     """The state of this process that a test must not change."""
 
     environ: dict[str, str]
+    handlers: dict[signal.Signals, Any]
     threads: frozenset[str]
     children: frozenset[int]
     process_group: bool
@@ -41,14 +45,18 @@ class ProcessState:
         distributed = sys.modules.get("torch.distributed")
         return cls(
             environ={name: value for name, value in os.environ.items() if not name.startswith(_LIBRARY_VARIABLES)},
+            handlers={number: signal.getsignal(number) for number in _SIGNALS},
             threads=frozenset(_threads()),
             children=frozenset(_children()),
             process_group=distributed is not None and distributed.is_initialized(),
             files=_files(),
         )
 
-    def restore_environment(self) -> None:
-        """Undo changes of the environment, so that one leak fails one test."""
+    def restore(self) -> None:
+        """Undo changes of the environment and of the handlers of signals, so that one leak fails one test."""
+        for number, handler in self.handlers.items():
+            if signal.getsignal(number) is not handler:
+                signal.signal(number, handler)
         for name in os.environ.keys() - self.environ.keys():
             if not name.startswith(_LIBRARY_VARIABLES):
                 del os.environ[name]
@@ -80,6 +88,11 @@ def differences(before: ProcessState, after: ProcessState) -> list[str]:
         if before.environ.get(name) != after.environ.get(name)
     )
     lines = [f"environment variable {name}={after.environ.get(name)!r}" for name in changed]
+    lines += [
+        f"handler of {number.name}: {handler}"
+        for number, handler in after.handlers.items()
+        if before.handlers.get(number) is not handler
+    ]
     lines += [f"thread {name}" for name in sorted(after.threads - before.threads)]
     lines += [f"child process {pid}: {_command(pid)}" for pid in sorted(after.children - before.children)]
     lines += [f"file {path}" for path in sorted(after.files - before.files)]

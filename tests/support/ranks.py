@@ -199,7 +199,7 @@ def _serve(rank: int, world_size: int, folder: str, pipe: Connection, device: st
                 reply = (False, f"{name} leaks {'; '.join(leaks)}")
         except BaseException:
             reply = (False, traceback.format_exc())
-        before.restore_environment()
+        before.restore()
         if len(sys.modules) > num_modules + 50:
             # Accelerate collects garbage in each training: without this, among the objects of all imported modules.
             gc.collect()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -19,6 +20,10 @@ from tests.support.leaks import ProcessState, differences, open_files_below
 def _variable(stack: ExitStack) -> None:
     os.environ["HF_FSDP_LEAK"] = "1"
     stack.callback(os.environ.pop, "HF_FSDP_LEAK", None)
+
+
+def _handler(stack: ExitStack) -> None:
+    stack.callback(signal.signal, signal.SIGTERM, signal.signal(signal.SIGTERM, print))
 
 
 def _thread(stack: ExitStack) -> None:
@@ -51,6 +56,7 @@ def _process_group(stack: ExitStack) -> None:
     ("leak", "expected"),
     [
         (_variable, "environment variable HF_FSDP_LEAK='1'"),
+        (_handler, "handler of SIGTERM"),
         (_thread, "thread leaked"),
         (_child, "child process"),
         (_file, "file "),
@@ -69,7 +75,7 @@ def test_restoring_the_environment_removes_and_resets() -> None:
     os.environ["HF_FSDP_RESET"] = "before"
     before = ProcessState.read()
     os.environ.update(HF_FSDP_RESET="after", HF_FSDP_LEAK="1")
-    before.restore_environment()
+    before.restore()
     assert os.environ.pop("HF_FSDP_RESET") == "before"
     assert "HF_FSDP_LEAK" not in os.environ
 
