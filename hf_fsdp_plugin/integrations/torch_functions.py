@@ -32,7 +32,7 @@ from hf_fsdp_plugin.backends.optimizers.clipping import check_whole_gradients, c
 from hf_fsdp_plugin.backends.ranks.agreement import collective_call
 from hf_fsdp_plugin.backends.sharding.script_access import free_gathered, gathers_root_itself
 from hf_fsdp_plugin.backends.sharding.shard import locate_module, sharded_models, sharded_optimizers
-from hf_fsdp_plugin.backends.sharding.unused_parameters import fsdp1_backward_ended
+from hf_fsdp_plugin.backends.sharding.unused_parameters import backward_ended
 from hf_fsdp_plugin.backends.torch_types import shard_like
 from hf_fsdp_plugin.integrations.saving import gathered, part_of
 from hf_fsdp_plugin.plan.names import unwrapped
@@ -52,7 +52,7 @@ def finish_backward(original: Callable[..., None], state: FSDP, *args: Any) -> N
     """Finish a backward of FSDP1, with the gradients of units and parameters that some micro-batches do not use."""
     fsdp1.reduce_earlier_gradients(state)
     original(state, *args)
-    fsdp1_backward_ended(state)
+    backward_ended(state)
 
 
 def state_dict(original: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -435,11 +435,10 @@ class FlatGradients:
 
     def unused(self) -> list[int]:
         """Return the positions of the parameters that had no gradient before, and got none of this rank."""
-        members = original_parameters(self._flat) if self._had_gradient else ()
         return [
             position
-            for position, member in enumerate(members)
-            if member.requires_grad and position not in self._used and not self._had_gradient[position]
+            for position, had_gradient in enumerate(self._had_gradient)
+            if not had_gradient and position not in self._used and self._parameters[position].requires_grad
         ]
 
     def remove(self, positions: list[int]) -> list[str]:
@@ -455,6 +454,10 @@ class FlatGradients:
             if (info.prim_param_name, info.prim_module) in removed:
                 shared.grad = None
         return []
+
+    @property
+    def _parameters(self) -> list[nn.Parameter]:
+        return self._flat._params or [self._flat] * self.num_parameters
 
     def _watch_views(self) -> None:
         infos = self._flat._param_infos
@@ -473,8 +476,7 @@ class FlatGradients:
 
     def _record(self, gradients: tuple[torch.Tensor | None, ...]) -> None:
         if not self._had_gradient:
-            parameters = self._flat._params or [self._flat] * self.num_parameters
-            self._had_gradient = [parameter.grad is not None for parameter in parameters]
+            self._had_gradient = [parameter.grad is not None for parameter in self._parameters]
         self._used.update(index for index, output in enumerate(self._outputs) if gradients[output] is not None)
 
 

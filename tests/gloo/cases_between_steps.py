@@ -93,11 +93,12 @@ def losses_with(config: dict[str, Any], forward: str, change: str | None) -> lis
     return losses
 
 
-def losses_around_failure(config: dict[str, Any], where: str | None) -> list[float]:
+def losses_around_failure(config: dict[str, Any], where: str | None, then: str = "") -> list[float]:
     """Train with a call that fails in the third step, and whose error is caught. Return the losses of this rank.
 
     Args:
         where: a step that fails: ``forward``, ``submodule`` (of a call of the base model), ``backward`` or ``None``.
+        then: what follows: a ``save`` of the weights, or a batch whose gradients are only ``accumulated``.
     """
     accelerator = fresh_accelerator(config)
     model: Any = tiny_llama()
@@ -114,6 +115,11 @@ def losses_around_failure(config: dict[str, Any], where: str | None) -> list[flo
                     inner.model(global_batch(0)["input_ids"].to(inner.device))
                 accelerator.backward(loss_of(model, "llama", 9))
             handle.remove()
+        if step == 2 and then == "save":
+            accelerator.get_state_dict(model)
+        if step == 2 and then == "accumulated":
+            with accelerator.no_sync(model):
+                accelerator.backward(loss_of(model, "llama", 7, accelerator.process_index, 2))
         loss = loss_of(model, "llama", step, accelerator.process_index, 2)
         accelerator.backward(loss)
         optimizer.step()
@@ -180,6 +186,36 @@ def losses_with_forward_before_step(config: dict[str, Any], forward: str) -> lis
         loss = loss_of(model, "llama", step, accelerator.process_index, 2)
         accelerator.backward(loss)
         kept = FORWARDS[forward](model)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+        del kept
+    return losses
+
+
+CLIPS: dict[str, Callable[[Any, Any], Any]] = {
+    "norm": lambda accelerator, parameters: accelerator.clip_grad_norm_(parameters, 0.1),
+    "torch": lambda accelerator, parameters: torch.nn.utils.clip_grad_norm_(parameters, 0.1),
+    "value": lambda accelerator, parameters: accelerator.clip_grad_value_(parameters, 1e-4),
+    "by hand": lambda accelerator, parameters: [p.grad.mul_(0.1) for p in parameters if p.grad is not None],
+}
+
+
+def losses_with_forward_before_clip(
+    config: dict[str, Any], forward: str, clip: str, before_optimizer: str = "none"
+) -> list[float]:
+    """Train with a forward ``before_optimizer`` is made, and another one between the backward and the clipping."""
+    accelerator = fresh_accelerator(config)
+    model: Any = accelerator.prepare_model(tiny_llama())
+    kept = FORWARDS[before_optimizer](model)
+    optimizer = accelerator.prepare_optimizer(torch.optim.SGD(model.parameters(), lr=1.0))
+    del kept
+    losses = []
+    for step in range(3):
+        loss = loss_of(model, "llama", step, accelerator.process_index, 2)
+        accelerator.backward(loss)
+        kept = FORWARDS[forward](model)
+        CLIPS[clip](accelerator, model.parameters())
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())

@@ -60,6 +60,14 @@ def test_training_continues_after_caught_error(two_ranks: Ranks, version: int, w
     assert two_ranks.run(cases.losses_around_failure, config, where) == expected
 
 
+@VERSIONS
+@pytest.mark.parametrize("then", ["save", "accumulated"])
+def test_caught_error_of_backward_is_followed_by(two_ranks: Ranks, version: int, then: str) -> None:
+    config = config_of(version)
+    expected = two_ranks.run(cases.losses_around_failure, config, None, then)
+    assert two_ranks.run(cases.losses_around_failure, config, "backward", then) == expected
+
+
 def test_failed_backward_is_refused_with_older_torch(two_ranks: Ranks) -> None:
     case = (cases.losses_after_failure_with_older_torch, config_of(2))
     assert two_ranks.run(cases.refused, *case) == [["FSDP-E318"]] * 2
@@ -85,6 +93,23 @@ def test_steps_have_no_added_all_gather(
     expected = {"step": step, "evaluation": evaluation, "next evaluation": evaluation}
     for found in two_ranks.run(cases.count_all_gathers, config_of(version, strategy)):
         assert found == {**expected, "step after it": after, "step with a forward": both}
+
+
+@VERSIONS
+@STRATEGIES
+@pytest.mark.parametrize("clip", cases.CLIPS)
+def test_forward_before_clipping_changes_nothing(two_ranks: Ranks, version: int, strategy: str, clip: str) -> None:
+    """After a forward with gradients, the parameters of FSDP2 are gathered copies, which have no gradients."""
+    config = config_of(version, strategy)
+    expected = two_ranks.run(cases.losses_with_forward_before_clip, config, "none", clip)
+    assert two_ranks.run(cases.losses_with_forward_before_clip, config, "logged", clip) == expected
+
+
+@STRATEGIES
+def test_optimizer_made_after_forward_gets_the_shards(two_ranks: Ranks, strategy: str) -> None:
+    """Under FSDP1 and ``SHARD_GRAD_OP``, torch refuses the parameters then."""
+    case = (cases.losses_with_forward_before_clip, config_of(2, strategy), "none", "norm")
+    assert two_ranks.run(*case, "logged") == two_ranks.run(*case)
 
 
 @VERSIONS

@@ -14,8 +14,10 @@ from this rank's backward, before the gradients of the ranks are reduced. DDP ca
 from __future__ import annotations
 
 import functools
+import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any, Final, NoReturn
 
@@ -33,7 +35,7 @@ from hf_fsdp_plugin.backends.sharding.forwards import (
     private_api,
     watch_mappings,
 )
-from hf_fsdp_plugin.backends.sharding.unused_parameters import discard_backward
+from hf_fsdp_plugin.backends.sharding.unused_parameters import discard_backward, num_reduced_backwards
 from hf_fsdp_plugin.backends.torch_types import cast_floats, wait_for_reads
 from hf_fsdp_plugin.messages import print_once
 from hf_fsdp_plugin.plan.names import canonical_name, named_parameters, unwrapped
@@ -72,6 +74,8 @@ def support_submodule_calls(model: nn.Module) -> None:
         return
     calls = _Calls(model)
     object.__setattr__(model, _CALLS, calls)
+    if isinstance(model, FullyShardedDataParallel):
+        model.no_sync = partial(calls.no_sync, model.no_sync)  # type: ignore[method-assign]
     # The compiler would skip these hooks in a compiled model.
     model.register_forward_pre_hook(torch.compiler.disable(calls.before), prepend=True, with_kwargs=True)
     model.register_forward_hook(torch.compiler.disable(calls.after), always_call=True)
@@ -109,6 +113,7 @@ def free_before_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None
             if calls.free():
                 wait_for_reads(local_tensor(parameter) for parameter in model.parameters())
 
+        calls.num_per_step = min(calls.num_per_step, 1)
         optimizer.register_step_pre_hook(before_step)
 
 
@@ -116,8 +121,11 @@ def free_gathered(model: nn.Module) -> None:
     """Free every gathered parameter of a sharded model, so that ``model.parameters()`` are the shards.
 
     A unit without reshard after forward stays gathered after an evaluation, which has no backward. An optimizer that is
-    created then would update the gathered copies.
+    created then would update the gathered copies. A backward that has failed also leaves units gathered.
     """
+    calls: _Calls | None = getattr(model, _CALLS, None)
+    if calls is not None:
+        calls.discard_failed_backward()
     if isinstance(model, FSDPModule):
         fsdp2.keep_requires_grad(model)
     _free(_units_of(model))
@@ -155,6 +163,9 @@ class _Calls:
     changed the shards: optimizers that evaluate with other weights do so, averages, TRL's ``sync_ref_model``. So a call
     without a backward frees what it has gathered itself. What it has found gathered belongs to a graph whose backward
     will come, or to an accumulation of gradients.
+
+    Between the last backward of a step and the step, ``parameters()`` have to be the shards, which have the gradients.
+    So another forward with gradients frees what it has gathered, too. A backward that follows gathers it again.
     """
 
     def __init__(self, root: Any) -> None:
@@ -169,6 +180,10 @@ class _Calls:
         self._changes: dict[int, tuple[int, int]] = {}
         """Id of a unit that stays gathered -> how often its shards and its gathered copies were changed."""
         self._first_calls = FirstCalls()
+        self._num_reduced = 0
+        """Number of backwards up to the last step whose gradients were reduced."""
+        self.num_per_step: float = math.inf
+        """Number of such backwards before each step; infinite if no steps are observed."""
 
     def modules(self) -> Iterator[nn.Module]:
         """Yield the modules of the root unit without the root, and the outermost modules of the other units."""
@@ -186,8 +201,7 @@ class _Calls:
         """Enter the root's forward, unless the root is running. A forward pre-hook."""
         if torch.compiler.is_compiling():
             return None
-        if self._fsdp.backward_has_failed(self._root):
-            self._discard_backward()
+        self.discard_failed_backward()
         if not self._is_idle():
             # `generate` has entered it, and FSDP moves inputs only then. Transformers prepares the inputs of a forward
             # on the device of the shards, which may be offloaded.
@@ -208,25 +222,38 @@ class _Calls:
             watch_mappings(self._root, output)
         if not self._keeps_gathered:
             gathered = [unit for unit in self._units if self._fsdp.is_gathered(unit)]
-            if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in float_outputs(output)):
+            has_graph = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in float_outputs(output))
+            if has_graph and not self._has_gradients_of_step():
                 self._changes = {id(unit): self._fsdp.num_unit_changes(unit) for unit in gathered}
             else:
                 self._is_read = True
                 _free(unit for unit in gathered if unit not in self._found_gathered)
         return output
 
+    def _has_gradients_of_step(self) -> bool:
+        """Whether there were as many reduced backwards since the last step of the optimizer as before that step.
+
+        The gathered parameters of FSDP1 are the same objects as its shards.
+        """
+        num_new = num_reduced_backwards(self._root) - self._num_reduced
+        return isinstance(self._root, FSDPModule) and num_new >= self.num_per_step
+
     def free(self) -> bool:
         """Free everything. Return whether a call without a backward has read the shards since the last time."""
         gathered = [unit for unit in self._units if self._fsdp.is_gathered(unit)]
         was_read, self._is_read = self._is_read or bool(gathered), False
+        if (num_reduced := num_reduced_backwards(self._root)) > self._num_reduced:
+            self.num_per_step, self._num_reduced = num_reduced - self._num_reduced, num_reduced
         _free(gathered)
         return was_read
 
-    def _discard_backward(self) -> None:
+    def discard_failed_backward(self) -> None:
         """Let the next forward be a first one after a backward that has raised an error, which the script has caught.
 
         Otherwise FSDP would not reduce gradients from now on, or would compute with freed parameters.
         """
+        if not self._fsdp.backward_has_failed(self._root):
+            return
         if not self._fsdp.discard_call(self._root, backward=True):
             message = (
                 "the model is called again after an error in its backward, such as torch.OutOfMemoryError. FSDP of "
@@ -235,6 +262,13 @@ class _Calls:
             fix = "Use torch 2.13 or newer, or start the script again, with a smaller batch size."
             raise SpecError([Problem(code="FSDP-E318", message=message, fix=fix)])
         discard_backward(self._root)
+
+    @contextmanager
+    def no_sync(self, original: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
+        """FSDP1's ``no_sync``, which refuses a model whose backward has failed."""
+        self.discard_failed_backward()
+        with original():
+            yield
 
     def _free_outdated(self) -> None:
         """Find what earlier calls have left gathered, and free it if the script has changed the shards since."""

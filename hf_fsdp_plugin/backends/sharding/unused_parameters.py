@@ -13,7 +13,9 @@ A unit as a whole is gathered by all ranks or by none: a rank that skips a unit 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -29,6 +31,7 @@ from hf_fsdp_plugin.torch_private import fsdp1, fsdp2
 from hf_fsdp_plugin.torch_private.functions import supports_cpu
 
 _ATTRIBUTE: Final = "_hf_fsdp_unused_parameters"
+_NUM_REDUCED: Final = "_hf_fsdp_num_reduced"
 
 
 def watch_unused_parameters(model: nn.Module) -> None:
@@ -36,9 +39,7 @@ def watch_unused_parameters(model: nn.Module) -> None:
     if isinstance(model, FullyShardedDataParallel):
         setattr(model, _ATTRIBUTE, fsdp1.watch_gradients(model))
     elif isinstance(model, FSDPModule):
-        units: list[Any] = []
-        units += fsdp2.watch_gradients(model, lambda: _remove_unused(units))
-        setattr(model, _ATTRIBUTE, units)
+        setattr(model, _ATTRIBUTE, fsdp2.watch_gradients(model, partial(backward_ended, model)))
 
 
 def discard_backward(root: nn.Module) -> None:
@@ -47,26 +48,34 @@ def discard_backward(root: nn.Module) -> None:
         unit.reset()
 
 
-def fsdp1_backward_ended(root: nn.Module) -> None:
-    """Remove the gradients of parameters that no rank has used. Collective."""
-    _remove_unused(vars(root).get(_ATTRIBUTE, ()))
+def num_reduced_backwards(root: nn.Module) -> int:
+    """Return the number of backwards of a sharded model whose gradients were reduced."""
+    num: int = vars(root).get(_NUM_REDUCED, 0)
+    return num
 
 
-def _remove_unused(units: Sequence[Any]) -> None:
+def backward_ended(root: nn.Module) -> None:
+    """Remove the gradients of parameters that no rank has used. Collective, if the backward has reduced gradients."""
+    units: Sequence[Any] = vars(root).get(_ATTRIBUTE, ())
+    if not any(unit.reduces for unit in units):
+        return
+    vars(root)[_NUM_REDUCED] = num_reduced_backwards(root) + 1
     group = dist.group.WORLD
-    if group is None or not supports_cpu(group) or not any(unit.reduces for unit in units):
+    if group is None or not supports_cpu(group):
         return
     unused = [unit.unused() for unit in units]
-    sizes = [unit.num_parameters for unit in units]
-    is_used = torch.ones(sum(sizes), dtype=torch.uint8, device="cpu")  # whatever the default device is
-    for part, positions in zip(is_used.split(sizes), unused, strict=True):
-        part[positions] = 0
+    firsts = list(itertools.accumulate((unit.num_parameters for unit in units), initial=0))
+    own = [first + position for first, positions in zip(firsts, unused, strict=False) for position in positions]
+    is_used = torch.ones(firsts[-1], dtype=torch.uint8, device="cpu")  # whatever the default device is
+    if own:
+        is_used[own] = 0
     work = dist.all_reduce(is_used, dist.ReduceOp.MAX, async_op=True) if dist.get_world_size() > 1 else None
-    if any(unused) and work is not None:
+    if own and work is not None:
         work.wait()
-    for unit, part, positions in zip(units, is_used.split(sizes), unused, strict=True):
+    flags = is_used.tolist() if own else []
+    for unit, first, positions in zip(units, firsts, unused, strict=False):
         unit.reset()
-        if names := unit.remove([position for position in positions if not part[position]]):
+        if positions and (names := unit.remove([each for each in positions if not flags[first + each]])):
             _warn(names)
 
 

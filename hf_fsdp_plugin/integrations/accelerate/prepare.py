@@ -102,6 +102,8 @@ def prepare_optimizer(original: Callable[..., Any], accelerator: Any, *args: Any
     """Prepare an optimizer, and adapt it to the sharded models. Collective."""
     prepared = original(*args, **kwargs)
     private.mark_prepared(accelerator, prepared)
+    for model in private.prepared_models(accelerator):
+        sharding.rebind_optimizers(model, [prepared.optimizer])
     _prepare_optimizers(accelerator, [prepared.optimizer])
     return prepared
 
