@@ -457,7 +457,8 @@ class FlatGradients:
 
     @property
     def _parameters(self) -> list[nn.Parameter]:
-        return self._flat._params or [self._flat] * self.num_parameters
+        parameters: list[nn.Parameter] = self._flat._params or [self._flat] * self.num_parameters
+        return parameters
 
     def _watch_views(self) -> None:
         infos = self._flat._param_infos

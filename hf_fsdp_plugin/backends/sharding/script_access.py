@@ -75,7 +75,7 @@ def support_submodule_calls(model: nn.Module) -> None:
     calls = _Calls(model)
     object.__setattr__(model, _CALLS, calls)
     if isinstance(model, FullyShardedDataParallel):
-        model.no_sync = partial(calls.no_sync, model.no_sync)  # type: ignore[method-assign]
+        object.__setattr__(model, "no_sync", partial(calls.no_sync, model.no_sync))
     # The compiler would skip these hooks in a compiled model.
     model.register_forward_pre_hook(torch.compiler.disable(calls.before), prepend=True, with_kwargs=True)
     model.register_forward_hook(torch.compiler.disable(calls.after), always_call=True)
