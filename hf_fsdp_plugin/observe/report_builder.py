@@ -270,8 +270,10 @@ def batch_of_ranks(
         fix = "In a loop, run each batch in the block `with accelerator.accumulate(model):`."
         problems.append(Problem(code="FSDP-W512", message=message, fix=fix))
     if found.per_device < asked.per_device:
-        message = f"{asked.per_device} samples per forward were requested, but {found.per_device} was observed."
-        fix = "Check whether the collator, or the code before the forward, drops samples."
+        rows = plural(found.per_device, "row")
+        message = f"{asked.per_device} samples per forward were requested, but {rows} was observed."
+        fix = "Check whether the collator, or the code before the forward, drops samples. If it packs them in one row, "
+        fix += "pass position_ids: otherwise tokens attend to the other samples of the row."
         problems.append(Problem(code="FSDP-W512", message=message, fix=fix))
     sizes = [each.per_device * each.accumulation for _, each in batches if each is not None]
     if len(sizes) == len(batches) and len(set(sizes)) > 1:

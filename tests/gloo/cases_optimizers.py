@@ -253,9 +253,10 @@ def printed_about_groups(by: str, order: str) -> str:
     named = list(model.named_parameters())
     first = [p for name, p in named if ("norm" not in name if by == "names" else p.dim() >= 2)]
     inside = {id(p) for p in first}
-    optimizer = torch.optim.AdamW(
-        [{"params": first}, {"params": [p for _, p in named if id(p) not in inside], "weight_decay": 0.0}]
-    )
+    groups = [{"params": first}, {"params": [p for _, p in named if id(p) not in inside], "weight_decay": 0.0}]
+    if by == "names":
+        groups.append({"params": [p for name, p in named if "bias" in name]})  # it has none
+    optimizer = torch.optim.AdamW(groups)
     with contextlib.redirect_stderr(io.StringIO()) as printed:
         accelerator.prepare(model, optimizer)
     return printed.getvalue()

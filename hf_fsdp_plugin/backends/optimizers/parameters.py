@@ -169,14 +169,16 @@ def attach_optimizers(detached: Iterable[DetachedOptimizer], model: nn.Module) -
 def check_groups(optimizer: Optimizer, model: nn.Module) -> Problem | None:
     """Return a warning if FSDP1's pieces, which all have one dimension, may have decided the groups of an optimizer.
 
-    This is so if it was created after sharding, one of its groups is empty, and another one has matrices.
+    This is so if it was created after sharding, one of its groups is empty, and another one has matrices. Groups that
+    separate matrices from vectors were made by names.
     """
     if getattr(optimizer, _ATTACHED, False) or all(group["params"] for group in optimizer.param_groups):
         return None
     members = [member for _, flat in flat_units(model) for member in original_parameters(flat)]
     matrices = {id(member.parameter): member.name for member in members if len(member.shape) > 1}
     found = next((name for p in parameters_in(optimizer) if (name := matrices.get(id(p)))), None)
-    if found is None:
+    kinds = [{id(parameter) in matrices for parameter in group["params"]} for group in optimizer.param_groups]
+    if found is None or ({True, False} not in kinds and {False} in kinds):
         return None
     message = f"{type(optimizer).__name__} was created after prepare() and has an empty parameter group. Under FSDP1, "
     message += f"`ndim` and `dim()` of all parameters are 1 then, also of matrices such as {canonical_name(found)}, so "
