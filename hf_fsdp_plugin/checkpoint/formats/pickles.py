@@ -6,9 +6,9 @@ Python's unpickler calls what a pickle refers to, and a pickle of a few bytes ca
   the previous one twice, take 2^60 visits; a million tuples inside each other overflow the stack.
 - A call that copies a list, again and again, takes more memory than the file has bytes.
 
-:class:`_Machine` follows the instructions itself, and counts the steps. Classes and functions of torch are never
-called: each is replaced by a stand-in from this file, which only stores its arguments. A pickle is rejected if it
-contains any other name, or arguments that a stand-in does not accept.
+:class:`_Reader` checks these instructions before Python's unpickler executes them, and counts the steps. Classes and
+functions of torch are never called: each is replaced by a stand-in from this file, which only stores its arguments. A
+pickle is rejected if it contains any other name, or arguments that a stand-in does not accept.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from __future__ import annotations
 import gc
 import io
 import pickle
-import pickletools
 import reprlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 from itertools import chain, islice
 from pathlib import Path
 from types import FunctionType
@@ -254,95 +254,37 @@ class _Excess(Exception):
     """The pickle exhausts memory, time or the stack; the text is the reason."""
 
 
-class _Machine:
-    """Follows the instructions of a pickle, as Python's unpickler does, and counts the values that it visits or copies.
+class _Reader(pickle._Unpickler):
+    """Python's unpickler, with the names of ``ALLOWED``, and with checks before it hashes, copies, calls or fills.
+
+    It is the unpickler in Python, whose instructions can be replaced one by one. The one in C has no place for checks.
 
     Args:
-        num_bytes: size of the pickle, which limits the steps.
+        num_bytes: size of the pickle, which limits the number of values that are visited or copied.
         scan: only count. No name is refused, and calls return an unknown object.
     """
 
-    def __init__(self, num_bytes: int, *, scan: bool = False) -> None:
-        self._num_bytes, self._scan = num_bytes, scan
-        self._steps_left = _FREE_STEPS + _STEPS_PER_BYTE * num_bytes
-        self._stack: list[Any] = []
-        self._marks: list[int] = []
-        self._memo: dict[int, Any] = {}
+    if TYPE_CHECKING:
+        stack: list[Any]
+        append: Callable[[Any], None]
+        pop_mark: Callable[[], list[Any]]
 
-    def run(self, file: BinaryIO) -> Any:
-        """Return the object of the pickle that begins at the position of the file."""
-        argument: Any
-        for opcode, argument, _ in pickletools.genops(file):
-            match opcode.name:
-                case name if name in _VALUES:
-                    self._stack.append(argument)
-                case "GET" | "BINGET" | "LONG_BINGET":
-                    self._stack.append(self._memo[argument])
-                case "PUT" | "BINPUT" | "LONG_BINPUT" | "MEMOIZE":
-                    index = len(self._memo) if argument is None else argument
-                    if index > self._num_bytes:  # Python's unpickler allocates as many places
-                        raise _Excess("a memo index larger than the number of its bytes")
-                    self._memo[index] = self._stack[-1]
-                case "MARK":
-                    self._marks.append(len(self._stack))
-                case "POP" if self._marks and self._marks[-1] == len(self._stack):
-                    self._marks.pop()
-                case "GLOBAL":
-                    self._stack.append(self._found(*argument.split(" ", 1)))
-                case "STOP":
-                    break
-                case name:
-                    self._stack += self._results(name, self._taken(opcode))
-        return self._stack.pop()
+    def __init__(self, file: BinaryIO, num_bytes: int, *, scan: bool = False) -> None:
+        super().__init__(file)
+        self._steps_left, self._scan = _FREE_STEPS + _STEPS_PER_BYTE * num_bytes, scan
 
-    def _taken(self, opcode: pickletools.OpcodeInfo) -> list[Any]:
-        """Remove the objects from the stack that an instruction takes: a fixed number, or all after the last mark."""
-        takes = opcode.stack_before
-        count = len(takes)
-        if pickletools.markobject in takes:
-            count = takes.index(pickletools.markobject) + len(self._stack) - self._marks.pop()
-        start = len(self._stack) - count
-        if start < 0:
-            raise pickle.UnpicklingError("an instruction without its objects")
-        found = self._stack[start:]
-        del self._stack[start:]
-        return found
+    def find_class(self, module: str, name: str) -> Any:
+        if self._scan:
+            return Kept
+        if name not in ALLOWED.get(module, ()):
+            raise _RefusedName(f"{module}.{name}")
+        return ALLOWED[module][name]
 
-    def _results(self, name: str, values: list[Any]) -> list[Any]:
-        """Return the objects that an instruction puts on the stack."""
-        match name:
-            case "PROTO" | "FRAME" | "POP" | "POP_MARK":
-                return []
-            case "DUP":
-                return values * 2
-            case "NONE" | "NEWTRUE" | "NEWFALSE":
-                return [_CONSTANTS[name]]
-            case "EMPTY_TUPLE" | "TUPLE" | "TUPLE1" | "TUPLE2" | "TUPLE3":
-                return [self._counted(tuple(values))]
-            case "EMPTY_LIST" | "LIST":
-                return [values]
-            case "EMPTY_DICT" | "DICT":
-                return [self._filled(dict, {}, *values)]
-            case "EMPTY_SET":
-                return [set()]
-            case "FROZENSET":
-                self._count_visits(values)
-                return [self._counted(frozenset(values))]
-            case "APPEND" | "APPENDS":
-                return [self._filled(list, *values)]
-            case "ADDITEMS":
-                return [self._filled(set, *values)]
-            case "SETITEM" | "SETITEMS":
-                return [self._filled(dict, *values)]
-            case "BUILD":
-                return [self._with_attributes(*values)]
-            case "STACK_GLOBAL":
-                return [self._found(*values)]
-            case "REDUCE" | "NEWOBJ":
-                return [self._counted(self._called(*values))]
-            case "BINPERSID":
-                return [self._storage(*values)]
-        raise pickle.UnpicklingError(f"the instruction {name}, which torch does not write")
+    def persistent_load(self, reference: Any) -> PickledStorage:
+        kind, dtype, key, *_ = ("storage", "", "") if self._scan else reference
+        if kind != "storage" or not isinstance(dtype, str) or not isinstance(key, str):
+            raise pickle.UnpicklingError("a reference to something else than a storage")
+        return PickledStorage(key, dtype)
 
     def _count(self, num_steps: int) -> None:
         self._steps_left -= num_steps
@@ -359,13 +301,14 @@ class _Machine:
                     raise _Excess(reason)
                 self._count(count)
 
-    def _counted(self, value: Any) -> Any:
-        self._count_visits((value,))
-        return value
+    def _fill(self, kind: type[Any], count: int | None = None) -> None:
+        """Add the last ``count`` objects, or all after the last mark, to the container before them.
 
-    def _filled(self, kind: type[Any], target: Any, *items: Any) -> Any:
-        """Add items to a container, which must be of this kind. A scan does not know what calls return."""
+        A scan does not know the container if a call has returned it.
+        """
+        items = self.pop_mark() if count is None else [self.stack.pop() for _ in range(count)][::-1]
         self._count_visits(items if kind is set else items[::2] if kind is dict else ())
+        target = self.stack[-1]
         if not isinstance(target, kind):
             if not self._scan:
                 raise pickle.UnpicklingError(f"items of a {type(target).__name__}")
@@ -373,51 +316,62 @@ class _Machine:
             target.extend(items)
         else:
             target.update(items if kind is set else zip(items[::2], items[1::2], strict=True))
-        return target
 
-    def _with_attributes(self, target: Any, state: Any) -> Any:
-        parts = state if isinstance(state, tuple) else (state,)
-        self._count(sum(len(part) for part in parts if isinstance(part, dict)))
-        if isinstance(target, Kept):
-            target.__setstate__(state)
-        elif not isinstance(target, dict) and not self._scan:  # a state dict's own attributes are skipped
-            raise pickle.UnpicklingError(f"attributes of a {type(target).__name__}")
-        return target
+    def _make_dict(self) -> None:
+        items = self.pop_mark()
+        self._count_visits(items[::2])
+        self.append(dict(zip(items[::2], items[1::2], strict=True)))
 
-    def _found(self, module: Any, name: Any) -> Any:
-        if self._scan:
-            return Kept
-        if name not in ALLOWED.get(module, ()):
-            raise _RefusedName(f"{module}.{name}")
-        return ALLOWED[module][name]
+    def _make_frozenset(self) -> None:
+        items = self.pop_mark()
+        self._count_visits(items)
+        self.append(frozenset(items))
 
-    def _called(self, function: Any, arguments: Any) -> Any:
+    def _call(self) -> None:
+        """Call a function or a class; the pickle has both as an instruction."""
+        arguments, function = self.stack.pop(), self.stack.pop()
         if type(arguments) is not tuple:
             raise pickle.UnpicklingError(f"arguments in a {type(arguments).__name__}")
+        self._count_visits((arguments,))
         level: list[Any] = [arguments]
-        while level:  # the tuple is not deep, which was checked when it was created
+        while level:  # the tuple is not deep, which was just checked
             parts = [part for inner in level for part in inner]
             self._count(sum(len(part) for part in parts if isinstance(part, _COPIED)))
             level = [part for part in parts if isinstance(part, _HASHED)]
         for argument in arguments:
             if isinstance(argument, (list, set)):
                 self._count_visits(argument)
-        return Kept() if self._scan else function(*arguments)
+        self.append(Kept() if self._scan else function(*arguments))
 
-    def _storage(self, reference: Any) -> PickledStorage:
-        kind, dtype, key, *_ = ("storage", "", "") if self._scan else reference
-        if kind != "storage" or not isinstance(dtype, str):
-            raise pickle.UnpicklingError("a reference to something else than a storage")
-        return PickledStorage(str(key), dtype)
+    def _set_attributes(self) -> None:
+        state, target = self.stack.pop(), self.stack[-1]
+        parts = state if isinstance(state, tuple) else (state,)
+        self._count(sum(len(part) for part in parts if isinstance(part, dict)))
+        if isinstance(target, Kept):
+            target.__setstate__(state)
+        elif not isinstance(target, dict) and not self._scan:  # a state dict's own attributes are skipped
+            raise pickle.UnpicklingError(f"attributes of a {type(target).__name__}")
 
+    def _refuse(self) -> None:
+        raise pickle.UnpicklingError("an instruction that torch does not write")
 
-_VALUES = frozenset({
-    "INT", "BININT", "BININT1", "BININT2", "LONG", "LONG1", "LONG4", "FLOAT", "BINFLOAT",
-    "STRING", "BINSTRING", "SHORT_BINSTRING", "UNICODE", "SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8",
-    "BINBYTES", "SHORT_BINBYTES", "BINBYTES8", "BYTEARRAY8",
-})  # fmt: skip
-"""The instructions that push their argument."""
-_CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False}
+    dispatch = {
+        **pickle._Unpickler.dispatch,
+        pickle.APPEND[0]: partial(_fill, kind=list, count=1),
+        pickle.APPENDS[0]: partial(_fill, kind=list),
+        pickle.SETITEM[0]: partial(_fill, kind=dict, count=2),
+        pickle.SETITEMS[0]: partial(_fill, kind=dict),
+        pickle.ADDITEMS[0]: partial(_fill, kind=set),
+        pickle.DICT[0]: _make_dict,
+        pickle.FROZENSET[0]: _make_frozenset,
+        pickle.REDUCE[0]: _call,
+        pickle.NEWOBJ[0]: _call,
+        pickle.BUILD[0]: _set_attributes,
+        **dict.fromkeys(
+            (pickle.INST[0], pickle.OBJ[0], pickle.NEWOBJ_EX[0], pickle.EXT1[0], pickle.EXT2[0], pickle.EXT4[0]),
+            _refuse,
+        ),
+    }
 
 
 def _num_visits(value: Any, limit: int, kinds: tuple[type[Any], ...]) -> int | None:
@@ -452,7 +406,7 @@ def read_pickle(data: bytes, place: Path | str) -> Any:
     collects_garbage = gc.isenabled()
     gc.disable()  # the search for cycles among the many new objects takes more than half of the time
     try:
-        value = _Machine(len(data)).run(io.BytesIO(data))
+        value = _Reader(io.BytesIO(data), len(data)).load()
         # A reference to a part takes two bytes.
         if _num_visits(value, 10 * len(data) + 100_000, _CONTAINERS) is None:
             raise _Excess("lists or dicts that contain each other too often or too deeply")
@@ -476,7 +430,7 @@ def refuse_excessive(data: bytes, place: Path | str) -> None:
     file = io.BytesIO(data)
     try:
         for _ in range(_MAX_PICKLES):
-            _Machine(len(data), scan=True).run(file)
+            _Reader(file, len(data), scan=True).load()
     except _Excess as error:
         refuse("FSDP-E455", place, f"contains a pickle with {error}.")
     except Exception:
