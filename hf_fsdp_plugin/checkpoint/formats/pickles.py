@@ -332,6 +332,12 @@ class _Reader(pickle._Unpickler):
         arguments, function = self.stack.pop(), self.stack.pop()
         if type(arguments) is not tuple:
             raise pickle.UnpicklingError(f"arguments in a {type(arguments).__name__}")
+        if arguments:
+            self._count_arguments(arguments)
+        self.append(Kept() if self._scan else function(*arguments))
+
+    def _count_arguments(self, arguments: tuple[Any, ...]) -> None:
+        """Count what a call may hash or copy."""
         self._count_visits((arguments,))
         level: list[Any] = [arguments]
         while level:  # the tuple is not deep, which was just checked
@@ -341,15 +347,16 @@ class _Reader(pickle._Unpickler):
         for argument in arguments:
             if isinstance(argument, (list, set)):
                 self._count_visits(argument)
-        self.append(Kept() if self._scan else function(*arguments))
 
     def _set_attributes(self) -> None:
         state, target = self.stack.pop(), self.stack[-1]
         parts = state if isinstance(state, tuple) else (state,)
         self._count(sum(len(part) for part in parts if isinstance(part, dict)))
+        if self._scan:
+            return
         if isinstance(target, Kept):
             target.__setstate__(state)
-        elif not isinstance(target, dict) and not self._scan:  # a state dict's own attributes are skipped
+        elif not isinstance(target, dict):  # a state dict's own attributes are skipped
             raise pickle.UnpicklingError(f"attributes of a {type(target).__name__}")
 
     def _refuse(self) -> None:

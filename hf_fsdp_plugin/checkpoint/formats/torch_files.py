@@ -10,14 +10,16 @@ writes with ``use_dcp=False``.
 
 from __future__ import annotations
 
+import io
 import math
 import os
 import re
 import struct
+import zipfile
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, BinaryIO, NamedTuple, NoReturn
 
 from hf_fsdp_plugin.checkpoint import names as file_names
 from hf_fsdp_plugin.checkpoint.errors import COPY_ALL_RANKS, file_problems_inside, problem, raise_if_any, refuse
@@ -30,21 +32,11 @@ from hf_fsdp_plugin.checkpoint.io import file_blocks, open_for_reading, open_reg
 from hf_fsdp_plugin.problems import CheckpointError
 from hf_fsdp_plugin.torch_private.modules import LOCAL_TENSOR_ATTRIBUTE
 
-_END = struct.Struct("<4s4H2LH")
-"""The record at the end of an archive. Its last fields are size and offset of the directory, and a comment's length."""
-END_SIZE = _END.size
+END_SIZE = 22
 END_SIGNATURE = b"PK\5\6"
-_END64 = struct.Struct("<4sQ2H2L4Q")
-"""The record before ``_END`` of an archive with larger numbers. It ends with size and offset of the directory."""
-_LOCATOR_SIZE = 20
-"""Size in bytes of the record between these two."""
-_ENTRY = struct.Struct("<4s6H3L5H2L")
-_LOCAL = struct.Struct("<4s5H3L2H")
-"""The record before the data of an entry. Its last two fields are the lengths of the name and of the extra field."""
-_MAX32 = 0xFFFFFFFF
-"""A field of 32 bits contains this number if its value is in the extra field."""
-Read = Callable[[int, int], bytes]
-"""(byte offset, number of bytes) -> bytes; fewer bytes if the file is shorter."""
+"""Size and beginning of the record at the end of an archive."""
+_LOCAL = struct.Struct("<4s22x2H")
+"""The record before the data of an entry: its signature, and the lengths of the name and of the extra field."""
 
 
 class ZipError(ValueError):
@@ -70,64 +62,67 @@ class ZipEntry(NamedTuple):
         return self.name.partition("/")[2]
 
 
-def read_archive(read: Read, stop: int) -> list[ZipEntry]:
-    """Return the entries of the archive that ends at ``stop``.
+class _Part(io.RawIOBase):
+    """The bytes ``[start, start + length)`` of an open file, as a file."""
+
+    def __init__(self, descriptor: int, start: int, length: int) -> None:
+        super().__init__()
+        self._descriptor, self._start, self._length, self._at = descriptor, start, length, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        at = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._length}[whence]
+        if at < 0:
+            raise io.UnsupportedOperation("it is too small for an archive")
+        self._at = at
+        return at
+
+    def readinto(self, out: Any) -> int:
+        wanted = memoryview(out)[: max(self._length - self._at, 0)]
+        count = os.preadv(self._descriptor, [wanted], self._start + self._at)
+        self._at += count
+        return count
+
+
+def read_archive(file: BinaryIO) -> list[ZipEntry]:
+    """Return the entries of the archive at the end of a file.
 
     All data are before the directory. So the archives of a file do not overlap, and reading all of them takes a time
     that grows with the file alone.
 
     Raises:
-        ZipError, struct.error, OverflowError: there is no complete archive.
+        ZipError: there is no complete archive.
     """
-    at = stop - END_SIZE
-    if at < 0:
-        raise ZipError("it has fewer bytes than an archive")
-    signature, *_, size, offset, comment_size = _END.unpack(read(at, END_SIZE))
-    if signature != END_SIGNATURE or comment_size:
-        raise ZipError("it does not end with the directory of an archive")
-    locator = at - _LOCATOR_SIZE
-    if locator >= _END64.size and read(locator, 4) == b"PK\6\7":
-        at = locator - _END64.size
-        signature, *_, size, offset = _END64.unpack(read(at, _END64.size))
-    directory, archive = at - size, at - size - offset
-    if archive < 0 or signature not in (END_SIGNATURE, b"PK\6\6"):
-        raise ZipError("its directory is not at the recorded offset")
-    data, entries, at = read(directory, size), [], 0
-    while at < size:
-        fields = _ENTRY.unpack_from(data, at)
-        name_at, at = at + _ENTRY.size, at + _ENTRY.size + sum(fields[10:13])
-        if fields[0] != b"PK\1\2" or at > len(data):
-            raise ZipError("its directory is damaged")
-        raw_name, extra = data[name_at : name_at + fields[10]], data[name_at + fields[10] : at - fields[12]]
-        num_bytes, packed_size, header = _wide(extra, (fields[9], fields[8], fields[16]))
-        name, header = raw_name.decode("utf-8", "replace"), archive + header
-        local = read(min(header, directory), _LOCAL.size + len(raw_name))  # the directory begins otherwise
-        signature, *_, name_size, extra_size = _LOCAL.unpack(local[: _LOCAL.size])
-        if signature != b"PK\3\4" or local[_LOCAL.size :] != raw_name:
-            raise ZipError(f"no entry {name!r} begins at byte {header:,}")
-        begin, is_compressed = header + _LOCAL.size + name_size + extra_size, fields[4] != 0
-        if begin + packed_size > directory or (not is_compressed and num_bytes != packed_size):
-            raise ZipError(f"its directory has a wrong size of the entry {name!r}")
-        entries.append(ZipEntry(name, header, begin, begin + packed_size, fields[7], is_compressed))
+    try:
+        file.seek(-END_SIZE, os.SEEK_END)
+        if file.read(4) != END_SIGNATURE:  # zipfile also finds the end of an archive before other bytes
+            raise ZipError("it does not end with the directory of an archive")
+        with zipfile.ZipFile(file) as archive:
+            found, directory = archive.infolist(), archive.start_dir
+        entries = [_entry(file, info, directory) for info in found]
+    except (zipfile.BadZipFile, struct.error, ValueError, OverflowError, NotImplementedError) as error:
+        raise error if isinstance(error, ZipError) else ZipError(f"{error}") from error
     if not entries:
         raise ZipError("it has no entries")
     return entries
 
 
-def _wide(extra: bytes, values: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the values. Values of more than 32 bits are in the extra field."""
-    at = 0 if _MAX32 in values else len(extra)
-    while at + 4 <= len(extra):
-        kind, length = struct.unpack_from("<2H", extra, at)
-        if kind == 1:
-            wide = iter(struct.unpack_from(f"<{length // 8}Q", extra, at + 4))
-            return tuple(next(wide, value) if value == _MAX32 else value for value in values)
-        at += 4 + length
-    return values
-
-
-_EDGE = 2048
-"""Bytes read at once from each end of an archive. They contain all headers of an archive with one tensor."""
+def _entry(file: BinaryIO, info: zipfile.ZipInfo, directory: int) -> ZipEntry:
+    """Return an entry, checked with the record before its data; ``directory`` is the offset of the directory."""
+    file.seek(min(info.header_offset, directory))  # the directory begins otherwise
+    signature, name_size, extra_size = _LOCAL.unpack(file.read(_LOCAL.size))
+    name = file.read(name_size).decode("utf-8" if info.flag_bits & 0x800 else "cp437", "replace")
+    if signature != b"PK\3\4" or name != info.orig_filename:
+        raise ZipError(f"no entry {info.filename!r} begins at byte {info.header_offset:,}")
+    begin, is_compressed = info.header_offset + _LOCAL.size + name_size + extra_size, info.compress_type != 0
+    if begin + info.compress_size > directory or (not is_compressed and info.file_size != info.compress_size):
+        raise ZipError(f"its directory has a wrong size of the entry {info.filename!r}")
+    return ZipEntry(info.filename, info.header_offset, begin, begin + info.compress_size, info.CRC, is_compressed)
 
 
 class TorchZip:
@@ -141,10 +136,9 @@ class TorchZip:
 
     def __init__(self, descriptor: int, start: int, length: int, place: Path | str) -> None:
         self._descriptor, self._start, self._place = descriptor, start, place
-        self._edges = [(at, os.pread(descriptor, _EDGE, start + at)) for at in (0, max(0, length - _EDGE))]
         try:
-            self._entries = read_archive(self._bytes_at, length)
-        except (ZipError, struct.error, OverflowError) as error:
+            self._entries = read_archive(io.BufferedReader(_Part(descriptor, start, length)))
+        except ZipError as error:
             if os.pread(descriptor, 1, start) == b"\x80":
                 fix = "Load it with torch and save it again."
                 refuse("FSDP-E460", place, "is in the format of torch versions before 1.6, without a zip.", fix)
@@ -193,13 +187,7 @@ class TorchZip:
         return self._records[name]
 
     def _bytes(self, entry: ZipEntry) -> bytes:
-        return self._bytes_at(entry.start, entry.stop - entry.start)
-
-    def _bytes_at(self, at: int, size: int) -> bytes:
-        for begin, data in self._edges:
-            if begin <= at and at + size <= begin + len(data):
-                return data[at - begin : at - begin + size]
-        return os.pread(self._descriptor, size, self._start + at)
+        return os.pread(self._descriptor, entry.stop - entry.start, self._start + entry.start)
 
     def _damaged(self, how: str) -> NoReturn:
         refuse("FSDP-E453", self._place, f"is damaged: {how}.")
@@ -267,8 +255,8 @@ def stored_entries(path: Path) -> Iterator[ZipEntry]:
         stop = os.fstat(file.fileno()).st_size
         while stop > 0:
             try:
-                entries = read_archive(lambda at, size: os.pread(file.fileno(), size, at), stop)
-            except (ZipError, struct.error, OverflowError):
+                entries = read_archive(io.BufferedReader(_Part(file.fileno(), 0, stop)))
+            except ZipError:
                 raise NotAnArchive(stop) from None
             yield from (entry for entry in entries if not entry.compressed)
             stop = _end_before(file.fileno(), min(entry.header for entry in entries))

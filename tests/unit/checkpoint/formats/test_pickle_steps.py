@@ -56,6 +56,13 @@ def test_pickle_that_exhausts_time_or_stack_is_refused(name: str) -> None:
         read_pickle(ATTACKS[name], "x")
 
 
+def test_scan_goes_on_after_unknown_attributes() -> None:
+    build = b"\x80\x02}ctorch\nTensor\n)\x81K\x05\x85b0"
+    bomb = ATTACKS["a key of shared tuples"].removeprefix(b"\x80\x02}")
+    with pytest.raises(CheckpointError, match="FSDP-E455"):
+        refuse_excessive(build + bomb, "x")
+
+
 def test_scan_of_a_later_pickle_refuses_it() -> None:
     with pytest.raises(CheckpointError, match=r"x: .*FSDP-E455"):
         refuse_excessive(pickle.dumps([1], 2) + ATTACKS["a key of shared tuples"], "x")
