@@ -1,7 +1,7 @@
 """Compares a checkpoint with its manifest and its config's model, and the files of ``from_pretrained`` with the model.
 
-The comparison with a config needs no torch if the checkpoint is equal to the outline of the model, which a child
-process finds. Otherwise it builds the model, which imports torch. :class:`ConfigCheck` compares in a child process:
+The comparison with a config builds the model on the meta device, which imports torch and Transformers for seconds. So
+:class:`ConfigCheck` compares in a child process, beside the hashing or copying of bytes:
 ``python -m hf_fsdp_plugin.checkpoint.checking.against_model CHECKPOINT NUMBER CONFIG_FOLDER`` prints a JSON list.
 """
 
@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 from hf_fsdp_plugin.checkpoint import errors
-from hf_fsdp_plugin.checkpoint.checking import model_outline
 from hf_fsdp_plugin.checkpoint.formats import optimizer_state, stored_tensors
 from hf_fsdp_plugin.checkpoint.formats.known_formats import format_named
 from hf_fsdp_plugin.checkpoint.formats.manifest import Manifest
@@ -30,7 +29,7 @@ from hf_fsdp_plugin.problems import CheckpointError, Problem
 from hf_fsdp_plugin.text import format_names, format_shape, plural
 
 _TIME_LIMIT = 1800.0
-"""Maximum duration of a comparison in seconds; of one beside a merge, after everything else is done."""
+"""Maximum duration of a comparison in seconds, after everything beside which it runs is done."""
 _NOT_COMPARED = "names and shapes were not compared with a model"
 _OTHER = "Use the config.json of the checkpoint's model, or a checkpoint of this config's model."
 _REPLACE = "Replace it with the config.json of the model."
@@ -49,8 +48,6 @@ def config_problems(stored: StoredModel, folder: Path) -> list[Problem]:
         reason = "the checkpoint contains the weights of an adapter"
     elif "quantization_config" in config:
         reason = "the model is quantized when it is loaded"
-    elif "torch" not in sys.modules and _equals_outline(stored, folder):
-        return []
     else:
         try:
             from hf_fsdp_plugin.plan.meta_model import meta_model
@@ -61,20 +58,6 @@ def config_problems(stored: StoredModel, folder: Path) -> list[Problem]:
         else:
             return _differences(stored, model, path)
     return [errors.problem("FSDP-N475", path, f"{reason}; {_NOT_COMPARED}.")]
-
-
-def _equals_outline(stored: StoredModel, folder: Path) -> bool:
-    """Whether names and shapes are known without torch, and equal. If not, only the model itself tells what differs."""
-    command = [sys.executable, "-m", model_outline.__name__, str(folder)]
-    try:
-        done = subprocess.run(command, capture_output=True, timeout=_TIME_LIMIT, env=_environ())
-        return json.loads(done.stdout) == {name: list(tensor.shape) for name, tensor in stored.tensors.items()}
-    except (OSError, ValueError, subprocess.SubprocessError):
-        return False
-
-
-def _environ() -> dict[str, str]:
-    return {"OMP_NUM_THREADS": "1", **os.environ, "HF_HUB_OFFLINE": "1"}
 
 
 def read_config(folder: Path, fix: str = _REPLACE) -> dict[str, Any] | None:
@@ -302,7 +285,8 @@ class ConfigCheck:
         self._config = config / "config.json"
         command = [sys.executable, "-m", __name__, str(checkpoint), str(number), str(config)]
         pipe = subprocess.PIPE
-        self._process = subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=_environ())
+        environ = {"OMP_NUM_THREADS": "1", **os.environ, "HF_HUB_OFFLINE": "1"}
+        self._process = subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=environ)
 
     def __enter__(self) -> ConfigCheck:
         return self

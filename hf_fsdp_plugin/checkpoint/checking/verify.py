@@ -12,11 +12,12 @@ from __future__ import annotations
 import functools
 import os
 import re
+import sys
 from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
@@ -24,12 +25,12 @@ from pathlib import Path
 from typing import Any
 
 from hf_fsdp_plugin.checkpoint.checking import inspection
-from hf_fsdp_plugin.checkpoint.checking.against_model import config_problems, manifest_problems
+from hf_fsdp_plugin.checkpoint.checking.against_model import ConfigCheck, config_problems, manifest_problems
 from hf_fsdp_plugin.checkpoint.errors import problem
 from hf_fsdp_plugin.checkpoint.formats.boxes import dtype_size, element_span
 from hf_fsdp_plugin.checkpoint.formats.dcp import index_problems
 from hf_fsdp_plugin.checkpoint.formats.known_formats import read_stored_model, read_stored_optimizer
-from hf_fsdp_plugin.checkpoint.formats.manifest import FileRange, FileRecord, Manifest, read_manifest
+from hf_fsdp_plugin.checkpoint.formats.manifest import FileRange, Manifest, read_manifest
 from hf_fsdp_plugin.checkpoint.formats.stored_tensors import (
     MAX_PROBLEMS,
     PieceTable,
@@ -49,22 +50,18 @@ Progress = Callable[[str, int, int], None]
 REPLACE_FILE = "Replace this file with an undamaged copy, or resume from an earlier checkpoint."
 
 
-def damage_problem(
-    path: Path, damaged: Sequence[FileRange], num_ranges: int, names: Iterable[str], swapped_with: str | None = None
-) -> Problem:
+def damage_problem(path: Path, damaged: Sequence[FileRange], num_ranges: int, names: Iterable[str]) -> Problem:
     """Return a problem that reports the damaged ranges of one file.
 
     Args:
         num_ranges: number of ranges of the file.
         names: the tensors in the damaged ranges.
-        swapped_with: another file of the checkpoint, whose saved hashes match the bytes of this file.
     """
     first = f"bytes {damaged[0].start:,} to {damaged[0].stop:,}"
     where = first if len(damaged) == 1 else f"{len(damaged)} of {num_ranges} byte ranges (the first: {first})"
     found = list(dict.fromkeys(name for name in names if name))
     contents = f"They contain {format_names(found, 3)}." if found else "They contain no tensor."
-    swapped = f" The file has the contents of {swapped_with}." if swapped_with is not None else ""
-    return problem("FSDP-E471", path, f"{where} differ from what was saved. {contents}{swapped}", REPLACE_FILE)
+    return problem("FSDP-E471", path, f"{where} differ from what was saved. {contents}", REPLACE_FILE)
 
 
 _RUN = 4 << 20
@@ -321,10 +318,23 @@ def verify(checkpoint: Path, *, config_check: bool = True, progress: Progress = 
     """Verify the checkpoint ``checkpoint``, or the checkpoint that contains this folder.
 
     Args:
-        config_check: compare names and shapes with the model of ``config.json``, which may import torch.
+        config_check: compare names and shapes with the model of ``config.json``. A process that has not imported torch
+            leaves that to a child process, which runs beside the hashing.
         progress: called while bytes are read.
     """
     folder = inspection.checkpoint_of(checkpoint)
+    is_beside = config_check and "torch" not in sys.modules and (folder / "config.json").is_file()
+    with ConfigCheck(folder, 0, folder) if is_beside else nullcontext() as beside:
+
+        def compare_with_config(model: StoredModel) -> list[Problem]:
+            if not config_check:
+                return []
+            return config_problems(model, folder) if beside is None else beside.problems()
+
+        return _verify(folder, compare_with_config, progress)
+
+
+def _verify(folder: Path, compare_with_config: Callable[[StoredModel], list[Problem]], progress: Progress) -> Verdict:
     manifest: Manifest | None = None
     problems: list[Problem] = []
     try:
@@ -344,7 +354,7 @@ def verify(checkpoint: Path, *, config_check: bool = True, progress: Progress = 
         num_checked, damaged = crc_problems(folder, files, progress)
         problems += damaged
     is_reported = manifest is None or has_errors(problems)  # damage that makes the contents unreadable
-    problems += _contents_problems(folder, manifest, config_check=config_check, is_reported=is_reported)
+    problems += _contents_problems(folder, manifest, compare_with_config, is_reported=is_reported)
     if num_checked < sum(sizes) and not has_errors(problems):
         message = f"has no {MANIFEST_NAME}; only {num_checked:,} of {sum(sizes):,} bytes have a checksum"
         problems.append(problem("FSDP-N474", folder, f"{message} and were verified."))
@@ -369,19 +379,8 @@ def _byte_problems(folder: Path, manifest: Manifest, progress: Progress) -> list
         return list(error.problems)
     damaged, problems = _damaged_ranges(files, hash_file, progress)
     for path, found in damaged.items():
-        swapped_with = _file_with_contents(folder, manifest.files, path)
-        names = [piece.name for piece in found]
-        problems.append(damage_problem(path, found, len(files[path]), names, swapped_with))
+        problems.append(damage_problem(path, found, len(files[path]), [piece.name for piece in found]))
     return problems
-
-
-def _file_with_contents(folder: Path, records: Iterable[FileRecord], path: Path) -> str | None:
-    """Return another file of the manifest whose hashes match the bytes of ``path``: the two files were swapped."""
-    size = path.stat().st_size
-    for record in (each for each in records if each.size == size and folder / each.path != path):
-        if all(hash_file(path, piece.start, piece.stop) == piece.hash for piece in record.ranges):
-            return record.path
-    return None
 
 
 def _extra_files(folder: Path, manifest: Manifest) -> list[Problem]:
@@ -402,7 +401,11 @@ def _extra_files(folder: Path, manifest: Manifest) -> list[Problem]:
 
 
 def _contents_problems(
-    folder: Path, manifest: Manifest | None, *, config_check: bool, is_reported: bool
+    folder: Path,
+    manifest: Manifest | None,
+    compare_with_config: Callable[[StoredModel], list[Problem]],
+    *,
+    is_reported: bool,
 ) -> list[Problem]:
     """Compare stored names, shapes and dtypes with the manifest and with the model of the config."""
     try:
@@ -419,6 +422,7 @@ def _contents_problems(
         unlisted = [path for path in read if path.relative_to(folder).as_posix() not in listed]
         problems += [_unlisted_problem(path) for path in unlisted[:MAX_PROBLEMS]]  # a resume refuses them
         problems += manifest_problems(model, optimizer, manifest)
-    if config_check:
-        problems += config_problems(model, folder)
-    return problems
+    try:
+        return problems + compare_with_config(model)
+    except CheckpointError as error:  # nothing is known
+        return problems + list(error.problems)

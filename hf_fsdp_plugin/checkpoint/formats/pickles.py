@@ -22,7 +22,7 @@ from functools import partial
 from itertools import chain, islice
 from pathlib import Path
 from types import FunctionType
-from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
+from typing import TYPE_CHECKING, Any, BinaryIO, ClassVar, NamedTuple
 
 from hf_fsdp_plugin.checkpoint.errors import refuse
 from hf_fsdp_plugin.checkpoint.formats.boxes import SIZES
@@ -362,7 +362,7 @@ class _Reader(pickle._Unpickler):
     def _refuse(self) -> None:
         raise pickle.UnpicklingError("an instruction that torch does not write")
 
-    dispatch = {
+    dispatch: ClassVar[dict[int, Callable[..., None]]] = {
         **pickle._Unpickler.dispatch,
         pickle.APPEND[0]: partial(_fill, kind=list, count=1),
         pickle.APPENDS[0]: partial(_fill, kind=list),

@@ -16,6 +16,7 @@ from hf_fsdp_plugin.checkpoint.formats.known_formats import read_stored_model
 from hf_fsdp_plugin.checkpoint.merging.merge import MergeOptions, merge
 from hf_fsdp_plugin.problems import CheckpointError
 from tests.support import saved
+from tests.support.child_programs import in_children
 from tests.support.merge_inputs import MODEL, codes, messages, read, tree
 
 State = dict[str, torch.Tensor]
@@ -33,14 +34,6 @@ def stock(folder: Path, change: Callable[[State], object] = lambda _: None) -> P
     return folder
 
 
-def in_children(monkeypatch: pytest.MonkeyPatch, folder: Path, program: str) -> None:
-    """Run lines at the start of each Python process that this one starts."""
-    folder.mkdir()
-    (folder / "sitecustomize.py").write_text(f"import os, signal, sys, time\n{program}\n")
-    monkeypatch.setenv("PYTHONPATH", str(folder), prepend=":")
-    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")  # the folder is compared before and after
-
-
 def refusal(checkpoint: Path, out: Path) -> str:
     """Return the message of a merge that is refused, after a check that it leaves nothing behind."""
     before = tree(out.parent)
@@ -49,13 +42,6 @@ def refusal(checkpoint: Path, out: Path) -> str:
     assert tree(out.parent) == before and not out.exists()
     assert not list(out.parent.glob(".*"))
     return str(caught.value)
-
-
-def test_stock_merge_needs_no_torch(tmp_path: Path, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    in_children(monkeypatch, tmp_path / "site", "")
-    (tmp_path / "site" / "torch.py").write_text("raise SystemExit('torch is imported')")
-    merged = merge(stock(tmp_path / "run"), out, MergeOptions())
-    assert (merged.compared_with, codes(merged)) == ("model", [])
 
 
 def test_merged_bytes_equal_those_of_accelerate(tmp_path: Path, out: Path) -> None:
@@ -122,13 +108,6 @@ def test_failed_comparison_ends_the_merge(tmp_path: Path, out: Path, monkeypatch
     in_children(monkeypatch, tmp_path / "site", program)
     message = refusal(stock(tmp_path / "run"), out)
     assert "FSDP-E440" in message and "failed: no space left." in message
-
-
-@pytest.mark.slow
-def test_killed_outline_is_replaced_by_the_model(tmp_path: Path, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    program = "if sys.orig_argv[2].endswith('model_outline'): os.kill(os.getpid(), signal.SIGKILL)"
-    in_children(monkeypatch, tmp_path / "site", program)
-    assert merge(stock(tmp_path / "run"), out, MergeOptions()).compared_with == "model"
 
 
 def test_missing_transformers_is_noted(tmp_path: Path, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -79,15 +79,12 @@ def test_truncated_file_is_found(local, file):
     assert ("norm.weight" in text) == file.endswith(OF_TENSORS)
 
 
-def test_swapped_files_are_recognised(local):
+def test_swapped_files_are_found(local):
     first, second = (local / "optimizer_0" / f"__{rank}_0.distcp" for rank in range(2))
     first.rename(local / "other")
     second.rename(first)
     (local / "other").rename(second)
-    found = errors(verify(local))
-    assert len(found) == 2
-    assert "contents of optimizer_0/__1_0.distcp." in found[0]
-    assert "contents of optimizer_0/__0_0.distcp." in found[1]
+    assert len(errors(verify(local))) == 2
 
 
 @pytest.mark.parametrize("file", FILES[1:])
