@@ -58,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
             merged = merge(args.checkpoint, args.out, options, progress)
     except OSError as error:
         message = f"cannot be read or written: {error.strerror or error}."
-        fix = "Fix the cause, and start the same merge again. Finished files are kept."
+        fix = "Fix the cause, and start the merge again."
         origin = Origin(source=str(error.filename or args.out))
         raise CheckpointError([Problem(code="FSDP-E495", message=message, fix=fix, origin=origin)]) from error
     return print_result(args, merged.to_json(), _text(merged), merged.problems)
@@ -67,8 +67,6 @@ def run(args: argparse.Namespace) -> int:
 def _text(merged: Merged) -> str:
     files = f"{len(merged.files)} files" if len(merged.files) > 1 else merged.files[0]
     lines = [f"{merged.out}: {plural(merged.num_tensors, 'tensor')}, {format_bytes(merged.num_bytes)} in {files}"]
-    if merged.resumed:
-        lines.append(f"  resumed: {plural(len(merged.resumed), 'file')} of an earlier merge")
     if merged.companions:
         lines.append(f"  copied: {', '.join(merged.companions)}")
     checks = [f"names and shapes match the {merged.compared_with}"] if merged.compared_with else []

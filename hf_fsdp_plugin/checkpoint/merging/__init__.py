@@ -1,1 +1,1 @@
-"""Merges the model of any checkpoint into a Hugging Face folder, with bounded memory. Does not import torch."""
+"""Merges the model of any checkpoint into a Hugging Face folder, with bounded memory."""

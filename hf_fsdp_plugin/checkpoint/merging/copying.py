@@ -10,11 +10,10 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 from hf_fsdp_plugin.checkpoint.checking.verify import Progress
 from hf_fsdp_plugin.checkpoint.errors import problem
-from hf_fsdp_plugin.checkpoint.formats.boxes import SAFETENSORS_NAMES, dtype_size, numpy_dtype
+from hf_fsdp_plugin.checkpoint.formats.boxes import SAFETENSORS_NAMES, dtype_size
 from hf_fsdp_plugin.checkpoint.formats.known_formats import read_stored_model
 from hf_fsdp_plugin.checkpoint.formats.safetensors import SafetensorsFile
 from hf_fsdp_plugin.checkpoint.formats.stored_tensors import StoredTensor, read_run
@@ -23,41 +22,19 @@ from hf_fsdp_plugin.checkpoint.merging.output import MergePlan
 from hf_fsdp_plugin.problems import Problem
 from hf_fsdp_plugin.text import format_names, plural
 
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
 
 def convert_dtype(data: memoryview, source: str, target: str, out: memoryview) -> int:
-    """Convert ``data`` to the dtype ``target`` in ``out``, rounding to nearest even. NaN stays NaN.
+    """Convert writable ``data`` to the dtype ``target`` in ``out``, rounding to nearest even. NaN stays NaN.
 
     Returns:
         The number of finite values that became infinite.
     """
-    import numpy
+    import torch  # for seconds, so only if a dtype is converted
 
-    values = numpy.frombuffer(data, numpy_dtype(source))
-    if source == "bfloat16":
-        values = (values.astype("<u4") << 16).view("<f4")
-    converted = numpy.frombuffer(out, numpy_dtype(target))
-    with numpy.errstate(over="ignore", invalid="ignore"):
-        if target == "bfloat16":
-            converted[:] = _to_bfloat16(values.astype("<f4", copy=False))
-            infinite = (converted & 0x7FFF) == 0x7F80
-        else:
-            converted[:] = values
-            infinite = numpy.isinf(converted)
-    return int(numpy.count_nonzero(numpy.isfinite(values[infinite])))
-
-
-def _to_bfloat16(values: NDArray[Any]) -> NDArray[Any]:
-    """Round each float32 to its upper half. A NaN that would round to infinity becomes a quiet NaN."""
-    import numpy
-
-    bits = values.view("<u4")
-    rounded = ((bits + (0x7FFF + ((bits >> 16) & 1))) >> 16).astype("<u2")
-    nan = numpy.isnan(values)
-    rounded[nan] = (bits[nan] >> 16).astype("<u2") | 0x0040
-    return rounded
+    values = torch.frombuffer(data, dtype=getattr(torch, source))
+    converted = torch.frombuffer(out, dtype=getattr(torch, target))
+    converted.copy_(values)
+    return int((converted.isinf() & values.isfinite()).sum())
 
 
 BUFFER = 16 << 20

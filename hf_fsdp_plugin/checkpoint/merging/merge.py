@@ -1,7 +1,7 @@
 """Writes the model of any checkpoint to a Hugging Face folder.
 
-This does not import torch, and the memory it needs does not grow with the model. The output is written to a staging
-folder, checked and renamed, so it is complete or does not exist. An interrupted merge resumes where it stopped.
+This imports torch only to convert dtypes, and its memory does not grow with the model. The output is written to a
+staging folder, checked and renamed, so it is complete or does not exist. An interrupted merge starts again.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Merged:
         format: name of the checkpoint's format, as in :class:`StoredModel`.
         num_tensors: number of tensors written; tied ones count once.
         num_bytes: size of all weight files in bytes.
-        files: the weight files; ``resumed`` lists those that an earlier, interrupted merge had finished.
+        files: the weight files.
         companions: config, tokenizer and other files copied from ``config_folder``.
         aliases: omitted tied name -> the name under which its tensor is written.
         compared_with: what names and shapes were compared with: ``manifest``, ``model`` or empty.
@@ -86,7 +86,6 @@ class Merged:
     num_tensors: int
     num_bytes: int
     files: list[str]
-    resumed: list[str]
     config_folder: Path | None
     companions: list[str]
     aliases: dict[str, str]
@@ -112,7 +111,7 @@ def merge(checkpoint: Path, out: Path, options: MergeOptions, progress: Progress
     Raises:
         CheckpointError: the checkpoint is damaged, incomplete or of another model, ``out`` is in use, the disk is too
             small, or the output differs from the plan. ``out`` is then unchanged.
-        OSError: writing failed; finished files are kept for the next attempt.
+        OSError: writing failed. ``out`` is then unchanged.
     """
     out = Path(os.path.realpath(out))  # the target of a symbolic link is replaced, not the link
     restore_replaced(out)
@@ -120,17 +119,12 @@ def merge(checkpoint: Path, out: Path, options: MergeOptions, progress: Progress
     job = _Job(checkpoint, out, options, progress or (lambda *_: None))
     output.check_space(out, job.plan.num_bytes)
     with output.MergeStaging(out, wait=options.wait) as staging, job.config_check() as check:
-        try:
-            output.check_places(checkpoint, out, force=options.force)  # another merge may have finished meanwhile
-            staging.prepare(output.fingerprint(job.model, job.plan, verify_input=job.verify_input))
-            job.copy_tensors(staging)
-            job.compare_with_config(check)
-            job.write_companions(staging.folder)
-            job.read_back(staging.folder)
-            staging.commit()
-        except CheckpointError:  # a retry with the same input would fail again
-            staging.discard()
-            raise
+        output.check_places(checkpoint, out, force=options.force)  # another merge may have finished meanwhile
+        job.copy_tensors(staging.folder)
+        job.compare_with_config(check)
+        job.write_companions(staging.folder)
+        job.read_back(staging.folder)
+        staging.commit()
         if options.delete_input:
             job.delete_input()
         return job.result
@@ -163,7 +157,6 @@ class _Job:
             num_tensors=len(self.plan.tensors),
             num_bytes=self.plan.num_bytes,
             files=[file.name for file in self.plan.files],
-            resumed=[],
             config_folder=self.config_folder,
             companions=output.companion_files(self.config_folder) if self.config_folder is not None else [],
             aliases=dict(self.plan.aliases),
@@ -182,18 +175,14 @@ class _Job:
             return contextlib.nullcontext()
         return ConfigCheck(self.checkpoint, self.options.number, self.config_folder)
 
-    def copy_tensors(self, staging: output.MergeStaging) -> None:
-        """Write the weights; files that an earlier merge has finished are kept."""
-        self.result.resumed = [file.name for file in self.plan.files if staging.has(file)]
+    def copy_tensors(self, folder: Path) -> None:
+        """Write the weights."""
+        infinite: dict[str, int] = {}
         with self._open() as source:
             for file in self.plan.files:
-                if file.name in self.result.resumed:
-                    self.progress("merge", file.size, self.plan.num_bytes)
-                    continue
-                infinite = copying.copy_file(source, self.plan, file, staging.part(file), self.progress)
-                staging.finish_file(file, infinite)
-        if staging.infinite:
-            counts = [f"{count:,} of '{name}'" for name, count in staging.infinite.items()]
+                infinite |= copying.copy_file(source, self.plan, file, folder / file.name, self.progress)
+        if infinite:
+            counts = [f"{count:,} of '{name}'" for name, count in infinite.items()]
             message = f"values that are too large for {self.options.dtype} became infinite: {format_names(counts)}."
             self._report("FSDP-W494", message, "Merge with --dtype bf16, or without --dtype.")
 

@@ -1,6 +1,6 @@
 """The output of a merge: its plan, its staging folder, and the files that are copied beside the weights.
 
-An interrupted merge can resume from the staging folder; a finished merge renames it.
+A finished merge renames the staging folder. Any other merge removes it; after a killed process, the next merge does.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from hf_fsdp_plugin.checkpoint.errors import file_problems_inside, problem, rais
 from hf_fsdp_plugin.checkpoint.folders import put_in_place, replaced_path
 from hf_fsdp_plugin.checkpoint.formats.safetensors import SafetensorsFile, plan_files
 from hf_fsdp_plugin.checkpoint.formats.stored_tensors import StoredModel, StoredTensor, shared_tensors
-from hf_fsdp_plugin.checkpoint.io import hash_bytes, object_in, read_file, sync, write_atomically
+from hf_fsdp_plugin.checkpoint.io import read_file, sync, write_atomically
 from hf_fsdp_plugin.checkpoint.names import ADAPTER, FSDP_MODEL, HF_MODEL, MERGING, hidden_path, is_adapter
 from hf_fsdp_plugin.text import format_bytes
 
@@ -182,30 +182,23 @@ def _has_config(folder: Path) -> bool:
     return any((folder / name).is_file() for name in MODEL_CONFIGS)
 
 
-PLAN_NAME = "merge_plan.json"
-
-
 def staging_path(out: Path) -> Path:
     return hidden_path(out, MERGING)
 
 
 class MergeStaging:
-    """The folder ``.OUT.merging`` next to ``OUT``, locked by one merge at a time.
+    """The folder ``.OUT.merging`` next to ``OUT``, locked by one merge at a time. Removed if it is not committed.
 
     Args:
         wait: wait for another merge that has locked the folder, instead of raising ``CheckpointError``.
-
-    Attributes:
-        infinite: name of a tensor in the finished files -> number of values that became infinite in the new dtype.
     """
 
     def __init__(self, out: Path, *, wait: bool = False) -> None:
         self.out = out
         self.folder = staging_path(out)
-        self.infinite: dict[str, int] = {}
         self._lock = -1
+        self._is_committed = False
         self._mode = fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB
-        self._fingerprint = ""
 
     def __enter__(self) -> MergeStaging:
         self.folder.parent.mkdir(parents=True, exist_ok=True)
@@ -217,72 +210,36 @@ class MergeStaging:
                 try:
                     fcntl.flock(self._lock, self._mode)
                 except BlockingIOError:
-                    self.__exit__()
+                    self._unlock()
                     fix = "Wait for it, or give another output folder."
                     refuse("FSDP-E485", self.folder, "is in use by another merge.", fix)
                 if os.path.samestat(os.fstat(self._lock), self.folder.stat()):
+                    self._remove_leftovers()
                     return self
-            self.__exit__()  # another merge has renamed or removed the folder before it was locked here
+            self._unlock()  # another merge has renamed or removed the folder before it was locked here
 
     def __exit__(self, *_: object) -> None:
+        if not self._is_committed:
+            shutil.rmtree(self.folder, ignore_errors=True)
+        self._unlock()
+
+    def _unlock(self) -> None:
         if self._lock >= 0:
             os.close(self._lock)
         self._lock = -1
 
-    def prepare(self, fingerprint: str) -> None:
-        """Keep the finished files of an earlier merge with the same input and options, and remove everything else."""
-        self._fingerprint = fingerprint
-        before = object_in(self.folder / PLAN_NAME)
-        if before.get("fingerprint") == fingerprint and isinstance(before.get("infinite"), dict):
-            self.infinite = before["infinite"]
-            return
+    def _remove_leftovers(self) -> None:
+        """Remove the files of a merge that was killed."""
         for leftover in self.folder.iterdir():
             shutil.rmtree(leftover) if leftover.is_dir() and not leftover.is_symlink() else leftover.unlink()
-        self._write_plan()
-
-    def has(self, file: SafetensorsFile) -> bool:
-        """Whether an earlier merge finished the file. Unfinished files have other names."""
-        path = self.folder / file.name
-        return path.is_file() and path.stat().st_size == file.size
-
-    def part(self, file: SafetensorsFile) -> Path:
-        return self.folder / f"{file.name}.part"
-
-    def finish_file(self, file: SafetensorsFile, infinite: dict[str, int]) -> None:
-        self.infinite |= infinite
-        self._write_plan()
-        self.part(file).replace(self.folder / file.name)
-        sync(self.folder)
-
-    def _write_plan(self) -> None:
-        plan = {"fingerprint": self._fingerprint, "infinite": self.infinite}
-        write_atomically(self.folder / PLAN_NAME, json.dumps(plan) + "\n")
-
-    def discard(self) -> None:
-        shutil.rmtree(self.folder)
 
     def commit(self) -> None:
         """Rename the folder to ``OUT``, then delete the folder that was at ``OUT`` before."""
-        (self.folder / PLAN_NAME).unlink()
         sync(self.folder)
         replaced = put_in_place(self.folder, self.out)
+        self._is_committed = True
         if replaced is not None:
             shutil.rmtree(replaced)
-
-
-def fingerprint(index: StoredModel, plan: MergePlan, *, verify_input: bool) -> str:
-    """Return a hash of the input files, of the planned output files, and of whether the input is verified.
-
-    Names, sizes and modification times of the input files are hashed. Files of a merge that did not verify its input
-    are written again by a merge that does.
-    """
-    files = sorted({file for tensor in index.tensors.values() for file in tensor.files()})
-    state: list[Any] = [str(index.root.resolve()), verify_input]
-    for file in files:
-        found = (index.root / file).stat()
-        state.append([file, found.st_size, found.st_mtime_ns])
-    state += [[file.name, file.size, hash_bytes(file.header)] for file in plan.files]
-    return hash_bytes(json.dumps(state).encode())
 
 
 def check_places(checkpoint: Path, out: Path, *, force: bool) -> None:
@@ -315,7 +272,7 @@ def check_places(checkpoint: Path, out: Path, *, force: bool) -> None:
 def check_space(out: Path, needed: int) -> None:
     """Raise ``CheckpointError`` if the output does not fit on the disk. ``needed`` is its size in bytes.
 
-    Bytes in the staging folder of an earlier attempt count as free: they are reused or removed.
+    Bytes in the staging folder of an earlier attempt count as free: they are removed.
     """
     above = next(folder for folder in out.parents if folder.is_dir())
     status = os.statvfs(above)

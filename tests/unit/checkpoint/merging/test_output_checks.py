@@ -9,8 +9,9 @@ import pytest
 from safetensors.numpy import save_file
 
 from hf_fsdp_plugin.checkpoint.formats.known_formats import read_stored_model
+from hf_fsdp_plugin.checkpoint.merging import copying
 from hf_fsdp_plugin.checkpoint.merging.merge import MergeOptions, merge
-from hf_fsdp_plugin.checkpoint.merging.output import MergeStaging, staging_path
+from hf_fsdp_plugin.checkpoint.merging.output import staging_path
 from hf_fsdp_plugin.problems import CheckpointError
 from tests.support import damages, saved
 from tests.support.merge_inputs import MODEL, TENSORS, assert_same, codes, read, tree
@@ -33,13 +34,13 @@ def test_model_that_differs_from_the_manifest_is_refused(
 
 
 def test_verify_finds_a_flipped_bit_of_the_output(checkpoint: Path, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    finish = MergeStaging.finish_file
+    write = copying.write_file
 
-    def damaging(self: MergeStaging, file: Any, infinite: dict[str, int]) -> None:
-        damages.flip(self.part(file), -1)
-        finish(self, file, infinite)
+    def damaging(path: Path, size: int, fill: Any) -> None:
+        write(path, size, fill)
+        damages.flip(path, -1)
 
-    monkeypatch.setattr(MergeStaging, "finish_file", damaging)
+    monkeypatch.setattr(copying, "write_file", damaging)
     before = tree(checkpoint)
     with pytest.raises(CheckpointError, match=r"model\.embed_tokens\.weight.*FSDP-E486"):
         merge(checkpoint, out, MergeOptions(delete_input=True))
@@ -57,13 +58,10 @@ def test_verify_finds_a_flipped_bit_of_the_input(checkpoint: Path, out: Path) ->
 
 
 def test_unplanned_header_is_found(checkpoint: Path, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    finish = MergeStaging.finish_file
+    def other(path: Path, size: int, fill: Any) -> None:
+        save_file({"other": TENSORS["lm_head.weight"]}, path)
 
-    def swapping(self: MergeStaging, file: Any, infinite: dict[str, int]) -> None:
-        save_file({"other": TENSORS["lm_head.weight"]}, self.part(file))
-        finish(self, file, infinite)
-
-    monkeypatch.setattr(MergeStaging, "finish_file", swapping)
+    monkeypatch.setattr(copying, "write_file", other)
     with pytest.raises(CheckpointError, match=r"model\.safetensors: .*5 tensors.*FSDP-E486"):
         merge(checkpoint, out, MergeOptions())
 

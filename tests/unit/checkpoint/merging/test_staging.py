@@ -5,7 +5,6 @@ from __future__ import annotations
 import fcntl
 import os
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -13,50 +12,30 @@ from hf_fsdp_plugin.checkpoint.folders import replaced_path
 from hf_fsdp_plugin.checkpoint.merging.merge import MergeOptions, merge
 from hf_fsdp_plugin.checkpoint.merging.output import MergeStaging, staging_path
 from hf_fsdp_plugin.problems import CheckpointError
-from tests.support.merge_inputs import MODEL, TENSORS, assert_same, codes, messages, read, tree
+from tests.support.merge_inputs import TENSORS, assert_same, read, tree
 
 
-def interrupt_after(num_files: int) -> Any:
-    """Return a progress function that raises ``KeyboardInterrupt`` while the next file is written, in one buffer."""
+def test_interrupted_merge_leaves_nothing_behind(checkpoint: Path, out: Path) -> None:
     written = []
 
-    def progress(what: str, count: int, total: int) -> None:
+    def interrupt(what: str, count: int, total: int) -> None:
         written.append(count)
-        if len(written) > num_files:
+        if len(written) > 2:
             raise KeyboardInterrupt
 
-    return progress
-
-
-def test_interrupted_merge_resumes_at_unfinished_file(checkpoint: Path, out: Path) -> None:
-    options = MergeOptions(max_shard_size=130, dtype="float16")
     with pytest.raises(KeyboardInterrupt):
-        merge(checkpoint, out, options, interrupt_after(2))
-    assert not out.exists()
-    finished = {path.name: path.stat().st_mtime_ns for path in staging_path(out).glob("*.safetensors")}
-    assert len(finished) == 2
-    merged = merge(checkpoint, out, options)
-    assert merged.resumed == sorted(finished)
-    assert all((out / name).stat().st_mtime_ns == changed for name, changed in finished.items())
-    assert read(out).keys() == TENSORS.keys()
-    assert not (out / "merge_plan.json").exists()
-    assert "FSDP-W494" in codes(merged) and "of 'lm_head.weight'" in messages(merged)
+        merge(checkpoint, out, MergeOptions(max_shard_size=130), interrupt)
+    assert len(written) == 3 and not out.exists() and not staging_path(out).exists()
 
 
-@pytest.mark.parametrize("change", ["input", "options"])
-def test_files_of_another_merge_are_not_used(change: str, checkpoint: Path, out: Path) -> None:
-    with pytest.raises(KeyboardInterrupt):
-        merge(checkpoint, out, MergeOptions(max_shard_size=250), interrupt_after(2))
-    if change == "input":
-        os.utime(checkpoint / MODEL / "__0_0.distcp", ns=(1, 1))
-    dtype = None if change == "input" else "float64"
-    merged = merge(checkpoint, out, MergeOptions(max_shard_size=250, dtype=dtype))
-    assert merged.resumed == []
-    expected = {name: whole.astype(dtype or whole.dtype) for name, whole in TENSORS.items() if whole.ndim}
-    assert_same(read(out), {**expected, "model.steps": TENSORS["model.steps"]})
+def test_files_of_a_killed_merge_are_removed(checkpoint: Path, out: Path) -> None:
+    (staging_path(out) / "folder").mkdir(parents=True)
+    (staging_path(out) / "model-00009-of-00009.safetensors").write_text("unfinished")
+    merge(checkpoint, out, MergeOptions())
+    assert [path.name for path in out.iterdir()] == ["model.safetensors"]
 
 
-def test_full_disk_keeps_finished_files(checkpoint: Path, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_disk_leaves_nothing_behind(checkpoint: Path, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pwrite = os.pwrite
     written = []
 
@@ -69,8 +48,7 @@ def test_full_disk_keeps_finished_files(checkpoint: Path, out: Path, monkeypatch
     with monkeypatch.context() as patched, pytest.raises(OSError, match="No space left"):
         patched.setattr(os, "pwrite", full)
         merge(checkpoint, out, MergeOptions(max_shard_size=250))
-    assert not out.exists()
-    assert len(merge(checkpoint, out, MergeOptions(max_shard_size=250)).resumed) == 1
+    assert not out.exists() and not staging_path(out).exists()
 
 
 def test_force_replaces_the_output(checkpoint: Path, out: Path) -> None:
@@ -113,6 +91,7 @@ def test_merge_that_finishes_before_the_lock_is_kept(
     assert not staging_path(out).exists()
     with MergeStaging(out) as staging:
         assert staging.folder.is_dir()
+    assert not staging.folder.exists()
 
 
 def test_old_and_new_output_are_kept_after_interrupt(checkpoint: Path, out: Path) -> None:
