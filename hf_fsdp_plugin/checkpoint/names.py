@@ -36,7 +36,7 @@ DCP_SUFFIX: Final = ".distcp"
 ENTRY_ALIGNMENT: Final = 64
 """Each archive in a ``.distcp`` file of this package begins at a multiple of this number of bytes, after zeros."""
 INDEX_FILE: Final = ".fsdp_index"
-"""The index of a large DCP folder, beside ``.metadata``."""
+"""A file beside ``.metadata`` that earlier versions wrote. It is ignored."""
 CHECKPOINT_STEMS: Final = (
     FSDP_MODEL, HF_MODEL_BIN, HF_MODEL, OPTIMIZER, ADAPTER, TRAINER_RNG, ACCELERATE_RNG, "scheduler", "scaler",
     "sampler", TRAINER_STATE, "training_args.bin", MOVING_AVERAGE, MANIFEST_NAME, BLOCK_FILE,

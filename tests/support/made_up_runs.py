@@ -5,16 +5,16 @@ from __future__ import annotations
 import itertools
 import math
 import os
+import random
 import time
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 FOLDERS = ("pytorch_model_fsdp_0", "optimizer_0")
-HIDDEN, INTERMEDIATE, KEY_VALUE, VOCABULARY, LAYERS = 8192, 28672, 1024, 128256, 80
+HIDDEN, INTERMEDIATE, KEY_VALUE, VOCABULARY, LAYERS = 4096, 14336, 1024, 128256, 32
 STEP = 20.0
 
 
@@ -117,15 +117,17 @@ class MadeUpRun:
             parameters={name: ("float32", shape) for name, shape in self.shapes.items()}, ties=(), files=(), batch={},
         )  # fmt: skip
 
-    def write(self, staging: Any) -> float:
-        """Write sparse files and the records of all ranks. Return the CPU seconds of the record of one rank."""
-        import numpy
+    def write(self, staging: Any, headers_of: Container[int] | None = None) -> float:
+        """Write sparse files and the records of all ranks. Return the CPU seconds of the record of one rank.
+
+        Args:
+            headers_of: the ranks whose files contain the headers of their archives; by default, all.
+        """
         import torch.distributed as dist
 
-        from hf_fsdp_plugin.checkpoint.formats.manifest import FileRange, FileRecord, PackedRanges
+        from hf_fsdp_plugin.checkpoint.formats.manifest import FileRange, FileRecord
         from hf_fsdp_plugin.checkpoint.names import dcp_file
         from hf_fsdp_plugin.checkpoint.writing import state_files
-        from hf_fsdp_plugin.checkpoint.writing.dcp_files import MIN_INDEXED
         from hf_fsdp_plugin.checkpoint.writing.staging import RankRecord
 
         known: dict[Any, Any] = {}
@@ -140,40 +142,42 @@ class MadeUpRun:
                         state_files.model_files(model, "sharded"),
                         state_files.optimizer_files(optimizer),
                     ]
-                bounds = [[each for window in state.parts[0].windows for each in window.ranges()] for state in states]
                 if self.version == 1:
                     known.clear()  # each rank has its own layout
-                known[layout] = states, bounds
-            states, bounds = known[layout]
+                known[layout] = states
             files, written = [], []
-            for state, own in zip(states, bounds, strict=True):
+            draw = random.Random(rank)
+            for state in known[layout]:
                 (entries,), (part,) = state.entries, state.parts
-                chunks = entries.chunks.copy()
-                sizes = numpy.array([(*shape, 0)[0] for _, _, shape in entries.tensors])[chunks[:, 0]]
-                if self.version == 2:
-                    chunks[:, 4] = -(-sizes // self.world) * rank
-                name = dcp_file(rank)
-                path = f"{entries.folder}/{name}"
-                names: dict[str, int] = {}
-                ranges = [FileRange(start=low, stop=high, hash="0" * 32, name=name) for low, high, name in own]
-                packed = numpy.frombuffer(bytearray(PackedRanges.of(ranges, names).data), "u1").reshape(-1, 36)
-                packed[:, 20:] = numpy.random.default_rng(rank).integers(0, 256, (len(packed), 16), dtype="u1")
-                files.append(FileRecord(path=path, size=part.size, ranges=PackedRanges(packed.tobytes(), tuple(names))))
-                written.append(replace(entries, file=name, chunks=chunks))
+                path = f"{entries.folder}/{dcp_file(rank)}"
+                bounds = [each for window in part.windows for each in window.ranges()]
+                ranges = [FileRange(start=a, stop=b, hash=draw.randbytes(16).hex(), name=name) for a, b, name in bounds]
+                files.append(FileRecord(path=path, size=part.size, ranges=ranges))
+                written.append(entries._replace(file=dcp_file(rank), tensors=self._moved(entries.tensors, rank)))
                 (staging.folder / path).parent.mkdir(exist_ok=True)
                 with (staging.folder / path).open("wb") as file:
                     file.truncate(part.size)
-                    if len(chunks) * self.world < MIN_INDEXED:  # the headers of the archives are read
-                        for item in (item for window in part.windows for item in window.items):
+                    if headers_of is None or rank in headers_of:
+                        for item in {item.offset: item for window in part.windows for item in window.items}.values():
                             padding, head, _, tail = item.contents
                             file.seek(item.offset)
                             file.write(padding + head)
                             file.seek(item.stop - len(tail))
                             file.write(tail)
             (staging.folder / f"rng_state_{rank}.pth").write_bytes(b"\0" * 16)
-            seconds.append(time.process_time() - begin)
             staging.write_record(rank, RankRecord(tuple(files), tuple(written)))
+            seconds.append(time.process_time() - begin)
         return seconds[0]
+
+    def _moved(self, tensors: Any, rank: int) -> Any:
+        """Return the entries of a rank of FSDP2 with the first rows of the rank."""
+        if self.version == 1:
+            return tensors
+        firsts = [rows_of(entry.shape[0], rank, self.world)[0] for entry in tensors]
+        return [
+            entry._replace(chunks=[chunk._replace(offsets=(first, *chunk.offsets[1:])) for chunk in entry.chunks])
+            for entry, first in zip(tensors, firsts, strict=True)
+        ]
 
 
 class Counts:

@@ -94,7 +94,7 @@ def write_shards(
     import torch.distributed as dist
 
     from hf_fsdp_plugin.checkpoint.shards import ModelShards, OptimizerShards
-    from hf_fsdp_plugin.checkpoint.writing.dcp_files import final_files
+    from hf_fsdp_plugin.checkpoint.writing.dcp_files import complete_folders
     from hf_fsdp_plugin.checkpoint.writing.file_parts import PartWriter
     from hf_fsdp_plugin.checkpoint.writing.state_files import model_files, optimizer_files
 
@@ -117,8 +117,7 @@ def write_shards(
         for each in files:
             records += PartWriter().write(folder, each.parts)
         entries.append([own for each in files for own in each.entries])
-    for parts in final_files(entries):
-        records += PartWriter().write(folder, parts)
+    records += complete_folders(folder, entries)
     return {record.path: [(part.start, part.stop, part.name) for part in record.ranges] for record in records}
 
 

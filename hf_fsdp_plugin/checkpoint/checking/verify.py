@@ -28,7 +28,6 @@ from hf_fsdp_plugin.checkpoint.checking import inspection
 from hf_fsdp_plugin.checkpoint.checking.against_model import ConfigCheck, config_problems, manifest_problems
 from hf_fsdp_plugin.checkpoint.errors import problem
 from hf_fsdp_plugin.checkpoint.formats.boxes import dtype_size, element_span
-from hf_fsdp_plugin.checkpoint.formats.dcp import index_problems
 from hf_fsdp_plugin.checkpoint.formats.known_formats import read_stored_model, read_stored_optimizer
 from hf_fsdp_plugin.checkpoint.formats.manifest import FileRange, Manifest, read_manifest
 from hf_fsdp_plugin.checkpoint.formats.stored_tensors import (
@@ -415,7 +414,7 @@ def _contents_problems(
                 read_stored_optimizer(folder, int(match[1]))  # raises if it is incomplete
     except CheckpointError as error:
         return [] if is_reported else list(error.problems)
-    problems = index_problems(folder)
+    problems: list[Problem] = []
     if manifest is not None:
         listed = {record.path for record in manifest.files}
         read = [stored.root / file for stored in (model, optimizer) if stored is not None for file in stored.files]

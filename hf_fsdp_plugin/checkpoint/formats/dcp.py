@@ -6,26 +6,22 @@ write this format for sharded state dicts of FSDP1 and FSDP2, and so does this p
 
 from __future__ import annotations
 
-import os
 import reprlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from hf_fsdp_plugin.checkpoint.errors import COPY_AGAIN, file_problems_inside, problem, raise_if_any, refuse
+from hf_fsdp_plugin.checkpoint.errors import COPY_AGAIN, file_problems_inside, raise_if_any, refuse
 from hf_fsdp_plugin.checkpoint.formats import pickles, stored_tensors
-from hf_fsdp_plugin.checkpoint.formats.boxes import SIZES, Box, intersect, is_within
-from hf_fsdp_plugin.checkpoint.formats.index_file import METADATA_TAIL, ArchivePlace, IndexedPieces, IndexFile
+from hf_fsdp_plugin.checkpoint.formats.boxes import SIZES, Box, count_uncovered, intersect, is_within
 from hf_fsdp_plugin.checkpoint.formats.stored_tensors import PieceTable, StoredPiece, StoredState, StoredTensor
 from hf_fsdp_plugin.checkpoint.formats.torch_files import TensorZips
-from hf_fsdp_plugin.checkpoint.io import InputFiles, read_file, read_range
-from hf_fsdp_plugin.checkpoint.names import DCP_METADATA, DCP_SUFFIX, FSDP_MODEL, INDEX_FILE, OPTIMIZER, numbered_name
-from hf_fsdp_plugin.problems import CheckpointError, Problem
-from hf_fsdp_plugin.text import format_names, plural
+from hf_fsdp_plugin.checkpoint.io import InputFiles, read_file
+from hf_fsdp_plugin.checkpoint.names import DCP_METADATA, DCP_SUFFIX, FSDP_MODEL, OPTIMIZER, numbered_name
 
 MAX_EAGER = 5_000
-"""Maximum number of archives of a folder without an index whose headers are all read, and checked, at once."""
+"""Maximum number of archives of a folder whose headers are all read, and checked, at once."""
 
 
 def read_state(root: Path, stem: str, number: int) -> StoredState | None:
@@ -37,7 +33,7 @@ def read_state(root: Path, stem: str, number: int) -> StoredState | None:
     folder = _folder(root, numbered_name(stem, number))
     if folder is None:
         return None
-    state = _read_index(root, folder) or _read_metadata(root, folder)
+    state = _read_metadata(root, folder)
     top = "model" if stem == FSDP_MODEL else "optimizer"
     own = {path[1:]: value for path, value in state.entries.items() if path[0] == top}
     if stem == OPTIMIZER:
@@ -59,63 +55,9 @@ def _folder(checkpoint: Path, name: str) -> Path | None:
     return None
 
 
-def _read_index(root: Path, folder: Path) -> StoredState | None:
-    """Return the entries that the index of the folder lists; ``None`` without one of this ``.metadata``."""
-    if not (folder / INDEX_FILE).is_file():
-        return None
-    prefix = _prefix(root, folder)
-    index = IndexFile(folder, prefix)
-    metadata = folder / DCP_METADATA
-    size = metadata.stat().st_size
-    if index.metadata != (size, read_range(metadata, max(0, size - METADATA_TAIL), METADATA_TAIL).hex()):
-        return None  # another save has replaced the folder's files
-    values: dict[stored_tensors.StatePath, Any] = {}
-    for tensor in index.tensors:
-        pieces = IndexedPieces(index, tensor)
-        values[tensor.path] = StoredTensor(str(tensor.path[-1]), tensor.dtype, tensor.shape, pieces)
-    with _Zips(root, folder, index.path) as zips:
-        for path, archive in index.values:
-            values[path] = zips.value(path, archive)
-    values |= {alias: values[path] for alias, path in index.aliases}
-    files = prefix + INDEX_FILE, *sorted({prefix + archive.file for _, archive in index.values})
-    return StoredState(values, files, index.path)
-
-
 def _prefix(root: Path, folder: Path) -> str:
     """Return the prefix that makes the names of the folder's files relative to the checkpoint."""
     return "" if folder == root else f"{folder.relative_to(root).as_posix()}/"
-
-
-def index_problems(checkpoint: Path) -> list[Problem]:
-    """Return an error for each index of the checkpoint that refers to other bytes than ``.metadata`` beside it.
-
-    This reads all chunks of all ranks, for which the index is a replacement. Ignores what cannot be read.
-    """
-    problems = []
-    for place in sorted({*checkpoint.glob(INDEX_FILE), *checkpoint.glob(f"*/{INDEX_FILE}")}):
-        try:
-            index = _read_index(checkpoint, place.parent)
-            found = {} if index is None else _identities(index.entries)
-            expected = {} if index is None else _identities(_read_metadata(checkpoint, place.parent).entries)
-        except CheckpointError:
-            continue
-        paths = [path for path in {**expected, **found} if found.get(path) != expected.get(path)]
-        if paths:
-            names = [stored_tensors.entry_name(path) for path in paths]
-            message = f"contradicts {DCP_METADATA} about {plural(len(names), 'entry', 'entries')}"
-            problems.append(problem("FSDP-E459", place, f"{message}: {format_names(names, 3)}.", COPY_AGAIN))
-    return problems
-
-
-def _identities(entries: Mapping[stored_tensors.StatePath, Any]) -> dict[stored_tensors.StatePath, Any]:
-    """Return values that must be equal in an index and in ``.metadata``: for a tensor, the bytes of each box."""
-    found: dict[stored_tensors.StatePath, Any] = {}
-    for path, value in entries.items():
-        if isinstance(value, StoredTensor):
-            found[path] = value.dtype, value.shape, {(piece.box, piece.file, piece.offset) for piece in value.pieces}
-        else:
-            found[path] = repr(value)  # nan is not equal to itself
-    return found
 
 
 def _read_metadata(root: Path, folder: Path) -> StoredState:
@@ -137,6 +79,14 @@ def _read_metadata(root: Path, folder: Path) -> StoredState:
             else:
                 values[entry.path] = zips.value(entry.path, entry.archives[0])
     return StoredState(values, (place.relative_to(root).as_posix(), *files), place)
+
+
+class ArchivePlace(NamedTuple):
+    """The bytes of a file that contain the archive of one entry."""
+
+    file: str
+    start: int
+    length: int
 
 
 class _Entry(NamedTuple):
@@ -218,7 +168,7 @@ class _Zips(InputFiles):
         super().__init__(folder)
         self._folder, self._place = folder, place
         self._prefix = _prefix(root, folder)
-        self._checked: set[str] = set()
+        self._sizes: dict[str, int] = {}
         self._archives = TensorZips()
         self._pieces: dict[tuple[stored_tensors.StatePath, int], StoredPiece] = {}
 
@@ -262,22 +212,29 @@ class _Zips(InputFiles):
 
     def _read_archive(self, place: ArchivePlace) -> tuple[Any, int]:
         """Return the saved object, and the byte offset of its first element in the file."""
-        self._check_files({place.file})
-        path, descriptor = self._folder / place.file, self.descriptor(place.file)
-        size, stop = os.fstat(descriptor).st_size, place.start + place.length
-        if stop > size:
-            message = f"has {size} bytes, but {DCP_METADATA} refers to bytes {place.start} to {stop}."
-            refuse("FSDP-E453", path, message)
-        return self._archives.read(descriptor, place.start, place.length, path)
+        self.check([place])
+        return self._archives.read(self.descriptor(place.file), place.start, place.length, self._folder / place.file)
+
+    def files(self, entry: _Entry) -> set[str]:
+        """Return the files of an entry, relative to the checkpoint."""
+        return {self._prefix + archive.file for archive in entry.archives}
+
+    def check(self, archives: Sequence[ArchivePlace]) -> None:
+        """Check that the files of the archives exist, and that they contain them."""
+        self._check_files({archive.file for archive in archives})
+        for file, start, length in archives:
+            if start + length > self._sizes[file]:
+                message = f"has {self._sizes[file]} bytes, but {DCP_METADATA} refers to bytes {start} to"
+                refuse("FSDP-E453", self._folder / file, f"{message} {start + length}.")
 
     def _check_files(self, files: set[str]) -> None:
-        if new := files - self._checked:
-            raise_if_any(file_problems_inside(self._folder, sorted(new), self._place))
-            self._checked |= new
+        if new := sorted(files - self._sizes.keys()):
+            raise_if_any(file_problems_inside(self._folder, new, self._place))
+            self._sizes |= {file: (self._folder / file).stat().st_size for file in new}
 
 
 class _PiecesInZips(PieceTable):
-    """The pieces of a tensor of a large folder without an index. The header of an archive is read when it is needed."""
+    """The pieces of a tensor of a large folder. The header of an archive is read when it is needed."""
 
     def __init__(self, zips: _Zips, entry: _Entry, entries: Sequence[_Entry]) -> None:
         self._zips, self._entry, self._entries = zips, entry, entries
@@ -294,3 +251,13 @@ class _PiecesInZips(PieceTable):
         with self._zips:
             self._zips.read_all(self._entries)  # the entries of all tensors, because a file has pieces of many
             return self._zips.pieces(self._entry)
+
+    def uncovered(self, shape: Sequence[int]) -> int:
+        self._zips.check(self._entry.archives)
+        return count_uncovered(shape, self._entry.boxes)
+
+    def files(self) -> set[str]:
+        return self._zips.files(self._entry)
+
+    def key(self) -> Hashable:
+        return frozenset(self._entry.archives)

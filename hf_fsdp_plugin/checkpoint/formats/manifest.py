@@ -19,16 +19,13 @@ from dataclasses import dataclass, field, fields
 from functools import cached_property
 from pathlib import Path
 from types import UnionType
-from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from hf_fsdp_plugin.checkpoint import io
 from hf_fsdp_plugin.checkpoint.errors import COPY_AGAIN, problem, raise_if_any, refuse
 from hf_fsdp_plugin.checkpoint.names import BLOCK_FILE, MANIFEST_NAME
 from hf_fsdp_plugin.problems import CheckpointError, Problem
 from hf_fsdp_plugin.spec.fsdp_spec import StateDictKind
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
 
 MAX_RANGE = 1 << 20
 """Maximum size in bytes of a range of a file with tensors. It ends at a multiple of this number, or with its tensor.
@@ -63,35 +60,20 @@ class FileRecord:
 
 _RECORD = struct.Struct("<QQI16s")
 RECORD_SIZE = _RECORD.size
-_FIELDS = [("start", "<u8"), ("stop", "<u8"), ("name", "<u4"), ("hash", "V16")]
 
 
-class PackedRanges(Sequence[FileRange]):
-    """The ranges of one file as records: a range is created only when it is accessed."""
-
-    def __init__(self, data: bytes | memoryview, names: Sequence[str]) -> None:
-        self.data, self.names = data, names
-
-    @classmethod
-    def of(cls, ranges: Iterable[FileRange], names: dict[str, int]) -> PackedRanges:
-        """Return ranges as records. New names are added to ``names``, with their index."""
-        records = [
-            _RECORD.pack(item.start, item.stop, names.setdefault(item.name, len(names)), bytes.fromhex(item.hash))
-            for item in ranges
-        ]
-        return cls(b"".join(records), list(names))
-
-    def __len__(self) -> int:
-        return len(self.data) // RECORD_SIZE
-
-    def __getitem__(self, index: Any) -> Any:
-        number = range(len(self))[index]  # raises IndexError
-        start, stop, name, digest = _RECORD.unpack_from(self.data, number * RECORD_SIZE)
-        return FileRange(start=start, stop=stop, hash=digest.hex(), name=self.names[name])
+def _packed(ranges: Iterable[FileRange], names: dict[str, int]) -> bytes:
+    """Return ranges as records. New names are added to ``names``, with their index."""
+    return b"".join(
+        _RECORD.pack(item.start, item.stop, names.setdefault(item.name, len(names)), bytes.fromhex(item.hash))
+        for item in ranges
+    )
 
 
-class BlockTable(PackedRanges):
+class BlockTable(Sequence[FileRange]):
     """The ranges of one file of the checkpoint, whose records are read when they are needed.
+
+    A range is created only when it is accessed.
 
     Args:
         path: the file with the records.
@@ -105,15 +87,20 @@ class BlockTable(PackedRanges):
     """
 
     def __init__(self, path: Path, first: int, count: int, *, size: int, digest: str, names: Sequence[str]) -> None:
-        self.names = names
+        self._names = names
         self._path, self._first, self._count = path, first, count
         self._size, self._digest = size, digest
 
     def __len__(self) -> int:
         return self._count
 
+    def __getitem__(self, index: Any) -> Any:
+        number = range(len(self))[index]  # raises IndexError
+        start, stop, name, digest = _RECORD.unpack_from(self._data, number * RECORD_SIZE)
+        return FileRange(start=start, stop=stop, hash=digest.hex(), name=self._names[name])
+
     @cached_property
-    def data(self) -> bytes:  # type: ignore[override]
+    def _data(self) -> bytes:
         try:
             data = io.read_range(self._path, self._first * RECORD_SIZE, self._count * RECORD_SIZE)
         except OSError as error:
@@ -122,7 +109,7 @@ class BlockTable(PackedRanges):
             self._damaged("its records differ from what was saved")
         at = 0
         for start, stop, name, _ in _RECORD.iter_unpack(data):
-            if start != at or start >= stop or name >= len(self.names):
+            if start != at or start >= stop or name >= len(self._names):
                 self._damaged(f"the record of the bytes {start:,} to {stop:,} is not valid")
             at = stop
         if at != self._size:
@@ -131,38 +118,6 @@ class BlockTable(PackedRanges):
 
     def _damaged(self, how: str) -> None:
         refuse("FSDP-E464", self._path, f"is damaged: {how}.")
-
-
-def _renumbered(ranges: Sequence[FileRange], names: dict[str, int], numbers: dict[int, Any]) -> NDArray[Any]:
-    """Return the records of the ranges that are not empty, with other numbers of the names.
-
-    Args:
-        names: name -> its number in the result. New names are added.
-        numbers: the numbers of the names of earlier calls with the same ``names``, by the id of the sequence.
-    """
-    import numpy
-
-    packed = ranges if isinstance(ranges, PackedRanges) else PackedRanges.of(ranges, {})
-    if id(packed.names) not in numbers:  # the sequence is kept, so that no other one gets its id
-        found = numpy.array([names.setdefault(name, len(names)) for name in packed.names], "<u4")
-        numbers[id(packed.names)] = packed.names, found
-    records = numpy.frombuffer(packed.data, _FIELDS)
-    records = records[records["start"] < records["stop"]]
-    if len(records):
-        records["name"] = numbers[id(packed.names)][1][records["name"]]
-    return records
-
-
-def joined_ranges(parts: Sequence[Sequence[FileRange]]) -> Sequence[FileRange]:
-    """Return the ranges of a file that several ranks have written, in the order of their bytes."""
-    if len(parts) == 1:
-        return parts[0]
-    import numpy
-
-    names: dict[str, int] = {}
-    numbers: dict[int, Any] = {}
-    records = numpy.concatenate([_renumbered(part, names, numbers) for part in parts])
-    return PackedRanges(records[numpy.argsort(records["start"], kind="stable")].tobytes(), tuple(names))
 
 
 FORMAT = "hf_fsdp_plugin checkpoint"
@@ -226,13 +181,12 @@ def write_manifest(folder: Path, m: Manifest) -> None:
         io.write_atomically(folder / MANIFEST_NAME, to_text(m))
         return
     names: dict[str, int] = {}
-    numbers: dict[int, Any] = {}
     packed, files, first = [], [], 0
     for record in m.files:
         if len(record.ranges) < 2:
             files.append(_file_tree(record))
             continue
-        data = _renumbered(record.ranges, names, numbers).tobytes()
+        data = _packed([each for each in record.ranges if each.start < each.stop], names)
         count = len(data) // RECORD_SIZE
         files.append({"path": record.path, "size": record.size, "blocks": [first, count], "hash": io.hash_bytes(data)})
         packed.append(data)

@@ -2,75 +2,58 @@
 
 Each rank has a file of ``torch.save`` entries. ``.metadata`` maps each entry to a box of a tensor. torch's
 planner exchanges plans between all ranks before every save. Here each rank writes its shards, and rank 0 joins the
-ranks' lists of entries when it commits the checkpoint. Checked against torch 2.13.0
+ranks' lists of entries when it commits the checkpoint, with torch's own classes. Checked against torch 2.13.0
 (``distributed/checkpoint/filesystem.py``).
-
-With 1,024 ranks and AdamW, ``.metadata`` describes millions of chunks. Creating and pickling torch's objects for them
-takes minutes under the GIL. Here one chunk of a tensor is pickled, with placeholders instead of its numbers, and numpy
-repeats its bytes with the numbers of all chunks.
 """
 
 from __future__ import annotations
 
 import functools
 import io
-import itertools
 import pickle
 import tempfile
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy
 import torch
 import torch.distributed as dist
-from numpy.typing import NDArray
 from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION
 from torch.serialization import skip_data
 
-from hf_fsdp_plugin.checkpoint.formats.index_file import METADATA_TAIL, index_bytes, pack_segments
+from hf_fsdp_plugin.checkpoint.formats.manifest import FileRecord
 from hf_fsdp_plugin.checkpoint.formats.stored_tensors import StatePath, TiedPaths, entry_name
 from hf_fsdp_plugin.checkpoint.formats.torch_files import TorchZip
-from hf_fsdp_plugin.checkpoint.io import open_for_reading
-from hf_fsdp_plugin.checkpoint.names import DCP_METADATA, ENTRY_ALIGNMENT, INDEX_FILE, dcp_file
+from hf_fsdp_plugin.checkpoint.io import open_for_reading, sync
+from hf_fsdp_plugin.checkpoint.names import DCP_METADATA, ENTRY_ALIGNMENT, dcp_file
 from hf_fsdp_plugin.checkpoint.shards import LocalShard, shards_to_write
-from hf_fsdp_plugin.checkpoint.writing.file_parts import Content, FilePart, Item, bytes_of, whole_file
+from hf_fsdp_plugin.checkpoint.writing.file_parts import Content, FilePart, Item, PartWriter, bytes_of, whole_file
 from hf_fsdp_plugin.text import format_dtype
 from hf_fsdp_plugin.torch_private.functions import StorageInfo
 
-_SHARED = (
-    dcp.Metadata, dcp.ChunkStorageMetadata, dcp.MetadataIndex, StorageInfo, dcp.TensorStorageMetadata,
-    dcp.TensorProperties, torch.Size,
-    "offsets", "sizes", "fqn", "offset", "index", "relative_path", "length", "properties", "size", "chunks",
-)  # fmt: skip
-"""What the pickle of a chunk refers to: classes, and the names of attributes."""
-_NARROW, _WIDE = 0x7A5A7A00, 0x7A5A7A5A7A5A7A00
-"""The first placeholders, whose pickles have four and eight bytes after their instruction."""
+
+class Chunk(NamedTuple):
+    """A box of a tensor, and the first byte and the number of bytes of its archive in the file."""
+
+    offsets: Sequence[int]
+    sizes: Sequence[int]
+    start: int
+    length: int
 
 
-class Chunks(NamedTuple):
-    """The chunks of a tensor, as arrays of int64 with a row for each chunk.
+class TensorEntry(NamedTuple):
+    """A tensor with its global shape, and the chunks of it in the file of one rank."""
 
-    Attributes:
-        places: number of its file, first byte, number of bytes, byte offset of its first element.
-        offsets, sizes: the box of each chunk, with a column for each dim.
-    """
-
-    places: NDArray[Any]
-    offsets: NDArray[Any]
-    sizes: NDArray[Any]
+    path: StatePath
+    dtype: str
+    shape: Sequence[int]
+    chunks: Sequence[Chunk]
 
 
-TensorLayout = tuple[StatePath, str, tuple[int, ...]]
-"""Path, dtype and global shape."""
-_FIXED = 4
-
-
-@dataclass(frozen=True, slots=True)
-class SmallEntry:
+class SmallEntry(NamedTuple):
     """A scalar tensor (``data`` is its bytes), or any other object (``data`` is pickled, ``dtype`` is ``None``)."""
 
     path: StatePath
@@ -78,48 +61,22 @@ class SmallEntry:
     dtype: str | None = None
 
 
-@dataclass(slots=True)
-class FolderEntries:
+class FolderEntries(NamedTuple):
     """The entries that one rank adds to one folder.
 
     Attributes:
         folder: path relative to the checkpoint.
         file: name of this rank's file in it.
-        tensors: the tensors of which the file contains chunks. Ranks with equal tensors may share one sequence.
-        chunks: int64, a row for each chunk: number of the tensor, first byte and number of bytes of the entry, byte
-            offset of the chunk's first element; then offset and size in each dim. Unused dims are 0.
+        tensors: the tensors of which the file contains chunks.
         smalls: entries that are not in this rank's file: rank 0 writes them when it commits.
         aliases: the other names of tied tensors.
     """
 
     folder: str
     file: str
-    tensors: Sequence[TensorLayout]
-    chunks: NDArray[Any]
+    tensors: Sequence[TensorEntry]
     smalls: Sequence[SmallEntry] = ()
     aliases: TiedPaths = ()
-
-
-def _joined_chunks(ranks: Sequence[FolderEntries]) -> Iterator[tuple[StatePath, str, tuple[int, ...], Chunks]]:
-    """Yield each tensor with its chunks of all ranks, in the order of the ranks. Each rank has the file of its number.
-
-    No loop over chunks: with 1,024 ranks there are millions.
-    """
-    # Most ranks share one sequence of tensors. The sequences are alive, so that their ids are distinct.
-    sequences = {id(own.tensors): own.tensors for own in ranks}
-    tensors = {tensor[0]: tensor for sequence in sequences.values() for tensor in sequence}
-    order = {path: number for number, path in enumerate(tensors)}
-    numbers = {key: numpy.array([order[path] for path, _, _ in found], "i8") for key, found in sequences.items()}
-    width = max(own.chunks.shape[1] for own in ranks)
-    rows = numpy.concatenate([numpy.pad(own.chunks, ((0, 0), (0, width - own.chunks.shape[1]))) for own in ranks])
-    of_row = numpy.concatenate([numbers[id(own.tensors)][own.chunks[:, 0]] for own in ranks])
-    rows[:, 0] = numpy.repeat(numpy.arange(len(ranks)), [len(own.chunks) for own in ranks])
-    by_tensor = numpy.argsort(of_row, kind="stable")
-    bounds = numpy.searchsorted(of_row[by_tensor], numpy.arange(len(tensors) + 1))
-    for (start, stop), (path, dtype, shape) in zip(itertools.pairwise(bounds), tensors.values(), strict=True):
-        found = rows.take(by_tensor[start:stop], axis=0)
-        boxes = found[:, _FIXED : _FIXED + 2 * len(shape)]
-        yield path, dtype, shape, Chunks(found[:, :_FIXED], boxes[:, ::2], boxes[:, 1::2])
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,10 +85,6 @@ class StateFiles:
 
     parts: list[FilePart]
     entries: tuple[FolderEntries, ...] = ()
-
-
-MIN_INDEXED = 500
-"""Minimum number of chunks of a folder with an index. A rank reads ``.metadata`` of fewer in a tenth of a second."""
 
 
 def rank_file(
@@ -149,19 +102,16 @@ def rank_file(
     file = dcp_file(dist.get_rank())
     paths = {shard.name: path for path, shard in tensors}
     items: list[Item] = []
-    keys: list[TensorLayout] = []
-    rows: list[list[int]] = []
+    entries: list[TensorEntry] = []
     for shard in shards_to_write(shard for _, shard in tensors if shard.shape):
+        chunks = []
         for piece in shard.pieces:
             head, tail = _frame(shard.dtype, piece.box.sizes)
             start = _add_item(items, (head, piece.tensor, tail), paths[shard.name])
-            box = itertools.chain.from_iterable(zip(piece.box.offsets, piece.box.sizes, strict=True))
-            rows.append([len(keys), start, items[-1].stop - start, start + len(head), *box])
-        keys.append((paths[shard.name], shard.dtype_name, shard.shape))
-    width = max(map(len, rows), default=_FIXED)
-    chunks = numpy.array([row + [0] * (width - len(row)) for row in rows], dtype=numpy.int64).reshape(-1, width)
-    entries = FolderEntries(folder, file, keys, chunks, smalls, aliases)
-    return StateFiles([whole_file(f"{folder}/{file}", items)], (entries,))
+            chunks.append(Chunk(piece.box.offsets, piece.box.sizes, start, items[-1].stop - start))
+        entries.append(TensorEntry(paths[shard.name], shard.dtype_name, shard.shape, chunks))
+    own = FolderEntries(folder, file, entries, smalls, aliases)
+    return StateFiles([whole_file(f"{folder}/{file}", items)], (own,))
 
 
 def _scalar_entries(tensors: Mapping[StatePath, torch.Tensor]) -> list[SmallEntry]:
@@ -176,163 +126,92 @@ def _scalar_entries(tensors: Mapping[StatePath, torch.Tensor]) -> list[SmallEntr
     return [SmallEntry(path, data[path], format_dtype(tensor.dtype)) for path, tensor in tensors.items()]
 
 
-class MetadataPickle:
-    """The contents of ``.metadata``, in the order of a pickle.
+class _MetadataBuilder:
+    """Builds the ``Metadata`` of one folder. The order of the chunks is that of the calls."""
 
-    Args:
-        files: the names of all files of the folder; chunks refer to them by number.
-        save_id: identifies the save.
-    """
+    def __init__(self) -> None:
+        storage_meta = dcp.StorageMeta(save_id=uuid.uuid4().hex)
+        self.metadata = dcp.Metadata({}, {}, {}, storage_meta, CURRENT_DCP_VERSION)
+        self._sizes = functools.cache(torch.Size)  # ranks have shards of equal sizes: pickled once
 
-    def __init__(self, files: Sequence[str], save_id: str) -> None:
-        self._files = files
-        self._save_id = save_id
-        self._buffer = io.BytesIO()
-        self._pickler = pickle.Pickler(self._buffer, protocol=2)
-        self._num_shared = 0
-        self._head: list[bytes] = [b"\x80\x02"]
-        self._entries: list[bytes] = []
-        self._storage: list[bytes] = []
-        self._paths: list[bytes] = []
-        for shared in _SHARED:
-            self._share(shared)
-        self._file_places = numpy.array([self._share(name) for name in files], dtype=numpy.int64)
+    def add_tensor(self, file: str, entry: TensorEntry) -> None:
+        name = self._add_name(entry.path)
+        tensor = self.metadata.state_dict_metadata.get(name)
+        if tensor is None:
+            properties = dcp.TensorProperties(dtype=getattr(torch, entry.dtype))
+            tensor = dcp.TensorStorageMetadata(properties, torch.Size(entry.shape), [])
+            self.metadata.state_dict_metadata[name] = tensor
+        assert isinstance(tensor, dcp.TensorStorageMetadata)
+        for offsets, sizes, start, length in entry.chunks:
+            place = dcp.MetadataIndex(name, offsets, len(tensor.chunks))
+            assert place.offset is not None
+            self.metadata.storage_data[place] = StorageInfo(file, start, length)
+            tensor.chunks.append(dcp.ChunkStorageMetadata(place.offset, self._sizes(tuple(sizes))))
 
-    def add_tensor(self, path: StatePath, dtype: str, shape: Sequence[int], chunks: Chunks) -> None:
+    def add_object(self, file: str, path: StatePath, start: int, length: int) -> None:
         name = self._add_name(path)
-        count, ndim = chunks.sizes.shape
+        self.metadata.state_dict_metadata[name] = dcp.BytesStorageMetadata()
+        self.metadata.storage_data[dcp.MetadataIndex(name)] = StorageInfo(file, start, length)
 
-        def chunk(*numbers: int) -> list[Any]:
-            return [dcp.ChunkStorageMetadata(torch.Size(numbers[:ndim]), torch.Size(numbers[ndim:]))]
-
-        def place(file: Any, start: int, length: int, index: int, *offsets: int) -> list[Any]:
-            return [dcp.MetadataIndex(name, offsets, index), StorageInfo(file, start, length)]
-
-        tensor = dcp.TensorStorageMetadata(dcp.TensorProperties(dtype=getattr(torch, dtype)), torch.Size(shape), [])
-        described = self._pickled(tensor)
-        assert described.endswith(b"]ub"), "the empty list of chunks is the last attribute"
-        rows = self._rows(count, chunk, [*chunks.offsets.T, *chunks.sizes.T])
-        self._entries.append(b"".join([self._pickled(name), described[:-2], b"(", rows, b"eub"]))
-        files, starts, lengths, _ = chunks.places.T
-        columns = [self._file_places[files], starts, lengths, numpy.arange(count), *chunks.offsets.T]
-        self._storage.append(b"(" + self._rows(count, place, columns, reference=True) + b"u")
-
-    def add_value(self, path: StatePath, file: int, start: int, length: int) -> None:
-        """Add an object that is not a tensor."""
-        name = self._add_name(path)
-        self._entries.append(self._pickled(name) + self._pickled(dcp.BytesStorageMetadata()))
-        key, value = dcp.MetadataIndex(name), StorageInfo(self._files[file], start, length)
-        self._storage.append(b"(" + self._pickled(key) + self._pickled(value) + b"u")
-
-    def finished(self) -> tuple[bytes, ...]:
-        """Return the bytes of the pickle, in small parts. The last ones contain the ``save_id``."""
-        return (
-            b"".join(self._head), self._pickled(dcp.Metadata), b")\x81}(",  # a new object, and its attributes
-            self._pickled("state_dict_metadata"), b"}(", *self._entries, b"u",
-            self._pickled("planner_data"), b"}(", b"".join(self._paths), b"u",
-            self._pickled("storage_data"), b"}", *self._storage,
-            self._pickled("version"), self._pickled(CURRENT_DCP_VERSION),
-            self._pickled("storage_meta"), self._pickled(dcp.StorageMeta(save_id=self._save_id)), b"ub.",
-        )  # fmt: skip
+    def add_alias(self, alias: StatePath, path: StatePath) -> None:
+        """Add another name of a tensor that has been added."""
+        name, held = self._add_name(alias), entry_name(path)
+        tensor = self.metadata.state_dict_metadata[held]
+        assert isinstance(tensor, dcp.TensorStorageMetadata)
+        self.metadata.state_dict_metadata[name] = tensor
+        for number, chunk in enumerate(tensor.chunks):
+            place = self.metadata.storage_data[dcp.MetadataIndex(held, chunk.offsets)]
+            self.metadata.storage_data[dcp.MetadataIndex(name, chunk.offsets, number)] = place
 
     def _add_name(self, path: StatePath) -> str:
         name = entry_name(path)
-        self._share(name)
-        self._paths += [self._pickled(name), self._pickled(path)]
+        self.metadata.planner_data[name] = path
         return name
 
-    def _share(self, value: Any) -> int:
-        """Create a name or a class at the beginning of the pickle, and return its place in the pickle's memo."""
-        self._head += [self._pickled(value, fast=False), b"0"]
-        self._num_shared += 1
-        return self._num_shared - 1
 
-    def _pickled(self, value: Any, *, fast: bool = True) -> bytes:
-        """Return the instructions that create a value. With ``fast``, nothing is added to the memo."""
-        self._pickler.fast = fast
-        self._pickler.dump(value)
-        data = self._buffer.getvalue()[2:-1]  # without the version and the STOP
-        self._buffer.seek(0)
-        self._buffer.truncate()
-        return data
+def complete_folders(root: Path, ranks: Iterable[Sequence[FolderEntries]]) -> list[FileRecord]:
+    """Write the files that complete each folder of a checkpoint: those with small entries, and ``.metadata``.
 
-    def _rows(
-        self, count: int, create: Callable[..., list[Any]], columns: Sequence[NDArray[Any]], *, reference: bool = False
-    ) -> bytes:
-        """Return the pickles of the objects that ``create`` returns for each row of numbers.
+    Called by rank 0 when all ranks have written their files.
 
-        Args:
-            reference: the first number is a place in the memo, and stands for the object there.
-        """
-        wide = [bool(column.max(initial=0) >> 31) for column in columns]
-        marks = [(_WIDE if is_wide else _NARROW) + number for number, is_wide in enumerate(wide)]
-        one = b"".join(map(self._pickled, create(*marks)))
-        if reference:
-            place = marks[0].to_bytes(4, "little")
-            one = one.replace(pickle.BININT + place, pickle.LONG_BINGET + place)
-        rows = numpy.tile(numpy.frombuffer(one, numpy.uint8), (count, 1))
-        for mark, is_wide, column in zip(marks, wide, columns, strict=True):
-            size = 8 if is_wide else 4
-            at = one.index(mark.to_bytes(size, "little"))
-            rows[:, at : at + size] = column.astype(f"<i{size}").reshape(-1, 1).view(numpy.uint8)
-        return rows.tobytes()
+    Args:
+        ranks: the entries of each rank.
 
-
-def final_files(ranks: Sequence[Sequence[FolderEntries]]) -> Iterator[list[FilePart]]:
-    """Yield the files that rank 0 adds to each folder. ``ranks``: the entries that each rank has written."""
-    by_folder: dict[str, list[FolderEntries]] = {}
-    for entries in itertools.chain.from_iterable(ranks):
-        by_folder.setdefault(entries.folder, []).append(entries)
-    yield from map(_files_of_folder, by_folder.values())
-
-
-def _files_of_folder(ranks: Sequence[FolderEntries]) -> list[FilePart]:
-    """Return the files that complete a folder, from the entries of all ranks: small entries, ``.metadata``, the index.
-
-    If several ranks have the same small entry, the first one is written. A small folder has no index.
+    Returns:
+        The records of the files with small entries. ``.metadata`` is recorded like the files that others write.
     """
-    folder = ranks[0].folder
+    by_folder: dict[str, list[FolderEntries]] = {}
+    for own in (each for entries in ranks for each in entries):
+        by_folder.setdefault(own.folder, []).append(own)
+    return [record for entries in by_folder.values() for record in _complete_folder(root, entries)]
+
+
+def _complete_folder(root: Path, ranks: Sequence[FolderEntries]) -> list[FileRecord]:
+    builder = _MetadataBuilder()
+    for own in ranks:
+        for entry in own.tensors:
+            builder.add_tensor(own.file, entry)
     smalls: dict[StatePath, SmallEntry] = {}
-    aliases: dict[StatePath, StatePath] = {}
-    # Most ranks share one sequence, which may be as long as the list of the tensors.
-    for shared_smalls in {id(own.smalls): own.smalls for own in ranks}.values():
-        for small in shared_smalls:
-            smalls.setdefault(small.path, small)
-    for shared_aliases in {id(own.aliases): own.aliases for own in ranks}.values():
-        aliases.update(shared_aliases)
-    files = [*(entries.file for entries in ranks), dcp_file(len(ranks))]
-    pickled = MetadataPickle(files, save_id=uuid.uuid4().hex)
-    tensors = []
-    tied: dict[StatePath, tuple[str, tuple[int, ...], Chunks]] = {}
-    for path, dtype, shape, chunks in _joined_chunks(ranks):
-        pickled.add_tensor(path, dtype, shape, chunks)
-        places = numpy.concatenate([chunks.places[:, [0, 3]], chunks.offsets], axis=1)
-        tensors.append((path, dtype, shape, pack_segments(places, chunks.sizes)))
-        if path in aliases.values():
-            tied[path] = dtype, shape, chunks
+    for small in (small for own in ranks for small in own.smalls):
+        smalls.setdefault(small.path, small)  # several ranks may have the same entry: the first one is written
+    folder, file = ranks[0].folder, dcp_file(len(ranks))
     items: list[Item] = []
-    values = []
-    no_dims = numpy.zeros((1, 0), dtype=numpy.int64)
-    for small in smalls.values():
-        head, tail = _frame(getattr(torch, small.dtype), ()) if small.dtype is not None else (b"", b"")
-        start = _add_item(items, (head, small.data, tail), small.path)
-        place = len(ranks), start, items[-1].stop - start
-        values.append((small.path, *place))
-        if small.dtype is None:
-            pickled.add_value(small.path, *place)
+    for path, data, dtype in smalls.values():
+        head, tail = _frame(getattr(torch, dtype), ()) if dtype is not None else (b"", b"")
+        start = _add_item(items, (head, data, tail), path)
+        length = items[-1].stop - start
+        if dtype is None:
+            builder.add_object(file, path, start, length)
         else:
-            tied[small.path] = small.dtype, (), Chunks(numpy.array([[*place, 0]]), no_dims, no_dims)
-            pickled.add_tensor(small.path, *tied[small.path])
-    for alias, path in aliases.items():
-        pickled.add_tensor(alias, *tied[path])
-    parts = pickled.finished()
-    metadata = whole_file(f"{folder}/{DCP_METADATA}", [Item(0, parts)])
-    found = [whole_file(f"{folder}/{files[-1]}", items), metadata] if items else [metadata]
-    if sum(len(own.chunks) for own in ranks) >= MIN_INDEXED:
-        last = b"".join(parts[-8:])[-METADATA_TAIL:].hex()
-        index = index_bytes(tensors, values, list(aliases.items()), files, (metadata.size, last))
-        found.append(whole_file(f"{folder}/{INDEX_FILE}", [Item(0, (index,))]))
-    return found
+            builder.add_tensor(file, TensorEntry(path, dtype, (), [Chunk((), (), start, length)]))
+    for alias, path in dict(pair for own in ranks for pair in own.aliases).items():
+        builder.add_alias(alias, path)
+    records = PartWriter().write(root, [whole_file(f"{folder}/{file}", items)] if items else [])
+    path = root / folder / DCP_METADATA
+    with path.open("wb") as opened:  # in parts: between them, the thread of the training can run
+        pickle.dump(builder.metadata, opened)
+    sync(path)
+    return records
 
 
 def _add_item(items: list[Item], contents: tuple[Content, ...], path: StatePath) -> int:

@@ -33,7 +33,7 @@ from hf_fsdp_plugin.checkpoint.errors import os_errors_as_problems
 from hf_fsdp_plugin.checkpoint.formats.manifest import FileRecord, Manifest
 from hf_fsdp_plugin.checkpoint.shards import ModelShards, model_shards, optimizer_shards
 from hf_fsdp_plugin.checkpoint.writing import file_parts, state_files
-from hf_fsdp_plugin.checkpoint.writing.dcp_files import FolderEntries, StateFiles, final_files
+from hf_fsdp_plugin.checkpoint.writing.dcp_files import FolderEntries, StateFiles, complete_folders
 from hf_fsdp_plugin.checkpoint.writing.staging import RankRecord, StagingFolder
 from hf_fsdp_plugin.devices import available_device
 from hf_fsdp_plugin.host_memory import available_memory
@@ -248,8 +248,8 @@ class CheckpointManager:
             ranks: list[Sequence[FolderEntries]] = [()] * dist.get_world_size()
             dist.gather_object(files.entries, ranks if dist.get_rank() == 0 else None)
             with on_all_ranks(f"writing {folder}"):
-                for parts in final_files(ranks) if dist.get_rank() == 0 else ():
-                    self.writer.write(folder, parts)
+                if dist.get_rank() == 0:
+                    complete_folders(folder, ranks)
 
     def _poll(self) -> bool:
         """Return whether no save is in flight any more."""

@@ -12,24 +12,19 @@ A checkpoint is written to a hidden folder, which the commit renames::
 For code that computes the path of the checkpoint itself, ``run/checkpoint-20`` is a link to it until the rename.
 
 Ranks communicate through files, because collectives of a background save would interleave with collectives of training.
-A record is a safetensors file. Most ranks write the same tensors, scalars and names, so these are one array, and equal
-arrays are parsed once.
 """
 
 from __future__ import annotations
 
 import errno
 import json
+import operator
 import shutil
-import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
-import numpy
 import torch.distributed as dist
-from safetensors.numpy import load, save
 
 from hf_fsdp_plugin.backends.ranks.agreement import on_all_ranks
 from hf_fsdp_plugin.checkpoint import folders
@@ -37,8 +32,7 @@ from hf_fsdp_plugin.checkpoint.errors import os_errors_as_problems
 from hf_fsdp_plugin.checkpoint.formats import manifest as manifests
 from hf_fsdp_plugin.checkpoint.io import sync, write_atomically
 from hf_fsdp_plugin.checkpoint.names import SAVING, accelerate_rng_file, hidden_path, trainer_rng_file
-from hf_fsdp_plugin.checkpoint.writing.dcp_files import FolderEntries, SmallEntry, final_files
-from hf_fsdp_plugin.checkpoint.writing.file_parts import PartWriter
+from hf_fsdp_plugin.checkpoint.writing.dcp_files import FolderEntries, SmallEntry, TensorEntry, complete_folders
 from hf_fsdp_plugin.problems import CheckpointError
 
 
@@ -49,55 +43,48 @@ class RankRecord:
     files: tuple[manifests.FileRecord, ...]
     entries: tuple[FolderEntries, ...]
 
+    def to_text(self) -> str:
+        """Return the record as JSON."""
+        files = [
+            [file.path, file.size, [[each.start, each.stop, each.hash, each.name] for each in file.ranges]]
+            for file in self.files
+        ]
+        entries = [
+            own._replace(smalls=[(small.path, small.data.hex(), small.dtype) for small in own.smalls])
+            for own in self.entries
+        ]
+        return json.dumps([files, entries])
 
-def record_bytes(record: RankRecord) -> bytes:
-    """Return the bytes of a record. Most ranks have the same ``contents``, which are one array."""
-    names: dict[str, int] = {}
-    ranges = [manifests.PackedRanges.of(file.ranges, names).data for file in record.files]
-    contents = []
-    for own in record.entries:
-        smalls = [[small.path, small.data.hex(), small.dtype] for small in own.smalls]
-        contents.append([own.tensors, smalls, own.aliases])
-    places = [[[file.path, file.size] for file in record.files], [[own.folder, own.file] for own in record.entries]]
-    blocks = {
-        "places": json.dumps(places).encode(),
-        "contents": zlib.compress(json.dumps([list(names), contents]).encode(), level=1),
-        **{f"ranges{number}": data for number, data in enumerate(ranges)},
-    }
-    arrays = {name: numpy.frombuffer(block, dtype=numpy.uint8) for name, block in blocks.items()}
-    return save(arrays | {f"chunks{number}": own.chunks for number, own in enumerate(record.entries)})
+    @classmethod
+    def of_text(cls, text: bytes) -> RankRecord:
+        """Return the record that :meth:`to_text` has returned as JSON."""
+        files, entries = json.loads(text)
+        return cls(
+            tuple(
+                manifests.FileRecord(
+                    path=path,
+                    size=size,
+                    ranges=[
+                        manifests.FileRange(start=low, stop=high, hash=digest, name=name)
+                        for low, high, digest, name in ranges
+                    ],
+                )
+                for path, size, ranges in files
+            ),
+            tuple(
+                FolderEntries(
+                    folder,
+                    file,
+                    [TensorEntry(tuple(path), *rest) for path, *rest in tensors],
+                    [SmallEntry(tuple(path), bytes.fromhex(data), dtype) for path, data, dtype in smalls],
+                    [(tuple(alias), tuple(path)) for alias, path in aliases],
+                )
+                for folder, file, tensors, smalls, aliases in entries
+            ),
+        )
 
 
-def read_records(records: Iterable[bytes]) -> list[RankRecord]:
-    """Return the records of the ranks of one save. Equal contents of several records become one object."""
-    known: dict[bytes, tuple[list[str], list[Any]]] = {}
-    found = []
-    for data in records:
-        arrays = load(data)
-        shared = arrays["contents"].tobytes()
-        if shared not in known:
-            names, contents = json.loads(zlib.decompress(shared))
-            known[shared] = (
-                names,
-                [
-                    (
-                        [(tuple(path), dtype, tuple(shape)) for path, dtype, shape in tensors],
-                        [SmallEntry(tuple(path), bytes.fromhex(data), dtype) for path, data, dtype in smalls],
-                        [(tuple(alias), tuple(path)) for alias, path in aliases],
-                    )
-                    for tensors, smalls, aliases in contents
-                ],
-            )
-        names, contents = known[shared]
-        files, folders = json.loads(arrays["places"].tobytes())
-        written, entries = [], []
-        for number, (path, size) in enumerate(files):
-            ranges = manifests.PackedRanges(arrays[f"ranges{number}"].tobytes(), names)
-            written.append(manifests.FileRecord(path=path, size=size, ranges=ranges))
-        for number, ((folder, file), (tensors, smalls, aliases)) in enumerate(zip(folders, contents, strict=True)):
-            entries.append(FolderEntries(folder, file, tensors, arrays[f"chunks{number}"], smalls, aliases))
-        found.append(RankRecord(tuple(written), tuple(entries)))
-    return found
+_position = operator.attrgetter("start", "stop")
 
 
 class StagingFolder:
@@ -159,7 +146,7 @@ class StagingFolder:
         """Write the record of a rank, with the files that only this rank has written for the Trainer or Accelerate."""
         own = [name for name in (trainer_rng_file(rank), accelerate_rng_file(rank)) if (self.folder / name).is_file()]
         record = replace(record, files=(*record.files, *(self._synced(name) for name in own)))
-        write_atomically(self._record_path(rank), record_bytes(record))
+        write_atomically(self._record_path(rank), record.to_text())
 
     def _synced(self, relative: str) -> manifests.FileRecord:
         sync(self.folder / relative)
@@ -188,7 +175,7 @@ class StagingFolder:
 
     def read_records(self, world_size: int) -> list[RankRecord]:
         """Return the records of all ranks, in rank order."""
-        return read_records(self._record_path(rank).read_bytes() for rank in range(world_size))
+        return [RankRecord.of_text(self._record_path(rank).read_bytes()) for rank in range(world_size)]
 
     def commit(self, ranks: Sequence[RankRecord], manifest: manifests.Manifest) -> None:
         """Complete the checkpoint, sync it and rename it. Called by rank 0 when all ranks have written their records.
@@ -198,16 +185,14 @@ class StagingFolder:
         Args:
             manifest: the manifest, complete except for ``files``.
         """
-        # 1. The files that need the entries of all ranks, such as the index of a folder of shards.
+        # 1. The files that need the entries of all ranks.
         written = [file for record in ranks for file in record.files]
-        writer = PartWriter()  # not the manager's writer: a background commit must not share its memory
-        for added in final_files([record.entries for record in ranks]):
-            written += writer.write(self.folder, added)
+        written += complete_folders(self.folder, [record.entries for record in ranks])
         parts_of: dict[str, list[manifests.FileRecord]] = {}  # of a file, several ranks may have written parts
         for file in written:
             parts_of.setdefault(file.path, []).append(file)
         records = {
-            path: replace(parts[0], ranges=manifests.joined_ranges([part.ranges for part in parts]))
+            path: replace(parts[0], ranges=sorted((each for part in parts for each in part.ranges), key=_position))
             for path, parts in parts_of.items()
         }
         # 2. Files that others have written, such as the state of the Trainer: sync and hash them.

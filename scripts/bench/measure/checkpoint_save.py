@@ -1,9 +1,12 @@
 """Compare how long training pauses for a checkpoint with the plugin and with the stock Trainer, on the same live model.
 
 A Trainer trains a Llama with half a billion parameters on two gloo ranks. After some steps a callback saves,
-alternately with the stock functions and plugin of the Trainer and Accelerate, and with this plugin. A stall is the time
-that ``_save_checkpoint`` takes on the slowest rank. Before each save the disk is synced and the previous checkpoint is
-removed, so that the page cache is the same for both. Memory is the peak resident size of rank 0 during a save.
+alternately with the stock functions and plugin of the Trainer and Accelerate, with this plugin, and with
+``torch.distributed.checkpoint``: ``save``, and ``async_save`` with a thread, with a process, and with a
+``DefaultStager`` that is used again. A stall is the time that the call takes on the slowest rank; a save is complete
+when rank 0 sees the whole checkpoint. torch writes the state of model and optimizer, in a process group of its own.
+Before each save the disk is synced and the previous checkpoint is removed, so that the page cache is the same for all.
+Memory is the peak resident size of rank 0 during a save.
 
     python -m scripts.bench checkpoint_save       (ten minutes on 2 cores; writes docs/results/checkpoint_save.json)
 """
@@ -17,6 +20,7 @@ import shutil
 import statistics
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,8 +30,16 @@ from scripts.bench.common import make_dataset, make_llama, make_parser, run_two_
 from scripts.bench.tables.update_results import write_result
 
 GB = 1e9
-# The saves of a round. After an asynchronous save a step follows, during which it is written.
-ROUNDS = ("sharded stock", "sharded ours", "sharded ours, asynchronous")
+# The saves of a round. After an asynchronous save two steps follow, during which it is written.
+ROUNDS = (
+    "sharded stock",
+    "sharded ours",
+    "sharded ours, asynchronous",
+    "torch save",
+    "torch thread, asynchronous",
+    "torch process, asynchronous",
+    "torch stager, asynchronous",
+)
 FULL = ("full stock", "full ours")
 
 
@@ -53,6 +65,54 @@ def schedule(args: argparse.Namespace) -> list[str | None]:
     for number in range(args.full_rounds):
         plan += FULL if number % 2 == 0 else FULL[::-1]
     return plan
+
+
+class TorchSaves:
+    """Saves with ``torch.distributed.checkpoint``."""
+
+    def __init__(self) -> None:
+        from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+
+        self._group: Any = None
+        self._stager = DefaultStager(StagingOptions(False, False, False, False))  # the others need an accelerator
+        self._future: Any = None
+
+    def save(self, trainer: Any, what: str, folder: Path) -> None:
+        import torch.distributed as dist
+        import torch.distributed.checkpoint as dcp
+        from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
+        from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+
+        if self._group is None:
+            self._group = dist.new_group(backend="gloo")
+        model, optimizer = trainer.model, trainer.optimizer.optimizer
+        state = {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
+        if "asynchronous" not in what:
+            dcp.save(state, checkpoint_id=folder, process_group=self._group)
+            return
+        kind = AsyncCheckpointerType.PROCESS if "process" in what else AsyncCheckpointerType.THREAD
+        stager = self._stager if "stager" in what else None
+        self._future = dcp.async_save(
+            state, checkpoint_id=folder, process_group=self._group, async_checkpointer_type=kind, async_stager=stager
+        )
+
+    def wait(self) -> None:
+        if self._future is not None:
+            self._future.result()
+            self._future = None
+
+
+def when_complete(path: Path, entry: dict[str, Any], start: float) -> threading.Thread:
+    """Set ``entry["complete"]`` to the seconds after which ``path`` exists, in a thread."""
+
+    def watch() -> None:
+        while not path.exists():
+            time.sleep(0.02)
+        entry["complete"] = time.perf_counter() - start
+
+    thread = threading.Thread(target=watch, daemon=True)
+    thread.start()
+    return thread
 
 
 @contextlib.contextmanager
@@ -112,6 +172,7 @@ def measured_callback(args: argparse.Namespace, folder: Path, results: dict[str,
     from hf_fsdp_plugin.integrations.saving import manager
 
     plan = schedule(args)
+    torch_saves = TorchSaves()
 
     def slowest(seconds: float) -> float:
         value = torch.tensor([seconds])
@@ -120,6 +181,11 @@ def measured_callback(args: argparse.Namespace, folder: Path, results: dict[str,
 
     def save(trainer: Any, what: str) -> float:
         kind = what.split()[0]
+        if kind == "torch":
+            dist.barrier()
+            start = time.perf_counter()
+            torch_saves.save(trainer, what, folder / f"checkpoint-{trainer.state.global_step}")
+            return slowest(time.perf_counter() - start)
         ours = "ours" in what
         way = as_ours(trainer, kind, asynchronous="asynchronous" in what) if ours else as_stock(trainer, kind)
         with way:
@@ -134,6 +200,17 @@ def measured_callback(args: argparse.Namespace, folder: Path, results: dict[str,
     class Measure(TrainerCallback):
         trainer: Any = None
         writing = False
+        watch: threading.Thread | None = None
+
+        def wait(self) -> None:
+            """Wait for the save in flight, and until rank 0 has seen it."""
+            manager.wait()
+            torch_saves.wait()
+            if self.watch is not None:
+                self.watch.join()
+
+        def on_train_end(self, *_: Any, **__: Any) -> None:
+            self.wait()
 
         def on_step_begin(self, *_: Any, **__: Any) -> None:
             dist.barrier()
@@ -148,16 +225,21 @@ def measured_callback(args: argparse.Namespace, folder: Path, results: dict[str,
             what = plan[number] if number < len(plan) else None
             if what is None:
                 return
-            manager.wait()
+            self.wait()
             if dist.get_rank() == 0:
                 for path in folder.glob("checkpoint-*"):
                     shutil.rmtree(path)
                 os.sync()
             dist.barrier()
-            before = reset_peak()
-            stall = save(self.trainer, what)
-            entry = {"stall": stall, "rank0_grew": peak_bytes() - before}
+            entry: dict[str, Any] = {}
             results["saves"].setdefault(what, []).append(entry)
+            path = folder / f"checkpoint-{state.global_step}"
+            if what.startswith("torch"):
+                path /= ".metadata"
+            before = reset_peak()
+            self.watch = when_complete(path, entry, time.perf_counter()) if dist.get_rank() == 0 else None
+            stall = save(self.trainer, what)
+            entry |= {"stall": stall, "rank0_grew": peak_bytes() - before}
             if dist.get_rank() == 0:
                 grew = entry["rank0_grew"] / GB
                 print(f"step {state.global_step}: {what}: {stall:.2f} s, rank 0 +{grew:.2f} GB", flush=True)
@@ -214,6 +296,8 @@ def write(args: argparse.Namespace, results: dict[str, Any], weights: int) -> No
     first, *later = stalls["sharded ours, asynchronous"]
     stock, full_stock = statistics.median(stalls["sharded stock"]), statistics.median(stalls["full stock"])
     grew = {what: max(entry["rank0_grew"] for entry in entries) for what, entries in saves.items()}
+    complete = {what: statistics.median(entry["complete"] for entry in entries) for what, entries in saves.items()}
+    peers = {what: statistics.median(found) for what, found in stalls.items() if what.startswith("torch")}
     free = [step["seconds"] for step in results["steps"] if not step["writing"]]
     busy = [step["seconds"] for step in results["steps"] if step["writing"]]
     result = {
@@ -221,6 +305,7 @@ def write(args: argparse.Namespace, results: dict[str, Any], weights: int) -> No
         "weights_bytes": weights,
         "ranks": 2,
         "stall_seconds": {what: [round(value, 3) for value in values] for what, values in stalls.items()},
+        "complete_seconds": {what: round(seconds, 3) for what, seconds in complete.items()},
         "rank0_growth_bytes": grew,
         "step_seconds": {"free": round(statistics.median(free), 3), "while_writing": round(statistics.median(busy), 3)},
         "steps": [{**step, "seconds": round(step["seconds"], 3)} for step in results["steps"]],
@@ -230,6 +315,12 @@ def write(args: argparse.Namespace, results: dict[str, Any], weights: int) -> No
             "synchronous_sharded": round(statistics.median(stalls["sharded ours"]) / stock, 3),
             "full": round(statistics.median(stalls["full ours"]) / full_stock, 3),
             "step_while_writing": round(statistics.median(busy) / statistics.median(free), 3),
+            "synchronous_over_torch": round(statistics.median(stalls["sharded ours"]) / peers["torch save"], 3),
+            **{
+                f"asynchronous_over_{what.split()[1].rstrip(',')}": round(statistics.median(later) / seconds, 3)
+                for what, seconds in peers.items()
+                if what.endswith("asynchronous")
+            },
         },
         "full_memory_saved_bytes": grew["full stock"] - grew["full ours"],
     }

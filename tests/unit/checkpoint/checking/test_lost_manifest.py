@@ -15,7 +15,7 @@ from hf_fsdp_plugin.checkpoint.formats.boxes import whole_box
 from hf_fsdp_plugin.checkpoint.formats.torch_files import NotAnArchive, stored_entries
 from hf_fsdp_plugin.checkpoint.names import ENTRY_ALIGNMENT
 from hf_fsdp_plugin.checkpoint.shards import LocalShard, ModelShards, OptimizerShards, Piece
-from hf_fsdp_plugin.checkpoint.writing.dcp_files import final_files
+from hf_fsdp_plugin.checkpoint.writing.dcp_files import complete_folders
 from hf_fsdp_plugin.checkpoint.writing.file_parts import PartWriter
 from hf_fsdp_plugin.checkpoint.writing.state_files import model_files, optimizer_files
 from tests.support import saved
@@ -39,8 +39,7 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pyte
     ]
     for files in written:
         PartWriter().write(tmp_path / "ck", files.parts)
-        for parts in final_files([files.entries]):
-            PartWriter().write(tmp_path / "ck", parts)
+        complete_folders(tmp_path / "ck", [files.entries])
     return tmp_path / "ck"
 
 

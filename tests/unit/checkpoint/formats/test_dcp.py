@@ -13,6 +13,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import Metadata
 
+from hf_fsdp_plugin.checkpoint.formats import dcp as dcp_reader
 from hf_fsdp_plugin.checkpoint.formats.known_formats import read_stored_model, read_stored_optimizer
 from hf_fsdp_plugin.problems import CheckpointError
 from tests.support.assembled import assembled as read
@@ -86,6 +87,24 @@ def test_model_and_optimizer_folders_are_read(saved: Path) -> None:
     assert read_stored_optimizer(saved / "optimizer_0") is not None
     with pytest.raises(CheckpointError, match=r"optimizer_0: .*FSDP-E451"):
         read_stored_model(saved / "optimizer_0")
+
+
+def test_index_of_earlier_versions_is_ignored(saved: Path) -> None:
+    (saved / "pytorch_model_fsdp_0" / ".fsdp_index").write_bytes(b"FSDPIDX1")
+    assert list(read_stored_model(saved).tensors) == CANONICAL
+
+
+def test_headers_of_large_folders_are_read_when_needed(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = read_stored_model(saved)
+    monkeypatch.setattr(dcp_reader, "MAX_EAGER", 0)
+    index = read_stored_model(saved)
+    assert index.tensors["scale"].files() == {"pytorch_model_fsdp_0/__0_0.distcp"}
+    for name, tensor in index.tensors.items():
+        assert tuple(tensor.pieces) == expected.tensors[name].pieces
+    path = saved / "pytorch_model_fsdp_0" / "__0_0.distcp"
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(CheckpointError, match=r"__0_0\.distcp: has .*FSDP-E453"):
+        read_stored_model(saved)
 
 
 def test_model_without_top_key_is_read(tmp_path: Path) -> None:
