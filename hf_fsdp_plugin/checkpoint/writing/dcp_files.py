@@ -207,10 +207,10 @@ def _complete_folder(root: Path, ranks: Sequence[FolderEntries]) -> list[FileRec
     for alias, path in dict(pair for own in ranks for pair in own.aliases).items():
         builder.add_alias(alias, path)
     records = PartWriter().write(root, [whole_file(f"{folder}/{file}", items)] if items else [])
-    path = root / folder / DCP_METADATA
-    with path.open("wb") as opened:  # in parts: between them, the thread of the training can run
+    place = root / folder / DCP_METADATA
+    with place.open("wb") as opened:  # in parts: between them, the thread of the training can run
         pickle.dump(builder.metadata, opened)
-    sync(path)
+    sync(place)
     return records
 
 

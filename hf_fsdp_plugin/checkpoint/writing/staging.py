@@ -49,39 +49,28 @@ class RankRecord:
             [file.path, file.size, [[each.start, each.stop, each.hash, each.name] for each in file.ranges]]
             for file in self.files
         ]
-        entries = [
-            own._replace(smalls=[(small.path, small.data.hex(), small.dtype) for small in own.smalls])
-            for own in self.entries
-        ]
+        entries = []
+        for own in self.entries:
+            smalls = [(small.path, small.data.hex(), small.dtype) for small in own.smalls]
+            entries.append([own.folder, own.file, own.tensors, smalls, own.aliases])
         return json.dumps([files, entries])
 
     @classmethod
     def of_text(cls, text: bytes) -> RankRecord:
         """Return the record that :meth:`to_text` has returned as JSON."""
-        files, entries = json.loads(text)
-        return cls(
-            tuple(
-                manifests.FileRecord(
-                    path=path,
-                    size=size,
-                    ranges=[
-                        manifests.FileRange(start=low, stop=high, hash=digest, name=name)
-                        for low, high, digest, name in ranges
-                    ],
-                )
-                for path, size, ranges in files
-            ),
-            tuple(
-                FolderEntries(
-                    folder,
-                    file,
-                    [TensorEntry(tuple(path), *rest) for path, *rest in tensors],
-                    [SmallEntry(tuple(path), bytes.fromhex(data), dtype) for path, data, dtype in smalls],
-                    [(tuple(alias), tuple(path)) for alias, path in aliases],
-                )
-                for folder, file, tensors, smalls, aliases in entries
-            ),
-        )
+        files, folders = json.loads(text)
+        written, entries = [], []
+        for path, size, places in files:
+            ranges = [
+                manifests.FileRange(start=low, stop=high, hash=each, name=name) for low, high, each, name in places
+            ]
+            written.append(manifests.FileRecord(path=path, size=size, ranges=ranges))
+        for folder, file, tensors, smalls, aliases in folders:
+            found = [TensorEntry(tuple(path), *rest) for path, *rest in tensors]
+            values = [SmallEntry(tuple(path), bytes.fromhex(data), dtype) for path, data, dtype in smalls]
+            tied = [(tuple(alias), tuple(path)) for alias, path in aliases]
+            entries.append(FolderEntries(folder, file, found, values, tied))
+        return cls(tuple(written), tuple(entries))
 
 
 _position = operator.attrgetter("start", "stop")

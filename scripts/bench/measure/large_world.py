@@ -31,6 +31,8 @@ from tests.support.made_up_runs import HIDDEN, LAYERS, Counts, MadeUpRun, llama_
 
 WORLDS = (16, 64, 256)
 FSDP1_WORLDS = (256,)
+FEW_RANKS = 32
+"""Maximum number of ranks whose files have all headers: the headers of few archives are all read."""
 
 
 def parse_args() -> argparse.Namespace:
@@ -111,7 +113,7 @@ def measure(world: int, version: int, layers: int, work: Path) -> dict[str, Any]
     staging = StagingFolder(work / "checkpoint-20")
     staging._create()
     rank = world // 2
-    record = run.write(staging, headers_of={rank})
+    record = run.write(staging, headers_of=None if world <= FEW_RANKS else {rank})
     committed = commit(staging, run)
     return {
         "record_cpu_seconds": round(record, 2),
