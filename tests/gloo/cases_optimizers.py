@@ -112,10 +112,7 @@ OPTIMIZERS: dict[str, tuple[str, dict[str, Any], Callable[..., Any]]] = {
     "torchao-adamw4bit": ("torchao.optim.AdamW4bit", {"block_size": 64}, _groups),
     "torchao-adamwfp8": ("torchao.optim.AdamWFp8", {"block_size": 64}, _groups),
     "normalized": ("tests.gloo.cases_optimizers.NormalizedDescent", {"lr": 0.1}, _all),
-    "row-normalized": ("tests.gloo.cases_optimizers.RowNormalizedDescent", {"lr": 0.1}, _all),
     "own-kernel": ("tests.gloo.cases_optimizers.OwnKernelDescent", {"lr": 0.1}, _all),
-    "own-kernel-normalized": ("tests.gloo.cases_optimizers.OwnKernelNormalizedDescent", {"lr": 0.1}, _all),
-    "own-kernel-global": ("tests.gloo.cases_optimizers.OwnKernelGlobalDescent", {"lr": 0.1}, _all),
 }  # fmt: skip
 """Name -> class, its settings, and the function that returns the parameter groups."""
 
@@ -137,14 +134,6 @@ class NormalizedDescent(torch.optim.Optimizer):
         parameter.sub_(grad / grad.norm(), alpha=lr)
 
 
-class RowNormalizedDescent(NormalizedDescent):
-    """It divides each row by its norm, so it is right on FSDP2's rows, but not on FSDP1's flat shards."""
-
-    def update(self, parameter: torch.Tensor, grad: torch.Tensor, lr: float) -> None:
-        # Embeddings of tokens that do not occur have no gradient.
-        parameter.sub_(grad / grad.norm(dim=-1, keepdim=True).clamp(min=1e-12), alpha=lr)
-
-
 def _memory(tensor: torch.Tensor) -> Any:
     """The memory of a tensor, as a kernel of another library accesses it. A DTensor has none."""
     assert type(tensor) in (torch.Tensor, nn.Parameter), type(tensor)
@@ -156,24 +145,6 @@ class OwnKernelDescent(NormalizedDescent):
 
     def update(self, parameter: torch.Tensor, grad: torch.Tensor, lr: float) -> None:
         _memory(parameter).sub_(_memory(grad).sign(), alpha=lr / 100)
-
-
-class OwnKernelNormalizedDescent(NormalizedDescent):
-    """It needs whole tensors, with a kernel that does not accept DTensors."""
-
-    def update(self, parameter: torch.Tensor, grad: torch.Tensor, lr: float) -> None:
-        _memory(parameter).sub_(_memory(grad) / _memory(grad).norm(), alpha=lr)
-
-
-class OwnKernelGlobalDescent(NormalizedDescent):
-    """It needs all whole tensors at once, with a kernel that does not accept DTensors."""
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        updated = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
-        norm = torch.stack([_memory(p.grad).norm() for p in updated]).norm() if updated else 0.0
-        for parameter in updated:
-            parameter.sub_(_memory(parameter.grad) / norm, alpha=0.1)
 
 
 def make(name: str, model: nn.Module, *, split: bool = True) -> torch.optim.Optimizer:
@@ -242,6 +213,13 @@ def train(
         return {"codes": sorted({problem.code for problem in error.problems}), "losses": []}
     mode = getattr(optimizer.optimizer, "_hf_fsdp_step_mode", "unchanged")
     return {"codes": [], "losses": losses, "mode": mode, "num_steps": hfp.report(accelerator).training.steps}
+
+
+def train_with_warnings(name: str, version: int) -> dict[str, Any]:
+    """Train as :func:`train` does. Returns also what was printed."""
+    with contextlib.redirect_stderr(io.StringIO()) as printed:
+        run = train(name, version)
+    return {**run, "printed": printed.getvalue()}
 
 
 def printed_about_groups(by: str, order: str) -> str:

@@ -1,4 +1,4 @@
-"""The table of optimizers agrees with a test of each optimizer on small tensors, which unknown ones depend on."""
+"""Each optimizer has its row in the table, and is refused by what the row needs. Unknown ones are a warning."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import nn
 
-from hf_fsdp_plugin.backends.optimizers import known_optimizers as probe
 from hf_fsdp_plugin.backends.optimizers.known_optimizers import (
     KNOWN_OPTIMIZERS,
     KnownOptimizer,
@@ -18,7 +17,6 @@ from hf_fsdp_plugin.backends.optimizers.known_optimizers import (
     known_optimizer,
 )
 
-CPU = torch.device("cpu")
 PROJECTION = {"rank": 2, "update_proj_gap": 2, "scale": 0.25, "proj_type": "std"}
 APOLLO = {**PROJECTION, "proj": "random", "scale_type": "channel"}
 
@@ -76,38 +74,12 @@ def row(name: str) -> KnownOptimizer:
 
 
 @pytest.mark.parametrize("name", IMPORTABLE)
-def test_probe_agrees_with_the_table(name: str) -> None:
-    optimizer = make(available(name))
-    kind = known_optimizer(optimizer)
-    assert kind == row(name)
-    found = probe.probe_flat_shards(optimizer, CPU)
-    if "LAMB" in name:
-        pytest.skip("bitsandbytes' kernel for the CPU ignores the norms of LAMB")
-    elementwise = kind.needs in ("elements", "blocks")
-    assert (found.result == "equal") == elementwise, found
-    assert found.result != "unknown", found
-
-
-@pytest.mark.parametrize("name", [name for name in IMPORTABLE if row(name).fsdp2 == "whole"])
-def test_optimizers_on_whole_parameters_step_one_by_one(name: str) -> None:
-    assert probe.probe_single_tensors(make(available(name)), CPU).result == "equal"
-
-
-def test_probe_leaves_the_optimizer_unchanged() -> None:
-    optimizer = make("torch.optim.AdamW")
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(step / 10, 1.0))
-    calls: list[int] = []
-    optimizer.register_step_pre_hook(lambda *_: calls.append(1))
-    before, seed = optimizer.param_groups[0]["params"][0].clone(), torch.get_rng_state()
-    # The learning rate is zero in the first step of a warmup, and the probe must not compare two zeros.
-    assert scheduler.get_last_lr() == [0.0]
-    assert probe.probe_flat_shards(optimizer, CPU).result == "equal"
-    assert not optimizer.state and not calls and optimizer.param_groups[0]["lr"] == 0.0
-    assert torch.equal(optimizer.param_groups[0]["params"][0], before) and torch.equal(torch.get_rng_state(), seed)
+def test_optimizer_has_its_row(name: str) -> None:
+    assert known_optimizer(make(available(name))) == row(name)
 
 
 class SignDescent(torch.optim.Optimizer):
-    """An unknown optimizer that updates each element alone."""
+    """An unknown optimizer."""
 
     def __init__(self, params: Any, lr: float = 1e-3) -> None:
         super().__init__(params, {"lr": lr})
@@ -123,31 +95,8 @@ class SignDescent(torch.optim.Optimizer):
         return grad.sign()
 
 
-class NormalizedDescent(SignDescent):
-    """An unknown optimizer that divides each gradient by its norm."""
-
-    def direction(self, grad: torch.Tensor) -> torch.Tensor:
-        return grad / grad.norm()
-
-
-class TwoDimensional(SignDescent):
-    """An unknown optimizer that raises an error for tensors that are not matrices."""
-
-    def direction(self, grad: torch.Tensor) -> torch.Tensor:
-        if grad.ndim != 2:
-            raise ValueError("not a matrix")
-        return grad.sign()
-
-
-class Failing(SignDescent):
-    """An unknown optimizer that does not run on the device of this test."""
-
-    def direction(self, grad: torch.Tensor) -> torch.Tensor:
-        raise RuntimeError("no kernel for this device")
-
-
 class Wrapper(SignDescent):
-    """An optimizer whose groups belong to another optimizer, so that no copy can be made."""
+    """An unknown optimizer whose groups belong to another optimizer."""
 
     def __init__(self, params: Any) -> None:
         self.base = torch.optim.SGD(params, lr=0.1)
@@ -189,28 +138,26 @@ def test_subclass_with_its_own_step_is_unknown() -> None:
     assert known_optimizer(ScaledAdamW(parameters())) is None
 
 
-@pytest.mark.parametrize(
-    ("kind", "expected"),
-    [
-        (SignDescent, None),
-        (ScaledAdamW, None),
-        (NormalizedDescent, "FSDP-E320"),
-        (TwoDimensional, "FSDP-E320"),
-        (Failing, "FSDP-W324"),
-        (Wrapper, "FSDP-W324"),
-    ],
-)
-def test_unknown_optimizer_is_tested_under_fsdp1(kind: Any, expected: str | None) -> None:
-    assert code(kind(parameters()), fsdp1()) == expected
+@pytest.mark.parametrize("kind", [SignDescent, ScaledAdamW, Wrapper])
+def test_unknown_optimizer_is_a_warning_under_fsdp1(kind: Any) -> None:
+    mode, problem = decide_step_mode(kind(parameters()), fsdp1())
+    assert problem is not None and (mode, problem.code) == ("unchanged", "FSDP-W324")
+    assert problem.message.startswith(f"{kind.__name__} of tests is not in the table")
+
+
+def test_optimizer_without_parameters_is_no_warning() -> None:
+    optimizer = SignDescent(parameters())
+    optimizer.param_groups[0]["params"] = []
+    assert code(optimizer, fsdp1()) is None
 
 
 @pytest.mark.parametrize(
     "plan", [fsdp1(strategy="no_shard"), fsdp1(mesh=SimpleNamespace(shard=1))], ids=["no_shard", "one rank"]
 )
 def test_whole_parameters_accept_any_optimizer(plan: Any) -> None:
-    assert code(NormalizedDescent(parameters()), plan) is None
+    assert code(SignDescent(parameters()), plan) is None
     plan.use_orig = False
-    assert code(NormalizedDescent(parameters()), plan) == "FSDP-E320"
+    assert code(SignDescent(parameters()), plan) == "FSDP-W324"
 
 
 def test_known_optimizers_are_refused_by_their_needs() -> None:
