@@ -153,6 +153,10 @@ BY_KEY: Mapping[tuple[Scope, str], SettingRow] = MappingProxyType(
 )
 TRAINING_FILE_MARKS = WORDS["training_file_marks"]
 """Keys that distinguish the config of a training script from Accelerate's file."""
+PROGRAM_KEYS: Mapping[str, frozenset[str]] = MappingProxyType(
+    {program: frozenset(_words(text)) for program, text in TABLES["program_keys"].items()}
+)
+"""Program -> the keys of the top level, or below it with a dot, that only its configs have."""
 
 
 def plain_key(key: str, scope: Scope) -> str:

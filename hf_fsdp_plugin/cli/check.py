@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from hf_fsdp_plugin.cli import preflight
 from hf_fsdp_plugin.cli.check_output import Checked, check_sources, plan_of_model, verdict_line
+from hf_fsdp_plugin.cli.conversion import with_converted_config
 from hf_fsdp_plugin.cli.main import check_needs, make_parser, whole_number
 from hf_fsdp_plugin.cli.output import OK, PROBLEMS, in_line_order, print_json, print_problems
 from hf_fsdp_plugin.launcher.flags import Parser, add_override_flag, add_setting_flags
@@ -117,16 +118,17 @@ def config_named(name: str) -> ConfigFile:
 def _sources(args: argparse.Namespace, config: ConfigFile | None) -> Sources:
     given = {name: value for name in ("fsdp", "fsdp_config") if (value := getattr(args, name)) is not None}
     distributed_config = config_of(args.distributed_config)
-    return Sources(
+    sources = Sources(
         config=config,
         training_arguments=given,
         command_line=args.command_line,
-        script_arguments=(*getattr(args, "training", ()), *getattr(args, "script", ())),  # plan has none
         overrides=args.overrides,
         world_size=args.world_size,
         distributed_config=distributed_config,
         default_file=not given and not args.command_line and distributed_config is None,
     )
+    words = (*getattr(args, "training", ()), *getattr(args, "script", ()))  # plan has none
+    return with_converted_config(sources, words)
 
 
 def check_config(args: argparse.Namespace, config: ConfigFile | None) -> Checked:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 from hf_fsdp_plugin.cli import output
 from hf_fsdp_plugin.cli.output import Color, colored
 from hf_fsdp_plugin.problems import DEFAULT_ORIGIN, Origin, Problem, SpecError, has_errors
-from hf_fsdp_plugin.sources.interface import ConfigFile, Sources
+from hf_fsdp_plugin.sources.interface import ConfigFile, Sources, SourceSettings
 from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec
 from hf_fsdp_plugin.spec.load import assess
 from hf_fsdp_plugin.spec.rules import check_defaults_without_script, defaults_of_script, fsdp_is_off
@@ -39,6 +39,7 @@ class Checked:
     Attributes:
         config: the config as the user named it; ``None`` if only flags and the environment are checked.
         exit_code: 0 without errors, 1 with errors, 2 if there is no such config.
+        converted: the settings of a config of another program.
         run: what ``check --run`` has found.
     """
 
@@ -47,6 +48,7 @@ class Checked:
     problems: tuple[Problem, ...]
     plan: FsdpPlan | None
     exit_code: int
+    converted: SourceSettings | None = None
     run: PreflightResult | None = None
 
     def to_json(self) -> dict[str, Any]:
@@ -102,8 +104,9 @@ def check_sources(
         problems += check_defaults_without_script(spec)
     config = sources.config.shown if isinstance(sources.config, ConfigFile) else None
     problems = output.in_line_order(dict.fromkeys(problems))
+    code = output.exit_code(problems, config)
     return Checked(
-        config=config, spec=spec, problems=tuple(problems), plan=plan, exit_code=output.exit_code(problems, config)
+        config=config, spec=spec, problems=tuple(problems), plan=plan, exit_code=code, converted=sources.converted
     )
 
 

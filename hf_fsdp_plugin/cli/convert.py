@@ -21,18 +21,18 @@ from typing import Any, Final
 from hf_fsdp_plugin.cli.check import config_named
 from hf_fsdp_plugin.cli.config_text import stock_limits
 from hf_fsdp_plugin.cli.config_writing import check_place, file_exists_error, write_config
+from hf_fsdp_plugin.cli.conversion import print_outcomes, with_converted_config
 from hf_fsdp_plugin.cli.converted import TARGETS, Converted
 from hf_fsdp_plugin.cli.main import make_parser
-from hf_fsdp_plugin.cli.output import exit_code, in_line_order, print_failure, print_json, print_problems, text_width
+from hf_fsdp_plugin.cli.output import exit_code, in_line_order, print_failure, print_json, print_problems
 from hf_fsdp_plugin.launcher.flags import Parser, add_override_flag, add_setting_flags
 from hf_fsdp_plugin.problems import Origin, Problem, SpecError, UsageError
 from hf_fsdp_plugin.sources.command_line import parse_flags
 from hf_fsdp_plugin.sources.dialects.interface import DialectReading, KeyOutcome, shown_setting, typed_value
-from hf_fsdp_plugin.sources.dialects.reader import read
 from hf_fsdp_plugin.sources.interface import ConfigFile, Sources
 from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec
 from hf_fsdp_plugin.spec.load import assess
-from hf_fsdp_plugin.text import fit_table, format_value, printable, wrap_words
+from hf_fsdp_plugin.text import format_value, printable
 
 _OF_ARGUMENTS: Final = ("FSDP-N104",)
 """Notes that an argument after ``--`` repeats the key whose value ``auto`` it replaces."""
@@ -69,10 +69,10 @@ def run(args: argparse.Namespace) -> int:
         config=config_named(args.source),
         training_arguments=args.training_arguments,
         environ={},
-        dialects="convert",
         command_line=args.command_line,
         overrides=args.overrides,
     )
+    sources = with_converted_config(sources, converts=True)
     target = ConfigFile.at(args.out).path if args.out is not None else None
     if target is not None:
         if target.exists() and not args.force:
@@ -82,7 +82,7 @@ def run(args: argparse.Namespace) -> int:
     if not assessment.ok:
         print_failure(in_line_order(assessment.problems), as_json=args.json)
         return exit_code(assessment.problems, args.source)
-    reading, spec = read(sources), assessment.spec
+    reading, spec = sources.converted, assessment.spec
     if not spec.enabled:
         message = "the config does not enable FSDP, DeepSpeed or DDP, so there is nothing to convert."
         fix = "Pass --use_fsdp to add FSDP with its defaults."
@@ -101,7 +101,7 @@ def run(args: argparse.Namespace) -> int:
         tree |= {"keys": outcomes, "script_arguments": converted.script, "launcher": converted.launcher}
         print_json({**tree, "stock_limits": limits, "problems": problems})
         return exit_code(problems, args.source)
-    _print_outcomes(outcomes)
+    print_outcomes(outcomes)
     print_problems(problems)
     _print_rest(args.to, converted, limits)
     if args.out is None:
@@ -127,21 +127,6 @@ def _lost_settings(target: str, converted: Converted, spec: FsdpSpec) -> list[Pr
         return [Problem(code="FSDP-W738", message=message, fix=fix)]
     fix = "Use --to accelerate, which has all settings." if target != "accelerate" else "Report this as a bug."
     raise SpecError([Problem(code="FSDP-E737", message=message, fix=f"{fix} Nothing was written.")])
-
-
-def _print_outcomes(outcomes: Sequence[KeyOutcome]) -> None:
-    """Print to stderr what each key becomes, and the keys without effect by their reason."""
-    rows, without = [("place", "key", "becomes")], dict[str, list[str]]()
-    for outcome in outcomes:
-        if outcome.becomes:
-            rows.append((outcome.origin.place, outcome.origin.written, ", ".join(outcome.becomes)))
-        else:
-            without.setdefault(outcome.why, []).append(outcome.origin.spelling)
-    width = text_width(sys.stderr)
-    lines = [fit_table(rows, width)]
-    for why, keys in without.items():
-        lines += wrap_words(printable(f"no effect: {', '.join(keys)}. {why}"), width)
-    print("\n".join(lines), end="\n\n", file=sys.stderr)
 
 
 def _print_rest(target: str, converted: Converted, limits: Sequence[str]) -> None:

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 
 import hf_fsdp_plugin
 from hf_fsdp_plugin.cli.check_output import check_sources, plan_of_model
+from hf_fsdp_plugin.cli.conversion import print_conversion, with_converted_config
 from hf_fsdp_plugin.cli.output import exit_code, in_line_order, print_json, print_problems
 from hf_fsdp_plugin.launcher import flags
 from hf_fsdp_plugin.launcher import world as worlds
@@ -87,6 +88,8 @@ def _launch(arguments: flags.LaunchArguments) -> int:
         _print_notices(arguments, *notes)
         return _show_run(arguments, sources, _command(arguments))
     spec = assess(sources).checked_spec()
+    if "quiet" not in arguments.options:
+        print_conversion(sources.converted)
     _print_notices(arguments, *(problem for problem in spec.problems if problem.severity == "warning"))
     world = worlds.resolve_world(spec, worlds.find_devices())
     _print_notices(arguments, *world.problems)
@@ -204,10 +207,10 @@ def _handover(arguments: flags.LaunchArguments) -> LaunchHandover:
     sources = Sources(
         config=config,
         command_line=tuple(_with_absolute_path(flag) for flag in arguments.command_line),
-        script_arguments=tuple(arguments.script_args),
         overrides=arguments.overrides,
         environ={**environment.user_variables(os.environ), **environment.torchrun_variables(os.environ)},
     )
+    sources = with_converted_config(sources, arguments.script_args)
     report, table = environment.absolute_path(options.get("report")), "report_table" in options
     return LaunchHandover(sources=sources, quiet="quiet" in options, report=report, report_table=table)
 
@@ -255,6 +258,8 @@ def _show_run(arguments: flags.LaunchArguments, sources: Sources, command: Seque
         return plan, world.problems if unknown else (*world.problems, *found)
 
     checked = check_sources(sources, find_plan)
+    if "quiet" not in arguments.options and not has_errors(checked.problems):
+        print_conversion(sources.converted)
     spec, plan = checked.spec, checked.plan
     env = settings_env(spec, world, arguments) if world is not None else {}
     if "json" in arguments.options:

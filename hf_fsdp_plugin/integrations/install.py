@@ -71,6 +71,7 @@ def install(
     sources = replace(
         given,
         config=given.config if config is None else config_of(config),
+        converted=given.converted if config is None else None,
         command_line=(*given.command_line, *command_line),
         overrides=(*given.overrides, *overrides),
     )

@@ -1,33 +1,88 @@
 """Reads the config: Accelerate's file, only its ``fsdp_config`` section, a training script's config file, or a dict.
 
-Configs of other programs are read by ``sources.dialects``. Here, one of DeepSpeed is refused.
+Configs of other programs are read by ``sources.dialects``, which only commands import. Here, they are refused.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
-from hf_fsdp_plugin.problems import Origin, Problem
 from hf_fsdp_plugin.sources.collector import FSDP_SCOPES, Collector, entry_of
 from hf_fsdp_plugin.sources.interface import ConfigFile, Sources, SourceSettings, config_tree
-from hf_fsdp_plugin.sources.tree import ConfigFileError, Node, parse_text
-from hf_fsdp_plugin.vocabulary import WORDS, Scope, find_row, plain_key
+from hf_fsdp_plugin.sources.tree import ConfigEntry, ConfigFileError, Node, parse_text
+from hf_fsdp_plugin.spellings import word_of
+from hf_fsdp_plugin.vocabulary import PROGRAM_KEYS, TRAINING_FILE_MARKS, Scope, find_row, plain_key
 
 SOURCE = "config"
+MARKS_OF_ACCELERATE: Final = frozenset({"distributed_type", "compute_environment"})
+"""Keys that only Accelerate's file has."""
 FsdpConfig = Mapping[str, Any] | str | Path | None
 """A dict, the path of a JSON or YAML file, or JSON text."""
 
 
 def read(sources: Sources) -> SourceSettings | None:
-    """Read ``sources.config``; ``None`` if there is none. Raises ``ConfigFileError``."""
-    if (config := sources.config) is None:
-        return None
-    root = config_tree(config)
+    """Read ``sources.config``; ``None`` if there is none. A config of another program is an error."""
+    if (config := sources.config) is None or sources.converted is not None:
+        return sources.converted
     out = Collector(config.shown if isinstance(config, ConfigFile) else SOURCE)
+    try:
+        root = _own_tree(config, out.source, allows_deepspeed=sources.allows_deepspeed)
+    except ConfigFileError as error:
+        return SourceSettings(problems=[error.problem], family="accelerate")
     _add_config(out, root, is_whole=any(map(_is_top_level, _keys_of(root))), scopes=("fsdp", "parallelism"))
     return out.result("accelerate")
+
+
+def marks_of(root: Node, names: Collection[str]) -> list[ConfigEntry]:
+    """Return the entries of a config with these names: of the top level, or with a dot of a section of it."""
+    found = []
+    for entry in root.value:
+        key = entry.key.strip().lower()
+        inner = entry.value.value if entry.value.is_mapping else ()
+        found += [entry] if key in names else [each for each in inner if f"{key}.{each.key.strip()}" in names]
+    return found
+
+
+def is_for_deepspeed(root: Node) -> bool:
+    """Whether it is a file of Accelerate that selects DeepSpeed, with a section for it."""
+    keys = {entry.key.strip(): entry.value for entry in root.value}
+    section = keys.get("deepspeed_config")
+    word = word_of(keys["distributed_type"].value) if "distributed_type" in keys else ""
+    return word == "deepspeed" and section is not None and not section.is_empty
+
+
+def _own_tree(config: ConfigFile | Mapping[str, Any], source: str, *, allows_deepspeed: bool = False) -> Node:
+    """Return the content of a file or dict of Accelerate. Raises ``ConfigFileError`` for one of another program."""
+    name = config.shown if isinstance(config, ConfigFile) else ""
+    if isinstance(config, ConfigFile) and config.is_script:
+        raise _other_program("a script", source, name)
+    return _checked(config_tree(config), source, name, allows_deepspeed=allows_deepspeed)
+
+
+def _checked(root: Node, source: str, name: str = "", *, allows_deepspeed: bool = False) -> Node:
+    """Return a config of Accelerate. Raises ``ConfigFileError`` for a config of another program.
+
+    Args:
+        name: the path of a file as the user wrote it.
+        allows_deepspeed: as in :class:`Sources`.
+    """
+    found = [(program, entry) for program, names in PROGRAM_KEYS.items() for entry in marks_of(root, names)]
+    if not found and not marks_of(root, MARKS_OF_ACCELERATE):
+        found = [("a training script", entry) for entry in marks_of(root, TRAINING_FILE_MARKS)]
+    if found:
+        program, entry = found[0]
+        raise _other_program(f"a config of {program}, which the key {entry.key} shows", source, name, entry.line)
+    if is_for_deepspeed(root) and not allows_deepspeed:
+        raise _other_program("a config of Accelerate for DeepSpeed", source, name)
+    return root
+
+
+def _other_program(what: str, source: str, name: str, line: int | None = None) -> ConfigFileError:
+    name = name or "FILE"
+    fix = f"Convert it: hf-fsdp convert {name} --out fsdp.yaml. hf-fsdp launch --config_file {name} converts it first."
+    return ConfigFileError("FSDP-E060", f"this is {what}, not a config of FSDP.", fix, source=source, line=line)
 
 
 def add_fsdp_config(out: Collector, config: FsdpConfig | ConfigFile) -> None:
@@ -57,21 +112,19 @@ def _parse_fsdp_config(config: FsdpConfig | ConfigFile, source: str) -> tuple[No
     if isinstance(config, str | Path):
         text = str(config).strip()
         if text.startswith("{"):
-            return parse_text(text, source=f"{source} fsdp_config", is_json=True), f"{source} fsdp_config"
+            source = f"{source} fsdp_config"
+            return _checked(parse_text(text, source=source, is_json=True), source), source
         config = ConfigFile.at(config)
     if isinstance(config, Mapping | ConfigFile):
-        return config_tree(config), config.shown if isinstance(config, ConfigFile) else source
+        source = config.shown if isinstance(config, ConfigFile) else source
+        return _own_tree(config, source), source
     message = f"fsdp_config is {entry_of('', config).value.shown}; expected a dict, a path or JSON text."
     raise ConfigFileError("FSDP-E034", message, "Pass a dict.", source=source)
 
 
 def _add_config(out: Collector, root: Node, *, is_whole: bool, scopes: tuple[Scope, ...]) -> None:
-    """Add a whole file of Accelerate, or only a section, whose keys are in `scopes`. Refuse a config of DeepSpeed."""
-    if WORDS["deepspeed_keys"] & _keys_of(root):
-        message = "this is a config of DeepSpeed, not of FSDP."
-        fix = "Convert it with hf-fsdp convert, or pass it to hf-fsdp launch --config_file, which trains with FSDP."
-        out.problems.append(Problem(code="FSDP-E060", message=message, fix=fix, origin=Origin(source=out.source)))
-    elif is_whole:
+    """Add a whole file of Accelerate, or only a section, whose keys are in `scopes`."""
+    if is_whole:
         out.add_mapping(root.value, ("launch", "training"), misplaced=("fsdp", "parallelism"))
     else:
         out.add_mapping(root.value, scopes)

@@ -10,7 +10,7 @@ from typing import Final
 import hf_fsdp_plugin.spellings as spellings
 import hf_fsdp_plugin.vocabulary as vocabulary
 from hf_fsdp_plugin.problems import Origin, Problem
-from hf_fsdp_plugin.sources.interface import Dialect, Setting, SourceSettings
+from hf_fsdp_plugin.sources.interface import Setting, SourceFamily, SourceSettings
 from hf_fsdp_plugin.sources.tree import ConfigEntry, Entries, ObjectText, from_python, one_line
 from hf_fsdp_plugin.spellings import BLANKS, FALSE_WORDS, QUOTES, TRUE_WORDS, without_pair, word_of
 from hf_fsdp_plugin.strategies import STRATEGIES
@@ -45,9 +45,9 @@ class Collector(SourceSettings):
     nulls: Collection[str | None] = (None,)
     mentions_fsdp: bool = False
 
-    def result(self, dialect: Dialect | None) -> SourceSettings:
-        """Return the settings and problems. `dialect` is used only if the source mentions FSDP."""
-        self.dialect = dialect if self.mentions_fsdp else None
+    def result(self, family: SourceFamily | None) -> SourceSettings:
+        """Return the settings and problems. `family` is used only if the source mentions FSDP."""
+        self.family = family if self.mentions_fsdp else None
         return self
 
     def extend(self, other: Collector, *, active: bool = True) -> None:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import hf_fsdp_plugin.vocabulary as vocabulary
 from hf_fsdp_plugin.problems import Origin, Problem
 from hf_fsdp_plugin.sources.collector import Collector, entry_of
-from hf_fsdp_plugin.sources.interface import Dialect, Sources, SourceSettings
+from hf_fsdp_plugin.sources.interface import SourceFamily, Sources, SourceSettings
 from hf_fsdp_plugin.sources.script_objects import add_fsdp_arguments
 from hf_fsdp_plugin.sources.tree import ConfigEntry
 from hf_fsdp_plugin.spellings import did_you_mean, lower, nearest_word
@@ -104,9 +104,9 @@ def read(sources: Sources) -> SourceSettings | None:
         # --fsdp "" turns FSDP off, and --use_fsdp is not given: flags such as --fsdp_min_num_params are inactive.
         flags.settings = [replace(setting, inactive=setting.enables_fsdp) for setting in flags.settings]
         flags.mentions_fsdp = False
-    dialect: Dialect = "training_arguments" if arguments.mentions_fsdp else "accelerate"
+    family: SourceFamily = "training_arguments" if arguments.mentions_fsdp else "accelerate"
     arguments.extend(flags)
-    return arguments.result(dialect)
+    return arguments.result(family)
 
 
 def flag_name(written: str) -> str:

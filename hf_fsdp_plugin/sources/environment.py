@@ -8,9 +8,11 @@ handover therefore contains the user's variables, and a rank reads these instead
 
 ::
 
-    {"config": "/abs/fsdp.yaml" | null, "config_shown": "fsdp.yaml" | null, "quiet": false,
-     "command_line": ["--fsdp_offload_params=true"], "script_arguments": ["--bf16"], "overrides": ["mesh.shard=2"],
+    {"config": "/abs/fsdp.yaml" | null, "config_shown": "fsdp.yaml" | null, "converted": null, "quiet": false,
+     "command_line": ["--fsdp_offload_params=true"], "overrides": ["mesh.shard=2"],
      "report": "/abs/report.json" | null, "report_table": false, "environ": {"FSDP_VERSION": "2"}}
+
+``converted`` contains the settings of a config of another program, which the launcher has converted.
 
 Stock ``accelerate launch`` passes on only settings for which it has environment variables. The plugin therefore reads
 the launcher's command line from the process table, and then the launcher's config file.
@@ -22,14 +24,14 @@ import contextlib
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from hf_fsdp_plugin.problems import Origin, Problem
 from hf_fsdp_plugin.sources.collector import Collector, entry_of
 from hf_fsdp_plugin.sources.command_line import flags_before_script, machine_range, parse_flags
-from hf_fsdp_plugin.sources.interface import ENVIRONMENT, ConfigFile, Sources, SourceSettings
+from hf_fsdp_plugin.sources.interface import ENVIRONMENT, ConfigFile, Setting, Sources, SourceSettings
 from hf_fsdp_plugin.spellings import FALSE_WORDS, NULL_WORDS, TRUE_WORDS, did_you_mean
 from hf_fsdp_plugin.vocabulary import TABLES, Scope, find_row, similar_key
 
@@ -45,7 +47,7 @@ _AGENT = "TORCHELASTIC_RUN_ID"
 LAUNCHER_MIN_NUM_PARAMS = "100000000"
 """Value that ``accelerate launch`` always sets by default, even without the size policy."""
 LAUNCH_VARIABLE = "HF_FSDP_LAUNCH"
-_WORDS = ("command_line", "script_arguments", "overrides")
+_WORDS = ("command_line", "overrides")
 """Sources that are lists of words, which the launcher passes to its ranks."""
 CONFIG_NOT_FOUND = Problem(
     code="FSDP-W041",
@@ -176,7 +178,7 @@ def locate_config(sources: Sources) -> Sources:
     problems = list(sources.problems)
     variables = variables_of(sources)
     if variables.get("ACCELERATE_USE_DEEPSPEED", "").lower() in TRUE_WORDS:
-        sources = replace(sources, dialects="off")  # accelerate launch has started DeepSpeed itself
+        sources = replace(sources, allows_deepspeed=True)  # accelerate launch has started DeepSpeed itself
     if sources.config is None and sources.as_launched:
         if (launch := find_launch(variables)) is not None:
             config, flags = launch
@@ -184,7 +186,7 @@ def locate_config(sources: Sources) -> Sources:
             message = f"this process was started by accelerate launch; its settings are read from {shown}."
             problems.append(Problem(code="FSDP-N040", message=message))
             command_line = (*flags, *sources.command_line)
-            sources = replace(sources, config=config, command_line=command_line, environ={}, dialects="off")
+            sources = replace(sources, config=config, command_line=command_line, environ={}, allows_deepspeed=True)
         elif written_by_accelerate(variables):
             problems.append(CONFIG_NOT_FOUND)
     if sources.config is None and sources.default_file:
@@ -262,6 +264,7 @@ class LaunchHandover:
         content = {
             "config": file.address if file is not None else None,
             "config_shown": file.shown if file is not None else None,
+            "converted": _converted_to_json(self.sources.converted),
             **{name: list(getattr(self.sources, name)) for name in _WORDS},
             **{name: getattr(self, name) for name in ("quiet", "report", "report_table")},
             "environ": dict(self.sources.environ or {}),
@@ -279,10 +282,11 @@ class LaunchHandover:
             return None
         try:
             content = json.loads(text)
-            path, shown = content.pop("config"), content.pop("config_shown")
+            path, shown, converted = (content.pop(name) for name in ("config", "config_shown", "converted"))
             words: dict[str, Any] = {name: tuple(content.pop(name)) for name in _WORDS}
             sources = Sources(
                 config=replace(ConfigFile.at(path), shown=shown or path) if path is not None else None,
+                converted=_converted_from_json(converted),
                 environ=dict(content.pop("environ")),
                 **words,
             )
@@ -292,6 +296,24 @@ class LaunchHandover:
                 f"the environment variable {LAUNCH_VARIABLE} does not contain a launcher's handover ({error!r}). "
                 f"Unset it: only commands of `hf-fsdp` that start ranks set it."
             ) from error
+
+
+def _converted_to_json(converted: SourceSettings | None) -> dict[str, Any] | None:
+    """Return settings with their origins, without problems, which the launcher has printed."""
+    if converted is None:
+        return None
+    lists = {name: [asdict(setting) for setting in getattr(converted, name)] for name in ("settings", "not_set")}
+    return {"family": converted.family, **lists}
+
+
+def _converted_from_json(content: Mapping[str, Any] | None) -> SourceSettings | None:
+    if content is None:
+        return None
+    settings, not_set = (
+        [Setting(**{**setting, "origin": Origin(**setting["origin"])}) for setting in content[name]]
+        for name in ("settings", "not_set")
+    )
+    return SourceSettings(settings=settings, not_set=not_set, family=content["family"])
 
 
 def absolute_path(path: str | None) -> str | None:

@@ -14,7 +14,7 @@ from hf_fsdp_plugin.sources.tree import ConfigFileError, Node
 from hf_fsdp_plugin.vocabulary import canonical_setting
 
 MAX_BYTES = 1 << 20
-Dialect = Literal["accelerate", "training_arguments"]
+SourceFamily = Literal["accelerate", "training_arguments"]
 """Selects the defaults: FSDP1 without wrapping (Accelerate), or FSDP2 with the model's layers (TrainingArguments)."""
 ENVIRONMENT: Final = "environment"
 """Name of the source of environment variables."""
@@ -44,6 +44,11 @@ class ConfigFile:
         if name and line.isdecimal() and not found.exists():
             found, start = found.with_name(name), int(line)
         return cls(path=found, shown=str(path).removesuffix(f":{start}"), start=start)
+
+    @property
+    def is_script(self) -> bool:
+        """Whether it is a script of a shell or of Python by its name."""
+        return self.path.suffix.lower() in (".sh", ".bash", ".slurm", ".sbatch", ".py")
 
     @property
     def address(self) -> str:
@@ -103,10 +108,10 @@ class Sources:
         training_arguments: keyword arguments of ``TrainingArguments``, including ``fsdp`` and ``fsdp_config``.
         distributed_config: a ``DistributedConfig``, a dict with its fields, or a ``ConfigFile`` with them.
         world_size: the value of ``check --world-size``, a number of ranks with the precedence of ``--set``.
-        script_arguments: words of the script's command line. They replace ``auto`` in a config of DeepSpeed, and are
-            not settings.
-        dialects: whether a config of another program is read as one of FSDP: ``on``; ``convert``, which also reads DDP,
-            and needs all values of ``auto``; or ``off``, because that program itself is running.
+        converted: the settings of `config`, if it is a config of another program that a command has converted. Without
+            them, such a config is an error.
+        allows_deepspeed: whether `config` may be a file of Accelerate for DeepSpeed, such as that of the ``accelerate
+            launch`` that has started this process with DeepSpeed.
         problems: the problems found by :func:`sources.environment.locate_config`.
     """
 
@@ -121,8 +126,8 @@ class Sources:
     environ: Mapping[str, str] | None = None
     default_file: bool = False
     as_launched: bool = False
-    script_arguments: Sequence[str] = ()
-    dialects: Literal["on", "off", "convert"] = "on"
+    converted: SourceSettings | None = None
+    allows_deepspeed: bool = False
     problems: tuple[Problem, ...] = ()
 
 
@@ -172,7 +177,7 @@ class SourceSettings:
 
     Attributes:
         not_set: settings whose key has the value null, which means that they are not set.
-        dialect: selects the defaults; ``None`` if the source does not mention FSDP.
+        family: selects the defaults; ``None`` if the source does not mention FSDP.
         level: level of precedence; set by ``spec.precedence.read_all``.
         inactive_problems: the problems of inactive settings.
     """
@@ -180,7 +185,7 @@ class SourceSettings:
     settings: list[Setting] = field(default_factory=list)
     not_set: list[Setting] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)
-    dialect: Dialect | None = None
+    family: SourceFamily | None = None
     level: str = ""
     inactive_problems: list[Problem] = field(default_factory=list)
 

@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import Any, Final, Literal
 
 from hf_fsdp_plugin.problems import DEFAULT_ORIGIN, Origin, Problem
-from hf_fsdp_plugin.sources.interface import Dialect, enables_fsdp
+from hf_fsdp_plugin.sources.interface import SourceFamily, enables_fsdp
 from hf_fsdp_plugin.strategies import DEFAULT_STRATEGY
 
 Version = Literal[1, 2]
@@ -259,14 +259,14 @@ class FsdpSpec:
 SECTIONS: tuple[str, ...] = tuple(f.name for f in fields(FsdpSpec) if f.name not in ("origins", "problems"))
 
 
-DIALECT_DEFAULTS: Final[Mapping[Dialect | None, Mapping[str, Any]]] = MappingProxyType(
+FAMILY_DEFAULTS: Final[Mapping[SourceFamily | None, Mapping[str, Any]]] = MappingProxyType(
     {
         "accelerate": {"fsdp.version": 1, "wrap.policy": "none"},
         "training_arguments": {"fsdp.version": 2, "wrap.policy": "transformer"},
         None: {},
     }
 )
-"""Dialect -> the defaults that depend on it. The sections above contain all other defaults."""
+"""Family of a source -> the defaults that depend on it. The sections above contain all other defaults."""
 
 VERSION_DEFAULTS: Final[Mapping[int, Mapping[str, Any]]] = MappingProxyType(
     {
@@ -277,6 +277,6 @@ VERSION_DEFAULTS: Final[Mapping[int, Mapping[str, Any]]] = MappingProxyType(
 """FSDP version -> the defaults that depend on it."""
 
 
-def defaults_of(dialect: Dialect | None) -> Mapping[str, Any]:
-    """Return the defaults that depend on the dialect."""
-    return {"fsdp.version": FsdpSection().version, **DIALECT_DEFAULTS[dialect]}
+def defaults_of(family: SourceFamily | None) -> Mapping[str, Any]:
+    """Return the defaults that depend on the family of a source."""
+    return {"fsdp.version": FsdpSection().version, **FAMILY_DEFAULTS[family]}

@@ -58,8 +58,8 @@ def load_spec(
     """Return the checked spec of a config and all other sources of FSDP settings.
 
     Args:
-        config: path of Accelerate's YAML or JSON, of only its ``fsdp_config`` section, or of a config of DeepSpeed or
-            another program (docs/dialects.md); or a dict of any form.
+        config: path of Accelerate's YAML or JSON, or of only its ``fsdp_config`` section; or a dict of these forms. A
+            config of DeepSpeed or another program is an error; ``hf-fsdp convert`` converts it.
         fsdp: ``fsdp`` of ``TrainingArguments``: a bool, or options as text or list.
         fsdp_config: ``fsdp_config`` of ``TrainingArguments``: a dict, the path of a JSON or YAML file, or JSON text.
         training_arguments: other keyword arguments of ``TrainingArguments``.
@@ -102,8 +102,8 @@ def assess(sources: Sources) -> Assessment:
     sources = locate_config(sources)
     levels = [parse_settings(source) for source in read_all(sources)]
     effective, overridden = merge_levels(levels)
-    dialect = next((level.dialect for level in levels if level.dialect is not None), None)
-    spec, derived = derive_spec(effective, defaults_of(dialect))
+    family = next((level.family for level in levels if level.family is not None), None)
+    spec, derived = derive_spec(effective, defaults_of(family))
     read = [*sources.problems, *(problem for level in levels for problem in level.problems)]
     return _check(spec, read, [*_not_set(levels, spec), *overridden, *_ambiguous_version(levels, spec), *derived])
 
@@ -195,11 +195,11 @@ def _not_set(levels: Sequence[SourceSettings], spec: FsdpSpec) -> Iterator[Probl
 
 
 def _ambiguous_version(levels: Sequence[SourceSettings], spec: FsdpSpec) -> Iterator[Problem]:
-    """Report that no source sets the FSDP version, and that the dialects of the sources have different defaults."""
+    """Report that no source sets the FSDP version, and that the families of the sources have different defaults."""
     if spec.asked("fsdp.version") or not spec.enabled:
         return
-    dialects = {level.dialect for level in levels if level.dialect is not None and level.level != environment.SOURCE}
-    if len(dialects) > 1:
+    families = {level.family for level in levels if level.family is not None and level.level != environment.SOURCE}
+    if len(families) > 1:
         message = (
             "no source sets the FSDP version, and the defaults differ: 1 for Accelerate's file, 2 for "
             f"TrainingArguments. The default of the source with higher precedence is used: {spec.fsdp.version}."

@@ -10,7 +10,6 @@ from typing import Any, Final
 from hf_fsdp_plugin.problems import Problem
 from hf_fsdp_plugin.sources import accelerate_file, command_line, environment, script_objects
 from hf_fsdp_plugin.sources.collector import AUTO_WRAP, OFF
-from hf_fsdp_plugin.sources.dialects import reader
 from hf_fsdp_plugin.sources.interface import Reader, Setting, Sources, SourceSettings
 from hf_fsdp_plugin.sources.script_objects import PARALLELISM, PLUGIN, read_parallelism_config, read_plugin
 from hf_fsdp_plugin.spec.fsdp_spec import VERSION_DEFAULTS, FsdpSpec
@@ -24,7 +23,7 @@ PRECEDENCE: Final[tuple[tuple[str, Reader], ...]] = (
     (script_objects.ARGUMENTS, read_plugin),
     (script_objects.ARGUMENTS, read_parallelism_config),
     (environment.TORCHRUN, environment.read_torchrun),
-    (accelerate_file.SOURCE, reader.read),
+    (accelerate_file.SOURCE, accelerate_file.read),
     (environment.SOURCE, environment.read),
 )
 """The level and the reader of every source, highest precedence first. The defaults have the lowest precedence.
@@ -59,7 +58,7 @@ def read_all(sources: Sources) -> list[SourceSettings]:
     """
     read = [replace(settings, level=level) for level, reader in PRECEDENCE if (settings := reader(sources)) is not None]
     if any(setting.enables_fsdp for source in read for setting in source.settings):
-        read = [source if source.dialect is not None else _without_implied_off(source) for source in read]
+        read = [source if source.family is not None else _without_implied_off(source) for source in read]
         return [replace(source, problems=[*source.problems, *source.inactive_problems]) for source in read]
     return [_without_inactive(source) for source in read]
 
@@ -171,7 +170,7 @@ def _repetition_problem(setting: Setting, first: Setting) -> Problem:
     return setting.problem("FSDP-N104", f"{setting.written} repeats {first.origin}.")
 
 
-def derive_spec(effective: Settings, dialect_defaults: Mapping[str, Any]) -> tuple[FsdpSpec, tuple[Problem, ...]]:
+def derive_spec(effective: Settings, family_defaults: Mapping[str, Any]) -> tuple[FsdpSpec, tuple[Problem, ...]]:
     """Return the spec of these settings, and the problems of the derived settings."""
     problems: list[Problem] = []
     settings = dict(effective)
@@ -180,7 +179,7 @@ def derive_spec(effective: Settings, dialect_defaults: Mapping[str, Any]) -> tup
     _gather(settings, "launch.dynamo_config", "dynamo_")
     _gather(settings, "launch.extra", "")
     _gather(settings, "fp8.te_options", "")
-    defaults = dict(dialect_defaults)
+    defaults = dict(family_defaults)
     version = settings["fsdp.version"].value if "fsdp.version" in settings else defaults["fsdp.version"]
     defaults |= VERSION_DEFAULTS[version]
     _derive_checkpointing(settings, problems)

@@ -12,7 +12,7 @@ from hf_fsdp_plugin.axes import MODEL_AXES
 from hf_fsdp_plugin.problems import Problem
 from hf_fsdp_plugin.sources.interface import enables_fsdp
 from hf_fsdp_plugin.spec.fp8 import check_fp8
-from hf_fsdp_plugin.spec.fsdp_spec import DIALECT_DEFAULTS, FsdpSpec
+from hf_fsdp_plugin.spec.fsdp_spec import FAMILY_DEFAULTS, FsdpSpec
 from hf_fsdp_plugin.spec.precedence import OTHER_ENGINES
 from hf_fsdp_plugin.spec.values import is_class_name
 from hf_fsdp_plugin.strategies import STRATEGIES
@@ -84,7 +84,7 @@ def fsdp_is_off(spec: FsdpSpec) -> Problem:
 
 def defaults_of_script(spec: FsdpSpec) -> Mapping[str, Any]:
     """Return the settings that have another default in a script whose ``TrainingArguments`` set ``fsdp``."""
-    defaults = DIALECT_DEFAULTS["training_arguments"] if spec.enabled else {}
+    defaults = FAMILY_DEFAULTS["training_arguments"] if spec.enabled else {}
     return {name: value for name, value in defaults.items() if not spec.asked(name) and spec.get(name) != value}
 
 

@@ -54,9 +54,9 @@ def test_script_runs_on_every_rank_as_under_python(tmp_path: Path) -> None:
         assert json.loads(str(rank["HF_FSDP_LAUNCH"])) == {
             "config": str(tmp_path / "fsdp.yaml"),
             "config_shown": "fsdp.yaml",
+            "converted": None,
             "quiet": False,
             "command_line": ["--cpu", "--fsdp_offload_params=false"],
-            "script_arguments": arguments[1:],
             "overrides": ["prefetch.forward=true"],
             "report": str(tmp_path / "r.json"),
             "report_table": False,

@@ -1,12 +1,13 @@
 """A process group of one rank, sources to assess, and checkpoints to check."""
 
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from hf_fsdp_plugin.cli.conversion import with_converted_config
 from hf_fsdp_plugin.problems import Problem
 from hf_fsdp_plugin.sources.interface import Sources, config_of
 from hf_fsdp_plugin.spec import load
@@ -24,14 +25,24 @@ def one_rank() -> Iterator[None]:
     dist.destroy_process_group()
 
 
+def _sources(config: Any = None, **sources: Any) -> Sources:
+    given = {name: sources.pop(name) for name in ("fsdp", "fsdp_config") if name in sources}
+    sources["training_arguments"] = {**sources.get("training_arguments", {}), **given}
+    return Sources(config=config_of(config), **{"environ": {}, **sources})
+
+
 @pytest.fixture
 def assess() -> Callable[..., load.Assessment]:
     """Assess a config and other sources, without the environment of the test run."""
+    return lambda config=None, **sources: load.assess(_sources(config, **sources))
 
-    def run(config: Any = None, **sources: Any) -> load.Assessment:
-        given = {name: sources.pop(name) for name in ("fsdp", "fsdp_config") if name in sources}
-        sources["training_arguments"] = {**sources.get("training_arguments", {}), **given}
-        return load.assess(Sources(config=config_of(config), **{"environ": {}, **sources}))
+
+@pytest.fixture
+def assess_converted() -> Callable[..., load.Assessment]:
+    """Assess sources as a command does, which converts a config of another program first."""
+
+    def run(config: Any = None, script_arguments: Sequence[str] = (), **sources: Any) -> load.Assessment:
+        return load.assess(with_converted_config(_sources(config, **sources), script_arguments))
 
     return run
 

@@ -109,6 +109,13 @@ def test_modules_import_each_other_without_cycles():
     TopologicalSorter(graph).prepare()  # raises CycleError with the modules of a cycle
 
 
+def test_only_commands_read_configs_of_other_programs():
+    dialects = "hf_fsdp_plugin.sources.dialects"
+    for path in PACKAGE.rglob("*.py"):
+        if path.relative_to(PACKAGE).parts[0] != "cli" and path.parent.name != "dialects":
+            assert not any(name.startswith(dialects) for name in imported(path)), path
+
+
 def test_only_command_line_imports_package_root():
     for part in set(ORDER) - {"launcher", "cli"}:
         for path in files_of(part):

@@ -22,6 +22,7 @@ from typing import Any, Final
 
 from hf_fsdp_plugin.cli.bench.results import Results, bench_text
 from hf_fsdp_plugin.cli.check_output import load_meta_model
+from hf_fsdp_plugin.cli.conversion import print_conversion, with_converted_config
 from hf_fsdp_plugin.cli.main import whole_number
 from hf_fsdp_plugin.cli.output import OK, PROBLEMS, print_failure, print_problems, print_result
 from hf_fsdp_plugin.cli.plan import sequence_length
@@ -141,11 +142,14 @@ def _settings(args: argparse.Namespace, problems: list[Problem]) -> tuple[Source
         overrides=["launch.distributed_type=FSDP", *args.overrides],
         environ=user_variables(os.environ),
     )
+    sources = with_converted_config(sources)
     assessment = assess(sources)
     if assessment.ok:
         added = [f"{name}={value}" for name, value in _DEFAULTS.items() if not assessment.spec.asked(name)]
         sources = replace(sources, overrides=[*added, *sources.overrides])
         assessment = assess(sources)
+    if assessment.ok:
+        print_conversion(sources.converted)
     problems += assessment.problems
     return sources, assessment.spec
 

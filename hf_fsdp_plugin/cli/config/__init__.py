@@ -223,4 +223,4 @@ def _read(path: Path, shown: str) -> tuple[str, Assessment]:
         message = "this is the config of a training script, not a config of Accelerate."
         fix = "Give another path with -o."
         raise SpecError([Problem(code=_OTHER_CONFIG, message=message, fix=fix, origin=Origin(source=shown))])
-    return text, assess(Sources(config=file, environ={}, dialects="off"))
+    return text, assess(Sources(config=file, environ={}, allows_deepspeed=True))

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
+from hf_fsdp_plugin.cli.conversion import with_converted_config
 from hf_fsdp_plugin.cli.migrate.rewriting import Migration
 from hf_fsdp_plugin.cli.output import colored_table
 from hf_fsdp_plugin.cli.preflight import PreflightResult, run_preflight
@@ -102,13 +103,13 @@ def compare(old: PreflightResult, new: PreflightResult, tolerance: float) -> Pro
 def _run(file: ConfigFile, model: str, limit_s: float, *, is_llama: bool) -> PreflightResult:
     from hf_fsdp_plugin.integrations.preflight.stages import Options
 
-    sources = Sources(config=file, environ={})
+    sources = with_converted_config(Sources(config=file, environ={}))
     spec = assess(sources).checked_spec()
     notes: list[Problem] = []
     if is_llama and spec.wrap.classes not in ((), (_LLAMA_LAYER,)):
         message = f"the model is a small Llama with {_LLAMA_LAYER}; --model names another one."
         notes.append(spec.problem("FSDP-N757", "wrap.classes", message))
-        sources = Sources(config=file, environ={}, overrides=(f"wrap.classes={_LLAMA_LAYER}",))
+        sources = replace(sources, overrides=(f"wrap.classes={_LLAMA_LAYER}",))
         spec = assess(sources).checked_spec()
     run = run_preflight(spec, sources, Options(model=model, arguments=_ARGUMENTS, records_steps=True), limit_s)
     return replace(run, problems=(*notes, *run.problems))

@@ -15,10 +15,10 @@ from typing import Any, Final
 from hf_fsdp_plugin.axes import MODEL_AXES
 from hf_fsdp_plugin.cli import config_text
 from hf_fsdp_plugin.cli.config_text import Changes, Key, line_of
+from hf_fsdp_plugin.cli.conversion import with_converted_config
 from hf_fsdp_plugin.problems import Origin, Problem, SpecError
-from hf_fsdp_plugin.sources.dialects.interface import DialectReading, is_script
-from hf_fsdp_plugin.sources.dialects.reader import read
-from hf_fsdp_plugin.sources.interface import ConfigFile, Sources, config_tree, read_text
+from hf_fsdp_plugin.sources.dialects.interface import DialectReading
+from hf_fsdp_plugin.sources.interface import ConfigFile, Sources, SourceSettings, config_tree, read_text
 from hf_fsdp_plugin.spec.fsdp_spec import VERSION_DEFAULTS, FsdpSpec
 from hf_fsdp_plugin.spec.load import Assessment, assess
 from hf_fsdp_plugin.spellings import FALSE_WORDS, TRUE_WORDS
@@ -65,9 +65,9 @@ def migrate(file: ConfigFile, to: int | None = None) -> Migration:
         SpecError: the config has errors, is not for FSDP, has the version already, mixes keys of both versions, or has
             settings that the other version cannot have.
     """
-    sources = Sources(config=file, environ={})
+    sources = with_converted_config(Sources(config=file, environ={}))
     spec = assess(sources).checked_spec()
-    _check_dialect(file, sources)
+    _check_dialect(file, sources.converted)
     to = to or 3 - spec.fsdp.version
     if problems := list(_check(file, spec, to)):
         raise SpecError(problems)
@@ -78,7 +78,7 @@ def migrate(file: ConfigFile, to: int | None = None) -> Migration:
     after = config_text.edited(restored, rewriter.changes)
     after = config_text.as_json(after) if is_json else after
     new = replace(file, data=after.encode())
-    migrated = assess(Sources(config=new, environ={}))
+    migrated = assess(with_converted_config(Sources(config=new, environ={})))
     if wrong := _wrong_settings(spec, migrated, rewriter.changes_mesh or restored != text):
         fix = "Write these settings as plain keys of fsdp_config, one per line. Nothing was written."
         message = f"the file cannot be rewritten for FSDP{to}: {'; '.join(wrong)}."
@@ -89,10 +89,9 @@ def migrate(file: ConfigFile, to: int | None = None) -> Migration:
     )
 
 
-def _check_dialect(file: ConfigFile, sources: Sources) -> None:
+def _check_dialect(file: ConfigFile, reading: SourceSettings | None) -> None:
     """Raise ``SpecError`` if a file has no keys of FSDP. Of other programs, only the YAML of training scripts has."""
-    reading = read(sources)
-    if isinstance(reading, DialectReading) and (is_script(file) or not reading.dialect_of.own_script):
+    if isinstance(reading, DialectReading) and (file.is_script or not reading.dialect_of.own_script):
         message = f"this is a config of {reading.dialect_of.title}, without the keys of FSDP."
         fix = "Convert it first: hf-fsdp convert prints a config for FSDP2, or with --fsdp_version 1 one for FSDP1."
         raise SpecError([Problem(code="FSDP-E788", message=message, fix=fix, origin=Origin(source=file.shown))])

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Final, get_args
 
 from hf_fsdp_plugin.cli import check
 from hf_fsdp_plugin.cli.check_output import load_meta_model, plan_with_problems
+from hf_fsdp_plugin.cli.conversion import print_conversion
 from hf_fsdp_plugin.cli.main import check_needs
 from hf_fsdp_plugin.cli.output import exit_code, in_line_order, print_failure
 from hf_fsdp_plugin.cli.plan.output import Planned, print_prediction
@@ -115,6 +116,8 @@ def _read_subject(
         if config is None and not args.command_line and not args.overrides:
             args.fsdp, args.overrides = _DEFAULTS[0], [_DEFAULTS[1]]
     checked = check.check_config(args, config)
+    if not has_errors(checked.problems):
+        print_conversion(checked.converted)
     world_size = world_size or check.smallest_world_size(checked.spec)
     workload = _read_workload(args, world_size, problems)
     problems += [*model_problems, *checked.problems]

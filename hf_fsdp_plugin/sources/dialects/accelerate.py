@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
+from hf_fsdp_plugin.sources.accelerate_file import is_for_deepspeed
 from hf_fsdp_plugin.sources.dialects import deepspeed
 from hf_fsdp_plugin.sources.dialects.interface import ConfigDialect, DialectDocument, DialectReading
 from hf_fsdp_plugin.sources.dialects.training_script import find_file
@@ -26,13 +27,10 @@ _OF_FILE: Final = (
 
 def _marks(document: DialectDocument) -> Sequence[ConfigEntry]:
     """Return the entry of DeepSpeed with its section, or, to convert it, of DDP."""
-    keys = document.keys()
-    if (kind := keys.get("distributed_type")) is None:
+    if (kind := document.keys().get("distributed_type")) is None:
         return []
-    word = word_of(kind.value.value)
-    is_ddp = document.sources.dialects == "convert" and word.startswith("multi_")
-    has_section = _SECTION in keys and not keys[_SECTION].value.is_empty
-    return [kind] if is_ddp or (word == "deepspeed" and has_section) else []
+    is_ddp = document.converts and word_of(kind.value.value).startswith("multi_")
+    return [kind] if is_ddp or is_for_deepspeed(document.root) else []
 
 
 def _read(reading: DialectReading) -> None:

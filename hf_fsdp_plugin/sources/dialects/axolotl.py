@@ -6,6 +6,7 @@ from typing import Final
 
 from hf_fsdp_plugin.sources.dialects.interface import ConfigDialect, DialectReading, is_off, marked_by
 from hf_fsdp_plugin.sources.dialects.training_script import HANDLERS, read_training
+from hf_fsdp_plugin.vocabulary import PROGRAM_KEYS
 
 
 def _read(reading: DialectReading) -> None:
@@ -16,5 +17,10 @@ def _read(reading: DialectReading) -> None:
 
 
 DIALECT: Final = ConfigDialect(
-    name="axolotl", title="axolotl", marks=marked_by({"base_model"}), read=_read, handlers=HANDLERS, own_script=True
+    name="axolotl",
+    title="axolotl",
+    marks=marked_by(PROGRAM_KEYS["axolotl"]),
+    read=_read,
+    handlers=HANDLERS,
+    own_script=True,
 )

@@ -11,26 +11,17 @@ from hf_fsdp_plugin.sources.collector import entry_of
 from hf_fsdp_plugin.sources.dialects.interface import ConfigDialect, DialectDocument, DialectReading, is_off, marked_by
 from hf_fsdp_plugin.sources.tree import ConfigEntry
 from hf_fsdp_plugin.spellings import word_of
-from hf_fsdp_plugin.vocabulary import BY_NAME, TRAINING_FILE_MARKS
+from hf_fsdp_plugin.vocabulary import BY_NAME, PROGRAM_KEYS, TRAINING_FILE_MARKS
 
-_MARKS: Final = frozenset(
-    {
-        "zero_optimization",
-        "train_micro_batch_size_per_gpu",
-        "zero_allow_untested_optimizer",
-        "zero_force_ds_cpu_optimizer",
-    }
-)
 _WEAK_MARKS: Final = frozenset({"train_batch_size", "steps_per_print", "wall_clock_breakdown"})
 """Keys that configs of training scripts may have, too."""
 ZERO: Final = "zero_optimization"
 
 
 def _marks(document: DialectDocument) -> Sequence[ConfigEntry]:
-    marks = marked_by(_MARKS)(document)
-    if marks or TRAINING_FILE_MARKS.isdisjoint(document.keys()):
-        marks += marked_by(_WEAK_MARKS)(document)
-    return marks
+    marks = marked_by(PROGRAM_KEYS["DeepSpeed"])(document)
+    is_other = all(entry.key in _WEAK_MARKS for entry in marks) and not TRAINING_FILE_MARKS.isdisjoint(document.keys())
+    return [] if is_other else marks
 
 
 def _read(reading: DialectReading) -> None:
@@ -45,7 +36,7 @@ def _read(reading: DialectReading) -> None:
     if not reading.text("gradient_clipping") and "max_grad_norm" not in reading.arguments:
         message = "without gradient_clipping, DeepSpeed does not clip; the Trainer clips unless max_grad_norm is 0."
         reading.report_file("FSDP-N071", message, "")
-        if reading.document.sources.dialects == "convert" and "max_grad_norm" not in reading.document.arguments():
+        if reading.document.converts and "max_grad_norm" not in reading.document.arguments():
             reading.arguments["max_grad_norm"] = 0.0
 
 

@@ -38,9 +38,10 @@ from typing import Any, Final, Literal, get_args
 import yaml
 
 from hf_fsdp_plugin.problems import Origin, Problem
+from hf_fsdp_plugin.sources.accelerate_file import marks_of
 from hf_fsdp_plugin.sources.collector import Collector, entry_of
 from hf_fsdp_plugin.sources.command_line import parse_flags
-from hf_fsdp_plugin.sources.interface import ConfigFile, Dialect, Sources, SourceSettings, config_tree, read_text
+from hf_fsdp_plugin.sources.interface import ConfigFile, SourceFamily, Sources, SourceSettings, config_tree, read_text
 from hf_fsdp_plugin.sources.tree import ConfigEntry, ConfigFileError, Entries, Node, one_line
 from hf_fsdp_plugin.spellings import FALSE_WORDS, NULL_WORDS, did_you_mean, nearest_word, word_of
 from hf_fsdp_plugin.text import format_names, format_value, plural
@@ -171,6 +172,8 @@ class DialectDocument:
         root: its tree; without entries if the text is a script, or neither YAML nor JSON.
         error: why the text has no tree.
         sources: everything else that was given with the config.
+        script_arguments: words of the command line of the script. They replace ``auto`` in a config of DeepSpeed.
+        converts: whether all values of ``auto`` must be known, and a config of DDP is read too.
     """
 
     shown: str
@@ -179,9 +182,11 @@ class DialectDocument:
     root: Node
     error: ConfigFileError | None
     sources: Sources
+    script_arguments: Sequence[str] = ()
+    converts: bool = False
 
     @classmethod
-    def of(cls, sources: Sources) -> DialectDocument:
+    def of(cls, sources: Sources, script_arguments: Sequence[str] = (), *, converts: bool = False) -> DialectDocument:
         """Read ``sources.config``. Raises ``ConfigFileError`` if it cannot be read as text."""
         config = sources.config
         file = config if isinstance(config, ConfigFile) else None
@@ -189,22 +194,36 @@ class DialectDocument:
         if file is not None:
             text = read_text(file)
             config = replace(file, data=text.encode())
-            if is_script(file) and len(text) > MAX_SCRIPT:
+            if file.path.suffix.lower() == ".py":
+                message = "this is a script in Python, and settings are not read from Python code."
+                fix = "Give the config file or the shell script that the training is started with. "
+                fix += "Write settings of the code as flags: hf-fsdp launch --fsdp_version 2 …, or in a config file."
+                raise ConfigFileError("FSDP-E075", message, fix, source=file.shown)
+            if file.is_script and len(text) > MAX_SCRIPT:
                 message = f"the script is larger than {MAX_SCRIPT:,} characters, the limit for scripts."
                 raise ConfigFileError("FSDP-E004", message, "Give a script that starts a training.", source=file.shown)
         assert config is not None
         try:
-            root = root if is_script(file) else config_tree(config)
+            root = root if file is not None and file.is_script else config_tree(config)
         except ConfigFileError as reason:
             error = reason
         shown = file.shown if file is not None else "config"
         text = text if len(text) <= MAX_SCRIPT else ""
-        return cls(shown=shown, file=file, text=text, root=root, error=error, sources=sources)
+        return cls(
+            shown=shown,
+            file=file,
+            text=text,
+            root=root,
+            error=error,
+            sources=sources,
+            script_arguments=script_arguments,
+            converts=converts,
+        )
 
     @property
     def is_script(self) -> bool:
         """Whether it is a script by the name of its file."""
-        return is_script(self.file)
+        return self.file is not None and self.file.is_script
 
     def keys(self) -> dict[str, ConfigEntry]:
         """Return the entries of the top level by their key."""
@@ -212,7 +231,7 @@ class DialectDocument:
 
     def arguments(self) -> dict[str, Any]:
         """Return the arguments of ``TrainingArguments`` that were given with the config."""
-        words = (*self.sources.command_line, *self.sources.script_arguments)
+        words = (*self.sources.command_line, *self.script_arguments)
         given = {flag.name: flag.text or True for flag in parse_flags(words)} | dict(self.sources.training_arguments)
         return {name: value for name, value in given.items() if not _is_for_launcher(name)}
 
@@ -245,7 +264,7 @@ class DialectReading(Collector):
     dialect_of: ConfigDialect
     document: DialectDocument
     read_other: Callable[[Sources], SourceSettings | None]
-    defaults: Dialect = "training_arguments"
+    defaults: SourceFamily = "training_arguments"
     outcomes: list[KeyOutcome] = field(default_factory=list)
     arguments: dict[str, Any] = field(default_factory=dict)
     unfilled: list[tuple[Origin, tuple[str, ...]]] = field(default_factory=list)
@@ -310,7 +329,7 @@ class DialectReading(Collector):
         given = {**(arguments or {}), **self.document.sources.training_arguments}
         part = self.read_other(replace(self.document.sources, config=config, training_arguments=given))
         assert part is not None, "a config is given"
-        self.defaults = part.dialect or self.defaults
+        self.defaults = part.family or self.defaults
         self.settings += part.settings
         self.not_set += part.not_set
         self.problems += part.problems
@@ -366,7 +385,7 @@ class DialectReading(Collector):
 
     def finish(self) -> None:
         """Add the problems that concern the whole file."""
-        converts = self.document.sources.dialects == "convert"
+        converts = self.document.converts
         if self.unfilled:
             keys = ", ".join(origin.spelling for origin, _ in self.unfilled)
             flags = dict.fromkeys(f"--{name}" for _, names in self.unfilled for name in names)
@@ -531,18 +550,13 @@ def leaves(table: KeyTable, entries: Sequence[ConfigEntry], section: str = "") -
 
 
 def marked_by(names: Collection[str]) -> Callable[[DialectDocument], list[ConfigEntry]]:
-    """Return a function that returns the entries of a document's top level with these names."""
-    return lambda document: [entry for key, entry in document.keys().items() if key.lower() in names]
+    """Return a function that returns the entries of a document with these names."""
+    return lambda document: marks_of(document.root, names)
 
 
 def shown_setting(name: str, value: object) -> str:
     """Return a setting or an argument with its value, for the list of what the keys become."""
     return f"{name}={format_value(value, 'none')}"
-
-
-def is_script(file: ConfigFile | None) -> bool:
-    """Whether a file is a script of a shell or of Python by its name."""
-    return file is not None and file.path.suffix.lower() in (".sh", ".bash", ".slurm", ".sbatch", ".py")
 
 
 def is_off(node: Node) -> bool:

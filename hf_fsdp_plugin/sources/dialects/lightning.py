@@ -1,46 +1,25 @@
-"""Reads Lightning's FSDPStrategy and ModelParallelStrategy: in a script, or in a YAML of LightningCLI or of Hydra."""
+"""Reads Lightning's FSDPStrategy and ModelParallelStrategy in a YAML of LightningCLI or of Hydra."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any, Final
 
-from hf_fsdp_plugin.sources.dialects.interface import AUTO, ConfigDialect, DialectDocument, DialectReading
-from hf_fsdp_plugin.sources.dialects.python_calls import ScriptPart, choose_part, find_calls
+from hf_fsdp_plugin.sources.dialects.interface import AUTO, ConfigDialect, DialectDocument, DialectReading, marked_by
 from hf_fsdp_plugin.sources.tree import ConfigEntry, from_python
 from hf_fsdp_plugin.spellings import word_of
-from hf_fsdp_plugin.vocabulary import BY_NAME
+from hf_fsdp_plugin.vocabulary import BY_NAME, PROGRAM_KEYS
 
-_STRATEGIES: Final = ("FSDPStrategy", "ModelParallelStrategy")
-_ALIASES: Final = ("fsdp", "fsdp_cpu_offload")
-_TRAINERS: Final = ("Trainer", "Fabric")
 _CLASS: Final = ("class_path", "_target_")
 """Key of a class in a file of LightningCLI, and of Hydra."""
 _MIN_NUM_PARAMS: Final = 100_000_000
 """torch's default threshold of ``size_based_auto_wrap_policy``."""
 
 
-def _strategy_calls(document: DialectDocument) -> list[ScriptPart]:
-    """Return the calls that make a strategy, or those of a trainer with the name of one."""
-    return find_calls(document, _STRATEGIES) or [
-        call
-        for call in find_calls(document, _TRAINERS)
-        if any(entry.key == "strategy" and entry.value.value in _ALIASES for entry in call.entries)
-    ]
-
-
-def _marks(document: DialectDocument) -> Sequence[ConfigEntry]:
-    trainer = document.keys().get("trainer")
-    inner = trainer.value.value if trainer is not None and trainer.value.is_mapping else ()
-    return [entry for entry in inner if entry.key == "strategy"] or [call.mark() for call in _strategy_calls(document)]
-
-
 def _read(reading: DialectReading) -> None:
-    entries = list(_entries_of_file(reading.document) or _entries_of_script(reading))
+    entries = _entries_of_file(reading.document)
     reading.found = dict(entries)
-    if "strategy" not in reading.found:
-        return  # choose_part has reported why
     name = reading.text("strategy").rpartition(".")[2]
     is_composable = name == "modelparallelstrategy"
     reading.imply("launch.distributed_type", "FSDP")
@@ -82,21 +61,6 @@ def _entries_of_object(strategy: ConfigEntry) -> Iterator[tuple[str, ConfigEntry
             yield from ((inner.key, replace(inner, key=f"{written}.{inner.key}")) for inner in entry.value.value)
         else:
             yield "strategy" if entry.key in _CLASS else entry.key, replace(entry, key=written)
-
-
-def _entries_of_script(reading: DialectReading) -> Iterator[tuple[str, ConfigEntry]]:
-    if (call := choose_part(reading, _strategy_calls(reading.document), "calls that make a strategy")) is None:
-        return
-    trainers = [call]
-    if call.name in _STRATEGIES:
-        yield "strategy", call.mark()
-        yield from ((entry.key, entry) for entry in call.entries)
-        trainers = find_calls(reading.document, _TRAINERS)
-    for entry in trainers[0].entries if len(trainers) == 1 else ():
-        if entry.key != "strategy":
-            yield f"trainer.{entry.key}", entry
-        elif call.name in _TRAINERS:
-            yield "strategy", entry
 
 
 def _object(entry: ConfigEntry) -> tuple[str, Mapping[str, Any]]:
@@ -174,7 +138,7 @@ def _add_number(reading: DialectReading, entry: ConfigEntry) -> None:
 DIALECT: Final = ConfigDialect(
     name="lightning",
     title="Lightning",
-    marks=_marks,
+    marks=marked_by(PROGRAM_KEYS["Lightning"]),
     read=_read,
     handlers={
         "cpu_offload": _add_offload,

@@ -6,6 +6,7 @@ from typing import Final
 
 from hf_fsdp_plugin.sources.dialects.interface import ConfigDialect, DialectReading, marked_by
 from hf_fsdp_plugin.sources.dialects.training_script import HANDLERS, include_deepspeed, read_training
+from hf_fsdp_plugin.vocabulary import PROGRAM_KEYS
 
 
 def _read(reading: DialectReading) -> None:
@@ -26,7 +27,7 @@ def _read(reading: DialectReading) -> None:
 DIALECT: Final = ConfigDialect(
     name="llama_factory",
     title="LLaMA-Factory",
-    marks=marked_by({"finetuning_type", "dist_config"}),
+    marks=marked_by(PROGRAM_KEYS["LLaMA-Factory"]),
     read=_read,
     own_script=True,
     handlers={**HANDLERS, "dist_config.config_file": HANDLERS["deepspeed"]},

@@ -10,15 +10,14 @@ from hf_fsdp_plugin.sources.dialects.interface import ConfigDialect, DialectDocu
 from hf_fsdp_plugin.sources.dialects.training_script import HANDLERS, find_file, load_presets, read_training
 from hf_fsdp_plugin.sources.interface import config_tree
 from hf_fsdp_plugin.sources.tree import ConfigEntry, ConfigFileError, from_python
-
-_MARKS: Final = ("tuner_type", "train_type", "sft_type", "rlhf_type")
+from hf_fsdp_plugin.vocabulary import PROGRAM_KEYS
 
 
 def _marks(document: DialectDocument) -> Sequence[ConfigEntry]:
     keys = {key: entry for key, entry in document.keys().items() if not key.startswith("_")}
     if set(keys) == {"fsdp", "fsdp_config"}:  # the file of a preset
         return list(keys.values())
-    return [entry for key, entry in keys.items() if key in _MARKS]
+    return [entry for key, entry in keys.items() if key in PROGRAM_KEYS["ms-swift"]]
 
 
 def read_arguments(reading: DialectReading, entries: Sequence[tuple[str, ConfigEntry]]) -> None:

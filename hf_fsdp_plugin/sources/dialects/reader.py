@@ -35,36 +35,46 @@ _MODULES: Final = (
 )
 DIALECTS: Final[tuple[ConfigDialect, ...]] = tuple(module.DIALECT for module in _MODULES)
 _MAX_DEPTH: Final = 4
-_MARKS_OF_ACCELERATE: Final = ("distributed_type", "compute_environment")
 
 
-def read(sources: Sources) -> SourceSettings | None:
-    """Read ``sources.config``; ``None`` if there is none. A file of a dialect gives a ``DialectReading``."""
-    if isinstance(read := _read_config(sources), DialectReading):
+def read(sources: Sources, script_arguments: Sequence[str] = (), *, converts: bool = False) -> SourceSettings | None:
+    """Read ``sources.config``; ``None`` if there is none, or if it is one of FSDP.
+
+    Args:
+        script_arguments: words of the command line of the script. They replace ``auto`` in a config of DeepSpeed.
+        converts: whether all values of ``auto`` must be known, and a config of DDP is read too.
+
+    Returns:
+        A :class:`DialectReading`, or the errors of a config that cannot be read.
+    """
+    given = partial(_read_config, script_arguments=script_arguments, converts=converts)
+    if isinstance(read := given(sources), DialectReading):
         read.finish()
     return read
 
 
-def _read_config(sources: Sources, depth: int = 0) -> SourceSettings | None:
-    """Read a config. ``depth``: the number of configs that include it."""
+def _read_config(
+    sources: Sources, script_arguments: Sequence[str], *, converts: bool, depth: int = 0
+) -> SourceSettings | None:
+    """Read a config. ``depth``: the number of configs that include it, each of which may be one of FSDP, too."""
     try:
-        if sources.config is None or sources.dialects == "off":
-            return accelerate_file.read(sources)
-        document = DialectDocument.of(sources)
+        if sources.config is None:
+            return None
+        document = DialectDocument.of(sources, script_arguments, converts=converts)
         dialect = _dialect_of(document)
         if depth > _MAX_DEPTH:
             message, fix = f"more than {_MAX_DEPTH} configs include each other.", "Check the files that they name."
             raise ConfigFileError("FSDP-E012", message, fix, source=document.shown)
         if dialect is None:
-            return accelerate_file.read(sources)
+            return accelerate_file.read(sources) if depth else None
     except ConfigFileError as error:
-        return SourceSettings(problems=[error.problem], dialect="accelerate")
+        return SourceSettings(problems=[error.problem], family="accelerate")
     reading = DialectReading(
         source=document.shown,
         dialect_of=dialect,
         document=document,
         mentions_fsdp=True,
-        read_other=partial(_read_config, depth=depth + 1),
+        read_other=partial(_read_config, script_arguments=script_arguments, converts=converts, depth=depth + 1),
     )
     dialect.read(reading)
     return reading.result(reading.defaults)
@@ -74,7 +84,7 @@ def _dialect_of(document: DialectDocument) -> ConfigDialect | None:
     """Return the dialect of a config; ``None`` for Accelerate's own. Raises ``ConfigFileError`` if it is not clear."""
     found = {dialect.title: marks for dialect in DIALECTS if (marks := dialect.marks(document))}
     known = [dialect for dialect in DIALECTS if dialect.title in found]
-    of_accelerate = marked_by(_MARKS_OF_ACCELERATE)(document)
+    of_accelerate = marked_by(accelerate_file.MARKS_OF_ACCELERATE)(document)
     if known and of_accelerate and not any(dialect.is_accelerate for dialect in known):
         found["Accelerate"] = of_accelerate
     if len(found) > 1:
@@ -84,11 +94,8 @@ def _dialect_of(document: DialectDocument) -> ConfigDialect | None:
     if len(found) > 1:
         raise _mixed(document, found)
     if not known and document.is_script:
-        message = "the script has no command or call that sets FSDP or DeepSpeed."
-        fix = (
-            "Give a shell script with accelerate launch, torchrun, deepspeed, swift, trl, axolotl or llamafactory-cli, "
-            "or a Python script with FSDPStrategy, ModelParallelStrategy or DistributedConfig."
-        )
+        message = "the script has no command that starts a training."
+        fix = "Give a script with accelerate launch, torchrun, deepspeed, swift, trl, axolotl or llamafactory-cli."
         raise ConfigFileError("FSDP-E075", message, fix, source=document.shown)
     return known[0] if known else None
 

@@ -12,11 +12,11 @@ from typing import Final
 from hf_fsdp_plugin.sources.command_line import SWITCHES, GivenFlag, add_flag, flag_entry, parse_words
 from hf_fsdp_plugin.sources.dialects import accelerate, axolotl, llama_factory, ms_swift, training_script
 from hf_fsdp_plugin.sources.dialects.interface import ConfigDialect, DialectDocument, DialectReading, load_yaml
-from hf_fsdp_plugin.sources.dialects.python_calls import ScriptPart, choose_part
 from hf_fsdp_plugin.sources.dialects.shell_commands import ShellCommand, ShellWord, parse_commands
 from hf_fsdp_plugin.sources.dialects.training_script import as_file, find_file, load_presets, read_training
 from hf_fsdp_plugin.sources.interface import MAX_BYTES
 from hf_fsdp_plugin.sources.tree import ConfigEntry, from_python
+from hf_fsdp_plugin.text import shorten
 from hf_fsdp_plugin.vocabulary import TRAINING_FILE_MARKS
 
 _TOOLS: Final[Mapping[str, ConfigDialect]] = {
@@ -36,10 +36,12 @@ def _programs() -> re.Pattern[str]:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class TrainingCommand(ScriptPart):
+class TrainingCommand:
     """A command that starts a training.
 
     Attributes:
+        name: program and script, for messages.
+        first, last: its lines.
         launcher: one of the programs in the table.
         flags: the flags of the launcher.
         arguments: the flags of the training script.
@@ -47,17 +49,23 @@ class TrainingCommand(ScriptPart):
         variables: the variables of the script.
     """
 
+    name: str
+    first: int
+    last: int
     launcher: str
     flags: tuple[GivenFlag, ...]
     arguments: tuple[GivenFlag, ...]
     files: tuple[ShellWord, ...]
     variables: Mapping[str, str]
 
+    def mark(self) -> ConfigEntry:
+        """Return the entry of the command, by which its dialect is recognized."""
+        return ConfigEntry(key=self.name, line=self.first, value=from_python(self.name))
+
 
 def find_trainings(document: DialectDocument) -> list[TrainingCommand]:
     """Return the commands that start a training, in a shell script or in a text that is no YAML."""
-    is_python = document.file is not None and document.file.path.suffix.lower() == ".py"
-    if is_python or (document.error is None and not document.is_script):
+    if document.error is None and not document.is_script:
         return []
     return [training for command in _all_commands(document.text) if (training := _training_of(command)) is not None]
 
@@ -131,7 +139,7 @@ def _marks(document: DialectDocument) -> Sequence[ConfigEntry]:
 
 
 def _read(reading: DialectReading) -> None:
-    if (training := choose_part(reading, find_trainings(reading.document), "training commands")) is None:
+    if (training := _choose_training(reading)) is None:
         return
     _include_files(reading, training)
     if training.launcher in ("accelerate", "trl"):
@@ -143,6 +151,22 @@ def _read(reading: DialectReading) -> None:
     given = {setting.name for setting in reading.settings if setting.origin.source == reading.source}
     given.discard("launch.distributed_type")
     reading.settings = [s for s in reading.settings if s.origin.source == reading.source or s.name not in given]
+
+
+def _choose_training(reading: DialectReading) -> TrainingCommand | None:
+    """Return the only command, or the one in the line that the user gave, or report that there are several."""
+    trainings, file = find_trainings(reading.document), reading.document.file
+    start = None if file is None else file.start
+    chosen = [each for each in trainings if start is None or each.first <= start <= each.last]
+    if len(chosen) == 1:
+        return chosen[0]
+    places = ", ".join(f"line {each.first} ({shorten(each.name, 60)})" for each in trainings)
+    message = f"the script has {len(trainings)} training commands: {places}."
+    if start is not None and not chosen:
+        message = f"line {start} is not in one of the training commands: {places}."
+    fix = f"Give the line of one of them: {reading.source}:{trainings[-1].first}."
+    reading.report("FSDP-E074", trainings[0].mark(), message, fix)
+    return None
 
 
 def _include_files(reading: DialectReading, training: TrainingCommand) -> None:

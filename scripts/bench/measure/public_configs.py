@@ -22,6 +22,7 @@ import yaml
 
 from hf_fsdp_plugin.cli.converted import TARGETS
 from hf_fsdp_plugin.problems import Problem, has_errors
+from hf_fsdp_plugin.sources import accelerate_file
 from hf_fsdp_plugin.sources.dialects import reader
 from hf_fsdp_plugin.sources.dialects.interface import DialectDocument, DialectReading, leaves
 from hf_fsdp_plugin.sources.dialects.shell_script import find_trainings
@@ -35,7 +36,7 @@ from scripts.bench.tables.update_results import write_result
 FACTS: Final = ROOT / "tests" / "data" / "public_configs.jsonl"
 TITLES: Final = {
     "deepspeed": "DeepSpeed", "accelerate": "Accelerate", "axolotl": "axolotl", "llama-factory": "LLaMA-Factory",
-    "ms-swift": "ms-swift", "lightning": "Lightning", "python": "Lightning", "shell": "shell scripts",
+    "ms-swift": "ms-swift", "lightning": "Lightning", "shell": "shell scripts",
     "ms-swift preset": "ms-swift", "fsdp_config": "Accelerate",
 }  # fmt: skip
 """Kind of a config in the facts -> its row in the table."""
@@ -75,8 +76,6 @@ def config_text(fact: Mapping[str, Any]) -> str:
     if "commands" in fact:
         lines = [" \\\n    ".join(shlex.quote(word) for word in _words(command)) for command in fact["commands"]]
         return "#!/bin/bash\n" + "\n\n".join(lines) + "\n"
-    if "calls" in fact:
-        return "".join(f"value{number} = {call}\n" for number, call in enumerate(fact["calls"]))
     content = {**fact["settings"], **dict.fromkeys(fact.get("others", "").split(), "x")}
     if fact["path"].endswith(".json"):
         return json.dumps(content, indent=1)
@@ -113,15 +112,16 @@ def convert(path: Path) -> Conversion:
     if path.suffix == ".sh":  # the last one of several commands
         trainings = find_trainings(DialectDocument.of(Sources(config=file, environ={})))
         file = ConfigFile.at(f"{path}:{trainings[-1].first}") if len(trainings) > 1 else file
-    sources = Sources(config=file, environ={}, dialects="convert")
-    read = reader.read(sources)
+    sources = Sources(config=file, environ={})
+    read = reader.read(sources, converts=True)
     if isinstance(read, DialectReading) and read.unfilled:
         needed = {name for _, names in read.unfilled for name in names}
         given = {name: value for name, value in ARGUMENTS.items() if name in needed}
-        sources = Sources(config=file, environ={}, dialects="convert", training_arguments=given)
-        read = reader.read(sources)
+        sources = Sources(config=file, environ={}, training_arguments=given)
+        read = reader.read(sources, converts=True)
+    assessment = assess(replace(sources, converted=read))
+    read = read or accelerate_file.read(sources)
     assert read is not None
-    assessment = assess(sources)
     problems = tuple({**dict.fromkeys(read.problems), **dict.fromkeys(assessment.problems)})
     keys = count_keys(read, DialectDocument.of(sources).root.value, problems)
     if has_errors(problems):

@@ -11,6 +11,7 @@ import pytest
 import yaml
 from accelerate.commands.config.config_args import load_config_from_file
 
+from hf_fsdp_plugin.cli.conversion import with_converted_config
 from hf_fsdp_plugin.sources.interface import ConfigFile, Sources
 from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec
 from hf_fsdp_plugin.spec.load import assess
@@ -55,7 +56,8 @@ def values(spec: FsdpSpec, *without: str) -> dict[str, Any]:
 
 
 def spec_of(path: Path, **given: Any) -> FsdpSpec:
-    assessment = assess(Sources(config=ConfigFile.at(path), environ={}, **given))
+    sources = with_converted_config(Sources(config=ConfigFile.at(path), environ={}, **given), converts=True)
+    assessment = assess(sources)
     assert assessment.ok, assessment.problems
     return assessment.spec
 
@@ -81,8 +83,8 @@ def test_converted_yaml_gives_the_spec_of_the_source(hf_fsdp, any_source, tmp_pa
     out = tmp_path / "converted.yaml"
     code, _, err = hf_fsdp("convert", any_source, "--out", out, *ARGUMENTS)
     assert code == 0, err
-    given = {"training_arguments": {"learning_rate": 1e-4}, "dialects": "convert"}
-    before, after = spec_of(any_source, **given), spec_of(out)
+    before = spec_of(any_source, training_arguments={"learning_rate": 1e-4})
+    after = spec_of(out)
     native = {"activation.checkpointing"} if before.activation.native else set()
     assert values(after, *native) == values(before, *native)
     assert load_config_from_file(str(out)).distributed_type == "FSDP"  # stock Accelerate
@@ -98,7 +100,7 @@ def test_converted_arguments_give_the_spec_of_the_source(hf_fsdp, tmp_path, name
     given = {keyword.arg: ast.literal_eval(keyword.value) for keyword in call.keywords}
     after = assess(Sources(training_arguments=given, environ={}))
     assert after.ok, after.problems
-    before = spec_of(path, dialects="convert")
+    before = spec_of(path)
     launcher = [name for name, _, _ in before.settings() if name.startswith("launch.")]
     assert values(after.spec, *launcher) == values(before, *launcher)
     assert after.spec.launch.mixed_precision == before.launch.mixed_precision

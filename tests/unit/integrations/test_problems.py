@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +21,7 @@ from hf_fsdp_plugin.integrations.transformers.arguments import process_fsdp_args
 
 pytestmark = pytest.mark.usefixtures("uninstalled")
 FSDP = {"distributed_type": "FSDP", "mixed_precision": "bf16", "fsdp_config": {"fsdp_version": 2}}
+DEEPSPEED = {"distributed_type": "DEEPSPEED", "deepspeed_config": {"zero_stage": 2}}
 
 
 def codes(error: pytest.ExceptionInfo[hfp.SpecError]) -> list[str]:
@@ -73,9 +75,15 @@ def test_missing_fsdp_config_is_reported_once(
     assert capsys.readouterr().err.count("[FSDP-W602]") == num_lines
 
 
+@pytest.mark.parametrize("config", [DEEPSPEED, {"zero_optimization": {"stage": 3}}, {"base_model": "m"}])
+def test_config_of_another_program_names_convert(config: dict[str, Any]) -> None:
+    for refuse in (hfp.install, partial(hfp.load_spec, environ={})):
+        with pytest.raises(hfp.SpecError, match=r"hf-fsdp convert .*\[FSDP-E060\]"):
+            refuse(config)
+
+
 def test_install_leaves_other_engines_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = {"distributed_type": "DEEPSPEED", "deepspeed_config": {"zero_stage": 2}}
-    assert hfp.load_spec(config, environ={}).sharding.strategy == "shard_grad_op"
+    config = DEEPSPEED
     monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
     assert hfp.install(config) is None
     with pytest.raises(hfp.SpecError, match="FSDP-E120"):

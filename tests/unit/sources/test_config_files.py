@@ -8,6 +8,8 @@ from unittest.mock import Mock
 import pytest
 
 from hf_fsdp_plugin.sources import tree
+from hf_fsdp_plugin.sources.interface import Sources
+from hf_fsdp_plugin.spec import load
 
 DATA = Path(__file__).parents[2] / "data"
 CONFIGS = Path(__file__).parents[3] / "configs"
@@ -36,6 +38,11 @@ BAD = {
     "trailing_comma.json": (1, "FSDP-E007"),
     "two_documents.yaml": (2, "FSDP-E010"),
 }
+
+
+@pytest.fixture
+def assess(assess_converted):
+    return assess_converted
 
 
 def test_every_bad_file_is_tested():
@@ -145,10 +152,10 @@ def test_recursive_aliases_are_rejected(codes, tmp_path):
     assert codes(path) == ["FSDP-E011"]
 
 
-def test_dict_that_contains_itself_is_error(problems):
+def test_dict_that_contains_itself_is_error():
     config: dict = {}
     config["fsdp_config"] = config
-    (problem,) = problems(config)
+    (problem,) = load.assess(Sources(config=config, environ={})).problems
     assert (problem.code, problem.origin.place) == ("FSDP-E014", "config")
 
 

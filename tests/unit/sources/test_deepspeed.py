@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 
+from hf_fsdp_plugin.cli.conversion import with_converted_config
 from hf_fsdp_plugin.sources.dialects import accelerate, deepspeed, reader
 from hf_fsdp_plugin.sources.dialects.interface import DialectReading
 from hf_fsdp_plugin.sources.interface import ConfigFile, Sources, config_of
-from hf_fsdp_plugin.spec.load import Assessment, assess
+from hf_fsdp_plugin.spec import load
 from hf_fsdp_plugin.spec.values import parse_settings
 from hf_fsdp_plugin.vocabulary import canonical_setting
 
@@ -42,22 +43,27 @@ TRAINER = {
 """Arguments of the Trainer in a config of DeepSpeed."""
 
 
+@pytest.fixture
+def assess(assess_converted):
+    return assess_converted
+
+
 def zero(stage: int = 3, **keys: Any) -> dict[str, Any]:
     return {"zero_optimization": {"stage": stage, **keys}}
 
 
 def reading(config: Any, *, arguments: dict[str, Any] | None = None, flags: tuple[str, ...] = ()) -> DialectReading:
     """Read a config as ``hf-fsdp convert`` does."""
-    given = {"training_arguments": arguments or {}, "command_line": flags, "dialects": "convert"}
-    read = reader.read(Sources(config=config_of(config), environ={}, **given))
+    given = {"training_arguments": arguments or {}, "command_line": flags}
+    read = reader.read(Sources(config=config_of(config), environ={}, **given), converts=True)
     assert isinstance(read, DialectReading)
     return read
 
 
-def converted(config: Any, **given: Any) -> Assessment:
+def converted(config: Any, **given: Any) -> load.Assessment:
     arguments, flags = given.get("arguments") or {}, given.get("flags", ())
     sources = Sources(config=config_of(config), training_arguments=arguments, command_line=flags, environ={})
-    return assess(sources)
+    return load.assess(with_converted_config(sources))
 
 
 def fates(read: DialectReading) -> dict[str, str]:
@@ -391,20 +397,6 @@ def test_ddp_is_converted_but_run_without_fsdp(assess):
     values = {setting.name: setting.value for setting in read.settings}
     assert (values["launch.distributed_type"], values["sharding.strategy"]) == ("FSDP", "full_shard")
     assert "FSDP-N071" in [problem.code for problem in read.problems]
-
-
-def test_deepspeed_that_runs_itself_is_left_alone(codes):
-    running = {"ACCELERATE_USE_DEEPSPEED": "true"}
-    assert codes(ACCELERATE, environ=running) == ["FSDP-E120"]
-    assert codes(zero(), environ=running) == ["FSDP-E060"]
-    assert codes(ACCELERATE, environ={"ACCELERATE_USE_DEEPSPEED": "false"}) == []
-
-
-def test_config_of_deepspeed_as_fsdp_config_is_refused(codes, tmp_path):
-    path = tmp_path / "ds.json"
-    path.write_text(json.dumps(ZERO_3))
-    assert codes(fsdp=True, fsdp_config=ZERO_3) == ["FSDP-E060"]
-    assert codes(fsdp="full_shard", fsdp_config=str(path)) == ["FSDP-E060"]
 
 
 def test_config_of_fsdp_is_not_one_of_deepspeed(codes):

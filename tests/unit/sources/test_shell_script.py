@@ -38,6 +38,11 @@ def test_lines_and_variables_of_a_command_are_known():
 
 
 @pytest.fixture
+def assess(assess_converted):
+    return assess_converted
+
+
+@pytest.fixture
 def script(tmp_path):
     def run(text, name="train.sh", start=None):
         (tmp_path / name).write_text(text)

@@ -17,13 +17,18 @@ ZERO3 = {
 
 
 @pytest.fixture
+def assess(assess_converted):
+    return assess_converted
+
+
+@pytest.fixture
 def reading(tmp_path):
     """Write a config, read it as a dialect, and check that no key is lost."""
 
-    def run(text, name="config.yaml", **given):
+    def run(text, name="config.yaml", *, converts=False):
         path = tmp_path / name
         path.write_text(text)
-        read = reader.read(Sources(config=ConfigFile.at(path), environ={}, **given))
+        read = reader.read(Sources(config=ConfigFile.at(path), environ={}), converts=converts)
         errors = {p.origin.spelling for p in read.problems if p.severity == "error"}
         keys = [entry.key for _, entry in leaves(read.dialect_of.table, read.document.root.value)]
         recorded = {outcome.origin.spelling for outcome in read.outcomes}
@@ -119,7 +124,7 @@ def test_fp8_of_axolotl_overrides_bf16(assess, reading, tmp_path):
 def test_deepspeed_file_is_converted_with_its_keys(reading, tmp_path, head):
     (tmp_path / "zero3.json").write_text(json.dumps(ZERO3))
     batch = "micro_batch_size" if "base" in head else "per_device_train_batch_size"
-    read = reading(f"{head}\ndeepspeed: zero3.json\nbf16: true\n{batch}: 4\n", dialects="convert")
+    read = reading(f"{head}\ndeepspeed: zero3.json\nbf16: true\n{batch}: 4\n", converts=True)
     settings = {setting.name: setting.value for setting in read.settings}
     assert settings["sharding.strategy"] == "full_shard" and settings["fsdp.version"] == "2"
     assert "zero_optimization.stage" in fates(read) and found(read) == []

@@ -67,24 +67,26 @@ def test_empty_fsdp_flag_does_not_turn_the_config_off(assess, codes):
         ({"model_name_or_path": "m", "fsdp": ["full_shard", "auto_wrap"]}, True),
     ],
 )
-def test_training_file_enables_fsdp_as_its_script_does(assess, file, enabled):
-    assessment = assess(file)
+def test_training_file_enables_fsdp_as_its_script_does(assess_converted, file, enabled):
+    assessment = assess_converted(file)
     assert assessment.ok and assessment.spec.enabled is enabled
     assert ("FSDP-W124" in [problem.code for problem in assessment.problems]) is not enabled
 
 
-def test_training_file_has_version_of_training_arguments(assess):
-    spec = assess({"model_name_or_path": "m", "fsdp": ["full_shard", "auto_wrap"]}).spec
+def test_training_file_has_version_of_training_arguments(assess_converted):
+    spec = assess_converted({"model_name_or_path": "m", "fsdp": ["full_shard", "auto_wrap"]}).spec
     assert (spec.fsdp.version, spec.wrap.policy) == (2, "transformer")
-    assert assess({"base_model": "m", "fsdp": ["full_shard"], "fsdp_version": 1}).spec.fsdp.version == 1
+    assert assess_converted({"base_model": "m", "fsdp": ["full_shard"], "fsdp_version": 1}).spec.fsdp.version == 1
 
 
 @pytest.mark.parametrize(
     ("key", "value", "code"), [("pipeline_parallel_size", 2, "FSDP-E122"), ("sequence_parallel_size", 2, "FSDP-E122")]
 )
-def test_unsupported_key_of_training_file_is_error(codes, key, value, code):
-    assert codes({"model_name_or_path": "m", "fsdp": ["full_shard"], key: value}) == [code]
-    assert codes({"model_name_or_path": "m", "fsdp": ["full_shard"], key: type(value)(value == 2)}) == []
+def test_unsupported_key_of_training_file_is_error(assess_converted, key, value, code):
+    given = {"model_name_or_path": "m", "fsdp": ["full_shard"]}
+    (problem,) = [p for p in assess_converted({**given, key: value}).problems if p.severity == "error"]
+    assert problem.code == code
+    assert assess_converted({**given, key: type(value)(value == 2)}).ok
 
 
 @pytest.mark.parametrize(
@@ -95,12 +97,12 @@ def test_unsupported_key_of_training_file_is_error(codes, key, value, code):
         ("hybrid_shard", False, "hybrid_shard_zero2"),
     ],
 )
-def test_fsdp_config_overrides_options_of_fsdp(assess, options, reshard, strategy):
+def test_fsdp_config_overrides_options_of_fsdp(assess_converted, options, reshard, strategy):
     config = {"version": 2, "reshard_after_forward": reshard}
     for assessment in (
-        assess(fsdp=options, fsdp_config=config),
-        assess(command_line=["--fsdp", options, "--fsdp_config", str(config).replace("'", '"').lower()]),
-        assess({"model_name_or_path": "m", "fsdp": options, "fsdp_config": config}),
+        assess_converted(fsdp=options, fsdp_config=config),
+        assess_converted(command_line=["--fsdp", options, "--fsdp_config", str(config).replace("'", '"').lower()]),
+        assess_converted({"model_name_or_path": "m", "fsdp": options, "fsdp_config": config}),
     ):
         assert assessment.ok and assessment.spec.sharding.strategy == strategy
         found = [problem for problem in assessment.problems if problem.setting == "sharding.strategy"]
