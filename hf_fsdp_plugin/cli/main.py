@@ -54,6 +54,8 @@ VERBS: Final[Mapping[str, str]] = MappingProxyType(
     }
 )
 """Verb -> description. Each verb is the module with this name, which is imported when the verb is called."""
+TOOLS: Final = frozenset({"jinja2", "prompt_toolkit", "questionary"})
+"""Libraries of the extra ``tools``, which some verbs import where they use them."""
 _WITHOUT_JSON: Final = frozenset({"completion", "help", "schema"})
 """Verbs that print a text of one form. All others have the flag ``--json``."""
 _ANY_VERSION = frozenset({"completion", "disable", "doctor", "explain", "help"})
@@ -99,6 +101,11 @@ def _run(verb: str, argv: Sequence[str]) -> int:
         return USAGE
     except SpecError as error:
         return print_failure(error.problems, as_json=getattr(args, "json", False))
+    except ModuleNotFoundError as error:
+        if (missing := missing_tool(error)) is None:
+            raise
+        print(f"{PROG} {verb}: {missing}", file=sys.stderr)
+        return USAGE
     except BrokenPipeError:  # the process that reads stdout (head, less) has exited
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return PROBLEMS
@@ -108,6 +115,14 @@ def _run(verb: str, argv: Sequence[str]) -> int:
     except KeyboardInterrupt:
         print(f"{PROG} {verb}: interrupted", file=sys.stderr)
         return INTERRUPTED
+
+
+def missing_tool(error: ModuleNotFoundError) -> str | None:
+    """Return what to install, if a library of the extra ``tools`` is missing; ``None`` for another module."""
+    library = (error.name or "").partition(".")[0]
+    if library not in TOOLS:
+        return None
+    return f'{library} is not installed. Install it with the other tools: pip install "hf_fsdp_plugin[tools]"'
 
 
 def verb_module(verb: str) -> ModuleType:

@@ -9,10 +9,14 @@ import sys
 import tomllib
 from pathlib import Path
 
+from hf_fsdp_plugin.cli.main import TOOLS
 from tests.support.syntax_trees import tree_of
 
 ROOT = Path(__file__).parents[2]
 _DISTRIBUTIONS = {"yaml": "pyyaml"}
+RUNTIME = {
+    "torch", "transformers", "accelerate", "datasets", "pyyaml", "numpy", "safetensors", "tqdm", "psutil", "xxhash",
+}  # fmt: skip
 
 
 def _setup() -> configparser.ConfigParser:
@@ -42,7 +46,7 @@ def test_every_imported_library_is_declared() -> None:
     setup = _setup()
     declared = _requirements(setup["options"]["install_requires"])
     extras = setup["options.extras_require"]
-    optional = _requirements(extras["ecosystem"])
+    optional, tools = _requirements(extras["ecosystem"]), _requirements(extras["tools"])
     package = ROOT / "hf_fsdp_plugin"
     used: set[str] = set()
     for path in package.rglob("*.py"):
@@ -51,10 +55,13 @@ def test_every_imported_library_is_declared() -> None:
         within = path.relative_to(package)
         is_adapter = within.parts[0] == "integrations"
         adapter = within.parts[1].removesuffix(".py") if is_adapter else ""
-        assert imported - declared <= {adapter} & optional, path
+        assert imported - declared <= ({adapter} & optional) | (tools if within.parts[0] == "cli" else set()), path
         assert _imported(path, at_import=True) <= declared, path
         used |= imported
     assert declared - used == {"datasets"}  # for scripts and users; the package itself does not import it
+    assert tools == TOOLS == used & tools
+    assert "hf_fsdp_plugin[tools]" in extras["test"]
+    assert declared == RUNTIME
 
 
 def test_minimum_python_version_is_the_same_everywhere() -> None:
