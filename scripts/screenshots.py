@@ -166,8 +166,8 @@ Several files may be given, and `-` reads stdin. `--config_file` is accepted as 
 Accelerate's default file is checked. The model is planned for the device that `launch` would use on this machine, or
 for `--device cuda`.
 
-`check --run CONFIG --model DIR|ID` and `check --run CONFIG SCRIPT ARGS` also train a tiny clone of the model on CPU
-ranks, and report what would fail late in a run; see [planning.md](planning.md#preflight).
+`check --run CONFIG --model DIR|ID` also trains a tiny clone of the model on CPU ranks, and reports what would fail late
+in a run; see [planning.md](planning.md#preflight).
 
 {as_json}
 

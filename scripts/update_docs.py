@@ -183,7 +183,6 @@ GROUPS: dict[Group, str] = {
     "transformers": "Installed by `install()`. `FsdpTrainer`, `FsdpTrainerMixin` and `FsdpTrainingArguments` override "
     "the same methods in a subclass instead.",
     "loading": "Installed by `install()`, and when a spec enables FSDP.",
-    "preflight": "Installed in the ranks of `hf-fsdp check --run` only.",
     "calls": "Installed together with the groups `hangs` and `profile`.",
     "hangs": "Installed in ranks, unless `--hang_timeout 0` or `HF_FSDP_HANG_TIMEOUT=0` is set. They call the "
     "original and record the call (see [hangs.md](hangs.md)).",

@@ -48,7 +48,7 @@ def add_arguments(parser: Parser) -> None:
     add_setting_flags(parser)
     parser.epilog = (
         "also all setting flags of `hf-fsdp launch`: --mixed_precision bf16, --fsdp_version 2, --cpu, …\n"
-        "with --run after CONFIG: --model and arguments of TrainingArguments, or SCRIPT ARGS"
+        "with --run also arguments of TrainingArguments"
     )
 
 
@@ -73,14 +73,13 @@ def add_config_arguments(parser: argparse.ArgumentParser, *, several: bool) -> N
 
 
 def parse_argv(argv: Sequence[str]) -> argparse.Namespace:
-    """Parse the arguments after ``check``, with ``--run`` also those of ``TrainingArguments`` or of a script."""
+    """Parse the arguments after ``check``, with ``--run`` also those of ``TrainingArguments``."""
     parser = make_parser("check")
     training: list[str] = []
-    script: list[str] = []
     if preflight.RUN_FLAG in argv:
-        argv, training, script = preflight.split_run_words(argv, parser)
+        argv, training = preflight.split_run_words(argv, parser)
     args = parser.parse_args(argv)
-    args.training, args.script = training, script
+    args.training = training
     return args
 
 
@@ -127,8 +126,7 @@ def _sources(args: argparse.Namespace, config: ConfigFile | None) -> Sources:
         distributed_config=distributed_config,
         default_file=not given and not args.command_line and distributed_config is None,
     )
-    words = (*getattr(args, "training", ()), *getattr(args, "script", ()))  # plan has none
-    return with_converted_config(sources, words)
+    return with_converted_config(sources, getattr(args, "training", ()))  # plan has none
 
 
 def check_config(args: argparse.Namespace, config: ConfigFile | None) -> Checked:

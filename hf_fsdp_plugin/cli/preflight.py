@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from hf_fsdp_plugin.axes import MODEL_AXES
 from hf_fsdp_plugin.cli.output import Color, colored, colored_table
-from hf_fsdp_plugin.launcher.flags import LaunchArguments, Parser, why_refused
+from hf_fsdp_plugin.launcher.flags import Parser, why_refused
 from hf_fsdp_plugin.problems import Problem, UsageError, has_errors
 from hf_fsdp_plugin.sources.command_line import flag_name
 from hf_fsdp_plugin.sources.environment import LaunchHandover, user_variables
@@ -37,7 +37,7 @@ RUN_FLAG: Final = "--run"
 DEFAULT_LIMIT: Final = 240.0
 """Seconds until the ranks of a preflight are stopped."""
 _FILE_SUFFIXES: Final = (".yaml", ".yml", ".json", ".py")
-"""Endings of words that are more likely CONFIG or SCRIPT than the value of a flag."""
+"""Endings of words that are more likely CONFIG or a script than the value of a flag."""
 _MAX_TAIL: Final = 5
 _FAILED: Final = ("failed", "stood still")
 _NUM_RANKS: Final = 2
@@ -59,28 +59,32 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--limit", type=float, default=DEFAULT_LIMIT, metavar="SECONDS", help=about)
 
 
-def split_run_words(argv: Sequence[str], parser: Parser) -> tuple[list[str], list[str], list[str]]:
-    """Return the words of ``check`` and of settings, those of ``TrainingArguments``, and SCRIPT with its arguments.
+def split_run_words(argv: Sequence[str], parser: Parser) -> tuple[list[str], list[str]]:
+    """Return the words of ``check`` and of settings, and those of ``TrainingArguments``.
 
-    SCRIPT is the first word after CONFIG that is no flag or value, or the first one that ends in ``.py``. A flag that
-    neither ``check`` nor ``launch`` has belongs to ``TrainingArguments``, with the words up to the next flag.
+    A flag that neither ``check`` nor ``launch`` has belongs to ``TrainingArguments``, with the words up to the next
+    flag.
 
     Args:
         parser: the parser of ``check``.
+
+    Raises:
+        UsageError: a script is given.
     """
-    words, training, script = list(argv), [], []
+    words, training = list(argv), []
     checked: list[str] = []
-    has_config = any(flag_name(word.partition("=")[0]) in ("config_file", "fsdp") for word in words)
     while words:
         word = words.pop(0)
         written, equals, _ = word.partition("=")
         action = parser.find(written)
-        if word == "-m" or (not word.startswith("-") and (has_config or word.endswith(".py"))):
-            script = [word, *words]
-            break
+        if word == "-m" or word.endswith(".py"):
+            given = " ".join([word, *words[: word == "-m"]])
+            raise UsageError(
+                f"check --run runs a script of its own, and not {given}. Pass --model DIR|ID and arguments of "
+                "TrainingArguments; test your script with a short run of hf-fsdp launch."
+            )
         if not word.startswith("--"):
             checked.append(word)
-            has_config |= not word.startswith("-") or word == "-"
         elif action is not None or why_refused(flag_name(written)):
             checked.append(word)
             takes_value = not equals and action is not None and action.nargs != 0
@@ -90,7 +94,7 @@ def split_run_words(argv: Sequence[str], parser: Parser) -> tuple[list[str], lis
             training.append(word)
             while not equals and words and not words[0].startswith("--") and not words[0].endswith(_FILE_SUFFIXES):
                 training.append(words.pop(0))
-    return checked, training, script
+    return checked, training
 
 
 def options_of(args: argparse.Namespace) -> stages.Options:
@@ -99,8 +103,7 @@ def options_of(args: argparse.Namespace) -> stages.Options:
 
     given = {name: value for name in ("fsdp", "fsdp_config") if (value := getattr(args, name)) is not None}
     return stages.Options(
-        model=args.model or "",
-        script=args.script,
+        model=args.model,
         arguments=[*(word for name, value in given.items() for word in (f"--{name}", str(value))), *args.training],
     )
 
@@ -109,19 +112,10 @@ def check_run_usage(args: argparse.Namespace, num_configs: int) -> None:
     """Raise ``UsageError`` if the usage of ``--run`` is wrong."""
     if num_configs != 1 or args.fix or args.distributed_config:
         raise UsageError("--run needs one config, and does not combine with --fix and --distributed-config.")
-    if not args.model and not args.script:
-        raise UsageError("--run needs --model DIR|ID or a SCRIPT.")
-    if args.script and args.training:
-        raise UsageError(f"{args.training[0]} is an argument of the script: write it after SCRIPT.")
+    if not args.model:
+        raise UsageError("--run needs --model DIR|ID.")
     if not args.limit > 0:
         raise UsageError(f"--limit is {args.limit:g}; expected a positive number of seconds.")
-    if args.script:
-        from hf_fsdp_plugin.launcher.run_script import check_script
-
-        is_module = args.script[0] == "-m"
-        words = args.script[1:] if is_module else args.script
-        options = {"module": "true"} if is_module else {}
-        check_script(LaunchArguments(script=words[0] if words else "", options=options))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -181,7 +175,7 @@ def run_preflight(spec: FsdpSpec, sources: Sources, options: stages.Options, lim
         handover = LaunchHandover(sources=sources, report=str(folder / stages.REPORT_FILE))
         env = {"TMPDIR": scratch, "WANDB_MODE": "disabled", "OMP_NUM_THREADS": "1"}
         env[stages.VARIABLE] = json.dumps(asdict(replace(options, folder=str(folder))))
-        # Accelerators are hidden, so that a script cannot take them.
+        # Accelerators are hidden, so that libraries cannot take them.
         env |= {device.visible_variable: "" for device in DEVICES.values() if device.visible_variable}
         began, shown = time.monotonic(), ""
 
@@ -194,9 +188,10 @@ def run_preflight(spec: FsdpSpec, sources: Sources, options: stages.Options, lim
             shown = running
             return f"{limit_s:g} s (--limit)" if time.monotonic() - began > limit_s else None
 
-        words = list(options.script) or ["-m", _BUILTIN]
         try:
-            run = run_job(words, replace(spec, launch=launch), world, handover, env=env, should_stop=why_stopped)
+            run = run_job(
+                ["-m", _BUILTIN], replace(spec, launch=launch), world, handover, env=env, should_stop=why_stopped
+            )
         finally:
             print("\r\033[K" if sys.stderr.isatty() else "", end="", file=sys.stderr, flush=True)
         seconds = time.monotonic() - began
@@ -269,17 +264,10 @@ def _read_results(
     rows, problems = stages.stage_results(records, stopped=bool(stopped)), stages.problems_of(records)
     first = first_failure(run.exits)
     running = {rank: record.running for rank, record in enumerate(records) if record.running}
-    if first is not None and first.tail:
-        # An exit of the script, such as argparse's, has no other message than the last line of stderr.
-        problems = [
-            replace(each, message=f"{each.message}: {first.tail[-1]}") if "SystemExit" in each.message else each
-            for each in problems
-        ]
     if stopped:
         places = [f"rank {rank} in the stage '{stage}'" for rank, stage in running.items()]
         message = f"the preflight was stopped after {stopped}: {format_names(places) or 'the ranks had not started'}."
-        fix = "If the ranks are in different stages, make all of them run the same collective calls. Give slow data "
-        fix += "processing more time with --limit."
+        fix = "Give a slow machine more time with --limit."
         problems.append(Problem(code="FSDP-E755", message=message, fix=fix))
     elif first is not None and not run.signal_number and not has_errors(problems):
         stage = next(iter(running.values()), "start")

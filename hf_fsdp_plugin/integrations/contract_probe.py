@@ -43,9 +43,8 @@ def private_contracts() -> list[Contract]:
 
 
 def hook_rows() -> list[Hook]:
-    """Return the replaced functions, each once: of several replacements, the one without which a run is refused."""
-    hooks = sorted((hook for group in HOOKS.values() for hook in group), key=lambda hook: hook.without == "refused")
-    return list({hook.target: hook for hook in hooks}.values())
+    """Return the replaced functions."""
+    return [hook for group in HOOKS.values() for hook in group]
 
 
 def probe_contracts() -> list[dict[str, Any]]:

@@ -45,20 +45,17 @@ def run_rank(script: str, args: Sequence[str], *, module: bool = False, **option
     gc.disable()  # imports leave next to no garbage, and searching their objects takes a sixth of their time
     # lazy: the launcher and `check` import this module
     import hf_fsdp_plugin
-    from hf_fsdp_plugin.integrations.preflight.stages import preflight
     from hf_fsdp_plugin.integrations.profiling import profiled_run
     from hf_fsdp_plugin.integrations.rank_watch import watch
 
     try:
         watch.arm()
         hf_fsdp_plugin.install(**options)
-        preflight.begin_in_rank()
         gc.freeze()  # what is imported stays, so that the script's collections need not search it either
         gc.enable()
         with profiled_run():
             run(script, args, module=module)
     except BaseException as error:
-        preflight.end(error if is_failure(error) else None)
         if not is_failure(error):
             watch.script_ended()
             raise
@@ -73,7 +70,6 @@ def run_rank(script: str, args: Sequence[str], *, module: bool = False, **option
         if watch.has_launcher and not isinstance(error, SystemExit):
             sys.excepthook = _without_stderr(sys.excepthook)
         raise
-    preflight.end()
     watch.script_ended()
 
 

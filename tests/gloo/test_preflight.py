@@ -7,7 +7,6 @@ import resource
 import signal
 import subprocess
 import sys
-import textwrap
 import time
 from pathlib import Path
 from typing import Any
@@ -34,129 +33,6 @@ ALWAYS = (
     "resume",
     "export",
 )
-SCRIPT = """
-    import os
-    import torch
-    from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
-
-    class Data(torch.utils.data.Dataset):
-        def __len__(self):
-            return 100
-        def __getitem__(self, index):
-            tokens = torch.randint(0, 4000, (16,), generator=torch.Generator().manual_seed(index))
-            return {"input_ids": tokens, "labels": tokens}
-
-    def arguments(**more):
-        return TrainingArguments(**{"output_dir": "out", "eval_strategy": "steps", "eval_steps": 50, **more})
-
-    def train(model, trainer=Trainer, **more):
-        args = more.pop("args", None) or arguments()
-        own = trainer(model=model, args=args, train_dataset=Data(), eval_dataset=Data(), **more)
-        own.train()
-        open("AFTER", "w").close()
-
-    model = AutoModelForCausalLM.from_pretrained("model")
-"""
-METRIC = """
-    def compute_metrics(prediction):
-        return {"accuracy": 1 / 0}
-    train(model, compute_metrics=compute_metrics)
-"""
-OPTIMIZER = """
-    class Keeping(torch.optim.SGD):
-        def step(self, closure=None):
-            result = super().step(closure)
-            for group in self.param_groups:
-                for parameter in group["params"]:
-                    self.state[parameter]["odd"] = object()
-            return result
-    train(model, optimizer_cls_and_kwargs=(Keeping, {"lr": 1e-3}))
-"""
-SCHEDULER = """
-    class Forgetting(torch.optim.lr_scheduler.LambdaLR):
-        def state_dict(self):
-            return {}
-        def load_state_dict(self, state):
-            pass
-    class Own(Trainer):
-        def create_scheduler(self, num_training_steps, optimizer=None):
-            self.lr_scheduler = Forgetting(self.optimizer, lambda step: 0.5**step)
-            return self.lr_scheduler
-    train(model, Own)
-"""
-CALLBACK = """
-    class Counting(TrainerCallback):
-        num_steps = 0
-        def on_step_begin(self, args, state, control, **kwargs):
-            self.num_steps += 1
-            for group in kwargs["optimizer"].param_groups:
-                group["lr"] = 1e-3 * self.num_steps
-    train(model, callbacks=[Counting()])
-"""
-MIXED_DTYPES = """
-    for layer in model.model.layers:
-        layer.self_attn.q_proj.to(torch.bfloat16)
-    train(model)
-"""
-HOLDING = """
-    class Holding(TrainerCallback):
-        trainer = None
-        def on_train_begin(self, args, state, control, **kwargs):
-            assert self.trainer.model is not None
-    class Own(Trainer):
-        def __init__(self, *args, callbacks, **kwargs):
-            super().__init__(*args, callbacks=callbacks, **kwargs)
-            callbacks[0].trainer = self
-    train(model, Own, callbacks=[Holding()])
-"""
-ONE_RANK = """
-    class Failing(TrainerCallback):
-        def on_step_end(self, args, state, control, **kwargs):
-            if os.environ["RANK"] == "1":
-                raise ValueError("only here")
-    train(model, callbacks=[Failing()])
-"""
-STANDING = """
-    class Sleeping(TrainerCallback):
-        def on_evaluate(self, args, state, control, **kwargs):
-            if os.environ["RANK"] == "1":
-                import time
-                time.sleep(1000)
-    train(model, callbacks=[Sleeping()])
-"""
-EXTRA_HEAD = """
-    class WithHead(type(model)):
-        def __init__(self, config):
-            super().__init__(config)
-            self.extra = torch.nn.Linear(config.hidden_size, config.hidden_size)
-    model.extra = torch.nn.Linear(model.config.hidden_size, model.config.hidden_size)
-    train(model)
-"""
-CONSTRUCTOR = """
-    from transformers import LlamaConfig, LlamaForCausalLM
-    with torch.device("meta"):
-        model = LlamaForCausalLM(LlamaConfig())
-    train(model)
-"""
-NO_TRAINING = "print(model)"
-OWN_LOOP = """
-    from accelerate import Accelerator
-    accelerator = Accelerator(gradient_accumulation_steps=2)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    data = torch.utils.data.DataLoader(Data(), batch_size=2)
-    model, optimizer, data = accelerator.prepare(model, optimizer, data)
-    while True:
-        for batch in data:
-            with accelerator.accumulate(model):
-                accelerator.backward(model(**batch).loss)
-                accelerator.clip_grad_norm_(model.parameters(), 1.0)
-                optimizer.step()
-                optimizer.zero_grad()
-"""
-BEST_METRIC = 'train(model, args=arguments(load_best_model_at_end=True, metric_for_best_model="f1", save_steps=50))'
-ONLY_MODEL = "train(model, args=arguments(save_only_model=True))"
-NO_SAVES = 'train(model, args=arguments(save_strategy="no", eval_strategy="no"))'
-REFUSED = 'arguments(load_best_model_at_end=True, save_strategy="epoch")'
 
 
 @pytest.fixture
@@ -198,12 +74,6 @@ def check(folder: Path, *words: str, stdin: str = "") -> dict[str, Any]:
     return tree
 
 
-def check_script(folder: Path, text: str, *flags: str) -> dict[str, Any]:
-    script = textwrap.dedent(SCRIPT) + textwrap.dedent(text)
-    (folder / "train.py").write_text(script)
-    return check(folder, "fsdp.yaml", *flags, "train.py")
-
-
 def codes(tree: dict[str, Any], severity: str = "error") -> set[str]:
     return {problem["code"] for problem in tree["problems"] if problem["severity"] == severity}
 
@@ -218,45 +88,6 @@ def test_good_settings_pass_every_stage(folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_failing_metric_is_found_and_later_stages_run(folder: Path) -> None:
-    tree = check_script(folder, METRIC)
-    assert tree["results"].pop("load best") == "not tested"
-    assert tree["results"] == {**dict.fromkeys(ALWAYS, "passed"), "evaluate": "failed"}
-    (problem,) = (problem for problem in tree["problems"] if problem["severity"] == "error")
-    assert problem["code"] == "FSDP-E750"
-    assert "ZeroDivisionError" in problem["message"] and "train.py" in problem["message"]
-    assert not (folder / "AFTER").exists()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("script", "stage", "code"),
-    [
-        pytest.param(OPTIMIZER, "save", "FSDP-E411", id="optimizer"),
-        pytest.param(SCHEDULER, "resume", "FSDP-E753", id="scheduler"),
-        pytest.param(CALLBACK, "resume", "FSDP-E753", id="callback"),
-        pytest.param(BEST_METRIC, "evaluate", "FSDP-E750", id="best-metric"),
-        pytest.param(EXTRA_HEAD, "export", "FSDP-E754", id="extra-head"),
-        pytest.param(CONSTRUCTOR, "start", "FSDP-E752", id="constructor"),
-        pytest.param(NO_TRAINING, "start", "FSDP-E758", id="no-training"),
-        pytest.param(REFUSED, "start", "FSDP-E750", id="refused"),
-    ],
-)
-def test_failure_is_reported_in_its_stage(folder: Path, script: str, stage: str, code: str) -> None:
-    tree = check_script(folder, script)
-    failed = {name for name, result in tree["results"].items() if result == "failed"}
-    assert (failed, codes(tree)) == ({stage}, {code}), tree["problems"]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("version", "stage", "code"), [(1, "step", "FSDP-E750"), (2, "prepare", "FSDP-E221")])
-def test_unit_that_mixes_dtypes_is_reported(folder: Path, version: int, stage: str, code: str) -> None:
-    write_config(folder, fsdp_version=version)
-    tree = check_script(folder, MIXED_DTYPES)
-    assert tree["results"][stage] == "failed" and codes(tree) == {code}, tree["problems"]
-
-
-@pytest.mark.slow
 def test_absent_policy_class_in_a_config_of_stdin(folder: Path) -> None:
     write_config(folder, fsdp_transformer_layer_cls_to_wrap="BertLayer")
     tree = check(folder, "-", "--model", "model", stdin=(folder / "fsdp.yaml").read_text())
@@ -265,43 +96,28 @@ def test_absent_policy_class_in_a_config_of_stdin(folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_failure_of_one_rank_names_it_and_ends(folder: Path) -> None:
-    tree = check_script(folder, ONE_RANK)
-    assert tree["results"]["update"] == "failed" and tree["results"]["save"] == "not tested"
-    (problem,) = (problem for problem in tree["problems"] if problem["severity"] == "error")
-    assert (problem["code"], problem["rank"]) == ("FSDP-E750", 1)
+def test_refused_optimizer_fails_its_stage_and_later_ones_are_not_tested(folder: Path) -> None:
+    tree = check(folder, "fsdp.yaml", "--model", "model", "--optim", "adamw_8bit")
+    failed = {name for name, result in tree["results"].items() if result == "failed"}
+    assert failed == {"prepare"} and tree["results"]["save"] == "not tested", tree["problems"]
 
 
 @pytest.mark.slow
-def test_run_that_stands_still_is_stopped_with_its_stage(folder: Path) -> None:
-    tree = check_script(folder, STANDING, "--limit", "40")
-    assert codes(tree) == {"FSDP-E755"} and "stood still" in tree["results"].values()
-
-
-@pytest.mark.slow
-def test_callback_that_holds_the_trainer_is_copied(folder: Path) -> None:
-    tree = check_script(folder, HOLDING)
-    assert tree["results"]["resume"] == "passed", tree["run"]["stages"]
+def test_run_beyond_the_limit_is_stopped_with_its_stage(folder: Path) -> None:
+    tree = check(folder, "fsdp.yaml", "--model", "model", "--limit", "1")
+    assert codes(tree) == {"FSDP-E755"} and not tree["ok"]
 
 
 @pytest.mark.slow
 def test_save_only_model_is_not_resumed_but_exported(folder: Path) -> None:
-    tree = check_script(folder, ONLY_MODEL)
+    tree = check(folder, "fsdp.yaml", "--model", "model", "--save_only_model", "true")
     assert (tree["results"]["resume"], tree["results"]["export"], tree["ok"]) == ("not tested", "passed", True)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("version", [1, 2])
-def test_script_with_its_own_loop_is_tested(folder: Path, version: int) -> None:
-    write_config(folder, fsdp_version=version)
-    tree = check_script(folder, OWN_LOOP)
-    passed = {stage for stage, result in tree["results"].items() if result == "passed"}
-    assert passed == {"start", "clone", "prepare", "step", "update", "save", "resume", "export"}, tree["problems"]
-
-
-@pytest.mark.slow
 def test_run_without_saves_exports_the_model(folder: Path) -> None:
-    results = check_script(folder, NO_SAVES)["results"]
+    flags = ("--save_strategy", "no", "--eval_strategy", "no")
+    results = check(folder, "fsdp.yaml", "--model", "model", *flags)["results"]
     assert [results[stage] for stage in ("evaluate", "save", "resume")] == ["not tested"] * 3
     assert results["export"] == "passed"
 

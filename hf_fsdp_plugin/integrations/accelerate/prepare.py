@@ -34,7 +34,6 @@ from hf_fsdp_plugin.integrations.accelerate import fp8, private
 from hf_fsdp_plugin.integrations.accelerate.accelerator import adopt_models
 from hf_fsdp_plugin.integrations.accelerate.batches import check_even_batches, notice_accumulation
 from hf_fsdp_plugin.integrations.accelerate.plugin import if_planned, planned_plugin
-from hf_fsdp_plugin.integrations.preflight.stages import preflight
 from hf_fsdp_plugin.integrations.profiling.run import profiling
 from hf_fsdp_plugin.integrations.rank_watch import watch
 from hf_fsdp_plugin.messages import print_once, print_warnings
@@ -153,8 +152,6 @@ def _add_model(accelerator: Any, model: nn.Module, optimizers: Sequence[Optimize
         model = shard_model(accelerator, model, optimizers, is_first=not models)
     if not any(model is known for known in models):
         models.append(model)
-        if preflight.active:
-            _own_loop().watch_model(accelerator)
     return model
 
 
@@ -294,8 +291,6 @@ def _adapt_steps(accelerator: Any, optimizers: Sequence[Optimizer], models: Sequ
         record.count_steps(optimizer)
         optimizer.register_step_pre_hook(agreement.first_step.announce)
         notice_accumulation(accelerator, optimizer)
-        if preflight.active:
-            _own_loop().watch_optimizer(optimizer)
         for model in models:
             free_before_step(model, optimizer)
             if has_parameters_of(model, optimizer):
@@ -320,12 +315,6 @@ def _check_parameters(optimizers: Sequence[Optimizer], models: Sequence[nn.Modul
 
 def _together(names: str) -> AbstractContextManager[None]:
     return agreement.collective_preparation(f"Accelerator.prepare of {names}", fix=_FIX)
-
-
-def _own_loop() -> Any:
-    from hf_fsdp_plugin.integrations.preflight.training import own_loop  # lazy: imports the Trainer
-
-    return own_loop
 
 
 def prepare_fsdp(original: Callable[..., Any], model: nn.Module, accelerator: Any) -> Any:

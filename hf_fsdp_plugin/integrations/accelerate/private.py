@@ -29,7 +29,7 @@ CONTRACTS = (
              behavior="`prepare` returns objects with this mark unchanged."),
     *contracts_of(f"{_STATE}:PartialState", "refused", "FSDP on CPU ranks", "_shared_state", "_reset_state"),
     *contracts_of(f"{_STATE}:AcceleratorState", "refused", "FSDP on CPU ranks", "_shared_state"),
-    *contracts_of(f"{_STATE}:GradientState", "refused", "a preflight", "_shared_state"),
+    *contracts_of(f"{_STATE}:GradientState", "refused", "a comparison of FSDP versions", "_shared_state"),
     *contracts_of("torchao.optim.adam:_AdamBase", "refused", "state of torchao's optimizers", "_new_buffer"),
 )  # fmt: skip
 

@@ -89,14 +89,13 @@ def num_params_of(model: nn.Module) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def find_clone(model_class: Any, config: Any, *, keep_vocabulary: bool = False) -> Clone:
+def find_clone(model_class: Any, config: Any) -> Clone:
     """Return the smallest clone that has the model's classes, and that runs: with small widths, or else with its own.
 
     If no clone runs, the smallest one is returned: its run shows the reason.
 
     Args:
         model_class: class of Transformers.
-        keep_vocabulary: whether the vocabulary keeps its size, for the real tokenizer.
 
     Raises:
         SpecError: no clone is small enough, or the model cannot be built.
@@ -107,7 +106,6 @@ def find_clone(model_class: Any, config: Any, *, keep_vocabulary: bool = False) 
         message = f"{model_class.__name__} cannot be built from its config: {error}"
         problem = Problem(code="FSDP-E752", message=message, fix="Correct the config.json of the model.")
         raise SpecError([problem]) from error
-    vocabulary = None if keep_vocabulary else SMALL_VOCABULARY
     stacks = [vars(part)[name] for part in config_parts(config) for name in vars(part) if _LAYERS.match(name)]
     numbers = [number for stack in stacks for number in (stack if isinstance(stack, list | tuple) else [stack])]
     most = max([_NUM_LAYERS[0], *(number for number in numbers if isinstance(number, int))])
@@ -116,7 +114,7 @@ def find_clone(model_class: Any, config: Any, *, keep_vocabulary: bool = False) 
     for narrow in (True, False):
         for num_layers in (number for number in _NUM_LAYERS if number <= most):
             try:
-                small = small_config(config, num_layers, narrow=narrow, vocabulary=vocabulary)
+                small = small_config(config, num_layers, narrow=narrow)
                 model = on_meta(model_class, small)
             except Exception as error:
                 reasons.append(f"{type(error).__name__}: {error}")
@@ -171,15 +169,12 @@ def write_clone(model_class: Any, clone: Clone, folder: Path) -> None:
     os.replace(partial, folder)
 
 
-def small_config(
-    config: Any, num_layers: int, *, narrow: bool = True, vocabulary: int | None = SMALL_VOCABULARY
-) -> Any:
+def small_config(config: Any, num_layers: int, *, narrow: bool = True) -> Any:
     """Return a reduced copy of a config of Transformers. Quantization is removed.
 
     Args:
         num_layers: number of layers of each stack; a smaller number is kept.
         narrow: whether heads and widths are divided, by one factor in the whole model.
-        vocabulary: maximum size of the vocabulary; ``None`` keeps it, for real data.
     """
     small = copy.deepcopy(config)
     parts = list(config_parts(small))
@@ -188,8 +183,7 @@ def small_config(
         _reduce_layers(part, num_layers)
         _reduce_experts(part)
         _divide(part, head_factor, width_factor)
-        if vocabulary is not None:
-            _reduce_vocabulary(part, vocabulary)
+        _reduce_vocabulary(part, SMALL_VOCABULARY)
     if getattr(small, "quantization_config", None) is not None:
         del small.quantization_config
     return small

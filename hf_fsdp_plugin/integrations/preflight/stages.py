@@ -29,7 +29,7 @@ VARIABLE: Final = "HF_FSDP_PREFLIGHT"
 REPORT_FILE: Final = "report.json"
 
 STAGES: Final[Mapping[str, str]] = {
-    "start": "imports, and the script up to the training",
+    "start": "imports, and the arguments of the training",
     "clone": "the tiny clone of the model is made and loaded",
     "prepare": "units, optimizer and scheduler",
     "step": "data, forward and backward pass",
@@ -41,7 +41,7 @@ STAGES: Final[Mapping[str, str]] = {
     "resume": "a fresh model and optimizer continue from the checkpoint",
     "export": "merge of the checkpoint, and from_pretrained",
 }
-RunPhase = Literal["script", "first run", "afterwards"]
+RunPhase = Literal["start", "first run", "afterwards"]
 _AGREEMENT_SECONDS: Final = 10.0
 """Seconds that the other ranks have to fail too. Then the rank ends, and the launcher stops the others."""
 _MAX_MESSAGE: Final = 300
@@ -61,15 +61,13 @@ class Options:
 
     Attributes:
         folder: the temporary folder, which contains the files of the ranks.
-        model: ``--model``; empty if the script names it.
-        script: SCRIPT ARGS or ``-m`` MODULE ARGS; empty for the built-in script.
-        arguments: arguments of ``TrainingArguments``, for the built-in script.
+        model: ``--model``.
+        arguments: arguments of ``TrainingArguments``.
         records_steps: whether the loss and the norm of the gradients of each step are recorded.
     """
 
     folder: str = ""
     model: str = ""
-    script: Sequence[str] = ()
     arguments: Sequence[str] = ()
     records_steps: bool = False
 
@@ -140,32 +138,25 @@ def problems_of(records: Sequence[PreflightRecord]) -> list[Problem]:
 
 
 class Preflight:
-    """The preflight of one rank. Without :meth:`begin` it is not active, and the hooks call the originals.
-
-    One stage runs at a time.
+    """The preflight of one rank, from :meth:`begin` to :meth:`end`. One stage runs at a time.
 
     Attributes:
-        phase: ``script`` until the training begins; the hooks record stages in the first run only.
+        phase: ``start`` until the training begins; what runs in the first run is recorded as a stage.
         record: what was recorded.
     """
 
     def __init__(self) -> None:
         self.active = False
         self.options, self.folder = Options(), Path()
-        self.phase: RunPhase = "script"
+        self.phase: RunPhase = "start"
         self.rank, self.world_size = 0, 1
         self.record = PreflightRecord()
         self._began = 0.0
         self._reported: BaseException | None = None
 
     def begin_in_rank(self) -> None:
-        """Begin, and install the hooks, if the launcher of this process runs a preflight."""
-        if not (options := os.environ.get(VARIABLE)):
-            return
-        from hf_fsdp_plugin.integrations.patching import install_hooks
-
-        self.begin(Options(**json.loads(options)))
-        install_hooks("preflight")
+        """Begin with the options from the launcher of this process."""
+        self.begin(Options(**json.loads(os.environ[VARIABLE])))
         printer.listener = self._note_warning
 
     def _note_warning(self, message: object) -> None:
@@ -173,7 +164,7 @@ class Preflight:
             self.note(message)
 
     def begin(self, options: Options) -> None:
-        self.active, self.options, self.phase = True, options, "script"
+        self.active, self.options, self.phase = True, options, "start"
         self.folder = Path(options.folder)
         self.rank, self.world_size = launched_rank(), launched_world_size()
         self.record, self._reported = PreflightRecord(), None
@@ -181,21 +172,10 @@ class Preflight:
 
     def end(self, error: BaseException | None = None) -> None:
         """Record how the script has ended: with an exception, or with none."""
-        if not self.active:
-            return
-        if error is None and self.phase == "script":
-            message = "the script ended without a training of a Trainer, and without two steps of an Accelerator."
-            fix = "Pass the arguments with which it trains. If it uses neither, pass --model instead of the script."
-            error = SpecError([Problem(code="FSDP-E758", message=message, fix=fix)])
         if error is not None and error is not self._reported:
             self.fail(error)
         self.enter(None)
         self.active = False
-
-    @property
-    def is_in_script(self) -> bool:
-        """Whether the script of the user runs, before the training of a Trainer."""
-        return self.active and self.phase == "script"
 
     def enter(self, stage: str | None) -> None:
         """End the current stage and begin another one; ``None`` begins no other one."""

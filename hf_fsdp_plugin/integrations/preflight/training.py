@@ -1,4 +1,4 @@
-"""The training of a preflight: of the Trainer, and of a script with its own loop and an ``Accelerator``.
+"""The training of a preflight, with the Trainer.
 
 The stages are recorded while a few steps run. The stages that follow them run after the last step: a second run
 continues from the checkpoint, and the checkpoint is exported. Both must have the weights of the first run.
@@ -17,28 +17,22 @@ from safetensors.torch import load_file
 from transformers.trainer_callback import TrainerCallback
 
 from hf_fsdp_plugin.backends.ranks.agreement import broadcast_object
-from hf_fsdp_plugin.backends.sharding.shard import plan_of
 from hf_fsdp_plugin.checkpoint.merging.merge import MergeOptions, merge
 from hf_fsdp_plugin.checkpoint.names import HF_MODEL, TRAINER_PREFIX, safetensors_file
-from hf_fsdp_plugin.integrations.accelerate.private import prepared_models
-from hf_fsdp_plugin.integrations.preflight.clone import MAX_PARAMS, num_params_of
-from hf_fsdp_plugin.integrations.preflight.replacements import first_samples
 from hf_fsdp_plugin.integrations.preflight.stages import REPORT_FILE, preflight, problems_of_error
 from hf_fsdp_plugin.integrations.profiling.run import marks
 from hf_fsdp_plugin.integrations.run_report import report_run
 from hf_fsdp_plugin.integrations.saving import manager
-from hf_fsdp_plugin.integrations.transformers.private import save_checkpoint, untrained_copy
+from hf_fsdp_plugin.integrations.transformers.private import save_checkpoint
 from hf_fsdp_plugin.observe.profile.rank_profile import Phase
 from hf_fsdp_plugin.plan.names import unwrapped
 from hf_fsdp_plugin.problems import Problem, SpecError
-from hf_fsdp_plugin.text import format_count, format_names
+from hf_fsdp_plugin.text import format_names
 
 SAVED_STEP: Final = 1
 """The step after which a checkpoint is written, from which the second run continues."""
 LAST_STEP: Final = 3
 """The first step whose learning rate a resumed scheduler computes: the optimizer stores the learning rate of step 2."""
-_NUM_STEPS_OF_LOOP: Final = 2
-_NUM_EVALUATED: Final = 8
 _TOLERANCE: Final = 1e-5
 """Largest relative difference of weights after resuming. On the CPU they are usually equal."""
 _ADAPTER_TOLERANCE: Final = 1e-2
@@ -96,41 +90,20 @@ class StageCallback(TrainerCallback):
         control.should_training_stop |= state.global_step >= LAST_STEP
 
 
-def inner_training_loop(original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:
-    """Run three steps, resume from the checkpoint of the first one with a fresh model, and export the checkpoint.
+def run_stages(make_trainer: Callable[[], Any]) -> None:
+    """Run three steps, resume from the checkpoint of the first one with a fresh Trainer, and export the checkpoint.
 
-    Ends the script then, because what follows may write to the folders of the user.
-
-    Raises:
-        SpecError: the script builds a large model itself, without ``from_pretrained`` or ``from_config``.
+    Args:
+        make_trainer: returns a new Trainer with a new model.
     """
-    if not preflight.is_in_script:
-        return original(*args, **kwargs)
-    num_params = num_params_of(trainer.model)
-    if num_params > MAX_PARAMS:
-        message = f"{type(trainer.model).__name__} has {format_count(num_params)} parameters, and is not replaced by a "
-        message += "clone, because the script builds it with its constructor."
-        fix = "Build it with from_pretrained or from_config of an Auto class, or pass --model instead of the script."
-        raise SpecError([Problem(code="FSDP-E752", message=message, fix=fix)])
-    trainer.eval_dataset = first_samples(trainer.eval_dataset, _NUM_EVALUATED * preflight.world_size)
-    if kwargs.get("resume_from_checkpoint") is not None:
-        preflight.note_change("the training begins anew instead of resuming from the given checkpoint")
-        kwargs["resume_from_checkpoint"] = None
-    fresh = None
-    if plan_of(trainer.model) is not None:
-        preflight.skip("resume", "the script has prepared the model before the training")
-    else:
-        try:
-            fresh = untrained_copy(trainer)
-        except Exception as error:
-            preflight.skip("resume", f"the Trainer cannot be copied: {type(error).__name__}: {error}")
+    trainer = make_trainer()
     preflight.phase = "first run"
     marks.stage_of = _stage_of
     callback = StageCallback(trainer)
     trainer.add_callback(callback)
 
     def train() -> None:
-        original(*args, **kwargs)
+        trainer.train()
         manager.wait()
         preflight.enter(None)
         report_run(trainer.accelerator)
@@ -142,7 +115,7 @@ def inner_training_loop(original: Callable[..., Any], trainer: Any, *args: Any, 
 
     preflight.attempt("prepare", train)
     trainer.remove_callback(callback)
-    preflight.phase = "afterwards"  # the hooks record no stages in what follows
+    preflight.phase = "afterwards"  # what follows records no stages
     no_saves = trainer.args.save_strategy == "no"
     for stage, is_skipped, reason in (
         ("clip", preflight.has_passed("update"), "the Trainer does not clip gradients with the Accelerator"),
@@ -155,8 +128,7 @@ def inner_training_loop(original: Callable[..., Any], trainer: Any, *args: Any, 
         if is_skipped:
             preflight.skip(stage, reason)
     if preflight.has_passed("prepare"):
-        _further_stages(trainer, fresh, callback.weights)
-    raise SystemExit(0)
+        _further_stages(trainer, make_trainer, callback.weights)
 
 
 def _stage_of(phase: Phase) -> AbstractContextManager[None]:
@@ -166,11 +138,10 @@ def _stage_of(phase: Phase) -> AbstractContextManager[None]:
     return preflight.stage(stage) if stage is not None and records else nullcontext()
 
 
-def _further_stages(trainer: Any, fresh: Any, weights: Mapping[int, Weights]) -> None:
+def _further_stages(trainer: Any, make_trainer: Callable[[], Any], weights: Mapping[int, Weights]) -> None:
     """Run the stages that a failure has skipped, and those after the training.
 
     Args:
-        fresh: the Trainer of the second run.
         weights: step -> weights of the first run after it.
     """
     checkpoint = Path(trainer.args.output_dir) / f"{TRAINER_PREFIX}{SAVED_STEP}"
@@ -180,7 +151,7 @@ def _further_stages(trainer: Any, fresh: Any, weights: Mapping[int, Weights]) ->
             preflight.attempt(stage, run)
 
     def resume() -> None:
-        fresh.create_accelerator_and_postprocess()
+        fresh = make_trainer()
         callback = StageCallback(fresh)
         fresh.add_callback(callback)
         fresh.args.load_best_model_at_end = False
@@ -200,78 +171,6 @@ def _further_stages(trainer: Any, fresh: Any, weights: Mapping[int, Weights]) ->
         attempt("export", lambda: check_export(trainer.model, weights.get(SAVED_STEP, {}), checkpoint))
     elif trainer.args.save_strategy == "no":
         attempt("export", export_model)
-
-
-class OwnLoop:
-    """The steps of a script with its own loop. A Trainer prepares its model in a run of its own."""
-
-    def __init__(self) -> None:
-        self._accelerator: Any = None
-        self._num_steps = 0
-
-    def watch_model(self, accelerator: Any) -> None:
-        """Record the stage ``prepare`` of a sharded model. The sharding itself is part of the stage before."""
-        self._accelerator = accelerator
-        if preflight.is_in_script:
-            preflight.enter("prepare")
-
-    def watch_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Record the stages after a prepared optimizer, and end the script after the last step."""
-        if preflight.is_in_script:
-            preflight.enter("step")
-        optimizer.register_step_pre_hook(self._begin_update)
-        optimizer.register_step_post_hook(self._end_update)
-
-    def _begin_update(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        # torch creates the state of an optimizer, for a checkpoint, with a step whose learning rate is 0. It is no step
-        # of the script.
-        if preflight.is_in_script and any(group["lr"] for group in optimizer.param_groups):
-            preflight.enter("update")
-
-    def _end_update(self, *_: Any) -> None:
-        """Count a step. After the last one, run the further stages and end the script."""
-        if not preflight.is_in_script or preflight.record.running != "update":
-            return
-        preflight.enter("step")
-        if self._accelerator is None or not self._accelerator.sync_gradients:
-            return
-        self._num_steps += 1
-        if self._num_steps == _NUM_STEPS_OF_LOOP:
-            preflight.phase = "afterwards"
-            preflight.enter(None)
-            self._further_stages()
-            raise SystemExit(0)
-
-    def _further_stages(self) -> None:
-        accelerator, folder = self._accelerator, preflight.folder / "out" / "checkpoint_0"
-        models = prepared_models(accelerator)
-        trained = whole_weights(accelerator, models[0])
-        for stage in ("clip", "evaluate", "load best"):
-            preflight.skip(stage, "the script has its own loop")
-        if len(models) > 1:
-            preflight.skip("export", "the script has prepared several models")
-
-        def save() -> None:
-            accelerator.save_state(str(folder))
-            manager.wait()
-
-        def load() -> None:
-            with torch.no_grad():
-                for parameter in models[0].parameters():
-                    parameter.zero_()
-            accelerator.load_state(str(folder))
-            compare_runs(trained, whole_weights(accelerator, models[0]))
-
-        def export() -> None:
-            check_export(models[0], trained, folder)
-
-        for stage, run in (("save", save), ("resume", load), ("export", export)):
-            if not preflight.is_over(stage) and not preflight.attempt(stage, run):
-                return
-
-
-own_loop = OwnLoop()
-"""The loop of this process."""
 
 
 def whole_weights(accelerator: Any, model: Any) -> Weights:

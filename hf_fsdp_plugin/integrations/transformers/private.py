@@ -33,9 +33,6 @@ CONTRACTS = (
     *contracts_of(_TRAINER, "off", "the batch size in the report", "_train_batch_size"),
     *contracts_of(_TRAINER, "refused", "checkpoints of the Trainer", "_get_output_dir", "_save", "_save_checkpoint"),
     *contracts_of(_TRAINER, "refused", "resuming and the best model", "_load_from_checkpoint", "_load_best_model"),
-    *contracts_of(_TRAINER, "off", "a preflight", "_created_lr_scheduler"),
-    *contracts_of("transformers.trainer_callback", "off", "a preflight",
-                  "CallbackHandler", "TrainerControl", "TrainerState"),
     Contract(target="transformers.modeling_layers:_gradient_checkpointing_func", without="unobservable",
              use="the report of activation checkpointing", behavior="A checkpointed layer has this attribute."),
     *contracts_of(_MODEL, "refused", _FILES, "_keys_to_ignore_on_save", "all_tied_weights_keys"),
@@ -209,42 +206,6 @@ def has_adapters(model: Any) -> bool:
 
 def is_quantized(model: Any) -> bool:
     return getattr(model, "hf_quantizer", None) is not None
-
-
-def untrained_copy(trainer: Any) -> Any:
-    """Return a copy of a Trainer before its training, with a copy of its model and without an optimizer.
-
-    It has no Accelerator of its own: call ``create_accelerator_and_postprocess`` before it trains.
-
-    Raises:
-        ValueError: the Trainer was given an optimizer or a scheduler.
-    """
-    from transformers.trainer_callback import CallbackHandler, TrainerControl, TrainerState
-
-    if trainer.optimizer is not None or trainer.lr_scheduler is not None:
-        raise ValueError("it was given an optimizer or a scheduler")
-    fresh = copy.copy(trainer)
-    fresh.args = copy.copy(trainer.args)
-    # Losses of other libraries are modules that contain the model. They are copied together with it.
-    own = {id(parameter) for parameter in trainer.model.parameters()}
-    modules = {name: value for name, value in vars(trainer).items() if _has_parameters(value, own)}
-    vars(fresh).update(copy.deepcopy({**modules, "model": trainer.model}))
-    fresh.model_wrapped = fresh.model
-    # Callbacks may refer to the Trainer, whose data and process groups cannot be copied.
-    memo = {id(trainer): fresh, id(trainer.model): fresh.model}
-    shared = (trainer.accelerator, trainer.train_dataset, trainer.eval_dataset, trainer.processing_class)
-    memo |= {id(each): each for each in shared}
-    callbacks = copy.deepcopy(trainer.callback_handler.callbacks, memo)
-    fresh.callback_handler = CallbackHandler(callbacks, fresh.model, trainer.processing_class, None, None)
-    fresh.control, fresh.state = TrainerControl(), TrainerState()
-    fresh._created_lr_scheduler = False
-    return fresh
-
-
-def _has_parameters(value: Any, own: set[int]) -> bool:
-    """Return whether a module, or a module in a dict, has any of these parameters."""
-    modules = value.values() if isinstance(value, dict) else [value]
-    return any(id(p) in own for each in modules if isinstance(each, torch.nn.Module) for p in each.parameters())
 
 
 def save_checkpoint(trainer: Any) -> None:

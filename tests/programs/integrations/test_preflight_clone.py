@@ -18,6 +18,7 @@ from hf_fsdp_plugin.integrations.preflight.clone import (
     small_config,
     write_clone,
 )
+from hf_fsdp_plugin.integrations.preflight.training import check_export
 from hf_fsdp_plugin.plan.resolve import resolve
 from hf_fsdp_plugin.problems import SpecError
 from hf_fsdp_plugin.spec.load import load_spec
@@ -102,12 +103,6 @@ def test_special_tokens_are_below_the_small_vocabulary() -> None:
     assert len(set(tokens)) == 3 and max(tokens) < 512
 
 
-def test_vocabulary_is_kept_for_a_tokenizer() -> None:
-    config = hf.LlamaConfig(**LLAMA_70B)
-    clone = find_clone(hf.LlamaForCausalLM, config, keep_vocabulary=True)
-    assert (clone.config.vocab_size, clone.config.eos_token_id) == (128256, 128001)
-
-
 def test_lists_of_layers_are_cut_with_the_layers() -> None:
     config = hf.Qwen3Config(num_hidden_layers=8, use_sliding_window=True, max_window_layers=4)
     small = small_config(config, 2)
@@ -159,10 +154,10 @@ def test_invalid_config_is_refused_with_its_reason() -> None:
 def test_widths_are_kept_with_a_note_if_smaller_ones_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     real_reduction = small_config
 
-    def refusing(config: Any, num_layers: int, *, narrow: bool, vocabulary: int | None) -> Any:
+    def refusing(config: Any, num_layers: int, *, narrow: bool) -> Any:
         if narrow:
             raise ValueError("no smaller widths")
-        return real_reduction(config, num_layers, narrow=False, vocabulary=vocabulary)
+        return real_reduction(config, num_layers, narrow=False)
 
     monkeypatch.setattr("hf_fsdp_plugin.integrations.preflight.clone.small_config", refusing)
     clone = find_clone(hf.GPT2LMHeadModel, hf.GPT2Config())
@@ -185,3 +180,14 @@ def test_written_clone_is_loaded_with_its_dtype(tmp_path: Path) -> None:
     assert num_params_of(loaded) == clone.num_params
     assert {str(parameter.dtype) for parameter in loaded.parameters()} == {"torch.bfloat16"}
     assert sorted(path.name for path in tmp_path.iterdir()) == ["clone"]
+
+
+def test_export_with_other_weights_is_an_error(tmp_path: Path) -> None:
+    clone = find_clone(hf.GPT2LMHeadModel, hf.GPT2Config())
+    write_clone(hf.GPT2LMHeadModel, clone, tmp_path / "clone")
+    model = hf.GPT2LMHeadModel.from_pretrained(tmp_path / "clone")
+    check_export(model, model.state_dict(), tmp_path / "clone")
+    trained = {**model.state_dict(), "transformer.wpe.weight": model.transformer.wpe.weight.detach() + 1}
+    with pytest.raises(SpecError, match="wpe") as refused:
+        check_export(model, trained, tmp_path / "clone")
+    assert [problem.code for problem in refused.value.problems] == ["FSDP-E754"]

@@ -12,34 +12,29 @@ from hf_fsdp_plugin.spec.load import load_spec
 
 
 @pytest.mark.parametrize(
-    ("words", "checked", "training", "script"),
+    ("words", "checked", "training"),
     [
-        ("--run a.yaml --model m", "--run a.yaml --model m", "", ""),
-        ("--run a.yaml --model m --optim adafactor", "--run a.yaml --model m", "--optim adafactor", ""),
-        ("--optim adafactor --run a.yaml --model m", "--run a.yaml --model m", "--optim adafactor", ""),
-        ("--run --model m --bf16 a.yaml", "--run --model m a.yaml", "--bf16", ""),
-        ("--run --learning-rate=1e-3 a.yaml", "--run a.yaml", "--learning-rate=1e-3", ""),
-        ("--run a.yaml train.py --model x --run y", "--run a.yaml", "", "train.py --model x --run y"),
-        ("--run a.yaml -m pack.train --lr 1", "--run a.yaml", "", "-m pack.train --lr 1"),
-        ("--run train.py a.yaml", "--run", "", "train.py a.yaml"),
-        ("--run --config_file a.yaml script --x", "--run --config_file a.yaml", "", "script --x"),
-        ("--run - train.py", "--run -", "", "train.py"),
-        ("--run --cpu a.yaml --mixed_precision bf16", "--run --cpu a.yaml --mixed_precision bf16", "", ""),
-        ("--run a.yaml --fsdp_version 2 --json", "--run a.yaml --fsdp_version 2 --json", "", ""),
+        ("--run a.yaml --model m", "--run a.yaml --model m", ""),
+        ("--run a.yaml --model m --optim adafactor", "--run a.yaml --model m", "--optim adafactor"),
+        ("--optim adafactor --run a.yaml --model m", "--run a.yaml --model m", "--optim adafactor"),
+        ("--run --model m --bf16 a.yaml", "--run --model m a.yaml", "--bf16"),
+        ("--run --learning-rate=1e-3 a.yaml", "--run a.yaml", "--learning-rate=1e-3"),
+        ("--run --cpu a.yaml --mixed_precision bf16", "--run --cpu a.yaml --mixed_precision bf16", ""),
+        ("--run a.yaml --fsdp_version 2 --json", "--run a.yaml --fsdp_version 2 --json", ""),
     ],
 )
-def test_words_are_split_by_their_owner(words: str, checked: str, training: str, script: str) -> None:
+def test_words_are_split_by_their_owner(words: str, checked: str, training: str) -> None:
     parser = make_parser("check")
-    assert split_run_words(words.split(), parser) == (checked.split(), training.split(), script.split())
+    assert split_run_words(words.split(), parser) == (checked.split(), training.split())
 
 
 @pytest.mark.parametrize(
     ("words", "hint"),
     [
-        ("--run fsdp.yaml", "needs --model DIR|ID or a SCRIPT"),
-        ("--run fsdp.yaml none.py", "none.py: no such script"),
-        ("--run fsdp.yaml -m no.such.module", "no module named no.such.module"),
-        ("--run fsdp.yaml --optim sgd train.py", "--optim is an argument of the script"),
+        ("--run fsdp.yaml", "needs --model DIR|ID"),
+        ("--run fsdp.yaml train.py --epochs 3", "runs a script of its own, and not train.py. Pass --model"),
+        ("--run fsdp.yaml -m package.train", "runs a script of its own, and not -m package.train. Pass --model"),
+        ("--run fsdp.yaml other.yaml --model m", "needs one config"),
         ("--run fsdp.yaml --model m --limit 0", "--limit is 0"),
         ("--run fsdp.yaml --model m --fix", "does not combine with --fix"),
     ],
