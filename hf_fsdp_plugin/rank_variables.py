@@ -8,7 +8,6 @@
 ``HF_FSDP_LOG_DIR``           folder of ``--log_dir``
 ``HF_FSDP_HANG_TIMEOUT``      seconds that a rank may wait in a collective; 0: no watch, no records
 ``HF_FSDP_EXIT_TIMEOUT``      seconds for which threads may keep a rank running after its script has ended
-``HF_FSDP_MACHINE_TIMEOUT``   seconds after which a silent machine counts as lost
 ``TORCHELASTIC_ERROR_FILE``   file whose content torch's agent prints at the end of its output
 ``PET_RDZV_ID``               id that a job of Kubernetes has, if its user sets one
 ============================  ===============================================================================
@@ -27,7 +26,6 @@ RESTART_VARIABLE: Final = "HF_FSDP_RESTART_COUNT"
 LOG_VARIABLE: Final = "HF_FSDP_LOG_DIR"
 HANG_LIMIT_VARIABLE: Final = "HF_FSDP_HANG_TIMEOUT"
 EXIT_LIMIT_VARIABLE: Final = "HF_FSDP_EXIT_TIMEOUT"
-MACHINE_LIMIT_VARIABLE: Final = "HF_FSDP_MACHINE_TIMEOUT"
 ERROR_FILE_VARIABLE: Final = "TORCHELASTIC_ERROR_FILE"
 POD_ID_VARIABLE: Final = "PET_RDZV_ID"
 DEFAULT_HANG_LIMIT: Final = 120.0
@@ -70,14 +68,6 @@ def hang_limit(flag: str | None = None) -> tuple[float, bool]:
 def exit_limit() -> float:
     """Return the limit in seconds. Raises ``ValueError`` if the environment variable is not a positive number."""
     return _read_seconds(os.environ.get(EXIT_LIMIT_VARIABLE, "").strip() or "300", EXIT_LIMIT_VARIABLE)
-
-
-def silence_limit() -> float:
-    """Return the limit in seconds. Raises ``ValueError`` if the environment variable is not a positive number.
-
-    The default is that of torchrun's c10d rendezvous: three missed heartbeats, one every five seconds.
-    """
-    return _read_seconds(os.environ.get(MACHINE_LIMIT_VARIABLE, "").strip() or "15", MACHINE_LIMIT_VARIABLE)
 
 
 def _read_seconds(text: str, name: str, expected: str = "seconds", least: float = 1e-9) -> float:

@@ -135,9 +135,6 @@ FEATURES: Final[Mapping[str, Mapping[str, Cell]]] = {
         _guest(_JOINS, "PyTorchJob"),
         _guest(_OTHER_RANKS, "Ray Train-1"),
     ),
-    "lost machine noticed, and waited for": _row(
-        Shown("restarts::lost_machine_comes_back[1]", "after 15 s"), NO, NO, OWN, NO, OWN
-    ),
     "threads that hold the exit (W741)": _row(
         Shown("launch_exit::thread_that_never_ends_fails_the_run"),
         Shown("hangs::threads_after_the_script_are_named"),
@@ -145,9 +142,6 @@ FEATURES: Final[Mapping[str, Mapping[str, Cell]]] = {
         _guest(_THREADS, "srun"),
         _guest(_THREADS, "PyTorchJob"),
         NO,
-    ),
-    "left-over processes ended (W740)": _row(
-        Shown("launch_exit::children_that_outlive_the_script_are_ended"), NO, NO, OWN, OWN, NO
     ),
     "exit code of the script": _row(
         Shown("launch::launcher_returns_exit_code_of_failed_rank[1-42]"), NO, NO, OWN, NO, NO

@@ -27,12 +27,12 @@ from hf_fsdp_plugin.launcher import world as worlds
 from hf_fsdp_plugin.launcher.rank_environment import DEFAULT_GRACE, RankJob, launch_env, rank_command, settings_env
 from hf_fsdp_plugin.launcher.run_script import check_script
 from hf_fsdp_plugin.problems import Problem, SpecError, UsageError, has_errors
-from hf_fsdp_plugin.rank_variables import POD_ID_VARIABLE, RUN_ID_VARIABLE, exit_limit, hang_limit, silence_limit
+from hf_fsdp_plugin.rank_variables import POD_ID_VARIABLE, RUN_ID_VARIABLE, exit_limit, hang_limit
 from hf_fsdp_plugin.sources import environment
 from hf_fsdp_plugin.sources.command_line import flag_name, parse_flags
 from hf_fsdp_plugin.sources.environment import LaunchHandover
 from hf_fsdp_plugin.sources.interface import ConfigFile, Sources
-from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec
+from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec, LaunchSection
 from hf_fsdp_plugin.text import printable
 
 if TYPE_CHECKING:
@@ -42,6 +42,7 @@ _OF_ONE_MACHINE = frozenset({"launch.machine_rank", "launch.main_process_ip", "l
 """Settings that may differ between machines."""
 _MODEL_FLAGS = ("model_name_or_path", "model_name", "model")
 """Flags of training scripts that name the model."""
+_REMOVED_LIMIT = "HF_FSDP_MACHINE_TIMEOUT"
 _NUMBERS = (("grace", r"\d+(\.\d+)?"), ("num_cpu_threads_per_process", r"\d+"), ("max_restarts", r"\d{1,6}"))
 
 
@@ -99,15 +100,15 @@ def _launch(arguments: flags.LaunchArguments) -> int:
 
 
 def _run_ranks(arguments: flags.LaunchArguments, spec: FsdpSpec, world: worlds.World, handover: LaunchHandover) -> int:
-    from hf_fsdp_plugin.launcher.rendezvous import MachinesRendezvous, Rendezvous
+    options = arguments.options
+    min_machines = int(options.get("min_machines", world.num_machines))
+    launch = _with_backend(spec, min_machines)
+    from hf_fsdp_plugin.launcher.rendezvous import MachinesRendezvous, Rendezvous  # lazy: imports torch
     from hf_fsdp_plugin.launcher.start_ranks import first_restarts, run_attempts
 
-    options = arguments.options
-    launch = spec.launch
     restarts = first_restarts(int(options.get("max_restarts", 0)), _run_id(options))
     rendezvous: Rendezvous
     if world.num_machines > 1:
-        min_machines = int(options.get("min_machines", world.num_machines))
         facts = _facts(arguments, spec, world)
         rendezvous = MachinesRendezvous(
             launch, world, facts, restarts, conf=options.get("rdzv_conf", ""), min_machines=min_machines
@@ -118,8 +119,6 @@ def _run_ranks(arguments: flags.LaunchArguments, spec: FsdpSpec, world: worlds.W
         )
     else:
         rendezvous = Rendezvous(restarts, launch.main_process_port)
-        if problem := rendezvous.reserve():
-            _print_notices(arguments, problem)
 
     def describe_start() -> None:
         met = replace(world, num_machines=rendezvous.machines.num_machines)
@@ -140,6 +139,17 @@ def _run_ranks(arguments: flags.LaunchArguments, spec: FsdpSpec, world: worlds.W
         debug=launch.debug,
     )
     return run_attempts(job, rendezvous)
+
+
+def _with_backend(spec: FsdpSpec, min_machines: int) -> LaunchSection:
+    """Return the settings of the launcher, with the rendezvous that a range of machines needs."""
+    launch = spec.launch
+    if min_machines == launch.num_machines or launch.rdzv_backend != "static":
+        return launch
+    if spec.asked("launch.rdzv_backend"):
+        given = f"--num_machines {min_machines}:{launch.num_machines}"
+        raise UsageError(f"{given} allows machines to leave and join, and static does not: pass --rdzv_backend c10d.")
+    return replace(launch, rdzv_backend="c10d")
 
 
 def _run_id(options: Mapping[str, str]) -> str:
@@ -171,6 +181,11 @@ def _check_usage(arguments: flags.LaunchArguments) -> None:
     for name in ("json", "model"):
         if name in options and "dry_run" not in options:
             raise UsageError(f"--{name} needs --dry_run.")
+    if _REMOVED_LIMIT in os.environ:
+        raise UsageError(
+            f"{_REMOVED_LIMIT} is not supported any more: torch's rendezvous decides when a machine is lost. Unset it, "
+            "and pass --rdzv_conf keep_alive_interval=SECONDS with --rdzv_backend c10d."
+        )
     _check_writable(options)
     for name, pattern in _NUMBERS:
         if name in options and not re.fullmatch(pattern, options[name]):
@@ -178,7 +193,6 @@ def _check_usage(arguments: flags.LaunchArguments) -> None:
     try:
         hang_limit(options.get("hang_timeout"))
         exit_limit()
-        silence_limit()
     except ValueError as error:
         raise UsageError(f"{error}") from None
 

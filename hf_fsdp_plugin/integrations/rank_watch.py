@@ -181,7 +181,8 @@ class Watch:
 
         1. write the failure to this rank's file (``rank_exit.failure_of``);
         2. find the first failure of all ranks: read the files of this machine, and ask the others if the connection
-           to them was lost (``failures.find_first_cause``);
+           to them was lost (``failures.find_first_cause``), whose text is that of the launcher's summary, in brief
+           (``failures.tell_failure``);
         3. write message, frames and cause to the error file that torchrun prints (``rank_exit.write_error_file``);
         4. if the hang diagnosis has stopped the ranks, exit with its code;
         5. add the cause to the exception, whose traceback Python prints.

@@ -2,7 +2,7 @@
 
 All ranks have the settings that libraries read when they are imported, what the launcher hands over, and the variables
 that the user has given (:func:`launch_env`). Each rank has its own files, run and attempt besides (:func:`rank_env`).
-``start_ranks.AttemptRanks.reify`` adds both to the variables of torch's agent, which starts the processes.
+``start_ranks.PreparedRanks.reify`` adds both to the variables of torch's agent, which starts the processes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import hf_fsdp_plugin.rank_variables as rank_variables
 from hf_fsdp_plugin.devices import get_device
 from hf_fsdp_plugin.hangs.rank_files import RankFiles
 from hf_fsdp_plugin.launcher.flags import LaunchArguments
-from hf_fsdp_plugin.launcher.orphan_processes import RUN_VARIABLE
 from hf_fsdp_plugin.launcher.world import World, num_threads
 from hf_fsdp_plugin.runs.restart_policy import Restarts
 from hf_fsdp_plugin.sources.environment import LaunchHandover
@@ -78,16 +77,11 @@ def launch_env(
     }
 
 
-def rank_env(files: RankFiles, run: str, restarts: Restarts) -> dict[str, str]:
-    """Return the variables of one rank in one attempt.
-
-    Args:
-        run: name with which the processes of the attempt are found (``orphan_processes.attempt_name``).
-    """
+def rank_env(files: RankFiles, restarts: Restarts) -> dict[str, str]:
+    """Return the variables of one rank in one attempt."""
     return {
         rank_variables.LAUNCHER_VARIABLE: str(os.getpid()),
         rank_variables.FILES_VARIABLE: str(files.stem),
-        RUN_VARIABLE: run,
         rank_variables.RUN_ID_VARIABLE: restarts.run_id,
         rank_variables.RESTART_VARIABLE: str(restarts.count),
         "TORCHELASTIC_RESTART_COUNT": str(restarts.count),

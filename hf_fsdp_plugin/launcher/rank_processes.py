@@ -130,22 +130,24 @@ class RankOutput:
 
     Args:
         scratch: temporary folder for the pipes.
-        append_logs: whether the log files contain the output of earlier attempts, which is kept.
 
     Attributes:
         reader_exited: whether the process that reads this process's stdout or stderr (head, less) has exited.
     """
 
-    def __init__(self, job: RankJob, scratch: Path, *, append_logs: bool = False) -> None:
-        self._job, self._scratch, self._append_logs = job, scratch, append_logs
+    def __init__(self, job: RankJob, scratch: Path) -> None:
+        self._job, self._scratch = job, scratch
         self._print_lock, self._log_lock = threading.Lock(), threading.Lock()
         self._logs: dict[int, IO[bytes]] = {}
         self._readers: list[threading.Thread] = []
         self._has_ended = threading.Event()
         self.reader_exited = False
 
-    def open(self, rank: int, *, is_first: bool) -> tuple[str, str, deque[str]]:
+    def open(self, rank: int, *, is_first: bool, appends: bool = False) -> tuple[str, str, deque[str]]:
         """Prepare the streams of a rank, before it is started.
+
+        Args:
+            appends: whether the log file contains the output of earlier attempts, which is kept.
 
         Returns:
             The files to which its stdout and stderr go, empty for those of the launcher, and the last lines of its
@@ -158,7 +160,7 @@ class RankOutput:
             return "", "", tail
         if job.log_dir is not None:
             with self._log_of(rank) as path:
-                self._logs[rank] = path.open("ab" if self._append_logs else "wb", buffering=0)
+                self._logs[rank] = path.open("ab" if appends else "wb", buffering=0)
         prefix = f"[rank {rank}] ".encode() if job.show_all else b""
         paths = []
         for stream, lines in ((sys.stdout, None), (sys.stderr, tail)):

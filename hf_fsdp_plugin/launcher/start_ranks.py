@@ -5,8 +5,8 @@ failure to its summary in :func:`_run_attempt`.
 
 Torch's agent meets the other machines, sets torch's variables, starts the processes and handles signals. Added to it
 is what users miss in it: ranks have a moment to fail by themselves before they are stopped, so that the summary names
-the first cause; all machines stop at once; a failure that would come again is not tried again; the processes that ranks
-leave behind end (see ``orphan_processes``); and the exit code is that of the script.
+the first cause; all machines stop at once; a failure that would come again is not tried again; and the exit code is
+that of the script.
 """
 
 from __future__ import annotations
@@ -26,15 +26,13 @@ from typing import Final
 
 from hf_fsdp_plugin.hangs.rank_exit import print_block
 from hf_fsdp_plugin.hangs.rank_files import FoundHang, RankFiles, write_if_possible
-from hf_fsdp_plugin.launcher.orphan_processes import Guard, OrphanProcess, attempt_name, end_processes
 from hf_fsdp_plugin.launcher.other_machines import Announced, wait_until
 from hf_fsdp_plugin.launcher.rank_environment import RankJob, launch_env, rank_command, rank_env
 from hf_fsdp_plugin.launcher.rank_processes import RankOutput, RankProcess
 from hf_fsdp_plugin.launcher.rendezvous import Rendezvous, SignalException  # imports torch with less output
 from hf_fsdp_plugin.launcher.world import World
-from hf_fsdp_plugin.problems import Problem
 from hf_fsdp_plugin.rank_variables import ERROR_FILE_VARIABLE
-from hf_fsdp_plugin.runs.failures import AttemptResult, first_failure, format_failures, summarize_exit
+from hf_fsdp_plugin.runs.failures import AttemptResult, first_failure, summarize_exit, tell_failure
 from hf_fsdp_plugin.runs.restart_policy import FailedAttempt, Restarts, assess_attempt, decide_restart
 from hf_fsdp_plugin.sources.environment import LaunchHandover
 from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec
@@ -42,8 +40,9 @@ from hf_fsdp_plugin.text import plural
 from hf_fsdp_plugin.torch_private.elastic import AttemptAgent
 
 # isort: split
-from torch.distributed.elastic.agent.server.api import WorkerSpec
+from torch.distributed.elastic.agent.server.api import WorkerGroup, WorkerSpec
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
+from torch.distributed.elastic.rendezvous import RendezvousError
 
 _POLL_SECONDS: Final = 0.05
 _STACK_SECONDS: Final = 0.05
@@ -102,9 +101,7 @@ def run_job(
         grace=_JOB_GRACE,
         should_stop=should_stop,
     )
-    result = run_once(job, Rendezvous(first_restarts(0)))
-    assert result is not None  # no machine is a spare
-    return result
+    return run_once(job, Rendezvous(first_restarts(0)))
 
 
 def _run_attempt(job: RankJob, rendezvous: Rendezvous) -> int | None:
@@ -119,15 +116,12 @@ def _run_attempt(job: RankJob, rendezvous: Rendezvous) -> int | None:
        to fail by themselves, and stops them (``AttemptRanks.is_over``).
     3. How each rank exited is read from its files; the first failure is determined, and the machine that has it gets
        the places of the ranks of other machines (``AttemptRanks.result``).
-    4. The summary is printed (``runs.failures.format_failures``).
+    4. The summary is printed (``runs.failures.tell_failure``).
     5. All machines take the attempt as the one that failed first knows it, and decide whether the ranks are started
        again.
     """
     began = time.monotonic()
     result = run_once(job, rendezvous)  # 1 to 3
-    if result is None:
-        job.notice("the run has ended without this machine, which was a spare")
-        return 0
     seconds = time.monotonic() - began
     restarts, machines = rendezvous.restarts, rendezvous.machines
     if result.joins and not result.signal_number:
@@ -149,32 +143,34 @@ def _run_attempt(job: RankJob, rendezvous: Rendezvous) -> int | None:
     return None
 
 
-def run_once(job: RankJob, rendezvous: Rendezvous) -> AttemptResult | None:
-    """Run the ranks of this machine once. No process of theirs is left afterwards.
+def run_once(job: RankJob, rendezvous: Rendezvous) -> AttemptResult:
+    """Run the ranks of this machine once, and return how they exited. None of them is left afterwards.
 
     Torch's agent takes these steps:
 
-    1. The machines meet (``Rendezvous.next_rendezvous``), and ``RankJob.on_start`` is called (``AttemptRanks.begin``).
-    2. Each rank gets the files of its output and its environment (``AttemptRanks.reify``): that of the launcher, and
+    1. The machines meet (torch's handler, ``Rendezvous.open``), exchange what they know (``Rendezvous.meet``), and
+       ``RankJob.on_start`` is called (``AttemptRanks.begin``).
+    2. Each rank gets the files of its output and its environment (``PreparedRanks.reify``): that of the launcher, and
        over it torch's variables, then those of the run (``launch_env``), then those of the rank (``rank_env``).
     3. Torch starts the processes, whose ids ``AttemptRanks.take_pids`` gets. Each runs ``run_script.run_rank``: it arms
        the diagnosis, calls ``install()``, and runs the script.
     4. Every 50 ms, the ranks are looked at, until all have exited or were stopped (``AttemptRanks.is_over``).
     5. A signal to the launcher is sent on to the ranks, which have time to exit (``AttemptRanks.end``).
 
-    Returns:
-        How they exited; ``None`` if the run has ended while this machine was a spare.
-
     Raises:
-        SpecError: the machines did not meet.
+        SpecError: the machines did not meet, or are about to run different things.
     """
     _prepare_torch()
+    handler, problem = rendezvous.open()
+    if problem is not None:
+        job.notice(problem)
     with tempfile.TemporaryDirectory(prefix="hf_fsdp_") as scratch:
-        attempt = AttemptRanks(job, rendezvous, Path(scratch))
+        prepared = PreparedRanks(job, Path(scratch))
+        attempt = AttemptRanks(job, rendezvous, prepared)
         spec = WorkerSpec(
             role=job.role,
             local_world_size=job.num_local,
-            rdzv_handler=rendezvous,
+            rdzv_handler=handler,
             max_restarts=0,  # an attempt has an agent of its own
             monitor_interval=_POLL_SECONDS,
             entrypoint=job.command[0],
@@ -182,17 +178,23 @@ def run_once(job: RankJob, rendezvous: Rendezvous) -> AttemptResult | None:
         )
         with attempt:
             try:
-                return attempt.result() if AttemptAgent(spec, attempt, attempt).run() is not None else None
+                if AttemptAgent(spec, attempt, prepared).run() is None:
+                    raise rendezvous.not_met(None)
+                return attempt.result()
             except SignalException as stop:
                 return attempt.result(signal_number=stop.sigval)
             except BrokenPipeError:
                 return attempt.result(signal_number=signal.SIGPIPE)
+            except (RendezvousError, RuntimeError, OSError) as error:
+                if attempt.ranks:
+                    raise
+                raise rendezvous.not_met(error) from error
 
 
 def _print_failures(job: RankJob, result: AttemptResult) -> None:
     live = [rank.rank for rank in (result.exits if job.show_all else result.exits[:1])]
     sys.stdout.flush()
-    if text := format_failures(result, debug=job.debug, shown_live=live):
+    if text := tell_failure(result, debug=job.debug, shown_live=live):
         print(text, file=sys.stderr, flush=True)
         if job.log_dir is not None and result.first is not None:
             print(f"hf-fsdp: all output is in {job.log_dir}{os.sep}rank_*.log", file=sys.stderr)
@@ -207,18 +209,56 @@ def _prepare_torch() -> None:
             logging.getLogger(f"torch.distributed.elastic.{name}").setLevel(logging.CRITICAL)
 
 
-class AttemptRanks(LogsSpecs):
-    """The ranks of this machine from their start to their end, and the files to which their output goes."""
+class PreparedRanks(LogsSpecs):
+    """The ranks of this machine before they are started: their environment, and the files to which their output goes.
 
-    def __init__(self, job: RankJob, rendezvous: Rendezvous, scratch: Path) -> None:
+    Attributes:
+        ranks: the ranks by local rank, without processes.
+        files: the files that the ranks have in common.
+        output: the output of the ranks.
+        variables: of the store at which the ranks meet, over those of torch's agent.
+        restarts: the attempts before this one.
+    """
+
+    def __init__(self, job: RankJob, scratch: Path) -> None:
         super().__init__()
-        self._job, self._rendezvous, self._scratch = job, rendezvous, scratch
-        self._output = RankOutput(job, scratch, append_logs=rendezvous.restarts.count > 0)
-        self._files = RankFiles(scratch / "rank")
-        self._prepared: dict[int, RankProcess] = {}
+        self._job, self._scratch = job, scratch
+        self.files = RankFiles(scratch / "rank")
+        self.output = RankOutput(job, scratch)
+        self.ranks: dict[int, RankProcess] = {}
+        self.variables: dict[str, str] = {}
+        self.restarts = Restarts()
+
+    @property
+    def root_log_dir(self) -> str:
+        return str(self._scratch)
+
+    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
+        """Complete the environment of each rank, and return where its output goes. Torch's agent calls it for both."""
+        streams = LogsDest()
+        write_if_possible(self.files.restarts, json.dumps(asdict(self.restarts)))
+        for local_rank, env in envs.items():
+            rank = int(env["RANK"])
+            files = RankFiles(self._scratch / f"rank_{rank}")
+            env |= {**self.variables, **self._job.env, **rank_env(files, self.restarts)}
+            streams.error_files[local_rank] = env[ERROR_FILE_VARIABLE]
+            opened = self.output.open(rank, is_first=local_rank == 0, appends=self.restarts.count > 0)
+            streams.stdouts[local_rank], streams.stderrs[local_rank], tail = opened
+            self.ranks[local_rank] = RankProcess(rank=rank, pid=0, files=files, tail=tail)
+        return streams
+
+
+class AttemptRanks:
+    """The ranks of this machine from their start to their end.
+
+    Attributes:
+        ranks: those whose processes were started.
+    """
+
+    def __init__(self, job: RankJob, rendezvous: Rendezvous, prepared: PreparedRanks) -> None:
+        self._job, self._rendezvous, self._prepared = job, rendezvous, prepared
+        self._output, self._files = prepared.output, prepared.files
         self._noticed: set[str] = set()
-        self._run = attempt_name()
-        self._guard = Guard(self._run, scratch)
         self._announced: Announced | None = None
         self._stopped_by = ""
         self.ranks: list[RankProcess] = []
@@ -230,41 +270,23 @@ class AttemptRanks(LogsSpecs):
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._kill()
-        end_processes(self._run)
+        for rank in self._running():
+            rank.kill()
         self._output.finish()
-        self._guard.close()
         for number in _FORWARDED:
             signal.signal(number, signal.SIG_DFL)
 
-    @property
-    def root_log_dir(self) -> str:
-        return str(self._scratch)
-
-    def begin(self) -> None:
-        """The machines have met: print where, and write what the ranks read."""
+    def begin(self, group: WorkerGroup) -> None:
+        """The machines have met: exchange what they know, and print where."""
+        self._prepared.variables = self._rendezvous.meet(group)
+        self._prepared.restarts = self._rendezvous.restarts
         self._job.on_start()
-        write_if_possible(self._files.restarts, json.dumps(asdict(self._rendezvous.restarts)))
-
-    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
-        """Complete the environment of each rank, and return where its output goes. Torch's agent calls it for both."""
-        streams = LogsDest()
-        restarts = self._rendezvous.restarts
-        for local_rank, env in envs.items():
-            rank = int(env["RANK"])
-            files = RankFiles(self._scratch / f"rank_{rank}")
-            env |= {**self._job.env, **rank_env(files, self._run, restarts)}
-            streams.error_files[local_rank] = env[ERROR_FILE_VARIABLE]
-            opened = self._output.open(rank, is_first=local_rank == 0)
-            streams.stdouts[local_rank], streams.stderrs[local_rank], tail = opened
-            self._prepared[local_rank] = RankProcess(rank=rank, pid=0, files=files, tail=tail)
-        return streams
 
     def take_pids(self, pids: Mapping[int, int]) -> None:
         """Take the processes that torch has started, by local rank."""
         for local_rank, pid in sorted(pids.items()):
-            self._prepared[local_rank].pid = pid
-            self.ranks.append(self._prepared[local_rank])
+            self._prepared.ranks[local_rank].pid = pid
+            self.ranks.append(self._prepared.ranks[local_rank])
 
     def _running(self) -> list[RankProcess]:
         return [rank for rank in self.ranks if rank.is_running]
@@ -351,11 +373,9 @@ class AttemptRanks(LogsSpecs):
         self._kill()
 
     def result(self, *, signal_number: int = 0) -> AttemptResult:
-        """Return how the ranks exited. Ends the processes that they have left behind."""
-        has_ended = not signal_number and not any(rank.is_running or rank.has_failed for rank in self.ranks)
-        if not has_ended:
+        """Return how the ranks exited. After a failure, what is left of their process groups is killed."""
+        if signal_number or any(rank.is_running or rank.has_failed for rank in self.ranks):
             self._kill()
-        end_processes(self._run, on_term=self._warn_orphans if has_ended else None)
         self._output.finish()
         self._print_notices()
         announced, machines = self._announced, self._rendezvous.machines
@@ -379,12 +399,6 @@ class AttemptRanks(LogsSpecs):
             if file.exists() and (text := file.read_text(errors="replace")) not in self._noticed:
                 self._noticed.add(text)
                 self._job.notice(f"rank {rank.rank}: {text}")
-
-    def _warn_orphans(self, left: Sequence[OrphanProcess]) -> None:
-        shown = ", ".join(f"{process.pid} ({process.command[:80]}) of rank {process.rank}" for process in left[:3])
-        message = f"the script has ended and left {plural(len(left), 'process', 'processes')} running: {shown}."
-        fix = "They are stopped now. Wait for them in the script."
-        self._job.notice(Problem(code="FSDP-W740", message=message, fix=fix))
 
 
 def _print_stopping(number: int, num_ranks: int, grace: float) -> None:

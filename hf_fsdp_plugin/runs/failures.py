@@ -1,8 +1,8 @@
 """How the ranks of a machine exited, which failed first, and why: for the summary, restarts and other machines.
 
-The summary of the launcher has the rank that failed first and its exception, then one line for each other outcome.
-Under other launchers, a rank that has lost the connection to others finds the cause in the files of the ranks of its
-machine (:func:`find_first_cause`).
+:func:`tell_failure` makes the text from what the files of the ranks show (:func:`read_exit`). ``hf-fsdp launch`` prints
+the rank that failed first and its exception, then one line for each other outcome. Under other launchers, a rank that
+has lost the connection to others adds the cause to its own error (:func:`find_first_cause`).
 """
 
 from __future__ import annotations
@@ -246,30 +246,58 @@ _HINTS = {
 }
 
 
-def format_failures(result: AttemptResult, *, debug: bool = False, shown_live: Iterable[int] = ()) -> str:
-    """Format the whole summary; empty if every rank succeeded.
+def tell_failure(
+    result: AttemptResult, *, brief: bool = False, debug: bool = False, shown_live: Iterable[int] = ()
+) -> str:
+    """Return what users read of a failure, under every launcher; empty if every rank succeeded.
 
     Args:
+        brief: for a rank that prints it itself, beside its own exception: one line, without the stack and the other
+            ranks. A lost connection is what this rank has, so only its cause is included.
         debug: include the full tracebacks of all ranks.
         shown_live: ranks whose stderr went to the terminal, so that its last lines are not repeated.
     """
+    first = result.first
     if result.hang is not None:
         return result.hang.text
-    first = result.first
     if result.signal_number and first is not None:
         name = signal_name(result.signal_number)
-        lines = [f"hf-fsdp: stopped by {name}; {name_ranks([rank.rank for rank in result.exits])} exited"]
         places = _format_places(result)
-        return "\n".join([*lines, *(f"hf-fsdp: {text}" for text in places if len(places) > 1)])
+        stopped = f"stopped by {name}; {name_ranks([rank.rank for rank in result.exits])} exited"
+        return _block([stopped, *(places if len(places) > 1 else ())])
     if result.remote_failure and (first is None or first.failure is None or first.has_lost_connection):
-        return f"hf-fsdp: the ranks of this machine were stopped because another failed: {result.remote_failure}"
+        return _block([f"the ranks of this machine were stopped because another failed: {result.remote_failure}"])
     if first is None:
         return ""
-    failure = first.failure
-    if failure is not None and failure["kind"] == "spec":
-        lines = [f"hf-fsdp: {text}" for text in (*_format_places(result), *result.notes)]
-        return "\n".join([str(failure["message"]), *(lines if first.has_waited else ())])
-    lines = [f"hf-fsdp: rank {first.rank} failed (pid {first.pid} on {socket.gethostname()}): {summarize_exit(first)}"]
+    problem = explain_failure(first, result)
+    if brief and first.has_lost_connection:
+        return str(problem or "")
+    if brief:
+        place, more = f" {first.place}" if first.place else "", f". {_capitalized(str(problem))}" if problem else ""
+        return f"rank {first.rank} failed first{place}: {summarize_exit(first)}{more}"
+    if first.failure is not None and first.failure["kind"] == "spec":
+        places = [*_format_places(result), *result.notes] if first.has_waited else []
+        return "\n".join([str(first.failure["message"]), *filter(None, [_block(places)])])
+    tail = [f"  | {line}" for line in first.tail] if first.rank not in set(shown_live) else []
+    return "\n".join(
+        [
+            _block([f"rank {first.rank} failed (pid {first.pid} on {socket.gethostname()}): {summarize_exit(first)}"]),
+            *_format_own(first, debug=debug),
+            *([_block([problem])] if problem is not None else ()),
+            *([f"  last lines of rank {first.rank}'s stderr:", *tail] if tail else ()),
+            *_format_others(first, result.exits, debug=debug),
+            *([_block(result.notes)] if result.notes else ()),
+        ]
+    )
+
+
+def _block(lines: Iterable[object]) -> str:
+    return "\n".join(f"hf-fsdp: {line}" for line in lines)
+
+
+def _format_own(first: RankExit, *, debug: bool) -> list[str]:
+    """Return the rest of the message of an exception, what is known of a signal, and the stack."""
+    failure, lines = first.failure, []
     is_exception = failure is not None and failure["kind"] == "exception"
     if failure is not None and is_exception:
         rest = [f"  {line}" for line in str(failure["message"]).splitlines() if line != first_line(failure)]
@@ -284,13 +312,7 @@ def format_failures(result: AttemptResult, *, debug: bool = False, shown_live: I
     elif is_exception:
         traceback = failure["traceback"].rstrip().splitlines()
         lines += traceback if debug else rank_stacks.format_stack(rank_exit.stack_of(failure))
-    if (problem := explain_failure(first, result)) is not None:
-        lines.append(f"hf-fsdp: {problem}")
-    if first.tail and first.rank not in set(shown_live):
-        lines += [f"  last lines of rank {first.rank}'s stderr:", *(f"  | {line}" for line in first.tail)]
-    lines += _format_others(first, result.exits, debug=debug)
-    lines += [f"hf-fsdp: {note}" for note in result.notes]
-    return "\n".join(lines)
+    return lines
 
 
 def explain_failure(first: RankExit, result: AttemptResult) -> Problem | None:
@@ -392,8 +414,7 @@ def find_first_cause(
     is_answered = any(each.left_silently or (each.failure is not None and each.rank < rank) for each in others)
     if not is_answered and not is_told_to_end():
         elsewhere = ask_others([each.calls for each in exits if each.calls is not None])
-    result = _result_of(exits, elsewhere)
-    return str(explain_failure(first, result) or "") if first.has_lost_connection else _first_failed(first, result)
+    return tell_failure(_result_of(exits, elsewhere), brief=True)
 
 
 def cause_of_end(files: RankFiles) -> str:
@@ -405,8 +426,7 @@ def cause_of_end(files: RankFiles) -> str:
         files: the files of this process, which is ended.
     """
     result = _result_of(exits_of_machine(files))
-    first = result.first
-    return _first_failed(first, result) if first is not None and first.code < 0 else ""
+    return tell_failure(result, brief=True) if result.first is not None and result.first.code < 0 else ""
 
 
 def cause_of_abort(rank: int, files: RankFiles, ask_others: AskOthers) -> str:
@@ -414,14 +434,9 @@ def cause_of_abort(rank: int, files: RankFiles, ask_others: AskOthers) -> str:
     for found in exits_of_machine(files):
         if found.rank == rank:
             own = replace(found, code=-signal.SIGABRT, code_is_known=True, stopped=False)
-            return _first_failed(own, _result_of([own], ask_others([own.calls] if own.calls is not None else [])))
+            others = ask_others([own.calls] if own.calls is not None else [])
+            return tell_failure(_result_of([own], others), brief=True)
     return ""
-
-
-def _first_failed(first: RankExit, result: AttemptResult) -> str:
-    place = f" {first.place}" if first.place else ""
-    more = f". {_capitalized(str(problem))}" if (problem := explain_failure(first, result)) is not None else ""
-    return f"rank {first.rank} failed first{place}: {summarize_exit(first)}{more}"
 
 
 def exits_of_machine(files: RankFiles) -> list[RankExit]:

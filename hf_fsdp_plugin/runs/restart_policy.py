@@ -3,7 +3,7 @@
 A restart helps if the cause was outside of the program: a killed rank, a lost machine, a broken connection. An error
 of the program comes again, after minutes of loading. Therefore a run is not restarted
 
-- after a signal to a launcher;
+- after a signal to a launcher, or without the launcher that hosts the rendezvous of the machines;
 - if no attempt has made an optimizer step and the failure is a problem of the config, a wrong usage of the script, or
   an exception of the kinds in ``PROGRAM_ERRORS``;
 - if two attempts in succession have failed with the same exception, exit code or crash at the same place after the
@@ -34,7 +34,7 @@ class FailedAttempt:
 
     Attributes:
         failure: one line, such as ``rank 1: killed by SIGKILL``.
-        machine: number of the machine whose rank failed first, or that was lost.
+        machine: number of the machine whose rank failed first.
         began: optimizer steps of the run that its checkpoint contained, 0 without one; ``None`` if it trained nothing.
         steps: optimizer steps of the run when it failed; ``None`` if it trained nothing.
         seconds: duration of the attempt.
@@ -137,16 +137,6 @@ class Restarts:
         failures = tuple(FailedAttempt(**attempt) for attempt in tree["failures"])
         refusal = Problem(**tree["refusal"]) if tree["refusal"] is not None else None
         return cls(**{**tree, "failures": failures, "refusal": refusal})
-
-
-def lost_machine(machine: int, known: FailedAttempt) -> FailedAttempt:
-    """Return the failed attempt whose cause is that the launcher of a machine does not answer any more.
-
-    Args:
-        known: the attempt as another machine knows it.
-    """
-    found = FailedAttempt(failure=f"machine {machine} was lost", machine=machine)
-    return replace(found, began=known.began, steps=known.steps, seconds=known.seconds)
 
 
 def decide_restart(attempts: Sequence[FailedAttempt], restarts: Restarts) -> Restarts:

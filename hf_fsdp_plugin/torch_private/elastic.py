@@ -24,8 +24,8 @@ class AttemptAgent(LocalElasticAgent):
     """Torch's agent. It reaps the ranks when all have exited, and restarts none.
 
     Args:
-        attempt: the ranks of this machine from their start to their end. Its methods are ``begin()``, called when the
-            machines have met, before the ranks are started; ``take_pids(pids)`` with the processes by local rank;
+        attempt: the ranks of this machine from their start to their end. Its methods are ``begin(group)``, called when
+            the machines have met, before the ranks are started; ``take_pids(pids)`` with the processes by local rank;
             ``is_over()``, which returns whether all ranks have exited, and stops them if one has failed; and
             ``end(signal)``, which ends the ranks that still run.
 
@@ -41,7 +41,7 @@ class AttemptAgent(LocalElasticAgent):
         self._attempt = attempt
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        self._attempt.begin()
+        self._attempt.begin(worker_group)
         pids: dict[int, Any] = super()._start_workers(worker_group)
         self._attempt.take_pids(pids)
         return pids

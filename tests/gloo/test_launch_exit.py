@@ -1,11 +1,10 @@
-"""How runs end: processes and threads that outlive the script, closed pipes, full disks, a shared port."""
+"""How runs end: children of ranks, threads that outlive the script, closed pipes, full disks, a shared port."""
 
 from __future__ import annotations
 
 import os
 import signal
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -23,56 +22,37 @@ from tests.support.launching import (
     write,
 )
 
-on_linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="finds processes in /proc")
-
-LEAVES_CHILDREN = """
-    import os, subprocess, sys, time
+FORKS = """
+    import os, time
     rank = os.environ["RANK"]
     forked = os.fork()
     if not forked:
         time.sleep(60)
         os._exit(0)
-    detached = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], start_new_session=True)
-    open(f"children_{rank}", "w").write(f"{forked} {detached.pid}")
+    open(f"child_{rank}", "w").write(str(forked))
     open(f"ready_{rank}", "w").write(str(os.getpid()))
 """
 
 
 def children(folder: Path) -> list[int]:
-    return [int(pid) for rank in (0, 1) for pid in wait_for(folder / f"children_{rank}").split()]
+    return [int(wait_for(folder / f"child_{rank}")) for rank in (0, 1)]
 
 
-@on_linux
-def test_children_that_outlive_the_script_are_ended(tmp_path: Path) -> None:
-    done = launch_script(tmp_path, LEAVES_CHILDREN)
-    assert done.returncode == 0, done.stderr
-    assert all(is_gone(pid, seconds=1) for pid in children(tmp_path))
-    assert "FSDP-W740" in done.stderr and "4 processes" in done.stderr
-
-
-@on_linux
-@pytest.mark.slow
-def test_child_that_ends_by_itself_is_not_reported(tmp_path: Path) -> None:
-    text = "import subprocess, sys; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(1.5)'])"
-    done = launch_script(tmp_path, text, "--num_processes", "1")
-    assert (done.returncode, "FSDP-W740" in done.stderr) == (0, False), done.stderr
-
-
-@on_linux
 @pytest.mark.slow
 def test_children_of_a_failed_run_are_ended(tmp_path: Path) -> None:
-    done = launch_script(tmp_path, LEAVES_CHILDREN + "    raise KeyError('the cause')\n")
+    done = launch_script(tmp_path, FORKS + "    raise KeyError('the cause')\n")
     assert done.returncode == 1
     assert all(is_gone(pid, seconds=1) for pid in children(tmp_path))
 
 
-@on_linux
-def test_children_exit_with_a_killed_launcher(tmp_path: Path) -> None:
-    process, pids = start_script(tmp_path, LEAVES_CHILDREN + "    time.sleep(60)\n")
-    process.kill()
-    assert all(is_gone(pid) for pid in [*pids, *children(tmp_path)])
-    process.communicate()
-    assert not list(tmp_path.glob("hf_fsdp_*")), "the guard removes the launcher's temporary folder"
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
+def test_ranks_and_children_end_with_the_launcher(tmp_path: Path, number: int) -> None:
+    process, pids = start_script(tmp_path, FORKS + "    time.sleep(60)\n")
+    process.send_signal(number)
+    done = finish(process)
+    assert done.returncode == 128 + number
+    assert all(is_gone(pid, seconds=1) for pid in [*pids, *children(tmp_path)])
+    assert not list(tmp_path.glob("hf_fsdp_*"))
 
 
 THREAD = """
@@ -237,7 +217,7 @@ TRAINED = """
 FULL = ("--report", "report.json")
 
 
-@on_linux
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs a device that is always full")
 @pytest.mark.parametrize(
     ("what", "flags", "code", "reason"),
     [

@@ -76,12 +76,11 @@ def test_hybrid_shard_sends_the_predicted_bytes(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["kill", "link"])
-def test_lost_host_ends_the_other_and_comes_back(tmp_path: Path, how: str) -> None:
+def test_lost_host_ends_the_other_and_comes_back(tmp_path: Path) -> None:
     out = tmp_path / "two_hosts.json"
-    process = start("--only", "losses", "--how", how, "--out", str(out))
+    process = start("--only", "losses", "--out", str(out))
     process.communicate(timeout=900)
     assert process.returncode == 0
     (row,) = json.loads(out.read_text())["losses"]
     assert row["losses_equal"] and row["seconds_until_the_others_ended"] < 60
-    assert row["failure"].startswith("machine ") or how == "link"
+    assert row["failure"].startswith("rank ")

@@ -3,8 +3,8 @@
 ``scripts/two_hosts.sh`` starts this program. Two network namespaces are the machines; ``hf-fsdp launch --num_machines
 2`` runs in each, with two gloo ranks. For full shard and hybrid shard, the bytes that a host sends over the link in a
 step stand beside the predicted ones: the collectives that ``estimate/time.py`` predicts, times what gloo
-sends for a byte of them. Then a machine is lost in the middle of a training, by SIGKILL to its launcher or by its
-link, comes back, and the run must continue from the newest checkpoint with the losses of an uninterrupted run. At last,
+sends for a byte of them. Then a machine is lost in the middle of a training, by SIGKILL to its launcher and ranks,
+comes back, and the run must continue from the newest checkpoint with the losses of an uninterrupted run. At last,
 a run with ``--num_machines 1:2`` goes on with one machine while the other is away, and with both when it is back; the
 samples of a step stay the same, by gradient accumulation.
 
@@ -27,6 +27,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from scripts.bench.common import RANKS, ROOT, make_parser
 from scripts.bench.ranks.two_hosts_link import ADDRESSES, FOLDER, Hosts
 from scripts.bench.tables.update_results import write_result
@@ -43,6 +45,7 @@ num_machines: 2
 num_processes: 4
 main_process_ip: host0
 main_process_port: 29500
+rdzv_backend: c10d
 use_cpu: true
 fsdp_config:
   fsdp_version: {version}
@@ -149,24 +152,24 @@ def uninterrupted(hosts: Hosts, num_steps: int) -> dict[str, str]:
     return {step: loss for step, loss, *_ in read_losses(folder)}
 
 
-def lose(hosts: Hosts, how: str, expected: dict[str, str]) -> dict[str, Any]:
+def kill_host(run: Run) -> None:
+    """Kill the launcher of host 1 and its ranks, as if the host were gone."""
+    launcher = psutil.Process(run.processes[1].pid)
+    for process in [launcher, *launcher.children(recursive=True)]:
+        process.kill()
+    run.processes[1].wait()
+
+
+def lose(hosts: Hosts, expected: dict[str, str]) -> dict[str, Any]:
     """Lose host 1 in the middle of a training, let it come back, and compare the losses."""
-    folder = FOLDER / f"out_{how}"
+    folder = FOLDER / "out_kill"
     folder.mkdir()
-    run = Run(hosts, f"lose_{how}", ["train", str(folder), str(NUM_STEPS), "0"], strategy="full_shard", version=2)
+    run = Run(hosts, "lose_kill", ["train", str(folder), str(NUM_STEPS), "0"], strategy="full_shard", version=2)
     run.until(lambda: len(read_losses(folder)) >= LOSE_AT and len(list(folder.glob("losses_*"))) == 4, "training")
     pids = ranks_of(folder)
-    if how == "kill":
-        os.kill(run.processes[1].pid, signal.SIGKILL)  # its ranks end with it
-        run.processes[1].wait()
-    else:
-        hosts.set_link(1, "down")
-    ended = run.until(lambda: all(map(is_gone, pids[:2])), "ending the ranks of host 0")
-    if how == "link":
-        run.until(lambda: all(map(is_gone, pids)), "ending the ranks of host 1")
-        hosts.set_link(1, "up")
-    else:
-        run.processes[1] = run.start(1)
+    kill_host(run)
+    ended = run.until(lambda: all(map(is_gone, pids)), "ending the ranks of host 0")
+    run.processes[1] = run.start(1)
     back = time.monotonic()
     run.until(lambda: int(read_losses(folder)[-1][2]) not in pids, "resuming")
     resumed = time.monotonic() - back
@@ -174,14 +177,14 @@ def lose(hosts: Hosts, how: str, expected: dict[str, str]) -> dict[str, Any]:
     found = read_losses(folder)
     report = json.loads((FOLDER / f"{run.name}.json").read_text())["restarts"]
     row = {
-        "how": how,
+        "how": "kill",
         "seconds_until_the_others_ended": round(ended, 1),
         "seconds_until_the_first_step_after_return": round(resumed, 1),
         "failure": report["failures"][0]["failure"],
         "lost_steps": report["lost_steps"],
         "losses_equal": all(expected[step] == loss for step, loss, *_ in found) and len(expected) == NUM_STEPS,
     }
-    print(f"host1 lost ({how}): {row}", flush=True)
+    print(f"host1 lost: {row}", flush=True)
     return row
 
 
@@ -192,8 +195,7 @@ def shrink_and_grow(hosts: Hosts, expected: dict[str, str]) -> dict[str, Any]:
     words = ["train", str(folder), str(NUM_ELASTIC_STEPS), str(ELASTIC_PAUSE_S)]
     run = Run(hosts, "elastic", words, strategy="full_shard", version=2, flags=["--num_machines", "1:2"])
     run.until(lambda: len(read_losses(folder)) >= LOSE_AT, "training")
-    os.kill(run.processes[1].pid, signal.SIGKILL)
-    run.processes[1].wait()
+    kill_host(run)
     lost = time.monotonic()
     run.until(lambda: read_losses(folder)[-1][3] == "2", "going on with one host")
     alone = time.monotonic() - lost
@@ -228,7 +230,6 @@ def main() -> int:
     parser.add_argument(
         "--only", choices=["bytes", "losses", "elastic", "hold"], help="a part; hold: keep the hosts until killed"
     )
-    parser.add_argument("--how", choices=["kill", "link"], nargs="+", default=["kill", "link"], help="losses")
     args = parser.parse_args()
     if INSIDE not in os.environ:  # the namespaces are made first
         return subprocess.run(["bash", str(ROOT / "scripts" / "two_hosts.sh"), *sys.argv[1:]], check=False).returncode
@@ -241,7 +242,7 @@ def main() -> int:
     lost = []
     if args.only in (None, "losses"):
         expected = uninterrupted(hosts, NUM_STEPS)
-        lost = [lose(hosts, how, expected) for how in args.how]
+        lost = [lose(hosts, expected)]
     elastic = None
     if args.only in (None, "elastic"):
         elastic = shrink_and_grow(hosts, uninterrupted(hosts, NUM_ELASTIC_STEPS))

@@ -80,10 +80,6 @@ class Hosts:
     def in_host(self, number: int, *words: str) -> None:
         run(*self.command(number, *words))
 
-    def set_link(self, number: int, state: str) -> None:
-        """Set the interface of a host ``up`` or ``down``."""
-        self.in_host(number, "ip", "link", "set", INTERFACE, state)
-
     def start(self, number: int, words: Sequence[str], log: Path, **env: str) -> subprocess.Popen[bytes]:
         """Start a program on a host. It dies with this process."""
         environ: Mapping[str, str] = {**os.environ, "GLOO_SOCKET_IFNAME": INTERFACE, "TMPDIR": str(FOLDER), **env}

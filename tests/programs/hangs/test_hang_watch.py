@@ -25,7 +25,7 @@ from hf_fsdp_plugin.hangs.hang_cause import Diagnosis
 from hf_fsdp_plugin.hangs.hang_queries import HangQueries
 from hf_fsdp_plugin.hangs.hang_watch import HangFinder, found_hang, hang_problem, write_hang
 from hf_fsdp_plugin.hangs.rank_files import FoundHang, RankFiles, is_halted, processor_use
-from hf_fsdp_plugin.runs.failures import AttemptResult, format_failures
+from hf_fsdp_plugin.runs.failures import AttemptResult, tell_failure
 from tests.unit.hangs.test_hang_watch import LIMIT, queries_of
 
 SLEEPS = "import time; time.sleep(60)"
@@ -136,7 +136,7 @@ def test_late_rank_is_reported_after_the_limit(ranks: Make, tmp_path: Path) -> N
     assert not found.claim(file), "only one rank reports the hang"
     assert list(tmp_path.glob("hang.json*")) == [file]
     result = AttemptResult(exits=(), hang=found)
-    assert result.exit_code == HANG and format_failures(result) == found.text
+    assert result.exit_code == HANG and tell_failure(result) == found.text
     assert AttemptResult(exits=(), remote_failure=found.message, has_remote_hang=True).exit_code == HANG
 
 

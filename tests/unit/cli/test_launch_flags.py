@@ -9,10 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from hf_fsdp_plugin.cli.launch import _with_backend
 from hf_fsdp_plugin.launcher.flags import parse_launch_arguments
 from hf_fsdp_plugin.problems import UsageError
 from hf_fsdp_plugin.sources.environment import LAUNCH_VARIABLE, LaunchHandover
 from hf_fsdp_plugin.sources.interface import ConfigFile, Sources
+from hf_fsdp_plugin.spec.load import load_spec
 
 CONFIG = "distributed_type: FSDP\nuse_cpu: true\nfsdp_config:\n  fsdp_version: 2\n"
 SCRIPT = "open('started', 'w').write('x')"
@@ -113,6 +115,22 @@ def test_invalid_variable_of_a_pod_starts_nothing(
     monkeypatch.setenv(name, "x")
     found, _, err = launch("train.py")
     assert (found, err.count("\n")) == (code, 1) and message in err, err
+    assert not (folder / "started").exists()
+
+
+def test_range_of_machines_needs_c10d(launch: Callable, folder: Path) -> None:
+    spec = load_spec({"distributed_type": "FSDP", "num_machines": 2}, environ={})
+    assert (_with_backend(spec, 1).rdzv_backend, _with_backend(spec, 2).rdzv_backend) == ("c10d", "static")
+    words = ["--num_machines", "1:2", "--num_processes", "2", "--main_process_ip", "127.0.0.1", "--cpu"]
+    code, _, err = launch(*words, "--rdzv_backend", "static", "train.py")
+    assert code == 2 and "--num_machines 1:2" in err and "pass --rdzv_backend c10d" in err
+    assert not (folder / "started").exists()
+
+
+def test_removed_variable_is_refused(launch: Callable, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_FSDP_MACHINE_TIMEOUT", "5")
+    code, _, err = launch("train.py")
+    assert code == 2 and "HF_FSDP_MACHINE_TIMEOUT is not supported any more" in err and "--rdzv_conf" in err
     assert not (folder / "started").exists()
 
 

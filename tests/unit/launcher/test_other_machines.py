@@ -17,7 +17,7 @@ from hf_fsdp_plugin.runs.restart_policy import FailedAttempt
 
 @pytest.fixture(autouse=True)
 def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_BEAT_SECONDS", 0.0)
+    monkeypatch.setattr(module, "_LOOK_SECONDS", 0.0)
     monkeypatch.setattr(module, "_PLACES_SECONDS", 0.3)
     monkeypatch.setattr(module, "_VERDICT_SECONDS", 0.3)
 
@@ -49,21 +49,10 @@ def test_machine_that_announced_and_is_gone_was_lost() -> None:
     two.announce("rank 2: boom")
     one.failure()
     found = one.agree(attempt("rank 0: lost the connection"))
-    assert (found.failure, found.machine, found.steps) == ("machine 1 was lost", 1, 3)
+    assert (found.failure, found.machine, found.steps, found.final) == ("machine 1 was lost", 1, 3, "")
 
 
-def test_silent_machine_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HF_FSDP_MACHINE_TIMEOUT", "0.2")
-    shared = store()
-    one, two = OtherMachines(shared, 0, 2), OtherMachines(shared, 1, 2)
-    two.failure()
-    while (found := one.failure()) is None:
-        pass
-    assert (found.kind, found.lost) == ("lost", 1) and "machine 1 has not answered for 0.2 s" in str(found)
-    assert one.agree(attempt("stopped")).failure == "machine 1 was lost"
-
-
-def test_places_of_other_machines_come_to_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_places_of_other_machines_come_to_the_first() -> None:
     shared = store()
     one, two = (OtherMachines(shared, machine, 3) for machine in range(2))
     one.announce("rank 0: boom")
@@ -91,39 +80,16 @@ class CutStore:
         return fail
 
 
-def test_cut_store_is_the_loss_of_its_host() -> None:
+def test_lost_store_ends_the_run() -> None:
     machines = OtherMachines(CutStore(), 1, 2)
     found = machines.failure()
-    assert found is not None and (found.kind, found.lost, machines.is_cut) == ("lost", 0, True)
-    assert machines.agree(attempt("x")).failure == "machine 0 was lost"
+    assert found is not None and found.kind == "lost"
+    assert "the launcher that hosts the rendezvous is gone" in machines.agree(attempt("x")).final
     assert (machines.num_ended(), machines.share_places([])) == (0, ([], []))
 
 
-def test_failure_beside_a_cut_store_is_announced_as_the_loss() -> None:
+def test_failure_beside_a_lost_store_is_announced_as_the_loss() -> None:
     """The ranks of this machine end before it has noticed that the store is gone."""
     machines = OtherMachines(CutStore(), 1, 2)
-    found = machines.announce("rank 3: Connection reset by peer")
-    assert (found.kind, found.lost, machines.is_cut) == ("lost", 0, True)
-    assert machines.agree(attempt("x")).failure == "machine 0 was lost"
-
-
-def test_number_of_messages_of_a_machine_does_not_grow() -> None:
-    """With 1,024 machines, each but one asks a constant number of questions per second; machine 0 one per machine."""
-
-    class Counting:
-        num = 0
-
-        def __init__(self, inner: Any) -> None:
-            self.inner = inner
-
-        def __getattr__(self, name: str) -> Callable[..., Any]:
-            Counting.num += 1
-            return getattr(self.inner, name)  # type: ignore[no-any-return]
-
-    shared = Counting(store())
-    counts = []
-    for machine in (0, 1, 1023):
-        Counting.num = 0
-        OtherMachines(shared, machine, 1024).failure()
-        counts.append(Counting.num)
-    assert counts[1] == counts[2] <= 4 and counts[0] <= 1024 + 4
+    assert machines.announce("rank 3: Connection reset by peer").kind == "lost"
+    assert machines.agree(attempt("x")).final

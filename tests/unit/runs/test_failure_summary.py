@@ -11,7 +11,7 @@ import pytest
 from hf_fsdp_plugin.hangs.calls import Call, Counts, GroupCalls, RankCalls
 from hf_fsdp_plugin.hangs.rank_stacks import Frame
 from hf_fsdp_plugin.launcher.run_script import __file__ as LIBRARY_FILE
-from hf_fsdp_plugin.runs.failures import AttemptResult, RankExit, format_failures, summarize_exit
+from hf_fsdp_plugin.runs.failures import AttemptResult, RankExit, summarize_exit, tell_failure
 
 SAVE = (Frame("/work/train.py", 30, "main"), Frame(LIBRARY_FILE, 9, "save_state"))
 BACKWARD = (Frame("/work/train.py", 20, "main"), Frame(LIBRARY_FILE, 9, "backward"))
@@ -35,13 +35,13 @@ def rank(number: int, code: int = 1, *, steps: int | None = None, **more: Any) -
 
 
 def summary(*exits: RankExit) -> str:
-    return format_failures(AttemptResult(exits=exits))
+    return tell_failure(AttemptResult(exits=exits))
 
 
 def test_aborted_rank_names_all_places() -> None:
     lost = [rank(number, failure=LOST, stack=BACKWARD, steps=7) for number in (1, 2)]
     result = AttemptResult(exits=(rank(0, ABORTED, stack=SAVE, steps=7), *lost))
-    text = format_failures(result)
+    text = tell_failure(result)
     assert "FSDP-E743" in text
     assert "rank 0 was in save_state at /work/train.py:30 after 7 optimizer steps; " in text
     assert "ranks 1, 2 was in backward" not in text
@@ -82,14 +82,14 @@ def test_places_of_other_machines_are_merged() -> None:
     backward = "in backward at /work/train.py:20 after 7 optimizer steps"
     same = [RankCalls(rank=number, place=backward) for number in (4, 5)]
     other = RankCalls(rank=6, place="in save_state")
-    text = format_failures(AttemptResult(exits=(lost,), elsewhere=(*same, other), notes=(note,)))
+    text = tell_failure(AttemptResult(exits=(lost,), elsewhere=(*same, other), notes=(note,)))
     assert "ranks 0, 4, 5 were in backward" in text and "; rank 6 was in save_state." in text and note in text
-    assert "FSDP-E743" not in format_failures(AttemptResult(exits=(lost,), elsewhere=same, notes=(note,)))
+    assert "FSDP-E743" not in tell_failure(AttemptResult(exits=(lost,), elsewhere=same, notes=(note,)))
 
 
 def test_many_places_are_shortened() -> None:
     lost = rank(0, failure=LOST, stack=BACKWARD)
-    text = format_failures(
+    text = tell_failure(
         AttemptResult(exits=(lost,), elsewhere=tuple(RankCalls(rank=n, place=f"in {n}") for n in range(9)))
     )
     assert "; rank 6 was in 6; and 2 more places." in text and "rank 7" not in text
@@ -98,7 +98,7 @@ def test_many_places_are_shortened() -> None:
 @pytest.mark.parametrize("stack", [SAVE, BACKWARD])
 def test_stopped_run_names_different_places(stack: tuple[Frame, ...]) -> None:
     exits = (rank(0, -2, stack=BACKWARD, steps=7), rank(1, -2, stack=stack, steps=7))
-    text = format_failures(AttemptResult(exits=exits, signal_number=signal.SIGINT))
+    text = tell_failure(AttemptResult(exits=exits, signal_number=signal.SIGINT))
     assert text.startswith("hf-fsdp: stopped by SIGINT; ranks 0, 1 exited")
     assert ("\nhf-fsdp: rank 1 was in save_state at /work/train.py:30 after 7 optimizer steps" in text) is (
         stack is SAVE
