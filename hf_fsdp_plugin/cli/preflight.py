@@ -44,7 +44,7 @@ _NUM_RANKS: Final = 2
 _NUM_HYBRID_RANKS: Final = 4
 _MIN_NUM_PARAMS: Final = 10_000
 """Largest ``wrap.min_num_params``: a clone has units of this size, because its layers have some 100,000 parameters."""
-_BUILTIN: Final = "hf_fsdp_plugin.integrations.preflight.builtin_script"
+_BUILTIN: Final = "hf_fsdp_plugin.integrations.preflight"
 _DTYPES: Final = ("launch.mixed_precision", *(f"precision.{name}" for name in ("param", "reduce", "output", "buffer")))
 _ONE_MACHINE: Final = {
     "launch.num_machines": 1, "launch.machine_rank": 0, "launch.main_process_ip": "", "launch.gpu_ids": "all",

@@ -10,7 +10,6 @@ from typing import Any, Final
 
 from transformers import HfArgumentParser, Trainer, TrainingArguments
 
-from hf_fsdp_plugin.hangs.rank_exit import is_failure
 from hf_fsdp_plugin.integrations.preflight.clone import MadeData, collate, find_clone, write_clone
 from hf_fsdp_plugin.integrations.preflight.stages import preflight
 from hf_fsdp_plugin.integrations.preflight.training import run_stages
@@ -63,17 +62,8 @@ class PreflightArguments(TrainingArguments):
             preflight.not_tested("pushes to the Hub")
 
 
-def main() -> None:
-    preflight.begin_in_rank()
-    try:
-        _train()
-    except BaseException as error:
-        preflight.end(error if is_failure(error) else None)
-        raise
-    preflight.end()
-
-
-def _train() -> None:
+def train() -> None:
+    """Make the clone, and run all stages with it."""
     name = preflight.options.model
     parse_arguments()  # before a clone is made
     try:
@@ -157,7 +147,3 @@ def parse_arguments() -> PreflightArguments:
         fix = "Correct the flags that belong neither to hf-fsdp check nor to the settings."
         raise SpecError([Problem(code="FSDP-E751", message=message, fix=fix)]) from error
     return parsed
-
-
-if __name__ == "__main__":
-    main()

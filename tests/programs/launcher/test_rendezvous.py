@@ -62,7 +62,7 @@ def meet(rendezvous: Rendezvous) -> dict[str, str]:
         info = handler.next_rendezvous()
     except Exception as error:
         raise rendezvous.not_met(error) from error
-    group = WorkerGroup(WorkerSpec("default", 1, handler))
+    group = WorkerGroup(WorkerSpec("default", 1, handler, entrypoint="true"))
     group.store, group.group_rank, group.group_world_size = info.store, info.rank, info.world_size
     store_info: Any = info.bootstrap_store_info
     group.master_addr, group.master_port = store_info.master_addr, store_info.master_port
@@ -107,12 +107,17 @@ def two(request: pytest.FixtureRequest, port: int) -> Iterator[list[MachinesRend
 
 
 def test_used_port_is_replaced_with_a_warning(port: int) -> None:
-    first, second = Rendezvous(first_restarts(0), port), Rendezvous(first_restarts(0), port)
-    one, problem = first.open()
-    assert problem is None and one.next_rendezvous().bootstrap_store_info.master_port == port  # type: ignore[union-attr]
-    other, problem = second.open()
+    def port_of(rendezvous: Rendezvous) -> tuple[int, Any]:
+        handler, problem = rendezvous.open()
+        info: Any = handler.next_rendezvous().bootstrap_store_info
+        return info.master_port, problem
+
+    with socket.socket() as used:
+        used.bind(("127.0.0.1", port))
+        used.listen()
+        found, problem = port_of(Rendezvous(first_restarts(0), port))
     assert problem is not None and problem.code == "FSDP-W711" and str(port) in problem.message
-    assert other.next_rendezvous().bootstrap_store_info.master_port != port  # type: ignore[union-attr]
+    assert found != port and port_of(Rendezvous(first_restarts(0), port)) == (port, None)
 
 
 def test_each_attempt_of_one_machine_has_another_store(port: int) -> None:
@@ -164,7 +169,7 @@ def test_missing_machine_is_an_error_after_the_timeout(port: int, backend: str) 
 
 def test_two_machines_with_one_number_are_refused(port: int) -> None:
     """Torch's static rendezvous counts the launchers, and does not compare their numbers."""
-    results = all_meet([machine(0, port), machine(0, port)])
+    results = all_meet([machine(0, port, conf="timeout=3"), machine(0, port, conf="timeout=3")])
     assert "FSDP-E719" in [code_of(each) for each in results if isinstance(each, SpecError)]
 
 
