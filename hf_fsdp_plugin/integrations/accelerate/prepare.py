@@ -27,7 +27,6 @@ from hf_fsdp_plugin.backends.ranks.cluster import ranks_per_machine
 from hf_fsdp_plugin.backends.sharding import shard as sharding
 from hf_fsdp_plugin.backends.sharding.script_access import check_parameter_hooks, free_before_step
 from hf_fsdp_plugin.devices import get_device
-from hf_fsdp_plugin.estimate.unit_sizes import with_padding_warning
 from hf_fsdp_plugin.hangs.calls import record
 from hf_fsdp_plugin.integrations import call_hooks, peft, resuming, run_report, saving, script_arguments, torchao
 from hf_fsdp_plugin.integrations.accelerate import fp8, private
@@ -40,6 +39,7 @@ from hf_fsdp_plugin.messages import print_once, print_warnings
 from hf_fsdp_plugin.observe.first_step import check_added
 from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan
 from hf_fsdp_plugin.plan.names import unwrapped
+from hf_fsdp_plugin.plan.padding import with_padding_warning
 from hf_fsdp_plugin.plan.presharded import distributed_config_of
 from hf_fsdp_plugin.plan.resolve import resolve
 from hf_fsdp_plugin.problems import Problem, SpecError

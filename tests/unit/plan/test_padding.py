@@ -10,8 +10,8 @@ import transformers as hf
 from torch import nn
 
 from hf_fsdp_plugin.cli.check_output import plan_with_problems
-from hf_fsdp_plugin.estimate.unit_sizes import SIGNIFICANT, padding_of, unit_shapes, with_padding_warning
 from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan
+from hf_fsdp_plugin.plan.padding import SIGNIFICANT, padding_of, unit_shapes, with_padding_warning
 from hf_fsdp_plugin.plan.resolve import resolve
 from hf_fsdp_plugin.spec.load import load_spec
 
