@@ -183,10 +183,11 @@ GROUPS: dict[Group, str] = {
     "transformers": "Installed by `install()`. `FsdpTrainer`, `FsdpTrainerMixin` and `FsdpTrainingArguments` override "
     "the same methods in a subclass instead.",
     "loading": "Installed by `install()`, and when a spec enables FSDP.",
-    "calls": "Installed together with the groups `hangs` and `profile`.",
+    "calls": "Installed together with the groups `hangs` and `phases`.",
     "hangs": "Installed in ranks, unless `--hang_timeout 0` or `HF_FSDP_HANG_TIMEOUT=0` is set. They call the "
     "original and record the call (see [hangs.md](hangs.md)).",
-    "profile": "Installed in the ranks of `hf-fsdp profile`, and by `ProfilerCallback`.",
+    "phases": "Installed when an observer is attached: in the ranks of `hf-fsdp profile` and of `hf-fsdp check --run`, "
+    "and by `ProfilerCallback`.",
 }
 
 _DIALECTS_HEAD = """# Configs of other programs

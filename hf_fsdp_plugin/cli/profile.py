@@ -19,11 +19,12 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Final
 
+from hf_fsdp_plugin import observers
 from hf_fsdp_plugin.cli import launch
 from hf_fsdp_plugin.cli.main import whole_number
 from hf_fsdp_plugin.cli.output import print_failure, print_problems, print_result
 from hf_fsdp_plugin.integrations import profiling
-from hf_fsdp_plugin.integrations.profiling import OPTIONS_VARIABLE, ProfileOptions
+from hf_fsdp_plugin.integrations.profiling import OBSERVER, OPTIONS_VARIABLE, ProfileOptions
 from hf_fsdp_plugin.launcher import flags
 from hf_fsdp_plugin.launcher.flags import LaunchArguments
 from hf_fsdp_plugin.observe.profile.run_profile import RunProfile, Suggestion
@@ -77,7 +78,8 @@ def read_arguments(args: argparse.Namespace, environ: Mapping[str, str]) -> tupl
         **{name: vars(args)[f"profile.{name}"] for name, (value, _) in _FLAGS.items() if value == "N"},
     )
     variables = {name: value for name, value in _VARIABLES.items() if name not in environ}
-    return replace(launched, env={**variables, OPTIONS_VARIABLE: json.dumps(asdict(options))}), options
+    variables |= {OPTIONS_VARIABLE: json.dumps(asdict(options)), observers.VARIABLE: OBSERVER}
+    return replace(launched, env=variables), options
 
 
 def run(args: argparse.Namespace) -> int:

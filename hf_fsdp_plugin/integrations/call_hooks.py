@@ -1,6 +1,6 @@
 """Replacements of torch's collectives that record each call (see :mod:`hf_fsdp_plugin.hangs.calls`).
 
-The replacements for waits and for functions of FSDP1's units also mark the call in a profile.
+The replacements for waits and for functions of FSDP1's units also call the observers.
 
 Each function takes the original and returns its replacement, because calls of a step must not become slower.
 Hooks are installed in the middle of torch's import, so torch is imported in functions only.
@@ -11,13 +11,13 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from hf_fsdp_plugin.hangs.calls import POINT_TO_POINT, record
 from hf_fsdp_plugin.integrations.hooks import COLLECTIVES
 from hf_fsdp_plugin.integrations.patching import install_hooks
+from hf_fsdp_plugin.observers import Call, observers
 from hf_fsdp_plugin.torch_private.modules import set_unit_name, unit_name
 
 Function = Callable[..., Any]
@@ -30,17 +30,6 @@ def functional_operation(name: str) -> str | None:
     """Return the operation in messages of a functional collective; ``None`` for other functions."""
     operation = next((begin.replace("_", "-") for begin in _FUNCTIONAL if name.startswith(begin)), None)
     return f"{operation} (coalesced)" if operation is not None and name.endswith("_coalesced") else operation
-
-
-call_marks: Final[dict[str, Function]] = {}
-"""The marks of a profiled rank around the calls that are also recorded; empty while no profile is made.
-
-``wait``, ``gather`` or ``reduction`` -> a function that returns the mark, of the unit that needs the collective.
-"""
-
-
-def _mark(kind: str, *unit: Any) -> AbstractContextManager[Any]:
-    return call_marks[kind](*unit) if kind in call_marks else nullcontext()
 
 
 def record_collective(original: Function) -> Function:
@@ -83,10 +72,10 @@ def record_message(original: Function) -> Function:
 
 
 def record_wait(original: Function) -> Function:
-    """Record that this rank waits for a ``Work``, and mark the wait in a profile."""
+    """Record that this rank waits for a ``Work``, and call the observers."""
 
     def call(work: Any, *args: Any, **kwargs: Any) -> Any:
-        with _mark("wait"):
+        with observers.call("wait"):
             if not record.is_open:
                 return original(work, *args, **kwargs)
             return _waiting(record.position_of(work), original, work, *args, **kwargs)
@@ -141,18 +130,18 @@ def unit_method(original: Function) -> Function:
     return lambda unit, *args, **kwargs: _of_unit(unit, original, unit, *args, **kwargs)
 
 
-def gather_of_unit(original: Function, name: str = "gather") -> Function:
-    """Record, and mark in a profile, for which FSDP1 unit a function of its state gathers parameters."""
+def gather_of_unit(original: Function, kind: Call = "gather") -> Function:
+    """Record, and tell the observers, for which FSDP1 unit a function of its state gathers parameters."""
 
     def call(state: Any, unit: Any, *args: Any, **kwargs: Any) -> Any:
-        with _mark(name, unit):
+        with observers.call(kind, unit):
             return _of_unit(unit, original, state, unit, *args, **kwargs)
 
     return call
 
 
 def reduction_of_unit(original: Function) -> Function:
-    """Record, and mark in a profile, for which FSDP1 unit a function of its state reduces gradients."""
+    """Record, and tell the observers, for which FSDP1 unit a function of its state reduces gradients."""
     return gather_of_unit(original, "reduction")
 
 

@@ -93,7 +93,7 @@ COLLECTIVES: Final = {
 }
 """Method of a process group -> the operation in messages, and the position of this rank's tensors."""
 
-Group = Literal["accelerate", "transformers", "loading", "calls", "hangs", "profile"]
+Group = Literal["accelerate", "transformers", "loading", "calls", "hangs", "phases"]
 
 
 def _hooks_of(targets: Iterable[str], **fields: Any) -> Iterator[Hook]:

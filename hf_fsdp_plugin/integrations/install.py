@@ -14,12 +14,13 @@ from hf_fsdp_plugin.backends.loading.shared_weights import exchange
 from hf_fsdp_plugin.backends.ranks.agreement import load_failures
 from hf_fsdp_plugin.backends.ranks.cluster import slurm_variables
 from hf_fsdp_plugin.devices import accelerator_type, select_device
-from hf_fsdp_plugin.integrations import patching, resuming, run_report, torch_functions
+from hf_fsdp_plugin.integrations import observing, patching, resuming, run_report, torch_functions
 from hf_fsdp_plugin.integrations.rank_process import may_be_rank
 from hf_fsdp_plugin.integrations.rank_watch import watch
 from hf_fsdp_plugin.integrations.saving import manager
 from hf_fsdp_plugin.integrations.session import session
 from hf_fsdp_plugin.messages import printer
+from hf_fsdp_plugin.observers import observers
 from hf_fsdp_plugin.problems import Problem
 from hf_fsdp_plugin.rank_variables import launched_world_size
 from hf_fsdp_plugin.sources.environment import LaunchHandover, absolute_path, variables_without_torchrun
@@ -113,6 +114,7 @@ def install(
             PartialState(cpu=cpu)
     if not is_child:
         run_report.start_reporting()
+    observing.attach_named(spec)
     return session.ambient
 
 
@@ -128,6 +130,7 @@ def uninstall() -> None:
     and Trainers keep their plan, and the process group remains.
     """
     watch.disarm()
+    observers.close()
     manager.close()
     exchange.close()
     load_failures.close()

@@ -45,7 +45,6 @@ def run_rank(script: str, args: Sequence[str], *, module: bool = False, **option
     gc.disable()  # imports leave next to no garbage, and searching their objects takes a sixth of their time
     # lazy: the launcher and `check` import this module
     import hf_fsdp_plugin
-    from hf_fsdp_plugin.integrations.profiling import profiled_run
     from hf_fsdp_plugin.integrations.rank_watch import watch
 
     try:
@@ -53,7 +52,9 @@ def run_rank(script: str, args: Sequence[str], *, module: bool = False, **option
         hf_fsdp_plugin.install(**options)
         gc.freeze()  # what is imported stays, so that the script's collections need not search it either
         gc.enable()
-        with profiled_run():
+        from hf_fsdp_plugin.integrations.observing import observed_run  # which install() has imported
+
+        with observed_run():
             run(script, args, module=module)
     except BaseException as error:
         if not is_failure(error):

@@ -30,6 +30,7 @@ TORCH_FREE = (
 OTHERS = (
     "rank_variables",
     "messages",
+    "observers",
     "contracts",
     "host_memory",
     "devices",

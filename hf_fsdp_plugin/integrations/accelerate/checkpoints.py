@@ -37,10 +37,10 @@ from hf_fsdp_plugin.integrations.accelerate.private import (
 )
 from hf_fsdp_plugin.integrations.deepspeed import engine_state, load_schedule
 from hf_fsdp_plugin.integrations.moving_average import load_averages, save_averages
-from hf_fsdp_plugin.integrations.profiling.run import mark_phase
 from hf_fsdp_plugin.integrations.resuming import continue_run, find_checkpoint, run_fact, warn_differences
 from hf_fsdp_plugin.integrations.saving import call_name, exporting, manager
 from hf_fsdp_plugin.integrations.session import context_in_block
+from hf_fsdp_plugin.observers import mark_phase
 from hf_fsdp_plugin.plan.names import unwrapped
 
 

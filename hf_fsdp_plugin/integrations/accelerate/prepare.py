@@ -33,10 +33,10 @@ from hf_fsdp_plugin.integrations.accelerate import fp8, private
 from hf_fsdp_plugin.integrations.accelerate.accelerator import adopt_models
 from hf_fsdp_plugin.integrations.accelerate.batches import check_even_batches, notice_accumulation
 from hf_fsdp_plugin.integrations.accelerate.plugin import if_planned, planned_plugin
-from hf_fsdp_plugin.integrations.profiling.run import profiling
 from hf_fsdp_plugin.integrations.rank_watch import watch
 from hf_fsdp_plugin.messages import print_once, print_warnings
 from hf_fsdp_plugin.observe.first_step import check_added
+from hf_fsdp_plugin.observers import observers
 from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan
 from hf_fsdp_plugin.plan.names import unwrapped
 from hf_fsdp_plugin.plan.padding import with_padding_warning
@@ -196,6 +196,7 @@ def shard_model(
             plan = replace(plan, problems=(*plan.problems, problem))
         plan = with_padding_warning(plan, model)
         print_warnings(plan.problems)
+        observers.notify("model_planned", model, plan)
         if accelerator.is_main_process:
             logger.info("%s", plan)
         # 4. Linear layers are replaced by those of fp8, and attention divides sequences.
@@ -208,11 +209,11 @@ def shard_model(
         sharded = sharding.shard(plan, model, accelerator.device, optimizers, _unit_compiler(accelerator))
         convert_shards(sharded)
         fp8.apply_autocast(accelerator, plan, sharded)
-        # 6. Hooks: the progress, the diagnosis of hangs and the profile of this rank follow the model.
+        # 6. Hooks: the progress, the diagnosis of hangs and the observers of this rank follow the model.
         record.count_forwards(sharded)
         watch.follow_thread()
         call_hooks.name_units(sharded)
-        profiling.watch(sharded)
+        observers.notify("model_prepared", accelerator, sharded, plan, is_trained=is_trained)
         if compiler is not None:
             # torch.compile breaks graphs at a module's FSDP hooks, so the sharded module is compiled again.
             compile_call(sharded, compiler)

@@ -10,7 +10,9 @@ from typing import Any, Final
 
 from transformers import HfArgumentParser, Trainer, TrainingArguments
 
+from hf_fsdp_plugin.integrations import observing
 from hf_fsdp_plugin.integrations.preflight.clone import MadeData, collate, find_clone, write_clone
+from hf_fsdp_plugin.integrations.preflight.observer import PreflightObserver
 from hf_fsdp_plugin.integrations.preflight.stages import preflight
 from hf_fsdp_plugin.integrations.preflight.training import run_stages
 from hf_fsdp_plugin.plan.meta_model import config_and_class
@@ -64,6 +66,7 @@ class PreflightArguments(TrainingArguments):
 
 def train() -> None:
     """Make the clone, and run all stages with it."""
+    observing.attach(PreflightObserver())
     name = preflight.options.model
     parse_arguments()  # before a clone is made
     try:

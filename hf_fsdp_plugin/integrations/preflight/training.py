@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, Final
 
@@ -20,11 +19,9 @@ from hf_fsdp_plugin.backends.ranks.agreement import broadcast_object
 from hf_fsdp_plugin.checkpoint.merging.merge import MergeOptions, merge
 from hf_fsdp_plugin.checkpoint.names import HF_MODEL, TRAINER_PREFIX, safetensors_file
 from hf_fsdp_plugin.integrations.preflight.stages import REPORT_FILE, preflight, problems_of_error
-from hf_fsdp_plugin.integrations.profiling.run import marks
 from hf_fsdp_plugin.integrations.run_report import report_run
 from hf_fsdp_plugin.integrations.saving import manager
 from hf_fsdp_plugin.integrations.transformers.private import save_checkpoint
-from hf_fsdp_plugin.observe.profile.rank_profile import Phase
 from hf_fsdp_plugin.plan.names import unwrapped
 from hf_fsdp_plugin.problems import Problem, SpecError
 from hf_fsdp_plugin.text import format_names
@@ -98,7 +95,6 @@ def run_stages(make_trainer: Callable[[], Any]) -> None:
     """
     trainer = make_trainer()
     preflight.phase = "first run"
-    marks.stage_of = _stage_of
     callback = StageCallback(trainer)
     trainer.add_callback(callback)
 
@@ -129,13 +125,6 @@ def run_stages(make_trainer: Callable[[], Any]) -> None:
             preflight.skip(stage, reason)
     if preflight.has_passed("prepare"):
         _further_stages(trainer, make_trainer, callback.weights)
-
-
-def _stage_of(phase: Phase) -> AbstractContextManager[None]:
-    """Return the stage of a call that this package replaces for every run. Only the first run records stages."""
-    stage = {"clipping": "clip", "checkpoint": "save"}.get(phase)
-    records = preflight.active and preflight.phase == "first run"
-    return preflight.stage(stage) if stage is not None and records else nullcontext()
 
 
 def _further_stages(trainer: Any, make_trainer: Callable[[], Any], weights: Mapping[int, Weights]) -> None:

@@ -5,11 +5,9 @@ Imports torch only in a rank that the launcher asks for a profile.
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Final
@@ -23,6 +21,8 @@ from hf_fsdp_plugin.version import SCHEMA_VERSION
 
 OPTIONS_VARIABLE: Final = "HF_FSDP_PROFILE"
 """Environment variable with ``ProfileOptions`` as JSON."""
+OBSERVER: Final = "hf_fsdp_plugin.integrations.profiling.run:attach"
+"""The function that begins the profile in a rank, for the variable of :mod:`hf_fsdp_plugin.observers`."""
 NUM_TRACES: Final = 8
 """Ranks that keep their Chrome trace, from rank 0."""
 RANKS_FOLDER: Final = "ranks"
@@ -69,28 +69,6 @@ class ProfileOptions:
 
     def trace_file(self, rank: int) -> Path:
         return Path(self.folder) / TRACES_FOLDER / f"rank_{rank}.json.gz"
-
-
-@contextlib.contextmanager
-def profiled_run() -> Iterator[None]:
-    """Profile the script that runs in this context, if the launcher asks for it.
-
-    Raises:
-        SpecError: the profile cannot be made or written.
-    """
-    options = os.environ.pop(OPTIONS_VARIABLE, None)  # processes that the script starts are not ranks
-    if options is None:
-        yield
-        return
-    from hf_fsdp_plugin.integrations.profiling.run import profiling
-
-    profiling.begin(ProfileOptions(**json.loads(options)))
-    try:
-        yield
-    except BaseException as error:
-        profiling.end(failed=not isinstance(error, SystemExit) or error.code not in (None, 0))
-        raise
-    profiling.end()
 
 
 def read_ranks(folder: Path) -> list[RankProfile]:

@@ -8,7 +8,6 @@ The trace of a rank is analyzed in the rank, so that the launcher reads a small 
 from __future__ import annotations
 
 import contextlib
-import functools
 import gzip
 import json
 import os
@@ -16,7 +15,7 @@ import socket
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
@@ -28,16 +27,15 @@ from torch import nn
 from torch.profiler import ProfilerActivity, record_function, supported_activities
 from torch.profiler import profile as torch_profile
 
-from hf_fsdp_plugin.backends.optimizers.parameters import after_each_step
 from hf_fsdp_plugin.backends.sharding.shard import plan_of
 from hf_fsdp_plugin.devices import available_device
-from hf_fsdp_plugin.integrations.call_hooks import call_marks
-from hf_fsdp_plugin.integrations.patching import install_hooks
-from hf_fsdp_plugin.integrations.profiling import NUM_TRACES, ProfileOptions, remove_paths, write_file
+from hf_fsdp_plugin.hangs.rank_exit import is_failure
+from hf_fsdp_plugin.integrations.observing import attach as attach_observer
+from hf_fsdp_plugin.integrations.profiling import NUM_TRACES, OPTIONS_VARIABLE, ProfileOptions, remove_paths, write_file
 from hf_fsdp_plugin.integrations.run_report import stop_reporting
 from hf_fsdp_plugin.observe.profile import rank_profile
-from hf_fsdp_plugin.observe.profile.rank_profile import Phase
 from hf_fsdp_plugin.observe.units import UnitObservation, observe_units
+from hf_fsdp_plugin.observers import Call, Observer, Phase
 from hf_fsdp_plugin.plan.names import unwrapped
 from hf_fsdp_plugin.problems import Problem, SpecError
 from hf_fsdp_plugin.rank_variables import launched_rank, launched_world_size
@@ -59,12 +57,10 @@ class Marks:
 
     Attributes:
         enabled: whether the profiler runs.
-        stage_of: returns the stage of a preflight, in which nothing is profiled, for a phase.
     """
 
     def __init__(self) -> None:
         self.enabled = False
-        self.stage_of: Callable[[Phase], AbstractContextManager[Any]] | None = None
         self._open = _OpenMarks()
         self._handles: list[Any] = []
 
@@ -72,7 +68,7 @@ class Marks:
         return record_function(name) if self.enabled else nullcontext()
 
     def phase(self, phase: Phase) -> AbstractContextManager[Any]:
-        return self(f"{rank_profile.PREFIX}{phase}") if self.stage_of is None else self.stage_of(phase)
+        return self(f"{rank_profile.PREFIX}{phase}")
 
     def of_unit(self, prefix: str, unit: Any) -> AbstractContextManager[Any]:
         """Return the mark of a collective of an FSDP1 unit.
@@ -132,27 +128,7 @@ marks = Marks()
 """The marks of this process."""
 
 
-def mark_phase(phase: Phase) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Decorator: mark the calls of a function as a phase of the step."""
-
-    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(function)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            with marks.phase(phase):
-                return function(*args, **kwargs)
-
-        return call
-
-    return decorate
-
-
-def mark_backward(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Mark a backward pass: the replacement of ``torch.autograd.backward``."""
-    with marks.phase("backward"):
-        return original(*args, **kwargs)
-
-
-class Profiling:
+class Profiling(Observer):
     """Profiles the steps of one run. Without ``begin``, every function returns at once.
 
     A step ends when the first optimizer that makes a step has made its next one.
@@ -174,6 +150,7 @@ class Profiling:
         """Profile from now on. An earlier profile that did not end, because its training has failed, is discarded."""
         self.end(failed=True)
         self.active, self.options, self.failure = True, options, None
+        self.may_end_run = options.raises
         self._model: nn.Module | None = None
         self._optimizer: torch.optim.Optimizer | None = None
         self._num_steps = 0
@@ -182,12 +159,21 @@ class Profiling:
         self._num_forwards = 0
         self._forwards_per_step = 1
         self._batch: tuple[int, ...] = ()
-        install_hooks("calls", "profile")
-        gather, reduction = (
-            functools.partial(marks.of_unit, prefix) for prefix in (rank_profile.GATHER, rank_profile.REDUCE)
-        )
-        call_marks.update(wait=functools.partial(marks, rank_profile.WAIT), gather=gather, reduction=reduction)
-        self._end_steps = after_each_step(self._after_step)
+        self._detach = attach_observer(self)
+
+    def model_prepared(self, accelerator: Any, model: nn.Module, plan: Any, *, is_trained: bool) -> None:
+        self.watch(model)
+
+    def phase(self, phase: Phase) -> AbstractContextManager[Any]:
+        return marks.phase(phase)
+
+    def call(self, kind: Call, unit: Any) -> AbstractContextManager[Any]:
+        if kind == "wait":
+            return marks(rank_profile.WAIT)
+        return marks.of_unit(rank_profile.GATHER if kind == "gather" else rank_profile.REDUCE, unit)
+
+    def run_ended(self, error: BaseException | None) -> None:
+        self.end(failed=error is not None and is_failure(error))
 
     def watch(self, model: nn.Module) -> None:
         """Mark the forwards of a sharded model. Call it after the model is sharded."""
@@ -206,9 +192,8 @@ class Profiling:
         if not self.active:
             return
         self.active = False
-        call_marks.clear()
+        self._detach()
         marks.unwatch()
-        self._end_steps()
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
@@ -231,7 +216,7 @@ class Profiling:
         tensors = (value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor))
         self._batch = next((tuple(tensor.shape) for tensor in tensors if tensor.dim() >= 2), self._batch)
 
-    def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    def step_ended(self, optimizer: torch.optim.Optimizer) -> None:
         now, options = time.perf_counter(), self.options
         if self._optimizer is None:
             self._optimizer = optimizer
@@ -358,3 +343,8 @@ def _not_written(message: str, fix: str) -> SpecError:
 
 profiling = Profiling()
 """The profile of this process."""
+
+
+def attach(spec: Any) -> None:
+    """Profile the script of this rank, with the options that ``hf-fsdp profile`` has put into the environment."""
+    profiling.begin(ProfileOptions(**json.loads(os.environ.pop(OPTIONS_VARIABLE))))

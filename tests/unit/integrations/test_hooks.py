@@ -19,7 +19,7 @@ from hf_fsdp_plugin.integrations.session import session
 
 ROWS = [hook for hooks in HOOKS.values() for hook in hooks if importlib.util.find_spec(hook.module.partition(".")[0])]
 """The rows whose library is installed."""
-BY_LAUNCHER = tuple(hook for group in ("calls", "hangs", "profile") for hook in HOOKS[group])
+BY_LAUNCHER = tuple(hook for group in ("calls", "hangs", "phases") for hook in HOOKS[group])
 """The rows that ``install()`` does not install."""
 NATIVE = {"torch.distributed.distributed_c10d:Work.wait"}
 """Targets without a signature, because they are written in C++."""
