@@ -13,35 +13,27 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import hf_fsdp_plugin
-from hf_fsdp_plugin.cli.check_output import check_sources, plan_of_model
-from hf_fsdp_plugin.cli.conversion import print_conversion, with_converted_config
-from hf_fsdp_plugin.cli.output import exit_code, in_line_order, print_json, print_problems
+from hf_fsdp_plugin.cli.main import tool
+from hf_fsdp_plugin.cli.output import exit_code, in_line_order, print_problems
 from hf_fsdp_plugin.launcher import flags
 from hf_fsdp_plugin.launcher import world as worlds
-from hf_fsdp_plugin.launcher.rank_environment import DEFAULT_GRACE, RankJob, launch_env, rank_command, settings_env
+from hf_fsdp_plugin.launcher.rank_environment import DEFAULT_GRACE, RankJob, launch_env, rank_command
 from hf_fsdp_plugin.launcher.run_script import check_script
-from hf_fsdp_plugin.problems import Problem, SpecError, UsageError, has_errors
+from hf_fsdp_plugin.problems import Problem, SpecError, UsageError
 from hf_fsdp_plugin.rank_variables import POD_ID_VARIABLE, RUN_ID_VARIABLE, exit_limit, hang_limit
 from hf_fsdp_plugin.sources import environment
 from hf_fsdp_plugin.sources.command_line import flag_name, parse_flags
 from hf_fsdp_plugin.sources.environment import LaunchHandover
 from hf_fsdp_plugin.sources.interface import ConfigFile, Sources
 from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec, LaunchSection
-from hf_fsdp_plugin.text import printable
-
-if TYPE_CHECKING:
-    from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan
 
 _OF_ONE_MACHINE = frozenset({"launch.machine_rank", "launch.main_process_ip", "launch.gpu_ids"})
 """Settings that may differ between machines."""
-_MODEL_FLAGS = ("model_name_or_path", "model_name", "model")
-"""Flags of training scripts that name the model."""
 _REMOVED_LIMIT = "HF_FSDP_MACHINE_TIMEOUT"
 _NUMBERS = (("grace", r"\d+(\.\d+)?"), ("num_cpu_threads_per_process", r"\d+"), ("max_restarts", r"\d{1,6}"))
 
@@ -87,10 +79,10 @@ def _launch(arguments: flags.LaunchArguments) -> int:
         notes.append(Problem(code="FSDP-N713", message=message))
     if "dry_run" in arguments.options:
         _print_notices(arguments, *notes)
-        return _show_run(arguments, sources, _command(arguments))
+        return int(tool("dry_run").show_run(arguments, sources, _command(arguments)))
     spec = assess(sources).checked_spec()
     if "quiet" not in arguments.options:
-        print_conversion(sources.converted)
+        tool("conversion").print_conversion(sources.converted)
     _print_notices(arguments, *(problem for problem in spec.problems if problem.severity == "warning"))
     world = worlds.resolve_world(spec, worlds.find_devices())
     _print_notices(arguments, *world.problems)
@@ -224,7 +216,7 @@ def _handover(arguments: flags.LaunchArguments) -> LaunchHandover:
         overrides=arguments.overrides,
         environ={**environment.user_variables(os.environ), **environment.torchrun_variables(os.environ)},
     )
-    sources = with_converted_config(sources, arguments.script_args)
+    sources = tool("conversion").with_converted_config(sources, arguments.script_args)
     report, table = environment.absolute_path(options.get("report")), "report_table" in options
     return LaunchHandover(sources=sources, quiet="quiet" in options, report=report, report_table=table)
 
@@ -245,53 +237,3 @@ def _print_notices(arguments: flags.LaunchArguments, *lines: object) -> None:
     if "quiet" not in arguments.options:
         for line in lines:
             print(f"hf-fsdp: {line}", file=sys.stderr, flush=True)
-
-
-def _show_run(arguments: flags.LaunchArguments, sources: Sources, command: Sequence[str]) -> int:
-    """Print the settings, the units, and the command and the variables of a rank. Returns the exit code.
-
-    Args:
-        command: the command of a rank.
-    """
-    world: worlds.World | None = None
-    given = {flag.name: flag.text for flag in parse_flags(arguments.script_args)}
-    is_own = "model" in arguments.options
-    model = arguments.options.get("model") or next((given[name] for name in _MODEL_FLAGS if given.get(name)), "")
-
-    def find_plan(spec: FsdpSpec) -> tuple[FsdpPlan | None, Sequence[Problem]]:
-        nonlocal world
-        try:
-            world = worlds.resolve_world(spec, worlds.find_devices())
-        except SpecError as error:
-            return None, error.problems
-        if not model or not spec.enabled:
-            return None, world.problems
-        plan, found = plan_of_model(spec, model, world_size=world.size, device_type=world.device)
-        # The script may know a model that is unknown here, for example its own folder.
-        unknown = not is_own and any(problem.code == "FSDP-E709" for problem in found)
-        return plan, world.problems if unknown else (*world.problems, *found)
-
-    checked = check_sources(sources, find_plan)
-    if "quiet" not in arguments.options and not has_errors(checked.problems):
-        print_conversion(sources.converted)
-    spec, plan = checked.spec, checked.plan
-    env = settings_env(spec, world, arguments) if world is not None else {}
-    if "json" in arguments.options:
-        names = {"collectives": "backend", "world_size": "size"}
-        keys = ("device", "collectives", "world_size", "num_machines", "machine_rank", "num_local")
-        found = {key: getattr(world, names.get(key, key)) for key in keys} if world is not None else None
-        print_json({**checked.to_json(), "world": found, "command": list(command), "environment": env})
-        return checked.exit_code
-    blocks = []
-    if world is not None:
-        units = "unknown without the model. Pass --model DIR|ID to show them."
-        if model:
-            units = f"unknown, {model} cannot be built here. Pass --model with a folder that has a config.json."
-        blocks = [f"units: {units}"] if spec.enabled and plan is None else []
-        variables = " ".join(f"{name}={shlex.quote(value)}" for name, value in env.items())
-        rank = (f"command of a rank: {shlex.join(command)}", f"variables for its settings: {variables}")
-        blocks.append("\n".join([worlds.describe_world(world, spec.launch), *map(printable, rank)]))
-    checked.print_text(*blocks)
-    if not has_errors(checked.problems):
-        print("Nothing was started (--dry_run).")
-    return checked.exit_code

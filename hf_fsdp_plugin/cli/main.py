@@ -54,6 +54,8 @@ VERBS: Final[Mapping[str, str]] = MappingProxyType(
     }
 )
 """Verb -> description. Each verb is the module with this name, which is imported when the verb is called."""
+_OF_RUNTIME: Final = frozenset({"launch", "enable", "disable", "help"})
+"""The verbs that start a run, and the help. All others are tools, each a module or a folder in ``tools``."""
 TOOLS: Final = frozenset({"jinja2", "prompt_toolkit", "questionary"})
 """Libraries of the extra ``tools``, which some verbs import where they use them."""
 _WITHOUT_JSON: Final = frozenset({"completion", "help", "schema"})
@@ -127,7 +129,12 @@ def missing_tool(error: ModuleNotFoundError) -> str | None:
 
 def verb_module(verb: str) -> ModuleType:
     """Import and return the module of a verb."""
-    return importlib.import_module(f"hf_fsdp_plugin.cli.{verb}")
+    return importlib.import_module(f"{__package__}.{verb}") if verb in _OF_RUNTIME else tool(verb)
+
+
+def tool(name: str) -> ModuleType:
+    """Import and return a tool, in the process of ``hf-fsdp`` only: the one way from the runtime to a tool."""
+    return importlib.import_module(f"hf_fsdp_plugin.cli.{name}")
 
 
 def make_parser(verb: str) -> Parser:

@@ -6,6 +6,7 @@ it. Imports no torch.
 
 from __future__ import annotations
 
+import json
 import os
 import pickle
 import re
@@ -19,6 +20,7 @@ from pathlib import Path
 from typing import Any, Final, Literal
 
 from hf_fsdp_plugin.checkpoint.io import write_atomically
+from hf_fsdp_plugin.messages import printer
 from hf_fsdp_plugin.problems import Problem, SpecError
 from hf_fsdp_plugin.rank_variables import launched_rank, launched_world_size
 
