@@ -16,6 +16,9 @@ from pathlib import Path
 from typing import Final
 
 PACKAGE: Final = Path(__file__).resolve().parents[1] / "hf_fsdp_plugin"
+TOOLS: Final = "tools"
+LIMITS: Final = {"runtime": 20_000, "tools": 10_500}
+"""Lines of code: the runtime is what a training process imports and what starts it, the tools are all else."""
 _NOT_CODE: Final = frozenset(
     {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 )
@@ -57,6 +60,10 @@ def main() -> None:
         print(f"| {name} | {sum(sizes):,} | {len(sizes)} | {statistics.median(sizes):.0f} |")
     sizes = list(counts.values())
     print(f"| all | {sum(sizes):,} | {len(sizes)} | {statistics.median(sizes):.0f} |")
+    tools = sum(packages[TOOLS])
+    for part, lines in (("runtime", sum(sizes) - tools), ("tools", tools)):
+        over = lines - LIMITS[part]
+        print(f"{part}: {lines:,} lines of code, {abs(over):,} {'more' if over > 0 else 'fewer'} than {LIMITS[part]:,}")
 
 
 if __name__ == "__main__":
