@@ -20,11 +20,11 @@ VARIABLE: Final = "HF_FSDP_OBSERVERS"
 
 ``install()`` calls them at its end with the spec, and removes the variable. Processes of the script do not attach them.
 """
-Phase = Literal["backward", "clipping", "checkpoint"]
+ObservedPhase = Literal["backward", "clipping", "checkpoint"]
 """Parts of a step in code that the runtime replaces. For the others, the hooks of torch suffice: a forward by the hooks
 of the model that :meth:`Observer.model_prepared` gets, the data by the marks of ``DataLoader`` in torch's profiler.
 """
-Call = Literal["wait", "gather", "reduction"]
+ObservedCall = Literal["wait", "gather", "reduction"]
 """The wait for a collective, and the calls in which an FSDP1 unit gathers parameters and reduces gradients."""
 
 
@@ -49,11 +49,11 @@ class Observer:
             is_trained: ``False`` for the teachers and reference models of TRL's Trainers.
         """
 
-    def phase(self, phase: Phase) -> AbstractContextManager[Any]:
+    def phase(self, phase: ObservedPhase) -> AbstractContextManager[Any]:
         """Return the context in which a phase runs. It gets the exception that ends the phase."""
         return nullcontext()
 
-    def call(self, kind: Call, unit: Any) -> AbstractContextManager[Any]:
+    def call(self, kind: ObservedCall, unit: Any) -> AbstractContextManager[Any]:
         """Return the context of a call.
 
         Args:
@@ -99,11 +99,11 @@ class Observers:
         if observer in self._observers:
             self._call(observer, getattr(observer, event), *args)
 
-    def phase(self, phase: Phase) -> AbstractContextManager[Any]:
+    def phase(self, phase: ObservedPhase) -> AbstractContextManager[Any]:
         """Return the contexts of all observers for a phase."""
         return self._in_contexts("phase", phase) if self._observers else nullcontext()
 
-    def call(self, kind: Call, unit: Any = None) -> AbstractContextManager[Any]:
+    def call(self, kind: ObservedCall, unit: Any = None) -> AbstractContextManager[Any]:
         """Return the contexts of all observers for a call."""
         return self._in_contexts("call", kind, unit) if self._observers else nullcontext()
 
@@ -136,7 +136,7 @@ observers = Observers()
 """The observers of this process."""
 
 
-def mark_phase(phase: Phase) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def mark_phase(phase: ObservedPhase) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Decorator: the calls of a function are a phase of the step."""
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Final
 from hf_fsdp_plugin.hangs.calls import POINT_TO_POINT, record
 from hf_fsdp_plugin.integrations.hooks import COLLECTIVES
 from hf_fsdp_plugin.integrations.patching import install_hooks
-from hf_fsdp_plugin.observers import Call, observers
+from hf_fsdp_plugin.observers import ObservedCall, observers
 from hf_fsdp_plugin.torch_private.modules import set_unit_name, unit_name
 
 Function = Callable[..., Any]
@@ -130,7 +130,7 @@ def unit_method(original: Function) -> Function:
     return lambda unit, *args, **kwargs: _of_unit(unit, original, unit, *args, **kwargs)
 
 
-def gather_of_unit(original: Function, kind: Call = "gather") -> Function:
+def gather_of_unit(original: Function, kind: ObservedCall = "gather") -> Function:
     """Record, and tell the observers, for which FSDP1 unit a function of its state gathers parameters."""
 
     def call(state: Any, unit: Any, *args: Any, **kwargs: Any) -> Any:

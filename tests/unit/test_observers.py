@@ -78,7 +78,7 @@ def test_observer_that_may_end_the_run_raises():
         pass
 
 
-def test_phase_gets_the_exception_that_ends_it_and_cannot_swallow_it():
+def test_phase_gets_the_exception_and_cannot_swallow_it():
     seen: list[object] = []
 
     class Swallowing(Observer):

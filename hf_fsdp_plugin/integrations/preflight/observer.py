@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Final
 
 from hf_fsdp_plugin.integrations.preflight.stages import preflight
-from hf_fsdp_plugin.observers import Observer, Phase
+from hf_fsdp_plugin.observers import ObservedPhase, Observer
 
 _STAGES: Final = {"clipping": "clip", "checkpoint": "save"}
 
@@ -16,7 +16,7 @@ class PreflightObserver(Observer):
 
     may_end_run = True
 
-    def phase(self, phase: Phase) -> AbstractContextManager[Any]:
+    def phase(self, phase: ObservedPhase) -> AbstractContextManager[Any]:
         """Return the stage of a phase. Only the first run records stages."""
         records = phase in _STAGES and preflight.active and preflight.phase == "first run"
         return preflight.stage(_STAGES[phase]) if records else nullcontext()

@@ -35,7 +35,7 @@ from hf_fsdp_plugin.integrations.profiling import NUM_TRACES, OPTIONS_VARIABLE, 
 from hf_fsdp_plugin.integrations.run_report import stop_reporting
 from hf_fsdp_plugin.observe.profile import rank_profile
 from hf_fsdp_plugin.observe.units import UnitObservation, observe_units
-from hf_fsdp_plugin.observers import Call, Observer, Phase
+from hf_fsdp_plugin.observers import ObservedCall, ObservedPhase, Observer
 from hf_fsdp_plugin.plan.names import unwrapped
 from hf_fsdp_plugin.problems import Problem, SpecError
 from hf_fsdp_plugin.rank_variables import launched_rank, launched_world_size
@@ -67,7 +67,7 @@ class Marks:
     def __call__(self, name: str) -> AbstractContextManager[Any]:
         return record_function(name) if self.enabled else nullcontext()
 
-    def phase(self, phase: Phase) -> AbstractContextManager[Any]:
+    def phase(self, phase: ObservedPhase) -> AbstractContextManager[Any]:
         return self(f"{rank_profile.PREFIX}{phase}")
 
     def of_unit(self, prefix: str, unit: Any) -> AbstractContextManager[Any]:
@@ -164,10 +164,10 @@ class Profiling(Observer):
     def model_prepared(self, accelerator: Any, model: nn.Module, plan: Any, *, is_trained: bool) -> None:
         self.watch(model)
 
-    def phase(self, phase: Phase) -> AbstractContextManager[Any]:
+    def phase(self, phase: ObservedPhase) -> AbstractContextManager[Any]:
         return marks.phase(phase)
 
-    def call(self, kind: Call, unit: Any) -> AbstractContextManager[Any]:
+    def call(self, kind: ObservedCall, unit: Any) -> AbstractContextManager[Any]:
         if kind == "wait":
             return marks(rank_profile.WAIT)
         return marks.of_unit(rank_profile.GATHER if kind == "gather" else rank_profile.REDUCE, unit)
