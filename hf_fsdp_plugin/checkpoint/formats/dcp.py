@@ -6,6 +6,7 @@ write this format for sharded state dicts of FSDP1 and FSDP2, and so does this p
 
 from __future__ import annotations
 
+import math
 import reprlib
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from operator import itemgetter
@@ -14,7 +15,7 @@ from typing import Any, NamedTuple
 
 from hf_fsdp_plugin.checkpoint.errors import COPY_AGAIN, file_problems_inside, raise_if_any, refuse
 from hf_fsdp_plugin.checkpoint.formats import pickles, stored_tensors
-from hf_fsdp_plugin.checkpoint.formats.boxes import SIZES, Box, count_uncovered, intersect, is_within
+from hf_fsdp_plugin.checkpoint.formats.boxes import SIZES, Box, count_uncovered, element_span, intersect, is_within
 from hf_fsdp_plugin.checkpoint.formats.stored_tensors import PieceTable, StoredPiece, StoredState, StoredTensor
 from hf_fsdp_plugin.checkpoint.formats.torch_files import TensorZips
 from hf_fsdp_plugin.checkpoint.io import InputFiles, read_file
@@ -201,6 +202,9 @@ class _Zips(InputFiles):
             found = type(tensor).__name__
             if isinstance(tensor, pickles.PickledTensor):
                 found = f"{tensor.dtype} {tensor.shape}"
+                # torch copies a tensor whose elements are not adjacent. Smaller strides would be read unnoticed.
+                if 0 not in tensor.shape and element_span(tensor.strides, tensor.shape) != math.prod(tensor.shape):
+                    found = f"{found} with the strides {tensor.strides}"
             if found != f"{entry.dtype} {box.sizes}":
                 name = stored_tensors.entry_name(entry.path)
                 expected = f"{DCP_METADATA} expects {entry.dtype} {box.sizes} of {name!r} there"

@@ -107,6 +107,18 @@ def test_headers_of_large_folders_are_read_when_needed(saved: Path, monkeypatch:
         read_stored_model(saved)
 
 
+@pytest.mark.parametrize("eager", [True, False])
+def test_damaged_strides_are_refused(saved: Path, monkeypatch: pytest.MonkeyPatch, eager: bool) -> None:
+    path = saved / "pytorch_model_fsdp_0" / "__0_0.distcp"
+    strides = pickle.BININT1 + b"\4" + pickle.BININT1 + b"\1" + pickle.TUPLE2
+    data = path.read_bytes()
+    assert data.count(strides) == 1
+    path.write_bytes(data.replace(strides, strides.replace(b"\4", b"\2")))
+    monkeypatch.setattr(dcp_reader, "MAX_EAGER", 5_000 if eager else 0)
+    with pytest.raises(CheckpointError, match=r"__0_0\.distcp: contains float32 \(3, 4\) with the strides.*FSDP-E459"):
+        tuple(read_stored_model(saved).tensors["layers.0.weight"].pieces)
+
+
 def test_model_without_top_key_is_read(tmp_path: Path) -> None:
     save({"model.embed.weight": torch.ones(2), "lm_head.weight": torch.ones(2)}, tmp_path)
     assert list(read_stored_model(tmp_path).tensors) == ["model.embed.weight", "lm_head.weight"]
