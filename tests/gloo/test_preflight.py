@@ -96,7 +96,7 @@ def test_absent_policy_class_in_a_config_of_stdin(folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_refused_optimizer_fails_its_stage_and_later_ones_are_not_tested(folder: Path) -> None:
+def test_failed_stage_leaves_later_ones_untested(folder: Path) -> None:
     tree = check(folder, "fsdp.yaml", "--model", "model", "--optim", "adamw_8bit")
     failed = {name for name, result in tree["results"].items() if result == "failed"}
     assert failed == {"prepare"} and tree["results"]["save"] == "not tested", tree["problems"]
