@@ -82,13 +82,13 @@ class Rendezvous:
             SpecError: machine 0 cannot be reached.
         """
         port, self._port = self._port, 0
-        handler, problem = _static("127.0.0.1", port or get_free_port()), None
+        handler, problem = _static(f"127.0.0.1:{port or get_free_port()}"), None
         try:
             handler.next_rendezvous()  # torch calls this function again, which keeps the store
         except RuntimeError:
             message = f"port {port} is in use on this machine. A free port is used instead."
             problem = Problem(code="FSDP-W711", setting="launch.main_process_port", message=message)
-            handler = _static("127.0.0.1", get_free_port())
+            handler = _static(f"127.0.0.1:{get_free_port()}")
         return handler, problem
 
     def meet(self, group: WorkerGroup) -> dict[str, str]:
@@ -155,7 +155,7 @@ class MachinesRendezvous(Rendezvous):
         launch, address = self._launch, rendezvous_address(self._launch)
         seconds = str(round(float(self._conf.get("timeout", MEET_SECONDS))))
         if self._is_static:
-            return _static(*address.rsplit(":", 1), launch.machine_rank, self._num_machines, timeout=seconds)
+            return _static(address, launch.machine_rank, self._num_machines, timeout=seconds)
         # The store is asked for as long, because machine 0 may not be started yet.
         options = {"join_timeout": seconds, "read_timeout": seconds, **self._conf}
         local = launch.main_process_ip if launch.main_process_ip in _LOCAL else None
@@ -165,9 +165,10 @@ class MachinesRendezvous(Rendezvous):
         return get_rendezvous_handler(parameters)
 
     def meet(self, group: WorkerGroup) -> dict[str, str]:
-        number, size = group.group_rank, group.group_world_size
+        number, size, store = group.group_rank, group.group_world_size, group.store
+        assert number is not None and size is not None and store is not None and group.master_addr is not None
         # The store of c10d is another one after each meeting.
-        attempt = PrefixStore(f"attempt/{self.restarts.count if self._is_static else ''}", group.store)
+        attempt = PrefixStore(f"attempt/{self.restarts.count if self._is_static else ''}", store)
         if attempt.add(f"number/{number}", 1) > 1:
             message = f"machine {number} has already joined this run."
             fix = "Give each machine its own --machine_rank. After a failure, start all machines again."
@@ -220,11 +221,9 @@ class MachinesRendezvous(Rendezvous):
         return _error("FSDP-E707", f"the {plural(self._num_machines, 'machine')} did not meet at {at}: {reason}.", fix)
 
 
-def _static(
-    host: str, port: int | str, rank: int = 0, num_machines: int = 1, **options: str
-) -> elastic.RendezvousHandler:
+def _static(address: str, rank: int = 0, num_machines: int = 1, **options: str) -> elastic.RendezvousHandler:
     parameters = elastic.RendezvousParameters(
-        "static", f"{host}:{port}", _NAME, num_machines, num_machines, rank=rank, **options
+        "static", address, _NAME, num_machines, num_machines, rank=rank, **options
     )
     return get_rendezvous_handler(parameters)
 
