@@ -26,13 +26,13 @@ def make_parser(description: str | None, name: str) -> argparse.ArgumentParser:
     return parser
 
 
-def make_llama(*, seed: int = 0, **sizes: int) -> Any:
-    """Return a Llama of the given sizes in fp32. The initial weights are the same in every process."""
+def make_llama(*, seed: int = 0, **settings: Any) -> Any:
+    """Return a Llama with these settings of its config in fp32. The initial weights are the same in every process."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(seed)
-    return LlamaForCausalLM(LlamaConfig(**sizes, use_cache=False))
+    return LlamaForCausalLM(LlamaConfig(**settings, use_cache=False))
 
 
 def make_dataset(*, vocab_size: int, length: int) -> Any:

@@ -31,7 +31,7 @@ ON_DEVICE = (
 )  # fmt: skip
 """Checks whose case in the quick tests runs on the simulated device, which shows more."""
 ON_RANKS = ("prediction", "checkpointed_prediction")
-"""Checks whose case in the quick tests runs on ranks of the tests, in fp32."""
+"""Checks whose case in the quick tests runs on ranks of the tests."""
 SKIPPED = {"qlora": "not installed: bitsandbytes", "contexts": "only CUDA has contexts"}
 """Checks that these machines cannot run, and the reason that their row has."""
 NOT_ON_CPU = ("sync_free_steps", "pinning", "contexts")
@@ -47,8 +47,9 @@ def gpu() -> SimpleNamespace:
     return SimpleNamespace(check=gpu_check, base=base, cases=cases, results=results, workers=workers)
 
 
-def case_of(check: str, version: int, **changed: Any) -> dict[str, Any]:
-    precision = "bf16" if check in ("ignored_modules", "throughput", "load_speed") else "fp32"
+def case_of(check: str, version: int, precision: str = "", **changed: Any) -> dict[str, Any]:
+    """Return a case, by default in the precision that the check needs."""
+    precision = precision or ("bf16" if check in ("ignored_modules", "throughput", "load_speed") else "fp32")
     return {
         "check": check, "version": version, "device": "cpu", "ranks": 2, "backend": "gloo", "offload": False,
         "strategy": "full_shard", "precision": precision, **changed,
@@ -103,25 +104,28 @@ def test_every_check_has_a_case_in_the_quick_tests(gpu: SimpleNamespace) -> None
     assert {*ON_CPU, *ON_DEVICE, *ON_RANKS} == set(gpu.base.CHECKS) and not {*ON_CPU}.intersection(ON_DEVICE)
 
 
-EVERY = [slow(name, version) for name in (*ON_CPU, *ON_DEVICE) for version in (1, 2) if name != "layers"]
+EVERY = [slow(name, version, "") for name in (*ON_CPU, *ON_DEVICE) for version in (1, 2) if name != "layers"]
 PREDICTIONS = [
-    ("prediction", 2),
-    slow("prediction", 1),
-    *(slow("checkpointed_prediction", version) for version in (1, 2)),
+    ("prediction", 2, "fp32"),
+    ("prediction", 2, "bf16"),
+    *(slow("prediction", 1, precision) for precision in ("fp32", "bf16")),
+    *(slow("checkpointed_prediction", version, "") for version in (1, 2)),
 ]
 
 
 @pytest.mark.cpu_ranks("the next test runs the checks on devices")
-@pytest.mark.parametrize(("check", "version"), [*EVERY, *(slow(name, 2) for name in ON_RANKS)])
-def test_check_passes_on_cpu_ranks(two_ranks: Ranks, check: str, version: int) -> None:
-    for figures in two_ranks.run(run, case_of(check, version)):
+@pytest.mark.parametrize(("check", "version", "precision"), [*EVERY, *(slow(name, 2, "") for name in ON_RANKS)])
+def test_check_passes_on_cpu_ranks(two_ranks: Ranks, check: str, version: int, precision: str) -> None:
+    for figures in two_ranks.run(run, case_of(check, version, precision)):
         assert json.dumps(figures) and (isinstance(figures, str) == (check in NOT_ON_CPU))
 
 
-@pytest.mark.parametrize(("check", "version"), [*EVERY, *PREDICTIONS])
-def test_check_passes_on_simulated_device(two_accelerator_ranks: Ranks, check: str, version: int) -> None:
+@pytest.mark.parametrize(("check", "version", "precision"), [*EVERY, *PREDICTIONS])
+def test_check_passes_on_simulated_device(
+    two_accelerator_ranks: Ranks, check: str, version: int, precision: str
+) -> None:
     """The same checks, as on a GPU: the first contact with one does not fail in the check itself."""
-    case = case_of(check, version, device="npu", backend="hccl")
+    case = case_of(check, version, precision, device="npu", backend="hccl")
     for figures in two_accelerator_ranks.run(run, case):
         assert json.dumps(figures) and (isinstance(figures, str) == (check in ("contexts", "qlora")))
 

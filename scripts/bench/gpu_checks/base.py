@@ -133,7 +133,7 @@ class Size:
     """A Llama and its batch."""
 
     name: str
-    config: dict[str, int]
+    config: dict[str, Any]
     micro_batch: int
     seq_len: int
 

@@ -52,8 +52,10 @@ def _compare(case: Case, changed: dict[str, Any]) -> Case:
     if changed:
         size = replace(size, micro_batch=4 * size.micro_batch)
     c = size.config
+    attention = attention_of(case, size)
+    size = replace(size, config={**c, "attn_implementation": attention})
     point = Point(
-        version=case["version"], strategy=case["strategy"], ranks=case["ranks"],
+        version=case["version"], strategy=case["strategy"], ranks=case["ranks"], attention=attention,
         precision="no" if case["precision"] == "fp32" else case["precision"],
         prefetch="none",  # as in the config of the checks
         loop=_loop(case),
@@ -92,6 +94,24 @@ def _loop(case: Case) -> Any:
     if not on_accelerator(case):
         return "for_loop"
     return "fused" if case["device"] == "cuda" else "foreach"
+
+
+def attention_of(case: Case, size: Size) -> Any:
+    """Return ``sdpa`` if the device has a fused kernel for the attention of a model, else ``eager``.
+
+    The estimate of a device assumes a fused kernel. Without one, torch computes ``sdpa`` by its formula, and in bf16
+    that keeps copies of queries, keys and values in fp32.
+    """
+    import torch
+
+    if not on_accelerator(case):
+        return "sdpa"
+    heads = size.config["num_attention_heads"]
+    shape = (size.micro_batch, heads, size.seq_len, size.config["hidden_size"] // heads)
+    dtype = torch.float32 if case["precision"] == "fp32" else torch.bfloat16
+    states = torch.zeros(shape, device=torch_device(case), dtype=dtype, requires_grad=True)
+    attention = torch.nn.functional.scaled_dot_product_attention(states, states, states, is_causal=True)
+    return "sdpa" if "ScaledDotProduct" in type(attention.grad_fn).__name__ else "eager"
 
 
 def measure(case: Case, size: Size) -> dict[str, int]:
