@@ -29,6 +29,7 @@ from time import monotonic_ns
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from hf_fsdp_plugin.axes import AXIS_NAMES
+from hf_fsdp_plugin.hangs.mapped_file import make_mapped_file
 from hf_fsdp_plugin.text import format_dtype, name_ranks, short_dtype
 
 if TYPE_CHECKING:  # torch is imported with the first process group; the launcher reads the files without it
@@ -298,17 +299,16 @@ class CallRecord:
         """Record that the watcher of this rank runs."""
         self._words[_BEAT] = monotonic_ns()
 
-    def open(self, path: Path, *, calls: bool = True) -> None:
+    def open(self, path: Path, *, calls: bool = True, in_memory: bool = False) -> None:
         """Record from now on. The file survives a crash of the process. Raises ``OSError``.
 
         Args:
             calls: whether collectives are recorded. Optimizer steps and forwards are counted in any case.
+            in_memory: whether the file may be lost with the container (see ``hangs.mapped_file``).
         """
         self.close()
         size = _GROUPS_AT + _MAX_GROUP_BYTES if calls else _HEADER.size
-        with path.open("w+b") as file:
-            file.write(bytes(size))  # takes the space on the disk now
-            file.flush()
+        with make_mapped_file(path, size, in_memory=in_memory).open("r+b") as file:
             self._memory = mmap.mmap(file.fileno(), size)
         self._words = memoryview(self._memory)[: _HEADER.size].cast("Q")
         self._words[0] = _FORMAT

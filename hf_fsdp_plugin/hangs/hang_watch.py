@@ -115,6 +115,7 @@ class HangFinder:
             if longest >= _STANDSTILL_LIMITS * limit and not self._has_stood_still:
                 self._has_stood_still = True
                 self._notice(describe_standstill(own, longest))
+                rank_files.write_if_possible(ranks[0].files.standstill, "")  # the ranks write their flight records
             return None
         timeouts = [timeout for rank in diagnosis.waiting.ranks if (timeout := _timeout(diagnosis.known[rank]))]
         ends_after = _BUSY_TIMEOUT_SHARE * min(timeouts, default=float("inf"))

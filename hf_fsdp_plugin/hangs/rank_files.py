@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
+from hf_fsdp_plugin.hangs.mapped_file import remove_file
 from hf_fsdp_plugin.hangs.rank_stacks import request_stack, stack_file
 
 
@@ -38,8 +39,10 @@ class RankFiles:
         process: JSON: the rank's process, its start and its machine (see :func:`register_rank`).
         stacks: stacks of the rank's threads (see ``hangs.rank_stacks``).
         saving: exists while a checkpoint is written in the background.
-        calls: the rank's collectives, optimizer steps and forwards (see ``hangs.calls``).
+        calls: the rank's collectives, optimizer steps and forwards (see ``hangs.calls``), or a link to them
+            (see ``hangs.mapped_file``).
         hang: JSON: the hang that ends the ranks of this machine (:class:`FoundHang`). One for all of them.
+        standstill: exists if no rank of this machine has begun a collective for a long time. One for all of them.
         cause: exists if a rank that SIGTERM has ended has printed the reason. One for all ranks of this machine.
         restarts: JSON: the failed attempts of the run (``runs.restart_policy``). The launcher writes it for all ranks.
     """
@@ -53,6 +56,7 @@ class RankFiles:
     saving = _File(".saving")
     calls = _File(".calls")
     hang = _File("hang.json")
+    standstill = _File("standstill")
     cause = _File("cause")
     restarts = _File("restarts.json")
 
@@ -61,7 +65,7 @@ def remove_files(stem: Path) -> None:
     """Remove the files of one rank."""
     for file in vars(RankFiles).values():
         if type(file) is _File and not file.is_common:
-            stem.with_suffix(file.name).unlink(missing_ok=True)
+            remove_file(stem.with_suffix(file.name))
 
 
 def private_folder(folder: Path) -> None:

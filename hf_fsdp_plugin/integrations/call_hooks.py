@@ -168,12 +168,16 @@ if TYPE_CHECKING:  # the launcher imports this module without torch
     from torch import nn
 
 
-def record_calls(path: Path) -> None:
-    """Record all collectives from now on. Does nothing if the files cannot be written."""
+def record_calls(path: Path, *, in_memory: bool = False) -> None:
+    """Record all collectives from now on. Does nothing if the file cannot be written.
+
+    Args:
+        in_memory: whether the file may be lost with the container (see ``hangs.mapped_file``).
+    """
     from hf_fsdp_plugin.backends.ranks.agreement import wait_listeners
 
     with contextlib.suppress(OSError):
-        record.open(path)
+        record.open(path, in_memory=in_memory)
         wait_listeners[:] = [record.on_arrival]
         install_hooks("calls", "hangs")
 

@@ -41,7 +41,7 @@ from hf_fsdp_plugin.integrations.session import session
 from hf_fsdp_plugin.problems import Problem, SpecError
 from hf_fsdp_plugin.runs import failures
 from hf_fsdp_plugin.runs.identity import attempt_folder, forget_run, identify_run
-from hf_fsdp_plugin.torch_private.functions import nccl_record
+from hf_fsdp_plugin.torch_private.functions import flight_record
 
 _PAUSE: Final = 0.5
 _PAUSE_BEFORE_GROUP: Final = 0.1
@@ -56,8 +56,8 @@ _FAILURE_ANSWER_SECONDS: Final = 4.0
 """Seconds that other machines have to answer after a failure: a rank that has failed too exits soon."""
 _LEAD: Final = 1.0
 """Seconds that the rank which reports a hang exits before the others: a launcher reports what exits first."""
-_NCCL_SECONDS: Final = 5.0
-"""Seconds for the record of NCCL, after which the process is ended by a signal."""
+_RECORD_SECONDS: Final = 5.0
+"""Seconds for the flight record, after which the process is ended by a signal."""
 _STOP_SECONDS: Final = 10.0
 
 
@@ -128,7 +128,7 @@ class Watch:
             rank_files.remove_files(files.stem)
             if all(peer.is_gone() for peer in rank_files.find_peers(files.stem.parent)):
                 # The first rank. An earlier run, or the ranks before a change of the number of machines, had this name.
-                for path in (files.hang, files.cause):
+                for path in (files.hang, files.standstill, files.cause):
                     path.unlink(missing_ok=True)
         is_read = self.has_launcher or not is_alone
         stack_file.open(
@@ -139,11 +139,13 @@ class Watch:
         )
         session.in_flight_file = files.saving
         resuming.begin_attempt(files)
+        # A folder that a user has chosen may outlive the container, and the next attempt reads the record there.
+        in_memory = self._is_given or "TMPDIR" not in os.environ
         if records:
-            call_hooks.record_calls(files.calls)
+            call_hooks.record_calls(files.calls, in_memory=in_memory)
         else:
             with contextlib.suppress(OSError):
-                record.open(files.calls, calls=False)
+                record.open(files.calls, calls=False, in_memory=in_memory)
         self.follow_thread()
         rank_files.register_rank(self._rank, files)
 
@@ -156,6 +158,7 @@ class Watch:
         self._place = hang_queries.PlaceInStore(self._store, self._rank)
         self._queries = hang_queries.HangQueries()
         self._peers: dict[int, Peer] = {}
+        self._has_stood_still = False
         self._hangs: HangFinder | None = None
         self._group_since = self._last_turn = self._hold_until = 0.0
         if self._world_size > 1 or self._is_given:
@@ -318,6 +321,9 @@ class Watch:
         files = self.files
         if files.hang.exists():
             self._exit_after_hang()
+        if files.standstill.exists() and not self._has_stood_still:
+            self._has_stood_still = True
+            self._write_flight_record()  # NCCL may end this process at its time-out
         if self._exits.poll() and not (files.failure.exists() or rank_exit.has_failed() or files.ended.exists()):
             write_if_possible(files.ended, "")
         if self._limit and dist.is_initialized():
@@ -385,7 +391,7 @@ class Watch:
             rank_exit.write_error_file(found.message, seconds_ago=1)
             rank_exit.print_block(found.text)
         rank_exit.ignore_sigterm()
-        self._write_nccl_record()
+        self._write_last_flight_record()
         for peer in self._peers.values():
             if peer.rank != self._rank and (rank_files.is_halted(peer.pid) or _beat_age(peer) > _FRESH):
                 peer.send(signal.SIGKILL)
@@ -393,18 +399,21 @@ class Watch:
 
     def _exit_after_hang(self) -> None:
         """Exit because another rank has reported a hang."""
-        self._write_nccl_record()
+        self._write_last_flight_record()
         rank_exit.exit_after_hang(0.0 if self.has_launcher else _LEAD)
 
-    def _write_nccl_record(self) -> None:
-        """Write what torch has recorded of NCCL before the process ends, which has no handlers at its exit."""
+    def _write_last_flight_record(self) -> None:
+        """Write the flight record before the process ends, which has no handlers at its exit."""
         if signal.getsignal(signal.SIGALRM) is signal.SIG_DFL:
             # The request holds the interpreter's lock, and may wait for a device that hangs.
-            signal.setitimer(signal.ITIMER_REAL, _NCCL_SECONDS)
-        if found := nccl_record():
+            signal.setitimer(signal.ITIMER_REAL, _RECORD_SECONDS)
+        self._write_flight_record()
+        signal.setitimer(signal.ITIMER_REAL, 0)
+
+    def _write_flight_record(self) -> None:
+        if found := flight_record():
             name = f"fsdp_nccl_{time.strftime('%Y%m%d_%H%M%S')}_rank_{self._rank}.json"
             write_if_possible(Path(os.environ.get(rank_variables.LOG_VARIABLE, "")) / name, found.decode())
-        signal.setitimer(signal.ITIMER_REAL, 0)
 
 
 def _beat_age(peer: Peer) -> float:

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Final
 
 from hf_fsdp_plugin.hangs.rank_exit import print_block
-from hf_fsdp_plugin.hangs.rank_files import FoundHang, RankFiles, write_if_possible
+from hf_fsdp_plugin.hangs.rank_files import FoundHang, RankFiles, remove_files, write_if_possible
 from hf_fsdp_plugin.launcher.other_machines import Announced, wait_until
 from hf_fsdp_plugin.launcher.rank_environment import RankJob, launch_env, rank_command, rank_env
 from hf_fsdp_plugin.launcher.rank_processes import RankOutput, RankProcess
@@ -272,6 +272,8 @@ class AttemptRanks:
     def __exit__(self, *_: object) -> None:
         for rank in self._running():
             rank.kill()
+        for rank in self.ranks:
+            remove_files(rank.files.stem)
         self._output.finish()
         for number in _FORWARDED:
             signal.signal(number, signal.SIG_DFL)

@@ -42,6 +42,7 @@ from itertools import pairwise, zip_longest
 from pathlib import Path
 from typing import Final
 
+from hf_fsdp_plugin.hangs.mapped_file import remove_file
 from hf_fsdp_plugin.hangs.rank_exit import read_crash
 from hf_fsdp_plugin.hangs.rank_files import FoundHang, RankFiles, start_of, write_if_possible
 from hf_fsdp_plugin.rank_variables import ERROR_FILE_VARIABLE, POD_ID_VARIABLE, RUN_ID_VARIABLE, variable_number
@@ -261,7 +262,7 @@ def remember_run(folder: Path, agreed: Offer, attempt: int) -> None:
     for earlier in _earlier(folder):
         with suppress(OSError):
             for path in earlier.iterdir():
-                path.unlink()
+                remove_file(path)
             earlier.rmdir()
 
 
@@ -281,7 +282,7 @@ def forget_run(files: RankFiles) -> None:
     """
     folder = files.stem.parent
     with suppress(OSError):
-        for path in (files.hang, files.cause, folder.parent / _MEMORY):
+        for path in (files.hang, files.standstill, files.cause, folder.parent / _MEMORY):
             path.unlink(missing_ok=True)
         for each in (folder, *folder.parents[:2]):
             each.rmdir()

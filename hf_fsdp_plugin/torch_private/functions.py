@@ -81,7 +81,7 @@ CONTRACTS = (
     *contracts_of(_C10D, "off", _TIMEOUTS, "set_timeout|_set_pg_timeout"),
     *contracts_of(_C10D, "off", "the record of collectives", "_resolve_process_group"),
     # Builds without NCCL have the record of other backends only.
-    *contracts_of("torch._C._distributed_c10d", "off", "the record of NCCL after a hang",
+    *contracts_of("torch._C._distributed_c10d", "off", "the flight record after a hang",
                   "_dump_nccl_trace_json|_dump_fr_trace_json"),
     *contracts_of("torch.distributed.device_mesh:DeviceMesh", "refused", "context parallelism", "_flatten"),
 )  # fmt: skip
@@ -262,12 +262,16 @@ def set_timeout(timeout: timedelta, group: dist.ProcessGroup | None = None) -> N
     public(timeout, group)
 
 
-def nccl_record() -> bytes:
-    """Return what torch has recorded of NCCL's collectives, as JSON; empty without NCCL. Asks CUDA for events."""
-    if not dist.is_nccl_available():
+def flight_record() -> bytes:
+    """Return what torch has recorded of the collectives on accelerators, as JSON. Asks CUDA for events.
+
+    Empty without an accelerator: the collectives of CPU ranks are recorded by ``hangs.calls``, also when they end.
+    """
+    if torch.accelerator.current_accelerator() is None:
         return b""
     module: Any = torch._C._distributed_c10d
-    return bytes(module._dump_nccl_trace_json(includeCollectives=True, onlyActive=False))
+    dump = getattr(module, "_dump_nccl_trace_json", None) or module._dump_fr_trace_json
+    return bytes(dump(includeCollectives=True, onlyActive=False))
 
 
 def resolve_group(group: Any) -> dist.ProcessGroup | None:
@@ -343,5 +347,5 @@ _FALSE_WITHOUT = (
     "in_backward", "runs_after_accumulation", "profiler_is_running", "compilation_is_disabled", "supports_cpu",
 )  # fmt: skip
 _OFF = {**dict.fromkeys(_NONE_WITHOUT), **dict.fromkeys(_FALSE_WITHOUT, False)}
-_OTHERS = {"num_changes": 0, "nccl_record": b"", "runs_in_backward": True, "gradient_hooks": _NO_HOOKS}
+_OTHERS = {"num_changes": 0, "flight_record": b"", "runs_in_backward": True, "gradient_hooks": _NO_HOOKS}
 guard_functions(globals(), CONTRACTS, off={**_OFF, **_OTHERS})

@@ -10,7 +10,6 @@ import subprocess
 import threading
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -18,7 +17,7 @@ import torch
 from hf_fsdp_plugin import SpecError
 from hf_fsdp_plugin.hangs import rank_exit
 from hf_fsdp_plugin.hangs.calls import Counts, read_calls, record
-from hf_fsdp_plugin.hangs.rank_files import RankFiles, find_peers, start_of
+from hf_fsdp_plugin.hangs.rank_files import RankFiles, find_peers, remove_files, start_of
 from hf_fsdp_plugin.integrations.rank_watch import watch
 from hf_fsdp_plugin.integrations.session import session
 from hf_fsdp_plugin.problems import Problem
@@ -50,10 +49,9 @@ def test_rank_is_armed_once_and_leaves_nothing(as_rank: Path) -> None:
     record.resume_at(0)
 
 
-def test_record_of_nccl_is_written_before_the_end(
+def test_flight_record_is_written_before_the_end(
     as_rank: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Builds with NCCL have the function; here that of other backends has its place, and returns the same kind."""
     monkeypatch.setenv(LOG_VARIABLE, str(tmp_path))
 
     def exit_after_hang(seconds: float = 0.0) -> None:
@@ -62,13 +60,32 @@ def test_record_of_nccl_is_written_before_the_end(
     monkeypatch.setattr(rank_exit, "exit_after_hang", exit_after_hang)
     armed_files()
     watch._exit_after_hang()
-    assert list(tmp_path.glob("fsdp_nccl*")) == []  # without NCCL
-    c10d: Any = torch._C._distributed_c10d
-    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
-    monkeypatch.setattr(c10d, "_dump_nccl_trace_json", c10d._dump_fr_trace_json, raising=False)
+    assert list(tmp_path.glob("fsdp_nccl*")) == []  # CPU ranks
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda *_: torch.device("cuda"))
     watch._exit_after_hang()
-    [path] = tmp_path.glob("fsdp_nccl*_rank_0.json")
-    assert "entries" in json.loads(path.read_text()) or "version" in json.loads(path.read_text())
+    check_flight_record(tmp_path)
+    watch.disarm()
+
+
+def check_flight_record(folder: Path) -> None:
+    [path] = folder.glob("fsdp_nccl*_rank_0.json")
+    assert "version" in json.loads(path.read_text())
+    path.unlink()
+
+
+def test_flight_record_is_written_once_when_nothing_moves(
+    as_rank: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(LOG_VARIABLE, str(tmp_path))
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda *_: torch.device("cuda"))
+    files = armed_files()
+    watch._turn()
+    assert list(tmp_path.glob("fsdp_nccl*")) == []
+    files.standstill.touch()
+    watch._turn()
+    check_flight_record(tmp_path)  # and the process runs on
+    watch._turn()
+    assert list(tmp_path.glob("fsdp_nccl*")) == []
     watch.disarm()
 
 
@@ -81,6 +98,7 @@ def test_rank_under_the_launcher_keeps_its_files(as_rank: Path, monkeypatch: pyt
     assert FILES_VARIABLE not in os.environ, "children of the rank are none"
     watch.disarm()
     assert files.calls.exists()
+    remove_files(files.stem)  # which the launcher does
 
 
 def test_process_forked_by_native_code_writes_nothing(as_rank: Path, monkeypatch: pytest.MonkeyPatch) -> None:
