@@ -19,7 +19,7 @@ _EXPORTS = {
     "integrations.accelerate.accelerator": ("accelerator",),
     "integrations.install": ("install", "uninstall"),
     "integrations.moving_average": ("ExponentialMovingAverage",),
-    "integrations.profiling.callback": ("ProfilerCallback",),
+    "tools.profile.callback": ("ProfilerCallback",),
     "integrations.resuming": ("newest_checkpoint",),
     "integrations.run_report": ("report",),
     "integrations.transformers.loading": ("from_pretrained",),
@@ -46,7 +46,6 @@ if TYPE_CHECKING:
     from hf_fsdp_plugin.integrations.install import install as install
     from hf_fsdp_plugin.integrations.install import uninstall as uninstall
     from hf_fsdp_plugin.integrations.moving_average import ExponentialMovingAverage as ExponentialMovingAverage
-    from hf_fsdp_plugin.integrations.profiling.callback import ProfilerCallback as ProfilerCallback
     from hf_fsdp_plugin.integrations.resuming import newest_checkpoint as newest_checkpoint
     from hf_fsdp_plugin.integrations.run_report import report as report
     from hf_fsdp_plugin.integrations.transformers.loading import from_pretrained as from_pretrained
@@ -63,6 +62,7 @@ if TYPE_CHECKING:
     from hf_fsdp_plugin.problems import SpecError as SpecError
     from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec as FsdpSpec
     from hf_fsdp_plugin.spec.load import load_spec as load_spec
+    from hf_fsdp_plugin.tools.profile.callback import ProfilerCallback as ProfilerCallback
 
 
 def __getattr__(name: str) -> Any:

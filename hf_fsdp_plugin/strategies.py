@@ -1,6 +1,6 @@
 """The table of sharding strategies. What depends on a strategy is derived from its row.
 
-Texts about strategies are also in ``cli/config/questions.py``, ``integrations/bench`` and ``observe/profile``.
+Texts about strategies are also in ``tools/config/questions.py``, ``tools/bench`` and ``tools/profile``.
 """
 
 from __future__ import annotations

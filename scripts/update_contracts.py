@@ -14,9 +14,9 @@ import sys
 from pathlib import Path
 
 import hf_fsdp_plugin
-from hf_fsdp_plugin.integrations.contract_probe import hook_rows, source_hash, tested_hashes
+from hf_fsdp_plugin.tools.doctor.contract_probe import hook_rows, source_hash, tested_hashes
 
-FILE = Path(hf_fsdp_plugin.__file__).parent / "integrations" / "tested_sources.json"
+FILE = Path(hf_fsdp_plugin.__file__).parent / "tools" / "doctor" / "tested_sources.json"
 
 
 def updated(known: dict[str, list[str]]) -> dict[str, list[str]]:

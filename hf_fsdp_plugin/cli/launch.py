@@ -79,10 +79,10 @@ def _launch(arguments: flags.LaunchArguments) -> int:
         notes.append(Problem(code="FSDP-N713", message=message))
     if "dry_run" in arguments.options:
         _print_notices(arguments, *notes)
-        return int(tool("dry_run").show_run(arguments, sources, _command(arguments)))
+        return int(tool("check.dry_run").show_run(arguments, sources, _command(arguments)))
     spec = assess(sources).checked_spec()
     if "quiet" not in arguments.options:
-        tool("conversion").print_conversion(sources.converted)
+        tool("convert.conversion").print_conversion(sources.converted)
     _print_notices(arguments, *(problem for problem in spec.problems if problem.severity == "warning"))
     world = worlds.resolve_world(spec, worlds.find_devices())
     _print_notices(arguments, *world.problems)
@@ -216,7 +216,7 @@ def _handover(arguments: flags.LaunchArguments) -> LaunchHandover:
         overrides=arguments.overrides,
         environ={**environment.user_variables(os.environ), **environment.torchrun_variables(os.environ)},
     )
-    sources = tool("conversion").with_converted_config(sources, arguments.script_args)
+    sources = tool("convert.conversion").with_converted_config(sources, arguments.script_args)
     report, table = environment.absolute_path(options.get("report")), "report_table" in options
     return LaunchHandover(sources=sources, quiet="quiet" in options, report=report, report_table=table)
 

@@ -1,9 +1,11 @@
 """``hf-fsdp VERB``: the verbs, their parsers and the text of ``hf-fsdp help``; imports a verb's module and runs it.
 
-A verb is a module of this package with ``run(args) -> int`` and, if it has arguments, ``add_arguments(parser)``. Its
-help is the first paragraph of the module's docstring, and the two examples after it. A verb whose arguments one parser
-cannot read has ``parse_argv(argv)``, which returns the argument of ``run``. Both may raise ``UsageError``, and ``run``
-may raise ``SpecError``. The exit codes are in :mod:`hf_fsdp_plugin.cli.output`.
+A verb is a module of this package, or ``verb.py`` in the folder of a tool. It has ``run(args) -> int`` and, if it has
+arguments, ``add_arguments(parser)``. Its help is the first paragraph of the module's docstring, and the two examples
+after it. A verb whose arguments one parser cannot read has ``parse_argv(argv)``, which returns the argument of ``run``.
+Both may raise ``UsageError``, and ``run`` may raise ``SpecError``.
+
+The exit codes are in :mod:`hf_fsdp_plugin.cli.output`.
 """
 
 from __future__ import annotations
@@ -53,9 +55,9 @@ VERBS: Final[Mapping[str, str]] = MappingProxyType(
         "help": "print the help of a verb",
     }
 )
-"""Verb -> description. Each verb is the module with this name, which is imported when the verb is called."""
+"""Verb -> description. Its module is imported when the verb is called."""
 _OF_RUNTIME: Final = frozenset({"launch", "enable", "disable", "help"})
-"""The verbs that start a run, and the help. All others are tools, each a module or a folder in ``tools``."""
+"""The verbs that start a run, and the help. All others are tools, each a folder in ``tools``."""
 TOOLS: Final = frozenset({"jinja2", "prompt_toolkit", "questionary"})
 """Libraries of the extra ``tools``, which some verbs import where they use them."""
 _WITHOUT_JSON: Final = frozenset({"completion", "help", "schema"})
@@ -129,12 +131,12 @@ def missing_tool(error: ModuleNotFoundError) -> str | None:
 
 def verb_module(verb: str) -> ModuleType:
     """Import and return the module of a verb."""
-    return importlib.import_module(f"{__package__}.{verb}") if verb in _OF_RUNTIME else tool(verb)
+    return importlib.import_module(f"{__package__}.{verb}") if verb in _OF_RUNTIME else tool(f"{verb}.verb")
 
 
 def tool(name: str) -> ModuleType:
     """Import and return a tool, in the process of ``hf-fsdp`` only: the one way from the runtime to a tool."""
-    return importlib.import_module(f"hf_fsdp_plugin.cli.{name}")
+    return importlib.import_module(f"hf_fsdp_plugin.tools.{name}")
 
 
 def make_parser(verb: str) -> Parser:

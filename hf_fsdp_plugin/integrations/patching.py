@@ -245,7 +245,7 @@ def _overriding_method(hook: Hook, cls: type, overridden: Callable[..., Any]) ->
 def _replacement(hook: Hook) -> Callable[..., Any]:
     """Import and return the replacement. It is imported at its first call, because it may import the whole library."""
     module, _, name = hook.replacement.partition(":")
-    function: Callable[..., Any] = getattr(importlib.import_module(f"{__package__}.{module}"), name)
+    function: Callable[..., Any] = getattr(importlib.import_module(f".{module}", __package__), name)
     return function
 
 

@@ -1,6 +1,6 @@
 """Reads the config: Accelerate's file, only its ``fsdp_config`` section, a training script's config file, or a dict.
 
-Configs of other programs are read by ``sources.dialects``, which only commands import. Here, they are refused.
+Configs of other programs are read by ``tools.convert.dialects``, which only commands import. Here, they are refused.
 """
 
 from __future__ import annotations

@@ -32,8 +32,8 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn import functional
 
 from hf_fsdp_plugin.devices import accelerator_type, get_device
-from hf_fsdp_plugin.estimate.machines import Curve, Link, Machine, MeasuredCollective, read_machine
-from hf_fsdp_plugin.estimate.types import CollectiveKind
+from hf_fsdp_plugin.tools.plan.estimate.machines import Curve, Link, Machine, MeasuredCollective, read_machine
+from hf_fsdp_plugin.tools.plan.estimate.types import CollectiveKind
 from hf_fsdp_plugin.torch_private.functions import TorchDispatchMode
 
 _DTYPES: Final = {"fp32": torch.float32, "bf16": torch.bfloat16}

@@ -16,9 +16,9 @@ from accelerate.utils import ProjectConfiguration
 import hf_fsdp_plugin as hfp
 from hf_fsdp_plugin import host_memory
 from hf_fsdp_plugin.backends.sharding.shard import PLAN_ATTRIBUTE, plan_of
-from hf_fsdp_plugin.estimate.memory.peak import estimate_memory
-from hf_fsdp_plugin.estimate.types import Workload
 from hf_fsdp_plugin.integrations.saving import manager
+from hf_fsdp_plugin.tools.plan.estimate.memory.peak import estimate_memory
+from hf_fsdp_plugin.tools.plan.estimate.types import Workload
 from tests.support.ranks import on_accelerator
 from tests.support.tiny import global_batch, my_part, parallel_config, tiny_llama
 

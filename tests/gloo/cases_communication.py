@@ -7,9 +7,9 @@ from contextlib import nullcontext
 from typing import Any
 
 from hf_fsdp_plugin.backends.sharding.shard import plan_of
-from hf_fsdp_plugin.estimate.time import estimate_communication
-from hf_fsdp_plugin.estimate.types import Collective, Workload
 from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan
+from hf_fsdp_plugin.tools.plan.estimate.time import estimate_communication
+from hf_fsdp_plugin.tools.plan.estimate.types import Collective, Workload
 from tests.gloo.collective_counter import CollectiveCounter
 from tests.support.tiny import MODELS
 from tests.support.training import MAX_NORM, fresh_accelerator, loss_of, sgd

@@ -30,7 +30,7 @@ def run(case: dict[str, Any], fault: str = "") -> Any:
 def _faulty(fault: str) -> Iterator[None]:
     import torch
 
-    from hf_fsdp_plugin.integrations.bench.rank import Loop
+    from hf_fsdp_plugin.tools.bench.rank import Loop
     from scripts.bench.gpu_checks import loading, memory
 
     step, load, measure = Loop.step, loading._load, memory.measure

@@ -15,9 +15,9 @@ from transformers.trainer_callback import TrainerCallback
 
 import hf_fsdp_plugin as hfp
 from hf_fsdp_plugin.backends.optimizers.parameters import after_each_step
-from hf_fsdp_plugin.integrations.profiling import read_ranks
-from hf_fsdp_plugin.integrations.profiling.run import Profiling, marks, profiling
-from hf_fsdp_plugin.observe.profile.run_profile import merge_ranks
+from hf_fsdp_plugin.tools.profile.files import read_ranks
+from hf_fsdp_plugin.tools.profile.run import Profiling, marks, profiling
+from hf_fsdp_plugin.tools.profile.run_profile import merge_ranks
 from tests.gloo.cases_trainer import losses, make_trainer
 
 SHORT: dict[str, Any] = {"wait": 1, "warmup": 1, "active": 1, "after": 1}

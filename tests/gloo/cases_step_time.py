@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from hf_fsdp_plugin.backends.sharding.shard import plan_of
-from hf_fsdp_plugin.estimate.time import TimeModel
-from hf_fsdp_plugin.estimate.types import Workload
+from hf_fsdp_plugin.tools.plan.estimate.time import TimeModel
+from hf_fsdp_plugin.tools.plan.estimate.types import Workload
 from scripts.bench.calibration import Measuring, calibrate
 from tests.support.tiny import parallel_config, tiny_llama
 from tests.support.training import fresh_accelerator, sgd

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from hf_fsdp_plugin.estimate.time import estimate_communication
-from hf_fsdp_plugin.estimate.types import Collective, Workload
 from hf_fsdp_plugin.plan.fsdp_plan import MeshPlan
 from hf_fsdp_plugin.plan.resolve import resolve
 from hf_fsdp_plugin.spec.load import load_spec
+from hf_fsdp_plugin.tools.plan.estimate.time import estimate_communication
+from hf_fsdp_plugin.tools.plan.estimate.types import Collective, Workload
 from tests.gloo import cases_axes as cases
 from tests.gloo import cases_distributed_config as of_script
 from tests.support.matrices import needs_transformers, slow

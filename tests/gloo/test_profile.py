@@ -15,8 +15,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import hf_fsdp_plugin as hfp
-from hf_fsdp_plugin.estimate.time import estimate_communication
-from hf_fsdp_plugin.estimate.types import Workload
+from hf_fsdp_plugin.tools.plan.estimate.time import estimate_communication
+from hf_fsdp_plugin.tools.plan.estimate.types import Workload
 from tests.support.json_schema import assert_valid
 from tests.support.launching import environment, finish, write
 from tests.support.matrices import slow

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from hf_fsdp_plugin.cli.conversion import with_converted_config
 from hf_fsdp_plugin.problems import Problem
 from hf_fsdp_plugin.sources.interface import Sources, config_of
 from hf_fsdp_plugin.spec import load
+from hf_fsdp_plugin.tools.convert.conversion import with_converted_config
 from tests.support import saved
 from tests.support.merge_inputs import checkpoint, out  # noqa: F401 (fixtures)
 

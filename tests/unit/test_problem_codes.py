@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 import hf_fsdp_plugin
-from hf_fsdp_plugin.cli.explain import parse_page, read_entries
 from hf_fsdp_plugin.problems import AREAS, CODE
+from hf_fsdp_plugin.tools.explain.verb import parse_page, read_entries
 
 PACKAGE = Path(hf_fsdp_plugin.__file__).parent
 TESTS = Path(__file__).parents[1]

@@ -267,7 +267,7 @@ def new_accelerator(case: Case, *, stock: bool = False, model: Any = None) -> An
         stock: whether it is Accelerate's own, with the settings of the plan for ``model``.
     """
     import hf_fsdp_plugin as hfp
-    from hf_fsdp_plugin.integrations.bench.rank import stock_accelerator
+    from hf_fsdp_plugin.tools.bench.rank import stock_accelerator
 
     reset_accelerate()
     spec = spec_of(case)

@@ -21,8 +21,8 @@ def predict(point: Point, device_type: str, capability: float | None = None) -> 
     import torch
 
     import hf_fsdp_plugin as hfp
-    from hf_fsdp_plugin.estimate.machines import machine_named
-    from hf_fsdp_plugin.estimate.memory.peak import estimate_memory, framework_bytes
+    from hf_fsdp_plugin.tools.plan.estimate.machines import machine_named
+    from hf_fsdp_plugin.tools.plan.estimate.memory.peak import estimate_memory, framework_bytes
     from scripts.bench.traced_memory import trace_memory
 
     with torch.device("meta"):

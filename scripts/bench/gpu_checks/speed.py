@@ -34,8 +34,8 @@ LEAST_RATIO = 0.9
 
 def make_system(case: Case, system: str, size: Size) -> Any:
     """Return the training loop of this package, of stock Accelerate or of plain torch (``raw``)."""
-    from hf_fsdp_plugin.integrations import bench
-    from hf_fsdp_plugin.integrations.bench.rank import make_loop
+    from hf_fsdp_plugin.tools.bench import cases as bench
+    from hf_fsdp_plugin.tools.bench.rank import make_loop
 
     device = torch_device(case)
     if system == "raw":
@@ -57,8 +57,8 @@ class PlainLoop:
     ) -> None:
         import torch
 
-        from hf_fsdp_plugin.integrations.bench.rank import LEARNING_RATE
         from hf_fsdp_plugin.plan.resolve import resolve
+        from hf_fsdp_plugin.tools.bench.rank import LEARNING_RATE
 
         plan = resolve(spec_of(case), model, world_size=case["ranks"], device_type=device.type)
         self._after_step = None if change is None else change(model)
@@ -69,7 +69,7 @@ class PlainLoop:
     def step(self, batch: Any, *, clip: bool = True) -> Any:
         import torch
 
-        from hf_fsdp_plugin.integrations.bench.rank import MAX_GRAD_NORM
+        from hf_fsdp_plugin.tools.bench.rank import MAX_GRAD_NORM
 
         loss = self.model(**batch).loss
         loss.backward()
@@ -230,8 +230,8 @@ def throughput(case: Case) -> Case:
 
     All systems are built in one process, and their blocks of steps alternate.
     """
-    from hf_fsdp_plugin.integrations import bench
-    from hf_fsdp_plugin.integrations.bench.rank import PeakMemory
+    from hf_fsdp_plugin.tools.bench import cases as bench
+    from hf_fsdp_plugin.tools.bench.rank import PeakMemory
 
     # Each system holds weights and optimizer state (12 bytes), one of them gradients and temporary memory (16).
     size, device = size_for(case, 3 * 12 + 16), device_of(case)

@@ -57,7 +57,7 @@ def predict(point: Point) -> dict[str, Any]:
     import torch
 
     import hf_fsdp_plugin as hfp
-    from hf_fsdp_plugin.estimate.memory.peak import estimate_memory
+    from hf_fsdp_plugin.tools.plan.estimate.memory.peak import estimate_memory
     from scripts.bench.traced_memory import CannotTrace, trace_memory
 
     with torch.device("meta"):

@@ -97,7 +97,7 @@ def predict(point: Point) -> dict[str, Any]:
     import torch
 
     import hf_fsdp_plugin as hfp
-    from hf_fsdp_plugin.estimate.memory.peak import estimate_memory
+    from hf_fsdp_plugin.tools.plan.estimate.memory.peak import estimate_memory
     from scripts.bench.traced_memory import trace_memory
 
     with torch.device("meta"):
@@ -137,7 +137,7 @@ def measure(point: Point) -> int:
     import torch
 
     import hf_fsdp_plugin as hfp
-    from hf_fsdp_plugin.estimate.memory.meta_pass import meta_batch
+    from hf_fsdp_plugin.tools.plan.estimate.memory.meta_pass import meta_batch
     from scripts.bench.traced_memory.optimizers import make_optimizers
 
     accelerator = hfp.accelerator(make_spec(point, use_cpu=False), gradient_accumulation_steps=point.accumulation)

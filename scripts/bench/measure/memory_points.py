@@ -247,7 +247,7 @@ def make_settings(point: Point, *, use_cpu: bool = True) -> dict[str, Any]:
 
 
 def make_workload(point: Point) -> Any:
-    from hf_fsdp_plugin.estimate.types import Workload
+    from hf_fsdp_plugin.tools.plan.estimate.types import Workload
 
     return Workload(
         micro_batch=point.batch, seq_len=point.seq, accumulation=point.accumulation, sync_each_batch=point.sync,
@@ -260,7 +260,7 @@ def measure(rank: int, report: Callable[..., None], point: Point, steps: int) ->
     import torch
 
     import hf_fsdp_plugin as hfp
-    from hf_fsdp_plugin.estimate.memory.meta_pass import meta_batch
+    from hf_fsdp_plugin.tools.plan.estimate.memory.meta_pass import meta_batch
     from scripts.bench.allocator import AllocatorCounter
     from scripts.bench.traced_memory.optimizers import make_optimizers
 

@@ -17,8 +17,8 @@ from typing import Any
 
 import yaml
 
-from hf_fsdp_plugin.cli.migrate.rewriting import migrate
 from hf_fsdp_plugin.sources.interface import ConfigFile
+from hf_fsdp_plugin.tools.migrate.rewriting import migrate
 from scripts.bench.common import child_environment, make_parser
 from scripts.bench.tables.update_results import write_result
 

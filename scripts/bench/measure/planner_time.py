@@ -12,9 +12,9 @@ from typing import Any
 import torch
 import transformers as hf
 
-from hf_fsdp_plugin.estimate.machines import machine_named
-from hf_fsdp_plugin.estimate.planner import advise
-from hf_fsdp_plugin.estimate.types import Workload
+from hf_fsdp_plugin.tools.plan.estimate.machines import machine_named
+from hf_fsdp_plugin.tools.plan.estimate.planner import advise
+from hf_fsdp_plugin.tools.plan.estimate.types import Workload
 from scripts.bench.common import make_parser
 from scripts.bench.tables.update_results import write_result
 

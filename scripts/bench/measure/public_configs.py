@@ -20,15 +20,15 @@ from typing import Any, Final
 
 import yaml
 
-from hf_fsdp_plugin.cli.converted import TARGETS
 from hf_fsdp_plugin.problems import Problem, has_errors
 from hf_fsdp_plugin.sources import accelerate_file
-from hf_fsdp_plugin.sources.dialects import reader
-from hf_fsdp_plugin.sources.dialects.interface import DialectDocument, DialectReading, leaves
-from hf_fsdp_plugin.sources.dialects.shell_script import find_trainings
 from hf_fsdp_plugin.sources.interface import ConfigFile, Sources
 from hf_fsdp_plugin.sources.tree import ConfigEntry
 from hf_fsdp_plugin.spec.load import assess
+from hf_fsdp_plugin.tools.convert.converted import TARGETS
+from hf_fsdp_plugin.tools.convert.dialects import reader
+from hf_fsdp_plugin.tools.convert.dialects.interface import DialectDocument, DialectReading, leaves
+from hf_fsdp_plugin.tools.convert.dialects.shell_script import find_trainings
 from hf_fsdp_plugin.vocabulary import Scope, find_row
 from scripts.bench.common import ROOT, make_parser
 from scripts.bench.tables.update_results import write_result

@@ -21,10 +21,10 @@ import numpy as np
 import yaml
 
 import hf_fsdp_plugin as hfp
-from hf_fsdp_plugin.estimate.machines import Link, Machine, machine_named
-from hf_fsdp_plugin.estimate.memory.step import OpCost
-from hf_fsdp_plugin.estimate.time import TimeModel, UnitCosts
-from hf_fsdp_plugin.estimate.types import Workload
+from hf_fsdp_plugin.tools.plan.estimate.machines import Link, Machine, machine_named
+from hf_fsdp_plugin.tools.plan.estimate.memory.step import OpCost
+from hf_fsdp_plugin.tools.plan.estimate.time import TimeModel, UnitCosts
+from hf_fsdp_plugin.tools.plan.estimate.types import Workload
 from scripts.bench.common import make_parser
 from scripts.bench.measure.clock_fit import (
     PRIORS,

@@ -223,7 +223,7 @@ def all_rows() -> list[dict[str, Any]]:
     """Return every contract and replaced function that holds on the installed versions. Runs in another process."""
     code = (
         "import json, sys\n"
-        "from hf_fsdp_plugin.integrations.contract_probe import hook_rows, private_contracts, probe_contracts\n"
+        "from hf_fsdp_plugin.tools.doctor.contract_probe import hook_rows, private_contracts, probe_contracts\n"
         "known = {row.target: row for row in (*private_contracts(), *(hook.contract for hook in hook_rows()))}\n"
         "rows = [{**row, 'instead': known[row['target']].instead, 'library': known[row['target']].library} "
         "for row in probe_contracts() "

@@ -123,8 +123,8 @@ def predict(point: Point, ranks: int, machine: Any) -> dict[str, float]:
     import torch
 
     import hf_fsdp_plugin as hfp
-    from hf_fsdp_plugin.estimate.time import TimeModel
-    from hf_fsdp_plugin.estimate.types import Workload
+    from hf_fsdp_plugin.tools.plan.estimate.time import TimeModel
+    from hf_fsdp_plugin.tools.plan.estimate.types import Workload
 
     with torch.device("meta"):
         model = make_model(point)

@@ -2,7 +2,7 @@
 
 ``scripts/two_hosts.sh`` starts this program. Two network namespaces are the machines; ``hf-fsdp launch --num_machines
 2`` runs in each, with two gloo ranks. For full shard and hybrid shard, the bytes that a host sends over the link in a
-step stand beside the predicted ones: the collectives that ``estimate/time.py`` predicts, times what gloo
+step stand beside the predicted ones: the collectives that ``tools/plan/estimate/time.py`` predicts, times what gloo
 sends for a byte of them. Then a machine is lost in the middle of a training, by SIGKILL to its launcher and ranks,
 comes back, and the run must continue from the newest checkpoint with the losses of an uninterrupted run. At last,
 a run with ``--num_machines 1:2`` goes on with one machine while the other is away, and with both when it is back; the

@@ -16,8 +16,8 @@ from accelerate import Accelerator
 
 import hf_fsdp_plugin as hfp
 from hf_fsdp_plugin.backends.sharding.shard import plan_of
-from hf_fsdp_plugin.estimate.time import estimate_communication
-from hf_fsdp_plugin.estimate.types import Workload
+from hf_fsdp_plugin.tools.plan.estimate.time import estimate_communication
+from hf_fsdp_plugin.tools.plan.estimate.types import Workload
 from scripts.bench.ranks.two_hosts_link import transferred
 
 WIDTH, LAYERS, WARM_UP, STEPS, SAVE_STEPS = 512, 6, 2, 4, 3

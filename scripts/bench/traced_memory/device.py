@@ -11,11 +11,11 @@ import torch.nn.functional as F
 from torch.autograd.graph import saved_tensors_hooks
 
 from hf_fsdp_plugin.backends.sharding import forwards as checkpointing
-from hf_fsdp_plugin.estimate.machines import Machine
-from hf_fsdp_plugin.estimate.memory.peak import framework_bytes
-from hf_fsdp_plugin.estimate.memory.tracker import dropout_with_byte_mask, run_attention
-from hf_fsdp_plugin.estimate.types import MemoryKind
 from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan
+from hf_fsdp_plugin.tools.plan.estimate.machines import Machine
+from hf_fsdp_plugin.tools.plan.estimate.memory.peak import framework_bytes
+from hf_fsdp_plugin.tools.plan.estimate.memory.tracker import dropout_with_byte_mask, run_attention
+from hf_fsdp_plugin.tools.plan.estimate.types import MemoryKind
 from scripts.bench.allocator.caching_allocator import MIN_BLOCK
 from scripts.bench.traced_memory.recorder import Block, Recorder, ShardCopies
 

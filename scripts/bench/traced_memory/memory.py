@@ -13,10 +13,10 @@ import torch.distributed as dist
 from torch import nn
 
 from hf_fsdp_plugin.backends.torch_types import device_mesh
-from hf_fsdp_plugin.estimate.machines import Machine
-from hf_fsdp_plugin.estimate.types import MEMORY_KINDS, MemoryKind, Moment, Workload
 from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan
 from hf_fsdp_plugin.problems import SpecError
+from hf_fsdp_plugin.tools.plan.estimate.machines import Machine
+from hf_fsdp_plugin.tools.plan.estimate.types import MEMORY_KINDS, MemoryKind, Moment, Workload
 from scripts.bench.traced_memory.device import Device
 from scripts.bench.traced_memory.places import Places
 from scripts.bench.traced_memory.private import FakeTensorMode, fake_tensor_group

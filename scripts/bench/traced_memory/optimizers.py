@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_fsdp_plugin.estimate.types import Workload, update_loop
+from hf_fsdp_plugin.tools.plan.estimate.types import Workload, update_loop
 
 
 def make_optimizers(model: nn.Module, workload: Workload, device_type: str) -> list[torch.optim.Optimizer]:

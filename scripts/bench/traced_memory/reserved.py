@@ -8,10 +8,10 @@ from dataclasses import replace
 from itertools import takewhile
 from typing import Final
 
-from hf_fsdp_plugin.estimate.machines import Machine
-from hf_fsdp_plugin.estimate.memory.peak import device_memory, workspace_bytes
-from hf_fsdp_plugin.estimate.types import DeviceMemory
 from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan
+from hf_fsdp_plugin.tools.plan.estimate.machines import Machine
+from hf_fsdp_plugin.tools.plan.estimate.memory.peak import device_memory, workspace_bytes
+from hf_fsdp_plugin.tools.plan.estimate.types import DeviceMemory
 from scripts.bench.allocator.caching_allocator import AllocatorSettings, CachingAllocator, OutOfDeviceMemory
 from scripts.bench.allocator.caching_allocator import Block as Allocation
 from scripts.bench.traced_memory.recorder import Block, Event

@@ -17,11 +17,11 @@ from hf_fsdp_plugin.backends.optimizers.parameters import set_step_mode
 from hf_fsdp_plugin.backends.sharding.forwards import configs_with_cache
 from hf_fsdp_plugin.backends.sharding.script_access import free_before_step
 from hf_fsdp_plugin.backends.sharding.shard import shard
-from hf_fsdp_plugin.estimate.memory.meta_pass import meta_batch
-from hf_fsdp_plugin.estimate.types import Workload
 from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan, torch_dtype
 from hf_fsdp_plugin.problems import SpecError
 from hf_fsdp_plugin.strategies import STRATEGIES
+from hf_fsdp_plugin.tools.plan.estimate.memory.meta_pass import meta_batch
+from hf_fsdp_plugin.tools.plan.estimate.types import Workload
 from hf_fsdp_plugin.torch_private.modules import buffers as own_buffers
 from hf_fsdp_plugin.torch_private.modules import parameters as own_parameters
 from scripts.bench.traced_memory.device import Device

@@ -5,8 +5,8 @@ import re
 
 import pytest
 
-from hf_fsdp_plugin.cli.bench.results import bench_text
 from hf_fsdp_plugin.runs.failures import AttemptResult, RankExit
+from hf_fsdp_plugin.tools.bench.results import bench_text
 from tests.support.json_schema import assert_valid
 
 LLAMA = {
@@ -24,7 +24,7 @@ def bench(hf_fsdp, tmp_path, monkeypatch):
     for name, change in (("llama", {}), ("large", {"hidden_size": 1 << 20, "intermediate_size": 1 << 20})):
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text(json.dumps(LLAMA | change))
-    monkeypatch.setattr("hf_fsdp_plugin.cli.bench.run_world", run_world)
+    monkeypatch.setattr("hf_fsdp_plugin.tools.bench.verb.run_world", run_world)
 
     def run(words: str):
         return hf_fsdp("bench", "--cpu", *words.split())
@@ -122,13 +122,15 @@ def test_new_ranks_measure_what_a_failure_has_left(bench, monkeypatch):
         ran.append([group[0].label for group in job.groups])
         return run_world(job, *more)
 
-    monkeypatch.setattr("hf_fsdp_plugin.cli.bench.run_world", record)
+    monkeypatch.setattr("hf_fsdp_plugin.tools.bench.verb.run_world", record)
     assert bench("--model llama --seq-len 16 --strategies ddp,offload,full_shard")[0] == 1
     assert ran == [["DDP", "FSDP2 offload", "FSDP2 full_shard"], ["FSDP2 full_shard"]]
 
 
 def test_signal_exits_130_with_the_results_until_then(bench, monkeypatch):
-    monkeypatch.setattr("hf_fsdp_plugin.cli.bench.run_world", lambda *args: AttemptResult(exits=(), signal_number=2))
+    monkeypatch.setattr(
+        "hf_fsdp_plugin.tools.bench.verb.run_world", lambda *args: AttemptResult(exits=(), signal_number=2)
+    )
     code, out, err = bench("--model llama --strategies ddp --seq-len 16 --json")
     assert code == 130 and "stopped by a signal" in err
     assert json.loads(out)["cases"][0]["status"] == "pending"

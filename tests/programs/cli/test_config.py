@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hf_fsdp_plugin.cli.config.questions import QUESTIONS
+from hf_fsdp_plugin.tools.config.questions import QUESTIONS
 from tests.support.json_schema import assert_valid
 from tests.support.matrices import slow
 from tests.unit.cli.conftest import LLAMA

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from hf_fsdp_plugin import load_spec
-from hf_fsdp_plugin.cli.config.conversation import State
-from hf_fsdp_plugin.cli.config.questions import QUESTIONS
+from hf_fsdp_plugin.tools.config.conversation import State
+from hf_fsdp_plugin.tools.config.questions import QUESTIONS
 from tests.support.terminal import CTRL_C, CTRL_D, DOWN, ENTER, UP, Terminal
 
 ROOT = Path(__file__).resolve().parents[3]

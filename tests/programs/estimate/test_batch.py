@@ -9,10 +9,10 @@ import transformers as hf
 from peft import LoraConfig, get_peft_model
 
 import hf_fsdp_plugin as hfp
-from hf_fsdp_plugin.estimate.memory.meta_pass import meta_batch
-from hf_fsdp_plugin.estimate.memory.peak import estimate_memory
-from hf_fsdp_plugin.estimate.time import TimeModel
-from hf_fsdp_plugin.estimate.types import Workload
+from hf_fsdp_plugin.tools.plan.estimate.memory.meta_pass import meta_batch
+from hf_fsdp_plugin.tools.plan.estimate.memory.peak import estimate_memory
+from hf_fsdp_plugin.tools.plan.estimate.time import TimeModel
+from hf_fsdp_plugin.tools.plan.estimate.types import Workload
 from scripts.bench.traced_memory import trace_memory
 from tests.unit.estimate.test_batch import SIZES, made
 

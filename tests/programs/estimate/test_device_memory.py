@@ -7,9 +7,8 @@ import torch
 import transformers as hf
 
 import hf_fsdp_plugin as hfp
-from hf_fsdp_plugin.cli.plan.output import Planned, Prediction, plan_json, plan_text
-from hf_fsdp_plugin.estimate.machines import machine_named
-from hf_fsdp_plugin.estimate.memory.peak import (
+from hf_fsdp_plugin.tools.plan.estimate.machines import machine_named
+from hf_fsdp_plugin.tools.plan.estimate.memory.peak import (
     communicator_sizes,
     estimate_memory,
     framework_bytes,
@@ -17,8 +16,9 @@ from hf_fsdp_plugin.estimate.memory.peak import (
     num_channels,
     workspace_bytes,
 )
-from hf_fsdp_plugin.estimate.time import estimate_communication
-from hf_fsdp_plugin.estimate.types import Workload, update_loop
+from hf_fsdp_plugin.tools.plan.estimate.time import estimate_communication
+from hf_fsdp_plugin.tools.plan.estimate.types import Workload, update_loop
+from hf_fsdp_plugin.tools.plan.output import Planned, Prediction, plan_json, plan_text
 from scripts.bench.allocator.caching_allocator import CachingAllocator
 from scripts.bench.traced_memory import trace_memory
 from scripts.bench.traced_memory.recorder import Block, Event

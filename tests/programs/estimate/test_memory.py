@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_fsdp_plugin.estimate.memory.step import pinned_bytes
+from hf_fsdp_plugin.tools.plan.estimate.memory.step import pinned_bytes
 from tests.unit.estimate.test_memory import QUICK, estimate
 
 
@@ -18,7 +18,7 @@ from tests.unit.estimate.test_memory import QUICK, estimate
 def test_skipped_layers_are_counted_as_if_they_had_run(version, checkpointing, monkeypatch):
     options = {"version": version, "activation_checkpointing": checkpointing, "mixed_precision": "bf16", "ranks": 4}
     skipped = estimate(**options)
-    monkeypatch.setattr("hf_fsdp_plugin.estimate.memory.meta_pass._MIN_LAYERS", 100)
+    monkeypatch.setattr("hf_fsdp_plugin.tools.plan.estimate.memory.meta_pass._MIN_LAYERS", 100)
     assert estimate(**options).peak == skipped.peak
 
 

@@ -17,13 +17,13 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import hf_fsdp_plugin
-from hf_fsdp_plugin.cli.plan.output import _COLORS, Planned, Prediction, memory_by_strategy, plan_page, predict
-from hf_fsdp_plugin.estimate.machines import machine_named
-from hf_fsdp_plugin.estimate.types import KIND_NAMES, MemoryEstimate, Workload
 from hf_fsdp_plugin.launcher.flags import FLAG_TABLES
 from hf_fsdp_plugin.plan.fsdp_plan import equal_units
 from hf_fsdp_plugin.plan.resolve import resolve
 from hf_fsdp_plugin.spec.load import load_spec
+from hf_fsdp_plugin.tools.plan.estimate.machines import machine_named
+from hf_fsdp_plugin.tools.plan.estimate.types import KIND_NAMES, MemoryEstimate, Workload
+from hf_fsdp_plugin.tools.plan.output import _COLORS, Planned, Prediction, memory_by_strategy, plan_page, predict
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 

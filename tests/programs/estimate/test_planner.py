@@ -7,9 +7,10 @@ import pytest
 import torch
 import transformers as hf
 
-from hf_fsdp_plugin.estimate.machines import machine_named
-from hf_fsdp_plugin.estimate.memory.peak import estimate_memory
-from hf_fsdp_plugin.estimate.planner import (
+from hf_fsdp_plugin.problems import SpecError
+from hf_fsdp_plugin.tools.plan.estimate.machines import machine_named
+from hf_fsdp_plugin.tools.plan.estimate.memory.peak import estimate_memory
+from hf_fsdp_plugin.tools.plan.estimate.planner import (
     SAME_SPEED,
     Subject,
     advise,
@@ -18,8 +19,7 @@ from hf_fsdp_plugin.estimate.planner import (
     micro_batches,
     shardings,
 )
-from hf_fsdp_plugin.estimate.types import Workload
-from hf_fsdp_plugin.problems import SpecError
+from hf_fsdp_plugin.tools.plan.estimate.types import Workload
 from tests.support.matrices import needs_transformers
 
 MIB = 1 << 20

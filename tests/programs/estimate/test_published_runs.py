@@ -10,10 +10,10 @@ import pytest
 import torch
 from transformers import BertConfig, BertForMaskedLM, LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
-from hf_fsdp_plugin.estimate.machines import machine_named
-from hf_fsdp_plugin.estimate.time import interval_of
 from hf_fsdp_plugin.plan.resolve import resolve
 from hf_fsdp_plugin.spec.load import load_spec
+from hf_fsdp_plugin.tools.plan.estimate.machines import machine_named
+from hf_fsdp_plugin.tools.plan.estimate.time import interval_of
 from scripts.bench.measure import clock_fit
 from scripts.bench.measure import published_runs as published
 

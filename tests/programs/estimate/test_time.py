@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from peft import LoraConfig, get_peft_model
 
-from hf_fsdp_plugin.estimate.memory import meta_pass
-from hf_fsdp_plugin.estimate.time import TimeModel
+from hf_fsdp_plugin.tools.plan.estimate.memory import meta_pass
+from hf_fsdp_plugin.tools.plan.estimate.time import TimeModel
 from tests.unit.estimate.test_time import STEP, llama, planned
 
 

@@ -15,12 +15,12 @@ import torch.distributed as dist
 import transformers as hf
 from torch import nn
 
-from hf_fsdp_plugin.estimate.memory.peak import estimate_memory
-from hf_fsdp_plugin.estimate.types import MemoryEstimate, Moment, Workload
 from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan
 from hf_fsdp_plugin.plan.resolve import resolve
 from hf_fsdp_plugin.problems import SpecError
 from hf_fsdp_plugin.spec.load import load_spec
+from hf_fsdp_plugin.tools.plan.estimate.memory.peak import estimate_memory
+from hf_fsdp_plugin.tools.plan.estimate.types import MemoryEstimate, Moment, Workload
 from hf_fsdp_plugin.torch_private.fsdp2 import installed_behavior
 from scripts.bench.traced_memory import CannotTrace, TracedMemory, trace_memory
 from scripts.bench.traced_memory.private import fake_process_group

@@ -2,7 +2,7 @@
 
 import pytest
 
-from hf_fsdp_plugin.estimate.memory.peak import estimate_memory
+from hf_fsdp_plugin.tools.plan.estimate.memory.peak import estimate_memory
 from scripts.bench.traced_memory import trace_memory
 from tests.unit.integrations.test_planned_adapters import adapted, estimate
 

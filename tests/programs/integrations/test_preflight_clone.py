@@ -8,7 +8,10 @@ from typing import Any
 import pytest
 import transformers as hf
 
-from hf_fsdp_plugin.integrations.preflight.clone import (
+from hf_fsdp_plugin.plan.resolve import resolve
+from hf_fsdp_plugin.problems import SpecError
+from hf_fsdp_plugin.spec.load import load_spec
+from hf_fsdp_plugin.tools.preflight.clone import (
     MAX_PARAMS,
     classes_of,
     config_parts,
@@ -18,10 +21,7 @@ from hf_fsdp_plugin.integrations.preflight.clone import (
     small_config,
     write_clone,
 )
-from hf_fsdp_plugin.integrations.preflight.training import check_export
-from hf_fsdp_plugin.plan.resolve import resolve
-from hf_fsdp_plugin.problems import SpecError
-from hf_fsdp_plugin.spec.load import load_spec
+from hf_fsdp_plugin.tools.preflight.training import check_export
 from tests.support.model_families import FAMILIES
 
 LLAMA_70B = {
@@ -138,7 +138,7 @@ def test_clone_without_a_class_of_the_model_is_reported() -> None:
 
 
 def test_model_that_stays_too_large_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hf_fsdp_plugin.integrations.preflight.clone.MAX_PARAMS", 1000)
+    monkeypatch.setattr("hf_fsdp_plugin.tools.preflight.clone.MAX_PARAMS", 1000)
     with pytest.raises(SpecError) as refused:
         find_clone(hf.GPT2LMHeadModel, hf.GPT2Config())
     assert [problem.code for problem in refused.value.problems] == ["FSDP-E752"]
@@ -159,7 +159,7 @@ def test_widths_are_kept_with_a_note_if_smaller_ones_fail(monkeypatch: pytest.Mo
             raise ValueError("no smaller widths")
         return real_reduction(config, num_layers, narrow=False)
 
-    monkeypatch.setattr("hf_fsdp_plugin.integrations.preflight.clone.small_config", refusing)
+    monkeypatch.setattr("hf_fsdp_plugin.tools.preflight.clone.small_config", refusing)
     clone = find_clone(hf.GPT2LMHeadModel, hf.GPT2Config())
     assert (clone.config.n_embd, clone.config.n_layer) == (768, 2)
     assert [problem.code for problem in clone.problems] == ["FSDP-N757"]

@@ -20,8 +20,8 @@ from hf_fsdp_plugin.checkpoint.merging.merge import MergeOptions, merge
 from hf_fsdp_plugin.checkpoint.names import MANIFEST_NAME
 from hf_fsdp_plugin.checkpoint.reading.resharding import _model_type
 from hf_fsdp_plugin.checkpoint.reading.states import load_state_file
-from hf_fsdp_plugin.cli.export import find_checkpoint
 from hf_fsdp_plugin.problems import CheckpointError
+from hf_fsdp_plugin.tools.export.verb import find_checkpoint
 from tests.support import saved
 from tests.support.merge_inputs import CONFIG, TENSORS
 from tests.support.merge_inputs import save as save_local

@@ -5,8 +5,8 @@ import subprocess
 
 import pytest
 
-from hf_fsdp_plugin.cli.completion import SCRIPTS, long_flags, visible_actions
 from hf_fsdp_plugin.cli.main import VERBS
+from hf_fsdp_plugin.tools.completion.verb import SCRIPTS, long_flags, visible_actions
 
 CASES = [
     ("hf-fsdp ver", "verify"),

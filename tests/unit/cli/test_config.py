@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 from hf_fsdp_plugin import Problem, SpecError, load_spec
-from hf_fsdp_plugin.cli.config import add_arguments
-from hf_fsdp_plugin.cli.config.questions import QUESTIONS
 from hf_fsdp_plugin.launcher.flags import Parser
 from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec
 from hf_fsdp_plugin.strategies import STRATEGIES
+from hf_fsdp_plugin.tools.config.questions import QUESTIONS
+from hf_fsdp_plugin.tools.config.verb import add_arguments
 from tests.support.json_schema import assert_valid
 
 
@@ -255,7 +255,7 @@ def test_model_that_cannot_be_predicted_is_configured(config, llama, monkeypatch
             SpecError([Problem(code="FSDP-E811", message="no batch")]) if state.gpus == 2 else RuntimeError("odd\ncode")
         )
 
-    monkeypatch.setattr("hf_fsdp_plugin.cli.config.conversation.advice_of", fail)
+    monkeypatch.setattr("hf_fsdp_plugin.tools.config.conversation.advice_of", fail)
     for gpus, reason in (("2", "no batch"), ("4", "RuntimeError: odd")):
         _, err = config("--yes", "-o", f"{gpus}.yaml", "--model", "llama", "--gpus", gpus, "--gpu-memory", "80GB")
         assert f"No prediction: {reason}\n" in err and spec_of(f"{gpus}.yaml").launch.num_processes == int(gpus)

@@ -8,8 +8,8 @@ import pytest
 import yaml
 
 from hf_fsdp_plugin import SpecError, load_spec
-from hf_fsdp_plugin.cli.config import Target, _check
-from hf_fsdp_plugin.cli.config_text import SettingLine, change_keys, in_block_style, keys_of
+from hf_fsdp_plugin.tools.config.text import SettingLine, change_keys, in_block_style, keys_of
+from hf_fsdp_plugin.tools.config.verb import Target, _check
 
 STOCK = """\
 # my cluster

@@ -11,10 +11,10 @@ import pytest
 import yaml
 from accelerate.commands.config.config_args import load_config_from_file
 
-from hf_fsdp_plugin.cli.conversion import with_converted_config
 from hf_fsdp_plugin.sources.interface import ConfigFile, Sources
 from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec
 from hf_fsdp_plugin.spec.load import assess
+from hf_fsdp_plugin.tools.convert.conversion import with_converted_config
 
 DATA = Path(__file__).parents[2] / "data" / "good"
 CONFIGS = Path(__file__).parents[3] / "configs"

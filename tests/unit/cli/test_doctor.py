@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from hf_fsdp_plugin.cli.doctor import check_builds, check_contracts
+from hf_fsdp_plugin.tools.doctor.verb import check_builds, check_contracts
 
 
 def row(status: str, without: str) -> dict[str, Any]:

@@ -12,10 +12,10 @@ from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.commands.to_fsdp2 import convert_config_to_fsdp2
 
 from hf_fsdp_plugin import load_spec
-from hf_fsdp_plugin.cli.migrate.changes import behavior_changes
-from hf_fsdp_plugin.cli.migrate.rewriting import migrate
 from hf_fsdp_plugin.problems import SpecError
 from hf_fsdp_plugin.sources.interface import ConfigFile
+from hf_fsdp_plugin.tools.migrate.changes import behavior_changes
+from hf_fsdp_plugin.tools.migrate.rewriting import migrate
 
 HEAD = "# ours\ndistributed_type: FSDP\nnum_machines: 2   # nodes\nnum_processes: 16\n"
 FSDP1 = HEAD + (

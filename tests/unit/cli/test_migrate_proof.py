@@ -7,9 +7,9 @@ import math
 
 import pytest
 
-from hf_fsdp_plugin.cli.migrate.proof import check_run, compare, proof_table
-from hf_fsdp_plugin.cli.preflight import PreflightResult
 from hf_fsdp_plugin.problems import Problem, SpecError
+from hf_fsdp_plugin.tools.migrate.proof import check_run, compare, proof_table
+from hf_fsdp_plugin.tools.preflight.run import PreflightResult
 
 NOTE = Problem(code="FSDP-N757", message="a note.")
 

@@ -8,11 +8,11 @@ from random import Random
 
 import pytest
 
-from hf_fsdp_plugin.cli.migrate.rewriting import migrate
 from hf_fsdp_plugin.problems import SpecError
 from hf_fsdp_plugin.sources.interface import ConfigFile, Sources
 from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec
 from hf_fsdp_plugin.spec.load import assess
+from hf_fsdp_plugin.tools.migrate.rewriting import migrate
 from tests.unit.generated.cases import Builder, yaml_text
 from tests.unit.generated.oracle import Oracle
 from tests.unit.generated.settings_document import read_document

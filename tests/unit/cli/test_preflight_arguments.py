@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from hf_fsdp_plugin.cli.main import main, make_parser
-from hf_fsdp_plugin.cli.preflight import overrides_for_cpu, split_run_words
 from hf_fsdp_plugin.spec.load import load_spec
+from hf_fsdp_plugin.tools.preflight.run import overrides_for_cpu, split_run_words
 
 
 @pytest.mark.parametrize(
@@ -57,7 +57,7 @@ def test_missing_config_exits_2(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_config_with_errors_starts_no_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hf_fsdp_plugin.cli.preflight.run_preflight", lambda *_: pytest.fail("started"))
+    monkeypatch.setattr("hf_fsdp_plugin.tools.preflight.run.run_preflight", lambda *_: pytest.fail("started"))
     (tmp_path / "fsdp.yaml").write_text("distributed_type: FSDP\nfsdp_config:\n  fsdp_versoin: 2\n")
     assert main(["check", "--run", str(tmp_path / "fsdp.yaml"), "--model", "m"]) == 1
 

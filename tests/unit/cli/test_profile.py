@@ -8,12 +8,13 @@ from types import MappingProxyType
 
 import pytest
 
-from hf_fsdp_plugin.cli import launch, profile
+from hf_fsdp_plugin.cli import launch
 from hf_fsdp_plugin.cli.main import main, make_parser
-from hf_fsdp_plugin.integrations import profiling
-from hf_fsdp_plugin.integrations.profiling import OPTIONS_VARIABLE, ProfileOptions, read_ranks, write_file
-from hf_fsdp_plugin.observe.profile.rank_profile import RankProfile, Times
 from hf_fsdp_plugin.problems import UsageError
+from hf_fsdp_plugin.tools.profile import files as profiling
+from hf_fsdp_plugin.tools.profile import verb as profile
+from hf_fsdp_plugin.tools.profile.files import OPTIONS_VARIABLE, ProfileOptions, read_ranks, write_file
+from hf_fsdp_plugin.tools.profile.rank_profile import RankProfile, Times
 from tests.support.json_schema import assert_valid
 
 

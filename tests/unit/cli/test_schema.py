@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from hf_fsdp_plugin.cli.main import main
-from hf_fsdp_plugin.cli.schema import schema
+from hf_fsdp_plugin.tools.schema.verb import schema
 
 ROOT = Path(__file__).parents[3]
 ACCELERATE_FILES = [

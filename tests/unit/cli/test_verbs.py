@@ -6,9 +6,9 @@ import shlex
 import pytest
 
 from hf_fsdp_plugin.__main__ import main as module_main
-from hf_fsdp_plugin.cli import explain
-from hf_fsdp_plugin.cli.explain import parse_page
 from hf_fsdp_plugin.cli.main import VERBS, main, parse_arguments
+from hf_fsdp_plugin.tools.explain import verb as explain
+from hf_fsdp_plugin.tools.explain.verb import parse_page
 
 
 @pytest.mark.parametrize("verb", VERBS)

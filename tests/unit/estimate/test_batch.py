@@ -5,10 +5,10 @@ import torch
 import transformers as hf
 
 import hf_fsdp_plugin as hfp
-from hf_fsdp_plugin.estimate.memory.meta_pass import meta_batch
-from hf_fsdp_plugin.estimate.memory.peak import estimate_memory
-from hf_fsdp_plugin.estimate.types import Workload
 from hf_fsdp_plugin.problems import SpecError
+from hf_fsdp_plugin.tools.plan.estimate.memory.meta_pass import meta_batch
+from hf_fsdp_plugin.tools.plan.estimate.memory.peak import estimate_memory
+from hf_fsdp_plugin.tools.plan.estimate.types import Workload
 
 SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
 

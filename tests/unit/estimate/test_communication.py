@@ -10,13 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from hf_fsdp_plugin.estimate.time import estimate_communication
-from hf_fsdp_plugin.estimate.types import Collective, Workload
-from hf_fsdp_plugin.estimate.unit_sizes import flat_starts
 from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan
 from hf_fsdp_plugin.plan.padding import padded_shape
 from hf_fsdp_plugin.plan.resolve import resolve
 from hf_fsdp_plugin.spec.load import load_spec
+from hf_fsdp_plugin.tools.plan.estimate.time import estimate_communication
+from hf_fsdp_plugin.tools.plan.estimate.types import Collective, Workload
+from hf_fsdp_plugin.tools.plan.estimate.unit_sizes import flat_starts
 
 STEP = Workload(micro_batch=1, seq_len=8)
 

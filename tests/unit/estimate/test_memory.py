@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import hf_fsdp_plugin as hfp
-from hf_fsdp_plugin.estimate.memory.peak import estimate_memory, state_bytes, update_bytes
-from hf_fsdp_plugin.estimate.types import MEMORY_KINDS, Workload
-from hf_fsdp_plugin.estimate.unit_sizes import ParameterShard, unit_sizes
+from hf_fsdp_plugin.tools.plan.estimate.memory.peak import estimate_memory, state_bytes, update_bytes
+from hf_fsdp_plugin.tools.plan.estimate.types import MEMORY_KINDS, Workload
+from hf_fsdp_plugin.tools.plan.estimate.unit_sizes import ParameterShard, unit_sizes
 
 HIDDEN, INNER, VOCAB, LAYERS, HEADS = 32, 64, 96, 6, 4
 LAYER = 4 * HIDDEN * HIDDEN + 3 * HIDDEN * INNER + 2 * HIDDEN

@@ -12,7 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
-from hf_fsdp_plugin.estimate.machines import (
+from hf_fsdp_plugin.plan.resolve import resolve
+from hf_fsdp_plugin.problems import SpecError
+from hf_fsdp_plugin.spec.load import load_spec
+from hf_fsdp_plugin.tools.plan.estimate.machines import (
     Link,
     Machine,
     MeasuredCollective,
@@ -21,13 +24,10 @@ from hf_fsdp_plugin.estimate.machines import (
     read_machine,
     seconds_at,
 )
-from hf_fsdp_plugin.estimate.memory.meta_pass import profile_step
-from hf_fsdp_plugin.estimate.schedule import UnitTimes, exposed_seconds, simulate
-from hf_fsdp_plugin.estimate.time import TimeModel, collective_seconds, estimate_communication, unit_costs
-from hf_fsdp_plugin.estimate.types import Workload
-from hf_fsdp_plugin.plan.resolve import resolve
-from hf_fsdp_plugin.problems import SpecError
-from hf_fsdp_plugin.spec.load import load_spec
+from hf_fsdp_plugin.tools.plan.estimate.memory.meta_pass import profile_step
+from hf_fsdp_plugin.tools.plan.estimate.schedule import UnitTimes, exposed_seconds, simulate
+from hf_fsdp_plugin.tools.plan.estimate.time import TimeModel, collective_seconds, estimate_communication, unit_costs
+from hf_fsdp_plugin.tools.plan.estimate.types import Workload
 from scripts.bench.calibration import write_machine
 from tests.support.matrices import needs_transformers
 

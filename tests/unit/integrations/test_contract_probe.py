@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import hf_fsdp_plugin
-from hf_fsdp_plugin.integrations.contract_probe import PRIVATE_FILES, defines_name, hook_rows, probe_hook, source_hash
+from hf_fsdp_plugin.tools.doctor.contract_probe import PRIVATE_FILES, defines_name, hook_rows, probe_hook, source_hash
 
 PACKAGE = Path(hf_fsdp_plugin.__file__).parent
 PRIVATE = re.compile(r"_[a-zA-Z]\w*")

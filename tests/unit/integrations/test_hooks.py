@@ -66,7 +66,7 @@ def existing() -> list[Hook]:
 @pytest.mark.parametrize("hook", ROWS, ids=lambda hook: hook.target)
 def test_hook_targets_and_replacements_exist(hook: Hook, originals: dict[str, Any]) -> None:
     module, _, name = hook.replacement.partition(":")
-    assert callable(getattr(importlib.import_module(f"hf_fsdp_plugin.integrations.{module}"), name))
+    assert callable(getattr(importlib.import_module(f".{module}", "hf_fsdp_plugin.integrations"), name))
     assert hook.target in originals or any(hasattr(owner_of(hook), other) for other in hook.instead)
     assert hook.reason and hook.until
 
@@ -81,7 +81,7 @@ def test_replacements_accept_the_keywords_of_the_target(hook: Hook, originals: d
     if hook.target not in originals:
         pytest.skip("does not exist in the installed version")
     module, _, name = hook.replacement.partition(":")
-    replacement = getattr(importlib.import_module(f"hf_fsdp_plugin.integrations.{module}"), name)
+    replacement = getattr(importlib.import_module(f".{module}", "hf_fsdp_plugin.integrations"), name)
     is_method = bool(hook.class_name) and not isinstance(originals[hook.target], staticmethod)
     # A decorator, such as torch.no_grad(), passes all arguments on.
     expected = positional(inspect.unwrap(function_of(originals[hook.target])))[is_method:]

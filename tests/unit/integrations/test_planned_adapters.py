@@ -7,10 +7,10 @@ import torch
 import transformers as hf
 
 import hf_fsdp_plugin as hfp
-from hf_fsdp_plugin.estimate.memory.peak import estimate_memory
-from hf_fsdp_plugin.estimate.types import Workload
 from hf_fsdp_plugin.integrations.peft import with_lora
 from hf_fsdp_plugin.problems import SpecError
+from hf_fsdp_plugin.tools.plan.estimate.memory.peak import estimate_memory
+from hf_fsdp_plugin.tools.plan.estimate.types import Workload
 
 HIDDEN, INNER, LAYERS, RANK = 64, 128, 6, 4
 LINEARS = 4 * HIDDEN * HIDDEN + 3 * HIDDEN * INNER

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from hf_fsdp_plugin.integrations.preflight.stages import (
+from hf_fsdp_plugin.problems import Origin, Problem, SpecError
+from hf_fsdp_plugin.tools.preflight.stages import (
     STAGES,
     Options,
     Preflight,
@@ -16,8 +17,7 @@ from hf_fsdp_plugin.integrations.preflight.stages import (
     read_records,
     stage_results,
 )
-from hf_fsdp_plugin.integrations.preflight.training import compare_runs, differing_names
-from hf_fsdp_plugin.problems import Origin, Problem, SpecError
+from hf_fsdp_plugin.tools.preflight.training import compare_runs, differing_names
 
 PROBLEM = Problem(code="FSDP-E750", message="no", origin=Origin(source="a.yaml", line=2, spelling="x", text="1"))
 

@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 from hf_fsdp_plugin.integrations.patching import remove_hooks
-from hf_fsdp_plugin.integrations.profiling import ProfileOptions
-from hf_fsdp_plugin.integrations.profiling.run import Profiling, marks
 from hf_fsdp_plugin.problems import SpecError
+from hf_fsdp_plugin.tools.profile.files import ProfileOptions
+from hf_fsdp_plugin.tools.profile.run import Profiling, marks
 
 
 @pytest.fixture

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from hf_fsdp_plugin.estimate.unit_sizes import unit_sizes
 from hf_fsdp_plugin.plan import resolve
 from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec
+from hf_fsdp_plugin.tools.plan.estimate.unit_sizes import unit_sizes
 from hf_fsdp_plugin.torch_private.fsdp2 import BEHAVIORS
 from tests.support.model_families import on_meta
 from tests.unit.plan.plans import planned, refused, wrapping

@@ -9,11 +9,11 @@ import torch
 import transformers as hf
 from torch import nn
 
-from hf_fsdp_plugin.cli.check_output import plan_with_problems
 from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan
 from hf_fsdp_plugin.plan.padding import SIGNIFICANT, padding_of, unit_shapes, with_padding_warning
 from hf_fsdp_plugin.plan.resolve import resolve
 from hf_fsdp_plugin.spec.load import load_spec
+from hf_fsdp_plugin.tools.check.output import plan_with_problems
 
 
 def mixtral(experts: int) -> nn.Module:
@@ -95,7 +95,7 @@ def test_one_large_padded_unit_is_enough() -> None:
 
 @pytest.mark.parametrize("shards", [2, 3, 4, 7, 64])
 def test_padded_elements_equal_estimated_buffers(shards: int) -> None:
-    from hf_fsdp_plugin.estimate.unit_sizes import unit_sizes
+    from hf_fsdp_plugin.tools.plan.estimate.unit_sizes import unit_sizes
 
     model = mixtral(3)
     plan = plan_for(model, shards)

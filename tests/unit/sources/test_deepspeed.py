@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from hf_fsdp_plugin.cli.conversion import with_converted_config
-from hf_fsdp_plugin.sources.dialects import accelerate, deepspeed, reader
-from hf_fsdp_plugin.sources.dialects.interface import DialectReading
 from hf_fsdp_plugin.sources.interface import ConfigFile, Sources, config_of
 from hf_fsdp_plugin.spec import load
 from hf_fsdp_plugin.spec.values import parse_settings
+from hf_fsdp_plugin.tools.convert.conversion import with_converted_config
+from hf_fsdp_plugin.tools.convert.dialects import accelerate, deepspeed, reader
+from hf_fsdp_plugin.tools.convert.dialects.interface import DialectReading
 from hf_fsdp_plugin.vocabulary import canonical_setting
 
 ZERO_3 = {

@@ -3,8 +3,8 @@
 import pytest
 import yaml
 
-from hf_fsdp_plugin.sources.dialects import reader
 from hf_fsdp_plugin.sources.interface import ConfigFile, Sources
+from hf_fsdp_plugin.tools.convert.dialects import reader
 
 
 @pytest.fixture

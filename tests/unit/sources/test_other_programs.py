@@ -4,10 +4,10 @@ import json
 
 import pytest
 
-from hf_fsdp_plugin.cli.conversion import with_converted_config
 from hf_fsdp_plugin.sources.environment import LaunchHandover
 from hf_fsdp_plugin.sources.interface import ConfigFile, Sources
 from hf_fsdp_plugin.spec import load
+from hf_fsdp_plugin.tools.convert.conversion import with_converted_config
 from hf_fsdp_plugin.vocabulary import PROGRAM_KEYS
 
 ACCELERATE = {"distributed_type": "DEEPSPEED", "deepspeed_config": {"zero_stage": 3}, "num_processes": 2}

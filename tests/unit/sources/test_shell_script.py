@@ -4,10 +4,10 @@ import json
 
 import pytest
 
-from hf_fsdp_plugin.sources.dialects import reader
-from hf_fsdp_plugin.sources.dialects.shell_commands import parse_commands
 from hf_fsdp_plugin.sources.environment import LaunchHandover
 from hf_fsdp_plugin.sources.interface import ConfigFile, Sources
+from hf_fsdp_plugin.tools.convert.dialects import reader
+from hf_fsdp_plugin.tools.convert.dialects.shell_commands import parse_commands
 
 
 @pytest.mark.parametrize(

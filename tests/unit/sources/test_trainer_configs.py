@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from hf_fsdp_plugin.sources.dialects import reader
-from hf_fsdp_plugin.sources.dialects.interface import leaves
 from hf_fsdp_plugin.sources.interface import ConfigFile, Sources
+from hf_fsdp_plugin.tools.convert.dialects import reader
+from hf_fsdp_plugin.tools.convert.dialects.interface import leaves
 
 ZERO3 = {
     "zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}},

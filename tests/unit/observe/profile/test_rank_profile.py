@@ -5,7 +5,7 @@ from dataclasses import asdict, replace
 
 import pytest
 
-from hf_fsdp_plugin.observe.profile.rank_profile import (
+from hf_fsdp_plugin.tools.profile.rank_profile import (
     BOUNDARY,
     GATHER,
     UNIT,

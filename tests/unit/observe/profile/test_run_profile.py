@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from hf_fsdp_plugin.observe.profile.rank_profile import RankProfile, TimedCollective, Times, UnitSeconds
-from hf_fsdp_plugin.observe.profile.run_profile import merge_ranks, suggest
+from hf_fsdp_plugin.tools.profile.rank_profile import RankProfile, TimedCollective, Times, UnitSeconds
+from hf_fsdp_plugin.tools.profile.run_profile import merge_ranks, suggest
 
 PLAN = {
     "backend": "fsdp2", "strategy": "full_shard", "model": "M", "prefetch.forward": False, "prefetch.backward": "pre",

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from hf_fsdp_plugin.observe.profile.rank_profile import profile_of, read_trace
+from hf_fsdp_plugin.tools.profile.rank_profile import profile_of, read_trace
 
 PID = 4242
 RANK = {"rank": 0, "world_size": 8, "host": "a", "device": "cuda"}

@@ -1,0 +1,1 @@
+"""``hf-fsdp bench``: measures throughput, memory and scaling."""

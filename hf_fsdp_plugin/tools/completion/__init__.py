@@ -1,0 +1,1 @@
+"""``hf-fsdp completion``: completes flags in shells."""

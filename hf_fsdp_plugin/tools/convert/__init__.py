@@ -1,0 +1,1 @@
+"""``hf-fsdp convert``: configs of other programs."""

@@ -1,0 +1,189 @@
+"""Reads the config of a training script, and what the configs of other trainers have in common with it.
+
+Such a config contains arguments of ``TrainingArguments``, and names files: a config of FSDP or of DeepSpeed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Final
+
+import yaml
+
+from hf_fsdp_plugin.sources.collector import FSDP_SCOPES
+from hf_fsdp_plugin.sources.interface import ConfigFile, config_tree
+from hf_fsdp_plugin.sources.tree import ConfigEntry, ConfigFileError, Node, parse_text
+from hf_fsdp_plugin.spellings import did_you_mean, nearest_word
+from hf_fsdp_plugin.tools.convert.dialects.interface import ConfigDialect, DialectReading, is_off, load_yaml, marked_by
+from hf_fsdp_plugin.vocabulary import BY_NAME, TRAINING_FILE_MARKS, Scope, find_row
+
+_SCOPES: Final[tuple[Scope, ...]] = ("training", "parallelism", "fsdp", "fp8")
+_WHOLE_FILE: Final = ("fsdp_config", "distributed_type")
+"""Keys of Accelerate's file, which ``fsdp_config`` may name, too."""
+Presets = Mapping[str, Mapping[str, Any]]
+"""Name of a preset -> the config that it stands for."""
+
+
+def read_training(
+    reading: DialectReading,
+    entries: Sequence[tuple[str, ConfigEntry]],
+    *,
+    config_enables: bool = False,
+    presets: Presets | None = None,
+) -> None:
+    """Read arguments of ``TrainingArguments`` and other keys of the table, and the files that they name.
+
+    Args:
+        entries: path in the table and entry of each key.
+        config_enables: whether ``fsdp_config`` enables FSDP without ``fsdp``, which Transformers ignores.
+        presets: configs of DeepSpeed that have a name.
+    """
+    table, given = reading.dialect_of.table, {path: entry for path, entry in entries if not is_off(entry.value)}
+    fsdp, deepspeed = given.get("fsdp"), given.get("deepspeed")
+    if fsdp is not None and deepspeed is not None:
+        message = f"{fsdp.key} and {deepspeed.key} are both set."
+        reading.report("FSDP-E073", deepspeed, message, f"Remove {deepspeed.key} to train with FSDP.")
+    for path, entry in entries:
+        if path in ("bf16", "fp16") and "fp8" in given:
+            reading.ignore(entry, "With fp8, everything but linear layers computes in bf16.")
+        elif table.row(path) is table.rows.get("*", ...) and find_row(path, ("training", "parallelism")):
+            reading.path = path  # an argument of a script that is a setting
+            reading.add_row(replace(table.rows["*"], path=path, fate="sets", why=""), entry)
+        else:
+            reading.add_path(path, entry)
+    if deepspeed is not None:
+        include_deepspeed(reading, deepspeed, given, presets or {})
+        return
+    if config_enables and any(path.startswith("fsdp_config") for path in given):
+        reading.imply("launch.distributed_type", "FSDP")
+    if any(s.name == "launch.distributed_type" and s.value == "FSDP" for s in reading.settings):
+        return
+    # The settings are inactive, because the config does not enable FSDP.
+    others = [setting for setting in reading.settings if setting.name != "launch.distributed_type"]
+    reading.settings = [replace(setting, inactive=True) for setting in others]
+    reading.not_set = [replace(setting, inactive=True) for setting in reading.not_set]
+    reading.imply("launch.distributed_type", "NO", fsdp)
+    reading.mentions_fsdp = False
+
+
+def add_known(reading: DialectReading, entry: ConfigEntry) -> None:
+    """Add a key that the vocabulary has, or whose row in the table names a setting of the vocabulary."""
+    section, _, name = reading.path.rpartition(".")
+    is_inner = section in ("fsdp_config", "parallelism_config")
+    scopes = FSDP_SCOPES if is_inner else _SCOPES
+    if is_inner:
+        entry = replace(entry, key=entry.key.rpartition(".")[2])  # as in a file with this section alone
+    row = find_row(name if is_inner else reading.path, scopes) or BY_NAME.get("".join(reading.row.to[:1]))
+    if row is None:
+        reading.report_unknown(entry, scopes)
+    else:
+        reading.add_entry(row, entry)
+
+
+def add_config_file(reading: DialectReading, entry: ConfigEntry) -> None:
+    """Read ``fsdp_config`` as the path of a file, or as JSON text."""
+    if entry.value.is_empty:
+        return
+    text = str(entry.value.value).strip()
+    try:
+        if text.startswith("{"):
+            _add_section(reading, parse_text(text, source=reading.source, is_json=True), entry.line)
+        elif (file := find_file(reading, entry)) is not None:
+            root = config_tree(file)
+            if any(inner.key in _WHOLE_FILE for inner in root.value):
+                reading.include(file)
+                return
+            source, reading.source = reading.source, file.shown
+            _add_section(reading, root)
+            reading.source = source
+    except ConfigFileError as error:
+        reading.problems.append(error.problem)
+
+
+def _add_section(reading: DialectReading, root: Node, line: int | None = None) -> None:
+    """Add the keys of ``fsdp_config``, which all have the same line if the section is text in another file."""
+    for inner in root.value:
+        entry = replace(inner, key=f"fsdp_config.{inner.key}", line=line or inner.line)
+        reading.add_path(entry.key, entry)
+
+
+def include_deepspeed(
+    reading: DialectReading, entry: ConfigEntry, given: Mapping[str, ConfigEntry], presets: Presets
+) -> None:
+    """Read the config of DeepSpeed that a key names or contains.
+
+    Args:
+        given: the other keys, whose values replace ``auto`` in that config.
+        presets: name -> config.
+    """
+    scalars = {path: other.value.plain() for path, other in given.items() if "." not in path}
+    arguments = {name: value for name, value in scalars.items() if isinstance(value, bool | int | float | str)}
+    text = str(entry.value.value)
+    config = entry.value.plain() if entry.value.is_mapping else presets.get(text, text)
+    is_content = isinstance(config, Mapping) or config.lstrip().startswith("{")
+    file = as_file(reading, entry, config) if is_content else find_file(reading, entry, presets)
+    if file is not None:
+        reading.include(file, arguments | reading.arguments)
+
+
+def load_presets() -> Mapping[str, Presets]:
+    """Return the configs that have a name, by the key that names them."""
+    return load_yaml("presets", yaml.SafeLoader)
+
+
+def as_file(reading: DialectReading, entry: ConfigEntry, config: Mapping[str, Any] | str) -> ConfigFile:
+    """Return a file with a config that is part of another file, for messages and for its dialect."""
+    folder = reading.document.file.path.parent if reading.document.file is not None else Path()
+    path = folder / f"{entry.key.strip('-')}.json"
+    text = config if isinstance(config, str) else json.dumps(config)
+    return ConfigFile(path=path, shown=f"{reading.source} {entry.key}", data=text.encode())
+
+
+def find_file(
+    reading: DialectReading, entry: ConfigEntry, names: Collection[str] = (), *, report: bool = True
+) -> ConfigFile | None:
+    """Return the file that an entry names; ``None`` if there is none, which is an error with `report`.
+
+    Its path is relative to the working directory of a script: the present one, or a folder that contains the config.
+
+    Args:
+        names: names that the entry could have had instead of a path.
+    """
+    text, other = str(entry.value.value), reading.document.file
+    path = Path(text).expanduser()
+    folders = [Path(other.shown).parent, *other.path.parent.parents] if other is not None else []
+    for candidate in (path, *(folder / path for folder in folders)):
+        if os.path.isfile(candidate):  # false for a name that is too long, unlike Path.is_file
+            return ConfigFile.at(candidate)
+    if report and "$" in text:
+        reading.report_unresolved(entry)
+    elif report:
+        message = f"{entry.key} names the file {text}, which does not exist."
+        fix = "Correct the path; it is relative to the working directory, or to a folder that contains the config."
+        nearest = nearest_word(text, list(names)) if "." not in text else ""
+        reading.report("FSDP-E001", entry, message, did_you_mean(nearest, fix))
+    return None
+
+
+HANDLERS: Final = {
+    "sets": add_known,
+    "fsdp": DialectReading.add_options,
+    "fsdp_config": add_config_file,
+    "deepspeed": lambda reading, entry: None,
+}
+"""Handlers of the keys of ``TrainingArguments``. :func:`read_training` reads the config of DeepSpeed last."""
+
+
+DIALECT: Final = ConfigDialect(
+    name="training_script",
+    title="a training script",
+    marks=marked_by(TRAINING_FILE_MARKS),
+    handlers=HANDLERS,
+    read=lambda reading: read_training(reading, reading.leaves()),
+    is_general=True,
+    own_script=True,
+)

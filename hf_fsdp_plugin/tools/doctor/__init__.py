@@ -1,0 +1,1 @@
+"""``hf-fsdp doctor``: versions, devices, and what the package relies on in other libraries."""

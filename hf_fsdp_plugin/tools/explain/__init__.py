@@ -1,0 +1,1 @@
+"""``hf-fsdp explain``: the documentation of a problem code."""

@@ -1,0 +1,1 @@
+"""``hf-fsdp inspect``: describes checkpoints."""

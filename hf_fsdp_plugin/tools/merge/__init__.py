@@ -1,0 +1,1 @@
+"""``hf-fsdp merge``: a checkpoint as a Hugging Face folder."""

@@ -1,0 +1,1 @@
+"""``hf-fsdp migrate``: rewrites a config for the other FSDP version."""

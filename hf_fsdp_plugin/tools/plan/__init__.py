@@ -1,0 +1,1 @@
+"""``hf-fsdp plan``: predicts memory, communication and time of a step."""

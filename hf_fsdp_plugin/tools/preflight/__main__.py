@@ -1,0 +1,22 @@
+"""A rank of a preflight. It begins before Transformers is imported: a failed import fails the stage ``start``."""
+
+from __future__ import annotations
+
+from hf_fsdp_plugin.hangs.rank_exit import is_failure
+from hf_fsdp_plugin.tools.preflight.stages import preflight
+
+
+def main() -> None:
+    preflight.begin_in_rank()
+    try:
+        from hf_fsdp_plugin.tools.preflight.builtin_script import train
+
+        train()
+    except BaseException as error:
+        preflight.end(error if is_failure(error) else None)
+        raise
+    preflight.end()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""``hf-fsdp profile`` and ``ProfilerCallback``: where the time of a step goes."""

@@ -1,0 +1,350 @@
+"""The profile of this process: starts and stops torch's profiler by the optimizer's steps, and writes its files.
+
+In the trace are marks of this package: phases of a step, forwards of units, and waits for collectives.
+
+The trace of a rank is analyzed in the rank, so that the launcher reads a small file per rank.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import json
+import os
+import socket
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.profiler import ProfilerActivity, record_function, supported_activities
+from torch.profiler import profile as torch_profile
+
+from hf_fsdp_plugin.backends.sharding.shard import plan_of
+from hf_fsdp_plugin.devices import available_device
+from hf_fsdp_plugin.hangs.rank_exit import is_failure
+from hf_fsdp_plugin.integrations.observing import attach as attach_observer
+from hf_fsdp_plugin.integrations.run_report import stop_reporting
+from hf_fsdp_plugin.observe.units import UnitObservation, observe_units
+from hf_fsdp_plugin.observers import ObservedCall, ObservedPhase, Observer
+from hf_fsdp_plugin.plan.names import unwrapped
+from hf_fsdp_plugin.problems import Problem, SpecError
+from hf_fsdp_plugin.rank_variables import launched_rank, launched_world_size
+from hf_fsdp_plugin.tools.profile import rank_profile
+from hf_fsdp_plugin.tools.profile.files import NUM_TRACES, OPTIONS_VARIABLE, ProfileOptions, remove_paths, write_file
+from hf_fsdp_plugin.torch_private.functions import profiler_is_running
+from hf_fsdp_plugin.torch_private.modules import set_unit_name, unit_name
+
+_ITEM_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
+
+
+class _OpenMarks(threading.local):
+    """The forwards that are running in a thread: a recomputed forward runs in a thread of autograd."""
+
+    def __init__(self) -> None:
+        self.marks: list[tuple[int, AbstractContextManager[Any]]] = []
+
+
+class Marks:
+    """Writes marks while the profiler runs; otherwise every function returns at once.
+
+    Attributes:
+        enabled: whether the profiler runs.
+    """
+
+    def __init__(self) -> None:
+        self.enabled = False
+        self._open = _OpenMarks()
+        self._handles: list[Any] = []
+
+    def __call__(self, name: str) -> AbstractContextManager[Any]:
+        return record_function(name) if self.enabled else nullcontext()
+
+    def phase(self, phase: ObservedPhase) -> AbstractContextManager[Any]:
+        return self(f"{rank_profile.PREFIX}{phase}")
+
+    def of_unit(self, prefix: str, unit: Any) -> AbstractContextManager[Any]:
+        """Return the mark of a collective of an FSDP1 unit.
+
+        Args:
+            prefix: ``GATHER`` or ``REDUCE``.
+        """
+        return self(f"{prefix}{unit_name(unit, root='')}")
+
+    def instant(self, name: str) -> None:
+        with self(name):
+            pass
+
+    def watch(self, model: nn.Module) -> None:
+        """Mark the forwards of a sharded model, and those of its units."""
+        for unit in observe_units(model):
+            set_unit_name(unit.live.source, unit.name)
+            if not unit.live.is_root and unit.num_params:
+                # A checkpointed module is called again inside its wrappers.
+                self._mark_forwards(unwrapped(unit.live.modules[0]), f"{rank_profile.UNIT}{unit.name}")
+        self._mark_forwards(model)
+
+    def unwatch(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def _mark_forwards(self, module: nn.Module, name: str = "") -> None:
+        """Mark the forwards of a module by a name, or by their phase.
+
+        A forward that an exception ends, as recomputation does, is marked too.
+        """
+
+        def begin(module: nn.Module, _: Any) -> None:
+            if not torch.compiler.is_compiling():
+                mark = self(name or f"{rank_profile.PREFIX}{'forward' if _trains(module) else 'evaluation'}")
+                mark.__enter__()
+                self._open.marks.append((id(module), mark))
+
+        def end(module: nn.Module, *_: Any) -> None:
+            stack = [] if torch.compiler.is_compiling() else self._open.marks
+            while stack and any(key == id(module) for key, _ in stack):
+                key, mark = stack.pop()
+                mark.__exit__(None, None, None)
+                if key == id(module):
+                    return
+
+        self._handles.append(module.register_forward_pre_hook(begin, prepend=True))
+        self._handles.append(module.register_forward_hook(end, always_call=True))
+
+
+def _trains(module: nn.Module) -> bool:
+    return module.training and torch.is_grad_enabled()
+
+
+marks = Marks()
+"""The marks of this process."""
+
+
+class Profiling(Observer):
+    """Profiles the steps of one run. Without ``begin``, every function returns at once.
+
+    A step ends when the first optimizer that makes a step has made its next one.
+
+    Attributes:
+        active: whether steps are still profiled or measured.
+        options: the options of the newest profile.
+        failure: why the newest profile was given up; ``None`` if it was not, or if failures are raised.
+    """
+
+    def __init__(self) -> None:
+        self.active = False
+        self.options = ProfileOptions(folder="")
+        self.failure: SpecError | None = None
+        self._hooks: list[Any] = []
+        self._profiler: Any = None
+
+    def begin(self, options: ProfileOptions) -> None:
+        """Profile from now on. An earlier profile that did not end, because its training has failed, is discarded."""
+        self.end(failed=True)
+        self.active, self.options, self.failure = True, options, None
+        self.may_end_run = options.raises
+        self._model: nn.Module | None = None
+        self._optimizer: torch.optim.Optimizer | None = None
+        self._num_steps = 0
+        self._step_began: float | None = None
+        self._seconds: dict[int, float] = {}  # number of a step, from 1 -> its time
+        self._num_forwards = 0
+        self._forwards_per_step = 1
+        self._batch: tuple[int, ...] = ()
+        self._detach = attach_observer(self)
+
+    def model_prepared(self, accelerator: Any, model: nn.Module, plan: Any, *, is_trained: bool) -> None:
+        self.watch(model)
+
+    def phase(self, phase: ObservedPhase) -> AbstractContextManager[Any]:
+        return marks.phase(phase)
+
+    def call(self, kind: ObservedCall, unit: Any) -> AbstractContextManager[Any]:
+        if kind == "wait":
+            return marks(rank_profile.WAIT)
+        return marks.of_unit(rank_profile.GATHER if kind == "gather" else rank_profile.REDUCE, unit)
+
+    def run_ended(self, error: BaseException | None) -> None:
+        self.end(failed=error is not None and is_failure(error))
+
+    def watch(self, model: nn.Module) -> None:
+        """Mark the forwards of a sharded model. Call it after the model is sharded."""
+        if self.active:
+            marks.watch(model)
+            hook = model.register_forward_pre_hook(self._see_forward, prepend=True, with_kwargs=True)
+            self._hooks.append(hook)
+            self._model = model if self._model is None else self._model
+
+    def end(self, *, failed: bool = False) -> None:
+        """Write the result of the steps that were made, if it is not written yet; nothing after a failure.
+
+        Raises:
+            SpecError: the result cannot be written (FSDP-E772). No file of this rank is left then.
+        """
+        if not self.active:
+            return
+        self.active = False
+        self._detach()
+        marks.unwatch()
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        self._stop_tracing()
+        profiler, self._profiler = self._profiler, None
+        if failed or self.failure is not None:
+            remove_files(self.options, _rank())
+        if not failed:
+            if self.failure is not None:
+                raise self.failure
+            self._write(profiler)
+
+    def _see_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Count the training forwards, and keep the shape of the first tensor with two dims: samples and tokens."""
+        if torch.compiler.is_compiling() or not _trains(module):
+            return
+        if self._num_steps == 0 and self.options.wait == 0 and self._profiler is None:
+            self._start_tracing()
+        self._num_forwards += 1
+        tensors = (value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor))
+        self._batch = next((tuple(tensor.shape) for tensor in tensors if tensor.dim() >= 2), self._batch)
+
+    def step_ended(self, optimizer: torch.optim.Optimizer) -> None:
+        now, options = time.perf_counter(), self.options
+        if self._optimizer is None:
+            self._optimizer = optimizer
+        if not self.active or optimizer is not self._optimizer:
+            return
+        self._num_steps += 1
+        self._forwards_per_step, self._num_forwards = max(1, self._num_forwards), 0
+        if self._step_began is not None:
+            self._seconds[self._num_steps] = now - self._step_began
+        marks.instant(rank_profile.BOUNDARY)
+        if self._num_steps == options.last_traced:
+            self._stop_tracing()
+        elif self._num_steps == options.wait:
+            self._start_tracing()
+        if self._num_steps == options.last or self.failure is not None:
+            self._end_in_training()
+        self._step_began = time.perf_counter()
+
+    def _end_in_training(self) -> None:
+        """Write the result, and end the script if the options demand it. A failure is raised if they demand that."""
+        try:
+            self.end()
+        except SpecError as error:
+            self.failure = error
+            if self.options.raises:
+                raise
+        if self.options.stops:
+            stop_reporting()  # no report, because the run is not complete
+            raise SystemExit(0)
+
+    def _start_tracing(self) -> None:
+        if profiler_is_running():
+            message = "the script runs torch's profiler itself, and a process can have one at a time."
+            fix = "Remove the script's own profiler for this run."
+            self.failure = SpecError([Problem(code="FSDP-E776", message=message, fix=fix)])
+            return
+        on_device = available_device().is_initialized() and available_device().type != "cpu"
+        activities = set(supported_activities()) if on_device else {ProfilerActivity.CPU}
+        self._profiler = torch_profile(activities=activities)
+        self._profiler.start()
+        marks.enabled = True
+        marks.instant(rank_profile.BOUNDARY)
+
+    def _stop_tracing(self) -> None:
+        if marks.enabled and self._profiler is not None:
+            marks.enabled = False
+            self._profiler.stop()
+
+    def _write(self, profiler: Any) -> None:
+        """Write the profile of this rank, and the trace if it is one of the first ranks."""
+        options, rank = self.options, _rank()
+        trace, content = rank_profile.Trace(), None
+        with tempfile.TemporaryDirectory(prefix="hf_fsdp_profile_") as scratch:
+            path = Path(scratch) / "trace.json"
+            try:
+                if profiler is not None:
+                    profiler.export_chrome_trace(str(path))
+                    trace, content = rank_profile.read_trace(path), path.read_bytes()
+            except (OSError, ValueError) as error:
+                # torch ignores errors when it writes a trace, so that a full disk shows as incomplete JSON.
+                reason = error.strerror if isinstance(error, OSError) and error.strerror else "the disk may be full"
+                place = os.environ.get("TMPDIR") or "/tmp"
+                message = f"a trace in {place} is incomplete or cannot be written: {reason}."
+                raise _not_written(message, "Free space there, or set TMPDIR to another folder.") from error
+        plan = plan_of(self._model) if self._model is not None else None
+        units = observe_units(self._model) if self._model is not None else ()
+        first_active = options.wait + options.warmup + 1
+        profile = rank_profile.profile_of(
+            trace,
+            unit_names=[unit.name for unit in units],
+            skip=options.warmup,
+            most=options.active,
+            rank=rank,
+            world_size=dist.get_world_size() if dist.is_initialized() else launched_world_size(),
+            host=socket.gethostname(),
+            device=plan.device_type if plan is not None else "cpu",
+            num_made=self._num_steps,
+            profiled=[self._seconds[n] for n in self._seconds if first_active <= n <= options.last_traced],
+            # The first step takes longer, and so does the one after the profiler was stopped.
+            unprofiled=[self._seconds[n] for n in self._seconds if n <= options.wait or n > options.last_traced + 1],
+            facts=self._facts(plan, units),
+        )
+        try:
+            write_file(options.rank_file(rank), json.dumps(asdict(profile)).encode())
+            if content is not None and rank < NUM_TRACES:
+                write_file(options.trace_file(rank), gzip.compress(content, compresslevel=3, mtime=0))
+        except OSError as error:
+            remove_files(options, rank)
+            message = f"the profile cannot be written to {options.folder}: {error.strerror or error}."
+            fix = "Free space, or write to another folder: --output DIR, or output_dir of ProfilerCallback."
+            raise _not_written(message, fix) from error
+
+    def _facts(self, plan: Any, units: Sequence[UnitObservation]) -> dict[str, Any]:
+        """Return values that the trace does not contain: the batch, settings, and sizes and ranks of units."""
+        of_units = {
+            unit.name: {
+                "bytes": unit.num_params * _ITEM_BYTES.get(unit.param_dtype, 4),
+                "reduce_dtype": unit.reduce_dtype,
+                "group": f"{len(unit.live.shard_ranks)} from {min(unit.live.shard_ranks, default=0)}",
+            }
+            for unit in units
+        }
+        facts = {"batch": list(self._batch), "forwards_per_step": self._forwards_per_step, "units": of_units}
+        if plan is None:
+            return facts
+        settings = {name: plan.get(name) for name in ("prefetch.forward", "prefetch.backward")}
+        of_plan = {"backend": plan.backend, "strategy": plan.strategy, "model": plan.model_class, **settings}
+        return {**facts, "plan": of_plan}
+
+
+def remove_files(options: ProfileOptions, rank: int) -> None:
+    """Delete the files of a rank, of this profile or of an earlier one."""
+    with contextlib.suppress(OSError):
+        remove_paths([options.rank_file(rank), options.trace_file(rank)])
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else launched_rank()
+
+
+def _not_written(message: str, fix: str) -> SpecError:
+    return SpecError([Problem(code="FSDP-E772", message=message, fix=fix, rank=_rank())])
+
+
+profiling = Profiling()
+"""The profile of this process."""
+
+
+def attach(spec: Any) -> None:
+    """Profile the script of this rank, with the options that ``hf-fsdp profile`` has put into the environment."""
+    profiling.begin(ProfileOptions(**json.loads(os.environ.pop(OPTIONS_VARIABLE))))

@@ -1,0 +1,1 @@
+"""``hf-fsdp schema``: a JSON Schema of the YAML config."""

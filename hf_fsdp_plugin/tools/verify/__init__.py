@@ -1,0 +1,1 @@
+"""``hf-fsdp verify``: checks every byte of a checkpoint."""
