@@ -6,15 +6,19 @@ from typing import Any
 
 import pytest
 
-from tests.gloo.cases_communication import counted_and_estimated
+from tests.support.communication_runs import counted_and_estimated
 from tests.support.matrices import alternating, slow
 from tests.support.ranks import Ranks
 from tests.support.tiny import parallel_config
 
 BF16 = {"mixed_precision": "bf16"}
+
 NESTED = {"fsdp_transformer_layer_cls_to_wrap": "LlamaMLP,LlamaDecoderLayer"}
+
 SIZE = {"fsdp_auto_wrap_policy": "SIZE_BASED_WRAP", "fsdp_min_num_params": 1000}
+
 CHECKPOINT = {"fsdp_activation_checkpointing": True}
+
 NATIVE = {"training_arguments": {"gradient_checkpointing": True}}
 
 

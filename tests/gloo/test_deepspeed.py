@@ -2,16 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 
-from tests.gloo.cases_deepspeed import resume_loop, resume_trainer, resume_trainer_without_its_state
+from hf_fsdp_plugin.checkpoint.formats.known_formats import read_stored_model, read_stored_optimizer
+from hf_fsdp_plugin.integrations.saving import manager
+from hf_fsdp_plugin.problems import CheckpointError
+from tests.support.assembled import assembled
+from tests.support.checkpoint_accelerate_runs import Loop, trained_loop
+from tests.support.deepspeed_files import STATES, STEP, Zero
 from tests.support.matrices import slow
 from tests.support.ranks import Ranks
 from tests.support.tiny import parallel_config
+from tests.support.trainer_runs import gathered, losses, make_trainer
 from tests.support.training import assert_same_weights
+
+NUM_RANKS = 3
+"""Number of ranks that have written a checkpoint of DeepSpeed; another one than those that resume."""
 
 
 def arguments(version: int) -> dict[str, Any]:
@@ -25,6 +39,52 @@ def assert_continued(found: dict[str, Any], num_steps: int) -> None:
     assert_same_weights(*found["weights"])
 
 
+def convert(source: Path, folder: Path, stage: int, schedule: Any = None) -> None:
+    """Write model and optimizer of a checkpoint of this package as DeepSpeed does, on rank 0; stage 4 is universal."""
+    manager.wait()
+    dist.barrier()
+    if dist.get_rank() == 0:
+        model, optimizer = read_stored_model(source), read_stored_optimizer(source)
+        assert optimizer is not None
+        options = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.groups]
+        zero = Zero(
+            weights={name: torch.from_numpy(assembled(source, tensor)) for name, tensor in model.tensors.items()},
+            groups=[group["params"] for group in optimizer.groups],
+            states={
+                name: {key: torch.from_numpy(assembled(source, state[key])) for key in STATES}
+                for name, state in optimizer.state.items()
+            },
+            options=options,
+            dtype=torch.float32,
+            schedule=schedule,
+        )
+        zero.write_universal(folder, 3) if stage == 4 else zero.write(folder, stage, NUM_RANKS if stage else 1)
+    dist.barrier()
+
+
+def resume_trainer(output_dir: str, stage: int, *, has_schedule_file: bool, **arguments: Any) -> dict[str, Any]:
+    """Train six steps, and resume from the third one, saved as DeepSpeed does inside of the Trainer's checkpoint."""
+    run, other = Path(output_dir), Path(output_dir) / "other"
+    whole = make_trainer(output_dir, save_strategy="steps", save_steps=STEP, **arguments)
+    whole.train()
+    source, folder = run / f"checkpoint-{STEP}", other / f"checkpoint-{STEP}"
+    schedule = torch.load(source / "scheduler.pt")
+    convert(source, folder, stage, None if has_schedule_file else schedule)
+    if dist.get_rank() == 0:
+        for name in ("trainer_state.json", *(["scheduler.pt"] if has_schedule_file else [])):
+            shutil.copy(source / name, folder)
+    dist.barrier()
+    resumed = make_trainer(str(other), **arguments)
+    with contextlib.redirect_stderr(io.StringIO()) as printed:
+        resumed.train(resume_from_checkpoint=True)
+    return {
+        "losses": (losses(whole), losses(resumed)),
+        "rates": [[e["learning_rate"] for e in t.state.log_history if "loss" in e] for t in (whole, resumed)],
+        "weights": (gathered(whole), gathered(resumed)),
+        "printed": printed.getvalue(),
+    }
+
+
 @pytest.mark.parametrize(
     ("stage", "version", "has_schedule_file"), [(2, 2, True), slow(3, 1, False), slow(1, 1, True), slow(4, 2, False)]
 )
@@ -36,6 +96,29 @@ def test_trainer_resumes(two_ranks: Ranks, tmp_path: Path, stage: int, version: 
     whole, resumed = found[0]["rates"]
     assert resumed == pytest.approx(whole)
     assert found[0]["printed"].count("FSDP-W415") == 1 and "no random states" in found[0]["printed"]
+
+
+def resume_loop(folder: str, stage: int, version: int, *, schedule: str, **settings: Any) -> dict[str, Any]:
+    """Train three steps of a loop and two more, and the two again from what DeepSpeed saves after three."""
+    first = trained_loop(version, STEP)
+    source = Path(first.accelerator.save_state(f"{folder}/source"))
+    saved = {"torch": first.scheduler.scheduler.state_dict(), "other": {"last_batch_iteration": 2}}[schedule]
+    place = Path(folder) / "deepspeed"
+    convert(source, place, stage, saved)
+    whole = [first.step(number) for number in (STEP, STEP + 1)]
+    second = Loop(version, **settings)
+    with contextlib.redirect_stderr(io.StringIO()) as printed:
+        second.accelerator.load_state(str(place))
+    rate = second.optimizer.param_groups[0]["lr"]
+    steps = second.scheduler.scheduler.last_epoch
+    resumed = [second.step(number) for number in (STEP, STEP + 1)]
+    return {
+        "losses": (whole, resumed),
+        "weights": (first.weights(), second.weights()),
+        "rate": rate,
+        "steps": steps,
+        "printed": printed.getvalue(),
+    }
 
 
 @pytest.mark.parametrize(
@@ -52,6 +135,15 @@ def test_schedule_of_deepspeed_is_replaced_by_steps(two_ranks: Ranks, tmp_path: 
     found = two_ranks.run(resume_loop, str(tmp_path), 2, 2, schedule="other")[0]
     assert found["steps"] == 3 and "continues after 3 steps" in found["printed"]
     assert found["losses"][0][0] == pytest.approx(found["losses"][1][0], rel=1e-5)
+
+
+def resume_trainer_without_its_state(output_dir: str, **arguments: Any) -> str:
+    """Resume from what DeepSpeed's engine saves without a Trainer. Return the error."""
+    source = Path(trained_loop(2, STEP).accelerator.save_state(f"{output_dir}/source"))
+    convert(source, Path(output_dir) / "deepspeed", 1)
+    with pytest.raises(CheckpointError) as caught:
+        make_trainer(output_dir, **arguments).train(resume_from_checkpoint=f"{output_dir}/deepspeed")
+    return str(caught.value)
 
 
 def test_trainer_refuses_checkpoint_without_its_state(two_ranks: Ranks, tmp_path: Path) -> None:

@@ -10,10 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from tests.gloo.cases_fidelity import report_of_arguments, report_of_file
+import hf_fsdp_plugin as hfp
 from tests.support.matrices import alternating
-from tests.support.ranks import RankError, Ranks
+from tests.support.ranks import RankError, Ranks, on_accelerator
+from tests.support.tiny import MODELS, global_batch, my_part
+from tests.support.trainer_runs import make_trainer
 
 ReportOf = Callable[..., dict[str, Any]]
 
@@ -21,6 +24,23 @@ ReportOf = Callable[..., dict[str, Any]]
 @pytest.fixture(params=[1, 2])
 def version(request: pytest.FixtureRequest) -> int:
     return request.param
+
+
+def report_of_file(path: str, model_name: str = "llama") -> dict[str, Any]:
+    """Return the report of an Accelerate loop with a config file, and its loss.
+
+    The number of processes in the file is overridden.
+    """
+    rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    overrides = (f"launch.num_processes={world_size}", f"launch.use_cpu={not on_accelerator()}".lower())
+    accelerator = hfp.accelerator(hfp.load_spec(path, overrides=overrides, environ={}))
+    model = MODELS[model_name]()
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
+    loss = model(**my_part(global_batch(0), rank, accelerator.num_processes)).loss
+    accelerator.backward(loss)
+    optimizer.step()
+    report = hfp.report(accelerator).to_json()
+    return {**report, "loss_dtype": str(loss.dtype), "loss": loss.item()}
 
 
 @pytest.fixture
@@ -35,6 +55,13 @@ def report_of(two_ranks: Ranks, tmp_path: Path) -> ReportOf:
         return ranks.run(report_of_file, str(path))[0]
 
     return run
+
+
+def report_of_arguments(output_dir: str, **arguments: Any) -> dict[str, Any]:
+    """Return the report of a Trainer with these TrainingArguments."""
+    trainer = make_trainer(output_dir, max_steps=1, **arguments)
+    trainer.train()
+    return hfp.report(trainer).to_json()
 
 
 @pytest.fixture

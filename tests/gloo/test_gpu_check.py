@@ -5,24 +5,28 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
 from tests.accelerator.accelerator_build import available
-from tests.gloo.cases_gpu_check import run
 from tests.support.matrices import slow
 from tests.support.ranks import ACCELERATOR_BACKEND, RankError, Ranks
 
 ROOT = Path(__file__).resolve().parents[2]
+
 
 ON_CPU = (
     "launcher", "restart", "hangs", "profiler", "overlap", "bench", "spawned_child", "resume_on_one_rank", "layers",
     "one_visible_gpu", "ranks_per_machine", "throughput",
 )  # fmt: skip
 """Checks whose case in the quick tests runs on CPU ranks: those that start processes, which take long."""
+
 ON_DEVICE = (
     "training", "scaler", "fused_resume", "parity", "memory_error", "extra_forward", "generation", "sync_free_steps",
     "host_time", "load_speed", "save_stall", "pinning", "compiled", "nccl", "lora", "qlora",
@@ -30,10 +34,70 @@ ON_DEVICE = (
     "activation_offload", "loading", "ignored_modules", "reports", "process_groups",
 )  # fmt: skip
 """Checks whose case in the quick tests runs on the simulated device, which shows more."""
+
 ON_RANKS = ("prediction", "checkpointed_prediction")
 """Checks whose case in the quick tests runs on ranks of the tests."""
+
+
+@contextmanager
+def _faulty(fault: str) -> Iterator[None]:
+    import torch
+
+    from hf_fsdp_plugin.tools.bench.rank import Loop
+    from scripts.bench.gpu_checks import loading, memory
+
+    step, load, measure = Loop.step, loading._load, memory.measure
+
+    def waiting_step(self: Any, batch: Any) -> Any:
+        loss = step(self, batch)
+        if self.hooked:
+            loss.item()
+        return loss
+
+    def wrong_load(*args: Any, stock: bool) -> Any:
+        seconds, model = load(*args, stock=stock)
+        if not stock:
+            with torch.no_grad():
+                loading.local(next(model.parameters())).add_(1)
+        return seconds, model
+
+    def other_memory(*args: Any) -> dict[str, int]:
+        return {name: 2 * size for name, size in measure(*args).items()}
+
+    faults = {
+        "wait": (Loop, "step", waiting_step),
+        "weights": (loading, "_load", wrong_load),
+        "memory": (memory, "measure", other_memory),
+    }
+    if not fault:
+        yield
+        return
+    target, name, replacement = faults[fault]
+    with patch.object(target, name, replacement):
+        yield
+
+
+def run(case: dict[str, Any], fault: str = "") -> Any:
+    """Return the figures of a case, which raises an error if it fails, the codes of its refusal, or why it is skipped.
+
+    Args:
+        fault: what is wrong in this package: a ``wait`` in each step, loaded ``weights``, or predicted ``memory``.
+    """
+    import hf_fsdp_plugin as hfp
+    from scripts.bench.gpu_checks import Skipped, run_check
+
+    try:
+        with _faulty(fault):
+            return run_check(case)
+    except Skipped as error:
+        return str(error)
+    except hfp.SpecError as error:
+        return [problem.code for problem in error.problems]
+
+
 SKIPPED = {"qlora": "not installed: bitsandbytes", "contexts": "only CUDA has contexts"}
 """Checks that these machines cannot run, and the reason that their row has."""
+
 NOT_ON_CPU = ("sync_free_steps", "pinning", "contexts")
 """Checks that have nothing to show on CPU ranks."""
 
@@ -105,6 +169,7 @@ def test_every_check_has_a_case_in_the_quick_tests(gpu: SimpleNamespace) -> None
 
 
 EVERY = [slow(name, version, "") for name in (*ON_CPU, *ON_DEVICE) for version in (1, 2) if name != "layers"]
+
 PREDICTIONS = [
     ("prediction", 2, "fp32"),
     ("prediction", 2, "bf16"),

@@ -3,30 +3,55 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
+from accelerate.utils.fsdp_utils import get_parameters_from_modules
+from torch import nn
+from torch._dynamo.testing import CompileCounter
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
-from tests.gloo import cases_models as cases
+import hf_fsdp_plugin as hfp
 from tests.support.json_schema import assert_valid
 from tests.support.matrices import slow
-from tests.support.ranks import RankError, Ranks
-from tests.support.tiny import parallel_config, tiny_llama
-from tests.support.training import RELATIVE, assert_same_training, assert_same_weights, differing, reference, sgd, train
+from tests.support.ranks import RankError, Ranks, own_device
+from tests.support.tiny import MODELS, SimpleModel, parallel_config, tiny_bert, tiny_llama
+from tests.support.trainer_runs import losses, make_trainer
+from tests.support.training import (
+    RELATIVE,
+    assert_same_training,
+    assert_same_weights,
+    differing,
+    fresh_accelerator,
+    loss_of,
+    reference,
+    sgd,
+    train,
+    train_prepared,
+)
+
+NUM_STEPS = 3
+
+NUM_LAYERS = 3
+
 
 VERSIONS = pytest.mark.parametrize("version", [1, 2])
 
 
 @cache
 def reference_of(name: str) -> dict[str, Any]:
-    return reference(name, sgd, cases.NUM_STEPS)
+    return reference(name, sgd, NUM_STEPS)
 
 
 def train_model(ranks: Ranks, name: str, config: dict[str, Any]) -> dict[str, Any]:
-    return ranks.run(train, name, config, sgd, cases.NUM_STEPS)[0]
+    return ranks.run(train, name, config, sgd, NUM_STEPS)[0]
 
 
 def config_of(version: int, **settings: Any) -> dict[str, Any]:
@@ -50,6 +75,35 @@ def test_plain_module_trains_with_every_wrap_policy(two_ranks: Ranks, version: i
     assert differing(run["report"]) == []
 
 
+def wrap_by_author(model: nn.Module, version: int, use_orig: bool) -> nn.Module:
+    """Shard a model as torch's tutorials do."""
+    layers = {type(model.model.layers[0])} if hasattr(model, "model") else {nn.Linear}
+    if version == 1:
+        policy, device = ModuleWrapPolicy(layers), own_device()
+        return FullyShardedDataParallel(model, auto_wrap_policy=policy, device_id=device, use_orig_params=use_orig)
+    for module in [m for m in model.modules() if type(m) in layers]:
+        fully_shard(module)
+    return fully_shard(model)
+
+
+def train_wrapped_by_author(
+    name: str, config: dict[str, Any], version: int, order: str, use_orig: bool = True
+) -> dict[str, Any]:
+    """``order``: the optimizer is created ``before wrapping``, ``before preparing`` or ``after`` preparing."""
+    accelerator = fresh_accelerator(config)
+    model = MODELS[name]()
+    optimizer = sgd(model) if order == "before wrapping" else None
+    model = wrap_by_author(model, version, use_orig)
+    if order == "before preparing":
+        optimizer = sgd(model)
+    if optimizer is not None:
+        prepared, optimizer = accelerator.prepare(model, optimizer)
+    else:
+        prepared = accelerator.prepare(model)
+        optimizer = accelerator.prepare(sgd(prepared))
+    return {**train_prepared(accelerator, prepared, optimizer, name, NUM_STEPS), "same": prepared is model}
+
+
 @pytest.mark.parametrize("config_version", [1, 2])
 @pytest.mark.parametrize(("version", "use_orig"), [(1, True), (1, False), (2, True)])
 @pytest.mark.parametrize("order", ["before preparing", "after"])
@@ -57,7 +111,7 @@ def test_plain_module_trains_with_every_wrap_policy(two_ranks: Ranks, version: i
 def test_model_wrapped_by_author_keeps_units_and_trains(
     two_ranks: Ranks, name: str, order: str, version: int, use_orig: bool, config_version: int
 ) -> None:
-    run = two_ranks.run(cases.train_wrapped_by_author, name, config_of(config_version), version, order, use_orig)[0]
+    run = two_ranks.run(train_wrapped_by_author, name, config_of(config_version), version, order, use_orig)[0]
     assert run["same"]
     assert_same_training(run, reference_of(name))
     report = run["report"]
@@ -69,6 +123,44 @@ def test_model_wrapped_by_author_keeps_units_and_trains(
     assert not [problem for problem in report["problems"] if problem["severity"] == "error"]
 
 
+def wrap_with_fields(accelerator: Any, model: nn.Module) -> nn.Module:
+    """Shard a model with the plugin's fields, as TRL's ``prepare_fsdp`` does."""
+    plugin, model = accelerator.state.fsdp_plugin, model.to(accelerator.device)
+    if plugin.fsdp_version == 1:
+        plugin.set_auto_wrap_policy(model)
+        return FullyShardedDataParallel(
+            model,
+            sharding_strategy=plugin.sharding_strategy or plugin.reshard_after_forward,
+            cpu_offload=plugin.cpu_offload,
+            auto_wrap_policy=plugin.auto_wrap_policy,
+            mixed_precision=plugin.mixed_precision_policy,
+            sync_module_states=plugin.sync_module_states,
+            backward_prefetch=plugin.backward_prefetch,
+            forward_prefetch=plugin.forward_prefetch,
+            use_orig_params=plugin.use_orig_params,
+            param_init_fn=plugin.param_init_fn,
+            ignored_modules=plugin.ignored_modules,
+            limit_all_gathers=plugin.limit_all_gathers,
+            device_id=accelerator.device,
+        )
+    mesh = accelerator.torch_device_mesh
+    return fully_shard(
+        model,
+        reshard_after_forward=plugin.reshard_after_forward,
+        offload_policy=plugin.cpu_offload,
+        mp_policy=plugin.mixed_precision_policy or MixedPrecisionPolicy(),
+        mesh=mesh[tuple(accelerator.parallelism_config.fsdp_dim_names)] if mesh is not None else None,
+        ignored_params=get_parameters_from_modules(plugin.ignored_modules, model, accelerator.device),
+    )
+
+
+def train_wrapped_with_fields(config: dict[str, Any]) -> dict[str, Any]:
+    """Train a model that was sharded with the plugin's fields and then prepared."""
+    accelerator = fresh_accelerator(config)
+    model, optimizer = accelerator.prepare(wrapped := wrap_with_fields(accelerator, tiny_llama()), sgd(wrapped))
+    return train_prepared(accelerator, model, optimizer, "llama", NUM_STEPS)
+
+
 @pytest.mark.parametrize(
     ("version", "settings"),
     [(1, {}), (1, {"fsdp_use_orig_params": False, "fsdp_ignored_modules": "lm_head"}), (2, {}),
@@ -76,25 +168,53 @@ def test_model_wrapped_by_author_keeps_units_and_trains(
 )  # fmt: skip
 def test_model_wrapped_with_plugin_fields_trains(two_ranks: Ranks, version: int, settings: dict[str, Any]) -> None:
     config = config_of(version, fsdp_sync_module_states=True, fsdp_offload_params=True, **settings)
-    run = two_ranks.run(cases.train_wrapped_with_fields, config)[0]
+    run = two_ranks.run(train_wrapped_with_fields, config)[0]
     if not settings.get("fsdp_ignored_modules"):  # FSDP does not reduce the gradients of ignored modules
         assert_same_training(run, reference_of("llama"))
     layers = [unit["name"] for unit in run["report"]["units"]]
     assert layers == ([f"model.layers.{i}" for i in range(3)] if version == 1 else []) + [""]
 
 
+def clip_unprepared(config: dict[str, Any]) -> tuple[float, float]:
+    """Return the norm of one backward of a model that is wrapped but not prepared, and the norm in one process."""
+    accelerator = fresh_accelerator(config)
+    bare, model = tiny_llama(), wrap_with_fields(accelerator, tiny_llama())
+    loss_of(bare, "llama", 0).backward()
+    loss_of(model, "llama", 0).backward()
+    expected = torch.nn.utils.clip_grad_norm_(bare.parameters(), 0.5).item()
+    return accelerator.clip_grad_norm_(model.parameters(), 0.5).item(), expected
+
+
 def test_clipping_of_unprepared_fsdp1_model_is_refused(two_ranks: Ranks) -> None:
     for settings in ({}, {"fsdp_use_orig_params": False}):
         with pytest.raises(RankError, match="FSDP-E611"):
-            two_ranks.run(cases.clip_unprepared, config_of(1, **settings))
-    norm, expected = two_ranks.run(cases.clip_unprepared, config_of(2))[0]
+            two_ranks.run(clip_unprepared, config_of(1, **settings))
+    norm, expected = two_ranks.run(clip_unprepared, config_of(2))[0]
     assert norm == pytest.approx(expected, rel=RELATIVE)
+
+
+def evaluate_further_models(config: dict[str, Any]) -> dict[str, Any]:
+    """Train a llama beside frozen models of other classes, which are prepared for evaluation only."""
+    from hf_fsdp_plugin.integrations.accelerate.prepare import prepare_for_evaluation
+
+    accelerator = fresh_accelerator(config)
+    model: Any = tiny_llama()
+    model, optimizer = accelerator.prepare(model, sgd(model))
+    teachers = {"bert": tiny_bert(), "simple": SimpleModel()}
+    prepared = {name: prepare_for_evaluation(accelerator, teacher) for name, teacher in teachers.items()}
+    with torch.no_grad():
+        found = {name: loss_of(teacher, name, 0).item() for name, teacher in prepared.items()}
+        expected = {name: loss_of(MODELS[name](), name, 0).item() for name in prepared}
+    accelerator.prepare(prepared["bert"])  # it is prepared already
+    run = train_prepared(accelerator, model, optimizer, "llama", NUM_STEPS)
+    text = str(hfp.report(accelerator))
+    return {**run, "found": found, "expected": expected, "text": text}
 
 
 @VERSIONS
 def test_further_models_are_sharded_and_reported(two_ranks: Ranks, version: int) -> None:
     run = two_ranks.run(
-        cases.evaluate_further_models, config_of(version, fsdp_transformer_layer_cls_to_wrap="LlamaDecoderLayer")
+        evaluate_further_models, config_of(version, fsdp_transformer_layer_cls_to_wrap="LlamaDecoderLayer")
     )[0]
     assert_same_training(run, reference_of("llama"))
     assert run["found"] == pytest.approx(run["expected"], rel=RELATIVE)
@@ -114,17 +234,29 @@ def test_further_models_are_sharded_and_reported(two_ranks: Ranks, version: int)
 @pytest.mark.parametrize(("version", "use_orig"), [(1, False), (2, True)])
 def test_optimizer_created_before_wrapping_is_refused(two_ranks: Ranks, version: int, use_orig: bool) -> None:
     with pytest.raises(RankError, match=r"4 parameters of SGD.*FSDP-E604"):
-        two_ranks.run(cases.train_wrapped_by_author, "simple", config_of(version), version, "before wrapping", use_orig)
+        two_ranks.run(train_wrapped_by_author, "simple", config_of(version), version, "before wrapping", use_orig)
 
 
 def test_use_orig_params_accepts_optimizer_created_before_wrap(two_ranks: Ranks) -> None:
-    run = two_ranks.run(cases.train_wrapped_by_author, "simple", config_of(1), 1, "before wrapping", True)[0]
+    run = two_ranks.run(train_wrapped_by_author, "simple", config_of(1), 1, "before wrapping", True)[0]
     assert_same_training(run, reference_of("simple"))
+
+
+def train_wrapped_in_trainer(output_dir: str, version: int) -> list[dict[str, Any]]:
+    """Train a model that its author has wrapped, then one that the plan wraps, with the Trainer."""
+    runs = []
+    for model in (wrap_by_author(tiny_llama(), version, use_orig=True), tiny_llama()):
+        config = {"version": version}
+        trainer = make_trainer(output_dir, model, fsdp="full_shard auto_wrap", fsdp_config=config, max_steps=3)
+        trainer.train()
+        evaluated = trainer.evaluate()["eval_loss"]
+        runs.append({"losses": [*losses(trainer), evaluated], "report": hfp.report(trainer).to_json()})
+    return runs
 
 
 @VERSIONS
 def test_trainer_accepts_model_wrapped_by_author(two_ranks: Ranks, tmp_path: Path, version: int) -> None:
-    by_author, by_plan = two_ranks.run(cases.train_wrapped_in_trainer, str(tmp_path), version)[0]
+    by_author, by_plan = two_ranks.run(train_wrapped_in_trainer, str(tmp_path), version)[0]
     assert by_author["losses"] == pytest.approx(by_plan["losses"], rel=RELATIVE)
     assert by_author["report"]["units"][-1]["name"] == ""
     assert differing(by_author["report"]) == ["wrap.policy"]
@@ -147,6 +279,37 @@ def test_frozen_parameters_keep_their_values(two_ranks: Ranks, version: int, use
     assert "params.use_orig" not in differing(run["report"]) or version == 2
 
 
+def with_dropout() -> nn.Module:
+    """A llama with dropout in every layer, so that the recompute has to draw the same random numbers again."""
+    model: Any = tiny_llama()
+    for layer in model.model.layers:
+        layer.self_attn.attention_dropout = 0.3
+        layer.mlp.act_fn = nn.Sequential(layer.mlp.act_fn, nn.Dropout(0.5))
+    return model.train()
+
+
+def dropout_step(config: dict[str, Any], native: bool = False) -> tuple[dict[str, Any], dict[str, Any]]:
+    """One SGD step with dropout active: of the bare model with averaged gradients, and of the prepared one."""
+    accelerator = fresh_accelerator(config)
+    rank, world_size = accelerator.process_index, accelerator.num_processes
+    bare = with_dropout().to(accelerator.device)
+    torch.manual_seed(100 + rank)
+    loss_of(bare, "llama", 0, rank, world_size).backward()
+    for parameter in bare.parameters():
+        dist.all_reduce(parameter.grad)
+        parameter.grad /= world_size
+    torch.optim.SGD(bare.parameters(), lr=1.0).step()
+
+    model: Any = with_dropout()
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
+    if native:
+        (model.module if hasattr(model, "module") else model).gradient_checkpointing_enable()
+    torch.manual_seed(100 + rank)
+    accelerator.backward(loss_of(model, "llama", 0, rank, world_size))
+    optimizer.step()
+    return dict(bare.state_dict()), accelerator.get_state_dict(model)
+
+
 @VERSIONS
 @pytest.mark.parametrize(
     "settings",
@@ -161,7 +324,7 @@ def test_frozen_parameters_keep_their_values(two_ranks: Ranks, version: int, use
 )
 def test_recompute_repeats_dropout_of_forward(two_ranks: Ranks, version: int, settings: dict[str, Any]) -> None:
     ours = {key: value for key, value in settings.items() if key != "native"}
-    bare, sharded = two_ranks.run(cases.dropout_step, config_of(version, **ours), "native" in settings)[0]
+    bare, sharded = two_ranks.run(dropout_step, config_of(version, **ours), "native" in settings)[0]
     assert_same_weights(sharded, bare)
 
 
@@ -182,12 +345,35 @@ def test_bf16_model_without_mixed_precision_is_warned_about(two_ranks: Ranks, ve
     assert "FSDP-W231" in [problem["code"] for problem in run["report"]["problems"]]
 
 
+def train_compiled(config: dict[str, Any], how: str) -> dict[str, Any]:
+    """``how``: dynamo settings of the config, or ``torch.compile(model)`` or ``model.compile()`` in the script."""
+    torch._dynamo.reset()
+    counters = torch._dynamo.utils.counters
+    counters.clear()
+    counter = CompileCounter()
+    accelerator = fresh_accelerator(config)
+    model: Any = tiny_llama()
+    if how == "wrapper":
+        model = torch.compile(model, backend=counter)
+    elif how == "in place":
+        model.compile(backend=counter)
+    model, optimizer = accelerator.prepare(model, sgd(model))
+    run = train_prepared(accelerator, model, optimizer, "llama", NUM_STEPS)
+    return {
+        **run,
+        "num_graphs": counter.frame_count,
+        "dynamo": counters["frames"]["ok"],
+        "unique_graphs": counters["stats"]["unique_graphs"],
+        "breaks": list(counters["graph_break"]),
+    }
+
+
 @VERSIONS
 @pytest.mark.parametrize("how", ["config", slow("wrapper"), slow("in place")])
 def test_compiled_model_trains_with_its_compiler(two_ranks: Ranks, version: int, how: str) -> None:
     dynamo = {"dynamo_config": {"dynamo_backend": "aot_eager"}} if how == "config" else {}
     config = {**config_of(version), **dynamo}
-    run = two_ranks.run(cases.train_compiled, config, how)[0]
+    run = two_ranks.run(train_compiled, config, how)[0]
     assert_same_training(run, reference_of("llama"))
     assert run["dynamo"] > 0
     assert how == "config" or run["num_graphs"] > 0
@@ -198,7 +384,7 @@ def test_compiled_model_trains_with_its_compiler(two_ranks: Ranks, version: int,
 def test_compiled_layers_with_ignored_modules_are_one_graph(two_ranks: Ranks, version: int) -> None:
     """torch.compile breaks the graph at modules that are marked as managed by FSDP and as having flat parameters."""
     config = config_of(version, fsdp_ignored_modules=r".*\.mlp")
-    run = two_ranks.run(cases.train_compiled, {**config, "dynamo_config": {"dynamo_backend": "aot_eager"}}, "config")[0]
+    run = two_ranks.run(train_compiled, {**config, "dynamo_config": {"dynamo_backend": "aot_eager"}}, "config")[0]
     assert_same_training(run, reference_of("llama"))
     assert run["dynamo"] > 0 and not [reason for reason in run["breaks"] if "use_orig_params" in reason], run["breaks"]
 
@@ -207,7 +393,7 @@ def test_compiled_layers_with_ignored_modules_are_one_graph(two_ranks: Ranks, ve
 @pytest.mark.parametrize("kind", [True, "selective"])
 def test_layers_are_compiled_with_their_checkpoints(two_ranks: Ranks, version: int, kind: Any) -> None:
     config = config_of(version, fsdp_activation_checkpointing=kind)
-    run = two_ranks.run(cases.train_compiled, {**config, "dynamo_config": {"dynamo_backend": "aot_eager"}}, "config")[0]
+    run = two_ranks.run(train_compiled, {**config, "dynamo_config": {"dynamo_backend": "aot_eager"}}, "config")[0]
     assert_same_training(run, reference_of("llama"))
     assert differing(run["report"]) == []
     assert run["unique_graphs"] == 1 and run["breaks"] == []
@@ -216,27 +402,78 @@ def test_layers_are_compiled_with_their_checkpoints(two_ranks: Ranks, version: i
     assert rows["activation.checkpointing"] == ("full" if kind is True else kind)
 
 
+def matmuls_of_backward(version: int) -> dict[str, int]:
+    """Return the matrix products of a backward with layers that inductor compiles, by kind of checkpointing."""
+    found = {}
+    for kind in ("none", "selective", "full"):
+        torch._dynamo.reset()
+        settings = (
+            {} if kind == "none" else {"fsdp_activation_checkpointing": "selective" if kind == "selective" else True}
+        )
+        config = parallel_config("full_shard", version, 2, **settings)
+        accelerator = fresh_accelerator({**config, "dynamo_config": {"dynamo_backend": "INDUCTOR"}})
+        model: Any = accelerator.prepare(tiny_llama(layers=NUM_LAYERS))
+        ids = torch.arange(16).view(2, 8)
+        # The compiler leaves a variable for its processes.
+        with torch._inductor.config.patch(compile_threads=1), patch.dict(os.environ):
+            for _ in range(2):  # the first one compiles
+                loss = model(input_ids=ids, labels=ids).loss
+                with torch.profiler.profile() as profile:
+                    accelerator.backward(loss)
+        found[kind] = sum(event.count for event in profile.key_averages() if event.key == "aten::mm")
+    torch._dynamo.reset()
+    return found
+
+
 @VERSIONS
 def test_compiled_selective_checkpoint_saves_products(two_ranks: Ranks, version: int) -> None:
     """The policy does not know the operators of compiled code: in a checkpoint, all products would be recomputed."""
-    for found in two_ranks.run(cases.matmuls_of_backward, version):
+    for found in two_ranks.run(matmuls_of_backward, version):
         per_layer = 7  # the last product of a layer is not needed for its gradients
-        assert found["full"] - found["none"] == cases.NUM_LAYERS * (per_layer - 1)
-        assert found["selective"] - found["none"] == cases.NUM_LAYERS * (per_layer // 2)
+        assert found["full"] - found["none"] == NUM_LAYERS * (per_layer - 1)
+        assert found["selective"] - found["none"] == NUM_LAYERS * (per_layer // 2)
+
+
+def train_two(config: dict[str, Any]) -> list[dict[str, Any]]:
+    """Two models of different classes and their optimizers in one ``prepare``."""
+    accelerator = fresh_accelerator(config)
+    one, other = tiny_llama(), SimpleModel()
+    one, other, first, second = accelerator.prepare(one, other, sgd(one), sgd(other))
+    return [
+        train_prepared(accelerator, one, first, "llama", NUM_STEPS),
+        train_prepared(accelerator, other, second, "simple", NUM_STEPS),
+    ]
 
 
 @VERSIONS
 def test_two_models_are_prepared_in_one_call(two_ranks: Ranks, version: int) -> None:
     config = config_of(version, fsdp_auto_wrap_policy="SIZE_BASED_WRAP", fsdp_min_num_params=2000)
-    llama, simple = two_ranks.run(cases.train_two, config)[0]
+    llama, simple = two_ranks.run(train_two, config)[0]
     assert_same_training(llama, reference_of("llama"))
     assert_same_training(simple, reference_of("simple"))
+
+
+def evaluate_only(config: dict[str, Any], trained: bool) -> dict[str, Any]:
+    """Prepare a model without an optimizer, alone or together with a model that trains."""
+    accelerator = fresh_accelerator(config)
+    teacher: Any = tiny_llama().eval()
+    teacher.requires_grad_(False)
+    teacher = accelerator.prepare(teacher)
+    with torch.no_grad():
+        loss = loss_of(teacher, "llama", 0, accelerator.process_index, accelerator.num_processes)
+    dist.all_reduce(loss)
+    run = {"loss": loss.item() / accelerator.num_processes, "weights": accelerator.get_state_dict(teacher)}
+    if trained:
+        student = tiny_llama()
+        student, optimizer = accelerator.prepare(student, sgd(student))
+        run["student"] = train_prepared(accelerator, student, optimizer, "llama", NUM_STEPS)
+    return run
 
 
 @VERSIONS
 @pytest.mark.parametrize("trained", [False, True], ids=["alone", "with-student"])
 def test_model_without_optimizer_is_prepared(two_ranks: Ranks, version: int, trained: bool) -> None:
-    run = two_ranks.run(cases.evaluate_only, config_of(version), trained)[0]
+    run = two_ranks.run(evaluate_only, config_of(version), trained)[0]
     assert run["loss"] == pytest.approx(reference_of("llama")["losses"][0], rel=RELATIVE)
     assert_same_weights(run["weights"], tiny_llama().state_dict())
     if trained:
@@ -244,9 +481,21 @@ def test_model_without_optimizer_is_prepared(two_ranks: Ranks, version: int, tra
         assert not [problem for problem in run["student"]["report"]["problems"] if problem["severity"] == "error"]
 
 
+def clip_subset(config: dict[str, Any]) -> tuple[float, float]:
+    """The norm of every second parameter of a prepared model, and the same norm of the unsharded model."""
+    bare = tiny_llama()
+    loss_of(bare, "llama", 0).backward()
+    expected = torch.nn.utils.clip_grad_norm_(list(bare.parameters())[::2], 1.0).item()
+    accelerator = fresh_accelerator(config)
+    model: Any = tiny_llama()
+    model = accelerator.prepare(model)
+    accelerator.backward(loss_of(model, "llama", 0, accelerator.process_index, accelerator.num_processes))
+    return accelerator.clip_grad_norm_(list(model.parameters())[::2], 1.0).item(), expected
+
+
 @VERSIONS
 def test_norm_of_parameter_subset_covers_all_ranks(two_ranks: Ranks, version: int) -> None:
-    norm, expected = two_ranks.run(cases.clip_subset, config_of(version))[0]
+    norm, expected = two_ranks.run(clip_subset, config_of(version))[0]
     assert norm == pytest.approx(expected, rel=RELATIVE)
 
 

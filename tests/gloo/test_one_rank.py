@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.gloo.cases_trainer import train_and_resume
 from tests.support.launching import CONFIG, run, write
 from tests.support.matrices import alternating, slow
 from tests.support.ranks import Ranks
+from tests.support.trainer_runs import train_and_resume
 
 SCRIPT = """
     import torch, hf_fsdp_plugin as hfp

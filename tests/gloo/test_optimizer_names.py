@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.gloo import cases_optimizers as cases
+from tests.support.optimizers_runs import train_with_trainer
 from tests.support.ranks import Ranks
 
 TABLE = (Path(__file__).parents[2] / "docs" / "optimizers.md").read_text(encoding="utf-8")
@@ -50,7 +50,7 @@ def test_optimizer_of_the_trainer_does_what_is_listed(
     if name == "adalomo" and not torch.cuda.is_available():
         pytest.skip("AdaLomo's constructor needs CUDA")
     folder = str(tmp_path / "run")
-    run = two_ranks.run(cases.train_with_trainer, folder, name, FORMS[form])[0]
+    run = two_ranks.run(train_with_trainer, folder, name, FORMS[form])[0]
     code = re.search(r"FSDP-\w+", listed)
     if "by Transformers" in listed:
         assert "does not support DDP" in run["result"]
@@ -58,10 +58,10 @@ def test_optimizer_of_the_trainer_does_what_is_listed(
         assert run["result"] == [code[0]]
     else:
         assert run["result"] == []
-        whole = one_rank.run(cases.train_with_trainer, folder, name, None, decay_all=form == "FSDP1 flat")[0]
+        whole = one_rank.run(train_with_trainer, folder, name, None, decay_all=form == "FSDP1 flat")[0]
         assert whole["result"] == []
         assert run["losses"] == pytest.approx(whole["losses"], rel=tolerance(name))
-        again = two_ranks.run(cases.train_with_trainer, folder, name, FORMS[form], resume=True)[0]
+        again = two_ranks.run(train_with_trainer, folder, name, FORMS[form], resume=True)[0]
         assert again["result"] == []
         after = {step: loss for step, loss in run["losses"].items() if step > 5}
         assert {step: loss for step, loss in again["losses"].items() if step > 5} == pytest.approx(after, rel=RESUMED)

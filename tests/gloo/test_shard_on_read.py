@@ -2,22 +2,44 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import nn
 
-from tests.gloo import cases_loading
-from tests.gloo import cases_shard_on_read as cases
+import hf_fsdp_plugin as hfp
+from hf_fsdp_plugin.backends.loading.weight_loader import BROADCAST_ATTRIBUTE, WeightLoader
+from hf_fsdp_plugin.plan.names import unwrapped
+from hf_fsdp_plugin.torch_private.modules import local_tensor
+from tests.support.families_runs import clones
+from tests.support.loading_runs import save_plain
 from tests.support.matrices import alternating, slow
 from tests.support.model_families import FAMILIES
-from tests.support.ranks import Ranks
+from tests.support.ranks import Ranks, own_device
 from tests.support.tiny import parallel_config
+from tests.support.training import fresh_accelerator
+
+CHANGES: dict[str, Callable[[nn.Module], Any]] = {
+    "nothing": lambda model: None,
+    "in place on rank 1": lambda model: dist.get_rank() == 1 and model.lm_head.weight.mul_(2.0),
+    "new tensor on every rank": lambda model: setattr(model.lm_head.weight, "data", model.lm_head.weight.data.clone()),
+    "transposed": lambda model: setattr(
+        model.lm_head.weight, "data", model.lm_head.weight.data.t().contiguous().t()
+    ),
+}  # fmt: skip
+
 
 both_versions = pytest.mark.parametrize("version", [1, 2])
+
 NUM_PARAMETERS = 21
 """Of the small Llama with untied embeddings."""
+
 PRIVATE = {"bert-mlm": 1}
 """Parameters that Transformers creates itself: a tied bias."""
 
@@ -27,11 +49,43 @@ def config(strategy: str = "full_shard", version: int = 2, world_size: int = 2, 
     return parallel_config(strategy, version, world_size, **more)
 
 
+def save_and_read(family: str, folder: Path) -> dict[str, torch.Tensor]:
+    """Save a model on rank 0, and return the parameters and buffers of a model that one process loads."""
+    if dist.get_rank() == 0:
+        FAMILIES[family].build().save_pretrained(folder)
+    dist.barrier()
+    model = FAMILIES[family].model.from_pretrained(folder)
+    return clones({**dict(model.named_parameters()), **dict(model.named_buffers())})
+
+
+def load_families(folder: str, config: dict[str, Any], names: list[str]) -> dict[str, dict[str, Any]]:
+    """Load and shard each model. Returns what was taken from files, and the names of tensors that are not equal."""
+    found = {}
+    for name in names:
+        path = Path(folder) / name
+        expected = save_and_read(name, path)
+        accelerator = fresh_accelerator(config)
+        model = accelerator.prepare(FAMILIES[name].model.from_pretrained(path))
+        record = getattr(model, BROADCAST_ATTRIBUTE)
+        loaded = {**clones(accelerator.get_state_dict(model)), **clones(dict(unwrapped(model).named_buffers()))}
+        found[name] = {
+            "from_files": record.num_from_files,
+            "broadcast": record.num_tensors,
+            "parameters": len(expected) - len(dict(unwrapped(model).named_buffers())),
+            "buffers": len(dict(unwrapped(model).named_buffers())),
+            "different": [
+                key for key, tensor in expected.items() if key in loaded and not torch.equal(tensor, loaded[key])
+            ],
+            "compared": sum(key in loaded for key in expected),
+        }
+    return found
+
+
 @both_versions
 @pytest.mark.parametrize("part", [0, slow(1), slow(2)])
 def test_all_architectures_equal_one_process(two_ranks: Ranks, tmp_path: Path, version: int, part: int) -> None:
     names = list(FAMILIES)[part::3]
-    for rank in two_ranks.run(cases.load_families, str(tmp_path), config(version=version), names):
+    for rank in two_ranks.run(load_families, str(tmp_path), config(version=version), names):
         for name in names:
             found = rank[name]
             assert found["different"] == [], name
@@ -39,17 +93,37 @@ def test_all_architectures_equal_one_process(two_ranks: Ranks, tmp_path: Path, v
             assert found["broadcast"] == found["buffers"] + PRIVATE.get(name, 0), name
 
 
+def load_one(folder: str, config: dict[str, Any], dtype: str = "float32") -> dict[str, Any]:
+    """Load and shard a Llama; return the record, the shards, and what the report says about the loading."""
+    accelerator = fresh_accelerator(config)
+    model = FAMILIES["llama"].model.from_pretrained(folder, dtype=dtype)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    weights = clones(accelerator.get_state_dict(model))
+    batch = FAMILIES["llama"].batch(0)
+    accelerator.backward(model(**batch).loss)
+    optimizer.step()
+    rows = hfp.report(accelerator).to_json()["settings"]
+    record = getattr(model, BROADCAST_ATTRIBUTE)
+    return {
+        "from_files": record.num_from_files,
+        "broadcast": record.num_tensors,
+        "weights": weights,
+        "local": {parameter.dtype for parameter in model.parameters()},
+        "loading": [row for row in rows if row["setting"].startswith("loading.")][-1],
+    }
+
+
 @both_versions
 @pytest.mark.parametrize("strategy", ["shard_grad_op", "no_shard"])
 def test_nothing_is_broadcast_under_any_strategy(two_ranks: Ranks, tmp_path: Path, strategy: str, version: int) -> None:
-    two_ranks.run(cases_loading.save_plain, "llama", str(tmp_path))
-    check_loaded(two_ranks.run(cases.load_one, str(tmp_path), config(strategy, version)))
+    two_ranks.run(save_plain, "llama", str(tmp_path))
+    check_loaded(two_ranks.run(load_one, str(tmp_path), config(strategy, version)))
 
 
 @both_versions
 def test_each_replica_of_a_hybrid_mesh_reads(four_ranks: Ranks, tmp_path: Path, version: int) -> None:
-    four_ranks.run(cases_loading.save_plain, "llama", str(tmp_path))
-    check_loaded(four_ranks.run(cases.load_one, str(tmp_path), config("hybrid_shard", version, 4)))
+    four_ranks.run(save_plain, "llama", str(tmp_path))
+    check_loaded(four_ranks.run(load_one, str(tmp_path), config("hybrid_shard", version, 4)))
 
 
 def check_loaded(ranks: list[dict[str, Any]]) -> None:
@@ -63,16 +137,34 @@ def check_loaded(ranks: list[dict[str, Any]]) -> None:
 
 @both_versions
 def test_offloaded_shards_are_read_too(two_ranks: Ranks, tmp_path: Path, version: int) -> None:
-    two_ranks.run(cases_loading.save_plain, "llama", str(tmp_path))
-    check_loaded(two_ranks.run(cases.load_one, str(tmp_path), config(version=version, fsdp_offload_params=True)))
+    two_ranks.run(save_plain, "llama", str(tmp_path))
+    check_loaded(two_ranks.run(load_one, str(tmp_path), config(version=version, fsdp_offload_params=True)))
+
+
+def count_read_bytes(folder: str, config: dict[str, Any]) -> dict[str, int]:
+    """Load and shard a Llama. Returns the bytes that were copied from the file, and those of the shards."""
+    read: list[int] = []
+    original = WeightLoader.copy_part
+
+    def counted(loader: WeightLoader, into: torch.Tensor, part: torch.Tensor) -> None:
+        read.append(part.nbytes)
+        original(loader, into, part)
+
+    accelerator = fresh_accelerator(config)
+    model = FAMILIES["llama"].model.from_pretrained(folder)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(WeightLoader, "copy_part", counted)
+        model = accelerator.prepare(model)
+    shards = {id(parameter): local_tensor(parameter) for parameter in model.parameters()}
+    return {"read": sum(read), "shards": sum(shard.nbytes for shard in shards.values())}
 
 
 @both_versions
 @pytest.mark.parametrize("use_orig", [True, False], ids=["orig", "flat"])
 def test_each_rank_reads_its_shards_only(two_ranks: Ranks, tmp_path: Path, version: int, use_orig: bool) -> None:
-    two_ranks.run(cases_loading.save_plain, "llama", str(tmp_path))
+    two_ranks.run(save_plain, "llama", str(tmp_path))
     settings = config(version=version, fsdp_use_orig_params=use_orig) if version == 1 else config()
-    ranks = two_ranks.run(cases.count_read_bytes, str(tmp_path), settings)
+    ranks = two_ranks.run(count_read_bytes, str(tmp_path), settings)
     for rank in ranks:
         assert rank["shards"] * 0.95 <= rank["read"] <= rank["shards"]  # shards of FSDP1 have padding
     whole = sum(tensor.nbytes for tensor in FAMILIES["llama"].build().parameters())
@@ -81,10 +173,10 @@ def test_each_rank_reads_its_shards_only(two_ranks: Ranks, tmp_path: Path, versi
 
 @both_versions
 def test_masters_are_cast_shard_by_shard(two_ranks: Ranks, tmp_path: Path, version: int) -> None:
-    two_ranks.run(cases_loading.save_plain, "llama", str(tmp_path))
+    two_ranks.run(save_plain, "llama", str(tmp_path))
     mixed = {**config(version=version, fsdp_ignored_modules="lm_head"), "mixed_precision": "bf16"}
     expected = FAMILIES["llama"].build().to(torch.bfloat16).state_dict()
-    ranks = two_ranks.run(cases.load_one, str(tmp_path), mixed, "bfloat16")
+    ranks = two_ranks.run(load_one, str(tmp_path), mixed, "bfloat16")
     assert all(rank["local"] == {torch.float32} and rank["from_files"] == NUM_PARAMETERS for rank in ranks)
     assert all(torch.equal(ranks[0]["weights"][name], tensor.float()) for name, tensor in expected.items())
 
@@ -94,33 +186,117 @@ def test_masters_are_cast_shard_by_shard(two_ranks: Ranks, tmp_path: Path, versi
 def test_sync_module_states_broadcasts_only_what_may_differ(
     two_ranks: Ranks, tmp_path: Path, version: int, efficient: bool
 ) -> None:
-    two_ranks.run(cases_loading.save_plain, "llama", str(tmp_path))
+    two_ranks.run(save_plain, "llama", str(tmp_path))
     settings = config(version=version, fsdp_cpu_ram_efficient_loading=efficient, fsdp_sync_module_states=True)
-    check_loaded(two_ranks.run(cases.load_one, str(tmp_path), settings))
+    check_loaded(two_ranks.run(load_one, str(tmp_path), settings))
 
 
-@pytest.mark.parametrize(("name", "version"), alternating(cases.CHANGES))
+@torch.no_grad()
+def change_and_shard(folder: str, config: dict[str, Any], name: str) -> dict[str, Any]:
+    """Change a model before it is sharded. Returns the numbers of parameters read and broadcast, and the weights."""
+    accelerator = fresh_accelerator(config)
+    model = FAMILIES["llama"].model.from_pretrained(folder)
+    CHANGES[name](model)
+    own = clones(dict(model.named_parameters()))
+    model = accelerator.prepare(model)
+    record = getattr(model, BROADCAST_ATTRIBUTE)
+    num_buffers = len(list(model.buffers()))
+    return {
+        "broadcast": record.num_tensors - num_buffers,
+        "own": own,
+        "weights": clones(accelerator.get_state_dict(model)),
+    }
+
+
+@pytest.mark.parametrize(("name", "version"), alternating(CHANGES))
 def test_changed_weights_are_broadcast(two_ranks: Ranks, tmp_path: Path, version: int, name: str) -> None:
-    two_ranks.run(cases_loading.save_plain, "llama", str(tmp_path))
-    first, second = two_ranks.run(cases.change_and_shard, str(tmp_path), config(version=version), name)
+    two_ranks.run(save_plain, "llama", str(tmp_path))
+    first, second = two_ranks.run(change_and_shard, str(tmp_path), config(version=version), name)
     # A change in place counts for the whole file.
     expected = {"nothing": 0, "in place on rank 1": NUM_PARAMETERS}.get(name, 1)
     assert first["broadcast"] == second["broadcast"] == expected
     assert all(torch.equal(first["weights"][key], tensor) for key, tensor in first["own"].items())
 
 
+def change_one_weight(folder: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    weights = load_file(folder / "model.safetensors")
+    weights["model.norm.weight"] += 1.0
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def load_copies(folder: str, config: dict[str, Any], changed: bool) -> dict[str, Any]:
+    """Each rank loads a copy of its own, as machines with their own disks do; rank 1's may have another weight."""
+    rank = dist.get_rank()
+    source, own = Path(folder) / "model", Path(folder) / f"rank_{rank}" / "model"
+    if rank == 0:
+        FAMILIES["llama"].build().save_pretrained(source)
+    dist.barrier()
+    shutil.copytree(source, own)
+    if changed and rank == 1:
+        change_one_weight(own)
+    os.utime(own / "model.safetensors", (1e9 + rank, 1e9 + rank))
+    dist.barrier()
+    return load_one(str(own), config)
+
+
 @pytest.mark.parametrize("changed", [False, True], ids=["equal", "one-differs"])
 def test_copies_of_a_file_are_compared_by_content(two_ranks: Ranks, tmp_path: Path, changed: bool) -> None:
-    first, second = two_ranks.run(cases.load_copies, str(tmp_path), config(), changed)
+    first, second = two_ranks.run(load_copies, str(tmp_path), config(), changed)
     assert first["from_files"] == second["from_files"] == NUM_PARAMETERS - changed
     expected = FAMILIES["llama"].build().state_dict()
     assert all(torch.equal(first["weights"][name], tensor) for name, tensor in expected.items())
 
 
+def overwrite_after_sharding(folder: str, config: dict[str, Any]) -> bool:
+    """Overwrite and truncate the file after sharding. Returns whether the sharded weights are those of the file."""
+    accelerator = fresh_accelerator(config)
+    model = FAMILIES["llama"].model.from_pretrained(folder)
+    expected = clones(dict(model.named_parameters()))
+    model = accelerator.prepare(model)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        path = Path(folder) / "model.safetensors"
+        with path.open("r+b") as file:
+            file.write(b"\0" * path.stat().st_size)
+        os.truncate(path, 0)
+    dist.barrier()
+    found = clones(accelerator.get_state_dict(model))
+    return all(torch.equal(found[name], tensor) for name, tensor in expected.items()) if found else True
+
+
 @both_versions
 def test_shards_do_not_follow_the_file(two_ranks: Ranks, tmp_path: Path, version: int) -> None:
-    two_ranks.run(cases_loading.save_plain, "llama", str(tmp_path))
-    assert two_ranks.run(cases.overwrite_after_sharding, str(tmp_path), config(version=version)) == [True, True]
+    two_ranks.run(save_plain, "llama", str(tmp_path))
+    assert two_ranks.run(overwrite_after_sharding, str(tmp_path), config(version=version)) == [True, True]
+
+
+def load_sharded(folder: str, config: dict[str, Any], *, with_plan: bool) -> dict[str, Any]:
+    """Load with ``hfp.from_pretrained``, train by hand and with an Accelerator, and report."""
+    accelerator = fresh_accelerator(config)
+    spec = hfp.load_spec(config)
+    target: Any = spec
+    if with_plan:
+        whole = FAMILIES["llama"].build()
+        target = hfp.resolve(spec, whole, world_size=dist.get_world_size(), device_type=own_device().type)
+    before = {name: os.environ.get(name) for name in ("ACCELERATE_USE_FSDP", "FSDP_CPU_RAM_EFFICIENT_LOADING")}
+    model = hfp.from_pretrained(folder, target)
+    assert before == {name: os.environ.get(name) for name in before}
+    record = getattr(model, BROADCAST_ATTRIBUTE)
+    same, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    weights = clones(accelerator.get_state_dict(model))
+    batch = FAMILIES["llama"].batch(0)
+    first = model(**batch).loss
+    accelerator.backward(first)
+    optimizer.step()
+    return {
+        "is_same": same is model,
+        "from_files": record.num_from_files,
+        "weights": weights,
+        "falls": model(**batch).loss.item() < first.item(),
+        "statuses": {row["setting"]: row["status"] for row in hfp.report(accelerator).to_json()["settings"]},
+    }
 
 
 @both_versions
@@ -128,8 +304,8 @@ def test_shards_do_not_follow_the_file(two_ranks: Ranks, tmp_path: Path, version
 def test_from_pretrained_returns_a_sharded_model(
     two_ranks: Ranks, tmp_path: Path, version: int, with_plan: bool
 ) -> None:
-    two_ranks.run(cases_loading.save_plain, "llama", str(tmp_path))
-    ranks = two_ranks.run(cases.load_sharded, str(tmp_path), config(version=version), with_plan=with_plan)
+    two_ranks.run(save_plain, "llama", str(tmp_path))
+    ranks = two_ranks.run(load_sharded, str(tmp_path), config(version=version), with_plan=with_plan)
     for rank in ranks:
         assert rank["is_same"] and rank["falls"] and rank["from_files"] == NUM_PARAMETERS
         assert rank["statuses"]["sharding.strategy"] == "applied" and "differs" not in rank["statuses"].values()
@@ -137,6 +313,14 @@ def test_from_pretrained_returns_a_sharded_model(
     assert all(torch.equal(ranks[0]["weights"][name], tensor) for name, tensor in expected.items())
 
 
+def load_without_fsdp(folder: str) -> list[str]:
+    try:
+        hfp.from_pretrained(folder, hfp.load_spec({"distributed_type": "NO"}))
+    except hfp.SpecError as error:
+        return [problem.code for problem in error.problems]
+    return []
+
+
 def test_from_pretrained_needs_fsdp(two_ranks: Ranks, tmp_path: Path) -> None:
-    two_ranks.run(cases_loading.save_plain, "llama", str(tmp_path))
-    assert two_ranks.run(cases.load_without_fsdp, str(tmp_path)) == [["FSDP-E694"], ["FSDP-E694"]]
+    two_ranks.run(save_plain, "llama", str(tmp_path))
+    assert two_ranks.run(load_without_fsdp, str(tmp_path)) == [["FSDP-E694"], ["FSDP-E694"]]

@@ -2,11 +2,46 @@
 
 from __future__ import annotations
 
-import pytest
+import time
+from typing import Any
 
-from tests.gloo.cases_step_time import calibrated_and_measured
+import pytest
+import torch
+
+from hf_fsdp_plugin.backends.sharding.shard import plan_of
+from hf_fsdp_plugin.tools.plan.estimate.time import TimeModel
+from hf_fsdp_plugin.tools.plan.estimate.types import Workload
+from scripts.bench.calibration import Measuring, calibrate
 from tests.support.matrices import slow
 from tests.support.ranks import Ranks
+from tests.support.tiny import parallel_config, tiny_llama
+from tests.support.training import fresh_accelerator, sgd
+
+
+def calibrated_and_measured(version: int) -> tuple[Any, float, float]:
+    """The machine, and the predicted and measured CPU seconds of a step."""
+    quick = Measuring(device=torch.device("cpu"), clock=time.process_time, repeats=2, block_seconds=0.002)
+    machine = calibrate(quick)
+    sizes = {"hidden_size": 128, "intermediate_size": 384}
+    accelerator = fresh_accelerator(parallel_config("full_shard", version, 2))
+    model = tiny_llama(**sizes)
+    model, optimizer = accelerator.prepare(model, sgd(model))
+    ids = torch.zeros(4, 64, dtype=torch.int64)
+    times = []
+    for _ in range(4):
+        start = time.process_time()
+        accelerator.backward(model(input_ids=ids, labels=ids).loss)
+        accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        times.append(time.process_time() - start)
+    plan = plan_of(model)
+    assert plan is not None
+    workload = Workload(micro_batch=4, seq_len=64, optimizer="sgd")
+    with torch.device("meta"):
+        planned = tiny_llama(**sizes)
+    estimate = TimeModel(plan, planned, workload).estimate(machine)
+    return machine, estimate.step_seconds, min(times[1:])
 
 
 @pytest.mark.cpu_ranks("the simulated device does not show speed")

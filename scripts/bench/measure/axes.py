@@ -24,6 +24,7 @@ from typing import Any, Final
 
 from scripts.bench.common import make_parser
 from scripts.bench.tables.update_results import write_result
+from tests.support.axes_runs import train
 
 PAIRS: Final[dict[str, tuple[str, dict[str, Any]]]] = {
     "shard × context": ("llama", {"cp": 2}),
@@ -76,7 +77,7 @@ def codes_of(call: Callable[[], Any]) -> list[str]:
 def refused_by_config(sizes: dict[str, Any], version: int) -> list[str]:
     """Return the codes with which the config of a mesh is refused, before any process starts."""
     from hf_fsdp_plugin.spec.load import load_spec
-    from tests.gloo.cases_axes import config_of
+    from tests.support.axes_runs import config_of
 
     config = config_of(sizes, version) | {"num_processes": num_ranks(sizes)}
     return codes_of(lambda: load_spec(config, environ={}))
@@ -89,14 +90,13 @@ def measure(ranks: Any, weights: str, sizes: dict[str, Any], expected: dict[str,
     from hf_fsdp_plugin.checkpoint.checking.verify import verify
     from hf_fsdp_plugin.checkpoint.formats.manifest import read_manifest
     from hf_fsdp_plugin.checkpoint.merging.merge import MergeOptions, merge
-    from tests.gloo import cases_axes as cases
     from tests.support.training import differing
 
-    run = ranks.run(cases.train, weights, str(folder), sizes, settings={"fsdp_async_save": True})[0]
+    run = ranks.run(train, weights, str(folder), sizes, settings={"fsdp_async_save": True})[0]
     verdict, manifest = verify(folder / "checkpoint-6"), read_manifest(folder / "checkpoint-6")
     merge(folder / "checkpoint-6", folder / "merged", MergeOptions(verify=True, config=Path(weights)))
     merged = AutoModelForCausalLM.from_pretrained(folder / "merged", distributed_config=None).state_dict()
-    resumed = ranks.run(cases.train, weights, str(folder), {}, resume=True)[0]
+    resumed = ranks.run(train, weights, str(folder), {}, resume=True)[0]
     return {
         "losses": relative_difference(run["losses"], expected["losses"]),
         "norms": relative_difference(run["norms"], expected["norms"]),
@@ -115,7 +115,7 @@ def main() -> int:
     parser.add_argument("--only", default="", help="pairs whose names contain this text")
     args = parser.parse_args()
 
-    from tests.gloo.cases_distributed_config import one_process
+    from tests.support.distributed_config_runs import one_process
     from tests.support.ranks import RankError, Ranks
     from tests.support.tiny import tiny_llama, tiny_mixtral
 

@@ -57,7 +57,7 @@ def save_model(kind: str, folder: Path) -> None:
     sizes = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 11, "vocab_size": 8192}
     model = make_llama(num_attention_heads=16, num_key_value_heads=16, **sizes)
     if kind == "GGUF":
-        from tests.gloo.cases_loading import write_gguf
+        from tests.support.loading_runs import write_gguf
 
         folder.mkdir()
         write_gguf(model, str(folder / "model.gguf"), "llama")

@@ -14,6 +14,7 @@ from typing import Any
 
 from scripts.bench.common import make_parser
 from scripts.bench.tables.update_results import write_result
+from tests.support.resume_runs import NUM_STEPS, train
 
 Leg = tuple[int, int, str, str, bool]
 """Number of ranks, FSDP version, strategy, state dict type, asynchronous save."""
@@ -52,13 +53,13 @@ def config(leg: Leg) -> dict[str, Any]:
 
 def run_chain(worlds: Any, chain: tuple[Leg, ...]) -> float:
     """Return the largest relative difference of the losses after the last resume from the uninterrupted run."""
-    from tests.gloo import cases_resume as cases
 
     with tempfile.TemporaryDirectory() as folder:
-        whole = worlds(chain[0][0]).run(cases.train, f"{folder}/whole", until=cases.NUM_STEPS, **config(chain[0]))[0]
-        cuts = [*range(5 - len(chain), 4), cases.NUM_STEPS]
+        whole = worlds(chain[0][0]).run(train, f"{folder}/whole", until=NUM_STEPS, **config(chain[0]))[0]
+        cuts = [*range(5 - len(chain), 4), NUM_STEPS]
         for number, (leg, until) in enumerate(zip(chain, cuts, strict=True)):
-            run = worlds(leg[0]).run(cases.train, f"{folder}/cut", until=until, resume=number > 0, **config(leg))[0]
+            ranks = worlds(leg[0])
+            run = ranks.run(train, f"{folder}/cut", until=until, resume=number > 0, **config(leg))[0]
     steps = range(cuts[-2] + 1, cuts[-2] + 11)
     return max(abs(run["losses"][step] - whole["losses"][step]) / abs(whole["losses"][step]) for step in steps)
 

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
-from hf_fsdp_plugin.launcher.orphan_processes import guard_run
 
 from hf_fsdp_plugin.hangs import mapped_file
 from hf_fsdp_plugin.hangs.calls import CallRecord, read_header
 from hf_fsdp_plugin.hangs.mapped_file import make_mapped_file, remove_file
 from hf_fsdp_plugin.hangs.rank_files import RankFiles, remove_files
-from hf_fsdp_plugin.launcher import orphan_processes
 
 
 @pytest.fixture
@@ -67,15 +64,3 @@ def test_file_is_at_its_path_without_memory(
         monkeypatch.setattr(mapped_file, "_is_tmpfs", lambda folder: False)
     assert make_mapped_file(path, 100) == path and not path.is_symlink() and path.stat().st_size == 100
     assert list(memory.iterdir()) == []
-
-
-def test_guard_removes_files_in_memory(tmp_path: Path, memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    scratch = tmp_path / "scratch"
-    scratch.mkdir()
-    make_mapped_file(scratch / "rank_0.calls", 100)
-    reading, writing = os.pipe()
-    os.close(writing)
-    with open(reading) as stdin:
-        monkeypatch.setattr(orphan_processes.sys, "stdin", stdin)
-        guard_run("no run", str(scratch))
-    assert not scratch.exists() and list(memory.iterdir()) == []

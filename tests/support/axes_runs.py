@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from collections import Counter
 from collections.abc import Callable
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +10,10 @@ import torch
 import torch.distributed as dist
 
 import hf_fsdp_plugin as hfp
-from hf_fsdp_plugin.integrations.session import session
-from hf_fsdp_plugin.problems import SpecError
-from tests.gloo.cases_distributed_config import PLAIN, exported_results, norms, with_adapters
-from tests.gloo.cases_trainer import losses, make_trainer
-from tests.gloo.collective_counter import CollectiveCounter
-from tests.support.ranks import on_accelerator, own_device
+from tests.support.distributed_config_runs import PLAIN, exported_results, with_adapters
+from tests.support.ranks import on_accelerator
 from tests.support.tiny import GLOBAL_BATCH, LENGTH, global_batch, my_part
+from tests.support.trainer_runs import make_trainer
 from tests.support.training import MAX_NORM, fresh_accelerator
 
 Sizes = dict[str, Any]
@@ -135,89 +129,3 @@ def backward_of_divided(
         loss: torch.Tensor = total / num_targets * size
         backward(loss)
     return loss
-
-
-def balanced(output: Any, experts: int) -> Any:
-    """The output of a router that selects all experts equally often."""
-    *others, index = output
-    return (*others, torch.arange(index.numel(), device=index.device).view(index.shape).remainder(experts))
-
-
-def counted(
-    folder: str, sizes: Sizes, settings: dict[str, Any], experts: int = 4
-) -> Counter[tuple[str, tuple[int, ...], int, str]]:
-    """The collectives of the second step of a training with the batches of the Trainer."""
-    from transformers import AutoModelForCausalLM
-
-    hfp.install(config_of(sizes, **settings))
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    for name, module in model.named_modules():
-        if sizes.get("ep", 1) > 1 and name.endswith("mlp.gate"):
-            module.register_forward_hook(lambda router, args, output: balanced(output, experts))
-    assert session.ambient is not None
-    accelerator = hfp.accelerator(session.ambient)
-    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
-    counter, cp = CollectiveCounter(), sizes.get("cp", 1)
-    for step in range(2):
-        tokens = my_part(global_batch(step), 0, GLOBAL_BATCH // 2)["input_ids"].to(accelerator.device)
-        batch = {"input_ids": tokens, "labels": tokens.clone()}
-        if cp > 1:
-            positions = torch.arange(LENGTH, device=tokens.device).expand(len(tokens), -1).contiguous()
-            batch |= {"shift_labels": tokens.roll(-1, 1), "position_ids": positions}
-        parts = list(batch.values()) if cp > 1 else []
-        divided = {"buffers": parts, "buffer_seq_dims": [1] * len(parts), "no_restore_buffers": set(parts)}
-        with counter if step == 1 else nullcontext(), accelerator.maybe_context_parallel(**divided):
-            with counter.during("forward"):
-                loss = model(**batch).loss
-            with counter.during("backward"):
-                accelerator.backward(loss)
-            with counter.during("clipping"):
-                accelerator.clip_grad_norm_(model.parameters(), MAX_NORM)
-            with counter.during("update"):
-                optimizer.step()
-                optimizer.zero_grad()
-    return counter.calls
-
-
-def train_with_object(
-    folder: str, output_dir: str, sizes: Sizes, *, for_transformers_4: bool = False
-) -> dict[str, Any]:
-    """Train with ``TrainingArguments(parallelism_config=ParallelismConfig(…))``, whose sizes a script sets.
-
-    With a tensor axis, the script loads the model with a ``DistributedConfig``, or with ``tp_plan`` and ``device_mesh``
-    as for Transformers 4, which the examples of Accelerate do.
-    """
-    from accelerate import ParallelismConfig
-    from transformers import AutoModelForCausalLM
-
-    mesh = ParallelismConfig(**{f"{name}_size": size for name, size in sizes.items()})
-    layout: dict[str, Any] = {}
-    if for_transformers_4:
-        hfp.install()
-        layout = {"tp_plan": "auto", "device_mesh": mesh.build_device_mesh(own_device().type)}
-    elif "tp" in sizes:
-        layout["distributed_config"] = {"tp_size": sizes["tp"], "fsdp_size": sizes["dp_shard"]}
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **layout)
-    arguments = {**PLAIN, "per_device_train_batch_size": GLOBAL_BATCH // num_batches(sizes)}
-    fsdp = {"fsdp": "full_shard auto_wrap", "fsdp_config": {"version": 2}}
-    trainer = make_trainer(output_dir, model, parallelism_config=mesh, **fsdp, **arguments)
-    trainer.train()
-    report = json.loads((Path(output_dir) / "fsdp_report.json").read_text())
-    return {"losses": losses(trainer), "norms": norms(trainer), "report": report}
-
-
-def refused(folder: str, sizes: Sizes, *, build: bool = False, **arguments: Any) -> list[str]:
-    """The codes with which loading and preparing a model are refused."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    try:
-        hfp.install(config_of(sizes))
-        if build:
-            model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
-        else:
-            model = AutoModelForCausalLM.from_pretrained(folder, **arguments)
-        assert session.ambient is not None
-        hfp.accelerator(session.ambient).prepare(model)
-    except SpecError as error:
-        return [problem.code for problem in error.problems if problem.severity == "error"]
-    return []
