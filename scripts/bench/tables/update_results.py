@@ -77,7 +77,8 @@ def checkpoint_save(result: Result) -> list[str]:
         *(
             f"| {what} | {statistics.median(stalls[what]):.2f} s | {result['complete_seconds'][what]:.2f} s "
             f"| {grew[what] / 1e9:.2f} GB |"
-            for what in ("sharded ours", "sharded ours, asynchronous", *(key for key in stalls if key[:5] == "torch"))
+            for what in result.get("complete_seconds", {})
+            if what.startswith(("sharded ours", "torch"))
         ),
         "",
         f"During a full save the memory of rank 0 grows by {grew['full stock'] / 1e9:.2f} GB in the stock stack and by "
