@@ -471,7 +471,7 @@ def run_batches(config: dict[str, Any], accumulation: int, sizes: tuple[int, int
         (2, (4, 4), "accumulated", 16, ""),
         (2, (4, 4), "not accumulated", 8, "2 forwards per optimizer step were requested, but 1 was observed"),
         (1, (4, 2), "accumulated", 6, "batches of different sizes: 2 to 4"),
-        (1, (4, 4), "first only", 2, "4 samples per forward were requested, but 1 was observed"),
+        (1, (4, 4), "first only", 2, "4 samples per forward were requested, but 1 row was observed"),
         (1, (4, 4), "packed", 8, ""),
     ],
 )

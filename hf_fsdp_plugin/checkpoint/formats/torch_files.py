@@ -19,7 +19,7 @@ import zipfile
 import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple, NoReturn
+from typing import Any, BinaryIO, Final, NamedTuple, NoReturn
 
 from hf_fsdp_plugin.checkpoint import names as file_names
 from hf_fsdp_plugin.checkpoint.errors import COPY_ALL_RANKS, file_problems_inside, problem, raise_if_any, refuse
@@ -37,6 +37,10 @@ END_SIGNATURE = b"PK\5\6"
 """Size and beginning of the record at the end of an archive."""
 _LOCAL = struct.Struct("<4s22x2H")
 """The record before the data of an entry: its signature, and the lengths of the name and of the extra field."""
+
+
+_BUFFER_BYTES: Final = 512
+"""More than a header, which is what is read at once. DCP writes one archive per tensor."""
 
 
 class ZipError(ValueError):
@@ -137,7 +141,7 @@ class TorchZip:
     def __init__(self, descriptor: int, start: int, length: int, place: Path | str) -> None:
         self._descriptor, self._start, self._place = descriptor, start, place
         try:
-            self._entries = read_archive(io.BufferedReader(_Part(descriptor, start, length)))
+            self._entries = read_archive(io.BufferedReader(_Part(descriptor, start, length), _BUFFER_BYTES))
         except ZipError as error:
             if os.pread(descriptor, 1, start) == b"\x80":
                 fix = "Load it with torch and save it again."
