@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import sys
 import time
 from pathlib import Path
 
@@ -253,14 +252,6 @@ def test_ignored_signal_kills_after_the_grace_time(tmp_path: Path) -> None:
     assert time.monotonic() - began >= 1
     assert done.returncode == 128 + signal.SIGTERM
     assert all(is_gone(pid) for pid in pids)
-
-
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="ranks exit with a killed launcher on Linux only")
-def test_ranks_exit_with_a_killed_launcher(tmp_path: Path) -> None:
-    process, pids = start_script(tmp_path, HANDLES)
-    process.kill()
-    assert all(is_gone(pid) for pid in pids)
-    process.communicate()
 
 
 def test_config_problem_in_a_rank_is_shown_once(tmp_path: Path) -> None:

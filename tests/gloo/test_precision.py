@@ -36,19 +36,6 @@ class WithScalar(nn.Module):
         return output
 
 
-class OwnForeachDescent(torch.optim.Optimizer):
-    """An optimizer that the plugin does not know, with one kernel for all parameters."""
-
-    def __init__(self, params: Any, lr: float) -> None:
-        super().__init__(params, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            with_gradient = [parameter for parameter in group["params"] if parameter.grad is not None]
-            torch._foreach_add_(with_gradient, [p.grad for p in with_gradient], alpha=-group["lr"])
-
-
 MODELS["with-scalar"] = WithScalar
 
 SETTINGS: dict[str, dict[str, Any]] = {"plain": {}, "foreach": {"foreach": True}, "fused": {"fused": True}}
@@ -85,20 +72,6 @@ def test_ignored_modules_train_in_bf16(two_ranks: Ranks, name: str, ignored: str
     run = two_ranks.run(train_in_bf16, version, name, ignored)[0]
     assert run["losses"] == pytest.approx(expected(name)["losses"], rel=1e-2)
     assert differing(run["report"]) == []
-
-
-def own_foreach(model: nn.Module) -> torch.optim.Optimizer:
-    return OwnForeachDescent(model.parameters(), 0.05)
-
-
-def train_own_foreach(ignored: str) -> dict[str, Any]:
-    config = parallel_config("full_shard", 2, 2, fsdp_ignored_modules=ignored)
-    return train("llama", config, own_foreach, NUM_STEPS)
-
-
-def test_unknown_foreach_optimizer_steps_ignored_modules(two_ranks: Ranks) -> None:
-    run = two_ranks.run(train_own_foreach, "lm_head")[0]
-    assert_same_training(run, reference("llama", own_foreach, NUM_STEPS))
 
 
 def adamw(model: nn.Module, how: str) -> torch.optim.Optimizer:
