@@ -45,7 +45,7 @@ def main() -> int:
         f"{len(found)} of {num_functions} functions are not executed, {list(rows.values()).count('')} without a reason"
     )
     if args.write:
-        tree = {**describe_machine(), "num_functions": num_functions, "uncovered": rows}
+        tree = {**describe_machine(), "num_functions": num_functions, "num_uncovered": len(rows), "uncovered": rows}
         args.out.write_text(json.dumps(tree, indent=1) + "\n", encoding="utf-8")
     return 0
 

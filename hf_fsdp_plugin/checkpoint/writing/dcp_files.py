@@ -44,7 +44,7 @@ class Chunk(NamedTuple):
     length: int
 
 
-class TensorEntry(NamedTuple):
+class WrittenTensor(NamedTuple):
     """A tensor with its global shape, and the chunks of it in the file of one rank."""
 
     path: StatePath
@@ -74,7 +74,7 @@ class FolderEntries(NamedTuple):
 
     folder: str
     file: str
-    tensors: Sequence[TensorEntry]
+    tensors: Sequence[WrittenTensor]
     smalls: Sequence[SmallEntry] = ()
     aliases: TiedPaths = ()
 
@@ -102,14 +102,14 @@ def rank_file(
     file = dcp_file(dist.get_rank())
     paths = {shard.name: path for path, shard in tensors}
     items: list[Item] = []
-    entries: list[TensorEntry] = []
+    entries: list[WrittenTensor] = []
     for shard in shards_to_write(shard for _, shard in tensors if shard.shape):
         chunks = []
         for piece in shard.pieces:
             head, tail = _frame(shard.dtype, piece.box.sizes)
             start = _add_item(items, (head, piece.tensor, tail), paths[shard.name])
             chunks.append(Chunk(piece.box.offsets, piece.box.sizes, start, items[-1].stop - start))
-        entries.append(TensorEntry(paths[shard.name], shard.dtype_name, shard.shape, chunks))
+        entries.append(WrittenTensor(paths[shard.name], shard.dtype_name, shard.shape, chunks))
     own = FolderEntries(folder, file, entries, smalls, aliases)
     return StateFiles([whole_file(f"{folder}/{file}", items)], (own,))
 
@@ -134,7 +134,7 @@ class _MetadataBuilder:
         self.metadata = dcp.Metadata({}, {}, {}, storage_meta, CURRENT_DCP_VERSION)
         self._sizes = functools.cache(torch.Size)  # ranks have shards of equal sizes: pickled once
 
-    def add_tensor(self, file: str, entry: TensorEntry) -> None:
+    def add_tensor(self, file: str, entry: WrittenTensor) -> None:
         name = self._add_name(entry.path)
         tensor = self.metadata.state_dict_metadata.get(name)
         if tensor is None:
@@ -203,7 +203,7 @@ def _complete_folder(root: Path, ranks: Sequence[FolderEntries]) -> list[FileRec
         if dtype is None:
             builder.add_object(file, path, start, length)
         else:
-            builder.add_tensor(file, TensorEntry(path, dtype, (), [Chunk((), (), start, length)]))
+            builder.add_tensor(file, WrittenTensor(path, dtype, (), [Chunk((), (), start, length)]))
     for alias, path in dict(pair for own in ranks for pair in own.aliases).items():
         builder.add_alias(alias, path)
     records = PartWriter().write(root, [whole_file(f"{folder}/{file}", items)] if items else [])

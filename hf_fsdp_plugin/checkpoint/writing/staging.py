@@ -32,7 +32,7 @@ from hf_fsdp_plugin.checkpoint.errors import os_errors_as_problems
 from hf_fsdp_plugin.checkpoint.formats import manifest as manifests
 from hf_fsdp_plugin.checkpoint.io import sync, write_atomically
 from hf_fsdp_plugin.checkpoint.names import SAVING, accelerate_rng_file, hidden_path, trainer_rng_file
-from hf_fsdp_plugin.checkpoint.writing.dcp_files import FolderEntries, SmallEntry, TensorEntry, complete_folders
+from hf_fsdp_plugin.checkpoint.writing.dcp_files import FolderEntries, SmallEntry, WrittenTensor, complete_folders
 from hf_fsdp_plugin.problems import CheckpointError
 
 
@@ -66,7 +66,7 @@ class RankRecord:
             ]
             written.append(manifests.FileRecord(path=path, size=size, ranges=ranges))
         for folder, file, tensors, smalls, aliases in folders:
-            found = [TensorEntry(tuple(path), *rest) for path, *rest in tensors]
+            found = [WrittenTensor(tuple(path), *rest) for path, *rest in tensors]
             values = [SmallEntry(tuple(path), bytes.fromhex(data), dtype) for path, data, dtype in smalls]
             tied = [(tuple(alias), tuple(path)) for alias, path in aliases]
             entries.append(FolderEntries(folder, file, found, values, tied))

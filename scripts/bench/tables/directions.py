@@ -31,7 +31,7 @@ def _last(names: str, better: Better, floor: float = 0.0) -> Direction:
 
 
 _SUBJECT: Final = (
-    "ranks|world_size|rounds|pairs|version|number|numbers|threads|num_params|per_rank_batch|steps_per_block|blocks|steps"
+    "ranks|world_size|rounds|pairs|version|number|numbers|threads|num_params|num_functions|per_rank_batch|steps_per_block|blocks|steps"
     "|losses_compared|schema_version|range|seed|layers|hidden|seq_len|batch|weights_bytes|model_bytes|largest_bytes"
     "|shard_bytes|bound_bytes|loaded_bytes|held_bytes|checkpoint_bytes|measured_bytes|checkpoint_files|checksum|sum"
     "|published|predicted|low|high|data_reads|predicted_bytes|flops|peak_flops|num_cases|num_values|steps_between_saves"
@@ -59,6 +59,7 @@ DIRECTIONS: Final = (
     # The closed form against the trace, over all settings.
     Direction(r"^(median|worst)$", "nearer 0", 0.001),
     Direction(r"^compared$", "not compared"),
+    Direction(r"^num_uncovered$", "smaller"),
     # Checkpoints of DeepSpeed.
     Direction(r"^cases/.*/(weights|state|layout)_equal$", "larger"),
     Direction(r"^cases/.*/zero_to_fp32$|^time/seconds/zero_to_fp32", "not compared"),
@@ -120,7 +121,7 @@ DIRECTIONS: Final = (
     Direction(r"^(num_disagreements|most_steps_lost)", "smaller"),
     Direction(r"step_seconds", "smaller", 0.002),
     Direction(r"seconds|/fastest$|/updated$|/from_pretrained$|/(wall|cpu_of_a_rank|cpu_of_rank_0)$", "smaller", 0.02),
-    Direction(r"bytes|_mb(/|$)|/Rss|opened_files$|metadata_reads$|read_over_held$", "smaller"),
+    Direction(r"bytes|_mb(/|$)|/Rss|opened_files$|(metadata_|resume/)reads$|read_over_held$", "smaller"),
     _last("loss|alarms|notices|start_sockets|used_sockets", "smaller"),
     _last("share", "smaller", 0.001),
     _last("watcher_share", "smaller", 0.001),

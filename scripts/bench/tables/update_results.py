@@ -63,6 +63,7 @@ def checkpoint_save(result: Result) -> list[str]:
 
     first, *later = stalls["sharded ours, asynchronous"]
     sharded = statistics.median(stalls["sharded stock"])
+    peers = [what for what in result.get("complete_seconds", {}) if what.startswith(("sharded ours", "torch"))]
     return [
         "| training pauses | stock | plugin | ratio |",
         "|---|---|---|---|",
@@ -72,15 +73,20 @@ def checkpoint_save(result: Result) -> list[str]:
         row("sharded, synchronous", "sharded ours", "sharded stock", "synchronous_sharded"),
         row("full, synchronous", "full ours", "full stock", "full"),
         "",
-        "| `torch.distributed.checkpoint` | training pauses | complete after | rank 0 grows by |",
-        "|---|---|---|---|",
+        *(
+            [
+                "| `torch.distributed.checkpoint` | training pauses | complete after | rank 0 grows by |",
+                "|---|---|---|---|",
+            ]
+            if peers
+            else []
+        ),
         *(
             f"| {what} | {statistics.median(stalls[what]):.2f} s | {result['complete_seconds'][what]:.2f} s "
             f"| {grew[what] / 1e9:.2f} GB |"
-            for what in result.get("complete_seconds", {})
-            if what.startswith(("sharded ours", "torch"))
+            for what in peers
         ),
-        "",
+        *([""] if peers else []),
         f"During a full save the memory of rank 0 grows by {grew['full stock'] / 1e9:.2f} GB in the stock stack and by "
         f"{grew['full ours'] / 1e9:.2f} GB with the plugin (the weights are {result['weights_bytes'] / 1e9:.2f} GB). "
         f"While a checkpoint is written in the background, a step takes {ratios['step_while_writing']:.3f} times its "

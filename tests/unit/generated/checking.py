@@ -10,6 +10,7 @@ from typing import Any
 from hf_fsdp_plugin.problems import Problem, SpecError
 from hf_fsdp_plugin.sources.interface import Sources, config_of
 from hf_fsdp_plugin.spec.load import Assessment, assess
+from hf_fsdp_plugin.tools.convert.conversion import with_converted_config
 from tests.unit.generated.cases import RULES, Case, Expected
 
 SLOW_SECONDS = 5.0
@@ -27,7 +28,8 @@ def disagreement(case: Case, folder: Path) -> str | None:
     sources["config"] = config_of(sources.get("config"))
     began = time.process_time()
     try:
-        assessment = assess(Sources(**{"environ": {}, **sources}))
+        read = Sources(**{"environ": {}, **sources})
+        assessment = assess(with_converted_config(read) if case.kind == "value in a script's config" else read)
         text = "\n".join(str(problem) for problem in assessment.problems)
         assert assessment.ok or str(SpecError(assessment.problems)) or text
     except Exception:
