@@ -290,11 +290,11 @@ def host_time(case: Case) -> Case:
 
 @check(seconds=12, limit=240)
 def parity(case: Case) -> Case:
-    """Train 50 steps here and with hand-written FSDP: the losses of each step must be equal.
+    """Train 50 steps (20 without CUDA) here and with hand-written FSDP: the losses of each step must be equal.
 
     Without clipping, whose sums have another order here: bf16 makes more of the last bit of a norm.
     """
-    device, num_steps = torch_device(case), 50
+    device, num_steps = torch_device(case), 50 if case["device"] == "cuda" else 20
     run = Run(case)
     batches = TINY.batches(device, 8)
     losses = {"plugin": [run.step(batches[number % 8], clip=False) for number in range(num_steps)]}
@@ -307,5 +307,5 @@ def parity(case: Case) -> Case:
     first = next((number for number, each in enumerate(differences, 1) if each > 1e-6), None)
     expect(first is None, f"losses differ by {largest:.1e} from those of hand-written FSDP, first in step {first}")
     expect(losses["raw"][-1] < losses["raw"][0], f"the loss did not fall: {losses['raw']}")
-    text = f"50 losses from {losses['raw'][0]:.4f} to {losses['raw'][-1]:.4f} differ by at most {largest:.0e}"
+    text = f"{num_steps} losses from {losses['raw'][0]:.4f} to {losses['raw'][-1]:.4f} differ by at most {largest:.0e}"
     return {"text": text, "largest_difference": largest, "losses": losses["plugin"][::7]}

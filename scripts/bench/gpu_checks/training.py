@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 
 from scripts.bench.gpu_checks.base import (
+    TINY,
     Case,
     Run,
     Skipped,
@@ -77,8 +78,9 @@ def scaler(case: Case) -> Case:
     import torch.distributed as dist
 
     found = {}
+    size = TINY.with_layers(2, micro_batch=1, seq=16)  # without a GPU, fp16 is slow
     for name, optimizer in {"default": {}, "fused": {"fused": True}}.items():
-        run = Run({**case, "scaled": True}, **optimizer)
+        run = Run({**case, "scaled": True}, size, **optimizer)
         expect(run.accelerator.scaler is not None, "the Accelerator has no gradient scaler")
         for _ in range(20):  # torch's initial scale of 65,536 may overflow
             run.step(clip=False)
